@@ -1,0 +1,1 @@
+"""Train and evaluate language models that reason and search, on JAX."""

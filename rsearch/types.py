@@ -1,0 +1,182 @@
+"""The nouns: questions, passages, actions, segments, rollouts, groups.
+
+Everything here is a frozen value. Token ids are the truth of a rollout; text is a view
+decoded from them and never the other way round.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One question with every answer that counts as right."""
+
+    id: str
+    text: str
+    golden_answers: tuple[str, ...]
+    metadata: Mapping = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Passage:
+    """A retrieved text: its title is the first line of `contents`. Hostile by default."""
+
+    id: str
+    contents: str
+    score: float = 0.0
+
+    @property
+    def title(self) -> str:
+        """The first line, as the corpus writes it (the quotes stay)."""
+        return self.contents.partition("\n")[0]
+
+    @property
+    def text(self) -> str:
+        """Everything after the first line."""
+        return self.contents.partition("\n")[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """The policy asked for passages."""
+
+    queries: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The policy gave its answer."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Malformed:
+    """The policy's turn holds no action that the protocol knows."""
+
+    reason: str
+
+
+Action = Search | Answer | Malformed
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """What the policy is shown after an action, in three parts.
+
+    Only `content` is cut to the observation budget, so that the closing tag in `after`
+    always survives. All three are encoded as plain text: none can hold a control token.
+    """
+
+    before: str
+    content: str
+    after: str
+
+
+class Source(enum.IntEnum):
+    """Who wrote a token. The loss mask is `source == POLICY` and nothing else."""
+
+    PADDING = 0
+    PROMPT = 1
+    POLICY = 2
+    SEARCH = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens from one source.
+
+    Attributes:
+        source: who wrote them.
+        token_ids: [n] int32, exactly as sampled or spliced.
+        logp: [n] float32, log-probability under the distribution sampled from; zeros
+            where the policy did not write the token.
+        text: the ids decoded, for people, parsers and rewards.
+    """
+
+    source: Source
+    token_ids: np.ndarray
+    logp: np.ndarray
+    text: str
+
+
+class Outcome(enum.StrEnum):
+    """How a rollout ended. The two errors are no learning signal."""
+
+    ANSWERED = "answered"
+    MALFORMED = "malformed"
+    TRUNCATED = "truncated"
+    TOOL_ERROR = "tool_error"
+    JUDGE_ERROR = "judge_error"
+
+    @property
+    def is_signal(self) -> bool:
+        """False where the tools failed, which says nothing about the policy."""
+        return self not in (Outcome.TOOL_ERROR, Outcome.JUDGE_ERROR)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """One executed search: its queries, and the passages found for each of them."""
+
+    queries: tuple[str, ...]
+    passages: tuple[tuple[Passage, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """One sampled conversation, from its prompt to its end.
+
+    Attributes:
+        segments: append-only, in order; the first is the prompt.
+        answer: the text of the Answer action, None where there was none.
+        searches: the searches that were executed, in order.
+        outcome: how it ended.
+        num_malformed: turns that held no valid action.
+    """
+
+    segments: tuple[Segment, ...]
+    answer: str | None
+    searches: tuple[Lookup, ...]
+    outcome: Outcome
+    num_malformed: int = 0
+
+    @property
+    def policy_texts(self) -> tuple[str, ...]:
+        """[turns] what the policy itself wrote, turn by turn, retrieved text left out."""
+        return tuple(s.text for s in self.segments if s.source == Source.POLICY)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all segments."""
+        return sum(len(s.token_ids) for s in self.segments)
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """Tokens the policy wrote."""
+        return sum(len(s.token_ids) for s in self.segments if s.source == Source.POLICY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The rollouts of one question."""
+
+    question: Question
+    rollouts: tuple[Rollout, ...]
+
+
+Messages = Sequence[Mapping[str, str]]
+"""A chat: dicts with `role` and `content`."""
+
+SearchFn = Callable[[Sequence[str]], list[tuple[Passage, ...] | None]]
+"""(queries) -> passages for each, best first; None where that search failed."""
+
+GenerateFn = Callable[[Sequence[Messages]], list[str | None]]
+"""(chats) -> a reply to each; None where that call failed after its retries."""
+
+RewardTerm = Callable[..., list[float]]
+"""(question, rollouts, **settings) -> [G] floats; NaN where a judge could not be asked."""

@@ -1,0 +1,40 @@
+"""Fixtures shared by all tests: eight fake devices, and real models where they exist."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import pathlib
+import subprocess
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """The folder of real questions and passages; skips where there is none."""
+    if not (SHARED / "data").is_dir():
+        pytest.skip("real data is not beside this checkout")
+    return SHARED / "data"
+
+
+@pytest.fixture(scope="session")
+def real_models():
+    """A folder with smollm2-135m-instruct/ and minilm/; skips where none can be made."""
+    out = pathlib.Path(
+        os.environ.get("RSEARCH_TEST_MODELS", ROOT / "build" / "test_models")
+    )
+    names = ("smollm2-135m-instruct", "minilm")
+    if not all((out / name / "model.safetensors").is_file() for name in names):
+        script = SHARED / "tools" / "make_models.sh"
+        if not script.is_file():
+            pytest.skip("real models are not here, nor the script that makes them")
+        subprocess.run(["bash", str(script), str(out)], check=True, timeout=600)
+    return out
