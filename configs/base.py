@@ -1,0 +1,186 @@
+"""Every field of a configuration, with its default, meaning and unit.
+
+The defaults are a small decoder on the embedded world: they run on a laptop's CPU and
+need no files. A recipe starts from `get_config()` and sets only what differs. What may
+be written into a field, and what must divide what, is in `rsearch/rules.py`.
+
+Sizes of text are counted in tokens, learning rates are per optimiser step, and 'rows'
+are rollouts (RL) or demonstrations (SFT).
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def _model():
+    """The network. With a source, its config.json gives the shape, not these fields."""
+    c = ConfigDict()
+    c.source = ""  # Hugging Face directory or hub id; "" = random weights, shape below
+    c.family = "llama"  # "llama" or "qwen2"
+    c.num_layers = 4  # decoder blocks
+    c.width = 128  # features of the residual stream
+    c.num_heads = 4  # query heads
+    c.num_kv_heads = 2  # key and value heads, shared by num_heads / num_kv_heads each
+    c.head_dim = 32  # features of one head; even, for the rotation
+    c.mlp_width = 384  # features inside the gated MLP
+    c.vocab_size = 0  # rows of the embedding; 0 = as many as the tokenizer has
+    c.rope_theta = 10_000.0  # base of the rotary wavelengths
+    c.tie_embeddings = True  # one matrix embeds tokens and makes logits
+    c.qkv_bias = False  # biases on query, key and value projections (qwen2: True)
+    c.dtype = "float32"  # of the computation; master weights are always float32
+    c.remat = False  # recompute activations in the backward pass: memory for time
+    return c
+
+
+def _tokenizer():
+    """Text <-> token ids."""
+    c = ConfigDict()
+    c.source = "world"  # directory or hub id; "" = model.source; "world" = embedded
+    return c
+
+
+def _protocol():
+    """How policy and search engine talk."""
+    c = ConfigDict()
+    c.name = "search_r1"  # a key of PROTOCOLS
+    c.instruction = placeholder(str)  # replaces the protocol's user message; {question}
+    c.system = placeholder(str)  # replaces the protocol's system message
+    return c
+
+
+def _data():
+    """Questions."""
+    c = ConfigDict()
+    c.train = "world:train"  # file, hub id or "world:train"
+    c.dev = "world:dev"  # held-out questions: file, hub id or "world:dev"
+    c.fields_question = ""  # the record's question field; "" = as its format names it
+    c.fields_answers = ""  # the record's golden answers; "" likewise
+    c.fields_id = ""  # the record's id; "" likewise
+    c.max_train = 0  # questions used of train, from its start; 0 = all
+    c.max_dev = 0  # questions used of dev, from its start; 0 = all
+    c.on_bad = "raise"  # a bad record: "raise" names it, "skip" counts it
+    return c
+
+
+def _world():
+    """The embedded synthetic world; made from config.seed where "world" is named."""
+    c = ConfigDict()
+    c.people = 400  # each with a birthplace and an employer
+    c.films = 300  # each with a director
+    c.companies = 100  # each with a seat
+    c.cities = 100  # each with a country
+    c.train_questions = 2_000  # two-hop questions to learn from
+    c.dev_questions = 200  # held-out two-hop questions, about unseen heads
+    return c
+
+
+def _retrieval():
+    """The corpus, its index and how it is asked."""
+    c = ConfigDict()
+    c.corpus = "world"  # JSONL of {"id", "contents"}, plain or gzip; "world" = embedded
+    c.index = ""  # directory written by rsearch.index; "" = built at the start
+    c.encoder = "hashed"  # "hashed" bag of words, or a directory with a BERT encoder
+    c.family = "minilm"  # prefixes and pooling of the encoder: "minilm", "e5", "bge"
+    c.top_k = 3  # passages for one query
+    c.cache_size = 10_000  # queries whose results are remembered; 0 = none
+    c.hashed_dim = 512  # features of the hashed encoder's vectors
+    return c
+
+
+def _rollout():
+    """Sampling conversations: prompt, then turns and observations in alternation."""
+    c = ConfigDict()
+    c.group_size = 8  # rollouts of one question (G)
+    c.max_searches = 2  # searches a rollout may make; its last turn cannot search
+    c.max_turn_tokens = 48  # tokens the policy may write in one turn
+    c.max_observation_tokens = 64  # tokens of one observation, tags included
+    c.max_prompt_tokens = 64  # longer prompts are dropped and listed
+    c.context_tokens = 0  # tokens of a whole rollout; 0 = the sum of the above
+    c.temperature = 1.0  # of sampling in training; evaluation is greedy
+    c.top_p = 1.0  # smallest probability mass kept when sampling; 1 = everything
+    c.slots = 64  # rows decoded at once
+    c.extend_chunk = 32  # given tokens appended to paused rows per call
+    return c
+
+
+def _sft():
+    """Supervised stage: cross-entropy on the policy's tokens of demonstrations."""
+    c = ConfigDict()
+    c.steps = 360  # optimiser steps
+    c.batch_size = 64  # demonstrations a step
+    c.micro_batch = 64  # demonstrations a forward and backward pass
+    c.sequence_tokens = 96  # tokens of a demonstration, padding included
+    c.lr = 3e-3  # peak learning rate
+    c.warmup_steps = 20  # steps of linear warm-up from 0; constant afterwards
+    c.flawed_share = 0.65  # world's demonstrations that do not answer properly
+    c.guess_share = 0.2  # of the flawed: guess without search; others stop after one
+    return c
+
+
+def _rl():
+    """Reinforcement stage. A rollout's advantage is relative to those of its group."""
+    c = ConfigDict()
+    c.algorithm = "grpo"  # "grpo"
+    c.steps = 20  # each: roll out, reward, updates_per_step optimiser steps
+    c.questions_per_step = 32  # groups a step
+    c.updates_per_step = 1  # optimiser steps on one step's rollouts
+    c.micro_batch = 64  # rows a forward and backward pass
+    c.lr = 6e-4  # peak learning rate
+    c.warmup_steps = 0  # optimiser steps of linear warm-up; constant afterwards
+    c.clip_low = 0.2  # the probability ratio is kept above 1 - clip_low
+    c.clip_high = 0.2  # ... and below 1 + clip_high
+    c.kl_coef = 0.0  # weight of the divergence from the reference; 0 = no reference
+    c.kl_kind = "k3"  # estimator of it: "k1", "k2" or "k3"
+    c.kl_place = "loss"  # where it acts: "loss" or "reward"
+    c.loss_mean = "token"  # over all tokens, or per "sequence" first
+    c.normalize_std = True  # divide the advantage by the group's standard deviation
+    c.std_eps = 1e-6  # added to that deviation
+    c.entropy_coef = 0.0  # weight of the entropy bonus, per token in nats
+    return c
+
+
+def _optim():
+    """AdamW, in both stages."""
+    c = ConfigDict()
+    c.b1 = 0.9  # decay of the first moment
+    c.b2 = 0.999  # decay of the second moment
+    c.eps = 1e-8  # added to the root of the second moment
+    c.weight_decay = 0.01  # per step, times the learning rate
+    c.max_grad_norm = 1.0  # global norm that gradients are scaled down to
+    return c
+
+
+def get_config():
+    """The defaults, locked: a recipe can set fields and cannot invent them."""
+    c = ConfigDict()
+    c.name = "base"  # the recipe's name, in reports
+    c.seed = 0  # of weights, data order, sampling and the world
+    c.stages = ("rl",)  # in order; of "sft" and "rl"
+    c.model = _model()
+    c.tokenizer = _tokenizer()
+    c.protocol = _protocol()
+    c.data = _data()
+    c.world = _world()
+    c.retrieval = _retrieval()
+    c.rollout = _rollout()
+    c.sft = _sft()
+    c.rl = _rl()
+    c.optim = _optim()
+    # Term -> its settings; the reward is the weighted sum. A recipe replaces the whole.
+    c.reward = ConfigDict({"answer_em": {"weight": 1.0}})
+    c.judge = ConfigDict()
+    c.judge.source = ""  # directory or hub id of the model that judges; "" = none
+    c.mesh = ConfigDict()  # devices; the product of the three is their number
+    c.mesh.data = -1  # copies of the model that share the batch; -1 = all remaining
+    c.mesh.fsdp = 1  # parts the weights are cut into; these share the batch too
+    c.mesh.tensor = 1  # parts each matrix product is cut into
+    c.checkpoint = ConfigDict()
+    c.checkpoint.every_steps = 10  # a stage's last step is always saved
+    c.checkpoint.keep = 2  # newest checkpoints kept in a stage
+    c.eval = ConfigDict()
+    c.eval.every_steps = 0  # 0 = only at the ends of stages
+    c.eval.methods = ("protocol",)  # of "protocol", "direct" and "rag"
+    c.eval.max_questions = 0  # of dev; 0 = all
+    c.eval.examples = 3  # transcripts printed at the end
+    c.log_every = 1  # steps between printed lines; metrics.jsonl has every step
+    return c.lock()
