@@ -23,7 +23,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-    """A retrieved text: its title is the first line of `contents`. Hostile by default."""
+    """A retrieved, hostile text: its title is the first line of `contents`."""
 
     id: str
     contents: str
@@ -147,7 +147,7 @@ class Rollout:
 
     @property
     def policy_texts(self) -> tuple[str, ...]:
-        """[turns] what the policy itself wrote, turn by turn, retrieved text left out."""
+        """[turns] what the policy itself wrote, turn by turn."""
         return tuple(s.text for s in self.segments if s.source == Source.POLICY)
 
     @property
@@ -179,4 +179,4 @@ GenerateFn = Callable[[Sequence[Messages]], list[str | None]]
 """(chats) -> a reply to each; None where that call failed after its retries."""
 
 RewardTerm = Callable[..., list[float]]
-"""(question, rollouts, **settings) -> [G] floats; NaN where a judge could not be asked."""
+"""(question, rollouts, **settings) -> [G] floats; NaN where no judge could be asked."""

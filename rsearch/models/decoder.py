@@ -1,0 +1,291 @@
+"""One decoder for the Llama and Qwen2 families: policy, value and reference models.
+
+The same module scores whole sequences (`cache=None`) and extends cached ones, so what
+the sampler computes is what the trainer differentiates. A cache has one slot a
+position: position p of row b lives at `k[layer, b, :, p]`, whatever the row's length,
+so ragged rows need no padding on the left and no mask beyond "slot <= my own position".
+
+Dimensions: B rows, T new tokens, S cached slots, D width, H heads, K key/value heads,
+G = H / K heads sharing one, C head width, F MLP width, V vocabulary, L layers.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretched rotary frequencies (`rope_type` llama3 in config.json)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderSpec:
+    """The shape of a decoder; all that a forward pass depends on beside its weights."""
+
+    vocab_size: int
+    width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_width: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    max_context: int = 2**31 - 1
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, the value head left out."""
+        d, c = self.width, self.head_dim
+        attention = 2 * d * c * (self.num_heads + self.num_kv_heads)
+        if self.qkv_bias:
+            attention += c * (self.num_heads + 2 * self.num_kv_heads)
+        layer = attention + 3 * d * self.mlp_width + 2 * d
+        heads = 1 if self.tie_embeddings else 2
+        return self.num_layers * layer + heads * self.vocab_size * d + d
+
+
+class Cache(NamedTuple):
+    """Keys and values of all layers, [L, B, K, S, C] each, in the compute dtype."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+def empty_cache(spec: DecoderSpec, num_rows: int, num_slots: int, dtype) -> Cache:
+    """A cache of zeros; a slot is read only after it was written."""
+    shape = (spec.num_layers, num_rows, spec.num_kv_heads, num_slots, spec.head_dim)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def rotary_frequencies(spec: DecoderSpec) -> jax.Array:
+    """[C / 2] radians a position, Llama 3's scaling included.
+
+    Source: RoPE (arXiv 2104.09864); the scaling is that of Llama 3.1's reference code.
+    """
+    exponent = jnp.arange(0, spec.head_dim, 2, dtype=jnp.float32) / spec.head_dim
+    freq = 1.0 / (spec.rope_theta**exponent)
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return freq
+    wavelength = 2 * math.pi / freq
+    low = scaling.original_context / scaling.low_freq_factor
+    high = scaling.original_context / scaling.high_freq_factor
+    smooth = (scaling.original_context / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    between = (1 - smooth) * freq / scaling.factor + smooth * freq
+    return jnp.where(
+        wavelength > low,
+        freq / scaling.factor,
+        jnp.where(wavelength < high, freq, between),
+    )
+
+
+def rotate(x, positions, frequencies):
+    """Rotary embedding in the half-split form of Hugging Face checkpoints.
+
+    Args:
+        x: [B, T, N, C] queries or keys.
+        positions: [B, T] int32.
+        frequencies: [C / 2] radians a position.
+    """
+    angle = (
+        positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None]
+    )
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    )
+    return turned.astype(x.dtype)
+
+
+def attend(q, k, v, visible):
+    """Grouped-query attention with float32 softmax.
+
+    Args:
+        q: [B, T, H, C] queries.
+        k, v: [B, K, S, C] keys and values; H is a multiple of K.
+        visible: [B, T, S] bool, True where the query may look.
+
+    Returns:
+        [B, T, H, C] in the queries' dtype.
+    """
+    b, t, h, c = q.shape
+    groups = h // k.shape[1]
+    q = q.reshape(b, t, k.shape[1], groups, c)
+    scores = jnp.einsum("btkgc,bksc->bkgts", q, k, preferred_element_type=jnp.float32)
+    scores = scores / math.sqrt(c)
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgts,bksc->btkgc", weights, v).reshape(b, t, h, c)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32 (arXiv 1910.07467)."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        scale = jnp.expand_dims(scale, range(x.ndim - 1))
+        return y.astype(x.dtype) * scale.astype(x.dtype)
+
+
+class Attention(nn.Module):
+    """Self-attention over the row itself, or over its cache after writing to it."""
+
+    spec: DecoderSpec
+
+    @nn.compact
+    def __call__(self, x, positions, cache, layer):
+        s = self.spec
+        init = nn.initializers.normal(0.02)
+
+        def project(name, heads):
+            kernel = self.param(name, init, (s.width, heads, s.head_dim))
+            y = jnp.einsum("btd,dhc->bthc", x, kernel.astype(x.dtype))
+            if s.qkv_bias:
+                bias = self.param(
+                    f"{name}_bias", nn.initializers.zeros, (heads, s.head_dim)
+                )
+                y = y + bias.astype(x.dtype)[None, None]
+            return y
+
+        frequencies = rotary_frequencies(s)
+        q = rotate(project("q", s.num_heads), positions, frequencies)
+        k = rotate(project("k", s.num_kv_heads), positions, frequencies)
+        v = project("v", s.num_kv_heads)
+        if cache is None:
+            keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
+            t = x.shape[1]
+            slots = jnp.arange(t)
+            visible = jnp.broadcast_to(slots[None] <= slots[:, None], (1, t, t))
+            visible = jnp.broadcast_to(visible, (x.shape[0], t, t))
+        else:
+            # A position at or past S is padding: its write is dropped.
+            rows = jnp.arange(x.shape[0])[:, None]
+            cache = Cache(
+                cache.k.at[layer, rows, :, positions].set(k, mode="drop"),
+                cache.v.at[layer, rows, :, positions].set(v, mode="drop"),
+            )
+            keys, values = cache.k[layer], cache.v[layer]
+            slots = jnp.arange(keys.shape[2])
+            visible = slots[None, None] <= positions[:, :, None]
+        out = attend(q, keys, values, visible)
+        kernel = self.param("o", init, (s.num_heads, s.head_dim, s.width))
+        return jnp.einsum("bthc,hcd->btd", out, kernel.astype(x.dtype)), cache
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and SwiGLU, as a body for `nn.scan`."""
+
+    spec: DecoderSpec
+
+    @nn.compact
+    def __call__(self, carry, _):
+        x, positions, cache, layer = carry
+        s = self.spec
+        init = nn.initializers.normal(0.02)
+        normed = RMSNorm(s.norm_eps, name="attention_norm")(x)
+        mixed, cache = Attention(s, name="attention")(normed, positions, cache, layer)
+        x = x + mixed
+        normed = RMSNorm(s.norm_eps, name="mlp_norm")(x)
+        gate = self.param("gate", init, (s.width, s.mlp_width)).astype(x.dtype)
+        up = self.param("up", init, (s.width, s.mlp_width)).astype(x.dtype)
+        down = self.param("down", init, (s.mlp_width, s.width)).astype(x.dtype)
+        x = x + (nn.silu(normed @ gate) * (normed @ up)) @ down
+        return (x, positions, cache, layer + 1), None
+
+
+class Decoder(nn.Module):
+    """A causal language model.
+
+    Attributes:
+        spec: its shape.
+        dtype: compute dtype; parameters are float32 masters unless cast by the caller.
+        remat: recompute each layer in the backward pass instead of storing it.
+        value_head: add a scalar head on the last hidden state.
+    """
+
+    spec: DecoderSpec
+    dtype: jnp.dtype = jnp.float32
+    remat: bool = False
+    value_head: bool = False
+
+    def setup(self):
+        s = self.spec
+        init = nn.initializers.normal(0.02)
+        self.embedding = self.param("embedding", init, (s.vocab_size, s.width))
+        layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
+        self.layers = nn.scan(
+            layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=s.num_layers,
+        )(s)
+        self.final_norm = RMSNorm(s.norm_eps)
+        if not s.tie_embeddings:
+            self.unembedding = self.param("unembedding", init, (s.width, s.vocab_size))
+        if self.value_head:
+            self.value = self.param("value", nn.initializers.zeros, (s.width,))
+
+    def __call__(self, tokens, positions, cache=None):
+        """Hidden states of new tokens.
+
+        Args:
+            tokens: [B, T] int32 ids.
+            positions: [B, T] int32. Without a cache they only turn the rotary angles
+                and row order decides what is visible; with one they name the slots
+                written, and a position >= S writes nothing.
+            cache: keys and values of earlier tokens, or None.
+
+        Returns:
+            [B, T, D] final hidden states in the compute dtype, and the cache extended.
+        """
+        x = jnp.take(self.embedding, tokens, axis=0).astype(self.dtype)
+        carry = (x, positions, cache, jnp.int32(0))
+        (x, _, cache, _), _ = self.layers(carry, None)
+        return self.final_norm(x), cache
+
+    def logits(self, hidden):
+        """[..., V] float32 logits of hidden states [..., D]."""
+        if self.spec.tie_embeddings:
+            kernel = self.embedding.T
+        else:
+            kernel = self.unembedding
+        return jnp.matmul(
+            hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32
+        )
+
+    def values(self, hidden):
+        """[...] float32 values of hidden states [..., D]; needs `value_head`."""
+        return hidden.astype(jnp.float32) @ self.value
+
+    def initialise(self, tokens, positions):
+        """Touches every parameter; for `init` alone."""
+        hidden, _ = self(tokens, positions)
+        return self.values(hidden) if self.value_head else self.logits(hidden)
+
+
+def init_params(model: Decoder, key: jax.Array):
+    """Random float32 parameters; layers are stacked on a leading axis L."""
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    return model.init(key, tokens, tokens, method="initialise")["params"]

@@ -1,0 +1,282 @@
+"""Text to ids and back, with a wall between prompts and everything else.
+
+A prompt goes through the chat template and may hold control tokens. Retrieved text goes
+through the body encoder: the same tokenizer with every added token taken out, so no
+text whatever can become a control token. Ids are decoded through their bytes, one table
+for people, parsers and the stop automaton alike.
+"""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Sequence
+
+import jinja2
+import jinja2.sandbox
+import numpy as np
+import tokenizers
+
+from rsearch.types import Messages
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes (Radford et al. 2019)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    alphabet = {chr(b): b for b in printable}
+    alphabet.update({chr(256 + i): b for i, b in enumerate(others)})
+    return alphabet
+
+
+BYTE_ALPHABET = _byte_alphabet()
+
+
+class Tokenizer:
+    """A model's tokenizer: prompts, bodies, bytes.
+
+    Attributes:
+        vocab_size: rows an embedding needs so that every id has one.
+        token_bytes: [vocab_size] the bytes each id stands for; control tokens stand for
+            their own spelling, ids without a token for nothing.
+        control_ids: ids of all added tokens.
+        eos_ids: ids that end a turn.
+        pad_id: fills fixed shapes; masks, not this id, say what is padding.
+        fingerprint: hex digest of tokenizer and chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        *,
+        eos_tokens: Sequence[str],
+        chat_template: str | None,
+        template_tokens: dict[str, str] | None = None,
+        name: str = "tokenizer",
+    ):
+        self._name = name
+        self._full = tokenizers.Tokenizer.from_str(tokenizer_json)
+        self._full.no_truncation()
+        self._full.no_padding()
+        parsed = json.loads(tokenizer_json)
+        self._body = _body_tokenizer(parsed)
+        added = {t["content"]: t["id"] for t in parsed.get("added_tokens") or []}
+        self.control_ids = frozenset(added.values())
+        self.token_bytes = _token_bytes(parsed, self._full, added)
+        self.vocab_size = len(self.token_bytes)
+        missing = [t for t in eos_tokens if self._full.token_to_id(t) is None]
+        if missing or not eos_tokens:
+            raise ValueError(
+                f"{name}: eos token {missing or None} is not in vocabulary"
+            )
+        self.eos_ids = tuple(self._full.token_to_id(t) for t in eos_tokens)
+        self.pad_id = self.eos_ids[0]
+        self._template_tokens = template_tokens or {}
+        self._template = _compile_template(chat_template, name)
+        digest = hashlib.sha256(tokenizer_json.encode())
+        digest.update((chat_template or "").encode())
+        digest.update(json.dumps(self.eos_ids).encode())
+        self.fingerprint = digest.hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """[n] int32 ids of text in which no control token can arise.
+
+        Unpaired surrogates, which no UTF-8 text holds, become U+FFFD first.
+        """
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        ids = self._body.encode(text, add_special_tokens=False).ids
+        assert self.control_ids.isdisjoint(ids)
+        return np.asarray(ids, np.int32)
+
+    def encode_prompt(self, messages: Messages) -> np.ndarray:
+        """[n] int32 ids of a chat, through the chat template; control tokens allowed.
+
+        A tokenizer without a template gets the contents joined by newlines. The
+        contents
+        cannot smuggle control tokens in: they are encoded as bodies, between the
+        template's own text.
+
+        Raises:
+            ValueError: the template refuses these messages, or loses one of them.
+        """
+        if self._template is None:
+            return self.encode("\n".join(m["content"] for m in messages))
+        # Contents are rendered as opaque marks and put back afterwards, so that only
+        # what the template itself writes is read for control tokens.
+        marks = [f"\ue000{i}\ue001" for i in range(len(messages))]
+        marked = [{**m, "content": mark} for m, mark in zip(messages, marks)]
+        try:
+            text = self._template.render(
+                messages=marked, add_generation_prompt=True, **self._template_tokens
+            )
+        except jinja2.TemplateError as error:
+            roles = [m["role"] for m in messages]
+            raise ValueError(
+                f"{self._name}: chat template refuses roles {roles}: {error}"
+            ) from error
+        pieces = []
+        for mark, message in zip(marks, messages):
+            before, found, text = text.partition(mark)
+            if not found:
+                raise ValueError(
+                    f"{self._name}: chat template drops the {message['role']} message"
+                )
+            pieces += [(before, True), (message["content"], False)]
+        pieces.append((text, True))
+        return self._encode_pieces(pieces)
+
+    def _encode_pieces(self, pieces) -> np.ndarray:
+        """Ids of (text, may hold control tokens) pieces.
+
+        Plain text on both sides of a border is encoded in one go, as the template's
+        user would expect of a whole prompt; control tokens alone are cut out.
+        """
+        ids, plain = [], ""
+        for text, trusted in pieces:
+            if not trusted:
+                plain += text
+                continue
+            encoding = self._full.encode(text, add_special_tokens=False)
+            end = 0
+            for token, (start, stop) in zip(encoding.ids, encoding.offsets):
+                if token in self.control_ids:
+                    ids += self.encode(plain + text[end:start]).tolist()
+                    ids.append(token)
+                    plain, end = "", stop
+            plain += text[end:]
+        ids += self.encode(plain).tolist()
+        return np.asarray(ids, np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; bytes that are not UTF-8 become U+FFFD."""
+        table = self.token_bytes
+        return b"".join(table[i] for i in ids).decode("utf-8", "replace")
+
+    def save(self, directory: pathlib.Path) -> None:
+        """Writes tokenizer.json."""
+        self._full.save(str(directory / "tokenizer.json"))
+
+
+def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face model directory.
+
+    Raises:
+        ValueError: tokenizer.json is missing or unreadable, or names no end of text.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{directory}: no tokenizer.json; one is made from a SentencePiece model by: "
+            f'python -c "from transformers import AutoTokenizer as T; '
+            f"T.from_pretrained('{directory}').save_pretrained('{directory}')\""
+        )
+    text = path.read_text("utf-8")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # The library raises bare Exception.
+        raise ValueError(f"{path}: not a tokenizer: {error}") from error
+    settings = _read_json(directory / "tokenizer_config.json")
+    generation = _read_json(directory / "generation_config.json")
+    template_file = directory / "chat_template.jinja"
+    if template_file.is_file():
+        template = template_file.read_text("utf-8")
+    else:
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # Named templates, an older layout.
+            template = {t["name"]: t["template"] for t in template}.get("default")
+    tokens = {
+        name: _content(settings[name])
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if settings.get(name) is not None
+    }
+    eos = [tokens["eos_token"]] if "eos_token" in tokens else []
+    ids = generation.get("eos_token_id")
+    for i in ids if isinstance(ids, list) else [ids]:
+        token = None if i is None else tokenizer.id_to_token(i)
+        if token is not None and token not in eos:
+            eos.append(token)
+    if not eos:
+        raise ValueError(
+            f"{directory}: neither tokenizer_config.json (eos_token) nor "
+            f"generation_config.json (eos_token_id) names an end of text"
+        )
+    return Tokenizer(
+        text,
+        eos_tokens=eos,
+        chat_template=template,
+        template_tokens=tokens,
+        name=str(directory),
+    )
+
+
+def _content(token) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _read_json(path: pathlib.Path) -> dict:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+
+
+def _body_tokenizer(parsed: dict) -> tokenizers.Tokenizer:
+    """The tokenizer without added tokens: their spellings become ordinary text."""
+    names = {t["content"] for t in parsed.get("added_tokens") or []}
+    model = dict(parsed["model"])
+    if isinstance(model.get("vocab"), dict):
+        # A BPE with ignore_merges, or a WordLevel, would find them in its vocabulary.
+        keep = {model.get("unk_token")}
+        model["vocab"] = {
+            t: i for t, i in model["vocab"].items() if t not in names or t in keep
+        }
+        if model.get("unk_token") in names:
+            # Byte-level vocabularies know every byte and never need it.
+            if any(byte not in model["vocab"] for byte in BYTE_ALPHABET):
+                raise ValueError("the unknown token must not be an added token")
+            del model["vocab"][model["unk_token"]]
+            model["unk_token"] = None
+    body = {**parsed, "added_tokens": [], "model": model, "post_processor": None}
+    return tokenizers.Tokenizer.from_str(json.dumps(body))
+
+
+def _token_bytes(parsed, tokenizer, added) -> list[bytes]:
+    """[vocab_size] the bytes of each id, byte-level or with byte fallback."""
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    size = max(vocab.values()) + 1
+    table = [b""] * size
+    byte_level = "ByteLevel" in json.dumps(parsed.get("decoder") or {})
+    for token, i in vocab.items():
+        if token in added:
+            table[i] = token.encode("utf-8")
+        elif byte_level:
+            table[i] = bytes(BYTE_ALPHABET[c] for c in token)
+        elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            table[i] = bytes([int(token[3:5], 16)])
+        else:
+            table[i] = token.replace("\u2581", " ").encode("utf-8")
+    return table
+
+
+def _compile_template(source: str | None, name: str):
+    """A chat template in a sandbox, with the three names such templates expect."""
+    if source is None:
+        return None
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+
+    def raise_exception(message):
+        raise jinja2.TemplateError(message)
+
+    environment.globals["raise_exception"] = raise_exception
+    # Templates that print today's date would make prompts differ from run to run.
+    environment.globals["strftime_now"] = lambda _: "26 Jul 2024"
+    environment.filters["tojson"] = lambda value, **kw: json.dumps(
+        value, ensure_ascii=False, **kw
+    )
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"{name}: chat template does not parse: {error}") from error
