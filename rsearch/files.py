@@ -1,0 +1,54 @@
+"""Writing files so that a crash leaves the old contents or the new, never a mixture."""
+
+import os
+import pathlib
+
+import xxhash
+
+CHUNK_BYTES = 1 << 24
+
+
+def replace(path, data):
+    """Writes `data` (bytes) to `path`, atomically and durably.
+
+    When this returns, the new contents survive a power cut; if it does not return, the
+    old ones are still there. A leftover `<name>.tmp` is overwritten.
+    """
+    path = pathlib.Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path):
+    """Makes the names in a directory durable: what was made, renamed or removed."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(path):
+    """Makes a directory durable with everything in it."""
+    for folder, _, names in os.walk(path, topdown=False):
+        for name in names:
+            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_directory(folder)
+
+
+def digest_file(path):
+    """xxh3-128 of a file's bytes, in hexadecimal."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
