@@ -29,6 +29,13 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by a factor (`rope_type` linear in config.json)."""
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderSpec:
     """The shape of a decoder; all that a forward pass depends on beside its weights."""
 
@@ -40,7 +47,7 @@ class DecoderSpec:
     head_dim: int
     mlp_width: int
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | LinearScaling | None = None
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     qkv_bias: bool = False
@@ -72,15 +79,18 @@ def empty_cache(spec: DecoderSpec, num_rows: int, num_slots: int, dtype) -> Cach
 
 
 def rotary_frequencies(spec: DecoderSpec) -> jax.Array:
-    """[C / 2] radians a position, Llama 3's scaling included.
+    """[C / 2] radians a position, scaling included.
 
-    Source: RoPE (arXiv 2104.09864); the scaling is that of Llama 3.1's reference code.
+    Source: RoPE (arXiv 2104.09864); linear scaling (arXiv 2306.15595); Llama 3's is
+    that of Llama 3.1's reference code.
     """
     exponent = jnp.arange(0, spec.head_dim, 2, dtype=jnp.float32) / spec.head_dim
     freq = 1.0 / (spec.rope_theta**exponent)
     scaling = spec.rope_scaling
     if scaling is None:
         return freq
+    if isinstance(scaling, LinearScaling):
+        return freq / scaling.factor
     wavelength = 2 * math.pi / freq
     low = scaling.original_context / scaling.low_freq_factor
     high = scaling.original_context / scaling.high_freq_factor

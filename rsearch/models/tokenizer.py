@@ -9,6 +9,7 @@ for people, parsers and the stop automaton alike.
 import hashlib
 import json
 import pathlib
+import re
 from collections.abc import Sequence
 
 import jinja2
@@ -53,12 +54,12 @@ class Tokenizer:
         template_tokens: dict[str, str] | None = None,
         name: str = "tokenizer",
     ):
-        self._name = name
+        self._name, self._json = name, tokenizer_json
         self._full = tokenizers.Tokenizer.from_str(tokenizer_json)
         self._full.no_truncation()
         self._full.no_padding()
         parsed = json.loads(tokenizer_json)
-        self._body = _body_tokenizer(parsed)
+        self._body = _body_tokenizer(parsed, name)
         added = {t["content"]: t["id"] for t in parsed.get("added_tokens") or []}
         self.control_ids = frozenset(added.values())
         self.token_bytes = _token_bytes(parsed, self._full, added)
@@ -70,7 +71,8 @@ class Tokenizer:
             )
         self.eos_ids = tuple(self._full.token_to_id(t) for t in eos_tokens)
         self.pad_id = self.eos_ids[0]
-        self._template_tokens = template_tokens or {}
+        self._template_tokens = {"eos_token": eos_tokens[0], **(template_tokens or {})}
+        self._template_source = chat_template
         self._template = _compile_template(chat_template, name)
         digest = hashlib.sha256(tokenizer_json.encode())
         digest.update((chat_template or "").encode())
@@ -82,7 +84,7 @@ class Tokenizer:
 
         Unpaired surrogates, which no UTF-8 text holds, become U+FFFD first.
         """
-        text = text.encode("utf-8", "replace").decode("utf-8")
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids = self._body.encode(text, add_special_tokens=False).ids
         assert self.control_ids.isdisjoint(ids)
         return np.asarray(ids, np.int32)
@@ -91,9 +93,8 @@ class Tokenizer:
         """[n] int32 ids of a chat, through the chat template; control tokens allowed.
 
         A tokenizer without a template gets the contents joined by newlines. The
-        contents
-        cannot smuggle control tokens in: they are encoded as bodies, between the
-        template's own text.
+        contents cannot smuggle control tokens in: they are encoded as bodies, between
+        the template's own text.
 
         Raises:
             ValueError: the template refuses these messages, or loses one of them.
@@ -101,8 +102,9 @@ class Tokenizer:
         if self._template is None:
             return self.encode("\n".join(m["content"] for m in messages))
         # Contents are rendered as opaque marks and put back afterwards, so that only
-        # what the template itself writes is read for control tokens.
-        marks = [f"\ue000{i}\ue001" for i in range(len(messages))]
+        # what the template itself writes is read for control tokens. The em spaces
+        # tell whether the template strips its contents.
+        marks = [f"\u2003\ue000{i}\ue001\u2003" for i in range(len(messages))]
         marked = [{**m, "content": mark} for m, mark in zip(messages, marks)]
         try:
             text = self._template.render(
@@ -113,15 +115,19 @@ class Tokenizer:
             raise ValueError(
                 f"{self._name}: chat template refuses roles {roles}: {error}"
             ) from error
-        pieces = []
-        for mark, message in zip(marks, messages):
-            before, found, text = text.partition(mark)
-            if not found:
-                raise ValueError(
-                    f"{self._name}: chat template drops the {message['role']} message"
-                )
-            pieces += [(before, True), (message["content"], False)]
-        pieces.append((text, True))
+        pieces, found = [], set()
+        parts = re.split("(\u2003?\ue000[0-9]+\ue001\u2003?)", text)
+        for written, mark in zip(parts[::2], [*parts[1::2], ""]):
+            pieces.append((written, True))
+            if mark:
+                i = int(mark.strip("\u2003\ue000\ue001"))
+                content = messages[i]["content"]
+                content = content if mark.startswith("\u2003") else content.lstrip()
+                content = content if mark.endswith("\u2003") else content.rstrip()
+                pieces.append((content, False))
+                found.add(i)
+        if dropped := [m["role"] for i, m in enumerate(messages) if i not in found]:
+            raise ValueError(f"{self._name}: chat template drops messages of {dropped}")
         return self._encode_pieces(pieces)
 
     def _encode_pieces(self, pieces) -> np.ndarray:
@@ -148,12 +154,38 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD."""
-        table = self.token_bytes
-        return b"".join(table[i] for i in ids).decode("utf-8", "replace")
+        # A model may have more rows than its tokenizer has tokens.
+        table, size = self.token_bytes, len(self.token_bytes)
+        return b"".join(table[i] for i in ids if i < size).decode("utf-8", "replace")
+
+    @property
+    def special_ids(self) -> dict:
+        """bos, eos and pad ids by their names in config.json."""
+        bos = self._template_tokens.get("bos_token")
+        ids = {
+            "eos_token_id": list(self.eos_ids) if self.eos_ids[1:] else self.eos_ids[0],
+            "pad_token_id": self.pad_id,
+        }
+        return (
+            ids if bos is None else {"bos_token_id": self._full.token_to_id(bos), **ids}
+        )
 
     def save(self, directory: pathlib.Path) -> None:
-        """Writes tokenizer.json."""
-        self._full.save(str(directory / "tokenizer.json"))
+        """Writes the files that `load_tokenizer` and transformers make it from."""
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **self._template_tokens,
+        }
+        if self._template_source is not None:
+            settings["chat_template"] = self._template_source
+        files = {
+            "tokenizer.json": self._json,
+            "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
+            "generation_config.json": json.dumps(self.special_ids, indent=2) + "\n",
+        }
+        for name, text in files.items():
+            (directory / name).write_bytes(text.encode("utf-8"))
 
 
 def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
@@ -165,12 +197,12 @@ def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ValueError(
-            f"{directory}: no tokenizer.json; one is made from a SentencePiece model by: "
-            f'python -c "from transformers import AutoTokenizer as T; '
+            f"{directory}: no tokenizer.json; one is made from a SentencePiece model "
+            f'by: python -c "from transformers import AutoTokenizer as T; '
             f"T.from_pretrained('{directory}').save_pretrained('{directory}')\""
         )
-    text = path.read_text("utf-8")
     try:
+        text = path.read_text("utf-8")
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # The library raises bare Exception.
         raise ValueError(f"{path}: not a tokenizer: {error}") from error
@@ -221,7 +253,7 @@ def _read_json(path: pathlib.Path) -> dict:
         raise ValueError(f"{path}: not JSON: {error}") from error
 
 
-def _body_tokenizer(parsed: dict) -> tokenizers.Tokenizer:
+def _body_tokenizer(parsed: dict, name: str) -> tokenizers.Tokenizer:
     """The tokenizer without added tokens: their spellings become ordinary text."""
     names = {t["content"] for t in parsed.get("added_tokens") or []}
     model = dict(parsed["model"])
@@ -231,14 +263,45 @@ def _body_tokenizer(parsed: dict) -> tokenizers.Tokenizer:
         model["vocab"] = {
             t: i for t, i in model["vocab"].items() if t not in names or t in keep
         }
+        if "merges" in model:
+            model["merges"] = [m for m in model["merges"] if _merged(m) not in names]
         if model.get("unk_token") in names:
-            # Byte-level vocabularies know every byte and never need it.
-            if any(byte not in model["vocab"] for byte in BYTE_ALPHABET):
-                raise ValueError("the unknown token must not be an added token")
+            if not _knows_all_bytes(model):
+                raise ValueError(
+                    f"{name}: text can become the unknown token "
+                    f"{model['unk_token']!r}, which is an added token; supported are "
+                    f"vocabularies that hold every byte"
+                )
             del model["vocab"][model["unk_token"]]
             model["unk_token"] = None
-    body = {**parsed, "added_tokens": [], "model": model, "post_processor": None}
+    elif names:
+        raise ValueError(
+            f"{name}: in a {model.get('type')} model text can become an added token; "
+            f"supported are those with a vocabulary by name, such as BPE"
+        )
+    body = {
+        **parsed,
+        "added_tokens": [],
+        "model": model,
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }
     return tokenizers.Tokenizer.from_str(json.dumps(body))
+
+
+def _merged(pair) -> str:
+    """What a BPE merge makes; older files write the pair as one string."""
+    return "".join(pair.split(" ") if isinstance(pair, str) else pair)
+
+
+def _knows_all_bytes(model: dict) -> bool:
+    """Whether no text can need this vocabulary's unknown token."""
+    vocab = model["vocab"]
+    if all(byte in vocab for byte in BYTE_ALPHABET):
+        return True
+    fallback = (f"<0x{byte:02X}>" in vocab for byte in range(256))
+    return bool(model.get("byte_fallback")) and all(fallback)
 
 
 def _token_bytes(parsed, tokenizer, added) -> list[bytes]:
@@ -250,7 +313,7 @@ def _token_bytes(parsed, tokenizer, added) -> list[bytes]:
     for token, i in vocab.items():
         if token in added:
             table[i] = token.encode("utf-8")
-        elif byte_level:
+        elif byte_level and all(c in BYTE_ALPHABET for c in token):
             table[i] = bytes(BYTE_ALPHABET[c] for c in token)
         elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             table[i] = bytes([int(token[3:5], 16)])
@@ -274,7 +337,7 @@ def _compile_template(source: str | None, name: str):
     # Templates that print today's date would make prompts differ from run to run.
     environment.globals["strftime_now"] = lambda _: "26 Jul 2024"
     environment.filters["tojson"] = lambda value, **kw: json.dumps(
-        value, ensure_ascii=False, **kw
+        value, **{"ensure_ascii": False, **kw}
     )
     try:
         return environment.from_string(source)

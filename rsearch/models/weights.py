@@ -1,8 +1,8 @@
 """Decoder weights as Hugging Face stores them: names, layouts, safetensors files.
 
-A parameter tree stacks its layers on a leading axis and keeps heads apart; a checkpoint has
-one matrix a layer, [out, in], with heads and head width in one axis. LAYOUT says how one is
-the other, and both directions read it.
+A parameter tree stacks its layers on a leading axis and keeps heads apart; a checkpoint
+has one matrix a layer, [out, in], with heads and head width in one axis. LAYOUT says
+how one is the other, and both directions read it.
 """
 
 import functools
@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 
-# Our leaf -> the tensor that stores it (one a layer where the name has a field), and which
-# of our axes, the layer axis left out, make up each axis of that tensor.
+# Our leaf -> the tensor that stores it (one a layer where the name has a field), and
+# which of our axes, the layer axis left out, make up each axis of that tensor.
 LAYOUT = {
     "embedding": ("model.embed_tokens.weight", ((0,), (1,))),
     "layers.attention_norm.scale": ("model.layers.{}.input_layernorm.weight", ((0,),)),
@@ -107,6 +107,31 @@ def read_block(tensor, shape, groups, index) -> np.ndarray:
     return block.transpose(np.argsort(order))
 
 
+def read_leaf(tensors, name, shape, index, dtype) -> np.ndarray:
+    """A block of one leaf of the parameter tree.
+
+    Args:
+        tensors: from `open_tensors`.
+        name: of the leaf, a key of LAYOUT; "value", which no checkpoint holds, is 0.
+        shape: of the whole leaf.
+        index: a slice of unit step for each of its axes.
+        dtype: of the result, whatever that on disk.
+    """
+    out = np.zeros(
+        [len(range(*part.indices(size))) for part, size in zip(index, shape)], dtype
+    )
+    if name == "value":
+        return out
+    template, groups = LAYOUT[name]
+    if "{}" not in template:
+        out[...] = read_block(tensors[template], shape, groups, index)
+        return out
+    for row, layer in enumerate(range(*index[0].indices(shape[0]))):
+        tensor = tensors[template.format(layer)]
+        out[row] = read_block(tensor, shape[1:], groups, index[1:])
+    return out
+
+
 def convert_command(out: str, files) -> str:
     """A shell line that turns pickled weights into one safetensors file."""
     args = " ".join(shlex.quote(str(file)) for file in (out, *files))
@@ -133,8 +158,8 @@ def open_tensors(directory: pathlib.Path) -> dict:
 def check_tensors(tensors, spec: DecoderSpec, *, source) -> None:
     """Refuses a checkpoint that is not this spec's, listing all that differs.
 
-    Accepts what a checkpoint may hold beside its parameters: rotary tables, and an output
-    matrix equal to tied embeddings.
+    Accepts what a checkpoint may hold beside its parameters: rotary tables, and an
+    output matrix equal to tied embeddings.
 
     Raises:
         ValueError: a table of every missing, extra or mis-shaped tensor.
@@ -183,17 +208,17 @@ def _weight_files(directory):
         raise ValueError(_no_weights(directory))
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
-        names = sorted(set(weight_map.values()))
+        names = sorted(set(weight_map.values()), key=str)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{index}: no weight_map could be read: {error!r}") from None
     for name in names:
-        if pathlib.PurePath(name).name != name:
+        if not isinstance(name, str) or pathlib.PurePath(name).name != name:
             raise ValueError(f"{index}: {name!r} is not the name of a file beside it")
         if not (directory / name).is_file():
             held = sum(file == name for file in weight_map.values())
             raise ValueError(
-                f"{directory / name} is missing; {index.name} says that it holds {held} "
-                f"tensors"
+                f"{directory / name} is missing; {index.name} says that it holds "
+                f"{held} tensors"
             )
     return [directory / name for name in names]
 
@@ -213,9 +238,7 @@ def _open_file(file):
         hint = ""
         if start == b"version ":
             hint = "; it looks like a git-lfs pointer: run `git lfs pull`"
-        raise ValueError(
-            f"{file} is damaged or incomplete: {error}{hint}"
-        ) from None
+        raise ValueError(f"{file} is damaged or incomplete: {error}{hint}") from None
 
 
 def _no_weights(directory):
@@ -228,9 +251,9 @@ def _no_weights(directory):
         files = [directory / name for name in pickles]
         command = convert_command(directory / SINGLE_FILE, files)
         return (
-            f"{directory} holds pickled weights only ({', '.join(pickles)}), and pickles "
-            f"can run code; if you trust them, convert them yourself (needs torch):\n"
-            f"{command}"
+            f"{directory} holds pickled weights only ({', '.join(pickles)}), and "
+            f"pickles can run code; if you trust them, convert them yourself (needs "
+            f"torch):\n{command}"
         )
     found = ", ".join(names) or "nothing"
     return f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; it has {found}"

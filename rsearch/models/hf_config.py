@@ -1,0 +1,221 @@
+"""config.json of the Llama and Qwen2 families: a decoder's shape, read and written.
+
+A field with a value that `Decoder` does not compute is refused, never passed over.
+"""
+
+import json
+import math
+import pathlib
+
+from rsearch.models.decoder import DecoderSpec, LinearScaling, RopeScaling
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+
+# Fields beside model_type that change what is computed, and the values that leave it as
+# `Decoder` computes it; None stands for a field that is absent or null.
+_SUPPORTED = {
+    "hidden_act": (None, "silu", "swish"),
+    "mlp_bias": (None, False),
+    "quantization_config": (None,),
+    "use_sliding_window": (None, False),
+    "use_mrope": (None, False),
+    "rope_interleaved": (None, False),
+    "partial_rotary_factor": (None, 1),
+}
+_SUPPORTED_BY_TYPE = {
+    # A Llama with attention_bias has one on o_proj too; a Qwen2 never has that one and
+    # always has the other three.
+    "llama": {"attention_bias": (None, False), "sliding_window": (None,)},
+    "qwen2": {"attention_bias": (None, True)},
+}
+
+
+def read_spec(directory) -> DecoderSpec:
+    """The shape of the decoder that a directory's config.json describes.
+
+    Raises:
+        ValueError: no readable config.json, or a field with a value that `Decoder` does
+            not compute; names field, value and what is supported.
+    """
+    path = pathlib.Path(directory) / "config.json"
+    config = read_object(path)
+    model_type = config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        supported = f"it must be one of {sorted(ARCHITECTURES)}"
+        raise _refusal(path, "model_type", model_type, supported)
+    for field, values in (_SUPPORTED | _SUPPORTED_BY_TYPE[model_type]).items():
+        _check_value(path, config, field, values)
+    layer_types = config.get("layer_types") or ()
+    if any(layer != "full_attention" for layer in layer_types):
+        supported = "every layer must be 'full_attention'"
+        raise _refusal(path, "layer_types", layer_types, supported)
+
+    def number(field, default=None):
+        return _number(path, config, field, default=default)
+
+    width, heads = number("hidden_size"), number("num_attention_heads")
+    kv_heads = number("num_key_value_heads", heads if model_type == "llama" else 32)
+    if heads % kv_heads:
+        supported = f"it must divide num_attention_heads={heads}"
+        raise _refusal(path, "num_key_value_heads", kv_heads, supported)
+    if config.get("head_dim") is None and width % heads:
+        supported = f"without head_dim, hidden_size={width} must be a multiple of it"
+        raise _refusal(path, "num_attention_heads", heads, supported)
+    head_dim = number("head_dim", width // heads)
+    if head_dim % 2:
+        supported = "rotary positions need an even number"
+        raise _refusal(path, "head_dim", head_dim, supported)
+    _check_value(path, config, "tie_word_embeddings", (None, False, True))
+    rope_theta, rope_scaling = _read_rope(path, config)
+    return DecoderSpec(
+        vocab_size=number("vocab_size"),
+        width=width,
+        num_layers=number("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_width=number("intermediate_size"),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        norm_eps=_number(path, config, "rms_norm_eps", kind=float, default=1e-6),
+        tie_embeddings=bool(config.get("tie_word_embeddings")),
+        qkv_bias=model_type == "qwen2",
+        max_context=number(
+            "max_position_embeddings", 2048 if model_type == "llama" else 32768
+        ),
+    )
+
+
+def config_of(spec: DecoderSpec, *, dtype: str) -> dict:
+    """config.json of a decoder, in the layout that every version of transformers reads.
+
+    Args:
+        spec: its shape.
+        dtype: of the weights beside it, by transformers' name.
+    """
+    model_type = "qwen2" if spec.qkv_bias else "llama"
+    if model_type == "qwen2":
+        biases = {"use_sliding_window": False}
+    else:
+        biases = {"attention_bias": False, "mlp_bias": False}
+    return {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.width,
+        "intermediate_size": spec.mlp_width,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": spec.max_context,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": _rope_object(spec.rope_scaling),
+        "tie_word_embeddings": spec.tie_embeddings,
+        **biases,
+        "torch_dtype": dtype,
+    }
+
+
+def read_object(path: pathlib.Path) -> dict:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} does not exist, so its directory holds no model"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _read_rope(path, config):
+    """(rope_theta, scaling or None) of a configuration."""
+    # transformers 5 writes rope_parameters, which holds rope_theta; earlier versions
+    # write rope_scaling beside it.
+    field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(field) or {}
+    if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
+        supported = "it must be one object for all layers"
+        raise _refusal(path, field, rope, supported)
+    _check_value(path, rope, "partial_rotary_factor", (None, 1))
+
+    def number(name, *, kind=float):
+        return _number(path, rope, name, kind=kind, inside=f"{field}.")
+
+    held = rope if "rope_theta" in rope else config
+    theta = _number(path, held, "rope_theta", kind=float, default=10000.0)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
+        return theta, None
+    if rope_type == "linear":
+        return theta, LinearScaling(factor=number("factor"))
+    if rope_type != "llama3":
+        supported = "it must be 'default', 'linear' or 'llama3'"
+        raise _refusal(path, f"{field}.rope_type", rope_type, supported)
+    original = "original_max_position_embeddings"
+    if original in config:
+        rope = {**rope, original: config[original]}
+    low, high = number("low_freq_factor"), number("high_freq_factor")
+    if low >= high:
+        supported = f"it must be above low_freq_factor={low}"
+        raise _refusal(path, f"{field}.high_freq_factor", high, supported)
+    return theta, RopeScaling(
+        factor=number("factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_context=number(original, kind=int),
+    )
+
+
+def _rope_object(scaling):
+    """`rope_scaling` of config.json."""
+    if scaling is None:
+        return None
+    if isinstance(scaling, LinearScaling):
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_context,
+    }
+
+
+def _check_value(path, held, field, values):
+    """Refuses a field that holds none of these values; 0 is not False here."""
+    value = held.get(field)
+    if not any(
+        value == v and isinstance(value, bool) == isinstance(v, bool) for v in values
+    ):
+        allowed = " or ".join("null" if v is None else repr(v) for v in values)
+        raise _refusal(path, field, value, f"it must be {allowed}")
+
+
+def _number(path, held, field, *, kind=int, default=None, inside=""):
+    """A number above zero; `default` where the field is absent or null."""
+    value = default if held.get(field) is None else held[field]
+    types = (int, float) if kind is float else (int,)
+    if (
+        not isinstance(value, types)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or value <= 0
+    ):
+        what = "a whole number" if kind is int else "a number"
+        raise _refusal(path, inside + field, value, f"it must be {what} above 0")
+    return kind(value)
+
+
+def _refusal(path, field, value, supported):
+    return ValueError(f"{path}: {field}={value!r} is not supported: {supported}")
