@@ -1,0 +1,219 @@
+"""A run owns its directory, and only the run that made it goes on in it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ml_collections import ConfigDict
+
+from rsearch import config as configs
+from rsearch.workdir import Workdir, append_rows, read_config, read_rows, write_json
+
+
+@pytest.fixture
+def config():
+    return configs.apply_overrides(
+        configs.load("configs/base.py"),
+        {"stages": ("sft", "rl"), "sft.steps": 20, "rl.steps": 10},
+    )
+
+
+def changed(config, **overrides):
+    return configs.apply_overrides(
+        config, {name.replace("__", "."): value for name, value in overrides.items()}
+    )
+
+
+def contents(folder):
+    return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_first_start_writes_the_configuration_and_the_next_resumes(tmp_path, config):
+    with Workdir(tmp_path / "deep" / "run", config) as first:
+        assert not first.is_resumed
+        assert first.stage("rl").is_dir()
+    assert configs.diff(read_config(tmp_path / "deep" / "run"), config) == []
+    before = (tmp_path / "deep" / "run" / "config.json").read_bytes()
+    with Workdir(tmp_path / "deep" / "run", config) as second:
+        assert second.is_resumed
+    assert (tmp_path / "deep" / "run" / "config.json").read_bytes() == before
+
+
+def test_second_run_in_the_same_directory_is_told_who_holds_it(tmp_path, config):
+    told = pytest.raises(ValueError, match=f"in use by process {os.getpid()} on ")
+    with Workdir(tmp_path, config), told:
+        Workdir(tmp_path, config)
+    Workdir(tmp_path, config).close()
+
+
+HOLD = """
+import sys, time
+from rsearch import config
+from rsearch.workdir import Workdir
+work = Workdir(sys.argv[1], config.load("configs/base.py"))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_killed_process_leaves_no_lock_behind(tmp_path):
+    base = configs.load("configs/base.py")
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=configs.ROOT)
+    assert process.stdout.readline() == b"held\n"
+    with pytest.raises(ValueError, match=f"in use by process {process.pid} on "):
+        Workdir(tmp_path, base)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    with Workdir(tmp_path, base) as work:
+        assert work.is_resumed
+
+
+def test_different_configuration_is_refused_with_what_differs(tmp_path, config):
+    Workdir(tmp_path, config).close()
+    before = contents(tmp_path)
+    other = changed(config, seed=config.seed + 7, optim__b1=0.125, log_every=9)
+    with pytest.raises(ValueError) as caught:
+        Workdir(tmp_path, other)
+    rows = [line.split() for line in str(caught.value).splitlines()[1:]]
+    assert rows == [
+        ["field", "there", "now"],
+        ["config.optim.b1", repr(config.optim.b1), "0.125"],
+        ["config.seed", str(config.seed), str(config.seed + 7)],
+    ]
+    after = contents(tmp_path)
+    assert after[tmp_path / "config.json"] == before[tmp_path / "config.json"]
+    Workdir(tmp_path, config).close()  # the refused start let go of the lock
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "log_every",
+        "checkpoint.every_steps",
+        "checkpoint.keep",
+        "eval.examples",
+        "eval.max_questions",
+        "mesh.fsdp",
+        "rl.micro_batch",
+        "sft.micro_batch",
+        "rollout.slots",
+        "retrieval.cache_size",
+    ],
+)
+def test_field_that_changes_nothing_learnt_may_change(tmp_path, config, name, capsys):
+    Workdir(tmp_path, config).close()
+    new = configs.apply_overrides(config, {name: configs.fields(config)[name] + 8})
+    Workdir(tmp_path, new).close()
+    assert f"config.{name} is now" in capsys.readouterr().err
+    assert configs.diff(read_config(tmp_path), new) == []
+
+
+def test_all_fields_that_are_not_free_are_refused(tmp_path, config):
+    Workdir(tmp_path, config).close()
+    whole = json.loads(configs.to_json(config))
+    free = ("checkpoint.", "eval.", "mesh.", "log_every", "model.remat", "rl.micro")
+    free += ("retrieval.cache", "rollout.slots", "sft.micro", "sft.steps", "rl.steps")
+    for name in configs.fields(whole):
+        if name.startswith(free):
+            continue
+        other = ConfigDict(whole)
+        *path, leaf = name.split(".")
+        node = other
+        for key in path:
+            node = node[key]
+        with node.ignore_type():
+            node[leaf] = "something else"
+        with pytest.raises(ValueError, match="different configuration"):
+            Workdir(tmp_path, other)
+
+
+def test_stage_may_get_more_steps_until_a_later_one_has_started(tmp_path, config):
+    with Workdir(tmp_path, config) as work:
+        work.stage("sft")
+    longer = changed(config, sft__steps=30)
+    Workdir(tmp_path, longer).close()
+    with pytest.raises(ValueError, match=r"config.sft.steps +30 +20"):
+        Workdir(tmp_path, config)  # fewer than it was told before
+    with Workdir(tmp_path, longer) as work:
+        work.stage("rl")
+    with pytest.raises(ValueError, match=r"config.sft.steps +30 +40"):
+        Workdir(tmp_path, changed(longer, sft__steps=40))
+    Workdir(tmp_path, changed(longer, rl__steps=11)).close()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"thesis.tex": "years of work"},
+        {"config.json": '{"model_type": "llama"}', "model.safetensors": "weights"},
+        {"config.json": "{"},
+        {"lock": "", "photo.jpg": "x"},
+    ],
+)
+def test_directory_of_something_else_is_refused_untouched(tmp_path, config, files):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=r"not a workdir|of a workdir"):
+        Workdir(tmp_path, config)
+    assert contents(tmp_path) == before
+
+
+def test_file_in_place_of_the_directory_is_refused(tmp_path, config):
+    (tmp_path / "f").write_text("x")
+    with pytest.raises(ValueError, match="is a file"):
+        Workdir(tmp_path / "f", config)
+
+
+def test_start_killed_before_its_configuration_was_written_starts_again(
+    tmp_path, config
+):
+    (tmp_path / "lock").write_text("process 1 on elsewhere\n")
+    (tmp_path / "config.json.tmp").write_text('{"rsea')
+    with Workdir(tmp_path, config) as work:
+        assert not work.is_resumed
+
+
+def test_other_processes_of_a_run_share_its_directory(tmp_path, config):
+    with Workdir(tmp_path, config) as first:
+        other = Workdir(tmp_path, config, is_primary=False)
+        assert other.stage("rl") == first.stage("rl")
+
+
+def test_json_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "results.json"
+    write_json(path, [{"em": 0.5}])
+    with pytest.raises(ValueError):
+        write_json(path, [{"em": float("nan")}])
+    assert json.loads(path.read_text()) == [{"em": 0.5}]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+json_rows = st.lists(st.dictionaries(st.text(), st.text() | st.integers()), max_size=4)
+
+
+@given(first=json_rows, second=json_rows, cut=st.integers(0, 10**6))
+def test_rows_appended_after_a_torn_write_follow_the_last_whole_row(
+    tmp_path_factory, first, second, cut
+):
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    append_rows(path, first)
+    raw = path.read_bytes()
+    path.write_bytes(raw[: cut % (len(raw) + 1)])
+    whole = read_rows(path)
+    assert whole == first[: len(whole)]
+    append_rows(path, second)
+    assert read_rows(path) == whole + second
+
+
+def test_bad_line_among_rows_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\nnot json\n{"a": 2}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: not JSON"):
+        read_rows(tmp_path / "rows.jsonl")
