@@ -1,0 +1,143 @@
+"""Scores anybody's predictions: `python -m rsearch.score FILE.jsonl [--json]`.
+
+Each line of the file, plain or gzip, is one question:
+
+    {"question": "...", "golden_answers": ["..."], "prediction": "..."}
+
+`golden_answers` may be a single string, `prediction` is null where there is no answer,
+and other fields are ignored. The names of R1-Searcher's published files are read too:
+`golden_answer` or `answer` for the golden answers, `predicted_answer` or `pred_ans` for
+the prediction. Where a line has several, the first of this list counts.
+
+The default normaliser is R1-Searcher's, which reproduces its published numbers; "squad"
+is that of Search-R1 and R-Search.
+"""
+
+import gzip
+import json
+import pathlib
+import sys
+
+from rsearch.config import parse_flags, run_command
+from rsearch.console import table
+from rsearch.data.records import (
+    BOM,
+    GZIP_ERRORS,
+    check_text,
+    decode_record,
+    file_kind,
+    shown,
+)
+from rsearch.fields import did_you_mean
+from rsearch.scoring import bootstrap_interval, score_rows, scores_of_rows
+from rsearch.text import NORMALIZERS
+
+QUESTION = ("question",)
+GOLDEN = ("golden_answers", "golden_answer", "answer")
+PREDICTION = ("prediction", "predicted_answer", "pred_ans")
+
+HEADINGS = {"em": "exact match", "cover_em": "cover exact match", "f1": "F1"}
+
+FLAGS = {
+    "json": (False, "prints one JSON object, fractions from 0 to 1, and no table"),
+    "normalizer": ("r1_searcher", "how answers are normalised: squad or r1_searcher"),
+}
+
+
+def main(argv):
+    """Reads the arguments, scores the file, prints."""
+    flags = parse_flags(argv, flags=FLAGS, positional=("FILE.jsonl",))
+    normalizer = flags["normalizer"]
+    if normalizer not in NORMALIZERS:
+        names = " or ".join(NORMALIZERS)
+        hint = did_you_mean(normalizer, list(NORMALIZERS))
+        raise ValueError(f"--normalizer={normalizer}: must be {names}{hint}")
+    rows = read_rows(flags["FILE.jsonl"])
+    if flags["json"]:
+        print(json.dumps(score_rows(rows, normalizer), allow_nan=False))
+        return 0
+    scores = scores_of_rows(rows, normalizer)
+    lines = []
+    for name, values in scores.items():
+        low, high = bootstrap_interval(values)
+        interval = f"{100 * low:.1f} to {100 * high:.1f}"
+        lines.append((HEADINGS[name], f"{100 * values.mean():.1f}", interval))
+    title = f"{len(rows)} questions, {normalizer}"
+    table(title, ("metric", "percent", "95 % interval"), lines)
+    return 0
+
+
+def read_rows(path):
+    """[n] rows of a file, with the fields `question`, `golden_answers`, `prediction`.
+
+    Args:
+        path: JSON lines, plain or gzip, in UTF-8; empty lines are passed over.
+
+    Raises:
+        ValueError: a bad line, as file:line: field, or no line at all.
+    """
+    rows = []
+    number = 0
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, start=1):
+                if number == 1:
+                    line = line.removeprefix(BOM)
+                if line.strip():
+                    rows.append(_row(line))
+    except GZIP_ERRORS as error:
+        raise ValueError(f"{path}:{number + 1}: broken gzip file: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}:{number}: {error}") from None
+    if not rows:
+        raise ValueError(f"{path}: no rows to score")
+    return rows
+
+
+def _open(path):
+    """The file as bytes; what tells a compressed one is how it begins, not its name."""
+    is_gzip = file_kind(path) == "gzip"
+    return gzip.open(path, "rb") if is_gzip else pathlib.Path(path).open("rb")
+
+
+def _row(line):
+    """One line as a row; its errors name the field, callers add file and line."""
+    record = decode_record(line)
+    question = check_text(record[_field(record, QUESTION)], QUESTION[0])
+    golden = _field(record, GOLDEN)
+    prediction = _field(record, PREDICTION)
+    predicted = record[prediction]
+    if predicted is not None and not isinstance(predicted, str):
+        raise _wrong(prediction, "text or null", predicted)
+    return {
+        "question": question,
+        "golden_answers": _golden_answers(golden, record[golden]),
+        "prediction": predicted,
+    }
+
+
+def _golden_answers(field, value):
+    answers = [value] if isinstance(value, str) else value
+    if not isinstance(answers, list):
+        raise _wrong(field, "text or a list of texts", value)
+    if not answers:
+        raise ValueError(f"field {field}: expected at least one golden answer, got []")
+    return [check_text(answer, field) for answer in answers]
+
+
+def _field(record, names):
+    """The first of these names that the record has."""
+    for name in names:
+        if name in record:
+            return name
+    hint = f" (or {' or '.join(names[1:])})" if names[1:] else ""
+    raise ValueError(f"field {names[0]}{hint}: missing")
+
+
+def _wrong(field, expected, value):
+    kind = type(value).__name__
+    return ValueError(f"field {field}: expected {expected}, got {kind} {shown(value)}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,93 @@
+"""Scores of many predictions, and how far they could be from the truth by chance."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rsearch import text
+
+METRICS = {
+    "em": text.exact_match,
+    "cover_em": text.cover_exact_match,
+    "f1": text.f1,
+}
+
+
+def scores_of_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, np.ndarray]:
+    """Each row's own scores.
+
+    Args:
+        rows: [n] with `prediction` (None where there is none) and `golden_answers`.
+        normalize: a key of `rsearch.text.NORMALIZERS`.
+
+    Returns:
+        {"em", "cover_em", "f1"}, each [n] float64 in [0, 1].
+    """
+    return {
+        name: np.array(
+            [
+                metric(row["prediction"], row["golden_answers"], normalize=normalize)
+                for row in rows
+            ],
+            np.float64,
+        )
+        for name, metric in METRICS.items()
+    }
+
+
+def score_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, float]:
+    """Means over rows, as in `scores_of_rows`.
+
+    Returns:
+        {"n": int, "em", "cover_em", "f1": fractions from 0 to 1}.
+
+    Raises:
+        ValueError: there are no rows, so there is no mean.
+    """
+    if not rows:
+        raise ValueError("no rows to score")
+    scores = scores_of_rows(rows, normalize)
+    return {"n": len(rows), **{name: float(s.mean()) for name, s in scores.items()}}
+
+
+def bootstrap_interval(
+    values: Sequence[float],
+    *,
+    seed: int = 0,
+    resamples: int = 2000,
+    level: float = 0.95,
+) -> tuple[float, float]:
+    """Where the mean of such values lies: Efron's percentile bootstrap.
+
+    The same values and seed give the same interval. A single value, or values that are
+    all equal, give an interval of no width.
+
+    Args:
+        values: [n] finite numbers, one a question.
+        seed: of the draws.
+        resamples: how many samples of n are drawn, with replacement.
+        level: the share of their means that lies inside.
+
+    Returns:
+        (low, high), around the mean and in the unit of the values.
+
+    Raises:
+        ValueError: no values, or one that is not finite.
+    """
+    values = np.asarray(values, np.float64)
+    assert values.ndim == 1 and 0 < level < 1 and resamples > 0
+    if not len(values):
+        raise ValueError("no values: an interval needs at least one")
+    if not np.isfinite(values).all():
+        raise ValueError("values must be finite, for an interval around their mean")
+    if (values == values[0]).all():
+        return float(values[0]), float(values[0])
+    draw = np.random.default_rng(seed)
+    # One resample at a time: memory stays at n, however many questions there are.
+    means = [
+        values[draw.integers(0, len(values), len(values))].mean()
+        for _ in range(resamples)
+    ]
+    tail = (1 - level) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return float(low), float(high)
