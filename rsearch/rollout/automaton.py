@@ -1,0 +1,82 @@
+"""Finding stop strings inside the compiled loop, wherever token boundaries fall.
+
+An Aho-Corasick automaton over the bytes of the stop strings is composed with the
+vocabulary into one table [state, token] -> state, so that the decoding loop pays a
+single gather a token. The last state means "a stop string has been completed" and is
+never left.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def byte_automaton(stops: Sequence[str]) -> np.ndarray:
+    """[S, 256] uint8 transitions; state 0 is the start, S - 1 the absorbing match.
+
+    Source: Aho and Corasick 1975, with all matches merged into one state.
+
+    Raises:
+        ValueError: no stop string, an empty one, or more than 255 states.
+    """
+    if not stops or any(not s for s in stops):
+        raise ValueError(f"stop strings must be non-empty, got {list(stops)}")
+    children: list[dict[int, int]] = [{}]
+    ends: set[int] = set()
+    for stop in stops:
+        node = 0
+        for byte in stop.encode("utf-8"):
+            if byte not in children[node]:
+                children[node][byte] = len(children)
+                children.append({})
+            node = children[node][byte]
+        ends.add(node)
+    match = len(children)
+    if match > 255:
+        raise ValueError(
+            f"stop strings need {match} states, more than the 255 there are"
+        )
+    table = np.zeros((match + 1, 256), np.uint8)
+    table[match] = match
+    fallback = [0] * match
+    queue = deque([0])
+    while queue:
+        node = queue.popleft()
+        for byte in range(256):
+            child = children[node].get(byte)
+            if child is None:
+                table[node, byte] = table[fallback[node], byte] if node else 0
+                continue
+            fallback[child] = int(table[fallback[node], byte]) if node else 0
+            table[node, byte] = child
+            queue.append(child)
+        # A stop string that ends inside another one is complete there as well.
+        if node in ends or fallback[node] in ends:
+            ends.add(node)
+    for node in ends:
+        table[table == node] = match
+        table[node] = match
+    return table
+
+
+def token_automaton(stops: Sequence[str], token_bytes: Sequence[bytes]) -> np.ndarray:
+    """[S, V] uint8: the state after a whole token; S - 1 is the absorbing match.
+
+    Args:
+        stops: the strings to stop at.
+        token_bytes: [V] the bytes each token id stands for.
+    """
+    table = byte_automaton(stops)
+    num_states = len(table)
+    lengths = np.array([len(b) for b in token_bytes])
+    states = np.tile(np.arange(num_states, dtype=np.uint8)[:, None], len(token_bytes))
+    order = np.argsort(-lengths, kind="stable")
+    remaining = order[: np.count_nonzero(lengths)]
+    position = 0
+    while len(remaining):
+        column = np.array([token_bytes[i][position] for i in remaining], np.uint8)
+        states[:, remaining] = table[states[:, remaining], column[None, :]]
+        position += 1
+        remaining = remaining[: np.count_nonzero(lengths[remaining] > position)]
+    return states
