@@ -1,0 +1,50 @@
+"""A byte-level BPE tokenizer learned from a small text, for models from scratch."""
+
+from collections.abc import Sequence
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from rsearch.models.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ROLES = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+
+# A tag is one piece, so that it can become one token; a word takes the space before it.
+PIECES = r"</?[a-z_]+>| ?[A-Za-z]+| ?[0-9]+|\n+| ?[^\sA-Za-z0-9<]+|\s|<"
+
+
+def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 4096) -> Tokenizer:
+    """A tokenizer in which the words of `texts` are single tokens, as far as it goes.
+
+    Any other text is encoded too, byte by byte where need be.
+
+    Args:
+        texts: what it learns from; a word that occurs twice is worth a token.
+        vocab_size: at most this many ids, at least the 256 bytes and 4 control tokens.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=list(ROLES),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return Tokenizer(
+        tokenizer.to_str(),
+        eos_tokens=[ROLES[0]],
+        chat_template=TEMPLATE,
+        name="the embedded tokenizer",
+    )
