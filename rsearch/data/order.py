@@ -1,0 +1,100 @@
+"""The order in which questions are used: a function of the step, not of a counter.
+
+Item j of the endless stream is position j % n of the permutation of epoch j // n. Step
+s takes items s * count ... (s + 1) * count - 1, so a resumed run needs to know nothing
+but its step.
+
+A step that straddles two epochs could meet a question twice: late in one epoch, early
+in the next. `take` moves what the step has already to just behind the step, so every
+epoch is still a permutation and no step repeats a question.
+"""
+
+import functools
+
+import numpy as np
+
+
+def epoch_order(num_items, *, seed, epoch):
+    """The permutation of one epoch.
+
+    It sorts Philox's raw 64-bit words: NumPy keeps that stream, unlike
+    `Generator.permutation`, the same in all of its versions.
+
+    Args:
+        num_items: items of an epoch, > 0.
+        seed, epoch: >= 0; the order depends on these and `num_items` alone.
+
+    Returns:
+        [num_items] int64, read-only.
+    """
+    if num_items <= 0:
+        raise ValueError(f"{num_items=}: there is nothing to put in order")
+    if seed < 0 or epoch < 0:
+        raise ValueError(f"{seed=} and {epoch=} must not be negative")
+    return _epoch_order(int(num_items), int(seed), int(epoch))
+
+
+@functools.lru_cache(maxsize=2)
+def _epoch_order(num_items, seed, epoch):
+    # The epoch is a spawn key: (seed, epoch) pairs of any size stay distinct.
+    bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,)))
+    order = np.argsort(bits.random_raw(num_items), kind="stable")
+    order.setflags(write=False)
+    return order
+
+
+def take(num_items, count, *, seed, step):
+    """The items of one step.
+
+    Args:
+        num_items: items of an epoch, > 0.
+        count: items of a step, > 0.
+        seed, step: >= 0.
+
+    Returns:
+        [count] indices into the items. They are distinct if count <= num_items; with
+        more, every item comes at least count // num_items times.
+    """
+    if count <= 0:
+        raise ValueError(f"{count=}: a step takes at least one item")
+    if step < 0:
+        raise ValueError(f"{step=} must not be negative")
+    taken = []
+    position = step * count
+    while len(taken) < count:
+        epoch, start = divmod(position, num_items)
+        order = _stream_order(num_items, count, seed=seed, epoch=epoch)
+        part = order[start : start + count - len(taken)]
+        taken += part.tolist()
+        position += len(part)
+    return taken
+
+
+def _stream_order(num_items, count, *, seed, epoch):
+    """[num_items] an epoch's order, free of repeats in the step it begins within."""
+    order = epoch_order(num_items, seed=seed, epoch=epoch)
+    if count > num_items or epoch * num_items % count == 0:
+        return order
+    if num_items >= 2 * count:
+        # What is changed lies in the first `count` places, what is kept in the last:
+        # the end of the epoch before is as `epoch_order` made it.
+        first = epoch - 1
+    else:
+        # The last epoch that began with a step; at most `count` epochs back.
+        first = epoch
+        while first * num_items % count:
+            first -= 1
+    order = epoch_order(num_items, seed=seed, epoch=first)
+    for later in range(first + 1, epoch + 1):
+        already = order[num_items - later * num_items % count :]
+        order = epoch_order(num_items, seed=seed, epoch=later)
+        if len(already):
+            order = _without_repeats(order, already, count - len(already))
+    return order
+
+
+def _without_repeats(order, already, num_wanted):
+    """`order` with its first `num_wanted` items that are not in `already` in front."""
+    is_new = ~np.isin(order, already)
+    front = np.flatnonzero(is_new)[:num_wanted]
+    return np.concatenate([order[front], np.delete(order, front)])

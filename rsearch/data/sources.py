@@ -1,0 +1,129 @@
+"""Records from files and from the Hugging Face hub, each with the place it came from.
+
+The hub is read through `datasets`; files are read here, because an error must name its
+line, and because `datasets` leaves a copy of every file it reads in the user's home.
+"""
+
+import gzip
+import pathlib
+import re
+
+from rsearch.data.records import BOM, GZIP_ERRORS, decode_json, file_kind
+
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+ON_HUB = re.compile(r"(.+?)(?::([\w.-]+))?(?:@([^@]+))?")
+
+
+def read_records(source):
+    """All records of a source, in its order.
+
+    Args:
+        source: one of
+            - JSON Lines (.jsonl, .json; plain or gzip), or a JSON list (.json);
+            - a Parquet file (.parquet);
+            - 'owner/name:config@split' on the hub, where config and split may be left
+              out and the split is then 'train', for example
+              'RUC-NLPIR/FlashRAG_datasets:hotpotqa@dev';
+            - a directory laid out as on the hub, in place of 'owner/name'.
+
+    Yields:
+        (place, record): where it came from, and its value; a line of JSON Lines is
+        bytes, still to be parsed, so that one bad line does not hide the others.
+
+    Raises:
+        ValueError: a source that is none of these, an empty or damaged file, anything
+            that the hub refuses.
+        OSError: the file cannot be read.
+    """
+    source = str(source)
+    path = pathlib.Path(source)
+    if path.is_file():
+        return _file_records(path)
+    if source.endswith(SUFFIXES):
+        raise ValueError(f"{source}: there is no such file")
+    return _hub_records(source, *_hub_name(source))
+
+
+def _file_records(path):
+    if not path.name.endswith(SUFFIXES):
+        raise ValueError(f"{path}: expected a file named {', '.join(SUFFIXES)}")
+    kind = file_kind(path)
+    if kind == "empty":
+        raise ValueError(f"{path}: the file is empty")
+    is_parquet = path.name.endswith(".parquet")
+    if is_parquet != (kind == "parquet"):
+        wrong = "not a Parquet file" if is_parquet else "a Parquet file, not JSON"
+        raise ValueError(f"{path}: {wrong}")
+    if is_parquet:
+        return _parquet_records(path)
+    return _json_records(path, gzip.open if kind == "gzip" else open)
+
+
+def _json_records(path, opener):
+    """(file:line, bytes) of JSON Lines, or (file: record n, value) of a JSON list."""
+    line = 0
+    try:
+        with opener(path, "rb") as file:
+            for line, raw in enumerate(file, 1):
+                if line == 1:
+                    raw = raw.removeprefix(BOM)
+                    if raw.lstrip().startswith(b"["):
+                        whole = raw + file.read()
+                        break
+                yield f"{path}:{line}", raw
+            else:
+                return
+    except GZIP_ERRORS as error:
+        raise ValueError(
+            f"{path}: truncated or damaged gzip data after line {line}: {error}"
+        ) from None
+    try:
+        values = decode_json(whole)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    for row, value in enumerate(values, 1):
+        yield f"{path}: record {row}", value
+
+
+def _parquet_records(path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    row = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield f"{path}: row {row}", record
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        text = " ".join(str(error).split())
+        raise ValueError(f"{path}: damaged after row {row}: {text}") from None
+
+
+def _hub_name(source):
+    """(name or directory, config or None, split) that a source names."""
+    if pathlib.Path(source).is_dir():
+        return source, None, "train"
+    match = ON_HUB.fullmatch(source)
+    name, config, split = match.groups() if match else (source, None, None)
+    if not pathlib.Path(name).is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ValueError(
+            f"{source!r}: neither a file nor a data set on the hub, which is written "
+            "owner/name:config@split"
+        )
+    return name, config, split or "train"
+
+
+def _hub_records(source, name, config, split):
+    """(source: row n, record) through `datasets`."""
+    # Not streamed: streaming imports torch where it is installed.
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(name, config, split=split)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise ValueError(f"{source}: {type(error).__name__}: {text}") from None
+    for row, record in enumerate(rows, 1):
+        yield f"{source}: row {row}", record
