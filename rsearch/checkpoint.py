@@ -352,7 +352,7 @@ def _quiet():
     """Without Orbax's log lines, which speak about its own layout."""
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)  # what fails is raised as well
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
