@@ -8,11 +8,12 @@ their failure never stops a run.
 
 import json
 import math
-import os
 import pathlib
 import warnings
 
 import numpy as np
+
+from rsearch import files
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -67,7 +68,7 @@ class MetricsLog:
             lines = [json.dumps(_spell(row), allow_nan=False) + "\n" for row in kept]
             text = "".join(lines).encode()
             if text != self.path.read_bytes():
-                _replace(self.path, text)
+                files.replace(self.path, text)
         # Unbuffered: a row is in the file when `write` returns.
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         if self._curves and step != math.inf:
@@ -136,16 +137,6 @@ def _name_of(value):
     if math.isnan(value):
         return "NaN"
     return "Infinity" if value > 0 else "-Infinity"
-
-
-def _replace(path, data):
-    """Writes a file so that a crash leaves the old one or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 class _Curves:

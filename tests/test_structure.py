@@ -1,0 +1,298 @@
+"""The layout that keeps the program readable, checked on its source."""
+
+import ast
+import io
+import pathlib
+import re
+import subprocess
+import sys
+import tokenize
+import warnings
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LAYERS = (  # lowest first; what is not named here is a command, above all of them
+    (
+        "types",
+        "text",
+        "scoring",
+        "metrics",
+        "checkpoint",
+        "config",
+        "fields",
+        "rules",
+        "console",
+        "workdir",
+        "files",
+    ),
+    ("models", "protocols"),
+    ("data", "retrieval", "rollout", "rewards", "learn"),
+    ("build",),
+    ("evaluate",),
+    ("stages",),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+MAX_FILE_LINES = 400
+LONG_FUNCTION, MAX_FUNCTION = 60, 70  # lines of code: the first warns
+SOURCES = sorted((ROOT / "rsearch").rglob("*.py"))
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+SCRIPTS = sorted((ROOT / "launch").glob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+PICKLES = ("pickle", "dill", "marshal", "shelve", "joblib", "cloudpickle")
+HEAVY = ("tensorflow", "tensorflow_text", "torch", "transformers", "scann")
+
+
+def name_of(path):
+    """'rsearch.models.decoder' for its file; a package for its __init__."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+TREES = {p: ast.parse(p.read_text(), str(p)) for p in SOURCES + CONFIGS + SCRIPTS}
+MODULES = {name_of(p): p for p in SOURCES}
+
+
+def shown(path):
+    return str(path.relative_to(ROOT))
+
+
+def where(path, node):
+    return f"{shown(path)}:{node.lineno}"
+
+
+def imports(tree):
+    """(node, dotted name) of every import, however deep inside functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield node, whole if whole in MODULES else node.module
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("import_module", "__import__")
+        ):
+            values = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            yield from ((node, value) for value in values)
+
+
+def part(module):
+    """'models' of 'rsearch.models.decoder'."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def level_of(module):
+    return LEVEL.get(part(module), len(LAYERS))
+
+
+def internal_imports(path):
+    found = [(n, m) for n, m in imports(TREES[path]) if m.split(".")[0] == "rsearch"]
+    return [(n, m) for n, m in found if m != "rsearch"]
+
+
+def test_modules_import_from_lower_layers_and_their_own_package_only():
+    wrong = []
+    for path in SOURCES:
+        here = name_of(path)
+        for node, there in internal_imports(path):
+            same = part(here) == part(there)
+            leaves = level_of(here) == level_of(there) == 0  # kept acyclic below
+            if not (same or leaves or level_of(there) < level_of(here)):
+                wrong.append(f"{where(path, node)}: {here} imports {there}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_imports_in_a_circle():
+    edges = {name_of(p): {m for _, m in internal_imports(p)} for p in SOURCES}
+    done, open_ = set(), []
+
+    def visit(module):
+        assert module not in open_, f"circle: {' -> '.join([*open_, module])}"
+        if module in done or module not in edges:
+            return
+        open_.append(module)
+        for other in sorted(edges[module]):
+            visit(other)
+        done.add(open_.pop())
+
+    for module in edges:
+        visit(module)
+
+
+def test_every_import_of_ours_exists():
+    for path in [*SOURCES, *SCRIPTS]:
+        for node, module in internal_imports(path):
+            assert module in MODULES, f"{where(path, node)}: no module {module}"
+
+
+def test_what_is_in_no_layer_is_a_command():
+    for module, path in MODULES.items():
+        if module != "rsearch" and part(module) not in LEVEL:
+            names = {n.name for n in TREES[path].body if hasattr(n, "name")}
+            assert "main" in names, f"{module} is in no layer and has no main"
+
+
+def test_recipes_are_data():
+    """They import nothing of the program."""
+    allowed = sys.stdlib_module_names | {"configs", "ml_collections"}
+    for path in CONFIGS:
+        for node, module in imports(TREES[path]):
+            assert module.split(".")[0] in allowed, f"{where(path, node)}: {module}"
+
+
+def test_below_build_nothing_knows_configuration_objects():
+    own = {"config", "fields", "rules", "workdir"}
+    for path in SOURCES:
+        if level_of(name_of(path)) < LEVEL["build"] and part(name_of(path)) not in own:
+            for node, module in imports(TREES[path]):
+                top = module.split(".")[0]
+                is_config = top == "ml_collections" or module == "rsearch.config"
+                assert not is_config, f"{where(path, node)}: imports {module}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*SOURCES, *CONFIGS, *SCRIPTS, *TESTS],
+    ids=shown,
+)
+def test_file_is_short_named_for_what_it_does_and_finished(path):
+    text = path.read_text()
+    assert text.count("\n") < MAX_FILE_LINES, f"{text.count(chr(10))} lines"
+    assert not re.search(r"util|helper|misc|common", path.stem), path.stem
+    if path == pathlib.Path(__file__).resolve():
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            unfinished = re.search(r"\b(TODO|FIXME|XXX|HACK)\b", token.string)
+            assert not unfinished, f"{path}:{token.start[0]}: {token.string}"
+
+
+def functions(tree):
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def code_lines(text, function):
+    """Lines of a function that hold code: not docstring, comment or blank."""
+    body = function.body
+    if ast.get_docstring(function) is not None:
+        body = body[1:]
+    first = body[0].lineno if body else function.end_lineno
+    lines = text.splitlines()[first - 1 : function.end_lineno]
+    head = 1 + body[0].lineno - first if body else 1
+    return head + sum(bool(s.strip()) and s.strip()[0] != "#" for s in lines)
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *CONFIGS, *SCRIPTS], ids=shown)
+def test_functions_are_short(path):
+    text = path.read_text()
+    for function in functions(TREES[path]):
+        count = code_lines(text, function)
+        place = f"{where(path, function)}: {function.name} has {count} lines of code"
+        assert count <= MAX_FUNCTION, place
+        if count > LONG_FUNCTION:
+            warnings.warn(place, stacklevel=1)
+
+
+def test_nothing_runs_text_or_bytes_as_code():
+    banned = re.compile(
+        r"(eval|exec|compile|yaml\.(unsafe_)?load|os\.system|os\.popen"
+        r"|(pickle|dill|marshal|joblib|torch)\.\w*loads?)"
+    )
+    for path, tree in TREES.items():
+        for node, module in imports(tree):
+            top = module.split(".")[0]
+            assert top not in PICKLES, f"{where(path, node)}: imports {module}"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert not banned.fullmatch(called), f"{where(path, node)}: {called}"
+                for keyword in node.keywords:
+                    is_true = getattr(keyword.value, "value", None) is True
+                    risky = ("shell", "allow_pickle", "trust_remote_code")
+                    bad = keyword.arg in risky and is_true
+                    assert not bad, f"{where(path, node)}: {keyword.arg}=True"
+
+
+def test_heavy_libraries_load_where_they_are_used():
+    for path, tree in TREES.items():
+        at_top = [node for node, _ in imports(ast.Module(tree.body, []))]
+        inside = {id(n) for f in functions(tree) for n in ast.walk(f)}
+        for node, module in imports(tree):
+            top = module.split(".")[0]
+            lazily = id(node) in inside
+            assert node in at_top
+            if top in HEAVY:
+                assert lazily, f"{where(path, node)}: {module} at the top"
+            if top == "torch":
+                raise AssertionError(f"{where(path, node)}: torch is for tests only")
+            if top in ("tensorflow", "tensorflow_text"):
+                right = name_of(path) == "rsearch.models.wordpiece"
+                assert right, f"{where(path, node)}: {module} belongs to wordpiece.py"
+
+
+def is_public(name):
+    return not name.startswith("_") and name != "setup"  # flax calls setup
+
+
+def test_everything_public_has_a_docstring():
+    missing = []
+    for path in SOURCES:
+        tree = TREES[path]
+        if tree.body and ast.get_docstring(tree) is None:
+            missing.append(f"{path.relative_to(ROOT)}: the module")
+        named = [n for n in tree.body if hasattr(n, "name") and is_public(n.name)]
+        members = [
+            member
+            for node in named
+            if isinstance(node, ast.ClassDef)
+            for member in node.body
+            if isinstance(member, ast.FunctionDef) and is_public(member.name)
+        ]
+        for node in named + members:
+            if ast.get_docstring(node) is None:
+                missing.append(f"{where(path, node)}: {node.name}")
+    assert not missing, "\n".join(missing)
+
+
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    loaded = {"tensorflow", "tensorflow_text", "torch", "transformers"} & {*sys.modules}
+    assert not loaded, f"importing {name} loads {loaded}"
+"""
+
+
+def test_importing_any_module_loads_neither_tensorflow_nor_torch():
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, *MODULES],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_requirements_name_every_library_that_is_imported():
+    pinned = (ROOT / "requirements.txt").read_text()
+    known = {"optax", "flax", "jax", *re.findall(r"^(\w[\w-]*)==", pinned, re.M)}
+    known = {name.lower().replace("-", "_") for name in known}
+    names = {"orbax": "orbax_checkpoint", "tensorflow_text": "tensorflow_text"}
+    for path, tree in TREES.items():
+        for node, module in imports(tree):
+            top = module.split(".")[0]
+            if top in sys.stdlib_module_names or top in ("rsearch", "configs"):
+                continue
+            right = names.get(top, top).lower() in known
+            assert right, f"{where(path, node)}: {top} is not in requirements.txt"
+
+
+def test_every_requirement_is_pinned_exactly():
+    for file in ("requirements.txt", "tests/requirements.txt"):
+        for line in (ROOT / file).read_text().splitlines():
+            if line and not line.startswith(("#", "-r ")):
+                assert re.fullmatch(r"[\w-]+==\d+(\.\d+)+", line), f"{file}: {line}"
