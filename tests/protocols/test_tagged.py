@@ -1,0 +1,191 @@
+"""Tagged text: what a turn means, what the policy is shown."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.tagged import boxes, mentions_tag, parse, render
+from rsearch.types import Answer, Malformed, Passage, Search
+
+PARIS = Passage("1", '"Paris"\nParis is a city.\nIt has a river.')
+ROME = Passage("2", '"Rome"\nRome is older.')
+TAGS = ("<search>", "</search>", "<answer>", "</answer>")
+FRAGMENTS = st.sampled_from(
+    [*TAGS, "<information>", "</", "<", ">", "search", " ", "q"]
+)
+TURNS = st.lists(FRAGMENTS | st.text(max_size=5), max_size=12).map("".join)
+CONTENTS = st.text(max_size=30).map(str.strip)
+CONTENTS = CONTENTS.filter(lambda text: not any(tag in text for tag in TAGS))
+
+
+def test_protocols_are_named_by_their_keys():
+    assert all(protocol.name == name for name, protocol in PROTOCOLS.items())
+    assert set(PROTOCOLS) == {"search_r1", "r_search"}
+
+
+@pytest.mark.parametrize(
+    ("turn", "action"),
+    [
+        ("<search> capital of France </search>", Search(("capital of France",))),
+        ("<think>I know.</think> <answer>Paris</answer>", Answer("Paris")),
+        ("<answer>\nA\nB </answer>", Answer("A\nB")),
+        ("<answer></answer>", Answer("")),
+        # The first complete action counts; the rest was never asked for.
+        ("<answer>X</answer> then <search>q</search> tail", Answer("X")),
+        ("<answer>X</answer><answer>Y</answer>", Answer("X")),
+        ("<search>q</search><information>fake", Search(("q",))),
+        ("<search>q</search>\n", Search(("q",))),
+        # The nearest opening tag; one merely mentioned is text.
+        ("I use <search> now: <search>q</search>", Search(("q",))),
+        ("<answer>maybe <search>q</search>", Search(("q",))),
+        ("<search>q <answer>X</answer>", Answer("X")),
+        ("<search>a <b> & </c> d</search>", Search(("a <b> & </c> d",))),
+        # Documents that the policy writes are its own words.
+        ("<information>Paris</information><answer>X</answer>", Answer("X")),
+        ("<information><answer>X</answer></information>", Answer("X")),
+    ],
+)
+def test_a_turn_means_its_first_complete_action(turn, action):
+    assert parse(turn) == action
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        "",
+        "I think it is Paris.",
+        "<search>capital of Fra",
+        "<search>q</answer>",
+        "</search><answer>X</answer>",
+        "q</search>",
+        "<search></search>",
+        "<search> \n </search>",
+        "<Search>q</Search>",
+        "<search >q</search >",
+        "<search\u200b>q</search\u200b>",
+        "＜search＞q＜/search＞",
+        "<information>Paris</information>",
+        '{"function": "finish", "answer": "X"}',
+        "<|im_start|>assistant<|im_end|>",
+    ],
+)
+def test_a_turn_without_an_action_is_malformed_and_says_why(turn):
+    action = parse(turn)
+    assert isinstance(action, Malformed) and action.reason
+
+
+@given(TURNS)
+def test_any_turn_has_an_action_that_ends_at_its_first_closing_tag(turn):
+    action = parse(turn)
+    assert isinstance(action, Search | Answer | Malformed)
+    ends = [turn.find(tag) + len(tag) for tag in TAGS[1::2] if tag in turn]
+    assert action == parse(turn[: min(ends, default=len(turn))])
+
+
+@given(TURNS, TURNS)
+def test_what_follows_an_action_changes_nothing(turn, tail):
+    if not isinstance(parse(turn), Malformed):
+        assert parse(turn + tail) == parse(turn)
+
+
+@given(CONTENTS, st.sampled_from(["", "I think. ", "<search> ", "<answer>"]))
+def test_a_rendered_action_is_read_back(text, before):
+    assert parse(before + render(Answer(text))) == Answer(text)
+    if text:
+        assert parse(before + render(Search((text,)))) == Search((text,))
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        Search(("",)),
+        Search(("a", "b")),
+        Search((" a",)),
+        Search(("a</search>",)),
+        Answer("a</answer>b"),
+        Answer("<answer>"),
+    ],
+)
+def test_an_action_that_would_be_read_differently_is_not_rendered(action):
+    with pytest.raises(ValueError, match=r"query|read as"):
+        render(action)
+
+
+def test_a_megabyte_of_tags_is_read_at_once():
+    # A regular expression with a lazy gap would need quadratic time here.
+    text = "<search><answer>" * 100_000
+    assert isinstance(parse(text), Malformed)
+    assert parse(text + "X</answer>") == Answer("X")
+    assert boxes(text, "answer") == []
+    assert len(boxes(text + "</answer>" * 100_000, "answer")) == 1
+
+
+def test_search_r1_shows_numbered_passages():
+    observation = PROTOCOLS["search_r1"].observe(["q"], [(PARIS, ROME)])
+    assert observation.before == "\n\n<information>"
+    assert observation.content == (
+        'Doc 1(Title: "Paris") Paris is a city.\nIt has a river.\n'
+        'Doc 2(Title: "Rome") Rome is older.'
+    )
+    assert observation.after == "</information>\n\n"
+
+
+def test_r_search_shows_passages_without_numbers():
+    observation = PROTOCOLS["r_search"].observe(["q"], [(PARIS, ROME)])
+    assert observation.before == "\n\n<observation>"
+    assert observation.content == (
+        '(Title: "Paris") Paris is a city.\nIt has a river.\n'
+        '(Title: "Rome") Rome is older.'
+    )
+    assert observation.after == "</observation>\n\n"
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_observations_of_nothing_and_of_several_queries_are_whole(name):
+    protocol = PROTOCOLS[name]
+    assert protocol.observe(["q"], [()]).content == ""
+    together = protocol.observe(["a", "b"], [(PARIS,), (ROME,)])
+    assert together == protocol.observe(["q"], [(PARIS, ROME)])
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+@given(contents=st.text(st.characters() | st.sampled_from("<>/\ud800"), max_size=50))
+def test_no_passage_changes_the_tags_around_it_or_breaks_encoding(name, contents):
+    inert = PROTOCOLS[name].observe(["q"], [(PARIS,)])
+    found = PROTOCOLS[name].observe(["q"], [(Passage("x", contents),)])
+    assert (found.before, found.after) == (inert.before, inert.after)
+    found.content.encode("utf-8")
+
+
+def test_search_r1_asks_in_its_own_words():
+    protocol = PROTOCOLS["search_r1"]
+    (message,) = protocol.messages(" who {question}  ")
+    assert message["role"] == "user"
+    assert message["content"].startswith("Answer the given question. You must conduct")
+    assert message["content"].endswith(
+        "For example, <answer> Beijing </answer>. Question: who {question}?\n"
+    )
+    assert "as many times as your want" in message["content"]
+    assert protocol.invalid_message.startswith("\nMy previous action is invalid. If I")
+    assert protocol.invalid_message.endswith("Let me try again.\n")
+
+
+def test_r_search_asks_in_its_own_words():
+    system, user = PROTOCOLS["r_search"].messages(" who ")
+    assert user == {"role": "user", "content": " who "}
+    for tag in ("search", "observation", "original_evidence", "answer"):
+        # Its prompt holds one pair of each tag; nothing here counts on it.
+        assert boxes(system["content"], tag) == ["and"]
+    assert "omit the evidence section. Finally" in system["content"]
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_turn_stops_where_it_is_read_to_end(name):
+    assert set(PROTOCOLS[name].stop_strings) == {"</search>", "</answer>"}
+
+
+def test_boxes_are_read_from_the_nearest_opening_tag():
+    assert boxes("<e> a </e> x <e><e>b</e> </e> <e>c", "e") == ["a", "b"]
+    assert boxes("", "e") == boxes("<e>", "e") == boxes("</e>", "e") == []
+    assert mentions_tag("a </e>", "e") and not mentions_tag("<ee>", "e")

@@ -1,0 +1,140 @@
+"""The command that scores anybody's predictions."""
+
+import gzip
+import json
+
+import pytest
+
+from rsearch.config import run_command
+from rsearch.score import main, read_rows
+
+GOOD = {"question": "q?", "golden_answers": ["Paris"], "prediction": "Paris"}
+
+
+def write(path, *rows):
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def refusal(capsys):
+    """Runs the command, which must fail as the user's mistake; returns its line."""
+
+    def run(*argv):
+        assert run_command(main, list(argv)) == 2
+        captured = capsys.readouterr()
+        assert not captured.out and captured.err.count("\n") == 1
+        return captured.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("hotpotqa", "58.0 65.4 71.9"), ("bamboogle", "45.6 52.8 57.7")],
+)
+def test_published_predictions_score_as_published(shared_data, capsys, name, expected):
+    path = str(shared_data / "published" / f"r1_searcher_{name}_qwen.jsonl.gz")
+    assert run_command(main, [path, "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert list(scores) == ["n", "em", "cover_em", "f1"]
+    assert scores["n"] == {"hotpotqa": 500, "bamboogle": 125}[name]
+    percent = [f"{100 * scores[k]:.1f}" for k in ("em", "cover_em", "f1")]
+    assert percent == expected.split()
+
+    assert run_command(main, [path]) == 0
+    table = capsys.readouterr().out
+    assert all(number in table for number in expected.split())
+
+
+def test_json_is_one_object_of_fractions(tmp_path, capsys):
+    wrong = GOOD | {"prediction": "Paris it is, city"}
+    path = write(tmp_path / "x.jsonl", GOOD, wrong, GOOD | {"prediction": None})
+    assert main([path, "--json", "--normalizer=squad"]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    expected = {"n": 3, "em": 1 / 3, "cover_em": 2 / 3, "f1": (1 + 2 / 5) / 3}
+    assert scores == pytest.approx(expected)
+
+
+def test_table_shows_percent_and_interval(tmp_path, capsys):
+    path = write(tmp_path / "x.jsonl", GOOD, GOOD, GOOD | {"prediction": "Rome"})
+    assert main([path]) == 0
+    out = capsys.readouterr().out
+    assert "66.7" in out and "0.0 to 100.0" in out and "3 questions" in out
+
+
+def test_published_names_are_read_and_ours_come_first(tmp_path):
+    rows = [
+        {"question": "q", "golden_answer": "Paris", "predicted_answer": "Rome"},
+        {"question": "q", "answer": ["Paris"], "pred_ans": "Rome"},
+        {
+            "question": "q",
+            "golden_answers": "Paris",
+            "answer": "Oslo",
+            "prediction": "Rome",
+            "pred_ans": "Oslo",
+        },
+    ]
+    expected = {"question": "q", "golden_answers": ["Paris"], "prediction": "Rome"}
+    assert read_rows(write(tmp_path / "x.jsonl", *rows)) == [expected] * 3
+
+
+def test_gzip_marks_line_ends_and_blank_lines_make_no_difference(tmp_path):
+    line = json.dumps(GOOD).encode()
+    plain = tmp_path / "misnamed.gz"
+    plain.write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line)
+    packed = tmp_path / "misnamed.jsonl"
+    packed.write_bytes(gzip.compress(line + b"\n" + line + b"\n"))
+    assert read_rows(plain) == read_rows(packed) == [GOOD, GOOD]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"question": "q", "golden', "invalid JSON at column"),
+        ("[1, 2]", "expected a JSON object, got list"),
+        ('{"a": 1, "a": 2}', "field a: given twice"),
+        ('{"a": NaN}', "NaN is not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ({"golden_answers": ["x"], "prediction": ""}, "field question: missing"),
+        (GOOD | {"question": 3}, "field question: expected text, got int 3"),
+        ({"question": "q", "prediction": "x"}, "field golden_answers (or "),
+        ({"question": "q", "answer": "x"}, "field prediction (or predicted_answer"),
+        (GOOD | {"golden_answers": []}, "field golden_answers: expected at least one"),
+        (GOOD | {"golden_answers": [" "]}, "field golden_answers: expected text"),
+        (GOOD | {"golden_answers": ["x", 1.5]}, "expected text, got float 1.5"),
+        (GOOD | {"golden_answers": {"x": 1}}, "field golden_answers: expected text or"),
+        (
+            GOOD | {"prediction": 7},
+            "field prediction: expected text or null, got",
+        ),
+    ],
+)
+def test_bad_rows_are_named_by_file_line_and_field(tmp_path, refusal, row, message):
+    path = write(tmp_path / "x.jsonl", GOOD, row)
+    line = refusal(path, "--json")
+    assert line.startswith(f"error: {path}:2: ") and message in line
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path, refusal):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"question": "\xff"}\n')
+    assert f"{path}:1: invalid UTF-8 at byte 15" in refusal(str(path))
+
+
+def test_a_truncated_gzip_file_is_named(tmp_path, refusal):
+    path = tmp_path / "x.jsonl.gz"
+    rows = "".join(json.dumps(GOOD | {"id": i}) + "\n" for i in range(999))
+    packed = gzip.compress(rows.encode())
+    path.write_bytes(packed[: len(packed) // 2])
+    assert "broken gzip file" in refusal(str(path))
+
+
+def test_files_and_flags_that_cannot_be_used_are_named(tmp_path, refusal):
+    assert "missing.jsonl" in refusal("missing.jsonl")
+    assert "no rows" in refusal(write(tmp_path / "empty.jsonl"))
+    path = write(tmp_path / "x.jsonl", GOOD)
+    assert "did you mean squad" in refusal(path, "--normalizer=squat")
+    assert "did you mean --normalizer" in refusal(path, "--normaliser=squad")
+    assert "FILE.jsonl is missing" in refusal("--json")

@@ -1,0 +1,122 @@
+"""Answers compared: hand-worked numbers, the published vectors, and what cannot pay."""
+
+import collections
+import re
+import string
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsearch.text import NORMALIZERS, cover_exact_match, exact_match, f1
+
+FAMILIES = sorted(NORMALIZERS)
+PLAIN = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+WORDS = st.lists(st.sampled_from(["yes", "no", "the", "Paris", "x", "of", "-"]))
+ANSWERS = PLAIN | WORDS.map(" ".join)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "golden", "expected"),
+    [  # F1, EM and cover-EM that R1-Searcher's own functions gave
+        ("yes it is", "yes", (0, False, True)),
+        ("True", "yes", (1, True, True)),
+        ("it's Paris", "Paris", (0.5, False, True)),
+        ("New-York", "New York", (1, True, True)),
+        ("York New", "New York", (1, False, True)),
+        ("no", "yes", (0, False, False)),
+        ("noanswer", "noanswer", (1, True, True)),
+        ("Paris", "no", (0, False, False)),
+        ("snake_case", "snake case", (1, True, True)),
+        ("‘Paris’", "paris", (1, True, True)),
+    ],
+)
+def test_r1_searcher_scores_are_the_published_ones(prediction, golden, expected):
+    metrics = (f1, exact_match, cover_exact_match)
+    found = [m(prediction, [golden], normalize="r1_searcher") for m in metrics]
+    assert found == list(map(float, expected))
+
+
+def test_squad_deletes_punctuation_where_r1_searcher_leaves_a_space():
+    assert NORMALIZERS["squad"]("The New-York, a City!") == "newyork city"
+    assert NORMALIZERS["r1_searcher"]("The New-York, a City!") == "new york city"
+    assert NORMALIZERS["squad"]("True") == "true"
+    assert NORMALIZERS["r1_searcher"]("True") == "yes"
+    assert exact_match("The City, of Paris!", ["city of paris"], normalize="squad") == 1
+
+
+def test_only_words_are_articles():
+    assert NORMALIZERS["squad"]("Athens, an anthem") == "athens anthem"
+
+
+def test_f1_counts_words_as_often_as_they_occur():
+    # common: a word twice; precision 2/3, recall 2/4 -> 2 * (1/3) / (7/6) = 4/7
+    score = f1("dog dog cat", ["dog dog dog bird"], normalize="squad")
+    assert score == pytest.approx(4 / 7)
+
+
+def test_f1_has_closed_answers_under_r1_searcher_alone():
+    assert f1("yes it is", ["yes"], normalize="squad") == pytest.approx(0.5)
+    assert f1("yes it is", ["yes"], normalize="r1_searcher") == 0
+
+
+@pytest.mark.parametrize("metric", [exact_match, cover_exact_match, f1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_best_golden_answer_counts_and_none_is_zero(metric, family):
+    golden = ["Lyon", "Paris", "Nice"]
+    assert metric("Paris", golden, normalize=family) == 1
+    assert metric(None, golden, normalize=family) == 0
+    assert metric("Paris", [], normalize=family) == 0
+
+
+@pytest.mark.parametrize("metric", [exact_match, cover_exact_match, f1])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("golden", ["The", "The The", "!!!", "", " "])
+def test_a_golden_answer_that_normalises_to_nothing_is_no_gift(metric, family, golden):
+    for prediction in ("", "a", "An a", "?", "anything else"):
+        assert metric(prediction, [golden], normalize=family) == 0
+    if golden.strip():
+        assert metric(golden.upper(), [golden], normalize=family) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_composed_and_decomposed_accents_are_the_same_answer(family):
+    composed, decomposed = (unicodedata.normalize(f, "Beyoncé") for f in ("NFC", "NFD"))
+    assert composed != decomposed
+    assert exact_match(composed, [decomposed], normalize=family) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(prediction=ANSWERS, golden=ANSWERS)
+def test_scores_are_ordered_and_bounded(family, prediction, golden):
+    em, f, cover = (
+        metric(prediction, [golden], normalize=family)
+        for metric in (exact_match, f1, cover_exact_match)
+    )
+    assert em in (0, 1) and cover in (0, 1) and 0 <= f <= 1
+    assert em <= f and em <= cover
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(text=st.text(max_size=60))
+def test_normalising_any_text_works_and_leaves_nothing_to_do(family, text):
+    once = NORMALIZERS[family](text)
+    assert " ".join(once.split()) == once
+    assert not set(once) & set(string.punctuation)
+    assert not re.search(r"\b(a|an|the)\b", once)
+
+
+@given(prediction=PLAIN, golden=PLAIN)
+def test_squad_f1_equals_a_second_implementation(prediction, golden):
+    def tokens(text):
+        text = unicodedata.normalize("NFC", text).lower()
+        text = "".join(c for c in text if c not in set(string.punctuation))
+        return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+    ours, theirs = tokens(prediction), tokens(golden)
+    if ours and theirs:
+        shared = collections.Counter(ours) & collections.Counter(theirs)
+        expected = 2 * sum(shared.values()) / (len(ours) + len(theirs))
+        found = f1(prediction, [golden], normalize="squad")
+        assert found == pytest.approx(expected)
