@@ -1,0 +1,291 @@
+"""BERT as a Flax module: token ids in, one vector a text out.
+
+The architecture of Devlin et al., 2019 (arXiv 1810.04805): learned positions, layer
+norm after each residual sum, exact GELU. It reads a Hugging Face directory with
+config.json and safetensors weights; the pooler plays no part in embedding text.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsearch.models.weights import STORED_DTYPES, open_tensors
+
+POOLINGS = ("mean", "cls")
+
+# Our leaf, layer and all -> the tensor that stores it. Matrices are [out, in] on disk.
+_EMBEDDINGS = {
+    "words.embedding": "embeddings.word_embeddings.weight",
+    "positions.embedding": "embeddings.position_embeddings.weight",
+    "types.embedding": "embeddings.token_type_embeddings.weight",
+    "norm.scale": "embeddings.LayerNorm.weight",
+    "norm.bias": "embeddings.LayerNorm.bias",
+}
+_LAYER = {
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "attention_out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "mlp_in": "intermediate.dense",
+    "mlp_out": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}
+_UNUSED = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids")
+
+
+@dataclasses.dataclass(frozen=True)
+class BertSpec:
+    """The shape of a BERT encoder; names as in rsearch.models.decoder."""
+
+    vocab_size: int
+    width: int
+    num_layers: int
+    num_heads: int
+    mlp_width: int
+    max_positions: int
+    num_types: int
+    norm_epsilon: float
+
+
+class _Layer(nn.Module):
+    spec: BertSpec
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x, is_token):
+        spec = self.spec
+        dense = functools.partial(nn.Dense, dtype=self.dtype)
+        norm = functools.partial(_norm, spec, self.dtype)
+
+        def heads(name):
+            y = dense(spec.width, name=name)(x)
+            return y.reshape(*y.shape[:2], spec.num_heads, -1)
+
+        query, key, value = heads("query"), heads("key"), heads("value")
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(query.shape[-1])
+        # A finite minimum: a row of nothing but padding must not become NaN.
+        lowest = jnp.finfo(jnp.float32).min
+        is_key = is_token[:, None, None, :]
+        logits = jnp.where(is_key, logits.astype(jnp.float32), lowest)
+        weights = jax.nn.softmax(logits, axis=-1).astype(self.dtype)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(x.shape)
+        x = norm("attention_norm")(x + dense(spec.width, name="attention_out")(mixed))
+        hidden = nn.gelu(dense(spec.mlp_width, name="mlp_in")(x), approximate=False)
+        return norm("mlp_norm")(x + dense(spec.width, name="mlp_out")(hidden))
+
+
+class Bert(nn.Module):
+    """Token ids to hidden states.
+
+    Attributes:
+        spec: its shape.
+        dtype: of the computation; parameters, norms' statistics and softmax are
+            float32.
+    """
+
+    spec: BertSpec
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, token_ids, is_token):
+        """[B, T, D] hidden states of the last layer.
+
+        Args:
+            token_ids: [B, T] int32, T <= max_positions; all of token type 0.
+            is_token: [B, T] bool, False on padding.
+        """
+        spec = self.spec
+        positions = jnp.arange(token_ids.shape[1])[None, :]
+        embed = functools.partial(nn.Embed, features=spec.width, dtype=self.dtype)
+        x = embed(spec.vocab_size, name="words")(token_ids)
+        x = x + embed(spec.max_positions, name="positions")(positions)
+        x = x + embed(spec.num_types, name="types")(jnp.zeros_like(positions))
+        x = _norm(spec, self.dtype, "norm")(x)
+        for layer in range(spec.num_layers):
+            x = _Layer(spec, self.dtype, name=f"layer_{layer}")(x, is_token)
+        return x
+
+
+def _norm(spec, dtype, name):
+    # The fast variance, E[x^2] - E[x]^2, cancels in float32 where |x| is large.
+    return nn.LayerNorm(
+        epsilon=spec.norm_epsilon, dtype=dtype, use_fast_variance=False, name=name
+    )
+
+
+def pool(hidden, is_token, *, pooling):
+    """[B, D] float32: the mean over each text's tokens, or its first token's state.
+
+    Args:
+        hidden: [B, T, D].
+        is_token: [B, T] bool; special tokens count as tokens.
+        pooling: "mean" or "cls".
+    """
+    assert pooling in POOLINGS, pooling
+    hidden = hidden.astype(jnp.float32)
+    if pooling == "cls":
+        return hidden[:, 0]
+    weight = is_token[:, :, None].astype(jnp.float32)
+    return (hidden * weight).sum(axis=1) / jnp.maximum(weight.sum(axis=1), 1.0)
+
+
+def unit(vectors):
+    """[B, D] of length 1; a zero vector stays zero."""
+    length = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / jnp.maximum(length, 1e-12)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "pooling", "normalize"))
+def embed(model, params, token_ids, num_tokens, *, pooling, normalize=True):
+    """One vector a text. Compiled once for each shape of token_ids.
+
+    Args:
+        model: the Bert.
+        params: as `load` gives them.
+        token_ids: [B, T] int32, padded on the right.
+        num_tokens: [B] int32, tokens of each row that count.
+        pooling: "mean" or "cls".
+        normalize: scale every vector to length 1.
+
+    Returns:
+        [B, D] float32.
+    """
+    is_token = jnp.arange(token_ids.shape[1])[None, :] < num_tokens[:, None]
+    hidden = model.apply({"params": params}, token_ids, is_token)
+    vectors = pool(hidden, is_token, pooling=pooling)
+    return unit(vectors) if normalize else vectors
+
+
+def read_spec(directory) -> BertSpec:
+    """The shape that a Hugging Face config.json describes.
+
+    Raises:
+        ValueError: no readable config.json, or a field with an unsupported value.
+    """
+    path = pathlib.Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: no Hugging Face directory") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}, not an object")
+
+    def only(field, supported, default):
+        value = config.get(field, default)
+        if value != supported:
+            raise ValueError(f"{path}: {field}={value!r}, expected {supported!r}")
+
+    def number(field, kind=int):
+        value = config.get(field)
+        allowed = (int,) if kind is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, allowed) or not value > 0:
+            raise ValueError(f"{path}: {field}={value!r}, expected {kind.__name__} > 0")
+        return kind(value)
+
+    only("model_type", "bert", None)
+    only("hidden_act", "gelu", "gelu")
+    only("position_embedding_type", "absolute", "absolute")
+    only("is_decoder", False, False)
+    spec = BertSpec(
+        vocab_size=number("vocab_size"),
+        width=number("hidden_size"),
+        num_layers=number("num_hidden_layers"),
+        num_heads=number("num_attention_heads"),
+        mlp_width=number("intermediate_size"),
+        max_positions=number("max_position_embeddings"),
+        num_types=number("type_vocab_size"),
+        norm_epsilon=number("layer_norm_eps", float),
+    )
+    if spec.width % spec.num_heads:
+        raise ValueError(
+            f"{path}: hidden_size={spec.width} is not divisible by "
+            f"num_attention_heads={spec.num_heads}"
+        )
+    return spec
+
+
+def load(directory):
+    """Reads a Hugging Face directory.
+
+    Returns:
+        (BertSpec, parameters as float32 NumPy arrays). Tensor names may all have the
+        prefix 'bert.' or not.
+
+    Raises:
+        ValueError: a bad config.json; no safetensors weights (pickles are refused with
+            the command that converts them); a table of every missing, extra or
+            mis-shaped tensor.
+    """
+    directory = pathlib.Path(directory)
+    spec = read_spec(directory)
+    stored = open_tensors(directory)
+    has_prefix = any(name.startswith("bert.") for name in stored)
+    tensors = {
+        name.removeprefix("bert.") if has_prefix else name: tensor
+        for name, tensor in stored.items()
+    }
+    expected = _expected(spec)
+    _check(tensors, expected, directory)
+    params = {}
+    for leaf, (name, shape) in expected.items():
+        array = np.asarray(tensors[name][:]).astype(np.float32)
+        *parents, last = leaf.split(".")
+        node = params
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = array.T if last == "kernel" else array.reshape(shape)
+    return spec, params
+
+
+def _expected(spec):
+    """{our leaf: (stored name, shape on disk)} of every parameter."""
+    model = Bert(spec)
+    ids = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    mask = jax.ShapeDtypeStruct((1, 2), jnp.bool_)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), ids, mask)["params"]
+    expected = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        ours = jax.tree_util.keystr(path, simple=True, separator=".")
+        expected[ours] = (_stored_name(ours), leaf.shape)
+        if ours.endswith(".kernel"):
+            expected[ours] = (_stored_name(ours), leaf.shape[::-1])
+    return expected
+
+
+def _stored_name(ours):
+    if ours in _EMBEDDINGS:
+        return _EMBEDDINGS[ours]
+    layer, module, leaf = ours.split(".")
+    leaf = "bias" if leaf == "bias" else "weight"
+    number = layer.removeprefix("layer_")
+    return f"encoder.layer.{number}.{_LAYER[module]}.{leaf}"
+
+
+def _check(tensors, expected, directory):
+    rows = []
+    for name, shape in expected.values():
+        if name not in tensors:
+            rows.append((name, "missing", str(list(shape)), "-"))
+            continue
+        found, kind = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
+        if found != shape:
+            rows.append((name, "shape", str(list(shape)), str(list(found))))
+        if kind not in STORED_DTYPES:
+            rows.append((name, "dtype", " | ".join(STORED_DTYPES), kind))
+    known = {name for name, _ in expected.values()}
+    for name in sorted(tensors.keys() - known - set(_UNUSED)):
+        rows.append((name, "extra", "-", str(list(tensors[name].get_shape()))))
+    if rows:
+        title = f"{directory}: {len(rows)} tensors do not fit its config.json"
+        head = ("tensor", "problem", "expected", "found")
+        lines = ["  {:<58} {:<8} {:<16} {}".format(*row) for row in [head, *rows]]
+        raise ValueError("\n".join([title, *lines]))

@@ -1,0 +1,232 @@
+"""BERT's text front end on tensorflow-text: text to WordPiece ids.
+
+The steps are those of transformers' BertTokenizer: clean, set CJK ideographs apart,
+strip accents and lower-case, split at white space and punctuation, then greedy longest
+pieces of the model's own vocabulary. tensorflow-text's BertTokenizer differs in ways
+that change ids (control characters become spaces, case folding instead of lower-casing,
+a limit of 100 bytes instead of characters a word), so its parts are put together anew.
+
+Two differences remain. Names of special tokens in a text are plain text: '[SEP]'
+becomes '[', 'sep', ']' (as transformers has it with split_special_tokens). And some 580
+characters that are marks, formats or punctuation only since Unicode 9 (2016) are that
+here, and not in the older tables of transformers, where they are part of their word.
+"""
+
+import itertools
+import json
+import os
+import pathlib
+import re
+
+import numpy as np
+
+MAX_WORD_CHARACTERS = 100  # longer words are unknown, as in BertTokenizer
+
+# RE2 patterns. White space is all but the separators that cleaning removes as controls.
+_REMOVED = r"[\x00-\x08\x0B\x0C\x0E-\x1F\x7F-\x9F\x{FFFD}\p{Cf}\p{Co}]"
+_SPACE = (
+    r"[\t\n\r\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}]"
+)
+# The gap before 2B920 is BertTokenizer's own.
+_IDEOGRAPH = (
+    r"([\x{3400}-\x{4DBF}\x{4E00}-\x{9FFF}\x{F900}-\x{FAFF}\x{20000}-\x{2A6DF}"
+    r"\x{2A700}-\x{2B73F}\x{2B740}-\x{2B81F}\x{2B920}-\x{2CEAF}\x{2F800}-\x{2FA1F}])"
+)
+_PUNCTUATION = r"[!-/:-@\[-`{-~\p{P}]"
+
+_SPECIAL = {
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+}
+
+
+class WordPiece:
+    """The tokenizer of one model; holds its vocabulary as a TensorFlow table.
+
+    Args:
+        directory: with vocab.txt (or a WordPiece tokenizer.json) and
+            tokenizer_config.json.
+
+    Attributes:
+        vocab: [V] the pieces, by id.
+        lower_case, strip_accents, split_ideographs: from tokenizer_config.json.
+        unknown_id, first_id, last_id, pad_id: ids of the special tokens.
+
+    Raises:
+        ValueError: a missing or malformed file, or a special token outside the
+            vocabulary.
+    """
+
+    def __init__(self, directory):
+        directory = pathlib.Path(directory)
+        config = _read_config(directory)
+        self.vocab = read_vocab(directory)
+        self.lower_case = _flag(directory, config, "do_lower_case", True)
+        strip = _flag(directory, config, "strip_accents", None)
+        self.strip_accents = self.lower_case if strip is None else strip
+        self.split_ideographs = _flag(directory, config, "tokenize_chinese_chars", True)
+        self._unknown = _special(directory, config, self.vocab, "unk_token")
+        first = _special(directory, config, self.vocab, "cls_token")
+        last = _special(directory, config, self.vocab, "sep_token")
+        pad = _special(directory, config, self.vocab, "pad_token")
+        ids = {piece: number for number, piece in enumerate(self.vocab)}
+        self.unknown_id = ids[self._unknown]
+        self.first_id, self.last_id, self.pad_id = ids[first], ids[last], ids[pad]
+        self._tf, self._text = _import_tensorflow()
+        self._pieces = self._wordpiece()
+
+    def _wordpiece(self):
+        tf = self._tf
+        keys = tf.constant([piece.encode() for piece in self.vocab])
+        ids = tf.range(len(self.vocab), dtype=tf.int64)
+        with tf.device("/cpu:0"):
+            pairs = tf.lookup.KeyValueTensorInitializer(keys, ids)
+            table = tf.lookup.StaticVocabularyTable(pairs, num_oov_buckets=1)
+        return self._text.WordpieceTokenizer(
+            table,
+            # Words are measured in characters before they come here; four bytes each.
+            max_bytes_per_word=4 * MAX_WORD_CHARACTERS,
+            unknown_token=self._unknown,
+        )
+
+    def __call__(self, texts, *, max_tokens) -> list[np.ndarray]:
+        """Token ids of each text, first and last token included.
+
+        Args:
+            texts: strings; lone surrogates are dropped.
+            max_tokens: the most ids of one text; what is beyond is cut off.
+
+        Returns:
+            For each text [n] int32, 2 <= n <= max_tokens.
+        """
+        if max_tokens < 3:
+            raise ValueError(f"{max_tokens=}, expected at least 3: two are special")
+        if not texts:
+            return []
+        tf = self._tf
+        with tf.device("/cpu:0"):
+            words = self._split(tf.constant([_utf8(text) for text in texts]))
+            ids = self._pieces.tokenize(words).merge_dims(1, 2)[:, : max_tokens - 2]
+        values, bounds = ids.values.numpy(), ids.row_splits.numpy()
+        first, last = [self.first_id], [self.last_id]
+        return [
+            np.concatenate([first, values[low:high], last]).astype(np.int32)
+            for low, high in itertools.pairwise(bounds)
+        ]
+
+    def _split(self, texts):
+        """[texts, words] the words of each text, normalised; a RaggedTensor."""
+        tf, text = self._tf, self._text
+        texts = tf.strings.regex_replace(texts, _REMOVED, "")
+        texts = tf.strings.regex_replace(texts, _SPACE, " ")
+        if self.split_ideographs:
+            texts = tf.strings.regex_replace(texts, _IDEOGRAPH, r" \1 ")
+        if self.strip_accents:
+            texts = text.normalize_utf8(texts, "NFD")
+            texts = tf.strings.regex_replace(texts, r"\p{Mn}", "")
+        if self.lower_case:
+            # Lower-casing looks at neighbours for this letter alone, a final sigma.
+            texts = tf.strings.regex_replace(texts, "Σ", "σ")
+            texts = tf.strings.lower(texts, encoding="utf-8")
+        words = text.regex_split(texts, f" |{_PUNCTUATION}", _PUNCTUATION)
+        lengths = tf.strings.length(words.flat_values, unit="UTF8_CHAR")
+        known = tf.where(
+            lengths > MAX_WORD_CHARACTERS, self._unknown, words.flat_values
+        )
+        return words.with_flat_values(known)
+
+
+def read_vocab(directory) -> list[str]:
+    """[V] a model's pieces by id: vocab.txt, else the WordPiece of tokenizer.json.
+
+    Raises:
+        ValueError: neither file, or one that is no WordPiece vocabulary.
+    """
+    directory = pathlib.Path(directory)
+    path = directory / "vocab.txt"
+    if path.is_file():
+        try:
+            vocab = path.read_bytes().decode("utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8: {error}") from None
+        vocab = [piece.removesuffix("\r") for piece in vocab]
+        vocab = vocab[:-1] if vocab[-1] == "" else vocab
+    elif (path := directory / "tokenizer.json").is_file():
+        vocab = _vocab_of_json(path)
+    else:
+        raise ValueError(f"{directory} has no vocab.txt and no tokenizer.json")
+    first_line = {}
+    for line, piece in enumerate(vocab, start=1):
+        if first_line.setdefault(piece, line) != line:
+            raise ValueError(
+                f"{path}:{line}: piece {piece!r} is on line {first_line[piece]} too"
+            )
+    return vocab
+
+
+def _vocab_of_json(path):
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))["model"]
+        kind, vocab = model["type"], model["vocab"]
+        by_id = sorted((number, piece) for piece, number in vocab.items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: no vocabulary could be read: {error!r}") from None
+    if kind != "WordPiece":
+        raise ValueError(f"{path}: model.type={kind!r}, only 'WordPiece' is supported")
+    if [number for number, _ in by_id] != list(range(len(by_id))):
+        raise ValueError(f"{path}: ids of model.vocab are not 0 to {len(by_id) - 1}")
+    return [piece for _, piece in by_id]
+
+
+def _read_config(directory):
+    path = directory / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} is missing: it says whether text is lower-cased (do_lower_case)"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}, not an object")
+    kind = config.get("tokenizer_class", "BertTokenizer")
+    if kind not in ("BertTokenizer", "BertTokenizerFast"):
+        raise ValueError(f"{path}: tokenizer_class={kind!r}, expected 'BertTokenizer'")
+    if config.get("do_basic_tokenize", True) is not True:
+        raise ValueError(f"{path}: do_basic_tokenize must be true")
+    return config
+
+
+def _flag(directory, config, field, default):
+    value = config.get(field, default)
+    if value is not default and not isinstance(value, bool):
+        path = directory / "tokenizer_config.json"
+        raise ValueError(f"{path}: {field}={value!r}, expected true or false")
+    return value
+
+
+def _special(directory, config, vocab, field):
+    token = config.get(field, _SPECIAL[field])
+    token = token.get("content") if isinstance(token, dict) else token
+    if token not in vocab:
+        raise ValueError(f"{directory}: {field}={token!r} is not in its vocabulary")
+    return token
+
+
+def _utf8(text):
+    # U+FFFD is removed with the control characters.
+    return re.sub("[\ud800-\udfff]", "\ufffd", text).encode()
+
+
+def _import_tensorflow():
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    import tensorflow as tf
+    import tensorflow_text
+
+    # The accelerator's memory belongs to JAX.
+    if tf.config.get_visible_devices("GPU"):
+        tf.config.set_visible_devices([], "GPU")
+    return tf, tensorflow_text

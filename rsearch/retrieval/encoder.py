@@ -1,0 +1,253 @@
+"""Encoders: texts to unit vectors whose dot product is their similarity.
+
+An encoder has `dim`, `fingerprint`, `encode_queries(texts)` and
+`encode_passages(texts)`, both [n, dim] float32 of length 1. Families of BERT models
+differ in prefixes and pooling; `HashedNgrams` needs no model.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import pathlib
+import re
+import unicodedata
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsearch.models import bert
+from rsearch.models.huggingface import find_model
+from rsearch.models.wordpiece import WordPiece
+
+# Tokens a row is padded to: the shapes that compile. The model's limit is one more.
+BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
+QUERY_ROWS = 8  # a batch of queries is never larger or smaller
+PASSAGE_TOKENS = 4096  # a batch of passages has about as many, padding included
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How a family of models wants its input, and what it makes of its output."""
+
+    query_prefix: str
+    passage_prefix: str
+    pooling: str
+
+
+FAMILIES = {
+    # intfloat/e5-*: arXiv 2212.03533
+    "e5": Family("query: ", "passage: ", "mean"),
+    # BAAI/bge-*-en-v1.5: arXiv 2309.07597
+    "bge": Family(
+        "Represent this sentence for searching relevant passages: ", "", "cls"
+    ),
+    # sentence-transformers/all-MiniLM-L6-v2
+    "minilm": Family("", "", "mean"),
+}
+
+
+def load_encoder(source, *, family, dim=512):
+    """The encoder that a configuration or a command line names.
+
+    Args:
+        source: "hashed", or a directory or hub id of a BERT model.
+        family: a key of FAMILIES; not used by "hashed".
+        dim: width of the hashed encoder's vectors; a model has its own.
+
+    Raises:
+        ValueError: an unknown family, or files that make no encoder.
+    """
+    if source == "hashed":
+        return HashedNgrams(dim)
+    if family not in FAMILIES:
+        raise ValueError(f"{family=}, expected one of {', '.join(sorted(FAMILIES))}")
+    return BertEncoder(find_model(source), family=family)
+
+
+class BertEncoder:
+    """A BERT model with its tokenizer, compiled for a few fixed shapes.
+
+    A text's vector does not depend on the texts beside it: batches of one length have
+    one number of rows, and rows do not mix.
+
+    Args:
+        directory: a Hugging Face directory; see rsearch.models.bert and wordpiece.
+        family: a key of FAMILIES.
+        max_tokens: the longest input; None takes sentence_bert_config.json's, else the
+            model's number of positions.
+        dtype: of the computation.
+
+    Attributes:
+        dim: width of the vectors.
+        fingerprint: of weights, vocabulary and settings; equal ones encode alike.
+    """
+
+    def __init__(self, directory, *, family, max_tokens=None, dtype=jnp.float32):
+        directory = pathlib.Path(directory)
+        spec, params = bert.load(directory)
+        self.family = FAMILIES[family]
+        self.max_tokens = max_tokens or _max_tokens(directory, spec)
+        if not 3 <= self.max_tokens <= spec.max_positions:
+            raise ValueError(
+                f"{directory}: max_tokens={self.max_tokens}, expected 3 to "
+                f"{spec.max_positions}, the positions of the model"
+            )
+        self.dim = spec.width
+        self._tokenizer = WordPiece(directory)
+        if len(self._tokenizer.vocab) > spec.vocab_size:
+            raise ValueError(
+                f"{directory}: the vocabulary has {len(self._tokenizer.vocab)} pieces, "
+                f"the model embeds {spec.vocab_size}"
+            )
+        self._model = bert.Bert(spec, dtype=dtype)
+        self._params = jax.device_put(params)
+        settings = [family, self.max_tokens, jnp.dtype(dtype).name]
+        self.fingerprint = _fingerprint(directory, settings)
+        smaller = [b for b in BUCKETS if b < self.max_tokens]
+        self._buckets = [*smaller, self.max_tokens]
+
+    def encode_queries(self, texts):
+        """[n, dim] float32 unit vectors of questions."""
+        return self._encode(texts, self.family.query_prefix, lambda _: QUERY_ROWS)
+
+    def encode_passages(self, texts):
+        """[n, dim] float32 unit vectors of passages: title, line feed, text."""
+        return self._encode(
+            texts,
+            self.family.passage_prefix,
+            lambda length: max(1, PASSAGE_TOKENS // length),
+        )
+
+    def _encode(self, texts, prefix, rows_of):
+        texts = [prefix + text for text in texts]
+        ids = self._tokenizer(texts, max_tokens=self.max_tokens)
+        lengths = np.array([len(row) for row in ids], int)
+        bucket = np.searchsorted(self._buckets, lengths)
+        vectors = np.empty((len(texts), self.dim), np.float32)
+        for number in np.unique(bucket):
+            width = self._buckets[number]
+            chosen = np.flatnonzero(bucket == number)
+            rows = rows_of(width)
+            for start in range(0, len(chosen), rows):
+                part = chosen[start : start + rows]
+                vectors[part] = self._run([ids[i] for i in part], rows, width)
+        return vectors
+
+    def _run(self, ids, num_rows, width):
+        tokens = np.full((num_rows, width), self._tokenizer.pad_id, np.int32)
+        counts = np.zeros(num_rows, np.int32)
+        for row, row_ids in enumerate(ids):
+            tokens[row, : len(row_ids)] = row_ids
+            counts[row] = len(row_ids)
+        vectors = bert.embed(
+            self._model, self._params, tokens, counts, pooling=self.family.pooling
+        )
+        return jax.device_get(vectors)[: len(ids)]
+
+
+def _max_tokens(directory, spec):
+    path = directory / "sentence_bert_config.json"
+    if not path.is_file():
+        return spec.max_positions
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")).get("max_seq_length")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if value is None:
+        return spec.max_positions
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{path}: max_seq_length={value!r}, expected a whole number")
+    return value
+
+
+def _fingerprint(directory, settings):
+    digest = hashlib.sha256(json.dumps(settings).encode())
+    names = ["config.json", "tokenizer_config.json", "vocab.txt", "tokenizer.json"]
+    names += sorted(path.name for path in directory.glob("*.safetensors"))
+    for name in names:
+        if (directory / name).is_file():
+            with open(directory / name, "rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(f"{name} {content}\n".encode())
+    return f"bert:{digest.hexdigest()[:32]}"
+
+
+# Words that say little about the subject of a text; they count for a quarter.
+_COMMON = frozenset(
+    """
+    a an and are as at be been by did do does for from had has have he her his how in is
+    it its of on or she that the their they this to was were what when where which who
+    whom whose why will with
+    """.split()  # noqa: SIM905
+)
+_COMMON_WEIGHT = 0.25
+_TITLE_WEIGHT = 2.0  # of a passage's title, against 1 for its text
+
+
+class HashedNgrams:
+    """Words and pairs of neighbouring words, hashed: lexical search without a model.
+
+    Each word and each pair adds +1 or -1 to one of `dim` features, both chosen by a
+    hash (feature hashing, arXiv 0902.2206). Title and text of a passage are each scaled
+    to length 1 and summed, the title twice: a query that names an entity finds the
+    passage about it before those that mention it.
+
+    Args:
+        dim: number of features; fewer collide more.
+    """
+
+    def __init__(self, dim=512):
+        if dim < 1:
+            raise ValueError(f"{dim=}, expected at least 1")
+        self.dim = dim
+        self.fingerprint = f"hashed-ngrams-1:{dim}"
+        self._place = functools.lru_cache(maxsize=1 << 18)(self._hash)
+
+    def encode_queries(self, texts):
+        """[n, dim] float32 unit vectors of questions."""
+        rows = [self._vector(text) for text in texts]
+        return np.array(rows, np.float32).reshape(-1, self.dim)
+
+    def encode_passages(self, texts):
+        """[n, dim] float32 unit vectors of passages: title, line feed, text."""
+        rows = [self._passage(text) for text in texts]
+        return np.array(rows, np.float32).reshape(-1, self.dim)
+
+    def _passage(self, contents):
+        title, _, text = contents.partition("\n")
+        if not _words(title) or not _words(text):
+            return self._vector(contents)
+        vector = _TITLE_WEIGHT * self._vector(title) + self._vector(text)
+        # Exactly opposite parts would leave nothing to scale.
+        length = np.linalg.norm(vector)
+        return vector / length if length > 0 else self._vector(title)
+
+    def _vector(self, text):
+        """[dim] float64 of length 1, also for a text without words."""
+        words = _words(text) or [""]
+        features = [(w, _COMMON_WEIGHT if w in _COMMON else 1.0) for w in words]
+        pairs = itertools.pairwise(features)
+        features += [(f"{a} {b}", min(x, y)) for (a, x), (b, y) in pairs]
+        vector = np.zeros(self.dim)
+        for feature, weight in features:
+            place, sign = self._place(feature)
+            vector[place] += sign * weight
+        length = np.linalg.norm(vector)
+        if length == 0:  # the features cancel; one alone cannot
+            vector[self._place(" ".join(words))[0]] = length = 1.0
+        return vector / length
+
+    def _hash(self, feature):
+        digest = hashlib.blake2b(feature.encode("utf-8", "replace"), digest_size=8)
+        number = int.from_bytes(digest.digest(), "little")
+        return (number >> 1) % self.dim, 1.0 if number & 1 else -1.0
+
+
+def _words(text):
+    """Words in lower case and without accents."""
+    plain = unicodedata.normalize("NFKD", text).casefold()
+    plain = "".join(c for c in plain if not unicodedata.combining(c))
+    return re.findall(r"\w+", plain)
