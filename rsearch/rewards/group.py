@@ -37,7 +37,8 @@ def reward_group(
             learning signal.
         parts: {name: [G] float32}, each term before its weight; NaN where a judge
             could not be asked.
-        group: the same, but a rollout with a NaN has the outcome JUDGE_ERROR.
+        group: the same, but a rollout with a NaN in a term that counts has the outcome
+            JUDGE_ERROR.
 
     Raises:
         ValueError: a term asks a judge and there is none.
@@ -56,7 +57,8 @@ def reward_group(
         assert values.shape == totals.shape, (name, values.shape, totals.shape)
         assert not np.isinf(values).any(), (name, values)
         parts[name] = values.astype(np.float32)
-        totals += weight * values
+        if weight:  # a term of weight 0 is only watched, its NaN excludes nothing
+            totals += weight * values
     rollouts = tuple(
         dataclasses.replace(rollout, outcome=Outcome.JUDGE_ERROR)
         if failed and rollout.outcome.is_signal

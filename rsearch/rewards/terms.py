@@ -88,12 +88,11 @@ def format_ok(
     It did if every turn held a valid action, the last one an answer, and the policy
     wrote no observation itself.
     """
-    return [
-        bad
-        if r.num_malformed or r.answer is None or _forges(r, observation_tag)
-        else good
+    is_ok = [
+        r.answer is not None and not r.num_malformed and not _forges(r, observation_tag)
         for r in rollouts
     ]
+    return [good if ok else bad for ok in is_ok]
 
 
 def evidence_f1(

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from rsearch.protocols import PROTOCOLS
 from rsearch.rewards.group import check_terms, needs_judge, reward_group
@@ -50,6 +51,14 @@ def test_a_failed_search_earns_nothing_and_stays_a_failed_search():
     played = dataclasses.replace(played, rollouts=(failed,))
     totals, _, after = reward_group(played, TERMS, judge=lambda c: [None] * len(c))
     assert totals == [0] and after.rollouts[0].outcome == Outcome.TOOL_ERROR
+
+
+def test_a_term_of_weight_zero_is_watched_and_excludes_nothing():
+    played = group([SEARCHES, EVIDENCE + RIGHT])
+    terms = ConfigDict({"answer_em": {}, "evidence_f1": {"weight": 0.0}})
+    check_terms(terms)
+    totals, parts, after = reward_group(played, terms, judge=lambda chats: [None])
+    assert totals == [1] and np.isnan(parts["evidence_f1"]) and after == played
 
 
 def test_the_judge_is_asked_once_for_a_group():
