@@ -201,7 +201,7 @@ def _read_header(path, files):
         with open(files.offsets, "rb") as file:
             header = json.loads(file.read(HEADER_BYTES))
             file_bytes = os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError:
         note(f"{files.offsets} is damaged: reading {path} again")
@@ -232,7 +232,12 @@ def _build(path, files):
     if kind == "gzip":
         _unpack(path, files.plain)
         plain = files.plain
-    offsets, fingerprint = _scan(path, plain)
+    try:
+        offsets, fingerprint = _scan(path, plain)
+    except ValueError:
+        if kind == "gzip":
+            plain.unlink()
+        raise
     if _state(path) != before:
         raise ValueError(f"{path}: was changed while it was being read")
     header = {

@@ -52,9 +52,10 @@ def take(num_items, count, *, seed, step):
         seed, step: >= 0.
 
     Returns:
-        [count] indices into the items. They are distinct if count <= num_items; with
-        more, every item comes at least count // num_items times.
+        [count] indices into the items, distinct unless count > num_items.
     """
+    if num_items <= 0:
+        raise ValueError(f"{num_items=}: there is nothing to take")
     if count <= 0:
         raise ValueError(f"{count=}: a step takes at least one item")
     if step < 0:

@@ -45,6 +45,7 @@ A dot leads into a nested field.
 """
 
 ROLES = ("question", "answers", "id")
+MAX_DEPTH = 50  # of metadata, which is copied and digested by recursion
 ABSENT = object()
 
 
@@ -232,24 +233,25 @@ def _metadata(record):
     """What else is known of a question, as JSON values."""
     found = {}
     for name in ("extra_info", "metadata"):
-        value = record.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, dict):
-            raise ValueError(f"field {name}: expected an object, got {shown(value)}")
-        found.update(_plain(value))
+        value = _plain(record.get(name), name)
+        if isinstance(value, dict):
+            found.update(value)
+        elif value is not None:
+            found[name] = value
     if isinstance(record.get("data_source"), str):
         found["data_source"] = record["data_source"]
     return found
 
 
-def _plain(value):
+def _plain(value, name, depth=0):
     """`value` as JSON can write it; dates, bytes and the like become their text."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"field {name}: nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(k): _plain(v, name, depth + 1) for k, v in value.items()}
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_plain(inner, name, depth + 1) for inner in value]
     is_json = value is None or isinstance(value, str | int | float)
     return value if is_json else str(value)

@@ -50,7 +50,7 @@ def decode_record(line):
     Raises:
         ValueError: as `decode_json`, and for any other value than an object.
     """
-    return check_record(decode_json(line))
+    return check_record(decode_json(line.rstrip(b"\r\n")))
 
 
 def check_record(record):

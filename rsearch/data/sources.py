@@ -124,6 +124,10 @@ def _hub_records(source, name, config, split):
         rows = datasets.load_dataset(name, config, split=split)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         text = " ".join(str(error).split())
-        raise ValueError(f"{source}: {type(error).__name__}: {text}") from None
+        is_local = pathlib.Path(name).is_dir()
+        hint = "" if is_local else f" (nor is {source} a file or directory here)"
+        raise ValueError(
+            f"{source}: {type(error).__name__}: {text.rstrip('.')}{hint}"
+        ) from None
     for row, record in enumerate(rows, 1):
         yield f"{source}: row {row}", record

@@ -1,0 +1,332 @@
+import gzip
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rsearch.data.corpus as corpus_module
+from rsearch.data.corpus import Corpus, parse_line
+from rsearch.types import Passage
+
+TWO = b'{"id": "a", "contents": "\\"T\\"\\ntext"}\n{"id": 7, "contents": "U\\nmore"}\n'
+PASSAGES = [Passage("a", '"T"\ntext'), Passage("7", "U\nmore")]
+
+
+def written(folder, data, name="corpus.jsonl"):
+    path = folder / name
+    path.write_bytes(data)
+    return path
+
+
+def lines(records):
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """The paths of the corpora that were read from front to back."""
+    seen = []
+    build = corpus_module._build
+
+    def counted(path, files):
+        seen.append(path)
+        return build(path, files)
+
+    monkeypatch.setattr(corpus_module, "_build", counted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TWO,
+        TWO[:-1],
+        TWO.replace(b"\n", b"\r\n"),
+        b"\xef\xbb\xbf" + TWO,
+        b"\xef\xbb\xbf" + TWO.replace(b"\n", b"\r\n")[:-2],
+    ],
+)
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_line_ends_bom_and_packing_change_no_passage(tmp_path, data, pack):
+    with Corpus(written(tmp_path, pack(data))) as corpus:
+        assert len(corpus) == 2
+        assert list(corpus) == PASSAGES
+        assert corpus.passages(np.array([1, 0, 1])) == [PASSAGES[i] for i in (1, 0, 1)]
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
+    lambda text: not text.isspace()
+)
+
+
+@given(st.lists(texts, min_size=1, max_size=8), st.booleans())
+def test_what_was_written_is_read(tmp_path_factory, contents, is_ascii):
+    folder = tmp_path_factory.mktemp("corpus")
+    rows = [{"id": i, "contents": text} for i, text in enumerate(contents)]
+    data = "\n".join(json.dumps(row, ensure_ascii=is_ascii) for row in rows)
+    with Corpus(written(folder, data.encode())) as corpus:
+        assert [passage.contents for passage in corpus] == contents
+        assert corpus.passage(len(rows) - 1) == Passage(
+            str(len(rows) - 1), contents[-1]
+        )
+
+
+def test_title_and_text_are_joined():
+    row = {"id": 3, "title": "Nile", "text": "A river.", "contents": "the\nwhole"}
+    assert parse_line(lines([row])) == ("3", "the\nwhole")
+    del row["contents"]
+    assert parse_line(lines([row])) == ("3", "Nile\nA river.")
+
+
+BAD = {
+    b"": "blank line",
+    b"  \r": "blank line",
+    b'{"id": "x", "contents": ': "invalid JSON at column 25",
+    b'{"id": "x", "contents": "\xff"}': "invalid UTF-8 at byte 26",
+    b'{"id": "x", "contents": NaN}': "NaN is not JSON",
+    b'{"id": "x", "contents": "a", "contents": "b"}': "field contents: given twice",
+    b'["x"]': "expected a JSON object, got list ['x']",
+    b"[" * 100_000: "JSON nested too deeply",
+    b'{"id": "x", "n": ' + b"1" * 5000 + b', "contents": "a"}': "digits",
+    b'{"contents": "a"}': "field id: missing",
+    b'{"id": 1.5, "contents": "a"}': "field id: expected text, got float 1.5",
+    b'{"id": true, "contents": "a"}': "field id: expected text, got bool True",
+    b'{"id": "", "contents": "a"}': "field id: expected text, got ''",
+    b'{"id": "x"}': "field contents: missing",
+    b'{"id": "x", "title": "a"}': "field contents: missing",
+    b'{"id": "x", "contents": null}': "field contents: expected text, got NoneType",
+    b'{"id": "x", "contents": " "}': "field contents: expected text, got ' '",
+    b'{"id": "x", "contents": "ab\\ud800"}': "field contents: half a surrogate pair",
+    b'{"id": "x", "title": 3, "text": "a"}': "field title: expected text, got 3",
+    b'{"id": "x", "title": "a", "text": []}': "field text: expected text, got list",
+    b'{"id": "a", "contents": "b"}': "field id: 'a' was used on line 1 already",
+    b'{"id": "7", "contents": "b"}': "field id: '7' was used on line 2 already",
+}
+
+
+@pytest.mark.parametrize("line", BAD, ids=range(len(BAD)))
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_bad_record_is_named_and_leaves_no_offsets(tmp_path, line, pack):
+    path = written(tmp_path, pack(TWO + line + b"\n" + TWO))
+    with pytest.raises(ValueError) as error:
+        Corpus(path, cache=tmp_path / "cache")
+    assert str(error.value).startswith(f"{path}:3: ")
+    assert BAD[line] in str(error.value)
+    assert not os.listdir(tmp_path / "cache")
+
+
+def test_equal_hashes_of_different_ids_are_no_duplicates(tmp_path, monkeypatch):
+    path = written(tmp_path, TWO)
+    monkeypatch.setattr(corpus_module.xxhash, "xxh3_64_intdigest", lambda _: 5)
+    assert len(Corpus(path)) == 2
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (b"", "empty"),
+        (gzip.compress(b""), "empty"),
+        (b"\n", ":1: blank line"),
+        (b"PAR1....PAR1", "Parquet"),
+        (bytes(range(256)), ":1: invalid"),
+        (gzip.compress(TWO)[:-12], "truncated or damaged gzip data after"),
+        (
+            gzip.compress(TWO * 9)[:20] + b"????" + gzip.compress(TWO * 9)[24:],
+            "gzip data",
+        ),
+    ],
+)
+def test_what_is_no_corpus_is_refused(tmp_path, data, message):
+    path = written(tmp_path, data)
+    with pytest.raises(ValueError, match=message) as error:
+        Corpus(path)
+    assert str(path) in str(error.value)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_missing_corpus_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl"):
+        Corpus(tmp_path / "nothing.jsonl")
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_the_second_opening_reads_nothing_but_the_offsets(tmp_path, builds, pack):
+    path = written(tmp_path, pack(TWO))
+    first = Corpus(path)
+    second = Corpus(path)
+    assert len(builds) == 1
+    assert list(second) == list(first) == PASSAGES
+    assert second.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_changed_corpus_is_noticed(tmp_path, builds, pack):
+    path = written(tmp_path, pack(TWO))
+    old = Corpus(path)
+    written(tmp_path, pack(TWO.replace(b"text", b"next")))
+    new = Corpus(path)
+    assert len(builds) == 2
+    assert new.passage(0).text == "next"
+    assert new.fingerprint != old.fingerprint
+
+
+def test_a_change_that_keeps_size_and_time_is_noticed(tmp_path, builds):
+    path = written(tmp_path, TWO)
+    Corpus(path)
+    status = path.stat()
+    path.write_bytes(TWO.replace(b"text", b"next"))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert Corpus(path).passage(0).text == "next"
+
+
+def test_a_change_while_it_is_open_is_never_a_wrong_passage(tmp_path):
+    path = written(tmp_path, TWO)
+    corpus = Corpus(path)
+    with open(path, "r+b") as file:
+        file.write(b" " * 20)
+    with pytest.raises(ValueError, match=r"corpus\.jsonl:1: .* was changed after"):
+        corpus.passage(0)
+
+
+def test_a_replaced_corpus_stays_readable_where_it_is_open(tmp_path):
+    path = written(tmp_path, TWO)
+    corpus = Corpus(path)
+    os.replace(written(tmp_path, b"{}", "new"), path)
+    assert corpus.passages([0, 1]) == PASSAGES
+
+
+def test_the_fingerprint_is_of_the_text_not_of_its_packing(tmp_path):
+    plain = Corpus(written(tmp_path, TWO))
+    packed = Corpus(written(tmp_path, gzip.compress(TWO), "other.jsonl.gz"))
+    assert plain.fingerprint == packed.fingerprint
+    assert plain.fingerprint != Corpus(written(tmp_path, TWO[:-1], "c")).fingerprint
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:-8],
+        lambda data: b"\xff" + data[1:],
+        lambda data: data.replace(b'"version": 1', b'"version": 0'),
+    ],
+)
+def test_a_damaged_offsets_file_is_written_again(tmp_path, builds, damage):
+    path = written(tmp_path, TWO)
+    Corpus(path)
+    offsets = tmp_path / "corpus.jsonl.offsets"
+    offsets.write_bytes(damage(offsets.read_bytes()))
+    assert list(Corpus(path)) == PASSAGES
+    assert len(builds) == 2
+
+
+def test_a_lost_or_changed_unpacked_text_is_written_again(tmp_path, builds):
+    path = written(tmp_path, gzip.compress(TWO), "corpus.jsonl.gz")
+    Corpus(path)
+    plain = tmp_path / "corpus.jsonl.gz.plain"
+    plain.unlink()
+    assert list(Corpus(path)) == PASSAGES
+    plain.write_bytes(TWO.replace(b"text", b"next"))
+    assert list(Corpus(path)) == PASSAGES
+    assert len(builds) == 3
+
+
+def test_corpora_of_one_name_share_a_cache(tmp_path, builds):
+    for folder, data in (("one", TWO), ("two", TWO.replace(b"text", b"next"))):
+        (tmp_path / folder).mkdir()
+        written(tmp_path / folder, data)
+    cache = tmp_path / "deep" / "cache"
+    for _ in range(2):
+        one = Corpus(tmp_path / "one" / "corpus.jsonl", cache=cache)
+        two = Corpus(tmp_path / "two" / "corpus.jsonl", cache=cache)
+    assert (one.passage(0).text, two.passage(0).text) == ("text", "next")
+    assert len(builds) == 2
+    assert os.listdir(tmp_path / "one") == ["corpus.jsonl"]
+
+
+def test_a_read_only_directory_asks_for_a_cache(tmp_path):
+    folder = tmp_path / "read_only"
+    folder.mkdir()
+    path = written(folder, TWO)
+    folder.chmod(0o555)
+    with pytest.raises(ValueError, match="name another directory"):
+        Corpus(path)
+    with pytest.raises(ValueError, match="name another directory"):
+        Corpus(path, cache=path)
+    assert len(Corpus(path, cache=tmp_path / "cache")) == 2
+    folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("index", [-1, 2, 10**12])
+def test_there_is_no_passage_outside_the_corpus(tmp_path, index):
+    with pytest.raises(IndexError, match=f"passage {index} of a corpus of 2"):
+        Corpus(written(tmp_path, TWO)).passage(index)
+
+
+def test_a_closed_corpus_cannot_be_read(tmp_path):
+    with Corpus(written(tmp_path, TWO)) as corpus:
+        pass
+    corpus.close()
+    with pytest.raises(OSError):
+        corpus.passage(0)
+
+
+def test_threads_read_the_same_passages(tmp_path):
+    rows = [{"id": i, "contents": f"t{i}\n" + "x" * (i % 97)} for i in range(3000)]
+    corpus = Corpus(written(tmp_path, lines(rows)))
+    wrong = []
+
+    def read(seed):
+        for i in np.random.default_rng(seed).integers(0, 3000, 1500):
+            if corpus.passage(i) != Passage(str(i), rows[i]["contents"]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_lines_longer_than_what_is_read_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "CHUNK_BYTES", 7)
+    monkeypatch.setattr(corpus_module, "LINES_AT_ONCE", 2)
+    rows = [{"id": i, "contents": f"t{i}\n" + "y" * i} for i in range(25)]
+    for pack, name in ((bytes, "a"), (gzip.compress, "b")):
+        corpus = Corpus(written(tmp_path, pack(lines(rows)), name))
+        assert [p.contents for p in corpus] == [row["contents"] for row in rows]
+
+
+def test_a_corpus_killed_while_it_is_read_is_read_again(tmp_path):
+    path = written(tmp_path, TWO)
+    program = (
+        "import os, sys, rsearch.data.corpus as c\n"
+        "c.os.replace = lambda *_: os.kill(os.getpid(), 9)\n"
+        "c.Corpus(sys.argv[1])\n"
+    )
+    root = pathlib.Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", program, str(path)], cwd=root)
+    assert done.returncode == -9
+    assert not (tmp_path / "corpus.jsonl.offsets").exists()
+    assert list(Corpus(path)) == PASSAGES
+
+
+def test_real_passages_are_as_json_reads_them(tmp_path, shared_data):
+    path = shared_data / "hotpotqa" / "corpus.jsonl.gz"
+    with gzip.open(path) as file:
+        rows = [json.loads(line) for line in file]
+    with Corpus(path, cache=tmp_path) as corpus:
+        assert len(corpus) == len(rows) == 17_097
+        assert all(
+            (p.id, p.contents) == (row["id"], row["contents"])
+            for p, row in zip(corpus, rows, strict=True)
+        )
+        assert corpus.passage(16_000).contents == rows[16_000]["contents"]

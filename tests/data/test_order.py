@@ -1,0 +1,102 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsearch.data.order import epoch_order, take
+
+sizes = st.integers(1, 40)
+seeds = st.integers(0, 2**70)
+
+
+def stream(num_items, count, seed, num_steps):
+    steps = (take(num_items, count, seed=seed, step=s) for s in range(num_steps))
+    return list(itertools.chain.from_iterable(steps))
+
+
+@given(sizes, seeds, st.integers(0, 2**40))
+def test_an_epoch_is_a_permutation(num_items, seed, epoch):
+    order = epoch_order(num_items, seed=seed, epoch=epoch)
+    assert sorted(order.tolist()) == list(range(num_items))
+
+
+def test_the_order_of_a_seed_never_changes():
+    # Written down once: a new NumPy must not reorder a run that is resumed.
+    assert epoch_order(8, seed=0, epoch=0).tolist() == [1, 4, 5, 6, 2, 0, 3, 7]
+    assert epoch_order(8, seed=0, epoch=1).tolist() == [7, 6, 2, 3, 1, 0, 4, 5]
+    assert take(8, 3, seed=7, step=5) == [1, 3, 5]
+
+
+def test_seeds_and_epochs_give_different_orders():
+    pairs = itertools.product([0, 1, 2**32, 2**32 + 1], [0, 1, 2, 2**32])
+    orders = [tuple(epoch_order(50, seed=s, epoch=e).tolist()) for s, e in pairs]
+    assert len(set(orders)) == len(orders) == 16
+
+
+def test_every_place_is_equally_likely():
+    # 2000 epochs of 5 items: each cell of the table expects 400, deviation about 18.
+    counts = np.zeros((5, 5), int)
+    for epoch in range(2000):
+        counts[epoch_order(5, seed=3, epoch=epoch), np.arange(5)] += 1
+    assert np.abs(counts - 400).max() < 80
+
+
+def test_an_epochs_order_cannot_be_written_to():
+    with pytest.raises(ValueError, match="read-only"):
+        epoch_order(5, seed=0, epoch=0)[0] = 1
+
+
+@given(sizes, sizes, seeds)
+def test_the_stream_is_one_permutation_after_another(num_items, count, seed):
+    taken = stream(num_items, count, seed, 4 * num_items // count + 1)
+    for epoch in range(len(taken) // num_items):
+        part = taken[epoch * num_items : (epoch + 1) * num_items]
+        assert sorted(part) == list(range(num_items))
+
+
+@given(sizes, sizes, seeds, st.integers(0, 10**9))
+def test_a_step_repeats_nothing_that_it_need_not(num_items, count, seed, step):
+    taken = take(num_items, count, seed=seed, step=step)
+    assert len(taken) == count
+    assert all(type(item) is int for item in taken)
+    if count <= num_items:
+        assert len(set(taken)) == count
+    else:
+        times = np.bincount(taken, minlength=num_items)
+        # A step of several epochs: its first and its last may be cut.
+        assert times.min() >= count // num_items - 1
+        assert times.max() <= -(-count // num_items) + 1
+
+
+@given(st.integers(1, 12), seeds)
+def test_where_steps_divide_an_epoch_the_stream_is_the_plain_order(count, seed):
+    num_items = 3 * count
+    plain = [epoch_order(num_items, seed=seed, epoch=e).tolist() for e in range(3)]
+    assert stream(num_items, count, seed, 9) == list(itertools.chain(*plain))
+
+
+def test_a_straddling_step_changes_only_the_first_places_of_its_epoch():
+    num_items, count, seed = 100, 30, 5
+    taken = stream(num_items, count, seed, 10)
+    for epoch in range(3):
+        part = taken[epoch * num_items : (epoch + 1) * num_items]
+        plain = epoch_order(num_items, seed=seed, epoch=epoch).tolist()
+        assert part[count:] == plain[count:]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: epoch_order(0, seed=0, epoch=0),
+        lambda: epoch_order(3, seed=-1, epoch=0),
+        lambda: epoch_order(3, seed=0, epoch=-1),
+        lambda: take(3, 0, seed=0, step=0),
+        lambda: take(3, 1, seed=0, step=-1),
+        lambda: take(0, 1, seed=0, step=0),
+    ],
+)
+def test_impossible_orders_are_refused(call):
+    with pytest.raises(ValueError, match=r"=(0|-1)"):
+        call()

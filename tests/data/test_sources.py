@@ -1,0 +1,149 @@
+"""Files and hub data sets as a whole; single records are in test_questions."""
+
+import gzip
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from rsearch.data.questions import load_questions
+from rsearch.data.sources import _hub_name
+from tests.data.test_questions import GOOD, jsonl, parquet, verl
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def test_a_json_list_is_read_like_lines(tmp_path):
+    path = tmp_path / "q.json"
+    path.write_text(json.dumps([GOOD, {**GOOD, "id": "q2"}], indent=1))
+    assert [q.id for q in load_questions(path)[0]] == ["q1", "q2"]
+    path.write_text(json.dumps([GOOD, {**GOOD, "question": 3}]))
+    with pytest.raises(
+        ValueError, match=r"q\.json: record 2: field question: .* int 3"
+    ):
+        load_questions(path)
+    path.write_text('[{"question":')
+    with pytest.raises(ValueError, match=r"q\.json: invalid JSON at column 14"):
+        load_questions(path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=r"q\.json: holds no record"):
+        load_questions(path)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("end", [b"", b"\r"])
+@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"])
+def test_line_ends_bom_and_packing_change_nothing(tmp_path, pack, end, start):
+    line = json.dumps(GOOD).encode() + end
+    other = json.dumps({**GOOD, "id": "q2"}).encode() + end
+    path = jsonl(tmp_path, [start + line, other], pack=pack)
+    assert [q.id for q in load_questions(path)[0]] == ["q1", "q2"]
+
+
+@pytest.mark.parametrize(
+    "name, data, message",
+    [
+        ("q.jsonl", b"", "the file is empty"),
+        ("q.jsonl", gzip.compress(b""), "holds no record"),
+        ("q.jsonl", b"PAR1....", "a Parquet file, not JSON"),
+        ("q.jsonl", bytes(range(256)) * 9, "q.jsonl:1: invalid JSON"),
+        ("q.jsonl", b"\x80\x02}q\x00.", "q.jsonl:1: invalid UTF-8"),
+        ("q.csv", b"question,answer\n", "expected a file named .jsonl"),
+        ("q.parquet", b'{"question": "x"}', "not a Parquet file"),
+        ("q.parquet", b"PAR1 and no more", "q.parquet: damaged after row 0"),
+    ],
+)
+def test_what_is_no_question_file_is_refused(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError) as error:
+        load_questions(tmp_path / name)
+    assert message in str(error.value)
+    assert str(tmp_path / name) in str(error.value)
+
+
+@pytest.mark.parametrize("on_bad", ["raise", "skip"])
+def test_a_truncated_gzip_file_is_refused_even_where_records_are_skipped(
+    tmp_path, on_bad
+):
+    path = jsonl(tmp_path, [GOOD], pack=lambda data: gzip.compress(data)[:-10])
+    with pytest.raises(ValueError, match=r"q\.jsonl: truncated or damaged gzip data"):
+        load_questions(path, on_bad=on_bad)
+
+
+@pytest.mark.parametrize("place", [200, -200])
+def test_a_damaged_parquet_file_is_refused(tmp_path, place):
+    path = parquet(tmp_path, [verl(i, question=f"{i}?") for i in range(500)])
+    data = bytearray(path.read_bytes())
+    data[place : place + 40] = b"\xff" * 40
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"q\.parquet: damaged after row \d+"):
+        load_questions(path)
+
+
+@pytest.mark.parametrize(
+    "source, parts",
+    [
+        ("a/b", ("a/b", None, "train")),
+        ("a/b@dev", ("a/b", None, "dev")),
+        ("a/b:c", ("a/b", "c", "train")),
+        (
+            "RUC-NLPIR/FlashRAG_datasets:hotpotqa@dev[:50]",
+            ("RUC-NLPIR/FlashRAG_datasets", "hotpotqa", "dev[:50]"),
+        ),
+    ],
+)
+def test_hub_names(source, parts):
+    assert _hub_name(source) == parts
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error_that_names_the_source(monkeypatch):
+    def load_dataset(name, config, split):
+        raise ConnectionError(f"Couldn't reach {name!r}\non the Hub.")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(ValueError) as error:
+        load_questions("data/train")
+    assert str(error.value) == (
+        "data/train: ConnectionError: Couldn't reach 'data/train' on the Hub "
+        "(nor is data/train a file or directory here)"
+    )
+
+
+def test_a_hub_data_set_is_read_without_torch_and_tensorflow(tmp_path):
+    data = tmp_path / "repository"
+    (data / "nq").mkdir(parents=True)
+    record = {"ask": "Who?", "answer": {"aliases": ["Ada", "A"]}}
+    jsonl(data / "nq", [record, {**record, "ask": "Why?"}], "dev.jsonl")
+    card = (
+        "---\nconfigs:\n- config_name: nq\n  data_files:\n"
+        "  - split: dev\n    path: nq/dev.jsonl\n---\n"
+    )
+    (data / "README.md").write_text(card)
+    program = f"""if True:
+        import sys
+        from rsearch.data.questions import load_questions
+        fields = dict(question="ask", answers="answer.aliases")
+        for q in load_questions("{data}:nq@dev", fields=fields)[0]:
+            print(q.id, q.text, *q.golden_answers)
+        for source in ("{data}:nq@test", "{data}:wiki@dev", "{data}:nq@dev"):
+            try:
+                load_questions(source)
+            except ValueError as error:
+                print(error)
+        print([m for m in ("torch", "tensorflow", "jax") if m in sys.modules])
+    """
+    out = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={"HOME": str(tmp_path), "PATH": "", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert out[:2] == ["row_0 Who? Ada A", "row_1 Why? Ada A"]
+    assert out[2].startswith(f'{data}:nq@test: ValueError: Unknown split "test"')
+    assert out[3].startswith(f"{data}:wiki@dev: ValueError: BuilderConfig 'wiki'")
+    assert out[4].startswith(f"{data}:nq@dev: row 1: no known format")
+    assert out[5] == "[]"
