@@ -58,20 +58,19 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-    """An edge between kinds of entities, and how passages and thoughts word it."""
+    """An edge between kinds of entities, and the words for it."""
 
     subject: str
     object: str
-    sentence: str
-    phrase: str
+    words: str
 
 
 RELATIONS = {
-    "director": Relation("film", "person", "Directed by {o}.", "the director of {s}"),
-    "birthplace": Relation("person", "city", "Born in {o}.", "the birthplace of {s}"),
-    "employer": Relation("person", "company", "Works for {o}.", "the employer of {s}"),
-    "seat": Relation("company", "city", "Based in {o}.", "the seat of {s}"),
-    "country": Relation("city", "country", "Lies in {o}.", "the country of {s}"),
+    "director": Relation("film", "person", "Directed by"),
+    "birthplace": Relation("person", "city", "Born in"),
+    "employer": Relation("person", "company", "Works for"),
+    "seat": Relation("company", "city", "Based in"),
+    "country": Relation("city", "country", "Lies in"),
 }
 
 QUESTIONS = {  # (first hop, second hop): how it is asked
@@ -91,9 +90,14 @@ class Hop:
     object: str
 
     @property
-    def phrase(self) -> str:
-        """For example 'the director of Silver Harbour'."""
-        return RELATIONS[self.relation].phrase.format(s=self.subject)
+    def gap(self) -> str:
+        """What is to be found out, such as 'Born in?'."""
+        return f"{RELATIONS[self.relation].words}?"
+
+    @property
+    def fact(self) -> str:
+        """What was found out, such as 'Born in Altdorf.', as passages word it."""
+        return f"{RELATIONS[self.relation].words} {self.object}."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +156,7 @@ def make_world(
         Passage(
             f"w{i}",
             f"{subject}\n"
-            + " ".join(RELATIONS[r].sentence.format(o=o) for r, o in known.items()),
+            + " ".join(Hop(subject, name, o).fact for name, o in known.items()),
         )
         for i, (subject, known) in enumerate(facts.items())
     ]

@@ -18,9 +18,9 @@ def byte_automaton(stops: Sequence[str]) -> np.ndarray:
     Source: Aho and Corasick 1975, with all matches merged into one state.
 
     Raises:
-        ValueError: no stop string, an empty one, or more than 255 states.
+        ValueError: an empty stop string, or more than 255 states.
     """
-    if not stops or any(not s for s in stops):
+    if any(not s for s in stops):
         raise ValueError(f"stop strings must be non-empty, got {list(stops)}")
     children: list[dict[int, int]] = [{}]
     ends: set[int] = set()
@@ -64,7 +64,7 @@ def token_automaton(stops: Sequence[str], token_bytes: Sequence[bytes]) -> np.nd
     """[S, V] uint8: the state after a whole token; S - 1 is the absorbing match.
 
     Args:
-        stops: the strings to stop at.
+        stops: the strings to stop at; none at all never match.
         token_bytes: [V] the bytes each token id stands for.
     """
     table = byte_automaton(stops)

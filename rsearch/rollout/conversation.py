@@ -133,7 +133,7 @@ class Host:
         shown: dict[int, np.ndarray] = {}
         for i, (ids, logp) in written.items():
             conversation = wave[i]
-            text = self.tokenizer.decode(ids)
+            text = self.tokenizer.decode(self._without_eos(ids))
             conversation.segments.append(Segment(Source.POLICY, ids, logp, text))
             match self.protocol.parse(text):
                 case Answer(answer):
@@ -155,6 +155,10 @@ class Host:
                         )
         shown.update(self._look_up(wave, asked))
         return shown
+
+    def _without_eos(self, ids: np.ndarray) -> np.ndarray:
+        """The end of text ends a turn and is no part of what it says."""
+        return ids[:-1] if len(ids) and ids[-1] in self.tokenizer.eos_ids else ids
 
     def _look_up(self, wave, asked: dict[int, Search]) -> dict[int, np.ndarray]:
         """Searches for all that asked, in one batch; writes down what was found."""

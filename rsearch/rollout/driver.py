@@ -139,13 +139,17 @@ class RolloutEngine:
         return tokens, count
 
 
-def replay(host: Host, question: Question, turns: Sequence[str]) -> Rollout:
+def replay(
+    host: Host, question: Question, turns: Sequence[str], *, messages=None
+) -> Rollout:
     """The rollout of a policy that writes the given turns: a demonstration.
 
     Args:
         host: answers its searches.
         question: opens the conversation.
-        turns: what is written, turn by turn, each up to its action.
+        turns: what is written, turn by turn, each up to its action. Where the protocol
+            has no stop strings, the end of text is added to each.
+        messages: the chat that opens it; the protocol's own where not given.
 
     Raises:
         ValueError: a turn is malformed or too long, turns are left over, or missing.
@@ -155,7 +159,7 @@ def replay(host: Host, question: Question, turns: Sequence[str]) -> Rollout:
         return ValueError(f"demonstration of question {question.id}: {what}")
 
     limits = host.limits
-    prompt = host.prompt(host.protocol.messages(question.text))
+    prompt = host.prompt(messages or host.protocol.messages(question.text))
     if len(prompt) > limits.max_prompt_tokens:
         raise refuse(f"prompt of {len(prompt)} tokens > {limits.max_prompt_tokens}")
     wave = {0: host.open(prompt)}
@@ -165,6 +169,8 @@ def replay(host: Host, question: Question, turns: Sequence[str]) -> Rollout:
         if isinstance(host.protocol.parse(text), Malformed):
             raise refuse(f"turn {number + 1} has no action: {text!r}")
         ids = host.tokenizer.encode(text)
+        if not host.protocol.stop_strings:
+            ids = np.append(ids, np.int32(host.tokenizer.eos_ids[0]))
         if len(ids) > limits.max_turn_tokens:
             raise refuse(f"{len(ids)} tokens in a turn > {limits.max_turn_tokens}")
         written = {0: (ids, np.zeros(len(ids), np.float32))}

@@ -1,0 +1,88 @@
+"""Conversations without tags: the baselines that answer at once.
+
+The whole reply is the answer, and the end of text ends it. `direct` shows the question
+alone, `rag` the passages of one search with the question above it. The words are those
+of FlashRAG's naive baselines (Jin et al., arXiv 2405.13576).
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from rsearch.protocols.base import Protocol
+from rsearch.types import Action, Answer, Messages, Observation, Passage
+
+FIELDS = re.compile(r"\{(question|passages)\}")
+
+
+def parse(turn: str) -> Action:
+    """The reply without the space around it; an empty reply is a wrong answer."""
+    return Answer(turn.strip())
+
+
+def _observe(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
+    """Nobody searches after the prompt; the parts are empty."""
+    return Observation("", "", "")
+
+
+def _plain(name: str, system: str) -> Protocol:
+    return Protocol(
+        name=name,
+        system=system,
+        user="Question: {question}",
+        add_question_mark=False,
+        stop_strings=(),
+        parse=parse,
+        observe=_observe,
+        invalid_message=None,
+    )
+
+
+DIRECT = _plain(
+    "direct",
+    "Answer the question based on your own knowledge. Only give me the answer and do "
+    "not output any other words.",
+)
+
+RAG = _plain(
+    "rag",
+    "Answer the question based on the given document. Only give me the answer and do "
+    "not output any other words.\nThe following are given documents.\n\n{passages}",
+)
+
+
+def write_passages(passages: Sequence[Passage]) -> str:
+    """The passages as `rag` shows them, best first."""
+    lines = [f"Doc {i}(Title: {p.title}) {p.text}" for i, p in enumerate(passages, 1)]
+    return "\n".join(lines)
+
+
+def messages_with_passages(protocol: Protocol, question: str, passages: str):
+    """The chat of `protocol` with its `{question}` and `{passages}` filled in.
+
+    Both are filled in one go: a passage that holds "{question}" stays as it is.
+    """
+    values = {"question": question, "passages": passages}
+
+    def fill(text):
+        return FIELDS.sub(lambda field: values[field[1]], text)
+
+    chat: Messages = [{"role": "user", "content": fill(protocol.user)}]
+    if protocol.system is not None:
+        chat.insert(0, {"role": "system", "content": fill(protocol.system)})
+    return chat
+
+
+def reworded(protocol: Protocol, *, user=None, system=None) -> Protocol:
+    """The protocol with other words; a new user message drops the system message.
+
+    Args:
+        protocol: any.
+        user: replaces the user message; None keeps both messages.
+        system: replaces the system message; None keeps it, or drops it with `user`.
+    """
+    if user is not None:
+        return dataclasses.replace(protocol, user=user, system=system)
+    if system is not None:
+        return dataclasses.replace(protocol, system=system)
+    return protocol
