@@ -1,0 +1,132 @@
+"""Small random models of transformers, and real passages, as a second opinion."""
+
+import functools
+import gzip
+import json
+
+import jax
+import jax.numpy as jnp
+import torch
+import transformers
+
+from rsearch.models import huggingface
+from rsearch.models.decoder import Decoder, empty_cache
+
+_SIZES = dict(
+    vocab_size=160,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    max_position_embeddings=256,
+)
+_LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(
+        **_SIZES, num_attention_heads=4, num_key_value_heads=4, rms_norm_eps=1e-5
+    ),
+    "llama3": lambda: transformers.LlamaConfig(
+        **_SIZES,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_theta": 500.0, **_LLAMA3},
+    ),
+    "linear": lambda: transformers.LlamaConfig(
+        **_SIZES,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0},
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **_SIZES,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+    ),
+    "qwen2.5": lambda: transformers.Qwen2Config(
+        **_SIZES,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+    ),
+}
+
+
+def random_reference(family, seed=0):
+    """A transformers model in which every parameter, biases too, matters."""
+    torch.manual_seed(seed)
+    config = CONFIGS[family]()
+    config.eos_token_id = config.bos_token_id = None
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            scale = 0.3 if name.endswith(("norm.weight", "bias")) else 0.15
+            parameter.copy_(noise * scale + ("norm" in name))
+    return model
+
+
+def load(directory, **settings):
+    """(model, parameters) of a directory, on one device, in float32."""
+    spec = huggingface.read_spec(directory)
+    return Decoder(spec, **settings), huggingface.load_params(directory, spec)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def full_logits(model, params, tokens):
+    """[B, T, V] logits of [B, T] ids that start at position 0."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    hidden, _ = model.apply({"params": params}, tokens, positions)
+    return model.apply({"params": params}, hidden, method="logits")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def greedy(model, params, prompt, num_tokens):
+    """[num_tokens] the greedy continuation of [n] ids, one cached step a token."""
+
+    def step(carry, position):
+        tokens, cache = carry
+        positions = position[None, None] + jnp.arange(tokens.shape[1])[None]
+        hidden, cache = model.apply({"params": params}, tokens, positions, cache)
+        logits = model.apply({"params": params}, hidden[:, -1], method="logits")
+        token = jnp.argmax(logits, -1).astype(jnp.int32)
+        return (token[:, None], cache), token[0]
+
+    cache = empty_cache(model.spec, 1, len(prompt) + num_tokens, model.dtype)
+    carry, first = step((prompt[None], cache), jnp.int32(0))
+    steps = len(prompt) + jnp.arange(num_tokens - 1)
+    _, rest = jax.lax.scan(step, carry, steps)
+    return jnp.concatenate([first[None], rest])
+
+
+def reference_greedy(model, prompt, num_tokens):
+    """The same, by transformers."""
+    ids = torch.tensor([list(map(int, prompt))])
+    with torch.no_grad():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return out[0, ids.shape[1] :].tolist()
+
+
+def real_passages(shared_data, number):
+    """Contents of passages spread over the HotpotQA corpus."""
+    with gzip.open(shared_data / "hotpotqa" / "corpus.jsonl.gz", "rt") as file:
+        lines = file.readlines()
+    return [
+        json.loads(line)["contents"] for line in lines[:: len(lines) // number][:number]
+    ]

@@ -1,0 +1,276 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsearch.models.decoder import (
+    Cache,
+    Decoder,
+    DecoderSpec,
+    LinearScaling,
+    RopeScaling,
+    attend,
+    empty_cache,
+    init_params,
+    rotary_frequencies,
+    rotate,
+)
+from tests.models import reference
+
+SPEC = DecoderSpec(
+    vocab_size=50,
+    width=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_width=40,
+    qkv_bias=True,
+)
+
+
+def new_params(model):
+    return jax.jit(functools.partial(init_params, model))(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Random parameters in which biases and norms matter too."""
+    made = new_params(Decoder(SPEC))
+    leaves, tree = jax.tree.flatten(made)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)]
+    return jax.tree.unflatten(tree, noisy)
+
+
+@pytest.fixture(scope="module", params=list(reference.CONFIGS))
+def family(request, tmp_path_factory):
+    """(transformers' model, ours, its parameters) of one family."""
+    theirs = reference.random_reference(request.param)
+    directory = tmp_path_factory.mktemp("model")
+    theirs.save_pretrained(directory)
+    return theirs, *reference.load(directory)
+
+
+@pytest.fixture(scope="module")
+def smollm2(real_models):
+    """(transformers' model, its tokenizer, ours, its parameters), float32."""
+    directory = real_models / "smollm2-135m-instruct"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32
+    ).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    return theirs, tokenizer, *reference.load(directory)
+
+
+def spec_of(**changes):
+    return DecoderSpec(**{**SPEC.__dict__, **changes})
+
+
+def test_a_quarter_turn_swaps_the_halves_of_a_head():
+    x = jnp.array([1.0, 2.0, 3.0, 4.0])[None, None, None]
+    frequencies = jnp.array([math.pi / 2, 0.0])
+    turned = rotate(x, jnp.array([[1]]), frequencies)
+    # Channel 0 pairs with 2: (1, 3) -> (-3, 1). Channel 1 pairs with 3 and stays.
+    np.testing.assert_allclose(turned[0, 0, 0], [-3, 2, 1, 4], atol=1e-6)
+
+
+def test_rotary_frequencies_fall_from_one_by_powers_of_theta():
+    spec = spec_of(head_dim=4, rope_theta=100.0)
+    np.testing.assert_allclose(rotary_frequencies(spec), [1.0, 0.1], rtol=1e-6)
+
+
+def test_linear_scaling_divides_every_frequency():
+    scaling = LinearScaling(factor=4.0)
+    spec = spec_of(head_dim=4, rope_theta=100.0, rope_scaling=scaling)
+    np.testing.assert_allclose(rotary_frequencies(spec), [0.25, 0.025], rtol=1e-6)
+
+
+def test_llama3_scaling_divides_long_waves_and_leaves_short_ones():
+    scaling = RopeScaling(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_context=128,
+    )
+    spec = spec_of(head_dim=6, rope_theta=1000.0, rope_scaling=scaling)
+    # Wavelengths 6.3, 62.8 and 628: below 128 / 4, between, above 128 / 1.
+    smooth = (128 * 0.1 / (2 * math.pi) - 1) / 3
+    between = 0.1 * ((1 - smooth) / 8 + smooth)
+    expected = [1.0, between, 0.01 / 8]
+    np.testing.assert_allclose(rotary_frequencies(spec), expected, rtol=1e-6)
+
+
+def test_heads_of_one_group_share_keys_and_values():
+    q = jax.random.normal(jax.random.key(0), (1, 3, 4, 8))
+    k = jax.random.normal(jax.random.key(1), (1, 2, 5, 8))
+    v = jax.random.normal(jax.random.key(2), (1, 2, 5, 8))
+    visible = jnp.ones((1, 3, 5), bool)
+    grouped = attend(q, k, v, visible)
+    repeated = attend(q, jnp.repeat(k, 2, 1), jnp.repeat(v, 2, 1), visible)
+    np.testing.assert_allclose(grouped, repeated, atol=1e-6)
+
+
+def test_parameters_are_counted_right():
+    for spec in (SPEC, spec_of(qkv_bias=False, tie_embeddings=True)):
+        shapes = jax.eval_shape(
+            lambda key, spec=spec: init_params(Decoder(spec), key), jax.random.key(0)
+        )
+        assert spec.num_params == sum(x.size for x in jax.tree.leaves(shapes))
+
+
+def test_logits_equal_those_of_transformers(family):
+    theirs, model, params = family
+    tokens = np.random.default_rng(0).integers(0, 160, (3, 120))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    assert np.std(expected) > 0.5  # Else agreement would say little.
+    found = reference.full_logits(model, params, tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+
+
+def test_greedy_continuation_equals_that_of_transformers(family):
+    theirs, model, params = family
+    prompt = np.random.default_rng(1).integers(0, 160, 40, np.int32)
+    found = reference.greedy(model, params, prompt, 64)
+    assert found.tolist() == reference.reference_greedy(theirs, prompt, 64)
+
+
+def test_smollm2_predicts_what_transformers_predicts(smollm2, shared_data):
+    theirs, tokenizer, model, params = smollm2
+    passages = reference.real_passages(shared_data, 40)
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in passages]
+    ids = [row for row in ids if len(row) <= 128][:20]
+    assert len(ids) == 20 and sum(map(len, ids)) > 1000
+    predict = jax.jit(
+        lambda params, tokens: jnp.argmax(
+            reference.full_logits(model, params, tokens), -1
+        )
+    )
+    for start in range(0, 20, 4):
+        rows = ids[start : start + 4]
+        ours = predict(params, np.array([row + [0] * (128 - len(row)) for row in rows]))
+        for row, tokens in zip(ours, rows):
+            with torch.no_grad():
+                expected = theirs(torch.tensor([tokens])).logits[0].argmax(-1)
+            np.testing.assert_array_equal(row[: len(tokens)], expected.numpy())
+
+
+def test_smollm2_continues_as_transformers_does(smollm2, shared_data):
+    theirs, tokenizer, model, params = smollm2
+    text = reference.real_passages(shared_data, 3)[1]
+    prompt = tokenizer(text, add_special_tokens=False).input_ids[:48]
+    found = reference.greedy(model, params, jnp.array(prompt), 64)
+    assert found.tolist() == reference.reference_greedy(theirs, prompt, 64)
+
+
+@jax.jit
+def extend(params, cache, tokens, positions):
+    """Logits of new tokens after a cache, and the cache."""
+    hidden, cache = Decoder(SPEC).apply({"params": params}, tokens, positions, cache)
+    return Decoder(SPEC).apply({"params": params}, hidden, method="logits"), cache
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_ragged_cached_decoding_equals_a_full_forward_pass(params, data):
+    lengths = data.draw(st.lists(st.integers(1, 20), min_size=3, max_size=3))
+    tokens = np.random.default_rng(0).integers(0, 50, (3, 20))
+    expected = reference.full_logits(Decoder(SPEC), params, tokens)
+    cache = empty_cache(SPEC, 3, 20, jnp.float32)
+    # Whatever is in a slot that was not written must not be read.
+    cache = Cache(cache.k + 99.0, cache.v - 99.0)
+    done = [0, 0, 0]
+    found = np.zeros((3, 20, 50))
+    while done != lengths:
+        # Each row takes some of its tokens, anywhere in a chunk of 4; the rest of the
+        # chunk is padding: any id, at a position without a slot.
+        chunk = np.full((3, 4), 7)
+        positions = np.full((3, 4), 20)
+        taken = []
+        for row in range(3):
+            left = lengths[row] - done[row]
+            n = data.draw(st.integers(min(1, left), min(4, left)))
+            columns = sorted(data.draw(st.permutations(range(4)))[:n])
+            chunk[row, columns] = tokens[row, done[row] : done[row] + n]
+            positions[row, columns] = np.arange(done[row], done[row] + n)
+            taken += [(row, column, positions[row, column]) for column in columns]
+            done[row] += n
+        logits, cache = extend(params, cache, jnp.array(chunk), jnp.array(positions))
+        for row, column, position in taken:
+            found[row, position] = logits[row, column]
+    for row, n in enumerate(lengths):
+        np.testing.assert_allclose(found[row, :n], expected[row, :n], atol=2e-5)
+        np.testing.assert_array_equal(cache.k[:, row, :, n:], 99.0)
+
+
+def test_padding_on_the_right_has_no_influence(params):
+    tokens = np.random.default_rng(0).integers(0, 50, (2, 12))
+    other = tokens.copy()
+    other[:, 8:] = 3
+    first = reference.full_logits(Decoder(SPEC), params, tokens)[:, :8]
+    second = reference.full_logits(Decoder(SPEC), params, other)[:, :8]
+    np.testing.assert_array_equal(first, second)
+
+
+def test_padding_on_the_left_has_no_influence(params):
+    tokens = np.random.default_rng(0).integers(0, 50, (1, 9))
+    expected = reference.full_logits(Decoder(SPEC), params, tokens)
+    for pad in (1, 5):
+        padded = np.concatenate([np.full((1, pad), 7), tokens], 1)
+        positions = np.concatenate([np.full((1, pad), 16), np.arange(9)[None]], 1)
+        cache = empty_cache(SPEC, 1, 16, jnp.float32)
+        logits, _ = extend(params, cache, jnp.array(padded), jnp.array(positions))
+        np.testing.assert_allclose(logits[:, pad:], expected, atol=2e-5)
+
+
+def test_only_distances_between_positions_matter(params):
+    tokens = jnp.array([[1, 2, 3, 4, 5]])
+    model = Decoder(SPEC)
+    positions = jnp.arange(5)[None]
+    near, _ = model.apply({"params": params}, tokens, positions)
+    far, _ = model.apply({"params": params}, tokens, positions + 1000)
+    np.testing.assert_allclose(near, far, atol=1e-3)
+
+
+def test_bfloat16_computation_is_close_to_float32(params):
+    tokens = np.random.default_rng(0).integers(0, 50, (2, 16))
+    exact = reference.full_logits(Decoder(SPEC), params, tokens)
+    rough = reference.full_logits(Decoder(SPEC, dtype=jnp.bfloat16), params, tokens)
+    assert rough.dtype == jnp.float32
+    # bfloat16 keeps 8 bits; a few roundings a layer add up to some per cent.
+    error = np.std(np.asarray(rough) - exact) / np.std(exact)
+    assert 1e-4 < error < 0.05
+
+
+def test_remat_changes_no_gradient(params):
+    tokens = jnp.array([[1, 2, 3, 4, 5]])
+
+    def gradient(model):
+        def loss(params):
+            hidden, _ = model.apply({"params": params}, tokens, jnp.arange(5)[None])
+            return jnp.sum(jnp.sin(hidden))
+
+        return jax.jit(jax.grad(loss))(params)
+
+    plain, remade = gradient(Decoder(SPEC)), gradient(Decoder(SPEC, remat=True))
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(remade)):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_new_value_head_says_zero_and_then_a_dot_product(params):
+    model = Decoder(SPEC, value_head=True)
+    made = new_params(model)
+    hidden = jnp.arange(48.0).reshape(2, 24)
+    values = model.apply({"params": made}, hidden, method="values")
+    np.testing.assert_array_equal(values, [0, 0])
+    made["value"] = jnp.zeros(24).at[3].set(2.0)
+    values = model.apply({"params": made}, hidden, method="values")
+    np.testing.assert_array_equal(values, [6, 54])
