@@ -24,6 +24,22 @@ def replace(path, data):
     sync_directory(path.parent)
 
 
+def append(file, data):
+    """Writes `data` (bytes) at the end of an unbuffered file, whole or not at all.
+
+    Raises:
+        OSError: the disk refuses; the file has its old length again.
+    """
+    size = file.seek(0, os.SEEK_END)
+    try:
+        rest = memoryview(data)
+        while rest:  # a disk that fills up takes a part first, and refuses the next
+            rest = rest[file.write(rest) :]
+    except OSError:
+        file.truncate(size)
+        raise
+
+
 def sync_directory(path):
     """Makes the names in a directory durable: what was made, renamed or removed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -50,12 +50,7 @@ class MetricsLog:
         assert "step" not in values, values
         row = {name: _plain(name, value) for name, value in values.items()}
         text = json.dumps({"step": int(step), **_spell(row)}, allow_nan=False)
-        size = self._file.tell()
-        try:
-            self._file.write(f"{text}\n".encode())
-        except OSError:
-            self._file.truncate(size)
-            raise
+        files.append(self._file, f"{text}\n".encode())
         if self._curves:
             self._curves.write(step, row)
 
@@ -97,14 +92,23 @@ def read(path):
     lines = pathlib.Path(path).read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines[:-1], start=1):
-        try:
-            row = json.loads(line)
-            rows.append({name: _number(value) for name, value in row.items()})
-            int(row["step"])
-        except (ValueError, AttributeError, KeyError, TypeError):
+        row = _row(line)
+        if row is None:
             warnings.warn(f"{path}:{number}: not a row of metrics", stacklevel=2)
-            rows = [r for r in rows if "step" in r]
+        else:
+            rows.append(row)
     return rows
+
+
+def _row(line):
+    """The dict on a line, or None."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    return {name: _number(value) for name, value in row.items()}
 
 
 def _number(value):

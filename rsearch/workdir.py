@@ -140,15 +140,9 @@ def append_rows(path, rows):
     What a crash tore off at the end of the file is removed first.
     """
     lines = [json.dumps(row, allow_nan=False) + "\n" for row in rows]
-    with open(path, "a+b") as file:
-        end = _whole_lines(file)
-        file.truncate(end)
-        try:
-            file.write("".join(lines).encode())
-            file.flush()
-        except OSError:
-            os.ftruncate(file.fileno(), end)
-            raise
+    with open(path, "a+b", buffering=0) as file:
+        file.truncate(_whole_lines(file))
+        files.append(file, "".join(lines).encode())
 
 
 def read_rows(path):
