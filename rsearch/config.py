@@ -101,7 +101,7 @@ def _find(name):
     for path in tried:
         if path.is_file():
             return path
-    near = [str(p.relative_to(ROOT)) for p in (ROOT / "configs").glob("*.py")]
+    near = [str(p.relative_to(ROOT)) for p in (ROOT / "configs").glob("[!_]*.py")]
     places = " and ".join(dict.fromkeys(str(p.parent) for p in tried))
     raise ValueError(
         f"config file {name} not found in {places}{did_you_mean(name, near)}"

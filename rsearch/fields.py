@@ -39,19 +39,20 @@ def check_known(config, name, *, prefix="config."):
     node = config
     for key in name.split("."):
         if not isinstance(node, ConfigDict) or key not in node:
-            hint = did_you_mean(name, list(fields(config)), prefix=prefix)
+            known = sorted(fields(config))
+            # A right leaf in a wrong section ('optim.lr') means the sections with it.
+            leaf = name.split(".")[-1]
+            same = [k for k in known if k.split(".")[-1] == leaf]
+            hint = did_you_mean(name, known, prefix=prefix, near=same[:3])
             raise ValueError(f"unknown field {prefix}{name}{hint}")
         node = node[key]
 
 
-def did_you_mean(name, known, *, prefix=""):
-    """'; did you mean X?' for the nearest of `known`, or ''."""
-    same_leaf = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-    near = difflib.get_close_matches(name, known, 1, 0.6)
-    # A wrong section but a right leaf ('lr', 'sft.kl_coef'): name that field instead.
-    if len(same_leaf) == 1 or (same_leaf and not near):
-        near = same_leaf
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
+def did_you_mean(name, known, *, prefix="", near=()):
+    """'; did you mean X?' for `near`, else for the nearest of `known`, or ''."""
+    near = near or difflib.get_close_matches(name, known, 1, 0.6)
+    names = " or ".join(f"{prefix}{k}" for k in near)
+    return f"; did you mean {names}?" if names else ""
 
 
 def apply_overrides(config, overrides):

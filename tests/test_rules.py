@@ -1,0 +1,123 @@
+"""What does not fit together is refused before anything compiles, with the reason."""
+
+import re
+
+import pytest
+
+from rsearch import config as configs
+from rsearch.rules import RULES, WORDS
+
+BASE = configs.load("configs/base.py")
+VALUES = {n: v for n, v in configs.fields(BASE).items() if not n.startswith("reward.")}
+NUMBERS = sorted(n for n, v in VALUES.items() if type(v) in (int, float))
+
+
+def override(**fields):
+    pairs = {name.replace("__", "."): value for name, value in fields.items()}
+    return configs.apply_overrides(BASE, pairs)
+
+
+def refusal(**fields):
+    """What `validate` says about the defaults with these fields."""
+    with pytest.raises(ValueError) as caught:
+        configs.validate(override(**fields))
+    return str(caught.value)
+
+
+def test_every_number_has_a_range_and_every_rule_a_field():
+    assert set(NUMBERS) <= RULES.keys()
+    assert set(RULES) <= {*VALUES, "reward"}
+
+
+def test_every_default_says_what_it_means():
+    text = (configs.ROOT / "configs" / "base.py").read_text()
+    previous = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        is_field = re.match(r" +c(\.\w+)+ = (?!ConfigDict\(\)|_\w+\(\))", line)
+        said = "  # " in line or previous.strip().startswith("#")
+        assert not is_field or said, f"base.py:{number}: {line}"
+        previous = line
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_number_refuses_what_is_not_finite_or_far_below_its_range(name):
+    bad = [-7] if type(VALUES[name]) is int else [-7.0, float("nan"), float("inf")]
+    for value in bad:
+        told = refusal(**{name.replace(".", "__"): value})
+        assert told.startswith(f"config.{name} = {value!r}: must be ")
+
+
+@pytest.mark.parametrize("name", sorted(WORDS))
+def test_word_is_refused_with_the_words_there_are(name):
+    told = refusal(**{name.replace(".", "__"): "nonsense"})
+    assert all(repr(word) in told for word in WORDS[name])
+
+
+@pytest.mark.parametrize("stages", [(), ("rl", "rl"), ("rl", "ppo")])
+def test_stages_are_known_and_given_once(stages):
+    assert refusal(stages=stages).startswith("config.stages = ")
+
+
+def test_context_too_small_is_told_with_the_sum():
+    told = refusal(
+        rollout__max_prompt_tokens=100,
+        rollout__max_searches=3,
+        rollout__max_turn_tokens=50,
+        rollout__max_observation_tokens=70,
+        rollout__context_tokens=509,
+    )
+    # 100 + 4 x 50 + 3 x 70 = 510
+    for part in ("context_tokens = 509", "100", "4 turns x 50", "3 obs", "= 510 tok"):
+        assert part in told
+
+
+def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
+    told = refusal(
+        stages=("rl",),
+        rollout__group_size=4,
+        rollout__slots=8,
+        rl__questions_per_step=6,
+        rl__updates_per_step=2,
+        rl__micro_batch=5,
+    )
+    for part in ("rl.micro_batch = 5", "6 questions x 4 rollouts = 24 rows", "10 rows"):
+        assert part in told
+    assert "remainder 4" in told
+
+
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        (
+            {"model__num_heads": 6, "model__num_kv_heads": 4},
+            "num_heads = 6 is not a multiple of config.model.num_kv_heads = 4",
+        ),
+        (
+            {"rollout__slots": 10, "rollout__group_size": 4},
+            "rollout.slots = 10 is not a multiple of config.rollout.group_size = 4",
+        ),
+        (
+            {"stages": ("rl",), "rollout__group_size": 1, "rollout__slots": 1},
+            "rollout.group_size = 1: must be >= 2",
+        ),
+        (
+            {"stages": ("sft",), "sft__batch_size": 10, "sft__micro_batch": 4},
+            "sft.batch_size = 10 is not a multiple of config.sft.micro_batch = 4",
+        ),
+        (
+            {"stages": ("sft",), "sft__steps": 5, "sft__warmup_steps": 6},
+            "sft.warmup_steps = 6 is more than config.sft.steps = 5",
+        ),
+        ({"tokenizer__source": "", "model__source": ""}, "are both empty"),
+    ],
+)
+def test_fields_that_do_not_fit_together_are_refused(fields, told):
+    assert told in refusal(**fields)
+
+
+def test_mesh_must_have_as_many_devices_as_there_are():
+    config = override(mesh__data=2, mesh__fsdp=2, mesh__tensor=1)
+    configs.validate(config, num_devices=4)
+    with pytest.raises(ValueError, match="2 x fsdp 2 x tensor 1, but there are 8 dev"):
+        configs.validate(config, num_devices=8)
+    configs.validate(override(mesh__data=-1), num_devices=8)
