@@ -1,0 +1,108 @@
+"""python -m rsearch.index --corpus=FILE --encoder=MODEL --out=DIRECTORY
+
+Encodes the passages of a corpus and builds their ScaNN index; the same command goes on
+where it was stopped. Prints what was built, how much of an exact search it finds and,
+with --questions, how many of their supporting passages.
+"""
+
+import math
+import pathlib
+import sys
+import time
+
+from rsearch.config import REQUIRED, parse_flags, run_command
+from rsearch.console import table
+from rsearch.data.corpus import Corpus
+from rsearch.data.questions import load_questions
+from rsearch.retrieval.encoder import load_encoder
+from rsearch.retrieval.engine import SearchEngine
+from rsearch.retrieval.index import build_index, open_index
+from rsearch.retrieval.supporting import supporting_recall
+
+FLAGS = {
+    "corpus": (REQUIRED, "JSONL of passages, plain or gzip: {id, contents}"),
+    "encoder": (REQUIRED, 'directory or hub id of a BERT model, or "hashed"'),
+    "out": (REQUIRED, "directory of the index; goes on with one left unfinished"),
+    "family": ("", "prefixes and pooling of the model: e5, bge or minilm"),
+    "hashed_dim": (512, "features of the hashed encoder's vectors"),
+    "cache": ("", "directory for the corpus's offsets; default: beside the corpus"),
+    "kind": ("auto", "brute_force or partitioned; auto chooses by size"),
+    "leaves_to_search": (
+        0,
+        "parts a query looks at, of a partitioned index; 0 chooses",
+    ),
+    "reorder": (0, "candidates compared exactly, of a partitioned index; 0 chooses"),
+    "vector_dtype": ("float32", "of the vectors on disk: float32 or float16"),
+    "shard_size": (0, "passages encoded between two saves; 0 chooses"),
+    "questions": ("", "questions with supporting passages, to measure recall with"),
+    "top_k": (5, "passages a question that count"),
+}
+
+
+def main(argv):
+    """The command; see --help."""
+    flags = parse_flags(argv, flags=FLAGS)
+    for name in ("leaves_to_search", "reorder", "shard_size"):
+        if flags[name] < 0:
+            raise ValueError(f"--{name}={flags[name]}, expected 0 or more")
+    for name, least in (("hashed_dim", 1), ("top_k", 1)):
+        if flags[name] < least:
+            raise ValueError(f"--{name}={flags[name]}, expected at least {least}")
+    started = time.monotonic()
+    # Before hours of encoding, see that the questions can be read.
+    questions = _questions(flags["questions"])
+    corpus = Corpus(flags["corpus"], cache=flags["cache"] or None)
+    encoder = load_encoder(
+        flags["encoder"], family=flags["family"] or None, dim=flags["hashed_dim"]
+    )
+    out = pathlib.Path(flags["out"])
+    manifest = build_index(
+        corpus,
+        encoder,
+        out,
+        kind=flags["kind"],
+        leaves_to_search=flags["leaves_to_search"] or None,
+        reorder=flags["reorder"] or None,
+        vector_dtype=flags["vector_dtype"],
+        shard_size=flags["shard_size"] or None,
+    )
+    rows = _rows(manifest)
+    if questions:
+        nearest = open_index(out, corpus=corpus, encoder=encoder, verify=False).nearest
+        engine = SearchEngine(nearest, encoder, corpus, top_k=flags["top_k"])
+        recall, num = supporting_recall(engine, questions, top_k=flags["top_k"])
+        name = f"recall@{flags['top_k']} of supporting passages"
+        rows.append((name, f"{recall:.4f} ({num} questions)"))
+    rows.append(("seconds of this run", f"{time.monotonic() - started:.1f}"))
+    table(f"Index {out}", ("", "value"), rows)
+    return 0
+
+
+def _questions(source):
+    if not source:
+        return []
+    questions, _ = load_questions(source)
+    return questions
+
+
+def _rows(manifest):
+    recall, partition = manifest["recall"], manifest["partition"]
+    rows = [
+        ("passages", str(manifest["corpus"]["num_passages"])),
+        ("dimensions", str(manifest["encoder"]["dim"])),
+        ("vectors", manifest["vectors"]["dtype"]),
+    ]
+    if partition is None:
+        rows.append(("search", "brute force"))
+    else:
+        leaves = f"{partition['leaves_to_search']} of {partition['num_leaves']} leaves"
+        rows.append(("search", f"{leaves}, {partition['reorder']} reordered"))
+    value = math.nan if recall["value"] is None else recall["value"]
+    measured = f"{value:.4f} ({recall['num_queries']} {recall['queries']})"
+    rows.append((f"recall@{recall['top_k']} of ScaNN against exact search", measured))
+    rows.append(("seconds to build", str(manifest["seconds"])))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,146 @@
+"""The search engine of rollouts: queries to passages, batched, cached, reproducible."""
+
+import collections
+import dataclasses
+import hashlib
+import threading
+
+import numpy as np
+
+from rsearch.retrieval.nearest import Nearest, build_searcher
+from rsearch.retrieval.vectors import Vectors
+
+
+class SearchEngine:
+    """A SearchFn over one corpus; safe to call from several threads.
+
+    What a query finds depends on the query alone, not on the batch it comes in.
+
+    Args:
+        nearest: Nearest, over one vector a passage.
+        encoder: has encode_queries.
+        corpus: has len and passages(indices).
+        top_k: passages a query, fewer only where the corpus has fewer.
+        cache_size: queries whose passages are remembered, the latest used; 0 = none.
+    """
+
+    def __init__(self, nearest, encoder, corpus, *, top_k, cache_size=10_000):
+        if top_k < 1:
+            raise ValueError(f"{top_k=}, expected at least 1")
+        if cache_size < 0:
+            raise ValueError(f"{cache_size=}, expected 0 or more")
+        assert len(nearest.vectors) == len(corpus), (len(nearest.vectors), len(corpus))
+        self._nearest, self._encoder, self._corpus = nearest, encoder, corpus
+        self._top_k, self._cache_size = top_k, cache_size
+        self._cache = collections.OrderedDict()
+        # Held for a whole call: two threads would encode the same queries twice.
+        self._lock = threading.Lock()
+
+    def __call__(self, queries):
+        """The passages of each query, best first, with their scores.
+
+        Equal scores are in the order of the corpus. A blank query finds nothing.
+
+        Args:
+            queries: texts; one that occurs several times is searched once.
+
+        Returns:
+            [queries] tuples of min(top_k, corpus) Passages.
+
+        Raises:
+            ValueError: a query that is not text.
+        """
+        for query in queries:
+            if not isinstance(query, str):
+                kind = type(query).__name__
+                raise ValueError(f"a query is {query!r}, a {kind}: expected text")
+        found = {}
+        with self._lock:
+            for query in dict.fromkeys(queries):
+                if not query.strip():
+                    found[query] = ()
+                elif query in self._cache:
+                    self._cache.move_to_end(query)
+                    found[query] = self._cache[query]
+            new = [query for query in dict.fromkeys(queries) if query not in found]
+            if new:
+                found.update(zip(new, self._search(new)))
+            for query in new[-self._cache_size :] if self._cache_size else []:
+                self._cache[query] = found[query]
+            while len(self._cache) > self._cache_size:
+                self._cache.popitem(last=False)
+        return [found[query] for query in queries]
+
+    def _search(self, queries):
+        vectors = self._encoder.encode_queries(queries)
+        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+        if len(bad):
+            raise ValueError(
+                f"the encoder gave query {queries[bad[0]]!r} a vector that is not "
+                "finite: its weights are damaged"
+            )
+        positions, scores = self._nearest.search(vectors, self._top_k)
+        results = []
+        for row, row_scores in zip(positions.tolist(), scores.tolist()):
+            passages = self._corpus.passages(row)
+            results.append(
+                tuple(
+                    dataclasses.replace(passage, score=score)
+                    for passage, score in zip(passages, row_scores)
+                )
+            )
+        return results
+
+
+class PassageList:
+    """Passages in memory, as a corpus.
+
+    Args:
+        passages: Passages; their order is that of their positions.
+    """
+
+    path = "passages in memory"
+
+    def __init__(self, passages):
+        self._passages = tuple(passages)
+        digest = hashlib.sha256()
+        for passage in self._passages:
+            for text in (passage.id, passage.contents):
+                data = text.encode("utf-8", "surrogatepass")
+                digest.update(len(data).to_bytes(8, "little") + data)
+        self.fingerprint = f"memory:{digest.hexdigest()[:32]}"
+
+    def __len__(self):
+        return len(self._passages)
+
+    def __iter__(self):
+        return iter(self._passages)
+
+    def passage(self, index):
+        """The passage at a position."""
+        return self._passages[index]
+
+    def passages(self, indices):
+        """[n] the passages at these positions."""
+        return [self._passages[index] for index in indices]
+
+
+def engine_in_memory(passages, encoder, *, top_k, cache_size=10_000):
+    """A SearchEngine over passages that are encoded now, by exact search.
+
+    Args:
+        passages: Passages, at least one.
+        encoder: has encode_passages and encode_queries.
+        top_k, cache_size: see SearchEngine.
+
+    Raises:
+        ValueError: no passages.
+    """
+    corpus = PassageList(passages)
+    if not len(corpus):
+        raise ValueError("there are no passages to search")
+    vectors = encoder.encode_passages([passage.contents for passage in corpus])
+    if not np.isfinite(vectors).all():
+        raise ValueError("the encoder gave a vector that is not finite")
+    nearest = Nearest(Vectors([vectors]), build_searcher(vectors, None), None)
+    return SearchEngine(nearest, encoder, corpus, top_k=top_k, cache_size=cache_size)

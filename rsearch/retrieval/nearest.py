@@ -1,0 +1,208 @@
+"""Nearest vectors with ScaNN: exact over few of them, partitioned over many.
+
+ScaNN (arXiv 1908.10396) proposes candidates. Their final scores are computed here, one
+query at a time, so that a result depends on its query alone: ScaNN's brute force is a
+matrix product, whose rounding changes with the batch.
+"""
+
+import dataclasses
+import math
+import sys
+
+import numpy as np
+
+BRUTE_FORCE_MAX = 20_000  # vectors; more are partitioned
+MARGIN = 16  # candidates beyond the wanted ones, for ties and rounding
+ROUNDING = 1e-5  # bound of ScaNN's error in a dot product of unit vectors
+SEED = 0  # of the queries that recall is measured with
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """Settings of a partitioned ScaNN index.
+
+    Attributes:
+        num_leaves: parts that the vectors are clustered into.
+        leaves_to_search: parts that a query looks at.
+        reorder: hashed candidates whose full vectors are compared.
+        threshold: of the anisotropic quantisation loss.
+        dims_per_block: dimensions that share one 4-bit code.
+    """
+
+    num_leaves: int
+    leaves_to_search: int
+    reorder: int
+    threshold: float = 0.2
+    dims_per_block: int = 2
+
+
+def choose_partition(num, *, kind="auto", leaves_to_search=None, reorder=None):
+    """The settings for `num` vectors; None for brute force.
+
+    The number of leaves is about the square root, as ScaNN advises. A quarter of
+    them is searched up to 100 thousand vectors, and a share that falls with the square
+    root beyond.
+
+    Args:
+        num: how many vectors.
+        kind: "auto", "brute_force" or "partitioned".
+        leaves_to_search, reorder: instead of those chosen here.
+
+    Raises:
+        ValueError: a setting out of range, or given for brute force.
+    """
+    if kind not in ("auto", "brute_force", "partitioned"):
+        raise ValueError(f"{kind=}, expected 'auto', 'brute_force' or 'partitioned'")
+    given = {"leaves_to_search": leaves_to_search, "reorder": reorder}
+    if kind == "brute_force" or (kind == "auto" and num <= BRUTE_FORCE_MAX):
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value} has no meaning for brute force, which {num} "
+                    "passages get; kind='partitioned' asks for the other"
+                )
+        return None
+    num_leaves = max(1, round(math.sqrt(num)))
+    share = 0.25 * min(1.0, math.sqrt(100_000 / num))
+    chosen = {"leaves_to_search": math.ceil(share * num_leaves), "reorder": 200}
+    chosen["leaves_to_search"] = max(chosen["leaves_to_search"], min(20, num_leaves))
+    chosen.update({k: v for k, v in given.items() if v is not None})
+    if not 1 <= chosen["leaves_to_search"] <= num_leaves:
+        raise ValueError(
+            f"leaves_to_search={chosen['leaves_to_search']}, expected 1 to "
+            f"{num_leaves}, the number of leaves for {num} passages"
+        )
+    if chosen["reorder"] < 1:
+        raise ValueError(f"reorder={chosen['reorder']}, expected at least 1")
+    return Partition(num_leaves, **chosen)
+
+
+def build_searcher(vectors, partition):
+    """A ScaNN searcher over [N, D] float32 vectors; partition None is brute force."""
+    ops = import_scann()
+    builder = ops.builder(vectors, 10, "dot_product")
+    if partition is None:
+        return builder.score_brute_force().build()
+    builder = builder.tree(
+        partition.num_leaves,
+        partition.leaves_to_search,
+        training_sample_size=min(len(vectors), 250_000),
+    )
+    builder = builder.score_ah(
+        partition.dims_per_block,
+        anisotropic_quantization_threshold=partition.threshold,
+    )
+    return builder.reorder(partition.reorder).build()
+
+
+def import_scann():
+    """ScaNN's operations on NumPy arrays, without tensorflow.
+
+    `import scann` imports tensorflow where it is installed, for operations that are not
+    used here; it goes without where the import fails.
+    """
+    if "scann" not in sys.modules:
+        missing = object()
+        held = sys.modules.get("tensorflow", missing)
+        sys.modules["tensorflow"] = None
+        try:
+            import scann  # noqa: F401
+        finally:
+            if held is missing:
+                del sys.modules["tensorflow"]
+            else:
+                sys.modules["tensorflow"] = held
+    from scann.scann_ops.py import scann_ops_pybind
+
+    return scann_ops_pybind
+
+
+class Nearest:
+    """Vectors with the ScaNN searcher over them.
+
+    Args:
+        vectors: Vectors.
+        searcher: as `build_searcher` makes it.
+        partition: its settings; None is brute force.
+    """
+
+    def __init__(self, vectors, searcher, partition):
+        self.vectors, self.partition = vectors, partition
+        self._searcher = searcher
+
+    def search(self, queries, top_k):
+        """The nearest vectors of each query: (positions, scores), [n, k] each.
+
+        Args:
+            queries: [n, D] float32, finite.
+            top_k: how many; k = min(top_k, number of vectors) are found.
+
+        Returns:
+            [n, k] int64 positions and [n, k] float32 dot products, largest first; equal
+            products in the order of their positions.
+        """
+        num = len(self.vectors)
+        k = min(top_k, num)
+        positions = np.empty((len(queries), k), np.int64)
+        scores = np.empty((len(queries), k), np.float32)
+        if not len(queries):
+            return positions, scores
+        wanted = min(num, k + MARGIN)
+        more = {}
+        if self.partition is not None:
+            reorder = max(self.partition.reorder, wanted)
+            more = {"pre_reorder_num_neighbors": reorder}
+        queries = np.ascontiguousarray(queries, np.float32)
+        ids, products = self._searcher.search_batched(
+            queries, final_num_neighbors=wanted, **more
+        )
+        for row, query in enumerate(queries):
+            # Where it finds too few, ScaNN pads with id 0 and a product of NaN.
+            found = np.unique(ids[row][np.isfinite(products[row])].astype(np.int64))
+            positions[row], scores[row] = self._best(query, found, k)
+        return positions, scores
+
+    def _best(self, query, found, k):
+        scores = self.vectors.scores(query, found)
+        order = np.lexsort((found, -scores))
+        if not self._is_complete(scores[order], k):
+            scores = self.vectors.all_scores(query)
+            found = np.arange(len(scores))
+            order = np.lexsort((found, -scores))
+        best = order[:k]
+        return found[best], scores[best]
+
+    def _is_complete(self, scores, k):
+        """Whether the candidates, by falling score, surely hold the best k."""
+        if len(scores) < k:
+            return False
+        if self.partition is not None or len(scores) == len(self.vectors):
+            return True
+        # A vector left out scores at most as much as the worst candidate, to rounding.
+        return len(scores) > k and scores[k - 1] - scores[-1] > ROUNDING
+
+
+def exact_scores(vectors, queries, top_k):
+    """[n, k] float32 the largest dot products of each query, by matrix products."""
+    best = np.full((len(queries), min(top_k, len(vectors))), -np.inf, np.float32)
+    for block in vectors.blocks:
+        for start in range(0, len(block), 8192):
+            part = np.asarray(block[start : start + 8192], np.float32)
+            both = np.concatenate([best, queries @ part.T], axis=1)
+            best = -np.partition(-both, best.shape[1] - 1, axis=1)[:, : best.shape[1]]
+    return -np.sort(-best, axis=1)
+
+
+def measure_recall(nearest, queries, *, top_k=10):
+    """The share of the exactly nearest vectors that are found, over all queries.
+
+    Among equal vectors one is as good as another: scores are compared, not positions.
+
+    Args:
+        nearest: Nearest.
+        queries: [n, D] float32, n > 0.
+        top_k: neighbours of a query that count.
+    """
+    exact = exact_scores(nearest.vectors, queries, top_k)
+    _, scores = nearest.search(queries, top_k)
+    return float((scores >= exact[:, -1:] - ROUNDING).mean())

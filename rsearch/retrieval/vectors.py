@@ -1,0 +1,169 @@
+"""Vectors of a corpus on disk: shards that are written once and reused.
+
+    vectors/00000.npy   [n, D] vectors of consecutive passages, in order
+    vectors/00000.json  what they were made from, and the digest of the .npy
+
+A shard exists once its .json does. One that is damaged or was made from something else
+is encoded again.
+"""
+
+import io
+import json
+import pathlib
+
+import numpy as np
+
+from rsearch import files
+from rsearch.console import note, progress
+
+DTYPES = ("float32", "float16")
+
+
+class Vectors:
+    """[N, D] vectors in consecutive blocks, in memory or mapped from files.
+
+    Args:
+        blocks: arrays [n, D]; all but the last have the same n.
+    """
+
+    def __init__(self, blocks):
+        self.blocks = list(blocks)
+        self._size = len(self.blocks[0])
+        self.dim = self.blocks[0].shape[1]
+        assert all(len(block) == self._size for block in self.blocks[:-1])
+
+    def __len__(self):
+        return self._size * (len(self.blocks) - 1) + len(self.blocks[-1])
+
+    def rows(self, positions):
+        """[n, D] the vectors at these positions."""
+        out = np.empty((len(positions), self.dim), self.blocks[0].dtype)
+        block, row = np.divmod(positions, self._size)
+        for number in np.unique(block):
+            here = block == number
+            out[here] = self.blocks[number][row[here]]
+        return out
+
+    def scores(self, query, positions):
+        """[n] float32 dot products, each a function of its own vector and query alone.
+
+        A matrix product would round a row differently among other rows; equal vectors
+        would then get unequal scores.
+
+        Args:
+            query: [D] float32.
+            positions: [n] of the vectors.
+        """
+        return row_products(self.rows(positions), query)
+
+    def all_scores(self, query):
+        """[N] float32 the same for all vectors."""
+        step = 4096
+        parts = [
+            row_products(np.asarray(block[start : start + step]), query)
+            for block in self.blocks
+            for start in range(0, len(block), step)
+        ]
+        return np.concatenate(parts)
+
+    def array(self):
+        """[N, D] float32 all of them, in memory."""
+        if len(self.blocks) == 1:
+            return np.asarray(self.blocks[0], np.float32)
+        out = np.empty((len(self), self.dim), np.float32)
+        for number, block in enumerate(self.blocks):
+            start = number * self._size
+            out[start : start + len(block)] = block
+        return out
+
+
+def row_products(rows, query):
+    """[n] float32: products of [n, D] rows and a [D] query, summed in float64.
+
+    NumPy sums every row along its contiguous axis on its own, in one order.
+    """
+    products = np.multiply(rows, query, dtype=np.float64)
+    return np.add.reduce(products, axis=1).astype(np.float32)
+
+
+def encode_corpus(corpus, encoder, directory, *, shard_size, dtype, made_from):
+    """Encodes the passages of a corpus that are not encoded yet.
+
+    Args:
+        corpus: has len, and passages(indices) -> list of Passage.
+        encoder: has encode_passages.
+        directory: of the shards; made where it is missing.
+        shard_size: passages a shard.
+        dtype: one of DTYPES, of the vectors on disk.
+        made_from: text that is equal for equal corpus, encoder and settings.
+
+    Returns:
+        {file name: digest} of all shards, in order.
+
+    Raises:
+        ValueError: a passage that the encoder gave no finite vector.
+    """
+    directory = pathlib.Path(directory)
+    directory.mkdir(exist_ok=True)
+    starts = range(0, len(corpus), shard_size)
+    digests, num_reused = {}, 0
+    label = f"encoding shards of {shard_size} passages"
+    for number, start in enumerate(progress(starts, label)):
+        path = directory / f"{number:05d}.npy"
+        digest = _finished(path, made_from)
+        num_reused += digest is not None
+        if digest is None:
+            passages = corpus.passages(
+                range(start, min(start + shard_size, len(corpus)))
+            )
+            digest = _write(path, _encode(encoder, passages).astype(dtype), made_from)
+        digests[path.name] = digest
+    if num_reused:
+        note(f"{num_reused} of {len(starts)} shards were there already")
+    return digests
+
+
+def open_vectors(directory, names):
+    """The Vectors in these files, mapped: memory is used when rows are read."""
+    directory = pathlib.Path(directory)
+    return Vectors([np.load(directory / name, mmap_mode="r") for name in names])
+
+
+def _encode(encoder, passages):
+    vectors = encoder.encode_passages([passage.contents for passage in passages])
+    assert vectors.shape == (len(passages), encoder.dim), vectors.shape
+    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    if len(bad):
+        raise ValueError(
+            f"the encoder gave passage {passages[bad[0]].id!r} a vector that is not "
+            f"finite ({len(bad)} of {len(passages)}): its weights are damaged"
+        )
+    return vectors
+
+
+def _write(path, vectors, made_from):
+    data = io.BytesIO()
+    np.save(data, vectors, allow_pickle=False)
+    files.replace(path, data.getbuffer())
+    digest = files.digest_file(path)
+    record = {"digest": digest, "made_from": made_from}
+    files.replace(path.with_suffix(".json"), json.dumps(record).encode())
+    return digest
+
+
+def _finished(path, made_from):
+    """The digest of a shard that is whole and made from the same, else None."""
+    record_path = path.with_suffix(".json")
+    if not record_path.exists():
+        return None
+    try:
+        record = json.loads(record_path.read_bytes())
+        if record["made_from"] != made_from:
+            note(f"{path} was made from something else: encoding it again")
+            return None
+        if path.exists() and files.digest_file(path) == record["digest"]:
+            return record["digest"]
+    except (ValueError, KeyError, TypeError):
+        pass  # as damaged as a wrong digest, and said so below
+    note(f"{path} is damaged: encoding it again")
+    return None
