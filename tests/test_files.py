@@ -1,0 +1,68 @@
+"""A file has its old contents or its new ones."""
+
+import os
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsearch import files
+
+
+def test_replaced_file_has_the_new_contents_and_nothing_is_left_over(tmp_path):
+    path = tmp_path / "a"
+    for data in (b"old", b"", b"new"):
+        files.replace(path, data)
+        assert path.read_bytes() == data
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_failed_replacement_keeps_the_old_contents(tmp_path, monkeypatch, step):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "a"
+    files.replace(path, b"old")
+    monkeypatch.setattr(files.os, step, fail)
+    with pytest.raises(OSError, match="No space left"):
+        files.replace(path, b"new")
+    assert path.read_bytes() == b"old"
+
+
+class Stingy:
+    """A file that takes a few bytes of each write, and then no more at all."""
+
+    def __init__(self, file, taken, room):
+        self.file, self.taken, self.room = file, taken, room
+        self.seek, self.truncate = file.seek, file.truncate
+
+    def write(self, data):
+        if self.room <= 0:
+            raise OSError(28, "No space left on device")
+        count = self.file.write(data[: min(self.taken, self.room)])
+        self.room -= count
+        return count
+
+
+@given(data=st.binary(min_size=1), taken=st.integers(1, 9), room=st.integers(0, 30))
+def test_append_is_whole_or_leaves_the_file_as_it_was(
+    tmp_path_factory, data, taken, room
+):
+    path = tmp_path_factory.mktemp("append") / "a"
+    path.write_bytes(b"old")
+    with open(path, "ab", buffering=0) as file:
+        if room < len(data):
+            with pytest.raises(OSError):
+                files.append(Stingy(file, taken, room), data)
+            assert path.read_bytes() == b"old"
+        files.append(Stingy(file, taken, len(data)), data)
+    assert path.read_bytes() == b"old" + data
+
+
+def test_digest_of_a_file_is_that_of_its_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK_BYTES", 7)
+    data = os.urandom(100)
+    (tmp_path / "a").write_bytes(data)
+    assert files.digest_file(tmp_path / "a") == xxhash.xxh3_128_hexdigest(data)
