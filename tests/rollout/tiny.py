@@ -1,0 +1,229 @@
+"""A tiny tokenizer, model, protocol and search engine that rollouts can be made of.
+
+Weights are random but large, so that attention is sharp, distributions are far from
+uniform and a wrong cache shows. The protocol's stop strings are letters, so that a
+policy that writes nonsense searches, answers and fails at different moments.
+"""
+
+import dataclasses
+import functools
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsearch.models.decoder import Decoder, DecoderSpec, init_params
+from rsearch.models.sharding import make_mesh
+from rsearch.models.small_tokenizer import train_tokenizer
+from rsearch.protocols.base import Protocol
+from rsearch.rollout.automaton import token_automaton
+from rsearch.rollout.conversation import (
+    Host,
+    Limits,
+    conversation_tokens,
+    markup_tokens,
+)
+from rsearch.rollout.driver import RolloutEngine
+from rsearch.rollout.sampler import Sampler
+from rsearch.types import (
+    Answer,
+    Malformed,
+    Observation,
+    Passage,
+    Question,
+    Search,
+)
+
+WORDS = (
+    "who was born in the city where river mountain lies director film company <search> "
+    "</search> <answer> </answer> <information> </information> Question Doc Title "
+)
+
+
+@functools.cache
+def tokenizer():
+    """320 ids: bytes, four control tokens, words and tags."""
+    return train_tokenizer([WORDS] * 3, vocab_size=340)
+
+
+def spec(**changes):
+    """The shape of the tiny model."""
+    shape = dict(
+        vocab_size=tokenizer().vocab_size,
+        width=16,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        mlp_width=32,
+        qkv_bias=True,
+    )
+    return DecoderSpec(**{**shape, **changes})
+
+
+def model(**changes):
+    """The tiny model."""
+    return Decoder(spec(**changes))
+
+
+@functools.cache
+def params(seed=0, **changes):
+    """Its random parameters: standard deviation 0.3, norms' scales about 1."""
+    made = functools.partial(init_params, model(**changes))
+    shapes, tree = jax.tree.flatten_with_path(jax.eval_shape(made, jax.random.key(0)))
+    rng = np.random.default_rng(seed)
+    leaves = [
+        jnp.asarray(0.3 * rng.normal(size=x.shape) + (path[-1].key == "scale"), x.dtype)
+        for path, x in shapes
+    ]
+    return jax.tree.unflatten(tree, leaves)
+
+
+def parse_letters(turn):
+    """What comes first in the turn: 'r' searches, 'in' answers, neither is nothing."""
+    ends = [(turn.find(s), s) for s in LETTERS.stop_strings if s in turn]
+    if not ends:
+        return Malformed("neither r nor in")
+    end, letters = min(ends)
+    return Search((turn[:end],)) if letters == "r" else Answer(turn[:end])
+
+
+def observe_letters(queries, passages):
+    """The passages of all queries between square brackets."""
+    content = "".join(p.contents for found in passages for p in found)
+    return Observation("\n[", content, "]\n")
+
+
+LETTERS = Protocol(
+    name="letters",
+    system="talk",
+    user="{question}?",
+    add_question_mark=False,
+    stop_strings=("r", "in"),
+    parse=parse_letters,
+    observe=observe_letters,
+    invalid_message="\nwhere?\n",
+)
+
+LIMITS = Limits(
+    max_searches=3, max_prompt_tokens=27, max_turn_tokens=10, max_observation_tokens=13
+)
+
+
+def search(queries):
+    """Passages whose number and length follow from the query; sometimes none."""
+    found = []
+    for query in queries:
+        number = zlib.crc32(query.encode("utf-8", "replace"))
+        text = "the river lies in born " * 3
+        found.append(
+            tuple(
+                Passage(f"p{i}", text[: (number >> (4 * i)) % 50])
+                for i in range(number % 3)
+            )
+        )
+    return found
+
+
+def questions(count):
+    """Questions of different lengths."""
+    return [
+        Question(f"q{i}", "who was born " * (i % 4) + f"in {i}", ("x",))
+        for i in range(count)
+    ]
+
+
+def make_host(protocol=LETTERS, search=search, limits=LIMITS):
+    """A Host of the tiny tokenizer."""
+    return Host(tokenizer(), protocol, search, limits)
+
+
+class WatchedSampler(Sampler):
+    """A Sampler that remembers the last state it was left in."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rows = None
+        decode, extend = self.decode, self.extend
+
+        def watched_decode(*args):
+            rows, written = decode(*args)
+            self.rows = jax.tree.map(np.asarray, rows)
+            return rows, written
+
+        def watched_extend(*args):
+            rows = extend(*args)
+            self.rows = jax.tree.map(np.asarray, rows)
+            return rows
+
+        self.decode, self.extend = watched_decode, watched_extend
+
+
+def make_sampler(
+    *,
+    protocol=LETTERS,
+    limits=LIMITS,
+    temperature=1.0,
+    top_p=1.0,
+    mesh=None,
+    chunk=5,
+    num_slots=None,
+    **changes,
+):
+    """A watched Sampler of the tiny model."""
+    if num_slots is None:
+        num_slots = conversation_tokens(limits, markup_tokens(tokenizer(), protocol))
+    return WatchedSampler(
+        model(**changes),
+        mesh or make_mesh(devices=jax.devices()[:1]),
+        stop_table=token_automaton(protocol.stop_strings, tokenizer().token_bytes),
+        eos_ids=tokenizer().eos_ids,
+        num_slots=num_slots,
+        max_turn_tokens=limits.max_turn_tokens,
+        chunk=chunk,
+        temperature=temperature,
+        top_p=top_p,
+    )
+
+
+@dataclasses.dataclass
+class Setup:
+    """An engine, its parts, and parameters placed for it."""
+
+    engine: RolloutEngine
+    sampler: WatchedSampler
+    host: Host
+    params: dict
+
+    def roll_out(self, asked, seed=0):
+        """The groups of these questions."""
+        return self.engine(self.params, asked, jax.random.key(seed))
+
+
+def make_engine(
+    *, num_rows=8, group_size=4, search=search, limits=LIMITS, seed=0, **settings
+):
+    """An engine of the tiny model."""
+    host = make_host(search=search, limits=limits)
+    sampler = make_sampler(limits=limits, **settings)
+    engine = RolloutEngine(sampler, host, num_rows=num_rows, group_size=group_size)
+    return Setup(engine, sampler, host, engine.place(params(seed)))
+
+
+def row_of(rollout):
+    """[n] ids of the whole conversation."""
+    return np.concatenate([s.token_ids for s in rollout.segments])
+
+
+def full_logits(tokens, seed=0):
+    """[n, V] float32 logits of one forward pass over [n] ids."""
+    tokens = jnp.asarray(tokens)[None]
+    positions = jnp.arange(tokens.shape[1])[None]
+    return np.asarray(_forward(params(seed), tokens, positions)[0])
+
+
+@jax.jit
+def _forward(weights, tokens, positions):
+    hidden, _ = model().apply({"params": weights}, tokens, positions)
+    return model().apply({"params": weights}, hidden, method="logits")
