@@ -79,10 +79,21 @@ class Tokenizer:
         digest.update(json.dumps(self.eos_ids).encode())
         self.fingerprint = digest.hexdigest()
 
+    def widen(self, vocab_size: int) -> None:
+        """Gives a model's spare ids, those without a token, no bytes.
+
+        Args:
+            vocab_size: rows of the model's embedding, at least the present size.
+        """
+        assert vocab_size >= self.vocab_size, (vocab_size, self.vocab_size)
+        self.token_bytes += [b""] * (vocab_size - self.vocab_size)
+        self.vocab_size = vocab_size
+
     def encode(self, text: str) -> np.ndarray:
         """[n] int32 ids of text in which no control token can arise.
 
-        Unpaired surrogates, which no UTF-8 text holds, become U+FFFD first.
+        Unpaired surrogates, which no UTF-8 text holds, become U+FFFD first. Bytes that
+        the vocabulary lacks (SmolLM2's has no 0x04) are dropped, as transformers does.
         """
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids = self._body.encode(text, add_special_tokens=False).ids

@@ -12,6 +12,9 @@ import transformers
 from rsearch.models import huggingface
 from rsearch.models.decoder import Decoder, empty_cache
 
+# With more, torch's threads wait for each other wherever the machine is busy.
+torch.set_num_threads(1)
+
 _SIZES = dict(
     vocab_size=160,
     hidden_size=48,

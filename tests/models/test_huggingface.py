@@ -1,0 +1,436 @@
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from rsearch.models import huggingface, sharding, weights
+from rsearch.models.decoder import LinearScaling, RopeScaling
+from rsearch.models.hf_config import read_spec
+from rsearch.models.tokenizer import load_tokenizer
+from tests.models import reference
+
+EMBED = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A small Llama's directory, as transformers writes it; not to be changed."""
+    directory = tmp_path_factory.mktemp("saved")
+    reference.random_reference("llama").save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """The same, to be damaged."""
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+def change(directory, edit):
+    """Rewrites the tensors of a directory."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    save_file(edit(tensors) or tensors, path)
+
+
+def refusal(directory):
+    with pytest.raises(ValueError) as caught:
+        huggingface.load_params(directory, huggingface.read_spec(directory))
+    return str(caught.value)
+
+
+def logits_of(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.numpy()
+
+
+TOKENS = np.random.default_rng(0).integers(0, 160, (2, 40))
+
+
+# Reading weights.
+
+
+@pytest.mark.parametrize("family", list(reference.CONFIGS))
+def test_export_loads_in_transformers_agrees_and_reloads_bit_identical(
+    family, tmp_path
+):
+    theirs = reference.random_reference(family)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model, params = reference.load(tmp_path / "theirs")
+    # Small shards: the layers of one file end in the middle of the next.
+    out = tmp_path / "ours"
+    huggingface.export(out, params, model.spec, max_shard_bytes=60_000)
+    assert len(list(out.glob("*.safetensors"))) > 2
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        out, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert type(again) is type(theirs)
+    np.testing.assert_array_equal(logits_of(again, TOKENS), logits_of(theirs, TOKENS))
+    reread, same = reference.load(out)
+    assert reread.spec == model.spec
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_files_become_float32_exactly(dtype, saved, tmp_path):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
+    theirs.save_pretrained(tmp_path)
+    _, params = reference.load(tmp_path)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype("float32")}
+    expected = theirs.model.layers[1].mlp.up_proj.weight.float().T.detach().numpy()
+    np.testing.assert_array_equal(params["layers"]["up"][1], expected)
+
+
+def test_export_in_half_precision_rounds_once(saved, tmp_path):
+    model, params = reference.load(saved)
+    huggingface.export(tmp_path / "out", params, model.spec, dtype="bfloat16")
+    _, rounded = reference.load(tmp_path / "out")
+    expected = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), params)
+    jax.tree.map(np.testing.assert_array_equal, rounded, expected)
+
+
+def test_sharded_files_load_straight_into_sharded_arrays(tmp_path):
+    theirs = reference.random_reference("qwen2.5")
+    theirs.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    model, whole = reference.load(tmp_path)
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    shapes = weights.param_shapes(model.spec)
+    shardings = sharding.param_shardings(shapes, mesh)
+    params = huggingface.load_params(tmp_path, model.spec, shardings=shardings)
+    jax.tree.map(np.testing.assert_array_equal, params, whole)
+    assert params["layers"]["attention"]["o"].sharding.spec[1] == "tensor"
+    up = params["layers"]["up"]
+    assert {s.data.shape for s in up.addressable_shards} == {(3, 24, 40)}
+
+
+def test_no_read_holds_more_than_one_leaf(saved, monkeypatch):
+    sizes = []
+    read = weights.read_leaf
+
+    def spy(*args):
+        sizes.append(read(*args).nbytes)
+        return read(*args)
+
+    monkeypatch.setattr(weights, "read_leaf", spy)
+    _, params = reference.load(saved)
+    assert sorted(sizes) == sorted(x.nbytes for x in jax.tree.leaves(params))
+
+
+def test_a_block_reads_only_its_rows_of_the_file():
+    stored = np.arange(6 * 5).reshape(6, 5)  # 3 heads of 2, by a width of 5.
+    asked = []
+
+    class Slice:
+        def __getitem__(self, index):
+            asked.append(index)
+            return stored[index]
+
+    whole = stored.reshape(3, 2, 5).transpose(2, 0, 1)
+    index = (slice(1, 4), slice(2, 3), slice(None))
+    block = weights.read_block(Slice(), whole.shape, ((1, 2), (0,)), index)
+    np.testing.assert_array_equal(block, whole[1:4, 2:3])
+    assert asked == [(slice(4, 6), slice(1, 4))]
+
+
+def test_a_new_value_head_is_zero(saved):
+    spec = huggingface.read_spec(saved)
+    params = huggingface.load_params(saved, spec, value_head=True)
+    np.testing.assert_array_equal(params["value"], np.zeros(48))
+
+
+def test_rotary_buffers_and_a_tied_copy_are_tolerated(tmp_path):
+    reference.random_reference("qwen2").save_pretrained(tmp_path)
+    _, expected = reference.load(tmp_path)
+
+    def edit(tensors):
+        tensors["lm_head.weight"] = tensors[EMBED].copy()
+        for name in ("model.rotary_emb", "model.layers.0.self_attn.rotary_emb"):
+            tensors[f"{name}.inv_freq"] = np.ones(6, np.float32)
+
+    change(tmp_path, edit)
+    _, params = reference.load(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_a_tied_output_matrix_that_differs_is_refused(tmp_path):
+    reference.random_reference("qwen2").save_pretrained(tmp_path)
+    change(tmp_path, lambda t: t | {"lm_head.weight": t[EMBED] + 1})
+    assert re.search(r"lm_head\.weight +differs +tied", refusal(tmp_path))
+
+
+def test_all_problems_are_in_one_table(copy):
+    up = "model.layers.{}.mlp.up_proj.weight"
+
+    def edit(tensors):
+        del tensors[up.format(0)], tensors["model.norm.weight"]
+        tensors[up.format(1)] = np.zeros((3, 4), np.float32)
+        tensors["model.layers.9.bias"] = np.zeros(2, np.float32)
+        tensors[EMBED] = tensors[EMBED].astype(np.int32)
+
+    change(copy, edit)
+    title, header, *rows = refusal(copy).splitlines()
+    assert title == f"{copy}: 5 tensors do not fit its config.json"
+    assert header.split() == ["tensor", "problem", "expected", "found"]
+    assert [re.split(r"\s{2,}", row.strip()) for row in rows] == [
+        [EMBED, "dtype", "F32 | BF16 | F16", "I32"],
+        [up.format(0), "missing", "[80, 48]", "-"],
+        [up.format(1), "shape", "[80, 48]", "[3, 4]"],
+        ["model.layers.9.bias", "extra", "-", "[2]"],
+        ["model.norm.weight", "missing", "[48]", "-"],
+    ]
+
+
+@pytest.mark.parametrize("size", [0, 5, 300, -1])
+def test_a_truncated_file_is_named(copy, size):
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    assert refusal(copy).startswith(f"{path} is damaged or incomplete")
+
+
+def test_a_file_with_another_header_is_named(copy):
+    path = copy / "model.safetensors"
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+    assert refusal(copy).startswith(f"{path} is damaged or incomplete")
+
+
+def test_a_git_lfs_pointer_is_recognised(copy):
+    path = copy / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    assert "git lfs pull" in refusal(copy)
+
+
+def test_pickles_are_refused_with_a_command_that_converts_them(copy):
+    _, expected = reference.load(copy)
+    tensors = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    state = {name: torch.tensor(x) for name, x in tensors.items()}
+    torch.save(state, copy / "pytorch_model.bin")
+    torch.save({}, copy / "optimizer.pt")
+    message = refusal(copy)
+    assert "pytorch_model.bin" in message and "optimizer.pt" not in message
+    python, *args = shlex.split(message.splitlines()[-1])
+    assert python == "python"
+    subprocess.run([sys.executable, *args], check=True)
+    _, params = reference.load(copy)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_a_pickle_that_calls_itself_safetensors_is_refused(copy):
+    torch.save({"x": torch.ones(2)}, copy / "model.safetensors")
+    assert "is a pickle under another name" in refusal(copy)
+
+
+def test_a_directory_without_weights_says_what_it_holds(copy):
+    (copy / "model.safetensors").unlink()
+    assert "it has config.json" in refusal(copy)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/b", "..", 7])
+def test_an_index_leads_nowhere_else(copy, name):
+    (copy / "model.safetensors").rename(copy.parent / "x.safetensors")
+    index = copy / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {EMBED: name}}))
+    message = refusal(copy)
+    assert str(copy) in message and (
+        "not the name of a file" in message or name == ".."
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": [1]}'])
+def test_an_index_that_is_none_is_named(copy, text):
+    (copy / "model.safetensors").unlink()
+    index = copy / "model.safetensors.index.json"
+    index.write_text(text)
+    assert refusal(copy).startswith(f"{index}: no weight_map")
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    reference.random_reference("llama").save_pretrained(
+        tmp_path, max_shard_size="100KB"
+    )
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert refusal(tmp_path).startswith(f"{shard} is missing")
+
+
+def test_a_tensor_in_two_shards_is_refused(copy):
+    (copy / "model.safetensors").rename(copy / "a.safetensors")
+    shutil.copy(copy / "a.safetensors", copy / "b.safetensors")
+    weight_map = {EMBED: "a.safetensors", "lm_head.weight": "b.safetensors"}
+    index = copy / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert "b.safetensors" in refusal(copy) and "earlier shard" in refusal(copy)
+
+
+# Finding and describing models.
+
+
+def test_a_source_that_is_neither_directory_nor_hub_id_is_refused(tmp_path):
+    for source in (tmp_path / "nowhere" / "to" / "be", "no such/thing!"):
+        with pytest.raises(ValueError, match="neither a directory here nor a Hugging"):
+            huggingface.find_model(str(source))
+
+
+def test_a_directory_is_its_own_source(tmp_path):
+    assert huggingface.find_model(tmp_path) == tmp_path
+
+
+def write_config(directory, **changes):
+    config = {
+        "model_type": "llama",
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        **changes,
+    }
+    config = {key: value for key, value in config.items() if value != "absent"}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def test_absent_fields_have_the_defaults_of_transformers(tmp_path):
+    for family in ("llama", "qwen2"):
+        heads = 4 if family == "llama" else 32
+        write_config(
+            tmp_path, model_type=family, num_attention_heads=heads, hidden_size=64
+        )
+        spec = read_spec(tmp_path)
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert spec.num_kv_heads == theirs.num_key_value_heads
+        assert spec.norm_eps == theirs.rms_norm_eps
+        assert spec.rope_theta == theirs.rope_parameters["rope_theta"]
+        assert spec.tie_embeddings == theirs.tie_word_embeddings
+        assert spec.max_context == theirs.max_position_embeddings
+
+
+def test_rope_is_read_in_its_old_and_its_new_spelling(tmp_path):
+    llama3 = dict(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    )
+    expected = RopeScaling(8.0, 1.0, 4.0, 64)
+    write_config(
+        tmp_path, rope_theta=5e5, rope_scaling=llama3 | {"rope_type": "llama3"}
+    )
+    assert read_spec(tmp_path).rope_scaling == expected
+    assert read_spec(tmp_path).rope_theta == 5e5
+    new = llama3 | {"rope_type": "llama3", "rope_theta": 7e5}
+    write_config(tmp_path, rope_parameters=new)
+    assert read_spec(tmp_path).rope_scaling == expected
+    assert read_spec(tmp_path).rope_theta == 7e5
+    write_config(tmp_path, rope_scaling={"type": "linear", "factor": 2})
+    assert read_spec(tmp_path).rope_scaling == LinearScaling(2.0)
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"model_type": "mistral"}, "model_type='mistral'"),
+        ({"model_type": "absent"}, "model_type=None"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"model_type": "qwen2", "attention_bias": False}, "attention_bias=False"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"sliding_window": 64}, "sliding_window=64"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_type='yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type='dynamic'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor=None"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "rope_scaling.factor=-1"),
+        ({"rope_scaling": "llama3"}, "rope_scaling='llama3'"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters="),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false'"),
+        ({"vocab_size": "absent"}, "vocab_size=None"),
+        ({"vocab_size": True}, "vocab_size=True"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"hidden_size": 30}, "num_attention_heads=4"),
+        ({"head_dim": 5}, "head_dim=5"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+    ],
+)
+def test_what_the_decoder_does_not_compute_is_refused_by_name(tmp_path, changes, named):
+    write_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=re.escape(named)) as caught:
+        read_spec(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{"])
+def test_a_directory_without_a_configuration_is_refused(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "config.json"))):
+        read_spec(tmp_path)
+
+
+# Writing.
+
+
+def test_export_never_overwrites(saved, tmp_path):
+    model, params = reference.load(saved)
+    held = tmp_path / "held"
+    held.mkdir()
+    (held / "mine").write_text("x")
+    for target in (held, held / "mine"):
+        with pytest.raises(ValueError, match="is not overwritten"):
+            huggingface.export(target, params, model.spec)
+    assert (held / "mine").read_text() == "x"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    huggingface.export(empty, params, model.spec)
+    assert (empty / "model.safetensors").is_file()
+
+
+def test_a_failed_export_leaves_nothing(saved, tmp_path, monkeypatch):
+    model, params = reference.load(saved)
+
+    def fail(*args, **settings):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(huggingface, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        huggingface.export(tmp_path / "out", params, model.spec)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_refuses_an_unknown_dtype(saved, tmp_path):
+    model, params = reference.load(saved)
+    with pytest.raises(ValueError, match="dtype='int8'"):
+        huggingface.export(tmp_path / "out", params, model.spec, dtype="int8")
+
+
+def test_export_carries_the_tokenizer(saved, real_models, tmp_path):
+    model, params = reference.load(saved)
+    source = real_models / "smollm2-135m-instruct"
+    tokenizer = load_tokenizer(source)
+    huggingface.export(tmp_path / "out", params, model.spec, tokenizer)
+    again = load_tokenizer(tmp_path / "out")
+    assert again.fingerprint == tokenizer.fingerprint
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    original = transformers.AutoTokenizer.from_pretrained(source)
+    text = "<|im_start|>It's  a\ttest <|im_end|>, naïve \U0001f600"
+    assert theirs(text).input_ids == original(text).input_ids
+    chat = [{"role": "user", "content": "Who?"}]
+    assert theirs.apply_chat_template(chat, tokenize=False) == (
+        original.apply_chat_template(chat, tokenize=False)
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)

@@ -1,0 +1,136 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from rsearch.models import sharding
+from rsearch.models.decoder import Decoder, DecoderSpec, empty_cache, init_params
+
+SPEC = DecoderSpec(
+    vocab_size=32,
+    width=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_width=24,
+    qkv_bias=True,
+)
+MODEL = Decoder(SPEC)
+
+
+@pytest.fixture(scope="module")
+def params():
+    made = jax.jit(functools.partial(init_params, MODEL))(jax.random.key(0))
+    return jax.device_get(jax.tree.map(lambda x: 5 * x, made))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return sharding.make_mesh(data=2, fsdp=2, tensor=2)
+
+
+def test_heads_and_mlp_go_over_tensor_and_width_over_fsdp(params):
+    specs = sharding.param_specs(params)
+    layers = specs["layers"]
+    assert layers["attention"]["q"] == PartitionSpec(None, "fsdp", "tensor", None)
+    assert layers["attention"]["o"] == PartitionSpec(None, "tensor", None, "fsdp")
+    assert layers["attention"]["k_bias"] == PartitionSpec(None, "tensor", None)
+    assert layers["gate"] == PartitionSpec(None, "fsdp", "tensor")
+    assert layers["down"] == PartitionSpec(None, "tensor", "fsdp")
+    assert layers["mlp_norm"]["scale"] == PartitionSpec(None, None)
+    assert specs["embedding"] == PartitionSpec("tensor", "fsdp")
+    assert specs["unembedding"] == PartitionSpec("fsdp", "tensor")
+
+
+def test_decoding_gathers_nothing_over_fsdp(params):
+    specs = sharding.param_specs(params, sharding.DECODING_RULES)
+    for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)):
+        assert "fsdp" not in spec
+    assert specs["layers"]["up"] == PartitionSpec(None, None, "tensor")
+
+
+def test_every_parameter_of_every_variant_has_axes():
+    for bias in (False, True):
+        spec = DecoderSpec(**{**SPEC.__dict__, "qkv_bias": bias})
+        model = Decoder(spec, value_head=True)
+        init = functools.partial(init_params, model)
+        shapes = jax.eval_shape(init, jax.random.key(0))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+            assert len(sharding.logical_axes(path, leaf.ndim)) == leaf.ndim
+
+
+def test_a_device_holds_its_share_of_each_parameter(params, mesh):
+    placed = jax.device_put(params, sharding.param_shardings(params, mesh))
+    q = placed["layers"]["attention"]["q"]
+    assert q.shape == (2, 16, 4, 4)
+    assert {s.data.shape for s in q.addressable_shards} == {(2, 8, 2, 4)}
+
+
+def test_a_sharded_step_equals_an_unsharded_one(params, mesh):
+    tokens = np.random.default_rng(0).integers(0, 32, (4, 8), np.int32)
+
+    def loss(params, tokens):
+        positions = jnp.broadcast_to(jnp.arange(8)[None], tokens.shape)
+        hidden, _ = MODEL.apply({"params": params}, tokens, positions)
+        logits = MODEL.apply({"params": params}, hidden, method="logits")
+        logp = jax.nn.log_softmax(logits[:, :-1])
+        picked = jnp.take_along_axis(logp, tokens[:, 1:, None], -1)
+        return -jnp.mean(picked), logits
+
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (_, expected), expected_grad = step(params, tokens)
+    shardings = sharding.param_shardings(params, mesh)
+    placed = jax.device_put(params, shardings)
+    rows = jax.device_put(tokens, sharding.batch_sharding(mesh))
+    assert {s.data.shape for s in rows.addressable_shards} == {(1, 8)}
+    (_, found), grad = step(placed, rows)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(grad), jax.tree.leaves(expected_grad)):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_sharded_cached_decoding_equals_unsharded(params, mesh):
+    tokens = np.random.default_rng(0).integers(0, 32, (4, 8), np.int32)
+    positions = np.broadcast_to(np.arange(8, dtype=np.int32)[None], (4, 8))
+
+    @jax.jit
+    def run(params, tokens, positions):
+        cache = empty_cache(SPEC, 4, 8, jnp.float32)
+        for part in (slice(0, 5), slice(5, 6), slice(6, 8)):
+            hidden, cache = MODEL.apply(
+                {"params": params}, tokens[:, part], positions[:, part], cache
+            )
+        return hidden
+
+    expected = run(params, tokens, positions)
+    shardings = sharding.param_shardings(params, mesh, sharding.DECODING_RULES)
+    rows = sharding.batch_sharding(mesh)
+    found = run(
+        jax.device_put(params, shardings),
+        jax.device_put(tokens, rows),
+        jax.device_put(positions, rows),
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_mesh_takes_the_devices_that_are_left_as_data():
+    mesh = sharding.make_mesh(fsdp=2, tensor=2)
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize("sizes", [(3, 1, 1), (2, 2, 4), (-1, 3, 1), (-1, 16, 1)])
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(sizes):
+    data, fsdp, tensor = sizes
+    with pytest.raises(ValueError, match="there are 8 devices"):
+        sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
+
+
+def test_an_axis_that_cannot_be_divided_is_named(params):
+    mesh = sharding.make_mesh(data=2, fsdp=1, tensor=4)
+    message = r"axis 2 of parameter layers\.attention\.k has size 2.*mesh\.tensor=4"
+    with pytest.raises(ValueError, match=message):
+        sharding.param_shardings(params, mesh)
