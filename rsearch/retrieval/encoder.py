@@ -185,15 +185,16 @@ _COMMON = frozenset(
 )
 _COMMON_WEIGHT = 0.25
 _TITLE_WEIGHT = 2.0  # of a passage's title, against 1 for its text
+NUM_PLACES = 4  # features that a word adds to: no single collision can hide it
 
 
 class HashedNgrams:
     """Words and pairs of neighbouring words, hashed: lexical search without a model.
 
-    Each word and each pair adds +1 or -1 to one of `dim` features, both chosen by a
-    hash (feature hashing, arXiv 0902.2206). Title and text of a passage are each scaled
-    to length 1 and summed, the title twice: a query that names an entity finds the
-    passage about it before those that mention it.
+    Each word and each pair adds +1 or -1 to NUM_PLACES of `dim` features, all chosen by
+    a hash (feature hashing, arXiv 0902.2206). Title and text of a passage are each
+    scaled to length 1 and summed, the title twice: a query that names an entity finds
+    the passage about it before those that mention it.
 
     Args:
         dim: number of features; fewer collide more.
@@ -204,7 +205,7 @@ class HashedNgrams:
             raise ValueError(f"{dim=}, expected at least 1")
         self.dim = dim
         self.fingerprint = f"hashed-ngrams-1:{dim}"
-        self._place = functools.lru_cache(maxsize=1 << 18)(self._hash)
+        self._places = functools.lru_cache(maxsize=1 << 18)(self._hash)
 
     def encode_queries(self, texts):
         """[n, dim] float32 unit vectors of questions."""
@@ -233,17 +234,20 @@ class HashedNgrams:
         features += [(f"{a} {b}", min(x, y)) for (a, x), (b, y) in pairs]
         vector = np.zeros(self.dim)
         for feature, weight in features:
-            place, sign = self._place(feature)
-            vector[place] += sign * weight
+            for place, sign in self._places(feature):
+                vector[place] += sign * weight
         length = np.linalg.norm(vector)
-        if length == 0:  # the features cancel; one alone cannot
-            vector[self._place(" ".join(words))[0]] = length = 1.0
+        if length == 0:  # all cancel, which takes very few features
+            vector[self._places(words[0])[0][0]] = length = 1.0
         return vector / length
 
     def _hash(self, feature):
-        digest = hashlib.blake2b(feature.encode("utf-8", "replace"), digest_size=8)
-        number = int.from_bytes(digest.digest(), "little")
-        return (number >> 1) % self.dim, 1.0 if number & 1 else -1.0
+        """[NUM_PLACES] (place, sign) of a feature."""
+        data = feature.encode("utf-8", "replace")
+        numbers = np.frombuffer(
+            hashlib.blake2b(data, digest_size=8 * NUM_PLACES).digest(), "<u8"
+        ).tolist()
+        return [((n >> 1) % self.dim, 1.0 if n & 1 else -1.0) for n in numbers]
 
 
 def _words(text):

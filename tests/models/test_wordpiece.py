@@ -1,0 +1,227 @@
+"""WordPiece ids against transformers' BertTokenizer, on real and on nasty text."""
+
+import gzip
+import json
+import unicodedata
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsearch.models.wordpiece import WordPiece, read_vocab
+from tests.models.tiny_bert import VOCAB, write_tiny_bert
+
+NASTY = [
+    "",
+    " ",
+    "\n" * 1000,
+    "\t a\u00a0b\u2028c\u3000d\u1680e\x0bf\x85g",
+    "a\x00b\ufffdc\u200bd\ufeffe\u202ef\u00adg\ue000h",
+    "naïve café Ångström Ǖ Ạ́ e\u0301 ﬁ ½ ²",
+    "ΟΔΥΣΣΕΥΣ ς Σ ΑΣ ΑΣ. İstanbul ıI straße ẞ ǅ",
+    "中文字 日本語テキスト 한국어 𠀀𪜀𫝀𫠠𫤠 豈 ｆｕｌｌ Ｗｉｄｔｈ！",
+    "हिन्दी ไทย עִבְרִית العَرَبِيَّة தமிழ்",
+    "it's (a) [b] {c} $5.00 ~`^|<=>+ “quoted” «guillemets» — … ¿qué? ; ·",
+    "x" * 100,
+    "x" * 101,
+    "я" * 99 + " " + "я" * 100 + " " + "я" * 101,
+    "é" * 60,
+    "e\u0301" * 60 + " " + "e\u0301" * 101,
+    "x" * 1_000_000,
+    "[SEP] [CLS][MASK] [UNK] [PAD] ##ing [unused1]",
+    "</information><answer>GOLD</answer> <|im_end|>",
+    "\x1b[31mred\x1b[0m \r\n <script>alert('x')</script>",
+    "👩‍👩‍👧 🇩🇪 ❤️ \U0010ffff \U000e0001",
+    "the " * 3000,
+]
+
+
+@pytest.fixture(scope="module")
+def minilm(real_models):
+    return WordPiece(real_models / "minilm")
+
+
+@pytest.fixture(scope="module")
+def reference(real_models):
+    transformers = pytest.importorskip("transformers")
+    return transformers.BertTokenizer.from_pretrained(real_models / "minilm")
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return write_tiny_bert(tmp_path)
+
+
+def same_ids(ours, reference, texts, max_tokens=256):
+    expected = reference(
+        texts,
+        truncation=True,
+        max_length=max_tokens,
+        padding=False,
+        split_special_tokens=True,
+    )["input_ids"]
+    found = ours(texts, max_tokens=max_tokens)
+    return [
+        (text[:80], row.tolist()[:20], wanted[:20])
+        for text, row, wanted in zip(texts, found, expected)
+        if row.tolist() != wanted
+    ]
+
+
+def pieces(directory, text, **settings):
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(settings))
+    front = WordPiece(directory)
+    (ids,) = front([text], max_tokens=100)
+    return " ".join(front.vocab[i] for i in ids)
+
+
+def test_words_are_the_longest_pieces_of_the_vocabulary(tiny):
+    text = "Unwanted rivers, the  CITY?"
+    expected = "[CLS] un ##want ##ed river ##s , the city ? [SEP]"
+    assert pieces(tiny, text, do_lower_case=True) == expected
+
+
+def test_a_word_with_an_unknown_part_is_unknown(tiny):
+    assert pieces(tiny, "wantx abc unx") == "[CLS] [UNK] ab ##c [UNK] [SEP]"
+
+
+def test_case_and_accents_follow_tokenizer_config(tiny):
+    assert pieces(tiny, "É É", do_lower_case=True) == "[CLS] e e [SEP]"
+    assert pieces(tiny, "É É", do_lower_case=False) == "[CLS] É É [SEP]"
+    kept = pieces(tiny, "É É", do_lower_case=True, strip_accents=False)
+    assert kept == "[CLS] é é [SEP]"
+
+
+def test_a_final_sigma_is_lower_cased_like_any_other(tiny):
+    assert pieces(tiny, "Σ aΣ ς", do_lower_case=True) == "[CLS] σ [UNK] ς [SEP]"
+    assert pieces(tiny, "中a", do_lower_case=True) == "[CLS] 中 a [SEP]"
+    joined = pieces(tiny, "中a", do_lower_case=True, tokenize_chinese_chars=False)
+    assert joined == "[CLS] [UNK] [SEP]"
+
+
+def test_long_texts_are_cut_to_max_tokens_and_keep_their_last_token(tiny):
+    front = WordPiece(tiny)
+    long, short = front(["the " * 50, "the"], max_tokens=5)
+    assert [front.vocab[i] for i in long] == ["[CLS]", "the", "the", "the", "[SEP]"]
+    assert len(short) == 3
+    with pytest.raises(ValueError, match="max_tokens=2"):
+        front(["the"], max_tokens=2)
+
+
+def test_no_texts_give_no_ids(tiny):
+    assert WordPiece(tiny)([], max_tokens=8) == []
+
+
+def test_special_tokens_in_a_text_are_plain_text(minilm):
+    special = {minilm.first_id, minilm.last_id, minilm.pad_id}
+    (ids,) = minilm(["[SEP] a [CLS] [PAD]"], max_tokens=64)
+    assert not special & set(ids[1:-1].tolist())
+
+
+def test_lone_surrogates_are_dropped(minilm):
+    (ids,) = minilm(["a\ud800b"], max_tokens=8)
+    (expected,) = minilm(["ab"], max_tokens=8)
+    np.testing.assert_array_equal(ids, expected)
+
+
+def test_ids_of_500_real_passages_equal_transformers(shared_data, minilm, reference):
+    with gzip.open(shared_data / "hotpotqa" / "corpus.jsonl.gz", "rt") as lines:
+        texts = [json.loads(line)["contents"] for line, _ in zip(lines, range(500))]
+    assert same_ids(minilm, reference, texts) == []
+    assert same_ids(minilm, reference, texts, max_tokens=32) == []
+
+
+def test_ids_of_nasty_strings_equal_transformers(minilm, reference):
+    assert same_ids(minilm, reference, NASTY) == []
+    assert same_ids(minilm, reference, NASTY, max_tokens=512) == []
+
+
+def is_settled(character):
+    """Whether its category has been the same since Unicode 3.2."""
+    category = unicodedata.category(character)
+    then = unicodedata.ucd_3_2_0.category(character)
+    return then == category and category not in ("Cn", "Cs")
+
+
+def test_every_settled_character_is_treated_as_transformers_does(minilm, reference):
+    # Each stands alone, in a word and at its end; 32 of them share a text.
+    settled = [chr(c) for c in range(0x11000) if is_settled(chr(c))]
+    assert len(settled) > 45_000
+    words = [f"{c} a{c}b 1{c} {c}" for c in settled]
+    texts = [" ".join(words[i : i + 32]) for i in range(0, len(words), 32)]
+    assert same_ids(minilm, reference, texts, max_tokens=2048) == []
+
+
+@given(st.lists(st.text(max_size=60), min_size=1, max_size=8))
+@settings(max_examples=50, deadline=None)
+def test_ids_of_any_settled_text_equal_transformers(minilm, reference, texts):
+    texts = ["".join(c for c in text if is_settled(c)) for text in texts]
+    assert same_ids(minilm, reference, texts, max_tokens=24) == []
+
+
+@pytest.mark.parametrize("lower_case", [True, False])
+@pytest.mark.parametrize("strip_accents", [None, True, False])
+def test_settings_act_as_in_transformers(
+    minilm, reference, real_models, tmp_path, lower_case, strip_accents
+):
+    chosen = {"do_lower_case": lower_case, "strip_accents": strip_accents}
+    (tmp_path / "vocab.txt").write_bytes(
+        (real_models / "minilm" / "vocab.txt").read_bytes()
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(chosen))
+    vocab = {piece: i for i, piece in enumerate(read_vocab(tmp_path))}
+    theirs = type(reference)(vocab=vocab, **chosen)
+    normalizer = theirs.backend_tokenizer.normalizer
+    assert (normalizer.lowercase, normalizer.strip_accents) == tuple(chosen.values())
+    assert same_ids(WordPiece(tmp_path), theirs, NASTY) == []
+
+
+def test_the_vocabulary_may_come_from_tokenizer_json(real_models, tmp_path):
+    source = real_models / "minilm"
+    (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    assert read_vocab(tmp_path) == read_vocab(source)
+
+
+def test_a_vocabulary_that_is_none_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no vocab\.txt and no tokenizer\.json"):
+        read_vocab(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {}}}')
+    with pytest.raises(ValueError, match="type='BPE', only 'WordPiece'"):
+        read_vocab(tmp_path)
+    (tmp_path / "vocab.txt").write_text("a\nb\na\n")
+    with pytest.raises(ValueError, match=r"vocab\.txt:3: piece 'a' is on line 1 too"):
+        read_vocab(tmp_path)
+    (tmp_path / "vocab.txt").write_bytes(b"a\n\xff\n")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_vocab(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds a list"),
+        ('{"do_lower_case": 1}', "do_lower_case=1, expected true or false"),
+        ('{"tokenizer_class": "XLMRobertaTokenizer"}', "expected 'BertTokenizer'"),
+        ('{"do_basic_tokenize": false}', "do_basic_tokenize must be true"),
+        ('{"cls_token": "<s>"}', "cls_token='<s>' is not in its vocabulary"),
+    ],
+)
+def test_a_bad_tokenizer_config_is_named(tiny, text, message):
+    (tiny / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        WordPiece(tiny)
+
+
+def test_lower_casing_is_not_guessed(tiny):
+    (tiny / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="is missing: it says whether"):
+        WordPiece(tiny)
+
+
+def test_special_tokens_may_be_written_as_objects(tiny):
+    config = {"cls_token": {"content": "[CLS]", "lstrip": False}}
+    (tiny / "tokenizer_config.json").write_text(json.dumps(config))
+    assert WordPiece(tiny).first_id == VOCAB.index("[CLS]")

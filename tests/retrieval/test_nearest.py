@@ -1,0 +1,209 @@
+"""Nearest vectors: exact, independent of the batch, honest in number."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsearch.retrieval.nearest import (
+    BRUTE_FORCE_MAX,
+    MARGIN,
+    Nearest,
+    Partition,
+    build_searcher,
+    choose_partition,
+    exact_scores,
+    measure_recall,
+)
+from rsearch.retrieval.vectors import Vectors
+from tests.retrieval.fakes import unit_rows
+
+
+def brute_force(rows):
+    return Nearest(Vectors([rows]), build_searcher(rows, None), None)
+
+
+def partitioned(rows, **settings):
+    partition = choose_partition(len(rows), kind="partitioned", **settings)
+    return Nearest(Vectors([rows]), build_searcher(rows, partition), partition)
+
+
+def clusters(rng, num, dim=32, size=20):
+    centres = np.repeat(unit_rows(rng, -(-num // size), dim), size, axis=0)[:num]
+    rows = centres + 0.08 * rng.normal(size=(num, dim))
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+def test_the_nearest_come_first_with_their_products():
+    rows = np.array([[1, 0], [0, 1], [0.6, 0.8], [-1, 0]], np.float32)
+    positions, scores = brute_force(rows).search(np.array([[1.0, 0.0]], np.float32), 3)
+    np.testing.assert_array_equal(positions, [[0, 2, 1]])
+    np.testing.assert_array_equal(scores, np.array([[1, 0.6, 0]], np.float32))
+
+
+def test_more_than_there_are_gives_all_of_them_once():
+    rows = np.array([[1, 0], [0, 1]], np.float32)
+    positions, scores = brute_force(rows).search(rows, 10)
+    np.testing.assert_array_equal(positions, [[0, 1], [1, 0]])
+    assert np.isfinite(scores).all()
+
+
+def test_a_single_vector_can_be_searched():
+    positions, _ = brute_force(np.ones((1, 8), np.float32)).search(np.ones((2, 8)), 3)
+    np.testing.assert_array_equal(positions, [[0], [0]])
+
+
+def test_no_queries_give_no_rows():
+    positions, scores = brute_force(np.eye(4, dtype=np.float32)).search(
+        np.empty((0, 4), np.float32), 3
+    )
+    assert positions.shape == scores.shape == (0, 3)
+
+
+def test_equal_scores_are_in_the_order_of_positions_however_many():
+    rng = np.random.default_rng(0)
+    rows = unit_rows(rng, 300, 24)
+    copies = 5 + 3 * np.arange(2 * MARGIN + 9)  # more than the spare candidates
+    rows[copies] = rows[5]
+    positions, scores = brute_force(rows).search(rows[5:6], 7)
+    np.testing.assert_array_equal(positions[0], copies[:7])
+    assert len(set(scores[0].tolist())) == 1
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 400), st.integers(1, 12))
+@settings(max_examples=25, deadline=None)
+def test_results_equal_a_full_sort_in_any_batch(seed, num, top_k):
+    rng = np.random.default_rng(seed)
+    rows = unit_rows(rng, num, 48)
+    rows[rng.integers(0, num, num // 2)] = rows[0]
+    queries = np.concatenate([rows[:1], unit_rows(rng, 7, 48)])
+    nearest = brute_force(rows)
+    positions, scores = nearest.search(queries, top_k)
+    for row, query in enumerate(queries):
+        alone = nearest.search(query[None], top_k)
+        np.testing.assert_array_equal(positions[row], alone[0][0])
+        np.testing.assert_array_equal(scores[row], alone[1][0])
+        exact = nearest.vectors.all_scores(query)
+        order = np.lexsort((np.arange(num), -exact))[: min(top_k, num)]
+        np.testing.assert_array_equal(positions[row], order)
+        np.testing.assert_array_equal(scores[row], exact[order])
+
+
+@pytest.fixture(scope="module")
+def many():
+    return partitioned(clusters(np.random.default_rng(1), 4000))
+
+
+def test_a_partitioned_index_finds_nearly_all(many):
+    queries = many.vectors.rows(np.arange(0, 4000, 40))
+    assert measure_recall(many, queries, top_k=10) >= 0.98
+
+
+def test_partitioned_results_do_not_depend_on_the_batch(many):
+    rng = np.random.default_rng(2)
+    queries = clusters(rng, 64)
+    positions, scores = many.search(queries, 5)
+    for row in range(len(queries)):
+        alone = many.search(queries[row : row + 1], 5)
+        np.testing.assert_array_equal(positions[row], alone[0][0])
+        np.testing.assert_array_equal(scores[row], alone[1][0])
+
+
+def test_partitions_too_small_for_the_question_are_made_up_for():
+    rows = clusters(np.random.default_rng(3), 900)
+    nearest = partitioned(rows, leaves_to_search=1)
+    positions, scores = nearest.search(rows[:5], 400)
+    assert positions.shape == (5, 400)
+    assert all(len(set(row)) == 400 for row in positions.tolist())
+    assert np.isfinite(scores).all()
+    assert (np.diff(scores, axis=1) <= 0).all()
+
+
+class Padding:
+    """A searcher that finds too little and pads as ScaNN does: id 0, a NaN product."""
+
+    def search_batched(self, queries, final_num_neighbors, **_):
+        ids = np.zeros((len(queries), final_num_neighbors), np.uint32)
+        products = np.full(ids.shape, np.nan, np.float32)
+        ids[:, 0], products[:, 0] = 3, 0.5
+        return ids, products
+
+
+def test_padding_never_becomes_a_result():
+    rows = unit_rows(np.random.default_rng(4), 30, 8)
+    partition = Partition(num_leaves=5, leaves_to_search=1, reorder=10)
+    nearest = Nearest(Vectors([rows]), Padding(), partition)
+    positions, scores = nearest.search(rows[7:8], 3)
+    expected = brute_force(rows).search(rows[7:8], 3)
+    np.testing.assert_array_equal(positions, expected[0])
+    np.testing.assert_array_equal(scores, expected[1])
+
+
+def test_recall_counts_what_is_found():
+    rows = np.eye(4, dtype=np.float32)
+    vectors = Vectors([rows])
+
+    class OneOfTwo:
+        def __init__(self):
+            self.vectors = vectors
+
+        def search(self, queries, top_k):
+            return None, np.array([[1.0, -1.0], [1.0, 0.0]], np.float32)
+
+    # Each query's exact products are 1 and 0: three of the four are found.
+    assert measure_recall(OneOfTwo(), rows[:2], top_k=2) == 0.75
+
+
+def test_exact_scores_are_those_of_a_sort_over_all_blocks():
+    rng = np.random.default_rng(5)
+    rows, queries = unit_rows(rng, 50, 8), unit_rows(rng, 6, 8)
+    vectors = Vectors([rows[:20], rows[20:40], rows[40:]])
+    expected = -np.sort(-(queries @ rows.T), axis=1)
+    for top_k in (1, 7, 50, 99):
+        found = exact_scores(vectors, queries, top_k)
+        np.testing.assert_allclose(found, expected[:, :top_k], atol=1e-6)
+
+
+def test_few_vectors_get_brute_force_and_many_a_square_root_of_leaves():
+    assert choose_partition(BRUTE_FORCE_MAX) is None
+    assert choose_partition(1_000_000).num_leaves == 1000
+    assert choose_partition(1_000_000).leaves_to_search == 80  # 0.25 / sqrt(10)
+    assert choose_partition(50_000).leaves_to_search == 56  # a quarter of 224
+    assert choose_partition(5, kind="partitioned").leaves_to_search == 2
+    assert choose_partition(10**6, kind="brute_force") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "tree"}, "kind='tree', expected"),
+        ({"leaves_to_search": 3}, "leaves_to_search=3 has no meaning for brute force"),
+        ({"kind": "partitioned", "leaves_to_search": 11}, "expected 1 to 10"),
+        ({"kind": "partitioned", "reorder": -1}, "reorder=-1, expected at least 1"),
+    ],
+)
+def test_a_bad_setting_is_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        choose_partition(100, **settings)
+
+
+def test_searching_imports_neither_tensorflow_nor_torch():
+    code = """
+import sys
+import numpy as np
+from rsearch.retrieval.encoder import load_encoder
+from rsearch.retrieval.engine import engine_in_memory
+from rsearch.types import Passage
+engine = engine_in_memory(
+    [Passage("0", "Rome\\nA city.")], load_encoder("hashed", family=""), top_k=1
+)
+assert engine(["Rome"])[0][0].id == "0"
+print(sorted({"tensorflow", "torch"} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
