@@ -100,6 +100,18 @@ def sample(logits, keys, *, temperature: float, top_p: float):
     return tokens, jnp.take_along_axis(logp, tokens[:, None], axis=-1)[:, 0]
 
 
+def _widen(stop_table: np.ndarray, vocab_size: int) -> np.ndarray:
+    """[states, V]: the table with columns that keep the state for ids without token."""
+    num_states, num_tokens = stop_table.shape
+    if num_tokens > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {num_tokens} ids, more than the model's {vocab_size=}"
+        )
+    same = np.arange(num_states, dtype=np.uint8)[:, None]
+    rest = np.repeat(same, vocab_size - num_tokens, axis=1)
+    return np.concatenate([stop_table, rest], axis=1)
+
+
 class Sampler:
     """The compiled functions of one model, protocol and set of limits."""
 
@@ -121,18 +133,22 @@ class Sampler:
         Args:
             model: the policy's network.
             mesh: rows are spread over its data and fsdp axes, heads over tensor.
-            stop_table: [states, V] uint8 of `automaton.token_automaton`.
+            stop_table: [states, tokens] uint8 of `automaton.token_automaton`; ids of
+                the model beyond the tokenizer's stand for nothing.
             eos_ids: token ids that end a turn.
             num_slots: S, tokens that a whole conversation may hold.
             max_turn_tokens: N, tokens the policy may write in one turn.
             chunk: prompt and observation tokens go through the model this many at a
                 time.
             temperature, top_p: see `sample`.
+
+        Raises:
+            ValueError: the tokenizer has more ids than the model.
         """
         self._model, self._mesh = model, mesh
-        self._stop_table = jnp.asarray(stop_table)
+        self._stop_table = jnp.asarray(_widen(stop_table, model.spec.vocab_size))
         self._is_eos = (
-            jnp.zeros(stop_table.shape[1], bool).at[jnp.array(eos_ids)].set(True)
+            jnp.zeros(model.spec.vocab_size, bool).at[jnp.array(eos_ids)].set(True)
         )
         self._num_slots, self._max_turn_tokens = num_slots, max_turn_tokens
         self._chunk, self._temperature, self._top_p = chunk, temperature, top_p

@@ -227,3 +227,20 @@ def full_logits(tokens, seed=0):
 def _forward(weights, tokens, positions):
     hidden, _ = model().apply({"params": weights}, tokens, positions)
     return model().apply({"params": weights}, hidden, method="logits")
+
+
+def log_softmax(x):
+    x = np.asarray(x, np.float64)
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def sorted_nucleus(logits, top_p):
+    """[V] float64 log-probabilities of the smallest set of mass >= top_p, by sorting;
+    tokens as likely as the last one taken are taken too."""
+    p = np.exp(log_softmax(logits))
+    descending = np.sort(p)[::-1]
+    last = descending[np.searchsorted(np.cumsum(descending), top_p)]
+    kept = p >= last * (1 - 1e-9)
+    with np.errstate(divide="ignore"):
+        return np.log(np.where(kept, p, 0) / p[kept].sum())

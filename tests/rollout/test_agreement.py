@@ -1,0 +1,217 @@
+import jax
+import numpy as np
+import pytest
+
+from rsearch.learn.logprobs import token_logprobs
+from rsearch.models.sharding import make_mesh
+from rsearch.rollout.driver import RolloutEngine
+from rsearch.types import Source
+from tests.rollout import tiny
+from tests.rollout.tiny import log_softmax, sorted_nucleus
+
+V = tiny.tokenizer().vocab_size
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Setup of each asked-for temperature and nucleus, compiled once."""
+    made = {}
+
+    def get(temperature=1.0, top_p=1.0):
+        key = temperature, top_p
+        if key not in made:
+            made[key] = tiny.make_engine(temperature=temperature, top_p=top_p)
+        return made[key]
+
+    return get
+
+
+def rollouts_of(groups):
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def policy_columns(rollout):
+    """(position, id, logp) of all that the policy wrote."""
+    start = 0
+    for segment in rollout.segments:
+        if segment.source == Source.POLICY:
+            for i, (token, logp) in enumerate(zip(segment.token_ids, segment.logp)):
+                yield start + i, int(token), float(logp)
+        start += len(segment.token_ids)
+
+
+def padded(rollouts):
+    """[B, T] ids on the left, zeros after them."""
+    rows = [tiny.row_of(r) for r in rollouts]
+    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return tokens
+
+
+def test_the_rollouts_are_ragged_and_end_at_different_turns(compiled):
+    rollouts = rollouts_of(compiled().roll_out(tiny.questions(8)))
+    assert len({r.num_tokens for r in rollouts}) > 12
+    assert {len(r.policy_texts) for r in rollouts} == {1, 2, 3, 4}
+    assert {len(r.searches) for r in rollouts} >= {0, 1, 2}
+    shown = {len(s.token_ids) for r in rollouts for s in r.segments if s.source == 3}
+    assert len(shown) > 4
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampled_log_probabilities_equal_scored_ones(compiled, temperature):
+    rollouts = rollouts_of(compiled(temperature).roll_out(tiny.questions(8)))
+    scored, _ = token_logprobs(
+        tiny.model(),
+        tiny.params(),
+        padded(rollouts),
+        temperature=temperature,
+        chunk_tokens=100,
+    )
+    for row, rollout in zip(np.asarray(scored), rollouts):
+        for position, _, logp in policy_columns(rollout):
+            assert abs(row[position] - logp) <= 1e-4
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampled_log_probabilities_equal_a_full_forward_pass(compiled, temperature):
+    rollouts = rollouts_of(compiled(temperature).roll_out(tiny.questions(8)))
+    for rollout, row in zip(rollouts, padded(rollouts)):
+        full = log_softmax(tiny.full_logits(row) / temperature)
+        for position, token, logp in policy_columns(rollout):
+            assert abs(full[position - 1, token] - logp) <= 1e-4
+
+
+def test_the_cached_state_after_a_wave_is_that_of_a_full_forward_pass(compiled):
+    setup = compiled()
+    rollouts = rollouts_of(setup.roll_out(tiny.questions(2), seed=3))
+    rows = setup.sampler.rows
+    tokens = padded(rollouts)
+    for i, rollout in enumerate(rollouts):
+        # The row holds what the segments hold: neither side lost or added a token.
+        assert rows.length[i] == rollout.num_tokens
+        full = tiny.full_logits(tokens[i])[rollout.num_tokens - 1]
+        np.testing.assert_allclose(rows.logits[i], full, atol=1e-4)
+
+
+def test_a_wrong_cache_would_show(compiled):
+    """The tests above mean something: another token far back changes the logits."""
+    row = padded(rollouts_of(compiled().roll_out(tiny.questions(1))))[0]
+    other = row.copy()
+    other[2] = (other[2] + 1) % V
+    changed = np.abs(tiny.full_logits(row) - tiny.full_logits(other))
+    assert changed[3:].max(-1).min() > 1e-2
+
+
+@pytest.mark.parametrize("temperature, top_p", [(0.7, 0.8)])
+def test_nucleus_log_probabilities_are_those_of_the_sorted_set(
+    compiled, temperature, top_p
+):
+    rollouts = rollouts_of(compiled(temperature, top_p).roll_out(tiny.questions(4)))
+    sizes = set()
+    for rollout, row in zip(rollouts, padded(rollouts)):
+        full = tiny.full_logits(row) / temperature
+        for position, token, logp in policy_columns(rollout):
+            kept = sorted_nucleus(full[position - 1], top_p)
+            assert abs(kept[token] - logp) <= 1e-4
+            sizes.add(np.isfinite(kept).sum())
+    assert len(sizes) > 5
+
+
+def test_greedy_takes_the_most_likely_token_at_log_probability_0(compiled):
+    rollouts = rollouts_of(compiled(0.0).roll_out(tiny.questions(2)))
+    for rollout, row in zip(rollouts, padded(rollouts)):
+        full = tiny.full_logits(row)
+        for position, token, logp in policy_columns(rollout):
+            assert full[position - 1].argmax() == token
+            assert logp == 0.0
+
+
+def ids_by_sample(groups):
+    return {
+        (g.question.id, i): [s.token_ids.tolist() for s in r.segments]
+        for g in groups
+        for i, r in enumerate(g.rollouts)
+    }
+
+
+def test_a_rollouts_draws_do_not_depend_on_what_runs_beside_it(compiled):
+    asked = tiny.questions(6)
+    expected = ids_by_sample(compiled().roll_out(asked))
+    assert len({str(ids[1]) for ids in expected.values()}) == len(expected)
+    shuffled = [asked[i] for i in (3, 0, 5, 1, 4, 2)]
+    assert ids_by_sample(compiled().roll_out(shuffled)) == expected
+    alone = compiled().roll_out(asked[4:5])
+    assert ids_by_sample(alone) == {k: expected[k] for k in ids_by_sample(alone)}
+    for num_rows in (4, 16):
+        other = tiny.make_engine(num_rows=num_rows)
+        assert ids_by_sample(other.roll_out(shuffled)) == expected
+
+
+def test_the_first_samples_of_a_larger_group_are_those_of_a_smaller(compiled):
+    asked = tiny.questions(2)
+    expected = ids_by_sample(compiled().roll_out(asked))
+    setup = compiled()
+    engine = RolloutEngine(setup.sampler, setup.host, num_rows=8, group_size=2)
+    pairs = ids_by_sample(engine(setup.params, asked, jax.random.key(0)))
+    assert pairs == {k: v for k, v in expected.items() if k[1] < 2}
+
+
+def test_another_key_draws_other_tokens(compiled):
+    asked = tiny.questions(2)
+    first, second = (ids_by_sample(compiled().roll_out(asked, s)) for s in (0, 1))
+    assert all(first[k][1] != second[k][1] for k in first)
+
+
+@pytest.fixture
+def num_compiled():
+    """A list that grows with everything that XLA compiles."""
+    compiled = []
+
+    def listen(event, _duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield compiled
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_nothing_is_traced_or_compiled_after_the_first_wave(num_compiled):
+    setup = tiny.make_engine()
+    setup.roll_out(tiny.questions(2))
+    traces, before = setup.engine.num_traces, len(num_compiled)
+    assert before > 0
+    setup.roll_out(tiny.questions(7), seed=1)
+    setup.roll_out(tiny.questions(1), seed=2)
+    assert setup.engine.num_traces == traces
+    assert len(num_compiled) == before
+
+
+def test_a_turn_ends_with_the_first_stop_or_end_of_text_and_not_before(compiled):
+    eos = set(tiny.tokenizer().eos_ids)
+    reasons = set()
+    for rollout in rollouts_of(compiled().roll_out(tiny.questions(16), seed=4)):
+        for segment in rollout.segments:
+            if segment.source != Source.POLICY:
+                continue
+            ids = segment.token_ids.tolist()
+            texts = [tiny.tokenizer().decode(ids[: i + 1]) for i in range(len(ids))]
+            stopped = ["r" in t or "in" in t for t in texts]
+            ended = [i in eos for i in ids]
+            assert not any(stopped[:-1]) and not any(ended[:-1])
+            assert stopped[-1] or ended[-1] or len(ids) == 10
+            reasons.add((stopped[-1], ended[-1]))
+    assert reasons == {(True, False), (False, True), (False, False)}
+
+
+def test_eight_devices_write_what_one_writes(compiled):
+    asked = tiny.questions(4)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    eight = tiny.make_engine(temperature=0.0, mesh=mesh)
+    assert ids_by_sample(eight.roll_out(asked)) == ids_by_sample(
+        compiled(0.0).roll_out(asked)
+    )
+    traces = eight.engine.num_traces
+    eight.roll_out(asked)
+    assert eight.engine.num_traces == traces
