@@ -164,7 +164,9 @@ class Host:
         """Searches for all that asked, in one batch; writes down what was found."""
         if not asked:
             return {}
-        found = self.search([q for action in asked.values() for q in action.queries])
+        queries = [q for action in asked.values() for q in action.queries]
+        found = self.search(queries)
+        assert len(found) == len(queries), f"{len(found)} results of {queries}"
         shown, start = {}, 0
         for i, action in asked.items():
             passages = found[start : start + len(action.queries)]
