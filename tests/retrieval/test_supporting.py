@@ -1,0 +1,49 @@
+"""Recall of supporting passages, by hand."""
+
+import pytest
+
+from rsearch.retrieval.supporting import supporting_recall
+from rsearch.types import Passage, Question
+
+PASSAGES = [Passage(f"p{i}", f'"Title {i}"\ntext') for i in range(5)]
+
+
+def ask(*metadata):
+    return [Question(f"q{i}", f"q{i}?", ("a",), m) for i, m in enumerate(metadata)]
+
+
+def first(num):
+    return lambda queries: [tuple(PASSAGES[:num]) for _ in queries]
+
+
+def test_recall_is_the_mean_share_of_each_questions_passages():
+    questions = ask(
+        {"supporting_ids": ["p0", "p4"]},  # one of two
+        {"supporting_ids": ["p2"]},  # one of one
+        {"supporting_ids": ["p3", "p4"]},  # none
+    )
+    assert supporting_recall(first(3), questions, top_k=3) == (0.5, 3)
+    assert supporting_recall(first(3), questions, top_k=1)[0] == pytest.approx(1 / 6)
+
+
+def test_passages_are_named_by_title_or_by_flashrags_facts():
+    questions = ask(
+        {"supporting_titles": ["Title 0", '"Title 9"']},
+        {"supporting_facts": {"title": ["Title 1", "Title 1"], "sent_id": [0, 3]}},
+    )
+    assert supporting_recall(first(2), questions, top_k=2) == (0.75, 2)
+
+
+def test_questions_that_name_none_do_not_count():
+    questions = ask({}, {"supporting_ids": ["p0"]}, {"supporting_ids": []})
+    assert supporting_recall(first(1), questions, top_k=1) == (1.0, 1)
+
+
+def test_a_failed_search_finds_nothing():
+    questions = ask({"supporting_ids": ["p0"]})
+    assert supporting_recall(lambda queries: [None], questions, top_k=1) == (0.0, 1)
+
+
+def test_questions_without_any_are_refused():
+    with pytest.raises(ValueError, match="none of the questions names"):
+        supporting_recall(first(1), ask({}), top_k=1)
