@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: find one, read its shape, load its weights, write one.
+"""Hugging Face checkpoints: find one, load its weights, write one.
 
 Only safetensors are read: a pickle runs code when it is opened.
 """
@@ -19,9 +19,7 @@ from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 from rsearch.models import weights
-from rsearch.models.hf_config import config_of, read_spec
-
-__all__ = ["export", "find_model", "load_params", "read_spec"]
+from rsearch.models.hf_config import config_of
 
 EXPORT_DTYPES = {
     "float32": np.float32,
@@ -81,7 +79,7 @@ def load_params(
 
     Args:
         directory: holds model.safetensors, or shards and their index.
-        spec: what `read_spec` returned for it.
+        spec: what `hf_config.read_spec` returned for it.
         shardings: a tree like the parameters' with the sharding of each leaf
             (`param_shardings` of `weights.param_shapes`); None puts all on one device.
         value_head: add a value head of zeros, which no checkpoint holds.

@@ -6,10 +6,11 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 import transformers
 
-from rsearch.models import huggingface
+from rsearch.models import hf_config, huggingface, weights
 from rsearch.models.decoder import Decoder, empty_cache
 
 # With more, torch's threads wait for each other wherever the machine is busy.
@@ -78,9 +79,20 @@ def random_reference(family, seed=0):
     return model
 
 
+def random_params(spec):
+    """Parameters, made by NumPy, in which biases and norms matter too."""
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        noise = rng.normal(0, 0.2, leaf.shape).astype(np.float32)
+        return jnp.asarray(noise + (path[-1].key == "scale"))
+
+    return jax.tree_util.tree_map_with_path(draw, weights.param_shapes(spec))
+
+
 def load(directory, **settings):
     """(model, parameters) of a directory, on one device, in float32."""
-    spec = huggingface.read_spec(directory)
+    spec = hf_config.read_spec(directory)
     return Decoder(spec, **settings), huggingface.load_params(directory, spec)
 
 

@@ -36,18 +36,9 @@ SPEC = DecoderSpec(
 )
 
 
-def new_params(model):
-    return jax.jit(functools.partial(init_params, model))(jax.random.key(0))
-
-
 @pytest.fixture(scope="module")
 def params():
-    """Random parameters in which biases and norms matter too."""
-    made = new_params(Decoder(SPEC))
-    leaves, tree = jax.tree.flatten(made)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)]
-    return jax.tree.unflatten(tree, noisy)
+    return reference.random_params(SPEC)
 
 
 @pytest.fixture(scope="module", params=list(reference.CONFIGS))
@@ -267,7 +258,7 @@ def test_remat_changes_no_gradient(params):
 
 def test_a_new_value_head_says_zero_and_then_a_dot_product(params):
     model = Decoder(SPEC, value_head=True)
-    made = new_params(model)
+    made = jax.jit(functools.partial(init_params, model))(jax.random.key(0))
     hidden = jnp.arange(48.0).reshape(2, 24)
     values = model.apply({"params": made}, hidden, method="values")
     np.testing.assert_array_equal(values, [0, 0])

@@ -44,7 +44,7 @@ def change(directory, edit):
 
 def refusal(directory):
     with pytest.raises(ValueError) as caught:
-        huggingface.load_params(directory, huggingface.read_spec(directory))
+        huggingface.load_params(directory, read_spec(directory))
     return str(caught.value)
 
 
@@ -144,7 +144,7 @@ def test_a_block_reads_only_its_rows_of_the_file():
 
 
 def test_a_new_value_head_is_zero(saved):
-    spec = huggingface.read_spec(saved)
+    spec = read_spec(saved)
     params = huggingface.load_params(saved, spec, value_head=True)
     np.testing.assert_array_equal(params["value"], np.zeros(48))
 

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 from rsearch.models import sharding
 from rsearch.models.decoder import Decoder, DecoderSpec, empty_cache, init_params
+from tests.models import reference
 
 SPEC = DecoderSpec(
     vocab_size=32,
@@ -24,8 +25,7 @@ MODEL = Decoder(SPEC)
 
 @pytest.fixture(scope="module")
 def params():
-    made = jax.jit(functools.partial(init_params, MODEL))(jax.random.key(0))
-    return jax.device_get(jax.tree.map(lambda x: 5 * x, made))
+    return jax.device_get(reference.random_params(SPEC))
 
 
 @pytest.fixture(scope="module")
