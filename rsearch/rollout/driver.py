@@ -9,7 +9,7 @@ import numpy as np
 
 from rsearch.rollout.conversation import Conversation, Host
 from rsearch.rollout.sampler import Sampler
-from rsearch.types import Group, Malformed, Messages, Question, Rollout
+from rsearch.types import Group, Malformed, Messages, Outcome, Question, Rollout
 
 
 class RolloutEngine:
@@ -152,7 +152,8 @@ def replay(
         messages: the chat that opens it; the protocol's own where not given.
 
     Raises:
-        ValueError: a turn is malformed or too long, turns are left over, or missing.
+        ValueError: a turn is malformed, too long or goes on beyond its action, a search
+            fails, turns are left over, or missing.
     """
 
     def refuse(what):
@@ -168,6 +169,10 @@ def replay(
             raise refuse(f"ended with turn {number} of {len(turns)}")
         if isinstance(host.protocol.parse(text), Malformed):
             raise refuse(f"turn {number + 1} has no action: {text!r}")
+        stops = [s for s in host.protocol.stop_strings if s in text]
+        end = min((text.index(s) + len(s) for s in stops), default=len(text))
+        if end < len(text):
+            raise refuse(f"turn {number + 1} goes on beyond its action: {text[end:]!r}")
         ids = host.tokenizer.encode(text)
         if not host.protocol.stop_strings:
             ids = np.append(ids, np.int32(host.tokenizer.eos_ids[0]))
@@ -175,6 +180,8 @@ def replay(
             raise refuse(f"{len(ids)} tokens in a turn > {limits.max_turn_tokens}")
         written = {0: (ids, np.zeros(len(ids), np.float32))}
         host.answer_turns(wave, written, final=number == limits.max_searches)
+        if wave[0].outcome == Outcome.TOOL_ERROR:
+            raise refuse(f"the search of turn {number + 1} failed")
     if wave[0].outcome is None:
         raise refuse(f"{len(turns)} turns do not end it")
     return wave[0].rollout()
