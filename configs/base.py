@@ -29,6 +29,7 @@ def _model():
     c.qkv_bias = False  # biases on query, key and value projections (qwen2: True)
     c.dtype = "float32"  # of the computation; master weights are always float32
     c.remat = False  # recompute activations in the backward pass: memory for time
+    c.logit_chunk = 1024  # tokens whose logits exist at once in training
     return c
 
 
@@ -43,8 +44,11 @@ def _protocol():
     """How policy and search engine talk."""
     c = ConfigDict()
     c.name = "search_r1"  # a key of PROTOCOLS
-    c.instruction = placeholder(str)  # replaces the protocol's user message; {question}
+    c.instruction = placeholder(str)  # replaces the protocol's messages; {question}
     c.system = placeholder(str)  # replaces the protocol's system message
+    c.invalid_message = placeholder(str)  # ... what a malformed turn is answered with
+    c.direct = placeholder(str)  # replaces the messages of method "direct"; {question}
+    c.rag = placeholder(str)  # ... and of "rag"; {passages} and {question}
     return c
 
 
@@ -65,11 +69,11 @@ def _data():
 def _world():
     """The embedded synthetic world; made from config.seed where "world" is named."""
     c = ConfigDict()
-    c.people = 400  # each with a birthplace and an employer
-    c.films = 300  # each with a director
+    c.people = 500  # each with a birthplace and an employer
+    c.films = 400  # each with a director
     c.companies = 100  # each with a seat
     c.cities = 100  # each with a country
-    c.train_questions = 2_000  # two-hop questions to learn from
+    c.train_questions = 1_400  # two-hop questions to learn from
     c.dev_questions = 200  # held-out two-hop questions, about unseen heads
     return c
 
@@ -77,11 +81,11 @@ def _world():
 def _retrieval():
     """The corpus, its index and how it is asked."""
     c = ConfigDict()
-    c.corpus = "world"  # JSONL of {"id", "contents"}, plain or gzip; "world" = embedded
-    c.index = ""  # directory written by rsearch.index; "" = built at the start
-    c.encoder = "hashed"  # "hashed" bag of words, or a directory with a BERT encoder
+    c.corpus = "world"  # JSONL of {"id", "contents"}; "" = the index's; or embedded
+    c.index = ""  # directory written by rsearch.index; the world needs none
+    c.encoder = "hashed"  # "hashed" n-grams, or a directory or hub id of a BERT model
     c.family = "minilm"  # prefixes and pooling of the encoder: "minilm", "e5", "bge"
-    c.top_k = 3  # passages for one query
+    c.top_k = 1  # passages for one query
     c.cache_size = 10_000  # queries whose results are remembered; 0 = none
     c.hashed_dim = 512  # features of the hashed encoder's vectors
     return c
@@ -92,28 +96,32 @@ def _rollout():
     c = ConfigDict()
     c.group_size = 8  # rollouts of one question (G)
     c.max_searches = 2  # searches a rollout may make; its last turn cannot search
-    c.max_turn_tokens = 48  # tokens the policy may write in one turn
-    c.max_observation_tokens = 64  # tokens of one observation, tags included
-    c.max_prompt_tokens = 64  # longer prompts are dropped and listed
-    c.context_tokens = 0  # tokens of a whole rollout; 0 = the sum of the above
+    c.max_turn_tokens = 18  # tokens the policy may write in one turn
+    c.max_observation_tokens = 22  # tokens of retrieved text in one observation
+    c.max_prompt_tokens = 16  # questions with longer prompts are left out and listed
+    c.context_tokens = 0  # tokens of a whole rollout; 0 = what the above can come to
     c.temperature = 1.0  # of sampling in training; evaluation is greedy
     c.top_p = 1.0  # smallest probability mass kept when sampling; 1 = everything
-    c.slots = 64  # rows decoded at once
-    c.extend_chunk = 32  # given tokens appended to paused rows per call
+    c.slots = 256  # rows decoded at once, in training and evaluation
+    c.extend_chunk = 32  # given tokens that a call of the model reads for each row
     return c
 
 
 def _sft():
     """Supervised stage: cross-entropy on the policy's tokens of demonstrations."""
     c = ConfigDict()
+    c.demonstrations = "world"  # JSONL of {"question", "turns"}; "world" = embedded
     c.steps = 360  # optimiser steps
     c.batch_size = 64  # demonstrations a step
     c.micro_batch = 64  # demonstrations a forward and backward pass
-    c.sequence_tokens = 96  # tokens of a demonstration, padding included
+    c.sequence_tokens = 88  # tokens of a demonstration, padding included
     c.lr = 3e-3  # peak learning rate
-    c.warmup_steps = 20  # steps of linear warm-up from 0; constant afterwards
-    c.flawed_share = 0.65  # world's demonstrations that do not answer properly
-    c.guess_share = 0.2  # of the flawed: guess without search; others stop after one
+    c.warmup_steps = 20  # steps of linear warm-up from 0
+    c.decay = False  # fall linearly to a tenth of lr at the last step
+    c.repeats = 2  # of each world question, each with its own flaw or none
+    c.flawed_share = 0.65  # of the world's demonstrations do not find the answer
+    c.guess_share = 0.2  # of the flawed guess at once; the others stop after one search
+    c.baseline_share = 0.05  # further ones that answer as "direct" and "rag" do
     return c
 
 
@@ -121,12 +129,14 @@ def _rl():
     """Reinforcement stage. A rollout's advantage is relative to those of its group."""
     c = ConfigDict()
     c.algorithm = "grpo"  # "grpo"
-    c.steps = 20  # each: roll out, reward, updates_per_step optimiser steps
+    c.steps = 12  # each: roll out, reward, updates_per_step optimiser steps
     c.questions_per_step = 32  # groups a step
     c.updates_per_step = 1  # optimiser steps on one step's rollouts
-    c.micro_batch = 64  # rows a forward and backward pass
+    c.micro_batch = 128  # rows a forward and backward pass
     c.lr = 6e-4  # peak learning rate
-    c.warmup_steps = 0  # optimiser steps of linear warm-up; constant afterwards
+    c.warmup_steps = 0  # optimiser steps of linear warm-up
+    c.decay = False  # fall linearly to a tenth of lr at the last step
+    c.behavior = "sampled"  # log-probs: as "sampled", or "scored" by the trainer
     c.clip_low = 0.2  # the probability ratio is kept above 1 - clip_low
     c.clip_high = 0.2  # ... and below 1 + clip_high
     c.kl_coef = 0.0  # weight of the divergence from the reference; 0 = no reference
@@ -143,7 +153,7 @@ def _optim():
     """AdamW, in both stages."""
     c = ConfigDict()
     c.b1 = 0.9  # decay of the first moment
-    c.b2 = 0.999  # decay of the second moment
+    c.b2 = 0.98  # decay of the second moment
     c.eps = 1e-8  # added to the root of the second moment
     c.weight_decay = 0.01  # per step, times the learning rate
     c.max_grad_norm = 1.0  # global norm that gradients are scaled down to
@@ -168,8 +178,11 @@ def get_config():
     c.optim = _optim()
     # Term -> its settings; the reward is the weighted sum. A recipe replaces the whole.
     c.reward = ConfigDict({"answer_em": {"weight": 1.0}})
-    c.judge = ConfigDict()
-    c.judge.source = ""  # directory or hub id of the model that judges; "" = none
+    c.judge = ConfigDict()  # the model that evidence is judged by
+    c.judge.source = ""  # directory or hub id; "" = none
+    c.judge.slots = 16  # chats answered at once
+    c.judge.max_prompt_tokens = 1024  # a longer chat counts as a failed judge
+    c.judge.max_reply_tokens = 64  # replies are cut there
     c.mesh = ConfigDict()  # devices; the product of the three is their number
     c.mesh.data = -1  # copies of the model that share the batch; -1 = all remaining
     c.mesh.fsdp = 1  # parts the weights are cut into; these share the batch too
@@ -178,9 +191,11 @@ def get_config():
     c.checkpoint.every_steps = 10  # a stage's last step is always saved
     c.checkpoint.keep = 2  # newest checkpoints kept in a stage
     c.eval = ConfigDict()
-    c.eval.every_steps = 0  # 0 = only at the ends of stages
-    c.eval.methods = ("protocol",)  # of "protocol", "direct" and "rag"
+    c.eval.at_start = True  # also before the first stage
+    c.eval.every_steps = 0  # of RL, dev scores in metrics.jsonl; 0 = only after stages
+    c.eval.methods = ("protocol", "direct", "rag")  # which of these, after each stage
     c.eval.max_questions = 0  # of dev; 0 = all
+    c.eval.normalize = "squad"  # of answers: "squad" or "r1_searcher"
     c.eval.examples = 3  # transcripts printed at the end
     c.log_every = 1  # steps between printed lines; metrics.jsonl has every step
     return c.lock()

@@ -15,6 +15,9 @@ WORDS = {  # fields of one word -> the words there are
     "rl.kl_kind": ("k1", "k2", "k3"),
     "rl.kl_place": ("loss", "reward"),
     "rl.loss_mean": ("token", "sequence"),
+    "rl.behavior": ("sampled", "scored"),
+    "eval.normalize": ("squad", "r1_searcher"),
+    "retrieval.family": ("minilm", "e5", "bge"),
 }
 
 
@@ -60,6 +63,15 @@ RULES = {  # field -> (predicate, what would be right)
         lambda x: x is None or "{question}" in x,
         "a text that holds {question}",
     ),
+    "protocol.direct": (
+        lambda x: x is None or "{question}" in x,
+        "a text that holds {question}",
+    ),
+    "protocol.rag": (
+        lambda x: x is None or ("{question}" in x and "{passages}" in x),
+        "a text that holds {passages} and {question}",
+    ),
+    "model.logit_chunk": _at_least(1),
     "data.max_train": _at_least(0),
     "data.max_dev": _at_least(0),
     "world.people": _at_least(1),
@@ -87,6 +99,8 @@ RULES = {  # field -> (predicate, what would be right)
     "sft.sequence_tokens": _at_least(2),
     "sft.lr": _at_least(0),
     "sft.warmup_steps": _at_least(0),
+    "sft.repeats": _at_least(1),
+    "sft.baseline_share": _between(0, 1),
     "sft.flawed_share": _between(0, 1),
     "sft.guess_share": _between(0, 1),
     "rl.steps": _at_least(0),
@@ -106,6 +120,9 @@ RULES = {  # field -> (predicate, what would be right)
     "optim.weight_decay": _at_least(0),
     "optim.max_grad_norm": _above(0),
     "reward": (lambda x: len(x) > 0, "at least one term with its settings"),
+    "judge.slots": _at_least(1),
+    "judge.max_prompt_tokens": _at_least(1),
+    "judge.max_reply_tokens": _at_least(1),
     "mesh.data": (
         lambda x: x == -1 or x >= 1,
         "a number >= 1, or -1 for all remaining",
@@ -223,6 +240,12 @@ def _check_rl_batch(c):
             f"{c.rl.questions_per_step} questions x {c.rollout.group_size} rollouts = "
             f"{rows} rows, which {c.rl.updates_per_step} updates x micro-batches of "
             f"{c.rl.micro_batch} = {part} rows do not divide (remainder {rows % part})"
+        )
+    if c.rl.questions_per_step % c.rl.updates_per_step:
+        raise ValueError(
+            f"config.rl.questions_per_step = {c.rl.questions_per_step} is not a "
+            f"multiple of config.rl.updates_per_step = {c.rl.updates_per_step}: the "
+            "rollouts of a question belong to one update"
         )
     if c.data.max_train and c.data.max_train < c.rl.questions_per_step:
         raise ValueError(

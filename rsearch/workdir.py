@@ -134,6 +134,12 @@ def write_json(path, value):
     files.replace(path, text.encode())
 
 
+def write_rows(path, rows):
+    """Writes a .jsonl file atomically and durably, one JSON object a line."""
+    lines = [json.dumps(row, allow_nan=False) + "\n" for row in rows]
+    files.replace(path, "".join(lines).encode())
+
+
 def append_rows(path, rows):
     """Appends JSON objects to a .jsonl file, one a line; the file is made if missing.
 

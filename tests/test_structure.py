@@ -25,6 +25,7 @@ LAYERS = (  # lowest first; what is not named here is a command, above all of th
         "console",
         "workdir",
         "files",
+        "compiles",
     ),
     ("models", "protocols"),
     ("data", "retrieval", "rollout", "rewards", "learn"),

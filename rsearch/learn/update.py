@@ -96,13 +96,32 @@ def state_shardings(state, mesh: Mesh):
 
 
 def create_state(params, optimizer, mesh: Mesh) -> TrainState:
-    """A fresh state around float32 parameters, laid out over the mesh."""
+    """A fresh state around a copy of float32 parameters, laid out over the mesh.
+
+    A copy, since the first update reuses the state's buffers, and the parameters given
+    may serve as reference.
+    """
 
     def create(params):
+        params = jax.tree.map(jnp.copy, params)
         return TrainState(jnp.int32(0), params, optimizer.init(params))
 
     shardings = state_shardings(jax.eval_shape(create, params), mesh)
     return jax.jit(create, out_shardings=shardings)(params)
+
+
+def state_like(shapes, optimizer, mesh: Mesh) -> TrainState:
+    """Shapes and shardings of the state around parameters of these shapes."""
+
+    def create(params):
+        return TrainState(jnp.int32(0), params, optimizer.init(params))
+
+    state = jax.eval_shape(create, shapes)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        state,
+        state_shardings(state, mesh),
+    )
 
 
 class Learner:
@@ -208,10 +227,14 @@ def policy_loss(*, clip_low, clip_high, kl_coef, kl_kind, entropy_coef) -> Calla
 
     def loss(logp, entropy, rows: Batch, weights):
         mask = rows.from_policy
+        # What lies outside must not reach a gradient, not even as 0 x NaN.
+        logp, entropy, reference_logp = (
+            jnp.where(mask, x, 0.0) for x in (logp, entropy, rows.reference_logp)
+        )
         surrogate, is_clipped = clipped_surrogate(
             logp, rows.behavior_logp, rows.advantage, mask, low=clip_low, high=clip_high
         )
-        kl = kl_estimate(logp, rows.reference_logp, kl_kind)
+        kl = kl_estimate(logp, reference_logp, kl_kind)
         total = surrogate - entropy_coef * entropy
         if kl_coef:
             total = total + kl_coef * kl

@@ -73,16 +73,21 @@ def messages_with_passages(protocol: Protocol, question: str, passages: str):
     return chat
 
 
-def reworded(protocol: Protocol, *, user=None, system=None) -> Protocol:
+def reworded(
+    protocol: Protocol, *, user=None, system=None, invalid_message=None
+) -> Protocol:
     """The protocol with other words; a new user message drops the system message.
 
     Args:
         protocol: any.
         user: replaces the user message; None keeps both messages.
         system: replaces the system message; None keeps it, or drops it with `user`.
+        invalid_message: replaces what a malformed turn is answered with.
     """
     if user is not None:
-        return dataclasses.replace(protocol, user=user, system=system)
-    if system is not None:
-        return dataclasses.replace(protocol, system=system)
+        protocol = dataclasses.replace(protocol, user=user, system=system)
+    elif system is not None:
+        protocol = dataclasses.replace(protocol, system=system)
+    if invalid_message is not None:
+        protocol = dataclasses.replace(protocol, invalid_message=invalid_message)
     return protocol

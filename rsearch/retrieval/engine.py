@@ -36,6 +36,10 @@ class SearchEngine:
         # Held for a whole call: two threads would encode the same queries twice.
         self._lock = threading.Lock()
 
+    def __len__(self):
+        """Passages that can be found."""
+        return len(self._corpus)
+
     def __call__(self, queries):
         """The passages of each query, best first, with their scores.
 

@@ -1,0 +1,30 @@
+"""The embedded default: a small policy learns to search a made-up world.
+
+    bash launch/quickstart.sh
+    python -m rsearch.train --config=configs/quickstart.py --workdir=runs/quickstart
+
+Needs no files. A decoder of 0.7 M parameters first imitates demonstrations, two thirds
+of which give up early, then learns by GRPO that searching twice is what pays.
+"""
+
+from configs import base
+
+
+def get_config():
+    """The recipe."""
+    c = base.get_config()
+    c.name = "quickstart"
+    c.stages = ("sft", "rl")
+    c.model.update(
+        num_layers=4, width=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_width=256
+    )
+    # A model this small reads few words; the protocol's own prompt is for large ones.
+    c.protocol.name = "search_r1"
+    c.protocol.instruction = "{question}"
+    c.protocol.invalid_message = "Invalid. Try again."
+    c.protocol.direct = "Answer: {question}"
+    c.protocol.rag = "{passages} Answer: {question}"
+    c.sft.update(steps=360, batch_size=64, lr=3e-3, warmup_steps=20)
+    c.rl.update(steps=12, questions_per_step=32, lr=6e-4)
+    c.rollout.update(group_size=8, temperature=1.0)
+    return c

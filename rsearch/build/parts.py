@@ -1,0 +1,173 @@
+"""The parts that a configuration names, each loaded on its own."""
+
+import jax.numpy as jnp
+
+from rsearch.data.corpus import Corpus
+from rsearch.data.demonstrations import (
+    world_words,
+)
+from rsearch.data.questions import load_questions
+from rsearch.models import hf_config, huggingface, weights
+from rsearch.models.decoder import Decoder, DecoderSpec
+from rsearch.models.sharding import param_shardings
+from rsearch.models.small_tokenizer import train_tokenizer
+from rsearch.models.tokenizer import Tokenizer, load_tokenizer
+from rsearch.protocols import PROTOCOLS
+from rsearch.retrieval.encoder import load_encoder
+from rsearch.retrieval.engine import SearchEngine, engine_in_memory
+from rsearch.retrieval.index import corpus_path, open_index
+from rsearch.rewards.group import needs_judge
+from rsearch.rollout.conversation import (
+    Limits,
+    conversation_tokens,
+    markup_tokens,
+)
+from rsearch.rollout.generate import local_generator
+from rsearch.types import GenerateFn, Question
+
+WORLD = "world"
+
+
+def has_world(c) -> bool:
+    """Whether a configuration names the embedded world anywhere."""
+    named = (c.tokenizer.source, c.retrieval.corpus, c.sft.demonstrations)
+    files = (c.data.train, c.data.dev)
+    return WORLD in named or any(f.startswith(f"{WORLD}:") for f in files)
+
+
+def load_policy_tokenizer(c, world, source) -> Tokenizer:
+    """The tokenizer: of the world, of a directory, or of the model at `source`."""
+    if c.tokenizer.source == WORLD:
+        protocol = PROTOCOLS[c.protocol.name]
+        frame = protocol.observe([""], [()])
+        words = [frame.before, frame.after, "Doc 1(Title: ) Doc 2(Title: )\n"]
+        words += [c.protocol.direct or "", c.protocol.rag or ""]
+        words += [c.protocol.invalid_message or protocol.invalid_message or ""]
+        # Twice, as a word must occur twice to be worth a token.
+        return train_tokenizer(world.texts() + world_words(world) + 2 * words)
+    if c.tokenizer.source:
+        return load_tokenizer(huggingface.find_model(c.tokenizer.source))
+    return load_tokenizer(source)
+
+
+def policy_model(c, tokenizer, source) -> Decoder:
+    """The network, shaped by the model at `source` or else by config.model.
+
+    Raises:
+        ValueError: the tokenizer has more ids than the embedding has rows.
+    """
+    m = c.model
+    if source is not None:
+        spec = hf_config.read_spec(source)
+    else:
+        spec = DecoderSpec(
+            vocab_size=m.vocab_size or tokenizer.vocab_size,
+            width=m.width,
+            num_layers=m.num_layers,
+            num_heads=m.num_heads,
+            num_kv_heads=m.num_kv_heads,
+            head_dim=m.head_dim,
+            mlp_width=m.mlp_width,
+            rope_theta=m.rope_theta,
+            tie_embeddings=m.tie_embeddings,
+            qkv_bias=m.qkv_bias,
+        )
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
+            f"only {spec.vocab_size} rows: they do not belong together"
+        )
+    return Decoder(spec, dtype=jnp.dtype(m.dtype), remat=m.remat)
+
+
+def budgets(c, tokenizer, protocol, spec) -> tuple[Limits, int]:
+    """The limits of a rollout, and the tokens of the longest."""
+    r = c.rollout
+    limits = Limits(
+        max_searches=r.max_searches,
+        max_prompt_tokens=r.max_prompt_tokens,
+        max_turn_tokens=r.max_turn_tokens,
+        max_observation_tokens=r.max_observation_tokens,
+    )
+    markup = markup_tokens(tokenizer, protocol)
+    needed = conversation_tokens(limits, markup)
+    have = r.context_tokens or needed
+    arithmetic = (
+        f"prompt {r.max_prompt_tokens} + {r.max_searches + 1} turns x "
+        f"{r.max_turn_tokens} + {r.max_searches} observations x "
+        f"max({r.max_observation_tokens} + {markup[0]} of tags, {markup[1]} of the "
+        f"invalid-action message) = {needed} tokens"
+    )
+    if have < needed:
+        raise ValueError(
+            f"config.rollout.context_tokens = {have} is too small: {arithmetic}"
+        )
+    if have > spec.max_context:
+        raise ValueError(f"{arithmetic}, but the model's context is {spec.max_context}")
+    return limits, have
+
+
+def open_search(c, world) -> SearchEngine:
+    """The engine over the world's passages, or over a saved index.
+
+    Raises:
+        ValueError: no index is named, or it was built for something else.
+    """
+    r = c.retrieval
+    encoder = load_encoder(r.encoder, family=r.family, dim=r.hashed_dim)
+    settings = dict(top_k=r.top_k, cache_size=r.cache_size)
+    if r.corpus == WORLD:
+        return engine_in_memory(world.passages, encoder, **settings)
+    if not r.index:
+        raise ValueError(
+            "config.retrieval.index is empty; build one: python -m rsearch.index "
+            f"--corpus={r.corpus} --encoder={r.encoder} --family={r.family} --out=DIR"
+        )
+    corpus = Corpus(r.corpus or corpus_path(r.index))
+    index = open_index(r.index, corpus=corpus, encoder=encoder)
+    return SearchEngine(index.nearest, encoder, corpus, **settings)
+
+
+def read_questions(c, split, world, say) -> tuple[Question, ...]:
+    """The questions of "train" or "dev"; `say` hears of records left out.
+
+    Raises:
+        ValueError: a file that cannot be used, or a split the world does not have.
+    """
+    source, limit = c.data[split], c.data[f"max_{split}"]
+    if source.startswith(f"{WORLD}:"):
+        part = source.removeprefix(f"{WORLD}:")
+        if part not in ("train", "dev"):
+            raise ValueError(
+                f"config.data.{split} = {source!r}: the world has world:train and "
+                "world:dev"
+            )
+        questions = getattr(world, part)
+        return questions[: limit or None]
+    names = ("question", "answers", "id")
+    fields = {n: c.data[f"fields_{n}"] for n in names if c.data[f"fields_{n}"]}
+    questions, problems = load_questions(
+        source, fields=fields, limit=limit, on_bad=c.data.on_bad
+    )
+    for problem in problems:
+        say(f"left out of {split}: {problem}")
+    return tuple(questions)
+
+
+def load_judge(c, mesh) -> GenerateFn | None:
+    """The model that reward terms ask, on this process's mesh; None if none does."""
+    if not c.judge.source or not needs_judge(c.reward):
+        return None
+    source = huggingface.find_model(c.judge.source)
+    spec = hf_config.read_spec(source)
+    model = Decoder(spec, dtype=jnp.dtype(c.model.dtype))
+    shardings = param_shardings(weights.param_shapes(spec), mesh)
+    return local_generator(
+        model,
+        huggingface.load_params(source, spec, shardings=shardings),
+        load_tokenizer(source),
+        mesh,
+        num_rows=c.judge.slots,
+        max_prompt_tokens=c.judge.max_prompt_tokens,
+        max_reply_tokens=c.judge.max_reply_tokens,
+    )

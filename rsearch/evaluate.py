@@ -1,0 +1,257 @@
+"""Answers to held-out questions, scored: python -m rsearch.evaluate --config=...
+
+Rollouts are greedy. Methods, all on the same weights: `protocol`, as the policy was
+trained; `direct`, the question alone; `rag`, the question under the passages of one
+search with it.
+"""
+
+import json
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+
+from rsearch import build, checkpoint, console, scoring
+from rsearch.config import (
+    REQUIRED,
+    apply_overrides,
+    parse_command_line,
+    print_config,
+    run_command,
+)
+from rsearch.data.demonstrations import PROTOCOL
+from rsearch.learn.update import state_like
+from rsearch.models.weights import param_shapes
+from rsearch.types import Outcome
+from rsearch.workdir import Workdir, read_rows, write_json, write_rows
+
+START = "start"  # the stage before all stages, in results
+CHECKPOINTS = "checkpoints"  # in a stage's directory
+COLUMNS = ("stage", "method", "n", "em", "em_95", "f1", "cover_em", "searches")
+COLUMNS += ("policy_tokens", "answered", "malformed", "truncated", "seconds")
+
+
+class Evaluator:
+    """Compiled rollouts for evaluation, one set for each method; reused by stages."""
+
+    def __init__(self, setup: build.Setup):
+        self._setup = setup
+        limit = setup.config.eval.max_questions
+        self._questions = setup.dev[: limit or None]
+        self._engines = {}
+
+    def __call__(self, params, method: str) -> tuple[dict, list]:
+        """Scores of greedy rollouts on the held-out questions.
+
+        Args:
+            params: of the policy.
+            method: "protocol", "direct" or "rag".
+
+        Returns:
+            A row for results.json (fractions from 0 to 1, tokens and searches as means
+            over rollouts, outcomes as counts), and a group of one rollout a question.
+        """
+        start = time.monotonic()
+        if method not in self._engines:
+            self._engines[method] = self._engine(method)
+        engine, questions, num_skipped = self._engines[method]
+        shown = time.monotonic()
+
+        def on_wave(done):
+            nonlocal shown
+            if time.monotonic() - shown > console.SECONDS_BETWEEN_LINES:
+                shown = time.monotonic()
+                console.note(f"evaluate {method}: {done}/{len(questions)} questions")
+
+        key = jax.random.key(self._setup.config.seed)  # Greedy: never drawn from.
+        groups = engine(engine.place(params), questions, key, on_wave=on_wave)
+        row = summarise(groups, normalize=self._setup.config.eval.normalize)
+        row["skipped"] = num_skipped
+        row["seconds"] = time.monotonic() - start
+        return {"method": method, "dataset": self._setup.config.data.dev, **row}, groups
+
+    def _engine(self, method):
+        """(rollout engine, the questions that fit, how many do not)."""
+        setup, messages = self._setup, None
+        if method == PROTOCOL:
+            host = build.make_host(setup)
+        else:
+            host = build.make_baseline(setup, method)
+            chats = build.baseline_chats(setup, method, host.protocol, self._questions)
+
+            def messages(question):
+                return chats[question.id]
+
+        engine = build.make_rollouts(
+            setup, host, temperature=0.0, top_p=1.0, group_size=1, messages=messages
+        )
+        fitting = [q for q in self._questions if engine.fits(q)]
+        skipped = len(self._questions) - len(fitting)
+        limit = host.limits.max_prompt_tokens
+        if skipped:
+            console.note(f"{method}: {skipped} prompts > {limit} tokens, left out")
+        if not fitting:
+            raise ValueError(
+                f"{method}: every held-out prompt has more than {limit} tokens; "
+                "config.rollout.max_prompt_tokens is too small"
+            )
+        return engine, fitting, skipped
+
+
+def summarise(groups, *, normalize: str) -> dict:
+    """Means, intervals and counts over the rollouts of all groups.
+
+    Args:
+        groups: at least one.
+        normalize: a key of `rsearch.text.NORMALIZERS`.
+    """
+    rows = [
+        {"prediction": r.answer, "golden_answers": g.question.golden_answers}
+        for g in groups
+        for r in g.rollouts
+    ]
+    rollouts = [r for g in groups for r in g.rollouts]
+    found = {"n": len(rows)}
+    for name, values in scoring.scores_of_rows(rows, normalize).items():
+        found[name] = float(values.mean())
+        found[f"{name}_95"] = list(scoring.bootstrap_interval(values))
+    found["searches"] = float(np.mean([len(r.searches) for r in rollouts]))
+    found["policy_tokens"] = float(np.mean([r.num_policy_tokens for r in rollouts]))
+    found["tokens"] = float(np.mean([r.num_tokens for r in rollouts]))
+    for outcome in Outcome:
+        found[outcome.value] = sum(r.outcome == outcome for r in rollouts)
+    return found
+
+
+def transcripts(groups, row) -> list[dict]:
+    """One JSON object a rollout, for transcripts.jsonl."""
+    key = {name: row[name] for name in ("stage", "method", "dataset")}
+    return [
+        {
+            **key,
+            "id": group.question.id,
+            "question": group.question.text,
+            "golden_answers": list(group.question.golden_answers),
+            "prediction": rollout.answer,
+            "outcome": rollout.outcome.value,
+            "queries": [q for s in rollout.searches for q in s.queries],
+            "segments": [
+                {"source": s.source.name.lower(), "text": s.text}
+                for s in rollout.segments
+            ],
+        }
+        for group in groups
+        for rollout in group.rollouts
+    ]
+
+
+def record(folder: pathlib.Path, row: dict, groups) -> None:
+    """Puts a row into results.json and its transcripts into transcripts.jsonl.
+
+    An earlier row of the same stage, method and dataset is replaced.
+    """
+
+    def is_other(old):
+        return any(old[n] != row[n] for n in ("stage", "method", "dataset"))
+
+    path = folder / "transcripts.jsonl"
+    kept = [old for old in read_rows(path) if is_other(old)] if path.exists() else []
+    write_rows(path, kept + transcripts(groups, row))
+    rows = [old for old in read_results(folder) if is_other(old)]
+    write_json(folder / "results.json", [*rows, row])
+
+
+def read_results(folder: pathlib.Path) -> list[dict]:
+    """The rows of a run's results.json, in the order they were made; [] without one."""
+    path = folder / "results.json"
+    if not path.exists():
+        return []
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+
+
+def show(rows, title) -> None:
+    """The table of results, percent where it is a score."""
+
+    def cell(row, name):
+        if name == "em_95":
+            low, high = row["em_95"]
+            return f"{100 * low:.1f} - {100 * high:.1f}"
+        if name in ("em", "f1", "cover_em"):
+            return f"{100 * row[name]:.1f}"
+        return row[name]
+
+    cells = [[cell(row, name) for name in COLUMNS] for row in rows]
+    console.table(title, COLUMNS, cells)
+
+
+def run_methods(evaluator, params, *, stage, methods, folder) -> list[dict]:
+    """Evaluates each method, shows its row and records it; returns the rows."""
+    rows = []
+    for method in methods:
+        row, groups = evaluator(params, method)
+        row = {"stage": stage, **row}
+        record(folder, row, groups)
+        console.note(
+            f"{stage}: {method} EM {100 * row['em']:.1f} on {row['n']} questions, "
+            f"{row['searches']:.2f} searches, {row['seconds']:.1f} s"
+        )
+        rows.append(row)
+    return rows
+
+
+def trained_params(setup, folder: pathlib.Path):
+    """(stage, parameters) of the newest checkpoint of the last stage that has one.
+
+    Without any, ("start", the parameters before training).
+    """
+    for stage in reversed(setup.config.stages):
+        _, optimizer = build.make_learner(setup, stage)
+        like = state_like(param_shapes(setup.model.spec), optimizer, setup.mesh)
+        found = checkpoint.newest_good(folder / stage / CHECKPOINTS, like)
+        if found is not None:
+            step, state, _ = found
+            console.note(f"evaluating stage {stage} after step {step}")
+            return stage, state.params
+    return START, build.initial_params(setup)
+
+
+def main(argv) -> int:
+    """The command; `argv` as in `rsearch.config.parse_command_line`."""
+    flags = {
+        "workdir": (REQUIRED, "a run's directory, or a new one for the results"),
+        "model": ("", "a Hugging Face model to evaluate in place of the run's"),
+    }
+    config, given = parse_command_line(argv, flags=flags)
+    if given["print_config"]:
+        print_config(config)
+        return 0
+    changed = config
+    if given["model"]:
+        own = {"model.source": given["model"], "tokenizer.source": ""}
+        changed = apply_overrides(config, own)
+    build.check_config(changed)
+    with Workdir(given["workdir"], config) as workdir:
+        setup = build.load_setup(changed, say=console.note, only_dev=True)
+        if given["model"]:
+            stage, params = given["model"], build.initial_params(setup)
+        else:
+            stage, params = trained_params(setup, workdir.path)
+        rows = run_methods(
+            Evaluator(setup),
+            params,
+            stage=stage,
+            methods=config.eval.methods,
+            folder=workdir.path,
+        )
+        show(rows, f"{config.name}: {config.data.dev}")
+        console.note(f"written: {workdir.path}/results.json and transcripts.jsonl")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,122 @@
+"""Trains and evaluates a recipe's stages: python -m rsearch.train --config=...
+
+The same command on the same workdir goes on where it stopped. From Python:
+`rsearch.train.main(config, workdir)` with `rsearch.config.load` and `apply_overrides`.
+"""
+
+import itertools
+import pathlib
+import re
+import sys
+
+import jax
+
+from rsearch import build, console
+from rsearch import config as configuration
+from rsearch.evaluate import (
+    START,
+    Evaluator,
+    read_results,
+    run_methods,
+    show,
+)
+from rsearch.metrics import read as read_metrics
+from rsearch.stages import rl, sft
+from rsearch.workdir import Workdir, read_rows
+
+STAGES = {"sft": sft.run, "rl": rl.run}
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def main(config, workdir) -> list[dict]:
+    """Runs all stages of a configuration, or what is left of them.
+
+    Args:
+        config: as `rsearch.config.load` and `apply_overrides` return it.
+        workdir: directory of this run; made where it is missing.
+
+    Returns:
+        The rows of results.json.
+
+    Raises:
+        ValueError: the configuration, a file it names or the workdir cannot be used.
+    """
+    build.check_config(config)
+    with Workdir(workdir, config) as home:
+        devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+        again = "goes on" if home.is_resumed else "begins"
+        console.note(f"{config.name} {again} in {home.path} on {devices}")
+        setup = build.load_setup(config, say=console.note)
+        evaluator = Evaluator(setup)
+        params = build.initial_params(setup)
+        if config.eval.at_start:
+            _evaluate(setup, evaluator, params, START, home.path)
+        for stage in config.stages:
+            params = STAGES[stage](setup, params, home.stage(stage))
+            _evaluate(setup, evaluator, params, stage, home.path)
+        _report(config, home.path)
+        return read_results(home.path)
+
+
+def _evaluate(setup, evaluator, params, stage, folder):
+    """Evaluates the methods that results.json does not have yet for this stage."""
+    data = setup.config.data.dev
+    have = {
+        r["method"]
+        for r in read_results(folder)
+        if (r["stage"], r["dataset"]) == (stage, data)
+    }
+    methods = [m for m in setup.config.eval.methods if m not in have]
+    run_methods(evaluator, params, stage=stage, methods=methods, folder=folder)
+
+
+def _report(config, folder):
+    """Transcripts, the curve and the table, in this order: the last is seen first."""
+    last = config.stages[-1]
+    rows = read_rows(folder / "transcripts.jsonl")
+    mine = [r for r in rows if (r["stage"], r["method"]) == (last, "protocol")]
+    for row in mine[: config.eval.examples]:
+        title = f"{row['id']}: {row['question']} -> {row['prediction']}"
+        console.block(title, "".join(s["text"] for s in row["segments"]))
+    if "rl" in config.stages:
+        rewards = [r["reward"] for r in read_metrics(folder / "rl" / "metrics.jsonl")]
+        if rewards:
+            bars = sparkline(rewards)
+            console.block(
+                "reward by step", f"{bars} {rewards[0]:.2f} -> {rewards[-1]:.2f}"
+            )
+    show(read_results(folder), f"{config.name}: {config.data.dev}, scores in percent")
+    console.note(f"results, transcripts and checkpoints: {folder}")
+    console.note(f"curves: tensorboard --logdir {folder}")
+
+
+def sparkline(values, *, width: int = 60) -> str:
+    """At most `width` bars, each the mean of its share of the values, in [min, max]."""
+    width = min(width, len(values))
+    edges = [i * len(values) // width for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / ((high - low) or 1.0)
+    return "".join(BARS[round((m - low) * scale)] for m in means)
+
+
+def command(argv) -> int:
+    """The command; `argv` as in `rsearch.config.parse_command_line`."""
+    flags = {"workdir": (None, "directory of the run (default: below runs/)")}
+    config, given = configuration.parse_command_line(argv, flags=flags)
+    if given["print_config"]:
+        configuration.print_config(config)
+        return 0
+    main(config, given["workdir"] or default_workdir(config.name, argv))
+    return 0
+
+
+def default_workdir(name, argv) -> pathlib.Path:
+    """runs/<name>, with what was overridden behind it: runs/quickstart-seed=1."""
+    changed = [a.removeprefix("--config.") for a in argv if a.startswith("--config.")]
+    parts = [re.sub(r"[^\w.=+-]+", "_", text) for text in sorted(changed)]
+    return pathlib.Path("runs") / "-".join([name, *parts])[:120]
+
+
+if __name__ == "__main__":
+    sys.exit(configuration.run_command(command))
