@@ -82,6 +82,7 @@ def _retrieval():
     """The corpus, its index and how it is asked."""
     c = ConfigDict()
     c.corpus = "world"  # JSONL of {"id", "contents"}; "" = the index's; or embedded
+    c.corpus_cache = ""  # directory for the corpus's offsets; "" = beside the corpus
     c.index = ""  # directory written by rsearch.index; the world needs none
     c.encoder = "hashed"  # "hashed" n-grams, or a directory or hub id of a BERT model
     c.family = "minilm"  # prefixes and pooling of the encoder: "minilm", "e5", "bge"

@@ -123,7 +123,7 @@ def open_search(c, world) -> SearchEngine:
             "config.retrieval.index is empty; build one: python -m rsearch.index "
             f"--corpus={r.corpus} --encoder={r.encoder} --family={r.family} --out=DIR"
         )
-    corpus = Corpus(r.corpus or corpus_path(r.index))
+    corpus = Corpus(r.corpus or corpus_path(r.index), cache=r.corpus_cache or None)
     index = open_index(r.index, corpus=corpus, encoder=encoder)
     return SearchEngine(index.nearest, encoder, corpus, **settings)
 

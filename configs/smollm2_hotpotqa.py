@@ -1,0 +1,59 @@
+"""SmolLM2-135M learns to search Wikipedia for HotpotQA: the whole path on real input.
+
+    python -m rsearch.index --corpus=corpus.jsonl --encoder=all-MiniLM-L6-v2 --out=index
+    python -m rsearch.train --config=configs/smollm2_hotpotqa.py --workdir=runs/smollm2 \\
+        --config.retrieval.index=index --config.data.train=train.jsonl \\
+        --config.data.dev=dev.jsonl
+
+The sizes are for one machine without an accelerator: 16 rollouts a step, contexts of
+about a thousand tokens, float32. A model this small rarely answers exactly, so that the
+exact-match reward of Search-R1 would be silent; F1 and a little for keeping to the
+format are not.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config():
+    """The recipe."""
+    c = base.get_config()
+    c.name = "smollm2_hotpotqa"
+    c.stages = ("rl",)
+    c.model.source = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    c.model.remat = True
+    c.model.logit_chunk = 512  # x 49,152 ids x 4 bytes = 100 MB
+    c.tokenizer.source = ""
+    c.protocol.name = "search_r1"
+    c.data.train = "RUC-NLPIR/FlashRAG_datasets:hotpotqa@train"
+    c.data.dev = "RUC-NLPIR/FlashRAG_datasets:hotpotqa@dev"
+    c.retrieval.update(
+        corpus="",
+        encoder="sentence-transformers/all-MiniLM-L6-v2",
+        family="minilm",
+        top_k=3,
+    )
+    c.rollout.update(
+        group_size=4,
+        slots=16,
+        max_searches=2,
+        max_prompt_tokens=256,
+        max_turn_tokens=96,
+        max_observation_tokens=224,
+        extend_chunk=64,
+    )
+    with c.unlocked():
+        c.reward = ConfigDict({"answer_f1": {}, "format_ok": {"good": 0.2, "bad": 0.0}})
+    c.rl.update(
+        steps=200,
+        questions_per_step=4,
+        micro_batch=4,
+        lr=1e-6,
+        warmup_steps=10,
+        kl_coef=0.001,
+        kl_kind="k3",
+    )
+    c.optim.b2 = 0.999
+    c.eval.update(at_start=False, methods=("protocol",), max_questions=20)
+    return c
