@@ -189,7 +189,8 @@ def get_config():
     c.mesh.fsdp = 1  # parts the weights are cut into; these share the batch too
     c.mesh.tensor = 1  # parts each matrix product is cut into
     c.checkpoint = ConfigDict()
-    c.checkpoint.every_steps = 10  # a stage's last step is always saved
+    c.checkpoint.sft_steps = 60  # steps between two saves; the last is always saved
+    c.checkpoint.rl_steps = 2  # likewise
     c.checkpoint.keep = 2  # newest checkpoints kept in a stage
     c.eval = ConfigDict()
     c.eval.at_start = True  # also before the first stage

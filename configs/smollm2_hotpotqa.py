@@ -54,6 +54,7 @@ def get_config():
         kl_coef=0.001,
         kl_kind="k3",
     )
+    c.checkpoint.rl_steps = 10
     c.optim.b2 = 0.999
     c.eval.update(at_start=False, methods=("protocol",), max_questions=20)
     return c

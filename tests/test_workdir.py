@@ -96,7 +96,7 @@ def test_different_configuration_is_refused_with_what_differs(tmp_path, config):
     "name",
     [
         "log_every",
-        "checkpoint.every_steps",
+        "checkpoint.rl_steps",
         "checkpoint.keep",
         "eval.examples",
         "eval.max_questions",

@@ -76,7 +76,7 @@ def run(setup: build.Setup, params, folder):
             metrics.write(step, measured)
             if done % c.log_every == 0 or done == c.rl.steps:
                 console.note(_line(done, c.rl.steps, measured))
-            if done % c.checkpoint.every_steps == 0 or done == c.rl.steps:
+            if done % c.checkpoint.rl_steps == 0 or done == c.rl.steps:
                 keep = c.checkpoint.keep
                 checkpoint.save(folder / CHECKPOINTS, done, state, {}, keep=keep)
     return state.params

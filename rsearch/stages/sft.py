@@ -51,7 +51,7 @@ def run(setup: build.Setup, params, folder):
             measured["seconds"] = time.monotonic() - start
             metrics.write(step, measured | {"compiles": num_compiles()})
             done = step + 1
-            if done % c.checkpoint.every_steps == 0 or done == c.sft.steps:
+            if done % c.checkpoint.sft_steps == 0 or done == c.sft.steps:
                 keep = c.checkpoint.keep
                 checkpoint.save(folder / CHECKPOINTS, done, state, {}, keep=keep)
     return state.params
