@@ -13,15 +13,16 @@ def token_logprobs(
 ):
     """Log-probability of every token given those before it, and the entropy there.
 
-    Hidden states become logits `chunk_tokens` at a time, in the backward pass again, so
-    that the memory is chunk_tokens x V and not B x T x V.
+    Hidden states become logits a few columns at a time, in the backward pass again, so
+    that the memory is chunk_tokens x V and not B x T x V. Every piece holds all rows:
+    rows that are spread over devices stay where they are.
 
     Args:
         model: the network.
         params: its parameters.
         tokens: [B, T] int32.
         temperature: logits are divided by it, as the sampler did.
-        chunk_tokens: tokens whose logits exist at once.
+        chunk_tokens: tokens whose logits exist at once, but at least one a row.
 
     Returns:
         [B, T] float32 log-probabilities and [B, T] float32 entropies in nats; the first
@@ -30,11 +31,14 @@ def token_logprobs(
     b, t = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(t - 1)[None], (b, t - 1))
     hidden, _ = model.apply({"params": params}, tokens[:, :-1], positions)
-    size = b * (t - 1)
-    chunk = min(chunk_tokens, size)
-    short = -size % chunk
-    hidden = jnp.pad(hidden.reshape(size, -1), ((0, short), (0, 0)))
-    targets = jnp.pad(tokens[:, 1:].reshape(size), (0, short))
+    num_pieces = -(-(t - 1) // max(chunk_tokens // b, 1))
+    columns = -(-(t - 1) // num_pieces)
+
+    def cut(x):
+        """[pieces, B, columns, ...] of [B, T - 1, ...]."""
+        short = num_pieces * columns - (t - 1)
+        x = jnp.pad(x, ((0, 0), (0, short)) + ((0, 0),) * (x.ndim - 2))
+        return x.reshape(b, num_pieces, columns, *x.shape[2:]).swapaxes(0, 1)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def score(_, piece):
@@ -42,13 +46,15 @@ def token_logprobs(
         logits = model.apply({"params": params}, states, method="logits") / temperature
         logits = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         entropy = -jnp.sum(jnp.exp(logits) * logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
         return None, (chosen, entropy)
 
-    pieces = (hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk))
+    pieces = cut(hidden), cut(tokens[:, 1:])
     _, (logp, entropy) = jax.lax.scan(score, None, pieces)
 
     def back(x):
-        return jnp.pad(x.reshape(-1)[:size].reshape(b, t - 1), ((0, 0), (1, 0)))
+        """[B, T] of [pieces, B, columns]; the first column is 0."""
+        x = x.swapaxes(0, 1).reshape(b, num_pieces * columns)[:, : t - 1]
+        return jnp.pad(x, ((0, 0), (1, 0)))
 
     return back(logp), back(entropy)

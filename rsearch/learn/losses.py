@@ -85,6 +85,9 @@ def kl_estimate(logp, reference_logp, kind: str):
 def clipped_surrogate(logp, behavior_logp, advantage, from_policy, *, low, high):
     """PPO's clipped objective (arXiv 1707.06347 eq. 7), a loss for every token.
 
+    The ratio's logarithm is kept in [-20, 20], so that a gradient of 0 stays 0 and does
+    not become 0 x infinity.
+
     Args:
         logp: [B, T] log-probability of each token under the current policy.
         behavior_logp: [B, T] the same, under the policy that sampled the token.
@@ -95,7 +98,8 @@ def clipped_surrogate(logp, behavior_logp, advantage, from_policy, *, low, high)
     Returns:
         [B, T] loss, 0 outside `from_policy`, and [B, T] bool, where the clip holds.
     """
-    ratio = jnp.exp(jnp.where(from_policy, logp - behavior_logp, 0.0))
+    gap = jnp.where(from_policy, logp - behavior_logp, 0.0)
+    ratio = jnp.exp(jnp.clip(gap, -20.0, 20.0))
     clipped = jnp.clip(ratio, 1 - low, 1 + high)
     loss = -jnp.minimum(ratio * advantage, clipped * advantage)
     is_clipped = (clipped * advantage < ratio * advantage) & from_policy

@@ -1,0 +1,105 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsearch.learn.logprobs import token_logprobs
+from rsearch.models.sharding import batch_sharding, make_mesh, param_shardings
+from tests.rollout import tiny
+
+V = 40
+MODEL, PARAMS = tiny.model(vocab_size=V), tiny.params(vocab_size=V)
+TOKENS = np.random.default_rng(0).integers(0, V, (3, 12)).astype(np.int32)
+
+
+def naive(model, params, tokens, *, temperature=1.0):
+    """The same, with all logits at once."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    hidden, _ = model.apply({"params": params}, tokens, positions)
+    logits = model.apply({"params": params}, hidden, method="logits") / temperature
+    logp = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+    chosen = jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1)[..., 0]
+    entropy = -(jnp.exp(logp) * logp).sum(-1)
+    return tuple(jnp.pad(x, ((0, 0), (1, 0))) for x in (chosen, entropy))
+
+
+def largest_array(jaxpr):
+    """Elements of the largest array in a program, loops and calls included."""
+    size = 0
+    for equation in jaxpr.eqns:
+        for variable in (*equation.invars, *equation.outvars):
+            size = max(size, getattr(variable.aval, "size", 0))
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            size = max(size, largest_array(inner))
+    return size
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 9, 33, 1000])
+def test_chunks_change_nothing(chunk_tokens, temperature):
+    expected = naive(MODEL, PARAMS, TOKENS, temperature=temperature)
+    result = token_logprobs(
+        MODEL, PARAMS, TOKENS, temperature=temperature, chunk_tokens=chunk_tokens
+    )
+    for ours, theirs in zip(result, expected):
+        assert ours.shape == TOKENS.shape and not ours[:, 0].any()
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def gradient(function, **settings):
+    """Of a sum in which every log-probability and entropy has a weight of its own."""
+    weights = np.random.default_rng(1).normal(size=(2, *TOKENS.shape))
+
+    def total(params):
+        both = function(MODEL, params, TOKENS, **settings)
+        return sum((w * x).sum() for w, x in zip(weights, both))
+
+    return jax.jit(jax.grad(total))(PARAMS)
+
+
+def test_the_gradient_is_that_of_all_logits_at_once():
+    expected = gradient(naive, temperature=0.7)
+    result = gradient(token_logprobs, temperature=0.7, chunk_tokens=9)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4)  # noqa: E731
+    jax.tree.map(close, result, expected)
+
+
+def test_the_first_token_and_the_last_ones_successor_have_no_say():
+    """A token's log-probability depends on those up to it and on nothing later."""
+    other = TOKENS.copy()
+    other[:, 8:] = (other[:, 8:] + 1) % V
+    first, second = (token_logprobs(MODEL, PARAMS, t)[0] for t in (TOKENS, other))
+    np.testing.assert_allclose(first[:, :8], second[:, :8], atol=1e-6)
+    assert (np.abs(first - second)[:, 8:] > 1e-4).all()
+
+
+def test_logits_of_a_large_vocabulary_never_exist_together():
+    b, t, v, chunk = 4, 65, 5000, 32
+    model = tiny.model(vocab_size=v)
+    params = jax.eval_shape(lambda: tiny.params(vocab_size=v))
+    tokens = jax.ShapeDtypeStruct((b, t), jnp.int32)
+
+    def largest(function, **settings):
+        def total(params, tokens):
+            logp, entropy = function(model, params, tokens, **settings)
+            return logp.sum() + entropy.sum()
+
+        return largest_array(jax.make_jaxpr(jax.grad(total))(params, tokens).jaxpr)
+
+    assert largest(naive) >= b * (t - 1) * v  # So the measure would see it.
+    assert largest(token_logprobs, chunk_tokens=chunk) <= chunk * v
+
+
+def test_rows_spread_over_devices_are_not_gathered():
+    """Each device scores its own rows: an eighth of the work, nothing exchanged."""
+
+    def compiled(**axes):
+        mesh = make_mesh(**axes)
+        params = jax.device_put(PARAMS, param_shardings(PARAMS, mesh))
+        tokens = jax.device_put(np.tile(TOKENS[:1], (8, 1)), batch_sharding(mesh))
+        score = jax.jit(lambda p, t: token_logprobs(MODEL, p, t, chunk_tokens=24)[0])
+        return score.lower(params, tokens).compile()
+
+    one, eight = compiled(devices=jax.devices()[:1]), compiled(data=8)
+    assert eight.cost_analysis()["flops"] < one.cost_analysis()["flops"] / 7
+    assert "all-gather" not in eight.as_text()

@@ -1,0 +1,219 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsearch.learn.losses import (
+    clipped_surrogate,
+    group_advantages,
+    kl_estimate,
+    masked_mean,
+    masked_sum,
+    row_weights,
+)
+
+NAN, INF = jnp.nan, jnp.inf
+
+
+def advantages(reward, is_signal=None, **settings):
+    reward = jnp.array(reward, jnp.float32)
+    signal = jnp.ones(reward.shape, bool) if is_signal is None else is_signal
+    settings = dict(normalize_std=True, eps=0.0) | settings
+    return group_advantages(reward, jnp.array(signal, bool), **settings)
+
+
+@pytest.mark.parametrize("outside", [NAN, INF, -INF, 1e30])
+def test_a_masked_mean_ignores_what_lies_outside(outside):
+    values = jnp.array([[1.0, outside, 4.0], [outside, outside, outside]])
+    mask = jnp.array([[True, False, True], [False, False, False]])
+    assert masked_mean(values, mask) == 2.5
+    np.testing.assert_array_equal(masked_mean(values, mask, 1), [2.5, 0.0])
+    np.testing.assert_array_equal(masked_sum(values, mask, 1), [5.0, 0.0])
+    grad = jax.grad(lambda x: masked_mean(x, mask))(values)
+    np.testing.assert_array_equal(grad, [[0.5, 0, 0.5], [0, 0, 0]])
+
+
+def test_a_mean_over_nothing_is_0():
+    assert masked_mean(jnp.array([NAN]), jnp.array([False])) == 0.0
+
+
+def test_token_weights_count_every_policy_token_alike():
+    mask = jnp.array([[1, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]], bool)
+    np.testing.assert_array_equal(row_weights(mask, "token"), mask / 4)
+
+
+def test_sequence_weights_count_every_row_that_wrote_alike():
+    mask = jnp.array([[1, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]], bool)
+    expected = np.array([[1, 0, 1, 1], [0, 0, 3, 0], [0, 0, 0, 0]]) / 6
+    np.testing.assert_allclose(row_weights(mask, "sequence"), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence"])
+@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1))
+@settings(max_examples=30, deadline=None)
+def test_weights_sum_to_1_unless_nobody_wrote(kind, rows):
+    mask = np.array(rows)
+    weights = np.asarray(row_weights(mask, kind))
+    assert abs(weights.sum() - mask.any()) < 1e-6
+    assert not weights[~mask].any()
+
+
+def test_advantages_by_hand():
+    # mean 2, centred -1, 0, 1; sample deviation 1, population deviation sqrt(2/3).
+    np.testing.assert_allclose(advantages([[1, 2, 3]]), [[-1, 0, 1]], atol=1e-6)
+    expected = np.array([[-1, 0, 1]]) * np.sqrt(1.5)
+    np.testing.assert_allclose(advantages([[1, 2, 3]], ddof=0), expected, atol=1e-6)
+    # 0, 0, 0, 1: mean 1/4, sample variance (3/16 + 9/16) / 3 = 1/4.
+    expected = [[-0.5, -0.5, -0.5, 1.5]]
+    np.testing.assert_allclose(advantages([[0, 0, 0, 1]]), expected, atol=1e-6)
+
+
+def test_eps_is_added_to_the_deviation_and_not_to_the_variance():
+    np.testing.assert_allclose(
+        advantages([[1, 2, 3]], eps=1.0), [[-0.5, 0, 0.5]], atol=1e-6
+    )
+
+
+def test_without_normalisation_advantages_are_centred_rewards():
+    result = advantages([[0, 0, 0, 8]], normalize_std=False)
+    np.testing.assert_array_equal(result, [[-2, -2, -2, 6]])
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.7, 1e8])
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_a_group_without_spread_teaches_nothing(reward, size, normalize_std):
+    result = advantages([[reward] * size], normalize_std=normalize_std)
+    assert not np.asarray(result).any()
+
+
+def test_rollouts_that_are_no_signal_leave_their_groups_statistics():
+    signal = [[1, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0]]
+    reward = [[1, 99, 2, 3], [5, 7, 8, 9], [1, 2, 3, 4], [2, 2, 9, 9]]
+    expected = [[-1, 0, 0, 1], [0] * 4, [0] * 4, [0] * 4]
+    np.testing.assert_allclose(advantages(reward, signal), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("unknown", [NAN, INF, -INF])
+def test_the_reward_of_a_failed_rollout_may_be_no_number(unknown):
+    result = advantages([[1, unknown, 2, 3]], [[1, 0, 1, 1]])
+    np.testing.assert_allclose(result, [[-1, 0, 0, 1]], atol=1e-6)
+
+
+@given(
+    st.lists(st.lists(st.integers(-4, 4), min_size=4, max_size=4), min_size=1),
+    st.data(),
+)
+@settings(max_examples=50, deadline=None)
+def test_advantages_equal_numpys(rewards, data):
+    reward = np.array(rewards) / 2
+    signal = np.array(
+        data.draw(
+            st.lists(
+                st.lists(st.booleans(), min_size=4, max_size=4),
+                min_size=len(reward),
+                max_size=len(reward),
+            )
+        )
+    )
+    expected = np.zeros(reward.shape)
+    for i, (r, s) in enumerate(zip(reward, signal)):
+        if s.sum() >= 2 and r[s].std() > 0:
+            expected[i, s] = (r[s] - r[s].mean()) / (r[s].std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(
+        advantages(reward, signal, eps=1e-4), expected, atol=1e-5
+    )
+
+
+def test_divergence_estimates_by_hand():
+    logp, reference = jnp.log(jnp.array([[0.5]])), jnp.log(jnp.array([[0.25]]))
+    values = {
+        k: float(kl_estimate(logp, reference, k)[0, 0]) for k in ("k1", "k2", "k3")
+    }
+    ln2 = np.log(2)
+    assert values == pytest.approx(
+        {"k1": ln2, "k2": ln2**2 / 2, "k3": 0.5 + ln2 - 1}, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("kind, slope", [("k1", 1.0), ("k2", np.log(2)), ("k3", 0.5)])
+def test_divergence_slopes_by_hand(kind, slope):
+    # d = -ln 2: k1' = 1, k2' = -d, k3' = 1 - exp(d), all by the policy's logp.
+    grad = jax.grad(lambda x: kl_estimate(x, jnp.log(0.25), kind))(jnp.log(0.5))
+    assert grad == pytest.approx(slope, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(kind):
+    p, q = np.array([0.7, 0.2, 0.1]), np.array([0.3, 0.3, 0.4])
+    estimate = kl_estimate(jnp.log(p), jnp.log(q), kind)
+    assert (p * estimate).sum() == pytest.approx((p * np.log(p / q)).sum(), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_divergence_stays_finite(kind):
+    logp, reference = jnp.array([-300.0, 0.0]), jnp.array([0.0, -300.0])
+    assert np.isfinite(kl_estimate(logp, reference, kind)).all()
+
+
+# (ratio, advantage): loss, slope of the loss by logp, whether the clip holds.
+SURROGATE = [
+    (1.0, 2.0, -2.0, -2.0, False),
+    (1.5, 2.0, -2.4, 0.0, True),  # above 1 + high, good: no more push
+    (1.5, -2.0, 3.0, 3.0, False),  # above, bad: still pushed down
+    (0.5, 2.0, -1.0, -1.0, False),  # below 1 - low, good: still pushed up
+    (0.5, -2.0, 1.8, 0.0, True),  # below, bad: no more push
+    (1.1, -2.0, 2.2, 2.2, False),
+    (1.5, 0.0, 0.0, 0.0, False),
+]
+
+
+@pytest.mark.parametrize("ratio, advantage, loss, slope, clips", SURROGATE)
+def test_the_surrogate_by_hand(ratio, advantage, loss, slope, clips):
+    def value(logp):
+        return clipped_surrogate(
+            logp,
+            jnp.full((1, 1), -1.0),
+            jnp.full((1, 1), advantage),
+            jnp.ones((1, 1), bool),
+            low=0.1,
+            high=0.2,
+        )
+
+    logp = jnp.full((1, 1), np.log(ratio) - 1.0, jnp.float32)
+    result, is_clipped = value(logp)
+    assert float(result[0, 0]) == pytest.approx(loss, abs=1e-5)
+    assert bool(is_clipped[0, 0]) == clips
+    grad = jax.grad(lambda x: value(x)[0].sum())(logp)
+    assert float(grad[0, 0]) == pytest.approx(slope, abs=1e-5)
+
+
+def surrogate(logp, behavior, advantage, mask):
+    return clipped_surrogate(logp, behavior, advantage, mask, low=0.2, high=0.2)
+
+
+@pytest.mark.parametrize("outside", [NAN, INF, -INF, 500.0])
+def test_retrieved_tokens_get_no_gradient(outside):
+    mask = jnp.array([[True, False, True]])
+    ones = jnp.ones((1, 3))
+    bad = jnp.array([[-1.0, outside, -1.0]])
+    for args in ((bad, -ones, ones), (-ones, bad, ones), (-ones, -ones, bad)):
+        loss, clipped = surrogate(*args, mask)
+        assert loss[0, 1] == 0 and not clipped[0, 1]
+        grad = jax.grad(lambda x, args=args: surrogate(x, *args[1:], mask)[0].sum())
+        np.testing.assert_array_equal(grad(args[0]) != 0, mask)
+        assert np.isfinite(grad(args[0])).all()
+
+
+@pytest.mark.parametrize("gap", [-500.0, 500.0])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_a_token_the_policy_has_moved_far_from_keeps_the_loss_finite(gap, advantage):
+    one = jnp.ones((1, 1))
+
+    def loss(logp):
+        return surrogate(logp, -one, advantage * one, one > 0)[0].sum()
+
+    value, grad = jax.value_and_grad(loss)(-one + gap)
+    assert np.isfinite(value) and np.isfinite(grad).all()

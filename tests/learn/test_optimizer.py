@@ -1,0 +1,97 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsearch.learn.update import make_optimizer
+from tests.rollout import tiny
+
+SETTINGS = dict(
+    lr=0.1,
+    warmup_steps=3,
+    decay_steps=0,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-3,
+    weight_decay=0.5,
+    max_grad_norm=2.0,
+)
+
+
+def apply(params, grads, **changes):
+    """Parameters after each of these gradients."""
+    optimizer = make_optimizer(**SETTINGS | changes)
+    state, path = optimizer.init(params), []
+    for grad in grads:
+        change, state = optimizer.update(grad, state, params)
+        params = jax.tree.map(jnp.add, params, change)
+        path.append(params)
+    return path
+
+
+def rates(count, **changes):
+    """Learning rate of each update: eps 0 and one constant gradient show it."""
+    params = {"gate": jnp.zeros((1, 1))}
+    grads = [{"gate": jnp.ones((1, 1))}] * count
+    path = apply(params, grads, weight_decay=0.0, eps=0.0, **changes)
+    places = [0.0, *(-float(p["gate"][0, 0]) for p in path)]
+    return np.diff(places)
+
+
+def test_warmup_is_linear_and_starts_above_0():
+    third = 0.1 / 3
+    np.testing.assert_allclose(rates(5), [third, 2 * third, 0.1, 0.1, 0.1], rtol=1e-5)
+    np.testing.assert_allclose(rates(3, warmup_steps=0), [0.1] * 3, rtol=1e-5)
+    np.testing.assert_allclose(rates(2, warmup_steps=1), [0.1] * 2, rtol=1e-5)
+
+
+def test_decay_is_linear_to_a_tenth_and_stays_there():
+    falling = rates(8, warmup_steps=2, decay_steps=6)
+    expected = [0.05, 0.1, 0.1, 0.0775, 0.055, 0.0325, 0.01, 0.01]
+    np.testing.assert_allclose(falling, expected, rtol=1e-5)
+
+
+def test_updates_equal_adamw_by_hand():
+    """Three steps of arXiv 1711.05101 in numpy, after clipping to a norm of 2."""
+    rng = np.random.default_rng(0)
+    params = {"gate": rng.normal(size=(2, 3)), "scale": rng.normal(size=3)}
+    grads = [
+        {k: 2 * rng.normal(size=v.shape) for k, v in params.items()} for _ in "abc"
+    ]
+    grads[2] = {k: g / 100 for k, g in grads[2].items()}  # Below the norm: not cut.
+    m = {k: 0.0 for k in params}
+    v, p, expected = dict(m), dict(params), []
+    for step, grad in enumerate(grads, start=1):
+        norm = np.sqrt(sum((g**2).sum() for g in grad.values()))
+        assert (norm > 2) == (step < 3)
+        rate = 0.1 * min(1, step / 3)
+        for k, g in grad.items():
+            g = g * min(1, 2 / norm)
+            m[k] = 0.9 * m[k] + 0.1 * g
+            v[k] = 0.95 * v[k] + 0.05 * g**2
+            move = m[k] / (1 - 0.9**step)
+            move = move / (np.sqrt(v[k] / (1 - 0.95**step)) + 1e-3)
+            decay = 0.5 * p[k] if k == "gate" else 0
+            p[k] = p[k] - rate * (move + decay)
+        expected.append(dict(p))
+    as_float32 = jax.tree.map(jnp.float32, (params, grads))
+    for ours, theirs in zip(apply(*as_float32), expected):
+        for k in params:
+            np.testing.assert_allclose(ours[k], theirs[k], atol=1e-5)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_only_matrices_decay(tie):
+    params = tiny.params(tie_embeddings=tie)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    (after,) = apply(params, [zeros], warmup_steps=0)
+    vectors = {"scale", "q_bias", "k_bias", "v_bias"}
+    seen = set()
+    for (path, before), now in zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves(after)
+    ):
+        name = path[-1].key
+        seen.add(name)
+        factor = 1.0 if name in vectors else 0.95
+        np.testing.assert_allclose(now, factor * before, rtol=1e-5, atol=1e-7)
+    assert vectors < seen and "embedding" in seen

@@ -1,0 +1,310 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsearch.learn.batch import Batch, split
+from rsearch.learn.update import (
+    Learner,
+    create_state,
+    imitation_loss,
+    make_optimizer,
+    policy_loss,
+    with_advantages,
+)
+from rsearch.models.sharding import make_mesh
+from tests.rollout import tiny
+
+V, T, G = 40, 10, 4
+MODEL = tiny.model(vocab_size=V)
+ADAMW = dict(
+    lr=1e-2,
+    warmup_steps=0,
+    decay_steps=0,
+    b1=0.9,
+    b2=0.99,
+    eps=1e-6,
+    weight_decay=0.1,
+    max_grad_norm=1.0,
+)
+GRPO = dict(clip_low=0.2, clip_high=0.3, kl_coef=0.1, kl_kind="k3", entropy_coef=0.01)
+NORMALISED = dict(group_size=G, normalize_std=True, eps=1e-6)
+
+
+def one_device():
+    return make_mesh(devices=jax.devices()[:1])
+
+
+def fresh_params():
+    return jax.tree.map(jnp.copy, tiny.params(vocab_size=V))
+
+
+def make_batch(seed=0, num_rows=8):
+    """Ragged rows with advantages; log-probabilities near the policy's own."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, V, (num_rows, T)).astype(np.int32)
+    mask = rng.random((num_rows, T)) < 0.5
+    mask[:, 0] = False
+    mask &= np.arange(T)[None] < rng.integers(4, T + 1, num_rows)[:, None]
+    logp = np.asarray(our_logprobs(tokens))
+    batch = Batch(
+        tokens=tokens,
+        from_policy=mask,
+        behavior_logp=(logp + rng.normal(size=mask.shape) * 0.3).astype(np.float32),
+        reference_logp=(logp + rng.normal(size=mask.shape) * 0.3).astype(np.float32),
+        reward=rng.normal(size=num_rows).astype(np.float32),
+        is_signal=np.ones(num_rows, bool),
+        advantage=np.zeros(mask.shape, np.float32),
+    )
+    return jax.tree.map(np.asarray, with_advantages(batch, **NORMALISED))
+
+
+@jax.jit
+def all_logits(params, tokens):
+    positions = jnp.broadcast_to(jnp.arange(T)[None], tokens.shape)
+    hidden, _ = MODEL.apply({"params": params}, tokens, positions)
+    return MODEL.apply({"params": params}, hidden, method="logits")
+
+
+def our_logprobs(tokens, temperature=1.0):
+    """[B, T] by all logits at once, in float64."""
+    logits = all_logits(tiny.params(vocab_size=V), tokens)
+    logp = tiny.log_softmax(np.asarray(logits) / temperature)[:, :-1]
+    chosen = np.take_along_axis(logp, tokens[:, 1:, None], -1)[..., 0]
+    return np.pad(chosen, ((0, 0), (1, 0)))
+
+
+def our_entropy(tokens):
+    logp = tiny.log_softmax(all_logits(tiny.params(vocab_size=V), tokens))[:, :-1]
+    return np.pad(-(np.exp(logp) * logp).sum(-1), ((0, 0), (1, 0)))
+
+
+def make_learner(mesh=None, loss=None, loss_mean="token", **changes):
+    """A learner whose optimizer makes gradients visible: plain AdamW."""
+    optimizer = make_optimizer(**ADAMW | changes)
+    mesh = mesh or one_device()
+    learner = Learner(
+        MODEL,
+        optimizer,
+        mesh,
+        loss=loss or policy_loss(**GRPO),
+        loss_mean=loss_mean,
+        chunk_tokens=16,
+    )
+    return learner, create_state(fresh_params(), optimizer, mesh)
+
+
+def step(batch, micro_batch=8, **settings):
+    """(parameters after one update, metrics), as numpy."""
+    learner, state = make_learner(**settings)
+    (cut,) = split(batch, 1, micro_batch)
+    state, metrics = learner.update(state, learner.put(cut))
+    return jax.tree.map(np.asarray, (state.params, metrics))
+
+
+def assert_close(a, b, tolerance):
+    compare = functools.partial(np.testing.assert_allclose, atol=tolerance, rtol=0)
+    jax.tree.map(compare, a, b)
+
+
+def numpy_grpo(batch, loss_mean):
+    """The whole loss, token by token."""
+    logp, entropy = our_logprobs(batch.tokens), our_entropy(batch.tokens)
+    lengths = batch.from_policy.sum(1)
+    total = {"loss": 0.0, "kl": 0.0, "entropy": 0.0, "clip_fraction": 0.0}
+    for i, t in zip(*np.nonzero(batch.from_policy)):
+        if loss_mean == "token":
+            weight = 1 / lengths.sum()
+        else:
+            weight = 1 / lengths[i] / (lengths > 0).sum()
+        ratio = np.exp(logp[i, t] - batch.behavior_logp[i, t])
+        clipped = min(max(ratio, 0.8), 1.3)
+        advantage = batch.advantage[i, t]
+        gain = min(ratio * advantage, clipped * advantage)
+        d = batch.reference_logp[i, t] - logp[i, t]
+        kl = np.exp(d) - d - 1
+        total["loss"] += weight * (-gain + 0.1 * kl - 0.01 * entropy[i, t])
+        total["kl"] += weight * kl
+        total["entropy"] += weight * entropy[i, t]
+        total["clip_fraction"] += weight * (clipped * advantage < ratio * advantage)
+    return total
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
+def test_the_loss_equals_a_second_implementation(loss_mean):
+    batch = make_batch()
+    _, metrics = step(batch, loss_mean=loss_mean)
+    expected = numpy_grpo(batch, loss_mean)
+    assert 0 < expected["clip_fraction"] < 1
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, abs=1e-5), name
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
+def test_micro_batches_accumulate_to_the_whole_batch(loss_mean):
+    batch = make_batch()
+    # Rows of very different weight, and one that teaches nothing.
+    mask = batch.from_policy.copy()
+    mask[1, 4:] = mask[5] = False
+    batch = batch._replace(from_policy=mask)
+    # Adam's first step is lr x sign, which hides the gradient: a large eps shows it.
+    settings = dict(loss_mean=loss_mean, eps=1.0, max_grad_norm=1e9, lr=1.0)
+    whole, metrics = step(batch, 8, **settings)
+    for micro_batch in (4, 1):
+        pieces, same = step(batch, micro_batch, **settings)
+        assert_close(pieces, whole, 1e-6)
+        assert_close(same, metrics, 1e-5)
+
+
+def test_eight_devices_make_the_update_of_one():
+    batch = make_batch()
+    one, metrics = step(batch, 4)
+    sharded, same = step(batch, 4, mesh=make_mesh(data=2, fsdp=2, tensor=2))
+    assert_close(sharded, one, 1e-5)
+    assert_close(same, metrics, 1e-5)
+
+
+def test_updates_reuse_buffers_and_trace_once():
+    learner, state = make_learner()
+    before = state.params["embedding"]
+    for seed in range(3):
+        (cut,) = split(make_batch(seed), 1, 4)
+        state, _ = learner.update(state, learner.put(cut))
+    assert before.is_deleted()
+    assert learner.num_traces == 1
+    assert int(state.updates) == 3
+
+
+def test_the_parameters_a_state_was_made_of_survive_its_updates():
+    params = fresh_params()
+    optimizer = make_optimizer(**ADAMW)
+    learner, _ = make_learner()
+    state = create_state(params, optimizer, one_device())
+    (cut,) = split(make_batch(), 1, 8)
+    learner.update(state, learner.put(cut))
+    assert_close(params, tiny.params(vocab_size=V), 0)
+
+
+def test_scores_are_the_log_probabilities_at_the_sampling_temperature():
+    optimizer = make_optimizer(**ADAMW)
+    learner = Learner(
+        MODEL,
+        optimizer,
+        one_device(),
+        loss=imitation_loss,
+        loss_mean="token",
+        temperature=0.7,
+        chunk_tokens=16,
+    )
+    batch = make_batch()
+    (cut,) = split(batch, 1, 4)
+    scored = np.asarray(learner.score(fresh_params(), learner.put(cut)))
+    expected = our_logprobs(batch.tokens, 0.7)
+    np.testing.assert_allclose(scored.reshape(8, T), expected, atol=1e-5)
+
+
+LOSSES = {"policy": policy_loss(**GRPO), "imitation": imitation_loss}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("outside", [0.0, np.nan, np.inf])
+def test_only_what_the_policy_wrote_gets_a_gradient(name, outside):
+    batch = make_batch()
+    mask = batch.from_policy
+    weights = mask / mask.sum()
+    bad = {
+        field: np.where(mask, getattr(batch, field), outside).astype(np.float32)
+        for field in ("behavior_logp", "reference_logp", "advantage")
+    }
+    logp = np.where(mask, our_logprobs(batch.tokens), outside).astype(np.float32)
+    entropy = np.where(mask, our_entropy(batch.tokens), outside).astype(np.float32)
+
+    def loss(logp, entropy):
+        return LOSSES[name](logp, entropy, batch._replace(**bad), weights)[0]
+
+    by_logp, by_entropy = jax.grad(loss, argnums=(0, 1))(logp, entropy)
+    np.testing.assert_array_equal(np.asarray(by_logp) != 0, mask)
+    assert np.isfinite(by_logp).all()
+    np.testing.assert_array_equal(
+        np.asarray(by_entropy) != 0, mask if name == "policy" else mask & False
+    )
+
+
+def test_logits_that_predict_other_sources_get_no_gradient():
+    """Through the softmax: the logits at column t - 1 learn from the token at t."""
+    batch = make_batch()
+    weights = batch.from_policy / batch.from_policy.sum()
+
+    def loss(logits):
+        logp = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+        chosen = jnp.take_along_axis(logp, batch.tokens[:, 1:, None], axis=-1)[..., 0]
+        entropy = -(jnp.exp(logp) * logp).sum(-1)
+        chosen, entropy = (jnp.pad(x, ((0, 0), (1, 0))) for x in (chosen, entropy))
+        return LOSSES["policy"](chosen, entropy, batch, weights)[0]
+
+    grad = jax.grad(loss)(all_logits(fresh_params(), batch.tokens))
+    predicts = np.pad(batch.from_policy[:, 1:], ((0, 0), (0, 1)))
+    np.testing.assert_array_equal(np.abs(grad).sum(-1) > 0, predicts)
+
+
+def test_what_is_retrieved_or_padded_behind_the_last_policy_token_changes_nothing():
+    batch = make_batch()
+    after = np.cumsum(batch.from_policy[:, ::-1], 1)[:, ::-1] == 0
+    other = np.where(after, (batch.tokens + 1) % V, batch.tokens)
+    assert after.sum() > 8
+    first, second = step(batch), step(batch._replace(tokens=other))
+    assert_close(first, second, 1e-6)
+
+
+def test_excluded_rollouts_change_nothing_in_the_others_loss():
+    """The loss of two groups of 3 is that of two groups of 4 with one failed each."""
+    batch = make_batch()
+    signal = np.ones(8, bool)
+    signal[[1, 6]] = False
+    failed = batch._replace(
+        is_signal=signal,
+        from_policy=batch.from_policy & signal[:, None],
+        reward=np.where(signal, batch.reward, np.nan).astype(np.float32),
+    )
+    advantages = with_advantages(failed, **NORMALISED)
+    kept = jax.tree.map(lambda x: x[signal], batch)
+    alone = with_advantages(kept, **NORMALISED | dict(group_size=3))
+    np.testing.assert_allclose(advantages.advantage[signal], alone.advantage, atol=1e-6)
+    for loss_mean in ("token", "sequence"):
+        with_them, metrics = step(advantages, loss_mean=loss_mean)
+        without, same = step(alone, micro_batch=6, loss_mean=loss_mean)
+        assert_close(metrics, same, 1e-5)
+        assert_close(with_them, without, 1e-5)
+        assert np.isfinite(metrics["loss"])
+
+
+def test_kl_in_the_reward_by_hand():
+    """Group of 2; rewards 1 and 3; KL sums 2 and 1; coefficient 0.5: 0 against 2.5."""
+    zeros = np.zeros((2, 3), np.float32)
+    batch = Batch(
+        tokens=zeros.astype(np.int32),
+        from_policy=np.array([[False, True, True], [False, True, False]]),
+        behavior_logp=np.array([[9, -1, -1], [9, -2, 9]], np.float32),
+        reference_logp=np.array([[0, -1.5, -2.5], [np.nan, -3, np.inf]], np.float32),
+        reward=np.array([1, 3], np.float32),
+        is_signal=np.ones(2, bool),
+        advantage=zeros,
+    )
+    result = with_advantages(
+        batch, group_size=2, normalize_std=False, eps=0.0, kl_coef=0.5, kl_kind="k1"
+    )
+    expected = [[0, -1.25, -1.25], [0, 1.25, 0]]
+    np.testing.assert_allclose(result.advantage, expected, atol=1e-6)
+    np.testing.assert_array_equal(result.reward, [1, 3])
+    result = with_advantages(batch, group_size=2, normalize_std=False, eps=0.0)
+    np.testing.assert_array_equal(result.advantage, [[0, -1, -1], [0, 1, 0]])
+
+
+def test_advantages_do_not_depend_on_how_rows_are_cut():
+    batch = make_batch()
+    (cut,) = split(batch, 1, 2)
+    whole = with_advantages(batch, **NORMALISED, kl_coef=0.1)
+    pieces = with_advantages(cut, **NORMALISED, kl_coef=0.1)
+    np.testing.assert_array_equal(pieces.advantage.reshape(8, T), whole.advantage)
