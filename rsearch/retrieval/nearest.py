@@ -1,8 +1,9 @@
 """Nearest vectors with ScaNN: exact over few of them, partitioned over many.
 
-ScaNN (arXiv 1908.10396) proposes candidates. Their final scores are computed here, one
-query at a time, so that a result depends on its query alone: ScaNN's brute force is a
-matrix product, whose rounding changes with the batch.
+ScaNN (arXiv 1908.10396) proposes candidates. A result depends on its query alone, which
+ScaNN's batches do not give: its brute force is a matrix product, whose rounding changes
+with the batch, so final scores are computed here, one query at a time; and among
+partitions a batch of queries finds other candidates than each of them alone.
 """
 
 import dataclasses
@@ -148,14 +149,19 @@ class Nearest:
         if not len(queries):
             return positions, scores
         wanted = min(num, k + MARGIN)
-        more = {}
-        if self.partition is not None:
-            reorder = max(self.partition.reorder, wanted)
-            more = {"pre_reorder_num_neighbors": reorder}
         queries = np.ascontiguousarray(queries, np.float32)
-        ids, products = self._searcher.search_batched(
-            queries, final_num_neighbors=wanted, **more
-        )
+        if self.partition is None:
+            ids, products = self._searcher.search_batched(
+                queries, final_num_neighbors=wanted
+            )
+        else:
+            # One call over all cores, in which every query is a batch of its own.
+            ids, products = self._searcher.search_batched_parallel(
+                queries,
+                final_num_neighbors=wanted,
+                pre_reorder_num_neighbors=max(self.partition.reorder, wanted),
+                batch_size=1,
+            )
         for row, query in enumerate(queries):
             # Where it finds too few, ScaNN pads with id 0 and a product of NaN.
             found = np.unique(ids[row][np.isfinite(products[row])].astype(np.int64))

@@ -102,12 +102,14 @@ def test_a_partitioned_index_finds_nearly_all(many):
     assert measure_recall(many, queries, top_k=10) >= 0.98
 
 
-def test_partitioned_results_do_not_depend_on_the_batch(many):
-    rng = np.random.default_rng(2)
-    queries = clusters(rng, 64)
-    positions, scores = many.search(queries, 5)
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_partitioned_results_do_not_depend_on_the_batch(seed):
+    rng = np.random.default_rng(seed)
+    nearest = partitioned(clusters(rng, 4000))
+    queries = clusters(rng, 200)
+    positions, scores = nearest.search(queries, 9)
     for row in range(len(queries)):
-        alone = many.search(queries[row : row + 1], 5)
+        alone = nearest.search(queries[row : row + 1], 9)
         np.testing.assert_array_equal(positions[row], alone[0][0])
         np.testing.assert_array_equal(scores[row], alone[1][0])
 
@@ -125,7 +127,7 @@ def test_partitions_too_small_for_the_question_are_made_up_for():
 class Padding:
     """A searcher that finds too little and pads as ScaNN does: id 0, a NaN product."""
 
-    def search_batched(self, queries, final_num_neighbors, **_):
+    def search_batched_parallel(self, queries, final_num_neighbors, **_):
         ids = np.zeros((len(queries), final_num_neighbors), np.uint32)
         products = np.full(ids.shape, np.nan, np.float32)
         ids[:, 0], products[:, 0] = 3, 0.5
@@ -136,10 +138,35 @@ def test_padding_never_becomes_a_result():
     rows = unit_rows(np.random.default_rng(4), 30, 8)
     partition = Partition(num_leaves=5, leaves_to_search=1, reorder=10)
     nearest = Nearest(Vectors([rows]), Padding(), partition)
-    positions, scores = nearest.search(rows[7:8], 3)
-    expected = brute_force(rows).search(rows[7:8], 3)
-    np.testing.assert_array_equal(positions, expected[0])
-    np.testing.assert_array_equal(scores, expected[1])
+    for top_k in (2, 3):
+        positions, scores = nearest.search(rows[7:8], top_k)
+        expected = brute_force(rows).search(rows[7:8], top_k)
+        assert not {0, 3} <= set(positions[0].tolist())
+        np.testing.assert_array_equal(positions, expected[0])
+        np.testing.assert_array_equal(scores, expected[1])
+
+
+class LastOfEquals:
+    """An exact searcher that gives the last of equal vectors, not the first."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def search_batched(self, queries, final_num_neighbors):
+        products = (queries @ self.rows.T).round(6)
+        backwards = np.argsort(-products[:, ::-1], axis=1, kind="stable")
+        ids = len(self.rows) - 1 - backwards[:, :final_num_neighbors]
+        return ids.astype(np.uint32), np.take_along_axis(products, ids, axis=1)
+
+
+def test_equals_beyond_the_candidates_are_not_overlooked():
+    rng = np.random.default_rng(6)
+    rows = unit_rows(rng, 300, 24)
+    copies = rng.permutation(300)[: 2 * MARGIN + 9]
+    rows[copies] = rows[copies[0]]
+    nearest = Nearest(Vectors([rows]), LastOfEquals(rows), None)
+    positions, _ = nearest.search(rows[copies[:1]], 7)
+    np.testing.assert_array_equal(positions[0], np.sort(copies)[:7])
 
 
 def test_recall_counts_what_is_found():
