@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from rsearch.data.records import check_text, decode_record
+from rsearch.data.records import check_record, check_text, decode_record, shown
 from rsearch.data.sources import read_records
 from rsearch.data.world import RELATIONS, World
 from rsearch.protocols.tagged import render
@@ -42,10 +42,13 @@ def load_demonstrations(path) -> list[Demonstration]:
     for place, raw in read_records(path):
         try:
             record = decode_record(raw) if isinstance(raw, bytes) else raw
+            check_record(record)
             text = check_text(record.get("question"), "question")
             turns = record.get("turns")
             if not isinstance(turns, list) or not turns:
-                raise ValueError(f"field turns: expected a list of texts, got {turns}")
+                raise ValueError(
+                    f"field turns: expected a list of texts, got {shown(turns)}"
+                )
             turns = tuple(check_text(t, f"turns[{i}]") for i, t in enumerate(turns))
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None

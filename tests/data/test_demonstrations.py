@@ -1,0 +1,197 @@
+"""Demonstrations: the shares that are configured, and files that are read strictly."""
+
+import json
+
+import pytest
+
+from rsearch.data.demonstrations import (
+    DIRECT,
+    PROTOCOL,
+    RAG,
+    load_demonstrations,
+    world_demonstrations,
+    world_words,
+)
+from rsearch.data.world import RELATIONS, make_world
+from rsearch.protocols import SEARCH_R1
+from rsearch.types import Answer, Search
+
+SHARES = dict(repeats=2, flawed_share=0.65, guess_share=0.2, baseline_share=0.1)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world(
+        seed=1,
+        people=500,
+        films=400,
+        companies=100,
+        cities=100,
+        train_questions=1400,
+        dev_questions=10,
+    )
+
+
+def kind(world, demonstration):
+    """'flawless', 'one_hop' or 'guess', read from the turns' actions."""
+    first, second = world.hops[demonstration.question.id]
+    actions = [SEARCH_R1.parse(turn) for turn in demonstration.turns]
+    queries = [a.queries for a in actions[:-1]]
+    assert all(isinstance(a, Search) for a in actions[:-1])
+    assert isinstance(actions[-1], Answer)
+    if len(actions) == 3:
+        assert queries == [(first.subject,), (second.subject,)]
+        assert actions[-1].text == second.object
+        return "flawless"
+    if len(actions) == 2:
+        assert queries == [(first.subject,)]
+        assert actions[-1].text == first.object
+        return "one_hop"
+    (answer,) = actions
+    # A guess is of the right kind: a city where a city is asked for.
+    assert answer.text in world.entities[RELATIONS[second.relation].object]
+    return "guess"
+
+
+def test_they_have_the_shares_that_are_configured(world):
+    made = world_demonstrations(world, seed=0, **SHARES)
+    own = [d for d in made if d.method == PROTOCOL]
+    assert len(own) == 2800
+    kinds = [kind(world, d) for d in own]
+    share = {name: kinds.count(name) / len(kinds) for name in set(kinds)}
+    # 0.65 x 0.2 guess, 0.65 x 0.8 stop early; the deviation of 2,800 draws is < 0.01.
+    assert share["flawless"] == pytest.approx(0.35, abs=0.03)
+    assert share["one_hop"] == pytest.approx(0.52, abs=0.03)
+    assert share["guess"] == pytest.approx(0.13, abs=0.03)
+    direct, rag = (sum(d.method == m for d in made) for m in (DIRECT, RAG))
+    assert (direct + rag) / len(own) == pytest.approx(0.1, abs=0.02)
+    assert direct / (direct + rag) == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_baseline_answers_with_a_space_and_nothing_else(world):
+    shares = {**SHARES, "baseline_share": 1.0, "repeats": 1}
+    made = world_demonstrations(world, seed=0, **shares)
+    baselines = [d for d in made if d.method != PROTOCOL]
+    assert len(baselines) == 1400
+    for d in baselines:
+        assert d.turns == (f" {d.question.golden_answers[0]}",)
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        (dict(flawed_share=0.0, guess_share=1.0), {"flawless"}),
+        (dict(flawed_share=1.0, guess_share=1.0), {"guess"}),
+        (dict(flawed_share=1.0, guess_share=0.0), {"one_hop"}),
+    ],
+)
+def test_shares_of_nothing_and_of_all_are_exact(world, shares, expected):
+    made = world_demonstrations(world, seed=0, repeats=1, baseline_share=0.0, **shares)
+    assert {kind(world, d) for d in made} == expected
+    assert {d.method for d in made} == {PROTOCOL}
+    assert [d.question for d in made] == list(world.train)
+
+
+def test_they_follow_from_their_seed(world):
+    first, again, other = (
+        world_demonstrations(world, seed=s, **SHARES) for s in (0, 0, 1)
+    )
+    assert first == again != other
+
+
+def test_each_repeat_has_its_own_flaw(world):
+    made = [
+        d for d in world_demonstrations(world, seed=0, **SHARES) if d.method == PROTOCOL
+    ]
+    pairs = list(zip(made[::2], made[1::2], strict=True))
+    assert all(a.question == b.question for a, b in pairs)
+    assert any(a.turns != b.turns for a, b in pairs)
+
+
+def test_guesses_are_seldom_right(world):
+    shares = dict(flawed_share=1.0, guess_share=1.0, baseline_share=0.0, repeats=1)
+    made = world_demonstrations(world, seed=0, **shares)
+    right = [d.question.golden_answers[0] in d.turns[0] for d in made]
+    assert sum(right) / len(right) < 0.05
+
+
+def test_they_speak_of_training_questions_only(world):
+    made = world_demonstrations(world, seed=0, **SHARES)
+    assert {d.question.id for d in made} == {q.id for q in world.train}
+
+
+def test_a_tokenizer_is_shown_every_word_they_use(world):
+    known = set(" ".join(world_words(world) + world.texts()).split())
+    made = world_demonstrations(world, seed=0, **SHARES)
+    said = {word for d in made for turn in d.turns for word in turn.split()}
+    # "Altdorf</answer>" and "guess.</think><answer>" are split at the tags.
+    assert {w for w in said if "<" not in w} <= known | {
+        f"{name}." for names in world.entities.values() for name in names
+    }
+
+
+def write(path, *rows):
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+GOOD = {"question": "Who?", "turns": ["<answer> I </answer>"]}
+
+
+def test_a_file_is_read_in_order(tmp_path):
+    second = {"question": "{x}?", "turns": ["a", "b"], "more": 1}
+    found = load_demonstrations(write(tmp_path / "d.jsonl", GOOD, second))
+    assert [d.question.text for d in found] == ["Who?", "{x}?"]
+    assert [d.turns for d in found] == [("<answer> I </answer>",), ("a", "b")]
+    assert len({d.question.id for d in found}) == 2
+    assert {d.method for d in found} == {PROTOCOL}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"turns": ["a"]}, "field question: expected text, got NoneType None"),
+        ({"question": "", "turns": ["a"]}, "field question: expected text"),
+        ({"question": "q"}, "field turns: expected a list of texts, got None"),
+        ({"question": "q", "turns": []}, r"field turns: expected a list of texts"),
+        ({"question": "q", "turns": "a"}, "field turns: expected a list of texts"),
+        ({"question": "q", "turns": ["a", 3]}, r"field turns\[1\]: .* int 3"),
+        ({"question": "q", "turns": ["a", " "]}, r"field turns\[1\]: .* ' '"),
+        ({"question": "q", "turns": ["\ud800"]}, r"field turns\[0\]: half a surrogate"),
+        ("{", "invalid JSON"),
+        ("", "blank line"),
+        ("[]", r"expected a JSON object, got list \[\]"),
+        ('"text"', "expected a JSON object, got str"),
+        ('{"question": "q", "question": "r", "turns": ["a"]}', "field question: given"),
+    ],
+)
+def test_what_is_wrong_is_named_with_file_line_and_field(tmp_path, row, message):
+    path = write(tmp_path / "d.jsonl", GOOD, row)
+    with pytest.raises(ValueError, match=rf"d\.jsonl:2: {message}"):
+        load_demonstrations(path)
+
+
+def test_a_long_wrong_value_is_cut(tmp_path):
+    path = write(tmp_path / "d.jsonl", {"question": "q", "turns": "x" * 1000})
+    with pytest.raises(ValueError, match="field turns") as caught:
+        load_demonstrations(path)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_list_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "d.json"
+    path.write_text('["text", 3]')
+    with pytest.raises(ValueError, match="record 1: expected a JSON object, got str"):
+        load_demonstrations(path)
+
+
+def test_a_file_without_records_is_refused(tmp_path):
+    (tmp_path / "d.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"d\.jsonl: the file is empty"):
+        load_demonstrations(tmp_path / "d.jsonl")
+    (tmp_path / "d.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds no demonstration"):
+        load_demonstrations(tmp_path / "d.json")
+    with pytest.raises(ValueError, match="there is no such file"):
+        load_demonstrations(tmp_path / "e.jsonl")

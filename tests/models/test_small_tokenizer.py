@@ -1,0 +1,118 @@
+"""The tokenizer learned from a small text: words are tokens, any text survives."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsearch.data.demonstrations import world_words
+from rsearch.data.world import make_world
+from rsearch.models.small_tokenizer import ROLES, train_tokenizer
+from tests.small_run import run_python
+
+TAGS = ("<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>")
+FRAME = ["\n\n<information>Doc 1(Title: ) </information>\n\n", "Invalid. Try again."]
+
+
+def make():
+    world = make_world(
+        seed=3,
+        people=60,
+        films=60,
+        companies=20,
+        cities=20,
+        train_questions=150,
+        dev_questions=20,
+    )
+    return world, train_tokenizer(world.texts() + world_words(world) + 2 * FRAME)
+
+
+@pytest.fixture(scope="module")
+def made():
+    return make()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(made):
+    return made[1]
+
+
+FINGERPRINT = """
+from tests.models.test_small_tokenizer import make
+print(make()[1].fingerprint)
+"""
+
+
+def test_it_is_the_same_in_every_process(tokenizer):
+    for threads, hash_seed in (("1", "1"), ("4", "2")):
+        environment = dict(RAYON_NUM_THREADS=threads, PYTHONHASHSEED=hash_seed)
+        done = run_python("-c", FINGERPRINT, **environment)
+        assert done.stdout.strip() == tokenizer.fingerprint, done.stderr
+
+
+def test_a_tag_is_one_token_wherever_it_stands(tokenizer):
+    for tag in (*TAGS, "<information>", "</information>"):
+        (token,) = tokenizer.encode(tag)
+        for around in (" {} ", "x{}y", "<{}>", "{}{}"):
+            text = around.replace("{}", tag)
+            assert token in tokenizer.encode(text), text
+
+
+def test_words_of_its_text_are_one_token_with_the_space_before(made):
+    """Also the names of held-out heads, whose passages it was shown."""
+    world, tokenizer = made
+    texts = [p.text for p in world.passages] + [q.text for q in world.train]
+    words = {word.strip("?.") for text in texts for word in text.split()[1:]}
+    long = [w for w in sorted(words) if len(tokenizer.encode(f" {w}")) != 1]
+    # What occurs once is not worth a token; a title has no space before it.
+    learned = world.texts() + world_words(world)
+    often = [w for w in long if sum(text.count(f" {w}") for text in learned) > 1]
+    assert often == []
+
+
+def test_the_chat_is_framed_by_control_tokens(tokenizer):
+    chat = [{"role": "system", "content": "be"}, {"role": "user", "content": "So?"}]
+    ids = tokenizer.encode_prompt(chat).tolist()
+    assert tokenizer.decode(ids) == "<|system|>be<|user|>So?<|assistant|>"
+    control = [i for i in ids if i in tokenizer.control_ids]
+    assert tokenizer.decode(control) == "<|system|><|user|><|assistant|>"
+    assert tokenizer.decode(tokenizer.eos_ids) == "<|end|>"
+
+
+@given(st.text())
+def test_any_text_comes_back(text):
+    tokenizer = small()
+    kept = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(ids) == kept
+
+
+@given(st.lists(st.sampled_from([*TAGS, *ROLES, "<", ">", "/", " ", "\n", "a", "é"])))
+def test_any_mixture_of_tags_comes_back_and_holds_no_control_token(parts):
+    tokenizer = small()
+    ids = tokenizer.encode("".join(parts))
+    assert tokenizer.decode(ids) == "".join(parts)
+    assert tokenizer.control_ids.isdisjoint(ids.tolist())
+
+
+_small = []
+
+
+def small():
+    """One tokenizer for all examples of a property."""
+    if not _small:
+        _small.append(train_tokenizer(["who <think> <search> was born"] * 2))
+    return _small[0]
+
+
+def test_a_text_it_knows_nothing_of_goes_byte_by_byte():
+    tokenizer = train_tokenizer(["a"])
+    assert tokenizer.vocab_size == 256 + len(ROLES)
+    assert len(tokenizer.encode("日本")) == 6
+    assert tokenizer.decode(tokenizer.encode("日本")) == "日本"
+
+
+def test_it_never_has_more_ids_than_asked_for():
+    texts = [f"word{chr(97 + i % 26)}{chr(97 + i // 26)} " * 2 for i in range(600)]
+    assert train_tokenizer(texts, vocab_size=300).vocab_size == 300

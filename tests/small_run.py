@@ -1,0 +1,87 @@
+"""A run small enough for a test: the quickstart's parts, each as little as can be."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+from rsearch import config as configuration
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+SIZES = {
+    "name": "small",
+    "model.width": 32,
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 8,
+    "model.mlp_width": 32,
+    "world.people": 40,
+    "world.films": 20,
+    "world.companies": 10,
+    "world.cities": 10,
+    "world.train_questions": 40,
+    "world.dev_questions": 6,
+    "retrieval.hashed_dim": 512,
+    "rollout.max_prompt_tokens": 40,
+    "rollout.max_turn_tokens": 24,
+    "rollout.max_observation_tokens": 20,
+    "rollout.slots": 8,
+    "rollout.group_size": 2,
+    "rollout.temperature": 1.0,
+    "sft.steps": 4,
+    "sft.batch_size": 8,
+    "sft.micro_batch": 8,
+    "sft.sequence_tokens": 160,
+    "sft.warmup_steps": 1,
+    "sft.lr": 3e-3,
+    "sft.repeats": 1,
+    "sft.baseline_share": 0.2,
+    "rl.steps": 3,
+    "rl.questions_per_step": 4,
+    "rl.micro_batch": 8,
+    "rl.warmup_steps": 0,
+    "rl.lr": 1e-3,
+    # Untrained policies hardly ever answer: this term gives groups some spread.
+    "reward": {"answer_em": {}, "format_ok": {"good": 0.1, "bad": 0.0}},
+    "checkpoint.sft_steps": 1,
+    "checkpoint.rl_steps": 1,
+    "checkpoint.keep": 2,
+}
+
+
+def config(**overrides):
+    """The quickstart at these sizes; two underscores in a name are a dot."""
+    changes = {name.replace("__", "."): value for name, value in overrides.items()}
+    whole = configuration.load(str(ROOT / "configs" / "quickstart.py"))
+    return configuration.apply_overrides(whole, SIZES | changes)
+
+
+def arguments(**overrides):
+    """The same configuration as arguments of a command."""
+    changes = {name.replace("__", "."): value for name, value in overrides.items()}
+    return [
+        "--config=configs/quickstart.py",
+        *(f"--config.{name}={value}" for name, value in (SIZES | changes).items()),
+    ]
+
+
+def run_python(*command, devices=1, **environment):
+    """The finished process of `python *command` in the checkout."""
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env={**os.environ, **child_environment(devices), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def child_environment(devices=1):
+    """Variables that give a child process this many CPU devices."""
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
