@@ -294,9 +294,11 @@ class Decoder(nn.Module):
             kernel = self.embedding.T
         else:
             kernel = self.unembedding
-        return jnp.matmul(
-            hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32
+        flat = hidden.reshape(-1, hidden.shape[-1])  # As in `multiply`.
+        logits = jnp.matmul(
+            flat, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32
         )
+        return logits.reshape(*hidden.shape[:-1], -1)
 
     def values(self, hidden):
         """[...] float32 values of hidden states [..., D]; needs `value_head`."""
