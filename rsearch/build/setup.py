@@ -88,7 +88,6 @@ def load_setup(config, *, say=lambda text: None, only_dev=False) -> Setup:
         invalid_message=config.protocol.invalid_message,
     )
     model = policy_model(config, tokenizer, source)
-    tokenizer.widen(model.spec.vocab_size)
     limits, num_tokens = budgets(config, tokenizer, protocol, model.spec)
     say(f"model: {model.spec.num_params / 1e6:.3g} M parameters, {config.model.dtype}")
     search = open_search(config, world)

@@ -79,16 +79,6 @@ class Tokenizer:
         digest.update(json.dumps(self.eos_ids).encode())
         self.fingerprint = digest.hexdigest()
 
-    def widen(self, vocab_size: int) -> None:
-        """Gives a model's spare ids, those without a token, no bytes.
-
-        Args:
-            vocab_size: rows of the model's embedding, at least the present size.
-        """
-        assert vocab_size >= self.vocab_size, (vocab_size, self.vocab_size)
-        self.token_bytes += [b""] * (vocab_size - self.vocab_size)
-        self.vocab_size = vocab_size
-
     def encode(self, text: str) -> np.ndarray:
         """[n] int32 ids of text in which no control token can arise.
 
