@@ -42,6 +42,17 @@ class Evaluator:
         self._questions = setup.dev[: limit or None]
         self._engines = {}
 
+    def is_current(self, row: dict, *, stage: str, step: int | None) -> bool:
+        """Whether an earlier row of results.json is what would be measured now."""
+        now = {
+            "stage": stage,
+            "step": step,
+            "dataset": self._setup.config.data.dev,
+            "normalize": self._setup.config.eval.normalize,
+        }
+        is_same = all(row.get(name) == value for name, value in now.items())
+        return is_same and row["n"] + row["skipped"] == len(self._questions)
+
     def __call__(self, params, method: str) -> tuple[dict, list]:
         """Scores of greedy rollouts on the held-out questions.
 
@@ -67,7 +78,9 @@ class Evaluator:
 
         key = jax.random.key(self._setup.config.seed)  # Greedy: never drawn from.
         groups = engine(engine.place(params), questions, key, on_wave=on_wave)
-        row = summarise(groups, normalize=self._setup.config.eval.normalize)
+        normalize = self._setup.config.eval.normalize
+        row = summarise(groups, normalize=normalize)
+        row["normalize"] = normalize
         row["skipped"] = num_skipped
         row["seconds"] = time.monotonic() - start
         return {"method": method, "dataset": self._setup.config.data.dev, **row}, groups
@@ -189,12 +202,20 @@ def show(rows, title) -> None:
     console.table(title, COLUMNS, cells)
 
 
-def run_methods(evaluator, params, *, stage, methods, folder) -> list[dict]:
-    """Evaluates each method, shows its row and records it; returns the rows."""
+def run_methods(evaluator, params, *, stage, step, methods, folder) -> list[dict]:
+    """Evaluates each method, shows its row and records it; returns the rows.
+
+    Args:
+        evaluator: an Evaluator.
+        params: of the policy.
+        stage, step: that these come from; None for the step of a foreign model.
+        methods: see `Evaluator`.
+        folder: of results.json.
+    """
     rows = []
     for method in methods:
         row, groups = evaluator(params, method)
-        row = {"stage": stage, **row}
+        row = {"stage": stage, "step": step, **row}
         record(folder, row, groups)
         console.note(
             f"{stage}: {method} EM {100 * row['em']:.1f} on {row['n']} questions, "
@@ -205,9 +226,9 @@ def run_methods(evaluator, params, *, stage, methods, folder) -> list[dict]:
 
 
 def trained_params(setup, folder: pathlib.Path):
-    """(stage, parameters) of the newest checkpoint of the last stage that has one.
+    """(stage, step, parameters) of the last stage that has a checkpoint: its newest.
 
-    Without any, ("start", the parameters before training).
+    Without any, ("start", 0, the parameters before training).
     """
     for stage in reversed(setup.config.stages):
         _, optimizer = build.make_learner(setup, stage)
@@ -216,8 +237,8 @@ def trained_params(setup, folder: pathlib.Path):
         if found is not None:
             step, state, _ = found
             console.note(f"evaluating stage {stage} after step {step}")
-            return stage, state.params
-    return START, build.initial_params(setup)
+            return stage, step, state.params
+    return START, 0, build.initial_params(setup)
 
 
 def main(argv) -> int:
@@ -234,17 +255,17 @@ def main(argv) -> int:
     if given["model"]:
         own = {"model.source": given["model"], "tokenizer.source": ""}
         changed = apply_overrides(config, own)
-    build.check_config(changed)
+    setup = build.load_setup(changed, say=console.note, only_dev=True)
     with Workdir(given["workdir"], config) as workdir:
-        setup = build.load_setup(changed, say=console.note, only_dev=True)
         if given["model"]:
-            stage, params = given["model"], build.initial_params(setup)
+            stage, step, params = given["model"], None, build.initial_params(setup)
         else:
-            stage, params = trained_params(setup, workdir.path)
+            stage, step, params = trained_params(setup, workdir.path)
         rows = run_methods(
             Evaluator(setup),
             params,
             stage=stage,
+            step=step,
             methods=config.eval.methods,
             folder=workdir.path,
         )

@@ -211,7 +211,7 @@ def _check_context(c):
             f"config.rollout.context_tokens = {r.context_tokens} is too small: prompt "
             f"{r.max_prompt_tokens} + {r.max_searches + 1} turns x {r.max_turn_tokens} "
             f"+ {r.max_searches} observations x {r.max_observation_tokens} = {needed} "
-            f"tokens; write {needed}, or 0 to have it computed"
+            f"tokens, and the tags around observations; 0 has it computed"
         )
 
 

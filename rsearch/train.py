@@ -41,33 +41,39 @@ def main(config, workdir) -> list[dict]:
     Raises:
         ValueError: the configuration, a file it names or the workdir cannot be used.
     """
-    build.check_config(config)
+    # First what can fail: a workdir is bound to its configuration for good.
+    setup = build.load_setup(config, say=console.note)
     with Workdir(workdir, config) as home:
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         again = "goes on" if home.is_resumed else "begins"
         console.note(f"{config.name} {again} in {home.path} on {devices}")
-        setup = build.load_setup(config, say=console.note)
         evaluator = Evaluator(setup)
         params = build.initial_params(setup)
         if config.eval.at_start:
-            _evaluate(setup, evaluator, params, START, home.path)
+            _evaluate(config, evaluator, params, START, 0, home.path)
         for stage in config.stages:
             params = STAGES[stage](setup, params, home.stage(stage))
-            _evaluate(setup, evaluator, params, stage, home.path)
+            steps = config[stage].steps
+            _evaluate(config, evaluator, params, stage, steps, home.path)
         _report(config, home.path)
         return read_results(home.path)
 
 
-def _evaluate(setup, evaluator, params, stage, folder):
-    """Evaluates the methods that results.json does not have yet for this stage."""
-    data = setup.config.data.dev
+def _evaluate(config, evaluator, params, stage, step, folder):
+    """Evaluates the methods that results.json does not have yet for this policy.
+
+    A row of an earlier step is measured again: the stage may have got more steps, or
+    rsearch.evaluate was run before it had ended.
+    """
     have = {
-        r["method"]
-        for r in read_results(folder)
-        if (r["stage"], r["dataset"]) == (stage, data)
+        row["method"]
+        for row in read_results(folder)
+        if evaluator.is_current(row, stage=stage, step=step)
     }
-    methods = [m for m in setup.config.eval.methods if m not in have]
-    run_methods(evaluator, params, stage=stage, methods=methods, folder=folder)
+    methods = [m for m in config.eval.methods if m not in have]
+    run_methods(
+        evaluator, params, stage=stage, step=step, methods=methods, folder=folder
+    )
 
 
 def _report(config, folder):
@@ -78,13 +84,11 @@ def _report(config, folder):
     for row in mine[: config.eval.examples]:
         title = f"{row['id']}: {row['question']} -> {row['prediction']}"
         console.block(title, "".join(s["text"] for s in row["segments"]))
-    if "rl" in config.stages:
-        rewards = [r["reward"] for r in read_metrics(folder / "rl" / "metrics.jsonl")]
-        if rewards:
-            bars = sparkline(rewards)
-            console.block(
-                "reward by step", f"{bars} {rewards[0]:.2f} -> {rewards[-1]:.2f}"
-            )
+    measured = folder / "rl" / "metrics.jsonl"
+    rewards = [r["reward"] for r in read_metrics(measured)] if measured.exists() else []
+    if rewards:
+        bars = sparkline(rewards)
+        console.block("reward by step", f"{bars} {rewards[0]:.2f} -> {rewards[-1]:.2f}")
     show(read_results(folder), f"{config.name}: {config.data.dev}, scores in percent")
     console.note(f"results, transcripts and checkpoints: {folder}")
     console.note(f"curves: tensorboard --logdir {folder}")
@@ -113,7 +117,11 @@ def command(argv) -> int:
 
 def default_workdir(name, argv) -> pathlib.Path:
     """runs/<name>, with what was overridden behind it: runs/quickstart-seed=1."""
-    changed = [a.removeprefix("--config.") for a in argv if a.startswith("--config.")]
+    changed = []
+    for word, after in itertools.pairwise([*argv, ""]):
+        if word.startswith("--config."):
+            text = word if "=" in word else f"{word}={after}"
+            changed.append(text.removeprefix("--config."))
     parts = [re.sub(r"[^\w.=+-]+", "_", text) for text in sorted(changed)]
     return pathlib.Path("runs") / "-".join([name, *parts])[:120]
 

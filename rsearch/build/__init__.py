@@ -8,12 +8,11 @@ from rsearch.build.engines import (
     make_learner,
     make_rollouts,
 )
-from rsearch.build.setup import Setup, check_config, initial_params, load_setup
+from rsearch.build.setup import Setup, initial_params, load_setup
 
 __all__ = [
     "Setup",
     "baseline_chats",
-    "check_config",
     "demonstrations",
     "initial_params",
     "load_setup",

@@ -3,9 +3,7 @@
 import jax.numpy as jnp
 
 from rsearch.data.corpus import Corpus
-from rsearch.data.demonstrations import (
-    world_words,
-)
+from rsearch.data.demonstrations import world_words
 from rsearch.data.questions import load_questions
 from rsearch.models import hf_config, huggingface, weights
 from rsearch.models.decoder import Decoder, DecoderSpec
@@ -155,11 +153,22 @@ def read_questions(c, split, world, say) -> tuple[Question, ...]:
 
 
 def load_judge(c, mesh) -> GenerateFn | None:
-    """The model that reward terms ask, on this process's mesh; None if none does."""
+    """The model that reward terms ask, on this process's mesh; None if none does.
+
+    Raises:
+        ValueError: its context is smaller than the longest chat and reply.
+    """
     if not c.judge.source or not needs_judge(c.reward):
         return None
     source = huggingface.find_model(c.judge.source)
     spec = hf_config.read_spec(source)
+    needed = c.judge.max_prompt_tokens + c.judge.max_reply_tokens
+    if needed > spec.max_context:
+        raise ValueError(
+            f"config.judge.max_prompt_tokens = {c.judge.max_prompt_tokens} and "
+            f"max_reply_tokens = {c.judge.max_reply_tokens} make {needed} tokens, but "
+            f"the context of {c.judge.source} is {spec.max_context}"
+        )
     model = Decoder(spec, dtype=jnp.dtype(c.model.dtype))
     shardings = param_shardings(weights.param_shapes(spec), mesh)
     return local_generator(

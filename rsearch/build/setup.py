@@ -74,7 +74,7 @@ def load_setup(config, *, say=lambda text: None, only_dev=False) -> Setup:
     Raises:
         ValueError: a value or a file that cannot be used.
     """
-    check_config(config)
+    _check_config(config)
     mesh = make_mesh(**config.mesh)
     world = make_world(seed=config.seed, **config.world) if has_world(config) else None
     source = None
@@ -134,7 +134,7 @@ def _fitting(setup, questions, say) -> tuple[Question, ...]:
     return tuple(kept)
 
 
-def check_config(config) -> None:
+def _check_config(config) -> None:
     """Refuses what no run could use, before any file is read or made.
 
     Raises:

@@ -102,7 +102,9 @@ def reward(setup: build.Setup, groups):
     is_signal = np.array([r.outcome.is_signal for r in rollouts]).reshape(rewards.shape)
     measured = {"reward": _mean(rewards[is_signal])}
     for name, values in parts.items():
-        measured[f"reward_{name}"] = _mean(np.stack(values)[is_signal])
+        values = np.stack(values)
+        # NaN is left in a term of weight 0, whose judge could not be asked.
+        measured[f"reward_{name}"] = _mean(values[is_signal & ~np.isnan(values)])
     spread = [np.ptp(r[s]) > 0 for r, s in zip(rewards, is_signal) if s.any()]
     measured["groups_with_spread"] = _mean(spread)
     measured["searches"] = _mean([len(r.searches) for r in rollouts])
