@@ -1,13 +1,16 @@
 """A run small enough for a test: the quickstart's parts, each as little as can be."""
 
+import functools
 import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 from rsearch import config as configuration
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+_folder = tempfile.TemporaryDirectory(prefix="rsearch-small-run-")
 
 SIZES = {
     "name": "small",
@@ -30,12 +33,12 @@ SIZES = {
     "rollout.slots": 8,
     "rollout.group_size": 2,
     "rollout.temperature": 1.0,
-    "sft.steps": 4,
+    "sft.steps": 60,  # enough for a policy that searches and answers
     "sft.batch_size": 8,
     "sft.micro_batch": 8,
     "sft.sequence_tokens": 160,
     "sft.warmup_steps": 1,
-    "sft.lr": 3e-3,
+    "sft.lr": 1e-2,
     "sft.repeats": 1,
     "sft.baseline_share": 0.2,
     "rl.steps": 3,
@@ -45,7 +48,7 @@ SIZES = {
     "rl.lr": 1e-3,
     # Untrained policies hardly ever answer: this term gives groups some spread.
     "reward": {"answer_em": {}, "format_ok": {"good": 0.1, "bad": 0.0}},
-    "checkpoint.sft_steps": 1,
+    "checkpoint.sft_steps": 20,
     "checkpoint.rl_steps": 1,
     "checkpoint.keep": 2,
 }
@@ -58,17 +61,46 @@ def config(**overrides):
     return configuration.apply_overrides(whole, SIZES | changes)
 
 
-def arguments(**overrides):
+def arguments(workdir, **overrides):
     """The same configuration as arguments of a command."""
     changes = {name.replace("__", "."): value for name, value in overrides.items()}
     return [
         "--config=configs/quickstart.py",
+        f"--workdir={workdir}",
         *(f"--config.{name}={value}" for name, value in (SIZES | changes).items()),
     ]
 
 
+@functools.cache
+def finished():
+    """The workdir of a run of `config()` from beginning to end, on one device.
+
+    It ran where neither tensorflow nor torch can be imported. Copy it to change it.
+    """
+    workdir = pathlib.Path(_folder.name) / "finished"
+    done = run_python("-m", "tests.interrupted_run", "", *arguments(workdir))
+    assert done.returncode == 0, done.stderr
+    (workdir.parent / "stdout").write_text(done.stdout)
+    return workdir
+
+
+def without_times(rows):
+    """Rows of metrics or results without what differs from run to run."""
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if not name.endswith("seconds") and name != "compiles"
+        }
+        for row in rows
+    ]
+
+
 def run_python(*command, devices=1, **environment):
-    """The finished process of `python *command` in the checkout."""
+    """The finished process of `python *command` in the checkout.
+
+    Programs that one of them has compiled, the others of this session load.
+    """
     return subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=ROOT,
@@ -84,4 +116,6 @@ def child_environment(devices=1):
     return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_COMPILATION_CACHE_DIR": f"{_folder.name}/compiled",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }

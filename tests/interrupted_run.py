@@ -1,0 +1,80 @@
+"""rsearch.train in a process that dies, without warning, at a moment of one's choice.
+
+    python -m tests.interrupted_run PATTERN rsearch.train's arguments
+
+PATTERN is a regular expression over what is about to happen, such as
+'replace rl/checkpoints/2/manifest.json', with paths below the workdir; the process ends
+itself by SIGKILL before the first such moment. An empty one matches nothing, and every
+moment is printed.
+"""
+
+import os
+import pathlib
+import re
+import signal
+import sys
+
+ABSENT = ("tensorflow", "tensorflow_text", "torch")
+
+
+class Without:
+    """A finder of modules that does not find the libraries in ABSENT."""
+
+    def __init__(self, finder):
+        self._finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT:
+            return None
+        return self._finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self._finder, name)
+
+
+def watch(pattern, workdir):
+    """Wraps what writes to disk, so that `pattern` kills the process."""
+    from rsearch import files
+
+    workdir = str(pathlib.Path(workdir).absolute())
+
+    def about_to(what, path):
+        moment = f"{what} {os.path.relpath(path, workdir)}"
+        if pattern and re.search(pattern, moment):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not pattern:
+            print("moment:", moment, flush=True)
+
+    fsync, replace, append = os.fsync, os.replace, files.append
+
+    def watched_fsync(descriptor):
+        about_to("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def watched_replace(source, target):
+        about_to("replace", target)
+        replace(source, target)
+
+    def watched_append(file, data):
+        about_to("append", file.name)
+        append(file, data)
+        about_to("appended", file.name)
+
+    os.fsync, os.replace, files.append = watched_fsync, watched_replace, watched_append
+
+
+def main(pattern, *arguments):
+    sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+    (workdir,) = (a for a in arguments if a.startswith("--workdir="))
+    watch(pattern, workdir.partition("=")[2])
+    from rsearch import train
+    from rsearch.config import run_command
+
+    code = run_command(train.command, arguments)
+    # scann asks for tensorflow, and a None says that there is none.
+    assert not {name for name in ABSENT if sys.modules.get(name)}
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,298 @@
+"""rsearch.train: what is interrupted goes on as if nothing had happened."""
+
+import json
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from rsearch import checkpoint, train
+from rsearch.config import run_command
+from rsearch.metrics import read as read_metrics
+from rsearch.workdir import read_rows
+from tests.small_run import (
+    ROOT,
+    arguments,
+    child_environment,
+    config,
+    finished,
+    run_python,
+    without_times,
+)
+
+METHODS = ["protocol", "direct", "rag"]
+BRIEF = dict(eval__at_start="false", eval__methods="protocol")
+
+
+def leaves(workdir, stage, step):
+    """{leaf: shape, dtype, digest of its bytes} of a checkpoint."""
+    return checkpoint.read_manifest(workdir / stage / "checkpoints", step)["leaves"]
+
+
+def results(workdir):
+    return json.loads((workdir / "results.json").read_text())
+
+
+def files(workdir):
+    """{path: bytes} of what a run leaves; its lock names the last process."""
+    paths = [p for p in sorted(workdir.rglob("*")) if p.is_file() and p.name != "lock"]
+    return {p.relative_to(workdir): p.read_bytes() for p in paths}
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the finished run."""
+    return pathlib.Path(shutil.copytree(finished(), tmp_path / "run"))
+
+
+def test_a_run_without_tensorflow_and_torch_leaves_all_that_it_should():
+    workdir = finished()
+    rows = results(workdir)
+    assert [(r["stage"], r["step"], r["method"]) for r in rows] == [
+        (stage, step, method)
+        for stage, step in (("start", 0), ("sft", 60), ("rl", 3))
+        for method in METHODS
+    ]
+    assert checkpoint.steps(workdir / "sft" / "checkpoints") == [40, 60]
+    assert checkpoint.steps(workdir / "rl" / "checkpoints") == [2, 3]
+    for stage, steps in (("sft", 60), ("rl", 3)):
+        measured = read_metrics(workdir / stage / "metrics.jsonl")
+        assert [r["step"] for r in measured] == list(range(steps))
+        for row in measured:
+            assert all(np.isfinite(value) for value in row.values()), row
+        assert list((workdir / stage / "tensorboard").glob("events*"))
+    shown = (workdir.parent / "stdout").read_text()
+    assert "reward by step" in shown and "<|user|>" in shown
+    assert shown.count("world-dev-") >= 3  # the example transcripts
+
+
+def test_it_learns_from_demonstrations_and_the_policy_then_searches():
+    losses = [r["loss"] for r in read_metrics(finished() / "sft" / "metrics.jsonl")]
+    assert losses[-1] < 0.4 * losses[0]
+    measured = read_metrics(finished() / "rl" / "metrics.jsonl")
+    assert any(r["searches"] > 0 for r in measured)
+    assert any(r["groups_with_spread"] > 0 and r["grad_norm"] > 0 for r in measured)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_after_its_first_step_a_stage_compiles_nothing(stage):
+    measured = read_metrics(finished() / stage / "metrics.jsonl")
+    assert len({r["compiles"] for r in measured}) == 1
+    assert measured[0]["compiles"] > 0
+
+
+def test_a_finished_run_does_nothing_and_returns_the_same_rows(copy, capsys):
+    """Here on eight devices: what has been saved is laid out anew."""
+    before = files(copy)
+    assert train.main(config(), copy) == results(finished())
+    assert files(copy) == before
+    assert "reward by step" in capsys.readouterr().out
+
+
+def test_another_configuration_is_refused_with_one_line_each(copy, capsys):
+    before = files(copy)
+    changed = arguments(copy, rl__lr=0.5, seed=3)
+    assert run_command(train.command, changed) == 2
+    told = capsys.readouterr().err
+    assert "error:" in told and "Traceback" not in told
+    assert "config.rl.lr" in told and "config.seed" in told
+    assert files(copy) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--config.rl.lrr=1", "did you mean config.rl.lr"),
+        ("--config.rl.micro_batch=3", "config.rl.micro_batch = 3 does not fit"),
+        ("--config.world.people=100000", "config.world.people = 100000: at most"),
+        ("--config.data.dev=world:test", "'world:test': the world has world:train"),
+        ("--config.rollout.context_tokens=121", "context_tokens = 121 is too small"),
+        ("--config.protocol.name=none", "must be one of search_r1, r_search"),
+        ("--config.model.vocab_size=100", "the model's embedding only 100 rows"),
+        ("--config.rollout.max_prompt_tokens=3", "gives 0 questions, fewer than"),
+        ("--config.data.train=missing.jsonl", "missing.jsonl: there is no such file"),
+        ("--config.retrieval.corpus=c.jsonl", "config.retrieval.index is empty"),
+    ],
+)
+def test_what_cannot_run_ends_with_one_line_and_code_2(
+    tmp_path, capsys, given, message
+):
+    command = [*arguments(tmp_path / "run"), given]
+    name = given.split("=")[0] + "="
+    command = [a for a in command[:-1] if not a.startswith(name)] + [given]
+    assert run_command(train.command, command) == 2
+    told = capsys.readouterr().err
+    assert message in told and "Traceback" not in told
+    assert told.strip().splitlines()[-1].startswith("error: ")
+
+
+def run_until(pattern, workdir, **overrides):
+    command = ["-m", "tests.interrupted_run", pattern]
+    return run_python(*command, *arguments(workdir, **overrides))
+
+
+def assert_same_as_uninterrupted(workdir):
+    for stage, step in (("sft", 60), ("rl", 3)):
+        assert leaves(workdir, stage, step) == leaves(finished(), stage, step)
+        ours, theirs = (
+            without_times(read_metrics(folder / stage / "metrics.jsonl"))
+            for folder in (workdir, finished())
+        )
+        assert ours == theirs
+    assert without_times(results(workdir)) == without_times(results(finished()))
+    ours, theirs = (
+        read_rows(folder / "transcripts.jsonl") for folder in (workdir, finished())
+    )
+    assert ours == theirs
+
+
+def test_a_run_that_is_killed_again_and_again_ends_bit_identical(tmp_path):
+    moments = (
+        "fsync sft/checkpoints/40/tree$",  # within a save
+        "replace results.json",  # of the first method after the first stage
+        "replace rl/checkpoints/2/manifest.json",  # rl/metrics.jsonl is ahead
+    )
+    for moment in moments:
+        done = run_until(moment, tmp_path / "run")
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    assert checkpoint.steps(tmp_path / "run" / "rl" / "checkpoints") == [1]
+    done = run_until("never", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "goes on" in done.stderr
+    assert_same_as_uninterrupted(tmp_path / "run")
+
+
+MOMENTS = (
+    "replace config.json",
+    "replace transcripts.jsonl",
+    "replace sft/checkpoints/20/manifest.json",
+    "fsync sft/checkpoints/20$",  # while an old one is deleted
+    "appended sft/metrics.jsonl",
+    "append rl/metrics.jsonl",
+    "appended rl/metrics.jsonl",
+    "fsync rl/checkpoints/1/tree/_METADATA",
+    "fsync rl/checkpoints/3$",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_that_is_killed_at_this_moment_ends_bit_identical(tmp_path, moment):
+    done = run_until(moment, tmp_path / "run")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    done = run_until("never", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert_same_as_uninterrupted(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_that_is_killed_at_any_times_ends_bit_identical(tmp_path, seed):
+    finished()
+    rng = random.Random(seed)
+    kills = 0
+    while kills < 4:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rsearch.train", *arguments(tmp_path / "run")],
+            cwd=ROOT,
+            env=child_environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(rng.uniform(3, 20))
+        process.send_signal(signal.SIGKILL)
+        kills += 1
+        if process.wait() == 0:
+            break
+    done = run_until("never", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert_same_as_uninterrupted(tmp_path / "run")
+
+
+EXTEND = """
+import sys
+from rsearch import train
+from tests.small_run import config
+brief = dict(stages=("sft",), eval__at_start=False, eval__methods=("protocol",))
+for steps, workdir in ((20, "a"), (40, "a"), (40, "b")):
+    run = config(sft__steps=steps, **brief)
+    (row,) = train.main(run, f"{sys.argv[1]}/{workdir}")
+    assert row["step"] == steps, row
+"""
+
+
+def test_a_stage_that_gets_more_steps_is_as_if_it_had_had_them(tmp_path):
+    done = run_python("-c", EXTEND, tmp_path)
+    assert done.returncode == 0, done.stderr
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert leaves(a, "sft", 40) == leaves(b, "sft", 40)
+    assert without_times(results(a)) == without_times(results(b))
+
+
+def test_a_stage_with_a_successor_gets_no_more_steps(copy, capsys):
+    assert run_command(train.command, arguments(copy, sft__steps=80)) == 2
+    assert "config.sft.steps" in capsys.readouterr().err
+
+
+def assert_close(ours, theirs, rtol):
+    for row, other in zip(without_times(ours), without_times(theirs), strict=True):
+        assert row.keys() == other.keys()
+        for name, value in row.items():
+            np.testing.assert_allclose(
+                value, other[name], rtol=rtol, atol=1e-5, err_msg=f"{name} {row}"
+            )
+
+
+def test_eight_devices_measure_what_one_does_to_rounding(tmp_path):
+    mesh = dict(mesh__data=4, mesh__fsdp=2, **BRIEF)
+    train.main(config(sft__steps=5, stages=("sft",), **mesh), tmp_path / "sft")
+    for stage, workdir in (("sft", "sft"), ("rl", "rl")):
+        if stage == "rl":  # from the same parameters: small differences add up
+            shutil.copytree(finished(), tmp_path / "rl")
+            shutil.rmtree(tmp_path / "rl" / "rl")
+            train.main(config(**mesh), tmp_path / "rl")
+        ours = read_metrics(tmp_path / workdir / stage / "metrics.jsonl")
+        theirs = read_metrics(finished() / stage / "metrics.jsonl")
+        assert len(ours) == {"sft": 5, "rl": 3}[stage]
+        assert_close(ours, theirs[: len(ours)], rtol=2e-4)
+
+
+def test_a_stage_of_no_steps_is_passed_over(tmp_path):
+    run = config(sft__steps=0, rl__steps=0, sft__warmup_steps=0, **BRIEF)
+    rows = train.main(run, tmp_path / "run")
+    assert [(r["stage"], r["step"]) for r in rows] == [("sft", 0), ("rl", 0)]
+    scores = [{k: r[k] for k in ("em", "tokens", "policy_tokens")} for r in rows]
+    assert scores[0] == scores[1]
+
+
+def test_the_default_workdir_names_what_was_overridden():
+    def name(*argv):
+        return str(train.default_workdir("x", argv))
+
+    assert name() == "runs/x"
+    assert name("--workdir", "y", "--print_config") == "runs/x"
+    seed = name("--config.seed=1")
+    assert seed == "runs/x-seed=1" == name("--config.seed", "1")
+    assert name("--config.b=/a b", "--config.a=1") == "runs/x-a=1-b=_a_b"
+    assert name("--config=configs/x.py", "--config.name=../../z").count("/") == 1
+    assert len(name("--config.name=" + "x" * 500)) <= 125
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "bars"),
+    [
+        ([1.0], 60, "▁"),
+        ([0.0, 1.0], 60, "▁█"),
+        ([0.0, 0.5, 1.0], 60, "▁▅█"),
+        ([3.0, 3.0], 60, "▁▁"),
+        ([0.0, 2.0, 6.0, 8.0], 2, "▁█"),  # means 1 and 7
+    ],
+)
+def test_a_sparkline_goes_from_the_lowest_to_the_highest_mean(values, width, bars):
+    assert train.sparkline(values, width=width) == bars
