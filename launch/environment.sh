@@ -1,17 +1,30 @@
 # Sourced by the other scripts: a virtual environment in .venv with the given
 # requirements. Made once; installed again only where the requirements have changed.
 #
-#   RSEARCH_PYTHON   the Python to make it with (default: python3.12, 3.11 or python3)
+#   RSEARCH_PYTHON   the Python to make it with (default: python3.11, 3.12 or python3)
 #   RSEARCH_VENV     where it is (default: .venv in the checkout)
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# rsearch_is_right PYTHON: whether it runs, and is one that the requirements are for.
+rsearch_is_right() {
+  "$1" -c '
+import sys
+sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+}
+
 rsearch_python() {
   local candidate
-  for candidate in "${RSEARCH_PYTHON:-}" python3.11 python3.12 python3; do
-    if [ -n "$candidate" ] && "$candidate" -c '
-import sys
-sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+  if [ -n "${RSEARCH_PYTHON:-}" ]; then
+    if rsearch_is_right "$RSEARCH_PYTHON"; then
+      echo "$RSEARCH_PYTHON"
+      return
+    fi
+    echo "error: RSEARCH_PYTHON=$RSEARCH_PYTHON is not Python 3.11 or 3.12" >&2
+    return 2
+  fi
+  for candidate in python3.11 python3.12 python3; do
+    if rsearch_is_right "$candidate"; then
       echo "$candidate"
       return
     fi
@@ -22,16 +35,28 @@ sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
 
 # rsearch_environment FILE: makes the environment and activates it.
 rsearch_environment() {
-  local requirements=$1 venv=${RSEARCH_VENV:-.venv} python stamp digest
-  if [ ! -x "$venv/bin/python" ]; then
+  local requirements=$1 venv=${RSEARCH_VENV:-.venv} python base stamp old
+  # Without pip it was left half made, as where the ensurepip package is missing.
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(rsearch_python) || return
     echo "making $venv with $("$python" --version)"
     "$python" -m venv "$venv" || return
+  elif ! rsearch_is_right "$venv/bin/python"; then
+    echo "error: $venv is not of Python 3.11 or 3.12; remove it, or name another" \
+      "in RSEARCH_VENV" >&2
+    return 2
   fi
   # Test requirements read requirements.txt too, so both count.
-  digest=$(cat requirements.txt "$requirements" | cksum | tr ' ' '-')
-  stamp="$venv/installed-$digest"
+  base="$venv/installed-$(rsearch_digest requirements.txt)"
+  stamp="$base-$(rsearch_digest "$requirements")"
   if [ ! -e "$stamp" ]; then
+    # What other versions of requirements.txt had installed is about to go.
+    for old in "$venv"/installed-*; do
+      case $old in
+        "$base"-*) ;;
+        *) rm -f "$old" ;;
+      esac
+    done
     echo "installing $requirements (minutes, the first time)"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
       -r "$requirements" || return
@@ -39,4 +64,8 @@ rsearch_environment() {
   fi
   # shellcheck disable=SC1091
   . "$venv/bin/activate"
+}
+
+rsearch_digest() {
+  cksum <"$1" | tr ' ' '-'
 }
