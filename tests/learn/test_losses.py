@@ -50,11 +50,16 @@ def test_sequence_weights_count_every_row_that_wrote_alike():
     np.testing.assert_allclose(row_weights(mask, "sequence"), expected, rtol=1e-6)
 
 
+def rows_of(item, num_rows, num_columns):
+    """A list of rows; the shape is fixed, so that nothing compiles anew."""
+    row = st.lists(item, min_size=num_columns, max_size=num_columns)
+    return st.lists(row, min_size=num_rows, max_size=num_rows).map(np.array)
+
+
 @pytest.mark.parametrize("kind", ["token", "sequence"])
-@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1))
-@settings(max_examples=30, deadline=None)
-def test_weights_sum_to_1_unless_nobody_wrote(kind, rows):
-    mask = np.array(rows)
+@given(mask=rows_of(st.booleans(), 3, 5))
+@settings(deadline=None)
+def test_weights_sum_to_1_unless_nobody_wrote(kind, mask):
     weights = np.asarray(row_weights(mask, kind))
     assert abs(weights.sum() - mask.any()) < 1e-6
     assert not weights[~mask].any()
@@ -102,22 +107,10 @@ def test_the_reward_of_a_failed_rollout_may_be_no_number(unknown):
     np.testing.assert_allclose(result, [[-1, 0, 0, 1]], atol=1e-6)
 
 
-@given(
-    st.lists(st.lists(st.integers(-4, 4), min_size=4, max_size=4), min_size=1),
-    st.data(),
-)
-@settings(max_examples=50, deadline=None)
-def test_advantages_equal_numpys(rewards, data):
-    reward = np.array(rewards) / 2
-    signal = np.array(
-        data.draw(
-            st.lists(
-                st.lists(st.booleans(), min_size=4, max_size=4),
-                min_size=len(reward),
-                max_size=len(reward),
-            )
-        )
-    )
+@given(rows_of(st.integers(-4, 4), 3, 4), rows_of(st.booleans(), 3, 4))
+@settings(deadline=None)
+def test_advantages_equal_numpys(halves, signal):
+    reward = halves / 2
     expected = np.zeros(reward.shape)
     for i, (r, s) in enumerate(zip(reward, signal)):
         if s.sum() >= 2 and r[s].std() > 0:

@@ -22,9 +22,14 @@ def apply(params, grads, **changes):
     """Parameters after each of these gradients."""
     optimizer = make_optimizer(**SETTINGS | changes)
     state, path = optimizer.init(params), []
-    for grad in grads:
+
+    @jax.jit
+    def update(params, state, grad):
         change, state = optimizer.update(grad, state, params)
-        params = jax.tree.map(jnp.add, params, change)
+        return jax.tree.map(jnp.add, params, change), state
+
+    for grad in grads:
+        params, state = update(params, state, grad)
         path.append(params)
     return path
 

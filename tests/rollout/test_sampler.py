@@ -149,6 +149,21 @@ def test_rows_that_do_not_write_keep_everything(paused):
         np.testing.assert_array_equal(after.logits[i], before.logits[i])
 
 
+def test_a_draw_follows_from_the_rows_key_and_the_position_alone(paused):
+    sampler, params, start, _, _ = paused
+    same = jnp.broadcast_to(jax.random.key(3), 4)
+
+    def first_tokens(length, keys=same):
+        rows = start()._replace(logits=jnp.zeros((4, V)), length=jnp.array(length))
+        _, turn = sampler.decode(params, rows, keys, np.ones(4, bool), np.full(4, 1))
+        return turn.tokens[:, 0].tolist()
+
+    assert len(set(first_tokens([3, 1, 27, 11]))) == 4
+    assert len(set(first_tokens([5, 5, 5, 5]))) == 1
+    other_keys = jax.random.split(same[0], 4)
+    assert len(set(first_tokens([5, 5, 5, 5], other_keys))) == 4
+
+
 def test_a_row_writes_no_more_than_its_budget(paused):
     sampler, params, start, _, count = paused
     keys = jax.random.split(jax.random.key(0), 4)

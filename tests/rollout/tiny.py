@@ -12,6 +12,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 from rsearch.models.sharding import make_mesh
@@ -39,6 +40,15 @@ WORDS = (
     "who was born in the city where river mountain lies director film company <search> "
     "</search> <answer> </answer> <information> </information> Question Doc Title "
 )
+
+
+@pytest.fixture(autouse=True, scope="package")
+def quick_compilation():
+    """XLA's and LLVM's optimisations off: half the time of the tests below."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @functools.cache
