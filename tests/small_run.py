@@ -7,6 +7,9 @@ import subprocess
 import sys
 import tempfile
 
+import jax
+import pytest
+
 from rsearch import config as configuration
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -71,6 +74,15 @@ def arguments(workdir, **overrides):
     ]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """As in child processes: no optimisations, in programs that run a few times."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @functools.cache
 def finished():
     """The workdir of a run of `config()` from beginning to end, on one device.
@@ -118,4 +130,5 @@ def child_environment(devices=1):
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_COMPILATION_CACHE_DIR": f"{_folder.name}/compiled",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     }

@@ -22,10 +22,12 @@ from tests.small_run import (
     child_environment,
     config,
     finished,
+    quick_compilation,
     run_python,
     without_times,
 )
 
+__all__ = ["quick_compilation"]
 METHODS = ["protocol", "direct", "rag"]
 BRIEF = dict(eval__at_start="false", eval__methods="protocol")
 

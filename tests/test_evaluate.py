@@ -1,0 +1,308 @@
+"""rsearch.evaluate: what is counted, what is written, and how it fails."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+
+from rsearch import build, checkpoint, evaluate, train
+from rsearch.config import run_command
+from rsearch.models import huggingface
+from rsearch.types import (
+    Group,
+    Lookup,
+    Outcome,
+    Passage,
+    Question,
+    Rollout,
+    Segment,
+    Source,
+)
+from rsearch.workdir import read_rows
+from tests.small_run import (
+    arguments,
+    config,
+    finished,
+    quick_compilation,
+    run_python,
+    without_times,
+)
+
+__all__ = ["quick_compilation"]
+SCORES = ("em", "f1", "cover_em")
+OUTCOMES = tuple(o.value for o in Outcome)
+FIELDS = {
+    *("stage", "step", "method", "dataset", "normalize", "n", "skipped", "seconds"),
+    *("searches", "policy_tokens", "tokens"),
+    *SCORES,
+    *(f"{name}_95" for name in SCORES),
+    *OUTCOMES,
+}
+
+
+def segment(source, text):
+    ids = np.arange(len(text), dtype=np.int32)
+    return Segment(source, ids, np.zeros(len(ids), np.float32), text)
+
+
+def group(number, answer, golden, *, num_searches=0, outcome=Outcome.ANSWERED):
+    """A rollout of 4 prompt tokens, 5 policy tokens and 3 for each search."""
+    found = (Passage("p", "Title\nText"),)
+    searches = (Lookup((f"query {number}",), (found,)),) * num_searches
+    shown = [segment(Source.SEARCH, "abc")] * num_searches
+    segments = (segment(Source.PROMPT, "What"), segment(Source.POLICY, "12345"), *shown)
+    question = Question(f"q{number}", f"Question {number}?", golden)
+    rollout = Rollout(segments, answer, searches, outcome)
+    return Group(question, (rollout,))
+
+
+GROUPS = [
+    group(0, "Paris", ("paris", "Lutetia")),  # exactly right
+    group(1, "in Paris", ("Paris",), num_searches=2),  # F1 2/3, covers
+    group(2, "Rome", ("Paris",), num_searches=1),  # wrong
+    group(3, None, ("Paris",), num_searches=1, outcome=Outcome.TRUNCATED),
+]
+
+
+def test_a_summary_is_means_counts_and_intervals():
+    row = evaluate.summarise(GROUPS, normalize="squad")
+    assert row["n"] == 4
+    assert row["em"] == 1 / 4
+    assert row["f1"] == pytest.approx((1 + 2 / 3) / 4)
+    assert row["cover_em"] == 2 / 4
+    assert row["searches"] == (0 + 2 + 1 + 1) / 4
+    assert row["policy_tokens"] == 5
+    assert row["tokens"] == 4 + 5 + 3 * 4 / 4
+    assert [row[o] for o in OUTCOMES] == [3, 0, 1, 0, 0]
+    for name in SCORES:
+        low, high = row[f"{name}_95"]
+        assert 0 <= low <= row[name] <= high <= 1
+    json.dumps(row, allow_nan=False)
+
+
+def test_a_summary_of_equal_scores_has_an_interval_of_no_width():
+    row = evaluate.summarise([GROUPS[0]] * 3, normalize="squad")
+    assert row["em_95"] == [1.0, 1.0]
+
+
+def test_normalisation_is_the_one_that_is_named():
+    asked = [group(0, "no-one", ("no one",))]
+    assert evaluate.summarise(asked, normalize="squad")["em"] == 0
+    assert evaluate.summarise(asked, normalize="r1_searcher")["em"] == 1
+
+
+def row_of(stage="rl", method="rag", dataset="d", **more):
+    return {"stage": stage, "step": 1, "method": method, "dataset": dataset, **more}
+
+
+def test_transcripts_hold_the_whole_conversation():
+    first, second = evaluate.transcripts(GROUPS[:2], row_of())
+    assert first == {
+        "stage": "rl",
+        "method": "rag",
+        "dataset": "d",
+        "id": "q0",
+        "question": "Question 0?",
+        "golden_answers": ["paris", "Lutetia"],
+        "prediction": "Paris",
+        "outcome": "answered",
+        "queries": [],
+        "segments": [
+            {"source": "prompt", "text": "What"},
+            {"source": "policy", "text": "12345"},
+        ],
+    }
+    assert second["queries"] == ["query 1", "query 1"]
+    assert [s["source"] for s in second["segments"]] == [
+        *("prompt", "policy"),
+        *("search", "search"),
+    ]
+
+
+def test_a_row_of_the_same_kind_is_replaced_and_its_transcripts_too(tmp_path):
+    kinds = [
+        row_of(),
+        row_of(stage="sft"),
+        row_of(method="direct"),
+        row_of(dataset="e"),
+    ]
+    for number, row in enumerate([*kinds, row_of()]):
+        evaluate.record(tmp_path, {**row, "number": number}, GROUPS[:2])
+    rows = evaluate.read_results(tmp_path)
+    assert [r["number"] for r in rows] == [1, 2, 3, 4]
+    told = read_rows(tmp_path / "transcripts.jsonl")
+    assert len(told) == 2 * 4
+    keys = [tuple(t[n] for n in ("stage", "method", "dataset", "id")) for t in told]
+    assert len(set(keys)) == 8
+
+
+def test_what_a_policy_writes_cannot_break_the_files(tmp_path):
+    asked = [group(0, 'a"\n\x00\u2028\ufffd', ("{}",))]
+    evaluate.record(tmp_path, row_of(), asked)
+    evaluate.record(tmp_path, row_of(method="direct"), asked)
+    told = read_rows(tmp_path / "transcripts.jsonl")
+    assert [t["prediction"] for t in told] == ['a"\n\x00\u2028\ufffd'] * 2
+
+
+def test_results_that_are_no_results_are_refused(tmp_path):
+    assert evaluate.read_results(tmp_path) == []
+    (tmp_path / "results.json").write_text("[{")
+    with pytest.raises(ValueError, match=r"results\.json: not JSON"):
+        evaluate.read_results(tmp_path)
+
+
+def test_every_row_of_a_run_has_every_field_and_every_question_its_transcript():
+    rows = evaluate.read_results(finished())
+    assert all(row.keys() == FIELDS for row in rows)
+    assert all(row["n"] == 6 == sum(row[o] for o in OUTCOMES) for row in rows)
+    told = read_rows(finished() / "transcripts.jsonl")
+    assert len(told) == 9 * 6
+    for t in told:
+        assert t["segments"][0]["source"] == "prompt"
+        assert t["question"] in t["segments"][0]["text"]
+        assert t["segments"][1]["source"] == "policy"
+        assert len(t["golden_answers"]) == 1 and t["outcome"] in OUTCOMES
+        shown = [s for s in t["segments"] if s["source"] == "search"]
+        assert len([s for s in shown if "<information>" in s["text"]]) == len(
+            t["queries"]
+        )
+        if t["method"] == "rag":
+            assert "Doc 1(Title: " in t["segments"][0]["text"]
+        if t["method"] != "protocol":
+            assert t["queries"] == [] and len(t["segments"]) == 2
+    for row in rows:
+        mine = [
+            t
+            for t in told
+            if (t["stage"], t["method"]) == (row["stage"], row["method"])
+        ]
+        assert len({t["id"] for t in mine}) == 6
+        assert sum(len(t["queries"]) for t in mine) / 6 == pytest.approx(
+            row["searches"]
+        )
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return pathlib.Path(shutil.copytree(finished(), tmp_path / "run"))
+
+
+def test_the_command_measures_the_newest_checkpoint_and_training_measures_again(copy):
+    """Half way through a stage; its row must not stand for the finished stage."""
+    shutil.rmtree(copy / "rl" / "checkpoints" / "3")
+    done = run_python("-m", "rsearch.evaluate", *arguments(copy))
+    assert done.returncode == 0, done.stderr
+    assert "evaluating stage rl after step 2" in done.stderr
+    assert "│ rl" in done.stdout and "│ sft" not in done.stdout
+    rows = evaluate.read_results(copy)
+    assert len(rows) == 9
+    assert [r["step"] for r in rows if r["stage"] == "rl"] == [2, 2, 2]
+    assert [r["step"] for r in rows if r["stage"] == "sft"] == [60, 60, 60]
+    done = run_python("-m", "rsearch.train", *arguments(copy))
+    assert done.returncode == 0, done.stderr
+    assert without_times(evaluate.read_results(copy)) == without_times(
+        evaluate.read_results(finished())
+    )
+
+
+def test_a_changed_measure_is_measured_again(copy):
+    rows = train.main(config(eval__max_questions=4, eval__methods="direct"), copy)
+    counts = {(r["stage"], r["method"]): r["n"] for r in rows}
+    assert counts["rl", "direct"] == 4 and counts["rl", "rag"] == 6
+    assert len(rows) == 9
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The finished policy as a Hugging Face directory."""
+    setup = build.load_setup(config(), only_dev=True)
+    stage, step, params = evaluate.trained_params(setup, finished())
+    assert (stage, step) == ("rl", 3)
+    folder = tmp_path_factory.mktemp("export") / "model"
+    huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
+    return folder
+
+
+def test_an_exported_policy_scores_what_it_scored(exported, tmp_path):
+    command = [*arguments(tmp_path / "run"), f"--model={exported}"]
+    done = run_python("-m", "rsearch.evaluate", *command)
+    assert done.returncode == 0, done.stderr
+    rows = evaluate.read_results(tmp_path / "run")
+    assert [(r["stage"], r["step"]) for r in rows] == [(str(exported), None)] * 3
+    before = [r for r in evaluate.read_results(finished()) if r["stage"] == "rl"]
+    for row, other in zip(without_times(rows), without_times(before), strict=True):
+        assert {**row, "stage": "rl", "step": 3} == other
+    told, others = (
+        [t["segments"] for t in read_rows(folder / "transcripts.jsonl")]
+        for folder in (tmp_path / "run", finished())
+    )
+    assert told == others[-len(told) :]
+
+
+def evaluate_here(*command):
+    return run_command(evaluate.main, [*map(str, command)])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--modle=x", "unknown flag --modle; did you mean --model?"),
+        ("--model=/nowhere/at/all", "/nowhere/at/all"),
+        ("--config.eval.methods=rags", "config.eval.methods = ('rags',): must be each"),
+        ("--config.data.dev=none.jsonl", "none.jsonl: there is no such file"),
+        ("--config.seed=5", "config.seed"),
+    ],
+)
+def test_what_cannot_be_evaluated_ends_with_one_line_and_code_2(
+    copy, capsys, given, message
+):
+    before = (copy / "results.json").read_bytes()
+    assert evaluate_here(*arguments(copy), given) == 2
+    told = capsys.readouterr().err
+    assert message in told and "Traceback" not in told
+    assert (copy / "results.json").read_bytes() == before
+
+
+def test_a_workdir_must_be_named_and_be_one(tmp_path, capsys):
+    (tmp_path / "thesis.txt").write_text("dear")
+    assert evaluate_here("--config=configs/quickstart.py") == 2
+    assert "--workdir=... is missing" in capsys.readouterr().err
+    assert evaluate_here(*arguments(tmp_path)) == 2
+    assert "not a workdir" in capsys.readouterr().err
+
+
+def test_damaged_checkpoints_are_passed_over(copy, capsys):
+    folder = copy / "rl" / "checkpoints"
+    for path in (folder / "3" / "tree").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    setup = build.load_setup(config(), only_dev=True)
+    stage, step, _ = evaluate.trained_params(setup, copy)
+    assert (stage, step) == ("rl", 2)
+    assert checkpoint.steps(folder) == [2]
+    assert "set aside as 3.damaged" in capsys.readouterr().err
+
+
+def test_without_a_checkpoint_the_untrained_policy_is_evaluated(tmp_path):
+    setup = build.load_setup(config(), only_dev=True)
+    assert evaluate.trained_params(setup, tmp_path)[:2] == ("start", 0)
+
+
+def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(tmp_path, capsys):
+    asked = [{"question": "Who?", "golden_answers": ["x"]}]
+    asked += [{"question": "Who " * 60, "golden_answers": ["x"]}]
+    path = tmp_path / "dev.jsonl"
+    path.write_text("\n".join(map(json.dumps, asked)))
+    long = config(data__dev=str(path), rollout__max_prompt_tokens=20)
+    setup = build.load_setup(long, only_dev=True)
+    evaluator = evaluate.Evaluator(setup)
+    row, groups = evaluator(build.initial_params(setup), "direct")
+    assert (row["n"], row["skipped"], len(groups)) == (1, 1, 1)
+    assert "direct: 1 prompts > " in capsys.readouterr().err
+    assert evaluator.is_current({"stage": "s", "step": 0, **row}, stage="s", step=0)
+    path.write_text(json.dumps(asked[1]))
+    setup = build.load_setup(long, only_dev=True)
+    with pytest.raises(ValueError, match="max_prompt_tokens is too small"):
+        evaluate.Evaluator(setup)(None, "protocol")
