@@ -120,8 +120,8 @@ def _sft():
     c.warmup_steps = 20  # steps of linear warm-up from 0
     c.decay = False  # fall linearly to a tenth of lr at the last step
     c.repeats = 2  # of each world question, each with its own flaw or none
-    c.flawed_share = 0.65  # of the world's demonstrations do not find the answer
-    c.guess_share = 0.2  # of the flawed guess at once; the others stop after one search
+    c.flawed_share = 0.72  # of the world's demonstrations do not find the answer
+    c.guess_share = 0.12  # of the flawed guess at once; the others search only once
     c.baseline_share = 0.05  # further ones that answer as "direct" and "rag" do
     return c
 
@@ -130,7 +130,7 @@ def _rl():
     """Reinforcement stage. A rollout's advantage is relative to those of its group."""
     c = ConfigDict()
     c.algorithm = "grpo"  # "grpo"
-    c.steps = 12  # each: roll out, reward, updates_per_step optimiser steps
+    c.steps = 16  # each: roll out, reward, updates_per_step optimiser steps
     c.questions_per_step = 32  # groups a step
     c.updates_per_step = 1  # optimiser steps on one step's rollouts
     c.micro_batch = 128  # rows a forward and backward pass

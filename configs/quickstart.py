@@ -3,8 +3,8 @@
     bash launch/quickstart.sh
     python -m rsearch.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-Needs no files. A decoder of 0.7 M parameters first imitates demonstrations, two thirds
-of which give up early, then learns by GRPO that searching twice is what pays.
+Needs no files. A decoder of 0.7 M parameters first imitates demonstrations, three in
+four of which fail, then learns by GRPO that searching twice is what pays.
 """
 
 from configs import base
@@ -25,6 +25,6 @@ def get_config():
     c.protocol.direct = "Answer: {question}"
     c.protocol.rag = "{passages} Answer: {question}"
     c.sft.update(steps=360, batch_size=64, lr=3e-3, warmup_steps=20)
-    c.rl.update(steps=12, questions_per_step=32, lr=6e-4)
+    c.rl.update(steps=16, questions_per_step=32, lr=6e-4)
     c.rollout.update(group_size=8, temperature=1.0)
     return c

@@ -1,9 +1,10 @@
 """SmolLM2-135M learns to search Wikipedia for HotpotQA: the whole path on real input.
 
-    python -m rsearch.index --corpus=corpus.jsonl --encoder=all-MiniLM-L6-v2 --out=index
-    python -m rsearch.train --config=configs/smollm2_hotpotqa.py --workdir=runs/smollm2 \\
-        --config.retrieval.index=index --config.data.train=train.jsonl \\
-        --config.data.dev=dev.jsonl
+    python -m rsearch.index --corpus=corpus.jsonl --out=index --family=minilm \\
+        --encoder=sentence-transformers/all-MiniLM-L6-v2
+    python -m rsearch.train --config=configs/smollm2_hotpotqa.py \\
+        --workdir=runs/smollm2 --config.retrieval.index=index \\
+        --config.data.train=train.jsonl --config.data.dev=dev.jsonl
 
 The sizes are for one machine without an accelerator: 16 rollouts a step, contexts of
 about a thousand tokens, float32. A model this small rarely answers exactly, so that the

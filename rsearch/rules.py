@@ -254,7 +254,7 @@ def _check_rl_batch(c):
             f"config.rl.questions_per_step = {c.rl.questions_per_step}"
         )
     total = c.rl.steps * c.rl.updates_per_step
-    if c.rl.steps and c.rl.warmup_steps > total:
+    if c.rl.steps and c.rl.warmup_steps + c.rl.decay > total:
         raise ValueError(
             f"config.rl.warmup_steps = {c.rl.warmup_steps} is more than {c.rl.steps} "
             f"steps x {c.rl.updates_per_step} updates = {total} optimiser steps"
@@ -269,7 +269,7 @@ def _check_sft_batch(c):
             f"config.sft.batch_size = {c.sft.batch_size} is not a multiple of "
             f"config.sft.micro_batch = {c.sft.micro_batch}"
         )
-    if c.sft.steps and c.sft.warmup_steps > c.sft.steps:
+    if c.sft.steps and c.sft.warmup_steps + c.sft.decay > c.sft.steps:
         raise ValueError(
             f"config.sft.warmup_steps = {c.sft.warmup_steps} is more than "
             f"config.sft.steps = {c.sft.steps}"

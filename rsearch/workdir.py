@@ -80,7 +80,7 @@ class Workdir:
             changes = diff(before, now)
             started = [s for s in now["stages"] if (self.path / s).exists()]
             refused = [
-                row for row in changes if not _may_change(row, now["stages"], started)
+                row for row in changes if not _may_change(row, now, started)
             ]
             if refused:
                 raise ValueError(_refusal(self.path, refused))
@@ -218,17 +218,20 @@ def _host():
     return socket.gethostname()
 
 
-def _may_change(row, stages, started):
+def _may_change(row, config, started):
     """Whether a run may go on with this field changed.
 
-    A stage may get more steps, since its learning rate is constant after the warm-up,
+    A stage may get more steps if its learning rate is constant after the warm-up,
     unless a later stage has started from its result. It cannot get fewer.
     """
     name, old, new = row
     section = name.partition(".")[0]
     if section in FREE_SECTIONS or name in FREE_FIELDS:
         return True
+    stages = config["stages"]
     if section in stages and name == f"{section}.steps":
+        if config[section].get("decay"):
+            return False
         later = stages[stages.index(section) + 1 :]
         return new >= old and not set(later) & set(started)
     return False

@@ -217,3 +217,11 @@ def test_bad_line_among_rows_is_named(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\nnot json\n{"a": 2}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: not JSON"):
         read_rows(tmp_path / "rows.jsonl")
+
+
+def test_stage_with_a_decaying_rate_gets_no_more_steps(tmp_path, config):
+    decaying = configs.apply_overrides(config, {"rl.decay": True})
+    Workdir(tmp_path, decaying).close()
+    longer = configs.apply_overrides(decaying, {"rl.steps": config.rl.steps + 1})
+    with pytest.raises(ValueError, match=r"config\.rl\.steps"):
+        Workdir(tmp_path, longer)

@@ -39,6 +39,7 @@ class RolloutEngine:
         self._sampler, self._host = sampler, host
         self._num_rows, self._group_size = num_rows, group_size
         self._messages = messages or (lambda q: host.protocol.messages(q.text))
+        self._has_extended = False
 
     def prompt(self, question: Question) -> np.ndarray:
         """[n] int32 ids of the question's prompt."""
@@ -83,6 +84,10 @@ class RolloutEngine:
     def _wave(self, params, questions, key) -> list[Group]:
         limits, g = self._host.limits, self._group_size
         wave, rows, keys = self._open(params, questions, key)
+        if limits.max_searches and not self._has_extended:
+            # Compiled now: the first wave in which somebody reads may be a late one.
+            rows = self._sampler.extend(params, rows, *self._block({}))
+            self._has_extended = True
         budget = np.full(self._num_rows, limits.max_turn_tokens, np.int32)
         for turn in range(limits.max_searches + 1):
             going = [i for i, c in wave.items() if c.outcome is None]
