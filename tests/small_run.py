@@ -1,5 +1,6 @@
 """A run small enough for a test: the quickstart's parts, each as little as can be."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -9,8 +10,11 @@ import tempfile
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
+from rsearch import build
 from rsearch import config as configuration
+from rsearch.models.sharding import make_mesh
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 _folder = tempfile.TemporaryDirectory(prefix="rsearch-small-run-")
@@ -32,7 +36,7 @@ SIZES = {
     "retrieval.hashed_dim": 512,
     "rollout.max_prompt_tokens": 40,
     "rollout.max_turn_tokens": 24,
-    "rollout.max_observation_tokens": 20,
+    "rollout.max_observation_tokens": 24,
     "rollout.slots": 8,
     "rollout.group_size": 2,
     "rollout.temperature": 1.0,
@@ -76,11 +80,19 @@ def arguments(workdir, **overrides):
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
-    """As in child processes: no optimisations, in programs that run a few times."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    """As in child processes: not optimised, and compiled once in a session."""
+    settings = {
+        "jax_disable_most_optimizations": True,
+        "jax_compilation_cache_dir": f"{_folder.name}/compiled",
+        "jax_persistent_cache_min_compile_time_secs": 0,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    for changed in (settings, before):
+        for name, value in changed.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if changed is settings:
+            yield
 
 
 @functools.cache
@@ -94,6 +106,12 @@ def finished():
     assert done.returncode == 0, done.stderr
     (workdir.parent / "stdout").write_text(done.stdout)
     return workdir
+
+
+def load_setup(whole):
+    """What `build.load_setup` returns, but for one device: it compiles faster."""
+    setup = build.load_setup(whole)
+    return dataclasses.replace(setup, mesh=make_mesh(devices=jax.devices()[:1]))
 
 
 def without_times(rows):

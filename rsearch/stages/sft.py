@@ -14,7 +14,7 @@ from rsearch.learn.update import create_state, state_like
 from rsearch.metrics import MetricsLog
 from rsearch.models.weights import param_shapes
 from rsearch.rollout.driver import replay
-from rsearch.types import Rollout
+from rsearch.types import Outcome, Rollout
 
 
 def run(setup: build.Setup, params, folder):
@@ -61,7 +61,8 @@ def _replayed(setup: build.Setup) -> list[Rollout]:
     """The demonstrations as rollouts of the current engine, each within its budget.
 
     Raises:
-        ValueError: one does not follow its protocol, or is too long.
+        ValueError: one does not follow its protocol, searches too often, or is too
+            long.
     """
     limit = setup.config.sft.sequence_tokens
     demonstrations = build.demonstrations(setup)
@@ -76,6 +77,12 @@ def _replayed(setup: build.Setup) -> list[Rollout]:
         question, method = demonstration.question, demonstration.method
         chat = chats[method][question.id] if method in chats else None
         rollout = replay(hosts[method], question, demonstration.turns, messages=chat)
+        if rollout.outcome == Outcome.TRUNCATED:
+            raise ValueError(
+                f"the demonstration of question {question.id} searches in its last "
+                "turn; config.rollout.max_searches is "
+                f"{setup.config.rollout.max_searches}"
+            )
         if rollout.num_tokens > limit:
             raise ValueError(
                 f"the demonstration of question {question.id} has {rollout.num_tokens} "

@@ -1,0 +1,202 @@
+"""The parts that a configuration names, and what it may not name."""
+
+import json
+
+import pytest
+
+from rsearch import build
+from rsearch import index as index_command
+from rsearch.build import parts
+from rsearch.config import run_command
+from rsearch.data.world import make_world
+from rsearch.models import huggingface
+from rsearch.models.decoder import DecoderSpec
+from rsearch.models.sharding import make_mesh
+from rsearch.protocols import PROTOCOLS
+from rsearch.types import Passage
+from tests.small_run import config, quick_compilation
+
+__all__ = ["quick_compilation"]
+
+
+@pytest.fixture(scope="module")
+def setup():
+    return build.load_setup(config())
+
+
+def world_of(c):
+    return make_world(seed=c.seed, **c.world)
+
+
+def test_the_world_is_made_where_it_is_named():
+    c = config()
+    elsewhere = dict(
+        tokenizer__source="t",
+        retrieval__corpus="c",
+        sft__demonstrations="d",
+        data__train="a.jsonl",
+        data__dev="b.jsonl",
+    )
+    assert parts.has_world(c)
+    assert not parts.has_world(config(**elsewhere))
+    for name in elsewhere:
+        fewer = {k: v for k, v in elsewhere.items() if k != name}
+        assert parts.has_world(config(**fewer)), name
+
+
+def test_budgets_are_the_longest_conversation_token_for_token(setup):
+    c = config(
+        rollout__max_prompt_tokens=10,
+        rollout__max_turn_tokens=7,
+        rollout__max_searches=2,
+        rollout__max_observation_tokens=30,
+    )
+    tokenizer, spec = setup.tokenizer, setup.model.spec
+    frame = setup.protocol.observe([""], [()])
+    tags = len(tokenizer.encode(frame.before)) + len(tokenizer.encode(frame.after))
+    limits, num_tokens = parts.budgets(c, tokenizer, setup.protocol, spec)
+    assert num_tokens == 10 + 3 * 7 + 2 * (30 + tags)
+    assert (limits.max_searches, limits.max_observation_tokens) == (2, 30)
+    exact = config(rollout__context_tokens=num_tokens, **shape(c))
+    assert parts.budgets(exact, tokenizer, setup.protocol, spec)[1] == num_tokens
+    short = config(rollout__context_tokens=num_tokens - 1, **shape(c))
+    with pytest.raises(ValueError, match=rf"context_tokens = .* = {num_tokens} tokens"):
+        parts.budgets(short, tokenizer, setup.protocol, spec)
+
+
+def shape(c):
+    names = ("prompt", "turn", "observation")
+    return {f"rollout__max_{n}_tokens": c.rollout[f"max_{n}_tokens"] for n in names}
+
+
+def test_a_rollout_must_fit_the_models_context(setup):
+    wide = dict(vocab_size=8, width=2, num_layers=1, num_heads=1, num_kv_heads=1)
+    spec = DecoderSpec(**wide, head_dim=2, mlp_width=2, max_context=100)
+    with pytest.raises(ValueError, match="but the model's context is 100"):
+        parts.budgets(config(), setup.tokenizer, setup.protocol, spec)
+
+
+def test_an_embedding_may_have_spare_rows_but_not_too_few(setup):
+    c, tokenizer = config(), setup.tokenizer
+    size = len(setup.tokenizer.token_bytes)
+    assert parts.policy_model(c, tokenizer, None).spec.vocab_size == size
+    more = config(model__vocab_size=size + 3)
+    assert parts.policy_model(more, tokenizer, None).spec.vocab_size == size + 3
+    with pytest.raises(ValueError, match=rf"has {size} ids, .* only {size - 1} rows"):
+        few = config(model__vocab_size=size - 1)
+        parts.policy_model(few, tokenizer, None)
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_the_worlds_tokenizer_has_a_token_for_every_tag_of_its_protocol(name):
+    c = config(protocol__name=name)
+    tokenizer = parts.load_policy_tokenizer(c, world_of(c), None)
+    frame = PROTOCOLS[name].observe([""], [()])
+    tags = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>"]
+    for tag in [*tags, frame.before.strip(), frame.after.strip()]:
+        assert len(tokenizer.encode(tag)) == 1, tag
+    assert "<|end|>" in tokenizer.token_bytes[tokenizer.eos_ids[0]].decode()
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+ROWS = [
+    {"id": f"q{i}", "question": f"Q{i}?", "golden_answers": ["a"]} for i in range(5)
+]
+
+
+def test_questions_come_from_the_world_or_from_a_file(tmp_path):
+    c, said = config(data__max_dev=2), []
+    world = world_of(c)
+    assert parts.read_questions(c, "dev", world, said.append) == world.dev[:2]
+    assert parts.read_questions(c, "train", world, said.append) == world.train
+    path = write(tmp_path / "q.jsonl", [*ROWS[:2], {"question": ""}, *ROWS[2:]])
+    with pytest.raises(ValueError, match=r"q\.jsonl:3: "):
+        parts.read_questions(config(data__train=path), "train", None, said.append)
+    skipping = config(data__train=path, data__on_bad="skip", data__max_train=3)
+    found = parts.read_questions(skipping, "train", None, said.append)
+    assert [q.id for q in found] == ["q0", "q1", "q2"]
+    (told,) = said
+    assert told.startswith("left out of train: ") and "q.jsonl:3: " in told
+    other = [{"ask": "Q?", "say": ["x"], "n": 7}]
+    named = config(
+        data__dev=write(tmp_path / "o.jsonl", other),
+        data__fields_question="ask",
+        data__fields_answers="say",
+        data__fields_id="n",
+    )
+    (question,) = parts.read_questions(named, "dev", None, said.append)
+    assert (question.id, question.text, question.golden_answers) == ("7", "Q?", ("x",))
+
+
+def test_the_world_has_two_splits_only():
+    c = config(data__dev="world:all")
+    with pytest.raises(ValueError, match="world:train and world:dev"):
+        parts.read_questions(c, "dev", world_of(c), print)
+
+
+def test_a_saved_index_is_searched_and_another_encoder_refused(tmp_path):
+    rows = [{"id": f"c{i}", "contents": f"T{i}\nword{i} here"} for i in range(9)]
+    corpus, out = write(tmp_path / "c.jsonl", rows), tmp_path / "index"
+    given = [f"--corpus={corpus}", "--encoder=hashed", f"--out={out}"]
+    assert run_command(index_command.main, given) == 0
+    named = dict(retrieval__corpus=corpus, retrieval__index=str(out))
+    for changes in (named, {**named, "retrieval__corpus": ""}):
+        search = parts.open_search(config(**changes, retrieval__top_k=2), None)
+        (found,) = search(["T4 word4"])
+        assert found[0].id == "c4" and len(found) == 2
+    with pytest.raises(ValueError, match="encoder"):
+        parts.open_search(config(**named, retrieval__hashed_dim=64), None)
+    with pytest.raises(ValueError, match=r"build one: python -m rsearch\.index"):
+        parts.open_search(config(retrieval__corpus=corpus), None)
+
+
+JUDGED = {"evidence_f1": {}, "answer_em": {}}
+
+
+@pytest.fixture(scope="module")
+def judge_folder(tmp_path_factory, setup):
+    folder = tmp_path_factory.mktemp("judge") / "model"
+    params = build.initial_params(setup)
+    huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
+    return folder
+
+
+def test_a_judge_is_loaded_where_a_term_asks_one(judge_folder):
+    mesh = make_mesh()
+    source = dict(judge__source=str(judge_folder), judge__max_prompt_tokens=64)
+    assert parts.load_judge(config(**source), mesh) is None
+    c = config(reward=JUDGED, judge__max_reply_tokens=3, judge__slots=8, **source)
+    judge = parts.load_judge(c, mesh)
+    chat = [{"role": "user", "content": "Who?"}]
+    first, none, second = judge([chat, [{**chat[0], "content": "x y" * 99}], chat])
+    assert isinstance(first, str) and first == second and none is None
+
+
+def test_a_judge_whose_context_is_too_small_is_refused(judge_folder):
+    path = judge_folder / "config.json"
+    before = path.read_text()
+    path.write_text(json.dumps({**json.loads(before), "max_position_embeddings": 66}))
+    source = dict(judge__source=str(judge_folder), judge__max_prompt_tokens=64)
+    c = config(reward=JUDGED, judge__max_reply_tokens=3, **source)
+    with pytest.raises(ValueError, match=r"make 67 tokens, .*context of .* is 66"):
+        parts.load_judge(c, make_mesh())
+    path.write_text(before)
+
+
+def test_a_term_that_asks_a_judge_without_one_is_refused():
+    with pytest.raises(ValueError, match=r"name one in config\.judge\.source"):
+        build.load_setup(config(reward=JUDGED))
+
+
+def test_passages_of_the_world_are_found_by_name():
+    c = config(retrieval__top_k=2)
+    world = world_of(c)
+    search = parts.open_search(c, world)
+    assert len(search) == len(world.passages)
+    (found,) = search([world.entities["person"][0]])
+    assert isinstance(found[0], Passage) and len(found) == 2
+    assert found[0].title == world.entities["person"][0]

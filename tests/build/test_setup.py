@@ -1,0 +1,80 @@
+"""What all stages of a run share."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch import build
+from tests.small_run import config, quick_compilation
+
+__all__ = ["quick_compilation"]
+
+
+def host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def test_parameters_follow_from_the_seed_on_any_mesh():
+    made = [
+        host(build.initial_params(build.load_setup(config(**changes))))
+        for changes in (
+            # Another seed makes another world, and so another number of words.
+            dict(model__vocab_size=1024),
+            dict(model__vocab_size=1024, mesh__fsdp=4, mesh__tensor=2),
+            dict(model__vocab_size=1024, seed=1),
+        )
+    ]
+    jax.tree.map(np.testing.assert_array_equal, made[0], made[1])
+    assert (made[0]["embedding"] != made[2]["embedding"]).mean() > 0.99
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(made[0]))
+
+
+def test_training_questions_that_do_not_fit_are_left_out_and_listed(tmp_path):
+    rows = [
+        {"id": name, "question": text, "golden_answers": ["a"]}
+        for name, text in (("short", "Who?"), ("long", "Who " * 60), ("too", "Is it?"))
+    ]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = []
+    train = dict(data__train=str(path), rollout__max_prompt_tokens=20)
+    few = dict(
+        rl__questions_per_step=2, rl__micro_batch=4, mesh__data=4, mesh__tensor=2
+    )
+    setup = build.load_setup(config(**train, **few), say=said.append)
+    assert [q.id for q in setup.train] == ["short", "too"]
+    (told,) = [line for line in said if line.startswith("left out of train")]
+    assert "long, prompt " in told and told.endswith(" > 20 tokens")
+    with pytest.raises(ValueError, match=r"gives 2 questions, fewer than .* = 4"):
+        build.load_setup(config(**train))
+    assert build.load_setup(config(**train), only_dev=True).train == ()
+    build.load_setup(config(**train, stages=("sft",)))
+
+
+def test_the_protocol_speaks_in_the_configurations_words():
+    c = config(protocol__system="Go.", protocol__instruction="Now: {question}")
+    setup = build.load_setup(c, only_dev=True)
+    assert setup.protocol.messages("{x}?") == [
+        {"role": "system", "content": "Go."},
+        {"role": "user", "content": "Now: {x}?"},
+    ]
+    assert setup.protocol.invalid_message == c.protocol.invalid_message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(reward={"answer_me": {}}), "unknown reward term config.reward.answer_me"),
+        (dict(reward={"answer_em": {"wait": 1}}), "did you mean weight"),
+        (dict(protocol__name="search"), "must be one of search_r1, r_search"),
+        (dict(protocol__instruction="ask"), r"a text that holds \{question\}"),
+        (dict(world__films=1000), "config.world.films = 1000: at most 676"),
+        (dict(mesh__data=2), "mesh does not fit"),
+        (dict(model__source="/nowhere"), "/nowhere"),
+    ],
+)
+def test_what_cannot_be_set_up_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        build.load_setup(config(**changes))

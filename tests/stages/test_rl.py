@@ -1,0 +1,262 @@
+"""The reinforcement stage: rewards, failures, and each of its settings for one step."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch import build
+from rsearch.learn.update import create_state
+from rsearch.metrics import read as read_metrics
+from rsearch.models import huggingface
+from rsearch.stages import rl
+from rsearch.types import Group, Outcome, Question, Rollout, Segment, Source
+from tests.small_run import config, load_setup, quick_compilation
+
+__all__ = ["quick_compilation"]
+ONE_STEP = dict(stages=("rl",), rl__steps=1)
+STEP_FIELDS = {
+    *("reward", "reward_answer_em", "reward_format_ok", "groups_with_spread"),
+    *("searches", "policy_tokens", "tokens", "compiles"),
+    *("loss", "entropy", "clip_fraction", "logp_gap", "grad_norm"),
+    *("rollout_seconds", "reward_seconds", "update_seconds"),
+    *(outcome.value for outcome in Outcome),
+}
+
+
+@pytest.fixture(scope="module")
+def setup():
+    return load_setup(config(**ONE_STEP))
+
+
+def segment(source, ids):
+    ids = np.array(ids, np.int32)
+    return Segment(source, ids, np.full(len(ids), -2.0, np.float32), "")
+
+
+def rollout(answer, outcome=Outcome.ANSWERED, num_tokens=3):
+    """Two prompt tokens, then the policy's; log-probability -2 each."""
+    segments = (
+        segment(Source.PROMPT, [1, 2]),
+        segment(Source.POLICY, range(3, 3 + num_tokens)),
+    )
+    return Rollout(segments, answer, (), outcome)
+
+
+def groups(*rows):
+    """A group for each row of rollouts; the right answer is 'x'."""
+    return [
+        Group(Question(f"q{i}", "?", ("x",)), tuple(row)) for i, row in enumerate(rows)
+    ]
+
+
+TOOL = rollout("x", Outcome.TOOL_ERROR, num_tokens=5)
+
+
+def with_reward(setup, judge=None, **terms):
+    c = config(reward=terms, judge__source="any", **ONE_STEP)
+    return dataclasses.replace(setup, config=c, judge=judge)
+
+
+def test_the_reward_of_a_failed_tool_counts_nowhere_but_among_outcomes(setup):
+    setup = with_reward(setup, answer_em={"weight": 2.0})
+    played = groups(
+        [rollout("x"), rollout("y")], [TOOL, rollout("x", num_tokens=4)], [TOOL, TOOL]
+    )
+    judged, rewards, measured = rl.reward(setup, played)
+    np.testing.assert_array_equal(rewards, [[2, 0], [0, 2], [0, 0]])
+    assert judged == played
+    assert measured["reward"] == pytest.approx((2 + 0 + 2) / 3)
+    assert measured["reward_answer_em"] == pytest.approx(2 / 3)
+    # The third group says nothing; of the other two one has rewards that differ.
+    assert measured["groups_with_spread"] == 1 / 2
+    assert measured["tool_error"] == 3 / 6
+    assert measured["answered"] == 3 / 6
+    assert measured["policy_tokens"] == pytest.approx((3 + 3 + 5 + 4 + 5 + 5) / 6)
+    assert measured["tokens"] == measured["policy_tokens"] + 2
+
+
+def box(text):
+    """A rollout that searched once and wrote this evidence."""
+    written = f"<original_evidence>{text}</original_evidence><answer>x</answer>"
+    own = dataclasses.replace(segment(Source.POLICY, [3]), text=written)
+    whole = rollout("x")
+    return dataclasses.replace(whole, segments=(whole.segments[0], own), searches=(1,))
+
+
+def test_a_judge_that_fails_takes_its_rollout_out_of_the_step(setup):
+    def judge(chats):
+        told = [chat[-1]["content"] for chat in chats]
+        return [None if "lost" in text else "x" for text in told]
+
+    terms = {"evidence_f1": {}, "answer_em": {}}
+    judging = with_reward(setup, judge, **terms)
+    played = groups([box("kept"), box("lost")])
+    judged, rewards, measured = rl.reward(judging, played)
+    np.testing.assert_array_equal(rewards, [[2, 0]])
+    assert [r.outcome for r in judged[0].rollouts] == ["answered", "judge_error"]
+    assert (measured["judge_error"], measured["answered"]) == (0.5, 0.5)
+    assert measured["reward"] == 2 and measured["reward_evidence_f1"] == 1
+    # Where the term is only watched, the rollout stays, and its NaN is in no mean.
+    watching = with_reward(setup, judge, **{**terms, "evidence_f1": {"weight": 0.0}})
+    judged, rewards, measured = rl.reward(watching, played)
+    np.testing.assert_array_equal(rewards, [[1, 1]])
+    assert (measured["judge_error"], measured["reward_evidence_f1"]) == (0, 1)
+
+
+def learn_from(setup, played, rewards, *, steps=1, **changes):
+    """(parameters before, after, metrics) of learning from these rollouts."""
+    c = config(**ONE_STEP, rl__questions_per_step=4, **changes)
+    setup = dataclasses.replace(setup, config=c)
+    learner, optimizer = build.make_learner(setup, "rl")
+    before = build.initial_params(setup)
+    state = create_state(before, optimizer, setup.mesh)
+    for _ in range(steps):
+        state, measured = rl.learn(setup, learner, state, None, played, rewards)
+    return before, state.params, measured
+
+
+def largest_change(before, after):
+    changes = jax.tree.map(lambda a, b: float(abs(a - b).max()), before, after)
+    return max(jax.tree.leaves(changes))
+
+
+def test_a_step_in_which_everything_failed_is_harmless(setup):
+    """From a fresh state nothing moves but by weight decay: lr x decay x weight."""
+    played = groups(*[[TOOL, TOOL]] * 4)
+    _, rewards, measured = rl.reward(setup, played)
+    assert measured["reward"] == 0 and measured["tool_error"] == 1
+    assert measured["groups_with_spread"] == 0
+    changes = dict(optim__weight_decay=0.1, rl__lr=0.01, rl__loss_mean="sequence")
+    before, after, measured = learn_from(setup, played, rewards, **changes)
+    assert all(value == 0 for value in measured.values()), measured
+    expected = before["embedding"] * (1 - 0.01 * 0.1)
+    np.testing.assert_allclose(after["embedding"], expected, rtol=1e-6)
+    np.testing.assert_array_equal(
+        after["final_norm"]["scale"], before["final_norm"]["scale"]
+    )
+
+
+def test_failed_rollouts_do_not_change_what_the_others_teach(setup):
+    good = [[rollout("x"), rollout("y", num_tokens=4)]] * 2
+    rewards = np.array([[1, 0], [1, 0], [0, 0], [0, 0]], np.float32)
+    failed = groups(*good, [TOOL, TOOL], [TOOL, TOOL])
+    longer = dataclasses.replace(TOOL, segments=TOOL.segments * 3)
+    others = groups(*good, [longer, longer], [longer, TOOL])
+    _, first, measured = learn_from(setup, failed, rewards)
+    _, second, _ = learn_from(setup, others, 5 + rewards * 0 + rewards)
+    assert measured["grad_norm"] > 0
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+def test_a_step_measures_these_things(setup, tmp_path):
+    rl.run(setup, build.initial_params(setup), tmp_path)
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row.keys() == {"step", *STEP_FIELDS}
+    shares = [row[outcome.value] for outcome in Outcome]
+    assert sum(shares) == pytest.approx(1)
+    assert all(np.isfinite(v) for v in row.values())
+    # The first update is on the policy that sampled: the ratio is 1 everywhere.
+    assert row["clip_fraction"] == 0 and row["logp_gap"] < 1e-4
+
+
+LOTS = dict(rl__kl_coef=0.1, rl__updates_per_step=2, rl__micro_batch=8)
+SETTINGS = {
+    "in the loss, scored, by sequence, in two updates": dict(
+        rl__kl_place="loss",
+        rl__kl_kind="k3",
+        rl__behavior="scored",
+        rl__loss_mean="sequence",
+        rl__questions_per_step=8,
+        rl__entropy_coef=0.01,
+        **LOTS,
+    ),
+    "in the reward, without deviation, with a nucleus": dict(
+        rl__kl_place="reward",
+        rl__kl_kind="k1",
+        rl__kl_coef=0.1,
+        rl__normalize_std=False,
+        rollout__temperature=0.7,
+        rollout__top_p=0.9,
+    ),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_every_setting_runs_and_measures_finite_numbers(tmp_path, settings):
+    setup = load_setup(config(**ONE_STEP | settings | dict(rl__steps=2)))
+    before = build.initial_params(setup)
+    after = rl.run(setup, before, tmp_path)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert all(np.isfinite(v) for row in rows for v in row.values())
+    in_loss = settings["rl__kl_place"] == "loss"
+    assert all(("kl" in row) == in_loss for row in rows)
+    assert rows[0]["compiles"] == rows[1]["compiles"]
+    # Untrained policies earn nothing; what moves them is entropy or the divergence.
+    assert np.isfinite(largest_change(before, after))
+    if in_loss:
+        assert rows[1]["kl"] > 0 and largest_change(before, after) > 0
+        assert rows[0]["logp_gap"] > 0  # of the second update on the same rollouts
+
+
+def test_k2_is_taken_too(setup):
+    played = groups(*[[rollout("x"), rollout("y")]] * 4)
+    rewards = np.array([[1, 0]] * 4, np.float32)
+    c = config(**ONE_STEP, rl__kl_coef=0.5, rl__kl_kind="k2")
+    setup = dataclasses.replace(setup, config=c)
+    learner, optimizer = build.make_learner(setup, "rl")
+    params = build.initial_params(setup)
+    state = create_state(params, optimizer, setup.mesh)
+    reference = jax.tree.map(lambda x: 1.1 * x, params)
+    state, measured = rl.learn(setup, learner, state, reference, played, rewards)
+    assert measured["kl"] > 0 and measured["grad_norm"] > 0
+    # With the policy as its own reference there is no divergence at all.
+    same = jax.tree.map(lambda x: 1.0 * x, state.params)
+    _, measured = rl.learn(setup, learner, state, same, played, rewards)
+    assert measured["kl"] == pytest.approx(0, abs=1e-9)
+
+
+def test_dev_scores_are_measured_on_the_way_and_compile_once(tmp_path):
+    setup = load_setup(config(**ONE_STEP | dict(rl__steps=4), eval__every_steps=2))
+    rl.run(setup, build.initial_params(setup), tmp_path)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert ["dev_em" in row for row in rows] == [False, True, False, True]
+    assert rows[2]["compiles"] == rows[3]["compiles"]
+
+
+def test_r_search_learns_from_its_judge(tmp_path, setup):
+    """The judge is the untrained policy itself, exported and loaded again."""
+    folder = tmp_path / "judge"
+    params = build.initial_params(setup)
+    huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
+    terms = {"answer_f1": {}, "evidence_f1": {}, "r_search_format": {}}
+    c = config(
+        **ONE_STEP,
+        protocol__name="r_search",
+        reward=terms,
+        judge__source=str(folder),
+        judge__max_prompt_tokens=300,
+        judge__max_reply_tokens=4,
+        judge__slots=8,
+        rl__kl_coef=0.001,
+    )
+    judged = load_setup(c)
+    asked = []
+
+    def judge(chats):
+        replies = judged.judge(chats)
+        asked.extend(replies)
+        return replies
+
+    judging = dataclasses.replace(judged, judge=judge)
+    rl.run(judging, build.initial_params(judged), tmp_path / "r")
+    (row,) = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    assert {f"reward_{name}" for name in terms} <= row.keys()
+    assert all(np.isfinite(v) for v in row.values())
+    # This policy writes no evidence; a rollout that does is judged like this.
+    _, rewards, measured = rl.reward(judging, groups([box("a"), box("b")]))
+    assert len(asked) == 2 and all(isinstance(reply, str) for reply in asked)
+    assert measured["judge_error"] == 0 and np.isfinite(rewards).all()
+    json.dumps(measured, allow_nan=False)
