@@ -16,7 +16,6 @@ def _model():
     """The network. With a source, its config.json gives the shape, not these fields."""
     c = ConfigDict()
     c.source = ""  # Hugging Face directory or hub id; "" = random weights, shape below
-    c.family = "llama"  # "llama" or "qwen2"
     c.num_layers = 4  # decoder blocks
     c.width = 128  # features of the residual stream
     c.num_heads = 4  # query heads
@@ -141,7 +140,8 @@ def _rl():
     c.clip_low = 0.2  # the probability ratio is kept above 1 - clip_low
     c.clip_high = 0.2  # ... and below 1 + clip_high
     c.kl_coef = 0.0  # weight of the divergence from the reference; 0 = no reference
-    c.kl_kind = "k3"  # estimator of it: "k1", "k2" or "k3"
+    # Estimator of it. In the loss "k1" has no gradient on average: it only adds noise.
+    c.kl_kind = "k3"  # "k1", "k2" or "k3"
     c.kl_place = "loss"  # where it acts: "loss" or "reward"
     c.loss_mean = "token"  # over all tokens, or per "sequence" first
     c.normalize_std = True  # divide the advantage by the group's standard deviation

@@ -8,7 +8,6 @@ import math
 STAGES = ("sft", "rl")
 METHODS = ("protocol", "direct", "rag")
 WORDS = {  # fields of one word -> the words there are
-    "model.family": ("llama", "qwen2"),
     "model.dtype": ("float32", "bfloat16"),
     "data.on_bad": ("raise", "skip"),
     "rl.algorithm": ("grpo",),
@@ -183,6 +182,28 @@ def _check_sources(c):
         )
 
 
+def _check_world(c):
+    if c.model.source and c.tokenizer.source == "world":
+        raise ValueError(
+            f"config.tokenizer.source = 'world' does not belong to "
+            f"config.model.source = {c.model.source!r}; '' takes the model's own"
+        )
+    if c.retrieval.index and c.retrieval.corpus == "world":
+        raise ValueError(
+            f"config.retrieval.index = {c.retrieval.index!r} is no index of "
+            "config.retrieval.corpus = 'world'; '' takes the index's own corpus"
+        )
+
+
+def _check_nucleus(c):
+    if "rl" in c.stages and c.rollout.top_p < 1 and c.rl.behavior == "sampled":
+        raise ValueError(
+            f"config.rollout.top_p = {c.rollout.top_p} needs config.rl.behavior = "
+            "'scored': log-probabilities within the nucleus do not compare with the "
+            "trainer's, which are over the whole vocabulary"
+        )
+
+
 def _check_shape(c):
     if c.model.source:
         return
@@ -254,10 +275,11 @@ def _check_rl_batch(c):
             f"config.rl.questions_per_step = {c.rl.questions_per_step}"
         )
     total = c.rl.steps * c.rl.updates_per_step
-    if c.rl.steps and c.rl.warmup_steps + c.rl.decay > total:
+    if c.rl.decay and c.rl.warmup_steps >= total:
         raise ValueError(
-            f"config.rl.warmup_steps = {c.rl.warmup_steps} is more than {c.rl.steps} "
-            f"steps x {c.rl.updates_per_step} updates = {total} optimiser steps"
+            f"config.rl.warmup_steps = {c.rl.warmup_steps} leaves no room for the decay "
+            f"in {c.rl.steps} steps x {c.rl.updates_per_step} updates = {total} "
+            "optimiser steps"
         )
 
 
@@ -269,10 +291,10 @@ def _check_sft_batch(c):
             f"config.sft.batch_size = {c.sft.batch_size} is not a multiple of "
             f"config.sft.micro_batch = {c.sft.micro_batch}"
         )
-    if c.sft.steps and c.sft.warmup_steps + c.sft.decay > c.sft.steps:
+    if c.sft.decay and c.sft.warmup_steps >= c.sft.steps:
         raise ValueError(
-            f"config.sft.warmup_steps = {c.sft.warmup_steps} is more than "
-            f"config.sft.steps = {c.sft.steps}"
+            f"config.sft.warmup_steps = {c.sft.warmup_steps} leaves no room for the "
+            f"decay in config.sft.steps = {c.sft.steps}"
         )
 
 
@@ -302,6 +324,8 @@ def _check_mesh(c, num_devices):
 
 CROSS_CHECKS = (
     _check_sources,
+    _check_world,
+    _check_nucleus,
     _check_shape,
     _check_context,
     _check_groups,

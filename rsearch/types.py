@@ -105,7 +105,12 @@ class Segment:
 
 
 class Outcome(enum.StrEnum):
-    """How a rollout ended. The two errors are no learning signal."""
+    """How a rollout ended. The two errors are no learning signal.
+
+    Truncated means that a budget ended it: a search in the last turn, or a last turn
+    that ran out of tokens. What had been said by then still counts as its answer where
+    a protocol takes the whole reply for one.
+    """
 
     ANSWERED = "answered"
     MALFORMED = "malformed"

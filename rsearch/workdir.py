@@ -79,9 +79,7 @@ class Workdir:
             before = read_config(self.path)
             changes = diff(before, now)
             started = [s for s in now["stages"] if (self.path / s).exists()]
-            refused = [
-                row for row in changes if not _may_change(row, now, started)
-            ]
+            refused = [row for row in changes if not _may_change(row, now, started)]
             if refused:
                 raise ValueError(_refusal(self.path, refused))
         for name, old, new in changes:

@@ -105,8 +105,21 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             "sft.batch_size = 10 is not a multiple of config.sft.micro_batch = 4",
         ),
         (
-            {"stages": ("sft",), "sft__steps": 5, "sft__warmup_steps": 6},
-            "sft.warmup_steps = 6 is more than config.sft.steps = 5",
+            {"sft__decay": True, "sft__steps": 5, "sft__warmup_steps": 5}
+            | {"stages": ("sft",)},
+            "sft.warmup_steps = 5 leaves no room for the decay in config.sft.steps",
+        ),
+        (
+            {"model__source": "x", "tokenizer__source": "world"},
+            "'world' does not belong to config.model.source = 'x'",
+        ),
+        (
+            {"retrieval__index": "x", "retrieval__corpus": "world"},
+            "retrieval.index = 'x' is no index of config.retrieval.corpus",
+        ),
+        (
+            {"stages": ("rl",), "rollout__top_p": 0.9},
+            "top_p = 0.9 needs config.rl.behavior = 'scored'",
         ),
         ({"tokenizer__source": "", "model__source": ""}, "are both empty"),
     ],

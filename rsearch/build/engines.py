@@ -74,6 +74,7 @@ def make_learner(setup: Setup, stage: str) -> tuple[update.Learner, object]:
             kl_coef=in_loss,
             kl_kind=s.kl_kind,
             entropy_coef=s.entropy_coef,
+            measures_kl=s.kl_coef > 0,
         )
         mean, temperature = s.loss_mean, c.rollout.temperature
     learner = update.Learner(

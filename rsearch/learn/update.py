@@ -45,8 +45,8 @@ def make_optimizer(
         lr: peak learning rate.
         warmup_steps: update u of these has lr * (u + 1) / warmup_steps: none is lost at
             0.
-        decay_steps: updates after which the rate has fallen linearly to a tenth of the
-            peak; 0 keeps it constant.
+        decay_steps: updates of the run; the rate falls linearly to a tenth of the peak,
+            which the last of them has; 0 keeps it constant.
         b1, b2, eps, weight_decay: of AdamW (arXiv 1711.05101); norms and biases, which
             are vectors in each layer, do not decay.
         max_grad_norm: the gradient's global norm is cut to this.
@@ -56,9 +56,8 @@ def make_optimizer(
         warm = jnp.minimum(1.0, (count + 1) / max(warmup_steps, 1))
         if not decay_steps:
             return lr * warm
-        done = jnp.clip(
-            (count - warmup_steps) / max(decay_steps - warmup_steps, 1), 0, 1
-        )
+        last = max(decay_steps - 1 - warmup_steps, 1)
+        done = jnp.clip((count - warmup_steps) / last, 0, 1)
         return lr * warm * (1 - 0.9 * done)
 
     def decays(params):
@@ -212,7 +211,9 @@ def imitation_loss(logp, _entropy, rows: Batch, weights):
     return loss, {"loss": loss}
 
 
-def policy_loss(*, clip_low, clip_high, kl_coef, kl_kind, entropy_coef) -> Callable:
+def policy_loss(
+    *, clip_low, clip_high, kl_coef, kl_kind, entropy_coef, measures_kl=None
+) -> Callable:
     """GRPO's loss: clipped surrogate, KL to the reference, entropy bonus.
 
     Args:
@@ -220,10 +221,14 @@ def policy_loss(*, clip_low, clip_high, kl_coef, kl_kind, entropy_coef) -> Calla
         kl_coef: weight of the KL in the loss; 0 where it is in the reward, or nowhere.
         kl_kind: see `kl_estimate`.
         entropy_coef: weight of the entropy bonus.
+        measures_kl: whether there is a reference, so that the metrics have a KL to it;
+            by default where it is in the loss.
 
     Returns:
         (logp, entropy, rows, weights) -> (loss, metrics), both summed with `weights`.
     """
+
+    measures_kl = bool(kl_coef) if measures_kl is None else measures_kl
 
     def loss(logp, entropy, rows: Batch, weights):
         mask = rows.from_policy
@@ -248,7 +253,7 @@ def policy_loss(*, clip_low, clip_high, kl_coef, kl_kind, entropy_coef) -> Calla
             "clip_fraction": mean(is_clipped),
             "logp_gap": mean(jnp.abs(logp - rows.behavior_logp)),
         }
-        if kl_coef:
+        if measures_kl:
             metrics["kl"] = mean(kl)
         return mean(total), metrics
 
@@ -268,20 +273,26 @@ def with_advantages(
         batch: rows [Q x G, ...] or cut into micro-batches; groups are contiguous.
         group_size: G.
         normalize_std, eps: see `group_advantages`.
-        kl_coef: KL in the reward: every rollout's reward is lessened by this times the
-            sum over its tokens of the estimate; 0 where the KL is in the loss.
+        kl_coef: KL in the reward: this times the sum over a rollout's tokens of the
+            estimate, relative to its group's mean, is taken off its advantage; 0 where
+            the KL is in the loss. It takes no part in the division by the standard
+            deviation: in a group whose answers are all right, or all wrong, that would
+            blow the estimate's noise up to full size.
         kl_kind: see `kl_estimate`.
     """
-    reward = batch.reward
-    if kl_coef:
-        kl = kl_estimate(batch.behavior_logp, batch.reference_logp, kl_kind)
-        reward = reward - kl_coef * masked_sum(kl, batch.from_policy, axis=-1)
+    is_signal = batch.is_signal.reshape(-1, group_size)
     advantage = group_advantages(
-        reward.reshape(-1, group_size),
-        batch.is_signal.reshape(-1, group_size),
+        batch.reward.reshape(-1, group_size),
+        is_signal,
         normalize_std=normalize_std,
         eps=eps,
-    ).reshape(reward.shape)
+    )
+    if kl_coef:
+        kl = kl_estimate(batch.behavior_logp, batch.reference_logp, kl_kind)
+        kl = masked_sum(kl, batch.from_policy, axis=-1).reshape(-1, group_size)
+        penalty = group_advantages(kl, is_signal, normalize_std=False, eps=eps)
+        advantage = advantage - kl_coef * penalty
+    advantage = advantage.reshape(batch.reward.shape)
     return batch._replace(
         advantage=jnp.where(batch.from_policy, advantage[..., None], 0.0)
     )

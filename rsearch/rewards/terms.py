@@ -16,6 +16,7 @@ from rsearch.types import GenerateFn, Question, Rollout
 
 EVIDENCE = "original_evidence"
 OBSERVATION = "observation"
+OBSERVATIONS = ("information", OBSERVATION)  # of any protocol: never the policy's own
 
 
 def answer_em(
@@ -81,7 +82,6 @@ def format_ok(
     *,
     good: float = 0.0,
     bad: float = -1.0,
-    observation_tag: str = "information",
 ) -> list[float]:
     """[G] `good` where the rollout kept to its protocol to the end, else `bad`.
 
@@ -89,7 +89,9 @@ def format_ok(
     wrote no observation itself.
     """
     is_ok = [
-        r.answer is not None and not r.num_malformed and not _forges(r, observation_tag)
+        r.answer is not None
+        and not r.num_malformed
+        and not any(_forges(r, tag) for tag in OBSERVATIONS)
         for r in rollouts
     ]
     return [good if ok else bad for ok in is_ok]

@@ -135,10 +135,13 @@ class Host:
             conversation = wave[i]
             text = self.tokenizer.decode(self._without_eos(ids))
             conversation.segments.append(Segment(Source.POLICY, ids, logp, text))
+            is_cut = self._is_cut(ids, text)
             match self.protocol.parse(text):
                 case Answer(answer):
                     conversation.answer = answer
-                    conversation.outcome = Outcome.ANSWERED
+                    conversation.outcome = (
+                        Outcome.TRUNCATED if is_cut else Outcome.ANSWERED
+                    )
                 case Search() as action if not final:
                     asked[i] = action
                 case Search():
@@ -146,7 +149,9 @@ class Host:
                 case Malformed():
                     conversation.num_malformed += 1
                     if final or self._invalid is None:
-                        conversation.outcome = Outcome.MALFORMED
+                        conversation.outcome = (
+                            Outcome.TRUNCATED if is_cut else Outcome.MALFORMED
+                        )
                     else:
                         shown[i] = self._invalid
                         message = self.protocol.invalid_message
@@ -159,6 +164,12 @@ class Host:
     def _without_eos(self, ids: np.ndarray) -> np.ndarray:
         """The end of text ends a turn and is no part of what it says."""
         return ids[:-1] if len(ids) and ids[-1] in self.tokenizer.eos_ids else ids
+
+    def _is_cut(self, ids: np.ndarray, text: str) -> bool:
+        """Whether the turn's budget ended it, and not the policy."""
+        is_full = len(ids) >= self.limits.max_turn_tokens
+        stopped = any(stop in text for stop in self.protocol.stop_strings)
+        return is_full and not stopped and ids[-1] not in self.tokenizer.eos_ids
 
     def _look_up(self, wave, asked: dict[int, Search]) -> dict[int, np.ndarray]:
         """Searches for all that asked, in one batch; writes down what was found."""

@@ -52,7 +52,7 @@ def test_warmup_is_linear_and_starts_above_0():
 
 def test_decay_is_linear_to_a_tenth_and_stays_there():
     falling = rates(8, warmup_steps=2, decay_steps=6)
-    expected = [0.05, 0.1, 0.1, 0.0775, 0.055, 0.0325, 0.01, 0.01]
+    expected = [0.05, 0.1, 0.1, 0.07, 0.04, 0.01, 0.01, 0.01]
     np.testing.assert_allclose(falling, expected, rtol=1e-5)
 
 

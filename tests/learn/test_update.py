@@ -318,3 +318,24 @@ def test_advantages_do_not_depend_on_how_rows_are_cut():
     whole = with_advantages(batch, **NORMALISED, kl_coef=0.1)
     pieces = with_advantages(cut, **NORMALISED, kl_coef=0.1)
     np.testing.assert_array_equal(pieces.advantage.reshape(8, T), whole.advantage)
+
+
+def test_kl_in_the_reward_stays_small_where_all_answers_are_right():
+    """Divided by the spread of the KL alone, its noise would be the whole signal."""
+    logp = jnp.log(jnp.array([[0.5, 0.50], [0.5, 0.51], [0.5, 0.49], [0.5, 0.52]]))
+    rows = jnp.ones((4, 2), bool)
+    batch = Batch(
+        tokens=jnp.zeros((4, 2), jnp.int32),
+        from_policy=rows,
+        behavior_logp=logp,
+        reference_logp=jnp.log(jnp.full((4, 2), 0.5)),
+        reward=jnp.ones(4),
+        is_signal=jnp.ones(4, bool),
+        advantage=jnp.zeros((4, 2)),
+    )
+    found = with_advantages(
+        batch, group_size=4, normalize_std=True, eps=1e-6, kl_coef=0.1, kl_kind="k1"
+    )
+    kl = np.log(np.array([0.50, 0.51, 0.49, 0.52]) / 0.5)  # k1, summed over the row
+    expected = -0.1 * (kl - kl.mean())
+    np.testing.assert_allclose(found.advantage[:, 0], expected, atol=1e-6)

@@ -88,7 +88,7 @@ def test_a_term_that_asks_a_judge_needs_one():
         {"answer_em": {"weight": 1, "normalize": "r1_searcher"}},
         {"answer_f1": {"decimals": 2}, "answer_cover_em": {"max_words": 10}},
         {"r_search_format": {"evidence": 0, "indicator": "tags"}},
-        {"format_ok": {"bad": -2.0, "observation_tag": "observation"}},
+        {"format_ok": {"bad": -2.0}},
         TERMS,
     ],
 )
@@ -123,7 +123,6 @@ def test_terms_that_can_be_run_are_accepted_and_run(terms):
             "must be one of 'executed', 'tags'",
         ),
         ({"r_search_format": {"empty_gets_format": 1}}, "must be true or false"),
-        ({"format_ok": {"observation_tag": ""}}, "must be a text"),
     ],
 )
 def test_terms_that_could_not_be_run_are_refused(terms, message):
