@@ -29,8 +29,9 @@ from rsearch.workdir import Workdir, read_rows, write_json, write_rows
 
 START = "start"  # the stage before all stages, in results
 CHECKPOINTS = "checkpoints"  # in a stage's directory
-COLUMNS = ("stage", "method", "n", "em", "em_95", "f1", "cover_em", "searches")
-COLUMNS += ("policy_tokens", "answered", "malformed", "truncated", "seconds")
+COLUMNS = ("stage", "method", "dataset", "n", "em", "em_95", "f1", "cover_em")
+COLUMNS += ("searches", "policy_tokens", "answered", "malformed", "truncated")
+COLUMNS += ("tool_error", "skipped", "seconds")
 
 
 class Evaluator:
@@ -40,6 +41,7 @@ class Evaluator:
         self._setup = setup
         limit = setup.config.eval.max_questions
         self._questions = setup.dev[: limit or None]
+        self._dataset = setup.config.data.dev + (f"[:{limit}]" if limit else "")
         self._engines = {}
 
     def is_current(self, row: dict, *, stage: str, step: int | None) -> bool:
@@ -47,11 +49,10 @@ class Evaluator:
         now = {
             "stage": stage,
             "step": step,
-            "dataset": self._setup.config.data.dev,
+            "dataset": self._dataset,
             "normalize": self._setup.config.eval.normalize,
         }
-        is_same = all(row.get(name) == value for name, value in now.items())
-        return is_same and row["n"] + row["skipped"] == len(self._questions)
+        return all(row.get(name) == value for name, value in now.items())
 
     def __call__(self, params, method: str) -> tuple[dict, list]:
         """Scores of greedy rollouts on the held-out questions.
@@ -62,12 +63,14 @@ class Evaluator:
 
         Returns:
             A row for results.json (fractions from 0 to 1, tokens and searches as means
-            over rollouts, outcomes as counts), and a group of one rollout a question.
+            over rollouts, outcomes as counts; `skipped` counts questions with prompts
+            too long for the protocol, which no method is asked), and a group of one
+            rollout a question.
         """
         start = time.monotonic()
         if method not in self._engines:
             self._engines[method] = self._engine(method)
-        engine, questions, num_skipped = self._engines[method]
+        engine, questions = self._engines[method], self._questions
         shown = time.monotonic()
 
         def on_wave(done):
@@ -81,36 +84,24 @@ class Evaluator:
         normalize = self._setup.config.eval.normalize
         row = summarise(groups, normalize=normalize)
         row["normalize"] = normalize
-        row["skipped"] = num_skipped
+        row["skipped"] = self._setup.num_long
         row["seconds"] = time.monotonic() - start
-        return {"method": method, "dataset": self._setup.config.data.dev, **row}, groups
+        return {"method": method, "dataset": self._dataset, **row}, groups
 
     def _engine(self, method):
-        """(rollout engine, the questions that fit, how many do not)."""
+        """Compiled rollouts of one method; all methods get the same questions."""
         setup, messages = self._setup, None
         if method == PROTOCOL:
             host = build.make_host(setup)
         else:
-            host = build.make_baseline(setup, method)
-            chats = build.baseline_chats(setup, method, host.protocol, self._questions)
+            host, chats = build.make_baseline(setup, method, self._questions)
 
             def messages(question):
                 return chats[question.id]
 
-        engine = build.make_rollouts(
+        return build.make_rollouts(
             setup, host, temperature=0.0, top_p=1.0, group_size=1, messages=messages
         )
-        fitting = [q for q in self._questions if engine.fits(q)]
-        skipped = len(self._questions) - len(fitting)
-        limit = host.limits.max_prompt_tokens
-        if skipped:
-            console.note(f"{method}: {skipped} prompts > {limit} tokens, left out")
-        if not fitting:
-            raise ValueError(
-                f"{method}: every held-out prompt has more than {limit} tokens; "
-                "config.rollout.max_prompt_tokens is too small"
-            )
-        return engine, fitting, skipped
 
 
 def summarise(groups, *, normalize: str) -> dict:
@@ -187,8 +178,9 @@ def read_results(folder: pathlib.Path) -> list[dict]:
         raise ValueError(f"{path}: not JSON: {error}") from None
 
 
-def show(rows, title) -> None:
+def show(rows, config) -> None:
     """The table of results, percent where it is a score."""
+    title = f"{config.name}: percent, answers normalised as {config.eval.normalize}"
 
     def cell(row, name):
         if name == "em_95":
@@ -256,7 +248,8 @@ def main(argv) -> int:
         own = {"model.source": given["model"], "tokenizer.source": ""}
         changed = apply_overrides(config, own)
     setup = build.load_setup(changed, say=console.note, only_dev=True)
-    with Workdir(given["workdir"], config) as workdir:
+    inputs = {} if given["model"] else setup.inputs
+    with Workdir(given["workdir"], config, inputs=inputs, is_reader=True) as workdir:
         if given["model"]:
             stage, step, params = given["model"], None, build.initial_params(setup)
         else:
@@ -269,7 +262,7 @@ def main(argv) -> int:
             methods=config.eval.methods,
             folder=workdir.path,
         )
-        show(rows, f"{config.name}: {config.data.dev}")
+        show(rows, config)
         console.note(f"written: {workdir.path}/results.json and transcripts.jsonl")
     return 0
 

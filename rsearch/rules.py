@@ -277,7 +277,7 @@ def _check_rl_batch(c):
     total = c.rl.steps * c.rl.updates_per_step
     if c.rl.decay and c.rl.warmup_steps >= total:
         raise ValueError(
-            f"config.rl.warmup_steps = {c.rl.warmup_steps} leaves no room for the decay "
+            f"config.rl.warmup_steps = {c.rl.warmup_steps} leaves no room for a decay "
             f"in {c.rl.steps} steps x {c.rl.updates_per_step} updates = {total} "
             "optimiser steps"
         )

@@ -38,6 +38,8 @@ PREDICTION = ("prediction", "predicted_answer", "pred_ans")
 
 HEADINGS = {"em": "exact match", "cover_em": "cover exact match", "f1": "F1"}
 
+RUN = ("stage", "method", "dataset")  # what tells rsearch.evaluate's rows apart
+
 FLAGS = {
     "json": (False, "prints one JSON object, fractions from 0 to 1, and no table"),
     "normalizer": ("r1_searcher", "how answers are normalised: squad or r1_searcher"),
@@ -74,9 +76,10 @@ def read_rows(path):
         path: JSON lines, plain or gzip, in UTF-8; empty lines are passed over.
 
     Raises:
-        ValueError: a bad line, as file:line: field, or no line at all.
+        ValueError: a bad line, as file:line: field, no line at all, or rows of several
+            stages, methods or datasets, as a run's transcripts.jsonl has them.
     """
-    rows = []
+    rows, runs = [], {}
     number = 0
     try:
         with _open(path) as file:
@@ -84,7 +87,11 @@ def read_rows(path):
                 if number == 1:
                     line = line.removeprefix(BOM)
                 if line.strip():
-                    rows.append(_row(line))
+                    row, run = _row(line)
+                    rows.append(row)
+                    runs.setdefault(run, number)
+                    if len(runs) > 1:
+                        raise ValueError(_mixed(*runs))
     except GZIP_ERRORS as error:
         raise ValueError(f"{path}:{number + 1}: broken gzip file: {error}") from None
     except ValueError as error:
@@ -101,7 +108,7 @@ def _open(path):
 
 
 def _row(line):
-    """One line as a row; its errors name the field, callers add file and line."""
+    """(row, run) of one line; its errors name the field, callers add file and line."""
     record = decode_record(line)
     question = check_text(record[_field(record, QUESTION)], QUESTION[0])
     golden = _field(record, GOLDEN)
@@ -109,11 +116,23 @@ def _row(line):
     predicted = record[prediction]
     if predicted is not None and not isinstance(predicted, str):
         raise _wrong(prediction, "text or null", predicted)
-    return {
+    row = {
         "question": question,
         "golden_answers": _golden_answers(golden, record[golden]),
         "prediction": predicted,
     }
+    return row, tuple(record.get(name) for name in RUN)
+
+
+def _mixed(first, second):
+    """What to say of rows that do not belong into one mean."""
+    name, one, other = next(
+        (n, a, b) for n, a, b in zip(RUN, first, second, strict=True) if a != b
+    )
+    return (
+        f"field {name}: {other!r} after rows of {one!r}; score them apart, for example "
+        f"of the lines that grep finds"
+    )
 
 
 def _golden_answers(field, value):

@@ -22,9 +22,9 @@ from rsearch.evaluate import (
 )
 from rsearch.metrics import read as read_metrics
 from rsearch.stages import rl, sft
-from rsearch.workdir import Workdir, read_rows
+from rsearch.workdir import Workdir, is_free, read_rows
 
-STAGES = {"sft": sft.run, "rl": rl.run}
+MAX_LABEL = 100  # characters of a default workdir before it is cut
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -32,7 +32,9 @@ def main(config, workdir) -> list[dict]:
     """Runs all stages of a configuration, or what is left of them.
 
     Args:
-        config: as `rsearch.config.load` and `apply_overrides` return it.
+        config: as `rsearch.config.load` and `apply_overrides` return it; or a dict with
+            the recipe as "config" and dotted overrides beside it, for sweeps:
+            {"config": "configs/quickstart.py", "rl.lr": 3e-4}.
         workdir: directory of this run; made where it is missing.
 
     Returns:
@@ -41,22 +43,51 @@ def main(config, workdir) -> list[dict]:
     Raises:
         ValueError: the configuration, a file it names or the workdir cannot be used.
     """
+    if isinstance(config, dict):
+        overrides = dict(config)
+        if "config" not in overrides:
+            raise ValueError('a dict of overrides needs the recipe, as "config"')
+        recipe = configuration.load(overrides.pop("config"))
+        config = configuration.apply_overrides(recipe, overrides)
     # First what can fail: a workdir is bound to its configuration for good.
     setup = build.load_setup(config, say=console.note)
-    with Workdir(workdir, config) as home:
+    demonstrations = _demonstrations(setup)
+    with Workdir(workdir, config, inputs=setup.inputs) as home:
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         again = "goes on" if home.is_resumed else "begins"
         console.note(f"{config.name} {again} in {home.path} on {devices}")
-        evaluator = Evaluator(setup)
-        params = build.initial_params(setup)
-        if config.eval.at_start:
-            _evaluate(config, evaluator, params, START, 0, home.path)
-        for stage in config.stages:
-            params = STAGES[stage](setup, params, home.stage(stage))
-            steps = config[stage].steps
-            _evaluate(config, evaluator, params, stage, steps, home.path)
+        try:
+            _run_stages(setup, demonstrations, home)
+        except KeyboardInterrupt:
+            console.note(f"stopped; the same command goes on in {home.path}")
+            raise
         _report(config, home.path)
         return read_results(home.path)
+
+
+def _demonstrations(setup):
+    """The rollouts of the supervised stage, where there is one."""
+    if "sft" not in setup.config.stages:
+        return ()
+    return build.replay_demonstrations(
+        setup, progress=lambda items: console.progress(items, "demonstrations")
+    )
+
+
+def _run_stages(setup, demonstrations, home):
+    """Stage after stage, each evaluated when it has ended."""
+    config, evaluator = setup.config, Evaluator(setup)
+    params = build.initial_params(setup)
+    if config.eval.at_start:
+        _evaluate(config, evaluator, params, START, 0, home.path)
+    for stage in config.stages:
+        folder = home.stage(stage)
+        if stage == "sft":
+            params = sft.run(setup, demonstrations, params, folder)
+        else:
+            params = rl.run(setup, evaluator, params, folder)
+        steps = config[stage].steps
+        _evaluate(config, evaluator, params, stage, steps, home.path)
 
 
 def _evaluate(config, evaluator, params, stage, step, folder):
@@ -89,7 +120,7 @@ def _report(config, folder):
     if rewards:
         bars = sparkline(rewards)
         console.block("reward by step", f"{bars} {rewards[0]:.2f} -> {rewards[-1]:.2f}")
-    show(read_results(folder), f"{config.name}: {config.data.dev}, scores in percent")
+    show(read_results(folder), config)
     console.note(f"results, transcripts and checkpoints: {folder}")
     console.note(f"curves: tensorboard --logdir {folder}")
 
@@ -111,19 +142,28 @@ def command(argv) -> int:
     if given["print_config"]:
         configuration.print_config(config)
         return 0
-    main(config, given["workdir"] or default_workdir(config.name, argv))
+    recipe = [a for a in argv if not a.startswith("--config.")]
+    plain, _ = configuration.parse_command_line(recipe, flags=flags)
+    main(config, given["workdir"] or default_workdir(plain, config))
     return 0
 
 
-def default_workdir(name, argv) -> pathlib.Path:
-    """runs/<name>, with what was overridden behind it: runs/quickstart-seed=1."""
-    changed = []
-    for word, after in itertools.pairwise([*argv, ""]):
-        if word.startswith("--config."):
-            text = word if "=" in word else f"{word}={after}"
-            changed.append(text.removeprefix("--config."))
-    parts = [re.sub(r"[^\w.=+-]+", "_", text) for text in sorted(changed)]
-    return pathlib.Path("runs") / "-".join([name, *parts])[:120]
+def default_workdir(recipe, config) -> pathlib.Path:
+    """runs/<name>, with what was overridden behind it: runs/quickstart-seed=1.
+
+    What a run may change while it goes on is left out, so that the same run is found.
+    """
+    changed = [
+        f"{name}={value}"
+        for name, _, value in configuration.diff(recipe, config)
+        if not is_free(name)
+    ]
+    words = [re.sub(r"[^\w.=+-]+", "_", text) for text in changed]
+    label = "-".join([config.name, *words])
+    if len(label) > MAX_LABEL:
+        digest = configuration.fingerprint(config)
+        label = f"{label[:MAX_LABEL]}-{digest}"
+    return pathlib.Path("runs") / label
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ FREE_FIELDS = (
     "rl.micro_batch",
     "sft.micro_batch",
 )
-"""What a resumed run may change: nothing here alters what is drawn or learnt from."""
+"""What a resumed run may change: it computes the same numbers, to rounding."""
+STAGES = ("sft", "rl")  # their sections are free until the stage has started
 
 
 class Workdir:
@@ -43,6 +44,10 @@ class Workdir:
     Args:
         path: made where it is missing.
         config: the run's configuration, validated.
+        inputs: {name: fingerprint} of what the configuration names: data, tokenizer,
+            index. A run goes on only with inputs of the same fingerprints.
+        is_reader: for evaluation: an existing run keeps its config.json, and may have
+            another number of steps than this configuration says.
         is_primary: False on the other processes of one run, which share the directory:
             they neither lock it nor write its config.json.
 
@@ -55,7 +60,7 @@ class Workdir:
             is not empty and no workdir; nothing in it has been changed then.
     """
 
-    def __init__(self, path, config, *, is_primary=True):
+    def __init__(self, path, config, *, inputs=None, is_reader=False, is_primary=True):
         self.path = pathlib.Path(path).absolute()
         self._lock = None
         _check_is_ours(self.path)
@@ -66,26 +71,36 @@ class Workdir:
         self._lock = _lock(self.path / LOCK)
         try:
             self.is_resumed = (self.path / CONFIG).exists()
-            self._bind(config)
+            self._bind(config, inputs or {}, is_reader)
         except BaseException:
             self.close()
             raise
 
-    def _bind(self, config):
+    def _bind(self, config, inputs, is_reader):
         """Writes config.json, or compares with what is there."""
         now = json.loads(to_json(config))
         changes = []
         if self.is_resumed:
-            before = read_config(self.path)
-            changes = diff(before, now)
-            started = [s for s in now["stages"] if (self.path / s).exists()]
-            refused = [row for row in changes if not _may_change(row, now, started)]
+            whole = _read(self.path)
+            changes = diff(whole["config"], now)
+            started = [s for s in STAGES if (self.path / s).exists()]
+            refused = [
+                row
+                for row in changes
+                if not _may_change(row, now, started)
+                and not (is_reader and row[0].endswith(".steps"))
+            ]
             if refused:
                 raise ValueError(_refusal(self.path, refused))
+            # After the fields, which say more about why the inputs differ.
+            _check_inputs(self.path, whole.get("inputs", {}), inputs)
+            if is_reader:
+                return
         for name, old, new in changes:
             note(f"{self.path.name}: config.{name} is now {new!r}, was {old!r}")
         if changes or not self.is_resumed:
-            write_json(self.path / CONFIG, {MARK: FORMAT, "config": now})
+            body = {MARK: FORMAT, "config": now, "inputs": inputs}
+            write_json(self.path / CONFIG, body)
 
     def stage(self, name):
         """The directory of a stage, made where it is missing."""
@@ -113,17 +128,22 @@ def read_config(path):
     Raises:
         ValueError: the directory is no workdir, or its config.json cannot be read.
     """
+    return _read(path)["config"]
+
+
+def _read(path):
+    """config.json: {MARK: format, "config": ..., "inputs": ...}."""
     file = pathlib.Path(path) / CONFIG
     if not file.is_file():
         raise ValueError(f"{path}: not a workdir: it has no {CONFIG}")
     try:
         whole = json.loads(file.read_bytes())
-        version, config = whole[MARK], whole["config"]
+        version, _ = whole[MARK], whole["config"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{file}: not the {CONFIG} of a workdir") from None
     if version != FORMAT:
         raise ValueError(f"{file}: format {version}, this program reads {FORMAT}")
-    return config
+    return whole
 
 
 def write_json(path, value):
@@ -136,17 +156,6 @@ def write_rows(path, rows):
     """Writes a .jsonl file atomically and durably, one JSON object a line."""
     lines = [json.dumps(row, allow_nan=False) + "\n" for row in rows]
     files.replace(path, "".join(lines).encode())
-
-
-def append_rows(path, rows):
-    """Appends JSON objects to a .jsonl file, one a line; the file is made if missing.
-
-    What a crash tore off at the end of the file is removed first.
-    """
-    lines = [json.dumps(row, allow_nan=False) + "\n" for row in rows]
-    with open(path, "a+b", buffering=0) as file:
-        file.truncate(_whole_lines(file))
-        files.append(file, "".join(lines).encode())
 
 
 def read_rows(path):
@@ -163,19 +172,6 @@ def read_rows(path):
         except ValueError as error:
             raise ValueError(f"{path}:{number}: not JSON: {error}") from None
     return rows
-
-
-def _whole_lines(file):
-    """Bytes up to and including the last line feed."""
-    position = file.seek(0, os.SEEK_END)
-    while position > 0:
-        start = max(0, position - files.CHUNK_BYTES)
-        file.seek(start)
-        found = file.read(position - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        position = start
-    return 0
 
 
 def _check_is_ours(path):
@@ -216,23 +212,45 @@ def _host():
     return socket.gethostname()
 
 
+def is_free(name):
+    """Whether a field may differ between the starts of one run, steps included."""
+    section = name.partition(".")[0]
+    steps = [f"{stage}.steps" for stage in STAGES]
+    return section in FREE_SECTIONS or name in FREE_FIELDS or name in steps
+
+
 def _may_change(row, config, started):
     """Whether a run may go on with this field changed.
 
-    A stage may get more steps if its learning rate is constant after the warm-up,
-    unless a later stage has started from its result. It cannot get fewer.
+    Stages may be added at the end, and all of a stage's settings may change until it
+    has started. Then it may get more steps, not fewer, if its learning rate is constant
+    after the warm-up and no later stage has started from its result.
     """
     name, old, new = row
     section = name.partition(".")[0]
     if section in FREE_SECTIONS or name in FREE_FIELDS:
         return True
     stages = config["stages"]
+    if name == "stages":
+        return list(new[: len(old)]) == list(old)
+    if section in STAGES and section not in started:
+        return True
     if section in stages and name == f"{section}.steps":
         if config[section].get("decay"):
             return False
         later = stages[stages.index(section) + 1 :]
         return new >= old and not set(later) & set(started)
     return False
+
+
+def _check_inputs(path, before, now):
+    """Refuses inputs whose contents have changed since the run began."""
+    for name in sorted(before.keys() & now.keys()):
+        if before[name] != now[name]:
+            raise ValueError(
+                f"{path}: {name} has changed since this run began: its fingerprint was "
+                f"{before[name]}, now {now[name]}; name another --workdir"
+            )
 
 
 def _refusal(path, rows):

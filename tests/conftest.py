@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: eight fake devices, and real models where they exist."""
+"""Fixtures shared by all tests: eight fake devices, and real models if there are."""
 
 import os
 
@@ -27,7 +27,7 @@ def shared_data():
 
 @pytest.fixture(scope="session")
 def real_models():
-    """A folder with smollm2-135m-instruct/ and minilm/; skips where none can be made."""
+    """Has smollm2-135m-instruct/ and minilm/; skips where none can be made."""
     out = pathlib.Path(
         os.environ.get("RSEARCH_TEST_MODELS", ROOT / "build" / "test_models")
     )

@@ -138,3 +138,12 @@ def test_files_and_flags_that_cannot_be_used_are_named(tmp_path, refusal):
     assert "did you mean squad" in refusal(path, "--normalizer=squat")
     assert "did you mean --normalizer" in refusal(path, "--normaliser=squad")
     assert "FILE.jsonl is missing" in refusal("--json")
+
+
+def test_rows_of_two_stages_have_no_mean(tmp_path):
+    path = tmp_path / "transcripts.jsonl"
+    row = {"question": "q", "golden_answers": ["a"], "prediction": "a"}
+    lines = [json.dumps({**row, "stage": stage}) for stage in ("sft", "rl")]
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"jsonl:2: field stage: 'rl' after .* 'sft'"):
+        read_rows(path)

@@ -4,6 +4,7 @@ from rsearch.build.parts import WORLD
 from rsearch.build.setup import Setup
 from rsearch.data.demonstrations import (
     DIRECT,
+    PROTOCOL,
     RAG,
     load_demonstrations,
     world_demonstrations,
@@ -17,10 +18,9 @@ from rsearch.rollout.conversation import (
     conversation_tokens,
     markup_tokens,
 )
-from rsearch.rollout.driver import RolloutEngine
+from rsearch.rollout.driver import RolloutEngine, replay
 from rsearch.rollout.sampler import Sampler
-
-SLACK_TOKENS = 16  # passages cut between tokens may encode to a few more
+from rsearch.types import Outcome
 
 
 def make_host(setup: Setup, protocol=None, limits=None) -> Host:
@@ -89,47 +89,49 @@ def make_learner(setup: Setup, stage: str) -> tuple[update.Learner, object]:
     return learner, optimizer
 
 
-def make_baseline(setup: Setup, method: str) -> Host:
-    """The host of `direct` or `rag`, in the words the configuration gives them."""
-    words = {
-        DIRECT: (plain.DIRECT, setup.config.protocol.direct),
-        RAG: (plain.RAG, setup.config.protocol.rag),
-    }
-    protocol, user = words[method]
-    protocol = plain.reworded(protocol, user=user)
-    r = setup.config.rollout
-    empty = plain.messages_with_passages(protocol, "", "")
-    prompt = len(setup.tokenizer.encode_prompt(empty)) + r.max_prompt_tokens
-    if method == RAG:
-        prompt += r.max_observation_tokens + SLACK_TOKENS
-    return make_host(setup, protocol, Limits(0, prompt, r.max_turn_tokens, 0))
-
-
-def baseline_chats(setup: Setup, method: str, protocol, questions):
-    """Question id -> the chat that opens it in a baseline.
+def make_baseline(setup: Setup, method: str, questions):
+    """The host of `direct` or `rag`, and how it opens each of these questions.
 
     For `rag` the passages of one search with the question are cut to
     config.rollout.max_observation_tokens.
 
+    Args:
+        setup: of the run.
+        method: "direct" or "rag".
+        questions: that will be asked; the longest prompt among them sets the shapes.
+
+    Returns:
+        The Host, and {question id: chat}.
+
     Raises:
         ValueError: a search failed.
     """
+    c, tokenizer = setup.config, setup.tokenizer
+    words = {
+        DIRECT: (plain.DIRECT, c.protocol.direct),
+        RAG: (plain.RAG, c.protocol.rag),
+    }
+    protocol, user = words[method]
+    protocol = plain.reworded(protocol, user=user)
     shown = dict.fromkeys((q.id for q in questions), "")
     if method == RAG:
-        budget = setup.config.rollout.max_observation_tokens
         found = setup.search([q.text for q in questions])
         for question, passages in zip(questions, found, strict=True):
             if passages is None:
                 raise ValueError(f"the search for question {question.id} failed")
-            ids = setup.tokenizer.encode(plain.write_passages(passages))
-            shown[question.id] = setup.tokenizer.decode(ids[:budget])
-    return {
+            ids = tokenizer.encode(plain.write_passages(passages))
+            cut = ids[: c.rollout.max_observation_tokens]
+            shown[question.id] = tokenizer.decode(cut)
+    chats = {
         q.id: plain.messages_with_passages(protocol, q.text, shown[q.id])
         for q in questions
     }
+    longest = max(len(tokenizer.encode_prompt(chat)) for chat in chats.values())
+    limits = Limits(0, longest, c.rollout.max_turn_tokens, 0)
+    return make_host(setup, protocol, limits), chats
 
 
-def demonstrations(setup: Setup):
+def _demonstrations(setup: Setup):
     """What the supervised stage imitates."""
     s = setup.config.sft
     if s.demonstrations == WORLD:
@@ -142,3 +144,40 @@ def demonstrations(setup: Setup):
             baseline_share=s.baseline_share,
         )
     return load_demonstrations(s.demonstrations)
+
+
+def replay_demonstrations(setup: Setup, *, progress=lambda items: items):
+    """The demonstrations as rollouts of the current engine, each within its budget.
+
+    Args:
+        setup: of the run.
+        progress: wraps the demonstrations, to show how far it has come.
+
+    Raises:
+        ValueError: one does not follow its protocol, searches too often, or is too
+            long.
+    """
+    limit = setup.config.sft.sequence_tokens
+    demonstrations = _demonstrations(setup)
+    hosts, chats = {PROTOCOL: make_host(setup)}, {}
+    for method in {d.method for d in demonstrations} - {PROTOCOL}:
+        asked = [d.question for d in demonstrations if d.method == method]
+        hosts[method], chats[method] = make_baseline(setup, method, asked)
+    rollouts = []
+    for demonstration in progress(demonstrations):
+        question, method = demonstration.question, demonstration.method
+        chat = chats[method][question.id] if method in chats else None
+        rollout = replay(hosts[method], question, demonstration.turns, messages=chat)
+        if rollout.outcome == Outcome.TRUNCATED:
+            raise ValueError(
+                f"the demonstration of question {question.id} searches in its last "
+                "turn; config.rollout.max_searches is "
+                f"{setup.config.rollout.max_searches}"
+            )
+        if rollout.num_tokens > limit:
+            raise ValueError(
+                f"the demonstration of question {question.id} has {rollout.num_tokens} "
+                f"tokens, config.sft.sequence_tokens is {limit}"
+            )
+        rollouts.append(rollout)
+    return rollouts

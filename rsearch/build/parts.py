@@ -152,6 +152,27 @@ def read_questions(c, split, world, say) -> tuple[Question, ...]:
     return tuple(questions)
 
 
+def fitting(questions, split, protocol, tokenizer, limits, say):
+    """The questions whose prompts are within their budget; `say` hears of the others.
+
+    Args:
+        questions: of "train" or "dev", the `split`.
+        protocol: gives the prompt.
+        tokenizer: counts its tokens.
+        limits: its budget.
+        say: called with a line on each question left out.
+    """
+    limit = limits.max_prompt_tokens
+    kept = []
+    for question in questions:
+        count = len(tokenizer.encode_prompt(protocol.messages(question.text)))
+        if count <= limit:
+            kept.append(question)
+        else:
+            say(f"left out of {split}: {question.id}, prompt {count} > {limit} tokens")
+    return tuple(kept)
+
+
 def load_judge(c, mesh) -> GenerateFn | None:
     """The model that reward terms ask, on this process's mesh; None if none does.
 

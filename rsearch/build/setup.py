@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from rsearch.build.parts import (
     budgets,
+    fitting,
     has_world,
     load_judge,
     load_policy_tokenizer,
@@ -17,6 +18,7 @@ from rsearch.build.parts import (
     policy_model,
     read_questions,
 )
+from rsearch.data.questions import fingerprint
 from rsearch.data.world import World, make_world
 from rsearch.models import huggingface, weights
 from rsearch.models.decoder import Decoder, init_params
@@ -42,7 +44,9 @@ class Setup:
         tokenizer, protocol, model: of the policy.
         source: the directory its weights come from; None where they are random.
         search: passages for queries.
-        train, dev: questions; those whose prompts are too long are left out.
+        train, dev: questions; those whose prompts are too long are left out of both.
+        num_long: how many held-out ones these were.
+        inputs: {name: fingerprint} of what the configuration names.
         judge: for reward terms that ask one.
         limits: budgets of a rollout.
         num_tokens: T, tokens of the longest conversation.
@@ -58,6 +62,8 @@ class Setup:
     search: SearchEngine
     train: tuple[Question, ...]
     dev: tuple[Question, ...]
+    num_long: int
+    inputs: dict[str, str]
     judge: GenerateFn | None
     limits: Limits
     num_tokens: int
@@ -92,7 +98,24 @@ def load_setup(config, *, say=lambda text: None, only_dev=False) -> Setup:
     say(f"model: {model.spec.num_params / 1e6:.3g} M parameters, {config.model.dtype}")
     search = open_search(config, world)
     say(f"retrieval: {len(search):,} passages, top {config.retrieval.top_k}")
-    setup = Setup(
+    train = () if only_dev else read_questions(config, "train", world, say)
+    train = fitting(train, "train", protocol, tokenizer, limits, say)
+    held_out = read_questions(config, "dev", world, say)
+    dev = fitting(held_out, "dev", protocol, tokenizer, limits, say)
+    if not dev:
+        raise ValueError(
+            "every held-out prompt is longer than config.rollout.max_prompt_tokens = "
+            f"{limits.max_prompt_tokens}"
+        )
+    if only_dev:
+        say(f"questions: {len(dev):,} held out")
+    else:
+        _check_enough(config, train)
+        say(f"questions: {len(train):,} to learn from, {len(dev):,} held out")
+    inputs = {"tokenizer": tokenizer.fingerprint, "retrieval": search.fingerprint}
+    if not only_dev:
+        inputs["data.train"] = fingerprint(train)
+    return Setup(
         config=config,
         mesh=mesh,
         world=world,
@@ -101,37 +124,23 @@ def load_setup(config, *, say=lambda text: None, only_dev=False) -> Setup:
         model=model,
         source=source,
         search=search,
-        train=(),
-        dev=read_questions(config, "dev", world, say),
+        train=train,
+        dev=dev,
+        num_long=len(held_out) - len(dev),
+        inputs=inputs,
         judge=load_judge(config, mesh),
         limits=limits,
         num_tokens=num_tokens,
     )
-    if not only_dev:
-        train = _fitting(setup, read_questions(config, "train", world, say), say)
-        setup = dataclasses.replace(setup, train=train)
-        if "rl" in config.stages and len(train) < config.rl.questions_per_step:
-            raise ValueError(
-                f"config.data.train = {config.data.train!r} gives {len(train)} "
-                "questions, fewer than config.rl.questions_per_step = "
-                f"{config.rl.questions_per_step}"
-            )
-    say(f"questions: {len(setup.train):,} to learn from, {len(setup.dev):,} held out")
-    return setup
 
 
-def _fitting(setup, questions, say) -> tuple[Question, ...]:
-    """The questions whose prompts are within their budget; the others are listed."""
-    limit = setup.limits.max_prompt_tokens
-    kept = []
-    for question in questions:
-        chat = setup.protocol.messages(question.text)
-        count = len(setup.tokenizer.encode_prompt(chat))
-        if count <= limit:
-            kept.append(question)
-        else:
-            say(f"left out of train: {question.id}, prompt {count} > {limit} tokens")
-    return tuple(kept)
+def _check_enough(config, train):
+    if "rl" in config.stages and len(train) < config.rl.questions_per_step:
+        raise ValueError(
+            f"config.data.train = {config.data.train!r} gives {len(train)} questions, "
+            "fewer than config.rl.questions_per_step = "
+            f"{config.rl.questions_per_step}"
+        )
 
 
 def _check_config(config) -> None:

@@ -22,6 +22,9 @@ class SearchEngine:
         corpus: has len and passages(indices).
         top_k: passages a query, fewer only where the corpus has fewer.
         cache_size: queries whose passages are remembered, the latest used; 0 = none.
+
+    Attributes:
+        fingerprint: of corpus and encoder.
     """
 
     def __init__(self, nearest, encoder, corpus, *, top_k, cache_size=10_000):
@@ -33,6 +36,7 @@ class SearchEngine:
         self._nearest, self._encoder, self._corpus = nearest, encoder, corpus
         self._top_k, self._cache_size = top_k, cache_size
         self._cache = collections.OrderedDict()
+        self.fingerprint = f"{corpus.fingerprint} {encoder.fingerprint}"
         # Held for a whole call: two threads would encode the same queries twice.
         self._lock = threading.Lock()
 

@@ -10,7 +10,7 @@ import numpy as np
 from rsearch import build, checkpoint, console
 from rsearch.compiles import num_compiles
 from rsearch.data.order import take
-from rsearch.evaluate import CHECKPOINTS, Evaluator
+from rsearch.evaluate import CHECKPOINTS
 from rsearch.learn.batch import pack, split
 from rsearch.learn.update import create_state, state_like, with_advantages
 from rsearch.metrics import MetricsLog
@@ -21,11 +21,12 @@ from rsearch.types import Outcome
 STAGE_KEY = 2  # folded into the seed: what this stage draws, no other does
 
 
-def run(setup: build.Setup, params, folder):
+def run(setup: build.Setup, evaluator, params, folder):
     """Trains by reinforcement, from where an earlier start of this stage stopped.
 
     Args:
         setup: of the run.
+        evaluator: of held-out questions, asked every config.eval.every_steps.
         params: of the policy before this stage; they stay the reference.
         folder: of this stage: checkpoints, metrics.jsonl, curves.
 
@@ -50,7 +51,6 @@ def run(setup: build.Setup, params, folder):
         group_size=c.rollout.group_size,
     )
     reference = params if c.rl.kl_coef else None
-    evaluator = Evaluator(setup)
     root = jax.random.fold_in(jax.random.key(c.seed), STAGE_KEY)
     with MetricsLog(folder, first_step=first) as metrics:
         for step in range(first, c.rl.steps):

@@ -6,22 +6,20 @@ import jax
 
 from rsearch import build, checkpoint, console
 from rsearch.compiles import num_compiles
-from rsearch.data.demonstrations import PROTOCOL
 from rsearch.data.order import take
 from rsearch.evaluate import CHECKPOINTS
 from rsearch.learn.batch import pack_segments, split
 from rsearch.learn.update import create_state, state_like
 from rsearch.metrics import MetricsLog
 from rsearch.models.weights import param_shapes
-from rsearch.rollout.driver import replay
-from rsearch.types import Outcome, Rollout
 
 
-def run(setup: build.Setup, params, folder):
+def run(setup: build.Setup, rollouts, params, folder):
     """Trains on demonstrations, from where an earlier start of this stage stopped.
 
     Args:
         setup: of the run.
+        rollouts: the demonstrations, from `build.replay_demonstrations`.
         params: of the policy before this stage.
         folder: of this stage: checkpoints, metrics.jsonl, curves.
 
@@ -38,7 +36,7 @@ def run(setup: build.Setup, params, folder):
         first, state, _ = found
     if first >= c.sft.steps:
         return state.params
-    rows = [r.segments for r in _replayed(setup)]
+    rows = [r.segments for r in rollouts]
     with MetricsLog(folder, first_step=first) as metrics:
         steps = range(first, c.sft.steps)
         for step in console.progress(steps, "sft: steps", total=len(steps)):
@@ -55,38 +53,3 @@ def run(setup: build.Setup, params, folder):
                 keep = c.checkpoint.keep
                 checkpoint.save(folder / CHECKPOINTS, done, state, {}, keep=keep)
     return state.params
-
-
-def _replayed(setup: build.Setup) -> list[Rollout]:
-    """The demonstrations as rollouts of the current engine, each within its budget.
-
-    Raises:
-        ValueError: one does not follow its protocol, searches too often, or is too
-            long.
-    """
-    limit = setup.config.sft.sequence_tokens
-    demonstrations = build.demonstrations(setup)
-    hosts, chats = {PROTOCOL: build.make_host(setup)}, {}
-    for method in {d.method for d in demonstrations} - {PROTOCOL}:
-        asked = [d.question for d in demonstrations if d.method == method]
-        hosts[method] = build.make_baseline(setup, method)
-        protocol = hosts[method].protocol
-        chats[method] = build.baseline_chats(setup, method, protocol, asked)
-    rollouts = []
-    for demonstration in console.progress(demonstrations, "sft: demonstrations"):
-        question, method = demonstration.question, demonstration.method
-        chat = chats[method][question.id] if method in chats else None
-        rollout = replay(hosts[method], question, demonstration.turns, messages=chat)
-        if rollout.outcome == Outcome.TRUNCATED:
-            raise ValueError(
-                f"the demonstration of question {question.id} searches in its last "
-                "turn; config.rollout.max_searches is "
-                f"{setup.config.rollout.max_searches}"
-            )
-        if rollout.num_tokens > limit:
-            raise ValueError(
-                f"the demonstration of question {question.id} has {rollout.num_tokens} "
-                f"tokens, config.sft.sequence_tokens is {limit}"
-            )
-        rollouts.append(rollout)
-    return rollouts
