@@ -228,7 +228,7 @@ def trained_params(setup, folder: pathlib.Path):
         found = checkpoint.newest_good(folder / stage / CHECKPOINTS, like)
         if found is not None:
             step, state, _ = found
-            console.note(f"evaluating stage {stage} after step {step}")
+            console.note(f"policy: stage {stage} after step {step}")
             return stage, step, state.params
     return START, 0, build.initial_params(setup)
 

@@ -1,0 +1,51 @@
+"""A trained policy as a Hugging Face model: python -m rsearch.export --config=...
+
+The newest checkpoint of the run's last stage is written with its tokenizer to a new
+directory, which transformers loads and `model.source` of another run may name.
+"""
+
+import sys
+
+from rsearch import build, console
+from rsearch.config import REQUIRED, parse_command_line, print_config, run_command
+from rsearch.evaluate import START, trained_params
+from rsearch.models import huggingface
+from rsearch.workdir import Workdir, read_config
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(argv) -> int:
+    """The command; `argv` as in `rsearch.config.parse_command_line`."""
+    flags = {
+        "workdir": (REQUIRED, "the run's directory"),
+        "out": (REQUIRED, "the model's directory; made, and never overwritten"),
+        "dtype": ("float32", "of the weights on disk: " + ", ".join(DTYPES)),
+    }
+    config, given = parse_command_line(argv, flags=flags)
+    if given["print_config"]:
+        print_config(config)
+        return 0
+    if given["dtype"] not in DTYPES:
+        raise ValueError(f"--dtype={given['dtype']}: must be one of {DTYPES}")
+    read_config(given["workdir"])  # Refuses a directory that holds no run.
+    setup = build.load_setup(config, say=console.note, only_dev=True)
+    with Workdir(
+        given["workdir"], config, inputs=setup.inputs, is_reader=True
+    ) as workdir:
+        stage, step, params = trained_params(setup, workdir.path)
+        if stage == START:
+            raise ValueError(f"{workdir.path}: no stage has a checkpoint yet")
+        huggingface.export(
+            given["out"],
+            params,
+            setup.model.spec,
+            setup.tokenizer,
+            dtype=given["dtype"],
+        )
+    console.note(f"stage {stage} after step {step} is now in {given['out']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
