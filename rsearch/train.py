@@ -142,10 +142,21 @@ def command(argv) -> int:
     if given["print_config"]:
         configuration.print_config(config)
         return 0
-    recipe = [a for a in argv if not a.startswith("--config.")]
+    recipe = _without_overrides(argv)
     plain, _ = configuration.parse_command_line(recipe, flags=flags)
     main(config, given["workdir"] or default_workdir(plain, config))
     return 0
+
+
+def _without_overrides(argv):
+    """The arguments without --config.a=b, and without --config.a b."""
+    kept, is_value = [], False
+    for word in argv:
+        is_field = word.startswith("--config.")
+        if not is_field and not is_value:
+            kept.append(word)
+        is_value = is_field and "=" not in word
+    return kept
 
 
 def default_workdir(recipe, config) -> pathlib.Path:
@@ -161,7 +172,7 @@ def default_workdir(recipe, config) -> pathlib.Path:
     words = [re.sub(r"[^\w.=+-]+", "_", text) for text in changed]
     label = "-".join([config.name, *words])
     if len(label) > MAX_LABEL:
-        digest = configuration.fingerprint(config)
+        digest = configuration.fingerprint({"changed": changed})
         label = f"{label[:MAX_LABEL]}-{digest}"
     return pathlib.Path("runs") / label
 

@@ -44,7 +44,7 @@ SIZES = {
     "sft.batch_size": 8,
     "sft.micro_batch": 8,
     "sft.sequence_tokens": 160,
-    "sft.warmup_steps": 1,
+    "sft.warmup_steps": 0,
     "sft.lr": 1e-2,
     "sft.repeats": 1,
     "sft.baseline_share": 0.2,

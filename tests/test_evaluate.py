@@ -208,10 +208,16 @@ def test_the_command_measures_the_newest_checkpoint_and_training_measures_again(
 
 
 def test_a_changed_measure_is_measured_again(copy):
-    rows = train.main(config(eval__max_questions=4, eval__methods="direct"), copy)
-    counts = {(r["stage"], r["method"]): r["n"] for r in rows}
-    assert counts["rl", "direct"] == 4 and counts["rl", "rag"] == 6
+    changed = dict(eval__normalize="r1_searcher", eval__methods="direct")
+    rows = train.main(config(**changed), copy)
+    kinds = {(r["stage"], r["method"]): r["normalize"] for r in rows}
+    assert kinds["rl", "direct"] == "r1_searcher" and kinds["rl", "rag"] == "squad"
     assert len(rows) == 9
+    # Fewer questions are another data set, whose rows stand beside the others.
+    fewer = config(eval__max_questions=4, eval__methods="direct")
+    rows = train.main(fewer, copy)
+    assert [(r["dataset"], r["n"]) for r in rows[9:]] == [("world:dev[:4]", 4)] * 3
+    assert len(rows) == 12 and train.main(fewer, copy) == rows
 
 
 @pytest.fixture(scope="module")
@@ -290,19 +296,20 @@ def test_without_a_checkpoint_the_untrained_policy_is_evaluated(tmp_path):
     assert evaluate.trained_params(setup, tmp_path)[:2] == ("start", 0)
 
 
-def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(tmp_path, capsys):
+def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(tmp_path):
     asked = [{"question": "Who?", "golden_answers": ["x"]}]
     asked += [{"question": "Who " * 60, "golden_answers": ["x"]}]
-    path = tmp_path / "dev.jsonl"
+    path, said = tmp_path / "dev.jsonl", []
     path.write_text("\n".join(map(json.dumps, asked)))
     long = config(data__dev=str(path), rollout__max_prompt_tokens=20)
-    setup = build.load_setup(long, only_dev=True)
+    setup = build.load_setup(long, only_dev=True, say=said.append)
+    assert sum(line.startswith("left out of dev: ") for line in said) == 1
     evaluator = evaluate.Evaluator(setup)
     row, groups = evaluator(build.initial_params(setup), "direct")
     assert (row["n"], row["skipped"], len(groups)) == (1, 1, 1)
-    assert "direct: 1 prompts > " in capsys.readouterr().err
-    assert evaluator.is_current({"stage": "s", "step": 0, **row}, stage="s", step=0)
+    row = {"stage": "s", "step": 0, **row}
+    assert evaluator.is_current(row, stage="s", step=0)
+    assert not evaluator.is_current(row, stage="s", step=1)
     path.write_text(json.dumps(asked[1]))
-    setup = build.load_setup(long, only_dev=True)
-    with pytest.raises(ValueError, match="max_prompt_tokens is too small"):
-        evaluate.Evaluator(setup)(None, "protocol")
+    with pytest.raises(ValueError, match=r"longer than config\.rollout\.max_prompt"):
+        build.load_setup(long, only_dev=True)

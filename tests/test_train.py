@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from rsearch import checkpoint, train
+from rsearch import config as configuration
 from rsearch.config import run_command
 from rsearch.metrics import read as read_metrics
 from rsearch.workdir import read_rows
 from tests.small_run import (
     ROOT,
+    SIZES,
     arguments,
     child_environment,
     config,
@@ -117,7 +119,10 @@ def test_another_configuration_is_refused_with_one_line_each(copy, capsys):
         ("--config.rollout.context_tokens=121", "context_tokens = 121 is too small"),
         ("--config.protocol.name=none", "must be one of search_r1, r_search"),
         ("--config.model.vocab_size=100", "the model's embedding only 100 rows"),
-        ("--config.rollout.max_prompt_tokens=3", "gives 0 questions, fewer than"),
+        (
+            "--config.rollout.max_prompt_tokens=3",
+            "every held-out prompt is longer than",
+        ),
         ("--config.data.train=missing.jsonl", "missing.jsonl: there is no such file"),
         ("--config.retrieval.corpus=c.jsonl", "config.retrieval.index is empty"),
     ],
@@ -207,7 +212,7 @@ def test_a_run_that_is_killed_at_any_times_ends_bit_identical(tmp_path, seed):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        time.sleep(rng.uniform(3, 20))
+        time.sleep(rng.uniform(2, 12))
         process.send_signal(signal.SIGKILL)
         kills += 1
         if process.wait() == 0:
@@ -266,7 +271,7 @@ def test_eight_devices_measure_what_one_does_to_rounding(tmp_path):
 
 
 def test_a_stage_of_no_steps_is_passed_over(tmp_path):
-    run = config(sft__steps=0, rl__steps=0, sft__warmup_steps=0, **BRIEF)
+    run = config(sft__steps=0, rl__steps=0, **BRIEF)
     rows = train.main(run, tmp_path / "run")
     assert [(r["stage"], r["step"]) for r in rows] == [("sft", 0), ("rl", 0)]
     scores = [{k: r[k] for k in ("em", "tokens", "policy_tokens")} for r in rows]
@@ -274,16 +279,42 @@ def test_a_stage_of_no_steps_is_passed_over(tmp_path):
 
 
 def test_the_default_workdir_names_what_was_overridden():
-    def name(*argv):
-        return str(train.default_workdir("x", argv))
+    recipe = configuration.load("configs/quickstart.py")
 
-    assert name() == "runs/x"
-    assert name("--workdir", "y", "--print_config") == "runs/x"
-    seed = name("--config.seed=1")
-    assert seed == "runs/x-seed=1" == name("--config.seed", "1")
-    assert name("--config.b=/a b", "--config.a=1") == "runs/x-a=1-b=_a_b"
-    assert name("--config=configs/x.py", "--config.name=../../z").count("/") == 1
-    assert len(name("--config.name=" + "x" * 500)) <= 125
+    def name(**overrides):
+        changes = {key.replace("__", "."): v for key, v in overrides.items()}
+        changed = configuration.apply_overrides(recipe, changes)
+        return str(train.default_workdir(recipe, changed))
+
+    assert name() == "runs/quickstart" == name(seed=recipe.seed)
+    assert name(seed=1) == "runs/quickstart-seed=1"
+    assert name(world__films=7, seed=1) == "runs/quickstart-seed=1-world.films=7"
+    # What a run may change as it goes on leads back to it.
+    assert name(mesh__fsdp=2, rl__steps=99, log_every=3) == "runs/quickstart"
+    strange = name(data__train="/a b/../c.jsonl")
+    assert strange == "runs/quickstart-data.train=_a_b_.._c.jsonl"
+    long = {name(data__train="x" * 300 + end) for end in ("1", "2")}
+    assert len(long) == 2 and all(len(label) < 150 for label in long)
+    assert name(data__train="x" * 300 + "1", log_every=7) in long
+
+
+def test_without_a_workdir_the_command_makes_the_default_one(tmp_path, monkeypatch):
+    """And a sweep gives a plain dict in place of a configuration."""
+    made = []
+    monkeypatch.setattr(train, "main", lambda config, workdir: made.append(workdir))
+    recipe = f"--config={ROOT}/configs/quickstart.py"
+    assert run_command(train.command, [recipe, "--config.seed", "3"]) == 0
+    assert run_command(train.command, [recipe, "--config.seed=3", "--workdir=w"]) == 0
+    assert [str(path) for path in made] == ["runs/quickstart-seed=3", "w"]
+
+
+def test_a_sweep_gives_dotted_overrides_beside_its_recipe(copy):
+    sweep = {"config": "configs/quickstart.py", **SIZES}
+    assert train.main(sweep, copy) == results(finished())
+    with pytest.raises(ValueError, match=r"did you mean config\.rl\.lr"):
+        train.main({**sweep, "rl.lrr": 1.0}, copy)
+    with pytest.raises(ValueError, match="needs the recipe"):
+        train.main(SIZES, copy)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import json
 import pytest
 
 from rsearch import build
+from rsearch.data.demonstrations import world_demonstrations
 from rsearch.protocols import plain
-from rsearch.rollout.driver import replay
 from rsearch.types import Answer, Malformed, Outcome, Passage, Question, Search
 from tests.small_run import config, quick_compilation
 
 __all__ = ["quick_compilation"]
+SHARES = ("repeats", "flawed_share", "guess_share", "baseline_share")
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +27,7 @@ def finding(setup, *passages):
 
 def chats(setup, method, questions):
     """(host, question id -> chat) of a baseline."""
-    host = build.make_baseline(setup, method)
-    return host, build.baseline_chats(setup, method, host.protocol, questions)
+    return build.make_baseline(setup, method, questions)
 
 
 def test_direct_asks_the_question_alone_and_searches_nothing(setup):
@@ -113,21 +113,18 @@ def test_without_words_of_its_own_a_baseline_has_flashrags(setup):
 
 def test_the_worlds_demonstrations_are_replayed_as_intended(setup):
     """Searches that are real, actions that are read as they were meant."""
-    made = build.demonstrations(setup)
-    host = build.make_host(setup)
+    own = {name: setup.config.sft[name] for name in SHARES}
+    made = world_demonstrations(setup.world, seed=setup.config.seed, **own)
     assert {d.method for d in made} == {"protocol", "direct", "rag"}
-    for d in made:
+    rollouts = build.replay_demonstrations(setup)
+    for d, rollout in zip(made, rollouts, strict=True):
+        assert rollout.outcome == Outcome.ANSWERED and not rollout.num_malformed
         if d.method != "protocol":
-            own = build.make_baseline(setup, d.method)
-            asked = build.baseline_chats(setup, d.method, own.protocol, [d.question])
-            rollout = replay(own, d.question, d.turns, messages=asked[d.question.id])
             assert rollout.answer == d.question.golden_answers[0]
             assert rollout.segments[-1].token_ids[-1] == setup.tokenizer.eos_ids[0]
             continue
-        rollout = replay(host, d.question, d.turns)
-        actions = [host.protocol.parse(t) for t in rollout.policy_texts]
+        actions = [setup.protocol.parse(t) for t in rollout.policy_texts]
         assert not any(isinstance(a, Malformed) for a in actions)
-        assert rollout.outcome == Outcome.ANSWERED and not rollout.num_malformed
         assert rollout.policy_texts == d.turns
         *searches, answer = actions
         assert isinstance(answer, Answer) and rollout.answer == answer.text
@@ -141,12 +138,49 @@ def test_the_worlds_demonstrations_are_replayed_as_intended(setup):
             assert hop.fact in text and text.endswith("</information>\n\n")
 
 
+def from_file(setup, folder, *rows, **changes):
+    """The replayed demonstrations of a file of these rows."""
+    path = folder / "d.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    c = config(sft__demonstrations=str(path), **changes)
+    if changes:
+        return build.replay_demonstrations(build.load_setup(c))
+    return build.replay_demonstrations(dataclasses.replace(setup, config=c))
+
+
 def test_demonstrations_come_from_a_file_where_one_is_named(setup, tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps({"question": "Q?", "turns": ["<answer> A </answer>"]}))
-    c = config(sft__demonstrations=str(path))
-    (found,) = build.demonstrations(dataclasses.replace(setup, config=c))
-    assert found.turns == ("<answer> A </answer>",)
+    row = {"question": "Q?", "turns": ["<answer> A </answer>"]}
+    (rollout,) = from_file(setup, tmp_path, row)
+    assert rollout.policy_texts == ("<answer> A </answer>",)
+
+
+@pytest.mark.parametrize(
+    ("turns", "changes", "message"),
+    [
+        (["I give up."], {}, r"turn 1 has no action: 'I give up\.'"),
+        (["<search> x </search>"], {}, "1 turns do not end it"),
+        (["<answer> A </answer>"] * 2, {}, "ended with turn 1 of 2"),
+        (["<answer> A </answer> B"], {}, "goes on beyond its action: ' B'"),
+        ([f"{'x ' * 99}<answer> A </answer>"], {}, "tokens in a turn > 24"),
+        (
+            ["<search> x </search>", "<answer> A </answer>"],
+            dict(sft__sequence_tokens=20),
+            r"has \d+ tokens, config\.sft\.sequence_tokens is 20",
+        ),
+        (
+            ["<search> x </search>", "<search> y </search>"],
+            dict(rollout__max_searches=1),
+            r"searches in its last turn; config\.rollout\.max_searches is 1",
+        ),
+    ],
+)
+def test_a_demonstration_that_no_rollout_should_be_is_refused(
+    setup, tmp_path, turns, changes, message
+):
+    row = {"question": "Q?", "turns": turns}
+    with pytest.raises(ValueError, match=message) as told:
+        from_file(setup, tmp_path, row, **changes)
+    assert "d.jsonl:1" in str(told.value)
 
 
 def test_an_optimizer_counts_every_update_of_its_stage(setup):
@@ -170,5 +204,6 @@ def test_an_optimizer_counts_every_update_of_its_stage(setup):
     for _ in range(7):
         change, state = optimizer.update({"q": jnp.ones(1)}, state, params)
         sizes.append(-float(change["q"][0]))
-    # Adam's step on a constant gradient is the rate itself: 1 - 0.9 u / 6.
-    assert sizes == pytest.approx([1 - 0.9 * u / 6 for u in range(7)], rel=1e-4)
+    # Adam's step on a constant gradient is the rate itself: 1 - 0.9 u / 5.
+    rates = [1 - 0.9 * u / 5 for u in range(6)]
+    assert sizes == pytest.approx([*rates, 0.1], rel=1e-4)

@@ -1,7 +1,5 @@
 """The supervised stage: what its loss is of, and what it refuses."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,6 @@ import pytest
 from rsearch import build
 from rsearch.data.order import take
 from rsearch.metrics import read as read_metrics
-from rsearch.rollout.driver import replay
 from rsearch.stages import sft
 from rsearch.types import Source
 from tests.small_run import config, load_setup, quick_compilation
@@ -32,17 +29,16 @@ def log_likelihoods(model, params, ids):
 def test_its_first_loss_is_that_of_the_policys_own_tokens(tmp_path):
     setup = load_setup(config(sft__steps=1, **ALONE))
     params = build.initial_params(setup)
-    host, total, count = build.make_host(setup), 0.0, 0
-    made = build.demonstrations(setup)
-    for i in take(len(made), 8, seed=0, step=0):
-        rollout = replay(host, made[i].question, made[i].turns)
+    rollouts, total, count = build.replay_demonstrations(setup), 0.0, 0
+    for i in take(len(rollouts), 8, seed=0, step=0):
+        rollout = rollouts[i]
         ids = np.concatenate([s.token_ids for s in rollout.segments])
         own = np.concatenate(
             [[s.source == Source.POLICY] * len(s.token_ids) for s in rollout.segments]
         )
         total -= log_likelihoods(setup.model, params, ids)[own].sum()
         count += own.sum()
-    trained = sft.run(setup, params, tmp_path)
+    trained = sft.run(setup, rollouts, params, tmp_path)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert row["loss"] == pytest.approx(total / count, rel=1e-5)
     assert row.keys() == {"step", "loss", "grad_norm", "seconds", "compiles"}
@@ -51,45 +47,8 @@ def test_its_first_loss_is_that_of_the_policys_own_tokens(tmp_path):
 
 
 def test_more_rows_than_demonstrations_are_filled_with_repeats(tmp_path):
-    path = write(tmp_path, {"question": "Q?", "turns": ["<answer> A </answer>"]})
-    setup = load_setup(config(sft__demonstrations=path, sft__steps=1, **ALONE))
-    sft.run(setup, build.initial_params(setup), tmp_path / "out")
-    (row,) = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    setup = load_setup(config(sft__steps=1, **ALONE))
+    rollouts = build.replay_demonstrations(setup)[:3]
+    sft.run(setup, rollouts, build.initial_params(setup), tmp_path)
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert np.isfinite(row["loss"]) and row["loss"] > 0
-
-
-def write(folder, *rows):
-    path = folder / "d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("turns", "changes", "message"),
-    [
-        (["I give up."], {}, "turn 1 has no action: 'I give up.'"),
-        (["<search> x </search>"], {}, "1 turns do not end it"),
-        (["<answer> A </answer>"] * 2, {}, "ended with turn 1 of 2"),
-        (["<answer> A </answer> B"], {}, "goes on beyond its action: ' B'"),
-        ([f"{'x ' * 99}<answer> A </answer>"], {}, "tokens in a turn > 24"),
-        (
-            ["<search> x </search>", "<answer> A </answer>"],
-            dict(sft__sequence_tokens=20),
-            r"has \d+ tokens, config.sft.sequence_tokens is 20",
-        ),
-        (
-            ["<search> x </search>", "<search> y </search>"],
-            dict(rollout__max_searches=1),
-            r"searches in its last turn; config\.rollout\.max_searches is 1",
-        ),
-    ],
-)
-def test_a_demonstration_that_no_rollout_could_be_is_refused(
-    tmp_path, turns, changes, message
-):
-    path = write(tmp_path, {"question": "Q?", "turns": turns})
-    c = config(sft__demonstrations=path, **changes, **ALONE)
-    setup = load_setup(c)
-    with pytest.raises(ValueError, match=message) as told:
-        sft.run(setup, build.initial_params(setup), tmp_path / "out")
-    assert "d.jsonl:1" in str(told.value)
