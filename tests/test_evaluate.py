@@ -194,7 +194,6 @@ def test_the_command_measures_the_newest_checkpoint_and_training_measures_again(
     shutil.rmtree(copy / "rl" / "checkpoints" / "3")
     done = run_python("-m", "rsearch.evaluate", *arguments(copy))
     assert done.returncode == 0, done.stderr
-    assert "evaluating stage rl after step 2" in done.stderr
     assert "│ rl" in done.stdout and "│ sft" not in done.stdout
     rows = evaluate.read_results(copy)
     assert len(rows) == 9
