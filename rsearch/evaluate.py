@@ -22,6 +22,7 @@ from rsearch.config import (
     run_command,
 )
 from rsearch.data.demonstrations import PROTOCOL
+from rsearch.data.questions import fingerprint
 from rsearch.learn.update import state_like
 from rsearch.models.weights import param_shapes
 from rsearch.types import Outcome
@@ -35,13 +36,17 @@ COLUMNS += ("tool_error", "skipped", "seconds")
 
 
 class Evaluator:
-    """Compiled rollouts for evaluation, one set for each method; reused by stages."""
+    """Compiled rollouts for evaluation, one set for each method; reused by stages.
+
+    Attributes:
+        dataset: the name of the questions in results.json.
+    """
 
     def __init__(self, setup: build.Setup):
         self._setup = setup
         limit = setup.config.eval.max_questions
         self._questions = setup.dev[: limit or None]
-        self._dataset = setup.config.data.dev + (f"[:{limit}]" if limit else "")
+        self.dataset = setup.config.data.dev + (f"[:{limit}]" if limit else "")
         self._engines = {}
 
     def is_current(self, row: dict, *, stage: str, step: int | None) -> bool:
@@ -49,8 +54,9 @@ class Evaluator:
         now = {
             "stage": stage,
             "step": step,
-            "dataset": self._dataset,
+            "dataset": self.dataset,
             "normalize": self._setup.config.eval.normalize,
+            "questions": fingerprint(self._questions),
         }
         return all(row.get(name) == value for name, value in now.items())
 
@@ -63,9 +69,9 @@ class Evaluator:
 
         Returns:
             A row for results.json (fractions from 0 to 1, tokens and searches as means
-            over rollouts, outcomes as counts; `skipped` counts questions with prompts
-            too long for the protocol, which no method is asked), and a group of one
-            rollout a question.
+            over rollouts, outcomes as counts; `questions` is their fingerprint,
+            `skipped` counts those whose prompts are too long for the protocol, which no
+            method is asked), and a group of one rollout a question.
         """
         start = time.monotonic()
         if method not in self._engines:
@@ -84,9 +90,10 @@ class Evaluator:
         normalize = self._setup.config.eval.normalize
         row = summarise(groups, normalize=normalize)
         row["normalize"] = normalize
+        row["questions"] = fingerprint(self._questions)
         row["skipped"] = self._setup.num_long
         row["seconds"] = time.monotonic() - start
-        return {"method": method, "dataset": self._dataset, **row}, groups
+        return {"method": method, "dataset": self.dataset, **row}, groups
 
     def _engine(self, method):
         """Compiled rollouts of one method; all methods get the same questions."""

@@ -57,11 +57,12 @@ def main(config, workdir) -> list[dict]:
         again = "goes on" if home.is_resumed else "begins"
         console.note(f"{config.name} {again} in {home.path} on {devices}")
         try:
-            _run_stages(setup, demonstrations, home)
+            evaluator = Evaluator(setup)
+            _run_stages(setup, demonstrations, evaluator, home)
         except KeyboardInterrupt:
             console.note(f"stopped; the same command goes on in {home.path}")
             raise
-        _report(config, home.path)
+        _report(config, evaluator.dataset, home.path)
         return read_results(home.path)
 
 
@@ -74,9 +75,9 @@ def _demonstrations(setup):
     )
 
 
-def _run_stages(setup, demonstrations, home):
+def _run_stages(setup, demonstrations, evaluator, home):
     """Stage after stage, each evaluated when it has ended."""
-    config, evaluator = setup.config, Evaluator(setup)
+    config = setup.config
     params = build.initial_params(setup)
     if config.eval.at_start:
         _evaluate(config, evaluator, params, START, 0, home.path)
@@ -107,11 +108,11 @@ def _evaluate(config, evaluator, params, stage, step, folder):
     )
 
 
-def _report(config, folder):
+def _report(config, dataset, folder):
     """Transcripts, the curve and the table, in this order: the last is seen first."""
-    last = config.stages[-1]
+    last = (config.stages[-1], "protocol", dataset)
     rows = read_rows(folder / "transcripts.jsonl")
-    mine = [r for r in rows if (r["stage"], r["method"]) == (last, "protocol")]
+    mine = [r for r in rows if (r["stage"], r["method"], r["dataset"]) == last]
     for row in mine[: config.eval.examples]:
         title = f"{row['id']}: {row['question']} -> {row['prediction']}"
         console.block(title, "".join(s["text"] for s in row["segments"]))

@@ -34,7 +34,8 @@ __all__ = ["quick_compilation"]
 SCORES = ("em", "f1", "cover_em")
 OUTCOMES = tuple(o.value for o in Outcome)
 FIELDS = {
-    *("stage", "step", "method", "dataset", "normalize", "n", "skipped", "seconds"),
+    *("stage", "step", "method", "dataset", "questions", "normalize", "n", "skipped"),
+    "seconds",
     *("searches", "policy_tokens", "tokens"),
     *SCORES,
     *(f"{name}_95" for name in SCORES),

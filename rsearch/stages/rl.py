@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import time
 
 import jax
@@ -123,12 +124,18 @@ def _mean(values) -> float:
 def learn(setup: build.Setup, learner, state, reference, groups, rewards):
     """Optimizer steps on one step's rollouts: the new state and their mean metrics.
 
+    Where no rollout at all is a signal there is no step, for the optimizer's momentum
+    would move the policy all the same.
+
     Args:
         reference: parameters that the policy is kept near, or None.
         groups: Q groups of G.
         rewards: [Q, G].
     """
     s = setup.config.rl
+    if not any(r.outcome.is_signal for group in groups for r in group.rollouts):
+        console.note("rl: no rollout of this step is a signal; nothing is learnt")
+        return state, {}
     batches = split(
         pack(groups, rewards, setup.num_tokens), s.updates_per_step, s.micro_batch
     )
@@ -179,7 +186,7 @@ def _line(done, steps, measured):
     return (
         f"rl: step {done}/{steps} reward {measured['reward']:.3f}, "
         f"{measured['searches']:.2f} searches, {measured['policy_tokens']:.0f} tokens, "
-        f"entropy {measured['entropy']:.3f}{dev} ({seconds:.1f} s)"
+        f"entropy {measured.get('entropy', math.nan):.3f}{dev} ({seconds:.1f} s)"
     )
 
 
