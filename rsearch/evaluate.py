@@ -195,6 +195,8 @@ def show(rows, config) -> None:
             return f"{100 * low:.1f} - {100 * high:.1f}"
         if name in ("em", "f1", "cover_em"):
             return f"{100 * row[name]:.1f}"
+        if name == "dataset":
+            return row[name].rpartition("/")[2]
         return row[name]
 
     cells = [[cell(row, name) for name in COLUMNS] for row in rows]
