@@ -8,15 +8,14 @@ import time
 import jax
 import numpy as np
 
-from rsearch import build, checkpoint, console
+from rsearch import build, console
 from rsearch.compiles import num_compiles
 from rsearch.data.order import take
-from rsearch.evaluate import CHECKPOINTS
 from rsearch.learn.batch import pack, split
-from rsearch.learn.update import create_state, state_like, with_advantages
+from rsearch.learn.update import with_advantages
 from rsearch.metrics import MetricsLog
-from rsearch.models.weights import param_shapes
 from rsearch.rewards.group import reward_group
+from rsearch.stages.state import open_state, save_state
 from rsearch.types import Outcome
 
 STAGE_KEY = 2  # folded into the seed: what this stage draws, no other does
@@ -35,13 +34,7 @@ def run(setup: build.Setup, evaluator, params, folder):
         The policy's parameters after the stage.
     """
     c = setup.config
-    learner, optimizer = build.make_learner(setup, "rl")
-    like = state_like(param_shapes(setup.model.spec), optimizer, setup.mesh)
-    found = checkpoint.newest_good(folder / CHECKPOINTS, like)
-    if found is None:
-        first, state = 0, create_state(params, optimizer, setup.mesh)
-    else:
-        first, state, _ = found
+    learner, first, state = open_state(setup, "rl", params, folder)
     if first >= c.rl.steps:
         return state.params
     roll_out = build.make_rollouts(
@@ -77,9 +70,7 @@ def run(setup: build.Setup, evaluator, params, folder):
             metrics.write(step, measured)
             if done % c.log_every == 0 or done == c.rl.steps:
                 console.note(_line(done, c.rl.steps, measured))
-            if done % c.checkpoint.rl_steps == 0 or done == c.rl.steps:
-                keep = c.checkpoint.keep
-                checkpoint.save(folder / CHECKPOINTS, done, state, {}, keep=keep)
+            save_state(setup, "rl", done, state, folder)
     return state.params
 
 

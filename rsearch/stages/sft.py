@@ -4,14 +4,12 @@ import time
 
 import jax
 
-from rsearch import build, checkpoint, console
+from rsearch import build, console
 from rsearch.compiles import num_compiles
 from rsearch.data.order import take
-from rsearch.evaluate import CHECKPOINTS
 from rsearch.learn.batch import pack_segments, split
-from rsearch.learn.update import create_state, state_like
 from rsearch.metrics import MetricsLog
-from rsearch.models.weights import param_shapes
+from rsearch.stages.state import open_state, save_state
 
 
 def run(setup: build.Setup, rollouts, params, folder):
@@ -27,13 +25,7 @@ def run(setup: build.Setup, rollouts, params, folder):
         The policy's parameters after the stage.
     """
     c = setup.config
-    learner, optimizer = build.make_learner(setup, "sft")
-    like = state_like(param_shapes(setup.model.spec), optimizer, setup.mesh)
-    found = checkpoint.newest_good(folder / CHECKPOINTS, like)
-    if found is None:
-        first, state = 0, create_state(params, optimizer, setup.mesh)
-    else:
-        first, state, _ = found
+    learner, first, state = open_state(setup, "sft", params, folder)
     if first >= c.sft.steps:
         return state.params
     rows = [r.segments for r in rollouts]
@@ -49,7 +41,5 @@ def run(setup: build.Setup, rollouts, params, folder):
             measured["seconds"] = time.monotonic() - start
             metrics.write(step, measured | {"compiles": num_compiles()})
             done = step + 1
-            if done % c.checkpoint.sft_steps == 0 or done == c.sft.steps:
-                keep = c.checkpoint.keep
-                checkpoint.save(folder / CHECKPOINTS, done, state, {}, keep=keep)
+            save_state(setup, "sft", done, state, folder)
     return state.params
