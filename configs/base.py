@@ -95,7 +95,7 @@ def _rollout():
     """Sampling conversations: prompt, then turns and observations in alternation."""
     c = ConfigDict()
     c.group_size = 8  # rollouts of one question (G)
-    c.max_searches = 2  # searches a rollout may make; its last turn cannot search
+    c.max_searches = 2  # turns in which it may search; one more turn follows
     c.max_turn_tokens = 18  # tokens the policy may write in one turn
     c.max_observation_tokens = 22  # tokens of retrieved text in one observation
     c.max_prompt_tokens = 16  # questions with longer prompts are left out and listed
@@ -116,7 +116,7 @@ def _sft():
     c.micro_batch = 64  # demonstrations a forward and backward pass
     c.sequence_tokens = 88  # tokens of a demonstration, padding included
     c.lr = 3e-3  # peak learning rate
-    c.warmup_steps = 20  # steps of linear warm-up from 0
+    c.warmup_steps = 20  # steps of linear warm-up, the first of lr / warmup_steps
     c.decay = False  # fall linearly to a tenth of lr at the last step
     c.repeats = 2  # of each world question, each with its own flaw or none
     c.flawed_share = 0.72  # of the world's demonstrations do not find the answer
@@ -128,7 +128,6 @@ def _sft():
 def _rl():
     """Reinforcement stage. A rollout's advantage is relative to those of its group."""
     c = ConfigDict()
-    c.algorithm = "grpo"  # "grpo"
     c.steps = 16  # each: roll out, reward, updates_per_step optimiser steps
     c.questions_per_step = 32  # groups a step
     c.updates_per_step = 1  # optimiser steps on one step's rollouts
@@ -199,5 +198,5 @@ def get_config():
     c.eval.max_questions = 0  # of dev; 0 = all
     c.eval.normalize = "squad"  # of answers: "squad" or "r1_searcher"
     c.eval.examples = 3  # transcripts printed at the end
-    c.log_every = 1  # steps between printed lines; metrics.jsonl has every step
+    c.log_every = 1  # RL steps between printed lines; metrics.jsonl has every step
     return c.lock()

@@ -7,9 +7,12 @@
         --config.data.train=train.jsonl --config.data.dev=dev.jsonl
 
 The sizes are for one machine without an accelerator: 16 rollouts a step, contexts of
-about a thousand tokens, float32. A model this small rarely answers exactly, so that the
-exact-match reward of Search-R1 would be silent; F1 and a little for keeping to the
-format are not.
+about a thousand tokens, float32. A model this small hardly ever answers exactly, so F1
+and a little for keeping to the format take the place of Search-R1's exact match. It
+does not keep to the format by itself either: to learn, it needs a supervised stage on
+demonstrations of yours first:
+
+    --config.stages=sft,rl --config.sft.demonstrations=demonstrations.jsonl
 """
 
 from ml_collections import ConfigDict

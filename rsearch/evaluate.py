@@ -45,7 +45,7 @@ class Evaluator:
     def __init__(self, setup: build.Setup):
         self._setup = setup
         limit = setup.config.eval.max_questions
-        self._questions = setup.dev[: limit or None]
+        self._questions = setup.dev
         self.dataset = setup.config.data.dev + (f"[:{limit}]" if limit else "")
         self._engines = {}
 

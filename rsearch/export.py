@@ -1,7 +1,7 @@
 """A trained policy as a Hugging Face model: python -m rsearch.export --config=...
 
-The newest checkpoint of the run's last stage is written with its tokenizer to a new
-directory, which transformers loads and `model.source` of another run may name.
+The newest checkpoint of the last stage that has one is written with its tokenizer to a
+new directory, which transformers loads and `model.source` of another run may name.
 """
 
 import sys

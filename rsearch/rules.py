@@ -10,7 +10,6 @@ METHODS = ("protocol", "direct", "rag")
 WORDS = {  # fields of one word -> the words there are
     "model.dtype": ("float32", "bfloat16"),
     "data.on_bad": ("raise", "skip"),
-    "rl.algorithm": ("grpo",),
     "rl.kl_kind": ("k1", "k2", "k3"),
     "rl.kl_place": ("loss", "reward"),
     "rl.loss_mean": ("token", "sequence"),
@@ -193,6 +192,15 @@ def _check_world(c):
             f"config.retrieval.index = {c.retrieval.index!r} is no index of "
             "config.retrieval.corpus = 'world'; '' takes the index's own corpus"
         )
+    named = {"data.train": c.data.train, "data.dev": c.data.dev}
+    if "sft" in c.stages:
+        named["sft.demonstrations"] = c.sft.demonstrations
+    for name, value in named.items():
+        if value.partition(":")[0] == "world" and c.retrieval.corpus != "world":
+            raise ValueError(
+                f"config.{name} = {value!r} asks about a world that "
+                f"config.retrieval.corpus = {c.retrieval.corpus!r} does not hold"
+            )
 
 
 def _check_nucleus(c):

@@ -10,6 +10,7 @@ import re
 import sys
 
 import jax
+import xxhash
 
 from rsearch import build, console
 from rsearch import config as configuration
@@ -52,9 +53,11 @@ def main(config, workdir) -> list[dict]:
     # First what can fail: a workdir is bound to its configuration for good.
     setup = build.load_setup(config, say=console.note)
     demonstrations = _demonstrations(setup)
-    with Workdir(workdir, config, inputs=setup.inputs) as home:
+    inputs = setup.inputs | _fingerprint(demonstrations)
+    with Workdir(workdir, config, inputs=inputs) as home:
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-        again = "goes on" if home.is_resumed else "begins"
+        has_begun = any((home.path / stage).exists() for stage in config.stages)
+        again = "goes on" if has_begun else "begins"
         console.note(f"{config.name} {again} in {home.path} on {devices}")
         try:
             evaluator = Evaluator(setup)
@@ -73,6 +76,15 @@ def _demonstrations(setup):
     return build.replay_demonstrations(
         setup, progress=lambda items: console.progress(items, "demonstrations")
     )
+
+
+def _fingerprint(demonstrations):
+    """{name: fingerprint} of the demonstrations' tokens, where there are some."""
+    digest = xxhash.xxh3_128()
+    for rollout in demonstrations:
+        for segment in rollout.segments:
+            digest.update(segment.token_ids.astype("<i4").tobytes() + b"|")
+    return {"sft.demonstrations": digest.hexdigest()} if demonstrations else {}
 
 
 def _run_stages(setup, demonstrations, evaluator, home):
@@ -143,6 +155,7 @@ def command(argv) -> int:
     if given["print_config"]:
         configuration.print_config(config)
         return 0
+    configuration.validate(config)
     recipe = _without_overrides(argv)
     plain, _ = configuration.parse_command_line(recipe, flags=flags)
     main(config, given["workdir"] or default_workdir(plain, config))

@@ -28,8 +28,15 @@ FREE_SECTIONS = (
 )
 FREE_FIELDS = (
     "log_every",
+    "data.dev",
+    "data.max_dev",
+    "judge.slots",
+    "model.logit_chunk",
     "model.remat",
     "retrieval.cache_size",
+    "retrieval.corpus_cache",
+    "retrieval.index",  # what is in it is known by its fingerprint
+    "rollout.extend_chunk",
     "rollout.slots",
     "rl.micro_batch",
     "sft.micro_batch",
@@ -44,8 +51,9 @@ class Workdir:
     Args:
         path: made where it is missing.
         config: the run's configuration, validated.
-        inputs: {name: fingerprint} of what the configuration names: data, tokenizer,
-            index. A run goes on only with inputs of the same fingerprints.
+        inputs: {name: fingerprint} of what the configuration names: training data,
+            demonstrations, tokenizer, index, weights. A run goes on only with inputs of
+            the same fingerprints.
         is_reader: for evaluation: an existing run keeps its config.json, and may have
             another number of steps than this configuration says.
         is_primary: False on the other processes of one run, which share the directory:
@@ -57,7 +65,7 @@ class Workdir:
 
     Raises:
         ValueError: another run holds it, it belongs to a different configuration, or it
-            is not empty and no workdir; nothing in it has been changed then.
+            is not empty and no workdir; nothing but its lock has been changed then.
     """
 
     def __init__(self, path, config, *, inputs=None, is_reader=False, is_primary=True):
@@ -79,7 +87,7 @@ class Workdir:
     def _bind(self, config, inputs, is_reader):
         """Writes config.json, or compares with what is there."""
         now = json.loads(to_json(config))
-        changes = []
+        changes, before = [], {}
         if self.is_resumed:
             whole = _read(self.path)
             changes = diff(whole["config"], now)
@@ -93,13 +101,15 @@ class Workdir:
             if refused:
                 raise ValueError(_refusal(self.path, refused))
             # After the fields, which say more about why the inputs differ.
-            _check_inputs(self.path, whole.get("inputs", {}), inputs)
+            before = whole.get("inputs", {})
+            _check_inputs(self.path, before, inputs)
             if is_reader:
                 return
         for name, old, new in changes:
             note(f"{self.path.name}: config.{name} is now {new!r}, was {old!r}")
-        if changes or not self.is_resumed:
-            body = {MARK: FORMAT, "config": now, "inputs": inputs}
+        # Evaluation may have opened it first, and had no training data to name.
+        if changes or not self.is_resumed or inputs.keys() - before.keys():
+            body = {MARK: FORMAT, "config": now, "inputs": {**before, **inputs}}
             write_json(self.path / CONFIG, body)
 
     def stage(self, name):

@@ -66,3 +66,20 @@ def test_digest_of_a_file_is_that_of_its_bytes(tmp_path, monkeypatch):
     data = os.urandom(100)
     (tmp_path / "a").write_bytes(data)
     assert files.digest_file(tmp_path / "a") == xxhash.xxh3_128_hexdigest(data)
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 5000])
+def test_sampled_digest_tells_sizes_and_sampled_bytes_apart(tmp_path, size):
+    path = tmp_path / "weights"
+    settings = dict(num_blocks=4, block_bytes=100)
+    path.write_bytes(bytes(size))
+    whole = files.sampled_digest(path, **settings)
+    assert files.sampled_digest(path, **settings) == whole
+    path.write_bytes(bytes(size + 1))
+    assert files.sampled_digest(path, **settings) != whole
+    for place in {0, size // 3 + 1, size - 1} & set(range(size)):
+        if place in range(100) or place in range(size - 100, size):
+            data = bytearray(size)
+            data[place] = 1
+            path.write_bytes(data)
+            assert files.sampled_digest(path, **settings) != whole

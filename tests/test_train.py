@@ -124,7 +124,7 @@ def test_another_configuration_is_refused_with_one_line_each(copy, capsys):
             "every held-out prompt is longer than",
         ),
         ("--config.data.train=missing.jsonl", "missing.jsonl: there is no such file"),
-        ("--config.retrieval.corpus=c.jsonl", "config.retrieval.index is empty"),
+        ("--config.retrieval.corpus=c.jsonl", "asks about a world that"),
     ],
 )
 def test_what_cannot_run_ends_with_one_line_and_code_2(

@@ -127,6 +127,12 @@ def make_baseline(setup: Setup, method: str, questions):
         for q in questions
     }
     longest = max(len(tokenizer.encode_prompt(chat)) for chat in chats.values())
+    most = setup.model.spec.max_context - c.rollout.max_turn_tokens
+    if longest > most:
+        raise ValueError(
+            f"{method}: a prompt has {longest} tokens; the model's context has room "
+            f"for {most} beside config.rollout.max_turn_tokens"
+        )
     limits = Limits(0, longest, c.rollout.max_turn_tokens, 0)
     return make_host(setup, protocol, limits), chats
 

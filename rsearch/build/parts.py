@@ -24,11 +24,14 @@ from rsearch.rollout.generate import local_generator
 from rsearch.types import GenerateFn, Question
 
 WORLD = "world"
+MAX_NAMED = 5  # questions named when they are left out
 
 
 def has_world(c) -> bool:
     """Whether a configuration names the embedded world anywhere."""
-    named = (c.tokenizer.source, c.retrieval.corpus, c.sft.demonstrations)
+    named = [c.tokenizer.source, c.retrieval.corpus]
+    if "sft" in c.stages:
+        named.append(c.sft.demonstrations)
     files = (c.data.train, c.data.dev)
     return WORLD in named or any(f.startswith(f"{WORLD}:") for f in files)
 
@@ -123,7 +126,10 @@ def open_search(c, world) -> SearchEngine:
         )
     corpus = Corpus(r.corpus or corpus_path(r.index), cache=r.corpus_cache or None)
     index = open_index(r.index, corpus=corpus, encoder=encoder)
-    return SearchEngine(index.nearest, encoder, corpus, **settings)
+    known_by = f"index {index.manifest['digest']}"
+    return SearchEngine(
+        index.nearest, encoder, corpus, fingerprint=known_by, **settings
+    )
 
 
 def read_questions(c, split, world, say) -> tuple[Question, ...]:
@@ -152,7 +158,7 @@ def read_questions(c, split, world, say) -> tuple[Question, ...]:
     return tuple(questions)
 
 
-def fitting(questions, split, protocol, tokenizer, limits, say):
+def fitting(questions, split, protocol, tokenizer, limits, say, *, limit=0):
     """The questions whose prompts are within their budget; `say` hears of the others.
 
     Args:
@@ -160,17 +166,27 @@ def fitting(questions, split, protocol, tokenizer, limits, say):
         protocol: gives the prompt.
         tokenizer: counts its tokens.
         limits: its budget.
-        say: called with a line on each question left out.
+        say: called with a line on the first questions left out, and on their number.
+        limit: how many are wanted; 0 is all that fit.
+
+    Returns:
+        The questions, and how many before the last of them were left out.
     """
-    limit = limits.max_prompt_tokens
-    kept = []
+    most = limits.max_prompt_tokens
+    kept, num_long = [], 0
     for question in questions:
+        if limit and len(kept) == limit:
+            break
         count = len(tokenizer.encode_prompt(protocol.messages(question.text)))
-        if count <= limit:
+        if count <= most:
             kept.append(question)
-        else:
-            say(f"left out of {split}: {question.id}, prompt {count} > {limit} tokens")
-    return tuple(kept)
+            continue
+        num_long += 1
+        if num_long <= MAX_NAMED:
+            say(f"left out of {split}: {question.id}, prompt {count} > {most} tokens")
+    if num_long > MAX_NAMED:
+        say(f"left out of {split}: {num_long:,} questions with long prompts in all")
+    return tuple(kept), num_long
 
 
 def load_judge(c, mesh) -> GenerateFn | None:

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from rsearch import files
 from rsearch.build.parts import (
     budgets,
     fitting,
@@ -45,7 +46,8 @@ class Setup:
         source: the directory its weights come from; None where they are random.
         search: passages for queries.
         train, dev: questions; those whose prompts are too long are left out of both.
-        num_long: how many held-out ones these were.
+            Of the held-out ones the first config.eval.max_questions are kept.
+        num_long: how many held-out ones before the last were left out.
         inputs: {name: fingerprint} of what the configuration names.
         judge: for reward terms that ask one.
         limits: budgets of a rollout.
@@ -99,9 +101,10 @@ def load_setup(config, *, say=lambda text: None, only_dev=False) -> Setup:
     search = open_search(config, world)
     say(f"retrieval: {len(search):,} passages, top {config.retrieval.top_k}")
     train = () if only_dev else read_questions(config, "train", world, say)
-    train = fitting(train, "train", protocol, tokenizer, limits, say)
-    held_out = read_questions(config, "dev", world, say)
-    dev = fitting(held_out, "dev", protocol, tokenizer, limits, say)
+    train, _ = fitting(train, "train", protocol, tokenizer, limits, say)
+    dev = read_questions(config, "dev", world, say)
+    most = config.eval.max_questions
+    dev, num_long = fitting(dev, "dev", protocol, tokenizer, limits, say, limit=most)
     if not dev:
         raise ValueError(
             "every held-out prompt is longer than config.rollout.max_prompt_tokens = "
@@ -115,6 +118,10 @@ def load_setup(config, *, say=lambda text: None, only_dev=False) -> Setup:
     inputs = {"tokenizer": tokenizer.fingerprint, "retrieval": search.fingerprint}
     if not only_dev:
         inputs["data.train"] = fingerprint(train)
+    if source is not None:
+        weight_files = sorted(source.glob("*.safetensors"))
+        digests = [f"{f.name} {files.sampled_digest(f)}" for f in weight_files]
+        inputs["model.source"] = ", ".join(digests)
     return Setup(
         config=config,
         mesh=mesh,
@@ -126,9 +133,9 @@ def load_setup(config, *, say=lambda text: None, only_dev=False) -> Setup:
         search=search,
         train=train,
         dev=dev,
-        num_long=len(held_out) - len(dev),
+        num_long=num_long,
         inputs=inputs,
-        judge=load_judge(config, mesh),
+        judge=None if only_dev else load_judge(config, mesh),
         limits=limits,
         num_tokens=num_tokens,
     )

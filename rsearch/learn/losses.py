@@ -22,8 +22,8 @@ def row_weights(from_policy, kind: str):
     Args:
         from_policy: [B, T] bool, of the whole update, not of one micro-batch.
         kind: "token", every policy token counts alike; "sequence", every row with
-            policy tokens counts alike, by the mean over its own (systems.md 3.4, GRPO's
-            paper).
+            policy tokens counts alike, by the mean over its own (DeepSeekMath, arXiv
+            2402.03300).
     """
     mask = from_policy.astype(jnp.float32)
     if kind == "token":

@@ -23,11 +23,15 @@ class SearchEngine:
         top_k: passages a query, fewer only where the corpus has fewer.
         cache_size: queries whose passages are remembered, the latest used; 0 = none.
 
+        fingerprint: of a saved index; by default that of corpus and encoder.
+
     Attributes:
-        fingerprint: of corpus and encoder.
+        fingerprint: equal ones find the same.
     """
 
-    def __init__(self, nearest, encoder, corpus, *, top_k, cache_size=10_000):
+    def __init__(
+        self, nearest, encoder, corpus, *, top_k, cache_size=10_000, fingerprint=None
+    ):
         if top_k < 1:
             raise ValueError(f"{top_k=}, expected at least 1")
         if cache_size < 0:
@@ -36,7 +40,8 @@ class SearchEngine:
         self._nearest, self._encoder, self._corpus = nearest, encoder, corpus
         self._top_k, self._cache_size = top_k, cache_size
         self._cache = collections.OrderedDict()
-        self.fingerprint = f"{corpus.fingerprint} {encoder.fingerprint}"
+        both = f"{corpus.fingerprint} {encoder.fingerprint}"
+        self.fingerprint = both if fingerprint is None else fingerprint
         # Held for a whole call: two threads would encode the same queries twice.
         self._lock = threading.Lock()
 

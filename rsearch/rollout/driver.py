@@ -45,10 +45,6 @@ class RolloutEngine:
         """[n] int32 ids of the question's prompt."""
         return self._host.prompt(self._messages(question))
 
-    def fits(self, question: Question) -> bool:
-        """Whether the question's prompt is within its budget."""
-        return len(self.prompt(question)) <= self._host.limits.max_prompt_tokens
-
     @property
     def num_traces(self) -> int:
         """How often its functions have been traced; constant after the first wave."""

@@ -115,8 +115,8 @@ def _mean(values) -> float:
 def learn(setup: build.Setup, learner, state, reference, groups, rewards):
     """Optimizer steps on one step's rollouts: the new state and their mean metrics.
 
-    Where no rollout at all is a signal there is no step, for the optimizer's momentum
-    would move the policy all the same.
+    Where none of an update's rollouts is a signal there is no update, for the
+    optimizer's momentum would move the policy all the same.
 
     Args:
         reference: parameters that the policy is kept near, or None.
@@ -124,12 +124,13 @@ def learn(setup: build.Setup, learner, state, reference, groups, rewards):
         rewards: [Q, G].
     """
     s = setup.config.rl
-    if not any(r.outcome.is_signal for group in groups for r in group.rollouts):
-        console.note("rl: no rollout of this step is a signal; nothing is learnt")
-        return state, {}
     batches = split(
         pack(groups, rewards, setup.num_tokens), s.updates_per_step, s.micro_batch
     )
+    batches = [batch for batch in batches if batch.is_signal.any()]
+    if not batches:
+        console.note("rl: no rollout of this step is a signal; nothing is learnt")
+        return state, {}
     # All rows are scored before the first update: it reuses the policy's buffers.
     ready = []
     for batch in batches:
