@@ -1,7 +1,7 @@
 """Every field of a configuration, with its default, meaning and unit.
 
-The defaults are a small decoder on the embedded world: they run on a laptop's CPU and
-need no files. A recipe starts from `get_config()` and sets only what differs. What may
+The sizes are those of a small decoder on the embedded world. A recipe starts from
+`get_config()` and sets only what differs; configs/quickstart.py is the first. What may
 be written into a field, and what must divide what, is in `rsearch/rules.py`.
 
 Sizes of text are counted in tokens, learning rates are per optimiser step, and 'rows'
@@ -80,7 +80,7 @@ def _world():
 def _retrieval():
     """The corpus, its index and how it is asked."""
     c = ConfigDict()
-    c.corpus = "world"  # JSONL of {"id", "contents"}; "" = the index's; or embedded
+    c.corpus = "world"  # JSONL of {"id", "contents"}; "" = the index's; "world"
     c.corpus_cache = ""  # directory for the corpus's offsets; "" = beside the corpus
     c.index = ""  # directory written by rsearch.index; the world needs none
     c.encoder = "hashed"  # "hashed" n-grams, or a directory or hub id of a BERT model
