@@ -142,7 +142,7 @@ def print_config(config):
     print(format_config(config), end="")
 
 
-def parse_command_line(argv, *, flags, default_config=None):
+def parse_command_line(argv, *, flags):
     """Reads a command that takes a configuration.
 
     Args:
@@ -150,7 +150,6 @@ def parse_command_line(argv, *, flags, default_config=None):
         flags: {name: (default, help)}; a flag has its default's type, str for None, and
             a bool flag may stand without a value. One whose default is `REQUIRED` must
             be given. `print_config` is always there.
-        default_config: the recipe without --config; None makes it required.
 
     Returns:
         (config, {flag: value}). The configuration is loaded and overridden, and not yet
@@ -162,7 +161,7 @@ def parse_command_line(argv, *, flags, default_config=None):
         SystemExit: after --help.
     """
     flags = {
-        "config": (default_config if default_config else REQUIRED, None),
+        "config": (REQUIRED, None),
         "print_config": (False, "prints the configuration and ends"),
         **flags,
     }

@@ -11,11 +11,6 @@ def masked_sum(values, mask, axis=None):
     return jnp.sum(jnp.where(mask, values, 0.0), axis=axis)
 
 
-def masked_mean(values, mask, axis=None):
-    """Mean where `mask` holds; 0 where nothing does."""
-    return masked_sum(values, mask, axis) / jnp.maximum(jnp.sum(mask, axis=axis), 1)
-
-
 def row_weights(from_policy, kind: str):
     """[B, T] weights that turn a sum over policy tokens into the mean that is wanted.
 
