@@ -12,7 +12,7 @@ from rsearch.evaluate import START, trained_params
 from rsearch.models import huggingface
 from rsearch.workdir import Workdir, read_config
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = tuple(huggingface.EXPORT_DTYPES)
 
 
 def main(argv) -> int:

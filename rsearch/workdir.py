@@ -16,6 +16,7 @@ import socket
 from rsearch import files
 from rsearch.console import note
 from rsearch.fields import diff, to_json
+from rsearch.rules import STAGES
 
 FORMAT = 1
 MARK = "rsearch_workdir"  # tells our config.json from a model's
@@ -42,7 +43,6 @@ FREE_FIELDS = (
     "sft.micro_batch",
 )
 """What a resumed run may change: it computes the same numbers, to rounding."""
-STAGES = ("sft", "rl")  # their sections are free until the stage has started
 
 
 class Workdir:
@@ -224,9 +224,11 @@ def _host():
 
 def is_free(name):
     """Whether a field may differ between the starts of one run, steps included."""
-    section = name.partition(".")[0]
-    steps = [f"{stage}.steps" for stage in STAGES]
-    return section in FREE_SECTIONS or name in FREE_FIELDS or name in steps
+    return _changes_nothing(name) or name in [f"{stage}.steps" for stage in STAGES]
+
+
+def _changes_nothing(name):
+    return name.partition(".")[0] in FREE_SECTIONS or name in FREE_FIELDS
 
 
 def _may_change(row, config, started):
@@ -238,7 +240,7 @@ def _may_change(row, config, started):
     """
     name, old, new = row
     section = name.partition(".")[0]
-    if section in FREE_SECTIONS or name in FREE_FIELDS:
+    if _changes_nothing(name):
         return True
     stages = config["stages"]
     if name == "stages":

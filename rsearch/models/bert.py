@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsearch.models.weights import STORED_DTYPES, open_tensors
+from rsearch.models.weights import extra, misfits, open_tensors, refuse_misfits
 
 POOLINGS = ("mean", "cls")
 
@@ -273,19 +273,8 @@ def _stored_name(ours):
 def _check(tensors, expected, directory):
     rows = []
     for name, shape in expected.values():
-        if name not in tensors:
-            rows.append((name, "missing", str(list(shape)), "-"))
-            continue
-        found, kind = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
-        if found != shape:
-            rows.append((name, "shape", str(list(shape)), str(list(found))))
-        if kind not in STORED_DTYPES:
-            rows.append((name, "dtype", " | ".join(STORED_DTYPES), kind))
+        rows += misfits(tensors, name, shape)
     known = {name for name, _ in expected.values()}
-    for name in sorted(tensors.keys() - known - set(_UNUSED)):
-        rows.append((name, "extra", "-", str(list(tensors[name].get_shape()))))
-    if rows:
-        title = f"{directory}: {len(rows)} tensors do not fit its config.json"
-        head = ("tensor", "problem", "expected", "found")
-        lines = ["  {:<58} {:<8} {:<16} {}".format(*row) for row in [head, *rows]]
-        raise ValueError("\n".join([title, *lines]))
+    unknown = tensors.keys() - known - set(_UNUSED)
+    rows += [extra(tensors, name) for name in unknown]
+    refuse_misfits(rows, source=directory)

@@ -173,28 +173,46 @@ def check_tensors(tensors, spec: DecoderSpec, *, source) -> None:
         for layer in range(spec.num_layers if stacked else 1):
             name = template.format(layer)
             expected.add(name)
-            if name not in tensors:
-                rows.append((name, "missing", _describe(shape), "-"))
-                continue
-            found, kind = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
-            if found != shape:
-                rows.append((name, "shape", _describe(shape), _describe(found)))
-            if kind not in STORED_DTYPES:
-                rows.append((name, "dtype", " | ".join(STORED_DTYPES), kind))
+            rows += misfits(tensors, name, shape)
     lm_head = LAYOUT["unembedding"][0]
     for name in tensors.keys() - expected:
         if _RECOMPUTED.fullmatch(name):
             continue
-        found = tuple(tensors[name].get_shape())
         if name == lm_head and spec.tie_embeddings:
             embedding = tensors.get(LAYOUT["embedding"][0])
             if embedding is None or _equal(embedding, tensors[name]):
                 continue
-            rows.append((name, "differs", "tied: = embed_tokens", _describe(found)))
+            found = _describe(tensors[name].get_shape())
+            rows.append((name, "differs", "tied: = embed_tokens", found))
         else:
-            rows.append((name, "extra", "-", _describe(found)))
+            rows.append(extra(tensors, name))
+    refuse_misfits(rows, source=source)
+
+
+def misfits(tensors, name, shape):
+    """[rows of the table] that say what is wrong with one expected tensor."""
+    if name not in tensors:
+        return [(name, "missing", _describe(shape), "-")]
+    found, kind = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
+    rows = []
+    if found != shape:
+        rows.append((name, "shape", _describe(shape), _describe(found)))
+    if kind not in STORED_DTYPES:
+        rows.append((name, "dtype", " | ".join(STORED_DTYPES), kind))
+    return rows
+
+
+def extra(tensors, name):
+    """The row of the table for a tensor that nothing asks for."""
+    return (name, "extra", "-", _describe(tensors[name].get_shape()))
+
+
+def refuse_misfits(rows, *, source) -> None:
+    """Raises a ValueError with the table of these rows, if there are any."""
     if rows:
-        rows.sort(key=lambda row: re.sub(r"\d+", lambda n: n[0].zfill(9), row[0]))
+        rows = sorted(
+            rows, key=lambda row: re.sub(r"\d+", lambda n: n[0].zfill(9), row[0])
+        )
         title = f"{source}: {len(rows)} tensors do not fit its config.json"
         raise ValueError(title + "\n" + _table(rows))
 

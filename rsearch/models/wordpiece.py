@@ -20,6 +20,8 @@ import re
 
 import numpy as np
 
+from rsearch.models.hf_config import read_object
+
 MAX_WORD_CHARACTERS = 100  # longer words are unknown, as in BertTokenizer
 
 # RE2 patterns. White space is all but the separators that cleaning removes as controls.
@@ -182,16 +184,11 @@ def _vocab_of_json(path):
 
 def _read_config(directory):
     path = directory / "tokenizer_config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         raise ValueError(
             f"{path} is missing: it says whether text is lower-cased (do_lower_case)"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}, not an object")
+        )
+    config = read_object(path)
     kind = config.get("tokenizer_class", "BertTokenizer")
     if kind not in ("BertTokenizer", "BertTokenizerFast"):
         raise ValueError(f"{path}: tokenizer_class={kind!r}, expected 'BertTokenizer'")
