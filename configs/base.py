@@ -149,6 +149,21 @@ def _rl():
     return c
 
 
+def _asked_model():
+    """A model beside the policy that gets chats and replies."""
+    c = ConfigDict()
+    # Directory, hub id, "world:judge" and such, "stage:<name>" = what a stage of this
+    # run trained, or the http(s) URL of an OpenAI-compatible endpoint; "" = none.
+    c.source = ""
+    c.name = ""  # of the model at an endpoint
+    c.slots = 16  # chats answered at once
+    c.max_prompt_tokens = 1024  # a longer chat counts as a failed call
+    c.max_reply_tokens = 64  # replies are cut there
+    c.temperature = 0.0  # of sampling; 0 = greedy
+    c.top_p = 1.0  # smallest probability mass kept when sampling; 1 = everything
+    return c
+
+
 def _optim():
     """AdamW, in both stages."""
     c = ConfigDict()
@@ -165,7 +180,9 @@ def get_config():
     c = ConfigDict()
     c.name = "base"  # the recipe's name, in reports
     c.seed = 0  # of weights, data order, sampling and the world
-    c.stages = ("rl",)  # in order; of "sft" and "rl"
+    c.stages = ("rl",)  # in order; "curate", "sft", "rl", or such a word and "_<name>"
+    c.overrides = ConfigDict()  # {stage: {section: {field: value}}}: what differs in it
+    c.trains = "policy"  # whose weights a stage trains: the "policy" or "rewriter"
     c.model = _model()
     c.tokenizer = _tokenizer()
     c.protocol = _protocol()
@@ -178,11 +195,10 @@ def get_config():
     c.optim = _optim()
     # Term -> its settings; the reward is the weighted sum. A recipe replaces the whole.
     c.reward = ConfigDict({"answer_em": {"weight": 1.0}})
-    c.judge = ConfigDict()  # the model that evidence is judged by
-    c.judge.source = ""  # directory or hub id; "" = none
-    c.judge.slots = 16  # chats answered at once
-    c.judge.max_prompt_tokens = 1024  # a longer chat counts as a failed judge
-    c.judge.max_reply_tokens = 64  # replies are cut there
+    c.judge = _asked_model()  # that reward terms ask, such as evidence_f1
+    c.rewriter = _asked_model()  # that words what was learnt from passages as recalled
+    c.writer = _asked_model()  # that writes observations from passages; "" = they show
+    c.answerer = _asked_model()  # that words the final answer; "" = as the policy did
     c.mesh = ConfigDict()  # devices; the product of the three is their number
     c.mesh.data = -1  # copies of the model that share the batch; -1 = all remaining
     c.mesh.fsdp = 1  # parts the weights are cut into; these share the batch too

@@ -134,7 +134,8 @@ def _where(path, error):
 def format_config(config):
     """One `config.a.b = value` line a field, sections in their alphabetical order."""
     rows = sorted(fields(config).items())
-    return "".join(f"config.{name} = {value!r}\n" for name, value in rows)
+    plain = [(n, v.to_dict() if isinstance(v, ConfigDict) else v) for n, v in rows]
+    return "".join(f"config.{name} = {value!r}\n" for name, value in plain)
 
 
 def print_config(config):

@@ -13,7 +13,7 @@ import operator
 
 from ml_collections import ConfigDict
 
-OPEN_SECTIONS = ("reward",)
+OPEN_SECTIONS = ("reward", "overrides")
 """Sections whose keys are the recipe's own: they are replaced as a whole."""
 
 ABSENT = "(absent)"
@@ -43,7 +43,8 @@ def check_known(config, name, *, prefix="config."):
             # A right leaf in a wrong section ('optim.lr') means the sections with it.
             leaf = name.split(".")[-1]
             same = [k for k in known if k.split(".")[-1] == leaf]
-            hint = did_you_mean(name, known, prefix=prefix, near=same[:3])
+            slip = difflib.get_close_matches(name, known, 1, 0.9)
+            hint = did_you_mean(name, known, prefix=prefix, near=slip or same[:3])
             raise ValueError(f"unknown field {prefix}{name}{hint}")
         node = node[key]
 

@@ -16,7 +16,7 @@ import socket
 from rsearch import files
 from rsearch.console import note
 from rsearch.fields import diff, to_json
-from rsearch.rules import STAGES
+from rsearch.plan import KINDS, kind_of
 
 FORMAT = 1
 MARK = "rsearch_workdir"  # tells our config.json from a model's
@@ -91,7 +91,7 @@ class Workdir:
         if self.is_resumed:
             whole = _read(self.path)
             changes = diff(whole["config"], now)
-            started = [s for s in STAGES if (self.path / s).exists()]
+            started = [s for s in now["stages"] if (self.path / s).exists()]
             refused = [
                 row
                 for row in changes
@@ -224,7 +224,9 @@ def _host():
 
 def is_free(name):
     """Whether a field may differ between the starts of one run, steps included."""
-    return _changes_nothing(name) or name in [f"{stage}.steps" for stage in STAGES]
+    return _changes_nothing(name) or (
+        name.endswith(".steps") and name.split(".")[-2] in KINDS
+    )
 
 
 def _changes_nothing(name):
@@ -239,20 +241,30 @@ def _may_change(row, config, started):
     after the warm-up and no later stage has started from its result.
     """
     name, old, new = row
-    section = name.partition(".")[0]
     if _changes_nothing(name):
         return True
     stages = config["stages"]
     if name == "stages":
         return list(new[: len(old)]) == list(old)
-    if section in STAGES and section not in started:
+    users = [s for s in _users(name, stages) if s in started]
+    if _users(name, KINDS + tuple(stages)) and not users:
         return True
-    if section in stages and name == f"{section}.steps":
-        if config[section].get("decay"):
+    if name.endswith(".steps") and len(users) == 1:
+        (stage,) = users
+        own = config.get("overrides", {}).get(stage, {}).get(kind_of(stage), {})
+        if own.get("decay", config[kind_of(stage)].get("decay")):
             return False
-        later = stages[stages.index(section) + 1 :]
+        later = stages[stages.index(stage) + 1 :]
         return new >= old and not set(later) & set(started)
     return False
+
+
+def _users(name, stages):
+    """The stages that alone read a field: of its kind, or the one it is set for."""
+    section, _, rest = name.partition(".")
+    if section == "overrides":
+        return [s for s in stages if s == rest.partition(".")[0]]
+    return [s for s in stages if section == kind_of(s)]
 
 
 def _check_inputs(path, before, now):

@@ -27,7 +27,7 @@ def kind_of(name):
     return node.get_type(leaf)
 
 
-CLOSED = [name for name in FIELDS if not name.startswith("reward.")]
+CLOSED = [name for name in FIELDS if not name.startswith(("reward.", "overrides"))]
 WRONG = {
     int: ("x", "1.5", 1.5, True, None, [1], ""),
     float: ("x", True, None, [1.0], ""),
@@ -108,7 +108,7 @@ def test_misspelt_recipe_names_the_nearest():
         ("rollout.group_sise", "rollout.group_size"),
         ("rollout.groupsize", "rollout.group_size"),
         ("rolout.temperature", "rollout.temperature"),
-        ("temperature", "rollout.temperature"),
+        ("group_size", "rollout.group_size"),
         ("sede", "seed"),
         ("rl.kl_coeff", "rl.kl_coef"),
     ],

@@ -26,6 +26,8 @@ LAYERS = (  # lowest first; what is not named here is a command, above all of th
         "workdir",
         "files",
         "compiles",
+        "plan",
+        "crosschecks",
     ),
     ("models", "protocols"),
     ("data", "retrieval", "rollout", "rewards", "learn"),
@@ -144,7 +146,7 @@ def test_recipes_are_data():
 
 
 def test_below_build_nothing_knows_configuration_objects():
-    own = {"config", "fields", "rules", "workdir"}
+    own = {"config", "fields", "rules", "crosschecks", "plan", "workdir"}
     for path in SOURCES:
         if level_of(name_of(path)) < LEVEL["build"] and part(name_of(path)) not in own:
             for node, module in imports(TREES[path]):

@@ -25,11 +25,16 @@ class Demonstration:
         question: that opens it.
         turns: what is written, each turn up to its action.
         method: how it is opened: by the "protocol", or as one of the baselines.
+        context_turns: how many of the first turns are given and not learnt.
+        observations: what is shown after each turn but the last, in place of what the
+            engine finds; None asks the engine.
     """
 
     question: Question
     turns: tuple[str, ...]
     method: str = PROTOCOL
+    context_turns: int = 0
+    observations: tuple[str, ...] | None = None
 
 
 def load_demonstrations(path) -> list[Demonstration]:

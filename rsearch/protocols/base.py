@@ -3,7 +3,28 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from rsearch.types import Action, Messages, Observation, Passage
+from rsearch.types import Action, Answer, Messages, Observation, Passage, Search
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a policy means to say in one turn; `Protocol.write` puts it into its words.
+
+    Attributes:
+        number: of the turn, from 1.
+        thought: the reasoning before the action; "" where there is none.
+        action: that ends the turn.
+        internal: what is recalled without a search, "" where nothing is; protocols
+            without a place for it say it as part of the thought.
+        evidence: original words of passages that the answer rests on; None where a
+            protocol has no place for it or nothing was searched.
+    """
+
+    number: int
+    thought: str
+    action: Search | Answer
+    internal: str = ""
+    evidence: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +39,16 @@ class Protocol:
         stop_strings: the policy pauses when it has written one of these.
         parse: the policy's turn -> its action. Total: any text has a result.
         observe: (queries, passages for each query) -> what the policy is shown.
+        render: a Search or Answer -> the end of a turn that takes it; `parse` of it
+            gives the action back, and it raises ValueError where that cannot be.
+        write: a Step -> the whole turn of a policy that keeps to the protocol.
         invalid_message: shown after a malformed turn; None ends the rollout instead.
+        is_chat: False where the user message is the raw text of the prompt, without
+            the model's chat template (base models).
+        opening: what the policy's first turn is opened with, as part of the prompt.
+        observation_role: the chat role in which observations are given to models whose
+            template knows it; None, or another template: plain text.
+        max_queries: queries of one turn; what a turn asks beyond is not searched.
     """
 
     name: str
@@ -28,7 +58,13 @@ class Protocol:
     stop_strings: tuple[str, ...]
     parse: Callable[[str], Action]
     observe: Callable[[Sequence[str], Sequence[Sequence[Passage]]], Observation]
-    invalid_message: str | None
+    render: Callable[[Search | Answer], str]
+    write: Callable[[Step], str]
+    invalid_message: str | None = None
+    is_chat: bool = True
+    opening: str = ""
+    observation_role: str | None = None
+    max_queries: int = 1
 
     def messages(self, question: str) -> Messages:
         """The chat that opens a rollout of this question."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from rsearch.protocols.base import Protocol
-from rsearch.types import Action, Answer, Messages, Observation, Passage
+from rsearch.types import Action, Answer, Messages, Observation, Passage, Search
 
 FIELDS = re.compile(r"\{(question|passages)\}")
 
@@ -25,6 +25,17 @@ def _observe(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
     return Observation("", "", "")
 
 
+def _render(action: Search | Answer) -> str:
+    """The answer itself.
+
+    Raises:
+        ValueError: a search, which nobody would see, or space around the answer.
+    """
+    if isinstance(action, Search) or parse(action.text) != action:
+        raise ValueError(f"{action} cannot be written without tags")
+    return action.text
+
+
 def _plain(name: str, system: str) -> Protocol:
     return Protocol(
         name=name,
@@ -34,6 +45,8 @@ def _plain(name: str, system: str) -> Protocol:
         stop_strings=(),
         parse=parse,
         observe=_observe,
+        render=_render,
+        write=lambda step: _render(step.action),
         invalid_message=None,
     )
 

@@ -18,7 +18,7 @@ of the nearest, and sends empty queries to the engine. All else it reads the sam
 import re
 from collections.abc import Callable, Sequence
 
-from rsearch.protocols.base import Protocol
+from rsearch.protocols.base import Protocol, Step
 from rsearch.types import Action, Answer, Malformed, Observation, Passage, Search
 
 CLOSING = re.compile(r"</(search|answer)>")
@@ -70,6 +70,8 @@ def tagged(
         stop_strings=STOP_STRINGS,
         parse=parse,
         observe=observe,
+        render=render,
+        write=_write,
         invalid_message=invalid_message,
     )
 
@@ -109,6 +111,10 @@ def render(action: Search | Answer) -> str:
     if parse(text) != action:
         raise ValueError(f"{action} cannot be written: {text!r} is read as another")
     return text
+
+
+def _write(step: Step) -> str:
+    return f"<think> {step.thought}</think>{render(step.action)}"
 
 
 def boxes(text: str, tag: str) -> list[str]:

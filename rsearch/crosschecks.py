@@ -1,0 +1,174 @@
+"""What must fit together in a configuration; one function for each rule."""
+
+from rsearch.plan import kinds
+
+
+def _check_sources(c):
+    if not c.tokenizer.source and not c.model.source:
+        raise ValueError(
+            "config.tokenizer.source and config.model.source are both empty: name a "
+            "tokenizer ('world' is the embedded one)"
+        )
+
+
+def _check_world(c):
+    if c.model.source and c.tokenizer.source == "world":
+        raise ValueError(
+            f"config.tokenizer.source = 'world' does not belong to "
+            f"config.model.source = {c.model.source!r}; '' takes the model's own"
+        )
+    if c.retrieval.index and c.retrieval.corpus == "world":
+        raise ValueError(
+            f"config.retrieval.index = {c.retrieval.index!r} is no index of "
+            "config.retrieval.corpus = 'world'; '' takes the index's own corpus"
+        )
+    named = {"data.train": c.data.train, "data.dev": c.data.dev}
+    if "sft" in kinds(c):
+        named["sft.demonstrations"] = c.sft.demonstrations
+    for name, value in named.items():
+        if value.partition(":")[0] == "world" and c.retrieval.corpus != "world":
+            raise ValueError(
+                f"config.{name} = {value!r} asks about a world that "
+                f"config.retrieval.corpus = {c.retrieval.corpus!r} does not hold"
+            )
+
+
+def _check_nucleus(c):
+    if "rl" in kinds(c) and c.rollout.top_p < 1 and c.rl.behavior == "sampled":
+        raise ValueError(
+            f"config.rollout.top_p = {c.rollout.top_p} needs config.rl.behavior = "
+            "'scored': log-probabilities within the nucleus do not compare with the "
+            "trainer's, which are over the whole vocabulary"
+        )
+
+
+def _check_shape(c):
+    if c.model.source:
+        return
+    heads, kv_heads = c.model.num_heads, c.model.num_kv_heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"config.model.num_heads = {heads} is not a multiple of "
+            f"config.model.num_kv_heads = {kv_heads}"
+        )
+    if kv_heads % c.mesh.tensor:
+        raise ValueError(
+            f"config.model.num_kv_heads = {kv_heads} is not a multiple of "
+            f"config.mesh.tensor = {c.mesh.tensor}"
+        )
+
+
+def _check_context(c):
+    r = c.rollout
+    needed = (
+        r.max_prompt_tokens
+        + (r.max_searches + 1) * r.max_turn_tokens
+        + r.max_searches * r.max_observation_tokens
+    )
+    if 0 < r.context_tokens < needed:
+        raise ValueError(
+            f"config.rollout.context_tokens = {r.context_tokens} is too small: prompt "
+            f"{r.max_prompt_tokens} + {r.max_searches + 1} turns x {r.max_turn_tokens} "
+            f"+ {r.max_searches} observations x {r.max_observation_tokens} = {needed} "
+            f"tokens, and the tags around observations; 0 has it computed"
+        )
+
+
+def _check_groups(c):
+    if "rl" in kinds(c) and c.rollout.group_size < 2:
+        raise ValueError(
+            f"config.rollout.group_size = {c.rollout.group_size}: must be >= 2, since "
+            "a rollout's advantage is its reward relative to the others of its group"
+        )
+    if c.rollout.slots % c.rollout.group_size:
+        raise ValueError(
+            f"config.rollout.slots = {c.rollout.slots} is not a multiple of "
+            f"config.rollout.group_size = {c.rollout.group_size}: "
+            f"{c.rollout.slots} % {c.rollout.group_size} = "
+            f"{c.rollout.slots % c.rollout.group_size}"
+        )
+
+
+def _check_rl_batch(c):
+    if "rl" not in kinds(c):
+        return
+    rows = c.rl.questions_per_step * c.rollout.group_size
+    part = c.rl.updates_per_step * c.rl.micro_batch
+    if rows % part:
+        raise ValueError(
+            f"config.rl.micro_batch = {c.rl.micro_batch} does not fit: "
+            f"{c.rl.questions_per_step} questions x {c.rollout.group_size} rollouts = "
+            f"{rows} rows, which {c.rl.updates_per_step} updates x micro-batches of "
+            f"{c.rl.micro_batch} = {part} rows do not divide (remainder {rows % part})"
+        )
+    if c.rl.questions_per_step % c.rl.updates_per_step:
+        raise ValueError(
+            f"config.rl.questions_per_step = {c.rl.questions_per_step} is not a "
+            f"multiple of config.rl.updates_per_step = {c.rl.updates_per_step}: the "
+            "rollouts of a question belong to one update"
+        )
+    if c.data.max_train and c.data.max_train < c.rl.questions_per_step:
+        raise ValueError(
+            f"config.data.max_train = {c.data.max_train} is below "
+            f"config.rl.questions_per_step = {c.rl.questions_per_step}"
+        )
+    total = c.rl.steps * c.rl.updates_per_step
+    if c.rl.decay and c.rl.warmup_steps >= total:
+        raise ValueError(
+            f"config.rl.warmup_steps = {c.rl.warmup_steps} leaves no room for a decay "
+            f"in {c.rl.steps} steps x {c.rl.updates_per_step} updates = {total} "
+            "optimiser steps"
+        )
+
+
+def _check_sft_batch(c):
+    if "sft" not in kinds(c):
+        return
+    if c.sft.batch_size % c.sft.micro_batch:
+        raise ValueError(
+            f"config.sft.batch_size = {c.sft.batch_size} is not a multiple of "
+            f"config.sft.micro_batch = {c.sft.micro_batch}"
+        )
+    if c.sft.decay and c.sft.warmup_steps >= c.sft.steps:
+        raise ValueError(
+            f"config.sft.warmup_steps = {c.sft.warmup_steps} leaves no room for the "
+            f"decay in config.sft.steps = {c.sft.steps}"
+        )
+
+
+def _check_shards(c, data=None):
+    """Micro-batches must split evenly over the devices that share the batch."""
+    data = max(c.mesh.data, 1) if data is None else data
+    shards = data * c.mesh.fsdp
+    for stage in sorted(kinds(c) - {"curate"}):
+        rows = c[stage].micro_batch
+        if rows % shards:
+            raise ValueError(
+                f"config.{stage}.micro_batch = {rows} is not a multiple of mesh.data x "
+                f"mesh.fsdp = {data} x {c.mesh.fsdp} = {shards}"
+            )
+
+
+def check_mesh(c, num_devices):
+    """Refuses a mesh of another number of devices, or rows that do not split."""
+    known = c.mesh.fsdp * c.mesh.tensor
+    data = num_devices // known if c.mesh.data == -1 else c.mesh.data
+    if data * known != num_devices:
+        raise ValueError(
+            f"mesh does not fit: data {c.mesh.data} x fsdp {c.mesh.fsdp} x tensor "
+            f"{c.mesh.tensor}, but there are {num_devices} devices"
+        )
+    _check_shards(c, data)
+
+
+CROSS_CHECKS = (
+    _check_sources,
+    _check_world,
+    _check_nucleus,
+    _check_shape,
+    _check_context,
+    _check_groups,
+    _check_rl_batch,
+    _check_sft_batch,
+    _check_shards,
+)
