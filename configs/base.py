@@ -47,6 +47,7 @@ def _protocol():
     c.system = placeholder(str)  # replaces the protocol's system message
     c.invalid_message = placeholder(str)  # ... what a malformed turn is answered with
     c.direct = placeholder(str)  # replaces the messages of method "direct"; {question}
+    c.rewrite = placeholder(str)  # ... of the rewriter; {document} and {question}
     c.rag = placeholder(str)  # ... and of "rag"; {passages} and {question}
     return c
 

@@ -5,6 +5,7 @@ trained; `direct`, the question alone; `rag`, the question under the passages of
 search with it.
 """
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -25,6 +26,7 @@ from rsearch.data.demonstrations import PROTOCOL
 from rsearch.data.questions import fingerprint
 from rsearch.learn.update import state_like
 from rsearch.models.weights import param_shapes
+from rsearch.plan import kind_of, stage_configs
 from rsearch.types import Outcome
 from rsearch.workdir import Workdir, read_rows, write_json, write_rows
 
@@ -231,8 +233,13 @@ def trained_params(setup, folder: pathlib.Path):
 
     Without any, ("start", 0, the parameters before training).
     """
-    for stage in reversed(setup.config.stages):
-        _, optimizer = build.make_learner(setup, stage)
+    source = setup.config.model.source
+    for stage, own in reversed(stage_configs(setup.config)):
+        is_policy = own.trains == "policy" and own.model.source == source
+        if kind_of(stage) == "curate" or not is_policy:
+            continue
+        staged = dataclasses.replace(setup, config=own)
+        _, optimizer = build.make_learner(staged, kind_of(stage))
         like = state_like(param_shapes(setup.model.spec), optimizer, setup.mesh)
         found = checkpoint.newest_good(folder / stage / CHECKPOINTS, like)
         if found is not None:

@@ -7,6 +7,7 @@ the underscore is its kind. `config.overrides.<stage>` holds what differs in it:
     c.overrides = ConfigDict({"rl_retrieve": {"rl": {"steps": 8}, "reward": {...}}})
 """
 
+import pathlib
 import re
 
 from ml_collections import ConfigDict
@@ -14,6 +15,10 @@ from ml_collections import ConfigDict
 from rsearch.fields import apply_overrides
 
 KINDS = ("curate", "sft", "rl")
+QUESTIONS = "questions.jsonl"  # what a curate stage leaves in its directory
+DEMONSTRATIONS = "demonstrations.jsonl"  # likewise
+SUMMARY = "summary.json"  # what it kept and why; written last
+STAGE = "stage:"  # before a stage's name, where a file or a model is named
 NAME = re.compile(rf"({'|'.join(KINDS)})(_[a-z0-9_]+)?")
 
 
@@ -58,3 +63,32 @@ def stage_configs(config):
                 "'rl' or 'rl_<word>', likewise 'sft' and 'curate'"
             )
     return [(stage, stage_config(config, stage)) for stage in config.stages]
+
+
+def earlier_stages(config) -> list[str]:
+    """The stages whose files or weights a configuration names, as "stage:<name>"."""
+    values = [config.data.train, config.data.dev, config.sft.demonstrations]
+    values += [config[name].source for name in ("judge", "rewriter", "writer")]
+    values += [config.answerer.source, config.model.source]
+    return [v.removeprefix(STAGE) for v in values if v.startswith(STAGE)]
+
+
+def stage_file(source: str, name: str, home) -> str:
+    """The path that a source means: "stage:x" is the file `name` of stage x.
+
+    Args:
+        source: a path, which is returned as it is, or "stage:<name>".
+        name: of the file in the stage's directory.
+        home: the run's directory, or None.
+
+    Raises:
+        ValueError: there is no run, or its stage has not written the file.
+    """
+    if not source.startswith(STAGE):
+        return source
+    if home is None:
+        raise ValueError(f"{source!r} is a stage of a run, and no run is given")
+    path = pathlib.Path(home) / source.removeprefix(STAGE) / name
+    if not path.is_file():
+        raise ValueError(f"{source!r}: {path} is missing; has this stage ended?")
+    return str(path)

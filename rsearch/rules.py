@@ -79,6 +79,10 @@ RULES = {  # field -> (predicate, what would be right)
         lambda x: x is None or "{question}" in x,
         "a text that holds {question}",
     ),
+    "protocol.rewrite": (
+        lambda x: x is None or ("{question}" in x and "{document}" in x),
+        "a text that holds {document} and {question}",
+    ),
     "protocol.rag": (
         lambda x: x is None or ("{question}" in x and "{passages}" in x),
         "a text that holds {passages} and {question}",

@@ -8,6 +8,7 @@ import itertools
 import pathlib
 import re
 import sys
+from typing import NamedTuple
 
 import jax
 import xxhash
@@ -22,6 +23,7 @@ from rsearch.evaluate import (
     show,
 )
 from rsearch.metrics import read as read_metrics
+from rsearch.plan import SUMMARY, earlier_stages, kind_of, stage_configs
 from rsearch.stages import rl, sft
 from rsearch.workdir import Workdir, is_free, read_rows
 
@@ -51,17 +53,24 @@ def main(config, workdir) -> list[dict]:
         recipe = configuration.load(overrides.pop("config"))
         config = configuration.apply_overrides(recipe, overrides)
     # First what can fail: a workdir is bound to its configuration for good.
-    setup = build.load_setup(config, say=console.note)
-    demonstrations = _demonstrations(setup)
-    inputs = setup.inputs | _fingerprint(demonstrations)
+    shared = build.Shared()
+    base = build.load_setup(config, say=console.note, only_dev=True, shared=shared)
+    ready = {
+        stage: _prepare(stage, own, shared)
+        for stage, own in stage_configs(config)
+        if not earlier_stages(own)
+    }
+    inputs = dict(base.inputs)
+    for stage, prepared in ready.items():
+        _add_inputs(inputs, stage, prepared)
     with Workdir(workdir, config, inputs=inputs) as home:
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         has_begun = any((home.path / stage).exists() for stage in config.stages)
         again = "goes on" if has_begun else "begins"
         console.note(f"{config.name} {again} in {home.path} on {devices}")
         try:
-            evaluator = Evaluator(setup)
-            _run_stages(setup, demonstrations, evaluator, home)
+            evaluator = Evaluator(base)
+            _run_stages(base, ready, shared, inputs, evaluator, home)
         except KeyboardInterrupt:
             console.note(f"stopped; the same command goes on in {home.path}")
             raise
@@ -69,13 +78,32 @@ def main(config, workdir) -> list[dict]:
         return read_results(home.path)
 
 
-def _demonstrations(setup):
-    """The rollouts of the supervised stage, where there is one."""
-    if "sft" not in setup.config.stages:
-        return ()
-    return build.replay_demonstrations(
-        setup, progress=lambda items: console.progress(items, "demonstrations")
+class _Prepared(NamedTuple):
+    """What a stage starts with, but for parameters."""
+
+    setup: build.Setup
+    demonstrations: tuple  # rollouts, of a supervised stage
+
+
+def _prepare(stage, own, shared, home=None) -> _Prepared:
+    """Loads what a stage needs, and replays its demonstrations."""
+    setup = build.load_setup(own, say=console.note, home=home, shared=shared)
+    if kind_of(stage) != "sft":
+        return _Prepared(setup, ())
+    rollouts = build.replay_demonstrations(
+        setup,
+        progress=lambda items: console.progress(items, f"{stage}: demonstrations"),
     )
+    return _Prepared(setup, tuple(rollouts))
+
+
+def _add_inputs(inputs, stage, prepared):
+    """Fingerprints of a stage; what differs from the others' gets the stage's name."""
+    own = prepared.setup.inputs | _fingerprint(prepared.demonstrations)
+    for name, value in own.items():
+        is_own = inputs.setdefault(name, value) != value
+        if is_own:
+            inputs[f"{stage}.{name}"] = value
 
 
 def _fingerprint(demonstrations):
@@ -87,20 +115,41 @@ def _fingerprint(demonstrations):
     return {"sft.demonstrations": digest.hexdigest()} if demonstrations else {}
 
 
-def _run_stages(setup, demonstrations, evaluator, home):
-    """Stage after stage, each evaluated when it has ended."""
-    config = setup.config
-    params = build.initial_params(setup)
+def _run_stages(base, ready, shared, inputs, evaluator, home):
+    """Stage after stage; each that trains the policy is evaluated when it has ended."""
+    config = base.config
+    start = build.initial_params(base)
     if config.eval.at_start:
-        _evaluate(config, evaluator, params, START, 0, home.path)
-    for stage in config.stages:
+        _evaluate(config, evaluator, start, START, 0, home.path)
+    # Whose weights, and where they come from -> what they have become.
+    trained = {("policy", config.model.source): start}
+    for stage, own in stage_configs(config):
         folder = home.stage(stage)
-        if stage == "sft":
-            params = sft.run(setup, demonstrations, params, folder)
+        if kind_of(stage) == "curate" and (folder / SUMMARY).exists():
+            continue
+        prepared = ready.get(stage)
+        if prepared is None:
+            prepared = _prepare(stage, own, shared, home.path)
+            _add_inputs(inputs, stage, prepared)
+            home.add_inputs(inputs)
+        setup = prepared.setup
+        key = own.trains, own.model.source
+        params = trained.get(key)
+        if params is None:
+            params = build.initial_params(setup)
+        if kind_of(stage) == "curate":
+            from rsearch.stages import curate
+
+            curate.run(setup, params, folder, stage=stage)
+            continue
+        if kind_of(stage) == "sft":
+            params = sft.run(setup, prepared.demonstrations, params, folder)
         else:
-            params = rl.run(setup, evaluator, params, folder)
-        steps = config[stage].steps
-        _evaluate(config, evaluator, params, stage, steps, home.path)
+            params = rl.run(setup, evaluator, params, folder, stage=stage)
+        trained[key] = params
+        if own.trains == "policy":
+            steps = own[kind_of(stage)].steps
+            _evaluate(config, evaluator, params, stage, steps, home.path)
 
 
 def _evaluate(config, evaluator, params, stage, step, folder):
@@ -122,20 +171,29 @@ def _evaluate(config, evaluator, params, stage, step, folder):
 
 def _report(config, dataset, folder):
     """Transcripts, the curve and the table, in this order: the last is seen first."""
-    last = (config.stages[-1], "protocol", dataset)
+    trains = [s for s, own in stage_configs(config) if own.trains == "policy"]
+    trains = [s for s in trains if kind_of(s) != "curate"] or [START]
+    last = (trains[-1], "protocol", dataset)
     rows = read_rows(folder / "transcripts.jsonl")
     mine = [r for r in rows if (r["stage"], r["method"], r["dataset"]) == last]
     for row in mine[: config.eval.examples]:
         title = f"{row['id']}: {row['question']} -> {row['prediction']}"
         console.block(title, "".join(s["text"] for s in row["segments"]))
-    measured = folder / "rl" / "metrics.jsonl"
-    rewards = [r["reward"] for r in read_metrics(measured)] if measured.exists() else []
-    if rewards:
-        bars = sparkline(rewards)
-        console.block("reward by step", f"{bars} {rewards[0]:.2f} -> {rewards[-1]:.2f}")
+    for stage in trains:
+        file = folder / stage / "metrics.jsonl"
+        rewards = [row["reward"] for row in _rows_of(file) if "reward" in row]
+        if rewards:
+            title = "reward by step" + ("" if stage == "rl" else f", {stage}")
+            bars = sparkline(rewards)
+            console.block(title, f"{bars} {rewards[0]:.2f} -> {rewards[-1]:.2f}")
     show(read_results(folder), config)
     console.note(f"results, transcripts and checkpoints: {folder}")
     console.note(f"curves: tensorboard --logdir {folder}")
+
+
+def _rows_of(file):
+    """The metrics of a stage; [] where it has none yet."""
+    return read_metrics(file) if file.exists() else []
 
 
 def sparkline(values, *, width: int = 60) -> str:

@@ -112,6 +112,18 @@ class Workdir:
             body = {MARK: FORMAT, "config": now, "inputs": {**before, **inputs}}
             write_json(self.path / CONFIG, body)
 
+    def add_inputs(self, inputs):
+        """Binds the run to further {name: fingerprint}, those of a stage that begins.
+
+        Raises:
+            ValueError: an earlier start has seen another fingerprint.
+        """
+        whole = _read(self.path)
+        before = whole.get("inputs", {})
+        _check_inputs(self.path, before, inputs)
+        if self._lock is not None and inputs.keys() - before.keys():
+            write_json(self.path / CONFIG, {**whole, "inputs": {**before, **inputs}})
+
     def stage(self, name):
         """The directory of a stage, made where it is missing."""
         assert name.isidentifier(), name

@@ -7,10 +7,11 @@ from rsearch.build.engines import (
     make_rollouts,
     replay_demonstrations,
 )
-from rsearch.build.setup import Setup, initial_params, load_setup
+from rsearch.build.setup import Setup, Shared, initial_params, load_setup
 
 __all__ = [
     "Setup",
+    "Shared",
     "initial_params",
     "load_setup",
     "make_baseline",

@@ -10,6 +10,7 @@ from rsearch.data.demonstrations import (
     world_demonstrations,
 )
 from rsearch.learn import update
+from rsearch.plan import DEMONSTRATIONS, stage_file
 from rsearch.protocols import plain
 from rsearch.rollout.automaton import token_automaton
 from rsearch.rollout.conversation import (
@@ -149,7 +150,8 @@ def _demonstrations(setup: Setup):
             guess_share=s.guess_share,
             baseline_share=s.baseline_share,
         )
-    return load_demonstrations(s.demonstrations)
+    file = stage_file(s.demonstrations, DEMONSTRATIONS, setup.home)
+    return load_demonstrations(file)
 
 
 def replay_demonstrations(setup: Setup, *, progress=lambda items: items):

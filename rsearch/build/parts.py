@@ -10,6 +10,7 @@ from rsearch.models.decoder import Decoder, DecoderSpec
 from rsearch.models.sharding import param_shardings
 from rsearch.models.small_tokenizer import train_tokenizer
 from rsearch.models.tokenizer import Tokenizer, load_tokenizer
+from rsearch.plan import QUESTIONS, kinds, stage_file
 from rsearch.protocols import PROTOCOLS
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine, engine_in_memory
@@ -30,7 +31,7 @@ MAX_NAMED = 5  # questions named when they are left out
 def has_world(c) -> bool:
     """Whether a configuration names the embedded world anywhere."""
     named = [c.tokenizer.source, c.retrieval.corpus]
-    if "sft" in c.stages:
+    if "sft" in kinds(c):
         named.append(c.sft.demonstrations)
     files = (c.data.train, c.data.dev)
     return WORLD in named or any(f.startswith(f"{WORLD}:") for f in files)
@@ -132,13 +133,17 @@ def open_search(c, world) -> SearchEngine:
     )
 
 
-def read_questions(c, split, world, say) -> tuple[Question, ...]:
+def read_questions(c, split, world, say, home=None) -> tuple[Question, ...]:
     """The questions of "train" or "dev"; `say` hears of records left out.
+
+    A source "stage:<name>" means the questions that this stage of the run at `home`
+    has written.
 
     Raises:
         ValueError: a file that cannot be used, or a split the world does not have.
     """
     source, limit = c.data[split], c.data[f"max_{split}"]
+    source = stage_file(source, QUESTIONS, home)
     if source.startswith(f"{WORLD}:"):
         part = source.removeprefix(f"{WORLD}:")
         if part not in ("train", "dev"):

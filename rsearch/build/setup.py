@@ -21,10 +21,12 @@ from rsearch.build.parts import (
 )
 from rsearch.data.questions import fingerprint
 from rsearch.data.world import World, make_world
+from rsearch.fields import to_json
 from rsearch.models import huggingface, weights
 from rsearch.models.decoder import Decoder, init_params
 from rsearch.models.sharding import make_mesh, param_shardings
 from rsearch.models.tokenizer import Tokenizer
+from rsearch.plan import kinds
 from rsearch.protocols import PROTOCOLS, plain
 from rsearch.protocols.base import Protocol
 from rsearch.retrieval.engine import SearchEngine
@@ -39,7 +41,8 @@ class Setup:
     """What all stages of a run share.
 
     Attributes:
-        config: locked and validated.
+        config: of the run, or of one of its stages; locked and validated.
+        home: the run's directory, where "stage:..." is looked up; None without one.
         mesh: devices.
         world: the embedded one, where the configuration names it.
         tokenizer, protocol, model: of the policy.
@@ -55,6 +58,7 @@ class Setup:
     """
 
     config: ConfigDict
+    home: pathlib.Path | None
     mesh: Mesh
     world: World | None
     tokenizer: Tokenizer
@@ -71,39 +75,69 @@ class Setup:
     num_tokens: int
 
 
-def load_setup(config, *, say=lambda text: None, only_dev=False) -> Setup:
+class Shared:
+    """Parts that several stages of a run have in common, each made once."""
+
+    def __init__(self):
+        self._made = {}
+
+    def once(self, name, sections, make):
+        """`make()`, or what it was when this part was last made from these sections."""
+        key = name, tuple(map(to_json, sections))
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def load_setup(
+    config, *, say=lambda text: None, only_dev=False, home=None, shared=None
+) -> Setup:
     """Everything that a configuration names, loaded and checked.
 
     Args:
         config: with the fields of configs/base.py; checked here before all else.
         say: called with a line on each part that takes a while.
         only_dev: leave the training questions out.
+        home: the run's directory, if "stage:..." is to mean a stage of it.
+        shared: parts that other setups of the run have made; these are not said again.
 
     Raises:
         ValueError: a value or a file that cannot be used.
     """
     _check_config(config)
-    mesh = make_mesh(**config.mesh)
-    world = make_world(seed=config.seed, **config.world) if has_world(config) else None
+    c, once = config, (shared or Shared()).once
+    mesh = once("mesh", [c.mesh], lambda: make_mesh(**c.mesh))
+    world = None
+    if has_world(c):
+        seeded = ConfigDict({"seed": c.seed})
+        world = once(
+            "world", [seeded, c.world], lambda: make_world(seed=c.seed, **c.world)
+        )
     source = None
-    if config.model.source:
-        source = huggingface.find_model(config.model.source)
-    tokenizer = load_policy_tokenizer(config, world, source)
+    if c.model.source:
+        source = huggingface.find_model(c.model.source)
+    tokenizer = load_policy_tokenizer(c, world, source)
     protocol = plain.reworded(
-        PROTOCOLS[config.protocol.name],
-        user=config.protocol.instruction,
-        system=config.protocol.system,
-        invalid_message=config.protocol.invalid_message,
+        PROTOCOLS[c.protocol.name],
+        user=c.protocol.instruction,
+        system=c.protocol.system,
+        invalid_message=c.protocol.invalid_message,
     )
-    model = policy_model(config, tokenizer, source)
-    limits, num_tokens = budgets(config, tokenizer, protocol, model.spec)
-    say(f"model: {model.spec.num_params / 1e6:.3g} M parameters, {config.model.dtype}")
-    search = open_search(config, world)
-    say(f"retrieval: {len(search):,} passages, top {config.retrieval.top_k}")
-    train = () if only_dev else read_questions(config, "train", world, say)
+    model = policy_model(c, tokenizer, source)
+    limits, num_tokens = budgets(c, tokenizer, protocol, model.spec)
+    say(f"model: {model.spec.num_params / 1e6:.3g} M parameters, {c.model.dtype}")
+
+    def searching():
+        search = open_search(c, world)
+        say(f"retrieval: {len(search):,} passages, top {c.retrieval.top_k}")
+        return search
+
+    seeded = ConfigDict({"seed": c.seed})
+    search = once("search", [c.retrieval, c.world, seeded], searching)
+    train = () if only_dev else read_questions(c, "train", world, say, home)
     train, _ = fitting(train, "train", protocol, tokenizer, limits, say)
-    dev = read_questions(config, "dev", world, say)
-    most = config.eval.max_questions
+    dev = read_questions(c, "dev", world, say, home)
+    most = c.eval.max_questions
     dev, num_long = fitting(dev, "dev", protocol, tokenizer, limits, say, limit=most)
     if not dev:
         raise ValueError(
@@ -113,17 +147,11 @@ def load_setup(config, *, say=lambda text: None, only_dev=False) -> Setup:
     if only_dev:
         say(f"questions: {len(dev):,} held out")
     else:
-        _check_enough(config, train)
+        _check_enough(c, train)
         say(f"questions: {len(train):,} to learn from, {len(dev):,} held out")
-    inputs = {"tokenizer": tokenizer.fingerprint, "retrieval": search.fingerprint}
-    if not only_dev:
-        inputs["data.train"] = fingerprint(train)
-    if source is not None:
-        weight_files = sorted(source.glob("*.safetensors"))
-        digests = [f"{f.name} {files.sampled_digest(f)}" for f in weight_files]
-        inputs["model.source"] = ", ".join(digests)
     return Setup(
-        config=config,
+        config=c,
+        home=None if home is None else pathlib.Path(home),
         mesh=mesh,
         world=world,
         tokenizer=tokenizer,
@@ -134,15 +162,27 @@ def load_setup(config, *, say=lambda text: None, only_dev=False) -> Setup:
         train=train,
         dev=dev,
         num_long=num_long,
-        inputs=inputs,
-        judge=None if only_dev else load_judge(config, mesh),
+        inputs=_fingerprints(tokenizer, search, source, None if only_dev else train),
+        judge=None if only_dev else load_judge(c, mesh),
         limits=limits,
         num_tokens=num_tokens,
     )
 
 
+def _fingerprints(tokenizer, search, source, train):
+    """{name: fingerprint} of what a configuration names."""
+    inputs = {"tokenizer": tokenizer.fingerprint, "retrieval": search.fingerprint}
+    if train is not None:
+        inputs["data.train"] = fingerprint(train)
+    if source is not None:
+        weight_files = sorted(source.glob("*.safetensors"))
+        digests = [f"{f.name} {files.sampled_digest(f)}" for f in weight_files]
+        inputs["model.source"] = ", ".join(digests)
+    return inputs
+
+
 def _check_enough(config, train):
-    if "rl" in config.stages and len(train) < config.rl.questions_per_step:
+    if "rl" in kinds(config) and len(train) < config.rl.questions_per_step:
         raise ValueError(
             f"config.data.train = {config.data.train!r} gives {len(train)} questions, "
             "fewer than config.rl.questions_per_step = "

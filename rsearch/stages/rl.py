@@ -21,7 +21,7 @@ from rsearch.types import Outcome
 STAGE_KEY = 2  # folded into the seed: what this stage draws, no other does
 
 
-def run(setup: build.Setup, evaluator, params, folder):
+def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=None):
     """Trains by reinforcement, from where an earlier start of this stage stopped.
 
     Args:
@@ -29,6 +29,8 @@ def run(setup: build.Setup, evaluator, params, folder):
         evaluator: of held-out questions, asked every config.eval.every_steps.
         params: of the policy before this stage; they stay the reference.
         folder: of this stage: checkpoints, metrics.jsonl, curves.
+        stage: its name.
+        memory: what is memorised beside (see `rsearch.stages.memory`), or None.
 
     Returns:
         The policy's parameters after the stage.

@@ -1,0 +1,82 @@
+"""How R1-Searcher++ has retrieved knowledge reworded as recalled knowledge.
+
+A rewriting model is given the question and the documents of a correct response, and
+answers as if it had known them. What it writes enters the set T only if it searches
+nothing, recalls something and is right: see `recalled`.
+"""
+
+from rsearch.protocols.base import Protocol
+from rsearch.types import Answer, Messages, Passage
+
+SYSTEM = (
+    "You are an advanced reasoning assistant. Your core programming includes a vast "
+    "and comprehensive knowledge base. For the current task, a specific segment of "
+    "this pre-existing knowledge, hereafter referred to as your 'Activated Knowledge "
+    "Matrix,' is particularly relevant and is considered fully and irrevocably "
+    "integrated into your foundational understanding. ANY linguistic indication, "
+    "direct or indirect, that this information was externally 'provided,' 'given,' "
+    "'supplied,' 'sourced,' or made available to you specifically for this immediate "
+    "interaction will be considered a critical failure to adhere to your operational "
+    "design. When tackling a question, you must first delineate your reasoning "
+    "process. Break down complex questions into a series of straightforward "
+    "sub-questions, addressing each one sequentially. For each sub-question, you MUST "
+    "use the following tool: **Internal Reasoning Elaboration:** This tool MUST be "
+    "used for every sub-question, as the answer must be derived from your internal "
+    "knowledge. **UNWAVERING DIRECTIVE: Your internal knowledge, for the purpose of "
+    "this task, INTRINSICALLY and SEAMLESSLY includes all information within the "
+    "'Activated Knowledge Matrix' section detailed below. There is absolutely NO "
+    "distinction between your prior knowledge and the 'Activated Knowledge Matrix' "
+    "content.** Use this format: <|begin_internal_answer|> your structured thought and "
+    "answer here <|end_internal_answer|>. **CRITICAL USAGE PROTOCOL FOR THIS TOOL: "
+    "When using this tool, especially when drawing upon information that was part of "
+    "the 'Activated Knowledge Matrix,' your language MUST reflect that this is "
+    "information you inherently possess and are recalling. You are REQUIRED to phrase "
+    "such statements as if accessing your own memory or established understanding. "
+    "Conclude with your final answer in the format \\boxed{YOUR_ANSWER}. Activated "
+    "Knowledge Matrix: {document} Now, please answer the following question: "
+)
+USER = "Question: {question}"
+"""R1-Searcher++ (arXiv 2505.17005), Appendix B: "Rewriting only with Internal"."""
+
+INTERNAL = "<|begin_internal_answer|>", "<|end_internal_answer|>"
+
+
+def rewriting_messages(
+    question: str, passages: list[Passage], *, user: str | None = None
+) -> Messages:
+    """The chat that asks the rewriting model.
+
+    Args:
+        question: the question's text.
+        passages: of the correct response, in the order they were found.
+        user: replaces both messages; holds {document} and {question}.
+    """
+    document = "\n".join(p.contents for p in passages)
+
+    def fill(text):
+        # Split first: neither the question nor a document is searched for braces.
+        pieces = text.split("{document}")
+        return document.join(p.replace("{question}", question) for p in pieces)
+
+    if user is not None:
+        return [{"role": "user", "content": fill(user)}]
+    return [
+        {"role": "system", "content": fill(SYSTEM)},
+        {"role": "user", "content": fill(USER)},
+    ]
+
+
+def recalled(protocol: Protocol, text: str) -> Answer | None:
+    """The answer of a response that rests on recalled knowledge alone, else None.
+
+    Args:
+        protocol: of the policy that is to learn the response.
+        text: what the rewriting model wrote.
+    """
+    action = protocol.parse(text)
+    begin, end = (text.count(tag) for tag in INTERNAL)
+    is_recalled = 0 < begin == end
+    mentions_search = "_external_search|>" in text or "_search_result|>" in text
+    if isinstance(action, Answer) and is_recalled and not mentions_search:
+        return action
+    return None

@@ -1,0 +1,128 @@
+"""The set T that R1-Searcher++ memorises: what was found, reworded as recalled.
+
+After each step the correct rollouts that searched are reworded by the rewriting model;
+what is verified enters T, in a file, so that a resumed run has it too. Source:
+R1-Searcher++ (arXiv 2505.17005) section 4.2.2.
+"""
+
+import pathlib
+
+from rsearch import build, console
+from rsearch.data.order import take
+from rsearch.protocols.rewriting import recalled, rewriting_messages
+from rsearch.rollout.driver import replay
+from rsearch.text import cover_exact_match
+from rsearch.types import GenerateFn, Group, Question, Rollout
+from rsearch.workdir import read_rows, write_rows
+
+FILE = "memory.jsonl"  # in the stage's directory: {"step", "id", "question", "text"}
+
+
+def open_memory(setup: build.Setup, folder: pathlib.Path):
+    """The Memory of an RL stage; None where nothing is memorised."""
+    if not setup.config.rl.memorise_coef:
+        return None
+    rewrite = build.load_agent(setup, "rewriter")
+    return Memory(setup, rewrite, folder)
+
+
+class Memory:
+    """The set T, its file, and the model that words what enters it.
+
+    Args:
+        setup: of the stage.
+        rewrite: the rewriting model.
+        folder: of the stage.
+    """
+
+    def __init__(self, setup: build.Setup, rewrite: GenerateFn, folder: pathlib.Path):
+        self._setup, self._rewrite = setup, rewrite
+        self._host = build.make_host(setup)
+        self._file = folder / FILE
+        self._rows = read_rows(self._file) if self._file.exists() else []
+        self._segments: dict[tuple, Rollout] = {}
+
+    def rows(self, step: int) -> list:
+        """At most config.rl.memorise_rows conversations of T, drawn by step.
+
+        What a step after `step` had added before the run was killed is not in T yet.
+        """
+        known = [row for row in self._rows if row["step"] < step]
+        if not known:
+            return []
+        seed, most = self._setup.config.seed, self._setup.config.rl.memorise_rows
+        chosen = take(len(known), min(most, len(known)), seed=seed, step=step)
+        return [self._replayed(known[i]).segments for i in chosen]
+
+    def collect(self, step: int, groups: list[Group], rewards) -> dict[str, float]:
+        """Rewords this step's correct searches; keeps what is right and fits.
+
+        Args:
+            step: that the groups come from.
+            groups: Q groups.
+            rewards: [Q, G]; the best correct rollout of each question is reworded.
+
+        Returns:
+            How many were asked for, kept, and are in T.
+        """
+        self._rows = [row for row in self._rows if row["step"] < step]
+        chosen = [
+            (group.question, best)
+            for group, earned in zip(groups, rewards, strict=True)
+            if (best := self._best(group, earned)) is not None
+        ]
+        known = {row["id"] for row in self._rows}
+        chosen = [(q, r) for q, r in chosen if q.id not in known]
+        chats = [self._chat(question, rollout) for question, rollout in chosen]
+        replies = self._rewrite(chats) if chats else []
+        num_kept = 0
+        for (question, _), text in zip(chosen, replies, strict=True):
+            row = {"step": step, "id": question.id, "question": question.text}
+            row |= {"text": text}
+            if text is not None and self._is_right(question, row):
+                self._rows.append(row)
+                num_kept += 1
+        write_rows(self._file, self._rows)
+        return {
+            "memory_asked": float(len(chats)),
+            "memory_kept": float(num_kept),
+            "memory_size": float(len(self._rows)),
+        }
+
+    def _best(self, group, earned):
+        """The correct rollout that searched and earned most, or None."""
+        right = [
+            (earned[i], -i)
+            for i, rollout in enumerate(group.rollouts)
+            if rollout.searches
+            and rollout.outcome.is_signal
+            and cover_exact_match(rollout.answer, group.question.golden_answers)
+        ]
+        return group.rollouts[-max(right)[1]] if right else None
+
+    def _chat(self, question, rollout):
+        found = [p for s in rollout.searches for hits in s.passages for p in hits]
+        unique = list({p.contents: p for p in found}.values())
+        user = self._setup.config.protocol.rewrite
+        return rewriting_messages(question.text, unique, user=user)
+
+    def _is_right(self, question, row):
+        """Whether a rewording recalls all, answers right and can be learnt."""
+        answer = recalled(self._setup.protocol, row["text"])
+        if answer is None:
+            return False
+        if not cover_exact_match(answer.text, question.golden_answers):
+            return False
+        try:
+            self._replayed(row)
+        except ValueError as error:  # too long for a turn
+            console.note(f"memory: left out: {error}")
+            return False
+        return True
+
+    def _replayed(self, row):
+        key = row["id"], row["text"]
+        if key not in self._segments:
+            question = Question(row["id"], row["question"], ())
+            self._segments[key] = replay(self._host, question, (row["text"],))
+        return self._segments[key]
