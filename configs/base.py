@@ -89,6 +89,8 @@ def _retrieval():
     c.top_k = 1  # passages for one query
     c.cache_size = 10_000  # queries whose results are remembered; 0 = none
     c.hashed_dim = 512  # features of the hashed encoder's vectors
+    # How config.writer is asked: by ReaRAG's code, or in the words of its paper's time.
+    c.writing = "context_only"  # "context_only" or "unless_comparison"
     return c
 
 
@@ -162,6 +164,9 @@ def _asked_model():
     c.max_reply_tokens = 64  # replies are cut there
     c.temperature = 0.0  # of sampling; 0 = greedy
     c.top_p = 1.0  # smallest probability mass kept when sampling; 1 = everything
+    c.api_key_env = ""  # environment variable with an endpoint's key; "" = none
+    c.timeout_seconds = 60.0  # of one call of an endpoint
+    c.max_retries = 4  # of a call that failed; then it counts as failed
     return c
 
 
@@ -200,6 +205,7 @@ def get_config():
     c.rewriter = _asked_model()  # that words what was learnt from passages as recalled
     c.writer = _asked_model()  # that writes observations from passages; "" = they show
     c.answerer = _asked_model()  # that words the final answer; "" = as the policy did
+    c.reader = _asked_model()  # that is given the policy's evidence; see eval.methods
     c.mesh = ConfigDict()  # devices; the product of the three is their number
     c.mesh.data = -1  # copies of the model that share the batch; -1 = all remaining
     c.mesh.fsdp = 1  # parts the weights are cut into; these share the batch too
@@ -211,7 +217,10 @@ def get_config():
     c.eval = ConfigDict()
     c.eval.at_start = True  # also before the first stage
     c.eval.every_steps = 0  # of RL, dev scores in metrics.jsonl; 0 = only after stages
-    c.eval.methods = ("protocol", "direct", "rag")  # which of these, after each stage
+    # Which, after each stage: of the policy "protocol", "direct" and "rag"; of
+    # config.reader "evidence", "reader_direct" and "reader_rag".
+    c.eval.methods = ("protocol", "direct", "rag")
+    c.eval.answer_from = "finish"  # what config.answerer words: "finish", or the "log"
     c.eval.max_questions = 0  # of dev; 0 = all
     c.eval.normalize = "squad"  # of answers: "squad" or "r1_searcher"
     c.eval.examples = 3  # transcripts printed at the end

@@ -9,7 +9,8 @@ import math
 from rsearch.crosschecks import CROSS_CHECKS, check_mesh
 from rsearch.plan import is_stage, stage_configs
 
-METHODS = ("protocol", "direct", "rag")
+READER_METHODS = ("evidence", "reader_direct", "reader_rag")
+METHODS = ("protocol", "direct", "rag", *READER_METHODS)
 WORDS = {  # fields of one word -> the words there are
     "model.dtype": ("float32", "bfloat16"),
     "data.on_bad": ("raise", "skip"),
@@ -19,6 +20,8 @@ WORDS = {  # fields of one word -> the words there are
     "rl.loss_mean": ("token", "sequence"),
     "rl.behavior": ("sampled", "scored"),
     "eval.normalize": ("squad", "r1_searcher"),
+    "eval.answer_from": ("finish", "log"),
+    "retrieval.writing": ("context_only", "unless_comparison"),
     "retrieval.family": ("minilm", "e5", "bge"),
 }
 
@@ -56,6 +59,8 @@ ASKED_MODEL = {  # fields of a model that is asked beside the policy
     "max_reply_tokens": _at_least(1),
     "temperature": _at_least(0),
     "top_p": (lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+    "timeout_seconds": _above(0),
+    "max_retries": _at_least(0),
 }
 RULES = {  # field -> (predicate, what would be right)
     "seed": _between(0, 2**31 - 1),
@@ -138,7 +143,7 @@ RULES = {  # field -> (predicate, what would be right)
     "reward": (lambda x: len(x) > 0, "at least one term with its settings"),
     **{
         f"{model}.{field}": rule
-        for model in ("judge", "rewriter", "writer", "answerer")
+        for model in ("judge", "rewriter", "writer", "answerer", "reader")
         for field, rule in ASKED_MODEL.items()
     },
     "mesh.data": (

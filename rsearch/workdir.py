@@ -25,6 +25,8 @@ LOCK = "lock"
 FREE_SECTIONS = (
     "checkpoint",  # when progress is saved
     "eval",  # what is measured; training does not look at it
+    "answerer",  # likewise
+    "reader",  # likewise
     "mesh",  # the machine: same numbers to rounding, and checkpoints reshard
 )
 FREE_FIELDS = (

@@ -1,13 +1,17 @@
-"""A local model as a GenerateFn: chats in, replies out, greedily."""
+"""A local model as a GenerateFn: chats in, replies out."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import xxhash
 
 from rsearch.models.decoder import Decoder
 from rsearch.models.tokenizer import Tokenizer
 from rsearch.rollout.automaton import token_automaton
 from rsearch.rollout.sampler import Sampler
 from rsearch.types import GenerateFn
+
+SHRINK = 4  # a smaller batch has 1/4 of the rows of the next larger one
 
 
 def local_generator(
@@ -19,15 +23,25 @@ def local_generator(
     num_rows: int,
     max_prompt_tokens: int,
     max_reply_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
 ) -> GenerateFn:
     """A GenerateFn that asks this model.
+
+    What is drawn follows from the seed, the chat, and how often the same chat stands
+    before it in the same call: chats beside it, batches and devices change nothing, and
+    a chat given n times in one call gets n draws.
 
     Args:
         model, params, tokenizer: the model.
         mesh: devices that it runs on.
-        num_rows: chats answered at once.
+        num_rows: chats answered at once; fewer run in smaller batches of a few sizes.
         max_prompt_tokens: a longer chat is not asked: its reply is None.
         max_reply_tokens: a reply is cut there.
+        temperature: of sampling; 0 takes the most likely token.
+        top_p: smallest probability mass kept when sampling; 1 is everything.
+        seed: of the draws.
     """
     sampler = Sampler(
         model,
@@ -37,21 +51,25 @@ def local_generator(
         num_slots=max_prompt_tokens + max_reply_tokens,
         max_turn_tokens=max_reply_tokens,
         chunk=min(128, max_prompt_tokens),
-        temperature=0.0,
-        top_p=1.0,
+        temperature=temperature,
+        top_p=top_p,
     )
     params = sampler.place(params)
-    keys = jax.random.split(jax.random.key(0), num_rows)  # Greedy: never drawn from.
-    budget = np.full(num_rows, max_reply_tokens, np.int32)
+    key = jax.random.key(seed)
+    sizes = batch_sizes(num_rows)
 
-    def ask(prompts):
-        """Replies to at most `num_rows` prompts."""
-        tokens = np.zeros((num_rows, max_prompt_tokens), np.int32)
-        count = np.ones(num_rows, np.int32)
-        active = np.zeros(num_rows, bool)
-        for i, ids in enumerate(prompts):
-            tokens[i, : len(ids)], count[i], active[i] = ids, len(ids), True
+    def ask(prompts, names):
+        """Replies to at most `num_rows` prompts, whose draws these numbers name."""
+        size = min(s for s in sizes if s >= len(prompts))
+        tokens = np.zeros((size, max_prompt_tokens), np.int32)
+        count = np.ones(size, np.int32)
+        named = np.zeros((size, 2), np.uint32)
+        for i, (ids, name) in enumerate(zip(prompts, names, strict=True)):
+            tokens[i, : len(ids)], count[i], named[i] = ids, len(ids), name
         rows = sampler.prefill(params, tokens, count)
+        active = np.arange(size) < len(prompts)
+        budget = np.full(size, max_reply_tokens, np.int32)
+        keys = _row_keys(key, named)
         _, written = sampler.decode(params, rows, keys, active, budget)
         written = jax.device_get(written)
         return [
@@ -64,12 +82,40 @@ def local_generator(
 
     def generate(chats):
         prompts = [tokenizer.encode_prompt(chat) for chat in chats]
+        names = _names(prompts)
         fitting = [i for i, p in enumerate(prompts) if len(p) <= max_prompt_tokens]
         replies: list[str | None] = [None] * len(chats)
         for start in range(0, len(fitting), num_rows):
             part = fitting[start : start + num_rows]
-            for i, reply in zip(part, ask([prompts[i] for i in part]), strict=True):
+            found = ask([prompts[i] for i in part], [names[i] for i in part])
+            for i, reply in zip(part, found, strict=True):
                 replies[i] = reply
         return replies
 
     return generate
+
+
+def batch_sizes(num_rows: int) -> list[int]:
+    """Ascending numbers of rows that are compiled: `num_rows`, a quarter of it, ..."""
+    sizes = [num_rows]
+    while sizes[0] > 1:
+        sizes.insert(0, -(-sizes[0] // SHRINK))
+    return sizes
+
+
+def _names(prompts):
+    """(digest of the prompt's ids, how many equal ones precede it) for each prompt."""
+    seen, names = {}, []
+    for ids in prompts:
+        digest = xxhash.xxh32_intdigest(np.asarray(ids, "<i4").tobytes())
+        names.append((digest, seen.get(digest, 0)))
+        seen[digest] = names[-1][1] + 1
+    return names
+
+
+@jax.jit
+def _row_keys(key, names):
+    """[B] keys from [B, 2] numbers."""
+    fold = jax.vmap(jax.random.fold_in)
+    keys = jax.vmap(lambda n: jax.random.fold_in(key, n))(names[:, 0])
+    return fold(keys, jnp.asarray(names[:, 1]))

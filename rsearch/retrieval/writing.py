@@ -1,0 +1,82 @@
+"""ReaRAG's RAG engine: passages are found, and a model writes what they say.
+
+The observation that the policy reads is then an answer in sentences instead of the
+passages themselves (arXiv 2503.21729, section 3.3 and the prompt of its appendix B).
+"""
+
+import re
+from collections.abc import Sequence
+
+from rsearch.types import GenerateFn, Passage, SearchFn
+
+PROMPTS = {
+    "context_only": (
+        "#Context\n{passages}\n\n#Instruction\nAnswer the query based on the given "
+        "Context. **Do not provide answer from your own knowledge!!**.\n"
+        "Query: {query}\nResponse:"
+    ),
+    "unless_comparison": (
+        "#Context\n{passages}\n\n#Instruction\nIf the Question is comparison type, do "
+        "not refer the given Context, else, answer the Question based on the given "
+        "Context.\nQuestion: {query}\nResponse:"
+    ),
+}
+"""How a writer is asked: as in ReaRAG's code, and in the words of its paper's time."""
+
+FIELDS = re.compile(r"\{(passages|query)\}")
+
+
+def writing_messages(query: str, passages: Sequence[Passage], *, prompt: str):
+    """The chat that asks for an observation.
+
+    Args:
+        query: that was searched.
+        passages: that were found, best first; a blank line stands between two.
+        prompt: a key of PROMPTS.
+    """
+    values = {
+        "query": query,
+        "passages": "\n\n".join(p.contents.strip() for p in passages),
+    }
+    # In one go: a passage that holds "{query}" stays as it is.
+    content = FIELDS.sub(lambda field: values[field[1]], PROMPTS[prompt])
+    return [{"role": "user", "content": content}]
+
+
+def written(
+    search: SearchFn, write: GenerateFn, *, prompt: str = "context_only"
+) -> SearchFn:
+    """A SearchFn whose one passage for a query is what a model wrote from those found.
+
+    The passage has no title: its contents begin with an empty line, and its id names
+    the passages that it was written from. All queries of a call are searched and
+    written in one batch, equal ones once. Where the search or the writer failed, the
+    result is None, which ends a rollout as a tool error; where nothing is found, the
+    writer is not asked and nothing is shown.
+
+    Args:
+        search: finds passages.
+        write: the model, told to answer from them alone.
+        prompt: a key of PROMPTS.
+    """
+    if prompt not in PROMPTS:
+        raise ValueError(f"{prompt=}: must be one of {', '.join(PROMPTS)}")
+
+    def observe(queries):
+        asked = list(dict.fromkeys(queries))
+        found = dict(zip(asked, search(asked), strict=True))
+        told = [query for query in asked if found[query]]
+        chats = [writing_messages(q, found[q], prompt=prompt) for q in told]
+        replies = write(chats) if chats else []
+        results = {query: found[query] for query in asked if not found[query]}
+        for query, reply in zip(told, replies, strict=True):
+            results[query] = None if reply is None else _observed(reply, found[query])
+        return [results[query] for query in queries]
+
+    return observe
+
+
+def _observed(reply, passages):
+    """What was written, as the only passage; its score is that of the best one."""
+    name = "written from " + ", ".join(p.id for p in passages)
+    return (Passage(name, f"\n{reply.strip()}", passages[0].score),)
