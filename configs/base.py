@@ -110,6 +110,32 @@ def _rollout():
     return c
 
 
+def _curate():
+    """Data stage: rolls out train's questions with the stage's model and keeps some."""
+    c = ConfigDict()
+    c.method = "segments"  # a key of METHODS in rsearch/stages/curate.py
+    c.measure = "em"  # right is: "em" or "cover_em" of 1, or any "f1" above 0
+    c.normalize = "squad"  # of answers: "squad" or "r1_searcher"
+    c.rollouts = 1  # of a question at most; further ones only until enough is kept
+    c.per_question = 1  # rollouts kept of a question at most
+    c.max_kept = 0  # questions kept, drawn by config.seed; 0 = all
+    c.first = ""  # "stage:<name>": its rollouts are the first; "answerable"
+    c.retry_temperature = 1.2  # of the wrong ones' further rollouts; "answerable"
+    c.retry_rollouts = 10  # ... how many at most, until one is right
+    c.retry_searches = 10  # ... turns of each in which it may search
+    c.right_share = 0.25  # of the questions right at first that are kept; likewise
+    c.easy_below = 10  # rollouts until right: fewer are easy; "difficulty"
+    c.hard_above = 20  # ... more are hard, and those between medium
+    c.keep_unsolved = True  # a question never right is hard; False leaves it out
+    # "[dataset] difficulty number" each: "medium 200", "hotpotqa hard 2000", "easy 0.5"
+    # for a share, "medium 200:350" for those after the first 200; () keeps all.
+    c.mix = ()
+    c.max_steps = 25  # Thought and Action pairs of a chain; "chains"
+    c.max_retries = 20  # unusable steps of a chain that are sampled again, in all
+    c.observations = "engine"  # found by the "engine", or in the "gold" passages
+    return c
+
+
 def _sft():
     """Supervised stage: cross-entropy on the policy's tokens of demonstrations."""
     c = ConfigDict()
@@ -129,7 +155,7 @@ def _sft():
 
 
 def _rl():
-    """Reinforcement stage. A rollout's advantage is relative to those of its group."""
+    """Reinforcement stage. Sources of the formulas are in rsearch/learn."""
     c = ConfigDict()
     c.steps = 16  # each: roll out, reward, updates_per_step optimiser steps
     c.questions_per_step = 32  # groups a step
@@ -138,17 +164,53 @@ def _rl():
     c.lr = 6e-4  # peak learning rate
     c.warmup_steps = 0  # optimiser steps of linear warm-up
     c.decay = False  # fall linearly to a tenth of lr at the last step
+    # verl's schedule: warmup_steps are RL steps, and the first of them has a rate of 0.
+    c.lr_first_step_zero = False
+    # A rollout's reward compared with its group's ("grpo", "rloo"), with all of the
+    # step's ("reinforce_pp"), with first the one and then the other
+    # ("reinforce_pp_baseline"), or with what a value model expected ("ppo").
+    c.algorithm = "grpo"
+    c.advantage_mask = "policy"  # GAE, critic, whitening: "policy" or "response" tokens
+    c.gamma = 1.0  # of "ppo": discount of a reward, per token
+    c.gae_lambda = 1.0  # of "ppo": 1 = whole returns, 0 = one token and then the value
+    c.normalize_std = True  # of "grpo": divide by the group's standard deviation
+    c.std_eps = 1e-6  # ... and add this to that deviation
+    c.std_ddof = 1  # ... which is the sample's (1) or the population's (0)
     c.behavior = "sampled"  # log-probs: as "sampled", or "scored" by the trainer
+    c.tis_cap = 0.0  # weight scored / sampled probability, at most this; 0 = none
+    c.ratio = "token"  # probability ratio of a "token", or of the "sequence" (GSPO)
     c.clip_low = 0.2  # the probability ratio is kept above 1 - clip_low
     c.clip_high = 0.2  # ... and below 1 + clip_high
+    c.dual_clip = 0.0  # a bad token's loss is at most this x -advantage; 0 = unbounded
     c.kl_coef = 0.0  # weight of the divergence from the reference; 0 = no reference
     # Estimator of it. In the loss "k1" has no gradient on average: it only adds noise.
     c.kl_kind = "k3"  # "k1", "k2" or "k3"
     c.kl_place = "loss"  # where it acts: "loss" or "reward"
-    c.loss_mean = "token"  # over all tokens, or per "sequence" first
-    c.normalize_std = True  # divide the advantage by the group's standard deviation
-    c.std_eps = 1e-6  # added to that deviation
+    c.kl_controller = "fixed"  # "adaptive" moves kl_coef towards kl_target
+    c.kl_target = 0.05  # of "adaptive": nats per policy token
+    c.kl_gain = 0.1  # ... share of its (clipped) error that an update corrects
+    # Mean over all tokens, per "sequence" first, per micro-batch first ("micro_token"),
+    # or "constant": a sum over rows x loss_tokens.
+    c.loss_mean = "token"
+    c.loss_tokens = 0  # of "constant"; 0 = what a rollout's turns can come to
     c.entropy_coef = 0.0  # weight of the entropy bonus, per token in nats
+    c.mask_truncated = False  # leave rollouts that a budget ended out of the loss
+    # Rounds of further questions in place of those whose rollouts all earn the same;
+    # what still has no spread then is left out of the loss. 0 = all are learnt from.
+    c.refill_rounds = 0
+    c.memorise_coef = 0.0  # weight (mu) of the memorised rows' log-likelihood; 0 = none
+    c.memorise_rows = 64  # of the set T that an update learns from, at most
+    return c
+
+
+def _critic():
+    """The value model of rl.algorithm "ppo", which starts from the policy's weights."""
+    c = ConfigDict()
+    c.lr = 1e-5  # peak learning rate
+    c.warmup_steps = 0  # optimiser steps of linear warm-up
+    c.max_grad_norm = 1.0  # global norm that gradients are scaled down to
+    c.value_clip = 0.5  # values move at most this far from the old ones; 0 = freely
+    c.pretrain_steps = 0  # RL steps at the start in which it alone learns
     return c
 
 
@@ -196,8 +258,10 @@ def get_config():
     c.world = _world()
     c.retrieval = _retrieval()
     c.rollout = _rollout()
+    c.curate = _curate()
     c.sft = _sft()
     c.rl = _rl()
+    c.critic = _critic()
     c.optim = _optim()
     # Term -> its settings; the reward is the weighted sum. A recipe replaces the whole.
     c.reward = ConfigDict({"answer_em": {"weight": 1.0}})

@@ -5,11 +5,13 @@ fit together is in `rsearch/crosschecks.py`.
 """
 
 import math
+import re
 
 from rsearch.crosschecks import CROSS_CHECKS, check_mesh
-from rsearch.plan import is_stage, stage_configs
+from rsearch.plan import STAGE, is_stage, stage_configs
 
 READER_METHODS = ("evidence", "reader_direct", "reader_rag")
+MIX = r"(\S+ )?(easy|medium|hard) (\d+(:\d*)?|0?\.\d+)"  # of curate.mix
 METHODS = ("protocol", "direct", "rag", *READER_METHODS)
 WORDS = {  # fields of one word -> the words there are
     "model.dtype": ("float32", "bfloat16"),
@@ -17,8 +19,25 @@ WORDS = {  # fields of one word -> the words there are
     "trains": ("policy", "rewriter"),
     "rl.kl_kind": ("k1", "k2", "k3"),
     "rl.kl_place": ("loss", "reward"),
-    "rl.loss_mean": ("token", "sequence"),
+    "rl.loss_mean": ("token", "sequence", "constant", "micro_token"),
+    "rl.algorithm": ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo"),
+    "rl.advantage_mask": ("policy", "response"),
+    "rl.ratio": ("token", "sequence"),
+    "rl.kl_controller": ("fixed", "adaptive"),
     "rl.behavior": ("sampled", "scored"),
+    "curate.method": (
+        "segments",
+        "answerable",
+        "difficulty",
+        "mix",
+        "both_knowledge",
+        "rewriter",
+        "chains",
+        "no_reasoning",
+    ),
+    "curate.measure": ("em", "cover_em", "f1"),
+    "curate.normalize": ("squad", "r1_searcher"),
+    "curate.observations": ("engine", "gold"),
     "eval.normalize": ("squad", "r1_searcher"),
     "eval.answer_from": ("finish", "log"),
     "retrieval.writing": ("context_only", "unless_comparison"),
@@ -114,6 +133,25 @@ RULES = {  # field -> (predicate, what would be right)
     "rollout.top_p": (lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
     "rollout.slots": _at_least(1),
     "rollout.extend_chunk": _at_least(1),
+    "curate.rollouts": _at_least(1),
+    "curate.per_question": _at_least(1),
+    "curate.max_kept": _at_least(0),
+    "curate.first": (
+        lambda x: x == "" or x.startswith(STAGE),
+        "'' or 'stage:<name>'",
+    ),
+    "curate.retry_temperature": _above(0),
+    "curate.retry_rollouts": _at_least(1),
+    "curate.retry_searches": _at_least(0),
+    "curate.right_share": _between(0, 1),
+    "curate.easy_below": _at_least(1),
+    "curate.hard_above": _at_least(1),
+    "curate.mix": (
+        lambda x: all(re.fullmatch(MIX, entry) for entry in x),
+        "texts such as 'medium 200', 'hotpotqa hard 2000', 'easy 0.5', 'hard 10:20'",
+    ),
+    "curate.max_steps": _at_least(1),
+    "curate.max_retries": _at_least(0),
     "sft.steps": _at_least(0),
     "sft.batch_size": _at_least(1),
     "sft.micro_batch": _at_least(1),
@@ -133,6 +171,22 @@ RULES = {  # field -> (predicate, what would be right)
     "rl.clip_low": _inside(0, 1),
     "rl.clip_high": _above(0),
     "rl.kl_coef": _at_least(0),
+    "rl.kl_target": _above(0),
+    "rl.kl_gain": _between(0, 1),
+    "rl.gamma": _between(0, 1),
+    "rl.gae_lambda": _between(0, 1),
+    "rl.tis_cap": _at_least(0),
+    "rl.dual_clip": (lambda x: x == 0 or x > 1, "0, or a finite number > 1"),
+    "rl.loss_tokens": _at_least(0),
+    "rl.refill_rounds": _at_least(0),
+    "rl.memorise_coef": _at_least(0),
+    "rl.memorise_rows": _at_least(1),
+    "rl.std_ddof": _between(0, 1),
+    "critic.lr": _at_least(0),
+    "critic.warmup_steps": _at_least(0),
+    "critic.max_grad_norm": _above(0),
+    "critic.value_clip": _at_least(0),
+    "critic.pretrain_steps": _at_least(0),
     "rl.std_eps": _above(0),
     "rl.entropy_coef": _at_least(0),
     "optim.b1": (lambda x: 0 <= x < 1, "a number from 0, below 1"),
