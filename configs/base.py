@@ -69,12 +69,17 @@ def _data():
 def _world():
     """The embedded synthetic world; made from config.seed where "world" is named."""
     c = ConfigDict()
-    c.people = 500  # each with a birthplace and an employer
-    c.films = 400  # each with a director
-    c.companies = 100  # each with a seat
-    c.cities = 100  # each with a country
-    c.train_questions = 1_400  # two-hop questions to learn from
-    c.dev_questions = 200  # held-out two-hop questions, about unseen heads
+    c.people = 400  # each with a birthplace, an employer and a year of birth
+    c.films = 300  # each with a director and a year
+    c.companies = 60  # each with a seat
+    c.cities = 60  # each with a country
+    c.train_questions = 1_400  # to learn from
+    c.dev_questions = 200  # held out, about unseen heads
+    c.kinds = ("single", "bridge", "three_hop", "four_hop", "comparison")  # of questions
+    c.kinds += ("unanswerable",)  # ... the last of which no passage answers
+    c.known_share = 0.2  # of the entities are famous: pretraining teaches their facts
+    c.missing_share = 0.15  # of the people lack a fact; where "unanswerable" is asked
+    c.distractors = 100  # passages about near-homonyms, which no question is about
     return c
 
 

@@ -75,10 +75,14 @@ def _check_context(c):
 
 
 def _check_groups(c):
-    if "rl" in kinds(c) and c.rollout.group_size < 2:
+    alone = ("ppo", "reinforce_pp")
+    compares = c.rl.algorithm not in alone or c.rl.refill_rounds
+    if "rl" in kinds(c) and c.rollout.group_size < 2 and compares:
         raise ValueError(
             f"config.rollout.group_size = {c.rollout.group_size}: must be >= 2, since "
-            "a rollout's advantage is its reward relative to the others of its group"
+            "a rollout's advantage is its reward relative to the others of its group; "
+            f"config.rl.algorithm = {alone[0]!r} or {alone[1]!r} without "
+            "config.rl.refill_rounds needs no group"
         )
     if c.rollout.slots % c.rollout.group_size:
         raise ValueError(
@@ -118,6 +122,27 @@ def _check_rl_batch(c):
             f"config.rl.warmup_steps = {c.rl.warmup_steps} leaves no room for a decay "
             f"in {c.rl.steps} steps x {c.rl.updates_per_step} updates = {total} "
             "optimiser steps"
+        )
+
+
+def _check_rl_settings(c):
+    """Settings that mean nothing without another."""
+    if "rl" not in kinds(c):
+        return
+    if c.rl.tis_cap and c.rl.behavior != "scored":
+        raise ValueError(
+            f"config.rl.tis_cap = {c.rl.tis_cap} needs config.rl.behavior = 'scored': "
+            "the weight is the trainer's probability over the sampler's"
+        )
+    if c.rl.kl_controller == "adaptive" and not c.rl.kl_coef:
+        raise ValueError(
+            "config.rl.kl_controller = 'adaptive' needs config.rl.kl_coef > 0, the "
+            "coefficient it starts from"
+        )
+    if c.rl.memorise_coef and c.rl.memorise_rows % c.rl.micro_batch:
+        raise ValueError(
+            f"config.rl.memorise_rows = {c.rl.memorise_rows} is not a multiple of "
+            f"config.rl.micro_batch = {c.rl.micro_batch}"
         )
 
 
@@ -169,6 +194,7 @@ CROSS_CHECKS = (
     _check_context,
     _check_groups,
     _check_rl_batch,
+    _check_rl_settings,
     _check_sft_batch,
     _check_shards,
 )
