@@ -9,7 +9,8 @@ Two families of normalisation are in use, named by the keys of NORMALIZERS:
 Every score is the best over the golden answers, and 0 for a prediction of None. A text
 of which normalisation leaves nothing ("The The", "!!!") is compared as it stands, in
 lower case, so that an empty prediction never matches it and no prediction covers it by
-default; the public scripts give such golden answers to everybody.
+default; the public scripts compare what normalisation leaves, and nothing equals
+nothing: `empty_matches`.
 """
 
 import re
@@ -47,7 +48,11 @@ CLOSED_ANSWERS = {  # where one side is such an answer, F1 wants the other to eq
 
 
 def exact_match(
-    prediction: str | None, golden_answers: Sequence[str], *, normalize: str
+    prediction: str | None,
+    golden_answers: Sequence[str],
+    *,
+    normalize: str,
+    empty_matches: bool = False,
 ) -> float:
     """1.0 where the prediction equals a golden answer after normalisation, else 0.0.
 
@@ -55,46 +60,72 @@ def exact_match(
         prediction: the answer given; None where there was none.
         golden_answers: every answer that counts as right.
         normalize: a key of NORMALIZERS.
+        empty_matches: a text of which normalisation leaves nothing equals every other
+            such text, as in the public scripts.
     """
-    return _best(_equal, prediction, golden_answers, normalize)
+    return _best(_equal, prediction, golden_answers, normalize, empty_matches)
 
 
 def f1(
-    prediction: str | None, golden_answers: Sequence[str], *, normalize: str
+    prediction: str | None,
+    golden_answers: Sequence[str],
+    *,
+    normalize: str,
+    empty_matches: bool = False,
 ) -> float:
     """Harmonic mean of the precision and recall of words, in [0, 1].
 
     Words count as often as they occur. Under "r1_searcher" an answer that is one of
-    CLOSED_ANSWERS shares nothing with any other text, as in HotpotQA's script.
+    CLOSED_ANSWERS shares nothing with any other text, as in HotpotQA's script. With
+    `empty_matches` a text of which normalisation leaves nothing has no words to share,
+    not even with itself.
     """
-    return _best(_overlap, prediction, golden_answers, normalize)
+    return _best(_overlap, prediction, golden_answers, normalize, empty_matches)
 
 
 def cover_exact_match(
-    prediction: str | None, golden_answers: Sequence[str], *, normalize: str
+    prediction: str | None,
+    golden_answers: Sequence[str],
+    *,
+    normalize: str,
+    order: str = "any",
+    empty_matches: bool = False,
 ) -> float:
     """1.0 where every word of a golden answer occurs in the prediction, else 0.0.
 
-    The words may stand in any order and place: the measure that R1-Searcher reports as
-    cover exact match. It favours long predictions.
+    It favours long predictions.
+
+    Args:
+        prediction, golden_answers, normalize, empty_matches: as in `exact_match`.
+        order: "any": the words may stand in any order and place, the measure that
+            R1-Searcher reports as cover exact match. "contiguous": they must follow
+            one another as in the golden answer. "substring": the same of characters,
+            so that "art" is found in "party"; the other variant that R1-Searcher's
+            evaluation computes, and Search-R1's substring match.
     """
-    return _best(_covers, prediction, golden_answers, normalize)
+    measure = {"any": _covers, "contiguous": _contains, "substring": _is_part}[order]
+    return _best(measure, prediction, golden_answers, normalize, empty_matches)
 
 
-def _best(measure, prediction, golden_answers, family):
+def _best(measure, prediction, golden_answers, family, empty_matches):
     assert not isinstance(golden_answers, str), golden_answers
     if prediction is None:
         return 0.0
-    predicted = _comparable(prediction, family)
+    if empty_matches and measure is not _overlap:
+        empty = not NORMALIZERS[family](prediction)
+        if empty and any(not NORMALIZERS[family](g) for g in golden_answers):
+            return 1.0
+    comparable = NORMALIZERS[family] if empty_matches else _comparable(family)
+    predicted = comparable(prediction)
     return max(
-        (measure(predicted, _comparable(g, family), family) for g in golden_answers),
+        (measure(predicted, comparable(g), family) for g in golden_answers),
         default=0.0,
     )
 
 
-def _comparable(text, family):
-    """The normal form, or the text itself in lower case where that is empty."""
-    return NORMALIZERS[family](text) or " ".join(text.lower().split())
+def _comparable(family):
+    """Text -> its normal form, or the text itself in lower case where that is empty."""
+    return lambda text: NORMALIZERS[family](text) or " ".join(text.lower().split())
 
 
 def _equal(predicted, golden, family):
@@ -116,3 +147,12 @@ def _overlap(predicted, golden, family):
 def _covers(predicted, golden, family):
     words = set(golden.split())
     return float(bool(words) and words <= set(predicted.split()))
+
+
+def _contains(predicted, golden, family):
+    # Spaces at both ends, so that "art" is no part of "party".
+    return float(bool(golden) and f" {golden} " in f" {predicted} ")
+
+
+def _is_part(predicted, golden, family):
+    return float(bool(golden) and golden in predicted)

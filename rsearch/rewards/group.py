@@ -2,20 +2,21 @@
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
-from collections.abc import Mapping
+import typing
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rsearch.rewards.r1_searcher import CHECKS
 from rsearch.rewards.terms import TERMS
-from rsearch.text import NORMALIZERS
 from rsearch.types import GenerateFn, Group, Outcome
 
-WORDS = {  # settings of one word -> the words there are
-    "normalize": tuple(NORMALIZERS),
-    "indicator": ("executed", "tags"),
-}
+WEIGHT = inspect.Parameter(
+    "weight", inspect.Parameter.KEYWORD_ONLY, default=1.0, annotation=float
+)
 
 
 def reward_group(
@@ -24,50 +25,106 @@ def reward_group(
     *,
     judge: GenerateFn | None = None,
 ) -> tuple[np.ndarray, dict[str, np.ndarray], Group]:
-    """What each rollout of a group earns.
+    """What each rollout of one group earns: `reward_groups` of it alone.
+
+    Returns:
+        [G] totals, {name: [G]} parts, the group.
+    """
+    totals, parts, groups = reward_groups([group], terms, judge=judge)
+    return totals[0], {name: values[0] for name, values in parts.items()}, groups[0]
+
+
+def reward_groups(
+    groups: Sequence[Group],
+    terms: Mapping[str, Mapping],
+    *,
+    judge: GenerateFn | None = None,
+) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[Group, ...]]:
+    """What each rollout of some groups earns; each term asks the judge once for all.
 
     Args:
-        group: G rollouts of one question.
+        groups: Q groups of G rollouts.
         terms: {name: {setting: value}}, with an optional "weight" (1) in each; as
             `check_terms` accepts them.
         judge: for the terms that ask one; None where there is none.
 
     Returns:
-        totals: [G] float32, the weighted sum of the terms; 0 where the outcome is no
+        totals: [Q, G] float32, the weighted sum of the terms; 0 where the outcome is no
             learning signal.
-        parts: {name: [G] float32}, each term before its weight; NaN where a judge
+        parts: {name: [Q, G] float32}, each term before its weight; NaN where a judge
             could not be asked.
-        group: the same, but a rollout with a NaN in a term that counts has the outcome
+        groups: the same, but a rollout with a NaN in a term that counts has the outcome
             JUDGE_ERROR.
 
     Raises:
         ValueError: a term asks a judge and there is none.
     """
-    parts = {}
-    totals = np.zeros(len(group.rollouts), np.float64)
+    shape = (len(groups), len(groups[0].rollouts) if groups else 0)
+    parts, totals = {}, np.zeros(shape, np.float64)
     for name, settings in terms.items():
         settings = dict(settings)
         weight = settings.pop("weight", 1.0)
-        term = TERMS[name]
-        if "judge" in inspect.signature(term).parameters:
-            if judge is None:
-                raise ValueError(_no_judge(name))
-            settings["judge"] = judge
-        values = np.asarray(term(group.question, group.rollouts, **settings))
+        if not needs_judge({name: settings}):
+            term = functools.partial(TERMS[name], **settings)
+            values = [term(group.question, group.rollouts) for group in groups]
+        elif judge is None:
+            raise ValueError(_no_judge(name))
+        else:
+            values = _judged(name, settings, groups, judge)
+        values = np.asarray(values, np.float64).reshape(len(groups), -1)
         assert values.shape == totals.shape, (name, values.shape, totals.shape)
         assert not np.isinf(values).any(), (name, values)
         parts[name] = values.astype(np.float32)
         if weight:  # a term of weight 0 is only watched, its NaN excludes nothing
             totals += weight * values
+    groups = tuple(map(_without_failed, groups, np.isnan(totals)))
+    is_signal = [[r.outcome.is_signal for r in group.rollouts] for group in groups]
+    is_signal = np.array(is_signal, bool).reshape(totals.shape)
+    return np.where(is_signal, totals, 0.0).astype(np.float32), parts, groups
+
+
+def _judged(name, settings, groups, judge):
+    """[Q] lists of [G]: the values of a term whose chats all go to the judge at once.
+
+    A term is a pure function of the replies to its chats. It runs once for its chats to
+    be heard and once more with the replies, which may fill a batch or a connection pool
+    that the chats of a single group would not.
+    """
+    term = functools.partial(TERMS[name], **settings)
+    heard = [[] for _ in groups]
+    for group, chats in zip(groups, heard, strict=True):
+        term(group.question, group.rollouts, judge=functools.partial(_hear, chats))
+    flat = [chat for chats in heard for chat in chats]
+    replies = judge(flat) if flat else []
+    assert len(replies) == len(flat), (len(replies), len(flat))
+    values, start = [], 0
+    for group, chats in zip(groups, heard, strict=True):
+        own = replies[start : start + len(chats)]
+        start += len(chats)
+
+        def replay(asked, chats=chats, own=own):
+            assert asked == chats, "the term asks otherwise than it did"
+            return own
+
+        values.append(term(group.question, group.rollouts, judge=replay))
+    return values
+
+
+def _hear(chats, asked):
+    """A judge that writes down what it is asked and fails."""
+    chats.extend(asked)
+    return [None] * len(asked)
+
+
+def _without_failed(group, failed):
+    """The group, whose rollouts with a NaN are judge errors."""
     rollouts = tuple(
         dataclasses.replace(rollout, outcome=Outcome.JUDGE_ERROR)
-        if failed and rollout.outcome.is_signal
+        if is_failed and rollout.outcome.is_signal
         else rollout
-        for rollout, failed in zip(group.rollouts, np.isnan(totals), strict=True)
+        for rollout, is_failed in zip(group.rollouts, failed, strict=True)
     )
-    is_signal = np.array([r.outcome.is_signal for r in rollouts], bool)
-    totals = np.where(is_signal, totals, 0.0).astype(np.float32)
-    return totals, parts, dataclasses.replace(group, rollouts=rollouts)
+    return dataclasses.replace(group, rollouts=rollouts)
 
 
 def needs_judge(terms: Mapping[str, Mapping]) -> bool:
@@ -101,46 +158,60 @@ def check_terms(terms: Mapping[str, Mapping], *, has_judge: bool | None = None) 
             if setting not in allowed:
                 near = _nearest(setting, allowed)
                 raise ValueError(f"unknown setting {field}{near}")
-            _check_value(field, setting, value, allowed[setting])
-        for setting, default in allowed.items():
-            if default is inspect.Parameter.empty and setting not in settings:
+            _check_value(field, setting, value, allowed[setting].annotation)
+        for setting, parameter in allowed.items():
+            if parameter.default is parameter.empty and setting not in settings:
                 raise ValueError(f"config.reward.{name}.{setting} is missing")
+        _check_together(name, settings)
         if has_judge is False and needs_judge({name: settings}):
             raise ValueError(_no_judge(name))
 
 
 def _settings(term):
-    """{setting: default} of a term, its weight included."""
+    """{setting: parameter} of a term, its weight included."""
     parameters = inspect.signature(term).parameters.values()
     settings = {
-        p.name: p.default
-        for p in parameters
-        if p.kind is p.KEYWORD_ONLY and p.name != "judge"
+        p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "judge"
     }
-    return {**settings, "weight": 1.0}
+    return {**settings, "weight": WEIGHT}
 
 
-def _check_value(field, setting, value, default):
-    """One value against the words of its setting, or the type of its default."""
-    if setting in WORDS:
-        words = WORDS[setting]
+def _check_value(field, setting, value, kind):
+    """One value against the annotation of its setting."""
+    if typing.get_origin(kind) is typing.Literal:
+        words = typing.get_args(kind)
         right = "one of " + ", ".join(map(repr, words))
         is_right = value in words
-    elif setting == "decimals":
-        right = "None or an integer >= 0"
-        is_right = value is None or (_is_integer(value) and value >= 0)
-    elif isinstance(default, bool):
+    elif setting == "checks":
+        right = f"some of the letters a to g, or one of {', '.join(CHECKS)}"
+        letters = CHECKS.get(value, value) if isinstance(value, str) else ""
+        is_right = bool(letters) and set(letters) <= set("abcdefg")
+    elif kind is bool:
         right, is_right = "true or false", isinstance(value, bool)
-    elif isinstance(default, int):
-        right, is_right = "an integer >= 0", _is_integer(value) and value >= 0
-    elif isinstance(default, str):
-        right, is_right = "a text", isinstance(value, str) and value
+    elif kind in (int, int | None):
+        is_optional = kind is not int
+        right = "None or an integer >= 0" if is_optional else "an integer >= 0"
+        is_right = (_is_integer(value) and value >= 0) or (
+            is_optional and value is None
+        )
     else:
+        assert kind is float, (field, kind)
         right = "a finite number"
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_right = is_number and math.isfinite(value)
     if not is_right:
         raise ValueError(f"{field} = {value!r}: must be {right}")
+
+
+def _check_together(name, settings):
+    """Settings that must fit together."""
+    if name == "overlong":
+        buffer, most = settings["buffer_tokens"], settings["max_tokens"]
+        if not 1 <= buffer <= most:
+            raise ValueError(
+                f"config.reward.overlong.buffer_tokens = {buffer}: must be from 1 to "
+                f"max_tokens = {most}"
+            )
 
 
 def _is_integer(value):

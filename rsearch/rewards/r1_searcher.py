@@ -1,0 +1,141 @@
+"""R1-Searcher's retrieval and format rewards (Song et al. 2025, section 2.2.1)."""
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from rsearch.rewards.reading import answer_in, response
+from rsearch.types import Question, Rollout
+
+BEGIN_QUERY, END_QUERY = "<|begin_of_query|>", "<|end_of_query|>"
+BEGIN_DOCUMENTS, END_DOCUMENTS = "<|begin_of_documents|>", "<|end_of_documents|>"
+SEVEN = (  # the public code wants all of these equally often
+    f"{BEGIN_DOCUMENTS}\n",
+    f"{END_DOCUMENTS}\n\n",
+    BEGIN_QUERY,
+    END_QUERY,
+    BEGIN_DOCUMENTS,
+    END_DOCUMENTS,
+    f"{BEGIN_DOCUMENTS}\n(1)",
+)
+BLOCK = re.compile(
+    f"{re.escape(BEGIN_DOCUMENTS)}.*?{re.escape(END_DOCUMENTS)}", re.DOTALL
+)
+IDEOGRAPH = re.compile("[\u4e00-\u9fff]")
+MAX_ANSWER_WORDS = 10
+CHECKS = {  # who checks what; the letters are those of `r1_searcher_format`
+    "paper": "acdg",
+    "qwen": "abcdefg",
+    "llama_stage1": "cd",
+    "llama_stage2": "acdg",
+}
+
+
+def searched(
+    question: Question,
+    rollouts: Sequence[Rollout],
+    *,
+    value: float = 0.5,
+    indicator: Literal["executed", "tags"] = "executed",
+) -> list[float]:
+    """[G] `value` where there was a search, else 0: R1-Searcher's equation 1.
+
+    Args:
+        question, rollouts: as in `answer_em`.
+        value: of a rollout with at least one.
+        indicator: what counts as a search. "executed": one that the engine was asked.
+            "tags", as in the public code: the seven strings around queries and
+            documents occur equally often in the response, and at least once.
+    """
+    if indicator == "executed":
+        return [value if r.searches else 0.0 for r in rollouts]
+    counts = [_seven(response(r)) for r in rollouts]
+    return [value if len(c) == 1 and 0 not in c else 0.0 for c in counts]
+
+
+def r1_searcher_format(
+    question: Question,
+    rollouts: Sequence[Rollout],
+    *,
+    good: float = 0.0,
+    bad: float = -2.0,
+    checks: str = "paper",
+    scope: Literal["policy", "response"] = "policy",
+    assistant_check_scope: Literal["policy", "response"] = "policy",
+) -> list[float]:
+    """[G] `good` where the rollout passes every check, else `bad`.
+
+    R1-Searcher's equations 2 (0.5 and 0) and 3 (0 and -2). The checks:
+
+    a) every query was searched for and the policy wrote no documents;
+    b) the word "assistant" does not occur ("Assistant" neither);
+    c) the thinking ends once: one `</think>`, and no `<think>`, as the prompt has it;
+    d) there is one answer, in one `<answer>` and one `</answer>`;
+    e) the answer holds no "begin_of_query" and no "begin_of_documents";
+    f) the answer has at most ten words;
+    g) there is no Chinese character, by which the public code knows garbled text.
+
+    Args:
+        question, rollouts: as in `answer_em`.
+        good, bad: values.
+        checks: a key of CHECKS, or the letters themselves, such as "acd".
+        scope: "policy": the policy's own turns and the executed searches. "response",
+            as in the public code: turns and documents as one text, where (a) compares
+            the seven counts, so that a search that finds nothing fails, and (g) leaves
+            out what is between document tags, whoever wrote them.
+        assistant_check_scope: the same for (b) alone. The public code punishes a
+            retrieved document that holds the word: "response".
+    """
+    letters = CHECKS.get(checks, checks)
+    values = []
+    for rollout in rollouts:
+        own, whole = rollout.policy_texts, (response(rollout),)
+        texts = own if scope == "policy" else whole
+        spoken = own if assistant_check_scope == "policy" else whole
+        answer = answer_in(rollout, scope) or ""
+        passed = {
+            "a": searches_ok(rollout, BEGIN_QUERY, END_QUERY, SEVEN[4:6])
+            if scope == "policy"
+            else len(_seven(whole[0])) == 1,
+            "b": not count(spoken, "assistant") + count(spoken, "Assistant"),
+            "c": count(texts, "<think>") == 0 and count(texts, "</think>") == 1,
+            "d": count(texts, "<answer>") == count(texts, "</answer>") == 1
+            and (scope == "response" or rollout.answer is not None),
+            "e": "begin_of_query" not in answer and "begin_of_documents" not in answer,
+            "f": len(answer.split()) <= MAX_ANSWER_WORDS,
+            "g": not any(
+                is_garbled(t if scope == "policy" else BLOCK.sub("", t)) for t in texts
+            ),
+        }
+        values.append(good if all(passed[letter] for letter in letters) else bad)
+    return values
+
+
+def count(texts: Sequence[str], part: str) -> int:
+    """How often a string occurs in these texts; never across two of them."""
+    return sum(text.count(part) for text in texts)
+
+
+def is_garbled(text: str) -> bool:
+    """Whether a CJK ideograph (U+4E00 to U+9FFF) occurs: R1-Searcher's own test."""
+    return IDEOGRAPH.search(text) is not None
+
+
+def searches_ok(
+    rollout: Rollout, opening: str, closing: str, forbidden: Sequence[str]
+) -> bool:
+    """Whether queries stand between their tags, were all executed, and nothing forged.
+
+    Args:
+        rollout: its policy's turns and its searches are read.
+        opening, closing: the tags around a query; each must occur once for each search.
+        forbidden: strings around retrieved text, which the policy must not write.
+    """
+    texts, num = rollout.policy_texts, len(rollout.searches)
+    is_forged = any(count(texts, tag) for tag in forbidden)
+    return count(texts, opening) == count(texts, closing) == num and not is_forged
+
+
+def _seven(text):
+    """{how often each of SEVEN occurs}: one number if they agree."""
+    return {text.count(part) for part in SEVEN}

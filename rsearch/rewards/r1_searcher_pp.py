@@ -1,0 +1,77 @@
+"""R1-Searcher++'s format and group rewards (Song et al. 2025, equations 3 to 6)."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from rsearch.rewards.answers import answer_cover_em
+from rsearch.rewards.r1_searcher import is_garbled, searches_ok
+from rsearch.rewards.reading import Normalize, Order
+from rsearch.types import Question, Rollout
+
+BEGIN_SEARCH, END_SEARCH = "<|begin_external_search|>", "<|end_external_search|>"
+RESULT_TAGS = ("<|begin_search_result|>", "<|end_search_result|>")
+
+
+def r1_searcher_pp_format(
+    question: Question,
+    rollouts: Sequence[Rollout],
+    *,
+    good: float = 0.0,
+    bad: float = -2.0,
+) -> list[float]:
+    """[G] `good` where the format is right, else `bad`: R1-Searcher++'s equation 3.
+
+    It is right if every query stands between its tags and was searched for, the policy
+    wrote no search result itself, the final answer is in a box, and no text is garbled
+    (`rsearch.rewards.r1_searcher.is_garbled`).
+    """
+    values = []
+    for rollout in rollouts:
+        is_right = (
+            rollout.answer is not None
+            and searches_ok(rollout, BEGIN_SEARCH, END_SEARCH, RESULT_TAGS)
+            and not any(map(is_garbled, rollout.policy_texts))
+        )
+        values.append(good if is_right else bad)
+    return values
+
+
+def group_fewest_searches(
+    question: Question,
+    rollouts: Sequence[Rollout],
+    *,
+    eta: float = 2.0,
+    over: Literal["all", "correct"] = "all",
+    ddof: int = 0,
+    normalize: Normalize = "r1_searcher",
+    order: Order = "any",
+    max_words: int = 10,
+) -> list[float]:
+    """[G] min(2 sigma^2, eta) for the right rollouts that searched least, else 0.
+
+    R1-Searcher++'s equations 5 and 6: sigma is the standard deviation of the number of
+    searches. Where all rollouts search equally often nothing is paid. Rollouts that are
+    no learning signal neither count nor earn.
+
+    Args:
+        question, rollouts: as in `answer_em`.
+        eta: the most that is paid.
+        over: whose searches sigma is of: "all" rollouts, as the formula has it, or the
+            "correct" ones, as the paper's text has it.
+        ddof: 0 is the population's deviation, 1 the sample's; the paper leaves it open.
+            Of fewer than ddof + 1 rollouts the deviation is 0.
+        normalize, order, max_words: what is right, as in `answer_cover_em`: equation 4.
+    """
+    settings = {"normalize": normalize, "order": order, "max_words": max_words}
+    right = np.array(answer_cover_em(question, rollouts, **settings), bool)
+    is_signal = np.array([r.outcome.is_signal for r in rollouts], bool)
+    right &= is_signal
+    if not right.any():
+        return [0.0] * len(rollouts)
+    searches = np.array([len(r.searches) for r in rollouts])
+    counted = searches[is_signal if over == "all" else right]
+    variance = counted.var(ddof=ddof) if len(counted) > ddof else 0.0
+    is_paid = right & (searches == searches[right].min())
+    return np.where(is_paid, min(2 * variance, eta), 0.0).tolist()

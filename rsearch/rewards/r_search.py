@@ -1,0 +1,134 @@
+"""R-Search's evidence and format rewards (Zhao et al. 2025, equations 4 and 5)."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from rsearch import text
+from rsearch.rewards.answers import rounded
+from rsearch.rewards.form import forges
+from rsearch.rewards.reading import Normalize, pairs, policy_boxes, transcript
+from rsearch.types import GenerateFn, Question, Rollout
+
+EVIDENCE = "original_evidence"
+OBSERVATION = "observation"
+PROMPT_WORD = "and"  # what the system prompt has between its own answer tags
+
+
+def evidence_f1(
+    question: Question,
+    rollouts: Sequence[Rollout],
+    *,
+    judge: GenerateFn,
+    normalize: Normalize = "squad",
+    decimals: int | None = None,
+    indicator: Literal["executed", "tags"] = "executed",
+    scope: Literal["policy", "transcript"] = "policy",
+) -> list[float]:
+    """[G] F1 of a judge's answer from the evidence alone; R-Search's equation 4.
+
+    The evidence is the last box. An empty or missing one earns 0 and no judge is asked;
+    nor is one where there was no search, and so nothing that the box could be evidence
+    of, or where the rollout is no learning signal.
+
+    Args:
+        question, rollouts: as in `answer_em`.
+        judge: the cross-family model; all evidence is sent to it in one call.
+        normalize, decimals: as in `answer_f1`.
+        indicator, scope: what counts as a search and as a box, as in `r_search_format`.
+
+    Returns:
+        [G] in [0, 1]; NaN where the judge could not be asked.
+    """
+    evidence = {}
+    for position, rollout in enumerate(rollouts):
+        found = _boxes(rollout, EVIDENCE, scope)
+        searched = _searched(rollout, indicator, scope)
+        if rollout.outcome.is_signal and searched and found and found[-1]:
+            evidence[position] = found[-1]
+    values = [0.0] * len(rollouts)
+    if not evidence:
+        return values
+    chats = [_judge_messages(question, e) for e in evidence.values()]
+    replies = judge(chats)
+    assert len(replies) == len(chats), (len(replies), len(chats))
+    for position, reply in zip(evidence, replies, strict=True):
+        if reply is None:
+            values[position] = math.nan
+            continue
+        value = text.f1(reply, question.golden_answers, normalize=normalize)
+        values[position] = rounded(value, decimals)
+    return values
+
+
+def r_search_format(
+    question: Question,
+    rollouts: Sequence[Rollout],
+    *,
+    evidence: float = 0.2,
+    answer: float = 0.2,
+    indicator: Literal["executed", "tags"] = "executed",
+    empty_gets_format: bool = False,
+    scope: Literal["policy", "transcript"] = "policy",
+) -> list[float]:
+    """[G] what R-Search pays for form: its equation 5, with its public code's values.
+
+    `answer` is earned by exactly one answer box that is not empty. `evidence` is earned
+    by exactly one evidence box that is not empty where the policy searched, and by none
+    at all where it did not.
+
+    Args:
+        question, rollouts: as in `answer_em`.
+        evidence: gamma_e.
+        answer: gamma_a.
+        indicator: what counts as a search. "executed": one that the engine was asked;
+            a policy that writes an observation itself then earns nothing here.
+            "tags", as in the public code: any observation in the scope is one.
+        empty_gets_format: pay `evidence` to a rollout without search even if it never
+            answered; the public code does, so that an empty reply earns it.
+        scope: where boxes are read. "policy": the policy's own turns. "transcript", as
+            in the public code: the whole text, where the first box of each kind is the
+            prompt's; retrieved boxes count, and the answer "and" earns nothing, because
+            it is what the prompt has between its tags.
+    """
+    values = []
+    for rollout in rollouts:
+        if indicator == "executed" and forges(rollout, OBSERVATION):
+            values.append(0.0)
+            continue
+        answers = _boxes(rollout, "answer", scope)
+        found = _boxes(rollout, EVIDENCE, scope)
+        if _searched(rollout, indicator, scope):
+            pays_evidence = len(found) == 1 and bool(found[0])
+        else:
+            has_answered = bool(answers) or empty_gets_format
+            pays_evidence = not found and has_answered
+        unpaid = ("",) if scope == "policy" else ("", PROMPT_WORD)
+        pays_answer = len(answers) == 1 and answers[0] not in unpaid
+        values.append(evidence * pays_evidence + answer * pays_answer)
+    return values
+
+
+def _judge_messages(question, evidence):
+    """R-Search's Table 5. Concatenated, since either text may hold braces."""
+    return [
+        {
+            "role": "user",
+            "content": "Answer the question based on the given passages. Only give me "
+            "the answer and do not output any other words.\n\nThe following are given "
+            f"passages:\n{evidence}\n\nQuestion: {question.text}\nAnswer:",
+        }
+    ]
+
+
+def _boxes(rollout, tag, scope):
+    if scope == "policy":
+        return policy_boxes(rollout, tag)
+    return pairs(transcript(rollout), tag)[1:]  # the first is the prompt's
+
+
+def _searched(rollout, indicator, scope):
+    if indicator == "executed":
+        return bool(rollout.searches)
+    is_shown = bool(_boxes(rollout, OBSERVATION, scope))
+    return is_shown or (scope == "policy" and bool(rollout.searches))

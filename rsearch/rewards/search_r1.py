@@ -1,0 +1,120 @@
+"""The reward of Search-R1 v0.3: exact match, structure and retrieval in one table."""
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from rsearch import text
+from rsearch.rewards.reading import Normalize, answer_in, pairs, transcript
+from rsearch.types import Question, Rollout, Source
+
+TAGS = re.compile(r"(</?(?:think|search|information|answer)>)")
+ASSISTANT = re.compile(r"<\|im_start\|>assistant\s*")
+ENDS_TURN = re.compile(r"</(?:search|answer)>")
+STEPS = {  # (state, tag) -> state; no other tag may stand there
+    ("start", "<think>"): "in think",
+    ("in think", "</think>"): "after think",
+    ("after think", "<search>"): "in search",
+    ("in search", "</search>"): "after search",
+    ("after search", "<information>"): "in information",
+    ("in information", "</information>"): "start",
+    ("after think", "<answer>"): "in answer",
+    ("in answer", "</answer>"): "end",
+}
+
+
+def search_r1_structure(
+    question: Question,
+    rollouts: Sequence[Rollout],
+    *,
+    structure: float = 0.2,
+    final: float = 0.1,
+    retrieval: float = 0.0,
+    normalize: Normalize = "squad",
+    scope: Literal["policy", "transcript"] = "policy",
+) -> list[float]:
+    """[G] Search-R1 v0.3's whole reward (arXiv 2505.15117, `qa_em_format`).
+
+    A rollout is well structured if it goes think, search, information, think, ...,
+    answer, each between its tags, with nothing but white space between them.
+
+    | answer | structured     | not structured |
+    |--------|----------------|----------------|
+    | right  | 1              | 1 - structure  |
+    | wrong  | structure (+r) | final          |
+    | none   | structure (+r) | 0              |
+
+    where r is `retrieval`, if something retrieved holds a golden answer.
+
+    Args:
+        question, rollouts, normalize: as in `answer_em`.
+        structure, final, retrieval: the three scores. With `retrieval` above 0 what the
+            engine found decides this part, which is what it is for.
+        scope: "policy": the policy's own turns and executed searches, each turn up to
+            its first action. "transcript", as in the public code: the whole text from
+            `<|im_start|>assistant` on, without which nothing is structured; whatever
+            follows the answer, an `<|im_end|>` too, breaks the structure; the answer is
+            the last of at least two boxes.
+    """
+    values = []
+    for rollout in rollouts:
+        if scope == "policy":
+            is_valid = _is_structured(rollout)
+            found = [p.contents for p in _passages(rollout)]
+        else:
+            whole = transcript(rollout)
+            is_valid = _is_structured_text(whole)
+            found = pairs(whole, "information")
+        answer = answer_in(rollout, scope)
+        gold = question.golden_answers
+        holds_gold = is_valid and _holds(found, gold, normalize)
+        if text.exact_match(answer, gold, normalize=normalize):
+            values.append(1.0 if is_valid else 1.0 - structure)
+        elif is_valid:
+            values.append(structure + retrieval * holds_gold)
+        else:
+            values.append(0.0 if answer is None else final)
+    return values
+
+
+def _is_structured(rollout):
+    """Observations are what the engine showed; tags of them in a turn are forged."""
+    state = "start"
+    if rollout.num_malformed:  # its observation is a message, of no search
+        return False
+    for segment in rollout.segments:
+        if segment.source == Source.SEARCH:
+            state = "start" if state == "after search" else None
+        elif segment.source == Source.POLICY:
+            ends = ENDS_TURN.search(segment.text)
+            turn = segment.text[: ends.end()] if ends else segment.text
+            state = _walk(turn, state)
+    return state == "end"
+
+
+def _is_structured_text(whole):
+    opening = ASSISTANT.search(whole)
+    return opening is not None and _walk(whole[opening.end() :], "start") == "end"
+
+
+def _walk(piece, state):
+    """The state after a text, None where it breaks the structure."""
+    for part in TAGS.split(piece):
+        if not part.strip():
+            continue
+        if TAGS.fullmatch(part):
+            state = STEPS.get((state, part))
+        elif state is None or not state.startswith("in "):
+            return None
+    return state
+
+
+def _passages(rollout):
+    return [p for search in rollout.searches for hits in search.passages for p in hits]
+
+
+def _holds(found, gold, normalize):
+    """Whether a normalised golden answer is a part of something found."""
+    form = text.NORMALIZERS[normalize]
+    wanted = [g for g in map(form, gold) if g]
+    return any(g in form(block) for block in found for g in wanted)
