@@ -123,7 +123,7 @@ def read_manifest(directory, step):
     return body
 
 
-def restore(directory, step, like):
+def restore(directory, step, like, *, is_part=False):
     """The arrays of a checkpoint, verified.
 
     Args:
@@ -131,6 +131,7 @@ def restore(directory, step, like):
         like: the same structure with anything that has shape and dtype as leaves, such
             as jax.ShapeDtypeStruct. Where a leaf has a sharding, the restored array has
             it too, whatever it was saved with; else it is on the first local device.
+        is_part: whether the checkpoint may hold more than `like` asks for.
 
     Returns:
         A tree of jax arrays with the structure of `like`, bit-identical to those saved.
@@ -141,8 +142,10 @@ def restore(directory, step, like):
     """
     body = read_manifest(directory, step)
     folder = _manifest(pathlib.Path(directory).absolute(), step).parent
-    wanted = _named(like)
-    _check_structure(folder, body["leaves"], wanted)
+    wanted, leaves = _named(like), body["leaves"]
+    if is_part:
+        leaves = {name: leaves[name] for name in wanted.keys() & leaves}
+    _check_structure(folder, leaves, wanted)
     _check_files(folder, body["files"])
     shardings = {name: _sharding(leaf) for name, leaf in wanted.items()}
     stored = {n: x for n, x in wanted.items() if 0 not in x.shape}
@@ -342,7 +345,9 @@ def _read_tree(path, wanted, shardings):
         )
         for name, x in wanted.items()
     }
-    args = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=restore_args)
+    args = ocp.args.PyTreeRestore(
+        item=dict(wanted), restore_args=restore_args, partial_restore=True
+    )
     with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         return reader.restore(path, args=args)
 

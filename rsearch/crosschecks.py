@@ -33,6 +33,20 @@ def _check_world(c):
             )
 
 
+def _check_reader(c):
+    asked = [m for m in c.eval.methods if m == "evidence" or m.startswith("reader_")]
+    if asked and not c.reader.source:
+        raise ValueError(
+            f"config.eval.methods names {asked[0]!r}, which asks a reader: name one in "
+            "config.reader.source"
+        )
+    if "evidence" in asked and c.protocol.name != "r_search":
+        raise ValueError(
+            "config.eval.methods names 'evidence', which only protocol 'r_search' "
+            f"writes; config.protocol.name = {c.protocol.name!r}"
+        )
+
+
 def _check_nucleus(c):
     if "rl" in kinds(c) and c.rollout.top_p < 1 and c.rl.behavior == "sampled":
         raise ValueError(
@@ -189,6 +203,7 @@ def check_mesh(c, num_devices):
 CROSS_CHECKS = (
     _check_sources,
     _check_world,
+    _check_reader,
     _check_nucleus,
     _check_shape,
     _check_context,

@@ -2,19 +2,27 @@
 
 Rollouts are greedy. Methods, all on the same weights: `protocol`, as the policy was
 trained; `direct`, the question alone; `rag`, the question under the passages of one
-search with it.
+search with it. And of config.reader, another model: `evidence`, the question under what
+the policy has written down as evidence (R-Search's Figure 2); `reader_direct` and
+`reader_rag`, as above.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
 import time
 
 import jax
-import numpy as np
 
-from rsearch import build, checkpoint, console, scoring
+from rsearch import build, checkpoint, console
+from rsearch.build.answers import (
+    read_alone,
+    read_evidence,
+    reader_messages,
+    worded,
+)
 from rsearch.config import (
     REQUIRED,
     apply_overrides,
@@ -27,7 +35,8 @@ from rsearch.data.questions import fingerprint
 from rsearch.learn.update import state_like
 from rsearch.models.weights import param_shapes
 from rsearch.plan import kind_of, stage_configs
-from rsearch.types import Outcome
+from rsearch.rules import EVIDENCE, READER_METHODS, READER_RAG
+from rsearch.scoring import summarise
 from rsearch.workdir import Workdir, read_rows, write_json, write_rows
 
 START = "start"  # the stage before all stages, in results
@@ -49,7 +58,8 @@ class Evaluator:
         limit = setup.config.eval.max_questions
         self._questions = setup.dev
         self.dataset = setup.config.data.dev + (f"[:{limit}]" if limit else "")
-        self._engines = {}
+        self._engines, self._agents = {}, {}
+        self._last = None  # what the policy with these parameters did
 
     def is_current(self, row: dict, *, stage: str, step: int | None) -> bool:
         """Whether an earlier row of results.json is what would be measured now."""
@@ -60,22 +70,71 @@ class Evaluator:
             "normalize": self._setup.config.eval.normalize,
             "questions": fingerprint(self._questions),
         }
-        return all(row.get(name) == value for name, value in now.items())
+        same_model = row.get("asks", "") == self._asks(row["method"])
+        return same_model and all(row.get(name) == x for name, x in now.items())
 
     def __call__(self, params, method: str) -> tuple[dict, list]:
         """Scores of greedy rollouts on the held-out questions.
 
         Args:
             params: of the policy.
-            method: "protocol", "direct" or "rag".
+            method: one of config.eval.methods.
 
         Returns:
             A row for results.json (fractions from 0 to 1, tokens and searches as means
             over rollouts, outcomes as counts; `questions` is their fingerprint,
             `skipped` counts those whose prompts are too long for the protocol, which no
-            method is asked), and a group of one rollout a question.
+            method is asked; `asks` is the source of the model beside the policy that
+            gave the answers, "" without one), and a group of one rollout a question.
         """
         start = time.monotonic()
+        groups = self._groups(params, method)
+        normalize = self._setup.config.eval.normalize
+        row = summarise(groups, normalize=normalize)
+        row["normalize"] = normalize
+        row["questions"] = fingerprint(self._questions)
+        row["skipped"] = self._setup.num_long
+        row["asks"] = self._asks(method)
+        row["seconds"] = time.monotonic() - start
+        return {"method": method, "dataset": self.dataset, **row}, groups
+
+    def _asks(self, method) -> str:
+        """The source of the model beside the policy that gives a method's answers."""
+        c = self._setup.config
+        if method in READER_METHODS:
+            return c.reader.source
+        return c.answerer.source if method == PROTOCOL else ""
+
+    def _groups(self, params, method) -> list:
+        """A group of one rollout for each question."""
+        setup = self._setup
+        if method in READER_METHODS:
+            reader = self._agent("reader")
+            if method != EVIDENCE:
+                with_passages = method == READER_RAG
+                return read_alone(setup, self._questions, reader, with_passages)
+            groups = self._roll_out(params, PROTOCOL)
+            asking = functools.partial(reader_messages, setup)
+            return read_evidence(groups, reader, without=asking)
+        groups = self._roll_out(params, method)
+        if method == PROTOCOL and setup.config.answerer.source:
+            answer, how = self._agent("answerer"), setup.config.eval.answer_from
+            return worded(groups, answer, answer_from=how)
+        return groups
+
+    def _agent(self, name):
+        """A model beside the policy, loaded when it is first asked."""
+        setup = self._setup
+        if name not in self._agents:
+            self._agents[name] = build.load_agent(
+                setup.config, name, setup.mesh, workdir=setup.home
+            )
+        return self._agents[name]
+
+    def _roll_out(self, params, method) -> list:
+        """What the policy does; the protocol's rollouts also serve the reader."""
+        if self._last is not None and method == PROTOCOL and self._last[0] is params:
+            return self._last[1]
         if method not in self._engines:
             self._engines[method] = self._engine(method)
         engine, questions = self._engines[method], self._questions
@@ -89,13 +148,9 @@ class Evaluator:
 
         key = jax.random.key(self._setup.config.seed)  # Greedy: never drawn from.
         groups = engine(engine.place(params), questions, key, on_wave=on_wave)
-        normalize = self._setup.config.eval.normalize
-        row = summarise(groups, normalize=normalize)
-        row["normalize"] = normalize
-        row["questions"] = fingerprint(self._questions)
-        row["skipped"] = self._setup.num_long
-        row["seconds"] = time.monotonic() - start
-        return {"method": method, "dataset": self.dataset, **row}, groups
+        if method == PROTOCOL and EVIDENCE in self._setup.config.eval.methods:
+            self._last = params, groups
+        return groups
 
     def _engine(self, method):
         """Compiled rollouts of one method; all methods get the same questions."""
@@ -111,31 +166,6 @@ class Evaluator:
         return build.make_rollouts(
             setup, host, temperature=0.0, top_p=1.0, group_size=1, messages=messages
         )
-
-
-def summarise(groups, *, normalize: str) -> dict:
-    """Means, intervals and counts over the rollouts of all groups.
-
-    Args:
-        groups: at least one.
-        normalize: a key of `rsearch.text.NORMALIZERS`.
-    """
-    rows = [
-        {"prediction": r.answer, "golden_answers": g.question.golden_answers}
-        for g in groups
-        for r in g.rollouts
-    ]
-    rollouts = [r for g in groups for r in g.rollouts]
-    found = {"n": len(rows)}
-    for name, values in scoring.scores_of_rows(rows, normalize).items():
-        found[name] = float(values.mean())
-        found[f"{name}_95"] = list(scoring.bootstrap_interval(values))
-    found["searches"] = float(np.mean([len(r.searches) for r in rollouts]))
-    found["policy_tokens"] = float(np.mean([r.num_policy_tokens for r in rollouts]))
-    found["tokens"] = float(np.mean([r.num_tokens for r in rollouts]))
-    for outcome in Outcome:
-        found[outcome.value] = sum(r.outcome == outcome for r in rollouts)
-    return found
 
 
 def transcripts(groups, row) -> list[dict]:
@@ -188,7 +218,7 @@ def read_results(folder: pathlib.Path) -> list[dict]:
 
 
 def show(rows, config) -> None:
-    """The table of results, percent where it is a score."""
+    """The table of results, percent where it is a score, and one by kind of question."""
     title = f"{config.name}: percent, answers normalised as {config.eval.normalize}"
 
     def cell(row, name):
@@ -201,8 +231,31 @@ def show(rows, config) -> None:
             return row[name].rpartition("/")[2]
         return row[name]
 
-    cells = [[cell(row, name) for name in COLUMNS] for row in rows]
-    console.table(title, COLUMNS, cells)
+    failed = ("judge_error",) if any(row["judge_error"] for row in rows) else ()
+    columns = COLUMNS[:-2] + failed + COLUMNS[-2:]
+    cells = [[cell(row, name) for name in columns] for row in rows]
+    console.table(title, columns, cells)
+    _show_kinds(rows)
+
+
+def _show_kinds(rows):
+    """Exact match and searches for each kind of question, one column a kind."""
+    split = [{**row.get("by_kind", {}), **row.get("by_known", {})} for row in rows]
+    kinds = sorted({kind for parts in split for kind in parts})
+    if len(kinds) < 2:
+        return
+
+    def cell(part):
+        if part is None:
+            return "-"
+        return f"{100 * part['em']:.0f} / {part['searches']:.2f}"
+
+    cells = [
+        [row["stage"], row["method"], *(cell(parts.get(kind)) for kind in kinds)]
+        for row, parts in zip(rows, split, strict=True)
+    ]
+    title = "percent exact match / mean searches, by kind of question"
+    console.table(title, ("stage", "method", *kinds), cells)
 
 
 def run_methods(evaluator, params, *, stage, step, methods, folder) -> list[dict]:

@@ -10,9 +10,12 @@ import re
 from rsearch.crosschecks import CROSS_CHECKS, check_mesh
 from rsearch.plan import STAGE, is_stage, stage_configs
 
-READER_METHODS = ("evidence", "reader_direct", "reader_rag")
+EVIDENCE, READER_RAG = "evidence", "reader_rag"
+READER_METHODS = (EVIDENCE, "reader_direct", READER_RAG)
 MIX = r"(\S+ )?(easy|medium|hard) (\d+(:\d*)?|0?\.\d+)"  # of curate.mix
 METHODS = ("protocol", "direct", "rag", *READER_METHODS)
+WORLD_KINDS = ("single", "bridge", "three_hop", "four_hop", "comparison")
+WORLD_KINDS += ("unanswerable",)
 WORDS = {  # fields of one word -> the words there are
     "model.dtype": ("float32", "bfloat16"),
     "data.on_bad": ("raise", "skip"),
@@ -164,6 +167,7 @@ RULES = {  # field -> (predicate, what would be right)
     "sft.warmup_steps": _at_least(0),
     "sft.repeats": _at_least(1),
     "sft.baseline_share": _between(0, 1),
+    "sft.recall_share": _between(0, 1),
     "sft.flawed_share": _between(0, 1),
     "sft.guess_share": _between(0, 1),
     "rl.steps": _at_least(0),

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rsearch import text
+from rsearch.types import Group, Outcome
 
 METRICS = {
     "em": text.exact_match,
@@ -48,6 +49,69 @@ def score_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, float]:
         raise ValueError("no rows to score")
     scores = scores_of_rows(rows, normalize)
     return {"n": len(rows), **{name: float(s.mean()) for name, s in scores.items()}}
+
+
+def summarise(groups: Sequence[Group], *, normalize: str) -> dict:
+    """Means, intervals and counts over the rollouts of all groups.
+
+    Args:
+        groups: at least one.
+        normalize: a key of `rsearch.text.NORMALIZERS`.
+
+    Returns:
+        A dict of JSON values: `n` rollouts; the scores of METRICS as fractions, each
+        with its interval as `<score>_95`; means over rollouts of `searches` (turns that
+        searched), `queries`, `searches_right` and `searches_wrong` (over those whose
+        answer is an exact match, and the others; None without any), `policy_tokens` and
+        `tokens`; a count for each outcome; and the first few of these again for each
+        kind of question in `by_kind` and `by_known`, which are empty where questions
+        have no such metadata.
+    """
+    pairs = [(g.question, r) for g in groups for r in g.rollouts]
+    rows = [
+        {"prediction": r.answer, "golden_answers": q.golden_answers} for q, r in pairs
+    ]
+    scores = scores_of_rows(rows, normalize)
+    found: dict = {"n": len(rows)}
+    for name, values in scores.items():
+        found[name] = float(values.mean())
+        found[f"{name}_95"] = list(bootstrap_interval(values))
+    searches = np.array([len(r.searches) for _, r in pairs], np.float64)
+    is_right = scores["em"] == 1
+    found["searches"] = float(searches.mean())
+    found["searches_right"] = _mean(searches[is_right])
+    found["searches_wrong"] = _mean(searches[~is_right])
+    asked = [sum(len(s.queries) for s in r.searches) for _, r in pairs]
+    found["queries"] = float(np.mean(asked))
+    found["policy_tokens"] = float(np.mean([r.num_policy_tokens for _, r in pairs]))
+    found["tokens"] = float(np.mean([r.num_tokens for _, r in pairs]))
+    for outcome in Outcome:
+        found[outcome.value] = sum(r.outcome == outcome for _, r in pairs)
+    columns = {**scores, "searches": searches}
+    kinds = [q.metadata.get("kind") for q, _ in pairs]
+    found["by_kind"] = _split(columns, kinds)
+    known = [q.metadata.get("known") for q, _ in pairs]
+    words = {True: "known", False: "not known"}
+    found["by_known"] = _split(columns, [words.get(k) for k in known])
+    return found
+
+
+def _split(columns, labels):
+    """{label: {"n", mean of each column}} over the rows that have this label."""
+    labels = np.array([label if isinstance(label, str) else "" for label in labels])
+    return {
+        label: {
+            "n": int((labels == label).sum()),
+            **{
+                name: _mean(values[labels == label]) for name, values in columns.items()
+            },
+        }
+        for label in sorted(set(labels.tolist()) - {""})
+    }
+
+
+def _mean(values):
+    return float(values.mean()) if len(values) else None
 
 
 def bootstrap_interval(

@@ -1,5 +1,6 @@
 """From a configuration to the objects of a run. Nothing below takes a config."""
 
+from rsearch.build.agents import load_agent
 from rsearch.build.engines import (
     make_baseline,
     make_host,
@@ -13,6 +14,7 @@ __all__ = [
     "Setup",
     "Shared",
     "initial_params",
+    "load_agent",
     "load_setup",
     "make_baseline",
     "make_host",

@@ -9,11 +9,11 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from rsearch import files
+from rsearch.build.agents import load_agent
 from rsearch.build.parts import (
     budgets,
     fitting,
     has_world,
-    load_judge,
     load_policy_tokenizer,
     open_search,
     policy_model,
@@ -30,7 +30,7 @@ from rsearch.plan import kinds
 from rsearch.protocols import PROTOCOLS, plain
 from rsearch.protocols.base import Protocol
 from rsearch.retrieval.engine import SearchEngine
-from rsearch.rewards.group import check_terms
+from rsearch.rewards.group import check_terms, needs_judge
 from rsearch.rollout.conversation import Limits
 from rsearch.rules import validate
 from rsearch.types import GenerateFn, Question
@@ -53,6 +53,7 @@ class Setup:
         num_long: how many held-out ones before the last were left out.
         inputs: {name: fingerprint} of what the configuration names.
         judge: for reward terms that ask one.
+        writer: of the observations of the policy's protocol; None shows passages.
         limits: budgets of a rollout.
         num_tokens: T, tokens of the longest conversation.
     """
@@ -71,6 +72,7 @@ class Setup:
     num_long: int
     inputs: dict[str, str]
     judge: GenerateFn | None
+    writer: GenerateFn | None
     limits: Limits
     num_tokens: int
 
@@ -132,6 +134,10 @@ def load_setup(
         say(f"retrieval: {len(search):,} passages, top {c.retrieval.top_k}")
         return search
 
+    def agent(name):
+        sections = [c[name], c.model, c.mesh]
+        return once(name, sections, lambda: load_agent(c, name, mesh, workdir=home))
+
     seeded = ConfigDict({"seed": c.seed})
     search = once("search", [c.retrieval, c.world, seeded], searching)
     train = () if only_dev else read_questions(c, "train", world, say, home)
@@ -163,7 +169,8 @@ def load_setup(
         dev=dev,
         num_long=num_long,
         inputs=_fingerprints(tokenizer, search, source, None if only_dev else train),
-        judge=None if only_dev else load_judge(c, mesh),
+        judge=agent("judge") if needs_judge(c.reward) and not only_dev else None,
+        writer=agent("writer"),
         limits=limits,
         num_tokens=num_tokens,
     )

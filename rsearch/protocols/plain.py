@@ -64,6 +64,21 @@ RAG = _plain(
 )
 
 
+def evidence_messages(question: str, evidence: str) -> Messages:
+    """The chat that asks a model for an answer from evidence; R-Search's Table 5.
+
+    Concatenated, since either text may hold braces.
+    """
+    return [
+        {
+            "role": "user",
+            "content": "Answer the question based on the given passages. Only give me "
+            "the answer and do not output any other words.\n\nThe following are given "
+            f"passages:\n{evidence}\n\nQuestion: {question}\nAnswer:",
+        }
+    ]
+
+
 def write_passages(passages: Sequence[Passage]) -> str:
     """The passages as `rag` shows them, best first."""
     lines = [f"Doc {i}(Title: {p.title}) {p.text}" for i, p in enumerate(passages, 1)]

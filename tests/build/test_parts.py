@@ -9,9 +9,7 @@ from rsearch import index as index_command
 from rsearch.build import parts
 from rsearch.config import run_command
 from rsearch.data.world import make_world
-from rsearch.models import huggingface
 from rsearch.models.decoder import DecoderSpec
-from rsearch.models.sharding import make_mesh
 from rsearch.protocols import PROTOCOLS
 from rsearch.types import Passage
 from tests.small_run import config, quick_compilation
@@ -152,44 +150,6 @@ def test_a_saved_index_is_searched_and_another_encoder_refused(tmp_path):
         parts.open_search(config(**named, retrieval__hashed_dim=64), None)
     with pytest.raises(ValueError, match=r"build one: python -m rsearch\.index"):
         parts.open_search(config(retrieval__corpus=corpus), None)
-
-
-JUDGED = {"evidence_f1": {}, "answer_em": {}}
-
-
-@pytest.fixture(scope="module")
-def judge_folder(tmp_path_factory, setup):
-    folder = tmp_path_factory.mktemp("judge") / "model"
-    params = build.initial_params(setup)
-    huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
-    return folder
-
-
-def test_a_judge_is_loaded_where_a_term_asks_one(judge_folder):
-    mesh = make_mesh()
-    source = dict(judge__source=str(judge_folder), judge__max_prompt_tokens=64)
-    assert parts.load_judge(config(**source), mesh) is None
-    c = config(reward=JUDGED, judge__max_reply_tokens=3, judge__slots=8, **source)
-    judge = parts.load_judge(c, mesh)
-    chat = [{"role": "user", "content": "Who?"}]
-    first, none, second = judge([chat, [{**chat[0], "content": "x y" * 99}], chat])
-    assert isinstance(first, str) and first == second and none is None
-
-
-def test_a_judge_whose_context_is_too_small_is_refused(judge_folder):
-    path = judge_folder / "config.json"
-    before = path.read_text()
-    path.write_text(json.dumps({**json.loads(before), "max_position_embeddings": 66}))
-    source = dict(judge__source=str(judge_folder), judge__max_prompt_tokens=64)
-    c = config(reward=JUDGED, judge__max_reply_tokens=3, **source)
-    with pytest.raises(ValueError, match=r"make 67 tokens, .*context of .* is 66"):
-        parts.load_judge(c, make_mesh())
-    path.write_text(before)
-
-
-def test_a_term_that_asks_a_judge_without_one_is_refused():
-    with pytest.raises(ValueError, match=r"name one in config\.judge\.source"):
-        build.load_setup(config(reward=JUDGED))
 
 
 def test_passages_of_the_world_are_found_by_name():

@@ -1,0 +1,149 @@
+"""Models beside the policy: which sources there are, and what each one gives."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch import build
+from rsearch.build import agents
+from rsearch.evaluate import trained_params
+from rsearch.models import huggingface
+from rsearch.models.sharding import make_mesh
+from rsearch.types import Outcome
+from tests.small_run import config, finished, quick_compilation
+
+__all__ = ["quick_compilation"]
+JUDGED = {"evidence_f1": {}, "answer_em": {}}
+CHAT = [{"role": "user", "content": "Who?"}]
+LONG = [{"role": "user", "content": "x y" * 99}]
+
+
+@pytest.fixture(scope="module")
+def setup():
+    return build.load_setup(config(), only_dev=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, setup):
+    folder = tmp_path_factory.mktemp("agent") / "model"
+    params = build.initial_params(setup)
+    huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
+    return folder
+
+
+def asking(name, source, **changes):
+    """A configuration with a small section of this name."""
+    sizes = {"max_prompt_tokens": 64, "max_reply_tokens": 3, "slots": 8}
+    fields = {"source": str(source), **sizes, **changes}
+    return config(**{f"{name}__{field}": value for field, value in fields.items()})
+
+
+def mesh():
+    return make_mesh(devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize("name", ["judge", "rewriter", "writer", "answerer", "reader"])
+def test_a_section_without_a_source_is_no_model(name):
+    assert agents.load_agent(config(), name, mesh()) is None
+
+
+def test_a_directory_is_a_model_that_replies(folder):
+    ask = agents.load_agent(asking("reader", folder), "reader", mesh())
+    first, none, second = ask([CHAT, LONG, CHAT])
+    assert isinstance(first, str) and first == second and none is None
+
+
+def test_a_section_sets_how_its_model_draws(folder):
+    drawn = [
+        agents.load_agent(
+            asking("rewriter", folder, temperature=temperature), "rewriter", mesh()
+        )([CHAT] * 6)
+        for temperature in (0.0, 5.0)
+    ]
+    assert [len(set(replies)) > 1 for replies in drawn] == [False, True]
+
+
+def test_other_sources_are_found_by_who_knows_them(folder):
+    asked = []
+
+    def find(source):
+        asked.append(source)
+        return folder
+
+    ask = agents.load_agent(asking("judge", "world:judge"), "judge", mesh(), find=find)
+    assert asked == ["world:judge"] and ask([LONG]) == [None]
+
+
+def test_a_context_that_is_too_small_is_refused(folder):
+    path = folder / "config.json"
+    before = path.read_text()
+    path.write_text(json.dumps({**json.loads(before), "max_position_embeddings": 66}))
+    with pytest.raises(ValueError, match=r"writer\.max_.* make 67 tokens, .* is 66"):
+        agents.load_agent(asking("writer", folder), "writer", mesh())
+    path.write_text(before)
+
+
+def test_a_stage_is_the_model_that_it_has_trained(setup):
+    model, tokenizer, params = agents.stage_model("rl", mesh(), workdir=finished())
+    assert model.spec == setup.model.spec
+    assert tokenizer.fingerprint == setup.tokenizer.fingerprint
+    stage, _, trained = trained_params(setup, finished())
+    assert stage == "rl"
+    jax.tree.map(np.testing.assert_array_equal, params, trained)
+    _, _, imitating = agents.stage_model("sft", mesh(), workdir=finished())
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), params, imitating)
+    assert not all(jax.tree.leaves(same))
+    asked = asking("rewriter", "stage:sft")
+    ask = agents.load_agent(asked, "rewriter", mesh(), workdir=finished())
+    assert isinstance(ask([CHAT])[0], str)
+
+
+def test_a_stage_that_is_not_there_is_named(tmp_path):
+    c = asking("rewriter", "stage:sft_rewriter")
+    with pytest.raises(ValueError, match="no run is given"):
+        agents.load_agent(c, "rewriter", mesh())
+    with pytest.raises(ValueError, match="not a workdir"):
+        agents.load_agent(c, "rewriter", mesh(), workdir=tmp_path)
+    with pytest.raises(ValueError, match="has the stages sft, rl"):
+        agents.load_agent(c, "rewriter", mesh(), workdir=finished())
+    whole = json.loads((finished() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match="checkpoints holds no checkpoint"):
+        agents.stage_model("sft", mesh(), workdir=tmp_path)
+    whole["config"]["overrides"] = {"sft": {"model": {"source": "stage:sft"}}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match="sft -> sft"):
+        agents.stage_model("sft", mesh(), workdir=tmp_path)
+
+
+def test_a_judge_is_loaded_where_a_term_asks_one(folder):
+    plain = build.load_setup(asking("judge", folder))
+    assert plain.judge is None and plain.writer is None
+    named = {"source": str(folder), "max_prompt_tokens": 64, "max_reply_tokens": 3}
+    fields = {f"judge__{name}": value for name, value in named.items()}
+    assert build.load_setup(config(reward=JUDGED, **fields)).judge is not None
+
+
+def test_a_term_that_asks_a_judge_without_one_is_refused():
+    with pytest.raises(ValueError, match=r"name one in config\.judge\.source"):
+        build.load_setup(config(reward=JUDGED))
+
+
+def test_with_a_writer_the_policy_reads_what_it_wrote(folder):
+    written = build.load_setup(asking("writer", folder, max_prompt_tokens=200))
+    host = build.make_host(written)
+    question = written.dev[0]
+    ids = host.tokenizer.encode("<search> Cormad </search>")
+    conversation = host.open(host.prompt(written.protocol.messages(question.text)))
+    turn = {0: (ids, np.zeros(len(ids), np.float32))}
+    host.answer_turns({0: conversation}, turn, final=False)
+    assert conversation.outcome is None
+    ((passage,),) = conversation.searches[0].passages
+    assert passage.id.startswith("written from ") and passage.title == ""
+    tight = build.load_setup(asking("writer", folder, max_prompt_tokens=5))
+    host = build.make_host(tight)
+    conversation = host.open(host.prompt(written.protocol.messages(question.text)))
+    host.answer_turns({0: conversation}, turn, final=False)
+    assert conversation.outcome == Outcome.TOOL_ERROR
