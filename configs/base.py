@@ -75,8 +75,8 @@ def _world():
     c.cities = 60  # each with a country
     c.train_questions = 1_400  # to learn from
     c.dev_questions = 200  # held out, about unseen heads
-    c.kinds = ("single", "bridge", "three_hop", "four_hop", "comparison")  # of questions
-    c.kinds += ("unanswerable",)  # ... the last of which no passage answers
+    c.kinds = ("single", "bridge", "three_hop", "four_hop")  # of questions
+    c.kinds += ("comparison", "unanswerable")  # ... no passage answers the last
     c.known_share = 0.2  # of the entities are famous: pretraining teaches their facts
     c.missing_share = 0.15  # of the people lack a fact; where "unanswerable" is asked
     c.distractors = 100  # passages about near-homonyms, which no question is about
@@ -156,6 +156,7 @@ def _sft():
     c.flawed_share = 0.72  # of the world's demonstrations do not find the answer
     c.guess_share = 0.12  # of the flawed guess at once; the others search only once
     c.baseline_share = 0.05  # further ones that answer as "direct" and "rag" do
+    c.recall_share = 0.0  # of flawless ones about the famous recall what they know
     return c
 
 

@@ -18,6 +18,8 @@ def get_config():
     c.model.update(
         num_layers=4, width=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_width=256
     )
+    c.world.update(people=500, films=400, companies=100, cities=100, kinds=("bridge",))
+    c.world.update(known_share=0.0, missing_share=0.0, distractors=0)
     # A model this small reads few words; the protocol's own prompt is for large ones.
     c.protocol.name = "search_r1"
     c.protocol.instruction = "{question}"

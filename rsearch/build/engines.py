@@ -144,11 +144,13 @@ def _demonstrations(setup: Setup):
     if s.demonstrations == WORLD:
         return world_demonstrations(
             setup.world,
+            setup.protocol,
             seed=setup.config.seed,
             repeats=s.repeats,
             flawed_share=s.flawed_share,
             guess_share=s.guess_share,
             baseline_share=s.baseline_share,
+            recall_share=s.recall_share,
         )
     file = stage_file(s.demonstrations, DEMONSTRATIONS, setup.home)
     return load_demonstrations(file)

@@ -3,26 +3,23 @@
 import jax.numpy as jnp
 
 from rsearch.data.corpus import Corpus
-from rsearch.data.demonstrations import world_words
 from rsearch.data.questions import load_questions
-from rsearch.models import hf_config, huggingface, weights
+from rsearch.data.world_texts import world_words
+from rsearch.models import hf_config, huggingface
 from rsearch.models.decoder import Decoder, DecoderSpec
-from rsearch.models.sharding import param_shardings
 from rsearch.models.small_tokenizer import train_tokenizer
 from rsearch.models.tokenizer import Tokenizer, load_tokenizer
 from rsearch.plan import QUESTIONS, kinds, stage_file
-from rsearch.protocols import PROTOCOLS
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine, engine_in_memory
 from rsearch.retrieval.index import corpus_path, open_index
-from rsearch.rewards.group import needs_judge
+from rsearch.retrieval.writing import PROMPTS
 from rsearch.rollout.conversation import (
     Limits,
     conversation_tokens,
     markup_tokens,
 )
-from rsearch.rollout.generate import local_generator
-from rsearch.types import GenerateFn, Question
+from rsearch.types import Question
 
 WORLD = "world"
 MAX_NAMED = 5  # questions named when they are left out
@@ -40,16 +37,16 @@ def has_world(c) -> bool:
 def load_policy_tokenizer(c, world, source) -> Tokenizer:
     """The tokenizer: of the world, of a directory, or of the model at `source`."""
     if c.tokenizer.source == WORLD:
-        protocol = PROTOCOLS[c.protocol.name]
-        frame = protocol.observe([""], [()])
-        words = [frame.before, frame.after, "Doc 1(Title: ) Doc 2(Title: )\n"]
-        words += [c.protocol.direct or "", c.protocol.rag or ""]
-        words += [c.protocol.invalid_message or protocol.invalid_message or ""]
-        # Twice, as a word must occur twice to be worth a token.
-        return train_tokenizer(world.texts() + world_words(world) + 2 * words)
+        return world_tokenizer(world)
     if c.tokenizer.source:
         return load_tokenizer(huggingface.find_model(c.tokenizer.source))
     return load_tokenizer(source)
+
+
+def world_tokenizer(world) -> Tokenizer:
+    """The one tokenizer of all that talk about a world, whatever their protocol."""
+    prompts = 2 * list(PROMPTS.values())  # A word must occur twice to be worth a token.
+    return train_tokenizer(world.texts() + world_words(world) + prompts)
 
 
 def policy_model(c, tokenizer, source) -> Decoder:
@@ -192,33 +189,3 @@ def fitting(questions, split, protocol, tokenizer, limits, say, *, limit=0):
     if num_long > MAX_NAMED:
         say(f"left out of {split}: {num_long:,} questions with long prompts in all")
     return tuple(kept), num_long
-
-
-def load_judge(c, mesh) -> GenerateFn | None:
-    """The model that reward terms ask, on this process's mesh; None if none does.
-
-    Raises:
-        ValueError: its context is smaller than the longest chat and reply.
-    """
-    if not c.judge.source or not needs_judge(c.reward):
-        return None
-    source = huggingface.find_model(c.judge.source)
-    spec = hf_config.read_spec(source)
-    needed = c.judge.max_prompt_tokens + c.judge.max_reply_tokens
-    if needed > spec.max_context:
-        raise ValueError(
-            f"config.judge.max_prompt_tokens = {c.judge.max_prompt_tokens} and "
-            f"max_reply_tokens = {c.judge.max_reply_tokens} make {needed} tokens, but "
-            f"the context of {c.judge.source} is {spec.max_context}"
-        )
-    model = Decoder(spec, dtype=jnp.dtype(c.model.dtype))
-    shardings = param_shardings(weights.param_shapes(spec), mesh)
-    return local_generator(
-        model,
-        huggingface.load_params(source, spec, shardings=shardings),
-        load_tokenizer(source),
-        mesh,
-        num_rows=c.judge.slots,
-        max_prompt_tokens=c.judge.max_prompt_tokens,
-        max_reply_tokens=c.judge.max_reply_tokens,
-    )

@@ -1,103 +1,21 @@
 """The embedded world: people, films, companies and cities, made up from a seed.
 
-Each entity has one passage; each question needs two of them, and names only the first.
-Nothing in the world is true, so no model can know it: it has to search, read a name in
-a passage, and search again for that name.
+Each entity has one passage; most questions need several of them, and name only the
+first. Nothing in the world is true, so no model can know it, unless it was pretrained
+on the world's text: the facts of the famous are in that, all others only in passages.
 """
 
 import dataclasses
-import itertools
 
 import numpy as np
 
+from rsearch.data import world_facts
+from rsearch.data.world_facts import RELATIONS, UNKNOWN, Hop
+from rsearch.data.world_names import COUNTRIES, PLURALS, YEARS, draw_names
+from rsearch.data.world_questions import KINDS, UNANSWERABLE, ask, relations_of
 from rsearch.types import Passage, Question
 
-NAMES = {
-    "given": """
-        Ada Arne Berta Carl Clara Dora Edgar Elsa Emil Erik Fanny Felix Frida Georg
-        Greta Hanna Hugo Ida Ivan Jonas Julia Karin Klaus Lena Leo Lotte Mara Max Nina
-        Olga Otto Paul Petra Rosa Rudi Sofia Theo Ulla Viktor Wanda
-    """,
-    "family": """
-        Abel Acker Bach Baum Berg Brandt Brook Busch Dahl Decker Dorn Eiben Falk Feld
-        Fink Forst Frost Gruber Haas Hahn Hartz Holm Kern Koch Krug Lang Lind Lorenz
-        Marx Moser Nagel Noll Peck Rast Reiter Roth Sander Scholz Stark Stein Thal
-        Vogel Wald Weber Winter Wolf Zeller Ziegler
-    """,
-    "adjectives": """
-        Ancient Bitter Broken Burning Crimson Distant Empty Final Frozen Gentle Golden
-        Hidden Hollow Iron Lonely Lost Painted Quiet Restless Sacred Secret Silent
-        Silver Sleeping Velvet Wicked
-    """,
-    "nouns": """
-        Bridge Castle Circus Clock Crown Desert Dream Empire Forest Garden Harbour
-        Island Journey Lantern Letter Mirror Mountain Ocean Orchard Palace River
-        Shadow Station Storm Summer Tower
-    """,
-    "trades": """
-        Alpine Atlas Beacon Bison Cobalt Comet Delta Dynamo Eagle Ember Falcon Granite
-        Helix Kestrel Lotus Magnet Meteor Nimbus Orion Pioneer Quartz Raven Saturn
-        Topaz Vector Zenith
-    """,
-    "forms": """
-        Foods Mills Motors Paper Press Steel Textiles Tools
-    """,
-    "stems": """
-        Alt Birken Blau Duns Eber Erlen Fried Gold Grun Hoch Kalt Lauter Linden Mohn
-        Neu Rosen Sand Schon Tannen Weiss
-    """,
-    "endings": """
-        bach berg burg dorf feld hafen heim stadt tal
-    """,
-    "countries": """
-        Aldora Bretia Corvania Drasia Estoria Fennland Galdia Hestria Illyra Jorvia
-        Kestland Luria Mordania Norlund Ostrava Pellia Quorra Rhovia Sylvania Tarsia
-    """,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Relation:
-    """An edge between kinds of entities, and the words for it."""
-
-    subject: str
-    object: str
-    words: str
-
-
-RELATIONS = {
-    "director": Relation("film", "person", "Directed by"),
-    "birthplace": Relation("person", "city", "Born in"),
-    "employer": Relation("person", "company", "Works for"),
-    "seat": Relation("company", "city", "Based in"),
-    "country": Relation("city", "country", "Lies in"),
-}
-
-QUESTIONS = {  # (first hop, second hop): how it is asked
-    ("director", "birthplace"): "In which city was the director of {s} born?",
-    ("director", "employer"): "Which company employs the director of {s}?",
-    ("employer", "seat"): "In which city is the employer of {s} based?",
-    ("birthplace", "country"): "In which country lies the birthplace of {s}?",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Hop:
-    """One fact: `object` is the `relation` of `subject`."""
-
-    subject: str
-    relation: str
-    object: str
-
-    @property
-    def gap(self) -> str:
-        """What is to be found out, such as 'Born in?'."""
-        return f"{RELATIONS[self.relation].words}?"
-
-    @property
-    def fact(self) -> str:
-        """What was found out, such as 'Born in Altdorf.', as passages word it."""
-        return f"{RELATIONS[self.relation].words} {self.object}."
+__all__ = ["KINDS", "RELATIONS", "UNKNOWN", "Hop", "World", "make_world"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,17 +24,25 @@ class World:
 
     Attributes:
         entities: kind -> names.
-        passages: one for each entity that has facts; the title is its name.
-        train: two-hop questions to learn from.
-        dev: two-hop questions about heads that no training question is about.
-        hops: question id -> the two facts that answer it.
+        passages: one for each entity that has facts; the title is its name. Then those
+            about near-homonyms, which no question is about.
+        train: questions to learn from.
+        dev: questions about heads that no training question is about. The metadata of
+            a question are its "kind" and whether all it takes is "known".
+        hops: question id -> the facts that answer it, in the order they are found out;
+            of a comparison, two that do not depend on each other. The last object of an
+            unanswerable question is UNKNOWN.
+        famous: the entities whose facts are known without a search.
+        facts: subject -> relation -> object.
     """
 
     entities: dict[str, tuple[str, ...]]
     passages: tuple[Passage, ...]
     train: tuple[Question, ...]
     dev: tuple[Question, ...]
-    hops: dict[str, tuple[Hop, Hop]]
+    hops: dict[str, tuple[Hop, ...]]
+    famous: frozenset[str]
+    facts: dict[str, dict[str, str]]
 
     def texts(self) -> list[str]:
         """Every passage and training question, for a tokenizer to learn from."""
@@ -125,7 +51,18 @@ class World:
 
 
 def make_world(
-    *, seed, people, films, companies, cities, train_questions, dev_questions
+    *,
+    seed,
+    people,
+    films,
+    companies,
+    cities,
+    train_questions,
+    dev_questions,
+    kinds=("bridge",),
+    known_share=0.0,
+    missing_share=0.0,
+    distractors=0,
 ) -> World:
     """A world of the given size.
 
@@ -134,68 +71,38 @@ def make_world(
         people, films, companies, cities: how many entities of each kind.
         train_questions, dev_questions: how many questions of each split. A fifth of
             the films and people are heads of held-out questions only.
+        kinds: of questions, some of KINDS.
+        known_share: of the entities are famous.
+        missing_share: of the people, one fact is in no passage; only where
+            unanswerable questions are asked.
+        distractors: passages about near-homonyms.
 
     Raises:
         ValueError: more entities than there are names, or more questions than heads.
     """
-    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 1])))
-    entities = {
-        "person": _names("people", people, "given", "family", " ", rng),
-        "film": _names("films", films, "adjectives", "nouns", " ", rng),
-        "company": _names("companies", companies, "trades", "forms", " ", rng),
-        "city": _names("cities", cities, "stems", "endings", "", rng),
-        "country": tuple(NAMES["countries"].split()),
-    }
-    facts: dict[str, dict[str, str]] = {}
-    for name, relation in RELATIONS.items():
-        objects = entities[relation.object]
-        for subject in entities[relation.subject]:
-            chosen = objects[rng.integers(len(objects))]
-            facts.setdefault(subject, {})[name] = chosen
-    passages = [
-        Passage(
-            f"w{i}",
-            f"{subject}\n"
-            + " ".join(Hop(subject, name, o).fact for name, o in known.items()),
-        )
-        for i, (subject, known) in enumerate(facts.items())
-    ]
+    rng = _stream(seed, 1)
+    sizes = dict(person=people, film=films, company=companies, city=cities)
+    entities = {kind: draw_names(kind, sizes[kind], rng) for kind in PLURALS}
+    entities |= {"country": COUNTRIES, "year": YEARS}
+    relations = relations_of(kinds)
+    facts = world_facts.draw_facts(entities, relations, rng)
+    own = _stream(seed, 3)
+    famous = world_facts.draw_famous(entities, known_share, own)
+    world_facts.keep_among_famous(facts, entities, famous, own)
+    if UNANSWERABLE in kinds:
+        others = [name for name in entities["person"] if name not in famous]
+        world_facts.drop_facts(facts, others, missing_share, own)
+    passages = world_facts.passages_of(facts)
+    passages += world_facts.distractors(distractors, facts, entities, relations, own)
     seen, unseen = {}, {}
     for kind in ("film", "person"):
         cut = max(1, len(entities[kind]) // 5)
         unseen[kind], seen[kind] = entities[kind][:cut], entities[kind][cut:]
-    train, hops = _ask("train", train_questions, seen, facts, rng)
-    dev, dev_hops = _ask("dev", dev_questions, unseen, facts, rng)
-    return World(entities, tuple(passages), train, dev, hops | dev_hops)
+    train, hops = ask("train", train_questions, kinds, seen, facts, famous, rng)
+    dev, dev_hops = ask("dev", dev_questions, kinds, unseen, facts, famous, rng)
+    return World(entities, tuple(passages), train, dev, hops | dev_hops, famous, facts)
 
 
-def _names(kind, count, first, second, joint, rng):
-    parts = NAMES[first].split(), NAMES[second].split()
-    pairs = [joint.join(pair) for pair in itertools.product(*parts)]
-    if count > len(pairs):
-        raise ValueError(f"config.world.{kind} = {count}: at most {len(pairs)}")
-    return tuple(pairs[i] for i in rng.permutation(len(pairs))[:count])
-
-
-def _ask(split, count, heads, facts, rng):
-    """Questions about these heads in random order, and the hops behind them."""
-    asked = [
-        (head, pattern)
-        for pattern in QUESTIONS
-        for head in heads[RELATIONS[pattern[0]].subject]
-    ]
-    if count > len(asked):
-        raise ValueError(
-            f"config.world.{split}_questions = {count}: its films and people give "
-            f"{len(asked)}"
-        )
-    questions, hops = [], {}
-    for number, i in enumerate(rng.permutation(len(asked))[:count]):
-        head, (first, second) = asked[i]
-        bridge = facts[head][first]
-        tail = facts[bridge][second]
-        text = QUESTIONS[first, second].format(s=head)
-        name = f"world-{split}-{number}"
-        questions.append(Question(name, text, (tail,)))
-        hops[name] = (Hop(head, first, bridge), Hop(bridge, second, tail))
-    return tuple(questions), hops
+def _stream(seed, number):
+    """The random numbers of one purpose."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number])))

@@ -11,10 +11,14 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-ROLES = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+ROLES = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
-# A tag is one piece, so that it can become one token; a word takes the space before it.
-PIECES = r"</?[a-z_]+>| ?[A-Za-z]+| ?[0-9]+|\n+| ?[^\sA-Za-z0-9<]+|\s|<"
+# A tag is one piece, so that it can become one token, and so is a name with an
+# underscore; a word takes the space before it. No piece is a control token.
+PIECES = (
+    r"</?[a-z_]+>|<\|[a-z]+_[a-z_]+\|>|[a-z0-9]+(?:_[a-z0-9]+)+"
+    r"| ?[A-Za-z]+| ?[0-9]+|\n+| ?[^\sA-Za-z0-9<]+|\s|<"
+)
 
 
 def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 4096) -> Tokenizer:
@@ -24,7 +28,7 @@ def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 4096) -> Tokenize
 
     Args:
         texts: what it learns from; a word that occurs twice is worth a token.
-        vocab_size: at most this many ids, at least the 256 bytes and 4 control tokens.
+        vocab_size: at most this many ids, at least the 256 bytes and control tokens.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.data.demonstrations import world_words
+from rsearch.data.world_texts import world_words
 from rsearch.data.world import make_world
 from rsearch.models.small_tokenizer import ROLES, train_tokenizer
 from tests.small_run import run_python

@@ -1,0 +1,386 @@
+"""Rollouts as data to learn from: which are kept and why, and what is cut from them.
+
+All of it works on Attempts, which are rollouts as text. What a protocol's tags look
+like is asked of the protocol: a turn's action is what `Protocol.parse` finds, and what
+an observation looks like is what `Protocol.observe` says.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from rsearch.data.demonstrations import Demonstration
+from rsearch.protocols.base import Protocol, Step
+from rsearch.protocols.rewriting import INTERNAL, recalled, rewriting_messages
+from rsearch.text import cover_exact_match, exact_match, f1
+from rsearch.types import (
+    Answer,
+    Lookup,
+    Malformed,
+    Outcome,
+    Passage,
+    Question,
+    Rollout,
+    Search,
+    Source,
+)
+
+MEASURES = {"em": exact_match, "cover_em": cover_exact_match, "f1": f1}
+SEGMENT_KINDS = (
+    "answer_from_question",
+    "search_from_question",
+    "answer_from_retrieved",
+    "search_from_retrieved",
+)
+"""RAG-R1's four categories (arXiv 2507.02962, section 3.1.2)."""
+
+KEPT = "kept"
+TAGS = re.compile(r"<\|[a-z_]+\|>|</?[a-z_]+>")
+THOUGHT = re.compile(r"^\s*Thought\s+(\d+):", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """A rollout as text.
+
+    Attributes:
+        turns: [n] what the policy wrote, each up to the end of its action.
+        shown: [n] what was shown after each turn, "" where nothing was.
+        searches: that were executed, in order.
+        answer: the text of the Answer action, None where there was none.
+        outcome: how it ended.
+        num_malformed: turns that held no valid action.
+    """
+
+    turns: tuple[str, ...]
+    shown: tuple[str, ...]
+    searches: tuple[Lookup, ...]
+    answer: str | None
+    outcome: Outcome
+    num_malformed: int = 0
+
+    def passages(self) -> list[Passage]:
+        """What was found, each once, in the order it was."""
+        found = [p for s in self.searches for hits in s.passages for p in hits]
+        return list({p.contents: p for p in found}.values())
+
+
+def attempt_of(protocol: Protocol, rollout: Rollout) -> Attempt:
+    """The rollout as text; see `first_step` for how a turn is cut."""
+    turns, shown = [], []
+    for segment in rollout.segments:
+        if segment.source == Source.POLICY:
+            turns.append(first_step(protocol, segment.text))
+            shown.append("")
+        elif segment.source == Source.SEARCH:
+            shown[-1] += segment.text
+    return Attempt(
+        tuple(turns),
+        tuple(shown),
+        rollout.searches,
+        rollout.answer,
+        rollout.outcome,
+        rollout.num_malformed,
+    )
+
+
+def first_step(protocol: Protocol, turn: str) -> str:
+    """The turn up to its first stop string, without the rest of the last token.
+
+    A model that writes on, with an observation of its own and further steps, is cut
+    there too: only its first step counts.
+    """
+    ends = [turn.find(s) + len(s) for s in protocol.stop_strings if s in turn]
+    return turn[: min(ends, default=len(turn))]
+
+
+def to_record(attempt: Attempt) -> dict:
+    """The attempt as JSON values."""
+    searches = [
+        {
+            "queries": list(s.queries),
+            "passages": [[dataclasses.asdict(p) for p in hits] for hits in s.passages],
+        }
+        for s in attempt.searches
+    ]
+    return {
+        "turns": list(attempt.turns),
+        "shown": list(attempt.shown),
+        "searches": searches,
+        "answer": attempt.answer,
+        "outcome": attempt.outcome.value,
+        "num_malformed": attempt.num_malformed,
+    }
+
+
+def from_record(record: dict) -> Attempt:
+    """The attempt that `to_record` has written."""
+    searches = tuple(
+        Lookup(
+            tuple(s["queries"]),
+            tuple(tuple(Passage(**p) for p in hits) for hits in s["passages"]),
+        )
+        for s in record["searches"]
+    )
+    return Attempt(
+        tuple(record["turns"]),
+        tuple(record["shown"]),
+        searches,
+        record["answer"],
+        Outcome(record["outcome"]),
+        record["num_malformed"],
+    )
+
+
+def is_right(
+    question: Question, attempt: Attempt, *, measure: str, normalize: str
+) -> bool:
+    """Whether it ended with a right answer.
+
+    Args:
+        question: that was asked.
+        attempt: at it.
+        measure: a key of MEASURES; of "f1" anything above 0 is right.
+        normalize: a key of `rsearch.text.NORMALIZERS`.
+    """
+    if attempt.outcome != Outcome.ANSWERED:
+        return False
+    golden = question.golden_answers
+    score = MEASURES[measure](attempt.answer, golden, normalize=normalize)
+    return score > 0 if measure == "f1" else score == 1
+
+
+def fault(
+    protocol: Protocol, question: Question, attempt: Attempt, *, measure, normalize
+) -> str:
+    """Why an attempt is no example of how to answer; "" where it is one.
+
+    It ended without a right answer (by its outcome, or "wrong"), a turn held no action
+    ("malformed"), or a turn holds what only the engine may write: the tags of an
+    observation ("forged") or the whole of a passage ("copied").
+    """
+    if attempt.outcome != Outcome.ANSWERED:
+        return attempt.outcome.value
+    if not is_right(question, attempt, measure=measure, normalize=normalize):
+        return "wrong"
+    if attempt.num_malformed:
+        return "malformed"
+    tags = observation_tags(protocol)
+    if any(tag.search(turn) for tag in tags for turn in attempt.turns):
+        return "forged"
+    passages = [p.contents.strip() for p in attempt.passages()]
+    if any(text and text in turn for text in passages for turn in attempt.turns):
+        return "copied"
+    return ""
+
+
+def observation_tags(protocol: Protocol) -> list[re.Pattern]:
+    """What stands around an observation; a turn's number in it is any number."""
+    frame = protocol.observe([""], [()])
+    tags = [tag.strip() for tag in (frame.before, frame.after)]
+    number = re.escape("{turn}")
+    return [re.compile(re.escape(t).replace(number, r"\d+")) for t in tags if t]
+
+
+def segments(
+    protocol: Protocol, question: Question, attempt: Attempt
+) -> list[tuple[str, Demonstration]]:
+    """RAG-R1's segments: (kind, one turn to learn after the turns before it) for each.
+
+    A conversation is cut wherever the model reasons and acts: of n turns it makes n
+    segments. What is learnt never holds a retrieved passage, which belongs to the given
+    context. Source: RAG-R1 (arXiv 2507.02962) section 3.1.2 and Figure 1.
+
+    Args:
+        protocol: of the conversation.
+        question: that opens it.
+        attempt: without `fault`.
+    """
+    found = []
+    passages = [p.contents.strip() for p in attempt.passages()]
+    for number, turn in enumerate(attempt.turns):
+        action = protocol.parse(turn)
+        assert not isinstance(action, Malformed), turn
+        assert not any(text and text in turn for text in passages), turn
+        verb = "search" if isinstance(action, Search) else "answer"
+        kind = f"{verb}_from_{'retrieved' if number else 'question'}"
+        turns = attempt.turns[: number + 1]
+        found.append((kind, Demonstration(question, turns, context_turns=number)))
+    return found
+
+
+def both_knowledge_fault(attempt: Attempt) -> str:
+    """Why it does not show the use of both kinds of knowledge; "" where it does.
+
+    It recalls something between whole internal tags and it searches. Source:
+    R1-Searcher++ (arXiv 2505.17005) section 4.1.
+    """
+    text = "".join(attempt.turns)
+    begin, end = INTERNAL
+    if any(turn.count(begin) != turn.count(end) for turn in attempt.turns):
+        return "unclosed internal tag"
+    if begin not in text:
+        return "nothing recalled"
+    return "" if attempt.searches else "nothing searched"
+
+
+def rewording(
+    protocol: Protocol,
+    question: Question,
+    attempt: Attempt,
+    *,
+    measure: str,
+    normalize: str,
+    user: str | None = None,
+) -> Demonstration | None:
+    """A correct response that searched, worded as if all had been recalled.
+
+    The rewriting model is shown the question and what was found, and is to write one
+    turn: what the first turn thought, then what the later turns said about what they
+    had read, between internal tags, then the answer. Verified: it recalls, mentions no
+    search, and its answer is right. Source: R1-Searcher++ section 4.2.2.
+
+    Args:
+        protocol: of the conversation.
+        question: that opens it.
+        attempt: without `fault`.
+        measure, normalize: of a right answer, see `is_right`.
+        user: replaces the messages of `rewriting_messages`.
+
+    Returns:
+        The demonstration, or None where that cannot be.
+    """
+    said = [prose(protocol, turn) for turn in attempt.turns]
+    if not attempt.searches or any(text is None for text in said):
+        return None
+    step = Step(1, said[0], Answer(attempt.answer), " ".join(filter(None, said[1:])))
+    try:
+        turn = protocol.write(step)
+    except ValueError:
+        return None
+    answer = recalled(protocol, turn)
+    if answer is None or first_step(protocol, turn) != turn:
+        return None
+    again = dataclasses.replace(attempt, answer=answer.text)
+    if not is_right(question, again, measure=measure, normalize=normalize):
+        return None
+    messages = rewriting_messages(question.text, attempt.passages(), user=user)
+    return Demonstration(question, (turn,), messages=tuple(messages))
+
+
+def prose(protocol: Protocol, turn: str) -> str | None:
+    """What a turn says before its action, without tags; None where that is not found.
+
+    The action's opening is the one that `Protocol.render` writes.
+    """
+    action = protocol.parse(turn)
+    if isinstance(action, Malformed):
+        return None
+    content = action.text if isinstance(action, Answer) else action.queries[0]
+    try:
+        opening, found, _ = protocol.render(action).partition(content)
+    except ValueError:
+        return None
+    before, opened, _ = turn.rpartition(opening.strip())
+    if not found or not opened:
+        return None
+    return " ".join(TAGS.sub(" ", before).split())
+
+
+def chain_fault(
+    protocol: Protocol, question: Question, attempt: Attempt, *, normalize: str
+) -> str:
+    """Why a chain of thoughts and actions is not learnt; "" where it is.
+
+    Its thoughts are numbered 1, 2, 3, ..., every step but the last searches and is
+    followed by an observation, the last one gives the answer, and that has a word in
+    common with a golden one. Source: ReaRAG (arXiv 2503.21729) section 3.2 and the
+    filter of its code.
+    """
+    if attempt.outcome != Outcome.ANSWERED:
+        return "unfinished" if attempt.outcome.is_signal else attempt.outcome.value
+    actions = [protocol.parse(turn) for turn in attempt.turns]
+    if any(not isinstance(action, Search) for action in actions[:-1]):
+        return "structure"
+    if not all(attempt.shown[:-1]) or not isinstance(actions[-1], Answer):
+        return "structure"
+    numbers = [THOUGHT.findall(turn) for turn in attempt.turns]
+    if numbers != [[str(i)] for i in range(1, len(numbers) + 1)]:
+        return "numbering"
+    right = is_right(question, attempt, measure="f1", normalize=normalize)
+    return "" if right else "no overlap"
+
+
+def chain(protocol: Protocol, question: Question, attempt: Attempt) -> Demonstration:
+    """The chain with its observations as they were, to be learnt without an engine.
+
+    Args:
+        protocol: of the chain.
+        question: that opens it.
+        attempt: without `chain_fault`.
+    """
+    observations = tuple(
+        protocol.observe(s.queries, s.passages).content for s in attempt.searches
+    )
+    return Demonstration(question, attempt.turns, observations=observations)
+
+
+def gold_passages(question: Question, titles: Sequence[str], known) -> tuple:
+    """The passages that a question rests on.
+
+    Args:
+        question: its metadata may hold the passages themselves, as FlashRAG's
+            `context` of titles and sentences with `supporting_facts`.
+        titles: of the passages, where they are known otherwise.
+        known: title -> Passage, of those.
+
+    Raises:
+        ValueError: nothing tells which they are.
+    """
+    if titles:
+        found = [known[title] for title in dict.fromkeys(titles) if title in known]
+    else:
+        found = _from_context(question.metadata)
+    if not found:
+        raise ValueError(
+            f"question {question.id}: its gold passages are not known: expected "
+            "metadata with context and supporting_facts, each with a list title, or "
+            "config.curate.observations = 'engine'"
+        )
+    return tuple(found)
+
+
+def _from_context(metadata):
+    context, facts = metadata.get("context"), metadata.get("supporting_facts")
+    if not isinstance(context, dict) or not isinstance(facts, dict):
+        return []
+    wanted = set(facts.get("title") or ())
+    sentences = context.get("sentences") or context.get("content") or ()
+    return [
+        Passage(f"gold {i}", f"{title}\n{' '.join(map(str.strip, lines))}")
+        for i, (title, lines) in enumerate(zip(context.get("title") or (), sentences))
+        if title in wanted
+    ]
+
+
+def demonstration_record(demonstration: Demonstration) -> dict:
+    """The demonstration as `load_demonstrations` reads it; defaults are left out."""
+    d = demonstration
+    record = {"id": d.question.id, "question": d.question.text, "turns": list(d.turns)}
+    if d.context_turns:
+        record["context_turns"] = d.context_turns
+    if d.observations is not None:
+        record["observations"] = list(d.observations)
+    if d.messages is not None:
+        record["messages"] = [dict(message) for message in d.messages]
+    return record
+
+
+def question_record(question: Question, **more) -> dict:
+    """The question as `load_questions` reads it, with `more` in its metadata."""
+    return {
+        "id": question.id,
+        "question": question.text,
+        "golden_answers": list(question.golden_answers),
+        "metadata": {**question.metadata, **more},
+    }

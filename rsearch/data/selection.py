@@ -1,0 +1,99 @@
+"""Which questions are learnt from: by how hard they were, in a mix, by a draw."""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from rsearch.types import Question
+
+LEVELS = ("easy", "medium", "hard")
+ENTRY = re.compile(r"(?:(\S+) )?(\w+) (?:(\d+):(\d*)|(\d+)|(\d*\.\d+))")
+
+
+def difficulty(needed: int | None, *, easy_below: int, hard_above: int) -> str:
+    """How hard a question is by the rollouts it took until one was right.
+
+    Source: R1-Searcher (arXiv 2503.05592) section 2.1: fewer than 10 are easy, more
+    than 20 are hard.
+
+    Args:
+        needed: the number of the first right rollout, from 1; None where none was.
+        easy_below: fewer are easy.
+        hard_above: more are hard, and so is a question that was never answered right.
+    """
+    if needed is None or needed > hard_above:
+        return "hard"
+    return "easy" if needed < easy_below else "medium"
+
+
+def drawn(items: Sequence[Question], *, seed: int) -> list[int]:
+    """The places of all questions in a random order.
+
+    A question's place among others follows from the seed and its id alone: it does not
+    move when there are more questions or fewer.
+    """
+
+    def rank(i):
+        text = f"{seed} {items[i].id}".encode("utf-8", "replace")
+        return xxhash.xxh3_64_intdigest(text), i
+
+    return sorted(range(len(items)), key=rank)
+
+
+def share(items: Sequence[Question], part: float, *, seed: int) -> list[int]:
+    """The places of a random `part` (0 to 1) of the questions, in their order."""
+    return sorted(drawn(items, seed=seed)[: round(part * len(items))])
+
+
+def first_drawn(items: Sequence[Question], count: int, *, seed: int) -> list[int]:
+    """The places of `count` random questions, in their order; 0 means all."""
+    return sorted(drawn(items, seed=seed)[: count or None])
+
+
+def dataset_of(question: Question) -> str:
+    """The data set that a question's metadata names, or ""."""
+    found = [question.metadata.get(n) for n in ("data_source", "dataset")]
+    return next((name for name in found if isinstance(name, str)), "")
+
+
+def mixed(
+    questions: Sequence[Question],
+    levels: Sequence[str | None],
+    mix: Sequence[str],
+    *,
+    seed: int,
+) -> tuple[list[int], list[str]]:
+    """The questions that a mix takes.
+
+    Args:
+        questions: to choose from.
+        levels: how hard each is, one of LEVELS; None is never taken.
+        mix: entries "[dataset] level amount": "medium 200" takes 200 at random,
+            "hard 0.5" half of them, "hotpotqa medium 200:350" those of one data set
+            that a draw of 350 has and one of 200 has not. () takes all.
+        seed: of the draws, which are nested: 200 of them are among 350.
+
+    Returns:
+        Their places, in order, and a line for each entry that found too few.
+    """
+    if not mix:
+        return [i for i, level in enumerate(levels) if level is not None], []
+    taken: set[int] = set()
+    short = []
+    for entry in mix:
+        dataset, level, low, high, count, part = ENTRY.fullmatch(entry).groups()
+        cell = [
+            i
+            for i, question in enumerate(questions)
+            if levels[i] == level and dataset in (None, dataset_of(question))
+        ]
+        order = [cell[i] for i in drawn([questions[i] for i in cell], seed=seed)]
+        stop = int(count or high or len(cell))
+        if part is not None:
+            stop = round(float(part) * len(cell))
+        if stop > len(cell):
+            short.append(f"{entry!r}: there are {len(cell)} such questions")
+        taken.update(order[int(low or 0) : stop])
+    return sorted(taken), short

@@ -1,0 +1,84 @@
+"""The names of the embedded world: two words each, from lists that share none."""
+
+import itertools
+
+NAMES = {
+    "given": """
+        Ada Arne Berta Carl Clara Dora Edgar Elsa Emil Erik Fanny Felix Frida Georg
+        Greta Hanna Hugo Ida Ivan Jonas Julia Karin Klaus Lena Leo Lotte Mara Max Nina
+        Olga Otto Paul Petra Rosa Rudi Sofia Theo Ulla Viktor Wanda
+    """,
+    "family": """
+        Abel Acker Bach Baum Berg Brandt Brook Busch Dahl Decker Dorn Eiben Falk Feld
+        Fink Forst Frost Gruber Haas Hahn Hartz Holm Kern Koch Krug Lang Lind Lorenz
+        Marx Moser Nagel Noll Peck Rast Reiter Roth Sander Scholz Stark Stein Thal
+        Vogel Wald Weber Winter Wolf Zeller Ziegler
+    """,
+    "adjectives": """
+        Ancient Bitter Broken Burning Crimson Distant Empty Final Frozen Gentle Golden
+        Hidden Hollow Iron Lonely Lost Painted Quiet Restless Sacred Secret Silent
+        Silver Sleeping Velvet Wicked
+    """,
+    "nouns": """
+        Bridge Castle Circus Clock Crown Desert Dream Empire Forest Garden Harbour
+        Island Journey Lantern Letter Mirror Mountain Ocean Orchard Palace River
+        Shadow Station Storm Summer Tower
+    """,
+    "trades": """
+        Alpine Atlas Beacon Bison Cobalt Comet Delta Dynamo Eagle Ember Falcon Granite
+        Helix Kestrel Lotus Magnet Meteor Nimbus Orion Pioneer Quartz Raven Saturn
+        Topaz Vector Zenith
+    """,
+    "forms": """
+        Foods Mills Motors Paper Press Steel Textiles Tools
+    """,
+    "stems": """
+        Alt Birken Blau Duns Eber Erlen Fried Gold Grun Hoch Kalt Lauter Linden Mohn
+        Neu Rosen Sand Schon Tannen Weiss
+    """,
+    "endings": """
+        bach berg burg dorf feld hafen heim stadt tal
+    """,
+    "countries": """
+        Aldora Bretia Corvania Drasia Estoria Fennland Galdia Hestria Illyra Jorvia
+        Kestland Luria Mordania Norlund Ostrava Pellia Quorra Rhovia Sylvania Tarsia
+    """,
+}
+
+PARTS = {  # kind of entity -> the lists its two words are from, and what joins them
+    "person": ("given", "family", " "),
+    "film": ("adjectives", "nouns", " "),
+    "company": ("trades", "forms", " "),
+    "city": ("stems", "endings", ""),
+}
+PLURALS = {
+    "person": "people",
+    "film": "films",
+    "company": "companies",
+    "city": "cities",
+}
+COUNTRIES = tuple(NAMES["countries"].split())
+YEARS = tuple(str(year) for year in range(1880, 2000, 10))
+
+
+def draw_names(kind: str, count: int, rng) -> tuple[str, ...]:
+    """`count` names of this kind of entity, each once, in random order.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    first, second, joint = PARTS[kind]
+    parts = NAMES[first].split(), NAMES[second].split()
+    pairs = [joint.join(pair) for pair in itertools.product(*parts)]
+    if count > len(pairs):
+        raise ValueError(
+            f"config.world.{PLURALS[kind]} = {count}: at most {len(pairs)}"
+        )
+    return tuple(pairs[i] for i in rng.permutation(len(pairs))[:count])
+
+
+def near_homonym(name: str, kind: str, rng) -> str:
+    """The name with one more word of its second list behind it: "Ada Abel Winter"."""
+    _, second, _ = PARTS[kind]
+    others = [word for word in NAMES[second].split() if word not in name.split()]
+    return f"{name} {others[rng.integers(len(others))]}"
