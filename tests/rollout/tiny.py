@@ -105,6 +105,12 @@ def observe_letters(queries, passages):
     return Observation("\n[", content, "]\n")
 
 
+def write_letters(action):
+    """The end of a turn that takes this action."""
+    is_search = isinstance(action, Search)
+    return "".join(action.queries) + "r" if is_search else action.text + "in"
+
+
 LETTERS = Protocol(
     name="letters",
     system="talk",
@@ -114,6 +120,8 @@ LETTERS = Protocol(
     parse=parse_letters,
     observe=observe_letters,
     invalid_message="\nwhere?\n",
+    render=write_letters,
+    write=lambda step: step.thought + write_letters(step.action),
 )
 
 LIMITS = Limits(
