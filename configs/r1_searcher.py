@@ -1,0 +1,177 @@
+"""R1-Searcher: learn to call search, then to answer, by Reinforce++ alone.
+
+    python -m rsearch.train --config=configs/r1_searcher.py --dry_run
+    python -m rsearch.train --config=configs/r1_searcher.py:tiny --workdir=runs/r1s
+
+Words after the colon: `qwen`, the base model that reads raw text (the default), or
+`llama`, the chat model; `reinforce_pp` (the default) or `grpo`; `stage1` or `stage2`
+alone; `f1` (the default), `cem` or `em` as the answer's reward (the paper's Table 5);
+`select` begins with the data selection of section 2.1, where otherwise the published
+questions are read from data/; `parity` does what the public code does; `tiny` is the
+embedded world. Source: arXiv 2503.05592.
+
+    python -m rsearch.index --corpus=kilt_100w.jsonl --family=bge \\
+        --encoder=BAAI/bge-large-en-v1.5 --out=indexes/kilt_100w_bge_large
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base, full_scale, tiny_world, variants
+
+CHOICES = {
+    "model": ("qwen", "llama"),
+    "algorithm": ("reinforce_pp", "grpo"),
+    "stage": ("all", "stage1", "stage2"),
+    "answer": ("f1", "cem", "em"),
+}
+BACKBONES = {"qwen": "Qwen/Qwen2.5-7B", "llama": "meta-llama/Llama-3.1-8B-Instruct"}
+STAGES = {
+    "all": ("rl_retrieve", "rl_answer"),
+    "stage1": ("rl_retrieve",),
+    "stage2": ("rl_answer",),
+}
+SELECTS = {"rl_retrieve": "curate_retrieve", "rl_answer": "curate_answer"}
+# Table 1, in questions; the second stage takes those after the first's.
+MIX_RETRIEVE = ("hotpotqa medium 200", "2wikimultihopqa medium 150")
+MIX_ANSWER = (
+    "hotpotqa medium 200:2761",
+    "hotpotqa hard 2000",
+    "2wikimultihopqa medium 150:1237",
+    "2wikimultihopqa hard 2500",
+)
+REWARDS = {
+    "rl_retrieve": {
+        "searched": {"value": 0.5},
+        "r1_searcher_format": {"good": 0.5, "bad": 0.0},
+    },
+    "f1": {"answer_f1": {"normalize": "r1_searcher"}},
+    # Eq. 5: 1 or -1.
+    "cem": {"answer_cover_em": {"normalize": "r1_searcher", "wrong": -1.0}},
+    "em": {"answer_em": {"normalize": "r1_searcher", "wrong": -1.0}},
+}
+
+
+def get_config(variant=""):
+    """The recipe; the words of `variant` are above."""
+    flags = ("select", "parity", "tiny")
+    words = variants.chosen(variant, choices=CHOICES, flags=flags)
+    c = base.get_config()
+    c.name = (
+        "_".join(["r1_searcher", *variant.split(",")]) if variant else "r1_searcher"
+    )
+    stages = STAGES[words.stage]
+    if words.parity and words.model == "qwen" and words.stage == "all":
+        stages = STAGES["stage2"]  # the released Qwen run has no first stage
+    c.stages = tuple(SELECTS[s] for s in stages if words.select) + stages
+    method(c, words)
+    (tiny if words.tiny else at_full_scale)(c, words)
+    if words.parity:
+        parity(c, words)
+    return c
+
+
+def method(c, words):
+    """What holds at any size: the paper's algorithm and rewards (Eq. 1 to 4)."""
+    is_chat = words.model == "llama"
+    c.protocol.name = "r1_searcher_chat" if is_chat else "r1_searcher"
+    answer = REWARDS[words.answer] | {"r1_searcher_format": {"good": 0.0, "bad": -2.0}}
+    with c.unlocked():
+        c.reward = ConfigDict(answer)
+        c.overrides = ConfigDict({"rl_retrieve": {"reward": REWARDS["rl_retrieve"]}})
+    c.rl.update(algorithm=words.algorithm, loss_mean="sequence", updates_per_step=4)
+    # 0 for Qwen, 1e-4 for Llama (section 3.3).
+    c.rl.update(kl_kind="k1", kl_place="reward", kl_coef=1e-4 if is_chat else 0.0)
+    c.rollout.update(group_size=16, max_searches=8)
+    c.eval.normalize = "r1_searcher"
+
+
+def at_full_scale(c, words):
+    """The sizes of section 3.3."""
+    full_scale.backbone(c, BACKBONES[words.model])
+    full_scale.kilt_with_bge(c, top_k=3)
+    full_scale.openrlhf_adamw(c)
+    full_scale.eight_devices(c, tensor=4)
+    full_scale.rare_saves(c, rl_steps=10)
+    c.data.train = "data/r1_searcher_stage2.jsonl"
+    c.data.dev = full_scale.questions("hotpotqa", "dev")
+    c.rollout.update(
+        max_prompt_tokens=768,
+        max_turn_tokens=512,
+        max_observation_tokens=1024,
+        slots=64,
+        extend_chunk=256,
+    )
+    # 16 rollouts of 64 questions are 1024 rows, 256 of them an update; one epoch.
+    c.rl.update(questions_per_step=64, steps=8148 // 64, micro_batch=4, lr=2e-6)
+    stages = c.overrides.to_dict()
+    stages["rl_retrieve"] |= {
+        "data": {"train": "data/r1_searcher_stage1.jsonl"},
+        "rl": {"steps": 5},  # 350 questions
+    }
+    teacher = {"model": {"source": "Qwen/Qwen2.5-7B-Instruct"}}
+    teacher |= {"protocol": {"name": "r1_searcher_chat"}}
+    rolls = {"method": "difficulty", "measure": "cover_em", "normalize": "r1_searcher"}
+    rolls |= {"rollouts": 21, "easy_below": 10, "hard_above": 20}
+    both = {"data": {"train": "data/hotpotqa_2wikimultihopqa_train.jsonl"}}
+    stages["curate_retrieve"] = teacher | both | {"curate": rolls}
+    stages["curate_retrieve"]["curate"] |= {"mix": MIX_RETRIEVE}
+    again = {"method": "mix", "first": "stage:curate_retrieve", "mix": MIX_ANSWER}
+    alone = rolls | {"mix": MIX_ANSWER}
+    is_again = words.stage == "all"
+    stages["curate_answer"] = teacher | both | {"curate": again if is_again else alone}
+    if words.select:
+        stages["rl_retrieve"]["data"] = {"train": "stage:curate_retrieve"}
+        stages["rl_answer"] = {"data": {"train": "stage:curate_answer"}}
+    with c.unlocked():
+        c.overrides = ConfigDict(_of(stages, c.stages))
+
+
+def parity(c, words):
+    """What the public code does where the paper says otherwise, or nothing."""
+    c.rollout.top_p = 0.95
+    c.rl.behavior = "scored"
+    if words.algorithm == "reinforce_pp":
+        c.rl.algorithm = "reinforce_pp_baseline"
+    whole = {"scope": "response"}
+    reward = {name: s | whole for name, s in c.reward.to_dict().items()}
+    form = reward["r1_searcher_format"]
+    stages = c.overrides.to_dict()
+    if words.model == "qwen":
+        form |= {"checks": "qwen", "assistant_check_scope": "response"}
+    else:
+        form |= {"checks": "llama_stage2", "bad": -1.0}
+        # Its first stage is GRPO, and pays for the answer too.
+        retrieve = stages.setdefault("rl_retrieve", {})
+        retrieve["reward"] = {
+            "answer_cover_em": REWARDS["cem"]["answer_cover_em"] | whole,
+            "searched": {"value": 0.5, "indicator": "tags"},
+            "r1_searcher_format": {"good": 0.5, "bad": 0.0, "checks": "llama_stage1"}
+            | whole,
+        }
+        first = retrieve.setdefault("rl", {})
+        first |= {"algorithm": "grpo", "std_eps": 1e-9}
+        if not words.tiny:
+            # 15 in the code, which has updates share a question's rollouts.
+            first |= {"questions_per_step": 16}
+    with c.unlocked():
+        c.reward = ConfigDict(reward)
+        c.overrides = ConfigDict(_of(stages, c.stages))
+
+
+def _of(stages, names):
+    """The overrides of the stages that are run."""
+    return {name: stages[name] for name in names if name in stages}
+
+
+def tiny(c, words):
+    """The embedded world."""
+    tiny_world.sizes(c)
+    c.rollout.update(group_size=8, max_searches=3)
+    c.rl.update(updates_per_step=1)
+    stages = c.overrides.to_dict()
+    stages["rl_retrieve"] |= {"rl": {"steps": 8}}
+    for name in ("curate_retrieve", "curate_answer"):
+        stages[name] = {"curate": {"method": "difficulty", "rollouts": 8}}
+        stages[name]["curate"] |= {"easy_below": 3, "hard_above": 6}
+    with c.unlocked():
+        c.overrides = ConfigDict(_of(stages, c.stages))

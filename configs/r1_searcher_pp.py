@@ -1,0 +1,132 @@
+"""R1-Searcher++: search only for what is not known, and memorise what was found.
+
+    python -m rsearch.train --config=configs/r1_searcher_pp.py --dry_run
+    python -m rsearch.train --config=configs/r1_searcher_pp.py:tiny --workdir=runs/r1spp
+
+Words after the colon: `no_group` leaves the group reward out and `no_memory` the
+memorisation (the paper's ablations); `stage1` is the cold start alone and `stage2` the
+reinforcement alone; `parity` is what R1-Searcher's public code, on which this method's
+is said to be built, does; `tiny` is the embedded world. Source: arXiv 2505.17005.
+
+    python -m rsearch.index --corpus=kilt_100w.jsonl --family=bge \\
+        --encoder=BAAI/bge-large-en-v1.5 --out=indexes/kilt_100w_bge_large
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base, full_scale, tiny_world, variants
+
+STAGES = {
+    "all": ("curate_sft", "sft", "curate_rewriter", "sft_rewriter", "rl"),
+    "stage1": ("curate_sft", "sft"),
+    "stage2": ("curate_rewriter", "sft_rewriter", "rl"),
+}
+FLAGS = ("no_group", "no_memory", "parity", "tiny")
+BACKBONE = "Qwen/Qwen2.5-7B-Instruct"
+
+
+def get_config(variant=""):
+    """The recipe; the words of `variant` are above."""
+    choices = {"stage": tuple(STAGES)}
+    words = variants.chosen(variant, choices=choices, flags=FLAGS)
+    c = base.get_config()
+    name = "r1_searcher_pp"
+    c.name = "_".join([name, *variant.split(",")]) if variant else name
+    stages = STAGES[words.stage]
+    if words.no_memory:
+        stages = tuple(stage for stage in stages if "rewriter" not in stage)
+    c.stages = stages
+    method(c, words)
+    (tiny if words.tiny else at_full_scale)(c, words)
+    if words.parity:
+        parity(c, words)
+    with c.unlocked():
+        own = c.overrides.to_dict()
+        c.overrides = ConfigDict({s: own[s] for s in c.stages if s in own})
+    return c
+
+
+def method(c, words):
+    """What holds at any size: the paper's algorithm and rewards (Eq. 3 to 9)."""
+    c.protocol.name = "r1_searcher_pp"
+    right = {"normalize": "r1_searcher", "order": "substring", "max_words": 10}
+    reward = {
+        "answer_cover_em": right,
+        "r1_searcher_pp_format": {"good": 0.0, "bad": -2.0},
+        "group_fewest_searches": {"eta": 2.0, "over": "all"} | right,
+    }
+    if words.no_group:
+        del reward["group_fewest_searches"]
+    learns = {"sft": {"demonstrations": "stage:curate_rewriter"}, "trains": "rewriter"}
+    rejection = {"method": "both_knowledge", "measure": "cover_em"}
+    rejection |= {"normalize": "r1_searcher", "rollouts": 16, "max_kept": 805}
+    with c.unlocked():
+        c.reward = ConfigDict(reward)
+        c.overrides = ConfigDict(
+            {
+                "curate_sft": {"curate": rejection},
+                "curate_rewriter": {"curate": rejection | {"method": "rewriter"}},
+                "sft_rewriter": learns,
+            }
+        )
+    c.sft.demonstrations = "stage:curate_sft"
+    c.rl.update(algorithm="reinforce_pp", loss_mean="sequence", updates_per_step=1)
+    c.rl.update(kl_kind="k1", kl_place="reward", kl_coef=1e-4)
+    c.rollout.update(group_size=16, max_searches=8)
+    if not words.no_memory:
+        c.rl.memorise_coef = 0.1
+        if "sft_rewriter" in c.stages:
+            c.rewriter.source = "stage:sft_rewriter"
+    c.eval.normalize = "r1_searcher"
+
+
+def at_full_scale(c, words):
+    """The sizes of appendix A."""
+    full_scale.backbone(c, BACKBONE)
+    full_scale.kilt_with_bge(c, top_k=3)
+    full_scale.openrlhf_adamw(c)
+    full_scale.eight_devices(c, tensor=4)
+    full_scale.rare_saves(c, rl_steps=10)
+    # 4,561 questions of HotpotQA and 3,581 of 2WikiMultiHopQA: R1-Searcher's.
+    c.data.train = "data/r1_searcher_stage2.jsonl"
+    c.data.dev = full_scale.questions("hotpotqa", "dev")
+    c.rollout.update(
+        max_prompt_tokens=1024,
+        max_turn_tokens=512,
+        max_observation_tokens=1024,
+        top_p=0.95,
+        slots=64,
+        extend_chunk=256,
+    )
+    # 16 rollouts of 64 questions are one update of 1024 rows; one epoch.
+    c.rl.update(questions_per_step=64, steps=8142 // 64, micro_batch=4, lr=2e-6)
+    c.rl.behavior = "scored"
+    # 805 demonstrations: 720 of HotpotQA, 85 of 2WikiMultiHopQA; six epochs.
+    c.sft.update(batch_size=64, micro_batch=4, steps=6 * 805 // 64, lr=2e-5)
+    c.sft.update(sequence_tokens=8192, warmup_steps=0)
+    c.rewriter.update(max_prompt_tokens=6144, max_reply_tokens=2048, slots=32)
+
+
+def parity(c, words):
+    """What R1-Searcher's public code does; this method's own was never published."""
+    c.rl.behavior = "scored"
+    c.rollout.top_p = 0.95
+    c.rl.algorithm = "reinforce_pp_baseline"
+    reward = c.reward.to_dict()
+    for name in ("answer_cover_em", "group_fewest_searches"):
+        if name in reward:
+            reward[name] |= {"order": "any"}
+    with c.unlocked():
+        c.reward = ConfigDict(reward)
+
+
+def tiny(c, words):
+    """The embedded world."""
+    tiny_world.sizes(c)
+    c.rollout.update(group_size=8, max_searches=3)
+    c.rl.memorise_rows = c.rl.micro_batch
+    stages = c.overrides.to_dict()
+    for name in ("curate_sft", "curate_rewriter"):
+        stages[name]["curate"] |= {"rollouts": 4, "max_kept": 400}
+    with c.unlocked():
+        c.overrides = ConfigDict(stages)

@@ -1,0 +1,109 @@
+"""Search-R1: reason and search between tags, rewarded for the exact answer alone.
+
+    python -m rsearch.train --config=configs/search_r1.py --dry_run
+    python -m rsearch.train --config=configs/search_r1.py:tiny --workdir=runs/search_r1
+
+Words after the colon: `ppo` (the default) or `grpo`; `7b` (the default) or `3b`; `base`
+(the default) or `instruct`; `format` is the reward of v0.3, which pays for structure
+too; `parity` does what the public code does; `tiny` is the embedded world.
+Sources: arXiv 2503.09516 and, for `format`, 2505.15117.
+
+    python -m rsearch.index --corpus=wiki-18.jsonl --family=e5 \\
+        --encoder=intfloat/e5-base-v2 --out=indexes/wiki18_100w_e5_base
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base, full_scale, tiny_world, variants
+
+CHOICES = {
+    "algorithm": ("ppo", "grpo"),
+    "size": ("7b", "3b"),
+    "model": ("base", "instruct"),
+}
+FLAGS = ("format", "parity", "tiny")
+BACKBONES = {
+    ("7b", "base"): "Qwen/Qwen2.5-7B",
+    ("7b", "instruct"): "Qwen/Qwen2.5-7B-Instruct",
+    ("3b", "base"): "Qwen/Qwen2.5-3B",
+    ("3b", "instruct"): "Qwen/Qwen2.5-3B-Instruct",
+}
+
+
+def get_config(variant=""):
+    """The recipe; the words of `variant` are above."""
+    words = variants.chosen(variant, choices=CHOICES, flags=FLAGS)
+    c = base.get_config()
+    c.name = "_".join(["search_r1", *variant.split(",")]) if variant else "search_r1"
+    c.stages = ("rl",)
+    method(c, words)
+    (tiny if words.tiny else at_full_scale)(c, words)
+    if words.parity:
+        parity(c, words)
+    return c
+
+
+def method(c, words):
+    """What holds at any size: the paper's algorithm and reward."""
+    c.protocol.name = "search_r1"
+    form = {"search_r1_structure": {"structure": 0.2, "final": 0.1, "retrieval": 0.0}}
+    with c.unlocked():
+        c.reward = ConfigDict(form if words.format else {"answer_em": {}})
+    c.rl.update(algorithm=words.algorithm, kl_coef=0.001, clip_low=0.2, clip_high=0.2)
+    is_ppo = words.algorithm == "ppo"
+    kl = ("k1", "reward") if is_ppo else ("k3", "loss")
+    c.rl.update(kl_kind=kl[0], kl_place=kl[1], gamma=1.0, gae_lambda=1.0)
+    c.rollout.update(group_size=1 if is_ppo else 5, max_searches=4)
+
+
+def at_full_scale(c, words):
+    """The sizes of the paper's appendix."""
+    is_ppo = words.algorithm == "ppo"
+    full_scale.backbone(c, BACKBONES[words.size, words.model])
+    full_scale.wiki18_with_e5(c, top_k=3)
+    full_scale.verl_adamw(c)
+    full_scale.eight_devices(c, tensor=2 if words.size == "3b" else 4)
+    full_scale.rare_saves(c, rl_steps=50)
+    # Questions of NQ and HotpotQA in one file, as the paper mixes them.
+    c.data.train = "data/nq_hotpotqa_train.jsonl"
+    c.data.dev = full_scale.questions("nq", "test")
+    c.rollout.update(
+        max_prompt_tokens=1024,
+        max_turn_tokens=500,
+        max_observation_tokens=500,
+        slots=128 if is_ppo else 160,
+        extend_chunk=256,
+    )
+    # Batches of 512 questions, 256 of them an update.
+    c.rl.update(steps=500, questions_per_step=512, updates_per_step=2, micro_batch=8)
+    # Warm-up: 0.285 and 0.015 of 500 steps, in optimiser steps.
+    c.rl.update(lr=5e-7 if words.format else 1e-6, warmup_steps=142 * 2)
+    c.critic.update(lr=1e-5, warmup_steps=7 * 2)
+
+
+def parity(c, words):
+    """What the public code does where the paper says otherwise, or nothing."""
+    is_ppo = words.algorithm == "ppo"
+    c.rl.update(behavior="scored", entropy_coef=0.001, loss_mean="micro_token")
+    c.rl.update(advantage_mask="response", lr_first_step_zero=True)
+    if not is_ppo:
+        c.rollout.top_p = 0.95  # of the scripts, only v0.2's with PPO set 1
+    (name, settings), *_ = c.reward.to_dict().items()
+    with c.unlocked():
+        c.reward = ConfigDict({name: settings | {"scope": "transcript"}})
+    if not words.tiny:
+        c.rl.update(steps=1005, warmup_steps=286)
+        c.critic.warmup_steps = 15
+        if not is_ppo:
+            # Ten in the code: 512 x 5 rows, 256 of them an update. Here a question's
+            # rollouts stay together, so the number must divide the questions.
+            c.rl.updates_per_step = 8
+
+
+def tiny(c, words):
+    """The embedded world."""
+    tiny_world.sizes(c)
+    c.rollout.group_size = 8
+    if words.algorithm == "ppo":
+        c.rollout.group_size = 1
+        c.rl.update(questions_per_step=256, micro_batch=128)

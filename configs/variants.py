@@ -1,0 +1,57 @@
+"""The words after a recipe's colon: configs/rag_r1.py:sq,parity.
+
+A recipe names its choices, of which one word each is taken (the first where none is
+given), and its flags, which are on where they are given.
+"""
+
+import types
+
+
+def chosen(variant, *, choices=None, flags=(), clashes=()):
+    """The words of a variant, read.
+
+    Args:
+        variant: words with commas between them; "" takes every first choice.
+        choices: {name: words}, of which one holds; the first where none is given.
+        flags: words that are given or not.
+        clashes: pairs of words that cannot both be given, where a choice does not
+            already say so.
+
+    Returns:
+        A namespace with the word of each choice, and a bool for each flag.
+
+    Raises:
+        ValueError: an unknown word, one given twice, or two that exclude each other;
+            with the words there are.
+    """
+    choices = choices or {}
+    words = [word.strip() for word in variant.split(",")] if variant else []
+    listed = _listed(choices, flags)
+    owner = {word: name for name, group in choices.items() for word in group}
+    owner |= dict.fromkeys(flags, None)
+    taken = {name: group[0] for name, group in choices.items()}
+    given = {}
+    for word in words:
+        if word not in owner:
+            raise ValueError(f"unknown variant {word!r}: {listed}")
+        if words.count(word) > 1:
+            raise ValueError(f"variant {word!r} is given twice")
+        name = owner[word]
+        if name in given and name is not None:
+            raise ValueError(
+                f"variants {given[name]!r} and {word!r} exclude each other: {listed}"
+            )
+        if name is not None:
+            given[name] = taken[name] = word
+    for one, other in clashes:
+        if one in words and other in words:
+            raise ValueError(f"variants {one!r} and {other!r} exclude each other")
+    return types.SimpleNamespace(**taken, **{flag: flag in words for flag in flags})
+
+
+def _listed(choices, flags):
+    """'one of sq, mq; any of tiny, parity'."""
+    parts = [f"one of {', '.join(group)}" for group in choices.values()]
+    if flags:
+        parts.append(f"any of {', '.join(flags)}")
+    return "; ".join(parts) or "there are none"
