@@ -32,8 +32,6 @@ from rsearch.config import (
 )
 from rsearch.data.demonstrations import PROTOCOL
 from rsearch.data.questions import fingerprint
-from rsearch.learn.update import state_like
-from rsearch.models.weights import param_shapes
 from rsearch.plan import kind_of, stage_configs
 from rsearch.rules import EVIDENCE, READER_METHODS, READER_RAG
 from rsearch.scoring import summarise
@@ -292,8 +290,7 @@ def trained_params(setup, folder: pathlib.Path):
         if kind_of(stage) == "curate" or not is_policy:
             continue
         staged = dataclasses.replace(setup, config=own)
-        _, optimizer = build.make_learner(staged, kind_of(stage))
-        like = state_like(param_shapes(setup.model.spec), optimizer, setup.mesh)
+        like = build.state_shapes(staged, kind_of(stage))
         found = checkpoint.newest_good(folder / stage / CHECKPOINTS, like)
         if found is not None:
             step, state, _ = found

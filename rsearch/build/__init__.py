@@ -4,21 +4,31 @@ from rsearch.build.agents import load_agent
 from rsearch.build.engines import (
     make_baseline,
     make_host,
-    make_learner,
     make_rollouts,
     replay_demonstrations,
+)
+from rsearch.build.learners import (
+    fresh_state,
+    has_critic,
+    make_critic,
+    make_learner,
+    state_shapes,
 )
 from rsearch.build.setup import Setup, Shared, initial_params, load_setup
 
 __all__ = [
     "Setup",
     "Shared",
+    "fresh_state",
+    "has_critic",
     "initial_params",
     "load_agent",
     "load_setup",
     "make_baseline",
+    "make_critic",
     "make_host",
     "make_learner",
     "make_rollouts",
     "replay_demonstrations",
+    "state_shapes",
 ]

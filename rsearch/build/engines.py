@@ -9,9 +9,9 @@ from rsearch.data.demonstrations import (
     load_demonstrations,
     world_demonstrations,
 )
-from rsearch.learn import update
 from rsearch.plan import DEMONSTRATIONS, stage_file
 from rsearch.protocols import plain
+from rsearch.retrieval.writing import written
 from rsearch.rollout.automaton import token_automaton
 from rsearch.rollout.conversation import (
     Host,
@@ -26,8 +26,10 @@ from rsearch.types import Outcome
 
 def make_host(setup: Setup, protocol=None, limits=None) -> Host:
     """The host's half of rollouts; of the policy's own protocol if none is given."""
-    limits = limits or setup.limits
-    return Host(setup.tokenizer, protocol or setup.protocol, setup.search, limits)
+    limits, search = limits or setup.limits, setup.search
+    if protocol is None and setup.writer is not None:
+        search = written(search, setup.writer, prompt=setup.config.retrieval.writing)
+    return Host(setup.tokenizer, protocol or setup.protocol, search, limits)
 
 
 def make_rollouts(
@@ -53,41 +55,6 @@ def make_rollouts(
     return RolloutEngine(
         sampler, host, num_rows=r.slots, group_size=group_size, messages=messages
     )
-
-
-def make_learner(setup: Setup, stage: str) -> tuple[update.Learner, object]:
-    """The compiled update of a stage, and its optimizer."""
-    c, s = setup.config, setup.config[stage]
-    total = s.steps * s.get("updates_per_step", 1)
-    optimizer = update.make_optimizer(
-        lr=s.lr,
-        warmup_steps=s.warmup_steps,
-        decay_steps=total if s.decay else 0,
-        **c.optim,
-    )
-    if stage == "sft":
-        loss, mean, temperature = update.imitation_loss, "token", 1.0
-    else:
-        in_loss = s.kl_coef if s.kl_place == "loss" else 0.0
-        loss = update.policy_loss(
-            clip_low=s.clip_low,
-            clip_high=s.clip_high,
-            kl_coef=in_loss,
-            kl_kind=s.kl_kind,
-            entropy_coef=s.entropy_coef,
-            measures_kl=s.kl_coef > 0,
-        )
-        mean, temperature = s.loss_mean, c.rollout.temperature
-    learner = update.Learner(
-        setup.model,
-        optimizer,
-        setup.mesh,
-        loss=loss,
-        loss_mean=mean,
-        temperature=temperature,
-        chunk_tokens=c.model.logit_chunk,
-    )
-    return learner, optimizer
 
 
 def make_baseline(setup: Setup, method: str, questions):

@@ -15,20 +15,31 @@ class Batch(NamedTuple):
     Attributes:
         tokens: [B, T] int32 ids, padded on the right.
         from_policy: [B, T] bool, True on the tokens the policy wrote and learns from.
-        behavior_logp: [B, T] float32 under the distribution the token was sampled from.
+        in_response: [B, T] bool, these and, of the same rows, the retrieved tokens.
+        behavior_logp: [B, T] float32 under the policy before the update: as sampled, or
+            as the trainer scores it.
         reference_logp: [B, T] float32 under the reference; zeros until it has scored.
         reward: [B] float32.
         is_signal: [B] bool, False where tools failed: out of loss and statistics.
         advantage: [B, T] float32; zeros until the rewards are compared.
+        sampled_logp: [B, T] float32 under the distribution the token was sampled from,
+            where that is asked for beside the trainer's.
+        values: [B, T] float32, what a critic expected in the state that the token was
+            chosen in; where there is one.
+        returns: [B, T] float32, what it should have expected.
     """
 
     tokens: jax.Array
     from_policy: jax.Array
+    in_response: jax.Array
     behavior_logp: jax.Array
     reference_logp: jax.Array
     reward: jax.Array
     is_signal: jax.Array
     advantage: jax.Array
+    sampled_logp: jax.Array | None = None
+    values: jax.Array | None = None
+    returns: jax.Array | None = None
 
 
 def pack_segments(rows: Sequence[Sequence[Segment]], num_tokens: int) -> Batch:
@@ -54,6 +65,7 @@ def pack_segments(rows: Sequence[Sequence[Segment]], num_tokens: int) -> Batch:
     return Batch(
         tokens=tokens,
         from_policy=source == Source.POLICY,
+        in_response=(source == Source.POLICY) | (source == Source.SEARCH),
         behavior_logp=logp,
         reference_logp=np.zeros(shape, np.float32),
         reward=np.zeros(len(rows), np.float32),
@@ -62,20 +74,26 @@ def pack_segments(rows: Sequence[Sequence[Segment]], num_tokens: int) -> Batch:
     )
 
 
-def pack(groups: Sequence[Group], rewards: np.ndarray, num_tokens: int) -> Batch:
+def pack(
+    groups: Sequence[Group], rewards: np.ndarray, num_tokens: int, *, learns=None
+) -> Batch:
     """The rollouts of Q groups of G as a Batch of Q x G rows, groups together.
 
     Args:
         groups: Q groups of the same size.
         rewards: [Q, G] float.
         num_tokens: T.
+        learns: [Q, G] bool, False where a rollout takes part in its group's statistics
+            but not in the loss; all that are a signal do where it is not given.
     """
     rollouts = [r for group in groups for r in group.rollouts]
     assert rewards.shape == (len(groups), len(groups[0].rollouts))
     batch = pack_segments([r.segments for r in rollouts], num_tokens)
     is_signal = np.array([r.outcome.is_signal for r in rollouts])
+    in_loss = is_signal if learns is None else is_signal & learns.reshape(-1)
     return batch._replace(
-        from_policy=batch.from_policy & is_signal[:, None],
+        from_policy=batch.from_policy & in_loss[:, None],
+        in_response=batch.in_response & in_loss[:, None],
         reward=rewards.reshape(-1).astype(np.float32),
         is_signal=is_signal,
     )
@@ -86,12 +104,20 @@ def split(batch: Batch, num_updates: int, micro_batch: int) -> list[Batch]:
     num_rows = len(batch.tokens) // num_updates
     assert num_rows * num_updates == len(batch.tokens)
     assert num_rows % micro_batch == 0
+    return parts(cut(batch, micro_batch), num_updates)
+
+
+def cut(batch: Batch, micro_batch: int) -> Batch:
+    """The batch as [micro-batches, micro_batch, ...]."""
+    assert len(batch.tokens) % micro_batch == 0
+    return jax.tree.map(lambda x: x.reshape(-1, micro_batch, *x.shape[1:]), batch)
+
+
+def parts(batch: Batch, count: int) -> list[Batch]:
+    """The batch as `count` of equally many entries of its first axis, in order."""
+    size = len(batch.tokens) // count
+    assert size * count == len(batch.tokens)
     return [
-        jax.tree.map(
-            lambda x, u=u: x[u * num_rows : (u + 1) * num_rows].reshape(
-                -1, micro_batch, *x.shape[1:]
-            ),
-            batch,
-        )
-        for u in range(num_updates)
+        jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], batch)
+        for i in range(count)
     ]

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies without ever holding [B, T, V]."""
+"""Log-probabilities and entropies without ever holding [B, T, V]; and values."""
 
 import functools
 
@@ -58,3 +58,20 @@ def token_logprobs(
         return jnp.pad(x, ((0, 0), (1, 0)))
 
     return back(logp), back(entropy)
+
+
+def token_values(model: Decoder, params, tokens):
+    """[B, T] float32 value of the state each token was chosen in: the tokens before it.
+
+    The first column, which nothing precedes, is 0.
+
+    Args:
+        model: the network, with a value head.
+        params: its parameters.
+        tokens: [B, T] int32.
+    """
+    b, t = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(t - 1)[None], (b, t - 1))
+    hidden, _ = model.apply({"params": params}, tokens[:, :-1], positions)
+    values = model.apply({"params": params}, hidden, method="values")
+    return jnp.pad(values, ((0, 0), (1, 0)))

@@ -1,8 +1,9 @@
-"""The formulas: advantages, divergences, the clipped surrogate, masked means.
+"""The formulas of losses: masked means, divergences, clipped surrogate, value loss.
 
-Dimensions: B rows, T tokens, Q questions, G rollouts of one question.
+Dimensions: B rows, T tokens. What lies outside a mask, be it NaN, reaches nothing.
 """
 
+import jax
 import jax.numpy as jnp
 
 
@@ -11,53 +12,33 @@ def masked_sum(values, mask, axis=None):
     return jnp.sum(jnp.where(mask, values, 0.0), axis=axis)
 
 
-def row_weights(from_policy, kind: str):
-    """[B, T] weights that turn a sum over policy tokens into the mean that is wanted.
+def row_weights(mask, kind: str, *, num_tokens: int = 1):
+    """[..., B, T] weights that turn a sum over tokens into the mean that is wanted.
 
     Args:
-        from_policy: [B, T] bool, of the whole update, not of one micro-batch.
-        kind: "token", every policy token counts alike; "sequence", every row with
-            policy tokens counts alike, by the mean over its own (DeepSeekMath, arXiv
-            2402.03300).
+        mask: [..., B, T] bool, True on tokens that count, of the whole update: leading
+            axes are its micro-batches.
+        kind: "token", every token counts alike (DAPO, arXiv 2503.14476 eq. 12);
+            "sequence", every row with tokens counts alike, by the mean over its own
+            (DeepSeekMath, arXiv 2402.03300 eq. 3);
+            "constant", the sum over the rows with tokens x `num_tokens` (Dr. GRPO,
+            arXiv 2503.20783): the weights then need not sum to 1;
+            "micro_token", every micro-batch with tokens counts alike, by the mean over
+            its own (what verl's public code does).
+        num_tokens: of "constant".
     """
-    mask = from_policy.astype(jnp.float32)
+    counts = mask.astype(jnp.float32)
     if kind == "token":
-        return mask / jnp.maximum(jnp.sum(mask), 1.0)
+        return counts / jnp.maximum(jnp.sum(counts), 1.0)
+    if kind == "micro_token":
+        sizes = jnp.sum(counts, axis=(-2, -1), keepdims=True)
+        return counts / jnp.maximum(sizes, 1.0) / jnp.maximum(jnp.sum(sizes > 0), 1)
+    lengths = jnp.sum(counts, axis=-1, keepdims=True)
+    num_rows = jnp.maximum(jnp.sum(lengths > 0), 1)
+    if kind == "constant":
+        return counts / (num_rows * num_tokens)
     assert kind == "sequence", kind
-    lengths = jnp.sum(mask, axis=-1, keepdims=True)
-    num_rows = jnp.sum(lengths > 0)
-    return mask / jnp.maximum(lengths, 1.0) / jnp.maximum(num_rows, 1)
-
-
-def group_advantages(reward, is_signal, *, normalize_std, eps, ddof=1):
-    """GRPO's advantage: rewards compared within the group of one question.
-
-    (r - mean) / (std + eps), statistics over the rollouts that are a signal. A group
-    without spread, or with fewer than two such rollouts, has nothing to compare: 0.
-
-    Source: DeepSeekMath (arXiv 2402.03300) eq. 4.1.2; without the division, Dr. GRPO
-    (arXiv 2503.20783).
-
-    Args:
-        reward: [Q, G] float32.
-        is_signal: [Q, G] bool.
-        normalize_std: divide by the standard deviation.
-        eps: added to the standard deviation.
-        ddof: 1 for the sample's, 0 for the population's.
-
-    Returns:
-        [Q, G] float32; 0 where not `is_signal`.
-    """
-    count = jnp.sum(is_signal, axis=1, keepdims=True)
-    mean = masked_sum(reward, is_signal, 1)[:, None] / jnp.maximum(count, 1)
-    centred = jnp.where(is_signal, reward - mean, 0.0)
-    spread = jnp.max(jnp.where(is_signal, reward, -jnp.inf), axis=1, keepdims=True) > (
-        jnp.min(jnp.where(is_signal, reward, jnp.inf), axis=1, keepdims=True)
-    )
-    if normalize_std:
-        variance = jnp.sum(centred**2, axis=1, keepdims=True)
-        centred = centred / (jnp.sqrt(variance / jnp.maximum(count - ddof, 1)) + eps)
-    return jnp.where(spread & is_signal, centred, 0.0)
+    return counts / jnp.maximum(lengths, 1.0) / num_rows
 
 
 def kl_estimate(logp, reference_logp, kind: str):
@@ -77,25 +58,118 @@ def kl_estimate(logp, reference_logp, kind: str):
     return jnp.exp(d) - d - 1
 
 
-def clipped_surrogate(logp, behavior_logp, advantage, from_policy, *, low, high):
+def adapted_coefficient(coef, kl, *, target, gain):
+    """The divergence's coefficient after an update that measured `kl`.
+
+    coef x (1 + gain x e), e = (kl - target) / target, cut to [-0.2, 0.2].
+
+    Source: Ziegler et al. (arXiv 1909.08593) section 2.2, where gain is 0.1.
+    """
+    error = jnp.clip((kl - target) / target, -0.2, 0.2)
+    return coef * (1 + gain * error)
+
+
+def sequence_gap(gap, mask):
+    """[B, T] logarithm of GSPO's ratio: the row's mean gap, with each token's gradient.
+
+    GSPO-token's s_it = sg[s_i] x p / sg[p]. With one advantage a row and a mean by
+    sequence its gradient is that of GSPO's s_i.
+
+    Source: arXiv 2507.18071 eq. 7 and eq. 14.
+
+    Args:
+        gap: [B, T] log-probability now less that before; 0 outside `mask`.
+        mask: [B, T] bool.
+    """
+    lengths = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
+    mean = masked_sum(gap, mask, axis=-1)[..., None] / lengths
+    return jax.lax.stop_gradient(mean - gap) + gap
+
+
+def clipped_surrogate(
+    logp,
+    behavior_logp,
+    advantage,
+    from_policy,
+    *,
+    low,
+    high,
+    dual=0.0,
+    by_sequence=False,
+):
     """PPO's clipped objective (arXiv 1707.06347 eq. 7), a loss for every token.
 
     The ratio's logarithm is kept in [-20, 20], so that a gradient of 0 stays 0 and does
-    not become 0 x infinity.
+    not become 0 x infinity. A `high` above `low` is DAPO's clip-higher (arXiv
+    2503.14476 eq. 10).
 
     Args:
         logp: [B, T] log-probability of each token under the current policy.
-        behavior_logp: [B, T] the same, under the policy that sampled the token.
+        behavior_logp: [B, T] the same, under the policy before the update.
         advantage: [B, T] in reward units; a constant here.
         from_policy: [B, T] bool, False on the prompt, retrieved text and padding.
         low, high: the probability ratio is kept in [1 - low, 1 + high].
+        dual: where the advantage A is negative the loss is at most -dual x A, however
+            large the ratio (dual clip, arXiv 1912.09729 eq. 8); 0 = unbounded.
+        by_sequence: the ratio is GSPO's, see `sequence_gap`.
 
     Returns:
-        [B, T] loss, 0 outside `from_policy`, and [B, T] bool, where the clip holds.
+        [B, T] loss, 0 outside `from_policy`, and [B, T] bool, where a clip holds.
     """
+    advantage = jnp.where(from_policy, advantage, 0.0)
     gap = jnp.where(from_policy, logp - behavior_logp, 0.0)
+    if by_sequence:
+        gap = sequence_gap(gap, from_policy)
     ratio = jnp.exp(jnp.clip(gap, -20.0, 20.0))
     clipped = jnp.clip(ratio, 1 - low, 1 + high)
     loss = -jnp.minimum(ratio * advantage, clipped * advantage)
     is_clipped = (clipped * advantage < ratio * advantage) & from_policy
+    if dual:
+        bound = jnp.where(advantage < 0, -dual * advantage, jnp.inf)
+        is_clipped |= (loss > bound) & from_policy
+        loss = jnp.minimum(loss, bound)
     return jnp.where(from_policy, loss, 0.0), is_clipped
+
+
+def truncated_weight(logp, sampled_logp, mask, *, cap):
+    """[B, T] min(trainer's / sampler's probability, cap): a constant, 1 outside `mask`.
+
+    Corrects that the sampler's numerics, or its nucleus, are not the trainer's.
+
+    Source: Ionides, "Truncated importance sampling" (2008); per token between sampler
+    and trainer as in the VeRL and OpenRLHF "TIS" option (Yao et al., 2025).
+
+    Args:
+        logp: [B, T] under the trainer's policy before the update.
+        sampled_logp: [B, T] under the distribution the token was sampled from.
+        mask: [B, T] bool.
+        cap: > 0.
+    """
+    gap = jnp.where(mask, logp - sampled_logp, 0.0)
+    weight = jnp.minimum(jnp.exp(jnp.clip(gap, -20.0, 20.0)), cap)
+    return jax.lax.stop_gradient(jnp.where(mask, weight, 1.0))
+
+
+def clipped_value_loss(value, old_value, target, mask, *, clip):
+    """[B, T] half the squared error of a value, the worse of it and the clipped one's.
+
+    The clipped value is within `clip` of the old one: a value that has moved further is
+    pushed no more in that direction. 0 outside `mask`.
+
+    Source: OpenAI baselines' ppo2; verl's `compute_value_loss` has the same.
+
+    Args:
+        value: [B, T] predicted now.
+        old_value: [B, T] predicted before the step's updates.
+        target: [B, T] returns; constants.
+        mask: [B, T] bool.
+        clip: > 0, or 0 for none.
+    """
+    value, old_value, target = (
+        jnp.where(mask, x, 0.0) for x in (value, old_value, target)
+    )
+    error = (value - target) ** 2
+    if clip:
+        near = jnp.clip(value, old_value - clip, old_value + clip)
+        error = jnp.maximum(error, (near - target) ** 2)
+    return jnp.where(mask, 0.5 * error, 0.0)

@@ -10,68 +10,28 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rsearch.learn.batch import Batch
-from rsearch.learn.logprobs import token_logprobs
-from rsearch.learn.losses import (
-    clipped_surrogate,
-    group_advantages,
-    kl_estimate,
-    masked_sum,
-    row_weights,
-)
+from rsearch.learn.logprobs import token_logprobs, token_values
+from rsearch.learn.losses import adapted_coefficient, masked_sum, row_weights
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import batch_sharding, param_shardings, replicated
 
 
 class TrainState(NamedTuple):
-    """All that an update changes.
+    """All that an update changes; what a run does without is None and in no checkpoint.
 
     Attributes:
         updates: [] int32, optimizer steps taken.
         params: float32 master parameters.
         opt_state: optax state.
+        kl_coef: [] float32, weight of the KL where a controller moves it.
+        critic: the same of the value model, where there is one.
     """
 
     updates: jax.Array
     params: dict
     opt_state: optax.OptState
-
-
-def make_optimizer(
-    *, lr, warmup_steps, decay_steps, b1, b2, eps, weight_decay, max_grad_norm
-) -> optax.GradientTransformation:
-    """AdamW with global-norm clipping, linear warmup and, if asked, a linear decay.
-
-    Args:
-        lr: peak learning rate.
-        warmup_steps: update u of these has lr * (u + 1) / warmup_steps: none is lost at
-            0.
-        decay_steps: updates of the run; the rate falls linearly to a tenth of the peak,
-            which the last of them has; 0 keeps it constant.
-        b1, b2, eps, weight_decay: of AdamW (arXiv 1711.05101); norms and biases, which
-            are vectors in each layer, do not decay.
-        max_grad_norm: the gradient's global norm is cut to this.
-    """
-
-    def schedule(count):
-        warm = jnp.minimum(1.0, (count + 1) / max(warmup_steps, 1))
-        if not decay_steps:
-            return lr * warm
-        last = max(decay_steps - 1 - warmup_steps, 1)
-        done = jnp.clip((count - warmup_steps) / last, 0, 1)
-        return lr * warm * (1 - 0.9 * done)
-
-    def decays(params):
-        names = ("scale", "q_bias", "k_bias", "v_bias", "value")
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: path[-1].key not in names, params
-        )
-
-    return optax.chain(
-        optax.clip_by_global_norm(max_grad_norm),
-        optax.adamw(
-            schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays
-        ),
-    )
+    kl_coef: jax.Array | None = None
+    critic: "TrainState | None" = None
 
 
 def state_shardings(state, mesh: Mesh):
@@ -91,31 +51,41 @@ def state_shardings(state, mesh: Mesh):
         state.opt_state,
         is_leaf=is_params,
     )
-    return TrainState(whole, like_params(state.params), opt_state)
+    return TrainState(
+        whole,
+        like_params(state.params),
+        opt_state,
+        None if state.kl_coef is None else whole,
+        None if state.critic is None else state_shardings(state.critic, mesh),
+    )
 
 
-def create_state(params, optimizer, mesh: Mesh) -> TrainState:
+def _fresh(params, optimizer, kl_coef):
+    coef = None if kl_coef is None else jnp.float32(kl_coef)
+    return TrainState(jnp.int32(0), params, optimizer.init(params), coef)
+
+
+def create_state(params, optimizer, mesh: Mesh, *, kl_coef=None) -> TrainState:
     """A fresh state around a copy of float32 parameters, laid out over the mesh.
 
     A copy, since the first update reuses the state's buffers, and the parameters given
     may serve as reference.
+
+    Args:
+        params, optimizer, mesh: see `Learner`.
+        kl_coef: what a controller starts from; None without one.
     """
 
     def create(params):
-        params = jax.tree.map(jnp.copy, params)
-        return TrainState(jnp.int32(0), params, optimizer.init(params))
+        return _fresh(jax.tree.map(jnp.copy, params), optimizer, kl_coef)
 
     shardings = state_shardings(jax.eval_shape(create, params), mesh)
     return jax.jit(create, out_shardings=shardings)(params)
 
 
-def state_like(shapes, optimizer, mesh: Mesh) -> TrainState:
+def state_like(shapes, optimizer, mesh: Mesh, *, kl_coef=None) -> TrainState:
     """Shapes and shardings of the state around parameters of these shapes."""
-
-    def create(params):
-        return TrainState(jnp.int32(0), params, optimizer.init(params))
-
-    state = jax.eval_shape(create, shapes)
+    state = jax.eval_shape(lambda params: _fresh(params, optimizer, kl_coef), shapes)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         state,
@@ -123,16 +93,63 @@ def state_like(shapes, optimizer, mesh: Mesh) -> TrainState:
     )
 
 
+def put(batch: Batch, mesh: Mesh) -> Batch:
+    """A [micro-batches, rows, ...] batch on the mesh, the rows spread over it."""
+    rows = batch_sharding(mesh).spec
+    sharding = NamedSharding(mesh, PartitionSpec(None, *rows))
+    return jax.tree.map(lambda x: jax.device_put(x, sharding), batch)
+
+
+def accumulate(loss, params, pieces):
+    """Gradient and metrics of a sum over micro-batches, one at a time.
+
+    Args:
+        loss: (params, *piece) -> (loss, metrics), both summed with weights that are of
+            the whole update, so that what is added up is its gradient exactly.
+        params: of the network.
+        pieces: a tuple of trees whose leaves have a leading axis of micro-batches.
+
+    Returns:
+        (gradient, metrics).
+    """
+    grad_fn = jax.value_and_grad(loss, has_aux=True)
+
+    def add(total, piece):
+        (_, metrics), grads = grad_fn(params, *piece)
+        return jax.tree.map(jnp.add, total, (grads, metrics)), None
+
+    first = jax.tree.map(lambda x: x[0], pieces)
+    (_, metrics), grads = jax.eval_shape(grad_fn, params, *first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, metrics))
+    total, _ = jax.lax.scan(add, zeros, pieces)
+    return total
+
+
+def stepped(state: TrainState, grads, optimizer, mesh: Mesh) -> TrainState:
+    """The state after the optimizer's step along a gradient."""
+    changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, changes)
+    state = state._replace(
+        updates=state.updates + 1, params=params, opt_state=opt_state
+    )
+    shardings = state_shardings(state, mesh)
+    return jax.lax.with_sharding_constraint(state, shardings)
+
+
 class Learner:
-    """The compiled functions of training: score, advantages, update.
+    """The compiled functions of a policy's training: score, update.
 
     Args:
         model: policy network.
         optimizer: from `make_optimizer`.
         mesh: rows over data and fsdp, parameters over fsdp and tensor.
-        loss: (logp, entropy, batch, weights) -> (summed loss, summed metrics).
+        loss: (logp, entropy, batch, weights, kl_coef) -> (summed loss, summed metrics).
+        loss_mean, loss_tokens: see `row_weights`.
         temperature: at which the rollouts were sampled.
         chunk_tokens: see `token_logprobs`.
+        memorise_coef: weight of what is memorised in the loss.
+        kl_target, kl_gain: of the states that have a kl_coef, see
+            `adapted_coefficient`.
     """
 
     def __init__(
@@ -143,30 +160,129 @@ class Learner:
         *,
         loss: Callable,
         loss_mean: str,
+        loss_tokens: int = 1,
         temperature: float = 1.0,
         chunk_tokens: int = 1024,
+        memorise_coef: float = 0.0,
+        kl_target: float = 1.0,
+        kl_gain: float = 0.0,
     ):
         self._mesh, self._optimizer, self._loss = mesh, optimizer, loss
-        self._loss_mean = loss_mean
+        self._weights = functools.partial(
+            row_weights, kind=loss_mean, num_tokens=loss_tokens
+        )
+        self._memorise_coef = memorise_coef
+        self._adapt = functools.partial(
+            adapted_coefficient, target=kl_target, gain=kl_gain
+        )
         self.num_traces = 0
         self._logprobs = functools.partial(
-            token_logprobs, model, temperature=temperature, chunk_tokens=chunk_tokens
+            token_logprobs, model, chunk_tokens=chunk_tokens
         )
+        self._temperature = temperature
         self._score_rows = jax.jit(self._score)
         self._update_rows = jax.jit(self._update, donate_argnums=0)
 
     def put(self, batch: Batch) -> Batch:
         """A [micro-batches, rows, ...] batch on the mesh, the rows spread over it."""
-        rows = batch_sharding(self._mesh).spec
-        sharding = NamedSharding(self._mesh, PartitionSpec(None, *rows))
-        return jax.tree.map(lambda x: jax.device_put(x, sharding), batch)
+        return put(batch, self._mesh)
 
     def score(self, params, batch: Batch):
         """[M, b, T] log-probabilities of a [M, b, ...] batch under these parameters."""
         return self._score_rows(params, batch.tokens)
 
-    def update(self, state: TrainState, batch: Batch):
+    def update(self, state: TrainState, batch: Batch, memory: Batch | None = None):
         """The state after one optimizer step on a [M, b, ...] batch, and its metrics.
+
+        The old state's buffers are reused: it must not be touched again.
+
+        Args:
+            state: its critic is left as it is.
+            batch: with advantages.
+            memory: [M', b, ...] rows whose own tokens' likelihood, by mean over the
+                tokens, grows beside: R1-Searcher++'s set T (arXiv 2505.17005 eq. 9).
+        """
+        own, metrics = self._update_rows(state._replace(critic=None), batch, memory)
+        return own._replace(critic=state.critic), metrics
+
+    def _score(self, params, tokens):
+        self.num_traces += 1
+        score = functools.partial(self._logprobs, temperature=self._temperature)
+        return jax.lax.map(lambda rows: score(params, rows)[0], tokens)
+
+    def _update(self, state: TrainState, batch: Batch, memory):
+        self.num_traces += 1
+
+        def loss(params, rows, weights):
+            logp, entropy = self._logprobs(
+                params, rows.tokens, temperature=self._temperature
+            )
+            return self._loss(logp, entropy, rows, weights, state.kl_coef)
+
+        weights = self._weights(batch.from_policy)
+        grads, metrics = accumulate(loss, state.params, (batch, weights))
+        # A "constant" mean's weights do not sum to 1; what is told is a mean.
+        total = jnp.sum(weights)
+        scale = jnp.where(total > 0, total, 1.0)
+        metrics = {k: v if k == "loss" else v / scale for k, v in metrics.items()}
+        if memory is not None:
+            recall, told = self._recall(state.params, memory)
+            grads = jax.tree.map(jnp.add, grads, recall)
+            metrics |= told
+        metrics |= {"grad_norm": optax.global_norm(grads)}
+        if state.kl_coef is not None:
+            metrics["kl_coef"] = state.kl_coef
+            coef = self._adapt(state.kl_coef, metrics["kl"])
+            state = state._replace(kl_coef=coef)
+        return stepped(state, grads, self._optimizer, self._mesh), metrics
+
+    def _recall(self, params, memory: Batch):
+        """Gradient and metrics of what is memorised; at temperature 1, as imitated."""
+
+        def loss(params, rows, weights):
+            logp, _ = self._logprobs(params, rows.tokens)
+            nll = -masked_sum(logp * weights, rows.from_policy)
+            return self._memorise_coef * nll, {"memory_loss": nll}
+
+        weights = row_weights(memory.from_policy, "token")
+        return accumulate(loss, params, (memory, weights))
+
+
+class Critic:
+    """The compiled functions of a value model's training: score, update.
+
+    Args:
+        model: value network, with a value head.
+        optimizer: from `make_optimizer`.
+        mesh: as the policy's.
+        loss: (values, batch, weights) -> (summed loss, summed metrics).
+        loss_mean: see `row_weights`.
+        over_response: retrieved tokens have values and are learnt from, too.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        *,
+        loss: Callable,
+        loss_mean: str = "token",
+        over_response: bool = False,
+    ):
+        self._mesh, self._optimizer, self._loss = mesh, optimizer, loss
+        self._loss_mean, self._over_response = loss_mean, over_response
+        self._values = functools.partial(token_values, model)
+        self.num_traces = 0
+        self._score_rows = jax.jit(self._score)
+        self._update_rows = jax.jit(self._update, donate_argnums=0)
+
+    def score(self, params, batch: Batch):
+        """[M, b, T] values of the states that a [M, b, ...] batch's tokens follow."""
+        return self._score_rows(params, batch.tokens)
+
+    def update(self, state: TrainState, batch: Batch):
+        """The critic's state after one step on a [M, b, ...] batch, and its metrics.
 
         The old state's buffers are reused: it must not be touched again.
         """
@@ -174,125 +290,26 @@ class Learner:
 
     def _score(self, params, tokens):
         self.num_traces += 1
-        return jax.lax.map(lambda rows: self._logprobs(params, rows)[0], tokens)
+        return jax.lax.map(lambda rows: self._values(params, rows), tokens)
 
     def _update(self, state: TrainState, batch: Batch):
         self.num_traces += 1
-        flat = batch.from_policy.reshape(-1, batch.from_policy.shape[-1])
-        weights = row_weights(flat, self._loss_mean).reshape(batch.from_policy.shape)
 
-        def loss_fn(params, rows, weights):
-            logp, entropy = self._logprobs(params, rows.tokens)
-            return self._loss(logp, entropy, rows, weights)
+        def loss(params, rows, weights):
+            return self._loss(self._values(params, rows.tokens), rows, weights)
 
-        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-
-        def accumulate(total, piece):
-            (_, metrics), grads = grad_fn(state.params, *piece)
-            return jax.tree.map(jnp.add, total, (grads, metrics)), None
-
-        first = jax.tree.map(lambda x: x[0], (batch, weights))
-        (_, metrics), grads = jax.eval_shape(grad_fn, state.params, *first)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, metrics))
-        (grads, metrics), _ = jax.lax.scan(accumulate, zeros, (batch, weights))
-        changes, opt_state = self._optimizer.update(
-            grads, state.opt_state, state.params
-        )
-        params = optax.apply_updates(state.params, changes)
-        metrics = metrics | {"grad_norm": optax.global_norm(grads)}
-        state = TrainState(state.updates + 1, params, opt_state)
-        shardings = state_shardings(state, self._mesh)
-        return jax.lax.with_sharding_constraint(state, shardings), metrics
+        mask = batch.in_response if self._over_response else batch.from_policy
+        weights = row_weights(mask, self._loss_mean)
+        grads, metrics = accumulate(loss, state.params, (batch, weights))
+        metrics |= {"critic_grad_norm": optax.global_norm(grads)}
+        return stepped(state, grads, self._optimizer, self._mesh), metrics
 
 
-def imitation_loss(logp, _entropy, rows: Batch, weights):
-    """Negative log-likelihood of the demonstrator's own tokens, and its metrics."""
-    loss = -masked_sum(logp * weights, rows.from_policy)
-    return loss, {"loss": loss}
+def critic_params(params):
+    """The parameters of a value model that begins as this policy; its head is 0.
 
-
-def policy_loss(
-    *, clip_low, clip_high, kl_coef, kl_kind, entropy_coef, measures_kl=None
-) -> Callable:
-    """GRPO's loss: clipped surrogate, KL to the reference, entropy bonus.
-
-    Args:
-        clip_low, clip_high: see `clipped_surrogate`.
-        kl_coef: weight of the KL in the loss; 0 where it is in the reward, or nowhere.
-        kl_kind: see `kl_estimate`.
-        entropy_coef: weight of the entropy bonus.
-        measures_kl: whether there is a reference, so that the metrics have a KL to it;
-            by default where it is in the loss.
-
-    Returns:
-        (logp, entropy, rows, weights) -> (loss, metrics), both summed with `weights`.
+    What makes the policy's logits, if it is a matrix of its own, is left out.
     """
-
-    measures_kl = bool(kl_coef) if measures_kl is None else measures_kl
-
-    def loss(logp, entropy, rows: Batch, weights):
-        mask = rows.from_policy
-        # What lies outside must not reach a gradient, not even as 0 x NaN.
-        logp, entropy, reference_logp = (
-            jnp.where(mask, x, 0.0) for x in (logp, entropy, rows.reference_logp)
-        )
-        surrogate, is_clipped = clipped_surrogate(
-            logp, rows.behavior_logp, rows.advantage, mask, low=clip_low, high=clip_high
-        )
-        kl = kl_estimate(logp, reference_logp, kl_kind)
-        total = surrogate - entropy_coef * entropy
-        if kl_coef:
-            total = total + kl_coef * kl
-
-        def mean(values):
-            return masked_sum(values * weights, mask)
-
-        metrics = {
-            "loss": mean(total),
-            "entropy": mean(entropy),
-            "clip_fraction": mean(is_clipped),
-            "logp_gap": mean(jnp.abs(logp - rows.behavior_logp)),
-        }
-        if measures_kl:
-            metrics["kl"] = mean(kl)
-        return mean(total), metrics
-
-    return loss
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("group_size", "normalize_std", "eps", "kl_coef", "kl_kind"),
-)
-def with_advantages(
-    batch: Batch, *, group_size, normalize_std, eps, kl_coef=0.0, kl_kind="k1"
-) -> Batch:
-    """The batch with GRPO's advantage on every policy token.
-
-    Args:
-        batch: rows [Q x G, ...] or cut into micro-batches; groups are contiguous.
-        group_size: G.
-        normalize_std, eps: see `group_advantages`.
-        kl_coef: KL in the reward: this times the sum over a rollout's tokens of the
-            estimate, relative to its group's mean, is taken off its advantage; 0 where
-            the KL is in the loss. It takes no part in the division by the standard
-            deviation: in a group whose answers are all right, or all wrong, that would
-            blow the estimate's noise up to full size.
-        kl_kind: see `kl_estimate`.
-    """
-    is_signal = batch.is_signal.reshape(-1, group_size)
-    advantage = group_advantages(
-        batch.reward.reshape(-1, group_size),
-        is_signal,
-        normalize_std=normalize_std,
-        eps=eps,
-    )
-    if kl_coef:
-        kl = kl_estimate(batch.behavior_logp, batch.reference_logp, kl_kind)
-        kl = masked_sum(kl, batch.from_policy, axis=-1).reshape(-1, group_size)
-        penalty = group_advantages(kl, is_signal, normalize_std=False, eps=eps)
-        advantage = advantage - kl_coef * penalty
-    advantage = advantage.reshape(batch.reward.shape)
-    return batch._replace(
-        advantage=jnp.where(batch.from_policy, advantage[..., None], 0.0)
-    )
+    width = params["final_norm"]["scale"].shape
+    body = {name: leaf for name, leaf in params.items() if name != "unembedding"}
+    return body | {"value": jnp.zeros(width, jnp.float32)}

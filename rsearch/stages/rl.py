@@ -1,9 +1,10 @@
-"""Reinforcement stage: roll out, reward, compare within groups, update."""
+"""Reinforcement stage: roll out, reward, compare, update."""
 
 import collections
 import dataclasses
 import math
 import time
+import zlib
 
 import jax
 import numpy as np
@@ -11,8 +12,8 @@ import numpy as np
 from rsearch import build, console
 from rsearch.compiles import num_compiles
 from rsearch.data.order import take
-from rsearch.learn.batch import pack, split
-from rsearch.learn.update import with_advantages
+from rsearch.learn.advantages import with_advantages
+from rsearch.learn.batch import Batch, cut, pack, pack_segments, parts
 from rsearch.metrics import MetricsLog
 from rsearch.rewards.group import reward_group
 from rsearch.stages.state import open_state, save_state
@@ -25,7 +26,7 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
     """Trains by reinforcement, from where an earlier start of this stage stopped.
 
     Args:
-        setup: of the run.
+        setup: of the stage.
         evaluator: of held-out questions, asked every config.eval.every_steps.
         params: of the policy before this stage; they stay the reference.
         folder: of this stage: checkpoints, metrics.jsonl, curves.
@@ -39,6 +40,7 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
     learner, first, state = open_state(setup, "rl", params, folder)
     if first >= c.rl.steps:
         return state.params
+    critic = build.make_critic(setup)[0] if build.has_critic(setup, "rl") else None
     roll_out = build.make_rollouts(
         setup,
         build.make_host(setup),
@@ -46,23 +48,29 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
         top_p=c.rollout.top_p,
         group_size=c.rollout.group_size,
     )
-    reference = params if c.rl.kl_coef else None
-    root = jax.random.fold_in(jax.random.key(c.seed), STAGE_KEY)
+    learning = Learning(setup, learner, critic, params if c.rl.kl_coef else None)
+    root = jax.random.fold_in(jax.random.key(c.seed), stage_key(stage))
     with MetricsLog(folder, first_step=first) as metrics:
         for step in range(first, c.rl.steps):
             clock = _Clock()
-            chosen = take(
-                len(setup.train), c.rl.questions_per_step, seed=c.seed, step=step
-            )
-            questions = [setup.train[i] for i in chosen]
+            place = roll_out.place(state.params)
             key = jax.random.fold_in(root, step)
-            groups = roll_out(
-                roll_out.place(state.params), questions, key, on_wave=_teller(c, step)
-            )
-            clock.lap("rollout")
-            groups, rewards, measured = reward(setup, groups)
-            clock.lap("reward")
-            state, learnt = learn(setup, learner, state, reference, groups, rewards)
+            teller = _teller(c, stage, step)
+
+            def play(questions, place=place, key=key, teller=teller, clock=clock):
+                groups = roll_out(place, questions, key, on_wave=teller)
+                clock.lap("rollout")
+                rewarded = reward(setup, groups)
+                clock.lap("reward")
+                return rewarded
+
+            groups, rewards, measured = gather(setup, play, step)
+            rows = []
+            if memory is not None:
+                measured |= memory.collect(step, groups, rewards)
+                rows = memory.rows(step)
+                clock.lap("memory")
+            state, learnt = learning(state, groups, rewards, step=step, memory=rows)
             clock.lap("update")
             measured |= learnt | clock.seconds | {"compiles": num_compiles()}
             done = step + 1
@@ -71,9 +79,66 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
                 measured |= {f"dev_{n}": row[n] for n in ("em", "f1", "searches")}
             metrics.write(step, measured)
             if done % c.log_every == 0 or done == c.rl.steps:
-                console.note(_line(done, c.rl.steps, measured))
+                console.note(_line(stage, done, c.rl.steps, measured))
             save_state(setup, "rl", done, state, folder)
     return state.params
+
+
+def stage_key(stage: str) -> int:
+    """What is folded into the seed of a stage of this name."""
+    if stage == "rl":
+        return STAGE_KEY
+    return zlib.crc32(stage.encode()) & 0x7FFFFFFF
+
+
+def gather(setup: build.Setup, play, step: int):
+    """The groups that a step learns from.
+
+    With config.rl.refill_rounds, groups whose rollouts all earn the same give way to
+    those of further questions: DAPO's dynamic sampling (arXiv 2503.14476 section 3.2),
+    but bounded. The further questions are those behind the step's own in its share of
+    the stream.
+
+    Args:
+        setup: of the stage.
+        play: (questions) -> (groups, [Q, G] rewards, measured), as `reward` returns.
+        step: which.
+
+    Returns:
+        Groups and rewards of config.rl.questions_per_step questions, and what was
+        measured on the step's own.
+    """
+    s, num = setup.config.rl, len(setup.train)
+    size = s.questions_per_step
+    count = min(size * (1 + s.refill_rounds), max(num, size))
+    chosen = take(num, count, seed=setup.config.seed, step=step)
+    questions = [setup.train[i] for i in chosen]
+    groups, rewards, measured = play(questions[:size])
+    if not s.refill_rounds:
+        return groups, rewards, measured
+    groups, rewards = list(groups), rewards.copy()
+    waiting, num_asked = questions[size:], size
+    for _ in range(s.refill_rounds):
+        flat = np.flatnonzero(~has_spread(groups, rewards))
+        asked, waiting = waiting[: len(flat)], waiting[len(flat) :]
+        if not asked:
+            break
+        more, earned, _ = play(asked)
+        num_asked += len(asked)
+        good = np.flatnonzero(has_spread(more, earned))
+        for place, i in zip(flat, good):  # what is left over stays as it was
+            groups[place], rewards[place] = more[i], earned[i]
+    measured["questions_asked"] = num_asked
+    measured["groups_learnt_from"] = _mean(has_spread(groups, rewards))
+    return groups, rewards, measured
+
+
+def has_spread(groups, rewards):
+    """[Q] bool, whether a group's rollouts that are a signal earn different rewards."""
+    signal = [[r.outcome.is_signal for r in group.rollouts] for group in groups]
+    return np.array(
+        [np.ptp(r[s]) > 0 if any(s) else False for r, s in zip(rewards, signal)], bool
+    )
 
 
 def reward(setup: build.Setup, groups):
@@ -99,8 +164,8 @@ def reward(setup: build.Setup, groups):
         values = np.stack(values)
         # NaN is left in a term of weight 0, whose judge could not be asked.
         measured[f"reward_{name}"] = _mean(values[is_signal & ~np.isnan(values)])
-    spread = [np.ptp(r[s]) > 0 for r, s in zip(rewards, is_signal) if s.any()]
-    measured["groups_with_spread"] = _mean(spread)
+    spread = has_spread(judged, rewards)
+    measured["groups_with_spread"] = _mean(spread[is_signal.any(axis=1)])
     measured["searches"] = _mean([len(r.searches) for r in rollouts])
     measured["policy_tokens"] = _mean([r.num_policy_tokens for r in rollouts])
     measured["tokens"] = _mean([r.num_tokens for r in rollouts])
@@ -114,52 +179,117 @@ def _mean(values) -> float:
     return float(np.mean(values)) if len(values) else 0.0
 
 
-def learn(setup: build.Setup, learner, state, reference, groups, rewards):
-    """Optimizer steps on one step's rollouts: the new state and their mean metrics.
+@dataclasses.dataclass(frozen=True)
+class Learning:
+    """What turns a step's rollouts into optimizer steps.
 
-    Where none of an update's rollouts is a signal there is no update, for the
-    optimizer's momentum would move the policy all the same.
-
-    Args:
+    Attributes:
+        setup: of the stage.
+        learner: of the policy.
+        critic: of the value model; None without one.
         reference: parameters that the policy is kept near, or None.
-        groups: Q groups of G.
-        rewards: [Q, G].
     """
-    s = setup.config.rl
-    batches = split(
-        pack(groups, rewards, setup.num_tokens), s.updates_per_step, s.micro_batch
-    )
-    batches = [batch for batch in batches if batch.is_signal.any()]
-    if not batches:
-        console.note("rl: no rollout of this step is a signal; nothing is learnt")
-        return state, {}
-    # All rows are scored before the first update: it reuses the policy's buffers.
-    ready = []
-    for batch in batches:
-        batch = learner.put(batch)
+
+    setup: build.Setup
+    learner: object
+    critic: object = None
+    reference: object = None
+
+    def __call__(self, state, groups, rewards, *, step=0, memory=()):
+        """Optimizer steps on one step's rollouts: the new state and mean metrics.
+
+        Where none of an update's rollouts is a signal there is no update, for the
+        optimizer's momentum would move the policy all the same.
+
+        Args:
+            state: the TrainState; its buffers are reused.
+            groups: Q groups of G.
+            rewards: [Q, G].
+            step: which; the critic learns alone at first.
+            memory: rows of segments to memorise, config.rl.memorise_rows at most.
+        """
+        s = self.setup.config.rl
+        learns = _learns(s, groups, rewards)
+        whole = pack(groups, rewards, self.setup.num_tokens, learns=learns)
+        useful = [part.from_policy.any() for part in parts(whole, s.updates_per_step)]
+        if not any(useful):
+            console.note("rl: no rollout of this step is a signal; nothing is learnt")
+            return state, {}
+        # All rows are scored before the first update: it reuses the policy's buffers.
+        batch = self.learner.put(cut(whole, s.micro_batch))
+        batch = self._scored(state, batch, len(groups[0].rollouts))
+        memory = self._memory(memory)
+        is_ready = step >= self.setup.config.critic.pretrain_steps
+        measured = []
+        for part, is_useful in zip(parts(batch, s.updates_per_step), useful):
+            if not is_useful:
+                continue
+            metrics = {}
+            if self.critic is not None:
+                critic, metrics = self.critic.update(state.critic, part)
+                state = state._replace(critic=critic)
+            if self.critic is None or is_ready:
+                state, told = self.learner.update(state, part, memory)
+                metrics |= told
+            measured.append(jax.device_get(metrics))
+        mean = jax.tree.map(lambda *values: float(np.mean(values)), *measured)
+        return state, mean
+
+    def _scored(self, state, batch: Batch, group_size: int) -> Batch:
+        """The batch with log-probabilities, values and advantages."""
+        s = self.setup.config.rl
         if s.behavior == "scored":
-            batch = batch._replace(behavior_logp=learner.score(state.params, batch))
-        if reference is not None:
-            batch = batch._replace(reference_logp=learner.score(reference, batch))
-        ready.append(
-            with_advantages(
-                batch,
-                group_size=len(groups[0].rollouts),
-                normalize_std=s.normalize_std,
-                eps=s.std_eps,
-                kl_coef=s.kl_coef if s.kl_place == "reward" else 0.0,
-                kl_kind=s.kl_kind,
-            )
+            if s.tis_cap:
+                batch = batch._replace(sampled_logp=batch.behavior_logp)
+            logp = self.learner.score(state.params, batch)
+            batch = batch._replace(behavior_logp=logp)
+        if self.reference is not None:
+            logp = self.learner.score(self.reference, batch)
+            batch = batch._replace(reference_logp=logp)
+        if self.critic is not None:
+            values = self.critic.score(state.critic.params, batch)
+            batch = batch._replace(values=values)
+        kl_coef = None
+        if s.kl_coef and s.kl_place == "reward":
+            kl_coef = s.kl_coef if state.kl_coef is None else state.kl_coef
+        return with_advantages(
+            batch,
+            algorithm=s.algorithm,
+            group_size=group_size,
+            normalize_std=s.normalize_std,
+            eps=s.std_eps,
+            ddof=s.std_ddof,
+            gamma=s.gamma,
+            lam=s.gae_lambda,
+            over_response=s.advantage_mask == "response",
+            kl_coef=kl_coef,
+            kl_kind=s.kl_kind,
         )
-    measured = []
-    for batch in ready:
-        state, metrics = learner.update(state, batch)
-        measured.append(jax.device_get(metrics))
-    mean = jax.tree.map(lambda *values: float(np.mean(values)), *measured)
-    return state, mean
+
+    def _memory(self, rows):
+        """Rows to memorise as a Batch of a size that never changes; None without."""
+        s = self.setup.config.rl
+        if not s.memorise_coef:
+            return None
+        rows = [*rows, *[()] * (s.memorise_rows - len(rows))]
+        assert len(rows) == s.memorise_rows, len(rows)
+        batch = pack_segments(rows, self.setup.num_tokens)
+        return self.learner.put(cut(batch, s.micro_batch))
 
 
-def _teller(c, step):
+def _learns(s, groups, rewards):
+    """[Q, G] bool, which rollouts are in the loss, those without signal aside."""
+    learns = np.ones(rewards.shape, bool)
+    if s.refill_rounds:
+        learns &= has_spread(groups, rewards)[:, None]
+    if s.mask_truncated:  # DAPO's overlong filtering, arXiv 2503.14476 section 3.4
+        learns &= np.array(
+            [[r.outcome != Outcome.TRUNCATED for r in g.rollouts] for g in groups]
+        )
+    return learns
+
+
+def _teller(c, stage, step):
     """Says how far the rollouts are, where they take long."""
     last = time.monotonic()
 
@@ -168,17 +298,19 @@ def _teller(c, step):
         if time.monotonic() - last > console.SECONDS_BETWEEN_LINES:
             last = time.monotonic()
             total = c.rl.questions_per_step
-            console.note(f"rl: step {step + 1}: rolled out {done}/{total} questions")
+            console.note(
+                f"{stage}: step {step + 1}: rolled out {done}/{total} questions"
+            )
 
     return on_wave
 
 
-def _line(done, steps, measured):
+def _line(stage, done, steps, measured):
     """One step for people."""
     seconds = sum(v for name, v in measured.items() if name.endswith("_seconds"))
     dev = f", dev EM {measured['dev_em']:.3f}" if "dev_em" in measured else ""
     return (
-        f"rl: step {done}/{steps} reward {measured['reward']:.3f}, "
+        f"{stage}: step {done}/{steps} reward {measured['reward']:.3f}, "
         f"{measured['searches']:.2f} searches, {measured['policy_tokens']:.0f} tokens, "
         f"entropy {measured.get('entropy', math.nan):.3f}{dev} ({seconds:.1f} s)"
     )
@@ -193,4 +325,6 @@ class _Clock:
 
     def lap(self, name):
         now = time.monotonic()
-        self.seconds[f"{name}_seconds"], self.last = now - self.last, now
+        name = f"{name}_seconds"
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
+        self.last = now

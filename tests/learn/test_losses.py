@@ -7,20 +7,12 @@ from hypothesis import strategies as st
 
 from rsearch.learn.losses import (
     clipped_surrogate,
-    group_advantages,
     kl_estimate,
     masked_sum,
     row_weights,
 )
 
 NAN, INF = jnp.nan, jnp.inf
-
-
-def advantages(reward, is_signal=None, **settings):
-    reward = jnp.array(reward, jnp.float32)
-    signal = jnp.ones(reward.shape, bool) if is_signal is None else is_signal
-    settings = dict(normalize_std=True, eps=0.0) | settings
-    return group_advantages(reward, jnp.array(signal, bool), **settings)
 
 
 @pytest.mark.parametrize("outside", [NAN, INF, -INF, 1e30])
@@ -57,61 +49,6 @@ def test_weights_sum_to_1_unless_nobody_wrote(kind, mask):
     weights = np.asarray(row_weights(mask, kind))
     assert abs(weights.sum() - mask.any()) < 1e-6
     assert not weights[~mask].any()
-
-
-def test_advantages_by_hand():
-    # mean 2, centred -1, 0, 1; sample deviation 1, population deviation sqrt(2/3).
-    np.testing.assert_allclose(advantages([[1, 2, 3]]), [[-1, 0, 1]], atol=1e-6)
-    expected = np.array([[-1, 0, 1]]) * np.sqrt(1.5)
-    np.testing.assert_allclose(advantages([[1, 2, 3]], ddof=0), expected, atol=1e-6)
-    # 0, 0, 0, 1: mean 1/4, sample variance (3/16 + 9/16) / 3 = 1/4.
-    expected = [[-0.5, -0.5, -0.5, 1.5]]
-    np.testing.assert_allclose(advantages([[0, 0, 0, 1]]), expected, atol=1e-6)
-
-
-def test_eps_is_added_to_the_deviation_and_not_to_the_variance():
-    np.testing.assert_allclose(
-        advantages([[1, 2, 3]], eps=1.0), [[-0.5, 0, 0.5]], atol=1e-6
-    )
-
-
-def test_without_normalisation_advantages_are_centred_rewards():
-    result = advantages([[0, 0, 0, 8]], normalize_std=False)
-    np.testing.assert_array_equal(result, [[-2, -2, -2, 6]])
-
-
-@pytest.mark.parametrize("normalize_std", [True, False])
-@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.7, 1e8])
-@pytest.mark.parametrize("size", [1, 3, 7])
-def test_a_group_without_spread_teaches_nothing(reward, size, normalize_std):
-    result = advantages([[reward] * size], normalize_std=normalize_std)
-    assert not np.asarray(result).any()
-
-
-def test_rollouts_that_are_no_signal_leave_their_groups_statistics():
-    signal = [[1, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0]]
-    reward = [[1, 99, 2, 3], [5, 7, 8, 9], [1, 2, 3, 4], [2, 2, 9, 9]]
-    expected = [[-1, 0, 0, 1], [0] * 4, [0] * 4, [0] * 4]
-    np.testing.assert_allclose(advantages(reward, signal), expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("unknown", [NAN, INF, -INF])
-def test_the_reward_of_a_failed_rollout_may_be_no_number(unknown):
-    result = advantages([[1, unknown, 2, 3]], [[1, 0, 1, 1]])
-    np.testing.assert_allclose(result, [[-1, 0, 0, 1]], atol=1e-6)
-
-
-@given(rows_of(st.integers(-4, 4), 3, 4), rows_of(st.booleans(), 3, 4))
-@settings(deadline=None)
-def test_advantages_equal_numpys(halves, signal):
-    reward = halves / 2
-    expected = np.zeros(reward.shape)
-    for i, (r, s) in enumerate(zip(reward, signal)):
-        if s.sum() >= 2 and r[s].std() > 0:
-            expected[i, s] = (r[s] - r[s].mean()) / (r[s].std(ddof=1) + 1e-4)
-    np.testing.assert_allclose(
-        advantages(reward, signal, eps=1e-4), expected, atol=1e-5
-    )
 
 
 def test_divergence_estimates_by_hand():

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsearch.learn.update import make_optimizer
+from rsearch.learn.optimizer import make_optimizer
 from tests.rollout import tiny
 
 SETTINGS = dict(

@@ -5,16 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rsearch.learn.advantages import with_advantages
 from rsearch.learn.batch import Batch, split
 from rsearch.learn.losses import row_weights
-from rsearch.learn.update import (
-    Learner,
-    create_state,
-    imitation_loss,
-    make_optimizer,
-    policy_loss,
-    with_advantages,
-)
+from rsearch.learn.objectives import imitation_loss, policy_loss
+from rsearch.learn.optimizer import make_optimizer
+from rsearch.learn.update import Learner, create_state
 from rsearch.models.sharding import make_mesh
 from tests.rollout import tiny
 
@@ -50,6 +46,7 @@ def make_batch(seed=0, num_rows=8):
     batch = Batch(
         tokens=tokens,
         from_policy=mask,
+        in_response=mask,
         behavior_logp=(logp + rng.normal(size=mask.shape) * 0.3).astype(np.float32),
         reference_logp=(logp + rng.normal(size=mask.shape) * 0.3).astype(np.float32),
         reward=rng.normal(size=num_rows).astype(np.float32),
@@ -288,54 +285,3 @@ def test_excluded_rollouts_change_nothing_in_the_others_loss():
         assert_close(metrics, same, 1e-5)
         np.testing.assert_allclose(grad[signal], expected, atol=1e-6)
         assert not np.asarray(grad)[~signal].any()
-
-
-def test_kl_in_the_reward_by_hand():
-    """Group of 2; rewards 1 and 3; KL sums 2 and 1; coefficient 0.5: 0 against 2.5."""
-    zeros = np.zeros((2, 3), np.float32)
-    batch = Batch(
-        tokens=zeros.astype(np.int32),
-        from_policy=np.array([[False, True, True], [False, True, False]]),
-        behavior_logp=np.array([[9, -1, -1], [9, -2, 9]], np.float32),
-        reference_logp=np.array([[0, -1.5, -2.5], [np.nan, -3, np.inf]], np.float32),
-        reward=np.array([1, 3], np.float32),
-        is_signal=np.ones(2, bool),
-        advantage=zeros,
-    )
-    result = with_advantages(
-        batch, group_size=2, normalize_std=False, eps=0.0, kl_coef=0.5, kl_kind="k1"
-    )
-    expected = [[0, -1.25, -1.25], [0, 1.25, 0]]
-    np.testing.assert_allclose(result.advantage, expected, atol=1e-6)
-    np.testing.assert_array_equal(result.reward, [1, 3])
-    result = with_advantages(batch, group_size=2, normalize_std=False, eps=0.0)
-    np.testing.assert_array_equal(result.advantage, [[0, -1, -1], [0, 1, 0]])
-
-
-def test_advantages_do_not_depend_on_how_rows_are_cut():
-    batch = make_batch()
-    (cut,) = split(batch, 1, 2)
-    whole = with_advantages(batch, **NORMALISED, kl_coef=0.1)
-    pieces = with_advantages(cut, **NORMALISED, kl_coef=0.1)
-    np.testing.assert_array_equal(pieces.advantage.reshape(8, T), whole.advantage)
-
-
-def test_kl_in_the_reward_stays_small_where_all_answers_are_right():
-    """Divided by the spread of the KL alone, its noise would be the whole signal."""
-    logp = jnp.log(jnp.array([[0.5, 0.50], [0.5, 0.51], [0.5, 0.49], [0.5, 0.52]]))
-    rows = jnp.ones((4, 2), bool)
-    batch = Batch(
-        tokens=jnp.zeros((4, 2), jnp.int32),
-        from_policy=rows,
-        behavior_logp=logp,
-        reference_logp=jnp.log(jnp.full((4, 2), 0.5)),
-        reward=jnp.ones(4),
-        is_signal=jnp.ones(4, bool),
-        advantage=jnp.zeros((4, 2)),
-    )
-    found = with_advantages(
-        batch, group_size=4, normalize_std=True, eps=1e-6, kl_coef=0.1, kl_kind="k1"
-    )
-    kl = np.log(np.array([0.50, 0.51, 0.49, 0.52]) / 0.5)  # k1, summed over the row
-    expected = -0.1 * (kl - kl.mean())
-    np.testing.assert_allclose(found.advantage[:, 0], expected, atol=1e-6)

@@ -115,7 +115,7 @@ def learn_from(setup, played, rewards, *, steps=1, **changes):
     before = build.initial_params(setup)
     state = create_state(before, optimizer, setup.mesh)
     for _ in range(steps):
-        state, measured = rl.learn(setup, learner, state, None, played, rewards)
+        state, measured = rl.Learning(setup, learner)(state, played, rewards)
     return before, state.params, measured
 
 
@@ -130,13 +130,13 @@ def test_a_step_in_which_everything_failed_changes_nothing(setup):
     _, rewards, _ = rl.reward(setup, good)
     learner, optimizer = build.make_learner(setup, "rl")
     state = create_state(build.initial_params(setup), optimizer, setup.mesh)
-    state, _ = rl.learn(setup, learner, state, None, good, rewards)
+    state, _ = rl.Learning(setup, learner)(state, good, rewards)
     before = jax.device_get(state)
     played = groups(*[[TOOL, TOOL]] * 4)
     _, rewards, measured = rl.reward(setup, played)
     assert measured["reward"] == 0 and measured["tool_error"] == 1
     assert measured["groups_with_spread"] == 0
-    after, measured = rl.learn(setup, learner, state, None, played, rewards)
+    after, measured = rl.Learning(setup, learner)(state, played, rewards)
     assert measured == {}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
 
@@ -213,11 +213,12 @@ def test_k2_is_taken_too(setup):
     params = build.initial_params(setup)
     state = create_state(params, optimizer, setup.mesh)
     reference = jax.tree.map(lambda x: 1.1 * x, params)
-    state, measured = rl.learn(setup, learner, state, reference, played, rewards)
+    learning = rl.Learning(setup, learner, None, reference)
+    state, measured = learning(state, played, rewards)
     assert measured["kl"] > 0 and measured["grad_norm"] > 0
     # With the policy as its own reference there is no divergence at all.
     same = jax.tree.map(lambda x: 1.0 * x, state.params)
-    _, measured = rl.learn(setup, learner, state, same, played, rewards)
+    _, measured = rl.Learning(setup, learner, None, same)(state, played, rewards)
     assert measured["kl"] == pytest.approx(0, abs=1e-9)
 
 

@@ -1,0 +1,132 @@
+"""Learners, the value model, and the states they change."""
+
+import dataclasses
+
+from rsearch.build.setup import Setup
+from rsearch.learn import objectives, update
+from rsearch.learn.optimizer import make_optimizer
+from rsearch.models.decoder import Decoder
+from rsearch.models.weights import param_shapes
+
+
+def make_learner(setup: Setup, kind: str) -> tuple[update.Learner, object]:
+    """The compiled update of a stage of this kind, and its optimizer."""
+    c, s = setup.config, setup.config[kind]
+    updates = s.get("updates_per_step", 1)
+    optimizer = make_optimizer(
+        lr=s.lr,
+        warmup_steps=s.warmup_steps,
+        decay_steps=s.steps * updates if s.decay else 0,
+        updates_per_rate=updates if s.get("lr_first_step_zero", False) else 0,
+        **c.optim,
+    )
+    if kind == "sft":
+        settings = dict(loss=objectives.imitation_loss, loss_mean="token")
+    else:
+        settings = _policy_settings(setup)
+    learner = update.Learner(
+        setup.model,
+        optimizer,
+        setup.mesh,
+        chunk_tokens=c.model.logit_chunk,
+        **settings,
+    )
+    return learner, optimizer
+
+
+def _policy_settings(setup):
+    """What a Learner of the reinforcement stage is made with."""
+    c, s, r = setup.config, setup.config.rl, setup.config.rollout
+    loss = objectives.policy_loss(
+        clip_low=s.clip_low,
+        clip_high=s.clip_high,
+        dual_clip=s.dual_clip,
+        kl_coef=s.kl_coef if s.kl_place == "loss" else 0.0,
+        kl_kind=s.kl_kind,
+        entropy_coef=s.entropy_coef,
+        measures_kl=s.kl_coef > 0,
+        tis_cap=s.tis_cap,
+        by_sequence=s.ratio == "sequence",
+    )
+    return dict(
+        loss=loss,
+        loss_mean=s.loss_mean,
+        loss_tokens=s.loss_tokens or (r.max_searches + 1) * r.max_turn_tokens,
+        temperature=c.rollout.temperature,
+        memorise_coef=s.memorise_coef,
+        kl_target=s.kl_target,
+        kl_gain=s.kl_gain,
+    )
+
+
+def has_critic(setup: Setup, kind: str) -> bool:
+    """Whether a stage of this kind trains a value model beside the policy."""
+    return kind == "rl" and setup.config.rl.algorithm == "ppo"
+
+
+def make_critic(setup: Setup) -> tuple[update.Critic, object]:
+    """The compiled update of the value model, and its optimizer."""
+    c, s = setup.config, setup.config.critic
+    optimizer = make_optimizer(
+        lr=s.lr,
+        warmup_steps=s.warmup_steps,
+        decay_steps=0,
+        updates_per_rate=c.rl.updates_per_step if c.rl.lr_first_step_zero else 0,
+        **{**c.optim, "max_grad_norm": s.max_grad_norm},
+    )
+    over_response = c.rl.advantage_mask == "response"
+    critic = update.Critic(
+        Decoder(
+            _critic_spec(setup),
+            dtype=setup.model.dtype,
+            remat=setup.model.remat,
+            value_head=True,
+        ),
+        optimizer,
+        setup.mesh,
+        loss=objectives.value_loss(clip=s.value_clip, over_response=over_response),
+        loss_mean="micro_token" if c.rl.loss_mean == "micro_token" else "token",
+        over_response=over_response,
+    )
+    return critic, optimizer
+
+
+def _critic_spec(setup):
+    """The policy's, without a matrix of its own that makes logits."""
+    return dataclasses.replace(setup.model.spec, tie_embeddings=True)
+
+
+def fresh_state(setup: Setup, kind: str, params) -> update.TrainState:
+    """What a stage of this kind begins with: copies of the policy's parameters.
+
+    A value model begins as the policy, with a head of 0.
+    """
+    _, optimizer = make_learner(setup, kind)
+    coef = _moving_kl_coef(setup, kind)
+    state = update.create_state(params, optimizer, setup.mesh, kl_coef=coef)
+    if has_critic(setup, kind):
+        _, optimizer = make_critic(setup)
+        body = update.critic_params(params)
+        critic = update.create_state(body, optimizer, setup.mesh)
+        state = state._replace(critic=critic)
+    return state
+
+
+def state_shapes(setup: Setup, kind: str) -> update.TrainState:
+    """Shapes and shardings of such a state, to restore a checkpoint."""
+    _, optimizer = make_learner(setup, kind)
+    shapes = param_shapes(setup.model.spec)
+    coef = _moving_kl_coef(setup, kind)
+    state = update.state_like(shapes, optimizer, setup.mesh, kl_coef=coef)
+    if has_critic(setup, kind):
+        _, optimizer = make_critic(setup)
+        shapes = param_shapes(_critic_spec(setup), value_head=True)
+        critic = update.state_like(shapes, optimizer, setup.mesh)
+        state = state._replace(critic=critic)
+    return state
+
+
+def _moving_kl_coef(setup, kind):
+    """Where a controller's coefficient starts; None without one."""
+    s = setup.config[kind]
+    return s.kl_coef if s.get("kl_controller", "fixed") == "adaptive" else None

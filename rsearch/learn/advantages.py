@@ -1,0 +1,214 @@
+"""What each token was worth: rewards compared, summed, discounted and whitened.
+
+Dimensions: Q questions, G rollouts of one question, B rows, T tokens.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from rsearch.learn.batch import Batch
+from rsearch.learn.losses import kl_estimate, masked_sum
+
+
+def group_advantages(reward, is_signal, *, normalize_std, eps, ddof=1):
+    """GRPO's advantage: rewards compared within the group of one question.
+
+    (r - mean) / (std + eps), statistics over the rollouts that are a signal. A group
+    without spread, or with fewer than two such rollouts, has nothing to compare: 0.
+
+    Source: DeepSeekMath (arXiv 2402.03300) eq. 4.1.2; without the division, Dr. GRPO
+    (arXiv 2503.20783).
+
+    Args:
+        reward: [Q, G] float32.
+        is_signal: [Q, G] bool.
+        normalize_std: divide by the standard deviation.
+        eps: added to the standard deviation.
+        ddof: 1 for the sample's, 0 for the population's.
+
+    Returns:
+        [Q, G] float32; 0 where not `is_signal`.
+    """
+    count = jnp.sum(is_signal, axis=1, keepdims=True)
+    mean = masked_sum(reward, is_signal, 1)[:, None] / jnp.maximum(count, 1)
+    centred = jnp.where(is_signal, reward - mean, 0.0)
+    spread = jnp.max(jnp.where(is_signal, reward, -jnp.inf), axis=1, keepdims=True) > (
+        jnp.min(jnp.where(is_signal, reward, jnp.inf), axis=1, keepdims=True)
+    )
+    if normalize_std:
+        variance = jnp.sum(centred**2, axis=1, keepdims=True)
+        centred = centred / (jnp.sqrt(variance / jnp.maximum(count - ddof, 1)) + eps)
+    return jnp.where(spread & is_signal, centred, 0.0)
+
+
+def leave_one_out(reward, is_signal):
+    """RLOO's advantage: the reward less the mean of the group's other rewards.
+
+    Source: Ahmadian et al. (arXiv 2402.14740) eq. 8; with n rollouts that are a signal
+    it is n / (n - 1) times the centred reward.
+
+    Args:
+        reward: [Q, G] float32.
+        is_signal: [Q, G] bool.
+
+    Returns:
+        [Q, G] float32; 0 where not `is_signal`, and for one that has no other.
+    """
+    count = jnp.sum(is_signal, axis=1, keepdims=True)
+    centred = group_advantages(reward, is_signal, normalize_std=False, eps=0.0)
+    return centred * count / jnp.maximum(count - 1, 1)
+
+
+def at_last(reward, mask):
+    """[..., T] the [...] reward on the last token of its row's mask, elsewhere 0."""
+    behind = jnp.cumsum(mask[..., ::-1], axis=-1)[..., ::-1]
+    return jnp.where(mask & (behind == 1), reward[..., None], 0.0)
+
+
+def returns_to_go(rewards, mask):
+    """[..., T] the sum of a row's rewards from each token on; 0 outside `mask`."""
+    rewards = jnp.where(mask, rewards, 0.0)
+    sums = jnp.cumsum(rewards[..., ::-1], axis=-1)[..., ::-1]
+    return jnp.where(mask, sums, 0.0)
+
+
+def whiten(values, mask, *, ddof, floor=0.0, eps=0.0):
+    """[...] (value - mean) / sqrt(max(variance, floor) + eps) over all of `mask`.
+
+    0 outside `mask`. Without any spread, as with a single token, all are 0.
+
+    Args:
+        values: [...] float32.
+        mask: [...] bool, over which mean and variance are taken, all rows at once.
+        ddof: 1 for the sample's variance, 0 for the population's.
+        floor, eps: see above.
+    """
+    count = jnp.sum(mask)
+    mean = masked_sum(values, mask) / jnp.maximum(count, 1)
+    centred = jnp.where(mask, values - mean, 0.0)
+    variance = jnp.sum(centred**2) / jnp.maximum(count - ddof, 1)
+    scale = jnp.sqrt(jnp.maximum(variance, floor) + eps)
+    return centred / jnp.where(scale > 0, scale, 1.0)
+
+
+def gae(rewards, values, mask, *, gamma, lam):
+    """Generalised advantage estimation over the tokens of a mask, as if adjacent.
+
+    delta_t = r_t + gamma V_next - V_t and A_t = delta_t + gamma lam A_next, where
+    "next" is the row's next token within `mask`, and 0 behind the last.
+
+    Source: Schulman et al. (arXiv 1506.02438) eq. 11 and 16.
+
+    Args:
+        rewards: [..., T] float32.
+        values: [..., T] float32, of the state that each token was chosen in.
+        mask: [..., T] bool.
+        gamma, lam: in [0, 1].
+
+    Returns:
+        [..., T] advantages and [..., T] returns A + V; 0 outside `mask`.
+    """
+
+    def step(later, now):
+        reward, value, is_in = now
+        next_value, next_advantage = later
+        delta = reward + gamma * next_value - value
+        advantage = delta + gamma * lam * next_advantage
+        later = (
+            jnp.where(is_in, value, next_value),
+            jnp.where(is_in, advantage, next_advantage),
+        )
+        return later, jnp.where(is_in, advantage, 0.0)
+
+    rewards, values = jnp.where(mask, rewards, 0.0), jnp.where(mask, values, 0.0)
+    zeros = jnp.zeros_like(values[..., 0])
+    columns = tuple(jnp.moveaxis(x, -1, 0) for x in (rewards, values, mask))
+    _, advantages = jax.lax.scan(step, (zeros, zeros), columns, reverse=True)
+    advantages = jnp.moveaxis(advantages, 0, -1)
+    return advantages, advantages + values
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "algorithm",
+        "group_size",
+        "normalize_std",
+        "eps",
+        "ddof",
+        "gamma",
+        "lam",
+        "over_response",
+        "kl_kind",
+    ),
+)
+def with_advantages(
+    batch: Batch,
+    *,
+    group_size,
+    algorithm="grpo",
+    normalize_std=True,
+    eps=1e-6,
+    ddof=1,
+    gamma=1.0,
+    lam=1.0,
+    over_response=False,
+    kl_coef=None,
+    kl_kind="k1",
+) -> Batch:
+    """The batch with an advantage on every policy token, and returns for a critic.
+
+    "grpo" and "rloo" give all tokens of a rollout one number, compared in its group.
+    "reinforce_pp" (arXiv 2501.03262) sums each token's rewards from it on, and takes
+    the z-score over all policy tokens; "reinforce_pp_baseline" takes the group's mean
+    off the reward first (R1-Searcher's trainer). "ppo" is `gae`, whitened likewise.
+    Where the KL is in the reward, it is that of single tokens in the last three.
+
+    Args:
+        batch: all rows of a step, [Q x G, ...] or cut into micro-batches; groups are
+            contiguous. "ppo" needs `values`.
+        group_size: G.
+        algorithm: one of these five words.
+        normalize_std, eps, ddof: of "grpo", see `group_advantages`.
+        gamma, lam: of "ppo", see `gae`.
+        over_response: retrieved tokens of the rollout take part in GAE, whitening and
+            the critic's loss, as in Search-R1's public code.
+        kl_coef: weight of the KL in the reward, a number or a [] array; None where it
+            is in the loss or nowhere.
+        kl_kind: see `kl_estimate`.
+    """
+    policy = batch.from_policy
+    kl = jnp.zeros_like(batch.behavior_logp)
+    if kl_coef is not None:
+        kl = kl_estimate(batch.behavior_logp, batch.reference_logp, kl_kind)
+        kl = kl_coef * jnp.where(policy, kl, 0.0)
+    is_signal = batch.is_signal.reshape(-1, group_size)
+    reward = batch.reward.reshape(-1, group_size)
+    row_kl = jnp.sum(kl, axis=-1).reshape(-1, group_size)
+    if algorithm in ("grpo", "rloo"):
+        if algorithm == "rloo":
+            advantage = leave_one_out(reward - row_kl, is_signal)
+        else:
+            # The KL takes no part in the division by the standard deviation: in a group
+            # whose answers are all right, or all wrong, that would blow the estimate's
+            # noise up to full size.
+            advantage = group_advantages(
+                reward, is_signal, normalize_std=normalize_std, eps=eps, ddof=ddof
+            ) - group_advantages(row_kl, is_signal, normalize_std=False, eps=eps)
+        advantage = advantage.reshape(batch.reward.shape)[..., None]
+        return batch._replace(advantage=jnp.where(policy, advantage, 0.0))
+    if algorithm == "reinforce_pp_baseline":
+        reward = group_advantages(reward, is_signal, normalize_std=False, eps=eps)
+    reward = jnp.where(is_signal, reward, 0.0).reshape(batch.reward.shape)
+    mask = batch.in_response if over_response else policy
+    rewards = at_last(reward, mask) - kl
+    if algorithm == "ppo":
+        advantage, returns = gae(rewards, batch.values, mask, gamma=gamma, lam=lam)
+        advantage = whiten(advantage, mask, ddof=1, eps=1e-8)
+        batch = batch._replace(returns=returns)
+    else:
+        assert algorithm in ("reinforce_pp", "reinforce_pp_baseline"), algorithm
+        advantage = whiten(returns_to_go(rewards, mask), mask, ddof=0, floor=1e-8)
+    return batch._replace(advantage=jnp.where(policy, advantage, 0.0))

@@ -1,0 +1,121 @@
+"""What an update lowers: of rows, their scores and weights, a loss and its metrics."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from rsearch.learn.batch import Batch
+from rsearch.learn.losses import (
+    clipped_surrogate,
+    clipped_value_loss,
+    kl_estimate,
+    masked_sum,
+    truncated_weight,
+)
+
+
+def imitation_loss(logp, _entropy, rows: Batch, weights, _kl_coef=None):
+    """Negative log-likelihood of the demonstrator's own tokens, and its metrics."""
+    loss = -masked_sum(logp * weights, rows.from_policy)
+    return loss, {"loss": loss}
+
+
+def policy_loss(
+    *,
+    clip_low,
+    clip_high,
+    kl_coef,
+    kl_kind,
+    entropy_coef,
+    measures_kl=None,
+    dual_clip=0.0,
+    tis_cap=0.0,
+    by_sequence=False,
+) -> Callable:
+    """The clipped surrogate, a KL to the reference and an entropy bonus.
+
+    Args:
+        clip_low, clip_high, dual_clip, by_sequence: see `clipped_surrogate`.
+        kl_coef: weight of the KL in the loss; 0 where it is in the reward, or nowhere.
+        kl_kind: see `kl_estimate`.
+        entropy_coef: weight of the entropy bonus.
+        measures_kl: whether there is a reference, so that the metrics have a KL to it;
+            by default where it is in the loss.
+        tis_cap: see `truncated_weight`; 0 = the rows have no `sampled_logp`.
+
+    Returns:
+        (logp, entropy, rows, weights, kl_coef=None) -> (loss, metrics), both summed
+        with `weights`; a `kl_coef` that is given, a [] array, takes the place of the
+        number here where that is not 0.
+    """
+
+    measures_kl = bool(kl_coef) if measures_kl is None else measures_kl
+
+    def loss(logp, entropy, rows: Batch, weights, adapted=None):
+        mask = rows.from_policy
+        # What lies outside must not reach a gradient, not even as 0 x NaN.
+        logp, entropy, reference_logp = (
+            jnp.where(mask, x, 0.0) for x in (logp, entropy, rows.reference_logp)
+        )
+
+        def mean(values):
+            return masked_sum(values * weights, mask)
+
+        total, is_clipped = clipped_surrogate(
+            logp,
+            rows.behavior_logp,
+            rows.advantage,
+            mask,
+            low=clip_low,
+            high=clip_high,
+            dual=dual_clip,
+            by_sequence=by_sequence,
+        )
+        metrics = {
+            "entropy": mean(entropy),
+            "clip_fraction": mean(is_clipped),
+            "logp_gap": mean(jnp.abs(logp - rows.behavior_logp)),
+        }
+        if tis_cap:
+            weight = truncated_weight(
+                rows.behavior_logp, rows.sampled_logp, mask, cap=tis_cap
+            )
+            total = total * weight
+            metrics["tis_weight"] = mean(weight)
+        total = total - entropy_coef * entropy
+        kl = kl_estimate(logp, reference_logp, kl_kind)
+        if kl_coef:
+            total = total + (kl_coef if adapted is None else adapted) * kl
+        if measures_kl:
+            metrics["kl"] = mean(kl)
+        return mean(total), {"loss": mean(total)} | metrics
+
+    return loss
+
+
+def value_loss(*, clip, over_response) -> Callable:
+    """A critic's clipped squared error.
+
+    Args:
+        clip: see `clipped_value_loss`.
+        over_response: also on retrieved tokens.
+
+    Returns:
+        (values, rows, weights) -> (loss, metrics), both summed with `weights`.
+    """
+
+    def loss(values, rows: Batch, weights):
+        mask = rows.in_response if over_response else rows.from_policy
+        errors = clipped_value_loss(values, rows.values, rows.returns, mask, clip=clip)
+
+        def mean(values):
+            return masked_sum(values * weights, mask)
+
+        total = mean(errors)
+        return total, {
+            "critic_loss": total,
+            "value": mean(rows.values),
+            "return": mean(rows.returns),
+        }
+
+    return loss
