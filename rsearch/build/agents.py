@@ -21,6 +21,7 @@ from rsearch.models.sharding import param_shardings
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.plan import STAGE
 from rsearch.rollout.generate import local_generator
+from rsearch.rollout.remote import remote_generator
 from rsearch.types import GenerateFn
 from rsearch.workdir import read_config
 
@@ -48,8 +49,6 @@ def load_agent(
     if not s.source:
         return None
     if s.source.startswith(URLS):
-        from rsearch.rollout.remote import remote_generator
-
         return remote_generator(
             s.source,
             s.name,

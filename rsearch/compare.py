@@ -1,0 +1,280 @@
+"""One table over several runs: python -m rsearch.compare DIR DIR... [--group]
+
+Each DIR is a run's directory, or a folder of such directories. A row is the last stage
+that trained the policy, asked by its own protocol; --stage, --method and --dataset
+choose others, or "all". Runs that differ in more than their seed are told apart by the
+fields that differ, behind the recipe's name.
+"""
+
+import pathlib
+import re
+import statistics
+import sys
+from typing import NamedTuple
+
+from rsearch.config import ABSENT, fingerprint, parse_flags, run_command
+from rsearch.console import table
+from rsearch.evaluate import START, read_results
+from rsearch.fields import did_you_mean, fields
+from rsearch.workdir import CONFIG, is_free, read_config
+
+ALL, LAST = "all", "last"
+MAX_WORDS = 4  # fields behind a recipe's name
+SCORES = ("em", "f1", "cover_em")
+COUNTS = ("searches", "queries", "searches_right", "searches_wrong")
+HEADINGS = {
+    "n": "n",
+    "em": "EM",
+    "f1": "F1",
+    "cover_em": "cover-EM",
+    "searches": "searches",
+    "queries": "queries",
+    "searches_right": "when right",
+    "searches_wrong": "when wrong",
+}
+FLAGS = {
+    "stage": (LAST, "a stage, 'start', 'last' or 'all'"),
+    "method": ("protocol", "of config.eval.methods, or 'all'"),
+    "dataset": (ALL, "as in results.json, or 'all'"),
+    "by_kind": (False, "a row for each kind of question"),
+    "group": (False, "mean +- standard deviation over runs that differ in their seed"),
+    "markdown": (False, "prints a Markdown table"),
+}
+
+
+class Run(NamedTuple):
+    """A directory, its configuration's fields by dotted name, and its results."""
+
+    path: pathlib.Path
+    config: dict
+    rows: list
+
+
+class Row(NamedTuple):
+    """A line of the table: what it is about, and {name: number or None}."""
+
+    about: tuple
+    values: dict
+
+
+def main(argv) -> int:
+    """Reads the arguments and the runs, prints the table."""
+    folders, words = [], []
+    for word in argv:
+        (words if word.startswith("-") or _is_value(words) else folders).append(word)
+    flags = parse_flags(words, flags=FLAGS)
+    if not folders:
+        raise ValueError("name at least one run's directory; --help shows the usage")
+    runs = [read_run(path) for path in find_runs(folders)]
+    labels = label_runs(runs)
+    chosen = {name: flags[name] for name in ("stage", "method", "dataset")}
+    rows = []
+    for run, label in zip(runs, labels, strict=True):
+        for row in choose(run, **chosen):
+            for kind, values in _kinds(row, flags["by_kind"]):
+                about = (label, row["stage"], row["method"], row["dataset"], kind)
+                rows.append((about, run.config["seed"], values))
+    if not rows:
+        raise ValueError(_nothing(runs, chosen))
+    rows = grouped(rows) if flags["group"] else [_single(*row) for row in rows]
+    _print(rows, flags, num_runs=len(runs))
+    return 0
+
+
+def _is_value(words):
+    """Whether the word before wants this one as its value: --stage rl."""
+    if not words or not words[-1].startswith("--") or "=" in words[-1]:
+        return False
+    return isinstance(FLAGS.get(words[-1][2:], (True,))[0], str)
+
+
+def find_runs(folders) -> list[pathlib.Path]:
+    """The runs' directories: each folder itself, or those directly inside it.
+
+    Raises:
+        ValueError: one that is no run and holds none.
+    """
+    found = []
+    for folder in map(pathlib.Path, folders):
+        if (folder / CONFIG).is_file():
+            found.append(folder)
+            continue
+        inside = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: there is no such directory")
+        if not inside:
+            raise ValueError(
+                f"{folder}: not a run: neither it nor a directory in it has {CONFIG}"
+            )
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+def read_run(path) -> Run:
+    """A run with its results.
+
+    Raises:
+        ValueError: no run, or one that has not been evaluated yet.
+    """
+    config = fields(read_config(path))
+    rows = read_results(path)
+    if not rows:
+        raise ValueError(
+            f"{path}: has no results yet; python -m rsearch.evaluate makes them"
+        )
+    return Run(path, config, rows)
+
+
+def label_runs(runs) -> list[str]:
+    """The recipe of each run, with the fields in which runs of one recipe differ."""
+    labels = []
+    for run in runs:
+        same = [r for r in runs if r.config["name"] == run.config["name"]]
+        names = {name for r in same for name in r.config}
+        differing = sorted(
+            name
+            for name in names - {"seed"}
+            # A run may get more steps, but then it is not another seed of the shorter.
+            if (not is_free(name) or name.endswith(".steps"))
+            and len({str(r.config.get(name, ABSENT)) for r in same}) > 1
+        )
+        words = [f"{n}={run.config[n]}" for n in differing if n in run.config]
+        if len(words) > MAX_WORDS:
+            digest = fingerprint({"words": words})[:4]
+            words = [
+                *words[:MAX_WORDS],
+                f"(and {len(words) - MAX_WORDS} more, {digest})",
+            ]
+        labels.append(" ".join([run.config["name"], *words]))
+    return labels
+
+
+def choose(run, *, stage, method, dataset) -> list[dict]:
+    """The rows of results.json that are asked for, in their order."""
+    if stage == LAST:
+        order = [START, *run.config["stages"]]
+        known = [row["stage"] for row in run.rows if row["stage"] in order]
+        stage = max(known, key=order.index, default=run.rows[-1]["stage"])
+    wanted = {"stage": stage, "method": method, "dataset": dataset}
+    return [
+        row
+        for row in run.rows
+        if all(value in (ALL, row[name]) for name, value in wanted.items())
+    ]
+
+
+def _kinds(row, by_kind):
+    """(kind, values) pairs: the whole row as "", or one pair a kind."""
+    if not by_kind:
+        return [("", row)]
+    return [*row.get("by_kind", {}).items(), *row.get("by_known", {}).items()]
+
+
+def _single(about, seed, values) -> Row:
+    """One run's row; numbers that older results lack are None."""
+    numbers = {name: values.get(name) for name in ("n", *SCORES, *COUNTS)}
+    return Row((*about, seed), {**numbers, "em_95": values.get("em_95")})
+
+
+def grouped(rows) -> list[Row]:
+    """A row for each thing that rows are about: means and deviations over its runs.
+
+    Args:
+        rows: (about, seed, values) of each run.
+
+    Returns:
+        Rows whose values are (mean, sample standard deviation) pairs, without deviation
+        (None) where there is one run; about ends with the number of runs.
+    """
+    by_about: dict = {}
+    for about, _, values in rows:
+        by_about.setdefault(about, []).append(values)
+    found = []
+    for about, several in by_about.items():
+        values = {}
+        for name in ("n", *SCORES, *COUNTS):
+            known = [v[name] for v in several if v.get(name) is not None]
+            mean = statistics.fmean(known) if known else None
+            values[name] = mean, statistics.stdev(known) if len(known) > 1 else None
+        found.append(Row((*about, len(several)), values))
+    return found
+
+
+def _print(rows, flags, *, num_runs):
+    """The table on stdout; columns that say the same everywhere are left out."""
+    names = ("recipe", "stage", "method", "dataset", "kind")
+    names += ("runs",) if flags["group"] else ("seed",)
+    always = ("recipe", "stage", names[-1])
+    kept = [
+        i
+        for i, name in enumerate(names)
+        if name in always or len({row.about[i] for row in rows}) > 1
+    ]
+    shows_interval = not flags["group"] and not flags["by_kind"]
+    columns = [names[i] for i in kept] + ["n", "EM"]
+    columns += ["95 % interval"] if shows_interval else []
+    measured = [*SCORES[1:], *COUNTS]
+    if flags["by_kind"]:
+        measured = [*SCORES[1:], COUNTS[0]]
+    columns += [HEADINGS[name] for name in measured]
+    lines = []
+    for row in rows:
+        line = [str(row.about[i]) for i in kept]
+        line += [_shown("n", row.values["n"]), _shown("em", row.values["em"])]
+        if shows_interval:
+            line.append(_interval(row.values["em_95"]))
+        lines.append(line + [_shown(name, row.values[name]) for name in measured])
+    if flags["markdown"]:
+        print(markdown(columns, lines), end="")
+        return
+    fixed = [row for i, row in enumerate(rows[0].about[1:4]) if i + 1 not in kept]
+    title = f"{num_runs} runs, percent where it is a score: {', '.join(fixed)}"
+    table(title.rstrip(": "), columns, lines)
+
+
+def _shown(name, value):
+    """A number, or mean +- deviation, as the table has it."""
+    if isinstance(value, tuple):
+        mean, deviation = value
+        if name == "n" or deviation is None:
+            return _shown(name, mean)
+        return f"{_shown(name, mean)} ± {_shown(name, deviation)}"
+    if value is None:
+        return "-"
+    if name == "n":
+        return f"{value:.0f}"
+    return f"{100 * value:.1f}" if name in SCORES else f"{value:.2f}"
+
+
+def _interval(pair):
+    return "-" if pair is None else f"{100 * pair[0]:.1f} - {100 * pair[1]:.1f}"
+
+
+def markdown(columns, lines) -> str:
+    """A Markdown table; numbers are aligned right, and no cell can end its column."""
+    is_number = [
+        all(re.fullmatch(r"[-\d.± ]+", line[i]) for line in lines)
+        for i in range(len(columns))
+    ]
+    rule = ["---:" if right else "---" for right in is_number]
+
+    def joined(cells):
+        plain = [" ".join(str(c).split()).replace("|", "\\|") for c in cells]
+        return f"| {' | '.join(plain)} |\n"
+
+    return joined(columns) + joined(rule) + "".join(map(joined, lines))
+
+
+def _nothing(runs, chosen):
+    """What to say when no row is as wanted."""
+    for name, value in chosen.items():
+        known = sorted({row[name] for run in runs for row in run.rows})
+        if value not in (ALL, LAST, *known):
+            hint = did_you_mean(value, known)
+            return f"--{name}={value}: the runs have {', '.join(known)}{hint}"
+    asked = " ".join(f"--{name}={value}" for name, value in chosen.items())
+    return f"no row of these runs has {asked}, with kinds of questions if asked for"
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
