@@ -94,7 +94,7 @@ def at_full_scale(c, words):
         slots=32 if words.algorithm == "ppo" else 40,
         extend_chunk=256,
     )
-    c.rl.update(steps=500, questions_per_step=512, updates_per_step=4, micro_batch=4)
+    c.rl.update(steps=500, questions_per_step=512, updates_per_step=4, micro_batch=2)
     # Warm-up: 0.285 and 0.015 of 500 steps, in optimiser steps.
     c.rl.update(lr=1e-6, warmup_steps=142 * 4)
     c.critic.update(lr=1e-5, warmup_steps=7 * 4)
@@ -112,8 +112,9 @@ def at_full_scale(c, words):
     stages = c.overrides.to_dict()
     stages["curate_sft"] |= teacher | asked
     # Ten searches must fit the teacher's context.
-    shorter = {"rollout": {"max_observation_tokens": 2000}} if is_mq else {}
-    stages["curate_rl"] |= teacher | asked | shorter
+    shorter = {"max_observation_tokens": 2000} if is_mq else {}
+    fewer = {"slots": 16, "group_size": 1}
+    stages["curate_rl"] |= teacher | asked | {"rollout": fewer | shorter}
     if words.stage == "stage2":
         stages["rl"] = {"data": {"train": f"data/rag_r1_{words.mode}_train.json"}}
     with c.unlocked():

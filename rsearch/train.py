@@ -208,10 +208,19 @@ def sparkline(values, *, width: int = 60) -> str:
 
 def command(argv) -> int:
     """The command; `argv` as in `rsearch.config.parse_command_line`."""
-    flags = {"workdir": (None, "directory of the run (default: below runs/)")}
+    flags = {
+        "workdir": (None, "directory of the run (default: below runs/)"),
+        "dry_run": (False, "prints stages, budgets and memory, checks them and ends"),
+        "devices": (0, "of the dry run (default: as few as config.mesh allows)"),
+        "device_memory_gb": (0.0, "of each; the dry run refuses what exceeds it"),
+    }
     config, given = configuration.parse_command_line(argv, flags=flags)
     if given["print_config"]:
         configuration.print_config(config)
+        return 0
+    if given["dry_run"]:
+        settings = {n: given[n] for n in ("devices", "device_memory_gb")}
+        dry_run(config, **settings)
         return 0
     configuration.validate(config)
     recipe = _without_overrides(argv)

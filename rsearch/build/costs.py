@@ -1,0 +1,205 @@
+"""What a stage would take, in tokens and bytes, from its configuration alone.
+
+Estimates for a plan: no weights, data or devices are looked at, and what XLA adds for a
+moment is not in them.
+"""
+
+import dataclasses
+import pathlib
+
+from rsearch.models import hf_config
+from rsearch.models.decoder import DecoderSpec
+from rsearch.models.published import PUBLISHED
+from rsearch.plan import STAGE, kind_of
+
+GB = 1e9
+FLOAT32 = 4  # bytes
+AGENTS = ("judge", "rewriter", "writer", "answerer")
+MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
+URLS = ("http://", "https://")
+SCORE_COPIES = 3  # of attention's scores at once: logits, weights, gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on each device, by what takes them.
+
+    Attributes:
+        resident: {what: bytes} that stay for the whole stage.
+        rolling: {what: bytes} while it rolls out.
+        updating: {what: bytes} while it updates; not at the same time as `rolling`.
+    """
+
+    resident: dict[str, float]
+    rolling: dict[str, float]
+    updating: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        """The most at any time."""
+        phases = (sum(self.rolling.values()), sum(self.updating.values()))
+        return sum(self.resident.values()) + max(phases)
+
+
+def shape_of(source: str, c) -> DecoderSpec | None:
+    """The shape of a model by its source, without its weights.
+
+    Args:
+        source: as config.model.source; "" is the shape in config.model.
+        c: the configuration.
+
+    Returns:
+        Its shape; None of one that the run makes itself, or whose vocabulary is the
+        embedded tokenizer's.
+
+    Raises:
+        ValueError: a hub id whose shape is not known here.
+    """
+    if source.startswith((*MADE_LATER, *URLS)):
+        return None
+    if not source:
+        m = c.model
+        names = [f.name for f in dataclasses.fields(DecoderSpec) if f.name in m]
+        return DecoderSpec(**{n: m[n] for n in names}) if m.vocab_size else None
+    if (pathlib.Path(source) / "config.json").is_file():
+        return hf_config.read_spec(source)
+    if source not in PUBLISHED:
+        raise ValueError(
+            f"config.model.source = {source!r}: its shape is not known without its "
+            "files; name a directory with its config.json, or one of "
+            f"{', '.join(PUBLISHED)}"
+        )
+    return PUBLISHED[source]
+
+
+def context_of(c, kind: str) -> tuple[str, int]:
+    """The tokens of the longest sequence of a stage, and how they come about.
+
+    The tags around observations are not counted: no tokenizer is read.
+    """
+    if kind == "sft":
+        return "sequence", c.sft.sequence_tokens
+    r = c.rollout
+    searches = r.max_searches
+    if kind == "curate" and c.curate.method == "answerable":
+        searches = max(searches, c.curate.retry_searches)
+    needed = (
+        r.max_prompt_tokens
+        + (searches + 1) * r.max_turn_tokens
+        + searches * r.max_observation_tokens
+    )
+    parts = (
+        f"prompt {r.max_prompt_tokens:,} + {searches + 1} turns x "
+        f"{r.max_turn_tokens:,} + {searches} observations x "
+        f"{r.max_observation_tokens:,}"
+    )
+    return parts, max(needed, r.context_tokens)
+
+
+def check_context(c, stage: str, spec: DecoderSpec) -> None:
+    """Refuses sequences beyond a model's context.
+
+    Raises:
+        ValueError: with the arithmetic.
+    """
+    parts, tokens = context_of(c, kind_of(stage))
+    if tokens > spec.max_context:
+        raise ValueError(
+            f"{stage}: {parts} = {tokens:,} tokens, but the context of "
+            f"{c.model.source or 'config.model'} is {spec.max_context:,}"
+        )
+
+
+def check_layout(c, stage: str, spec: DecoderSpec) -> None:
+    """Refuses a mesh that does not divide the model.
+
+    Raises:
+        ValueError: names the axis.
+    """
+    divided = {
+        "num_heads": (spec.num_heads, "tensor"),
+        "num_kv_heads": (spec.num_kv_heads, "tensor"),
+        "mlp_width": (spec.mlp_width, "tensor"),
+        "vocab_size": (spec.vocab_size, "tensor"),
+        "width": (spec.width, "fsdp"),
+    }
+    for name, (size, axis) in divided.items():
+        if size % c.mesh[axis]:
+            raise ValueError(
+                f"{stage}: config.mesh.{axis} = {c.mesh[axis]} does not divide the "
+                f"{name} {size} of {c.model.source or 'config.model'}"
+            )
+
+
+def memory_of(c, stage: str, spec: DecoderSpec, num_devices: int) -> Memory:
+    """Bytes that a stage takes on each device.
+
+    Args:
+        c: the stage's configuration.
+        stage: its name.
+        spec: the shape of the model it trains or asks.
+        num_devices: of the whole mesh.
+    """
+    kind = kind_of(stage)
+    split = c.mesh.fsdp * c.mesh.tensor
+    weights = FLOAT32 * spec.num_params / split
+    resident = {"weights": weights}
+    if kind != "curate":
+        resident |= {"Adam moments": 2 * weights, "weights it began with": weights}
+    if kind == "rl" and c.rl.algorithm == "ppo":
+        resident["critic with moments"] = 3 * weights
+    for name in AGENTS:
+        if kind != "sft" and c[name].source:
+            resident |= _agent_memory(c, name)
+    rolling = {} if kind == "sft" else _rolling(c, kind, spec, num_devices)
+    updating = {} if kind == "curate" else _updating(c, kind, spec, num_devices)
+    return Memory(resident, rolling, updating)
+
+
+def _bytes_of(c):
+    """Bytes of a number as the model computes it."""
+    return {"float32": 4, "bfloat16": 2}[c.model.dtype]
+
+
+def _agent_memory(c, name):
+    """{what: bytes} of a model beside the policy that runs here."""
+    spec = shape_of(c[name].source, c)
+    if spec is None:
+        return {}
+    stored = FLOAT32 * spec.num_params / (c.mesh.fsdp * c.mesh.tensor)
+    return {f"{name}'s weights": stored}
+
+
+def _rolling(c, kind, spec, num_devices):
+    """{what: bytes} of rollouts: the copy that decodes, keys and values."""
+    size = _bytes_of(c)
+    _, tokens = context_of(c, kind)
+    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * size
+    copies = size if size != FLOAT32 or c.mesh.fsdp > 1 else 0
+    return {
+        "copy that decodes": copies * spec.num_params / c.mesh.tensor,
+        "keys and values": c.rollout.slots * tokens * per_token / num_devices,
+        "next tokens' logits": c.rollout.slots
+        * spec.vocab_size
+        * FLOAT32
+        / max(num_devices // c.mesh.tensor, 1),
+    }
+
+
+def _updating(c, kind, spec, num_devices):
+    """{what: bytes} of an update: gradients and what the backward pass keeps."""
+    size = _bytes_of(c)
+    _, tokens = context_of(c, kind)
+    rows = max(c[kind].micro_batch / (num_devices / c.mesh.tensor), 1)
+    layers = 1 if c.model.remat else spec.num_layers
+    scores = spec.num_heads / c.mesh.tensor * tokens**2 * FLOAT32 * SCORE_COPIES
+    inside = tokens * (4 * spec.width + 3 * spec.mlp_width / c.mesh.tensor) * size
+    pieces = c.model.logit_chunk * spec.vocab_size / c.mesh.tensor
+    return {
+        # The sum so far, and the micro-batch's own.
+        "gradients": 2 * FLOAT32 * spec.num_params / (c.mesh.fsdp * c.mesh.tensor),
+        "attention scores": rows * layers * scores,
+        "layers' inputs": rows * spec.num_layers * tokens * spec.width * size,
+        "inside of a layer": rows * layers * inside,
+        "logits": 2 * FLOAT32 * pieces * rows / max(c[kind].micro_batch, 1),
+    }
