@@ -91,9 +91,8 @@ def original(hop: Hop) -> str:
 
 
 def _compared(hops) -> str:
-    """The years in order: "1920 before 1950."."""
-    first, second = sorted((hop.object for hop in hops), key=int)
-    return f"{first} before {second}."
+    """The conclusion from all years: "1920 first."."""
+    return f"{min((hop.object for hop in hops), key=int)} first."
 
 
 def _step(steps, thought, action, internal=(), evidence=None):

@@ -32,17 +32,17 @@ CHAINS = {  # kind -> {relations, hop by hop: how it is asked}
         ),
     },
 }
-COMPARED = {  # relation: how two of its subjects are compared
-    "birth": "Who was born first, {s} or {t}?",
-    "release": "Which film is older, {s} or {t}?",
+COMPARED = {  # relation: how two or three of its subjects are compared
+    "birth": "Who was born first, {0} or {1}?",
+    "release": "Which film is the oldest, {0}, {1} or {2}?",
 }
 COMPARISON, UNANSWERABLE = "comparison", "unanswerable"
 PARTS = {  # kind -> how many of the questions, relative to the others
-    "single": 3,
-    "bridge": 6,
-    "three_hop": 3,
+    "single": 4,
+    "bridge": 5,
+    "three_hop": 2,
     "four_hop": 1,
-    COMPARISON: 4,
+    COMPARISON: 7,
     UNANSWERABLE: 1,
 }
 KINDS = tuple(PARTS)
@@ -127,25 +127,25 @@ def _chain(head, relations, facts):
 
 
 def _compared(relation, heads, facts, famous, rng):
-    """Each head beside another one of another year; the famous beside the famous."""
-    found, names = [], heads[RELATIONS[relation].subject]
+    """Each head beside one or two of other years; the famous beside the famous."""
+    words = COMPARED[relation]
+    size, names = words.count("{"), heads[RELATIONS[relation].subject]
+    found = {}
     for head in names:
-        others = [
-            other
-            for other in names
-            if facts[other][relation] != facts[head][relation]
-            and (other in famous) == (head in famous)
-        ]
-        if not others:
+        group = [head]
+        for other in (names[i] for i in rng.permutation(len(names))):
+            years = {facts[name][relation] for name in group}
+            is_new = facts[other][relation] not in years
+            if len(group) < size and is_new and (other in famous) == (head in famous):
+                group.append(other)
+        if len(group) < size:
             continue
-        pair = head, others[rng.integers(len(others))]
-        pair = pair if rng.random() < 0.5 else pair[::-1]
-        plan = tuple(Hop(name, relation, facts[name][relation]) for name in pair)
+        group = [group[i] for i in rng.permutation(size)]
+        plan = tuple(Hop(name, relation, facts[name][relation]) for name in group)
         first = min(plan, key=lambda hop: int(hop.object)).subject
-        text = COMPARED[relation].format(s=pair[0], t=pair[1])
-        if all(text != other for other, _, _ in found):
-            found.append((text, first, plan))
-    return found
+        text = words.format(*group)
+        found[text] = (text, first, plan)
+    return list(found.values())
 
 
 def _numbers(count, asked):

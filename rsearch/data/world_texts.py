@@ -30,7 +30,7 @@ def markup() -> list[str]:
     That is what opens rollouts, frames what is found, and answers malformed turns.
     """
     texts = [INVALID, DIRECT, RAG, REWRITE, FINISH, UNKNOWN]
-    texts += [f" {year} before {year}." for year in YEARS]
+    texts += [f" {year} first." for year in YEARS]
     texts.append("Doc 1(Title: ) Doc 2(Title: ) Doc 3(Title: )\n")
     for name, protocol in PROTOCOLS.items():
         frame = protocol.observe([""], [()])

@@ -14,9 +14,11 @@ TEMPLATE = (
 ROLES = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
 # A tag is one piece, so that it can become one token, and so is a name with an
-# underscore; a word takes the space before it. No piece is a control token.
+# underscore; a word takes the space before it. So are the frames around what a function
+# call, printed by Python in a fence, is called with. No piece is a control token.
 PIECES = (
-    r"</?[a-z_]+>|<\|[a-z]+_[a-z_]+\|>|[a-z0-9]+(?:_[a-z0-9]+)+"
+    r"\{'[a-z]+': '[a-z]+', '[a-z]+': \{'[a-z]+': '|'\}\}\n```|: \n```\n|\nAction"
+    r"|</?[a-z_]+>|<\|[a-z]+_[a-z_]+\|>|[a-z0-9]+(?:_[a-z0-9]+)+"
     r"| ?[A-Za-z]+| ?[0-9]+|\n+| ?[^\sA-Za-z0-9<]+|\s|<"
 )
 
