@@ -25,6 +25,7 @@ from rsearch.evaluate import (
 from rsearch.metrics import read as read_metrics
 from rsearch.plan import SUMMARY, earlier_stages, kind_of, stage_configs
 from rsearch.stages import rl, sft
+from rsearch.stages.dry_run import dry_run
 from rsearch.workdir import Workdir, is_free, read_rows
 
 MAX_LABEL = 100  # characters of a default workdir before it is cut

@@ -27,8 +27,8 @@ def dry_run(config, *, devices: int = 0, device_memory_gb: float = 0.0) -> None:
         ValueError: the configuration is not valid, a sequence is longer than a model's
             context, or a stage takes more than a device has.
     """
-    for stage, own in stage_configs(config):
-        # Each on its own: a stage may have a mesh of its own.
+    validate(config)
+    for _, own in stage_configs(config):  # each may have a mesh of its own
         validate(own, num_devices=devices or None)
     too_big = []
     plans, budgets, memories = [], [], []
