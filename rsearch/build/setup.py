@@ -92,14 +92,21 @@ class Shared:
 
 
 def load_setup(
-    config, *, say=lambda text: None, only_dev=False, home=None, shared=None
+    config,
+    *,
+    say=lambda text: None,
+    only_dev=False,
+    only_policy=False,
+    home=None,
+    shared=None,
 ) -> Setup:
     """Everything that a configuration names, loaded and checked.
 
     Args:
         config: with the fields of configs/base.py; checked here before all else.
         say: called with a line on each part that takes a while.
-        only_dev: leave the training questions out.
+        only_dev: leave the training questions out, and the judge.
+        only_policy: leave all questions out, for a policy that others ask.
         home: the run's directory, if "stage:..." is to mean a stage of it.
         shared: parts that other setups of the run have made; these are not said again.
 
@@ -140,21 +147,17 @@ def load_setup(
 
     seeded = ConfigDict({"seed": c.seed})
     search = once("search", [c.retrieval, c.world, seeded], searching)
+    only_dev = only_dev or only_policy
     train = () if only_dev else read_questions(c, "train", world, say, home)
     train, _ = fitting(train, "train", protocol, tokenizer, limits, say)
-    dev = read_questions(c, "dev", world, say, home)
-    most = c.eval.max_questions
-    dev, num_long = fitting(dev, "dev", protocol, tokenizer, limits, say, limit=most)
-    if not dev:
-        raise ValueError(
-            "every held-out prompt is longer than config.rollout.max_prompt_tokens = "
-            f"{limits.max_prompt_tokens}"
+    dev, num_long = (), 0
+    if not only_policy:
+        dev = read_questions(c, "dev", world, say, home)
+        most = c.eval.max_questions
+        dev, num_long = fitting(
+            dev, "dev", protocol, tokenizer, limits, say, limit=most
         )
-    if only_dev:
-        say(f"questions: {len(dev):,} held out")
-    else:
-        _check_enough(c, train)
-        say(f"questions: {len(train):,} to learn from, {len(dev):,} held out")
+        _check_questions(c, train, dev, only_dev, say)
     return Setup(
         config=c,
         home=None if home is None else pathlib.Path(home),
@@ -188,13 +191,23 @@ def _fingerprints(tokenizer, search, source, train):
     return inputs
 
 
-def _check_enough(config, train):
+def _check_questions(config, train, dev, only_dev, say):
+    """Refuses too few questions, and tells how many there are."""
+    if not dev:
+        raise ValueError(
+            "every held-out prompt is longer than config.rollout.max_prompt_tokens = "
+            f"{config.rollout.max_prompt_tokens}"
+        )
+    if only_dev:
+        say(f"questions: {len(dev):,} held out")
+        return
     if "rl" in kinds(config) and len(train) < config.rl.questions_per_step:
         raise ValueError(
             f"config.data.train = {config.data.train!r} gives {len(train)} questions, "
             "fewer than config.rl.questions_per_step = "
             f"{config.rl.questions_per_step}"
         )
+    say(f"questions: {len(train):,} to learn from, {len(dev):,} held out")
 
 
 def _check_config(config) -> None:
