@@ -64,17 +64,46 @@ class Malformed:
 Action = Search | Answer | Malformed
 
 
+def _anywhere(text: str) -> bool:
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A piece of an observation that a budget may shorten.
+
+    Attributes:
+        text: in full.
+        is_echo: the policy's own words, shown again: all of these together have the
+            budget of the turn that wrote them. Any other piece has the observation's
+            budget to itself.
+        may_end: whether the shortened text can end here; JSON cannot within an escape.
+    """
+
+    text: str
+    is_echo: bool = False
+    may_end: Callable[[str], bool] = _anywhere
+
+
 @dataclasses.dataclass(frozen=True)
 class Observation:
     """What the policy is shown after an action, in three parts.
 
     Only `content` is cut to the observation budget, so that the closing tag in `after`
     always survives. All three are encoded as plain text: none can hold a control token.
+
+    Attributes:
+        before: the opening tag; "{turn}" in it stands for the turn's number, from 1.
+        content: what was found.
+        after: the closing tag.
+        pieces: the content in pieces, where more than its end is cut: a text stays
+            whole, a Cut is cut on its own. Empty: the content is one piece.
     """
 
     before: str
     content: str
     after: str
+    pieces: tuple[str | Cut, ...] = ()
 
 
 class Source(enum.IntEnum):

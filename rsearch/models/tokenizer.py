@@ -90,32 +90,41 @@ class Tokenizer:
         assert self.control_ids.isdisjoint(ids)
         return np.asarray(ids, np.int32)
 
-    def encode_prompt(self, messages: Messages) -> np.ndarray:
+    def encode_raw(self, text: str, opening: str = "") -> np.ndarray:
+        """[n] int32 ids of a prompt without template, behind the tokenizer's own start.
+
+        Args:
+            text: in which no control token can arise.
+            opening: the program's own words behind it, which may hold control tokens.
+        """
+        encoding = self._full.encode("a", add_special_tokens=True)
+        start = encoding.special_tokens_mask.index(0)
+        ids = self._encode_pieces([(text, False), (opening, True)])
+        return np.concatenate([np.asarray(encoding.ids[:start], np.int32), ids])
+
+    def encode_prompt(self, messages: Messages, opening: str = "") -> np.ndarray:
         """[n] int32 ids of a chat, through the chat template; control tokens allowed.
 
         A tokenizer without a template gets the contents joined by newlines. The
         contents cannot smuggle control tokens in: they are encoded as bodies, between
         the template's own text.
 
+        Args:
+            messages: of the chat.
+            opening: the first words of the reply, which belong to the prompt and may
+                hold control tokens as the template may.
+
         Raises:
             ValueError: the template refuses these messages, or loses one of them.
         """
         if self._template is None:
-            return self.encode("\n".join(m["content"] for m in messages))
+            contents = "\n".join(m["content"] for m in messages)
+            return self._encode_pieces([(contents, False), (opening, True)])
         # Contents are rendered as opaque marks and put back afterwards, so that only
         # what the template itself writes is read for control tokens. The em spaces
         # tell whether the template strips its contents.
         marks = [f"\u2003\ue000{i}\ue001\u2003" for i in range(len(messages))]
-        marked = [{**m, "content": mark} for m, mark in zip(messages, marks)]
-        try:
-            text = self._template.render(
-                messages=marked, add_generation_prompt=True, **self._template_tokens
-            )
-        except jinja2.TemplateError as error:
-            roles = [m["role"] for m in messages]
-            raise ValueError(
-                f"{self._name}: chat template refuses roles {roles}: {error}"
-            ) from error
+        text = self._render(messages, marks)
         pieces, found = [], set()
         parts = re.split("(\u2003?\ue000[0-9]+\ue001\u2003?)", text)
         for written, mark in zip(parts[::2], [*parts[1::2], ""]):
@@ -129,7 +138,42 @@ class Tokenizer:
                 found.add(i)
         if dropped := [m["role"] for i, m in enumerate(messages) if i not in found]:
             raise ValueError(f"{self._name}: chat template drops messages of {dropped}")
-        return self._encode_pieces(pieces)
+        return self._encode_pieces([*pieces, (opening, True)])
+
+    def role_frame(self, role: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """What the chat template writes around a message that follows the assistant's.
+
+        Returns:
+            [n] int32 ids from the end of the assistant's turn to the message, and [m]
+            from its end to the assistant's next words; None where the template refuses
+            the role, drops it, or names it outside control tokens alone.
+        """
+        if self._template is None:
+            return None
+        chat = [{"role": r, "content": ""} for r in ("user", "assistant", role)]
+        marks = [f"\ue000{i}\ue001" for i in range(len(chat))]
+        try:
+            text = self._render(chat, marks)
+        except ValueError:
+            return None
+        _, _, text = text.partition(marks[1])
+        before, mark, after = text.partition(marks[2])
+        first, second = (self._encode_pieces([(t, True)]) for t in (before, after))
+        is_framed = not self.control_ids.isdisjoint(first.tolist())
+        return (first, second) if mark and role in before and is_framed else None
+
+    def _render(self, messages: Messages, contents: Sequence[str]) -> str:
+        """The template's text of these messages, with other contents."""
+        marked = [{**m, "content": content} for m, content in zip(messages, contents)]
+        try:
+            return self._template.render(
+                messages=marked, add_generation_prompt=True, **self._template_tokens
+            )
+        except jinja2.TemplateError as error:
+            roles = [m["role"] for m in messages]
+            raise ValueError(
+                f"{self._name}: chat template refuses roles {roles}: {error}"
+            ) from error
 
     def _encode_pieces(self, pieces) -> np.ndarray:
         """Ids of (text, may hold control tokens) pieces.

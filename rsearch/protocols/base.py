@@ -47,7 +47,8 @@ class Protocol:
             the model's chat template (base models).
         opening: what the policy's first turn is opened with, as part of the prompt.
         observation_role: the chat role in which observations are given to models whose
-            template knows it; None, or another template: plain text.
+            template frames it by control tokens, which then stand for `before` and
+            `after` of an Observation; None, or another template: plain text.
         max_queries: queries of one turn; what a turn asks beyond is not searched.
     """
 

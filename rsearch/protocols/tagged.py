@@ -1,7 +1,9 @@
-"""Conversations in tagged text: <search>, <answer>, and a tag around what was found.
+"""Conversations in tagged text: a tag around queries, one around the answer, one around
+what was found.
 
-The policy writes free text and ends a turn with `</search>` or `</answer>`; what the
-engine found comes back between tags of its own. Search-R1 and R-Search talk like this.
+The policy writes free text and ends a turn with a closing tag; what the engine found
+comes back between tags of its own. Search-R1, R-Search, RAG-R1 and R1-Searcher talk
+like this, each with strings of its own.
 
 How a turn is read. The first closing tag in it ends it: what follows was never asked
 for and is ignored; in a rollout that is at most the rest of one token. The action is
@@ -11,8 +13,9 @@ that a policy writes itself are no more than its own words. Tags are these exact
 strings: `<Search>`, or one with a space inside, is text. An empty query is no action;
 an empty answer is one, and wrong.
 
-The public code has no stop strings, takes the text from the first opening tag instead
-of the nearest, and sends empty queries to the engine. All else it reads the same way.
+The public code of the `<search>` family has no stop strings, takes the text from the
+first opening tag instead of the nearest, and sends empty queries to the engine. All
+else it reads the same way.
 """
 
 import re
@@ -21,8 +24,9 @@ from collections.abc import Callable, Sequence
 from rsearch.protocols.base import Protocol, Step
 from rsearch.types import Action, Answer, Malformed, Observation, Passage, Search
 
-CLOSING = re.compile(r"</(search|answer)>")
-STOP_STRINGS = ("</search>", "</answer>")
+Tags = tuple[str, str]  # the opening and the closing one
+SEARCH_TAGS: Tags = ("<search>", "</search>")
+ANSWER_TAGS: Tags = ("<answer>", "</answer>")
 
 INVALID_MESSAGE = (
     "\nMy previous action is invalid. If I want to search, I should put the query "
@@ -31,15 +35,32 @@ INVALID_MESSAGE = (
 )
 
 
+def one_query(text: str) -> tuple[str, ...]:
+    """The stripped text as the only query; none where nothing is left."""
+    return (text.strip(),) if text.strip() else ()
+
+
+def plain_join(queries: Sequence[str]) -> str:
+    """The queries with a comma between each two."""
+    return ", ".join(queries)
+
+
 def tagged(
     name: str,
     *,
     system: str | None,
     user: str,
     add_question_mark: bool,
-    observation_tag: str,
-    format_passage: Callable[[int, Passage], str],
+    observe: Callable[[Sequence[str], Sequence[Sequence[Passage]]], Observation],
+    search_tags: Tags = SEARCH_TAGS,
+    answer_tags: Tags = ANSWER_TAGS,
+    split: Callable[[str], tuple[str, ...]] = one_query,
+    join: Callable[[Sequence[str]], str] = plain_join,
+    word: Callable[[Step, str], str] | None = None,
+    max_queries: int = 1,
     invalid_message: str | None = INVALID_MESSAGE,
+    is_chat: bool = True,
+    opening: str = "",
 ) -> Protocol:
     """A protocol of tagged text.
 
@@ -48,73 +69,120 @@ def tagged(
         system: system message, or None to send none.
         user: user message with one `{question}` field.
         add_question_mark: strip the question and end it with '?'.
-        observation_tag: the name of the tag around retrieved text.
-        format_passage: (number from 1, passage) -> its text.
+        observe: what the policy is shown after a search; `listed` makes one.
+        search_tags, answer_tags: around queries and around the answer.
+        split: text between the search tags -> its queries; none is malformed.
+        join: the other way round.
+        word: (step, its rendered action) -> the whole turn; think tags by default.
+        max_queries: of one turn that are searched.
         invalid_message: shown after a malformed turn; None ends the rollout instead.
+        is_chat, opening: see Protocol.
     """
+    word = word or _thinking
 
-    def observe(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
-        # Passages are numbered through, so that no two of a turn share a number.
-        found = [passage for hits in passages for passage in hits]
-        lines = [format_passage(i, passage) for i, passage in enumerate(found, start=1)]
-        content = whole_characters("\n".join(lines).strip())
-        return Observation(
-            f"\n\n<{observation_tag}>", content, f"</{observation_tag}>\n\n"
-        )
+    def parse(turn: str) -> Action:
+        return read_turn(turn, search=search_tags, answer=answer_tags, split=split)
+
+    def render(action: Search | Answer) -> str:
+        if isinstance(action, Search) and not 1 <= len(action.queries) <= max_queries:
+            most = "one query" if max_queries == 1 else f"1 to {max_queries} queries"
+            raise ValueError(f"a turn holds {most}, not {len(action.queries)}")
+        if isinstance(action, Search):
+            text = f" {join(action.queries)} ".join(search_tags)
+        else:
+            text = f" {action.text} ".join(answer_tags)
+        return checked(text, action, parse)
+
+    def write(step: Step) -> str:
+        return checked(word(step, render(step.action)), step.action, parse)
 
     return Protocol(
         name=name,
         system=system,
         user=user,
         add_question_mark=add_question_mark,
-        stop_strings=STOP_STRINGS,
+        stop_strings=(search_tags[1], answer_tags[1]),
         parse=parse,
         observe=observe,
         render=render,
-        write=_write,
+        write=write,
         invalid_message=invalid_message,
+        is_chat=is_chat,
+        opening=opening,
+        max_queries=max_queries,
     )
 
 
-def parse(turn: str) -> Action:
+def read_turn(
+    turn: str,
+    *,
+    search: Tags,
+    answer: Tags,
+    split: Callable[[str], tuple[str, ...]],
+) -> Action:
     """The action of one turn; the module's first lines say how it is read.
 
     Args:
         turn: what the policy wrote in this turn, and nothing else. Any text will do.
+        search, answer: the tags around queries and around the answer.
+        split: text between the search tags -> its queries.
     """
-    closing = CLOSING.search(turn)
-    if closing is None:
-        return Malformed("no </search> or </answer>")
-    kind = closing[1]
-    _, opening, content = turn[: closing.start()].rpartition(f"<{kind}>")
+    ends = [(turn.find(tags[1]), tags) for tags in (search, answer) if tags[1] in turn]
+    if not ends:
+        return Malformed(f"no {search[1]} or {answer[1]}")
+    end, tags = min(ends)
+    _, opening, content = turn[:end].rpartition(tags[0])
     if not opening:
-        return Malformed(f"</{kind}> without <{kind}> before it")
-    content = content.strip()
-    if kind == "answer":
-        return Answer(content)
-    return Search((content,)) if content else Malformed("empty query")
+        return Malformed(f"{tags[1]} without {tags[0]} before it")
+    if tags == answer:
+        return Answer(content.strip())
+    queries = split(content)
+    return Search(queries) if queries else Malformed("empty query")
 
 
-def render(action: Search | Answer) -> str:
-    """The end of a turn that takes this action: `parse` of it gives the action back.
+def checked(text: str, action: Action, parse: Callable[[str], Action]) -> str:
+    """The text, which must mean the action.
 
     Raises:
-        ValueError: more than one query, or a text that would be read differently:
-            with one of the tags in it, with space around it, or an empty query.
+        ValueError: `parse` reads it differently: a tag in it, space around a query.
     """
-    if isinstance(action, Search) and len(action.queries) != 1:
-        raise ValueError(f"a turn holds one query, not {len(action.queries)}")
-    if isinstance(action, Search):
-        text = f"<search> {action.queries[0]} </search>"
-    else:
-        text = f"<answer> {action.text} </answer>"
     if parse(text) != action:
         raise ValueError(f"{action} cannot be written: {text!r} is read as another")
     return text
 
 
-def _write(step: Step) -> str:
-    return f"<think> {step.thought}</think>{render(step.action)}"
+def spoken_thought(step: Step) -> str:
+    """What is recalled and what is thought, for protocols that keep no two places."""
+    return " ".join(part for part in (step.internal, step.thought) if part)
+
+
+def _thinking(step: Step, action: str) -> str:
+    return f"<think> {spoken_thought(step)}</think>{action}"
+
+
+def listed(
+    before: str,
+    after: str,
+    format_passage: Callable[[int, Passage], str],
+    *,
+    nothing: str = "",
+) -> Callable[[Sequence[str], Sequence[Sequence[Passage]]], Observation]:
+    """An `observe` that lists the passages, one a line.
+
+    Args:
+        before, after: the tags around them.
+        format_passage: (number from 1, passage) -> its text.
+        nothing: is shown where nothing was found.
+    """
+
+    def observe(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
+        # Passages are numbered through, so that no two of a turn share a number.
+        found = [passage for hits in passages for passage in hits]
+        lines = [format_passage(i, passage) for i, passage in enumerate(found, start=1)]
+        content = whole_characters("\n".join(lines).strip()) or nothing
+        return Observation(before, content, after)
+
+    return observe
 
 
 def boxes(text: str, tag: str) -> list[str]:
@@ -155,10 +223,35 @@ SEARCH_R1 = tagged(
         "Beijing </answer>. Question: {question}\n"
     ),
     add_question_mark=True,
-    observation_tag="information",
-    format_passage=lambda number, p: f"Doc {number}(Title: {p.title}) {p.text}",
+    observe=listed(
+        "\n\n<information>",
+        "</information>\n\n",
+        lambda number, p: f"Doc {number}(Title: {p.title}) {p.text}",
+    ),
 )
 """Search-R1 (Jin et al. 2025): the words of its prompt, slips included."""
+
+parse, render = SEARCH_R1.parse, SEARCH_R1.render
+
+
+def _with_evidence(step: Step, action: str) -> str:
+    """R-Search gives no tag to reasoning, and its evidence right before the answer.
+
+    Raises:
+        ValueError: the evidence would be read back differently.
+    """
+    thought = spoken_thought(step)
+    if step.evidence is None or isinstance(step.action, Search):
+        return f"{thought} {action}" if thought else action
+    written = f"<original_evidence> {step.evidence} </original_evidence>"
+    text = f"{thought} {written} {action}" if thought else f"{written} {action}"
+    if boxes(text, "original_evidence") != [step.evidence]:
+        raise ValueError(
+            f"evidence {step.evidence!r} cannot be written: {text!r} is read as "
+            f"{boxes(text, 'original_evidence')}"
+        )
+    return text
+
 
 R_SEARCH = tagged(
     "r_search",
@@ -177,7 +270,11 @@ R_SEARCH = tagged(
     ),
     user="{question}",
     add_question_mark=False,
-    observation_tag="observation",
-    format_passage=lambda number, p: f"(Title: {p.title}) {p.text}",
+    observe=listed(
+        "\n\n<observation>",
+        "</observation>\n\n",
+        lambda number, p: f"(Title: {p.title}) {p.text}",
+    ),
+    word=_with_evidence,
 )
 """R-Search (2025), the system template of its Table 1, as used in training."""

@@ -7,6 +7,7 @@ which are new text, are encoded, each on its own.
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from rsearch.models.tokenizer import Tokenizer
 from rsearch.protocols.base import Protocol
 from rsearch.types import (
     Answer,
+    Cut,
     Lookup,
     Malformed,
     Messages,
@@ -26,6 +28,8 @@ from rsearch.types import (
     Source,
 )
 
+MAX_TURNS = 999  # that a frame's number has room for
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -36,34 +40,103 @@ class Limits:
             which it does not.
         max_prompt_tokens: a longer prompt is an error, never cut.
         max_turn_tokens: tokens the policy may write a turn.
-        max_observation_tokens: retrieved content is cut to this; the tags around it
-            stay.
+        max_observation_tokens: retrieved content is cut to this, that of each query
+            where a protocol keeps them apart; the tags around it stay.
+        forced_final_turn: False where that one more turn does not follow: what the last
+            search finds is never read.
+        cuts_tags: whether tags count as content, so that the cut takes the closing one.
     """
 
     max_searches: int
     max_prompt_tokens: int
     max_turn_tokens: int
     max_observation_tokens: int
+    forced_final_turn: bool = True
+    cuts_tags: bool = False
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy, at most; there is always one."""
+        return max(1, self.max_searches + self.forced_final_turn)
 
 
-def markup_tokens(tokenizer: Tokenizer, protocol: Protocol) -> tuple[int, int]:
-    """Tokens of an observation's tags, and of the invalid-action message."""
-    frame = protocol.observe([""], [()])
-    tags = sum(len(tokenizer.encode(t)) for t in (frame.before, frame.after))
-    return tags, len(tokenizer.encode(protocol.invalid_message or ""))
+class Markup(NamedTuple):
+    """What a conversation reads beside retrieved content.
+
+    Attributes:
+        tags: tokens of an observation's tags.
+        message: tokens of the invalid-action message.
+        parts: contents of one observation, each with a budget of its own.
+        echoes: how often an observation repeats the words of its turn.
+    """
+
+    tags: int
+    message: int
+    parts: int = 1
+    echoes: int = 0
 
 
-def shown_tokens(limits: Limits, markup: tuple[int, int]) -> int:
+def markup_tokens(tokenizer: Tokenizer, protocol: Protocol) -> Markup:
+    """Tokens, at most, of an observation's tags and of the invalid-action message."""
+    message = len(tokenizer.encode(protocol.invalid_message or ""))
+    counts = range(1, protocol.max_queries + 1)
+    shown = [protocol.observe([""] * n, [()] * n) for n in counts]
+    cuts = [p for p in shown[-1].pieces if isinstance(p, Cut)]
+    parts = sum(not p.is_echo for p in cuts) if cuts else 1
+    tags = max(_tag_tokens(tokenizer, protocol, observation) for observation in shown)
+    return Markup(tags, message, parts, any(p.is_echo for p in cuts))
+
+
+def _tag_tokens(tokenizer, protocol, observation: Observation) -> int:
+    """Tokens of what no budget cuts, in the turn whose number takes the most."""
+    fixed = [p for p in observation.pieces if isinstance(p, str)]
+    count = sum(len(tokenizer.encode(text)) for text in fixed)
+    frame = _role_frame(tokenizer, protocol)
+    is_numbered = frame is None and "{turn}" in observation.before
+    turns = range(1, MAX_TURNS + 1) if is_numbered else [1]
+    frames = [_frame(tokenizer, frame, observation, turn) for turn in turns]
+    return count + max(len(before) + len(after) for before, after in frames)
+
+
+def _role_frame(tokenizer, protocol):
+    """What the chat template puts around observations; None where it knows no role."""
+    role = protocol.observation_role
+    return None if role is None else tokenizer.role_frame(role)
+
+
+def _frame(tokenizer, role_frame, observation: Observation, turn: int):
+    """Ids before and after an observation's content.
+
+    Only the frame that a chat template gives to a role can hold control tokens.
+    """
+    if role_frame is not None:
+        return role_frame
+    before = observation.before.replace("{turn}", str(turn))
+    return tokenizer.encode(before), tokenizer.encode(observation.after)
+
+
+def shown_tokens(limits: Limits, markup: Markup) -> int:
     """Tokens that a conversation reads at most between two turns."""
-    tags, message = markup
-    return max(limits.max_observation_tokens + tags, message)
+    found = markup.parts * limits.max_observation_tokens
+    echoed = markup.echoes * limits.max_turn_tokens
+    return max(found + echoed + markup.tags, markup.message)
 
 
-def conversation_tokens(limits: Limits, markup: tuple[int, int]) -> int:
+def conversation_tokens(limits: Limits, markup: Markup) -> int:
     """Tokens of the longest conversation these limits allow."""
-    turns = (limits.max_searches + 1) * limits.max_turn_tokens
-    shown = limits.max_searches * shown_tokens(limits, markup)
+    turns = limits.num_turns * limits.max_turn_tokens
+    shown = (limits.num_turns - 1) * shown_tokens(limits, markup)
     return limits.max_prompt_tokens + turns + shown
+
+
+def prompt_ids(
+    tokenizer: Tokenizer, protocol: Protocol, messages: Messages
+) -> np.ndarray:
+    """[n] int32 ids of what opens a rollout: a chat, or raw text for base models."""
+    if protocol.is_chat:
+        return tokenizer.encode_prompt(messages, protocol.opening)
+    text = "\n".join(message["content"] for message in messages)
+    return tokenizer.encode_raw(text, protocol.opening)
 
 
 class Conversation:
@@ -75,6 +148,7 @@ class Conversation:
         self.answer: str | None = None
         self.outcome: Outcome | None = None
         self.num_malformed = 0
+        self.num_turns = 0
 
     def rollout(self) -> Rollout:
         """What has become of it; it must have ended."""
@@ -100,13 +174,15 @@ class Host:
     ):
         self.tokenizer, self.protocol = tokenizer, protocol
         self.search, self.limits = search, limits
+        assert limits.num_turns <= MAX_TURNS
         message = protocol.invalid_message
         self._invalid = None if message is None else tokenizer.encode(message)
+        self._role_frame = _role_frame(tokenizer, protocol)
         self.shown_tokens = shown_tokens(limits, markup_tokens(tokenizer, protocol))
 
     def prompt(self, messages: Messages) -> np.ndarray:
         """[n] int32 ids of the chat that opens a rollout."""
-        return self.tokenizer.encode_prompt(messages)
+        return prompt_ids(self.tokenizer, self.protocol, messages)
 
     def open(self, prompt: np.ndarray) -> Conversation:
         """A conversation that has its prompt."""
@@ -118,23 +194,28 @@ class Host:
         written: Mapping[int, tuple[np.ndarray, np.ndarray]],
         *,
         final: bool,
+        recorded: Mapping[int, str] | None = None,
     ) -> dict[int, np.ndarray]:
         """Parses what each conversation's policy wrote; all searches go in one batch.
 
         Args:
             wave: row -> conversation.
             written: row -> ([n] int32 ids, [n] float32 log-probabilities) of its turn.
-            final: whether this was the last turn: nobody searches any more.
+            final: whether this was the last turn: nobody reads any more, and nobody
+                searches where this was the forced one.
+            recorded: row -> the content it is shown, whatever it searched for.
 
         Returns:
             Row -> [n] ids that it reads next; the other rows of `written` have ended.
         """
+        searches = not final or not self.limits.forced_final_turn
         asked: dict[int, Search] = {}
         shown: dict[int, np.ndarray] = {}
         for i, (ids, logp) in written.items():
             conversation = wave[i]
             text = self.tokenizer.decode(self._without_eos(ids))
             conversation.segments.append(Segment(Source.POLICY, ids, logp, text))
+            conversation.num_turns += 1
             is_cut = self._is_cut(ids, text)
             match self.protocol.parse(text):
                 case Answer(answer):
@@ -142,8 +223,8 @@ class Host:
                     conversation.outcome = (
                         Outcome.TRUNCATED if is_cut else Outcome.ANSWERED
                     )
-                case Search() as action if not final:
-                    asked[i] = action
+                case Search(queries) if searches and self.limits.max_searches:
+                    asked[i] = Search(queries[: self.protocol.max_queries])
                 case Search():
                     conversation.outcome = Outcome.TRUNCATED
                 case Malformed():
@@ -158,7 +239,13 @@ class Host:
                         conversation.segments.append(
                             _given(Source.SEARCH, self._invalid, message)
                         )
-        shown.update(self._look_up(wave, asked))
+        for i, observation in self._look_up(wave, asked, recorded or {}).items():
+            if final:
+                wave[i].outcome = Outcome.TRUNCATED
+                continue
+            shown[i] = self._encode(observation, wave[i])
+            text = self.tokenizer.decode(shown[i])
+            wave[i].segments.append(_given(Source.SEARCH, shown[i], text))
         return shown
 
     def _without_eos(self, ids: np.ndarray) -> np.ndarray:
@@ -171,35 +258,61 @@ class Host:
         stopped = any(stop in text for stop in self.protocol.stop_strings)
         return is_full and not stopped and ids[-1] not in self.tokenizer.eos_ids
 
-    def _look_up(self, wave, asked: dict[int, Search]) -> dict[int, np.ndarray]:
+    def _look_up(
+        self, wave, asked: dict[int, Search], recorded: Mapping[int, str]
+    ) -> dict[int, Observation]:
         """Searches for all that asked, in one batch; writes down what was found."""
-        if not asked:
-            return {}
-        queries = [q for action in asked.values() for q in action.queries]
-        found = self.search(queries)
+        searching = {i: a for i, a in asked.items() if i not in recorded}
+        queries = [q for action in searching.values() for q in action.queries]
+        found = self.search(queries) if queries else []
         assert len(found) == len(queries), f"{len(found)} results of {queries}"
-        shown, start = {}, 0
+        observations, start = {}, 0
         for i, action in asked.items():
-            passages = found[start : start + len(action.queries)]
-            start += len(action.queries)
+            if i in recorded:
+                passages = [()] * len(action.queries)
+            else:
+                passages = found[start : start + len(action.queries)]
+                start += len(action.queries)
             if any(p is None for p in passages):
                 wave[i].outcome = Outcome.TOOL_ERROR
                 continue
             wave[i].searches.append(Lookup(action.queries, tuple(passages)))
             observation = self.protocol.observe(action.queries, passages)
-            shown[i] = self._encode(observation)
-            text = self.tokenizer.decode(shown[i])
-            wave[i].segments.append(_given(Source.SEARCH, shown[i], text))
-        return shown
+            if i in recorded:
+                observation = dataclasses.replace(
+                    observation, content=recorded[i], pieces=()
+                )
+            observations[i] = observation
+        return observations
 
-    def _encode(self, observation: Observation) -> np.ndarray:
+    def _encode(self, observation: Observation, conversation) -> np.ndarray:
         """[n] ids of an observation whose content is cut to its budget."""
-        limit = self.limits.max_observation_tokens
-        before, content, after = (
-            self.tokenizer.encode(text)
-            for text in (observation.before, observation.content, observation.after)
+        before, after = _frame(
+            self.tokenizer, self._role_frame, observation, conversation.num_turns
         )
-        return np.concatenate([before, content[:limit], after])
+        last = conversation.segments[-1].token_ids[-1:].tolist()
+        if last and last == before[:1].tolist() and last[0] in self.tokenizer.eos_ids:
+            before = before[1:]  # The policy itself has ended its turn so.
+        limit, echo = self.limits.max_observation_tokens, self.limits.max_turn_tokens
+        parts = []
+        for piece in observation.pieces or (Cut(observation.content),):
+            if isinstance(piece, str):
+                ids = self.tokenizer.encode(piece)
+            else:
+                ids = self._cut(piece, echo if piece.is_echo else limit)
+                echo -= len(ids) if piece.is_echo else 0
+            parts.append(ids)
+        whole = np.concatenate([before, *parts, after])
+        return whole[:limit] if self.limits.cuts_tags else whole
+
+    def _cut(self, piece: Cut, limit: int) -> np.ndarray:
+        """[n <= limit] ids of a piece, cut where its text may end."""
+        ids = self.tokenizer.encode(piece.text)
+        if len(ids) <= limit:
+            return ids
+        while limit and not piece.may_end(self.tokenizer.decode(ids[:limit])):
+            limit -= 1
+        return ids[:limit]
 
 
 def _given(source: Source, ids: np.ndarray, text: str) -> Segment:

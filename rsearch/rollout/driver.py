@@ -1,5 +1,6 @@
 """Rollouts: the policy writes on the device, the host answers, turn by turn."""
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -9,7 +10,15 @@ import numpy as np
 
 from rsearch.rollout.conversation import Conversation, Host
 from rsearch.rollout.sampler import Sampler
-from rsearch.types import Group, Malformed, Messages, Outcome, Question, Rollout
+from rsearch.types import (
+    Group,
+    Malformed,
+    Messages,
+    Outcome,
+    Question,
+    Rollout,
+    Source,
+)
 
 
 class RolloutEngine:
@@ -80,12 +89,12 @@ class RolloutEngine:
     def _wave(self, params, questions, key) -> list[Group]:
         limits, g = self._host.limits, self._group_size
         wave, rows, keys = self._open(params, questions, key)
-        if limits.max_searches and not self._has_extended:
+        if limits.num_turns > 1 and not self._has_extended:
             # Compiled now: the first wave in which somebody reads may be a late one.
             rows = self._sampler.extend(params, rows, *self._block({}))
             self._has_extended = True
         budget = np.full(self._num_rows, limits.max_turn_tokens, np.int32)
-        for turn in range(limits.max_searches + 1):
+        for turn in range(limits.num_turns):
             going = [i for i, c in wave.items() if c.outcome is None]
             if not going:
                 break
@@ -98,7 +107,7 @@ class RolloutEngine:
                 for i in going
                 for n in [written.count[i]]
             }
-            final = turn == limits.max_searches
+            final = turn == limits.num_turns - 1
             shown = self._host.answer_turns(wave, turns, final=final)
             if shown:
                 rows = self._sampler.extend(params, rows, *self._block(shown))
@@ -141,20 +150,31 @@ class RolloutEngine:
 
 
 def replay(
-    host: Host, question: Question, turns: Sequence[str], *, messages=None
+    host: Host,
+    question: Question,
+    turns: Sequence[str],
+    *,
+    messages=None,
+    context_turns: int = 0,
+    observations: Sequence[str] | None = None,
 ) -> Rollout:
     """The rollout of a policy that writes the given turns: a demonstration.
 
     Args:
         host: answers its searches.
         question: opens the conversation.
-        turns: what is written, turn by turn, each up to its action. Where the protocol
-            has no stop strings, the end of text is added to each.
+        turns: what is written, turn by turn, each up to its action. The end of text is
+            added to a turn that no stop string ends.
         messages: the chat that opens it; the protocol's own where not given.
+        context_turns: how many of the first turns are given and not learnt: their
+            segments are part of the prompt.
+        observations: [turns - 1] contents that are shown after each turn but the last,
+            in place of what the host finds.
 
     Raises:
         ValueError: a turn is malformed, too long or goes on beyond its action, a search
-            fails, turns are left over, or missing.
+            fails, turns are left over, or missing; no turn is left to learn, or there
+            is not one observation for each turn but the last.
     """
 
     def refuse(what):
@@ -164,28 +184,64 @@ def replay(
     prompt = host.prompt(messages or host.protocol.messages(question.text))
     if len(prompt) > limits.max_prompt_tokens:
         raise refuse(f"prompt of {len(prompt)} tokens > {limits.max_prompt_tokens}")
+    if context_turns and not 0 < context_turns < len(turns):
+        raise refuse(f"{context_turns} turns of context leave none of {len(turns)}")
+    if observations is not None and len(observations) != len(turns) - 1:
+        raise refuse(f"{len(observations)} observations of {len(turns)} turns")
     wave = {0: host.open(prompt)}
     for number, text in enumerate(turns):
         if wave[0].outcome is not None:
             raise refuse(f"ended with turn {number} of {len(turns)}")
         if isinstance(host.protocol.parse(text), Malformed):
             raise refuse(f"turn {number + 1} has no action: {text!r}")
-        stops = [s for s in host.protocol.stop_strings if s in text]
-        end = min((text.index(s) + len(s) for s in stops), default=len(text))
-        if end < len(text):
-            raise refuse(f"turn {number + 1} goes on beyond its action: {text[end:]!r}")
-        ids = host.tokenizer.encode(text)
-        if not host.protocol.stop_strings:
-            ids = np.append(ids, np.int32(host.tokenizer.eos_ids[0]))
-        if len(ids) > limits.max_turn_tokens:
-            raise refuse(f"{len(ids)} tokens in a turn > {limits.max_turn_tokens}")
+        try:
+            ids = _turn_ids(host, text)
+        except ValueError as error:
+            raise refuse(f"turn {number + 1} {error}") from None
         written = {0: (ids, np.zeros(len(ids), np.float32))}
-        host.answer_turns(wave, written, final=number == limits.max_searches)
+        is_recorded = observations is not None and number < len(observations)
+        host.answer_turns(
+            wave,
+            written,
+            final=number == limits.num_turns - 1,
+            recorded={0: observations[number]} if is_recorded else None,
+        )
         if wave[0].outcome == Outcome.TOOL_ERROR:
             raise refuse(f"the search of turn {number + 1} failed")
     if wave[0].outcome is None:
         raise refuse(f"{len(turns)} turns do not end it")
-    return wave[0].rollout()
+    return _with_context(wave[0].rollout(), context_turns)
+
+
+def _turn_ids(host: Host, text: str) -> np.ndarray:
+    """[n] int32 ids of a demonstrated turn.
+
+    Raises:
+        ValueError: it goes on behind its stop string, or is too long.
+    """
+    stops = [s for s in host.protocol.stop_strings if s in text]
+    end = min((text.index(s) + len(s) for s in stops), default=len(text))
+    if end < len(text):
+        raise ValueError(f"goes on beyond its action: {text[end:]!r}")
+    ids = host.tokenizer.encode(text)
+    if not stops:
+        ids = np.append(ids, np.int32(host.tokenizer.eos_ids[0]))
+    if len(ids) > host.limits.max_turn_tokens:
+        raise ValueError(
+            f"is too long: {len(ids)} tokens in a turn > {host.limits.max_turn_tokens}"
+        )
+    return ids
+
+
+def _with_context(rollout: Rollout, context_turns: int) -> Rollout:
+    """The rollout with its first turns given, as the prompt is: nobody learns them."""
+    segments, left = [], context_turns
+    for segment in rollout.segments:
+        if segment.source == Source.POLICY and left:
+            segment = dataclasses.replace(segment, source=Source.PROMPT)
+            left -= 1
+        segments.append(segment)
+    return dataclasses.replace(rollout, segments=tuple(segments))
 
 
 @jax.jit

@@ -11,6 +11,7 @@ from rsearch.types import Answer, Malformed, Passage, Search
 PARIS = Passage("1", '"Paris"\nParis is a city.\nIt has a river.')
 ROME = Passage("2", '"Rome"\nRome is older.')
 TAGS = ("<search>", "</search>", "<answer>", "</answer>")
+TAGGED = ("search_r1", "r_search", "rag_r1_sq")
 FRAGMENTS = st.sampled_from(
     [*TAGS, "<information>", "</", "<", ">", "search", " ", "q"]
 )
@@ -21,7 +22,7 @@ CONTENTS = CONTENTS.filter(lambda text: not any(tag in text for tag in TAGS))
 
 def test_protocols_are_named_by_their_keys():
     assert all(protocol.name == name for name, protocol in PROTOCOLS.items())
-    assert set(PROTOCOLS) == {"search_r1", "r_search"}
+    assert set(PROTOCOLS) >= {"search_r1", "r_search"}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_r_search_shows_passages_without_numbers():
     assert observation.after == "</observation>\n\n"
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
+@pytest.mark.parametrize("name", TAGGED)
 def test_observations_of_nothing_and_of_several_queries_are_whole(name):
     protocol = PROTOCOLS[name]
     assert protocol.observe(["q"], [()]).content == ""
@@ -180,7 +181,7 @@ def test_r_search_asks_in_its_own_words():
     assert "omit the evidence section. Finally" in system["content"]
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
+@pytest.mark.parametrize("name", TAGGED)
 def test_a_turn_stops_where_it_is_read_to_end(name):
     assert set(PROTOCOLS[name].stop_strings) == {"</search>", "</answer>"}
 

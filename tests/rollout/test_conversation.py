@@ -9,6 +9,7 @@ from rsearch.protocols.tagged import INVALID_MESSAGE, R_SEARCH, SEARCH_R1
 from rsearch.rollout.conversation import (
     Host,
     Limits,
+    Markup,
     conversation_tokens,
     markup_tokens,
     shown_tokens,
@@ -194,14 +195,16 @@ def test_a_search_engine_that_loses_a_query_is_a_bug_and_not_a_result():
 
 
 def test_several_queries_of_one_turn_share_one_observation():
-    protocol = dataclasses.replace(tiny.LETTERS, parse=lambda _: Search(("a", "b")))
+    protocol = dataclasses.replace(
+        tiny.LETTERS, parse=lambda _: Search(("a", "b", "c")), max_queries=2
+    )
     search = Engine({"a": (Passage("1", "who"),), "b": (Passage("2", "city"),)})
     host = make_host(protocol, search)
     wave = opened(host, 2)
     shown = write(host, wave, {0: "x", 1: "y"})
     assert search.calls == [["a", "b", "a", "b"]]
     assert decode(shown[0]) == decode(shown[1]) == "\n[whocity]\n"
-    assert len(wave[0].searches) == 1
+    assert wave[0].searches[0].queries == ("a", "b")  # The third is beyond them.
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 9])
@@ -292,13 +295,16 @@ def test_a_hostile_question_holds_no_control_tokens_beyond_the_templates():
 def test_markup_and_the_longest_conversation_by_hand():
     tokens = markup_tokens(tiny.tokenizer(), SEARCH_R1)
     tags = len(encode("\n\n<information>")) + len(encode("</information>\n\n"))
-    assert tokens == (tags, len(encode(INVALID_MESSAGE)))
+    assert tokens == Markup(tags, len(encode(INVALID_MESSAGE)), parts=1, echoes=0)
     limits = Limits(3, 100, 20, 50)
-    assert shown_tokens(limits, (4, 30)) == 54
-    assert shown_tokens(limits, (4, 60)) == 60
-    assert conversation_tokens(limits, (4, 30)) == 100 + 4 * 20 + 3 * 54
+    assert shown_tokens(limits, Markup(4, 30)) == 54
+    assert shown_tokens(limits, Markup(4, 60)) == 60
+    assert shown_tokens(limits, Markup(4, 30, parts=3, echoes=1)) == 4 + 3 * 50 + 20
+    assert conversation_tokens(limits, Markup(4, 30)) == 100 + 4 * 20 + 3 * 54
+    unforced = dataclasses.replace(limits, forced_final_turn=False)
+    assert conversation_tokens(unforced, Markup(4, 30)) == 100 + 3 * 20 + 2 * 54
     silent = dataclasses.replace(SEARCH_R1, invalid_message=None)
-    assert markup_tokens(tiny.tokenizer(), silent) == (tags, 0)
+    assert markup_tokens(tiny.tokenizer(), silent) == Markup(tags, 0)
 
 
 def test_an_observation_is_cut_in_its_content_alone():

@@ -1,0 +1,92 @@
+"""R1-Searcher: `<|begin_of_query|>` pauses for documents, `<answer>` ends it.
+
+The base model gets raw text, the chat model a system message; both start behind an
+opening `<think>` that is part of the prompt. The tags are plain text, not vocabulary.
+The words are those of the paper's prompts; bold marks and line breaks, which its text
+has lost, are those of the public code. There is no message after a malformed turn: it
+ends the rollout, as an empty query does.
+"""
+
+from rsearch.protocols.base import Protocol, Step
+from rsearch.protocols.tagged import listed, spoken_thought, tagged
+
+QUERY_TAGS = ("<|begin_of_query|>", "<|end_of_query|>")
+OPENING = "<think>"
+
+BASE = (
+    "The User asks a question, and the Assistant solves it. The Assistant first thinks "
+    "about the reasoning process in the mind and then provides the User with the final "
+    "answer. The output format of reasoning process and final answer are enclosed "
+    "within <think> </think> and <answer> </answer> tags, respectively, i.e., "
+    '"<think> reasoning process here </think>\n\n<answer> final answer here </answer>".'
+    " During the thinking process, **the Assistant can perform searching** for "
+    'uncertain knowledge if necessary with the format of "<|begin_of_query|> search '
+    'query (only list keywords, such as **"keyword_1 keyword_2 ..."**) '
+    '<|end_of_query|>". **A query must involve only a single triple**. Then, the '
+    "search system will provide the Assistant with the retrieval information with the "
+    'format of "<|begin_of_documents|> ...search results... <|end_of_documents|>".'
+    "\n\nUser:{question}\nAssistant: "
+)
+CHAT = (
+    "You are a helpful assistant.\nGiven a question, you should answer it by first "
+    "thinking about the reasoning process in the mind and then providing the final "
+    "answer. The output format of reasoning process and final answer are enclosed "
+    "within <think> </think> and <answer> </answer> tags, respectively, i.e., "
+    '"<think> reasoning process here </think>\n\n<answer> final answer here </answer>".'
+    " During the thinking process, **you can perform searching for uncertain "
+    'knowledge** if necessary with the format of "<|begin_of_query|> search query '
+    '(only list keywords, such as **"keyword_1 keyword_2 ..."**) <|end_of_query|>". '
+    "**A query must involve only a single triple**. Then, the search system will "
+    "provide you with the retrieval information with the format of "
+    '"<|begin_of_documents|> ...search results... <|end_of_documents|>".'
+)
+
+
+def clean_query(text: str) -> tuple[str, ...]:
+    """The query without double quotes and with single spaces; none if it is empty."""
+    query = " ".join(text.replace('"', "").split())
+    return (query,) if query else ()
+
+
+def _document(number, passage):
+    # A passage is one line, as in the corpora of the public code.
+    contents = " ".join(passage.contents.split("\n"))
+    return f"({number}){contents}"
+
+
+def _word(step: Step, action: str) -> str:
+    """A turn behind the opening <think>, which closes before the answer."""
+    thought = spoken_thought(step)
+    if action.startswith(QUERY_TAGS[0]):
+        return f" {thought}\n\n{action}"
+    return f" {thought} </think>\n\n{action}"
+
+
+def _r1_searcher(name, *, system, user, is_chat) -> Protocol:
+    return tagged(
+        name,
+        system=system,
+        user=user,
+        add_question_mark=False,
+        observe=listed(
+            "\n\n<|begin_of_documents|>\n",
+            "\n<|end_of_documents|>\n\n",
+            _document,
+            nothing="None",
+        ),
+        search_tags=QUERY_TAGS,
+        split=clean_query,
+        word=_word,
+        invalid_message=None,
+        is_chat=is_chat,
+        opening=OPENING,
+    )
+
+
+R1_SEARCHER = _r1_searcher("r1_searcher", system=None, user=BASE, is_chat=False)
+"""R1-Searcher (2025) for base models, its "System Prompt for Base Model"."""
+
+R1_SEARCHER_CHAT = _r1_searcher(
+    "r1_searcher_chat", system=CHAT, user="{question}", is_chat=True
+)
+"""R1-Searcher (2025) for chat models: the same rules as a system message."""

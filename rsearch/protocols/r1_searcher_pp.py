@@ -1,0 +1,130 @@
+r"""R1-Searcher++: what is known is said between internal tags, what is not is searched.
+
+`<|begin_internal_answer|>...<|end_internal_answer|>` stands in the policy's own turn
+and pauses nothing; `<|end_external_search|>` pauses for results. The answer is
+`\boxed{}`, which no stop string ends: the end of text does.
+
+How a turn is read. The first `<|end_external_search|>` ends it, with the query that
+begins at the nearest opening tag before it, cleaned as in R1-Searcher. In a turn
+without one the last `\boxed{` whose braces close is the answer; braces inside it are
+matched. With neither the turn is malformed, which ends the rollout.
+"""
+
+import re
+
+from rsearch.protocols.base import Protocol, Step
+from rsearch.protocols.r1_searcher import clean_query
+from rsearch.protocols.tagged import checked, listed
+from rsearch.types import Action, Answer, Malformed, Search
+
+SEARCH_TAGS = ("<|begin_external_search|>", "<|end_external_search|>")
+INTERNAL_TAGS = ("<|begin_internal_answer|>", "<|end_internal_answer|>")
+BRACES = re.compile(r"\\boxed\{|[{}]")
+
+SYSTEM = (
+    "You are a reasoning assistant. When tackling a question, you should first thinks "
+    "about the reasoning process in the mind and then provides the final answer. You "
+    "should break down the original complex question into straightforward "
+    "sub-questions and address them step by step. For each sub-question, You MUST "
+    "choose one of the following two tools to solve it:\n"
+    "1. **Internal Reasoning Elaboration:** If you determine your existing knowledge "
+    "is sufficient to answer the sub-question, you **should choose** this tool to "
+    "answer the sub-question directly: `<|begin_internal_answer|>your structured "
+    "thought and answer here <|end_internal_answer|>`. **Use it whenever you rely "
+    "solely on internal information** for a significant reasoning step.\n"
+    "2. **External Search:** If you determine that your internal knowledge is "
+    "insufficient, potentially outdated, or requires verification with external, "
+    "up-to-date information to answer the sub-question, you MUST initiate a web search "
+    "using the following format: `<|begin_external_search|>your search query here "
+    "<|end_external_search|>`. The system will then search and provide results in the "
+    "format: `<|begin_search_result|>...search results... <|end_search_result|>`. The "
+    "results will assist you in answering the sub-question.\n"
+    "Remember:\n"
+    "- Whenever you encounter the sub-question you need to elaborate on, verify, or "
+    "research further, you should **assess** if your internal knowledge is adequate. "
+    "**Prioritize leveraging your internal knowledge.**\n"
+    "- Use `<|begin_internal_answer|>... <|end_internal_answer|>` **to demonstrate "
+    "your reasoning steps** when relying on internal knowledge.\n"
+    "- Use `<|begin_external_search|>... <|end_external_search|>` **only** when "
+    "external information is genuinely necessary.\n"
+    "- Wait for the system to provide `<|begin_search_result|>... "
+    "<|end_search_result|>`. **Do not** generate these result tags yourself.\n"
+    "- After performing the web search or demonstrating internal reasoning, continue "
+    "towards the final answer.\n"
+    "Please answer the following question. You must adhere to all instructions above "
+    "regarding tool usage. Provide your final answer in the format "
+    "\\boxed{YOUR_ANSWER}."
+)
+
+
+def boxed(text: str) -> str | None:
+    r"""The stripped inside of the last `\boxed{` that is closed; None without one."""
+    opened, last = [], None
+    for brace in BRACES.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace)
+        elif opened:
+            start = opened.pop()
+            is_box = start[0] != "{"
+            if is_box and (last is None or start.end() > last[0]):
+                last = start.end(), brace.start()
+    return None if last is None else text[slice(*last)].strip()
+
+
+def parse(turn: str) -> Action:
+    """The action of one turn; the module's first lines say how it is read."""
+    begin, end = SEARCH_TAGS
+    before, closing, _ = turn.partition(end)
+    if closing:
+        _, opening, content = before.rpartition(begin)
+        if not opening:
+            return Malformed(f"{end} without {begin} before it")
+        query = clean_query(content)
+        return Search(query) if query else Malformed("empty query")
+    answer = boxed(turn)
+    return Malformed(rf"no {end} or \boxed{{}}") if answer is None else Answer(answer)
+
+
+def render(action: Search | Answer) -> str:
+    """The end of a turn that takes this action: `parse` of it gives the action back.
+
+    Raises:
+        ValueError: more than one query, a query that would be cleaned, braces that do
+            not match, or a tag.
+    """
+    if isinstance(action, Search) and len(action.queries) != 1:
+        raise ValueError(f"a turn holds one query, not {len(action.queries)}")
+    if isinstance(action, Search):
+        text = f" {action.queries[0]} ".join(SEARCH_TAGS)
+    else:
+        text = rf"\boxed{{{action.text}}}"
+    return checked(text, action, parse)
+
+
+def _write(step: Step) -> str:
+    recalled = f" {step.internal} ".join(INTERNAL_TAGS) if step.internal else ""
+    parts = (recalled, step.thought, render(step.action))
+    text = " ".join(part for part in parts if part)
+    if step.internal and any(text.count(tag) != 1 for tag in INTERNAL_TAGS):
+        raise ValueError(f"{step} cannot be written: its text holds internal tags")
+    return checked(text, step.action, parse)
+
+
+R1_SEARCHER_PP = Protocol(
+    name="r1_searcher_pp",
+    system=SYSTEM,
+    user="Question: {question}",
+    add_question_mark=False,
+    stop_strings=(SEARCH_TAGS[1],),
+    parse=parse,
+    observe=listed(
+        "\n\n<|begin_search_result|>\n",
+        "\n<|end_search_result|>\n\n",
+        lambda number, p: f"({number})" + " ".join(p.contents.split("\n")),
+        nothing="None",
+    ),
+    render=render,
+    write=_write,
+    invalid_message=None,
+)
+"""R1-Searcher++ (arXiv 2505.17005), Appendix B: "... with Internal and External"."""

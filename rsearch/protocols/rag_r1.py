@@ -1,0 +1,166 @@
+"""RAG-R1: Search-R1's tags, and a variant that asks several queries at once.
+
+The single-query prompt is Table 1 of the paper, which is Search-R1's; that for several
+queries is Table 2. Passages come as the public code shows them: `Doc 1: title   text`.
+With several queries the results are JSON, {"query": [...], "documents": [...]}, in
+which the documents of a query stand where the query stands.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+
+from rsearch.protocols.base import Protocol
+from rsearch.protocols.tagged import (
+    SEARCH_R1,
+    listed,
+    plain_join,
+    tagged,
+    whole_characters,
+)
+from rsearch.types import Cut, Observation, Passage
+
+BEFORE, AFTER = "\n<information>\n", "\n</information>\n"
+MAX_QUERIES = 3  # "using up to three queries each time"
+PIECE = re.compile(r'(?:"[^"]*"|[^,])+')
+QUOTED = re.compile(r'"((?:[^"]|"")*)"')
+# What half an escape, or half of a UTF-16 pair, ends with after its backslash.
+HALVES = [re.compile(r) for r in ("", r"u[0-9a-fA-F]{0,3}", r"u[dD][89abAB]..")]
+
+
+def split_quoted(text: str) -> tuple[str, ...]:
+    """The queries of a list whose commas count outside double quotes alone.
+
+    A query that is quoted as a whole loses its quotes, and two quotes in it mean one,
+    as in CSV (RFC 4180). A quote that nothing closes is a character like any other.
+    """
+    found = []
+    for piece in PIECE.findall(text):
+        piece = piece.strip()
+        whole = QUOTED.fullmatch(piece)
+        found.append(whole[1].replace('""', '"').strip() if whole else piece)
+    return tuple(query for query in found if query)
+
+
+def split_naive(text: str) -> tuple[str, ...]:
+    """The queries of a list in which every comma counts: the public code's reading."""
+    return tuple(piece.strip() for piece in text.split(",") if piece.strip())
+
+
+def join_quoted(queries: Sequence[str]) -> str:
+    """A list that `split_quoted` takes apart again; quotes only where they are needed.
+
+    An empty query, or one with space around it, does not survive.
+    """
+    written = []
+    for query in queries:
+        doubled = query.replace('"', '""')
+        # Alone and beside another: an open quote would reach into the next query.
+        is_plain = split_quoted(f'{query},"') == (query, '"')
+        written.append(query if is_plain else f'"{doubled}"')
+    return ", ".join(written)
+
+
+def _document(number: int, passage: Passage) -> str:
+    contents = passage.contents.replace("\n", "   ", 1)
+    return f"Doc {number}: {contents}"
+
+
+def ends_whole(text: str) -> bool:
+    r"""Whether the inside of a JSON string may end here: not within `\u00e9` or `\n`.
+
+    Args:
+        text: begins like what json.dumps writes between the quotes.
+    """
+    for half in HALVES:
+        for length in range(min(6, len(text) + 1)):
+            head, tail = text[: len(text) - length], text[len(text) - length :]
+            backslashes = len(head) - len(head.rstrip("\\"))
+            if half.fullmatch(tail) and backslashes % 2:
+                return False
+    return True
+
+
+def json_results(*, ascii_only: bool):
+    """An `observe` that shows queries and documents as JSON, indented by two.
+
+    Args:
+        ascii_only: write characters beyond ASCII as escapes, as the public code does.
+    """
+
+    def inside(text: str) -> str:
+        return json.dumps(whole_characters(text), ensure_ascii=ascii_only)[1:-1]
+
+    def array(pieces):
+        for i, piece in enumerate(pieces):
+            yield '",\n    "' if i else '"'
+            yield piece
+        yield '"'
+
+    def observe(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
+        echoes = [Cut(inside(q), is_echo=True, may_end=ends_whole) for q in queries]
+        found = []
+        for hits in passages:
+            lines = [_document(i, passage) for i, passage in enumerate(hits, start=1)]
+            found.append(Cut(inside("\n".join(lines).strip()), may_end=ends_whole))
+        pieces = (
+            '{\n  "query": [\n    ',
+            *array(echoes),
+            '\n  ],\n  "documents": [\n    ',
+            *array(found),
+            "\n  ]\n}",
+        )
+        texts = [p.text if isinstance(p, Cut) else p for p in pieces]
+        return Observation(BEFORE, "".join(texts), AFTER, pieces)
+
+    return observe
+
+
+def multi_query(
+    *,
+    quotes_keep_commas: bool = True,
+    json_ascii: bool = False,
+    max_queries: int = MAX_QUERIES,
+) -> Protocol:
+    """RAG-R1 with several queries a turn.
+
+    Args:
+        quotes_keep_commas: whether a comma between double quotes belongs to its query;
+            the public code splits at every comma.
+        json_ascii: whether results are escaped to ASCII, as in the public code.
+        max_queries: of one turn that are searched; the public code searches all.
+    """
+    return tagged(
+        "rag_r1_mq",
+        system=None,
+        user=(
+            "Answer the given question. You must conduct reasoning inside <think> and "
+            "</think> first every time you get new information. After reasoning, if "
+            "you find you lack some knowledge, you can call a search engine by "
+            "<search> query_1,query_2 </search> and it will return the top searched "
+            "results for each query between <information> and </information>. You can "
+            "search as many times as your want, using up to three queries each time. "
+            "If you find no further external knowledge needed, you can directly "
+            "provide the answer inside <answer> and </answer>, without detailed "
+            "illustrations. For example, <answer> Beijing </answer>. "
+            "Question: {question}\n"
+        ),
+        add_question_mark=True,
+        observe=json_results(ascii_only=json_ascii),
+        split=split_quoted if quotes_keep_commas else split_naive,
+        join=join_quoted if quotes_keep_commas else plain_join,
+        max_queries=max_queries,
+    )
+
+
+RAG_R1_SQ = tagged(
+    "rag_r1_sq",
+    system=None,
+    user=SEARCH_R1.user,
+    add_question_mark=True,
+    observe=listed(BEFORE, AFTER, _document),
+)
+"""RAG-R1 (2025) with one query a turn, the system instruction of its Table 1."""
+
+RAG_R1_MQ = multi_query()
+"""RAG-R1 with up to three queries a turn, the system instruction of its Table 2."""

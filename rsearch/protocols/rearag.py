@@ -1,0 +1,179 @@
+"""ReaRAG: numbered Thought, Action and Observation; actions are function calls.
+
+A turn is `Thought 1: ...` and `Action 1: ` with a fenced dict, {'function': 'search',
+'parameters': {'query': ...}} or {'function': 'finish', 'parameters': {'answer': ...}}.
+Python writes such a dict, so it is not JSON; it is read as JSON first and as a Python
+literal second, and never evaluated. The stop string is the end of a fenced dict.
+
+How a turn is read. Lines that begin with `Thought 1:`, `Action 1:` or `Observation 1:`
+divide it; the number may be any. The first action counts. Its dict stands in the first
+``` fence, whose first line (the language) is no part of it; else between the first two
+backticks; else it is the whole of the action. The public code would execute every
+action of a turn, and asks again up to twenty times where nothing can be read; here a
+turn that cannot be read is malformed and ends the rollout.
+
+Observations are written by the engine (a model reads the passages), so their text comes
+as the contents of passages. A chat template that knows the role `observation` frames
+them; for others they are `Observation 1: ...`.
+"""
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Sequence
+
+from rsearch.protocols.base import Protocol, Step
+from rsearch.protocols.tagged import checked, spoken_thought, whole_characters
+from rsearch.types import Action, Answer, Malformed, Observation, Passage, Search
+
+HEADER = re.compile(r"^(Thought|Action|Observation)\s+\d+:", re.MULTILINE)
+FENCE = re.compile(r"```[^\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+SPAN = re.compile(r"`([^`]*)`")
+STOP_STRING = "}\n```"
+FUNCTIONS = {"search": "query", "finish": "answer"}  # and the name of its parameter
+MAX_CALL = 20_000  # characters of a dict that is read at all
+MAX_SIGNS = 2_000  # brackets and signs in it: Python's parser recurses at each
+
+SYSTEM = """\
+Your task is to solve a question answering task. To improve your solving accuracy, \
+please conduct reasoning process interleaving Thought, Action, Observation steps. \
+Thought can reason about the current situation, and Action are in the form of \
+function, there are two types:
+
+Available Functions:
+(1) Search
+{
+    "name": "search",
+    "description": "It can help you find useful information through the internet or \
+local knowledge base. You can use this tool to access external knowledge.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "query": {
+                "description": "what you want to search"
+            }
+        },
+        "required": ["query"]
+    }
+}
+
+(2) Finish
+{
+    "name": "finish",
+    "description": "You can use this function to make a conclusion from the reasoning \
+process and give the final answer. The reasoning process is completed after this \
+`finish` function is called",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "answer": {
+                "description": "the final answer"
+            }
+        },
+        "required": ["answer"]
+    }
+}
+
+Please follow the format strictly."""
+
+
+def parse(turn: str) -> Action:
+    """The action of one turn; the module's first lines say how it is read.
+
+    Args:
+        turn: what the policy wrote in this turn, and nothing else. Any text will do.
+    """
+    headers = list(HEADER.finditer(turn))
+    ends = [header.start() for header in headers[1:]] + [len(turn)]
+    for header, end in zip(headers, ends):
+        if header[1] == "Action":
+            return _read_action(turn[header.end() : end])
+    return Malformed("no line begins with 'Action 1:' or another number")
+
+
+def _read_action(text: str) -> Action:
+    """The action that the text behind `Action 1:` means."""
+    written = FENCE.search(text) or SPAN.search(text)
+    call = read_literal(written[1] if written else text)
+    if not isinstance(call, dict) or not {"function", "parameters"} <= call.keys():
+        return Malformed("the action is no dict with 'function' and 'parameters'")
+    function, parameters = call["function"], call["parameters"]
+    if not isinstance(function, str) or function not in FUNCTIONS:
+        return Malformed(f"no function of {', '.join(FUNCTIONS)}")
+    needed = FUNCTIONS[function]
+    value = parameters.get(needed) if isinstance(parameters, dict) else None
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return Malformed(f"{function} has no text or number as its {needed!r}")
+    value = whole_characters(str(value)).strip()
+    if function == "finish":
+        return Answer(value)
+    return Search((value,)) if value else Malformed("empty query")
+
+
+def read_literal(text: str):
+    """The value of a JSON text or a Python literal; None where it is neither.
+
+    Nothing is evaluated: names, calls and attributes make it None.
+    """
+    text = text.strip()
+    if len(text) > MAX_CALL or sum(map(text.count, "([{-+~")) > MAX_SIGNS:
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "\d" in a literal warns.
+            return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def render(action: Search | Answer) -> str:
+    """The end of a turn that takes this action: `parse` of it gives the action back.
+
+    Raises:
+        ValueError: more than one query, an empty one, space around a text, or half of
+            a UTF-16 pair.
+    """
+    return _numbered(action, 1)
+
+
+def _numbered(action: Search | Answer, number: int) -> str:
+    if isinstance(action, Search) and len(action.queries) != 1:
+        raise ValueError(f"a turn holds one query, not {len(action.queries)}")
+    is_search = isinstance(action, Search)
+    function = "search" if is_search else "finish"
+    value = action.queries[0] if is_search else action.text
+    call = {"function": function, "parameters": {FUNCTIONS[function]: value}}
+    return checked(f"Action {number}: \n```\n{call}\n```", action, parse)
+
+
+def _write(step: Step) -> str:
+    action = _numbered(step.action, step.number)
+    text = f"Thought {step.number}: {spoken_thought(step)}\n{action}"
+    return checked(text, step.action, parse)
+
+
+def _observe(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
+    found = [passage.contents for hits in passages for passage in hits]
+    content = whole_characters("\n\n".join(found).strip())
+    return Observation("\nObservation {turn}: ", content, "\n\n")
+
+
+REARAG = Protocol(
+    name="rearag",
+    system=SYSTEM,
+    user="{question}",
+    add_question_mark=False,
+    stop_strings=(STOP_STRING,),
+    parse=parse,
+    observe=_observe,
+    render=render,
+    write=_write,
+    invalid_message=None,
+    observation_role="observation",
+)
+"""ReaRAG (2025), Appendix B: "Instruction prompt P for fine-tuning and inference"."""
