@@ -7,7 +7,6 @@ an observation looks like is what `Protocol.observe` says.
 
 import dataclasses
 import re
-from collections.abc import Sequence
 
 from rsearch.data.demonstrations import Demonstration
 from rsearch.protocols.base import Protocol, Step
@@ -36,7 +35,6 @@ SEGMENT_KINDS = (
 
 KEPT = "kept"
 TAGS = re.compile(r"<\|[a-z_]+\|>|</?[a-z_]+>")
-THOUGHT = re.compile(r"^\s*Thought\s+(\d+):", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +83,19 @@ def attempt_of(protocol: Protocol, rollout: Rollout) -> Attempt:
 
 
 def first_step(protocol: Protocol, turn: str) -> str:
-    """The turn up to its first stop string, without the rest of the last token.
+    """The turn up to the end of its action, without the rest of the last token.
 
-    A model that writes on, with an observation of its own and further steps, is cut
-    there too: only its first step counts.
+    The first stop string ends it. A turn without one, of a model that has gone on with
+    an observation of its own and further steps, ends before that observation.
     """
     ends = [turn.find(s) + len(s) for s in protocol.stop_strings if s in turn]
-    return turn[: min(ends, default=len(turn))]
+    if ends:
+        return turn[: min(ends)]
+    forged = [
+        m.start() for tag in observation_tags(protocol) if (m := tag.search(turn))
+    ]
+    cut = turn[: min(forged, default=len(turn))].rstrip()
+    return cut if forged and protocol.parse(cut) == protocol.parse(turn) else turn
 
 
 def to_record(attempt: Attempt) -> dict:
@@ -236,8 +240,8 @@ def rewording(
     """A correct response that searched, worded as if all had been recalled.
 
     The rewriting model is shown the question and what was found, and is to write one
-    turn: what the first turn thought, then what the later turns said about what they
-    had read, between internal tags, then the answer. Verified: it recalls, mentions no
+    turn: what the turns said before their searches and about what they had read, as
+    recalled, then the answer. Verified: it recalls, mentions no
     search, and its answer is right. Source: R1-Searcher++ section 4.2.2.
 
     Args:
@@ -253,7 +257,7 @@ def rewording(
     said = [prose(protocol, turn) for turn in attempt.turns]
     if not attempt.searches or any(text is None for text in said):
         return None
-    step = Step(1, said[0], Answer(attempt.answer), " ".join(filter(None, said[1:])))
+    step = Step(1, "", Answer(attempt.answer), " ".join(filter(None, said)))
     try:
         turn = protocol.write(step)
     except ValueError:
@@ -285,82 +289,6 @@ def prose(protocol: Protocol, turn: str) -> str | None:
     if not found or not opened:
         return None
     return " ".join(TAGS.sub(" ", before).split())
-
-
-def chain_fault(
-    protocol: Protocol, question: Question, attempt: Attempt, *, normalize: str
-) -> str:
-    """Why a chain of thoughts and actions is not learnt; "" where it is.
-
-    Its thoughts are numbered 1, 2, 3, ..., every step but the last searches and is
-    followed by an observation, the last one gives the answer, and that has a word in
-    common with a golden one. Source: ReaRAG (arXiv 2503.21729) section 3.2 and the
-    filter of its code.
-    """
-    if attempt.outcome != Outcome.ANSWERED:
-        return "unfinished" if attempt.outcome.is_signal else attempt.outcome.value
-    actions = [protocol.parse(turn) for turn in attempt.turns]
-    if any(not isinstance(action, Search) for action in actions[:-1]):
-        return "structure"
-    if not all(attempt.shown[:-1]) or not isinstance(actions[-1], Answer):
-        return "structure"
-    numbers = [THOUGHT.findall(turn) for turn in attempt.turns]
-    if numbers != [[str(i)] for i in range(1, len(numbers) + 1)]:
-        return "numbering"
-    right = is_right(question, attempt, measure="f1", normalize=normalize)
-    return "" if right else "no overlap"
-
-
-def chain(protocol: Protocol, question: Question, attempt: Attempt) -> Demonstration:
-    """The chain with its observations as they were, to be learnt without an engine.
-
-    Args:
-        protocol: of the chain.
-        question: that opens it.
-        attempt: without `chain_fault`.
-    """
-    observations = tuple(
-        protocol.observe(s.queries, s.passages).content for s in attempt.searches
-    )
-    return Demonstration(question, attempt.turns, observations=observations)
-
-
-def gold_passages(question: Question, titles: Sequence[str], known) -> tuple:
-    """The passages that a question rests on.
-
-    Args:
-        question: its metadata may hold the passages themselves, as FlashRAG's
-            `context` of titles and sentences with `supporting_facts`.
-        titles: of the passages, where they are known otherwise.
-        known: title -> Passage, of those.
-
-    Raises:
-        ValueError: nothing tells which they are.
-    """
-    if titles:
-        found = [known[title] for title in dict.fromkeys(titles) if title in known]
-    else:
-        found = _from_context(question.metadata)
-    if not found:
-        raise ValueError(
-            f"question {question.id}: its gold passages are not known: expected "
-            "metadata with context and supporting_facts, each with a list title, or "
-            "config.curate.observations = 'engine'"
-        )
-    return tuple(found)
-
-
-def _from_context(metadata):
-    context, facts = metadata.get("context"), metadata.get("supporting_facts")
-    if not isinstance(context, dict) or not isinstance(facts, dict):
-        return []
-    wanted = set(facts.get("title") or ())
-    sentences = context.get("sentences") or context.get("content") or ()
-    return [
-        Passage(f"gold {i}", f"{title}\n{' '.join(map(str.strip, lines))}")
-        for i, (title, lines) in enumerate(zip(context.get("title") or (), sentences))
-        if title in wanted
-    ]
 
 
 def demonstration_record(demonstration: Demonstration) -> dict:

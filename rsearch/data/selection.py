@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 
-import numpy as np
 import xxhash
 
 from rsearch.types import Question

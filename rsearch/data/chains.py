@@ -1,0 +1,214 @@
+"""ReaRAG's chains: which are learnt, what they rest on, and the ablation's own.
+
+Source: ReaRAG (arXiv 2503.21729), section 3.2, Algorithm 3 and the prompt P_ablat of
+Appendix B.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+
+from rsearch.data.curation import Attempt, first_step, is_right
+from rsearch.data.demonstrations import Demonstration
+from rsearch.protocols.base import Protocol
+from rsearch.types import (
+    Answer,
+    Lookup,
+    Malformed,
+    Messages,
+    Outcome,
+    Passage,
+    Question,
+    Search,
+)
+
+THOUGHT = re.compile(r"^\s*Thought\s+(\d+):", re.MULTILINE)
+STEP = re.compile(r"^Thought\s+\d+:", re.MULTILINE)
+OBSERVATION = re.compile(r"^Observation\s+\d+:", re.MULTILINE)
+COMPLETED = "<|completed|>"
+
+INSTRUCTION = """\
+You are given Question, Ground-truth answer, and Decompositions, your task is to give \
+reasoning process interleaving Thought, Action, Observation steps. Thought can reason \
+about the current situation, and Action are in the form of function, there are two \
+types:
+(1) search
+{
+    "name": "search",
+    "description": "It can help you find useful information through the internet or \
+local knowledge base. You can use this tool to access external knowledge.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "query": {
+                "description": "what you want to search"
+            }
+        },
+        "required": ["query"]
+    }
+}
+
+(2) finish
+{
+    "name": "finish",
+    "description": "You can use this function to make a conclusion from the reasoning \
+process and give the final answer. The reasoning process is completed after this \
+'finish' function is called",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "answer": {
+                "description": "the final answer"
+            }
+        },
+        "required": ["answer"]
+    }
+}
+
+After 'finish' function being called, the reasoning process is completed, then marked \
+with <|completed|>. Please follow the format strictly."""
+"""The words of P_ablat, but for its in-context example, which the paper shortens."""
+
+
+def chain_fault(
+    protocol: Protocol, question: Question, attempt: Attempt, *, normalize: str
+) -> str:
+    """Why a chain of thoughts and actions is not learnt; "" where it is.
+
+    Its thoughts are numbered 1, 2, 3, ..., every step but the last searches and is
+    followed by an observation, the last one gives the answer, and that has a word in
+    common with a golden one. Source: ReaRAG (arXiv 2503.21729) section 3.2 and the
+    filter of its code.
+    """
+    if attempt.outcome != Outcome.ANSWERED:
+        return "unfinished" if attempt.outcome.is_signal else attempt.outcome.value
+    actions = [protocol.parse(turn) for turn in attempt.turns]
+    if any(not isinstance(action, Search) for action in actions[:-1]):
+        return "structure"
+    if not all(attempt.shown[:-1]) or not isinstance(actions[-1], Answer):
+        return "structure"
+    numbers = [THOUGHT.findall(turn) for turn in attempt.turns]
+    if numbers != [[str(i)] for i in range(1, len(numbers) + 1)]:
+        return "numbering"
+    right = is_right(question, attempt, measure="f1", normalize=normalize)
+    return "" if right else "no overlap"
+
+
+def chain(protocol: Protocol, question: Question, attempt: Attempt) -> Demonstration:
+    """The chain with its observations as they were, to be learnt without an engine.
+
+    Args:
+        protocol: of the chain.
+        question: that opens it.
+        attempt: without `chain_fault`.
+    """
+    observations = tuple(
+        protocol.observe(s.queries, s.passages).content for s in attempt.searches
+    )
+    return Demonstration(question, attempt.turns, observations=observations)
+
+
+def gold_passages(question: Question, titles: Sequence[str], known) -> tuple:
+    """The passages that a question rests on.
+
+    Args:
+        question: its metadata may hold the passages themselves, as FlashRAG's
+            `context` of titles and sentences with `supporting_facts`.
+        titles: of the passages, where they are known otherwise.
+        known: title -> Passage, of those.
+
+    Raises:
+        ValueError: nothing tells which they are.
+    """
+    if titles:
+        found = [known[title] for title in dict.fromkeys(titles) if title in known]
+    else:
+        found = _from_context(question.metadata)
+    if not found:
+        raise ValueError(
+            f"question {question.id}: its gold passages are not known: expected "
+            "metadata with context and supporting_facts, each with a list title, or "
+            "config.curate.observations = 'engine'"
+        )
+    return tuple(found)
+
+
+def _from_context(metadata):
+    context, facts = metadata.get("context"), metadata.get("supporting_facts")
+    if not isinstance(context, dict) or not isinstance(facts, dict):
+        return []
+    wanted = set(facts.get("title") or ())
+    sentences = context.get("sentences") or context.get("content") or ()
+    return [
+        Passage(f"gold {i}", f"{title}\n{' '.join(map(str.strip, lines))}")
+        for i, (title, lines) in enumerate(zip(context.get("title") or (), sentences))
+        if title in wanted
+    ]
+
+
+def decomposition(question: Question, parts: Sequence[tuple]) -> list[dict]:
+    """The sub-questions of a question: {"question", "answer", "context"} each.
+
+    Args:
+        question: its metadata may hold MuSiQue's `question_decomposition`.
+        parts: (sub-question, answer, context) of each, where they are known otherwise.
+
+    Raises:
+        ValueError: nothing tells them.
+    """
+    names = ("question", "answer", "context")
+    if parts:
+        return [dict(zip(names, part, strict=True)) for part in parts]
+    told = question.metadata.get("question_decomposition")
+    if not isinstance(told, list) or not all(isinstance(d, dict) for d in told):
+        raise ValueError(
+            f"question {question.id}: its decomposition is not known: expected "
+            "metadata with question_decomposition, a list of {question, answer}"
+        )
+    return [{name: str(part.get(name) or "") for name in names} for part in told]
+
+
+def ablation_messages(question: Question, parts: Sequence[dict]) -> Messages:
+    """The chat that asks for a chain, told its answer and its decomposition."""
+    user = (
+        f"Question:\n{question.text}\nGround-truth answer:\n"
+        f"{question.golden_answers[0]}\nDecompositions:\n"
+        f"{json.dumps(list(parts), ensure_ascii=False, indent=1)}\n"
+        "Reasoning process with function call:\n"
+    )
+    return [
+        {"role": "system", "content": INSTRUCTION},
+        {"role": "user", "content": user},
+    ]
+
+
+def split_chain(protocol: Protocol, reply: str) -> Attempt:
+    """The steps of a reply: its turns, and the observations that it made up.
+
+    Args:
+        protocol: reads the action of a step.
+        reply: Thought, Action and Observation in alternation; any text will do.
+    """
+    reply = reply.partition(COMPLETED)[0]
+    starts = [m.start() for m in STEP.finditer(reply)]
+    pieces = [reply[a:b] for a, b in zip(starts, [*starts[1:], len(reply)])]
+    turns, shown, searches, answer, num_malformed = [], [], [], None, 0
+    for piece in pieces:
+        observed = OBSERVATION.search(piece)
+        end = observed.start() if observed else len(piece)
+        turn = first_step(protocol, piece[:end].strip())
+        text = piece[observed.end() :].strip() if observed else ""
+        turns.append(turn)
+        shown.append(text)
+        match protocol.parse(turn):
+            case Search(queries):
+                # As what a model has written from passages is shown.
+                hits = ((Passage("written", f"\n{text}"),),) * len(queries)
+                searches.append(Lookup(queries, hits))
+            case Answer(said):
+                answer = said
+            case Malformed():
+                num_malformed += 1
+    outcome = Outcome.MALFORMED if answer is None else Outcome.ANSWERED
+    parts = tuple(turns), tuple(shown), tuple(searches)
+    return Attempt(*parts, answer, outcome, num_malformed)
