@@ -28,6 +28,7 @@ LAYERS = (  # lowest first; what is not named here is a command, above all of th
         "compiles",
         "plan",
         "crosschecks",
+        "serving",
     ),
     ("models", "protocols"),
     ("data", "retrieval", "rollout", "rewards", "learn"),

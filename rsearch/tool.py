@@ -1,0 +1,324 @@
+"""A trained policy as a search tool: question in, evidence out (R-Search's RSTool).
+
+    python -m rsearch.tool --model=DIR --index=DIR --question="Who ...?"
+    python -m rsearch.tool --model=DIR --index=DIR < questions.txt > answers.jsonl
+    python -m rsearch.tool --model=DIR --index=DIR --serve --port=8000
+    curl -H "Content-Type: application/json" -d '{"question": "Who ...?"}' \\
+        http://127.0.0.1:8000/search
+
+The model is a Hugging Face directory or hub id, such as `rsearch.export` writes, the
+index one of `rsearch.index`. What else there is to know, prompt and budgets above all,
+is that of a recipe. Questions come one a line, as text or as {"question": "..."}; each
+gives one JSON object:
+
+    {"question", "evidence", "answer", "queries", "passages", "outcome"}
+
+`evidence` is what the policy has written down of the passages for whoever answers the
+question, null where there is none; `passages` are all that it was shown, each with id,
+title and text; `outcome` says how it ended. From Python: `SearchTool(config)`.
+"""
+
+import copy
+import itertools
+import json
+import os
+import sys
+import threading
+
+import jax
+from ml_collections import ConfigDict
+
+from rsearch import build, console
+from rsearch.build.answers import evidence_of
+from rsearch.config import (
+    apply_overrides,
+    parse_command_line,
+    print_config,
+    run_command,
+)
+from rsearch.protocols.tagged import whole_characters
+from rsearch.serving import JsonServer, RefusedError
+from rsearch.types import Group, Question
+
+RECIPE = "configs/r_search.py"
+MAX_QUESTIONS = 64  # in one request
+FLAGS = {
+    "model": ("", "Hugging Face directory or hub id (default: the recipe's)"),
+    "index": ("", "a directory that rsearch.index made (default: the recipe's)"),
+    "encoder": ("", "of the index: a directory, a hub id or 'hashed' (likewise)"),
+    "family": ("", "of the encoder: minilm, e5 or bge (likewise)"),
+    "protocol": ("", "how the policy was trained to search (likewise)"),
+    "slots": (8, "questions answered at once"),
+    "max_question_chars": (2000, "a longer question is refused"),
+    "question": ("", "answers this one and ends"),
+    "serve": (False, "serves POST /search and GET /health over HTTP"),
+    "host": ("127.0.0.1", "to listen at; others than this machine need a token"),
+    "port": (8000, "to listen at; 0 takes a free one"),
+    "token_env": ("", "environment variable with the token that requests must carry"),
+    "max_body_bytes": (1 << 18, "a longer request is refused"),
+}
+
+
+class SearchTool:
+    """A policy with its search engine; safe to call from several threads.
+
+    Calls that come while others run are answered together, in the next batch.
+
+    Args:
+        config: of the policy; see `tool_config`.
+        max_question_chars: longer questions are refused.
+        say: called with a line on each part that takes a while to load.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        *,
+        max_question_chars: int = 2000,
+        say=lambda text: None,
+    ):
+        setup = build.load_setup(config, say=say, only_policy=True)
+        host = build.make_host(setup)
+        self._engine = build.make_rollouts(
+            setup, host, temperature=0.0, top_p=1.0, group_size=1
+        )
+        self._params = self._engine.place(build.initial_params(setup))
+        self._limits, self._max_chars = setup.limits, max_question_chars
+        self._running = threading.Lock()
+        self._waiting_lock, self._waiting = threading.Lock(), []
+
+    def __call__(self, question: str | list[str]) -> dict | list[dict]:
+        """What the policy finds: a dict for a question, a list of them for a list.
+
+        Raises:
+            ValueError: a question that is not text, is empty or too long.
+        """
+        if isinstance(question, str):
+            return self._answer([self.check(question)])[0]
+        return self._answer([self.check(q) for q in question]) if question else []
+
+    def check(self, question) -> str:
+        """The question as it will be asked.
+
+        Raises:
+            ValueError: it is not text, is empty or too long.
+        """
+        if not isinstance(question, str) or not question.strip():
+            raise ValueError(f"a question must be text and not empty, got {question!r}")
+        if len(question) > self._max_chars:
+            raise ValueError(
+                f"a question may have {self._max_chars} characters, this one has "
+                f"{len(question)}"
+            )
+        question = whole_characters(question)
+        size = len(self._engine.prompt(Question("", question, ())))
+        if size > self._limits.max_prompt_tokens:
+            raise ValueError(
+                f"a question's prompt may have {self._limits.max_prompt_tokens} "
+                f"tokens, this one's has {size}"
+            )
+        return question
+
+    def _answer(self, questions):
+        """Results in order; whoever runs next takes along all that wait."""
+        call = _Call(questions)
+        with self._waiting_lock:
+            self._waiting.append(call)
+        with self._running:
+            if call.results is None:
+                with self._waiting_lock:
+                    calls, self._waiting = self._waiting, []
+                self._run(calls)
+        if isinstance(call.results, Exception):
+            raise call.results
+        return call.results
+
+    def _run(self, calls):
+        asked = [q for call in calls for q in call.questions]
+        try:
+            groups = self._engine(
+                self._params,
+                [Question(str(i), text, ()) for i, text in enumerate(asked)],
+                jax.random.key(0),  # Greedy: never drawn from.
+            )
+            results = iter([result_of(group) for group in groups])
+            for call in calls:
+                call.results = list(itertools.islice(results, len(call.questions)))
+        except Exception as error:
+            for call in calls:
+                call.results = error
+
+
+class _Call:
+    """Questions of one caller, and what came of them: results, or an exception."""
+
+    def __init__(self, questions):
+        self.questions, self.results = questions, None
+
+
+def result_of(group: Group) -> dict:
+    """What a caller is told of a question's only rollout, as JSON values."""
+    (rollout,) = group.rollouts
+    shown = {
+        passage.id: {"id": passage.id, "title": passage.title, "text": passage.text}
+        for lookup in rollout.searches
+        for passages in lookup.passages
+        for passage in passages
+    }
+    return {
+        "question": group.question.text,
+        "evidence": evidence_of(rollout),
+        "answer": rollout.answer,
+        "queries": [q for lookup in rollout.searches for q in lookup.queries],
+        "passages": list(shown.values()),
+        "outcome": rollout.outcome.value,
+    }
+
+
+def tool_config(
+    recipe: ConfigDict,
+    *,
+    model="",
+    index="",
+    encoder="",
+    family="",
+    protocol="",
+    slots=8,
+) -> ConfigDict:
+    """A recipe's configuration, made to answer questions with this model and index.
+
+    Args:
+        recipe: any; it is left as it is.
+        model, index, encoder, family, protocol: see FLAGS; "" keeps the recipe's.
+        slots: questions answered at once.
+    """
+    changes = {
+        # Nothing is trained: no rule of the training stages applies.
+        "stages": ("curate",),
+        "rollout.group_size": 1,
+        "rollout.slots": slots,
+    }
+    if model:
+        changes |= {"model.source": model, "tokenizer.source": ""}
+    if index:
+        changes |= {"retrieval.index": index, "retrieval.corpus": ""}
+        changes |= {"data.train": "", "data.dev": ""}
+    changes |= {"retrieval.encoder": encoder} if encoder else {}
+    changes |= {"retrieval.family": family} if family else {}
+    config = apply_overrides(recipe, changes)
+    if protocol and protocol != config.protocol.name:
+        # The recipe's words are those of its own protocol.
+        config = copy.deepcopy(config)
+        config.protocol.name = protocol
+        for name in ("instruction", "system", "invalid_message"):
+            config.protocol[name] = None
+    if not config.model.source:
+        raise ValueError("--model=... is missing, and the recipe names no model")
+    return config
+
+
+def routes_of(tool: SearchTool) -> dict:
+    """The routes of the HTTP service."""
+
+    def search(body):
+        given = body.keys() & {"question", "questions"}
+        if len(given) != 1 or len(body) != 1:
+            raise RefusedError(400, 'the body must be {"question"} or {"questions"}')
+        if "question" in body:
+            return tool(_checked(tool, body["question"]))
+        questions = body["questions"]
+        if not isinstance(questions, list) or len(questions) > MAX_QUESTIONS:
+            reason = f'"questions" must be a list of at most {MAX_QUESTIONS}'
+            raise RefusedError(400, reason)
+        return {"results": tool([_checked(tool, q) for q in questions])}
+
+    return {
+        ("POST", "/search"): search,
+        ("GET", "/health"): lambda body: {"status": "ok"},
+    }
+
+
+def _checked(tool, question):
+    try:
+        return tool.check(question)
+    except ValueError as error:
+        raise RefusedError(422, str(error)) from None
+
+
+def main(argv) -> int:
+    """The command; `argv` as in `rsearch.config.parse_command_line`."""
+    argv = list(argv)
+    if not any(word.split("=")[0] == "--config" for word in argv):
+        argv = [f"--config={RECIPE}", *argv]
+    recipe, given = parse_command_line(argv, flags=FLAGS)
+    names = ("model", "index", "encoder", "family", "protocol", "slots")
+    config = tool_config(recipe, **{name: given[name] for name in names})
+    if given["print_config"]:
+        print_config(config)
+        return 0
+    token = _token(given["token_env"])
+    server = None
+    if given["serve"]:
+        # Before anything is loaded: a wrong host or a taken port shows at once.
+        server = JsonServer(
+            given["host"],
+            given["port"],
+            {},
+            token=token,
+            max_body_bytes=given["max_body_bytes"],
+        )
+    tool = SearchTool(
+        config, max_question_chars=given["max_question_chars"], say=console.note
+    )
+    if server is not None:
+        server.routes = routes_of(tool)
+        host, port = server.server_address[:2]
+        console.note(f"POST http://{host}:{port}/search, until Control-C")
+        server.serve()
+        console.note("ended")
+    elif given["question"]:
+        _print(tool(given["question"]))
+    else:
+        _answer_lines(tool, sys.stdin, given["slots"])
+    return 0
+
+
+def _token(name):
+    """The value of an environment variable, which must be set if it is named."""
+    if not name:
+        return ""
+    value = os.environ.get(name, "")
+    if not value:
+        raise ValueError(f"--token_env={name}: this variable is not set")
+    return value
+
+
+def _answer_lines(tool, lines, slots):
+    """A JSON line for each question, `slots` at a time, in order."""
+    numbered = ((n, line.strip()) for n, line in enumerate(lines, 1) if line.strip())
+    while part := list(itertools.islice(numbered, slots)):
+        for result in tool([_read_line(tool, n, line) for n, line in part]):
+            _print(result)
+
+
+def _read_line(tool, number, line):
+    question = line
+    if line.startswith("{"):
+        try:
+            question = json.loads(line)["question"]
+        except (ValueError, KeyError, RecursionError):
+            raise ValueError(
+                f'line {number}: expected text or {{"question": "..."}}'
+            ) from None
+    try:
+        return tool.check(question)
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from None
+
+
+def _print(result):
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
