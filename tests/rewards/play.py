@@ -1,5 +1,7 @@
 """A rollout played by hand: given turns, given passages, one token a character."""
 
+import dataclasses
+
 import numpy as np
 
 from rsearch.types import (
@@ -23,12 +25,24 @@ def segment(source, text):
     return Segment(source, ids, np.zeros(len(ids), np.float32), text)
 
 
-def play(protocol, turns, passages=(), question=PARIS):
-    """What becomes of these turns when every search finds these passages."""
-    prompt = "\n".join(m["content"] for m in protocol.messages(question.text))
-    segments, searches = [segment(Source.PROMPT, prompt)], []
-    answer, outcome, num_malformed = None, Outcome.TRUNCATED, 0
-    for turn in turns:
+def prompt_of(protocol, question):
+    """The messages in Qwen's chat template, or the raw text of a base model."""
+    messages = protocol.messages(question.text)
+    if not protocol.is_chat:
+        return messages[-1]["content"] + protocol.opening
+    lines = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
+    return "".join(lines) + "<|im_start|>assistant\n" + protocol.opening
+
+
+def play(protocol, turns, passages=(), question=PARIS, max_searches=99):
+    """What becomes of these turns when every search finds these passages.
+
+    As in a rollout, what nobody reads any more is not shown: the last turn is followed
+    by an observation only if it searches and may.
+    """
+    segments = [segment(Source.PROMPT, prompt_of(protocol, question))]
+    searches, answer, outcome, num_malformed = [], None, Outcome.TRUNCATED, 0
+    for number, turn in enumerate(turns, start=1):
         segments.append(segment(Source.POLICY, turn))
         action = protocol.parse(turn)
         if isinstance(action, Answer):
@@ -36,12 +50,53 @@ def play(protocol, turns, passages=(), question=PARIS):
             break
         if isinstance(action, Malformed):
             num_malformed += 1
+            if number == len(turns) or protocol.invalid_message is None:
+                outcome = Outcome.MALFORMED
+                break
             segments.append(segment(Source.SEARCH, protocol.invalid_message))
             continue
         assert isinstance(action, Search)
-        found = (tuple(passages),) * len(action.queries)
-        searches.append(Lookup(action.queries, found))
-        shown = protocol.observe(action.queries, found)
-        text = shown.before + shown.content + shown.after
-        segments.append(segment(Source.SEARCH, text))
+        if len(searches) == max_searches:
+            break
+        queries = action.queries[: protocol.max_queries]
+        found = (tuple(passages),) * len(queries)
+        searches.append(Lookup(queries, found))
+        shown = protocol.observe(queries, found)
+        before = shown.before.replace("{turn}", str(number))
+        segments.append(segment(Source.SEARCH, before + shown.content + shown.after))
     return Rollout(tuple(segments), answer, tuple(searches), outcome, num_malformed)
+
+
+def with_observations(rollout, change):
+    """The rollout with the text of each observation changed."""
+    segments = [
+        segment(s.source, change(s.text)) if s.source == Source.SEARCH else s
+        for s in rollout.segments
+    ]
+    return dataclasses.replace(rollout, segments=tuple(segments))
+
+
+class Judge:
+    """A judge that gives these replies in turn and keeps what it was asked."""
+
+    def __init__(self, *replies):
+        self.replies, self.calls = replies, []
+
+    @property
+    def chats(self):
+        return [chat for call in self.calls for chat in call]
+
+    def __call__(self, chats):
+        start = len(self.chats)
+        self.calls.append(list(chats))
+        n = len(self.replies)
+        return [self.replies[(start + i) % n] for i in range(len(chats))]
+
+
+def earned(terms, question, rollout, judge=None):
+    """What these (term, settings) pairs pay together."""
+    total = 0.0
+    for term, settings in terms:
+        asked = {} if judge is None or "judge" not in settings else {"judge": judge}
+        total += term(question, (rollout,), **(settings | asked))[0]
+    return total
