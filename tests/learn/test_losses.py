@@ -6,11 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsearch.learn.losses import (
+    adapted_coefficient,
     clipped_surrogate,
+    clipped_value_loss,
     kl_estimate,
     masked_sum,
     row_weights,
+    truncated_weight,
 )
+from tests.learn.rows import rows_of
 
 NAN, INF = jnp.nan, jnp.inf
 
@@ -36,13 +40,7 @@ def test_sequence_weights_count_every_row_that_wrote_alike():
     np.testing.assert_allclose(row_weights(mask, "sequence"), expected, rtol=1e-6)
 
 
-def rows_of(item, num_rows, num_columns):
-    """A list of rows; the shape is fixed, so that nothing compiles anew."""
-    row = st.lists(item, min_size=num_columns, max_size=num_columns)
-    return st.lists(row, min_size=num_rows, max_size=num_rows).map(np.array)
-
-
-@pytest.mark.parametrize("kind", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["token", "sequence", "micro_token"])
 @given(mask=rows_of(st.booleans(), 3, 5))
 @settings(deadline=None)
 def test_weights_sum_to_1_unless_nobody_wrote(kind, mask):
@@ -141,3 +139,142 @@ def test_a_token_the_policy_has_moved_far_from_keeps_the_loss_finite(gap, advant
 
     value, grad = jax.value_and_grad(loss)(-one + gap)
     assert np.isfinite(value) and np.isfinite(grad).all()
+
+
+def test_constant_weights_divide_by_rows_times_a_fixed_length():
+    mask = jnp.array([[1, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]], bool)
+    weights = row_weights(mask, "constant", num_tokens=5)
+    np.testing.assert_allclose(weights, mask / 10, rtol=1e-6)  # two rows that wrote
+
+
+def test_micro_token_weights_are_a_mean_in_each_micro_batch_and_then_over_them():
+    mask = jnp.array([[[1, 1], [0, 1]], [[0, 0], [1, 0]], [[0, 0], [0, 0]]], bool)
+    expected = np.asarray(mask) * np.array([1 / 6, 1 / 2, 0])[:, None, None]
+    np.testing.assert_allclose(row_weights(mask, "micro_token"), expected, rtol=1e-6)
+
+
+# (ratio, advantage): loss, slope of the loss by logp; dual clip 3, low and high 0.2.
+DUAL = [
+    (5.0, -1.0, 3.0, 0.0, True),  # would be 5: bounded, and pushed no more
+    (2.0, -1.0, 2.0, 2.0, False),
+    (5.0, 1.0, -1.2, 0.0, True),  # a good token is clipped as ever
+    (0.5, -1.0, 0.8, 0.0, True),
+]
+
+
+@pytest.mark.parametrize("ratio, advantage, loss, slope, clips", DUAL)
+def test_the_dual_clip_by_hand(ratio, advantage, loss, slope, clips):
+    one = jnp.ones((1, 1))
+
+    def value(logp):
+        return clipped_surrogate(
+            logp, -one, advantage * one, one > 0, low=0.2, high=0.2, dual=3.0
+        )
+
+    logp = jnp.full((1, 1), np.log(ratio) - 1.0, jnp.float32)
+    result, is_clipped = value(logp)
+    assert float(result[0, 0]) == pytest.approx(loss, abs=1e-5)
+    assert bool(is_clipped[0, 0]) == clips
+    grad = jax.grad(lambda x: value(x)[0].sum())(logp)
+    assert float(grad[0, 0]) == pytest.approx(slope, abs=1e-5)
+
+
+def by_sequence(logp, advantage, mask, low=0.2, high=0.2):
+    return clipped_surrogate(
+        logp,
+        jnp.zeros_like(logp),
+        advantage,
+        mask,
+        low=low,
+        high=high,
+        by_sequence=True,
+    )
+
+
+def test_gspos_ratio_is_the_geometric_mean_of_the_rows():
+    """Gaps 0.1, 0.3 and, retrieved, NaN: ratio exp(0.2) on both tokens."""
+    mask = jnp.array([[True, False, True], [False, True, False]])
+    logp = jnp.array([[0.1, NAN, 0.3], [INF, -0.1, NAN]])
+    advantage = jnp.array([[2.0, NAN, 2.0], [0.0, -1.0, 0.0]])
+    loss, clipped = by_sequence(logp, advantage, mask, high=0.5)
+    expected = [[-2 * np.exp(0.2), 0, -2 * np.exp(0.2)], [0, np.exp(-0.1), 0]]
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert not clipped.any()
+    loss, clipped = by_sequence(logp, advantage, mask)  # exp(0.2) > 1.2
+    np.testing.assert_allclose(loss[0], [-2.4, 0, -2.4], rtol=1e-5)
+    np.testing.assert_array_equal(clipped, [[True, False, True], [False] * 3])
+
+
+def test_gspos_gradient_is_that_of_the_rows_ratio():
+    """Of s A with s = exp(mean gap): s A / length on every token of the row."""
+    mask = jnp.array([[True, False, True]])
+    logp = jnp.array([[0.02, NAN, 0.1]])
+    weights = row_weights(mask, "sequence")
+
+    def total(x):
+        loss, _ = by_sequence(x, jnp.full((1, 3), 2.0), mask)
+        return (loss * weights).sum()
+
+    slope = -2 * np.exp(0.06) / 2
+    np.testing.assert_allclose(jax.grad(total)(logp), [[slope, 0, slope]], rtol=1e-5)
+
+
+def test_truncated_weights_by_hand():
+    """Probabilities 0.5 and 0.25 of a trainer, 0.25 and 0.5 of a sampler; cap 1.5."""
+    mask = jnp.array([[True, True, False]])
+    ours = jnp.log(jnp.array([[0.5, 0.25, NAN]]))
+    theirs = jnp.log(jnp.array([[0.25, 0.5, 0.1]]))
+    found = truncated_weight(ours, theirs, mask, cap=1.5)
+    np.testing.assert_allclose(found, [[1.5, 0.5, 1.0]], rtol=1e-6)
+    grad = jax.grad(lambda x: truncated_weight(x, theirs, mask, cap=1.5).sum())(ours)
+    assert not np.asarray(grad).any()
+
+
+# (value, old, target): loss and slope with a clip of 0.5.
+VALUE = [
+    (1.0, 1.0, 3.0, 2.0, -2.0),
+    (1.4, 1.0, 3.0, 1.28, -1.6),  # within the clip
+    (2.0, 1.0, 3.0, 1.125, 0.0),  # moved by 1: counts as 1.5, and goes no further
+    (0.0, 1.0, 3.0, 4.5, -3.0),  # moved the wrong way: the worse error counts
+    (4.0, 1.0, 3.0, 1.125, 0.0),
+]
+
+
+@pytest.mark.parametrize("value, old, target, loss, slope", VALUE)
+def test_the_value_loss_by_hand(value, old, target, loss, slope):
+    one = jnp.ones((1, 1))
+
+    def total(x):
+        return clipped_value_loss(x, old * one, target * one, one > 0, clip=0.5).sum()
+
+    found, grad = jax.value_and_grad(total)(value * one)
+    assert float(found) == pytest.approx(loss, abs=1e-5)
+    assert float(grad[0, 0]) == pytest.approx(slope, abs=1e-5)
+
+
+def test_without_a_clip_the_value_loss_is_half_the_squared_error():
+    one = jnp.ones((1, 1))
+    loss = clipped_value_loss(4 * one, 0 * one, one, one > 0, clip=0.0)
+    assert float(loss[0, 0]) == 4.5
+
+
+@pytest.mark.parametrize("outside", [NAN, INF])
+def test_values_of_other_tokens_get_no_gradient(outside):
+    mask = jnp.array([[True, False, True]])
+    bad, ones = jnp.array([[-1.0, outside, -1.0]]), jnp.ones((1, 3))
+
+    def total(*args):
+        return clipped_value_loss(*args, mask, clip=0.5).sum()
+
+    for args in ((bad, -ones, ones), (-ones, bad, ones), (-ones, -ones, bad * 2)):
+        value, grad = jax.value_and_grad(total)(*args)
+        assert np.isfinite(value)
+        np.testing.assert_array_equal(grad != 0, mask)
+        assert np.isfinite(grad).all()
+
+
+def test_the_adaptive_coefficient_by_hand():
+    """Target 6, as in the paper: errors are cut to a fifth."""
+    for kl, factor in ((6, 1.0), (6.6, 1.01), (600, 1.02), (5.4, 0.99), (-3, 0.98)):
+        found = adapted_coefficient(0.1, kl, target=6.0, gain=0.1)
+        assert float(found) == pytest.approx(0.1 * factor, rel=1e-5)

@@ -1,0 +1,118 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsearch.learn.advantages import gae, with_advantages
+from tests.learn.rows import batch_of, rows_of
+
+VALUES, REWARDS = [0.2, 0.3, 0.4, 0.5, 0.6], [0, 0, 0, 0, 1]
+
+
+def estimate(rewards, values, mask=None, **lam):
+    rewards, values = (jnp.array([x], jnp.float32) for x in (rewards, values))
+    mask = jnp.ones(rewards.shape, bool) if mask is None else jnp.array([mask], bool)
+    found = gae(rewards, values, mask, **dict(gamma=1.0, lam=1.0) | lam)
+    return [np.asarray(x)[0] for x in found]
+
+
+def test_gae_by_hand():
+    found, returns = estimate(REWARDS, VALUES)
+    np.testing.assert_allclose(found, [0.8, 0.7, 0.6, 0.5, 0.4], atol=1e-6)
+    np.testing.assert_allclose(returns, [1] * 5, atol=1e-6)
+    # A value of 0.9 behind the last token, which the public code does not zero, is
+    # harmless at lambda 1 and leaks below it.
+    leaky = [*REWARDS, 0], [*VALUES, 0.9]
+    found, _ = estimate(*leaky)
+    np.testing.assert_allclose(found[:5], [0.8, 0.7, 0.6, 0.5, 0.4], atol=1e-6)
+    found, _ = estimate(*leaky, lam=0.95)
+    expected = [0.7334, 0.6668, 0.5966, 0.5227, 0.445]
+    np.testing.assert_allclose(found[:5], expected, atol=5e-5)
+    found, _ = estimate(*leaky, mask=[1] * 5 + [0], lam=0.95)
+    assert found[4] == pytest.approx(0.4, abs=1e-6) and found[5] == 0
+
+
+def loop(rewards, values, gamma, lam):
+    """GAE of one sequence in float64."""
+    found, advantage, following = np.zeros(len(rewards)), 0.0, 0.0
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * following - values[t]
+        advantage = delta + gamma * lam * advantage
+        found[t], following = advantage, values[t]
+    return found
+
+
+@given(
+    rows_of(st.integers(-8, 8), 2, 9),
+    rows_of(st.integers(-8, 8), 2, 9),
+    rows_of(st.booleans(), 2, 9),
+    st.sampled_from([(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.5, 1.0)]),
+)
+@settings(deadline=None, max_examples=50)
+def test_gae_of_a_mask_is_that_of_the_sequence_without_what_it_leaves_out(
+    rewards, values, mask, rates
+):
+    gamma, lam = rates
+    outside = np.where(mask, 0.0, np.nan)
+    rewards, values = rewards / 4, values / 8
+    both = gae(rewards + outside, values + outside, mask, gamma=gamma, lam=lam)
+    found, returns = map(np.asarray, both)
+    for i, m in enumerate(mask):
+        expected = loop(rewards[i][m], values[i][m], gamma, lam)
+        np.testing.assert_allclose(found[i][m], expected, atol=1e-5)
+        np.testing.assert_allclose(returns[i][m], expected + values[i][m], atol=1e-5)
+    assert not found[~mask].any() and not returns[~mask].any()
+
+
+# A search between two turns: policy, two retrieved tokens, policy.
+PPO_MASK = [[0, 1, 0, 0, 1, 0], [0, 1, 1, 0, 0, 0]]
+PPO_RESPONSE = [[0, 1, 1, 1, 1, 0], [0, 1, 1, 0, 0, 0]]
+PPO_VALUES = [[9, 0.5, 0.2, 0.1, 0.25, 9], [9, 0.0, 0.5, 9, 9, 9]]
+
+
+def ppo(over_response, outside=0.0, **rates):
+    mask = PPO_RESPONSE if over_response else PPO_MASK
+    values = np.where(np.array(mask, bool), PPO_VALUES, outside)
+    batch = batch_of(PPO_MASK, [1, 0], response=PPO_RESPONSE, values=values)
+    return with_advantages(
+        batch,
+        algorithm="ppo",
+        group_size=1,
+        over_response=over_response,
+        **dict(gamma=0.5, lam=0.5) | rates,
+    )
+
+
+def standard(values):
+    values = np.array(values)
+    return (values - values.mean()) / values.std(ddof=1)
+
+
+@pytest.mark.parametrize("outside", [0.0, np.nan, np.inf])
+def test_retrieved_tokens_enter_neither_returns_nor_whitening(outside):
+    found = ppo(False, outside)
+    # Row 1: 1 - 0.25 = 0.75; 0.5 x 0.25 - 0.5 + 0.25 x 0.75 = -0.1875.
+    # Row 2: 0 - 0.5 = -0.5; 0.5 x 0.5 - 0 + 0.25 x -0.5 = 0.125.
+    raw = [-0.1875, 0.75, 0.125, -0.5]
+    returns = [[0, 0.3125, 0, 0, 1, 0], [0, 0.125, 0, 0, 0, 0]]
+    np.testing.assert_allclose(found.returns, returns, atol=1e-6)
+    z = standard(raw)
+    expected = [[0, z[0], 0, 0, z[1], 0], [0, z[2], z[3], 0, 0, 0]]
+    np.testing.assert_allclose(found.advantage, expected, atol=1e-5)
+
+
+def test_the_public_codes_returns_and_whitening_are_over_the_response():
+    found = ppo(True)
+    # 0.75; 0.125 - 0.1 + 0.1875 = 0.2125; 0.05 - 0.2 + 0.053125 = -0.096875;
+    # 0.1 - 0.5 - 0.02421875 = -0.42421875.
+    raw = [-0.42421875, -0.096875, 0.2125, 0.75, 0.125, -0.5]
+    z = standard(raw)
+    expected = [[0, z[0], 0, 0, z[3], 0], [0, z[4], z[5], 0, 0, 0]]
+    np.testing.assert_allclose(found.advantage, expected, atol=1e-5)
+    assert found.returns[0, 2] == pytest.approx(0.2 - 0.096875, abs=1e-6)
+
+
+def test_at_gamma_and_lambda_1_a_return_is_the_reward():
+    found = ppo(False, gamma=1.0, lam=1.0)
+    np.testing.assert_allclose(found.returns[0], [0, 1, 0, 0, 1, 0], atol=1e-6)
