@@ -24,8 +24,9 @@ from rsearch.evaluate import (
 )
 from rsearch.metrics import read as read_metrics
 from rsearch.plan import SUMMARY, earlier_stages, kind_of, stage_configs
-from rsearch.stages import rl, sft
+from rsearch.stages import curate, rl, sft
 from rsearch.stages.dry_run import dry_run
+from rsearch.stages.memory import open_memory
 from rsearch.workdir import Workdir, is_free, read_rows
 
 MAX_LABEL = 100  # characters of a default workdir before it is cut
@@ -139,14 +140,15 @@ def _run_stages(base, ready, shared, inputs, evaluator, home):
         if params is None:
             params = build.initial_params(setup)
         if kind_of(stage) == "curate":
-            from rsearch.stages import curate
-
             curate.run(setup, params, folder, stage=stage)
             continue
         if kind_of(stage) == "sft":
             params = sft.run(setup, prepared.demonstrations, params, folder)
         else:
-            params = rl.run(setup, evaluator, params, folder, stage=stage)
+            memory = open_memory(setup, folder)
+            params = rl.run(
+                setup, evaluator, params, folder, stage=stage, memory=memory
+            )
         trained[key] = params
         if own.trains == "policy":
             steps = own[kind_of(stage)].steps

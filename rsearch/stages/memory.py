@@ -20,9 +20,10 @@ FILE = "memory.jsonl"  # in the stage's directory: {"step", "id", "question", "t
 
 def open_memory(setup: build.Setup, folder: pathlib.Path):
     """The Memory of an RL stage; None where nothing is memorised."""
-    if not setup.config.rl.memorise_coef:
+    c = setup.config
+    if not c.rl.memorise_coef:
         return None
-    rewrite = build.load_agent(setup, "rewriter")
+    rewrite = build.load_agent(c, "rewriter", setup.mesh, workdir=setup.home)
     return Memory(setup, rewrite, folder)
 
 
@@ -45,9 +46,9 @@ class Memory:
     def rows(self, step: int) -> list:
         """At most config.rl.memorise_rows conversations of T, drawn by step.
 
-        What a step after `step` had added before the run was killed is not in T yet.
+        What a later step had added before the run was killed is not in T yet.
         """
-        known = [row for row in self._rows if row["step"] < step]
+        known = [row for row in self._rows if row["step"] <= step]
         if not known:
             return []
         seed, most = self._setup.config.seed, self._setup.config.rl.memorise_rows
