@@ -1,0 +1,131 @@
+"""Chains of thoughts and actions: the filters, and what they rest on."""
+
+import dataclasses
+import json
+
+import pytest
+
+from rsearch.data.chains import (
+    ablation_messages,
+    chain,
+    chain_fault,
+    decomposition,
+    gold_passages,
+    split_chain,
+)
+from rsearch.data.curation import attempt_of
+from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.base import Step
+from rsearch.types import Answer, Outcome, Passage, Question, Search
+from tests.rewards.play import PARIS, play
+
+REARAG = PROTOCOLS["rearag"]
+SEEN = Passage("written from p", "\nIts capital is Paris.")
+
+
+def step(number, action, thought="I see."):
+    return REARAG.write(Step(number, thought, action))
+
+
+def found(*turns, passages=(SEEN,)):
+    return attempt_of(REARAG, play(REARAG, turns, passages))
+
+
+FIRST, LAST = step(1, Search(("capital",))), step(2, Answer("It is Paris"))
+
+
+@pytest.mark.parametrize(
+    ("turns", "why"),
+    [
+        ((FIRST, LAST), ""),
+        ((step(1, Answer("Paris")),), ""),  # F1 of 1, without a search
+        ((FIRST, step(2, Answer("London"))), "no overlap"),
+        ((FIRST, step(3, Answer("Paris"))), "numbering"),
+        ((FIRST, FIRST, step(3, Answer("Paris"))), "numbering"),
+        ((step(2, Search(("q",))), step(3, Answer("Paris"))), "numbering"),
+        ((FIRST, LAST.partition("\n")[2]), "numbering"),
+        ((FIRST,), "unfinished"),
+    ],
+)
+def test_a_chain_is_learnt_if_its_steps_are_in_order_and_its_answer_overlaps(
+    turns, why
+):
+    assert chain_fault(REARAG, PARIS, found(*turns), normalize="squad") == why
+
+
+def test_a_failed_engine_is_no_fault_of_the_chain():
+    attempt = dataclasses.replace(found(FIRST), outcome=Outcome.TOOL_ERROR)
+    assert chain_fault(REARAG, PARIS, attempt, normalize="squad") == "tool_error"
+
+
+def test_a_step_without_an_observation_is_refused():
+    attempt = dataclasses.replace(found(FIRST, LAST), shown=("", ""))
+    assert chain_fault(REARAG, PARIS, attempt, normalize="squad") == "structure"
+
+
+def test_a_chain_keeps_what_it_has_seen():
+    made = chain(REARAG, PARIS, found(FIRST, LAST))
+    assert made.turns == (FIRST, LAST)
+    assert made.observations == ("Its capital is Paris.",)
+    assert made.context_turns == 0
+
+
+GOLD = {
+    "context": {
+        "title": ["France", "Spain", "Paris"],
+        "sentences": [["A land. ", "In Europe."], ["Madrid."], ["A city."]],
+    },
+    "supporting_facts": {"title": ["Paris", "France"], "sent_id": [0, 0]},
+}
+
+
+def test_gold_passages_are_the_supporting_ones_of_the_metadata():
+    question = Question("q", "?", ("x",), GOLD)
+    contents = [p.contents for p in gold_passages(question, (), {})]
+    assert contents == ["France\nA land. In Europe.", "Paris\nA city."]
+
+
+def test_gold_passages_may_be_known_by_their_titles():
+    known = {"France": SEEN}
+    question = Question("q", "?", ("x",))
+    assert gold_passages(question, ["France", "France", "?"], known) == (SEEN,)
+    with pytest.raises(ValueError, match="question q: its gold passages"):
+        gold_passages(question, (), {})
+
+
+def test_the_ablation_is_told_the_answer_and_the_parts():
+    parts = decomposition(PARIS, [("Which country?", "France", "A land.")])
+    system, user = ablation_messages(PARIS, parts)
+    assert "Ground-truth answer:\nParis" in user["content"]
+    told = (
+        user["content"].partition("Decompositions:\n")[2].rpartition("\nReasoning")[0]
+    )
+    assert json.loads(told) == [
+        {"question": "Which country?", "answer": "France", "context": "A land."}
+    ]
+    assert "<|completed|>" in system["content"]
+
+
+def test_musiques_decomposition_is_read():
+    told = [{"id": 7, "question": "a?", "answer": "b"}]
+    question = Question("q", "?", ("x",), {"question_decomposition": told})
+    assert decomposition(question, ()) == [
+        {"question": "a?", "answer": "b", "context": ""}
+    ]
+    with pytest.raises(ValueError, match="question q1: its decomposition"):
+        decomposition(PARIS, ())
+
+
+def test_a_whole_reply_is_split_into_turns_and_observations():
+    reply = f"Sure.\n{FIRST}\nObservation 1: Paris it is.\n{LAST}\n<|completed|> more"
+    attempt = split_chain(REARAG, reply)
+    assert attempt.turns == (FIRST, LAST)
+    assert attempt.answer == "It is Paris" and attempt.outcome == Outcome.ANSWERED
+    assert chain_fault(REARAG, PARIS, attempt, normalize="squad") == ""
+    assert chain(REARAG, PARIS, attempt).observations == ("Paris it is.",)
+
+
+@pytest.mark.parametrize("reply", ["", "Thought 1:", f"{FIRST}\nThought 2: and", "x"])
+def test_a_reply_without_an_end_is_no_chain(reply):
+    attempt = split_chain(REARAG, reply)
+    assert chain_fault(REARAG, PARIS, attempt, normalize="squad") == "unfinished"

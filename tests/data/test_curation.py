@@ -1,0 +1,237 @@
+"""What is kept of rollouts and why, with conversations played by hand."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsearch.data.curation import (
+    SEGMENT_KINDS,
+    attempt_of,
+    both_knowledge_fault,
+    demonstration_record,
+    fault,
+    first_step,
+    from_record,
+    is_right,
+    prose,
+    question_record,
+    rewording,
+    segments,
+    to_record,
+)
+from rsearch.data.demonstrations import Demonstration, load_demonstrations
+from rsearch.data.questions import load_questions
+from rsearch.protocols import PROTOCOLS, SEARCH_R1
+from rsearch.protocols.base import Step
+from rsearch.types import Answer, Outcome, Passage, Question, Search
+from tests.rewards.play import PARIS, play
+
+EM = {"measure": "em", "normalize": "squad"}
+PASSAGE = Passage("p", "France\nIts capital is Paris.")
+PP = PROTOCOLS["r1_searcher_pp"]
+
+
+def tried(*turns, protocol=SEARCH_R1, passages=(PASSAGE,)):
+    return attempt_of(protocol, play(protocol, turns, passages))
+
+
+def search(thought, query):
+    return f"<think> {thought}</think><search> {query} </search>"
+
+
+def answer(thought, text):
+    return f"<think> {thought}</think><answer> {text} </answer>"
+
+
+TWO_SEARCHES = (search("France?", "France"), search("Capital?", "capital"))
+RIGHT = tried(*TWO_SEARCHES, answer("Found.", "Paris"))
+
+
+def test_a_turn_is_cut_behind_its_action():
+    cut = first_step(SEARCH_R1, "a <search> q </search>\n\n")
+    assert cut == "a <search> q </search>"
+
+
+def test_steps_behind_an_observation_that_a_model_made_up_are_cut():
+    rearag = PROTOCOLS["rearag"]
+    first = (
+        "Thought 1: a\nAction 1: {'function': 'search', 'parameters': {'query': 'q'}}"
+    )
+    later = "\nObservation 1: x\nThought 2: b\nAction 2: `{}`"
+    assert first_step(rearag, first + later) == first
+    assert first_step(rearag, first) == first
+
+
+@given(st.text())
+def test_a_cut_turn_takes_the_same_action(text):
+    for protocol in PROTOCOLS.values():
+        cut = first_step(protocol, text)
+        assert protocol.parse(cut) == protocol.parse(text)
+        assert text.startswith(cut)
+
+
+def test_an_attempt_survives_its_record():
+    record = to_record(RIGHT)
+    assert from_record(json.loads(json.dumps(record))) == RIGHT
+    assert RIGHT.outcome == Outcome.ANSWERED
+    assert len(RIGHT.turns) == len(RIGHT.shown) == 3 and RIGHT.shown[2] == ""
+    assert RIGHT.passages() == [PASSAGE]  # found twice
+
+
+@pytest.mark.parametrize(
+    ("text", "em", "cover_em", "f1"),
+    [
+        ("Paris", True, True, True),
+        ("Paris France", False, True, True),
+        ("London", False, False, False),
+    ],
+)
+def test_right_is_what_the_measure_says(text, em, cover_em, f1):
+    attempt = tried(answer("", text))
+    wanted = {"em": em, "cover_em": cover_em, "f1": f1}
+    for measure, right in wanted.items():
+        got = is_right(PARIS, attempt, measure=measure, normalize="squad")
+        assert got == right, measure
+
+
+@pytest.mark.parametrize(
+    ("turns", "why"),
+    [
+        ((*TWO_SEARCHES, answer("", "Paris")), ""),
+        ((answer("", "Paris"),), ""),
+        ((answer("", "London"),), "wrong"),
+        (TWO_SEARCHES, "truncated"),
+        (("no action", answer("", "Paris")), "malformed"),
+        ((answer("<information> Paris </information>", "Paris"),), "forged"),
+        ((TWO_SEARCHES[0], answer(PASSAGE.contents, "Paris")), "copied"),
+        # Before it was found, the same words are the policy's own.
+        ((answer(PASSAGE.contents, "Paris"),), ""),
+    ],
+)
+def test_a_fault_says_why_an_attempt_is_no_example(turns, why):
+    assert fault(SEARCH_R1, PARIS, tried(*turns), **EM) == why
+
+
+def test_three_turns_make_three_segments_of_three_kinds():
+    made = segments(SEARCH_R1, PARIS, RIGHT)
+    assert [kind for kind, _ in made] == [
+        "search_from_question",
+        "search_from_retrieved",
+        "answer_from_retrieved",
+    ]
+    for number, (_, demonstration) in enumerate(made):
+        assert demonstration.context_turns == number
+        assert demonstration.turns == RIGHT.turns[: number + 1]
+        assert demonstration.observations is None  # the engine is asked again
+    ((kind, alone),) = segments(SEARCH_R1, PARIS, tried(answer("", "Paris")))
+    assert kind == "answer_from_question" and alone.context_turns == 0
+    assert {kind for kind, _ in made} | {kind} == set(SEGMENT_KINDS)
+
+
+def test_what_a_segment_learns_never_holds_a_passage():
+    for _, demonstration in segments(SEARCH_R1, PARIS, RIGHT):
+        learnt = demonstration.turns[demonstration.context_turns]
+        assert PASSAGE.contents not in learnt and "<information>" not in learnt
+    copied = tried(TWO_SEARCHES[0], answer(PASSAGE.contents, "Paris"))
+    with pytest.raises(AssertionError):
+        segments(SEARCH_R1, PARIS, copied)
+
+
+def turns_of(*steps):
+    """Turns of R1-Searcher++, as (thought, action, internal)."""
+    return [PP.write(Step(i, t, a, k)) for i, (t, a, k) in enumerate(steps, 1)]
+
+
+BOTH = turns_of(
+    ("Which country?", Search(("capital of France",)), "The question is on France."),
+    ("Its capital is Paris, I read.", Answer("Paris"), ""),
+)
+
+
+@pytest.mark.parametrize(
+    ("turns", "why"),
+    [
+        (BOTH, ""),
+        (turns_of(("", Answer("Paris"), "I know.")), "nothing searched"),
+        (
+            turns_of(("", Search(("q",)), ""), ("Read.", Answer("Paris"), "")),
+            "nothing recalled",
+        ),
+        (
+            [BOTH[0], BOTH[1].replace("Its", "<|begin_internal_answer|>")],
+            "unclosed internal tag",
+        ),
+    ],
+)
+def test_both_kinds_of_knowledge_are_asked_for(turns, why):
+    attempt = tried(*turns, protocol=PP)
+    assert fault(PP, PARIS, attempt, **EM) == ""
+    assert both_knowledge_fault(attempt) == why
+
+
+def test_prose_is_what_stands_before_the_action():
+    assert prose(PP, BOTH[0]) == "The question is on France. Which country?"
+    assert prose(PP, BOTH[1]) == "Its capital is Paris, I read."
+    assert prose(SEARCH_R1, TWO_SEARCHES[0]) == "France?"
+    assert prose(SEARCH_R1, "nothing") is None
+
+
+def test_a_rewording_recalls_what_was_found_and_mentions_no_search():
+    made = rewording(PP, PARIS, tried(*BOTH, protocol=PP), **EM)
+    (turn,) = made.turns
+    assert "_external_search|>" not in turn and "capital of France" not in turn
+    begin, _, rest = turn.partition("<|begin_internal_answer|>")
+    recalled, _, end = rest.partition("<|end_internal_answer|>")
+    assert begin == "" and "Its capital is Paris, I read." in recalled
+    assert PP.parse(end) == Answer("Paris")
+    shown = "".join(message["content"] for message in made.messages)
+    assert PASSAGE.contents in shown and PARIS.text in shown
+
+
+def test_what_was_not_searched_is_not_reworded():
+    recalled = tried(*turns_of(("", Answer("Paris"), "I know.")), protocol=PP)
+    assert rewording(PP, PARIS, recalled, **EM) is None
+
+
+def test_demonstrations_are_read_as_they_were_written(tmp_path):
+    question = Question("q7", "Where?", ())
+    wanted = [
+        Demonstration(question, ("a", "b"), context_turns=1),
+        Demonstration(question, ("a", "b"), observations=("",)),
+        Demonstration(question, ("a",), messages=({"role": "user", "content": "c"},)),
+    ]
+    path = tmp_path / "demonstrations.jsonl"
+    lines = [json.dumps(demonstration_record(d)) for d in wanted]
+    path.write_text("\n".join(lines) + "\n")
+    assert load_demonstrations(path) == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"context_turns": 2}, "context_turns"),
+        ({"context_turns": "1"}, "context_turns"),
+        ({"observations": []}, "observations"),
+        ({"observations": [3]}, "observations"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+    ],
+)
+def test_a_wrong_field_of_a_demonstration_is_named(tmp_path, fields, error):
+    path = tmp_path / "demonstrations.jsonl"
+    path.write_text(json.dumps({"question": "q", "turns": ["a", "b"], **fields}) + "\n")
+    with pytest.raises(ValueError, match=f"demonstrations.jsonl:1: field {error}"):
+        load_demonstrations(path)
+
+
+def test_questions_are_read_as_they_were_written(tmp_path):
+    question = Question("q7", "Where?", ("here", "there"), {"kind": "single"})
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps(question_record(question, difficulty="hard")) + "\n")
+    ((read,), problems) = load_questions(path)
+    assert not problems
+    assert read == Question(
+        "q7", "Where?", ("here", "there"), {"kind": "single", "difficulty": "hard"}
+    )

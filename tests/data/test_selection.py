@@ -1,0 +1,86 @@
+"""Which questions are taken: levels, mixes and draws."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsearch.data.selection import difficulty, drawn, first_drawn, mixed, share
+from rsearch.types import Question
+
+
+def asked(count, dataset=None):
+    metadata = {} if dataset is None else {"data_source": dataset}
+    return [Question(f"{dataset}{i}", "?", ("x",), metadata) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("needed", "level"),
+    [
+        (1, "easy"),
+        (9, "easy"),
+        (10, "medium"),
+        (20, "medium"),
+        (21, "hard"),
+        (None, "hard"),
+    ],
+)
+def test_levels_are_those_of_the_paper(needed, level):
+    assert difficulty(needed, easy_below=10, hard_above=20) == level
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 5))
+def test_draws_are_nested_and_repeat(small, more, seed):
+    items = asked(60)
+    few = set(first_drawn(items, small or 1, seed=seed))
+    assert few <= set(first_drawn(items, (small or 1) + more, seed=seed))
+    assert drawn(items, seed=seed) == drawn(items, seed=seed)
+    assert sorted(drawn(items, seed=seed)) == list(range(60))
+
+
+def test_a_quarter_is_a_quarter_in_order_and_another_one_for_another_seed():
+    items = asked(100)
+    taken = share(items, 0.25, seed=0)
+    assert len(taken) == 25 and taken == sorted(taken)
+    assert taken != share(items, 0.25, seed=1)
+    assert share(items, 0.0, seed=0) == [] and len(share(items, 1.0, seed=0)) == 100
+
+
+def test_a_draw_does_not_move_when_questions_are_added():
+    few, many = asked(10), asked(20)
+    order = [i for i in drawn(many, seed=3) if i < 10]
+    assert order == drawn(few, seed=3)
+
+
+def test_table_1_takes_its_counts_of_each_data_set_and_level():
+    questions = asked(30, "hotpotqa") + asked(30, "2wikimultihopqa")
+    levels = ["easy", "medium", "hard"] * 20
+    mix = ("hotpotqa medium 2", "hotpotqa hard 3", "2wikimultihopqa medium 0.5")
+    taken, short = mixed(questions, levels, mix, seed=0)
+    found = [(questions[i].metadata["data_source"], levels[i]) for i in taken]
+    assert found.count(("hotpotqa", "medium")) == 2
+    assert found.count(("hotpotqa", "hard")) == 3
+    assert found.count(("2wikimultihopqa", "medium")) == 5
+    assert len(found) == 10 and not short and taken == sorted(taken)
+
+
+def test_a_range_takes_what_a_smaller_draw_has_left():
+    questions, levels = asked(20), ["medium"] * 20
+    (first, _), (rest, _), (both, _), (end, _) = (
+        mixed(questions, levels, (f"medium {amount}",), seed=0)
+        for amount in ("8", "8:15", "15", "15:")
+    )
+    assert not set(first) & set(rest) and sorted(first + rest) == both
+    assert len(rest) == 7 and len(end) == 5 and not set(end) & set(both)
+
+
+def test_too_few_are_all_taken_and_said():
+    taken, short = mixed(asked(3), ["hard"] * 3, ("hard 5", "easy 1"), seed=0)
+    assert taken == [0, 1, 2]
+    assert short == [
+        "'hard 5': there are 3 such questions",
+        "'easy 1': there are 0 such questions",
+    ]
+
+
+def test_no_mix_takes_all_that_have_a_level():
+    assert mixed(asked(3), ["hard", None, "easy"], (), seed=0) == ([0, 2], [])
