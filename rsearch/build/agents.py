@@ -6,6 +6,7 @@ directory or hub id, a small model of the embedded world ("world:<name>"), what 
 of the same run has trained ("stage:<name>"), or the URL of an endpoint.
 """
 
+import functools
 import pathlib
 
 import jax
@@ -14,6 +15,7 @@ from ml_collections import ConfigDict
 
 from rsearch import checkpoint
 from rsearch.build.parts import WORLD, load_policy_tokenizer, policy_model
+from rsearch.build.pretrained import find_source
 from rsearch.data.world import make_world
 from rsearch.models import hf_config, huggingface, weights
 from rsearch.models.decoder import Decoder
@@ -30,22 +32,21 @@ CHECKPOINTS = "checkpoints"  # in a stage's directory
 STAGE_SECTIONS = ("model", "tokenizer", "protocol")  # that shape what a stage trains
 
 
-def load_agent(
-    c, name: str, mesh, *, find=huggingface.find_model, workdir=None
-) -> GenerateFn | None:
+def load_agent(c, name: str, mesh, *, find=None, workdir=None) -> GenerateFn | None:
     """The model of one section of a configuration; None where it names none.
 
     Args:
         c: the configuration.
         name: of the section, such as "judge".
         mesh: devices that a local model runs on.
-        find: source -> directory, of a model that is neither a stage nor an endpoint.
+        find: source -> directory, of a model that is neither a stage nor an endpoint;
+            by default `find_source`.
         workdir: of the run whose stages "stage:<name>" means.
 
     Raises:
         ValueError: there is no such model, or its context is too small for the section.
     """
-    s = c[name]
+    s, find = c[name], find or functools.partial(find_source, c)
     if not s.source:
         return None
     if s.source.startswith(URLS):
@@ -86,7 +87,7 @@ def load_agent(
     )
 
 
-def stage_model(stage: str, mesh, *, workdir, find=huggingface.find_model):
+def stage_model(stage: str, mesh, *, workdir, find=None):
     """What a stage of a run has trained: its network, tokenizer and newest parameters.
 
     Args:
@@ -101,6 +102,7 @@ def stage_model(stage: str, mesh, *, workdir, find=huggingface.find_model):
     if workdir is None:
         raise ValueError(f"'{STAGE}{stage}' is a stage of a run, and no run is given")
     c, source = _stage_sections(stage, workdir)
+    find = find or functools.partial(find_source, c)
     source = find(source) if source else None
     needs_world = c.tokenizer.source == WORLD
     world = make_world(seed=c.seed, **c.world) if needs_world else None

@@ -11,6 +11,7 @@ import numpy as np
 
 from rsearch.build.setup import Setup
 from rsearch.protocols import plain
+from rsearch.protocols.concluding import finish_messages
 from rsearch.protocols.tagged import boxes
 from rsearch.types import (
     GenerateFn,
@@ -25,25 +26,7 @@ from rsearch.types import (
 
 EVIDENCE = "original_evidence"
 
-SHORT_ANSWER = (
-    "The Reference Answer is the final answer to the question. It's the final "
-    "deterministic answer, your task is to give concise version of it. Only give me "
-    "the short answer and do not output any other words.\n[Question]\n{question}\n"
-    "[Reference answer]\n{reference}\nOnly give me the short answer and do not output "
-    "any other words. For yes, or no answer, only answer it short. Give the shortest "
-    "answer possible."
-)
-"""ReaRAG's P_ans, from its appendix B."""
-
 LOG_SYSTEM = "You are a QA assistant. Always return a short answer."
-
-
-def finish_messages(question: str, reference: str) -> Messages:
-    """The chat that asks for the short version of finish(reference)."""
-    head, _, rest = SHORT_ANSWER.partition("{question}")
-    between, _, tail = rest.partition("{reference}")
-    # Not str.format: either text may hold braces.
-    return [{"role": "user", "content": head + question + between + reference + tail}]
 
 
 def log_messages(question: str, rollout: Rollout) -> Messages:

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from rsearch.build.reading import prompts
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
 from rsearch.data.world_texts import world_words
@@ -13,11 +14,11 @@ from rsearch.plan import QUESTIONS, kinds, stage_file
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine, engine_in_memory
 from rsearch.retrieval.index import corpus_path, open_index
-from rsearch.retrieval.writing import PROMPTS
 from rsearch.rollout.conversation import (
     Limits,
     conversation_tokens,
     markup_tokens,
+    prompt_ids,
 )
 from rsearch.types import Question
 
@@ -45,8 +46,8 @@ def load_policy_tokenizer(c, world, source) -> Tokenizer:
 
 def world_tokenizer(world) -> Tokenizer:
     """The one tokenizer of all that talk about a world, whatever their protocol."""
-    prompts = 2 * list(PROMPTS.values())  # A word must occur twice to be worth a token.
-    return train_tokenizer(world.texts() + world_words(world) + prompts)
+    # Twice, as a word must occur twice to be worth a token.
+    return train_tokenizer(world.texts() + world_words(world) + 2 * prompts())
 
 
 def policy_model(c, tokenizer, source) -> Decoder:
@@ -87,15 +88,19 @@ def budgets(c, tokenizer, protocol, spec) -> tuple[Limits, int]:
         max_prompt_tokens=r.max_prompt_tokens,
         max_turn_tokens=r.max_turn_tokens,
         max_observation_tokens=r.max_observation_tokens,
+        forced_final_turn=r.forced_final_turn,
+        cuts_tags=r.cut_tags,
     )
     markup = markup_tokens(tokenizer, protocol)
     needed = conversation_tokens(limits, markup)
     have = r.context_tokens or needed
+    found = f"{markup.parts} x " if markup.parts > 1 else ""
+    echo = f"{r.max_turn_tokens} of queries + " if markup.echoes else ""
     arithmetic = (
-        f"prompt {r.max_prompt_tokens} + {r.max_searches + 1} turns x "
-        f"{r.max_turn_tokens} + {r.max_searches} observations x "
-        f"max({r.max_observation_tokens} + {markup[0]} of tags, {markup[1]} of the "
-        f"invalid-action message) = {needed} tokens"
+        f"prompt {r.max_prompt_tokens} + {limits.num_turns} turns x "
+        f"{r.max_turn_tokens} + {limits.num_turns - 1} observations x "
+        f"max({found}{r.max_observation_tokens} + {echo}{markup.tags} of tags, "
+        f"{markup.message} of the invalid-action message) = {needed} tokens"
     )
     if have < needed:
         raise ValueError(
@@ -179,7 +184,8 @@ def fitting(questions, split, protocol, tokenizer, limits, say, *, limit=0):
     for question in questions:
         if limit and len(kept) == limit:
             break
-        count = len(tokenizer.encode_prompt(protocol.messages(question.text)))
+        chat = protocol.messages(question.text)
+        count = len(prompt_ids(tokenizer, protocol, chat))
         if count <= most:
             kept.append(question)
             continue

@@ -40,9 +40,9 @@ def solution(world, question: Question, *, recalls=False, max_queries=1) -> list
         searched += now
         internal = []
     if compares and internal and not found:
-        internal.append(_compared(world.hops[question.id]))
+        internal.append(compared(world.hops[question.id]))
     elif compares:
-        found.append(_compared(world.hops[question.id]))
+        found.append(compared(world.hops[question.id]))
     evidence = " ".join(map(original, searched)) if searched else None
     answer = Answer(question.golden_answers[0])
     thought = " ".join(found) or RECALLED
@@ -90,7 +90,7 @@ def original(hop: Hop) -> str:
     return f"(Title: {hop.subject}){told}"
 
 
-def _compared(hops) -> str:
+def compared(hops) -> str:
     """The conclusion from all years: "1920 first."."""
     return f"{min((hop.object for hop in hops), key=int)} first."
 

@@ -1,0 +1,240 @@
+"""What small models of the embedded world read before a run begins.
+
+`base` stands for the base models that the published systems start from: it knows the
+famous, reads passages, and follows each protocol's form, but is too easily content.
+`expert` does the same well, and the work of the models beside a policy too. `judge`
+answers from given evidence alone.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from rsearch.data import world_plans, world_texts
+from rsearch.data.demonstrations import turns_of
+from rsearch.data.world_facts import UNKNOWN, Hop, told
+from rsearch.data.world_questions import COMPARISON
+from rsearch.protocols import PROTOCOLS, plain
+from rsearch.protocols.base import Step
+from rsearch.protocols.concluding import finish_messages
+from rsearch.protocols.rewriting import rewriting_messages
+from rsearch.retrieval.writing import PROMPTS, writing_messages
+from rsearch.types import Answer, Messages, Passage, Question
+
+REARAG = "rearag"  # the protocol whose observations a model writes
+RECALLING = "r1_searcher_pp"  # the protocol that has a place for what is recalled
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialogue:
+    """A conversation of one protocol.
+
+    Attributes:
+        protocol: its name.
+        question: that opens it.
+        turns: what is written.
+        observations: what is shown in between; None asks the engine.
+    """
+
+    protocol: str
+    question: Question
+    turns: tuple[str, ...]
+    observations: tuple[str, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A chat and the reply to learn."""
+
+    messages: Messages
+    reply: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Plain text: pairs of a given piece and the one to learn after it."""
+
+    pieces: tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """How well a model's dialogues go, and what it reads beside them.
+
+    Attributes:
+        flawed: of the dialogues do not find the answer.
+        guessed: of the flawed guess at once; the others stop searching too early.
+        recalled: of the flawless ones about the famous recall what they know; those of
+            the protocol that has a place for it do so twice as often.
+        facts: times that each fact of the famous is read, as a sentence.
+        direct: times that each question about the famous is answered at once.
+        chats: times that the work beside a policy is done for each question.
+        judged: times that each question is answered from evidence.
+    """
+
+    flawed: float = 0.0
+    guessed: float = 0.0
+    recalled: float = 0.0
+    facts: int = 0
+    direct: int = 0
+    chats: int = 0
+    judged: int = 0
+
+
+def reading(world, shares: Shares, search, *, seed) -> list:
+    """Dialogues, chats and texts in random order.
+
+    Args:
+        world: that they are about.
+        shares: of each.
+        search: finds a query's passages.
+        seed: of flaws and order.
+    """
+    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 5])))
+    found = []
+    if not shares.judged:
+        for name in PROTOCOLS:
+            for question in world.train:
+                found.append(_dialogue(world, name, question, shares, rng))
+    found += _facts(world, shares.facts, rng)
+    for _ in range(shares.direct):
+        found += _answers(world, search, rng)
+    for _ in range(shares.chats):
+        found += _work(world, rng)
+    for _ in range(shares.judged or shares.chats):
+        found += _judgements(world, rng)
+    return [found[i] for i in rng.permutation(len(found))]
+
+
+def _dialogue(world, name, question, shares, rng):
+    """One question in one protocol, answered well or not."""
+    protocol = PROTOCOLS[name]
+    flawed, guessed, recalled, rewritten = rng.random(4)
+    if flawed >= shares.flawed:
+        recalls = shares.recalled * (2 if name == RECALLING else 1)
+        steps = world_plans.solution(
+            world,
+            question,
+            recalls=recalled < recalls,
+            max_queries=protocol.max_queries,
+        )
+    elif guessed < shares.guessed:
+        steps = world_plans.guess(world, question, rng)
+    else:
+        steps = world_plans.early_stop(world, question, rng)
+    observations = None
+    if name == REARAG and rewritten < 0.7:
+        queries = [step.action.queries[0] for step in steps[:-1]]
+        observations = tuple(observed(world, query) for query in queries)
+    return Dialogue(name, question, turns_of(protocol, steps), observations)
+
+
+def observed(world, query: str) -> str:
+    """What a writer makes of the passage about what was searched for."""
+    return f"{query} {told(query, world.facts[query])}"
+
+
+def _facts(world, times, rng):
+    """Each fact of the famous this often, six to a text."""
+    hops = [
+        Hop(subject, name, object)
+        for subject, known in world.facts.items()
+        if subject in world.famous
+        for name, object in known.items()
+    ]
+    order = [i for _ in range(times) for i in rng.permutation(len(hops))]
+    chosen = [(f" {hops[i].subject}", f" {hops[i].fact}") for i in order]
+    return [Text(tuple(chosen[i : i + 6])) for i in range(0, len(chosen), 6)]
+
+
+def _answers(world, search, rng):
+    """Questions answered at once: about the famous from memory, others by a guess."""
+    direct = plain.reworded(plain.DIRECT, user=world_texts.DIRECT)
+    rag = plain.reworded(plain.RAG, user=world_texts.RAG)
+    found = []
+    for question in world.train:
+        answer = question.golden_answers[0]
+        if not question.metadata["known"]:
+            (step,) = world_plans.guess(world, question, rng)
+            answer = step.action.text
+        chat = plain.messages_with_passages(direct, question.text, "")
+        found.append(Chat(chat, answer))
+    queries = [question.text for question in world.train]
+    for question, passages in zip(world.train, search(queries), strict=True):
+        shown = plain.write_passages(passages)
+        chat = plain.messages_with_passages(rag, question.text, shown)
+        found.append(Chat(chat, _read(world, question, passages, rng)))
+    return found
+
+
+def _read(world, question, passages, rng):
+    """The answer where these passages tell all it takes, else a guess."""
+    shown = {passage.title for passage in passages}
+    if all(hop.subject in shown for hop in world.hops[question.id]):
+        return question.golden_answers[0]
+    (step,) = world_plans.guess(world, question, rng)
+    return step.action.text
+
+
+def _work(world, rng):
+    """What models beside a policy are asked: rewrites, observations, short answers."""
+    found = []
+    recalling = PROTOCOLS[RECALLING]
+    subjects = sorted(world.facts)
+    for question in world.train:
+        hops = world.hops[question.id]
+        passages = [_passage(world, hop.subject) for hop in hops]
+        chat = rewriting_messages(question.text, passages, user=world_texts.REWRITE)
+        found.append(Chat(chat, recalling.write(_recalled(question, hops))))
+        subject = subjects[rng.integers(len(subjects))]
+        chat = writing_messages(
+            subject, [_passage(world, subject)], prompt="context_only"
+        )
+        found.append(Chat(chat, observed(world, subject)))
+        answer = question.golden_answers[0]
+        long = answer if rng.random() < 0.5 else f"{hops[-1].sentence} {answer}"
+        found.append(Chat(finish_messages(question.text, long), answer))
+    return found
+
+
+def _recalled(question, hops) -> Step:
+    """All that is found out, said as if it had been known."""
+    said = [hop.sentence for hop in hops]
+    if question.metadata["kind"] == COMPARISON:
+        said.append(world_plans.compared(hops))
+    answer = Answer(question.golden_answers[0])
+    return Step(1, world_plans.RECALLED, answer, " ".join(said))
+
+
+def _passage(world, subject) -> Passage:
+    """The passage about an entity."""
+    return Passage(subject, f"{subject}\n{told(subject, world.facts[subject])}")
+
+
+def _judgements(world, rng):
+    """Answers from evidence; from too little of it, that it is unknown."""
+    found = []
+    for question in world.train:
+        hops = list(world.hops[question.id])
+        answer = question.golden_answers[0]
+        if rng.random() < 0.3:
+            hops = hops[: rng.integers(len(hops))]
+            answer = UNKNOWN
+        if rng.random() < 0.7:
+            pieces = [world_plans.original(hop) for hop in hops]
+        else:
+            pieces = [
+                f"(Title: {hop.subject}) {told(hop.subject, world.facts[hop.subject])}"
+                for hop in hops
+            ]
+        if rng.random() < 0.2:
+            pieces = [pieces[i] for i in rng.permutation(len(pieces))]
+        chat = plain.evidence_messages(question.text, " ".join(pieces))
+        found.append(Chat(chat, answer))
+    return found
+
+
+def prompts() -> list[str]:
+    """The words of the chats, for a tokenizer to learn from."""
+    chats = [finish_messages("", ""), plain.evidence_messages("", "")]
+    return [*PROMPTS.values(), *(chat[0]["content"] for chat in chats)]

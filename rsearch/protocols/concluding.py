@@ -1,0 +1,21 @@
+"""How ReaRAG has the conclusion of a rollout worded as a short answer."""
+
+from rsearch.types import Messages
+
+SHORT_ANSWER = (
+    "The Reference Answer is the final answer to the question. It's the final "
+    "deterministic answer, your task is to give concise version of it. Only give me "
+    "the short answer and do not output any other words.\n[Question]\n{question}\n"
+    "[Reference answer]\n{reference}\nOnly give me the short answer and do not output "
+    "any other words. For yes, or no answer, only answer it short. Give the shortest "
+    "answer possible."
+)
+"""ReaRAG's P_ans, from its appendix B."""
+
+
+def finish_messages(question: str, reference: str) -> Messages:
+    """The chat that asks for the short version of finish(reference)."""
+    head, _, rest = SHORT_ANSWER.partition("{question}")
+    between, _, tail = rest.partition("{reference}")
+    # Not str.format: either text may hold braces.
+    return [{"role": "user", "content": head + question + between + reference + tail}]
