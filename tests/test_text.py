@@ -1,6 +1,9 @@
 """Answers compared: hand-worked numbers, the published vectors, and what cannot pay."""
 
 import collections
+import functools
+import gzip
+import json
 import re
 import string
 import unicodedata
@@ -36,6 +39,75 @@ def test_r1_searcher_scores_are_the_published_ones(prediction, golden, expected)
     metrics = (f1, exact_match, cover_exact_match)
     found = [m(prediction, [golden], normalize="r1_searcher") for m in metrics]
     assert found == list(map(float, expected))
+
+
+@pytest.mark.parametrize(
+    ("prediction", "golden", "expected"),
+    [  # of these, too, R1-Searcher's functions make: 0, True, True
+        ("", "", (0, 0, 0)),
+        ("the", "a", (0, 0, 0)),
+        ("the", "The", (1, 1, 1)),  # compared as they stand
+    ],
+)
+def test_nothing_equals_nothing_only_in_the_public_scripts(
+    prediction, golden, expected
+):
+    metrics = (f1, exact_match, cover_exact_match)
+    settings = {"normalize": "r1_searcher"}
+    assert tuple(m(prediction, [golden], **settings) for m in metrics) == expected
+    settings |= {"empty_matches": True}
+    assert [m(prediction, [golden], **settings) for m in metrics] == [0, 1, 1]
+    for order in ("contiguous", "substring"):
+        found = cover_exact_match(prediction, [golden], order=order, **settings)
+        assert found == 1
+    for metric in metrics:
+        assert metric("Paris", [golden], **settings) == 0
+        assert metric(prediction, ["Paris"], **settings) == 0
+        assert metric(None, [golden], **settings) == 0
+        assert metric("Paris", [golden, "Paris"], **settings) == 1
+
+
+@pytest.mark.parametrize(
+    ("prediction", "expected"),
+    [  # any order, contiguous, substring
+        ("in New York", (1, 1, 1)),
+        ("York, New", (1, 0, 0)),
+        ("New and York", (1, 0, 0)),
+        ("New Yorker", (0, 0, 1)),
+        ("renew york", (0, 0, 1)),
+        ("new york", (1, 1, 1)),
+        ("newyork", (0, 0, 0)),
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cover_exact_match_knows_three_orders(prediction, expected, family):
+    orders = ("any", "contiguous", "substring")
+    found = [
+        cover_exact_match(prediction, ["New York"], normalize=family, order=order)
+        for order in orders
+    ]
+    assert found == list(expected)
+
+
+def test_published_answers_score_what_the_paper_says(shared_data):
+    """R1-Searcher's table; the contiguous variant is far from what it reports."""
+    expected = {
+        "hotpotqa": (58.0, 65.4, 71.9, 65.2),
+        "bamboogle": (45.6, 52.8, 57.7, 48.8),
+    }
+    for name, scores in expected.items():
+        path = shared_data / "published" / f"r1_searcher_{name}_qwen.jsonl.gz"
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
+        pairs = [(str(r["predicted_answer"]), [r["golden_answer"]]) for r in rows]
+        settings = {"normalize": "r1_searcher"}
+        contiguous = functools.partial(cover_exact_match, order="contiguous")
+        metrics = (exact_match, cover_exact_match, f1, contiguous)
+        found = [
+            100 * sum(m(p, g, **settings) for p, g in pairs) / len(pairs)
+            for m in metrics
+        ]
+        assert found == pytest.approx(scores, abs=0.05)
 
 
 def test_squad_deletes_punctuation_where_r1_searcher_leaves_a_space():

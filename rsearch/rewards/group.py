@@ -71,7 +71,7 @@ def reward_groups(
             raise ValueError(_no_judge(name))
         else:
             values = _judged(name, settings, groups, judge)
-        values = np.asarray(values, np.float64).reshape(len(groups), -1)
+        values = np.asarray(values, np.float64) if groups else np.zeros(shape)
         assert values.shape == totals.shape, (name, values.shape, totals.shape)
         assert not np.isinf(values).any(), (name, values)
         parts[name] = values.astype(np.float32)

@@ -7,9 +7,14 @@ import pytest
 from ml_collections import ConfigDict
 
 from rsearch.protocols import PROTOCOLS
-from rsearch.rewards.group import check_terms, needs_judge, reward_group
-from rsearch.types import Group, Outcome, Passage
-from tests.rewards.play import PARIS, play
+from rsearch.rewards.group import (
+    check_terms,
+    needs_judge,
+    reward_group,
+    reward_groups,
+)
+from rsearch.types import Group, Outcome, Passage, Question
+from tests.rewards.play import PARIS, Judge, play
 
 R_SEARCH = PROTOCOLS["r_search"]
 DOCS = (Passage("1", '"Paris"\nParis is the capital.'),)
@@ -61,15 +66,55 @@ def test_a_term_of_weight_zero_is_watched_and_excludes_nothing():
     assert totals == [1] and np.isnan(parts["evidence_f1"]) and after == played
 
 
-def test_the_judge_is_asked_once_for_a_group():
-    calls = []
+def some_groups():
+    evidence = "<original_evidence> {} </original_evidence>".format
+    made = []
+    for i in range(3):
+        asks = [[SEARCHES, evidence(f"{i} {j}") + RIGHT] for j in range(i)]
+        question = Question(f"q{i}", f"Who is {i}?", ("Paris",))
+        conversations = [*asks, *[[WRONG]] * (3 - i)]
+        rollouts = [play(R_SEARCH, turns, DOCS, question) for turns in conversations]
+        made.append(Group(question, tuple(rollouts)))
+    return made
 
+
+def test_the_judge_is_asked_once_for_all_groups():
+    judge = Judge("Paris", None, "Lyon")
+    groups = some_groups()
+    totals, parts, after = reward_groups(groups, TERMS, judge=judge)
+    (call,) = judge.calls
+    asked = [chat[0]["content"].partition("passages:\n")[2] for chat in call]
+    assert [text.split("\n")[0] for text in asked] == ["1 0", "2 0", "2 1"]
+    assert "Question: Who is 2?" in asked[1]
+    assert totals.shape == parts["evidence_f1"].shape == (3, 3)
+    assert totals.dtype == np.float32
+    expected = [[0, 0, 0], [1, 0, 0], [np.nan, 0, 0]]
+    np.testing.assert_array_equal(parts["evidence_f1"], expected)
+    failed = [[r.outcome == Outcome.JUDGE_ERROR for r in g.rollouts] for g in after]
+    np.testing.assert_array_equal(failed, np.isnan(expected))
+    assert totals[2][0] == 0
+
+
+def test_groups_earn_together_what_each_earns_alone():
     def judge(chats):
-        calls.append(len(chats))
-        return ["Paris"] * len(chats)
+        return [chat[0]["content"][-40:-20] for chat in chats]
 
-    reward_group(group(*[[SEARCHES, EVIDENCE + RIGHT]] * 5), TERMS, judge=judge)
-    assert calls == [5]
+    groups = some_groups()
+    together = reward_groups(groups, TERMS, judge=judge)
+    for i, group in enumerate(groups):
+        totals, parts, after = reward_group(group, TERMS, judge=judge)
+        np.testing.assert_array_equal(together[0][i], totals)
+        assert together[2][i] == after
+        for name, values in parts.items():
+            np.testing.assert_array_equal(together[1][name][i], values)
+
+
+def test_no_groups_earn_nothing_and_nobody_is_asked():
+    judge = Judge("x")
+    totals, _, after = reward_groups([], TERMS, judge=judge)
+    assert totals.size == 0 and after == () and not judge.calls
+    reward_group(group([WRONG]), TERMS, judge=judge)
+    assert not judge.calls
 
 
 def test_a_term_that_asks_a_judge_needs_one():
@@ -89,6 +134,10 @@ def test_a_term_that_asks_a_judge_needs_one():
         {"answer_f1": {"decimals": 2}, "answer_cover_em": {"max_words": 10}},
         {"r_search_format": {"evidence": 0, "indicator": "tags"}},
         {"format_ok": {"bad": -2.0}},
+        {"overlong": {"max_tokens": 10, "buffer_tokens": 10}},
+        {"r1_searcher_format": {"checks": "acd", "scope": "response"}},
+        {"r1_searcher_format": {"checks": "llama_stage1"}},
+        {"answer_cover_em": {"order": "substring", "wrong": -1}},
         TERMS,
     ],
 )
@@ -123,6 +172,22 @@ def test_terms_that_can_be_run_are_accepted_and_run(terms):
             "must be one of 'executed', 'tags'",
         ),
         ({"r_search_format": {"empty_gets_format": 1}}, "must be true or false"),
+        ({"answer_em": {"scope": "all"}}, "one of 'policy', 'transcript', 'response'"),
+        ({"r_search_format": {"scope": "response"}}, "one of 'policy', 'transcript'"),
+        ({"r1_searcher_format": {"checks": "ax"}}, "checks = 'ax': must be some of"),
+        ({"r1_searcher_format": {"checks": ""}}, "letters a to g, or one of paper"),
+        ({"r1_searcher_format": {"checks": 3}}, "checks = 3: must be some of"),
+        ({"group_fewest_searches": {"ddof": -1}}, "ddof = -1: must be an integer"),
+        ({"group_fewest_searches": {"over": "some"}}, "one of 'all', 'correct'"),
+        ({"overlong": {"max_tokens": 10}}, "overlong.buffer_tokens is missing"),
+        (
+            {"overlong": {"max_tokens": 10, "buffer_tokens": 11}},
+            "buffer_tokens = 11: must be from 1 to max_tokens = 10",
+        ),
+        (
+            {"overlong": {"max_tokens": 10, "buffer_tokens": 0}},
+            "buffer_tokens = 0: must be from 1",
+        ),
     ],
 )
 def test_terms_that_could_not_be_run_are_refused(terms, message):
