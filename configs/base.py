@@ -43,6 +43,9 @@ def _protocol():
     """How policy and search engine talk."""
     c = ConfigDict()
     c.name = "search_r1"  # a key of PROTOCOLS
+    c.max_queries = 0  # rag_r1_mq: of a turn that are searched; 0 = as its prompt says
+    c.quotes_keep_commas = True  # rag_r1_mq: a comma in double quotes parts no queries
+    c.json_ascii = False  # rag_r1_mq: results are escaped to ASCII
     c.instruction = placeholder(str)  # replaces the protocol's messages; {question}
     c.system = placeholder(str)  # replaces the protocol's system message
     c.invalid_message = placeholder(str)  # ... what a malformed turn is answered with
@@ -104,8 +107,11 @@ def _rollout():
     c = ConfigDict()
     c.group_size = 8  # rollouts of one question (G)
     c.max_searches = 2  # turns in which it may search; one more turn follows
+    c.forced_final_turn = True  # False: no turn follows the last search
+    c.on_invalid = "message"  # malformed turn: a "message" where it has one, or "end"
     c.max_turn_tokens = 18  # tokens the policy may write in one turn
-    c.max_observation_tokens = 22  # tokens of retrieved text in one observation
+    c.max_observation_tokens = 22  # tokens of retrieved text for one query
+    c.cut_tags = False  # the tags count as retrieved text, and the closing one is cut
     c.max_prompt_tokens = 16  # questions with longer prompts are left out and listed
     c.context_tokens = 0  # tokens of a whole rollout; 0 = what the above can come to
     c.temperature = 1.0  # of sampling in training; evaluation is greedy

@@ -72,18 +72,30 @@ def _check_shape(c):
         )
 
 
+def _check_queries(c):
+    p = c.protocol
+    is_changed = p.max_queries or p.json_ascii or not p.quotes_keep_commas
+    if is_changed and p.name != "rag_r1_mq":
+        raise ValueError(
+            f"config.protocol.max_queries = {p.max_queries}, json_ascii = "
+            f"{p.json_ascii} and quotes_keep_commas = {p.quotes_keep_commas} are "
+            f"settings of rag_r1_mq, and config.protocol.name = {p.name!r}"
+        )
+
+
 def _check_context(c):
     r = c.rollout
+    turns = max(1, r.max_searches + r.forced_final_turn)
     needed = (
         r.max_prompt_tokens
-        + (r.max_searches + 1) * r.max_turn_tokens
-        + r.max_searches * r.max_observation_tokens
+        + turns * r.max_turn_tokens
+        + (turns - 1) * r.max_observation_tokens
     )
     if 0 < r.context_tokens < needed:
         raise ValueError(
             f"config.rollout.context_tokens = {r.context_tokens} is too small: prompt "
-            f"{r.max_prompt_tokens} + {r.max_searches + 1} turns x {r.max_turn_tokens} "
-            f"+ {r.max_searches} observations x {r.max_observation_tokens} = {needed} "
+            f"{r.max_prompt_tokens} + {turns} turns x {r.max_turn_tokens} + "
+            f"{turns - 1} observations x {r.max_observation_tokens} = {needed} "
             f"tokens, and the tags around observations; 0 has it computed"
         )
 
@@ -206,6 +218,7 @@ CROSS_CHECKS = (
     _check_reader,
     _check_nucleus,
     _check_shape,
+    _check_queries,
     _check_context,
     _check_groups,
     _check_rl_batch,

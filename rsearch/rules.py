@@ -19,6 +19,7 @@ WORLD_KINDS += ("unanswerable",)
 WORDS = {  # fields of one word -> the words there are
     "model.dtype": ("float32", "bfloat16"),
     "data.on_bad": ("raise", "skip"),
+    "rollout.on_invalid": ("message", "end"),
     "trains": ("policy", "rewriter"),
     "rl.kl_kind": ("k1", "k2", "k3"),
     "rl.kl_place": ("loss", "reward"),
@@ -98,6 +99,7 @@ RULES = {  # field -> (predicate, what would be right)
     "model.mlp_width": _at_least(1),
     "model.vocab_size": _at_least(0),
     "model.rope_theta": _above(0),
+    "protocol.max_queries": _at_least(0),
     "protocol.instruction": (
         lambda x: x is None or "{question}" in x,
         "a text that holds {question}",

@@ -135,6 +135,8 @@ def replay_demonstrations(setup: Setup, *, progress=lambda items: items):
             long.
     """
     limit = setup.config.sft.sequence_tokens
+    # A file may hold segments, whose last turn searches.
+    may_stop = setup.config.sft.demonstrations != WORLD
     demonstrations = _demonstrations(setup)
     hosts, chats = {PROTOCOL: make_host(setup)}, {}
     for method in {d.method for d in demonstrations} - {PROTOCOL}:
@@ -144,8 +146,16 @@ def replay_demonstrations(setup: Setup, *, progress=lambda items: items):
     for demonstration in progress(demonstrations):
         question, method = demonstration.question, demonstration.method
         chat = chats[method][question.id] if method in chats else None
-        rollout = replay(hosts[method], question, demonstration.turns, messages=chat)
-        if rollout.outcome == Outcome.TRUNCATED:
+        rollout = replay(
+            hosts[method],
+            question,
+            demonstration.turns,
+            messages=demonstration.messages or chat,
+            context_turns=demonstration.context_turns,
+            observations=demonstration.observations,
+            may_stop=may_stop,
+        )
+        if rollout.outcome == Outcome.TRUNCATED and not may_stop:
             raise ValueError(
                 f"the demonstration of question {question.id} searches in its last "
                 "turn; config.rollout.max_searches is "

@@ -1,7 +1,5 @@
 """The protocols by name."""
 
-import dataclasses
-
 from rsearch.protocols.base import Protocol
 from rsearch.protocols.r1_searcher import R1_SEARCHER, R1_SEARCHER_CHAT
 from rsearch.protocols.r1_searcher_pp import R1_SEARCHER_PP
@@ -27,7 +25,6 @@ def make_protocol(
     max_queries: int | None = None,
     quotes_keep_commas: bool = True,
     json_ascii: bool = False,
-    on_invalid: str = "message",
 ) -> Protocol:
     """The protocol of this name, with what the public code does otherwise as settings.
 
@@ -35,16 +32,11 @@ def make_protocol(
         name: a key of PROTOCOLS.
         max_queries, quotes_keep_commas, json_ascii: of rag_r1_mq, see `multi_query`;
             the others have one query a turn and no JSON.
-        on_invalid: a malformed turn is answered with the protocol's "message", where it
-            has one, or is the "end" of the rollout.
     """
-    protocol = PROTOCOLS[name]
-    if protocol is RAG_R1_MQ:
-        protocol = multi_query(
-            quotes_keep_commas=quotes_keep_commas,
-            json_ascii=json_ascii,
-            max_queries=max_queries or RAG_R1_MQ.max_queries,
-        )
-    if on_invalid == "end":
-        protocol = dataclasses.replace(protocol, invalid_message=None)
-    return protocol
+    if name != RAG_R1_MQ.name:
+        return PROTOCOLS[name]
+    return multi_query(
+        quotes_keep_commas=quotes_keep_commas,
+        json_ascii=json_ascii,
+        max_queries=max_queries or RAG_R1_MQ.max_queries,
+    )
