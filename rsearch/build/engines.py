@@ -135,8 +135,6 @@ def replay_demonstrations(setup: Setup, *, progress=lambda items: items):
             long.
     """
     limit = setup.config.sft.sequence_tokens
-    # A file may hold segments, whose last turn searches.
-    may_stop = setup.config.sft.demonstrations != WORLD
     demonstrations = _demonstrations(setup)
     hosts, chats = {PROTOCOL: make_host(setup)}, {}
     for method in {d.method for d in demonstrations} - {PROTOCOL}:
@@ -153,9 +151,9 @@ def replay_demonstrations(setup: Setup, *, progress=lambda items: items):
             messages=demonstration.messages or chat,
             context_turns=demonstration.context_turns,
             observations=demonstration.observations,
-            may_stop=may_stop,
+            may_stop=demonstration.is_segment,
         )
-        if rollout.outcome == Outcome.TRUNCATED and not may_stop:
+        if rollout.outcome == Outcome.TRUNCATED and not demonstration.is_segment:
             raise ValueError(
                 f"the demonstration of question {question.id} searches in its last "
                 "turn; config.rollout.max_searches is "

@@ -209,7 +209,8 @@ def segments(
         verb = "search" if isinstance(action, Search) else "answer"
         kind = f"{verb}_from_{'retrieved' if number else 'question'}"
         turns = attempt.turns[: number + 1]
-        found.append((kind, Demonstration(question, turns, context_turns=number)))
+        settings = {"context_turns": number, "is_segment": True}
+        found.append((kind, Demonstration(question, turns, **settings)))
     return found
 
 
@@ -301,6 +302,8 @@ def demonstration_record(demonstration: Demonstration) -> dict:
         record["observations"] = list(d.observations)
     if d.messages is not None:
         record["messages"] = [dict(message) for message in d.messages]
+    if d.is_segment:
+        record["is_segment"] = True
     return record
 
 

@@ -37,6 +37,7 @@ class Demonstration:
         observations: what is shown after each turn but the last, in place of what the
             engine finds; None asks the engine.
         messages: the chat that opens it, in place of its method's; None keeps that.
+        is_segment: whether it is cut from a longer one: its last turn may search.
     """
 
     question: Question
@@ -45,14 +46,15 @@ class Demonstration:
     context_turns: int = 0
     observations: tuple[str, ...] | None = None
     messages: tuple[Mapping[str, str], ...] | None = None
+    is_segment: bool = False
 
 
 def load_demonstrations(path) -> list[Demonstration]:
     """Demonstrations of a JSONL file.
 
     A record holds "question" and "turns" (texts), and may hold "id", "context_turns",
-    "observations" (texts, one for each turn but the last) and "messages"
-    ([{"role", "content"}, ...]); see `Demonstration`.
+    "observations" (texts, one for each turn but the last), "messages"
+    ([{"role", "content"}, ...]) and "is_segment"; see `Demonstration`.
 
     Raises:
         ValueError: a bad record, as file:line: field; no record at all.
@@ -93,6 +95,11 @@ def _demonstration(record, place):
     messages = record.get("messages")
     if messages is not None:
         messages = _chat(messages)
+    is_segment = record.get("is_segment", False)
+    if not isinstance(is_segment, bool):
+        raise ValueError(
+            f"field is_segment: expected true or false, got {shown(is_segment)}"
+        )
     question = Question(name, text, ())
     return Demonstration(
         question,
@@ -100,6 +107,7 @@ def _demonstration(record, place):
         context_turns=context,
         observations=observations,
         messages=messages,
+        is_segment=is_segment,
     )
 
 

@@ -157,6 +157,7 @@ def replay(
     messages=None,
     context_turns: int = 0,
     observations: Sequence[str] | None = None,
+    may_stop: bool = False,
 ) -> Rollout:
     """The rollout of a policy that writes the given turns: a demonstration.
 
@@ -170,6 +171,8 @@ def replay(
             segments are part of the prompt.
         observations: [turns - 1] contents that are shown after each turn but the last,
             in place of what the host finds.
+        may_stop: whether the last turn may search: what it finds is not part of the
+            rollout, whose outcome is TRUNCATED.
 
     Raises:
         ValueError: a turn is malformed, too long or goes on beyond its action, a search
@@ -208,6 +211,9 @@ def replay(
         )
         if wave[0].outcome == Outcome.TOOL_ERROR:
             raise refuse(f"the search of turn {number + 1} failed")
+    if wave[0].outcome is None and turns and may_stop:
+        wave[0].outcome = Outcome.TRUNCATED
+        del wave[0].segments[-1]
     if wave[0].outcome is None:
         raise refuse(f"{len(turns)} turns do not end it")
     return _with_context(wave[0].rollout(), context_turns)

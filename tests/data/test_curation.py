@@ -198,7 +198,7 @@ def test_what_was_not_searched_is_not_reworded():
 def test_demonstrations_are_read_as_they_were_written(tmp_path):
     question = Question("q7", "Where?", ())
     wanted = [
-        Demonstration(question, ("a", "b"), context_turns=1),
+        Demonstration(question, ("a", "b"), context_turns=1, is_segment=True),
         Demonstration(question, ("a", "b"), observations=("",)),
         Demonstration(question, ("a",), messages=({"role": "user", "content": "c"},)),
     ]
@@ -216,6 +216,7 @@ def test_demonstrations_are_read_as_they_were_written(tmp_path):
         ({"observations": []}, "observations"),
         ({"observations": [3]}, "observations"),
         ({"messages": []}, "messages"),
+        ({"is_segment": 1}, "is_segment"),
         ({"messages": [{"role": "user"}]}, "messages"),
     ],
 )
