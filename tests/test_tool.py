@@ -14,8 +14,8 @@ import pytest
 
 from rsearch import build, tool
 from rsearch.config import run_command
-from rsearch.evaluate import trained_params
 from rsearch.models import huggingface
+from rsearch.rollout.driver import replay
 from rsearch.serving import JsonServer
 from rsearch.types import (
     Group,
@@ -32,7 +32,6 @@ from tests.small_run import (
     arguments,
     child_environment,
     config,
-    finished,
     quick_compilation,
     run_python,
 )
@@ -49,10 +48,10 @@ HOSTILE = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The finished small policy, which searches, as a Hugging Face directory."""
+    """A small policy that says anything, as a Hugging Face directory."""
     setup = build.load_setup(config(), only_dev=True)
-    _, _, params = trained_params(setup, finished())
     folder = tmp_path_factory.mktemp("tool") / "model"
+    params = build.initial_params(setup)
     huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
     return folder
 
@@ -73,14 +72,30 @@ def test_a_question_gets_what_the_policy_found(search, questions):
     assert [f["question"] for f in found] == questions
     assert all(f.keys() == KEYS for f in found)
     assert all(f["evidence"] is None for f in found)  # search_r1 writes none
-    searched = [f for f in found if f["queries"]]
-    assert searched, "the small policy searches"
-    for f in searched:
-        for passage in f["passages"]:
-            assert passage.keys() == {"id", "title", "text"} and passage["title"]
+    assert all(bool(f["queries"]) == bool(f["passages"]) for f in found)
     assert search(questions[0]) == found[0]
     assert search([]) == []
     json.dumps(found, allow_nan=False)
+
+
+def test_what_a_policy_of_r_search_finds_is_told_whole():
+    setup = build.load_setup(config(protocol__name="r_search"), only_dev=True)
+    name = setup.world.entities["person"][0]
+    (found,) = setup.search([name])
+    turns = [
+        f"<search> {name} </search>",
+        "<original_evidence> It is so. </original_evidence> <answer> Yes </answer>",
+    ]
+    question = Question("0", setup.dev[0].text, ())
+    rollout = replay(build.make_host(setup), question, turns)
+    assert tool.result_of(Group(question, (rollout,))) == {
+        "question": question.text,
+        "evidence": "It is so.",
+        "answer": "Yes",
+        "queries": [name],
+        "passages": [{"id": p.id, "title": p.title, "text": p.text} for p in found],
+        "outcome": "answered",
+    }
 
 
 def test_evidence_is_the_policys_own_last_box():
@@ -205,7 +220,7 @@ def test_the_command_writes_one_json_line_for_each_question(folder, search, ques
         (["--serve", "--host=0.0.0.0"], "--token_env=NAME"),
         (["--token_env=NOT_SET_AT_ALL"], "this variable is not set"),
         (["--config.protocol.name=x"], "config.protocol.name = 'x'"),
-        (["--config.rollout.slots=0", "--slots=0"], "rollout.slots = 0"),
+        (["--slots=0"], "config.rollout.slots = 0"),
     ],
 )
 def test_a_wrong_command_ends_with_one_line_and_code_2(folder, capsys, given, message):
