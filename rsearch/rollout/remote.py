@@ -49,7 +49,9 @@ def remote_generator(
         model: its name there.
         api_key_env: the environment variable that holds the key; "" sends none.
         max_reply_tokens, temperature, top_p: of sampling, sent with each chat.
-        timeout_seconds: of one call, from its start to the end of its reply.
+        timeout_seconds: of one call: for the connection, for the reply to begin, and
+            for the whole once it has begun; so a call that is just in time at each of
+            these ends after three times that at most.
         max_retries: further calls after one that failed in a way that may pass: no
             connection, too slow, status 408, 429 or 5xx, a reply that is none.
         concurrency: calls under way at once.
