@@ -9,14 +9,19 @@ from rsearch.data.demonstrations import (
     PROTOCOL,
     RAG,
     load_demonstrations,
-    world_demonstrations,
-    world_words,
 )
-from rsearch.data.world import RELATIONS, make_world
-from rsearch.protocols import SEARCH_R1
+from rsearch.data.demonstrations import world_demonstrations as demonstrations_of
+from rsearch.data.world import KINDS, RELATIONS, make_world
+from rsearch.data.world_texts import world_words
+from rsearch.protocols import PROTOCOLS
 from rsearch.types import Answer, Search
 
+SEARCH_R1 = PROTOCOLS["search_r1"]
 SHARES = dict(repeats=2, flawed_share=0.65, guess_share=0.2, baseline_share=0.1)
+
+
+def world_demonstrations(world, **settings):
+    return demonstrations_of(world, SEARCH_R1, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +200,90 @@ def test_a_file_without_records_is_refused(tmp_path):
         load_demonstrations(tmp_path / "d.json")
     with pytest.raises(ValueError, match="there is no such file"):
         load_demonstrations(tmp_path / "e.jsonl")
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A world with questions of all kinds."""
+    return make_world(
+        seed=2,
+        people=300,
+        films=200,
+        companies=40,
+        cities=40,
+        train_questions=700,
+        dev_questions=10,
+        kinds=KINDS,
+        known_share=0.3,
+        missing_share=0.15,
+    )
+
+
+FLAWLESS = dict(repeats=1, flawed_share=0.0, guess_share=0.0, baseline_share=0.0)
+
+
+def actions(protocol, demonstration):
+    return [protocol.parse(turn) for turn in demonstration.turns]
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_flawless_ones_search_each_fact_once_and_answer_in_every_protocol(whole, name):
+    protocol = PROTOCOLS[name]
+    for d in demonstrations_of(whole, protocol, seed=0, **FLAWLESS):
+        *searches, last = actions(protocol, d)
+        hops = whole.hops[d.question.id]
+        queries = [q for action in searches for q in action.queries]
+        assert queries == [hop.subject for hop in hops]
+        assert last == Answer(d.question.golden_answers[0])
+        is_one_search = d.question.metadata["kind"] == "comparison"
+        is_one_search &= protocol.max_queries > 1
+        assert len(searches) == (1 if is_one_search else len(hops))
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_recalling_takes_no_search_for_what_is_famous(whole, name):
+    protocol = PROTOCOLS[name]
+    recalled = mixed = 0
+    for d in demonstrations_of(whole, protocol, seed=0, recall_share=1.0, **FLAWLESS):
+        *searches, last = actions(protocol, d)
+        hops = whole.hops[d.question.id]
+        queries = [q for action in searches for q in action.queries]
+        assert queries == [h.subject for h in hops if h.subject not in whole.famous]
+        assert last == Answer(d.question.golden_answers[0])
+        for hop in hops:
+            if hop.subject in whole.famous:
+                assert any(hop.sentence in turn for turn in d.turns)
+        recalled += not queries
+        mixed += 0 < len(queries) < len(hops)
+    assert recalled > 100 < mixed
+
+
+def test_evidence_is_in_the_words_of_the_passages(whole):
+    protocol = PROTOCOLS["r_search"]
+    shown = {p.title: f"(Title: {p.title}) {p.text}" for p in whole.passages}
+    for d in demonstrations_of(whole, protocol, seed=0, **FLAWLESS):
+        evidence = d.turns[-1].partition("<original_evidence>")[2]
+        evidence = evidence.partition("</original_evidence>")[0]
+        for hop in whole.hops[d.question.id]:
+            assert f"(Title: {hop.subject})" in evidence
+            assert f"(Title: {hop.subject})" in shown[hop.subject]
+            if hop.object != "unknown":
+                assert hop.fact in evidence
+                assert hop.fact in shown[hop.subject]
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_those_that_stop_early_search_less_and_are_seldom_right(whole, name):
+    protocol = PROTOCOLS[name]
+    shares = {**FLAWLESS, "flawed_share": 1.0}
+    right = []
+    for d in demonstrations_of(whole, protocol, seed=0, **shares):
+        *searches, last = actions(protocol, d)
+        hops = whole.hops[d.question.id]
+        assert len(searches) < len(hops)
+        assert [s.queries for s in searches] == [
+            (hop.subject,) for hop in hops[: len(searches)]
+        ]
+        if d.question.metadata["kind"] != "comparison":
+            right.append(last.text == d.question.golden_answers[0])
+    assert sum(right) / len(right) < 0.05

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsearch.data.world import NAMES, QUESTIONS, RELATIONS, make_world
+from rsearch.data.world import KINDS, RELATIONS, UNKNOWN, make_world
+from rsearch.data.world_facts import DATED
+from rsearch.data.world_names import COUNTRIES, NAMES, PARTS
+from rsearch.data.world_questions import CHAINS, COMPARED
 from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory
 from tests.small_run import run_python
@@ -26,23 +29,42 @@ FEW = dict(
 )
 
 
+ALL = dict(
+    people=400,
+    films=300,
+    companies=60,
+    cities=60,
+    kinds=KINDS,
+    known_share=0.2,
+    missing_share=0.15,
+    distractors=100,
+)
+
+
 def world(seed=0, **sizes):
     return make_world(seed=seed, **{**SIZES, **sizes})
 
 
+@pytest.fixture(scope="module")
+def whole():
+    """A world with questions of all kinds."""
+    return world(**ALL)
+
+
 def digest(world):
     parts = [world.entities, world.passages, world.train, world.dev, world.hops]
+    parts += [sorted(world.famous), world.facts]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 DIGEST = """
-from tests.data.test_world import digest, world
-print(digest(world(7)))
+from tests.data.test_world import ALL, digest, world
+print(digest(world(7)), digest(world(7, **ALL)))
 """
 
 
 def test_it_follows_from_its_seed_in_every_process():
-    here = digest(world(7))
+    here = f"{digest(world(7))} {digest(world(7, **ALL))}"
     for hash_seed in ("1", "2"):
         done = run_python("-c", DIGEST, PYTHONHASHSEED=hash_seed)
         assert done.stdout.strip() == here, done.stderr
@@ -97,14 +119,8 @@ def test_every_question_is_two_facts_of_which_it_names_the_first_subject(
 
 def test_no_two_entities_share_a_name():
     """Else two passages would have one title, and facts would run together."""
-    pairs = {
-        "person": ("given", "family", " "),
-        "film": ("adjectives", "nouns", " "),
-        "company": ("trades", "forms", " "),
-        "city": ("stems", "endings", ""),
-    }
-    everybody = NAMES["countries"].split()
-    for first, second, joint in pairs.values():
+    everybody = list(COUNTRIES)
+    for first, second, joint in PARTS.values():
         parts = NAMES[first].split(), NAMES[second].split()
         everybody += [joint.join(pair) for pair in itertools.product(*parts)]
     assert len(everybody) == len(set(everybody))
@@ -112,8 +128,11 @@ def test_no_two_entities_share_a_name():
 
 def test_every_relation_has_words_of_its_own():
     assert len({r.words for r in RELATIONS.values()}) == len(RELATIONS)
-    for first, second in QUESTIONS:
-        assert RELATIONS[first].object == RELATIONS[second].subject
+    for patterns in CHAINS.values():
+        for relations in patterns:
+            for first, second in itertools.pairwise(relations):
+                assert RELATIONS[first].object == RELATIONS[second].subject
+    assert set(COMPARED) == set(DATED)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -173,3 +192,119 @@ def test_the_largest_world_can_be_made():
 def test_its_texts_hold_no_held_out_question():
     made = world(**FEW)
     assert not {q.text for q in made.dev} & set(made.texts())
+
+
+def by_kind(questions):
+    found = {kind: [] for kind in KINDS}
+    for question in questions:
+        found[question.metadata["kind"]].append(question)
+    return found
+
+
+def test_every_kind_is_asked_and_known_questions_are_among_most(whole):
+    for split in (whole.train, whole.dev):
+        kinds = by_kind(split)
+        assert all(kinds.values())
+        known = {k for k, qs in kinds.items() if any(q.metadata["known"] for q in qs)}
+        assert known >= set(KINDS) - {"unanswerable", "four_hop"}
+        assert not any(q.metadata["known"] for q in kinds["unanswerable"])
+
+
+def test_a_chain_leads_from_the_head_to_the_answer(whole):
+    length = {"single": 1, "bridge": 2, "three_hop": 3, "four_hop": 4}
+    for question in whole.train + whole.dev:
+        kind, hops = question.metadata["kind"], whole.hops[question.id]
+        if kind not in length:
+            continue
+        assert len(hops) == length[kind]
+        assert hops[0].subject in question.text
+        for first, second in itertools.pairwise(hops):
+            assert first.object == second.subject
+            assert second.subject not in question.text
+        assert question.golden_answers == (hops[-1].object,)
+        for hop in hops:
+            assert whole.facts[hop.subject][hop.relation] == hop.object
+
+
+def test_a_comparison_is_of_independent_facts_and_has_one_right_answer(whole):
+    compared = [
+        q for q in whole.train + whole.dev if q.metadata["kind"] == "comparison"
+    ]
+    assert {len(whole.hops[q.id]) for q in compared} == {2, 3}
+    position = []
+    for question in compared:
+        hops = whole.hops[question.id]
+        years = [int(hop.object) for hop in hops]
+        assert len(set(years)) == len(years)
+        (first,) = [h.subject for h in hops if int(h.object) == min(years)]
+        assert question.golden_answers == (first,)
+        assert all(hop.subject in question.text for hop in hops)
+        position.append([hop.subject for hop in hops].index(first))
+    # Where the answer stands in the question tells nothing.
+    two = [p for p, q in zip(position, compared) if len(whole.hops[q.id]) == 2]
+    assert sum(two) / len(two) == pytest.approx(0.5, abs=0.12)
+
+
+def test_what_is_unanswerable_is_in_no_passage(whole):
+    texts = {p.title: p.text for p in whole.passages}
+    for question in by_kind(whole.train + whole.dev)["unanswerable"]:
+        *found, missing = whole.hops[question.id]
+        assert question.golden_answers == (UNKNOWN,) == (missing.object,)
+        assert RELATIONS[missing.relation].words not in texts[missing.subject]
+        assert all(hop.fact in texts[hop.subject] for hop in found)
+
+
+def test_all_that_follows_from_a_famous_head_is_known(whole):
+    for question in whole.train + whole.dev:
+        hops = whole.hops[question.id]
+        is_famous = [hop.subject in whole.famous for hop in hops]
+        assert question.metadata["known"] == all(is_famous)
+        if is_famous[0]:
+            assert all(is_famous)
+    share = len(whole.famous) / len(whole.facts)
+    assert share == pytest.approx(0.2, abs=0.01)
+
+
+def test_heads_of_held_out_questions_are_in_no_training_question(whole):
+    def named(questions):
+        return {
+            hop.subject
+            for q in questions
+            for hop in (
+                whole.hops[q.id]
+                if q.metadata["kind"] == "comparison"
+                else whole.hops[q.id][:1]
+            )
+        }
+
+    assert not named(whole.train) & named(whole.dev)
+
+
+def test_near_homonyms_share_words_and_are_not_found_in_place_of_their_originals(whole):
+    own = [p for p in whole.passages if p.title not in whole.facts]
+    assert len(own) == 100 == len({p.title for p in own})
+    for passage in own:
+        original, _, _ = passage.title.rpartition(" ")
+        assert original in whole.facts
+    search = engine_in_memory(whole.passages, HashedNgrams(512), top_k=1)
+    subjects = [h.subject for hops in whole.hops.values() for h in hops]
+    for subject, (passage,) in zip(subjects, search(subjects), strict=True):
+        assert passage.title == subject
+
+
+def test_a_kind_with_too_few_questions_leaves_its_part_to_the_others():
+    few = world(**{**ALL, "missing_share": 0.01})
+    kinds = by_kind(few.train)
+    assert len(few.train) == 1400
+    assert 0 < len(kinds["unanswerable"]) < 10
+
+
+def test_what_is_asked_of_one_kind_has_that_kind_alone():
+    for kind in KINDS[:-1]:
+        made = world(**{**ALL, "kinds": (kind,)}, train_questions=60, dev_questions=20)
+        assert {q.metadata["kind"] for q in made.train + made.dev} == {kind}
+
+
+def test_too_many_near_homonyms_are_refused():
+    with pytest.raises(ValueError, match="config.world.distractors = 701: .* 700"):
+        world(**{**ALL, "distractors": 701})
