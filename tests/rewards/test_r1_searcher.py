@@ -1,5 +1,8 @@
 """R1-Searcher: both stages, on the vectors of its three public reward servers."""
 
+import gzip
+import json
+
 import pytest
 
 from rsearch.protocols import PROTOCOLS
@@ -9,8 +12,8 @@ from rsearch.rewards.terms import (
     r1_searcher_format,
     searched,
 )
-from rsearch.types import Passage
-from tests.rewards.play import PARIS, earned, play
+from rsearch.types import Outcome, Passage, Rollout, Source
+from tests.rewards.play import PARIS, earned, play, segment
 
 R1_SEARCHER = PROTOCOLS["r1_searcher"]
 FAMILY = {"normalize": "r1_searcher"}
@@ -138,3 +141,29 @@ def test_the_last_answer_of_the_response_counts_in_the_public_code():
     assert answer_f1(PARIS, (rollout,)) == [0]
     unclosed = play(R1_SEARCHER, ["so </think><answer>Paris"])
     assert answer_f1(PARIS, (unclosed,), scope="response") == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "passed"),
+    [
+        # Where (b) fails, it is the documents of some that say "assistant".
+        ("bamboogle", dict.fromkeys("acdefg", 125) | {"b": 119}),
+        ("hotpotqa", dict.fromkeys("acde", 500) | {"b": 482, "f": 499, "g": 499}),
+    ],
+)
+def test_published_transcripts_pass_the_checks_they_were_trained_on(
+    shared_data, name, passed
+):
+    path = shared_data / "published" / f"r1_searcher_{name}_qwen.jsonl.gz"
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        texts = [json.loads(line)["transcript"] for line in file]
+    rollouts = [
+        Rollout((segment(Source.POLICY, text),), None, (), Outcome.ANSWERED)
+        for text in texts
+    ]
+    whole = {"scope": "response", "assistant_check_scope": "response"}
+    found = {
+        letter: r1_searcher_format(PARIS, rollouts, checks=letter, **whole).count(0)
+        for letter in "abcdefg"
+    }
+    assert found == passed
