@@ -130,6 +130,8 @@ def parity(c, words):
     """What the public code does where the paper says otherwise, or nothing."""
     c.rollout.top_p = 0.95
     c.rl.behavior = "scored"
+    if not words.tiny:
+        c.retrieval.index = "indexes/hotpotqa_abstracts_bge_large"
     if words.algorithm == "reinforce_pp":
         c.rl.algorithm = "reinforce_pp_baseline"
     whole = {"scope": "response"}

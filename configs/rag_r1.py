@@ -89,8 +89,7 @@ def at_full_scale(c, words):
     c.rollout.update(
         max_prompt_tokens=1024,
         max_turn_tokens=500,
-        # 1000 tokens for each query of a turn.
-        max_observation_tokens=3000 if is_mq else 1000,
+        max_observation_tokens=1000,  # for each query of a turn
         slots=32 if words.algorithm == "ppo" else 40,
         extend_chunk=256,
     )
@@ -112,7 +111,7 @@ def at_full_scale(c, words):
     stages = c.overrides.to_dict()
     stages["curate_sft"] |= teacher | asked
     # Ten searches must fit the teacher's context.
-    shorter = {"max_observation_tokens": 2000} if is_mq else {}
+    shorter = {"max_observation_tokens": 500} if is_mq else {}
     fewer = {"slots": 16, "group_size": 1}
     stages["curate_rl"] |= teacher | asked | {"rollout": fewer | shorter}
     if words.stage == "stage2":
@@ -126,9 +125,16 @@ def parity(c, words):
     c.rollout.top_p = 0.95
     c.rl.update(behavior="scored", entropy_coef=0.001, loss_mean="micro_token")
     c.rl.update(advantage_mask="response", lr_first_step_zero=True)
+    c.eval.normalize = "r1_searcher"
+    with c.unlocked():
+        c.reward = ConfigDict({"answer_em": {"scope": "transcript"}})
+    if words.mode == "mq":
+        c.protocol.update(quotes_keep_commas=False, json_ascii=True)
     if not words.tiny:
         c.rl.warmup_steps = 142
         c.critic.warmup_steps = 7
+        if words.mode == "mq":
+            c.protocol.max_queries = 5  # without limit in the code
 
 
 def tiny(c, words):

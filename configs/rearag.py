@@ -52,6 +52,7 @@ def method(c, words):
         c.overrides = ConfigDict({"curate": {"curate": chains}})
     c.sft.demonstrations = "stage:curate"
     c.eval.answer_from = "finish"
+    c.retrieval.writing = "unless_comparison"
     c.rollout.max_searches = 14  # and a last step: fifteen
 
 
@@ -113,8 +114,7 @@ def tiny(c, words):
     """The embedded world."""
     tiny_world.sizes(c)
     c.rollout.max_searches = 4
-    c.writer.source = "world:writer"
-    c.answerer.source = "world:answerer"
+    c.writer.source = "world:judge"
     stages = c.overrides.to_dict()
     stages["curate"]["curate"]["max_steps"] = 5
     if not words.no_reasoning:

@@ -86,6 +86,7 @@ def parity(c, words):
     is_ppo = words.algorithm == "ppo"
     c.rl.update(behavior="scored", entropy_coef=0.001, loss_mean="micro_token")
     c.rl.update(advantage_mask="response", lr_first_step_zero=True)
+    c.rollout.cut_tags = True
     if not is_ppo:
         c.rollout.top_p = 0.95  # of the scripts, only v0.2's with PPO set 1
     (name, settings), *_ = c.reward.to_dict().items()

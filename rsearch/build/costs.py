@@ -11,6 +11,9 @@ from rsearch.models import hf_config
 from rsearch.models.decoder import DecoderSpec
 from rsearch.models.published import PUBLISHED
 from rsearch.plan import STAGE, kind_of
+from rsearch.protocols import make_protocol
+from rsearch.rollout.conversation import Limits, Markup, conversation_tokens
+from rsearch.types import Cut
 
 GB = 1e9
 FLOAT32 = 4  # bytes
@@ -83,17 +86,35 @@ def context_of(c, kind: str) -> tuple[str, int]:
     searches = r.max_searches
     if kind == "curate" and c.curate.method == "answerable":
         searches = max(searches, c.curate.retry_searches)
-    needed = (
-        r.max_prompt_tokens
-        + (searches + 1) * r.max_turn_tokens
-        + searches * r.max_observation_tokens
+    limits = Limits(
+        max_searches=searches,
+        max_prompt_tokens=r.max_prompt_tokens,
+        max_turn_tokens=r.max_turn_tokens,
+        max_observation_tokens=r.max_observation_tokens,
+        forced_final_turn=r.forced_final_turn,
+        cuts_tags=r.cut_tags,
     )
+    protocol = make_protocol(
+        c.protocol.name, max_queries=c.protocol.max_queries or None
+    )
+    markup = untagged_markup(protocol)
+    found = f"{markup.parts} x " if markup.parts > 1 else ""
+    echo = f" + {r.max_turn_tokens:,} of queries" if markup.echoes else ""
     parts = (
-        f"prompt {r.max_prompt_tokens:,} + {searches + 1} turns x "
-        f"{r.max_turn_tokens:,} + {searches} observations x "
-        f"{r.max_observation_tokens:,}"
+        f"prompt {r.max_prompt_tokens:,} + {limits.num_turns} turns x "
+        f"{r.max_turn_tokens:,} + {limits.num_turns - 1} observations x "
+        f"{found}{r.max_observation_tokens:,}{echo}"
     )
-    return parts, max(needed, r.context_tokens)
+    return parts, max(conversation_tokens(limits, markup), r.context_tokens)
+
+
+def untagged_markup(protocol) -> Markup:
+    """What a protocol's observations repeat or keep apart; its tags count nothing."""
+    most = protocol.max_queries
+    pieces = protocol.observe([""] * most, [()] * most).pieces
+    cuts = [piece for piece in pieces if isinstance(piece, Cut)]
+    parts = sum(not piece.is_echo for piece in cuts) if cuts else 1
+    return Markup(0, 0, parts, any(piece.is_echo for piece in cuts))
 
 
 def check_context(c, stage: str, spec: DecoderSpec) -> None:

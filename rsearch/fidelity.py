@@ -1,0 +1,213 @@
+"""Writes configs/FIDELITY.md: paper, public code and ours, rule by rule.
+
+    python -m rsearch.fidelity           writes the page
+    python -m rsearch.fidelity --check   fails where the page is not current
+
+What papers and code do is in configs/fidelity/*.toml, a [[rule]] each; what we do is
+computed from the recipes, by default and under `parity`.
+"""
+
+import inspect
+import pathlib
+import sys
+import tomllib
+from typing import NamedTuple
+
+from rsearch import config as configuration
+from rsearch.plan import stage_configs
+from rsearch.protocols import PROTOCOLS
+from rsearch.rewards.terms import TERMS
+
+FOLDER = configuration.ROOT / "configs"
+PAGE = FOLDER / "FIDELITY.md"
+SYSTEMS = (  # in the page's order: file of rules, heading
+    ("search_r1", "Search-R1"),
+    ("rag_r1", "RAG-R1"),
+    ("r1_searcher", "R1-Searcher"),
+    ("r1_searcher_pp", "R1-Searcher++"),
+    ("r_search", "R-Search"),
+    ("rearag", "ReaRAG"),
+)
+KEYS = {"rule", "paper", "code", "fields", "variant", "stage", "same", "why", "lists"}
+PROTOCOL = "protocol:"  # before an attribute of the recipe's protocol value
+ABSENT = "-"
+HEAD = """\
+# Fidelity
+
+Written by `python -m rsearch.fidelity`; a test keeps it current. One row a rule: what
+the paper says, what the public code does where that is known to differ, and what we do
+by default and under the recipe's word `parity`, both computed from the recipe. A field
+is `config.<field>` of the stage that is named, `reward.<term>.<setting>`, or an
+attribute of the protocol value. What the public code does that we do not is said with
+its reason. "D n" and "S n" are the numbers of the two lists at the end.
+"""
+
+
+class Rule(NamedTuple):
+    """One row.
+
+    Attributes:
+        rule: what it is about.
+        paper: what the paper says; "-" where it is silent.
+        code: what the public code does; "as the paper", or "-" where there is none.
+        fields: names, as in the page's head; () where no field decides it.
+        variant: words of the recipe, such as "grpo"; "" is the default.
+        stage: whose configuration counts; "" is the only or the last one.
+        same: parity changes nothing: no field is meant to differ.
+        why: what a reader should know, such as why the code is not followed.
+        lists: entries of the lists of known differences, such as "D 3".
+    """
+
+    rule: str
+    paper: str
+    code: str
+    fields: tuple[str, ...] = ()
+    variant: str = ""
+    stage: str = ""
+    same: bool = False
+    why: str = ""
+    lists: tuple[str, ...] = ()
+
+
+def read_rules(system: str) -> list[Rule]:
+    """The rules of a system, in the file's order.
+
+    Raises:
+        ValueError: a rule with an unknown key, or without one that it needs.
+    """
+    path = FOLDER / "fidelity" / f"{system}.toml"
+    rules = []
+    for number, entry in enumerate(tomllib.loads(path.read_text())["rule"], 1):
+        if not {"rule", "paper", "code"} <= set(entry) <= KEYS:
+            raise ValueError(f"{path}: rule {number} has the keys {sorted(entry)}")
+        lists = {key: tuple(entry.get(key, ())) for key in ("fields", "lists")}
+        rules.append(Rule(**entry | lists))
+    return rules
+
+
+def value_of(system: str, rule: Rule, field: str, *, parity: bool):
+    """What a field of a rule is in the recipe; ABSENT where the recipe has it not.
+
+    Raises:
+        ValueError: no such field or stage.
+    """
+    words = [w for w in (rule.variant, "parity" if parity else "") if w]
+    spec = f"configs/{system}.py" + (f":{','.join(words)}" if words else "")
+    config = configuration.load(spec)
+    stages = dict(stage_configs(config))
+    if field == "stages":
+        return list(config.stages)
+    if rule.stage and rule.stage not in stages:
+        return ABSENT
+    own = stages[rule.stage] if rule.stage else list(stages.values())[-1]
+    if field.startswith(PROTOCOL):
+        return getattr(PROTOCOLS[own.protocol.name], field.removeprefix(PROTOCOL))
+    if field.startswith("reward."):
+        return _setting(own.reward.to_dict(), field.removeprefix("reward."))
+    configuration.check_known(own, field)
+    node = own
+    for key in field.split("."):
+        node = node[key]
+    return node
+
+
+def _setting(reward, name):
+    """The value of '<term>' or '<term>.<setting>' in a recipe's reward.
+
+    Raises:
+        ValueError: the term has no such setting.
+    """
+    term, _, setting = name.partition(".")
+    if term not in reward:
+        return ABSENT
+    if not setting:
+        return "on"
+    parameters = inspect.signature(TERMS[term]).parameters
+    if setting not in parameters:
+        raise ValueError(f"the reward term {term} has no setting {setting!r}")
+    return reward[term].get(setting, parameters[setting].default)
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    indexed: dict[str, list[str]] = {}
+    for system, title in SYSTEMS:
+        rows = ["| rule | paper | public code | field | ours | `parity` |", "|---" * 6]
+        rows[1] += "|"
+        for rule in read_rules(system):
+            rows.append(_row(system, rule))
+            for entry in rule.lists:
+                indexed.setdefault(entry, []).append(f"{title}: {rule.rule}")
+        parts.append(f"## {title}\n\n" + "\n".join(rows) + "\n")
+    parts.append(_lists(indexed))
+    return "\n".join(parts)
+
+
+def _row(system, rule):
+    """One line of the table."""
+    ours = [_text(value_of(system, rule, f, parity=False)) for f in rule.fields]
+    theirs = [_text(value_of(system, rule, f, parity=True)) for f in rule.fields]
+    if ours == theirs:
+        theirs = ["the same"] if rule.fields else []
+    words = ", ".join(w for w in (rule.stage, rule.variant and f":{rule.variant}") if w)
+    what = f"{rule.rule} ({words})" if words else rule.rule
+    fields = [f"`{name}`" for name in rule.fields] or ["none"]
+    shown = [*ours, rule.why] if rule.why else ours
+    cells = [[what], [rule.paper], [rule.code], fields, shown, theirs]
+    return "| " + " | ".join(_cell(lines or [ABSENT]) for lines in cells) + " |"
+
+
+def _text(value):
+    """A value as the page shows it."""
+    if isinstance(value, tuple | list):
+        return ", ".join(map(str, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _cell(lines):
+    """The lines of a cell, in which Markdown finds no markup."""
+    plain = (" ".join(line.split()) for line in lines)
+    plain = (line.replace("|", "\\|").replace("<", "&lt;") for line in plain)
+    return "<br>".join(plain)
+
+
+def read_lists() -> dict[str, str]:
+    """{"D 1": what it is} of the two lists, in their order."""
+    path = FOLDER / "fidelity" / "lists.toml"
+    return {
+        f"{letter} {number}": text
+        for letter, texts in tomllib.loads(path.read_text()).items()
+        for number, text in enumerate(texts, 1)
+    }
+
+
+def _lists(indexed):
+    """Which rows settle which entry of the two lists of differences."""
+    rows = ["## The known differences (D) and switches (S)", ""]
+    rows += ["| entry | what | rows |", "|---|---|---|"]
+    for entry, what in read_lists().items():
+        cells = ([entry], [what], indexed.get(entry, [ABSENT]))
+        rows.append("| " + " | ".join(map(_cell, cells)) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def main(argv) -> int:
+    """The command.
+
+    Raises:
+        ValueError: with --check, a page that is not what the recipes give now.
+    """
+    flags = {"check": (False, "writes nothing, fails where the page is not current")}
+    given = configuration.parse_flags(argv, flags=flags)
+    text = page()
+    if not given["check"]:
+        PAGE.write_text(text)
+    elif not PAGE.is_file() or PAGE.read_text() != text:
+        shown = pathlib.Path(PAGE).relative_to(configuration.ROOT)
+        raise ValueError(f"{shown} is not current: python -m rsearch.fidelity")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(configuration.run_command(main))
