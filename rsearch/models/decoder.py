@@ -1,4 +1,4 @@
-"""One decoder for the Llama and Qwen2 families: policy, value and reference models.
+"""One decoder for Llama, Qwen and GLM models: policy, value and reference.
 
 The same module scores whole sequences (`cache=None`) and extends cached ones, so what
 the sampler computes is what the trainer differentiates. A cache has one slot a
@@ -16,6 +16,8 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+
+ROTARY_PAIRS = ("halves", "neighbours")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,17 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderSpec:
-    """The shape of a decoder; all that a forward pass depends on beside its weights."""
+    """The shape of a decoder; all that a forward pass depends on beside its weights.
+
+    Attributes:
+        rotary_dim: channels of a head that are rotated, the first ones; None = all.
+        rotary_pairs: "halves" rotates channel i with i + rotary_dim / 2 (Llama, Qwen),
+            "neighbours" 2i with 2i + 1 (GLM-4).
+        qk_norm: an RMSNorm over each head of queries and keys (Qwen3).
+        fused_mlp: gate and up are one parameter, as GLM-4 stores them.
+        post_norms: an RMSNorm on the output of attention and of the MLP too (GLM-4's
+            releases of April 2025).
+    """
 
     vocab_size: int
     width: int
@@ -52,6 +64,11 @@ class DecoderSpec:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     max_context: int = 2**31 - 1
+    rotary_dim: int | None = None
+    rotary_pairs: str = "halves"
+    qk_norm: bool = False
+    fused_mlp: bool = False
+    post_norms: bool = False
 
     @property
     def num_params(self) -> int:
@@ -60,7 +77,9 @@ class DecoderSpec:
         attention = 2 * d * c * (self.num_heads + self.num_kv_heads)
         if self.qkv_bias:
             attention += c * (self.num_heads + 2 * self.num_kv_heads)
-        layer = attention + 3 * d * self.mlp_width + 2 * d
+        if self.qk_norm:
+            attention += 2 * c
+        layer = attention + 3 * d * self.mlp_width + (4 if self.post_norms else 2) * d
         heads = 1 if self.tie_embeddings else 2
         return self.num_layers * layer + heads * self.vocab_size * d + d
 
@@ -79,12 +98,13 @@ def empty_cache(spec: DecoderSpec, num_rows: int, num_slots: int, dtype) -> Cach
 
 
 def rotary_frequencies(spec: DecoderSpec) -> jax.Array:
-    """[C / 2] radians a position, scaling included.
+    """[rotary_dim / 2] radians a position, scaling included.
 
     Source: RoPE (arXiv 2104.09864); linear scaling (arXiv 2306.15595); Llama 3's is
     that of Llama 3.1's reference code.
     """
-    exponent = jnp.arange(0, spec.head_dim, 2, dtype=jnp.float32) / spec.head_dim
+    width = spec.rotary_dim or spec.head_dim
+    exponent = jnp.arange(0, width, 2, dtype=jnp.float32) / width
     freq = 1.0 / (spec.rope_theta**exponent)
     scaling = spec.rope_scaling
     if scaling is None:
@@ -105,22 +125,35 @@ def rotary_frequencies(spec: DecoderSpec) -> jax.Array:
     )
 
 
-def rotate(x, positions, frequencies):
-    """Rotary embedding in the half-split form of Hugging Face checkpoints.
+def rotate(x, positions, frequencies, *, pairs="halves"):
+    """Rotary embedding of the first 2R channels; the others stay as they are.
 
     Args:
         x: [B, T, N, C] queries or keys.
         positions: [B, T] int32.
-        frequencies: [C / 2] radians a position.
+        frequencies: [R] radians a position.
+        pairs: "halves" rotates channel i with i + R, as most Hugging Face checkpoints
+            want it; "neighbours" rotates 2i with 2i + 1, as in the RoPE paper.
     """
+    assert pairs in ROTARY_PAIRS, pairs
+    width = 2 * frequencies.shape[0]
+    if width < x.shape[-1]:
+        turned = rotate(x[..., :width], positions, frequencies, pairs=pairs)
+        return jnp.concatenate([turned, x[..., width:]], axis=-1)
     angle = (
         positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None]
     )
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    )
+    wide = x.astype(jnp.float32)
+    if pairs == "halves":
+        first, second = jnp.split(wide, 2, axis=-1)
+    else:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    turned = first * cos - second * sin, second * cos + first * sin
+    if pairs == "halves":
+        turned = jnp.concatenate(turned, axis=-1)
+    else:
+        turned = jnp.stack(turned, axis=-1).reshape(x.shape)
     return turned.astype(x.dtype)
 
 
@@ -192,8 +225,12 @@ class Attention(nn.Module):
             return y
 
         frequencies = rotary_frequencies(s)
-        q = rotate(project("q", s.num_heads), positions, frequencies)
-        k = rotate(project("k", s.num_kv_heads), positions, frequencies)
+        q, k = project("q", s.num_heads), project("k", s.num_kv_heads)
+        if s.qk_norm:
+            q = RMSNorm(s.norm_eps, name="q_norm")(q)
+            k = RMSNorm(s.norm_eps, name="k_norm")(k)
+        q = rotate(q, positions, frequencies, pairs=s.rotary_pairs)
+        k = rotate(k, positions, frequencies, pairs=s.rotary_pairs)
         v = project("v", s.num_kv_heads)
         if cache is None:
             keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -218,7 +255,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and SwiGLU, as a body for `nn.scan`."""
+    """Attention and SwiGLU between norms, as a body for `nn.scan`."""
 
     spec: DecoderSpec
 
@@ -229,13 +266,22 @@ class Layer(nn.Module):
         init = nn.initializers.normal(0.02)
         normed = RMSNorm(s.norm_eps, name="attention_norm")(x)
         mixed, cache = Attention(s, name="attention")(normed, positions, cache, layer)
+        if s.post_norms:
+            mixed = RMSNorm(s.norm_eps, name="attention_post_norm")(mixed)
         x = x + mixed
         normed = RMSNorm(s.norm_eps, name="mlp_norm")(x)
-        gate = multiply(normed, self.param("gate", init, (s.width, s.mlp_width)))
-        up = multiply(normed, self.param("up", init, (s.width, s.mlp_width)))
+        if s.fused_mlp:
+            # The two stay apart, so that a cut of the last axis cuts both alike.
+            both = self.param("gate_up", init, (s.width, 2, s.mlp_width))
+            gate, up = multiply(normed, both[:, 0]), multiply(normed, both[:, 1])
+        else:
+            gate = multiply(normed, self.param("gate", init, (s.width, s.mlp_width)))
+            up = multiply(normed, self.param("up", init, (s.width, s.mlp_width)))
         down = self.param("down", init, (s.mlp_width, s.width))
-        x = x + multiply(nn.silu(gate) * up, down)
-        return (x, positions, cache, layer + 1), None
+        out = multiply(nn.silu(gate) * up, down)
+        if s.post_norms:
+            out = RMSNorm(s.norm_eps, name="mlp_post_norm")(out)
+        return (x + out, positions, cache, layer + 1), None
 
 
 class Decoder(nn.Module):

@@ -144,18 +144,13 @@ def export(
         raise ValueError(f"{directory} exists and is not empty; it is not overwritten")
     if dtype not in EXPORT_DTYPES:
         raise ValueError(f"{dtype=} is not one of {sorted(EXPORT_DTYPES)}")
-    if spec.width % spec.num_heads and not spec.qkv_bias:
-        raise ValueError(
-            f"width={spec.width} is not a multiple of num_heads={spec.num_heads}, "
-            f"which transformers demands of a Llama"
-        )
+    config = config_of(spec, dtype=dtype)
     shards = _plan_shards(params, spec, EXPORT_DTYPES[dtype], max_shard_bytes)
     writes = jax.process_index() == 0
     part = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         if writes:
             part.mkdir(parents=True)
-            config = config_of(spec, dtype=dtype)
             if tokenizer is not None:
                 tokenizer.save(part)
                 config |= tokenizer.special_ids

@@ -29,6 +29,7 @@ AXES = {
     "v_bias": ("kv_heads", "head_dim"),
     "gate": ("embed", "mlp"),
     "up": ("embed", "mlp"),
+    "gate_up": ("embed", "gate_or_up", "mlp"),
     "down": ("mlp", "embed"),
 }
 
@@ -40,6 +41,7 @@ RULES = {
     "mlp": "tensor",
     "layers": None,
     "head_dim": None,
+    "gate_or_up": None,
     "norm": None,
 }
 

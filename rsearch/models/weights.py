@@ -30,11 +30,29 @@ LAYOUT = {
     "layers.attention.v": ("model.layers.{}.self_attn.v_proj.weight", ((1, 2), (0,))),
     "layers.attention.v_bias": ("model.layers.{}.self_attn.v_proj.bias", ((0, 1),)),
     "layers.attention.o": ("model.layers.{}.self_attn.o_proj.weight", ((2,), (0, 1))),
+    "layers.attention.q_norm.scale": (
+        "model.layers.{}.self_attn.q_norm.weight",
+        ((0,),),
+    ),
+    "layers.attention.k_norm.scale": (
+        "model.layers.{}.self_attn.k_norm.weight",
+        ((0,),),
+    ),
+    "layers.attention_post_norm.scale": (
+        "model.layers.{}.post_self_attn_layernorm.weight",
+        ((0,),),
+    ),
+    # The norm before the MLP: a name from the encoders, where it came after attention.
     "layers.mlp_norm.scale": (
         "model.layers.{}.post_attention_layernorm.weight",
         ((0,),),
     ),
+    "layers.mlp_post_norm.scale": (
+        "model.layers.{}.post_mlp_layernorm.weight",
+        ((0,),),
+    ),
     "layers.gate": ("model.layers.{}.mlp.gate_proj.weight", ((1,), (0,))),
+    "layers.gate_up": ("model.layers.{}.mlp.gate_up_proj.weight", ((1, 2), (0,))),
     "layers.up": ("model.layers.{}.mlp.up_proj.weight", ((1,), (0,))),
     "layers.down": ("model.layers.{}.mlp.down_proj.weight", ((1,), (0,))),
     "final_norm.scale": ("model.norm.weight", ((0,),)),

@@ -30,6 +30,7 @@ _LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
+_GLM = dict(pad_token_id=0)  # The default lies beyond these vocabularies.
 
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(
@@ -61,6 +62,27 @@ CONFIGS = {
         num_attention_heads=6,
         num_key_value_heads=2,
         rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(
+        **_SIZES,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+    ),
+    "glm": lambda: transformers.GlmConfig(
+        **_SIZES, **_GLM, num_attention_heads=6, num_key_value_heads=2, head_dim=16
+    ),
+    "glm4": lambda: transformers.Glm4Config(
+        **_SIZES,
+        **_GLM,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        attention_bias=False,
+        partial_rotary_factor=0.67,
+        rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0},
     ),
 }
 
