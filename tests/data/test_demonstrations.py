@@ -255,7 +255,7 @@ def test_recalling_takes_no_search_for_what_is_famous(whole, name):
                 assert any(hop.sentence in turn for turn in d.turns)
         recalled += not queries
         mixed += 0 < len(queries) < len(hops)
-    assert recalled > 100 < mixed
+    assert recalled > 50 < mixed
 
 
 def test_evidence_is_in_the_words_of_the_passages(whole):

@@ -306,5 +306,5 @@ def test_what_is_asked_of_one_kind_has_that_kind_alone():
 
 
 def test_too_many_near_homonyms_are_refused():
-    with pytest.raises(ValueError, match="config.world.distractors = 701: .* 700"):
+    with pytest.raises(ValueError, match=r"world.distractors = 701: .* 700"):
         world(**{**ALL, "distractors": 701})
