@@ -252,7 +252,7 @@ def _show_kinds(rows):
         [row["stage"], row["method"], *(cell(parts.get(kind)) for kind in kinds)]
         for row, parts in zip(rows, split, strict=True)
     ]
-    title = "percent exact match / mean searches, by kind of question"
+    title = "percent EM / searches, by kind"
     console.table(title, ("stage", "method", *kinds), cells)
 
 

@@ -1,5 +1,6 @@
 """rsearch.evaluate: what is counted, what is written, and how it fails."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -36,7 +37,8 @@ OUTCOMES = tuple(o.value for o in Outcome)
 FIELDS = {
     *("stage", "step", "method", "dataset", "questions", "normalize", "n", "skipped"),
     "seconds",
-    *("searches", "policy_tokens", "tokens"),
+    *("searches", "queries", "searches_right", "searches_wrong"),
+    *("policy_tokens", "tokens", "by_kind", "by_known", "asks"),
     *SCORES,
     *(f"{name}_95" for name in SCORES),
     *OUTCOMES,
@@ -48,13 +50,15 @@ def segment(source, text):
     return Segment(source, ids, np.zeros(len(ids), np.float32), text)
 
 
-def group(number, answer, golden, *, num_searches=0, outcome=Outcome.ANSWERED):
+def group(
+    number, answer, golden, *, num_searches=0, outcome=Outcome.ANSWERED, **metadata
+):
     """A rollout of 4 prompt tokens, 5 policy tokens and 3 for each search."""
     found = (Passage("p", "Title\nText"),)
     searches = (Lookup((f"query {number}",), (found,)),) * num_searches
     shown = [segment(Source.SEARCH, "abc")] * num_searches
     segments = (segment(Source.PROMPT, "What"), segment(Source.POLICY, "12345"), *shown)
-    question = Question(f"q{number}", f"Question {number}?", golden)
+    question = Question(f"q{number}", f"Question {number}?", golden, metadata)
     rollout = Rollout(segments, answer, searches, outcome)
     return Group(question, (rollout,))
 
@@ -81,6 +85,41 @@ def test_a_summary_is_means_counts_and_intervals():
         low, high = row[f"{name}_95"]
         assert 0 <= low <= row[name] <= high <= 1
     json.dumps(row, allow_nan=False)
+
+
+def test_searches_are_counted_as_turns_and_as_queries_and_by_who_is_right():
+    row = evaluate.summarise(GROUPS, normalize="squad")
+    assert (row["searches_right"], row["searches_wrong"]) == (0, (2 + 1 + 1) / 3)
+    (parallel,) = group(0, "x", ("x",), num_searches=1).rollouts
+    lookup = Lookup(("a", "b", "c"), ((), (), ()))
+    parallel = dataclasses.replace(parallel, searches=(lookup, lookup))
+    found = evaluate.summarise(
+        [Group(GROUPS[0].question, (parallel,))], normalize="squad"
+    )
+    assert (found["searches"], found["queries"]) == (2, 6)
+    none = evaluate.summarise(GROUPS[:1], normalize="squad")
+    assert (none["searches_right"], none["searches_wrong"]) == (0, None)
+
+
+def test_a_summary_is_split_by_kind_of_question():
+    asked = [
+        group(0, "Paris", ("Paris",), kind="bridge", known=True, num_searches=1),
+        group(1, "Rome", ("Paris",), kind="bridge", known=False, num_searches=2),
+        group(2, "yes", ("yes",), kind="single", known=False),
+        group(3, "no", ("no",)),
+    ]
+    row = evaluate.summarise(asked, normalize="squad")
+    scores = dict.fromkeys(SCORES, 0.5)
+    assert row["by_kind"] == {
+        "bridge": {"n": 2, **scores, "searches": 1.5},
+        "single": {"n": 1, **dict.fromkeys(SCORES, 1.0), "searches": 0.0},
+    }
+    assert row["by_known"] == {
+        "known": {"n": 1, **dict.fromkeys(SCORES, 1.0), "searches": 1.0},
+        "not known": {"n": 2, **scores, "searches": 1.0},
+    }
+    bare = evaluate.summarise(GROUPS, normalize="squad")
+    assert bare["by_kind"] == {} == bare["by_known"]
 
 
 def test_a_summary_of_equal_scores_has_an_interval_of_no_width():
@@ -180,9 +219,7 @@ def test_every_row_of_a_run_has_every_field_and_every_question_its_transcript():
             if (t["stage"], t["method"]) == (row["stage"], row["method"])
         ]
         assert len({t["id"] for t in mine}) == 6
-        assert sum(len(t["queries"]) for t in mine) / 6 == pytest.approx(
-            row["searches"]
-        )
+        assert sum(len(t["queries"]) for t in mine) / 6 == pytest.approx(row["queries"])
 
 
 @pytest.fixture
@@ -294,6 +331,91 @@ def test_damaged_checkpoints_are_passed_over(copy, capsys):
 def test_without_a_checkpoint_the_untrained_policy_is_evaluated(tmp_path):
     setup = build.load_setup(config(), only_dev=True)
     assert evaluate.trained_params(setup, tmp_path)[:2] == ("start", 0)
+
+
+KINDS = "percent EM / searches, by kind"
+
+
+def test_kinds_are_a_second_table_where_there_are_several(capsys):
+    part = {"n": 9, **dict.fromkeys(SCORES, 0.5), "searches": 1.25}
+    old = {name: 0 for name in evaluate.COLUMNS} | {"em_95": [0, 1], "judge_error": 0}
+    old |= {"stage": "sft", "method": "rag", "dataset": "d"}
+    evaluate.show([{**old, "by_kind": {"single": part}}], config())
+    assert KINDS not in capsys.readouterr().out
+    split = {"single": part, "bridge": {**part, "em": 1.0}}
+    evaluate.show([old, {**old, "by_kind": split}], config())
+    told = capsys.readouterr().out
+    assert KINDS in told and "judge_error" not in told
+    assert "100 / 1.25" in told and "50 / 1.25" in told
+    evaluate.show([{**old, "judge_error": 3}], config())
+    assert "judge_error" in capsys.readouterr().out
+
+
+@pytest.fixture
+def asking():
+    """(evaluator, parameters, what its answerer and reader are asked), R-Search's."""
+    names = {"answerer__source": "a", "reader__source": "r"}
+    methods = ("protocol", "evidence", "reader_direct", "reader_rag")
+    setup = build.load_setup(
+        config(protocol__name="r_search", eval__methods=methods, **names),
+        only_dev=True,
+    )
+    heard = {"answerer": [], "reader": []}
+
+    def model(name):
+        def reply(chats):
+            heard[name] += chats
+            return [None, *(f" {name} {i} " for i in range(1, len(chats)))]
+
+        return reply
+
+    evaluator = evaluate.Evaluator(setup)
+    evaluator._agents = {name: model(name) for name in heard}
+    return evaluator, build.initial_params(setup), heard
+
+
+def test_a_reader_is_asked_every_question_beside_the_policy(asking):
+    evaluator, params, heard = asking
+    rows = {}
+    for method in ("evidence", "reader_direct", "reader_rag"):
+        rows[method], groups = evaluator(params, method)
+        answers = [g.rollouts[0].answer for g in groups]
+        assert answers == [None, *(f"reader {i}" for i in range(1, 6))]
+        row = rows[method]
+        assert (row["n"], row["judge_error"], row["asks"]) == (6, 1, "r")
+    assert len(heard["reader"]) == 18 and not heard["answerer"]
+    # A policy that has not learnt to write evidence leaves the reader to itself.
+    assert heard["reader"][:6] == heard["reader"][6:12]
+    assert "given passages:\nDoc 1(Title: " in heard["reader"][12][0]["content"]
+    row = {"stage": "s", "step": 1, **rows["evidence"]}
+    assert evaluator.is_current(row, stage="s", step=1)
+    assert not evaluator.is_current({**row, "asks": "b"}, stage="s", step=1)
+
+
+def test_the_policys_rollouts_are_made_once_for_itself_and_its_reader(asking):
+    evaluator, params, _ = asking
+    evaluator(params, "protocol")
+    first = evaluator._last
+    evaluator(params, "evidence")
+    assert evaluator._last is first
+    other = build.initial_params(evaluator._setup)
+    evaluator(other, "evidence")
+    assert evaluator._last is not first
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--config.eval.methods=evidence", r"config.reader.source"),
+        ("--config.eval.methods=reader_rag", r"config.reader.source"),
+    ],
+)
+def test_a_reader_must_be_named(tmp_path, capsys, given, message):
+    assert evaluate_here(*arguments(tmp_path / "run"), given) == 2
+    assert message in capsys.readouterr().err
+    more = ["--config.eval.methods=evidence", "--config.reader.source=x"]
+    assert evaluate_here(*arguments(tmp_path / "run"), *more) == 2
+    assert "only protocol 'r_search' writes" in capsys.readouterr().err
 
 
 def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(tmp_path):

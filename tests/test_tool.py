@@ -33,7 +33,6 @@ from tests.small_run import (
     child_environment,
     config,
     quick_compilation,
-    run_python,
 )
 
 __all__ = ["quick_compilation"]
@@ -193,10 +192,12 @@ def command(folder, *more):
     return ["-m", "rsearch.tool", *mine, f"--model={folder}", *more]
 
 
-def test_the_command_writes_one_json_line_for_each_question(folder, search, questions):
-    done = run_python(*command(folder, f"--question={questions[0]}"))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == search(questions[0])
+def test_the_command_writes_one_json_line_for_each_question(
+    folder, search, questions, capsys
+):
+    argv = command(folder, f"--question={questions[0]}")[2:]
+    assert run_command(tool.main, argv) == 0
+    assert json.loads(capsys.readouterr().out) == search(questions[0])
     lines = [questions[1], "", json.dumps({"question": questions[0]}), questions[2]]
     done = subprocess.run(
         [sys.executable, *command(folder, "--slots=2")],

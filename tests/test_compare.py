@@ -1,0 +1,175 @@
+"""One table over several runs: which rows, which labels, which numbers."""
+
+import json
+
+import pytest
+
+from rsearch import compare
+from rsearch.config import run_command
+
+SCORES = {"em": 0.5, "f1": 0.625, "cover_em": 0.75}
+
+
+def row(stage="rl", method="protocol", dataset="d", **more):
+    counts = {"searches": 1.5, "queries": 2.0}
+    counts |= {"searches_right": 1.25, "searches_wrong": None}
+    about = {"stage": stage, "step": 1, "method": method, "dataset": dataset, "n": 200}
+    return {**about, **SCORES, "em_95": [0.4321, 0.5678], **counts, **more}
+
+
+def make(folder, *rows, stages=("sft", "rl"), **fields):
+    """A run's directory with these results."""
+    config = {"name": "r_search", "seed": 0, "stages": list(stages), **fields}
+    folder.mkdir(parents=True)
+    whole = {"rsearch_workdir": 1, "config": config}
+    (folder / "config.json").write_text(json.dumps(whole))
+    if rows:
+        (folder / "results.json").write_text(json.dumps(rows))
+    return folder
+
+
+@pytest.fixture
+def said(capsys):
+    """Runs the command and gives (exit code, stdout, stderr)."""
+
+    def run(*argv):
+        code = run_command(compare.main, [*map(str, argv)])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+def cells(markdown):
+    lines = markdown.splitlines()
+    split = [[c.strip() for c in line.strip("|").split("|")] for line in lines]
+    return [split[0], *split[2:]]
+
+
+def test_the_last_stage_by_its_own_protocol_is_shown(said, tmp_path):
+    rows = [row("start"), row("sft"), row("rl", em=0.9), row("rl", "direct")]
+    run = make(tmp_path / "run", *rows)
+    code, out, _ = said(run, "--markdown")
+    assert code == 0
+    assert out.splitlines()[1] == "| --- | --- | ---: |" + " ---: |" * 9
+    columns, values = cells(out)
+    assert columns == [
+        *("recipe", "stage", "seed", "n", "EM", "95 % interval", "F1", "cover-EM"),
+        *("searches", "queries", "when right", "when wrong"),
+    ]
+    assert values == [
+        *("r_search", "rl", "0", "200", "90.0", "43.2 - 56.8", "62.5", "75.0"),
+        *("1.50", "2.00", "1.25", "-"),
+    ]
+
+
+def test_stages_and_methods_can_be_chosen(said, tmp_path):
+    rows = [row(stage, method) for stage in ("start", "rl") for method in "ab"]
+    run = make(tmp_path / "run", *rows)
+    chosen = cells(said(run, "--markdown", "--stage=all", "--method", "all")[1])
+    assert [line[1:3] for line in chosen] == [
+        *(["stage", "method"], ["start", "a"], ["start", "b"]),
+        *(["rl", "a"], ["rl", "b"]),
+    ]
+    (_, only) = cells(said(run, "--markdown", "--stage=start", "--method=b")[1])
+    assert only[1] == "start"
+    code, _, err = said(run, "--stage=rll")
+    assert code == 2 and "--stage=rll: the runs have rl, start" in err
+    assert "did you mean rl?" in err
+
+
+def test_a_run_that_has_not_ended_shows_the_stage_it_has_come_to(said, tmp_path):
+    run = make(tmp_path / "run", row("start"), row("sft"))
+    assert cells(said(run, "--markdown")[1])[1][1] == "sft"
+    foreign = make(tmp_path / "other", row("some/model"))
+    assert cells(said(foreign, "--markdown")[1])[1][1] == "some/model"
+
+
+def test_seeds_are_grouped_and_what_differs_in_more_is_not(said, tmp_path):
+    """Mean and sample deviation of 0.5, 0.6 and 0.7: 0.6 and 0.1."""
+    for seed, em in enumerate((0.5, 0.6, 0.7)):
+        make(tmp_path / f"s{seed}", row(em=em), seed=seed, rl={"steps": 9, "kl": 1})
+    make(tmp_path / "ablation", row(em=0.1), rl={"steps": 9, "kl": 0})
+    make(tmp_path / "short", row(em=0.2), rl={"steps": 3, "kl": 1})
+    code, out, _ = said(tmp_path, "--group", "--markdown")
+    assert code == 0
+    found = {line[0]: line[2:6] for line in cells(out)[1:]}
+    assert found == {
+        "r_search rl.kl=1 rl.steps=9": ["3", "200", "60.0 ± 10.0", "62.5 ± 0.0"],
+        "r_search rl.kl=0 rl.steps=9": ["1", "200", "10.0", "62.5"],
+        "r_search rl.kl=1 rl.steps=3": ["1", "200", "20.0", "62.5"],
+    }
+
+
+def test_what_changes_no_training_does_not_tell_runs_apart(said, tmp_path):
+    a = make(tmp_path / "a", row(), mesh={"data": 1}, eval={"examples": 1})
+    b = make(tmp_path / "b", row(), mesh={"data": 8}, eval={"examples": 2}, seed=1)
+    (_, line) = cells(said(a, b, "--group", "--markdown")[1])
+    assert line[:3] == ["r_search", "rl", "2"]
+
+
+def test_many_differences_are_counted_and_stay_apart(said, tmp_path):
+    for number in range(3):
+        fields = {f"f{i}": number for i in range(9)}
+        make(tmp_path / str(number), row(), **fields)
+    lines = cells(said(tmp_path, "--group", "--markdown")[1])[1:]
+    assert len({line[0] for line in lines}) == 3
+    assert all("(and 5 more, " in line[0] for line in lines)
+
+
+def test_kinds_of_questions_get_a_row_each(said, tmp_path):
+    part = {"n": 80, **SCORES, "searches": 2.0}
+    split = {"bridge": part, "single": {**part, "em": 1.0}}
+    known = {"known": {**part, "n": 5}}
+    run = make(tmp_path / "run", row(by_kind=split, by_known=known))
+    columns, *lines = cells(said(run, "--by_kind", "--markdown")[1])
+    assert " ".join(columns) == "recipe stage kind seed n EM F1 cover-EM searches"
+    assert [line[2:6] for line in lines] == [
+        *(["bridge", "0", "80", "50.0"], ["single", "0", "80", "100.0"]),
+        ["known", "0", "5", "50.0"],
+    ]
+    none = make(tmp_path / "none", row())
+    code, _, err = said(none, "--by_kind")
+    assert code == 2 and "no row of these runs" in err
+
+
+def test_results_of_older_runs_lack_some_numbers(said, tmp_path):
+    old = row()
+    for name in ("queries", "searches_right", "searches_wrong"):
+        del old[name]
+    a, b = make(tmp_path / "a", old), make(tmp_path / "b", row(), seed=1)
+    lines = cells(said(a, b, "--markdown")[1])[1:]
+    assert [line[9:11] for line in lines] == [["-", "-"], ["2.00", "1.25"]]
+    (_, both) = cells(said(a, b, "--markdown", "--group")[1])
+    assert both[7:10] == ["1.50 ± 0.00", "2.00", "1.25"]
+
+
+def test_for_people_there_is_a_table(said, tmp_path):
+    code, out, _ = said(make(tmp_path / "run", row()))
+    assert code == 0 and "1 runs, percent" in out and "│ r_search │ rl" in out
+
+
+def test_a_name_cannot_break_the_markdown(said, tmp_path):
+    run = make(tmp_path / "run", row(stage="a|b\nc"))
+    lines = said(run, "--markdown", "--stage=all")[1].splitlines()
+    assert len(lines) == 3 and "a\\|b c" in lines[2]
+
+
+def test_what_is_no_run_is_refused(said, tmp_path):
+    (tmp_path / "empty").mkdir()
+    broken = make(tmp_path / "broken")
+    (broken / "results.json").write_text("[{")
+    foreign = make(tmp_path / "foreign", row())
+    (foreign / "config.json").write_text("{}")
+    for path, message in {
+        "nowhere": "there is no such directory",
+        "empty": "not a run: neither it nor a directory in it has config.json",
+        "broken": "results.json: not JSON",
+        "foreign": "config.json: not the config.json of a workdir",
+    }.items():
+        code, out, err = said(tmp_path / path)
+        assert (code, out) == (2, "") and message in err and path in err
+    fresh = make(tmp_path / "fresh")
+    assert "has no results yet" in said(fresh)[2]
+    assert "name at least one run" in said()[2]
+    assert "did you mean --group?" in said(fresh, "--grup")[2]
