@@ -7,8 +7,8 @@ What papers and code do is in configs/fidelity/*.toml, a [[rule]] each; what we 
 computed from the recipes, by default and under `parity`.
 """
 
+import functools
 import inspect
-import pathlib
 import sys
 import tomllib
 from typing import NamedTuple
@@ -93,10 +93,9 @@ def value_of(system: str, rule: Rule, field: str, *, parity: bool):
     """
     words = [w for w in (rule.variant, "parity" if parity else "") if w]
     spec = f"configs/{system}.py" + (f":{','.join(words)}" if words else "")
-    config = configuration.load(spec)
-    stages = dict(stage_configs(config))
+    stages = _loaded(spec)
     if field == "stages":
-        return list(config.stages)
+        return list(stages)
     if rule.stage and rule.stage not in stages:
         return ABSENT
     own = stages[rule.stage] if rule.stage else list(stages.values())[-1]
@@ -109,6 +108,12 @@ def value_of(system: str, rule: Rule, field: str, *, parity: bool):
     for key in field.split("."):
         node = node[key]
     return node
+
+
+@functools.cache
+def _loaded(spec):
+    """{stage: its configuration} of a recipe; only read."""
+    return dict(stage_configs(configuration.load(spec)))
 
 
 def _setting(reward, name):
@@ -204,8 +209,7 @@ def main(argv) -> int:
     if not given["check"]:
         PAGE.write_text(text)
     elif not PAGE.is_file() or PAGE.read_text() != text:
-        shown = pathlib.Path(PAGE).relative_to(configuration.ROOT)
-        raise ValueError(f"{shown} is not current: python -m rsearch.fidelity")
+        raise ValueError(f"{PAGE} is not current: python -m rsearch.fidelity")
     return 0
 
 
