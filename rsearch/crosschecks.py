@@ -187,6 +187,22 @@ def _check_sft_batch(c):
         )
 
 
+def _check_curate(c):
+    if "curate" not in kinds(c) or c.curate.method != "difficulty":
+        return
+    easy, hard, most = c.curate.easy_below, c.curate.hard_above, c.curate.rollouts
+    if easy > hard + 1:
+        raise ValueError(
+            f"config.curate.easy_below = {easy} and config.curate.hard_above = {hard} "
+            "overlap: no question can be both"
+        )
+    if most < hard:
+        raise ValueError(
+            f"config.curate.rollouts = {most} cannot tell which questions need more "
+            f"than config.curate.hard_above = {hard}"
+        )
+
+
 def _check_shards(c, data=None):
     """Micro-batches must split evenly over the devices that share the batch."""
     data = max(c.mesh.data, 1) if data is None else data
@@ -224,5 +240,6 @@ CROSS_CHECKS = (
     _check_rl_batch,
     _check_rl_settings,
     _check_sft_batch,
+    _check_curate,
     _check_shards,
 )

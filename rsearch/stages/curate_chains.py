@@ -3,6 +3,7 @@
 Source: ReaRAG (arXiv 2503.21729), Algorithms 1 and 3.
 """
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -95,6 +96,12 @@ class _Chain:
         return np.concatenate([s.token_ids for s in self.conversation.segments])
 
 
+def _copied(conversation):
+    """What a conversation holds, to be put back."""
+    state = vars(conversation)
+    return {n: list(v) if isinstance(v, list) else v for n, v in state.items()}
+
+
 class _Continued(Host):
     """A host whose prompts are conversations that go on, given as ids."""
 
@@ -112,6 +119,7 @@ class _ChainBuilder:
         # As many searches as there are steps before the last.
         self._setup = with_searches(work.setup, c.curate.max_steps - 1)
         self._key = work.key(STEPS)
+        self._host = build.make_host(self._setup)
         limits = self._setup.limits
         most = self._setup.num_tokens - limits.max_turn_tokens
         single = dataclasses.replace(limits, max_searches=0, max_prompt_tokens=most)
@@ -133,15 +141,14 @@ class _ChainBuilder:
         """The record of the chain of each question."""
         wave = [self._open(question) for question in questions]
         while going := [chain for chain in wave if chain.is_going]:
-            for made, turn in zip(going, self._ask(going), strict=True):
-                self._take(made, turn)
+            self._take(going, self._ask(going))
         return [self._record(made) for made in wave]
 
     def _open(self, question):
-        setup = self._setup
+        setup, host = self._setup, self._host
         if self._c.observations == "gold":
-            setup = dataclasses.replace(setup, search=_gold_search(setup, question))
-        host = build.make_host(setup)
+            search = _gold_search(setup, question)
+            host = build.make_host(dataclasses.replace(setup, search=search))
         messages = setup.protocol.messages(question.text)
         return _Chain(question, host, host.open(host.prompt(messages)))
 
@@ -157,32 +164,38 @@ class _ChainBuilder:
         self._prompts.clear()
         return [group.rollouts[0].segments[-1] for group in groups]
 
-    def _take(self, made, segment):
-        """Adds one step to a chain, or counts it as one to be sampled again."""
+    def _take(self, going, segments):
+        """Adds a step to each chain, or counts it as one to be sampled again."""
+        before, turns = {}, collections.defaultdict(dict)
+        for i, (made, segment) in enumerate(zip(going, segments, strict=True)):
+            before[i] = _copied(made.conversation)
+            ids = self._usable(segment)
+            if ids is not None:
+                turns[made.host][i] = ids, np.zeros(len(ids), np.float32)
+        for host, written in turns.items():  # one, where all ask the same engine
+            wave = {i: going[i].conversation for i in written}
+            host.answer_turns(wave, written, final=False)
+        has_turn = {i for written in turns.values() for i in written}
+        for i, made in enumerate(going):
+            is_good = made.conversation.outcome in (None, Outcome.ANSWERED)
+            if i in has_turn and is_good:
+                made.num_steps += 1
+                if made.is_going and made.num_steps == self._c.max_steps:
+                    made.gave_up = "too many steps"
+                continue
+            vars(made.conversation).update(before[i])
+            made.num_retries += 1
+            if made.num_retries > self._c.max_retries:
+                made.gave_up = "too many retries"
+
+    def _usable(self, segment):
+        """[n] ids of the first step that was written; None where it has no action."""
         protocol, limits = self._setup.protocol, self._setup.limits
         ids, text = segment.token_ids, first_step(protocol, segment.text)
         if text != segment.text:
             ids = self._setup.tokenizer.encode(text)
-        is_usable = not isinstance(protocol.parse(text), Malformed)
-        conversation = made.conversation
-        state = vars(conversation)
-        before = {n: list(v) if isinstance(v, list) else v for n, v in state.items()}
-        if is_usable and len(ids) <= limits.max_turn_tokens:
-            logp = np.zeros(len(ids), np.float32)
-            made.host.answer_turns({0: conversation}, {0: (ids, logp)}, final=False)
-            bad = (Outcome.TOOL_ERROR, Outcome.TRUNCATED, Outcome.MALFORMED)
-            is_usable = conversation.outcome not in bad
-        else:
-            is_usable = False
-        if is_usable:
-            made.num_steps += 1
-            if made.is_going and made.num_steps == self._c.max_steps:
-                made.gave_up = "too many steps"
-            return
-        state.update(before)
-        made.num_retries += 1
-        if made.num_retries > self._c.max_retries:
-            made.gave_up = "too many retries"
+        is_right = not isinstance(protocol.parse(text), Malformed)
+        return ids if is_right and len(ids) <= limits.max_turn_tokens else None
 
     def _record(self, made):
         """The journal's record of a chain that has ended."""

@@ -299,6 +299,8 @@ def test_a_real_policy_is_heard_the_same_again_after_a_stop(
 ):
     """Random weights: nothing is right, so all are hard."""
     own = with_fields(setup, curate__method="difficulty", curate__rollouts=3)
+    limits = dataclasses.replace(own.limits, max_turn_tokens=8, max_searches=1)
+    own = dataclasses.replace(own, limits=limits)
     params, real = build.initial_params(own), build.make_rollouts
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     curate.run(own, params, tmp_path / "a", stage="curate")
