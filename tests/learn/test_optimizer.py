@@ -56,6 +56,14 @@ def test_decay_is_linear_to_a_tenth_and_stays_there():
     np.testing.assert_allclose(falling, expected, rtol=1e-5)
 
 
+def test_the_public_codes_first_step_has_a_rate_of_0():
+    """Two updates a step, two steps of warm-up: 0, 0, half, half, whole."""
+    found = rates(6, updates_per_rate=2, warmup_steps=2)
+    np.testing.assert_allclose(found, [0, 0, 0.05, 0.05, 0.1, 0.1], rtol=1e-5)
+    found = rates(2, updates_per_rate=2, warmup_steps=0)
+    np.testing.assert_allclose(found, [0.1, 0.1], rtol=1e-5)
+
+
 def test_updates_equal_adamw_by_hand():
     """Three steps of arXiv 1711.05101 in numpy, after clipping to a norm of 2."""
     rng = np.random.default_rng(0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rsearch.learn.advantages import with_advantages
-from rsearch.learn.batch import Batch, split
+from rsearch.learn.batch import Batch, cut, split
 from rsearch.learn.losses import row_weights
 from rsearch.learn.objectives import imitation_loss, policy_loss
 from rsearch.learn.optimizer import make_optimizer
@@ -285,3 +285,73 @@ def test_excluded_rollouts_change_nothing_in_the_others_loss():
         assert_close(metrics, same, 1e-5)
         np.testing.assert_allclose(grad[signal], expected, atol=1e-6)
         assert not np.asarray(grad)[~signal].any()
+
+
+KL = dict(kl_coef=0.1, kl_kind="k3", entropy_coef=0.0, clip_low=0.2, clip_high=0.3)
+
+
+def test_a_controllers_coefficient_is_in_the_state_and_acts_on_the_next_update():
+    batch, optimizer = make_batch(), make_optimizer(**ADAMW)
+    learner = Learner(
+        MODEL,
+        optimizer,
+        one_device(),
+        loss=policy_loss(**KL),
+        loss_mean="token",
+        chunk_tokens=16,
+        kl_target=1e-6,
+        kl_gain=0.5,
+    )
+    params, rows = tiny.params(vocab_size=V), learner.put(cut(batch, 8))
+    found = {}
+    for coef in (0.1, 0.3):
+        state = create_state(params, optimizer, one_device(), kl_coef=coef)
+        state, metrics = learner.update(state, rows)
+        # The divergence is far above its target: 1 + 0.5 x 0.2.
+        assert float(metrics["kl_coef"]) == pytest.approx(coef, rel=1e-6)
+        assert float(state.kl_coef) == pytest.approx(1.1 * coef, rel=1e-6)
+        found[coef] = metrics
+    # The loss takes the state's: with 0.3 it is 0.2 times the divergence larger.
+    grown = float(found[0.3]["loss"] - found[0.1]["loss"])
+    assert grown == pytest.approx(0.2 * float(metrics["kl"]), rel=1e-3)
+    assert learner.num_traces == 1
+
+
+def test_a_capped_weight_scales_the_surrogate_and_nothing_else():
+    """Sampled at half the trainer's probability: weight 2, or the cap."""
+    batch = make_batch()
+    weights = batch.from_policy / batch.from_policy.sum()
+    logp, entropy = our_logprobs(batch.tokens), our_entropy(batch.tokens)
+    rows = batch._replace(
+        sampled_logp=np.where(batch.from_policy, batch.behavior_logp, np.nan)
+        - np.float32(np.log(2))
+    )
+    plain = dict(GRPO, kl_coef=0.0, entropy_coef=0.0)
+    expected, _ = policy_loss(**plain)(logp, entropy, batch, weights)
+    for cap, factor in ((3.0, 2.0), (1.5, 1.5)):
+        loss = policy_loss(**plain, tis_cap=cap)
+        found, metrics = loss(logp, entropy, rows, weights)
+        assert float(found) == pytest.approx(factor * float(expected), rel=1e-4)
+        assert float(metrics["tis_weight"]) == pytest.approx(factor, rel=1e-5)
+
+
+def test_a_constant_mean_divides_the_sum_and_tells_means_all_the_same():
+    batch, optimizer = make_batch(), make_optimizer(**ADAMW)
+    learner = Learner(
+        MODEL,
+        optimizer,
+        one_device(),
+        loss=policy_loss(**GRPO),
+        loss_mean="constant",
+        loss_tokens=50,
+        chunk_tokens=16,
+    )
+    state = create_state(tiny.params(vocab_size=V), optimizer, one_device())
+    _, found = learner.update(state, learner.put(cut(batch, 8)))
+    _, by_token = step(batch)
+    num_rows = (batch.from_policy.sum(1) > 0).sum()
+    share = batch.from_policy.sum() / (num_rows * 50)
+    expected = share * float(by_token["loss"])
+    assert float(found["loss"]) == pytest.approx(expected, rel=1e-4)
+    for name in ("entropy", "kl", "logp_gap"):
+        assert float(found[name]) == pytest.approx(float(by_token[name]), rel=1e-4)

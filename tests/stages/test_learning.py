@@ -1,0 +1,222 @@
+"""Reinforcement with a value model, refilled groups and memorised rows."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch import build, checkpoint
+from rsearch.evaluate import CHECKPOINTS
+from rsearch.metrics import read as read_metrics
+from rsearch.stages import rl
+from rsearch.types import Outcome, Source
+from tests.small_run import config, load_setup, quick_compilation, without_times
+from tests.stages.test_rl import TOOL, groups, largest_change, rollout, segment
+
+__all__ = ["quick_compilation"]
+PPO = dict(
+    stages=("rl",),
+    rl__algorithm="ppo",
+    rl__kl_coef=0.1,
+    rl__kl_place="reward",
+    rl__kl_kind="k1",
+    rl__kl_controller="adaptive",
+    rl__behavior="scored",
+    rl__tis_cap=2.0,
+    rl__gae_lambda=0.95,
+    critic__lr=1e-3,
+    reward={"format_ok": {"good": 0.1, "bad": -0.1}},  # untrained ones fail the form
+)
+
+
+def of_rl(c):
+    """A setup for the rl stage of this configuration."""
+    return load_setup(config(**c))
+
+
+def last_state(setup, folder):
+    """(step, all arrays) of the newest checkpoint."""
+    like = build.state_shapes(setup, "rl")
+    step, state, _ = checkpoint.newest_good(folder / CHECKPOINTS, like)
+    return step, jax.device_get(state)
+
+
+def test_ppo_learns_and_goes_on_exactly_where_it_stopped(tmp_path):
+    setup = of_rl(PPO | dict(rl__steps=2))
+    params = build.initial_params(setup)
+    after = rl.run(setup, None, params, tmp_path / "whole")
+    rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    assert all(np.isfinite(v) for row in rows for v in row.values())
+    assert rows[0]["compiles"] == rows[1]["compiles"]
+    told = {"critic_loss", "critic_grad_norm", "value", "return", "kl", "tis_weight"}
+    assert told <= rows[0].keys()
+    # It expects nothing before its first update, and something after it.
+    assert rows[0]["value"] == 0 != rows[1]["value"]
+    step, whole = last_state(setup, tmp_path / "whole")
+    assert step == 2 and int(whole.updates) == int(whole.critic.updates) == 2
+    assert largest_change(params, after) > 0
+    assert whole.kl_coef != pytest.approx(0.1)
+
+    first = of_rl(PPO | dict(rl__steps=1))
+    rl.run(first, None, params, tmp_path / "parts")
+    rl.run(setup, None, params, tmp_path / "parts")
+    step, parts = last_state(setup, tmp_path / "parts")
+    assert step == 2
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    again = read_metrics(tmp_path / "parts" / "metrics.jsonl")
+    assert without_times(again) == without_times(rows)
+
+
+def test_a_critic_first_learns_alone():
+    setup = of_rl(PPO | dict(rl__steps=2, critic__pretrain_steps=1))
+    learner, _ = build.make_learner(setup, "rl")
+    critic, _ = build.make_critic(setup)
+    params = build.initial_params(setup)
+    learning = rl.Learning(setup, learner, critic, params)
+    state = build.fresh_state(setup, "rl", params)
+    played = groups(*[[rollout("x"), rollout("y", num_tokens=4)]] * 4)
+    rewards = np.array([[1, 0]] * 4, np.float32)
+    before = jax.device_get(state.critic.params)
+    state, measured = learning(state, played, rewards, step=0)
+    assert largest_change(params, state.params) == 0 and int(state.updates) == 0
+    assert largest_change(before, jax.device_get(state.critic.params)) > 0
+    assert "critic_loss" in measured and "loss" not in measured
+    state, measured = learning(state, played, rewards, step=1)
+    assert largest_change(params, state.params) > 0
+    assert {"critic_loss", "loss"} <= measured.keys()
+
+
+@pytest.fixture(scope="module")
+def setup():
+    return of_rl(dict(stages=("rl",), rl__steps=1))
+
+
+def playing(setup, *, good, size, rounds):
+    """(groups, rewards, measured, questions asked in each round).
+
+    Args:
+        setup: with questions.
+        good: ids of the questions whose rollouts earn different rewards.
+        size, rounds: questions a step, and rounds of further ones.
+    """
+    c = config(
+        stages=("rl",),
+        rl__steps=1,
+        rl__questions_per_step=size,
+        rl__refill_rounds=rounds,
+    )
+    setup, asked = dataclasses.replace(setup, config=c), []
+
+    def play(questions):
+        asked.append([q.id for q in questions])
+        played = [
+            dataclasses.replace(group, question=question)
+            for question, group in zip(
+                questions, groups(*[[rollout("x"), rollout("y")]] * len(questions))
+            )
+        ]
+        rewards = [[1, 0] if q.id in good else [1, 1] for q in questions]
+        return played, np.array(rewards, np.float32), {"reward": len(asked)}
+
+    found, rewards, measured = rl.gather(setup, play, 3)
+    return [g.question.id for g in found], rewards, measured, asked
+
+
+def test_groups_without_spread_give_way_to_those_of_further_questions(setup):
+    _, _, measured, asked = playing(setup, good=(), size=4, rounds=3)
+    assert [len(a) for a in asked] == [4, 4, 4, 4]
+    assert measured["groups_learnt_from"] == 0
+    own, further = asked[0], [i for some in asked[1:] for i in some]
+    assert len({*own, *further}) == 16
+    # Two of four have spread; then one of two further ones; then neither of two more.
+    good = {own[0], own[2], further[1]}
+    found, rewards, measured, asked = playing(setup, good=good, size=4, rounds=3)
+    assert asked == [own, further[:2], further[2:3], further[3:4]]
+    assert found == [own[0], further[1], own[2], own[3]]
+    np.testing.assert_array_equal(rewards, [[1, 0]] * 3 + [[1, 1]])
+    # What is measured is of the step's own questions.
+    assert measured == {
+        "reward": 1,
+        "questions_asked": 8,
+        "groups_learnt_from": 0.75,
+    }
+
+
+def test_without_refills_a_step_plays_its_own_questions_alone(setup):
+    found, rewards, measured, asked = playing(setup, good=(), size=4, rounds=0)
+    assert asked == [found] and (rewards == 1).all()
+    assert measured == {"reward": 1}
+
+
+def test_what_has_no_spread_in_the_end_is_not_learnt_from(setup):
+    c = config(stages=("rl",), rl__refill_rounds=1).rl
+    played = groups([rollout("x"), rollout("y")], [rollout("x"), TOOL])
+    rewards = np.array([[1, 0], [1, 0]], np.float32)
+    np.testing.assert_array_equal(rl._learns(c, played, rewards), [[1, 1], [0, 0]])
+
+
+def test_truncated_rollouts_leave_the_loss_and_stay_in_their_groups_mean(setup):
+    c = config(stages=("rl",), rl__mask_truncated=True, rl__behavior="scored")
+    setup = dataclasses.replace(setup, config=c)
+    cut = rollout(None, Outcome.TRUNCATED)
+    played = groups(*[[rollout("x"), cut]] * 4)
+    rewards = np.array([[1, 0]] * 4, np.float32)
+    learner, _ = build.make_learner(setup, "rl")
+    learning = rl.Learning(setup, learner)
+    params = build.initial_params(setup)
+    state, measured = learning(build.fresh_state(setup, "rl", params), played, rewards)
+    # Half of the rows are left, each better than its group's mean.
+    assert measured["loss"] == pytest.approx(-np.sqrt(0.5), rel=1e-3)
+    longer = rollout(None, Outcome.TRUNCATED, num_tokens=9)
+    other = groups(*[[rollout("x"), longer]] * 4)
+    again, _ = learning(build.fresh_state(setup, "rl", params), other, rewards)
+    jax.tree.map(np.testing.assert_array_equal, state.params, again.params)
+
+
+def test_stages_draw_differently_and_the_plain_one_as_ever():
+    assert rl.stage_key("rl") == rl.STAGE_KEY
+    keys = [rl.stage_key(name) for name in ("rl", "rl_a", "rl_b", "rl_answer")]
+    assert len(set(keys)) == 4 and all(0 <= k < 2**31 for k in keys)
+
+
+class Recorder:
+    """A memory of one conversation that is always the same."""
+
+    def __init__(self):
+        self.seen = []
+
+    def rows(self, step):
+        """Nothing before the second step."""
+        own = segment(Source.POLICY, range(3, 9))
+        return [(segment(Source.PROMPT, [1, 2]), own)] if step else []
+
+    def collect(self, step, groups, rewards):
+        """Counts the rollouts."""
+        self.seen.append((step, len(groups), rewards.shape))
+        return {"memory_size": step}
+
+
+def test_a_memory_is_asked_each_step_and_learnt_from(tmp_path):
+    """With a sequence's ratio, a constant mean and Reinforce++ with a baseline."""
+    setup = of_rl(
+        dict(
+            stages=("rl",),
+            rl__steps=3,
+            rl__algorithm="reinforce_pp_baseline",
+            rl__ratio="sequence",
+            rl__loss_mean="constant",
+            rl__dual_clip=3.0,
+            rl__memorise_coef=0.5,
+            rl__memorise_rows=8,
+        )
+    )
+    memory = Recorder()
+    params = build.initial_params(setup)
+    rl.run(setup, None, params, tmp_path, stage="rl_recall", memory=memory)
+    assert memory.seen == [(i, 4, (4, 2)) for i in range(3)]
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    losses = [row.get("memory_loss", 0.0) for row in rows]
+    assert losses[0] == 0 and losses[1] > losses[2] > 0
+    assert [row["memory_size"] for row in rows] == [0, 1, 2]
+    assert all(np.isfinite(v) for row in rows for v in row.values())
