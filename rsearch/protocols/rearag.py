@@ -28,7 +28,7 @@ from rsearch.protocols.tagged import checked, spoken_thought, whole_characters
 from rsearch.types import Action, Answer, Malformed, Observation, Passage, Search
 
 HEADER = re.compile(r"^(Thought|Action|Observation)\s+\d+:", re.MULTILINE)
-FENCE = re.compile(r"```[^\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+FENCE = "```"
 SPAN = re.compile(r"`([^`]*)`")
 STOP_STRING = "}\n```"
 FUNCTIONS = {"search": "query", "finish": "answer"}  # and the name of its parameter
@@ -94,8 +94,14 @@ def parse(turn: str) -> Action:
 
 def _read_action(text: str) -> Action:
     """The action that the text behind `Action 1:` means."""
-    written = FENCE.search(text) or SPAN.search(text)
-    call = read_literal(written[1] if written else text)
+    _, fence, fenced = text.partition(FENCE)
+    _, newline, fenced = fenced.partition("\n")
+    if fence and newline:
+        # The dict is one line, so that a fence inside it begins none.
+        call = read_literal(f"\n{fenced}".partition(f"\n{FENCE}")[0])
+    else:
+        span = SPAN.search(text)
+        call = read_literal(span[1] if span else text)
     if not isinstance(call, dict) or not {"function", "parameters"} <= call.keys():
         return Malformed("the action is no dict with 'function' and 'parameters'")
     function, parameters = call["function"], call["parameters"]
