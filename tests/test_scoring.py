@@ -1,12 +1,30 @@
 """Means over questions, and intervals around them."""
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.scoring import bootstrap_interval, score_rows, scores_of_rows
+from rsearch.scoring import (
+    bootstrap_interval,
+    score_rows,
+    scores_of_rows,
+    summarise,
+)
+from rsearch.types import (
+    Group,
+    Lookup,
+    Outcome,
+    Passage,
+    Question,
+    Rollout,
+    Segment,
+    Source,
+)
 
 ROWS = [
     {"golden_answers": ["Paris"], "prediction": "paris"},
@@ -71,3 +89,93 @@ def test_interval_refuses_what_has_no_mean(values):
 def test_interval_lies_within_the_values(values):
     low, high = bootstrap_interval(values, resamples=20)
     assert min(values) - 1e-12 <= low <= high <= max(values) + 1e-12
+
+
+SCORES = ("em", "f1", "cover_em")
+OUTCOMES = tuple(o.value for o in Outcome)
+
+
+def segment(source, text):
+    ids = np.arange(len(text), dtype=np.int32)
+    return Segment(source, ids, np.zeros(len(ids), np.float32), text)
+
+
+def group(
+    number, answer, golden, *, num_searches=0, outcome=Outcome.ANSWERED, **metadata
+):
+    """A rollout of 4 prompt tokens, 5 policy tokens and 3 for each search."""
+    found = (Passage("p", "Title\nText"),)
+    searches = (Lookup((f"query {number}",), (found,)),) * num_searches
+    shown = [segment(Source.SEARCH, "abc")] * num_searches
+    segments = (segment(Source.PROMPT, "What"), segment(Source.POLICY, "12345"), *shown)
+    question = Question(f"q{number}", f"Question {number}?", golden, metadata)
+    rollout = Rollout(segments, answer, searches, outcome)
+    return Group(question, (rollout,))
+
+
+GROUPS = [
+    group(0, "Paris", ("paris", "Lutetia")),  # exactly right
+    group(1, "in Paris", ("Paris",), num_searches=2),  # F1 2/3, covers
+    group(2, "Rome", ("Paris",), num_searches=1),  # wrong
+    group(3, None, ("Paris",), num_searches=1, outcome=Outcome.TRUNCATED),
+]
+
+
+def test_a_summary_is_means_counts_and_intervals():
+    row = summarise(GROUPS, normalize="squad")
+    assert row["n"] == 4
+    assert row["em"] == 1 / 4
+    assert row["f1"] == pytest.approx((1 + 2 / 3) / 4)
+    assert row["cover_em"] == 2 / 4
+    assert row["searches"] == (0 + 2 + 1 + 1) / 4
+    assert row["policy_tokens"] == 5
+    assert row["tokens"] == 4 + 5 + 3 * 4 / 4
+    assert [row[o] for o in OUTCOMES] == [3, 0, 1, 0, 0]
+    for name in SCORES:
+        low, high = row[f"{name}_95"]
+        assert 0 <= low <= row[name] <= high <= 1
+    json.dumps(row, allow_nan=False)
+
+
+def test_searches_are_counted_as_turns_and_as_queries_and_by_who_is_right():
+    row = summarise(GROUPS, normalize="squad")
+    assert (row["searches_right"], row["searches_wrong"]) == (0, (2 + 1 + 1) / 3)
+    (parallel,) = group(0, "x", ("x",), num_searches=1).rollouts
+    lookup = Lookup(("a", "b", "c"), ((), (), ()))
+    parallel = dataclasses.replace(parallel, searches=(lookup, lookup))
+    found = summarise([Group(GROUPS[0].question, (parallel,))], normalize="squad")
+    assert (found["searches"], found["queries"]) == (2, 6)
+    none = summarise(GROUPS[:1], normalize="squad")
+    assert (none["searches_right"], none["searches_wrong"]) == (0, None)
+
+
+def test_a_summary_is_split_by_kind_of_question():
+    asked = [
+        group(0, "Paris", ("Paris",), kind="bridge", known=True, num_searches=1),
+        group(1, "Rome", ("Paris",), kind="bridge", known=False, num_searches=2),
+        group(2, "yes", ("yes",), kind="single", known=False),
+        group(3, "no", ("no",)),
+    ]
+    row = summarise(asked, normalize="squad")
+    scores = dict.fromkeys(SCORES, 0.5)
+    assert row["by_kind"] == {
+        "bridge": {"n": 2, **scores, "searches": 1.5},
+        "single": {"n": 1, **dict.fromkeys(SCORES, 1.0), "searches": 0.0},
+    }
+    assert row["by_known"] == {
+        "known": {"n": 1, **dict.fromkeys(SCORES, 1.0), "searches": 1.0},
+        "not known": {"n": 2, **scores, "searches": 1.0},
+    }
+    bare = summarise(GROUPS, normalize="squad")
+    assert bare["by_kind"] == {} == bare["by_known"]
+
+
+def test_a_summary_of_equal_scores_has_an_interval_of_no_width():
+    row = summarise([GROUPS[0]] * 3, normalize="squad")
+    assert row["em_95"] == [1.0, 1.0]
+
+
+def test_normalisation_is_the_one_that_is_named():
+    asked = [group(0, "no-one", ("no one",))]
+    assert summarise(asked, normalize="squad")["em"] == 0
+    assert summarise(asked, normalize="r1_searcher")["em"] == 1
