@@ -133,8 +133,11 @@ def parity(c, words):
     if not words.tiny:
         c.rl.warmup_steps = 142
         c.critic.warmup_steps = 7
-        if words.mode == "mq":
-            c.protocol.max_queries = 5  # without limit in the code
+    if words.mode == "mq" and "rl" in c.stages and not words.tiny:
+        stages = c.overrides.to_dict()
+        stages["rl"] |= {"protocol": {"max_queries": 5}}  # without limit in the code
+        with c.unlocked():
+            c.overrides = ConfigDict(stages)
 
 
 def tiny(c, words):

@@ -77,7 +77,7 @@ def test_a_rule_with_an_unknown_key_is_refused(tmp_path, monkeypatch):
     file = tmp_path / "fidelity" / "x.toml"
     file.write_text('[[rule]]\nrule="a"\npaper="b"\ncode="c"\nfeilds=["rl.lr"]\n')
     monkeypatch.setattr(fidelity, "FOLDER", tmp_path)
-    with pytest.raises(ValueError, match="rule 1 has the keys .*feilds"):
+    with pytest.raises(ValueError, match=r"rule 1 has the keys .*feilds"):
         fidelity.read_rules("x")
 
 

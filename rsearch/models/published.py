@@ -1,7 +1,8 @@
 """Shapes of published models, for plans that are made without their files.
 
-Facts from each model's config.json. A model that is to be loaded is shaped by its own
-file (`rsearch.models.hf_config`), never by this table.
+Sizes from each model's config.json; of the rotation only what the size of weights and
+caches does not depend on is left out. A model that is loaded is shaped by its own file
+(`rsearch.models.hf_config`), never by this table.
 """
 
 from rsearch.models.decoder import DecoderSpec
@@ -20,6 +21,22 @@ def _qwen2(width, layers, heads, kv_heads, mlp_width, vocab, *, context, tied=Fa
         tie_embeddings=tied,
         qkv_bias=True,
         max_context=context,
+    )
+
+
+def _qwen3(width, layers, mlp_width, *, tied):
+    return DecoderSpec(
+        vocab_size=151_936,
+        width=width,
+        num_layers=layers,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_width=mlp_width,
+        rope_theta=1e6,
+        tie_embeddings=tied,
+        max_context=40_960,
+        qk_norm=True,
     )
 
 
@@ -42,8 +59,6 @@ _QWEN_7B = (3584, 28, 28, 4, 18_944, 152_064)
 _QWEN_14B = (5120, 48, 40, 8, 13_824, 152_064)
 _QWEN_32B = (5120, 64, 40, 8, 27_648, 152_064)
 _QWEN_72B = (8192, 80, 64, 8, 29_568, 152_064)
-# GLM-4 is counted as a Llama of its sizes with biases on q, k and v: half of each head
-# is rotated and gate and up are one matrix, which changes no number of parameters.
 _GLM_9B = DecoderSpec(
     vocab_size=151_552,
     width=4096,
@@ -52,8 +67,12 @@ _GLM_9B = DecoderSpec(
     num_kv_heads=2,
     head_dim=128,
     mlp_width=13_696,
+    norm_eps=1.5625e-7,
     qkv_bias=True,
     max_context=131_072,
+    rotary_dim=64,
+    rotary_pairs="neighbours",
+    fused_mlp=True,
 )
 PUBLISHED = {  # hub id -> shape
     "Qwen/Qwen2.5-3B": _qwen2(*_QWEN_3B, context=32_768, tied=True),
@@ -65,6 +84,8 @@ PUBLISHED = {  # hub id -> shape
     "Qwen/Qwen2.5-72B-Instruct": _qwen2(*_QWEN_72B, context=32_768),
     "Qwen/QwQ-32B-Preview": _qwen2(*_QWEN_32B, context=32_768),
     "Qwen/QwQ-32B": _qwen2(*_QWEN_32B, context=40_960),
+    "Qwen/Qwen3-4B": _qwen3(2560, 36, 9728, tied=True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 36, 12_288, tied=False),
     "meta-llama/Llama-3.1-8B-Instruct": _llama(
         4096, 32, 32, 8, 14_336, 128_256, context=131_072
     ),

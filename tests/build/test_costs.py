@@ -1,0 +1,164 @@
+"""Tokens and bytes of a stage, against arithmetic by hand."""
+
+import json
+
+import pytest
+
+from configs import base
+from rsearch.build import costs
+from rsearch.config import apply_overrides
+from rsearch.models import hf_config
+from rsearch.models.decoder import DecoderSpec
+from rsearch.models.published import PUBLISHED
+
+SPEC = DecoderSpec(
+    vocab_size=100,
+    width=8,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    mlp_width=16,
+    max_context=200,
+)
+# Attention 8x4x2 + 2 x 8x2x2 + 4x2x8 = 192, MLP 3 x 8x16 = 384, two norms 16: 592 a
+# layer; two embeddings of 100x8 and the last norm's 8.
+PARAMS = 2 * 592 + 2 * 800 + 8
+
+
+def config(**overrides):
+    return apply_overrides(
+        base.get_config(),
+        {
+            "rollout.max_prompt_tokens": 10,
+            "rollout.max_turn_tokens": 5,
+            "rollout.max_observation_tokens": 7,
+            "rollout.max_searches": 3,
+            "rollout.slots": 8,
+            "rl.micro_batch": 4,
+            "rl.questions_per_step": 8,
+            **overrides,
+        },
+    )
+
+
+def test_the_parameters_are_counted():
+    assert SPEC.num_params == PARAMS
+
+
+def test_a_rollout_is_prompt_turns_and_observations():
+    text, tokens = costs.context_of(config(), "rl")
+    assert tokens == 10 + 4 * 5 + 3 * 7
+    assert text == "prompt 10 + 4 turns x 5 + 3 observations x 7"
+
+
+def test_without_a_last_turn_the_last_search_is_never_read():
+    c = config(**{"rollout.forced_final_turn": False})
+    assert costs.context_of(c, "rl")[1] == 10 + 3 * 5 + 2 * 7
+
+
+def test_three_queries_are_shown_with_a_budget_each_and_repeated():
+    c = config(**{"protocol.name": "rag_r1_mq"})
+    assert costs.context_of(c, "rl")[1] == 10 + 4 * 5 + 3 * (3 * 7 + 5)
+    c = config(**{"protocol.name": "rag_r1_mq", "protocol.max_queries": 2})
+    assert costs.context_of(c, "rl")[1] == 10 + 4 * 5 + 3 * (2 * 7 + 5)
+
+
+def test_questions_tried_again_may_search_more_often():
+    c = config(**{"curate.method": "answerable", "curate.retry_searches": 6})
+    assert costs.context_of(c, "curate")[1] == 10 + 7 * 5 + 6 * 7
+    c = config(**{"curate.method": "segments", "curate.retry_searches": 6})
+    assert costs.context_of(c, "curate")[1] == 10 + 4 * 5 + 3 * 7
+
+
+def test_a_larger_context_that_is_named_counts():
+    assert costs.context_of(config(**{"rollout.context_tokens": 99}), "rl")[1] == 99
+    assert costs.context_of(config(**{"sft.sequence_tokens": 33}), "sft")[1] == 33
+
+
+def test_a_stage_keeps_weights_two_moments_and_what_it_began_with():
+    memory = costs.memory_of(config(), "rl", SPEC, 1)
+    assert memory.resident == {
+        "weights": 4 * PARAMS,
+        "Adam moments": 8 * PARAMS,
+        "weights it began with": 4 * PARAMS,
+    }
+    assert memory.updating["gradients"] == 8 * PARAMS
+
+
+def test_a_value_model_is_as_large_as_the_policy():
+    memory = costs.memory_of(config(**{"rl.algorithm": "ppo"}), "rl", SPEC, 1)
+    assert memory.resident["critic with moments"] == 12 * PARAMS
+
+
+def test_keys_and_values_are_two_for_each_layer_head_and_token():
+    memory = costs.memory_of(config(), "rl", SPEC, 1)
+    per_token = 2 * 2 * 2 * 2  # keys and values, layers, heads, features
+    assert memory.rolling["keys and values"] == 8 * 51 * per_token * 4
+    assert memory.rolling["copy that decodes"] == 0  # float32 decodes with the masters
+
+
+def test_a_mesh_splits_weights_and_rows():
+    c = config(**{"mesh.fsdp": 2, "mesh.tensor": 2, "model.dtype": "bfloat16"})
+    memory = costs.memory_of(c, "rl", SPEC, 4)
+    assert memory.resident["weights"] == 4 * PARAMS / 4
+    assert memory.rolling["copy that decodes"] == 2 * PARAMS / 2
+    assert memory.rolling["keys and values"] == 8 * 51 * 16 * 2 / 4
+
+
+def test_the_backward_pass_keeps_scores_of_one_layer_or_of_all():
+    rows, scores = 4, 4 * 51**2 * 4 * costs.SCORE_COPIES
+    kept = costs.memory_of(config(), "rl", SPEC, 1)
+    again = costs.memory_of(config(**{"model.remat": True}), "rl", SPEC, 1)
+    assert kept.updating["attention scores"] == rows * 2 * scores
+    assert again.updating["attention scores"] == rows * scores
+
+
+def test_the_peak_is_the_larger_of_two_phases():
+    memory = costs.Memory({"a": 1.0}, {"b": 5.0, "c": 1.0}, {"d": 4.0})
+    assert memory.peak == 7.0
+
+
+def test_a_stage_that_only_rolls_out_has_no_moments_and_no_gradients():
+    memory = costs.memory_of(config(), "curate", SPEC, 1)
+    assert set(memory.resident) == {"weights"}
+    assert memory.updating == {}
+    assert costs.memory_of(config(), "sft", SPEC, 1).rolling == {}
+
+
+def test_a_judge_that_runs_here_is_counted_and_an_endpoint_is_not():
+    name = "meta-llama/Llama-3.2-3B-Instruct"
+    memory = costs.memory_of(config(**{"judge.source": name}), "rl", SPEC, 1)
+    assert memory.resident["judge's weights"] == 4 * PUBLISHED[name].num_params
+    for source in ("http://localhost:8000/v1", "world:judge", "stage:sft"):
+        memory = costs.memory_of(config(**{"judge.source": source}), "rl", SPEC, 1)
+        assert "judge's weights" not in memory.resident
+
+
+def test_a_shape_is_published_or_read_or_set_or_not_known_yet(tmp_path):
+    c = config()
+    assert costs.shape_of("Qwen/Qwen2.5-7B", c) is PUBLISHED["Qwen/Qwen2.5-7B"]
+    written = hf_config.config_of(SPEC, dtype="float32")
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert costs.shape_of(str(tmp_path), c) == SPEC
+    assert costs.shape_of("", c) is None  # its vocabulary is the tokenizer's
+    assert costs.shape_of("", config(**{"model.vocab_size": 7})).vocab_size == 7
+    assert costs.shape_of("world:base", c) is None
+    with pytest.raises(ValueError, match="'no/model': its shape is not known"):
+        costs.shape_of("no/model", c)
+
+
+def test_a_context_beyond_the_models_is_refused_with_the_arithmetic():
+    c = config(**{"rollout.max_turn_tokens": 43})
+    text = r"rl: prompt 10 \+ 4 turns x 43 \+ 3 observations x 7 = 203 tokens, but"
+    with pytest.raises(ValueError, match=text):
+        costs.check_context(c, "rl", SPEC)
+    costs.check_context(config(**{"rollout.max_turn_tokens": 42}), "rl", SPEC)
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused():
+    with pytest.raises(ValueError, match="tensor = 4 does not divide the num_kv_heads"):
+        costs.check_layout(config(**{"mesh.tensor": 4}), "rl", SPEC)
+    with pytest.raises(ValueError, match="fsdp = 3 does not divide the width 8"):
+        costs.check_layout(config(**{"mesh.fsdp": 3}), "rl", SPEC)
+    costs.check_layout(config(**{"mesh.fsdp": 4, "mesh.tensor": 2}), "rl", SPEC)

@@ -1,0 +1,99 @@
+"""What the dry run prints and refuses; nothing is loaded for it."""
+
+import re
+
+import pytest
+
+from rsearch import config as configuration
+from rsearch import train
+from rsearch.config import run_command
+
+
+def run(*words):
+    return run_command(train.command, ["--dry_run", *words])
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a dry run loads nothing")
+
+    monkeypatch.setattr("rsearch.train.main", refuse)
+    monkeypatch.setattr("rsearch.build.load_setup", refuse)
+
+
+def rows(text):
+    """[cells] of every row of every table."""
+    lines = [line for line in text.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def test_it_prints_stages_budgets_and_memory(capsys):
+    words = ["--config=configs/rag_r1.py:sq", "--devices=8", "--device_memory_gb=80"]
+    assert run(*words) == 0
+    table = rows(capsys.readouterr().out)
+    stages = [row for row in table if len(row) == 5]
+    assert [row[0] for row in stages] == ["curate_sft", "sft", "curate_rl", "rl"]
+    assert stages[0][2:4] == ["Qwen/Qwen2.5-72B-Instruct", "72.7 B"]
+    assert stages[3][1:4] == ["policy, ppo", "Qwen/Qwen2.5-7B-Instruct", "7.62 B"]
+    budget = {row[1]: row[2] for row in table if row[0] == "rl" and len(row) == 3}
+    assert budget["tokens of a rollout"].startswith(
+        "prompt 1,024 + 5 turns x 500 + 4 observations x 1,000 = 7,524"
+    )
+    assert budget["a step"].startswith("512 questions x 1 = 512 rollouts")
+    assert budget["an update"].startswith("4 a step, each 128 rows in 64 micro-batches")
+    assert budget["all steps"] == "500 = 256,000 rollouts of 256,000 questions, " + (
+        "2,000 updates"
+    )
+    total, own = 256_000 * 7524, 256_000 * 5 * 500
+    expected = f"at most {total:,}, of which the policy writes {own:,}"
+    assert budget["all tokens"] == expected
+    assert float(budget["Adam moments"]) == pytest.approx(7.62 * 8 / 8, abs=0.02)
+
+
+def test_imitation_is_counted_in_demonstrations(capsys):
+    assert run("--config=configs/rearag.py") == 0
+    table = rows(capsys.readouterr().out)
+    budget = {row[1]: row[2] for row in table if row[0] == "sft" and len(row) == 3}
+    assert budget["a step"] == "64 demonstrations in 16 micro-batches of 4"
+    expected = f"625 = 40,000 demonstrations, at most {40_000 * 8192:,} tokens"
+    assert budget["all steps"] == expected
+
+
+def test_memory_beyond_the_devices_is_refused(capsys):
+    words = ["--config=configs/search_r1.py", "--devices=8", "--device_memory_gb=20"]
+    assert run(*words) == 2
+    captured = capsys.readouterr()
+    peak = re.search(r"peak on each of 8 devices *│ *([\d.]+)", captured.out)[1]
+    assert f"rl: {float(peak):.1f} GB on each of 8" in captured.err
+    assert "does not fit devices of 20 GB" in captured.err
+
+
+def test_a_context_beyond_the_models_is_refused(capsys):
+    words = ["--config=configs/r_search.py", "--config.rollout.max_turn_tokens=9000"]
+    assert run(*words) == 2
+    assert (
+        "the context of Qwen/Qwen2.5-7B-Instruct is 32,768" in capsys.readouterr().err
+    )
+
+
+def test_batches_that_do_not_divide_are_refused(capsys):
+    assert run("--config=configs/r_search.py", "--config.rl.micro_batch=7") == 2
+    assert "config.rl.micro_batch = 7" in capsys.readouterr().err
+
+
+def test_devices_that_the_mesh_does_not_divide_are_refused(capsys):
+    assert run("--config=configs/r_search.py", "--devices=12") == 2
+    assert "mesh does not fit" in capsys.readouterr().err
+
+
+def test_a_model_that_the_run_makes_has_no_known_memory(capsys):
+    assert run("--config=configs/quickstart.py", "--device_memory_gb=1") == 0
+    assert "not known before" in capsys.readouterr().out
+
+
+def test_without_devices_the_smallest_mesh_counts(capsys):
+    config = configuration.load("configs/rearag.py")
+    assert run("--config=configs/rearag.py") == 0
+    num = config.mesh.fsdp * config.mesh.tensor
+    assert f"peak on each of {num} devices" in capsys.readouterr().out

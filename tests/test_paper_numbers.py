@@ -1,0 +1,286 @@
+"""The recipes against the numbers of their papers, and every word after the colon."""
+
+import itertools
+
+import pytest
+
+from configs import variants
+from rsearch import config as configuration
+from rsearch.plan import stage_configs
+from rsearch.protocols import PROTOCOLS
+from rsearch.rewards.group import check_terms
+from rsearch.stages.dry_run import dry_run
+
+CHOICES = {  # recipe -> its choices, of which one word each, and its flags
+    "search_r1": (
+        [("ppo", "grpo"), ("7b", "3b"), ("base", "instruct")],
+        ["format", "parity", "tiny"],
+    ),
+    "rag_r1": (
+        [("mq", "sq"), ("ppo", "grpo"), ("all", "stage1", "stage2")],
+        ["parity", "tiny"],
+    ),
+    "r1_searcher": (
+        [
+            ("qwen", "llama"),
+            ("reinforce_pp", "grpo"),
+            ("all", "stage1", "stage2"),
+            ("f1", "cem", "em"),
+        ],
+        ["select", "parity", "tiny"],
+    ),
+    "r1_searcher_pp": (
+        [("all", "stage1", "stage2")],
+        ["no_group", "no_memory", "parity", "tiny"],
+    ),
+    "r_search": ([("grpo", "ppo"), ("7b", "3b")], ["no_evidence", "parity", "tiny"]),
+    "rearag": ([], ["no_reasoning", "parity", "tiny"]),
+}
+SPECS = [
+    f"configs/{recipe}.py:{','.join(w for w in words if w)}".rstrip(":")
+    for recipe, (choices, flags) in CHOICES.items()
+    for words in itertools.product(*choices, *((flag, "") for flag in flags))
+]
+QWEN_7B, QWEN_7B_CHAT = "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct"
+QWEN_72B, QWQ = "Qwen/Qwen2.5-72B-Instruct", "Qwen/QwQ-32B-Preview"
+BGE, E5 = "BAAI/bge-large-en-v1.5", "intfloat/e5-base-v2"
+EPOCH = 4561 + 3587  # questions of R1-Searcher's second stage, Table 1
+PAPER = {  # (recipe and words, stage) -> {field: number in the paper}
+    ("search_r1", "rl"): {  # arXiv 2503.09516, section 4.3 and appendix
+        "rl.algorithm": "ppo",
+        "rl.lr": 1e-6,
+        "critic.lr": 1e-5,
+        "rl.steps": 500,
+        "rl.questions_per_step": 512,
+        "rl.updates_per_step": 512 // 256,
+        "rl.warmup_steps": int(0.285 * 500) * 2,
+        "critic.warmup_steps": int(0.015 * 500) * 2,
+        "rl.gamma": 1.0,
+        "rl.gae_lambda": 1.0,
+        "rl.kl_coef": 0.001,
+        "rl.clip_low": 0.2,
+        "rl.clip_high": 0.2,
+        "rollout.max_searches": 4,
+        "rollout.max_turn_tokens": 500,
+        "rollout.max_observation_tokens": 500,
+        "rollout.temperature": 1.0,
+        "rollout.top_p": 1.0,
+        "retrieval.encoder": E5,
+        "retrieval.top_k": 3,
+    },
+    ("search_r1:grpo", "rl"): {"rollout.group_size": 5, "rl.algorithm": "grpo"},
+    ("rag_r1", "curate_sft"): {"model.source": QWEN_72B},  # section 3.1.1
+    ("rag_r1", "curate_rl"): {  # section 3.2.1
+        "model.source": QWEN_72B,
+        "curate.retry_temperature": 1.2,
+        "curate.retry_searches": 10,
+        "curate.retry_rollouts": 10,
+        "curate.right_share": 0.25,
+    },
+    ("rag_r1", "sft"): {  # appendix A
+        "sft.steps": 5 * 19_303 // 64,
+        "sft.sequence_tokens": 8192 + 2048,
+    },
+    ("rag_r1:sq", "sft"): {"sft.steps": 5 * 18_994 // 64},
+    ("rag_r1", "rl"): {  # appendix A
+        "model.source": QWEN_7B_CHAT,
+        "rl.algorithm": "ppo",
+        "rl.lr": 1e-6,
+        "critic.lr": 1e-5,
+        "rl.steps": 500,
+        "rl.questions_per_step": 512,
+        "rl.updates_per_step": 512 // 128,
+        "rl.warmup_steps": int(0.285 * 500) * 4,
+        "critic.warmup_steps": int(0.015 * 500) * 4,
+        "rl.gamma": 1.0,
+        "rl.gae_lambda": 1.0,
+        "rollout.max_turn_tokens": 500,
+        "rollout.max_observation_tokens": 1000,
+        "rollout.max_searches": 4,
+        "retrieval.encoder": BGE,
+        "retrieval.top_k": 3,
+    },
+    ("r1_searcher", "rl_retrieve"): {"rl.steps": (200 + 150) // 64},  # Table 1
+    ("r1_searcher", "rl_answer"): {  # section 3.3
+        "model.source": QWEN_7B,
+        "rl.algorithm": "reinforce_pp",
+        "rollout.group_size": 16,
+        "rl.questions_per_step": 64,
+        "rl.updates_per_step": 64 * 16 // 256,
+        "rl.steps": EPOCH // 64,
+        "rl.lr": 2e-6,
+        "rollout.temperature": 1.0,
+        "rollout.max_searches": 8,
+        "rl.kl_coef": 0.0,
+        "rl.gamma": 1.0,
+        "retrieval.encoder": BGE,
+    },
+    ("r1_searcher:llama", "rl_answer"): {
+        "model.source": "meta-llama/Llama-3.1-8B-Instruct",
+        "rl.kl_coef": 1e-4,
+    },
+    ("r1_searcher:select", "curate_retrieve"): {  # section 2.1
+        "model.source": QWEN_7B_CHAT,
+        "curate.easy_below": 10,
+        "curate.hard_above": 20,
+        "curate.mix": ("hotpotqa medium 200", "2wikimultihopqa medium 150"),
+    },
+    ("r1_searcher_pp", "sft"): {  # appendix A
+        "model.source": QWEN_7B_CHAT,
+        "sft.steps": 6 * (720 + 85) // 64,
+        "sft.batch_size": 64,
+        "sft.lr": 2e-5,
+    },
+    ("r1_searcher_pp", "rl"): {  # appendix A
+        "rollout.group_size": 16,
+        "rl.questions_per_step": 64,
+        "rl.updates_per_step": 64 * 16 // 1024,
+        "rl.steps": (4561 + 3581) // 64,
+        "rl.lr": 2e-6,
+        "rollout.temperature": 1.0,
+        "rollout.top_p": 0.95,
+        "rollout.max_searches": 8,
+        "rl.kl_coef": 1e-4,
+        "rl.memorise_coef": 0.1,
+        "retrieval.encoder": BGE,
+    },
+    ("r_search", "rl"): {  # section 4.3
+        "rl.algorithm": "grpo",
+        "rl.steps": 195,
+        "rl.questions_per_step": 256,
+        "retrieval.top_k": 3,
+        "rl.lr": 1e-6,
+        "rl.warmup_steps": int(0.95 * 195),
+        "rollout.group_size": 5,
+        "rl.kl_coef": 0.001,
+        "judge.source": "meta-llama/Llama-3.2-3B-Instruct",
+        "model.source": QWEN_7B_CHAT,
+        "retrieval.encoder": E5,
+    },
+    ("r_search:3b", "rl"): {"model.source": "Qwen/Qwen2.5-3B-Instruct"},
+    ("rearag", "curate"): {"model.source": QWQ, "curate.observations": "gold"},
+    ("rearag", "sft"): {  # section 4.2
+        "model.source": "zai-org/glm-4-9b-chat-hf",
+        "writer.name": "GLM-4-32B",
+    },
+}
+REWARDS = {  # recipe and words -> {stage: its terms in the paper}
+    "search_r1": {"rl": {"answer_em": {}}},
+    "rag_r1": {"rl": {"answer_em": {}}},
+    "r1_searcher": {
+        "rl_retrieve": {
+            "searched": {"value": 0.5},
+            "r1_searcher_format": {"good": 0.5, "bad": 0.0},
+        },
+        "rl_answer": {
+            "answer_f1": {"normalize": "r1_searcher"},
+            "r1_searcher_format": {"good": 0.0, "bad": -2.0},
+        },
+    },
+    "r_search": {
+        "rl": {
+            "answer_f1": {},
+            "evidence_f1": {},
+            "r_search_format": {"evidence": 0.2, "answer": 0.2},
+        },
+    },
+}
+
+
+def loaded(spec):
+    recipe, _, words = spec.partition(":")
+    return configuration.load(f"configs/{recipe}.py" + (f":{words}" if words else ""))
+
+
+@pytest.mark.parametrize("spec, stage", PAPER, ids=":".join)
+def test_a_recipe_has_the_numbers_of_its_paper(spec, stage):
+    config = dict(stage_configs(loaded(spec)))[stage]
+    expected = PAPER[spec, stage]
+    assert {field: _value(config, field) for field in expected} == expected
+
+
+def _value(config, field):
+    for key in field.split("."):
+        config = config[key]
+    return config
+
+
+@pytest.mark.parametrize("spec", REWARDS)
+def test_a_recipe_pays_what_its_paper_pays(spec):
+    stages = dict(stage_configs(loaded(spec)))
+    found = {stage: stages[stage].reward.to_dict() for stage in REWARDS[spec]}
+    assert found == REWARDS[spec]
+
+
+def test_r1_searcher_pp_pays_for_the_fewest_searches_up_to_two():
+    reward = loaded("r1_searcher_pp").reward.to_dict()
+    assert reward["group_fewest_searches"]["eta"] == 2.0
+    assert reward["answer_cover_em"]["max_words"] == 10
+    assert reward["r1_searcher_pp_format"] == {"good": 0.0, "bad": -2.0}
+
+
+def test_stages_are_those_of_the_papers():
+    stages = {recipe: loaded(recipe).stages for recipe in CHOICES}
+    assert stages == {
+        "search_r1": ("rl",),
+        "rag_r1": ("curate_sft", "sft", "curate_rl", "rl"),
+        "r1_searcher": ("rl_retrieve", "rl_answer"),
+        "r1_searcher_pp": (
+            "curate_sft",
+            "sft",
+            "curate_rewriter",
+            "sft_rewriter",
+            "rl",
+        ),
+        "r_search": ("rl",),
+        "rearag": ("curate", "sft"),
+    }
+
+
+def test_every_combination_of_words_is_valid_and_has_a_dry_run(monkeypatch):
+    monkeypatch.setattr("rsearch.console.table", lambda *args: None)
+    assert len(SPECS) == 64 + 48 + 288 + 48 + 32 + 8
+    names = set()
+    for spec in SPECS:
+        config = configuration.load(spec)
+        dry_run(config)  # validates every stage too
+        names.add(config.name)
+        for _, own in stage_configs(config):
+            assert own.protocol.name in PROTOCOLS
+            check_terms(own.reward, has_judge=bool(own.judge.source))
+    assert len(names) == len(SPECS)  # runs of two variants never share a directory
+
+
+def test_an_unknown_word_is_refused_with_the_list():
+    with pytest.raises(
+        ValueError, match=r"unknown variant 'sp': one of mq, sq; one of"
+    ):
+        loaded("rag_r1:sp")
+
+
+def test_words_that_exclude_each_other_are_refused():
+    with pytest.raises(ValueError, match="'sq' and 'mq' exclude each other"):
+        loaded("rag_r1:sq,mq")
+    with pytest.raises(ValueError, match="'3b' and '7b' exclude each other"):
+        loaded("r_search:ppo,3b,7b")
+
+
+def test_a_word_given_twice_is_refused():
+    with pytest.raises(ValueError, match="'tiny' is given twice"):
+        loaded("rearag:tiny,tiny")
+
+
+def test_words_are_read_by_choice_and_flag():
+    settings = {"choices": {"size": ("s", "l")}, "flags": ("fast",)}
+    assert vars(variants.chosen("", **settings)) == {"size": "s", "fast": False}
+    assert vars(variants.chosen(" l , fast", **settings)) == {"size": "l", "fast": True}
+    with pytest.raises(ValueError, match="'l' and 'fast' exclude each other"):
+        variants.chosen("l,fast", **settings, clashes=[("l", "fast")])
+    with pytest.raises(ValueError, match="unknown variant 'x': there are none"):
+        variants.chosen("x")
+
+
+@pytest.mark.parametrize("recipe", CHOICES)
+def test_a_recipe_fits_eight_devices_of_80_gb(recipe, capsys):
+    dry_run(loaded(recipe), devices=8, device_memory_gb=80)
+    assert "peak on each of 8 devices" in capsys.readouterr().out
