@@ -38,7 +38,7 @@ from rsearch.types import Segment, Source
 
 CACHE = "RSEARCH_CACHE"  # the environment variable that names another cache
 MAX_CONTEXT = 1024  # tokens that a model says it can read
-LENGTHS = (48, 96, 176, 320)  # tokens of a row: the next one that is enough
+LENGTHS = (48, 128, 320)  # tokens of a row: the next one that is enough
 SECONDS_BETWEEN_LINES = 15.0
 
 

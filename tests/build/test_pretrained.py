@@ -1,0 +1,226 @@
+"""Small models of the embedded world: what they read, and that they are made once."""
+
+import dataclasses
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch.build import pretrained, reading
+from rsearch.build.parts import world_tokenizer
+from rsearch.build.pretrained import MODELS, find_source, find_world_model
+from rsearch.data.world import KINDS, make_world
+from rsearch.models import hf_config, huggingface
+from rsearch.models.tokenizer import load_tokenizer
+from rsearch.protocols import PROTOCOLS
+from rsearch.retrieval.encoder import HashedNgrams
+from rsearch.retrieval.engine import engine_in_memory
+from rsearch.types import Source
+from tests.small_run import config, quick_compilation
+
+__all__ = ["quick_compilation"]
+WORLD = dict(
+    people=60,
+    films=40,
+    companies=10,
+    cities=10,
+    train_questions=60,
+    dev_questions=12,
+    kinds=KINDS,
+    known_share=0.3,
+    missing_share=0.2,
+    distractors=5,
+)
+SHAPE = dict(width=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8)
+LITTLE = dataclasses.replace(
+    MODELS["base"], **SHAPE, mlp_width=16, steps=1, step_tokens=320
+)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world(seed=0, **WORLD)
+
+
+@pytest.fixture(scope="module")
+def search(world):
+    return engine_in_memory(world.passages, HashedNgrams(512), top_k=1)
+
+
+def read(world, search, name):
+    return reading.reading(world, MODELS[name].shares, search, seed=0)
+
+
+def texts(item):
+    """Everything in one thing that is read."""
+    if isinstance(item, reading.Dialogue):
+        return [item.question.text, *item.turns, *(item.observations or ())]
+    if isinstance(item, reading.Chat):
+        return [*(m["content"] for m in item.messages), item.reply]
+    return [part for piece in item.pieces for part in piece]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_held_out_question_is_read(world, search, name):
+    held_out = [question.text for question in world.dev]
+    for item in read(world, search, name):
+        joined = " ".join(texts(item))
+        assert not any(text in joined for text in held_out)
+
+
+@pytest.mark.parametrize("name", ["base", "expert"])
+def test_facts_are_read_of_the_famous_alone_and_of_all_of_these(world, search, name):
+    items = read(world, search, name)
+    told = [
+        pair for item in items if isinstance(item, reading.Text) for pair in item.pieces
+    ]
+    subjects = {subject.strip() for subject, _ in told}
+    assert subjects == world.famous
+    count = sum(len(world.facts[subject]) for subject in subjects)
+    assert len(told) == count * MODELS[name].shares.facts
+
+
+def test_policies_read_dialogues_of_every_protocol_and_a_judge_reads_none(
+    world, search
+):
+    for name in ("base", "expert"):
+        items = read(world, search, name)
+        dialogues = [i for i in items if isinstance(i, reading.Dialogue)]
+        assert {d.protocol for d in dialogues} == set(PROTOCOLS)
+        assert len(dialogues) == len(PROTOCOLS) * len(world.train)
+    assert {type(item) for item in read(world, search, "judge")} == {reading.Chat}
+
+
+def share_right(world, search, name):
+    """Of the dialogues, how many end with the answer."""
+    dialogues = [
+        i for i in read(world, search, name) if isinstance(i, reading.Dialogue)
+    ]
+    return np.mean(
+        [
+            PROTOCOLS[d.protocol].parse(d.turns[-1]).text
+            == d.question.golden_answers[0]
+            for d in dialogues
+        ]
+    )
+
+
+def test_the_expert_is_always_right_and_the_base_model_often_wrong(world, search):
+    assert share_right(world, search, "expert") == 1
+    assert share_right(world, search, "base") < 0.6
+
+
+def test_evidence_is_enough_for_an_answer_or_the_answer_is_unknown(world, search):
+    by_text = {question.text: question for question in world.train}
+    for chat in read(world, search, "judge"):
+        content = chat.messages[0]["content"]
+        (question,) = [
+            q for text, q in by_text.items() if f"Question: {text}" in content
+        ]
+        hops = world.hops[question.id]
+        is_told = all(f"(Title: {hop.subject})" in content for hop in hops)
+        right = question.golden_answers[0] if is_told else "unknown"
+        assert chat.reply == right
+
+
+def test_rows_learn_what_is_written_and_read_what_is_given(world, search):
+    tokenizer = world_tokenizer(world)
+    items = read(world, search, "expert")
+    rows = pretrained._rows(items, tokenizer, search)
+    assert len(rows) == len(items)
+    for item, row in zip(items, rows, strict=True):
+        learnt = [s for s in row if s.source == Source.POLICY]
+        written = "".join(tokenizer.decode(s.token_ids) for s in learnt)
+        written = written.replace("<|end|>", "")
+        if isinstance(item, reading.Dialogue):
+            assert written == "".join(item.turns)
+        elif isinstance(item, reading.Chat):
+            assert written == f" {item.reply}"
+        else:
+            assert written == "".join(told for _, told in item.pieces)
+    assert max(map(pretrained._length, rows)) <= pretrained.LENGTHS[-1]
+
+
+def test_batches_hold_every_row_before_any_comes_again(world, search):
+    items = read(world, search, "base")
+    tokenizer = world_tokenizer(world)
+    rows = pretrained._rows(items, tokenizer, search)
+
+    def ids(row):
+        return tuple(np.concatenate([s.token_ids for s in row]).tolist())
+
+    seen = set()
+    wanted = {ids(row) for row in rows}
+    batches = pretrained._batches(rows, LITTLE, seed=0, multiple=1)
+    for _ in range(len(rows) + 10):
+        batch = next(batches)
+        tokens = batch.tokens[0]
+        assert tokens.size <= LITTLE.step_tokens or len(tokens) == 1
+        seen |= {tuple(row.tolist()) for row in tokens}
+        if len(seen) >= len(wanted):
+            break
+    padded = {n: {w + (0,) * (n - len(w)) for w in wanted} for n in pretrained.LENGTHS}
+    assert seen <= set().union(*padded.values())
+    assert len(seen) == len(wanted)
+
+
+def test_a_model_is_made_once_and_found_after_that(tmp_path):
+    said = []
+
+    def find(seed=0, **settings):
+        return find_world_model(
+            "base",
+            world_settings={**WORLD, **settings},
+            seed=seed,
+            say=said.append,
+            cache=tmp_path,
+            how=LITTLE,
+        )
+
+    made = find()
+    assert said and made.parent == tmp_path
+    said.clear()
+    stamp = (made / "model.safetensors").stat().st_mtime_ns
+    assert find() == made and not said
+    assert (made / "model.safetensors").stat().st_mtime_ns == stamp
+    assert find(people=61) != made != find(seed=1)
+    assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    spec = hf_config.read_spec(made)
+    assert (spec.width, spec.num_layers) == (16, 1)
+    tokenizer = load_tokenizer(made)
+    own = world_tokenizer(make_world(seed=0, **WORLD))
+    assert tokenizer.fingerprint == own.fingerprint
+    params = huggingface.load_params(made, spec)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+
+
+def test_making_it_again_gives_the_same_weights(tmp_path):
+    made = [
+        find_world_model(
+            "base",
+            world_settings=WORLD,
+            seed=0,
+            cache=tmp_path / name,
+            how=LITTLE,
+        )
+        for name in ("a", "b")
+    ]
+    a, b = ((m / "model.safetensors").read_bytes() for m in made)
+    assert made[0].name == made[1].name
+    assert a == b
+
+
+def test_a_source_is_of_the_world_or_a_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("RSEARCH_CACHE", str(tmp_path))
+    monkeypatch.setitem(pretrained.MODELS, "base", LITTLE)
+    c = config()
+    found = find_source(c, "world:base", say=lambda text: None)
+    assert found.parent == tmp_path / "world"
+    assert found.name.startswith("base-")
+    assert find_source(c, str(found)) == pathlib.Path(found)
+
+
+def test_a_model_that_there_is_not_is_named_with_those_there_are():
+    with pytest.raises(ValueError, match="'world:oracle': .* base, expert, judge"):
+        find_source(config(), "world:oracle")
