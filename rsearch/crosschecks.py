@@ -33,6 +33,15 @@ def _check_world(c):
             )
 
 
+def _check_reranker(c):
+    r = c.retrieval
+    if r.reranker and r.rerank_from < r.top_k:
+        raise ValueError(
+            f"config.retrieval.rerank_from = {r.rerank_from} passages are put in order "
+            f"by config.retrieval.reranker, fewer than the top_k = {r.top_k} to be kept"
+        )
+
+
 def _check_reader(c):
     asked = [m for m in c.eval.methods if m == "evidence" or m.startswith("reader_")]
     if asked and not c.reader.source:
@@ -143,7 +152,8 @@ def _check_rl_batch(c):
             f"config.rl.questions_per_step = {c.rl.questions_per_step}"
         )
     total = c.rl.steps * c.rl.updates_per_step
-    if c.rl.decay and c.rl.warmup_steps >= total:
+    each = c.rl.updates_per_step if c.rl.lr_first_step_zero else 1
+    if c.rl.decay and c.rl.warmup_steps * each >= total:
         raise ValueError(
             f"config.rl.warmup_steps = {c.rl.warmup_steps} leaves no room for a decay "
             f"in {c.rl.steps} steps x {c.rl.updates_per_step} updates = {total} "
@@ -231,6 +241,7 @@ def check_mesh(c, num_devices):
 CROSS_CHECKS = (
     _check_sources,
     _check_world,
+    _check_reranker,
     _check_reader,
     _check_nucleus,
     _check_shape,

@@ -122,10 +122,29 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             "top_p = 0.9 needs config.rl.behavior = 'scored'",
         ),
         ({"tokenizer__source": "", "model__source": ""}, "are both empty"),
+        (
+            {"stages": ("rl",), "rl__tis_cap": 2.0},
+            "rl.tis_cap = 2.0 needs config.rl.behavior = 'scored'",
+        ),
+        (
+            {"stages": ("rl",), "rl__kl_controller": "adaptive"},
+            "'adaptive' needs config.rl.kl_coef > 0",
+        ),
+        (
+            {"stages": ("rl",), "rl__memorise_coef": 0.1, "rl__memorise_rows": 100},
+            "memorise_rows = 100 is not a multiple of config.rl.micro_batch = 128",
+        ),
     ],
 )
 def test_fields_that_do_not_fit_together_are_refused(fields, told):
     assert told in refusal(**fields)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])
+def test_what_compares_no_group_needs_none(algorithm):
+    alone = dict(rollout__group_size=1, rl__micro_batch=32, rl__algorithm=algorithm)
+    configs.validate(override(stages=("rl",), **alone))
+    assert "must be >= 2" in refusal(stages=("rl",), rl__refill_rounds=1, **alone)
 
 
 def test_mesh_must_have_as_many_devices_as_there_are():

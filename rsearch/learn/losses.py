@@ -145,7 +145,7 @@ def truncated_weight(logp, sampled_logp, mask, *, cap):
         mask: [B, T] bool.
         cap: > 0.
     """
-    gap = jnp.where(mask, logp - sampled_logp, 0.0)
+    gap = jnp.where(mask, logp, 0.0) - jnp.where(mask, sampled_logp, 0.0)
     weight = jnp.minimum(jnp.exp(jnp.clip(gap, -20.0, 20.0)), cap)
     return jax.lax.stop_gradient(jnp.where(mask, weight, 1.0))
 

@@ -14,6 +14,8 @@ from rsearch.learn.advantages import (
     with_advantages,
 )
 from rsearch.learn.batch import Batch, cut
+from rsearch.learn.update import put
+from rsearch.models.sharding import make_mesh
 from tests.learn.rows import batch_of, rows_of
 
 NAN, INF = jnp.nan, jnp.inf
@@ -208,6 +210,16 @@ def test_advantages_do_not_depend_on_how_rows_are_cut(algorithm):
         if ours is not None:
             np.testing.assert_allclose(theirs.reshape(ours.shape), ours, atol=1e-6)
     assert np.abs(whole.advantage).max() > 0.1
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_advantages_of_rows_on_eight_devices_are_those_of_one(algorithm):
+    batch = full_batch(num_rows=16)
+    settings = dict(algorithm=algorithm, group_size=4, kl_coef=0.1)
+    expected = with_advantages(batch, **settings).advantage
+    placed = put(cut(batch, 8), make_mesh(data=2, fsdp=4))
+    found = with_advantages(placed, **settings).advantage
+    np.testing.assert_allclose(found.reshape(16, -1), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -205,18 +205,23 @@ def test_scores_are_the_log_probabilities_at_the_sampling_temperature():
     np.testing.assert_allclose(scored.reshape(8, T), expected, atol=1e-5)
 
 
-LOSSES = {"policy": policy_loss(**GRPO), "imitation": imitation_loss}
+LOSSES = {
+    "policy": policy_loss(**GRPO),
+    "imitation": imitation_loss,
+    "all": policy_loss(**GRPO, dual_clip=3.0, tis_cap=2.0, by_sequence=True),
+}
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("outside", [0.0, np.nan, np.inf])
 def test_only_what_the_policy_wrote_gets_a_gradient(name, outside):
     batch = make_batch()
+    batch = batch._replace(sampled_logp=batch.behavior_logp - 0.1)
     mask = batch.from_policy
     weights = mask / mask.sum()
     bad = {
         field: np.where(mask, getattr(batch, field), outside).astype(np.float32)
-        for field in ("behavior_logp", "reference_logp", "advantage")
+        for field in ("behavior_logp", "sampled_logp", "reference_logp", "advantage")
     }
     logp = np.where(mask, our_logprobs(batch.tokens), outside).astype(np.float32)
     entropy = np.where(mask, our_entropy(batch.tokens), outside).astype(np.float32)
@@ -228,7 +233,7 @@ def test_only_what_the_policy_wrote_gets_a_gradient(name, outside):
     np.testing.assert_array_equal(np.asarray(by_logp) != 0, mask)
     assert np.isfinite(by_logp).all()
     np.testing.assert_array_equal(
-        np.asarray(by_entropy) != 0, mask if name == "policy" else mask & False
+        np.asarray(by_entropy) != 0, mask & (name != "imitation")
     )
 
 
