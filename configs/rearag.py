@@ -114,7 +114,7 @@ def tiny(c, words):
     """The embedded world."""
     tiny_world.sizes(c)
     c.rollout.max_searches = 4
-    c.writer.source = "world:judge"
+    c.writer.source = "world:expert"
     stages = c.overrides.to_dict()
     stages["curate"]["curate"]["max_steps"] = 5
     if not words.no_reasoning:

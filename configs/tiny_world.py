@@ -4,11 +4,15 @@
 def sizes(c):
     """The world's text, a small model that has read it, and short prompts.
 
-    A model this small reads few words: its prompt is the question alone.
+    A model this small reads few words: its prompt is the protocol's name, which is all
+    that tells it how to go on, and the question. Set the name before.
     """
     c.model.source = "world:base"
     c.tokenizer.source = ""
-    c.protocol.instruction = "{question}"
+    c.protocol.instruction = f"{c.protocol.name}: {{question}}"
+    if c.protocol.name in ("search_r1", "r_search", "rag_r1_sq", "rag_r1_mq"):
+        c.protocol.invalid_message = "Invalid. Try again."
+    c.protocol.rewrite = "{document} Recall: {question}"
     c.protocol.direct = "Answer: {question}"
     c.protocol.rag = "{passages} Answer: {question}"
     c.rl.update(kl_coef=0.0, lr=3e-4)
