@@ -94,7 +94,11 @@ def _retrieval():
     c.index = ""  # directory written by rsearch.index; the world needs none
     c.encoder = "hashed"  # "hashed" n-grams, or a directory or hub id of a BERT model
     c.family = "minilm"  # prefixes and pooling of the encoder: "minilm", "e5", "bge"
+    c.max_query_tokens = 0  # of an encoded question, the rest is cut; 0 = the model's
+    c.max_passage_tokens = 0  # likewise, of a passage, as the index was built
     c.top_k = 1  # passages for one query
+    c.reranker = ""  # directory or hub id of a BERT cross-encoder; "" = none
+    c.rerank_from = 10  # passages for one query that it puts in order
     c.cache_size = 10_000  # queries whose results are remembered; 0 = none
     c.hashed_dim = 512  # features of the hashed encoder's vectors
     # How config.writer is asked: by ReaRAG's code, or in the words of its paper's time.
@@ -139,8 +143,8 @@ def _curate():
     c.hard_above = 20  # ... more are hard, and those between medium
     c.keep_unsolved = True  # a question never right is hard; False leaves it out
     # "[dataset] difficulty number" each: "medium 200", "hotpotqa hard 2000", "easy 0.5"
-    # for a share, "medium 200:350" for those after the first 200; () keeps all.
-    c.mix = ()
+    # for a share, "medium 200:350" for those after the first 200.
+    c.mix = ("easy 0:", "medium 0:", "hard 0:")
     c.max_steps = 25  # Thought and Action pairs of a chain; "chains"
     c.max_retries = 20  # unusable steps of a chain that are sampled again, in all
     c.observations = "engine"  # found by the "engine", or in the "gold" passages

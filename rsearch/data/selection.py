@@ -71,14 +71,12 @@ def mixed(
         levels: how hard each is, one of LEVELS; None is never taken.
         mix: entries "[dataset] level amount": "medium 200" takes 200 at random,
             "hard 0.5" half of them, "hotpotqa medium 200:350" those of one data set
-            that a draw of 350 has and one of 200 has not. () takes all.
+            that a draw of 350 has and one of 200 has not, "easy 0:" all.
         seed: of the draws, which are nested: 200 of them are among 350.
 
     Returns:
         Their places, in order, and a line for each entry that found too few.
     """
-    if not mix:
-        return [i for i, level in enumerate(levels) if level is not None], []
     taken: set[int] = set()
     short = []
     for entry in mix:

@@ -3,12 +3,12 @@
 Source: ReaRAG (arXiv 2503.21729), Algorithms 1 and 3.
 """
 
-import collections
 import dataclasses
 
 import numpy as np
 
 from rsearch import build, console
+from rsearch.build.parts import open_encoder
 from rsearch.data.chains import (
     ablation_messages,
     chain,
@@ -25,12 +25,11 @@ from rsearch.data.curation import (
     to_record,
 )
 from rsearch.protocols import plain
-from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Conversation, Host
 from rsearch.stages.curate_rolling import Work, with_searches
 from rsearch.stages.curate_summary import Chosen, Verdict
-from rsearch.types import Malformed, Outcome, Question
+from rsearch.types import Malformed, Outcome, Question, Search, SearchFn
 
 STEPS = "chains"  # the pass in the journal
 ABLATION = "no_reasoning"
@@ -79,7 +78,7 @@ class _Chain:
     """A chain in the making: its conversation, and how often the model was asked."""
 
     question: Question
-    host: Host
+    search: SearchFn
     conversation: Conversation
     num_steps: int = 0
     num_retries: int = 0
@@ -119,7 +118,14 @@ class _ChainBuilder:
         # As many searches as there are steps before the last.
         self._setup = with_searches(work.setup, c.curate.max_steps - 1)
         self._key = work.key(STEPS)
-        self._host = build.make_host(self._setup)
+        self._gold: dict[str, tuple] = {}
+        self._encoder, shown = None, self._setup
+        if c.curate.observations == "gold":
+            self._encoder = open_encoder(c)
+            shown = dataclasses.replace(
+                shown, search=lambda queries: [self._gold[q] for q in queries]
+            )
+        self._host = build.make_host(shown)
         limits = self._setup.limits
         most = self._setup.num_tokens - limits.max_turn_tokens
         single = dataclasses.replace(limits, max_searches=0, max_prompt_tokens=most)
@@ -145,12 +151,11 @@ class _ChainBuilder:
         return [self._record(made) for made in wave]
 
     def _open(self, question):
-        setup, host = self._setup, self._host
+        host, search = self._host, self._setup.search
         if self._c.observations == "gold":
-            search = _gold_search(setup, question)
-            host = build.make_host(dataclasses.replace(setup, search=search))
-        messages = setup.protocol.messages(question.text)
-        return _Chain(question, host, host.open(host.prompt(messages)))
+            search = _gold_search(self._setup, question, self._encoder)
+        messages = self._setup.protocol.messages(question.text)
+        return _Chain(question, search, host.open(host.prompt(messages)))
 
     def _ask(self, going):
         """What the model writes next: a policy segment for each chain."""
@@ -166,19 +171,16 @@ class _ChainBuilder:
 
     def _take(self, going, segments):
         """Adds a step to each chain, or counts it as one to be sampled again."""
-        before, turns = {}, collections.defaultdict(dict)
-        for i, (made, segment) in enumerate(zip(going, segments, strict=True)):
-            before[i] = _copied(made.conversation)
-            ids = self._usable(segment)
-            if ids is not None:
-                turns[made.host][i] = ids, np.zeros(len(ids), np.float32)
-        for host, written in turns.items():  # one, where all ask the same engine
-            wave = {i: going[i].conversation for i in written}
-            host.answer_turns(wave, written, final=False)
-        has_turn = {i for written in turns.values() for i in written}
+        before = [_copied(made.conversation) for made in going]
+        turns = {i: self._usable(segment) for i, segment in enumerate(segments)}
+        turns = {i: turn for i, turn in turns.items() if turn is not None}
+        for part in self._askable_together(going, turns):
+            wave = {i: going[i].conversation for i in part}
+            written = {i: turns[i][0] for i in part}
+            self._host.answer_turns(wave, written, final=False)
         for i, made in enumerate(going):
             is_good = made.conversation.outcome in (None, Outcome.ANSWERED)
-            if i in has_turn and is_good:
+            if i in turns and is_good:
                 made.num_steps += 1
                 if made.is_going and made.num_steps == self._c.max_steps:
                     made.gave_up = "too many steps"
@@ -189,13 +191,38 @@ class _ChainBuilder:
                 made.gave_up = "too many retries"
 
     def _usable(self, segment):
-        """[n] ids of the first step that was written; None where it has no action."""
+        """((ids, logp), action) of the first step; None where it has no action."""
         protocol, limits = self._setup.protocol, self._setup.limits
         ids, text = segment.token_ids, first_step(protocol, segment.text)
         if text != segment.text:
             ids = self._setup.tokenizer.encode(text)
-        is_right = not isinstance(protocol.parse(text), Malformed)
-        return ids if is_right and len(ids) <= limits.max_turn_tokens else None
+        action = protocol.parse(text)
+        if isinstance(action, Malformed) or len(ids) > limits.max_turn_tokens:
+            return None
+        return (ids, np.zeros(len(ids), np.float32)), action
+
+    def _askable_together(self, going, turns):
+        """Parts of the turns, each with `self._gold` set for its queries.
+
+        In one part no two chains ask the same, as each searches passages of its own.
+        """
+        if self._c.observations != "gold":
+            yield list(turns)
+            return
+        left = list(turns)
+        while left:
+            part, later, self._gold = [], [], {}
+            for i in left:
+                action = turns[i][1]
+                queries = action.queries if isinstance(action, Search) else ()
+                if any(query in self._gold for query in queries):
+                    later.append(i)
+                    continue
+                part.append(i)
+                found = going[i].search(queries) if queries else ()
+                self._gold.update(zip(queries, found, strict=True))
+            yield part
+            left = later
 
     def _record(self, made):
         """The journal's record of a chain that has ended."""
@@ -206,16 +233,15 @@ class _ChainBuilder:
         return {**to_record(attempt), "asked": asked, "gave_up": made.gave_up}
 
 
-def _gold_search(setup, question):
+def _gold_search(setup, question, encoder):
     """A SearchFn over the passages that the question rests on: R(q, doc_i)."""
     titles, known = (), {}
     if setup.world is not None and question.id in setup.world.hops:
         titles = [hop.subject for hop in setup.world.hops[question.id]]
         known = {p.title: p for p in setup.world.passages if p.title in titles}
     found = gold_passages(question, titles, known)
-    r = setup.config.retrieval
-    encoder = load_encoder(r.encoder, family=r.family, dim=r.hashed_dim)
-    return engine_in_memory(found, encoder, top_k=min(r.top_k, len(found)))
+    top_k = min(setup.config.retrieval.top_k, len(found))
+    return engine_in_memory(found, encoder, top_k=top_k)
 
 
 def no_reasoning(work: Work) -> Chosen:

@@ -82,5 +82,6 @@ def test_too_few_are_all_taken_and_said():
     ]
 
 
-def test_no_mix_takes_all_that_have_a_level():
-    assert mixed(asked(3), ["hard", None, "easy"], (), seed=0) == ([0, 2], [])
+def test_all_levels_are_all_that_have_a_level():
+    mix = ("easy 0:", "medium 0:", "hard 0:")
+    assert mixed(asked(3), ["hard", None, "easy"], mix, seed=0) == ([0, 2], [])

@@ -164,6 +164,31 @@ def test_gold_passages_are_those_of_the_hops(setup, tmp_path, monkeypatch):
             assert hop.fact in seen
 
 
+def test_two_chains_that_ask_the_same_see_their_own_passages(
+    setup, tmp_path, monkeypatch
+):
+    own = with_fields(setup, curate__observations="gold")
+
+    def say(rng, question, conversation):
+        name, num_steps, _ = draw_of(question)
+        hops = own.world.hops[name]
+        if num_steps < 2:
+            action = Search(("the same for all",))
+        else:
+            action = Answer(hops[-1].object)
+        return own.protocol.write(Step(num_steps + 1, "So.", action))
+
+    run(own, tmp_path, Script(say), monkeypatch)
+    assert summary_of(tmp_path)["kept"] == 6
+    seen = set()
+    for made in load_demonstrations(tmp_path / DEMONSTRATIONS):
+        subjects = {hop.subject for hop in own.world.hops[made.question.id]}
+        titles = {text.partition("\n")[0] for text in made.observations}
+        assert len(titles) == 1 and titles <= subjects
+        seen |= titles
+    assert len(seen) > 1
+
+
 def test_chains_that_were_stopped_end_the_same(setup, tmp_path, monkeypatch):
     say = thinking(setup, flawed=0.3)
     whole = Script(say)
