@@ -24,6 +24,8 @@ FLAGS = {
     "encoder": (REQUIRED, 'directory or hub id of a BERT model, or "hashed"'),
     "out": (REQUIRED, "directory of the index; goes on with one left unfinished"),
     "family": ("", "prefixes and pooling of the model: e5, bge or minilm"),
+    "max_query_tokens": (0, "of an encoded question; 0 = the model's"),
+    "max_passage_tokens": (0, "of an encoded passage; 0 = the model's"),
     "hashed_dim": (512, "features of the hashed encoder's vectors"),
     "cache": ("", "directory for the corpus's offsets; default: beside the corpus"),
     "kind": ("auto", "brute_force or partitioned; auto chooses by size"),
@@ -42,7 +44,8 @@ FLAGS = {
 def main(argv):
     """The command; see --help."""
     flags = parse_flags(argv, flags=FLAGS)
-    for name in ("leaves_to_search", "reorder", "shard_size"):
+    lengths = ("max_query_tokens", "max_passage_tokens")
+    for name in ("leaves_to_search", "reorder", "shard_size", *lengths):
         if flags[name] < 0:
             raise ValueError(f"--{name}={flags[name]}, expected 0 or more")
     for name, least in (("hashed_dim", 1), ("top_k", 1)):
@@ -53,7 +56,10 @@ def main(argv):
     questions = _questions(flags["questions"])
     corpus = Corpus(flags["corpus"], cache=flags["cache"] or None)
     encoder = load_encoder(
-        flags["encoder"], family=flags["family"] or None, dim=flags["hashed_dim"]
+        flags["encoder"],
+        family=flags["family"] or None,
+        dim=flags["hashed_dim"],
+        **{name: flags[name] for name in lengths},
     )
     out = pathlib.Path(flags["out"])
     manifest = build_index(

@@ -14,6 +14,7 @@ from rsearch.plan import QUESTIONS, kinds, stage_file
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine, engine_in_memory
 from rsearch.retrieval.index import corpus_path, open_index
+from rsearch.retrieval.rerank import RerankedSearch, load_reranker, reranked
 from rsearch.rollout.conversation import (
     Limits,
     conversation_tokens,
@@ -111,15 +112,41 @@ def budgets(c, tokenizer, protocol, spec) -> tuple[Limits, int]:
     return limits, have
 
 
-def open_search(c, world) -> SearchEngine:
-    """The engine over the world's passages, or over a saved index.
+def open_search(c, world) -> SearchEngine | RerankedSearch:
+    """The engine over the world's passages or a saved index, reranked if so named.
 
     Raises:
         ValueError: no index is named, or it was built for something else.
     """
     r = c.retrieval
-    encoder = load_encoder(r.encoder, family=r.family, dim=r.hashed_dim)
-    settings = dict(top_k=r.top_k, cache_size=r.cache_size)
+    if not r.reranker:
+        return _open_engine(c, world, r.top_k)
+    return reranked(
+        _open_engine(c, world, r.rerank_from),
+        load_reranker(r.reranker),
+        top_k_retrieval=r.rerank_from,
+        top_k=r.top_k,
+        cache_size=r.cache_size,
+    )
+
+
+def open_encoder(c):
+    """The encoder of queries and passages."""
+    r = c.retrieval
+    return load_encoder(
+        r.encoder,
+        family=r.family,
+        dim=r.hashed_dim,
+        max_query_tokens=r.max_query_tokens,
+        max_passage_tokens=r.max_passage_tokens,
+    )
+
+
+def _open_engine(c, world, top_k):
+    """The engine that finds `top_k` passages by their vectors."""
+    r = c.retrieval
+    encoder = open_encoder(c)
+    settings = dict(top_k=top_k, cache_size=r.cache_size)
     if r.corpus == WORLD:
         return engine_in_memory(world.passages, encoder, **settings)
     if not r.index:

@@ -1,8 +1,9 @@
-"""BERT as a Flax module: token ids in, one vector a text out.
+"""BERT as a Flax module: token ids in, one vector a text or one score a pair out.
 
 The architecture of Devlin et al., 2019 (arXiv 1810.04805): learned positions, layer
 norm after each residual sum, exact GELU. It reads a Hugging Face directory with
-config.json and safetensors weights; the pooler plays no part in embedding text.
+config.json and safetensors weights. The pooler plays no part in embedding text; a
+cross-encoder (arXiv 1901.04085) reads two texts at once and scores them with it.
 """
 
 import dataclasses
@@ -37,6 +38,7 @@ _LAYER = {
     "mlp_out": "output.dense",
     "mlp_norm": "output.LayerNorm",
 }
+_HEAD = {"pooler": "pooler.dense", "classifier": "classifier"}
 _UNUSED = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids")
 
 
@@ -94,23 +96,46 @@ class Bert(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     @nn.compact
-    def __call__(self, token_ids, is_token):
+    def __call__(self, token_ids, is_token, types=None):
         """[B, T, D] hidden states of the last layer.
 
         Args:
-            token_ids: [B, T] int32, T <= max_positions; all of token type 0.
+            token_ids: [B, T] int32, T <= max_positions.
             is_token: [B, T] bool, False on padding.
+            types: [B, T] int32 token types; None = all of type 0.
         """
         spec = self.spec
         positions = jnp.arange(token_ids.shape[1])[None, :]
         embed = functools.partial(nn.Embed, features=spec.width, dtype=self.dtype)
         x = embed(spec.vocab_size, name="words")(token_ids)
         x = x + embed(spec.max_positions, name="positions")(positions)
-        x = x + embed(spec.num_types, name="types")(jnp.zeros_like(positions))
+        types = jnp.zeros_like(positions) if types is None else types
+        x = x + embed(spec.num_types, name="types")(types)
         x = _norm(spec, self.dtype, "norm")(x)
         for layer in range(spec.num_layers):
             x = _Layer(spec, self.dtype, name=f"layer_{layer}")(x, is_token)
         return x
+
+
+class CrossEncoder(nn.Module):
+    """Pairs of texts to scores: transformers' BertForSequenceClassification of 1 label.
+
+    Attributes:
+        spec: the shape of its BERT.
+        dtype: as Bert's.
+    """
+
+    spec: BertSpec
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, token_ids, is_token, types):
+        """[B] float32 scores, in logits; the arguments are those of Bert."""
+        bert = Bert(self.spec, dtype=self.dtype, name="bert")
+        first = bert(token_ids, is_token, types)[:, 0]
+        pooled = nn.Dense(self.spec.width, dtype=self.dtype, name="pooler")(first)
+        score = nn.Dense(1, dtype=self.dtype, name="classifier")(jnp.tanh(pooled))
+        return score[:, 0].astype(jnp.float32)
 
 
 def _norm(spec, dtype, name):
@@ -161,6 +186,26 @@ def embed(model, params, token_ids, num_tokens, *, pooling, normalize=True):
     hidden = model.apply({"params": params}, token_ids, is_token)
     vectors = pool(hidden, is_token, pooling=pooling)
     return unit(vectors) if normalize else vectors
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def score(model, params, token_ids, num_tokens, num_first):
+    """One score a pair of texts. Compiled once for each shape of token_ids.
+
+    Args:
+        model: the CrossEncoder.
+        params: as `load_cross_encoder` gives them.
+        token_ids: [B, T] int32, both texts, padded on the right.
+        num_tokens: [B] int32, tokens of each row that count.
+        num_first: [B] int32, those of the first text; the others are of type 1.
+
+    Returns:
+        [B] float32, in logits.
+    """
+    columns = jnp.arange(token_ids.shape[1])[None, :]
+    is_token = columns < num_tokens[:, None]
+    types = (is_token & (columns >= num_first[:, None])).astype(jnp.int32)
+    return model.apply({"params": params}, token_ids, is_token, types)
 
 
 def read_spec(directory) -> BertSpec:
@@ -227,14 +272,35 @@ def load(directory):
     """
     directory = pathlib.Path(directory)
     spec = read_spec(directory)
+    return spec, _load_params(directory, Bert(spec), _UNUSED)
+
+
+def load_cross_encoder(directory):
+    """The same of a directory that holds a BertForSequenceClassification of one label.
+
+    Raises:
+        ValueError: also where it has more labels, or one type of tokens.
+    """
+    directory = pathlib.Path(directory)
+    spec = read_spec(directory)
+    if spec.num_types < 2:
+        raise ValueError(
+            f"{directory / 'config.json'}: type_vocab_size={spec.num_types}, expected "
+            "at least 2: a cross-encoder tells two texts apart"
+        )
+    return spec, _load_params(directory, CrossEncoder(spec), _UNUSED[-1:])
+
+
+def _load_params(directory, model, unused):
+    """The parameters of a model as float32 NumPy arrays."""
     stored = open_tensors(directory)
     has_prefix = any(name.startswith("bert.") for name in stored)
     tensors = {
         name.removeprefix("bert.") if has_prefix else name: tensor
         for name, tensor in stored.items()
     }
-    expected = _expected(spec)
-    _check(tensors, expected, directory)
+    expected = _expected(model)
+    _check(tensors, expected, unused, directory)
     params = {}
     for leaf, (name, shape) in expected.items():
         array = np.asarray(tensors[name][:]).astype(np.float32)
@@ -243,15 +309,14 @@ def load(directory):
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = array.T if last == "kernel" else array.reshape(shape)
-    return spec, params
+    return params
 
 
-def _expected(spec):
+def _expected(model):
     """{our leaf: (stored name, shape on disk)} of every parameter."""
-    model = Bert(spec)
     ids = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     mask = jax.ShapeDtypeStruct((1, 2), jnp.bool_)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), ids, mask)["params"]
+    shapes = jax.eval_shape(model.init, jax.random.key(0), ids, mask, ids)["params"]
     expected = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         ours = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -262,19 +327,23 @@ def _expected(spec):
 
 
 def _stored_name(ours):
+    ours = ours.removeprefix("bert.")
     if ours in _EMBEDDINGS:
         return _EMBEDDINGS[ours]
-    layer, module, leaf = ours.split(".")
+    *modules, leaf = ours.split(".")
     leaf = "bias" if leaf == "bias" else "weight"
+    if modules[0] in _HEAD:
+        return f"{_HEAD[modules[0]]}.{leaf}"
+    layer, module = modules
     number = layer.removeprefix("layer_")
     return f"encoder.layer.{number}.{_LAYER[module]}.{leaf}"
 
 
-def _check(tensors, expected, directory):
+def _check(tensors, expected, unused, directory):
     rows = []
     for name, shape in expected.values():
         rows += misfits(tensors, name, shape)
     known = {name for name, _ in expected.values()}
-    unknown = tensors.keys() - known - set(_UNUSED)
+    unknown = tensors.keys() - known - set(unused)
     rows += [extra(tensors, name) for name in unknown]
     refuse_misfits(rows, source=directory)

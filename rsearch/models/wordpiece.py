@@ -107,16 +107,50 @@ class WordPiece:
             raise ValueError(f"{max_tokens=}, expected at least 3: two are special")
         if not texts:
             return []
+        first, last = [self.first_id], [self.last_id]
+        return [
+            np.concatenate([first, ids[: max_tokens - 2], last]).astype(np.int32)
+            for ids in self._encode(texts)
+        ]
+
+    def pairs(self, firsts, seconds, *, max_tokens):
+        """Token ids of pairs of texts: first token, a text, last token, a text, last.
+
+        Where a pair is too long the longer text is cut, and both where each is longer
+        than half of what there is, as transformers' "longest_first" does.
+
+        Args:
+            firsts, seconds: [n] strings.
+            max_tokens: the most ids of one pair.
+
+        Returns:
+            For each pair [n] int32 ids, and the number of those that precede the
+            second text.
+        """
+        if max_tokens < 5:
+            raise ValueError(f"{max_tokens=}, expected at least 5: three are special")
+        assert len(firsts) == len(seconds), (len(firsts), len(seconds))
+        if not firsts:
+            return [], []
+        encoded = self._encode([*firsts, *seconds])
+        start, end = [self.first_id], [self.last_id]
+        rows, counts = [], []
+        for first, second in zip(encoded[: len(firsts)], encoded[len(firsts) :]):
+            room = _share(len(first), len(second), max_tokens - 3)
+            first, second = first[: room[0]], second[: room[1]]
+            row = np.concatenate([start, first, end, second, end])
+            rows.append(row.astype(np.int32))
+            counts.append(len(first) + 2)
+        return rows, counts
+
+    def _encode(self, texts):
+        """[texts] ids of each text, without special tokens."""
         tf = self._tf
         with tf.device("/cpu:0"):
             words = self._split(tf.constant([_utf8(text) for text in texts]))
-            ids = self._pieces.tokenize(words).merge_dims(1, 2)[:, : max_tokens - 2]
+            ids = self._pieces.tokenize(words).merge_dims(1, 2)
         values, bounds = ids.values.numpy(), ids.row_splits.numpy()
-        first, last = [self.first_id], [self.last_id]
-        return [
-            np.concatenate([first, values[low:high], last]).astype(np.int32)
-            for low, high in itertools.pairwise(bounds)
-        ]
+        return [values[low:high] for low, high in itertools.pairwise(bounds)]
 
     def _split(self, texts):
         """[texts, words] the words of each text, normalised; a RaggedTensor."""
@@ -180,6 +214,24 @@ def _vocab_of_json(path):
     if [number for number, _ in by_id] != list(range(len(by_id))):
         raise ValueError(f"{path}: ids of model.vocab are not 0 to {len(by_id) - 1}")
     return [piece for _, piece in by_id]
+
+
+def _share(first, second, room):
+    """Tokens that each of two texts of these lengths keeps of `room`."""
+    if first + second <= room:
+        return first, second
+    short = min(first, second)
+    if 2 * short <= room:
+        return (first, room - first) if first <= second else (room - second, second)
+    odd = room % 2  # goes to the longer one
+    return (
+        (room // 2, room // 2 + odd)
+        if first <= second
+        else (
+            room // 2 + odd,
+            room // 2,
+        )
+    )
 
 
 def _read_config(directory):

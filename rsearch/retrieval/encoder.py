@@ -40,7 +40,7 @@ class Family:
 FAMILIES = {
     # intfloat/e5-*: arXiv 2212.03533
     "e5": Family("query: ", "passage: ", "mean"),
-    # BAAI/bge-*-en-v1.5: arXiv 2309.07597
+    # BAAI/bge-*-en-v1.5: arXiv 2309.07597. The space at the end changes no token.
     "bge": Family(
         "Represent this sentence for searching relevant passages: ", "", "cls"
     ),
@@ -49,13 +49,14 @@ FAMILIES = {
 }
 
 
-def load_encoder(source, *, family, dim=512):
+def load_encoder(source, *, family, dim=512, max_query_tokens=0, max_passage_tokens=0):
     """The encoder that a configuration or a command line names.
 
     Args:
         source: "hashed", or a directory or hub id of a BERT model.
         family: a key of FAMILIES; not used by "hashed".
         dim: width of the hashed encoder's vectors; a model has its own.
+        max_query_tokens, max_passage_tokens: see BertEncoder; not used by "hashed".
 
     Raises:
         ValueError: an unknown family, or files that make no encoder.
@@ -64,7 +65,12 @@ def load_encoder(source, *, family, dim=512):
         return HashedNgrams(dim)
     if family not in FAMILIES:
         raise ValueError(f"{family=}, expected one of {', '.join(sorted(FAMILIES))}")
-    return BertEncoder(find_model(source), family=family)
+    return BertEncoder(
+        find_model(source),
+        family=family,
+        max_query_tokens=max_query_tokens,
+        max_passage_tokens=max_passage_tokens,
+    )
 
 
 class BertEncoder:
@@ -76,25 +82,39 @@ class BertEncoder:
     Args:
         directory: a Hugging Face directory; see rsearch.models.bert and wordpiece.
         family: a key of FAMILIES.
-        max_tokens: the longest input; None takes sentence_bert_config.json's, else the
-            model's number of positions.
+        max_query_tokens: of the longest question, prefix and special tokens included;
+            what is beyond is cut off. 0 takes sentence_bert_config.json's
+            max_seq_length, else the model's number of positions.
+        max_passage_tokens: likewise, of a passage.
         dtype: of the computation.
 
     Attributes:
         dim: width of the vectors.
+        max_query_tokens, max_passage_tokens: as given or found.
         fingerprint: of weights, vocabulary and settings; equal ones encode alike.
     """
 
-    def __init__(self, directory, *, family, max_tokens=None, dtype=jnp.float32):
+    def __init__(
+        self,
+        directory,
+        *,
+        family,
+        max_query_tokens=0,
+        max_passage_tokens=0,
+        dtype=jnp.float32,
+    ):
         directory = pathlib.Path(directory)
         spec, params = bert.load(directory)
         self.family = FAMILIES[family]
-        self.max_tokens = max_tokens or _max_tokens(directory, spec)
-        if not 3 <= self.max_tokens <= spec.max_positions:
-            raise ValueError(
-                f"{directory}: max_tokens={self.max_tokens}, expected 3 to "
-                f"{spec.max_positions}, the positions of the model"
-            )
+        default = _max_tokens(directory, spec)
+        self.max_query_tokens = max_query_tokens or default
+        self.max_passage_tokens = max_passage_tokens or default
+        for name in ("max_query_tokens", "max_passage_tokens"):
+            if not 3 <= getattr(self, name) <= spec.max_positions:
+                raise ValueError(
+                    f"{directory}: {name}={getattr(self, name)}, expected 3 to "
+                    f"{spec.max_positions}, the positions of the model"
+                )
         self.dim = spec.width
         self._tokenizer = WordPiece(directory)
         if len(self._tokenizer.vocab) > spec.vocab_size:
@@ -104,48 +124,70 @@ class BertEncoder:
             )
         self._model = bert.Bert(spec, dtype=dtype)
         self._params = jax.device_put(params)
-        settings = [family, self.max_tokens, jnp.dtype(dtype).name]
-        self.fingerprint = _fingerprint(directory, settings)
-        smaller = [b for b in BUCKETS if b < self.max_tokens]
-        self._buckets = [*smaller, self.max_tokens]
+        settings = [family, self.max_passage_tokens, jnp.dtype(dtype).name]
+        if self.max_query_tokens != self.max_passage_tokens:
+            settings.append(self.max_query_tokens)
+        self.fingerprint = fingerprint_of(directory, settings)
 
     def encode_queries(self, texts):
         """[n, dim] float32 unit vectors of questions."""
-        return self._encode(texts, self.family.query_prefix, lambda _: QUERY_ROWS)
+        return self._encode(
+            texts,
+            self.family.query_prefix,
+            self.max_query_tokens,
+            lambda _: QUERY_ROWS,
+        )
 
     def encode_passages(self, texts):
         """[n, dim] float32 unit vectors of passages: title, line feed, text."""
         return self._encode(
             texts,
             self.family.passage_prefix,
+            self.max_passage_tokens,
             lambda length: max(1, PASSAGE_TOKENS // length),
         )
 
-    def _encode(self, texts, prefix, rows_of):
+    def _encode(self, texts, prefix, max_tokens, rows_of):
         texts = [prefix + text for text in texts]
-        ids = self._tokenizer(texts, max_tokens=self.max_tokens)
-        lengths = np.array([len(row) for row in ids], int)
-        bucket = np.searchsorted(self._buckets, lengths)
+        ids = self._tokenizer(texts, max_tokens=max_tokens)
         vectors = np.empty((len(texts), self.dim), np.float32)
-        for number in np.unique(bucket):
-            width = self._buckets[number]
-            chosen = np.flatnonzero(bucket == number)
-            rows = rows_of(width)
-            for start in range(0, len(chosen), rows):
-                part = chosen[start : start + rows]
-                vectors[part] = self._run([ids[i] for i in part], rows, width)
+        pad_id = self._tokenizer.pad_id
+        batches = fixed_batches(ids, rows_of, max_tokens=max_tokens, pad_id=pad_id)
+        for chosen, tokens, counts in batches:
+            found = bert.embed(
+                self._model, self._params, tokens, counts, pooling=self.family.pooling
+            )
+            vectors[chosen] = jax.device_get(found)[: len(chosen)]
         return vectors
 
-    def _run(self, ids, num_rows, width):
-        tokens = np.full((num_rows, width), self._tokenizer.pad_id, np.int32)
-        counts = np.zeros(num_rows, np.int32)
-        for row, row_ids in enumerate(ids):
-            tokens[row, : len(row_ids)] = row_ids
-            counts[row] = len(row_ids)
-        vectors = bert.embed(
-            self._model, self._params, tokens, counts, pooling=self.family.pooling
-        )
-        return jax.device_get(vectors)[: len(ids)]
+
+def fixed_batches(ids, rows_of, *, max_tokens, pad_id):
+    """Rows of ids in batches of a few shapes, each chosen by a row's own length.
+
+    Args:
+        ids: [rows] int32 ids of each, at most max_tokens.
+        rows_of: tokens of a padded row -> rows of such a batch.
+        max_tokens: the longest row there may be.
+        pad_id: fills rows up, and batches.
+
+    Yields:
+        [n] the places of n rows among `ids`; [B, T] int32 those rows, padded;
+        [B] int32 how many ids of each count. Rows beyond n are empty.
+    """
+    widths = [*(b for b in BUCKETS if b < max_tokens), max_tokens]
+    bucket = np.searchsorted(widths, [len(row) for row in ids])
+    for number in np.unique(bucket):
+        width = widths[number]
+        places = np.flatnonzero(bucket == number)
+        num_rows = rows_of(width)
+        for start in range(0, len(places), num_rows):
+            chosen = places[start : start + num_rows]
+            tokens = np.full((num_rows, width), pad_id, np.int32)
+            counts = np.zeros(num_rows, np.int32)
+            for row, place in enumerate(chosen):
+                tokens[row, : len(ids[place])] = ids[place]
+                counts[row] = len(ids[place])
+            yield chosen, tokens, counts
 
 
 def _max_tokens(directory, spec):
@@ -163,7 +205,8 @@ def _max_tokens(directory, spec):
     return value
 
 
-def _fingerprint(directory, settings):
+def fingerprint_of(directory, settings) -> str:
+    """A digest of a BERT model's files and of what it is used with."""
     digest = hashlib.sha256(json.dumps(settings).encode())
     names = ["config.json", "tokenizer_config.json", "vocab.txt", "tokenizer.json"]
     names += sorted(path.name for path in directory.glob("*.safetensors"))

@@ -1,0 +1,174 @@
+"""Reranking: passages that a search found, put in order by a model that reads both.
+
+A cross-encoder reads a question and a passage together, which is slower and better than
+comparing their vectors (arXiv 1901.04085). So it orders only the first few that a
+search found, and each question's passages only with that question.
+"""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsearch.models import bert
+from rsearch.models.huggingface import find_model
+from rsearch.models.wordpiece import WordPiece
+from rsearch.retrieval.encoder import fingerprint_of, fixed_batches
+
+PAIR_ROWS = 4  # a batch of pairs is never larger or smaller
+
+
+def load_reranker(source, *, max_tokens=0):
+    """The cross-encoder that a configuration names.
+
+    Args:
+        source: directory or hub id of a BertForSequenceClassification with one label,
+            such as cross-encoder/ms-marco-MiniLM-L12-v2.
+        max_tokens: see CrossEncoderScores.
+
+    Returns:
+        A function (query, passages) -> scores, one a passage; see CrossEncoderScores.
+
+    Raises:
+        ValueError: files that make no cross-encoder.
+    """
+    return CrossEncoderScores(find_model(source), max_tokens=max_tokens)
+
+
+class CrossEncoderScores:
+    """A cross-encoder with its tokenizer, compiled for a few fixed shapes.
+
+    Args:
+        directory: a Hugging Face directory; see rsearch.models.bert and wordpiece.
+        max_tokens: of question and passage together; 0 takes the model's positions.
+        dtype: of the computation.
+
+    Attributes:
+        fingerprint: of weights, vocabulary and settings; equal ones score alike.
+    """
+
+    def __init__(self, directory, *, max_tokens=0, dtype=jnp.float32):
+        directory = pathlib.Path(directory)
+        spec, params = bert.load_cross_encoder(directory)
+        self.max_tokens = max_tokens or spec.max_positions
+        if not 5 <= self.max_tokens <= spec.max_positions:
+            raise ValueError(
+                f"{directory}: max_tokens={self.max_tokens}, expected 5 to "
+                f"{spec.max_positions}, the positions of the model"
+            )
+        self._tokenizer = WordPiece(directory)
+        if len(self._tokenizer.vocab) > spec.vocab_size:
+            raise ValueError(
+                f"{directory}: the vocabulary has {len(self._tokenizer.vocab)} pieces, "
+                f"the model embeds {spec.vocab_size}"
+            )
+        self._model = bert.CrossEncoder(spec, dtype=dtype)
+        self._params = jax.device_put(params)
+        settings = ["cross-encoder", self.max_tokens, jnp.dtype(dtype).name]
+        self.fingerprint = fingerprint_of(directory, settings)
+
+    def __call__(self, query, passages):
+        """[n] float32 scores in logits; one does not depend on the other passages.
+
+        Args:
+            query: a question.
+            passages: [n] texts: title, line feed, text.
+        """
+        ids, firsts = self._tokenizer.pairs(
+            [query] * len(passages), list(passages), max_tokens=self.max_tokens
+        )
+        scores = np.empty(len(passages), np.float32)
+        batches = fixed_batches(
+            ids,
+            lambda _: PAIR_ROWS,
+            max_tokens=self.max_tokens,
+            pad_id=self._tokenizer.pad_id,
+        )
+        for chosen, tokens, counts in batches:
+            num_first = np.zeros(PAIR_ROWS, np.int32)
+            num_first[: len(chosen)] = [firsts[place] for place in chosen]
+            found = bert.score(self._model, self._params, tokens, counts, num_first)
+            scores[chosen] = jax.device_get(found)[: len(chosen)]
+        return scores
+
+
+def reranked(search, rerank, *, top_k_retrieval, top_k, cache_size=10_000):
+    """A SearchFn that finds with `search` and orders with `rerank`.
+
+    Args:
+        search: a SearchFn that finds at least top_k_retrieval passages, with `len` and
+            `fingerprint`.
+        rerank: (query, [n] contents of passages) -> [n] scores; see load_reranker.
+        top_k_retrieval: passages a query that are scored.
+        top_k: those that are kept, the best first.
+        cache_size: queries whose order is remembered, the latest used; 0 = none.
+
+    Raises:
+        ValueError: more are to be kept than are scored.
+    """
+    if not 1 <= top_k <= top_k_retrieval:
+        raise ValueError(f"{top_k=}, expected 1 to {top_k_retrieval=}")
+    return RerankedSearch(
+        search,
+        rerank,
+        top_k_retrieval=top_k_retrieval,
+        top_k=top_k,
+        cache_size=cache_size,
+    )
+
+
+class RerankedSearch:
+    """What `reranked` makes; safe to call from several threads if `search` is.
+
+    Attributes:
+        fingerprint: equal ones find the same.
+    """
+
+    def __init__(self, search, rerank, *, top_k_retrieval, top_k, cache_size):
+        self._search, self._rerank = search, rerank
+        self._top_k_retrieval, self._top_k = top_k_retrieval, top_k
+        self._order = functools.lru_cache(maxsize=cache_size)(self._ordered)
+        self.fingerprint = (
+            f"{search.fingerprint} {rerank.fingerprint} {top_k_retrieval}"
+        )
+
+    def __len__(self):
+        """Passages that can be found."""
+        return len(self._search)
+
+    def __call__(self, queries):
+        """The passages of each query, the highest score first; None where none came.
+
+        Equal scores are in the order of the search. A passage's score is the
+        reranker's.
+
+        Args:
+            queries: texts.
+
+        Raises:
+            ValueError: a query that is not text, or a score that is not finite.
+        """
+        results = self._search(queries)
+        return [
+            None if found is None else self._order(query, tuple(found))
+            for query, found in zip(queries, results, strict=True)
+        ]
+
+    def _ordered(self, query, found):
+        found = found[: self._top_k_retrieval]
+        if not found:
+            return ()
+        scores = np.asarray(self._rerank(query, [p.contents for p in found]))
+        assert scores.shape == (len(found),), (scores.shape, len(found))
+        if not np.isfinite(scores).all():
+            raise ValueError(
+                f"the reranker gave a passage of query {query!r} a score that is not "
+                "finite: its weights are damaged"
+            )
+        order = np.argsort(-scores, kind="stable")[: self._top_k]
+        return tuple(
+            dataclasses.replace(found[i], score=float(scores[i])) for i in order
+        )
