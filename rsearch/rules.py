@@ -136,7 +136,7 @@ RULES = {  # field -> (predicate, what would be right)
     "retrieval.cache_size": _at_least(0),
     "retrieval.hashed_dim": _at_least(1),
     "rollout.group_size": _at_least(1),
-    "rollout.max_searches": _at_least(0),
+    "rollout.max_searches": _between(0, 98),
     "rollout.max_turn_tokens": _at_least(1),
     "rollout.max_observation_tokens": _at_least(1),
     "rollout.max_prompt_tokens": _at_least(1),

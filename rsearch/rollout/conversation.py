@@ -28,7 +28,7 @@ from rsearch.types import (
     Source,
 )
 
-MAX_TURNS = 999  # that a frame's number has room for
+MAX_TURNS = 99  # that a frame's number has room for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from rsearch.protocols import PROTOCOLS
 from rsearch.protocols.tagged import SEARCH_R1
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.rollout.driver import RolloutEngine, replay
@@ -16,6 +17,9 @@ LIMITS = Limits(
     max_prompt_tokens=400,
     max_turn_tokens=60,
     max_observation_tokens=20,
+)
+LIMITS_OF_LONG_TURNS = dataclasses.replace(
+    LIMITS, max_prompt_tokens=5000, max_turn_tokens=200
 )
 WHO = Question("q", "who was born", ("x",))
 
@@ -246,6 +250,64 @@ def test_a_demonstration_that_no_rollout_could_be_is_refused(turns, message):
 def test_a_demonstration_with_too_long_a_prompt_is_refused():
     with pytest.raises(ValueError, match=r"question q: prompt of .* tokens > 5"):
         replay(make_host(max_prompt_tokens=5), WHO, [ANSWERS])
+
+
+def test_turns_of_context_are_given_and_not_learnt():
+    turns = [SEARCHES, SEARCHES, ANSWERS]
+    whole = replay(make_host(), WHO, turns)
+    for count in range(3):
+        rollout = replay(make_host(), WHO, turns, context_turns=count)
+        assert [s.token_ids.tolist() for s in rollout.segments] == [
+            s.token_ids.tolist() for s in whole.segments
+        ]
+        assert rollout.policy_texts == tuple(turns[count:])
+        assert (rollout.answer, rollout.searches) == (whole.answer, whole.searches)
+        sources = [s.source for s in rollout.segments]
+        expected = [1, 2, 3, 2, 3, 2]
+        for i in range(count):
+            expected[1 + 2 * i] = 1
+        assert sources == expected
+
+
+def test_recorded_observations_are_shown_and_nobody_is_asked():
+    calls = []
+    host = make_host(search=calls.append)
+    rollout = replay(host, WHO, [SEARCHES, ANSWERS], observations=["in the city"])
+    shown = [s.text for s in rollout.segments if s.source == Source.SEARCH]
+    assert shown == ["\n\n<information>in the city</information>\n\n"]
+    assert calls == [] and len(rollout.searches) == 1
+    replay(host, WHO, [ANSWERS], observations=[])
+
+
+def test_context_and_observations_must_fit_the_turns():
+    for count in (-1, 2, 3):
+        with pytest.raises(ValueError, match=f"{count} turns of context leave none"):
+            replay(make_host(), WHO, [SEARCHES, ANSWERS], context_turns=count)
+    for observations in ([], ["a", "b"]):
+        with pytest.raises(ValueError, match="observations of 2 turns"):
+            replay(make_host(), WHO, [SEARCHES, ANSWERS], observations=observations)
+
+
+def test_a_turn_that_no_stop_string_ends_is_ended_by_the_end_of_text():
+    host = Host(
+        tiny.tokenizer(), PROTOCOLS["r1_searcher_pp"], find, LIMITS_OF_LONG_TURNS
+    )
+    search = "<|begin_external_search|> a <|end_external_search|>"
+    rollout = replay(host, WHO, [search, r"so \boxed{city}"])
+    eos = tiny.tokenizer().eos_ids[0]
+    ends = [s.token_ids[-1] == eos for s in rollout.segments if s.source == 2]
+    assert ends == [False, True]
+    assert (rollout.answer, rollout.outcome) == ("city", Outcome.ANSWERED)
+
+
+def test_without_a_forced_turn_a_rollout_has_as_many_turns_as_searches():
+    turns = [[SEARCHES, SEARCHES, ANSWERS], [SEARCHES, ANSWERS, ANSWERS]]
+    ((group,), script) = play(turns, host=make_host(forced_final_turn=False))
+    first, second = group.rollouts
+    assert (first.outcome, len(first.searches)) == (Outcome.TRUNCATED, 2)
+    assert (second.outcome, len(second.searches)) == (Outcome.ANSWERED, 1)
+    assert len(script.active) == 2 and len(script.read) == 1
+    same(replay(make_host(forced_final_turn=False), WHO, turns[0][:2]), first)
 
 
 def test_segments_are_what_the_device_has_read():
