@@ -123,6 +123,23 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
         ),
         ({"tokenizer__source": "", "model__source": ""}, "are both empty"),
         (
+            {
+                "stages": ("curate",),
+                "curate__method": "difficulty",
+                "curate__rollouts": 19,
+            },
+            "curate.rollouts = 19 cannot tell which questions need more",
+        ),
+        (
+            {
+                "stages": ("curate",),
+                "curate__method": "difficulty",
+                "curate__rollouts": 20,
+                "curate__easy_below": 22,
+            },
+            "curate.easy_below = 22 and config.curate.hard_above = 20 overlap",
+        ),
+        (
             {"stages": ("rl",), "rl__tis_cap": 2.0},
             "rl.tis_cap = 2.0 needs config.rl.behavior = 'scored'",
         ),
