@@ -113,12 +113,12 @@ def at_full_scale(c, words):
     rolls = {"method": "difficulty", "measure": "cover_em", "normalize": "r1_searcher"}
     rolls |= {"rollouts": 21, "easy_below": 10, "hard_above": 20}
     both = {"data": {"train": "data/hotpotqa_2wikimultihopqa_train.jsonl"}}
-    stages["curate_retrieve"] = teacher | both | {"curate": rolls}
-    stages["curate_retrieve"]["curate"] |= {"mix": MIX_RETRIEVE}
-    again = {"method": "mix", "first": "stage:curate_retrieve", "mix": MIX_ANSWER}
-    alone = rolls | {"mix": MIX_ANSWER}
-    is_again = words.stage == "all"
-    stages["curate_answer"] = teacher | both | {"curate": again if is_again else alone}
+    stages["curate_retrieve"] = teacher | both
+    stages["curate_retrieve"] |= {"curate": rolls | {"mix": MIX_RETRIEVE}}
+    rolls |= {"mix": MIX_ANSWER}
+    if words.stage == "all":  # the first stage's rollouts are enough
+        rolls |= {"method": "mix", "first": "stage:curate_retrieve"}
+    stages["curate_answer"] = teacher | both | {"curate": rolls}
     if words.select:
         stages["rl_retrieve"]["data"] = {"train": "stage:curate_retrieve"}
         stages["rl_answer"] = {"data": {"train": "stage:curate_answer"}}

@@ -8,8 +8,8 @@ the policy's own model (Algorithm 3, the paper's ablation); `parity` does what t
 public code does; `tiny` is the embedded world. Source: arXiv 2503.21729.
 
 The models that write observations and word final answers are asked over an endpoint.
-The paper's embedding model and reranker are not public; its code's retriever is named
-in their place:
+The paper's embedding model and reranker are not public; the retriever of its code and
+a public cross-encoder are named in their place:
 
     python -m rsearch.index --corpus=wiki-18.jsonl --family=e5 \\
         --encoder=intfloat/e5-base-v2 --out=indexes/wiki18_100w_e5_base
@@ -22,6 +22,7 @@ from configs import base, full_scale, tiny_world, variants
 FLAGS = ("no_reasoning", "parity", "tiny")
 BACKBONE = "zai-org/glm-4-9b-chat-hf"
 TEACHER = "Qwen/QwQ-32B-Preview"
+RERANKER = "cross-encoder/ms-marco-MiniLM-L-6-v2"
 ENGINE = "GLM-4-32B"  # writes observations, and the final answer
 
 
@@ -60,6 +61,7 @@ def at_full_scale(c, words):
     """The sizes of section 4.2 and, where it has none, those of the public code."""
     full_scale.backbone(c, BACKBONE)
     full_scale.wiki18_with_e5(c, top_k=3)
+    c.retrieval.update(reranker=RERANKER, rerank_from=10)
     full_scale.eight_devices(c, tensor=2)
     full_scale.rare_saves(c, rl_steps=10)
     c.optim.update(b1=0.9, b2=0.95, weight_decay=0.1)
@@ -108,6 +110,7 @@ def parity(c, words):
     c.retrieval.writing = "context_only"
     if not words.tiny:
         c.writer.top_p = 0.9
+        c.retrieval.reranker = ""
 
 
 def tiny(c, words):
@@ -115,6 +118,7 @@ def tiny(c, words):
     tiny_world.sizes(c)
     c.rollout.max_searches = 4
     c.writer.source = "world:expert"
+    c.answerer.source = "world:expert"
     stages = c.overrides.to_dict()
     stages["curate"]["curate"]["max_steps"] = 5
     if not words.no_reasoning:

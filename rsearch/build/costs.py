@@ -184,7 +184,9 @@ def _bytes_of(c):
 
 def _agent_memory(c, name):
     """{what: bytes} of a model beside the policy that runs here."""
-    spec = shape_of(c[name].source, c)
+    source = c[name].source
+    # What another stage of the run trains has the shape of this one's model.
+    spec = shape_of(c.model.source if source.startswith(STAGE) else source, c)
     if spec is None:
         return {}
     stored = FLOAT32 * spec.num_params / (c.mesh.fsdp * c.mesh.tensor)

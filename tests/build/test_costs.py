@@ -130,9 +130,16 @@ def test_a_judge_that_runs_here_is_counted_and_an_endpoint_is_not():
     name = "meta-llama/Llama-3.2-3B-Instruct"
     memory = costs.memory_of(config(**{"judge.source": name}), "rl", SPEC, 1)
     assert memory.resident["judge's weights"] == 4 * PUBLISHED[name].num_params
-    for source in ("http://localhost:8000/v1", "world:judge", "stage:sft"):
+    for source in ("http://localhost:8000/v1", "world:judge"):
         memory = costs.memory_of(config(**{"judge.source": source}), "rl", SPEC, 1)
         assert "judge's weights" not in memory.resident
+
+
+def test_a_rewriter_that_the_run_trains_is_as_large_as_its_model():
+    c = config(**{"rewriter.source": "stage:sft_rewriter", "model.vocab_size": 10})
+    size = 4 * costs.shape_of("", c).num_params
+    memory = costs.memory_of(c, "rl", SPEC, 1)
+    assert memory.resident["rewriter's weights"] == size
 
 
 def test_a_shape_is_published_or_read_or_set_or_not_known_yet(tmp_path):
