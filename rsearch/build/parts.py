@@ -1,5 +1,7 @@
 """The parts that a configuration names, each loaded on its own."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from rsearch.build.reading import prompts
@@ -11,6 +13,8 @@ from rsearch.models.decoder import Decoder, DecoderSpec
 from rsearch.models.small_tokenizer import train_tokenizer
 from rsearch.models.tokenizer import Tokenizer, load_tokenizer
 from rsearch.plan import QUESTIONS, kinds, stage_file
+from rsearch.protocols import make_protocol, plain
+from rsearch.protocols.base import Protocol
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine, engine_in_memory
 from rsearch.retrieval.index import corpus_path, open_index
@@ -49,6 +53,25 @@ def world_tokenizer(world) -> Tokenizer:
     """The one tokenizer of all that talk about a world, whatever their protocol."""
     # Twice, as a word must occur twice to be worth a token.
     return train_tokenizer(world.texts() + world_words(world) + 2 * prompts())
+
+
+def policy_protocol(c) -> Protocol:
+    """The protocol, in the words and with the settings of config.protocol."""
+    p = c.protocol
+    protocol = plain.reworded(
+        make_protocol(
+            p.name,
+            max_queries=p.max_queries or None,
+            quotes_keep_commas=p.quotes_keep_commas,
+            json_ascii=p.json_ascii,
+        ),
+        user=p.instruction,
+        system=p.system,
+        invalid_message=p.invalid_message,
+    )
+    if c.rollout.on_invalid == "end":
+        protocol = dataclasses.replace(protocol, invalid_message=None)
+    return protocol
 
 
 def policy_model(c, tokenizer, source) -> Decoder:

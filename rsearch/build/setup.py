@@ -17,8 +17,10 @@ from rsearch.build.parts import (
     load_policy_tokenizer,
     open_search,
     policy_model,
+    policy_protocol,
     read_questions,
 )
+from rsearch.build.pretrained import find_source
 from rsearch.data.questions import fingerprint
 from rsearch.data.world import World, make_world
 from rsearch.fields import to_json
@@ -27,7 +29,7 @@ from rsearch.models.decoder import Decoder, init_params
 from rsearch.models.sharding import make_mesh, param_shardings
 from rsearch.models.tokenizer import Tokenizer
 from rsearch.plan import kinds
-from rsearch.protocols import PROTOCOLS, plain
+from rsearch.protocols import PROTOCOLS
 from rsearch.protocols.base import Protocol
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.rewards.group import check_terms, needs_judge
@@ -124,14 +126,9 @@ def load_setup(
         )
     source = None
     if c.model.source:
-        source = huggingface.find_model(c.model.source)
+        source = find_source(c, c.model.source)
     tokenizer = load_policy_tokenizer(c, world, source)
-    protocol = plain.reworded(
-        PROTOCOLS[c.protocol.name],
-        user=c.protocol.instruction,
-        system=c.protocol.system,
-        invalid_message=c.protocol.invalid_message,
-    )
+    protocol = policy_protocol(c)
     model = policy_model(c, tokenizer, source)
     limits, num_tokens = budgets(c, tokenizer, protocol, model.spec)
     say(f"model: {model.spec.num_params / 1e6:.3g} M parameters, {c.model.dtype}")

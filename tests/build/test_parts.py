@@ -11,7 +11,7 @@ from rsearch.config import run_command
 from rsearch.data.world import make_world
 from rsearch.models.decoder import DecoderSpec
 from rsearch.protocols import PROTOCOLS
-from rsearch.types import Passage
+from rsearch.types import Passage, Search
 from tests.small_run import config, quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -160,3 +160,19 @@ def test_passages_of_the_world_are_found_by_name():
     (found,) = search([world.entities["person"][0]])
     assert isinstance(found[0], Passage) and len(found) == 2
     assert found[0].title == world.entities["person"][0]
+
+
+def test_the_protocol_has_the_words_and_settings_of_its_configuration():
+    c = config(
+        protocol__name="rag_r1_mq",
+        protocol__max_queries=2,
+        protocol__quotes_keep_commas=False,
+        protocol__json_ascii=True,
+        protocol__instruction="ask {question}",
+        rollout__on_invalid="end",
+    )
+    protocol = parts.policy_protocol(c)
+    assert protocol.max_queries == 2 and protocol.invalid_message is None
+    assert protocol.parse('<search>"a, b"</search>') == Search(('"a', 'b"'))
+    assert "\\u00e9" in protocol.observe(["é"], [()]).content
+    assert protocol.messages("x")[0]["content"].startswith("ask x")
