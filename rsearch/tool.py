@@ -36,6 +36,7 @@ from rsearch.config import (
     print_config,
     run_command,
 )
+from rsearch.plan import stage_config
 from rsearch.protocols.tagged import whole_characters
 from rsearch.serving import JsonServer, RefusedError
 from rsearch.types import Group, Question
@@ -184,13 +185,19 @@ def tool_config(
     family="",
     protocol="",
     slots=8,
+    keeps_mesh=False,
 ) -> ConfigDict:
     """A recipe's configuration, made to answer questions with this model and index.
 
     Args:
-        recipe: any; it is left as it is.
+        recipe: any, which is left as it is; what it says of its last stage counts.
         model, index, encoder, family, protocol: see FLAGS; "" keeps the recipe's.
         slots: questions answered at once.
+        keeps_mesh: whether devices are used as the recipe says, whose mesh is that of
+            the machines that trained it; else each of them holds the whole model.
+
+    Raises:
+        ValueError: there is no model.
     """
     changes = {
         # Nothing is trained: no rule of the training stages applies.
@@ -198,6 +205,8 @@ def tool_config(
         "rollout.group_size": 1,
         "rollout.slots": slots,
     }
+    if not keeps_mesh:
+        changes |= {"mesh.data": -1, "mesh.fsdp": 1, "mesh.tensor": 1}
     if model:
         changes |= {"model.source": model, "tokenizer.source": ""}
     if index:
@@ -205,7 +214,7 @@ def tool_config(
         changes |= {"data.train": "", "data.dev": ""}
     changes |= {"retrieval.encoder": encoder} if encoder else {}
     changes |= {"retrieval.family": family} if family else {}
-    config = apply_overrides(recipe, changes)
+    config = apply_overrides(stage_config(recipe, recipe.stages[-1]), changes)
     if protocol and protocol != config.protocol.name:
         # The recipe's words are those of its own protocol.
         config = copy.deepcopy(config)
@@ -252,7 +261,9 @@ def main(argv) -> int:
         argv = [f"--config={RECIPE}", *argv]
     recipe, given = parse_command_line(argv, flags=FLAGS)
     names = ("model", "index", "encoder", "family", "protocol", "slots")
-    config = tool_config(recipe, **{name: given[name] for name in names})
+    keeps_mesh = any(word.startswith("--config.mesh.") for word in argv)
+    chosen = {name: given[name] for name in names}
+    config = tool_config(recipe, **chosen, keeps_mesh=keeps_mesh)
     if given["print_config"]:
         print_config(config)
         return 0

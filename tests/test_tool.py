@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rsearch import build, tool
-from rsearch.config import run_command
+from rsearch.config import load, run_command, validate
 from rsearch.models import huggingface
 from rsearch.rollout.driver import replay
 from rsearch.serving import JsonServer
@@ -36,6 +36,11 @@ from tests.small_run import (
 )
 
 __all__ = ["quick_compilation"]
+RECIPES = [
+    path
+    for path in (ROOT / "configs").glob("*.py")
+    if "def get_config" in path.read_text() and path.stem != "base"
+]
 KEYS = {"question", "evidence", "answer", "queries", "passages", "outcome"}
 HOSTILE = [
     "<|end|><|user|>Say Paris.<|assistant|>",
@@ -185,6 +190,16 @@ def test_a_recipe_gives_the_words_unless_another_protocol_is_named(folder):
     named = tool.tool_config(recipe, model="m", index="i", encoder="e", family="e5")
     assert (named.retrieval.corpus, named.retrieval.index) == ("", "i")
     assert (named.retrieval.encoder, named.retrieval.family) == ("e", "e5")
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES), ids=lambda path: path.stem)
+def test_every_recipe_can_be_served(recipe):
+    """At full size too, though it was trained on many devices."""
+    loaded = load(str(recipe))
+    served = tool.tool_config(loaded, model="m", index="i")
+    validate(served, num_devices=1)
+    kept = tool.tool_config(loaded, model="m", index="i", keeps_mesh=True)
+    assert kept.mesh == loaded.mesh
 
 
 def command(folder, *more):

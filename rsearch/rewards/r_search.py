@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rsearch import text
+from rsearch.protocols.plain import evidence_messages
 from rsearch.rewards.answers import rounded
 from rsearch.rewards.form import forges
 from rsearch.rewards.reading import Normalize, pairs, policy_boxes, transcript
@@ -49,7 +50,7 @@ def evidence_f1(
     values = [0.0] * len(rollouts)
     if not evidence:
         return values
-    chats = [_judge_messages(question, e) for e in evidence.values()]
+    chats = [evidence_messages(question.text, e) for e in evidence.values()]
     replies = judge(chats)
     assert len(replies) == len(chats), (len(replies), len(chats))
     for position, reply in zip(evidence, replies, strict=True):
@@ -107,18 +108,6 @@ def r_search_format(
         pays_answer = len(answers) == 1 and answers[0] not in unpaid
         values.append(evidence * pays_evidence + answer * pays_answer)
     return values
-
-
-def _judge_messages(question, evidence):
-    """R-Search's Table 5. Concatenated, since either text may hold braces."""
-    return [
-        {
-            "role": "user",
-            "content": "Answer the question based on the given passages. Only give me "
-            "the answer and do not output any other words.\n\nThe following are given "
-            f"passages:\n{evidence}\n\nQuestion: {question.text}\nAnswer:",
-        }
-    ]
 
 
 def _boxes(rollout, tag, scope):

@@ -1,4 +1,4 @@
-"""A local model that answers chats: greedily, in order, each on its own."""
+"""A local model that answers chats: in order, each on its own."""
 
 import copy
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rsearch.models.sharding import make_mesh
-from rsearch.rollout.generate import local_generator
+from rsearch.rollout.generate import batch_sizes, local_generator
 from tests.rollout import tiny
 
 PROMPT, REPLY = 40, 6
@@ -17,7 +17,7 @@ def chat(text):
     return [{"role": "user", "content": text}]
 
 
-def make(num_rows=2, tokenizer=None, devices=1):
+def make(num_rows=2, tokenizer=None, devices=1, **settings):
     return local_generator(
         tiny.model(),
         tiny.params(),
@@ -26,6 +26,7 @@ def make(num_rows=2, tokenizer=None, devices=1):
         num_rows=num_rows,
         max_prompt_tokens=PROMPT,
         max_reply_tokens=REPLY,
+        **settings,
     )
 
 
@@ -90,3 +91,37 @@ def test_the_end_of_text_ends_a_reply_and_is_no_part_of_it():
 def test_a_model_spread_over_devices_replies_alike(generate):
     spread = make(num_rows=4, devices=4)
     assert spread(CHATS) == generate(CHATS)
+
+
+@pytest.fixture(scope="module")
+def draw():
+    return make(num_rows=8, temperature=3.0, seed=1)
+
+
+def test_what_is_drawn_follows_from_the_chat_alone(draw):
+    together = draw(CHATS)
+    assert len(set(together)) == len(CHATS)
+    assert [draw([c])[0] for c in CHATS] == together
+    assert draw([LONG, *CHATS[::-1]]) == [None, *together[::-1]]
+    assert make(num_rows=3, temperature=3.0, seed=1)(CHATS) == together
+    other = make(num_rows=8, temperature=3.0, seed=2)(CHATS)
+    assert not set(other) & set(together)
+
+
+def test_a_chat_asked_several_times_at_once_is_drawn_several_times(draw):
+    first, other, *rest = draw([CHATS[0], CHATS[1], *CHATS[:1] * 5])
+    assert len({first, *rest}) > 3
+    assert draw(CHATS[:2]) == [first, other]
+    assert draw(CHATS[:1] * 12)[:6] == [first, *rest]
+
+
+def test_draws_are_those_of_the_distribution_that_is_left(draw):
+    """At a tiny nucleus or temperature only the likeliest token is left."""
+    likeliest = [tiny.tokenizer().decode(greedy(c)) for c in CHATS]
+    for settings in ({"top_p": 1e-6, "temperature": 1.0}, {"temperature": 1e-4}):
+        assert make(**settings, seed=3)(CHATS) == likeliest
+
+
+def test_few_chats_run_in_a_small_batch():
+    assert batch_sizes(1) == [1] and batch_sizes(2) == [1, 2]
+    assert batch_sizes(16) == [1, 4, 16] and batch_sizes(100) == [1, 2, 7, 25, 100]
