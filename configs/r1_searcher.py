@@ -6,8 +6,9 @@
 Words after the colon: `qwen`, the base model that reads raw text (the default), or
 `llama`, the chat model; `reinforce_pp` (the default) or `grpo`; `stage1` or `stage2`
 alone; `f1` (the default), `cem` or `em` as the answer's reward (the paper's Table 5);
-`select` begins with the data selection of section 2.1, where otherwise the published
-questions are read from data/; `parity` does what the public code does; `tiny` is the
+`select` begins with the data selection of section 2.1, from one file of both training
+sets whose records name their "dataset" (hotpotqa or 2wikimultihopqa), where otherwise
+the published questions are read from data/; `parity` does what the public code does; `tiny` is the
 embedded world. Source: arXiv 2503.05592.
 
     python -m rsearch.index --corpus=kilt_100w.jsonl --family=bge \\

@@ -16,4 +16,5 @@ def sizes(c):
     c.protocol.direct = "Answer: {question}"
     c.protocol.rag = "{passages} Answer: {question}"
     c.rl.update(kl_coef=0.0, lr=3e-4)
+    c.critic.lr = 1e-3
     c.eval.update(at_start=True, methods=("protocol", "direct", "rag"))

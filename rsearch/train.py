@@ -214,8 +214,8 @@ def command(argv) -> int:
     flags = {
         "workdir": (None, "directory of the run (default: below runs/)"),
         "dry_run": (False, "prints stages, budgets and memory, checks them and ends"),
-        "devices": (0, "of the dry run (default: as few as config.mesh allows)"),
-        "device_memory_gb": (0.0, "of each; the dry run refuses what exceeds it"),
+        "devices": (0, "of the dry run; 0 = as few as config.mesh allows"),
+        "device_memory_gb": (0.0, "of each, that a dry run must fit; 0 = unchecked"),
     }
     config, given = configuration.parse_command_line(argv, flags=flags)
     if given["print_config"]:
