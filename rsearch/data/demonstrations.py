@@ -79,7 +79,7 @@ def _demonstration(record, place):
         raise ValueError(f"field turns: expected a list of texts, got {shown(turns)}")
     name = check_id(record.get("id", place), "id")
     context = record.get("context_turns", 0)
-    if not isinstance(context, int) or not 0 <= context < len(turns):
+    if type(context) is not int or not 0 <= context < len(turns):
         raise ValueError(
             f"field context_turns: expected a number from 0, below the {len(turns)} "
             f"turns, got {shown(context)}"

@@ -121,8 +121,8 @@ class Work:
             temperature, max_searches: in place of config.rollout's.
 
         Returns:
-            For each question at most `most` attempts; failures of the search engine
-            are among them.
+            For each question at most `most` attempts, or all of those that were taken
+            over; failures of the search engine are among them.
         """
         slots = self.setup.config.rollout.slots
         group_size = _group_size(slots, min(most, self.setup.config.rollout.group_size))
@@ -147,7 +147,10 @@ class Work:
                 done |= dict(zip(ids, records, strict=True))
             for question in asked:
                 attempts[question.id] += map(from_record, done[question.id])
-        return [attempts[question.id][:most] for question in questions]
+        return [
+            attempts[q.id] if q.id in known else attempts[q.id][:most]
+            for q in questions
+        ]
 
     def _roller(self, group_size, temperature, max_searches):
         """(questions, key) -> records of the attempts at each."""

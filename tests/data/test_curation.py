@@ -213,6 +213,7 @@ def test_demonstrations_are_read_as_they_were_written(tmp_path):
     [
         ({"context_turns": 2}, "context_turns"),
         ({"context_turns": "1"}, "context_turns"),
+        ({"context_turns": True}, "context_turns"),
         ({"observations": []}, "observations"),
         ({"observations": [3]}, "observations"),
         ({"messages": []}, "messages"),

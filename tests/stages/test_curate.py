@@ -13,7 +13,7 @@ from rsearch.plan import DEMONSTRATIONS, QUESTIONS, SUMMARY
 from rsearch.protocols.base import Step
 from rsearch.stages import curate
 from rsearch.stages.curate_rolling import JOURNAL
-from rsearch.types import Answer, Search
+from rsearch.types import Answer, Search, Source
 from tests.small_run import config, load_setup, quick_compilation
 from tests.stages.scripted import Script, Stopped
 
@@ -116,6 +116,8 @@ def test_segments_are_written_replayed_and_add_up(setup, tmp_path, monkeypatch, 
     rollouts = build.replay_demonstrations(load_setup(whole))
     learnt = [r.policy_texts for r in rollouts]
     assert learnt == [(d.turns[-1],) for d in made]
+    # What a last search would find is no part of the segment.
+    assert all(r.segments[-1].source == Source.POLICY for r in rollouts)
 
 
 METHODS = {
@@ -192,7 +194,8 @@ def test_answerable_are_the_wrong_ones_that_a_retry_solves_and_some_right_ones(
 
 
 def test_first_rollouts_are_taken_over_from_another_stage(setup, tmp_path, monkeypatch):
-    run(setup, tmp_path / "curate_sft", Script(answers(setup, often)), monkeypatch)
+    twice = with_fields(setup, curate__rollouts=2)
+    run(twice, tmp_path / "curate_sft", Script(answers(setup, often)), monkeypatch)
     own = with_fields(
         setup, curate__method="answerable", curate__first="stage:curate_sft"
     )
