@@ -122,7 +122,7 @@ def test_misspelt_field_names_the_nearest(wrong, right):
 def test_right_name_in_the_wrong_section_finds_its_sections():
     with pytest.raises(ValueError) as caught:
         configs.apply_overrides(BASE, {"optim.lr": 3e-6})
-    told = "did you mean config.rl.lr or config.sft.lr?"
+    told = "did you mean config.critic.lr or config.rl.lr or config.sft.lr?"
     assert told in str(caught.value)
     with pytest.raises(ValueError, match=r"did you mean config\.rollout\.group_size\?"):
         configs.apply_overrides(BASE, {"rl.group_size": 4})
