@@ -46,7 +46,7 @@ def group_advantages(reward, is_signal, *, normalize_std, eps, ddof=1):
 def leave_one_out(reward, is_signal):
     """RLOO's advantage: the reward less the mean of the group's other rewards.
 
-    Source: Ahmadian et al. (arXiv 2402.14740) eq. 8; with n rollouts that are a signal
+    Source: Ahmadian et al. (arXiv 2402.14740); with n rollouts that are a signal
     it is n / (n - 1) times the centred reward.
 
     Args:

@@ -110,7 +110,7 @@ def clipped_surrogate(
         from_policy: [B, T] bool, False on the prompt, retrieved text and padding.
         low, high: the probability ratio is kept in [1 - low, 1 + high].
         dual: where the advantage A is negative the loss is at most -dual x A, however
-            large the ratio (dual clip, arXiv 1912.09729 eq. 8); 0 = unbounded.
+            large the ratio (dual clip, arXiv 1912.09729); 0 = unbounded.
         by_sequence: the ratio is GSPO's, see `sequence_gap`.
 
     Returns:

@@ -200,7 +200,7 @@ class Learner:
             state: its critic is left as it is.
             batch: with advantages.
             memory: [M', b, ...] rows whose own tokens' likelihood, by mean over the
-                tokens, grows beside: R1-Searcher++'s set T (arXiv 2505.17005 eq. 9).
+                tokens, grows beside: R1-Searcher++'s set T (arXiv 2505.17005 eq. 8-9).
         """
         own, metrics = self._update_rows(state._replace(critic=None), batch, memory)
         return own._replace(critic=state.critic), metrics
