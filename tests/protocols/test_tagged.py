@@ -1,10 +1,13 @@
 """Tagged text: what a turn means, what the policy is shown."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.base import Step
 from rsearch.protocols.tagged import boxes, mentions_tag, parse, render
 from rsearch.types import Answer, Malformed, Passage, Search
 
@@ -190,3 +193,29 @@ def test_boxes_are_read_from_the_nearest_opening_tag():
     assert boxes("<e> a </e> x <e><e>b</e> </e> <e>c", "e") == ["a", "b"]
     assert boxes("", "e") == boxes("<e>", "e") == boxes("</e>", "e") == []
     assert mentions_tag("a </e>", "e") and not mentions_tag("<ee>", "e")
+
+
+def test_r_search_gives_its_evidence_right_before_the_answer():
+    protocol = PROTOCOLS["r_search"]
+    answer = Step(2, "So.", Answer("Rome"), internal="Hm.", evidence="It is Rome.")
+    assert protocol.write(answer) == (
+        "Hm. So. <original_evidence> It is Rome. </original_evidence> "
+        "<answer> Rome </answer>"
+    )
+    search = Step(1, "So.", Search(("city",)), evidence="It is Rome.")
+    assert protocol.write(search) == "So. <search> city </search>"
+    unsearched = Step(1, "", Answer("Rome"))
+    assert protocol.write(unsearched) == "<answer> Rome </answer>"
+    for evidence in ("</original_evidence>", " a", "<original_evidence>"):
+        with pytest.raises(ValueError, match="evidence"):
+            protocol.write(dataclasses.replace(answer, evidence=evidence))
+
+
+def test_a_step_is_written_between_think_tags():
+    step = Step(1, "I look.", Search(("city",)), internal="I know.")
+    for name in ("search_r1", "rag_r1_sq", "rag_r1_mq"):
+        assert PROTOCOLS[name].write(step) == (
+            "<think> I know. I look.</think><search> city </search>"
+        )
+    with pytest.raises(ValueError, match="read as"):
+        PROTOCOLS["search_r1"].write(Step(1, "</answer>", Answer("x")))
