@@ -8,8 +8,8 @@ Words after the colon: `qwen`, the base model that reads raw text (the default),
 alone; `f1` (the default), `cem` or `em` as the answer's reward (the paper's Table 5);
 `select` begins with the data selection of section 2.1, from one file of both training
 sets whose records name their "dataset" (hotpotqa or 2wikimultihopqa), where otherwise
-the published questions are read from data/; `parity` does what the public code does; `tiny` is the
-embedded world. Source: arXiv 2503.05592.
+the published questions are read from data/; `parity` does what the public code does;
+`tiny` is the embedded world. Source: arXiv 2503.05592.
 
     python -m rsearch.index --corpus=kilt_100w.jsonl --family=bge \\
         --encoder=BAAI/bge-large-en-v1.5 --out=indexes/kilt_100w_bge_large

@@ -41,6 +41,13 @@ SPECS = [
     for recipe, (choices, flags) in CHOICES.items()
     for words in itertools.product(*choices, *((flag, "") for flag in flags))
 ]
+FEW = [  # each word alone, as the public code has it, and on the embedded world
+    f"configs/{recipe}.py:{','.join(dict.fromkeys(w for w in words if w))}".rstrip(":")
+    for recipe, (choices, flags) in CHOICES.items()
+    for words in itertools.product(
+        ["", *(w for group in choices for w in group), *flags], ["", "parity", "tiny"]
+    )
+]
 QWEN_7B, QWEN_7B_CHAT = "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct"
 QWEN_72B, QWQ = "Qwen/Qwen2.5-72B-Instruct", "Qwen/QwQ-32B-Preview"
 BGE, E5 = "BAAI/bge-large-en-v1.5", "intfloat/e5-base-v2"
@@ -237,18 +244,32 @@ def test_stages_are_those_of_the_papers():
     }
 
 
-def test_every_combination_of_words_is_valid_and_has_a_dry_run(monkeypatch):
-    monkeypatch.setattr("rsearch.console.table", lambda *args: None)
-    assert len(SPECS) == 64 + 48 + 288 + 48 + 32 + 8
+def check(specs):
+    """Each is valid, has a dry run, and a name of its own; none prints."""
     names = set()
-    for spec in SPECS:
+    for spec in specs:
         config = configuration.load(spec)
-        dry_run(config)  # validates every stage too
+        dry_run(config)  # validates every stage
         names.add(config.name)
         for _, own in stage_configs(config):
             assert own.protocol.name in PROTOCOLS
             check_terms(own.reward, has_judge=bool(own.judge.source))
-    assert len(names) == len(SPECS)  # runs of two variants never share a directory
+    assert len(names) == len(specs)  # runs of two variants never share a directory
+
+
+@pytest.fixture
+def no_tables(monkeypatch):
+    monkeypatch.setattr("rsearch.console.table", lambda *args: None)
+
+
+def test_every_word_is_valid_and_has_a_dry_run(no_tables):
+    check(set(FEW))
+
+
+@pytest.mark.slow
+def test_every_combination_of_words_is_valid_and_has_a_dry_run(no_tables):
+    assert len(SPECS) == 64 + 48 + 288 + 48 + 32 + 8
+    check(SPECS)
 
 
 def test_an_unknown_word_is_refused_with_the_list():

@@ -28,11 +28,12 @@ def dry_run(config, *, devices: int = 0, device_memory_gb: float = 0.0) -> None:
             context, or a stage takes more than a device has.
     """
     validate(config)
-    for _, own in stage_configs(config):  # each may have a mesh of its own
-        validate(own, num_devices=devices or None)
+    stages = stage_configs(config)
+    for _, own in stages if devices else ():  # each may have a mesh of its own
+        validate(own, num_devices=devices)
     too_big = []
     plans, budgets, memories = [], [], []
-    for stage, own in stage_configs(config):
+    for stage, own in stages:
         num_devices = devices or _fewest(own)
         spec = shape_of(own.model.source, own)
         plans.append((stage, *_plan(own, stage, spec)))
