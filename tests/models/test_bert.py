@@ -204,3 +204,66 @@ def test_vectors_of_real_passages_agree_with_transformers(shared_data, real_mode
 @pytest.mark.slow
 def test_vectors_of_500_real_passages_agree_with_transformers(shared_data, real_models):
     assert real_cosines(shared_data, real_models, 500).min() >= 0.9999
+
+
+def pairs_of(directory, texts):
+    """(transformers' batch of pairs, our token ids, counts, counts of firsts)."""
+    from transformers import BertTokenizer
+
+    given = BertTokenizer.from_pretrained(directory)(
+        [first for first, _ in texts],
+        [second for _, second in texts],
+        max_length=32,
+        padding="max_length",
+        truncation=True,
+        return_tensors="pt",
+    )
+    ids, firsts = WordPiece(directory).pairs(*zip(*texts), max_tokens=32)
+    tokens = np.zeros((len(texts), 32), np.int32)
+    for row, row_ids in enumerate(ids):
+        tokens[row, : len(row_ids)] = row_ids
+    counts = np.array([len(row) for row in ids], np.int32)
+    return given, tokens, counts, np.array(firsts, np.int32)
+
+
+def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers import BertForSequenceClassification
+
+    directory = write_tiny_bert(tmp_path, cross_encoder=True)
+    texts = [("the river", "unwanted city"), ("a b", ""), ("ab " * 9, "c, b? " * 40)]
+    given, tokens, counts, firsts = pairs_of(directory, texts)
+    theirs = BertForSequenceClassification.from_pretrained(directory).eval()
+    with torch.no_grad():
+        expected = theirs(**given).logits[:, 0].numpy()
+    spec, params = bert.load_cross_encoder(directory)
+    model = bert.CrossEncoder(spec)
+    found = bert.score(model, params, tokens, counts, firsts)
+    assert np.std(expected) > 0.1
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    # Both texts as one would be another score: the types matter.
+    as_one = bert.score(model, params, tokens, counts, counts)
+    assert np.abs(as_one - expected).min() > 1e-3
+
+
+def test_an_encoder_is_no_cross_encoder_and_the_other_way_round(tiny, tmp_path):
+    with pytest.raises(ValueError, match=r"classifier\.weight +missing +\[1, 24\]"):
+        bert.load_cross_encoder(tiny)
+    directory = write_tiny_bert(tmp_path, cross_encoder=True)
+    with pytest.raises(ValueError, match=r"classifier\.weight +extra"):
+        bert.load(directory)
+
+
+def test_a_classifier_of_two_labels_or_one_type_of_tokens_is_refused(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    directory = write_tiny_bert(tmp_path, cross_encoder=True)
+    tensors = load_file(directory / "model.safetensors")
+    two = {"classifier.weight": np.zeros((2, 24), np.float32)}
+    two["classifier.bias"] = np.zeros(2, np.float32)
+    save_file(tensors | two, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=r"classifier\.weight +shape +\[1, 24\]"):
+        bert.load_cross_encoder(directory)
+    edit_config(directory, type_vocab_size=1)
+    with pytest.raises(ValueError, match="type_vocab_size=1, expected at least 2"):
+        bert.load_cross_encoder(directory)

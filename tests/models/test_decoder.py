@@ -73,6 +73,20 @@ def test_a_quarter_turn_swaps_the_halves_of_a_head():
     np.testing.assert_allclose(turned[0, 0, 0], [-3, 2, 1, 4], atol=1e-6)
 
 
+def test_a_quarter_turn_of_neighbours_leaves_the_rest_of_a_head():
+    x = jnp.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])[None, None, None]
+    frequencies = jnp.array([math.pi / 2, 0.0])
+    turned = rotate(x, jnp.array([[1]]), frequencies, pairs="neighbours")
+    # Channel 0 pairs with 1: (1, 2) -> (-2, 1). Channels 2 and 3 stay; so do 4 and 5,
+    # which are beyond the two frequencies.
+    np.testing.assert_allclose(turned[0, 0, 0], [-2, 1, 3, 4, 5, 6], atol=1e-6)
+
+
+def test_frequencies_are_those_of_the_rotated_part_of_a_head():
+    spec = spec_of(head_dim=8, rotary_dim=4, rope_theta=100.0)
+    np.testing.assert_allclose(rotary_frequencies(spec), [1.0, 0.1], rtol=1e-6)
+
+
 def test_rotary_frequencies_fall_from_one_by_powers_of_theta():
     spec = spec_of(head_dim=4, rope_theta=100.0)
     np.testing.assert_allclose(rotary_frequencies(spec), [1.0, 0.1], rtol=1e-6)
@@ -110,7 +124,10 @@ def test_heads_of_one_group_share_keys_and_values():
 
 
 def test_parameters_are_counted_right():
-    for spec in (SPEC, spec_of(qkv_bias=False, tie_embeddings=True)):
+    glm4 = dict(fused_mlp=True, post_norms=True, rotary_dim=4)
+    variants = [dict(), dict(qkv_bias=False, tie_embeddings=True)]
+    variants += [dict(qkv_bias=False, qk_norm=True), glm4]
+    for spec in (spec_of(**changes) for changes in variants):
         shapes = jax.eval_shape(
             lambda key, spec=spec: init_params(Decoder(spec), key), jax.random.key(0)
         )
@@ -125,6 +142,25 @@ def test_logits_equal_those_of_transformers(family):
     assert np.std(expected) > 0.5  # Else agreement would say little.
     found = reference.full_logits(model, params, tokens)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+
+
+def test_cached_steps_equal_the_full_pass(family):
+    _, model, params = family
+    tokens = np.random.default_rng(2).integers(0, 160, (2, 24), np.int32)
+    expected = reference.full_logits(model, params, tokens)
+
+    @jax.jit
+    def run(params):
+        cache, found = empty_cache(model.spec, 2, 24, model.dtype), []
+        for low, high in ((0, 7), (7, 8), (8, 20), (20, 24)):
+            positions = jnp.broadcast_to(jnp.arange(low, high)[None], (2, high - low))
+            hidden, cache = model.apply(
+                {"params": params}, tokens[:, low:high], positions, cache
+            )
+            found.append(model.apply({"params": params}, hidden, method="logits"))
+        return jnp.concatenate(found, 1)
+
+    np.testing.assert_allclose(run(params), expected, atol=5e-5)
 
 
 def test_greedy_continuation_equals_that_of_transformers(family):

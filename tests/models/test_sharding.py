@@ -21,6 +21,12 @@ SPEC = DecoderSpec(
     qkv_bias=True,
 )
 MODEL = Decoder(SPEC)
+NEW_KINDS = {
+    "qwen3": dict(qkv_bias=False, qk_norm=True),
+    "glm4": dict(
+        fused_mlp=True, post_norms=True, rotary_dim=2, rotary_pairs="neighbours"
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +60,8 @@ def test_decoding_gathers_nothing_over_fsdp(params):
 
 
 def test_every_parameter_of_every_variant_has_axes():
-    for bias in (False, True):
-        spec = DecoderSpec(**{**SPEC.__dict__, "qkv_bias": bias})
+    for changes in (dict(qkv_bias=False), dict(), *NEW_KINDS.values()):
+        spec = DecoderSpec(**{**SPEC.__dict__, **changes})
         model = Decoder(spec, value_head=True)
         init = functools.partial(init_params, model)
         shapes = jax.eval_shape(init, jax.random.key(0))
@@ -91,6 +97,34 @@ def test_a_sharded_step_equals_an_unsharded_one(params, mesh):
     np.testing.assert_allclose(found, expected, atol=1e-5)
     for a, b in zip(jax.tree.leaves(grad), jax.tree.leaves(expected_grad)):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_sharded_value_head_over_all_that_a_layer_may_have_equals_an_unsharded_one(
+    mesh,
+):
+    spec = DecoderSpec(**{**SPEC.__dict__, **NEW_KINDS["glm4"], "qk_norm": True})
+    model = Decoder(spec, value_head=True)
+    params = jax.device_get(reference.random_params(spec))
+    params["value"] = np.random.default_rng(1).normal(size=16).astype(np.float32)
+    tokens = np.random.default_rng(0).integers(0, 32, (4, 8), np.int32)
+
+    def loss(params, tokens):
+        positions = jnp.broadcast_to(jnp.arange(8)[None], tokens.shape)
+        hidden, _ = model.apply({"params": params}, tokens, positions)
+        values = model.apply({"params": params}, hidden, method="values")
+        return jnp.mean((values - 1.0) ** 2), values
+
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (_, expected), expected_grad = step(params, tokens)
+    assert expected.shape == (4, 8)
+    shardings = sharding.param_shardings(params, mesh)
+    assert shardings["value"].spec == PartitionSpec("fsdp")
+    placed = jax.device_put(params, shardings)
+    rows = jax.device_put(tokens, sharding.batch_sharding(mesh))
+    (_, found), grad = step(placed, rows)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(grad), jax.tree.leaves(expected_grad)):
+        np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 def test_sharded_cached_decoding_equals_unsharded(params, mesh):

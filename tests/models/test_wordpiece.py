@@ -225,3 +225,36 @@ def test_special_tokens_may_be_written_as_objects(tiny):
     config = {"cls_token": {"content": "[CLS]", "lstrip": False}}
     (tiny / "tokenizer_config.json").write_text(json.dumps(config))
     assert WordPiece(tiny).first_id == VOCAB.index("[CLS]")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=8),
+    st.integers(5, 24),
+)
+@settings(max_examples=30, deadline=None)
+def test_pairs_are_cut_as_transformers_cuts_the_longest_first(
+    pair_front, lengths, max_tokens
+):
+    front, theirs = pair_front
+    firsts = [" ".join(["a"] * n) for n, _ in lengths]
+    seconds = [" ".join(["b"] * n) for _, n in lengths]
+    expected = theirs(firsts, seconds, truncation=True, max_length=max_tokens)
+    ids, counts = front.pairs(firsts, seconds, max_tokens=max_tokens)
+    assert [row.tolist() for row in ids] == expected.input_ids
+    types = [[0] * first + [1] * (len(row) - first) for row, first in zip(ids, counts)]
+    assert types == expected.token_type_ids
+
+
+@pytest.fixture(scope="module")
+def pair_front(tmp_path_factory):
+    """(our tokenizer, transformers') of the tiny vocabulary."""
+    directory = write_tiny_bert(tmp_path_factory.mktemp("pairs"))
+    transformers = pytest.importorskip("transformers")
+    return WordPiece(directory), transformers.BertTokenizer.from_pretrained(directory)
+
+
+def test_a_pair_has_three_special_tokens(pair_front):
+    front, _ = pair_front
+    assert front.pairs([], [], max_tokens=5) == ([], [])
+    with pytest.raises(ValueError, match="max_tokens=4, expected at least 5"):
+        front.pairs(["a"], ["b"], max_tokens=4)

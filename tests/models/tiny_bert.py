@@ -10,7 +10,15 @@ VOCAB += ["the", "city", "river", "un", "##want", "##ed", "want", "a", "b", "c",
 VOCAB += [",", "?", "é", "e", "É", "σ", "ς", "中", "##s", "ab"]
 
 
-def write_tiny_bert(directory, *, seed=0, prefix="", changed=None, dtype=np.float32):
+def write_tiny_bert(
+    directory,
+    *,
+    seed=0,
+    prefix="",
+    changed=None,
+    dtype=np.float32,
+    cross_encoder=False,
+):
     """Writes config.json, vocab.txt, tokenizer_config.json and model.safetensors.
 
     Args:
@@ -18,6 +26,7 @@ def write_tiny_bert(directory, *, seed=0, prefix="", changed=None, dtype=np.floa
         prefix: of the tensors' names.
         changed: {name: array, or None to leave it out} instead of what is made here.
         dtype: of the weights.
+        cross_encoder: with the head of a BertForSequenceClassification of one label.
     """
     width, mlp, layers, positions = 24, 40, 2, 32
     config = {
@@ -62,6 +71,12 @@ def write_tiny_bert(directory, *, seed=0, prefix="", changed=None, dtype=np.floa
     }
     tensors.update(changed or {})
     tensors = {prefix + name: t for name, t in tensors.items() if t is not None}
+    if cross_encoder:
+        tensors = {f"bert.{name}": tensor for name, tensor in tensors.items()}
+        tensors["classifier.weight"] = rng.normal(0, 1, (1, width)).astype(dtype)
+        tensors["classifier.bias"] = rng.normal(0, 1, 1).astype(dtype)
+        config |= {"architectures": ["BertForSequenceClassification"]}
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))

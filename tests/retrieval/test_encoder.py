@@ -79,12 +79,67 @@ def test_a_family_sets_prefixes_and_pooling(tiny, family, query, passage, poolin
         np.testing.assert_allclose(encode(["the river"]), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["e5", "bge"])
+def test_vectors_are_those_of_the_models_own_examples(tiny, family):
+    """E5's model card averages the last states, BGE's takes the first; both to 1."""
+    torch = pytest.importorskip("torch")
+    from transformers import BertModel, BertTokenizer
+
+    tokenizer = BertTokenizer.from_pretrained(tiny)
+    model = BertModel.from_pretrained(tiny).eval()
+    instruction = "Represent this sentence for searching relevant passages:"
+    prefixes = {"e5": ("query: ", "passage: "), "bge": (instruction, "")}[family]
+    texts = ["the river, unwanted?", "a b cc the city", "ab " * 40]
+    encoder = BertEncoder(tiny, family=family)
+    ours = encoder.encode_queries(texts), encoder.encode_passages(texts)
+    for prefix, found in zip(prefixes, ours):
+        given = tokenizer(
+            [prefix + text for text in texts],
+            max_length=32,
+            padding=True,
+            truncation=True,
+            return_tensors="pt",
+        )
+        with torch.no_grad():
+            hidden = model(**given).last_hidden_state
+        mask = given["attention_mask"][..., None]
+        if family == "e5":
+            pooled = hidden.masked_fill(mask == 0, 0.0).sum(1) / mask.sum(1)
+        else:
+            pooled = hidden[:, 0]
+        expected = torch.nn.functional.normalize(pooled, p=2, dim=1).numpy()
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+@given(st.text(max_size=30))
+@settings(max_examples=50, deadline=None)
+def test_the_space_after_bges_instruction_changes_no_token(minilm_like, text):
+    instruction = "Represent this sentence for searching relevant passages:"
+    tokenizer = minilm_like._tokenizer
+    without, with_space = tokenizer(
+        [instruction + text, f"{instruction} {text}"], max_tokens=64
+    )
+    np.testing.assert_array_equal(without, with_space)
+
+
+def test_queries_and_passages_are_cut_at_lengths_of_their_own(tiny):
+    encoder = BertEncoder(
+        tiny, family="minilm", max_query_tokens=4, max_passage_tokens=5
+    )
+    # Two of the tokens are special ones.
+    long = encoder.encode_queries(["a b c the"]), encoder.encode_passages(["a b c the"])
+    np.testing.assert_array_equal(long[0], encoder.encode_queries(["a b"]))
+    np.testing.assert_array_equal(long[1], encoder.encode_passages(["a b c"]))
+    assert not np.array_equal(long[0], encoder.encode_queries(["a"]))
+
+
 def test_the_fingerprint_changes_with_all_that_changes_a_vector(tiny, tmp_path):
     first = BertEncoder(tiny, family="e5")
     assert BertEncoder(tiny, family="e5").fingerprint == first.fingerprint
     found = {first.fingerprint}
     found.add(BertEncoder(tiny, family="bge").fingerprint)
-    found.add(BertEncoder(tiny, family="e5", max_tokens=16).fingerprint)
+    found.add(BertEncoder(tiny, family="e5", max_query_tokens=16).fingerprint)
+    found.add(BertEncoder(tiny, family="e5", max_passage_tokens=16).fingerprint)
     copy = write_tiny_bert(tmp_path)
     assert BertEncoder(copy, family="e5").fingerprint == first.fingerprint
     weights = load_file(copy / "model.safetensors")
@@ -93,18 +148,21 @@ def test_the_fingerprint_changes_with_all_that_changes_a_vector(tiny, tmp_path):
     found.add(BertEncoder(copy, family="e5").fingerprint)
     (copy / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     found.add(BertEncoder(copy, family="e5").fingerprint)
-    assert len(found) == 5
+    assert len(found) == 6
 
 
 def test_the_longest_input_is_that_of_sentence_transformers(tmp_path):
     directory = write_tiny_bert(tmp_path)
-    assert BertEncoder(directory, family="e5").max_tokens == 32
+    assert BertEncoder(directory, family="e5").max_passage_tokens == 32
     path = directory / "sentence_bert_config.json"
     path.write_text(json.dumps({"max_seq_length": 20}))
-    assert BertEncoder(directory, family="e5").max_tokens == 20
+    assert BertEncoder(directory, family="e5").max_query_tokens == 20
+    assert BertEncoder(directory, family="e5", max_query_tokens=8).max_query_tokens == 8
     path.write_text(json.dumps({"max_seq_length": 512}))
-    with pytest.raises(ValueError, match="max_tokens=512, expected 3 to 32"):
+    with pytest.raises(ValueError, match="max_query_tokens=512, expected 3 to 32"):
         BertEncoder(directory, family="e5")
+    with pytest.raises(ValueError, match="max_passage_tokens=40, expected 3 to 32"):
+        BertEncoder(directory, family="e5", max_query_tokens=9, max_passage_tokens=40)
     path.write_text(json.dumps({"max_seq_length": "20"}))
     with pytest.raises(ValueError, match="max_seq_length='20', expected a whole"):
         BertEncoder(directory, family="e5")
