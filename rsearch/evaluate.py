@@ -216,7 +216,7 @@ def read_results(folder: pathlib.Path) -> list[dict]:
 
 
 def show(rows, config) -> None:
-    """The table of results, percent where it is a score, and one by kind of question."""
+    """The table of results, percent where it is a score, and one by kind."""
     title = f"{config.name}: percent, answers normalised as {config.eval.normalize}"
 
     def cell(row, name):
