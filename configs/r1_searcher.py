@@ -169,7 +169,7 @@ def _of(stages, names):
 def tiny(c, words):
     """The embedded world."""
     tiny_world.sizes(c)
-    c.rollout.update(group_size=8, max_searches=3)
+    c.rollout.update(group_size=8)
     c.rl.update(updates_per_step=1)
     stages = c.overrides.to_dict()
     stages["rl_retrieve"] |= {"rl": {"steps": 8}}

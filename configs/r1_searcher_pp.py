@@ -123,7 +123,7 @@ def parity(c, words):
 def tiny(c, words):
     """The embedded world."""
     tiny_world.sizes(c)
-    c.rollout.update(group_size=8, max_searches=3)
+    c.rollout.update(group_size=8)
     c.rl.memorise_rows = c.rl.micro_batch
     stages = c.overrides.to_dict()
     for name in ("curate_sft", "curate_rewriter"):

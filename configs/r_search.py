@@ -122,7 +122,7 @@ def parity(c, words):
 def tiny(c, words):
     """The embedded world."""
     tiny_world.sizes(c)
-    c.rollout.update(group_size=8, max_searches=3)
+    c.rollout.update(group_size=8)
     if words.algorithm == "ppo":
         c.rollout.group_size = 1
         c.rl.update(questions_per_step=256, micro_batch=128)

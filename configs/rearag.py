@@ -116,7 +116,6 @@ def parity(c, words):
 def tiny(c, words):
     """The embedded world."""
     tiny_world.sizes(c)
-    c.rollout.max_searches = 4
     c.writer.source = "world:expert"
     c.answerer.source = "world:expert"
     stages = c.overrides.to_dict()

@@ -15,6 +15,14 @@ def sizes(c):
     c.protocol.rewrite = "{document} Recall: {question}"
     c.protocol.direct = "Answer: {question}"
     c.protocol.rag = "{passages} Answer: {question}"
+    # The longest solutions of the world's questions, and some room.
+    c.rollout.update(
+        max_searches=4,
+        max_prompt_tokens=24,
+        max_turn_tokens=64 if c.protocol.name == "r_search" else 32,
+        max_observation_tokens=24,
+    )
+    c.sft.sequence_tokens = 320
     c.rl.update(kl_coef=0.0, lr=3e-4)
     c.critic.lr = 1e-3
     c.eval.update(at_start=True, methods=("protocol", "direct", "rag"))
