@@ -238,6 +238,7 @@ def test_memorising_adds_mu_times_the_mean_over_its_tokens():
     assert both["grad_norm"] != pytest.approx(metrics["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_memorising_in_pieces_on_many_devices_is_the_same():
     batch, memory = make_batch(), memory_rows(5, 8)
     whole, metrics = updated(SURROGATE, batch, memory)
