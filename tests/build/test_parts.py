@@ -4,14 +4,16 @@ import json
 
 import pytest
 
-from rsearch import build
+from rsearch import build, crosschecks
 from rsearch import index as index_command
 from rsearch.build import parts
 from rsearch.config import run_command
 from rsearch.data.world import make_world
 from rsearch.models.decoder import DecoderSpec
 from rsearch.protocols import PROTOCOLS
+from rsearch.retrieval.rerank import load_reranker
 from rsearch.types import Passage, Search
+from tests.models.tiny_bert import write_tiny_bert
 from tests.small_run import config, quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -160,6 +162,33 @@ def test_passages_of_the_world_are_found_by_name():
     (found,) = search([world.entities["person"][0]])
     assert isinstance(found[0], Passage) and len(found) == 2
     assert found[0].title == world.entities["person"][0]
+
+
+def test_a_named_reranker_orders_what_the_search_finds(tmp_path):
+    directory = write_tiny_bert(tmp_path, cross_encoder=True)
+    plain = config(retrieval__top_k=4)
+    world = world_of(plain)
+    query = world.entities["person"][0]
+    (candidates,) = parts.open_search(plain, world)([query])
+    named = dict(retrieval__reranker=str(directory), retrieval__rerank_from=4)
+    search = parts.open_search(config(**named, retrieval__top_k=2), world)
+    assert len(search) == len(world.passages)
+    (found,) = search([query])
+    scores = load_reranker(directory)(query, [p.contents for p in candidates])
+    assert [p.id for p in found] == [candidates[i].id for i in (-scores).argsort()[:2]]
+
+
+@pytest.mark.parametrize("top_k, is_right", [(4, True), (5, False)])
+def test_no_more_are_kept_than_are_reranked(top_k, is_right):
+    c = config(
+        retrieval__reranker="any",
+        retrieval__rerank_from=4,
+        retrieval__top_k=top_k,
+    )
+    if is_right:
+        return crosschecks._check_reranker(c)
+    with pytest.raises(ValueError, match=r"rerank_from = 4 .* the top_k = 5"):
+        crosschecks._check_reranker(c)
 
 
 def test_the_protocol_has_the_words_and_settings_of_its_configuration():
