@@ -56,7 +56,9 @@ def main(config, workdir) -> list[dict]:
         config = configuration.apply_overrides(recipe, overrides)
     # First what can fail: a workdir is bound to its configuration for good.
     shared = build.Shared()
-    base = build.load_setup(config, say=console.note, only_dev=True, shared=shared)
+    base = build.load_setup(
+        config, say=console.note, only_dev=True, home=workdir, shared=shared
+    )
     ready = {
         stage: _prepare(stage, own, shared)
         for stage, own in stage_configs(config)

@@ -1,6 +1,5 @@
 """Reinforcement stage: roll out, reward, compare, update."""
 
-import collections
 import dataclasses
 import math
 import time
@@ -15,7 +14,7 @@ from rsearch.data.order import take
 from rsearch.learn.advantages import with_advantages
 from rsearch.learn.batch import Batch, cut, pack, pack_segments, parts
 from rsearch.metrics import MetricsLog
-from rsearch.rewards.group import reward_group
+from rsearch.rewards.group import reward_groups
 from rsearch.stages.state import open_state, save_state
 from rsearch.types import Outcome
 
@@ -149,19 +148,11 @@ def reward(setup: build.Setup, groups):
         {name: number} for the log; means are over rollouts that are a signal.
     """
     terms = setup.config.reward.to_dict()
-    judged, totals, parts = [], [], collections.defaultdict(list)
-    for group in groups:
-        total, by_term, group = reward_group(group, terms, judge=setup.judge)
-        judged.append(group)
-        totals.append(total)
-        for name, values in by_term.items():
-            parts[name].append(values)
-    rewards = np.stack(totals)
+    rewards, parts, judged = reward_groups(groups, terms, judge=setup.judge)
     rollouts = [r for group in judged for r in group.rollouts]
     is_signal = np.array([r.outcome.is_signal for r in rollouts]).reshape(rewards.shape)
     measured = {"reward": _mean(rewards[is_signal])}
     for name, values in parts.items():
-        values = np.stack(values)
         # NaN is left in a term of weight 0, whose judge could not be asked.
         measured[f"reward_{name}"] = _mean(values[is_signal & ~np.isnan(values)])
     spread = has_spread(judged, rewards)
