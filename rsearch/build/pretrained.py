@@ -29,6 +29,7 @@ from rsearch.learn.update import Learner, create_state
 from rsearch.models import huggingface
 from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 from rsearch.models.sharding import make_mesh
+from rsearch.models.small_tokenizer import ROLES
 from rsearch.protocols import PROTOCOLS, plain
 from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory
@@ -37,7 +38,7 @@ from rsearch.rollout.driver import replay
 from rsearch.types import Segment, Source
 
 CACHE = "RSEARCH_CACHE"  # the environment variable that names another cache
-MAX_CONTEXT = 1024  # tokens that a model says it can read
+MAX_CONTEXT = 2048  # tokens that a model says it can read
 LENGTHS = (48, 128, 320)  # tokens of a row: the next one that is enough
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -62,8 +63,8 @@ class Pretraining:
     num_kv_heads: int = 2
     head_dim: int = 32
     mlp_width: int = 320
-    steps: int = 500
-    step_tokens: int = 6144
+    steps: int = 750
+    step_tokens: int = 4096
     lr: float = 3e-3
     seed: int = 0
 
@@ -73,10 +74,15 @@ MODELS = {
         reading.Shares(flawed=0.65, guessed=0.2, recalled=0.3, facts=60, direct=1)
     ),
     "expert": Pretraining(
-        reading.Shares(recalled=0.3, facts=60, direct=1, chats=1), seed=1, steps=600
+        reading.Shares(recalled=0.3, facts=60, direct=1, chats=1), seed=1, steps=900
     ),
     "judge": Pretraining(
-        reading.Shares(judged=6), width=96, num_heads=3, num_kv_heads=3, seed=2
+        reading.Shares(judged=3),
+        width=96,
+        num_heads=3,
+        num_kv_heads=3,
+        seed=2,
+        steps=500,
     ),
 }
 
@@ -231,9 +237,9 @@ def _train(name, how: Pretraining, rows, tokenizer, seed, say):
         max_grad_norm=1.0,
     )
     learner = Learner(model, optimizer, mesh, loss=imitation_loss, loss_mean="token")
-    params = jax.jit(lambda key: init_params(model, key))(
-        jax.random.key(seed + how.seed)
-    )
+    key = jax.random.key(seed + how.seed)
+    params = jax.jit(lambda key: init_params(model, key))(key)
+    params = params | {"embedding": _alike(params["embedding"], tokenizer)}
     state = create_state(params, optimizer, mesh)
     say(
         f"{WORLD}:{name}: {spec.num_params / 1e6:.2g} M parameters, {len(rows):,} rows "
@@ -251,6 +257,20 @@ def _train(name, how: Pretraining, rows, tokenizer, seed, say):
                 f"{float(measured['loss']):.3f} ({shown - start:.0f} s)"
             )
     return state.params, spec
+
+
+def _alike(embedding, tokenizer):
+    """The embedding in which a word begins as it does with a space before it.
+
+    But for one direction, the same for all words, which tells the two apart: what is
+    read as " Altdorf" is to be written as "Altdorf" where a quote comes before it, and
+    a small model would have to learn that for each word.
+    """
+    ids = {token: i for i, token in enumerate(tokenizer.token_bytes)}
+    pairs = [(i, ids[b" " + t]) for t, i in ids.items() if b" " + t in ids and t]
+    bare, spaced = np.array(pairs).T
+    unused = ROLES.index("<|system|>")  # the row of a role that nobody has here
+    return embedding.at[bare].set(embedding[spaced] + embedding[unused][None])
 
 
 def _batches(rows, how, seed, multiple):

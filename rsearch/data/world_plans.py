@@ -58,12 +58,12 @@ def early_stop(world, question: Question, rng) -> list[Step]:
     if len(hops) == 1:
         return guess(world, question, rng)
     last = 1 if len(hops) == 2 else int(rng.integers(1, len(hops)))
+    compares = question.metadata["kind"] == COMPARISON
     steps, found, kept = [], [], hops[:last]
     for hop in kept:
         thought = " ".join([*found, hop.gap])
         steps.append(_step(steps, thought, Search((hop.subject,))))
-        found = [hop.fact]
-    compares = question.metadata["kind"] == COMPARISON
+        found = [hop.sentence if compares else hop.fact]
     answer = kept[-1].subject if compares else kept[-1].object
     evidence = " ".join(map(original, kept))
     return [*steps, _step(steps, found[0], Answer(answer), evidence=evidence)]
