@@ -12,7 +12,7 @@ from rsearch.types import Answer, Malformed, Outcome, Passage, Question, Search
 from tests.small_run import config, quick_compilation
 
 __all__ = ["quick_compilation"]
-SHARES = ("repeats", "flawed_share", "guess_share", "baseline_share")
+SHARES = ("repeats", "flawed_share", "guess_share", "baseline_share", "recall_share")
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,9 @@ def test_without_words_of_its_own_a_baseline_has_flashrags(setup):
 def test_the_worlds_demonstrations_are_replayed_as_intended(setup):
     """Searches that are real, actions that are read as they were meant."""
     own = {name: setup.config.sft[name] for name in SHARES}
-    made = world_demonstrations(setup.world, seed=setup.config.seed, **own)
+    made = world_demonstrations(
+        setup.world, setup.protocol, seed=setup.config.seed, **own
+    )
     assert {d.method for d in made} == {"protocol", "direct", "rag"}
     rollouts = build.replay_demonstrations(setup)
     for d, rollout in zip(made, rollouts, strict=True):
