@@ -5,9 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.data.world_texts import world_words
 from rsearch.data.world import make_world
+from rsearch.data.world_texts import world_words
 from rsearch.models.small_tokenizer import ROLES, train_tokenizer
+from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.base import Step
+from rsearch.types import Search
 from tests.small_run import run_python
 
 TAGS = ("<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>")
@@ -56,6 +59,18 @@ def test_a_tag_is_one_token_wherever_it_stands(tokenizer):
         for around in (" {} ", "x{}y", "<{}>", "{}{}"):
             text = around.replace("{}", tag)
             assert token in tokenizer.encode(text), text
+
+
+def test_the_markup_of_every_protocol_is_few_tokens(made):
+    """Beside the words a turn says, a small model has little to write."""
+    world, tokenizer = made
+    query = world.hops[world.train[0].id][0].subject
+    for name, protocol in PROTOCOLS.items():
+        (opened,) = tokenizer.encode(name)
+        assert tokenizer.decode([opened]) == name
+        turn = protocol.write(Step(1, "Born in?", Search((query,))))
+        plain = tokenizer.encode(f" Born in? {query}")
+        assert len(tokenizer.encode(turn)) <= len(plain) + 8, turn
 
 
 def test_words_of_its_text_are_one_token_with_the_space_before(made):
