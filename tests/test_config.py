@@ -12,7 +12,11 @@ from rsearch import config as configs
 
 BASE = configs.load("configs/base.py")
 FIELDS = sorted(configs.fields(BASE))
-RECIPES = sorted((configs.ROOT / "configs").glob("[!_]*.py"))
+RECIPES = [
+    path
+    for path in sorted((configs.ROOT / "configs").glob("[!_]*.py"))
+    if "\ndef get_config(" in path.read_text()  # the others are parts of recipes
+]
 
 
 def section_of(name):

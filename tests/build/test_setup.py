@@ -21,9 +21,9 @@ def test_parameters_follow_from_the_seed_on_any_mesh():
         host(build.initial_params(build.load_setup(config(**changes))))
         for changes in (
             # Another seed makes another world, and so another number of words.
-            dict(model__vocab_size=1024),
-            dict(model__vocab_size=1024, mesh__fsdp=4, mesh__tensor=2),
-            dict(model__vocab_size=1024, seed=1),
+            dict(model__vocab_size=2048),
+            dict(model__vocab_size=2048, mesh__fsdp=4, mesh__tensor=2),
+            dict(model__vocab_size=2048, seed=1),
         )
     ]
     jax.tree.map(np.testing.assert_array_equal, made[0], made[1])
