@@ -71,7 +71,7 @@ class Pretraining:
 
 MODELS = {
     "base": Pretraining(
-        reading.Shares(flawed=0.65, guessed=0.2, recalled=0.3, facts=60, direct=1)
+        reading.Shares(flawed=0.58, guessed=0.15, recalled=0.3, facts=60, direct=1)
     ),
     "expert": Pretraining(
         reading.Shares(recalled=0.3, facts=60, direct=1, chats=1), seed=1, steps=900
