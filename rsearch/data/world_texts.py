@@ -14,7 +14,6 @@ INVALID = "Invalid. Try again."
 DIRECT = "Answer: {question}"
 RAG = "{passages} Answer: {question}"
 REWRITE = "{document} Recall: {question}"
-FINISH = "{answer} Shorten: {question}"
 FRAMED = 50  # questions whose solutions a tokenizer sees in every protocol
 NOTHING = Passage("", "\n")
 
@@ -29,7 +28,7 @@ def markup() -> list[str]:
 
     That is what opens rollouts, frames what is found, and answers malformed turns.
     """
-    texts = [INVALID, DIRECT, RAG, REWRITE, FINISH, UNKNOWN]
+    texts = [INVALID, DIRECT, RAG, REWRITE, UNKNOWN]
     texts += [f" {year} first." for year in YEARS]
     texts.append("Doc 1(Title: ) Doc 2(Title: ) Doc 3(Title: )\n")
     for name, protocol in PROTOCOLS.items():
