@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from rsearch.learn.packing import Layout
 from rsearch.types import Group, Segment, Source
 
 
@@ -27,6 +28,8 @@ class Batch(NamedTuple):
         values: [B, T] float32, what a critic expected in the state that the token was
             chosen in; where there is one.
         returns: [B, T] float32, what it should have expected.
+        length: [B] int32, tokens of each row without the padding.
+        layout: in which the rows go through the network; None as they are.
     """
 
     tokens: jax.Array
@@ -40,6 +43,8 @@ class Batch(NamedTuple):
     sampled_logp: jax.Array | None = None
     values: jax.Array | None = None
     returns: jax.Array | None = None
+    length: jax.Array | None = None
+    layout: Layout | None = None
 
 
 def pack_segments(rows: Sequence[Sequence[Segment]], num_tokens: int) -> Batch:
@@ -53,6 +58,7 @@ def pack_segments(rows: Sequence[Sequence[Segment]], num_tokens: int) -> Batch:
     tokens = np.zeros(shape, np.int32)
     source = np.full(shape, Source.PADDING, np.int8)
     logp = np.zeros(shape, np.float32)
+    length = np.zeros(len(rows), np.int32)
     for i, segments in enumerate(rows):
         start = 0
         for segment in segments:
@@ -62,6 +68,7 @@ def pack_segments(rows: Sequence[Sequence[Segment]], num_tokens: int) -> Batch:
             source[i, start:end] = segment.source
             logp[i, start:end] = segment.logp
             start = end
+        length[i] = start
     return Batch(
         tokens=tokens,
         from_policy=source == Source.POLICY,
@@ -71,6 +78,7 @@ def pack_segments(rows: Sequence[Sequence[Segment]], num_tokens: int) -> Batch:
         reward=np.zeros(len(rows), np.float32),
         is_signal=np.ones(len(rows), bool),
         advantage=np.zeros(shape, np.float32),
+        length=length,
     )
 
 
@@ -97,14 +105,6 @@ def pack(
         reward=rewards.reshape(-1).astype(np.float32),
         is_signal=is_signal,
     )
-
-
-def split(batch: Batch, num_updates: int, micro_batch: int) -> list[Batch]:
-    """The batch cut into `num_updates` of shape [micro-batches, micro_batch, ...]."""
-    num_rows = len(batch.tokens) // num_updates
-    assert num_rows * num_updates == len(batch.tokens)
-    assert num_rows % micro_batch == 0
-    return parts(cut(batch, micro_batch), num_updates)
 
 
 def cut(batch: Batch, micro_batch: int) -> Batch:

@@ -5,11 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from rsearch.learn.packing import bring_back, lay_out
 from rsearch.models.decoder import Decoder
 
 
 def token_logprobs(
-    model: Decoder, params, tokens, *, temperature=1.0, chunk_tokens=1024
+    model: Decoder, params, tokens, layout=None, *, temperature=1.0, chunk_tokens=1024
 ):
     """Log-probability of every token given those before it, and the entropy there.
 
@@ -21,16 +22,18 @@ def token_logprobs(
         model: the network.
         params: its parameters.
         tokens: [B, T] int32.
+        layout: in which they go through the network; None as they are.
         temperature: logits are divided by it, as the sampler did.
         chunk_tokens: tokens whose logits exist at once, but at least one a row.
 
     Returns:
         [B, T] float32 log-probabilities and [B, T] float32 entropies in nats; the first
-        column, which nothing precedes, is 0.
+        column, which nothing precedes, is 0; with a layout, so is padding.
     """
+    if layout is not None:
+        tokens = lay_out(tokens, layout)
     b, t = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(t - 1)[None], (b, t - 1))
-    hidden, _ = model.apply({"params": params}, tokens[:, :-1], positions)
+    hidden = _hidden(model, params, tokens, layout)
     num_pieces = -(-(t - 1) // max(chunk_tokens // b, 1))
     columns = -(-(t - 1) // num_pieces)
 
@@ -55,12 +58,13 @@ def token_logprobs(
     def back(x):
         """[B, T] of [pieces, B, columns]; the first column is 0."""
         x = x.swapaxes(0, 1).reshape(b, num_pieces * columns)[:, : t - 1]
-        return jnp.pad(x, ((0, 0), (1, 0)))
+        x = jnp.pad(x, ((0, 0), (1, 0)))
+        return x if layout is None else bring_back(x, layout)
 
     return back(logp), back(entropy)
 
 
-def token_values(model: Decoder, params, tokens):
+def token_values(model: Decoder, params, tokens, layout=None):
     """[B, T] float32 value of the state each token was chosen in: the tokens before it.
 
     The first column, which nothing precedes, is 0.
@@ -69,9 +73,21 @@ def token_values(model: Decoder, params, tokens):
         model: the network, with a value head.
         params: its parameters.
         tokens: [B, T] int32.
+        layout: as in `token_logprobs`.
     """
-    b, t = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(t - 1)[None], (b, t - 1))
-    hidden, _ = model.apply({"params": params}, tokens[:, :-1], positions)
+    if layout is not None:
+        tokens = lay_out(tokens, layout)
+    hidden = _hidden(model, params, tokens, layout)
     values = model.apply({"params": params}, hidden, method="values")
-    return jnp.pad(values, ((0, 0), (1, 0)))
+    values = jnp.pad(values, ((0, 0), (1, 0)))
+    return values if layout is None else bring_back(values, layout)
+
+
+def _hidden(model, params, tokens, layout):
+    """[B, T - 1, D] states after all tokens but the last."""
+    b, t = tokens.shape
+    if layout is None:
+        positions = jnp.broadcast_to(jnp.arange(t - 1)[None], (b, t - 1))
+    else:
+        positions = layout.positions[:, :-1]
+    return model.apply({"params": params}, tokens[:, :-1], positions)[0]

@@ -189,7 +189,7 @@ class Learner:
 
     def score(self, params, batch: Batch):
         """[M, b, T] log-probabilities of a [M, b, ...] batch under these parameters."""
-        return self._score_rows(params, batch.tokens)
+        return self._score_rows(params, batch.tokens, batch.layout)
 
     def update(self, state: TrainState, batch: Batch, memory: Batch | None = None):
         """The state after one optimizer step on a [M, b, ...] batch, and its metrics.
@@ -205,17 +205,17 @@ class Learner:
         own, metrics = self._update_rows(state._replace(critic=None), batch, memory)
         return own._replace(critic=state.critic), metrics
 
-    def _score(self, params, tokens):
+    def _score(self, params, tokens, layout):
         self.num_traces += 1
         score = functools.partial(self._logprobs, temperature=self._temperature)
-        return jax.lax.map(lambda rows: score(params, rows)[0], tokens)
+        return jax.lax.map(lambda rows: score(params, *rows)[0], (tokens, layout))
 
     def _update(self, state: TrainState, batch: Batch, memory):
         self.num_traces += 1
 
         def loss(params, rows, weights):
             logp, entropy = self._logprobs(
-                params, rows.tokens, temperature=self._temperature
+                params, rows.tokens, rows.layout, temperature=self._temperature
             )
             return self._loss(logp, entropy, rows, weights, state.kl_coef)
 
@@ -240,7 +240,7 @@ class Learner:
         """Gradient and metrics of what is memorised; at temperature 1, as imitated."""
 
         def loss(params, rows, weights):
-            logp, _ = self._logprobs(params, rows.tokens)
+            logp, _ = self._logprobs(params, rows.tokens, rows.layout)
             nll = -masked_sum(logp * weights, rows.from_policy)
             return self._memorise_coef * nll, {"memory_loss": nll}
 
@@ -279,7 +279,7 @@ class Critic:
 
     def score(self, params, batch: Batch):
         """[M, b, T] values of the states that a [M, b, ...] batch's tokens follow."""
-        return self._score_rows(params, batch.tokens)
+        return self._score_rows(params, batch.tokens, batch.layout)
 
     def update(self, state: TrainState, batch: Batch):
         """The critic's state after one step on a [M, b, ...] batch, and its metrics.
@@ -288,15 +288,16 @@ class Critic:
         """
         return self._update_rows(state, batch)
 
-    def _score(self, params, tokens):
+    def _score(self, params, tokens, layout):
         self.num_traces += 1
-        return jax.lax.map(lambda rows: self._values(params, rows), tokens)
+        return jax.lax.map(lambda rows: self._values(params, *rows), (tokens, layout))
 
     def _update(self, state: TrainState, batch: Batch):
         self.num_traces += 1
 
         def loss(params, rows, weights):
-            return self._loss(self._values(params, rows.tokens), rows, weights)
+            values = self._values(params, rows.tokens, rows.layout)
+            return self._loss(values, rows, weights)
 
         mask = batch.in_response if self._over_response else batch.from_policy
         weights = row_weights(mask, self._loss_mean)

@@ -236,8 +236,10 @@ class Attention(nn.Module):
             keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
             t = x.shape[1]
             slots = jnp.arange(t)
-            visible = jnp.broadcast_to(slots[None] <= slots[:, None], (1, t, t))
-            visible = jnp.broadcast_to(visible, (x.shape[0], t, t))
+            # Position 0 begins another text: several may share a row.
+            text = jnp.cumsum(positions == 0, axis=1)
+            visible = text[:, :, None] == text[:, None, :]
+            visible &= (slots[None] <= slots[:, None])[None]
         else:
             # A position at or past S is padding: its write is dropped.
             rows = jnp.arange(x.shape[0])[:, None]
@@ -321,8 +323,9 @@ class Decoder(nn.Module):
 
         Args:
             tokens: [B, T] int32 ids.
-            positions: [B, T] int32. Without a cache they only turn the rotary angles
-                and row order decides what is visible; with one they name the slots
+            positions: [B, T] int32. Without a cache they turn the rotary angles, each 0
+                begins a text of its own, and row order decides what is visible within
+                it; with one they name the slots
                 written, and a position >= S writes nothing.
             cache: keys and values of earlier tokens, or None.
 

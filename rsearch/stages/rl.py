@@ -13,7 +13,9 @@ from rsearch.compiles import num_compiles
 from rsearch.data.order import take
 from rsearch.learn.advantages import with_advantages
 from rsearch.learn.batch import Batch, cut, pack, pack_segments, parts
+from rsearch.learn.packing import packed
 from rsearch.metrics import MetricsLog
+from rsearch.models.sharding import num_shards
 from rsearch.rewards.group import reward_groups
 from rsearch.stages.state import open_state, save_state
 from rsearch.types import Outcome
@@ -207,7 +209,7 @@ class Learning:
             console.note("rl: no rollout of this step is a signal; nothing is learnt")
             return state, {}
         # All rows are scored before the first update: it reuses the policy's buffers.
-        batch = self.learner.put(cut(whole, s.micro_batch))
+        batch = self.learner.put(self._cut(whole))
         batch = self._scored(state, batch, len(groups[0].rollouts))
         memory = self._memory(memory)
         is_ready = step >= self.setup.config.critic.pretrain_steps
@@ -265,7 +267,12 @@ class Learning:
         rows = [*rows, *[()] * (s.memorise_rows - len(rows))]
         assert len(rows) == s.memorise_rows, len(rows)
         batch = pack_segments(rows, self.setup.num_tokens)
-        return self.learner.put(cut(batch, s.micro_batch))
+        return self.learner.put(self._cut(batch))
+
+    def _cut(self, batch: Batch) -> Batch:
+        """Micro-batches, each in as few rows as it takes."""
+        batch = cut(batch, self.setup.config.rl.micro_batch)
+        return packed(batch, multiple=num_shards(self.setup.mesh))
 
 
 def _learns(s, groups, rewards):

@@ -7,8 +7,10 @@ import jax
 from rsearch import build, console
 from rsearch.compiles import num_compiles
 from rsearch.data.order import take
-from rsearch.learn.batch import pack_segments, split
+from rsearch.learn.batch import cut, pack_segments
+from rsearch.learn.packing import packed
 from rsearch.metrics import MetricsLog
+from rsearch.models.sharding import num_shards
 from rsearch.stages.state import open_state, save_state
 
 
@@ -28,14 +30,14 @@ def run(setup: build.Setup, rollouts, params, folder):
     learner, first, state = open_state(setup, "sft", params, folder)
     if first >= c.sft.steps:
         return state.params
-    rows = [r.segments for r in rollouts]
+    rows, shards = [r.segments for r in rollouts], num_shards(setup.mesh)
     with MetricsLog(folder, first_step=first) as metrics:
         steps = range(first, c.sft.steps)
         for step in console.progress(steps, "sft: steps", total=len(steps)):
             start = time.monotonic()
             chosen = take(len(rows), c.sft.batch_size, seed=c.seed, step=step)
             batch = pack_segments([rows[i] for i in chosen], c.sft.sequence_tokens)
-            (batch,) = split(batch, 1, c.sft.micro_batch)
+            batch = packed(cut(batch, c.sft.micro_batch), multiple=shards)
             state, measured = learner.update(state, learner.put(batch))
             measured = jax.device_get(measured)
             measured["seconds"] = time.monotonic() - start

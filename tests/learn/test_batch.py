@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch.learn.batch import pack, pack_segments, split
+from rsearch.learn.batch import cut, pack, pack_segments, parts
 from rsearch.types import Group, Outcome, Question, Rollout, Segment, Source
 
 WHO = Question("q", "who", ("x",))
@@ -73,13 +73,13 @@ def test_rewards_of_another_shape_are_a_bug():
 
 def test_splitting_keeps_the_order_of_rows():
     batch = pack_segments([rollout(i).segments for i in range(12)], 7)
-    parts = split(batch, 2, 3)
-    assert [p.tokens.shape for p in parts] == [(2, 3, 7)] * 2
+    pieces = parts(cut(batch, 3), 2)
+    assert [p.tokens.shape for p in pieces] == [(2, 3, 7)] * 2
     joined = jax.tree.map(
-        lambda *x: np.concatenate(x).reshape(12, *x[0].shape[2:]), *parts
+        lambda *x: np.concatenate(x).reshape(12, *x[0].shape[2:]), *pieces
     )
     jax.tree.map(np.testing.assert_array_equal, joined, batch)
     with pytest.raises(AssertionError):
-        split(batch, 5, 1)
+        parts(cut(batch, 1), 5)
     with pytest.raises(AssertionError):
-        split(batch, 2, 4)
+        cut(batch, 5)

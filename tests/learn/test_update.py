@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rsearch.learn.advantages import with_advantages
-from rsearch.learn.batch import Batch, cut, split
+from rsearch.learn.batch import Batch, cut
 from rsearch.learn.losses import row_weights
 from rsearch.learn.objectives import imitation_loss, policy_loss
 from rsearch.learn.optimizer import make_optimizer
@@ -98,8 +98,7 @@ def learner_of(loss_mean="token", mesh=None):
 def step(batch, micro_batch=8, **settings):
     """(parameters after one update, metrics), as numpy."""
     learner, start = learner_of(**settings)
-    (cut,) = split(batch, 1, micro_batch)
-    state, metrics = learner.update(start(), learner.put(cut))
+    state, metrics = learner.update(start(), learner.put(cut(batch, micro_batch)))
     return jax.tree.map(np.asarray, (state.params, metrics))
 
 
@@ -172,8 +171,8 @@ def test_updates_reuse_buffers_and_trace_once():
     state, traces = start(), learner.num_traces
     before = state.params["embedding"]
     for seed in range(3):
-        (cut,) = split(make_batch(seed), 1, 8)
-        state, _ = learner.update(state, learner.put(cut))
+        pieces = cut(make_batch(seed), 8)
+        state, _ = learner.update(state, learner.put(pieces))
     assert before.is_deleted()
     assert learner.num_traces == traces
     assert int(state.updates) == 3
@@ -199,8 +198,8 @@ def test_scores_are_the_log_probabilities_at_the_sampling_temperature():
         chunk_tokens=16,
     )
     batch = make_batch()
-    (cut,) = split(batch, 1, 4)
-    scored = np.asarray(learner.score(tiny.params(vocab_size=V), learner.put(cut)))
+    pieces = cut(batch, 4)
+    scored = np.asarray(learner.score(tiny.params(vocab_size=V), learner.put(pieces)))
     expected = our_logprobs(batch.tokens, 0.7)
     np.testing.assert_allclose(scored.reshape(8, T), expected, atol=1e-5)
 

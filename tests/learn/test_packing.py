@@ -1,0 +1,150 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsearch.learn.batch import cut, pack_segments
+from rsearch.learn.objectives import imitation_loss
+from rsearch.learn.optimizer import make_optimizer
+from rsearch.learn.packing import lay_out, packed
+from rsearch.learn.update import Learner, create_state
+from rsearch.models.sharding import make_mesh
+from rsearch.types import Segment, Source
+from tests.learn.test_critic import critic_of
+from tests.learn.test_update import ADAMW, MODEL, all_logits
+from tests.rollout import tiny
+
+V, T = 40, 10
+
+
+def conversations(lengths, seed=0):
+    """Rows of segments of these lengths: a prompt, then the policy's own words."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for n in lengths:
+        ids = rng.integers(0, V, n).astype(np.int32)
+        halves = ids[: n // 2], ids[n // 2 :]
+        sources = Source.PROMPT, Source.POLICY
+        rows.append(
+            [
+                Segment(source, half, np.zeros(len(half), np.float32), "")
+                for source, half in zip(sources, halves)
+            ]
+        )
+    return rows
+
+
+def batch_of(lengths, micro_batch=8):
+    return cut(pack_segments(conversations(lengths), T), micro_batch)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(0, T), min_size=16, max_size=16),
+    multiple=st.sampled_from([1, 2, 4]),
+)
+def test_every_token_lies_in_one_place_behind_those_before_it(lengths, multiple):
+    batch = packed(batch_of(lengths), multiple=multiple)
+    if batch.layout is None:
+        assert sum(lengths) > 0
+        return
+    for m in range(2):
+        layout = jax.tree.map(lambda x, m=m: x[m], batch.layout)
+        rows = lay_out(batch.tokens[m], layout)
+        assert len(rows) % multiple == 0 and len(rows) < 8
+        used = layout.place[layout.is_token]
+        assert len(set(used.tolist())) == len(used)
+        for i, n in enumerate(lengths[8 * m : 8 * m + 8]):
+            assert layout.is_token[i].sum() == max(n - 1, 0)
+            places = layout.place[i, :n]
+            np.testing.assert_array_equal(
+                rows.reshape(-1)[places], batch.tokens[m, i, :n]
+            )
+            np.testing.assert_array_equal(
+                layout.positions.reshape(-1)[places], range(n)
+            )
+            assert len({int(p) // T for p in places}) <= 1  # in one row, end to end
+            np.testing.assert_array_equal(np.diff(places), 1)
+
+
+def test_rows_that_nothing_could_share_stay_as_they_are():
+    assert packed(batch_of([T] * 8)).layout is None
+    assert packed(batch_of([T - 1] * 8)).layout is None
+    assert packed(batch_of([5] * 8)).layout.source.shape == (1, 4, T)
+    assert packed(batch_of([5] * 8), multiple=8).layout is None
+
+
+def test_all_micro_batches_share_a_shape_of_which_there_are_few():
+    batch = packed(batch_of([1] * 8 + [6] * 8))
+    assert batch.layout is None  # the second half fills its eight rows
+    batch = packed(batch_of([1] * 8 + [5] * 8))
+    assert batch.layout.source.shape == (2, 4, T)
+
+
+def test_neighbours_in_a_row_do_not_see_each_other():
+    a, b = np.arange(4), np.arange(10, 16)
+    tokens = np.concatenate([a, b])[None]
+    positions = np.concatenate([np.arange(4), np.arange(6)])[None]
+    params = tiny.params(vocab_size=V)
+    together, _ = MODEL.apply({"params": params}, tokens, positions)
+    alone = MODEL.apply({"params": params}, b[None], jnp.arange(6)[None])[0]
+    np.testing.assert_allclose(together[0, 4:], alone[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_scores_and_updates_are_those_of_rows_of_their_own(devices):
+    lengths = [3, 9, 4, 0, 2, 5, 3, 7, 10, 1, 2, 3, 4, 5, 6, 2]
+    optimizer = make_optimizer(**ADAMW)
+    mesh = make_mesh(devices=jax.devices()[:devices])
+    learner = Learner(
+        MODEL,
+        optimizer,
+        mesh,
+        loss=imitation_loss,
+        loss_mean="sequence",
+        chunk_tokens=16,
+    )
+    plain = batch_of(lengths, 16)
+    dense = packed(plain, multiple=devices)
+    assert dense.layout is not None
+    found = []
+    for batch in (plain, dense):
+        batch = learner.put(batch)
+        state = create_state(tiny.params(vocab_size=V), optimizer, mesh)
+        scores = np.asarray(learner.score(state.params, batch))
+        state, metrics = learner.update(state, batch)
+        mask = plain.from_policy
+        found.append(jax.device_get((scores * mask, state.params, metrics)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found[0], found[1]
+    )
+
+
+def test_log_probabilities_are_those_of_all_logits():
+    batch = packed(batch_of([3, 4, 2, 5, 6, 2, 3, 1]))
+    tokens = batch.tokens[0]
+    logits = all_logits(tiny.params(vocab_size=V), tokens)
+    expected = tiny.log_softmax(logits)[:, :-1]
+    expected = np.take_along_axis(expected, tokens[:, 1:, None], -1)[..., 0]
+    optimizer, mesh = make_optimizer(**ADAMW), make_mesh(devices=jax.devices()[:1])
+    learner = Learner(
+        MODEL, optimizer, mesh, loss=imitation_loss, loss_mean="token", chunk_tokens=16
+    )
+    found = learner.score(tiny.params(vocab_size=V), learner.put(batch))[0]
+    mask = batch.layout.is_token[0]
+    assert mask.any() and not np.asarray(found)[~mask].any()
+    np.testing.assert_allclose(
+        found[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], atol=1e-5
+    )
+
+
+def test_values_are_those_of_rows_of_their_own():
+    critic, _, start = critic_of()
+    plain = batch_of([3, 4, 2, 5, 6, 2, 3, 1])
+    dense = packed(plain)
+    params = start().params
+    apart, together = (np.asarray(critic.score(params, b)) for b in (plain, dense))
+    mask = dense.layout.is_token
+    np.testing.assert_allclose(together[mask], apart[mask], atol=1e-5)
