@@ -210,6 +210,7 @@ def _rl():
     c.loss_mean = "token"
     c.loss_tokens = 0  # of "constant"; 0 = what a rollout's turns can come to
     c.entropy_coef = 0.0  # weight of the entropy bonus, per token in nats
+    c.mask_retrieved = True  # False: retrieved tokens are learnt too (an ablation)
     c.mask_truncated = False  # leave rollouts that a budget ended out of the loss
     # Rounds of further questions in place of those whose rollouts all earn the same;
     # what still has no spread then is left out of the loss. 0 = all are learnt from.

@@ -172,7 +172,7 @@ def tiny(c, words):
     c.rollout.update(group_size=8)
     c.rl.update(updates_per_step=1)
     stages = c.overrides.to_dict()
-    stages["rl_retrieve"] |= {"rl": {"steps": 8}}
+    stages["rl_retrieve"] |= {"rl": {"steps": 4}}
     for name in ("curate_retrieve", "curate_answer"):
         stages[name] = {"curate": {"method": "difficulty", "rollouts": 8}}
         stages[name]["curate"] |= {"easy_below": 3, "hard_above": 6}

@@ -124,7 +124,6 @@ def tiny(c, words):
     tiny_world.sizes(c)
     c.rollout.update(group_size=8)
     if words.algorithm == "ppo":
-        c.rollout.group_size = 1
-        c.rl.update(questions_per_step=256, micro_batch=128)
+        tiny_world.ppo(c)
     if not words.no_evidence:
         c.judge.source = "world:judge"

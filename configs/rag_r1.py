@@ -145,8 +145,7 @@ def tiny(c, words):
     tiny_world.sizes(c)
     c.rollout.group_size = 8
     if words.algorithm == "ppo":
-        c.rollout.update(group_size=1)
-        c.rl.update(questions_per_step=256, micro_batch=128)
+        tiny_world.ppo(c)
     stages = c.overrides.to_dict()
     teacher = {"model": {"source": "world:expert"}}
     stages["curate_sft"] |= teacher

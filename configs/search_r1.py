@@ -106,5 +106,4 @@ def tiny(c, words):
     tiny_world.sizes(c)
     c.rollout.group_size = 8
     if words.algorithm == "ppo":
-        c.rollout.group_size = 1
-        c.rl.update(questions_per_step=256, micro_batch=128)
+        tiny_world.ppo(c)

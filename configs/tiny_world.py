@@ -22,7 +22,13 @@ def sizes(c):
         max_turn_tokens=64 if c.protocol.name == "r_search" else 32,
         max_observation_tokens=24,
     )
-    c.sft.sequence_tokens = 320
-    c.rl.update(kl_coef=0.0, lr=3e-4)
-    c.critic.lr = 1e-3
+    c.sft.update(sequence_tokens=320, steps=60, lr=1e-3, warmup_steps=5)
+    c.rl.update(kl_coef=0.0, lr=6e-4, steps=12)
+    c.critic.update(lr=2e-3)
     c.eval.update(at_start=True, methods=("protocol", "direct", "rag"))
+
+
+def ppo(c):
+    """One rollout of each question, as PPO takes them."""
+    c.rollout.group_size = 1
+    c.rl.update(questions_per_step=192, micro_batch=96, gamma=1.0, gae_lambda=1.0)

@@ -56,6 +56,14 @@ def _check_reader(c):
         )
 
 
+def _check_retrieved(c):
+    if "rl" in kinds(c) and not c.rl.mask_retrieved and c.rl.behavior == "sampled":
+        raise ValueError(
+            "config.rl.mask_retrieved = False needs config.rl.behavior = 'scored': "
+            "nobody has sampled what was retrieved"
+        )
+
+
 def _check_nucleus(c):
     if "rl" in kinds(c) and c.rollout.top_p < 1 and c.rl.behavior == "sampled":
         raise ValueError(
@@ -244,6 +252,7 @@ CROSS_CHECKS = (
     _check_reranker,
     _check_reader,
     _check_nucleus,
+    _check_retrieved,
     _check_shape,
     _check_queries,
     _check_context,

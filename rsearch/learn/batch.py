@@ -83,7 +83,12 @@ def pack_segments(rows: Sequence[Sequence[Segment]], num_tokens: int) -> Batch:
 
 
 def pack(
-    groups: Sequence[Group], rewards: np.ndarray, num_tokens: int, *, learns=None
+    groups: Sequence[Group],
+    rewards: np.ndarray,
+    num_tokens: int,
+    *,
+    learns=None,
+    masks_retrieved=True,
 ) -> Batch:
     """The rollouts of Q groups of G as a Batch of Q x G rows, groups together.
 
@@ -93,11 +98,15 @@ def pack(
         num_tokens: T.
         learns: [Q, G] bool, False where a rollout takes part in its group's statistics
             but not in the loss; all that are a signal do where it is not given.
+        masks_retrieved: False lets retrieved tokens into the loss as if the policy had
+            written them: the ablation of Search-R1 (arXiv 2503.09516 section 5.4).
     """
     rollouts = [r for group in groups for r in group.rollouts]
     assert rewards.shape == (len(groups), len(groups[0].rollouts))
     batch = pack_segments([r.segments for r in rollouts], num_tokens)
     is_signal = np.array([r.outcome.is_signal for r in rollouts])
+    if not masks_retrieved:
+        batch = batch._replace(from_policy=batch.in_response)
     in_loss = is_signal if learns is None else is_signal & learns.reshape(-1)
     return batch._replace(
         from_policy=batch.from_policy & in_loss[:, None],

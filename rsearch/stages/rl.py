@@ -203,7 +203,13 @@ class Learning:
         """
         s = self.setup.config.rl
         learns = _learns(s, groups, rewards)
-        whole = pack(groups, rewards, self.setup.num_tokens, learns=learns)
+        whole = pack(
+            groups,
+            rewards,
+            self.setup.num_tokens,
+            learns=learns,
+            masks_retrieved=s.mask_retrieved,
+        )
         useful = [part.from_policy.any() for part in parts(whole, s.updates_per_step)]
         if not any(useful):
             console.note("rl: no rollout of this step is a signal; nothing is learnt")

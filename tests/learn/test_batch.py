@@ -83,3 +83,13 @@ def test_splitting_keeps_the_order_of_rows():
         parts(cut(batch, 1), 5)
     with pytest.raises(AssertionError):
         cut(batch, 5)
+
+
+def test_retrieved_tokens_are_in_the_loss_only_where_that_is_asked_for():
+    groups = [Group(WHO, (rollout(1), rollout(2)))]
+    rewards = np.zeros((1, 2))
+    masked = pack(groups, rewards, 8)
+    unmasked = pack(groups, rewards, 8, masks_retrieved=False)
+    np.testing.assert_array_equal(unmasked.from_policy, unmasked.in_response)
+    assert (unmasked.from_policy & ~masked.from_policy).any()
+    assert not (masked.from_policy & ~unmasked.from_policy).any()
