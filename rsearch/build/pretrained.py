@@ -69,15 +69,16 @@ class Pretraining:
     seed: int = 0
 
 
+KNOWLEDGE = dict(facts=60, exercises=4000, direct=1)
 MODELS = {
     "base": Pretraining(
-        reading.Shares(flawed=0.58, guessed=0.15, recalled=0.3, facts=60, direct=1)
+        reading.Shares(flawed=0.58, guessed=0.15, recalled=0.4, **KNOWLEDGE), steps=800
     ),
     "expert": Pretraining(
-        reading.Shares(recalled=0.3, facts=60, direct=1, chats=1), seed=1, steps=900
+        reading.Shares(recalled=0.5, chats=1, **KNOWLEDGE), seed=1, steps=1000
     ),
     "judge": Pretraining(
-        reading.Shares(judged=3),
+        reading.Shares(judged=3, exercises=2000),
         width=96,
         num_heads=3,
         num_kv_heads=3,

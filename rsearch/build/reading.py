@@ -12,8 +12,9 @@ import numpy as np
 
 from rsearch.data import world_plans, world_texts
 from rsearch.data.demonstrations import turns_of
-from rsearch.data.world_facts import UNKNOWN, Hop, told
-from rsearch.data.world_questions import COMPARISON
+from rsearch.data.world_facts import RELATIONS, UNKNOWN, Hop, told
+from rsearch.data.world_names import YEARS, draw_names
+from rsearch.data.world_questions import COMPARED, COMPARISON
 from rsearch.protocols import PROTOCOLS, plain
 from rsearch.protocols.base import Step
 from rsearch.protocols.concluding import finish_messages
@@ -67,6 +68,7 @@ class Shares:
         recalled: of the flawless ones about the famous recall what they know; those of
             the protocol that has a place for it do so twice as often.
         facts: times that each fact of the famous is read, as a sentence.
+        exercises: dates of made-up names that are told, retold and compared.
         direct: times that each question about the famous is answered at once.
         chats: times that the work beside a policy is done for each question.
         judged: times that each question is answered from evidence.
@@ -76,6 +78,7 @@ class Shares:
     guessed: float = 0.0
     recalled: float = 0.0
     facts: int = 0
+    exercises: int = 0
     direct: int = 0
     chats: int = 0
     judged: int = 0
@@ -97,6 +100,7 @@ def reading(world, shares: Shares, search, *, seed) -> list:
             for question in world.train:
                 found.append(_dialogue(world, name, question, shares, rng))
     found += _facts(world, shares.facts, rng)
+    found += [_exercise(rng) for _ in range(shares.exercises)]
     for _ in range(shares.direct):
         found += _answers(world, search, rng)
     for _ in range(shares.chats):
@@ -145,6 +149,29 @@ def _facts(world, times, rng):
     order = [i for _ in range(times) for i in rng.permutation(len(hops))]
     chosen = [(f" {hops[i].subject}", f" {hops[i].fact}") for i in order]
     return [Text(tuple(chosen[i : i + 6])) for i in range(0, len(chosen), 6)]
+
+
+def _exercise(rng):
+    """Dates of made-up names, told, retold in another order, and compared.
+
+    Of what is retold, the first word of each name is given. There are far more names
+    than the world has, so that nothing is learnt here but to read on.
+    """
+    relation = list(COMPARED)[rng.integers(len(COMPARED))]
+    kind = RELATIONS[relation].subject
+    size = int(rng.integers(2, 4))
+    names = draw_names(kind, size, rng)
+    years = [YEARS[i] for i in rng.permutation(len(YEARS))[:size]]
+    hops = [Hop(name, relation, year) for name, year in zip(names, years, strict=True)]
+    told_first = "".join(f" {hop.sentence}" for hop in hops)
+    pieces, given = [], told_first
+    for i in rng.permutation(size)[:2]:
+        first, _, rest = hops[i].sentence.partition(" ")
+        pieces.append((f"{given} {first}", f" {rest}"))
+        given = ""
+    oldest = min(hops, key=lambda hop: int(hop.object)).subject
+    pieces.append(("", f" {world_plans.compared(hops)} {oldest}."))
+    return Text(tuple(pieces))
 
 
 def _answers(world, search, rng):

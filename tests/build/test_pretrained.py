@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -72,9 +73,9 @@ def test_no_held_out_question_is_read(world, search, name):
 @pytest.mark.parametrize("name", ["base", "expert"])
 def test_facts_are_read_of_the_famous_alone_and_of_all_of_these(world, search, name):
     items = read(world, search, name)
-    told = [
-        pair for item in items if isinstance(item, reading.Text) for pair in item.pieces
-    ]
+    own = [item.pieces for item in items if isinstance(item, reading.Text)]
+    own = [pieces for pieces in own if pieces[0][0].strip() in world.facts]
+    told = [pair for pieces in own for pair in pieces]
     subjects = {subject.strip() for subject, _ in told}
     assert subjects == world.famous
     count = sum(len(world.facts[subject]) for subject in subjects)
@@ -89,7 +90,22 @@ def test_policies_read_dialogues_of_every_protocol_and_a_judge_reads_none(
         dialogues = [i for i in items if isinstance(i, reading.Dialogue)]
         assert {d.protocol for d in dialogues} == set(PROTOCOLS)
         assert len(dialogues) == len(PROTOCOLS) * len(world.train)
-    assert {type(item) for item in read(world, search, "judge")} == {reading.Chat}
+    kinds = {type(item) for item in read(world, search, "judge")}
+    assert kinds == {reading.Chat, reading.Text}
+
+
+def test_an_exercise_can_be_done_from_what_is_given_alone():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        *retold, (_, last) = reading._exercise(rng).pieces
+        told, _, _ = retold[0][0].rpartition(". ")
+        facts = dict(re.findall(r"(\w+ \w+) (?:Birth|Release) (\d{4})", told))
+        assert len(facts) in (2, 3) and len(set(facts.values())) == len(facts)
+        for given, learnt in retold:
+            sentence = given.rpartition(". ")[2].strip() + learnt
+            assert sentence.rstrip(".") in told
+        oldest = min(facts, key=lambda name: int(facts[name]))
+        assert last == f" {facts[oldest]} first. {oldest}."
 
 
 def share_right(world, search, name):
@@ -113,7 +129,8 @@ def test_the_expert_is_always_right_and_the_base_model_often_wrong(world, search
 
 def test_evidence_is_enough_for_an_answer_or_the_answer_is_unknown(world, search):
     by_text = {question.text: question for question in world.train}
-    for chat in read(world, search, "judge"):
+    items = read(world, search, "judge")
+    for chat in [item for item in items if isinstance(item, reading.Chat)]:
         content = chat.messages[0]["content"]
         (question,) = [
             q for text, q in by_text.items() if f"Question: {text}" in content
