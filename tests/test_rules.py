@@ -140,6 +140,10 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             "curate.easy_below = 22 and config.curate.hard_above = 20 overlap",
         ),
         (
+            {"stages": ("rl",), "rl__mask_retrieved": False},
+            "rl.mask_retrieved = False needs config.rl.behavior = 'scored'",
+        ),
+        (
             {"stages": ("rl",), "rl__tis_cap": 2.0},
             "rl.tis_cap = 2.0 needs config.rl.behavior = 'scored'",
         ),
