@@ -17,11 +17,11 @@ def sizes(c):
     c.protocol.rag = "{passages} Answer: {question}"
     # The longest solutions of the world's questions, and some room: evidence of four
     # hops, or four facts recalled in one turn, is said beside the answer.
-    longer = {"r_search": 64, "r1_searcher_pp": 48}
+    longest = 64 if c.protocol.name == "r_search" else 40
     c.rollout.update(
         max_searches=4,
         max_prompt_tokens=24,
-        max_turn_tokens=longer.get(c.protocol.name, 32),
+        max_turn_tokens=longest,
         max_observation_tokens=24,
     )
     c.sft.update(sequence_tokens=320, steps=60, lr=1e-3, warmup_steps=5)
