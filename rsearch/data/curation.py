@@ -10,7 +10,7 @@ import re
 
 from rsearch.data.demonstrations import Demonstration
 from rsearch.protocols.base import Protocol, Step
-from rsearch.protocols.rewriting import INTERNAL, recalled, rewriting_messages
+from rsearch.protocols.rewriting import recalled, recollections, rewriting_messages
 from rsearch.text import cover_exact_match, exact_match, f1
 from rsearch.types import (
     Answer,
@@ -220,11 +220,10 @@ def both_knowledge_fault(attempt: Attempt) -> str:
     It recalls something between whole internal tags and it searches. Source:
     R1-Searcher++ (arXiv 2505.17005) section 4.1.
     """
-    text = "".join(attempt.turns)
-    begin, end = INTERNAL
-    if any(turn.count(begin) != turn.count(end) for turn in attempt.turns):
+    found = [recollections(turn) for turn in attempt.turns]
+    if None in found:
         return "unclosed internal tag"
-    if begin not in text:
+    if not any(part.strip() for parts in found for part in parts):
         return "nothing recalled"
     return "" if attempt.searches else "nothing searched"
 

@@ -5,6 +5,8 @@ answers as if it had known them. What it writes enters the set T only if it sear
 nothing, recalls something and is right: see `recalled`.
 """
 
+import re
+
 from rsearch.protocols.base import Protocol
 from rsearch.types import Answer, Messages, Passage
 
@@ -39,6 +41,7 @@ USER = "Question: {question}"
 """R1-Searcher++ (arXiv 2505.17005), Appendix B: "Rewriting only with Internal"."""
 
 INTERNAL = "<|begin_internal_answer|>", "<|end_internal_answer|>"
+BLOCK = re.compile("(.*?)".join(map(re.escape, INTERNAL)), re.DOTALL)
 
 
 def rewriting_messages(
@@ -66,6 +69,13 @@ def rewriting_messages(
     ]
 
 
+def recollections(text: str) -> list[str] | None:
+    """What stands between internal tags; None where these do not pair, one by one."""
+    found = BLOCK.findall(text)
+    is_paired = all(text.count(tag) == len(found) for tag in INTERNAL)
+    return found if is_paired else None
+
+
 def recalled(protocol: Protocol, text: str) -> Answer | None:
     """The answer of a response that rests on recalled knowledge alone, else None.
 
@@ -73,9 +83,8 @@ def recalled(protocol: Protocol, text: str) -> Answer | None:
         protocol: of the policy that is to learn the response.
         text: what the rewriting model wrote.
     """
-    action = protocol.parse(text)
-    begin, end = (text.count(tag) for tag in INTERNAL)
-    is_recalled = 0 < begin == end
+    action, found = protocol.parse(text), recollections(text)
+    is_recalled = bool(found) and all(part.strip() for part in found)
     mentions_search = "_external_search|>" in text or "_search_result|>" in text
     if isinstance(action, Answer) and is_recalled and not mentions_search:
         return action

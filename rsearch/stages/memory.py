@@ -10,12 +10,14 @@ import pathlib
 from rsearch import build, console
 from rsearch.data.order import take
 from rsearch.protocols.rewriting import recalled, rewriting_messages
+from rsearch.rewards.answers import answer_cover_em
 from rsearch.rollout.driver import replay
-from rsearch.text import cover_exact_match
 from rsearch.types import GenerateFn, Group, Question, Rollout
 from rsearch.workdir import read_rows, write_rows
 
 FILE = "memory.jsonl"  # in the stage's directory: {"step", "id", "question", "text"}
+CORRECT = {"normalize": "r1_searcher", "order": "any", "max_words": 10}
+"""What a right answer is (equation 4), where the run's reward does not say."""
 
 
 def open_memory(setup: build.Setup, folder: pathlib.Path):
@@ -39,6 +41,8 @@ class Memory:
     def __init__(self, setup: build.Setup, rewrite: GenerateFn, folder: pathlib.Path):
         self._setup, self._rewrite = setup, rewrite
         self._host = build.make_host(setup)
+        own = setup.config.reward.get("answer_cover_em", {})
+        self._correct = {n: own.get(n, value) for n, value in CORRECT.items()}
         self._file = folder / FILE
         self._rows = read_rows(self._file) if self._file.exists() else []
         self._segments: dict[tuple, Rollout] = {}
@@ -97,7 +101,7 @@ class Memory:
             for i, rollout in enumerate(group.rollouts)
             if rollout.searches
             and rollout.outcome.is_signal
-            and cover_exact_match(rollout.answer, group.question.golden_answers)
+            and self._is_correct(group.question, rollout)
         ]
         return group.rollouts[-max(right)[1]] if right else None
 
@@ -107,19 +111,19 @@ class Memory:
         user = self._setup.config.protocol.rewrite
         return rewriting_messages(question.text, unique, user=user)
 
+    def _is_correct(self, question, rollout):
+        return answer_cover_em(question, [rollout], **self._correct) == [1.0]
+
     def _is_right(self, question, row):
         """Whether a rewording recalls all, answers right and can be learnt."""
-        answer = recalled(self._setup.protocol, row["text"])
-        if answer is None:
-            return False
-        if not cover_exact_match(answer.text, question.golden_answers):
+        if recalled(self._setup.protocol, row["text"]) is None:
             return False
         try:
-            self._replayed(row)
+            replayed = self._replayed(row)
         except ValueError as error:  # too long for a turn
             console.note(f"memory: left out: {error}")
             return False
-        return True
+        return self._is_correct(question, replayed)
 
     def _replayed(self, row):
         key = row["id"], row["text"]

@@ -163,6 +163,14 @@ BOTH = turns_of(
             [BOTH[0], BOTH[1].replace("Its", "<|begin_internal_answer|>")],
             "unclosed internal tag",
         ),
+        (
+            [f"<|end_internal_answer|> a <|begin_internal_answer|> {BOTH[0]}", BOTH[1]],
+            "unclosed internal tag",
+        ),
+        (
+            [BOTH[0].replace("The question is on France.", ""), BOTH[1]],
+            "nothing recalled",
+        ),
     ],
 )
 def test_both_kinds_of_knowledge_are_asked_for(turns, why):

@@ -1,0 +1,117 @@
+"""The rewriting model's chat, and what of its replies rests on recalled knowledge."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.base import Step
+from rsearch.protocols.rewriting import (
+    INTERNAL,
+    SYSTEM,
+    recalled,
+    recollections,
+    rewriting_messages,
+)
+from rsearch.types import Answer, Passage, Search
+
+PROTOCOL = PROTOCOLS["r1_searcher_pp"]
+BEGIN, END = INTERNAL
+FOUND = [Passage("1", "Ada\nborn in Rome"), Passage("2", "Rome\nin Italy")]
+
+
+def test_the_chat_holds_all_that_was_found_before_the_question():
+    system, user = rewriting_messages("Where is Ada from?", FOUND)
+    assert system["role"] == "system"
+    before, after = SYSTEM.split("{document}")
+    told = "Ada\nborn in Rome\nRome\nin Italy"
+    assert system["content"] == f"{before}{told}{after}"
+    assert user == {"role": "user", "content": "Question: Where is Ada from?"}
+
+
+def test_a_configured_text_takes_the_place_of_both_messages():
+    text = "{question} / {document} / {question}"
+    (message,) = rewriting_messages("Who?", FOUND[:1], user=text)
+    assert message == {"role": "user", "content": "Who? / Ada\nborn in Rome / Who?"}
+
+
+PIECES = st.sampled_from(["{document}", "{question}", "{", "}", "{0}", "%s", "a", "\\"])
+
+
+@given(st.lists(PIECES).map("".join), st.lists(PIECES).map("".join))
+def test_braces_in_questions_and_documents_are_only_text(question, document):
+    found = [Passage("1", document)]
+    (message,) = rewriting_messages(question, found, user="<{document}|{question}>")
+    assert message["content"] == f"<{document}|{question}>"
+    system, user = rewriting_messages(question, found)
+    assert system["content"] == document.join(SYSTEM.split("{document}"))
+    assert user["content"] == f"Question: {question}"
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("", []),
+        (f"{BEGIN} a {END} then {BEGIN}b\n{END}", [" a ", "b\n"]),
+        (f"{BEGIN}{END}", [""]),
+        (f"{BEGIN} a", None),
+        (f"a {END}", None),
+        (f"{END} a {BEGIN}", None),
+        (f"{BEGIN}{BEGIN} a {END}{END}", None),
+        (f"{BEGIN} a {END}{END} b {BEGIN}", None),
+    ],
+)
+def test_internal_tags_pair_one_by_one(text, found):
+    assert recollections(text) == found
+
+
+BOX = r"\boxed{Rome}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{BEGIN} Ada is from Rome. {END} {BOX}",
+        f"{BEGIN} Ada is from Rome. {END} and {BEGIN} that is it. {END} {BOX}.",
+        f"{BEGIN} Ada is from Rome: {BOX} {END}",
+    ],
+)
+def test_an_answer_from_what_is_recalled_is_accepted(text):
+    assert recalled(PROTOCOL, text) == Answer("Rome")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BOX,
+        f"{BEGIN} Ada is from Rome. {END}",
+        f"{BEGIN}  {END} {BOX}",
+        f"{BEGIN} Ada is from Rome. {END}{BEGIN}{END} {BOX}",
+        f"{BEGIN} Ada is from Rome. {BOX}",
+        f"{END} Ada is from Rome. {BEGIN} {BOX}",
+        f"{BEGIN} a {END} <|begin_external_search|>b<|end_external_search|>",
+        f"{BEGIN} a {END} <|begin_external_search|>b {BOX}",
+        f"{BEGIN} a {END} <|begin_search_result|>b<|end_search_result|> {BOX}",
+        f"{BEGIN} a <|end_search_result|> {END} {BOX}",
+    ],
+)
+def test_what_searches_forges_or_recalls_nothing_is_refused(text):
+    assert recalled(PROTOCOL, text) is None
+
+
+ANY = st.lists(
+    st.sampled_from([BEGIN, END, BOX, "<|begin_external_search|>", "a", " ", "{", "}"])
+).map("".join)
+
+
+@given(ANY)
+def test_any_reply_is_refused_or_holds_an_answer_and_a_recollection(text):
+    action = recalled(PROTOCOL, text)
+    assert action is None or (BEGIN in text and action == Answer("Rome"))
+
+
+def test_what_a_policy_writes_of_both_kinds_is_told_apart():
+    knows = PROTOCOL.write(Step(1, "So it is.", Answer("Rome"), "Ada is from Rome."))
+    asks = PROTOCOL.write(Step(1, "I ask.", Search(("Ada",)), "Ada is somebody."))
+    assert recalled(PROTOCOL, knows) == Answer("Rome")
+    assert recalled(PROTOCOL, asks) is None
