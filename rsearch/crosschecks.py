@@ -87,6 +87,11 @@ def _check_shape(c):
             f"config.model.num_kv_heads = {kv_heads} is not a multiple of "
             f"config.mesh.tensor = {c.mesh.tensor}"
         )
+    if "rl" in kinds(c) and not c.rl.mask_retrieved and c.rl.tis_cap:
+        raise ValueError(
+            f"config.rl.mask_retrieved = False does not go with config.rl.tis_cap = "
+            f"{c.rl.tis_cap}: what was retrieved has no sampler's probability"
+        )
 
 
 def _check_queries(c):
@@ -202,6 +207,11 @@ def _check_sft_batch(c):
         raise ValueError(
             f"config.sft.warmup_steps = {c.sft.warmup_steps} leaves no room for the "
             f"decay in config.sft.steps = {c.sft.steps}"
+        )
+    if c.rl.memorise_coef and not c.rewriter.source:
+        raise ValueError(
+            f"config.rl.memorise_coef = {c.rl.memorise_coef} needs a model that words "
+            "what was found as recalled: name one in config.rewriter.source"
         )
 
 

@@ -20,6 +20,17 @@ DEMONSTRATIONS = "demonstrations.jsonl"  # likewise
 SUMMARY = "summary.json"  # what it kept and why; written last
 STAGE = "stage:"  # before a stage's name, where a file or a model is named
 NAME = re.compile(rf"({'|'.join(KINDS)})(_[a-z0-9_]+)?")
+FILES, WEIGHTS = ("curate",), ("sft", "rl")  # the kinds of stages that leave them
+READ = {  # field that may name a stage -> what it is of, and the kinds that read it
+    "data.train": (FILES, KINDS),
+    "data.dev": (FILES, KINDS),
+    "curate.first": (FILES, ("curate",)),
+    "sft.demonstrations": (FILES, ("sft",)),
+    "judge.source": (WEIGHTS, KINDS),
+    "writer.source": (WEIGHTS, KINDS),
+    "rewriter.source": (WEIGHTS, ("rl",)),
+}
+ASKED_AFTER = ("answerer.source", "reader.source")  # by the evaluation of a stage
 
 
 def is_stage(name) -> bool:
@@ -66,11 +77,67 @@ def stage_configs(config):
 
 
 def earlier_stages(config) -> list[str]:
-    """The stages whose files or weights a configuration names, as "stage:<name>"."""
-    values = [config.data.train, config.data.dev, config.sft.demonstrations]
-    values += [config[name].source for name in ("judge", "rewriter", "writer")]
-    values += [config.answerer.source, config.model.source]
-    return [v.removeprefix(STAGE) for v in values if v.startswith(STAGE)]
+    """The stages whose files or weights a configuration's own stages read.
+
+    They are named as "stage:<name>", in the fields of READ that are of such a stage's
+    kind, and in those of the models that its evaluation asks.
+    """
+    own = kinds(config)
+    read = [field for field, (_, by) in READ.items() if own & set(by)]
+    found = [_named(config, field) for field in (*read, *ASKED_AFTER)]
+    return list(dict.fromkeys(name for name in found if name is not None))
+
+
+def check_plan(config) -> None:
+    """Refuses stages that read what no earlier stage of the run will have left.
+
+    Raises:
+        ValueError: the field, the stage that it names and what is wrong with it.
+    """
+    before, first_evaluated = [], [] if config.eval.at_start else None
+    for stage, own in stage_configs(config):
+        if own.model.source.startswith(STAGE):
+            raise ValueError(
+                f"config.model.source = {own.model.source!r} in stage {stage}: weights "
+                "go from stage to stage by config.trains; this names their beginning"
+            )
+        for field, (kind, by) in READ.items():
+            is_read = kind_of(stage) in by
+            if field == "rewriter.source":
+                is_read = is_read and own.rl.memorise_coef > 0
+            if is_read:
+                _check_named(own, field, kind, before, config, f"stage {stage}")
+        before.append(stage)
+        is_evaluated = own.trains == "policy" and kind_of(stage) != "curate"
+        if is_evaluated and first_evaluated is None:
+            first_evaluated = list(before)
+    for field in ASKED_AFTER:
+        first = before if first_evaluated is None else first_evaluated
+        when = "the evaluation at the start" if config.eval.at_start else "evaluation"
+        _check_named(config, field, WEIGHTS, first, config, when)
+
+
+def _named(config, field):
+    """The stage that a field names, or None."""
+    section, _, leaf = field.partition(".")
+    value = config[section][leaf]
+    return value.removeprefix(STAGE) if value.startswith(STAGE) else None
+
+
+def _check_named(own, field, kind, before, config, reader):
+    """Refuses a field whose stage is not among those before its reader, or no such."""
+    name = _named(own, field)
+    if name is None:
+        return
+    told = f"config.{field} = '{STAGE}{name}', which {reader} reads: "
+    if name not in config.stages:
+        there = ", ".join(config.stages)
+        raise ValueError(f"{told}the run has no such stage; it has {there}")
+    if name not in before:
+        raise ValueError(f"{told}stage {name} has not ended by then")
+    if kind_of(name) not in kind:
+        right = " or ".join(kind)
+        raise ValueError(f"{told}that leaves no such thing; name a stage of {right}")
 
 
 def stage_file(source: str, name: str, home) -> str:

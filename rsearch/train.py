@@ -23,7 +23,7 @@ from rsearch.evaluate import (
     show,
 )
 from rsearch.metrics import read as read_metrics
-from rsearch.plan import SUMMARY, earlier_stages, kind_of, stage_configs
+from rsearch.plan import SUMMARY, check_plan, earlier_stages, kind_of, stage_configs
 from rsearch.stages import curate, rl, sft
 from rsearch.stages.dry_run import dry_run
 from rsearch.stages.memory import open_memory
@@ -55,6 +55,7 @@ def main(config, workdir) -> list[dict]:
         recipe = configuration.load(overrides.pop("config"))
         config = configuration.apply_overrides(recipe, overrides)
     # First what can fail: a workdir is bound to its configuration for good.
+    check_plan(config)
     shared = build.Shared()
     base = build.load_setup(
         config, say=console.note, only_dev=True, home=workdir, shared=shared
@@ -62,11 +63,11 @@ def main(config, workdir) -> list[dict]:
     ready = {
         stage: _prepare(stage, own, shared)
         for stage, own in stage_configs(config)
-        if not earlier_stages(own)
+        if not earlier_stages(own) and not _has_curated(pathlib.Path(workdir) / stage)
     }
     inputs = dict(base.inputs)
     for stage, prepared in ready.items():
-        _add_inputs(inputs, stage, prepared)
+        inputs |= _inputs_of(stage, prepared, base)
     with Workdir(workdir, config, inputs=inputs) as home:
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         has_begun = any((home.path / stage).exists() for stage in config.stages)
@@ -74,7 +75,7 @@ def main(config, workdir) -> list[dict]:
         console.note(f"{config.name} {again} in {home.path} on {devices}")
         try:
             evaluator = Evaluator(base)
-            _run_stages(base, ready, shared, inputs, evaluator, home)
+            _run_stages(base, ready, shared, evaluator, home)
         except KeyboardInterrupt:
             console.note(f"stopped; the same command goes on in {home.path}")
             raise
@@ -101,13 +102,23 @@ def _prepare(stage, own, shared, home=None) -> _Prepared:
     return _Prepared(setup, tuple(rollouts))
 
 
-def _add_inputs(inputs, stage, prepared):
-    """Fingerprints of a stage; what differs from the others' gets the stage's name."""
+def _has_curated(folder):
+    """Whether a data stage has ended there: nothing of it is needed again."""
+    return kind_of(folder.name) == "curate" and (folder / SUMMARY).exists()
+
+
+def _inputs_of(stage, prepared, base):
+    """Fingerprints of what a stage reads; its name is before those of its own.
+
+    They have the same names at every start, whichever stages have ended by then: what
+    a stage with overrides reads is its own if the run's first setup does not read it.
+    """
     own = prepared.setup.inputs | _fingerprint(prepared.demonstrations)
-    for name, value in own.items():
-        is_own = inputs.setdefault(name, value) != value
-        if is_own:
-            inputs[f"{stage}.{name}"] = value
+    has_own = bool(base.config.overrides.get(stage))
+    return {
+        f"{stage}.{name}" if has_own and base.inputs.get(name) != value else name: value
+        for name, value in own.items()
+    }
 
 
 def _fingerprint(demonstrations):
@@ -119,7 +130,7 @@ def _fingerprint(demonstrations):
     return {"sft.demonstrations": digest.hexdigest()} if demonstrations else {}
 
 
-def _run_stages(base, ready, shared, inputs, evaluator, home):
+def _run_stages(base, ready, shared, evaluator, home):
     """Stage after stage; each that trains the policy is evaluated when it has ended."""
     config = base.config
     start = build.initial_params(base)
@@ -129,13 +140,12 @@ def _run_stages(base, ready, shared, inputs, evaluator, home):
     trained = {("policy", config.model.source): start}
     for stage, own in stage_configs(config):
         folder = home.stage(stage)
-        if kind_of(stage) == "curate" and (folder / SUMMARY).exists():
+        if _has_curated(folder):
             continue
         prepared = ready.get(stage)
         if prepared is None:
             prepared = _prepare(stage, own, shared, home.path)
-            _add_inputs(inputs, stage, prepared)
-            home.add_inputs(inputs)
+            home.add_inputs(_inputs_of(stage, prepared, base))
         setup = prepared.setup
         key = own.trains, own.model.source
         params = trained.get(key)

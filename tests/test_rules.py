@@ -152,6 +152,15 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             "'adaptive' needs config.rl.kl_coef > 0",
         ),
         (
+            {"stages": ("rl",), "rl__mask_retrieved": False, "rl__tis_cap": 2.0}
+            | {"rl__behavior": "scored"},
+            "mask_retrieved = False does not go with config.rl.tis_cap = 2.0",
+        ),
+        (
+            {"stages": ("rl",), "rl__memorise_coef": 0.1, "rl__memorise_rows": 128},
+            "name one in config.rewriter.source",
+        ),
+        (
             {"stages": ("rl",), "rl__memorise_coef": 0.1, "rl__memorise_rows": 100},
             "memorise_rows = 100 is not a multiple of config.rl.micro_batch = 128",
         ),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -329,3 +330,27 @@ def test_a_sweep_gives_dotted_overrides_beside_its_recipe(copy):
 )
 def test_a_sparkline_goes_from_the_lowest_to_the_highest_mean(values, width, bars):
     assert train.sparkline(values, width=width) == bars
+
+
+def test_a_plan_that_cannot_be_followed_is_refused_before_there_is_a_workdir(tmp_path):
+    wrong = config(stages=("sft", "rl"), data__train="stage:curate")
+    with pytest.raises(ValueError, match="the run has no such stage; it has sft, rl"):
+        train.main(wrong, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_stages_read_has_the_same_names_whichever_have_ended():
+    """Else a run that goes on behind a data stage would see that stage's questions."""
+    own = {"rl": {"data": {"train": "stage:curate"}}}
+    whole = config(stages=("curate", "sft", "rl"), overrides=own)
+    base = types.SimpleNamespace(config=whole, inputs={"tokenizer": "t"})
+
+    def named(stage, **inputs):
+        setup = types.SimpleNamespace(inputs={"tokenizer": "t"} | inputs)
+        return train._inputs_of(stage, train._Prepared(setup, ()), base)
+
+    plain = {"tokenizer": "t", "data.train": "asked"}
+    assert named("curate", **{"data.train": "asked"}) == plain
+    assert named("sft", **{"data.train": "asked"}) == plain
+    chosen = {"tokenizer": "t", "rl.data.train": "chosen"}
+    assert named("rl", **{"data.train": "chosen"}) == chosen

@@ -237,6 +237,41 @@ def test_changed_input_is_refused_with_both_fingerprints(tmp_path, config):
         Workdir(tmp_path, config, inputs={"data.train": "bbb", "tokenizer": "t"})
 
 
+def inputs_of(folder):
+    return json.loads((folder / "config.json").read_text())["inputs"]
+
+
+def test_a_stage_that_begins_later_binds_the_run_to_its_inputs_too(tmp_path, config):
+    with Workdir(tmp_path, config, inputs={"tokenizer": "t"}) as work:
+        work.add_inputs({"tokenizer": "t", "rl.data.train": "aaa"})
+        assert inputs_of(tmp_path) == {"tokenizer": "t", "rl.data.train": "aaa"}
+        before = contents(tmp_path)
+        work.add_inputs({"rl.data.train": "aaa"})
+        assert contents(tmp_path) == before
+    # The next start names fewer at first, and forgets none.
+    with Workdir(tmp_path, config, inputs={"tokenizer": "t"}) as work:
+        assert inputs_of(tmp_path)["rl.data.train"] == "aaa"
+        with pytest.raises(
+            ValueError, match=r"rl\.data\.train has changed.*aaa, now b"
+        ):
+            work.add_inputs({"rl.data.train": "bbb", "rl.other": "c"})
+        assert (
+            contents(tmp_path)[tmp_path / "config.json"]
+            == before[tmp_path / "config.json"]
+        )
+        assert configs.diff(read_config(tmp_path), config) == []
+
+
+def test_only_the_primary_process_writes_the_inputs_that_all_compare(tmp_path, config):
+    with Workdir(tmp_path, config, inputs={"a": "1"}) as work:
+        other = Workdir(tmp_path, config, is_primary=False)
+        other.add_inputs({"a": "1", "b": "2"})
+        assert inputs_of(tmp_path) == {"a": "1"}
+        work.add_inputs({"b": "2"})
+        with pytest.raises(ValueError, match="b has changed"):
+            other.add_inputs({"b": "3"})
+
+
 def test_stage_that_has_not_started_may_still_be_tuned_or_added(tmp_path, config):
     sft = changed(config, stages=("sft",))
     with Workdir(tmp_path, sft) as work:

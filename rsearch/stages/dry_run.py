@@ -9,7 +9,7 @@ from rsearch.build.costs import (
     memory_of,
     shape_of,
 )
-from rsearch.plan import kind_of, stage_configs
+from rsearch.plan import check_plan, kind_of, stage_configs
 from rsearch.rules import validate
 
 COLUMNS = ("stage", "what", "value")
@@ -28,6 +28,7 @@ def dry_run(config, *, devices: int = 0, device_memory_gb: float = 0.0) -> None:
             context, or a stage takes more than a device has.
     """
     validate(config)
+    check_plan(config)
     stages = stage_configs(config)
     for _, own in stages if devices else ():  # each may have a mesh of its own
         validate(own, num_devices=devices)

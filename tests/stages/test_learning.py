@@ -207,6 +207,7 @@ def test_a_memory_is_asked_each_step_and_learnt_from(tmp_path):
             rl__ratio="sequence",
             rl__loss_mean="constant",
             rl__dual_clip=3.0,
+            rewriter__source="any",
             rl__memorise_coef=0.5,
             rl__memorise_rows=8,
         )
