@@ -104,6 +104,13 @@ def _role_frame(tokenizer, protocol):
     return None if role is None else tokenizer.role_frame(role)
 
 
+def _turn_end(tokenizer, protocol, role) -> int:
+    """The first id that ends a turn of all that a template writes before this role."""
+    frame = tokenizer.role_frame(role) if protocol.is_chat else None
+    written = [] if frame is None else frame[0].tolist()
+    return next((i for i in written if i in tokenizer.eos_ids), tokenizer.eos_ids[0])
+
+
 def _frame(tokenizer, role_frame, observation: Observation, turn: int):
     """Ids before and after an observation's content.
 
@@ -178,11 +185,24 @@ class Host:
         message = protocol.invalid_message
         self._invalid = None if message is None else tokenizer.encode(message)
         self._role_frame = _role_frame(tokenizer, protocol)
+        self._ends = {
+            Answer: _turn_end(tokenizer, protocol, "user"),
+            Search: _turn_end(tokenizer, protocol, protocol.observation_role or "user"),
+        }
         self.shown_tokens = shown_tokens(limits, markup_tokens(tokenizer, protocol))
 
     def prompt(self, messages: Messages) -> np.ndarray:
         """[n] int32 ids of the chat that opens a rollout."""
         return prompt_ids(self.tokenizer, self.protocol, messages)
+
+    def end_of(self, action: Search | Answer) -> int:
+        """The id that ends a turn with this action where no stop string has.
+
+        Some templates close a turn (ChatML), in others the next role's token ends it
+        (GLM-4: that of an observation after a search, that of the user after an
+        answer). Raw text, and a template that writes no such id, end by the first one.
+        """
+        return self._ends[type(action)]
 
     def open(self, prompt: np.ndarray) -> Conversation:
         """A conversation that has its prompt."""

@@ -11,12 +11,14 @@ import numpy as np
 from rsearch.rollout.conversation import Conversation, Host
 from rsearch.rollout.sampler import Sampler
 from rsearch.types import (
+    Answer,
     Group,
     Malformed,
     Messages,
     Outcome,
     Question,
     Rollout,
+    Search,
     Source,
 )
 
@@ -164,8 +166,8 @@ def replay(
     Args:
         host: answers its searches.
         question: opens the conversation.
-        turns: what is written, turn by turn, each up to its action. The end of text is
-            added to a turn that no stop string ends.
+        turns: what is written, turn by turn, each up to its action. A turn that no
+            stop string ends gets the token that ends it in a chat; see `Host.end_of`.
         messages: the chat that opens it; the protocol's own where not given.
         context_turns: how many of the first turns are given and not learnt: their
             segments are part of the prompt.
@@ -195,10 +197,11 @@ def replay(
     for number, text in enumerate(turns):
         if wave[0].outcome is not None:
             raise refuse(f"ended with turn {number} of {len(turns)}")
-        if isinstance(host.protocol.parse(text), Malformed):
+        action = host.protocol.parse(text)
+        if isinstance(action, Malformed):
             raise refuse(f"turn {number + 1} has no action: {text!r}")
         try:
-            ids = _turn_ids(host, text)
+            ids = _turn_ids(host, text, action)
         except ValueError as error:
             raise refuse(f"turn {number + 1} {error}") from None
         written = {0: (ids, np.zeros(len(ids), np.float32))}
@@ -219,8 +222,8 @@ def replay(
     return _with_context(wave[0].rollout(), context_turns)
 
 
-def _turn_ids(host: Host, text: str) -> np.ndarray:
-    """[n] int32 ids of a demonstrated turn.
+def _turn_ids(host: Host, text: str, action: Search | Answer) -> np.ndarray:
+    """[n] int32 ids of a demonstrated turn that takes this action.
 
     Raises:
         ValueError: it goes on behind its stop string, or is too long.
@@ -231,7 +234,7 @@ def _turn_ids(host: Host, text: str) -> np.ndarray:
         raise ValueError(f"goes on beyond its action: {text[end:]!r}")
     ids = host.tokenizer.encode(text)
     if not stops:
-        ids = np.append(ids, np.int32(host.tokenizer.eos_ids[0]))
+        ids = np.append(ids, np.int32(host.end_of(action)))
     if len(ids) > host.limits.max_turn_tokens:
         raise ValueError(
             f"is too long: {len(ids)} tokens in a turn > {host.limits.max_turn_tokens}"

@@ -20,7 +20,16 @@ from rsearch.rollout.conversation import (
     prompt_ids,
     shown_tokens,
 )
-from rsearch.types import Answer, Lookup, Outcome, Passage, Search, Source
+from rsearch.rollout.driver import replay
+from rsearch.types import (
+    Answer,
+    Lookup,
+    Outcome,
+    Passage,
+    Question,
+    Search,
+    Source,
+)
 from tests.rollout import tiny
 from tests.rollout.test_conversation import HOSTILE, Engine, decode, encode
 
@@ -35,6 +44,12 @@ CLOSED_TURNS = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
+
+# Of the kind of GLM-4: no turn is closed, a role's token ends the one before it.
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 # Knows the three roles of a chat alone.
 THREE_ROLES = (
@@ -219,6 +234,52 @@ def test_a_template_that_knows_the_role_frames_the_observation():
     # A policy that has closed its turn itself does not do it twice.
     closed = [*encode(asking(REARAG)), tokenizer.eos_ids[0]]
     np.testing.assert_array_equal(write(host, wave, closed), shown[1:])
+
+
+def test_a_demonstration_ends_its_turns_as_the_template_does():
+    """Of the kind of GLM-4, whose turns are ended by the next role's token."""
+    tokenizer = Tokenizer(
+        tiny.tokenizer()._json,
+        eos_tokens=["<|end|>", "<|user|>", "<|observation|>"],
+        chat_template=GLM,
+    )
+    host = make_host(REARAG, tokenizer=tokenizer, max_observation_tokens=50)
+    host = dataclasses.replace(host.limits, max_prompt_tokens=999, max_turn_tokens=99)
+    host = Host(tokenizer, REARAG, Engine(), host)
+    calls = ("{'function': 'search', 'parameters': {'query': 'river'}}",)
+    calls += ("{'function': 'finish', 'parameters': {'answer': 'city'}}",)
+    turns = [f"\nAction {i}: `{call}`" for i, call in enumerate(calls, 1)]
+    question = Question("0", "who", ())
+    rollout = replay(host, question, turns)
+    assert (rollout.answer, rollout.outcome) == ("city", Outcome.ANSWERED)
+    assert rollout.policy_texts == tuple(turns)
+    ends = [s.token_ids[-1:] for s in rollout.segments if s.source == Source.POLICY]
+    assert [tokenizer.decode(end) for end in ends] == ["<|observation|>", "<|user|>"]
+    # What the policy has read and written is what the template makes of the chat.
+    chat = REARAG.messages("who")
+    for role, text in [
+        ("assistant", turns[0][1:]),
+        ("observation", FOUND.contents),
+        ("assistant", turns[1][1:]),
+        ("user", ""),
+    ]:
+        chat.append({"role": role, "content": text})
+    whole = np.concatenate([s.token_ids for s in rollout.segments])
+    assert f"{tokenizer.decode(whole)}\n<|assistant|>" == tokenizer.decode(
+        tokenizer.encode_prompt(chat)
+    )
+    # A fence is a stop string: there the policy ends nothing, the host goes on.
+    fenced = replay(host, question, [REARAG.write(Step(1, "So.", Answer("city")))])
+    assert fenced.segments[-1].token_ids[-1] not in tokenizer.eos_ids
+
+
+@pytest.mark.parametrize("template", [None, CLOSED_TURNS, THREE_ROLES])
+def test_other_templates_end_a_turn_by_the_end_of_text(template):
+    tokenizer = with_template(template)
+    for protocol in PROTOCOLS.values():
+        host = make_host(protocol, tokenizer=tokenizer)
+        ends = {host.end_of(action) for action in (Answer("a"), Search(("b",)))}
+        assert ends == {tokenizer.eos_ids[0]}
 
 
 def test_a_hostile_observation_cannot_leave_its_role():
