@@ -111,7 +111,10 @@ def _read_action(text: str) -> Action:
     value = parameters.get(needed) if isinstance(parameters, dict) else None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return Malformed(f"{function} has no text or number as its {needed!r}")
-    value = whole_characters(str(value)).strip()
+    try:
+        value = whole_characters(str(value)).strip()
+    except ValueError:  # an integer of more digits than Python writes out
+        return Malformed(f"{function} has too long a number as its {needed!r}")
     if function == "finish":
         return Answer(value)
     return Search((value,)) if value else Malformed("empty query")

@@ -84,6 +84,9 @@ def test_a_call_is_json_or_a_python_literal(parameters, text):
         "Action 1: ['search', 'a']",
         "Action 1: null",
         "Action 1: search('a')",
+        # Python reads this integer, and refuses to write it out.
+        "Action 1: {'function': 'finish', 'parameters': {'answer': 0x%s}}"
+        % ("f" * 9000),
     ],
 )
 def test_a_turn_without_a_call_is_malformed_and_says_why(turn):
