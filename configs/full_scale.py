@@ -16,23 +16,37 @@ def questions(name, split):
 
 
 def kilt_with_bge(c, *, top_k):
-    """KILT's Wikipedia of 2019 in 29 million passages of 100 words, by BGE-large."""
+    """KILT's Wikipedia of 2019 in 29 million passages of 100 words, by BGE-large.
+
+    Passages are cut to 300 tokens, as RAG-R1's and R1-Searcher's code does.
+    """
     c.retrieval.update(
         corpus="",
         index=KILT_INDEX,
         encoder="BAAI/bge-large-en-v1.5",
         family="bge",
+        max_passage_tokens=300,
+        max_query_tokens=256,
         top_k=top_k,
     )
 
 
-def wiki18_with_e5(c, *, top_k, index=WIKI18_INDEX):
-    """Wikipedia of December 2018 in passages of 100 words, by E5-base."""
+def wiki18_with_e5(c, *, top_k, index=WIKI18_INDEX, max_passage_tokens=256):
+    """Wikipedia of December 2018 in passages of 100 words, by E5-base.
+
+    Args:
+        c: the configuration.
+        top_k: passages for one query.
+        index: of another corpus.
+        max_passage_tokens: of an encoded passage; 256 in Search-R1's code.
+    """
     c.retrieval.update(
         corpus="",
         index=index,
         encoder="intfloat/e5-base-v2",
         family="e5",
+        max_passage_tokens=max_passage_tokens,
+        max_query_tokens=256,
         top_k=top_k,
     )
 

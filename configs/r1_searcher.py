@@ -12,7 +12,8 @@ the published questions are read from data/; `parity` does what the public code 
 `tiny` is the embedded world. Source: arXiv 2503.05592.
 
     python -m rsearch.index --corpus=kilt_100w.jsonl --family=bge \\
-        --encoder=BAAI/bge-large-en-v1.5 --out=indexes/kilt_100w_bge_large
+        --encoder=BAAI/bge-large-en-v1.5 --out=indexes/kilt_100w_bge_large \\
+        --max_passage_tokens=300 --max_query_tokens=256
 """
 
 from ml_collections import ConfigDict

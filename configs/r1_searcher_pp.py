@@ -9,7 +9,8 @@ reinforcement alone; `parity` is what R1-Searcher's public code, on which this m
 is said to be built, does; `tiny` is the embedded world. Source: arXiv 2505.17005.
 
     python -m rsearch.index --corpus=kilt_100w.jsonl --family=bge \\
-        --encoder=BAAI/bge-large-en-v1.5 --out=indexes/kilt_100w_bge_large
+        --encoder=BAAI/bge-large-en-v1.5 --out=indexes/kilt_100w_bge_large \\
+        --max_passage_tokens=300 --max_query_tokens=256
 """
 
 from ml_collections import ConfigDict

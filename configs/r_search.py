@@ -11,7 +11,8 @@ Source: arXiv 2506.04185.
 The questions are 2WikiMultiHopQA's, the corpus its paragraphs:
 
     python -m rsearch.index --corpus=2wikimultihopqa.jsonl --family=e5 \\
-        --encoder=intfloat/e5-base-v2 --out=indexes/2wikimultihopqa_e5_base
+        --encoder=intfloat/e5-base-v2 --out=indexes/2wikimultihopqa_e5_base \\
+        --max_passage_tokens=512 --max_query_tokens=256
 """
 
 from ml_collections import ConfigDict
@@ -71,7 +72,7 @@ def at_full_scale(c, words):
     is_grpo = words.algorithm == "grpo"
     full_scale.backbone(c, BACKBONES[words.size])
     index = "indexes/2wikimultihopqa_e5_base"
-    full_scale.wiki18_with_e5(c, top_k=3, index=index)
+    full_scale.wiki18_with_e5(c, top_k=3, index=index, max_passage_tokens=512)
     full_scale.verl_adamw(c)
     full_scale.eight_devices(c, tensor=2 if words.size == "3b" else 4)
     full_scale.rare_saves(c, rl_steps=15)

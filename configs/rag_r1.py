@@ -11,7 +11,8 @@ does; `tiny` is the embedded world. Source: arXiv 2507.02962, section 3, appendi
 At full scale the questions are HotpotQA's and the corpus is indexed first:
 
     python -m rsearch.index --corpus=kilt_100w.jsonl --family=bge \\
-        --encoder=BAAI/bge-large-en-v1.5 --out=indexes/kilt_100w_bge_large
+        --encoder=BAAI/bge-large-en-v1.5 --out=indexes/kilt_100w_bge_large \\
+        --max_passage_tokens=300 --max_query_tokens=256
 """
 
 from ml_collections import ConfigDict

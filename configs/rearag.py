@@ -12,7 +12,8 @@ The paper's embedding model and reranker are not public; the retriever of its co
 a public cross-encoder are named in their place:
 
     python -m rsearch.index --corpus=wiki-18.jsonl --family=e5 \\
-        --encoder=intfloat/e5-base-v2 --out=indexes/wiki18_100w_e5_base
+        --encoder=intfloat/e5-base-v2 --out=indexes/wiki18_100w_e5_base \\
+        --max_passage_tokens=256 --max_query_tokens=256
 """
 
 from ml_collections import ConfigDict

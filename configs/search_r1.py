@@ -9,7 +9,8 @@ too; `parity` does what the public code does; `tiny` is the embedded world.
 Sources: arXiv 2503.09516 and, for `format`, 2505.15117.
 
     python -m rsearch.index --corpus=wiki-18.jsonl --family=e5 \\
-        --encoder=intfloat/e5-base-v2 --out=indexes/wiki18_100w_e5_base
+        --encoder=intfloat/e5-base-v2 --out=indexes/wiki18_100w_e5_base \\
+        --max_passage_tokens=256 --max_query_tokens=256
 """
 
 from ml_collections import ConfigDict
