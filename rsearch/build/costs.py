@@ -17,7 +17,7 @@ from rsearch.types import Cut
 
 GB = 1e9
 FLOAT32 = 4  # bytes
-AGENTS = ("judge", "rewriter", "writer", "answerer")
+AGENTS = ("judge", "rewriter", "writer", "answerer", "reader")
 MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
 URLS = ("http://", "https://")
 SCORE_COPIES = 3  # of attention's scores at once: logits, weights, gradient
@@ -84,8 +84,12 @@ def context_of(c, kind: str) -> tuple[str, int]:
         return "sequence", c.sft.sequence_tokens
     r = c.rollout
     searches = r.max_searches
-    if kind == "curate" and c.curate.method == "answerable":
-        searches = max(searches, c.curate.retry_searches)
+    if kind == "curate":
+        further = {
+            "answerable": c.curate.retry_searches,
+            "chains": c.curate.max_steps - 1,
+        }
+        searches = max(searches, further.get(c.curate.method, 0))
     limits = Limits(
         max_searches=searches,
         max_prompt_tokens=r.max_prompt_tokens,

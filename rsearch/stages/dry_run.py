@@ -99,14 +99,21 @@ def _budget(c, stage, spec):
     else:
         asked = f"{c.data.max_train:,}" if c.data.max_train else "all of"
         yield "questions", f"{asked} {c.data.train}"
-        yield "rollouts of a question", f"at most {_rollouts(c.curate)}"
+        yield _asked(c.curate)
 
 
-def _rollouts(curate):
-    """How often a question is rolled out, first and further ones."""
-    if curate.method == "answerable":
-        return curate.retry_rollouts
-    return curate.rollouts
+def _asked(curate):
+    """(what, value) of how often the model is asked about one question."""
+    first = 0 if curate.first else curate.rollouts
+    rollouts = {
+        "answerable": first + curate.retry_rollouts,
+        "mix": 0,  # their difficulty is known
+        "no_reasoning": 1,
+    }
+    if curate.method == "chains":
+        return "turns of a chain", f"at most {curate.max_steps + curate.max_retries}"
+    most = rollouts.get(curate.method, first)
+    return "rollouts of a question", f"at most {most}"
 
 
 def _sft_budget(c, tokens):

@@ -60,6 +60,31 @@ def test_imitation_is_counted_in_demonstrations(capsys):
     assert budget["all steps"] == expected
 
 
+@pytest.mark.parametrize(
+    ("recipe", "stage", "what", "most"),
+    [
+        ("rag_r1.py:sq", "curate_sft", "rollouts of a question", 1),
+        ("rag_r1.py:sq", "curate_rl", "rollouts of a question", 10),  # and the first
+        ("rearag.py", "curate", "turns of a chain", 25 + 20),
+        ("rearag.py:no_reasoning", "curate", "rollouts of a question", 1),
+    ],
+)
+def test_a_data_stage_says_how_often_its_model_is_asked(
+    recipe, stage, what, most, capsys
+):
+    assert run(f"--config=configs/{recipe}") == 0
+    table = rows(capsys.readouterr().out)
+    budget = {row[1]: row[2] for row in table if row[0] == stage and len(row) == 3}
+    assert budget[what] == f"at most {most}"
+
+
+def test_a_chains_steps_count_as_its_searches(capsys):
+    """Each but the last may search, whatever a rollout of other stages may do."""
+    words = ["--config.overrides.curate.curate.max_steps=30"]
+    assert run("--config=configs/rearag.py", *words) == 0
+    assert "+ 30 turns x 256 + 29 observations" in capsys.readouterr().out
+
+
 def test_memory_beyond_the_devices_is_refused(capsys):
     words = ["--config=configs/search_r1.py", "--devices=8", "--device_memory_gb=20"]
     assert run(*words) == 2
