@@ -11,6 +11,7 @@ import ipaddress
 import json
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -41,7 +42,8 @@ class JsonServer(http.server.ThreadingHTTPServer):
         timeout_seconds: how long a client may take for each part of its request.
 
     Raises:
-        ValueError: a host other machines can reach, without a token.
+        ValueError: a host other machines can reach, without a token; a host or port
+            that cannot be listened at.
     """
 
     daemon_threads = False  # those under way end before the process does
@@ -67,7 +69,17 @@ class JsonServer(http.server.ThreadingHTTPServer):
         self.waiting = threading.BoundedSemaphore(max_waiting)
         if ":" in host:
             self.address_family = socket.AF_INET6
-        super().__init__((host, port), _Handler)
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"cannot listen at {host}:{port}: {reason}") from None
+
+    def handle_error(self, request, client_address) -> None:
+        """One line on a connection that failed; nothing on one that was broken off."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            note(f"a connection failed: {error!r}")
 
     def serve(self) -> None:
         """Serves until SIGINT or SIGTERM; then lets requests under way end."""

@@ -14,14 +14,20 @@ gives one JSON object:
     {"question", "evidence", "answer", "queries", "passages", "outcome"}
 
 `evidence` is what the policy has written down of the passages for whoever answers the
-question, null where there is none; `passages` are all that it was shown, each with id,
-title and text; `outcome` says how it ended. From Python: `SearchTool(config)`.
+question, null where there is none; `answer` is its own, or as the recipe's
+config.answerer words it; `passages` are all that it was shown, each with id, title and
+text; `outcome` says how it ended. From Python: `SearchTool(config)`.
+
+An index has to be built with the encoder and the token limits that the recipe names;
+for one with the encoder's own, --config.retrieval.max_query_tokens=0 and
+--config.retrieval.max_passage_tokens=0.
 """
 
 import copy
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 
@@ -29,7 +35,7 @@ import jax
 from ml_collections import ConfigDict
 
 from rsearch import build, console
-from rsearch.build.answers import evidence_of
+from rsearch.build.answers import evidence_of, worded
 from rsearch.config import (
     apply_overrides,
     parse_command_line,
@@ -84,6 +90,8 @@ class SearchTool:
             setup, host, temperature=0.0, top_p=1.0, group_size=1
         )
         self._params = self._engine.place(build.initial_params(setup))
+        self._answerer = build.load_agent(config, "answerer", setup.mesh)
+        self._answer_from = config.eval.answer_from
         self._limits, self._max_chars = setup.limits, max_question_chars
         self._running = threading.Lock()
         self._waiting_lock, self._waiting = threading.Lock(), []
@@ -130,7 +138,7 @@ class SearchTool:
                 with self._waiting_lock:
                     calls, self._waiting = self._waiting, []
                 self._run(calls)
-        if isinstance(call.results, Exception):
+        if isinstance(call.results, BaseException):
             raise call.results
         return call.results
 
@@ -142,10 +150,12 @@ class SearchTool:
                 [Question(str(i), text, ()) for i, text in enumerate(asked)],
                 jax.random.key(0),  # Greedy: never drawn from.
             )
+            if self._answerer is not None:
+                groups = worded(groups, self._answerer, answer_from=self._answer_from)
             results = iter([result_of(group) for group in groups])
             for call in calls:
                 call.results = list(itertools.islice(results, len(call.questions)))
-        except Exception as error:
+        except BaseException as error:  # Control-C too: nobody else can run these.
             for call in calls:
                 call.results = error
 
@@ -260,6 +270,8 @@ def main(argv) -> int:
     if not any(word.split("=")[0] == "--config" for word in argv):
         argv = [f"--config={RECIPE}", *argv]
     recipe, given = parse_command_line(argv, flags=FLAGS)
+    if given["serve"] and given["question"]:
+        raise ValueError("--serve and --question=... do not go together: name one")
     names = ("model", "index", "encoder", "family", "protocol", "slots")
     keeps_mesh = any(word.startswith("--config.mesh.") for word in argv)
     chosen = {name: given[name] for name in names}
@@ -290,7 +302,7 @@ def main(argv) -> int:
     elif given["question"]:
         _print(tool(given["question"]))
     else:
-        _answer_lines(tool, sys.stdin, given["slots"])
+        _answer_lines(tool, sys.stdin.buffer, given["slots"])
     return 0
 
 
@@ -298,9 +310,10 @@ def _token(name):
     """The value of an environment variable, which must be set if it is named."""
     if not name:
         return ""
-    value = os.environ.get(name, "")
-    if not value:
-        raise ValueError(f"--token_env={name}: this variable is not set")
+    value = os.environ.get(name, "").strip()
+    if not re.fullmatch(r"[!-~]+", value):
+        state = "holds no token" if value else "is not set"
+        raise ValueError(f"--token_env={name}: this variable {state}")
     return value
 
 
@@ -313,10 +326,13 @@ def _answer_lines(tool, lines, slots):
 
 
 def _read_line(tool, number, line):
-    question = line
-    if line.startswith("{"):
+    try:
+        question = line.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"line {number}: not UTF-8") from None
+    if question.startswith("{"):
         try:
-            question = json.loads(line)["question"]
+            question = json.loads(question)["question"]
         except (ValueError, KeyError, RecursionError):
             raise ValueError(
                 f'line {number}: expected text or {{"question": "..."}}'

@@ -5,15 +5,18 @@ import http.client
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 
-from rsearch import build, tool
-from rsearch.config import load, run_command, validate
+from rsearch import build, index, tool
+from rsearch.config import apply_overrides, load, run_command, validate
 from rsearch.models import huggingface
 from rsearch.rollout.driver import replay
 from rsearch.serving import JsonServer
@@ -228,9 +231,102 @@ def test_the_command_writes_one_json_line_for_each_question(
     assert told == [search(questions[i]) for i in (1, 0, 2)]
 
 
+def test_a_saved_index_finds_what_the_world_in_memory_does(
+    folder, search, questions, tmp_path, capsys
+):
+    passages = build.load_setup(config(), only_dev=True).world.passages
+    lines = [json.dumps({"id": p.id, "contents": p.contents}) for p in passages]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+    out = tmp_path / "index"
+    words = [f"--corpus={tmp_path / 'corpus.jsonl'}", "--encoder=hashed"]
+    assert run_command(index.main, [*words, f"--out={out}"]) == 0
+    capsys.readouterr()
+    argv = command(folder, f"--index={out}", f"--question={questions[0]}")[2:]
+    assert run_command(tool.main, argv) == 0
+    assert json.loads(capsys.readouterr().out) == search(questions[0])
+    other = [word.replace("hashed_dim=512", "hashed_dim=8") for word in argv]
+    assert run_command(tool.main, other) == 2
+    told = capsys.readouterr().err
+    assert "encoder.dim: 512 in the index, 8 here" in told
+    assert "family, max_query_tokens" in told
+
+
+def test_the_answer_is_worded_as_the_recipe_says(search, questions, monkeypatch):
+    asked = []
+
+    def answerer(chats):
+        asked.extend(chats)
+        return [f" Word {i} " for i in range(len(chats))]
+
+    plain = search(questions)
+    monkeypatch.setattr(search, "_answerer", answerer)
+    found = search(questions)
+    answers = [f["answer"] for f in plain if f["answer"] is not None]
+    assert len(asked) == len(answers)
+    for chat, answer in zip(asked, answers, strict=True):
+        assert f"[Reference answer]\n{answer}\n" in chat[0]["content"]
+    told = [f["answer"] for f in found if f["answer"] is not None]
+    assert told == [f"Word {i}" for i in range(len(answers))]
+    unworded = {"answer", "outcome"}
+    for one, other in zip(plain, found, strict=True):
+        assert all(one[name] == other[name] for name in KEYS - unworded)
+
+
+def test_a_recipes_answer_model_is_loaded(folder):
+    recipe = config(answerer__source="http://localhost:1/v1", answerer__name="m")
+    settings = {"answerer.max_retries": 0, "answerer.timeout_seconds": 1.0}
+    recipe = apply_overrides(recipe, settings)
+    made = tool.SearchTool(tool.tool_config(recipe, model=str(folder), slots=4))
+    assert made._answerer is not None and made._answer_from == "finish"
+    assert made._answerer([[{"role": "user", "content": "Who?"}]]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"Wh\xff?", "line 2: not UTF-8"),
+        (b'{"question": 3}', "line 2: a question must be text"),
+        (b'{"q": "Who?"}', "line 2: expected text or"),
+        (b"{", "line 2: expected text or"),
+    ],
+)
+def test_a_bad_line_is_named(search, line, message):
+    with pytest.raises(ValueError, match=message):
+        tool._answer_lines(search, [b"\n", line + b"\n"], 4)
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1", 70_000), ("127.0.0.1", -1), ("no.host.at.all", 0)]
+)
+def test_where_nobody_can_listen_is_a_users_error(host, port):
+    with pytest.raises(ValueError, match=f"cannot listen at {host}:{port}"):
+        JsonServer(host, port, {}, token="t")
+
+
+def test_a_taken_port_is_a_users_error():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"127.0.0.1:{port}: Address already"):
+            JsonServer("127.0.0.1", port, {})
+
+
+def test_a_connection_that_breaks_off_leaves_no_traceback(server, capsys):
+    for _ in range(3):
+        broken = socket.create_connection(server.server_address[:2])
+        # Closed with a reset, while the request's first line is awaited.
+        broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        broken.sendall(b"POST /sea")
+        broken.close()
+    assert ask(server, "GET", "/health")[0] == 200
+    time.sleep(0.2)
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (["--serve", "--question=Who?"], "do not go together"),
+        (["--serve", "--port=70000"], "cannot listen at 127.0.0.1:70000"),
         (["--modle=x"], "unknown flag --modle; did you mean --model?"),
         (["--model=/nowhere/at/all"], "/nowhere/at/all"),
         (["--serve", "--host=0.0.0.0"], "--token_env=NAME"),

@@ -150,7 +150,11 @@ def open_index(path, *, corpus, encoder, verify=True):
     }
     differing = _differences({k: manifest[k] for k in ours}, ours)
     if differing:
-        raise ValueError(f"{path} was not built for this input:\n" + differing)
+        hint = ""
+        if manifest["encoder"] != ours["encoder"]:
+            hint = "\n  (an encoder is its weights, family, max_query_tokens and "
+            hint += "max_passage_tokens: those that rsearch.index was given)"
+        raise ValueError(f"{path} was not built for this input:\n{differing}{hint}")
     if verify:
         _check_files(path, manifest["files"])
     names = [pathlib.PurePosixPath(name) for name in manifest["files"]]
