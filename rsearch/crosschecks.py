@@ -42,6 +42,24 @@ def _check_reranker(c):
         )
 
 
+def _check_endpoints(c):
+    for name in ("judge", "rewriter", "writer", "answerer", "reader"):
+        source = c[name].source
+        if not source.startswith(("http://", "https://")):
+            continue
+        if any(sign in source for sign in "@?#"):  # not shown: it may be a secret
+            raise ValueError(
+                f"config.{name}.source is a URL that holds a password, a query or a "
+                f"fragment; a key is read from the environment variable that "
+                f"config.{name}.api_key_env names"
+            )
+        if not c[name].name:
+            raise ValueError(
+                f"config.{name}.name = '': an endpoint has several models, and "
+                f"config.{name}.source = {source!r} is one: name the model"
+            )
+
+
 def _check_reader(c):
     asked = [m for m in c.eval.methods if m == "evidence" or m.startswith("reader_")]
     if asked and not c.reader.source:
@@ -61,6 +79,11 @@ def _check_retrieved(c):
         raise ValueError(
             "config.rl.mask_retrieved = False needs config.rl.behavior = 'scored': "
             "nobody has sampled what was retrieved"
+        )
+    if "rl" in kinds(c) and not c.rl.mask_retrieved and c.rl.tis_cap:
+        raise ValueError(
+            f"config.rl.mask_retrieved = False does not go with config.rl.tis_cap = "
+            f"{c.rl.tis_cap}: what was retrieved has no sampler's probability"
         )
 
 
@@ -86,11 +109,6 @@ def _check_shape(c):
         raise ValueError(
             f"config.model.num_kv_heads = {kv_heads} is not a multiple of "
             f"config.mesh.tensor = {c.mesh.tensor}"
-        )
-    if "rl" in kinds(c) and not c.rl.mask_retrieved and c.rl.tis_cap:
-        raise ValueError(
-            f"config.rl.mask_retrieved = False does not go with config.rl.tis_cap = "
-            f"{c.rl.tis_cap}: what was retrieved has no sampler's probability"
         )
 
 
@@ -193,6 +211,11 @@ def _check_rl_settings(c):
             f"config.rl.memorise_rows = {c.rl.memorise_rows} is not a multiple of "
             f"config.rl.micro_batch = {c.rl.micro_batch}"
         )
+    if c.rl.memorise_coef and not c.rewriter.source:
+        raise ValueError(
+            f"config.rl.memorise_coef = {c.rl.memorise_coef} needs a model that words "
+            "what was found as recalled: name one in config.rewriter.source"
+        )
 
 
 def _check_sft_batch(c):
@@ -207,11 +230,6 @@ def _check_sft_batch(c):
         raise ValueError(
             f"config.sft.warmup_steps = {c.sft.warmup_steps} leaves no room for the "
             f"decay in config.sft.steps = {c.sft.steps}"
-        )
-    if c.rl.memorise_coef and not c.rewriter.source:
-        raise ValueError(
-            f"config.rl.memorise_coef = {c.rl.memorise_coef} needs a model that words "
-            "what was found as recalled: name one in config.rewriter.source"
         )
 
 
@@ -260,6 +278,7 @@ CROSS_CHECKS = (
     _check_sources,
     _check_world,
     _check_reranker,
+    _check_endpoints,
     _check_reader,
     _check_nucleus,
     _check_retrieved,

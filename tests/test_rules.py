@@ -53,6 +53,15 @@ def test_word_is_refused_with_the_words_there_are(name):
     assert all(repr(word) in told for word in WORDS[name])
 
 
+@pytest.mark.parametrize("name", ["judge", "rewriter", "writer", "answerer", "reader"])
+def test_an_endpoint_names_its_model_and_holds_no_secret(name):
+    told = refusal(**{f"{name}__source": "http://localhost/v1"})
+    assert f"config.{name}.name = ''" in told
+    for secret in ("https://me:s3cret@host/v1", "https://host/v1?key=s3cret"):
+        told = refusal(**{f"{name}__source": secret, f"{name}__name": "m"})
+        assert f"config.{name}.api_key_env" in told and "s3cret" not in told
+
+
 @pytest.mark.parametrize("stages", [(), ("rl", "rl"), ("rl", "ppo")])
 def test_stages_are_known_and_given_once(stages):
     assert refusal(stages=stages).startswith("config.stages = ")
