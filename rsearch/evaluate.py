@@ -313,7 +313,9 @@ def main(argv) -> int:
     if given["model"]:
         own = {"model.source": given["model"], "tokenizer.source": ""}
         changed = apply_overrides(config, own)
-    setup = build.load_setup(changed, say=console.note, only_dev=True)
+    setup = build.load_setup(
+        changed, say=console.note, only_dev=True, home=given["workdir"]
+    )
     inputs = {} if given["model"] else setup.inputs
     with Workdir(given["workdir"], config, inputs=inputs, is_reader=True) as workdir:
         if given["model"]:

@@ -302,6 +302,14 @@ def test_the_policys_rollouts_are_made_once_for_itself_and_its_reader(asking):
     assert evaluator._last is not first
 
 
+def test_a_model_may_be_what_a_stage_of_the_run_has_trained(tmp_path, capsys):
+    folder = shutil.copytree(finished(), tmp_path / "run")
+    given = ["--config.eval.methods=protocol", "--config.answerer.source=stage:sft_x"]
+    assert evaluate_here(*arguments(folder), *given) == 2
+    told = capsys.readouterr().err
+    assert f"'stage:sft_x': the run in {folder} has the stages sft, rl" in told
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
