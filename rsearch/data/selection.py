@@ -27,15 +27,15 @@ def difficulty(needed: int | None, *, easy_below: int, hard_above: int) -> str:
     return "easy" if needed < easy_below else "medium"
 
 
-def drawn(items: Sequence[Question], *, seed: int) -> list[int]:
+def drawn(items: Sequence[Question], *, seed: int, name: str = "") -> list[int]:
     """The places of all questions in a random order.
 
-    A question's place among others follows from the seed and its id alone: it does not
-    move when there are more questions or fewer.
+    A question's place among others follows from the seed, its id and the draw's name
+    alone: it does not move when there are more questions or fewer.
     """
 
     def rank(i):
-        text = f"{seed} {items[i].id}".encode("utf-8", "replace")
+        text = f"{name}{seed} {items[i].id}".encode("utf-8", "replace")
         return xxhash.xxh3_64_intdigest(text), i
 
     return sorted(range(len(items)), key=rank)
@@ -47,8 +47,12 @@ def share(items: Sequence[Question], part: float, *, seed: int) -> list[int]:
 
 
 def first_drawn(items: Sequence[Question], count: int, *, seed: int) -> list[int]:
-    """The places of `count` random questions, in their order; 0 means all."""
-    return sorted(drawn(items, seed=seed)[: count or None])
+    """The places of `count` random questions, in their order; 0 means all.
+
+    It is a draw of its own: `share` and `mixed`, which take from the front of theirs,
+    do not decide which of what they took is among these.
+    """
+    return sorted(drawn(items, seed=seed, name="first ")[: count or None])
 
 
 def dataset_of(question: Question) -> str:

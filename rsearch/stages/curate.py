@@ -27,6 +27,8 @@ from rsearch.stages.curate_rolling import FIRST, Work
 from rsearch.stages.curate_summary import Chosen, Verdict, capped, show, summarise
 from rsearch.workdir import write_json, write_rows
 
+FAILED = "tools failed"  # what became of a question that nothing is known of
+
 
 def is_done(folder: pathlib.Path) -> bool:
     """Whether a stage has written all of its files there."""
@@ -137,13 +139,18 @@ def _rewriter(work: Work) -> Chosen:
 def _answerable(work: Work) -> Chosen:
     """RAG-R1's questions for reinforcement: wrong at first, and yet answerable.
 
-    A share of those that were right is added. Source: RAG-R1 section 3.2.1.
+    A share of those that were right is added. Of a question whose tools failed nothing
+    is known: it is neither. Source: RAG-R1 section 3.2.1.
     """
     c, seed = work.setup.config.curate, work.setup.config.seed
     solved = _solved(c)
     first = work.roll_out(FIRST, work.questions, most=c.rollouts, enough=solved)
     is_solved = [solved(q, a) for q, a in zip(work.questions, first, strict=True)]
-    wrong = [q for q, right in zip(work.questions, is_solved) if not right]
+    wrong = [
+        question
+        for question, right, attempts in zip(work.questions, is_solved, first)
+        if not right and _says_something(attempts)
+    ]
     again = work.roll_out(
         "retry",
         wrong,
@@ -158,9 +165,13 @@ def _answerable(work: Work) -> Chosen:
     verdicts, records = [], []
     for question, attempts in zip(work.questions, first, strict=True):
         more = retried.get(question.id, [])
-        if question.id in retried:
+        if not _says_something(attempts):
+            kept, name = False, FAILED
+        elif question.id in retried:
             kept = solved(question, more)
             name = "wrong, answerable" if kept else "wrong, unanswerable"
+            if not _says_something(more):
+                name = f"wrong, {FAILED}"
         else:
             kept = question.id in chosen
             name = "right, drawn" if kept else "right, not drawn"
@@ -226,6 +237,11 @@ def _mix(work, labels, num_rollouts):
     return Chosen(
         verdicts, questions=records, notes=[f"config.curate.mix: {s}" for s in short]
     )
+
+
+def _says_something(attempts):
+    """Whether the tools of one of them did not fail."""
+    return any(a.outcome.is_signal for a in attempts)
 
 
 def _measure(c):

@@ -125,7 +125,7 @@ class Work:
             over; failures of the search engine are among them.
         """
         slots = self.setup.config.rollout.slots
-        group_size = _group_size(slots, min(most, self.setup.config.rollout.group_size))
+        group_size = _group_size(self.setup.config.rollout.group_size, most)
         earlier = self.first_journal() if name == FIRST else None
         known = {} if earlier is None else earlier.of(FIRST)
         attempts = {q.id: [*map(from_record, known.get(q.id, ()))] for q in questions}
@@ -193,6 +193,10 @@ def with_searches(setup: build.Setup, max_searches: int) -> build.Setup:
     return dataclasses.replace(setup, limits=limits, num_tokens=needed)
 
 
-def _group_size(slots: int, wanted: int) -> int:
-    """The largest number of rollouts, at most `wanted`, that divides the slots."""
-    return next(g for g in range(wanted, 0, -1) if slots % g == 0)
+def _group_size(whole: int, most: int) -> int:
+    """The largest part of a group, at most `most`, that divides it.
+
+    So it divides the slots as a group does, and does not depend on how many there are:
+    a stage that goes on with others asks the same.
+    """
+    return next(g for g in range(min(whole, most), 0, -1) if whole % g == 0)

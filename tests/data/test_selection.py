@@ -85,3 +85,12 @@ def test_too_few_are_all_taken_and_said():
 def test_all_levels_are_all_that_have_a_level():
     mix = ("easy 0:", "medium 0:", "hard 0:")
     assert mixed(asked(3), ["hard", None, "easy"], mix, seed=0) == ([0, 2], [])
+
+
+def test_a_cap_takes_of_a_share_what_it_takes_of_the_rest():
+    """The share holds the first of its own draw, and the cap is another draw."""
+    right = [Question(f"right {i}", "?", ("a",)) for i in range(400)]
+    wrong = [Question(f"wrong {i}", "?", ("a",)) for i in range(100)]
+    kept = [right[i] for i in share(right, 0.25, seed=0)] + wrong
+    taken = [kept[i].id.split()[0] for i in first_drawn(kept, 100, seed=0)]
+    assert 35 <= taken.count("right") <= 65

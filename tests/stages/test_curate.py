@@ -11,7 +11,7 @@ from rsearch.data.demonstrations import load_demonstrations
 from rsearch.data.questions import load_questions
 from rsearch.plan import DEMONSTRATIONS, QUESTIONS, SUMMARY
 from rsearch.protocols.base import Step
-from rsearch.stages import curate
+from rsearch.stages import curate, curate_rolling
 from rsearch.stages.curate_rolling import JOURNAL
 from rsearch.types import Answer, Search, Source
 from tests.small_run import config, load_setup, quick_compilation
@@ -35,7 +35,7 @@ def setup():
 
 def with_fields(setup, **fields):
     """The setup with other settings that its parts do not depend on."""
-    return dataclasses.replace(setup, config=config(**SIZES, **fields))
+    return dataclasses.replace(setup, config=config(**SIZES | fields))
 
 
 def answers(setup, how_often):
@@ -191,6 +191,58 @@ def test_answerable_are_the_wrong_ones_that_a_retry_solves_and_some_right_ones(
     known = {q.id: q for q in setup.train}
     assert not problems and all(known[q.id] == q for q in kept)
     assert setup.train[0].id not in {q.id for q in kept}
+
+
+def test_questions_whose_tools_failed_are_neither_right_nor_wrong(
+    setup, tmp_path, monkeypatch
+):
+    """One fails in every search, and one in those behind its first rollout."""
+    once, ever = (setup.world.hops[q.id][0].subject for q in setup.train[1:3])
+    heard = []
+
+    def search(queries):
+        heard.extend(queries)
+        found = setup.search(queries)
+        fails = [q == ever or (q == once and heard.count(q) > 1) for q in queries]
+        return [None if f else hits for f, hits in zip(fails, found, strict=True)]
+
+    own = with_fields(setup, curate__method="answerable", curate__retry_rollouts=2)
+    own = dataclasses.replace(own, search=search)
+    script = Script(answers(setup, lambda number: float(number > 2)))
+    run(own, tmp_path, script, monkeypatch)
+    summary = summary_of(tmp_path)
+    check_sums(summary, 14)
+    count = {row["verdict"]: row["rollouts"] for row in summary["verdicts"]}
+    shares = {name: count.pop(name) for name in ("right, drawn", "right, not drawn")}
+    assert sum(shares.values()) == 11
+    # Question 0 is asked again and still wrong; question 2 is not even asked again.
+    assert count == {
+        "wrong, unanswerable": 1 + 2,
+        "wrong, tools failed": 1 + 2,
+        "tools failed": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    "whole, most, size", [(8, 10, 8), (8, 6, 4), (8, 3, 2), (5, 3, 1), (1, 10, 1)]
+)
+def test_rollouts_go_in_groups_that_divide_a_whole_one(whole, most, size):
+    assert curate_rolling._group_size(whole, most) == size
+
+
+def test_a_stage_may_go_on_with_other_slots(setup, tmp_path, monkeypatch):
+    fields = {"curate__method": "difficulty", "curate__rollouts": 3}
+    fields |= {"curate__easy_below": 2, "curate__hard_above": 2}
+    own, more = (
+        with_fields(setup, rollout__group_size=4, rollout__slots=slots, **fields)
+        for slots in (4, 12)
+    )
+    say = answers(setup, often)
+    wanted = run(own, tmp_path / "a", Script(say), monkeypatch)
+    with pytest.raises(Stopped):
+        run(own, tmp_path / "b", Script(say, 5), monkeypatch)
+    found = run(more, tmp_path / "b", Script(say), monkeypatch)
+    assert all(found[name] == wanted[name] for name in (QUESTIONS, SUMMARY))
 
 
 def test_first_rollouts_are_taken_over_from_another_stage(setup, tmp_path, monkeypatch):
