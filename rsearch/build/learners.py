@@ -36,7 +36,7 @@ def make_learner(setup: Setup, kind: str) -> tuple[update.Learner, object]:
 
 def _policy_settings(setup):
     """What a Learner of the reinforcement stage is made with."""
-    c, s, r = setup.config, setup.config.rl, setup.config.rollout
+    c, s, limits = setup.config, setup.config.rl, setup.limits
     loss = objectives.policy_loss(
         clip_low=s.clip_low,
         clip_high=s.clip_high,
@@ -51,7 +51,7 @@ def _policy_settings(setup):
     return dict(
         loss=loss,
         loss_mean=s.loss_mean,
-        loss_tokens=s.loss_tokens or (r.max_searches + 1) * r.max_turn_tokens,
+        loss_tokens=s.loss_tokens or limits.num_turns * limits.max_turn_tokens,
         temperature=c.rollout.temperature,
         memorise_coef=s.memorise_coef,
         kl_target=s.kl_target,

@@ -94,7 +94,7 @@ def mixed(
         stop = int(count or high or len(cell))
         if part is not None:
             stop = round(float(part) * len(cell))
-        if stop > len(cell):
+        if stop > len(cell) or 0 < int(low or 0) >= len(cell):
             short.append(f"{entry!r}: there are {len(cell)} such questions")
         taken.update(order[int(low or 0) : stop])
     return sorted(taken), short

@@ -94,3 +94,11 @@ def test_a_cap_takes_of_a_share_what_it_takes_of_the_rest():
     kept = [right[i] for i in share(right, 0.25, seed=0)] + wrong
     taken = [kept[i].id.split()[0] for i in first_drawn(kept, 100, seed=0)]
     assert 35 <= taken.count("right") <= 65
+
+
+def test_a_range_that_begins_behind_the_last_question_is_told():
+    questions = [Question(f"q{i}", "?", ("a",)) for i in range(5)]
+    levels = ["hard"] * 5
+    assert mixed(questions, levels, ("hard 4:",), seed=0)[1] == []
+    taken, short = mixed(questions, levels, ("hard 5:",), seed=0)
+    assert (taken, short) == ([], ["'hard 5:': there are 5 such questions"])
