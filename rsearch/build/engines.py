@@ -1,5 +1,8 @@
 """Hosts, rollout engines and learners of a run."""
 
+import dataclasses
+
+from rsearch import console
 from rsearch.build.parts import WORLD
 from rsearch.build.setup import Setup
 from rsearch.data.demonstrations import (
@@ -9,7 +12,7 @@ from rsearch.data.demonstrations import (
     load_demonstrations,
     world_demonstrations,
 )
-from rsearch.plan import DEMONSTRATIONS, stage_file
+from rsearch.plan import DEMONSTRATIONS, STAGE, stage_file
 from rsearch.protocols import plain
 from rsearch.retrieval.writing import written
 from rsearch.rollout.automaton import token_automaton
@@ -126,43 +129,67 @@ def _demonstrations(setup: Setup):
 def replay_demonstrations(setup: Setup, *, progress=lambda items: items):
     """The demonstrations as rollouts of the current engine, each within its budget.
 
+    Of those that a stage of this run has made, what is too long here is left out, and
+    people are told: nobody could mend it.
+
     Args:
         setup: of the run.
         progress: wraps the demonstrations, to show how far it has come.
 
     Raises:
         ValueError: one does not follow its protocol, searches too often, or is too
-            long.
+            long; or none of a stage's is left.
     """
-    limit = setup.config.sft.sequence_tokens
+    source = setup.config.sft.demonstrations
     demonstrations = _demonstrations(setup)
     hosts, chats = {PROTOCOL: make_host(setup)}, {}
     for method in {d.method for d in demonstrations} - {PROTOCOL}:
         asked = [d.question for d in demonstrations if d.method == method]
         hosts[method], chats[method] = make_baseline(setup, method, asked)
-    rollouts = []
+    # A chat of its own is no prompt of a rollout: it may hold passages.
+    whole = setup.config.sft.sequence_tokens
+    limits = dataclasses.replace(setup.limits, max_prompt_tokens=whole)
+    chatting = make_host(setup, limits=limits)
+    rollouts, left_out = [], []
     for demonstration in progress(demonstrations):
-        question, method = demonstration.question, demonstration.method
-        chat = chats[method][question.id] if method in chats else None
-        rollout = replay(
-            hosts[method],
-            question,
-            demonstration.turns,
-            messages=demonstration.messages or chat,
-            context_turns=demonstration.context_turns,
-            observations=demonstration.observations,
-            may_stop=demonstration.is_segment,
-        )
-        if rollout.outcome == Outcome.TRUNCATED and not demonstration.is_segment:
-            raise ValueError(
-                f"the demonstration of question {question.id} searches in its last "
-                "turn; config.rollout.max_searches is "
-                f"{setup.config.rollout.max_searches}"
-            )
-        if rollout.num_tokens > limit:
-            raise ValueError(
-                f"the demonstration of question {question.id} has {rollout.num_tokens} "
-                f"tokens, config.sft.sequence_tokens is {limit}"
-            )
-        rollouts.append(rollout)
+        method = demonstration.method
+        host = chatting if demonstration.messages else hosts[method]
+        chat = chats[method][demonstration.question.id] if method in chats else None
+        try:
+            rollouts.append(_replayed(setup, host, demonstration, chat))
+        except ValueError as error:
+            if not source.startswith(STAGE):
+                raise
+            left_out.append(error)
+    if left_out:
+        told = f"{source}: {len(left_out)} of {len(demonstrations)} demonstrations"
+        if not rollouts:
+            raise ValueError(f"{told} cannot be learnt; {left_out[0]}") from None
+        console.note(f"{told} are left out, the first for this: {left_out[0]}")
     return rollouts
+
+
+def _replayed(setup, host, demonstration, chat):
+    """The rollout of one demonstration; `chat` opens it where it has none itself."""
+    question, limit = demonstration.question, setup.config.sft.sequence_tokens
+    rollout = replay(
+        host,
+        question,
+        demonstration.turns,
+        messages=demonstration.messages or chat,
+        context_turns=demonstration.context_turns,
+        observations=demonstration.observations,
+        may_stop=demonstration.is_segment,
+    )
+    if rollout.outcome == Outcome.TRUNCATED and not demonstration.is_segment:
+        raise ValueError(
+            f"the demonstration of question {question.id} searches in its last "
+            "turn; config.rollout.max_searches is "
+            f"{setup.config.rollout.max_searches}"
+        )
+    if rollout.num_tokens > limit:
+        raise ValueError(
+            f"the demonstration of question {question.id} has {rollout.num_tokens} "
+            f"tokens, config.sft.sequence_tokens is {limit}"
+        )
+    return rollout

@@ -185,6 +185,42 @@ def test_a_demonstration_that_no_rollout_should_be_is_refused(
     assert "d.jsonl:1" in str(told.value)
 
 
+def test_a_chat_of_its_own_may_be_longer_than_a_rollouts_prompt(setup, tmp_path):
+    """As the rewriting model's, which holds passages; a sequence is its only limit."""
+    chat = [{"role": "user", "content": "Rome. " * 30 + "Where?"}]
+    row = {"question": "Where?", "turns": ["<answer> Rome </answer>"], "messages": chat}
+    (rollout,) = from_file(setup, tmp_path, row)
+    prompt = rollout.segments[0]
+    assert len(prompt.token_ids) > setup.limits.max_prompt_tokens
+    assert prompt.text.count("Rome.") == 30
+    with pytest.raises(ValueError, match=r"prompt of \d+ tokens > 50"):
+        from_file(setup, tmp_path, row, sft__sequence_tokens=50)
+
+
+def from_stage(setup, home, *turns):
+    """Rollouts of the demonstrations that a stage of this run has left."""
+    folder = home / "curate"
+    folder.mkdir(exist_ok=True)
+    rows = [{"question": "Q?", "turns": [turn]} for turn in turns]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "demonstrations.jsonl").write_text(text)
+    c = config(sft__demonstrations="stage:curate")
+    return build.replay_demonstrations(dataclasses.replace(setup, config=c, home=home))
+
+
+def test_what_a_stage_has_made_too_long_is_left_out_and_told(setup, tmp_path, capsys):
+    good, long = "<answer> A </answer>", f"{'x ' * 99}<answer> A </answer>"
+    found = from_stage(setup, tmp_path, good, long, good)
+    assert [rollout.policy_texts for rollout in found] == [(good,)] * 2
+    told = capsys.readouterr().err
+    assert "stage:curate: 1 of 3 demonstrations are left out" in told
+    assert "tokens in a turn > 24" in told
+    with pytest.raises(
+        ValueError, match=r"1 of 1 demonstrations cannot be learnt; .*24"
+    ):
+        from_stage(setup, tmp_path, long)
+
+
 def test_an_optimizer_counts_every_update_of_its_stage(setup):
     """With decay, the last of 2 steps x 3 updates has a tenth of the rate."""
     import jax.numpy as jnp
