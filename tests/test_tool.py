@@ -5,12 +5,8 @@ import http.client
 import json
 import os
 import signal
-import socket
-import struct
 import subprocess
 import sys
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -19,7 +15,6 @@ from rsearch import build, index, tool
 from rsearch.config import apply_overrides, load, run_command, validate
 from rsearch.models import huggingface
 from rsearch.rollout.driver import replay
-from rsearch.serving import JsonServer
 from rsearch.types import (
     Group,
     Lookup,
@@ -37,6 +32,7 @@ from tests.small_run import (
     config,
     quick_compilation,
 )
+from tests.test_serving import ask, serving
 
 __all__ = ["quick_compilation"]
 RECIPES = [
@@ -296,33 +292,6 @@ def test_a_bad_line_is_named(search, line, message):
 
 
 @pytest.mark.parametrize(
-    ("host", "port"), [("127.0.0.1", 70_000), ("127.0.0.1", -1), ("no.host.at.all", 0)]
-)
-def test_where_nobody_can_listen_is_a_users_error(host, port):
-    with pytest.raises(ValueError, match=f"cannot listen at {host}:{port}"):
-        JsonServer(host, port, {}, token="t")
-
-
-def test_a_taken_port_is_a_users_error():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"127.0.0.1:{port}: Address already"):
-            JsonServer("127.0.0.1", port, {})
-
-
-def test_a_connection_that_breaks_off_leaves_no_traceback(server, capsys):
-    for _ in range(3):
-        broken = socket.create_connection(server.server_address[:2])
-        # Closed with a reset, while the request's first line is awaited.
-        broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        broken.sendall(b"POST /sea")
-        broken.close()
-    assert ask(server, "GET", "/health")[0] == 200
-    time.sleep(0.2)
-    assert "Traceback" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("given", "message"),
     [
         (["--serve", "--question=Who?"], "do not go together"),
@@ -347,27 +316,8 @@ def test_a_wrong_command_ends_with_one_line_and_code_2(folder, capsys, given, me
 @pytest.fixture
 def server(search):
     """The service in a thread, with a small limit on bodies."""
-    server = JsonServer("127.0.0.1", 0, tool.routes_of(search), max_body_bytes=4096)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
-    assert not thread.is_alive()
-
-
-def ask(server, method="POST", path="/search", body=None, **headers):
-    """(status, JSON) of one request."""
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=60)
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    sent = {"Content-Type": "application/json"} if method == "POST" else {}
-    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
-    connection.request(method, path, raw if method == "POST" else None, sent)
-    reply = connection.getresponse()
-    found = reply.status, json.loads(reply.read())
-    connection.close()
-    return found
+    with serving(tool.routes_of(search), max_body_bytes=4096) as server:
+        yield server
 
 
 def test_a_question_over_http_gets_what_a_call_gets(server, search, questions):
@@ -411,40 +361,6 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(
     found = ask(server, **request_)
     assert found[0] == status and message in found[1]["error"]
     assert ask(server, "GET", "/health")[0] == 200
-
-
-def test_with_a_token_only_those_who_carry_it_are_answered(search):
-    routes = tool.routes_of(search)
-    server = JsonServer("127.0.0.1", 0, routes, token="s3cret")
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        assert ask(server, "GET", "/health")[0] == 401
-        wrong = ask(server, "GET", "/health", Authorization="Bearer s3cret2")
-        assert wrong[0] == 401
-        right = {"Authorization": "Bearer s3cret", "Host": "any.example"}
-        assert ask(server, "GET", "/health", **right)[0] == 200
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
-
-
-def test_a_fault_is_an_internal_error_that_tells_clients_nothing(capsys):
-    def broken(body):
-        raise RuntimeError("path of a secret")
-
-    server = JsonServer("127.0.0.1", 0, {("GET", "/health"): broken})
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        told = ask(server, "GET", "/health")
-        assert told == (500, {"error": "internal error"})
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
-    assert "path of a secret" in capsys.readouterr().err
 
 
 def test_the_service_ends_cleanly_when_it_is_told_to(folder):
