@@ -64,7 +64,9 @@ def main(argv) -> int:
         (words if word.startswith("-") or _is_value(words) else folders).append(word)
     flags = parse_flags(words, flags=FLAGS)
     if not folders:
-        raise ValueError("name at least one run's directory; --help shows the usage")
+        raise ValueError(
+            "name at least one run's directory: python -m rsearch.compare DIR DIR..."
+        )
     runs = [read_run(path) for path in find_runs(folders)]
     labels = label_runs(runs)
     chosen = {name: flags[name] for name in ("stage", "method", "dataset")}

@@ -44,12 +44,13 @@ class Memory:
         return sum(self.resident.values()) + max(phases)
 
 
-def shape_of(source: str, c) -> DecoderSpec | None:
+def shape_of(source: str, c, *, section: str = "model") -> DecoderSpec | None:
     """The shape of a model by its source, without its weights.
 
     Args:
         source: as config.model.source; "" is the shape in config.model.
         c: the configuration.
+        section: of the configuration that names it.
 
     Returns:
         Its shape; None of one that the run makes itself, or whose vocabulary is the
@@ -68,7 +69,7 @@ def shape_of(source: str, c) -> DecoderSpec | None:
         return hf_config.read_spec(source)
     if source not in PUBLISHED:
         raise ValueError(
-            f"config.model.source = {source!r}: its shape is not known without its "
+            f"config.{section}.source = {source!r}: its shape is not known without its "
             "files; name a directory with its config.json, or one of "
             f"{', '.join(PUBLISHED)}"
         )
@@ -190,7 +191,8 @@ def _agent_memory(c, name):
     """{what: bytes} of a model beside the policy that runs here."""
     source = c[name].source
     # What another stage of the run trains has the shape of this one's model.
-    spec = shape_of(c.model.source if source.startswith(STAGE) else source, c)
+    shaped = c.model.source if source.startswith(STAGE) else source
+    spec = shape_of(shaped, c, section=name)
     if spec is None:
         return {}
     stored = FLOAT32 * spec.num_params / (c.mesh.fsdp * c.mesh.tensor)
