@@ -140,6 +140,11 @@ class Tokenizer:
             raise ValueError(f"{self._name}: chat template drops messages of {dropped}")
         return self._encode_pieces([*pieces, (opening, True)])
 
+    @property
+    def has_template(self) -> bool:
+        """Whether chats are written by a template, and not just joined."""
+        return self._template is not None
+
     def role_frame(self, role: str) -> tuple[np.ndarray, np.ndarray] | None:
         """What the chat template writes around a message that follows the assistant's.
 

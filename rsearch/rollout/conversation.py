@@ -111,6 +111,20 @@ def _turn_end(tokenizer, protocol, role) -> int:
     return next((i for i in written if i in tokenizer.eos_ids), tokenizer.eos_ids[0])
 
 
+def _turn_start(tokenizer, protocol) -> str:
+    """The space between what asks for a reply and the reply's words."""
+    if not protocol.is_chat or protocol.opening or not tokenizer.has_template:
+        return ""
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        asked = tokenizer.decode(tokenizer.encode_prompt(chat[:1]))
+        whole = tokenizer.decode(tokenizer.encode_prompt(chat))
+    except ValueError:  # such a chat is refused, so that nothing is known of it
+        return ""
+    between = whole.removeprefix(asked).partition("b")[0]
+    return between if whole.startswith(asked) and between.isspace() else ""
+
+
 def _frame(tokenizer, role_frame, observation: Observation, turn: int):
     """Ids before and after an observation's content.
 
@@ -189,6 +203,7 @@ class Host:
             Answer: _turn_end(tokenizer, protocol, "user"),
             Search: _turn_end(tokenizer, protocol, protocol.observation_role or "user"),
         }
+        self._start = _turn_start(tokenizer, protocol)
         self.shown_tokens = shown_tokens(limits, markup_tokens(tokenizer, protocol))
 
     def prompt(self, messages: Messages) -> np.ndarray:
@@ -203,6 +218,18 @@ class Host:
         answer). Raw text, and a template that writes no such id, end by the first one.
         """
         return self._ends[type(action)]
+
+    def start_of(self, number: int) -> str:
+        """The space that the template writes before the words of a turn.
+
+        It is no part of the prompt (GLM-4 has a line feed behind <|assistant|>, and
+        asks for a reply without it): the policy writes it. A turn that goes on behind
+        a plain observation has none.
+
+        Args:
+            number: of the turn, from 0.
+        """
+        return self._start if number == 0 or self._role_frame is not None else ""
 
     def open(self, prompt: np.ndarray) -> Conversation:
         """A conversation that has its prompt."""

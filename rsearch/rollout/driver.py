@@ -166,8 +166,8 @@ def replay(
     Args:
         host: answers its searches.
         question: opens the conversation.
-        turns: what is written, turn by turn, each up to its action. A turn that no
-            stop string ends gets the token that ends it in a chat; see `Host.end_of`.
+        turns: what is written, turn by turn, each up to its action. It begins and, if
+            no stop string ends it, ends as in a chat: see `Host.start_of`, `end_of`.
         messages: the chat that opens it; the protocol's own where not given.
         context_turns: how many of the first turns are given and not learnt: their
             segments are part of the prompt.
@@ -201,7 +201,7 @@ def replay(
         if isinstance(action, Malformed):
             raise refuse(f"turn {number + 1} has no action: {text!r}")
         try:
-            ids = _turn_ids(host, text, action)
+            ids = _turn_ids(host, host.start_of(number) + text, action)
         except ValueError as error:
             raise refuse(f"turn {number + 1} {error}") from None
         written = {0: (ids, np.zeros(len(ids), np.float32))}

@@ -236,31 +236,30 @@ def test_a_template_that_knows_the_role_frames_the_observation():
     np.testing.assert_array_equal(write(host, wave, closed), shown[1:])
 
 
-def test_a_demonstration_ends_its_turns_as_the_template_does():
+def test_a_demonstration_begins_and_ends_its_turns_as_the_template_does():
     """Of the kind of GLM-4, whose turns are ended by the next role's token."""
     tokenizer = Tokenizer(
         tiny.tokenizer()._json,
         eos_tokens=["<|end|>", "<|user|>", "<|observation|>"],
         chat_template=GLM,
     )
-    host = make_host(REARAG, tokenizer=tokenizer, max_observation_tokens=50)
-    host = dataclasses.replace(host.limits, max_prompt_tokens=999, max_turn_tokens=99)
-    host = Host(tokenizer, REARAG, Engine(), host)
+    sizes = dict(max_prompt_tokens=999, max_turn_tokens=99, max_observation_tokens=50)
+    host = make_host(REARAG, tokenizer=tokenizer, **sizes)
     calls = ("{'function': 'search', 'parameters': {'query': 'river'}}",)
     calls += ("{'function': 'finish', 'parameters': {'answer': 'city'}}",)
-    turns = [f"\nAction {i}: `{call}`" for i, call in enumerate(calls, 1)]
+    turns = [f"Action {i}: `{call}`" for i, call in enumerate(calls, 1)]
     question = Question("0", "who", ())
     rollout = replay(host, question, turns)
     assert (rollout.answer, rollout.outcome) == ("city", Outcome.ANSWERED)
-    assert rollout.policy_texts == tuple(turns)
+    assert rollout.policy_texts == tuple(f"\n{turn}" for turn in turns)
     ends = [s.token_ids[-1:] for s in rollout.segments if s.source == Source.POLICY]
     assert [tokenizer.decode(end) for end in ends] == ["<|observation|>", "<|user|>"]
     # What the policy has read and written is what the template makes of the chat.
     chat = REARAG.messages("who")
     for role, text in [
-        ("assistant", turns[0][1:]),
+        ("assistant", turns[0]),
         ("observation", FOUND.contents),
-        ("assistant", turns[1][1:]),
+        ("assistant", turns[1]),
         ("user", ""),
     ]:
         chat.append({"role": role, "content": text})
@@ -273,6 +272,23 @@ def test_a_demonstration_ends_its_turns_as_the_template_does():
     assert fenced.segments[-1].token_ids[-1] not in tokenizer.eos_ids
 
 
+def test_only_a_turn_that_the_template_opens_begins_as_it_does():
+    """Behind a plain observation the reply goes on."""
+    tokenizer = with_template(GLM)
+    starts = {
+        name: [
+            make_host(PROTOCOLS[name], tokenizer=tokenizer).start_of(i) for i in (0, 1)
+        ]
+        for name in ("search_r1", "r1_searcher", "r1_searcher_chat", "rearag")
+    }
+    assert starts == {
+        "search_r1": ["\n", ""],
+        "r1_searcher": ["", ""],  # raw text
+        "r1_searcher_chat": ["", ""],  # its first words are the prompt's
+        "rearag": ["\n", "\n"],
+    }
+
+
 @pytest.mark.parametrize("template", [None, CLOSED_TURNS, THREE_ROLES])
 def test_other_templates_end_a_turn_by_the_end_of_text(template):
     tokenizer = with_template(template)
@@ -280,6 +296,7 @@ def test_other_templates_end_a_turn_by_the_end_of_text(template):
         host = make_host(protocol, tokenizer=tokenizer)
         ends = {host.end_of(action) for action in (Answer("a"), Search(("b",)))}
         assert ends == {tokenizer.eos_ids[0]}
+        assert host.start_of(0) == host.start_of(1) == ""
 
 
 def test_a_hostile_observation_cannot_leave_its_role():
