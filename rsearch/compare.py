@@ -103,7 +103,8 @@ def find_runs(folders) -> list[pathlib.Path]:
             continue
         inside = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
         if not folder.is_dir():
-            raise ValueError(f"{folder}: there is no such directory")
+            what = "a file" if folder.exists() else "not there"
+            raise ValueError(f"{folder}: {what}; name a run's directory")
         if not inside:
             raise ValueError(
                 f"{folder}: not a run: neither it nor a directory in it has {CONFIG}"
@@ -119,6 +120,8 @@ def read_run(path) -> Run:
         ValueError: no run, or one that has not been evaluated yet.
     """
     config = fields(read_config(path))
+    if missing := {"name", "seed", "stages"} - config.keys():
+        raise ValueError(f"{path}/{CONFIG}: has no field {min(missing)!r}")
     rows = read_results(path)
     if not rows:
         raise ValueError(

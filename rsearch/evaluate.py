@@ -210,9 +210,15 @@ def read_results(folder: pathlib.Path) -> list[dict]:
     if not path.exists():
         return []
     try:
-        return json.loads(path.read_bytes())
+        rows = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
+    names = {"stage", "method", "dataset"}
+    if not isinstance(rows, list) or not all(
+        isinstance(row, dict) and names <= row.keys() for row in rows
+    ):
+        raise ValueError(f"{path}: not the results of a run; remove it")
+    return rows
 
 
 def show(rows, config) -> None:

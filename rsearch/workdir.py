@@ -162,8 +162,8 @@ def _read(path):
         raise ValueError(f"{path}: not a workdir: it has no {CONFIG}")
     try:
         whole = json.loads(file.read_bytes())
-        version, _ = whole[MARK], whole["config"]
-    except (ValueError, KeyError, TypeError):
+        version, _ = whole[MARK], whole["config"].keys()
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(f"{file}: not the {CONFIG} of a workdir") from None
     if version != FORMAT:
         raise ValueError(f"{file}: format {version}, this program reads {FORMAT}")

@@ -161,8 +161,21 @@ def test_what_is_no_run_is_refused(said, tmp_path):
     (broken / "results.json").write_text("[{")
     foreign = make(tmp_path / "foreign", row())
     (foreign / "config.json").write_text("{}")
+    listed = make(tmp_path / "listed", row())
+    (listed / "config.json").write_text('{"rsearch_workdir": 1, "config": []}')
+    nameless = make(tmp_path / "nameless", row())
+    text = (nameless / "config.json").read_text()
+    (nameless / "config.json").write_text(text.replace('"name"', '"nam"'))
+    for name, results in {"object": {"a": 1}, "short": [{"stage": "rl"}]}.items():
+        (make(tmp_path / name) / "results.json").write_text(json.dumps(results))
+    (tmp_path / "text").write_text("")
     for path, message in {
-        "nowhere": "there is no such directory",
+        "nowhere": "not there",
+        "text": "a file",
+        "listed": "not the config.json of a workdir",
+        "nameless": "has no field 'name'",
+        "object": "not the results of a run",
+        "short": "not the results of a run",
         "empty": "not a run: neither it nor a directory in it has config.json",
         "broken": "results.json: not JSON",
         "foreign": "config.json: not the config.json of a workdir",

@@ -27,6 +27,9 @@ def dry_run(config, *, devices: int = 0, device_memory_gb: float = 0.0) -> None:
         ValueError: the configuration is not valid, a sequence is longer than a model's
             context, or a stage takes more than a device has.
     """
+    for name, value in (("devices", devices), ("device_memory_gb", device_memory_gb)):
+        if not value >= 0:
+            raise ValueError(f"--{name}={value}: must be 0 or more")
     validate(config)
     check_plan(config)
     stages = stage_configs(config)

@@ -112,6 +112,12 @@ def test_devices_that_the_mesh_does_not_divide_are_refused(capsys):
     assert "mesh does not fit" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--devices=-3", "--device_memory_gb=nan"])
+def test_devices_that_there_cannot_be_are_refused(capsys, flag):
+    assert run("--config=configs/r_search.py", flag) == 2
+    assert f"{flag}: must be 0 or more" in capsys.readouterr().err
+
+
 def test_a_model_that_the_run_makes_has_no_known_memory(capsys):
     assert run("--config=configs/quickstart.py", "--device_memory_gb=1") == 0
     assert "not known before" in capsys.readouterr().out
