@@ -126,6 +126,7 @@ def tiny(c, words):
     tiny_world.sizes(c)
     c.rollout.update(group_size=8)
     c.rl.memorise_rows = c.rl.micro_batch
+    c.rewriter.update(slots=32, max_prompt_tokens=96, max_reply_tokens=40)
     stages = c.overrides.to_dict()
     for name in ("curate_sft", "curate_rewriter"):
         stages[name]["curate"] |= {"rollouts": 4, "max_kept": 400}

@@ -127,4 +127,5 @@ def tiny(c, words):
     if words.algorithm == "ppo":
         tiny_world.ppo(c)
     if not words.no_evidence:
-        c.judge.source = "world:judge"
+        c.judge.update(source="world:judge", slots=128)
+        c.judge.update(max_prompt_tokens=128, max_reply_tokens=16)

@@ -151,6 +151,8 @@ def tiny(c, words):
     teacher = {"model": {"source": "world:expert"}}
     stages["curate_sft"] |= teacher
     stages["curate_rl"] |= teacher
+    # A solution has at most four searches; two more tries of each take a minute.
+    stages["curate_rl"]["curate"] |= {"retry_rollouts": 2, "retry_searches": 4}
     if words.stage == "stage2":
         stages["rl"] = {"data": {"train": "world:train"}}
     with c.unlocked():

@@ -117,10 +117,12 @@ def parity(c, words):
 def tiny(c, words):
     """The embedded world."""
     tiny_world.sizes(c)
-    c.writer.source = "world:expert"
-    c.answerer.source = "world:expert"
+    asked = {"source": "world:expert", "slots": 128, "max_reply_tokens": 32}
+    c.writer.update(max_prompt_tokens=80, **asked)
+    c.answerer.update(max_prompt_tokens=160, **asked)
     stages = c.overrides.to_dict()
-    stages["curate"]["curate"]["max_steps"] = 5
+    stages["curate"]["curate"] |= {"max_steps": 5, "max_retries": 4}
+    stages["curate"]["data"] = {"max_train": 512}
     if not words.no_reasoning:
         stages["curate"]["model"] = {"source": "world:expert"}
     with c.unlocked():

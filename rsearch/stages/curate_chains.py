@@ -4,6 +4,7 @@ Source: ReaRAG (arXiv 2503.21729), Algorithms 1 and 3.
 """
 
 import dataclasses
+import time
 
 import numpy as np
 
@@ -114,7 +115,7 @@ class _ChainBuilder:
 
     def __init__(self, work: Work):
         c = work.setup.config
-        self._c, self._work = c.curate, work
+        self._c, self._work, self._stage = c.curate, work, work.stage
         # As many searches as there are steps before the last.
         self._setup = with_searches(work.setup, c.curate.max_steps - 1)
         self._key = work.key(STEPS)
@@ -146,8 +147,16 @@ class _ChainBuilder:
     def __call__(self, questions) -> list[dict]:
         """The record of the chain of each question."""
         wave = [self._open(question) for question in questions]
+        shown = time.monotonic()
         while going := [chain for chain in wave if chain.is_going]:
             self._take(going, self._ask(going))
+            if time.monotonic() - shown > console.SECONDS_BETWEEN_LINES:
+                shown = time.monotonic()
+                left = sum(chain.is_going for chain in wave)
+                console.note(
+                    f"{self._stage}: {len(wave) - left}/{len(wave)} chains of this "
+                    "wave have ended"
+                )
         return [self._record(made) for made in wave]
 
     def _open(self, question):
