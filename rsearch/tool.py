@@ -274,7 +274,10 @@ def main(argv) -> int:
         raise ValueError("--serve and --question=... do not go together: name one")
     names = ("model", "index", "encoder", "family", "protocol", "slots")
     keeps_mesh = any(word.startswith("--config.mesh.") for word in argv)
+    flags = {word.partition("=")[0] for word in argv}
     chosen = {name: given[name] for name in names}
+    if "--config.rollout.slots" in flags and "--slots" not in flags:
+        chosen["slots"] = recipe.rollout.slots
     config = tool_config(recipe, **chosen, keeps_mesh=keeps_mesh)
     if given["print_config"]:
         print_config(config)

@@ -313,6 +313,16 @@ def test_a_wrong_command_ends_with_one_line_and_code_2(folder, capsys, given, me
     assert message in told and "Traceback" not in told
 
 
+@pytest.mark.parametrize(
+    ("given", "slots"),
+    [([], 8), (["--slots=3"], 3), (["--config.rollout.slots=5"], 5)],
+)
+def test_questions_at_once_are_those_that_were_asked_for(given, slots, capsys):
+    words = ["--model=m", "--index=i", "--print_config"]
+    assert run_command(tool.main, [*words, *given]) == 0
+    assert f"config.rollout.slots = {slots}\n" in capsys.readouterr().out
+
+
 @pytest.fixture
 def server(search):
     """The service in a thread, with a small limit on bodies."""

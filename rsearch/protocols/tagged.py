@@ -231,8 +231,6 @@ SEARCH_R1 = tagged(
 )
 """Search-R1 (Jin et al. 2025): the words of its prompt, slips included."""
 
-parse, render = SEARCH_R1.parse, SEARCH_R1.render
-
 
 def _with_evidence(step: Step, action: str) -> str:
     """R-Search gives no tag to reasoning, and its evidence right before the answer.

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from rsearch.protocols import PROTOCOLS
 from rsearch.protocols.base import Step
-from rsearch.protocols.tagged import boxes, mentions_tag, parse, render
+from rsearch.protocols.tagged import SEARCH_R1, boxes, mentions_tag
 from rsearch.types import Answer, Malformed, Passage, Search
 
 PARIS = Passage("1", '"Paris"\nParis is a city.\nIt has a river.')
 ROME = Passage("2", '"Rome"\nRome is older.')
+parse, render = SEARCH_R1.parse, SEARCH_R1.render
 TAGS = ("<search>", "</search>", "<answer>", "</answer>")
 TAGGED = ("search_r1", "r_search", "rag_r1_sq")
 FRAGMENTS = st.sampled_from(
