@@ -125,15 +125,28 @@ def accumulate(loss, params, pieces):
     return total
 
 
-def stepped(state: TrainState, grads, optimizer, mesh: Mesh) -> TrainState:
-    """The state after the optimizer's step along a gradient."""
+def stepped(
+    state: TrainState, grads, optimizer, mesh: Mesh, *, kl_coef=None
+) -> TrainState:
+    """The state after the optimizer's step along a gradient.
+
+    A gradient that is not finite would leave nothing that is: the state then stays as
+    it is, and its norm in the metrics tells.
+
+    Args:
+        state: before the step.
+        grads: of its parameters.
+        optimizer, mesh: see `Learner`.
+        kl_coef: of the state after the step.
+    """
     changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, changes)
-    state = state._replace(
-        updates=state.updates + 1, params=params, opt_state=opt_state
+    after = state._replace(
+        updates=state.updates + 1, params=params, opt_state=opt_state, kl_coef=kl_coef
     )
-    shardings = state_shardings(state, mesh)
-    return jax.lax.with_sharding_constraint(state, shardings)
+    is_finite = jnp.isfinite(optax.global_norm(grads))
+    after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, state)
+    return jax.lax.with_sharding_constraint(after, state_shardings(after, mesh))
 
 
 class Learner:
@@ -230,11 +243,12 @@ class Learner:
             grads = jax.tree.map(jnp.add, grads, recall)
             metrics |= told
         metrics |= {"grad_norm": optax.global_norm(grads)}
-        if state.kl_coef is not None:
-            metrics["kl_coef"] = state.kl_coef
-            coef = self._adapt(state.kl_coef, metrics["kl"])
-            state = state._replace(kl_coef=coef)
-        return stepped(state, grads, self._optimizer, self._mesh), metrics
+        coef = state.kl_coef
+        if coef is not None:
+            metrics["kl_coef"] = coef
+            coef = self._adapt(coef, metrics["kl"])
+        after = stepped(state, grads, self._optimizer, self._mesh, kl_coef=coef)
+        return after, metrics
 
     def _recall(self, params, memory: Batch):
         """Gradient and metrics of what is memorised; at temperature 1, as imitated."""

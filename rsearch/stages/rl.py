@@ -17,7 +17,7 @@ from rsearch.learn.packing import packed
 from rsearch.metrics import MetricsLog
 from rsearch.models.sharding import num_shards
 from rsearch.rewards.group import reward_groups
-from rsearch.stages.state import open_state, save_state
+from rsearch.stages.state import open_state, save_state, tell_if_skipped
 from rsearch.types import Outcome
 
 STAGE_KEY = 2  # folded into the seed: what this stage draws, no other does
@@ -231,6 +231,7 @@ class Learning:
                 state, told = self.learner.update(state, part, memory)
                 metrics |= told
             measured.append(jax.device_get(metrics))
+            tell_if_skipped("rl", step, measured[-1])
         mean = jax.tree.map(lambda *values: float(np.mean(values)), *measured)
         return state, mean
 

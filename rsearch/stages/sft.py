@@ -11,7 +11,7 @@ from rsearch.learn.batch import cut, pack_segments
 from rsearch.learn.packing import packed
 from rsearch.metrics import MetricsLog
 from rsearch.models.sharding import num_shards
-from rsearch.stages.state import open_state, save_state
+from rsearch.stages.state import open_state, save_state, tell_if_skipped
 
 
 def run(setup: build.Setup, rollouts, params, folder):
@@ -40,6 +40,7 @@ def run(setup: build.Setup, rollouts, params, folder):
             batch = packed(cut(batch, c.sft.micro_batch), multiple=shards)
             state, measured = learner.update(state, learner.put(batch))
             measured = jax.device_get(measured)
+            tell_if_skipped("sft", step, measured)
             measured["seconds"] = time.monotonic() - start
             metrics.write(step, measured | {"compiles": num_compiles()})
             done = step + 1

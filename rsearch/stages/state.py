@@ -1,6 +1,8 @@
 """Where a stage stands: its newest checkpoint, or its beginning."""
 
-from rsearch import build, checkpoint
+import math
+
+from rsearch import build, checkpoint, console
 from rsearch.evaluate import CHECKPOINTS
 
 
@@ -30,3 +32,11 @@ def save_state(setup: build.Setup, kind: str, done: int, state, folder) -> None:
     c = setup.config
     if done % c.checkpoint[f"{kind}_steps"] == 0 or done == c[kind].steps:
         checkpoint.save(folder / CHECKPOINTS, done, state, {}, keep=c.checkpoint.keep)
+
+
+def tell_if_skipped(stage: str, step: int, measured) -> None:
+    """Tells people of an update that was left out: its gradient was not finite."""
+    for name in ("grad_norm", "critic_grad_norm"):
+        if not math.isfinite(measured.get(name, 0.0)):
+            told = f"{name} = {float(measured[name])}; this update is left out"
+            console.note(f"{stage}: step {step + 1}: {told}")

