@@ -136,7 +136,7 @@ def _curate():
     c.max_kept = 0  # questions kept, drawn by config.seed; 0 = all
     c.first = ""  # "stage:<name>": its rollouts are the first; "answerable"
     c.retry_temperature = 1.2  # of the wrong ones' further rollouts; "answerable"
-    c.retry_rollouts = 10  # ... how many at most, until one is right
+    c.retry_rollouts = 10  # ... how many at most, until one is right; 0 keeps them all
     c.retry_searches = 10  # ... turns of each in which it may search
     c.right_share = 0.25  # of the questions right at first that are kept; likewise
     c.easy_below = 10  # rollouts until right: fewer are easy; "difficulty"

@@ -61,12 +61,16 @@ def method(c, words):
     learns = {"sft": {"demonstrations": "stage:curate_rewriter"}, "trains": "rewriter"}
     rejection = {"method": "both_knowledge", "measure": "cover_em"}
     rejection |= {"normalize": "r1_searcher", "rollouts": 16, "max_kept": 805}
+    # The rewriter is trained on what the cold start was chosen from (section 4.2.2).
+    again = {"first": "stage:curate_sft"} if "curate_sft" in c.stages else {}
     with c.unlocked():
         c.reward = ConfigDict(reward)
         c.overrides = ConfigDict(
             {
                 "curate_sft": {"curate": rejection},
-                "curate_rewriter": {"curate": rejection | {"method": "rewriter"}},
+                "curate_rewriter": {
+                    "curate": rejection | {"method": "rewriter"} | again
+                },
                 "sft_rewriter": learns,
             }
         )
@@ -117,6 +121,8 @@ def parity(c, words):
     for name in ("answer_cover_em", "group_fewest_searches"):
         if name in reward:
             reward[name] |= {"order": "any"}
+    # The rewriter is trained on what the cold start was chosen from (section 4.2.2).
+    again = {"first": "stage:curate_sft"} if "curate_sft" in c.stages else {}
     with c.unlocked():
         c.reward = ConfigDict(reward)
 
@@ -129,6 +135,6 @@ def tiny(c, words):
     c.rewriter.update(slots=32, max_prompt_tokens=96, max_reply_tokens=40)
     stages = c.overrides.to_dict()
     for name in ("curate_sft", "curate_rewriter"):
-        stages[name]["curate"] |= {"rollouts": 4, "max_kept": 400}
+        stages[name]["curate"] |= {"rollouts": 2, "max_kept": 400}
     with c.unlocked():
         c.overrides = ConfigDict(stages)
