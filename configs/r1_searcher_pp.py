@@ -121,8 +121,6 @@ def parity(c, words):
     for name in ("answer_cover_em", "group_fewest_searches"):
         if name in reward:
             reward[name] |= {"order": "any"}
-    # The rewriter is trained on what the cold start was chosen from (section 4.2.2).
-    again = {"first": "stage:curate_sft"} if "curate_sft" in c.stages else {}
     with c.unlocked():
         c.reward = ConfigDict(reward)
 
