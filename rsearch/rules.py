@@ -153,7 +153,7 @@ RULES = {  # field -> (predicate, what would be right)
         "'' or 'stage:<name>'",
     ),
     "curate.retry_temperature": _above(0),
-    "curate.retry_rollouts": _at_least(1),
+    "curate.retry_rollouts": _at_least(0),
     "curate.retry_searches": _at_least(0),
     "curate.right_share": _between(0, 1),
     "curate.easy_below": _at_least(1),

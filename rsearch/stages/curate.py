@@ -140,7 +140,8 @@ def _answerable(work: Work) -> Chosen:
     """RAG-R1's questions for reinforcement: wrong at first, and yet answerable.
 
     A share of those that were right is added. Of a question whose tools failed nothing
-    is known: it is neither. Source: RAG-R1 section 3.2.1.
+    is known: it is neither. Without retries all of the wrong ones are kept, as in the
+    paper's ablation "w/o Filter". Source: RAG-R1 sections 3.2.1 and 6.1.
     """
     c, seed = work.setup.config.curate, work.setup.config.seed
     solved = _solved(c)
@@ -168,9 +169,11 @@ def _answerable(work: Work) -> Chosen:
         if not _says_something(attempts):
             kept, name = False, FAILED
         elif question.id in retried:
-            kept = solved(question, more)
+            kept = solved(question, more) or not c.retry_rollouts
             name = "wrong, answerable" if kept else "wrong, unanswerable"
-            if not _says_something(more):
+            if not c.retry_rollouts:
+                name = "wrong, not retried"
+            elif not _says_something(more):
                 name = f"wrong, {FAILED}"
         else:
             kept = question.id in chosen

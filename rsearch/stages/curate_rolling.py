@@ -116,7 +116,7 @@ class Work:
         Args:
             name: of this pass.
             questions: to roll out; all or some of the stage's.
-            most: attempts at a question.
+            most: attempts at a question; 0 rolls out nothing.
             enough: whether no further round is needed for a question.
             temperature, max_searches: in place of config.rollout's.
 
@@ -199,4 +199,4 @@ def _group_size(whole: int, most: int) -> int:
     So it divides the slots as a group does, and does not depend on how many there are:
     a stage that goes on with others asks the same.
     """
-    return next(g for g in range(min(whole, most), 0, -1) if whole % g == 0)
+    return max((g for g in range(1, min(whole, most) + 1) if whole % g == 0), default=1)

@@ -193,6 +193,18 @@ def test_answerable_are_the_wrong_ones_that_a_retry_solves_and_some_right_ones(
     assert setup.train[0].id not in {q.id for q in kept}
 
 
+def test_without_retries_all_wrong_ones_are_kept(setup, tmp_path, monkeypatch):
+    own = with_fields(setup, curate__method="answerable", curate__retry_rollouts=0)
+    script = Script(answers(setup, lambda number: float(number > 3)))
+    run(own, tmp_path, script, monkeypatch)
+    summary = summary_of(tmp_path)
+    check_sums(summary, 14)
+    count = {row["verdict"]: row["kept"] for row in summary["verdicts"]}
+    assert count["wrong, not retried"] == 4
+    assert count["right, drawn"] == round(0.25 * 10)
+    assert summary["rollouts"] == 14
+
+
 def test_questions_whose_tools_failed_are_neither_right_nor_wrong(
     setup, tmp_path, monkeypatch
 ):
