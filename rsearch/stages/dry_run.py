@@ -138,8 +138,8 @@ def _sft_budget(c, tokens):
 
 
 def _rl_budget(c, tokens):
-    s, rows = c.rl, c.rl.questions_per_step * c.rollout.group_size
-    own = (c.rollout.max_searches + 1) * c.rollout.max_turn_tokens
+    s, r, rows = c.rl, c.rollout, c.rl.questions_per_step * c.rollout.group_size
+    own = max(1, r.max_searches + r.forced_final_turn) * r.max_turn_tokens
     each = rows // s.updates_per_step
     yield (
         "a step",

@@ -51,6 +51,14 @@ def test_it_prints_stages_budgets_and_memory(capsys):
     assert float(budget["Adam moments"]) == pytest.approx(7.62 * 8 / 8, abs=0.02)
 
 
+def test_without_a_forced_last_turn_the_policy_writes_one_less(capsys):
+    forced = "--config.rollout.forced_final_turn=False"
+    assert run("--config=configs/rag_r1.py:sq", forced) == 0
+    table = rows(capsys.readouterr().out)
+    budget = {row[1]: row[2] for row in table if row[0] == "rl" and len(row) == 3}
+    assert budget["all tokens"].endswith(f"the policy writes {256_000 * 4 * 500:,}")
+
+
 def test_imitation_is_counted_in_demonstrations(capsys):
     assert run("--config=configs/rearag.py") == 0
     table = rows(capsys.readouterr().out)
