@@ -125,5 +125,7 @@ def tiny(c, words):
     stages["curate"]["data"] = {"max_train": 512}
     if not words.no_reasoning:
         stages["curate"]["model"] = {"source": "world:expert"}
+        # Nucleus and temperature of a large model are noise to one this small.
+        stages["curate"]["rollout"] = {"temperature": 0.3}
     with c.unlocked():
         c.overrides = ConfigDict(stages)
