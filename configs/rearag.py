@@ -117,6 +117,7 @@ def parity(c, words):
 def tiny(c, words):
     """The embedded world."""
     tiny_world.sizes(c)
+    c.retrieval.writing = "context_only"  # the words its writer was taught in
     asked = {"source": "world:expert", "slots": 128, "max_reply_tokens": 32}
     c.writer.update(max_prompt_tokens=80, **asked)
     c.answerer.update(max_prompt_tokens=160, **asked)
