@@ -14,7 +14,7 @@ from rsearch.data import world_plans, world_texts
 from rsearch.data.demonstrations import turns_of
 from rsearch.data.world_facts import RELATIONS, UNKNOWN, Hop, told
 from rsearch.data.world_names import YEARS, draw_names
-from rsearch.data.world_questions import COMPARED, COMPARISON
+from rsearch.data.world_questions import COMPARED, COMPARISON, earliest
 from rsearch.protocols import PROTOCOLS, plain
 from rsearch.protocols.base import Step
 from rsearch.protocols.concluding import finish_messages
@@ -152,24 +152,22 @@ def _facts(world, times, rng):
 
 
 def _exercise(rng):
-    """Dates of made-up names, told, retold in another order, and compared.
+    """Dates of made-up names, told, some retold, and compared.
 
-    Of what is retold, the first word of each name is given. There are far more names
-    than the world has, so that nothing is learnt here but to read on.
+    There are far more names than the world has, so that nothing is learnt here but to
+    read on.
     """
-    relation = list(COMPARED)[rng.integers(len(COMPARED))]
-    kind = RELATIONS[relation].subject
-    size = int(rng.integers(2, 4))
-    names = draw_names(kind, size, rng)
-    years = [YEARS[i] for i in rng.permutation(len(YEARS))[:size]]
-    hops = [Hop(name, relation, year) for name, year in zip(names, years, strict=True)]
-    told_first = "".join(f" {hop.sentence}" for hop in hops)
-    pieces, given = [], told_first
-    for i in rng.permutation(size)[:2]:
-        first, _, rest = hops[i].sentence.partition(" ")
-        pieces.append((f"{given} {first}", f" {rest}"))
+    relations = list(COMPARED)[rng.integers(len(COMPARED))]
+    hops = [
+        Hop(name, relation, YEARS[year])
+        for relation, year in zip(relations, rng.permutation(len(YEARS)))
+        for name in draw_names(RELATIONS[relation].subject, 1, rng)
+    ]
+    given, pieces = "".join(f" {hop.sentence}" for hop in hops), []
+    for i in rng.permutation(len(hops))[:2]:
+        pieces.append((f"{given} {hops[i].subject}", f" {hops[i].fact}"))
         given = ""
-    oldest = min(hops, key=lambda hop: int(hop.object)).subject
+    oldest = earliest(hops).subject
     pieces.append(("", f" {world_plans.compared(hops)} {oldest}."))
     return Text(tuple(pieces))
 

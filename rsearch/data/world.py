@@ -69,8 +69,8 @@ def make_world(
     Args:
         seed: names, facts and the split follow from it.
         people, films, companies, cities: how many entities of each kind.
-        train_questions, dev_questions: how many questions of each split. A fifth of
-            the films and people are heads of held-out questions only.
+        train_questions, dev_questions: how many questions of each split. A fifth of the
+            films, people and companies are heads of held-out questions only.
         kinds: of questions, some of KINDS.
         known_share: of the entities are famous.
         missing_share: of the people, one fact is in no passage; only where
@@ -95,7 +95,7 @@ def make_world(
     passages = world_facts.passages_of(facts)
     passages += world_facts.distractors(distractors, facts, entities, relations, own)
     seen, unseen = {}, {}
-    for kind in ("film", "person"):
+    for kind in ("film", "person", "company"):
         cut = max(1, len(entities[kind]) // 5)
         unseen[kind], seen[kind] = entities[kind][:cut], entities[kind][cut:]
     train, hops = ask("train", train_questions, kinds, seen, facts, famous, rng)

@@ -25,8 +25,9 @@ RELATIONS = {
     "country": Relation("city", "country", "Lies in"),
     "birth": Relation("person", "year", "Birth"),
     "release": Relation("film", "year", "Release"),
+    "founding": Relation("company", "year", "Founding"),
 }
-DATED = ("birth", "release")  # relations there are where years are compared
+DATED = ("birth", "release", "founding")  # relations there are where years are compared
 MISSING = ("birthplace", "employer")  # relations of which some people have no fact
 
 

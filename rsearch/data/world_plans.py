@@ -1,7 +1,7 @@
 """How questions of the embedded world are answered, step by step: well, and badly."""
 
 from rsearch.data.world_facts import RELATIONS, UNKNOWN, Hop
-from rsearch.data.world_questions import COMPARISON
+from rsearch.data.world_questions import COMPARISON, earliest
 from rsearch.protocols.base import Step
 from rsearch.types import Answer, Question, Search
 
@@ -91,8 +91,8 @@ def original(hop: Hop) -> str:
 
 
 def compared(hops) -> str:
-    """The conclusion from all years: "1920 first."."""
-    return f"{min((hop.object for hop in hops), key=int)} first."
+    """The conclusion from all years: "Release 1920 first."."""
+    return f"{earliest(hops).fact.removesuffix('.')} first."
 
 
 def _step(steps, thought, action, internal=(), evidence=None):

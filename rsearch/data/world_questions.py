@@ -32,9 +32,9 @@ CHAINS = {  # kind -> {relations, hop by hop: how it is asked}
         ),
     },
 }
-COMPARED = {  # relation: how two or three of its subjects are compared
-    "birth": "Who was born first, {0} or {1}?",
-    "release": "Which film is the oldest, {0}, {1} or {2}?",
+COMPARED = {  # relations of two or three subjects: how these are compared
+    ("birth", "release"): "Which is older, {0} or {1}?",
+    ("birth", "release", "founding"): "Which is the oldest, {0}, {1} or {2}?",
 }
 COMPARISON, UNANSWERABLE = "comparison", "unanswerable"
 PARTS = {  # kind -> how many of the questions, relative to the others
@@ -110,8 +110,8 @@ def _askable(kinds, heads, facts, famous, rng):
                 if is_whole and kind in asked and told in asked:
                     asked[told].append((words.format(s=head), answer, plan))
     if COMPARISON in asked:
-        for relation in COMPARED:
-            asked[COMPARISON] += _compared(relation, heads, facts, famous, rng)
+        for relations in COMPARED:
+            asked[COMPARISON] += _compared(relations, heads, facts, famous, rng)
     return asked
 
 
@@ -126,26 +126,37 @@ def _chain(head, relations, facts):
     return tuple(plan)
 
 
-def _compared(relation, heads, facts, famous, rng):
-    """Each head beside one or two of other years; the famous beside the famous."""
-    words = COMPARED[relation]
-    size, names = words.count("{"), heads[RELATIONS[relation].subject]
-    found = {}
-    for head in names:
-        group = [head]
-        for other in (names[i] for i in rng.permutation(len(names))):
-            years = {facts[name][relation] for name in group}
-            is_new = facts[other][relation] not in years
-            if len(group) < size and is_new and (other in famous) == (head in famous):
-                group.append(other)
-        if len(group) < size:
+def _compared(relations, heads, facts, famous, rng):
+    """Entities of different kinds and years; the famous beside the famous.
+
+    There is one question for each of the entities of the last kind but one.
+    """
+    kinds = [RELATIONS[relation].subject for relation in relations]
+    found = []
+    for head in heads[kinds[-2]]:
+        group, years = {kinds[-2]: head}, {facts[head][relations[-2]]}
+        for kind, relation in zip(kinds, relations, strict=True):
+            names = heads[kind] if kind not in group else ()
+            for name in (names[i] for i in rng.permutation(len(names))):
+                is_alike = (name in famous) == (head in famous)
+                if is_alike and facts[name][relation] not in years:
+                    group[kind] = name
+                    years.add(facts[name][relation])
+                    break
+        if len(group) < len(kinds):
             continue
-        group = [group[i] for i in rng.permutation(size)]
-        plan = tuple(Hop(name, relation, facts[name][relation]) for name in group)
-        first = min(plan, key=lambda hop: int(hop.object)).subject
-        text = words.format(*group)
-        found[text] = (text, first, plan)
-    return list(found.values())
+        plan = tuple(
+            Hop(group[kind], relation, facts[group[kind]][relation])
+            for kind, relation in zip(kinds, relations, strict=True)
+        )
+        text = COMPARED[relations].format(*(hop.subject for hop in plan))
+        found.append((text, earliest(plan).subject, plan))
+    return found
+
+
+def earliest(hops) -> Hop:
+    """The one of the first year."""
+    return min(hops, key=lambda hop: int(hop.object))
 
 
 def _numbers(count, asked):

@@ -96,16 +96,18 @@ def test_policies_read_dialogues_of_every_protocol_and_a_judge_reads_none(
 
 def test_an_exercise_can_be_done_from_what_is_given_alone():
     rng = np.random.default_rng(0)
+    pattern = r"(\w+ \w+) (Birth|Release|Founding) (\d{4})\."
     for _ in range(200):
         *retold, (_, last) = reading._exercise(rng).pieces
-        told, _, _ = retold[0][0].rpartition(". ")
-        facts = dict(re.findall(r"(\w+ \w+) (?:Birth|Release) (\d{4})", told))
-        assert len(facts) in (2, 3) and len(set(facts.values())) == len(facts)
-        for given, learnt in retold:
-            sentence = given.rpartition(". ")[2].strip() + learnt
-            assert sentence.rstrip(".") in told
-        oldest = min(facts, key=lambda name: int(facts[name]))
-        assert last == f" {facts[oldest]} first. {oldest}."
+        given = retold[0][0] + retold[0][1]
+        facts = re.findall(pattern, given.rpartition(". ")[0] + ".")
+        assert len(facts) in (2, 3)
+        assert len({year for *_, year in facts}) == len(facts)
+        for subject, fact in retold:
+            sentence = " ".join(subject.split()[-2:]) + fact
+            assert re.findall(pattern, sentence)[0] in facts
+        name, relation, year = min(facts, key=lambda fact: int(fact[2]))
+        assert last == f" {relation} {year} first. {name}."
 
 
 def share_right(world, search, name):
