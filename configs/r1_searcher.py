@@ -118,7 +118,7 @@ def at_full_scale(c, words):
     stages["curate_retrieve"] = teacher | both
     stages["curate_retrieve"] |= {"curate": rolls | {"mix": MIX_RETRIEVE}}
     rolls |= {"mix": MIX_ANSWER}
-    if words.stage == "all":  # the first stage's rollouts are enough
+    if "curate_retrieve" in c.stages:  # its rollouts are enough
         rolls |= {"method": "mix", "first": "stage:curate_retrieve"}
     stages["curate_answer"] = teacher | both | {"curate": rolls}
     if words.select:
