@@ -40,6 +40,7 @@ from rsearch.types import Segment, Source
 CACHE = "RSEARCH_CACHE"  # the environment variable that names another cache
 MAX_CONTEXT = 2048  # tokens that a model says it can read
 LENGTHS = (48, 128, 320)  # tokens of a row: the next one that is enough
+SAMPLED = 200  # conversations whose tokens are part of a model's digest
 SECONDS_BETWEEN_LINES = 15.0
 
 
@@ -139,6 +140,10 @@ def find_world_model(
     read = reading.reading(world, how.shares, search, seed=seed + how.seed)
     settings = repr((how, sorted(world_settings.items()), seed, read))
     digest = hashlib.sha256(f"{tokenizer.fingerprint} {settings}".encode())
+    # How conversations are laid out follows from code; some of them tell if it changed.
+    for row in _rows(read[:SAMPLED], tokenizer, search):
+        for segment in row:
+            digest.update(bytes([segment.source]) + segment.token_ids.tobytes())
     found = _cache(cache) / f"{name}-{digest.hexdigest()[:16]}"
     if found.is_dir():
         return found
