@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from rsearch.learn.packing import bring_back, lay_out
+from rsearch.learn.packing import piecewise
 from rsearch.models.decoder import Decoder
 
 
@@ -30,10 +30,22 @@ def token_logprobs(
         [B, T] float32 log-probabilities and [B, T] float32 entropies in nats; the first
         column, which nothing precedes, is 0; with a layout, so is padding.
     """
+    run = functools.partial(
+        _row_logprobs,
+        model,
+        params,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+    )
     if layout is not None:
-        tokens = lay_out(tokens, layout)
+        return piecewise(run, tokens, layout)
+    return run(tokens, _from_zero(tokens))
+
+
+def _row_logprobs(model, params, tokens, positions, *, temperature, chunk_tokens):
+    """As `token_logprobs`, of rows as they are: (logp, entropy)."""
     b, t = tokens.shape
-    hidden = _hidden(model, params, tokens, layout)
+    hidden, _ = model.apply({"params": params}, tokens[:, :-1], positions[:, :-1])
     num_pieces = -(-(t - 1) // max(chunk_tokens // b, 1))
     columns = -(-(t - 1) // num_pieces)
 
@@ -58,8 +70,7 @@ def token_logprobs(
     def back(x):
         """[B, T] of [pieces, B, columns]; the first column is 0."""
         x = x.swapaxes(0, 1).reshape(b, num_pieces * columns)[:, : t - 1]
-        x = jnp.pad(x, ((0, 0), (1, 0)))
-        return x if layout is None else bring_back(x, layout)
+        return jnp.pad(x, ((0, 0), (1, 0)))
 
     return back(logp), back(entropy)
 
@@ -75,19 +86,17 @@ def token_values(model: Decoder, params, tokens, layout=None):
         tokens: [B, T] int32.
         layout: as in `token_logprobs`.
     """
+
+    def run(tokens, positions):
+        hidden, _ = model.apply({"params": params}, tokens[:, :-1], positions[:, :-1])
+        values = model.apply({"params": params}, hidden, method="values")
+        return (jnp.pad(values, ((0, 0), (1, 0))),)
+
     if layout is not None:
-        tokens = lay_out(tokens, layout)
-    hidden = _hidden(model, params, tokens, layout)
-    values = model.apply({"params": params}, hidden, method="values")
-    values = jnp.pad(values, ((0, 0), (1, 0)))
-    return values if layout is None else bring_back(values, layout)
+        return piecewise(run, tokens, layout)[0]
+    return run(tokens, _from_zero(tokens))[0]
 
 
-def _hidden(model, params, tokens, layout):
-    """[B, T - 1, D] states after all tokens but the last."""
-    b, t = tokens.shape
-    if layout is None:
-        positions = jnp.broadcast_to(jnp.arange(t - 1)[None], (b, t - 1))
-    else:
-        positions = layout.positions[:, :-1]
-    return model.apply({"params": params}, tokens[:, :-1], positions)[0]
+def _from_zero(tokens):
+    """[B, T] positions of rows that hold one text each."""
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)

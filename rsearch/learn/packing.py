@@ -7,24 +7,25 @@ from 0, by which the network keeps them apart, and what comes out goes back to w
 belongs.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-SIZES = 8  # numbers of rows that a micro-batch may be laid out in: each compiles once
+PIECES = 8  # that a micro-batch goes through the network in; empty ones cost nothing
 
 
 class Layout(NamedTuple):
-    """Where the tokens of [b, T] conversations lie in [p, T] rows; leading axes [M].
+    """Where the tokens of [b, T] conversations lie in K pieces of [p, T] rows.
 
     Attributes:
-        source: [p, T] int32, the place in the flat [b x T] that each token comes from.
-        positions: [p, T] int32, from 0 in every conversation; 0 where nothing lies.
-        place: [b, T] int32, the place in the flat [p x T] that each token went to.
-        is_token: [b, T] bool, False on padding and on first tokens, which nothing
-            precedes.
+        source: [K, p, T] int32, the place in the flat [b x T] a token comes from.
+        positions: [K, p, T] int32, from 0 in every conversation; 0 where nothing lies.
+        place: [K, b, T] int32, the place in the flat [p x T] that each token went to.
+        is_token: [K, b, T] bool, False for what is in another piece, on padding and on
+            first tokens, which nothing precedes.
     """
 
     source: jax.Array
@@ -34,39 +35,38 @@ class Layout(NamedTuple):
 
 
 def packed(batch, *, multiple: int = 1):
-    """A host's [M, b, ...] batch with a layout; all its micro-batches get the same p.
+    """A host's [M, b, ...] batch with a layout, whose shape b and T alone decide.
 
     Args:
         batch: a Batch with `length`; its tokens are left where they are.
         multiple: p is a multiple of it: the shares that rows are cut into.
 
     Returns:
-        The batch; without a layout where one would not save a row.
+        The batch; without a layout where its rows cannot be cut into pieces.
     """
     m, b, t = batch.tokens.shape
-    rows = [_fill(lengths, t) for lengths in np.asarray(batch.length)]
-    step = -(-b // SIZES)
-    step += -step % multiple
-    p = -(-max(map(len, rows)) // step) * step
-    if p >= b:
+    p = -(-b // PIECES)
+    p += -p % multiple
+    k = -(-b // p)
+    if k == 1:
         return batch
-    shape = (m, p, t)
     layout = Layout(
-        source=np.zeros(shape, np.int32),
-        positions=np.zeros(shape, np.int32),
-        place=np.zeros((m, b, t), np.int32),
-        is_token=np.zeros((m, b, t), bool),
+        source=np.zeros((m, k, p, t), np.int32),
+        positions=np.zeros((m, k, p, t), np.int32),
+        place=np.zeros((m, k, b, t), np.int32),
+        is_token=np.zeros((m, k, b, t), bool),
     )
-    for i, filled in enumerate(rows):
-        for row, members in enumerate(filled):
+    for i, lengths in enumerate(np.asarray(batch.length)):
+        for number, members in enumerate(_fill(lengths, t)):
+            piece, row = divmod(number, p)
             start = 0
             for member in members:
-                n = int(batch.length[i, member])
+                n = int(lengths[member])
                 inside = np.arange(n)
-                layout.source[i, row, start : start + n] = member * t + inside
-                layout.positions[i, row, start : start + n] = inside
-                layout.place[i, member, :n] = row * t + start + inside
-                layout.is_token[i, member, 1:n] = True
+                layout.source[i, piece, row, start : start + n] = member * t + inside
+                layout.positions[i, piece, row, start : start + n] = inside
+                layout.place[i, piece, member, :n] = row * t + start + inside
+                layout.is_token[i, piece, member, 1:n] = True
                 start += n
     return batch._replace(layout=layout)
 
@@ -88,11 +88,31 @@ def _fill(lengths, room: int) -> list[list[int]]:
     return rows or [[]]
 
 
-def lay_out(tokens, layout: Layout):
-    """[p, T] tokens of [b, T] tokens."""
-    return tokens.reshape(-1)[layout.source]
+def piecewise(run: Callable, tokens, layout: Layout):
+    """What `run` makes of [b, T] tokens, piece by piece.
 
+    Args:
+        run: ([p, T] tokens, [p, T] positions) -> a tuple of [p, T] float32 arrays.
+        tokens: [b, T] int32.
+        layout: of these tokens.
 
-def bring_back(values, layout: Layout):
-    """[b, T] values of [p, T] values; 0 where there is no token to have one."""
-    return jnp.where(layout.is_token, values.reshape(-1)[layout.place], 0.0)
+    Returns:
+        The arrays, each brought back to [b, T]; 0 where there is no token to have one.
+    """
+    flat = tokens.reshape(-1)
+
+    def go(piece):
+        found = run(flat[piece.source], piece.positions)
+        return tuple(
+            jnp.where(piece.is_token, x.reshape(-1)[piece.place], 0.0) for x in found
+        )
+
+    def add(total, piece):
+        zeros = jax.tree.map(jnp.zeros_like, total)
+        found = jax.lax.cond(jnp.any(piece.is_token), go, lambda piece: zeros, piece)
+        return jax.tree.map(jnp.add, total, found), None
+
+    first = jax.tree.map(lambda x: x[0], layout)
+    shapes = jax.eval_shape(go, first)
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.scan(add, start, layout)[0]

@@ -172,7 +172,11 @@ def test_truncated_rollouts_leave_the_loss_and_stay_in_their_groups_mean(setup):
     longer = rollout(None, Outcome.TRUNCATED, num_tokens=9)
     other = groups(*[[rollout("x"), longer]] * 4)
     again, _ = learning(build.fresh_state(setup, "rl", params), other, rewards)
-    jax.tree.map(np.testing.assert_array_equal, state.params, again.params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),  # packed otherwise
+        state.params,
+        again.params,
+    )
 
 
 def test_an_update_that_would_break_the_policy_is_left_out_and_told(setup, capsys):

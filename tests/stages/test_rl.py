@@ -68,7 +68,7 @@ def test_the_reward_of_a_failed_tool_counts_nowhere_but_among_outcomes(setup):
     )
     judged, rewards, measured = rl.reward(setup, played)
     np.testing.assert_array_equal(rewards, [[2, 0], [0, 2], [0, 0]])
-    assert judged == played
+    assert list(judged) == played
     assert measured["reward"] == pytest.approx((2 + 0 + 2) / 3)
     assert measured["reward_answer_em"] == pytest.approx(2 / 3)
     # The third group says nothing; of the other two one has rewards that differ.
