@@ -1,10 +1,12 @@
 """The parts that a configuration names, each loaded on its own."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 
 from rsearch.build.reading import prompts
+from rsearch.data.chains import decomposition, gold_passages
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
 from rsearch.data.world_texts import world_words
@@ -207,12 +209,30 @@ def read_questions(c, split, world, say, home=None) -> tuple[Question, ...]:
         return questions[: limit or None]
     names = ("question", "answers", "id")
     fields = {n: c.data[f"fields_{n}"] for n in names if c.data[f"fields_{n}"]}
+    check = _check_for_chains(c, world) if split == "train" else None
     questions, problems = load_questions(
-        source, fields=fields, limit=limit, on_bad=c.data.on_bad
+        source, fields=fields, limit=limit, on_bad=c.data.on_bad, check=check
     )
     for problem in problems:
         say(f"left out of {split}: {problem}")
     return tuple(questions)
+
+
+def _check_for_chains(c, world):
+    """Refuses a question that does not tell what its chain is made from; or None."""
+    method = c.curate.method if "curate" in kinds(c) else None
+    if method == "no_reasoning":
+        tells = decomposition
+    elif method == "chains" and c.curate.observations == "gold":
+        tells = functools.partial(gold_passages, known={})
+    else:
+        return None
+
+    def check(question):
+        if world is None or question.id not in world.hops:  # which has them all
+            tells(question, ())
+
+    return check
 
 
 def fitting(questions, split, protocol, tokenizer, limits, say, *, limit=0):

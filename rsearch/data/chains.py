@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from rsearch.data.curation import Attempt, first_step, is_right
 from rsearch.data.demonstrations import Demonstration
+from rsearch.data.records import check_text, check_unicode, shown
 from rsearch.protocols.base import Protocol
 from rsearch.types import (
     Answer,
@@ -118,7 +119,8 @@ def gold_passages(question: Question, titles: Sequence[str], known) -> tuple:
         known: title -> Passage, of those.
 
     Raises:
-        ValueError: nothing tells which they are.
+        ValueError: nothing tells which they are, or a field of what does is not as it
+            should be.
     """
     if titles:
         found = [known[title] for title in dict.fromkeys(titles) if title in known]
@@ -134,16 +136,55 @@ def gold_passages(question: Question, titles: Sequence[str], known) -> tuple:
 
 
 def _from_context(metadata):
+    """The supporting ones of the passages in `context`; [] without these fields."""
     context, facts = metadata.get("context"), metadata.get("supporting_facts")
-    if not isinstance(context, dict) or not isinstance(facts, dict):
+    if context is None or facts is None:
         return []
-    wanted = set(facts.get("title") or ())
-    sentences = context.get("sentences") or context.get("content") or ()
+    # FlashRAG's two names: HotpotQA has sentences, 2WikiMultiHopQA has content.
+    is_other = isinstance(context, dict) and "content" in context
+    name = "content" if is_other else "sentences"
+    _check_object(context, "context", ("title", name))
+    _check_object(facts, "supporting_facts", ("title",))
+    titles = _texts(context["title"], "context.title")
+    wanted = set(_texts(facts["title"], "supporting_facts.title"))
+    sentences = context[name]
+    if not isinstance(sentences, list) or len(sentences) != len(titles):
+        raise ValueError(
+            f"field context.{name}: expected a list of {len(titles)} lists of texts, "
+            f"one for each title, got {shown(sentences)}"
+        )
+    passages = [
+        (title, _texts(lines, f"context.{name}[{i}]"))
+        for i, (title, lines) in enumerate(zip(titles, sentences))
+    ]
     return [
         Passage(f"gold {i}", f"{title}\n{' '.join(map(str.strip, lines))}")
-        for i, (title, lines) in enumerate(zip(context.get("title") or (), sentences))
+        for i, (title, lines) in enumerate(passages)
         if title in wanted
     ]
+
+
+def _check_object(value, field, names):
+    if not isinstance(value, dict) or any(name not in value for name in names):
+        raise ValueError(
+            f"field {field}: expected an object with {' and '.join(names)}, got "
+            f"{shown(value)}"
+        )
+
+
+def _texts(value, field):
+    """`value`, refused where it is no list of texts; these may be empty."""
+    if not isinstance(value, list):
+        raise ValueError(f"field {field}: expected a list of texts, got {shown(value)}")
+    return [_text(text, f"{field}[{i}]") for i, text in enumerate(value)]
+
+
+def _text(value, field):
+    """`value`, refused where it is no text; it may be empty."""
+    if not isinstance(value, str):
+        raise ValueError(f"field {field}: expected text, got {shown(value)}")
+    check_unicode(value, field)
+    return value
 
 
 def decomposition(question: Question, parts: Sequence[tuple]) -> list[dict]:
@@ -154,18 +195,31 @@ def decomposition(question: Question, parts: Sequence[tuple]) -> list[dict]:
         parts: (sub-question, answer, context) of each, where they are known otherwise.
 
     Raises:
-        ValueError: nothing tells them.
+        ValueError: nothing tells them, or a field of what does is not as it should be.
     """
     names = ("question", "answer", "context")
     if parts:
         return [dict(zip(names, part, strict=True)) for part in parts]
     told = question.metadata.get("question_decomposition")
-    if not isinstance(told, list) or not all(isinstance(d, dict) for d in told):
+    if not told:
         raise ValueError(
             f"question {question.id}: its decomposition is not known: expected "
             "metadata with question_decomposition, a list of {question, answer}"
         )
-    return [{name: str(part.get(name) or "") for name in names} for part in told]
+    if not isinstance(told, list):
+        raise ValueError(
+            "field question_decomposition: expected a list of {question, answer}, got "
+            f"{shown(told)}"
+        )
+    return [_part(part, f"question_decomposition[{i}]") for i, part in enumerate(told)]
+
+
+def _part(part, field):
+    """One sub-question, with its answer and with what it says as context."""
+    _check_object(part, field, ("question", "answer"))
+    found = {n: check_text(part[n], f"{field}.{n}") for n in ("question", "answer")}
+    context = _text(part.get("context") or "", f"{field}.context")
+    return {**found, "context": context}
 
 
 def ablation_messages(question: Question, parts: Sequence[dict]) -> Messages:

@@ -49,7 +49,7 @@ MAX_DEPTH = 50  # of metadata, which is copied and digested by recursion
 ABSENT = object()
 
 
-def load_questions(source, *, fields=None, limit=0, on_bad="raise"):
+def load_questions(source, *, fields=None, limit=0, on_bad="raise", check=None):
     """Reads questions, in the order of the source.
 
     Args:
@@ -58,6 +58,8 @@ def load_questions(source, *, fields=None, limit=0, on_bad="raise"):
             field (dotted where nested) in place of the format's own; "" names none.
         limit: stop after this many questions; 0 reads all.
         on_bad: a bad record is an error with "raise"; with "skip" it is left out.
+        check: called with each question; where it raises a ValueError the record is a
+            bad one. None checks nothing more.
 
     Returns:
         (list of Question, list of str): the questions, and what was wrong with each
@@ -84,6 +86,8 @@ def load_questions(source, *, fields=None, limit=0, on_bad="raise"):
             if places is None:
                 places = _recognise(record, fields)
             question = _question(record, row, places)
+            if check is not None:
+                check(question)
             earlier = place_of_id.setdefault(question.id, place)
             if earlier != place:
                 raise ValueError(f"field id: {question.id!r} was used at {earlier}")

@@ -132,6 +132,43 @@ def test_questions_come_from_the_world_or_from_a_file(tmp_path):
     assert (question.id, question.text, question.golden_answers) == ("7", "Q?", ("x",))
 
 
+def test_questions_of_chains_must_tell_what_these_are_made_from(tmp_path):
+    """At once, by file and line, and not when their turn comes."""
+    gold = {
+        "context": {"title": ["T"], "sentences": [["s"]]},
+        "supporting_facts": {"title": ["T"]},
+        "question_decomposition": [{"question": "a?", "answer": "b"}],
+    }
+    broken = {**gold, "context": "T: s", "question_decomposition": [7]}
+    rows = [{**row, "metadata": gold} for row in ROWS]
+    rows[2] = {**ROWS[2], "metadata": broken}
+    path = write(tmp_path / "q.jsonl", rows)
+    own = dict(stages=("curate",), data__train=path, curate__method="chains")
+    gold_only = {**own, "curate__observations": "gold"}
+    for fields, told in (
+        (gold_only, r"q\.jsonl:3: field context: expected an object .* 'T: s'"),
+        ({**own, "curate__method": "no_reasoning"}, r"q\.jsonl:3: field question_dec"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            parts.read_questions(config(**fields), "train", None, print)
+    said = []
+    skipping = config(**gold_only, data__on_bad="skip")
+    found = parts.read_questions(skipping, "train", None, said.append)
+    assert [q.id for q in found] == ["q0", "q1", "q3", "q4"] and len(said) == 1
+    # Nothing of it is read where the engine answers, or where no chain is made.
+    for fields in (own, {**gold_only, "stages": ("rl",)}):
+        assert len(parts.read_questions(config(**fields), "train", None, print)) == 5
+
+
+def test_a_question_of_the_world_need_not_tell_what_the_world_knows(tmp_path):
+    whole = dict(stages=("curate",), curate__method="no_reasoning")
+    world = world_of(config())
+    known = {"id": world.train[0].id, "question": "Q?", "golden_answers": ["a"]}
+    path = write(tmp_path / "q.jsonl", [known])
+    c = config(**whole, data__train=path)
+    assert len(parts.read_questions(c, "train", world, print)) == 1
+
+
 def test_the_world_has_two_splits_only():
     c = config(data__dev="world:all")
     with pytest.raises(ValueError, match="world:train and world:dev"):

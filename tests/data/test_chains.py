@@ -85,6 +85,54 @@ def test_gold_passages_are_the_supporting_ones_of_the_metadata():
     assert contents == ["France\nA land. In Europe.", "Paris\nA city."]
 
 
+def test_passages_of_2wikimultihopqa_have_their_sentences_under_content():
+    context = {"title": ["Paris"], "content": [["A city."]]}
+    question = Question("q", "?", ("x",), {**GOLD, "context": context})
+    (passage,) = gold_passages(question, (), {})
+    assert passage.contents == "Paris\nA city."
+
+
+CONTEXT = GOLD["context"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"context": [["France", ["A land."]]]}, r"field context: .* title and sent"),
+        ({"context": {"title": ["France"]}}, "field context: expected an object"),
+        ({"context": {**CONTEXT, "title": 1.5}}, r"context\.title: .* texts, got 1\.5"),
+        (
+            {"context": {**CONTEXT, "title": ["France", 3, "Paris"]}},
+            r"field context\.title\[1\]: expected text, got 3",
+        ),
+        (
+            {"context": {**CONTEXT, "sentences": [["A land."]]}},
+            r"context\.sentences: expected a list of 3 lists .* got \[\['A land\.'\]\]",
+        ),
+        (
+            {"context": {**CONTEXT, "sentences": [[], ["Madrid."], "A city."]}},
+            r"context\.sentences\[2\]: expected a list of texts, got 'A city\.'",
+        ),
+        (
+            {"context": {**CONTEXT, "sentences": [[], [None], []]}},
+            r"context\.sentences\[1\]\[0\]: expected text, got None",
+        ),
+        (
+            {"context": {**CONTEXT, "sentences": [["\ud800"], [], []]}},
+            "half a surrogate pair",
+        ),
+        ({"supporting_facts": [["Paris", 0]]}, "field supporting_facts: .* with title"),
+        ({"supporting_facts": {"title": [["Paris"]]}}, r"facts\.title\[0\]: .* text"),
+        ({"context": None}, "question q: its gold passages are not known"),
+        ({"supporting_facts": {"title": ["Rome"]}}, "its gold passages are not known"),
+    ],
+)
+def test_what_tells_gold_passages_is_refused_by_field(changed, told):
+    question = Question("q", "?", ("x",), {**GOLD, **changed})
+    with pytest.raises(ValueError, match=told):
+        gold_passages(question, (), {})
+
+
 def test_gold_passages_may_be_known_by_their_titles():
     known = {"France": SEEN}
     question = Question("q", "?", ("x",))
@@ -114,6 +162,29 @@ def test_musiques_decomposition_is_read():
     ]
     with pytest.raises(ValueError, match="question q1: its decomposition"):
         decomposition(PARIS, ())
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ([], "its decomposition is not known"),
+        ("a? b", r"field question_decomposition: .* got 'a\? b'"),
+        (["a?"], r"question_decomposition\[0\]: .* question and answer, got 'a\?'"),
+        ([{"question": "a?"}], r"question_decomposition\[0\]: .* and answer"),
+        (
+            [{"question": 3, "answer": "b"}],
+            r"\[0\]\.question: .* text, got int 3",
+        ),
+        (
+            [{"question": "a?", "answer": "b", "context": 4}],
+            r"\[0\]\.context: expected text, got 4",
+        ),
+    ],
+)
+def test_what_tells_the_parts_is_refused_by_field(told, why):
+    question = Question("q", "?", ("x",), {"question_decomposition": told})
+    with pytest.raises(ValueError, match=why):
+        decomposition(question, ())
 
 
 def test_a_whole_reply_is_split_into_turns_and_observations():
