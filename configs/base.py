@@ -130,6 +130,8 @@ def _curate():
     c = ConfigDict()
     c.method = "segments"  # a key of METHODS in rsearch/stages/curate.py
     c.measure = "em"  # right is: "em" or "cover_em" of 1, or any "f1" above 0
+    c.order = "any"  # of words in "cover_em": "any", "contiguous" or "substring"
+    c.max_words = 0  # a longer answer is wrong, whatever the measure; 0 = no limit
     c.normalize = "squad"  # of answers: "squad" or "r1_searcher"
     c.rollouts = 1  # of a question at most; further ones only until enough is kept
     c.per_question = 1  # rollouts kept of a question at most

@@ -112,6 +112,7 @@ def at_full_scale(c, words):
     }
     teacher = {"model": {"source": "Qwen/Qwen2.5-7B-Instruct"}}
     teacher |= {"protocol": {"name": "r1_searcher_chat"}}
+    # The paper's cover exact match; R1-Searcher++ was first to limit an answer's words.
     rolls = {"method": "difficulty", "measure": "cover_em", "normalize": "r1_searcher"}
     rolls |= {"rollouts": 21, "easy_below": 10, "hard_above": 20}
     both = {"data": {"train": "data/hotpotqa_2wikimultihopqa_train.jsonl"}}

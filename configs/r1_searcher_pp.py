@@ -50,6 +50,7 @@ def get_config(variant=""):
 def method(c, words):
     """What holds at any size: the paper's algorithm and rewards (Eq. 3 to 9)."""
     c.protocol.name = "r1_searcher_pp"
+    # Equation 4 says what is right, in the reward and in the data alike.
     right = {"normalize": "r1_searcher", "order": "substring", "max_words": 10}
     reward = {
         "answer_cover_em": right,
@@ -59,8 +60,8 @@ def method(c, words):
     if words.no_group:
         del reward["group_fewest_searches"]
     learns = {"sft": {"demonstrations": "stage:curate_rewriter"}, "trains": "rewriter"}
-    rejection = {"method": "both_knowledge", "measure": "cover_em"}
-    rejection |= {"normalize": "r1_searcher", "rollouts": 16, "max_kept": 805}
+    rejection = {"method": "both_knowledge", "measure": "cover_em"} | right
+    rejection |= {"rollouts": 16, "max_kept": 805}
     # The rewriter is trained on what the cold start was chosen from (section 4.2.2).
     again = {"first": "stage:curate_sft"} if "curate_sft" in c.stages else {}
     with c.unlocked():
@@ -121,8 +122,11 @@ def parity(c, words):
     for name in ("answer_cover_em", "group_fewest_searches"):
         if name in reward:
             reward[name] |= {"order": "any"}
+    stages = c.overrides.to_dict()
+    for name in ("curate_sft", "curate_rewriter"):
+        stages[name]["curate"] |= {"order": "any"}
     with c.unlocked():
-        c.reward = ConfigDict(reward)
+        c.reward, c.overrides = ConfigDict(reward), ConfigDict(stages)
 
 
 def tiny(c, words):

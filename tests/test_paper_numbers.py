@@ -6,7 +6,7 @@ import pytest
 
 from configs import variants
 from rsearch import config as configuration
-from rsearch.plan import stage_configs
+from rsearch.plan import stage_config, stage_configs
 from rsearch.protocols import PROTOCOLS
 from rsearch.rewards.group import check_terms
 from rsearch.stages.dry_run import dry_run
@@ -224,6 +224,16 @@ def test_r1_searcher_pp_pays_for_the_fewest_searches_up_to_two():
     assert reward["group_fewest_searches"]["eta"] == 2.0
     assert reward["answer_cover_em"]["max_words"] == 10
     assert reward["r1_searcher_pp_format"] == {"good": 0.0, "bad": -2.0}
+
+
+@pytest.mark.parametrize("spec", ["r1_searcher_pp", "r1_searcher_pp:parity"])
+def test_r1_searcher_pp_calls_the_same_right_in_data_and_reward(spec):
+    whole = loaded(spec)
+    reward = whole.reward.answer_cover_em.to_dict()
+    for stage in ("curate_sft", "curate_rewriter"):
+        own = stage_config(whole, stage).curate
+        assert own.measure == "cover_em"
+        assert {name: own[name] for name in reward} == reward
 
 
 def test_stages_are_those_of_the_papers():

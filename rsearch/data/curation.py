@@ -137,7 +137,13 @@ def from_record(record: dict) -> Attempt:
 
 
 def is_right(
-    question: Question, attempt: Attempt, *, measure: str, normalize: str
+    question: Question,
+    attempt: Attempt,
+    *,
+    measure: str,
+    normalize: str,
+    order: str = "any",
+    max_words: int = 0,
 ) -> bool:
     """Whether it ended with a right answer.
 
@@ -146,26 +152,30 @@ def is_right(
         attempt: at it.
         measure: a key of MEASURES; of "f1" anything above 0 is right.
         normalize: a key of `rsearch.text.NORMALIZERS`.
+        order: of the words in "cover_em", see `rsearch.text.cover_exact_match`.
+        max_words: a longer answer is wrong; 0 is no limit.
     """
     if attempt.outcome != Outcome.ANSWERED:
         return False
+    if max_words and len(attempt.answer.split()) > max_words:
+        return False
+    own = {"order": order} if measure == "cover_em" else {}
     golden = question.golden_answers
-    score = MEASURES[measure](attempt.answer, golden, normalize=normalize)
+    score = MEASURES[measure](attempt.answer, golden, normalize=normalize, **own)
     return score > 0 if measure == "f1" else score == 1
 
 
-def fault(
-    protocol: Protocol, question: Question, attempt: Attempt, *, measure, normalize
-) -> str:
+def fault(protocol: Protocol, question: Question, attempt: Attempt, **right) -> str:
     """Why an attempt is no example of how to answer; "" where it is one.
 
     It ended without a right answer (by its outcome, or "wrong"), a turn held no action
     ("malformed"), or a turn holds what only the engine may write: the tags of an
-    observation ("forged") or the whole of a passage ("copied").
+    observation ("forged") or the whole of a passage ("copied"). What a right answer is
+    is said in the keywords of `is_right`.
     """
     if attempt.outcome != Outcome.ANSWERED:
         return attempt.outcome.value
-    if not is_right(question, attempt, measure=measure, normalize=normalize):
+    if not is_right(question, attempt, **right):
         return "wrong"
     if attempt.num_malformed:
         return "malformed"
@@ -233,9 +243,8 @@ def rewording(
     question: Question,
     attempt: Attempt,
     *,
-    measure: str,
-    normalize: str,
     user: str | None = None,
+    **right,
 ) -> Demonstration | None:
     """A correct response that searched, worded as if all had been recalled.
 
@@ -248,8 +257,8 @@ def rewording(
         protocol: of the conversation.
         question: that opens it.
         attempt: without `fault`.
-        measure, normalize: of a right answer, see `is_right`.
         user: replaces the messages of `rewriting_messages`.
+        **right: what a right answer is, the keywords of `is_right`.
 
     Returns:
         The demonstration, or None where that cannot be.
@@ -266,7 +275,7 @@ def rewording(
     if answer is None or first_step(protocol, turn) != turn:
         return None
     again = dataclasses.replace(attempt, answer=answer.text)
-    if not is_right(question, again, measure=measure, normalize=normalize):
+    if not is_right(question, again, **right):
         return None
     messages = rewriting_messages(question.text, attempt.passages(), user=user)
     return Demonstration(question, (turn,), messages=tuple(messages))

@@ -249,7 +249,7 @@ def _says_something(attempts):
 
 def _measure(c):
     """How config.curate has answers judged."""
-    return {"measure": c.measure, "normalize": c.normalize}
+    return {n: c[n] for n in ("measure", "normalize", "order", "max_words")}
 
 
 def _solved(c):

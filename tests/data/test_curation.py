@@ -96,6 +96,39 @@ def test_right_is_what_the_measure_says(text, em, cover_em, f1):
         assert got == right, measure
 
 
+def test_a_long_answer_is_wrong_where_words_are_limited():
+    ten = "Paris is its capital and no other city would be"
+    assert len(ten.split()) == 10
+    for text, limit, right in (
+        (ten, 10, True),
+        (f"{ten} so", 10, False),
+        (ten, 0, True),
+    ):
+        how = {"measure": "cover_em", "normalize": "squad", "max_words": limit}
+        assert is_right(PARIS, tried(answer("", text)), **how) == right, text
+        wrong = fault(SEARCH_R1, PARIS, tried(answer("", text)), **how)
+        assert wrong == ("" if right else "wrong")
+
+
+@pytest.mark.parametrize(
+    ("text", "any_order", "contiguous", "substring"),
+    [
+        ("York, the new one", True, False, False),
+        ("in New York", True, True, True),
+        ("Anew Yorker", False, False, True),
+    ],
+)
+def test_the_order_of_a_covering_answers_words_is_what_it_is_set_to(
+    text, any_order, contiguous, substring
+):
+    question = Question("q", "?", ("New York",))
+    attempt = tried(answer("", text))
+    wanted = {"any": any_order, "contiguous": contiguous, "substring": substring}
+    for order, right in wanted.items():
+        how = {"measure": "cover_em", "normalize": "squad", "order": order}
+        assert is_right(question, attempt, **how) == right, order
+
+
 @pytest.mark.parametrize(
     ("turns", "why"),
     [
