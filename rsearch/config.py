@@ -9,7 +9,10 @@ builds. This module gathers all that a command needs of it: `load`, `apply_overr
 import errno
 import importlib.util
 import inspect
+import os
 import pathlib
+import select
+import signal
 import sys
 import traceback
 
@@ -249,9 +252,48 @@ def run_command(main, argv=None):
 
     What the user did wrong (a ValueError raised by this package, a file that cannot be
     read or written) becomes one `error: ...` on stderr and code 2. Everything else is a
-    fault of ours and keeps its traceback. Control-C gives 130.
+    fault of ours and keeps its traceback. Control-C gives 130. Where what is printed
+    goes to a program that has ended, such as head, the command ends quietly with 141.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        try:
+            code = _exit_code(main, sys.argv[1:] if argv is None else list(argv))
+        except SystemExit:  # after --help
+            _flush()
+            raise
+        _flush()
+        return code
+    except BrokenPipeError:
+        if not _drop_output():
+            raise
+        return 128 + signal.SIGPIPE  # what a shell says of one that the signal ended
+
+
+def _flush():
+    """Writes what is left now, where it can fail, and not as the interpreter ends."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+
+
+def _drop_output():
+    """Has streams without a reader write to nowhere; returns whether there are any."""
+    found = False
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        asked = select.poll()
+        try:
+            asked.register(stream.fileno(), 0)
+        except OSError:  # a stream in memory, as tests have
+            continue
+        if any(event & select.POLLERR for _, event in asked.poll(0)):
+            found = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+    return found
+
+
+def _exit_code(main, argv):
+    """What `run_command` returns, but for readers that have gone."""
     try:
         return int(main(argv) or 0)
     except KeyboardInterrupt:

@@ -135,10 +135,18 @@ def _line(label, done, total, seconds):
     note(f"{label} {done}{of} ({seconds:.1f} s)")
 
 
+class _Console(Console):
+    """One that leaves it to the command what follows when its reader has gone."""
+
+    def on_broken_pipe(self):
+        """Raises the BrokenPipeError; Rich would end the process here."""
+        raise
+
+
 def _console(stream):
     """A console on the stream of this moment; tests and services replace streams."""
     is_terminal = getattr(stream, "isatty", lambda: False)()
-    return Console(
+    return _Console(
         file=stream,
         width=None if is_terminal else PLAIN_WIDTH,
         highlight=False,

@@ -1,7 +1,9 @@
 """Text from models and web pages is shown, never obeyed."""
 
 import io
+import os
 import re
+import subprocess
 import sys
 import unicodedata
 
@@ -91,3 +93,46 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     assert list(console.progress(range(3), "[x]")) == [0, 1, 2]
     assert "[x]" in terminal.getvalue() and "3/3" in terminal.getvalue()
+
+
+COMMAND = """
+import os, sys
+from rsearch import config, console
+
+def main(argv):
+    how = argv[0]
+    if how == "--help":
+        config.parse_flags(argv, flags={})
+    if how == "other":
+        there, here = os.pipe()
+        os.close(there)
+        os.write(here, b"x")  # a pipe of our own, not what is printed
+    for _ in range({"once": 1}.get(how, 5000)):
+        if how == "note":
+            console.note("a line")
+        elif how == "table":
+            console.table("title", ["a"], [["b"]])
+        else:
+            print("a line")
+
+sys.exit(config.run_command(main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("how", ["print", "table", "once", "--help", "note"])
+def test_a_command_whose_reader_has_gone_ends_quietly(how):
+    there, here = os.pipe()
+    os.close(there)
+    streams = {"stdout": here, "stderr": subprocess.PIPE}
+    if how == "note":
+        streams = {"stdout": subprocess.PIPE, "stderr": here}
+    done = subprocess.run([sys.executable, "-c", COMMAND, how], timeout=120, **streams)
+    os.close(here)
+    assert done.returncode == 141
+    assert not done.stdout and not done.stderr
+
+
+def test_a_broken_pipe_of_ours_keeps_its_traceback():
+    command = [sys.executable, "-c", COMMAND, "other"]
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    assert done.returncode == 1 and b"BrokenPipeError" in done.stderr
