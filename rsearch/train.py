@@ -13,9 +13,10 @@ from typing import NamedTuple
 import jax
 import xxhash
 
-from rsearch import build, console
+from rsearch import build, checkpoint, console
 from rsearch import config as configuration
 from rsearch.evaluate import (
+    CHECKPOINTS,
     START,
     Evaluator,
     read_results,
@@ -57,13 +58,20 @@ def main(config, workdir) -> list[dict]:
     # First what can fail: a workdir is bound to its configuration for good.
     check_plan(config)
     shared = build.Shared()
+    folder = pathlib.Path(workdir)
+    over = {s for s, own in stage_configs(config) if _is_over(s, own, folder)}
     base = build.load_setup(
-        config, say=console.note, only_dev=True, home=workdir, shared=shared
+        config,
+        say=console.note,
+        only_dev=True,
+        home=workdir,
+        shared=shared,
+        is_over=over == set(config.stages),
     )
     ready = {
-        stage: _prepare(stage, own, shared)
+        stage: _prepare(stage, own, shared, is_over=stage in over)
         for stage, own in stage_configs(config)
-        if not earlier_stages(own) and not _has_curated(pathlib.Path(workdir) / stage)
+        if not earlier_stages(own) and not _has_curated(folder / stage)
     }
     inputs = dict(base.inputs)
     for stage, prepared in ready.items():
@@ -75,7 +83,7 @@ def main(config, workdir) -> list[dict]:
         console.note(f"{config.name} {again} in {home.path} on {devices}")
         try:
             evaluator = Evaluator(base)
-            _run_stages(base, ready, shared, evaluator, home)
+            _run_stages(base, ready, shared, evaluator, home, over)
         except KeyboardInterrupt:
             console.note(f"stopped; the same command goes on in {home.path}")
             raise
@@ -90,9 +98,11 @@ class _Prepared(NamedTuple):
     demonstrations: tuple  # rollouts, of a supervised stage
 
 
-def _prepare(stage, own, shared, home=None) -> _Prepared:
+def _prepare(stage, own, shared, home=None, *, is_over) -> _Prepared:
     """Loads what a stage needs, and replays its demonstrations."""
-    setup = build.load_setup(own, say=console.note, home=home, shared=shared)
+    setup = build.load_setup(
+        own, say=console.note, home=home, shared=shared, is_over=is_over
+    )
     if kind_of(stage) != "sft":
         return _Prepared(setup, ())
     rollouts = build.replay_demonstrations(
@@ -105,6 +115,17 @@ def _prepare(stage, own, shared, home=None) -> _Prepared:
 def _has_curated(folder):
     """Whether a data stage has ended there: nothing of it is needed again."""
     return kind_of(folder.name) == "curate" and (folder / SUMMARY).exists()
+
+
+def _is_over(stage, own, folder):
+    """Whether a stage has a checkpoint of its last step, or its data.
+
+    The checkpoint may yet turn out to be damaged.
+    """
+    kind = kind_of(stage)
+    if kind == "curate":
+        return _has_curated(folder / stage)
+    return (checkpoint.latest(folder / stage / CHECKPOINTS) or 0) >= own[kind].steps
 
 
 def _inputs_of(stage, prepared, base):
@@ -130,7 +151,7 @@ def _fingerprint(demonstrations):
     return {"sft.demonstrations": digest.hexdigest()} if demonstrations else {}
 
 
-def _run_stages(base, ready, shared, evaluator, home):
+def _run_stages(base, ready, shared, evaluator, home, over):
     """Stage after stage; each that trains the policy is evaluated when it has ended."""
     config = base.config
     start = build.initial_params(base)
@@ -144,7 +165,7 @@ def _run_stages(base, ready, shared, evaluator, home):
             continue
         prepared = ready.get(stage)
         if prepared is None:
-            prepared = _prepare(stage, own, shared, home.path)
+            prepared = _prepare(stage, own, shared, home.path, is_over=stage in over)
             home.add_inputs(_inputs_of(stage, prepared, base))
         setup = prepared.setup
         key = own.trains, own.model.source
@@ -157,7 +178,7 @@ def _run_stages(base, ready, shared, evaluator, home):
         if kind_of(stage) == "sft":
             params = sft.run(setup, prepared.demonstrations, params, folder)
         else:
-            memory = open_memory(setup, folder)
+            memory = open_memory(setup, folder, is_over=stage in over)
             params = rl.run(
                 setup, evaluator, params, folder, stage=stage, memory=memory
             )

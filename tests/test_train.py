@@ -100,6 +100,27 @@ def test_a_finished_run_does_nothing_and_returns_the_same_rows(copy, capsys):
     assert "reward by step" in capsys.readouterr().out
 
 
+def test_a_finished_run_loads_no_model_beside_the_policy(copy):
+    """But it does where its last checkpoint is gone, and says which one is missing."""
+    asks = {
+        "judge__source": "/no/judge",
+        "overrides": {"rl": {"writer": {"source": "/no/writer"}}},
+        "rewriter__source": "/no/rewriter",
+        "rl__memorise_coef": 0.1,
+        "rl__memorise_rows": 8,
+        "reward": {"evidence_f1": {}},
+    }
+    changed = config(**asks)
+    file = copy / "config.json"
+    whole = json.loads(file.read_text())
+    whole["config"] = json.loads(configuration.to_json(changed))
+    file.write_text(json.dumps(whole))
+    assert train.main(changed, copy) == results(finished())
+    shutil.rmtree(copy / "rl" / "checkpoints" / "3")
+    with pytest.raises(ValueError, match="/no/(judge|writer)"):
+        train.main(changed, copy)
+
+
 def test_another_configuration_is_refused_with_one_line_each(copy, capsys):
     before = files(copy)
     changed = arguments(copy, rl__lr=0.5, seed=3)

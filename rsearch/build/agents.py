@@ -32,7 +32,9 @@ CHECKPOINTS = "checkpoints"  # in a stage's directory
 STAGE_SECTIONS = ("model", "tokenizer", "protocol")  # that shape what a stage trains
 
 
-def load_agent(c, name: str, mesh, *, find=None, workdir=None) -> GenerateFn | None:
+def load_agent(
+    c, name: str, mesh, *, find=None, workdir=None, is_late=False
+) -> GenerateFn | None:
     """The model of one section of a configuration; None where it names none.
 
     Args:
@@ -42,6 +44,7 @@ def load_agent(c, name: str, mesh, *, find=None, workdir=None) -> GenerateFn | N
         find: source -> directory, of a model that is neither a stage nor an endpoint;
             by default `find_source`.
         workdir: of the run whose stages "stage:<name>" means.
+        is_late: it is loaded, and found to be missing, when it is first asked.
 
     Raises:
         ValueError: there is no such model, or its context is too small for the section.
@@ -49,6 +52,10 @@ def load_agent(c, name: str, mesh, *, find=None, workdir=None) -> GenerateFn | N
     s, find = c[name], find or functools.partial(find_source, c)
     if not s.source:
         return None
+    if is_late:
+        make = functools.partial(load_agent, c, name, mesh, find=find, workdir=workdir)
+        loaded = functools.cache(make)
+        return lambda chats: loaded()(chats)
     if s.source.startswith(URLS):
         return remote_generator(
             s.source,

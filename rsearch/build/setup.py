@@ -101,6 +101,7 @@ def load_setup(
     only_policy=False,
     home=None,
     shared=None,
+    is_over=False,
 ) -> Setup:
     """Everything that a configuration names, loaded and checked.
 
@@ -111,6 +112,8 @@ def load_setup(
         only_policy: leave all questions out, for a policy that others ask.
         home: the run's directory, if "stage:..." is to mean a stage of it.
         shared: parts that other setups of the run have made; these are not said again.
+        is_over: of a stage that seems to have ended: the models beside the policy are
+            loaded only if they are asked after all.
 
     Raises:
         ValueError: a value or a file that cannot be used.
@@ -140,9 +143,11 @@ def load_setup(
 
     def agent(name):
         sections = [c[name], c.model, c.mesh]
-        return once(name, sections, lambda: load_agent(c, name, mesh, workdir=home))
+        own = {"workdir": home, "is_late": is_over}
+        return once((name, is_over), sections, lambda: load_agent(c, name, mesh, **own))
 
     seeded = ConfigDict({"seed": c.seed})
+    is_rewarded = needs_judge(c.reward) and "rl" in kinds(c) and not only_dev
     search = once("search", [c.retrieval, c.world, seeded], searching)
     only_dev = only_dev or only_policy
     train = () if only_dev else read_questions(c, "train", world, say, home)
@@ -169,7 +174,7 @@ def load_setup(
         dev=dev,
         num_long=num_long,
         inputs=_fingerprints(tokenizer, search, source, None if only_dev else train),
-        judge=agent("judge") if needs_judge(c.reward) and not only_dev else None,
+        judge=agent("judge") if is_rewarded else None,
         writer=agent("writer"),
         limits=limits,
         num_tokens=num_tokens,

@@ -20,12 +20,19 @@ CORRECT = {"normalize": "r1_searcher", "order": "any", "max_words": 10}
 """What a right answer is (equation 4), where the run's reward does not say."""
 
 
-def open_memory(setup: build.Setup, folder: pathlib.Path):
-    """The Memory of an RL stage; None where nothing is memorised."""
+def open_memory(setup: build.Setup, folder: pathlib.Path, *, is_over=False):
+    """The Memory of an RL stage; None where nothing is memorised.
+
+    Args:
+        setup: of the stage.
+        folder: of the stage.
+        is_over: see `build.load_setup`.
+    """
     c = setup.config
     if not c.rl.memorise_coef:
         return None
-    rewrite = build.load_agent(c, "rewriter", setup.mesh, workdir=setup.home)
+    own = {"workdir": setup.home, "is_late": is_over}
+    rewrite = build.load_agent(c, "rewriter", setup.mesh, **own)
     return Memory(setup, rewrite, folder)
 
 

@@ -76,6 +76,20 @@ def test_other_sources_are_found_by_who_knows_them(folder):
     assert asked == ["world:judge"] and ask([LONG]) == [None]
 
 
+def test_a_late_model_is_loaded_once_when_it_is_first_asked(folder):
+    found = []
+
+    def find(source):
+        found.append(source)
+        return folder
+
+    c = asking("judge", "world:judge")
+    ask = agents.load_agent(c, "judge", mesh(), find=find, is_late=True)
+    assert found == []
+    assert ask([LONG]) == ask([LONG]) == [None] and found == ["world:judge"]
+    assert agents.load_agent(config(), "judge", mesh(), is_late=True) is None
+
+
 def test_a_context_that_is_too_small_is_refused(folder):
     path = folder / "config.json"
     before = path.read_text()
