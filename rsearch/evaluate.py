@@ -35,7 +35,7 @@ from rsearch.data.questions import fingerprint
 from rsearch.plan import kind_of, stage_configs
 from rsearch.rules import EVIDENCE, READER_METHODS, READER_RAG
 from rsearch.scoring import summarise
-from rsearch.workdir import Workdir, read_rows, write_json, write_rows
+from rsearch.workdir import Workdir, check_workdir, read_rows, write_json, write_rows
 
 START = "start"  # the stage before all stages, in results
 CHECKPOINTS = "checkpoints"  # in a stage's directory
@@ -319,6 +319,7 @@ def main(argv) -> int:
     if given["model"]:
         own = {"model.source": given["model"], "tokenizer.source": ""}
         changed = apply_overrides(config, own)
+    check_workdir(given["workdir"], config, is_reader=True)
     setup = build.load_setup(
         changed, say=console.note, only_dev=True, home=given["workdir"]
     )

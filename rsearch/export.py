@@ -10,7 +10,7 @@ from rsearch import build, console
 from rsearch.config import REQUIRED, parse_command_line, print_config, run_command
 from rsearch.evaluate import START, trained_params
 from rsearch.models import huggingface
-from rsearch.workdir import Workdir, read_config
+from rsearch.workdir import Workdir, check_workdir, read_config
 
 DTYPES = tuple(huggingface.EXPORT_DTYPES)
 
@@ -29,6 +29,7 @@ def main(argv) -> int:
     if given["dtype"] not in DTYPES:
         raise ValueError(f"--dtype={given['dtype']}: must be one of {DTYPES}")
     read_config(given["workdir"])  # Refuses a directory that holds no run.
+    check_workdir(given["workdir"], config, is_reader=True)
     setup = build.load_setup(config, say=console.note, only_dev=True)
     with Workdir(
         given["workdir"], config, inputs=setup.inputs, is_reader=True

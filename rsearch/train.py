@@ -28,7 +28,7 @@ from rsearch.plan import SUMMARY, check_plan, earlier_stages, kind_of, stage_con
 from rsearch.stages import curate, rl, sft
 from rsearch.stages.dry_run import dry_run
 from rsearch.stages.memory import open_memory
-from rsearch.workdir import Workdir, is_free, read_rows
+from rsearch.workdir import Workdir, check_workdir, is_free, read_rows
 
 MAX_LABEL = 100  # characters of a default workdir before it is cut
 BARS = "▁▂▃▄▅▆▇█"
@@ -57,6 +57,7 @@ def main(config, workdir) -> list[dict]:
         config = configuration.apply_overrides(recipe, overrides)
     # First what can fail: a workdir is bound to its configuration for good.
     check_plan(config)
+    check_workdir(workdir, config)
     shared = build.Shared()
     folder = pathlib.Path(workdir)
     over = {s for s, own in stage_configs(config) if _is_over(s, own, folder)}

@@ -91,19 +91,9 @@ class Workdir:
         now = json.loads(to_json(config))
         changes, before = [], {}
         if self.is_resumed:
-            whole = _read(self.path)
-            changes = diff(whole["config"], now)
-            started = [s for s in now["stages"] if (self.path / s).exists()]
-            refused = [
-                row
-                for row in changes
-                if not _may_change(row, now, started)
-                and not (is_reader and row[0].endswith(".steps"))
-            ]
-            if refused:
-                raise ValueError(_refusal(self.path, refused))
+            changes = _changes(self.path, now, is_reader)
             # After the fields, which say more about why the inputs differ.
-            before = whole.get("inputs", {})
+            before = _read(self.path).get("inputs", {})
             _check_inputs(self.path, before, inputs)
             if is_reader:
                 return
@@ -144,6 +134,30 @@ class Workdir:
 
     def __exit__(self, *_):
         self.close()
+
+
+def check_workdir(path, config, *, is_reader=False):
+    """Refuses a directory that `Workdir` would refuse, and changes nothing.
+
+    Index, models and questions take minutes to load: this is asked before. What only
+    their fingerprints tell is left to `Workdir`.
+
+    Args:
+        path, config, is_reader: as in `Workdir`.
+
+    Raises:
+        ValueError: as `Workdir`.
+    """
+    path = pathlib.Path(path).absolute()
+    _check_is_ours(path)
+    if (path / LOCK).exists():
+        descriptor = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _hold(descriptor, fcntl.LOCK_SH, path)
+        finally:
+            os.close(descriptor)
+    if (path / CONFIG).exists():
+        _changes(path, json.loads(to_json(config)), is_reader)
 
 
 def read_config(path):
@@ -219,17 +233,25 @@ def _lock(path):
     """A descriptor that holds the lock; the kernel drops it when the process ends."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+        _hold(descriptor, fcntl.LOCK_EX, path.parent)
+    except BaseException:
         os.close(descriptor)
-        raise ValueError(
-            f"{path.parent}: in use by {holder or 'another process'}; wait for it to "
-            "end, or name another --workdir"
-        ) from None
+        raise
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {_host()}\n".encode(), 0)
     return descriptor
+
+
+def _hold(descriptor, how, path):
+    """Takes the lock of the workdir at `path`; refused where another run has it."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+        raise ValueError(
+            f"{path}: in use by {holder or 'another process'}; wait for it to end, or "
+            "name another --workdir"
+        ) from None
 
 
 def _host():
@@ -245,6 +267,25 @@ def is_free(name):
 
 def _changes_nothing(name):
     return name.partition(".")[0] in FREE_SECTIONS or name in FREE_FIELDS
+
+
+def _changes(path, now, is_reader):
+    """[(field, there, now)] of a run and a configuration as a plain dict.
+
+    Raises:
+        ValueError: a field among them that a run cannot go on with.
+    """
+    changes = diff(read_config(path), now)
+    started = [s for s in now["stages"] if (path / s).exists()]
+    refused = [
+        row
+        for row in changes
+        if not _may_change(row, now, started)
+        and not (is_reader and row[0].endswith(".steps"))
+    ]
+    if refused:
+        raise ValueError(_refusal(path, refused))
+    return changes
 
 
 def _may_change(row, config, started):

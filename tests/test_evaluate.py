@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from rsearch import build, checkpoint, evaluate, train
+from rsearch import build, checkpoint, evaluate, export, train
 from rsearch.config import run_command
 from rsearch.models import huggingface
-from rsearch.workdir import read_rows
+from rsearch.workdir import Workdir, read_rows
 from tests.small_run import (
     arguments,
     config,
@@ -194,7 +194,6 @@ def evaluate_here(*command):
         ("--model=/nowhere/at/all", "/nowhere/at/all"),
         ("--config.eval.methods=rags", "config.eval.methods = ('rags',): must be each"),
         ("--config.data.dev=none.jsonl", "none.jsonl: there is no such file"),
-        ("--config.seed=5", "config.seed"),
     ],
 )
 def test_what_cannot_be_evaluated_ends_with_one_line_and_code_2(
@@ -205,6 +204,19 @@ def test_what_cannot_be_evaluated_ends_with_one_line_and_code_2(
     told = capsys.readouterr().err
     assert message in told and "Traceback" not in told
     assert (copy / "results.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("main", [evaluate.main, train.command, export.main])
+def test_a_wrong_workdir_is_found_before_anything_is_loaded(
+    tmp_path, capsys, monkeypatch, main
+):
+    """What is loaded may be an index of minutes."""
+    run = config(seed=1)
+    Workdir(tmp_path, run).close()
+    monkeypatch.setattr(build, "load_setup", lambda *a, **k: 1 / 0)
+    out = [f"--out={tmp_path / 'out'}"] if main is export.main else []
+    assert run_command(main, [*arguments(tmp_path), *out]) == 2
+    assert "config.seed" in capsys.readouterr().err
 
 
 def test_a_workdir_must_be_named_and_be_one(tmp_path, capsys):

@@ -13,6 +13,7 @@ from rsearch import config as configs
 from rsearch.workdir import (
     FREE_FIELDS,
     Workdir,
+    check_workdir,
     read_config,
     read_rows,
     write_json,
@@ -54,6 +55,30 @@ def test_second_run_in_the_same_directory_is_told_who_holds_it(tmp_path, config)
     with Workdir(tmp_path, config), told:
         Workdir(tmp_path, config)
     Workdir(tmp_path, config).close()
+
+
+def test_what_a_workdir_refuses_is_found_before_and_changes_nothing(tmp_path, config):
+    run, other = tmp_path / "run", tmp_path / "other"
+    check_workdir(run, config)  # a new one
+    assert not run.exists()
+    Workdir(run, config).close()
+    other.mkdir()
+    (other / "thesis.txt").write_text("dear")
+    before = contents(tmp_path)
+    check_workdir(run, config)
+    check_workdir(run, changed(config, sft__steps=5), is_reader=True)
+    for path, own, told in (
+        (other, config, "not a workdir"),
+        (other / "thesis.txt", config, "--workdir is a file"),
+        (run, changed(config, seed=7), r"config\.seed"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            check_workdir(path, own)
+    told = pytest.raises(ValueError, match=f"{run}: in use by process {os.getpid()} ")
+    with Workdir(run, config), told:
+        check_workdir(run, config)
+    Workdir(run, config).close()  # nothing holds it
+    assert contents(tmp_path) == before
 
 
 HOLD = """
