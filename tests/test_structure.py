@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 import warnings
 
 import pytest
@@ -300,3 +301,38 @@ def test_every_requirement_is_pinned_exactly():
         for line in (ROOT / file).read_text().splitlines():
             if line and not line.startswith(("#", "-r ")):
                 assert re.fullmatch(r"[\w-]+==\d+(\.\d+)+", line), f"{file}: {line}"
+
+
+# It turns a SentencePiece model into what load_tokenizer reads, by hand.
+NOT_IMPORTED = {"transformers"}
+
+
+def pins(file):
+    """{library as it is imported: version} of a file of requirements."""
+    found = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / file).read_text(), re.M)
+    names = {"orbax-checkpoint": "orbax", "Jinja2": "jinja2"}
+    return {names.get(n, n).replace("-", "_"): version for n, version in found}
+
+
+def test_every_requirement_is_used_and_pinned_once():
+    def used(paths):
+        trees = [ast.parse(path.read_text()) for path in paths]
+        return {module.split(".")[0] for t in trees for _, module in imports(t)}
+
+    ours, theirs = pins("requirements.txt"), pins("tests/requirements.txt")
+    by_jax = {"scipy"}
+    assert set(ours) - NOT_IMPORTED - by_jax <= used(TREES)
+    commands = {"pytest_xdist", "ruff"}
+    assert set(theirs) - commands | by_jax | NOT_IMPORTED <= used(TESTS)
+    assert not set(ours) & set(theirs)
+    assert (ROOT / "tests" / "requirements.txt").read_text().startswith("-r ../req")
+
+
+def test_the_package_needs_what_requirements_name():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["dependencies"]
+    assert "dependencies" not in project["project"]
+    dynamic = project["tool"]["setuptools"]["dynamic"]
+    assert dynamic == {"dependencies": {"file": ["requirements.txt"]}}
+    assert project["project"]["requires-python"] == ">=3.11,<3.13"
+    assert "# Python 3.11 or 3.12." in (ROOT / "requirements.txt").read_text()
