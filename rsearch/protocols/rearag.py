@@ -19,6 +19,7 @@ them; for others they are `Observation 1: ...`.
 
 import ast
 import json
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -111,6 +112,8 @@ def _read_action(text: str) -> Action:
     value = parameters.get(needed) if isinstance(parameters, dict) else None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return Malformed(f"{function} has no text or number as its {needed!r}")
+    if isinstance(value, float) and not math.isfinite(value):  # json reads NaN
+        return Malformed(f"{function} has no finite number as its {needed!r}")
     try:
         value = whole_characters(str(value)).strip()
     except ValueError:  # an integer of more digits than Python writes out
