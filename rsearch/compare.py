@@ -6,6 +6,7 @@ choose others, or "all". Runs that differ in more than their seed are told apart
 fields that differ, behind the recipe's name.
 """
 
+import math
 import pathlib
 import re
 import statistics
@@ -127,7 +128,40 @@ def read_run(path) -> Run:
         raise ValueError(
             f"{path}: has no results yet; python -m rsearch.evaluate makes them"
         )
+    for number, row in enumerate(rows, start=1):
+        if wrong := _wrong_field(row):
+            raise ValueError(f"{path}/results.json: row {number}: {wrong}")
     return Run(path, config, rows)
+
+
+def _wrong_field(row):
+    """What is wrong with a field of results, and with those of its kinds; or ""."""
+    for name in ("stage", "method", "dataset"):
+        if not isinstance(row[name], str):
+            return f"{name} = {row[name]!r}: expected text"
+    parts = {"": row}
+    for name in ("by_kind", "by_known"):
+        kinds = row.get(name, {})
+        if not isinstance(kinds, dict):
+            return f"{name} = {kinds!r}: expected an object"
+        parts |= {f"{name}.{kind}": part for kind, part in kinds.items()}
+    for place, part in parts.items():
+        if not isinstance(part, dict):
+            return f"{place} = {part!r}: expected an object"
+        for name in ("n", *SCORES, *COUNTS):
+            if not _is_number_or_none(part.get(name)):
+                field = f"{place}.{name}".lstrip(".")
+                return f"{field} = {part[name]!r}: expected a number or null"
+        pair = part.get("em_95")
+        is_pair = isinstance(pair, list) and len(pair) == 2 and None not in pair
+        if pair is not None and not (is_pair and all(map(_is_number_or_none, pair))):
+            return f"em_95 = {pair!r}: expected two numbers"
+    return ""
+
+
+def _is_number_or_none(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (is_number and math.isfinite(value))
 
 
 def label_runs(runs) -> list[str]:

@@ -155,6 +155,37 @@ def test_a_name_cannot_break_the_markdown(said, tmp_path):
     assert len(lines) == 3 and "a\\|b c" in lines[2]
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("em", "x", "row 2: em = 'x': expected a number or null"),
+        ("n", True, "row 2: n = True: expected a number"),
+        ("f1", float("nan"), "row 2: f1 = nan: expected a number"),
+        ("em_95", [1], r"row 2: em_95 = [1]: expected two numbers"),
+        ("em_95", [None, 1], "expected two numbers"),
+        ("stage", 3, "row 2: stage = 3: expected text"),
+        ("dataset", ["d"], "row 2: dataset = ['d']: expected text"),
+        ("by_kind", [1], "row 2: by_kind = [1]: expected an object"),
+        ("by_kind", {"single": 3}, "row 2: by_kind.single = 3: expected an object"),
+        ("by_known", {"true": {"em": "x"}}, "row 2: by_known.true.em = 'x': expected"),
+    ],
+)
+def test_damaged_results_are_refused_by_row_and_field(
+    said, tmp_path, field, value, told
+):
+    run = make(tmp_path / "run", row(), {**row("sft"), field: value})
+    for flags in ([], ["--group"], ["--by_kind"], ["--markdown"]):
+        code, out, err = said(run, *flags)
+        assert (code, out) == (2, "") and told in err and "results.json" in err
+
+
+def test_a_run_that_is_named_twice_counts_once(said, tmp_path):
+    run = make(tmp_path / "dir of ünïcode" / "a run", row())
+    for names in ((run, run), (run.parent, run), (f"{run}/", run)):
+        code, out, _ = said(*names, "--markdown", "--group")
+        assert code == 0 and len(cells(out)) == 2
+
+
 def test_what_is_no_run_is_refused(said, tmp_path):
     (tmp_path / "empty").mkdir()
     broken = make(tmp_path / "broken")
