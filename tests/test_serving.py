@@ -82,6 +82,78 @@ def test_with_a_token_only_those_who_carry_it_are_answered():
         assert ask(server, "GET", "/health", **right)[0] == 200
 
 
+@contextlib.contextmanager
+def held(**settings):
+    """(service, is answering, go on): a service that answers when it is told to."""
+    is_answering, go_on = threading.Event(), threading.Event()
+
+    def slow(body):
+        is_answering.set()
+        assert go_on.wait(30)
+        return {"status": "late"}
+
+    routes = {**ROUTES, ("GET", "/slow"): slow}
+    with serving(routes, **settings) as server:
+        try:
+            yield server, is_answering, go_on
+        finally:
+            go_on.set()
+
+
+def test_more_requests_than_there_is_room_for_are_refused_at_once():
+    with held(max_waiting=1) as (server, is_answering, go_on):
+        found = []
+        asking = threading.Thread(
+            target=lambda: found.append(ask(server, "GET", "/slow"))
+        )
+        asking.start()
+        assert is_answering.wait(30)
+        many = [ask(server, "GET", "/health") for _ in range(20)]
+        assert {status for status, _ in many} == {503}
+        go_on.set()
+        asking.join(30)
+        assert found == [(200, {"status": "late"})]
+        assert ask(server, "GET", "/health")[0] == 200  # its place is free again
+
+
+def test_a_client_that_leaves_before_its_reply_leaves_its_place_too(capsys):
+    with held(max_waiting=1) as (server, is_answering, go_on):
+        gone = socket.create_connection(server.server_address[:2])
+        gone.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert is_answering.wait(30)
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()
+        go_on.set()
+        end = time.monotonic() + 30
+        while ask(server, "GET", "/health")[0] == 503 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert ask(server, "GET", "/health")[0] == 200
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_request_under_way_is_answered_before_the_service_ends():
+    found = []
+    with held() as (server, is_answering, go_on):
+        asking = threading.Thread(
+            target=lambda: found.append(ask(server, "GET", "/slow"))
+        )
+        asking.start()
+        assert is_answering.wait(30)
+        server.shutdown()
+        go_on.set()
+    asking.join(30)
+    assert found == [(200, {"status": "late"})]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for():
+    with serving({("POST", "/x"): dict}, timeout_seconds=0.2) as server:
+        slow = socket.create_connection(server.server_address[:2], timeout=30)
+        head = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
+        slow.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+        assert slow.recv(100).startswith(b"HTTP/1.0 408")
+        slow.close()
+
+
 def test_a_fault_is_an_internal_error_that_tells_clients_nothing(capsys):
     def broken(body):
         raise RuntimeError("path of a secret")

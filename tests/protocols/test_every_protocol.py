@@ -44,6 +44,33 @@ def test_any_turn_is_read(name, turn):
         assert action.reason
 
 
+WIDE = str.maketrans("<>{}\\|'`", "＜＞｛｝＼｜＇｀")
+
+
+@EVERY
+@pytest.mark.parametrize("action", [Search(("who is it",)), Answer("Paris")], ids=str)
+@pytest.mark.parametrize(
+    "mangle",
+    [str.upper, lambda turn: turn.translate(WIDE), "\u200b".join, "\ufeff".join],
+    ids=["capitals", "full width", "zero width", "byte order marks"],
+)
+def test_what_only_looks_like_an_action_is_none(name, action, mangle):
+    protocol = PROTOCOLS[name]
+    turn = protocol.render(action)
+    assert protocol.parse(turn) == action
+    assert isinstance(protocol.parse(mangle(turn)), Malformed)
+
+
+@EVERY
+@pytest.mark.parametrize("action", [Search(("who is it",)), Answer("Paris")], ids=str)
+def test_an_action_that_a_limit_cuts_anywhere_is_none_or_itself(name, action):
+    protocol = PROTOCOLS[name]
+    turn = protocol.render(action)
+    found = [protocol.parse(turn[:end]) for end in range(len(turn))]
+    assert all(isinstance(f, Malformed) or f == action for f in found)
+    assert isinstance(found[len(turn) // 2], Malformed)
+
+
 @EVERY
 @settings(deadline=None)
 @given(text=ANY, more=st.lists(ANY, max_size=3))

@@ -91,6 +91,12 @@ def test_a_fourth_query_is_read_and_never_written():
         MQ.render(Search(tuple("abcd")))
 
 
+def test_fifty_queries_in_one_turn_are_read_at_once():
+    many = ", ".join(f"query {i}" for i in range(50))
+    action = MQ.parse(f"<search>{many}</search>")
+    assert len(action.queries) == 50 > MQ.max_queries == 3
+
+
 def test_one_query_keeps_its_commas():
     assert SQ.parse("<search> a, b </search>") == Search(("a, b",))
     assert SQ.parse("<answer> a, b </answer>") == Answer("a, b")

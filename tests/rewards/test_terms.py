@@ -41,6 +41,26 @@ def test_cover_em_has_a_limit_on_words():
     assert answer_cover_em(PARIS, (wordy,), max_words=4) == [0]
 
 
+HACKS = {  # name: the answer, its F1
+    "nothing": ("", 0),
+    "a choice": ("Lyon or Paris or Rome", 1 / 3),
+    "the answer again and again": ("Paris " * 200, 2 / 201),
+    "a document": ("Lyon is a city of France as Paris is, its capital. " * 20, 2 / 201),
+    "another answer": ("Lyon", 0),
+}
+
+
+@pytest.mark.parametrize("hack", HACKS)
+def test_what_hides_the_answer_among_other_words_is_not_right(hack):
+    text, f1 = HACKS[hack]
+    played = (play(SEARCH_R1, [f"<answer>{text}</answer>"]),)
+    assert answer_em(PARIS, played) == [0]
+    assert answer_f1(PARIS, played) == pytest.approx([f1])
+    # Of all of these only a choice of few words still passes.
+    covers = answer_cover_em(PARIS, played, max_words=10)
+    assert covers == [hack == "a choice"]
+
+
 def test_cover_em_knows_three_orders():
     question = Question("q", "?", ("New York",))
     texts = ("in New York", "York, New", "New Yorker", "newyork")
