@@ -36,6 +36,12 @@ class Journal:
         self.rows = []
         if self._path.exists():
             self.rows = read_rows(self._path)
+            for number, row in enumerate(self.rows, start=1):
+                if not _is_wave(row):
+                    raise ValueError(
+                        f"{self._path}:{number}: not a wave of rollouts; cut the file "
+                        "there, and what follows is rolled out again"
+                    )
             whole = self._path.read_bytes()
             size = whole.rfind(b"\n") + 1
             if size < len(whole):  # the line that was being written
@@ -57,6 +63,16 @@ class Journal:
                 for question, records in zip(row["ids"], row["records"], strict=True):
                     found.setdefault(question, []).extend(records)
         return found
+
+
+def _is_wave(row):
+    """Whether a line of the journal is one that `Journal.append` writes."""
+    try:
+        for _, records in zip(row["ids"], row["records"], strict=True):
+            list(map(from_record, records))
+        return isinstance(row["pass"], str) and type(row["round"]) is int
+    except (LookupError, TypeError, ValueError):
+        return False
 
 
 class Work:
@@ -138,7 +154,7 @@ class Work:
             if new and roll is None:
                 roll = self._roller(group_size, temperature, max_searches)
             key = jax.random.fold_in(self.key(name), number)
-            size = slots // group_size
+            size = max(slots // group_size, 1)
             waves = [new[i : i + size] for i in range(0, len(new), size)]
             label = f"{self.stage}: {name} round {number + 1}, waves"
             for wave in console.progress(waves, label) if waves else ():

@@ -245,16 +245,17 @@ def test_rollouts_go_in_groups_that_divide_a_whole_one(whole, most, size):
 def test_a_stage_may_go_on_with_other_slots(setup, tmp_path, monkeypatch):
     fields = {"curate__method": "difficulty", "curate__rollouts": 3}
     fields |= {"curate__easy_below": 2, "curate__hard_above": 2}
-    own, more = (
+    own, more, few = (
         with_fields(setup, rollout__group_size=4, rollout__slots=slots, **fields)
-        for slots in (4, 12)
+        for slots in (4, 12, 1)  # also less than a group
     )
     say = answers(setup, often)
     wanted = run(own, tmp_path / "a", Script(say), monkeypatch)
-    with pytest.raises(Stopped):
-        run(own, tmp_path / "b", Script(say, 5), monkeypatch)
-    found = run(more, tmp_path / "b", Script(say), monkeypatch)
-    assert all(found[name] == wanted[name] for name in (QUESTIONS, SUMMARY))
+    for folder, other in (("b", more), ("c", few)):
+        with pytest.raises(Stopped):
+            run(own, tmp_path / folder, Script(say, 5), monkeypatch)
+        found = run(other, tmp_path / folder, Script(say), monkeypatch)
+        assert all(found[name] == wanted[name] for name in (QUESTIONS, SUMMARY))
 
 
 def test_first_rollouts_are_taken_over_from_another_stage(setup, tmp_path, monkeypatch):
