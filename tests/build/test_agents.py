@@ -1,6 +1,13 @@
 """Models beside the policy: which sources there are, and what each one gives."""
 
+import contextlib
+import itertools
 import json
+import re
+import socket
+import struct
+import threading
+import time
 
 import jax
 import numpy as np
@@ -74,6 +81,83 @@ def test_other_sources_are_found_by_who_knows_them(folder):
 
     ask = agents.load_agent(asking("judge", "world:judge"), "judge", mesh(), find=find)
     assert asked == ["world:judge"] and ask([LONG]) == [None]
+
+
+@contextlib.contextmanager
+def listening(answer):
+    """The port of a server that does `answer(connection, number)` with each client."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            for number in itertools.count():
+                try:
+                    connection, _ = server.accept()
+                except OSError:  # closed
+                    return
+                with connection, contextlib.suppress(OSError):
+                    answer(connection, number)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(10)
+
+
+def at_endpoint(url, max_retries):
+    """A judge at this address that is given a second."""
+    c = config(
+        judge__source=url,
+        judge__name="m",
+        judge__timeout_seconds=1.0,
+        judge__max_retries=max_retries,
+    )
+    return agents.load_agent(c, "judge", mesh())
+
+
+def reset(connection, number):
+    """Breaks off in the middle of a reply."""
+    connection.recv(10_000)
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n{")
+    linger = struct.pack("ii", 1, 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://127.0.0.1:{port}/v1", "ReadError|RemoteProtocolError"),
+        ("https://127.0.0.1:{port}/v1", "ConnectError|too slow"),  # it speaks no TLS
+        ("http://no.host.at.all.invalid/v1", "ConnectError|too slow"),
+    ],
+)
+def test_an_endpoint_that_cannot_be_spoken_with_gives_none(url, why, capsys):
+    with listening(reset) as port:
+        ask = at_endpoint(url.format(port=port), max_retries=0)
+        assert ask([CHAT, CHAT]) == [None, None]
+    told = capsys.readouterr().err
+    assert "2 of 2 chats failed" in told and re.search(why, told)
+
+
+def test_a_date_to_come_back_at_is_no_reason_to_wait_long():
+    def busy_at_first(connection, number):
+        connection.recv(10_000)
+        if number == 0:
+            head = "503 Busy\r\nRetry-After: Fri, 31 Dec 9999 23:59:59 GMT"
+            body = ""
+        else:
+            head = "200 OK"
+            body = json.dumps({"choices": [{"message": {"content": "Paris"}}]})
+        sent = f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n"
+        connection.sendall(f"{sent}Connection: close\r\n\r\n{body}".encode())
+
+    with listening(busy_at_first) as port:
+        ask = at_endpoint(f"http://127.0.0.1:{port}/v1", max_retries=1)
+        start = time.monotonic()
+        assert ask([CHAT]) == ["Paris"]
+        assert time.monotonic() - start < 10
 
 
 def test_a_late_model_is_loaded_once_when_it_is_first_asked(folder):
