@@ -14,11 +14,18 @@ from rsearch.build.learners import (
     make_learner,
     state_shapes,
 )
-from rsearch.build.setup import Setup, Shared, initial_params, load_setup
+from rsearch.build.setup import (
+    Setup,
+    Shared,
+    check_names,
+    initial_params,
+    load_setup,
+)
 
 __all__ = [
     "Setup",
     "Shared",
+    "check_names",
     "fresh_state",
     "has_critic",
     "initial_params",

@@ -28,7 +28,7 @@ from rsearch.models import huggingface, weights
 from rsearch.models.decoder import Decoder, init_params
 from rsearch.models.sharding import make_mesh, param_shardings
 from rsearch.models.tokenizer import Tokenizer
-from rsearch.plan import kinds
+from rsearch.plan import kinds, stage_configs
 from rsearch.protocols import PROTOCOLS
 from rsearch.protocols.base import Protocol
 from rsearch.retrieval.engine import SearchEngine
@@ -219,10 +219,28 @@ def _check_config(config) -> None:
         ValueError: names the field, its value and what would be right.
     """
     validate(config, num_devices=jax.device_count())
-    check_terms(config.reward, has_judge=bool(config.judge.source))
-    if config.protocol.name not in PROTOCOLS:
+    check_names(config)
+
+
+def check_names(config) -> None:
+    """Refuses reward terms and a protocol that there are not, in any of the stages.
+
+    Raises:
+        ValueError: names the field, its value and what would be right.
+    """
+    _check_names(config)
+    for stage, own in stage_configs(config):
+        try:
+            _check_names(own)
+        except ValueError as error:
+            raise ValueError(f"config.overrides.{stage}: {error}") from None
+
+
+def _check_names(c):
+    check_terms(c.reward, has_judge=bool(c.judge.source))
+    if c.protocol.name not in PROTOCOLS:
         raise ValueError(
-            f"config.protocol.name = {config.protocol.name!r}: must be one of "
+            f"config.protocol.name = {c.protocol.name!r}: must be one of "
             f"{', '.join(PROTOCOLS)}"
         )
 

@@ -1,6 +1,6 @@
 """What a run would do and take, printed and checked before anything is loaded."""
 
-from rsearch import console
+from rsearch import build, console
 from rsearch.build.costs import (
     GB,
     check_context,
@@ -31,6 +31,7 @@ def dry_run(config, *, devices: int = 0, device_memory_gb: float = 0.0) -> None:
         if not value >= 0:
             raise ValueError(f"--{name}={value}: must be 0 or more")
     validate(config)
+    build.check_names(config)
     check_plan(config)
     stages = stage_configs(config)
     for _, own in stages if devices else ():  # each may have a mesh of its own

@@ -68,6 +68,11 @@ def test_the_protocol_speaks_in_the_configurations_words():
     [
         (dict(reward={"answer_me": {}}), "unknown reward term config.reward.answer_me"),
         (dict(reward={"answer_em": {"wait": 1}}), "did you mean weight"),
+        # Of a stage that may begin hours later.
+        (
+            dict(overrides={"rl": {"reward": {"answer_me": {}}}}),
+            "config.overrides.rl: unknown reward term config.reward.answer_me",
+        ),
         (dict(protocol__name="search"), "must be one of search_r1, r_search"),
         (dict(protocol__instruction="ask"), r"a text that holds \{question\}"),
         (dict(world__films=1000), "config.world.films = 1000: at most 676"),

@@ -115,6 +115,28 @@ def test_batches_that_do_not_divide_are_refused(capsys):
     assert "config.rl.micro_batch = 7" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("protocol.name=r_serch", "config.protocol.name = 'r_serch': must be one of"),
+        ("reward.evidence_f1.weigth=1", "config.reward.evidence_f1.weigth"),
+        ("judge.source=", "config.reward.evidence_f1 asks a judge: name one in"),
+        (
+            "overrides={'rl': {'reward': {'answer_me': {}}}}",
+            "config.overrides.rl: unknown reward term config.reward.answer_me",
+        ),
+        (
+            "overrides={'rl': {'protocol': {'name': 'r1'}}}",
+            "config.overrides.rl: config.protocol.name = 'r1': must be one of",
+        ),
+    ],
+)
+def test_names_that_there_are_not_are_refused(capsys, word, told):
+    assert run("--config=configs/r_search.py", f"--config.{word}") == 2
+    error = capsys.readouterr().err
+    assert told in error and "Traceback" not in error
+
+
 def test_devices_that_the_mesh_does_not_divide_are_refused(capsys):
     assert run("--config=configs/r_search.py", "--devices=12") == 2
     assert "mesh does not fit" in capsys.readouterr().err
