@@ -117,7 +117,7 @@ def test_a_finished_run_loads_no_model_beside_the_policy(copy):
     file.write_text(json.dumps(whole))
     assert train.main(changed, copy) == results(finished())
     shutil.rmtree(copy / "rl" / "checkpoints" / "3")
-    with pytest.raises(ValueError, match="/no/(judge|writer)"):
+    with pytest.raises(ValueError, match=r"/no/(judge|writer)"):
         train.main(changed, copy)
 
 
