@@ -150,13 +150,6 @@ def _check_groups(c):
             f"config.rl.algorithm = {alone[0]!r} or {alone[1]!r} without "
             "config.rl.refill_rounds needs no group"
         )
-    if c.rollout.slots % c.rollout.group_size:
-        raise ValueError(
-            f"config.rollout.slots = {c.rollout.slots} is not a multiple of "
-            f"config.rollout.group_size = {c.rollout.group_size}: "
-            f"{c.rollout.slots} % {c.rollout.group_size} = "
-            f"{c.rollout.slots % c.rollout.group_size}"
-        )
 
 
 def _check_rl_batch(c):

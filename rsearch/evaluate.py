@@ -138,14 +138,14 @@ class Evaluator:
         engine, questions = self._engines[method], self._questions
         shown = time.monotonic()
 
-        def on_wave(done):
+        def on_done(done):
             nonlocal shown
             if time.monotonic() - shown > console.SECONDS_BETWEEN_LINES:
                 shown = time.monotonic()
                 console.note(f"evaluate {method}: {done}/{len(questions)} questions")
 
         key = jax.random.key(self._setup.config.seed)  # Greedy: never drawn from.
-        groups = engine(engine.place(params), questions, key, on_wave=on_wave)
+        groups = engine(engine.place(params), questions, key, on_done=on_done)
         if method == PROTOCOL and EVIDENCE in self._setup.config.eval.methods:
             self._last = params, groups
         return groups

@@ -102,10 +102,6 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             "num_heads = 6 is not a multiple of config.model.num_kv_heads = 4",
         ),
         (
-            {"rollout__slots": 10, "rollout__group_size": 4},
-            "rollout.slots = 10 is not a multiple of config.rollout.group_size = 4",
-        ),
-        (
             {"stages": ("rl",), "rollout__group_size": 1, "rollout__slots": 1},
             "rollout.group_size = 1: must be >= 2",
         ),
@@ -184,6 +180,11 @@ def test_what_compares_no_group_needs_none(algorithm):
     alone = dict(rollout__group_size=1, rl__micro_batch=32, rl__algorithm=algorithm)
     configs.validate(override(stages=("rl",), **alone))
     assert "must be >= 2" in refusal(stages=("rl",), rl__refill_rounds=1, **alone)
+
+
+@pytest.mark.parametrize("slots", [3, 10, 16])
+def test_slots_are_any_number_whatever_the_groups_size(slots):
+    configs.validate(override(rollout__slots=slots, rollout__group_size=4))
 
 
 def test_mesh_must_have_as_many_devices_as_there_are():

@@ -14,7 +14,7 @@ import pytest
 from rsearch import build, index, tool
 from rsearch.config import apply_overrides, load, run_command, validate
 from rsearch.models import huggingface
-from rsearch.rollout.driver import replay
+from rsearch.rollout.replay import replay
 from rsearch.types import (
     Group,
     Lookup,

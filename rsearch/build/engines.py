@@ -22,7 +22,8 @@ from rsearch.rollout.conversation import (
     conversation_tokens,
     markup_tokens,
 )
-from rsearch.rollout.driver import RolloutEngine, replay
+from rsearch.rollout.driver import RolloutEngine
+from rsearch.rollout.replay import replay
 from rsearch.rollout.sampler import Sampler
 from rsearch.types import Outcome
 

@@ -1,21 +1,21 @@
 """One decoder for Llama, Qwen and GLM models: policy, value and reference.
 
 The same module scores whole sequences (`cache=None`) and extends cached ones, so what
-the sampler computes is what the trainer differentiates. A cache has one slot a
-position: position p of row b lives at `k[layer, b, :, p]`, whatever the row's length,
-so ragged rows need no padding on the left and no mask beyond "slot <= my own position".
+the sampler computes is what the trainer differentiates.
 
-Dimensions: B rows, T new tokens, S cached slots, D width, H heads, K key/value heads,
-G = H / K heads sharing one, C head width, F MLP width, V vocabulary, L layers.
+Dimensions: B rows, T new tokens, D width, H heads, K key/value heads, C head width, F
+MLP width, V vocabulary, L layers.
 """
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+
+from rsearch.models.attention import Place, attend_cached, extend_cache, place_in
+from rsearch.models.blocked_attention import attend_within
 
 ROTARY_PAIRS = ("halves", "neighbours")
 
@@ -84,19 +84,6 @@ class DecoderSpec:
         return self.num_layers * layer + heads * self.vocab_size * d + d
 
 
-class Cache(NamedTuple):
-    """Keys and values of all layers, [L, B, K, S, C] each, in the compute dtype."""
-
-    k: jax.Array
-    v: jax.Array
-
-
-def empty_cache(spec: DecoderSpec, num_rows: int, num_slots: int, dtype) -> Cache:
-    """A cache of zeros; a slot is read only after it was written."""
-    shape = (spec.num_layers, num_rows, spec.num_kv_heads, num_slots, spec.head_dim)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-
 def rotary_frequencies(spec: DecoderSpec) -> jax.Array:
     """[rotary_dim / 2] radians a position, scaling included.
 
@@ -157,27 +144,6 @@ def rotate(x, positions, frequencies, *, pairs="halves"):
     return turned.astype(x.dtype)
 
 
-def attend(q, k, v, visible):
-    """Grouped-query attention with float32 softmax.
-
-    Args:
-        q: [B, T, H, C] queries.
-        k, v: [B, K, S, C] keys and values; H is a multiple of K.
-        visible: [B, T, S] bool, True where the query may look.
-
-    Returns:
-        [B, T, H, C] in the queries' dtype.
-    """
-    b, t, h, c = q.shape
-    groups = h // k.shape[1]
-    q = q.reshape(b, t, k.shape[1], groups, c)
-    scores = jnp.einsum("btkgc,bksc->bkgts", q, k, preferred_element_type=jnp.float32)
-    scores = scores / math.sqrt(c)
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bksc->btkgc", weights, v).reshape(b, t, h, c)
-
-
 def multiply(x, kernel):
     """x [B, T, D] times kernel [D, E], in the dtype of x.
 
@@ -209,8 +175,8 @@ class Attention(nn.Module):
     spec: DecoderSpec
 
     @nn.compact
-    def __call__(self, x, positions, cache, layer):
-        s = self.spec
+    def __call__(self, x, place, cache, layer):
+        s, positions = self.spec, place.positions
         init = nn.initializers.normal(0.02)
 
         def project(name, heads):
@@ -233,24 +199,12 @@ class Attention(nn.Module):
         k = rotate(k, positions, frequencies, pairs=s.rotary_pairs)
         v = project("v", s.num_kv_heads)
         if cache is None:
-            keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
-            t = x.shape[1]
-            slots = jnp.arange(t)
             # Position 0 begins another text: several may share a row.
             text = jnp.cumsum(positions == 0, axis=1)
-            visible = text[:, :, None] == text[:, None, :]
-            visible &= (slots[None] <= slots[:, None])[None]
+            out = attend_within(q, k.swapaxes(1, 2), v.swapaxes(1, 2), text)
         else:
-            # A position at or past S is padding: its write is dropped.
-            rows = jnp.arange(x.shape[0])[:, None]
-            cache = Cache(
-                cache.k.at[layer, rows, :, positions].set(k, mode="drop"),
-                cache.v.at[layer, rows, :, positions].set(v, mode="drop"),
-            )
-            keys, values = cache.k[layer], cache.v[layer]
-            slots = jnp.arange(keys.shape[2])
-            visible = slots[None, None] <= positions[:, :, None]
-        out = attend(q, keys, values, visible)
+            cache = extend_cache(cache, layer, k, v, place)
+            out = attend_cached(q, cache, layer, place)
         kernel = self.param("o", init, (s.num_heads, s.head_dim, s.width))
         out = out.reshape(*x.shape[:2], -1)
         return multiply(out, kernel.reshape(-1, s.width)), cache
@@ -263,11 +217,11 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, carry, _):
-        x, positions, cache, layer = carry
+        x, place, cache, layer = carry
         s = self.spec
         init = nn.initializers.normal(0.02)
         normed = RMSNorm(s.norm_eps, name="attention_norm")(x)
-        mixed, cache = Attention(s, name="attention")(normed, positions, cache, layer)
+        mixed, cache = Attention(s, name="attention")(normed, place, cache, layer)
         if s.post_norms:
             mixed = RMSNorm(s.norm_eps, name="attention_post_norm")(mixed)
         x = x + mixed
@@ -283,7 +237,7 @@ class Layer(nn.Module):
         out = multiply(nn.silu(gate) * up, down)
         if s.post_norms:
             out = RMSNorm(s.norm_eps, name="mlp_post_norm")(out)
-        return (x + out, positions, cache, layer + 1), None
+        return (x + out, place, cache, layer + 1), None
 
 
 class Decoder(nn.Module):
@@ -318,7 +272,7 @@ class Decoder(nn.Module):
         if self.value_head:
             self.value = self.param("value", nn.initializers.zeros, (s.width,))
 
-    def __call__(self, tokens, positions, cache=None):
+    def __call__(self, tokens, positions, cache=None, rows=None):
         """Hidden states of new tokens.
 
         Args:
@@ -328,12 +282,18 @@ class Decoder(nn.Module):
                 it; with one they name the slots
                 written, and a position >= S writes nothing.
             cache: keys and values of earlier tokens, or None.
+            rows: [B] int32 rows of the cache that the tokens belong to; one past the
+                last is nobody's. Without them, all rows in order.
 
         Returns:
             [B, T, D] final hidden states in the compute dtype, and the cache extended.
         """
         x = jnp.take(self.embedding, tokens, axis=0).astype(self.dtype)
-        carry = (x, positions, cache, jnp.int32(0))
+        if cache is None:
+            place = Place(positions, None, None)
+        else:
+            place = place_in(cache, positions, rows)
+        carry = (x, place, cache, jnp.int32(0))
         (x, _, cache, _), _ = self.layers(carry, None)
         return self.final_norm(x), cache
 

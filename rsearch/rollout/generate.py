@@ -1,7 +1,6 @@
 """A local model as a GenerateFn: chats in, replies out."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import xxhash
 
@@ -58,23 +57,26 @@ def local_generator(
     key = jax.random.key(seed)
     sizes = batch_sizes(num_rows)
 
-    def ask(prompts, names):
+    def ask(ids, names):
         """Replies to at most `num_rows` prompts, whose draws these numbers name."""
-        size = min(s for s in sizes if s >= len(prompts))
+        size = min(s for s in sizes if s >= len(ids))
         tokens = np.zeros((size, max_prompt_tokens), np.int32)
         count = np.ones(size, np.int32)
         named = np.zeros((size, 2), np.uint32)
-        for i, (ids, name) in enumerate(zip(prompts, names, strict=True)):
-            tokens[i, : len(ids)], count[i], named[i] = ids, len(ids), name
-        rows = sampler.prefill(params, tokens, count)
-        active = np.arange(size) < len(prompts)
+        for i, (prompt, name) in enumerate(zip(ids, names, strict=True)):
+            tokens[i, : len(prompt)], count[i], named[i] = prompt, len(prompt), name
+        prompts = sampler.prefill(params, tokens, count)
+        every = np.arange(size, dtype=np.int32)
+        rows = sampler.admit(sampler.empty(size), prompts, every, every)
+        asked = every < len(ids)
         budget = np.full(size, max_reply_tokens, np.int32)
-        keys = _row_keys(key, named)
-        _, written = sampler.decode(params, rows, keys, active, budget)
-        written = jax.device_get(written)
+        rows = sampler.decode(
+            params, rows, key, named, asked, budget, size, max_reply_tokens
+        )
+        written = jax.device_get(rows.turn)
         return [
             tokenizer.decode(_without_eos(written.tokens[i, : written.count[i]]))
-            for i in range(len(prompts))
+            for i in range(len(ids))
         ]
 
     def _without_eos(ids):
@@ -111,11 +113,3 @@ def _names(prompts):
         names.append((digest, seen.get(digest, 0)))
         seen[digest] = names[-1][1] + 1
     return names
-
-
-@jax.jit
-def _row_keys(key, names):
-    """[B] keys from [B, 2] numbers."""
-    fold = jax.vmap(jax.random.fold_in)
-    keys = jax.vmap(lambda n: jax.random.fold_in(key, n))(names[:, 0])
-    return fold(keys, jnp.asarray(names[:, 1]))

@@ -1,11 +1,11 @@
-"""The device's half of a rollout: prefill, decode until paused, extend.
+"""The device's half of a rollout: prefill, admit, decode until some pause, extend.
 
 Each function is compiled once; shapes come from the configuration alone. Rows differ in
 length, pause at different moments and keep their cache while the host searches, so a
 turn costs its own tokens and never the prefix again.
 
-Dimensions: Q prompts, B rows, P prompt tokens, N tokens of a turn, O observation
-tokens, S cache slots, V vocabulary.
+Dimensions: B rows, Q prompts, P prompt tokens, E rows read to at once, O tokens that
+they read, N tokens of a turn, S cache slots, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rsearch.models.decoder import Cache, Decoder, empty_cache
+from rsearch.models.attention import Cache, empty_cache
+from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import (
     DECODING_RULES,
     batch_sharding,
@@ -24,8 +25,8 @@ from rsearch.models.sharding import (
 )
 
 
-class Rows(NamedTuple):
-    """The device state of B conversations.
+class Context(NamedTuple):
+    """What rows have read and written.
 
     Attributes:
         cache: keys and values of the first `length` tokens of each row.
@@ -39,17 +40,28 @@ class Rows(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What B rows wrote until each had paused.
+    """What B rows have written in their turns so far.
 
     Attributes:
         tokens: [B, N] int32; the first `count` of a row are valid.
         logp: [B, N] float32 log-probability under the distribution sampled from.
         count: [B] int32.
+        state: [B] uint8 of the stop strings' automaton.
+        active: [B] bool, the rows whose turn goes on.
     """
 
     tokens: jax.Array
     logp: jax.Array
     count: jax.Array
+    state: jax.Array
+    active: jax.Array
+
+
+class Rows(NamedTuple):
+    """The device state of B conversations."""
+
+    context: Context
+    turn: Turn
 
 
 def nucleus(logits, top_p: float):
@@ -153,8 +165,9 @@ class Sampler:
         self._num_slots, self._max_turn_tokens = num_slots, max_turn_tokens
         self._chunk, self._temperature, self._top_p = chunk, temperature, top_p
         self.num_traces = 0
+        self.empty = jax.jit(self._empty, static_argnums=0)
         self.prefill = jax.jit(self._prefill)
-        self.spread = jax.jit(self._spread)
+        self.admit = jax.jit(self._admit, donate_argnums=0)
         self.extend = jax.jit(self._extend, donate_argnums=1)
         self.decode = jax.jit(self._decode, donate_argnums=1)
 
@@ -166,116 +179,188 @@ class Sampler:
             return params
         return jax.tree.map(lambda x: x.astype(self._model.dtype), params)
 
-    def _constrain(self, rows: Rows) -> Rows:
+    def _constrain(self, x: Rows | Context):
         """Rows over data and fsdp, heads over tensor, wherever they divide."""
         mesh = self._mesh
-        num_rows, heads = rows.cache.k.shape[1:3]
+        context = x.context if isinstance(x, Rows) else x
+        num_rows, heads = context.cache.k.shape[1:3]
         spread = num_rows % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0
         row_axis = ("data", "fsdp") if spread else None
         head_axis = "tensor" if heads % mesh.shape["tensor"] == 0 else None
         cache = NamedSharding(mesh, PartitionSpec(None, row_axis, head_axis))
         row = batch_sharding(mesh) if spread else replicated(mesh)
-        shardings = Rows(Cache(cache, cache), row, row)
-        return jax.lax.with_sharding_constraint(rows, shardings)
+        shardings = Context(Cache(cache, cache), row, row)
+        if isinstance(x, Rows):
+            shardings = Rows(shardings, Turn(*[row] * len(Turn._fields)))
+        return jax.lax.with_sharding_constraint(x, shardings)
 
-    def _apply(self, params, tokens, positions, cache):
+    def _apply(self, params, tokens, positions, cache, rows=None):
         self.num_traces += 1
-        return self._model.apply({"params": params}, tokens, positions, cache)
+        return self._model.apply({"params": params}, tokens, positions, cache, rows)
 
     def _logits(self, params, hidden):
         return self._model.apply({"params": params}, hidden, method="logits")
 
-    def _prefill(self, params, tokens, count):
-        """Rows that have read their prompts: [Q, P] ids, [Q] how many are valid."""
-        spec, model = self._model.spec, self._model
-        rows = Rows(
-            empty_cache(spec, len(tokens), self._num_slots, model.dtype),
-            jnp.zeros(len(tokens), jnp.int32),
-            jnp.zeros((len(tokens), spec.vocab_size), jnp.float32),
+    def _blank(self, num_rows, num_slots) -> Context:
+        """Rows that have read nothing."""
+        spec, dtype = self._model.spec, self._model.dtype
+        return Context(
+            empty_cache(spec, num_rows, num_slots, dtype),
+            jnp.zeros(num_rows, jnp.int32),
+            jnp.zeros((num_rows, spec.vocab_size), jnp.float32),
         )
-        return self._extend(params, self._constrain(rows), tokens, count)
 
-    def _spread(self, rows: Rows, index):
-        """Row i becomes row index[i]: a question's rollouts share its prefill."""
-        cache = jax.tree.map(lambda x: x[:, index], rows.cache)
-        return self._constrain(Rows(cache, rows.length[index], rows.logits[index]))
+    def _empty(self, num_rows: int) -> Rows:
+        """B rows without a conversation."""
+        size = num_rows, self._max_turn_tokens
+        turn = Turn(
+            jnp.zeros(size, jnp.int32),
+            jnp.zeros(size, jnp.float32),
+            jnp.zeros(num_rows, jnp.int32),
+            jnp.zeros(num_rows, jnp.uint8),
+            jnp.zeros(num_rows, bool),
+        )
+        return self._constrain(Rows(self._blank(num_rows, self._num_slots), turn))
 
-    def _extend(self, params, rows: Rows, tokens, count):
-        """Rows that have read [B, O] given tokens, [B] `count` of them valid."""
+    def _prefill(self, params, tokens, count) -> Context:
+        """Prompts read: [Q, P] ids, [Q] how many of each are valid, one at least."""
+        context = self._constrain(self._blank(*tokens.shape))
+        cache, logits = self._read(params, context, tokens, count)
+        return self._constrain(Context(cache, count, logits))
+
+    def _admit(self, rows: Rows, prompts: Context, slots, source) -> Rows:
+        """Rows of which row slots[i] begins with prompt source[i].
+
+        A question's rollouts share its prefill. A slot of B is nobody's.
+        """
+        context = rows.context
+
+        def put(whole, own):
+            return whole.at[:, slots, :, : own.shape[3]].set(
+                own[:, source], mode="drop"
+            )
+
+        context = Context(
+            jax.tree.map(put, context.cache, prompts.cache),
+            context.length.at[slots].set(prompts.length[source], mode="drop"),
+            context.logits.at[slots].set(prompts.logits[source], mode="drop"),
+        )
+        return self._constrain(rows._replace(context=context))
+
+    def _extend(self, params, rows: Rows, slots, tokens, count) -> Rows:
+        """Rows of which row slots[i] has read count[i] of [E, O] given tokens.
+
+        A slot of B is nobody's.
+        """
+        context = rows.context
+        cache, logits = self._read(params, context, tokens, count, slots)
+        context = Context(
+            cache,
+            context.length.at[slots].add(count, mode="drop"),
+            context.logits.at[slots].set(logits, mode="drop"),
+        )
+        return self._constrain(rows._replace(context=context))
+
+    def _read(self, params, context: Context, tokens, count, slots=None):
+        """The cache after [E, O] tokens, and [E, V] logits behind the last of each."""
         chunk = min(self._chunk, tokens.shape[1])
-        short = -tokens.shape[1] % chunk
-        tokens = jnp.pad(tokens, ((0, 0), (0, short)))
+        tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
         num_chunks = (jnp.max(count) + chunk - 1) // chunk
+        num_slots = context.cache.k.shape[3]
+        start, logits = context.length, context.logits
+        if slots is not None:
+            start, logits = start[slots], logits[slots]
 
         def read(carry):
-            i, rows = carry
+            i, cache, logits = carry
             part = jax.lax.dynamic_slice_in_dim(tokens, i * chunk, chunk, axis=1)
             left = jnp.clip(count - i * chunk, 0, chunk)
             offset = jnp.arange(chunk)[None]
             positions = jnp.where(
-                offset < left[:, None], rows.length[:, None] + offset, self._num_slots
+                offset < left[:, None], start[:, None] + i * chunk + offset, num_slots
             )
-            hidden, cache = self._apply(params, part, positions, rows.cache)
+            hidden, cache = self._apply(params, part, positions, cache, slots)
             last = jnp.maximum(left - 1, 0)[:, None, None]
-            logits = self._logits(
-                params, jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-            )
-            logits = jnp.where((left > 0)[:, None], logits, rows.logits)
-            return i + 1, Rows(cache, rows.length + left, logits)
+            hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+            behind = self._logits(params, hidden)
+            return i + 1, cache, jnp.where((left > 0)[:, None], behind, logits)
 
-        start = (jnp.int32(0), rows)
-        _, rows = jax.lax.while_loop(lambda c: c[0] < num_chunks, read, start)
-        return self._constrain(rows)
+        first = (jnp.int32(0), context.cache, logits)
+        return jax.lax.while_loop(lambda c: c[0] < num_chunks, read, first)[1:]
 
-    def _decode(self, params, rows: Rows, keys, active, budget):
-        """Lets active rows write until each has stopped, ended or run out.
+    def _decode(
+        self, params, rows: Rows, key, names, begins, budget, enough, most
+    ) -> Rows:
+        """Lets rows write until enough of them have stopped, ended or run out.
 
         Args:
             params: from `place`.
             rows: their state; its buffers are reused.
-            keys: [B] row keys; the draw at position p uses fold_in(key, p).
-            active: [B] bool, the rows that write.
-            budget: [B] int32 tokens each may write, at most `max_turn_tokens`.
+            key: random key; the draw of a row at position p uses
+                fold_in(fold_in(fold_in(key, name of the row), its second name), p).
+            names: [B, 2] uint32.
+            begins: [B] bool, the rows that begin a turn; others go on with theirs.
+            budget: [B] int32 tokens of each turn, at most `max_turn_tokens`.
+            enough: it ends when so many turns of this call have, or all.
+            most: tokens that a row writes in this call, at most.
 
         Returns:
-            The rows' new state and the Turn they wrote.
+            The rows' new state.
         """
-        num_rows = len(active)
+        num_rows = len(begins)
         row = jnp.arange(num_rows)
         matched = len(self._stop_table) - 1
+        old, blank = rows.turn, begins[:, None]
         turn = Turn(
-            jnp.zeros((num_rows, self._max_turn_tokens), jnp.int32),
-            jnp.zeros((num_rows, self._max_turn_tokens), jnp.float32),
-            jnp.zeros(num_rows, jnp.int32),
+            jnp.where(blank, 0, old.tokens),
+            jnp.where(blank, 0.0, old.logp),
+            jnp.where(begins, 0, old.count),
+            jnp.where(begins, 0, old.state).astype(jnp.uint8),
+            jnp.where(begins, budget > 0, old.active),
         )
+        stays = jnp.sum(turn.active) - enough
+        keys = row_keys(key, names)
+
+        def goes_on(carry):
+            step, _, turn = carry
+            num_active = jnp.sum(turn.active)
+            return (step < most) & (num_active > jnp.maximum(stays, 0))
 
         def write(carry):
-            rows, turn, state, active = carry
-            drawn = jax.vmap(jax.random.fold_in)(keys, rows.length)
+            step, context, turn = carry
+            active = turn.active
+            drawn = jax.vmap(jax.random.fold_in)(keys, context.length)
             tokens, logp = sample(
-                rows.logits, drawn, temperature=self._temperature, top_p=self._top_p
+                context.logits, drawn, temperature=self._temperature, top_p=self._top_p
             )
             slot = jnp.where(active, turn.count, self._max_turn_tokens)
             count = turn.count + active
+            state = jnp.where(active, self._stop_table[turn.state, tokens], turn.state)
+            ended = (state == matched) | self._is_eos[tokens] | (count >= budget)
+            # The token that ends a turn is read too: the cache holds all that was
+            # written.
+            position = jnp.where(active, context.length, self._num_slots)
+            hidden, cache = self._apply(
+                params, tokens[:, None], position[:, None], context.cache
+            )
+            behind = self._logits(params, hidden[:, 0])
+            logits = jnp.where(active[:, None], behind, context.logits)
             turn = Turn(
                 turn.tokens.at[row, slot].set(tokens, mode="drop"),
                 turn.logp.at[row, slot].set(logp, mode="drop"),
                 count,
+                state,
+                active & ~ended,
             )
-            state = jnp.where(active, self._stop_table[state, tokens], state)
-            # The token that ends a turn is read too: the cache holds all that was
-            # written.
-            position = jnp.where(active, rows.length, self._num_slots)
-            hidden, cache = self._apply(
-                params, tokens[:, None], position[:, None], rows.cache
-            )
-            logits = jnp.where(
-                active[:, None], self._logits(params, hidden[:, 0]), rows.logits
-            )
-            rows = Rows(cache, rows.length + active, logits)
-            ended = (state == matched) | self._is_eos[tokens] | (count >= budget)
-            return rows, turn, state, active & ~ended
+            return step + 1, Context(cache, context.length + active, logits), turn
 
-        start = (rows, turn, jnp.zeros(num_rows, jnp.uint8), active & (budget > 0))
-        rows, turn, _, _ = jax.lax.while_loop(lambda c: jnp.any(c[3]), write, start)
-        return self._constrain(rows), turn
+        start = (jnp.int32(0), rows.context, turn)
+        _, context, turn = jax.lax.while_loop(goes_on, write, start)
+        return self._constrain(Rows(context, turn))
+
+
+def row_keys(key, names):
+    """[B] keys that follow from a key and [B, 2] uint32 names, of each row its own."""
+    fold = jax.vmap(jax.random.fold_in)
+    first = jax.vmap(lambda name: jax.random.fold_in(key, name))(names[:, 0])
+    return fold(first, names[:, 1])

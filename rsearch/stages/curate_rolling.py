@@ -22,6 +22,7 @@ from rsearch.workdir import read_rows
 JOURNAL = "journal.jsonl"
 FIRST = "first"  # the pass that another stage may take over
 STAGE_KEY = 3  # folded into the seed: what these stages draw, no others do
+FILLINGS = 4  # times that the slots are filled in a wave, which is journalled whole
 
 
 class Journal:
@@ -154,7 +155,7 @@ class Work:
             if new and roll is None:
                 roll = self._roller(group_size, temperature, max_searches)
             key = jax.random.fold_in(self.key(name), number)
-            size = max(slots // group_size, 1)
+            size = max(FILLINGS * slots // group_size, 1)
             waves = [new[i : i + size] for i in range(0, len(new), size)]
             label = f"{self.stage}: {name} round {number + 1}, waves"
             for wave in console.progress(waves, label) if waves else ():
@@ -212,7 +213,7 @@ def with_searches(setup: build.Setup, max_searches: int) -> build.Setup:
 def _group_size(whole: int, most: int) -> int:
     """The largest part of a group, at most `most`, that divides it.
 
-    So it divides the slots as a group does, and does not depend on how many there are:
-    a stage that goes on with others asks the same.
+    It does not depend on the number of slots: a stage that goes on with others asks the
+    same.
     """
     return max((g for g in range(1, min(whole, most) + 1) if whole % g == 0), default=1)

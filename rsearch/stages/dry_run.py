@@ -146,7 +146,7 @@ def _rl_budget(c, tokens):
         "a step",
         (
             f"{s.questions_per_step} questions x {c.rollout.group_size} = {rows:,} "
-            f"rollouts, {-(-rows // c.rollout.slots)} waves of {c.rollout.slots} slots"
+            f"rollouts, {min(rows, c.rollout.slots)} at once"
         ),
     )
     yield (

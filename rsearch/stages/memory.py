@@ -11,7 +11,7 @@ from rsearch import build, console
 from rsearch.data.order import take
 from rsearch.protocols.rewriting import recalled, rewriting_messages
 from rsearch.rewards.answers import answer_cover_em
-from rsearch.rollout.driver import replay
+from rsearch.rollout.replay import replay
 from rsearch.types import GenerateFn, Group, Question, Rollout
 from rsearch.workdir import read_rows, write_rows
 

@@ -59,7 +59,7 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
             teller = _teller(c, stage, step)
 
             def play(questions, place=place, key=key, teller=teller, clock=clock):
-                groups = roll_out(place, questions, key, on_wave=teller)
+                groups = roll_out(place, questions, key, on_done=teller)
                 clock.lap("rollout")
                 rewarded = reward(setup, groups)
                 clock.lap("reward")
@@ -298,7 +298,7 @@ def _teller(c, stage, step):
     """Says how far the rollouts are, where they take long."""
     last = time.monotonic()
 
-    def on_wave(done):
+    def on_done(done):
         nonlocal last
         if time.monotonic() - last > console.SECONDS_BETWEEN_LINES:
             last = time.monotonic()
@@ -307,7 +307,7 @@ def _teller(c, stage, step):
                 f"{stage}: step {step + 1}: rolled out {done}/{total} questions"
             )
 
-    return on_wave
+    return on_done
 
 
 def _line(stage, done, steps, measured):

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from rsearch.models import hf_config, huggingface, weights
-from rsearch.models.decoder import Decoder, empty_cache
+from rsearch.models.attention import empty_cache
+from rsearch.models.decoder import Decoder
 
 # With more, torch's threads wait for each other wherever the machine is busy.
 torch.set_num_threads(1)

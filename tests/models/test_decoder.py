@@ -10,14 +10,12 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rsearch.models.attention import Cache, empty_cache
 from rsearch.models.decoder import (
-    Cache,
     Decoder,
     DecoderSpec,
     LinearScaling,
     RopeScaling,
-    attend,
-    empty_cache,
     init_params,
     rotary_frequencies,
     rotate,
@@ -111,16 +109,6 @@ def test_llama3_scaling_divides_long_waves_and_leaves_short_ones():
     between = 0.1 * ((1 - smooth) / 8 + smooth)
     expected = [1.0, between, 0.01 / 8]
     np.testing.assert_allclose(rotary_frequencies(spec), expected, rtol=1e-6)
-
-
-def test_heads_of_one_group_share_keys_and_values():
-    q = jax.random.normal(jax.random.key(0), (1, 3, 4, 8))
-    k = jax.random.normal(jax.random.key(1), (1, 2, 5, 8))
-    v = jax.random.normal(jax.random.key(2), (1, 2, 5, 8))
-    visible = jnp.ones((1, 3, 5), bool)
-    grouped = attend(q, k, v, visible)
-    repeated = attend(q, jnp.repeat(k, 2, 1), jnp.repeat(v, 2, 1), visible)
-    np.testing.assert_allclose(grouped, repeated, atol=1e-6)
 
 
 def test_parameters_are_counted_right():

@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rsearch.models import sharding
-from rsearch.models.decoder import Decoder, DecoderSpec, empty_cache, init_params
+from rsearch.models.attention import empty_cache
+from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 from tests.models import reference
 
 SPEC = DecoderSpec(

@@ -1,3 +1,6 @@
+import time
+import zlib
+
 import jax
 import numpy as np
 import pytest
@@ -82,16 +85,16 @@ def test_sampled_log_probabilities_equal_a_full_forward_pass(compiled, temperatu
             assert abs(full[position - 1, token] - logp) <= 1e-4
 
 
-def test_the_cached_state_after_a_wave_is_that_of_a_full_forward_pass(compiled):
+def test_the_cached_state_at_the_end_is_that_of_a_full_forward_pass(compiled):
     setup = compiled()
     rollouts = rollouts_of(setup.roll_out(tiny.questions(2), seed=3))
-    rows = setup.sampler.rows
+    context = setup.sampler.rows.context  # of as many rows as rollouts
     tokens = padded(rollouts)
     for i, rollout in enumerate(rollouts):
         # The row holds what the segments hold: neither side lost or added a token.
-        assert rows.length[i] == rollout.num_tokens
+        assert context.length[i] == rollout.num_tokens
         full = tiny.full_logits(tokens[i])[rollout.num_tokens - 1]
-        np.testing.assert_allclose(rows.logits[i], full, atol=1e-4)
+        np.testing.assert_allclose(context.logits[i], full, atol=1e-4)
 
 
 def test_a_wrong_cache_would_show(compiled):
@@ -135,17 +138,51 @@ def ids_by_sample(groups):
     }
 
 
-def test_a_rollouts_draws_do_not_depend_on_what_runs_beside_it(compiled):
-    asked = tiny.questions(6)
-    expected = ids_by_sample(compiled().roll_out(asked))
-    assert len({str(ids[1]) for ids in expected.values()}) == len(expected)
-    shuffled = [asked[i] for i in (3, 0, 5, 1, 4, 2)]
-    assert ids_by_sample(compiled().roll_out(shuffled)) == expected
-    alone = compiled().roll_out(asked[4:5])
+@pytest.fixture(scope="module")
+def expected(compiled):
+    """What is drawn for six questions, by eight rows whose searches take no time."""
+    ids = ids_by_sample(compiled().roll_out(tiny.questions(6)))
+    assert len({str(own[1]) for own in ids.values()}) == len(ids) == 24
+    return ids
+
+
+SHUFFLED = [tiny.questions(6)[i] for i in (3, 0, 5, 1, 4, 2)]
+
+
+def test_a_rollouts_draws_do_not_depend_on_what_runs_beside_it(compiled, expected):
+    assert ids_by_sample(compiled().roll_out(SHUFFLED)) == expected
+    alone = compiled().roll_out(SHUFFLED[4:5])
     assert ids_by_sample(alone) == {k: expected[k] for k in ids_by_sample(alone)}
-    for num_rows in (4, 16):
-        other = tiny.make_engine(num_rows=num_rows)
-        assert ids_by_sample(other.roll_out(shuffled)) == expected
+
+
+def slow_search(salt):
+    """`tiny.search` that takes 0 to 30 ms, as long as the first query and this say."""
+
+    def search(queries):
+        words = f"{salt} {queries[0]}".encode("utf-8", "replace")
+        time.sleep(zlib.crc32(words) % 31 / 1000)
+        return tiny.search(queries)
+
+    return search
+
+
+def test_a_rollouts_draws_do_not_depend_on_how_long_searches_take(compiled, expected):
+    setup = compiled()
+    for salt in range(4):
+        host = tiny.make_host(search=slow_search(salt))
+        engine = RolloutEngine(setup.sampler, host, num_rows=8, group_size=4)
+        asked = SHUFFLED[salt:] + SHUFFLED[:salt]
+        groups = engine(setup.params, asked, jax.random.key(0))
+        assert [g.question for g in groups] == asked
+        assert ids_by_sample(groups) == expected
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 16])
+def test_a_rollouts_draws_do_not_depend_on_the_number_of_rows(expected, num_rows):
+    setup = tiny.make_engine(num_rows=num_rows, search=slow_search(num_rows))
+    assert ids_by_sample(setup.roll_out(SHUFFLED)) == expected
+    # Whatever the number, each prompt is read once.
+    assert setup.sampler.num_read == len(SHUFFLED)
 
 
 def test_the_first_samples_of_a_larger_group_are_those_of_a_smaller(compiled):
@@ -177,13 +214,14 @@ def num_compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_nothing_is_traced_or_compiled_after_the_first_wave(num_compiled):
-    setup = tiny.make_engine()
-    setup.roll_out(tiny.questions(2))
+def test_nothing_is_traced_or_compiled_after_the_first_call(num_compiled):
+    setup = tiny.make_engine(num_rows=6)
+    setup.roll_out(tiny.questions(1))
     traces, before = setup.engine.num_traces, len(num_compiled)
     assert before > 0
     setup.roll_out(tiny.questions(7), seed=1)
-    setup.roll_out(tiny.questions(1), seed=2)
+    setup.host.search = slow_search(0)
+    setup.roll_out(tiny.questions(5), seed=2)
     assert setup.engine.num_traces == traces
     assert len(num_compiled) == before
 
@@ -205,13 +243,17 @@ def test_a_turn_ends_with_the_first_stop_or_end_of_text_and_not_before(compiled)
     assert reasons == {(True, False), (False, True), (False, False)}
 
 
-def test_eight_devices_write_what_one_writes(compiled):
+@pytest.mark.parametrize("num_rows", [8, 6])
+def test_eight_devices_write_what_one_writes(compiled, num_compiled, num_rows):
+    """Six rows are as many on each device, eight are spread."""
     asked = tiny.questions(4)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    eight = tiny.make_engine(temperature=0.0, mesh=mesh)
+    eight = tiny.make_engine(temperature=0.0, mesh=mesh, num_rows=num_rows)
     assert ids_by_sample(eight.roll_out(asked)) == ids_by_sample(
         compiled(0.0).roll_out(asked)
     )
-    traces = eight.engine.num_traces
+    traces, before = eight.engine.num_traces, len(num_compiled)
+    eight.host.search = slow_search(1)
     eight.roll_out(asked)
     assert eight.engine.num_traces == traces
+    assert len(num_compiled) == before

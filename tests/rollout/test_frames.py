@@ -20,7 +20,7 @@ from rsearch.rollout.conversation import (
     prompt_ids,
     shown_tokens,
 )
-from rsearch.rollout.driver import replay
+from rsearch.rollout.replay import replay
 from rsearch.types import (
     Answer,
     Lookup,

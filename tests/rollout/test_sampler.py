@@ -86,96 +86,246 @@ def test_draws_are_as_frequent_as_the_distribution_says(temperature, top_p):
     np.testing.assert_allclose(logp, expected[np.asarray(tokens)], atol=1e-5)
 
 
+COUNT = np.array([3, 1, 27, 11], np.int32)
+IDS = np.random.default_rng(1).integers(0, V, (4, 27)).astype(np.int32)
+SAME = np.full((4, 2), 3, np.uint32)
+NAMES = np.array([[5, 0], [5, 1], [6, 0], [6, 1]], np.uint32)
+KEY = jax.random.key(47)  # with it four turns of rows that begin end apart
+ALL = np.ones(4, bool)
+BUDGET = np.full(4, 10, np.int32)
+
+
+class Paused:
+    """Four rows that have read prompts of 3, 1, 27 and 11 tokens."""
+
+    def __init__(self):
+        setup = tiny.make_engine(num_rows=4, group_size=1)
+        self.sampler, self.params = setup.sampler, setup.params
+
+    def prompts(self):
+        return self.sampler.prefill(self.params, IDS, COUNT)
+
+    def admit(self, slots, source, rows=None):
+        rows = self.sampler.empty(4) if rows is None else rows
+        slots, source = np.array(slots, np.int32), np.array(source, np.int32)
+        return self.sampler.admit(rows, self.prompts(), slots, source)
+
+    def start(self):
+        return self.admit(range(4), range(4))
+
+    def decode(
+        self, rows, begins=ALL, *, enough=4, most=10, names=NAMES, budget=BUDGET
+    ):
+        return self.sampler.decode(
+            self.params, rows, KEY, names, begins, budget, enough, most
+        )
+
+    def extend(self, rows, slots, tokens, count):
+        return self.sampler.extend(self.params, rows, slots, tokens, count)
+
+
 @pytest.fixture(scope="module")
 def paused():
-    """(sampler, parameters, rows after prompts of 3, 0, 27 and 11 tokens, ids)."""
-    setup = tiny.make_engine(num_rows=4, group_size=1)
-    ids = np.random.default_rng(1).integers(0, V, (4, 27)).astype(np.int32)
-    count = np.array([3, 1, 27, 11], np.int32)
+    return Paused()
 
-    def start():
-        rows = setup.sampler.prefill(setup.params, ids, count)
-        return setup.sampler.spread(rows, np.arange(4))
 
-    return setup.sampler, setup.params, start, ids, count
+def assert_rows_equal(found, expected, rows=slice(None)):
+    """What these rows have read and written, turns included, is the same."""
+    for x, y in ((found.context, expected.context), (found.turn, expected.turn)):
+        for name in x._fields:
+            if name == "cache":
+                for a, b in zip(x.cache, y.cache):
+                    a, b = np.asarray(a)[:, rows], np.asarray(b)[:, rows]
+                    np.testing.assert_array_equal(a, b)
+                continue
+            a, b = np.asarray(getattr(x, name)), np.asarray(getattr(y, name))
+            np.testing.assert_array_equal(a[rows], b[rows], err_msg=name)
 
 
 def test_prefill_reads_each_prompt_as_if_it_were_alone(paused):
-    _, _, start, ids, count = paused
-    rows = start()
-    np.testing.assert_array_equal(rows.length, count)
-    for i, n in enumerate(count):
-        full = tiny.full_logits(np.pad(ids[i, :n], (0, 27 - n)))[n - 1]
-        np.testing.assert_allclose(rows.logits[i], full, atol=1e-5)
+    context = paused.prompts()
+    np.testing.assert_array_equal(context.length, COUNT)
+    for i, n in enumerate(COUNT):
+        full = tiny.full_logits(np.pad(IDS[i, :n], (0, 27 - n)))[n - 1]
+        np.testing.assert_allclose(context.logits[i], full, atol=1e-5)
 
 
-def test_spread_gives_each_row_its_questions_prompt(paused):
-    sampler, _, start, _, count = paused
-    before = jax.tree.map(np.asarray, start())
-    rows = sampler.spread(start(), np.array([2, 2, 0, 1]))
-    np.testing.assert_array_equal(rows.length, count[[2, 2, 0, 1]])
-    np.testing.assert_array_equal(rows.cache.k, before.cache.k[:, [2, 2, 0, 1]])
+def test_admit_gives_each_slot_its_prompt_and_leaves_the_others_alone(paused):
+    prompts = jax.device_get(paused.prompts())
+    old = paused.decode(paused.start())
+    before = jax.tree.map(np.array, old)
+    # Slot 4 is nobody's, wherever it stands.
+    rows = paused.admit([3, 4, 0, 4], [2, 0, 2, 1], old)
+    assert_rows_equal(rows, before, [1, 2])
+    for slot in (3, 0):
+        assert rows.context.length[slot] == COUNT[2]
+        np.testing.assert_array_equal(rows.context.logits[slot], prompts.logits[2])
+        for new, own in zip(rows.context.cache, prompts.cache):
+            np.testing.assert_array_equal(new[:, slot, :, :27], own[:, 2])
+
+
+def test_what_a_row_writes_does_not_depend_on_who_had_its_slot(paused):
+    fresh = jax.device_get(paused.decode(paused.start()).turn)
+    used = paused.decode(paused.admit(range(4), [2, 2, 3, 2]))
+    again = paused.decode(paused.admit(range(4), range(4), used))
+    for a, b in zip(again.turn, fresh):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_extend_writes_the_given_tokens_and_leaves_other_rows_alone(paused):
-    sampler, params, start, ids, count = paused
-    before = jax.tree.map(np.asarray, start())
-    given_ids = np.random.default_rng(2).integers(0, V, (4, 21)).astype(np.int32)
-    given_count = np.array([0, 21, 1, 7], np.int32)
-    after = sampler.extend(params, start(), given_ids, given_count)
-    np.testing.assert_array_equal(after.length, count + given_count)
-    for i, (n, m) in enumerate(zip(count, given_count)):
-        k, old = np.asarray(after.cache.k[:, i]), before.cache.k[:, i]
+    before = jax.tree.map(np.array, paused.start())
+    tokens = np.random.default_rng(2).integers(0, V, (3, 21)).astype(np.int32)
+    # Two of the rows, in any order; slot 4 is nobody's.
+    slots, given_count = np.array([3, 4, 1]), np.array([7, 0, 21], np.int32)
+    after = paused.extend(paused.start(), slots, tokens, given_count)
+    assert_rows_equal(after, before, [0, 2])
+    assert_rows_equal(after._replace(context=before.context), before)
+    for slot, row in ((3, 0), (1, 2)):
+        n, m = COUNT[slot], given_count[row]
+        assert after.context.length[slot] == n + m
+        k, old = (np.asarray(x.context.cache.k[:, slot]) for x in (after, before))
         np.testing.assert_array_equal(k[:, :, :n], old[:, :, :n])
         assert (k[:, :, n : n + m] != 0).all()
         assert not k[:, :, n + m :].any()
-        row = np.concatenate([ids[i, :n], given_ids[i, :m]])
-        full = tiny.full_logits(np.pad(row, (0, 48 - n - m)))[n + m - 1]
-        np.testing.assert_allclose(after.logits[i], full, atol=1e-5)
-    np.testing.assert_array_equal(after.logits[0], before.logits[0])
+        whole = np.concatenate([IDS[slot, :n], tokens[row, :m]])
+        full = tiny.full_logits(np.pad(whole, (0, 48 - n - m)))[n + m - 1]
+        np.testing.assert_allclose(after.context.logits[slot], full, atol=1e-5)
+
+
+def test_rows_that_nobody_shows_anything_stay_as_they_are(paused):
+    before = jax.tree.map(np.array, paused.decode(paused.start()))
+    nobody, nothing = np.full(3, 4, np.int32), np.zeros((3, 21), np.int32)
+    after = paused.extend(paused.decode(paused.start()), nobody, nothing, nothing[:, 0])
+    assert_rows_equal(after, before)
 
 
 def test_rows_that_do_not_write_keep_everything(paused):
-    sampler, params, start, _, count = paused
-    before = jax.tree.map(np.asarray, start())
-    keys = jax.random.split(jax.random.key(0), 4)
-    active = np.array([True, False, False, True])
-    after, turn = sampler.decode(params, start(), keys, active, np.full(4, 10))
-    np.testing.assert_array_equal(np.asarray(turn.count) > 0, active)
-    np.testing.assert_array_equal(after.length, count + turn.count)
-    for i in (1, 2):
-        np.testing.assert_array_equal(after.cache.k[:, i], before.cache.k[:, i])
-        np.testing.assert_array_equal(after.cache.v[:, i], before.cache.v[:, i])
-        np.testing.assert_array_equal(after.logits[i], before.logits[i])
+    before = jax.tree.map(np.array, paused.start())
+    begins = np.array([True, False, False, True])
+    after = paused.decode(paused.start(), begins)
+    count = np.asarray(after.turn.count)
+    np.testing.assert_array_equal(count > 0, begins)
+    np.testing.assert_array_equal(after.context.length, COUNT + count)
+    assert_rows_equal(after, before, [1, 2])
 
 
-def test_a_draw_follows_from_the_rows_key_and_the_position_alone(paused):
-    sampler, params, start, _, _ = paused
-    same = jnp.broadcast_to(jax.random.key(3), 4)
-
-    def first_tokens(length, keys=same):
-        rows = start()._replace(logits=jnp.zeros((4, V)), length=jnp.array(length))
-        _, turn = sampler.decode(params, rows, keys, np.ones(4, bool), np.full(4, 1))
-        return turn.tokens[:, 0].tolist()
+def test_a_draw_follows_from_the_rows_names_and_the_position_alone(paused):
+    def first_tokens(length, names=SAME):
+        rows = paused.start()
+        context = rows.context._replace(
+            logits=jnp.zeros((4, V)), length=jnp.array(length)
+        )
+        rows = paused.decode(rows._replace(context=context), names=names, most=1)
+        return rows.turn.tokens[:, 0].tolist()
 
     assert len(set(first_tokens([3, 1, 27, 11]))) == 4
     assert len(set(first_tokens([5, 5, 5, 5]))) == 1
-    other_keys = jax.random.split(same[0], 4)
-    assert len(set(first_tokens([5, 5, 5, 5], other_keys))) == 4
+    assert len(set(first_tokens([5, 5, 5, 5], NAMES))) == 4
+    moved = first_tokens([5, 5, 5, 5], NAMES[::-1])
+    assert moved == first_tokens([5, 5, 5, 5], NAMES)[::-1]
 
 
 def test_a_row_writes_no_more_than_its_budget(paused):
-    sampler, params, start, _, count = paused
-    keys = jax.random.split(jax.random.key(0), 4)
-    budget = np.array([0, 1, 3, 10])
-    after, turn = sampler.decode(params, start(), keys, np.ones(4, bool), budget)
-    written = np.asarray(turn.count)
+    budget = np.array([0, 1, 3, 10], np.int32)
+    after = paused.decode(paused.start(), budget=budget)
+    written = np.asarray(after.turn.count)
     assert (written <= budget).all() and written[1] == 1 and written[0] == 0
-    np.testing.assert_array_equal(after.length, count + written)
+    assert not np.asarray(after.turn.active).any()
+    np.testing.assert_array_equal(after.context.length, COUNT + written)
     # What lies behind the count is empty.
     behind = np.arange(10)[None] >= written[:, None]
-    assert not np.asarray(turn.tokens)[behind].any()
-    assert not np.asarray(turn.logp)[behind].any()
+    assert not np.asarray(after.turn.tokens)[behind].any()
+    assert not np.asarray(after.turn.logp)[behind].any()
+
+
+@pytest.fixture(scope="module")
+def lengths(paused):
+    """[4] tokens of the turns that nothing interrupts."""
+    count = np.array(paused.decode(paused.start()).turn.count)
+    assert len(set(count.tolist())) == 4
+    return count
+
+
+@pytest.mark.parametrize("enough", [1, 2, 3, 4])
+def test_it_ends_when_enough_turns_have(paused, lengths, enough):
+    turn = paused.decode(paused.start(), enough=enough).turn
+    steps = np.sort(lengths)[enough - 1]
+    np.testing.assert_array_equal(turn.count, np.minimum(lengths, steps))
+    np.testing.assert_array_equal(turn.active, lengths > steps)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_it_ends_after_so_many_tokens(paused, lengths, most):
+    turn = paused.decode(paused.start(), most=most).turn
+    np.testing.assert_array_equal(turn.count, np.minimum(lengths, most))
+    np.testing.assert_array_equal(turn.active, lengths > most)
+    assert np.asarray(turn.active).any()
+
+
+def test_enough_counts_the_turns_of_the_call_alone(paused, lengths):
+    """A row whose turn had ended before is none of those that do now."""
+    steps = np.sort(lengths)
+    rows = paused.decode(paused.start(), enough=2)
+    rows = paused.decode(rows, ~ALL, enough=1)
+    np.testing.assert_array_equal(rows.turn.count, np.minimum(lengths, steps[2]))
+    rows = paused.decode(rows, ~ALL, enough=99)
+    np.testing.assert_array_equal(rows.turn.count, lengths)
+    # Nobody is left to write.
+    before = jax.tree.map(np.array, rows)
+    assert_rows_equal(paused.decode(rows, ~ALL, enough=1), before)
+
+
+@pytest.mark.parametrize("most, enough", [(1, 4), (3, 4), (10, 1)])
+def test_a_turn_that_was_interrupted_goes_on_as_if_it_had_not_been(
+    paused, most, enough
+):
+    whole = jax.tree.map(np.array, paused.decode(paused.start()))
+    rows, begins, calls = paused.start(), ALL, 0
+    while calls == 0 or np.asarray(rows.turn.active).any():
+        rows, begins = paused.decode(rows, begins, most=most, enough=enough), ~ALL
+        calls += 1
+    assert calls > 2
+    # Tokens, log-probabilities, the automaton's state, and what the cache holds.
+    assert_rows_equal(rows, whole)
+
+
+def test_a_stop_string_that_an_interruption_falls_into_still_ends_the_turn():
+    """The automaton sees 1 2 end a turn; the rows are told to write 1, then 2."""
+    sampler = tiny.WatchedSampler(
+        tiny.model(vocab_size=8),
+        make_mesh(devices=jax.devices()[:1]),
+        stop_table=np.array([[0, 1, 0, 0], [0, 1, 2, 0], [2, 2, 2, 2]], np.uint8),
+        eos_ids=(3,),
+        num_slots=16,
+        max_turn_tokens=4,
+        chunk=4,
+        temperature=0.0,
+        top_p=1.0,
+    )
+    params = tiny.params(vocab_size=8)
+    prompts = sampler.prefill(params, np.array([[5, 1], [5, 1]]), np.array([2, 2]))
+    rows = sampler.admit(sampler.empty(2), prompts, np.arange(2), np.arange(2))
+    names, budget = np.zeros((2, 2), np.uint32), np.full(2, 4, np.int32)
+    begins = np.ones(2, bool)
+
+    def told(rows, tokens):
+        logits = jax.nn.one_hot(jnp.array(tokens), 8)
+        return rows._replace(context=rows.context._replace(logits=logits))
+
+    for token in (1, 2):
+        rows = told(rows, [token, 2])
+        rows = sampler.decode(params, rows, KEY, names, begins, budget, 2, 1)
+        begins = ~np.ones(2, bool)
+    np.testing.assert_array_equal(rows.turn.tokens[:, :2], [[1, 2], [2, 2]])
+    np.testing.assert_array_equal(rows.turn.state, [2, 0])
+    np.testing.assert_array_equal(rows.turn.active, [False, True])
+    # The next turn begins anew: a 2 alone is none.
+    begins = np.array([True, False])
+    rows = told(rows, [2, 2])
+    rows = sampler.decode(params, rows, KEY, names, begins, budget, 2, 1)
+    np.testing.assert_array_equal(rows.turn.count, [1, 3])
+    np.testing.assert_array_equal(rows.turn.tokens[0], [2, 0, 0, 0])
+    assert rows.turn.active.all()
 
 
 def test_ids_beyond_the_tokenizers_vocabulary_neither_stop_nor_end_a_turn():
@@ -193,12 +343,16 @@ def test_ids_beyond_the_tokenizers_vocabulary_neither_stop_nor_end_a_turn():
     )
     params = tiny.params(vocab_size=8)
     ids = np.array([[5, 1, 2], [5, 1, 2]], np.int32)
-    rows = sampler.prefill(params, ids, np.array([3, 3], np.int32))
-    rows = rows._replace(logits=jax.nn.one_hot(jnp.array([6, 3]), 8))
-    keys = jax.random.split(jax.random.key(0), 2)
-    _, turn = sampler.decode(params, rows, keys, np.ones(2, bool), np.full(2, 2))
-    np.testing.assert_array_equal(turn.tokens[:, 0], [6, 3])
-    np.testing.assert_array_equal(turn.count, [2, 1])
+    prompts = sampler.prefill(params, ids, np.array([3, 3], np.int32))
+    rows = sampler.admit(sampler.empty(2), prompts, np.arange(2), np.arange(2))
+    logits = jax.nn.one_hot(jnp.array([6, 3]), 8)
+    rows = rows._replace(context=rows.context._replace(logits=logits))
+    names, begins = np.zeros((2, 2), np.uint32), np.ones(2, bool)
+    rows = sampler.decode(
+        params, rows, KEY, names, begins, np.full(2, 2, np.int32), 2, 2
+    )
+    np.testing.assert_array_equal(rows.turn.tokens[:, 0], [6, 3])
+    np.testing.assert_array_equal(rows.turn.count, [2, 1])
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused():

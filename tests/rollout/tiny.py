@@ -158,24 +158,28 @@ def make_host(protocol=LETTERS, search=search, limits=LIMITS):
 
 
 class WatchedSampler(Sampler):
-    """A Sampler that remembers the last state it was left in."""
+    """A Sampler that remembers the last state it was left in, and what it has read."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.rows = None
-        decode, extend = self.decode, self.extend
+        self.num_read = 0  # prompts
+        prefill, decode, extend = self.prefill, self.decode, self.extend
 
-        def watched_decode(*args):
-            rows, written = decode(*args)
-            self.rows = jax.tree.map(np.asarray, rows)
-            return rows, written
+        def watched_prefill(params, tokens, count):
+            self.num_read += int(np.sum(np.asarray(count) > 1))
+            return prefill(params, tokens, count)
 
-        def watched_extend(*args):
-            rows = extend(*args)
-            self.rows = jax.tree.map(np.asarray, rows)
-            return rows
+        def watched(function):
+            def call(*args):
+                rows = function(*args)
+                self.rows = jax.tree.map(np.array, rows)
+                return rows
 
-        self.decode, self.extend = watched_decode, watched_extend
+            return call
+
+        self.prefill = watched_prefill
+        self.decode, self.extend = watched(decode), watched(extend)
 
 
 def make_sampler(

@@ -178,7 +178,7 @@ def test_answerable_are_the_wrong_ones_that_a_retry_solves_and_some_right_ones(
     )
     script = Script(answers(setup, often))
     run(own, tmp_path, script, monkeypatch)
-    # (temperature, searches, rollouts at once): 4 slots and groups of at most 2.
+    # (temperature, searches, rollouts at once): groups of at most 2.
     assert script.made == [(0.5, 3, 1), (1.25, 5, 2)]
     summary = summary_of(tmp_path)
     check_sums(summary, 14)

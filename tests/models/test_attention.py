@@ -1,0 +1,176 @@
+"""Attention to a cache that is read no further than needed, in rows that share it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsearch.models.attention import (
+    Cache,
+    attend,
+    attend_cached,
+    empty_cache,
+    extend_cache,
+    place_in,
+    reaches,
+)
+from rsearch.models.decoder import Decoder, DecoderSpec
+from tests.models import reference
+
+SPEC = DecoderSpec(
+    vocab_size=50,
+    width=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_width=24,
+)
+SLOTS = 1100  # reaches 192, 384, ..., 960, 1100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """XLA's and LLVM's optimisations off: each program here runs a few times."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def test_heads_of_one_group_share_keys_and_values():
+    q = normal(0, 1, 3, 4, 8)
+    k, v = normal(1, 1, 2, 5, 8), normal(2, 1, 2, 5, 8)
+    visible = jnp.ones((1, 3, 5), bool)
+    grouped = attend(q, k, v, visible)
+    repeated = attend(q, jnp.repeat(k, 2, 1), jnp.repeat(v, 2, 1), visible)
+    np.testing.assert_allclose(grouped, repeated, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "num_slots, expected",
+    [
+        (1, [1]),
+        (64, [64]),
+        (65, [64, 65]),
+        (512, [64, 128, 192, 256, 320, 384, 448, 512]),
+        (513, [128, 256, 384, 512, 513]),
+        (1100, [192, 384, 576, 768, 960, 1100]),
+    ],
+)
+def test_reaches_by_hand(num_slots, expected):
+    assert reaches(num_slots) == expected
+
+
+@given(st.integers(1, 200_000))
+def test_reaches_ascend_in_at_most_eight_steps_up_to_all_slots(num_slots):
+    sizes = reaches(num_slots)
+    assert sizes[0] >= 1 and sizes[-1] == num_slots and len(sizes) <= 8
+    assert (np.diff(sizes) > 0).all()
+
+
+SHAPE = jax.eval_shape(lambda: empty_cache(SPEC, 1, SLOTS, jnp.float32))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2 * SLOTS), min_size=1, max_size=4))
+def test_a_place_takes_the_shortest_reach_that_covers_every_slot_written(positions):
+    place = place_in(SHAPE, jnp.array([positions]))
+    written = [p for p in positions if p < SLOTS]  # the others are padding
+    needed = max(written, default=0) + 1
+    covering = [size for size in reaches(SLOTS) if size >= needed]
+    assert reaches(SLOTS)[int(place.reach)] == covering[0]
+
+
+@functools.partial(jax.jit, static_argnames="everything")
+def looked_up(q, cache, positions, rows, everything=False):
+    """`attend_cached` of layer 1; of all slots where `everything`."""
+    place = place_in(cache, positions, rows)
+    if everything:
+        place = place._replace(reach=jnp.int32(len(reaches(cache.k.shape[3])) - 1))
+    return attend_cached(q, cache, 1, place)
+
+
+@pytest.fixture(scope="module")
+def full():
+    """A cache of five rows in which every slot holds something."""
+    shape = (2, 5, 2, SLOTS, 8)
+    return Cache(normal(1, *shape), normal(2, *shape))
+
+
+@pytest.mark.parametrize("longest", [0, 191, 192, 500, SLOTS - 1])
+@pytest.mark.parametrize("rows", [None, [3, 0, 4]])
+def test_attention_up_to_the_reach_is_that_to_all_that_was_written(full, longest, rows):
+    count = 5 if rows is None else len(rows)
+    q = normal(3, count, 2, 4, 8)
+    positions = np.random.default_rng(4).integers(0, longest + 1, (count, 2))
+    positions[1, 1] = longest
+    chosen = None if rows is None else jnp.array(rows)
+    found = looked_up(q, full, jnp.array(positions), chosen)
+    whole = looked_up(q, full, jnp.array(positions), chosen, everything=True)
+    np.testing.assert_allclose(found, whole, atol=2e-6)
+    # And to what the definition says, slot by slot.
+    own = slice(None) if rows is None else np.array(rows)
+    visible = jnp.array(np.arange(SLOTS) <= positions[:, :, None])
+    expected = attend(q, full.k[1, own], full.v[1, own], visible)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_what_lies_beyond_the_reach_is_not_read(full):
+    """Not a number there would make everything not a number."""
+    spoilt = Cache(*(x.at[:, :, :, 192:].set(jnp.nan) for x in full))
+    positions = jnp.array([[191], [3], [SLOTS], [0], [50]])  # the third row pads
+    q = normal(5, 5, 1, 4, 8)
+    for rows in (None, jnp.arange(5)):
+        found = looked_up(q, spoilt, positions, rows)
+        assert np.isfinite(found).all()
+        further = looked_up(q, spoilt, positions.at[1, 0].set(192), rows)
+        assert not np.isfinite(further).all()
+
+
+def test_keys_are_written_to_their_rows_and_slots_and_nowhere_else(full):
+    k, v = normal(6, 3, 2, 2, 8), normal(7, 3, 2, 2, 8)
+    # Row 5 is beyond the cache; slot SLOTS is padding.
+    rows, positions = np.array([4, 5, 1]), np.array([[7, SLOTS], [8, 9], [SLOTS, 2]])
+    place = place_in(full, jnp.array(positions), jnp.array(rows))
+    written = extend_cache(full, 1, k, v, place)
+    for new, old, given_values in ((written.k, full.k, k), (written.v, full.v, v)):
+        expected = np.array(old)
+        expected[1, 4, :, 7] = given_values[0, 0]
+        expected[1, 1, :, 2] = given_values[2, 1]
+        np.testing.assert_array_equal(new, expected)
+
+
+@jax.jit
+def read(params, cache, tokens, positions, rows):
+    return Decoder(SPEC).apply({"params": params}, tokens, positions, cache, rows)
+
+
+def test_a_part_of_the_rows_reads_as_all_of_them_do_and_leaves_the_others_alone():
+    params = reference.random_params(SPEC)
+    tokens = np.random.default_rng(8).integers(0, 50, (5, 6))
+    first, second = (np.broadcast_to(np.arange(*at), (5, 3)) for at in ((0, 3), (3, 6)))
+    cache = empty_cache(SPEC, 5, 80, jnp.float32)
+    _, cache = read(params, cache, tokens[:, :3], first, None)
+    expected, whole = read(params, cache, tokens[:, 3:], second, None)
+    # Rows 3 and 1 in this order; one more is nobody's, though its tokens are real.
+    rows = np.array([3, 5, 1])
+    part = tokens[[3, 0, 1], 3:]
+    found, extended = read(params, cache, part, second[:3], rows)
+    np.testing.assert_allclose(
+        np.asarray(found)[[0, 2]], np.asarray(expected)[[3, 1]], atol=1e-5
+    )
+    for new, old, all_rows in zip(extended, cache, whole):
+        for row in range(5):
+            source = all_rows if row in (1, 3) else old
+            np.testing.assert_allclose(new[:, row], source[:, row], atol=1e-5)
+            if row not in (1, 3):
+                np.testing.assert_array_equal(new[:, row], old[:, row])

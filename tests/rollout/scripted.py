@@ -1,0 +1,149 @@
+"""A sampler that writes given texts a token at a time, and checks what it is asked."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from rsearch.protocols.tagged import SEARCH_R1
+from rsearch.rollout.conversation import Host, Limits
+from rsearch.rollout.driver import RolloutEngine
+from rsearch.rollout.sampler import Context, Rows, Turn
+from rsearch.types import Passage, Question
+from tests.rollout import tiny
+
+LIMITS = Limits(
+    max_searches=2,
+    max_prompt_tokens=400,
+    max_turn_tokens=60,
+    max_observation_tokens=20,
+)
+WHO = Question("q", "who was born", ("x",))
+SEARCHES = "so <search> river </search>"
+ANSWERS = "it is <answer> city </answer>"
+UNUSED = 7  # the id behind what a row has written
+
+
+class Script:
+    """Stands in for a Sampler: sample j of every question writes `turns[j]`.
+
+    A slot goes from "empty" by `admit` to "ready", by `decode` to "writing" and, once
+    its turn has ended, to "paused", and from there by `extend` or `admit` to "ready".
+    It begins a turn where it is ready, and there alone.
+    """
+
+    num_traces = 0
+
+    def __init__(self, turns, size=LIMITS.max_turn_tokens):
+        self.turns, self.size = turns, size
+        self.prompts = []  # the ids of each prompt that was read
+        self.read = []  # (sample, ids) of each time that a row was shown something
+        self.writers = []  # the samples of the slots that write, decode by decode
+        self.steps = []  # the tokens that they wrote, decode by decode
+        self.whole = {}  # name, sample -> all that the row has read and written
+
+    def empty(self, num_rows):
+        self.phase = ["empty"] * num_rows
+        self.ids = [[] for _ in range(num_rows)]
+        self.number = [-1] * num_rows  # of the turn
+        size = num_rows, self.size
+        self.turn = Turn(
+            np.full(size, UNUSED, np.int32),
+            np.full(size, -9, np.float32),
+            np.zeros(num_rows, np.int32),
+            np.zeros(num_rows, np.uint8),
+            np.zeros(num_rows, bool),
+        )
+        return self._rows()
+
+    def _rows(self):
+        """A new value: an old one was given away, and nobody may use it again."""
+        self.current = Rows(None, jax.tree.map(np.copy, self.turn))
+        return self.current
+
+    def prefill(self, params, tokens, count):
+        prompts = [t[:n].tolist() for t, n in zip(tokens, count)]
+        self.prompts += [ids for ids in prompts if ids != [0]]  # one 0 fills the block
+        return Context(prompts, np.array(count), None)
+
+    def admit(self, rows, prompts, slots, source):
+        assert rows is self.current
+        for slot, own in zip(slots, source):
+            if slot < len(self.phase):
+                assert self.phase[slot] in ("empty", "paused")
+                assert prompts.cache[own] != [0]
+                self.phase[slot], self.number[slot] = "ready", -1
+                self.ids[slot] = list(prompts.cache[own])
+        return self._rows()
+
+    def extend(self, params, rows, slots, tokens, count):
+        assert rows is self.current
+        for slot, row, n in zip(slots, tokens, count):
+            if slot < len(self.phase):
+                assert self.phase[slot] == "paused" and n
+                self.phase[slot] = "ready"
+                self.ids[slot] += row[:n].tolist()
+                self.read.append((self.sample[slot], row[:n].tolist()))
+            else:
+                assert n == 0
+        return self._rows()
+
+    def decode(self, params, rows, key, names, begins, budget, enough, most):
+        assert rows is self.current
+        ready = [phase == "ready" for phase in self.phase]
+        assert begins.tolist() == ready
+        assert (budget == budget[0]).all() and most >= 1
+        self.sample = names[:, 1].tolist()
+        for slot in np.flatnonzero(begins):
+            self._begin(slot)
+        active = self.turn.active
+        assert 1 <= enough <= active.sum()
+        self.writers.append(
+            [(int(s), self.sample[s], self.number[s]) for s in np.flatnonzero(active)]
+        )
+        stays, step = active.sum() - enough, 0
+        while step < most and active.sum() > stays:
+            step += 1
+            for slot in np.flatnonzero(active):
+                self._write(slot, names[slot].tolist())
+        self.steps.append(step)
+        return self._rows()
+
+    def _begin(self, slot):
+        self.number[slot] += 1
+        self.phase[slot] = "writing"
+        self.turn.tokens[slot], self.turn.logp[slot] = UNUSED, -9
+        self.turn.count[slot], self.turn.active[slot] = 0, True
+
+    def _write(self, slot, name):
+        text = self.turns[self.sample[slot]][self.number[slot]]
+        ids = tiny.tokenizer().encode(text)
+        n = self.turn.count[slot]
+        self.turn.tokens[slot, n] = ids[n]
+        self.turn.logp[slot, n] = -1 - self.sample[slot]
+        self.turn.count[slot] += 1
+        self.ids[slot].append(int(ids[n]))
+        if n + 1 == len(ids):
+            self.phase[slot], self.turn.active[slot] = "paused", False
+            self.whole[tuple(name)] = list(self.ids[slot])
+
+
+def find(queries):
+    """The city for every query; 'bad' fails."""
+    city = (Passage("c", "city\nin the river " * 4),)
+    return [None if q == "bad" else city for q in queries]
+
+
+def make_host(search=find, **limits):
+    """A Host that speaks Search-R1's language."""
+    limits = dataclasses.replace(LIMITS, **limits)
+    return Host(tiny.tokenizer(), SEARCH_R1, search, limits)
+
+
+def play(turns, questions=(WHO,), num_rows=None, host=None, **settings):
+    """(groups, script) of rollouts whose sample j writes turns[j]."""
+    script, host = Script(turns), host or make_host()
+    engine = RolloutEngine(
+        script, host, num_rows=num_rows or len(turns), group_size=len(turns)
+    )
+    return engine(None, list(questions), jax.random.key(0), **settings), script

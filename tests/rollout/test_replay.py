@@ -1,0 +1,129 @@
+"""Demonstrations are the rollouts of a policy that writes them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rsearch.protocols import PROTOCOLS
+from rsearch.rollout.conversation import Host
+from rsearch.rollout.replay import replay
+from rsearch.types import Outcome, Source
+from tests.rollout import tiny
+from tests.rollout.scripted import (
+    ANSWERS,
+    LIMITS,
+    SEARCHES,
+    WHO,
+    find,
+    make_host,
+    play,
+)
+
+LIMITS_OF_LONG_TURNS = dataclasses.replace(
+    LIMITS, max_prompt_tokens=5000, max_turn_tokens=200
+)
+
+
+def same(first, second):
+    """Whether two rollouts are alike, log-probabilities apart."""
+    assert len(first.segments) == len(second.segments)
+    for a, b in zip(first.segments, second.segments):
+        assert (a.source, a.text) == (b.source, b.text)
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+    assert first.searches == second.searches
+    assert (first.answer, first.outcome) == (second.answer, second.outcome)
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [ANSWERS],
+        [SEARCHES, ANSWERS],
+        [SEARCHES, "<search>city</search>", ANSWERS],
+        [SEARCHES, SEARCHES, SEARCHES],
+    ],
+)
+def test_a_replayed_demonstration_is_the_rollout_that_writes_it(turns):
+    ((group,), _) = play([turns])
+    same(replay(make_host(), WHO, turns), group.rollouts[0])
+
+
+@pytest.mark.parametrize(
+    "turns, message",
+    [
+        ([], "0 turns do not end it"),
+        ([SEARCHES], "1 turns do not end it"),
+        ([ANSWERS, ANSWERS], "ended with turn 1 of 2"),
+        ([SEARCHES] * 3 + [ANSWERS], "ended with turn 3 of 4"),
+        (["nothing"], "turn 1 has no action: 'nothing'"),
+        (["who " * 61 + ANSWERS], "tokens in a turn > 60"),
+        (["<search>bad</search>"], "the search of turn 1 failed"),
+        ([ANSWERS + " and"], "beyond its action"),
+        (["<search>a</search><answer>b</answer>"], "beyond its action"),
+    ],
+)
+def test_a_demonstration_that_no_rollout_could_be_is_refused(turns, message):
+    with pytest.raises(ValueError, match=f"question q: .*{message}"):
+        replay(make_host(), WHO, turns)
+
+
+def test_a_demonstration_with_too_long_a_prompt_is_refused():
+    with pytest.raises(ValueError, match=r"question q: prompt of .* tokens > 5"):
+        replay(make_host(max_prompt_tokens=5), WHO, [ANSWERS])
+
+
+def test_turns_of_context_are_given_and_not_learnt():
+    turns = [SEARCHES, SEARCHES, ANSWERS]
+    whole = replay(make_host(), WHO, turns)
+    for count in range(3):
+        rollout = replay(make_host(), WHO, turns, context_turns=count)
+        assert [s.token_ids.tolist() for s in rollout.segments] == [
+            s.token_ids.tolist() for s in whole.segments
+        ]
+        assert rollout.policy_texts == tuple(turns[count:])
+        assert (rollout.answer, rollout.searches) == (whole.answer, whole.searches)
+        sources = [s.source for s in rollout.segments]
+        expected = [1, 2, 3, 2, 3, 2]
+        for i in range(count):
+            expected[1 + 2 * i] = 1
+        assert sources == expected
+
+
+def test_recorded_observations_are_shown_and_nobody_is_asked():
+    calls = []
+    host = make_host(search=calls.append)
+    rollout = replay(host, WHO, [SEARCHES, ANSWERS], observations=["in the city"])
+    shown = [s.text for s in rollout.segments if s.source == Source.SEARCH]
+    assert shown == ["\n\n<information>in the city</information>\n\n"]
+    assert calls == [] and len(rollout.searches) == 1
+    replay(host, WHO, [ANSWERS], observations=[])
+
+
+def test_context_and_observations_must_fit_the_turns():
+    for count in (-1, 2, 3):
+        with pytest.raises(ValueError, match=f"{count} turns of context leave none"):
+            replay(make_host(), WHO, [SEARCHES, ANSWERS], context_turns=count)
+    for observations in ([], ["a", "b"]):
+        with pytest.raises(ValueError, match="observations of 2 turns"):
+            replay(make_host(), WHO, [SEARCHES, ANSWERS], observations=observations)
+
+
+def test_a_turn_that_no_stop_string_ends_is_ended_by_the_end_of_text():
+    host = Host(
+        tiny.tokenizer(), PROTOCOLS["r1_searcher_pp"], find, LIMITS_OF_LONG_TURNS
+    )
+    search = "<|begin_external_search|> a <|end_external_search|>"
+    rollout = replay(host, WHO, [search, r"so \boxed{city}"])
+    eos = tiny.tokenizer().eos_ids[0]
+    ends = [s.token_ids[-1] == eos for s in rollout.segments if s.source == 2]
+    assert ends == [False, True]
+    assert (rollout.answer, rollout.outcome) == ("city", Outcome.ANSWERED)
+
+
+def test_without_a_forced_turn_the_last_search_may_end_a_demonstration():
+    turns = [SEARCHES, SEARCHES]
+    ((group,), _) = play([turns], host=make_host(forced_final_turn=False))
+    (rollout,) = group.rollouts
+    assert (rollout.outcome, len(rollout.searches)) == (Outcome.TRUNCATED, 2)
+    same(replay(make_host(forced_final_turn=False), WHO, turns), rollout)
