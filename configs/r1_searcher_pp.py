@@ -135,11 +135,10 @@ def tiny(c, words):
     c.rollout.update(group_size=8)
     c.rl.memorise_rows = c.rl.micro_batch
     c.rewriter.update(slots=32, max_prompt_tokens=96, max_reply_tokens=40)
+    c.sft.update(steps=20, lr=5e-4)
     stages = c.overrides.to_dict()
     for name in ("curate_sft", "curate_rewriter"):
-        stages[name]["curate"] |= {"rollouts": 2, "max_kept": 400}
-        # The paper rejects samples of the policy itself; a base model this small mixes
-        # both kinds of knowledge, and is right, twice in a thousand questions.
-        stages[name]["model"] = {"source": "world:expert"}
+        stages[name]["curate"] |= {"rollouts": 4, "max_kept": 400}
+    stages["sft_rewriter"]["sft"] |= {"steps": 60, "lr": 1e-3}
     with c.unlocked():
         c.overrides = ConfigDict(stages)

@@ -34,7 +34,7 @@ from rsearch.protocols import PROTOCOLS, plain
 from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Host, Limits
-from rsearch.rollout.driver import replay
+from rsearch.rollout.replay import replay
 from rsearch.types import Segment, Source
 
 CACHE = "RSEARCH_CACHE"  # the environment variable that names another cache
@@ -73,7 +73,10 @@ class Pretraining:
 KNOWLEDGE = dict(facts=60, exercises=4000, direct=1)
 MODELS = {
     "base": Pretraining(
-        reading.Shares(flawed=0.58, guessed=0.15, recalled=0.4, **KNOWLEDGE), steps=800
+        reading.Shares(
+            flawed=0.58, guessed=0.15, recalled=0.4, recalling=3, **KNOWLEDGE
+        ),
+        steps=850,
     ),
     "expert": Pretraining(
         reading.Shares(recalled=0.5, chats=1, **KNOWLEDGE), seed=1, steps=1000

@@ -67,6 +67,8 @@ class Shares:
         guessed: of the flawed guess at once; the others stop searching too early.
         recalled: of the flawless ones about the famous recall what they know; those of
             the protocol that has a place for it do so twice as often.
+        recalling: times that each question of which something is known is answered
+            beside, in that protocol, recalled as far as it is known.
         facts: times that each fact of the famous is read, as a sentence.
         exercises: dates of made-up names that are told, retold and compared.
         direct: times that each question about the famous is answered at once.
@@ -77,6 +79,7 @@ class Shares:
     flawed: float = 0.0
     guessed: float = 0.0
     recalled: float = 0.0
+    recalling: int = 0
     facts: int = 0
     exercises: int = 0
     direct: int = 0
@@ -99,6 +102,8 @@ def reading(world, shares: Shares, search, *, seed) -> list:
         for name in PROTOCOLS:
             for question in world.train:
                 found.append(_dialogue(world, name, question, shares, rng))
+    for _ in range(shares.recalling):
+        found += _recollections(world)
     found += _facts(world, shares.facts, rng)
     found += [_exercise(rng) for _ in range(shares.exercises)]
     for _ in range(shares.direct):
@@ -131,6 +136,17 @@ def _dialogue(world, name, question, shares, rng):
         queries = [step.action.queries[0] for step in steps[:-1]]
         observations = tuple(observed(world, query) for query in queries)
     return Dialogue(name, question, turns_of(protocol, steps), observations)
+
+
+def _recollections(world):
+    """All questions of which something is known, answered in the protocol for it."""
+    protocol, found = PROTOCOLS[RECALLING], []
+    for question in world.train:
+        if any(hop.subject in world.famous for hop in world.hops[question.id]):
+            steps = world_plans.solution(world, question, recalls=True)
+            turns = turns_of(protocol, steps)
+            found.append(Dialogue(RECALLING, question, turns))
+    return found
 
 
 def observed(world, query: str) -> str:
