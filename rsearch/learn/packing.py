@@ -7,6 +7,7 @@ from 0, by which the network keeps them apart, and what comes out goes back to w
 belongs.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -101,6 +102,9 @@ def piecewise(run: Callable, tokens, layout: Layout):
     """
     flat = tokens.reshape(-1)
 
+    # Kept for the backward pass, what a piece leaves behind would be written for all
+    # pieces, empty ones too: it is computed again, which is less than that.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
     def go(piece):
         found = run(flat[piece.source], piece.positions)
         return tuple(
