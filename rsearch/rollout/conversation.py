@@ -255,6 +255,22 @@ class Host:
         Returns:
             Row -> [n] ids that it reads next; the other rows of `written` have ended.
         """
+        asked, shown = self.read_turns(wave, written, final=final)
+        return shown | self.find(wave, asked, final=final, recorded=recorded)
+
+    def read_turns(
+        self,
+        wave: Mapping[int, Conversation],
+        written: Mapping[int, tuple[np.ndarray, np.ndarray]],
+        *,
+        final: bool,
+    ) -> tuple[dict[int, Search], dict[int, np.ndarray]]:
+        """The first half of `answer_turns`, which searches for nothing.
+
+        Returns:
+            Row -> what it searches for, and row -> [n] ids that it reads next; the
+            other rows of `written` have ended.
+        """
         searches = not final or not self.limits.forced_final_turn
         asked: dict[int, Search] = {}
         shown: dict[int, np.ndarray] = {}
@@ -286,6 +302,18 @@ class Host:
                         conversation.segments.append(
                             _given(Source.SEARCH, self._invalid, message)
                         )
+        return asked, shown
+
+    def find(
+        self,
+        wave: Mapping[int, Conversation],
+        asked: Mapping[int, Search],
+        *,
+        final: bool,
+        recorded: Mapping[int, str] | None = None,
+    ) -> dict[int, np.ndarray]:
+        """The second half of `answer_turns`: row -> [n] ids, for rows that asked."""
+        shown: dict[int, np.ndarray] = {}
         for i, observation in self._look_up(wave, asked, recorded or {}).items():
             if final:
                 wave[i].outcome = Outcome.TRUNCATED
@@ -306,7 +334,7 @@ class Host:
         return is_full and not stopped and ids[-1] not in self.tokenizer.eos_ids
 
     def _look_up(
-        self, wave, asked: dict[int, Search], recorded: Mapping[int, str]
+        self, wave, asked: Mapping[int, Search], recorded: Mapping[int, str]
     ) -> dict[int, Observation]:
         """Searches for all that asked, in one batch; writes down what was found."""
         searching = {i: a for i, a in asked.items() if i not in recorded}

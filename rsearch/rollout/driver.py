@@ -14,7 +14,7 @@ import numpy as np
 
 from rsearch.rollout.conversation import Conversation, Host
 from rsearch.rollout.sampler import Sampler
-from rsearch.types import Group, Messages, Question
+from rsearch.types import Group, Messages, Question, Search
 
 PAUSED_SHARE = 1 / 4  # of the writing rows: so many pause before the host answers them
 READ_SHARE = 1 / 8  # of the slots: so many rows read at once, or begin
@@ -115,7 +115,9 @@ class _Play:
         self.free = collections.deque(range(num_rows))
         self.writing: set[int] = set()
         self.reading: dict[int, np.ndarray] = {}  # slot -> ids it reads next
-        self.searching: dict[concurrent.futures.Future, list[int]] = {}
+        # Searches of rows whose turn was not the last, and of those whose was.
+        self.asked: dict[bool, dict[int, Search]] = {False: {}, True: {}}
+        self.searching = None  # (what the thread works on, the searches)
         self.row_names = np.zeros((num_rows, 2), np.uint32)
         self.begins = np.zeros(num_rows, bool)
         self.budget = np.full(num_rows, self.host.limits.max_turn_tokens, np.int32)
@@ -173,6 +175,7 @@ class _Play:
 
     def _write(self):
         """Lets rows write until some pause; what they wrote goes to the thread."""
+        limit = self.host.limits.max_turn_tokens
         rows = self.sampler.decode(
             self.params,
             self.rows,
@@ -181,7 +184,7 @@ class _Play:
             self.begins,
             self.budget,
             _part(len(self.writing), PAUSED_SHARE),
-            TOKENS_WHILE_SEARCHING if self.searching else int(self.budget[0]),
+            TOKENS_WHILE_SEARCHING if self.searching else limit,
         )
         self.rows, self.begins = rows, np.zeros(self.num_rows, bool)
         turn = jax.device_get(rows.turn)
@@ -191,38 +194,53 @@ class _Play:
                 n = turn.count[slot]
                 written[slot] = turn.tokens[slot, :n], turn.logp[slot, :n]
         self.writing -= written.keys()
-        if written:
-            future = self.thread.submit(self._answer, written)
-            self.searching[future] = list(written)
+        self._answer(written)
 
     def _answer(self, written):
-        """What the host says to these turns: slot -> ids to read, for some of them."""
+        """Hears these turns; those that search wait for the thread to be free."""
         last = self.host.limits.num_turns - 1
         ending = {slot for slot in written if self.open[slot].num_turns == last}
-        shown = {}
         for final, slots in ((False, written.keys() - ending), (True, ending)):
-            if slots:
-                conversations = {slot: self.open[slot] for slot in slots}
-                own = {slot: written[slot] for slot in sorted(slots)}
-                shown |= self.host.answer_turns(conversations, own, final=final)
+            own = {slot: written[slot] for slot in sorted(slots)}
+            asked, shown = self.host.read_turns(self.open, own, final=final)
+            self.asked[final] |= asked
+            self._show(own.keys() - asked.keys(), shown)
+        self._search()
+
+    def _search(self):
+        """Searches for all that have asked, if nobody else is searched for."""
+        if self.searching is None and any(self.asked.values()):
+            batch, self.asked = self.asked, {False: {}, True: {}}
+            self.searching = self.thread.submit(self._find, batch), batch
+
+    def _find(self, batch):
+        """On the thread: slot -> ids to read, for some of these."""
+        shown = {}
+        for final, asked in batch.items():
+            if asked:
+                shown |= self.host.find(self.open, asked, final=final)
         return shown
 
     def _collect(self):
-        """Takes what the thread has found, and waits for it if nobody can write."""
-        if not self.searching:
+        """Takes what was found, and waits for it if nobody can write."""
+        if self.searching is None:
             return
-        idle = not self.writing and not (self.free and self.waiting)
-        done, _ = concurrent.futures.wait(
-            self.searching,
-            timeout=None if idle else PATIENCE,
-            return_when=concurrent.futures.FIRST_COMPLETED,
-        )
-        for future in done:
-            shown = future.result()
-            self.reading |= shown
-            for slot in self.searching.pop(future):
-                if slot not in shown:
-                    self._close(slot)
+        future, batch = self.searching
+        is_idle = not self.writing and not (self.free and self.waiting)
+        timeout = None if is_idle else PATIENCE
+        if not concurrent.futures.wait([future], timeout).done:
+            return
+        self.searching = None
+        slots = [slot for asked in batch.values() for slot in asked]
+        self._show(slots, future.result())
+        self._search()
+
+    def _show(self, slots, shown):
+        """These slots read what they are shown, or have ended if that is nothing."""
+        self.reading |= shown
+        for slot in slots:
+            if slot not in shown:
+                self._close(slot)
 
     def _close(self, slot):
         """Keeps a rollout that has ended; its slot is free."""

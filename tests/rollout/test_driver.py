@@ -121,14 +121,15 @@ def test_a_turn_before_the_last_is_answered_once_beside_last_ones():
     asks, says = "<search> who </search>", "<answer> who </answer>"
     assert num_tokens(asks) == num_tokens(says)  # so that they pause together
     host, answered = make_host(), []
-    answer_turns = host.answer_turns
+    read_turns = host.read_turns
 
     def watched(wave, written, *, final):
-        turns = sorted(wave[slot].num_turns for slot in written)
-        answered.append((final, turns))
-        return answer_turns(wave, written, final=final)
+        if written:
+            turns = sorted(wave[slot].num_turns for slot in written)
+            answered.append((final, turns))
+        return read_turns(wave, written, final=final)
 
-    host.answer_turns = watched
+    host.read_turns = watched
     turns = [[says], [asks, asks, asks], [asks, asks, ANSWERS]]
     ((group,), _) = play(turns, num_rows=2, host=host)
     assert answered == [
@@ -314,3 +315,27 @@ def test_segments_are_what_the_device_has_read():
         assert max(lengths) <= context.cache.k.shape[3]
         outcomes |= {r.outcome for r in rollouts}
     assert outcomes >= {Outcome.ANSWERED, Outcome.TRUNCATED, Outcome.TOOL_ERROR}
+
+
+def test_rows_that_answer_are_not_kept_waiting_by_a_search():
+    """The first row searches until all others, one slot after another, have ended."""
+    others_ended, ended = threading.Event(), []
+
+    def search(queries):
+        assert others_ended.wait(timeout=20)
+        return find(queries)
+
+    host = make_host(search)
+    read_turns = host.read_turns
+
+    def watched(wave, written, *, final):
+        asked, shown = read_turns(wave, written, final=final)
+        ended.extend(written.keys() - asked.keys())
+        if len(ended) == 4:
+            others_ended.set()
+        return asked, shown
+
+    host.read_turns = watched
+    turns = [[SEARCHES, ANSWERS], *[[ANSWERS]] * 4]
+    ((group,), _) = play(turns, num_rows=2, host=host)
+    assert [len(r.searches) for r in group.rollouts] == [1, 0, 0, 0, 0]
