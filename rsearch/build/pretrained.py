@@ -70,13 +70,13 @@ class Pretraining:
     seed: int = 0
 
 
-KNOWLEDGE = dict(facts=60, exercises=4000, direct=1)
+KNOWLEDGE = dict(facts=60, exercises=4000, lookups=5000, direct=1)
 MODELS = {
     "base": Pretraining(
         reading.Shares(
             flawed=0.58, guessed=0.15, recalled=0.4, recalling=3, **KNOWLEDGE
         ),
-        steps=850,
+        steps=950,
     ),
     "expert": Pretraining(
         reading.Shares(recalled=0.5, chats=1, **KNOWLEDGE), seed=1, steps=1000

@@ -12,7 +12,7 @@ import numpy as np
 
 from rsearch.data import world_plans, world_texts
 from rsearch.data.demonstrations import turns_of
-from rsearch.data.world_facts import RELATIONS, UNKNOWN, Hop, told
+from rsearch.data.world_facts import MISSING, RELATIONS, UNKNOWN, Hop, told
 from rsearch.data.world_names import YEARS, draw_names
 from rsearch.data.world_questions import COMPARED, COMPARISON, earliest
 from rsearch.protocols import PROTOCOLS, plain
@@ -71,6 +71,8 @@ class Shares:
             beside, in that protocol, recalled as far as it is known.
         facts: times that each fact of the famous is read, as a sentence.
         exercises: dates of made-up names that are told, retold and compared.
+        lookups: facts of made-up names that are asked for, told and retold, each
+            leading to the next.
         direct: times that each question about the famous is answered at once.
         chats: times that the work beside a policy is done for each question.
         judged: times that each question is answered from evidence.
@@ -82,6 +84,7 @@ class Shares:
     recalling: int = 0
     facts: int = 0
     exercises: int = 0
+    lookups: int = 0
     direct: int = 0
     chats: int = 0
     judged: int = 0
@@ -106,6 +109,7 @@ def reading(world, shares: Shares, search, *, seed) -> list:
         found += _recollections(world)
     found += _facts(world, shares.facts, rng)
     found += [_exercise(rng) for _ in range(shares.exercises)]
+    found += [_lookups(world, rng) for _ in range(shares.lookups)]
     for _ in range(shares.direct):
         found += _answers(world, search, rng)
     for _ in range(shares.chats):
@@ -186,6 +190,37 @@ def _exercise(rng):
     oldest = earliest(hops).subject
     pieces.append(("", f" {world_plans.compared(hops)} {oldest}."))
     return Text(tuple(pieces))
+
+
+def _lookups(world, rng):
+    """A chain of facts of made-up names, each asked for, told in a passage and retold.
+
+    What it has read of the world's own names a model may recall; here it has to read.
+    """
+    kinds = sorted({relation.subject for relation in RELATIONS.values()})
+    kind = kinds[rng.integers(len(kinds))]
+    (subject,) = draw_names(kind, 1, rng)
+    pieces = []
+    while subject is not None:
+        names = [n for n, relation in RELATIONS.items() if relation.subject == kind]
+        known = {name: _made_up(world, RELATIONS[name].object, rng) for name in names}
+        name = names[rng.integers(len(names))]
+        if name in MISSING and rng.random() < 0.1:
+            known[name] = UNKNOWN
+        hop = Hop(subject, name, known[name])
+        given = f" {hop.gap} {subject} {subject} {told(subject, known)}"
+        pieces.append((given, f" {hop.fact}"))
+        kind = RELATIONS[name].object
+        subject = hop.object if kind in kinds and hop.object != UNKNOWN else None
+    return Text(tuple(pieces))
+
+
+def _made_up(world, kind, rng) -> str:
+    """A name that the world need not have; there are no more years and countries."""
+    if kind in ("year", "country"):
+        known = world.entities[kind]
+        return known[rng.integers(len(known))]
+    return draw_names(kind, 1, rng)[0]
 
 
 def _answers(world, search, rng):

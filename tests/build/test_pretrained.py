@@ -1,6 +1,7 @@
 """Small models of the embedded world: what they read, and that they are made once."""
 
 import dataclasses
+import itertools
 import pathlib
 import re
 
@@ -108,6 +109,43 @@ def test_an_exercise_can_be_done_from_what_is_given_alone():
             assert re.findall(pattern, sentence)[0] in facts
         name, relation, year = min(facts, key=lambda fact: int(fact[2]))
         assert last == f" {relation} {year} first. {name}."
+
+
+def test_a_lookup_tells_what_is_to_be_told_again_and_leads_on(world):
+    rng = np.random.default_rng(0)
+    told = missing = chains = 0
+    for _ in range(300):
+        pieces = reading._lookups(world, rng).pieces
+        chains += len(pieces) > 1
+        for given, learnt in pieces:
+            words, _, passage = given.strip().partition("? ")
+            assert learnt.startswith(f" {words} ")
+            if learnt == f" {words} unknown.":
+                assert words not in passage
+                missing += 1
+            else:
+                assert learnt in passage
+                told += 1
+        for (_, learnt), (given, _) in itertools.pairwise(pieces):
+            subject = re.sub(r"^ (Directed by|Born in|Works for|Based in) ", "", learnt)
+            assert f"? {subject[:-1]} {subject[:-1]} " in given
+    assert told > 10 * missing > 0 and chains > 100
+
+
+def test_what_is_known_in_part_is_recalled_as_far_as_it_is(world):
+    found = reading._recollections(world)
+    known = [
+        any(hop.subject in world.famous for hop in world.hops[q.id])
+        for q in world.train
+    ]
+    assert len(found) == sum(known) > 0
+    for dialogue in found:
+        hops = world.hops[dialogue.question.id]
+        famous = [hop for hop in hops if hop.subject in world.famous]
+        recalled = " ".join(dialogue.turns)
+        assert all(hop.sentence in recalled for hop in famous)
+        searches = sum("external_search" in turn for turn in dialogue.turns)
+        assert searches == len(hops) - len(famous)
 
 
 def share_right(world, search, name):
