@@ -174,7 +174,7 @@ class _Play:
         return slot
 
     def _write(self):
-        """Lets rows write until some pause; what they wrote goes to the thread."""
+        """Lets rows write until some pause, and answers those."""
         limit = self.host.limits.max_turn_tokens
         rows = self.sampler.decode(
             self.params,
