@@ -70,7 +70,7 @@ class Shares:
         recalling: times that each question of which something is known is answered
             beside, in that protocol, recalled as far as it is known.
         facts: times that each fact of the famous is read, as a sentence.
-        exercises: dates of made-up names that are told, retold and compared.
+        comparisons: of made-up names, whose dates are looked up.
         lookups: facts of made-up names that are asked for, told and retold, each
             leading to the next.
         direct: times that each question about the famous is answered at once.
@@ -83,7 +83,7 @@ class Shares:
     recalled: float = 0.0
     recalling: int = 0
     facts: int = 0
-    exercises: int = 0
+    comparisons: int = 0
     lookups: int = 0
     direct: int = 0
     chats: int = 0
@@ -108,7 +108,7 @@ def reading(world, shares: Shares, search, *, seed) -> list:
     for _ in range(shares.recalling):
         found += _recollections(world)
     found += _facts(world, shares.facts, rng)
-    found += [_exercise(rng) for _ in range(shares.exercises)]
+    found += [_comparison(world, rng) for _ in range(shares.comparisons)]
     found += [_lookups(world, rng) for _ in range(shares.lookups)]
     for _ in range(shares.direct):
         found += _answers(world, search, rng)
@@ -171,25 +171,34 @@ def _facts(world, times, rng):
     return [Text(tuple(chosen[i : i + 6])) for i in range(0, len(chosen), 6)]
 
 
-def _exercise(rng):
-    """Dates of made-up names, told, some retold, and compared.
+def _comparison(world, rng):
+    """Made-up names, asked which is the oldest: looked up one by one, or together.
 
     There are far more names than the world has, so that nothing is learnt here but to
     read on.
     """
     relations = list(COMPARED)[rng.integers(len(COMPARED))]
     hops = [
-        Hop(name, relation, YEARS[year])
-        for relation, year in zip(relations, rng.permutation(len(YEARS)))
-        for name in draw_names(RELATIONS[relation].subject, 1, rng)
+        Hop(_made_up(world, RELATIONS[name].subject, rng), name, YEARS[year])
+        for name, year in zip(relations, rng.permutation(len(YEARS)))
     ]
-    given, pieces = "".join(f" {hop.sentence}" for hop in hops), []
-    for i in rng.permutation(len(hops))[:2]:
-        pieces.append((f"{given} {hops[i].subject}", f" {hops[i].fact}"))
-        given = ""
-    oldest = earliest(hops).subject
-    pieces.append(("", f" {world_plans.compared(hops)} {oldest}."))
-    return Text(tuple(pieces))
+    names = [hop.subject for hop in hops]
+    passages = [
+        f" {hop.subject} {told(*_made_up_facts(world, hop, rng))}" for hop in hops
+    ]
+    given = f" {COMPARED[relations].format(*names)}"
+    if rng.random() < 0.5:
+        pieces = [(given, f" {hops[0].gap} {', '.join(names)}")]
+        found = " ".join(hop.sentence for hop in hops)
+        given = "".join(passages)
+    else:
+        pieces, found = [], ""
+        for hop, passage in zip(hops, passages, strict=True):
+            pieces.append((given, f"{found} {hop.gap} {hop.subject}"))
+            given, found = passage, f" {hop.sentence}"
+        found = found.strip()
+    conclusion = f"{world_plans.compared(hops)} {earliest(hops).subject}."
+    return Text((*pieces, (given, f" {found} {conclusion}")))
 
 
 def _lookups(world, rng):
@@ -203,16 +212,27 @@ def _lookups(world, rng):
     pieces = []
     while subject is not None:
         names = [n for n, relation in RELATIONS.items() if relation.subject == kind]
-        known = {name: _made_up(world, RELATIONS[name].object, rng) for name in names}
         name = names[rng.integers(len(names))]
+        object = _made_up(world, RELATIONS[name].object, rng)
         if name in MISSING and rng.random() < 0.1:
-            known[name] = UNKNOWN
-        hop = Hop(subject, name, known[name])
-        given = f" {hop.gap} {subject} {subject} {told(subject, known)}"
-        pieces.append((given, f" {hop.fact}"))
+            object = UNKNOWN
+        hop = Hop(subject, name, object)
+        passage = told(*_made_up_facts(world, hop, rng))
+        pieces.append((f" {hop.gap} {subject} {subject} {passage}", f" {hop.fact}"))
         kind = RELATIONS[name].object
-        subject = hop.object if kind in kinds and hop.object != UNKNOWN else None
+        subject = object if kind in kinds and object != UNKNOWN else None
     return Text(tuple(pieces))
+
+
+def _made_up_facts(world, hop, rng):
+    """(subject, its facts): this one, and others that somebody like it would have."""
+    kind = RELATIONS[hop.relation].subject
+    known = {
+        name: _made_up(world, relation.object, rng)
+        for name, relation in RELATIONS.items()
+        if relation.subject == kind
+    }
+    return hop.subject, known | {hop.relation: hop.object}
 
 
 def _made_up(world, kind, rng) -> str:

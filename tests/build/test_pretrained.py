@@ -95,20 +95,28 @@ def test_policies_read_dialogues_of_every_protocol_and_a_judge_reads_none(
     assert kinds == {reading.Chat, reading.Text}
 
 
-def test_an_exercise_can_be_done_from_what_is_given_alone():
+def test_a_comparison_can_be_made_from_what_is_given_alone(world):
     rng = np.random.default_rng(0)
-    pattern = r"(\w+ \w+) (Birth|Release|Founding) (\d{4})\."
+    dated = r"(\w+ \w+) (?:Born in \w+\. Works for \w+ \w+\. |Directed by \w+ \w+\. "
+    dated += r"|Based in \w+\. )?(Birth|Release|Founding) (\d{4})\."
+    turns = set()
     for _ in range(200):
-        *retold, (_, last) = reading._exercise(rng).pieces
-        given = retold[0][0] + retold[0][1]
-        facts = re.findall(pattern, given.rpartition(". ")[0] + ".")
-        assert len(facts) in (2, 3)
-        assert len({year for *_, year in facts}) == len(facts)
-        for subject, fact in retold:
-            sentence = " ".join(subject.split()[-2:]) + fact
-            assert re.findall(pattern, sentence)[0] in facts
+        pieces = reading._comparison(world, rng).pieces
+        question = pieces[0][0]
+        names = re.split(r", | or ", re.sub(r".*(older|oldest), ", "", question)[:-1])
+        shown = "".join(given for given, _ in pieces[1:])
+        facts = re.findall(dated, shown)
+        assert [name for name, *_ in facts] == names
+        assert len({year for *_, year in facts}) == len(facts) == len(names)
         name, relation, year = min(facts, key=lambda fact: int(fact[2]))
-        assert last == f" {relation} {year} first. {name}."
+        learnt = [learnt for _, learnt in pieces]
+        assert learnt[-1].endswith(f" {relation} {year} first. {name}.")
+        for fact in facts:
+            assert f"{fact[0]} {fact[1]} {fact[2]}." in "".join(learnt)
+        asked = ", ".join(re.findall(r"\? (.*)$", t)[0] for t in learnt[:-1])
+        assert asked == ", ".join(names)
+        turns.add(len(pieces) - len(names))
+    assert turns == {1, 0, -1}  # one by one, or together
 
 
 def test_a_lookup_tells_what_is_to_be_told_again_and_leads_on(world):
