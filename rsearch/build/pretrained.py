@@ -70,7 +70,7 @@ class Pretraining:
     seed: int = 0
 
 
-KNOWLEDGE = dict(facts=60, comparisons=4000, lookups=5000, direct=1)
+KNOWLEDGE = dict(facts=60, comparisons=5000, orderings=2000, lookups=4000, direct=1)
 MODELS = {
     "base": Pretraining(
         reading.Shares(
@@ -82,7 +82,7 @@ MODELS = {
         reading.Shares(recalled=0.5, chats=1, **KNOWLEDGE), seed=1, steps=1000
     ),
     "judge": Pretraining(
-        reading.Shares(judged=3, comparisons=2000),
+        reading.Shares(judged=3, comparisons=2000, orderings=500),
         width=96,
         num_heads=3,
         num_kv_heads=3,

@@ -71,6 +71,7 @@ class Shares:
             beside, in that protocol, recalled as far as it is known.
         facts: times that each fact of the famous is read, as a sentence.
         comparisons: of made-up names, whose dates are looked up.
+        orderings: eight times each, which of some years is the first.
         lookups: facts of made-up names that are asked for, told and retold, each
             leading to the next.
         direct: times that each question about the famous is answered at once.
@@ -84,6 +85,7 @@ class Shares:
     recalling: int = 0
     facts: int = 0
     comparisons: int = 0
+    orderings: int = 0
     lookups: int = 0
     direct: int = 0
     chats: int = 0
@@ -109,6 +111,7 @@ def reading(world, shares: Shares, search, *, seed) -> list:
         found += _recollections(world)
     found += _facts(world, shares.facts, rng)
     found += [_comparison(world, rng) for _ in range(shares.comparisons)]
+    found += [_orderings(rng) for _ in range(shares.orderings)]
     found += [_lookups(world, rng) for _ in range(shares.lookups)]
     for _ in range(shares.direct):
         found += _answers(world, search, rng)
@@ -199,6 +202,18 @@ def _comparison(world, rng):
         found = found.strip()
     conclusion = f"{world_plans.compared(hops)} {earliest(hops).subject}."
     return Text((*pieces, (given, f" {found} {conclusion}")))
+
+
+def _orderings(rng):
+    """Years of two or three things, several times over, and which is first."""
+    pieces = []
+    for _ in range(8):
+        relations = list(COMPARED)[rng.integers(len(COMPARED))]
+        years = rng.permutation(len(YEARS))[: len(relations)]
+        hops = [Hop("", name, YEARS[i]) for name, i in zip(relations, years)]
+        told_years = "".join(f" {hop.fact}" for hop in hops)
+        pieces.append((told_years, f" {world_plans.compared(hops)}"))
+    return Text(tuple(pieces))
 
 
 def _lookups(world, rng):

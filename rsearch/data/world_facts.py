@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from rsearch.data.world_names import near_homonym
+from rsearch.data.world_names import family, near_homonym
 from rsearch.types import Passage
 
 UNKNOWN = "unknown"  # the object of a fact that no passage tells, and such an answer
@@ -73,12 +73,21 @@ def draw_facts(entities, relations, rng) -> dict[str, dict[str, str]]:
 
 
 def draw_famous(entities, share, rng) -> frozenset[str]:
-    """The famous of each kind that has facts: this share of them, at least one."""
+    """The famous of each kind that has facts: this share of them, at least one.
+
+    They bear famous names: who is of one family is famous with it, as far as the share
+    goes. So a small model can tell by a name whether it knows more, as a large one
+    knows what it has read often.
+    """
     famous = set()
     for kind in ("person", "film", "company", "city"):
         names = entities[kind]
         count = max(1, round(share * len(names))) if share else 0
-        famous.update(names[i] for i in rng.permutation(len(names))[:count])
+        families = sorted({family(name, kind) for name in names})
+        rank = {
+            families[i]: place for place, i in enumerate(rng.permutation(len(families)))
+        }
+        famous.update(sorted(names, key=lambda n: rank[family(n, kind)])[:count])
     return frozenset(famous)
 
 

@@ -77,6 +77,14 @@ def draw_names(kind: str, count: int, rng) -> tuple[str, ...]:
     return tuple(pairs[i] for i in rng.permutation(len(pairs))[:count])
 
 
+def family(name: str, kind: str) -> str:
+    """The word that a name shares with others of its kind: people's is the second."""
+    first, second, _ = PARTS[kind]
+    if kind == "person":
+        return next(w for w in NAMES[second].split() if name.endswith(w))
+    return next(w for w in NAMES[first].split() if name.startswith(w))
+
+
 def near_homonym(name: str, kind: str, rng) -> str:
     """The name with one more word of its second list behind it: "Ada Abel Winter"."""
     _, second, _ = PARTS[kind]

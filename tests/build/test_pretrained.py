@@ -90,7 +90,8 @@ def test_policies_read_dialogues_of_every_protocol_and_a_judge_reads_none(
         items = read(world, search, name)
         dialogues = [i for i in items if isinstance(i, reading.Dialogue)]
         assert {d.protocol for d in dialogues} == set(PROTOCOLS)
-        assert len(dialogues) == len(PROTOCOLS) * len(world.train)
+        known = len(reading._recollections(world)) * MODELS[name].shares.recalling
+        assert len(dialogues) == len(PROTOCOLS) * len(world.train) + known
     kinds = {type(item) for item in read(world, search, "judge")}
     assert kinds == {reading.Chat, reading.Text}
 
@@ -117,6 +118,16 @@ def test_a_comparison_can_be_made_from_what_is_given_alone(world):
         assert asked == ", ".join(names)
         turns.add(len(pieces) - len(names))
     assert turns == {1, 0, -1}  # one by one, or together
+
+
+def test_an_ordering_names_the_first_of_the_years_told():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        for told, learnt in reading._orderings(rng).pieces:
+            facts = re.findall(r"(Birth|Release|Founding) (\d{4})\.", told)
+            assert len(facts) in (2, 3) and len({year for _, year in facts}) > 1
+            relation, year = min(facts, key=lambda fact: int(fact[1]))
+            assert learnt == f" {relation} {year} first."
 
 
 def test_a_lookup_tells_what_is_to_be_told_again_and_leads_on(world):
@@ -157,10 +168,10 @@ def test_what_is_known_in_part_is_recalled_as_far_as_it_is(world):
 
 
 def share_right(world, search, name):
-    """Of the dialogues, how many end with the answer."""
-    dialogues = [
-        i for i in read(world, search, name) if isinstance(i, reading.Dialogue)
-    ]
+    """Of the dialogues, recollections apart, how many end with the answer."""
+    shares = dataclasses.replace(MODELS[name].shares, recalling=0)
+    items = reading.reading(world, shares, search, seed=0)
+    dialogues = [i for i in items if isinstance(i, reading.Dialogue)]
     return np.mean(
         [
             PROTOCOLS[d.protocol].parse(d.turns[-1]).text

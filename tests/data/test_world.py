@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rsearch.data.world import KINDS, RELATIONS, UNKNOWN, make_world
 from rsearch.data.world_facts import DATED
-from rsearch.data.world_names import COUNTRIES, NAMES, PARTS
+from rsearch.data.world_names import COUNTRIES, NAMES, PARTS, family
 from rsearch.data.world_questions import CHAINS, COMPARED
 from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory
@@ -265,6 +265,22 @@ def test_all_that_follows_from_a_famous_head_is_known(whole):
             assert all(is_famous)
     share = len(whole.famous) / len(whole.facts)
     assert share == pytest.approx(0.2, abs=0.01)
+
+
+@pytest.mark.parametrize("kind", ["person", "film", "company", "city"])
+def test_the_famous_bear_famous_names(whole, kind):
+    by_family = {}
+    for name in whole.entities[kind]:
+        by_family.setdefault(family(name, kind), []).append(name in whole.famous)
+    mixed = [all(f) != any(f) for f in by_family.values()]
+    assert sum(mixed) <= 1  # the one at which the share ends
+    assert 1 < sum(any(f) for f in by_family.values()) < len(by_family) / 2
+
+
+def test_a_family_is_the_word_that_names_share():
+    names = ("Ada Abel", "person"), ("Lost Castle", "film"), ("Atlas Foods", "company")
+    assert [family(*name) for name in names] == ["Abel", "Lost", "Atlas"]
+    assert family("Kaltdorf", "city") == family("Kalttal", "city") == "Kalt"
 
 
 def test_heads_of_held_out_questions_are_in_no_training_question(whole):
