@@ -141,10 +141,11 @@ def tiny(c, words):
     if not words.no_group:
         c.reward.group_fewest_searches.weight = 0.3
     c.rewriter.update(slots=32, max_prompt_tokens=96, max_reply_tokens=40)
-    c.sft.update(steps=20, lr=5e-4)
+    # A hundred answers that all recall: enough to be shown how, too few for more.
+    c.sft.update(steps=8, lr=2e-4)
     stages = c.overrides.to_dict()
     for name in ("curate_sft", "curate_rewriter"):
         stages[name]["curate"] |= {"rollouts": 4, "max_kept": 400}
-    stages["sft_rewriter"]["sft"] |= {"steps": 60, "lr": 1e-3}
+    stages["sft_rewriter"]["sft"] |= {"steps": 30, "lr": 1e-3}
     with c.unlocked():
         c.overrides = ConfigDict(stages)

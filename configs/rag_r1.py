@@ -147,6 +147,9 @@ def tiny(c, words):
     c.rollout.group_size = 8
     if words.algorithm == "ppo":
         tiny_world.ppo(c)
+    # After the supervised stage little is left to learn, and much to unlearn.
+    c.rl.lr = 2e-4
+    c.critic.pretrain_steps = 1
     stages = c.overrides.to_dict()
     teacher = {"model": {"source": "world:expert"}}
     stages["curate_sft"] |= teacher
