@@ -180,16 +180,16 @@ def _comparison(world, rng):
     There are far more names than the world has, so that nothing is learnt here but to
     read on.
     """
-    relations = list(COMPARED)[rng.integers(len(COMPARED))]
+    dates = _dates(rng)
     hops = [
-        Hop(_made_up(world, RELATIONS[name].subject, rng), name, YEARS[year])
-        for name, year in zip(relations, rng.permutation(len(YEARS)))
+        Hop(_made_up(world, RELATIONS[name].subject, rng), name, year)
+        for name, year in dates.items()
     ]
     names = [hop.subject for hop in hops]
     passages = [
         f" {hop.subject} {told(*_made_up_facts(world, hop, rng))}" for hop in hops
     ]
-    given = f" {COMPARED[relations].format(*names)}"
+    given = f" {COMPARED[tuple(dates)].format(*names)}"
     if rng.random() < 0.5:
         pieces = [(given, f" {hops[0].gap} {', '.join(names)}")]
         found = " ".join(hop.sentence for hop in hops)
@@ -204,13 +204,18 @@ def _comparison(world, rng):
     return Text((*pieces, (given, f" {found} {conclusion}")))
 
 
+def _dates(rng):
+    """{relation: year} of two or three things that are compared, in different years."""
+    relations = list(COMPARED)[rng.integers(len(COMPARED))]
+    years = rng.permutation(len(YEARS))
+    return {name: YEARS[i] for name, i in zip(relations, years)}
+
+
 def _orderings(rng):
     """Years of two or three things, several times over, and which is first."""
     pieces = []
     for _ in range(8):
-        relations = list(COMPARED)[rng.integers(len(COMPARED))]
-        years = rng.permutation(len(YEARS))[: len(relations)]
-        hops = [Hop("", name, YEARS[i]) for name, i in zip(relations, years)]
+        hops = [Hop("", name, year) for name, year in _dates(rng).items()]
         told_years = "".join(f" {hop.fact}" for hop in hops)
         pieces.append((told_years, f" {world_plans.compared(hops)}"))
     return Text(tuple(pieces))
@@ -223,7 +228,7 @@ def _lookups(world, rng):
     """
     kinds = sorted({relation.subject for relation in RELATIONS.values()})
     kind = kinds[rng.integers(len(kinds))]
-    (subject,) = draw_names(kind, 1, rng)
+    subject = _made_up(world, kind, rng)
     pieces = []
     while subject is not None:
         names = [n for n, relation in RELATIONS.items() if relation.subject == kind]

@@ -146,12 +146,10 @@ class _Play:
             slots = np.full(self.num_moved, self.num_rows, np.int32)
             source = np.zeros(self.num_moved, np.int32)
             for k in range(self.num_moved):
-                if not self.free or not self.waiting:
+                is_next = self.waiting and self.waiting[0][0] < first + self.block
+                if not (self.free and is_next):
                     break
-                question, sample = self.waiting[0]
-                if question >= first + self.block:
-                    break
-                self.waiting.popleft()
+                question, sample = self.waiting.popleft()
                 slots[k], source[k] = self._open(question, sample), question - first
             self.rows = self.sampler.admit(self.rows, context, slots, source)
 

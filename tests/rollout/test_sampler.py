@@ -289,18 +289,25 @@ def test_a_turn_that_was_interrupted_goes_on_as_if_it_had_not_been(
     assert_rows_equal(rows, whole)
 
 
-def test_a_stop_string_that_an_interruption_falls_into_still_ends_the_turn():
-    """The automaton sees 1 2 end a turn; the rows are told to write 1, then 2."""
-    sampler = tiny.WatchedSampler(
+def sampler_of_eight_ids(stop_table, *, max_turn_tokens):
+    """Greedy, of a model with 8 ids of which 3 ends a turn, and this automaton."""
+    return tiny.WatchedSampler(
         tiny.model(vocab_size=8),
         make_mesh(devices=jax.devices()[:1]),
-        stop_table=np.array([[0, 1, 0, 0], [0, 1, 2, 0], [2, 2, 2, 2]], np.uint8),
+        stop_table=np.array(stop_table, np.uint8),
         eos_ids=(3,),
         num_slots=16,
-        max_turn_tokens=4,
+        max_turn_tokens=max_turn_tokens,
         chunk=4,
         temperature=0.0,
         top_p=1.0,
+    )
+
+
+def test_a_stop_string_that_an_interruption_falls_into_still_ends_the_turn():
+    """The automaton sees 1 2 end a turn; the rows are told to write 1, then 2."""
+    sampler = sampler_of_eight_ids(
+        [[0, 1, 0, 0], [0, 1, 2, 0], [2, 2, 2, 2]], max_turn_tokens=4
     )
     params = tiny.params(vocab_size=8)
     prompts = sampler.prefill(params, np.array([[5, 1], [5, 1]]), np.array([2, 2]))
@@ -330,17 +337,7 @@ def test_a_stop_string_that_an_interruption_falls_into_still_ends_the_turn():
 
 def test_ids_beyond_the_tokenizers_vocabulary_neither_stop_nor_end_a_turn():
     """Models pad their embeddings; here the last id of the tokenizer does both."""
-    sampler = tiny.WatchedSampler(
-        tiny.model(vocab_size=8),
-        make_mesh(devices=jax.devices()[:1]),
-        stop_table=np.array([[0, 0, 0, 1], [1, 1, 1, 1]], np.uint8),
-        eos_ids=(3,),
-        num_slots=16,
-        max_turn_tokens=2,
-        chunk=4,
-        temperature=0.0,
-        top_p=1.0,
-    )
+    sampler = sampler_of_eight_ids([[0, 0, 0, 1], [1, 1, 1, 1]], max_turn_tokens=2)
     params = tiny.params(vocab_size=8)
     ids = np.array([[5, 1, 2], [5, 1, 2]], np.int32)
     prompts = sampler.prefill(params, ids, np.array([3, 3], np.int32))
