@@ -64,9 +64,9 @@ class Pretraining:
     num_kv_heads: int = 2
     head_dim: int = 32
     mlp_width: int = 320
-    steps: int = 750
-    step_tokens: int = 4096
-    lr: float = 3e-3
+    steps: int = 3600
+    step_tokens: int = 1024
+    lr: float = 2e-3
     seed: int = 0
 
 
@@ -75,11 +75,10 @@ MODELS = {
     "base": Pretraining(
         reading.Shares(
             flawed=0.58, guessed=0.15, recalled=0.4, recalling=3, **KNOWLEDGE
-        ),
-        steps=950,
+        )
     ),
     "expert": Pretraining(
-        reading.Shares(recalled=0.5, chats=1, **KNOWLEDGE), seed=1, steps=1000
+        reading.Shares(recalled=0.5, chats=1, **KNOWLEDGE), seed=1, steps=3800
     ),
     "judge": Pretraining(
         reading.Shares(judged=3, comparisons=2000, orderings=500),
@@ -87,7 +86,7 @@ MODELS = {
         num_heads=3,
         num_kv_heads=3,
         seed=2,
-        steps=500,
+        steps=1800,
     ),
 }
 
