@@ -135,7 +135,7 @@ def tiny(c, words):
     c.rollout.update(group_size=8)
     # What is memorised moves the habits of a model this small too, and its world's
     # comparisons can be guessed without a search: both count less.
-    c.rl.update(memorise_rows=c.rl.micro_batch, steps=24)
+    c.rl.update(memorise_rows=c.rl.micro_batch, steps=28)
     if not words.no_memory:
         c.rl.memorise_coef = 0.01
     if not words.no_group:
