@@ -317,7 +317,7 @@ def _is_for_users(error):
     # says so in a note.
     frames = traceback.extract_tb(error.__traceback__)
     raised_in = pathlib.Path(frames[-1].filename)
-    ours = [ROOT / "rsearch", ROOT / "configs"]
+    ours = [ROOT / "rsearch", ROOT / "configs", ROOT / "launch"]
     is_ours = any(raised_in.is_relative_to(folder) for folder in ours)
     by_jax = any("JAX" in note for note in getattr(error, "__notes__", ()))
     return type(error) is ValueError and is_ours and not by_jax

@@ -1,0 +1,320 @@
+#!/usr/bin/env python3
+"""Trains a recipe once for each combination of settings, and compares the runs.
+
+    python launch/sweep.py --config=configs/quickstart.py --out=runs/lr \\
+        --config.rl.lr=3e-4,6e-4 --config.seed=0,1,2 --at_once=2
+
+Values are separated by commas outside brackets and quotes; six trials here. Trials that
+are no grid stand in a file, one a line, as further arguments of `rsearch.train`:
+
+    python launch/sweep.py --config=configs/r1_searcher.py:tiny --out=runs/rewards \\
+        --trials=trials.txt
+
+A trial's run is OUT/NAME, its output OUT/NAME.log, named by what differs: a field with
+one value is every trial's. The same command goes on where it was stopped; trials that
+have ended well are not run again.
+"""
+
+import itertools
+import json
+import os
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from rsearch import compare, console
+from rsearch.config import (
+    REQUIRED,
+    apply_overrides,
+    load,
+    parse_flags,
+    run_command,
+    validate,
+)
+from rsearch.plan import check_plan
+from rsearch.workdir import read_rows
+
+RECORD = "sweep.jsonl"  # in OUT, a line for each trial that has ended
+FIELD = "--config."
+MAX_NAME = 120  # characters of a directory's name
+SECONDS_BETWEEN_LOOKS = 0.2
+FLAGS = {
+    "config": (None, "the recipe, FILE[:VARIANT], of trials that name none themselves"),
+    "out": (REQUIRED, "directory of the sweep, with a run in it for each trial"),
+    "trials": ("", "file with a trial a line: arguments of rsearch.train"),
+    "at_once": (1, "trials that run at the same time"),
+    "gpus_each": (0, "GPUs that a trial alone sees; 0 = all that there are"),
+    "commands": (False, "prints a command for each trial, runs none"),
+    "group": (False, "the table: mean and deviation over seeds"),
+    "dry_run": (False, "shows the trials, having checked them, runs none"),
+}
+
+
+class Trial(NamedTuple):
+    """One run: the name of its directory, and the arguments of rsearch.train."""
+
+    name: str
+    words: tuple[str, ...]
+
+
+def main(argv) -> int:
+    """Reads the sweep, checks every trial, runs what is left, prints the table."""
+    axes, rest = split_axes(argv)
+    flags = parse_flags(rest, flags=FLAGS)
+    if flags["at_once"] < 1 or flags["gpus_each"] < 0:
+        raise ValueError("--at_once is at least 1, --gpus_each at least 0")
+    out = pathlib.Path(flags["out"])
+    trials = expand(axes, listed(flags["trials"]), flags["config"])
+    for trial in trials:
+        check(trial)
+    if flags["commands"]:
+        for trial in trials:
+            print(shlex.join(command(trial, out, python="python")))
+        return 0
+    over = finished(out)
+    if flags["dry_run"]:
+        rows = [(t.name, shlex.join(t.words), t in over) for t in trials]
+        console.table(str(out), ("trial", "arguments", "is over"), rows)
+        return 0
+    out.mkdir(parents=True, exist_ok=True)
+    left = [trial for trial in trials if trial not in over]
+    console.note(f"{len(trials)} trials in {out}, {len(trials) - len(left)} are over")
+    failed = run(left, out, at_once=flags["at_once"], gpus_each=flags["gpus_each"])
+    done = [str(out / t.name) for t in trials if t.name not in failed]
+    if done:
+        compare.main([*done, *(["--group"] if flags["group"] else [])])
+    for name, code in failed.items():
+        console.note(f"{name}: exit code {code}, see {out / name}.log")
+    return 1 if failed else 0
+
+
+def split_axes(argv) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """([(--config.FIELD, values)], the other arguments) of a command line.
+
+    Raises:
+        ValueError: a field without values, or given twice.
+    """
+    axes, rest, words = {}, [], list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith(FIELD):
+            rest.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if not equals:
+            if not words:
+                raise ValueError(f"{name} needs a value: {name}=...")
+            value = words.pop(0)
+        if name in axes:
+            raise ValueError(f"{name} is given twice; write {name}=A,B")
+        axes[name] = split_values(name, value)
+    return list(axes.items()), rest
+
+
+def split_values(name, text) -> list[str]:
+    """The values between commas that stand outside brackets and quotes.
+
+    Raises:
+        ValueError: an empty value, one given twice, brackets or quotes that do not
+            match.
+    """
+    values, start, closing, quote = [], 0, [], ""
+    for i, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter in "([{":
+            closing.append(")]}"["([{".index(letter)])
+        elif letter in ")]}":
+            if not closing or closing.pop() != letter:
+                raise ValueError(f"{name}={text}: {letter!r} closes nothing")
+        elif letter == "," and not closing:
+            values.append(text[start:i].strip())
+            start = i + 1
+    if quote or closing:
+        raise ValueError(f"{name}={text}: no {quote or closing[-1]} at the end")
+    values.append(text[start:].strip())
+    if "" in values:
+        raise ValueError(f"{name}={text}: an empty value; write '' for an empty string")
+    if len(set(values)) < len(values):
+        raise ValueError(f"{name}={text}: a value is given twice")
+    return values
+
+
+def listed(path) -> list[tuple[str, list[str]]]:
+    """[(where, arguments)] of the lines of a file of trials; one without where ''.
+
+    Raises:
+        ValueError: a line that is none, as file:line; a file without any.
+    """
+    if not path:
+        return [("", [])]
+    found = []
+    for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), 1):
+        where = f"{path}:{number}"
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if wrong := [w for w in words if not w.startswith((FIELD, "--config="))]:
+            raise ValueError(
+                f"{where}: {wrong[0]!r}; a trial is written as --config.FIELD=VALUE"
+            )
+        if wrong := [word for word in words if "=" not in word]:
+            raise ValueError(f"{where}: {wrong[0]} needs a value: {wrong[0]}=...")
+        if words:
+            found.append((where, words))
+    if not found:
+        raise ValueError(f"{path}: no trial in it")
+    return found
+
+
+def expand(axes, lines, recipe) -> list[Trial]:
+    """Each line of the list with each combination of the axes' values.
+
+    Args:
+        axes: [(--config.FIELD, values)].
+        lines: [(where, arguments)].
+        recipe: of the lines that name none; or None.
+
+    Raises:
+        ValueError: a trial without a recipe, a field set by line and axis, two trials
+            of one name.
+    """
+    names, values = [name for name, _ in axes], [values for _, values in axes]
+    trials, places = [], {}
+    for where, words in lines:
+        own = [word for word in words if word.startswith("--config=")]
+        if not own and recipe is None:
+            raise ValueError("--config=... is missing: the recipe to train")
+        if both := {word.partition("=")[0] for word in words} & set(names):
+            raise ValueError(f"{where}: {both.pop()} is set on the command line too")
+        plain = [word for word in words if word not in own]
+        for chosen in itertools.product(*values):
+            here = [f"{n}={v}" for n, v in zip(names, chosen, strict=True)]
+            differing = [w for w, v in zip(here, values, strict=True) if len(v) > 1]
+            name = name_trial([w.partition("=")[2] for w in own], [*plain, *differing])
+            if name in places:
+                raise ValueError(
+                    f"{where or 'the sweep'}: a second trial named {name}"
+                    + (f", after {places[name]}" if places[name] else "")
+                )
+            places[name] = where
+            words_of = (*(own or [f"--config={recipe}"]), *plain, *here)
+            trials.append(Trial(name, words_of))
+    return trials
+
+
+def name_trial(recipes, words) -> str:
+    """'rl.lr=3e-4-seed=0' of the arguments, the recipe's name first where given."""
+    stems = [re.sub(r"(^|.*/)([^/:]+?)(\.py)?(:|$)", r"\2\4", r) for r in recipes]
+    parts = [*stems, *(word.removeprefix(FIELD) for word in words)]
+    name = "-".join(re.sub(r"[^\w.=+-]+", "_", part) for part in parts)
+    if len(name) > MAX_NAME:
+        raise ValueError(f"a trial's name has more than {MAX_NAME} characters: {name}")
+    return name or "trial"
+
+
+def check(trial):
+    """Refuses a trial that could not begin, before any does.
+
+    Raises:
+        ValueError: as `rsearch.train` would, behind the trial's name.
+    """
+    recipe = trial.words[0].partition("=")[2]
+    overrides = [word.removeprefix("--") for word in trial.words[1:]]
+    try:
+        config = apply_overrides(load(recipe), overrides)
+        validate(config)
+        check_plan(config)
+    except ValueError as error:
+        raise ValueError(f"{trial.name}: {error}") from error
+
+
+def command(trial, out, *, python=sys.executable) -> list[str]:
+    """The arguments of the process that trains it."""
+    workdir = f"--workdir={out / trial.name}"
+    return [python, "-m", "rsearch.train", *trial.words, workdir]
+
+
+def finished(out) -> set[Trial]:
+    """The trials that have ended well."""
+    record = out / RECORD
+    rows = read_rows(record) if record.exists() else []
+    return {
+        Trial(r["name"], tuple(r["words"])) for r in rows if r.get("exit_code") == 0
+    }
+
+
+def run(trials, out, *, at_once, gpus_each) -> dict[str, int]:
+    """Runs the trials; returns {name: exit code} of those that failed.
+
+    What is still running when this is interrupted is interrupted too, and waited for.
+    """
+    waiting, running, failed, number = list(trials), {}, {}, 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        while waiting or running:
+            for place in range(at_once):
+                if waiting and place not in running:
+                    number += 1
+                    trial = waiting.pop(0)
+                    started = _start(trial, out, place, gpus_each)
+                    running[place] = (trial, started, time.monotonic())
+                    console.note(f"{trial.name} begins ({number} of {len(trials)})")
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+            for place, (trial, process, since) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[place]
+                seconds = time.monotonic() - since
+                _record(out, trial, process.returncode, seconds)
+                how = "ends" if process.returncode == 0 else "FAILS"
+                console.note(f"{trial.name} {how} after {seconds / 60:.1f} minutes")
+                if process.returncode:
+                    failed[trial.name] = process.returncode
+    finally:
+        for _, process, _ in running.values():
+            process.send_signal(signal.SIGINT)
+        for _, process, _ in running.values():
+            process.wait()
+    return failed
+
+
+def _start(trial, out, place, gpus_each):
+    """The process of a trial, of which the terminal's signals reach this one alone."""
+    environment = dict(os.environ)
+    root = str(pathlib.Path(__file__).resolve().parent.parent)
+    paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    if gpus_each:
+        own = range(place * gpus_each, (place + 1) * gpus_each)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, own))
+    with open(out / f"{trial.name}.log", "ab") as log:
+        return subprocess.Popen(
+            command(trial, out),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def _record(out, trial, exit_code, seconds):
+    """Adds the trial's end to the record."""
+    row = {"name": trial.name, "words": trial.words, "exit_code": exit_code}
+    with open(out / RECORD, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row | {"seconds": round(seconds, 1)}) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

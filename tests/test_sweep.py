@@ -1,0 +1,291 @@
+"""Sweeps: which trials they are, and how these are run, stopped and gone on with."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rsearch.config import run_command
+from tests.small_run import arguments, run_python
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "launch" / "sweep.py"
+RECIPE = "configs/quickstart.py"
+TRIALS = sorted((ROOT / "launch").glob("*.txt"))
+
+_spec = importlib.util.spec_from_file_location("sweep", SCRIPT)
+sweep = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(sweep)
+
+# Stands for rsearch.train: writes down what it is asked, and fails where the seed is 4
+# until it is asked a second time.
+PRETENDED = """
+import os, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+words = sys.argv[2:]
+with open(folder / "asked", "a") as file:
+    print(os.environ.get("CUDA_VISIBLE_DEVICES"), *words, file=file)
+print("seen", words)
+before = (folder / "asked").read_text().count("config.seed=4")
+sys.exit(7 if "--config.seed=4" in words and before < 2 else 0)
+"""
+
+
+@pytest.fixture
+def pretended(tmp_path, monkeypatch):
+    """Runs sweeps into tmp_path; returns (exit code, what was asked, what compared)."""
+    compared = []
+    monkeypatch.setattr(sweep.compare, "main", lambda argv: compared.append(argv))
+    real = sweep.command
+
+    def command(trial, out, **settings):
+        words = real(trial, out, **settings)[3:]
+        return [sys.executable, "-c", PRETENDED, str(tmp_path), *words]
+
+    monkeypatch.setattr(sweep, "command", command)
+
+    def run(*argv):
+        compared.clear()
+        asked = tmp_path / "asked"
+        before = asked.read_text().count("\n") if asked.exists() else 0
+        code = run_command(sweep.main, [*argv, f"--out={tmp_path / 'out'}"])
+        lines = asked.read_text().splitlines() if asked.exists() else []
+        return code, lines[before:], list(compared)
+
+    before = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1", ["1"]),
+        ("1,2", ["1", "2"]),
+        ("1, 2 ", ["1", "2"]),
+        ("(1, 2),(3,)", ["(1, 2)", "(3,)"]),
+        ("{'a': [1, 2]}, {}", ["{'a': [1, 2]}", "{}"]),
+        ("'a,b','c)'", ["'a,b'", "'c)'"]),
+        ("''", ["''"]),
+    ],
+)
+def test_values_are_split_at_commas_outside_brackets_and_quotes(text, values):
+    assert sweep.split_values("--config.x", text) == values
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("", "an empty value"),
+        ("1,", "an empty value"),
+        ("1,2,1", "given twice"),
+        ("(1", "no ) at the end"),
+        ("(1]", "']' closes nothing"),
+        ("1)", "')' closes nothing"),
+        ("'a", "no ' at the end"),
+    ],
+)
+def test_values_that_cannot_be_told_apart_are_refused(text, wrong):
+    with pytest.raises(ValueError, match=r"--config\.x=") as error:
+        sweep.split_values("--config.x", text)
+    assert wrong in str(error.value)
+
+
+def test_a_grid_has_a_trial_for_each_combination():
+    axes, rest = sweep.split_axes(
+        ["--out=x", "--config.rl.lr=1e-4,3e-4", "--config.seed", "0,1"]
+    )
+    assert rest == ["--out=x"]
+    trials = sweep.expand(axes, sweep.listed(""), RECIPE)
+    assert [t.name for t in trials] == [
+        "rl.lr=1e-4-seed=0",
+        "rl.lr=1e-4-seed=1",
+        "rl.lr=3e-4-seed=0",
+        "rl.lr=3e-4-seed=1",
+    ]
+    assert trials[1].words == (
+        f"--config={RECIPE}",
+        "--config.rl.lr=1e-4",
+        "--config.seed=1",
+    )
+
+
+def test_a_list_is_crossed_with_the_grid_and_may_name_recipes(tmp_path):
+    path = tmp_path / "trials"
+    path.write_text(
+        "# the two modes\n\n"
+        "--config=configs/rag_r1.py:tiny,sq\n"
+        "--config=configs/rag_r1.py:tiny,mq --config.rl.lr=1e-4  # slower\n"
+        "--config.protocol.direct='Say: {question}'\n"
+    )
+    trials = sweep.expand([("--config.seed", ["0", "1"])], sweep.listed(path), RECIPE)
+    assert [t.name for t in trials[::2]] == [
+        "rag_r1_tiny_sq-seed=0",
+        "rag_r1_tiny_mq-rl.lr=1e-4-seed=0",
+        "protocol.direct=Say_question_-seed=0",
+    ]
+    assert trials[5].words == (
+        f"--config={RECIPE}",
+        "--config.protocol.direct=Say: {question}",
+        "--config.seed=1",
+    )
+
+
+def test_a_field_with_one_value_is_in_no_name():
+    axes, _ = sweep.split_axes(["--config.rl.steps=5", "--config.seed=0,1"])
+    trials = sweep.expand(axes, sweep.listed(""), RECIPE)
+    assert [t.name for t in trials] == ["seed=0", "seed=1"]
+    assert all("--config.rl.steps=5" in t.words for t in trials)
+    assert sweep.expand(axes[:1], sweep.listed(""), RECIPE)[0].name == "trial"
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("rl.lr=1", "is written as --config.FIELD=VALUE"),
+        ("--workdir=x", "is written as --config.FIELD=VALUE"),
+        ("--config.seed 3", "is written as --config.FIELD=VALUE"),
+        ("--config.seed", "needs a value"),
+        ("--config.seed='1", "No closing quotation"),
+    ],
+)
+def test_a_bad_line_of_a_list_is_named(tmp_path, line, wrong):
+    path = tmp_path / "trials"
+    path.write_text(f"--config.seed=1\n{line}\n")
+    with pytest.raises(ValueError, match="trials:2: ") as error:
+        sweep.listed(path)
+    assert wrong in str(error.value)
+
+
+def test_trials_of_one_name_and_fields_set_twice_are_refused(tmp_path, capsys):
+    path = tmp_path / "trials"
+    path.write_text("--config.seed=1\n--config.seed=1\n")
+    common = [f"--config={RECIPE}", f"--out={tmp_path}", f"--trials={path}"]
+    for more, wrong in (
+        ([], "trials:2: a second trial named seed=1, after"),
+        (["--config.seed=1,2"], "trials:1: --config.seed is set on the command line"),
+        (["--config.seed=1", "--config.seed=2"], "is given twice; write --config.seed"),
+        (["--at_once=0"], "--at_once is at least 1"),
+    ):
+        assert run_command(sweep.main, [*common, *more]) == 2
+        assert wrong in capsys.readouterr().err
+    assert run_command(sweep.main, [f"--out={tmp_path}", "--config.seed=1"]) == 2
+    assert "--config=... is missing" in capsys.readouterr().err
+
+
+def test_every_trial_is_checked_before_any_begins(pretended, tmp_path, capsys):
+    for field, wrong in (
+        ("--config.rl.lr=1e-4,-1", "rl.lr=-1: config.rl.lr"),
+        ("--config.rl.lrr=1e-4", "trial: unknown field config.rl.lrr"),
+    ):
+        code, asked, _ = pretended(f"--config={RECIPE}", field)
+        assert (code, asked) == (2, [])
+        assert wrong in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_trials_are_run_once_and_failed_ones_again(pretended, tmp_path, capsys):
+    sweep_ = [f"--config={RECIPE}", "--config.seed=1,2,4"]
+    code, asked, compared = pretended(*sweep_, "--at_once=2", "--gpus_each=2")
+    assert code == 1
+    assert len(asked) == 3 and {line.split()[0] for line in asked} == {"0,1", "2,3"}
+    out = tmp_path / "out"
+    assert compared == [[str(out / "seed=1"), str(out / "seed=2")]]
+    assert f"--workdir={out / 'seed=4'}" in " ".join(asked)
+    said = capsys.readouterr().err
+    assert "seed=4 FAILS" in said and f"see {out / 'seed=4'}.log" in said
+    assert "seen" in (out / "seed=4.log").read_text()
+    code, asked, compared = pretended(*sweep_, "--group")
+    assert code == 0 and len(asked) == 1 and "seed=4" in asked[0]
+    assert asked[0].startswith("None ")
+    (argv,) = compared
+    assert argv == [*(str(out / f"seed={n}") for n in (1, 2, 4)), "--group"]
+    assert pretended(*sweep_)[1] == []
+
+
+def test_the_record_tells_a_changed_trial_from_the_old_one(pretended, tmp_path):
+    pretended(f"--config={RECIPE}", "--config.seed=1")
+    _, asked, _ = pretended(f"--config={RECIPE}", "--config.seed=2")
+    assert len(asked) == 1
+    rows = (tmp_path / "out" / "sweep.jsonl").read_text().splitlines()
+    assert [json.loads(row)["exit_code"] for row in rows] == [0, 0]
+
+
+def test_a_dry_run_and_commands_run_nothing(pretended, tmp_path, capsys, monkeypatch):
+    sweep_ = [f"--config={RECIPE}", "--config.seed=1,2"]
+    code, asked, _ = pretended(*sweep_, "--dry_run")
+    assert (code, asked) == (0, []) and not (tmp_path / "out").exists()
+    assert "seed=2" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert sweep.main([*sweep_, "--out=a b", "--commands"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [shlex.split(line) for line in lines] == [
+        [
+            *("python", "-m", "rsearch.train", f"--config={RECIPE}"),
+            *(f"--config.seed={n}", f"--workdir=a b/seed={n}"),
+        ]
+        for n in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_what_runs_is_stopped_with_the_sweep(tmp_path, how):
+    """On a real process, since signals are what is tested."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import importlib.util, sys, time\n"
+        f"spec = importlib.util.spec_from_file_location('sweep', {str(SCRIPT)!r})\n"
+        f"sweep = importlib.util.module_from_spec(spec)\n"
+        f"spec.loader.exec_module(sweep)\n"
+        f"wait = 'import os, time; print(os.getpid(), flush=True); time.sleep(99)'\n"
+        f"sweep.command = lambda trial, out: [sys.executable, '-c', wait]\n"
+        f"trials = [sweep.Trial('a', ()), sweep.Trial('b', ())]\n"
+        f"out = sweep.pathlib.Path({str(tmp_path)!r})\n"
+        f"try:\n"
+        f"    sweep.run(trials, out, at_once=2, gpus_each=0)\n"
+        f"except KeyboardInterrupt:\n"
+        f"    sys.exit(130)\n"
+    )
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
+    process = subprocess.Popen([sys.executable, program], env=environment)
+    logs = [tmp_path / "a.log", tmp_path / "b.log"]
+    deadline = time.monotonic() + 60
+    while not all(log.exists() and log.read_text() for log in logs):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(how)
+    assert process.wait(timeout=60) == 130
+    for log in logs:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(log.read_text().split()[0]), 0)
+    assert not (tmp_path / sweep.RECORD).exists()
+
+
+@pytest.mark.parametrize("path", TRIALS, ids=lambda p: p.name)
+def test_the_lists_that_come_with_the_project_can_be_trained(path):
+    trials = sweep.expand([], sweep.listed(path), None)
+    for trial in trials:
+        sweep.check(trial)
+    assert len(trials) == len(path.read_text().split("\n--config=")) - 1
+
+
+@pytest.mark.slow
+def test_a_sweep_of_real_runs_ends_with_their_table(tmp_path):
+    out = tmp_path / "out"
+    small = [w for w in arguments("") if not w.startswith("--workdir")]
+    command = [SCRIPT, *small, f"--out={out}", "--at_once=2", "--group"]
+    command.append("--config.seed=0,1")
+    done = run_python(*command)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if "small" in line]
+    assert len(rows) == 1 and "\u00b1" in rows[0].replace("+-", "\u00b1")
+    assert {p.name for p in out.iterdir()} == {
+        *("seed=0", "seed=0.log", "seed=1", "seed=1.log", "sweep.jsonl")
+    }
