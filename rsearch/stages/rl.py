@@ -1,7 +1,6 @@
 """Reinforcement stage: roll out, reward, compare, update."""
 
 import dataclasses
-import math
 import time
 import zlib
 
@@ -314,10 +313,12 @@ def _line(stage, done, steps, measured):
     """One step for people."""
     seconds = sum(v for name, v in measured.items() if name.endswith("_seconds"))
     dev = f", dev EM {measured['dev_em']:.3f}" if "dev_em" in measured else ""
+    # Without an update of the policy, as while the critic is trained alone, none.
+    entropy = f"{measured['entropy']:.3f}" if "entropy" in measured else "-"
     return (
         f"{stage}: step {done}/{steps} reward {measured['reward']:.3f}, "
         f"{measured['searches']:.2f} searches, {measured['policy_tokens']:.0f} tokens, "
-        f"entropy {measured.get('entropy', math.nan):.3f}{dev} ({seconds:.1f} s)"
+        f"entropy {entropy}{dev} ({seconds:.1f} s)"
     )
 
 

@@ -88,6 +88,12 @@ def test_a_critic_first_learns_alone():
     assert {"critic_loss", "loss"} <= measured.keys()
 
 
+def test_a_step_without_an_update_of_the_policy_has_no_entropy_to_show():
+    measured = dict(reward=0.5, searches=2.0, policy_tokens=31.0, update_seconds=0.1)
+    assert "31 tokens, entropy - (0.1 s)" in rl._line("rl", 1, 2, measured)
+    assert "entropy 0.250 " in rl._line("rl", 1, 2, measured | dict(entropy=0.25))
+
+
 @pytest.fixture(scope="module")
 def setup():
     return of_rl(dict(stages=("rl",), rl__steps=1))
