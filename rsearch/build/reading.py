@@ -180,8 +180,7 @@ def _comparison(world, rng):
 
     What is found together is shown as the protocol of several queries shows it. There
     are far more names than the world has, so that nothing is learnt here but to read
-    on. Whose the other dates are is told too: it is learnt sooner from all than from
-    the first alone.
+    on.
     """
     dates = _dates(rng)
     hops = [
@@ -206,10 +205,7 @@ def _comparison(world, rng):
             pieces.append((given, f"{found} {hop.gap} {hop.subject}"))
             given, found = f" {hop.subject} {text}", f" {hop.sentence}"
         found = found.strip()
-    first = earliest(hops)
-    others = [hops[i] for i in rng.permutation(len(hops)) if hops[i] is not first]
-    told_whose = "".join(f" {hop.fact} {hop.subject}." for hop in others)
-    conclusion = f"{world_plans.compared(hops)} {first.subject}.{told_whose}"
+    conclusion = f"{world_plans.compared(hops)} {earliest(hops).subject}."
     return Text((*pieces, (given, f" {found} {conclusion}")))
 
 
