@@ -39,7 +39,7 @@ from rsearch.types import Segment, Source
 
 CACHE = "RSEARCH_CACHE"  # the environment variable that names another cache
 MAX_CONTEXT = 2048  # tokens that a model says it can read
-LENGTHS = (48, 128, 208, 320)  # tokens of a row: the next one that is enough
+LENGTHS = (48, 128, 320)  # tokens of a row: the next one that is enough
 SAMPLED = 200  # conversations whose tokens are part of a model's digest
 SECONDS_BETWEEN_LINES = 15.0
 
