@@ -175,7 +175,7 @@ def _facts(world, times, rng):
 
 
 def _comparison(world, rng):
-    """Made-up names, asked which is the oldest: looked up one by one, or together.
+    """Made-up names, asked which is older: looked up one by one, or together.
 
     There are far more names than the world has, so that nothing is learnt here but to
     read on.
@@ -205,14 +205,14 @@ def _comparison(world, rng):
 
 
 def _dates(rng):
-    """{relation: year} of two or three things that are compared, in different years."""
+    """{relation: year} of two things that are compared, in different years."""
     relations = list(COMPARED)[rng.integers(len(COMPARED))]
     years = rng.permutation(len(YEARS))
     return {name: YEARS[i] for name, i in zip(relations, years)}
 
 
 def _orderings(rng):
-    """Years of two or three things, several times over, and which is first."""
+    """Years of two things, several times over, and which is first."""
     pieces = []
     for _ in range(8):
         hops = [Hop("", name, year) for name, year in _dates(rng).items()]

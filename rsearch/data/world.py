@@ -30,7 +30,7 @@ class World:
         dev: questions about heads that no training question is about. The metadata of
             a question are its "kind" and whether all it takes is "known".
         hops: question id -> the facts that answer it, in the order they are found out;
-            of a comparison, two or three that do not depend on each other. The last
+            of a comparison, two that do not depend on each other. The last
             object of an unanswerable question is UNKNOWN.
         famous: the entities whose facts are known without a search.
         facts: subject -> relation -> object.

@@ -32,9 +32,10 @@ CHAINS = {  # kind -> {relations, hop by hop: how it is asked}
         ),
     },
 }
-COMPARED = {  # relations of two or three subjects: how these are compared
+COMPARED = {  # relations of two subjects: how these are compared
     ("birth", "release"): "Which is older, {0} or {1}?",
-    ("birth", "release", "founding"): "Which is the oldest, {0}, {1} or {2}?",
+    ("birth", "founding"): "Which is older, {0} or {1}?",
+    ("release", "founding"): "Which is older, {0} or {1}?",
 }
 COMPARISON, UNANSWERABLE = "comparison", "unanswerable"
 PARTS = {  # kind -> how many of the questions, relative to the others
@@ -42,7 +43,7 @@ PARTS = {  # kind -> how many of the questions, relative to the others
     "bridge": 5,
     "three_hop": 2,
     "four_hop": 1,
-    COMPARISON: 7,
+    COMPARISON: 11,
     UNANSWERABLE: 1,
 }
 KINDS = tuple(PARTS)
@@ -127,30 +128,22 @@ def _chain(head, relations, facts):
 
 
 def _compared(relations, heads, facts, famous, rng):
-    """Entities of different kinds and years; the famous beside the famous.
+    """Two entities of different kinds and years; the famous beside the famous.
 
-    There is one question for each of the entities of the last kind but one.
+    There is one question for each entity of the first kind.
     """
-    kinds = [RELATIONS[relation].subject for relation in relations]
+    first, second = (RELATIONS[relation].subject for relation in relations)
     found = []
-    for head in heads[kinds[-2]]:
-        group, years = {kinds[-2]: head}, {facts[head][relations[-2]]}
-        for kind, relation in zip(kinds, relations, strict=True):
-            names = heads[kind] if kind not in group else ()
-            for name in (names[i] for i in rng.permutation(len(names))):
-                is_alike = (name in famous) == (head in famous)
-                if is_alike and facts[name][relation] not in years:
-                    group[kind] = name
-                    years.add(facts[name][relation])
-                    break
-        if len(group) < len(kinds):
-            continue
-        plan = tuple(
-            Hop(group[kind], relation, facts[group[kind]][relation])
-            for kind, relation in zip(kinds, relations, strict=True)
-        )
-        text = COMPARED[relations].format(*(hop.subject for hop in plan))
-        found.append((text, earliest(plan).subject, plan))
+    for head in heads[first]:
+        hop = Hop(head, relations[0], facts[head][relations[0]])
+        for name in (heads[second][i] for i in rng.permutation(len(heads[second]))):
+            other = Hop(name, relations[1], facts[name][relations[1]])
+            is_alike = (name in famous) == (head in famous)
+            if is_alike and other.object != hop.object:
+                text = COMPARED[relations].format(head, name)
+                plan = hop, other
+                found.append((text, earliest(plan).subject, plan))
+                break
     return found
 
 
