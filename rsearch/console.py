@@ -20,6 +20,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from rsearch import hosts
+
 PLAIN_WIDTH = 200  # columns of a table that goes to a file
 SECONDS_BETWEEN_LINES = 15.0  # of progress, where there is no terminal
 
@@ -45,6 +47,8 @@ def _visible(character):
 
 def note(text):
     """One line for people, with the time of day, on stderr."""
+    if not hosts.is_first():
+        return
     console = _console(sys.stderr)
     stamp = time.strftime("%H:%M:%S")
     console.print(Text(f"{stamp} {clean(text)}"), soft_wrap=True)
@@ -52,6 +56,8 @@ def note(text):
 
 def block(title, text):
     """A titled text, such as a transcript, on stdout."""
+    if not hosts.is_first():
+        return
     console = _console(sys.stdout)
     console.rule(Text(clean(title)), align="left", characters="-")
     console.print(Text(clean(text)), soft_wrap=True)
@@ -66,6 +72,8 @@ def table(title, columns, rows):
         rows: sequences of n values; numbers are aligned right, floats get four digits,
             None becomes '-'.
     """
+    if not hosts.is_first():
+        return
     grid = Table(title=Text(clean(title)), title_justify="left")
     rows = [list(row) for row in rows]
     for position, heading in enumerate(columns):
@@ -97,6 +105,9 @@ def progress(items, label, *, total=None):
         label: what they are.
         total: how many; found out where `items` has a length.
     """
+    if not hosts.is_first():
+        yield from items
+        return
     if total is None and hasattr(items, "__len__"):
         total = len(items)
     console = _console(sys.stderr)

@@ -16,7 +16,7 @@ import time
 
 import jax
 
-from rsearch import build, checkpoint, console
+from rsearch import build, checkpoint, console, hosts
 from rsearch.build.answers import (
     read_alone,
     read_evidence,
@@ -30,12 +30,20 @@ from rsearch.config import (
     print_config,
     run_command,
 )
+from rsearch.config import fingerprint as fingerprint_config
 from rsearch.data.demonstrations import PROTOCOL
 from rsearch.data.questions import fingerprint
 from rsearch.plan import kind_of, stage_configs
+from rsearch.rollout.sending import share_groups
 from rsearch.rules import EVIDENCE, READER_METHODS, READER_RAG
 from rsearch.scoring import summarise
-from rsearch.workdir import Workdir, check_workdir, read_rows, write_json, write_rows
+from rsearch.workdir import (
+    check_workdir,
+    open_workdir,
+    read_rows,
+    write_json,
+    write_rows,
+)
 
 START = "start"  # the stage before all stages, in results
 CHECKPOINTS = "checkpoints"  # in a stage's directory
@@ -86,7 +94,8 @@ class Evaluator:
             gave the answers, "" without one), and a group of one rollout a question.
         """
         start = time.monotonic()
-        groups = self._groups(params, method)
+        ask = functools.partial(self._groups, params, method)
+        groups = share_groups(ask, self._questions)
         normalize = self._setup.config.eval.normalize
         row = summarise(groups, normalize=normalize)
         row["normalize"] = normalize
@@ -103,18 +112,18 @@ class Evaluator:
             return c.reader.source
         return c.answerer.source if method == PROTOCOL else ""
 
-    def _groups(self, params, method) -> list:
-        """A group of one rollout for each question."""
+    def _groups(self, params, method, questions) -> list:
+        """A group of one rollout for each of these questions."""
         setup = self._setup
         if method in READER_METHODS:
             reader = self._agent("reader")
             if method != EVIDENCE:
                 with_passages = method == READER_RAG
-                return read_alone(setup, self._questions, reader, with_passages)
-            groups = self._roll_out(params, PROTOCOL)
+                return read_alone(setup, questions, reader, with_passages)
+            groups = self._roll_out(params, PROTOCOL, questions)
             asking = functools.partial(reader_messages, setup)
             return read_evidence(groups, reader, without=asking)
-        groups = self._roll_out(params, method)
+        groups = self._roll_out(params, method, questions)
         if method == PROTOCOL and setup.config.answerer.source:
             answer, how = self._agent("answerer"), setup.config.eval.answer_from
             return worded(groups, answer, answer_from=how)
@@ -129,13 +138,13 @@ class Evaluator:
             )
         return self._agents[name]
 
-    def _roll_out(self, params, method) -> list:
+    def _roll_out(self, params, method, questions) -> list:
         """What the policy does; the protocol's rollouts also serve the reader."""
         if self._last is not None and method == PROTOCOL and self._last[0] is params:
             return self._last[1]
         if method not in self._engines:
             self._engines[method] = self._engine(method)
-        engine, questions = self._engines[method], self._questions
+        engine = self._engines[method]
         shown = time.monotonic()
 
         def on_done(done):
@@ -276,7 +285,8 @@ def run_methods(evaluator, params, *, stage, step, methods, folder) -> list[dict
     for method in methods:
         row, groups = evaluator(params, method)
         row = {"stage": stage, "step": step, **row}
-        record(folder, row, groups)
+        if hosts.is_first():
+            record(folder, row, groups)
         console.note(
             f"{stage}: {method} EM {100 * row['em']:.1f} on {row['n']} questions, "
             f"{row['searches']:.2f} searches, {row['seconds']:.1f} s"
@@ -310,6 +320,7 @@ def main(argv) -> int:
     flags = {
         "workdir": (REQUIRED, "a run's directory, or a new one for the results"),
         "model": ("", "a Hugging Face model to evaluate in place of the run's"),
+        **hosts.FLAGS,
     }
     config, given = parse_command_line(argv, flags=flags)
     if given["print_config"]:
@@ -319,12 +330,15 @@ def main(argv) -> int:
     if given["model"]:
         own = {"model.source": given["model"], "tokenizer.source": ""}
         changed = apply_overrides(config, own)
-    check_workdir(given["workdir"], config, is_reader=True)
+    hosts.begin(**{name: given[name] for name in hosts.FLAGS})
+    where = given["workdir"]
+    hosts.on_first(lambda: check_workdir(where, config, is_reader=True))
     setup = build.load_setup(
         changed, say=console.note, only_dev=True, home=given["workdir"]
     )
     inputs = {} if given["model"] else setup.inputs
-    with Workdir(given["workdir"], config, inputs=inputs, is_reader=True) as workdir:
+    hosts.check_alike({"config": fingerprint_config(changed), **inputs})
+    with open_workdir(where, config, inputs=inputs, is_reader=True) as workdir:
         if given["model"]:
             stage, step, params = given["model"], None, build.initial_params(setup)
         else:

@@ -13,13 +13,15 @@ import warnings
 
 import numpy as np
 
-from rsearch import files
+from rsearch import files, hosts
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsLog:
     """The open metrics of one stage; a context manager.
+
+    Of several hosts the first writes.
 
     Args:
         directory: the stage's directory; made where it is missing.
@@ -33,7 +35,8 @@ class MetricsLog:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.path = self.directory / "metrics.jsonl"
         self._file = None
-        self._curves = _Curves(self.directory / "tensorboard") if tensorboard else None
+        draws = tensorboard and hosts.is_first()
+        self._curves = _Curves(self.directory / "tensorboard") if draws else None
         # Also without a step to go back to: the last line may be torn.
         self.rewind(math.inf if first_step is None else first_step)
 
@@ -48,6 +51,8 @@ class MetricsLog:
             OSError: the disk refuses; what was there stays whole.
         """
         assert "step" not in values, values
+        if not hosts.is_first():
+            return
         row = {name: _plain(name, value) for name, value in values.items()}
         text = json.dumps({"step": int(step), **_spell(row)}, allow_nan=False)
         files.append(self._file, f"{text}\n".encode())
@@ -57,6 +62,8 @@ class MetricsLog:
     def rewind(self, step):
         """Drops the rows of `step` and later, and a torn last line."""
         self.close()
+        if not hosts.is_first():
+            return
         if self.path.exists():
             rows = read(self.path)
             kept = [row for row in rows if row["step"] < step]

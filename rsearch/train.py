@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import xxhash
 
-from rsearch import build, checkpoint, console
+from rsearch import build, checkpoint, console, hosts
 from rsearch import config as configuration
 from rsearch.evaluate import (
     CHECKPOINTS,
@@ -28,7 +28,7 @@ from rsearch.plan import SUMMARY, check_plan, earlier_stages, kind_of, stage_con
 from rsearch.stages import curate, rl, sft
 from rsearch.stages.dry_run import dry_run
 from rsearch.stages.memory import open_memory
-from rsearch.workdir import Workdir, check_workdir, is_free, read_rows
+from rsearch.workdir import check_workdir, is_free, open_workdir, read_rows
 
 MAX_LABEL = 100  # characters of a default workdir before it is cut
 BARS = "▁▂▃▄▅▆▇█"
@@ -57,7 +57,7 @@ def main(config, workdir) -> list[dict]:
         config = configuration.apply_overrides(recipe, overrides)
     # First what can fail: a workdir is bound to its configuration for good.
     check_plan(config)
-    check_workdir(workdir, config)
+    hosts.on_first(lambda: check_workdir(workdir, config))
     shared = build.Shared()
     folder = pathlib.Path(workdir)
     over = {s for s, own in stage_configs(config) if _is_over(s, own, folder)}
@@ -77,10 +77,13 @@ def main(config, workdir) -> list[dict]:
     inputs = dict(base.inputs)
     for stage, prepared in ready.items():
         inputs |= _inputs_of(stage, prepared, base)
-    with Workdir(workdir, config, inputs=inputs) as home:
+    hosts.check_alike({"config": configuration.fingerprint(config), **inputs})
+    with open_workdir(workdir, config, inputs=inputs) as home:
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         has_begun = any((home.path / stage).exists() for stage in config.stages)
         again = "goes on" if has_begun else "begins"
+        if hosts.num_hosts() > 1:
+            devices += f" of {hosts.num_hosts()} hosts"
         console.note(f"{config.name} {again} in {home.path} on {devices}")
         try:
             evaluator = Evaluator(base)
@@ -88,7 +91,9 @@ def main(config, workdir) -> list[dict]:
         except KeyboardInterrupt:
             console.note(f"stopped; the same command goes on in {home.path}")
             raise
-        _report(config, evaluator.dataset, home.path)
+        hosts.barrier("the results are written")
+        if hosts.is_first():
+            _report(config, evaluator.dataset, home.path)
         return read_results(home.path)
 
 
@@ -162,6 +167,7 @@ def _run_stages(base, ready, shared, evaluator, home, over):
     trained = {("policy", config.model.source): start}
     for stage, own in stage_configs(config):
         folder = home.stage(stage)
+        hosts.barrier(f"{stage} begins")  # what earlier stages have written is there
         if _has_curated(folder):
             continue
         prepared = ready.get(stage)
@@ -250,6 +256,7 @@ def command(argv) -> int:
         "dry_run": (False, "prints stages, budgets and memory, checks them and ends"),
         "devices": (0, "of the dry run; 0 = as few as config.mesh allows"),
         "device_memory_gb": (0.0, "of each, that a dry run must fit; 0 = unchecked"),
+        **hosts.FLAGS,
     }
     config, given = configuration.parse_command_line(argv, flags=flags)
     if given["print_config"]:
@@ -260,6 +267,7 @@ def command(argv) -> int:
         dry_run(config, **settings)
         return 0
     configuration.validate(config)
+    hosts.begin(**{name: given[name] for name in hosts.FLAGS})
     recipe = _without_overrides(argv)
     plain, _ = configuration.parse_command_line(recipe, flags=flags)
     main(config, given["workdir"] or default_workdir(plain, config))

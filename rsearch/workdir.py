@@ -13,7 +13,7 @@ import os
 import pathlib
 import socket
 
-from rsearch import files
+from rsearch import files, hosts
 from rsearch.console import note
 from rsearch.fields import diff, to_json
 from rsearch.plan import KINDS, kind_of
@@ -136,6 +136,17 @@ class Workdir:
         self.close()
 
 
+def open_workdir(path, config, **settings) -> Workdir:
+    """The Workdir of a run of one or several hosts, of which the first holds it.
+
+    Args:
+        path, config, settings: as of `Workdir`.
+    """
+    own = []
+    hosts.on_first(lambda: own.append(Workdir(path, config, **settings)))
+    return own[0] if own else Workdir(path, config, **settings, is_primary=False)
+
+
 def check_workdir(path, config, *, is_reader=False):
     """Refuses a directory that `Workdir` would refuse, and changes nothing.
 
@@ -185,15 +196,23 @@ def _read(path):
 
 
 def write_json(path, value):
-    """Writes a JSON file atomically and durably, indented. NaN is refused: use None."""
+    """Writes a JSON file atomically and durably, indented. NaN is refused: use None.
+
+    Of several hosts the first one writes.
+    """
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
-    files.replace(path, text.encode())
+    if hosts.is_first():
+        files.replace(path, text.encode())
 
 
 def write_rows(path, rows):
-    """Writes a .jsonl file atomically and durably, one JSON object a line."""
+    """Writes a .jsonl file atomically and durably, one JSON object a line.
+
+    Of several hosts the first one writes.
+    """
     lines = [json.dumps(row, allow_nan=False) + "\n" for row in rows]
-    files.replace(path, "".join(lines).encode())
+    if hosts.is_first():
+        files.replace(path, "".join(lines).encode())
 
 
 def read_rows(path):

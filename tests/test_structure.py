@@ -24,6 +24,7 @@ LAYERS = (  # lowest first; what is not named here is a command, above all of th
         "fields",
         "rules",
         "console",
+        "hosts",
         "workdir",
         "files",
         "compiles",

@@ -19,7 +19,7 @@ from rsearch.build.pretrained import find_source
 from rsearch.data.world import make_world
 from rsearch.models import hf_config, huggingface, weights
 from rsearch.models.decoder import Decoder
-from rsearch.models.sharding import param_shardings
+from rsearch.models.sharding import own_mesh, param_shardings
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.plan import STAGE
 from rsearch.rollout.generate import local_generator
@@ -40,7 +40,8 @@ def load_agent(
     Args:
         c: the configuration.
         name: of the section, such as "judge".
-        mesh: devices that a local model runs on.
+        mesh: devices that a local model's weights are loaded over; it runs on those of
+            this host.
         find: source -> directory, of a model that is neither a stage nor an endpoint;
             by default `find_source`.
         workdir: of the run whose stages "stage:<name>" means.
@@ -84,7 +85,7 @@ def load_agent(
         model,
         params,
         tokenizer,
-        mesh,
+        own_mesh(mesh),
         num_rows=s.slots,
         max_prompt_tokens=s.max_prompt_tokens,
         max_reply_tokens=s.max_reply_tokens,

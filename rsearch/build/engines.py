@@ -12,6 +12,7 @@ from rsearch.data.demonstrations import (
     load_demonstrations,
     world_demonstrations,
 )
+from rsearch.models.sharding import own_mesh
 from rsearch.plan import DEMONSTRATIONS, STAGE, stage_file
 from rsearch.protocols import plain
 from rsearch.retrieval.writing import written
@@ -39,13 +40,13 @@ def make_host(setup: Setup, protocol=None, limits=None) -> Host:
 def make_rollouts(
     setup: Setup, host: Host, *, temperature, top_p, group_size, messages=None
 ) -> RolloutEngine:
-    """A rollout engine with config.rollout.slots rows."""
+    """A rollout engine with config.rollout.slots rows, on this host's devices."""
     r = setup.config.rollout
     markup = markup_tokens(setup.tokenizer, host.protocol)
     own = host.protocol is setup.protocol
     sampler = Sampler(
         setup.model,
-        setup.mesh,
+        own_mesh(setup.mesh),
         stop_table=token_automaton(
             host.protocol.stop_strings, setup.tokenizer.token_bytes
         ),

@@ -233,7 +233,7 @@ def _train(name, how: Pretraining, rows, tokenizer, seed, say):
         max_context=MAX_CONTEXT,
     )
     model = Decoder(spec, dtype=jnp.float32)
-    mesh = make_mesh(data=-1, fsdp=1, tensor=1)
+    mesh = make_mesh(devices=jax.local_devices())
     optimizer = make_optimizer(
         lr=how.lr,
         warmup_steps=20,
@@ -254,7 +254,7 @@ def _train(name, how: Pretraining, rows, tokenizer, seed, say):
         f"of {sum(map(_length, rows)) / len(rows):.0f} tokens"
     )
     start = shown = time.monotonic()
-    batches = _batches(rows, how, seed, len(jax.devices()))
+    batches = _batches(rows, how, seed, jax.local_device_count())
     for step in range(how.steps):
         batch = learner.put(next(batches))
         state, measured = learner.update(state, batch)

@@ -13,7 +13,12 @@ from rsearch.learn.batch import Batch
 from rsearch.learn.logprobs import token_logprobs, token_values
 from rsearch.learn.losses import adapted_coefficient, masked_sum, row_weights
 from rsearch.models.decoder import Decoder
-from rsearch.models.sharding import batch_sharding, param_shardings, replicated
+from rsearch.models.sharding import (
+    batch_sharding,
+    param_shardings,
+    replicated,
+    spread,
+)
 
 
 class TrainState(NamedTuple):
@@ -97,7 +102,7 @@ def put(batch: Batch, mesh: Mesh) -> Batch:
     """A [micro-batches, rows, ...] batch on the mesh, the rows spread over it."""
     rows = batch_sharding(mesh).spec
     sharding = NamedSharding(mesh, PartitionSpec(None, *rows))
-    return jax.tree.map(lambda x: jax.device_put(x, sharding), batch)
+    return jax.tree.map(lambda x: spread(x, sharding), batch)
 
 
 def accumulate(loss, params, pieces):

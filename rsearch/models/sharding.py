@@ -54,7 +54,9 @@ def make_mesh(*, data=-1, fsdp=1, tensor=1, devices=None) -> Mesh:
     Raises:
         ValueError: the axes do not multiply to the number of devices.
     """
-    devices = jax.devices() if devices is None else devices
+    if devices is None:
+        # Those of a host side by side: `own_mesh` then has whole rows of the mesh.
+        devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     if data == -1:
         data = max(1, len(devices) // (fsdp * tensor))
     sizes = (data, fsdp, tensor)
@@ -64,6 +66,60 @@ def make_mesh(*, data=-1, fsdp=1, tensor=1, devices=None) -> Mesh:
             f"{math.prod(sizes)}, but there are {len(devices)} devices"
         )
     return Mesh(np.asarray(devices).reshape(sizes), MESH_AXES)
+
+
+def own_mesh(mesh: Mesh) -> Mesh:
+    """The part of a mesh on this host's devices, where it rolls out on its own.
+
+    Raises:
+        ValueError: a tensor axis that reaches over several hosts.
+    """
+    here, tensor = jax.process_index(), mesh.shape["tensor"]
+    owners = [d.process_index for d in mesh.devices.flat]
+    if set(owners) == {here}:
+        return mesh
+    own = [d for d, owner in zip(mesh.devices.flat, owners) if owner == here]
+    groups = np.asarray(owners).reshape(-1, tensor)
+    if (groups != groups[:, :1]).any():
+        raise ValueError(
+            f"config.mesh.tensor = {tensor}: must divide the {len(own)} devices of "
+            "each host, which rolls out on its own"
+        )
+    return make_mesh(tensor=tensor, devices=own)
+
+
+def spread(array, sharding) -> jax.Array:
+    """An array that every host has whole, laid out over the devices of all."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    array = np.asarray(array)
+    return jax.make_array_from_callback(
+        array.shape, sharding, lambda index: array[index]
+    )
+
+
+def place_for_decoding(params, mesh: Mesh):
+    """Parameters laid out over one host's mesh for decoding; no needless copy.
+
+    Those that are cut over the devices of several hosts are gathered along `fsdp` by
+    each device, which then has its part of the tensor axis; no device ever has more.
+
+    Args:
+        params: laid out over this mesh, or over one of which it is a part.
+        mesh: from `own_mesh`.
+    """
+    shardings = param_shardings(params, mesh, DECODING_RULES)
+    first = jax.tree.leaves(params)[0]
+    if first.sharding.is_fully_addressable:
+        return jax.device_put(params, shardings)
+    whole = param_shardings(params, first.sharding.mesh, DECODING_RULES)
+    params = jax.jit(lambda tree: tree, out_shardings=whole)(params)
+
+    def own(leaf, sharding):
+        parts = [shard.data for shard in leaf.addressable_shards]
+        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+
+    return jax.tree.map(own, params, shardings)
 
 
 def logical_axes(path, num_dims: int) -> tuple[str, ...]:

@@ -18,9 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rsearch.models.attention import Cache, empty_cache
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import (
-    DECODING_RULES,
     batch_sharding,
-    param_shardings,
+    place_for_decoding,
     replicated,
 )
 
@@ -173,8 +172,7 @@ class Sampler:
 
     def place(self, params):
         """The parameters laid out and cast for decoding; no needless copy."""
-        shardings = param_shardings(params, self._mesh, DECODING_RULES)
-        params = jax.device_put(params, shardings)
+        params = place_for_decoding(params, self._mesh)
         if self._model.dtype == jnp.float32:
             return params
         return jax.tree.map(lambda x: x.astype(self._model.dtype), params)

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from rsearch import build, console
+from rsearch import build, console, hosts
 from rsearch.build.parts import open_encoder
 from rsearch.data.chains import (
     ablation_messages,
@@ -52,7 +52,7 @@ def chains(work: Work) -> Chosen:
     for wave in (
         console.progress(waves, f"{work.stage}: chains, waves") if waves else ()
     ):
-        records = [[r] for r in builder(wave)]
+        records = [[r] for r in hosts.share_records(builder, wave)]
         work.journal.append(STEPS, 0, [q.id for q in wave], records)
     return _filtered(work, work.journal.of(STEPS, 0))
 
@@ -267,7 +267,7 @@ def no_reasoning(work: Work) -> Chosen:
     for wave in (
         console.progress(waves, f"{work.stage}: chains, waves") if waves else ()
     ):
-        records = [[r] for r in roll(wave)]
+        records = [[r] for r in hosts.share_records(roll, wave)]
         work.journal.append(ABLATION, 0, [q.id for q in wave], records)
     return _filtered(work, work.journal.of(ABLATION, 0))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from rsearch import build, console, files
+from rsearch import build, console, files, hosts
 from rsearch.data.curation import Attempt, attempt_of, from_record, to_record
 from rsearch.rollout.conversation import conversation_tokens, markup_tokens
 from rsearch.types import Question
@@ -45,15 +45,16 @@ class Journal:
                     )
             whole = self._path.read_bytes()
             size = whole.rfind(b"\n") + 1
-            if size < len(whole):  # the line that was being written
+            if size < len(whole) and hosts.is_first():  # a line that was being written
                 files.replace(self._path, whole[:size])
 
     def append(self, name: str, number: int, ids, records) -> None:
         """Remembers a wave: the records of each question, of a pass and its round."""
         row = {"pass": name, "round": number, "ids": ids, "records": records}
         line = json.dumps(row, allow_nan=False) + "\n"
-        with open(self._path, "ab", buffering=0) as file:
-            files.append(file, line.encode())
+        if hosts.is_first():
+            with open(self._path, "ab", buffering=0) as file:
+                files.append(file, line.encode())
         self.rows.append(row)
 
     def of(self, name: str, number: int | None = None) -> dict:
@@ -189,7 +190,9 @@ class Work:
                 for group in engine(placed, questions, key)
             ]
 
-        return roll
+        return lambda questions, key: hosts.share_records(
+            lambda own: roll(own, key), questions
+        )
 
 
 def with_searches(setup: build.Setup, max_searches: int) -> build.Setup:

@@ -7,7 +7,7 @@ R1-Searcher++ (arXiv 2505.17005) section 4.2.2.
 
 import pathlib
 
-from rsearch import build, console
+from rsearch import build, console, hosts
 from rsearch.data.order import take
 from rsearch.protocols.rewriting import recalled, rewriting_messages
 from rsearch.rewards.answers import answer_cover_em
@@ -86,7 +86,7 @@ class Memory:
         known = {row["id"] for row in self._rows}
         chosen = [(q, r) for q, r in chosen if q.id not in known]
         chats = [self._chat(question, rollout) for question, rollout in chosen]
-        replies = self._rewrite(chats) if chats else []
+        replies = hosts.share_records(self._rewrite, chats) if chats else []
         num_kept = 0
         for (question, _), text in zip(chosen, replies, strict=True):
             row = {"step": step, "id": question.id, "question": question.text}

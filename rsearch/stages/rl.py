@@ -3,6 +3,7 @@
 import dataclasses
 import time
 import zlib
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from rsearch.learn.packing import packed
 from rsearch.metrics import MetricsLog
 from rsearch.models.sharding import num_shards
 from rsearch.rewards.group import reward_groups
+from rsearch.rollout.sending import Rewarded, share_rewarded
 from rsearch.stages.state import open_state, save_state, tell_if_skipped
 from rsearch.types import Outcome
 
@@ -57,14 +59,19 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
             key = jax.random.fold_in(root, step)
             teller = _teller(c, stage, step)
 
-            def play(questions, place=place, key=key, teller=teller, clock=clock):
-                groups = roll_out(place, questions, key, on_done=teller)
+            def play(own, place=place, key=key, teller=teller, clock=clock):
+                groups = roll_out(place, own, key, on_done=teller)
                 clock.lap("rollout")
-                rewarded = reward(setup, groups)
+                found = rewarded(setup, groups)
                 clock.lap("reward")
-                return rewarded
+                return found
 
-            groups, rewards, measured = gather(setup, play, step)
+            def play_all(questions, play=play, clock=clock):
+                found = share_rewarded(play, questions)
+                clock.lap("exchange")
+                return together(found)
+
+            groups, rewards, measured = gather(setup, play_all, step)
             rows = []
             if memory is not None:
                 measured |= memory.collect(step, groups, rewards)
@@ -101,7 +108,7 @@ def gather(setup: build.Setup, play, step: int):
 
     Args:
         setup: of the stage.
-        play: (questions) -> (groups, [Q, G] rewards, measured), as `reward` returns.
+        play: (questions) -> (groups, [Q, G] rewards, measured), as `together` says.
         step: which.
 
     Returns:
@@ -141,29 +148,38 @@ def has_spread(groups, rewards):
     )
 
 
-def reward(setup: build.Setup, groups):
-    """What the rollouts earn.
-
-    Returns:
-        The groups (a rollout whose judge failed has that outcome), [Q, G] rewards, and
-        {name: number} for the log; means are over rollouts that are a signal.
-    """
+def rewarded(setup: build.Setup, groups) -> list[Rewarded]:
+    """What the rollouts earn; one whose judge failed has that outcome."""
     terms = setup.config.reward.to_dict()
     rewards, parts, judged = reward_groups(groups, terms, judge=setup.judge)
-    rollouts = [r for group in judged for r in group.rollouts]
+    return [
+        Rewarded(group, rewards[i], {name: part[i] for name, part in parts.items()})
+        for i, group in enumerate(judged)
+    ]
+
+
+def together(found: Sequence[Rewarded]):
+    """The groups, their [Q, G] rewards, and {name: number} for the log.
+
+    Means are over rollouts that are a signal.
+    """
+    groups = tuple(one.group for one in found)
+    rewards = np.stack([one.rewards for one in found])
+    rollouts = [r for group in groups for r in group.rollouts]
     is_signal = np.array([r.outcome.is_signal for r in rollouts]).reshape(rewards.shape)
     measured = {"reward": _mean(rewards[is_signal])}
-    for name, values in parts.items():
+    for name in found[0].parts:
+        values = np.stack([one.parts[name] for one in found])
         # NaN is left in a term of weight 0, whose judge could not be asked.
         measured[f"reward_{name}"] = _mean(values[is_signal & ~np.isnan(values)])
-    spread = has_spread(judged, rewards)
+    spread = has_spread(groups, rewards)
     measured["groups_with_spread"] = _mean(spread[is_signal.any(axis=1)])
     measured["searches"] = _mean([len(r.searches) for r in rollouts])
     measured["policy_tokens"] = _mean([r.num_policy_tokens for r in rollouts])
     measured["tokens"] = _mean([r.num_tokens for r in rollouts])
     for outcome in Outcome:
         measured[outcome.value] = _mean([r.outcome == outcome for r in rollouts])
-    return judged, rewards, measured
+    return groups, rewards, measured
 
 
 def _mean(values) -> float:

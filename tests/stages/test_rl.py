@@ -66,7 +66,7 @@ def test_the_reward_of_a_failed_tool_counts_nowhere_but_among_outcomes(setup):
     played = groups(
         [rollout("x"), rollout("y")], [TOOL, rollout("x", num_tokens=4)], [TOOL, TOOL]
     )
-    judged, rewards, measured = rl.reward(setup, played)
+    judged, rewards, measured = rl.together(rl.rewarded(setup, played))
     np.testing.assert_array_equal(rewards, [[2, 0], [0, 2], [0, 0]])
     assert list(judged) == played
     assert measured["reward"] == pytest.approx((2 + 0 + 2) / 3)
@@ -95,14 +95,14 @@ def test_a_judge_that_fails_takes_its_rollout_out_of_the_step(setup):
     terms = {"evidence_f1": {}, "answer_em": {}}
     judging = with_reward(setup, judge, **terms)
     played = groups([box("kept"), box("lost")])
-    judged, rewards, measured = rl.reward(judging, played)
+    judged, rewards, measured = rl.together(rl.rewarded(judging, played))
     np.testing.assert_array_equal(rewards, [[2, 0]])
     assert [r.outcome for r in judged[0].rollouts] == ["answered", "judge_error"]
     assert (measured["judge_error"], measured["answered"]) == (0.5, 0.5)
     assert measured["reward"] == 2 and measured["reward_evidence_f1"] == 1
     # Where the term is only watched, the rollout stays, and its NaN is in no mean.
     watching = with_reward(setup, judge, **{**terms, "evidence_f1": {"weight": 0.0}})
-    judged, rewards, measured = rl.reward(watching, played)
+    judged, rewards, measured = rl.together(rl.rewarded(watching, played))
     np.testing.assert_array_equal(rewards, [[1, 1]])
     assert (measured["judge_error"], measured["reward_evidence_f1"]) == (0, 1)
 
@@ -127,13 +127,13 @@ def largest_change(before, after):
 def test_a_step_in_which_everything_failed_changes_nothing(setup):
     """Not even by weight decay, nor by the momentum of the step before."""
     good = groups(*[[rollout("x"), rollout("y")]] * 4)
-    _, rewards, _ = rl.reward(setup, good)
+    _, rewards, _ = rl.together(rl.rewarded(setup, good))
     learner, optimizer = build.make_learner(setup, "rl")
     state = create_state(build.initial_params(setup), optimizer, setup.mesh)
     state, _ = rl.Learning(setup, learner)(state, good, rewards)
     before = jax.device_get(state)
     played = groups(*[[TOOL, TOOL]] * 4)
-    _, rewards, measured = rl.reward(setup, played)
+    _, rewards, measured = rl.together(rl.rewarded(setup, played))
     assert measured["reward"] == 0 and measured["tool_error"] == 1
     assert measured["groups_with_spread"] == 0
     after, measured = rl.Learning(setup, learner)(state, played, rewards)
@@ -260,7 +260,9 @@ def test_r_search_learns_from_its_judge(tmp_path, setup):
     assert {f"reward_{name}" for name in terms} <= row.keys()
     assert all(np.isfinite(v) for v in row.values())
     # This policy writes no evidence; a rollout that does is judged like this.
-    _, rewards, measured = rl.reward(judging, groups([box("a"), box("b")]))
+    _, rewards, measured = rl.together(
+        rl.rewarded(judging, groups([box("a"), box("b")]))
+    )
     assert len(asked) == 2 and all(isinstance(reply, str) for reply in asked)
     assert measured["judge_error"] == 0 and np.isfinite(rewards).all()
     json.dumps(measured, allow_nan=False)

@@ -1,0 +1,208 @@
+"""The processes that train together, and what they tell each other.
+
+On a TPU slice or several GPU nodes each host runs the same program on its own devices.
+Work that questions, chats or rollouts can be split by is shared out, and everyone gets
+all the results, so that what follows is the same everywhere; the model's own arrays are
+cut over the devices of all (see `rsearch.models.sharding`).
+"""
+
+import json
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+PIECE_BYTES = 1 << 26  # of one exchange, for each host: it passes through its devices
+AUTO = "auto"
+
+FLAGS = {
+    "coordinator": ("", "of several hosts: HOST:PORT of the first, or auto"),
+    "num_hosts": (0, "with HOST:PORT: how many there are"),
+    "host": (-1, "with HOST:PORT: the number of this one, from 0"),
+}
+
+_place = (0, 1)  # this host's number, and how many there are
+
+
+def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
+    """Meets the other hosts; to be called before anything asks for devices.
+
+    Args:
+        coordinator: "" is a run on this host alone. "auto" takes what a TPU slice,
+            SLURM, Open MPI or Kubernetes tells (`jax.distributed.initialize`).
+            Otherwise HOST:PORT, of the host of number 0, as everyone can reach it.
+        num_hosts: where the coordinator is given as an address.
+        host: number of this one, from 0.
+
+    Raises:
+        ValueError: an address without the other two, or these without an address.
+    """
+    import jax  # not at the top: commands without a model load this module too
+
+    global _place
+    if coordinator in ("", AUTO) and (num_hosts or host >= 0):
+        raise ValueError("--num_hosts and --host want --coordinator=HOST:PORT")
+    if not coordinator:
+        return
+    if coordinator == AUTO:
+        jax.distributed.initialize()
+    else:
+        address, _, port = coordinator.rpartition(":")
+        if not address or not port.isdecimal():
+            raise ValueError(
+                f"--coordinator={coordinator}: write HOST:PORT, or {AUTO!r}"
+            )
+        if num_hosts < 1 or not 0 <= host < num_hosts:
+            raise ValueError(
+                f"--num_hosts={num_hosts} --host={host}: with --coordinator=HOST:PORT "
+                "every host is told how many there are, and its own number from 0"
+            )
+        jax.distributed.initialize(coordinator, num_hosts, host)
+    _place = jax.process_index(), jax.process_count()
+
+
+def index() -> int:
+    """The number of this host, from 0."""
+    return _place[0]
+
+
+def num_hosts() -> int:
+    """How many hosts train together."""
+    return _place[1]
+
+
+def is_first() -> bool:
+    """Whether this host writes the run's files and talks to people."""
+    return index() == 0
+
+
+def barrier(name: str) -> None:
+    """Waits until all have come here."""
+    if num_hosts() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
+def exchange(payload: bytes) -> list[bytes]:
+    """[hosts] what each has given, in their order."""
+    if num_hosts() == 1:
+        return [payload]
+    from jax.experimental import multihost_utils
+
+    sizes = multihost_utils.process_allgather(np.array([len(payload)], np.int64))
+    sizes = sizes.reshape(-1)
+    found = [bytearray() for _ in sizes]
+    for start in range(0, int(sizes.max()), PIECE_BYTES):
+        piece = np.frombuffer(payload[start : start + PIECE_BYTES], np.uint8)
+        most = min(PIECE_BYTES, int(sizes.max()) - start)
+        sent = np.zeros(most, np.uint8)
+        sent[: len(piece)] = piece
+        got = multihost_utils.process_allgather(sent)
+        for i, size in enumerate(sizes):
+            found[i] += got[i, : max(0, min(most, int(size) - start))].tobytes()
+    return [bytes(part) for part in found]
+
+
+def share(
+    work: Callable[[Sequence], Sequence],
+    items: Sequence,
+    owners: Sequence[int],
+    *,
+    encode: Callable[[Sequence], bytes],
+    decode: Callable[[bytes, Sequence], Sequence],
+) -> list:
+    """`work(items)`, each host working on its own, all getting all results.
+
+    Args:
+        work: (items) -> as many results; called on every host, also with no items, so
+            that it may do what all have to do together.
+        items: the same on all hosts.
+        owners: the number of the host that each item is for.
+        encode: results -> bytes.
+        decode: (bytes, the items they are of) -> results.
+
+    Returns:
+        A result for each item, in their order.
+
+    Raises:
+        RuntimeError: the work failed on another host; on its own host its exception is
+            raised instead.
+    """
+    if num_hosts() == 1:
+        return list(work(items))
+    shares = [[] for _ in range(num_hosts())]
+    for i, owner in enumerate(owners):
+        shares[owner].append(i)
+    failed, told = None, b""
+    try:
+        told = b"\1" + encode(work([items[i] for i in shares[index()]]))
+    except Exception as error:  # told to all, who would wait for ever
+        failed, told = error, b"\0" + f"{type(error).__name__}: {error}".encode()
+    replies = exchange(told)
+    if failed is not None:
+        raise failed
+    results = [None] * len(items)
+    for number, (reply, chosen) in enumerate(zip(replies, shares, strict=True)):
+        if reply[:1] == b"\0":
+            raise RuntimeError(f"host {number}: {reply[1:].decode()}")
+        decoded = decode(reply[1:], [items[i] for i in chosen])
+        for i, result in zip(chosen, decoded, strict=True):
+            results[i] = result
+    return results
+
+
+def in_turn(items: Sequence) -> list[int]:
+    """The hosts of items that cost about the same: the first, the second, ..."""
+    return [i % num_hosts() for i in range(len(items))]
+
+
+def share_records(work: Callable[[Sequence], Sequence], items: Sequence) -> list:
+    """`share` of items that cost about the same, whose results are JSON values."""
+    return share(
+        work,
+        items,
+        in_turn(items),
+        encode=lambda results: json.dumps(list(results)).encode(),
+        decode=lambda data, _: json.loads(data),
+    )
+
+
+def on_first(work: Callable[[], None]) -> None:
+    """Does on the first host what others cannot do too; all fail where it fails.
+
+    Raises:
+        ValueError: as it was raised on the first host.
+        RuntimeError: another exception was.
+    """
+    failed, told = None, b""
+    if is_first():
+        try:
+            work()
+        except Exception as error:
+            kind = b"\1" if type(error) is ValueError else b"\0"
+            failed, told = error, kind + f"{error}".encode()
+    told = exchange(told)[0]
+    if failed is not None:
+        raise failed
+    if told:
+        kind = ValueError if told[:1] == b"\1" else RuntimeError
+        raise kind(f"host 0: {told[1:].decode()}")
+
+
+def check_alike(told: dict) -> None:
+    """Refuses hosts that do not have the same inputs, which would drift apart.
+
+    Args:
+        told: {name: JSON value}, such as fingerprints.
+
+    Raises:
+        ValueError: names what differs, and on which host.
+    """
+    replies = [json.loads(r) for r in exchange(json.dumps(told).encode())]
+    for number, other in enumerate(replies):
+        for name in sorted(replies[0].keys() | other.keys()):
+            if replies[0].get(name) != other.get(name):
+                raise ValueError(
+                    f"{name} is {other.get(name)!r} on host {number}, "
+                    f"{replies[0].get(name)!r} on host 0; all need the same files"
+                )

@@ -1,0 +1,124 @@
+"""Groups as bytes: what arrives is what was sent, whatever is in it."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsearch.rollout.sending import (
+    Rewarded,
+    decode_groups,
+    encode_groups,
+    share_groups,
+    share_rewarded,
+)
+from rsearch.rollout.sending import _decode_rewarded as decode_rewarded
+from rsearch.rollout.sending import _encode_rewarded as encode_rewarded
+from rsearch.types import (
+    Group,
+    Lookup,
+    Outcome,
+    Passage,
+    Question,
+    Rollout,
+    Segment,
+    Source,
+)
+
+TEXT = st.text(st.characters(codec=None), max_size=8)  # lone surrogates too
+FLOAT = st.floats(width=32, allow_nan=False)
+
+
+@st.composite
+def segments(draw):
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=5))
+    logp = draw(st.lists(FLOAT, min_size=len(ids), max_size=len(ids)))
+    arrays = np.array(ids, np.int32), np.array(logp, np.float32)
+    return Segment(draw(st.sampled_from(Source)), *arrays, draw(TEXT))
+
+
+PASSAGES = st.builds(Passage, TEXT, TEXT, FLOAT)
+LOOKUPS = st.builds(
+    Lookup,
+    st.lists(TEXT, max_size=2).map(tuple),
+    st.lists(st.lists(PASSAGES, max_size=2).map(tuple), max_size=2).map(tuple),
+)
+ROLLOUTS = st.builds(
+    Rollout,
+    segments=st.lists(segments(), max_size=3).map(tuple),
+    answer=st.none() | TEXT,
+    searches=st.lists(LOOKUPS, max_size=2).map(tuple),
+    outcome=st.sampled_from(Outcome),
+    num_malformed=st.integers(0, 9),
+)
+
+
+def plain(group):
+    """A group as a value that == compares, arrays by their bytes."""
+
+    def told(x):
+        return [str(x.dtype), x.tobytes()] if isinstance(x, np.ndarray) else x
+
+    rollouts = [
+        dataclasses.replace(
+            r,
+            segments=tuple(
+                (s.source, told(s.token_ids), told(s.logp), s.text) for s in r.segments
+            ),
+        )
+        for r in group.rollouts
+    ]
+    return group.question, rollouts
+
+
+@given(st.lists(st.lists(ROLLOUTS, max_size=2).map(tuple), max_size=3))
+def test_groups_arrive_as_they_were_sent(played):
+    groups = [
+        Group(Question(str(i), "?", ("a",)), rollouts)
+        for i, rollouts in enumerate(played)
+    ]
+    questions = [group.question for group in groups]
+    arrived = decode_groups(encode_groups(groups), questions)
+    assert list(map(plain, arrived)) == list(map(plain, groups))
+
+
+def rewarded(count):
+    groups = [
+        Group(Question(str(i), "?", ("a",)), (Rollout((), None, (), Outcome.ANSWERED),))
+        for i in range(count)
+    ]
+    third = np.float32(1) / 3
+    return [
+        Rewarded(g, np.array([third], np.float32), {"f1": np.array([np.nan], "f4")})
+        for g in groups
+    ]
+
+
+def test_rewards_arrive_to_the_last_bit_and_nan_as_such():
+    sent = rewarded(3)
+    data = encode_rewarded(sent)
+    arrived = decode_rewarded(data, [one.group.question for one in sent])
+    for one, other in zip(arrived, sent, strict=True):
+        assert plain(one.group) == plain(other.group)
+        assert one.rewards.tobytes() == other.rewards.tobytes()
+        assert one.rewards.dtype == one.parts["f1"].dtype == np.float32
+        assert one.parts.keys() == {"f1"} and np.isnan(one.parts["f1"]).all()
+
+
+def test_a_host_alone_sends_nothing():
+    sent = rewarded(3)
+    questions = [one.group.question for one in sent]
+    assert share_rewarded(lambda asked: sent, questions) == sent
+    groups = [one.group for one in sent]
+    assert share_groups(lambda asked: groups, questions) == groups
+
+
+def test_what_is_cut_short_is_refused():
+    data = encode_groups([one.group for one in rewarded(2)])
+    with pytest.raises((ValueError, json.JSONDecodeError)):
+        decode_groups(data[:-1], [Question("0", "?", ())] * 2)
+    with pytest.raises(ValueError):
+        decode_groups(data, [Question("0", "?", ())])

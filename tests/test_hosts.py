@@ -1,0 +1,208 @@
+"""Several hosts, as processes of this machine that speak over the loopback."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from rsearch import hosts
+from rsearch.metrics import read as read_metrics
+from rsearch.workdir import read_rows
+from tests.small_run import (
+    ROOT,
+    arguments,
+    child_environment,
+    run_python,
+    without_times,
+)
+
+SETTINGS = {
+    "rl__refill_rounds": 1,
+    "rl__steps": 2,
+    "eval__methods": "('protocol',)",
+    "eval__max_questions": 1,  # which leaves one of two hosts without any
+}
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def run_hosts(*command, devices=1, count=2):
+    """[hosts] (exit code, stdout, stderr) of `python *command` on each of them."""
+    address = f"--coordinator=127.0.0.1:{free_port()}"
+    started = [
+        subprocess.Popen(
+            [
+                *map(str, [sys.executable, *command]),
+                *(address, f"--num_hosts={count}", f"--host={number}"),
+            ],
+            cwd=ROOT,
+            env={**os.environ, **child_environment(devices)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(count)
+    ]
+    try:
+        told = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(p.returncode, *t) for p, t in zip(started, told, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        (("", 2, 0), "want --coordinator"),
+        (("auto", 2, -1), "want --coordinator"),
+        (("here", 2, 0), "write HOST:PORT, or 'auto'"),
+        (("here:port", 2, 0), "write HOST:PORT, or 'auto'"),
+        (("here:99", 0, -1), "--num_hosts=0 --host=-1: with"),
+        (("here:99", 2, 2), "--num_hosts=2 --host=2: with"),
+    ],
+)
+def test_a_meeting_that_cannot_be_is_refused(given, wrong):
+    address, count, number = given
+    with pytest.raises(ValueError) as error:
+        hosts.begin(address, num_hosts=count, host=number)
+    assert wrong in str(error.value)
+
+
+def test_a_host_alone_works_alone():
+    hosts.begin("")
+    assert (hosts.index(), hosts.num_hosts(), hosts.is_first()) == (0, 1, True)
+    hosts.barrier("alone")
+    assert hosts.exchange(b"x") == [b"x"]
+    assert hosts.share_records(lambda items: [i * 2 for i in items], [1, 2]) == [2, 4]
+    hosts.check_alike({"a": 1})
+    with pytest.raises(ValueError, match=r"^no$"):
+        hosts.on_first(refuse)
+
+
+def refuse():
+    raise ValueError("no")
+
+
+def talk(argv):
+    """What two hosts tell each other; run by each of them."""
+    from rsearch.config import parse_flags
+
+    given = parse_flags(argv, flags=hosts.FLAGS)
+    hosts.begin(**given)
+    hosts.PIECE_BYTES = 1000
+    here, other = hosts.index(), 1 - hosts.index()
+    assert hosts.num_hosts() == 2 and hosts.is_first() == (here == 0)
+    sizes = (2500, 10)
+    payloads = [bytes(np.arange(n) % 251) for n in sizes]
+    assert hosts.exchange(payloads[here]) == payloads
+    assert hosts.exchange(b"") == [b"", b""]
+
+    worked = []
+
+    def work(items):
+        worked.extend(items)
+        return [{"item": i, "by": here} for i in items]
+
+    found = hosts.share_records(work, range(5))
+    assert [f["item"] for f in found] == list(range(5))
+    assert [f["by"] for f in found] == [0, 1, 0, 1, 0]
+    assert worked == [i for i in range(5) if i % 2 == here]
+    assert hosts.share_records(work, [7]) == [{"item": 7, "by": 0}]
+
+    def fail(items):
+        if here == 1:
+            raise OSError("the engine is gone")
+        return items
+
+    expected = "the engine is gone" if here else "host 1: OSError: the engine is gone"
+    with pytest.raises((OSError, RuntimeError), match=f"^{expected}$"):
+        hosts.share_records(fail, range(4))
+    with pytest.raises(ValueError, match=r"no$"):
+        hosts.on_first(refuse)
+    done = []
+    hosts.on_first(lambda: done.append(here))
+    assert done == ([0] if here == 0 else [])
+    hosts.check_alike({"data": "same"})
+    with pytest.raises(ValueError, match="index is 'b1' on host 1, 'b0' on host 0"):
+        hosts.check_alike({"data": "same", "index": f"b{here}"})
+    hosts.barrier("the end")
+    print(f"host {here} has heard {other}")
+
+
+def test_two_hosts_hear_each_other_and_of_each_others_failures():
+    for number, (code, out, error) in enumerate(run_hosts("-m", "tests.test_hosts")):
+        assert code == 0, error
+        assert f"host {number} has heard" in out
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Workdirs of one run on a host with two devices, and on two with one each."""
+    folder = tmp_path_factory.mktemp("hosts")
+    train = ("-m", "rsearch.train")
+    one = run_python(*train, *arguments(folder / "one", **SETTINGS), devices=2)
+    assert one.returncode == 0, one.stderr
+    told = run_hosts(*train, *arguments(folder / "two", **SETTINGS))
+    for code, _, error in told:
+        assert code == 0, error
+    return folder / "one", folder / "two", told
+
+
+def test_two_hosts_learn_what_one_learns(runs):
+    one, two, _ = runs
+    for stage in ("sft", "rl"):
+        rows = [read_metrics(run / stage / "metrics.jsonl") for run in (one, two)]
+        assert without_times(rows[0]) == without_times(rows[1])
+    results = [json.loads((run / "results.json").read_text()) for run in (one, two)]
+    assert without_times(results[0]) == without_times(results[1])
+    texts = [read_rows(run / "transcripts.jsonl") for run in (one, two)]
+    assert texts[0] == texts[1]
+
+
+def test_of_two_hosts_the_first_talks(runs):
+    _, _, told = runs
+    (_, out, error), (_, quiet_out, quiet) = told
+    assert "begins in" in error and "of 2 hosts" in error and "protocol" in out
+    assert "protocol" not in quiet_out and "rl: step" not in quiet
+
+
+def test_one_host_goes_on_where_two_have_stopped(runs):
+    _, two, _ = runs
+    before = (two / "results.json").read_bytes()
+    own = arguments(two, **SETTINGS)
+    done = run_python("-m", "rsearch.train", *own, devices=2)
+    assert done.returncode == 0 and "goes on in" in done.stderr, done.stderr
+    assert (two / "results.json").read_bytes() == before
+
+
+def test_hosts_that_would_drift_apart_are_stopped(tmp_path, monkeypatch):
+    """The second is told another seed; both say so, and nothing is begun."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from rsearch import config, train\n"
+        "words = sys.argv[1:]\n"
+        "seed = words[-1].rpartition('=')[2]\n"
+        "words = [w for w in words if not w.startswith('--config.seed')]\n"
+        "words.append(f'--config.seed={seed}')\n"
+        "sys.exit(config.run_command(train.command, words))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for code, _, error in run_hosts(program, *arguments(tmp_path / "run")):
+        assert code == 2
+        assert "config is" in error and "on host 1" in error
+    assert not pathlib.Path(tmp_path / "run").exists()
+
+
+if __name__ == "__main__":
+    talk(sys.argv[1:])
