@@ -4,7 +4,7 @@
 #   RSEARCH_PYTHON   the Python to make it with (default: python3.11, 3.12 or python3)
 #   RSEARCH_VENV     where it is (default: .venv in the checkout)
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 # rsearch_is_right PYTHON: whether it runs, and is one that the requirements are for.
 rsearch_is_right() {

@@ -2,78 +2,20 @@
 
 import os
 import pathlib
-import shutil
-import stat
 import subprocess
+import sys
 
 import pytest
 
+from tests.pretended_checkout import checkout
+
+__all__ = ["checkout"]
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
-
-# Says which version it is, makes environments of itself, and writes down what pip and
-# the modules it runs are asked.
-PYTHON = """#!/bin/bash
-log() { echo "$*" >>"$FAKE_LOG"; }
-case "$1 $2 $3" in
-  "-c "*) [[ "$2" == *version_info* ]] && exit $(( {minor} != 11 && {minor} != 12 )) ;;
-  "--version  ") echo "Python 3.{minor}.0" ;;
-  "-m venv "*)
-    log "venv $3 of 3.{minor}"
-    mkdir -p "$3/bin"
-    cp "$0" "$3/bin/python"
-    echo "PATH=$PWD/$3/bin:\\$PATH" >"$3/bin/activate"
-    case $3 in /*) echo "PATH='$3/bin':\\$PATH" >"$3/bin/activate" ;; esac
-    [ -z "$FAKE_NO_PIP" ] || exit 1
-    touch "$3/has-pip" ;;
-  "-m pip --version") [ -e "$(dirname "$0")/../has-pip" ] ;;
-  "-m pip install") log "pip ${@: -1}"; [ -z "$FAKE_PIP_FAILS" ] ;;
-  *) log "$@" ;;
-esac
-"""
-
-
-class Checkout:
-    """A checkout with the scripts, requirements of one line, and fake Pythons."""
-
-    def __init__(self, folder):
-        self.folder, self.bin, self.log = folder, folder / "bin", folder / "log"
-        (folder / "repo" / "tests").mkdir(parents=True)
-        self.repo = folder / "repo"
-        shutil.copytree(ROOT / "launch", self.repo / "launch")
-        self.require("a==1")
-        (self.repo / "tests" / "requirements.txt").write_text("-r ../requirements.txt")
-        self.bin.mkdir()
-        for name in ("bash", "dirname", "cksum", "tr", "touch", "rm", "mkdir", "cp"):
-            (self.bin / name).symlink_to(shutil.which(name))
-
-    def require(self, line):
-        (self.repo / "requirements.txt").write_text(line)
-
-    def python(self, name, minor, folder=None):
-        path = (folder or self.bin) / name
-        path.write_text(PYTHON.replace("{minor}", str(minor)))
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        return path
-
-    def run(self, script, *arguments, **environment):
-        """(exit code, stderr, what the Pythons were asked in this run)."""
-        self.log.write_text("")
-        done = subprocess.run(
-            [self.bin / "bash", self.repo / "launch" / script, *arguments],
-            cwd=self.folder,
-            env={"PATH": str(self.bin), "FAKE_LOG": str(self.log), **environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        return done.returncode, done.stderr, self.log.read_text().splitlines()
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    return Checkout(tmp_path)
-
+SCRIPTS = [
+    *sorted((ROOT / "launch").glob("*.sh")),
+    *sorted((ROOT / "launch").glob("*.sbatch")),
+    ROOT / ".ci" / "run",
+]
 
 TRAIN = "-m rsearch.train --config=configs/quickstart.py"
 MADE = ["venv .venv of 3.11", "pip requirements.txt"]
@@ -87,11 +29,12 @@ def test_it_parses_and_can_be_run(script):
         assert "set -euo pipefail" in script.read_text()
 
 
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck here")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
 def test_shellcheck_finds_nothing(script):
-    command = ["shellcheck", "--shell=bash", "--exclude=SC1091", script]
-    subprocess.run(command, check=True)
+    program = pathlib.Path(sys.executable).with_name("shellcheck")
+    command = [program, "--shell=bash", "--exclude=SC1091", script]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_quickstart_makes_an_environment_once_and_passes_arguments_on(checkout):

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Sets everything up on a machine with NVIDIA GPUs and trains there. Arguments go on to
+# rsearch.train; with --dry_run in front nothing is set up or run, but told:
+#   bash launch/gpu_node.sh --config=configs/r_search.py --workdir=runs/r_search
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+# The driver decides which CUDA libraries run: 13 wants driver 580, 12 wants 525.
+rsearch_cuda() {
+  local driver
+  if ! driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader); then
+    echo "error: nvidia-smi finds no GPU; on a CPU use launch/quickstart.sh" >&2
+    return 2
+  fi
+  driver=${driver%%$'\n'*}
+  if [ "${driver%%.*}" -ge 580 ]; then
+    echo launch/cuda13.txt
+  elif [ "${driver%%.*}" -ge 525 ]; then
+    echo launch/cuda12.txt
+  else
+    echo "error: NVIDIA driver $driver is too old: 525 or newer is needed" >&2
+    return 2
+  fi
+}
+
+requirements=$(rsearch_cuda)
+nvidia-smi --query-gpu=name,memory.total --format=csv,noheader | sort | uniq -c
+if [ "${1:-}" = --dry_run ]; then
+  shift
+  echo "would install $requirements into ${RSEARCH_VENV:-.venv}"
+  echo "would run python -m rsearch.train $*"
+  exit
+fi
+rsearch_environment "$requirements"
+# Without it JAX would go on on the CPU, a thousand times slower, where CUDA fails.
+export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda}
+exec python -m rsearch.train "$@"

@@ -1,0 +1,166 @@
+#!/usr/bin/env bash
+# Trains on a Cloud TPU slice: asks for it, waits, copies the checkout to every host,
+# installs, runs, shows what is printed, begins again after a preemption, and deletes it.
+#   bash launch/tpu_pod.sh NAME --zone=us-west4-a --type=v5litepod-16 --mount=10.0.0.2:/share \
+#       -- --config=configs/r_search.py --workdir=/shared/r_search
+# Arguments after -- go on to rsearch.train. Before it:
+#   --zone=Z --type=T  of the slice; --project=P where it is not gcloud's own
+#   --version=V        runtime of the hosts (default: v2-alpha-tpuv5-lite)
+#   --spot             may be preempted, and costs less
+#   --mount=HOST:/DIR  NFS share (Filestore) that becomes /shared on every host
+#   --attempts=N       slices asked for, one after another, as they are lost (default: 10)
+#   --existing         the TPU VM is there already, and is not deleted
+#   --keep             it is not deleted at the end
+#   --dry_run          prints the commands, runs none
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+POLL_SECONDS=${POLL_SECONDS:-30}
+ATTEMPTS=10 VERSION=v2-alpha-tpuv5-lite
+ZONE='' TYPE='' MOUNT='' EXISTING='' KEEP='' DRY_RUN=''
+COMMON=() EXTRA=()
+
+fail() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+NAME=${1:-}
+case $NAME in
+  '' | -*) fail "the slice's name comes first: launch/tpu_pod.sh NAME --zone=... --type=... -- ..." ;;
+esac
+shift
+while [ $# -gt 0 ]; do
+  case $1 in
+    --zone=*) ZONE=${1#*=} ;;
+    --type=*) TYPE=${1#*=} ;;
+    --project=*) COMMON+=("$1") ;;
+    --version=*) VERSION=${1#*=} ;;
+    --spot) EXTRA+=(--spot) ;;
+    --mount=*) MOUNT=${1#*=} ;;
+    --attempts=*) ATTEMPTS=${1#*=} ;;
+    --existing) EXISTING=yes ;;
+    --keep) KEEP=yes ;;
+    --dry_run) DRY_RUN=yes ;;
+    --) break ;;
+    *) fail "unknown argument $1; those of rsearch.train come after --" ;;
+  esac
+  shift
+done
+[ "${1:-}" = -- ] || fail "no -- and no arguments of rsearch.train after it"
+shift
+[ $# -gt 0 ] || fail "nothing to train after --"
+[ -n "$ZONE" ] || fail "--zone=... is missing"
+[ -n "$TYPE$EXISTING" ] || fail "--type=... is missing, for example v5litepod-16"
+case $ATTEMPTS in
+  '' | *[!0-9]* | 0) fail "--attempts=$ATTEMPTS is not a number from 1" ;;
+esac
+case $MOUNT in
+  '' | ?*:/?*) ;;
+  *) fail "--mount=$MOUNT: write HOST:/DIR" ;;
+esac
+COMMON+=("--zone=$ZONE")
+
+say() {
+  echo "$(date +%T) $*" >&2
+}
+
+# Runs a command, or prints it.
+run() {
+  if [ -n "$DRY_RUN" ]; then
+    printf '%q ' "$@"
+    echo
+  else
+    "$@"
+  fi
+}
+
+queued() {
+  local verb=$1
+  shift
+  gcloud compute tpus queued-resources "$verb" "$NAME" "${COMMON[@]}" "$@"
+}
+
+# The state of what was asked for, "" where nothing was.
+state() {
+  queued describe --format='value(state.state)' 2>/dev/null || true
+}
+
+everywhere() {
+  run gcloud compute tpus tpu-vm ssh "$NAME" "${COMMON[@]}" --worker=all --command="$1"
+}
+
+create() {
+  run gcloud compute tpus queued-resources create "$NAME" "${COMMON[@]}" \
+    --node-id="$NAME" --accelerator-type="$TYPE" --runtime-version="$VERSION" \
+    ${EXTRA[@]+"${EXTRA[@]}"}
+}
+
+delete() {
+  run gcloud compute tpus queued-resources delete "$NAME" "${COMMON[@]}" --force --quiet
+}
+
+# Has the slice, asking for it where it is not there or has been lost.
+obtain() {
+  local now last=''
+  if [ -n "$EXISTING" ]; then return; fi
+  if [ -n "$DRY_RUN" ]; then
+    create
+    return
+  fi
+  while true; do
+    now=$(state)
+    if [ "$now" != "$last" ]; then say "$NAME: ${now:-not asked for yet}"; fi
+    last=$now
+    case $now in
+      ACTIVE) return ;;
+      '') create ;;
+      FAILED | SUSPENDED | SUSPENDING)
+        delete
+        last=''
+        ;;
+    esac
+    sleep "$POLL_SECONDS"
+  done
+}
+
+# Copies and installs; each step may be done again. Called where a failure is awaited, so
+# that each says itself that it ends here.
+prepare() {
+  local archive=/tmp/rsearch-$NAME.tgz mount=''
+  if [ -n "$MOUNT" ]; then
+    mount="sudo mkdir -p /shared && { mountpoint -q /shared || { sudo apt-get install -qy"
+    mount+=" nfs-common && sudo mount $(printf %q "$MOUNT") /shared && sudo chmod 777 /shared; }; } && "
+  fi
+  local files=(git ls-files -z --cached --others --exclude-standard)
+  run tar --null --files-from=<("${files[@]}") -czf "$archive" || return
+  run gcloud compute tpus tpu-vm scp "$archive" "$NAME:rsearch.tgz" "${COMMON[@]}" --worker=all ||
+    return
+  everywhere "${mount}mkdir -p rsearch && tar -C rsearch -xzf rsearch.tgz && cd rsearch && { \
+command -v python3.11 >/dev/null || sudo apt-get install -qy python3.11 python3.11-venv; } && \
+. launch/environment.sh && rsearch_environment launch/tpu.txt"
+}
+
+train() {
+  everywhere "cd rsearch && . .venv/bin/activate && exec python -m rsearch.train$(
+    printf ' %q' "$@"
+  ) --coordinator=auto"
+}
+
+for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
+  obtain
+  code=0
+  prepare && train "$@" || code=$?
+  if [ "$code" = 0 ]; then
+    if [ -z "$EXISTING$KEEP" ]; then delete; fi
+    exit
+  fi
+  # Lost is what is no longer active; of anything else the program itself has failed.
+  if [ -n "$EXISTING" ] || [ "$(state)" = ACTIVE ]; then
+    say "$NAME: failed with code $code; the slice is kept, delete it with"
+    say "  gcloud compute tpus queued-resources delete $NAME ${COMMON[*]} --force"
+    exit "$code"
+  fi
+  say "$NAME: lost in attempt $attempt of $ATTEMPTS; the run goes on where it was"
+done
+fail "$NAME: lost $ATTEMPTS times"
