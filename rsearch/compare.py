@@ -22,10 +22,13 @@ from rsearch.workdir import CONFIG, is_free, read_config
 ALL, LAST = "all", "last"
 MAX_WORDS = 4  # fields behind a recipe's name
 SCORES = ("em", "f1", "cover_em")
+BEFORE = "em_before"  # the exact match of the same method at the run's start
+PERCENT = (*SCORES, BEFORE)
 COUNTS = ("searches", "queries", "searches_right", "searches_wrong")
 HEADINGS = {
     "n": "n",
     "em": "EM",
+    BEFORE: "EM before",
     "f1": "F1",
     "cover_em": "cover-EM",
     "searches": "searches",
@@ -74,6 +77,7 @@ def main(argv) -> int:
     rows = []
     for run, label in zip(runs, labels, strict=True):
         for row in choose(run, **chosen):
+            row = _with_start(run, row)
             for kind, values in _kinds(row, flags["by_kind"]):
                 about = (label, row["stage"], row["method"], row["dataset"], kind)
                 rows.append((about, run.config["seed"], values))
@@ -202,6 +206,27 @@ def choose(run, *, stage, method, dataset) -> list[dict]:
     ]
 
 
+def _with_start(run, row):
+    """A row, and its parts, beside the exact match that the run began with."""
+    if row["stage"] == START:
+        return row
+    same = ("method", "dataset")
+    starts = [
+        other
+        for other in choose(run, stage=START, method=ALL, dataset=ALL)
+        if all(other[name] == row[name] for name in same)
+    ]
+    start = starts[0] if starts else {}
+    found = {**row, BEFORE: start.get("em")}
+    for name in ("by_kind", "by_known"):
+        before = start.get(name, {})
+        found[name] = {
+            kind: {**part, BEFORE: before.get(kind, {}).get("em")}
+            for kind, part in row.get(name, {}).items()
+        }
+    return found
+
+
 def _kinds(row, by_kind):
     """(kind, values) pairs: the whole row as "", or one pair a kind."""
     if not by_kind:
@@ -211,7 +236,7 @@ def _kinds(row, by_kind):
 
 def _single(about, seed, values) -> Row:
     """One run's row; numbers that older results lack are None."""
-    numbers = {name: values.get(name) for name in ("n", *SCORES, *COUNTS)}
+    numbers = {name: values.get(name) for name in ("n", *PERCENT, *COUNTS)}
     return Row((*about, seed), {**numbers, "em_95": values.get("em_95")})
 
 
@@ -231,7 +256,7 @@ def grouped(rows) -> list[Row]:
     found = []
     for about, several in by_about.items():
         values = {}
-        for name in ("n", *SCORES, *COUNTS):
+        for name in ("n", *PERCENT, *COUNTS):
             known = [v[name] for v in several if v.get(name) is not None]
             mean = statistics.fmean(known) if known else None
             values[name] = mean, statistics.stdev(known) if len(known) > 1 else None
@@ -250,8 +275,10 @@ def _print(rows, flags, *, num_runs):
         if name in always or len({row.about[i] for row in rows}) > 1
     ]
     shows_interval = not flags["group"] and not flags["by_kind"]
-    columns = [names[i] for i in kept] + ["n", "EM"]
-    columns += ["95 % interval"] if shows_interval else []
+    shows_start = any(_mean_of(row.values[BEFORE]) is not None for row in rows)
+    columns = [names[i] for i in kept] + ["n"]
+    columns += [HEADINGS[BEFORE]] if shows_start else []
+    columns += ["EM", "95 % interval"] if shows_interval else ["EM"]
     measured = [*SCORES[1:], *COUNTS]
     if flags["by_kind"]:
         measured = [*SCORES[1:], COUNTS[0]]
@@ -259,7 +286,8 @@ def _print(rows, flags, *, num_runs):
     lines = []
     for row in rows:
         line = [str(row.about[i]) for i in kept]
-        line += [_shown("n", row.values["n"]), _shown("em", row.values["em"])]
+        shown = ("n", BEFORE, "em") if shows_start else ("n", "em")
+        line += [_shown(name, row.values[name]) for name in shown]
         if shows_interval:
             line.append(_interval(row.values["em_95"]))
         lines.append(line + [_shown(name, row.values[name]) for name in measured])
@@ -282,7 +310,11 @@ def _shown(name, value):
         return "-"
     if name == "n":
         return f"{value:.0f}"
-    return f"{100 * value:.1f}" if name in SCORES else f"{value:.2f}"
+    return f"{100 * value:.1f}" if name in PERCENT else f"{value:.2f}"
+
+
+def _mean_of(value):
+    return value[0] if isinstance(value, tuple) else value
 
 
 def _interval(pair):

@@ -51,16 +51,34 @@ def test_the_last_stage_by_its_own_protocol_is_shown(said, tmp_path):
     run = make(tmp_path / "run", *rows)
     code, out, _ = said(run, "--markdown")
     assert code == 0
-    assert out.splitlines()[1] == "| --- | --- | ---: |" + " ---: |" * 9
+    assert out.splitlines()[1] == "| --- | --- | ---: |" + " ---: |" * 10
     columns, values = cells(out)
     assert columns == [
-        *("recipe", "stage", "seed", "n", "EM", "95 % interval", "F1", "cover-EM"),
-        *("searches", "queries", "when right", "when wrong"),
+        *("recipe", "stage", "seed", "n", "EM before", "EM", "95 % interval"),
+        *("F1", "cover-EM", "searches", "queries", "when right", "when wrong"),
     ]
     assert values == [
-        *("r_search", "rl", "0", "200", "90.0", "43.2 - 56.8", "62.5", "75.0"),
+        *("r_search", "rl", "0", "200", "50.0", "90.0", "43.2 - 56.8", "62.5", "75.0"),
         *("1.50", "2.00", "1.25", "-"),
     ]
+
+
+def test_a_row_stands_beside_what_the_same_method_began_with(said, tmp_path):
+    part = {"n": 9, **SCORES, "searches": 1.0}
+    for seed, before in ((0, 0.1), (1, 0.2)):
+        kinds = {"single": {**part, "em": before / 2}}
+        start = row("start", em=before, by_kind=kinds)
+        more = {"single": part, "bridge": part}
+        rows = [start, row("start", "direct"), row("rl", em=0.9, by_kind=more)]
+        make(tmp_path / f"{seed}", *rows, seed=seed)
+    columns, values = cells(said(tmp_path, "--markdown", "--group")[1])
+    assert values[columns.index("EM before")] == "15.0 ± 7.1"
+    columns, *lines = cells(said(tmp_path / "0", "--markdown", "--by_kind")[1])
+    found = {line[2]: line[columns.index("EM before")] for line in lines}
+    assert found == {"single": "5.0", "bridge": "-"}
+    for stage in ("start", "rl"):
+        columns, *_ = cells(said(tmp_path, "--markdown", f"--stage={stage}")[1])
+        assert ("EM before" in columns) == (stage == "rl")
 
 
 def test_stages_and_methods_can_be_chosen(said, tmp_path):
