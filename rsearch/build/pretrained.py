@@ -39,7 +39,7 @@ from rsearch.types import Segment, Source
 
 CACHE = "RSEARCH_CACHE"  # the environment variable that names another cache
 MAX_CONTEXT = 2048  # tokens that a model says it can read
-LENGTHS = (48, 128, 320)  # tokens of a row: the next one that is enough
+LENGTHS = (40, 64, 96, 144, 208, 320)  # tokens of a row: the next one that is enough
 SAMPLED = 200  # conversations whose tokens are part of a model's digest
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -64,7 +64,7 @@ class Pretraining:
     num_kv_heads: int = 2
     head_dim: int = 32
     mlp_width: int = 320
-    steps: int = 3600
+    steps: int = 4000
     step_tokens: int = 1024
     lr: float = 2e-3
     seed: int = 0
@@ -77,9 +77,7 @@ MODELS = {
             flawed=0.58, guessed=0.15, recalled=0.4, recalling=3, **KNOWLEDGE
         )
     ),
-    "expert": Pretraining(
-        reading.Shares(recalled=0.5, chats=1, **KNOWLEDGE), seed=1, steps=3800
-    ),
+    "expert": Pretraining(reading.Shares(recalled=0.5, chats=1, **KNOWLEDGE), seed=1),
     "judge": Pretraining(
         reading.Shares(judged=3, comparisons=2000, orderings=500),
         width=96,

@@ -24,6 +24,7 @@ from rsearch.types import Answer, Messages, Passage, Question
 
 REARAG = "rearag"  # the protocol whose observations a model writes
 RECALLING = "r1_searcher_pp"  # the protocol that has a place for what is recalled
+TOGETHER = "rag_r1_mq"  # the protocol that asks for several things at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +178,9 @@ def _facts(world, times, rng):
 def _comparison(world, rng):
     """Made-up names, asked which is older: looked up one by one, or together.
 
-    There are far more names than the world has, so that nothing is learnt here but to
-    read on.
+    What is found together is shown as the protocol of several queries shows it: in its
+    own dialogues a model would meet too few of these to learn to read them. There are
+    far more names than the world has, so that nothing is learnt here but to read on.
     """
     dates = _dates(rng)
     hops = [
@@ -186,19 +188,22 @@ def _comparison(world, rng):
         for name, year in dates.items()
     ]
     names = [hop.subject for hop in hops]
-    passages = [
-        f" {hop.subject} {told(*_made_up_facts(world, hop, rng))}" for hop in hops
-    ]
+    facts = [told(*_made_up_facts(world, hop, rng)) for hop in hops]
     given = f" {COMPARED[tuple(dates)].format(*names)}"
     if rng.random() < 0.5:
         pieces = [(given, f" {hops[0].gap} {', '.join(names)}")]
         found = " ".join(hop.sentence for hop in hops)
-        given = "".join(passages)
+        passages = [
+            [Passage("", f"{name}\n{text}")]
+            for name, text in zip(names, facts, strict=True)
+        ]
+        shown = PROTOCOLS[TOGETHER].observe(names, passages)
+        given = f"{shown.before}{shown.content}{shown.after}"
     else:
         pieces, found = [], ""
-        for hop, passage in zip(hops, passages, strict=True):
+        for hop, text in zip(hops, facts, strict=True):
             pieces.append((given, f"{found} {hop.gap} {hop.subject}"))
-            given, found = passage, f" {hop.sentence}"
+            given, found = f" {hop.subject} {text}", f" {hop.sentence}"
         found = found.strip()
     conclusion = f"{world_plans.compared(hops)} {earliest(hops).subject}."
     return Text((*pieces, (given, f" {found} {conclusion}")))

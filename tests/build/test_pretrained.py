@@ -98,7 +98,7 @@ def test_policies_read_dialogues_of_every_protocol_and_a_judge_reads_none(
 
 def test_a_comparison_can_be_made_from_what_is_given_alone(world):
     rng = np.random.default_rng(0)
-    dated = r"(\w+ \w+) (?:Born in \w+\. Works for \w+ \w+\. |Directed by \w+ \w+\. "
+    dated = r"(\w+ \w+) +(?:Born in \w+\. Works for \w+ \w+\. |Directed by \w+ \w+\. "
     dated += r"|Based in \w+\. )?(Birth|Release|Founding) (\d{4})\."
     turns = set()
     for _ in range(200):
