@@ -137,7 +137,7 @@ def tiny(c, words):
     # comparisons can be guessed without a search: both count less.
     c.rl.update(memorise_rows=c.rl.micro_batch, steps=28)
     if not words.no_memory:
-        c.rl.memorise_coef = 0.01
+        c.rl.memorise_coef = 0.002
     if not words.no_group:
         c.reward.group_fewest_searches.weight = 0.3
     c.rewriter.update(slots=32, max_prompt_tokens=96, max_reply_tokens=40)

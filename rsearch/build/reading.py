@@ -24,6 +24,7 @@ from rsearch.types import Answer, Messages, Passage, Question
 
 REARAG = "rearag"  # the protocol whose observations a model writes
 RECALLING = "r1_searcher_pp"  # the protocol that has a place for what is recalled
+BOXED = "\\boxed{"  # what its answers stand in
 TOGETHER = "rag_r1_mq"  # the protocol that asks for several things at once
 
 
@@ -143,7 +144,7 @@ def _dialogue(world, name, question, shares, rng):
     if name == REARAG and rewritten < 0.7:
         queries = [step.action.queries[0] for step in steps[:-1]]
         observations = tuple(observed(world, query) for query in queries)
-    return Dialogue(name, question, turns_of(protocol, steps), observations)
+    return Dialogue(name, question, _spaced(protocol, steps), observations)
 
 
 def _recollections(world):
@@ -152,9 +153,21 @@ def _recollections(world):
     for question in world.train:
         if any(hop.subject in world.famous for hop in world.hops[question.id]):
             steps = world_plans.solution(world, question, recalls=True)
-            turns = turns_of(protocol, steps)
+            turns = _spaced(protocol, steps)
             found.append(Dialogue(RECALLING, question, turns))
     return found
+
+
+def _spaced(protocol, steps):
+    """The steps in the protocol's words, a space before each of these.
+
+    What it reads has one: a model this small copies a name more surely as it stands.
+    """
+    turns = [turn.replace(BOXED, f"{BOXED} ") for turn in turns_of(protocol, steps)]
+    return tuple(
+        f" {turn}" if step.thought and turn.startswith(step.thought) else turn
+        for step, turn in zip(steps, turns, strict=True)
+    )
 
 
 def observed(world, query: str) -> str:
