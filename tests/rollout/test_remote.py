@@ -41,10 +41,11 @@ class Endpoint:
                     endpoint.running += 1
                     running = endpoint.running
                     endpoint.most_running = max(endpoint.most_running, running)
-                with contextlib.suppress(OSError):  # the caller may have given up
-                    endpoint.answer(self, *behave(number, body))
-                with endpoint.lock:
+                answer = behave(number, body)
+                with endpoint.lock:  # who is answered may ask again at once
                     endpoint.running -= 1
+                with contextlib.suppress(OSError):  # the caller may have given up
+                    endpoint.answer(self, *answer)
 
             def log_message(self, *args):
                 pass
