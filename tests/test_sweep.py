@@ -18,7 +18,7 @@ from tests.small_run import arguments, run_python
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "launch" / "sweep.py"
 RECIPE = "configs/quickstart.py"
-TRIALS = sorted((ROOT / "launch").glob("*.txt"))
+TRIALS = sorted((ROOT / "launch").glob("*.trials"))
 
 _spec = importlib.util.spec_from_file_location("sweep", SCRIPT)
 sweep = importlib.util.module_from_spec(_spec)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from rsearch import build, console
+from rsearch import build, console, hosts
 from rsearch.compiles import num_compiles
 from rsearch.data.order import take
 from rsearch.learn.advantages import with_advantages
@@ -68,7 +68,8 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
 
             def play_all(questions, play=play, clock=clock):
                 found = share_rewarded(play, questions)
-                clock.lap("exchange")
+                if hosts.num_hosts() > 1:
+                    clock.lap("exchange")
                 return together(found)
 
             groups, rewards, measured = gather(setup, play_all, step)
