@@ -27,9 +27,10 @@ import sys
 import time
 from typing import NamedTuple
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from rsearch import compare, console
+from rsearch import compare, console, files
 from rsearch.config import (
     REQUIRED,
     apply_overrides,
@@ -292,8 +293,7 @@ def run(trials, out, *, at_once, gpus_each) -> dict[str, int]:
 def _start(trial, out, place, gpus_each):
     """The process of a trial, of which the terminal's signals reach this one alone."""
     environment = dict(os.environ)
-    root = str(pathlib.Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     if gpus_each:
         own = range(place * gpus_each, (place + 1) * gpus_each)
@@ -312,8 +312,9 @@ def _start(trial, out, place, gpus_each):
 def _record(out, trial, exit_code, seconds):
     """Adds the trial's end to the record."""
     row = {"name": trial.name, "words": trial.words, "exit_code": exit_code}
-    with open(out / RECORD, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row | {"seconds": round(seconds, 1)}) + "\n")
+    line = json.dumps(row | {"seconds": round(seconds, 1)}) + "\n"
+    with open(out / RECORD, "ab", buffering=0) as file:
+        files.append(file, line.encode())
 
 
 if __name__ == "__main__":

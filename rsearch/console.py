@@ -47,8 +47,6 @@ def _visible(character):
 
 def note(text):
     """One line for people, with the time of day, on stderr."""
-    if not hosts.is_first():
-        return
     console = _console(sys.stderr)
     stamp = time.strftime("%H:%M:%S")
     console.print(Text(f"{stamp} {clean(text)}"), soft_wrap=True)
@@ -56,8 +54,6 @@ def note(text):
 
 def block(title, text):
     """A titled text, such as a transcript, on stdout."""
-    if not hosts.is_first():
-        return
     console = _console(sys.stdout)
     console.rule(Text(clean(title)), align="left", characters="-")
     console.print(Text(clean(text)), soft_wrap=True)
@@ -72,8 +68,6 @@ def table(title, columns, rows):
         rows: sequences of n values; numbers are aligned right, floats get four digits,
             None becomes '-'.
     """
-    if not hosts.is_first():
-        return
     grid = Table(title=Text(clean(title)), title_justify="left")
     rows = [list(row) for row in rows]
     for position, heading in enumerate(columns):
@@ -105,9 +99,6 @@ def progress(items, label, *, total=None):
         label: what they are.
         total: how many; found out where `items` has a length.
     """
-    if not hosts.is_first():
-        yield from items
-        return
     if total is None and hasattr(items, "__len__"):
         total = len(items)
     console = _console(sys.stderr)
@@ -160,6 +151,7 @@ def _console(stream):
     return _Console(
         file=stream,
         width=None if is_terminal else PLAIN_WIDTH,
+        quiet=not hosts.is_first(),
         highlight=False,
         markup=False,
         emoji=False,

@@ -109,18 +109,19 @@ def exchange(payload: bytes) -> list[bytes]:
 def share(
     work: Callable[[Sequence], Sequence],
     items: Sequence,
-    owners: Sequence[int],
     *,
     encode: Callable[[Sequence], bytes],
     decode: Callable[[bytes, Sequence], Sequence],
 ) -> list:
     """`work(items)`, each host working on its own, all getting all results.
 
+    The first item is the first host's, the second the second's, and so on: items cost
+    about the same.
+
     Args:
         work: (items) -> as many results; called on every host, also with no items, so
             that it may do what all have to do together.
         items: the same on all hosts.
-        owners: the number of the host that each item is for.
         encode: results -> bytes.
         decode: (bytes, the items they are of) -> results.
 
@@ -133,38 +134,28 @@ def share(
     """
     if num_hosts() == 1:
         return list(work(items))
-    shares = [[] for _ in range(num_hosts())]
-    for i, owner in enumerate(owners):
-        shares[owner].append(i)
     failed, told = None, b""
     try:
-        told = b"\1" + encode(work([items[i] for i in shares[index()]]))
+        told = b"\1" + encode(work(items[index() :: num_hosts()]))
     except Exception as error:  # told to all, who would wait for ever
         failed, told = error, b"\0" + f"{type(error).__name__}: {error}".encode()
     replies = exchange(told)
     if failed is not None:
         raise failed
     results = [None] * len(items)
-    for number, (reply, chosen) in enumerate(zip(replies, shares, strict=True)):
+    for number, reply in enumerate(replies):
         if reply[:1] == b"\0":
             raise RuntimeError(f"host {number}: {reply[1:].decode()}")
-        decoded = decode(reply[1:], [items[i] for i in chosen])
-        for i, result in zip(chosen, decoded, strict=True):
-            results[i] = result
+        own = slice(number, None, num_hosts())
+        results[own] = decode(reply[1:], items[own])
     return results
 
 
-def in_turn(items: Sequence) -> list[int]:
-    """The hosts of items that cost about the same: the first, the second, ..."""
-    return [i % num_hosts() for i in range(len(items))]
-
-
 def share_records(work: Callable[[Sequence], Sequence], items: Sequence) -> list:
-    """`share` of items that cost about the same, whose results are JSON values."""
+    """`share` of work whose results are JSON values."""
     return share(
         work,
         items,
-        in_turn(items),
         encode=lambda results: json.dumps(list(results)).encode(),
         decode=lambda data, _: json.loads(data),
     )

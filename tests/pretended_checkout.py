@@ -42,17 +42,23 @@ class Checkout:
         self.require("a==1")
         (self.repo / "tests" / "requirements.txt").write_text("-r ../requirements.txt")
         self.bin.mkdir()
-        for name in ("bash", "dirname", "cksum", "tr", "touch", "rm", "mkdir", "cp"):
-            (self.bin / name).symlink_to(shutil.which(name))
+        self.link("bash", "dirname", "cksum", "tr", "touch", "rm", "mkdir", "cp")
 
     def require(self, line):
         (self.repo / "requirements.txt").write_text(line)
 
     def python(self, name, minor, folder=None):
+        return self.program(name, PYTHON.replace("{minor}", str(minor)), folder)
+
+    def program(self, name, text, folder=None):
         path = (folder or self.bin) / name
-        path.write_text(PYTHON.replace("{minor}", str(minor)))
+        path.write_text(text)
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return path
+
+    def link(self, *names):
+        for name in names:
+            (self.bin / name).symlink_to(shutil.which(name))
 
     def run(self, script, *arguments, **environment):
         """(exit code, stderr, what the Pythons were asked in this run)."""

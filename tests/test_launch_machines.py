@@ -1,7 +1,5 @@
 """The launch scripts for GPU nodes, SLURM and TPU slices, on machines that pretend."""
 
-import shutil
-import stat
 import subprocess
 
 import pytest
@@ -28,12 +26,9 @@ exec "$@"
 def on_gpus(checkout):
     """A checkout on a machine with GPUs and SLURM, or what pretends to be such."""
     checkout.python("python3.11", 11)
-    for name in ("sort", "uniq", "sed"):
-        (checkout.bin / name).symlink_to(shutil.which(name))
-    for name, text in (("nvidia-smi", NVIDIA), ("srun", SRUN)):
-        path = checkout.bin / name
-        path.write_text(text)
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    checkout.link("sort", "uniq", "sed")
+    checkout.program("nvidia-smi", NVIDIA)
+    checkout.program("srun", SRUN)
     return checkout
 
 
@@ -138,12 +133,8 @@ class Cloud:
 
     def __init__(self, checkout, folder):
         self.checkout, self.folder = checkout, folder
-        names = ("git", "tar", "gzip", "head", "wc", "sed", "date", "sleep")
-        for name in names:
-            (checkout.bin / name).symlink_to(shutil.which(name))
-        path = checkout.bin / "gcloud"
-        path.write_text(GCLOUD)
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        checkout.link("git", "tar", "gzip", "head", "wc", "sed", "date", "sleep")
+        checkout.program("gcloud", GCLOUD)
         for command in (["init", "-q"], ["add", "-A"]):
             subprocess.run(["git", "-C", checkout.repo, *command], check=True)
 

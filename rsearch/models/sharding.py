@@ -113,7 +113,7 @@ def place_for_decoding(params, mesh: Mesh):
     if first.sharding.is_fully_addressable:
         return jax.device_put(params, shardings)
     whole = param_shardings(params, first.sharding.mesh, DECODING_RULES)
-    params = jax.jit(lambda tree: tree, out_shardings=whole)(params)
+    params = jax.device_put(params, whole)
 
     def own(leaf, sharding):
         parts = [shard.data for shard in leaf.addressable_shards]

@@ -42,16 +42,14 @@ def encode_groups(groups: Sequence[Group]) -> bytes:
             for segment in rollout.segments:
                 ids.append(np.asarray(segment.token_ids, "<i4"))
                 logps.append(np.asarray(segment.logp, "<f4"))
-    head = json.dumps(told).encode()
-    body = [array.tobytes() for array in (*ids, *logps)]
-    return b"".join([len(head).to_bytes(HEAD_BYTES, "little"), head, *body])
+    return _joined(told, *(array.tobytes() for array in (*ids, *logps)))
 
 
-def decode_groups(data: bytes, questions: Sequence[Question]) -> list[Group]:
+def decode_groups(
+    data: bytes | memoryview, questions: Sequence[Question]
+) -> list[Group]:
     """What `encode_groups` was given; the questions are those that it was about."""
-    size = int.from_bytes(data[:HEAD_BYTES], "little")
-    told = json.loads(data[HEAD_BYTES : HEAD_BYTES + size])
-    rest = memoryview(data)[HEAD_BYTES + size :]
+    told, rest = _parted(data)
     half = len(rest) // 2
     ids = np.frombuffer(rest[:half], "<i4").astype(np.int32)
     logp = np.frombuffer(rest[half:], "<f4").astype(np.float32)
@@ -75,13 +73,7 @@ def share_groups(
     questions: Sequence[Question],
 ) -> list[Group]:
     """The groups of all questions, each host rolling out its own: `hosts.share`."""
-    return hosts.share(
-        work,
-        questions,
-        hosts.in_turn(questions),
-        encode=encode_groups,
-        decode=decode_groups,
-    )
+    return hosts.share(work, questions, encode=encode_groups, decode=decode_groups)
 
 
 def share_rewarded(
@@ -89,13 +81,8 @@ def share_rewarded(
     questions: Sequence[Question],
 ) -> list[Rewarded]:
     """The same with what the groups have earned."""
-    return hosts.share(
-        work,
-        questions,
-        hosts.in_turn(questions),
-        encode=_encode_rewarded,
-        decode=_decode_rewarded,
-    )
+    own = {"encode": _encode_rewarded, "decode": _decode_rewarded}
+    return hosts.share(work, questions, **own)
 
 
 def _encode_rewarded(found):
@@ -103,15 +90,12 @@ def _encode_rewarded(found):
         [one.rewards.tolist(), {n: part.tolist() for n, part in one.parts.items()}]
         for one in found
     ]
-    head = json.dumps(earned).encode()  # NaN as such: Python reads it back
-    groups = encode_groups([one.group for one in found])
-    return b"".join([len(head).to_bytes(HEAD_BYTES, "little"), head, groups])
+    return _joined(earned, encode_groups([one.group for one in found]))
 
 
 def _decode_rewarded(data, questions):
-    size = HEAD_BYTES + int.from_bytes(data[:HEAD_BYTES], "little")
-    earned = json.loads(data[HEAD_BYTES:size])
-    groups = decode_groups(data[size:], questions)
+    earned, rest = _parted(data)
+    groups = decode_groups(rest, questions)
     return [
         Rewarded(
             group,
@@ -120,6 +104,18 @@ def _decode_rewarded(data, questions):
         )
         for group, (rewards, parts) in zip(groups, earned, strict=True)
     ]
+
+
+def _joined(told, *rest):
+    """A JSON value, NaN as such, and bytes behind it."""
+    head = json.dumps(told).encode()
+    return b"".join([len(head).to_bytes(HEAD_BYTES, "little"), head, *rest])
+
+
+def _parted(data):
+    """The JSON value, and a view of the bytes behind it."""
+    end = HEAD_BYTES + int.from_bytes(data[:HEAD_BYTES], "little")
+    return json.loads(bytes(data[HEAD_BYTES:end])), memoryview(data)[end:]
 
 
 def _told(rollout):
