@@ -1,6 +1,6 @@
 """What must fit together in a configuration; one function for each rule."""
 
-from rsearch.stage_plan import kinds
+from rsearch.stage_plan import AGENTS, URLS, kinds
 
 
 def _check_sources(c):
@@ -43,9 +43,9 @@ def _check_reranker(c):
 
 
 def _check_endpoints(c):
-    for name in ("judge", "rewriter", "writer", "answerer", "reader"):
+    for name in AGENTS:
         source = c[name].source
-        if not source.startswith(("http://", "https://")):
+        if not source.startswith(URLS):
             continue
         if any(sign in source for sign in "@?#"):  # not shown: it may be a secret
             raise ValueError(
@@ -143,9 +143,9 @@ def _check_context(c):
 def _check_together(c):
     if not c.rollout.together:
         return
-    for name in ("judge", "rewriter", "writer", "answerer", "reader"):
+    for name in AGENTS:
         source = c[name].source
-        if source and not source.startswith(("http://", "https://")):
+        if source and not source.startswith(URLS):
             raise ValueError(
                 f"config.{name}.source = {source!r} would run on a host's own devices, "
                 "which config.rollout.together = True is for doing without: name an "

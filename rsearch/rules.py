@@ -8,7 +8,7 @@ import math
 import re
 
 from rsearch.crosschecks import CROSS_CHECKS, check_mesh
-from rsearch.stage_plan import STAGE, is_stage, stage_configs
+from rsearch.stage_plan import AGENTS, STAGE, is_stage, stage_configs
 
 EVIDENCE, READER_RAG = "evidence", "reader_rag"
 READER_METHODS = (EVIDENCE, "reader_direct", READER_RAG)
@@ -212,7 +212,7 @@ RULES = {  # field -> (predicate, what would be right)
     "reward": (lambda x: len(x) > 0, "at least one term with its settings"),
     **{
         f"{model}.{field}": rule
-        for model in ("judge", "rewriter", "writer", "answerer", "reader")
+        for model in AGENTS
         for field, rule in ASKED_MODEL.items()
     },
     "mesh.data": (

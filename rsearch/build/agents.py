@@ -23,11 +23,10 @@ from rsearch.models.sharding import own_mesh, param_shardings
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.rollout.generate import local_generator
 from rsearch.rollout.remote import remote_generator
-from rsearch.stage_plan import STAGE
+from rsearch.stage_plan import STAGE, URLS
 from rsearch.types import GenerateFn
 from rsearch.workdir import read_config
 
-URLS = ("http://", "https://")
 CHECKPOINTS = "checkpoints"  # in a stage's directory
 STAGE_SECTIONS = ("model", "tokenizer", "protocol")  # that shape what a stage trains
 

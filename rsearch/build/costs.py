@@ -12,14 +12,12 @@ from rsearch.models.decoder import DecoderSpec
 from rsearch.models.published import PUBLISHED
 from rsearch.protocols import make_protocol
 from rsearch.rollout.conversation import Limits, Markup, conversation_tokens
-from rsearch.stage_plan import STAGE, kind_of
+from rsearch.stage_plan import AGENTS, STAGE, URLS, kind_of
 from rsearch.types import Cut
 
 GB = 1e9
 FLOAT32 = 4  # bytes
-AGENTS = ("judge", "rewriter", "writer", "answerer", "reader")
 MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
-URLS = ("http://", "https://")
 HOST_DEVICES = 8  # at most; each host rolls out config.rollout.slots rows of its own
 SCORE_COPIES = 3  # of attention's scores at once: logits, weights, gradient
 

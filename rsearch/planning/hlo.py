@@ -69,6 +69,12 @@ class Moved(NamedTuple):
         return sum(size for _, size in self.links.values())
 
 
+def scaled(one: Moved, factor: float) -> Moved:
+    """What is moved by so many calls."""
+    links = {op: (n * factor, size * factor) for op, (n, size) in one.links.items()}
+    return Moved(one.memory * factor, links)
+
+
 def moved(text: str, *, rounds: float = 1) -> Moved:
     """What a compiled program moves in one call, at most: of branches the dearest.
 
@@ -147,13 +153,12 @@ class _Reader:
         called = [n for text in CALLED.findall(i.rest) for n in NAME.findall(text)]
         if i.op == "while":
             body = self.computation(called[0])
-            return _times(body, self.length(CONDITION.search(i.rest)[1]))
+            return scaled(body, self.length(CONDITION.search(i.rest)[1]))
         if i.op == "conditional":
             return max(map(self.computation, called), key=lambda m: (m.memory, m.sent))
         if i.op == "call":
             return _sum(map(self.computation, called))
         base = i.op.removesuffix("-start")
-        links = {}
         if i.op.endswith("-done") or i.op in FREE:
             return Moved(0.0, {})
         if i.op == "async-start":
@@ -164,8 +169,8 @@ class _Reader:
         if base in COLLECTIVES:
             return self._collective(home, base, i)
         if i.op == "fusion":
-            return Moved(self._fusion(home, i, called[0]), links)
-        return Moved(self._plain(home, i), links)
+            return Moved(self._fusion(home, i, called[0]), {})
+        return Moved(self._plain(home, i), {})
 
     def length(self, condition) -> float:
         """How often a loop with this condition runs."""
@@ -205,9 +210,10 @@ class _Reader:
         if i.op in ("copy-start", "slice-start", "dynamic-slice-start"):
             # (target, source, ...): the smaller is what goes.
             parts = [
-                array_bytes(p, in_memory=False) for p in _parts(i.shape) if "[" in p
+                array_bytes(part[0], in_memory=False)
+                for part in ARRAY.finditer(i.shape)
             ]
-            return min(p for p in parts[:2] if p) if any(parts[:2]) else 0.0
+            return min((p for p in parts[:2] if p), default=0.0)
         return sum(operands) + out
 
     def _fusion(self, home, i, called):
@@ -258,11 +264,6 @@ class _Reader:
         return array_bytes(root.shape, in_memory=False)
 
 
-def _parts(shape):
-    """The parts of a tuple's shape."""
-    return [match[0] for match in re.finditer(r"\w+\[[\d,]*\](?:\{[^}]*\})?", shape)]
-
-
 def _sum(found):
     memory, links = 0.0, {}
     for one in found:
@@ -271,8 +272,3 @@ def _sum(found):
             have = links.get(op, (0.0, 0.0))
             links[op] = (have[0] + count, have[1] + size)
     return Moved(memory, links)
-
-
-def _times(one, factor):
-    links = {op: (n * factor, size * factor) for op, (n, size) in one.links.items()}
-    return Moved(one.memory * factor, links)

@@ -1,4 +1,4 @@
-"""Accelerators as their makers describe them, and meshes of those that are not here."""
+"""Accelerators as their makers describe them, and slices of those that are not here."""
 
 import dataclasses
 import importlib.util
@@ -6,8 +6,6 @@ import os
 import re
 
 import jax
-
-from rsearch.models.sharding import make_mesh
 
 TOPOLOGY = re.compile(r"(v4|v5e|v5p|v6e):(\d+x\d+(?:x\d+)?)")
 HOST_CHIPS = (2, 2, 1)  # of a TPU host; a smaller slice is one host
@@ -48,16 +46,22 @@ class Machine:
     Attributes:
         name: as it was asked for.
         chip: of each device.
-        devices: what JAX compiles for.
-        num_devices: of all hosts.
-        num_hosts: that they belong to.
+        devices: what JAX compiles for, those of a host side by side.
     """
 
     name: str
     chip: Chip
     devices: tuple
-    num_devices: int
-    num_hosts: int
+
+    @property
+    def num_devices(self) -> int:
+        """Of all hosts."""
+        return len(self.devices)
+
+    @property
+    def num_hosts(self) -> int:
+        """That the devices belong to."""
+        return len({d.process_index for d in self.devices})
 
 
 def find_machine(name: str) -> Machine:
@@ -73,11 +77,9 @@ def find_machine(name: str) -> Machine:
             "v5p:2x2x4 or v4:2x2x2"
         )
     kind, shape = found[1], [int(n) for n in found[2].split("x")]
-    devices = tuple(_tpu_devices(name, shape))
-    # Those of a host side by side, as in a mesh of devices that are there.
+    devices = _tpu_devices(name, shape)
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
-    hosts = {d.process_index for d in devices}
-    return Machine(name, CHIPS[kind], tuple(devices), len(devices), len(hosts))
+    return Machine(name, CHIPS[kind], tuple(devices))
 
 
 def _tpu_devices(name, shape):
@@ -103,12 +105,3 @@ def _tpu_devices(name, shape):
         first = str(error).partition("\n")[0]
         raise ValueError(f"--topology={name}: {first}") from None
     return found.devices
-
-
-def machine_mesh(machine: Machine, axes) -> jax.sharding.Mesh:
-    """A mesh of config.mesh over the machine's devices.
-
-    Raises:
-        ValueError: the axes do not multiply to the number of devices.
-    """
-    return make_mesh(**axes, devices=machine.devices)

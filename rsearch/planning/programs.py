@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsearch import build
-from rsearch.build.costs import AGENTS, agent_memory, limits_of, shape_of
+from rsearch.build.costs import agent_memory, limits_of, shape_of
+from rsearch.build.parts import policy_protocol
 from rsearch.build.setup import Frame
 from rsearch.learn.batch import Batch, cut, pack_segments
 from rsearch.learn.packing import packed
@@ -20,17 +21,17 @@ from rsearch.models.blocked_attention import BLOCK
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import (
     DECODING_RULES,
+    make_mesh,
     num_shards,
     own_mesh,
     param_shardings,
     replicated,
 )
-from rsearch.planning.machines import Machine, machine_mesh
-from rsearch.protocols import make_protocol
+from rsearch.planning.machines import Machine
 from rsearch.rollout.conversation import conversation_tokens, shown_tokens
 from rsearch.rollout.driver import at_once
 from rsearch.rollout.sampler import Sampler
-from rsearch.stage_plan import kind_of
+from rsearch.stage_plan import AGENTS, kind_of
 
 
 class Program(NamedTuple):
@@ -82,7 +83,7 @@ def make_frame(config, stage: str, machine: Machine) -> Frame:
     m = config.model
     return Frame(
         config=config,
-        mesh=machine_mesh(machine, config.mesh),
+        mesh=make_mesh(**config.mesh, devices=machine.devices),
         model=Decoder(spec, dtype=jnp.dtype(m.dtype), remat=m.remat),
         limits=limits,
         num_tokens=config.sft.sequence_tokens if kind == "sft" else tokens,
@@ -180,11 +181,8 @@ def _rolling(frame, state, machine):
 def _sampler(frame, mesh):
     """The functions that roll out."""
     c = frame.config
-    protocol = make_protocol(
-        c.protocol.name, max_queries=c.protocol.max_queries or None
-    )
     # As many states as the automaton of its stop strings can have; which, is no matter.
-    states = sum(map(len, protocol.stop_strings)) + 1
+    states = sum(map(len, policy_protocol(c).stop_strings)) + 1
     return Sampler(
         frame.model,
         mesh,
@@ -205,14 +203,10 @@ def _learning(frame, state):
     agents = _agents(c) + device_bytes(state.params)  # those it began with
     batch = _batch(frame, "rl")
     others = device_bytes(state) - device_bytes(state.params)
-    rounds = _blocks(frame.num_tokens)
     programs = []
 
-    def program(name, function, args, calls, beside):
-        donated = (0,) if "update" in name else ()
-        function = jax.jit(function, donate_argnums=donated)
-        size = frame.mesh.size
-        programs.append(Program(name, function, args, calls, rounds, beside, size))
+    def program(*given, **settings):
+        programs.append(_over_all(frame, *given, **settings))
 
     calls = (s.behavior == "scored") + (s.kl_coef > 0)
     if calls:
@@ -227,7 +221,8 @@ def _learning(frame, state):
         beside = resident - device_bytes(state.critic.params)
         program("value score", critic.score, args, 1, beside)
         args = (state.critic, part)
-        program("value update", critic.update, args, s.updates_per_step, resident - own)
+        calls, beside = s.updates_per_step, resident - own
+        program("value update", critic.update, args, calls, beside, donated=(0,))
     update = _update(frame, "rl", state, beside=agents)
     return [*programs, update]
 
@@ -246,10 +241,16 @@ def _update(frame, kind, state, *, beside):
         args.append(_batch(frame, kind, num_rows=s.memorise_rows))
     if state.critic is not None:
         beside += device_bytes(state.critic)
-    function = jax.jit(learner.update, donate_argnums=0)
-    rounds = _blocks(frame.num_tokens)
-    size = frame.mesh.size
-    return Program("update", function, tuple(args), updates, rounds, beside, size)
+    given = learner.update, tuple(args), updates, beside
+    return _over_all(frame, "update", *given, donated=(0,))
+
+
+def _over_all(frame, name, function, args, calls, beside, *, donated=()):
+    """A program over the devices of all hosts, on rows of full length."""
+    function = jax.jit(function, donate_argnums=donated)
+    # Blocks of keys that a block of queries looks at, on average.
+    rounds = (-(-frame.num_tokens // BLOCK) + 1) / 2
+    return Program(name, function, args, calls, rounds, beside, frame.mesh.size)
 
 
 def _batch(frame, kind, *, updates=1, has_values=False, num_rows=None) -> Batch:
@@ -272,11 +273,6 @@ def _batch(frame, kind, *, updates=1, has_values=False, num_rows=None) -> Batch:
         lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), one
     )
     return _with(shapes, batch_shardings(shapes, frame.mesh))
-
-
-def _blocks(num_tokens):
-    """Blocks of keys that a block of queries looks at, on average of a full row."""
-    return (-(-num_tokens // BLOCK) + 1) / 2
 
 
 def _with(shapes, shardings):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 
 from rsearch.planning.flops import count_flops
-from rsearch.planning.hlo import Moved, moved
+from rsearch.planning.hlo import Moved, moved, scaled
 from rsearch.planning.machines import Machine
 from rsearch.planning.programs import Program
 
@@ -63,16 +63,12 @@ def estimate(program: Program, machine: Machine) -> Estimate:
         if peak is None:
             raise ValueError(_explained(program, machine, str(error))) from None
         found = Moved(0.0, {})
-    links = {
-        op: (count * program.calls, size * program.calls)
-        for op, (count, size) in found.links.items()
-    }
     return Estimate(
         program.name,
         program.calls,
         peak + program.beside,
         flops * program.calls / program.num_devices,
-        Moved(found.memory * program.calls, links),
+        scaled(found, program.calls),
         time.monotonic() - started,
     )
 
