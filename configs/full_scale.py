@@ -55,6 +55,7 @@ def backbone(c, source):
     """A published model, computed in bfloat16 around float32 master weights."""
     c.model.update(source=source, dtype="bfloat16", remat=True, logit_chunk=512)
     c.tokenizer.source = ""
+    c.rollout.extend_chunk = 256  # each chunk reads all weights once
 
 
 def verl_adamw(c):

@@ -205,7 +205,7 @@ class Learner:
         )
         self.num_traces = 0
         self._logprobs = functools.partial(
-            token_logprobs, model, chunk_tokens=chunk_tokens
+            token_logprobs, model.clone(mesh=mesh), chunk_tokens=chunk_tokens
         )
         self._temperature = temperature
         self._score_rows = jax.jit(self._score)
@@ -301,7 +301,7 @@ class Critic:
     ):
         self._mesh, self._optimizer, self._loss = mesh, optimizer, loss
         self._loss_mean, self._over_response = loss_mean, over_response
-        self._values = functools.partial(token_values, model)
+        self._values = functools.partial(token_values, model.clone(mesh=mesh))
         self.num_traces = 0
         self._score_rows = jax.jit(self._score)
         self._update_rows = jax.jit(self._update, donate_argnums=0)

@@ -13,6 +13,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from rsearch.models.sharding import num_shards, runs_on_tpu
+from rsearch.models.splash import BLOCK, splash_after
 
 REACH_STEP = 64  # slots; a cache is read in eighths of it, rounded up to these
 
@@ -91,11 +95,55 @@ def extend_cache(cache: Cache, layer, k, v, place: Place) -> Cache:
     return Cache(cache.k.at[at].set(k, mode="drop"), cache.v.at[at].set(v, mode="drop"))
 
 
-def attend_cached(q, cache: Cache, layer, place: Place):
-    """`attend` to what a layer's cache holds, each query up to its own position.
+def attend_cached(q, k, v, cache: Cache, layer, place: Place, mesh: Mesh | None = None):
+    """Writes new tokens to a layer's cache; each then looks up to its own position.
 
-    Reads the cache no further than the longest row of the call reaches.
+    Reads the cache no further than the longest row of the call reaches. Every device
+    has to do with its own rows and heads alone, and asks no other for any.
+
+    Args:
+        q, k, v: [B, T, H or K, C]; where T > 1, a row's tokens stand one after another
+            in its cache, and what is padding comes last.
+        cache: as it was.
+        layer: the number of the layer.
+        place: of the tokens. Where `place.rows` has a multiple of the parts that rows
+            are cut into, each part of it names rows of the same part of the cache.
+        mesh: of the devices that hold all this; None is one device.
+
+    Returns:
+        [B, T, H, C] in the queries' dtype, and the cache.
     """
+    if mesh is None or mesh.size == 1:
+        return _attend_cached(q, k, v, cache, layer, place, runs_on_tpu(mesh))
+    parts, cached_rows, kv_heads = num_shards(mesh), *cache.k.shape[1:3]
+    is_cut = len(q) % parts == 0 and cached_rows % parts == 0
+    rows = ("data", "fsdp") if is_cut else None
+    heads = "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
+
+    def own(q, k, v, cache, layer, place):
+        if place.rows is not None and is_cut:
+            own_rows = cache.k.shape[1]
+            local = place.rows - jax.lax.axis_index(rows) * own_rows
+            is_own = (local >= 0) & (local < own_rows)
+            place = place._replace(rows=jnp.where(is_own, local, own_rows))
+        return _attend_cached(q, k, v, cache, layer, place, runs_on_tpu(mesh))
+
+    new, kept = PartitionSpec(rows, None, heads), PartitionSpec(None, rows, heads)
+    row, whole = PartitionSpec(rows), PartitionSpec()
+    caches = Cache(kept, kept)
+    places = Place(row, None if place.rows is None else row, whole)
+    return jax.shard_map(
+        own,
+        mesh=mesh,
+        in_specs=(new, new, new, caches, whole, places),
+        out_specs=(new, caches),
+        check_vma=False,
+    )(q, k, v, cache, jnp.asarray(layer), place)
+
+
+def _attend_cached(q, k, v, cache, layer, place, on_tpu):
+    """`attend_cached` on one device."""
+    cache = extend_cache(cache, layer, k, v, place)
 
     def look(num_slots):
         def read(x):
@@ -104,9 +152,13 @@ def attend_cached(q, cache: Cache, layer, place: Place):
             shape = (1, *x.shape[1:3], num_slots, x.shape[4])
             return jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), shape)[0]
 
+        if on_tpu and q.shape[1] > 1 and num_slots > BLOCK:
+            first = place.positions[:, 0]
+            before = jnp.where(first < cache.k.shape[3], first, 0)
+            return splash_after(q, read(cache.k), read(cache.v), k, v, before)
         visible = jnp.arange(num_slots)[None, None] <= place.positions[:, :, None]
         return attend(q, read(cache.k), read(cache.v), visible)
 
     sizes = reaches(cache.k.shape[3])
     branches = [lambda size=size: look(size) for size in sizes]
-    return jax.lax.switch(place.reach, branches)
+    return jax.lax.switch(place.reach, branches), cache

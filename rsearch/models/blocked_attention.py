@@ -8,25 +8,30 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from rsearch.models.attention import attend
+from rsearch.models.sharding import runs_on_tpu
+from rsearch.models.splash import splash_within
 
 BLOCK = 64  # N, tokens whose scores exist at once, against as many
 
 
-def attend_within(q, k, v, text):
+def attend_within(q, k, v, text, mesh: Mesh | None = None):
     """Attention within the texts of each row, of no token to a later one.
 
     Short rows have all their scores at once. Longer ones go by blocks and never hold
     [T, T] scores: the softmax is taken with a running maximum (Rabe and Staats, arXiv
     2112.05682; backwards as in FlashAttention, arXiv 2205.14135). Blocks of keys that
     lie before the texts of a block of queries, in all rows, are passed over, so that
-    many texts in one row cost what they cost alone.
+    many texts in one row cost what they cost alone. On TPUs a kernel does the same.
 
     Args:
         q: [B, T, H, C] queries.
         k, v: [B, K, T, C] keys and values; H is a multiple of K.
-        text: [B, T] int32, the number of the text a token is of; ascending.
+        text: [B, T] int32, the number of the text a token is of; ascending from 0.
+        mesh: of the devices that hold them, rows over data and fsdp, heads over tensor;
+            None is one device.
 
     Returns:
         [B, T, H, C] in the queries' dtype.
@@ -37,6 +42,8 @@ def attend_within(q, k, v, text):
         token = jnp.arange(t)
         visible = text[:, :, None] == text[:, None, :]
         return attend(q, k, v, visible & (token[None] <= token[:, None])[None])
+    if runs_on_tpu(mesh):
+        return splash_within(q, k, v, text, mesh)
     n = -(-t // BLOCK)
     short = n * BLOCK - t
     # What fills the last block is a text of its own.

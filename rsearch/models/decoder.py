@@ -13,8 +13,9 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from rsearch.models.attention import Place, attend_cached, extend_cache, place_in
+from rsearch.models.attention import Place, attend_cached, place_in
 from rsearch.models.blocked_attention import attend_within
 
 ROTARY_PAIRS = ("halves", "neighbours")
@@ -173,6 +174,7 @@ class Attention(nn.Module):
     """Self-attention over the row itself, or over its cache after writing to it."""
 
     spec: DecoderSpec
+    mesh: Mesh | None
 
     @nn.compact
     def __call__(self, x, place, cache, layer):
@@ -201,10 +203,10 @@ class Attention(nn.Module):
         if cache is None:
             # Position 0 begins another text: several may share a row.
             text = jnp.cumsum(positions == 0, axis=1)
-            out = attend_within(q, k.swapaxes(1, 2), v.swapaxes(1, 2), text)
+            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+            out = attend_within(q, k, v, text, self.mesh)
         else:
-            cache = extend_cache(cache, layer, k, v, place)
-            out = attend_cached(q, cache, layer, place)
+            out, cache = attend_cached(q, k, v, cache, layer, place, self.mesh)
         kernel = self.param("o", init, (s.num_heads, s.head_dim, s.width))
         out = out.reshape(*x.shape[:2], -1)
         return multiply(out, kernel.reshape(-1, s.width)), cache
@@ -214,6 +216,7 @@ class Layer(nn.Module):
     """Attention and SwiGLU between norms, as a body for `nn.scan`."""
 
     spec: DecoderSpec
+    mesh: Mesh | None
 
     @nn.compact
     def __call__(self, carry, _):
@@ -221,7 +224,8 @@ class Layer(nn.Module):
         s = self.spec
         init = nn.initializers.normal(0.02)
         normed = RMSNorm(s.norm_eps, name="attention_norm")(x)
-        mixed, cache = Attention(s, name="attention")(normed, place, cache, layer)
+        attention = Attention(s, self.mesh, name="attention")
+        mixed, cache = attention(normed, place, cache, layer)
         if s.post_norms:
             mixed = RMSNorm(s.norm_eps, name="attention_post_norm")(mixed)
         x = x + mixed
@@ -248,12 +252,14 @@ class Decoder(nn.Module):
         dtype: compute dtype; parameters are float32 masters unless cast by the caller.
         remat: recompute each layer in the backward pass instead of storing it.
         value_head: add a scalar head on the last hidden state.
+        mesh: of the devices it runs on, which attention then goes by; None is one.
     """
 
     spec: DecoderSpec
     dtype: jnp.dtype = jnp.float32
     remat: bool = False
     value_head: bool = False
+    mesh: Mesh | None = None
 
     def setup(self):
         s = self.spec
@@ -265,7 +271,7 @@ class Decoder(nn.Module):
             variable_axes={"params": 0},
             split_rngs={"params": True},
             length=s.num_layers,
-        )(s)
+        )(s, self.mesh)
         self.final_norm = RMSNorm(s.norm_eps)
         if not s.tie_embeddings:
             self.unembedding = self.param("unembedding", init, (s.width, s.vocab_size))

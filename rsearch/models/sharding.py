@@ -174,6 +174,11 @@ def num_shards(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
+def runs_on_tpu(mesh: Mesh | None) -> bool:
+    """Whether its devices are TPUs, be they here or only compiled for."""
+    return mesh is not None and mesh.devices.flat[0].platform == "tpu"
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """The whole array on every device."""
     return NamedSharding(mesh, PartitionSpec())

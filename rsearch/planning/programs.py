@@ -134,7 +134,8 @@ def _rolling(frame, state, machine):
     )
     params = _with(params, param_shardings(params, mesh, DECODING_RULES))
     num_rows, group = c.rollout.slots, c.rollout.group_size
-    moved, block = (sharing * n for n in at_once(num_rows, group))
+    parts = max(1, sampler.parts(num_rows * sharing) // sharing)
+    moved, block = (sharing * n for n in at_once(num_rows, group, parts))
     num_rows *= sharing
     rows = jax.eval_shape(lambda: sampler.empty(num_rows))
     rows = _with(rows, sampler.shardings(rows))

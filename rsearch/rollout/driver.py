@@ -22,9 +22,15 @@ TOKENS_WHILE_SEARCHING = 16  # that rows write before the host looks what was fo
 PATIENCE = 0.005  # seconds: a fast search is awaited before the others write on
 
 
-def at_once(num_rows: int, group_size: int) -> tuple[int, int]:
-    """How many of B rows read or begin at once, and how many prompts are read."""
-    moved = _part(num_rows, READ_SHARE)
+def at_once(num_rows: int, group_size: int, parts: int = 1) -> tuple[int, int]:
+    """How many of B rows read or begin at once, and how many prompts are read.
+
+    Args:
+        num_rows: B.
+        group_size: rollouts of a question.
+        parts: that the rows are cut into; as many of each read at once.
+    """
+    moved = parts * _part(num_rows // parts, READ_SHARE)
     return moved, _part(_part(num_rows, 2 * READ_SHARE), 1 / group_size)
 
 
@@ -109,7 +115,8 @@ class _Play:
         self.prompts, self.names = prompts, names
         num_rows, group_size = engine.num_rows, engine.group_size
         self.num_rows, self.group_size = num_rows, group_size
-        self.num_moved, self.block = at_once(num_rows, group_size)
+        self.parts = self.sampler.parts(num_rows)
+        self.num_moved, self.block = at_once(num_rows, group_size, self.parts)
         self.rollouts = [[None] * group_size for _ in prompts]
         self.left = [group_size] * len(prompts)
         self.waiting = collections.deque(
@@ -278,25 +285,27 @@ class _Play:
 
     def _read(self):
         """Rows read what they were shown, and go on writing."""
-        slots = sorted(self.reading)
-        most = int(self.sampler.agree(len(slots)).max())
-        for start in range(0, most, self.num_moved):
-            part = slots[start : start + self.num_moved]
-            self._extend(part)
-            self.begins[part] = True
+        size, most = self.num_rows // self.parts, self.num_moved // self.parts
+        slots = [[] for _ in range(self.parts)]  # that read, of each part
+        for slot in sorted(self.reading):
+            slots[slot // size].append(slot)
+        longest = int(self.sampler.agree(max(map(len, slots))).max())
+        for start in range(0, longest, most):
+            self._extend([own[start : start + most] for own in slots])
+        self.begins[list(self.reading)] = True
         self.writing |= self.reading.keys()
         self.reading = {}
 
-    def _extend(self, part):
-        """These slots read what they were shown; none compiles it."""
+    def _extend(self, slots):
+        """These slots, of each part its own, read what they were shown."""
         tokens = np.zeros((self.num_moved, self.host.shown_tokens), np.int32)
         count = np.zeros(self.num_moved, np.int32)
-        slots = np.full(self.num_moved, self.num_rows, np.int32)
-        slots[: len(part)] = part
-        for k, slot in enumerate(part):
-            ids = self.reading[slot]
-            tokens[k, : len(ids)], count[k] = ids, len(ids)
-        self.rows = self.sampler.extend(self.params, self.rows, slots, tokens, count)
+        places = np.full(self.num_moved, self.num_rows, np.int32)
+        for part, own in enumerate(slots):
+            for k, slot in enumerate(own, part * (self.num_moved // self.parts)):
+                ids, places[k] = self.reading[slot], slot
+                tokens[k, : len(ids)], count[k] = ids, len(ids)
+        self.rows = self.sampler.extend(self.params, self.rows, places, tokens, count)
 
 
 def _part(number: int, share: float) -> int:

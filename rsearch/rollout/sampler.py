@@ -19,9 +19,11 @@ from rsearch.models.attention import Cache, empty_cache
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import (
     batch_sharding,
+    num_shards,
     place_for_decoding,
     replicated,
 )
+from rsearch.rollout.drawing import row_keys, sample
 
 SLOT_TILE = 16  # of a TPU's tiles in bfloat16
 
@@ -63,54 +65,6 @@ class Rows(NamedTuple):
 
     context: Context
     turn: Turn
-
-
-def nucleus(logits, top_p: float):
-    """Logits with all but the smallest set of mass >= top_p at -inf; no sort.
-
-    The probability threshold is found by bisection: the kept mass is at least `top_p`
-        and tokens within 2^-30 of the threshold's interval count as ties and are kept.
-
-    Source: Holtzman et al., arXiv 1904.09751.
-
-    Args:
-        logits: [B, V] float32.
-        top_p: in (0, 1).
-    """
-    probs = jax.nn.softmax(logits, axis=-1)
-
-    def halve(_, bounds):
-        low, high = bounds
-        middle = (low + high) / 2
-        mass = jnp.sum(jnp.where(probs >= middle, probs, 0.0), axis=-1, keepdims=True)
-        enough = mass >= top_p
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
-
-    top = jnp.max(probs, axis=-1, keepdims=True)
-    low, _ = jax.lax.fori_loop(0, 30, halve, (jnp.zeros_like(top), top))
-    return jnp.where(probs >= jnp.minimum(low, top), logits, -jnp.inf)
-
-
-def sample(logits, keys, *, temperature: float, top_p: float):
-    """One token a row, and its log-probability under the distribution sampled from.
-
-    Args:
-        logits: [B, V] float32.
-        keys: [B] random keys; a row's draw depends on its own key alone.
-        temperature: 0 takes the most likely token, whose log-probability is then 0.
-        top_p: nucleus mass in (0, 1]; 1 keeps everything.
-
-    Returns:
-        [B] int32 tokens and [B] float32 log-probabilities.
-    """
-    if temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(len(logits))
-    logits = logits / temperature
-    if top_p < 1:
-        logits = nucleus(logits, top_p)
-    tokens = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-    logp = jax.nn.log_softmax(logits, axis=-1)
-    return tokens, jnp.take_along_axis(logp, tokens[:, None], axis=-1)[:, 0]
 
 
 def _widen(stop_table: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -158,7 +112,7 @@ class Sampler:
         Raises:
             ValueError: the tokenizer has more ids than the model.
         """
-        self._model, self._mesh = model, mesh
+        self._model, self._mesh = model.clone(mesh=mesh), mesh
         self._stop_table = jnp.asarray(_widen(stop_table, model.spec.vocab_size))
         self._is_eos = (
             jnp.zeros(model.spec.vocab_size, bool).at[jnp.array(eos_ids)].set(True)
@@ -172,6 +126,11 @@ class Sampler:
         self.admit = jax.jit(self._admit, donate_argnums=0)
         self.extend = jax.jit(self._extend, donate_argnums=1)
         self.decode = jax.jit(self._decode, donate_argnums=1)
+
+    def parts(self, num_rows: int) -> int:
+        """How many parts B rows are cut into, each on devices of its own."""
+        parts = num_shards(self._mesh)
+        return 1 if num_rows % parts else parts
 
     def agree(self, number: int) -> np.ndarray:
         """[1] the number: nobody else rolls out in the same program."""
@@ -198,7 +157,7 @@ class Sampler:
         mesh = self._mesh
         context = x.context if isinstance(x, Rows) else x
         num_rows, heads = context.cache.k.shape[1:3]
-        spread = num_rows % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0
+        spread = num_rows % num_shards(mesh) == 0
         row_axis = ("data", "fsdp") if spread else None
         head_axis = "tensor" if heads % mesh.shape["tensor"] == 0 else None
         cache = NamedSharding(mesh, PartitionSpec(None, row_axis, head_axis))
@@ -277,9 +236,14 @@ class Sampler:
     def _extend(self, params, rows: Rows, slots, tokens, count) -> Rows:
         """Rows of which row slots[i] has read count[i] of [E, O] given tokens.
 
-        A slot of B is nobody's.
+        A slot of B is nobody's. Where B rows are cut into parts, so are the E: each
+        part of these are slots of the same part of those, or nobody's.
         """
-        context = rows.context
+        context, num_rows = rows.context, len(rows.context.length)
+        if self.parts(num_rows) > 1:
+            own = batch_sharding(self._mesh)
+            given = slots, tokens, count
+            slots, tokens, count = jax.lax.with_sharding_constraint(given, own)
         cache, logits = self._read(params, context, tokens, count, slots)
         context = Context(
             cache,
@@ -384,10 +348,3 @@ class Sampler:
         start = (jnp.int32(0), rows.context, turn)
         _, context, turn = jax.lax.while_loop(goes_on, write, start)
         return self._constrain(Rows(context, turn))
-
-
-def row_keys(key, names):
-    """[B] keys that follow from a key and [B, 2] uint32 names, of each row its own."""
-    fold = jax.vmap(jax.random.fold_in)
-    first = jax.vmap(lambda name: jax.random.fold_in(key, name))(names[:, 0])
-    return fold(first, names[:, 1])

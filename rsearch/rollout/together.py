@@ -45,6 +45,11 @@ class SharedSampler:
         """See `Sampler`."""
         return self.sampler.num_traces
 
+    def parts(self, num_rows: int) -> int:
+        """How many parts this many rows of each host are cut into."""
+        del num_rows  # `empty` refuses what cannot be cut.
+        return self._shards // self._num
+
     def agree(self, number: int) -> np.ndarray:
         """[hosts] the numbers that each of them has given, 0 or more.
 

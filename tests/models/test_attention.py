@@ -1,6 +1,7 @@
 """Attention to a cache that is read no further than needed, in rows that share it."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rsearch.models.attention import (
     Cache,
@@ -19,6 +21,7 @@ from rsearch.models.attention import (
     reaches,
 )
 from rsearch.models.decoder import Decoder, DecoderSpec
+from rsearch.models.sharding import make_mesh
 from tests.models import reference
 
 SPEC = DecoderSpec(
@@ -96,7 +99,11 @@ def looked_up(q, cache, positions, rows, everything=False):
     place = place_in(cache, positions, rows)
     if everything:
         place = place._replace(reach=jnp.int32(len(reaches(cache.k.shape[3])) - 1))
-    return attend_cached(q, cache, 1, place)
+    # Their own keys and values change nothing: they say what is there.
+    here = jnp.where(place.positions < cache.k.shape[3], place.positions, 0)
+    own = jnp.arange(len(q)) if rows is None else rows
+    k, v = (x[1, own[:, None], :, here] for x in cache)
+    return attend_cached(q, k, v, cache, 1, place)[0]
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +181,36 @@ def test_a_part_of_the_rows_reads_as_all_of_them_do_and_leaves_the_others_alone(
             np.testing.assert_allclose(new[:, row], source[:, row], atol=1e-5)
             if row not in (1, 3):
                 np.testing.assert_array_equal(new[:, row], old[:, row])
+
+
+MESH = make_mesh(data=2, fsdp=2, tensor=2)
+CUT = NamedSharding(MESH, PartitionSpec(None, ("data", "fsdp"), "tensor"))
+
+
+@pytest.mark.parametrize("rows", [None, [1, 8, 2, 8, 8, 5, 7, 6], [0, 8, 3]])
+def test_devices_that_hold_some_rows_and_heads_attend_to_these_alone(rows):
+    """Eight rows in four parts; 8 is nobody's. Three cannot be cut."""
+    shape = (2, 8, 2, 300, 8)
+    cache = Cache(normal(1, *shape), normal(2, *shape))
+    count = 8 if rows is None else len(rows)
+    q, k, v = (normal(i, count, 3, n, 8) for i, n in ((3, 4), (4, 2), (5, 2)))
+    positions = np.random.default_rng(6).integers(0, 290, (count, 1)) + np.arange(3)
+    rows = None if rows is None else jnp.array(rows)
+
+    def run(q, k, v, cache, mesh):
+        place = place_in(cache, jnp.array(positions), rows)
+        return attend_cached(q, k, v, cache, 1, place, mesh)
+
+    expected = jax.jit(run, static_argnums=4)(q, k, v, cache, None)
+    run = jax.jit(run, static_argnums=4)
+    on_devices = jax.device_put(cache, CUT)
+    out, written = run(q, k, v, on_devices, MESH)
+    mine = slice(None) if rows is None else np.array(rows) < 8
+    np.testing.assert_allclose(out[mine], expected[0][mine], atol=2e-6)
+    for new, old in zip(written, expected[1]):
+        np.testing.assert_array_equal(new, old)
+    # Of what they hold they send nothing; what cannot be cut needs all of it.
+    if count == 8:
+        text = run.lower(q, k, v, on_devices, MESH).compile().as_text()
+        assert "f32[2,8" not in text.partition("ENTRY")[2]
+        assert not re.search("all-gather|all-reduce|all-to-all|permute", text)

@@ -2,7 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
+from rsearch.models.sharding import make_mesh
+from rsearch.models.splash import splash_within
 from rsearch.planning.flops import count_flops
 
 A, B = jnp.ones((4, 8)), jnp.ones((8, 8))
@@ -48,3 +51,21 @@ def test_a_gradient_counts_with_what_it_computes_again():
     assert count_flops(jax.grad(loss), (B, A)) == 2 * ONE
     again = jax.grad(jax.checkpoint(loss))
     assert count_flops(again, (B, A)) == 3 * ONE
+
+
+def test_a_kernel_counts_with_its_grid_and_half_the_blocks_of_causal_attention():
+    rows, tokens, heads, width = 2, 1024, 4, 128
+    q = jnp.ones((rows, tokens, heads, width))
+    k = jnp.ones((rows, 2, tokens, width))
+    text = jnp.zeros((rows, tokens), jnp.int32)
+    mesh = make_mesh(data=1, devices=jax.devices()[:1])
+
+    def run(q, k):
+        return jnp.sum(splash_within(q, k, k, text, mesh))
+
+    # Scores, and their mean of the values; half of either is ever looked at.
+    product = 2 * rows * heads * tokens * tokens * width / 2
+    assert count_flops(run, (q, k)) == 2 * product
+    # Backwards one kernel has three products, the other four; a sum beside is little.
+    both = count_flops(jax.grad(run, argnums=(0, 1)), (q, k))
+    assert both == pytest.approx((2 + 3 + 4) * product, rel=1e-3)

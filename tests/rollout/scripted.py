@@ -33,6 +33,7 @@ class Script:
     """
 
     num_traces = 0
+    cut = 1  # parts of the rows
 
     def __init__(self, turns, size=LIMITS.max_turn_tokens):
         self.turns, self.size = turns, size
@@ -41,6 +42,9 @@ class Script:
         self.writers = []  # the samples of the slots that write, decode by decode
         self.steps = []  # the tokens that they wrote, decode by decode
         self.whole = {}  # name, sample -> all that the row has read and written
+
+    def parts(self, num_rows):
+        return self.cut
 
     def agree(self, number):
         return np.array([number])
@@ -87,8 +91,10 @@ class Script:
 
     def extend(self, params, rows, slots, tokens, count):
         assert rows is self.current
-        for slot, row, n in zip(slots, tokens, count):
+        for i, (slot, row, n) in enumerate(zip(slots, tokens, count)):
             if slot < len(self.phase):
+                part = i * self.cut // len(slots)
+                assert slot * self.cut // len(self.phase) == part
                 assert self.phase[slot] == "paused" and n
                 self.phase[slot] = "ready"
                 self.ids[slot] += row[:n].tolist()

@@ -339,3 +339,18 @@ def test_rows_that_answer_are_not_kept_waiting_by_a_search():
     turns = [[SEARCHES, ANSWERS], *[[ANSWERS]] * 4]
     ((group,), _) = play(turns, num_rows=2, host=host)
     assert [len(r.searches) for r in group.rollouts] == [1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("cut", [2, 4])
+def test_rows_in_parts_read_a_part_at_a_time_and_write_the_same(cut):
+    """Each device reads for rows of its own; the script checks that it does."""
+    turns = [[SEARCHES, SEARCHES, ANSWERS], [ANSWERS], [SEARCHES, ANSWERS]]
+    plain, _ = play(turns, people(9), num_rows=16)
+    script = Script(turns)
+    script.cut = cut
+    engine = RolloutEngine(script, make_host(), num_rows=16, group_size=3)
+    groups = engine(None, people(9), jax.random.key(0))
+    assert_rows_held(groups, script)
+    for group, other in zip(groups, plain, strict=True):
+        texts = [r.policy_texts for r in group.rollouts]
+        assert texts == [r.policy_texts for r in other.rollouts]

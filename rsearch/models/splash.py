@@ -1,0 +1,163 @@
+"""Attention on TPUs: the splash kernel that comes with JAX, cut to each device's part.
+
+It keeps the scores of a block of queries and keys on the chip, forwards and backwards,
+where XLA writes them to memory. XLA cannot cut a kernel either: each device is given
+its own rows and heads.
+
+Dimensions: B rows, T new tokens, S cached slots, H heads, K key/value heads, C head
+width.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from rsearch.models.sharding import batch_sharding
+
+LANES = 128  # of a TPU's registers: head widths and blocks are whole multiples
+BLOCK = 512  # tokens whose scores exist at once, against as many, at most
+
+
+def splash_within(q, k, v, text, mesh: Mesh, *, interpret=False):
+    """`attend_within` by the kernel.
+
+    Args:
+        q, k, v, text: see `attend_within`; B is a multiple of the mesh's data x fsdp, H
+            and K of its tensor.
+        mesh: of the devices that hold them, rows over data and fsdp, heads over tensor.
+        interpret: the kernel's arithmetic without a TPU.
+
+    Returns:
+        [B, T, H, C] in the queries' dtype.
+    """
+    t, c = q.shape[1], q.shape[3]
+    padded, block = _blocks(t)
+    # What fills the last block is a text of its own.
+    text = jnp.pad(text, ((0, 0), (0, padded - t)), constant_values=-1)
+
+    def own(q, k, v, text):
+        kernel = _kernel(q.shape[1], (padded, padded), (block, block), True, interpret)
+
+        def row(q, k, v, text):
+            return kernel(q, k, v, _segments(text, text))
+
+        return jax.vmap(row)(q, k, v, text)
+
+    q = _widened(_scaled(q).swapaxes(1, 2), padded)
+    k, v = _widened(k, padded), _widened(v, padded)
+    heads, rows = PartitionSpec(("data", "fsdp"), "tensor"), batch_sharding(mesh).spec
+    out = jax.shard_map(
+        own,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, rows),
+        out_specs=heads,
+        check_vma=False,
+    )(q, k, v, text)
+    return out.swapaxes(1, 2)[:, :t, :, :c]
+
+
+def splash_after(q, k, v, own_k, own_v, length, *, interpret=False):
+    """Attention of new tokens to what their rows have read before, and to themselves.
+
+    On one device. The kernel looks at the cache; what the new tokens have to say to
+    each other is little, and the two are weighed by their masses.
+
+    Args:
+        q: [B, T, H, C] queries of tokens that stand one after another.
+        k, v: [B, K, S, C] the cache.
+        own_k, own_v: [B, T, K, C] of the new tokens.
+        length: [B] int32, slots of the cache that hold what came before.
+        interpret: see `splash_within`.
+
+    Returns:
+        [B, T, H, C] in the queries' dtype.
+    """
+    (_, t, h, c), s = q.shape, k.shape[2]
+    (padded_q, block_q), (padded, block) = _blocks(t), _blocks(s)
+    kernel = _kernel(h, (padded_q, padded), (block_q, block), False, interpret)
+
+    def row(q, k, v, length):
+        is_past = (jnp.arange(padded) < length).astype(jnp.int32)
+        return kernel(q, k, v, _segments(jnp.ones(padded_q, jnp.int32), is_past))
+
+    wide = _widened(_scaled(q).swapaxes(1, 2), padded_q)
+    past, (log_mass,) = jax.vmap(row)(
+        wide, _widened(k, padded), _widened(v, padded), length
+    )
+    past, log_mass = past[:, :, :t, :c], log_mass[:, :, :t]
+    # Nothing came before: the kernel's mean over nothing has no say.
+    log_mass = jnp.where(length[:, None, None] > 0, log_mass, -jnp.inf)
+    return _joined(q, own_k, own_v, past, log_mass)
+
+
+def _joined(q, k, v, past, log_mass):
+    """[B, T, H, C]: attention to the tokens themselves, and a past of this mass."""
+    b, t, h, c = q.shape
+    kv_heads = k.shape[2]
+    grouped = q.reshape(b, t, kv_heads, h // kv_heads, c)
+    scores = jnp.einsum(
+        "btkgc,bskc->bkgts", grouped, k, preferred_element_type=jnp.float32
+    )
+    scores = jnp.where(jnp.tri(t, dtype=bool), scores / math.sqrt(c), -jnp.inf)
+    log_mass = log_mass.reshape(b, kv_heads, h // kv_heads, t, 1)
+    past = past.reshape(b, kv_heads, h // kv_heads, t, c)
+    highest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), log_mass)
+    weights, share = jnp.exp(scores - highest), jnp.exp(log_mass - highest)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + share
+    seen = jnp.einsum("bkgts,bskc->bkgtc", (weights / total).astype(v.dtype), v)
+    out = seen + (past * (share / total)).astype(v.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, h, c)
+
+
+@functools.cache
+def _mask(shape, is_causal):
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    return masks.CausalMask(shape) if is_causal else masks.FullMask(shape)
+
+
+def _segments(q, kv):
+    """Which queries look at which keys: those of an equal number."""
+    from jax.experimental.pallas.ops.tpu import splash_attention
+
+    return splash_attention.SegmentIds(q, kv)
+
+
+def _kernel(num_heads, shape, blocks, is_causal, interpret):
+    """The splash kernel over [queries, keys]; with its log-masses where not causal."""
+    from jax.experimental.pallas.ops.tpu import splash_attention
+
+    q, kv = blocks
+    backward = {}
+    if is_causal:
+        backward = dict(block_q_dkv=q, block_kv_dkv=kv, block_q_dq=q, block_kv_dq=kv)
+    return splash_attention.make_splash_mha(
+        splash_attention.MultiHeadMask([_mask(shape, is_causal)] * num_heads),
+        block_sizes=splash_attention.BlockSizes(block_q=q, block_kv=kv, **backward),
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=not is_causal,
+        interpret=interpret,
+    )
+
+
+def _blocks(num_tokens) -> tuple[int, int]:
+    """How many tokens the kernel is given, and how many of a block."""
+    block = min(BLOCK, -(-num_tokens // LANES) * LANES)
+    return -(-num_tokens // block) * block, block
+
+
+def _scaled(q):
+    """Queries that carry the scores' scale, which the kernel leaves to them."""
+    return (q.astype(jnp.float32) / math.sqrt(q.shape[-1])).astype(q.dtype)
+
+
+def _widened(x, num_tokens):
+    """[B, N, T, C] with tokens and channels of 0 up to what the kernel takes."""
+    tokens, channels = num_tokens - x.shape[2], -x.shape[3] % LANES
+    return jnp.pad(x, ((0, 0), (0, 0), (0, tokens), (0, channels)))
