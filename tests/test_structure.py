@@ -38,6 +38,7 @@ LAYERS = (  # lowest first; what is not named here is a command, above all of th
     ("planning",),
     ("evaluate",),
     ("stages",),
+    ("benching",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MAX_FILE_LINES = 400
@@ -48,6 +49,7 @@ SCRIPTS = sorted((ROOT / "launch").glob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PICKLES = ("pickle", "dill", "marshal", "shelve", "joblib", "cloudpickle")
 HEAVY = ("tensorflow", "tensorflow_text", "torch", "transformers", "scann")
+PEERS = ("torch", "transformers", "faiss", "tunix")  # measured where installed
 
 
 def name_of(path):
@@ -233,8 +235,10 @@ def test_heavy_libraries_load_where_they_are_used():
             assert node in at_top
             if top in HEAVY:
                 assert lazily, f"{where(path, node)}: {module} at the top"
-            if top == "torch":
-                raise AssertionError(f"{where(path, node)}: torch is for tests only")
+            if top in PEERS:
+                # Beside tests; what is measured runs in a process of its own.
+                place = f"{where(path, node)}: {module} is a peer, for rsearch.benching"
+                assert lazily and part(name_of(path)) == "benching", place
             if top in ("tensorflow", "tensorflow_text"):
                 right = name_of(path) == "rsearch.models.wordpiece"
                 assert right, f"{where(path, node)}: {module} belongs to wordpiece.py"
@@ -292,7 +296,7 @@ def test_requirements_name_every_library_that_is_imported():
     for path, tree in TREES.items():
         for node, module in imports(tree):
             top = module.split(".")[0]
-            if top in sys.stdlib_module_names or top in ("rsearch", "configs"):
+            if top in sys.stdlib_module_names or top in ("rsearch", "configs", *PEERS):
                 continue
             right = names.get(top, top).lower() in known
             assert right, f"{where(path, node)}: {top} is not in requirements.txt"

@@ -115,7 +115,9 @@ class Sampler:
         self._model, self._mesh = model.clone(mesh=mesh), mesh
         self._stop_table = jnp.asarray(_widen(stop_table, model.spec.vocab_size))
         self._is_eos = (
-            jnp.zeros(model.spec.vocab_size, bool).at[jnp.array(eos_ids)].set(True)
+            jnp.zeros(model.spec.vocab_size, bool)
+            .at[jnp.array(eos_ids, jnp.int32)]
+            .set(True)
         )
         self._num_slots = self._tiled(num_slots)
         self._max_turn_tokens = max_turn_tokens

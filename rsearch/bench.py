@@ -1,0 +1,72 @@
+"""python -m rsearch.bench rollout|train|retrieval|step [flags]
+
+Measures this package beside its peers where they are installed, on this machine and
+within one run: medians of five, the bound that each number meets, and its share of it.
+
+    python -m rsearch.bench rollout --model=DIRECTORY --out=rollout.json
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+from rsearch import console
+from rsearch.benching import rollout
+from rsearch.benching.children import Subject, compare
+from rsearch.benching.machine import Machine
+from rsearch.benching.rows import HEADS, OURS, Bench, Row, cells
+from rsearch.config import parse_flags, run_command
+
+KINDS = {"rollout": rollout}
+SHARED = {
+    "out": ("", "file for the same numbers as JSON"),
+    "repeats": (5, "repetitions of each measurement"),
+}
+
+
+def main(argv) -> int:
+    """The command; see --help."""
+    kind = argv[0] if argv else ""
+    if kind in ("--help", "-h"):
+        print(__doc__)
+        return 0
+    if kind not in KINDS:
+        raise ValueError(f"the first argument must be one of {', '.join(KINDS)}")
+    module = KINDS[kind]
+    given = parse_flags(argv[1:], flags=SHARED | module.FLAGS)
+    out, repeats = given.pop("out"), given.pop("repeats")
+    if repeats < 1:
+        raise ValueError(f"--repeats={repeats}, expected at least 1")
+    machine = find_machine()
+    console.note(
+        f"{machine.name}, {machine.cores} cores: {machine.flops / 1e9:,.0f} GFLOP/s, "
+        f"{machine.bandwidth / 1e9:,.1f} GB/s, "
+        + ("measured" if machine.is_measured else "as its maker tells")
+    )
+    rows = module.measure(Bench(machine, repeats), **given)
+    if out:
+        pathlib.Path(out).write_text(
+            json.dumps(as_json(machine, rows), indent=1) + "\n"
+        )
+    console.table(f"bench {kind}", HEADS, [cells(row) for row in rows])
+    return 0
+
+
+def find_machine() -> Machine:
+    """The bounds of this machine, found in a process of its own."""
+    probed = compare({OURS: Subject("rsearch.benching.machine")}, 1)[OURS][0]
+    names = [field.name for field in dataclasses.fields(Machine)]
+    return Machine(**{name: probed[name] for name in names})
+
+
+def as_json(machine: Machine, rows: list[Row]) -> dict:
+    """What --out holds: the machine, and the rows as the table has them."""
+    return {
+        "machine": dataclasses.asdict(machine),
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

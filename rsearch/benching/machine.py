@@ -1,0 +1,112 @@
+"""What this machine can do at best: its bounds, measured or as its maker tells."""
+
+import dataclasses
+import os
+import platform
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsearch.planning.machines import CHIPS
+
+SIDE = 2048  # of the square matrices whose product is timed
+COPIED = 2**28  # bytes of the array that is read, and of one that is copied
+TRIES = 5  # of which the best counts: a bound is what nothing gets past
+
+# Dense matrix products in bfloat16 and bytes of memory a second: nvidia.com's data
+# sheets of the A100 80GB, H100, H200 and L4.
+GPUS = {
+    "A100": (312e12, 2.039e12),
+    "H100": (989e12, 3.35e12),
+    "H200": (989e12, 4.8e12),
+    "L4": (121e12, 0.3e12),
+}
+TPU_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6 lite": "v6e",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Bounds of the devices that are measured on.
+
+    Attributes:
+        name: of the device.
+        cores: of the processor.
+        flops: a second, matrix products, of all devices together.
+        bandwidth: bytes a second from and to memory.
+        is_measured: here and now; otherwise as the maker tells, in bfloat16.
+    """
+
+    name: str
+    cores: int
+    flops: float
+    bandwidth: float
+    is_measured: bool
+
+
+def make():
+    """A subject (see `rsearch.benching`): the machine, as numbers and names."""
+    return lambda: dataclasses.asdict(probe())
+
+
+def probe() -> Machine:
+    """The machine's bounds: of accelerators from a table, of processors measured.
+
+    Raises:
+        ValueError: an accelerator that the table does not know.
+    """
+    devices = jax.devices()
+    kind, cores = devices[0].device_kind, len(os.sched_getaffinity(0))
+    if devices[0].platform == "cpu":
+        name = platform.processor() or kind
+        return Machine(name, cores, _measured_flops(), _measured_bandwidth(), True)
+    if kind in TPU_KINDS:
+        chip = CHIPS[TPU_KINDS[kind]]
+        flops, bandwidth = chip.flops, chip.bandwidth
+    else:
+        found = [numbers for name, numbers in GPUS.items() if name in kind]
+        if not found:
+            raise ValueError(f"{kind}: its bounds are in no table; known: {[*GPUS]}")
+        flops, bandwidth = found[0]
+    count = len(devices)
+    return Machine(f"{count} x {kind}", cores, flops * count, bandwidth * count, False)
+
+
+def _best(run) -> float:
+    """Seconds of the fastest of some runs, the first left out."""
+    run()
+    seconds = []
+    for _ in range(TRIES):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def _measured_flops() -> float:
+    """Of float32 matrix products a second; of XLA's or NumPy's, whichever is faster."""
+    one = np.random.default_rng(0).normal(size=(SIDE, SIDE)).astype(np.float32)
+    placed, multiply = jnp.asarray(one), jax.jit(jnp.matmul)
+    seconds = min(
+        _best(lambda: multiply(placed, placed).block_until_ready()),
+        _best(lambda: one @ one),
+    )
+    return 2 * SIDE**3 / seconds
+
+
+def _measured_bandwidth() -> float:
+    """Bytes a second: a matrix read by a vector, or copied, whichever is faster."""
+    matrix = jnp.ones((COPIED // 4 // SIDE, SIDE), jnp.float32)
+    vector = jnp.ones(SIDE, jnp.float32)
+    read = jax.jit(jnp.matmul)
+    copy = jax.jit(lambda x: x + 1)
+    return max(
+        COPIED / _best(lambda: read(matrix, vector).block_until_ready()),
+        2 * COPIED / _best(lambda: copy(matrix).block_until_ready()),
+    )

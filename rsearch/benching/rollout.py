@@ -1,0 +1,181 @@
+"""Rollouts measured: decoding, and conversations of several turns."""
+
+import statistics
+
+from rsearch.benching.children import Subject, compare
+from rsearch.benching.rows import OURS, Bench, Row, bounded, row_of
+from rsearch.benching.shapes import SHAPES, model_directory
+from rsearch.models import hf_config
+from rsearch.models.decoder import DecoderSpec
+
+FLAGS = {
+    "model": ("", "Hugging Face directory; random weights of --shape where not given"),
+    "shape": ("smollm2", f"of random weights: {', '.join(SHAPES)}"),
+    "dtype": ("float32", "of weights and computing: float32 or bfloat16"),
+    "cases": ("decode,turns", "which to measure"),
+    "batch": ("8,32", "rows decoded at once, for decode"),
+    "prompt_tokens": (128, "of each row"),
+    "new_tokens": (64, "tokens that each row writes, in each turn"),
+    "turn_batch": (8, "rows of the conversations of several turns"),
+    "turns": (4, "of a conversation"),
+    "observation_tokens": (300, "read between two turns"),
+}
+BYTES = {"float32": 4, "bfloat16": 2}
+PEER = "transformers"
+
+
+def measure(
+    bench: Bench,
+    *,
+    model,
+    shape,
+    dtype,
+    cases,
+    batch,
+    prompt_tokens,
+    new_tokens,
+    turn_batch,
+    turns,
+    observation_tokens,
+) -> list[Row]:
+    """The rows of the cases that are asked for; see FLAGS.
+
+    Raises:
+        ValueError: an unknown case or shape, or a dtype that is not measured.
+    """
+    known = ("decode", "turns")
+    asked = [name.strip() for name in cases.split(",")]
+    if not set(asked) <= set(known):
+        raise ValueError(f"--cases={cases}: must be of {', '.join(known)}")
+    if shape not in SHAPES:
+        raise ValueError(f"--shape={shape}: must be one of {', '.join(SHAPES)}")
+    if dtype not in BYTES:
+        raise ValueError(f"--dtype={dtype}: must be one of {', '.join(BYTES)}")
+    rows = []
+    with model_directory(model, SHAPES[shape]) as directory:
+        spec = hf_config.read_spec(directory)
+        settings = {
+            "model": directory,
+            "dtype": dtype,
+            "num_prompt": prompt_tokens,
+            "num_new": new_tokens,
+        }
+        if "decode" in asked:
+            for rows_at_once in map(int, batch.split(",")):
+                own = settings | {"batch": rows_at_once}
+                rows += _decoding(bench, spec, own)
+        if "turns" in asked:
+            own = settings | {
+                "batch": turn_batch,
+                "num_turns": turns,
+                "num_observed": observation_tokens,
+            }
+            rows += _conversing(bench, spec, own)
+    return rows
+
+
+def _both(bench, make, settings):
+    """What this package and its peer do with the same settings."""
+    subjects = {
+        OURS: Subject("rsearch.benching.sampling", settings, make),
+        PEER: Subject("rsearch.benching.torch_sampling", settings, make),
+    }
+    return compare(subjects, bench.repeats)
+
+
+def _decoding(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
+    """Tokens a second of decoding and of prefill, each by both."""
+    batch, num_new = settings["batch"], settings["num_new"]
+    found = _both(bench, "make_decode", settings)
+    ours = found[OURS]
+    rows = []
+    for name, told in found.items():
+        if isinstance(told, str):
+            rows.append(row_of(f"decode, {batch} rows", name, "tokens/s", told))
+            continue
+        counts = {"ms a step": 1e3 * _median(told, "seconds") / num_new}
+        if name != OURS:
+            counts["equal tokens"] = _equal(told[0]["tokens"], ours[0]["tokens"])
+        row = row_of(
+            f"decode, {batch} rows",
+            name,
+            "tokens/s",
+            [batch * num_new / one["seconds"] for one in told],
+            ours=[batch * num_new / one["seconds"] for one in ours],
+            peak_bytes=_median(told, "peak_bytes"),
+            counts=counts,
+        )
+        flops, moved = decode_work(spec, **settings)
+        seconds = _median(told, "seconds")
+        rows.append(bounded(row, bench.machine, seconds, flops=flops, moved=moved))
+        read = batch * settings["num_prompt"]
+        row = row_of(
+            f"prefill, {batch} rows",
+            name,
+            "tokens/s",
+            [read / one["prefill_seconds"] for one in told],
+            ours=[read / one["prefill_seconds"] for one in ours],
+        )
+        flops, moved = read_work(spec, read, settings["dtype"])
+        seconds = _median(told, "prefill_seconds")
+        rows.append(bounded(row, bench.machine, seconds, flops=flops, moved=moved))
+    return sorted(rows, key=lambda row: row.case)
+
+
+def _conversing(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
+    """Tokens written a second in conversations of several turns."""
+    case = f"{settings['num_turns']} turns, {settings['batch']} rows"
+    found = _both(bench, "make_turns", settings)
+    rows = []
+    for name, told in found.items():
+        if isinstance(told, str):
+            rows.append(row_of(case, name, "tokens/s", told))
+            continue
+        counts = {n: told[0][n] for n in told[0] if n.startswith("tokens read")}
+        rows.append(
+            row_of(
+                case,
+                name,
+                "tokens/s",
+                [one["written"] / one["seconds"] for one in told],
+                ours=[one["written"] / one["seconds"] for one in found[OURS]],
+                peak_bytes=_median(told, "peak_bytes"),
+                counts=counts,
+            )
+        )
+    return rows
+
+
+def decode_work(
+    spec: DecoderSpec, *, batch, num_prompt, num_new, dtype, **_
+) -> tuple[float, float]:
+    """(operations, bytes moved) of N steps of decoding behind P tokens, at least.
+
+    Each step multiplies by every parameter, and reads them once; it reads the keys and
+    values of all tokens before it.
+    """
+    size = BYTES[dtype]
+    kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    behind = num_new * (num_prompt + num_new / 2)  # tokens looked at, of a row
+    heads = 4 * spec.num_layers * spec.num_heads * spec.head_dim
+    flops = 2 * batch * num_new * spec.num_params + batch * heads * behind
+    return flops, size * (num_new * spec.num_params + batch * kv * behind)
+
+
+def read_work(spec: DecoderSpec, num_tokens, dtype) -> tuple[float, float]:
+    """(operations, bytes moved) of reading tokens, their attention left out, at least.
+
+    Only the last token of a row needs logits.
+    """
+    inner = spec.num_params - spec.vocab_size * spec.width
+    return 2.0 * num_tokens * inner, float(BYTES[dtype] * inner)
+
+
+def _median(told, name):
+    return statistics.median(one[name] for one in told)
+
+
+def _equal(left, right) -> float:
+    """Share of tokens that are the same."""
+    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y)]
+    return sum(a == b for a, b in pairs) / len(pairs)

@@ -1,0 +1,168 @@
+"""This package as a subject of the rollout benchmarks."""
+
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsearch.models import hf_config, huggingface, weights
+from rsearch.models.decoder import Decoder
+from rsearch.models.sharding import make_mesh, param_shardings
+from rsearch.models.tokenizer import load_tokenizer
+from rsearch.protocols.base import Protocol
+from rsearch.rollout.automaton import token_automaton
+from rsearch.rollout.conversation import Host, Limits
+from rsearch.rollout.driver import RolloutEngine
+from rsearch.rollout.sampler import Sampler
+from rsearch.types import Observation, Passage, Question, Search
+
+CHUNK = 128  # prompt tokens that go through the model at once, of each row
+FAR = "Silver Harbour was filmed in Goldberg, where the river ends. "
+
+
+def prompt_tokens(batch: int, num_tokens: int, vocab_size: int) -> np.ndarray:
+    """[B, P] int32 ids that every subject reads."""
+    rng = np.random.default_rng(0)
+    return rng.integers(3, min(vocab_size, 256), (batch, num_tokens)).astype(np.int32)
+
+
+def load(model: str, dtype: str):
+    """(network, placed parameters, mesh) of a Hugging Face directory."""
+    spec, mesh = hf_config.read_spec(model), make_mesh()
+    shardings = param_shardings(weights.param_shapes(spec), mesh)
+    params = huggingface.load_params(model, spec, shardings=shardings)
+    return Decoder(spec, dtype=jnp.dtype(dtype)), params, mesh
+
+
+def make_decode(*, model, batch, num_prompt, num_new, dtype="float32"):
+    """Greedy decoding of B prompts, N tokens each, all at once."""
+    network, params, mesh = load(model, dtype)
+    vocab_size = network.spec.vocab_size
+    sampler = Sampler(
+        network,
+        mesh,
+        stop_table=token_automaton((), [b""] * vocab_size),
+        eos_ids=(),
+        num_slots=num_prompt + num_new,
+        max_turn_tokens=num_new,
+        chunk=CHUNK,
+        temperature=0.0,
+        top_p=1.0,
+    )
+    params = sampler.place(params)
+    tokens = prompt_tokens(batch, num_prompt, vocab_size)
+    count = np.full(batch, num_prompt, np.int32)
+    every, is_row = np.arange(batch, dtype=np.int32), np.ones(batch, bool)
+    names, budget = np.zeros((batch, 2), np.uint32), np.full(batch, num_new, np.int32)
+
+    def once():
+        empty = jax.block_until_ready(sampler.empty(batch))
+        started = time.perf_counter()
+        prompts = jax.block_until_ready(sampler.prefill(params, tokens, count))
+        read = time.perf_counter()
+        rows = jax.block_until_ready(sampler.admit(empty, prompts, every, every))
+        began = time.perf_counter()
+        key = jax.random.key(0)
+        rows = sampler.decode(params, rows, key, names, is_row, budget, batch, num_new)
+        turn = sampler.written(rows)
+        ended = time.perf_counter()
+        return {
+            "seconds": ended - began,
+            "prefill_seconds": read - started,
+            "tokens": turn.tokens.tolist(),
+        }
+
+    return once
+
+
+class CountedSampler(Sampler):
+    """A Sampler that counts the tokens it was given to read."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.num_read = {"prompts": 0, "observations": 0}
+        prefill, extend = self.prefill, self.extend
+
+        def counted_prefill(params, tokens, count):
+            # A row that nobody asked for reads one token.
+            self.num_read["prompts"] += int(count[count > 1].sum())
+            return prefill(params, tokens, count)
+
+        def counted_extend(params, rows, slots, tokens, count):
+            self.num_read["observations"] += int(np.sum(count))
+            return extend(params, rows, slots, tokens, count)
+
+        self.prefill, self.extend = counted_prefill, counted_extend
+
+
+def turns_protocol() -> Protocol:
+    """The policy searches in every turn but the last, whatever it writes."""
+    return Protocol(
+        name="turns",
+        system=None,
+        user="{question}",
+        add_question_mark=False,
+        stop_strings=(),
+        parse=lambda turn: Search((turn,)),
+        observe=lambda queries, found: Observation(
+            "", "".join(p.contents for passages in found for p in passages), ""
+        ),
+        render=lambda action: "",
+        write=lambda step: "",
+        is_chat=False,
+    )
+
+
+def make_turns(
+    *, model, batch, num_prompt, num_new, num_observed, num_turns, dtype="float32"
+):
+    """Rollouts of B questions: turns of N tokens, and what is read between them."""
+    network, params, mesh = load(model, dtype)
+    tokenizer = load_tokenizer(pathlib.Path(model))
+    text = FAR * num_observed  # a word is a token at least
+    limits = Limits(
+        max_searches=num_turns - 1,
+        max_prompt_tokens=num_prompt,
+        max_turn_tokens=num_new,
+        max_observation_tokens=num_observed,
+    )
+
+    def search(queries):
+        return [(Passage("p", text),) for _ in queries]
+
+    host = Host(tokenizer, turns_protocol(), search, limits)
+    sampler = CountedSampler(
+        network,
+        mesh,
+        stop_table=token_automaton((), tokenizer.token_bytes),
+        eos_ids=(),
+        num_slots=num_prompt + num_turns * num_new + (num_turns - 1) * num_observed,
+        max_turn_tokens=num_new,
+        chunk=num_observed,
+        temperature=0.0,
+        top_p=1.0,
+    )
+    params = sampler.place(params)
+    engine = RolloutEngine(sampler, host, num_rows=batch, group_size=1)
+    prompts = prompt_tokens(batch, num_prompt, network.spec.vocab_size)
+    engine.prompt = lambda question: prompts[int(question.id)]
+    questions = [Question(str(i), "", ("",)) for i in range(batch)]
+
+    def once():
+        before = dict(sampler.num_read)
+        started = time.perf_counter()
+        groups = engine(params, questions, jax.random.key(0))
+        seconds = time.perf_counter() - started
+        rollouts = [g.rollouts[0] for g in groups]
+        read = {n: c - before[n] for n, c in sampler.num_read.items()}
+        searches = sum(len(r.searches) for r in rollouts)
+        return {
+            "seconds": seconds,
+            "written": sum(r.num_policy_tokens for r in rollouts),
+            "tokens read per search": read["observations"] / searches,
+            "tokens read": sum(read.values()),
+        }
+
+    return once

@@ -1,0 +1,61 @@
+"""The networks that are measured, as Hugging Face directories all subjects read."""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import tempfile
+
+import jax
+
+from rsearch.models import huggingface
+from rsearch.models.decoder import Decoder, DecoderSpec, init_params
+from rsearch.models.small_tokenizer import train_tokenizer
+
+SMOLLM2 = DecoderSpec(  # HuggingFaceTB/SmolLM2-135M
+    vocab_size=49152,
+    width=576,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    mlp_width=1536,
+    rope_theta=100000.0,
+    norm_eps=1e-5,
+    tie_embeddings=True,
+    max_context=8192,
+)
+SHAPES = {
+    "smollm2": SMOLLM2,
+    "tiny": dataclasses.replace(
+        SMOLLM2,
+        vocab_size=512,
+        width=48,
+        num_layers=2,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=16,
+        mlp_width=96,
+    ),
+}
+TEXT = ["Who directed the film that was shot in the city where the river ends?"]
+
+
+@contextlib.contextmanager
+def model_directory(model: str, spec: DecoderSpec):
+    """A directory with weights and tokenizer, for the length of a `with` block.
+
+    Args:
+        model: an existing directory, or "" for random weights of the shape.
+        spec: the shape.
+    """
+    if model:
+        yield str(pathlib.Path(model).resolve())
+        return
+    with tempfile.TemporaryDirectory(prefix="rsearch-bench-") as folder:
+        path = pathlib.Path(folder) / "model"
+        params = jax.jit(functools.partial(init_params, Decoder(spec)))(
+            jax.random.key(0)
+        )
+        huggingface.export(path, params, spec, tokenizer=train_tokenizer(TEXT * 2))
+        yield str(path)

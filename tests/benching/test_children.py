@@ -1,0 +1,54 @@
+"""Processes that take turns in being measured."""
+
+import pytest
+
+from rsearch.benching.children import Subject, compare
+
+ECHO = "tests.benching.echo"
+
+
+def numbers(told):
+    return [one["number"] for one in told]
+
+
+def test_subjects_take_turns_in_processes_of_their_own(tmp_path):
+    log = tmp_path / "log"
+    one = Subject(ECHO, {"log": str(log)})
+    found = compare({"rsearch": one, "torch": one}, 3)
+    # The first repetition, which compiles, does not count.
+    assert numbers(found["rsearch"]) == numbers(found["torch"]) == [2, 3, 4]
+    ran = log.read_text().split()
+    assert ran[0] != ran[1] and ran[2:] == ran[:2] * 3
+
+
+def test_one_at_a_time_ends_before_the_next_begins(tmp_path):
+    log = tmp_path / "log"
+    one = Subject(ECHO, {"log": str(log)})
+    compare({"rsearch": one, "torch": one}, 2, one_at_a_time=True)
+    ran = log.read_text().split()
+    assert ran == [ran[0]] * 3 + [ran[-1]] * 3 and ran[0] != ran[-1]
+
+
+def test_peers_that_are_not_there_or_fail_leave_a_word():
+    found = compare(
+        {
+            "rsearch": Subject(ECHO),
+            "faiss": Subject(ECHO, make="make_missing"),
+            "tunix": Subject(ECHO, {"fails_at": 2}),
+        },
+        2,
+    )
+    assert numbers(found["rsearch"]) == [2, 3]
+    assert found["faiss"] == "a_library_that_nobody_has is not installed"
+    assert "no more" in found["tunix"]
+
+
+def test_this_package_may_not_fail():
+    with pytest.raises(RuntimeError, match=r"(?s)rsearch: .*no more"):
+        compare({"rsearch": Subject(ECHO, {"fails_at": 1})}, 1)
+
+
+def test_memory_is_that_of_each_repetition_alone():
+    one, other = compare({"rsearch": Subject(ECHO, make="make_large")}, 2)["rsearch"]
+    assert one["peak_bytes"] > other["peak_bytes"] + 40_000_000
+    assert one["peak_bytes"] < 150_000_000

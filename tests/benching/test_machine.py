@@ -1,0 +1,40 @@
+"""What a machine can do at best."""
+
+import jax
+import pytest
+
+from rsearch.benching import machine
+
+
+def test_a_processors_bounds_are_measured(monkeypatch):
+    monkeypatch.setattr(machine, "SIDE", 256)
+    monkeypatch.setattr(machine, "COPIED", 2**22)
+    found = machine.probe()
+    assert found.is_measured and found.cores >= 1
+    # A core does 1e8 to 1e12 operations a second, and memory 1e8 to 1e13 bytes.
+    assert 1e8 < found.flops < 1e12 * found.cores
+    assert 1e8 < found.bandwidth < 1e13
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "flops", "bandwidth"),
+    [
+        ("NVIDIA H200", 1, 989e12, 4.8e12),
+        ("NVIDIA A100-SXM4-80GB", 8, 8 * 312e12, 8 * 2.039e12),
+        ("TPU v5 lite", 4, 4 * 197e12, 4 * 819e9),
+    ],
+)
+def test_an_accelerators_are_its_makers(kind, count, flops, bandwidth, monkeypatch):
+    class Device:
+        platform, device_kind = "accelerator", kind
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device()] * count)
+    found = machine.probe()
+    assert (found.flops, found.bandwidth, found.is_measured) == (
+        flops,
+        bandwidth,
+        False,
+    )
+    Device.device_kind = "Abacus"
+    with pytest.raises(ValueError, match="Abacus: its bounds are in no table"):
+        machine.probe()
