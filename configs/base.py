@@ -260,6 +260,7 @@ def _optim():
     c.eps = 1e-8  # added to the root of the second moment
     c.weight_decay = 0.01  # per step, times the learning rate
     c.max_grad_norm = 1.0  # global norm that gradients are scaled down to
+    c.moments_dtype = "float32"  # as both moments rest: "float32" or "bfloat16"
     return c
 
 

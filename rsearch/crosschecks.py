@@ -2,6 +2,8 @@
 
 from rsearch.stage_plan import AGENTS, URLS, kinds
 
+MOST_BFLOAT16_DECAY = 0.996  # 1 - 2^-8, half of a bfloat16's last bit
+
 
 def _check_sources(c):
     if not c.tokenizer.source and not c.model.source:
@@ -239,6 +241,17 @@ def _check_sft_batch(c):
         )
 
 
+def _check_moments(c):
+    for name in ("b1", "b2"):
+        decay = c.optim[name]
+        if c.optim.moments_dtype == "bfloat16" and decay > MOST_BFLOAT16_DECAY:
+            raise ValueError(
+                f"config.optim.{name} = {decay}: must be <= {MOST_BFLOAT16_DECAY} with "
+                "config.optim.moments_dtype = 'bfloat16', which has 8 bits: a moment "
+                f"that falls by {1 - decay:.2g} of itself would stay where it is"
+            )
+
+
 def _check_curate(c):
     if "curate" not in kinds(c) or c.curate.method != "difficulty":
         return
@@ -296,6 +309,7 @@ CROSS_CHECKS = (
     _check_rl_batch,
     _check_rl_settings,
     _check_sft_batch,
+    _check_moments,
     _check_curate,
     _check_shards,
 )

@@ -45,6 +45,7 @@ WORDS = {  # fields of one word -> the words there are
     "curate.observations": ("engine", "gold"),
     "eval.normalize": ("squad", "r1_searcher"),
     "eval.answer_from": ("finish", "log"),
+    "optim.moments_dtype": ("float32", "bfloat16"),
     "retrieval.writing": ("context_only", "unless_comparison"),
     "retrieval.family": ("minilm", "e5", "bge"),
 }

@@ -175,6 +175,10 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             {"stages": ("rl",), "rl__memorise_coef": 0.1, "rl__memorise_rows": 100},
             "memorise_rows = 100 is not a multiple of config.rl.micro_batch = 128",
         ),
+        (
+            {"optim__moments_dtype": "bfloat16", "optim__b2": 0.999},
+            "config.optim.b2 = 0.999: must be <= 0.996 with config.optim.moments_dtype",
+        ),
     ],
 )
 def test_fields_that_do_not_fit_together_are_refused(fields, told):

@@ -16,7 +16,8 @@ from rsearch.stage_plan import AGENTS, STAGE, URLS, kind_of
 from rsearch.types import Cut
 
 GB = 1e9
-FLOAT32 = 4  # bytes
+BYTES = {"float32": 4, "bfloat16": 2}
+FLOAT32 = BYTES["float32"]
 MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
 HOST_DEVICES = 8  # at most; each host rolls out config.rollout.slots rows of its own
 SCORE_COPIES = 3  # of attention's scores at once: logits, weights, gradient
@@ -174,22 +175,18 @@ def memory_of(c, stage: str, spec: DecoderSpec, num_devices: int) -> Memory:
     kind = kind_of(stage)
     split = c.mesh.fsdp * c.mesh.tensor
     weights = FLOAT32 * spec.num_params / split
+    moments = 2 * BYTES[c.optim.moments_dtype] * spec.num_params / split
     resident = {"weights": weights}
     if kind != "curate":
-        resident |= {"Adam moments": 2 * weights, "weights it began with": weights}
+        resident |= {"Adam moments": moments, "weights it began with": weights}
     if kind == "rl" and c.rl.algorithm == "ppo":
-        resident["critic with moments"] = 3 * weights
+        resident["critic with moments"] = weights + moments
     for name in AGENTS:
         if kind != "sft" and c[name].source:
             resident |= agent_memory(c, name)
     rolling = {} if kind == "sft" else _rolling(c, kind, spec, num_devices)
     updating = {} if kind == "curate" else _updating(c, kind, spec, num_devices)
     return Memory(resident, rolling, updating)
-
-
-def _bytes_of(c):
-    """Bytes of a number as the model computes it."""
-    return {"float32": 4, "bfloat16": 2}[c.model.dtype]
 
 
 def agent_memory(c, name):
@@ -206,7 +203,7 @@ def agent_memory(c, name):
 
 def _rolling(c, kind, spec, num_devices):
     """{what: bytes} of rollouts: the copy that decodes, keys and values."""
-    size = _bytes_of(c)
+    size = BYTES[c.model.dtype]
     _, tokens = context_of(c, kind)
     per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * size
     copies = size if size != FLOAT32 or c.mesh.fsdp > 1 else 0
@@ -223,7 +220,7 @@ def _rolling(c, kind, spec, num_devices):
 
 def _updating(c, kind, spec, num_devices):
     """{what: bytes} of an update: gradients and what the backward pass keeps."""
-    size = _bytes_of(c)
+    size = BYTES[c.model.dtype]
     _, tokens = context_of(c, kind)
     rows = max(c[kind].micro_batch / (num_devices / c.mesh.tensor), 1)
     layers = 1 if c.model.remat else spec.num_layers

@@ -18,6 +18,7 @@ def make_optimizer(
     weight_decay,
     max_grad_norm,
     updates_per_rate=0,
+    moments_dtype="float32",
 ) -> optax.GradientTransformation:
     """AdamW with global-norm clipping, linear warmup and, if asked, a linear decay.
 
@@ -33,6 +34,7 @@ def make_optimizer(
         updates_per_rate: warm up as verl's trainer does, which sets the rate after each
             of its steps of this many updates: step k of the `warmup_steps` has
             lr * k / warmup_steps, the first 0. 0 = not so.
+        moments_dtype: see `resting_as`.
     """
 
     def warm(count):
@@ -53,9 +55,39 @@ def make_optimizer(
             lambda path, _: path[-1].key not in VECTORS, params
         )
 
-    return optax.chain(
-        optax.clip_by_global_norm(max_grad_norm),
-        optax.adamw(
-            schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays
-        ),
+    adamw = optax.adamw(
+        schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays
     )
+    return optax.chain(
+        optax.clip_by_global_norm(max_grad_norm), resting_as(adamw, moments_dtype)
+    )
+
+
+def resting_as(inner, dtype) -> optax.GradientTransformation:
+    """A transformation whose floats, such as both of Adam's moments, rest in a dtype.
+
+    They are float32 while it computes, so that an update is what float32 makes of the
+    moments as they rest. Lost is what rounding to the nearest bfloat16, of 8 bits,
+    takes: up to 2^-8 of a moment each time. One that should fall by less than that may
+    stay where it is for good, so that b1 and b2 must not be above 0.996. (Of optax's
+    own settings, `mu_dtype` is of the first moment alone.)
+
+    Args:
+        inner: the transformation.
+        dtype: "float32" or "bfloat16".
+    """
+
+    def cast(state, dtype):
+        return jax.tree.map(
+            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+            state,
+        )
+
+    def init(params):
+        return cast(inner.init(params), dtype)
+
+    def update(grads, state, params=None):
+        changes, state = inner.update(grads, cast(state, jnp.float32), params)
+        return changes, cast(state, dtype)
+
+    return optax.GradientTransformation(init, update)

@@ -91,6 +91,13 @@ def test_a_value_model_is_as_large_as_the_policy():
     assert memory.resident["critic with moments"] == 12 * PARAMS
 
 
+def test_moments_in_bfloat16_take_half():
+    c = config(**{"optim.moments_dtype": "bfloat16", "rl.algorithm": "ppo"})
+    memory = costs.memory_of(c, "rl", SPEC, 1)
+    assert memory.resident["Adam moments"] == 4 * PARAMS
+    assert memory.resident["critic with moments"] == 8 * PARAMS
+
+
 def test_keys_and_values_are_two_for_each_layer_head_and_token():
     memory = costs.memory_of(config(), "rl", SPEC, 1)
     per_token = 2 * 2 * 2 * 2  # keys and values, layers, heads, features

@@ -1,8 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from rsearch.crosschecks import MOST_BFLOAT16_DECAY
 from rsearch.learn.optimizer import make_optimizer
 from tests.rollout import tiny
 
@@ -108,3 +110,59 @@ def test_only_matrices_decay(tie):
         factor = 1.0 if name in vectors else 0.95
         np.testing.assert_allclose(now, factor * before, rtol=1e-5, atol=1e-7)
     assert vectors < seen and "embedding" in seen
+
+
+def moments(state):
+    """(first, second) moment of the one matrix."""
+    (adam,) = [s for s in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(s)]
+    return adam.mu["gate"], adam.nu["gate"]
+
+
+def is_adam(node):
+    return isinstance(node, optax.ScaleByAdamState)
+
+
+def test_moments_in_bfloat16_are_float32s_but_for_their_rounding():
+    """Rounded after each update, and float32 in it: by hand in numpy."""
+    rng = np.random.default_rng(1)
+    params = {"gate": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32)}
+    plain = dict(warmup_steps=0, max_grad_norm=1e9, weight_decay=0.0, eps=1e-8)
+    optimizer = make_optimizer(**SETTINGS | plain, moments_dtype="bfloat16")
+    exact = make_optimizer(**SETTINGS | plain)
+    state, other = optimizer.init(params), exact.init(params)
+    for step in range(1, 41):
+        grad = rng.normal(size=(8, 16)).astype(np.float32)
+        m, v = map(np.float32, moments(state))
+        change, state = optimizer.update({"gate": grad}, state, params)
+        expected, other = exact.update({"gate": grad}, other, params)
+        m, v = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2
+        move = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
+        np.testing.assert_allclose(change["gate"], -0.1 * move, rtol=1e-4, atol=1e-7)
+        for ours, theirs in zip(moments(state), (m, v)):
+            assert ours.dtype == jnp.bfloat16
+            np.testing.assert_allclose(np.float32(ours), theirs, rtol=2**-8)
+    for ours, theirs, decay in zip(moments(state), moments(other), (0.9, 0.95)):
+        # Each rounding takes 2^-8 at most, and decays as the moment does.
+        most = 2**-8 / (1 - decay)
+        scale = np.abs(theirs).max()
+        np.testing.assert_allclose(np.float32(ours), theirs, atol=most * scale, rtol=0)
+    # The direction, which is what is left of it, is off by less than a tenth.
+    np.testing.assert_allclose(change["gate"], expected["gate"], atol=0.1 * 0.1)
+
+
+@pytest.mark.parametrize(("decay", "stays"), [(MOST_BFLOAT16_DECAY, 0), (0.999, 1)])
+def test_a_moment_in_bfloat16_falls_unless_its_decay_is_too_near_to_1(decay, stays):
+    """As many starts as bfloat16 has between 1 and 2; no gradient for a while."""
+    starts = jnp.arange(1, 2, 2**-7, dtype=jnp.float32)[None]
+    optimizer = make_optimizer(
+        **SETTINGS | dict(b1=decay, b2=decay), moments_dtype="bfloat16"
+    )
+    params = {"gate": starts}
+    first = optimizer.init(params)
+    full = starts.astype(jnp.bfloat16)
+    state = jax.tree.map(lambda x: full if x.shape == full.shape else x, first)
+    for _ in range(3):
+        _, state = optimizer.update({"gate": 0 * starts}, state, params)
+    for moment in moments(state):
+        stuck = np.asarray(moment == full)
+        assert stuck.any() == stays and (stays or (moment < full).all())
