@@ -9,6 +9,7 @@ import jax
 
 TOPOLOGY = re.compile(r"(v4|v5e|v5p|v6e):(\d+x\d+(?:x\d+)?)")
 HOST_CHIPS = (2, 2, 1)  # of a TPU host; a smaller slice is one host
+LONE_HOST = (2, 4)  # v5e and v6e: a slice of this shape is one host of eight chips
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,8 @@ def _tpu_devices(name, shape):
     bounds = tuple(
         min(n, most) for n, most in zip([*shape, 1][:3], HOST_CHIPS, strict=True)
     )
+    if tuple(shape) == LONE_HOST:
+        bounds = (*LONE_HOST, 1)
     try:
         found = topologies.get_topology_desc(
             platform="tpu", topology_name=name, chips_per_host_bounds=bounds
