@@ -152,7 +152,6 @@ def check_layout(c, stage: str, spec: DecoderSpec) -> None:
         "num_heads": (spec.num_heads, "tensor"),
         "num_kv_heads": (spec.num_kv_heads, "tensor"),
         "mlp_width": (spec.mlp_width, "tensor"),
-        "vocab_size": (spec.vocab_size, "tensor"),
         "width": (spec.width, "fsdp"),
     }
     for name, (size, axis) in divided.items():
@@ -173,9 +172,9 @@ def memory_of(c, stage: str, spec: DecoderSpec, num_devices: int) -> Memory:
         num_devices: of the whole mesh.
     """
     kind = kind_of(stage)
-    split = c.mesh.fsdp * c.mesh.tensor
-    weights = FLOAT32 * spec.num_params / split
-    moments = 2 * BYTES[c.optim.moments_dtype] * spec.num_params / split
+    params = _params_here(c, spec) / c.mesh.fsdp
+    weights = FLOAT32 * params
+    moments = 2 * BYTES[c.optim.moments_dtype] * params
     resident = {"weights": weights}
     if kind != "curate":
         resident |= {"Adam moments": moments, "weights it began with": weights}
@@ -189,6 +188,13 @@ def memory_of(c, stage: str, spec: DecoderSpec, num_devices: int) -> Memory:
     return Memory(resident, rolling, updating)
 
 
+def _params_here(c, spec):
+    """Parameters of a device that `tensor` alone cuts; a vocabulary may stay whole."""
+    tensor, matrices = c.mesh.tensor, 1 if spec.tie_embeddings else 2
+    whole = matrices * spec.vocab_size * spec.width if spec.vocab_size % tensor else 0
+    return (spec.num_params - whole) / tensor + whole
+
+
 def agent_memory(c, name):
     """{what: bytes} of a model beside the policy that runs here."""
     source = c[name].source
@@ -197,7 +203,7 @@ def agent_memory(c, name):
     spec = shape_of(shaped, c, section=name)
     if spec is None:
         return {}
-    stored = FLOAT32 * spec.num_params / (c.mesh.fsdp * c.mesh.tensor)
+    stored = FLOAT32 * _params_here(c, spec) / c.mesh.fsdp
     return {f"{name}'s weights": stored}
 
 
@@ -209,7 +215,7 @@ def _rolling(c, kind, spec, num_devices):
     copies = size if size != FLOAT32 or c.mesh.fsdp > 1 else 0
     here = min(num_devices, HOST_DEVICES)
     return {
-        "copy that decodes": copies * spec.num_params / c.mesh.tensor,
+        "copy that decodes": copies * _params_here(c, spec),
         "keys and values": c.rollout.slots * tokens * per_token / here,
         "next tokens' logits": c.rollout.slots
         * spec.vocab_size
@@ -226,10 +232,11 @@ def _updating(c, kind, spec, num_devices):
     layers = 1 if c.model.remat else spec.num_layers
     scores = spec.num_heads / c.mesh.tensor * tokens**2 * FLOAT32 * SCORE_COPIES
     inside = tokens * (4 * spec.width + 3 * spec.mlp_width / c.mesh.tensor) * size
-    pieces = c.model.logit_chunk * spec.vocab_size / c.mesh.tensor
+    cut = c.mesh.tensor if spec.vocab_size % c.mesh.tensor == 0 else 1
+    pieces = c.model.logit_chunk * spec.vocab_size / cut
     return {
         # The sum so far, and the micro-batch's own.
-        "gradients": 2 * FLOAT32 * spec.num_params / (c.mesh.fsdp * c.mesh.tensor),
+        "gradients": 2 * FLOAT32 * _params_here(c, spec) / c.mesh.fsdp,
         "attention scores": rows * layers * scores,
         "layers' inputs": rows * spec.num_layers * tokens * spec.width * size,
         "inside of a layer": rows * layers * inside,

@@ -147,19 +147,27 @@ def param_specs(params, rules=None):
 def param_shardings(params, mesh: Mesh, rules=None):
     """NamedSharding of each leaf.
 
+    A vocabulary that its mesh axis does not divide stays whole: its size is the
+    tokenizer's, and nobody chose it.
+
     Raises:
-        ValueError: an axis is not divisible by the mesh axis that carries it.
+        ValueError: another axis is not divisible by the mesh axis that carries it.
     """
 
     def named(path, leaf, spec):
+        spec, axes = list(spec), logical_axes(path, leaf.ndim)
         for axis, (size, mesh_axis) in enumerate(zip(leaf.shape, spec)):
-            if mesh_axis is not None and size % mesh.shape[mesh_axis]:
-                name = jax.tree_util.keystr(path, simple=True, separator=".")
-                raise ValueError(
-                    f"axis {axis} of parameter {name} has size {size}, not "
-                    f"divisible by mesh.{mesh_axis}={mesh.shape[mesh_axis]}"
-                )
-        return NamedSharding(mesh, spec)
+            if mesh_axis is None or size % mesh.shape[mesh_axis] == 0:
+                continue
+            if axes[axis] == "vocab":
+                spec[axis] = None
+                continue
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"axis {axis} of parameter {name} has size {size}, not "
+                f"divisible by mesh.{mesh_axis}={mesh.shape[mesh_axis]}"
+            )
+        return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree_util.tree_map_with_path(named, params, param_specs(params, rules))
 

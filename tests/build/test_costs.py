@@ -1,5 +1,6 @@
 """Tokens and bytes of a stage, against arithmetic by hand."""
 
+import dataclasses
 import json
 
 import pytest
@@ -117,6 +118,16 @@ def test_a_mesh_splits_weights_and_rows():
     assert memory.resident["weights"] == 4 * PARAMS / 4
     assert memory.rolling["copy that decodes"] == 2 * PARAMS / 2
     assert memory.rolling["keys and values"] == 8 * 51 * 16 * 2 / 4
+
+
+def test_a_vocabulary_that_cannot_be_cut_is_whole_on_every_device():
+    odd = dataclasses.replace(SPEC, vocab_size=101)
+    c = config(**{"mesh.fsdp": 2, "mesh.tensor": 2})
+    costs.check_layout(c, "rl", odd)
+    here = (2 * 592 + 8) / 2 + 2 * 101 * 8
+    memory = costs.memory_of(c, "rl", odd, 4)
+    assert memory.resident["weights"] == 4 * here / 2
+    assert memory.rolling["copy that decodes"] == 4 * here
 
 
 def test_the_backward_pass_keeps_scores_of_one_layer_or_of_all():

@@ -77,13 +77,17 @@ def test_a_device_holds_its_share_of_each_parameter(params, mesh):
     assert {s.data.shape for s in q.addressable_shards} == {(2, 8, 2, 4)}
 
 
-def test_a_sharded_step_equals_an_unsharded_one(params, mesh):
-    tokens = np.random.default_rng(0).integers(0, 32, (4, 8), np.int32)
+@pytest.mark.parametrize("vocab_size", [32, 33])
+def test_a_sharded_step_equals_an_unsharded_one(mesh, vocab_size):
+    """Also where the vocabulary cannot be halved, and stays whole."""
+    spec = DecoderSpec(**{**SPEC.__dict__, "vocab_size": vocab_size})
+    model, params = Decoder(spec), jax.device_get(reference.random_params(spec))
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (4, 8), np.int32)
 
     def loss(params, tokens):
         positions = jnp.broadcast_to(jnp.arange(8)[None], tokens.shape)
-        hidden, _ = MODEL.apply({"params": params}, tokens, positions)
-        logits = MODEL.apply({"params": params}, hidden, method="logits")
+        hidden, _ = model.apply({"params": params}, tokens, positions)
+        logits = model.apply({"params": params}, hidden, method="logits")
         logp = jax.nn.log_softmax(logits[:, :-1])
         picked = jnp.take_along_axis(logp, tokens[:, 1:, None], -1)
         return -jnp.mean(picked), logits
@@ -91,6 +95,8 @@ def test_a_sharded_step_equals_an_unsharded_one(params, mesh):
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (_, expected), expected_grad = step(params, tokens)
     shardings = sharding.param_shardings(params, mesh)
+    carrier = "tensor" if vocab_size == 32 else None
+    assert shardings["unembedding"].spec == PartitionSpec("fsdp", carrier)
     placed = jax.device_put(params, shardings)
     rows = jax.device_put(tokens, sharding.batch_sharding(mesh))
     assert {s.data.shape for s in rows.addressable_shards} == {(1, 8)}
