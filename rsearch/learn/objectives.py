@@ -1,7 +1,9 @@
 """What an update lowers: of rows, their scores and weights, a loss and its metrics."""
 
+import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from rsearch.learn.batch import Batch
@@ -119,3 +121,23 @@ def value_loss(*, clip, over_response) -> Callable:
         }
 
     return loss
+
+
+@functools.partial(jax.jit, static_argnames="with_retrieved")
+def sampler_gap(logp, rows: Batch, *, with_retrieved: bool):
+    """[] mean distance of the trainer's log-probabilities from the sampler's.
+
+    Rounding, where both are the same model in float32. Where a nucleus was sampled
+    from, up to -log(top_p) of it is what lies outside.
+
+    Args:
+        logp: [..., T] of the trainer, before any update.
+        rows: their `behavior_logp` is the sampler's.
+        with_retrieved: retrieved tokens are learnt from, too. Nobody sampled them: they
+            have a 0 there, and are left out.
+    """
+    mask = rows.from_policy
+    if with_retrieved:
+        mask = mask & (rows.behavior_logp != 0)
+    total = masked_sum(jnp.abs(logp - rows.behavior_logp), mask)
+    return total / jnp.maximum(jnp.sum(mask), 1)

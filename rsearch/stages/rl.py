@@ -13,6 +13,7 @@ from rsearch.compiles import num_compiles
 from rsearch.data.order import take
 from rsearch.learn.advantages import with_advantages
 from rsearch.learn.batch import Batch, cut, pack, pack_segments, parts
+from rsearch.learn.objectives import sampler_gap
 from rsearch.learn.packing import packed
 from rsearch.metrics import MetricsLog
 from rsearch.models.sharding import num_shards
@@ -239,9 +240,12 @@ class Learning:
             return state, {}
         # All rows are scored before the first update: it reuses the policy's buffers.
         batch = self.learner.put(self._cut(whole))
-        batch = self._scored(state, batch, len(groups[0].rollouts))
-        memory = self._memory(memory)
         is_ready = step >= self.setup.config.critic.pretrain_steps
+        learns_policy = self.critic is None or is_ready
+        batch, gap = self._scored(
+            state, batch, len(groups[0].rollouts), updates=learns_policy
+        )
+        memory = self._memory(memory)
         measured = []
         for part, is_useful in zip(parts(batch, s.updates_per_step), useful):
             if not is_useful:
@@ -250,21 +254,29 @@ class Learning:
             if self.critic is not None:
                 critic, metrics = self.critic.update(state.critic, part)
                 state = state._replace(critic=critic)
-            if self.critic is None or is_ready:
+            if learns_policy:
                 state, told = self.learner.update(state, part, memory)
                 metrics |= told
             measured.append(jax.device_get(metrics))
             tell_if_skipped("rl", step, measured[-1])
         mean = jax.tree.map(lambda *values: float(np.mean(values)), *measured)
-        return state, mean
+        # Later updates compare with a policy that has moved: only the first tells.
+        gap = measured[0]["logp_gap"] if gap is None else gap
+        return state, mean | {"sampler_gap": float(gap)}
 
-    def _scored(self, state, batch: Batch, group_size: int) -> Batch:
-        """The batch with log-probabilities, values and advantages."""
-        s = self.setup.config.rl
+    def _scored(self, state, batch: Batch, group_size: int, *, updates):
+        """The batch with log-probabilities, values and advantages, and a gap.
+
+        The gap is the mean difference of the sampler's log-probabilities and the
+        trainer's; None where the first update tells it for nothing.
+        """
+        s, gap = self.setup.config.rl, None
+        if s.behavior == "scored" or not updates:
+            logp = self.learner.score(state.params, batch)
+            gap = sampler_gap(logp, batch, with_retrieved=not s.mask_retrieved)
         if s.behavior == "scored":
             if s.tis_cap:
                 batch = batch._replace(sampled_logp=batch.behavior_logp)
-            logp = self.learner.score(state.params, batch)
             batch = batch._replace(behavior_logp=logp)
         if self.reference is not None:
             logp = self.learner.score(self.reference, batch)
@@ -275,7 +287,7 @@ class Learning:
         kl_coef = None
         if s.kl_coef and s.kl_place == "reward":
             kl_coef = s.kl_coef if state.kl_coef is None else state.kl_coef
-        return with_advantages(
+        batch = with_advantages(
             batch,
             algorithm=s.algorithm,
             group_size=group_size,
@@ -288,6 +300,7 @@ class Learning:
             kl_coef=kl_coef,
             kl_kind=s.kl_kind,
         )
+        return batch, gap
 
     def _memory(self, rows):
         """Rows to memorise as a Batch of a size that never changes; None without."""

@@ -21,7 +21,7 @@ ONE_STEP = dict(stages=("rl",), rl__steps=1)
 STEP_FIELDS = {
     *("reward", "reward_answer_em", "reward_format_ok", "groups_with_spread"),
     *("searches", "policy_tokens", "tokens", "compiles"),
-    *("loss", "entropy", "clip_fraction", "logp_gap", "grad_norm"),
+    *("loss", "entropy", "clip_fraction", "logp_gap", "sampler_gap", "grad_norm"),
     *("rollout_seconds", "reward_seconds", "update_seconds"),
     *(outcome.value for outcome in Outcome),
 }
@@ -162,6 +162,7 @@ def test_a_step_measures_these_things(setup, tmp_path):
     assert all(np.isfinite(v) for v in row.values())
     # The first update is on the policy that sampled: the ratio is 1 everywhere.
     assert row["clip_fraction"] == 0 and row["logp_gap"] < 1e-4
+    assert row["sampler_gap"] == row["logp_gap"]
 
 
 LOTS = dict(rl__kl_coef=0.1, rl__updates_per_step=2, rl__micro_batch=8)
@@ -184,6 +185,15 @@ SETTINGS = {
         rollout__top_p=0.9,
         rl__behavior="scored",
     ),
+    "by a value model that at first learns alone": dict(
+        rl__algorithm="ppo",
+        rl__kl_place="reward",
+        rl__kl_kind="k1",
+        rl__kl_coef=0.1,
+        rollout__group_size=1,
+        rl__questions_per_step=8,
+        critic__pretrain_steps=1,
+    ),
 }
 
 
@@ -195,13 +205,45 @@ def test_every_setting_runs_and_measures_finite_numbers(tmp_path, settings):
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert all(np.isfinite(v) for row in rows for v in row.values())
     in_loss = settings["rl__kl_place"] == "loss"
-    assert all("kl" in row for row in rows)
-    assert rows[0]["compiles"] == rows[1]["compiles"]
+    # A value model that learns alone leaves the policy's first update to the second.
+    alone = settings.get("critic__pretrain_steps", 0)
+    assert ["kl" in row for row in rows] == [not alone, True]
+    assert rows[1]["compiles"] - rows[0]["compiles"] == alone
+    # The sampler's probabilities are the trainer's, but for what no nucleus holds.
+    outside = -np.log(settings.get("rollout__top_p", 1.0))
+    for row in rows:
+        assert row["sampler_gap"] == pytest.approx(0, abs=1e-5 + outside)
+        assert (row["sampler_gap"] > 1e-5) == (outside > 0)
     # Untrained policies earn nothing; what moves them is entropy or the divergence.
     assert np.isfinite(largest_change(before, after))
     if in_loss:
         assert rows[1]["kl"] > 0 and largest_change(before, after) > 0
         assert rows[0]["logp_gap"] > 0  # of the second update on the same rollouts
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(),
+        dict(rl__behavior="scored"),
+        dict(rl__behavior="scored", rl__mask_retrieved=False),
+        dict(rl__updates_per_step=2, rl__micro_batch=4),
+    ],
+)
+def test_the_samplers_gap_is_told_however_the_old_policy_is_measured(setup, settings):
+    """Its rollouts say -2 of each token that was sampled."""
+    found = dataclasses.replace(segment(Source.SEARCH, [7, 8]), logp=np.zeros(2))
+    one = rollout("x")
+    one = dataclasses.replace(one, segments=(*one.segments, found))
+    played = groups(*[[one, rollout("y")]] * 4)
+    rewards = np.array([[1, 0]] * 4, np.float32)
+    before, _, measured = learn_from(setup, played, rewards, **settings)
+    ids = np.array([[1, 2, 3, 4, 5]])
+    hidden, _ = setup.model.apply({"params": before}, ids, np.arange(5)[None])
+    logits = setup.model.apply({"params": before}, hidden, method="logits")
+    logp = jax.nn.log_softmax(logits)[0, np.arange(1, 4), ids[0, 2:]]
+    expected = np.mean(np.abs(logp + 2))
+    assert measured["sampler_gap"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_k2_is_taken_too(setup):
