@@ -1,7 +1,10 @@
 """Writing files so that a crash leaves the old contents or the new, never a mixture."""
 
+import contextlib
+import fcntl
 import os
 import pathlib
+import socket
 
 import xxhash
 
@@ -22,6 +25,48 @@ def replace(path, data):
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_directory(path.parent)
+
+
+def create(path, data):
+    """Writes `data` (bytes) to `path` unless there is such a file; says whether it did.
+
+    Of several processes that call this at once, on any hosts, one creates the file, and
+    nobody sees a part of it. A crash may leave a `<name>.<host>-<process>.tmp`.
+    """
+    path = pathlib.Path(path)
+    own = f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp"
+    temporary = path.with_name(own)
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    sync_directory(path.parent)
+    return True
+
+
+@contextlib.contextmanager
+def locked(path, *, shared=False, waits=False):
+    """Holds a lock on a file, made where it is missing; gives whether it is held.
+
+    Locks of other processes, on a network file system also of other hosts, keep it
+    from being held: any of them, or if `shared` those that are not. `waits` is for
+    these to go. A lock goes with its process.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    # NFS gives the one kind of lock for reading only, the other for writing only.
+    with open(path, "a+b") as file:
+        try:
+            fcntl.flock(file, kind if waits else kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
 
 
 def append(file, data):

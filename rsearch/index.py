@@ -3,6 +3,16 @@
 Encodes the passages of a corpus and builds their ScaNN index; the same command goes on
 where it was stopped. Prints what was built, how much of an exact search it finds and,
 with --questions, how many of their supporting passages.
+
+Several hosts share the work on a directory that all reach. Those that start together
+meet, as in training:
+
+    python -m rsearch.index ... --coordinator=auto
+
+Those that start when they like, as in a SLURM array, are told their numbers; the last
+one to end builds the ScaNN index:
+
+    python -m rsearch.index ... --worker=$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
 """
 
 import math
@@ -10,13 +20,15 @@ import pathlib
 import sys
 import time
 
+from rsearch import hosts
 from rsearch.config import REQUIRED, parse_flags, run_command
-from rsearch.console import table
+from rsearch.console import note, table
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine
-from rsearch.retrieval.index import build_index, open_index
+from rsearch.retrieval.index import open_index
+from rsearch.retrieval.index_build import build_index, encode_share, plan_index
 from rsearch.retrieval.supporting import supporting_recall
 
 FLAGS = {
@@ -35,9 +47,16 @@ FLAGS = {
     ),
     "reorder": (0, "candidates compared exactly, of a partitioned index; 0 chooses"),
     "vector_dtype": ("float32", "of the vectors on disk: float32 or float16"),
+    "reorder_dtype": (
+        "float32",
+        "of the vectors that a partitioned index holds in memory: or bfloat16, int8",
+    ),
     "shard_size": (0, "passages encoded between two saves; 0 chooses"),
+    "parts": (1, "with a ScaNN index each, that hosts can share"),
+    "worker": ("", "I/N: encode the I-th of N shares, from 0; the last one builds"),
     "questions": ("", "questions with supporting passages, to measure recall with"),
     "top_k": (5, "passages a question that count"),
+    **hosts.FLAGS,
 }
 
 
@@ -48,9 +67,15 @@ def main(argv):
     for name in ("leaves_to_search", "reorder", "shard_size", *lengths):
         if flags[name] < 0:
             raise ValueError(f"--{name}={flags[name]}, expected 0 or more")
-    for name, least in (("hashed_dim", 1), ("top_k", 1)):
+    for name, least in (("hashed_dim", 1), ("top_k", 1), ("parts", 1)):
         if flags[name] < least:
             raise ValueError(f"--{name}={flags[name]}, expected at least {least}")
+    worker = _worker(flags["worker"])
+    if worker and flags["coordinator"]:
+        raise ValueError(
+            "--worker is for hosts without --coordinator: give one of them"
+        )
+    hosts.begin(**{name: flags[name] for name in hosts.FLAGS})
     started = time.monotonic()
     # Before hours of encoding, see that the questions can be read.
     questions = _questions(flags["questions"])
@@ -62,16 +87,20 @@ def main(argv):
         **{name: flags[name] for name in lengths},
     )
     out = pathlib.Path(flags["out"])
-    manifest = build_index(
-        corpus,
-        encoder,
-        out,
-        kind=flags["kind"],
-        leaves_to_search=flags["leaves_to_search"] or None,
-        reorder=flags["reorder"] or None,
-        vector_dtype=flags["vector_dtype"],
-        shard_size=flags["shard_size"] or None,
-    )
+    settings = {
+        "kind": flags["kind"],
+        "leaves_to_search": flags["leaves_to_search"] or None,
+        "reorder": flags["reorder"] or None,
+        "reorder_dtype": flags["reorder_dtype"],
+        "vector_dtype": flags["vector_dtype"],
+        "shard_size": flags["shard_size"] or None,
+        "num_parts": flags["parts"],
+    }
+    if worker and not _is_last(corpus, encoder, out, settings, *worker):
+        return 0
+    manifest = build_index(corpus, encoder, out, waits=bool(worker), **settings)
+    if not hosts.is_first():
+        return 0
     rows = _rows(manifest)
     if questions:
         nearest = open_index(out, corpus=corpus, encoder=encoder, verify=False).nearest
@@ -82,6 +111,30 @@ def main(argv):
     rows.append(("seconds of this run", f"{time.monotonic() - started:.1f}"))
     table(f"Index {out}", ("", "value"), rows)
     return 0
+
+
+def _worker(text):
+    """(number, how many there are) of "I/N"; () of nothing."""
+    if not text:
+        return ()
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise ValueError(f"--worker={text}: write I/N, with I from 0 to N - 1")
+    return int(number), int(count)
+
+
+def _is_last(corpus, encoder, out, settings, worker, num_workers):
+    """Encodes a worker's share; whether no shard is missing then."""
+    plan = plan_index(corpus, encoder, **settings)
+    num_missing = encode_share(
+        corpus, encoder, out, plan, worker=worker, num_workers=num_workers
+    )
+    if num_missing:
+        note(
+            f"worker {worker} of {num_workers} has ended its share; of all shards "
+            f"{num_missing} are missing yet, and the last worker builds the index"
+        )
+    return not num_missing
 
 
 def _questions(source):

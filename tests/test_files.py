@@ -1,6 +1,7 @@
 """A file has its old contents or its new ones."""
 
 import os
+import threading
 
 import pytest
 import xxhash
@@ -83,3 +84,39 @@ def test_sampled_digest_tells_sizes_and_sampled_bytes_apart(tmp_path, size):
             data[place] = 1
             path.write_bytes(data)
             assert files.sampled_digest(path, **settings) != whole
+
+
+def test_of_those_that_create_a_file_the_first_does(tmp_path):
+    path = tmp_path / "a"
+    assert files.create(path, b"first")
+    assert not files.create(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lock_keeps_others_out_and_shared_ones_do_not(tmp_path):
+    path = tmp_path / "lock"
+    with (
+        files.locked(path, shared=True) as first,
+        files.locked(path, shared=True) as second,
+        files.locked(path) as third,
+    ):
+        assert (first, second, third) == (True, True, False)
+    with files.locked(path) as is_held, files.locked(path, shared=True) as other:
+        assert (is_held, other) == (True, False)
+
+
+def test_who_waits_for_a_lock_gets_it_when_it_is_free(tmp_path):
+    path, order = tmp_path / "lock", []
+
+    def wait():
+        with files.locked(path, waits=True) as is_held:
+            order.append(("waited", is_held))
+
+    with files.locked(path):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join(0.1)
+        order.append("held")
+    thread.join()
+    assert order == ["held", ("waited", True)]

@@ -1,12 +1,17 @@
 """The command rsearch.index, from its command line to its table."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
 from rsearch.config import run_command
 from rsearch.index import main
+from tests.small_run import ROOT, child_environment
+from tests.test_hosts import run_hosts
 
 
 @pytest.fixture
@@ -66,6 +71,57 @@ def test_it_may_be_run_again_and_builds_nothing_twice(files, capsys):
     assert "is finished already" in capsys.readouterr().err
 
 
+def contents(folder):
+    """{name: bytes} of all that an index's vectors are."""
+    paths = sorted((folder / "vectors").iterdir())
+    return {path.name: path.read_bytes() for path in paths}
+
+
+SHARED = ("--shard_size=1", "--parts=3")
+
+
+def test_workers_started_at_once_build_what_one_builds(files, capsys):
+    """Each is told its number alone; one of them finds that nothing is missing."""
+    one = ["--corpus", files / "corpus.jsonl", "--encoder=hashed", *SHARED]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "rsearch.index", *map(str, one), *more],
+            cwd=ROOT,
+            env={**os.environ, **child_environment(1)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for more in ([f"--out={files / 'i'}", f"--worker={w}/3"] for w in range(3))
+    ]
+    told = [process.communicate(timeout=300) for process in started]
+    assert [p.returncode for p in started] == [0, 0, 0], told
+    assert sum("│ passages" in out for out, _ in told) >= 1
+    assert command(files, *SHARED) == 0
+    whole, ours = files / "index", files / "i"
+    assert contents(ours) == contents(whole)
+    plans = [json.loads((f / "plan.json").read_text()) for f in (ours, whole)]
+    assert plans[0] == plans[1]
+    assert (ours / "manifest.json").exists()
+
+
+def test_hosts_that_meet_build_what_one_builds(files, capsys):
+    one = ["--corpus", files / "corpus.jsonl", "--encoder=hashed", *SHARED]
+    own = [*one, f"--out={files / 'i'}"]
+    (first, out, error), (second, other, _) = run_hosts("-m", "rsearch.index", *own)
+    assert (first, second) == (0, 0), error
+    assert cells(out)["recall@10 of ScaNN against exact search"].startswith("1.0000")
+    assert "passages" not in other
+    assert command(files, *SHARED) == 0
+    assert contents(files / "i") == contents(files / "index")
+    made = [
+        json.loads((files / name / "manifest.json").read_text())
+        for name in ("i", "index")
+    ]
+    assert made[0]["files"] == made[1]["files"]
+    assert made[0]["recall"] == made[1]["recall"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -78,6 +134,12 @@ def test_it_may_be_run_again_and_builds_nothing_twice(files, capsys):
         (["--questions=missing.jsonl"], "missing.jsonl"),
         (["--corpus=missing.jsonl"], "missing.jsonl"),
         (["--encodr=hashed"], "encoder"),
+        (["--parts=11"], "num_parts=11, expected 1 to 10"),
+        (["--reorder_dtype=half"], "reorder_dtype='half', expected one of float32"),
+        (["--worker=2/2"], "--worker=2/2: write I/N, with I from 0 to N - 1"),
+        (["--worker=1"], "--worker=1: write I/N"),
+        (["--worker=0/2", "--coordinator=auto"], "give one of them"),
+        (["--num_hosts=2"], "want --coordinator"),
         (["--hashed_dim=64"], "encoder.dim: 512 in the index, 64 here"),
     ],
 )

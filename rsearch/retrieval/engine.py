@@ -17,7 +17,7 @@ class SearchEngine:
     What a query finds depends on the query alone, not on the batch it comes in.
 
     Args:
-        nearest: Nearest, over one vector a passage.
+        nearest: Nearest or Parts, over one vector a passage.
         encoder: has encode_queries.
         corpus: has len and passages(indices).
         top_k: passages a query, fewer only where the corpus has fewer.
@@ -36,7 +36,7 @@ class SearchEngine:
             raise ValueError(f"{top_k=}, expected at least 1")
         if cache_size < 0:
             raise ValueError(f"{cache_size=}, expected 0 or more")
-        assert len(nearest.vectors) == len(corpus), (len(nearest.vectors), len(corpus))
+        assert len(nearest) == len(corpus), (len(nearest), len(corpus))
         self._nearest, self._encoder, self._corpus = nearest, encoder, corpus
         self._top_k, self._cache_size = top_k, cache_size
         self._cache = collections.OrderedDict()

@@ -15,6 +15,7 @@ import numpy as np
 BRUTE_FORCE_MAX = 20_000  # vectors; more are partitioned
 MARGIN = 16  # candidates beyond the wanted ones, for ties and rounding
 ROUNDING = 1e-5  # bound of ScaNN's error in a dot product of unit vectors
+REORDER_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a dimension
 SEED = 0  # of the queries that recall is measured with
 
 
@@ -28,6 +29,8 @@ class Partition:
         reorder: hashed candidates whose full vectors are compared.
         threshold: of the anisotropic quantisation loss.
         dims_per_block: dimensions that share one 4-bit code.
+        reorder_dtype: of the full vectors that ScaNN holds in memory: a key of
+            REORDER_BYTES.
     """
 
     num_leaves: int
@@ -35,9 +38,12 @@ class Partition:
     reorder: int
     threshold: float = 0.2
     dims_per_block: int = 2
+    reorder_dtype: str = "float32"
 
 
-def choose_partition(num, *, kind="auto", leaves_to_search=None, reorder=None):
+def choose_partition(
+    num, *, kind="auto", leaves_to_search=None, reorder=None, reorder_dtype="float32"
+):
     """The settings for `num` vectors; None for brute force.
 
     The number of leaves is about the square root, as ScaNN advises. Two fifths of them
@@ -48,12 +54,16 @@ def choose_partition(num, *, kind="auto", leaves_to_search=None, reorder=None):
         num: how many vectors.
         kind: "auto", "brute_force" or "partitioned".
         leaves_to_search, reorder: instead of those chosen here.
+        reorder_dtype: see Partition; has no meaning for brute force.
 
     Raises:
         ValueError: a setting out of range, or given for brute force.
     """
     if kind not in ("auto", "brute_force", "partitioned"):
         raise ValueError(f"{kind=}, expected 'auto', 'brute_force' or 'partitioned'")
+    if reorder_dtype not in REORDER_BYTES:
+        known = ", ".join(REORDER_BYTES)
+        raise ValueError(f"{reorder_dtype=}, expected one of {known}")
     given = {"leaves_to_search": leaves_to_search, "reorder": reorder}
     if kind == "brute_force" or (kind == "auto" and num <= BRUTE_FORCE_MAX):
         for name, value in given.items():
@@ -75,12 +85,14 @@ def choose_partition(num, *, kind="auto", leaves_to_search=None, reorder=None):
         )
     if chosen["reorder"] < 1:
         raise ValueError(f"reorder={chosen['reorder']}, expected at least 1")
-    return Partition(num_leaves, **chosen)
+    return Partition(num_leaves, **chosen, reorder_dtype=reorder_dtype)
 
 
 def build_searcher(vectors, partition):
     """A ScaNN searcher over [N, D] float32 vectors; partition None is brute force."""
     ops = import_scann()
+    from scann.scann_ops.py.scann_builder import ReorderType
+
     builder = ops.builder(vectors, 10, "dot_product")
     if partition is None:
         return builder.score_brute_force().build()
@@ -93,7 +105,8 @@ def build_searcher(vectors, partition):
         partition.dims_per_block,
         anisotropic_quantization_threshold=partition.threshold,
     )
-    return builder.reorder(partition.reorder).build()
+    quantize = ReorderType[partition.reorder_dtype.upper()]
+    return builder.reorder(partition.reorder, quantize).build()
 
 
 def import_scann():
@@ -130,6 +143,9 @@ class Nearest:
     def __init__(self, vectors, searcher, partition):
         self.vectors, self.partition = vectors, partition
         self._searcher = searcher
+
+    def __len__(self):
+        return len(self.vectors)
 
     def search(self, queries, top_k):
         """The nearest vectors of each query: (positions, scores), [n, k] each.
@@ -209,6 +225,10 @@ def measure_recall(nearest, queries, *, top_k=10):
         queries: [n, D] float32, n > 0.
         top_k: neighbours of a query that count.
     """
-    exact = exact_scores(nearest.vectors, queries, top_k)
     _, scores = nearest.search(queries, top_k)
+    return recall_of(scores, exact_scores(nearest.vectors, queries, top_k))
+
+
+def recall_of(scores, exact):
+    """The share of [n, k] scores that are among the k exactly largest, [n, k] too."""
     return float((scores >= exact[:, -1:] - ROUNDING).mean())

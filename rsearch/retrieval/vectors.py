@@ -7,6 +7,7 @@ A shard exists once its .json does. One that is damaged or was made from somethi
 is encoded again.
 """
 
+import contextlib
 import io
 import json
 import pathlib
@@ -86,41 +87,69 @@ def row_products(rows, query):
     return np.add.reduce(products, axis=1).astype(np.float32)
 
 
-def encode_corpus(corpus, encoder, directory, *, shard_size, dtype, made_from):
-    """Encodes the passages of a corpus that are not encoded yet.
+def encode_shards(
+    corpus,
+    encoder,
+    directory,
+    numbers,
+    *,
+    shard_size,
+    dtype,
+    made_from,
+    alone=lambda name: contextlib.nullcontext(),
+):
+    """Encodes those of these shards that are not encoded yet.
 
     Args:
         corpus: has len, and passages(indices) -> list of Passage.
         encoder: has encode_passages.
         directory: of the shards; made where it is missing.
+        numbers: of the shards to see to, each of shard_size passages; see num_shards.
         shard_size: passages a shard.
         dtype: one of DTYPES, of the vectors on disk.
         made_from: text that is equal for equal corpus, encoder and settings.
+        alone: name of a shard -> context in which nobody else writes it.
 
     Returns:
-        {file name: digest} of all shards, in order.
+        [len(numbers)] digests of these shards.
 
     Raises:
         ValueError: a passage that the encoder gave no finite vector.
     """
     directory = pathlib.Path(directory)
     directory.mkdir(exist_ok=True)
-    starts = range(0, len(corpus), shard_size)
-    digests, num_reused = {}, 0
+    digests, num_reused = [], 0
     label = f"encoding shards of {shard_size} passages"
-    for number, start in enumerate(progress(starts, label)):
-        path = directory / f"{number:05d}.npy"
-        digest = _finished(path, made_from)
-        num_reused += digest is not None
-        if digest is None:
-            passages = corpus.passages(
-                range(start, min(start + shard_size, len(corpus)))
-            )
-            digest = _write(path, _encode(encoder, passages).astype(dtype), made_from)
-        digests[path.name] = digest
+    for number in progress(numbers, label):
+        path = directory / shard_name(number)
+        with alone(path.stem):
+            digest = _finished(path, made_from)
+            num_reused += digest is not None
+            if digest is None:
+                start = number * shard_size
+                stop = min(start + shard_size, len(corpus))
+                vectors = _encode(encoder, corpus.passages(range(start, stop)))
+                digest = _write(path, vectors.astype(dtype), made_from)
+        digests.append(digest)
     if num_reused:
-        note(f"{num_reused} of {len(starts)} shards were there already")
+        note(f"{num_reused} of {len(numbers)} shards were there already")
     return digests
+
+
+def num_shards(num, shard_size):
+    """Shards that `num` passages make."""
+    return -(-num // shard_size)
+
+
+def shard_name(number):
+    """Of the file with a shard's vectors."""
+    return f"{number:05d}.npy"
+
+
+def missing_shards(directory, numbers, made_from):
+    """Those of these shards that nobody has finished; their contents are not read."""
+    paths = {n: pathlib.Path(directory) / shard_name(n) for n in numbers}
+    return [n for n, path in paths.items() if _record(path, made_from) is None]
 
 
 def open_vectors(directory, names):
@@ -153,17 +182,23 @@ def _write(path, vectors, made_from):
 
 def _finished(path, made_from):
     """The digest of a shard that is whole and made from the same, else None."""
+    digest = _record(path, made_from)
+    if digest is None or (path.exists() and files.digest_file(path) == digest):
+        return digest
+    note(f"{path} is damaged: encoding it again")
+    return None
+
+
+def _record(path, made_from):
+    """The digest that a shard should have; None if nobody made it from the same."""
     record_path = path.with_suffix(".json")
     if not record_path.exists():
         return None
     try:
         record = json.loads(record_path.read_bytes())
-        if record["made_from"] != made_from:
-            note(f"{path} was made from something else: encoding it again")
-            return None
-        if path.exists() and files.digest_file(path) == record["digest"]:
+        if record["made_from"] == made_from:
             return record["digest"]
+        note(f"{path} was made from something else: encoding it again")
     except (ValueError, KeyError, TypeError):
-        pass  # as damaged as a wrong digest, and said so below
-    note(f"{path} is damaged: encoding it again")
+        note(f"{path} is damaged: encoding it again")
     return None

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from rsearch.retrieval.engine import SearchEngine
-from rsearch.retrieval.index import build_index, corpus_path, open_index
+from rsearch.retrieval.index import corpus_path, open_index
+from rsearch.retrieval.index_build import build_index
 from tests.retrieval.fakes import FileCorpus, TableEncoder, numbered
 
 
@@ -79,9 +80,9 @@ def test_a_stopped_build_goes_on_to_the_same_index(
         raise Stopped
 
     where = {
-        "vectors": "rsearch.retrieval.index.open_vectors",
-        "scann": "rsearch.retrieval.index.files.sync_tree",
-        "manifest": "rsearch.retrieval.index._recall",
+        "vectors": "rsearch.retrieval.index_parts.open_vectors",
+        "scann": "rsearch.retrieval.index_parts.files.sync_tree",
+        "manifest": "rsearch.retrieval.index_build._recall",
     }
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(where[stop_at], stop)

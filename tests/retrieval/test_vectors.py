@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rsearch.retrieval.vectors import (
     Vectors,
-    encode_corpus,
+    encode_shards,
     open_vectors,
     row_products,
 )
@@ -18,7 +18,8 @@ from tests.retrieval.fakes import FileCorpus, TableEncoder, numbered, unit_rows
 
 def encode(corpus, encoder, directory, **changed):
     settings = {"shard_size": 4, "dtype": "float32", "made_from": "this", **changed}
-    return encode_corpus(corpus, encoder, directory, **settings)
+    digests = encode_shards(corpus, encoder, directory, range(3), **settings)
+    return {f"0000{number}.npy": digest for number, digest in enumerate(digests)}
 
 
 @pytest.fixture

@@ -1,0 +1,240 @@
+"""Indexes built by several: the same as one builds, and never by two at once."""
+
+import contextlib
+import fcntl
+import json
+
+import numpy as np
+import pytest
+
+from rsearch.retrieval.engine import SearchEngine
+from rsearch.retrieval.index import open_index
+from rsearch.retrieval.index_build import build_index, encode_share, plan_index
+from rsearch.retrieval.parts import part_blocks
+from tests.retrieval.fakes import FileCorpus, TableEncoder, numbered
+
+SETTINGS = {"shard_size": 8, "kind": "partitioned"}
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return FileCorpus(numbered(60), tmp_path / "corpus.jsonl")
+
+
+def share(corpus, encoder, out, worker, num_workers=3):
+    plan = plan_index(corpus, encoder, **SETTINGS)
+    return encode_share(
+        corpus, encoder, out, plan, worker=worker, num_workers=num_workers
+    )
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+def found(path, corpus, **share):
+    index = open_index(path, corpus=corpus, encoder=TableEncoder(), **share)
+    search = SearchEngine(index.nearest, TableEncoder(), corpus, top_k=7)
+    return search([f"t{i}" for i in range(0, 60, 7)])
+
+
+def test_workers_in_any_order_write_what_one_writes(corpus, tmp_path):
+    whole = build_index(corpus, TableEncoder(), tmp_path / "whole", **SETTINGS)
+    encoders = [TableEncoder() for _ in range(3)]
+    left = [share(corpus, encoders[w], tmp_path / "i", w) for w in (2, 0, 1)]
+    assert left == [6, 3, 0]  # of eight shards
+    assert [len(e.encoded) for e in encoders] == [24, 20, 16]
+    last = TableEncoder()
+    manifest = build_index(corpus, last, tmp_path / "i", waits=True, **SETTINGS)
+    assert last.encoded == []
+    assert not (tmp_path / "i" / "locks").exists()
+    assert contents(tmp_path / "i" / "vectors") == contents(
+        tmp_path / "whole" / "vectors"
+    )
+    differing = {"seconds", "digest"}
+    scann = {n for n in whole["files"] if n.startswith("scann")}
+    assert scann == {n for n in manifest["files"] if n.startswith("scann")}
+    for made in (whole, manifest):
+        made["files"] = {n: d for n, d in made["files"].items() if n not in scann}
+    assert {k: v for k, v in manifest.items() if k not in differing} == {
+        k: v for k, v in whole.items() if k not in differing
+    }
+
+
+def test_a_stopped_worker_goes_on_where_it_was(corpus, tmp_path):
+    class Stopped(Exception):
+        pass
+
+    class Stopping(TableEncoder):
+        def encode_passages(self, texts):
+            if self.encoded:
+                raise Stopped
+            return super().encode_passages(texts)
+
+    with pytest.raises(Stopped):
+        share(corpus, Stopping(), tmp_path / "i", 1)
+    resumed = TableEncoder()
+    assert share(corpus, resumed, tmp_path / "i", 1) == 5
+    texts = [p.contents for p in numbered(60)]
+    assert resumed.encoded == [*texts[32:40], *texts[56:]]
+
+
+@contextlib.contextmanager
+def hold(path, kind):
+    with open(path, "a+b") as file:
+        fcntl.flock(file, kind)
+        yield
+
+
+def test_no_shard_has_two_writers(corpus, tmp_path):
+    share(corpus, TableEncoder(), tmp_path / "i", 0)
+    with hold(tmp_path / "i" / "locks" / "00004", fcntl.LOCK_EX):
+        with pytest.raises(ValueError, match="shard 00004 is being encoded by another"):
+            share(corpus, TableEncoder(), tmp_path / "i", 1)
+        assert share(corpus, TableEncoder(), tmp_path / "i", 2) == 2
+
+
+def test_building_and_encoding_shares_exclude_each_other(corpus, tmp_path):
+    share(corpus, TableEncoder(), tmp_path / "i", 0)
+    plan = tmp_path / "i" / "plan.json"
+    with (
+        hold(plan, fcntl.LOCK_SH),
+        pytest.raises(ValueError, match="is being built by another process"),
+    ):
+        build_index(corpus, TableEncoder(), tmp_path / "i", **SETTINGS)
+    with (
+        hold(plan, fcntl.LOCK_EX),
+        pytest.raises(ValueError, match="is being built by another process"),
+    ):
+        share(corpus, TableEncoder(), tmp_path / "i", 1)
+
+
+def test_workers_of_another_plan_are_refused(corpus, tmp_path):
+    share(corpus, TableEncoder(), tmp_path / "i", 0)
+    with pytest.raises(ValueError, match=r"encoder\.dim: 16 in the index, 8 here"):
+        share(corpus, TableEncoder(8), tmp_path / "i", 1)
+
+
+@pytest.mark.parametrize(("worker", "num"), [(3, 3), (-1, 3), (0, 0)])
+def test_a_worker_that_cannot_be_is_refused(corpus, tmp_path, worker, num):
+    with pytest.raises(ValueError, match="worker="):
+        share(corpus, TableEncoder(), tmp_path / "i", worker, num)
+    assert not (tmp_path / "i").exists()
+
+
+def test_a_damaged_shard_of_a_worker_is_mended_by_the_last(corpus, tmp_path):
+    for worker in range(3):
+        share(corpus, TableEncoder(), tmp_path / "i", worker)
+    path = tmp_path / "i" / "vectors" / "00002.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4] + b"oops")
+    build_index(corpus, TableEncoder(), tmp_path / "i", **SETTINGS)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 7])
+def test_exact_parts_find_what_the_whole_finds_to_the_last_bit(tmp_path, num_parts):
+    passages = numbered(60)
+    # Of equal vectors, in several parts, the first come first.
+    same = [type(p)(p.id, f"t7\n{p.id}") for p in passages[::9]]
+    corpus = FileCorpus([*passages, *same], tmp_path / "corpus.jsonl")
+    build_index(corpus, TableEncoder(), tmp_path / "whole", shard_size=5)
+    built = build_index(
+        corpus, TableEncoder(), tmp_path / "i", shard_size=5, num_parts=num_parts
+    )
+    assert built["num_parts"] == num_parts and built["recall"]["value"] == 1.0
+    assert found(tmp_path / "i", corpus) == found(tmp_path / "whole", corpus)
+
+
+def test_scann_parts_are_built_once_and_found_again(corpus, tmp_path, monkeypatch):
+    settings = {**SETTINGS, "num_parts": 3, "reorder_dtype": "bfloat16"}
+
+    class Stopped(Exception):
+        pass
+
+    def stop(*_):
+        raise Stopped
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr("rsearch.retrieval.index_build._finish", stop)
+        build_index(corpus, TableEncoder(), tmp_path / "i", **settings)
+    records = sorted((tmp_path / "i" / "scann").glob("*.json"))
+    assert [p.name for p in records] == ["00000.json", "00001.json", "00002.json"]
+    # Of these one is damaged, and one was never finished.
+    (tmp_path / "i" / "scann" / "00001" / "ah_codebook.pb").write_bytes(b"x")
+    records[2].unlink()
+    builds = []
+
+    def counted(vectors, partition):
+        builds.append(partition.reorder_dtype)
+        return build(vectors, partition)
+
+    from rsearch.retrieval.index_parts import build_searcher as build
+
+    monkeypatch.setattr("rsearch.retrieval.index_parts.build_searcher", counted)
+    manifest = build_index(corpus, TableEncoder(), tmp_path / "i", **settings)
+    assert builds == ["bfloat16", "bfloat16"]
+    assert manifest["recall"]["value"] >= 0.95
+    assert [p[0].id for p in found(tmp_path / "i", corpus)][:2] == ["p0", "p7"]
+
+
+def test_hosts_hold_their_own_parts_and_verify_only_these(corpus, tmp_path):
+    settings = {**SETTINGS, "num_parts": 3}
+    build_index(corpus, TableEncoder(), tmp_path / "i", **settings)
+    opened = [
+        open_index(
+            tmp_path / "i", corpus=corpus, encoder=TableEncoder(), host=h, num_hosts=2
+        )
+        for h in range(2)
+    ]
+    assert [(index.first, len(index.nearest)) for index in opened] == [
+        (0, 16),
+        (16, 44),
+    ]
+    path = tmp_path / "i" / "vectors" / "00000.npy"
+    path.write_bytes(path.read_bytes()[:-1])
+    own = {"corpus": corpus, "encoder": TableEncoder(), "num_hosts": 2}
+    open_index(tmp_path / "i", host=1, **own)
+    with pytest.raises(ValueError, match=r"vectors/00000\.npy: damaged"):
+        open_index(tmp_path / "i", host=0, **own)
+    with pytest.raises(ValueError, match="in 3 parts, which 4 hosts cannot share"):
+        open_index(tmp_path / "i", host=0, **{**own, "num_hosts": 4})
+
+
+def test_an_index_made_before_there_were_parts_opens(corpus, tmp_path):
+    from rsearch.retrieval.index import digest_of
+
+    build_index(corpus, TableEncoder(), tmp_path / "i", **SETTINGS)
+    before = found(tmp_path / "i", corpus)
+    for name in ("plan.json", "manifest.json"):
+        path = tmp_path / "i" / name
+        held = json.loads(path.read_text())
+        del held["num_parts"], held["partition"]["reorder_dtype"]
+        if held.pop("digest", None):
+            held["digest"] = digest_of(held)
+        path.write_text(json.dumps(held))
+    assert found(tmp_path / "i", corpus) == before
+    encoder = TableEncoder()
+    build_index(corpus, encoder, tmp_path / "i", **SETTINGS)
+    assert encoder.encoded == []
+
+
+def test_slices_are_consecutive_whole_and_nearly_equal():
+    for num, count in ((10, 3), (7, 7), (65, 8)):
+        blocks = part_blocks(range(num), count)
+        np.testing.assert_array_equal(np.concatenate(blocks), range(num))
+        sizes = list(map(len, blocks))
+        assert max(sizes) - min(sizes) <= 1 and len(sizes) == count
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_parts": 61}, "num_parts=61, expected 1 to 60"),
+        ({"num_parts": 4, "shard_size": 30}, "60 passages are 2 shards of 30"),
+        ({"reorder_dtype": "int4"}, "reorder_dtype='int4', expected one of float32, b"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(corpus, settings, message):
+    with pytest.raises(ValueError, match=message):
+        plan_index(corpus, TableEncoder(), **settings)
