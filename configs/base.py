@@ -92,6 +92,8 @@ def _retrieval():
     c.corpus = "world"  # JSONL of {"id", "contents"}; "" = the index's; "world"
     c.corpus_cache = ""  # directory for the corpus's offsets; "" = beside the corpus
     c.index = ""  # directory written by rsearch.index; the world needs none
+    c.sharded = False  # several hosts: each holds its share of the index's parts
+    c.timeout_seconds = 30.0  # ... in which all have answered, or a search has failed
     c.encoder = "hashed"  # "hashed" n-grams, or a directory or hub id of a BERT model
     c.family = "minilm"  # prefixes and pooling of the encoder: "minilm", "e5", "bge"
     c.max_query_tokens = 0  # of an encoded question, the rest is cut; 0 = the model's

@@ -35,6 +35,15 @@ def _check_world(c):
             )
 
 
+def _check_sharing(c):
+    r = c.retrieval
+    if r.sharded and not r.index:
+        raise ValueError(
+            "config.retrieval.sharded = True shares the parts of an index among hosts: "
+            "config.retrieval.index = '' names none"
+        )
+
+
 def _check_reranker(c):
     r = c.retrieval
     if r.reranker and r.rerank_from < r.top_k:
@@ -296,6 +305,7 @@ def check_mesh(c, num_devices):
 CROSS_CHECKS = (
     _check_sources,
     _check_world,
+    _check_sharing,
     _check_reranker,
     _check_endpoints,
     _check_reader,

@@ -7,6 +7,7 @@ cut over the devices of all (see `rsearch.models.sharding`).
 """
 
 import json
+import socket
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -26,6 +27,7 @@ class OtherHostError(RuntimeError):
 
 
 _place = (0, 1)  # this host's number, and how many there are
+_coordinator = ""  # the first host's name, where it was told by hand
 
 
 def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
@@ -43,7 +45,7 @@ def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
     """
     import jax  # not at the top: commands without a model load this module too
 
-    global _place
+    global _place, _coordinator
     if coordinator in ("", AUTO) and (num_hosts or host >= 0):
         raise ValueError("--num_hosts and --host want --coordinator=HOST:PORT")
     if not coordinator:
@@ -62,6 +64,7 @@ def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
                 "every host is told how many there are, and its own number from 0"
             )
         jax.distributed.initialize(coordinator, num_hosts, host)
+        _coordinator = address.strip("[]")
     _place = jax.process_index(), jax.process_count()
 
 
@@ -78,6 +81,19 @@ def num_hosts() -> int:
 def is_first() -> bool:
     """Whether this host writes the run's files and talks to people."""
     return index() == 0
+
+
+def address() -> str:
+    """Of this host, as the others can reach it: an IP address.
+
+    That of the interface towards the first host or, where nobody named it, of the
+    default route.
+    """
+    target = _coordinator or "192.0.2.1"  # set apart for examples: nobody is there
+    kind, *_, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # chooses the interface, and sends nothing
+        return probe.getsockname()[0]
 
 
 def barrier(name: str) -> None:

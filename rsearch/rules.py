@@ -131,6 +131,7 @@ RULES = {  # field -> (predicate, what would be right)
     "world.known_share": _between(0, 1),
     "world.missing_share": _between(0, 1),
     "world.distractors": _at_least(0),
+    "retrieval.timeout_seconds": _above(0),
     "retrieval.max_query_tokens": _at_least(0),
     "retrieval.max_passage_tokens": _at_least(0),
     "retrieval.top_k": _at_least(1),

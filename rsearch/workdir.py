@@ -39,6 +39,8 @@ FREE_FIELDS = (
     "retrieval.cache_size",
     "retrieval.corpus_cache",
     "retrieval.index",  # what is in it is known by its fingerprint
+    "retrieval.sharded",
+    "retrieval.timeout_seconds",
     "rollout.extend_chunk",
     "rollout.slots",
     "rollout.together",

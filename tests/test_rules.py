@@ -128,6 +128,7 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             {"retrieval__index": "x", "retrieval__corpus": "world"},
             "retrieval.index = 'x' is no index of config.retrieval.corpus",
         ),
+        ({"retrieval__sharded": True}, "config.retrieval.index = '' names none"),
         (
             {"stages": ("rl",), "rollout__top_p": 0.9},
             "top_p = 0.9 needs config.rl.behavior = 'scored'",

@@ -5,6 +5,7 @@ import functools
 
 import jax.numpy as jnp
 
+from rsearch import hosts
 from rsearch.build.reading import prompts
 from rsearch.data.chains import decomposition, gold_passages
 from rsearch.data.corpus import Corpus
@@ -20,6 +21,7 @@ from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine, engine_in_memory
 from rsearch.retrieval.index import corpus_path, open_index
 from rsearch.retrieval.rerank import RerankedSearch, load_reranker, reranked
+from rsearch.retrieval.spread import spread_index
 from rsearch.rollout.conversation import (
     Limits,
     conversation_tokens,
@@ -180,11 +182,16 @@ def _open_engine(c, world, top_k):
             f"--corpus={r.corpus} --encoder={r.encoder} --family={r.family} --out=DIR"
         )
     corpus = Corpus(r.corpus or corpus_path(r.index), cache=r.corpus_cache or None)
-    index = open_index(r.index, corpus=corpus, encoder=encoder)
-    known_by = f"index {index.manifest['digest']}"
-    return SearchEngine(
-        index.nearest, encoder, corpus, fingerprint=known_by, **settings
-    )
+    opening = functools.partial(open_index, r.index, corpus=corpus, encoder=encoder)
+    if r.sharded and hosts.num_hosts() > 1:
+        place = dict(host=hosts.index(), num_hosts=hosts.num_hosts())
+        opening = functools.partial(opening, **place)
+        nearest, manifest = spread_index(opening, timeout_seconds=r.timeout_seconds)
+    else:
+        index = opening()
+        nearest, manifest = index.nearest, index.manifest
+    known_by = f"index {manifest['digest']}"
+    return SearchEngine(nearest, encoder, corpus, fingerprint=known_by, **settings)
 
 
 def read_questions(c, split, world, say, home=None) -> tuple[Question, ...]:

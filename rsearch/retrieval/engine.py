@@ -7,7 +7,9 @@ import threading
 
 import numpy as np
 
+from rsearch.console import note
 from rsearch.retrieval.nearest import Nearest, build_searcher
+from rsearch.retrieval.parts import PartsError
 from rsearch.retrieval.vectors import Vectors
 
 
@@ -17,7 +19,7 @@ class SearchEngine:
     What a query finds depends on the query alone, not on the batch it comes in.
 
     Args:
-        nearest: Nearest or Parts, over one vector a passage.
+        nearest: Nearest, Parts or SpreadParts, over one vector a passage.
         encoder: has encode_queries.
         corpus: has len and passages(indices).
         top_k: passages a query, fewer only where the corpus has fewer.
@@ -58,7 +60,8 @@ class SearchEngine:
             queries: texts; one that occurs several times is searched once.
 
         Returns:
-            [queries] tuples of min(top_k, corpus) Passages.
+            [queries] tuples of min(top_k, corpus) Passages; None where the hosts that
+            share the index did not all answer.
 
         Raises:
             ValueError: a query that is not text.
@@ -77,7 +80,12 @@ class SearchEngine:
                     found[query] = self._cache[query]
             new = [query for query in dict.fromkeys(queries) if query not in found]
             if new:
-                found.update(zip(new, self._search(new)))
+                try:
+                    found.update(zip(new, self._search(new)))
+                except PartsError as error:
+                    note(f"{len(new)} queries failed: {error}")
+                    found.update(dict.fromkeys(new))
+                    new = []
             for query in new[-self._cache_size :] if self._cache_size else []:
                 self._cache[query] = found[query]
             while len(self._cache) > self._cache_size:

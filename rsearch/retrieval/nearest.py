@@ -138,10 +138,14 @@ class Nearest:
         vectors: Vectors.
         searcher: as `build_searcher` makes it.
         partition: its settings; None is brute force.
+
+    Attributes:
+        dim: D, width of the vectors.
     """
 
     def __init__(self, vectors, searcher, partition):
         self.vectors, self.partition = vectors, partition
+        self.dim = vectors.dim
         self._searcher = searcher
 
     def __len__(self):

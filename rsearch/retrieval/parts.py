@@ -24,11 +24,15 @@ class Parts:
 
     Args:
         firsts: [parts] positions of their first vectors.
-        parts: [parts] each with len and search(queries, top_k).
+        parts: [parts] each with dim, len and search(queries, top_k).
+
+    Attributes:
+        dim: D, width of the vectors.
     """
 
     def __init__(self, firsts, parts):
         self._firsts, self._parts = list(firsts), list(parts)
+        self.dim = self._parts[0].dim
 
     def __len__(self):
         return sum(map(len, self._parts))

@@ -1,0 +1,276 @@
+"""An index whose parts lie on several hosts: found as in one, or an honest failure."""
+
+import base64
+import contextlib
+import itertools
+import json
+import sys
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+
+from rsearch import hosts
+from rsearch.retrieval.engine import PassageList, SearchEngine
+from rsearch.retrieval.nearest import Nearest, build_searcher
+from rsearch.retrieval.parts import PartsError
+from rsearch.retrieval.spread import PATH, PartServer, RemoteParts, SpreadParts
+from rsearch.retrieval.vectors import Vectors
+from rsearch.serving import JsonServer, RefusedError
+from tests.retrieval.fakes import TableEncoder, numbered, unit_rows
+from tests.test_hosts import run_hosts
+
+
+def exact(rows):
+    return Nearest(Vectors([rows]), build_searcher(rows, None), None)
+
+
+@pytest.fixture
+def rows():
+    rows = unit_rows(np.random.default_rng(0), 90, 16)
+    rows[[3, 40, 41, 80]] = rows[7]  # equals, on all hosts
+    return rows
+
+
+@contextlib.contextmanager
+def serving(nearest, token="secret"):
+    server = PartServer("127.0.0.1", nearest, token)
+    try:
+        yield server.url
+    finally:
+        server.close()
+
+
+def test_hosts_find_together_what_the_whole_finds_to_the_last_bit(rows):
+    cuts, queries = [0, 30, 50, 90], rows[::6]
+    whole = exact(rows)
+    parts = [exact(rows[a:b]) for a, b in itertools.pairwise(cuts)]
+    with contextlib.ExitStack() as stack:
+        urls = [stack.enter_context(serving(part)) for part in parts]
+        for here in range(3):
+            given = [
+                part if n == here else RemoteParts(n, urls[n], "secret", len(part))
+                for n, part in enumerate(parts)
+            ]
+            spread = SpreadParts(cuts[:3], given, here, timeout_seconds=20)
+            assert len(spread) == 90
+            for top_k in (1, 7, 35, 200):
+                expected = whole.search(queries, top_k)
+                for ours, theirs in zip(spread.search(queries, top_k), expected):
+                    np.testing.assert_array_equal(ours, theirs)
+            assert spread.search(queries[:0], 3)[0].shape == (0, 3)
+
+
+def test_hosts_that_search_at_once_do_not_wait_for_each_other_for_ever(rows):
+    cuts = [0, 45]
+    parts = [exact(rows[:45]), exact(rows[45:])]
+    wrong = []
+    with serving(parts[0]) as first, serving(parts[1]) as second:
+
+        def ask(here):
+            given = list(parts)
+            given[1 - here] = RemoteParts(
+                1 - here, (first, second)[1 - here], "secret", 45
+            )
+            spread = SpreadParts(cuts, given, here, timeout_seconds=20)
+            expected = exact(rows).search(rows[:9], 5)[0]
+            for _ in range(5):
+                if not np.array_equal(spread.search(rows[:9], 5)[0], expected):
+                    wrong.append(here)
+
+        threads = [threading.Thread(target=ask, args=(n % 2,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+@contextlib.contextmanager
+def answering(answer):
+    """The URL of a host that answers in this way."""
+    server = JsonServer("127.0.0.1", 0, {("POST", PATH): answer}, token="secret")
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}{PATH}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def packed(values, dtype):
+    return base64.b64encode(np.array(values, dtype)).decode()
+
+
+def reply(positions=(0, 1, 2), scores=(0.9, 0.8, 0.7)):
+    return {"positions": packed(positions, "<i8"), "scores": packed(scores, "<f4")}
+
+
+def ask(url, seconds=5.0, token="secret"):
+    part = RemoteParts(1, url, token, 10)
+    return part.search(np.ones((1, 4), np.float32), 3, time.monotonic() + seconds)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        reply(positions=(0, 1)),
+        reply(scores=(0.9, 0.8)),
+        reply((0, 1, 2, 3), (0.9, 0.8, 0.7, 0.6)),
+        reply(positions=(0, 1, 10)),
+        reply(positions=(0, -1, 2)),
+        reply(positions=(0, 1, 1)),
+        reply(scores=(0.9, np.nan, 0.7)),
+        reply(scores=(0.7, 0.8, 0.9)),
+        {**reply(), "positions": [0, 1, 2]},
+        {**reply(), "scores": "?"},
+    ],
+)
+def test_an_answer_that_cannot_be_right_is_no_answer(wrong):
+    told = "host 1 answered a search with something else"
+    with answering(lambda _: wrong) as url, pytest.raises(PartsError, match=told):
+        ask(url)
+
+
+def test_an_answer_that_is_right_is_taken():
+    with answering(lambda _: reply()) as url:
+        positions, scores = ask(url)
+    np.testing.assert_array_equal(positions, [[0, 1, 2]])
+    np.testing.assert_array_equal(scores, np.array([[0.9, 0.8, 0.7]], np.float32))
+
+
+def test_an_endless_answer_is_cut_off():
+    endless, told = {"positions": "A" * 200_000}, r"host 1 answered \d+ bytes or more"
+    with answering(lambda _: endless) as url, pytest.raises(PartsError, match=told):
+        ask(url)
+
+
+def test_a_host_that_is_busy_is_asked_again():
+    asked = []
+
+    def busy(_):
+        asked.append(time.monotonic())
+        if len(asked) < 3:
+            raise RefusedError(503, "too many at once")
+        return reply()
+
+    with answering(busy) as url:
+        ask(url)
+    assert len(asked) == 3
+
+
+def test_a_host_that_refuses_is_not_asked_again():
+    with (
+        answering(lambda _: reply()) as url,
+        pytest.raises(PartsError, match="host 1 did not answer a search: HTTP 401"),
+    ):
+        ask(url, token="another")
+
+
+def test_a_slow_host_is_waited_for_until_the_end_and_no_longer():
+    with answering(lambda _: time.sleep(1.5) or reply()) as url:
+        started = time.monotonic()
+        with pytest.raises(PartsError, match="host 1 did not answer a search"):
+            ask(url, seconds=0.4)
+        assert time.monotonic() - started < 1.2
+
+
+def test_a_dead_host_fails_the_search_as_a_whole_and_it_is_not_remembered(rows):
+    corpus, encoder = PassageList(numbered(60)), TableEncoder()
+    vectors = encoder.encode_passages([p.contents for p in corpus])
+    own, other = exact(vectors[:30]), exact(vectors[30:])
+    server = PartServer("127.0.0.1", other, "secret")
+    remote = RemoteParts(1, server.url, "secret", 30)
+    spread = SpreadParts([0, 30], [own, remote], 0, timeout_seconds=0.4)
+    search = SearchEngine(spread, encoder, corpus, top_k=2)
+    before = search(["t3", "t40", ""])
+    assert [p[0].id for p in before[:2]] == ["p3", "p40"]
+    server.close()
+    after = search(["t40", "t5", "", "t45"])
+    assert after == [before[1], None, (), None]  # what it knew, and nothing partial
+    again = PartServer("127.0.0.1", other, "secret")
+    remote._url = again.url
+    assert [p[0].id for p in search(["t5", "t45"])] == ["p5", "p45"]
+    again.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"queries": packed(np.ones(16), "<f4"), "top_k": 0},
+        {"queries": packed(np.ones(16), "<f4"), "top_k": True},
+        {"queries": packed(np.ones(15), "<f4"), "top_k": 3},
+        {"queries": packed([*[1.0] * 15, np.inf], "<f4"), "top_k": 3},
+        {"queries": "not base64!", "top_k": 3},
+        {"queries": [1.0] * 16, "top_k": 3},
+    ],
+)
+def test_a_bad_question_is_refused_and_the_host_goes_on(rows, body):
+    with serving(exact(rows)) as url:
+        headers = {"Authorization": "Bearer secret"}
+        told = httpx.post(url, json=body, headers=headers, trust_env=False)
+        assert told.status_code == 400 and "must be" in told.json()["error"]
+        remote = RemoteParts(1, url, "secret", 90)
+        found, _ = remote.search(rows[:1], 1, time.monotonic() + 9)
+        np.testing.assert_array_equal(found, [[0]])
+
+
+def talk(argv):
+    """What each of two hosts finds, when it likes, in an index that they share."""
+    from rsearch.build.parts import open_search
+    from rsearch.config import parse_flags
+    from tests.small_run import config
+
+    flags = {**hosts.FLAGS, "index": ("", ""), "corpus": ("", "")}
+    given = parse_flags(argv, flags=flags)
+    index, corpus = given.pop("index"), given.pop("corpus")
+    hosts.begin(**given)
+    settings = {"retrieval__index": index, "retrieval__corpus": corpus}
+    c = config(**settings, retrieval__sharded=True, retrieval__top_k=4)
+    search = open_search(c, None)
+    time.sleep(0.3 * hosts.index())
+    queries = [f"city {i}" for i in range(hosts.index(), 40, 2)]
+    halves = search(queries[:7]) + search(queries[7:])
+    found = [[(p.id, p.score) for p in passages] for passages in halves]
+    print(json.dumps({"len": len(search), "found": found}))
+    hosts.barrier("all have searched")
+
+
+def test_two_hosts_find_in_halves_what_one_finds_in_the_whole(tmp_path):
+    from rsearch.config import run_command
+    from rsearch.index import main
+
+    corpus = tmp_path / "corpus.jsonl"
+    lines = [
+        json.dumps({"id": f"c{i}", "contents": f"city {i}\nIt has {i % 7} gates."})
+        for i in range(40)
+    ]
+    corpus.write_text("\n".join(lines))
+    common = [f"--corpus={corpus}", "--encoder=hashed"]
+    for name, parts in (("one", 1), ("two", 2)):
+        own = [f"--out={tmp_path / name}", f"--parts={parts}"]
+        assert run_command(main, [*common, *own]) == 0
+
+    from rsearch.build.parts import open_search
+    from tests.small_run import config
+
+    settings = {"retrieval__index": str(tmp_path / "one"), "retrieval__top_k": 4}
+    whole = open_search(config(**settings, retrieval__corpus=str(corpus)), None)
+    own = [f"--index={tmp_path / 'two'}", f"--corpus={corpus}"]
+    told = run_hosts("-m", "tests.retrieval.test_spread", *own)
+    for number, (code, out, error) in enumerate(told):
+        assert code == 0, error
+        ours = json.loads(out.splitlines()[-1])
+        expected = whole([f"city {i}" for i in range(number, 40, 2)])
+        assert ours["len"] == 40
+        assert ours["found"] == [[[p.id, p.score] for p in one] for one in expected]
+
+
+if __name__ == "__main__":
+    talk(sys.argv[1:])
