@@ -61,7 +61,7 @@ def build_part(out, plan, part, digests):
         return open_part(out, plan, part)
     note(f"building the ScaNN index, {said}")
     searcher = build_searcher(vectors.array(), partition)
-    _save(searcher, path, made_from)
+    save_searcher(searcher, path, made_from)
     return Nearest(vectors, searcher, partition)
 
 
@@ -71,9 +71,13 @@ def open_part(out, plan, part):
     if partition is None:
         searcher = build_searcher(vectors.array(), None)
     else:
-        path = out / scann_files(plan, part)
-        searcher = import_scann().load_searcher(str(path), False)
+        searcher = open_searcher(out / scann_files(plan, part))
     return Nearest(vectors, searcher, partition)
+
+
+def open_searcher(path):
+    """The ScaNN searcher that `save_searcher` has written."""
+    return import_scann().load_searcher(str(path), False)
 
 
 def _vectors_and_partition(out, plan, part):
@@ -92,7 +96,14 @@ def _is_built(path, made_from):
         return False  # it was stopped, or is as good as never begun
 
 
-def _save(searcher, path, made_from):
+def save_searcher(searcher, path, made_from):
+    """Writes a ScaNN searcher into a directory, and the record that it is whole.
+
+    Args:
+        searcher: of `build_searcher`.
+        path: of the directory, replaced if it is there.
+        made_from: JSON value: equal for a searcher built of the same in the same way.
+    """
     part = path.with_name(path.name + ".part")
     _record_of(path).unlink(missing_ok=True)
     for old in (part, path):  # of a build that was stopped

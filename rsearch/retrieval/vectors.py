@@ -45,20 +45,21 @@ class Vectors:
             out[here] = self.blocks[number][row[here]]
         return out
 
-    def scores(self, query, positions):
-        """[n] float32 dot products, each a function of its own vector and query alone.
+    def pair_scores(self, queries, positions):
+        """[n, k] float32 dot products, each of its own vector and query alone.
 
         A matrix product would round a row differently among other rows; equal vectors
         would then get unequal scores.
 
         Args:
-            query: [D] float32.
-            positions: [n] of the vectors.
+            queries: [n, D] float32.
+            positions: [n, k] of the vectors of each.
         """
-        return row_products(self.rows(positions), query)
+        rows = self.rows(positions.reshape(-1)).reshape(*positions.shape, self.dim)
+        return row_products(rows, queries[:, None])
 
     def all_scores(self, query):
-        """[N] float32 the same for all vectors."""
+        """[N] float32 the same of a [D] query with all vectors."""
         step = 4096
         parts = [
             row_products(np.asarray(block[start : start + step]), query)
@@ -79,12 +80,13 @@ class Vectors:
 
 
 def row_products(rows, query):
-    """[n] float32: products of [n, D] rows and a [D] query, summed in float64.
+    """[..., n] float32: products of [..., n, D] rows and [..., 1, D] queries.
 
-    NumPy sums every row along its contiguous axis on its own, in one order.
+    They are summed in float64. NumPy sums every row along its contiguous axis on its
+    own, in one order.
     """
     products = np.multiply(rows, query, dtype=np.float64)
-    return np.add.reduce(products, axis=1).astype(np.float32)
+    return np.add.reduce(products, axis=-1).astype(np.float32)
 
 
 def encode_shards(

@@ -52,7 +52,9 @@ def test_scores_of_chosen_vectors_equal_those_of_all():
     vectors = Vectors([rows[:5000], rows[5000:]])
     chosen = rng.integers(0, 9000, 50)
     scores = vectors.all_scores(query)
-    np.testing.assert_array_equal(vectors.scores(query, chosen), scores[chosen])
+    np.testing.assert_array_equal(
+        vectors.pair_scores(query[None], chosen[None])[0], scores[chosen]
+    )
 
 
 def test_a_second_call_encodes_nothing(corpus, tmp_path):
