@@ -123,6 +123,8 @@ def _rollout():
     c.temperature = 1.0  # of sampling in training; evaluation is greedy
     c.top_p = 1.0  # smallest probability mass kept when sampling; 1 = everything
     c.slots = 256  # rows decoded at once, in training and evaluation
+    c.cache_tokens = 0  # that all slots hold together; 0 = slots x the longest rollout
+    c.page_tokens = 128  # of a page of that cache, where cache_tokens is set
     c.together = False  # several hosts: one program over all devices; see BUILD.md
     c.extend_chunk = 32  # given tokens that a call of the model reads for each row
     return c

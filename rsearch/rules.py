@@ -147,6 +147,11 @@ RULES = {  # field -> (predicate, what would be right)
     "rollout.temperature": _above(0),
     "rollout.top_p": (lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
     "rollout.slots": _at_least(1),
+    "rollout.cache_tokens": _at_least(0),
+    "rollout.page_tokens": (
+        lambda x: x >= 16 and x % 16 == 0,
+        "a multiple of 16: whole tiles of an accelerator's memory",
+    ),
     "rollout.extend_chunk": _at_least(1),
     "curate.max_words": _at_least(0),
     "curate.rollouts": _at_least(1),

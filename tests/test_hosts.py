@@ -160,9 +160,10 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """Workdir of two hosts that roll out in one program."""
+    """Workdir of two hosts that roll out in one program, each with few pages."""
     run = tmp_path_factory.mktemp("hosts") / "together"
-    own = arguments(run, **SETTINGS, rollout__together=True)
+    paged = dict(rollout__page_tokens=16, rollout__cache_tokens=2048)
+    own = arguments(run, **SETTINGS, **paged, rollout__together=True)
     for code, _, error in run_hosts("-m", "rsearch.train", *own):
         assert code == 0, error
     return run

@@ -214,9 +214,12 @@ def _rolling(c, kind, spec, num_devices):
     per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * size
     copies = size if size != FLOAT32 or c.mesh.fsdp > 1 else 0
     here = min(num_devices, HOST_DEVICES)
+    held = c.rollout.slots * tokens
+    if c.rollout.cache_tokens:
+        held = min(held, c.rollout.cache_tokens)
     return {
         "copy that decodes": copies * _params_here(c, spec),
-        "keys and values": c.rollout.slots * tokens * per_token / here,
+        "keys and values": held * per_token / here,
         "next tokens' logits": c.rollout.slots
         * spec.vocab_size
         * FLOAT32

@@ -62,11 +62,17 @@ def make_rollouts(
         chunk=r.extend_chunk,
         temperature=temperature,
         top_p=top_p,
+        page_tokens=r.page_tokens,
     )
     if is_shared:
         sampler = SharedSampler(sampler, mesh)
     return RolloutEngine(
-        sampler, host, num_rows=r.slots, group_size=group_size, messages=messages
+        sampler,
+        host,
+        num_rows=r.slots,
+        group_size=group_size,
+        messages=messages,
+        cache_tokens=r.cache_tokens,
     )
 
 

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from rsearch.models.pages import Pages, attend_pages, read_pages, write_pages
 from rsearch.models.sharding import num_shards, runs_on_tpu
-from rsearch.models.splash import BLOCK, splash_after
+from rsearch.models.splash import BLOCK, LANES, splash_after
 
 REACH_STEP = 64  # slots; a cache is read in eighths of it, rounded up to these
 
@@ -64,28 +65,38 @@ class Place(NamedTuple):
         rows: [B] int32, the cache's row of each; one past the last writes nothing.
             None where the tokens have as many rows as the cache.
         reach: which of `reaches` covers all that any of them may look at.
+        table: [B, n] int32 pages of each, of a cache in pages; `rows` is then None.
     """
 
     positions: jax.Array
     rows: jax.Array | None
     reach: jax.Array
+    table: jax.Array | None = None
 
 
-def reaches(num_slots: int) -> list[int]:
+def reaches(num_slots: int, step: int = REACH_STEP) -> list[int]:
     """Ascending numbers of slots, the last one all: queries look at the first enough.
 
     A conversation is mostly far shorter than its budgets allow.
+
+    Args:
+        num_slots: S.
+        step: that all but the last are multiples of.
     """
-    step = -(-num_slots // (8 * REACH_STEP)) * REACH_STEP
+    step = -(-num_slots // (8 * step)) * step
     return [*range(step, num_slots, step), num_slots]
 
 
-def place_in(cache: Cache, positions, rows=None) -> Place:
+def place_in(cache: Cache | Pages, positions, rows=None, table=None) -> Place:
     """The Place of tokens at these positions."""
-    num_slots = cache.k.shape[3]
-    longest = jnp.max(jnp.where(positions < num_slots, positions, 0))
-    sizes = jnp.array(reaches(num_slots))
-    return Place(positions, rows, jnp.searchsorted(sizes, longest + 1))
+    if table is None:
+        sizes = reaches(cache.k.shape[3])
+    else:
+        size = cache.k.shape[3]
+        sizes = reaches(table.shape[1] * size, size)
+    longest = jnp.max(jnp.where(positions < sizes[-1], positions, 0))
+    reach = jnp.searchsorted(jnp.array(sizes), longest + 1)
+    return Place(positions, rows, reach, table)
 
 
 def extend_cache(cache: Cache, layer, k, v, place: Place) -> Cache:
@@ -95,7 +106,9 @@ def extend_cache(cache: Cache, layer, k, v, place: Place) -> Cache:
     return Cache(cache.k.at[at].set(k, mode="drop"), cache.v.at[at].set(v, mode="drop"))
 
 
-def attend_cached(q, k, v, cache: Cache, layer, place: Place, mesh: Mesh | None = None):
+def attend_cached(
+    q, k, v, cache: Cache | Pages, layer, place: Place, mesh: Mesh | None = None
+):
     """Writes new tokens to a layer's cache; each then looks up to its own position.
 
     Reads the cache no further than the longest row of the call reaches. Every device
@@ -106,32 +119,46 @@ def attend_cached(q, k, v, cache: Cache, layer, place: Place, mesh: Mesh | None 
             in its cache, and what is padding comes last.
         cache: as it was.
         layer: the number of the layer.
-        place: of the tokens. Where `place.rows` has a multiple of the parts that rows
-            are cut into, each part of it names rows of the same part of the cache.
+        place: of the tokens. Where B is a multiple of the parts that rows are cut into,
+            each part of `place.rows` names rows, or of `place.table` pages, of the same
+            part of the cache.
         mesh: of the devices that hold all this; None is one device.
 
     Returns:
         [B, T, H, C] in the queries' dtype, and the cache.
     """
+    on_tpu = runs_on_tpu(mesh)
+    attend_here = _attend_paged if isinstance(cache, Pages) else _attend_cached
     if mesh is None or mesh.size == 1:
-        return _attend_cached(q, k, v, cache, layer, place, runs_on_tpu(mesh))
-    parts, cached_rows, kv_heads = num_shards(mesh), *cache.k.shape[1:3]
-    is_cut = len(q) % parts == 0 and cached_rows % parts == 0
+        return attend_here(q, k, v, cache, layer, place, on_tpu)
+    axes = (1, 0) if isinstance(cache, Pages) else (1, 2)  # of rows or pages, and heads
+    cached, kv_heads = (cache.k.shape[axis] for axis in axes)
+    parts = num_shards(mesh)
+    is_cut = len(q) % parts == 0 and cached % parts == 0
     rows = ("data", "fsdp") if is_cut else None
     heads = "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
 
     def own(q, k, v, cache, layer, place):
-        if place.rows is not None and is_cut:
-            own_rows = cache.k.shape[1]
-            local = place.rows - jax.lax.axis_index(rows) * own_rows
-            is_own = (local >= 0) & (local < own_rows)
-            place = place._replace(rows=jnp.where(is_own, local, own_rows))
-        return _attend_cached(q, k, v, cache, layer, place, runs_on_tpu(mesh))
+        def local(numbers):
+            """Rows or pages by their number here; those of others are nobody's."""
+            if numbers is None or not is_cut:
+                return numbers
+            count = cache.k.shape[axes[0]]
+            numbers -= jax.lax.axis_index(rows) * count
+            return jnp.where((numbers >= 0) & (numbers < count), numbers, count)
 
-    new, kept = PartitionSpec(rows, None, heads), PartitionSpec(None, rows, heads)
-    row, whole = PartitionSpec(rows), PartitionSpec()
-    caches = Cache(kept, kept)
-    places = Place(row, None if place.rows is None else row, whole)
+        place = place._replace(rows=local(place.rows), table=local(place.table))
+        return attend_here(q, k, v, cache, layer, place, on_tpu)
+
+    kept = [None] * 3
+    kept[axes[0]], kept[axes[1]] = rows, heads
+    caches = type(cache)(PartitionSpec(*kept), PartitionSpec(*kept))
+    new, row, whole = (
+        PartitionSpec(rows, None, heads),
+        PartitionSpec(rows),
+        PartitionSpec(),
+    )
+    places = jax.tree.map(lambda x: row, place)._replace(reach=whole)
     return jax.shard_map(
         own,
         mesh=mesh,
@@ -147,18 +174,49 @@ def _attend_cached(q, k, v, cache, layer, place, on_tpu):
 
     def look(num_slots):
         def read(x):
-            if place.rows is not None:
-                return x[layer, place.rows, :, :num_slots]
-            shape = (1, *x.shape[1:3], num_slots, x.shape[4])
-            return jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), shape)[0]
+            if place.rows is None:
+                shape = (1, *x.shape[1:3], num_slots, x.shape[4])
+                return jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), shape)[0]
+            # As an index of arrays and slices, all rows of all layers were cut first.
+            shape = (1, 1, x.shape[2], num_slots, x.shape[4])
 
-        if on_tpu and q.shape[1] > 1 and num_slots > BLOCK:
-            first = place.positions[:, 0]
-            before = jnp.where(first < cache.k.shape[3], first, 0)
-            return splash_after(q, read(cache.k), read(cache.v), k, v, before)
-        visible = jnp.arange(num_slots)[None, None] <= place.positions[:, :, None]
-        return attend(q, read(cache.k), read(cache.v), visible)
+            def one(row):
+                return jax.lax.dynamic_slice(x, (layer, row, 0, 0, 0), shape)[0, 0]
+
+            return jax.vmap(one)(place.rows)
+
+        read_k, read_v = read(cache.k), read(cache.v)
+        return _look(q, k, v, read_k, read_v, cache.k.shape[3], place, on_tpu)
 
     sizes = reaches(cache.k.shape[3])
     branches = [lambda size=size: look(size) for size in sizes]
     return jax.lax.switch(place.reach, branches), cache
+
+
+def _attend_paged(q, k, v, pages, layer, place, on_tpu):
+    """`attend_cached` on one device, to a cache in pages."""
+    table, size = place.table, pages.k.shape[3]
+    num_slots = table.shape[1] * size
+    pages = write_pages(pages, layer, k, v, table, place.positions)
+    is_fit = q.dtype == jnp.bfloat16 and q.shape[3] % LANES == 0
+    if on_tpu and is_fit and q.shape[1] == 1:
+        position = place.positions[:, 0]
+        length = jnp.where(position < num_slots, position, 0) + 1
+        return attend_pages(q[:, 0], pages, layer, table, length)[:, None], pages
+
+    def look(slots):
+        read_k, read_v = read_pages(pages, layer, table[:, : slots // size])
+        return _look(q, k, v, read_k, read_v, num_slots, place, on_tpu)
+
+    branches = [lambda n=n: look(n) for n in reaches(num_slots, size)]
+    return jax.lax.switch(place.reach, branches), pages
+
+
+def _look(q, k, v, read_k, read_v, num_slots, place, on_tpu):
+    """What new tokens see in the first of S slots, [B, K, s, C], and in themselves."""
+    positions, read = place.positions, read_k.shape[2]
+    if on_tpu and q.shape[1] > 1 and read > BLOCK:
+        before = jnp.where(positions[:, 0] < num_slots, positions[:, 0], 0)
+        return splash_after(q, read_k, read_v, k, v, before)
+    visible = jnp.arange(read)[None, None] <= positions[:, :, None]
+    return attend(q, read_k, read_v, visible)

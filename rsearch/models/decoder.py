@@ -278,7 +278,7 @@ class Decoder(nn.Module):
         if self.value_head:
             self.value = self.param("value", nn.initializers.zeros, (s.width,))
 
-    def __call__(self, tokens, positions, cache=None, rows=None):
+    def __call__(self, tokens, positions, cache=None, rows=None, table=None):
         """Hidden states of new tokens.
 
         Args:
@@ -290,6 +290,7 @@ class Decoder(nn.Module):
             cache: keys and values of earlier tokens, or None.
             rows: [B] int32 rows of the cache that the tokens belong to; one past the
                 last is nobody's. Without them, all rows in order.
+            table: [B, n] int32 pages of each row, of a cache in pages.
 
         Returns:
             [B, T, D] final hidden states in the compute dtype, and the cache extended.
@@ -298,7 +299,7 @@ class Decoder(nn.Module):
         if cache is None:
             place = Place(positions, None, None)
         else:
-            place = place_in(cache, positions, rows)
+            place = place_in(cache, positions, rows, table)
         carry = (x, place, cache, jnp.int32(0))
         (x, _, cache, _), _ = self.layers(carry, None)
         return self.final_norm(x), cache

@@ -10,8 +10,9 @@ def count_flops(function, args, *, rounds: float = 1) -> float:
     """Operations of all matrix products, of all devices together, at most.
 
     A branch counts as the dearest; in a kernel, whose blocks it chooses among, as the
-    mean: of causal attention about half the blocks are looked at. What is not a matrix
-    product is not counted.
+    mean: of causal attention about half the blocks are looked at. A loop in a kernel,
+    over the pages of a row, counts as one round: attention of one token is little. What
+    is not a matrix product is not counted.
 
     Args:
         function: jitted or not.
@@ -37,8 +38,13 @@ def _of(eqn, rounds, among):
         return among(_count(b.jaxpr, rounds, among) for b in params["branches"])
     times = {"scan": params.get("length"), "while": rounds}.get(name, 1)
     if name == "pallas_call":
-        times, among = math.prod(params["grid_mapping"].grid), statistics.mean
+        times, among, rounds = _grid(params), statistics.mean, 1
     return times * sum(_count(inner, rounds, among) for inner in _inner(params))
+
+
+def _grid(params):
+    """How often the body of a kernel runs."""
+    return math.prod(params["grid_mapping"].grid)
 
 
 def _inner(params):

@@ -37,6 +37,7 @@ FREE = {  # these move nothing themselves
 }
 
 
+PAGED = "paged_attention"  # the kernel that fetches pages by a table
 IN_PLACE = ("dynamic-update-slice", "scatter")  # of their first operand
 
 
@@ -214,7 +215,19 @@ class _Reader:
                 for part in ARRAY.finditer(i.shape)
             ]
             return min((p for p in parts[:2] if p), default=0.0)
+        if PAGED in i.rest:
+            return self._paged(home, i, operands) + out
         return sum(operands) + out
+
+    def _paged(self, home, i, operands):
+        """Bytes that the kernel reads: of its pages those that the table can name."""
+        shapes = [ARRAY.match(self._shape(home, name)) for name in i.operands]
+        dims = [[int(n) for n in shape[2].split(",") if n] for shape in shapes]
+        named = max(math.prod(d) for shape, d in zip(shapes, dims) if shape[1] == "s32")
+        return sum(
+            size if len(d) != 4 or shape[1] == "f32" else size * min(1, named / d[1])
+            for shape, d, size in zip(shapes, dims, operands)
+        )
 
     def _fusion(self, home, i, called):
         """Bytes of a fusion: of what it slices only the slices."""

@@ -93,6 +93,8 @@ def _tpu_devices(name, shape):
     # Said by a TPU host's own environment elsewhere: libtpu asks for them in vain.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # It only compiles: several may, side by side.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
     bounds = tuple(

@@ -29,7 +29,8 @@ from rsearch.models.sharding import (
 )
 from rsearch.planning.machines import Machine
 from rsearch.rollout.conversation import conversation_tokens, shown_tokens
-from rsearch.rollout.driver import at_once
+from rsearch.rollout.play import at_once
+from rsearch.rollout.pool import num_pages
 from rsearch.rollout.sampler import Sampler
 from rsearch.stage_plan import AGENTS, kind_of
 
@@ -137,7 +138,8 @@ def _rolling(frame, state, machine):
     parts = max(1, sampler.parts(num_rows * sharing) // sharing)
     moved, block = (sharing * n for n in at_once(num_rows, group, parts))
     num_rows *= sharing
-    rows = jax.eval_shape(lambda: sampler.empty(num_rows))
+    pages = num_pages(sampler, num_rows, sharing * c.rollout.cache_tokens)
+    rows = jax.eval_shape(lambda: sampler.empty(num_rows, pages))
     rows = _with(rows, sampler.shardings(rows))
     prompts = host(block, limits.max_prompt_tokens), host(block)
     context = jax.eval_shape(sampler.prefill, params, *prompts)
@@ -147,6 +149,11 @@ def _rolling(frame, state, machine):
     naming = host(dtype=key.dtype), host(num_rows, 2, dtype=jnp.uint32)
     going = host(num_rows, dtype=jnp.bool_), host(num_rows), host(), host()
     moves = host(moved)
+    # Which pages the rows hold, where they share some.
+    moving = [host(moved, sampler.row_pages)] if pages else []
+    if pages:
+        going = *going, host(num_rows, sampler.row_pages)
+    room = pages // sampler.row_pages or num_rows
     rollouts = c.rl.questions_per_step * group * sharing / machine.num_hosts
     turns, chunk = limits.num_turns, c.rollout.extend_chunk
     written = turns * limits.max_turn_tokens
@@ -156,27 +163,29 @@ def _rolling(frame, state, machine):
             rollouts / group / block,
             -(-limits.max_prompt_tokens // chunk),
         ),
-        "admit": ((rows, context, moves, moves), rollouts / moved, 1),
+        "admit": ((rows, context, moves, moves, *moving), rollouts / moved, 1),
         "extend": (
-            (params, rows, moves, host(moved, read), moves),
+            (params, rows, moves, host(moved, read), moves, *moving),
             rollouts * (turns - 1) / moved,
             -(-read // chunk),
         ),
         "decode": (
             (params, rows, *naming, *going),
             1,
-            written * rollouts / min(num_rows, rollouts),
+            # As many at once as there are slots, and room for the longest.
+            written * rollouts / min(num_rows, rollouts, room),
         ),
     }
     resident = device_bytes(state) + _agents(c) + device_bytes(state.params)
-    living = {"params": params, "rows": rows, "context": context}
-    found = []
-    for name, (args, count, rounds) in calls.items():
-        others = [x for x in living.values() if not any(x is arg for arg in args)]
+    living = params, rows, context
+
+    def program(name, args, count, rounds):
+        others = [x for x in living if not any(x is arg for arg in args)]
         beside = resident + sum(map(device_bytes, others))
         function = getattr(sampler, name)
-        found.append(Program(name, function, args, count, rounds, beside, mesh.size))
-    return found
+        return Program(name, function, args, count, rounds, beside, mesh.size)
+
+    return [program(name, *call) for name, call in calls.items()]
 
 
 def _sampler(frame, mesh):
@@ -194,6 +203,7 @@ def _sampler(frame, mesh):
         chunk=c.rollout.extend_chunk,
         temperature=c.rollout.temperature,
         top_p=c.rollout.top_p,
+        page_tokens=c.rollout.page_tokens,
     )
 
 

@@ -1,37 +1,16 @@
-"""Rollouts: the policy writes on the device, the host answers, row by row.
+"""Rollouts: the policy writes on the device, the host answers, row by row."""
 
-A fixed number of slots is kept busy: while some rows search, on a thread, the others
-write on, and a row whose rollout has ended gives its slot to the next one.
-"""
-
-import collections
 import concurrent.futures
 import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rsearch.hosts import OtherHostError
-from rsearch.rollout.conversation import Conversation, Host
+from rsearch.rollout.conversation import Host
+from rsearch.rollout.play import Play
+from rsearch.rollout.pool import Pool, num_pages
 from rsearch.rollout.sampler import Sampler
-from rsearch.types import Group, Messages, Question, Search
-
-PAUSED_SHARE = 1 / 4  # of the writing rows: so many pause before the host answers them
-READ_SHARE = 1 / 8  # of the slots: so many rows read at once, or begin
-TOKENS_WHILE_SEARCHING = 16  # that rows write before the host looks what was found
-PATIENCE = 0.005  # seconds: a fast search is awaited before the others write on
-
-
-def at_once(num_rows: int, group_size: int, parts: int = 1) -> tuple[int, int]:
-    """How many of B rows read or begin at once, and how many prompts are read.
-
-    Args:
-        num_rows: B.
-        group_size: rollouts of a question.
-        parts: that the rows are cut into; as many of each read at once.
-    """
-    moved = parts * _part(num_rows // parts, READ_SHARE)
-    return moved, _part(_part(num_rows, 2 * READ_SHARE), 1 / group_size)
+from rsearch.types import Group, Messages, Question
 
 
 class RolloutEngine:
@@ -45,6 +24,7 @@ class RolloutEngine:
         num_rows: int,
         group_size: int,
         messages: Callable[[Question], Messages] | None = None,
+        cache_tokens: int = 0,
     ):
         """Holds what a rollout needs.
 
@@ -55,8 +35,16 @@ class RolloutEngine:
             group_size: G, rollouts of each question.
             messages: the chat that opens a question's rollouts; the protocol's own
                 where not given.
+            cache_tokens: that all conversations decoded at once hold together; where
+                that does not do, some wait, and in the end the latest begin anew. 0 is
+                what the longest hold.
+
+        Raises:
+            ValueError: too few for one conversation on each device.
         """
         self.sampler, self.host = sampler, host
+        self._num_pages = num_pages(sampler, num_rows, cache_tokens)
+        self.num_restarts = 0  # conversations begun anew, for want of room
         self.num_rows, self.group_size = num_rows, group_size
         self._messages = messages or (lambda q: host.protocol.messages(q.text))
 
@@ -98,216 +86,19 @@ class RolloutEngine:
                 )
         names = [zlib.crc32(q.id.encode("utf-8", "replace")) for q in questions]
         with concurrent.futures.ThreadPoolExecutor(1, "search") as thread:
-            play = _Play(self, params, key, thread, prompts, names, on_done)
+            pool = Pool(
+                self.num_rows,
+                num_pages=self._num_pages,
+                page_tokens=self.sampler.page_tokens,
+                row_pages=self.sampler.row_pages,
+                parts=self.sampler.parts(self.num_rows),
+            )
+            rows = self.sampler.empty(self.num_rows, self._num_pages)
+            device = pool, rows, params
+            play = Play(self, device, key, thread, prompts, names, on_done)
             rollouts = play.to_the_end()
+        self.num_restarts += play.num_restarts
         return [
             Group(question, tuple(own))
             for question, own in zip(questions, rollouts, strict=True)
         ]
-
-
-class _Play:
-    """The rollouts of one call: which wait, write, search, read, or have ended."""
-
-    def __init__(self, engine, params, key, thread, prompts, names, on_done):
-        self.host, self.sampler, self.params = engine.host, engine.sampler, params
-        self.key, self.thread, self.on_done = key, thread, on_done
-        self.prompts, self.names = prompts, names
-        num_rows, group_size = engine.num_rows, engine.group_size
-        self.num_rows, self.group_size = num_rows, group_size
-        self.parts = self.sampler.parts(num_rows)
-        self.num_moved, self.block = at_once(num_rows, group_size, self.parts)
-        self.rollouts = [[None] * group_size for _ in prompts]
-        self.left = [group_size] * len(prompts)
-        self.waiting = collections.deque(
-            (i, j) for i in range(len(prompts)) for j in range(group_size)
-        )
-        self.open: dict[int, Conversation] = {}  # slot -> its conversation
-        self.place: dict[int, tuple[int, int]] = {}  # slot -> question, sample
-        self.free = collections.deque(range(num_rows))
-        self.writing: set[int] = set()
-        self.reading: dict[int, np.ndarray] = {}  # slot -> ids it reads next
-        # Searches of rows whose turn was not the last, and of those whose was.
-        self.asked: dict[bool, dict[int, Search]] = {False: {}, True: {}}
-        self.searching = None  # (what the thread works on, the searches)
-        self.row_names = np.zeros((num_rows, 2), np.uint32)
-        self.begins = np.zeros(num_rows, bool)
-        self.budget = np.full(num_rows, self.host.limits.max_turn_tokens, np.int32)
-        self.rows = self.sampler.empty(num_rows)
-        self.prefilled = None  # the first question of those read, and of them all
-        self.context = None  # what the device knows
-
-    def to_the_end(self):
-        """[questions][G] rollouts.
-
-        Hosts that share the device's programs come to each of them together: where one
-        has more to do, the others do nothing once more.
-        """
-        try:
-            return self._to_the_end()
-        except OtherHostError:
-            raise
-        except Exception:
-            self.sampler.give_up()
-            raise
-
-    def _to_the_end(self):
-        if self._any(self.prompts) and self.host.limits.num_turns > 1:
-            self._extend([])  # compiled now: the first to read may be late in a run
-        while self._any(self.waiting or self.open):
-            self._collect()
-            self._read()
-            self._admit()
-            if self._any(self.writing):
-                self._write()
-        return self.rollouts
-
-    def _any(self, whether) -> bool:
-        """Whether it holds on any of the hosts that share the programs."""
-        return bool(self.sampler.agree(bool(whether)).any())
-
-    def _admit(self):
-        """Gives free slots to those that wait; prompts are read a block at a time."""
-        while self._any(self.free and self.waiting):
-            first = self.prefilled
-            if self.waiting and (
-                first is None or self.waiting[0][0] >= first + self.block
-            ):
-                first = self.waiting[0][0]
-            if self._any(first != self.prefilled):
-                self.prefilled, self.context = first, self._prefill(first or 0)
-            first, context = self.prefilled or 0, self.context
-            slots = np.full(self.num_moved, self.num_rows, np.int32)
-            source = np.zeros(self.num_moved, np.int32)
-            for k in range(self.num_moved):
-                is_next = self.waiting and self.waiting[0][0] < first + self.block
-                if not (self.free and is_next):
-                    break
-                question, sample = self.waiting.popleft()
-                slots[k], source[k] = self._open(question, sample), question - first
-            self.rows = self.sampler.admit(self.rows, context, slots, source)
-
-    def _prefill(self, first):
-        """The context of the prompts of a block of questions."""
-        size = self.block, self.host.limits.max_prompt_tokens
-        tokens, count = np.zeros(size, np.int32), np.ones(size[0], np.int32)
-        for i, ids in enumerate(self.prompts[first : first + self.block]):
-            tokens[i, : len(ids)], count[i] = ids, len(ids)
-        return self.sampler.prefill(self.params, tokens, count)
-
-    def _open(self, question, sample) -> int:
-        """The slot of a new conversation."""
-        slot = self.free.popleft()
-        self.open[slot] = self.host.open(self.prompts[question])
-        self.place[slot] = question, sample
-        self.row_names[slot] = self.names[question], sample
-        self.begins[slot] = True
-        self.writing.add(slot)
-        return slot
-
-    def _write(self):
-        """Lets rows write until some pause, and answers those."""
-        limit = self.host.limits.max_turn_tokens
-        rows = self.sampler.decode(
-            self.params,
-            self.rows,
-            self.key,
-            self.row_names,
-            self.begins,
-            self.budget,
-            _part(len(self.writing), PAUSED_SHARE) if self.writing else 0,
-            TOKENS_WHILE_SEARCHING if self.searching else limit,
-        )
-        self.rows, self.begins = rows, np.zeros(self.num_rows, bool)
-        turn = self.sampler.written(rows)
-        written = {}
-        for slot in sorted(self.writing):
-            if not turn.active[slot]:
-                n = turn.count[slot]
-                written[slot] = turn.tokens[slot, :n], turn.logp[slot, :n]
-        self.writing -= written.keys()
-        self._answer(written)
-
-    def _answer(self, written):
-        """Hears these turns; those that search wait for the thread to be free."""
-        last = self.host.limits.num_turns - 1
-        ending = {slot for slot in written if self.open[slot].num_turns == last}
-        for final, slots in ((False, written.keys() - ending), (True, ending)):
-            own = {slot: written[slot] for slot in sorted(slots)}
-            asked, shown = self.host.read_turns(self.open, own, final=final)
-            self.asked[final] |= asked
-            self._show(own.keys() - asked.keys(), shown)
-        self._search()
-
-    def _search(self):
-        """Searches for all that have asked, if nobody else is searched for."""
-        if self.searching is None and any(self.asked.values()):
-            batch, self.asked = self.asked, {False: {}, True: {}}
-            self.searching = self.thread.submit(self._find, batch), batch
-
-    def _find(self, batch):
-        """On the thread: slot -> ids to read, for some of these."""
-        shown = {}
-        for final, asked in batch.items():
-            if asked:
-                shown |= self.host.find(self.open, asked, final=final)
-        return shown
-
-    def _collect(self):
-        """Takes what was found, and waits for it if nobody can write."""
-        can_write = self._any(self.writing or (self.free and self.waiting))
-        if self.searching is None:
-            return
-        future, batch = self.searching
-        timeout = PATIENCE if can_write else None
-        if not concurrent.futures.wait([future], timeout).done:
-            return
-        self.searching = None
-        slots = [slot for asked in batch.values() for slot in asked]
-        self._show(slots, future.result())
-        self._search()
-
-    def _show(self, slots, shown):
-        """These slots read what they are shown, or have ended if that is nothing."""
-        self.reading |= shown
-        for slot in slots:
-            if slot not in shown:
-                self._close(slot)
-
-    def _close(self, slot):
-        """Keeps a rollout that has ended; its slot is free."""
-        question, sample = self.place.pop(slot)
-        self.rollouts[question][sample] = self.open.pop(slot).rollout()
-        self.free.append(slot)
-        self.left[question] -= 1
-        if not self.left[question] and self.on_done is not None:
-            self.on_done(self.left.count(0))
-
-    def _read(self):
-        """Rows read what they were shown, and go on writing."""
-        size, most = self.num_rows // self.parts, self.num_moved // self.parts
-        slots = [[] for _ in range(self.parts)]  # that read, of each part
-        for slot in sorted(self.reading):
-            slots[slot // size].append(slot)
-        longest = int(self.sampler.agree(max(map(len, slots))).max())
-        for start in range(0, longest, most):
-            self._extend([own[start : start + most] for own in slots])
-        self.begins[list(self.reading)] = True
-        self.writing |= self.reading.keys()
-        self.reading = {}
-
-    def _extend(self, slots):
-        """These slots, of each part its own, read what they were shown."""
-        tokens = np.zeros((self.num_moved, self.host.shown_tokens), np.int32)
-        count = np.zeros(self.num_moved, np.int32)
-        places = np.full(self.num_moved, self.num_rows, np.int32)
-        for part, own in enumerate(slots):
-            for k, slot in enumerate(own, part * (self.num_moved // self.parts)):
-                ids, places[k] = self.reading[slot], slot
-                tokens[k, : len(ids)], count[k] = ids, len(ids)
-        self.rows = self.sampler.extend(self.params, self.rows, places, tokens, count)
-
-
-def _part(number: int, share: float) -> int:
-    """A share of a number, one at least."""
-    return max(1, round(number * share))

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rsearch.models.attention import Cache, empty_cache
 from rsearch.models.decoder import Decoder
+from rsearch.models.pages import Pages, empty_pages, put_rows
 from rsearch.models.sharding import (
     batch_sharding,
     num_shards,
@@ -32,12 +33,13 @@ class Context(NamedTuple):
     """What rows have read and written.
 
     Attributes:
-        cache: keys and values of the first `length` tokens of each row.
+        cache: keys and values of the first `length` tokens of each row; in pages, if
+            the rows of a rollout share a number of them.
         length: [B] int32 tokens so far.
         logits: [B, V] float32 for the token that comes next.
     """
 
-    cache: Cache
+    cache: Cache | Pages
     length: jax.Array
     logits: jax.Array
 
@@ -94,6 +96,7 @@ class Sampler:
         chunk: int,
         temperature: float,
         top_p: float,
+        page_tokens: int = 1,
     ):
         """See `decode` and `extend`.
 
@@ -108,6 +111,7 @@ class Sampler:
             chunk: prompt and observation tokens go through the model this many at a
                 time.
             temperature, top_p: see `sample`.
+            page_tokens: of a page, where `empty` makes some.
 
         Raises:
             ValueError: the tokenizer has more ids than the model.
@@ -120,14 +124,20 @@ class Sampler:
             .set(True)
         )
         self._num_slots = self._tiled(num_slots)
+        self.page_tokens = page_tokens
         self._max_turn_tokens = max_turn_tokens
         self._chunk, self._temperature, self._top_p = chunk, temperature, top_p
         self.num_traces = 0
-        self.empty = jax.jit(self._empty, static_argnums=0)
+        self.empty = jax.jit(self._empty, static_argnums=(0, 1))
         self.prefill = jax.jit(self._prefill)
         self.admit = jax.jit(self._admit, donate_argnums=0)
         self.extend = jax.jit(self._extend, donate_argnums=1)
         self.decode = jax.jit(self._decode, donate_argnums=1)
+
+    @property
+    def row_pages(self) -> int:
+        """n, pages of the longest row."""
+        return -(-self._num_slots // self.page_tokens)
 
     def parts(self, num_rows: int) -> int:
         """How many parts B rows are cut into, each on devices of its own."""
@@ -155,16 +165,20 @@ class Sampler:
         return place_for_decoding(params, self._mesh)
 
     def shardings(self, x: Rows | Context):
-        """Rows over data and fsdp, heads over tensor, wherever they divide."""
+        """Rows, and pages, over data and fsdp, heads over tensor, where they divide."""
         mesh = self._mesh
         context = x.context if isinstance(x, Rows) else x
-        num_rows, heads = context.cache.k.shape[1:3]
-        spread = num_rows % num_shards(mesh) == 0
-        row_axis = ("data", "fsdp") if spread else None
-        head_axis = "tensor" if heads % mesh.shape["tensor"] == 0 else None
-        cache = NamedSharding(mesh, PartitionSpec(None, row_axis, head_axis))
+        cache = context.cache
+        axes = (1, 0) if isinstance(cache, Pages) else (1, 2)  # of rows, and of heads
+        spread = self.parts(len(context.length)) == num_shards(mesh)
+        kept = [None, None, None]
+        if spread and self.parts(cache.k.shape[axes[0]]) == num_shards(mesh):
+            kept[axes[0]] = ("data", "fsdp")
+        if cache.k.shape[axes[1]] % mesh.shape["tensor"] == 0:
+            kept[axes[1]] = "tensor"
+        kept = NamedSharding(mesh, PartitionSpec(*kept))
         row = batch_sharding(mesh) if spread else replicated(mesh)
-        shardings = Context(Cache(cache, cache), row, row)
+        shardings = Context(type(cache)(kept, kept), row, row)
         if isinstance(x, Rows):
             return Rows(shardings, Turn(*[row] * len(Turn._fields)))
         return shardings
@@ -172,9 +186,9 @@ class Sampler:
     def _constrain(self, x: Rows | Context):
         return jax.lax.with_sharding_constraint(x, self.shardings(x))
 
-    def _apply(self, params, tokens, positions, cache, rows=None):
+    def _apply(self, params, *given):
         self.num_traces += 1
-        return self._model.apply({"params": params}, tokens, positions, cache, rows)
+        return self._model.apply({"params": params}, *given)
 
     def _logits(self, params, hidden):
         return self._model.apply({"params": params}, hidden, method="logits")
@@ -198,8 +212,8 @@ class Sampler:
             jnp.zeros((num_rows, spec.vocab_size), jnp.float32),
         )
 
-    def _empty(self, num_rows: int) -> Rows:
-        """B rows without a conversation."""
+    def _empty(self, num_rows: int, num_pages: int = 0) -> Rows:
+        """B rows without a conversation, each with all slots, or sharing pages."""
         size = num_rows, self._max_turn_tokens
         turn = Turn(
             jnp.zeros(size, jnp.int32),
@@ -208,7 +222,12 @@ class Sampler:
             jnp.zeros(num_rows, jnp.uint8),
             jnp.zeros(num_rows, bool),
         )
-        return self._constrain(Rows(self._blank(num_rows, self._num_slots), turn))
+        context = self._blank(num_rows, 1 if num_pages else self._num_slots)
+        if num_pages:
+            spec, size = self._model.spec, self.page_tokens
+            pages = empty_pages(spec, num_pages, size, self._model.dtype)
+            context = context._replace(cache=pages)
+        return self._constrain(Rows(context, turn))
 
     def _prefill(self, params, tokens, count) -> Context:
         """Prompts read: [Q, P] ids, [Q] how many of each are valid, one at least."""
@@ -216,10 +235,11 @@ class Sampler:
         cache, logits = self._read(params, context, tokens, count)
         return self._constrain(Context(cache, count, logits))
 
-    def _admit(self, rows: Rows, prompts: Context, slots, source) -> Rows:
+    def _admit(self, rows: Rows, prompts: Context, slots, source, table=None) -> Rows:
         """Rows of which row slots[i] begins with prompt source[i].
 
-        A question's rollouts share its prefill. A slot of B is nobody's.
+        A question's rollouts share its prefill. A slot of B is nobody's. Where rows
+        share pages, [E, n] `table` names those of slots[i].
         """
         context = rows.context
 
@@ -228,25 +248,32 @@ class Sampler:
                 own[:, source], mode="drop"
             )
 
+        if table is None:
+            cache = jax.tree.map(put, context.cache, prompts.cache)
+        else:
+            own = (x[:, source] for x in prompts.cache)
+            cache = put_rows(context.cache, *own, table)
         context = Context(
-            jax.tree.map(put, context.cache, prompts.cache),
+            cache,
             context.length.at[slots].set(prompts.length[source], mode="drop"),
             context.logits.at[slots].set(prompts.logits[source], mode="drop"),
         )
         return self._constrain(rows._replace(context=context))
 
-    def _extend(self, params, rows: Rows, slots, tokens, count) -> Rows:
+    def _extend(self, params, rows: Rows, slots, tokens, count, table=None) -> Rows:
         """Rows of which row slots[i] has read count[i] of [E, O] given tokens.
 
         A slot of B is nobody's. Where B rows are cut into parts, so are the E: each
-        part of these are slots of the same part of those, or nobody's.
+        part of these are slots of the same part of those, or nobody's. [E, n] `table`
+        as in `admit`.
         """
         context, num_rows = rows.context, len(rows.context.length)
         if self.parts(num_rows) > 1:
             own = batch_sharding(self._mesh)
-            given = slots, tokens, count
-            slots, tokens, count = jax.lax.with_sharding_constraint(given, own)
-        cache, logits = self._read(params, context, tokens, count, slots)
+            given = slots, tokens, count, table
+            given = jax.lax.with_sharding_constraint(given, own)
+            slots, tokens, count, table = given
+        cache, logits = self._read(params, context, tokens, count, slots, table)
         context = Context(
             cache,
             context.length.at[slots].add(count, mode="drop"),
@@ -254,12 +281,15 @@ class Sampler:
         )
         return self._constrain(rows._replace(context=context))
 
-    def _read(self, params, context: Context, tokens, count, slots=None):
+    def _read(self, params, context: Context, tokens, count, slots=None, table=None):
         """The cache after [E, O] tokens, and [E, V] logits behind the last of each."""
         chunk = min(self._chunk, tokens.shape[1])
         tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
         num_chunks = (jnp.max(count) + chunk - 1) // chunk
         num_slots = context.cache.k.shape[3]
+        rows = slots
+        if table is not None:  # which says where the rows are
+            rows, num_slots = None, table.shape[1] * num_slots
         start, logits = context.length, context.logits
         if slots is not None:
             start, logits = start[slots], logits[slots]
@@ -272,7 +302,8 @@ class Sampler:
             positions = jnp.where(
                 offset < left[:, None], start[:, None] + i * chunk + offset, num_slots
             )
-            hidden, cache = self._apply(params, part, positions, cache, slots)
+            given = part, positions, cache, rows, table
+            hidden, cache = self._apply(params, *given)
             last = jnp.maximum(left - 1, 0)[:, None, None]
             hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
             behind = self._logits(params, hidden)
@@ -282,7 +313,16 @@ class Sampler:
         return jax.lax.while_loop(lambda c: c[0] < num_chunks, read, first)[1:]
 
     def _decode(
-        self, params, rows: Rows, key, names, begins, budget, enough, most
+        self,
+        params,
+        rows: Rows,
+        key,
+        names,
+        begins,
+        budget,
+        enough,
+        most,
+        table=None,
     ) -> Rows:
         """Lets rows write until enough of them have stopped, ended or run out.
 
@@ -296,6 +336,7 @@ class Sampler:
             budget: [B] int32 tokens of each turn, at most `max_turn_tokens`.
             enough: it ends when so many turns of this call have, or all.
             most: tokens that a row writes in this call, at most.
+            table: [B, n] int32 pages of each row, where they share some.
 
         Returns:
             The rows' new state.
@@ -332,10 +373,10 @@ class Sampler:
             ended = (state == matched) | self._is_eos[tokens] | (count >= budget)
             # The token that ends a turn is read too: the cache holds all that was
             # written.
-            position = jnp.where(active, context.length, self._num_slots)
-            hidden, cache = self._apply(
-                params, tokens[:, None], position[:, None], context.cache
-            )
+            nowhere = self.row_pages * self.page_tokens  # beyond all slots
+            position = jnp.where(active, context.length, nowhere)
+            new = tokens[:, None], position[:, None]
+            hidden, cache = self._apply(params, *new, context.cache, None, table)
             behind = self._logits(params, hidden[:, 0])
             logits = jnp.where(active[:, None], behind, context.logits)
             turn = Turn(

@@ -36,8 +36,9 @@ class SharedSampler:
         self._by_host, self._whole = batch_sharding(mesh), replicated(mesh)
         self.place = sampler.place
         self._prefill = jax.jit(self._prefill_all)
-        self._admit = jax.jit(self._admit_all, donate_argnums=0, static_argnums=(4, 5))
-        self._extend = jax.jit(self._extend_all, donate_argnums=1, static_argnums=5)
+        self.page_tokens, self.row_pages = sampler.page_tokens, sampler.row_pages
+        self._admit = jax.jit(self._admit_all, donate_argnums=0, static_argnums=4)
+        self._extend = jax.jit(self._extend_all, donate_argnums=1)
         self._decode = jax.jit(self._decode_all, donate_argnums=1)
 
     @property
@@ -66,8 +67,8 @@ class SharedSampler:
         """Tells the others, who wait for this host, that it has failed."""
         self.agree(FAILED)
 
-    def empty(self, num_rows: int) -> Rows:
-        """This many rows for every host.
+    def empty(self, num_rows: int, num_pages: int = 0) -> Rows:
+        """This many rows and pages for every host.
 
         Raises:
             ValueError: they cannot be spread over the devices.
@@ -77,38 +78,39 @@ class SharedSampler:
                 f"config.rollout.slots = {num_rows} of {self._num} hosts cannot be "
                 f"spread over {self._shards} parts of the mesh"
             )
-        return self.sampler.empty(num_rows * self._num)
+        return self.sampler.empty(num_rows * self._num, num_pages * self._num)
 
     def prefill(self, params, tokens, count):
         """As `Sampler.prefill`, of every host's prompts."""
         return self._prefill(params, self._all(tokens), self._all(count))
 
-    def admit(self, rows, prompts, slots, source):
+    def admit(self, rows, prompts, *given):
         """As `Sampler.admit`."""
         block = len(prompts.length) // self._num
-        given = self._all(slots), self._all(source)
-        return self._admit(rows, prompts, *given, block, self._size(rows))
+        slots, source, *table = self._each(given)
+        return self._admit(rows, prompts, slots, source, block, *table)
 
-    def extend(self, params, rows, slots, tokens, count):
+    def extend(self, params, rows, *given):
         """As `Sampler.extend`."""
-        given = self._all(slots), self._all(tokens), self._all(count)
-        return self._extend(params, rows, *given, self._size(rows))
+        return self._extend(params, rows, *self._each(given))
 
-    def decode(self, params, rows, key, names, begins, budget, enough, most):
+    def decode(
+        self, params, rows, key, names, begins, budget, enough, most, table=None
+    ):
         """As `Sampler.decode`; it ends when enough turns of all hosts have."""
         data = jax.make_array_from_process_local_data(
             self._whole, np.asarray(jax.random.key_data(key))
         )
-        own = names, begins, budget, np.int32(enough), np.int32(most)
-        return self._decode(params, rows, data, *map(self._all, own))
+        own = names, begins, budget, np.int32(enough), np.int32(most), table
+        return self._decode(params, rows, data, *self._each(own))
 
     def written(self, rows: Rows) -> Turn:
         """What this host's rows have written, as arrays of this host."""
         return jax.tree.map(self._own, rows.turn)
 
-    def _size(self, rows):
-        """Rows of one host."""
-        return len(rows.context.length) // self._num
+    def _each(self, given):
+        """`_all` of each argument that there is."""
+        return [None if own is None else self._all(own) for own in given]
 
     def _all(self, own):
         """[shards, ...] of what each host gives, again for each shard of its rows."""
@@ -119,7 +121,8 @@ class SharedSampler:
 
     def _of_hosts(self, arrays):
         """[hosts, ...] of each, of what `_all` has made."""
-        return [array[:: self._shards // self._num] for array in arrays]
+        each = self._shards // self._num
+        return [None if array is None else array[::each] for array in arrays]
 
     def _own(self, array):
         """This host's rows of an array of all."""
@@ -133,28 +136,41 @@ class SharedSampler:
         tokens, count = self._of_hosts((tokens, count))
         return self.sampler.prefill(params, _flat(tokens), _flat(count))
 
-    def _admit_all(self, rows, prompts, slots, source, block, size):
-        slots, source = self._of_hosts((slots, source))
+    def _admit_all(self, rows, prompts, slots, source, block, table=None):
+        slots, source, table = self._of_hosts((slots, source, table))
         source = source + jnp.arange(self._num)[:, None] * block
-        slots = self._numbered(slots, size)
-        return self.sampler.admit(rows, prompts, slots, _flat(source))
+        slots, table = self._slots(rows, slots), self._pages(rows, table)
+        return self.sampler.admit(rows, prompts, slots, _flat(source), table)
 
-    def _extend_all(self, params, rows, slots, tokens, count, size):
-        slots, tokens, count = self._of_hosts((slots, tokens, count))
-        slots = self._numbered(slots, size)
-        return self.sampler.extend(params, rows, slots, _flat(tokens), _flat(count))
+    def _extend_all(self, params, rows, *given):
+        slots, tokens, count, *tables = self._of_hosts(given)
+        slots = self._slots(rows, slots)
+        tables = [self._pages(rows, table) for table in tables]
+        given = _flat(tokens), _flat(count), *tables
+        return self.sampler.extend(params, rows, slots, *given)
 
     def _decode_all(self, params, rows, data, *given):
-        *own, enough, most = self._of_hosts(given)
+        *own, enough, most, table = self._of_hosts(given)
         key = jax.random.wrap_key_data(data)
-        own = map(_flat, own)
         enough, most = jnp.sum(enough), jnp.min(most)
-        return self.sampler.decode(params, rows, key, *own, enough, most)
+        given = *map(_flat, own), enough, most, self._pages(rows, table)
+        return self.sampler.decode(params, rows, key, *given)
 
-    def _numbered(self, slots, size):
+    def _slots(self, rows, slots):
         """Slots of each host's own rows among all; nobody's stays nobody's."""
-        first = jnp.arange(self._num)[:, None] * size
-        return _flat(jnp.where(slots < size, slots + first, self._num * size))
+        return self._numbered(slots, len(rows.context.length))
+
+    def _pages(self, rows, table):
+        """Likewise of the pages that they share, if they do."""
+        if table is None:
+            return None
+        return self._numbered(table, rows.context.cache.k.shape[1])
+
+    def _numbered(self, own, total):
+        """Each host's own numbers among those of all; beyond its last is nobody's."""
+        size = total // self._num
+        first = jnp.arange(self._num).reshape(-1, *[1] * (own.ndim - 1)) * size
+        return _flat(jnp.where(own < size, own + first, total))
 
 
 def _flat(array):

@@ -105,3 +105,18 @@ def test_bytes_of_shapes():
     assert array_bytes("f32[4]{0:T(128)S(1)}") == 0
     assert array_bytes("f32[4]{0:T(128)S(1)}", in_memory=False) == 16
     assert array_bytes("token[]") == 0
+
+
+def test_of_pages_those_that_the_table_names_are_read():
+    text = """HloModule m
+
+ENTRY %main (t: s32[12]) -> f32[2,4,1,128] {
+  %len = s32[2]{0} parameter(0)
+  %table = s32[12]{0} parameter(1)
+  %q = f32[2,4,1,128]{3,2,1,0} parameter(2)
+  %k = bf16[2,100,16,128]{3,2,1,0} parameter(3)
+  ROOT %out = f32[2,4,1,128]{3,2,1,0} custom-call(%len, %table, %q, %k), custom_call_target="tpu_custom_call", metadata={op_name="jit(paged_attention)/pallas_call"}
+}
+"""  # noqa: E501
+    row, pages = 2 * 4 * 128 * 4, 12 * 2 * 16 * 128 * 2
+    assert moved(text).memory == 2 * 4 + 12 * 4 + 2 * row + pages

@@ -34,6 +34,7 @@ class Script:
 
     num_traces = 0
     cut = 1  # parts of the rows
+    page_tokens = row_pages = 1
 
     def __init__(self, turns, size=LIMITS.max_turn_tokens):
         self.turns, self.size = turns, size
@@ -55,7 +56,8 @@ class Script:
     def written(self, rows):
         return jax.device_get(rows.turn)
 
-    def empty(self, num_rows):
+    def empty(self, num_rows, num_pages=0):
+        self.num_pages = num_pages
         self.phase = ["empty"] * num_rows
         self.ids = [[] for _ in range(num_rows)]
         self.number = [-1] * num_rows  # of the turn
@@ -79,7 +81,22 @@ class Script:
         self.prompts += [ids for ids in prompts if ids != [0]]  # one 0 fills the block
         return Context(prompts, np.array(count), None)
 
-    def admit(self, rows, prompts, slots, source):
+    def _check_room(self, slots, table, more):
+        """Rows that have pages have enough of them, each its own, of its own part."""
+        if table is None:
+            return
+        assert table.shape == (len(slots), self.row_pages)
+        for slot, row in zip(slots, table.tolist()):
+            held = [page for page in row if page < self.num_pages]
+            assert row == held + [self.num_pages] * (len(row) - len(held))
+            if slot >= len(self.phase):
+                assert not held
+                continue
+            assert len(held) * self.page_tokens >= len(self.ids[slot]) + more
+            part = slot * self.cut // len(self.phase)
+            assert all(p * self.cut // self.num_pages == part for p in held)
+
+    def admit(self, rows, prompts, slots, source, table=None):
         assert rows is self.current
         for slot, own in zip(slots, source):
             if slot < len(self.phase):
@@ -87,9 +104,10 @@ class Script:
                 assert prompts.cache[own] != [0]
                 self.phase[slot], self.number[slot] = "ready", -1
                 self.ids[slot] = list(prompts.cache[own])
+        self._check_room(slots, table, self.size)
         return self._rows()
 
-    def extend(self, params, rows, slots, tokens, count):
+    def extend(self, params, rows, slots, tokens, count, table=None):
         assert rows is self.current
         for i, (slot, row, n) in enumerate(zip(slots, tokens, count)):
             if slot < len(self.phase):
@@ -101,10 +119,16 @@ class Script:
                 self.read.append((self.sample[slot], row[:n].tolist()))
             else:
                 assert n == 0
+        self._check_room(slots, table, self.size)
         return self._rows()
 
-    def decode(self, params, rows, key, names, begins, budget, enough, most):
+    def decode(
+        self, params, rows, key, names, begins, budget, enough, most, table=None
+    ):
         assert rows is self.current
+        if table is not None:
+            held = table[table < self.num_pages].tolist()
+            assert len(held) == len(set(held))
         ready = [phase == "ready" for phase in self.phase]
         assert begins.tolist() == ready
         assert (budget == budget[0]).all() and most >= 1

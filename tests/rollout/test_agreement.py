@@ -185,6 +185,27 @@ def test_a_rollouts_draws_do_not_depend_on_the_number_of_rows(expected, num_rows
     assert setup.sampler.num_read == len(SHUFFLED)
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_rollouts_draws_do_not_depend_on_the_pages_that_rows_share(expected, devices):
+    """Few enough that some rollouts begin anew, and draw what they had drawn."""
+    mesh, parts = None, 1
+    if devices == 8:
+        mesh, parts = make_mesh(data=2, fsdp=2, tensor=2), 4
+    slots = tiny.make_sampler().row_pages  # of one token
+    longest = -(-slots // 16) * 16
+    setup = tiny.make_engine(
+        num_rows=8 * parts,
+        mesh=mesh,
+        page_tokens=16,
+        cache_tokens=parts * (longest + 16),
+    )
+    assert ids_by_sample(setup.roll_out(SHUFFLED)) == expected
+    assert setup.engine.num_restarts > 0
+    traces = setup.engine.num_traces
+    setup.roll_out(SHUFFLED)
+    assert setup.engine.num_traces == traces
+
+
 def test_the_first_samples_of_a_larger_group_are_those_of_a_smaller(compiled):
     asked = tiny.questions(2)
     expected = ids_by_sample(compiled().roll_out(asked))

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch.rollout.driver import TOKENS_WHILE_SEARCHING, RolloutEngine
+from rsearch.rollout.driver import RolloutEngine
+from rsearch.rollout.play import TOKENS_WHILE_SEARCHING
 from rsearch.types import Outcome, Passage, Question, Source
 from tests.rollout import tiny
 from tests.rollout.scripted import (
@@ -354,3 +355,25 @@ def test_rows_in_parts_read_a_part_at_a_time_and_write_the_same(cut):
     for group, other in zip(groups, plain, strict=True):
         texts = [r.policy_texts for r in group.rollouts]
         assert texts == [r.policy_texts for r in other.rollouts]
+
+
+@pytest.mark.parametrize(
+    ("pages", "cut"), [(11, 1), (15, 1), (24, 1), (88, 1), (32, 2)]
+)
+def test_rows_that_share_pages_write_the_same_however_few_there_are(pages, cut):
+    """The script checks that each row has room for all that it reads and may write."""
+    turns = [[SEARCHES, SEARCHES, ANSWERS], [ANSWERS], [SEARCHES, ANSWERS]]
+    plain, _ = play(turns, people(9), num_rows=8)
+    script = Script(turns)
+    script.cut, script.page_tokens, script.row_pages = cut, 64, 11
+    engine = RolloutEngine(
+        script, make_host(), num_rows=8, group_size=3, cache_tokens=pages * 64
+    )
+    groups = engine(None, people(9), jax.random.key(0))
+    assert_rows_held(groups, script)
+    for group, other in zip(groups, plain, strict=True):
+        assert group.question == other.question
+        texts = [r.policy_texts for r in group.rollouts]
+        assert texts == [r.policy_texts for r in other.rollouts]
+    # Where two long ones had met, and neither could read on, one has begun anew.
+    assert bool(engine.num_restarts) == (pages == 32)

@@ -191,6 +191,7 @@ def make_sampler(
     mesh=None,
     chunk=5,
     num_slots=None,
+    page_tokens=1,
     **changes,
 ):
     """A watched Sampler of the tiny model."""
@@ -206,6 +207,7 @@ def make_sampler(
         chunk=chunk,
         temperature=temperature,
         top_p=top_p,
+        page_tokens=page_tokens,
     )
 
 
@@ -224,12 +226,25 @@ class Setup:
 
 
 def make_engine(
-    *, num_rows=8, group_size=4, search=search, limits=LIMITS, seed=0, **settings
+    *,
+    num_rows=8,
+    group_size=4,
+    search=search,
+    limits=LIMITS,
+    seed=0,
+    cache_tokens=0,
+    **settings,
 ):
     """An engine of the tiny model."""
     host = make_host(search=search, limits=limits)
     sampler = make_sampler(limits=limits, **settings)
-    engine = RolloutEngine(sampler, host, num_rows=num_rows, group_size=group_size)
+    engine = RolloutEngine(
+        sampler,
+        host,
+        num_rows=num_rows,
+        group_size=group_size,
+        cache_tokens=cache_tokens,
+    )
     return Setup(engine, sampler, host, engine.place(params(seed)))
 
 

@@ -1,0 +1,77 @@
+"""Account of pages: each is one row's or free, and no row is promised what is not."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsearch.rollout.pool import Pool, num_pages
+from tests.rollout.scripted import Script
+
+ROWS, PAGES, SIZE, LONGEST = 4, 14, 16, 6
+
+
+def make_pool(parts=2):
+    return Pool(ROWS, num_pages=PAGES, page_tokens=SIZE, row_pages=LONGEST, parts=parts)
+
+
+def held(pool, slot):
+    return [page for page in pool.table[slot].tolist() if page < PAGES]
+
+
+calls = st.tuples(st.integers(0, ROWS - 1), st.integers(0, LONGEST * SIZE))
+
+
+@given(st.lists(calls), st.sampled_from([1, 2]))
+def test_every_page_is_one_rows_or_free(asked, parts):
+    """A row asks for a number of tokens; with 0 it gives all back."""
+    pool = make_pool(parts)
+    tokens = [0] * ROWS
+    for slot, number in asked:
+        before = [held(pool, other) for other in range(ROWS)]
+        if number == 0:
+            pool.release(slot)
+            tokens[slot] = 0
+            assert not held(pool, slot)
+            continue
+        part = range(slot * parts // ROWS * ROWS // parts, ROWS)[: ROWS // parts]
+        free = PAGES // parts - sum(len(before[other]) for other in part)
+        fits = -(-number // SIZE) - len(before[slot]) <= free
+        assert pool.has(slot, number) == fits == pool.reserve(slot, number)
+        after = [held(pool, other) for other in range(ROWS)]
+        if not fits:
+            assert after == before
+            continue
+        tokens[slot] = max(tokens[slot], number)
+        assert after[slot][: len(before[slot])] == before[slot]  # it keeps its place
+        for other in range(ROWS):
+            assert len(after[other]) == -(-tokens[other] // SIZE)
+            first = other * parts // ROWS * PAGES // parts
+            assert all(first <= p < first + PAGES // parts for p in after[other])
+        everyones = [page for own in after for page in own]
+        assert len(everyones) == len(set(everyones))
+
+
+def test_the_table_of_nobody_names_no_page():
+    pool = make_pool()
+    pool.reserve(1, 20)
+    rows = pool.rows(np.array([1, ROWS]))
+    assert rows.tolist() == [held(pool, 1) + [PAGES] * 4, [PAGES] * LONGEST]
+
+
+def test_without_pages_every_row_has_room():
+    pool = Pool(ROWS)
+    assert pool.table is None and pool.rows(np.array([0])) is None
+    assert pool.has(0, 10**9) and pool.reserve(0, 10**9)
+    pool.release(0)
+
+
+def test_pages_are_as_many_as_there_are_tokens_for_and_rows_can_use():
+    script = Script([])
+    script.cut, script.page_tokens, script.row_pages = 2, 16, 5
+    assert num_pages(script, 8, 0) == 0
+    assert num_pages(script, 8, 2 * 5 * 16) == 10
+    assert num_pages(script, 8, 2 * 7 * 16 + 31) == 14  # what is left over is no page
+    assert num_pages(script, 8, 10**6) == 8 * 5
+    with pytest.raises(ValueError, match="cache_tokens = 159: must be at least 160"):
+        num_pages(script, 8, 159)
