@@ -7,7 +7,8 @@ Each program of a step (prefill, decode, score, update, ...) is compiled ahead o
 for these chips; nothing is loaded, and no array is made. Told are the memory of each
 device against what it has, operations, bytes moved and sent, and the least time that
 these allow (the roofline). A step is taken at its longest: every rollout writes and
-reads all that its budgets allow.
+reads all that its budgets allow. For GPUs, which XLA compiles for only where there is
+one, the same is reckoned from the traced programs (--topology=a100x8).
 """
 
 import json
@@ -15,16 +16,16 @@ import pathlib
 import sys
 
 from rsearch import build, console
-from rsearch.build.costs import GB, check_context, check_layout
+from rsearch.build.costs import GB, check_context, check_layout, memory_of
 from rsearch.config import parse_command_line, print_config, run_command
 from rsearch.planning.machines import Machine, find_machine
 from rsearch.planning.programs import make_frame, stage_programs
-from rsearch.planning.roofline import Estimate, estimate
+from rsearch.planning.roofline import Estimate, estimate, reckoned
 from rsearch.rules import validate
 from rsearch.stage_plan import check_plan, kind_of, stage_configs
 
 FLAGS = {
-    "topology": (None, "TPU slice to compile for, such as v5p:2x2x4 or v5e:2x4"),
+    "topology": (None, "TPU slice to compile for, such as v5p:2x2x4, or a100x8"),
     "stage": ("", "the stage to plan; every one that trains where not given"),
     "out": ("", "file for the same numbers as JSON"),
 }
@@ -66,8 +67,12 @@ def main(config, machine: Machine, *, only: str = "") -> dict[str, list[Estimate
         check_context(own, stage, frame.model.spec)
         check_layout(own, stage, frame.model.spec)
         programs = stage_programs(frame, stage, machine)
-        named = console.progress(programs, f"{stage}: programs compiled")
-        found[stage] = [estimate(program, machine) for program in named]
+        if machine.is_compiled_for:
+            named = console.progress(programs, f"{stage}: programs compiled")
+            found[stage] = [estimate(program, machine) for program in named]
+        else:
+            memory = memory_of(own, stage, frame.model.spec, machine.num_devices)
+            found[stage] = [reckoned(program, memory) for program in programs]
     return found
 
 
@@ -108,7 +113,7 @@ def show(rows: list[dict], config, machine: Machine) -> bool:
             round(row["memory_bytes"] / GB, 1),
             round(row["flops"] / 1e15, 3),
             round(row["moved_bytes"] / 1e12, 3),
-            round(row["sent_bytes"] / GB, 2),
+            round(row["sent_bytes"] / GB, 2) if machine.is_compiled_for else "?",
             round(row["seconds"], 3),
             row["bound"],
         )
@@ -127,6 +132,11 @@ def show(rows: list[dict], config, machine: Machine) -> bool:
         console.note(
             f"does not fit: {row['stage']}, {row['program']}: "
             f"{row['peak_bytes'] / GB:.1f} GB of {row['memory_bytes'] / GB:.0f} GB"
+        )
+    if not machine.is_compiled_for:
+        console.note(
+            "an estimate: nothing was compiled, and what devices send each other, or "
+            "XLA holds for a moment, is not in it"
         )
     console.note(ADVICE if full else f"fits {machine.name}")
     return not full

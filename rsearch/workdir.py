@@ -41,7 +41,9 @@ FREE_FIELDS = (
     "retrieval.index",  # what is in it is known by its fingerprint
     "retrieval.sharded",
     "retrieval.timeout_seconds",
+    "rollout.cache_tokens",
     "rollout.extend_chunk",
+    "rollout.page_tokens",
     "rollout.slots",
     "rollout.together",
     "rl.micro_batch",

@@ -53,6 +53,23 @@ def test_a_recipe_is_compiled_for_a_slice_and_fits(slice_of_four, tmp_path, caps
     assert rows["update"]["collectives"]["all-reduce"] > 0
 
 
+def test_a_gpu_node_is_reckoned_without_a_compiler_for_it(tmp_path, capsys):
+    flags = [f"--config.{name}={value}" for name, value in SHAPE.items()]
+    out = tmp_path / "plan.json"
+    recipe = ["--config=configs/quickstart.py", "--stage=rl", f"--out={out}", *flags]
+    assert plan.command(["--topology=a100x8", *recipe]) == 0
+    said = capsys.readouterr()
+    assert "an estimate: nothing was compiled" in said.out + said.err
+    rows = {row["program"]: row for row in json.loads(out.read_text())}
+    assert [*rows] == ["prefill", "admit", "extend", "decode", "score", "update"]
+    # Twice the devices do half each.
+    assert plan.command(["--topology=a100x4", *recipe]) == 0
+    for row in json.loads(out.read_text()):
+        assert row["memory_bytes"] == 80e9 and row["collectives"] == {}
+        if row["program"] in ("score", "update"):
+            assert row["flops"] == 2 * rows[row["program"]]["flops"] > 0
+
+
 def test_a_token_never_moves_the_cache_of_all_layers(slice_of_four):
     """XLA once copied all of it for each layer: writing and reading must agree."""
     ((_, own),) = [s for s in stage_configs(recipe()) if s[0] == "rl"]
@@ -70,6 +87,7 @@ def test_a_token_never_moves_the_cache_of_all_layers(slice_of_four):
     [
         ("v9:2x2", {}, "--topology=v9:2x2: must be a TPU slice such as"),
         ("v5e:3x3", {}, "--topology=v5e:3x3: "),
+        ("a100x9", {}, "or a GPU node such as a100x8"),
         ("v5e:2x2", {"model.vocab_size": 0}, "is not known before the run makes it"),
         (
             "v5e:2x2",

@@ -215,7 +215,7 @@ class _Reader:
                 for part in ARRAY.finditer(i.shape)
             ]
             return min((p for p in parts[:2] if p), default=0.0)
-        if PAGED in i.rest:
+        if i.op == "custom-call" and PAGED in i.rest:
             return self._paged(home, i, operands) + out
         return sum(operands) + out
 

@@ -1,5 +1,6 @@
-"""Accelerators as their makers describe them, and slices of those that are not here."""
+"""Accelerators as their makers describe them, and machines of those not here."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -7,7 +8,8 @@ import re
 
 import jax
 
-TOPOLOGY = re.compile(r"(v4|v5e|v5p|v6e):(\d+x\d+(?:x\d+)?)")
+SLICE = re.compile(r"(v4|v5e|v5p|v6e):(\d+x\d+(?:x\d+)?)")
+NODE = re.compile(r"(a100|h100|h200)x([1-8])")
 HOST_CHIPS = (2, 2, 1)  # of a TPU host; a smaller slice is one host
 LONE_HOST = (2, 4)  # v5e and v6e: a slice of this shape is one host of eight chips
 
@@ -37,22 +39,29 @@ CHIPS = {
     "v5e": Chip(16e9, 197e12, 819e9, 200e9),
     "v5p": Chip(95e9, 459e12, 2765e9, 600e9),
     "v6e": Chip(32e9, 918e12, 1638e9, 400e9),
+    # GPUs: nvidia.com's data sheets of the SXM boards; NVLink one way.
+    "a100": Chip(80e9, 312e12, 2039e9, 300e9),
+    "h100": Chip(80e9, 989e12, 3350e9, 450e9),
+    "h200": Chip(141e9, 989e12, 4800e9, 450e9),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A TPU slice that is not here.
+    """A TPU slice or a GPU node that is not here.
 
     Attributes:
         name: as it was asked for.
         chip: of each device.
-        devices: what JAX compiles for, those of a host side by side.
+        devices: what JAX compiles for, those of a host side by side; of a GPU node
+            devices that stand for them.
+        is_compiled_for: XLA compiles for GPUs only where there is one.
     """
 
     name: str
     chip: Chip
     devices: tuple
+    is_compiled_for: bool = True
 
     @property
     def num_devices(self) -> int:
@@ -66,16 +75,18 @@ class Machine:
 
 
 def find_machine(name: str) -> Machine:
-    """The TPU slice of a name, such as "v5e:4x4" chips.
+    """The TPU slice of a name, such as "v5e:4x4" chips, or a GPU node: "a100x8".
 
     Raises:
         ValueError: no such machine, or libtpu, which compiles for TPUs, is missing.
     """
-    found = TOPOLOGY.fullmatch(name)
+    if node := NODE.fullmatch(name):
+        return Machine(name, CHIPS[node[1]], _stand_ins(name, int(node[2])), False)
+    found = SLICE.fullmatch(name)
     if not found:
         raise ValueError(
             f"--topology={name}: must be a TPU slice such as v5e:2x4, v6e:2x2, "
-            "v5p:2x2x4 or v4:2x2x2"
+            "v5p:2x2x4 or v4:2x2x2, or a GPU node such as a100x8"
         )
     kind, shape = found[1], [int(n) for n in found[2].split("x")]
     devices = _tpu_devices(name, shape)
@@ -110,3 +121,16 @@ def _tpu_devices(name, shape):
         first = str(error).partition("\n")[0]
         raise ValueError(f"--topology={name}: {first}") from None
     return found.devices
+
+
+def _stand_ins(name, count):
+    """So many devices of this computer, for programs that are only traced."""
+    with contextlib.suppress(RuntimeError):  # too late: it has what it has
+        jax.config.update("jax_num_cpu_devices", count)
+    found = jax.devices("cpu")
+    if len(found) < count:
+        raise ValueError(
+            f"--topology={name}: JAX runs here already, with {len(found)} devices, of "
+            f"which {count} are to stand for that node's"
+        )
+    return tuple(found[:count])

@@ -34,6 +34,8 @@ from rsearch.rollout.pool import num_pages
 from rsearch.rollout.sampler import Sampler
 from rsearch.stage_plan import AGENTS, kind_of
 
+ROLLING = ("prefill", "admit", "extend", "decode")  # programs that roll out
+
 
 class Program(NamedTuple):
     """One compiled function in a step of its stage.

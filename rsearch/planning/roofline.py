@@ -6,14 +6,17 @@ from typing import NamedTuple
 
 import jax
 
+from rsearch.build.costs import Memory
 from rsearch.planning.flops import count_flops
 from rsearch.planning.hlo import Moved, moved, scaled
 from rsearch.planning.machines import Machine
-from rsearch.planning.programs import Program
+from rsearch.planning.programs import ROLLING, Program, device_bytes
 
 PART_OF_A_SLICE = "device assignment should include all slice devices"
 UNKNOWN_DEVICE = "Unexpected device_id"  # the same, where a collective names them
-FULL = re.compile(r"Used ([\d.]+)([MG]) of ([\d.]+)([MG]) hbm")
+FULL = re.compile(
+    r"(?:Used |HLO temporaries \()([\d.]+)([MG])(?: of|\) exceeds available HBM)"
+)
 SIZES = {"M": 2**20, "G": 2**30}
 
 
@@ -70,6 +73,30 @@ def estimate(program: Program, machine: Machine) -> Estimate:
         flops * program.calls / program.num_devices,
         scaled(found, program.calls),
         time.monotonic() - started,
+    )
+
+
+def reckoned(program: Program, memory: Memory) -> Estimate:
+    """What a program takes at least, without compiling it.
+
+    Its memory is the estimate of the stage's; it moves its arguments, once in every
+    round of a loop that rolls out; what devices send each other is not in it.
+
+    Args:
+        program: traced alone.
+        memory: of the stage, on each device.
+    """
+    is_rolling = program.name in ROLLING
+    phase = memory.rolling if is_rolling else memory.updating
+    flops = count_flops(program.function, program.args, rounds=program.rounds)
+    passes = program.calls * (program.rounds if is_rolling else 1)
+    return Estimate(
+        program.name,
+        program.calls,
+        sum(memory.resident.values()) + sum(phase.values()),
+        flops * program.calls / program.num_devices,
+        Moved(device_bytes(program.args) * passes, {}),
+        0.0,
     )
 
 
