@@ -5,7 +5,7 @@
 #       -- --config=configs/r_search.py --workdir=/shared/r_search
 # Arguments after -- go on to rsearch.train. Before it:
 #   --zone=Z --type=T  of the slice; --project=P where it is not gcloud's own
-#   --version=V        runtime of the hosts (default: v2-alpha-tpuv5-lite)
+#   --version=V        runtime of the hosts (default: the one for the type)
 #   --spot             may be preempted, and costs less
 #   --mount=HOST:/DIR  NFS share (Filestore) that becomes /shared on every host
 #   --attempts=N       slices asked for, one after another, as they are lost (default: 10)
@@ -16,8 +16,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 POLL_SECONDS=${POLL_SECONDS:-30}
-ATTEMPTS=10 VERSION=v2-alpha-tpuv5-lite
-ZONE='' TYPE='' MOUNT='' EXISTING='' KEEP='' DRY_RUN=''
+ATTEMPTS=10
+ZONE='' TYPE='' VERSION='''' MOUNT='' EXISTING='' KEEP='' DRY_RUN=''
 COMMON=() EXTRA=()
 
 fail() {
@@ -59,6 +59,15 @@ case $MOUNT in
   '' | ?*:/?*) ;;
   *) fail "--mount=$MOUNT: write HOST:/DIR" ;;
 esac
+if [ -z "$VERSION$EXISTING" ]; then
+  case $TYPE in
+    v5litepod-*) VERSION=v2-alpha-tpuv5-lite ;;
+    v5p-*) VERSION=v2-alpha-tpuv5 ;;
+    v6e-*) VERSION=v2-alpha-tpuv6e ;;
+    v[234]-*) VERSION=tpu-ubuntu2204-base ;;
+    *) fail "--type=$TYPE has no runtime that is known here: name one with --version=..." ;;
+  esac
+fi
 COMMON+=("--zone=$ZONE")
 
 say() {
@@ -129,15 +138,16 @@ obtain() {
 prepare() {
   local archive=/tmp/rsearch-$NAME.tgz mount=''
   if [ -n "$MOUNT" ]; then
-    mount="sudo mkdir -p /shared && { mountpoint -q /shared || { sudo apt-get install -qy"
-    mount+=" nfs-common && sudo mount $(printf %q "$MOUNT") /shared && sudo chmod 777 /shared; }; } && "
+    mount="sudo mkdir -p /shared && { mountpoint -q /shared || { sudo apt-get update -q &&"
+    mount+=" sudo apt-get install -qy nfs-common && sudo mount $(printf %q "$MOUNT") /shared && sudo chmod 777 /shared; }; } && "
   fi
   local files=(git ls-files -z --cached --others --exclude-standard)
   run tar --null --files-from=<("${files[@]}") -czf "$archive" || return
   run gcloud compute tpus tpu-vm scp "$archive" "$NAME:rsearch.tgz" "${COMMON[@]}" --worker=all ||
     return
   everywhere "${mount}mkdir -p rsearch && tar -C rsearch -xzf rsearch.tgz && cd rsearch && { \
-command -v python3.11 >/dev/null || sudo apt-get install -qy python3.11 python3.11-venv; } && \
+command -v python3.11 >/dev/null || { sudo apt-get update -q && \
+sudo apt-get install -qy python3.11 python3.11-venv; }; } && \
 . launch/environment.sh && rsearch_environment launch/tpu.txt"
 }
 

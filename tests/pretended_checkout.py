@@ -37,7 +37,7 @@ class Checkout:
     def __init__(self, folder):
         self.folder, self.bin, self.log = folder, folder / "bin", folder / "log"
         (folder / "repo" / "tests").mkdir(parents=True)
-        self.repo = folder / "repo"
+        self.repo, self.told = folder / "repo", ""
         shutil.copytree(ROOT / "launch", self.repo / "launch")
         self.require("a==1")
         (self.repo / "tests" / "requirements.txt").write_text("-r ../requirements.txt")
@@ -71,6 +71,7 @@ class Checkout:
             text=True,
             timeout=60,
         )
+        self.told = done.stdout
         return done.returncode, done.stderr, self.log.read_text().splitlines()
 
 

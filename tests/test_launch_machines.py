@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from tests.pretended_checkout import checkout
+from tests.pretended_checkout import ROOT, checkout
 
 __all__ = ["checkout"]
 
@@ -18,6 +18,7 @@ esac
 """
 SRUN = """#!/bin/bash
 echo "srun $*" >>"$FAKE_LOG"
+[ -z "$SRUN_CPUS_PER_TASK" ] || echo "$SRUN_CPUS_PER_TASK cores" >>"$FAKE_LOG"
 while [[ "$1" == --* ]]; do shift; done
 exec "$@"
 """
@@ -64,6 +65,8 @@ def test_a_dry_run_of_a_gpu_node_does_nothing(checkout):
     code, _, log = checkout.run("gpu_node.sh", "--dry_run", "-x", FAKE_DRIVER="580.1")
     assert (code, log) == (0, [])
     assert not (checkout.repo / ".venv").exists()
+    assert "would install launch/cuda13.txt into .venv\n" in checkout.told
+    assert "would run python -m rsearch.train -x\n" in checkout.told
 
 
 def test_a_job_of_several_nodes_meets(checkout):
@@ -76,10 +79,53 @@ def test_a_job_of_several_nodes_meets(checkout):
         )
         assert code == 0, error
         assert log[-2:] == [
-            f"srun python -m rsearch.train {train}{more}",
+            f"srun --kill-on-bad-exit=1 python -m rsearch.train {train}{more}",
             f"-m rsearch.train {train}{more}",
         ]
     assert log == log[-2:]  # the environment is made once
+    cores = {"SLURM_CPUS_PER_TASK": "32"}
+    _, _, log = checkout.run("slurm.sbatch", train, **submitted, **cores)
+    assert "32 cores" in log
+
+
+def test_a_dry_run_of_a_job_does_nothing_and_needs_no_cluster(checkout):
+    train = ("--config=configs/r_search.py", "--workdir=a b")
+    told = {}
+    for nodes in ("1", "2"):
+        code, error, log = checkout.run(
+            "slurm.sbatch",
+            "--dry_run",
+            *train,
+            SLURM_SUBMIT_DIR=str(checkout.repo),
+            SLURM_JOB_NUM_NODES=nodes,
+        )
+        assert (code, log) == (0, []), error
+        told[nodes] = checkout.told.splitlines()
+    assert not (checkout.repo / ".venv").exists()
+    run = "would run srun --kill-on-bad-exit=1 python -m rsearch.train"
+    run += " --config=configs/r_search.py --workdir=a\\ b"
+    assert told["1"] == ["would install launch/cuda13.txt into .venv", run]
+    assert told["2"][1] == f"{run} --coordinator=auto"
+    checkout.link("sed")
+    (checkout.repo / "trials").write_text("python -m rsearch.train --config=x\n")
+    one = {"SLURM_SUBMIT_DIR": str(checkout.repo), "SLURM_ARRAY_TASK_ID": "1"}
+    code, error, log = checkout.run("slurm.sbatch", "--dry_run", "trials", **one)
+    assert (code, log) == (0, []), error
+    assert checkout.told.splitlines()[-1] == (
+        "would run srun --kill-on-bad-exit=1 --ntasks=1 bash -c "
+        "exec\\ python\\ -m\\ rsearch.train\\ --config=x"
+    )
+
+
+def test_sbatch_finds_its_options_before_the_first_command():
+    """It reads no further; a job that is run again adds to its log."""
+    lines = (ROOT / "launch" / "slurm.sbatch").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    options = [line.split()[1] for line in lines if line.startswith("#SBATCH")]
+    assert [line for line in lines[:first] if line.startswith("#SBATCH")] == [
+        f"#SBATCH {option}" for option in options
+    ]
+    assert {"--requeue", "--open-mode=append"} <= set(options)
 
 
 def test_a_job_array_runs_a_line_each(checkout):
@@ -229,6 +275,27 @@ def test_what_is_to_be_kept_is_not_deleted(cloud, how):
 def test_a_dry_run_prints_what_it_would_do(cloud):
     code, _, log = cloud.run(*POD, "--dry_run", *TRAINED)
     assert (code, log) == (0, [])
+    lines = cloud.checkout.told.splitlines()
+    lines = [line.removeprefix("gcloud compute tpus ").rstrip() for line in lines]
+    assert lines.pop(1).startswith("tar ")
+    assert kinds(lines) == ["create", "copy", "set", "train", "delete"]
+    assert [lines[0], lines[1], lines[-1]] == [CREATE, COPY, DELETE]
+
+
+@pytest.mark.parametrize(
+    ("kind", "version"),
+    [
+        ("v5p-32", "v2-alpha-tpuv5"),
+        ("v6e-16", "v2-alpha-tpuv6e"),
+        ("v4-16", "tpu-ubuntu2204-base"),
+    ],
+)
+def test_each_type_of_slice_has_its_runtime(cloud, kind, version):
+    own = ("pod", "--zone=z", f"--type={kind}", "--dry_run", *TRAINED)
+    for more, expected in (((), version), (("--version=other",), "other")):
+        code, error, _ = cloud.run("pod", *more, *own[1:])
+        assert code == 0, error
+        assert f" --runtime-version={expected} " in cloud.checkout.told
 
 
 @pytest.mark.parametrize(
@@ -238,6 +305,7 @@ def test_a_dry_run_prints_what_it_would_do(cloud):
         (("--zone=z",), "the slice's name comes first"),
         (("pod", "--type=t", *TRAINED), "--zone=... is missing"),
         (("pod", "--zone=z", *TRAINED), "--type=... is missing"),
+        (("pod", "--zone=z", "--type=v9", *TRAINED), "--type=v9 has no runtime"),
         (("pod", "--zone=z", "--type=t"), "no -- and no arguments"),
         (("pod", "--zone=z", "--type=t", "--"), "nothing to train after --"),
         (("pod", "--zone=z", "--config=x", *TRAINED), "unknown argument --config=x"),
