@@ -197,5 +197,9 @@ def tiny(c, words):
     for name in ("curate_retrieve", "curate_answer"):
         stages[name] = {"curate": {"method": "difficulty", "rollouts": 8}}
         stages[name]["curate"] |= {"easy_below": 3, "hard_above": 6}
+    if words.select:
+        for name, chosen in SELECTS.items():
+            own = stages.get(name, {})
+            stages[name] = own | {"data": {"train": f"stage:{chosen}"}}
     with c.unlocked():
         c.overrides = ConfigDict(_of(stages, c.stages))

@@ -378,3 +378,11 @@ def test_words_are_read_by_choice_and_flag():
 def test_a_recipe_fits_eight_devices_of_80_gb(recipe, capsys):
     dry_run(loaded(recipe), devices=8, device_memory_gb=80)
     assert "peak on each of 8 devices" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", ["", ",tiny"])
+def test_what_is_selected_is_what_is_learnt_from(size):
+    config = loaded(f"r1_searcher:select{size}")
+    for stage in ("retrieve", "answer"):
+        train = stage_config(config, f"rl_{stage}").data.train
+        assert train == f"stage:curate_{stage}"
