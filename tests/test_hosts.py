@@ -95,10 +95,16 @@ def refuse():
 
 def talk(argv):
     """What two hosts tell each other; run by each of them."""
+    from rsearch.compiles import num_compiles
     from rsearch.config import parse_flags
 
     given = parse_flags(argv, flags=hosts.FLAGS)
     hosts.begin(**given)
+    num_before = num_compiles()
+    for size in (1, 300, 5_000, 70_000, 300_000, 5_000_000):
+        sent = bytes([hosts.index()]) * (size - hosts.index())
+        assert hosts.exchange(sent) == [b"\0" * size, b"\1" * (size - 1)]
+    assert num_compiles() == num_before
     hosts.PIECE_BYTES = 1000
     here, other = hosts.index(), 1 - hosts.index()
     assert hosts.num_hosts() == 2 and hosts.is_first() == (here == 0)
