@@ -137,7 +137,7 @@ def run_python(*command, devices=1, **environment):
         env={**os.environ, **child_environment(devices), **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
 
 

@@ -1,0 +1,336 @@
+"""Every stage of every recipe measures the same on any number of devices and hosts."""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+import tempfile
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch import build
+from rsearch import config as configuration
+from rsearch.build import pretrained, reading
+from rsearch.data.world import make_world
+from rsearch.metrics import read as read_metrics
+from rsearch.models.sharding import make_mesh
+from rsearch.stage_plan import kind_of, stage_config
+from rsearch.stages import rl, sft
+from rsearch.types import Group, Outcome, Rollout, Segment, Source
+from tests.small_run import quick_compilation, run_python, without_times
+from tests.test_hosts import run_hosts
+
+__all__ = ["quick_compilation"]
+_folder = tempfile.TemporaryDirectory(prefix="rsearch-devices-")
+
+WORLD = dict(
+    people=30,
+    films=20,
+    companies=8,
+    cities=8,
+    train_questions=48,
+    dev_questions=6,
+    kinds=("single", "bridge", "comparison"),
+    known_share=0.3,
+    missing_share=0.0,
+    distractors=0,
+)
+MODEL = pretrained.Pretraining(
+    reading.Shares(facts=10, direct=1, chats=1, comparisons=50, recalled=0.3),
+    width=64,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_width=128,
+    steps=600,
+    lr=3e-3,
+)
+"""Enough to answer some questions of so small a world, in every protocol."""
+
+SIZES = {
+    **{f"world.{name}": value for name, value in WORLD.items()},
+    "rollout.slots": 16,
+    "rollout.group_size": 4,
+    "rollout.max_searches": 2,
+    "curate.retry_searches": 2,
+    "rl.steps": 2,
+    "rl.questions_per_step": 4,
+    "rl.micro_batch": 8,
+    "sft.steps": 2,
+    "sft.batch_size": 16,
+    "sft.micro_batch": 8,
+    # AdamW's steps are then as smooth as the gradients. With its usual 1e-8 they are
+    # their signs, and of a gradient that is 0 but for rounding rounding is the sign.
+    "optim.eps": 1.0,
+    "optim.weight_decay": 0.0,
+    "sft.lr": 0.3,
+    "sft.warmup_steps": 0,
+    "rl.lr": 0.3,
+    "critic.lr": 0.3,
+    "eval.at_start": False,
+    "eval.methods": "('protocol',)",
+    "checkpoint.rl_steps": 1000,
+    "checkpoint.sft_steps": 1000,
+}
+
+FORM = {"answer_em": {}, "format_ok": {"good": 0.1, "bad": 0.0}}
+KL = {"rl.kl_coef": 0.1}  # large enough to be seen
+RECIPES = {
+    "quickstart": {
+        "rl.refill_rounds": 1,
+        "rollout.max_prompt_tokens": 24,
+        "rollout.max_turn_tokens": 32,
+        "rollout.max_observation_tokens": 24,
+        "sft.sequence_tokens": 160,
+        "tokenizer.source": "",
+        "model.source": "world:base",
+    },
+    "search_r1:tiny": {**KL, "reward": FORM},
+    "search_r1:tiny,grpo,parity": KL,
+    # At first its value model learns alone, so that the policy does in the third step.
+    "rag_r1:tiny": {**KL, "reward": FORM, "rl.steps": 3},
+    "r1_searcher:tiny,select": {**KL, "overrides.rl_retrieve.rl.steps": 2},
+    "r1_searcher_pp:tiny": {
+        **KL,
+        "rl.memorise_coef": 0.1,
+        "rl.memorise_rows": 8,
+        "overrides.sft_rewriter.sft.steps": 2,
+        "overrides.sft_rewriter.sft.lr": 0.3,
+        "rewriter.slots": 16,
+    },
+    "r_search:tiny": {**KL, "judge.slots": 16},
+    "rearag:tiny": {"writer.slots": 16, "answerer.slots": 16},
+}
+PLACES = {  # devices of a host, (data, fsdp, tensor), hosts
+    "one device": (1, (1, 1, 1), 1),
+    "two devices": (2, (1, 2, 1), 1),
+    "four devices": (4, (1, 2, 2), 1),
+    "eight devices": (8, (2, 2, 2), 1),
+    "two hosts": (2, (1, 2, 2), 2),
+}
+EVERYWHERE = [place for place in PLACES if place != "one device"]
+
+
+def spec_of(recipe):
+    """What --config names."""
+    name, colon, variant = recipe.partition(":")
+    return f"configs/{name}.py{colon}{variant}"
+
+
+def close(ours, theirs):
+    """Whether numbers are the same but for rounding, by name."""
+    assert ours.keys() == theirs.keys()
+    return ours == pytest.approx(theirs, rel=1e-4, abs=2e-6)
+
+
+# What the learning stages measure, on rollouts that are made up.
+
+LITTLE = {
+    **SIZES,
+    "model.source": "",
+    "tokenizer.source": "world",
+    "model.num_layers": 1,
+    "model.width": 16,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 8,
+    "model.mlp_width": 16,
+    "rollout.max_searches": 1,
+    "rollout.max_prompt_tokens": 40,
+    "rollout.max_turn_tokens": 6,
+    "rollout.max_observation_tokens": 8,
+    "sft.sequence_tokens": 96,
+    "rl.updates_per_step": 1,
+    "rl.memorise_rows": 8,
+    **dict.fromkeys(("writer.source", "answerer.source"), ""),
+}
+LEARNING = [
+    ("rearag:tiny", "sft"),
+    ("search_r1:tiny,grpo,parity", "rl"),
+    ("rag_r1:tiny", "rl"),
+    ("r1_searcher:tiny,select", "rl_answer"),
+    ("r1_searcher_pp:tiny", "rl"),
+    ("r_search:tiny", "rl"),
+]
+
+
+@functools.cache
+def world():
+    return make_world(seed=0, **WORLD)
+
+
+def made_up(rng, lengths):
+    """A rollout of random ids: prompt, turn, passage, turn."""
+    sources = (Source.PROMPT, Source.POLICY, Source.SEARCH, Source.POLICY)
+    segments = tuple(
+        Segment(
+            source,
+            rng.integers(1, 300, size, np.int32),
+            -rng.random(size, np.float32) * 3 * (source == Source.POLICY),
+            "",
+        )
+        for source, size in zip(sources, lengths, strict=True)
+    )
+    return Rollout(segments, "x", (), Outcome.ANSWERED)
+
+
+def made_up_step(c, step):
+    """Groups of such rollouts and their rewards."""
+    rng = np.random.default_rng(step)
+    size = c.rl.questions_per_step, c.rollout.group_size
+    told = dict.fromkeys(("reward", "searches", "policy_tokens"), 0.0)
+    groups = [
+        Group(
+            world().train[i],
+            tuple(
+                made_up(rng, (9, rng.integers(1, 7), 5, rng.integers(1, 7)))
+                for _ in range(size[1])
+            ),
+        )
+        for i in range(size[0])
+    ]
+    return groups, rng.choice(np.float32([0, 0.5, 1]), size), told
+
+
+class MadeUpMemory:
+    """Rows to memorise, as a Memory has them."""
+
+    def collect(self, step, groups, rewards):
+        return {}
+
+    def rows(self, step):
+        rng = np.random.default_rng(100 + step)
+        return [made_up(rng, (7, 4, 0, 0)).segments for _ in range(3)]
+
+
+def measured(recipe, stage, mesh, folder):
+    """metrics.jsonl of a stage on a mesh of the first devices here."""
+    whole = configuration.load(spec_of(recipe))
+    own = {n: v for n, v in RECIPES[recipe].items() if n.startswith(("rl.", "reward"))}
+    whole = configuration.apply_overrides(whole, LITTLE | own)
+    c = stage_config(whole, stage)
+    setup = build.load_setup(c, only_dev=True, only_policy=True)
+    devices = jax.devices()[: int(np.prod(mesh))]
+    data, fsdp, tensor = mesh
+    mesh = make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
+    setup = dataclasses.replace(setup, mesh=mesh)
+    params = build.initial_params(setup)
+    if kind_of(stage) == "sft":
+        rng = np.random.default_rng(0)
+        rollouts = [made_up(rng, (9, 6, 5, 1 + i % 6)) for i in range(20)]
+        sft.run(setup, rollouts, params, folder)
+    else:
+        memory = MadeUpMemory() if c.rl.memorise_coef else None
+        rl.run(setup, None, params, folder, stage=stage, memory=memory)
+    return read_metrics(folder / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(("recipe", "stage"), LEARNING)
+def test_a_stage_learns_the_same_on_eight_devices_as_on_one(
+    recipe, stage, tmp_path, monkeypatch
+):
+    def played(setup, roll_out, params, step, *_, **__):
+        return made_up_step(setup.config, step)
+
+    monkeypatch.setattr(rl, "_played", played)
+    one = measured(recipe, stage, (1, 1, 1), tmp_path / "one")
+    eight = measured(recipe, stage, (2, 2, 2), tmp_path / "eight")
+    assert len(one) >= 2
+    names = {"sft": "loss", "rl": "sampler_gap"}
+    assert all(row[names[kind_of(stage)]] > 0.01 for row in one)
+    assert all(row["grad_norm"] > 1e-3 for row in one[-2:] if "grad_norm" in row)
+    for ours, theirs in zip(without_times(eight), without_times(one), strict=True):
+        assert close(ours, theirs)
+    for rows in (one, eight):
+        check_compiled_once(rows)
+
+
+def check_compiled_once(rows):
+    """After the first step of a stage nothing is compiled, but for what waits."""
+    waits = "critic_loss" in rows[0] and "loss" not in rows[0]  # the policy's update
+    counts = [row["compiles"] for row in rows[int(waits) :]]
+    assert len(counts) >= 2 and len(set(counts)) == 1
+
+
+# Whole runs: every stage and its data, in processes of their own.
+
+
+def make_model(cache):
+    """Trains a small model that stands for all that recipes name; its directory."""
+    return pretrained.find_world_model(
+        "base",
+        world_settings=dict(configuration.load(spec_of("quickstart")).world) | WORLD,
+        seed=0,
+        cache=cache,
+        how=MODEL,
+    )
+
+
+@functools.cache
+def model():
+    """Its directory. It is made on one device: eight that pretend are slow."""
+    cache = pathlib.Path(_folder.name) / "models"
+    done = run_python("-m", "tests.test_devices", cache)
+    assert done.returncode == 0, done.stderr
+    (found,) = cache.iterdir()
+    return found
+
+
+def arguments(recipe, workdir, mesh):
+    """Of a run of a recipe at these sizes, all of whose models are `model()`."""
+    whole = configuration.load(spec_of(recipe))
+    changes = {**SIZES, **RECIPES[recipe]}
+    for field, value in (configuration.fields(whole) | changes).items():
+        if field.endswith(".source") and str(value).startswith("world:"):
+            changes[field] = str(model())
+    changes |= dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), mesh, strict=True))
+    return [
+        f"--config={spec_of(recipe)}",
+        f"--workdir={workdir}",
+        *(f"--config.{field}={value}" for field, value in changes.items()),
+    ]
+
+
+@functools.cache
+def run_at(recipe, place):
+    """The workdir of a whole run."""
+    devices, mesh, num_hosts = PLACES[place]
+    workdir = pathlib.Path(_folder.name) / f"{recipe} on {place}".replace(":", "_")
+    command = ("-m", "rsearch.train", *arguments(recipe, workdir, mesh))
+    if num_hosts == 1:
+        done = run_python(*command, devices=devices)
+        assert done.returncode == 0, done.stderr
+    else:
+        for code, _, error in run_hosts(*command, devices=devices, count=num_hosts):
+            assert code == 0, error
+    return workdir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", EVERYWHERE)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_measures_the_same_everywhere(recipe, place):
+    """Its data and answers to the letter, what it measures to rounding."""
+    one, there = run_at(recipe, "one device"), run_at(recipe, place)
+    texts = [file.relative_to(one) for file in sorted(one.rglob("*.jsonl"))]
+    trained = [file for file in texts if file.name == "metrics.jsonl"]
+    stages = configuration.load(spec_of(recipe)).stages
+    assert len(trained) == sum(kind_of(stage) != "curate" for stage in stages)
+    for file in texts:
+        if file not in trained:
+            assert (there / file).read_bytes() == (one / file).read_bytes(), file
+            continue
+        rows = [read_metrics(run / file) for run in (there, one)]
+        for ours, theirs in zip(*map(without_times, rows), strict=True):
+            assert close(ours, theirs), file
+        check_compiled_once(rows[0])
+        if file.parent.name.startswith("rl"):
+            nucleus = configuration.load(spec_of(recipe)).rollout.top_p < 1
+            assert all(nucleus or row["sampler_gap"] < 1e-5 for row in rows[0])
+
+
+if __name__ == "__main__":
+    make_model(sys.argv[1])
