@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from rsearch.learn.packing import piecewise
 from rsearch.models.decoder import Decoder
+from rsearch.models.sharding import DECODING_RULES, num_shards, param_shardings
 
 
 def token_logprobs(
@@ -24,7 +25,8 @@ def token_logprobs(
         tokens: [B, T] int32.
         layout: in which they go through the network; None as they are.
         temperature: logits are divided by it, as the sampler did.
-        chunk_tokens: tokens whose logits exist at once, but at least one a row.
+        chunk_tokens: tokens whose logits exist at once on each device, but at least
+            one a row.
 
     Returns:
         [B, T] float32 log-probabilities and [B, T] float32 entropies in nats; the first
@@ -46,7 +48,9 @@ def _row_logprobs(model, params, tokens, positions, *, temperature, chunk_tokens
     """As `token_logprobs`, of rows as they are: (logp, entropy)."""
     b, t = tokens.shape
     hidden, _ = model.apply({"params": params}, tokens[:, :-1], positions[:, :-1])
-    num_pieces = -(-(t - 1) // max(chunk_tokens // b, 1))
+    here = b if model.mesh is None else -(-b // num_shards(model.mesh))
+    num_pieces = -(-(t - 1) // max(chunk_tokens // here, 1))
+    params = _gathered(model, params)
     columns = -(-(t - 1) // num_pieces)
 
     def cut(x):
@@ -73,6 +77,16 @@ def _row_logprobs(model, params, tokens, positions, *, temperature, chunk_tokens
         return jnp.pad(x, ((0, 0), (1, 0)))
 
     return back(logp), back(entropy)
+
+
+def _gathered(model, params):
+    """The parameters; what makes logits is whole along fsdp, once for all pieces."""
+    if model.mesh is None or model.mesh.size == 1:
+        return params
+    name = "embedding" if model.spec.tie_embeddings else "unembedding"
+    own = {name: params[name].astype(model.dtype)}
+    shardings = param_shardings(own, model.mesh, DECODING_RULES)
+    return params | jax.lax.with_sharding_constraint(own, shardings)
 
 
 def token_values(model: Decoder, params, tokens, layout=None):
