@@ -12,13 +12,13 @@ import pathlib
 import sys
 
 from rsearch import console
-from rsearch.benching import rollout
+from rsearch.benching import retrieval, rollout
 from rsearch.benching.children import Subject, compare
 from rsearch.benching.machine import Machine
 from rsearch.benching.rows import HEADS, OURS, Bench, Row, cells
 from rsearch.config import parse_flags, run_command
 
-KINDS = {"rollout": rollout}
+KINDS = {"rollout": rollout, "retrieval": retrieval}
 SHARED = {
     "out": ("", "file for the same numbers as JSON"),
     "repeats": (5, "repetitions of each measurement"),

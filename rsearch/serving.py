@@ -46,6 +46,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
             that cannot be listened at.
     """
 
+    request_queue_size = 128  # connections that wait to be taken, of a burst
     daemon_threads = False  # those under way end before the process does
 
     def __init__(

@@ -1,0 +1,190 @@
+"""The retrieval benchmarks: what they compare, on data small enough to check."""
+
+import importlib
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from rsearch.benching import neighbours, retrieval, searching
+from rsearch.benching.machine import Machine
+from rsearch.benching.passages import Searched, many_vectors, real_passages
+from rsearch.benching.rows import OURS, Bench
+from rsearch.retrieval.encoder import load_encoder
+from tests.models.tiny_bert import write_tiny_bert
+
+MACHINE = Machine("m", 2, flops=1e15, bandwidth=1e15, is_measured=True)
+REAL = {"corpus": "", "encoder": "hashed", "family": "", "index": "", "questions": ""}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Vectors of the embedded world's passages, and queries for them."""
+    work = tmp_path_factory.mktemp("work")
+    real_passages(work, **REAL, num_queries=40)
+    return work
+
+
+def in_this_process(subjects, repeats, **_):
+    """Subjects without their processes; a peer that is not installed drops out."""
+    found = {}
+    for name, subject in subjects.items():
+        module = importlib.import_module(subject.module)
+        try:
+            once = getattr(module, subject.make)(**subject.settings)
+            found[name] = [once() | {"peak_bytes": 1} for _ in range(repeats)]
+        except ModuleNotFoundError as error:
+            assert name != OURS
+            found[name] = f"{error.name} is not installed"
+    return found
+
+
+def test_searchers_are_compared_at_the_recall_that_is_asked_for(work, monkeypatch):
+    monkeypatch.setattr(retrieval, "compare", in_this_process)
+    rows = retrieval.measure(
+        Bench(MACHINE, 2),
+        **REAL,
+        cases="real,made",
+        queries=40,
+        batch=16,
+        recall=0.9,
+        vectors=1200,
+        noise=0.5,
+        rollouts=4,
+        work=str(work),
+    )
+    cases = {row.case for row in rows}
+    assert {"made vectors, 1,200 x 512"} < cases
+    for case in [case for case in cases if "reckoned" not in case]:
+        named = {row.subject: row for row in rows if row.case == case}
+        assert {*named} == {*retrieval.SEARCHERS}
+        ours = named.pop(OURS)
+        assert ours.counts["recall"] >= 0.9 and ours.bound == "bytes"
+        for row in named.values():
+            is_told = row.value and row.counts["recall"] >= 0.9
+            assert is_told or row.missing == "faiss is not installed"
+
+
+def test_made_vectors_are_real_ones_with_noise_of_that_length(work):
+    real = real_passages(work, **REAL, num_queries=40)
+    made = many_vectors(work, real, num=3 * real.num, noise=0.5)
+    base, rows = (np.load(s.folder / "vectors.npy") for s in (real, made))
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, rtol=1e-5)
+    # Noise across the vector: cos = 1 / sqrt(1 + 0.5^2).
+    cosines = (rows.reshape(3, real.num, -1) * base).sum(-1)
+    assert np.abs(cosines.mean() - 0.8944) < 2e-3
+    queries, exact = (np.load(made.folder / f"{n}.npy") for n in ("queries", "exact"))
+    expected = -np.sort(-(queries @ rows.T), axis=1)[:, :10]
+    np.testing.assert_allclose(exact, expected, atol=1e-5)
+
+
+def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path):
+    queries = np.eye(8, dtype=np.float32)
+    exact = np.ones((8, 10), np.float32)
+    np.save(tmp_path / "queries.npy", queries)
+    np.save(tmp_path / "exact.npy", exact)
+    calls = []
+
+    def search(first, second):
+        def find(part):
+            calls.append((first, second))
+            # `first` of the ten are found, from 9 on; the second setting costs time.
+            for _ in range(40_000 * second):
+                pass
+            return np.where(np.arange(10) < first, 1.0, 0.0) * np.ones((len(part), 1))
+
+        return find
+
+    once = neighbours._tuned(
+        tmp_path, search, (3, 9, 10), (1, 30), 4, 0.9, built=7.0, loaded=2.0
+    )
+    told = once()
+    assert (told["searched"], told["reordered"]) == (9, 1)
+    assert told["recall"] == pytest.approx(0.9) and told["queries"] == 8
+    assert (told["build seconds"], told["load seconds"]) == (7.0, 2.0)
+    assert (10, 1) not in calls  # slower than what is enough
+    with pytest.raises(RuntimeError, match=r"no setting has a recall of 0\.95"):
+        neighbours._tuned(tmp_path, search, (3, 9), (1,), 4, 0.95, 0.0, 0.0)
+
+
+def test_an_index_is_built_once_and_remembers_how_long_it_took(tmp_path):
+    path = tmp_path / "index"
+    first = neighbours._built(path, lambda: path.write_text("built"))
+    assert path.read_text() == "built" and first > 0
+    assert neighbours._built(path, lambda: path.write_text("again")) == first
+    assert path.read_text() == "built"
+
+
+def test_work_is_what_no_search_can_do_without(tmp_path):
+    searched = Searched(tmp_path, 1_000_000, 384)
+    flat = retrieval._work("faiss Flat", searched, 256, {})
+    assert flat == (768_000_000, 6_000_000)
+    told = {"searched": 44, "reordered": 100}
+    # 1000 centroids of 384 bytes, 44 leaves of 1000 codes of 96 bytes, 100 vectors.
+    ours = retrieval._work(OURS, searched, 256, told)
+    assert ours[1] == 384_000 + 44_000 * 96 + 100 * 1536
+    assert retrieval._work("faiss HNSW32", searched, 256, told) is None
+
+
+def test_memory_of_the_largest_corpus_is_reckoned_by_hand():
+    rows = {row.subject.rpartition("=")[2]: row for row in retrieval.large_rows()}
+    # Codes of 256 bytes and 4, 2 or 1 bytes for each of 1024 features.
+    for dtype, size in (("float32", 4), ("bfloat16", 2), ("int8", 1)):
+        expected = 29e6 * (256 + 1024 * size) / 1e9
+        assert rows[dtype].value == pytest.approx(expected, rel=1e-3)
+        of_a_host = rows[dtype].counts["GB of each of 8 hosts"]
+        assert of_a_host == pytest.approx(expected / 8, rel=1e-3)
+
+
+def test_queries_of_a_turn_are_new_and_agree_within_groups_as_told():
+    texts = [f"t{i}" for i in range(40)]
+    alone = [searching.queries_of(texts, turn, 16, 0.0) for turn in range(5)]
+    assert len({query for turn in alone for query in turn}) == 80
+    half = searching.queries_of(texts, 0, 16, 0.5)
+    assert len(set(half)) == 2 * 5
+    assert half[:4] == ["t0"] * 4 and half[4:8] == ["t4", "t5", "t6", "t7"]
+
+
+@pytest.mark.slow
+def test_engine_and_server_find_the_same_in_the_order_of_the_call(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    model = tmp_path / "bert"
+    write_tiny_bert(model)
+    words = ("the", "city", "river", "want", "a", "b")
+    texts = [" ".join(three) for three in itertools.permutations(words, 3)]
+    passages = [[f"p{i}", f"{text}\n{text} un"] for i, text in enumerate(texts)]
+    told = {"texts": texts, "passages": passages}
+    (tmp_path / "texts.json").write_text(json.dumps(told))
+    encoder = load_encoder(str(model), family="minilm")
+    vectors = encoder.encode_passages([contents for _, contents in passages])
+    np.save(tmp_path / "vectors.npy", vectors)
+    settings = {
+        "folder": str(tmp_path),
+        "encoder": str(model),
+        "family": "minilm",
+        "num_rollouts": 16,
+        "same_share": 0.5,
+    }
+    engine = searching.make_engine(**settings)
+    first = [engine()["first"] for _ in range(2)]
+    for at_once in (True, False):
+        served = searching.make_served(**settings, at_once=at_once)
+        assert [served()["first"] for _ in range(2)] == first
+        served.server.stdin.close()
+        assert served.server.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cases": "fake"}, "--cases=fake: must be of real, made, rollouts"),
+        ({"batch": 0}, "--batch=0, expected at least 1"),
+        ({"recall": 1.5}, "--recall=1.5, expected above 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changed, message):
+    given = {name: default for name, (default, _) in retrieval.FLAGS.items()}
+    with pytest.raises(ValueError, match=message):
+        retrieval.measure(Bench(MACHINE, 1), **{**given, **changed})
