@@ -330,7 +330,13 @@ def main(argv) -> int:
     if given["model"]:
         own = {"model.source": given["model"], "tokenizer.source": ""}
         changed = apply_overrides(config, own)
-    hosts.begin(**{name: given[name] for name in hosts.FLAGS})
+    with hosts.meeting(**{name: given[name] for name in hosts.FLAGS}):
+        _evaluate(config, changed, given)
+    return 0
+
+
+def _evaluate(config, changed, given):
+    """Evaluates the run of `config`, or the model that has `changed` it."""
     where = given["workdir"]
     hosts.on_first(lambda: check_workdir(where, config, is_reader=True))
     setup = build.load_setup(
@@ -353,7 +359,6 @@ def main(argv) -> int:
         )
         show(rows, config)
         console.note(f"written: {workdir.path}/results.json and transcripts.jsonl")
-    return 0
 
 
 if __name__ == "__main__":

@@ -6,9 +6,14 @@ all the results, so that what follows is the same everywhere; the model's own ar
 cut over the devices of all (see `rsearch.models.sharding`).
 """
 
+import contextlib
 import json
+import os
 import socket
-from collections.abc import Callable, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,6 +21,9 @@ import numpy as np
 SIZES = (1 << 8, 1 << 14, 1 << 18, 1 << 22)
 PIECE_BYTES = SIZES[-1]
 AUTO = "auto"
+FAILED = "rsearch/failed"  # where the first host to fail says so
+POLL_SECONDS = 1.0  # between two looks at that
+GRACE_SECONDS = 10.0  # for a host to end by itself, once one has failed
 
 FLAGS = {
     "coordinator": ("", "of several hosts: HOST:PORT of the first, or auto"),
@@ -70,6 +78,57 @@ def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
     _place = jax.process_index(), jax.process_count()
     for size in SIZES:  # compiled here, not in the middle of a run
         exchange(bytes(size))
+
+
+@contextlib.contextmanager
+def meeting(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> Iterator:
+    """`begin`, and an end for all: where one host fails, none waits for it for ever.
+
+    What it has failed with is told to the others' watching threads. They leave their
+    hosts the time to end by themselves, as those do that were told anyway, and then end
+    them with code 1, whatever these are waiting for.
+    """
+    begin(coordinator, num_hosts=num_hosts, host=host)
+    if _place[1] == 1:
+        yield
+        return
+    from jax._src import distributed  # its key-value store has no public name
+
+    client, is_over = distributed.global_state.client, threading.Event()
+    watching = threading.Thread(target=_watch, args=(client, is_over), daemon=True)
+    watching.start()
+    try:
+        yield
+    except BaseException as error:  # Control-C on one host ends them all, too
+        told = f"{index()} {type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):  # another has failed before
+            client.key_value_set(FAILED, told)
+        # At its exit JAX waits for the others, minutes long. They end before it does,
+        # or what they are in would fail first, with an error that says nothing.
+        threading.Thread(target=_end, args=(3 * GRACE_SECONDS,), daemon=True).start()
+        raise
+    finally:
+        is_over.set()
+        watching.join()
+
+
+def _watch(client, is_over):
+    """Ends this process some time after another host has failed."""
+    while not is_over.wait(POLL_SECONDS):
+        try:
+            told = client.key_value_try_get(FAILED)
+        except Exception:  # there is none; or the first host is gone, as JAX will tell
+            continue
+        number, _, error = told.partition(" ")
+        sys.stderr.write(f"error: host {number} has failed: {error}\n")
+        sys.stderr.flush()
+        return is_over.wait(GRACE_SECONDS) or _end(0.0)
+
+
+def _end(seconds):
+    """Ends this process after so long, unless it has done so by itself."""
+    time.sleep(seconds)
+    os._exit(1)
 
 
 def index() -> int:

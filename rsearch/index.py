@@ -75,7 +75,13 @@ def main(argv):
         raise ValueError(
             "--worker is for hosts without --coordinator: give one of them"
         )
-    hosts.begin(**{name: flags[name] for name in hosts.FLAGS})
+    with hosts.meeting(**{name: flags[name] for name in hosts.FLAGS}):
+        _build(flags, worker, {name: flags[name] for name in lengths})
+    return 0
+
+
+def _build(flags, worker, lengths):
+    """Encodes, builds, and tells what has come of it."""
     started = time.monotonic()
     # Before hours of encoding, see that the questions can be read.
     questions = _questions(flags["questions"])
@@ -84,7 +90,7 @@ def main(argv):
         flags["encoder"],
         family=flags["family"] or None,
         dim=flags["hashed_dim"],
-        **{name: flags[name] for name in lengths},
+        **lengths,
     )
     out = pathlib.Path(flags["out"])
     settings = {
@@ -97,10 +103,10 @@ def main(argv):
         "num_parts": flags["parts"],
     }
     if worker and not _is_last(corpus, encoder, out, settings, *worker):
-        return 0
+        return
     manifest = build_index(corpus, encoder, out, waits=bool(worker), **settings)
     if not hosts.is_first():
-        return 0
+        return
     rows = _rows(manifest)
     if questions:
         nearest = open_index(out, corpus=corpus, encoder=encoder, verify=False).nearest
@@ -110,7 +116,6 @@ def main(argv):
         rows.append((name, f"{recall:.4f} ({num} questions)"))
     rows.append(("seconds of this run", f"{time.monotonic() - started:.1f}"))
     table(f"Index {out}", ("", "value"), rows)
-    return 0
 
 
 def _worker(text):

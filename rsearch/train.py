@@ -274,10 +274,10 @@ def command(argv) -> int:
         dry_run(config, **settings)
         return 0
     configuration.validate(config)
-    hosts.begin(**{name: given[name] for name in hosts.FLAGS})
     recipe = _without_overrides(argv)
     plain, _ = configuration.parse_command_line(recipe, flags=flags)
-    main(config, given["workdir"] or default_workdir(plain, config))
+    with hosts.meeting(**{name: given[name] for name in hosts.FLAGS}):
+        main(config, given["workdir"] or default_workdir(plain, config))
     return 0
 
 

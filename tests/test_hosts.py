@@ -6,6 +6,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def run_hosts(*command, devices=1, count=2):
         for number in range(count)
     ]
     try:
-        told = [process.communicate(timeout=300) for process in started]
+        told = [process.communicate(timeout=900) for process in started]
     finally:
         for process in started:
             process.kill()
@@ -208,6 +209,32 @@ def test_a_host_that_fails_in_a_shared_program_ends_the_others(tmp_path, monkeyp
     (first, _, other), (second, _, broken) = run_hosts(program, *own)
     assert first != 0 and "host 1 failed in its rollouts" in other
     assert second != 0 and "the index is gone" in broken
+
+
+def test_a_host_that_fails_alone_ends_those_that_wait_for_it(tmp_path, monkeypatch):
+    """The second cannot read its demonstrations, of which nobody else is told."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from rsearch import build, config, hosts, train\n"
+        "replay = build.replay_demonstrations\n"
+        "def broken(*args, **settings):\n"
+        "    if hosts.index() == 1:\n"
+        "        raise OSError('the disk is gone')\n"
+        "    return replay(*args, **settings)\n"
+        "build.replay_demonstrations = broken\n"
+        "hosts.GRACE_SECONDS = 2.0\n"
+        "sys.exit(config.run_command(train.command, sys.argv[1:]))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    began = time.monotonic()
+    (first, _, other), (second, _, broken) = run_hosts(
+        program, *arguments(tmp_path / "run", **SETTINGS)
+    )
+    assert first != 0 and "error: host 1 has failed: OSError: the disk is gone" in other
+    assert second != 0 and "OSError: the disk is gone" in broken
+    # Not after the minutes in which JAX waits for a host that says nothing.
+    assert time.monotonic() - began < 90
 
 
 def test_two_hosts_learn_what_one_learns(runs):
