@@ -38,7 +38,9 @@ WORLD = dict(
     distractors=0,
 )
 MODEL = pretrained.Pretraining(
-    reading.Shares(facts=10, direct=1, chats=1, comparisons=50, recalled=0.3),
+    reading.Shares(
+        facts=10, direct=1, chats=1, comparisons=50, recalled=0.4, recalling=3
+    ),
     width=64,
     num_layers=2,
     num_heads=2,
@@ -97,6 +99,11 @@ RECIPES = {
         **KL,
         "rl.memorise_coef": 0.1,
         "rl.memorise_rows": 8,
+        # So small a model is seldom right.
+        "overrides.curate_sft.curate.measure": "f1",
+        "overrides.curate_sft.curate.rollouts": 16,
+        "overrides.curate_rewriter.curate.measure": "f1",
+        "overrides.curate_rewriter.curate.rollouts": 16,
         "overrides.sft_rewriter.sft.steps": 2,
         "overrides.sft_rewriter.sft.lr": 0.3,
         "rewriter.slots": 16,
