@@ -29,6 +29,11 @@ def _model():
     c.dtype = "float32"  # of the computation; master weights are always float32
     c.remat = False  # recompute activations in the backward pass: memory for time
     c.logit_chunk = 1024  # tokens whose logits exist at once in training
+    # LoRA: a stage trains adapters beside the weights it began with, which stay as they
+    # are; when it has ended they are merged. 0 = it trains all weights.
+    c.lora_rank = 0  # features between an adapter's two matrices (r)
+    c.lora_alpha = 16.0  # an adapter's product is scaled by lora_alpha / lora_rank
+    c.lora_matrices = ("q", "k", "v", "o", "gate", "up", "down")  # that have one
     return c
 
 

@@ -23,6 +23,7 @@ from rsearch.build.answers import (
     reader_messages,
     worded,
 )
+from rsearch.build.beginnings import CHECKPOINTS
 from rsearch.config import (
     REQUIRED,
     apply_overrides,
@@ -46,7 +47,6 @@ from rsearch.workdir import (
 )
 
 START = "start"  # the stage before all stages, in results
-CHECKPOINTS = "checkpoints"  # in a stage's directory
 COLUMNS = ("stage", "method", "dataset", "n", "em", "em_95", "f1", "cover_em")
 COLUMNS += ("searches", "policy_tokens", "answered", "malformed", "truncated")
 COLUMNS += ("tool_error", "skipped", "seconds")
@@ -298,9 +298,11 @@ def run_methods(evaluator, params, *, stage, step, methods, folder) -> list[dict
 def trained_params(setup, folder: pathlib.Path):
     """(stage, step, parameters) of the last stage that has a checkpoint: its newest.
 
-    Without any, ("start", 0, the parameters before training).
+    Adapters are merged. Without any checkpoint, ("start", 0, the parameters before
+    training).
     """
     source = setup.config.model.source
+    initial = functools.partial(build.initial_params, setup)
     for stage, own in reversed(stage_configs(setup.config)):
         is_policy = own.trains == "policy" and own.model.source == source
         if kind_of(stage) == "curate" or not is_policy:
@@ -311,8 +313,12 @@ def trained_params(setup, folder: pathlib.Path):
         if found is not None:
             step, state, _ = found
             console.note(f"policy: stage {stage} after step {step}")
-            return stage, step, state.params
-    return START, 0, build.initial_params(setup)
+            params = state.params
+            if own.model.lora_rank:
+                given = params, setup.model.spec, setup.mesh, initial
+                params = build.merged_weights(folder, stage, *given)
+            return stage, step, params
+    return START, 0, initial()
 
 
 def main(argv) -> int:

@@ -1,6 +1,7 @@
 """From a configuration to the objects of a run. Nothing below takes a config."""
 
 from rsearch.build.agents import load_agent
+from rsearch.build.beginnings import merged_weights
 from rsearch.build.engines import (
     make_baseline,
     make_host,
@@ -9,10 +10,12 @@ from rsearch.build.engines import (
 )
 from rsearch.build.learners import (
     fresh_state,
+    frozen,
     has_critic,
     make_critic,
     make_learner,
     state_shapes,
+    weight_shapes,
 )
 from rsearch.build.setup import (
     Setup,
@@ -27,6 +30,7 @@ __all__ = [
     "Shared",
     "check_names",
     "fresh_state",
+    "frozen",
     "has_critic",
     "initial_params",
     "load_agent",
@@ -36,6 +40,8 @@ __all__ = [
     "make_host",
     "make_learner",
     "make_rollouts",
+    "merged_weights",
     "replay_demonstrations",
     "state_shapes",
+    "weight_shapes",
 ]

@@ -9,11 +9,11 @@ of the same run has trained ("stage:<name>"), or the URL of an endpoint.
 import functools
 import pathlib
 
-import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from rsearch import checkpoint
+from rsearch.build.beginnings import CHECKPOINTS, initial_weights, restored
 from rsearch.build.parts import WORLD, load_policy_tokenizer, policy_model
 from rsearch.build.pretrained import find_source
 from rsearch.data.world import make_world
@@ -27,7 +27,6 @@ from rsearch.stage_plan import STAGE, URLS
 from rsearch.types import GenerateFn
 from rsearch.workdir import read_config
 
-CHECKPOINTS = "checkpoints"  # in a stage's directory
 STAGE_SECTIONS = ("model", "tokenizer", "protocol")  # that shape what a stage trains
 
 
@@ -119,14 +118,9 @@ def stage_model(stage: str, mesh, *, workdir, find=None):
     step = checkpoint.latest(folder)
     if step is None:
         raise ValueError(f"'{STAGE}{stage}': {folder} holds no checkpoint")
-    shapes = weights.param_shapes(model.spec)
-    like = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=s),
-        shapes,
-        param_shardings(shapes, mesh),
-    )
-    restored = checkpoint.restore(folder, step, {"params": like}, is_part=True)
-    return model, tokenizer, restored["params"]
+    initial = functools.partial(initial_weights, model, source, mesh, c.seed)
+    params = restored(workdir, stage, step, model.spec, mesh, initial)
+    return model, tokenizer, params
 
 
 def _stage_sections(stage, workdir):

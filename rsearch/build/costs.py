@@ -8,6 +8,7 @@ import dataclasses
 import pathlib
 
 from rsearch.models import hf_config
+from rsearch.models.adapters import num_adapter_params
 from rsearch.models.decoder import DecoderSpec
 from rsearch.models.published import PUBLISHED
 from rsearch.protocols import make_protocol
@@ -172,14 +173,14 @@ def memory_of(c, stage: str, spec: DecoderSpec, num_devices: int) -> Memory:
         num_devices: of the whole mesh.
     """
     kind = kind_of(stage)
-    params = _params_here(c, spec) / c.mesh.fsdp
-    weights = FLOAT32 * params
-    moments = 2 * BYTES[c.optim.moments_dtype] * params
-    resident = {"weights": weights}
+    trained = _num_trained(c, spec)
+    moments = 2 * BYTES[c.optim.moments_dtype] * trained
+    resident = {"weights": FLOAT32 * _params_here(c, spec) / c.mesh.fsdp}
     if kind != "curate":
-        resident |= {"Adam moments": moments, "weights it began with": weights}
+        own = "adapters" if c.model.lora_rank else "weights it began with"
+        resident |= {"Adam moments": moments, own: FLOAT32 * trained}
     if kind == "rl" and c.rl.algorithm == "ppo":
-        resident["critic with moments"] = weights + moments
+        resident["critic with moments"] = FLOAT32 * trained + moments
     for name in AGENTS:
         if kind != "sft" and c[name].source:
             resident |= agent_memory(c, name)
@@ -193,6 +194,14 @@ def _params_here(c, spec):
     tensor, matrices = c.mesh.tensor, 1 if spec.tie_embeddings else 2
     whole = matrices * spec.vocab_size * spec.width if spec.vocab_size % tensor else 0
     return (spec.num_params - whole) / tensor + whole
+
+
+def _num_trained(c, spec):
+    """Numbers on each device that an update changes; adapters, if not cut, at most."""
+    m = c.model
+    if m.lora_rank:
+        return num_adapter_params(spec, rank=m.lora_rank, matrices=m.lora_matrices)
+    return _params_here(c, spec) / c.mesh.fsdp
 
 
 def agent_memory(c, name):
@@ -212,7 +221,8 @@ def _rolling(c, kind, spec, num_devices):
     size = BYTES[c.model.dtype]
     _, tokens = context_of(c, kind)
     per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * size
-    copies = size if size != FLOAT32 or c.mesh.fsdp > 1 else 0
+    is_copied = size != FLOAT32 or c.mesh.fsdp > 1 or c.model.lora_rank
+    copies = size if is_copied else 0
     here = min(num_devices, HOST_DEVICES)
     held = c.rollout.slots * tokens
     if c.rollout.cache_tokens:
@@ -239,7 +249,7 @@ def _updating(c, kind, spec, num_devices):
     pieces = c.model.logit_chunk * spec.vocab_size / cut
     return {
         # The sum so far, and the micro-batch's own.
-        "gradients": 2 * FLOAT32 * _params_here(c, spec) / c.mesh.fsdp,
+        "gradients": 2 * FLOAT32 * _num_trained(c, spec),
         "attention scores": rows * layers * scores,
         "layers' inputs": rows * spec.num_layers * tokens * spec.width * size,
         "inside of a layer": rows * layers * inside,

@@ -1,11 +1,18 @@
 """Learners, the value model, and the states they change."""
 
 import dataclasses
+import functools
+import zlib
+
+import jax
+import jax.numpy as jnp
 
 from rsearch.build.setup import Setup
 from rsearch.learn import objectives, update
 from rsearch.learn.optimizer import make_optimizer
+from rsearch.models.adapters import adapter_shapes, init_adapters
 from rsearch.models.decoder import Decoder
+from rsearch.models.sharding import laid_out
 from rsearch.models.weights import param_shapes
 
 
@@ -29,9 +36,37 @@ def make_learner(setup: Setup, kind: str) -> tuple[update.Learner, object]:
         optimizer,
         setup.mesh,
         chunk_tokens=c.model.logit_chunk,
+        adapter_scale=_adapter_scale(c),
         **settings,
     )
     return learner, optimizer
+
+
+def frozen(setup: Setup, params):
+    """The weights that a stage's adapters stand beside: those it begins with.
+
+    They are also what its KL is to, so that no second copy is held. When the stage has
+    ended its adapters are merged: the next one begins with plain weights and, if it
+    trains adapters, with fresh ones.
+
+    Args:
+        setup: of the stage.
+        params: of the policy before it.
+
+    Returns:
+        The same parameters; None where the stage trains all of them.
+    """
+    return params if setup.config.model.lora_rank else None
+
+
+def _adapter_scale(c):
+    """alpha / r; of no meaning without adapters."""
+    return c.model.lora_alpha / max(c.model.lora_rank, 1)
+
+
+def _adapters(c):
+    """Which adapters a stage trains."""
+    return dict(rank=c.model.lora_rank, matrices=c.model.lora_matrices)
 
 
 def _policy_settings(setup):
@@ -87,6 +122,7 @@ def make_critic(setup: Setup) -> tuple[update.Critic, object]:
         loss=objectives.value_loss(clip=s.value_clip, over_response=over_response),
         loss_mean="micro_token" if c.rl.loss_mean == "micro_token" else "token",
         over_response=over_response,
+        adapter_scale=_adapter_scale(c),
     )
     return critic, optimizer
 
@@ -99,31 +135,61 @@ def _critic_spec(setup):
 def fresh_state(setup: Setup, kind: str, params) -> update.TrainState:
     """What a stage of this kind begins with: copies of the policy's parameters.
 
-    A value model begins as the policy, with a head of 0.
+    A value model begins as the policy, with a head of 0. With config.model.lora_rank
+    both have adapters instead, which change nothing yet, and the value model's head:
+    both stand beside the same frozen weights.
     """
     _, optimizer = make_learner(setup, kind)
     coef = _moving_kl_coef(setup, kind)
+    body, params = _beginnings(setup, params)
     state = update.create_state(params, optimizer, setup.mesh, kl_coef=coef)
     if has_critic(setup, kind):
         _, optimizer = make_critic(setup)
-        body = update.critic_params(params)
-        critic = update.create_state(body, optimizer, setup.mesh)
+        critic = update.create_state(body(), optimizer, setup.mesh)
         state = state._replace(critic=critic)
     return state
+
+
+def _beginnings(setup, params):
+    """What makes the parameters of the value model's state, and the policy's own."""
+    c = setup.config
+    if not c.model.lora_rank:
+        return functools.partial(update.critic_params, params), params
+    # Stages differ in what they draw.
+    key = jax.random.key(c.seed)
+    key = jax.random.fold_in(key, zlib.crc32(" ".join(c.stages).encode()))
+
+    def fresh(index):
+        own = jax.random.fold_in(key, index)
+        return init_adapters(setup.model.spec, own, **_adapters(c))
+
+    head = jnp.zeros(setup.model.spec.width, jnp.float32)
+    return lambda: fresh(1) | {"value": head}, fresh(0)
 
 
 def state_shapes(setup: Setup, kind: str) -> update.TrainState:
     """Shapes and shardings of such a state, to restore a checkpoint."""
+    c, spec = setup.config, setup.model.spec
     _, optimizer = make_learner(setup, kind)
-    shapes = param_shapes(setup.model.spec)
+    body, shapes = (
+        param_shapes(_critic_spec(setup), value_head=True),
+        param_shapes(spec),
+    )
+    if c.model.lora_rank:
+        shapes = adapter_shapes(spec, **_adapters(c))
+        body = shapes | {"value": body["value"]}
     coef = _moving_kl_coef(setup, kind)
     state = update.state_like(shapes, optimizer, setup.mesh, kl_coef=coef)
     if has_critic(setup, kind):
         _, optimizer = make_critic(setup)
-        shapes = param_shapes(_critic_spec(setup), value_head=True)
-        critic = update.state_like(shapes, optimizer, setup.mesh)
+        critic = update.state_like(body, optimizer, setup.mesh)
         state = state._replace(critic=critic)
     return state
+
+
+def weight_shapes(setup: Setup):
+    """Shapes and shardings of the policy's weights, whatever a stage trains of them."""
+    return laid_out(param_shapes(setup.model.spec), setup.mesh)
 
 
 def _moving_kl_coef(setup, kind):

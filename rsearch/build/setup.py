@@ -1,7 +1,6 @@
 """Everything the stages of a run share."""
 
 import dataclasses
-import functools
 import pathlib
 
 import jax
@@ -10,6 +9,7 @@ from ml_collections import ConfigDict
 
 from rsearch import files
 from rsearch.build.agents import load_agent
+from rsearch.build.beginnings import initial_weights
 from rsearch.build.parts import (
     budgets,
     fitting,
@@ -24,9 +24,8 @@ from rsearch.build.pretrained import find_source
 from rsearch.data.questions import fingerprint
 from rsearch.data.world import World, make_world
 from rsearch.fields import to_json
-from rsearch.models import huggingface, weights
-from rsearch.models.decoder import Decoder, init_params
-from rsearch.models.sharding import make_mesh, param_shardings
+from rsearch.models.decoder import Decoder
+from rsearch.models.sharding import make_mesh
 from rsearch.models.tokenizer import Tokenizer
 from rsearch.protocols import PROTOCOLS
 from rsearch.protocols.base import Protocol
@@ -257,11 +256,5 @@ def _check_names(c):
 
 def initial_params(setup: Setup):
     """The policy before training, float32, laid out over the mesh."""
-    shapes = weights.param_shapes(setup.model.spec)
-    shardings = param_shardings(shapes, setup.mesh)
-    if setup.source is not None:
-        return huggingface.load_params(
-            setup.source, setup.model.spec, shardings=shardings
-        )
-    make = jax.jit(functools.partial(init_params, setup.model), out_shardings=shardings)
-    return make(jax.random.key(setup.config.seed))
+    seed = setup.config.seed
+    return initial_weights(setup.model, setup.source, setup.mesh, seed)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rsearch.learn.batch import Batch
 from rsearch.learn.logprobs import token_logprobs, token_values
 from rsearch.learn.losses import adapted_coefficient, masked_sum, row_weights
+from rsearch.models.adapters import joined, make_merge
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import (
     batch_sharding,
@@ -26,7 +27,7 @@ class TrainState(NamedTuple):
 
     Attributes:
         updates: [] int32, optimizer steps taken.
-        params: float32 master parameters.
+        params: float32 master parameters; of a network with adapters these alone.
         opt_state: optax state.
         kl_coef: [] float32, weight of the KL where a controller moves it.
         critic: the same of the value model, where there is one.
@@ -164,6 +165,11 @@ def stepped(
     return jax.lax.with_sharding_constraint(after, state_shardings(after, mesh))
 
 
+def _whole(params, base, scale):
+    """Parameters of the network: with adapters, if they stand beside a base."""
+    return params if base is None else joined(base, params, scale)
+
+
 class Learner:
     """The compiled functions of a policy's training: score, update.
 
@@ -178,6 +184,7 @@ class Learner:
         memorise_coef: weight of what is memorised in the loss.
         kl_target, kl_gain: of the states that have a kl_coef, see
             `adapted_coefficient`.
+        adapter_scale: alpha / r, where states hold adapters (see `models.adapters`).
     """
 
     def __init__(
@@ -194,6 +201,7 @@ class Learner:
         memorise_coef: float = 0.0,
         kl_target: float = 1.0,
         kl_gain: float = 0.0,
+        adapter_scale: float = 1.0,
     ):
         self._mesh, self._optimizer, self._loss = mesh, optimizer, loss
         self._weights = functools.partial(
@@ -207,19 +215,41 @@ class Learner:
         self._logprobs = functools.partial(
             token_logprobs, model.clone(mesh=mesh), chunk_tokens=chunk_tokens
         )
-        self._temperature = temperature
+        self._temperature, self._adapter_scale = temperature, adapter_scale
         self._score_rows = jax.jit(self._score)
         self._update_rows = jax.jit(self._update, donate_argnums=0)
+        merge = functools.partial(make_merge, mesh, adapter_scale)
+        self._merge = functools.cache(merge)  # one for each dtype
 
     def put(self, batch: Batch) -> Batch:
         """A [micro-batches, rows, ...] batch on the mesh, the rows spread over it."""
         return put(batch, self._mesh)
 
-    def score(self, params, batch: Batch):
-        """[M, b, T] log-probabilities of a [M, b, ...] batch under these parameters."""
-        return self._score_rows(params, batch.tokens, batch.layout)
+    def plain(self, params, base=None, *, dtype=jnp.float32):
+        """What decodes, or is kept: parameters merged into the base, if there is one.
 
-    def update(self, state: TrainState, batch: Batch, memory: Batch | None = None):
+        Args:
+            params: of a state.
+            base: frozen weights that its adapters stand beside; float32.
+            dtype: of what is merged; a float32 sum is cast to it.
+        """
+        if base is None:
+            return params
+        return self._merge(jnp.dtype(dtype))(base, params)
+
+    def score(self, params, batch: Batch, base=None):
+        """[M, b, T] log-probabilities of a [M, b, ...] batch under these parameters.
+
+        Args:
+            params: of the network, or adapters that stand beside `base`.
+            batch: its tokens and layout.
+            base: frozen weights.
+        """
+        return self._score_rows(params, base, batch.tokens, batch.layout)
+
+    def update(
+        self, state: TrainState, batch: Batch, memory: Batch | None = None, base=None
+    ):
         """The state after one optimizer step on a [M, b, ...] batch, and its metrics.
 
         The old state's buffers are reused: it must not be touched again.
@@ -229,19 +259,24 @@ class Learner:
             batch: with advantages.
             memory: [M', b, ...] rows whose own tokens' likelihood, by mean over the
                 tokens, grows beside: R1-Searcher++'s set T (arXiv 2505.17005 eq. 8-9).
+            base: frozen weights that the state's adapters stand beside; there is no
+                gradient by them.
         """
-        own, metrics = self._update_rows(state._replace(critic=None), batch, memory)
+        own = state._replace(critic=None)
+        own, metrics = self._update_rows(own, base, batch, memory)
         return own._replace(critic=state.critic), metrics
 
-    def _score(self, params, tokens, layout):
+    def _score(self, params, base, tokens, layout):
         self.num_traces += 1
+        params = _whole(params, base, self._adapter_scale)
         score = functools.partial(self._logprobs, temperature=self._temperature)
         return jax.lax.map(lambda rows: score(params, *rows)[0], (tokens, layout))
 
-    def _update(self, state: TrainState, batch: Batch, memory):
+    def _update(self, state: TrainState, base, batch: Batch, memory):
         self.num_traces += 1
 
         def loss(params, rows, weights):
+            params = _whole(params, base, self._adapter_scale)
             logp, entropy = self._logprobs(
                 params, rows.tokens, rows.layout, temperature=self._temperature
             )
@@ -254,7 +289,7 @@ class Learner:
         scale = jnp.where(total > 0, total, 1.0)
         metrics = {k: v if k == "loss" else v / scale for k, v in metrics.items()}
         if memory is not None:
-            recall, told = self._recall(state.params, memory)
+            recall, told = self._recall(state.params, base, memory)
             grads = jax.tree.map(jnp.add, grads, recall)
             metrics |= told
         metrics |= {"grad_norm": optax.global_norm(grads)}
@@ -265,10 +300,11 @@ class Learner:
         after = stepped(state, grads, self._optimizer, self._mesh, kl_coef=coef)
         return after, metrics
 
-    def _recall(self, params, memory: Batch):
+    def _recall(self, params, base, memory: Batch):
         """Gradient and metrics of what is memorised; at temperature 1, as imitated."""
 
         def loss(params, rows, weights):
+            params = _whole(params, base, self._adapter_scale)
             logp, _ = self._logprobs(params, rows.tokens, rows.layout)
             nll = -masked_sum(logp * weights, rows.from_policy)
             return self._memorise_coef * nll, {"memory_loss": nll}
@@ -287,6 +323,7 @@ class Critic:
         loss: (values, batch, weights) -> (summed loss, summed metrics).
         loss_mean: see `row_weights`.
         over_response: retrieved tokens have values and are learnt from, too.
+        adapter_scale: see `Learner`; beside the adapters a state then holds the head.
     """
 
     def __init__(
@@ -298,33 +335,38 @@ class Critic:
         loss: Callable,
         loss_mean: str = "token",
         over_response: bool = False,
+        adapter_scale: float = 1.0,
     ):
         self._mesh, self._optimizer, self._loss = mesh, optimizer, loss
         self._loss_mean, self._over_response = loss_mean, over_response
         self._values = functools.partial(token_values, model.clone(mesh=mesh))
+        self._adapter_scale = adapter_scale
         self.num_traces = 0
         self._score_rows = jax.jit(self._score)
         self._update_rows = jax.jit(self._update, donate_argnums=0)
 
-    def score(self, params, batch: Batch):
+    def score(self, params, batch: Batch, base=None):
         """[M, b, T] values of the states that a [M, b, ...] batch's tokens follow."""
-        return self._score_rows(params, batch.tokens, batch.layout)
+        return self._score_rows(params, base, batch.tokens, batch.layout)
 
-    def update(self, state: TrainState, batch: Batch):
+    def update(self, state: TrainState, batch: Batch, base=None):
         """The critic's state after one step on a [M, b, ...] batch, and its metrics.
 
-        The old state's buffers are reused: it must not be touched again.
+        The old state's buffers are reused: it must not be touched again. `base` is as
+        in `Learner.update`.
         """
-        return self._update_rows(state, batch)
+        return self._update_rows(state, base, batch)
 
-    def _score(self, params, tokens, layout):
+    def _score(self, params, base, tokens, layout):
         self.num_traces += 1
+        params = _whole(params, base, self._adapter_scale)
         return jax.lax.map(lambda rows: self._values(params, *rows), (tokens, layout))
 
-    def _update(self, state: TrainState, batch: Batch):
+    def _update(self, state: TrainState, base, batch: Batch):
         self.num_traces += 1
 
         def loss(params, rows, weights):
+            params = _whole(params, base, self._adapter_scale)
             values = self._values(params, rows.tokens, rows.layout)
             return self._loss(values, rows, weights)
 

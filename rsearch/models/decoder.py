@@ -156,6 +156,25 @@ def multiply(x, kernel):
     return y.reshape(b, t, -1)
 
 
+def adapted(module: nn.Module, name: str, x, y):
+    """y, and what the adapter of a matrix makes of x where the parameters hold one.
+
+    Args:
+        module: whose parameter the matrix is.
+        name: of the matrix; its adapter is <name>_a and <name>_b (see
+            `rsearch.models.adapters`).
+        x: [B, T, D] what the matrix was multiplied with.
+        y: [B, T, E] the product.
+    """
+    if not module.has_variable("params", f"{name}_a"):
+        return y
+    a = module.get_variable("params", f"{name}_a")
+    b = module.get_variable("params", f"{name}_b")
+    rank = a.shape[-1]
+    inner = multiply(x, a.reshape(-1, rank))
+    return y + multiply(inner, b.reshape(rank, -1))
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in float32 (arXiv 1910.07467)."""
 
@@ -183,7 +202,7 @@ class Attention(nn.Module):
 
         def project(name, heads):
             kernel = self.param(name, init, (s.width, heads, s.head_dim))
-            y = multiply(x, kernel.reshape(s.width, -1))
+            y = adapted(self, name, x, multiply(x, kernel.reshape(s.width, -1)))
             y = y.reshape(*x.shape[:2], heads, s.head_dim)
             if s.qkv_bias:
                 bias = self.param(
@@ -209,7 +228,8 @@ class Attention(nn.Module):
             out, cache = attend_cached(q, k, v, cache, layer, place, self.mesh)
         kernel = self.param("o", init, (s.num_heads, s.head_dim, s.width))
         out = out.reshape(*x.shape[:2], -1)
-        return multiply(out, kernel.reshape(-1, s.width)), cache
+        mixed = multiply(out, kernel.reshape(-1, s.width))
+        return adapted(self, "o", out, mixed), cache
 
 
 class Layer(nn.Module):
@@ -237,8 +257,10 @@ class Layer(nn.Module):
         else:
             gate = multiply(normed, self.param("gate", init, (s.width, s.mlp_width)))
             up = multiply(normed, self.param("up", init, (s.width, s.mlp_width)))
+        gate, up = adapted(self, "gate", normed, gate), adapted(self, "up", normed, up)
         down = self.param("down", init, (s.mlp_width, s.width))
-        out = multiply(nn.silu(gate) * up, down)
+        inside = nn.silu(gate) * up
+        out = adapted(self, "down", inside, multiply(inside, down))
         if s.post_norms:
             out = RMSNorm(s.norm_eps, name="mlp_post_norm")(out)
         return (x + out, place, cache, layer + 1), None

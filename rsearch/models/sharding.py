@@ -31,6 +31,21 @@ AXES = {
     "up": ("embed", "mlp"),
     "gate_up": ("embed", "gate_or_up", "mlp"),
     "down": ("mlp", "embed"),
+    # Adapters, see rsearch/models/adapters.py.
+    "q_a": ("embed", "rank"),
+    "q_b": ("rank", "heads", "head_dim"),
+    "k_a": ("embed", "rank"),
+    "k_b": ("rank", "kv_heads", "head_dim"),
+    "v_a": ("embed", "rank"),
+    "v_b": ("rank", "kv_heads", "head_dim"),
+    "o_a": ("heads", "head_dim", "rank"),
+    "o_b": ("rank", "embed"),
+    "gate_a": ("embed", "rank"),
+    "gate_b": ("rank", "mlp"),
+    "up_a": ("embed", "rank"),
+    "up_b": ("rank", "mlp"),
+    "down_a": ("mlp", "rank"),
+    "down_b": ("rank", "embed"),
 }
 
 RULES = {
@@ -43,6 +58,7 @@ RULES = {
     "head_dim": None,
     "gate_or_up": None,
     "norm": None,
+    "rank": None,
 }
 
 DECODING_RULES = RULES | {"embed": None}
@@ -170,6 +186,15 @@ def param_shardings(params, mesh: Mesh, rules=None):
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree_util.tree_map_with_path(named, params, param_specs(params, rules))
+
+
+def laid_out(shapes, mesh: Mesh):
+    """Shapes of parameters with their shardings over a mesh."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        param_shardings(shapes, mesh),
+    )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

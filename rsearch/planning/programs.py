@@ -102,11 +102,20 @@ def stage_programs(frame: Frame, stage: str, machine: Machine) -> list[Program]:
     kind = kind_of(stage)
     state = build.state_shapes(frame, kind)
     if kind == "sft":
-        return [_update(frame, kind, state, beside=device_bytes(state.params))]
+        return [_update(frame, kind, state, beside=_kept(frame))]
     return [
         *_rolling(frame, state, machine),
         *_learning(frame, state),
     ]
+
+
+def _kept(frame):
+    """Bytes on each device of the weights that a stage began with.
+
+    0 where they are an argument of what learns: those that adapters stand beside.
+    """
+    began = build.weight_shapes(frame)
+    return 0 if build.frozen(frame, began) is began else device_bytes(began)
 
 
 def _agents(c):
@@ -132,8 +141,9 @@ def _rolling(frame, state, machine):
     def host(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
 
+    began = build.weight_shapes(frame)
     params = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, frame.model.dtype), state.params
+        lambda x: jax.ShapeDtypeStruct(x.shape, frame.model.dtype), began
     )
     params = _with(params, param_shardings(params, mesh, DECODING_RULES))
     num_rows, group = c.rollout.slots, c.rollout.group_size
@@ -178,7 +188,7 @@ def _rolling(frame, state, machine):
             written * rollouts / min(num_rows, rollouts, room),
         ),
     }
-    resident = device_bytes(state) + _agents(c) + device_bytes(state.params)
+    resident = device_bytes(state) + _agents(c) + device_bytes(began)
     living = params, rows, context
 
     def program(name, args, count, rounds):
@@ -213,7 +223,8 @@ def _learning(frame, state):
     """What all hosts run together."""
     c, s = frame.config, frame.config.rl
     learner, _ = build.make_learner(frame, "rl")
-    agents = _agents(c) + device_bytes(state.params)  # those it began with
+    agents = _agents(c) + _kept(frame)
+    base = build.frozen(frame, build.weight_shapes(frame))
     batch = _batch(frame, "rl")
     others = device_bytes(state) - device_bytes(state.params)
     programs = []
@@ -223,17 +234,17 @@ def _learning(frame, state):
 
     calls = (s.behavior == "scored") + (s.kl_coef > 0)
     if calls:
-        args = (state.params, batch)
+        args = (state.params, batch, base)
         program("score", learner.score, args, calls, others + agents)
     if build.has_critic(frame, "rl"):
         critic, _ = build.make_critic(frame)
         own = device_bytes(state.critic)
         part = _batch(frame, "rl", updates=s.updates_per_step, has_values=True)
         resident = device_bytes(state) + agents
-        args = (state.critic.params, batch)
+        args = (state.critic.params, batch, base)
         beside = resident - device_bytes(state.critic.params)
         program("value score", critic.score, args, 1, beside)
-        args = (state.critic, part)
+        args = (state.critic, part, base)
         calls, beside = s.updates_per_step, resident - own
         program("value update", critic.update, args, calls, beside, donated=(0,))
     update = _update(frame, "rl", state, beside=agents)
@@ -246,15 +257,18 @@ def _update(frame, kind, state, *, beside):
     learner, _ = build.make_learner(frame, kind)
     updates = s.get("updates_per_step", 1)
     has_values = build.has_critic(frame, kind)
-    args = [
+    memory = None
+    if kind == "rl" and s.memorise_coef:
+        memory = _batch(frame, kind, num_rows=s.memorise_rows)
+    args = (
         state._replace(critic=None),
         _batch(frame, kind, updates=updates, has_values=has_values),
-    ]
-    if kind == "rl" and s.memorise_coef:
-        args.append(_batch(frame, kind, num_rows=s.memorise_rows))
+        memory,
+        build.frozen(frame, build.weight_shapes(frame)),
+    )
     if state.critic is not None:
         beside += device_bytes(state.critic)
-    given = learner.update, tuple(args), updates, beside
+    given = learner.update, args, updates, beside
     return _over_all(frame, "update", *given, donated=(0,))
 
 

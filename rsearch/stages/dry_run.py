@@ -80,6 +80,8 @@ def _plan(c, stage, spec):
     if kind == "curate":
         return f"nothing: {c.curate.method}", model, size, source
     trains = c.trains if kind == "sft" else f"{c.trains}, {c.rl.algorithm}"
+    if c.model.lora_rank:
+        trains += f", LoRA of rank {c.model.lora_rank}"
     return trains, model, size, source
 
 

@@ -41,8 +41,9 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
     """
     c = setup.config
     learner, first, state = open_state(setup, "rl", params, folder)
+    base = build.frozen(setup, params)
     if first >= c.rl.steps:
-        return state.params
+        return learner.plain(state.params, base)
     critic = build.make_critic(setup)[0] if build.has_critic(setup, "rl") else None
     roll_out = build.make_rollouts(
         setup,
@@ -51,14 +52,20 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
         top_p=c.rollout.top_p,
         group_size=c.rollout.group_size,
     )
-    learning = Learning(setup, learner, critic, params if c.rl.kl_coef else None)
+    reference = params if c.rl.kl_coef else None
+    learning = Learning(setup, learner, critic, reference, base)
+
+    def decoding():
+        own = learner.plain(state.params, base, dtype=setup.model.dtype)
+        return roll_out.place(own)
+
     root = jax.random.fold_in(jax.random.key(c.seed), stage_key(stage))
     with MetricsLog(folder, first_step=first) as metrics:
         for step in range(first, c.rl.steps):
             clock = _Clock()
             key = jax.random.fold_in(root, step)
             groups, rewards, measured = _played(
-                setup, roll_out, state.params, step, key, clock, stage=stage
+                setup, roll_out, decoding, step, key, clock, stage=stage
             )
             rows = []
             if memory is not None:
@@ -70,13 +77,13 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
             measured |= learnt | clock.seconds | {"compiles": num_compiles()}
             done = step + 1
             if c.eval.every_steps and done % c.eval.every_steps == 0:
-                row, _ = evaluator(state.params, "protocol")
+                row, _ = evaluator(learner.plain(state.params, base), "protocol")
                 measured |= {f"dev_{n}": row[n] for n in ("em", "f1", "searches")}
             metrics.write(step, measured)
             if done % c.log_every == 0 or done == c.rl.steps:
                 console.note(_line(stage, done, c.rl.steps, measured))
             save_state(setup, "rl", done, state, folder)
-    return state.params
+    return learner.plain(state.params, base)
 
 
 def stage_key(stage: str) -> int:
@@ -86,9 +93,9 @@ def stage_key(stage: str) -> int:
     return zlib.crc32(stage.encode()) & 0x7FFFFFFF
 
 
-def _played(setup, roll_out, params, step, key, clock, *, stage):
-    """As `gather`, of what this policy plays; its copy that decodes ends with this."""
-    params = roll_out.place(params)
+def _played(setup, roll_out, decoding, step, key, clock, *, stage):
+    """As `gather`, of what the policy plays; its copy that decodes ends with this."""
+    params = decoding()
     teller = _teller(setup.config, stage, step)
 
     def play(own):
@@ -205,12 +212,14 @@ class Learning:
         learner: of the policy.
         critic: of the value model; None without one.
         reference: parameters that the policy is kept near, or None.
+        base: frozen weights that the states' adapters stand beside, or None.
     """
 
     setup: build.Setup
     learner: object
     critic: object = None
     reference: object = None
+    base: object = None
 
     def __call__(self, state, groups, rewards, *, step=0, memory=()):
         """Optimizer steps on one step's rollouts: the new state and mean metrics.
@@ -252,10 +261,10 @@ class Learning:
                 continue
             metrics = {}
             if self.critic is not None:
-                critic, metrics = self.critic.update(state.critic, part)
+                critic, metrics = self.critic.update(state.critic, part, self.base)
                 state = state._replace(critic=critic)
             if learns_policy:
-                state, told = self.learner.update(state, part, memory)
+                state, told = self.learner.update(state, part, memory, self.base)
                 metrics |= told
             measured.append(jax.device_get(metrics))
             tell_if_skipped("rl", step, measured[-1])
@@ -272,7 +281,7 @@ class Learning:
         """
         s, gap = self.setup.config.rl, None
         if s.behavior == "scored" or not updates:
-            logp = self.learner.score(state.params, batch)
+            logp = self.learner.score(state.params, batch, self.base)
             gap = sampler_gap(logp, batch, with_retrieved=not s.mask_retrieved)
         if s.behavior == "scored":
             if s.tis_cap:
@@ -282,7 +291,7 @@ class Learning:
             logp = self.learner.score(self.reference, batch)
             batch = batch._replace(reference_logp=logp)
         if self.critic is not None:
-            values = self.critic.score(state.critic.params, batch)
+            values = self.critic.score(state.critic.params, batch, self.base)
             batch = batch._replace(values=values)
         kl_coef = None
         if s.kl_coef and s.kl_place == "reward":

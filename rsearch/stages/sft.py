@@ -28,8 +28,9 @@ def run(setup: build.Setup, rollouts, params, folder):
     """
     c = setup.config
     learner, first, state = open_state(setup, "sft", params, folder)
+    base = build.frozen(setup, params)
     if first >= c.sft.steps:
-        return state.params
+        return learner.plain(state.params, base)
     rows, shards = [r.segments for r in rollouts], num_shards(setup.mesh)
     with MetricsLog(folder, first_step=first) as metrics:
         steps = range(first, c.sft.steps)
@@ -38,11 +39,11 @@ def run(setup: build.Setup, rollouts, params, folder):
             chosen = take(len(rows), c.sft.batch_size, seed=c.seed, step=step)
             batch = pack_segments([rows[i] for i in chosen], c.sft.sequence_tokens)
             batch = packed(cut(batch, c.sft.micro_batch), multiple=shards)
-            state, measured = learner.update(state, learner.put(batch))
+            state, measured = learner.update(state, learner.put(batch), base=base)
             measured = jax.device_get(measured)
             tell_if_skipped("sft", step, measured)
             measured["seconds"] = time.monotonic() - start
             metrics.write(step, measured | {"compiles": num_compiles()})
             done = step + 1
             save_state(setup, "sft", done, state, folder)
-    return state.params
+    return learner.plain(state.params, base)

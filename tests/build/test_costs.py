@@ -99,6 +99,23 @@ def test_moments_in_bfloat16_take_half():
     assert memory.resident["critic with moments"] == 8 * PARAMS
 
 
+def test_adapters_are_all_that_is_trained_beside_one_copy_of_the_weights():
+    low = {"model.lora_rank": 3, "model.lora_matrices": ("q", "down")}
+    c = config(**low | {"rl.algorithm": "ppo"})
+    memory = costs.memory_of(c, "rl", SPEC, 1)
+    adapters = 2 * 3 * ((8 + 8) + (16 + 8))  # layers, rank, what q and down touch
+    assert memory.resident == {
+        "weights": 4 * PARAMS,
+        "adapters": 4 * adapters,
+        "Adam moments": 8 * adapters,
+        "critic with moments": 12 * adapters,
+    }
+    assert memory.updating["gradients"] == 8 * adapters
+    assert memory.rolling["copy that decodes"] == 4 * PARAMS  # merged
+    half = costs.memory_of(config(**low | {"model.dtype": "bfloat16"}), "rl", SPEC, 1)
+    assert half.rolling["copy that decodes"] == 2 * PARAMS
+
+
 def test_keys_and_values_are_two_for_each_layer_head_and_token():
     memory = costs.memory_of(config(), "rl", SPEC, 1)
     per_token = 2 * 2 * 2 * 2  # keys and values, layers, heads, features

@@ -1,0 +1,136 @@
+"""Stages that train adapters, from the first to the exported model."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch import build, checkpoint, evaluate, export
+from rsearch.build import agents
+from rsearch.config import run_command
+from rsearch.metrics import read as read_metrics
+from rsearch.models import huggingface
+from rsearch.stages import rl
+from tests.small_run import (
+    arguments,
+    config,
+    load_setup,
+    quick_compilation,
+    run_python,
+    without_times,
+)
+from tests.stages.test_learning import PPO, last_state, of_rl
+
+__all__ = ["quick_compilation"]
+# The bonus teaches where no reward differs, as with policies that are hardly trained.
+LOW = dict(model__lora_rank=2, model__lora_alpha=6.0, rl__entropy_coef=1.0)
+GRPO = LOW | dict(stages=("rl",), rl__kl_coef=0.1, rl__lr=0.05)
+BRIEF = LOW | dict(
+    sft__steps=4,
+    rl__steps=2,
+    eval__at_start="false",
+    eval__methods="protocol",
+    checkpoint__sft_steps=4,
+)
+
+
+def whole(tree):
+    """A copy on the host."""
+    return jax.tree.map(np.array, tree)
+
+
+def test_a_stage_of_adapters_changes_no_weight_and_goes_on_exactly(tmp_path):
+    setup = of_rl(GRPO | dict(rl__steps=2))
+    params = build.initial_params(setup)
+    before = whole(params)
+    after = rl.run(setup, None, params, tmp_path / "whole")
+    jax.tree.map(np.testing.assert_array_equal, params, before)
+    rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    assert rows[1]["compiles"] - rows[0]["compiles"] <= 3
+    # The reference is the base: what has not moved is at no distance from it.
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[1]["kl"] > 1e-4
+    # Sampled from merged weights, scored with adapters beside them.
+    assert all(row["logp_gap"] < 1e-5 for row in rows)
+    _, state = last_state(setup, tmp_path / "whole")
+    assert sum(x.size for x in jax.tree.leaves(state.params)) == 2 * (
+        4 * (32 + 16) + 3 * (32 + 32)  # of one layer
+    )
+    a, b = (np.float64(state.params["layers"][f"down_{x}"]) for x in "ab")
+    expected = before["layers"]["down"] + 6.0 / 2 * (a @ b)
+    np.testing.assert_allclose(after["layers"]["down"], expected, atol=1e-6)
+    np.testing.assert_array_equal(after["embedding"], before["embedding"])
+
+    rl.run(of_rl(GRPO | dict(rl__steps=1)), None, params, tmp_path / "parts")
+    rl.run(setup, None, params, tmp_path / "parts")
+    _, parts = last_state(setup, tmp_path / "parts")
+    jax.tree.map(np.testing.assert_array_equal, parts, state)
+    again = read_metrics(tmp_path / "parts" / "metrics.jsonl")
+    assert without_times(again) == without_times(rows)
+
+
+def test_a_value_model_of_adapters_learns_beside_the_same_base(tmp_path):
+    setup = of_rl(PPO | LOW | dict(rl__steps=2))
+    params = build.initial_params(setup)
+    before = whole(params)
+    rl.run(setup, None, params, tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, params, before)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows[0]["value"] == 0 != rows[1]["value"]
+    assert all(row["tis_weight"] == pytest.approx(1, abs=1e-4) for row in rows)
+    _, state = last_state(setup, tmp_path)
+    assert state.critic.params.keys() == {"layers", "value"}
+    assert np.any(state.critic.params["value"])
+    begun = build.fresh_state(setup, "rl", params)
+    own, other = begun.params["layers"]["up_a"], begun.critic.params["layers"]["up_a"]
+    assert np.abs(own - other).max() > 0.01
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of two stages, each of adapters; copy it to change it."""
+    workdir = tmp_path_factory.mktemp("adapters") / "run"
+    done = run_python("-m", "rsearch.train", *arguments(workdir, **BRIEF))
+    assert done.returncode == 0, done.stderr
+    return workdir
+
+
+def leaves(workdir, stage, step):
+    return checkpoint.read_manifest(workdir / stage / "checkpoints", step)["leaves"]
+
+
+def test_each_stage_stands_on_what_the_one_before_it_was_merged_to(run, tmp_path):
+    setup = load_setup(config(**LOW | dict(sft__steps=4, rl__steps=2)))
+    expected = whole(build.initial_params(setup))["layers"]
+    for stage, step in (("sft", 4), ("rl", 2)):
+        like = build.state_shapes(setup, stage)
+        folder = run / stage / "checkpoints"
+        own = checkpoint.restore(folder, step, like).params["layers"]
+        expected["gate"] = expected["gate"] + 3.0 * np.matmul(
+            np.float64(own["gate_a"]), np.float64(own["gate_b"])
+        )
+        assert np.any(own["gate_b"])
+    stage, step, params = evaluate.trained_params(setup, run)
+    assert (stage, step) == ("rl", 2)
+    np.testing.assert_allclose(params["layers"]["gate"], expected["gate"], atol=1e-6)
+    _, _, same = agents.stage_model("rl", setup.mesh, workdir=run)
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+    out = tmp_path / "model"
+    told = [*arguments(run, **BRIEF), f"--out={out}"]
+    assert run_command(export.main, told) == 0
+    loaded = huggingface.load_params(out, setup.model.spec)
+    jax.tree.map(np.testing.assert_allclose, loaded, params)
+
+
+def test_a_run_of_adapters_goes_on_exactly_and_not_without_what_it_stands_on(
+    run, tmp_path
+):
+    copy = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(copy / "rl" / "checkpoints" / "2")
+    done = run_python("-m", "rsearch.train", *arguments(copy, **BRIEF))
+    assert done.returncode == 0, done.stderr
+    assert leaves(copy, "rl", 2) == leaves(run, "rl", 2)
+    shutil.rmtree(copy / "sft" / "checkpoints" / "4")
+    setup = load_setup(config(**LOW | dict(sft__steps=4, rl__steps=2)))
+    with pytest.raises(ValueError, match="sft/checkpoints/4: no such checkpoint"):
+        evaluate.trained_params(setup, copy)
