@@ -29,6 +29,9 @@ def _model():
     c.dtype = "float32"  # of the computation; master weights are always float32
     c.remat = False  # recompute activations in the backward pass: memory for time
     c.logit_chunk = 1024  # tokens whose logits exist at once in training
+    # What rests in the memory of the hosts while it is not used: the weights that a
+    # stage began with ("reference"), Adam's moments ("optimizer").
+    c.offload = ()
     # LoRA: a stage trains adapters beside the weights it began with, which stay as they
     # are; when it has ended they are merged. 0 = it trains all weights.
     c.lora_rank = 0  # features between an adapter's two matrices (r)

@@ -261,6 +261,15 @@ def _check_moments(c):
             )
 
 
+def _check_offload(c):
+    if c.model.lora_rank and "reference" in c.model.offload:
+        raise ValueError(
+            f"config.model.offload = {c.model.offload}: with config.model.lora_rank = "
+            f"{c.model.lora_rank} the reference is what the adapters stand beside, "
+            "which is always in use: leave 'reference' out"
+        )
+
+
 def _check_curate(c):
     if "curate" not in kinds(c) or c.curate.method != "difficulty":
         return
@@ -320,6 +329,7 @@ CROSS_CHECKS = (
     _check_rl_settings,
     _check_sft_batch,
     _check_moments,
+    _check_offload,
     _check_curate,
     _check_shards,
 )

@@ -14,6 +14,7 @@ EVIDENCE, READER_RAG = "evidence", "reader_rag"
 READER_METHODS = (EVIDENCE, "reader_direct", READER_RAG)
 MIX = r"(\S+ )?(easy|medium|hard) (\d+(:\d*)?|0?\.\d+)"  # of curate.mix
 METHODS = ("protocol", "direct", "rag", *READER_METHODS)
+OFFLOADED = ("reference", "optimizer")
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer
 WORLD_KINDS = ("single", "bridge", "three_hop", "four_hop", "comparison")
 WORLD_KINDS += ("unanswerable",)
@@ -101,6 +102,10 @@ RULES = {  # field -> (predicate, what would be right)
     "model.head_dim": (lambda x: x >= 2 and x % 2 == 0, "an even number >= 2"),
     "model.mlp_width": _at_least(1),
     "model.vocab_size": _at_least(0),
+    "model.offload": (
+        lambda x: len(x) == len(set(x)) and set(x) <= set(OFFLOADED),
+        "each once, any of " + ", ".join(map(repr, OFFLOADED)),
+    ),
     "model.lora_rank": _at_least(0),
     "model.lora_alpha": _above(0),
     "model.lora_matrices": _some_of(MATRICES),

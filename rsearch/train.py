@@ -189,6 +189,7 @@ def _run_stages(base, ready, shared, evaluator, home, over):
         if kind_of(stage) == "curate":
             curate.run(setup, params, folder, stage=stage)
             continue
+        params = trained[key] = build.resting(setup, params)
         if kind_of(stage) == "sft":
             params = sft.run(setup, prepared.demonstrations, params, folder)
         else:

@@ -35,6 +35,7 @@ FREE_FIELDS = (
     "data.max_dev",
     "judge.slots",
     "model.logit_chunk",
+    "model.offload",
     "model.remat",
     "retrieval.cache_size",
     "retrieval.corpus_cache",

@@ -6,6 +6,7 @@ import pytest
 
 from rsearch import config as configuration
 from rsearch import plan
+from rsearch.build.costs import shape_of
 from rsearch.planning.machines import CHIPS, find_machine
 from rsearch.planning.programs import device_bytes, make_frame, stage_programs
 from rsearch.stage_plan import stage_configs
@@ -106,3 +107,31 @@ def test_what_cannot_be_planned_is_told(topology, overrides, message):
 def test_a_stage_that_there_is_not_is_told(slice_of_four):
     with pytest.raises(ValueError, match="--stage=rk: must be one of sft, rl"):
         plan.main(recipe(), slice_of_four, only="rk")
+
+
+def resident(machine, **overrides):
+    """{program: bytes on each device that its arguments are, or that lie beside}."""
+    ((_, own),) = [s for s in stage_configs(recipe(**overrides)) if s[0] == "rl"]
+    programs = stage_programs(make_frame(own, "rl", machine), "rl", machine)
+    return {p.name: p.beside + device_bytes(p.args) for p in programs}
+
+
+def test_adapters_and_what_rests_with_the_hosts_leave_room_on_the_devices(
+    slice_of_four,
+):
+    """By the weights (W) as they are cut, in float32: they, moments, the reference."""
+    plain = resident(slice_of_four)
+    whole = 4 * shape_of("", recipe()).num_params
+    weights = pytest.approx(whole / 2, rel=0.01)  # cut in two, but for norms
+    half = resident(slice_of_four, **{"optim.moments_dtype": "bfloat16"})
+    assert all(plain[name] - half[name] == weights for name in plain)
+    away = resident(slice_of_four, **{"model.offload": ("optimizer", "reference")})
+    assert away.keys() - plain.keys() == {"update's gradient", "update's step"}
+    for name in ("prefill", "admit", "extend", "decode"):
+        assert (plain[name] - away[name]) / 3 == weights
+    assert (plain["score"] - away["score"]) / 2 == weights  # scored with the reference
+    assert (plain["update"] - away["update's gradient"]) / 3 == weights
+    assert plain["update"] == pytest.approx(away["update's step"], rel=0.05)
+    low = resident(slice_of_four, **{"model.lora_rank": 1})
+    for name in plain:
+        assert (plain[name] - low[name]) / 3 == pytest.approx(whole / 2, rel=0.05)

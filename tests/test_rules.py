@@ -177,6 +177,14 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             "memorise_rows = 100 is not a multiple of config.rl.micro_batch = 128",
         ),
         (
+            {"model__lora_rank": 4, "model__offload": ("optimizer", "reference")},
+            "with config.model.lora_rank = 4 the reference is what the adapters stand",
+        ),
+        (
+            {"model__offload": ("weights",)},
+            "config.model.offload",
+        ),
+        (
             {"optim__moments_dtype": "bfloat16", "optim__b2": 0.999},
             "config.optim.b2 = 0.999: must be <= 0.996 with config.optim.moments_dtype",
         ),

@@ -14,6 +14,7 @@ from rsearch.build.learners import (
     has_critic,
     make_critic,
     make_learner,
+    resting,
     state_shapes,
     weight_shapes,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "make_rollouts",
     "merged_weights",
     "replay_demonstrations",
+    "resting",
     "state_shapes",
     "weight_shapes",
 ]

@@ -32,17 +32,21 @@ class Memory:
         resident: {what: bytes} that stay for the whole stage.
         rolling: {what: bytes} while it rolls out.
         updating: {what: bytes} while it updates; not at the same time as `rolling`.
+        stepping: {what: bytes} after the gradients, of moments that rest elsewhere.
+        host: {what: bytes} that rest in its host's memory instead.
     """
 
     resident: dict[str, float]
     rolling: dict[str, float]
     updating: dict[str, float]
+    stepping: dict[str, float] = dataclasses.field(default_factory=dict)
+    host: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def peak(self) -> float:
         """The most at any time."""
-        phases = (sum(self.rolling.values()), sum(self.updating.values()))
-        return sum(self.resident.values()) + max(phases)
+        phases = self.rolling, self.updating, self.stepping
+        return sum(self.resident.values()) + max(sum(p.values()) for p in phases)
 
 
 def shape_of(source: str, c, *, section: str = "model") -> DecoderSpec | None:
@@ -175,18 +179,28 @@ def memory_of(c, stage: str, spec: DecoderSpec, num_devices: int) -> Memory:
     kind = kind_of(stage)
     trained = _num_trained(c, spec)
     moments = 2 * BYTES[c.optim.moments_dtype] * trained
-    resident = {"weights": FLOAT32 * _params_here(c, spec) / c.mesh.fsdp}
+    weights = FLOAT32 * _params_here(c, spec) / c.mesh.fsdp
+    resident, host = {"weights": weights}, {}
+    resting = host if "optimizer" in c.model.offload else resident
     if kind != "curate":
-        own = "adapters" if c.model.lora_rank else "weights it began with"
-        resident |= {"Adam moments": moments, own: FLOAT32 * trained}
+        resting["Adam moments"] = moments
+        if c.model.lora_rank:
+            resident["adapters"] = FLOAT32 * trained
+        else:
+            began = host if "reference" in c.model.offload else resident
+            began["weights it began with"] = FLOAT32 * trained
     if kind == "rl" and c.rl.algorithm == "ppo":
-        resident["critic with moments"] = FLOAT32 * trained + moments
+        resident["critic"] = FLOAT32 * trained
+        resting["critic's moments"] = moments
     for name in AGENTS:
         if kind != "sft" and c[name].source:
             resident |= agent_memory(c, name)
     rolling = {} if kind == "sft" else _rolling(c, kind, spec, num_devices)
     updating = {} if kind == "curate" else _updating(c, kind, spec, num_devices)
-    return Memory(resident, rolling, updating)
+    stepping = {}
+    if kind != "curate" and "optimizer" in c.model.offload:
+        stepping = {"gradients": FLOAT32 * trained, "Adam moments": moments}
+    return Memory(resident, rolling, updating, stepping, host)
 
 
 def _params_here(c, spec):

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from rsearch.build.setup import Setup
 from rsearch.learn import objectives, update
 from rsearch.learn.optimizer import make_optimizer
+from rsearch.learn.train_state import TrainState, create_state, state_like
 from rsearch.models.adapters import adapter_shapes, init_adapters
 from rsearch.models.decoder import Decoder
-from rsearch.models.sharding import laid_out
+from rsearch.models.sharding import in_host_memory, laid_out
 from rsearch.models.weights import param_shapes
 
 
@@ -37,6 +38,7 @@ def make_learner(setup: Setup, kind: str) -> tuple[update.Learner, object]:
         setup.mesh,
         chunk_tokens=c.model.logit_chunk,
         adapter_scale=_adapter_scale(c),
+        offloads=_offloads(c),
         **settings,
     )
     return learner, optimizer
@@ -57,6 +59,20 @@ def frozen(setup: Setup, params):
         The same parameters; None where the stage trains all of them.
     """
     return params if setup.config.model.lora_rank else None
+
+
+def resting(setup: Setup, params):
+    """The weights that a stage begins with, where they stay while it trains.
+
+    In the memory of the hosts, if config.model.offload says so of the reference.
+    """
+    is_away = "reference" in setup.config.model.offload
+    return in_host_memory(params) if is_away else params
+
+
+def _offloads(c):
+    """Whether moments rest in the memory of the hosts."""
+    return "optimizer" in c.model.offload
 
 
 def _adapter_scale(c):
@@ -123,6 +139,7 @@ def make_critic(setup: Setup) -> tuple[update.Critic, object]:
         loss_mean="micro_token" if c.rl.loss_mean == "micro_token" else "token",
         over_response=over_response,
         adapter_scale=_adapter_scale(c),
+        offloads=_offloads(c),
     )
     return critic, optimizer
 
@@ -132,7 +149,7 @@ def _critic_spec(setup):
     return dataclasses.replace(setup.model.spec, tie_embeddings=True)
 
 
-def fresh_state(setup: Setup, kind: str, params) -> update.TrainState:
+def fresh_state(setup: Setup, kind: str, params) -> TrainState:
     """What a stage of this kind begins with: copies of the policy's parameters.
 
     A value model begins as the policy, with a head of 0. With config.model.lora_rank
@@ -140,12 +157,12 @@ def fresh_state(setup: Setup, kind: str, params) -> update.TrainState:
     both stand beside the same frozen weights.
     """
     _, optimizer = make_learner(setup, kind)
-    coef = _moving_kl_coef(setup, kind)
+    coef, away = _moving_kl_coef(setup, kind), _offloads(setup.config)
     body, params = _beginnings(setup, params)
-    state = update.create_state(params, optimizer, setup.mesh, kl_coef=coef)
+    state = create_state(params, optimizer, setup.mesh, kl_coef=coef, offloads=away)
     if has_critic(setup, kind):
         _, optimizer = make_critic(setup)
-        critic = update.create_state(body(), optimizer, setup.mesh)
+        critic = create_state(body(), optimizer, setup.mesh, offloads=away)
         state = state._replace(critic=critic)
     return state
 
@@ -167,7 +184,7 @@ def _beginnings(setup, params):
     return lambda: fresh(1) | {"value": head}, fresh(0)
 
 
-def state_shapes(setup: Setup, kind: str) -> update.TrainState:
+def state_shapes(setup: Setup, kind: str) -> TrainState:
     """Shapes and shardings of such a state, to restore a checkpoint."""
     c, spec = setup.config, setup.model.spec
     _, optimizer = make_learner(setup, kind)
@@ -178,11 +195,11 @@ def state_shapes(setup: Setup, kind: str) -> update.TrainState:
     if c.model.lora_rank:
         shapes = adapter_shapes(spec, **_adapters(c))
         body = shapes | {"value": body["value"]}
-    coef = _moving_kl_coef(setup, kind)
-    state = update.state_like(shapes, optimizer, setup.mesh, kl_coef=coef)
+    coef, away = _moving_kl_coef(setup, kind), _offloads(setup.config)
+    state = state_like(shapes, optimizer, setup.mesh, kl_coef=coef, offloads=away)
     if has_critic(setup, kind):
         _, optimizer = make_critic(setup)
-        critic = update.state_like(body, optimizer, setup.mesh)
+        critic = state_like(body, optimizer, setup.mesh, offloads=away)
         state = state._replace(critic=critic)
     return state
 

@@ -25,7 +25,8 @@ from rsearch.data.world import make_world
 from rsearch.learn.batch import cut, pack_segments
 from rsearch.learn.objectives import imitation_loss
 from rsearch.learn.optimizer import make_optimizer
-from rsearch.learn.update import Learner, create_state
+from rsearch.learn.train_state import create_state
+from rsearch.learn.update import Learner
 from rsearch.models import huggingface
 from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 from rsearch.models.sharding import make_mesh

@@ -25,7 +25,7 @@ from rsearch.data.questions import fingerprint
 from rsearch.data.world import World, make_world
 from rsearch.fields import to_json
 from rsearch.models.decoder import Decoder
-from rsearch.models.sharding import make_mesh
+from rsearch.models.sharding import check_host_memory, make_mesh
 from rsearch.models.tokenizer import Tokenizer
 from rsearch.protocols import PROTOCOLS
 from rsearch.protocols.base import Protocol
@@ -130,6 +130,8 @@ def load_setup(
     _check_config(config)
     c, once = config, (shared or Shared()).once
     mesh = once("mesh", [c.mesh], lambda: make_mesh(**c.mesh))
+    if c.model.offload:
+        check_host_memory(mesh, f"config.model.offload = {c.model.offload}")
     world = None
     if has_world(c):
         seeded = ConfigDict({"seed": c.seed})

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,91 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rsearch.learn.batch import Batch
 from rsearch.learn.logprobs import token_logprobs, token_values
 from rsearch.learn.losses import adapted_coefficient, masked_sum, row_weights
+from rsearch.learn.train_state import Steps, TrainState
 from rsearch.models.adapters import joined, make_merge
 from rsearch.models.decoder import Decoder
-from rsearch.models.sharding import (
-    batch_sharding,
-    param_shardings,
-    replicated,
-    spread,
-)
-
-
-class TrainState(NamedTuple):
-    """All that an update changes; what a run does without is None and in no checkpoint.
-
-    Attributes:
-        updates: [] int32, optimizer steps taken.
-        params: float32 master parameters; of a network with adapters these alone.
-        opt_state: optax state.
-        kl_coef: [] float32, weight of the KL where a controller moves it.
-        critic: the same of the value model, where there is one.
-    """
-
-    updates: jax.Array
-    params: dict
-    opt_state: optax.OptState
-    kl_coef: jax.Array | None = None
-    critic: "TrainState | None" = None
-
-
-def state_shardings(state, mesh: Mesh):
-    """Shardings of a TrainState, of arrays or shapes: moments lie with the weights."""
-    whole = replicated(mesh)
-
-    def like_params(tree):
-        return param_shardings(tree, mesh)
-
-    shape = jax.tree.structure(state.params)
-
-    def is_params(node):
-        return jax.tree.structure(node) == shape
-
-    opt_state = jax.tree.map(
-        lambda node: like_params(node) if is_params(node) else whole,
-        state.opt_state,
-        is_leaf=is_params,
-    )
-    return TrainState(
-        whole,
-        like_params(state.params),
-        opt_state,
-        None if state.kl_coef is None else whole,
-        None if state.critic is None else state_shardings(state.critic, mesh),
-    )
-
-
-def _fresh(params, optimizer, kl_coef):
-    coef = None if kl_coef is None else jnp.float32(kl_coef)
-    return TrainState(jnp.int32(0), params, optimizer.init(params), coef)
-
-
-def create_state(params, optimizer, mesh: Mesh, *, kl_coef=None) -> TrainState:
-    """A fresh state around a copy of float32 parameters, laid out over the mesh.
-
-    A copy, since the first update reuses the state's buffers, and the parameters given
-    may serve as reference.
-
-    Args:
-        params, optimizer, mesh: see `Learner`.
-        kl_coef: what a controller starts from; None without one.
-    """
-
-    def create(params):
-        return _fresh(jax.tree.map(jnp.copy, params), optimizer, kl_coef)
-
-    shardings = state_shardings(jax.eval_shape(create, params), mesh)
-    return jax.jit(create, out_shardings=shardings)(params)
-
-
-def state_like(shapes, optimizer, mesh: Mesh, *, kl_coef=None) -> TrainState:
-    """Shapes and shardings of the state around parameters of these shapes."""
-    state = jax.eval_shape(lambda params: _fresh(params, optimizer, kl_coef), shapes)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        state,
-        state_shardings(state, mesh),
-    )
+from rsearch.models.sharding import batch_sharding, spread
 
 
 def batch_shardings(batch: Batch, mesh: Mesh) -> Batch:
@@ -141,30 +59,6 @@ def accumulate(loss, params, pieces):
     return total
 
 
-def stepped(
-    state: TrainState, grads, optimizer, mesh: Mesh, *, kl_coef=None
-) -> TrainState:
-    """The state after the optimizer's step along a gradient.
-
-    A gradient that is not finite would leave nothing that is: the state then stays as
-    it is, and its norm in the metrics tells.
-
-    Args:
-        state: before the step.
-        grads: of its parameters.
-        optimizer, mesh: see `Learner`.
-        kl_coef: of the state after the step.
-    """
-    changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, changes)
-    after = state._replace(
-        updates=state.updates + 1, params=params, opt_state=opt_state, kl_coef=kl_coef
-    )
-    is_finite = jnp.isfinite(optax.global_norm(grads))
-    after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, state)
-    return jax.lax.with_sharding_constraint(after, state_shardings(after, mesh))
-
-
 def _whole(params, base, scale):
     """Parameters of the network: with adapters, if they stand beside a base."""
     return params if base is None else joined(base, params, scale)
@@ -185,6 +79,7 @@ class Learner:
         kl_target, kl_gain: of the states that have a kl_coef, see
             `adapted_coefficient`.
         adapter_scale: alpha / r, where states hold adapters (see `models.adapters`).
+        offloads: see `Steps`.
     """
 
     def __init__(
@@ -202,8 +97,9 @@ class Learner:
         kl_target: float = 1.0,
         kl_gain: float = 0.0,
         adapter_scale: float = 1.0,
+        offloads: bool = False,
     ):
-        self._mesh, self._optimizer, self._loss = mesh, optimizer, loss
+        self._mesh, self._loss = mesh, loss
         self._weights = functools.partial(
             row_weights, kind=loss_mean, num_tokens=loss_tokens
         )
@@ -217,7 +113,7 @@ class Learner:
         )
         self._temperature, self._adapter_scale = temperature, adapter_scale
         self._score_rows = jax.jit(self._score)
-        self._update_rows = jax.jit(self._update, donate_argnums=0)
+        self.steps = Steps(self._gradients, optimizer, mesh, offloads=offloads)
         merge = functools.partial(make_merge, mesh, adapter_scale)
         self._merge = functools.cache(merge)  # one for each dtype
 
@@ -263,7 +159,7 @@ class Learner:
                 gradient by them.
         """
         own = state._replace(critic=None)
-        own, metrics = self._update_rows(own, base, batch, memory)
+        own, metrics = self.steps(own, base, batch, memory)
         return own._replace(critic=state.critic), metrics
 
     def _score(self, params, base, tokens, layout):
@@ -272,7 +168,7 @@ class Learner:
         score = functools.partial(self._logprobs, temperature=self._temperature)
         return jax.lax.map(lambda rows: score(params, *rows)[0], (tokens, layout))
 
-    def _update(self, state: TrainState, base, batch: Batch, memory):
+    def _gradients(self, params, kl_coef, base, batch: Batch, memory):
         self.num_traces += 1
 
         def loss(params, rows, weights):
@@ -280,25 +176,23 @@ class Learner:
             logp, entropy = self._logprobs(
                 params, rows.tokens, rows.layout, temperature=self._temperature
             )
-            return self._loss(logp, entropy, rows, weights, state.kl_coef)
+            return self._loss(logp, entropy, rows, weights, kl_coef)
 
         weights = self._weights(batch.from_policy)
-        grads, metrics = accumulate(loss, state.params, (batch, weights))
+        grads, metrics = accumulate(loss, params, (batch, weights))
         # A "constant" mean's weights do not sum to 1; what is told is a mean.
         total = jnp.sum(weights)
         scale = jnp.where(total > 0, total, 1.0)
         metrics = {k: v if k == "loss" else v / scale for k, v in metrics.items()}
         if memory is not None:
-            recall, told = self._recall(state.params, base, memory)
+            recall, told = self._recall(params, base, memory)
             grads = jax.tree.map(jnp.add, grads, recall)
             metrics |= told
         metrics |= {"grad_norm": optax.global_norm(grads)}
-        coef = state.kl_coef
-        if coef is not None:
-            metrics["kl_coef"] = coef
-            coef = self._adapt(coef, metrics["kl"])
-        after = stepped(state, grads, self._optimizer, self._mesh, kl_coef=coef)
-        return after, metrics
+        if kl_coef is None:
+            return grads, None, metrics
+        metrics["kl_coef"] = kl_coef
+        return grads, self._adapt(kl_coef, metrics["kl"]), metrics
 
     def _recall(self, params, base, memory: Batch):
         """Gradient and metrics of what is memorised; at temperature 1, as imitated."""
@@ -324,6 +218,7 @@ class Critic:
         loss_mean: see `row_weights`.
         over_response: retrieved tokens have values and are learnt from, too.
         adapter_scale: see `Learner`; beside the adapters a state then holds the head.
+        offloads: see `Learner`.
     """
 
     def __init__(
@@ -336,14 +231,15 @@ class Critic:
         loss_mean: str = "token",
         over_response: bool = False,
         adapter_scale: float = 1.0,
+        offloads: bool = False,
     ):
-        self._mesh, self._optimizer, self._loss = mesh, optimizer, loss
+        self._loss = loss
         self._loss_mean, self._over_response = loss_mean, over_response
         self._values = functools.partial(token_values, model.clone(mesh=mesh))
         self._adapter_scale = adapter_scale
         self.num_traces = 0
         self._score_rows = jax.jit(self._score)
-        self._update_rows = jax.jit(self._update, donate_argnums=0)
+        self.steps = Steps(self._gradients, optimizer, mesh, offloads=offloads)
 
     def score(self, params, batch: Batch, base=None):
         """[M, b, T] values of the states that a [M, b, ...] batch's tokens follow."""
@@ -355,14 +251,14 @@ class Critic:
         The old state's buffers are reused: it must not be touched again. `base` is as
         in `Learner.update`.
         """
-        return self._update_rows(state, base, batch)
+        return self.steps(state, base, batch)
 
     def _score(self, params, base, tokens, layout):
         self.num_traces += 1
         params = _whole(params, base, self._adapter_scale)
         return jax.lax.map(lambda rows: self._values(params, *rows), (tokens, layout))
 
-    def _update(self, state: TrainState, base, batch: Batch):
+    def _gradients(self, params, _kl_coef, base, batch: Batch):
         self.num_traces += 1
 
         def loss(params, rows, weights):
@@ -372,9 +268,9 @@ class Critic:
 
         mask = batch.in_response if self._over_response else batch.from_policy
         weights = row_weights(mask, self._loss_mean)
-        grads, metrics = accumulate(loss, state.params, (batch, weights))
+        grads, metrics = accumulate(loss, params, (batch, weights))
         metrics |= {"critic_grad_norm": optax.global_norm(grads)}
-        return stepped(state, grads, self._optimizer, self._mesh), metrics
+        return grads, None, metrics
 
 
 def critic_params(params):

@@ -21,6 +21,9 @@ from rsearch.models.blocked_attention import BLOCK
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import (
     DECODING_RULES,
+    DEVICE,
+    HOST,
+    check_host_memory,
     make_mesh,
     num_shards,
     own_mesh,
@@ -60,10 +63,11 @@ class Program(NamedTuple):
 
 
 def device_bytes(tree) -> float:
-    """Bytes of a tree of shapes with shardings on each device."""
+    """Bytes of a tree of shapes with shardings on each device, its host's left out."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind != HOST
     )
 
 
@@ -84,9 +88,12 @@ def make_frame(config, stage: str, machine: Machine) -> Frame:
     limits, markup = limits_of(config, kind)
     tokens = max(conversation_tokens(limits, markup), config.rollout.context_tokens)
     m = config.model
+    mesh = make_mesh(**config.mesh, devices=machine.devices)
+    if m.offload:
+        check_host_memory(mesh, f"config.model.offload = {m.offload}")
     return Frame(
         config=config,
-        mesh=make_mesh(**config.mesh, devices=machine.devices),
+        mesh=mesh,
         model=Decoder(spec, dtype=jnp.dtype(m.dtype), remat=m.remat),
         limits=limits,
         num_tokens=config.sft.sequence_tokens if kind == "sft" else tokens,
@@ -102,7 +109,7 @@ def stage_programs(frame: Frame, stage: str, machine: Machine) -> list[Program]:
     kind = kind_of(stage)
     state = build.state_shapes(frame, kind)
     if kind == "sft":
-        return [_update(frame, kind, state, beside=_kept(frame))]
+        return _update(frame, kind, state, beside=_kept(frame))
     return [
         *_rolling(frame, state, machine),
         *_learning(frame, state),
@@ -112,10 +119,20 @@ def stage_programs(frame: Frame, stage: str, machine: Machine) -> list[Program]:
 def _kept(frame):
     """Bytes on each device of the weights that a stage began with.
 
-    0 where they are an argument of what learns: those that adapters stand beside.
+    0 where they are an argument of what learns, as those that adapters stand beside, or
+    rest in the memory of the hosts.
     """
-    began = build.weight_shapes(frame)
-    return 0 if build.frozen(frame, began) is began else device_bytes(began)
+    m = frame.config.model
+    if m.lora_rank or "reference" in m.offload:
+        return 0
+    return device_bytes(build.weight_shapes(frame))
+
+
+def _staying(frame, state):
+    """Bytes on each device that stay while rollouts are made."""
+    c, began = frame.config, build.weight_shapes(frame)
+    kept = 0 if "reference" in c.model.offload else device_bytes(began)
+    return device_bytes(state) + _agents(c) + kept
 
 
 def _agents(c):
@@ -188,7 +205,7 @@ def _rolling(frame, state, machine):
             written * rollouts / min(num_rows, rollouts, room),
         ),
     }
-    resident = device_bytes(state) + _agents(c) + device_bytes(began)
+    resident = _staying(frame, state)
     living = params, rows, context
 
     def program(name, args, count, rounds):
@@ -234,8 +251,10 @@ def _learning(frame, state):
 
     calls = (s.behavior == "scored") + (s.kl_coef > 0)
     if calls:
-        args = (state.params, batch, base)
-        program("score", learner.score, args, calls, others + agents)
+        args, beside = (state.params, batch, base), others + agents
+        if s.kl_coef and "reference" in c.model.offload:
+            beside += device_bytes(state.params)  # it comes to be scored with
+        program("score", learner.score, args, calls, beside)
     if build.has_critic(frame, "rl"):
         critic, _ = build.make_critic(frame)
         own = device_bytes(state.critic)
@@ -244,11 +263,9 @@ def _learning(frame, state):
         args = (state.critic.params, batch, base)
         beside = resident - device_bytes(state.critic.params)
         program("value score", critic.score, args, 1, beside)
-        args = (state.critic, part, base)
-        calls, beside = s.updates_per_step, resident - own
-        program("value update", critic.update, args, calls, beside, donated=(0,))
-    update = _update(frame, "rl", state, beside=agents)
-    return [*programs, update]
+        given = (base, part), s.updates_per_step, resident - own
+        programs += _steps(frame, "value update", critic.steps, state.critic, *given)
+    return [*programs, *_update(frame, "rl", state, beside=agents)]
 
 
 def _update(frame, kind, state, *, beside):
@@ -260,16 +277,34 @@ def _update(frame, kind, state, *, beside):
     memory = None
     if kind == "rl" and s.memorise_coef:
         memory = _batch(frame, kind, num_rows=s.memorise_rows)
-    args = (
-        state._replace(critic=None),
-        _batch(frame, kind, updates=updates, has_values=has_values),
-        memory,
-        build.frozen(frame, build.weight_shapes(frame)),
-    )
+    base = build.frozen(frame, build.weight_shapes(frame))
+    batch = _batch(frame, kind, updates=updates, has_values=has_values)
     if state.critic is not None:
         beside += device_bytes(state.critic)
-    given = learner.update, args, updates, beside
-    return _over_all(frame, "update", *given, donated=(0,))
+    own, given = state._replace(critic=None), (base, batch, memory)
+    return _steps(frame, "update", learner.steps, own, given, updates, beside)
+
+
+def _steps(frame, name, steps, state, given, calls, beside):
+    """The programs of an optimizer step: two, if its moments rest with the hosts."""
+    if "optimizer" not in frame.config.model.offload:
+        args = state, *given
+        return [_over_all(frame, name, steps, args, calls, beside, donated=(0,))]
+    own = state.params, state.kl_coef
+    args = *own, *given
+    gradients = f"{name}'s gradient", steps.gradients, args, calls, beside
+    here = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=x.sharding.with_memory_kind(DEVICE)
+        ),
+        state,
+    )
+    beside += device_bytes(given[0])  # what adapters stand beside
+    step = f"{name}'s step", steps.step, (here, *own), calls, beside
+    return [
+        _over_all(frame, *gradients),
+        _over_all(frame, *step, donated=(0,)),
+    ]
 
 
 def _over_all(frame, name, function, args, calls, beside, *, donated=()):

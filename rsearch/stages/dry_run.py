@@ -178,6 +178,8 @@ def _memory_rows(stage, memory, num_devices):
         ("", memory.resident),
         ("rollout: ", memory.rolling),
         ("update: ", memory.updating),
+        ("step: ", memory.stepping),
+        ("in its host's memory: ", memory.host),
     )
     for phase, parts in phases:
         for what, size in parts.items():

@@ -16,7 +16,7 @@ from rsearch.learn.batch import Batch, cut, pack, pack_segments, parts
 from rsearch.learn.objectives import sampler_gap
 from rsearch.learn.packing import packed
 from rsearch.metrics import MetricsLog
-from rsearch.models.sharding import num_shards
+from rsearch.models.sharding import num_shards, on_device
 from rsearch.rewards.group import reward_groups
 from rsearch.rollout.sending import Rewarded, share_rewarded
 from rsearch.stages.state import open_state, save_state, tell_if_skipped
@@ -211,7 +211,8 @@ class Learning:
         setup: of the stage.
         learner: of the policy.
         critic: of the value model; None without one.
-        reference: parameters that the policy is kept near, or None.
+        reference: parameters that the policy is kept near, or None; they may rest in
+            the memory of the hosts.
         base: frozen weights that the states' adapters stand beside, or None.
     """
 
@@ -288,7 +289,7 @@ class Learning:
                 batch = batch._replace(sampled_logp=batch.behavior_logp)
             batch = batch._replace(behavior_logp=logp)
         if self.reference is not None:
-            logp = self.learner.score(self.reference, batch)
+            logp = self.learner.score(on_device(self.reference), batch)
             batch = batch._replace(reference_logp=logp)
         if self.critic is not None:
             values = self.critic.score(state.critic.params, batch, self.base)

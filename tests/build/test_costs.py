@@ -89,14 +89,27 @@ def test_a_stage_keeps_weights_two_moments_and_what_it_began_with():
 
 def test_a_value_model_is_as_large_as_the_policy():
     memory = costs.memory_of(config(**{"rl.algorithm": "ppo"}), "rl", SPEC, 1)
-    assert memory.resident["critic with moments"] == 12 * PARAMS
+    assert memory.resident["critic"] == 4 * PARAMS
+    assert memory.resident["critic's moments"] == 8 * PARAMS
 
 
 def test_moments_in_bfloat16_take_half():
     c = config(**{"optim.moments_dtype": "bfloat16", "rl.algorithm": "ppo"})
     memory = costs.memory_of(c, "rl", SPEC, 1)
     assert memory.resident["Adam moments"] == 4 * PARAMS
-    assert memory.resident["critic with moments"] == 8 * PARAMS
+    assert memory.resident["critic's moments"] == 4 * PARAMS
+
+
+def test_what_rests_with_the_hosts_comes_for_the_step_alone():
+    c = config(**{"model.offload": ("optimizer", "reference")})
+    memory = costs.memory_of(c, "rl", SPEC, 1)
+    assert memory.resident == {"weights": 4 * PARAMS}
+    away = {"Adam moments": 8 * PARAMS, "weights it began with": 4 * PARAMS}
+    assert memory.host == away
+    assert memory.stepping == {"gradients": 4 * PARAMS, "Adam moments": 8 * PARAMS}
+    assert costs.memory_of(config(), "rl", SPEC, 1).stepping == {}
+    larger = costs.Memory({"a": 1.0}, {"b": 5.0}, {"d": 4.0}, {"e": 7.0}, {"f": 99.0})
+    assert larger.peak == 8.0
 
 
 def test_adapters_are_all_that_is_trained_beside_one_copy_of_the_weights():
@@ -108,7 +121,8 @@ def test_adapters_are_all_that_is_trained_beside_one_copy_of_the_weights():
         "weights": 4 * PARAMS,
         "adapters": 4 * adapters,
         "Adam moments": 8 * adapters,
-        "critic with moments": 12 * adapters,
+        "critic": 4 * adapters,
+        "critic's moments": 8 * adapters,
     }
     assert memory.updating["gradients"] == 8 * adapters
     assert memory.rolling["copy that decodes"] == 4 * PARAMS  # merged

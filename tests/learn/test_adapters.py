@@ -10,7 +10,8 @@ import pytest
 from rsearch.learn.batch import cut
 from rsearch.learn.objectives import policy_loss, value_loss
 from rsearch.learn.optimizer import make_optimizer
-from rsearch.learn.update import Critic, Learner, create_state
+from rsearch.learn.train_state import create_state
+from rsearch.learn.update import Critic, Learner
 from rsearch.models.adapters import MATRICES, init_adapters, joined, merged
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import make_mesh, param_shardings
@@ -142,10 +143,10 @@ def test_no_gradient_by_the_base_is_computed():
     flops = {}
     for name, params, under in (("plain", base, None), ("adapters", own, base)):
         state = create_state(params, optimizer, one_device())
-        args = state, under, batch, None
-        flops[name] = count_flops(learner._update, args, rounds=1)
+        args = state, batch, None, under
+        flops[name] = count_flops(learner.update, args, rounds=1)
     assert flops["adapters"] < 0.8 * flops["plain"]
-    shapes = jax.eval_shape(learner._update, state, base, batch, None)[0]
+    shapes = jax.eval_shape(learner.update, *args)[0]
     held = sum(x.size for x in jax.tree.leaves(shapes))
     assert held < 3.1 * sum(x.size for x in jax.tree.leaves(own))
 

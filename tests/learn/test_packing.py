@@ -9,7 +9,8 @@ from rsearch.learn.batch import cut, pack_segments
 from rsearch.learn.objectives import imitation_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.packing import packed
-from rsearch.learn.update import Learner, create_state
+from rsearch.learn.train_state import create_state
+from rsearch.learn.update import Learner
 from rsearch.models.sharding import make_mesh
 from rsearch.types import Segment, Source
 from tests.learn.test_critic import critic_of

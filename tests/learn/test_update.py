@@ -10,7 +10,8 @@ from rsearch.learn.batch import Batch, cut
 from rsearch.learn.losses import row_weights
 from rsearch.learn.objectives import imitation_loss, policy_loss
 from rsearch.learn.optimizer import make_optimizer
-from rsearch.learn.update import Learner, create_state
+from rsearch.learn.train_state import create_state
+from rsearch.learn.update import Learner
 from rsearch.models.sharding import make_mesh
 from tests.rollout import tiny
 

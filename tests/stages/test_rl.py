@@ -9,7 +9,7 @@ import pytest
 
 from rsearch import build
 from rsearch.evaluate import Evaluator
-from rsearch.learn.update import create_state
+from rsearch.learn.train_state import create_state
 from rsearch.metrics import read as read_metrics
 from rsearch.models import huggingface
 from rsearch.stages import rl

@@ -1,0 +1,179 @@
+"""All that an update changes: where it lies, how it begins, a step of the optimizer."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from rsearch.models.sharding import (
+    HOST,
+    in_memory,
+    on_device,
+    param_shardings,
+    replicated,
+)
+
+
+class TrainState(NamedTuple):
+    """All that an update changes; what a run does without is None and in no checkpoint.
+
+    Attributes:
+        updates: [] int32, optimizer steps taken.
+        params: float32 master parameters; of a network with adapters these alone.
+        opt_state: optax state.
+        kl_coef: [] float32, weight of the KL where a controller moves it.
+        critic: the same of the value model, where there is one.
+    """
+
+    updates: jax.Array
+    params: dict
+    opt_state: optax.OptState
+    kl_coef: jax.Array | None = None
+    critic: "TrainState | None" = None
+
+
+def state_shardings(state, mesh: Mesh, *, offloads: bool = False):
+    """Shardings of a TrainState, of arrays or shapes: moments lie with the weights.
+
+    Args:
+        state: with its critic's, if there is one.
+        mesh: devices.
+        offloads: moments rest in the memory of the hosts between two steps.
+    """
+    whole = replicated(mesh)
+
+    def like_params(tree):
+        return param_shardings(tree, mesh)
+
+    shape = jax.tree.structure(state.params)
+
+    def is_params(node):
+        return jax.tree.structure(node) == shape
+
+    def moments(tree):
+        own = like_params(tree)
+        return in_memory(own, HOST) if offloads else own
+
+    opt_state = jax.tree.map(
+        lambda node: moments(node) if is_params(node) else whole,
+        state.opt_state,
+        is_leaf=is_params,
+    )
+    critic = state.critic
+    if critic is not None:
+        critic = state_shardings(critic, mesh, offloads=offloads)
+    kl_coef = None if state.kl_coef is None else whole
+    return TrainState(whole, like_params(state.params), opt_state, kl_coef, critic)
+
+
+def _fresh(params, optimizer, kl_coef):
+    coef = None if kl_coef is None else jnp.float32(kl_coef)
+    return TrainState(jnp.int32(0), params, optimizer.init(params), coef)
+
+
+def create_state(
+    params, optimizer, mesh: Mesh, *, kl_coef=None, offloads=False
+) -> TrainState:
+    """A fresh state around a copy of float32 parameters, laid out over the mesh.
+
+    A copy, since the first update reuses the state's buffers, and the parameters given
+    may serve as reference.
+
+    Args:
+        params: on devices, or in the memory of the hosts.
+        optimizer, mesh: see `Learner`.
+        kl_coef: what a controller starts from; None without one.
+        offloads: see `state_shardings`.
+    """
+
+    def create(params):
+        return _fresh(jax.tree.map(jnp.copy, params), optimizer, kl_coef)
+
+    params = on_device(params)
+    shape = jax.eval_shape(create, params)
+    shardings = state_shardings(shape, mesh, offloads=offloads)
+    return jax.jit(create, out_shardings=shardings)(params)
+
+
+def state_like(
+    shapes, optimizer, mesh: Mesh, *, kl_coef=None, offloads=False
+) -> TrainState:
+    """Shapes and shardings of the state around parameters of these shapes."""
+    state = jax.eval_shape(lambda params: _fresh(params, optimizer, kl_coef), shapes)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        state,
+        state_shardings(state, mesh, offloads=offloads),
+    )
+
+
+def stepped(
+    state: TrainState, grads, optimizer, mesh: Mesh, *, kl_coef=None
+) -> TrainState:
+    """The state after the optimizer's step along a gradient.
+
+    A gradient that is not finite would leave nothing that is: the state then stays as
+    it is, and its norm in the metrics tells.
+
+    Args:
+        state: before the step.
+        grads: of its parameters.
+        optimizer, mesh: see `Learner`.
+        kl_coef: of the state after the step.
+    """
+    changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, changes)
+    after = state._replace(
+        updates=state.updates + 1, params=params, opt_state=opt_state, kl_coef=kl_coef
+    )
+    is_finite = jnp.isfinite(optax.global_norm(grads))
+    after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, state)
+    return jax.lax.with_sharding_constraint(after, state_shardings(after, mesh))
+
+
+class Steps:
+    """Compiled optimizer steps: the gradient and what follows from it.
+
+    Args:
+        gradients: (params, kl_coef, *given) -> (gradient, kl_coef after, metrics).
+        optimizer, mesh: see `stepped`.
+        offloads: see `state_shardings`. Gradient and step are two programs then, and
+            moments are on the devices for the second alone; XLA, told to move them
+            within one program, has all of them there from its beginning.
+    """
+
+    def __init__(self, gradients, optimizer, mesh: Mesh, *, offloads: bool):
+        self._mesh, self._offloads = mesh, offloads
+
+        def step(state, grads, kl_coef):
+            return stepped(state, grads, optimizer, mesh, kl_coef=kl_coef)
+
+        def whole(state, *given):
+            grads, kl_coef, metrics = gradients(state.params, state.kl_coef, *given)
+            return step(state, grads, kl_coef), metrics
+
+        def alone(params, *given):
+            grads, kl_coef, metrics = gradients(params, *given)
+            shardings = param_shardings(grads, mesh)
+            grads = jax.lax.with_sharding_constraint(grads, shardings)
+            return grads, kl_coef, metrics
+
+        self.gradients = jax.jit(alone)
+        self.step = jax.jit(step, donate_argnums=0)
+        self._whole = jax.jit(whole, donate_argnums=0)
+
+    def __call__(self, state: TrainState, *given):
+        """The state after a step, which reuses the old one's buffers, and metrics."""
+        if not self._offloads:
+            return self._whole(state, *given)
+        grads, kl_coef, metrics = self.gradients(state.params, state.kl_coef, *given)
+        moments = on_device(state.opt_state)
+        for old, new in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(moments)):
+            if old is not new:
+                old.delete()
+        state = self.step(state._replace(opt_state=moments), grads, kl_coef)
+        there = state_shardings(state, self._mesh, offloads=True).opt_state
+        moments = jax.device_put(state.opt_state, there)
+        return state._replace(opt_state=moments), metrics

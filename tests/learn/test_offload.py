@@ -1,0 +1,101 @@
+"""What rests in the memory of the hosts, and comes back bit-identical."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch import checkpoint
+from rsearch.learn.batch import cut
+from rsearch.learn.objectives import policy_loss
+from rsearch.learn.optimizer import make_optimizer
+from rsearch.learn.train_state import create_state, state_like
+from rsearch.learn.update import Learner
+from rsearch.models.sharding import (
+    HOST,
+    check_host_memory,
+    in_host_memory,
+    make_mesh,
+    on_device,
+    param_shardings,
+)
+from tests.learn.test_update import ADAMW, GRPO, MODEL, V, make_batch, one_device
+from tests.rollout import tiny
+
+MESHES = {"one": one_device, "eight": lambda: make_mesh(data=2, fsdp=2, tensor=2)}
+
+
+def kinds(tree):
+    """The memories that a tree of arrays lies in."""
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
+
+
+def learn(mesh, offloads, num_updates=2):
+    """(learner, states after each update), of params that rest away, too."""
+    optimizer = make_optimizer(**ADAMW)
+    learner = Learner(
+        MODEL,
+        optimizer,
+        mesh,
+        loss=policy_loss(**GRPO),
+        loss_mean="token",
+        chunk_tokens=16,
+        offloads=offloads,
+    )
+    params = tiny.params(vocab_size=V)
+    params = jax.device_put(params, param_shardings(params, mesh))
+    params = in_host_memory(params) if offloads else params
+    state = create_state(params, optimizer, mesh, offloads=offloads)
+    states = []
+    for seed in range(num_updates):
+        if offloads:
+            assert kinds(state.opt_state) == {HOST} and kinds(params) == {HOST}
+            assert HOST not in kinds(state.params)
+        batch = learner.put(cut(make_batch(seed), 4 if mesh.size > 1 else 8))
+        state, metrics = learner.update(state, batch)
+        states.append(jax.tree.map(np.array, (state, metrics)))
+    return learner, state, states
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_moments_rest_in_the_hosts_memory_and_change_no_bit(name, tmp_path):
+    mesh = MESHES[name]()
+    _, _, expected = learn(mesh, False)
+    learner, state, found = learn(mesh, True)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert kinds(state.opt_state) == {HOST} and HOST not in kinds(state.params)
+    assert learner.num_traces == 1  # of the gradient; the step is a program of its own
+    shapes = jax.eval_shape(lambda: tiny.params(vocab_size=V))
+    like = state_like(shapes, make_optimizer(**ADAMW), mesh, offloads=True)
+    checkpoint.save(tmp_path, 2, state, {}, keep=1)
+    restored = checkpoint.restore(tmp_path, 2, like)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert kinds(restored.opt_state) == {HOST} and HOST not in kinds(restored.params)
+
+
+def test_a_reference_comes_back_as_it_went():
+    mesh = MESHES["eight"]()
+    params = create_state(
+        tiny.params(vocab_size=V), make_optimizer(**ADAMW), mesh
+    ).params
+    away = in_host_memory(params)
+    assert kinds(away) == {HOST} and HOST not in kinds(params)
+    back = on_device(away)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    for there, here in zip(jax.tree.leaves(back), jax.tree.leaves(params)):
+        assert there.sharding == here.sharding
+    same = on_device(params)
+    assert all(a is b for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(params)))
+
+
+def test_devices_without_their_hosts_memory_are_refused():
+    check_host_memory(one_device(), "config.model.offload = ('optimizer',)")
+    memory = types.SimpleNamespace(kind="unpinned_host")
+    device = types.SimpleNamespace(
+        device_kind="Abacus", addressable_memories=lambda: [memory]
+    )
+    mesh = types.SimpleNamespace(devices=np.array([device]))
+    told = r"model.offload = \('optimizer',\): Abacus has no memory 'pinned_host'"
+    with pytest.raises(ValueError, match=told):
+        check_host_memory(mesh, "config.model.offload = ('optimizer',)")

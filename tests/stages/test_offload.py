@@ -1,0 +1,32 @@
+"""What rests in the memory of the hosts changes nothing of a run."""
+
+from rsearch import checkpoint
+from tests.small_run import arguments, quick_compilation, run_python
+
+__all__ = ["quick_compilation"]
+BRIEF = dict(
+    sft__steps=2,
+    rl__steps=1,
+    rl__kl_coef=0.1,
+    rl__entropy_coef=1.0,
+    eval__at_start="false",
+    eval__methods="protocol",
+)
+
+
+def test_a_run_whose_reference_and_moments_rest_elsewhere_is_bit_identical(tmp_path):
+    found = []
+    for offload in ("()", "reference,optimizer"):
+        workdir = tmp_path / str(len(found))
+        told = arguments(workdir, model__offload=offload, **BRIEF)
+        done = run_python("-m", "rsearch.train", *told)
+        assert done.returncode == 0, done.stderr
+        stages = (("sft", 2), ("rl", 1))
+        found.append(
+            [
+                checkpoint.read_manifest(workdir / name / "checkpoints", step)["leaves"]
+                for name, step in stages
+            ]
+        )
+    assert found[0] == found[1]
+    assert any(".mu." in name for name in found[0][1])
