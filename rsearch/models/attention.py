@@ -48,12 +48,30 @@ def attend(q, k, v, visible):
     """
     b, t, h, c = q.shape
     groups = h // k.shape[1]
+    if t == 1:
+        return _attend_one(q, k, v, visible)
     q = q.reshape(b, t, k.shape[1], groups, c)
     scores = jnp.einsum("btkgc,bksc->bkgts", q, k, preferred_element_type=jnp.float32)
     scores = scores / math.sqrt(c)
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgts,bksc->btkgc", weights, v).reshape(b, t, h, c)
+
+
+def _attend_one(q, k, v, visible):
+    """`attend` of one token a row, which is a batch of small products.
+
+    With rows and heads as one axis XLA's CPU backend takes a third of the time.
+    """
+    (b, _, h, c), (_, kv_heads, s, _) = q.shape, k.shape
+    q = q.reshape(b * kv_heads, h // kv_heads, c)
+    k, v = (x.reshape(b * kv_heads, s, c) for x in (k, v))
+    scores = jnp.einsum("ngc,nsc->ngs", q, k, preferred_element_type=jnp.float32)
+    scores = (scores / math.sqrt(c)).reshape(b, h, s)
+    scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    weights = weights.reshape(b * kv_heads, h // kv_heads, s)
+    return jnp.einsum("ngs,nsc->ngc", weights, v).reshape(b, 1, h, c)
 
 
 class Place(NamedTuple):

@@ -58,6 +58,17 @@ def test_heads_of_one_group_share_keys_and_values():
     np.testing.assert_allclose(grouped, repeated, atol=1e-6)
 
 
+def test_one_token_sees_what_it_sees_beside_others():
+    q, k, v = normal(0, 3, 4, 4, 8), normal(1, 3, 2, 7, 8), normal(2, 3, 2, 7, 8)
+    last = jnp.array([[1, 2, 3, 6], [0] * 4, [5] * 4])
+    visible = jnp.arange(7)[None, None] <= last[:, :, None]
+    together = attend(q, k, v, visible)
+    for i in range(4):
+        own = slice(i, i + 1)
+        alone = attend(q[:, own], k, v, visible[:, own])
+        np.testing.assert_allclose(alone, together[:, own], atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "num_slots, expected",
     [
