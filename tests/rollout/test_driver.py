@@ -179,6 +179,18 @@ def test_a_slot_is_filled_again_while_the_others_write_on():
     assert_rows_held([group], script)
 
 
+def test_one_long_rollout_does_not_hold_up_the_others():
+    short = "<answer> city </answer>"
+    longest = "a" * 45 + short
+    assert num_tokens(longest) >= 10 * num_tokens(short)
+    steps = []
+    for first in (short, longest):
+        _, script = play([[first], *[[short]] * 119], num_rows=4)
+        steps.append(sum(script.steps))
+    # Its own tokens and no more: the other slots go on.
+    assert steps[1] < 1.2 * steps[0]
+
+
 def test_while_a_search_runs_the_others_write_on():
     script = Script([[SEARCHES, ANSWERS], [LONG_ANSWER]])
     has_ended = threading.Event()
