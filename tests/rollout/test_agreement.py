@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rsearch.learn.logprobs import token_logprobs
+from rsearch.models import layers
 from rsearch.models.sharding import make_mesh
 from rsearch.rollout.driver import RolloutEngine
 from rsearch.types import Source
@@ -204,6 +205,13 @@ def test_a_rollouts_draws_do_not_depend_on_the_pages_that_rows_share(expected, d
     traces = setup.engine.num_traces
     setup.roll_out(SHUFFLED)
     assert setup.engine.num_traces == traces
+
+
+def test_layers_by_themselves_draw_what_a_scan_draws(expected, monkeypatch):
+    monkeypatch.setattr(layers, "LARGE_LAYERS", 0)
+    setup = tiny.make_engine(num_rows=8)
+    assert isinstance(setup.params["layers"], tuple)
+    assert ids_by_sample(setup.roll_out(tiny.questions(6))) == expected
 
 
 def test_the_first_samples_of_a_larger_group_are_those_of_a_smaller(compiled):
