@@ -7,18 +7,24 @@ within one run: medians of five, the bound that each number meets, and its share
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
 
 from rsearch import console
-from rsearch.benching import retrieval, rollout
+from rsearch.benching import retrieval, rollout, step, train
 from rsearch.benching.children import Subject, compare
 from rsearch.benching.machine import Machine
 from rsearch.benching.rows import HEADS, OURS, Bench, Row, cells
-from rsearch.config import parse_flags, run_command
+from rsearch.config import (
+    parse_command_line,
+    parse_flags,
+    print_config,
+    run_command,
+)
 
-KINDS = {"rollout": rollout, "retrieval": retrieval}
+KINDS = {"rollout": rollout, "train": train, "retrieval": retrieval, "step": step}
 SHARED = {
     "out": ("", "file for the same numbers as JSON"),
     "repeats": (5, "repetitions of each measurement"),
@@ -34,7 +40,16 @@ def main(argv) -> int:
     if kind not in KINDS:
         raise ValueError(f"the first argument must be one of {', '.join(KINDS)}")
     module = KINDS[kind]
-    given = parse_flags(argv[1:], flags=SHARED | module.FLAGS)
+    flags = SHARED | module.FLAGS
+    if hasattr(module, "CONFIG"):
+        recipe = {"config": (module.CONFIG, "recipe that is measured")}
+        config, given = parse_command_line(argv[1:], flags=recipe | flags)
+        if given.pop("print_config"):
+            print_config(config)
+            return 0
+        measure = functools.partial(module.measure, config=config)
+    else:
+        given, measure = parse_flags(argv[1:], flags=flags), module.measure
     out, repeats = given.pop("out"), given.pop("repeats")
     if repeats < 1:
         raise ValueError(f"--repeats={repeats}, expected at least 1")
@@ -44,7 +59,7 @@ def main(argv) -> int:
         f"{machine.bandwidth / 1e9:,.1f} GB/s, "
         + ("measured" if machine.is_measured else "as its maker tells")
     )
-    rows = module.measure(Bench(machine, repeats), **given)
+    rows = measure(Bench(machine, repeats), **given)
     if out:
         pathlib.Path(out).write_text(
             json.dumps(as_json(machine, rows), indent=1) + "\n"

@@ -3,9 +3,11 @@
 import importlib
 import json
 
+import jax
 import pytest
 
 from rsearch import bench
+from rsearch.benching import rollout, train, waiting
 from rsearch.benching.machine import Machine
 
 TINY = ("--shape=tiny", "--repeats=1")
@@ -20,13 +22,21 @@ def in_this_process(monkeypatch):
         found = {}
         for name, subject in subjects.items():
             module = importlib.import_module(subject.module)
-            once = getattr(module, subject.make)(**subject.settings)
+            try:
+                once = getattr(module, subject.make)(**subject.settings)
+            except ModuleNotFoundError as error:
+                found[name] = f"{error.name} is not installed"
+                continue
             found[name] = [once() | {"peak_bytes": 1} for _ in range(repeats)]
         return found
 
     monkeypatch.setattr(bench, "find_machine", lambda: MACHINE)
-    for module in bench.KINDS.values():
+    for module in (rollout, train, waiting):
         monkeypatch.setattr(module, "compare", compare)
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def run(tmp_path, capsys, *argv):
@@ -41,7 +51,14 @@ def run(tmp_path, capsys, *argv):
 def test_rollouts_are_measured_beside_a_peer(tmp_path, capsys):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    sizes = ("--batch=2", "--turn_batch=3", "--prompt_tokens=16", "--new_tokens=8")
+    cases = "--cases=decode,turns"
+    sizes = (
+        "--batch=2",
+        "--turn_batch=3",
+        "--prompt_tokens=16",
+        "--new_tokens=8",
+        cases,
+    )
     rows, printed = run(
         tmp_path,
         capsys,
@@ -70,14 +87,88 @@ def test_rollouts_are_measured_beside_a_peer(tmp_path, capsys):
     assert again == 3 * (16 + (16 + 8 + 9) + (16 + 2 * 8 + 2 * 9))
 
 
+def test_rollouts_that_wait_are_measured_beside_those_that_do_not(tmp_path, capsys):
+    sizes = ("--waiting_shape=tiny", "--slots=4", "--rollouts=8", "--delay=30")
+    cases = "--cases=delay,straggler"
+    rows, _ = run(tmp_path, capsys, "rollout", *TINY, *sizes, cases)
+    plain, delayed, even, longer = rows
+    assert [r["subject"] for r in (plain, even)] == ["rsearch", "rsearch"]
+    assert delayed["subject"] == "rsearch, searches of 30 ms"
+    assert longer["subject"] == "rsearch, one 10 times longer"
+    share = delayed["counts"]["share of without"]
+    assert share == pytest.approx(1 / delayed["ratio"])
+    # Two searches of 30 ms beside what 3 x 18 tokens take, by the tokens a second.
+    alone = 4 * 3 * 18 / plain["value"]
+    assert delayed["counts"]["most"] == pytest.approx(alone / (alone + 0.06))
+    assert longer["ratio"] == pytest.approx(longer["value"] / even["value"])
+
+
+def test_updates_are_measured_beside_a_peer(tmp_path, capsys):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    cases = ("--cases=update,logits", "--vocabulary=600", "--vocabulary_tokens=32")
+    sizes = ("--rows=2", "--tokens=16", "--logit_chunk=16")
+    rows, _ = run(tmp_path, capsys, "train", *TINY, *cases, *sizes)
+    named = {(row["case"], row["subject"]): row for row in rows}
+    update, logits = "update, 2 x 16 tokens", "update, 600 ids, 32 tokens"
+    peers = ("rsearch", "torch, 1 at once", "torch, 2 at once")
+    assert {*named} == {
+        *((update, name) for name in peers),
+        *((logits, name) for name in ("rsearch", "all logits at once")),
+    }
+    # The same weights and tokens: loss and gradient are the same.
+    for name in ("loss", "grad_norm"):
+        told = [named[update, peer]["counts"][name] for peer in peers]
+        assert told == pytest.approx([told[0]] * 3, rel=1e-4)
+    told = [named[logits, name]["counts"]["loss"] for _, name in [*named][3:]]
+    assert told == pytest.approx([told[0]] * 2, rel=1e-5)
+
+
+def test_whole_steps_are_measured_beside_a_peer_that_need_not_be_there(
+    tmp_path, capsys
+):
+    sizes = ("--grpo_shape=tiny", "--questions=2", "--group=2", "--new_tokens=5")
+    rows, _ = run(tmp_path, capsys, "train", "--repeats=2", "--cases=grpo", *sizes)
+    ours, peer = rows
+    assert ours["value"] > ours["counts"]["rollouts"] > 0
+    assert peer["subject"] == "google-tunix" and "not installed" in peer["missing"]
+
+
+def test_a_step_is_split_into_its_parts(tmp_path, capsys):
+    small = {
+        "stages": "rl",
+        "model.num_layers": 1,
+        "rl.questions_per_step": 4,
+        "rl.micro_batch": 8,
+        "rollout.group_size": 2,
+        "rollout.slots": 8,
+        "retrieval.top_k": 1,
+    }
+    fields = [f"--config.{name}={value}" for name, value in small.items()]
+    rows, _ = run(tmp_path, capsys, "step", "--repeats=1", *fields)
+    seconds = {row["case"].rpartition(": ")[2]: row["value"] for row in rows}
+    whole, _, search = (seconds.pop(n) for n in ("whole", "tokens written", "search"))
+    parts = ("place", "prefill", "decode", "reward", "score", "update", "idle")
+    assert tuple(seconds) == parts
+    assert sum(seconds.values()) == pytest.approx(whole) and search >= 0
+    assert min(seconds[part] for part in ("prefill", "decode", "update")) > 0
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         ([], "the first argument must be one of rollout"),
         (["rolout"], "the first argument must be one of rollout"),
         (["rollout", "--repeats=0"], "--repeats=0, expected at least 1"),
-        (["rollout", "--cases=decoding"], "--cases=decoding: must be of decode, turns"),
-        (["rollout", "--shape=large"], "--shape=large: must be one of smollm2, tiny"),
+        (
+            ["rollout", "--cases=decoding"],
+            "--cases=decoding: must be of decode, turns, delay",
+        ),
+        (
+            ["rollout", "--shape=large"],
+            "--shape=large: must be one of smollm2, quickstart, tiny",
+        ),
+        (["step", "--stage=sft"], "--stage=sft: stages that reinforce: rl"),
         (["rollout", "--dtype=int8"], "--dtype=int8: must be one of float32, bfloat16"),
     ],
 )

@@ -38,7 +38,7 @@ class Machine:
     Attributes:
         name: of the device.
         cores: of the processor.
-        flops: a second, matrix products, of all devices together.
+        flops: a second, matrix products, of one device, as all subjects use one.
         bandwidth: bytes a second from and to memory.
         is_measured: here and now; otherwise as the maker tells, in bfloat16.
     """
@@ -74,8 +74,7 @@ def probe() -> Machine:
         if not found:
             raise ValueError(f"{kind}: its bounds are in no table; known: {[*GPUS]}")
         flops, bandwidth = found[0]
-    count = len(devices)
-    return Machine(f"{count} x {kind}", cores, flops * count, bandwidth * count, False)
+    return Machine(kind, cores, flops, bandwidth, False)
 
 
 def _best(run) -> float:

@@ -5,6 +5,7 @@ import statistics
 from rsearch.benching.children import Subject, compare
 from rsearch.benching.rows import OURS, Bench, Row, bounded, row_of
 from rsearch.benching.shapes import SHAPES, model_directory
+from rsearch.benching.waiting import measure_delay, measure_straggler
 from rsearch.models import hf_config
 from rsearch.models.decoder import DecoderSpec
 
@@ -12,15 +13,20 @@ FLAGS = {
     "model": ("", "Hugging Face directory; random weights of --shape where not given"),
     "shape": ("smollm2", f"of random weights: {', '.join(SHAPES)}"),
     "dtype": ("float32", "of weights and computing: float32 or bfloat16"),
-    "cases": ("decode,turns", "which to measure"),
+    "cases": ("decode,turns,delay,straggler", "which to measure"),
     "batch": ("8,32", "rows decoded at once, for decode"),
     "prompt_tokens": (128, "of each row"),
     "new_tokens": (64, "tokens that each row writes, in each turn"),
     "turn_batch": (8, "rows of the conversations of several turns"),
     "turns": (4, "of a conversation"),
     "observation_tokens": (300, "read between two turns"),
+    "waiting_shape": ("quickstart", "of random weights, for delay and straggler"),
+    "slots": (64, "rows decoded at once, likewise"),
+    "rollouts": (256, "of a repetition, likewise"),
+    "delay": (200, "milliseconds that each search takes, for delay"),
 }
 BYTES = {"float32": 4, "bfloat16": 2}
+CASES = ("decode", "turns", "delay", "straggler")
 PEER = "transformers"
 
 
@@ -37,21 +43,26 @@ def measure(
     turn_batch,
     turns,
     observation_tokens,
+    waiting_shape,
+    slots,
+    rollouts,
+    delay,
 ) -> list[Row]:
     """The rows of the cases that are asked for; see FLAGS.
 
     Raises:
         ValueError: an unknown case or shape, or a dtype that is not measured.
     """
-    known = ("decode", "turns")
-    asked = [name.strip() for name in cases.split(",")]
-    if not set(asked) <= set(known):
-        raise ValueError(f"--cases={cases}: must be of {', '.join(known)}")
-    if shape not in SHAPES:
-        raise ValueError(f"--shape={shape}: must be one of {', '.join(SHAPES)}")
-    if dtype not in BYTES:
-        raise ValueError(f"--dtype={dtype}: must be one of {', '.join(BYTES)}")
+    asked = check_choices(cases, CASES, shape, dtype)
+    check_choices(cases, CASES, waiting_shape, dtype)
     rows = []
+    waiting = {"shape": waiting_shape, "slots": slots, "rollouts": rollouts}
+    if "delay" in asked:
+        rows += measure_delay(bench, **waiting, milliseconds=delay)
+    if "straggler" in asked:
+        rows += measure_straggler(bench, **waiting)
+    if not {"decode", "turns"} & set(asked):
+        return rows
     with model_directory(model, SHAPES[shape]) as directory:
         spec = hf_config.read_spec(directory)
         settings = {
@@ -72,6 +83,22 @@ def measure(
             }
             rows += _conversing(bench, spec, own)
     return rows
+
+
+def check_choices(cases, known, shape, dtype) -> list[str]:
+    """The cases that are asked for.
+
+    Raises:
+        ValueError: a case, a shape or a dtype that there is not.
+    """
+    asked = [name.strip() for name in cases.split(",")]
+    if not set(asked) <= set(known):
+        raise ValueError(f"--cases={cases}: must be of {', '.join(known)}")
+    if shape not in SHAPES:
+        raise ValueError(f"--shape={shape}: must be one of {', '.join(SHAPES)}")
+    if dtype not in BYTES:
+        raise ValueError(f"--dtype={dtype}: must be one of {', '.join(BYTES)}")
+    return asked
 
 
 def _both(bench, make, settings):

@@ -2,6 +2,7 @@
 
 import pathlib
 import time
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ def prompt_tokens(batch: int, num_tokens: int, vocab_size: int) -> np.ndarray:
 
 def load(model: str, dtype: str):
     """(network, placed parameters, mesh) of a Hugging Face directory."""
-    spec, mesh = hf_config.read_spec(model), make_mesh()
+    spec, mesh = hf_config.read_spec(model), make_mesh(devices=jax.devices()[:1])
     shardings = param_shardings(weights.param_shapes(spec), mesh)
     params = huggingface.load_params(model, spec, shardings=shardings)
     return Decoder(spec, dtype=jnp.dtype(dtype)), params, mesh
@@ -78,9 +79,13 @@ def make_decode(*, model, batch, num_prompt, num_new, dtype="float32"):
 
 
 class CountedSampler(Sampler):
-    """A Sampler that counts the tokens it was given to read."""
+    """A Sampler that counts the tokens it was given to read, and fixes each turn's.
 
-    def __init__(self, *args, **settings):
+    Args:
+        num_new: tokens of each turn; `max_turn_tokens` of the first question's.
+    """
+
+    def __init__(self, *args, num_new, **settings):
         super().__init__(*args, **settings)
         self.num_read = {"prompts": 0, "observations": 0}
         prefill, extend = self.prefill, self.extend
@@ -94,7 +99,15 @@ class CountedSampler(Sampler):
             self.num_read["observations"] += int(np.sum(count))
             return extend(params, rows, slots, tokens, count)
 
+        decode, longest = self.decode, settings["max_turn_tokens"]
+        first = zlib.crc32(b"0")
+
+        def fixed_decode(params, rows, key, names, begins, budget, *limits):
+            budget = np.where(names[:, 0] == first, longest, num_new).astype(np.int32)
+            return decode(params, rows, key, names, begins, budget, *limits)
+
         self.prefill, self.extend = counted_prefill, counted_extend
+        self.decode = fixed_decode
 
 
 def turns_protocol() -> Protocol:
@@ -116,39 +129,63 @@ def turns_protocol() -> Protocol:
 
 
 def make_turns(
-    *, model, batch, num_prompt, num_new, num_observed, num_turns, dtype="float32"
+    *,
+    model,
+    batch,
+    num_prompt,
+    num_new,
+    num_observed,
+    num_turns,
+    num_rollouts=0,
+    delay_seconds=0.0,
+    times_longer=1,
+    dtype="float32",
 ):
-    """Rollouts of B questions: turns of N tokens, and what is read between them."""
+    """Rollouts in turns of N tokens, with what is read between them.
+
+    Args:
+        model, dtype: of the policy.
+        batch: slots.
+        num_prompt, num_new, num_observed: tokens of a prompt, a turn, an observation.
+        num_turns: of each rollout; it searches in all but the last.
+        num_rollouts: one of each question; 0 = as many as slots.
+        delay_seconds: that each search takes.
+        times_longer: the turns of the first rollout are than those of the others.
+    """
     network, params, mesh = load(model, dtype)
     tokenizer = load_tokenizer(pathlib.Path(model))
     text = FAR * num_observed  # a word is a token at least
+    longest = num_new * times_longer
     limits = Limits(
         max_searches=num_turns - 1,
         max_prompt_tokens=num_prompt,
-        max_turn_tokens=num_new,
+        max_turn_tokens=longest,
         max_observation_tokens=num_observed,
     )
 
     def search(queries):
+        time.sleep(delay_seconds)
         return [(Passage("p", text),) for _ in queries]
 
     host = Host(tokenizer, turns_protocol(), search, limits)
     sampler = CountedSampler(
         network,
         mesh,
+        num_new=num_new,
         stop_table=token_automaton((), tokenizer.token_bytes),
         eos_ids=(),
-        num_slots=num_prompt + num_turns * num_new + (num_turns - 1) * num_observed,
-        max_turn_tokens=num_new,
-        chunk=num_observed,
+        num_slots=num_prompt + num_turns * longest + (num_turns - 1) * num_observed,
+        max_turn_tokens=longest,
+        chunk=min(num_observed, CHUNK),
         temperature=0.0,
         top_p=1.0,
     )
     params = sampler.place(params)
     engine = RolloutEngine(sampler, host, num_rows=batch, group_size=1)
-    prompts = prompt_tokens(batch, num_prompt, network.spec.vocab_size)
+    count = num_rollouts or batch
+    prompts = prompt_tokens(count, num_prompt, network.spec.vocab_size)
     engine.prompt = lambda question: prompts[int(question.id)]
-    questions = [Question(str(i), "", ("",)) for i in range(batch)]
+    questions = [Question(str(i), "", ("",)) for i in range(count)]
 
     def once():
         before = dict(sampler.num_read)

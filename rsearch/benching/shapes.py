@@ -27,6 +27,16 @@ SMOLLM2 = DecoderSpec(  # HuggingFaceTB/SmolLM2-135M
 )
 SHAPES = {
     "smollm2": SMOLLM2,
+    "quickstart": dataclasses.replace(  # configs/quickstart.py
+        SMOLLM2,
+        vocab_size=4096,
+        width=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        mlp_width=256,
+    ),
     "tiny": dataclasses.replace(
         SMOLLM2,
         vocab_size=512,
@@ -38,6 +48,16 @@ SHAPES = {
         mlp_width=96,
     ),
 }
+
+
+def wide(vocab_size: int) -> DecoderSpec:
+    """A network that is little more than its vocabulary."""
+    shape = dict(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32)
+    return dataclasses.replace(
+        SMOLLM2, vocab_size=vocab_size, width=64, mlp_width=128, **shape
+    )
+
+
 TEXT = ["Who directed the film that was shot in the city where the river ends?"]
 
 
