@@ -95,9 +95,9 @@ class CountedSampler(Sampler):
             self.num_read["prompts"] += int(count[count > 1].sum())
             return prefill(params, tokens, count)
 
-        def counted_extend(params, rows, slots, tokens, count):
+        def counted_extend(params, rows, slots, tokens, count, table=None):
             self.num_read["observations"] += int(np.sum(count))
-            return extend(params, rows, slots, tokens, count)
+            return extend(params, rows, slots, tokens, count, table)
 
         decode, longest = self.decode, settings["max_turn_tokens"]
         first = zlib.crc32(b"0")

@@ -15,7 +15,8 @@ from rsearch.learn.advantages import with_advantages
 from rsearch.learn.batch import cut, pack
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.packing import packed
-from rsearch.learn.update import Learner, create_state
+from rsearch.learn.train_state import create_state
+from rsearch.learn.update import Learner
 from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 from rsearch.models.sharding import make_mesh
 from rsearch.models.small_tokenizer import train_tokenizer

@@ -12,7 +12,8 @@ from rsearch.benching.sampling import load
 from rsearch.learn import objectives
 from rsearch.learn.batch import Batch, cut
 from rsearch.learn.optimizer import make_optimizer
-from rsearch.learn.update import Learner, create_state
+from rsearch.learn.train_state import create_state
+from rsearch.learn.update import Learner
 
 ADAMW = dict(lr=1e-5, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
 MAX_GRAD_NORM = 1.0

@@ -41,14 +41,22 @@ def write_pages(pages: Pages, layer, k, v, table, positions) -> Pages:
         table: [B, n] int32 pages of each row; P is nobody's and takes nothing.
         positions: [B, T] int32; at or past n x N is padding, which writes nothing.
     """
-    _, num_pages, _, size, _ = pages.k.shape
+    heads, num_pages, num_layers, size, width = pages.k.shape
     last = table.shape[1] - 1
     page = jnp.take_along_axis(table, jnp.minimum(positions // size, last), axis=1)
-    page = jnp.where(positions < table.shape[1] * size, page, num_pages)
-    at = (slice(None), page, layer, positions % size)
+    is_there = (positions < table.shape[1] * size) & (page < num_pages)
+    # Tokens of all pages on one axis: with one for the heads before it, XLA copies
+    # the whole for each layer.
+    total = heads * num_pages * num_layers * size
+    assert total < 2**31, "more tokens than an index counts"
+    first = (page * num_layers + layer) * size + positions % size
+    of_head = jnp.arange(heads)[None, None] * (total // heads)
+    at = first[..., None] + of_head  # [B, T, K]
+    at = jnp.where(is_there[..., None], at, total)
 
     def put(x, new):
-        return x.at[at].set(new.transpose(2, 0, 1, 3), mode="drop")
+        flat = x.reshape(total, width).at[at].set(new, mode="drop")
+        return flat.reshape(x.shape)
 
     return Pages(put(pages.k, k), put(pages.v, v))
 
