@@ -132,13 +132,15 @@ def test_equal_hashes_of_different_ids_are_no_duplicates(tmp_path, monkeypatch):
     "data, message",
     [
         (b"", "empty"),
-        (gzip.compress(b""), "empty"),
+        (gzip.compress(b"", mtime=0), "empty"),
         (b"\n", ":1: blank line"),
         (b"PAR1....PAR1", "Parquet"),
         (bytes(range(256)), ":1: invalid"),
-        (gzip.compress(TWO)[:-12], "truncated or damaged gzip data after"),
+        (gzip.compress(TWO, mtime=0)[:-12], "truncated or damaged gzip data after"),
         (
-            gzip.compress(TWO * 9)[:20] + b"????" + gzip.compress(TWO * 9)[24:],
+            gzip.compress(TWO * 9, mtime=0)[:20]
+            + b"????"
+            + gzip.compress(TWO * 9, mtime=0)[24:],
             "gzip data",
         ),
     ],
@@ -204,7 +206,7 @@ def test_a_replaced_corpus_stays_readable_where_it_is_open(tmp_path):
 
 def test_the_fingerprint_is_of_the_text_not_of_its_packing(tmp_path):
     plain = Corpus(written(tmp_path, TWO))
-    packed = Corpus(written(tmp_path, gzip.compress(TWO), "other.jsonl.gz"))
+    packed = Corpus(written(tmp_path, gzip.compress(TWO, mtime=0), "other.jsonl.gz"))
     assert plain.fingerprint == packed.fingerprint
     assert plain.fingerprint != Corpus(written(tmp_path, TWO[:-1], "c")).fingerprint
 
@@ -228,7 +230,7 @@ def test_a_damaged_offsets_file_is_written_again(tmp_path, builds, damage):
 
 
 def test_a_lost_or_changed_unpacked_text_is_written_again(tmp_path, builds):
-    path = written(tmp_path, gzip.compress(TWO), "corpus.jsonl.gz")
+    path = written(tmp_path, gzip.compress(TWO, mtime=0), "corpus.jsonl.gz")
     Corpus(path)
     plain = tmp_path / "corpus.jsonl.gz.plain"
     plain.unlink()
