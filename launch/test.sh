@@ -6,4 +6,6 @@ set -euo pipefail
 rsearch_environment tests/requirements.txt
 ruff check .
 ruff format --check .
+# Two at a time: most of a test is compilation, on one core.
+if [ $# = 0 ]; then set -- -n 2; fi
 exec python -m pytest "$@"

@@ -177,7 +177,10 @@ def convert(name, value, kind, current=None):
 
 
 def _items(name, value, current):
-    """The items of a sequence: '(1, 2)', '["a"]', or bare words with commas."""
+    """The items of a sequence: '(1, 2)', '["a"]', or bare words with commas.
+
+    They are of the kind that it has now; of an empty one they are words.
+    """
     if isinstance(value, str):
         text = value.strip()
         is_literal = text.startswith(("(", "["))
@@ -185,7 +188,7 @@ def _items(name, value, current):
         value = _literal(name, text) if is_literal else words
     if not isinstance(value, tuple | list):
         raise TypeError
-    kinds = {type(item) for item in current or ()}
+    kinds = {str} if current == () else {type(item) for item in current or ()}
     kind = kinds.pop() if len(kinds) == 1 else None
     return [item if kind is None else convert(name, item, kind) for item in value]
 

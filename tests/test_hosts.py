@@ -195,13 +195,13 @@ def test_a_host_that_fails_in_a_shared_program_ends_the_others(tmp_path, monkeyp
     program.write_text(
         "import sys\n"
         "from rsearch import config, hosts, train\n"
-        "from rsearch.rollout import driver\n"
-        "find = driver._Play._find\n"
+        "from rsearch.rollout import play\n"
+        "find = play.Play._find\n"
         "def broken(*args):\n"
         "    if hosts.index() == 1:\n"
         "        raise ValueError('the index is gone')\n"
         "    return find(*args)\n"
-        "driver._Play._find = broken\n"
+        "play.Play._find = broken\n"
         "sys.exit(config.run_command(train.command, sys.argv[1:]))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
