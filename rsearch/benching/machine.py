@@ -15,20 +15,14 @@ SIDE = 2048  # of the square matrices whose product is timed
 COPIED = 2**28  # bytes of the array that is read, and of one that is copied
 TRIES = 5  # of which the best counts: a bound is what nothing gets past
 
-# Dense matrix products in bfloat16 and bytes of memory a second: nvidia.com's data
-# sheets of the A100 80GB, H100, H200 and L4.
-GPUS = {
-    "A100": (312e12, 2.039e12),
-    "H100": (989e12, 3.35e12),
-    "H200": (989e12, 4.8e12),
-    "L4": (121e12, 0.3e12),
-}
+# What JAX calls a TPU, and what stands in a GPU's name -> their names among CHIPS.
 TPU_KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5": "v5p",
     "TPU v6 lite": "v6e",
 }
+GPUS = {"A100": "a100", "H100": "h100", "H200": "h200", "L4": "l4"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +60,13 @@ def probe() -> Machine:
     if devices[0].platform == "cpu":
         name = platform.processor() or kind
         return Machine(name, cores, _measured_flops(), _measured_bandwidth(), True)
+    found = [chip for name, chip in GPUS.items() if name in kind]
     if kind in TPU_KINDS:
-        chip = CHIPS[TPU_KINDS[kind]]
-        flops, bandwidth = chip.flops, chip.bandwidth
-    else:
-        found = [numbers for name, numbers in GPUS.items() if name in kind]
-        if not found:
-            raise ValueError(f"{kind}: its bounds are in no table; known: {[*GPUS]}")
-        flops, bandwidth = found[0]
-    return Machine(kind, cores, flops, bandwidth, False)
+        found = [TPU_KINDS[kind]]
+    if not found:
+        raise ValueError(f"{kind}: its bounds are in no table; known: {[*GPUS]}")
+    chip = CHIPS[found[0]]
+    return Machine(kind, cores, chip.flops, chip.bandwidth, False)
 
 
 def _best(run) -> float:

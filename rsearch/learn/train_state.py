@@ -13,6 +13,7 @@ from rsearch.models.sharding import (
     on_device,
     param_shardings,
     replicated,
+    with_shardings,
 )
 
 
@@ -102,11 +103,7 @@ def state_like(
 ) -> TrainState:
     """Shapes and shardings of the state around parameters of these shapes."""
     state = jax.eval_shape(lambda params: _fresh(params, optimizer, kl_coef), shapes)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        state,
-        state_shardings(state, mesh, offloads=offloads),
-    )
+    return with_shardings(state, state_shardings(state, mesh, offloads=offloads))
 
 
 def stepped(

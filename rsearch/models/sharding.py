@@ -230,13 +230,18 @@ def on_device(tree):
     return jax.tree.map(back, tree)
 
 
-def laid_out(shapes, mesh: Mesh):
-    """Shapes of parameters with their shardings over a mesh."""
+def with_shardings(shapes, shardings):
+    """Shapes of arrays, each with its sharding."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         shapes,
-        param_shardings(shapes, mesh),
+        shardings,
     )
+
+
+def laid_out(shapes, mesh: Mesh, rules=None):
+    """Shapes of parameters with their shardings over a mesh, see `param_shardings`."""
+    return with_shardings(shapes, param_shardings(shapes, mesh, rules))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

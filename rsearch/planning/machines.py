@@ -39,10 +39,11 @@ CHIPS = {
     "v5e": Chip(16e9, 197e12, 819e9, 200e9),
     "v5p": Chip(95e9, 459e12, 2765e9, 600e9),
     "v6e": Chip(32e9, 918e12, 1638e9, 400e9),
-    # GPUs: nvidia.com's data sheets of the SXM boards; NVLink one way.
+    # GPUs: nvidia.com's data sheets of the SXM boards, NVLink one way; L4: PCIe.
     "a100": Chip(80e9, 312e12, 2039e9, 300e9),
     "h100": Chip(80e9, 989e12, 3350e9, 450e9),
     "h200": Chip(141e9, 989e12, 4800e9, 450e9),
+    "l4": Chip(24e9, 121e12, 300e9, 32e9),
 }
 
 

@@ -24,11 +24,12 @@ from rsearch.models.sharding import (
     DEVICE,
     HOST,
     check_host_memory,
+    laid_out,
     make_mesh,
     num_shards,
     own_mesh,
-    param_shardings,
     replicated,
+    with_shardings,
 )
 from rsearch.planning.machines import Machine
 from rsearch.rollout.conversation import conversation_tokens, shown_tokens
@@ -162,17 +163,17 @@ def _rolling(frame, state, machine):
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, frame.model.dtype), began
     )
-    params = _with(params, param_shardings(params, mesh, DECODING_RULES))
+    params = laid_out(params, mesh, DECODING_RULES)
     num_rows, group = c.rollout.slots, c.rollout.group_size
     parts = max(1, sampler.parts(num_rows * sharing) // sharing)
     moved, block = (sharing * n for n in at_once(num_rows, group, parts))
     num_rows *= sharing
     pages = num_pages(sampler, num_rows, sharing * c.rollout.cache_tokens)
     rows = jax.eval_shape(lambda: sampler.empty(num_rows, pages))
-    rows = _with(rows, sampler.shardings(rows))
+    rows = with_shardings(rows, sampler.shardings(rows))
     prompts = host(block, limits.max_prompt_tokens), host(block)
     context = jax.eval_shape(sampler.prefill, params, *prompts)
-    context = _with(context, sampler.shardings(context))
+    context = with_shardings(context, sampler.shardings(context))
     read = shown_tokens(*limits_of(c, "rl"))
     key = jax.eval_shape(lambda: jax.random.key(0))
     naming = host(dtype=key.dtype), host(num_rows, 2, dtype=jnp.uint32)
@@ -334,13 +335,4 @@ def _batch(frame, kind, *, updates=1, has_values=False, num_rows=None) -> Batch:
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), one
     )
-    return _with(shapes, batch_shardings(shapes, frame.mesh))
-
-
-def _with(shapes, shardings):
-    """Shapes with shardings."""
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        shapes,
-        shardings,
-    )
+    return with_shardings(shapes, batch_shardings(shapes, frame.mesh))
