@@ -54,7 +54,10 @@ def test_rollouts_are_measured_beside_a_peer(tmp_path, capsys):
     cases = "--cases=decode,turns"
     sizes = (
         "--batch=2",
-        "--turn_batch=3",
+        "--turn_batch=2",
+        "--turn_rollouts=4",
+        "--turn_group=2",
+        "--turn_spread=0",
         "--prompt_tokens=16",
         "--new_tokens=8",
         cases,
@@ -69,7 +72,7 @@ def test_rollouts_are_measured_beside_a_peer(tmp_path, capsys):
         "--observation_tokens=9",
     )
     named = {(row["case"], row["subject"]): row for row in rows}
-    cases = ("decode, 2 rows", "prefill, 2 rows", "3 turns, 3 rows")
+    cases = ("decode, 2 rows", "prefill, 2 rows", "3 turns, 4 rollouts on 2 rows")
     assert {*named} == {(c, s) for c in cases for s in ("rsearch", "transformers")}
     for (case, subject), row in named.items():
         assert row["low"] <= row["value"] <= row["high"] and not row["missing"]
@@ -82,9 +85,9 @@ def test_rollouts_are_measured_beside_a_peer(tmp_path, capsys):
     # The same weights and prompts: both write the same.
     assert named[cases[0], "transformers"]["counts"]["equal tokens"] == 1
     counts = named[cases[2], "rsearch"]["counts"]
-    assert counts == {"tokens read per search": 9, "tokens read": 3 * (16 + 2 * 9)}
+    assert counts == {"tokens read per search": 9, "tokens read": 2 * 16 + 4 * 2 * 9}
     again = named[cases[2], "transformers"]["counts"]["tokens read"]
-    assert again == 3 * (16 + (16 + 8 + 9) + (16 + 2 * 8 + 2 * 9))
+    assert again == 4 * (16 + (16 + 8 + 9) + (16 + 2 * 8 + 2 * 9))
 
 
 def test_rollouts_that_wait_are_measured_beside_those_that_do_not(tmp_path, capsys):

@@ -17,7 +17,10 @@ FLAGS = {
     "batch": ("8,32", "rows decoded at once, for decode"),
     "prompt_tokens": (128, "of each row"),
     "new_tokens": (64, "tokens that each row writes, in each turn"),
-    "turn_batch": (8, "rows of the conversations of several turns"),
+    "turn_batch": (8, "rows written at once in conversations of several turns"),
+    "turn_rollouts": (16, "such conversations"),
+    "turn_group": (4, "of each question"),
+    "turn_spread": (0.5, "share that a turn may be longer or shorter than new_tokens"),
     "turns": (4, "of a conversation"),
     "observation_tokens": (300, "read between two turns"),
     "waiting_shape": ("quickstart", "of random weights, for delay and straggler"),
@@ -41,6 +44,9 @@ def measure(
     prompt_tokens,
     new_tokens,
     turn_batch,
+    turn_rollouts,
+    turn_group,
+    turn_spread,
     turns,
     observation_tokens,
     waiting_shape,
@@ -51,10 +57,18 @@ def measure(
     """The rows of the cases that are asked for; see FLAGS.
 
     Raises:
-        ValueError: an unknown case or shape, or a dtype that is not measured.
+        ValueError: an unknown case or shape, a dtype that is not measured, or numbers
+            of conversations that do not go together.
     """
     asked = check_choices(cases, CASES, shape, dtype)
     check_choices(cases, CASES, waiting_shape, dtype)
+    if turn_rollouts % turn_group:
+        raise ValueError(
+            f"--turn_rollouts={turn_rollouts}: must be a multiple of "
+            f"--turn_group={turn_group}"
+        )
+    if not 0 <= turn_spread < 1:
+        raise ValueError(f"--turn_spread={turn_spread}: must be 0 or more, below 1")
     rows = []
     waiting = {"shape": waiting_shape, "slots": slots, "rollouts": rollouts}
     if "delay" in asked:
@@ -78,6 +92,9 @@ def measure(
         if "turns" in asked:
             own = settings | {
                 "batch": turn_batch,
+                "num_rollouts": turn_rollouts,
+                "group_size": turn_group,
+                "spread": turn_spread,
                 "num_turns": turns,
                 "num_observed": observation_tokens,
             }
@@ -151,7 +168,8 @@ def _decoding(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
 
 def _conversing(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
     """Tokens written a second in conversations of several turns."""
-    case = f"{settings['num_turns']} turns, {settings['batch']} rows"
+    case = "{num_turns} turns, {num_rollouts} rollouts on {batch} rows"
+    case = case.format(**settings)
     found = _both(bench, "make_turns", settings)
     rows = []
     for name, told in found.items():

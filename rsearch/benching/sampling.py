@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rsearch.benching.workload import prompt_tokens, turn_lengths
 from rsearch.models import hf_config, huggingface, weights
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import make_mesh, param_shardings
@@ -19,14 +20,8 @@ from rsearch.rollout.driver import RolloutEngine
 from rsearch.rollout.sampler import Sampler
 from rsearch.types import Observation, Passage, Question, Search
 
-CHUNK = 128  # prompt tokens that go through the model at once, of each row
+CHUNK = 512  # prompt tokens that go through the model at once, of each row
 FAR = "Silver Harbour was filmed in Goldberg, where the river ends. "
-
-
-def prompt_tokens(batch: int, num_tokens: int, vocab_size: int) -> np.ndarray:
-    """[B, P] int32 ids that every subject reads."""
-    rng = np.random.default_rng(0)
-    return rng.integers(3, min(vocab_size, 256), (batch, num_tokens)).astype(np.int32)
 
 
 def load(model: str, dtype: str):
@@ -82,13 +77,16 @@ class CountedSampler(Sampler):
     """A Sampler that counts the tokens it was given to read, and fixes each turn's.
 
     Args:
-        num_new: tokens of each turn; `max_turn_tokens` of the first question's.
+        lengths: [questions, G, turns] tokens of each turn.
     """
 
-    def __init__(self, *args, num_new, **settings):
+    def __init__(self, *args, lengths, **settings):
         super().__init__(*args, **settings)
         self.num_read = {"prompts": 0, "observations": 0}
-        prefill, extend = self.prefill, self.extend
+        self._lengths = lengths
+        self._names = {zlib.crc32(str(i).encode()): i for i in range(len(lengths))}
+        self._turns = np.zeros(lengths.shape[:2], int)  # begun so far
+        prefill, extend, decode = self.prefill, self.extend, self.decode
 
         def counted_prefill(params, tokens, count):
             # A row that nobody asked for reads one token.
@@ -99,15 +97,29 @@ class CountedSampler(Sampler):
             self.num_read["observations"] += int(np.sum(count))
             return extend(params, rows, slots, tokens, count, table)
 
-        decode, longest = self.decode, settings["max_turn_tokens"]
-        first = zlib.crc32(b"0")
-
         def fixed_decode(params, rows, key, names, begins, budget, *limits):
-            budget = np.where(names[:, 0] == first, longest, num_new).astype(np.int32)
+            budget = self._budgets(names, begins, budget)
             return decode(params, rows, key, names, begins, budget, *limits)
 
         self.prefill, self.extend = counted_prefill, counted_extend
         self.decode = fixed_decode
+
+    def begin(self):
+        """All rollouts begin anew."""
+        self._turns[:] = 0
+
+    def _budgets(self, names, begins, budget):
+        """[B] tokens of the turns that begin, or go on."""
+        budget = budget.copy()
+        for slot, (name, sample) in enumerate(names):
+            own = self._names.get(int(name)), int(sample)
+            if own[0] is None:
+                continue  # nobody's slot yet
+            self._turns[own] += begins[slot]
+            turn = self._turns[own] - 1
+            if turn >= 0:
+                budget[slot] = self._lengths[(*own, turn)]
+        return budget
 
 
 def turns_protocol() -> Protocol:
@@ -137,6 +149,8 @@ def make_turns(
     num_observed,
     num_turns,
     num_rollouts=0,
+    group_size=1,
+    spread=0.0,
     delay_seconds=0.0,
     times_longer=1,
     dtype="float32",
@@ -148,14 +162,19 @@ def make_turns(
         batch: slots.
         num_prompt, num_new, num_observed: tokens of a prompt, a turn, an observation.
         num_turns: of each rollout; it searches in all but the last.
-        num_rollouts: one of each question; 0 = as many as slots.
+        num_rollouts: in all; 0 = as many as slots.
+        group_size: of them, of each question.
+        spread: see `turn_lengths`.
         delay_seconds: that each search takes.
         times_longer: the turns of the first rollout are than those of the others.
     """
     network, params, mesh = load(model, dtype)
     tokenizer = load_tokenizer(pathlib.Path(model))
     text = FAR * num_observed  # a word is a token at least
-    longest = num_new * times_longer
+    num_rollouts = num_rollouts or batch
+    lengths = turn_lengths(num_rollouts, num_turns, num_new, spread)
+    lengths[0] *= times_longer
+    longest = int(lengths.max())
     limits = Limits(
         max_searches=num_turns - 1,
         max_prompt_tokens=num_prompt,
@@ -171,28 +190,31 @@ def make_turns(
     sampler = CountedSampler(
         network,
         mesh,
-        num_new=num_new,
+        lengths=lengths.reshape(-1, group_size, num_turns),
         stop_table=token_automaton((), tokenizer.token_bytes),
         eos_ids=(),
-        num_slots=num_prompt + num_turns * longest + (num_turns - 1) * num_observed,
+        num_slots=num_prompt
+        + int(lengths.sum(axis=1).max())
+        + (num_turns - 1) * num_observed,
         max_turn_tokens=longest,
-        chunk=min(num_observed, CHUNK),
+        chunk=CHUNK,
         temperature=0.0,
         top_p=1.0,
     )
     params = sampler.place(params)
-    engine = RolloutEngine(sampler, host, num_rows=batch, group_size=1)
-    count = num_rollouts or batch
+    engine = RolloutEngine(sampler, host, num_rows=batch, group_size=group_size)
+    count = num_rollouts // group_size
     prompts = prompt_tokens(count, num_prompt, network.spec.vocab_size)
     engine.prompt = lambda question: prompts[int(question.id)]
     questions = [Question(str(i), "", ("",)) for i in range(count)]
 
     def once():
         before = dict(sampler.num_read)
+        sampler.begin()
         started = time.perf_counter()
         groups = engine(params, questions, jax.random.key(0))
         seconds = time.perf_counter() - started
-        rollouts = [g.rollouts[0] for g in groups]
+        rollouts = [r for g in groups for r in g.rollouts]
         read = {n: c - before[n] for n, c in sampler.num_read.items()}
         searches = sum(len(r.searches) for r in rollouts)
         return {

@@ -2,7 +2,7 @@
 
 import time
 
-import numpy as np
+from rsearch.benching.workload import prompt_tokens, turn_lengths
 
 TORCH_DTYPES = ("float32", "bfloat16")
 
@@ -21,15 +21,16 @@ def load(model: str, dtype: str):
     return torch, network.eval().to(device)
 
 
-def _generate(torch, network, tokens, num_new, stamps):
-    """[B, P + N] ids; the time after each token goes to `stamps`."""
+def _generate(torch, network, tokens, num_new, stamps=(), mask=None):
+    """[B, P + N] ids; the time after each token goes to `stamps`, a list."""
     import transformers
 
     class Stamp(transformers.StoppingCriteria):
         def __call__(self, ids, scores, **_):
             if ids.is_cuda:
                 torch.cuda.synchronize()
-            stamps.append(time.perf_counter())
+            if stamps != ():
+                stamps.append(time.perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     greedy = transformers.GenerationConfig(
@@ -43,7 +44,7 @@ def _generate(torch, network, tokens, num_new, stamps):
     with torch.inference_mode():
         return network.generate(
             tokens,
-            attention_mask=torch.ones_like(tokens),
+            attention_mask=torch.ones_like(tokens) if mask is None else mask,
             generation_config=greedy,
             stopping_criteria=transformers.StoppingCriteriaList([Stamp()]),
         )
@@ -51,10 +52,8 @@ def _generate(torch, network, tokens, num_new, stamps):
 
 def _prompts(torch, network, batch, num_prompt):
     """The ids that this package's own subject reads, too."""
-    rng = np.random.default_rng(0)
-    highest = min(network.config.vocab_size, 256)
-    ids = rng.integers(3, highest, (batch, num_prompt))
-    return torch.tensor(ids, device=network.device)
+    ids = prompt_tokens(batch, num_prompt, network.config.vocab_size)
+    return torch.tensor(ids, device=network.device).long()
 
 
 def make_decode(*, model, batch, num_prompt, num_new, dtype="float32"):
@@ -76,24 +75,55 @@ def make_decode(*, model, batch, num_prompt, num_new, dtype="float32"):
 
 
 def make_turns(
-    *, model, batch, num_prompt, num_new, num_observed, num_turns, dtype="float32"
+    *,
+    model,
+    batch,
+    num_prompt,
+    num_new,
+    num_observed,
+    num_turns,
+    num_rollouts,
+    group_size,
+    spread,
+    dtype="float32",
 ):
-    """`generate` turn by turn on the growing text, as public search agents call it."""
+    """`generate` turn by turn on the growing text, as public search agents call it.
+
+    A batch of rollouts goes through all its turns before the next one begins. Texts are
+    filled up on the left; a turn lasts until the batch's longest has ended. Arguments
+    are those of `rsearch.benching.sampling.make_turns`.
+    """
     torch, network = load(model, dtype)
-    prompts = _prompts(torch, network, batch, num_prompt)
-    observed = _prompts(torch, network, batch, num_observed)
+    lengths = turn_lengths(num_rollouts, num_turns, num_new, spread)
+    prompts = _prompts(torch, network, num_rollouts // group_size, num_prompt)
+    prompts = prompts.repeat_interleave(group_size, dim=0)
+    (observed,) = _prompts(torch, network, 1, num_observed)
+
+    def filled(texts):
+        longest = max(map(len, texts))
+        tokens = torch.zeros(len(texts), longest, dtype=torch.long)
+        mask = torch.zeros_like(tokens)
+        for row, text in enumerate(texts):
+            tokens[row, longest - len(text) :] = text
+            mask[row, longest - len(text) :] = 1
+        return tokens.to(network.device), mask.to(network.device)
 
     def once():
-        started = time.perf_counter()
-        text, num_read = prompts, 0
-        for turn in range(num_turns):
-            if turn:
-                text = torch.cat([text, observed], dim=1)
-            num_read += text.numel()
-            text = _generate(torch, network, text, num_new, [])
+        started, num_read = time.perf_counter(), 0
+        for first in range(0, num_rollouts, batch):
+            texts = list(prompts[first : first + batch])
+            for turn in range(num_turns):
+                if turn:
+                    texts = [torch.cat([text, observed]) for text in texts]
+                own = lengths[first : first + batch, turn].tolist()
+                tokens, mask = filled(texts)
+                num_read += tokens.numel()
+                ids = _generate(torch, network, tokens, max(own), mask=mask)
+                new = ids[:, tokens.shape[1] :]
+                texts = [torch.cat([t, x[:n]]) for t, x, n in zip(texts, new, own)]
         return {
             "seconds": time.perf_counter() - started,
-            "written": batch * num_turns * num_new,
+            "written": int(lengths.sum()),
             "tokens read": num_read,
         }
 

@@ -8,6 +8,7 @@ Dimensions: B rows, T new tokens, S cached slots, H heads, K key/value heads, G 
 heads sharing one, C head width, L layers.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -16,10 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from rsearch.models.pages import Pages, attend_pages, read_pages, write_pages
-from rsearch.models.sharding import num_shards, runs_on_tpu
+from rsearch.models.sharding import num_shards, platform_of
 from rsearch.models.splash import BLOCK, LANES, splash_after
 
 REACH_STEP = 64  # slots; a cache is read in eighths of it, rounded up to these
+LARGE_ROW = 2**18  # bytes of keys: a CPU then reads a cache row by row
 
 
 class Cache(NamedTuple):
@@ -36,7 +38,7 @@ def empty_cache(spec, num_rows: int, num_slots: int, dtype) -> Cache:
 
 
 def attend(q, k, v, visible):
-    """Grouped-query attention with float32 softmax.
+    """Grouped-query attention with float32 softmax, on one device.
 
     Args:
         q: [B, T, H, C] queries.
@@ -46,32 +48,18 @@ def attend(q, k, v, visible):
     Returns:
         [B, T, H, C] in the queries' dtype.
     """
-    b, t, h, c = q.shape
-    groups = h // k.shape[1]
-    if t == 1:
-        return _attend_one(q, k, v, visible)
-    q = q.reshape(b, t, k.shape[1], groups, c)
-    scores = jnp.einsum("btkgc,bksc->bkgts", q, k, preferred_element_type=jnp.float32)
-    scores = scores / math.sqrt(c)
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bksc->btkgc", weights, v).reshape(b, t, h, c)
-
-
-def _attend_one(q, k, v, visible):
-    """`attend` of one token a row, which is a batch of small products.
-
-    With rows and heads as one axis XLA's CPU backend takes a third of the time.
-    """
-    (b, _, h, c), (_, kv_heads, s, _) = q.shape, k.shape
-    q = q.reshape(b * kv_heads, h // kv_heads, c)
+    # Rows and heads are one axis, and so are heads that share one and tokens: XLA's CPU
+    # backend is up to three times slower with more axes of a batch than one.
+    (b, t, h, c), (_, kv_heads, s, _) = q.shape, k.shape
+    q = q.reshape(b, t, kv_heads, h // kv_heads, c).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(b * kv_heads, -1, c)
     k, v = (x.reshape(b * kv_heads, s, c) for x in (k, v))
-    scores = jnp.einsum("ngc,nsc->ngs", q, k, preferred_element_type=jnp.float32)
-    scores = (scores / math.sqrt(c)).reshape(b, h, s)
-    scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.einsum("ntc,nsc->nts", q, k, preferred_element_type=jnp.float32)
+    scores = (scores / math.sqrt(c)).reshape(b, h, t, s)
+    scores = jnp.where(visible[:, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    weights = weights.reshape(b * kv_heads, h // kv_heads, s)
-    return jnp.einsum("ngs,nsc->ngc", weights, v).reshape(b, 1, h, c)
+    out = jnp.einsum("nts,nsc->ntc", weights.reshape(b * kv_heads, -1, s), v)
+    return out.reshape(b, h, t, c).swapaxes(1, 2)
 
 
 class Place(NamedTuple):
@@ -82,7 +70,8 @@ class Place(NamedTuple):
             nothing.
         rows: [B] int32, the cache's row of each; one past the last writes nothing.
             None where the tokens have as many rows as the cache.
-        reach: which of `reaches` covers all that any of them may look at.
+        reach: [B] int32, which of `reaches` covers all that a row's tokens may look
+            at; -1 where all of them are padding.
         table: [B, n] int32 pages of each, of a cache in pages; `rows` is then None.
     """
 
@@ -112,9 +101,9 @@ def place_in(cache: Cache | Pages, positions, rows=None, table=None) -> Place:
     else:
         size = cache.k.shape[3]
         sizes = reaches(table.shape[1] * size, size)
-    longest = jnp.max(jnp.where(positions < sizes[-1], positions, 0))
-    reach = jnp.searchsorted(jnp.array(sizes), longest + 1)
-    return Place(positions, rows, reach, table)
+    longest = jnp.max(jnp.where(positions < sizes[-1], positions, -1), axis=1)
+    reach = jnp.searchsorted(jnp.array(sizes), longest + 1).astype(jnp.int32)
+    return Place(positions, rows, jnp.where(longest < 0, -1, reach), table)
 
 
 def extend_cache(cache: Cache, layer, k, v, place: Place) -> Cache:
@@ -129,8 +118,9 @@ def attend_cached(
 ):
     """Writes new tokens to a layer's cache; each then looks up to its own position.
 
-    Reads the cache no further than the longest row of the call reaches. Every device
-    has to do with its own rows and heads alone, and asks no other for any.
+    Reads the cache no further than the longest row of the call reaches, or on CPUs each
+    row no further than it reaches itself. Every device has to do with its own rows and
+    heads alone, and asks no other for any.
 
     Args:
         q, k, v: [B, T, H or K, C]; where T > 1, a row's tokens stand one after another
@@ -145,10 +135,10 @@ def attend_cached(
     Returns:
         [B, T, H, C] in the queries' dtype, and the cache.
     """
-    on_tpu = runs_on_tpu(mesh)
+    platform = platform_of(mesh)
     attend_here = _attend_paged if isinstance(cache, Pages) else _attend_cached
     if mesh is None or mesh.size == 1:
-        return attend_here(q, k, v, cache, layer, place, on_tpu)
+        return attend_here(q, k, v, cache, layer, place, platform)
     axes = (1, 0) if isinstance(cache, Pages) else (1, 2)  # of rows or pages, and heads
     cached, kv_heads = (cache.k.shape[axis] for axis in axes)
     parts = num_shards(mesh)
@@ -166,17 +156,13 @@ def attend_cached(
             return jnp.where((numbers >= 0) & (numbers < count), numbers, count)
 
         place = place._replace(rows=local(place.rows), table=local(place.table))
-        return attend_here(q, k, v, cache, layer, place, on_tpu)
+        return attend_here(q, k, v, cache, layer, place, platform)
 
     kept = [None] * 3
     kept[axes[0]], kept[axes[1]] = rows, heads
     caches = type(cache)(PartitionSpec(*kept), PartitionSpec(*kept))
-    new, row, whole = (
-        PartitionSpec(rows, None, heads),
-        PartitionSpec(rows),
-        PartitionSpec(),
-    )
-    places = jax.tree.map(lambda x: row, place)._replace(reach=whole)
+    new, whole = PartitionSpec(rows, None, heads), PartitionSpec()
+    places = jax.tree.map(lambda x: PartitionSpec(rows), place)
     return jax.shard_map(
         own,
         mesh=mesh,
@@ -186,12 +172,12 @@ def attend_cached(
     )(q, k, v, cache, jnp.asarray(layer), place)
 
 
-def _attend_cached(q, k, v, cache, layer, place, on_tpu):
+def _attend_cached(q, k, v, cache, layer, place, platform):
     """`attend_cached` on one device."""
     cache = extend_cache(cache, layer, k, v, place)
 
-    def look(num_slots):
-        def read(x):
+    def read(place, num_slots):
+        def cut(x):
             if place.rows is None:
                 shape = (1, *x.shape[1:3], num_slots, x.shape[4])
                 return jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), shape)[0]
@@ -203,37 +189,71 @@ def _attend_cached(q, k, v, cache, layer, place, on_tpu):
 
             return jax.vmap(one)(place.rows)
 
-        read_k, read_v = read(cache.k), read(cache.v)
-        return _look(q, k, v, read_k, read_v, cache.k.shape[3], place, on_tpu)
+        return cut(cache.k), cut(cache.v)
 
-    sizes = reaches(cache.k.shape[3])
-    branches = [lambda size=size: look(size) for size in sizes]
-    return jax.lax.switch(place.reach, branches), cache
+    return _look_far(q, k, v, place, read, reaches(cache.k.shape[3]), platform), cache
 
 
-def _attend_paged(q, k, v, pages, layer, place, on_tpu):
+def _attend_paged(q, k, v, pages, layer, place, platform):
     """`attend_cached` on one device, to a cache in pages."""
     table, size = place.table, pages.k.shape[3]
     num_slots = table.shape[1] * size
     pages = write_pages(pages, layer, k, v, table, place.positions)
     is_fit = q.dtype == jnp.bfloat16 and q.shape[3] % LANES == 0
-    if on_tpu and is_fit and q.shape[1] == 1:
+    if platform == "tpu" and is_fit and q.shape[1] == 1:
         position = place.positions[:, 0]
         length = jnp.where(position < num_slots, position, 0) + 1
         return attend_pages(q[:, 0], pages, layer, table, length)[:, None], pages
 
-    def look(slots):
-        read_k, read_v = read_pages(pages, layer, table[:, : slots // size])
-        return _look(q, k, v, read_k, read_v, num_slots, place, on_tpu)
+    def read(place, num_slots):
+        return read_pages(pages, layer, place.table[:, : num_slots // size])
 
-    branches = [lambda n=n: look(n) for n in reaches(num_slots, size)]
-    return jax.lax.switch(place.reach, branches), pages
+    sizes = reaches(num_slots, size)
+    return _look_far(q, k, v, place, read, sizes, platform), pages
 
 
-def _look(q, k, v, read_k, read_v, num_slots, place, on_tpu):
+def _look_far(q, k, v, place, read, sizes, platform):
+    """What new tokens see, of a cache that is read no further than they reach.
+
+    Where rows are large a CPU looks at one after the other, each as far as it reaches
+    itself: what it reads then stays in the processor's cache, and rows that only wait
+    cost nothing.
+
+    Args:
+        q, k, v, place: as `attend_cached` takes them, of one device.
+        read: the first slots, [B, K, s, C] keys and values, by a Place and s.
+        sizes: see `reaches`.
+        platform: of the device.
+    """
+
+    def look(num_slots, q, k, v, place):
+        kept = read(place, num_slots)
+        return _look(q, k, v, *kept, sizes[-1], place, platform)
+
+    branches = [functools.partial(look, size) for size in sizes]
+    row_bytes = sizes[-1] * math.prod(k.shape[2:]) * k.dtype.itemsize
+    if platform != "cpu" or row_bytes < LARGE_ROW:
+        longest = jnp.maximum(jnp.max(place.reach), 0)
+        return jax.lax.switch(longest, branches, q, k, v, place)
+
+    if place.rows is None and place.table is None:
+        place = place._replace(rows=jnp.arange(len(q), dtype=jnp.int32))
+
+    def nothing(q, *_):
+        return jnp.zeros_like(q)
+
+    def one(row):
+        row = jax.tree.map(lambda x: x[None], row)
+        reach = row[-1].reach[0]
+        return jax.lax.switch(reach + 1, [nothing, *branches], *row)[0]
+
+    return jax.lax.map(one, (q, k, v, place))
+
+
+def _look(q, k, v, read_k, read_v, num_slots, place, platform):
     """What new tokens see in the first of S slots, [B, K, s, C], and in themselves."""
     positions, read = place.positions, read_k.shape[2]
-    if on_tpu and q.shape[1] > 1 and read > BLOCK:
+    if platform == "tpu" and q.shape[1] > 1 and read > BLOCK:
         before = jnp.where(positions[:, 0] < num_slots, positions[:, 0], 0)
         return splash_after(q, read_k, read_v, k, v, before)
     visible = jnp.arange(read)[None, None] <= positions[:, :, None]

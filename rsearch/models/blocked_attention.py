@@ -4,14 +4,15 @@ Dimensions: B rows, T tokens, H heads, K key/value heads, G = H / K heads sharin
 head width, n blocks of N tokens.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from rsearch.models.attention import attend
-from rsearch.models.sharding import runs_on_tpu
+from rsearch.models.sharding import num_shards, platform_of
 from rsearch.models.splash import splash_within
 
 BLOCK = 64  # N, tokens whose scores exist at once, against as many
@@ -25,6 +26,7 @@ def attend_within(q, k, v, text, mesh: Mesh | None = None):
     2112.05682; backwards as in FlashAttention, arXiv 2205.14135). Blocks of keys that
     lie before the texts of a block of queries, in all rows, are passed over, so that
     many texts in one row cost what they cost alone. On TPUs a kernel does the same.
+    Every device has to do with its own rows and heads alone.
 
     Args:
         q: [B, T, H, C] queries.
@@ -36,37 +38,55 @@ def attend_within(q, k, v, text, mesh: Mesh | None = None):
     Returns:
         [B, T, H, C] in the queries' dtype.
     """
+    own = functools.partial(_attend_within, platform=platform_of(mesh))
+    if mesh is None or mesh.size == 1:
+        return own(q, k, v, text)
+    rows = ("data", "fsdp") if len(q) % num_shards(mesh) == 0 else None
+    heads = "tensor" if k.shape[1] % mesh.shape["tensor"] == 0 else None
+    new, kept = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
+    return jax.shard_map(
+        own,
+        mesh=mesh,
+        in_specs=(new, kept, kept, PartitionSpec(rows)),
+        out_specs=new,
+        check_vma=False,
+    )(q, k, v, text)
+
+
+def _attend_within(q, k, v, text, platform):
+    """`attend_within` on one device."""
     b, t, h, c = q.shape
     kv_heads = k.shape[1]
     if t <= 2 * BLOCK:
         token = jnp.arange(t)
         visible = text[:, :, None] == text[:, None, :]
         return attend(q, k, v, visible & (token[None] <= token[:, None])[None])
-    if runs_on_tpu(mesh):
-        return splash_within(q, k, v, text, mesh)
+    if platform == "tpu":
+        return splash_within(q, k, v, text)
     n = -(-t // BLOCK)
     short = n * BLOCK - t
     # What fills the last block is a text of its own.
     text = jnp.pad(text, ((0, 0), (0, short)), mode="edge")
     text += (jnp.arange(n * BLOCK) >= t)[None]
-    q = q.reshape(b, t, kv_heads, h // kv_heads, c).transpose(0, 2, 3, 1, 4)
-    q, k, v = (
-        jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, short), (0, 0)]) for x in (q, k, v)
-    )
-    q, k, v = (
-        jnp.moveaxis(x.reshape(*x.shape[:-2], n, BLOCK, c), -3, 0) for x in (q, k, v)
-    )
     text = text.reshape(b, n, BLOCK).swapaxes(0, 1)
-    out = _blocked(q, k, v, text)
-    out = jnp.moveaxis(out, 0, -3).reshape(b, kv_heads, h // kv_heads, n * BLOCK, c)
-    return out[..., :t, :].transpose(0, 3, 1, 2, 4).reshape(b, t, h, c)
+    q = jnp.pad(q, ((0, 0), (0, short), (0, 0), (0, 0)))
+    q = q.reshape(b, n, BLOCK, kv_heads, h // kv_heads, c).transpose(1, 0, 3, 4, 2, 5)
+    q = q.reshape(n, b * kv_heads, -1, c)
+
+    def blocks(x):
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0)))
+        return x.reshape(b * kv_heads, n, BLOCK, c).swapaxes(0, 1)
+
+    out = _blocked(q, blocks(k), blocks(v), text)
+    out = out.reshape(n, b, h, BLOCK, c).transpose(1, 0, 3, 2, 4)
+    return out.reshape(b, n * BLOCK, h, c)[:, :t]
 
 
 @jax.custom_vjp
 def _blocked(q, k, v, text):
-    """[n, B, K, G, N, C] of queries like it, keys [n, B, K, N, C] and texts [n, B, N].
+    """[n, BK, GN, C] of queries like it, keys [n, BK, N, C] and texts [n, B, N].
 
-    n blocks of N tokens.
+    n blocks of N tokens. Axes are joined as in `attend`, for its reason.
     """
     return _blocked_forward(q, k, v, text)[0]
 
@@ -79,12 +99,14 @@ def _first_blocks(text):
 
 
 def _scores(q, k, text_q, text_k, i, j):
-    """[B, K, G, N, N] float32 of blocks i and j, -inf where a query may not look."""
-    scores = jnp.einsum("bkgtc,bksc->bkgts", q, k, preferred_element_type=jnp.float32)
-    token = jnp.arange(q.shape[3])
-    is_past = (j * len(token) + token)[None] <= (i * len(token) + token)[:, None]
+    """[BK, GN, N] float32 of blocks i and j, -inf where a query may not look."""
+    scores = jnp.einsum("ntc,nsc->nts", q, k, preferred_element_type=jnp.float32)
+    scores = scores / math.sqrt(q.shape[-1])
+    token = jnp.arange(BLOCK)
+    is_past = (j * BLOCK + token)[None] <= (i * BLOCK + token)[:, None]
     visible = (text_q[:, :, None] == text_k[:, None, :]) & is_past[None]
-    return jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), -jnp.inf)
+    by_head = scores.reshape(len(text_q), -1, BLOCK, BLOCK)
+    return jnp.where(visible[:, None], by_head, -jnp.inf).reshape(scores.shape)
 
 
 def _blocked_forward(q, k, v, text):
@@ -101,7 +123,7 @@ def _blocked_forward(q, k, v, text):
             weights = jnp.exp(scores - new[..., None])
             mass = mass * old_share + jnp.sum(weights, axis=-1)
             seen = jnp.einsum(
-                "bkgts,bksc->bkgtc",
+                "nts,nsc->ntc",
                 weights.astype(v.dtype),
                 v[j],
                 preferred_element_type=jnp.float32,
@@ -135,12 +157,12 @@ def _blocked_backward(kept, d_out):
             scores = _scores(q, k[j], text_q, text[j], i, j)
             weights = jnp.exp(scores - log_mass[..., None])
             d_weights = jnp.einsum(
-                "bkgtc,bksc->bkgts", d_out, v[j], preferred_element_type=jnp.float32
+                "ntc,nsc->nts", d_out, v[j], preferred_element_type=jnp.float32
             )
             d_scores = weights * (d_weights - inner) * scale
-            d_q += jnp.einsum("bkgts,bksc->bkgtc", d_scores, k[j].astype(jnp.float32))
-            own_k = jnp.einsum("bkgts,bkgtc->bksc", d_scores, q.astype(jnp.float32))
-            own_v = jnp.einsum("bkgts,bkgtc->bksc", weights, d_out)
+            d_q += jnp.einsum("nts,nsc->ntc", d_scores, k[j].astype(jnp.float32))
+            own_k = jnp.einsum("nts,ntc->nsc", d_scores, q.astype(jnp.float32))
+            own_v = jnp.einsum("nts,ntc->nsc", weights, d_out)
             return d_q, d_k.at[j].add(own_k), d_v.at[j].add(own_v)
 
         start = (jnp.zeros(q.shape, jnp.float32), *carry)

@@ -254,9 +254,9 @@ def num_shards(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def runs_on_tpu(mesh: Mesh | None) -> bool:
-    """Whether its devices are TPUs, be they here or only compiled for."""
-    return mesh is not None and mesh.devices.flat[0].platform == "tpu"
+def platform_of(mesh: Mesh | None) -> str:
+    """What its devices are, be they here or only compiled for; None is what is here."""
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -1,8 +1,7 @@
-"""Attention on TPUs: the splash kernel that comes with JAX, cut to each device's part.
+"""Attention on TPUs: the splash kernel that comes with JAX.
 
 It keeps the scores of a block of queries and keys on the chip, forwards and backwards,
-where XLA writes them to memory. XLA cannot cut a kernel either: each device is given
-its own rows and heads.
+where XLA writes them to memory.
 
 Dimensions: B rows, T new tokens, S cached slots, H heads, K key/value heads, C head
 width.
@@ -13,21 +12,16 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
-
-from rsearch.models.sharding import batch_sharding
 
 LANES = 128  # of a TPU's registers: head widths and blocks are whole multiples
 BLOCK = 512  # tokens whose scores exist at once, against as many, at most
 
 
-def splash_within(q, k, v, text, mesh: Mesh, *, interpret=False):
-    """`attend_within` by the kernel.
+def splash_within(q, k, v, text, *, interpret=False):
+    """`attend_within` by the kernel, on one device.
 
     Args:
-        q, k, v, text: see `attend_within`; B is a multiple of the mesh's data x fsdp, H
-            and K of its tensor.
-        mesh: of the devices that hold them, rows over data and fsdp, heads over tensor.
+        q, k, v, text: see `attend_within`.
         interpret: the kernel's arithmetic without a TPU.
 
     Returns:
@@ -38,25 +32,13 @@ def splash_within(q, k, v, text, mesh: Mesh, *, interpret=False):
     # What fills the last block is a text of its own.
     text = jnp.pad(text, ((0, 0), (0, padded - t)), constant_values=-1)
 
-    def own(q, k, v, text):
-        kernel = _kernel(q.shape[1], (padded, padded), (block, block), True, interpret)
+    kernel = _kernel(q.shape[2], (padded, padded), (block, block), True, interpret)
 
-        def row(q, k, v, text):
-            return kernel(q, k, v, _segments(text, text))
+    def row(q, k, v, text):
+        return kernel(q, k, v, _segments(text, text))
 
-        return jax.vmap(row)(q, k, v, text)
-
-    q = _widened(_scaled(q).swapaxes(1, 2), padded)
-    k, v = _widened(k, padded), _widened(v, padded)
-    heads, rows = PartitionSpec(("data", "fsdp"), "tensor"), batch_sharding(mesh).spec
-    out = jax.shard_map(
-        own,
-        mesh=mesh,
-        in_specs=(heads, heads, heads, rows),
-        out_specs=heads,
-        check_vma=False,
-    )(q, k, v, text)
-    return out.swapaxes(1, 2)[:, :t, :, :c]
+    wide = (_widened(x, padded) for x in (_scaled(q).swapaxes(1, 2), k, v))
+    return jax.vmap(row)(*wide, text).swapaxes(1, 2)[:, :t, :, :c]
 
 
 def splash_after(q, k, v, own_k, own_v, length, *, interpret=False):

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rsearch.models.attention import Cache, empty_cache
 from rsearch.models.decoder import Decoder
-from rsearch.models.layers import extended, parted, stacked
+from rsearch.models.layers import extended, with_layers_apart
 from rsearch.models.pages import Pages, empty_pages, put_rows
 from rsearch.models.sharding import (
     batch_sharding,
@@ -159,12 +159,12 @@ class Sampler:
     def place(self, params):
         """The parameters laid out and cast for decoding; no needless copy.
 
-        On CPUs large ones are copied, see `parted`. Cast first: what devices then
-        send to each other, and hold, is half as much.
+        On CPUs large layers are there twice, see `with_layers_apart`. Cast first: what
+        devices then send to each other, and hold, is half as much.
         """
         if self._model.dtype != jnp.float32:
             params = jax.tree.map(lambda x: x.astype(self._model.dtype), params)
-        return parted(place_for_decoding(params, self._mesh), self._mesh)
+        return with_layers_apart(place_for_decoding(params, self._mesh), self._mesh)
 
     def shardings(self, x: Rows | Context):
         """Rows, and pages, over data and fsdp, heads over tensor, where they divide."""
@@ -193,7 +193,6 @@ class Sampler:
         return extended(self._model, params, *given)
 
     def _logits(self, params, hidden):
-        params = {name: leaf for name, leaf in params.items() if name != "layers"}
         return self._model.apply({"params": params}, hidden, method="logits")
 
     def _tiled(self, num_slots):
@@ -289,7 +288,6 @@ class Sampler:
         chunk = min(self._chunk, tokens.shape[1])
         tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
         num_chunks = (jnp.max(count) + chunk - 1) // chunk
-        params = stacked(params)  # a copy, which many tokens share
         num_slots = context.cache.k.shape[3]
         rows = slots
         if table is not None:  # which says where the rows are

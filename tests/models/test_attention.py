@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rsearch.models import attention
 from rsearch.models.attention import (
     Cache,
     attend,
@@ -101,7 +102,18 @@ def test_a_place_takes_the_shortest_reach_that_covers_every_slot_written(positio
     written = [p for p in positions if p < SLOTS]  # the others are padding
     needed = max(written, default=0) + 1
     covering = [size for size in reaches(SLOTS) if size >= needed]
-    assert reaches(SLOTS)[int(place.reach)] == covering[0]
+    assert not written or reaches(SLOTS)[int(place.reach[0])] == covering[0]
+    assert written or place.reach == -1
+
+
+@pytest.fixture(params=["together", "one by one"])
+def rows_read(request, monkeypatch):
+    """Rows of a cache that are read together, and as large ones are on a CPU."""
+    if request.param == "one by one":
+        monkeypatch.setattr(attention, "LARGE_ROW", 0)
+    looked_up.clear_cache(), read.clear_cache()
+    yield request.param
+    looked_up.clear_cache(), read.clear_cache()
 
 
 @functools.partial(jax.jit, static_argnames="everything")
@@ -109,7 +121,8 @@ def looked_up(q, cache, positions, rows, everything=False):
     """`attend_cached` of layer 1; of all slots where `everything`."""
     place = place_in(cache, positions, rows)
     if everything:
-        place = place._replace(reach=jnp.int32(len(reaches(cache.k.shape[3])) - 1))
+        last = len(reaches(cache.k.shape[3])) - 1
+        place = place._replace(reach=jnp.full(len(q), last))
     # Their own keys and values change nothing: they say what is there.
     here = jnp.where(place.positions < cache.k.shape[3], place.positions, 0)
     own = jnp.arange(len(q)) if rows is None else rows
@@ -126,7 +139,9 @@ def full():
 
 @pytest.mark.parametrize("longest", [0, 191, 192, 500, SLOTS - 1])
 @pytest.mark.parametrize("rows", [None, [3, 0, 4]])
-def test_attention_up_to_the_reach_is_that_to_all_that_was_written(full, longest, rows):
+def test_attention_up_to_the_reach_is_that_to_all_that_was_written(
+    full, longest, rows, rows_read
+):
     count = 5 if rows is None else len(rows)
     q = normal(3, count, 2, 4, 8)
     positions = np.random.default_rng(4).integers(0, longest + 1, (count, 2))
@@ -142,7 +157,7 @@ def test_attention_up_to_the_reach_is_that_to_all_that_was_written(full, longest
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
-def test_what_lies_beyond_the_reach_is_not_read(full):
+def test_what_lies_beyond_the_reach_is_not_read(full, rows_read):
     """Not a number there would make everything not a number."""
     spoilt = Cache(*(x.at[:, :, :, 192:].set(jnp.nan) for x in full))
     positions = jnp.array([[191], [3], [SLOTS], [0], [50]])  # the third row pads
@@ -151,7 +166,13 @@ def test_what_lies_beyond_the_reach_is_not_read(full):
         found = looked_up(q, spoilt, positions, rows)
         assert np.isfinite(found).all()
         further = looked_up(q, spoilt, positions.at[1, 0].set(192), rows)
-        assert not np.isfinite(further).all()
+        is_finite = np.isfinite(further).all(axis=(1, 2, 3))
+        alone = [True, False, True, True, True]
+        assert (
+            is_finite.tolist() == alone
+            if rows_read == "one by one"
+            else not any(is_finite)
+        )
 
 
 def test_keys_are_written_to_their_rows_and_slots_and_nowhere_else(full):
@@ -172,7 +193,9 @@ def read(params, cache, tokens, positions, rows):
     return Decoder(SPEC).apply({"params": params}, tokens, positions, cache, rows)
 
 
-def test_a_part_of_the_rows_reads_as_all_of_them_do_and_leaves_the_others_alone():
+def test_a_part_of_the_rows_reads_as_all_of_them_do_and_leaves_the_others_alone(
+    rows_read,
+):
     params = reference.random_params(SPEC)
     tokens = np.random.default_rng(8).integers(0, 50, (5, 6))
     first, second = (np.broadcast_to(np.arange(*at), (5, 3)) for at in ((0, 3), (3, 6)))
@@ -199,7 +222,7 @@ CUT = NamedSharding(MESH, PartitionSpec(None, ("data", "fsdp"), "tensor"))
 
 
 @pytest.mark.parametrize("rows", [None, [1, 8, 2, 8, 8, 5, 7, 6], [0, 8, 3]])
-def test_devices_that_hold_some_rows_and_heads_attend_to_these_alone(rows):
+def test_devices_that_hold_some_rows_and_heads_attend_to_these_alone(rows, rows_read):
     """Eight rows in four parts; 8 is nobody's. Three cannot be cut."""
     shape = (2, 8, 2, 300, 8)
     cache = Cache(normal(1, *shape), normal(2, *shape))

@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 
 from rsearch.models.attention import attend
-from rsearch.models.sharding import make_mesh
 from rsearch.models.splash import splash_after, splash_within
 from tests.models.test_blocked_attention import operands, texts, whole
-
-ONE = make_mesh(data=1, devices=jax.devices()[:1])
 
 
 @pytest.mark.parametrize("tokens", [129, 700])  # one block, and several
@@ -22,7 +19,7 @@ def test_the_kernel_gives_what_all_scores_at_once_give(tokens):
         return lambda *x: jnp.sum(jnp.sin(how(*x)))
 
     def ours(q, k, v):
-        return splash_within(q, k, v, text, ONE, interpret=True)
+        return splash_within(q, k, v, text, interpret=True)
 
     def plain(q, k, v):
         return whole(q, k, v, text)

@@ -210,7 +210,7 @@ def test_a_rollouts_draws_do_not_depend_on_the_pages_that_rows_share(expected, d
 def test_layers_by_themselves_draw_what_a_scan_draws(expected, monkeypatch):
     monkeypatch.setattr(layers, "LARGE_LAYERS", 0)
     setup = tiny.make_engine(num_rows=8)
-    assert isinstance(setup.params["layers"], tuple)
+    assert len(setup.params[layers.APART]) == 2
     assert ids_by_sample(setup.roll_out(tiny.questions(6))) == expected
 
 
