@@ -9,6 +9,7 @@ import pathlib
 
 from rsearch.models import hf_config
 from rsearch.models.adapters import num_adapter_params
+from rsearch.models.blocked_attention import block_size
 from rsearch.models.decoder import DecoderSpec
 from rsearch.models.published import PUBLISHED
 from rsearch.protocols import make_protocol
@@ -257,14 +258,17 @@ def _updating(c, kind, spec, num_devices):
     _, tokens = context_of(c, kind)
     rows = max(c[kind].micro_batch / (num_devices / c.mesh.tensor), 1)
     layers = 1 if c.model.remat else spec.num_layers
-    scores = spec.num_heads / c.mesh.tensor * tokens**2 * FLOAT32 * SCORE_COPIES
-    inside = tokens * (4 * spec.width + 3 * spec.mlp_width / c.mesh.tensor) * size
+    heads, kv_heads = (n / c.mesh.tensor for n in (spec.num_heads, spec.num_kv_heads))
+    scores = heads * block_size(tokens) * tokens * FLOAT32 * SCORE_COPIES
+    # What each matrix of a layer gives, and what attention does.
+    made = 2 * spec.width + 2 * spec.mlp_width / c.mesh.tensor
+    inside = tokens * (made + 2 * spec.head_dim * (heads + kv_heads)) * size
     cut = c.mesh.tensor if spec.vocab_size % c.mesh.tensor == 0 else 1
     pieces = c.model.logit_chunk * spec.vocab_size / cut
     return {
         # The sum so far, and the micro-batch's own.
         "gradients": 2 * FLOAT32 * _num_trained(c, spec),
-        "attention scores": rows * layers * scores,
+        "attention scores": rows * scores,
         "layers' inputs": rows * spec.num_layers * tokens * spec.width * size,
         "inside of a layer": rows * layers * inside,
         "logits": 2 * FLOAT32 * pieces * rows / max(c[kind].micro_batch, 1),

@@ -50,7 +50,7 @@ def _row_logprobs(model, params, tokens, positions, *, temperature, chunk_tokens
     hidden, _ = model.apply({"params": params}, tokens[:, :-1], positions[:, :-1])
     here = b if model.mesh is None else -(-b // num_shards(model.mesh))
     num_pieces = -(-(t - 1) // max(chunk_tokens // here, 1))
-    params = _gathered(model, params)
+    kernel = _gathered(model, params)
     columns = -(-(t - 1) // num_pieces)
 
     def cut(x):
@@ -59,14 +59,10 @@ def _row_logprobs(model, params, tokens, positions, *, temperature, chunk_tokens
         x = jnp.pad(x, ((0, 0), (0, short)) + ((0, 0),) * (x.ndim - 2))
         return x.reshape(b, num_pieces, columns, *x.shape[2:]).swapaxes(0, 1)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
     def score(_, piece):
-        states, target = piece
-        logits = model.apply({"params": params}, states, method="logits") / temperature
-        logits = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        entropy = -jnp.sum(jnp.exp(logits) * logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-        return None, (chosen, entropy)
+        states, target = (x.reshape(b * columns, *x.shape[2:]) for x in piece)
+        found = _scored(kernel, states, target, temperature)
+        return None, tuple(x.reshape(b, columns) for x in found)
 
     pieces = cut(hidden), cut(tokens[:, 1:])
     _, (logp, entropy) = jax.lax.scan(score, None, pieces)
@@ -80,13 +76,58 @@ def _row_logprobs(model, params, tokens, positions, *, temperature, chunk_tokens
 
 
 def _gathered(model, params):
-    """The parameters; what makes logits is whole along fsdp, once for all pieces."""
-    if model.mesh is None or model.mesh.size == 1:
-        return params
+    """[D, V] that makes logits, in the compute dtype; whole along fsdp."""
     name = "embedding" if model.spec.tie_embeddings else "unembedding"
     own = {name: params[name].astype(model.dtype)}
-    shardings = param_shardings(own, model.mesh, DECODING_RULES)
-    return params | jax.lax.with_sharding_constraint(own, shardings)
+    if model.mesh is not None and model.mesh.size > 1:
+        # Once for all pieces.
+        shardings = param_shardings(own, model.mesh, DECODING_RULES)
+        own = jax.lax.with_sharding_constraint(own, shardings)
+    return own[name].T if model.spec.tie_embeddings else own[name]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _scored(kernel, states, target, temperature):
+    """[n] float32 log-probabilities of tokens [n] after states [n, D], and entropies.
+
+    Backwards, logits are made again, and of them their gradient in one go: with p their
+    softmax and H its entropy, (1 at the token, else 0) - p for the log-probability, and
+    -p (log p + H) for the entropy.
+    """
+    return _scored_forward(kernel, states, target, temperature)[0]
+
+
+def _logits(kernel, states, temperature):
+    """[n, V] float32."""
+    logits = jnp.matmul(states, kernel, preferred_element_type=jnp.float32)
+    return logits / temperature
+
+
+def _scored_forward(kernel, states, target, temperature):
+    logits = _logits(kernel, states, temperature)
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    # Made once for both sums, as products, which XLA's CPU backend is faster with.
+    weights = jax.lax.optimization_barrier(jnp.exp(logits - highest))
+    mass = jnp.einsum("nv,v->n", weights, jnp.ones(weights.shape[1]))
+    log_mass = highest[:, 0] + jnp.log(mass)
+    entropy = log_mass - jnp.einsum("nv,nv->n", weights, logits) / mass
+    chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+    kept = kernel, states, target, log_mass, entropy
+    return (chosen - log_mass, entropy), kept
+
+
+def _scored_backward(temperature, kept, d_out):
+    kernel, states, target, log_mass, entropy = kept
+    d_logp, d_entropy = (d[:, None] for d in d_out)
+    logp = _logits(kernel, states, temperature) - log_mass[:, None]
+    is_chosen = jnp.arange(logp.shape[1])[None] == target[:, None]
+    by_entropy = d_entropy * (logp + entropy[:, None])
+    d_logits = jnp.where(is_chosen, d_logp, 0.0) - jnp.exp(logp) * (d_logp + by_entropy)
+    d_logits = (d_logits / temperature).astype(states.dtype)
+    return states.T @ d_logits, d_logits @ kernel.T, None
+
+
+_scored.defvjp(_scored_forward, _scored_backward)
 
 
 def token_values(model: Decoder, params, tokens, layout=None):

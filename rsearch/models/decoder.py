@@ -8,7 +8,6 @@ MLP width, V vocabulary, L layers.
 """
 
 import dataclasses
-import math
 
 import flax.linen as nn
 import jax
@@ -17,25 +16,14 @@ from jax.sharding import Mesh
 
 from rsearch.models.attention import Place, attend_cached, place_in
 from rsearch.models.blocked_attention import attend_within
+from rsearch.models.norm import RMSNorm
+from rsearch.models.rotary import LinearScaling, RopeScaling, rotate, rotation
+from rsearch.models.splash import ATTENDED
 
-ROTARY_PAIRS = ("halves", "neighbours")
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's stretched rotary frequencies (`rope_type` llama3 in config.json)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearScaling:
-    """Positions divided by a factor (`rope_type` linear in config.json)."""
-
-    factor: float
+PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(ATTENDED),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,66 +73,6 @@ class DecoderSpec:
         return self.num_layers * layer + heads * self.vocab_size * d + d
 
 
-def rotary_frequencies(spec: DecoderSpec) -> jax.Array:
-    """[rotary_dim / 2] radians a position, scaling included.
-
-    Source: RoPE (arXiv 2104.09864); linear scaling (arXiv 2306.15595); Llama 3's is
-    that of Llama 3.1's reference code.
-    """
-    width = spec.rotary_dim or spec.head_dim
-    exponent = jnp.arange(0, width, 2, dtype=jnp.float32) / width
-    freq = 1.0 / (spec.rope_theta**exponent)
-    scaling = spec.rope_scaling
-    if scaling is None:
-        return freq
-    if isinstance(scaling, LinearScaling):
-        return freq / scaling.factor
-    wavelength = 2 * math.pi / freq
-    low = scaling.original_context / scaling.low_freq_factor
-    high = scaling.original_context / scaling.high_freq_factor
-    smooth = (scaling.original_context / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    between = (1 - smooth) * freq / scaling.factor + smooth * freq
-    return jnp.where(
-        wavelength > low,
-        freq / scaling.factor,
-        jnp.where(wavelength < high, freq, between),
-    )
-
-
-def rotate(x, positions, frequencies, *, pairs="halves"):
-    """Rotary embedding of the first 2R channels; the others stay as they are.
-
-    Args:
-        x: [B, T, N, C] queries or keys.
-        positions: [B, T] int32.
-        frequencies: [R] radians a position.
-        pairs: "halves" rotates channel i with i + R, as most Hugging Face checkpoints
-            want it; "neighbours" rotates 2i with 2i + 1, as in the RoPE paper.
-    """
-    assert pairs in ROTARY_PAIRS, pairs
-    width = 2 * frequencies.shape[0]
-    if width < x.shape[-1]:
-        turned = rotate(x[..., :width], positions, frequencies, pairs=pairs)
-        return jnp.concatenate([turned, x[..., width:]], axis=-1)
-    angle = (
-        positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None]
-    )
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    wide = x.astype(jnp.float32)
-    if pairs == "halves":
-        first, second = jnp.split(wide, 2, axis=-1)
-    else:
-        first, second = wide[..., 0::2], wide[..., 1::2]
-    turned = first * cos - second * sin, second * cos + first * sin
-    if pairs == "halves":
-        turned = jnp.concatenate(turned, axis=-1)
-    else:
-        turned = jnp.stack(turned, axis=-1).reshape(x.shape)
-    return turned.astype(x.dtype)
-
-
 def multiply(x, kernel):
     """x [B, T, D] times kernel [D, E], in the dtype of x.
 
@@ -175,20 +103,6 @@ def adapted(module: nn.Module, name: str, x, y):
     return y + multiply(inner, b.reshape(rank, -1))
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 (arXiv 1910.07467)."""
-
-    eps: float
-
-    @nn.compact
-    def __call__(self, x):
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        scale = jnp.expand_dims(scale, range(x.ndim - 1))
-        return y.astype(x.dtype) * scale.astype(x.dtype)
-
-
 class Attention(nn.Module):
     """Self-attention over the row itself, or over its cache after writing to it."""
 
@@ -196,8 +110,8 @@ class Attention(nn.Module):
     mesh: Mesh | None
 
     @nn.compact
-    def __call__(self, x, place, cache, layer):
-        s, positions = self.spec, place.positions
+    def __call__(self, x, cache, layer, place, turns):
+        s = self.spec
         init = nn.initializers.normal(0.02)
 
         def project(name, heads):
@@ -211,17 +125,16 @@ class Attention(nn.Module):
                 y = y + bias.astype(x.dtype)[None, None]
             return y
 
-        frequencies = rotary_frequencies(s)
         q, k = project("q", s.num_heads), project("k", s.num_kv_heads)
         if s.qk_norm:
             q = RMSNorm(s.norm_eps, name="q_norm")(q)
             k = RMSNorm(s.norm_eps, name="k_norm")(k)
-        q = rotate(q, positions, frequencies, pairs=s.rotary_pairs)
-        k = rotate(k, positions, frequencies, pairs=s.rotary_pairs)
+        q = rotate(q, turns, pairs=s.rotary_pairs)
+        k = rotate(k, turns, pairs=s.rotary_pairs)
         v = project("v", s.num_kv_heads)
         if cache is None:
             # Position 0 begins another text: several may share a row.
-            text = jnp.cumsum(positions == 0, axis=1)
+            text = jnp.cumsum(place.positions == 0, axis=1)
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
             out = attend_within(q, k, v, text, self.mesh)
         else:
@@ -239,13 +152,13 @@ class Layer(nn.Module):
     mesh: Mesh | None
 
     @nn.compact
-    def __call__(self, carry, _):
-        x, place, cache, layer = carry
+    def __call__(self, carry, place, turns):
+        x, cache, layer = carry
         s = self.spec
         init = nn.initializers.normal(0.02)
         normed = RMSNorm(s.norm_eps, name="attention_norm")(x)
         attention = Attention(s, self.mesh, name="attention")
-        mixed, cache = attention(normed, place, cache, layer)
+        mixed, cache = attention(normed, cache, layer, place, turns)
         if s.post_norms:
             mixed = RMSNorm(s.norm_eps, name="attention_post_norm")(mixed)
         x = x + mixed
@@ -263,7 +176,7 @@ class Layer(nn.Module):
         out = adapted(self, "down", inside, multiply(inside, down))
         if s.post_norms:
             out = RMSNorm(s.norm_eps, name="mlp_post_norm")(out)
-        return (x + out, place, cache, layer + 1), None
+        return (x + out, cache, layer + 1), None
 
 
 class Decoder(nn.Module):
@@ -272,7 +185,9 @@ class Decoder(nn.Module):
     Attributes:
         spec: its shape.
         dtype: compute dtype; parameters are float32 masters unless cast by the caller.
-        remat: recompute each layer in the backward pass instead of storing it.
+        remat: recompute each layer in the backward pass; without it the products of
+            matrices and what attention found are kept, and only the rest, which is
+            cheaper to make than to fetch, is made again.
         value_head: add a scalar head on the last hidden state.
         mesh: of the devices it runs on, which attention then goes by; None is one.
     """
@@ -287,11 +202,13 @@ class Decoder(nn.Module):
         s = self.spec
         init = nn.initializers.normal(0.02)
         self.embedding = self.param("embedding", init, (s.vocab_size, s.width))
-        layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
+        kept = None if self.remat else PRODUCTS
+        layer = nn.remat(Layer, prevent_cse=False, policy=kept)
         self.layers = nn.scan(
             layer,
             variable_axes={"params": 0},
             split_rngs={"params": True},
+            in_axes=nn.broadcast,
             length=s.num_layers,
         )(s, self.mesh)
         self.final_norm = RMSNorm(s.norm_eps)
@@ -322,8 +239,8 @@ class Decoder(nn.Module):
             place = Place(positions, None, None)
         else:
             place = place_in(cache, positions, rows, table)
-        carry = (x, place, cache, jnp.int32(0))
-        (x, _, cache, _), _ = self.layers(carry, None)
+        turns = rotation(self.spec, positions)
+        (x, cache, _), _ = self.layers((x, cache, jnp.int32(0)), place, turns)
         return self.final_norm(x), cache
 
     def logits(self, hidden):

@@ -7,7 +7,8 @@ import json
 import math
 import pathlib
 
-from rsearch.models.decoder import DecoderSpec, LinearScaling, RopeScaling
+from rsearch.models.decoder import DecoderSpec
+from rsearch.models.rotary import LinearScaling, RopeScaling
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

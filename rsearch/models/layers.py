@@ -4,7 +4,9 @@ import jax
 from jax.sharding import Mesh
 
 from rsearch.models.attention import place_in
-from rsearch.models.decoder import Decoder, Layer, RMSNorm
+from rsearch.models.decoder import Decoder, Layer
+from rsearch.models.norm import RMSNorm
+from rsearch.models.rotary import rotation
 from rsearch.models.sharding import DECODING_RULES, param_shardings
 
 LARGE_LAYERS = 2**26  # bytes: of fewer, a CPU's caches hold what a scan copies
@@ -53,9 +55,10 @@ def extended(model: Decoder, params, tokens, positions, cache, rows=None, table=
         return model.apply({"params": params}, *given)
     spec = model.spec
     x = jax.numpy.take(params["embedding"], tokens, axis=0).astype(model.dtype)
-    carry = (x, place_in(cache, positions, rows, table), cache, 0)
+    given = place_in(cache, positions, rows, table), rotation(spec, positions)
+    carry = x, cache, 0
     for own in params[APART]:
-        carry, _ = Layer(spec, model.mesh).apply({"params": own}, carry, None)
-    x, _, cache, _ = carry
+        carry, _ = Layer(spec, model.mesh).apply({"params": own}, carry, *given)
+    x, cache, _ = carry
     norm = RMSNorm(spec.norm_eps)
     return norm.apply({"params": params["final_norm"]}, x), cache

@@ -13,6 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+ATTENDED = "attended"  # name of what attention keeps for its backward pass
 LANES = 128  # of a TPU's registers: head widths and blocks are whole multiples
 BLOCK = 512  # tokens whose scores exist at once, against as many, at most
 
@@ -124,6 +125,7 @@ def _kernel(num_heads, shape, blocks, is_causal, interpret):
         head_shards=1,
         q_seq_shards=1,
         save_residuals=not is_causal,
+        residual_checkpoint_name=ATTENDED,
         interpret=interpret,
     )
 

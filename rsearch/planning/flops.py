@@ -37,6 +37,8 @@ def _of(eqn, rounds, among):
     if name == "cond":
         return among(_count(b.jaxpr, rounds, among) for b in params["branches"])
     times = {"scan": params.get("length"), "while": rounds}.get(name, 1)
+    if name == "shard_map":
+        times = params["mesh"].size  # each device does what is traced of one
     if name == "pallas_call":
         times, among, rounds = _grid(params), statistics.mean, 1
     return times * sum(_count(inner, rounds, among) for inner in _inner(params))

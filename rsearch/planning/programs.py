@@ -17,7 +17,6 @@ from rsearch.build.setup import Frame
 from rsearch.learn.batch import Batch, cut, pack_segments
 from rsearch.learn.packing import packed
 from rsearch.learn.update import batch_shardings
-from rsearch.models.blocked_attention import BLOCK
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import (
     DECODING_RULES,
@@ -311,9 +310,7 @@ def _steps(frame, name, steps, state, given, calls, beside):
 def _over_all(frame, name, function, args, calls, beside, *, donated=()):
     """A program over the devices of all hosts, on rows of full length."""
     function = jax.jit(function, donate_argnums=donated)
-    # Blocks of keys that a block of queries looks at, on average.
-    rounds = (-(-frame.num_tokens // BLOCK) + 1) / 2
-    return Program(name, function, args, calls, rounds, beside, frame.mesh.size)
+    return Program(name, function, args, calls, 1, beside, frame.mesh.size)
 
 
 def _batch(frame, kind, *, updates=1, has_values=False, num_rows=None) -> Batch:

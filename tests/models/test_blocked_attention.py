@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from rsearch.models.attention import attend
-from rsearch.models.blocked_attention import BLOCK, attend_within
+from rsearch.models.blocked_attention import SHORT, attend_within
+
+BLOCK = 64  # queries of a block in rows as short as most of these
 
 
 def texts(rows, tokens, seed=0, shortest=20, longest=150):
@@ -35,7 +37,7 @@ def whole(q, k, v, text):
     return attend(q, k, v, visible & (token[None] <= token[:, None])[None])
 
 
-@pytest.mark.parametrize("tokens", [2 * BLOCK + 1, 3 * BLOCK, 4 * BLOCK + 15])
+@pytest.mark.parametrize("tokens", [SHORT + 1, 3 * BLOCK, 4 * BLOCK + 15, 1300])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_blocks_give_what_all_scores_at_once_give(tokens, kv_heads):
     q, k, v = operands(tokens, kv_heads=kv_heads)
@@ -117,4 +119,4 @@ def test_the_largest_thing_held_is_far_smaller_than_all_scores():
         compiled = jax.jit(loss).lower(*operands(tokens, rows=1)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert peak(attend_within) < peak(whole) / 8
+    assert peak(attend_within) < peak(whole) / 6

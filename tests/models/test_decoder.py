@@ -14,9 +14,11 @@ from rsearch.models.attention import Cache, empty_cache
 from rsearch.models.decoder import (
     Decoder,
     DecoderSpec,
+    init_params,
+)
+from rsearch.models.rotary import (
     LinearScaling,
     RopeScaling,
-    init_params,
     rotary_frequencies,
     rotate,
 )
@@ -63,18 +65,20 @@ def spec_of(**changes):
     return DecoderSpec(**{**SPEC.__dict__, **changes})
 
 
+# Cosine and sine of a quarter turn in the first pair, and of none in the second.
+QUARTER = tuple(jnp.array(x)[None, None, None] for x in ([0.0, 1.0], [1.0, 0.0]))
+
+
 def test_a_quarter_turn_swaps_the_halves_of_a_head():
     x = jnp.array([1.0, 2.0, 3.0, 4.0])[None, None, None]
-    frequencies = jnp.array([math.pi / 2, 0.0])
-    turned = rotate(x, jnp.array([[1]]), frequencies)
+    turned = rotate(x, QUARTER)
     # Channel 0 pairs with 2: (1, 3) -> (-3, 1). Channel 1 pairs with 3 and stays.
     np.testing.assert_allclose(turned[0, 0, 0], [-3, 2, 1, 4], atol=1e-6)
 
 
 def test_a_quarter_turn_of_neighbours_leaves_the_rest_of_a_head():
     x = jnp.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])[None, None, None]
-    frequencies = jnp.array([math.pi / 2, 0.0])
-    turned = rotate(x, jnp.array([[1]]), frequencies, pairs="neighbours")
+    turned = rotate(x, QUARTER, pairs="neighbours")
     # Channel 0 pairs with 1: (1, 2) -> (-2, 1). Channels 2 and 3 stay; so do 4 and 5,
     # which are beyond the two frequencies.
     np.testing.assert_allclose(turned[0, 0, 0], [-2, 1, 3, 4, 5, 6], atol=1e-6)

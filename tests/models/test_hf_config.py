@@ -5,8 +5,9 @@ import pytest
 import torch
 import transformers
 
-from rsearch.models.decoder import DecoderSpec, LinearScaling, RopeScaling
+from rsearch.models.decoder import DecoderSpec
 from rsearch.models.hf_config import config_of, read_spec
+from rsearch.models.rotary import LinearScaling, RopeScaling
 
 GLM = {"model_type": "glm4", "head_dim": 16}
 # config.json of published models, shortened to what shapes them; and the parameters

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from rsearch.models.sharding import make_mesh
 from rsearch.models.splash import splash_within
@@ -58,10 +59,9 @@ def test_a_kernel_counts_with_its_grid_and_half_the_blocks_of_causal_attention()
     q = jnp.ones((rows, tokens, heads, width))
     k = jnp.ones((rows, 2, tokens, width))
     text = jnp.zeros((rows, tokens), jnp.int32)
-    mesh = make_mesh(data=1, devices=jax.devices()[:1])
 
     def run(q, k):
-        return jnp.sum(splash_within(q, k, k, text, mesh))
+        return jnp.sum(splash_within(q, k, k, text))
 
     # Scores, and their mean of the values; half of either is ever looked at.
     product = 2 * rows * heads * tokens * tokens * width / 2
@@ -69,3 +69,13 @@ def test_a_kernel_counts_with_its_grid_and_half_the_blocks_of_causal_attention()
     # Backwards one kernel has three products, the other four; a sum beside is little.
     both = count_flops(jax.grad(run, argnums=(0, 1)), (q, k))
     assert both == pytest.approx((2 + 3 + 4) * product, rel=1e-3)
+
+
+def test_what_each_device_does_counts_once_for_each_of_them():
+    mesh = make_mesh(data=8)
+    rows = PartitionSpec(("data", "fsdp"))
+    product = jax.shard_map(
+        jnp.matmul, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows
+    )
+    x, y = jnp.ones((16, 4)), jnp.ones((4, 5))
+    assert count_flops(product, (x, y)) == 2 * 16 * 4 * 5

@@ -1,0 +1,96 @@
+"""Rotary position embedding, and how its frequencies are stretched.
+
+Dimensions: B rows, T tokens, N heads, C head width, R = rotated channels / 2.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+ROTARY_PAIRS = ("halves", "neighbours")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretched rotary frequencies (`rope_type` llama3 in config.json)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by a factor (`rope_type` linear in config.json)."""
+
+    factor: float
+
+
+def rotary_frequencies(spec) -> jax.Array:
+    """[R] radians a position of a DecoderSpec, scaling included.
+
+    Source: RoPE (arXiv 2104.09864); linear scaling (arXiv 2306.15595); Llama 3's is
+    that of Llama 3.1's reference code.
+    """
+    width = spec.rotary_dim or spec.head_dim
+    exponent = jnp.arange(0, width, 2, dtype=jnp.float32) / width
+    freq = 1.0 / (spec.rope_theta**exponent)
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return freq
+    if isinstance(scaling, LinearScaling):
+        return freq / scaling.factor
+    wavelength = 2 * math.pi / freq
+    low = scaling.original_context / scaling.low_freq_factor
+    high = scaling.original_context / scaling.high_freq_factor
+    smooth = (scaling.original_context / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    between = (1 - smooth) * freq / scaling.factor + smooth * freq
+    return jnp.where(
+        wavelength > low,
+        freq / scaling.factor,
+        jnp.where(wavelength < high, freq, between),
+    )
+
+
+def rotation(spec, positions) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine, [B, T, 1, R] float32 each, that turn heads at [B, T] positions.
+
+    Made once for all layers and heads: where they are made, XLA's CPU backend makes
+    them again for each.
+    """
+    angle = positions.astype(jnp.float32)[..., None, None]
+    angle = angle * rotary_frequencies(spec)[None, None, None]
+    return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
+
+
+def rotate(x, turns, *, pairs="halves"):
+    """Rotary embedding of the first 2R channels; the others stay as they are.
+
+    Args:
+        x: [B, T, N, C] queries or keys.
+        turns: from `rotation`.
+        pairs: "halves" rotates channel i with i + R, as most Hugging Face checkpoints
+            want it; "neighbours" rotates 2i with 2i + 1, as in the RoPE paper.
+    """
+    assert pairs in ROTARY_PAIRS, pairs
+    cos, sin = turns
+    width = 2 * cos.shape[-1]
+    if width < x.shape[-1]:
+        turned = rotate(x[..., :width], turns, pairs=pairs)
+        return jnp.concatenate([turned, x[..., width:]], axis=-1)
+    wide = x.astype(jnp.float32)
+    if pairs == "halves":
+        first, second = jnp.split(wide, 2, axis=-1)
+    else:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    turned = first * cos - second * sin, second * cos + first * sin
+    if pairs == "halves":
+        turned = jnp.concatenate(turned, axis=-1)
+    else:
+        turned = jnp.stack(turned, axis=-1).reshape(x.shape)
+    return turned.astype(x.dtype)
