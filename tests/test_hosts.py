@@ -185,6 +185,7 @@ def test_two_hosts_in_one_program_learn_the_same(runs, together):
             for run in (together, one)
         )
         for own, other in zip(ours, theirs, strict=True):
+            assert stage == "sft" or own.pop("restarts") >= 0  # told where pages are
             assert own == pytest.approx(other, rel=1e-4, abs=1e-6)
     texts = [read_rows(run / "transcripts.jsonl") for run in (together, one)]
     assert texts[0] == texts[1]

@@ -110,7 +110,7 @@ class Sampler:
             num_slots: S, tokens that a whole conversation may hold.
             max_turn_tokens: N, tokens the policy may write in one turn.
             chunk: prompt and observation tokens go through the model this many at a
-                time.
+                time, at most.
             temperature, top_p: see `sample`.
             page_tokens: of a page, where `empty` makes some.
 
@@ -285,7 +285,10 @@ class Sampler:
 
     def _read(self, params, context: Context, tokens, count, slots=None, table=None):
         """The cache after [E, O] tokens, and [E, V] logits behind the last of each."""
-        chunk = min(self._chunk, tokens.shape[1])
+        most = min(self._chunk, tokens.shape[1])
+        # Equal pieces, that padding is little, in an accelerator's tiles of 8.
+        even = -(-tokens.shape[1] // -(-tokens.shape[1] // most))
+        chunk = min(most, -(-even // 8) * 8)
         tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
         num_chunks = (jnp.max(count) + chunk - 1) // chunk
         num_slots = context.cache.k.shape[3]

@@ -62,11 +62,13 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
     root = jax.random.fold_in(jax.random.key(c.seed), stage_key(stage))
     with MetricsLog(folder, first_step=first) as metrics:
         for step in range(first, c.rl.steps):
-            clock = _Clock()
+            clock, restarts = _Clock(), roll_out.num_restarts
             key = jax.random.fold_in(root, step)
             groups, rewards, measured = _played(
                 setup, roll_out, decoding, step, key, clock, stage=stage
             )
+            if c.rollout.cache_tokens:
+                measured["restarts"] = roll_out.num_restarts - restarts
             rows = []
             if memory is not None:
                 measured |= memory.collect(step, groups, rewards)
