@@ -36,8 +36,8 @@ def attend_within(q, k, v, text, mesh: Mesh | None = None):
     never hold [T, T] scores, backwards neither: what weighs a block's keys is computed
     again (FlashAttention, arXiv 2205.14135). A block looks at the keys from the first
     of its texts on, in eighths of the row, so that many texts in one row cost little
-    more than they cost alone. On TPUs a kernel does the same.
-    Every device has to do with its own rows and heads alone.
+    more than they cost alone. On TPUs a kernel does the same. Every device has to do
+    with its own rows and heads alone.
 
     Args:
         q: [B, T, H, C] queries.

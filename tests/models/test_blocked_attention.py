@@ -5,6 +5,7 @@ import pytest
 
 from rsearch.models.attention import attend
 from rsearch.models.blocked_attention import SHORT, attend_within
+from rsearch.models.sharding import make_mesh
 
 BLOCK = 64  # queries of a block in rows as short as most of these
 
@@ -120,3 +121,23 @@ def test_the_largest_thing_held_is_far_smaller_than_all_scores():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert peak(attend_within) < peak(whole) / 6
+
+
+@pytest.mark.parametrize("rows, kv_heads", [(4, 2), (3, 2), (4, 1)])
+@pytest.mark.parametrize("tokens", [20, SHORT + 40])
+def test_devices_that_cut_rows_and_heads_or_cannot_give_what_one_gives(
+    rows, kv_heads, tokens
+):
+    """Three rows are not cut in four, one key/value head not in two."""
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    q, k, v = operands(tokens, rows=rows, kv_heads=kv_heads)
+    text = texts(rows, tokens)
+
+    def found(mesh):
+        def loss(q, k, v):
+            return jnp.sum(jnp.sin(attend_within(q, k, v, text, mesh)))
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v)
+
+    for a, b in zip(*map(jax.tree.leaves, (found(mesh), found(None)))):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6)
