@@ -148,7 +148,7 @@ def make_turns(
     num_new,
     num_observed,
     num_turns,
-    num_rollouts=0,
+    num_rollouts,
     group_size=1,
     spread=0.0,
     delay_seconds=0.0,
@@ -162,7 +162,7 @@ def make_turns(
         batch: slots.
         num_prompt, num_new, num_observed: tokens of a prompt, a turn, an observation.
         num_turns: of each rollout; it searches in all but the last.
-        num_rollouts: in all; 0 = as many as slots.
+        num_rollouts: in all.
         group_size: of them, of each question.
         spread: see `turn_lengths`.
         delay_seconds: that each search takes.
@@ -171,7 +171,6 @@ def make_turns(
     network, params, mesh = load(model, dtype)
     tokenizer = load_tokenizer(pathlib.Path(model))
     text = FAR * num_observed  # a word is a token at least
-    num_rollouts = num_rollouts or batch
     lengths = turn_lengths(num_rollouts, num_turns, num_new, spread)
     lengths[0] *= times_longer
     longest = int(lengths.max())

@@ -21,7 +21,7 @@ def load(model: str, dtype: str):
     return torch, network.eval().to(device)
 
 
-def _generate(torch, network, tokens, num_new, stamps=(), mask=None):
+def _generate(torch, network, tokens, num_new, stamps, mask=None):
     """[B, P + N] ids; the time after each token goes to `stamps`, a list."""
     import transformers
 
@@ -29,8 +29,7 @@ def _generate(torch, network, tokens, num_new, stamps=(), mask=None):
         def __call__(self, ids, scores, **_):
             if ids.is_cuda:
                 torch.cuda.synchronize()
-            if stamps != ():
-                stamps.append(time.perf_counter())
+            stamps.append(time.perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     greedy = transformers.GenerationConfig(
@@ -118,7 +117,7 @@ def make_turns(
                 own = lengths[first : first + batch, turn].tolist()
                 tokens, mask = filled(texts)
                 num_read += tokens.numel()
-                ids = _generate(torch, network, tokens, max(own), mask=mask)
+                ids = _generate(torch, network, tokens, max(own), [], mask)
                 new = ids[:, tokens.shape[1] :]
                 texts = [torch.cat([t, x[:n]]) for t, x, n in zip(texts, new, own)]
         return {

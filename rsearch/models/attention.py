@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from rsearch.models.pages import Pages, attend_pages, read_pages, write_pages
-from rsearch.models.sharding import num_shards, platform_of
+from rsearch.models.sharding import cut_axes, platform_of
 from rsearch.models.splash import BLOCK, LANES, splash_after
 
 REACH_STEP = 64  # slots; a cache is read in eighths of it, rounded up to these
@@ -141,15 +141,12 @@ def attend_cached(
         return attend_here(q, k, v, cache, layer, place, platform)
     axes = (1, 0) if isinstance(cache, Pages) else (1, 2)  # of rows or pages, and heads
     cached, kv_heads = (cache.k.shape[axis] for axis in axes)
-    parts = num_shards(mesh)
-    is_cut = len(q) % parts == 0 and cached % parts == 0
-    rows = ("data", "fsdp") if is_cut else None
-    heads = "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
+    rows, heads = cut_axes(mesh, kv_heads, len(q), cached)
 
     def own(q, k, v, cache, layer, place):
         def local(numbers):
             """Rows or pages by their number here; those of others are nobody's."""
-            if numbers is None or not is_cut:
+            if numbers is None or rows is None:
                 return numbers
             count = cache.k.shape[axes[0]]
             numbers -= jax.lax.axis_index(rows) * count

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from rsearch.models.attention import attend, reaches
-from rsearch.models.sharding import num_shards, platform_of
+from rsearch.models.sharding import cut_axes, platform_of
 from rsearch.models.splash import ATTENDED, splash_within
 
 SHORT = 128  # tokens of a row that has all its scores at once
@@ -52,8 +52,7 @@ def attend_within(q, k, v, text, mesh: Mesh | None = None):
     own = functools.partial(_attend_within, platform=platform_of(mesh))
     if mesh is None or mesh.size == 1:
         return own(q, k, v, text)
-    rows = ("data", "fsdp") if len(q) % num_shards(mesh) == 0 else None
-    heads = "tensor" if k.shape[1] % mesh.shape["tensor"] == 0 else None
+    rows, heads = cut_axes(mesh, k.shape[1], len(q))
     new, kept = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
     return jax.shard_map(
         own,

@@ -1,13 +1,14 @@
 """A decoder's layers one by one, for backends that cannot read a part of a stack."""
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from rsearch.models.attention import place_in
 from rsearch.models.decoder import Decoder, Layer
 from rsearch.models.norm import RMSNorm
 from rsearch.models.rotary import rotation
-from rsearch.models.sharding import DECODING_RULES, param_shardings
+from rsearch.models.sharding import DECODING_RULES, param_shardings, platform_of
 
 LARGE_LAYERS = 2**26  # bytes: of fewer, a CPU's caches hold what a scan copies
 APART = "layers_apart"  # of parameters: a tuple of each layer's own
@@ -32,7 +33,7 @@ def with_layers_apart(params, mesh: Mesh):
     """
     stack = params["layers"]
     size = sum(x.nbytes for x in jax.tree.leaves(stack))
-    if mesh.devices.flat[0].platform != "cpu" or size < LARGE_LAYERS:
+    if platform_of(mesh) != "cpu" or size < LARGE_LAYERS:
         return params
     shapes = jax.eval_shape(_apart, stack)
     shardings = param_shardings({"layers": shapes}, mesh, DECODING_RULES)["layers"]
@@ -54,7 +55,7 @@ def extended(model: Decoder, params, tokens, positions, cache, rows=None, table=
         given = tokens, positions, cache, rows, table
         return model.apply({"params": params}, *given)
     spec = model.spec
-    x = jax.numpy.take(params["embedding"], tokens, axis=0).astype(model.dtype)
+    x = jnp.take(params["embedding"], tokens, axis=0).astype(model.dtype)
     given = place_in(cache, positions, rows, table), rotation(spec, positions)
     carry = x, cache, 0
     for own in params[APART]:

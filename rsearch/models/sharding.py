@@ -254,6 +254,19 @@ def num_shards(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
+def cut_axes(mesh: Mesh, num_heads: int, *num_rows: int):
+    """Mesh axes that cut rows, and heads, where they divide them: (rows, heads).
+
+    Args:
+        mesh: rows go over its data and fsdp axes, heads over tensor.
+        num_heads: key/value heads, with whom the heads that share them go.
+        num_rows: of all that must be cut alike, or None of them is.
+    """
+    is_even = all(number % num_shards(mesh) == 0 for number in num_rows)
+    rows = ("data", "fsdp") if is_even else None
+    return rows, "tensor" if num_heads % mesh.shape["tensor"] == 0 else None
+
+
 def platform_of(mesh: Mesh | None) -> str:
     """What its devices are, be they here or only compiled for; None is what is here."""
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform

@@ -21,8 +21,10 @@ from rsearch.models.layers import extended, with_layers_apart
 from rsearch.models.pages import Pages, empty_pages, put_rows
 from rsearch.models.sharding import (
     batch_sharding,
+    cut_axes,
     num_shards,
     place_for_decoding,
+    platform_of,
     replicated,
 )
 from rsearch.rollout.drawing import row_keys, sample
@@ -172,14 +174,12 @@ class Sampler:
         context = x.context if isinstance(x, Rows) else x
         cache = context.cache
         axes = (1, 0) if isinstance(cache, Pages) else (1, 2)  # of rows, and of heads
-        spread = self.parts(len(context.length)) == num_shards(mesh)
+        num_rows = len(context.length)
+        cached, num_heads = (cache.k.shape[axis] for axis in axes)
         kept = [None, None, None]
-        if spread and self.parts(cache.k.shape[axes[0]]) == num_shards(mesh):
-            kept[axes[0]] = ("data", "fsdp")
-        if cache.k.shape[axes[1]] % mesh.shape["tensor"] == 0:
-            kept[axes[1]] = "tensor"
+        kept[axes[0]], kept[axes[1]] = cut_axes(mesh, num_heads, num_rows, cached)
         kept = NamedSharding(mesh, PartitionSpec(*kept))
-        row = batch_sharding(mesh) if spread else replicated(mesh)
+        row = batch_sharding(mesh) if self.parts(num_rows) > 1 else replicated(mesh)
         shardings = Context(type(cache)(kept, kept), row, row)
         if isinstance(x, Rows):
             return Rows(shardings, Turn(*[row] * len(Turn._fields)))
@@ -201,7 +201,7 @@ class Sampler:
         Without, XLA copies the whole cache for each layer of each token: writing to it
         and reading it want different layouts.
         """
-        tile = SLOT_TILE if self._mesh.devices.flat[0].platform != "cpu" else 1
+        tile = SLOT_TILE if platform_of(self._mesh) != "cpu" else 1
         return -(-num_slots // tile) * tile
 
     def _blank(self, num_rows, num_slots) -> Context:
