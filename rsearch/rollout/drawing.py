@@ -33,6 +33,19 @@ def nucleus(logits, top_p: float):
     return jnp.where(probs >= jnp.minimum(low, top), logits, -jnp.inf)
 
 
+def first_largest(x):
+    """[B] int32 of [B, V]: `argmax`, NaN apart, in two passes that processors have.
+
+    XLA's own on CPUs goes through the pairs of value and index one by one, with all
+    that is fused into it: of `jax.random.categorical` that is two thirds of the time.
+    """
+    x = jax.lax.optimization_barrier(x)
+    size = x.shape[-1]
+    is_top = x == jnp.max(x, axis=-1, keepdims=True)
+    first = jnp.min(jnp.where(is_top, jnp.arange(size), size - 1), axis=-1)
+    return first.astype(jnp.int32)
+
+
 def sample(logits, keys, *, temperature: float, top_p: float):
     """One token a row, and its log-probability under the distribution sampled from.
 
@@ -46,11 +59,12 @@ def sample(logits, keys, *, temperature: float, top_p: float):
         [B] int32 tokens and [B] float32 log-probabilities.
     """
     if temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(len(logits))
+        return first_largest(logits), jnp.zeros(len(logits))
     logits = logits / temperature
     if top_p < 1:
         logits = nucleus(logits, top_p)
-    tokens = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    tokens = first_largest(logits + noise)  # as `jax.random.categorical` draws
     logp = jax.nn.log_softmax(logits, axis=-1)
     return tokens, jnp.take_along_axis(logp, tokens[:, None], axis=-1)[:, 0]
 
