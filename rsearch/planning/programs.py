@@ -34,6 +34,7 @@ from rsearch.planning.machines import Machine
 from rsearch.rollout.conversation import conversation_tokens, shown_tokens
 from rsearch.rollout.play import at_once
 from rsearch.rollout.pool import num_pages
+from rsearch.rollout.rows import row_shardings
 from rsearch.rollout.sampler import Sampler
 from rsearch.stage_plan import AGENTS, kind_of
 
@@ -169,10 +170,10 @@ def _rolling(frame, state, machine):
     num_rows *= sharing
     pages = num_pages(sampler, num_rows, sharing * c.rollout.cache_tokens)
     rows = jax.eval_shape(lambda: sampler.empty(num_rows, pages))
-    rows = with_shardings(rows, sampler.shardings(rows))
+    rows = with_shardings(rows, row_shardings(rows, mesh))
     prompts = host(block, limits.max_prompt_tokens), host(block)
     context = jax.eval_shape(sampler.prefill, params, *prompts)
-    context = with_shardings(context, sampler.shardings(context))
+    context = with_shardings(context, row_shardings(context, mesh))
     read = shown_tokens(*limits_of(c, "rl"))
     key = jax.eval_shape(lambda: jax.random.key(0))
     naming = host(dtype=key.dtype), host(num_rows, 2, dtype=jnp.uint32)

@@ -8,68 +8,34 @@ Dimensions: B rows, Q prompts, P prompt tokens, E rows read to at once, O tokens
 they read, N tokens of a turn, S cache slots, V vocabulary.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from rsearch.models.attention import Cache, empty_cache
+from rsearch.models.attention import empty_cache
 from rsearch.models.decoder import Decoder
-from rsearch.models.layers import extended, with_layers_apart
-from rsearch.models.pages import Pages, empty_pages, put_rows
+from rsearch.models.layers import LARGE_LAYERS, extended, with_layers_apart
+from rsearch.models.pages import empty_pages, put_rows
 from rsearch.models.sharding import (
     batch_sharding,
-    cut_axes,
     num_shards,
     place_for_decoding,
     platform_of,
-    replicated,
 )
 from rsearch.rollout.drawing import row_keys, sample
+from rsearch.rollout.rows import (
+    Context,
+    Rows,
+    Turn,
+    begun,
+    returned,
+    row_shardings,
+    some,
+)
 
 SLOT_TILE = 16  # of a TPU's tiles in bfloat16
-
-
-class Context(NamedTuple):
-    """What rows have read and written.
-
-    Attributes:
-        cache: keys and values of the first `length` tokens of each row; in pages, if
-            the rows of a rollout share a number of them.
-        length: [B] int32 tokens so far.
-        logits: [B, V] float32 for the token that comes next.
-    """
-
-    cache: Cache | Pages
-    length: jax.Array
-    logits: jax.Array
-
-
-class Turn(NamedTuple):
-    """What B rows have written in their turns so far.
-
-    Attributes:
-        tokens: [B, N] int32; the first `count` of a row are valid.
-        logp: [B, N] float32 log-probability under the distribution sampled from.
-        count: [B] int32.
-        state: [B] uint8 of the stop strings' automaton.
-        active: [B] bool, the rows whose turn goes on.
-    """
-
-    tokens: jax.Array
-    logp: jax.Array
-    count: jax.Array
-    state: jax.Array
-    active: jax.Array
-
-
-class Rows(NamedTuple):
-    """The device state of B conversations."""
-
-    context: Context
-    turn: Turn
+WRITE_SIZE = 8  # rows of a small model that a CPU lets write at once
 
 
 def _widen(stop_table: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -168,25 +134,8 @@ class Sampler:
             params = jax.tree.map(lambda x: x.astype(self._model.dtype), params)
         return with_layers_apart(place_for_decoding(params, self._mesh), self._mesh)
 
-    def shardings(self, x: Rows | Context):
-        """Rows, and pages, over data and fsdp, heads over tensor, where they divide."""
-        mesh = self._mesh
-        context = x.context if isinstance(x, Rows) else x
-        cache = context.cache
-        axes = (1, 0) if isinstance(cache, Pages) else (1, 2)  # of rows, and of heads
-        num_rows = len(context.length)
-        cached, num_heads = (cache.k.shape[axis] for axis in axes)
-        kept = [None, None, None]
-        kept[axes[0]], kept[axes[1]] = cut_axes(mesh, num_heads, num_rows, cached)
-        kept = NamedSharding(mesh, PartitionSpec(*kept))
-        row = batch_sharding(mesh) if self.parts(num_rows) > 1 else replicated(mesh)
-        shardings = Context(type(cache)(kept, kept), row, row)
-        if isinstance(x, Rows):
-            return Rows(shardings, Turn(*[row] * len(Turn._fields)))
-        return shardings
-
     def _constrain(self, x: Rows | Context):
-        return jax.lax.with_sharding_constraint(x, self.shardings(x))
+        return jax.lax.with_sharding_constraint(x, row_shardings(x, self._mesh))
 
     def _apply(self, params, *given):
         self.num_traces += 1
@@ -318,16 +267,7 @@ class Sampler:
         return jax.lax.while_loop(lambda c: c[0] < num_chunks, read, first)[1:]
 
     def _decode(
-        self,
-        params,
-        rows: Rows,
-        key,
-        names,
-        begins,
-        budget,
-        enough,
-        most,
-        table=None,
+        self, params, rows: Rows, key, names, begins, budget, enough, most, table=None
     ) -> Rows:
         """Lets rows write until enough of them have stopped, ended or run out.
 
@@ -346,53 +286,84 @@ class Sampler:
         Returns:
             The rows' new state.
         """
-        num_rows = len(begins)
-        row = jnp.arange(num_rows)
-        matched = len(self._stop_table) - 1
-        old, blank = rows.turn, begins[:, None]
-        turn = Turn(
-            jnp.where(blank, 0, old.tokens),
-            jnp.where(blank, 0.0, old.logp),
-            jnp.where(begins, 0, old.count),
-            jnp.where(begins, 0, old.state).astype(jnp.uint8),
-            jnp.where(begins, budget > 0, old.active),
-        )
-        stays = jnp.sum(turn.active) - enough
-        keys = row_keys(key, names)
+        rows = rows._replace(turn=begun(rows.turn, begins, budget))
+        stays = jnp.maximum(jnp.sum(rows.turn.active) - enough, 0)
+        given = row_keys(key, names), budget, table
+        size = self._write_size(len(begins))
 
         def goes_on(carry):
-            step, _, turn = carry
-            num_active = jnp.sum(turn.active)
-            return (step < most) & (num_active > jnp.maximum(stays, 0))
+            step, rows = carry
+            return (step < most) & (jnp.sum(rows.turn.active) > stays)
 
         def write(carry):
-            step, context, turn = carry
-            active = turn.active
-            drawn = jax.vmap(jax.random.fold_in)(keys, context.length)
-            tokens, logp = sample(
-                context.logits, drawn, temperature=self._temperature, top_p=self._top_p
-            )
-            slot = jnp.where(active, turn.count, self._max_turn_tokens)
-            count = turn.count + active
-            state = jnp.where(active, self._stop_table[turn.state, tokens], turn.state)
-            ended = (state == matched) | self._is_eos[tokens] | (count >= budget)
-            # The token that ends a turn is read too: the cache holds all that was
-            # written.
-            nowhere = self.row_pages * self.page_tokens  # beyond all slots
-            position = jnp.where(active, context.length, nowhere)
-            new = tokens[:, None], position[:, None]
-            hidden, cache = self._apply(params, *new, context.cache, None, table)
-            behind = self._logits(params, hidden[:, 0])
-            logits = jnp.where(active[:, None], behind, context.logits)
-            turn = Turn(
-                turn.tokens.at[row, slot].set(tokens, mode="drop"),
-                turn.logp.at[row, slot].set(logp, mode="drop"),
-                count,
-                state,
-                active & ~ended,
-            )
-            return step + 1, Context(cache, context.length + active, logits), turn
+            step, rows = carry
+            if size == len(begins):
+                return step + 1, self._write(params, rows, *given)
+            # Those that write, one block after another; the rest costs nothing.
+            order = jnp.argsort(~rows.turn.active).astype(jnp.int32)
+            order = jnp.pad(order, (0, -len(order) % size), constant_values=len(order))
 
-        start = (jnp.int32(0), rows.context, turn)
-        _, context, turn = jax.lax.while_loop(goes_on, write, start)
-        return self._constrain(Rows(context, turn))
+            def write_block(i, rows):
+                slots = jax.lax.dynamic_slice_in_dim(order, i * size, size)
+                own = jax.tree.map(lambda x: x[slots], given)
+                own = self._write(params, some(rows, slots), *own, slots)
+                return returned(rows, own, slots)
+
+            count = (jnp.sum(rows.turn.active) + size - 1) // size
+            return step + 1, jax.lax.fori_loop(0, count, write_block, rows)
+
+        _, rows = jax.lax.while_loop(goes_on, write, (jnp.int32(0), rows))
+        return self._constrain(rows)
+
+    def _write_size(self, num_rows):
+        """How many rows write at once, in a program that has one size for all.
+
+        So what a row writes depends on no other, to the last bit. A step costs an
+        accelerator, or a CPU with a large model, the reading of all parameters, whoever
+        writes; a small model on a CPU costs what each row does.
+        """
+        spec, dtype = self._model.spec, jnp.dtype(self._model.dtype)
+        is_small = spec.num_params * dtype.itemsize < LARGE_LAYERS
+        if platform_of(self._mesh) == "cpu" and self._mesh.size == 1 and is_small:
+            return min(num_rows, WRITE_SIZE)
+        return num_rows
+
+    def _write(self, params, rows: Rows, keys, budget, table=None, slots=None) -> Rows:
+        """The rows after one more token of each that is active.
+
+        Args:
+            params, table: as in `_decode`.
+            rows: all, or `some`.
+            keys: [E] of their names.
+            budget: [E].
+            slots: [E] int32 which rows they are; None is all.
+        """
+        context, turn = rows
+        active = turn.active
+        drawn = jax.vmap(jax.random.fold_in)(keys, context.length)
+        tokens, logp = sample(
+            context.logits, drawn, temperature=self._temperature, top_p=self._top_p
+        )
+        slot = jnp.where(active, turn.count, self._max_turn_tokens)
+        count = turn.count + active
+        state = jnp.where(active, self._stop_table[turn.state, tokens], turn.state)
+        matched = len(self._stop_table) - 1
+        ended = (state == matched) | self._is_eos[tokens] | (count >= budget)
+        # The token that ends a turn is read too: the cache holds all that was written.
+        nowhere = self.row_pages * self.page_tokens  # beyond all slots
+        position = jnp.where(active, context.length, nowhere)
+        new = tokens[:, None], position[:, None]
+        # A table says where the rows are.
+        slots = slots if table is None else None
+        hidden, cache = self._apply(params, *new, context.cache, slots, table)
+        behind = self._logits(params, hidden[:, 0])
+        logits = jnp.where(active[:, None], behind, context.logits)
+        row = jnp.arange(len(active))
+        turn = Turn(
+            turn.tokens.at[row, slot].set(tokens, mode="drop"),
+            turn.logp.at[row, slot].set(logp, mode="drop"),
+            count,
+            state,
+            active & ~ended,
+        )
+        return Rows(Context(cache, context.length + active, logits), turn)

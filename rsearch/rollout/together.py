@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from rsearch import hosts
 from rsearch.models.sharding import batch_sharding, num_shards, replicated
-from rsearch.rollout.sampler import Rows, Sampler, Turn
+from rsearch.rollout.rows import Rows, Turn
+from rsearch.rollout.sampler import Sampler
 
 FAILED = -1  # agreed on by a host that cannot go on
 

@@ -8,7 +8,7 @@ import numpy as np
 from rsearch.protocols.tagged import SEARCH_R1
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.rollout.driver import RolloutEngine
-from rsearch.rollout.sampler import Context, Rows, Turn
+from rsearch.rollout.rows import Context, Rows, Turn
 from rsearch.types import Passage, Question
 from tests.rollout import tiny
 

@@ -8,6 +8,7 @@ import pytest
 from rsearch.learn.logprobs import token_logprobs
 from rsearch.models import layers
 from rsearch.models.sharding import make_mesh
+from rsearch.rollout import sampler
 from rsearch.rollout.driver import RolloutEngine
 from rsearch.types import Source
 from tests.rollout import tiny
@@ -178,6 +179,18 @@ def test_a_rollouts_draws_do_not_depend_on_how_long_searches_take(compiled, expe
         assert ids_by_sample(groups) == expected
 
 
+def test_log_probabilities_are_the_same_to_the_last_bit_whatever_waits(compiled):
+    """So a run that is resumed is the run that was not interrupted."""
+    setup = compiled()
+    found = []
+    for salt in range(3):
+        host = tiny.make_host(search=slow_search(salt))
+        engine = RolloutEngine(setup.sampler, host, num_rows=16, group_size=4)
+        groups = engine(setup.params, tiny.questions(6), jax.random.key(0))
+        found.append([list(policy_columns(r)) for r in rollouts_of(groups)])
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 def test_a_rollouts_draws_do_not_depend_on_the_number_of_rows(expected, num_rows):
     setup = tiny.make_engine(num_rows=num_rows, search=slow_search(num_rows))
@@ -205,6 +218,14 @@ def test_a_rollouts_draws_do_not_depend_on_the_pages_that_rows_share(expected, d
     traces = setup.engine.num_traces
     setup.roll_out(SHUFFLED)
     assert setup.engine.num_traces == traces
+
+
+def test_rows_that_write_a_few_at_once_draw_what_they_draw_together(
+    expected, monkeypatch
+):
+    monkeypatch.setattr(sampler, "WRITE_SIZE", 3)
+    setup = tiny.make_engine(num_rows=8, search=slow_search(0))
+    assert ids_by_sample(setup.roll_out(SHUFFLED)) == expected
 
 
 def test_layers_by_themselves_draw_what_a_scan_draws(expected, monkeypatch):

@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rsearch.models.sharding import make_mesh
+from rsearch.rollout import sampler
 from rsearch.rollout.drawing import nucleus, sample
 from tests.rollout import tiny
 from tests.rollout.tiny import log_softmax, sorted_nucleus
@@ -287,6 +288,31 @@ def test_a_turn_that_was_interrupted_goes_on_as_if_it_had_not_been(
     assert calls > 2
     # Tokens, log-probabilities, the automaton's state, and what the cache holds.
     assert_rows_equal(rows, whole)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rows_that_do_not_write_cost_nothing(paused, monkeypatch, size):
+    """A step takes as many rounds as the rows that write fill, and none at the end."""
+    sizes = []
+
+    class Counted(tiny.WatchedSampler):
+        def _write(self, params, rows, *given):
+            count = jnp.sum(rows.turn.active)
+            jax.debug.callback(lambda n: sizes.append(int(n)), count, ordered=True)
+            return super()._write(params, rows, *given)
+
+    monkeypatch.setattr(sampler, "WRITE_SIZE", size)
+    monkeypatch.setattr(tiny, "WatchedSampler", Counted)
+    few = Paused()
+    found = few.decode(few.start())
+    jax.effects_barrier()
+    together = paused.decode(paused.start())
+    num_active = [np.sum(together.turn.count > step) for step in range(10)]
+    assert sizes == [min(size, n - i) for n in num_active for i in range(0, n, size)]
+    assert len(sizes) < 10 * -(-4 // size)
+    np.testing.assert_array_equal(found.turn.tokens, together.turn.tokens)
+    np.testing.assert_allclose(found.turn.logp, together.turn.logp, atol=1e-5)
+    np.testing.assert_array_equal(found.context.length, together.context.length)
 
 
 def sampler_of_eight_ids(stop_table, *, max_turn_tokens):
