@@ -35,7 +35,7 @@ from rsearch.rollout.rows import (
 )
 
 SLOT_TILE = 16  # of a TPU's tiles in bfloat16
-WRITE_SIZE = 8  # rows of a small model that a CPU lets write at once
+WRITE_SIZE = 16  # rows of a small model that a CPU lets write at once
 
 
 def _widen(stop_table: np.ndarray, vocab_size: int) -> np.ndarray:

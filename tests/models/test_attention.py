@@ -108,9 +108,9 @@ def test_a_place_takes_the_shortest_reach_that_covers_every_slot_written(positio
 
 @pytest.fixture(params=["together", "one by one"])
 def rows_read(request, monkeypatch):
-    """Rows of a cache that are read together, and as large ones are on a CPU."""
-    if request.param == "one by one":
-        monkeypatch.setattr(attention, "LARGE_ROW", 0)
+    """Rows of a cache that are read together, as accelerators do, and as a CPU does."""
+    if request.param == "together":
+        monkeypatch.setattr(attention, "platform_of", lambda mesh: "gpu")
     looked_up.clear_cache(), read.clear_cache()
     yield request.param
     looked_up.clear_cache(), read.clear_cache()
