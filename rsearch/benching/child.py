@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import sys
+import traceback
 
 SELF = pathlib.Path("/proc/self")
 
@@ -50,4 +51,11 @@ def _peak_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    status = 1
+    try:
+        main(*sys.argv[1:])
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)  # A peer's threads may wait for more, and Python for them.

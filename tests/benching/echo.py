@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import threading
 
 
 def make(*, log="", fails_at=0):
@@ -39,3 +40,9 @@ def make_large():
 def make_missing():
     """One whose library is not there."""
     import a_library_that_nobody_has  # noqa: F401
+
+
+def make_waiting(**settings):
+    """Has a thread that nobody ever tells to end."""
+    threading.Thread(target=threading.Event().wait).start()
+    return make(**settings)

@@ -43,6 +43,14 @@ def test_peers_that_are_not_there_or_fail_leave_a_word():
     assert "no more" in found["tunix"]
 
 
+@pytest.mark.parametrize("settings", [{}, {"fails_at": 2}])
+def test_a_subject_whose_threads_wait_for_more_ends(settings):
+    waiting = Subject(ECHO, settings, make="make_waiting")
+    found = compare({"rsearch": Subject(ECHO), "tunix": waiting}, 2)
+    assert numbers(found["rsearch"]) == [2, 3]
+    assert ("no more" in found["tunix"]) if settings else numbers(found["tunix"])
+
+
 def test_this_package_may_not_fail():
     with pytest.raises(RuntimeError, match=r"(?s)rsearch: .*no more"):
         compare({"rsearch": Subject(ECHO, {"fails_at": 1})}, 1)
