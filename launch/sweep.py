@@ -262,6 +262,8 @@ def run(trials, out, *, at_once, gpus_each) -> dict[str, int]:
     """
     waiting, running, failed, number = list(trials), {}, {}, 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A shell's background jobs ignore it, and so would the trials.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while waiting or running:
             for place in range(at_once):

@@ -236,9 +236,10 @@ def test_a_dry_run_and_commands_run_nothing(pretended, tmp_path, capsys, monkeyp
     ]
 
 
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_what_runs_is_stopped_with_the_sweep(tmp_path, how):
-    """On a real process, since signals are what is tested."""
+def test_what_runs_is_stopped_with_the_sweep(tmp_path, how, before):
+    """On a real process, as a shell starts it in the foreground or the background."""
     program = tmp_path / "program.py"
     program.write_text(
         f"import importlib.util, sys, time\n"
@@ -255,7 +256,11 @@ def test_what_runs_is_stopped_with_the_sweep(tmp_path, how):
         f"    sys.exit(130)\n"
     )
     environment = dict(os.environ, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
-    process = subprocess.Popen([sys.executable, program], env=environment)
+    process = subprocess.Popen(
+        [sys.executable, program],
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, before),
+    )
     logs = [tmp_path / "a.log", tmp_path / "b.log"]
     deadline = time.monotonic() + 60
     while not all(log.exists() and log.read_text() for log in logs):
