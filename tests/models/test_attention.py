@@ -70,6 +70,14 @@ def test_one_token_sees_what_it_sees_beside_others():
         np.testing.assert_allclose(alone, together[:, own], atol=1e-6)
 
 
+def test_weights_may_be_divided_after_their_sums():
+    q, k, v = normal(0, 3, 4, 4, 8), normal(1, 3, 2, 7, 8), normal(2, 3, 2, 7, 8)
+    last = jnp.array([[1, 2, 3, 6], [0] * 4, [5] * 4])
+    visible = jnp.arange(7)[None, None] <= last[:, :, None]
+    found = attend(9 * q, k, v, visible, divides_last=True)
+    np.testing.assert_allclose(found, attend(9 * q, k, v, visible), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "num_slots, expected",
     [
