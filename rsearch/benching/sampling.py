@@ -153,6 +153,7 @@ def make_turns(
     spread=0.0,
     delay_seconds=0.0,
     times_longer=1,
+    room=1,
     dtype="float32",
 ):
     """Rollouts in turns of N tokens, with what is read between them.
@@ -167,13 +168,16 @@ def make_turns(
         spread: see `turn_lengths`.
         delay_seconds: that each search takes.
         times_longer: the turns of the first rollout are than those of the others.
+        room: budgets are for a rollout so many times longer, whether there is one.
     """
     network, params, mesh = load(model, dtype)
     tokenizer = load_tokenizer(pathlib.Path(model))
     text = FAR * num_observed  # a word is a token at least
     lengths = turn_lengths(num_rollouts, num_turns, num_new, spread)
+    largest = lengths.copy()
+    largest[0] *= max(room, times_longer)
     lengths[0] *= times_longer
-    longest = int(lengths.max())
+    longest = int(largest.max())
     limits = Limits(
         max_searches=num_turns - 1,
         max_prompt_tokens=num_prompt,
@@ -193,7 +197,7 @@ def make_turns(
         stop_table=token_automaton((), tokenizer.token_bytes),
         eos_ids=(),
         num_slots=num_prompt
-        + int(lengths.sum(axis=1).max())
+        + int(largest.sum(axis=1).max())
         + (num_turns - 1) * num_observed,
         max_turn_tokens=longest,
         chunk=CHUNK,
