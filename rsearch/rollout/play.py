@@ -6,6 +6,7 @@ write on, and a row whose rollout has ended gives its slot to the next one.
 
 import collections
 import concurrent.futures
+import time
 
 import numpy as np
 
@@ -16,7 +17,9 @@ from rsearch.types import Search
 PAUSED_SHARE = 1 / 4  # of the writing rows: so many pause before the host answers them
 READ_SHARE = 1 / 8  # of the slots: so many rows read at once, or begin
 TOKENS_WHILE_SEARCHING = 16  # that rows write before the host looks what was found
-PATIENCE = 0.005  # seconds: a fast search is awaited before the others write on
+# Seconds: before others write on, a search is awaited for the time of a token of
+# theirs, but no less and no more than this.
+PATIENCE = 0.005, 0.2
 
 
 def at_once(num_rows: int, group_size: int, parts: int = 1) -> tuple[int, int]:
@@ -59,6 +62,8 @@ class Play:
         self.row_names = np.zeros((num_rows, 2), np.uint32)
         self.begins = np.zeros(num_rows, bool)
         self.budget = np.full(num_rows, self.host.limits.max_turn_tokens, np.int32)
+        self.count = np.zeros(num_rows, np.int32)  # tokens of each turn so far
+        self.patience = PATIENCE[0]
         self.prefilled = None  # the first question of those read, and of them all
         self.context = None  # what the device knows
         self.num_restarts = 0
@@ -159,7 +164,7 @@ class Play:
 
     def _write(self):
         """Lets rows write until some pause, and answers those."""
-        limit = self.host.limits.max_turn_tokens
+        limit, started = self.host.limits.max_turn_tokens, time.monotonic()
         rows = self.sampler.decode(
             self.params,
             self.rows,
@@ -171,8 +176,12 @@ class Play:
             TOKENS_WHILE_SEARCHING if self.searching else limit,
             self.pool.table,
         )
-        self.rows, self.begins = rows, np.zeros(self.num_rows, bool)
         turn = self.sampler.written(rows)
+        num_steps = np.max(turn.count - np.where(self.begins, 0, self.count))
+        seconds = (time.monotonic() - started) / max(1, num_steps)
+        self.patience = float(np.clip(seconds, *PATIENCE))
+        self.rows, self.begins = rows, np.zeros(self.num_rows, bool)
+        self.count = turn.count
         written = {}
         for slot in sorted(self.writing):
             if not turn.active[slot]:
@@ -212,7 +221,7 @@ class Play:
         if self.searching is None:
             return
         future, batch = self.searching
-        timeout = PATIENCE if can_write else None
+        timeout = self.patience if can_write else None
         if not concurrent.futures.wait([future], timeout).done:
             return
         self.searching = None
