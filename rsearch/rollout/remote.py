@@ -8,22 +8,17 @@ a reply has to have the right shape and a sensible size.
 
 import collections
 import json
-import os
-import random
-import re
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
 from rsearch import console
+from rsearch.calls import HEADERS, checked_url, json_of, key_of, post, repeated
 from rsearch.protocols.tagged import whole_characters
 from rsearch.types import GenerateFn, Messages
 
 PATH = "/chat/completions"
-RETRIED = frozenset({408, 429, *range(500, 600)})  # statuses that may pass
-MAX_WAIT_SECONDS = 20.0  # before a call is made again
 BYTES_PER_TOKEN = 64  # more in a reply is no reply; JSON escapes included
 ENVELOPE_BYTES = 65_536  # around the reply's text
 
@@ -55,9 +50,7 @@ def remote_generator(
         max_retries: further calls after one that failed in a way that may pass: no
             connection, too slow, status 408, 429 or 5xx, a reply that is none.
         concurrency: calls under way at once.
-        first_wait_seconds: before the second call; it doubles with each further one, up
-            to MAX_WAIT_SECONDS, and half of it is drawn at random, so that many callers
-            do not come back at once. An endpoint's Retry-After counts if it is longer.
+        first_wait_seconds: before the second call; see `rsearch.calls.repeated`.
         say: called with a line on the chats that failed for good, if there are any.
 
     Returns:
@@ -70,9 +63,9 @@ def remote_generator(
     target = _target(url)
     if not model:
         raise ValueError(f"the endpoint {url} has several models: name one")
-    headers = {"Accept-Encoding": "identity"}  # so that bytes read are bytes sent
+    headers = dict(HEADERS)
     if api_key_env:
-        headers["Authorization"] = f"Bearer {_key(api_key_env)}"
+        headers["Authorization"] = f"Bearer {key_of(api_key_env)}"
     settings = {
         "model": model,
         "max_tokens": max_reply_tokens,
@@ -85,16 +78,13 @@ def remote_generator(
     def ask(client, chat):
         """(reply or None, why it failed)."""
         body = json.dumps({**settings, "messages": _sendable(chat)}).encode()
-        why = ""
-        for attempt in range(max_retries + 1):
-            reply, why, wait = _call(client, target, body, most, timeout_seconds)
-            if reply is not None or wait is None:
-                break
-            if attempt < max_retries:
-                backoff = min(first_wait_seconds * 2**attempt, MAX_WAIT_SECONDS)
-                drawn = backoff * random.uniform(0.5, 1.0)
-                time.sleep(max(drawn, min(wait, MAX_WAIT_SECONDS)))
-        return reply, why
+        limits = {"max_bytes": most, "seconds": timeout_seconds}
+
+        def call():
+            return post(client, target, body, read=_content, **limits)
+
+        reply = repeated(call, max_retries=max_retries, first_wait=first_wait_seconds)
+        return reply.value, reply.why
 
     def generate(chats: Sequence[Messages]) -> list[str | None]:
         if not chats:
@@ -117,28 +107,8 @@ def remote_generator(
 
 def _target(url):
     """Where chats are posted to. Neither it nor its parts may hold a secret."""
-    try:
-        parts = httpx.URL(url)
-    except httpx.InvalidURL:
-        parts = httpx.URL("")
-    if parts.scheme not in ("http", "https") or not parts.host:
-        shown = url.rpartition("@")[2]
-        raise ValueError(f"{shown!r} must be an http:// or https:// URL")
-    if parts.userinfo or parts.query or parts.fragment:
-        raise ValueError(
-            f"the URL of {parts.host} must hold no password, query or fragment; a key "
-            "is read from the environment variable that api_key_env names"
-        )
+    parts = checked_url(url, "the endpoint")
     return str(parts).rstrip("/").removesuffix(PATH) + PATH
-
-
-def _key(variable):
-    """The key. A line break in it would be a header of its own."""
-    key = os.environ.get(variable, "").strip()
-    if not re.fullmatch(r"[!-~]+", key):
-        state = "holds no key" if key else "is not set"
-        raise ValueError(f"the environment variable {variable!r} {state}")
-    return key
 
 
 def _sendable(chat):
@@ -146,48 +116,10 @@ def _sendable(chat):
     return [{k: whole_characters(v) for k, v in message.items()} for message in chat]
 
 
-def _call(client, target, body, most, timeout_seconds):
-    """One call.
-
-    Returns:
-        reply: the text, None if it failed; why: in which way, in few words, with
-        nothing that was sent; wait: seconds that the endpoint wants before the next
-        call, None if another one would fail the same way.
-    """
-    end = time.monotonic() + timeout_seconds
-    kind = {"Content-Type": "application/json"}
-    try:
-        with client.stream("POST", target, content=body, headers=kind) as response:
-            status = response.status_code
-            if status != 200:
-                wait = _retry_after(response) if status in RETRIED else None
-                return None, f"HTTP {status}", wait
-            received = bytearray()
-            for part in response.iter_raw():
-                received += part
-                if len(received) > most:
-                    return None, f"a reply of more than {most} bytes", 0.0
-                # httpx's own limit is on each read: a slow trickle never meets it.
-                if time.monotonic() > end:
-                    return None, "too slow", 0.0
-    except httpx.TimeoutException:
-        return None, "too slow", 0.0
-    except httpx.HTTPError as error:  # its text could quote what was sent
-        return None, type(error).__name__, 0.0
-    reply = _content(received)
-    return reply, "" if reply is not None else "a reply of another shape", 0.0
-
-
-def _retry_after(response):
-    """Seconds of a Retry-After header; 0 without one, or where it is a date."""
-    value = response.headers.get("Retry-After", "")
-    return float(value) if re.fullmatch(r"\d{1,6}", value) else 0.0
-
-
 def _content(received):
     """choices[0].message.content of a JSON reply, None where there is no such text."""
     try:
-        content = json.loads(received)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError, RecursionError):
+        content = json_of(received)["choices"][0]["message"]["content"]
+    except (LookupError, TypeError):
         return None
     return whole_characters(content) if isinstance(content, str) else None

@@ -9,6 +9,7 @@ import types
 
 import pytest
 
+from rsearch import calls
 from rsearch.rollout import remote
 from rsearch.rollout.remote import remote_generator
 
@@ -277,14 +278,14 @@ def test_a_reply_that_trickles_is_given_up(asking, said, monkeypatch):
 def test_waits_grow_are_drawn_and_listen_to_the_endpoint(asking, monkeypatch):
     waits = []
     clock = types.SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)
-    monkeypatch.setattr(remote, "time", clock)
+    monkeypatch.setattr(calls, "time", clock)
     headers = iter([{}, {}, {"Retry_After": "7"}, {"Retry_After": "99999"}, {}])
 
     with serving(lambda number, body: (503, b"", next(headers))) as endpoint:
         ask = asking(endpoint.url, max_retries=4, first_wait_seconds=1.0)
         assert ask([CHAT]) == [None]
     assert 0.5 <= waits[0] <= 1 <= waits[1] <= 2
-    assert waits[2:] == [7.0, remote.MAX_WAIT_SECONDS]
+    assert waits[2:] == [7.0, calls.MAX_WAIT_SECONDS]
 
 
 @pytest.mark.parametrize(
