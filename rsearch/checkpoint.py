@@ -7,6 +7,10 @@ The manifest is written last, once the data is durable: a checkpoint exists when
 manifest does. A step without one is a torn save, and counts as not there. Digests are
 xxh3-128 and are verified by every restore; a step that fails is renamed to
 `<step>.damaged` and never deleted.
+
+    python -m rsearch.checkpoint ls|verify|gc DIRECTORY
+
+lists the checkpoints of a run or a stage, verifies them, or deletes old and torn ones.
 """
 
 import contextlib
@@ -17,25 +21,47 @@ import os
 import pathlib
 import platform
 import shutil
+import sys
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import xxhash
 from jax.experimental import multihost_utils
 
 from rsearch import files
-from rsearch.console import note
+from rsearch.config import parse_flags, run_command
+from rsearch.console import note, table
+from rsearch.manifest import (
+    MANIFEST,
+    SCHEMA,
+    DamagedError,
+    check_files,
+    check_leaf,
+    check_structure,
+    describe,
+    describe_files,
+    encode,
+    latest,
+    named,
+    path_of,
+    read_manifest,
+    step_folders,
+    steps,
+)
 
-SCHEMA = 1
-MANIFEST = "manifest.json"
+__all__ = ["DamagedError", "latest", "newest_good", "read_manifest", "restore"]
+__all__ += ["save", "set_aside", "steps"]
+
 TREE = "tree"
-MAX_NAMED = 8  # leaves named in one message
-
-
-class DamagedError(ValueError):
-    """A checkpoint that is not as it was saved."""
+FOLDER = "checkpoints"  # of a stage's checkpoints, in its directory
+FLAGS = {
+    "step": (-1, "verify: this one alone"),
+    "keep": (2, "gc: newest checkpoints that stay in each stage"),
+    "damaged": (False, "gc: deletes what was set aside as damaged, too"),
+    "dry_run": (False, "gc: tells what it would delete, and deletes nothing"),
+}
 
 
 def save(directory, step, tree, meta, *, keep):
@@ -55,10 +81,10 @@ def save(directory, step, tree, meta, *, keep):
         OSError: the disk refuses.
     """
     assert step >= 0 and keep >= 1, (step, keep)
-    leaves = _named(tree)
+    leaves = named(tree)
     for name, leaf in leaves.items():
-        _check_leaf(name, leaf)
-    described = {name: _describe(leaf) for name, leaf in leaves.items()}
+        check_leaf(name, leaf)
+    described = {name: describe(leaf) for name, leaf in leaves.items()}
     body = {
         "schema": SCHEMA,
         "step": int(step),
@@ -79,48 +105,10 @@ def save(directory, step, tree, meta, *, keep):
     if jax.process_index() == 0:
         files.sync_tree(folder)
         files.sync_directory(folder.parent)
-        body["files"] = _describe_files(folder)
-        files.replace(folder / MANIFEST, _encode(body))
+        body["files"] = describe_files(folder)
+        files.replace(folder / MANIFEST, encode(body))
         _delete_old(folder.parent, step, keep)
     _barrier(f"saved {step}")
-
-
-def steps(directory):
-    """Sorted steps of the checkpoints that exist; [] where there is no directory."""
-    folder = pathlib.Path(directory)
-    return sorted(s for s in _step_folders(folder) if _manifest(folder, s).is_file())
-
-
-def latest(directory):
-    """The newest step, or None."""
-    return max(steps(directory), default=None)
-
-
-def read_manifest(directory, step):
-    """The manifest of a step: schema, step, meta, leaves, versions and files.
-
-    Raises:
-        DamagedError: it is not as it was written.
-        ValueError: there is no such checkpoint, or a newer program wrote it.
-    """
-    path = _manifest(pathlib.Path(directory), step)
-    if not path.is_file():
-        found = ", ".join(map(str, steps(directory))) or "none"
-        raise ValueError(f"{path.parent}: no such checkpoint; steps there: {found}")
-    raw = path.read_bytes()
-    try:
-        body = json.loads(raw)
-        body.pop("digest")
-        is_intact = _encode(body) == raw and body["step"] == step
-    except (ValueError, KeyError, AttributeError, TypeError):
-        is_intact = False
-    if not is_intact:
-        raise DamagedError(f"{path}: damaged: its digest does not match its contents")
-    if body["schema"] != SCHEMA:
-        raise ValueError(
-            f"{path}: schema {body['schema']}, but this program reads schema {SCHEMA}"
-        )
-    return body
 
 
 def restore(directory, step, like, *, is_part=False):
@@ -141,12 +129,12 @@ def restore(directory, step, like, *, is_part=False):
         DamagedError: a file or a leaf does not match its digest.
     """
     body = read_manifest(directory, step)
-    folder = _manifest(pathlib.Path(directory).absolute(), step).parent
-    wanted, leaves = _named(like), body["leaves"]
+    folder = path_of(pathlib.Path(directory).absolute(), step).parent
+    wanted, leaves = named(like), body["leaves"]
     if is_part:
         leaves = {name: leaves[name] for name in wanted.keys() & leaves}
-    _check_structure(folder, leaves, wanted)
-    _check_files(folder, body["files"])
+    check_structure(folder, leaves, wanted)
+    check_files(folder, body["files"])
     shardings = {name: _sharding(leaf) for name, leaf in wanted.items()}
     stored = {n: x for n, x in wanted.items() if 0 not in x.shape}
     arrays = _read_tree(folder / TREE, stored, shardings) if stored else {}
@@ -154,7 +142,7 @@ def restore(directory, step, like, *, is_part=False):
         if name not in arrays:  # no elements: Orbax does not store those
             empty = np.zeros(leaf.shape, leaf.dtype)
             arrays[name] = jax.device_put(empty, shardings[name])
-        found, saved = _describe(arrays[name]), body["leaves"][name]
+        found, saved = describe(arrays[name]), body["leaves"][name]
         if found != saved:
             raise DamagedError(
                 f"{folder}: damaged: leaf {name} is {found}, the manifest has {saved}"
@@ -209,112 +197,22 @@ def set_aside(directory, step):
     return aside
 
 
-def _manifest(directory, step):
-    return directory / str(step) / MANIFEST
-
-
-def _step_folders(directory):
-    """Steps that have a folder, whole or torn."""
-    if not directory.is_dir():
-        return []
-    names = [p.name for p in directory.iterdir() if p.is_dir()]
-    return [int(n) for n in names if n.isascii() and n.isdigit() and n == str(int(n))]
-
-
 def _delete_old(directory, newest, keep):
     """Deletes what is older than the last `keep` steps, torn saves included."""
     kept = set(steps(directory)[-keep:])
-    for step in _step_folders(directory):
+    for step in step_folders(directory):
         if step < newest and step not in kept:
-            # The manifest first: a crash in between leaves a torn step, not a bad one.
-            _manifest(directory, step).unlink(missing_ok=True)
-            files.sync_directory(directory / str(step))
-            shutil.rmtree(directory / str(step))
+            _delete(directory / str(step))
 
 
-def _named(tree):
-    """{'params.embed.kernel': leaf}, in the tree's order."""
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    named = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in pairs
-    }
-    if len(named) != len(pairs):
-        raise ValueError("two leaves of the tree have the same dotted name")
-    return named
+def _delete(folder):
+    """Deletes a step's folder, the manifest first.
 
-
-def _check_leaf(name, leaf):
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-        kind = type(leaf).__name__
-        raise ValueError(f"leaf {name} is a {kind}, not an array; put it into meta")
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-        raise ValueError(f"leaf {name} is {leaf.dtype}: save jax.random.key_data of it")
-    if leaf.dtype.kind not in "?biufcV" or leaf.dtype.names:
-        raise ValueError(f"leaf {name} has dtype {leaf.dtype}, which JAX does not hold")
-    # A 64-bit leaf would come back as 32 bits.
-    if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-        raise ValueError(f"leaf {name} has dtype {leaf.dtype}, JAX runs with 32 bits")
-
-
-def _describe(leaf):
-    """Shape, dtype and digest of an array's bytes, the same however it is sharded."""
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    array = np.ascontiguousarray(leaf)
-    raw = array.reshape(-1).view(np.uint8)
-    return {
-        "shape": list(np.shape(leaf)),
-        "dtype": str(array.dtype),
-        "digest": xxhash.xxh3_128_hexdigest(raw),
-    }
-
-
-def _describe_files(folder):
-    """{relative path: size and digest} of all files of a step but the manifest."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {
-        p.relative_to(folder).as_posix(): {
-            "bytes": p.stat().st_size,
-            "digest": files.digest_file(p),
-        }
-        for p in paths
-    }
-
-
-def _check_files(folder, saved):
-    for name, described in saved.items():
-        path = folder / name
-        if not path.is_file():
-            raise DamagedError(f"{path}: damaged: the file is missing")
-        if path.stat().st_size != described["bytes"]:
-            raise DamagedError(
-                f"{path}: damaged: {path.stat().st_size} bytes, the manifest has "
-                f"{described['bytes']}"
-            )
-        digest = files.digest_file(path)
-        if digest != described["digest"]:
-            raise DamagedError(
-                f"{path}: damaged: digest {digest}, the manifest has "
-                f"{described['digest']}"
-            )
-
-
-def _check_structure(folder, saved, wanted):
-    """Refuses a tree that is not the one saved, naming the leaves."""
-    wrong = [f"{name} is not in the checkpoint" for name in wanted.keys() - saved]
-    wrong += [f"{name} is only in the checkpoint" for name in saved.keys() - wanted]
-    for name in wanted.keys() & saved.keys():
-        shape, dtype = tuple(saved[name]["shape"]), saved[name]["dtype"]
-        if (shape, dtype) != (tuple(wanted[name].shape), str(wanted[name].dtype)):
-            wrong.append(
-                f"{name} is {dtype}{list(shape)} in the checkpoint, here "
-                f"{wanted[name].dtype}{list(wanted[name].shape)}"
-            )
-    if wrong:
-        more = f" (and {len(wrong) - MAX_NAMED} more)" if len(wrong) > MAX_NAMED else ""
-        named = "; ".join(sorted(wrong)[:MAX_NAMED])
-        raise ValueError(f"{folder}: does not fit this program's state: {named}{more}")
+    So a crash in between leaves a torn step, not a damaged one.
+    """
+    (folder / MANIFEST).unlink(missing_ok=True)
+    files.sync_directory(folder)
+    shutil.rmtree(folder)
 
 
 def _sharding(leaf):
@@ -366,14 +264,6 @@ def _quiet():
         logger.setLevel(level)
 
 
-def _encode(body):
-    """The manifest's bytes: one spelling, so that any changed bit shows."""
-    text = json.dumps(body, sort_keys=True, allow_nan=False)
-    digest = xxhash.xxh3_128_hexdigest(text.encode())
-    whole = {**body, "digest": digest}
-    return (json.dumps(whole, indent=1, sort_keys=True) + "\n").encode()
-
-
 def _versions():
     return {
         "python": platform.python_version(),
@@ -387,3 +277,97 @@ def _barrier(name):
     """Waits for the other processes, where there are any."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"checkpoint {name}")
+
+
+def verify(directory, step) -> None:
+    """Reads a checkpoint as a whole and compares each file and leaf with its digest.
+
+    Raises:
+        DamagedError: what does not match, and both digests.
+        ValueError: there is no such checkpoint.
+    """
+    leaves = read_manifest(directory, step)["leaves"]
+    like = {
+        name: jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]))
+        for name, leaf in leaves.items()
+    }
+    restore(directory, step, like)
+
+
+def main(argv) -> int:
+    """The command; 1 where something is damaged."""
+    places = "action", "directory"
+    given = parse_flags(argv, flags=FLAGS, positional=places)
+    actions = {"ls": _list, "verify": _verify_all, "gc": _collect}
+    if given["action"] not in actions:
+        raise ValueError(f"{given['action']!r}: must be one of {', '.join(actions)}")
+    if given["keep"] < 1:
+        raise ValueError(f"--keep={given['keep']}: must be at least 1")
+    root = pathlib.Path(given["directory"])
+    if not root.is_dir():
+        raise ValueError(f"{root}: there is no such directory")
+    found = [root] if any(_entries(root)) else sorted(root.rglob(FOLDER))
+    if not found:
+        raise ValueError(f"{root}: holds no checkpoints")
+    return actions[given["action"]](root, found, given)
+
+
+def _entries(directory):
+    """(folder, state) of all that is there: "whole", "torn" or "damaged"."""
+    own = {directory / str(step) for step in step_folders(directory)}
+    for folder in sorted(p for p in directory.iterdir() if p.is_dir()):
+        if folder in own:
+            yield folder, "whole" if (folder / MANIFEST).is_file() else "torn"
+        elif folder.name.partition(".")[0].isdecimal() and ".damaged" in folder.name:
+            yield folder, "damaged"
+
+
+def _list(root, found, given):
+    """A row for each, the oldest first."""
+    rows = []
+    for directory in found:
+        entries = sorted(_entries(directory), key=lambda e: (_number(e[0]), e[0].name))
+        for folder, state in entries:
+            own = [p for p in folder.rglob("*") if p.is_file()]
+            size = sum(p.stat().st_size for p in own) / 2**20
+            stage = directory.relative_to(root).parent.as_posix()
+            rows.append((stage, folder.name, state, round(size, 3), len(own)))
+    table(str(root), ("stage", "step", "state", "MiB", "files"), rows)
+    return 0
+
+
+def _number(folder):
+    return int(folder.name.partition(".")[0])
+
+
+def _verify_all(root, found, given):
+    """Verifies all that count, and changes nothing."""
+    num_damaged, asked = 0, given["step"]
+    for directory in found:
+        chosen = [asked] if asked >= 0 else steps(directory)
+        for step in chosen:
+            try:
+                verify(directory, step)
+                note(f"{directory / str(step)}: verified")
+            except DamagedError as error:
+                num_damaged += 1
+                note(str(error))
+    return 1 if num_damaged else 0
+
+
+def _collect(root, found, given):
+    """Deletes what is older than the newest, and what never was whole."""
+    for directory in found:
+        kept = {str(step) for step in steps(directory)[-given["keep"] :]}
+        for folder, state in _entries(directory):
+            stays = folder.name in kept if state != "damaged" else not given["damaged"]
+            if stays:
+                continue
+            note(f"{folder}: {state}, {'would be ' * given['dry_run']}deleted")
+            if not given["dry_run"]:
+                _delete(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rsearch import checkpoint
+from rsearch.manifest import encode
 
 
 class Moments(typing.NamedTuple):
@@ -214,7 +215,7 @@ def test_data_swapped_behind_intact_file_digests_is_named_by_leaf(saved):
     body = checkpoint.read_manifest(saved, 2)
     right = body["leaves"]["params.half"]["digest"]
     body["leaves"]["params.half"]["digest"] = "0" * 32
-    (saved / "2" / "manifest.json").write_bytes(checkpoint._encode(body))
+    (saved / "2" / "manifest.json").write_bytes(encode(body))
     with pytest.raises(checkpoint.DamagedError) as caught:
         checkpoint.restore(saved, 2, make_tree(0))
     for part in ("leaf params.half", right, "0" * 32):
@@ -249,7 +250,7 @@ def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(saved):
 
 def test_newer_schema_is_refused_and_left_alone(saved):
     body = {**checkpoint.read_manifest(saved, 2), "schema": checkpoint.SCHEMA + 1}
-    (saved / "2" / "manifest.json").write_bytes(checkpoint._encode(body))
+    (saved / "2" / "manifest.json").write_bytes(encode(body))
     with pytest.raises(ValueError, match="schema 2, but this program reads schema 1"):
         checkpoint.newest_good(saved, make_tree(0))
     assert checkpoint.steps(saved) == [1, 2]

@@ -1,0 +1,74 @@
+"""rsearch.checkpoint as a command: what is there, whether it is whole, what may go."""
+
+import shutil
+
+import pytest
+
+from rsearch import checkpoint
+from rsearch.config import run_command
+from tests.test_checkpoint import all_files, flip_bit, saved
+
+__all__ = ["saved"]
+
+
+def command(*words):
+    return run_command(checkpoint.main, [str(word) for word in words])
+
+
+def test_the_command_lists_what_there_is(saved, capsys):
+    (saved / "3").mkdir()
+    shutil.copytree(saved / "1", saved / "0.damaged")
+    assert command("ls", saved) == 0
+    told = capsys.readouterr().out
+    for name, state in (("0.damaged", "damaged"), ("2", "whole"), ("3", "torn")):
+        assert any(name in line and state in line for line in told.splitlines()), told
+
+
+def test_the_command_verifies_and_changes_nothing(saved, capsys):
+    assert command("verify", saved) == 0
+    path = max(all_files(saved / "2"), key=lambda p: p.stat().st_size)
+    flip_bit(path, path.stat().st_size // 2)
+    before = sorted(saved.rglob("*"))
+    assert command("verify", saved) == 1
+    assert path.name in capsys.readouterr().err
+    assert sorted(saved.rglob("*")) == before
+    assert command("verify", saved, "--step=1") == 0
+
+
+def test_the_command_deletes_what_is_old_or_torn(saved, capsys):
+    (saved / "3").mkdir()
+    shutil.copytree(saved / "1", saved / "0.damaged")
+    before = {p.name for p in saved.iterdir()}
+    assert command("gc", saved, "--keep=1", "--dry_run") == 0
+    assert {p.name for p in saved.iterdir()} == before
+    assert command("gc", saved, "--keep=1") == 0
+    assert {p.name for p in saved.iterdir()} == {"2", "0.damaged"}
+    assert command("gc", saved, "--keep=1", "--damaged") == 0
+    assert {p.name for p in saved.iterdir()} == {"2"}
+
+
+def test_the_command_finds_the_checkpoints_of_every_stage(
+    saved, tmp_path_factory, capsys
+):
+    run = tmp_path_factory.mktemp("run")
+    for stage in ("sft", "rl"):
+        shutil.copytree(saved, run / stage / "checkpoints")
+    assert command("ls", run) == 0
+    told = capsys.readouterr().out
+    assert "sft" in told and "rl" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("list", "."), "must be one of ls, verify, gc"),
+        (("ls", "nowhere"), "no such directory"),
+        (("ls", "EMPTY"), "holds no checkpoints"),
+        (("gc", ".", "--keep=0"), "must be at least 1"),
+        (("ls",), "directory is missing"),
+    ],
+)
+def test_the_command_refuses_what_makes_no_sense(tmp_path, capsys, words, told):
+    words = [str(tmp_path) if word == "EMPTY" else word for word in words]
+    assert command(*words) == 2
+    assert told in capsys.readouterr().err
