@@ -102,6 +102,14 @@ def _retrieval():
     c.index = ""  # directory written by rsearch.index; the world needs none
     c.sharded = False  # several hosts: each holds its share of the index's parts
     c.timeout_seconds = 30.0  # ... in which all have answered, or a search has failed
+    c.url = ""  # of a retrieval service that is asked in place of an index
+    # Its dialect: "search_r1", "r1_searcher", "rearag", or "serper" for the open web.
+    c.api = "search_r1"
+    c.fetch_pages = False  # "serper": passages are what the pages say, not snippets
+    c.page_chars = 2000  # ... of a page that are kept
+    c.api_key_env = ""  # environment variable with its key; "" = none
+    c.max_retries = 3  # further calls after one that failed in a way that may pass
+    c.outage_seconds = 300.0  # that it may be away before the run is saved and ends
     c.encoder = "hashed"  # "hashed" n-grams, or a directory or hub id of a BERT model
     c.family = "minilm"  # prefixes and pooling of the encoder: "minilm", "e5", "bge"
     c.max_query_tokens = 0  # of an encoded question, the rest is cut; 0 = the model's
@@ -135,6 +143,22 @@ def _rollout():
     c.page_tokens = 128  # of a page of that cache, where cache_tokens is set
     c.together = False  # several hosts: one program over all devices; see BUILD.md
     c.extend_chunk = 32  # given tokens that a call of the model reads for each row
+    return c
+
+
+def _guards():
+    """When a stage stops because its numbers have gone wrong; None = no bound."""
+    c = ConfigDict()
+    # Updates in a row that are left out, for a gradient that is not finite.
+    c.max_skipped = 5
+    c.dumps = 3  # batches of such updates that are kept, in <stage>/skipped
+    c.on_collapse = "warn"  # or "stop", where a measure is beyond a bound of these
+    c.patience = 3  # steps in a row that it is
+    c.min_entropy = placeholder(float)  # of the policy, nats a token
+    c.max_empty = placeholder(float)  # share of rollouts without an answer's text
+    c.max_repeated = placeholder(float)  # ... with the same turn twice
+    c.max_kl = placeholder(float)  # from the reference, nats a token
+    c.max_clipped = placeholder(float)  # share of tokens whose ratio is clipped
     return c
 
 
@@ -311,6 +335,8 @@ def get_config():
     c.checkpoint.sft_steps = 60  # steps between two saves; the last is always saved
     c.checkpoint.rl_steps = 2  # likewise
     c.checkpoint.keep = 2  # newest checkpoints kept in a stage
+    c.checkpoint.grace_seconds = 25.0  # for a save, once a signal says that it must end
+    c.guards = _guards()
     c.eval = ConfigDict()
     c.eval.at_start = True  # also before the first stage
     c.eval.every_steps = 0  # of RL, dev scores in metrics.jsonl; 0 = only after stages

@@ -30,11 +30,13 @@ from rsearch.fields import (
     fingerprint,
     to_json,
 )
+from rsearch.preemption import EXIT_CODE, PreemptedError
 from rsearch.rules import validate
 
 __all__ = [
     "ABSENT",
     "REQUIRED",
+    "StoppedError",
     "apply_overrides",
     "check_known",
     "diff",
@@ -52,10 +54,15 @@ __all__ = [
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REQUIRED = object()
+STOPPED = 3  # exit code
 HELP = """\
   --config=FILE[:VARIANT]    the recipe, for example configs/quickstart.py
   --config.FIELD=VALUE       sets one of its fields; --print_config lists them
 """
+
+
+class StoppedError(RuntimeError):
+    """The run has stopped itself, since its numbers have gone wrong."""
 
 
 def load(spec):
@@ -252,8 +259,9 @@ def run_command(main, argv=None):
 
     What the user did wrong (a ValueError raised by this package, a file that cannot be
     read or written) becomes one `error: ...` on stderr and code 2. Everything else is a
-    fault of ours and keeps its traceback. Control-C gives 130. Where what is printed
-    goes to a program that has ended, such as head, the command ends quietly with 141.
+    fault of ours and keeps its traceback. Control-C gives 130, a run that was told to
+    stop (see `rsearch.preemption`) 75, one that has stopped itself 3. Where what is
+    printed goes to a program that has ended, such as head, it ends quietly with 141.
     """
     try:
         try:
@@ -299,6 +307,13 @@ def _exit_code(main, argv):
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except PreemptedError as error:
+        told = clean(str(error)) or "stopped"
+        print(f"{told}; the same command goes on", file=sys.stderr)
+        return EXIT_CODE
+    except StoppedError as error:
+        print(f"error: {clean(str(error))}", file=sys.stderr)
+        return STOPPED
     except (ValueError, OSError) as error:
         if not _is_for_users(error):
             raise

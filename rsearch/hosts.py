@@ -8,27 +8,27 @@ cut over the devices of all (see `rsearch.models.sharding`).
 
 import contextlib
 import json
-import os
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from rsearch import preemption
+from rsearch.peers import BEAT_SECONDS, PREEMPTED, Peers
+from rsearch.preemption import OutageError, PreemptedError
+
 # Bytes of each host in one exchange, which passes through its devices; a program each.
 SIZES = (1 << 8, 1 << 14, 1 << 18, 1 << 22)
 PIECE_BYTES = SIZES[-1]
 AUTO = "auto"
-FAILED = "rsearch/failed"  # where the first host to fail says so
-POLL_SECONDS = 1.0  # between two looks at that
-GRACE_SECONDS = 10.0  # for a host to end by itself, once one has failed
+STALL_SECONDS = 12.0  # without a sign of life
 
 FLAGS = {
     "coordinator": ("", "of several hosts: HOST:PORT of the first, or auto"),
     "num_hosts": (0, "with HOST:PORT: how many there are"),
     "host": (-1, "with HOST:PORT: the number of this one, from 0"),
+    "stall_seconds": (STALL_SECONDS, "a host not heard of for so long ends the others"),
 }
 
 
@@ -60,6 +60,8 @@ def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
         raise ValueError("--num_hosts and --host want --coordinator=HOST:PORT")
     if not coordinator:
         return
+    # JAX's would take the signals that `rsearch.preemption` waits for.
+    jax.config.update("jax_enable_preemption_service", False)
     if coordinator == AUTO:
         jax.distributed.initialize()
     else:
@@ -81,12 +83,19 @@ def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
 
 
 @contextlib.contextmanager
-def meeting(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> Iterator:
+def meeting(
+    coordinator: str = "",
+    *,
+    num_hosts: int = 0,
+    host: int = -1,
+    stall_seconds: float = STALL_SECONDS,
+) -> Iterator:
     """`begin`, and an end for all: where one host fails, none waits for it for ever.
 
     What it has failed with is told to the others' watching threads. They leave their
     hosts the time to end by themselves, as those do that were told anyway, and then end
-    them with code 1, whatever these are waiting for.
+    them with code 1, whatever these are waiting for. A host that is not heard of for
+    `stall_seconds` ends the others with code 75.
     """
     begin(coordinator, num_hosts=num_hosts, host=host)
     if _place[1] == 1:
@@ -94,41 +103,41 @@ def meeting(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> Ite
         return
     from jax._src import distributed  # its key-value store has no public name
 
-    client, is_over = distributed.global_state.client, threading.Event()
-    watching = threading.Thread(target=_watch, args=(client, is_over), daemon=True)
-    watching.start()
-    try:
-        yield
-    except BaseException as error:  # Control-C on one host ends them all, too
-        told = f"{index()} {type(error).__name__}: {error}"
-        with contextlib.suppress(Exception):  # another has failed before
-            client.key_value_set(FAILED, told)
-        # At its exit JAX waits for the others, minutes long. They end before it does,
-        # or what they are in would fail first, with an error that says nothing.
-        threading.Thread(target=_end, args=(3 * GRACE_SECONDS,), daemon=True).start()
-        raise
-    finally:
-        is_over.set()
-        watching.join()
-
-
-def _watch(client, is_over):
-    """Ends this process some time after another host has failed."""
-    while not is_over.wait(POLL_SECONDS):
+    peers = Peers(distributed.global_state.client, index(), stall_seconds)
+    preemption.before_end(lambda: peers.tell(PREEMPTED))
+    with peers.watched():
         try:
-            told = client.key_value_try_get(FAILED)
-        except Exception:  # there is none; or the first host is gone, as JAX will tell
-            continue
-        number, _, error = told.partition(" ")
-        sys.stderr.write(f"error: host {number} has failed: {error}\n")
-        sys.stderr.flush()
-        return is_over.wait(GRACE_SECONDS) or _end(0.0)
+            yield
+        except OutageError:  # of this one alone
+            peers.tell(PREEMPTED)
+            raise
+        except PreemptedError:  # on all of them
+            if is_first():  # the last to go: JAX aborts those whose first host is gone
+                time.sleep(BEAT_SECONDS)
+            raise
+        except BaseException as error:  # Control-C on one host ends them all, too
+            peers.tell(f"{type(error).__name__}: {error}")
+            # At its exit JAX waits for the others, minutes long. They end before it
+            # does, or what they are in would fail first, with an error that says
+            # nothing.
+            peers.end_later()
+            raise
 
 
-def _end(seconds):
-    """Ends this process after so long, unless it has done so by itself."""
-    time.sleep(seconds)
-    os._exit(1)
+def check_preempted(*, together: bool = False) -> None:
+    """Ends the work here if this host, or with others any of them, was told to stop.
+
+    Args:
+        together: all hosts are at the same point, and go on or end together. Elsewhere
+            one of several hosts goes on: the others would wait for it.
+
+    Raises:
+        PreemptedError: they have been.
+    """
+    if num_hosts() == 1:
+        preemption.check()
+    elif together and exchange_number(preemption.is_asked()).any():
+        raise PreemptedError
 
 
 def index() -> int:

@@ -53,11 +53,11 @@ class MetricsLog:
         assert "step" not in values, values
         if not hosts.is_first():
             return
-        row = {name: _plain(name, value) for name, value in values.items()}
-        text = json.dumps({"step": int(step), **_spell(row)}, allow_nan=False)
+        row = to_json(values)
+        text = json.dumps({"step": int(step), **row}, allow_nan=False)
         files.append(self._file, f"{text}\n".encode())
         if self._curves:
-            self._curves.write(step, row)
+            self._curves.write(step, from_json(row))
 
     def rewind(self, step):
         """Drops the rows of `step` and later, and a torn last line."""
@@ -67,7 +67,7 @@ class MetricsLog:
         if self.path.exists():
             rows = read(self.path)
             kept = [row for row in rows if row["step"] < step]
-            lines = [json.dumps(_spell(row), allow_nan=False) + "\n" for row in kept]
+            lines = [json.dumps(to_json(row), allow_nan=False) + "\n" for row in kept]
             text = "".join(lines).encode()
             if text != self.path.read_bytes():
                 files.replace(self.path, text)
@@ -107,6 +107,16 @@ def read(path):
     return rows
 
 
+def to_json(values) -> dict:
+    """Values as of `MetricsLog.write`, as JSON holds them."""
+    return _spell({name: _plain(name, value) for name, value in values.items()})
+
+
+def from_json(row) -> dict:
+    """The values of `to_json`."""
+    return {name: _number(value) for name, value in row.items()}
+
+
 def _row(line):
     """The dict on a line, or None."""
     try:
@@ -115,7 +125,7 @@ def _row(line):
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None
-    return {name: _number(value) for name, value in row.items()}
+    return from_json(row)
 
 
 def _number(value):

@@ -49,6 +49,8 @@ WORDS = {  # fields of one word -> the words there are
     "eval.answer_from": ("finish", "log"),
     "optim.moments_dtype": ("float32", "bfloat16"),
     "retrieval.writing": ("context_only", "unless_comparison"),
+    "guards.on_collapse": ("warn", "stop"),
+    "retrieval.api": ("search_r1", "r1_searcher", "rearag", "serper"),
     "retrieval.family": ("minilm", "e5", "bge"),
 }
 
@@ -67,6 +69,11 @@ def _between(low, high):
 
 def _inside(low, high):
     return lambda x: low < x < high, f"a number between {low} and {high}, both excluded"
+
+
+def _or_none(rule):
+    is_right, right = rule
+    return lambda x: x is None or is_right(x), f"None, or {right}"
 
 
 def _one_of(words):
@@ -141,6 +148,9 @@ RULES = {  # field -> (predicate, what would be right)
     "world.missing_share": _between(0, 1),
     "world.distractors": _at_least(0),
     "retrieval.timeout_seconds": _above(0),
+    "retrieval.max_retries": _at_least(0),
+    "retrieval.page_chars": _at_least(1),
+    "retrieval.outage_seconds": _at_least(0),
     "retrieval.max_query_tokens": _at_least(0),
     "retrieval.max_passage_tokens": _at_least(0),
     "retrieval.top_k": _at_least(1),
@@ -240,6 +250,15 @@ RULES = {  # field -> (predicate, what would be right)
     "checkpoint.sft_steps": _at_least(1),
     "checkpoint.rl_steps": _at_least(1),
     "checkpoint.keep": _at_least(1),
+    "checkpoint.grace_seconds": _at_least(0.0),
+    "guards.max_skipped": _at_least(1),
+    "guards.dumps": _at_least(0),
+    "guards.patience": _at_least(1),
+    "guards.min_entropy": _or_none(_at_least(0.0)),
+    "guards.max_empty": _or_none(_between(0, 1)),
+    "guards.max_repeated": _or_none(_between(0, 1)),
+    "guards.max_kl": _or_none(_at_least(0.0)),
+    "guards.max_clipped": _or_none(_between(0, 1)),
     "eval.every_steps": _at_least(0),
     "eval.methods": _some_of(METHODS),
     "eval.max_questions": _at_least(0),

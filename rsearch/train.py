@@ -7,13 +7,12 @@ The same command on the same workdir goes on where it stopped. From Python:
 import itertools
 import pathlib
 import re
-import sys
 from typing import NamedTuple
 
 import jax
 import xxhash
 
-from rsearch import build, checkpoint, console, hosts
+from rsearch import build, checkpoint, console, hosts, preemption
 from rsearch import config as configuration
 from rsearch.evaluate import (
     CHECKPOINTS,
@@ -277,7 +276,8 @@ def command(argv) -> int:
     configuration.validate(config)
     recipe = _without_overrides(argv)
     plain, _ = configuration.parse_command_line(recipe, flags=flags)
-    with hosts.meeting(**{name: given[name] for name in hosts.FLAGS}):
+    meeting = hosts.meeting(**{name: given[name] for name in hosts.FLAGS})
+    with preemption.watching(config.checkpoint.grace_seconds), meeting:
         main(config, given["workdir"] or default_workdir(plain, config))
     return 0
 
@@ -312,4 +312,4 @@ def default_workdir(recipe, config) -> pathlib.Path:
 
 
 if __name__ == "__main__":
-    sys.exit(configuration.run_command(command))
+    preemption.leave(configuration.run_command(command))

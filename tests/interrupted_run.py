@@ -1,11 +1,11 @@
 """rsearch.train in a process that dies, without warning, at a moment of one's choice.
 
-    python -m tests.interrupted_run PATTERN rsearch.train's arguments
+    python -m tests.interrupted_run [SIGTERM@]PATTERN rsearch.train's arguments
 
 PATTERN is a regular expression over what is about to happen, such as
 'replace rl/checkpoints/2/manifest.json', with paths below the workdir; the process ends
-itself by SIGKILL before the first such moment. An empty one matches nothing, and every
-moment is printed.
+itself by SIGKILL, or sends itself another signal, before the first such moment. An
+empty one matches nothing, and every moment is printed.
 """
 
 import os
@@ -37,11 +37,13 @@ def watch(pattern, workdir):
     from rsearch import files
 
     workdir = str(pathlib.Path(workdir).absolute())
+    name, _, pattern = pattern.rpartition("@")
+    left = [signal.Signals[name or "SIGKILL"]]
 
     def about_to(what, path):
         moment = f"{what} {os.path.relpath(path, workdir)}"
-        if pattern and re.search(pattern, moment):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if pattern and left and re.search(pattern, moment):
+            os.kill(os.getpid(), left.pop())
         if not pattern:
             print("moment:", moment, flush=True)
 

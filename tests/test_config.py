@@ -233,7 +233,7 @@ def test_fingerprint_differs_where_any_field_differs():
             bool: lambda v: not v,
             str: lambda v: f"{v}x",
             tuple: lambda v: (*v, "x"),
-        }.get(kind, lambda v: v + 1)(value)
+        }.get(kind, lambda v: (v or 0) + 1)(value)
         changed = configs.apply_overrides(BASE, {name: new})
         prints.add(configs.fingerprint(changed))
         ((found, _, _),) = configs.diff(BASE, changed)

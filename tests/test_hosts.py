@@ -36,10 +36,10 @@ def free_port():
         return server.getsockname()[1]
 
 
-def run_hosts(*command, devices=1, count=2):
-    """[hosts] (exit code, stdout, stderr) of `python *command` on each of them."""
+def start_hosts(*command, devices=1, count=2):
+    """[hosts] processes of `python *command`, one for each of them."""
     address = f"--coordinator=127.0.0.1:{free_port()}"
-    started = [
+    return [
         subprocess.Popen(
             [
                 *map(str, [sys.executable, *command]),
@@ -53,6 +53,11 @@ def run_hosts(*command, devices=1, count=2):
         )
         for number in range(count)
     ]
+
+
+def run_hosts(*command, devices=1, count=2):
+    """[hosts] (exit code, stdout, stderr) of `python *command` on each of them."""
+    started = start_hosts(*command, devices=devices, count=count)
     try:
         told = [process.communicate(timeout=900) for process in started]
     finally:
@@ -100,6 +105,7 @@ def talk(argv):
     from rsearch.config import parse_flags
 
     given = parse_flags(argv, flags=hosts.FLAGS)
+    del given["stall_seconds"]
     hosts.begin(**given)
     num_before = num_compiles()
     for size in (1, 300, 5_000, 70_000, 300_000, 5_000_000):
@@ -217,14 +223,14 @@ def test_a_host_that_fails_alone_ends_those_that_wait_for_it(tmp_path, monkeypat
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\n"
-        "from rsearch import build, config, hosts, train\n"
+        "from rsearch import build, config, hosts, peers, train\n"
         "replay = build.replay_demonstrations\n"
         "def broken(*args, **settings):\n"
         "    if hosts.index() == 1:\n"
         "        raise OSError('the disk is gone')\n"
         "    return replay(*args, **settings)\n"
         "build.replay_demonstrations = broken\n"
-        "hosts.GRACE_SECONDS = 2.0\n"
+        "peers.GRACE_SECONDS = 2.0\n"
         "sys.exit(config.run_command(train.command, sys.argv[1:]))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

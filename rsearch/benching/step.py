@@ -14,6 +14,7 @@ from rsearch.benching.rows import OURS, Bench, Row, row_of
 from rsearch.data.order import take
 from rsearch.stage_plan import kind_of, stage_configs
 from rsearch.stages import rl, sft
+from rsearch.stages.learning import Learning
 
 CONFIG = "configs/quickstart.py"
 FLAGS = {"stage": ("", "that is measured; the first that reinforces where not given")}
@@ -115,7 +116,7 @@ def _steps(setup, params, repeats) -> list[dict]:
     reward = clock.timed("reward", rl.rewarded)
     place = clock.timed("place", roll_out.place)
     state = build.fresh_state(setup, "rl", params)
-    learning = rl.Learning(setup, learner, critic, params if c.rl.kl_coef else None)
+    learning = Learning(setup, learner, critic, params if c.rl.kl_coef else None)
     root, told = jax.random.key(c.seed), []
     for step in range(1 + repeats):
         chosen = take(len(setup.train), c.rl.questions_per_step, seed=c.seed, step=step)

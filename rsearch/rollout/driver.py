@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from rsearch.preemption import PreemptedError
 from rsearch.rollout.conversation import Host
 from rsearch.rollout.play import Play
 from rsearch.rollout.pool import Pool, num_pages
@@ -96,7 +97,11 @@ class RolloutEngine:
             rows = self.sampler.empty(self.num_rows, self._num_pages)
             device = pool, rows, params
             play = Play(self, device, key, thread, prompts, names, on_done)
-            rollouts = play.to_the_end()
+            try:
+                rollouts = play.to_the_end()
+            except PreemptedError:  # there is no time to wait for a search
+                thread.shutdown(wait=False, cancel_futures=True)
+                raise
         self.num_restarts += play.num_restarts
         return [
             Group(question, tuple(own))

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from rsearch.hosts import OtherHostError
+from rsearch.hosts import OtherHostError, check_preempted
 from rsearch.rollout.conversation import Conversation
 from rsearch.types import Search
 
@@ -20,6 +20,7 @@ TOKENS_WHILE_SEARCHING = 16  # that rows write before the host looks what was fo
 # Seconds: before others write on, a search is awaited for the time of a token of
 # theirs, but no less and no more than this.
 PATIENCE = 0.005, 0.2
+PREEMPTION_SECONDS = 0.5  # between looks at whether the run was told to stop
 
 
 def at_once(num_rows: int, group_size: int, parts: int = 1) -> tuple[int, int]:
@@ -86,6 +87,7 @@ class Play:
         if self._any(self.prompts) and self.host.limits.num_turns > 1:
             self._extend([])  # compiled now: the first to read may be late in a run
         while self._any(self.waiting or self.open):
+            check_preempted()
             self._collect()
             self._make_room()
             self._read()
@@ -221,9 +223,11 @@ class Play:
         if self.searching is None:
             return
         future, batch = self.searching
-        timeout = self.patience if can_write else None
-        if not concurrent.futures.wait([future], timeout).done:
-            return
+        timeout = self.patience if can_write else PREEMPTION_SECONDS
+        while not concurrent.futures.wait([future], timeout).done:
+            if can_write:
+                return
+            check_preempted()
         self.searching = None
         slots = [slot for asked in batch.values() for slot in asked]
         self._show(slots, future.result())

@@ -11,16 +11,12 @@ import numpy as np
 from rsearch import build, console, hosts
 from rsearch.compiles import num_compiles
 from rsearch.data.order import take
-from rsearch.learn.advantages import with_advantages
-from rsearch.learn.batch import Batch, cut, pack, pack_segments, parts
-from rsearch.learn.objectives import sampler_gap
-from rsearch.learn.packing import packed
 from rsearch.metrics import MetricsLog
-from rsearch.models.sharding import num_shards, on_device
 from rsearch.rewards.group import reward_groups
 from rsearch.rollout.sending import Rewarded, share_rewarded
-from rsearch.stages.state import open_state, save_state, tell_if_skipped
-from rsearch.types import Outcome
+from rsearch.stages.learning import Learning, has_spread
+from rsearch.stages.state import Progress
+from rsearch.types import Outcome, Source
 
 STAGE_KEY = 2  # folded into the seed: what this stage draws, no other does
 
@@ -39,12 +35,45 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
     Returns:
         The policy's parameters after the stage.
     """
-    c = setup.config
-    learner, first, state = open_state(setup, "rl", params, folder)
-    base = build.frozen(setup, params)
-    if first >= c.rl.steps:
-        return learner.plain(state.params, base)
+    c, progress = setup.config, Progress(setup, "rl", params, folder, stage=stage)
+    learner, base = progress.learner, build.frozen(setup, params)
+
+    def plain(**settings):
+        return learner.plain(progress.state.params, base, **settings)
+
+    if progress.is_over:
+        return plain()
     critic = build.make_critic(setup)[0] if build.has_critic(setup, "rl") else None
+    reference = params if c.rl.kl_coef else None
+    learning = Learning(setup, learner, critic, reference, base, progress.guards)
+    take_step = _steps(setup, learning, plain, stage, memory)
+
+    def measure(step, measured):
+        """The last of what is measured of a step, and its row."""
+        done = step + 1
+        if c.eval.every_steps and done % c.eval.every_steps == 0:
+            row, _ = evaluator(plain(), "protocol")
+            measured |= {f"dev_{n}": row[n] for n in ("em", "f1", "searches")}
+        metrics.write(step, measured)
+        if done % c.log_every == 0 or done == c.rl.steps:
+            console.note(_line(stage, done, c.rl.steps, measured))
+        progress.save_if_due()
+
+    with progress.kept(), MetricsLog(folder, first_step=progress.num_rows) as metrics:
+        if progress.owed is not None:
+            measure(progress.done - 1, progress.owed)
+        for step in range(progress.done, c.rl.steps):
+            progress.begin_step()
+            state, measured = take_step(step, progress.state)
+            progress.advance(state, owed=measured)
+            measure(step, measured)
+            progress.guards.check(step, measured)
+    return plain()
+
+
+def _steps(setup, learning, plain, stage, memory):
+    """The function of (step, state) that takes a step: (state after, measured)."""
+    c = setup.config
     roll_out = build.make_rollouts(
         setup,
         build.make_host(setup),
@@ -52,40 +81,29 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
         top_p=c.rollout.top_p,
         group_size=c.rollout.group_size,
     )
-    reference = params if c.rl.kl_coef else None
-    learning = Learning(setup, learner, critic, reference, base)
+    root = jax.random.fold_in(jax.random.key(c.seed), stage_key(stage))
 
     def decoding():
-        own = learner.plain(state.params, base, dtype=setup.model.dtype)
-        return roll_out.place(own)
+        return roll_out.place(plain(dtype=setup.model.dtype))
 
-    root = jax.random.fold_in(jax.random.key(c.seed), stage_key(stage))
-    with MetricsLog(folder, first_step=first) as metrics:
-        for step in range(first, c.rl.steps):
-            clock, restarts = _Clock(), roll_out.num_restarts
-            key = jax.random.fold_in(root, step)
-            groups, rewards, measured = _played(
-                setup, roll_out, decoding, step, key, clock, stage=stage
-            )
-            if c.rollout.cache_tokens:
-                measured["restarts"] = roll_out.num_restarts - restarts
-            rows = []
-            if memory is not None:
-                measured |= memory.collect(step, groups, rewards)
-                rows = memory.rows(step)
-                clock.lap("memory")
-            state, learnt = learning(state, groups, rewards, step=step, memory=rows)
-            clock.lap("update")
-            measured |= learnt | clock.seconds | {"compiles": num_compiles()}
-            done = step + 1
-            if c.eval.every_steps and done % c.eval.every_steps == 0:
-                row, _ = evaluator(learner.plain(state.params, base), "protocol")
-                measured |= {f"dev_{n}": row[n] for n in ("em", "f1", "searches")}
-            metrics.write(step, measured)
-            if done % c.log_every == 0 or done == c.rl.steps:
-                console.note(_line(stage, done, c.rl.steps, measured))
-            save_state(setup, "rl", done, state, folder)
-    return learner.plain(state.params, base)
+    def take_step(step, state):
+        clock, restarts = _Clock(), roll_out.num_restarts
+        key = jax.random.fold_in(root, step)
+        groups, rewards, measured = _played(
+            setup, roll_out, decoding, step, key, clock, stage=stage
+        )
+        if c.rollout.cache_tokens:
+            measured["restarts"] = roll_out.num_restarts - restarts
+        rows = []
+        if memory is not None:
+            measured |= memory.collect(step, groups, rewards)
+            rows = memory.rows(step)
+            clock.lap("memory")
+        state, learnt = learning(state, groups, rewards, step=step, memory=rows)
+        clock.lap("update")
+        return state, measured | learnt | clock.seconds | {"compiles": num_compiles()}
+
+    return take_step
 
 
 def stage_key(stage: str) -> int:
@@ -158,14 +176,6 @@ def gather(setup: build.Setup, play, step: int):
     return groups, rewards, measured
 
 
-def has_spread(groups, rewards):
-    """[Q] bool, whether a group's rollouts that are a signal earn different rewards."""
-    signal = [[r.outcome.is_signal for r in group.rollouts] for group in groups]
-    return np.array(
-        [np.ptp(r[s]) > 0 if any(s) else False for r, s in zip(rewards, signal)], bool
-    )
-
-
 def rewarded(setup: build.Setup, groups) -> list[Rewarded]:
     """What the rollouts earn; one whose judge failed has that outcome."""
     terms = setup.config.reward.to_dict()
@@ -195,151 +205,22 @@ def together(found: Sequence[Rewarded]):
     measured["searches"] = _mean([len(r.searches) for r in rollouts])
     measured["policy_tokens"] = _mean([r.num_policy_tokens for r in rollouts])
     measured["tokens"] = _mean([r.num_tokens for r in rollouts])
+    measured["empty_answers"] = _mean([not (r.answer or "").strip() for r in rollouts])
+    measured["repeated_text"] = _mean([_repeats(r) for r in rollouts])
     for outcome in Outcome:
         measured[outcome.value] = _mean([r.outcome == outcome for r in rollouts])
     return groups, rewards, measured
 
 
+def _repeats(rollout) -> bool:
+    """Whether the policy has written the same turn twice."""
+    turns = [s.text for s in rollout.segments if s.source == Source.POLICY]
+    return len(set(turns)) < len(turns)
+
+
 def _mean(values) -> float:
     """0 of nothing: a step without signal is counted, not NaN."""
     return float(np.mean(values)) if len(values) else 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Learning:
-    """What turns a step's rollouts into optimizer steps.
-
-    Attributes:
-        setup: of the stage.
-        learner: of the policy.
-        critic: of the value model; None without one.
-        reference: parameters that the policy is kept near, or None; they may rest in
-            the memory of the hosts.
-        base: frozen weights that the states' adapters stand beside, or None.
-    """
-
-    setup: build.Setup
-    learner: object
-    critic: object = None
-    reference: object = None
-    base: object = None
-
-    def __call__(self, state, groups, rewards, *, step=0, memory=()):
-        """Optimizer steps on one step's rollouts: the new state and mean metrics.
-
-        Where none of an update's rollouts is a signal there is no update, for the
-        optimizer's momentum would move the policy all the same.
-
-        Args:
-            state: the TrainState; its buffers are reused.
-            groups: Q groups of G.
-            rewards: [Q, G].
-            step: which; the critic learns alone at first.
-            memory: rows of segments to memorise, config.rl.memorise_rows at most.
-        """
-        s = self.setup.config.rl
-        learns = _learns(s, groups, rewards)
-        whole = pack(
-            groups,
-            rewards,
-            self.setup.num_tokens,
-            learns=learns,
-            masks_retrieved=s.mask_retrieved,
-        )
-        useful = [part.from_policy.any() for part in parts(whole, s.updates_per_step)]
-        if not any(useful):
-            console.note("rl: no rollout of this step is a signal; nothing is learnt")
-            return state, {}
-        # All rows are scored before the first update: it reuses the policy's buffers.
-        batch = self.learner.put(self._cut(whole))
-        is_ready = step >= self.setup.config.critic.pretrain_steps
-        learns_policy = self.critic is None or is_ready
-        batch, gap = self._scored(
-            state, batch, len(groups[0].rollouts), updates=learns_policy
-        )
-        memory = self._memory(memory)
-        measured = []
-        for part, is_useful in zip(parts(batch, s.updates_per_step), useful):
-            if not is_useful:
-                continue
-            metrics = {}
-            if self.critic is not None:
-                critic, metrics = self.critic.update(state.critic, part, self.base)
-                state = state._replace(critic=critic)
-            if learns_policy:
-                state, told = self.learner.update(state, part, memory, self.base)
-                metrics |= told
-            measured.append(jax.device_get(metrics))
-            tell_if_skipped("rl", step, measured[-1])
-        mean = jax.tree.map(lambda *values: float(np.mean(values)), *measured)
-        # Later updates compare with a policy that has moved: only the first tells.
-        gap = measured[0]["logp_gap"] if gap is None else gap
-        return state, mean | {"sampler_gap": float(gap)}
-
-    def _scored(self, state, batch: Batch, group_size: int, *, updates):
-        """The batch with log-probabilities, values and advantages, and a gap.
-
-        The gap is the mean difference of the sampler's log-probabilities and the
-        trainer's; None where the first update tells it for nothing.
-        """
-        s, gap = self.setup.config.rl, None
-        if s.behavior == "scored" or not updates:
-            logp = self.learner.score(state.params, batch, self.base)
-            gap = sampler_gap(logp, batch, with_retrieved=not s.mask_retrieved)
-        if s.behavior == "scored":
-            if s.tis_cap:
-                batch = batch._replace(sampled_logp=batch.behavior_logp)
-            batch = batch._replace(behavior_logp=logp)
-        if self.reference is not None:
-            logp = self.learner.score(on_device(self.reference), batch)
-            batch = batch._replace(reference_logp=logp)
-        if self.critic is not None:
-            values = self.critic.score(state.critic.params, batch, self.base)
-            batch = batch._replace(values=values)
-        kl_coef = None
-        if s.kl_coef and s.kl_place == "reward":
-            kl_coef = s.kl_coef if state.kl_coef is None else state.kl_coef
-        batch = with_advantages(
-            batch,
-            algorithm=s.algorithm,
-            group_size=group_size,
-            normalize_std=s.normalize_std,
-            eps=s.std_eps,
-            ddof=s.std_ddof,
-            gamma=s.gamma,
-            lam=s.gae_lambda,
-            over_response=s.advantage_mask == "response",
-            kl_coef=kl_coef,
-            kl_kind=s.kl_kind,
-        )
-        return batch, gap
-
-    def _memory(self, rows):
-        """Rows to memorise as a Batch of a size that never changes; None without."""
-        s = self.setup.config.rl
-        if not s.memorise_coef:
-            return None
-        rows = [*rows, *[()] * (s.memorise_rows - len(rows))]
-        assert len(rows) == s.memorise_rows, len(rows)
-        batch = pack_segments(rows, self.setup.num_tokens)
-        return self.learner.put(self._cut(batch))
-
-    def _cut(self, batch: Batch) -> Batch:
-        """Micro-batches, each in as few rows as it takes."""
-        batch = cut(batch, self.setup.config.rl.micro_batch)
-        return packed(batch, multiple=num_shards(self.setup.mesh))
-
-
-def _learns(s, groups, rewards):
-    """[Q, G] bool, which rollouts are in the loss, those without signal aside."""
-    learns = np.ones(rewards.shape, bool)
-    if s.refill_rounds:
-        learns &= has_spread(groups, rewards)[:, None]
-    if s.mask_truncated:  # DAPO's overlong filtering, arXiv 2503.14476 section 3.4
-        learns &= np.array(
-            [[r.outcome != Outcome.TRUNCATED for r in g.rollouts] for g in groups]
-        )
-    return learns
 
 
 def _teller(c, stage, step):

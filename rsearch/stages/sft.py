@@ -11,7 +11,7 @@ from rsearch.learn.batch import cut, pack_segments
 from rsearch.learn.packing import packed
 from rsearch.metrics import MetricsLog
 from rsearch.models.sharding import num_shards
-from rsearch.stages.state import open_state, save_state, tell_if_skipped
+from rsearch.stages.state import Progress
 
 
 def run(setup: build.Setup, rollouts, params, folder):
@@ -26,24 +26,25 @@ def run(setup: build.Setup, rollouts, params, folder):
     Returns:
         The policy's parameters after the stage.
     """
-    c = setup.config
-    learner, first, state = open_state(setup, "sft", params, folder)
-    base = build.frozen(setup, params)
-    if first >= c.sft.steps:
-        return learner.plain(state.params, base)
+    c, progress = setup.config, Progress(setup, "sft", params, folder)
+    learner, base = progress.learner, build.frozen(setup, params)
+    if progress.is_over:
+        return learner.plain(progress.state.params, base)
     rows, shards = [r.segments for r in rollouts], num_shards(setup.mesh)
-    with MetricsLog(folder, first_step=first) as metrics:
-        steps = range(first, c.sft.steps)
+    with progress.kept(), MetricsLog(folder, first_step=progress.num_rows) as metrics:
+        steps = range(progress.done, c.sft.steps)
         for step in console.progress(steps, "sft: steps", total=len(steps)):
+            progress.begin_step()
             start = time.monotonic()
             chosen = take(len(rows), c.sft.batch_size, seed=c.seed, step=step)
             batch = pack_segments([rows[i] for i in chosen], c.sft.sequence_tokens)
             batch = packed(cut(batch, c.sft.micro_batch), multiple=shards)
-            state, measured = learner.update(state, learner.put(batch), base=base)
+            batch = learner.put(batch)
+            state, measured = learner.update(progress.state, batch, base=base)
             measured = jax.device_get(measured)
-            tell_if_skipped("sft", step, measured)
+            progress.guards.look(step, measured, batch, state.params)
             measured["seconds"] = time.monotonic() - start
             metrics.write(step, measured | {"compiles": num_compiles()})
-            done = step + 1
-            save_state(setup, "sft", done, state, folder)
-    return learner.plain(state.params, base)
+            progress.advance(state)
+            progress.save_if_due()
+    return learner.plain(progress.state.params, base)

@@ -1,42 +1,104 @@
-"""Where a stage stands: its newest checkpoint, or its beginning."""
+"""Where a stage stands: its newest checkpoint, or its beginning, and what follows."""
 
-import math
+import contextlib
 
-from rsearch import build, checkpoint, console
+from rsearch import build, checkpoint, console, hosts, preemption
 from rsearch.evaluate import CHECKPOINTS
+from rsearch.metrics import from_json, to_json
+from rsearch.stages.guards import Guards
+
+# In a checkpoint's meta: the row of its last step, where it is not yet measured, and
+# what the guards have counted.
+OWED, GUARDS = "owed", "guards"
 
 
-def open_state(setup: build.Setup, kind: str, params, folder):
-    """What a stage goes on with.
+class Progress:
+    """A stage's state, step by step, and what of it is saved.
 
     Args:
         setup: of the stage.
         kind: "sft" or "rl".
         params: of the policy before the stage; a fresh state copies them.
         folder: of the stage.
+        stage: its name, where it is not its kind.
 
-    Returns:
-        The Learner, the first step that is still to be done, and the TrainState.
+    Attributes:
+        guards: see `rsearch.stages.guards`.
+        learner: of the policy.
+        state: the TrainState after `done` steps.
+        done: steps; at first those that the newest good checkpoint has.
+        owed: what was measured in the last of them, where the stage was told to stop
+            before all of it was; else None.
     """
-    learner, _ = build.make_learner(setup, kind)
-    like = build.state_shapes(setup, kind)
-    found = checkpoint.newest_good(folder / CHECKPOINTS, like)
-    if found is None:
-        return learner, 0, build.fresh_state(setup, kind, params)
-    first, state, _ = found
-    return learner, first, state
 
+    def __init__(self, setup: build.Setup, kind: str, params, folder, *, stage=""):
+        self._setup, self._kind, self._folder = setup, kind, folder / CHECKPOINTS
+        self.learner, _ = build.make_learner(setup, kind)
+        like = build.state_shapes(setup, kind)
+        found = checkpoint.newest_good(self._folder, like)
+        self.owed, self.guards = None, Guards(setup.config, stage or kind, folder)
+        if found is None:
+            self.done, self.state = 0, build.fresh_state(setup, kind, params)
+        else:
+            self.done, self.state, meta = found
+            if OWED in meta:
+                self.owed = from_json(meta[OWED])
+            if GUARDS in meta:  # earlier versions had none
+                self.guards.restore(meta[GUARDS])
+        self._saved = self.done
 
-def save_state(setup: build.Setup, kind: str, done: int, state, folder) -> None:
-    """Saves after `done` steps where the configuration says so, and at the end."""
-    c = setup.config
-    if done % c.checkpoint[f"{kind}_steps"] == 0 or done == c[kind].steps:
-        checkpoint.save(folder / CHECKPOINTS, done, state, {}, keep=c.checkpoint.keep)
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole stage."""
+        return self._setup.config[self._kind].steps
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to be done."""
+        return self.done >= self.num_steps and self.owed is None
 
-def tell_if_skipped(stage: str, step: int, measured) -> None:
-    """Tells people of an update that was left out: its gradient was not finite."""
-    for name in ("grad_norm", "critic_grad_norm"):
-        if not math.isfinite(measured.get(name, 0.0)):
-            told = f"{name} = {float(measured[name])}; this update is left out"
-            console.note(f"{stage}: step {step + 1}: {told}")
+    @property
+    def num_rows(self) -> int:
+        """Rows of metrics that there are of these steps."""
+        return self.done - (self.owed is not None)
+
+    @contextlib.contextmanager
+    def kept(self):
+        """Within it steps are taken; what they have come to is saved if they must end.
+
+        Raises:
+            PreemptedError: the run was told to stop, and all of it is saved.
+        """
+        with preemption.holding():
+            try:
+                yield
+            except preemption.PreemptedError:
+                self._save()
+                console.note(f"saved after {self.done} steps, in {self._folder}")
+                raise
+
+    def begin_step(self) -> None:
+        """Ends the stage here if the hosts have been told to stop."""
+        hosts.check_preempted(together=True)
+
+    def advance(self, state, owed=None) -> None:
+        """Another step is taken: the state after it, and what was measured so far."""
+        self.state, self.owed = state, owed
+        self.done += 1
+
+    def save_if_due(self) -> None:
+        """Saves where the configuration says so, and at the end."""
+        self.owed = None
+        every = self._setup.config.checkpoint[f"{self._kind}_steps"]
+        if self.done % every == 0 or self.done == self.num_steps:
+            self._save()
+
+    def _save(self):
+        if self._saved == self.done:
+            return
+        meta = {GUARDS: self.guards.state()}
+        if self.owed is not None:
+            meta[OWED] = to_json(self.owed)
+        keep = self._setup.config.checkpoint.keep
+        checkpoint.save(self._folder, self.done, self.state, meta, keep=keep)
+        self._saved = self.done

@@ -10,6 +10,8 @@ from rsearch import build, checkpoint
 from rsearch.evaluate import CHECKPOINTS
 from rsearch.metrics import read as read_metrics
 from rsearch.stages import rl
+from rsearch.stages.guards import Guards
+from rsearch.stages.learning import Learning, _learns
 from rsearch.types import Outcome, Source
 from tests.small_run import config, load_setup, quick_compilation, without_times
 from tests.stages.test_rl import TOOL, groups, largest_change, rollout, segment
@@ -74,7 +76,7 @@ def test_a_critic_first_learns_alone():
     learner, _ = build.make_learner(setup, "rl")
     critic, _ = build.make_critic(setup)
     params = build.initial_params(setup)
-    learning = rl.Learning(setup, learner, critic, params)
+    learning = Learning(setup, learner, critic, params)
     state = build.fresh_state(setup, "rl", params)
     played = groups(*[[rollout("x"), rollout("y", num_tokens=4)]] * 4)
     rewards = np.array([[1, 0]] * 4, np.float32)
@@ -160,7 +162,7 @@ def test_what_has_no_spread_in_the_end_is_not_learnt_from(setup):
     c = config(stages=("rl",), rl__refill_rounds=1).rl
     played = groups([rollout("x"), rollout("y")], [rollout("x"), TOOL])
     rewards = np.array([[1, 0], [1, 0]], np.float32)
-    np.testing.assert_array_equal(rl._learns(c, played, rewards), [[1, 1], [0, 0]])
+    np.testing.assert_array_equal(_learns(c, played, rewards), [[1, 1], [0, 0]])
 
 
 def test_truncated_rollouts_leave_the_loss_and_stay_in_their_groups_mean(setup):
@@ -170,7 +172,7 @@ def test_truncated_rollouts_leave_the_loss_and_stay_in_their_groups_mean(setup):
     played = groups(*[[rollout("x"), cut]] * 4)
     rewards = np.array([[1, 0]] * 4, np.float32)
     learner, _ = build.make_learner(setup, "rl")
-    learning = rl.Learning(setup, learner)
+    learning = Learning(setup, learner)
     params = build.initial_params(setup)
     state, measured = learning(build.fresh_state(setup, "rl", params), played, rewards)
     # Half of the rows are left, each better than its group's mean.
@@ -185,7 +187,9 @@ def test_truncated_rollouts_leave_the_loss_and_stay_in_their_groups_mean(setup):
     )
 
 
-def test_an_update_that_would_break_the_policy_is_left_out_and_told(setup, capsys):
+def test_an_update_that_would_break_the_policy_is_left_out_and_told(
+    setup, tmp_path, capsys
+):
     whole = rollout("x")
     broken = dataclasses.replace(whole.segments[1], logp=np.full(3, np.nan, "f4"))
     broken = dataclasses.replace(whole, segments=(whole.segments[0], broken))
@@ -194,7 +198,8 @@ def test_an_update_that_would_break_the_policy_is_left_out_and_told(setup, capsy
     learner, _ = build.make_learner(setup, "rl")
     params = build.initial_params(setup)
     state = build.fresh_state(setup, "rl", params)
-    state, measured = rl.Learning(setup, learner)(state, played, rewards, step=4)
+    learning = Learning(setup, learner, guards=Guards(setup.config, "rl", tmp_path))
+    state, measured = learning(state, played, rewards, step=4)
     assert largest_change(params, state.params) == 0
     assert not np.isfinite(measured["grad_norm"])
     assert "rl: step 5: grad_norm = nan; this update is left out" in (

@@ -13,12 +13,14 @@ from rsearch.learn.train_state import create_state
 from rsearch.metrics import read as read_metrics
 from rsearch.models import huggingface
 from rsearch.stages import rl
+from rsearch.stages.learning import Learning
 from rsearch.types import Group, Outcome, Question, Rollout, Segment, Source
 from tests.small_run import config, load_setup, quick_compilation
 
 __all__ = ["quick_compilation"]
 ONE_STEP = dict(stages=("rl",), rl__steps=1)
 STEP_FIELDS = {
+    *("empty_answers", "repeated_text"),
     *("reward", "reward_answer_em", "reward_format_ok", "groups_with_spread"),
     *("searches", "policy_tokens", "tokens", "compiles"),
     *("loss", "entropy", "clip_fraction", "logp_gap", "sampler_gap", "grad_norm"),
@@ -115,7 +117,7 @@ def learn_from(setup, played, rewards, *, steps=1, **changes):
     before = build.initial_params(setup)
     state = create_state(before, optimizer, setup.mesh)
     for _ in range(steps):
-        state, measured = rl.Learning(setup, learner)(state, played, rewards)
+        state, measured = Learning(setup, learner)(state, played, rewards)
     return before, state.params, measured
 
 
@@ -130,13 +132,13 @@ def test_a_step_in_which_everything_failed_changes_nothing(setup):
     _, rewards, _ = rl.together(rl.rewarded(setup, good))
     learner, optimizer = build.make_learner(setup, "rl")
     state = create_state(build.initial_params(setup), optimizer, setup.mesh)
-    state, _ = rl.Learning(setup, learner)(state, good, rewards)
+    state, _ = Learning(setup, learner)(state, good, rewards)
     before = jax.device_get(state)
     played = groups(*[[TOOL, TOOL]] * 4)
     _, rewards, measured = rl.together(rl.rewarded(setup, played))
     assert measured["reward"] == 0 and measured["tool_error"] == 1
     assert measured["groups_with_spread"] == 0
-    after, measured = rl.Learning(setup, learner)(state, played, rewards)
+    after, measured = Learning(setup, learner)(state, played, rewards)
     assert measured == {}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
 
@@ -255,12 +257,12 @@ def test_k2_is_taken_too(setup):
     params = build.initial_params(setup)
     state = create_state(params, optimizer, setup.mesh)
     reference = jax.tree.map(lambda x: 1.1 * x, params)
-    learning = rl.Learning(setup, learner, None, reference)
+    learning = Learning(setup, learner, None, reference)
     state, measured = learning(state, played, rewards)
     assert measured["kl"] > 0 and measured["grad_norm"] > 0
     # With the policy as its own reference there is no divergence at all.
     same = jax.tree.map(lambda x: 1.0 * x, state.params)
-    _, measured = rl.Learning(setup, learner, None, same)(state, played, rewards)
+    _, measured = Learning(setup, learner, None, same)(state, played, rewards)
     assert measured["kl"] == pytest.approx(0, abs=1e-9)
 
 

@@ -1,0 +1,120 @@
+"""A watch over the other processes of a run: none waits for ever for one that is gone.
+
+Each tells the first host's key-value store that it is alive, once a second, and looks
+what the others tell. One that has failed, was told to stop, or is not heard of ends all
+of them, by name, whatever they are waiting for.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from rsearch import preemption
+
+FAILED = "rsearch/failed/"  # where the first to fail says so
+ALIVE = "rsearch/alive/"  # + number: the latest beat, and who it is from
+PREEMPTED = "was told to stop"
+BEAT_SECONDS = 1.0
+GRACE_SECONDS = 10.0  # for a host to end by itself, once one has failed
+
+
+class Peers:
+    """What a host knows of the others.
+
+    Args:
+        client: of JAX's distributed runtime: its key-value store.
+        index: number of this host.
+        stall_seconds: one that is not heard of for so long is given up.
+    """
+
+    def __init__(self, client, index: int, stall_seconds: float):
+        self._client, self._index, self._stall = client, index, stall_seconds
+        self._heard: dict[int, tuple[str, float]] = {}  # the last beat, and when
+        self._last_loop = time.monotonic()
+        self.is_over = threading.Event()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator:
+        """Within it this host beats, and ends where another has failed."""
+        threads = [
+            threading.Thread(target=own, daemon=True)
+            for own in (self._watch, self._guard)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self.is_over.set()
+            threads[1].join()  # the other may be waiting for a host that is gone
+
+    def tell(self, error: str) -> None:
+        """Tells the others with what this host has failed."""
+        with contextlib.suppress(Exception):  # another has failed before
+            self._client.key_value_set(f"{FAILED}first", f"{self._index} {error}")
+
+    def end_later(self) -> None:
+        """Ends this process when the others have ended, unless it does so by itself."""
+        late = threading.Timer(3 * GRACE_SECONDS, os._exit, (1,))
+        late.daemon = True
+        late.start()
+
+    def _watch(self):
+        number = 0
+        while not self.is_over.wait(BEAT_SECONDS):
+            number += 1
+            try:
+                beat = f"{number} {socket.gethostname()}"
+                name = f"{ALIVE}{self._index}"
+                self._client.key_value_set(name, beat, allow_overwrite=True)
+                beats = self._client.key_value_dir_get(ALIVE)
+                failed = self._client.key_value_dir_get(FAILED)
+            except Exception:  # the first host is gone, or slow: see `_guard`
+                continue
+            self._last_loop = time.monotonic()
+            if failed:
+                return self._follow(failed[0][1])
+            stalled = self._stalled(beats)
+            if stalled is not None:
+                self._give_up(stalled)
+
+    def _stalled(self, beats) -> str | None:
+        """Who has not been heard of for too long, if somebody has not."""
+        now = time.monotonic()
+        for name, beat in beats:
+            number = int(name.rpartition("/")[2])
+            if self._heard.get(number, ("",))[0] != beat:
+                self._heard[number] = beat, now
+            elif now - self._heard[number][1] > self._stall:
+                return f"host {number} ({beat.partition(' ')[2]})"
+        return None
+
+    def _follow(self, told):
+        """Ends as the host that has failed says, some time after it."""
+        number, _, error = told.partition(" ")
+        is_preempted = error == PREEMPTED
+        what = error if is_preempted else f"has failed: {error}"
+        _say(f"error: host {number} {what}")
+        if not self.is_over.wait(GRACE_SECONDS):
+            os._exit(preemption.EXIT_CODE if is_preempted else 1)
+
+    def _guard(self):
+        """Looks whether the first host still answers the watch."""
+        while not self.is_over.wait(BEAT_SECONDS):
+            if time.monotonic() - self._last_loop > self._stall:
+                self._give_up("host 0, where the run's hosts meet,")
+
+    def _give_up(self, who):
+        """A machine that hangs is no fault of the run's: it is to be begun again."""
+        _say(f"error: {who} has not been heard of for {self._stall:g} s; ending")
+        os._exit(preemption.EXIT_CODE)
+
+
+def _say(text: str):
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()

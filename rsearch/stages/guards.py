@@ -1,0 +1,137 @@
+"""Numbers that have gone wrong: what a stage keeps of them, and when it stops.
+
+An update whose gradient is not finite is left out by itself (see
+`rsearch.learn.train_state.stepped`). Here it is counted, and its batch is kept for
+whoever looks into it; after several in a row the stage stops, its weights as they were.
+A policy that collapses does so with finite numbers: bounds on what is measured tell.
+"""
+
+import math
+import pathlib
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from rsearch import console, hosts
+from rsearch.config import StoppedError
+from rsearch.manifest import named
+
+FOLDER = "skipped"  # of a stage: batches of updates that were left out
+FINITE = ("grad_norm", "critic_grad_norm", "reward")
+BOUNDS = {  # field of config.guards: (what is measured, whether more of it is worse)
+    "min_entropy": ("entropy", False),
+    "max_empty": ("empty_answers", True),
+    "max_repeated": ("repeated_text", True),
+    "max_kl": ("kl", True),
+    "max_clipped": ("clip_fraction", True),
+}
+
+
+class Guards:
+    """Watches over one stage.
+
+    Args:
+        config: of the run; its section guards counts.
+        stage: its name.
+        folder: of the stage.
+    """
+
+    def __init__(self, config, stage: str, folder: pathlib.Path):
+        self._g, self._stage, self._folder = config.guards, stage, folder / FOLDER
+        self._skipped, self._beyond = 0, 0  # updates, and steps, in a row
+
+    def state(self) -> dict[str, int]:
+        """What a run that goes on has to know."""
+        return {"skipped": self._skipped, "beyond": self._beyond}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Goes on from what `state` told."""
+        self._skipped, self._beyond = state["skipped"], state["beyond"]
+
+    def look(self, step: int, measured, batch, params) -> bool:
+        """Counts an update; says whether it was left out.
+
+        Args:
+            step: that it belongs to.
+            measured: by the update, on the host.
+            batch: that it was of.
+            params: after it, which are those before it if it was left out.
+
+        Raises:
+            StoppedError: too many in a row were left out.
+        """
+        found = {n: float(measured[n]) for n in FINITE if n in measured}
+        bad = {name: x for name, x in found.items() if not math.isfinite(x)}
+        if not bad:
+            self._skipped = 0
+            return False
+        self._skipped += 1
+        told = ", ".join(f"{name} = {x}" for name, x in bad.items())
+        kept = self._keep(step, batch)
+        where = f"; its batch is in {kept}" if kept else ""
+        left_out = f"{told}; this update is left out{where}"
+        console.note(f"{self._stage}: step {step + 1}: {left_out}")
+        if self._skipped >= self._g.max_skipped:
+            raise StoppedError(
+                f"{self._stage}: {self._skipped} updates in a row are left out, the "
+                f"last in step {step + 1}, for {told}; {_first_bad(params)}. No "
+                f"weight has changed since step {step + 2 - self._skipped}; the newest "
+                "checkpoint is from before these"
+            )
+        return True
+
+    def check(self, step: int, measured) -> None:
+        """Tells of a policy that collapses, or stops it, as config.guards says.
+
+        Args:
+            step: that was taken.
+            measured: of it.
+
+        Raises:
+            StoppedError: it was beyond a bound for config.guards.patience steps.
+        """
+        beyond = [
+            f"{what} = {measured[what]:.4g}, config.guards.{field} = {self._g[field]}"
+            for field, (what, more_is_worse) in BOUNDS.items()
+            if self._g[field] is not None
+            and what in measured
+            and _is_beyond(measured[what], self._g[field], more_is_worse)
+        ]
+        self._beyond = self._beyond + 1 if beyond else 0
+        if self._beyond < self._g.patience:
+            return
+        told = f"{self._stage}: step {step + 1}: {'; '.join(beyond)}"
+        if self._g.on_collapse == "stop":
+            raise StoppedError(f"{told}, for {self._beyond} steps in a row")
+        console.note(told)
+
+    def _keep(self, step, batch):
+        """Writes the batch, unless there are enough; returns the file or None."""
+        found = list(self._folder.glob("*.npz")) if self._folder.is_dir() else []
+        path = self._folder / f"{step}-{self._skipped}.npz"
+        if len(found) >= self._g.dumps and not path.exists():
+            return None
+        arrays = {name: _whole(x) for name, x in named(batch).items()}
+        if hosts.is_first():
+            self._folder.mkdir(exist_ok=True)
+            np.savez(path, **arrays)
+        return path
+
+
+def _is_beyond(value, bound, more_is_worse):
+    return value > bound if more_is_worse else value < bound
+
+
+def _whole(x):
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+def _first_bad(params) -> str:
+    """The first parameter with a value that is not finite, if there is one."""
+    for name, x in named(params).items():
+        if not bool(jax.numpy.isfinite(x).all()):
+            return f"the first that is not finite is the parameter {name}"
+    return "all parameters are finite"

@@ -1,0 +1,147 @@
+"""Numbers that go wrong: nothing is learnt from them; they are kept; a run stops."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch import build, checkpoint
+from rsearch.config import StoppedError
+from rsearch.evaluate import CHECKPOINTS
+from rsearch.metrics import read as read_metrics
+from rsearch.stages import rl, sft
+from rsearch.stages.guards import FOLDER, Guards
+from rsearch.stages.learning import Learning
+from rsearch.stages.state import Progress
+from tests.small_run import config, load_setup, quick_compilation
+from tests.stages.test_rl import ONE_STEP, groups, rollout
+
+__all__ = ["quick_compilation"]
+FINE, BAD = {"grad_norm": 1.0}, {"grad_norm": math.nan}
+PARAMS = {"layers": {"q": np.ones(3)}, "norm": np.ones(2)}
+
+
+def guards(folder, **settings):
+    names = {f"guards__{name}": value for name, value in settings.items()}
+    return Guards(config(**names), "rl", folder)
+
+
+def test_updates_left_out_are_counted_in_a_row_and_then_it_stops(tmp_path, capsys):
+    own = guards(tmp_path, max_skipped=2, dumps=2)
+    batch = {"tokens": np.arange(4)}
+    assert own.look(0, BAD, batch, PARAMS)
+    assert not own.look(1, FINE, batch, PARAMS)
+    assert own.look(2, {"critic_grad_norm": math.inf}, batch, PARAMS)
+    with pytest.raises(StoppedError) as error:
+        own.look(3, BAD, batch, PARAMS)
+    assert "2 updates in a row" in str(error.value)
+    assert "all parameters are finite" in str(error.value)
+    assert "since step 3" in str(error.value)
+    told = capsys.readouterr().err
+    assert "grad_norm = nan; this update is left out" in told
+    kept = sorted((tmp_path / FOLDER).glob("*.npz"))
+    assert [path.name for path in kept] == ["0-1.npz", "2-1.npz"]
+    with np.load(kept[0], allow_pickle=False) as found:
+        np.testing.assert_array_equal(found["tokens"], batch["tokens"])
+
+
+def test_the_parameter_that_is_not_finite_is_named(tmp_path):
+    own = guards(tmp_path, max_skipped=1, dumps=0)
+    broken = {"layers": {"q": np.array([1.0, np.nan])}, "norm": np.ones(2)}
+    with pytest.raises(StoppedError, match=r"is the parameter layers\.q"):
+        own.look(0, BAD, {}, broken)
+    assert not (tmp_path / FOLDER).exists()
+
+
+@pytest.mark.parametrize(
+    ("bound", "measured"),
+    [
+        ({"min_entropy": 0.5}, {"entropy": 0.4}),
+        ({"max_empty": 0.5}, {"empty_answers": 0.6}),
+        ({"max_repeated": 0.5}, {"repeated_text": 0.6}),
+        ({"max_kl": 0.5}, {"kl": 0.6}),
+        ({"max_clipped": 0.5}, {"clip_fraction": 0.6}),
+    ],
+)
+def test_a_policy_that_collapses_is_told_of_or_stopped(
+    tmp_path, capsys, bound, measured
+):
+    fine = dict.fromkeys(measured, 0.5)
+    own = guards(tmp_path, patience=2, **bound)
+    for values in (measured, fine, measured):
+        own.check(0, values)
+    assert "config.guards" not in capsys.readouterr().err
+    own.check(1, measured)
+    assert f"config.guards.{next(iter(bound))} = 0.5" in capsys.readouterr().err
+    own = guards(tmp_path, patience=2, on_collapse="stop", **bound)
+    own.check(0, measured)
+    with pytest.raises(StoppedError, match="for 2 steps in a row"):
+        own.check(1, measured)
+
+
+def test_without_bounds_nothing_collapses(tmp_path, capsys):
+    own = guards(tmp_path, on_collapse="stop", patience=1)
+    own.check(0, {"entropy": 0.0, "empty_answers": 1.0, "kl": 1e9})
+    assert not capsys.readouterr().err
+
+
+def test_what_was_counted_goes_on(tmp_path):
+    own, other = guards(tmp_path, max_skipped=2), guards(tmp_path, max_skipped=2)
+    own.look(0, BAD, {}, PARAMS)
+    other.restore(own.state())
+    with pytest.raises(StoppedError):
+        other.look(1, BAD, {}, PARAMS)
+
+
+@pytest.fixture(scope="module")
+def setup():
+    return load_setup(config(**ONE_STEP, guards__max_skipped=2))
+
+
+def test_a_step_with_bad_rewards_changes_no_bit(setup, tmp_path):
+    own = Guards(setup.config, "rl", tmp_path)
+    learner, _ = build.make_learner(setup, "rl")
+    state = build.fresh_state(setup, "rl", build.initial_params(setup))
+    before = jax.device_get(state)
+    played = groups(*[[rollout("x"), rollout("y", num_tokens=4)]] * 4)
+    rewards = np.tile(np.array([[1.0, np.inf]], np.float32), (4, 1))
+    learning = Learning(setup, learner, guards=own)
+    state, measured = learning(state, played, rewards)
+    assert measured == {}
+    after = jax.device_get(state)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert list((tmp_path / FOLDER).glob("*.npz"))
+    with pytest.raises(StoppedError):
+        learning(state, played, rewards)
+
+
+def test_a_stage_that_stops_keeps_its_last_checkpoint(tmp_path, monkeypatch):
+    """And says in which step; a run that goes on has counted what was before."""
+    setup = load_setup(
+        config(**ONE_STEP | dict(rl__steps=4), guards__max_skipped=2, rl__kl_coef=0.0)
+    )
+    params = build.initial_params(setup)
+    told = rl.rewarded
+
+    def broken(setup, played):
+        found = told(setup, played)
+        if len(read_metrics(tmp_path / "metrics.jsonl")) < 1:
+            return found
+        return [one._replace(rewards=one.rewards + np.inf) for one in found]
+
+    monkeypatch.setattr(rl, "rewarded", broken)
+    with pytest.raises(StoppedError, match="in step 3"):
+        rl.run(setup, None, params, tmp_path)
+    assert checkpoint.latest(tmp_path / CHECKPOINTS) == 2
+    progress = Progress(setup, "rl", params, tmp_path)
+    assert progress.guards.state()["skipped"] == 1
+
+
+def test_a_supervised_stage_stops_likewise(tmp_path):
+    setup = load_setup(config(stages=("sft",), sft__steps=6, guards__max_skipped=3))
+    rollouts = build.replay_demonstrations(setup)
+    params = jax.tree.map(lambda x: x * np.nan, build.initial_params(setup))
+    with pytest.raises(StoppedError, match="sft: 3 updates in a row"):
+        sft.run(setup, rollouts, params, tmp_path)
+    assert len(list((tmp_path / FOLDER).glob("*.npz"))) == 3
