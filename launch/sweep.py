@@ -15,6 +15,7 @@ one value is every trial's. The same command goes on where it was stopped; trial
 have ended well are not run again.
 """
 
+import collections
 import itertools
 import json
 import os
@@ -39,6 +40,7 @@ from rsearch.config import (
     run_command,
     validate,
 )
+from rsearch.preemption import EXIT_CODE
 from rsearch.stage_plan import check_plan
 from rsearch.workdir import read_rows
 
@@ -46,6 +48,7 @@ RECORD = "sweep.jsonl"  # in OUT, a line for each trial that has ended
 FIELD = "--config."
 MAX_NAME = 120  # characters of a directory's name
 SECONDS_BETWEEN_LOOKS = 0.2
+MAX_STOPS = 5  # of a trial that was told to stop, until it counts as failed
 FLAGS = {
     "config": (None, "the recipe, FILE[:VARIANT], of trials that name none themselves"),
     "out": (REQUIRED, "directory of the sweep, with a run in it for each trial"),
@@ -261,6 +264,7 @@ def run(trials, out, *, at_once, gpus_each) -> dict[str, int]:
     What is still running when this is interrupted is interrupted too, and waited for.
     """
     waiting, running, failed, number = list(trials), {}, {}, 0
+    stops = collections.Counter()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # A shell's background jobs ignore it, and so would the trials.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -279,6 +283,12 @@ def run(trials, out, *, at_once, gpus_each) -> dict[str, int]:
                     continue
                 del running[place]
                 seconds = time.monotonic() - since
+                stops[trial.name] += process.returncode == EXIT_CODE
+                if process.returncode == EXIT_CODE and stops[trial.name] < MAX_STOPS:
+                    console.note(f"{trial.name} was stopped, and goes on later")
+                    waiting.append(trial)
+                    number -= 1
+                    continue
                 _record(out, trial, process.returncode, seconds)
                 how = "ends" if process.returncode == 0 else "FAILS"
                 console.note(f"{trial.name} {how} after {seconds / 60:.1f} minutes")

@@ -165,6 +165,11 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
     if [ -z "$EXISTING$KEEP" ]; then delete; fi
     exit
   fi
+  # It was told to stop, and has saved what it had.
+  if [ "$code" = 75 ]; then
+    say "$NAME: stopped in attempt $attempt of $ATTEMPTS; the run goes on where it was"
+    continue
+  fi
   # Lost is what is no longer active; of anything else the program itself has failed.
   if [ -n "$EXISTING" ] || [ "$(state)" = ACTIVE ]; then
     say "$NAME: failed with code $code; the slice is kept, delete it with"
@@ -173,4 +178,4 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   fi
   say "$NAME: lost in attempt $attempt of $ATTEMPTS; the run goes on where it was"
 done
-fail "$NAME: lost $ATTEMPTS times"
+fail "$NAME: lost or stopped $ATTEMPTS times"

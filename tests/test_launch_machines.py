@@ -20,7 +20,11 @@ SRUN = """#!/bin/bash
 echo "srun $*" >>"$FAKE_LOG"
 [ -z "$SRUN_CPUS_PER_TASK" ] || echo "$SRUN_CPUS_PER_TASK cores" >>"$FAKE_LOG"
 while [[ "$1" == --* ]]; do shift; done
+[ -z "$FAKE_SRUN_CODE" ] || exit "$FAKE_SRUN_CODE"
 exec "$@"
+"""
+SCONTROL = """#!/bin/bash
+echo "scontrol $*" >>"$FAKE_LOG"
 """
 
 
@@ -30,6 +34,7 @@ def on_gpus(checkout):
     checkout.link("sort", "uniq", "sed")
     checkout.program("nvidia-smi", NVIDIA)
     checkout.program("srun", SRUN)
+    checkout.program("scontrol", SCONTROL)
     return checkout
 
 
@@ -86,6 +91,17 @@ def test_a_job_of_several_nodes_meets(checkout):
     cores = {"SLURM_CPUS_PER_TASK": "32"}
     _, _, log = checkout.run("slurm.sbatch", train, **submitted, **cores)
     assert "32 cores" in log
+
+
+@pytest.mark.parametrize("code", [75, 2])
+def test_a_job_that_was_told_to_stop_is_queued_again(checkout, code):
+    on_gpus(checkout)
+    job = {"SLURM_SUBMIT_DIR": str(checkout.repo), "SLURM_JOB_ID": "77"}
+    found, error, log = checkout.run(
+        "slurm.sbatch", "--config=x", FAKE_SRUN_CODE=str(code), **job
+    )
+    assert found == code, error
+    assert log[-1] == "scontrol requeue 77" if code == 75 else "srun" in log[-1]
 
 
 def test_a_dry_run_of_a_job_does_nothing_and_needs_no_cluster(checkout):
@@ -249,6 +265,13 @@ def test_a_slice_that_is_lost_is_replaced_and_the_run_goes_on(cloud):
     assert "lost in attempt 1 of 10" in error
 
 
+def test_a_run_that_was_told_to_stop_goes_on_there(cloud):
+    code, error, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",), codes=(75, 0))
+    assert code == 0, error
+    assert kinds(log) == [*("copy", "set", "train") * 2, "delete"]
+    assert "stopped in attempt 1 of 10" in error
+
+
 def test_a_program_that_fails_is_not_tried_again_and_the_slice_is_kept(cloud):
     code, error, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",), codes=(2,))
     assert code == 2 and kinds(log) == ["copy", "set", "train"]
@@ -262,7 +285,7 @@ def test_attempts_end(cloud):
         codes=(255, 255),
     )
     assert code == 2 and kinds(log).count("train") == 2
-    assert "error: pod: lost 2 times" in error
+    assert "error: pod: lost or stopped 2 times" in error
 
 
 @pytest.mark.parametrize("how", ["--keep", "--existing"])

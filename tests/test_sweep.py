@@ -26,7 +26,7 @@ sweep = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(sweep)
 
 # Stands for rsearch.train: writes down what it is asked, and fails where the seed is 4
-# until it is asked a second time.
+# until it is asked a second time; with seed 5 it is told to stop twice.
 PRETENDED = """
 import os, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
@@ -35,6 +35,8 @@ with open(folder / "asked", "a") as file:
     print(os.environ.get("CUDA_VISIBLE_DEVICES"), *words, file=file)
 print("seen", words)
 before = (folder / "asked").read_text().count("config.seed=4")
+if "--config.seed=5" in words:
+    sys.exit(75 if (folder / "asked").read_text().count("config.seed=5") < 3 else 0)
 sys.exit(7 if "--config.seed=4" in words and before < 2 else 0)
 """
 
@@ -209,6 +211,13 @@ def test_trials_are_run_once_and_failed_ones_again(pretended, tmp_path, capsys):
     (argv,) = compared
     assert argv == [*(str(out / f"seed={n}") for n in (1, 2, 4)), "--group"]
     assert pretended(*sweep_)[1] == []
+
+
+def test_a_trial_that_was_told_to_stop_goes_on(pretended, tmp_path, capsys):
+    code, asked, _ = pretended(f"--config={RECIPE}", "--config.seed=5,6")
+    assert code == 0
+    assert [words.count("config.seed=5") for words in asked] == [1, 0, 1, 1]
+    assert "was stopped, and goes on later" in capsys.readouterr().err
 
 
 def test_the_record_tells_a_changed_trial_from_the_old_one(pretended, tmp_path):
