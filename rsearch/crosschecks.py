@@ -37,6 +37,16 @@ def _check_world(c):
 
 def _check_sharing(c):
     r = c.retrieval
+    if r.fetch_pages and not (r.url and r.api == "serper"):
+        raise ValueError(
+            "config.retrieval.fetch_pages = True reads the pages that a web search "
+            f"finds: config.retrieval.api = {r.api!r} is none"
+        )
+    if r.url and r.index:
+        raise ValueError(
+            f"config.retrieval.url = {r.url!r} and config.retrieval.index = "
+            f"{r.index!r}: name one of them"
+        )
     if r.sharded and not r.index:
         raise ValueError(
             "config.retrieval.sharded = True shares the parts of an index among hosts: "

@@ -26,8 +26,6 @@ for one with the encoder's own, --config.retrieval.max_query_tokens=0 and
 import copy
 import itertools
 import json
-import os
-import re
 import sys
 import threading
 
@@ -36,6 +34,7 @@ from ml_collections import ConfigDict
 
 from rsearch import build, console
 from rsearch.build.answers import evidence_of, worded
+from rsearch.calls import key_of
 from rsearch.config import (
     apply_overrides,
     parse_command_line,
@@ -287,7 +286,7 @@ def main(argv) -> int:
     if given["print_config"]:
         print_config(config)
         return 0
-    token = _token(given["token_env"])
+    token = key_of(given["token_env"]) if given["token_env"] else ""
     server = None
     if given["serve"]:
         # Before anything is loaded: a wrong host or a taken port shows at once.
@@ -312,17 +311,6 @@ def main(argv) -> int:
     else:
         _answer_lines(tool, sys.stdin.buffer, given["slots"])
     return 0
-
-
-def _token(name):
-    """The value of an environment variable, which must be set if it is named."""
-    if not name:
-        return ""
-    value = os.environ.get(name, "").strip()
-    if not re.fullmatch(r"[!-~]+", value):
-        state = "holds no token" if value else "is not set"
-        raise ValueError(f"--token_env={name}: this variable {state}")
-    return value
 
 
 def _answer_lines(tool, lines, slots):

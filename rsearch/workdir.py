@@ -41,7 +41,11 @@ FREE_FIELDS = (
     "retrieval.corpus_cache",
     "retrieval.index",  # what is in it is known by its fingerprint
     "retrieval.sharded",
+    "retrieval.api_key_env",
+    "retrieval.max_retries",
+    "retrieval.outage_seconds",
     "retrieval.timeout_seconds",
+    "retrieval.url",  # likewise
     "rollout.cache_tokens",
     "rollout.extend_chunk",
     "rollout.page_tokens",

@@ -242,7 +242,7 @@ def test_a_bad_line_is_named(search, line, message):
         (["--modle=x"], "unknown flag --modle; did you mean --model?"),
         (["--model=/nowhere/at/all"], "/nowhere/at/all"),
         (["--serve", "--host=0.0.0.0"], "--token_env=NAME"),
-        (["--token_env=NOT_SET_AT_ALL"], "this variable is not set"),
+        (["--token_env=NOT_SET_AT_ALL"], "'NOT_SET_AT_ALL' is not set"),
         (["--config.protocol.name=x"], "config.protocol.name = 'x'"),
         (["--slots=0"], "config.rollout.slots = 0"),
     ],

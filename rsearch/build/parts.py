@@ -20,8 +20,10 @@ from rsearch.protocols.base import Protocol
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine, engine_in_memory
 from rsearch.retrieval.index import corpus_path, open_index
+from rsearch.retrieval.remote import RemoteSearch
 from rsearch.retrieval.rerank import RerankedSearch, load_reranker, reranked
 from rsearch.retrieval.spread import spread_index
+from rsearch.retrieval.web import PagedSearch
 from rsearch.rollout.conversation import (
     Limits,
     conversation_tokens,
@@ -139,7 +141,7 @@ def budgets(c, tokenizer, protocol, spec) -> tuple[Limits, int]:
     return limits, have
 
 
-def open_search(c, world) -> SearchEngine | RerankedSearch:
+def open_search(c, world) -> SearchEngine | RemoteSearch | RerankedSearch:
     """The engine over the world's passages or a saved index, reranked if so named.
 
     Raises:
@@ -172,8 +174,16 @@ def open_encoder(c):
 def _open_engine(c, world, top_k):
     """The engine that finds `top_k` passages by their vectors."""
     r = c.retrieval
-    encoder = open_encoder(c)
     settings = dict(top_k=top_k, cache_size=r.cache_size)
+    if r.url:
+        names = "api", "api_key_env", "timeout_seconds", "max_retries", "outage_seconds"
+        search = RemoteSearch(r.url, **settings, **{name: r[name] for name in names})
+        search.check()
+        if r.fetch_pages:
+            pages = dict(page_chars=r.page_chars, seconds=r.timeout_seconds / 3)
+            search = PagedSearch(search, **pages)
+        return search
+    encoder = open_encoder(c)
     if r.corpus == WORLD:
         return engine_in_memory(world.passages, encoder, **settings)
     if not r.index:

@@ -149,7 +149,7 @@ def load_setup(
 
     def searching():
         search = open_search(c, world)
-        say(f"retrieval: {len(search):,} passages, top {c.retrieval.top_k}")
+        say(f"retrieval: {search}, top {c.retrieval.top_k}")
         return search
 
     def agent(name):

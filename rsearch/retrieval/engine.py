@@ -51,6 +51,10 @@ class SearchEngine:
         """Passages that can be found."""
         return len(self._corpus)
 
+    def __str__(self):
+        """What is searched."""
+        return f"{len(self):,} passages"
+
     def __call__(self, queries):
         """The passages of each query, best first, with their scores.
 

@@ -135,9 +135,9 @@ class RerankedSearch:
             f"{search.fingerprint} {rerank.fingerprint} {top_k_retrieval}"
         )
 
-    def __len__(self):
-        """Passages that can be found."""
-        return len(self._search)
+    def __str__(self):
+        """What is searched."""
+        return f"{self._search}, reranked"
 
     def __call__(self, queries):
         """The passages of each query, the highest score first; None where none came.

@@ -1,0 +1,149 @@
+"""A search engine as a service, in the dialects of the published systems' servers.
+
+    python -m rsearch.retriever --config=configs/quickstart.py --port=8000
+    python -m rsearch.retriever --config=configs/search_r1.py \\
+        --config.retrieval.index=DIR
+    curl -H "Content-Type: application/json" http://127.0.0.1:8000/retrieve \\
+        -d '{"queries": ["Who ...?"], "topk": 3}'
+
+    POST /retrieve      {"queries", "topk", "return_scores"}, as Search-R1 asks
+    POST /queries       {"queries", "k"}, as R1-Searcher asks
+    POST /search        {"query", "top_n", "return_score"}, as ReaRAG asks
+    POST /batch_search  the same with a list of queries
+    GET  /health        {"status": "ok"}
+
+What is searched, and with which encoder, is said by the retrieval section of a recipe;
+its top_k is how many passages a request gets that does not say. A run asks such a
+service with --config.retrieval.url=http://127.0.0.1:8000.
+"""
+
+import sys
+
+from rsearch import console
+from rsearch.build.parts import has_world, open_search
+from rsearch.calls import key_of
+from rsearch.config import (
+    apply_overrides,
+    parse_command_line,
+    print_config,
+    run_command,
+    validate,
+)
+from rsearch.data.world import make_world
+from rsearch.protocols.tagged import whole_characters
+from rsearch.serving import JsonServer, RefusedError
+
+RECIPE = "configs/quickstart.py"
+MAX_QUERIES = 512  # in one request
+FLAGS = {
+    "max_k": (20, "passages of a query, at most"),
+    "max_query_chars": (4000, "a longer query is refused"),
+    "host": ("127.0.0.1", "to listen at; others than this machine need a token"),
+    "port": (8000, "to listen at; 0 takes a free one"),
+    "token_env": ("", "environment variable with the token that requests must carry"),
+    "max_body_bytes": (1 << 22, "a longer request is refused"),
+}
+
+
+def routes_of(search, *, top_k: int, max_k: int, max_query_chars: int) -> dict:
+    """The routes of the service.
+
+    Args:
+        search: finds `max_k` passages, or as many as there are.
+        top_k: passages of a query where a request does not say.
+        max_k: more are refused.
+        max_query_chars: a longer query is refused.
+    """
+
+    def find(queries, k):
+        """[queries] tuples of k passages."""
+        if not isinstance(queries, list) or not 1 <= len(queries) <= MAX_QUERIES:
+            reason = f"queries must be a list of 1 to {MAX_QUERIES}"
+            raise RefusedError(400, reason)
+        for query in queries:
+            if not isinstance(query, str) or len(query) > max_query_chars:
+                reason = f"a query must be a text of at most {max_query_chars}"
+                raise RefusedError(400, f"{reason} characters")
+        k = top_k if k is None or k == 0 else k
+        if type(k) is not int or not 1 <= k <= max_k:
+            raise RefusedError(400, f"passages of a query must be 1 to {max_k}")
+        found = search([whole_characters(query) for query in queries])
+        if any(passages is None for passages in found):
+            raise RefusedError(503, "the search failed; try again later")
+        return [passages[:k] for passages in found]
+
+    def retrieve(body):
+        found = find(body.get("queries"), body.get("topk"))
+        return {"result": [[_scored(p) for p in own] for own in found]}
+
+    def queries(body):
+        found = find(body.get("queries"), body.get("k", 3))
+        answers = [[p.contents for p in own] for own in found]
+        return {"queries": body["queries"], "answers": answers}
+
+    def rearag(given, body):
+        found = find(given, body.get("top_n", 10))
+        documents = [[_document(p) for p in own] for own in found]
+        if not body.get("return_score"):
+            return documents
+        scores = [[p.score for p in own] for own in found]
+        return [list(pair) for pair in zip(documents, scores, strict=True)]
+
+    def one(body):
+        return rearag([body.get("query")], body)[0]
+
+    return {
+        ("POST", "/retrieve"): retrieve,
+        ("POST", "/queries"): queries,
+        ("POST", "/search"): one,
+        ("POST", "/batch_search"): lambda body: rearag(body.get("query"), body),
+        ("GET", "/health"): lambda body: {"status": "ok"},
+    }
+
+
+def _document(passage):
+    return {"id": passage.id, "contents": passage.contents}
+
+
+def _scored(passage):
+    return {"document": _document(passage), "score": passage.score}
+
+
+def main(argv) -> int:
+    """The command; `argv` as in `rsearch.config.parse_command_line`."""
+    argv = list(argv)
+    if not any(word.split("=")[0] == "--config" for word in argv):
+        argv = [f"--config={RECIPE}", *argv]
+    config, given = parse_command_line(argv, flags=FLAGS)
+    if given["print_config"]:
+        print_config(config)
+        return 0
+    validate(config)
+    top_k, max_k = config.retrieval.top_k, given["max_k"]
+    if max_k < top_k:
+        raise ValueError(
+            f"--max_k={max_k}: must be at least config.retrieval.top_k = {top_k}"
+        )
+    # Before anything is loaded: a wrong host or a taken port shows at once.
+    server = JsonServer(
+        given["host"],
+        given["port"],
+        {},
+        token=key_of(given["token_env"]) if given["token_env"] else "",
+        max_body_bytes=given["max_body_bytes"],
+    )
+    config = apply_overrides(config, {"retrieval.top_k": max_k})
+    world = make_world(seed=config.seed, **config.world) if has_world(config) else None
+    search = open_search(config, world)
+    server.routes = routes_of(
+        search, top_k=top_k, max_k=max_k, max_query_chars=given["max_query_chars"]
+    )
+    host, port = server.server_address[:2]
+    console.note(f"{search}: POST http://{host}:{port}/retrieve, until Control-C")
+    server.serve()
+    console.note("ended")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

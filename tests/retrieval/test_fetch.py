@@ -1,0 +1,175 @@
+"""Pages are fetched from the open web, and no connection is made to anything else."""
+
+import time
+
+import httpcore
+import pytest
+
+from rsearch.retrieval import fetch as fetching
+from rsearch.retrieval.fetch import OpenBackend, RefusedError, fetch, is_open
+
+OPEN = "93.184.216.34"
+CLOSED = [
+    *("127.0.0.1", "127.1.2.3", "0.0.0.0", "10.0.0.1", "10.255.255.255"),
+    *("172.16.0.1", "172.31.255.255", "192.168.0.1", "192.168.255.255"),
+    *("169.254.169.254", "169.254.170.2", "169.254.0.1", "100.64.0.1"),
+    *("100.100.100.200", "192.0.0.1", "192.0.2.1", "198.18.0.1", "198.51.100.1"),
+    *("203.0.113.1", "224.0.0.1", "239.255.255.255", "240.0.0.1"),
+    *("255.255.255.255", "::", "::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1"),
+    *("::ffff:169.254.169.254", "::127.0.0.1", "64:ff9b::7f00:1"),
+    *("64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a00:1::", "2001::1"),
+    *("fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1"),
+    *("2001:db8::1", "no address", ""),
+]
+REFUSED = [
+    *("ftp://site.org/", "file:///etc/passwd", "gopher://site.org/1", "site.org"),
+    *("http://", "http:///x", "javascript:alert(1)", "data:text/html,x", "//site.org"),
+    *("http://site.org:22/", "http://site.org:8080/", "https://site.org:80/"),
+    *("http://site.org:99999/", "http://me@site.org/", "http://me:x@site.org/"),
+    *("http://site.org\r\nHost: other/", "http://site.org/ x", "http://[::1/"),
+    *(f"http://site.org/{'x' * 3000}", "unix:///var/run/docker.sock"),
+]
+
+
+class Web:
+    """A network that answers from memory and writes down who was connected to."""
+
+    def __init__(self, pages, names=None):
+        self.pages, self.connected = pages, []
+        self.names = {"site.org": [OPEN]} | (names or {})
+        self.backend = OpenBackend(self, self.resolve)
+
+    def resolve(self, host, port):
+        found = self.names.get(host, [])
+        return found.pop(0) if found and isinstance(found[0], list) else found
+
+    def connect_tcp(self, host, port, timeout, **settings):
+        self.connected.append((host, port))
+        page = self.pages[min(len(self.connected), len(self.pages)) - 1]
+        parts = page if isinstance(page, list) else [page]
+        return httpcore.MockStream(list(parts))
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    def fetch(self, url="http://site.org/", **settings):
+        return fetch(url, backend=self.backend, **({"seconds": 5.0} | settings))
+
+
+def page(body, kind="text/html", status="200 OK", **headers):
+    lines = [f"HTTP/1.1 {status}", f"Content-Type: {kind}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+
+@pytest.mark.parametrize("address", CLOSED)
+def test_nobody_behind_the_open_web_is_connected_to(address):
+    web = Web([page(b"secret")], {"inside.org": [address]})
+    with pytest.raises(RefusedError):
+        web.fetch("http://inside.org/latest/meta-data/")
+    assert not web.connected and not is_open(address)
+
+
+@pytest.mark.parametrize("url", REFUSED)
+def test_what_is_no_plain_address_is_not_asked(url):
+    web = Web([page(b"secret")])
+    with pytest.raises(RefusedError):
+        web.fetch(url)
+    assert not web.connected
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://2130706433/", "http://0x7f000001/", "http://0177.0.0.1/"),
+        *("http://127.1/", "http://localhost/", "http://[::1]/", "http://0/"),
+        *("http://[::ffff:7f00:1]/", "http://127.0.0.1:80/", "http://LOCALHOST/"),
+    ],
+)
+def test_spellings_of_this_machine_are_not_connected_to(url):
+    """By the machine's own resolver, which reads them all."""
+    web = Web([page(b"secret")])
+    with pytest.raises(RefusedError):
+        fetch(url, seconds=5.0, backend=OpenBackend(web))
+    assert not web.connected
+
+
+def test_a_redirect_to_the_inside_is_not_followed():
+    moved = page(b"", status="302 Found", Location="http://inside.org/secret")
+    web = Web([moved, page(b"secret")], {"inside.org": ["10.0.0.1"]})
+    with pytest.raises(RefusedError, match=r"inside\.org is 10\.0\.0\.1"):
+        web.fetch()
+    assert web.connected == [(OPEN, 80)]
+
+
+@pytest.mark.parametrize(
+    "target", ["file:///etc/passwd", "http://site.org:22/", "http://a@site.org/"]
+)
+def test_a_redirect_is_judged_like_any_address(target):
+    web = Web([page(b"", status="301 Moved", Location=target), page(b"secret")])
+    with pytest.raises(RefusedError):
+        web.fetch()
+    assert len(web.connected) == 1
+
+
+def test_redirects_end():
+    web = Web([page(b"", status="302 Found", Location="/again")])
+    with pytest.raises(RefusedError, match="more than 5 redirects"):
+        web.fetch()
+    assert len(web.connected) == 6
+
+
+def test_a_name_that_changes_its_mind_is_judged_each_time():
+    """And who is connected to is who was judged."""
+    moved = page(b"", status="302 Found", Location="http://rebind.org/2")
+    names = {"rebind.org": [["93.184.216.35"], ["127.0.0.1"]]}
+    web = Web([moved, page(b"secret")], names)
+    with pytest.raises(RefusedError, match=r"127\.0\.0\.1"):
+        web.fetch("http://rebind.org/1")
+    assert web.connected == [("93.184.216.35", 80)]
+
+
+def test_a_name_with_an_open_and_a_closed_address_is_refused():
+    web = Web([page(b"x")], {"both.org": [OPEN, "10.0.0.1"]})
+    with pytest.raises(RefusedError):
+        web.fetch("http://both.org/")
+    assert not web.connected
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (page(b"x", kind="application/pdf"), "type 'application/pdf'"),
+        (page(b"x", kind="image/png"), "type 'image/png'"),
+        (page(b"x", status="404 Not Found"), "HTTP 404"),
+        (page(b"x", status="500 Oh"), "HTTP 500"),
+        (page(b"x", Content_Encoding="gzip"), "packed"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "ProtocolError"),
+        (page(b"", status="302 Found"), "more than 5 redirects"),
+    ],
+)
+def test_what_is_no_page_is_refused(reply, why):
+    with pytest.raises(RefusedError, match=why):
+        Web([reply]).fetch()
+
+
+def test_a_long_page_is_cut():
+    found = Web([page(b"y" * 5000, kind="text/plain")]).fetch(max_bytes=1000)
+    assert found.text == "y" * 1000
+
+
+def test_what_a_page_shows_is_read():
+    body = (
+        b"<html><head><title>T</title><style>p {}</style></head><body><p>Caf\xc3\xa9 "
+        b"&amp; bar</p><script>alert('x')</script><p>  two\n words </p></body></html>"
+    )
+    found = Web([page(body)]).fetch("http://site.org/a?b=c#d")
+    assert found == ("http://site.org/a?b=c", "Caf\u00e9 & bar\ntwo words")
+
+
+def test_the_deadline_holds_for_all_of_it(monkeypatch):
+    clock = iter(range(0, 1000, 3))
+    monkeypatch.setattr(fetching.time, "monotonic", lambda: next(clock), raising=True)
+    web = Web([page(b"", status="302 Found", Location="/again")])
+    with pytest.raises(RefusedError, match="too slow"):
+        web.fetch()

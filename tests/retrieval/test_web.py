@@ -1,0 +1,42 @@
+"""Hits of a web search with their pages; one that is not to be had costs its text."""
+
+from rsearch.retrieval.fetch import Page, RefusedError
+from rsearch.retrieval.web import PagedSearch, excerpt
+from rsearch.types import Passage
+
+HITS = (
+    Passage("https://a.org/", '"A"\nsnippet a', 2.0),
+    Passage("http://10.0.0.1/", '"B"\nsnippet b', 1.0),
+)
+
+
+class Search:
+    fingerprint = "service serper"
+
+    def __call__(self, queries):
+        return [None if q == "fails" else HITS for q in queries]
+
+
+def get(url, *, seconds):
+    assert seconds == 3.0
+    if "10.0.0.1" in url:
+        raise RefusedError("10.0.0.1 is 10.0.0.1")
+    return Page(url, "menu\nThe river ends in Goldberg.\nfooter")
+
+
+def test_a_hit_has_what_its_page_says_or_what_it_had():
+    search = PagedSearch(Search(), page_chars=30, seconds=3.0, get=get)
+    first, failed = search(["Where does the river end?", "fails"])
+    assert failed is None
+    assert first[0].contents == '"A"\nsnippet a\nThe river ends in Goldberg.'
+    assert (first[0].id, first[0].score) == ("https://a.org/", 2.0)
+    assert first[1] == HITS[1]
+
+
+def test_an_excerpt_is_around_the_line_that_shares_most():
+    text = "one\n\ntwo\nthree four\nfive\nsix"
+    assert excerpt(text, "four three", 10) == "three four"
+    assert excerpt(text, "four three six", 15) == "three four\nfive"
+    assert excerpt(text, "four", 1000) == "one\ntwo\nthree four\nfive\nsix"
+    assert excerpt("x" * 50, "x", 10) == "x" * 10
+    assert excerpt(" \n", "x", 10) == ""
