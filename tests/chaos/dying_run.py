@@ -1,0 +1,59 @@
+"""rsearch.train in a process that is killed in the middle of something.
+
+    python -m tests.chaos.dying_run PLACE NUMBER MILLISECONDS rsearch.train's arguments
+
+PLACE is a key of PLACES: what the process does for the NUMBER-th time, from 0, when a
+thread begins to count the milliseconds until SIGKILL. A run that never comes so far
+ends by itself.
+"""
+
+import importlib
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+
+PLACES = {  # module, class or "", function
+    "rollout": ("rsearch.rollout.play", "Play", "_write"),
+    "search": ("rsearch.rollout.play", "Play", "_find"),
+    "reward": ("rsearch.stages.rl", "", "rewarded"),
+    "update": ("rsearch.learn.update", "Learner", "update"),
+    "save": ("rsearch.checkpoint", "", "_write_tree"),
+    "rename": ("rsearch.files", "", "replace"),
+    "garbage": ("rsearch.checkpoint", "", "_delete"),
+    "metrics": ("rsearch.files", "", "append"),
+}
+
+
+def watch(place: str, number: int, milliseconds: float) -> None:
+    """Has a call of the function at this place kill the process while it runs."""
+    module, owner, name = PLACES[place]
+    target = importlib.import_module(module)
+    target = getattr(target, owner) if owner else target
+    real, numbers = getattr(target, name), itertools.count()
+
+    def die():
+        time.sleep(milliseconds / 1e3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def watched(*args, **settings):
+        if next(numbers) == number:
+            threading.Thread(target=die).start()
+        return real(*args, **settings)
+
+    setattr(target, name, watched)
+
+
+def main(place, number, milliseconds, *arguments) -> int:
+    """The command."""
+    from rsearch import train
+    from rsearch.config import run_command
+
+    watch(place, int(number), float(milliseconds))
+    return run_command(train.command, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,160 @@
+"""Training that is killed again and again ends as if nothing had happened.
+
+    python -m tests.chaos.resume --kills=20 --algorithm=grpo
+
+trains a small model twice, once undisturbed and once killed by SIGKILL so many times,
+in the middle of rollouts, searches, rewards, updates, saves, renames and deletions, and
+each time begun again. Then all is compared, bit by bit: parameters and optimizer in the
+checkpoints, their steps, rows of metrics, results and the tokens of the last rollouts.
+"""
+
+import pathlib
+import random
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+
+from rsearch import checkpoint, console
+from rsearch.config import parse_flags, run_command
+from rsearch.metrics import read as read_metrics
+from rsearch.workdir import read_rows
+from tests.chaos.dying_run import PLACES
+from tests.small_run import arguments, run_python, without_times
+
+SHORT = dict(
+    eval__at_start=False,
+    eval__methods="('protocol',)",
+    sft__steps=60,
+    checkpoint__sft_steps=10,
+    rl__steps=6,
+    checkpoint__rl_steps=1,
+)
+ALGORITHMS = {
+    "sft": dict(stages="('sft',)"),
+    "grpo": {},
+    "reinforce_pp": dict(rl__algorithm="reinforce_pp"),
+    "ppo": dict(
+        rl__algorithm="ppo",
+        rl__kl_coef=0.1,
+        rl__kl_place="reward",
+        rl__kl_kind="k1",
+        rl__kl_controller="adaptive",
+        rl__behavior="scored",
+        critic__lr=1e-3,
+    ),
+}
+IN_SFT = ("update", "save", "rename", "garbage", "metrics")
+LONGEST = {"rollout": 60.0, "update": 200.0, "save": 120.0, "garbage": 4.0}
+FLAGS = {
+    "kills": (20, "of the run, at random instants"),
+    "algorithm": ("grpo", f"one of {', '.join(ALGORITHMS)}"),
+    "seed": (0, "of the instants"),
+    "workdir": ("", "directory that keeps both runs (default: a temporary one)"),
+}
+
+
+def moments(algorithm: str, seed: int) -> Iterator[tuple[str, int, float]]:
+    """Without end: a place, how often it is passed first, and milliseconds into it."""
+    rng = random.Random(f"{algorithm} {seed}")
+    places = list(IN_SFT if algorithm == "sft" else PLACES)
+    while True:
+        rng.shuffle(places)
+        for place in places:
+            # A rename takes less than a millisecond: it may be over by then.
+            yield place, rng.randrange(6), rng.uniform(0, LONGEST.get(place, 2.0))
+
+
+def kill(algorithm: str, kills: int, seed: int, run: pathlib.Path) -> None:
+    """Has the run killed so many times, and then ended."""
+    own = arguments(run, **SHORT, **ALGORITHMS[algorithm])
+    coming, count = moments(algorithm, seed), 0
+    while count < kills:
+        place, number, delay = next(coming)
+        command = ("-m", "tests.chaos.dying_run", place, number, delay)
+        done = run_python(*command, *own)
+        if done.returncode == -signal.SIGKILL:
+            count += 1
+            console.note(f"kill {count}: {place} {number}, {delay:.1f} ms: {_at(run)}")
+        elif done.returncode:
+            raise RuntimeError(f"code {done.returncode}: {done.stderr}")
+        else:  # it has ended before: a kill of an ended run would prove nothing
+            console.note(f"ended before {place} {number}: goes a checkpoint back")
+            _step_back(run)
+    _finish(own)
+
+
+def _step_back(run):
+    """Takes the newest checkpoint of the last stage away, as a lost disk would."""
+    folders = sorted(run.glob("*/checkpoints"), key=lambda p: p.parent.name != "sft")
+    newest = checkpoint.latest(folders[-1])
+    checkpoint._delete(folders[-1] / str(newest))
+    (run / "results.json").unlink(missing_ok=True)
+
+
+def _finish(own):
+    done = run_python("-m", "rsearch.train", *own)
+    if done.returncode:
+        raise RuntimeError(f"code {done.returncode}: {done.stderr}")
+
+
+def _at(run):
+    """How far it is, for people."""
+    steps = {p.parent.name: checkpoint.latest(p) for p in run.glob("*/checkpoints")}
+    return ", ".join(f"{stage} {step}" for stage, step in sorted(steps.items()))
+
+
+def differences(ours: pathlib.Path, theirs: pathlib.Path) -> list[str]:
+    """What two runs do not have in common; [] where all is the same to the bit."""
+    wrong = []
+    folders = sorted(p.relative_to(theirs) for p in theirs.glob("*/checkpoints"))
+    for folder in folders:
+        steps = checkpoint.steps(ours / folder), checkpoint.steps(theirs / folder)
+        if steps[0] != steps[1]:
+            wrong.append(f"{folder}: steps {steps[0]}, not {steps[1]}")
+            continue
+        for step in steps[0]:
+            one, other = (
+                checkpoint.read_manifest(run / folder, step) for run in (ours, theirs)
+            )
+            names = one["leaves"].keys() | other["leaves"].keys()
+            wrong += [
+                f"{folder}/{step}: {name}"
+                for name in sorted(names)
+                if one["leaves"].get(name) != other["leaves"].get(name)
+            ]
+            if one["meta"] != other["meta"]:
+                wrong.append(f"{folder}/{step}: meta")
+        rows = [
+            without_times(read_metrics(run / folder.parent / "metrics.jsonl"))
+            for run in (ours, theirs)
+        ]
+        if rows[0] != rows[1]:
+            wrong.append(f"{folder.parent}/metrics.jsonl")
+    texts = [read_rows(run / "transcripts.jsonl") for run in (ours, theirs)]
+    if texts[0] != texts[1]:
+        wrong.append("transcripts.jsonl")
+    return wrong
+
+
+def main(argv) -> int:
+    """The command; 1 where something differs."""
+    given = parse_flags(argv, flags=FLAGS)
+    algorithm, kills = given["algorithm"], given["kills"]
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"--algorithm={algorithm}: must be one of {list(ALGORITHMS)}")
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(given["workdir"] or folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        _finish(arguments(folder / "whole", **SHORT, **ALGORITHMS[algorithm]))
+        console.note("the undisturbed run has ended")
+        kill(algorithm, kills, given["seed"], folder / "killed")
+        wrong = differences(folder / "killed", folder / "whole")
+    for what in wrong:
+        print(f"differs: {what}")
+    print(f"{algorithm}: {kills} kills, {'not equal' if wrong else 'equal to the bit'}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

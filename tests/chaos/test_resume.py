@@ -1,0 +1,33 @@
+"""A short form of `python -m tests.chaos.resume`, and the whole as slow tests."""
+
+import itertools
+
+import pytest
+
+from tests.chaos import resume
+from tests.small_run import quick_compilation
+
+__all__ = ["quick_compilation"]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo"])
+def test_a_run_killed_a_few_times_ends_the_same(algorithm, tmp_path, capsys):
+    words = [f"--algorithm={algorithm}", "--kills=3", f"--workdir={tmp_path}"]
+    assert resume.main(words) == 0
+    assert "3 kills, equal to the bit" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", resume.ALGORITHMS)
+def test_a_run_killed_twenty_times_ends_the_same(algorithm, tmp_path, capsys):
+    words = [f"--algorithm={algorithm}", f"--workdir={tmp_path}"]
+    assert resume.main(words) == 0
+    assert "20 kills, equal to the bit" in capsys.readouterr().out
+
+
+def test_every_place_is_visited():
+    for algorithm in resume.ALGORITHMS:
+        coming = itertools.islice(resume.moments(algorithm, 0), 20)
+        places = {place for place, _, _ in coming}
+        known = resume.IN_SFT if algorithm == "sft" else resume.PLACES
+        assert places == set(known)
