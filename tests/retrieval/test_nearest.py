@@ -196,8 +196,8 @@ def test_exact_scores_are_those_of_a_sort_over_all_blocks():
 
 def test_few_vectors_get_brute_force_and_many_a_square_root_of_leaves():
     assert choose_partition(BRUTE_FORCE_MAX) is None
-    assert choose_partition(1_000_000).num_leaves == 1000
-    assert choose_partition(1_000_000).leaves_to_search == 127  # 0.4 / sqrt(10)
+    assert choose_partition(1_000_000).num_leaves == 2000
+    assert choose_partition(1_000_000).leaves_to_search == 127  # 0.2 / sqrt(10)
     assert choose_partition(50_000).leaves_to_search == 90  # 0.4 * 224
     assert choose_partition(5, kind="partitioned").leaves_to_search == 2
     assert choose_partition(10**6, kind="brute_force") is None
