@@ -22,13 +22,11 @@ from rsearch.preemption import OutageError, PreemptedError
 SIZES = (1 << 8, 1 << 14, 1 << 18, 1 << 22)
 PIECE_BYTES = SIZES[-1]
 AUTO = "auto"
-STALL_SECONDS = 12.0  # without a sign of life
 
 FLAGS = {
     "coordinator": ("", "of several hosts: HOST:PORT of the first, or auto"),
     "num_hosts": (0, "with HOST:PORT: how many there are"),
     "host": (-1, "with HOST:PORT: the number of this one, from 0"),
-    "stall_seconds": (STALL_SECONDS, "a host not heard of for so long ends the others"),
 }
 
 
@@ -88,14 +86,14 @@ def meeting(
     *,
     num_hosts: int = 0,
     host: int = -1,
-    stall_seconds: float = STALL_SECONDS,
+    stall_seconds: float = 0.0,
 ) -> Iterator:
     """`begin`, and an end for all: where one host fails, none waits for it for ever.
 
     What it has failed with is told to the others' watching threads. They leave their
     hosts the time to end by themselves, as those do that were told anyway, and then end
     them with code 1, whatever these are waiting for. A host that is not heard of for
-    `stall_seconds` ends the others with code 75.
+    `stall_seconds`, if that is not 0, ends the others with code 75.
     """
     begin(coordinator, num_hosts=num_hosts, host=host)
     if _place[1] == 1:

@@ -28,7 +28,8 @@ class Peers:
     Args:
         client: of JAX's distributed runtime: its key-value store.
         index: number of this host.
-        stall_seconds: one that is not heard of for so long is given up.
+        stall_seconds: one that is not heard of for so long is given up; 0 = nobody is,
+            as where a library may keep all of Python waiting for minutes.
     """
 
     def __init__(self, client, index: int, stall_seconds: float):
@@ -50,7 +51,9 @@ class Peers:
             yield
         finally:
             self.is_over.set()
-            threads[1].join()  # the other may be waiting for a host that is gone
+            threads[1].join()
+            # It may be waiting for a host that is gone.
+            threads[0].join(2 * BEAT_SECONDS)
 
     def tell(self, error: str) -> None:
         """Tells the others with what this host has failed."""
@@ -89,7 +92,7 @@ class Peers:
             number = int(name.rpartition("/")[2])
             if self._heard.get(number, ("",))[0] != beat:
                 self._heard[number] = beat, now
-            elif now - self._heard[number][1] > self._stall:
+            elif self._stall and now - self._heard[number][1] > self._stall:
                 return f"host {number} ({beat.partition(' ')[2]})"
         return None
 
@@ -105,7 +108,7 @@ class Peers:
     def _guard(self):
         """Looks whether the first host still answers the watch."""
         while not self.is_over.wait(BEAT_SECONDS):
-            if time.monotonic() - self._last_loop > self._stall:
+            if self._stall and time.monotonic() - self._last_loop > self._stall:
                 self._give_up("host 0, where the run's hosts meet,")
 
     def _give_up(self, who):

@@ -1,9 +1,10 @@
 """Machines that are taken away: what a run does when it is told to stop.
 
-SIGTERM, SIGINT or SIGUSR1 asks a run to stop. It comes to a moment at which what it has
-is whole, saves that, and ends with code 75: the same command goes on from there. Where
-nothing would be lost it ends at once; where saving takes longer than its grace, it ends
-without, and goes on from its last checkpoint. A second signal ends it at once.
+SIGTERM, SIGINT, SIGUSR1 or SIGHUP asks a run to stop. It comes to a moment at which
+what it has is whole, saves that, and ends with code 75: the same command goes on from
+there. Where nothing would be lost it ends at once; where saving takes longer than its
+grace, it ends without, and goes on from its last checkpoint. A second signal ends it at
+once.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import sys
 import threading
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class PreemptedError(BaseException):
@@ -33,6 +34,7 @@ class _Watch:
         self.lock = threading.Lock()
         self.holders = 0  # blocks of `holding` under way
         self.leave = None  # called before this process ends itself
+        self.late = None  # the timer of the grace
 
 
 _watch = _Watch()
@@ -52,7 +54,11 @@ def watching(grace_seconds: float):
     _watch = watch = _Watch()
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
-    before = {name: signal.signal(name, lambda *_: None) for name in SIGNALS}
+    before = {name: signal.getsignal(name) for name in SIGNALS}
+    if before[signal.SIGHUP] == signal.SIG_IGN:  # under nohup
+        del before[signal.SIGHUP]
+    for name in before:
+        signal.signal(name, lambda *_: None)
     wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     hearing = threading.Thread(
         target=_hear, args=(ours, watch, grace_seconds), daemon=True
@@ -67,6 +73,9 @@ def watching(grace_seconds: float):
         theirs.close()  # which ends the thread
         hearing.join()
         ours.close()
+        if watch.late is not None:
+            watch.late.cancel()
+        _watch = _Watch()
 
 
 def _hear(ours, watch, grace_seconds):
@@ -80,11 +89,10 @@ def _hear(ours, watch, grace_seconds):
             if not watch.holders:
                 _end(watch, f"{name}: nothing here is unsaved; ending")
         _tell(f"{name}: saving what is unsaved, at most {grace_seconds:g} s")
-        late = threading.Timer(
-            grace_seconds, _end, (watch, "the grace is over; ending without a save")
-        )
-        late.daemon = True
-        late.start()
+        told = "the grace is over; ending without a save"
+        watch.late = threading.Timer(grace_seconds, _end, (watch, told))
+        watch.late.daemon = True
+        watch.late.start()
 
 
 def _tell(text):

@@ -264,6 +264,7 @@ def command(argv) -> int:
         "devices": (0, "of the dry run; 0 = as few as config.mesh allows"),
         "device_memory_gb": (0.0, "of each, that a dry run must fit; 0 = unchecked"),
         **hosts.FLAGS,
+        "stall_seconds": (12.0, "of several hosts: one silent for so long ends all"),
     }
     config, given = configuration.parse_command_line(argv, flags=flags)
     if given["print_config"]:
@@ -276,7 +277,8 @@ def command(argv) -> int:
     configuration.validate(config)
     recipe = _without_overrides(argv)
     plain, _ = configuration.parse_command_line(recipe, flags=flags)
-    meeting = hosts.meeting(**{name: given[name] for name in hosts.FLAGS})
+    own = {name: given[name] for name in (*hosts.FLAGS, "stall_seconds")}
+    meeting = hosts.meeting(**own)
     with preemption.watching(config.checkpoint.grace_seconds), meeting:
         main(config, given["workdir"] or default_workdir(plain, config))
     return 0

@@ -105,7 +105,6 @@ def talk(argv):
     from rsearch.config import parse_flags
 
     given = parse_flags(argv, flags=hosts.FLAGS)
-    del given["stall_seconds"]
     hosts.begin(**given)
     num_before = num_compiles()
     for size in (1, 300, 5_000, 70_000, 300_000, 5_000_000):

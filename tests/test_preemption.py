@@ -67,7 +67,7 @@ def stopped(saved, kind, *, grace=30.0, signals=(signal.SIGTERM,)):
     return process.returncode, time.monotonic() - began, told
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_signal_has_all_saved_and_ends_with_75(tmp_path, name):
     saved = tmp_path / "saved"
     code, seconds, told = stopped(saved, "saves", signals=(signal.Signals[name],))

@@ -72,6 +72,10 @@ class Progress:
         with preemption.holding():
             try:
                 yield
+            except preemption.OutageError:
+                if hosts.num_hosts() == 1:  # others do not know of it, and save nothing
+                    self._save()
+                raise
             except preemption.PreemptedError:
                 self._save()
                 console.note(f"saved after {self.done} steps, in {self._folder}")

@@ -230,7 +230,6 @@ def talk(argv):
     flags = {**hosts.FLAGS, "index": ("", ""), "corpus": ("", "")}
     given = parse_flags(argv, flags=flags)
     index, corpus = given.pop("index"), given.pop("corpus")
-    del given["stall_seconds"]
     hosts.begin(**given)
     settings = {"retrieval__index": index, "retrieval__corpus": corpus}
     c = config(**settings, retrieval__sharded=True, retrieval__top_k=4)
