@@ -39,7 +39,7 @@ MAX_LABEL = 100  # characters of a default workdir before it is cut
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def main(config, workdir) -> list[dict]:
+def main(config, workdir, *, accept=()) -> list[dict]:
     """Runs all stages of a configuration, or what is left of them.
 
     Args:
@@ -47,6 +47,7 @@ def main(config, workdir) -> list[dict]:
             the recipe as "config" and dotted overrides beside it, for sweeps:
             {"config": "configs/quickstart.py", "rl.lr": 3e-4}.
         workdir: directory of this run; made where it is missing.
+        accept: inputs and fields that may have changed; see `rsearch.workdir.Workdir`.
 
     Returns:
         The rows of results.json.
@@ -62,7 +63,7 @@ def main(config, workdir) -> list[dict]:
         config = configuration.apply_overrides(recipe, overrides)
     # First what can fail: a workdir is bound to its configuration for good.
     check_plan(config)
-    hosts.on_first(lambda: check_workdir(workdir, config))
+    hosts.on_first(lambda: check_workdir(workdir, config, accept=accept))
     shared = build.Shared()
     folder = pathlib.Path(workdir)
     over = {s for s, own in stage_configs(config) if _is_over(s, own, folder)}
@@ -83,7 +84,7 @@ def main(config, workdir) -> list[dict]:
     for stage, prepared in ready.items():
         inputs |= _inputs_of(stage, prepared, base)
     hosts.check_alike({"config": configuration.fingerprint(config), **inputs})
-    with open_workdir(workdir, config, inputs=inputs) as home:
+    with open_workdir(workdir, config, inputs=inputs, accept=accept) as home:
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         has_begun = any((home.path / stage).exists() for stage in config.stages)
         again = "goes on" if has_begun else "begins"
@@ -260,6 +261,7 @@ def command(argv) -> int:
     """The command; `argv` as in `rsearch.config.parse_command_line`."""
     flags = {
         "workdir": (None, "directory of the run (default: below runs/)"),
+        "accept": ("", "inputs and config.fields, with commas, that may have changed"),
         "dry_run": (False, "prints stages, budgets and memory, checks them and ends"),
         "devices": (0, "of the dry run; 0 = as few as config.mesh allows"),
         "device_memory_gb": (0.0, "of each, that a dry run must fit; 0 = unchecked"),
@@ -280,7 +282,8 @@ def command(argv) -> int:
     own = {name: given[name] for name in (*hosts.FLAGS, "stall_seconds")}
     meeting = hosts.meeting(**own)
     with preemption.watching(config.checkpoint.grace_seconds), meeting:
-        main(config, given["workdir"] or default_workdir(plain, config))
+        workdir = given["workdir"] or default_workdir(plain, config)
+        main(config, workdir, accept=tuple(filter(None, given["accept"].split(","))))
     return 0
 
 

@@ -26,6 +26,7 @@ FREE_SECTIONS = (
     "checkpoint",  # when progress is saved
     "eval",  # what is measured; training does not look at it
     "answerer",  # likewise
+    "guards",  # when it stops
     "reader",  # likewise
     "mesh",  # the machine: same numbers to rounding, and checkpoints reshard
 )
@@ -70,6 +71,8 @@ class Workdir:
             another number of steps than this configuration says.
         is_primary: False on the other processes of one run, which share the directory:
             they neither lock it nor write its config.json.
+        accept: names of inputs, and of fields as config.rl.lr, that may have changed
+            all the same: the run then is not the one that it began as.
 
     Attributes:
         path: the directory, absolute.
@@ -80,9 +83,18 @@ class Workdir:
             is not empty and no workdir; nothing but its lock has been changed then.
     """
 
-    def __init__(self, path, config, *, inputs=None, is_reader=False, is_primary=True):
+    def __init__(
+        self,
+        path,
+        config,
+        *,
+        inputs=None,
+        is_reader=False,
+        is_primary=True,
+        accept=(),
+    ):
         self.path = pathlib.Path(path).absolute()
-        self._lock = None
+        self._lock, self._accept = None, frozenset(accept)
         _check_is_ours(self.path)
         self.is_resumed = (self.path / CONFIG).exists()
         if not is_primary:
@@ -101,16 +113,16 @@ class Workdir:
         now = json.loads(to_json(config))
         changes, before = [], {}
         if self.is_resumed:
-            changes = _changes(self.path, now, is_reader)
+            changes = _changes(self.path, now, is_reader, self._accept)
             # After the fields, which say more about why the inputs differ.
             before = _read(self.path).get("inputs", {})
-            _check_inputs(self.path, before, inputs)
+            _check_inputs(self.path, before, inputs, self._accept)
             if is_reader:
                 return
         for name, old, new in changes:
             note(f"{self.path.name}: config.{name} is now {new!r}, was {old!r}")
         # Evaluation may have opened it first, and had no training data to name.
-        if changes or not self.is_resumed or inputs.keys() - before.keys():
+        if changes or not self.is_resumed or inputs.items() - before.items():
             body = {MARK: FORMAT, "config": now, "inputs": {**before, **inputs}}
             write_json(self.path / CONFIG, body)
 
@@ -122,8 +134,8 @@ class Workdir:
         """
         whole = _read(self.path)
         before = whole.get("inputs", {})
-        _check_inputs(self.path, before, inputs)
-        if self._lock is not None and inputs.keys() - before.keys():
+        _check_inputs(self.path, before, inputs, self._accept)
+        if self._lock is not None and inputs.items() - before.items():
             write_json(self.path / CONFIG, {**whole, "inputs": {**before, **inputs}})
 
     def stage(self, name):
@@ -157,14 +169,14 @@ def open_workdir(path, config, **settings) -> Workdir:
     return own[0] if own else Workdir(path, config, **settings, is_primary=False)
 
 
-def check_workdir(path, config, *, is_reader=False):
+def check_workdir(path, config, *, is_reader=False, accept=()):
     """Refuses a directory that `Workdir` would refuse, and changes nothing.
 
     Index, models and questions take minutes to load: this is asked before. What only
     their fingerprints tell is left to `Workdir`.
 
     Args:
-        path, config, is_reader: as in `Workdir`.
+        path, config, is_reader, accept: as in `Workdir`.
 
     Raises:
         ValueError: as `Workdir`.
@@ -178,7 +190,7 @@ def check_workdir(path, config, *, is_reader=False):
         finally:
             os.close(descriptor)
     if (path / CONFIG).exists():
-        _changes(path, json.loads(to_json(config)), is_reader)
+        _changes(path, json.loads(to_json(config)), is_reader, accept)
 
 
 def read_config(path):
@@ -298,7 +310,7 @@ def _changes_nothing(name):
     return name.partition(".")[0] in FREE_SECTIONS or name in FREE_FIELDS
 
 
-def _changes(path, now, is_reader):
+def _changes(path, now, is_reader, accept):
     """[(field, there, now)] of a run and a configuration as a plain dict.
 
     Raises:
@@ -310,6 +322,7 @@ def _changes(path, now, is_reader):
         row
         for row in changes
         if not _may_change(row, now, started)
+        and f"config.{row[0]}" not in accept
         and not (is_reader and row[0].endswith(".steps"))
     ]
     if refused:
@@ -351,14 +364,18 @@ def _users(name, stages):
     return [s for s in stages if section == kind_of(s)]
 
 
-def _check_inputs(path, before, now):
+def _check_inputs(path, before, now, accept):
     """Refuses inputs whose contents have changed since the run began."""
     for name in sorted(before.keys() & now.keys()):
-        if before[name] != now[name]:
+        if before[name] == now[name]:
+            continue
+        told = f"its fingerprint was {before[name]}, now {now[name]}"
+        if name not in accept:
             raise ValueError(
-                f"{path}: {name} has changed since this run began: its fingerprint was "
-                f"{before[name]}, now {now[name]}; name another --workdir"
+                f"{path}: {name} has changed since this run began: {told}; name "
+                f"another --workdir, or go on with what there is now: --accept={name}"
             )
+        note(f"{path.name}: {name} has changed: {told}")
 
 
 def _refusal(path, rows):
@@ -370,7 +387,8 @@ def _refusal(path, rows):
     return "\n".join(
         [
             f"{path}: holds a run with a different configuration; name another "
-            "--workdir, or use its values:",
+            "--workdir, or use its values, or go on with these, "
+            f"--accept={','.join(f'config.{name}' for name, _, _ in rows)}:",
             *lines,
         ]
     )

@@ -319,3 +319,23 @@ def test_evaluation_leaves_the_configuration_of_a_run_alone(tmp_path, config):
     assert contents(tmp_path)[tmp_path / "config.json"] == before
     with pytest.raises(ValueError, match=r"config\.seed"):
         Workdir(tmp_path, changed(config, seed=99), is_reader=True)
+
+
+def test_what_has_changed_is_accepted_by_name(config, tmp_path, capsys):
+    run, inputs = tmp_path / "run", {"data.train": "old", "index": "same"}
+    Workdir(run, config, inputs=inputs).close()
+    (run / "rl").mkdir()
+    own, now = changed(config, rl__lr=0.5), inputs | {"data.train": "new"}
+    before = (run / "config.json").read_bytes()
+    with pytest.raises(ValueError, match=r"--accept=config\.rl\.lr:"):
+        Workdir(run, own, inputs=now)
+    with pytest.raises(ValueError, match=r"was old, now new; .*--accept=data\.train$"):
+        Workdir(run, own, inputs=now, accept=("config.rl.lr",))
+    assert (run / "config.json").read_bytes() == before
+    both = ("config.rl.lr", "data.train")
+    check_workdir(run, own, accept=both)
+    Workdir(run, own, inputs=now, accept=both).close()
+    told = capsys.readouterr().err
+    assert "data.train has changed: its fingerprint was old, now new" in told
+    assert "config.rl.lr is now 0.5" in told
+    Workdir(run, own, inputs=now).close()  # it is that run's now

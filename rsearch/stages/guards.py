@@ -40,14 +40,16 @@ class Guards:
     def __init__(self, config, stage: str, folder: pathlib.Path):
         self._g, self._stage, self._folder = config.guards, stage, folder / FOLDER
         self._skipped, self._beyond = 0, 0  # updates, and steps, in a row
+        self._kept = 0  # batches
 
     def state(self) -> dict[str, int]:
         """What a run that goes on has to know."""
-        return {"skipped": self._skipped, "beyond": self._beyond}
+        return {"skipped": self._skipped, "beyond": self._beyond, "kept": self._kept}
 
     def restore(self, state: dict[str, int]) -> None:
         """Goes on from what `state` told."""
         self._skipped, self._beyond = state["skipped"], state["beyond"]
+        self._kept = state["kept"]
 
     def look(self, step: int, measured, batch, params) -> bool:
         """Counts an update; says whether it was left out.
@@ -107,11 +109,14 @@ class Guards:
         console.note(told)
 
     def _keep(self, step, batch):
-        """Writes the batch, unless there are enough; returns the file or None."""
-        found = list(self._folder.glob("*.npz")) if self._folder.is_dir() else []
-        path = self._folder / f"{step}-{self._skipped}.npz"
-        if len(found) >= self._g.dumps and not path.exists():
+        """Writes the batch, unless there are enough; returns the file or None.
+
+        All hosts count alike, and are asked for their parts together.
+        """
+        if self._kept >= self._g.dumps:
             return None
+        self._kept += 1
+        path = self._folder / f"{step}-{self._skipped}.npz"
         arrays = {name: _whole(x) for name, x in named(batch).items()}
         if hosts.is_first():
             self._folder.mkdir(exist_ok=True)

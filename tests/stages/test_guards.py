@@ -94,6 +94,17 @@ def test_what_was_counted_goes_on(tmp_path):
         other.look(1, BAD, {}, PARAMS)
 
 
+def test_all_that_guards_count_is_in_their_state(tmp_path):
+    """A count that a run which goes on began anew would end it elsewhere."""
+    own, other = (guards(tmp_path, max_kl=0.5, patience=9) for _ in range(2))
+    own.look(0, BAD, {}, PARAMS)
+    own.check(0, {"kl": 1.0})
+    changed = {n for n, v in vars(own).items() if v != vars(other)[n]}
+    assert changed == {f"_{name}" for name in own.state()} != set()
+    other.restore(own.state())
+    assert other.state() == own.state()
+
+
 @pytest.fixture(scope="module")
 def setup():
     return load_setup(config(**ONE_STEP, guards__max_skipped=2))
