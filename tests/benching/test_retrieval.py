@@ -121,20 +121,20 @@ def test_work_is_what_no_search_can_do_without(tmp_path):
     flat = retrieval._work("faiss Flat", searched, 256, {})
     assert flat == (768_000_000, 6_000_000)
     told = {"searched": 44, "reordered": 100}
-    # 1000 centroids of 384 bytes, 44 leaves of 1000 codes of 96 bytes, 100 vectors.
+    # 2000 centroids of 384 bytes, 44 leaves of 500 codes of 96 bytes, 100 vectors.
     ours = retrieval._work(OURS, searched, 256, told)
-    assert ours[1] == 384_000 + 44_000 * 96 + 100 * 1536
+    assert ours[1] == 768_000 + 22_000 * 96 + 100 * 1536
     assert retrieval._work("faiss HNSW32", searched, 256, told) is None
 
 
 def test_memory_of_the_largest_corpus_is_reckoned_by_hand():
     rows = {row.subject.rpartition("=")[2]: row for row in retrieval.large_rows()}
-    # Codes of 256 bytes and 4, 2 or 1 bytes for each of 1024 features.
+    # Codes of 256 bytes and 4, 2 or 1 bytes for each of 1024 features; leaves are little.
     for dtype, size in (("float32", 4), ("bfloat16", 2), ("int8", 1)):
         expected = 29e6 * (256 + 1024 * size) / 1e9
-        assert rows[dtype].value == pytest.approx(expected, rel=1e-3)
+        assert rows[dtype].value == pytest.approx(expected, rel=2e-3)
         of_a_host = rows[dtype].counts["GB of each of 8 hosts"]
-        assert of_a_host == pytest.approx(expected / 8, rel=1e-3)
+        assert of_a_host == pytest.approx(expected / 8, rel=2e-3)
 
 
 def test_queries_of_a_turn_are_new_and_agree_within_groups_as_told():
