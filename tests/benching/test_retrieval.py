@@ -129,7 +129,7 @@ def test_work_is_what_no_search_can_do_without(tmp_path):
 
 def test_memory_of_the_largest_corpus_is_reckoned_by_hand():
     rows = {row.subject.rpartition("=")[2]: row for row in retrieval.large_rows()}
-    # Codes of 256 bytes and 4, 2 or 1 bytes for each of 1024 features; leaves are little.
+    # Codes of 256 bytes and 4, 2 or 1 bytes for each of 1024 features; and little more.
     for dtype, size in (("float32", 4), ("bfloat16", 2), ("int8", 1)):
         expected = 29e6 * (256 + 1024 * size) / 1e9
         assert rows[dtype].value == pytest.approx(expected, rel=2e-3)
