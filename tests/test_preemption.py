@@ -23,9 +23,10 @@ from tests.test_train import assert_same_as_uninterrupted
 __all__ = ["quick_compilation"]
 SELDOM = dict(checkpoint__sft_steps=1000, checkpoint__rl_steps=1000)
 PROGRAM = """
-import sys, time
+import signal, sys, time
 from rsearch import config, preemption
 saved = sys.argv[2]
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 
 def work(argv):
     with preemption.watching(float(sys.argv[3])):
