@@ -323,7 +323,9 @@ def test_the_default_workdir_names_what_was_overridden():
 def test_without_a_workdir_the_command_makes_the_default_one(tmp_path, monkeypatch):
     """And a sweep gives a plain dict in place of a configuration."""
     made = []
-    monkeypatch.setattr(train, "main", lambda config, workdir: made.append(workdir))
+    monkeypatch.setattr(
+        train, "main", lambda config, workdir, accept: made.append(workdir)
+    )
     recipe = f"--config={ROOT}/configs/quickstart.py"
     assert run_command(train.command, [recipe, "--config.seed", "3"]) == 0
     assert run_command(train.command, [recipe, "--config.seed=3", "--workdir=w"]) == 0
