@@ -13,6 +13,7 @@ import pathlib
 import re
 import signal
 import sys
+import time
 
 ABSENT = ("tensorflow", "tensorflow_text", "torch")
 
@@ -34,7 +35,7 @@ class Without:
 
 def watch(pattern, workdir):
     """Wraps what writes to disk, so that `pattern` kills the process."""
-    from rsearch import files
+    from rsearch import files, preemption
 
     workdir = str(pathlib.Path(workdir).absolute())
     name, _, pattern = pattern.rpartition("@")
@@ -44,6 +45,10 @@ def watch(pattern, workdir):
         moment = f"{what} {os.path.relpath(path, workdir)}"
         if pattern and left and re.search(pattern, moment):
             os.kill(os.getpid(), left.pop())
+            # The thread that hears it may be late, and the moment over.
+            end = time.monotonic() + 30
+            while not preemption.is_asked() and time.monotonic() < end:
+                time.sleep(0.001)
         if not pattern:
             print("moment:", moment, flush=True)
 
