@@ -8,7 +8,6 @@ of them, by name, whatever they are waiting for.
 import contextlib
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -101,7 +100,7 @@ class Peers:
         number, _, error = told.partition(" ")
         is_preempted = error == PREEMPTED
         what = error if is_preempted else f"has failed: {error}"
-        _say(f"error: host {number} {what}")
+        preemption.tell(f"error: host {number} {what}")
         if not self.is_over.wait(GRACE_SECONDS):
             os._exit(preemption.EXIT_CODE if is_preempted else 1)
 
@@ -113,11 +112,6 @@ class Peers:
 
     def _give_up(self, who):
         """A machine that hangs is no fault of the run's: it is to be begun again."""
-        _say(f"error: {who} has not been heard of for {self._stall:g} s; ending")
+        silent = f"has not been heard of for {self._stall:g} s"
+        preemption.tell(f"error: {who} {silent}; ending")
         os._exit(preemption.EXIT_CODE)
-
-
-def _say(text: str):
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()

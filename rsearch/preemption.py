@@ -88,14 +88,14 @@ def _hear(ours, watch, grace_seconds):
             watch.asked.set()
             if not watch.holders:
                 _end(watch, f"{name}: nothing here is unsaved; ending")
-        _tell(f"{name}: saving what is unsaved, at most {grace_seconds:g} s")
+        tell(f"{name}: saving what is unsaved, at most {grace_seconds:g} s")
         told = "the grace is over; ending without a save"
         watch.late = threading.Timer(grace_seconds, _end, (watch, told))
         watch.late.daemon = True
         watch.late.start()
 
 
-def _tell(text):
+def tell(text: str) -> None:
     """One line on stderr, from any thread: rich's console may be in use."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{text}\n")
@@ -104,7 +104,7 @@ def _tell(text):
 
 def _end(watch, text):
     """Ends the process, whatever its other threads are in."""
-    _tell(text)
+    tell(text)
     if watch.leave is not None:
         with contextlib.suppress(Exception):
             watch.leave()

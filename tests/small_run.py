@@ -59,6 +59,15 @@ SIZES = {
     "checkpoint.rl_steps": 1,
     "checkpoint.keep": 2,
 }
+PPO = {  # with a value model, a KL in the rewards, and a coefficient that moves
+    "rl__algorithm": "ppo",
+    "rl__kl_coef": 0.1,
+    "rl__kl_place": "reward",
+    "rl__kl_kind": "k1",
+    "rl__kl_controller": "adaptive",
+    "rl__behavior": "scored",
+    "critic__lr": 1e-3,
+}
 
 
 def config(**overrides):

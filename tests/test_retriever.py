@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import threading
 
 import httpx
 import pytest
@@ -13,6 +12,7 @@ from rsearch.config import validate
 from rsearch.retrieval.remote import RemoteSearch
 from rsearch.serving import JsonServer
 from rsearch.types import Passage
+from tests.running_server import running
 from tests.small_run import config
 
 PASSAGES = [Passage(f"p{i}", f'"T{i}"\ntext {i}', 1.0 - i / 10) for i in range(5)]
@@ -32,14 +32,8 @@ def serving(search=find, **settings):
     server = JsonServer("127.0.0.1", 0, retriever.routes_of(search, **SETTINGS))
     for name, value in settings.items():
         setattr(server, name, value)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with running(server):
         yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from rsearch.models.weights import param_shapes
 from rsearch.stage_plan import kind_of
 from rsearch.workdir import read_config
 
-CHECKPOINTS = "checkpoints"  # in a stage's directory
+CHECKPOINTS = checkpoint.FOLDER  # in a stage's directory
 
 
 def initial_weights(model, source, mesh, seed: int):

@@ -150,8 +150,7 @@ class Learning:
 
 def _worst(groups, rewards) -> float:
     """The largest reward, or one that is not finite, of rollouts that are a signal."""
-    signal = [[r.outcome.is_signal for r in group.rollouts] for group in groups]
-    return float(np.max(np.abs(rewards[np.array(signal)]), initial=0.0))
+    return float(np.max(np.abs(rewards[signals(groups)]), initial=0.0))
 
 
 def _learns(s, groups, rewards):
@@ -168,7 +167,12 @@ def _learns(s, groups, rewards):
 
 def has_spread(groups, rewards):
     """[Q] bool, whether a group's rollouts that are a signal earn different rewards."""
-    signal = [[r.outcome.is_signal for r in group.rollouts] for group in groups]
+    signal = signals(groups)
     return np.array(
         [np.ptp(r[s]) > 0 if any(s) else False for r, s in zip(rewards, signal)], bool
     )
+
+
+def signals(groups):
+    """[Q, G] bool, the rollouts that are a signal."""
+    return np.array([[r.outcome.is_signal for r in g.rollouts] for g in groups], bool)

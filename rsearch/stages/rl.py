@@ -14,7 +14,7 @@ from rsearch.data.order import take
 from rsearch.metrics import MetricsLog
 from rsearch.rewards.group import reward_groups
 from rsearch.rollout.sending import Rewarded, share_rewarded
-from rsearch.stages.learning import Learning, has_spread
+from rsearch.stages.learning import Learning, has_spread, signals
 from rsearch.stages.state import Progress
 from rsearch.types import Outcome, Source
 
@@ -194,7 +194,7 @@ def together(found: Sequence[Rewarded]):
     groups = tuple(one.group for one in found)
     rewards = np.stack([one.rewards for one in found])
     rollouts = [r for group in groups for r in group.rollouts]
-    is_signal = np.array([r.outcome.is_signal for r in rollouts]).reshape(rewards.shape)
+    is_signal = signals(groups)
     measured = {"reward": _mean(rewards[is_signal])}
     for name in found[0].parts:
         values = np.stack([one.parts[name] for one in found])

@@ -20,7 +20,7 @@ from rsearch.config import parse_flags, run_command
 from rsearch.metrics import read as read_metrics
 from rsearch.workdir import read_rows
 from tests.chaos.dying_run import PLACES
-from tests.small_run import arguments, run_python, without_times
+from tests.small_run import PPO, arguments, run_python, without_times
 
 SHORT = dict(
     eval__at_start=False,
@@ -34,15 +34,7 @@ ALGORITHMS = {
     "sft": dict(stages="('sft',)"),
     "grpo": {},
     "reinforce_pp": dict(rl__algorithm="reinforce_pp"),
-    "ppo": dict(
-        rl__algorithm="ppo",
-        rl__kl_coef=0.1,
-        rl__kl_place="reward",
-        rl__kl_kind="k1",
-        rl__kl_controller="adaptive",
-        rl__behavior="scored",
-        critic__lr=1e-3,
-    ),
+    "ppo": PPO,
 }
 IN_SFT = ("update", "save", "rename", "garbage", "metrics")
 LONGEST = {"rollout": 60.0, "update": 200.0, "save": 120.0, "garbage": 4.0}

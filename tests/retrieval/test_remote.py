@@ -13,6 +13,7 @@ from rsearch.preemption import OutageError
 from rsearch.retrieval import remote
 from rsearch.retrieval.remote import RemoteSearch
 from rsearch.types import Passage
+from tests.running_server import running
 
 
 def right(queries):
@@ -58,14 +59,8 @@ def send(handler, body, status=200, length=None, **headers):
 @contextlib.contextmanager
 def serving(behave):
     service = Service(behave)
-    thread = threading.Thread(target=service.server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with running(service.server):
         yield service
-    finally:
-        service.server.shutdown()
-        service.server.server_close()
-        thread.join()
 
 
 @pytest.fixture(autouse=True)

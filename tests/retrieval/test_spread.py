@@ -20,6 +20,7 @@ from rsearch.retrieval.spread import PATH, PartServer, RemoteParts, SpreadParts
 from rsearch.retrieval.vectors import Vectors
 from rsearch.serving import JsonServer, RefusedError
 from tests.retrieval.fakes import TableEncoder, numbered, unit_rows
+from tests.running_server import running
 from tests.test_hosts import run_hosts
 
 
@@ -92,14 +93,8 @@ def test_hosts_that_search_at_once_do_not_wait_for_each_other_for_ever(rows):
 def answering(answer):
     """The URL of a host that answers in this way."""
     server = JsonServer("127.0.0.1", 0, {("POST", PATH): answer}, token="secret")
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
+    with running(server):
         yield f"http://127.0.0.1:{server.server_address[1]}{PATH}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def packed(values, dtype):

@@ -12,6 +12,7 @@ import pytest
 from rsearch import calls
 from rsearch.rollout import remote
 from rsearch.rollout.remote import remote_generator
+from tests.running_server import running
 
 KEY = "sk-very-secret-0123456789"
 CHAT = [{"role": "user", "content": "Where? \ud83d {braces} \u00e9"}]
@@ -69,14 +70,8 @@ class Endpoint:
 @contextlib.contextmanager
 def serving(behave):
     endpoint = Endpoint(behave)
-    thread = threading.Thread(target=endpoint.server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with running(endpoint.server):
         yield endpoint
-    finally:
-        endpoint.server.shutdown()
-        endpoint.server.server_close()
-        thread.join()
 
 
 @pytest.fixture(autouse=True)

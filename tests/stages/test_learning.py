@@ -13,21 +13,16 @@ from rsearch.stages import rl
 from rsearch.stages.guards import Guards
 from rsearch.stages.learning import Learning, _learns
 from rsearch.types import Outcome, Source
+from tests import small_run
 from tests.small_run import config, load_setup, quick_compilation, without_times
 from tests.stages.test_rl import TOOL, groups, largest_change, rollout, segment
 
 __all__ = ["quick_compilation"]
 PPO = dict(
+    small_run.PPO,
     stages=("rl",),
-    rl__algorithm="ppo",
-    rl__kl_coef=0.1,
-    rl__kl_place="reward",
-    rl__kl_kind="k1",
-    rl__kl_controller="adaptive",
-    rl__behavior="scored",
     rl__tis_cap=2.0,
     rl__gae_lambda=0.95,
-    critic__lr=1e-3,
     reward={"format_ok": {"good": 0.1, "bad": -0.1}},  # untrained ones fail the form
 )
 
