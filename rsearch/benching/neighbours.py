@@ -22,7 +22,7 @@ from rsearch.retrieval.nearest import (
 )
 from rsearch.retrieval.vectors import Vectors
 
-SHARES = (0.3, 0.35, 0.4, 0.5, 0.65, 0.8, 1.0, 1.5, 2.5)  # of the chosen leaves
+SHARES = (0.3, 0.35, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.5)  # of the chosen leaves
 REORDER = (50, 75, 100, 150, 200)
 PROBES = (8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 512)
 REFINED = (4, 8, 12, 16)  # times as many candidates as neighbours
