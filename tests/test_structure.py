@@ -26,6 +26,7 @@ LAYERS = (  # lowest first; what is not named here is a command, above all of th
         "rules",
         "console",
         "hosts",
+        "journal",
         "peers",
         "preemption",
         "workdir",

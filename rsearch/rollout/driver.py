@@ -8,6 +8,7 @@ import numpy as np
 
 from rsearch.preemption import PreemptedError
 from rsearch.rollout.conversation import Host
+from rsearch.rollout.finished import Finished
 from rsearch.rollout.play import Play
 from rsearch.rollout.pool import Pool, num_pages
 from rsearch.rollout.sampler import Sampler
@@ -63,7 +64,13 @@ class RolloutEngine:
         return self.sampler.place(params)
 
     def __call__(
-        self, params, questions: Sequence[Question], key, *, on_done=None
+        self,
+        params,
+        questions: Sequence[Question],
+        key,
+        *,
+        on_done=None,
+        finished: Finished | None = None,
     ) -> list[Group]:
         """A group for each question.
 
@@ -73,6 +80,7 @@ class RolloutEngine:
             key: of this seed, stage and step. A rollout's draws follow from it, the
                 question's id, the sample's number and the token's position alone.
             on_done: called with the number of questions finished so far.
+            finished: has rollouts that had ended before, and is told of those that end.
 
         Raises:
             ValueError: a prompt is longer than its budget.
@@ -97,6 +105,8 @@ class RolloutEngine:
             rows = self.sampler.empty(self.num_rows, self._num_pages)
             device = pool, rows, params
             play = Play(self, device, key, thread, prompts, names, on_done)
+            if finished is not None:
+                play.go_on(questions, finished)
             try:
                 rollouts = play.to_the_end()
             except PreemptedError:  # there is no time to wait for a search

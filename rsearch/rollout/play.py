@@ -68,6 +68,22 @@ class Play:
         self.prefilled = None  # the first question of those read, and of them all
         self.context = None  # what the device knows
         self.num_restarts = 0
+        self.on_end = lambda question, sample, rollout: None
+
+    def go_on(self, questions, finished):
+        """Leaves out the rollouts that had ended before, and tells of those that end.
+
+        Args:
+            questions: whose prompts these are.
+            finished: see `rsearch.rollout.finished`.
+        """
+        for i, j in list(self.waiting):
+            rollout = finished.get(questions[i], j)
+            if rollout is not None:
+                self.rollouts[i][j] = rollout
+                self.left[i] -= 1
+                self.waiting.remove((i, j))
+        self.on_end = lambda i, j, rollout: finished.put(questions[i], j, rollout)
 
     def to_the_end(self):
         """[questions][G] rollouts.
@@ -243,7 +259,9 @@ class Play:
     def _close(self, slot):
         """Keeps a rollout that has ended; its slot is free."""
         question, sample = self.place.pop(slot)
-        self.rollouts[question][sample] = self.open.pop(slot).rollout()
+        rollout = self.open.pop(slot).rollout()
+        self.rollouts[question][sample] = rollout
+        self.on_end(question, sample, rollout)
         self._free(slot)
         self.left[question] -= 1
         if not self.left[question] and self.on_done is not None:

@@ -1,18 +1,24 @@
 """Reinforcement stage: roll out, reward, compare, update."""
 
 import dataclasses
+import json
 import time
 import zlib
 from collections.abc import Sequence
 
 import jax
 import numpy as np
+import xxhash
 
 from rsearch import build, console, hosts
 from rsearch.compiles import num_compiles
 from rsearch.data.order import take
+from rsearch.fields import to_json
+from rsearch.journal import Journal
 from rsearch.metrics import MetricsLog
+from rsearch.retrieval.recorded import Recorded
 from rsearch.rewards.group import reward_groups
+from rsearch.rollout.finished import Finished, fingerprint
 from rsearch.rollout.sending import Rewarded, share_rewarded
 from rsearch.stages.learning import Learning, has_spread, signals
 from rsearch.stages.state import Progress
@@ -46,7 +52,11 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
     critic = build.make_critic(setup)[0] if build.has_critic(setup, "rl") else None
     reference = params if c.rl.kl_coef else None
     learning = Learning(setup, learner, critic, reference, base, progress.guards)
-    take_step = _steps(setup, learning, plain, stage, memory)
+    if c.retrieval.url:
+        journal = Journal(folder, "searches")
+        setup = dataclasses.replace(setup, search=Recorded(setup.search, journal))
+    journal = Journal(folder, "rollouts")
+    take_step = _steps(setup, learning, plain, stage, memory, journal)
 
     def measure(step, measured):
         """The last of what is measured of a step, and its row."""
@@ -58,6 +68,8 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
         if done % c.log_every == 0 or done == c.rl.steps:
             console.note(_line(stage, done, c.rl.steps, measured))
         progress.save_if_due()
+        if progress.is_saved:
+            journal.clear()
 
     with progress.kept(), MetricsLog(folder, first_step=progress.num_rows) as metrics:
         if progress.owed is not None:
@@ -71,7 +83,7 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
     return plain()
 
 
-def _steps(setup, learning, plain, stage, memory):
+def _steps(setup, learning, plain, stage, memory, journal):
     """The function of (step, state) that takes a step: (state after, measured)."""
     c = setup.config
     roll_out = build.make_rollouts(
@@ -82,9 +94,14 @@ def _steps(setup, learning, plain, stage, memory):
         group_size=c.rollout.group_size,
     )
     root = jax.random.fold_in(jax.random.key(c.seed), stage_key(stage))
+    told = json.dumps(setup.inputs, sort_keys=True) + to_json(c)
+    made_from = xxhash.xxh3_128(told.encode("utf-8", "surrogatepass")).hexdigest()
 
-    def decoding():
-        return roll_out.place(plain(dtype=setup.model.dtype))
+    def decoding(step):
+        """The policy as it decodes, and what it has written of this step."""
+        params = roll_out.place(plain(dtype=setup.model.dtype))
+        own = [made_from, step, fingerprint(params)]
+        return params, Finished(journal, own)
 
     def take_step(step, state):
         clock, restarts = _Clock(), roll_out.num_restarts
@@ -115,11 +132,11 @@ def stage_key(stage: str) -> int:
 
 def _played(setup, roll_out, decoding, step, key, clock, *, stage):
     """As `gather`, of what the policy plays; its copy that decodes ends with this."""
-    params = decoding()
+    params, finished = decoding(step)
     teller = _teller(setup.config, stage, step)
 
     def play(own):
-        groups = roll_out(params, own, key, on_done=teller)
+        groups = roll_out(params, own, key, on_done=teller, finished=finished)
         clock.lap("rollout")
         found = rewarded(setup, groups)
         clock.lap("reward")
@@ -131,7 +148,11 @@ def _played(setup, roll_out, decoding, step, key, clock, *, stage):
             clock.lap("exchange")
         return together(found)
 
-    return gather(setup, play_all, step)
+    found = gather(setup, play_all, step)
+    if finished.num_reused:
+        known = f"{finished.num_reused} rollouts had ended before"
+        console.note(f"{stage}: step {step + 1}: {known}")
+    return found
 
 
 def gather(setup: build.Setup, play, step: int):

@@ -58,6 +58,11 @@ class Progress:
         return self.done >= self.num_steps and self.owed is None
 
     @property
+    def is_saved(self) -> bool:
+        """Whether its newest checkpoint has all steps."""
+        return self._saved == self.done
+
+    @property
     def num_rows(self) -> int:
         """Rows of metrics that there are of these steps."""
         return self.done - (self.owed is not None)
@@ -98,7 +103,7 @@ class Progress:
             self._save()
 
     def _save(self):
-        if self._saved == self.done:
+        if self.is_saved:
             return
         meta = {GUARDS: self.guards.state()}
         if self.owed is not None:

@@ -46,7 +46,7 @@ class Engine:
     def place(self, params):
         return params
 
-    def __call__(self, params, questions, key, *, on_done=None):
+    def __call__(self, params, questions, key, *, on_done=None, finished=None):
         script = self._script
         if script.num_calls == script.stop_after:
             raise Stopped

@@ -1,0 +1,58 @@
+"""What a service has found is found again, whatever it finds by now."""
+
+from rsearch.journal import Journal
+from rsearch.retrieval.recorded import Recorded
+from rsearch.types import Passage
+
+
+class Service:
+    """Finds its version; nothing for 'down'."""
+
+    def __init__(self, version):
+        self.version, self.asked = version, []
+
+    def __call__(self, queries):
+        self.asked.append(list(queries))
+        return [
+            None if q == "down" else (Passage(q, f"{q}\n{self.version} \ud800", 0.5),)
+            for q in queries
+        ]
+
+
+def recorded(folder, version):
+    service = Service(version)
+    return Recorded(service, Journal(folder, "searches")), service
+
+
+def test_a_later_start_is_shown_the_same_text(tmp_path):
+    search, _ = recorded(tmp_path, "first")
+    found = search(["a", "b", "a"])
+    assert found[0] == found[2] == (Passage("a", "a\nfirst \ud800", 0.5),)
+    search, service = recorded(tmp_path, "second")
+    assert search(["b", "c", "a"])[::2] == [found[1], found[0]]
+    assert search(["c"])[0][0].text == "second \ud800"
+    assert service.asked == [["c"]]
+
+
+def test_one_start_asks_once_for_a_query(tmp_path):
+    search, service = recorded(tmp_path, "first")
+    assert search([]) == [] and search(["a", "a"]) == search(["a", "a"])
+    assert service.asked == [["a"]]
+
+
+def test_a_search_that_failed_is_asked_for_again(tmp_path):
+    search, service = recorded(tmp_path, "first")
+    assert search(["down", "a"])[0] is None
+    assert search(["a", "down"])[1] is None
+    assert service.asked == [["down", "a"], ["down"]]
+
+
+def test_a_query_that_finds_nothing_is_kept(tmp_path):
+    asked = []
+
+    def search(queries):
+        asked.append(queries)
+        return [()] * len(queries)
+
+    kept = Recorded(search, Journal(tmp_path, "searches"))
+    assert kept(["a"]) == kept(["a"]) == [()] and len(asked) == 1

@@ -1,0 +1,90 @@
+"""Rollouts that had ended are not written again, and the others are what they were."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rsearch.journal import Journal
+from rsearch.rollout.finished import Finished, fingerprint
+from tests.rollout.scripted import ANSWERS, SEARCHES, WHO, play
+from tests.rollout.test_sending import plain
+
+TURNS = [[ANSWERS], [SEARCHES, ANSWERS], ["nothing", ANSWERS], [SEARCHES] * 3]
+
+
+class Half(Finished):
+    """Forgets what every other sample has written."""
+
+    def get(self, question, sample):
+        return super().get(question, sample) if sample % 2 else None
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+def test_what_had_ended_is_not_written_again(tmp_path, num_rows):
+    def go_on(kind):
+        finished = kind(Journal(tmp_path, "rollouts"), ["policy", 3])
+        (groups, script) = play(TURNS, num_rows=num_rows, finished=finished)
+        return plain(groups[0]), script, finished.num_reused
+
+    whole, first, num_reused = go_on(Finished)
+    assert num_reused == 0 and len(first.whole) == 4
+    half, second, num_reused = go_on(Half)
+    assert half == whole and num_reused == 2
+    assert {sample for _, sample in second.whole} == {0, 2}
+    again, third, num_reused = go_on(Finished)
+    assert again == whole and num_reused == 4 and not third.writers
+
+
+def test_another_policy_or_step_writes_anew(tmp_path):
+    journal = Journal(tmp_path, "rollouts")
+    play(TURNS, finished=Finished(journal, ["policy", 3]))
+    for made_from in (["policy", 4], ["other", 3]):
+        finished = Finished(journal, made_from)
+        assert finished.get(WHO, 0) is None
+    assert Finished(journal, ["policy", 3]).get(WHO, 0) is not None
+
+
+def params():
+    rng = np.random.default_rng(0)
+    return {
+        "a": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32),
+        "b": [jnp.asarray(rng.normal(size=(4, 8, 2)), jnp.bfloat16), jnp.zeros(())],
+    }
+
+
+def test_one_bit_of_any_number_makes_another_policy():
+    whole = fingerprint(params())
+    assert whole == fingerprint(params()) and len(whole) == 8
+    found = {whole}
+    leaves, tree = jax.tree.flatten(params())
+    for number, leaf in enumerate(leaves):
+        for place in np.ndindex(leaf.shape):
+            raw = np.array(leaf)
+            bits = raw.view(f"u{raw.dtype.itemsize}")
+            bits[place] ^= 1
+            changed = [*leaves[:number], jnp.asarray(raw), *leaves[number + 1 :]]
+            found.add(fingerprint(tree.unflatten(changed)))
+    assert len(found) == 1 + sum(leaf.size for leaf in leaves)
+
+
+def test_numbers_that_change_places_make_another_policy():
+    values = jnp.arange(12.0).reshape(3, 4)
+    found = {fingerprint(x) for x in (values, values[::-1], values.T, values[:, ::-1])}
+    assert len(found) == 4
+    assert fingerprint([values, values + 1]) != fingerprint([values + 1, values])
+
+
+def test_it_is_the_same_however_it_is_sharded():
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
+    specs = {
+        "a": PartitionSpec("tensor", "fsdp"),
+        "b": [PartitionSpec("fsdp"), PartitionSpec()],
+    }
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+    assert fingerprint(jax.device_put(params(), shardings)) == fingerprint(params())
