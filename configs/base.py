@@ -336,6 +336,9 @@ def get_config():
     c.checkpoint.rl_steps = 2  # likewise
     c.checkpoint.keep = 2  # newest checkpoints kept in a stage
     c.checkpoint.grace_seconds = 25.0  # for a save, once a signal says that it must end
+    c.checkpoint.retry_seconds = (
+        600.0  # that a disk may refuse for, before the run ends
+    )
     c.guards = _guards()
     c.eval = ConfigDict()
     c.eval.at_start = True  # also before the first stage

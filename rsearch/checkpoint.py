@@ -16,13 +16,11 @@ lists the checkpoints of a run or a stage, verifies them, or deletes old and tor
 import contextlib
 import errno
 import json
-import logging
 import os
 import pathlib
 import platform
 import shutil
 import sys
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +28,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from rsearch import files
+from rsearch import files, storage
 from rsearch.config import parse_flags, run_command
 from rsearch.console import note, table
 from rsearch.manifest import (
@@ -95,20 +93,40 @@ def save(directory, step, tree, meta, *, keep):
     folder = pathlib.Path(directory).absolute() / str(step)
     if (folder / MANIFEST).exists():
         raise ValueError(f"{folder}: there is a checkpoint of this step already")
+    with _refused(folder, sum(leaf.nbytes for leaf in leaves.values())):
+        _write(folder, step, leaves, body, keep)
+
+
+def _write(folder, step, leaves, body, keep):
+    """Data first, the manifest last, and then old ones go."""
     if jax.process_index() == 0:
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
     _barrier(f"made {step}")
-    _write_tree(folder / TREE, {n: x for n, x in leaves.items() if x.size})
+    storage.write_tree(folder / TREE, {n: x for n, x in leaves.items() if x.size})
     _barrier(f"written {step}")
     if jax.process_index() == 0:
         files.sync_tree(folder)
         files.sync_directory(folder.parent)
         body["files"] = describe_files(folder)
         files.replace(folder / MANIFEST, encode(body))
-        _delete_old(folder.parent, step, keep)
+        try:
+            _delete_old(folder.parent, step, keep)
+        except OSError as error:
+            note(f"{error}; older checkpoints than {folder} stay")
     _barrier(f"saved {step}")
+
+
+@contextlib.contextmanager
+def _refused(folder, size):
+    """What the disk says in it gets the folder, and how much was to be written."""
+    try:
+        yield
+    except OSError as error:
+        code = error.errno or errno.EIO
+        told = f"{os.strerror(code)} (a checkpoint of {size:,} bytes)"
+        raise OSError(code, told, str(folder)) from error
 
 
 def restore(directory, step, like, *, is_part=False):
@@ -137,7 +155,7 @@ def restore(directory, step, like, *, is_part=False):
     check_files(folder, body["files"])
     shardings = {name: _sharding(leaf) for name, leaf in wanted.items()}
     stored = {n: x for n, x in wanted.items() if 0 not in x.shape}
-    arrays = _read_tree(folder / TREE, stored, shardings) if stored else {}
+    arrays = storage.read_tree(folder / TREE, stored, shardings) if stored else {}
     for name, leaf in wanted.items():
         if name not in arrays:  # no elements: Orbax does not store those
             empty = np.zeros(leaf.shape, leaf.dtype)
@@ -220,48 +238,6 @@ def _sharding(leaf):
     if sharding is not None:
         return sharding
     return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-
-def _write_tree(path, arrays):
-    """Orbax writes each process's shards; a full disk becomes an OSError."""
-    if not arrays:
-        return
-    try:
-        with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
-            writer.save(path, args=ocp.args.PyTreeSave(arrays))
-    except Exception as error:
-        for code in (errno.ENOSPC, errno.EDQUOT):
-            if os.strerror(code) in str(error):
-                raise OSError(code, os.strerror(code), str(path)) from error
-        raise
-
-
-def _read_tree(path, wanted, shardings):
-    restore_args = {
-        name: ocp.ArrayRestoreArgs(
-            sharding=shardings[name], global_shape=tuple(x.shape), dtype=x.dtype
-        )
-        for name, x in wanted.items()
-    }
-    args = ocp.args.PyTreeRestore(
-        item=dict(wanted), restore_args=restore_args, partial_restore=True
-    )
-    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        return reader.restore(path, args=args)
-
-
-@contextlib.contextmanager
-def _quiet():
-    """Without Orbax's log lines, which speak about its own layout."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # what fails is raised as well
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _versions():
@@ -356,7 +332,19 @@ def _verify_all(root, found, given):
 
 
 def _collect(root, found, given):
-    """Deletes what is older than the newest, and what never was whole."""
+    """Deletes what is older than the newest, and what never was whole.
+
+    Not beside a run: what is not whole there may be about to become so.
+    """
+    with contextlib.ExitStack() as held:
+        for run in {directory.absolute().parents[1] for directory in found}:
+            lock = run / files.LOCK
+            if lock.exists() and not held.enter_context(files.locked(lock)):
+                raise ValueError(f"{run}: in use by a run; wait for it to end")
+        return _collected(found, given)
+
+
+def _collected(found, given):
     for directory in found:
         kept = {str(step) for step in steps(directory)[-given["keep"] :]}
         for folder, state in _entries(directory):

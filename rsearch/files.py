@@ -9,6 +9,7 @@ import socket
 import xxhash
 
 CHUNK_BYTES = 1 << 24
+LOCK = "lock"  # in the directory of a run: held while it writes there
 
 
 def replace(path, data):

@@ -251,6 +251,7 @@ RULES = {  # field -> (predicate, what would be right)
     "checkpoint.rl_steps": _at_least(1),
     "checkpoint.keep": _at_least(1),
     "checkpoint.grace_seconds": _at_least(0.0),
+    "checkpoint.retry_seconds": _at_least(0.0),
     "guards.max_skipped": _at_least(1),
     "guards.dumps": _at_least(0),
     "guards.patience": _at_least(1),

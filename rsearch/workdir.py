@@ -21,7 +21,6 @@ from rsearch.stage_plan import KINDS, kind_of
 FORMAT = 1
 MARK = "rsearch_workdir"  # tells our config.json from a model's
 CONFIG = "config.json"
-LOCK = "lock"
 FREE_SECTIONS = (
     "checkpoint",  # when progress is saved
     "eval",  # what is measured; training does not look at it
@@ -100,7 +99,7 @@ class Workdir:
         if not is_primary:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.path / LOCK)
+        self._lock = _lock(self.path / files.LOCK)
         try:
             self.is_resumed = (self.path / CONFIG).exists()
             self._bind(config, inputs or {}, is_reader)
@@ -183,8 +182,8 @@ def check_workdir(path, config, *, is_reader=False, accept=()):
     """
     path = pathlib.Path(path).absolute()
     _check_is_ours(path)
-    if (path / LOCK).exists():
-        descriptor = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    if (path / files.LOCK).exists():
+        descriptor = os.open(path / files.LOCK, os.O_RDONLY | os.O_CLOEXEC)
         try:
             _hold(descriptor, fcntl.LOCK_SH, path)
         finally:
@@ -262,7 +261,7 @@ def _check_is_ours(path):
             read_config(path)
         return
     # A start that was killed before it wrote its config.json leaves these.
-    others = {p.name for p in path.iterdir()} - {LOCK, f"{CONFIG}.tmp"}
+    others = {p.name for p in path.iterdir()} - {files.LOCK, f"{CONFIG}.tmp"}
     if others:
         raise ValueError(
             f"{path}: not empty, and not a workdir (it holds {min(others)!r}); "

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rsearch import checkpoint
+from rsearch import checkpoint, storage
 from rsearch.manifest import encode
 
 
@@ -317,7 +317,7 @@ def test_full_disk_is_an_error_of_the_disk(saved, monkeypatch):
         def __init__(self, *_):
             raise ValueError("RESOURCE_EXHAUSTED: ...: No space left on device [28]")
 
-    monkeypatch.setattr(checkpoint.ocp, "Checkpointer", Full)
+    monkeypatch.setattr(storage.ocp, "Checkpointer", Full)
     with pytest.raises(OSError, match="No space left on device"):
         checkpoint.save(saved, 3, make_tree(3), {}, keep=1)
 

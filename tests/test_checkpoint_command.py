@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from rsearch import checkpoint
+from rsearch import checkpoint, files
 from rsearch.config import run_command
 from tests.test_checkpoint import all_files, flip_bit, saved
 
@@ -72,3 +72,18 @@ def test_the_command_refuses_what_makes_no_sense(tmp_path, capsys, words, told):
     words = [str(tmp_path) if word == "EMPTY" else word for word in words]
     assert command(*words) == 2
     assert told in capsys.readouterr().err
+
+
+def test_nothing_is_deleted_beside_a_run(saved, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(saved, run / "rl" / "checkpoints")
+    (run / "rl" / "checkpoints" / "3").mkdir()  # a save under way
+    lock = run / files.LOCK
+    with files.locked(lock) as is_held:
+        assert is_held
+        for place in (run, run / "rl", run / "rl" / "checkpoints"):
+            assert command("gc", place, "--keep=1") == 2
+            assert f"{run}: in use" in capsys.readouterr().err
+    assert (run / "rl" / "checkpoints" / "3").exists()
+    assert command("gc", run, "--keep=1") == 0
+    assert [p.name for p in (run / "rl" / "checkpoints").iterdir()] == ["2"]

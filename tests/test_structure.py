@@ -21,6 +21,7 @@ LAYERS = (  # lowest first; what is not named here is a command, above all of th
         "metrics",
         "manifest",
         "checkpoint",
+        "storage",
         "config",
         "fields",
         "rules",

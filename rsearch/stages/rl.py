@@ -64,7 +64,7 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
         if c.eval.every_steps and done % c.eval.every_steps == 0:
             row, _ = evaluator(plain(), "protocol")
             measured |= {f"dev_{n}": row[n] for n in ("em", "f1", "searches")}
-        metrics.write(step, measured)
+        progress.outlast(lambda: metrics.write(step, measured))
         if done % c.log_every == 0 or done == c.rl.steps:
             console.note(_line(stage, done, c.rl.steps, measured))
         progress.save_if_due()

@@ -1,5 +1,6 @@
 """Supervised stage: imitate the policy's part of demonstrations."""
 
+import functools
 import time
 
 import jax
@@ -44,7 +45,8 @@ def run(setup: build.Setup, rollouts, params, folder):
             measured = jax.device_get(measured)
             progress.guards.look(step, measured, batch, state.params)
             measured["seconds"] = time.monotonic() - start
-            metrics.write(step, measured | {"compiles": num_compiles()})
+            row = measured | {"compiles": num_compiles()}
+            progress.outlast(functools.partial(metrics.write, step, row))
             progress.advance(state)
             progress.save_if_due()
     return learner.plain(progress.state.params, base)

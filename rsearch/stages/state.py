@@ -1,6 +1,7 @@
 """Where a stage stands: its newest checkpoint, or its beginning, and what follows."""
 
 import contextlib
+import time
 
 from rsearch import build, checkpoint, console, hosts, preemption
 from rsearch.evaluate import CHECKPOINTS
@@ -10,6 +11,7 @@ from rsearch.stages.guards import Guards
 # In a checkpoint's meta: the row of its last step, where it is not yet measured, and
 # what the guards have counted.
 OWED, GUARDS = "owed", "guards"
+WAITS = 1.0, 60.0  # seconds until a disk that refuses is asked again, at first and last
 
 
 class Progress:
@@ -82,7 +84,11 @@ class Progress:
                     self._save()
                 raise
             except preemption.PreemptedError:
-                self._save()
+                try:
+                    self._save()
+                except OSError as error:
+                    told = f"not saved: {error}"
+                    raise preemption.PreemptedError(told) from error
                 console.note(f"saved after {self.done} steps, in {self._folder}")
                 raise
 
@@ -95,12 +101,44 @@ class Progress:
         self.state, self.owed = state, owed
         self.done += 1
 
+    def outlast(self, write) -> None:
+        """Writes to a disk; to one that refuses, again until it has been mended.
+
+        A disk that is full holds no run up for good: someone makes room, and no step is
+        lost. Several hosts do not wait: each would have to know of the other's disk.
+
+        Args:
+            write: () -> None, which may be called again where it has failed.
+
+        Raises:
+            OSError: it has refused for config.checkpoint.retry_seconds.
+            PreemptedError: it refuses, and the run was told to stop.
+        """
+        wait, longest = WAITS
+        end = time.monotonic() + self._setup.config.checkpoint.retry_seconds
+        while True:
+            try:
+                return write()
+            except OSError as error:
+                told, left = str(error), end - time.monotonic()
+                if left <= 0 or hosts.num_hosts() > 1:
+                    raise
+            console.note(
+                f"{told}; asking again for {left:.0f} s, {self.done} steps kept"
+            )
+            again = time.monotonic() + min(wait, left)
+            while time.monotonic() < again:
+                if preemption.is_asked():
+                    raise preemption.PreemptedError(f"not written: {told}")
+                time.sleep(0.1)
+            wait = min(2 * wait, longest)
+
     def save_if_due(self) -> None:
         """Saves where the configuration says so, and at the end."""
         self.owed = None
         every = self._setup.config.checkpoint[f"{self._kind}_steps"]
         if self.done % every == 0 or self.done == self.num_steps:
-            self._save()
+            self.outlast(self._save)
 
     def _save(self):
         if self.is_saved:
@@ -109,5 +147,7 @@ class Progress:
         if self.owed is not None:
             meta[OWED] = to_json(self.owed)
         keep = self._setup.config.checkpoint.keep
-        checkpoint.save(self._folder, self.done, self.state, meta, keep=keep)
+        # A disk may have refused the very last of what a save does.
+        if checkpoint.latest(self._folder) != self.done:
+            checkpoint.save(self._folder, self.done, self.state, meta, keep=keep)
         self._saved = self.done

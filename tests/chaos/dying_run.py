@@ -20,7 +20,7 @@ PLACES = {  # module, class or "", function
     "search": ("rsearch.rollout.play", "Play", "_find"),
     "reward": ("rsearch.stages.rl", "", "rewarded"),
     "update": ("rsearch.learn.update", "Learner", "update"),
-    "save": ("rsearch.checkpoint", "", "_write_tree"),
+    "save": ("rsearch.storage", "", "write_tree"),
     "rename": ("rsearch.files", "", "replace"),
     "garbage": ("rsearch.checkpoint", "", "_delete"),
     "metrics": ("rsearch.files", "", "append"),

@@ -1,0 +1,160 @@
+"""A disk that refuses costs no step: it is asked again, and earlier saves stay."""
+
+import errno
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch import build, checkpoint, preemption, storage
+from rsearch.evaluate import CHECKPOINTS
+from rsearch.stages import state
+from rsearch.stages.state import Progress
+from tests.small_run import arguments, config, load_setup, quick_compilation
+from tests.test_train import ROOT, assert_same_as_uninterrupted, child_environment
+
+__all__ = ["quick_compilation"]
+CODES = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES]
+
+
+@pytest.fixture
+def progress(tmp_path, monkeypatch):
+    """Of a stage that has taken one step, and saves each."""
+    monkeypatch.setattr(state, "WAITS", (0.01, 0.02))
+    setup = load_setup(config(checkpoint__sft_steps=1, checkpoint__retry_seconds=30.0))
+    params = build.initial_params(setup)
+    found = Progress(setup, "sft", params, tmp_path)
+    found.advance(found.state)
+    found.save_if_due()
+    found.advance(found.state)
+    return found
+
+
+def refuse(monkeypatch, where, code, times):
+    """Has the disk refuse a function's first calls; [calls left]."""
+    left, real = [times], getattr(*where)
+
+    def asked(*args, **settings):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(code, os.strerror(code), "the file")
+        return real(*args, **settings)
+
+    monkeypatch.setattr(*where, asked)
+    return left
+
+
+PLACES = {
+    "data": (storage, "write_tree"),
+    "manifest": (checkpoint.files, "replace"),
+    "directory": (pathlib.Path, "mkdir"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_a_save_is_tried_again_until_the_disk_takes_it(
+    progress, tmp_path, monkeypatch, capsys, place, code
+):
+    refuse(monkeypatch, PLACES[place], code, 3)
+    progress.save_if_due()
+    folder = tmp_path / CHECKPOINTS
+    assert progress.is_saved and checkpoint.steps(folder) == [1, 2]
+    checkpoint.verify(folder, 2)
+    told = capsys.readouterr().err
+    size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(progress.state))
+    assert told.count(os.strerror(code)) == 3 and "2 steps kept" in told
+    assert f"{size:,} bytes" in told and str(folder / "2") in told
+
+
+def test_a_disk_that_refuses_to_delete_an_old_one_keeps_it(
+    progress, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        checkpoint, "_delete_old", lambda *_: (_ for _ in ()).throw(OSError(5, "x"))
+    )
+    progress.save_if_due()
+    assert checkpoint.steps(tmp_path / CHECKPOINTS) == [1, 2]
+    assert "older checkpoints" in capsys.readouterr().err
+
+
+def test_it_ends_when_its_time_is_over_and_what_was_there_is_whole(
+    progress, tmp_path, monkeypatch
+):
+    refuse(monkeypatch, PLACES["data"], errno.ENOSPC, 10**9)
+    with progress._setup.config.unlocked() as c:
+        c.checkpoint.retry_seconds = 0.05
+    with pytest.raises(OSError, match="No space left on device") as error:
+        progress.save_if_due()
+    folder = tmp_path / CHECKPOINTS
+    assert error.value.filename == str(folder / "2")
+    assert checkpoint.steps(folder) == [1] and checkpoint.latest(folder) == 1
+    checkpoint.verify(folder, 1)
+
+
+def test_who_is_told_to_stop_meanwhile_does_not_wait(progress, tmp_path, monkeypatch):
+    refuse(monkeypatch, PLACES["data"], errno.ENOSPC, 10**9)
+    monkeypatch.setattr(state, "WAITS", (30.0, 30.0))
+    monkeypatch.setattr(preemption, "is_asked", lambda: True)
+    began = time.monotonic()
+    with (
+        pytest.raises(preemption.PreemptedError, match="No space left"),
+        progress.kept(),
+    ):
+        progress.save_if_due()
+    assert time.monotonic() - began < 10
+    assert checkpoint.steps(tmp_path / CHECKPOINTS) == [1]
+
+
+def test_several_hosts_do_not_wait(progress, monkeypatch):
+    refuse(monkeypatch, PLACES["data"], errno.ENOSPC, 10**9)
+    monkeypatch.setattr(state.hosts, "num_hosts", lambda: 2)
+    with pytest.raises(OSError, match="No space left"):
+        progress.save_if_due()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of its own, nearly full; gives it and what makes it large."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "none", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a disk is not permitted here")
+    try:
+        yield (
+            disk,
+            lambda: subprocess.run(
+                ["mount", "-o", "remount,size=100m", str(disk)], check=True
+            ),
+        )
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_full_disk_goes_on_once_there_is_room(small_disk):
+    disk, enlarge = small_disk
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rsearch.train", *arguments(disk / "run")],
+        cwd=ROOT,
+        env=child_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    told = []
+    for line in process.stderr:
+        told.append(line)
+        if "No space left" in line and "asking again" in line:
+            break
+    assert process.poll() is None, told
+    enlarge()
+    _, rest = process.communicate(timeout=300)
+    assert process.returncode == 0, (told, rest)
+    assert_same_as_uninterrupted(disk / "run")
