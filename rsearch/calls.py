@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import httpx
 
+SEARCHES = 3  # of a query whose search fails, where nothing else can be done
 RETRIED = frozenset({408, 429, *range(500, 600)})  # statuses that may pass
 MAX_WAIT_SECONDS = 20.0  # before a call is made again
 HEADERS = {"Accept-Encoding": "identity"}  # so that bytes read are bytes sent
@@ -140,6 +141,27 @@ def repeated(
         time.sleep(wait)
         reply = call()
     return reply
+
+
+def asked_again(search):
+    """A SearchFn that asks again for the queries whose search has failed.
+
+    A rollout that finds nothing leaves the loss; who needs what a demonstration or a
+    prompt shows cannot go on without it, and waits as a service's client does.
+    """
+
+    def ask(queries):
+        found = list(search(queries))
+        for _ in range(SEARCHES - 1):
+            failed = [i for i, passages in enumerate(found) if passages is None]
+            if not failed:
+                break
+            again = search([queries[i] for i in failed])
+            for i, passages in zip(failed, again, strict=True):
+                found[i] = passages
+        return found
+
+    return ask
 
 
 def json_of(received: bytes):

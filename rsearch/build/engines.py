@@ -5,6 +5,7 @@ import dataclasses
 from rsearch import console, hosts
 from rsearch.build.parts import WORLD
 from rsearch.build.setup import Setup
+from rsearch.calls import asked_again
 from rsearch.data.demonstrations import (
     DIRECT,
     PROTOCOL,
@@ -91,7 +92,7 @@ def make_baseline(setup: Setup, method: str, questions):
         The Host, and {question id: chat}.
 
     Raises:
-        ValueError: a search failed.
+        ValueError: a search failed again and again.
     """
     c, tokenizer = setup.config, setup.tokenizer
     words = {
@@ -102,7 +103,7 @@ def make_baseline(setup: Setup, method: str, questions):
     protocol = plain.reworded(protocol, user=user)
     shown = dict.fromkeys((q.id for q in questions), "")
     if method == RAG:
-        found = setup.search([q.text for q in questions])
+        found = asked_again(setup.search)([q.text for q in questions])
         for question, passages in zip(questions, found, strict=True):
             if passages is None:
                 raise ValueError(f"the search for question {question.id} failed")
@@ -158,6 +159,7 @@ def replay_demonstrations(setup: Setup, *, progress=lambda items: items):
     """
     source = setup.config.sft.demonstrations
     demonstrations = _demonstrations(setup)
+    setup = dataclasses.replace(setup, search=asked_again(setup.search))
     hosts, chats = {PROTOCOL: make_host(setup)}, {}
     for method in {d.method for d in demonstrations} - {PROTOCOL}:
         asked = [d.question for d in demonstrations if d.method == method]

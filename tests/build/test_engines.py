@@ -101,6 +101,25 @@ def test_rag_says_which_question_could_not_be_searched_for(setup):
         chats(failing, "rag", setup.dev)
 
 
+def test_a_search_that_fails_now_and_then_stops_neither_prompts_nor_demonstrations(
+    setup,
+):
+    """Of each two searches in a row one fails, as of a service that is overloaded."""
+    asked = []
+
+    def search(queries):
+        asked.append(queries)
+        found = setup.search(queries)
+        return found if len(asked) % 2 == 0 else [None, *found[1:]]
+
+    failing = dataclasses.replace(setup, search=search)
+    shown = [chats(own, "rag", setup.dev)[1] for own in (failing, setup)]
+    assert shown[0] == shown[1]
+    assert asked[1:] == [asked[0][:1]]  # only what had failed is asked again
+    ours, theirs = map(build.replay_demonstrations, (failing, setup))
+    assert [r.searches for r in ours] == [r.searches for r in theirs]
+
+
 def test_without_words_of_its_own_a_baseline_has_flashrags(setup):
     c = setup.config.copy_and_resolve_references().unlock()
     c.protocol.direct = c.protocol.rag = None
