@@ -40,6 +40,7 @@ class Learning:
     def __call__(self, state, groups, rewards, *, step=0, memory=()):
         """Optimizer steps on one step's rollouts: the new state and mean metrics.
 
+        `in_loss` is the share of rollouts with tokens in the loss, as it is masked.
         Where none of an update's rollouts is a signal, or a reward is not finite, there
         is no update: the optimizer's momentum would move the policy all the same.
 
@@ -62,11 +63,11 @@ class Learning:
         useful = [part.from_policy.any() for part in parts(whole, s.updates_per_step)]
         if not any(useful):
             console.note("rl: no rollout of this step is a signal; nothing is learnt")
-            return state, {}
+            return state, {"in_loss": 0.0}
         worst = _worst(groups, rewards)
         if self.guards is not None and not math.isfinite(worst):
             self.guards.look(step, {"reward": worst}, whole, state.params)
-            return state, {}
+            return state, {"in_loss": 0.0}
         # All rows are scored before the first update: it reuses the policy's buffers.
         batch = self.learner.put(self._cut(whole))
         is_ready = step >= self.setup.config.critic.pretrain_steps
@@ -90,6 +91,7 @@ class Learning:
             if self.guards is not None:
                 self.guards.look(step, measured[-1], part, state.params)
         mean = jax.tree.map(lambda *values: float(np.mean(values)), *measured)
+        mean["in_loss"] = float(np.mean(whole.from_policy.any(axis=1)))
         # Later updates compare with a policy that has moved: only the first tells.
         gap = measured[0]["logp_gap"] if gap is None else gap
         return state, mean | {"sampler_gap": float(gap)}

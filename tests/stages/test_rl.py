@@ -20,7 +20,7 @@ from tests.small_run import config, load_setup, quick_compilation
 __all__ = ["quick_compilation"]
 ONE_STEP = dict(stages=("rl",), rl__steps=1)
 STEP_FIELDS = {
-    *("empty_answers", "repeated_text"),
+    *("empty_answers", "repeated_text", "in_loss"),
     *("reward", "reward_answer_em", "reward_format_ok", "groups_with_spread"),
     *("searches", "policy_tokens", "tokens", "compiles"),
     *("loss", "entropy", "clip_fraction", "logp_gap", "sampler_gap", "grad_norm"),
@@ -139,7 +139,7 @@ def test_a_step_in_which_everything_failed_changes_nothing(setup):
     assert measured["reward"] == 0 and measured["tool_error"] == 1
     assert measured["groups_with_spread"] == 0
     after, measured = Learning(setup, learner)(state, played, rewards)
-    assert measured == {}
+    assert measured == {"in_loss": 0}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
 
 
@@ -151,7 +151,7 @@ def test_failed_rollouts_do_not_change_what_the_others_teach(setup):
     others = groups(*good, [longer, longer], [longer, TOOL])
     _, first, measured = learn_from(setup, failed, rewards)
     _, second, _ = learn_from(setup, others, 5 + rewards * 0 + rewards)
-    assert measured["grad_norm"] > 0
+    assert measured["grad_norm"] > 0 and measured["in_loss"] == 4 / 8
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
