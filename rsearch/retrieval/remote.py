@@ -181,6 +181,7 @@ class RemoteSearch:
             key = key_of(api_key_env)
             own = {"X-API-KEY": key} if api == "serper" else {}
             self._headers |= own or {"Authorization": f"Bearer {key}"}
+        self._certificates = httpx.create_ssl_context()  # takes 30 ms, once
         self._seconds, self._outage, self._say = timeout_seconds, outage_seconds, say
         self._retries = max_retries
         self._cache: collections.OrderedDict = collections.OrderedDict()
@@ -285,7 +286,8 @@ class RemoteSearch:
         return results
 
     def _client(self, seconds):
-        return httpx.Client(headers=self._headers, timeout=seconds)
+        own = dict(verify=self._certificates, timeout=seconds)
+        return httpx.Client(headers=self._headers, **own)
 
     def _call(self, client, queries, seconds) -> Reply:
         sent = [whole_characters(query) for query in queries]
