@@ -73,6 +73,7 @@ def remote_generator(
         "top_p": top_p,
         "stream": False,
     }
+    certificates = httpx.create_ssl_context()  # takes 30 ms, once
     most = ENVELOPE_BYTES + BYTES_PER_TOKEN * max_reply_tokens
 
     def ask(client, chat):
@@ -89,9 +90,14 @@ def remote_generator(
     def generate(chats: Sequence[Messages]) -> list[str | None]:
         if not chats:
             return []
-        limits = httpx.Limits(max_connections=concurrency)
+        own = dict(
+            headers=headers,
+            timeout=timeout_seconds,
+            limits=httpx.Limits(max_connections=concurrency),
+            verify=certificates,
+        )
         with (
-            httpx.Client(headers=headers, timeout=timeout_seconds, limits=limits) as c,
+            httpx.Client(**own) as c,
             ThreadPoolExecutor(min(concurrency, len(chats))) as pool,
         ):
             results = list(pool.map(lambda chat: ask(c, chat), chats))
