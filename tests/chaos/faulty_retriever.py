@@ -1,0 +1,361 @@
+"""A retriever that dies and comes back, behind a proxy that fails in all other ways.
+
+What `python -m rsearch.retriever` serves is real; between a run and it stands a Proxy
+that lets requests pass for a while, then fails a few in one way, and so on, the ways
+one after the other. Three of them are done to the server's process.
+"""
+
+import contextlib
+import email.utils
+import http.client
+import http.server
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from typing import NamedTuple
+
+from tests.small_run import ROOT, child_environment
+from tests.test_hosts import free_port
+
+PATH = "/retrieve"
+JUNK = "what no query has found"
+PASSED, NAN = "", "NaN scores"
+KILLED, STOPPED, RESTARTED = "killed: refused", "stopped", "restarted: 502"
+OF_PROCESS = (KILLED, STOPPED, RESTARTED)
+CALM = 4, 3.0  # requests and seconds between two faults, at least
+WAIT_SECONDS = 60.0  # for the server to be there, or a client to give up
+
+
+class Retriever:
+    """A process that serves a recipe's index.
+
+    Args:
+        words: arguments of `python -m rsearch.retriever`.
+        log: file that its output goes to.
+    """
+
+    def __init__(self, words, log):
+        self.port = free_port()
+        self._words, self._log = [*words, f"--port={self.port}"], log
+        self.start()
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        with open(self._log, "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rsearch.retriever", *self._words],
+                cwd=ROOT,
+                env={**os.environ, **child_environment()},
+                stdout=log,
+                stderr=log,
+            )
+        end = time.monotonic() + WAIT_SECONDS
+        while not self._answers():
+            assert self.process.poll() is None and time.monotonic() < end, self._log
+            time.sleep(0.05)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return self.ask("GET", "/health")[0] == 200
+        return False
+
+    def ask(self, method, path, body=None) -> tuple[int, bytes]:
+        """Status and body of the reply to a request."""
+        asking = http.client.HTTPConnection("127.0.0.1", self.port, WAIT_SECONDS)
+        with contextlib.closing(asking):
+            asking.request(method, path, body, {"Content-Type": "application/json"})
+            reply = asking.getresponse()
+            return reply.status, reply.read()
+
+    def end(self, how: signal.Signals) -> None:
+        """Returns when it has ended."""
+        self.process.send_signal(how)
+        if how != signal.SIGKILL:
+            self.process.send_signal(signal.SIGCONT)
+        self.process.wait(WAIT_SECONDS)
+
+
+class Request(NamedTuple):
+    """One that has come to the proxy.
+
+    Attributes:
+        at: when, by time.monotonic().
+        kind: how it fails; "" where it passes.
+        search: number of the search it belongs to: equal bodies in a row are one.
+    """
+
+    at: float
+    kind: str
+    search: int
+
+
+class Proxy:
+    """Passes requests on to a retriever, but for those that fail.
+
+    Args:
+        retriever: started.
+        calm: requests, and seconds, that pass between two faults at least, where they
+            last.
+        most: {kind or "": requests that fail in a row}, of the faults that last.
+        rounds: of all faults, while `in_full`; 0 is without end.
+
+    Attributes:
+        in_full: set it to have faults last, every other time, until searches fail, and
+            the server killed, stopped and restarted; else one request fails at a time.
+        requests: those that have come.
+        answered: when one that passed was answered, by time.monotonic().
+    """
+
+    def __init__(self, retriever: Retriever, *, calm=CALM, most, rounds=0):
+        self.retriever, self.in_full = retriever, False
+        self.requests: list[Request] = []
+        self.answered: list[float] = []
+        self.is_away = threading.Event()
+        self._calm, self._most = calm, most
+        self._last = rounds * len(FAULTS)
+        self._brief = itertools.cycle(k for k in FAULTS if k not in OF_PROCESS)
+        self._full, self._num_full = itertools.cycle(FAULTS), 0
+        self._lock = threading.Lock()
+        self._kind, self._left, self._passed, self._ended = PASSED, 0, 0, 0.0
+        self._body, self._search = b"", 0
+        self.turn = itertools.count()  # of the faults that have two forms
+        self.port = 0
+        self.listen()
+
+    def listen(self) -> None:
+        """Takes connections, from threads of its own."""
+        own = type("Handler", (_Handler,), {"proxy": self})
+        address = "127.0.0.1", self.port
+        self._server = http.server.ThreadingHTTPServer(address, own)
+        self._server.daemon_threads = True
+        self.port = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, args=(0.02,)).start()
+
+    def refuse(self) -> None:
+        """Takes no more connections: they are refused, as nobody listens."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def take(self, body: bytes) -> tuple[str, bool]:
+        """How the request with this body fails, and whether it is the last such."""
+        with self._lock:
+            now = time.monotonic()
+            if body != self._body:
+                self._body, self._search = body, self._search + 1
+            kind = self._next(now)
+            self.requests.append(Request(now, kind, self._search))
+            return kind, not self._left
+
+    def _next(self, now):
+        """The kind of a request."""
+        if self._left and not (self.in_full or self._kind in OF_PROCESS):
+            self._left = 0
+        if not self._left:
+            self._passed += 1
+            few, soon = self._calm if self.in_full else CALM
+            is_over = self.in_full and self._num_full == self._last > 0
+            if is_over or self._passed <= few or now - self._ended < soon:
+                return PASSED
+            self._begin()
+        self._left -= 1
+        if not self._left:
+            self._ended = now
+        return self._kind
+
+    def _begin(self):
+        self._passed, self._left = 0, 1
+        if not self.in_full:
+            self._kind = next(self._brief)
+            return
+        self._kind, self._num_full = next(self._full), self._num_full + 1
+        # The first time all of them last, the second time none of them, and so on.
+        if (self._num_full - 1) // len(FAULTS) % 2 == 0:
+            self._left = self._most.get(self._kind, self._most[""])
+        if self._kind in (KILLED, RESTARTED):
+            self._left = 1 << 30  # until the server is back
+
+    def renew(self, how: signal.Signals) -> None:
+        """Ends the server and starts it anew, from a thread."""
+
+        def work():
+            self.retriever.end(how)
+            self.retriever.start()
+            if how == signal.SIGKILL:
+                self.listen()
+            with self._lock:
+                self._left, self._ended = 0, time.monotonic()
+            self.is_away.clear()
+
+        if not self.is_away.is_set():
+            self.is_away.set()
+            threading.Thread(target=work).start()
+
+    def table(self) -> dict[str, tuple[int, int, int]]:
+        """{kind: (requests, searches that have met it and succeeded, and failed)}."""
+        last = {r.search: r.kind in (PASSED, NAN) for r in self.requests}
+        told = {}
+        for kind in FAULTS:
+            searches = {r.search for r in self.requests if r.kind == kind}
+            succeeded = sum(last[search] for search in searches)
+            count = sum(r.kind == kind for r in self.requests)
+            told[kind] = count, succeeded, len(searches) - succeeded
+        return told
+
+    def close(self) -> None:
+        """Ends the retriever, too."""
+        self.refuse()
+        self.retriever.end(signal.SIGKILL)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """One connection, one request."""
+
+    proxy: Proxy
+
+    def do_POST(self):
+        """Passes it on, or fails it."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        kind, is_last = self.proxy.take(body)
+        with contextlib.suppress(OSError):  # the client has given up
+            if kind != PASSED:
+                return FAULTS[kind](self, body, is_last)
+            self.reply(*self.proxy.retriever.ask("POST", PATH, body))
+            self.proxy.answered.append(time.monotonic())
+
+    def reply(self, status, body, **headers):
+        """A whole reply."""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def begin(self):
+        """The head of a reply without an announced length."""
+        self.send_response(200)
+        self.end_headers()
+
+    def found(self, body) -> list:
+        """The rows that the server finds."""
+        return json.loads(self.proxy.retriever.ask("POST", PATH, body)[1])["result"]
+
+    def reply_rows(self, rows):
+        """A reply with these rows, whatever they are."""
+        self.reply(200, json.dumps({"result": rows}).encode())
+
+    def log_message(self, *_):
+        """Nothing."""
+
+
+def killed(handler, body, is_last):
+    """The server dies in the midst of it; nobody listens until it is back."""
+    handler.proxy.refuse()
+    handler.proxy.renew(signal.SIGKILL)
+
+
+def restarted(handler, body, is_last):
+    """The server ends as it should and is begun again; a gateway would say 502."""
+    handler.proxy.renew(signal.SIGTERM)
+    handler.reply(502, b"")
+
+
+def stopped(handler, body, is_last):
+    """The server takes the connection, and never answers."""
+    server = handler.proxy.retriever
+    os.kill(server.process.pid, signal.SIGSTOP)
+    with socket.create_connection(("127.0.0.1", server.port)) as asking:
+        head = f"POST {PATH} HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+        asking.sendall(head.encode() + body)
+        both = [asking, handler.connection]
+        ready, _, _ = select.select(both, [], [], WAIT_SECONDS)
+    if is_last:
+        os.kill(server.process.pid, signal.SIGCONT)
+    assert ready == [handler.connection], "the server was not stopped"
+
+
+def error_500(handler, body, is_last):
+    """An error of the server's."""
+    handler.reply(500, b"<html>Internal Server Error</html>")
+
+
+def busy_429(handler, body, is_last):
+    """Too many requests: come again in a second, or at a date."""
+    when = "1"
+    if next(handler.proxy.turn) % 2:
+        when = email.utils.formatdate(time.time() + 1, usegmt=True)
+    handler.reply(429, b"", Retry_After=when)
+
+
+def slow(handler, body, is_last):
+    """A byte a second."""
+    handler.begin()
+    for byte in json.dumps({"result": handler.found(body)}).encode():
+        handler.wfile.write(bytes([byte]))
+        time.sleep(1)
+
+
+def truncated(handler, body, is_last):
+    """Half of the JSON."""
+    whole = json.dumps({"result": handler.found(body)}).encode()
+    handler.reply(200, whole[: len(whole) // 2])
+
+
+def another_count(handler, body, is_last):
+    """A row too few, or one too many."""
+    rows = handler.found(body)
+    handler.reply_rows(rows[1:] if next(handler.proxy.turn) % 2 else [*rows, []])
+
+
+def reset(handler, body, is_last):
+    """The connection is reset."""
+    linger = struct.pack("ii", 1, 0)
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    handler.connection.close()
+
+
+def another_shape(handler, body, is_last):
+    """Rows that are no lists, or contents that are no text."""
+    rows = handler.found(body)
+    if next(handler.proxy.turn) % 2:
+        handler.reply_rows([None for _ in rows])
+    else:
+        hit = {"document": {"id": "a", "contents": 7}, "score": 1.0}
+        handler.reply_rows([[hit] for _ in rows])
+
+
+def huge(handler, body, is_last):
+    """A body without end."""
+    handler.begin()
+    while True:
+        handler.wfile.write(b" " * (1 << 16))
+
+
+def nan_scores(handler, body, is_last):
+    """A hit without a score before the right ones, as some libraries pad with."""
+    hit = {"document": {"id": "-1", "contents": JUNK}, "score": float("nan")}
+    handler.reply_rows([[hit, *row] for row in handler.found(body)])
+
+
+FAULTS = {
+    KILLED: killed,
+    STOPPED: stopped,
+    RESTARTED: restarted,
+    "HTTP 500": error_500,
+    "HTTP 429": busy_429,
+    "slow bytes": slow,
+    "truncated JSON": truncated,
+    "wrong count": another_count,
+    "connection reset": reset,
+    "wrong shape": another_shape,
+    "huge body": huge,
+    NAN: nan_scores,
+}
