@@ -108,6 +108,7 @@ def test_digest_does_not_depend_on_sharding(tmp_path):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.fault(24, "devices")
 def test_eight_devices_restore_onto_two(tmp_path):
     eight = Mesh(np.array(jax.devices()), ("fsdp",))
     two = Mesh(np.array(jax.devices()[:2]), ("tensor",))
@@ -167,6 +168,7 @@ def all_files(folder):
     return sorted(p for p in folder.rglob("*") if p.is_file())
 
 
+@pytest.mark.fault(19, "flipped bit")
 def test_one_flipped_bit_in_any_file_is_found_and_the_file_named(saved):
     like = make_tree(0)
     rng = random.Random(0)
@@ -182,6 +184,7 @@ def test_one_flipped_bit_in_any_file_is_found_and_the_file_named(saved):
     assert_same_bits(checkpoint.restore(saved, 2, like), make_tree(2))
 
 
+@pytest.mark.fault(19, "flipped bit")
 def test_every_flipped_bit_of_the_manifest_is_found(tmp_path):
     checkpoint.save(tmp_path, 5, {"w": jnp.ones(2)}, {"a": 1}, keep=1)
     path = tmp_path / "5" / "manifest.json"
@@ -194,6 +197,7 @@ def test_every_flipped_bit_of_the_manifest_is_found(tmp_path):
     checkpoint.read_manifest(tmp_path, 5)
 
 
+@pytest.mark.fault(19, "truncated", "deleted")
 def test_truncated_and_missing_files_are_found_and_named(saved):
     like = make_tree(0)
     for path in all_files(saved / "2"):
@@ -210,6 +214,7 @@ def test_truncated_and_missing_files_are_found_and_named(saved):
             path.write_bytes(raw)
 
 
+@pytest.mark.fault(19, "swapped")
 def test_data_swapped_behind_intact_file_digests_is_named_by_leaf(saved):
     """What reached the disk differs from what was in memory."""
     body = checkpoint.read_manifest(saved, 2)
@@ -222,6 +227,7 @@ def test_data_swapped_behind_intact_file_digests_is_named_by_leaf(saved):
         assert part in str(caught.value)
 
 
+@pytest.mark.fault(19, "previous one used", "set aside")
 def test_damaged_step_is_set_aside_and_the_one_before_is_used(saved, capsys):
     victim = max(all_files(saved / "2" / "tree"), key=lambda p: p.stat().st_size)
     flip_bit(victim, victim.stat().st_size // 2)
@@ -248,6 +254,7 @@ def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(saved):
     assert sorted(p.name for p in saved.iterdir()) == ["1.damaged", "2.damaged"]
 
 
+@pytest.mark.fault(22, "newer schema")
 def test_newer_schema_is_refused_and_left_alone(saved):
     body = {**checkpoint.read_manifest(saved, 2), "schema": checkpoint.SCHEMA + 1}
     (saved / "2" / "manifest.json").write_bytes(encode(body))
@@ -302,6 +309,7 @@ def test_leaves_that_share_a_name_are_refused(tmp_path):
         checkpoint.save(tmp_path, 0, tree, {}, keep=1)
 
 
+@pytest.mark.fault(21, "older checkpoints intact")
 def test_failed_write_leaves_the_older_checkpoint_in_charge(saved, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device", "x")

@@ -11,6 +11,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rsearch import checkpoint
@@ -62,6 +63,7 @@ for step in itertools.count(start):
 """
 
 
+@pytest.mark.fault(20, "in a save")
 def test_kill_in_the_middle_of_a_save_loses_at_most_that_save(tmp_path):
     like = {f"l{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(8)}
     rng = random.Random(3)

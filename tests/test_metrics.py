@@ -165,6 +165,7 @@ def test_curves_start_again_where_the_run_resumes(tmp_path):
     assert starts == [4]
 
 
+@pytest.mark.fault(47, "failing")
 def test_failing_curves_warn_once_and_cost_no_row(tmp_path):
     (tmp_path / "tensorboard").write_text("a file where the directory should be")
     with warnings.catch_warnings(record=True) as caught:

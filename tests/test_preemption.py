@@ -68,6 +68,7 @@ def stopped(saved, kind, *, grace=30.0, signals=(signal.SIGTERM,)):
     return process.returncode, time.monotonic() - began, told
 
 
+@pytest.mark.fault(40, "SIGTERM", "SIGUSR1", "SIGHUP")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_signal_has_all_saved_and_ends_with_75(tmp_path, name):
     saved = tmp_path / "saved"
@@ -87,12 +88,15 @@ def test_what_takes_longer_than_its_grace_ends_unsaved(tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_second_signal_ends_at_once(tmp_path):
-    both = signal.SIGTERM, signal.SIGTERM
+@pytest.mark.fault(40, "SIGINT twice")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_second_signal_ends_at_once(tmp_path, name):
+    both = (signal.Signals[name],) * 2
     code, seconds, told = stopped(tmp_path / "saved", "slow", signals=both)
-    assert code == EXIT_CODE and seconds < 5 and "SIGTERM again" in told
+    assert code == EXIT_CODE and seconds < 5 and f"{name} again" in told
 
 
+@pytest.mark.fault(40, "every stage")
 @pytest.mark.parametrize("moment", ["append rl/metrics", "append sft/metrics"])
 def test_a_run_that_was_told_to_stop_goes_on_bit_identical(tmp_path, moment):
     """What it had not saved until then, for saves are seldom, is not done again."""
@@ -164,6 +168,7 @@ def test_two_hosts_save_together_whichever_is_told(tmp_path, asked):
     assert checkpoint.steps(run / "rl" / "checkpoints") == [len(rows)]
 
 
+@pytest.mark.fault(41, "stopped")
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_host_that_hangs_ends_the_run_by_its_name(tmp_path, number):
     _, processes = begun(tmp_path)

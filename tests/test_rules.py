@@ -39,12 +39,20 @@ def test_every_default_says_what_it_means():
         previous = line
 
 
+@pytest.mark.fault(3, "negative steps", "NaN")
 @pytest.mark.parametrize("name", NUMBERS)
 def test_number_refuses_what_is_not_finite_or_far_below_its_range(name):
     bad = [-7] if type(VALUES[name]) is int else [-7.0, float("nan"), float("inf")]
     for value in bad:
         told = refusal(**{name.replace(".", "__"): value})
         assert told.startswith(f"config.{name} = {value!r}: must be ")
+
+
+@pytest.mark.fault(3, "clip of 0")
+@pytest.mark.parametrize("name", ["rl.clip_low", "rl.clip_high"])
+def test_a_clip_of_nothing_is_refused(name):
+    told = refusal(**{name.replace(".", "__"): 0.0})
+    assert told.startswith(f"config.{name} = 0.0: must be ")
 
 
 @pytest.mark.parametrize("name", sorted(WORDS))
@@ -73,6 +81,7 @@ def test_stages_are_known_and_given_once(stages):
     assert refusal(stages=stages).startswith("config.stages = ")
 
 
+@pytest.mark.fault(4, "context", "arithmetic shown")
 def test_context_too_small_is_told_with_the_sum():
     told = refusal(
         rollout__max_prompt_tokens=100,
@@ -86,6 +95,7 @@ def test_context_too_small_is_told_with_the_sum():
         assert part in told
 
 
+@pytest.mark.fault(4, "batch", "arithmetic shown")
 def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
     told = refusal(
         stages=("rl",),
@@ -100,6 +110,7 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
     assert "remainder 4" in told
 
 
+@pytest.mark.fault(3, "group of one")
 @pytest.mark.parametrize(
     "fields, told",
     [
@@ -206,6 +217,7 @@ def test_slots_are_any_number_whatever_the_groups_size(slots):
     configs.validate(override(rollout__slots=slots, rollout__group_size=4))
 
 
+@pytest.mark.fault(4, "mesh")
 def test_mesh_must_have_as_many_devices_as_there_are():
     config = override(mesh__data=2, mesh__fsdp=2, mesh__tensor=1)
     configs.validate(config, num_devices=4)

@@ -51,6 +51,7 @@ def test_where_nobody_can_listen_is_a_users_error(host, port):
         JsonServer(host, port, {}, token="t")
 
 
+@pytest.mark.fault(44, "of a service")
 def test_a_taken_port_is_a_users_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

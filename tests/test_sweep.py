@@ -167,6 +167,7 @@ def test_a_bad_line_of_a_list_is_named(tmp_path, line, wrong):
     assert wrong in str(error.value)
 
 
+@pytest.mark.fault(7, "trial twice", "conflicting overrides")
 def test_trials_of_one_name_and_fields_set_twice_are_refused(tmp_path, capsys):
     path = tmp_path / "trials"
     path.write_text("--config.seed=1\n--config.seed=1\n")

@@ -142,6 +142,7 @@ def test_the_best_golden_answer_counts_and_none_is_zero(metric, family):
     assert metric("Paris", [], normalize=family) == 0
 
 
+@pytest.mark.fault(10, "golden answer of nothing")
 @pytest.mark.parametrize("metric", [exact_match, cover_exact_match, f1])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("golden", ["The", "The The", "!!!", "", " "])
@@ -152,6 +153,7 @@ def test_a_golden_answer_that_normalises_to_nothing_is_no_gift(metric, family, g
         assert metric(golden.upper(), [golden], normalize=family) == 1
 
 
+@pytest.mark.fault(10, "NFC and NFD")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_composed_and_decomposed_accents_are_the_same_answer(family):
     composed, decomposed = (unicodedata.normalize(f, "Beyoncé") for f in ("NFC", "NFD"))

@@ -92,6 +92,7 @@ def test_after_its_first_step_a_stage_compiles_nothing(stage):
     assert measured[0]["compiles"] > 0
 
 
+@pytest.mark.fault(24, "devices")
 def test_a_finished_run_does_nothing_and_returns_the_same_rows(copy, capsys):
     """Here on eight devices: what has been saved is laid out anew."""
     before = files(copy)
@@ -121,6 +122,7 @@ def test_a_finished_run_loads_no_model_beside_the_policy(copy):
         train.main(changed, copy)
 
 
+@pytest.mark.fault(8, "table")
 def test_another_configuration_is_refused_with_one_line_each(copy, capsys):
     before = files(copy)
     changed = arguments(copy, rl__lr=0.5, seed=3)
@@ -181,6 +183,7 @@ def assert_same_as_uninterrupted(workdir):
     assert ours == theirs
 
 
+@pytest.mark.fault(20, "in a save", "in a rename")
 def test_a_run_that_is_killed_again_and_again_ends_bit_identical(tmp_path):
     moments = (
         "fsync sft/checkpoints/40/tree$",  # within a save
@@ -226,6 +229,7 @@ MOMENTS = (
 )
 
 
+@pytest.mark.fault(20, "in a deletion", "in a rename")
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_that_is_killed_at_this_moment_ends_bit_identical(tmp_path, moment):

@@ -50,6 +50,7 @@ def test_first_start_writes_the_configuration_and_the_next_resumes(tmp_path, con
     assert (tmp_path / "deep" / "run" / "config.json").read_bytes() == before
 
 
+@pytest.mark.fault(7, "one workdir")
 def test_second_run_in_the_same_directory_is_told_who_holds_it(tmp_path, config):
     told = pytest.raises(ValueError, match=f"in use by process {os.getpid()} on ")
     with Workdir(tmp_path, config), told:
@@ -105,6 +106,7 @@ def test_killed_process_leaves_no_lock_behind(tmp_path):
         assert work.is_resumed
 
 
+@pytest.mark.fault(8, "table")
 def test_different_configuration_is_refused_with_what_differs(tmp_path, config):
     Workdir(tmp_path, config).close()
     before = contents(tmp_path)
@@ -122,6 +124,7 @@ def test_different_configuration_is_refused_with_what_differs(tmp_path, config):
     Workdir(tmp_path, config).close()  # the refused start let go of the lock
 
 
+@pytest.mark.fault(8, "safe fields")
 @pytest.mark.parametrize(
     "name",
     [
@@ -167,6 +170,7 @@ def test_all_fields_that_are_not_free_are_refused(tmp_path, config):
             Workdir(tmp_path, other)
 
 
+@pytest.mark.fault(8, "safe fields")
 def test_stage_may_get_more_steps_until_a_later_one_has_started(tmp_path, config):
     with Workdir(tmp_path, config) as work:
         work.stage("sft")
@@ -199,6 +203,7 @@ def test_directory_of_something_else_is_refused_untouched(tmp_path, config, file
     assert contents(tmp_path) == before
 
 
+@pytest.mark.fault(21, "file in the way")
 def test_file_in_place_of_the_directory_is_refused(tmp_path, config):
     (tmp_path / "f").write_text("x")
     with pytest.raises(ValueError, match="is a file"):
@@ -255,6 +260,7 @@ def test_stage_with_a_decaying_rate_gets_no_more_steps(tmp_path, config):
         Workdir(tmp_path, longer)
 
 
+@pytest.mark.fault(15, "changed", "both fingerprints")
 def test_changed_input_is_refused_with_both_fingerprints(tmp_path, config):
     Workdir(tmp_path, config, inputs={"data.train": "aaa", "tokenizer": "t"}).close()
     Workdir(tmp_path, config, inputs={"data.train": "aaa", "tokenizer": "t"}).close()
@@ -321,6 +327,7 @@ def test_evaluation_leaves_the_configuration_of_a_run_alone(tmp_path, config):
         Workdir(tmp_path, changed(config, seed=99), is_reader=True)
 
 
+@pytest.mark.fault(8, "accepted by name")
 def test_what_has_changed_is_accepted_by_name(config, tmp_path, capsys):
     run, inputs = tmp_path / "run", {"data.train": "old", "index": "same"}
     Workdir(run, config, inputs=inputs).close()

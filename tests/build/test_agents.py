@@ -125,6 +125,7 @@ def reset(connection, number):
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
 
+@pytest.mark.fault(32, "reset", "unknown host", "TLS")
 @pytest.mark.parametrize(
     ("url", "why"),
     [
@@ -141,6 +142,7 @@ def test_an_endpoint_that_cannot_be_spoken_with_gives_none(url, why, capsys):
     assert "2 of 2 chats failed" in told and re.search(why, told)
 
 
+@pytest.mark.fault(32, "Retry-After as a date")
 def test_a_date_to_come_back_at_is_no_reason_to_wait_long():
     def busy_at_first(connection, number):
         connection.recv(10_000)

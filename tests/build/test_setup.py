@@ -31,6 +31,7 @@ def test_parameters_follow_from_the_seed_on_any_mesh():
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(made[0]))
 
 
+@pytest.mark.fault(11, "left out and listed")
 def test_training_questions_that_do_not_fit_are_left_out_and_listed(tmp_path):
     rows = [
         {"id": name, "question": text, "golden_answers": ["a"]}

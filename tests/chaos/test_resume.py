@@ -10,6 +10,7 @@ from tests.small_run import quick_compilation
 __all__ = ["quick_compilation"]
 
 
+@pytest.mark.fault(20, "in a save", "in a rename", "in a deletion")
 @pytest.mark.parametrize("algorithm", ["ppo"])
 def test_a_run_killed_a_few_times_ends_the_same(algorithm, tmp_path, capsys):
     words = [f"--algorithm={algorithm}", "--kills=3", f"--workdir={tmp_path}"]

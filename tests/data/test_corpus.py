@@ -43,6 +43,7 @@ def builds(monkeypatch):
     return seen
 
 
+@pytest.mark.fault(10, "byte order mark", "CRLF")
 @pytest.mark.parametrize(
     "data",
     [
@@ -111,6 +112,8 @@ BAD = {
 }
 
 
+@pytest.mark.fault(9, "truncated", "invalid UTF-8", "wrong type")
+@pytest.mark.fault(12, "duplicate ids")
 @pytest.mark.parametrize("line", BAD, ids=range(len(BAD)))
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_a_bad_record_is_named_and_leaves_no_offsets(tmp_path, line, pack):

@@ -170,6 +170,18 @@ BAD = [
 ]
 
 
+@pytest.mark.fault(
+    9,
+    "truncated",
+    "invalid UTF-8",
+    "NaN literal",
+    "duplicate keys",
+    "nested deep",
+    "wrong type",
+    "on_bad=skip",
+)
+@pytest.mark.fault(10, "no golden answer")
+@pytest.mark.fault(12, "duplicate ids")
 @pytest.mark.parametrize("bad, message", BAD, ids=range(len(BAD)))
 def test_a_bad_record_is_named_or_skipped(tmp_path, bad, message):
     first, last = {**GOOD, "id": "first"}, {**GOOD, "id": "last"}
@@ -268,6 +280,7 @@ def test_metadata_of_another_type_is_kept_under_its_name(tmp_path):
     assert load_questions(path)[0][0].metadata == {"metadata": "from a quiz"}
 
 
+@pytest.mark.fault(15, "changed", "reordered", "shortened")
 def test_every_part_of_a_question_is_in_its_fingerprint():
     first = Question("1", "a", ("b", "c"), {"k": 1})
     others = [

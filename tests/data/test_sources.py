@@ -32,6 +32,7 @@ def test_a_json_list_is_read_like_lines(tmp_path):
         load_questions(path)
 
 
+@pytest.mark.fault(10, "byte order mark", "CRLF")
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 @pytest.mark.parametrize("end", [b"", b"\r"])
 @pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"])
@@ -42,6 +43,7 @@ def test_line_ends_bom_and_packing_change_nothing(tmp_path, pack, end, start):
     assert [q.id for q in load_questions(path)[0]] == ["q1", "q2"]
 
 
+@pytest.mark.fault(10, "empty")
 @pytest.mark.parametrize(
     "name, data, message",
     [
@@ -63,6 +65,7 @@ def test_what_is_no_question_file_is_refused(tmp_path, name, data, message):
     assert str(tmp_path / name) in str(error.value)
 
 
+@pytest.mark.fault(10, "truncated gzip")
 @pytest.mark.parametrize("on_bad", ["raise", "skip"])
 def test_a_truncated_gzip_file_is_refused_even_where_records_are_skipped(
     tmp_path, on_bad

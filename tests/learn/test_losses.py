@@ -40,6 +40,7 @@ def test_sequence_weights_count_every_row_that_wrote_alike():
     np.testing.assert_allclose(row_weights(mask, "sequence"), expected, rtol=1e-6)
 
 
+@pytest.mark.fault(14, "no trained token")
 @pytest.mark.parametrize("kind", ["token", "sequence", "micro_token"])
 @given(mask=rows_of(st.booleans(), 3, 5))
 @settings(deadline=None)

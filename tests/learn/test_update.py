@@ -263,6 +263,7 @@ def test_what_is_retrieved_or_padded_behind_the_last_policy_token_changes_nothin
     assert_close(first, second, 1e-6)
 
 
+@pytest.mark.fault(14, "all-masked row")
 def test_excluded_rollouts_change_nothing_in_the_others_loss():
     """The loss of two groups of 3 is that of two groups of 4 with one failed each."""
     batch = make_batch()

@@ -122,6 +122,7 @@ def test_every_tensor_that_does_not_fit_is_in_one_table(tmp_path):
     assert table["encoder.layer.0.output.dense.bias"][-1] == "I64"
 
 
+@pytest.mark.fault(16, "by suffix", "conversion command")
 def test_pickled_weights_are_refused_with_the_command_that_converts_them(tmp_path):
     directory = write_tiny_bert(tmp_path)
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")

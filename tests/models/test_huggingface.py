@@ -77,6 +77,7 @@ def test_export_loads_in_transformers_agrees_and_reloads_bit_identical(
     jax.tree.map(np.testing.assert_array_equal, same, params)
 
 
+@pytest.mark.fault(17, "dtype")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_files_become_float32_exactly(dtype, saved, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
@@ -145,6 +146,7 @@ def test_a_new_value_head_is_zero(saved):
     np.testing.assert_array_equal(params["value"], np.zeros(48))
 
 
+@pytest.mark.fault(17, "tied embeddings")
 def test_rotary_buffers_and_a_tied_copy_are_tolerated(tmp_path):
     reference.random_reference("qwen2").save_pretrained(tmp_path)
     _, expected = reference.load(tmp_path)
@@ -159,12 +161,14 @@ def test_rotary_buffers_and_a_tied_copy_are_tolerated(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
+@pytest.mark.fault(17, "tied embeddings")
 def test_a_tied_output_matrix_that_differs_is_refused(tmp_path):
     reference.random_reference("qwen2").save_pretrained(tmp_path)
     change(tmp_path, lambda t: t | {"lm_head.weight": t[EMBED] + 1})
     assert re.search(r"lm_head\.weight +differs +tied", refusal(tmp_path))
 
 
+@pytest.mark.fault(17, "shape", "dtype", "extra", "one table")
 def test_all_problems_are_in_one_table(copy):
     up = "model.layers.{}.mlp.up_proj.weight"
 
@@ -206,6 +210,7 @@ def test_a_git_lfs_pointer_is_recognised(copy):
     assert "git lfs pull" in refusal(copy)
 
 
+@pytest.mark.fault(16, "by suffix", "conversion command")
 def test_pickles_are_refused_with_a_command_that_converts_them(copy):
     _, expected = reference.load(copy)
     tensors = load_file(copy / "model.safetensors")
@@ -222,6 +227,7 @@ def test_pickles_are_refused_with_a_command_that_converts_them(copy):
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
+@pytest.mark.fault(16, "under another name")
 def test_a_pickle_that_calls_itself_safetensors_is_refused(copy):
     torch.save({"x": torch.ones(2)}, copy / "model.safetensors")
     assert "is a pickle under another name" in refusal(copy)
@@ -251,6 +257,7 @@ def test_an_index_that_is_none_is_named(copy, text):
     assert refusal(copy).startswith(f"{index}: no weight_map")
 
 
+@pytest.mark.fault(17, "missing shard")
 def test_a_missing_shard_is_named(tmp_path):
     reference.random_reference("llama").save_pretrained(
         tmp_path, max_shard_size="100KB"

@@ -170,6 +170,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused(sizes):
         sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
 
 
+@pytest.mark.fault(24, "what must divide")
 def test_an_axis_that_cannot_be_divided_is_named(params):
     mesh = sharding.make_mesh(data=2, fsdp=1, tensor=4)
     message = r"axis 2 of parameter layers\.attention\.k has size 2.*mesh\.tensor=4"

@@ -255,6 +255,7 @@ def with_template(small, template):
     return Tokenizer(small._json, eos_tokens=["<|end|>"], chat_template=template)
 
 
+@pytest.mark.fault(18, "no chat template")
 def test_without_a_template_contents_are_joined(small):
     plain = with_template(small, None)
     chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b<|end|>"}]
@@ -270,6 +271,7 @@ def test_a_template_that_strips_contents_still_does(small):
     assert tokenizer.decode(ids) == "<|user|> x  y |"
 
 
+@pytest.mark.fault(18, "chat template that raises")
 def test_a_template_that_refuses_or_drops_messages_is_a_users_error(small):
     system = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
     refuses = with_template(small, "{{ raise_exception('no system role') }}")
@@ -318,6 +320,7 @@ def test_ends_of_text_come_from_both_files(small, tmp_path):
     assert load_tokenizer(tmp_path).eos_ids == (small.eos_ids[0], user)
 
 
+@pytest.mark.fault(18, "no end of text")
 def test_what_cannot_be_loaded_is_named(small, tmp_path):
     with pytest.raises(ValueError, match=r"no tokenizer\.json; one is made"):
         load_tokenizer(tmp_path)

@@ -91,6 +91,7 @@ def test_a_fourth_query_is_read_and_never_written():
         MQ.render(Search(tuple("abcd")))
 
 
+@pytest.mark.fault(25, "fifty queries")
 def test_fifty_queries_in_one_turn_are_read_at_once():
     many = ", ".join(f"query {i}" for i in range(50))
     action = MQ.parse(f"<search>{many}</search>")

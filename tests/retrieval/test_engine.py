@@ -34,11 +34,13 @@ def test_the_passage_with_the_queries_vector_comes_first_with_its_score():
     assert scores == sorted(scores, reverse=True)
 
 
+@pytest.mark.fault(33, "more than there are")
 def test_a_small_corpus_gives_what_it_has():
     search, _ = engine(2, top_k=5)
     assert sorted(*ids(search(["t1"]))) == ["p0", "p1"]
 
 
+@pytest.mark.fault(33, "blank query")
 @pytest.mark.parametrize("query", ["", " ", "\n\t", "\u3000"])
 def test_a_blank_query_finds_nothing_and_costs_nothing(query):
     search, encoder = engine()
@@ -123,6 +125,7 @@ def test_a_query_that_is_no_text_is_named(query):
         search(["t1", query])
 
 
+@pytest.mark.fault(33, "unknown words")
 def test_hostile_queries_are_only_text():
     search, _ = engine(encoder=HashedNgrams(64))
     queries = ["\x00", "\ud800", "a" * 1_000_000, "</search>", "\x1b[31m", "🇩🇪"]
@@ -139,12 +142,14 @@ def test_a_query_vector_that_is_not_finite_is_refused_by_query():
         search(["t1"])
 
 
+@pytest.mark.fault(33, "none asked for")
 @pytest.mark.parametrize("settings", [{"top_k": 0}, {"top_k": -1}, {"cache_size": -1}])
 def test_a_bad_setting_is_named(settings):
     with pytest.raises(ValueError, match="expected"):
         engine(**settings)
 
 
+@pytest.mark.fault(33, "empty corpus")
 def test_there_must_be_something_to_search():
     with pytest.raises(ValueError, match="no passages"):
         engine(0)

@@ -32,6 +32,8 @@ def found(path, corpus, encoder):
     return search([f"t{i}" for i in range(0, 60, 7)])
 
 
+@pytest.mark.fault(34, "moved")
+@pytest.mark.fault(48, "non-ASCII and spaces")
 @pytest.mark.parametrize("kind", ["brute_force", "partitioned"])
 def test_an_index_finds_the_same_after_it_was_moved(corpus, tmp_path, kind):
     encoder = TableEncoder()
@@ -46,6 +48,7 @@ def test_an_index_finds_the_same_after_it_was_moved(corpus, tmp_path, kind):
             assert str(tmp_path).encode() not in path.read_bytes(), path
 
 
+@pytest.mark.fault(34, "moved")
 def test_the_corpus_is_found_where_it_lies_beside_a_moved_index(corpus, tmp_path):
     build_index(corpus, TableEncoder(), tmp_path / "data" / "index")
     (tmp_path / "data").rename(tmp_path / "moved")
@@ -112,6 +115,7 @@ def test_a_directory_with_something_else_is_never_written_to(corpus, tmp_path):
         build_index(corpus, TableEncoder(), out / "thesis.txt")
 
 
+@pytest.mark.fault(34, "width", "corpus")
 def test_an_index_of_other_input_is_never_written_over(corpus, tmp_path):
     build_index(corpus, TableEncoder(), tmp_path / "i")
     with pytest.raises(ValueError) as caught:
@@ -128,6 +132,7 @@ def test_an_index_of_other_input_is_never_written_over(corpus, tmp_path):
     assert found(tmp_path / "i", corpus, TableEncoder())
 
 
+@pytest.mark.fault(34, "encoder", "corpus")
 @pytest.mark.parametrize("differing", ["corpus", "encoder"])
 def test_an_index_opens_for_its_own_input_alone(corpus, tmp_path, differing):
     build_index(corpus, TableEncoder(), tmp_path / "i")
@@ -143,6 +148,7 @@ def test_an_index_opens_for_its_own_input_alone(corpus, tmp_path, differing):
     assert len(differences) == 1
 
 
+@pytest.mark.fault(34, "damaged")
 def test_every_damaged_file_is_named(corpus, tmp_path):
     build_index(corpus, TableEncoder(), tmp_path / "i", kind="partitioned")
     flip(tmp_path / "i" / "vectors" / "00000.npy")
@@ -232,6 +238,7 @@ def test_a_bad_setting_leaves_no_directory(corpus, tmp_path, settings, message):
     assert not (tmp_path / "i").exists()
 
 
+@pytest.mark.fault(33, "empty corpus")
 def test_an_empty_corpus_is_refused(tmp_path):
     empty = FileCorpus([], tmp_path / "empty.jsonl")
     with pytest.raises(ValueError, match=r"empty\.jsonl: the corpus has no passages"):

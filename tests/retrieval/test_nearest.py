@@ -44,6 +44,7 @@ def test_the_nearest_come_first_with_their_products():
     np.testing.assert_array_equal(scores, np.array([[1, 0.6, 0]], np.float32))
 
 
+@pytest.mark.fault(33, "more than there are")
 def test_more_than_there_are_gives_all_of_them_once():
     rows = np.array([[1, 0], [0, 1]], np.float32)
     positions, scores = brute_force(rows).search(rows, 10)
@@ -134,6 +135,7 @@ class Padding:
         return ids, products
 
 
+@pytest.mark.fault(33, "NaN score", "ScaNN's padding")
 def test_padding_never_becomes_a_result():
     rows = unit_rows(np.random.default_rng(4), 30, 8)
     partition = Partition(num_leaves=5, leaves_to_search=1, reorder=10)

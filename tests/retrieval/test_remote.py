@@ -1,6 +1,7 @@
 """A retrieval service that fails in all the ways there are, and what is made of it."""
 
 import contextlib
+import gzip
 import http.server
 import itertools
 import json
@@ -101,6 +102,7 @@ def rows(*given):
 
 
 HIT = {"document": {"id": "a", "contents": "a\n."}, "score": 1}
+BOMB = gzip.compress(b'{"result": [[' + b" " * 10**8)  # a tenth of a megabyte
 FAULTS = {
     "stopped": lambda h, q, n: time.sleep(3),
     "500": lambda h, q, n: send(h, b"{}", 500),
@@ -119,10 +121,17 @@ FAULTS = {
     ),
     "score no number": lambda h, q, n: send(h, rows([HIT | {"score": "high"}])),
     "huge": endless,
+    "compressed": lambda h, q, n: send(h, BOMB, Content_Encoding="gzip"),
     "nested": lambda h, q, n: send(h, b"[" * 100_000),
 }
 
 
+@pytest.mark.fault(30, "bounded wait")
+@pytest.mark.fault(
+    31, "fewer rows", "no contents", "contents no text", "HTML", "huge", "gzip bomb"
+)
+@pytest.mark.fault(32, "5xx", "reset", "half-open", "slow bytes")
+@pytest.mark.fault(36, "call to a service")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_search_that_fails_is_none_in_bounded_time(name):
     with serving(FAULTS[name]) as service:
@@ -131,6 +140,7 @@ def test_a_search_that_fails_is_none_in_bounded_time(name):
         assert time.monotonic() - began < 3
 
 
+@pytest.mark.fault(32, "5xx", "reset")
 @pytest.mark.parametrize("name", ["500", "reset", "wrong shape", "truncated"])
 def test_what_fails_once_is_asked_again(name):
     def behave(handler, queries, number):
@@ -142,6 +152,7 @@ def test_what_fails_once_is_asked_again(name):
         assert asking(service.url)(["a"]) == [(Passage("a", "a\n.", 1.0),)]
 
 
+@pytest.mark.fault(32, "Retry-After in seconds")
 def test_it_waits_as_long_as_it_is_told_to():
     def behave(handler, queries, number):
         if number == 0:
@@ -155,6 +166,7 @@ def test_it_waits_as_long_as_it_is_told_to():
         assert time.monotonic() - began >= 1
 
 
+@pytest.mark.fault(33, "duplicates", "NaN score")
 def test_hits_without_a_finite_score_and_repeated_ones_are_left_out():
     other = {"document": {"id": "b", "contents": "b\n."}, "score": 0.5}
     padding = [HIT | {"score": float(x)} for x in ("nan", "inf", "-inf")]
@@ -198,6 +210,7 @@ def test_equal_and_blank_queries_are_not_sent_twice_and_what_failed_is_not_kept(
     assert [b["queries"] for b in service.bodies[2:]] == [["a", "b"], ["c"]]
 
 
+@pytest.mark.fault(30, "bounded wait")
 def test_after_several_failures_it_waits_for_the_service_and_goes_on():
     away = threading.Event()
     away.set()
@@ -214,6 +227,7 @@ def test_after_several_failures_it_waits_for_the_service_and_goes_on():
         assert 0.3 < time.monotonic() - began < 3
 
 
+@pytest.mark.fault(30, "saved if it lasts")
 def test_a_service_that_stays_away_ends_the_run_to_be_begun_again():
     with serving(FAULTS["500"]) as service:
         search = asking(service.url, max_retries=0, outage_seconds=0.3)
@@ -222,6 +236,7 @@ def test_a_service_that_stays_away_ends_the_run_to_be_begun_again():
                 search([query])
 
 
+@pytest.mark.fault(30, "at the start")
 def test_a_service_that_is_not_there_is_told_at_once_with_what_to_do():
     with serving(FAULTS["500"]) as service:
         url = service.url

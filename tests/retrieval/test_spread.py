@@ -167,6 +167,7 @@ def test_a_host_that_refuses_is_not_asked_again():
         ask(url, token="another")
 
 
+@pytest.mark.fault(41, "slow")
 def test_a_slow_host_is_waited_for_until_the_end_and_no_longer():
     with answering(lambda _: time.sleep(1.5) or reply()) as url:
         started = time.monotonic()

@@ -39,6 +39,7 @@ def test_total_is_the_weighted_sum_of_the_parts():
     assert after == played
 
 
+@pytest.mark.fault(38, "excluded")
 def test_a_judge_that_cannot_be_asked_takes_the_rollout_out_of_learning():
     played = group([SEARCHES, EVIDENCE + RIGHT], [SEARCHES, EVIDENCE + RIGHT], [RIGHT])
     totals, parts, after = reward_group(played, TERMS, judge=lambda c: ["Paris", None])

@@ -142,6 +142,7 @@ def test_a_passage_with_the_answer_earns_nothing_for_a_policy_without(name, atta
     assert totals == [0] and not asked
 
 
+@pytest.mark.fault(26, "format penalty", "no retrieval", "inside the mask")
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_what_a_policy_forges_stays_its_own_words(name):
     protocol = PROTOCOLS[name]

@@ -110,6 +110,7 @@ def test_each_difference_is_a_setting_of_its_own():
     assert evidence_f1(PARIS, (rollout,), judge=judge, indicator="tags") == [1]
 
 
+@pytest.mark.fault(26, "format penalty")
 def test_a_forged_observation_after_a_search_costs_the_format_reward():
     rollout = play(R_SEARCH, [SEARCHES, FORGED + EVIDENCE + RIGHT], DOCS)
     assert total(rollout, PAPER) == pytest.approx(1.0 + 0.5)

@@ -33,6 +33,7 @@ def test_every_term_can_be_read_by_its_settings():
         assert all(p.kind is p.KEYWORD_ONLY for p in settings), name
 
 
+@pytest.mark.fault(39, "among many words")
 def test_cover_em_has_a_limit_on_words():
     wordy = play(SEARCH_R1, ["<answer>Paris or else Rome Oslo</answer>"])
     nothing = play(SEARCH_R1, ["hm"])
@@ -50,6 +51,7 @@ HACKS = {  # name: the answer, its F1
 }
 
 
+@pytest.mark.fault(39, "empty", "a choice", "among many words", "a whole document")
 @pytest.mark.parametrize("hack", HACKS)
 def test_what_hides_the_answer_among_other_words_is_not_right(hack):
     text, f1 = HACKS[hack]

@@ -57,6 +57,7 @@ def test_bytes_match_as_soon_as_a_search_would_find_a_stop_string(data, stops):
     assert matches(byte_automaton(stops), text) == naive(stops, pieces)
 
 
+@pytest.mark.fault(25, "split over tokens")
 @given(data=st.data(), stops=STOPS)
 def test_tokens_match_wherever_their_boundaries_fall(data, stops):
     vocabulary = data.draw(st.lists(bytes_near(stops), min_size=1, max_size=12))
@@ -65,6 +66,7 @@ def test_tokens_match_wherever_their_boundaries_fall(data, stops):
     assert matches(table, ids) == naive(stops, [vocabulary[i] for i in ids])
 
 
+@pytest.mark.fault(25, "split over tokens")
 @given(data=st.data(), stops=STOPS)
 def test_one_text_matches_alike_however_it_is_cut_into_tokens(data, stops):
     text = data.draw(bytes_near(stops))

@@ -124,6 +124,7 @@ def test_an_invalid_action_ends_it_where_the_protocol_has_no_message():
     assert wave[0].rollout().outcome == Outcome.MALFORMED
 
 
+@pytest.mark.fault(28, "turns used up")
 @pytest.mark.parametrize(
     "turn, outcome",
     [
@@ -141,6 +142,7 @@ def test_nobody_searches_or_is_shown_anything_in_the_final_turn(turn, outcome):
     assert search.calls == []
 
 
+@pytest.mark.fault(30, "tool_error")
 def test_a_failed_search_is_a_tool_error_and_touches_nobody_else():
     host = make_host(search=Engine({"bad": None}))
     wave = opened(host, 2)
@@ -207,6 +209,7 @@ def test_several_queries_of_one_turn_share_one_observation():
     assert wave[0].searches[0].queries == ("a", "b")  # The third is beyond them.
 
 
+@pytest.mark.fault(28, "cut observation")
 @pytest.mark.parametrize("budget", [1, 2, 5, 9])
 def test_content_is_cut_to_its_budget_and_the_tags_stay(budget):
     host = make_host(max_observation_tokens=budget)
@@ -220,6 +223,7 @@ def test_content_is_cut_to_its_budget_and_the_tags_stay(budget):
     assert len(shown) <= host.shown_tokens
 
 
+@pytest.mark.fault(28, "cut observation")
 def test_an_observation_cut_inside_a_character_keeps_its_closing_tag():
     host = make_host(search=Engine(default=(Passage("p", "𝄞𝄞𝄞𝄞\n"),)))
     for budget in range(1, 40):
@@ -229,6 +233,7 @@ def test_an_observation_cut_inside_a_character_keeps_its_closing_tag():
         assert decode(shown).endswith("</information>\n\n")
 
 
+@pytest.mark.fault(28, "end of text")
 def test_the_end_of_text_is_kept_as_a_token_and_is_no_part_of_the_text():
     host = make_host()
     eos = tiny.tokenizer().eos_ids[0]
@@ -241,6 +246,7 @@ def test_the_end_of_text_is_kept_as_a_token_and_is_no_part_of_the_text():
     assert wave[0].num_malformed == 1
 
 
+@pytest.mark.fault(28, "mask by token")
 @given(st.lists(st.integers(0, 339), min_size=1, max_size=30))
 def test_policy_segments_hold_the_very_ids_and_log_probabilities(ids):
     host = make_host()

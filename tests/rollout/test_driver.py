@@ -191,6 +191,7 @@ def test_one_long_rollout_does_not_hold_up_the_others():
     assert steps[1] < 1.2 * steps[0]
 
 
+@pytest.mark.fault(35, "bounded queue")
 def test_while_a_search_runs_the_others_write_on():
     script = Script([[SEARCHES, ANSWERS], [LONG_ANSWER]])
     has_ended = threading.Event()
@@ -224,6 +225,7 @@ def test_while_a_search_runs_the_others_write_on():
     assert_rows_held([group], script)
 
 
+@pytest.mark.fault(35, "bounded queue")
 def test_nobody_searches_on_two_threads_at_once():
     """An index or a connection need not be safe for that."""
     threads, running = set(), []
@@ -287,6 +289,7 @@ def test_without_a_forced_turn_a_rollout_has_as_many_turns_as_searches():
     assert sorted(sample for sample, _ in script.read) == [0, 1]
 
 
+@pytest.mark.fault(11, "never cut")
 def test_a_prompt_that_is_too_long_is_refused_by_its_questions_name():
     host = make_host()
     engine = RolloutEngine(Script([[ANSWERS]]), host, num_rows=1, group_size=1)

@@ -146,6 +146,8 @@ def test_nothing_is_asked_about_nothing(asking):
     assert asking("http://127.0.0.1:9/v1")([]) == []
 
 
+@pytest.mark.fault(38, "retried")
+@pytest.mark.fault(32, "5xx")
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503])
 def test_what_may_pass_is_tried_again(status, asking, said):
     def behave(number, body):
@@ -156,6 +158,7 @@ def test_what_may_pass_is_tried_again(status, asking, said):
     assert len(endpoint.requests) == 3 and not said
 
 
+@pytest.mark.fault(38, "unreachable", "retried")
 def test_an_endpoint_that_stays_down_gives_none_after_so_many_calls(asking, said):
     def behave(number, body):
         is_up = body["messages"][0]["content"] == "up"
@@ -169,6 +172,7 @@ def test_an_endpoint_that_stays_down_gives_none_after_so_many_calls(asking, said
     assert line.endswith("2 of 3 chats failed: HTTP 503 (2)")
 
 
+@pytest.mark.fault(38, "unreachable")
 def test_nobody_listening_gives_none(asking, said):
     with serving(lambda number, body: reply("x")) as endpoint:
         pass  # the port is free again
@@ -186,6 +190,7 @@ def test_what_would_fail_the_same_way_is_asked_once(status, asking, said):
     assert f"HTTP {status}" in said[0] and KEY not in said[0]
 
 
+@pytest.mark.fault(38, "prose")
 @pytest.mark.parametrize(
     "body",
     [
@@ -231,6 +236,7 @@ def test_a_reply_that_is_too_long_is_none(asking, said):
     assert f"more than {most} bytes" in said[0]
 
 
+@pytest.mark.fault(31, "gzip bomb")
 def test_a_compressed_reply_is_not_blown_up(asking, said):
     packed = (200, b"\x1f\x8b\x08" + bytes(100), {"Content_Encoding": "gzip"})
     with serving(lambda number, body: packed) as endpoint:
@@ -251,6 +257,7 @@ def test_a_slow_endpoint_is_given_up(asking, said):
     assert "too slow (1)" in said[0]
 
 
+@pytest.mark.fault(32, "slow bytes")
 def test_a_reply_that_trickles_is_given_up(asking, said, monkeypatch):
     def trickle(handler, status, body, headers):
         handler.send_response(200)

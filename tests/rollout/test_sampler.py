@@ -378,6 +378,7 @@ def test_ids_beyond_the_tokenizers_vocabulary_neither_stop_nor_end_a_turn():
     np.testing.assert_array_equal(rows.turn.count, [2, 1])
 
 
+@pytest.mark.fault(18, "vocabulary and embedding")
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused():
     with pytest.raises(ValueError, match=f"{V}"):
         tiny.make_sampler(vocab_size=V - 1)

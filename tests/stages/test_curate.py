@@ -128,6 +128,7 @@ METHODS = {
 }
 
 
+@pytest.mark.fault(40, "every stage")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_stage_that_was_stopped_anywhere_ends_with_the_same_files(
     setup, tmp_path, monkeypatch, method

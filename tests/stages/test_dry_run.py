@@ -93,6 +93,7 @@ def test_a_chains_steps_count_as_its_searches(capsys):
     assert "+ 30 turns x 256 + 29 observations" in capsys.readouterr().out
 
 
+@pytest.mark.fault(42, "device memory")
 def test_memory_beyond_the_devices_is_refused(capsys):
     words = ["--config=configs/search_r1.py", "--devices=8", "--device_memory_gb=20"]
     assert run(*words) == 2
@@ -102,6 +103,7 @@ def test_memory_beyond_the_devices_is_refused(capsys):
     assert "does not fit devices of 20 GB" in captured.err
 
 
+@pytest.mark.fault(4, "context")
 def test_a_context_beyond_the_models_is_refused(capsys):
     words = ["--config=configs/r_search.py", "--config.rollout.max_turn_tokens=9000"]
     assert run(*words) == 2
@@ -110,6 +112,7 @@ def test_a_context_beyond_the_models_is_refused(capsys):
     )
 
 
+@pytest.mark.fault(4, "batch")
 def test_batches_that_do_not_divide_are_refused(capsys):
     assert run("--config=configs/r_search.py", "--config.rl.micro_batch=7") == 2
     assert "config.rl.micro_batch = 7" in capsys.readouterr().err

@@ -110,6 +110,7 @@ def setup():
     return load_setup(config(**ONE_STEP, guards__max_skipped=2))
 
 
+@pytest.mark.fault(38, "NaN")
 def test_a_step_with_bad_rewards_changes_no_bit(setup, tmp_path):
     own = Guards(setup.config, "rl", tmp_path)
     learner, _ = build.make_learner(setup, "rl")

@@ -63,6 +63,7 @@ def with_reward(setup, judge=None, **terms):
     return dataclasses.replace(setup, config=c, judge=judge)
 
 
+@pytest.mark.fault(13, "counted")
 def test_the_reward_of_a_failed_tool_counts_nowhere_but_among_outcomes(setup):
     setup = with_reward(setup, answer_em={"weight": 2.0})
     played = groups(
@@ -89,6 +90,7 @@ def box(text):
     return dataclasses.replace(whole, segments=(whole.segments[0], own), searches=(1,))
 
 
+@pytest.mark.fault(38, "excluded")
 def test_a_judge_that_fails_takes_its_rollout_out_of_the_step(setup):
     def judge(chats):
         told = [chat[-1]["content"] for chat in chats]
@@ -126,6 +128,7 @@ def largest_change(before, after):
     return max(jax.tree.leaves(changes))
 
 
+@pytest.mark.fault(14, "no trained token")
 def test_a_step_in_which_everything_failed_changes_nothing(setup):
     """Not even by weight decay, nor by the momentum of the step before."""
     good = groups(*[[rollout("x"), rollout("y")]] * 4)
@@ -143,6 +146,7 @@ def test_a_step_in_which_everything_failed_changes_nothing(setup):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
 
 
+@pytest.mark.fault(30, "out of the loss")
 def test_failed_rollouts_do_not_change_what_the_others_teach(setup):
     good = [[rollout("x"), rollout("y", num_tokens=4)]] * 2
     rewards = np.array([[1, 0], [1, 0], [0, 0], [0, 0]], np.float32)

@@ -1,0 +1,176 @@
+"""What can go wrong, row by row, and the tests that show what then happens.
+
+    pytest -m fault                     runs these tests
+    python -m tests.test_faults         lists them by row and item
+
+A test says with `@pytest.mark.fault(9, "invalid UTF-8")` which items of a row it shows.
+An item without a test is a line of faults_left_out.md, which says why.
+"""
+
+import ast
+import collections
+import pathlib
+import re
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+LEFT_OUT = FOLDER / "faults_left_out.md"
+KNOWN = FOLDER.parent.parent / "shared" / "faults.md"
+
+FAULTS = """
+1 a misspelt field: nearest name; exit 2 in one line; any single edit
+2 a misspelt flag: misspelt --config; unknown flag; exit 2
+3 a number out of range: negative steps; NaN; group of one; clip of 0
+4 sizes that do not fit: batch; mesh; context; arithmetic shown
+5 a field that is None: set from the command line
+6 a recipe: missing; syntax error; error while it runs
+7 runs in each other's way: conflicting overrides; trial twice; one workdir; stale lock
+8 a changed configuration: table; safe fields; accepted by name
+9 a line of questions or passages: truncated; invalid UTF-8; NaN literal;
+  duplicate keys; nested deep; wrong type; on_bad=skip
+10 a data file: empty; byte order mark; CRLF; truncated gzip; no golden answer;
+  golden answer of nothing; NFC and NFD; full-width digits; right to left
+11 a question that is too long: left out and listed; never cut
+12 questions twice: duplicate ids; in train and dev; decontaminate
+13 a group without spread: zero gradient; KL rule; counted
+14 nothing to train on: no trained token; all-masked row; no reward on padding
+15 a data set between save and resume: changed; shortened; reordered; both fingerprints
+16 weights in a pickle: by suffix; under another name; conversion command
+17 weights that do not fit: missing shard; shape; dtype; tied embeddings; extra;
+  one table
+18 a tokenizer: vocabulary and embedding; no end of text; no padding token;
+  no chat template; chat template that raises
+19 a damaged checkpoint: flipped bit; truncated; deleted; swapped; previous one used;
+  set aside
+20 SIGKILL: in a save; in a rename; in a deletion; in a journal's append
+21 a disk that refuses: full; read-only; quota; permission denied; file in the way;
+  storage service; older checkpoints intact; retried
+22 a checkpoint of another program: newer schema; older schema
+23 which step is the latest: clock backwards; hosts disagree
+24 another topology: devices; hosts; what must divide
+25 what a turn may hold: unclosed search; nested tags; two actions; empty query;
+  fifty queries; invalid JSON; JSON with NaN; cut by the limit; split over tokens;
+  look-alikes
+26 observations that the policy writes: format penalty; no retrieval; inside the mask
+27 control ids that the policy samples: text in decoding; rule of the episode
+28 the end of a turn: answer and search; end of text; turns used up; cut observation;
+  mask by token
+29 logits that are not finite: step aborted; parameter named
+30 a search service away: at the start; bounded wait; tool_error; out of the loss;
+  saved if it lasts
+31 a reply of another shape: fewer rows; no contents; contents no text; HTML; huge;
+  gzip bomb; logged
+32 a network fault: Retry-After in seconds; Retry-After as a date; 5xx; reset;
+  half-open; slow bytes; unknown host; TLS
+33 what a search finds: duplicates; NaN score; ScaNN's padding; FAISS's padding;
+  more than there are; none asked for; empty corpus; blank query; unknown words;
+  zero score
+34 an index of something else: encoder; width; corpus; moved; damaged
+35 an encoder slower than the rollouts: bounded queue
+36 a tool that never returns: call to a service; call within the process
+37 hostile documents: same rewards and actions; no control id; told in the report
+38 a judge that fails: unreachable; prose; wrong count; NaN; retried; excluded
+39 answers that hack the reward: empty; a choice; among many words; a whole document
+40 signals: SIGTERM; SIGINT twice; SIGUSR1; SIGHUP; every stage
+41 a process lost: killed; stopped; slow
+42 resources used up: device memory; killed for memory; file descriptors; shared memory;
+  full log
+43 hosts that differ: versions; configuration and inputs
+44 a port in use: of a service; of the coordinator
+45 variables of an earlier job: SLURM; MEGASCALE
+46 a compilation longer than the heartbeat: goes on beating
+47 a tracker: failing; hanging
+48 names: no clock in them; non-ASCII and spaces; bucket; symlink; long
+49 a service under fuzz: strangers; body; numbers; many at once; client gone; SIGTERM
+50 MCP: unknown tool; argument types; stdout
+"""
+
+
+def table():
+    """{row: (title, [items])} of FAULTS."""
+    lines = re.sub(r"\n +", " ", FAULTS.strip()).splitlines()
+    found = {}
+    for line in lines:
+        row, title, items = re.fullmatch(r"(\d+) ([^:]+): (.+)", line).groups()
+        assert int(row) not in found, line
+        found[int(row)] = title, items.split("; ")
+    return found
+
+
+def marks():
+    """[(row, item, file, test)] of the markers at tests, read without importing."""
+    found = []
+    for path in sorted(FOLDER.rglob("test_*.py")):
+        name = path.relative_to(FOLDER).as_posix()
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            for call in getattr(node, "decorator_list", []):
+                is_call = isinstance(call, ast.Call)
+                if is_call and ast.unparse(call.func) == "pytest.mark.fault":
+                    assert node.name.startswith("test_"), f"{name}: {node.name}"
+                    row, *items = map(ast.literal_eval, call.args)
+                    assert items, f"{name}: {node.name}: row {row} without an item"
+                    found += [(row, item, name, node.name) for item in items]
+    return found
+
+
+def left_out():
+    """{(row, item): why} of faults_left_out.md."""
+    found = {}
+    for line in LEFT_OUT.read_text().splitlines():
+        if not line.startswith("- "):
+            continue
+        row, items, why = re.fullmatch(r"- (\d+) ([^:]+): (.+\.)", line).groups()
+        for item in items.split("; "):
+            assert (int(row), item) not in found, line
+            found[int(row), item] = why
+    return found
+
+
+def all_items():
+    return {(row, item) for row, (_, items) in table().items() for item in items}
+
+
+def test_every_item_has_a_test_or_a_reason():
+    covered = {(row, item) for row, item, *_ in marks()} | left_out().keys()
+    assert not sorted(all_items() - covered)
+
+
+def test_every_marker_and_reason_names_an_item():
+    named = {(row, item) for row, item, *_ in marks()} | left_out().keys()
+    assert not sorted(named - all_items())
+
+
+def test_nothing_is_both_shown_and_left_out():
+    assert not sorted({(row, item) for row, item, *_ in marks()} & left_out().keys())
+
+
+def test_an_item_stands_once_in_its_row():
+    for row, (_, items) in table().items():
+        twice = [i for i, n in collections.Counter(items).items() if n > 1]
+        assert not twice, f"row {row}: {twice}"
+
+
+def test_the_rows_are_those_that_are_known():
+    if not KNOWN.is_file():
+        pytest.skip("the list that the rows are of is not beside this checkout")
+    numbers = re.findall(r"(?<!\S)(\d+)\. ", KNOWN.read_text())
+    assert set(table()) == set(map(int, numbers))
+
+
+def main():
+    """Prints each row with its items and the tests that show them."""
+    shown = collections.defaultdict(list)
+    for row, item, file, name in marks():
+        shown[row, item].append(f"{file}::{name}")
+    for row, (title, items) in table().items():
+        print(f"{row} {title}")
+        for item in items:
+            print(f"  {item}")
+            told = shown[row, item] or [f"left out: {left_out().get((row, item), '?')}"]
+            print("\n".join(f"    {line}" for line in told))
+
+
+if __name__ == "__main__":
+    main()
