@@ -1,6 +1,7 @@
 """A checkpoint is whole and bit-identical, or it does not count."""
 
 import json
+import os
 import random
 import shutil
 import time
@@ -168,6 +169,16 @@ def all_files(folder):
     return sorted(p for p in folder.rglob("*") if p.is_file())
 
 
+@pytest.mark.fault(23, "clock backwards")
+@pytest.mark.fault(48, "clock skew")
+def test_the_newest_is_that_of_the_highest_step_whatever_the_clock_said(saved):
+    for path in [saved / "2", *(saved / "2").rglob("*")]:
+        os.utime(path, (0, 0))
+    assert checkpoint.latest(saved) == 2
+    checkpoint.save(saved, 3, make_tree(3), {}, keep=2)
+    assert checkpoint.steps(saved) == [2, 3]
+
+
 @pytest.mark.fault(19, "flipped bit")
 def test_one_flipped_bit_in_any_file_is_found_and_the_file_named(saved):
     like = make_tree(0)
@@ -254,11 +265,13 @@ def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(saved):
     assert sorted(p.name for p in saved.iterdir()) == ["1.damaged", "2.damaged"]
 
 
-@pytest.mark.fault(22, "newer schema")
-def test_newer_schema_is_refused_and_left_alone(saved):
-    body = {**checkpoint.read_manifest(saved, 2), "schema": checkpoint.SCHEMA + 1}
+@pytest.mark.fault(22, "newer schema", "older schema")
+@pytest.mark.parametrize("schema", [checkpoint.SCHEMA + 1, checkpoint.SCHEMA - 1])
+def test_another_schema_is_refused_and_left_alone(saved, schema):
+    body = {**checkpoint.read_manifest(saved, 2), "schema": schema}
     (saved / "2" / "manifest.json").write_bytes(encode(body))
-    with pytest.raises(ValueError, match="schema 2, but this program reads schema 1"):
+    told = f"2/manifest.json: schema {schema}, but this program reads schema 1"
+    with pytest.raises(ValueError, match=told):
         checkpoint.newest_good(saved, make_tree(0))
     assert checkpoint.steps(saved) == [1, 2]
 

@@ -9,6 +9,7 @@ An item without a test is a line of faults_left_out.md, which says why.
 
 import ast
 import collections
+import functools
 import pathlib
 import re
 
@@ -81,12 +82,13 @@ FAULTS = """
 45 variables of an earlier job: SLURM; MEGASCALE
 46 a compilation longer than the heartbeat: goes on beating
 47 a tracker: failing; hanging
-48 names: no clock in them; non-ASCII and spaces; bucket; symlink; long
+48 names and times: clock skew; non-ASCII and spaces; bucket; symlink; long
 49 a service under fuzz: strangers; body; numbers; many at once; client gone; SIGTERM
 50 MCP: unknown tool; argument types; stdout
 """
 
 
+@functools.cache
 def table():
     """{row: (title, [items])} of FAULTS."""
     lines = re.sub(r"\n +", " ", FAULTS.strip()).splitlines()
@@ -98,6 +100,7 @@ def table():
     return found
 
 
+@functools.cache
 def marks():
     """[(row, item, file, test)] of the markers at tests, read without importing."""
     found = []

@@ -194,3 +194,24 @@ def test_squad_f1_equals_a_second_implementation(prediction, golden):
         expected = 2 * sum(shared.values()) / (len(ours) + len(theirs))
         found = f1(prediction, [golden], normalize="squad")
         assert found == pytest.approx(expected)
+
+
+@pytest.mark.fault(10, "full-width digits")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_width_digits_are_another_answer_as_in_the_published_scripts(family):
+    """Their normalisation is of case, punctuation, articles and spaces alone."""
+    assert exact_match("１９８４", ["１９８４"], normalize=family) == 1
+    for metric in (exact_match, cover_exact_match, f1):
+        assert metric("１９８４", ["1984"], normalize=family) == 0
+
+
+@pytest.mark.fault(10, "right to left")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_words_that_are_written_from_right_to_left_are_words(family):
+    for golden in ("ירושלים העתיקה", "مدينة القدس"):
+        first, second = golden.split()
+        assert exact_match(f" {first}  {second}. ", [golden], normalize=family) == 1
+        assert f1(first, [golden], normalize=family) == pytest.approx(2 / 3)
+        backwards = f"{second} {first}"
+        assert exact_match(backwards, [golden], normalize=family) == 0
+        assert cover_exact_match(backwards, [golden], normalize=family) == 1

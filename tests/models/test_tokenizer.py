@@ -339,3 +339,12 @@ def test_what_cannot_be_loaded_is_named(small, tmp_path):
     settings.write_text('{"eos_token": "<none>"}')
     with pytest.raises(ValueError, match=r"eos token \['<none>'\]"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.fault(18, "no padding token")
+def test_without_a_padding_token_rows_are_filled_with_the_end_of_text(small, tmp_path):
+    small.save(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    assert "pad_token" not in json.loads(settings.read_text())
+    found = load_tokenizer(tmp_path)
+    assert found.pad_id == found.eos_ids[0] == small.eos_ids[0]

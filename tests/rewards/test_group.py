@@ -51,6 +51,15 @@ def test_a_judge_that_cannot_be_asked_takes_the_rollout_out_of_learning():
     assert after.rollouts[1].segments is played.rollouts[1].segments
 
 
+@pytest.mark.fault(38, "wrong count")
+@pytest.mark.parametrize("replies", [[], ["Paris"], ["Paris"] * 3])
+def test_replies_are_never_taken_for_those_of_other_chats(replies):
+    """Each chat has a reply of its own: another count is a fault of the program."""
+    played = group([SEARCHES, EVIDENCE + RIGHT], [SEARCHES, EVIDENCE + RIGHT])
+    with pytest.raises(AssertionError, match=f"{len(replies)}, 2"):
+        reward_group(played, TERMS, judge=lambda chats: replies)
+
+
 def test_a_failed_search_earns_nothing_and_stays_a_failed_search():
     played = group([SEARCHES, EVIDENCE + RIGHT])
     failed = dataclasses.replace(played.rollouts[0], outcome=Outcome.TOOL_ERROR)

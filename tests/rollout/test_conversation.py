@@ -233,6 +233,28 @@ def test_an_observation_cut_inside_a_character_keeps_its_closing_tag():
         assert decode(shown).endswith("</information>\n\n")
 
 
+@pytest.mark.fault(27, "text in decoding", "rule of the episode")
+@pytest.mark.parametrize("frame", ["<|user|>", "<|assistant|>"])
+def test_a_control_id_that_the_policy_samples_is_its_own_text(frame):
+    host = make_host()
+    control = next(
+        i
+        for i in tiny.tokenizer().control_ids
+        if tiny.tokenizer().token_bytes[i].decode() == frame
+    )
+    ids = [*encode("who "), control, *encode("<answer>city</answer>")]
+    wave = opened(host, 2)
+    assert write(host, wave, {0: ids}) == {}
+    rollout = wave[0].rollout()
+    assert (rollout.outcome, rollout.answer) == (Outcome.ANSWERED, "city")
+    assert rollout.policy_texts == (f"who {frame}<answer>city</answer>",)
+    order = [Source.PROMPT, Source.POLICY]
+    assert [s.source for s in rollout.segments] == order
+    # Without an action the turn is malformed like any other, and the rollout goes on.
+    shown = write(host, wave, {1: [*encode("who "), control]})
+    assert decode(shown[1]) == INVALID_MESSAGE and wave[1].outcome is None
+
+
 @pytest.mark.fault(28, "end of text")
 def test_the_end_of_text_is_kept_as_a_token_and_is_no_part_of_the_text():
     host = make_host()
