@@ -147,6 +147,7 @@ class Workdir:
     def close(self):
         """Lets others in. The lock file stays: removing it would race with them."""
         if self._lock is not None:
+            os.ftruncate(self._lock, 0)  # what still names a process was not let go
             os.close(self._lock)
             self._lock = None
 
@@ -277,8 +278,12 @@ def _lock(path):
     except BaseException:
         os.close(descriptor)
         raise
+    if holder := _holder(descriptor):
+        told = "which has ended without letting it go; taken over"
+        note(f"{path.parent}: was in use by {holder}, {told}")
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {_host()}\n".encode(), 0)
+    own = f"process {os.getpid()} on {socket.gethostname()}\n"
+    os.pwrite(descriptor, own.encode(), 0)
     return descriptor
 
 
@@ -287,15 +292,15 @@ def _hold(descriptor, how, path):
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+        holder = _holder(descriptor) or "another process"
         raise ValueError(
-            f"{path}: in use by {holder or 'another process'}; wait for it to end, or "
-            "name another --workdir"
+            f"{path}: in use by {holder}; wait for it to end, or name another --workdir"
         ) from None
 
 
-def _host():
-    return socket.gethostname()
+def _holder(descriptor):
+    """Who a lock file names, '' where the last one has let it go."""
+    return os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
 
 
 def is_free(name):

@@ -92,7 +92,8 @@ time.sleep(60)
 """
 
 
-def test_killed_process_leaves_no_lock_behind(tmp_path):
+@pytest.mark.fault(7, "stale lock")
+def test_killed_process_leaves_no_lock_behind(tmp_path, capsys):
     base = configs.load("configs/base.py")
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=configs.ROOT)
@@ -102,8 +103,13 @@ def test_killed_process_leaves_no_lock_behind(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
+    told = f"was in use by process {process.pid} on "
     with Workdir(tmp_path, base) as work:
         assert work.is_resumed
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line and "taken over" in line
+    Workdir(tmp_path, base).close()  # of one that has let go nothing is told
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.fault(8, "table")
