@@ -18,7 +18,7 @@ import traceback
 
 from ml_collections import ConfigDict
 
-from rsearch.console import clean
+from rsearch.console import FULL, clean, unless_full
 from rsearch.fields import (
     ABSENT,
     apply_overrides,
@@ -55,6 +55,7 @@ __all__ = [
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REQUIRED = object()
 STOPPED = 3  # exit code
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 HELP = """\
   --config=FILE[:VARIANT]    the recipe, for example configs/quickstart.py
   --config.FIELD=VALUE       sets one of its fields; --print_config lists them
@@ -267,10 +268,10 @@ def run_command(main, argv=None):
         try:
             code = _exit_code(main, sys.argv[1:] if argv is None else list(argv))
         except SystemExit:  # after --help
-            _flush()
+            if not _flush():
+                return 2
             raise
-        _flush()
-        return code
+        return code if _flush() else code or 2
     except BrokenPipeError:
         if not _drop_output():
             raise
@@ -278,9 +279,22 @@ def run_command(main, argv=None):
 
 
 def _flush():
-    """Writes what is left now, where it can fail, and not as the interpreter ends."""
+    """Writes what is left now, where it can fail, and not as the interpreter ends.
+
+    Returns whether all that was printed has gone out. A log on stderr may lose lines.
+    """
+    is_out = True
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
+        try:
+            stream.flush()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            _to_nowhere(stream)
+            if stream is sys.stdout:
+                is_out = False
+                _tell(f"error: {error.strerror}: what is printed is not all there")
+    return is_out
 
 
 def _drop_output():
@@ -294,10 +308,15 @@ def _drop_output():
             continue
         if any(event & select.POLLERR for _, event in asked.poll(0)):
             found = True
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            _to_nowhere(stream)
     return found
+
+
+def _to_nowhere(stream):
+    """What is written to the stream, and what it still holds, is lost."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _exit_code(main, argv):
@@ -305,14 +324,14 @@ def _exit_code(main, argv):
     try:
         return int(main(argv) or 0)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _tell("interrupted")
         return 130
     except PreemptedError as error:
         told = clean(str(error)) or "stopped"
-        print(f"{told}; the same command goes on", file=sys.stderr)
+        _tell(f"{told}; the same command goes on")
         return EXIT_CODE
     except StoppedError as error:
-        print(f"error: {clean(str(error))}", file=sys.stderr)
+        _tell(f"error: {clean(str(error))}")
         return STOPPED
     except (ValueError, OSError) as error:
         if not _is_for_users(error):
@@ -320,14 +339,22 @@ def _exit_code(main, argv):
         message = str(error)
         if isinstance(error, OSError) and error.strerror:
             message = f"{error.strerror}: {error.filename or 'no file named'}"
-        print(f"error: {clean(message)}", file=sys.stderr)
+        if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
+            message += "; ulimit -n allows more"
+        _tell(f"error: {clean(message)}")
         return 2
+
+
+def _tell(text):
+    """A line on stderr, where there is room for it."""
+    with unless_full():
+        print(text, file=sys.stderr)
 
 
 def _is_for_users(error):
     if isinstance(error, OSError):
-        full = (errno.ENOSPC, errno.EDQUOT)
-        return error.filename is not None or error.errno in full
+        known = (*FULL, *TOO_MANY_FILES)
+        return error.filename is not None or error.errno in known
     # Libraries raise ValueError too, about our mistakes. JAX hides its own frames and
     # says so in a note.
     frames = traceback.extract_tb(error.__traceback__)

@@ -5,6 +5,8 @@ retrieved page, so all of it is plain: markup is not interpreted, and control ch
 are written out instead of obeyed.
 """
 
+import contextlib
+import errno
 import sys
 import time
 import unicodedata
@@ -22,6 +24,7 @@ from rich.text import Text
 
 from rsearch import hosts
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without room answers
 PLAIN_WIDTH = 200  # columns of a table that goes to a file
 SECONDS_BETWEEN_LINES = 15.0  # of progress, where there is no terminal
 
@@ -49,7 +52,18 @@ def note(text):
     """One line for people, with the time of day, on stderr."""
     console = _console(sys.stderr)
     stamp = time.strftime("%H:%M:%S")
-    console.print(Text(f"{stamp} {clean(text)}"), soft_wrap=True)
+    with unless_full():
+        console.print(Text(f"{stamp} {clean(text)}"), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def unless_full():
+    """Within it a log whose disk is full loses lines, and costs no run."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
 
 
 def block(title, text):
