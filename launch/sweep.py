@@ -48,6 +48,7 @@ RECORD = "sweep.jsonl"  # in OUT, a line for each trial that has ended
 FIELD = "--config."
 MAX_NAME = 120  # characters of a directory's name
 SECONDS_BETWEEN_LOOKS = 0.2
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 MAX_STOPS = 5  # of a trial that was told to stop, until it counts as failed
 FLAGS = {
     "config": (None, "the recipe, FILE[:VARIANT], of trials that name none themselves"),
@@ -95,7 +96,8 @@ def main(argv) -> int:
     if done:
         compare.main([*done, *(["--group"] if flags["group"] else [])])
     for name, code in failed.items():
-        console.note(f"{name}: exit code {code}, see {out / name}.log")
+        why = ", killed, mostly for want of memory" if code in KILLED else ""
+        console.note(f"{name}: exit code {code}{why}, see {out / name}.log")
     return 1 if failed else 0
 
 

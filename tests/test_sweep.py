@@ -26,7 +26,7 @@ sweep = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(sweep)
 
 # Stands for rsearch.train: writes down what it is asked, and fails where the seed is 4
-# until it is asked a second time; with seed 5 it is told to stop twice.
+# until it is asked a second time; with seed 5 it is told to stop twice, with 6 killed.
 PRETENDED = """
 import os, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
@@ -35,6 +35,8 @@ with open(folder / "asked", "a") as file:
     print(os.environ.get("CUDA_VISIBLE_DEVICES"), *words, file=file)
 print("seen", words)
 before = (folder / "asked").read_text().count("config.seed=4")
+if "--config.seed=6" in words:
+    os.kill(os.getpid(), 9)
 if "--config.seed=5" in words:
     sys.exit(75 if (folder / "asked").read_text().count("config.seed=5") < 3 else 0)
 sys.exit(7 if "--config.seed=4" in words and before < 2 else 0)
@@ -182,6 +184,14 @@ def test_trials_of_one_name_and_fields_set_twice_are_refused(tmp_path, capsys):
         assert wrong in capsys.readouterr().err
     assert run_command(sweep.main, [f"--out={tmp_path}", "--config.seed=1"]) == 2
     assert "--config=... is missing" in capsys.readouterr().err
+
+
+@pytest.mark.fault(42, "killed for memory")
+def test_a_trial_that_is_killed_is_told_with_what_mostly_does_that(pretended, capsys):
+    code, asked, compared = pretended(f"--config={RECIPE}", "--config.seed=6,1")
+    assert (code, len(asked), len(compared)) == (1, 2, 1)
+    told = "seed=6: exit code -9, killed, mostly for want of memory, see "
+    assert told in capsys.readouterr().err
 
 
 def test_every_trial_is_checked_before_any_begins(pretended, tmp_path, capsys):
