@@ -22,6 +22,7 @@ from rsearch.preemption import OutageError, PreemptedError
 SIZES = (1 << 8, 1 << 14, 1 << 18, 1 << 22)
 PIECE_BYTES = SIZES[-1]
 AUTO = "auto"
+ALL = ()  # devices of a host: by itself JAX gives each SLURM task one of them
 
 FLAGS = {
     "coordinator": ("", "of several hosts: HOST:PORT of the first, or auto"),
@@ -61,7 +62,7 @@ def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
     # JAX's would take the signals that `rsearch.preemption` waits for.
     jax.config.update("jax_enable_preemption_service", False)
     if coordinator == AUTO:
-        jax.distributed.initialize()
+        jax.distributed.initialize(local_device_ids=ALL)
     else:
         address, _, port = coordinator.rpartition(":")
         if not address or not port.isdecimal():
@@ -73,7 +74,7 @@ def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
                 f"--num_hosts={num_hosts} --host={host}: with --coordinator=HOST:PORT "
                 "every host is told how many there are, and its own number from 0"
             )
-        jax.distributed.initialize(coordinator, num_hosts, host)
+        jax.distributed.initialize(coordinator, num_hosts, host, ALL)
         _coordinator = address.strip("[]")
     _place = jax.process_index(), jax.process_count()
     for size in SIZES:  # compiled here, not in the middle of a run

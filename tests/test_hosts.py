@@ -84,6 +84,30 @@ def test_a_meeting_that_cannot_be_is_refused(given, wrong):
     assert wrong in str(error.value)
 
 
+ALONE = """
+import sys
+from rsearch import hosts
+import jax
+given = dict(num_hosts=1, host=0) if sys.argv[1] != "auto" else {}
+hosts.begin(sys.argv[1], **given)
+print(hosts.index(), hosts.num_hosts(), jax.config.read("jax_cuda_visible_devices"))
+"""
+
+
+@pytest.mark.fault(45, "SLURM")
+@pytest.mark.parametrize("how", ["auto", "by hand"])
+def test_a_host_of_a_slurm_job_has_all_of_its_devices(how):
+    """JAX by itself would take that with the number of the task on its host."""
+    job = {"JOB_ID": "7", "STEP_NODELIST": "localhost", "NTASKS": "1", "PROCID": "0"}
+    job |= {"LOCALID": "0", "STEP_NUM_NODES": "1"}
+    port = free_port()
+    place = "auto" if how == "auto" else f"127.0.0.1:{port}"
+    variables = {f"SLURM_{name}": value for name, value in job.items()}
+    variables["JAX_COORDINATOR_PORT"] = str(port)
+    done = run_python("-c", ALONE, place, **variables)
+    assert (done.returncode, done.stdout) == (0, "0 1 all\n"), done.stderr
+
+
 def test_a_host_alone_works_alone():
     hosts.begin("")
     assert (hosts.index(), hosts.num_hosts(), hosts.is_first()) == (0, 1, True)
