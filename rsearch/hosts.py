@@ -7,7 +7,12 @@ cut over the devices of all (see `rsearch.models.sharding`).
 """
 
 import contextlib
+import hashlib
+import importlib.metadata
 import json
+import os
+import pathlib
+import platform
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +28,11 @@ SIZES = (1 << 8, 1 << 14, 1 << 18, 1 << 22)
 PIECE_BYTES = SIZES[-1]
 AUTO = "auto"
 ALL = ()  # devices of a host: by itself JAX gives each SLURM task one of them
+SLICES = "MEGASCALE_"  # what libtpu reads of a job of several slices
+LIBRARIES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+LIBRARIES += ("flax", "optax", "numpy")
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64")
+VARIABLES += ("JAX_DEFAULT_MATMUL_PRECISION",)
 
 FLAGS = {
     "coordinator": ("", "of several hosts: HOST:PORT of the first, or auto"),
@@ -46,11 +56,13 @@ def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
         coordinator: "" is a run on this host alone. "auto" takes what a TPU slice,
             SLURM, Open MPI or Kubernetes tells (`jax.distributed.initialize`).
             Otherwise HOST:PORT, of the host of number 0, as everyone can reach it.
+            Only "auto" looks at variables that an earlier job may have left.
         num_hosts: where the coordinator is given as an address.
         host: number of this one, from 0.
 
     Raises:
-        ValueError: an address without the other two, or these without an address.
+        ValueError: an address without the other two, or these without an address; a
+            port that is in use; hosts with different programs.
     """
     import jax  # not at the top: commands without a model load this module too
 
@@ -58,6 +70,8 @@ def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
     if coordinator in ("", AUTO) and (num_hosts or host >= 0):
         raise ValueError("--num_hosts and --host want --coordinator=HOST:PORT")
     if not coordinator:
+        for name in [name for name in os.environ if name.startswith(SLICES)]:
+            del os.environ[name]  # libtpu would wait for the other slices
         return
     # JAX's would take the signals that `rsearch.preemption` waits for.
     jax.config.update("jax_enable_preemption_service", False)
@@ -74,11 +88,39 @@ def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
                 f"--num_hosts={num_hosts} --host={host}: with --coordinator=HOST:PORT "
                 "every host is told how many there are, and its own number from 0"
             )
+        if host == 0:
+            _check_free(address, int(port))
         jax.distributed.initialize(coordinator, num_hosts, host, ALL)
         _coordinator = address.strip("[]")
     _place = jax.process_index(), jax.process_count()
     for size in SIZES:  # compiled here, not in the middle of a run
         exchange(bytes(size))
+    check_alike(program())
+
+
+def _check_free(address, port):
+    """Refuses a port that another process listens at, which JAX would wait for."""
+    try:
+        socket.create_server(("", port)).close()
+    except (OSError, OverflowError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) else error
+        raise ValueError(
+            f"--coordinator={address}:{port}: {reason}; name another port on all "
+            f"hosts, --coordinator={address}:PORT"
+        ) from None
+
+
+def program() -> dict[str, str]:
+    """What numbers follow from beside configuration and inputs: {name: what it is}."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    found |= {name: os.environ.get(name, "") for name in VARIABLES}
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return found | {"rsearch": digest.hexdigest()}
 
 
 @contextlib.contextmanager
@@ -301,5 +343,5 @@ def check_alike(told: dict) -> None:
             if replies[0].get(name) != other.get(name):
                 raise ValueError(
                     f"{name} is {other.get(name)!r} on host {number}, "
-                    f"{replies[0].get(name)!r} on host 0; all need the same files"
+                    f"{replies[0].get(name)!r} on host 0; all need the same"
                 )

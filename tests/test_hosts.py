@@ -84,6 +84,62 @@ def test_a_meeting_that_cannot_be_is_refused(given, wrong):
     assert wrong in str(error.value)
 
 
+@pytest.mark.fault(44, "of the coordinator")
+def test_a_port_that_is_in_use_is_named_with_what_to_do():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        told = f"--coordinator={place}: Address already in use; name another port"
+        with pytest.raises(ValueError, match=told):
+            hosts.begin(place, num_hosts=2, host=0)
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """Two hosts of which this is the second; `change` is what the first has."""
+    first = {}
+
+    def exchange(payload):
+        own = json.loads(payload) if payload.startswith(b"{") else {}
+        return [json.dumps(own | first).encode(), payload]
+
+    asked = []
+    monkeypatch.setattr(hosts, "_place", hosts._place)
+    monkeypatch.setattr(hosts, "_coordinator", "")
+    monkeypatch.setattr(hosts, "exchange", exchange)
+    monkeypatch.setattr("jax.distributed.initialize", lambda *a: asked.append(a))
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    return first, asked
+
+
+@pytest.mark.fault(43, "versions")
+@pytest.mark.parametrize("name", ["jax", "python", "rsearch", "XLA_FLAGS"])
+def test_hosts_with_different_programs_are_refused_at_once(pretended, name):
+    first, _ = pretended
+    hosts.begin("10.0.0.1:99", num_hosts=2, host=1)
+    first[name] = "other"
+    told = f"^{name} is '.*' on host 1, 'other' on host 0; all need the same$"
+    with pytest.raises(ValueError, match=told):
+        hosts.begin("10.0.0.1:99", num_hosts=2, host=1)
+
+
+@pytest.mark.fault(45, "SLURM", "MEGASCALE")
+def test_what_an_earlier_job_has_left_in_the_environment_is_not_looked_at(
+    pretended, monkeypatch
+):
+    left = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"}
+    left |= {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_COORDINATOR_ADDRESS": "gone:8080"}
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    _, asked = pretended
+    hosts.begin("10.0.0.1:99", num_hosts=2, host=1)
+    assert [words[:3] for words in asked] == [("10.0.0.1:99", 2, 1)]
+    monkeypatch.setattr(hosts, "_place", (0, 1))
+    hosts.begin("")
+    assert (hosts.index(), hosts.num_hosts()) == (0, 1) and len(asked) == 1
+    assert not [name for name in os.environ if name.startswith("MEGASCALE_")]
+
+
 ALONE = """
 import sys
 from rsearch import hosts
