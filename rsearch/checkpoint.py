@@ -28,7 +28,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from rsearch import files, storage
+from rsearch import files, hosts, storage
 from rsearch.config import parse_flags, run_command
 from rsearch.console import note, table
 from rsearch.manifest import (
@@ -75,7 +75,7 @@ def save(directory, step, tree, meta, *, keep):
             new manifest is durable.
 
     Raises:
-        ValueError: a leaf that would not come back as it is, or a step already there.
+        ValueError: a leaf that would not come back as it is, a step already there.
         OSError: the disk refuses.
     """
     assert step >= 0 and keep >= 1, (step, keep)
@@ -181,9 +181,10 @@ def newest_good(directory, like):
 
     Raises:
         ValueError: structure, shapes or dtypes differ; or there were checkpoints and
-            all of them are damaged, since going on from nothing is not ours to decide.
+            all of them are damaged, or no host sees those of another, since going on
+            from nothing is not ours to decide.
     """
-    found = steps(directory)
+    found = _agreed(directory)
     for step in reversed(found):
         try:
             tree = restore(directory, step, like)
@@ -199,6 +200,21 @@ def newest_good(directory, like):
     return None
 
 
+def _agreed(directory):
+    """The steps that all hosts see; later ones, of a disk that lags, are set aside."""
+    own = json.dumps(steps(directory)).encode()
+    seen = [set(json.loads(told)) for told in hosts.exchange(own)]
+    common, known = set.intersection(*seen), set.union(*seen)
+    if known and not common:
+        raise ValueError(f"{directory}: no two hosts see the same checkpoints: {seen}")
+    for step in sorted(step for step in known if step > max(common)):
+        without = [number for number, own in enumerate(seen) if step not in own]
+        aside = set_aside(directory, step)
+        told = f"not seen by hosts {without}; goes on from {max(common)}"
+        note(f"{directory}/{step}: {told}, this one is set aside as {aside.name}")
+    return sorted(common)
+
+
 def set_aside(directory, step):
     """Renames a step to `<step>.damaged`, and returns its new path."""
     folder = pathlib.Path(directory) / str(step)
@@ -208,7 +224,7 @@ def set_aside(directory, step):
         number += 1
         aside = folder.with_name(f"{step}.damaged.{number}")
     _barrier(f"judged {step}")
-    if jax.process_index() == 0:
+    if jax.process_index() == 0 and folder.exists():
         os.rename(folder, aside)
         files.sync_directory(folder.parent)
     _barrier(f"set aside {step}")

@@ -257,6 +257,33 @@ def test_damaged_step_is_set_aside_and_the_one_before_is_used(saved, capsys):
     assert moved.exists()
 
 
+@pytest.mark.fault(23, "hosts disagree")
+@pytest.mark.parametrize("mine", [[1, 2], [1]], ids=["first sees more", "sees less"])
+def test_hosts_go_on_from_the_latest_step_that_all_of_them_see(
+    saved, monkeypatch, capsys, mine
+):
+    other = [1] if mine == [1, 2] else [1, 2]
+    monkeypatch.setattr(
+        checkpoint.hosts, "exchange", lambda own: [own, json.dumps(other).encode()]
+    )
+    monkeypatch.setattr(checkpoint, "steps", lambda _: mine)
+    step, tree, _ = checkpoint.newest_good(saved, make_tree(0))
+    assert step == 1
+    assert_same_bits(tree, make_tree(1))
+    number = 1 if mine == [1, 2] else 0
+    told = capsys.readouterr().err
+    assert f"2: not seen by hosts [{number}]; goes on from 1" in told
+    assert (saved / "2.damaged" / "manifest.json").exists()
+
+
+@pytest.mark.fault(23, "hosts disagree")
+def test_hosts_that_see_no_checkpoint_together_do_not_begin_anew(saved, monkeypatch):
+    monkeypatch.setattr(checkpoint.hosts, "exchange", lambda own: [own, b"[]"])
+    with pytest.raises(ValueError, match="no two hosts see the same checkpoints"):
+        checkpoint.newest_good(saved, make_tree(0))
+    assert checkpoint.steps(saved) == [1, 2]
+
+
 def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(saved):
     for step in (1, 2):
         (saved / str(step) / "manifest.json").write_text("{}")
