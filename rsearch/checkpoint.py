@@ -75,7 +75,8 @@ def save(directory, step, tree, meta, *, keep):
             new manifest is durable.
 
     Raises:
-        ValueError: a leaf that would not come back as it is, a step already there.
+        ValueError: a leaf that would not come back as it is, a step already there, or a
+            path of which nothing comes back.
         OSError: the disk refuses.
     """
     assert step >= 0 and keep >= 1, (step, keep)
@@ -91,6 +92,7 @@ def save(directory, step, tree, meta, *, keep):
         "versions": _versions(),
     }
     folder = pathlib.Path(directory).absolute() / str(step)
+    files.check_path(folder)
     if (folder / MANIFEST).exists():
         raise ValueError(f"{folder}: there is a checkpoint of this step already")
     with _refused(folder, sum(leaf.nbytes for leaf in leaves.values())):

@@ -10,6 +10,27 @@ import xxhash
 
 CHUNK_BYTES = 1 << 24
 LOCK = "lock"  # in the directory of a run: held while it writes there
+URLS = {"gs:", "s3:", "hdfs:", "http:", "https:"}  # as a path begins with them
+PATTERNS = "*?[\\"
+
+
+def check_path(path):
+    """Refuses a directory that what is saved below it could not be read back from.
+
+    Orbax takes its path for a pattern of paths, and finds nothing of what it has saved
+    below one that is another path as a pattern, without a word.
+
+    Raises:
+        ValueError: it is a URL, or holds a sign of patterns.
+    """
+    path = pathlib.Path(path)
+    if URLS & {*path.parts}:
+        raise ValueError(f"{path} is a URL; mount the bucket, and name a directory")
+    if signs := sorted({*PATTERNS} & {*str(path)}):
+        raise ValueError(
+            f"{path} holds {' '.join(signs)}: checkpoints below it could not be read "
+            f"back; name a directory without {' '.join(PATTERNS)}"
+        )
 
 
 def replace(path, data):

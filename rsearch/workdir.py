@@ -228,10 +228,7 @@ def write_json(path, value):
 
 
 def write_rows(path, rows):
-    """Writes a .jsonl file atomically and durably, one JSON object a line.
-
-    Of several hosts the first one writes.
-    """
+    """Writes a .jsonl file as `write_json` does, one JSON object a line."""
     lines = [json.dumps(row, allow_nan=False) + "\n" for row in rows]
     if hosts.is_first():
         files.replace(path, "".join(lines).encode())
@@ -255,6 +252,7 @@ def read_rows(path):
 
 def _check_is_ours(path):
     """Refuses a directory that holds something other than a run."""
+    files.check_path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path}: --workdir is a file; it must be a directory")
     if not path.exists() or (path / CONFIG).exists():

@@ -82,7 +82,8 @@ FAULTS = """
 45 variables of an earlier job: SLURM; MEGASCALE
 46 a compilation longer than the heartbeat: goes on beating
 47 a tracker: failing; hanging
-48 names and times: clock skew; non-ASCII and spaces; bucket; symlink; long
+48 names and times: clock skew; non-ASCII and spaces; bucket; symlink;
+  long; signs of patterns
 49 a service under fuzz: strangers; body; numbers; many at once; client gone; SIGTERM
 50 MCP: unknown tool; argument types; stdout
 """
