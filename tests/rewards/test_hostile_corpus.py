@@ -1,0 +1,210 @@
+"""Rollouts over hostile passages are those over their inert twins, in every protocol.
+
+Once with a token for each character, for rewards, actions, turns and masks; once with
+the tokenizers that there are, for control tokens; once in what people read.
+"""
+
+import functools
+import json
+import unicodedata
+
+import numpy as np
+import pytest
+
+from rsearch import console
+from rsearch.build.parts import prompts
+from rsearch.evaluate import transcripts
+from rsearch.models.small_tokenizer import train_tokenizer
+from rsearch.models.tokenizer import load_tokenizer
+from rsearch.protocols import PROTOCOLS
+from rsearch.rollout.conversation import Host, Limits
+from rsearch.tool import result_of
+from rsearch.types import Answer, Group, Search, Source
+from rsearch.workdir import read_rows, write_rows
+from tests.hostile_corpus import CASES, HUGE
+from tests.rewards.play import PARIS, play
+from tests.rewards.test_hostile_passages import (
+    DEFAULTS,
+    VARIANTS,
+    outcome_of,
+    policy_tokens,
+    rewards_of,
+)
+
+SEARCHING = [name for name, protocol in PROTOCOLS.items() if protocol.stop_strings]
+SCOPES = {  # the public code's: the whole text, in which a passage can speak
+    "answer_em": {"scope": "transcript"},
+    "evidence_f1": {"scope": "transcript", "indicator": "tags"},
+    "search_r1_structure": {"scope": "transcript"},
+    "r1_searcher_format": {"scope": "response"},
+}
+LONG = Limits(
+    max_searches=2,
+    max_prompt_tokens=2000,
+    max_turn_tokens=200,
+    max_observation_tokens=10**7,
+)
+
+
+def scripts(protocol):
+    """Policies that find and say it, say another, say nothing, and quote a passage."""
+    searches = "I look. " + protocol.render(Search(("capital",)))
+    right = "It is. " + protocol.render(Answer("Paris"))
+    wrong = "It is. " + protocol.render(Answer("Lyon"))
+    evidence = "<original_evidence> Lyon </original_evidence>" + right
+    return [
+        [searches, right],
+        [searches, searches, wrong],
+        [searches, "I do not know."],
+        [searches, evidence],
+    ]
+
+
+def played(protocol, passages):
+    return [play(protocol, turns, passages) for turns in scripts(protocol)]
+
+
+@functools.cache
+def over_twin(name, passages):
+    """What `told` says of the rollouts over inert passages, once for each of them."""
+    return told(played(PROTOCOLS[name], passages))
+
+
+def told(rollouts):
+    """All that must not depend on what a passage says."""
+    return (
+        [outcome_of(r) for r in rollouts],
+        [policy_tokens(r) for r in rollouts],
+        [[s.source for s in r.segments] for r in rollouts],
+        [rewards_of(rollouts, terms) for terms in (DEFAULTS, VARIANTS)],
+    )
+
+
+def test_the_corpus_is_large_and_no_case_is_its_twin():
+    assert len({case.name for case in CASES}) == len(CASES) >= 200
+    assert len({case.hostile for case in CASES}) == len(CASES)
+    assert all(len(c.hostile) == len(c.inert) for c in CASES)
+    assert all(one != two for c in CASES for one, two in zip(c.hostile, c.inert))
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_rollouts_over_hostile_passages_are_those_over_inert_ones(name):
+    protocol = PROTOCOLS[name]
+    for case in CASES:
+        rollouts = played(protocol, case.hostile)
+        assert told(rollouts) == over_twin(name, case.inert), case.name
+
+
+@pytest.mark.parametrize("case", HUGE, ids=lambda case: case.name)
+def test_what_is_huge_is_no_more_than_long(case):
+    for name in ("search_r1", "r_search", "r1_searcher_pp", "rearag"):
+        rollouts = played(PROTOCOLS[name], case.hostile)
+        assert told(rollouts) == over_twin(name, case.inert)
+
+
+def test_where_the_whole_text_is_read_the_corpus_does_pay():
+    """The cases are no strangers to the rewards: what shuts them out is the scope."""
+    paid = set()
+    for case in CASES:
+        mine, twin = (
+            rewards_of(played(PROTOCOLS["search_r1"], passages), SCOPES)[1]
+            for passages in (case.hostile, case.inert)
+        )
+        paid |= {term for term in SCOPES if mine[term] != twin[term]}
+    assert paid == set(SCOPES)
+
+
+@functools.cache
+def tokenizer_of(folder):
+    """SmolLM2's, or the embedded one, which knows the protocols' tags as words."""
+    if folder is None:
+        return train_tokenizer([text for text in prompts() for _ in range(2)])
+    return load_tokenizer(folder / "smollm2-135m-instruct")
+
+
+@pytest.fixture(params=["embedded", "smollm2"])
+def tokenizer(request):
+    is_real = request.param == "smollm2"
+    return tokenizer_of(request.getfixturevalue("real_models") if is_real else None)
+
+
+def without_unknown(tokenizer, text):
+    """The text in bytes that the vocabulary holds; halves of UTF-16 pairs replaced."""
+    known = {token[0] for token in tokenizer.token_bytes if len(token) == 1}
+    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return bytes(b for b in whole.encode() if b in known).decode("utf-8", "replace")
+
+
+def test_an_encoded_passage_holds_no_control_token_and_reads_as_it_is(tokenizer):
+    texts = {p.contents for case in CASES + HUGE for p in case.hostile}
+    for text in texts:
+        ids = tokenizer.encode(text).tolist()
+        assert tokenizer.control_ids.isdisjoint(ids), text[:80]
+        assert tokenizer.decode(ids) == without_unknown(tokenizer, text), text[:80]
+
+
+def shown_by(host, passages):
+    """Segments of a conversation in which this is found, and then answered."""
+    protocol, tokenizer = host.protocol, host.tokenizer
+    host.search = lambda queries: [passages for _ in queries]
+    wave = {0: host.open(host.prompt(protocol.messages("What is the capital?")))}
+    turns = [protocol.render(Search(("capital",))), protocol.render(Answer("Lyon"))]
+    for turn in turns:
+        ids = tokenizer.encode(turn)
+        written = {0: (ids, np.zeros(len(ids), np.float32))}
+        host.answer_turns(wave, written, final=False)
+    return wave[0].rollout()
+
+
+@pytest.mark.parametrize("name", SEARCHING)
+def test_in_real_tokens_a_passage_stays_between_its_tags(name, tokenizer):
+    protocol = PROTOCOLS[name]
+    host = Host(tokenizer, protocol, None, LONG)
+    twin = shown_by(host, CASES[0].inert)
+    framed = [i for i in twin.segments[2].token_ids if i in tokenizer.control_ids]
+    for case in CASES:
+        if not case.name.endswith(("title and body", "split between")):
+            continue
+        rollout = shown_by(host, case.hostile)
+        assert outcome_of(rollout) == outcome_of(twin), case.name
+        assert policy_tokens(rollout) == policy_tokens(twin), case.name
+        assert [s.source for s in rollout.segments] == [s.source for s in twin.segments]
+        (shown,) = [s for s in rollout.segments if s.source == Source.SEARCH]
+        ids = shown.token_ids.tolist()
+        assert [i for i in ids if i in tokenizer.control_ids] == framed, case.name
+        said = protocol.observe(["capital"], [case.hostile])
+        content = without_unknown(tokenizer, said.content)
+        assert content in shown.text and shown.text == tokenizer.decode(ids), case.name
+
+
+def obeyed(text):
+    """Characters of a text that a terminal would act on, or fail on."""
+    kinds = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return {c for c in text if unicodedata.category(c) in kinds and c not in "\n\t"}
+
+
+def test_people_and_programs_read_a_passage_as_it_is_and_nothing_obeys_it(
+    tmp_path, capsys
+):
+    row = {"stage": "rl", "method": "protocol", "dataset": "d"}
+    for case in CASES:
+        rollout = play(
+            PROTOCOLS["search_r1"], scripts(PROTOCOLS["search_r1"])[0], case.hostile
+        )
+        group = Group(PARIS, (rollout,))
+        write_rows(tmp_path / "t.jsonl", transcripts([group], row))
+        raw = (tmp_path / "t.jsonl").read_bytes()
+        assert raw.count(b"\n") == 1 and not obeyed(raw.decode("ascii"))
+        (read,) = read_rows(tmp_path / "t.jsonl")
+        assert [s["text"] for s in read["segments"]] == [
+            s.text for s in rollout.segments
+        ]
+        whole = "".join(s["text"] for s in read["segments"])
+        console.block(case.name, whole)
+        printed = capsys.readouterr().out
+        assert not obeyed(printed), case.name
+        printable = [w for w in whole.split() if w.isprintable()]
+        assert all(word in printed for word in printable), case.name
+        for passage, given in zip(result_of(group)["passages"], case.hostile):
+            told = json.loads(json.dumps(passage))
+            assert f"{told['title']}\n{told['text']}" == given.contents
