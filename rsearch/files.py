@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import pathlib
 import socket
@@ -89,6 +90,21 @@ def locked(path, *, shared=False, waits=False):
             yield False
             return
         yield True
+
+
+def read_json(path):
+    """The value in a JSON file.
+
+    Raises:
+        ValueError: it is not UTF-8, not JSON or nested too deeply; names the file.
+        OSError: it cannot be read.
+    """
+    try:
+        return json.loads(pathlib.Path(path).read_bytes().decode("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is not JSON: nested too deeply") from None
 
 
 def append(file, data):

@@ -120,3 +120,20 @@ def test_who_waits_for_a_lock_gets_it_when_it_is_free(tmp_path):
         order.append("held")
     thread.join()
     assert order == ["held", ("waited", True)]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"{", "Expecting property name"),
+        (b'"\xff"', "can't decode byte 0xff"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"1" * 5000, "limit"),
+    ],
+)
+def test_what_is_no_json_is_named_with_its_file(tmp_path, data, reason):
+    (tmp_path / "a.json").write_bytes(data)
+    with pytest.raises(ValueError, match=rf"a\.json is not JSON: .*{reason}"):
+        files.read_json(tmp_path / "a.json")
+    (tmp_path / "a.json").write_bytes(b'{"a": 1}')
+    assert files.read_json(tmp_path / "a.json") == {"a": 1}

@@ -3,10 +3,9 @@
 A field with a value that `Decoder` does not compute is refused, never passed over.
 """
 
-import json
-import math
 import pathlib
 
+from rsearch import files
 from rsearch.models.decoder import DecoderSpec
 from rsearch.models.rotary import LinearScaling, RopeScaling
 
@@ -18,6 +17,7 @@ ARCHITECTURES = {
     "glm4": "Glm4ForCausalLM",  # GLM-4 of April 2025 (0414)
 }
 _GLM = ("glm", "glm4")
+MAX_NUMBER = {int: 2**31, float: 1e38}  # an int32 and a float32 hold what is below
 
 # Fields beside model_type that change what is computed, and the values that leave it as
 # `Decoder` computes it; None stands for a field that is absent or null.
@@ -88,7 +88,7 @@ def read_spec(directory) -> DecoderSpec:
     path = pathlib.Path(directory) / "config.json"
     config = read_object(path)
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         supported = f"it must be one of {sorted(ARCHITECTURES)}"
         if model_type == "chatglm":
             supported += "; the same weights as a 'glm' are in the repository ...-hf"
@@ -96,7 +96,9 @@ def read_spec(directory) -> DecoderSpec:
     for field, values in (_SUPPORTED | _SUPPORTED_BY_TYPE[model_type]).items():
         _check_value(path, config, field, values)
     layer_types = config.get("layer_types") or ()
-    if any(layer != "full_attention" for layer in layer_types):
+    if not isinstance(layer_types, list | tuple) or any(
+        layer != "full_attention" for layer in layer_types
+    ):
         supported = "every layer must be 'full_attention'"
         raise _refusal(path, "layer_types", layer_types, supported)
     defaults = _DEFAULTS[model_type]
@@ -199,13 +201,11 @@ def read_object(path: pathlib.Path) -> dict:
         ValueError: there is no such file, or it holds something else.
     """
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = files.read_json(path)
     except FileNotFoundError:
         raise ValueError(
             f"{path} does not exist, so its directory holds no model"
         ) from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, not an object")
     return value
@@ -328,11 +328,11 @@ def _number(path, held, field, *, kind=int, default=None, inside=""):
     if (
         not isinstance(value, types)
         or isinstance(value, bool)
-        or not math.isfinite(value)
-        or value <= 0
+        or not 0 < value < MAX_NUMBER[kind]
     ):
         what = "a whole number" if kind is int else "a number"
-        raise _refusal(path, inside + field, value, f"it must be {what} above 0")
+        supported = f"it must be {what} above 0 and below {MAX_NUMBER[kind]}"
+        raise _refusal(path, inside + field, value, supported)
     return kind(value)
 
 

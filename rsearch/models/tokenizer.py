@@ -15,21 +15,10 @@ from collections.abc import Sequence
 import jinja2
 import jinja2.sandbox
 import numpy as np
-import tokenizers
 
+from rsearch.models.hf_config import read_object
+from rsearch.models.vocabulary import body_tokenizer, parse, token_bytes
 from rsearch.types import Messages
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes (Radford et al. 2019)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    alphabet = {chr(b): b for b in printable}
-    alphabet.update({chr(256 + i): b for i, b in enumerate(others)})
-    return alphabet
-
-
-BYTE_ALPHABET = _byte_alphabet()
 
 
 class Tokenizer:
@@ -55,14 +44,14 @@ class Tokenizer:
         name: str = "tokenizer",
     ):
         self._name, self._json = name, tokenizer_json
-        self._full = tokenizers.Tokenizer.from_str(tokenizer_json)
+        self._full = parse(tokenizer_json, name)
         self._full.no_truncation()
         self._full.no_padding()
         parsed = json.loads(tokenizer_json)
-        self._body = _body_tokenizer(parsed, name)
+        self._body = body_tokenizer(parsed, name)
         added = {t["content"]: t["id"] for t in parsed.get("added_tokens") or []}
         self.control_ids = frozenset(added.values())
-        self.token_bytes = _token_bytes(parsed, self._full, added)
+        self.token_bytes = token_bytes(parsed, self._full, added, name)
         self.vocab_size = len(self.token_bytes)
         missing = [t for t in eos_tokens if self._full.token_to_id(t) is None]
         if missing or not eos_tokens:
@@ -174,7 +163,7 @@ class Tokenizer:
             return self._template.render(
                 messages=marked, add_generation_prompt=True, **self._template_tokens
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # The template is a program of somebody else's.
             roles = [m["role"] for m in messages]
             raise ValueError(
                 f"{self._name}: chat template refuses roles {roles}: {error}"
@@ -253,27 +242,19 @@ def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
         )
     try:
         text = path.read_text("utf-8")
-        tokenizer = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # The library raises bare Exception.
-        raise ValueError(f"{path}: not a tokenizer: {error}") from error
-    settings = _read_json(directory / "tokenizer_config.json")
-    generation = _read_json(directory / "generation_config.json")
-    template_file = directory / "chat_template.jinja"
-    if template_file.is_file():
-        template = template_file.read_text("utf-8")
-    else:
-        template = settings.get("chat_template")
-        if isinstance(template, list):  # Named templates, an older layout.
-            template = {t["name"]: t["template"] for t in template}.get("default")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a tokenizer: {error}") from None
+    tokenizer = parse(text, path)
+    settings = _settings(directory / "tokenizer_config.json")
+    generation = _settings(directory / "generation_config.json")
     tokens = {
-        name: _content(settings[name])
+        name: _content(directory, name, settings[name])
         for name in ("bos_token", "eos_token", "unk_token", "pad_token")
         if settings.get(name) is not None
     }
     eos = [tokens["eos_token"]] if "eos_token" in tokens else []
-    ids = generation.get("eos_token_id")
-    for i in ids if isinstance(ids, list) else [ids]:
-        token = None if i is None else tokenizer.id_to_token(i)
+    for i in _eos_ids(directory, generation):
+        token = tokenizer.id_to_token(i)
         if token is not None and token not in eos:
             eos.append(token)
     if not eos:
@@ -284,92 +265,55 @@ def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
     return Tokenizer(
         text,
         eos_tokens=eos,
-        chat_template=template,
+        chat_template=_chat_template(directory, settings),
         template_tokens=tokens,
         name=str(directory),
     )
 
 
-def _content(token) -> str:
-    return token["content"] if isinstance(token, dict) else token
+def _settings(path: pathlib.Path) -> dict:
+    """The object in a file that may be missing."""
+    return read_object(path) if path.is_file() else {}
 
 
-def _read_json(path: pathlib.Path) -> dict:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-
-
-def _body_tokenizer(parsed: dict, name: str) -> tokenizers.Tokenizer:
-    """The tokenizer without added tokens: their spellings become ordinary text."""
-    names = {t["content"] for t in parsed.get("added_tokens") or []}
-    model = dict(parsed["model"])
-    if isinstance(model.get("vocab"), dict):
-        # A BPE with ignore_merges, or a WordLevel, would find them in its vocabulary.
-        keep = {model.get("unk_token")}
-        model["vocab"] = {
-            t: i for t, i in model["vocab"].items() if t not in names or t in keep
-        }
-        if "merges" in model:
-            model["merges"] = [m for m in model["merges"] if _merged(m) not in names]
-        if model.get("unk_token") in names:
-            if not _knows_all_bytes(model):
-                raise ValueError(
-                    f"{name}: text can become the unknown token "
-                    f"{model['unk_token']!r}, which is an added token; supported are "
-                    f"vocabularies that hold every byte"
-                )
-            del model["vocab"][model["unk_token"]]
-            model["unk_token"] = None
-    elif names:
+def _chat_template(directory, settings) -> str | None:
+    """The template beside the tokenizer, else the one in its settings."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not a template: {error}") from None
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # Named templates, an older layout.
+        named = [t for t in template if isinstance(t, dict)]
+        found = [t.get("template") for t in named if t.get("name") == "default"]
+        template = found[-1] if found else None
+    if not isinstance(template, str | None):
         raise ValueError(
-            f"{name}: in a {model.get('type')} model text can become an added token; "
-            f"supported are those with a vocabulary by name, such as BPE"
+            f"{directory / 'tokenizer_config.json'}: chat_template is a "
+            f"{type(template).__name__}, expected text"
         )
-    body = {
-        **parsed,
-        "added_tokens": [],
-        "model": model,
-        "post_processor": None,
-        "truncation": None,
-        "padding": None,
-    }
-    return tokenizers.Tokenizer.from_str(json.dumps(body))
+    return template
 
 
-def _merged(pair) -> str:
-    """What a BPE merge makes; older files write the pair as one string."""
-    return "".join(pair.split(" ") if isinstance(pair, str) else pair)
+def _content(directory, name, token) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{directory / 'tokenizer_config.json'}: {name}={token!r}, expected text"
+        )
+    return text
 
 
-def _knows_all_bytes(model: dict) -> bool:
-    """Whether no text can need this vocabulary's unknown token."""
-    vocab = model["vocab"]
-    if all(byte in vocab for byte in BYTE_ALPHABET):
-        return True
-    fallback = (f"<0x{byte:02X}>" in vocab for byte in range(256))
-    return bool(model.get("byte_fallback")) and all(fallback)
-
-
-def _token_bytes(parsed, tokenizer, added) -> list[bytes]:
-    """[vocab_size] the bytes of each id, byte-level or with byte fallback."""
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
-    size = max(vocab.values()) + 1
-    table = [b""] * size
-    byte_level = "ByteLevel" in json.dumps(parsed.get("decoder") or {})
-    for token, i in vocab.items():
-        if token in added:
-            table[i] = token.encode("utf-8")
-        elif byte_level and all(c in BYTE_ALPHABET for c in token):
-            table[i] = bytes(BYTE_ALPHABET[c] for c in token)
-        elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            table[i] = bytes([int(token[3:5], 16)])
-        else:
-            table[i] = token.replace("\u2581", " ").encode("utf-8")
-    return table
+def _eos_ids(directory, generation) -> list[int]:
+    """The ids of eos_token_id, which may be one, several or none."""
+    ids = generation.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        path = directory / "generation_config.json"
+        raise ValueError(f"{path}: eos_token_id={ids!r}, expected ids from 0 on")
+    return ids
 
 
 def _compile_template(source: str | None, name: str):
@@ -391,5 +335,5 @@ def _compile_template(source: str | None, name: str):
     )
     try:
         return environment.from_string(source)
-    except jinja2.TemplateError as error:
+    except Exception as error:  # RecursionError, too
         raise ValueError(f"{name}: chat template does not parse: {error}") from error

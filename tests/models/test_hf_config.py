@@ -1,4 +1,5 @@
 import json
+import math
 import re
 
 import pytest
@@ -219,6 +220,11 @@ def test_rope_is_read_in_its_old_and_its_new_spelling(tmp_path):
     "changes, named",
     [
         ({"model_type": "mistral"}, "model_type='mistral'"),
+        ({"model_type": ["llama"]}, "model_type=['llama']"),
+        ({"layer_types": 1}, "layer_types=1"),
+        ({"vocab_size": 2**31}, "below 2147483648"),
+        ({"rope_theta": 10**400}, "below 1e+38"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf"),
         ({"model_type": "chatglm"}, "in the repository ...-hf"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True"),
         ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window"),

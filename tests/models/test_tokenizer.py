@@ -334,7 +334,7 @@ def test_what_cannot_be_loaded_is_named(small, tmp_path):
     with pytest.raises(ValueError, match="names an end of text"):
         load_tokenizer(tmp_path)
     settings.write_text("{")
-    with pytest.raises(ValueError, match=re.escape(f"{settings}: not JSON")):
+    with pytest.raises(ValueError, match=re.escape(f"{settings} is not JSON")):
         load_tokenizer(tmp_path)
     settings.write_text('{"eos_token": "<none>"}')
     with pytest.raises(ValueError, match=r"eos token \['<none>'\]"):

@@ -1,0 +1,112 @@
+"""A tokenizer.json taken apart: bytes of its tokens, itself without the added ones."""
+
+import json
+import re
+
+import tokenizers
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes (Radford et al. 2019)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    alphabet = {chr(b): b for b in printable}
+    alphabet.update({chr(256 + i): b for i, b in enumerate(others)})
+    return alphabet
+
+
+BYTE_ALPHABET = _byte_alphabet()
+MAX_SPARSITY, MAX_UNUSED = 2, 1 << 16  # ids without a token, for each token and at all
+
+
+def parse(text: str, name) -> tokenizers.Tokenizer:
+    """The tokenizer of a tokenizer.json.
+
+    Raises:
+        ValueError: the library refuses it.
+    """
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # The library raises bare Exception.
+        raise ValueError(f"{name}: not a tokenizer: {error}") from error
+
+
+def body_tokenizer(parsed: dict, name: str) -> tokenizers.Tokenizer:
+    """The tokenizer without added tokens: their spellings become ordinary text.
+
+    Raises:
+        ValueError: a model in which text can become an added token all the same.
+    """
+    names = {t["content"] for t in parsed.get("added_tokens") or []}
+    model = dict(parsed["model"])
+    if isinstance(model.get("vocab"), dict):
+        # A BPE with ignore_merges, or a WordLevel, would find them in its vocabulary.
+        keep = {model.get("unk_token")}
+        model["vocab"] = {
+            t: i for t, i in model["vocab"].items() if t not in names or t in keep
+        }
+        if "merges" in model:
+            model["merges"] = [m for m in model["merges"] if _merged(m) not in names]
+        if model.get("unk_token") in names:
+            if not _knows_all_bytes(model):
+                raise ValueError(
+                    f"{name}: text can become the unknown token "
+                    f"{model['unk_token']!r}, which is an added token; supported are "
+                    f"vocabularies that hold every byte"
+                )
+            del model["vocab"][model["unk_token"]]
+            model["unk_token"] = None
+    elif names:
+        raise ValueError(
+            f"{name}: in a {model.get('type')} model text can become an added token; "
+            f"supported are those with a vocabulary by name, such as BPE"
+        )
+    body = {
+        **parsed,
+        "added_tokens": [],
+        "model": model,
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }
+    return parse(json.dumps(body), name)
+
+
+def _merged(pair) -> str:
+    """What a BPE merge makes; older files write the pair as one string."""
+    return "".join(pair.split(" ") if isinstance(pair, str) else pair)
+
+
+def _knows_all_bytes(model: dict) -> bool:
+    """Whether no text can need this vocabulary's unknown token."""
+    vocab = model["vocab"]
+    if all(byte in vocab for byte in BYTE_ALPHABET):
+        return True
+    fallback = (f"<0x{byte:02X}>" in vocab for byte in range(256))
+    return bool(model.get("byte_fallback")) and all(fallback)
+
+
+def token_bytes(parsed, tokenizer, added, name) -> list[bytes]:
+    """[vocab_size] the bytes of each id, byte-level or with byte fallback.
+
+    Raises:
+        ValueError: no tokens, or ids far beyond their number.
+    """
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    size = max(vocab.values(), default=-1) + 1
+    if not 0 < size <= MAX_SPARSITY * len(vocab) + MAX_UNUSED:
+        raise ValueError(
+            f"{name}: ids up to {size - 1} for the {len(vocab)} tokens of a vocabulary"
+        )
+    table = [b""] * size
+    byte_level = "ByteLevel" in json.dumps(parsed.get("decoder") or {})
+    for token, i in vocab.items():
+        if token in added:
+            table[i] = token.encode("utf-8")
+        elif byte_level and all(c in BYTE_ALPHABET for c in token):
+            table[i] = bytes(BYTE_ALPHABET[c] for c in token)
+        elif re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+            table[i] = bytes([int(token[3:5], 16)])
+        else:
+            table[i] = token.replace("\u2581", " ").encode("utf-8")
+    return table
