@@ -74,6 +74,8 @@ class Corpus:
         ).view(np.ndarray)
         plain = files.plain if header["plain"] else self.path
         self._file = os.open(plain, os.O_RDONLY)
+        self._size = os.fstat(self._file).st_size
+        self._offsets_path = files.offsets
 
     @property
     def fingerprint(self):
@@ -90,6 +92,7 @@ class Corpus:
         if not 0 <= index < self._num:
             raise IndexError(f"passage {index} of a corpus of {self._num}")
         start, end = self._offsets[index : index + 2].tolist()
+        self._check_range(start, end)
         return self._decode(os.pread(self._file, end - start, start), index)
 
     def passages(self, indices):
@@ -100,10 +103,20 @@ class Corpus:
         """All passages in the order of the file."""
         for first in range(0, self._num, LINES_AT_ONCE):
             ends = self._offsets[first : first + LINES_AT_ONCE + 1].tolist()
+            for start, end in itertools.pairwise(ends):
+                self._check_range(start, end)
             block = os.pread(self._file, ends[-1] - ends[0], ends[0])
             for row, (start, end) in enumerate(itertools.pairwise(ends)):
                 line = block[start - ends[0] : end - ends[0]]
                 yield self._decode(line, first + row)
+
+    def _check_range(self, start, end):
+        """Refuses what a damaged offsets file says: it might ask for terabytes."""
+        if not start < end <= self._size:
+            raise ValueError(
+                f"{self._offsets_path} is damaged: a line from byte {start} to {end} "
+                f"of {self._size}; delete it, and it is made anew"
+            )
 
     def _decode(self, line, index):
         try:
@@ -199,11 +212,11 @@ def _read_header(path, files):
     state = _state(path)
     try:
         with open(files.offsets, "rb") as file:
-            header = json.loads(file.read(HEADER_BYTES))
+            header = _checked(json.loads(file.read(HEADER_BYTES)))
             file_bytes = os.fstat(file.fileno()).st_size
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         note(f"{files.offsets} is damaged: reading {path} again")
         return None
     if header.get("version") != VERSION or header.get("source") != state:
@@ -216,6 +229,20 @@ def _read_header(path, files):
     if plain and not (files.plain.is_file() and _plain_state(files.plain) == plain):
         note(f"{files.plain} is missing or was changed: unpacking {path} again")
         return None
+    return header
+
+
+def _checked(header):
+    """A header, refused where a field is not of its kind."""
+    if not isinstance(header, dict):
+        raise ValueError("the header is no object")
+    if header.get("version") == VERSION and not (
+        type(header.get("num")) is int
+        and header["num"] > 0
+        and isinstance(header.get("fingerprint"), str)
+        and "plain" in header
+    ):
+        raise ValueError("a field is missing or of another kind")
     return header
 
 

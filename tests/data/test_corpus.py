@@ -221,6 +221,10 @@ def test_the_fingerprint_is_of_the_text_not_of_its_packing(tmp_path):
         lambda data: data[:-8],
         lambda data: b"\xff" + data[1:],
         lambda data: data.replace(b'"version": 1', b'"version": 0'),
+        lambda data: data.replace(b'"num": 2', b'"num":"2'),
+        lambda data: data.replace(b'"num"', b'"nun"'),
+        lambda data: b"[" * 4096 + data[4096:],
+        lambda data: b"[]".ljust(4096) + data[4096:],
     ],
 )
 def test_a_damaged_offsets_file_is_written_again(tmp_path, builds, damage):
@@ -230,6 +234,18 @@ def test_a_damaged_offsets_file_is_written_again(tmp_path, builds, damage):
     offsets.write_bytes(damage(offsets.read_bytes()))
     assert list(Corpus(path)) == PASSAGES
     assert len(builds) == 2
+
+
+@pytest.mark.parametrize("value", [1 << 62, 10**6, 0])
+def test_an_offset_beyond_the_corpus_reads_nothing_and_is_named(tmp_path, value):
+    path = written(tmp_path, TWO)
+    Corpus(path)
+    offsets = tmp_path / "corpus.jsonl.offsets"
+    offsets.write_bytes(offsets.read_bytes()[:-8] + value.to_bytes(8, "little"))
+    with Corpus(path) as corpus:
+        for read in (lambda: list(corpus), lambda: corpus.passage(1)):
+            with pytest.raises(ValueError, match=r"offsets is damaged: .* delete it"):
+                read()
 
 
 def test_a_lost_or_changed_unpacked_text_is_written_again(tmp_path, builds):
