@@ -9,14 +9,13 @@ the policy has written down as evidence (R-Search's Figure 2); `reader_direct` a
 
 import dataclasses
 import functools
-import json
 import pathlib
 import sys
 import time
 
 import jax
 
-from rsearch import build, checkpoint, console, hosts
+from rsearch import build, checkpoint, console, files, hosts
 from rsearch.build.answers import (
     read_alone,
     read_evidence,
@@ -218,10 +217,7 @@ def read_results(folder: pathlib.Path) -> list[dict]:
     path = folder / "results.json"
     if not path.exists():
         return []
-    try:
-        rows = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+    rows = files.read_json(path)
     names = {"stage", "method", "dataset"}
     if not isinstance(rows, list) or not all(
         isinstance(row, dict) and names <= row.keys() for row in rows

@@ -50,7 +50,7 @@ def read_manifest(directory, step):
         body = json.loads(raw)
         body.pop("digest")
         is_intact = encode(body) == raw and body["step"] == step
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         is_intact = False
     if not is_intact:
         raise DamagedError(f"{path}: damaged: its digest does not match its contents")

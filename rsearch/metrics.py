@@ -121,7 +121,7 @@ def _row(line):
     """The dict on a line, or None."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None

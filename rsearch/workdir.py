@@ -208,8 +208,10 @@ def _read(path):
     if not file.is_file():
         raise ValueError(f"{path}: not a workdir: it has no {CONFIG}")
     try:
-        whole = json.loads(file.read_bytes())
+        whole = files.read_json(file)
         version, _ = whole[MARK], whole["config"].keys()
+        whole.get("inputs", {}).keys()
+        json.dumps(whole, allow_nan=False)
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(f"{file}: not the {CONFIG} of a workdir") from None
     if version != FORMAT:
@@ -245,7 +247,7 @@ def read_rows(path):
     for number, line in enumerate(lines[:-1], start=1):
         try:
             rows.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: not JSON: {error}") from None
     return rows
 

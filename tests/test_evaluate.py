@@ -88,7 +88,7 @@ def test_what_a_policy_writes_cannot_break_the_files(tmp_path):
 def test_results_that_are_no_results_are_refused(tmp_path):
     assert evaluate.read_results(tmp_path) == []
     (tmp_path / "results.json").write_text("[{")
-    with pytest.raises(ValueError, match=r"results\.json: not JSON"):
+    with pytest.raises(ValueError, match=r"results\.json is not JSON"):
         evaluate.read_results(tmp_path)
 
 

@@ -112,6 +112,25 @@ def test_killed_process_leaves_no_lock_behind(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace('"seed": 0', '"seed": NaN'),
+        lambda text: text.replace('"inputs": {', '"inputs": [], "x": {'),
+        lambda text: "[" * 100_000,
+    ],
+)
+def test_a_configuration_that_no_run_has_written_is_named(tmp_path, config, change):
+    with Workdir(tmp_path / "run", config):
+        pass
+    file = tmp_path / "run" / "config.json"
+    before = file.read_text()
+    file.write_text(change(before))
+    assert file.read_text() != before
+    with pytest.raises(ValueError, match=r"config\.json: not the config\.json of a"):
+        Workdir(tmp_path / "run", config)
+
+
 @pytest.mark.fault(8, "table")
 def test_different_configuration_is_refused_with_what_differs(tmp_path, config):
     Workdir(tmp_path, config).close()

@@ -8,7 +8,6 @@ cross-encoder (arXiv 1901.04085) reads two texts at once and scores them with it
 
 import dataclasses
 import functools
-import json
 import pathlib
 
 import flax.linen as nn
@@ -16,7 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsearch.models.weights import extra, misfits, open_tensors, refuse_misfits
+from rsearch.models.hf_config import MAX_NUMBER, read_object
+from rsearch.models.weights import (
+    check_layers,
+    extra,
+    misfits,
+    open_tensors,
+    refuse_misfits,
+)
 
 POOLINGS = ("mean", "cls")
 
@@ -215,14 +221,7 @@ def read_spec(directory) -> BertSpec:
         ValueError: no readable config.json, or a field with an unsupported value.
     """
     path = pathlib.Path(directory) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: no Hugging Face directory") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}, not an object")
+    config = read_object(path)
 
     def only(field, supported, default):
         value = config.get(field, default)
@@ -232,8 +231,12 @@ def read_spec(directory) -> BertSpec:
     def number(field, kind=int):
         value = config.get(field)
         allowed = (int,) if kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, allowed) or not value > 0:
-            raise ValueError(f"{path}: {field}={value!r}, expected {kind.__name__} > 0")
+        is_number = isinstance(value, allowed) and not isinstance(value, bool)
+        if not (is_number and 0 < value < MAX_NUMBER[kind]):
+            raise ValueError(
+                f"{path}: {field}={value!r}, expected {kind.__name__} > 0 and < "
+                f"{MAX_NUMBER[kind]}"
+            )
         return kind(value)
 
     only("model_type", "bert", None)
@@ -299,6 +302,7 @@ def _load_params(directory, model, unused):
         name.removeprefix("bert.") if has_prefix else name: tensor
         for name, tensor in stored.items()
     }
+    check_layers(tensors, model.spec.num_layers, source=directory)
     expected = _expected(model)
     _check(tensors, expected, unused, directory)
     params = {}

@@ -6,7 +6,6 @@ how one is the other, and both directions read it.
 """
 
 import functools
-import json
 import math
 import pathlib
 import re
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from rsearch import files
 from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 
 # Our leaf -> the tensor that stores it (one a layer where the name has a field), and
@@ -182,6 +182,7 @@ def check_tensors(tensors, spec: DecoderSpec, *, source) -> None:
     Raises:
         ValueError: a table of every missing, extra or mis-shaped tensor.
     """
+    check_layers(tensors, spec.num_layers, source=source)
     rows = []
     expected = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(spec)):
@@ -205,6 +206,19 @@ def check_tensors(tensors, spec: DecoderSpec, *, source) -> None:
         else:
             rows.append(extra(tensors, name))
     refuse_misfits(rows, source=source)
+
+
+def check_layers(tensors, num_layers, *, source) -> None:
+    """Refuses more layers than there are tensors, before each of them is looked for.
+
+    Raises:
+        ValueError: names both numbers.
+    """
+    if num_layers > len(tensors):
+        raise ValueError(
+            f"{source}: config.json says num_hidden_layers={num_layers}, but there are "
+            f"{len(tensors)} tensors"
+        )
 
 
 def misfits(tensors, name, shape):
@@ -243,9 +257,9 @@ def _weight_files(directory):
     if not index.is_file():
         raise ValueError(_no_weights(directory))
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = files.read_json(index)["weight_map"]
         names = sorted(set(weight_map.values()), key=str)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"{index}: no weight_map could be read: {error!r}") from None
     for name in names:
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:

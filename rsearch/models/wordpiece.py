@@ -13,13 +13,13 @@ here, and not in the older tables of transformers, where they are part of their 
 """
 
 import itertools
-import json
 import os
 import pathlib
 import re
 
 import numpy as np
 
+from rsearch import files
 from rsearch.models.hf_config import read_object
 
 MAX_WORD_CHARACTERS = 100  # longer words are unknown, as in BertTokenizer
@@ -204,10 +204,10 @@ def read_vocab(directory) -> list[str]:
 
 def _vocab_of_json(path):
     try:
-        model = json.loads(path.read_text(encoding="utf-8"))["model"]
+        model = files.read_json(path)["model"]
         kind, vocab = model["type"], model["vocab"]
         by_id = sorted((number, piece) for piece, number in vocab.items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: no vocabulary could be read: {error!r}") from None
     if kind != "WordPiece":
         raise ValueError(f"{path}: model.type={kind!r}, only 'WordPiece' is supported")

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rsearch import files
 from rsearch.models import bert
 from rsearch.models.huggingface import find_model
 from rsearch.models.wordpiece import WordPiece
@@ -195,8 +196,8 @@ def _max_tokens(directory, spec):
     if not path.is_file():
         return spec.max_positions
     try:
-        value = json.loads(path.read_text(encoding="utf-8")).get("max_seq_length")
-    except (ValueError, AttributeError) as error:
+        value = files.read_json(path).get("max_seq_length")
+    except AttributeError as error:
         raise ValueError(f"{path}: {error}") from None
     if value is None:
         return spec.max_positions

@@ -191,7 +191,7 @@ def read_json(path):
         ValueError: there is none.
     """
     try:
-        value = json.loads(path.read_bytes())
+        value = files.read_json(path)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(value, dict):

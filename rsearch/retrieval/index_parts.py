@@ -92,7 +92,7 @@ def _is_built(path, made_from):
         held = json.loads(_record_of(path).read_bytes())
         is_same = held["made_from"] == made_from
         return is_same and held["files"] == _digests_of(path)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False  # it was stopped, or is as good as never begun
 
 

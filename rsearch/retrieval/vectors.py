@@ -201,6 +201,6 @@ def _record(path, made_from):
         if record["made_from"] == made_from:
             return record["digest"]
         note(f"{path} was made from something else: encoding it again")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         note(f"{path} is damaged: encoding it again")
     return None

@@ -157,7 +157,7 @@ def test_a_damaged_configuration_is_named(tmp_path, text):
 
 
 def test_a_directory_without_configuration_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"config\.json is missing"):
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
         bert.load(tmp_path)
 
 

@@ -198,6 +198,14 @@ def test_a_truncated_file_is_named(copy, size):
     assert refusal(copy).startswith(f"{path} is damaged or incomplete")
 
 
+def test_more_layers_than_tensors_are_refused_before_they_are_counted(copy):
+    path = copy / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
+    with pytest.raises(ValueError, match="num_hidden_layers=1000000000, but there are"):
+        huggingface.load_params(copy, read_spec(copy))
+
+
 def test_a_file_with_another_header_is_named(copy):
     path = copy / "model.safetensors"
     path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
