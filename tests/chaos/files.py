@@ -1,0 +1,216 @@
+"""Damaged and hostile files are refused in words, and cost no memory.
+
+    python -m tests.chaos.files --files=10000 --seed=0
+
+takes small files of each kind that the program reads (weights, indices, corpora,
+questions, checkpoints, runs, arguments), changes one or two at random places, and reads
+them by what the program reads them by. It must load or end as a command does for a
+user's mistake: with code 2 and a message that is no traceback. The memory that it takes
+meanwhile is at most twice the files and a constant. Readers run in a process of their
+own, so that one that dies is a failure, too.
+
+    python -m tests.chaos.files --kind=weights --only=17
+
+does one of them again, and tells all that is known of it.
+"""
+
+import collections
+import contextlib
+import io
+import json
+import os
+import pathlib
+import random
+import resource
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+
+from rsearch import console
+from rsearch.config import parse_flags, run_command
+from tests.chaos.mutations import damage
+
+FLAGS = {
+    "files": (10_000, "that are changed"),
+    "seed": (0, "of the changes"),
+    "kind": ("", "of the files; all of them by default"),
+    "only": (-1, "the number of the one that is tried"),
+    "worker": ("", "where the samples are, of the process that reads"),
+}
+SPARE_BYTES = 96 << 20  # beside twice the files: libraries' own buffers
+MOST_BYTES = 4 << 30  # of address space, beyond what is mapped once all is loaded
+LONGEST_SECONDS = 60.0
+
+
+class Reader:
+    """The process that reads; begun again where it dies."""
+
+    words = ("-m", "tests.chaos.files")
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder, self._process = folder, None
+
+    def __call__(self, kind: str, seed: int, number: int) -> dict:
+        """What became of one changed sample: its `outcome` and `told`."""
+        if self._process is None:
+            self._start()
+        asked = json.dumps([kind, seed, number]) + "\n"
+        self._process.stdin.write(asked.encode())
+        self._process.stdin.flush()
+        waiting = [self._process.stdout]
+        if not select.select(waiting, [], [], LONGEST_SECONDS)[0]:
+            self.close()
+            return {"outcome": "failed", "told": f"hung {LONGEST_SECONDS} s"}
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        code = self._process.wait()
+        self.close()
+        return {"outcome": "failed", "told": f"the reader died, code {code}"}
+
+    def _start(self):
+        self._process = subprocess.Popen(
+            [sys.executable, *self.words, f"--worker={self._folder}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdout.readline() == b'"ready"\n', "no reader starts"
+
+    def close(self):
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process.stdin.close()
+            self._process.stdout.close()
+            self._process = None
+
+
+def attempt(folder: pathlib.Path, kind: str, seed: int, number: int) -> dict:
+    """Copies a sample, changes it and reads it, in this process."""
+    from tests.chaos.samples import KINDS
+
+    rng = random.Random(f"{kind} {seed} {number}")
+    with tempfile.TemporaryDirectory() as scratch:
+        place = pathlib.Path(scratch) / "sample"
+        shutil.copytree(folder / kind, place)
+        changed = []
+        for _ in range(rng.choice((1, 1, 1, 2))):
+            paths = sorted(p for p in place.rglob("*") if p.is_file())
+            if paths:
+                changed.append(damage(rng.choice(paths), rng))
+        size = sum(p.stat().st_size for p in place.rglob("*") if p.is_file())
+        found = read(KINDS[kind][1], place)
+        if found["outcome"] != "failed" and found["bytes"] > 2 * size + SPARE_BYTES:
+            told = f"took {found['bytes'] >> 20} MiB of memory for {size} bytes"
+            found = {**found, "outcome": "failed", "told": told}
+        return {**found, "changed": changed}
+
+
+def read(load, place: pathlib.Path) -> dict:
+    """What becomes of reading this folder, as a command would."""
+    told = io.StringIO()
+    before = _memory("VmRSS")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    try:
+        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
+            code = run_command(lambda argv: load(place), [])
+    except BaseException as error:  # a panic of Rust is no Exception
+        trace = traceback.format_exc()
+        told = f"{type(error).__name__}: {str(error)[:300]}"
+        return {"outcome": "failed", "told": told, "trace": trace}
+    bytes_ = _memory("VmHWM") - before
+    told = told.getvalue()
+    outcome = {0: "loaded", 2: "refused"}.get(code, "failed")
+    if outcome == "refused" and ("error: " not in told or "Traceback" in told):
+        outcome = "failed"
+    return {"outcome": outcome, "told": told[:2000], "bytes": bytes_}
+
+
+def _memory(name):
+    status = pathlib.Path("/proc/self/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith(name)]
+    return int(line.split()[1]) << 10
+
+
+def serve(folder: pathlib.Path) -> int:
+    """The process that reads: a line asks, a line tells."""
+    import warnings
+
+    from tests.chaos.samples import KINDS, make
+
+    warnings.simplefilter("ignore")
+    # What libraries in C++ print is no reply.
+    replies = os.fdopen(os.dup(1), "w")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    make(folder)
+    for kind, (_, load) in KINDS.items():  # imports and compilations are over, then
+        found = read(load, folder / kind)
+        assert found["outcome"] == "loaded", (kind, found)
+    most = _memory("VmSize") + MOST_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    print('"ready"', file=replies, flush=True)
+    for line in sys.stdin:
+        told = attempt(folder, *json.loads(line))
+        print(json.dumps(told), file=replies, flush=True)
+    return 0
+
+
+def run(folder: pathlib.Path, count: int, seed: int, kinds) -> list[dict]:
+    """Tries so many changed samples; [the failures]."""
+    reader, failures = Reader(folder), []
+    outcomes = collections.defaultdict(collections.Counter)
+    started = time.monotonic()
+    try:
+        for number in range(count):
+            kind = kinds[number % len(kinds)]
+            found = reader(kind, seed, number)
+            outcomes[kind][found["outcome"]] += 1
+            outcomes[kind]["MiB"] = max(
+                outcomes[kind]["MiB"], found.get("bytes", 0) >> 20
+            )
+            if found["outcome"] == "failed":
+                failures.append({**found, "kind": kind, "number": number})
+                console.note(f"{kind} {number}: {found['told']}")
+    finally:
+        reader.close()
+    columns = ("loaded", "refused", "failed", "MiB")
+    rows = [(kind, *(outcomes[kind][name] for name in columns)) for kind in kinds]
+    title = f"{count} changed samples, {time.monotonic() - started:.0f} s"
+    console.table(title, ("kind", *columns), rows)
+    return failures
+
+
+def main(argv) -> int:
+    """The command; 1 where something was read in another way."""
+    given = parse_flags(argv, flags=FLAGS)
+    if given["worker"]:
+        return serve(pathlib.Path(given["worker"]))
+    from tests.chaos.samples import KINDS
+
+    if given["kind"] and given["kind"] not in KINDS:
+        raise ValueError(f"--kind={given['kind']}: must be one of {', '.join(KINDS)}")
+    kinds = [given["kind"]] if given["kind"] else list(KINDS)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        if given["only"] >= 0:
+            reader = Reader(folder)
+            found = reader(kinds[0], given["seed"], given["only"])
+            reader.close()
+            print("\n".join(f"{name}: {value}" for name, value in found.items()))
+            return int(found["outcome"] == "failed")
+        failures = run(folder, given["files"], given["seed"], kinds)
+    for failure in failures:
+        again = f"--kind='{failure['kind']}' --seed={given['seed']}"
+        print(f"{again} --only={failure['number']}: {failure['told'][:200]}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
