@@ -152,7 +152,10 @@ def _guards():
     # Updates in a row that are left out, for a gradient that is not finite.
     c.max_skipped = 5
     c.dumps = 3  # batches of such updates that are kept, in <stage>/skipped
-    c.on_collapse = "warn"  # or "stop", where a measure is beyond a bound of these
+    # Where a measure is beyond a bound of these: "warn", "stop", or "roll_back" to the
+    # newest checkpoint from before that, and go on with other draws.
+    c.on_collapse = "warn"
+    c.max_roll_backs = 2  # of a stage; it stops then
     c.patience = 3  # steps in a row that it is
     c.min_entropy = placeholder(float)  # of the policy, nats a token
     c.max_empty = placeholder(float)  # share of rollouts without an answer's text
@@ -336,9 +339,7 @@ def get_config():
     c.checkpoint.rl_steps = 2  # likewise
     c.checkpoint.keep = 2  # newest checkpoints kept in a stage
     c.checkpoint.grace_seconds = 25.0  # for a save, once a signal says that it must end
-    c.checkpoint.retry_seconds = (
-        600.0  # that a disk may refuse for, before the run ends
-    )
+    c.checkpoint.retry_seconds = 600.0  # that a disk may refuse, before the run ends
     c.guards = _guards()
     c.eval = ConfigDict()
     c.eval.at_start = True  # also before the first stage

@@ -54,10 +54,12 @@ __all__ += ["save", "set_aside", "steps"]
 
 TREE = "tree"
 FOLDER = "checkpoints"  # of a stage's checkpoints, in its directory
+ASIDE = ("damaged", "collapsed")  # why a step is set aside
 FLAGS = {
     "step": (-1, "verify: this one alone"),
     "keep": (2, "gc: newest checkpoints that stay in each stage"),
     "damaged": (False, "gc: deletes what was set aside as damaged, too"),
+    "collapsed": (False, "gc: likewise, what a roll-back has set aside"),
     "dry_run": (False, "gc: tells what it would delete, and deletes nothing"),
 }
 
@@ -217,14 +219,14 @@ def _agreed(directory):
     return sorted(common)
 
 
-def set_aside(directory, step):
-    """Renames a step to `<step>.damaged`, and returns its new path."""
+def set_aside(directory, step, *, why="damaged"):
+    """Renames a step to `<step>.<why>`, and returns its new path."""
     folder = pathlib.Path(directory) / str(step)
-    aside = folder.with_name(f"{step}.damaged")
+    aside = folder.with_name(f"{step}.{why}")
     number = 1
     while aside.exists():
         number += 1
-        aside = folder.with_name(f"{step}.damaged.{number}")
+        aside = folder.with_name(f"{step}.{why}.{number}")
     _barrier(f"judged {step}")
     if jax.process_index() == 0 and folder.exists():
         os.rename(folder, aside)
@@ -307,13 +309,15 @@ def main(argv) -> int:
 
 
 def _entries(directory):
-    """(folder, state) of all that is there: "whole", "torn" or "damaged"."""
+    """(folder, state) of all that is there: "whole", "torn", or why it is set aside."""
     own = {directory / str(step) for step in step_folders(directory)}
     for folder in sorted(p for p in directory.iterdir() if p.is_dir()):
         if folder in own:
             yield folder, "whole" if (folder / MANIFEST).is_file() else "torn"
-        elif folder.name.partition(".")[0].isdecimal() and ".damaged" in folder.name:
-            yield folder, "damaged"
+            continue
+        step, _, why = folder.name.partition(".")
+        if step.isdecimal() and (why := why.partition(".")[0]) in ASIDE:
+            yield folder, why
 
 
 def _list(root, found, given):
@@ -366,7 +370,7 @@ def _collected(found, given):
     for directory in found:
         kept = {str(step) for step in steps(directory)[-given["keep"] :]}
         for folder, state in _entries(directory):
-            stays = folder.name in kept if state != "damaged" else not given["damaged"]
+            stays = not given[state] if state in ASIDE else folder.name in kept
             if stays:
                 continue
             note(f"{folder}: {state}, {'would be ' * given['dry_run']}deleted")

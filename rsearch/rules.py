@@ -49,7 +49,7 @@ WORDS = {  # fields of one word -> the words there are
     "eval.answer_from": ("finish", "log"),
     "optim.moments_dtype": ("float32", "bfloat16"),
     "retrieval.writing": ("context_only", "unless_comparison"),
-    "guards.on_collapse": ("warn", "stop"),
+    "guards.on_collapse": ("warn", "stop", "roll_back"),
     "retrieval.api": ("search_r1", "r1_searcher", "rearag", "serper"),
     "retrieval.family": ("minilm", "e5", "bge"),
 }
@@ -255,6 +255,7 @@ RULES = {  # field -> (predicate, what would be right)
     "guards.max_skipped": _at_least(1),
     "guards.dumps": _at_least(0),
     "guards.patience": _at_least(1),
+    "guards.max_roll_backs": _at_least(0),
     "guards.min_entropy": _or_none(_at_least(0.0)),
     "guards.max_empty": _or_none(_between(0, 1)),
     "guards.max_repeated": _or_none(_between(0, 1)),

@@ -239,8 +239,8 @@ def measured(recipe, stage, mesh, folder):
 def test_a_stage_learns_the_same_on_eight_devices_as_on_one(
     recipe, stage, tmp_path, monkeypatch
 ):
-    def played(setup, roll_out, params, step, *_, **__):
-        return made_up_step(setup.config, step)
+    def played(setup, roll_out, decoding, turn, *_, **__):
+        return made_up_step(setup.config, turn[0])
 
     monkeypatch.setattr(rl, "_played", played)
     one = measured(recipe, stage, (1, 1, 1), tmp_path / "one")

@@ -8,6 +8,7 @@ A policy that collapses does so with finite numbers: bounds on what is measured 
 
 import math
 import pathlib
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -26,6 +27,18 @@ BOUNDS = {  # field of config.guards: (what is measured, whether more of it is w
     "max_kl": ("kl", True),
     "max_clipped": ("clip_fraction", True),
 }
+
+
+class Collapse(NamedTuple):
+    """A policy was beyond a bound for config.guards.patience steps.
+
+    Attributes:
+        told: what is beyond which bound, and since when.
+        first_step: the first of these steps in a row, from 0.
+    """
+
+    told: str
+    first_step: int
 
 
 class Guards:
@@ -83,15 +96,15 @@ class Guards:
             )
         return True
 
-    def check(self, step: int, measured) -> None:
-        """Tells of a policy that collapses, or stops it, as config.guards says.
+    def check(self, step: int, measured) -> Collapse | None:
+        """Counts a step that is beyond a bound, and tells where there are too many.
 
         Args:
             step: that was taken.
             measured: of it.
 
-        Raises:
-            StoppedError: it was beyond a bound for config.guards.patience steps.
+        Returns:
+            What has collapsed, unless config.guards.on_collapse is to tell alone.
         """
         beyond = [
             f"{what} = {measured[what]:.4g}, config.guards.{field} = {self._g[field]}"
@@ -102,11 +115,17 @@ class Guards:
         ]
         self._beyond = self._beyond + 1 if beyond else 0
         if self._beyond < self._g.patience:
-            return
+            return None
         told = f"{self._stage}: step {step + 1}: {'; '.join(beyond)}"
-        if self._g.on_collapse == "stop":
-            raise StoppedError(f"{told}, for {self._beyond} steps in a row")
-        console.note(told)
+        if self._g.on_collapse == "warn":
+            console.note(told)
+            return None
+        count = f"{self._beyond} steps in a row"
+        return Collapse(f"{told}, for {count}", step + 1 - self._beyond)
+
+    def forget(self) -> None:
+        """Nothing is beyond a bound any more: what was measured is undone."""
+        self._skipped = self._beyond = 0
 
     def _keep(self, step, batch):
         """Writes the batch, unless there are enough; returns the file or None.

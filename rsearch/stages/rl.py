@@ -24,6 +24,7 @@ from rsearch.stages.learning import Learning, has_spread, signals
 from rsearch.stages.state import Progress
 from rsearch.types import Outcome, Source
 
+SEEDS = 1 << 32  # of runs: what is drawn again has another beyond these
 STAGE_KEY = 2  # folded into the seed: what this stage draws, no other does
 
 
@@ -67,24 +68,31 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
         progress.outlast(lambda: metrics.write(step, measured))
         if done % c.log_every == 0 or done == c.rl.steps:
             console.note(_line(stage, done, c.rl.steps, measured))
+        collapse = progress.guards.check(step, measured)
         progress.save_if_due()
         if progress.is_saved:
             journal.clear()
+        if collapse is not None:
+            progress.heed(collapse, metrics)
 
     with progress.kept(), MetricsLog(folder, first_step=progress.num_rows) as metrics:
         if progress.owed is not None:
             measure(progress.done - 1, progress.owed)
-        for step in range(progress.done, c.rl.steps):
+        while progress.done < c.rl.steps:
             progress.begin_step()
-            state, measured = take_step(step, progress.state)
+            step, draw = progress.done, progress.roll_backs
+            state, measured = take_step(step, draw, progress.state)
             progress.advance(state, owed=measured)
             measure(step, measured)
-            progress.guards.check(step, measured)
     return plain()
 
 
 def _steps(setup, learning, plain, stage, memory, journal):
-    """The function of (step, state) that takes a step: (state after, measured)."""
+    """The function of (step, draw, state) that takes a step: (state after, measured).
+
+    The draw counts how often the step may have been taken before, to be undone: another
+    one has other questions and other rollouts.
+    """
     c = setup.config
     roll_out = build.make_rollouts(
         setup,
@@ -97,17 +105,18 @@ def _steps(setup, learning, plain, stage, memory, journal):
     told = json.dumps(setup.inputs, sort_keys=True) + to_json(c)
     made_from = xxhash.xxh3_128(told.encode("utf-8", "surrogatepass")).hexdigest()
 
-    def decoding(step):
+    def decoding(step, draw):
         """The policy as it decodes, and what it has written of this step."""
         params = roll_out.place(plain(dtype=setup.model.dtype))
-        own = [made_from, step, fingerprint(params)]
+        own = [made_from, step, draw, fingerprint(params)]
         return params, Finished(journal, own)
 
-    def take_step(step, state):
+    def take_step(step, draw, state):
         clock, restarts = _Clock(), roll_out.num_restarts
-        key = jax.random.fold_in(root, step)
+        own = jax.random.fold_in(root, draw) if draw else root
+        key = jax.random.fold_in(own, step)
         groups, rewards, measured = _played(
-            setup, roll_out, decoding, step, key, clock, stage=stage
+            setup, roll_out, decoding, (step, draw), key, clock, stage=stage
         )
         if c.rollout.cache_tokens:
             measured["restarts"] = roll_out.num_restarts - restarts
@@ -130,9 +139,10 @@ def stage_key(stage: str) -> int:
     return zlib.crc32(stage.encode()) & 0x7FFFFFFF
 
 
-def _played(setup, roll_out, decoding, step, key, clock, *, stage):
+def _played(setup, roll_out, decoding, turn, key, clock, *, stage):
     """As `gather`, of what the policy plays; its copy that decodes ends with this."""
-    params, finished = decoding(step)
+    step, draw = turn
+    params, finished = decoding(step, draw)
     teller = _teller(setup.config, stage, step)
 
     def play(own):
@@ -148,14 +158,14 @@ def _played(setup, roll_out, decoding, step, key, clock, *, stage):
             clock.lap("exchange")
         return together(found)
 
-    found = gather(setup, play_all, step)
+    found = gather(setup, play_all, step, draw=draw)
     if finished.num_reused:
         known = f"{finished.num_reused} rollouts had ended before"
         console.note(f"{stage}: step {step + 1}: {known}")
     return found
 
 
-def gather(setup: build.Setup, play, step: int):
+def gather(setup: build.Setup, play, step: int, *, draw: int = 0):
     """The groups that a step learns from.
 
     With config.rl.refill_rounds, groups whose rollouts all earn the same give way to
@@ -167,6 +177,7 @@ def gather(setup: build.Setup, play, step: int):
         setup: of the stage.
         play: (questions) -> (groups, [Q, G] rewards, measured), as `together` says.
         step: which.
+        draw: which of the step's.
 
     Returns:
         Groups and rewards of config.rl.questions_per_step questions, and what was
@@ -175,7 +186,8 @@ def gather(setup: build.Setup, play, step: int):
     s, num = setup.config.rl, len(setup.train)
     size = s.questions_per_step
     count = min(size * (1 + s.refill_rounds), max(num, size))
-    chosen = take(num, count, seed=setup.config.seed, step=step)
+    seed = setup.config.seed + draw * SEEDS
+    chosen = take(num, count, seed=seed, step=step)
     questions = [setup.train[i] for i in chosen]
     groups, rewards, measured = play(questions[:size])
     if not s.refill_rounds:

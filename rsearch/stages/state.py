@@ -4,13 +4,16 @@ import contextlib
 import time
 
 from rsearch import build, checkpoint, console, hosts, preemption
+from rsearch.config import StoppedError
 from rsearch.evaluate import CHECKPOINTS
-from rsearch.metrics import from_json, to_json
-from rsearch.stages.guards import Guards
+from rsearch.metrics import MetricsLog, from_json, read, to_json
+from rsearch.stages.guards import Collapse, Guards
+from rsearch.workdir import read_rows, write_rows
 
 # In a checkpoint's meta: the row of its last step, where it is not yet measured, and
 # what the guards have counted.
 OWED, GUARDS = "owed", "guards"
+ROLLED_BACK = "rolled_back.jsonl"  # of a stage: rows of metrics of steps undone
 WAITS = 1.0, 60.0  # seconds until a disk that refuses is asked again, at first and last
 
 
@@ -31,6 +34,7 @@ class Progress:
         done: steps; at first those that the newest good checkpoint has.
         owed: what was measured in the last of them, where the stage was told to stop
             before all of it was; else None.
+        roll_backs: how often the stage has gone back to an earlier step.
     """
 
     def __init__(self, setup: build.Setup, kind: str, params, folder, *, stage=""):
@@ -38,7 +42,10 @@ class Progress:
         self.learner, _ = build.make_learner(setup, kind)
         like = build.state_shapes(setup, kind)
         found = checkpoint.newest_good(self._folder, like)
+        self._params, self._like, self._journal = params, like, folder / ROLLED_BACK
         self.owed, self.guards = None, Guards(setup.config, stage or kind, folder)
+        lost = read_rows(self._journal) if self._journal.exists() else []
+        self.roll_backs = max((row["roll_back"] for row in lost), default=0)
         if found is None:
             self.done, self.state = 0, build.fresh_state(setup, kind, params)
         else:
@@ -53,6 +60,11 @@ class Progress:
     def num_steps(self) -> int:
         """Steps of the whole stage."""
         return self._setup.config[self._kind].steps
+
+    @property
+    def _every(self) -> int:
+        """Steps between two saves."""
+        return self._setup.config.checkpoint[f"{self._kind}_steps"]
 
     @property
     def is_over(self) -> bool:
@@ -91,6 +103,52 @@ class Progress:
                     raise preemption.PreemptedError(told) from error
                 console.note(f"saved after {self.done} steps, in {self._folder}")
                 raise
+
+    def heed(self, collapse: Collapse, metrics: MetricsLog) -> None:
+        """Stops where a policy has collapsed, or goes back to before that.
+
+        The steps that are undone leave their rows in rolled_back.jsonl, and their
+        checkpoints set aside.
+
+        Args:
+            collapse: what has.
+            metrics: of the stage; its rows of these steps are dropped.
+
+        Raises:
+            StoppedError: config.guards has it stop, or no roll-back is left, or nothing
+                from before the collapse is kept.
+        """
+        g, first = self._setup.config.guards, collapse.first_step
+        if g.on_collapse == "stop":
+            raise StoppedError(collapse.told)
+        if self.roll_backs >= g.max_roll_backs:
+            raise StoppedError(f"{collapse.told}; rolled back {self.roll_backs} times")
+        found = checkpoint.steps(self._folder)
+        before = max((step for step in found if step <= first), default=0)
+        if not before and first >= self._every:
+            raise StoppedError(
+                f"{collapse.told}; no checkpoint from before step {first + 1} is kept, "
+                f"config.checkpoint.keep = {self._setup.config.checkpoint.keep}"
+            )
+        self.guards.forget()
+        if before:
+            state = checkpoint.restore(self._folder, before, self._like)
+            meta = checkpoint.read_manifest(self._folder, before)["meta"]
+            self.guards.restore(meta[GUARDS])
+        else:
+            state = build.fresh_state(self._setup, self._kind, self._params)
+        self.roll_backs += 1
+        undone = [row for row in read(metrics.path) if row["step"] >= before]
+        rows = [to_json(row) | {"roll_back": self.roll_backs} for row in undone]
+        hosts.barrier("rows read")  # before the first host drops them
+        old = read_rows(self._journal) if self._journal.exists() else []
+        write_rows(self._journal, old + rows)
+        for step in found:
+            if step > before:
+                checkpoint.set_aside(self._folder, step, why="collapsed")
+        metrics.rewind(before)
+        self.state, self.done, self._saved, self.owed = state, before, before, None
+        console.note(f"{collapse.told}; rolled back to step {before}")
 
     def begin_step(self) -> None:
         """Ends the stage here if the hosts have been told to stop."""
@@ -136,8 +194,7 @@ class Progress:
     def save_if_due(self) -> None:
         """Saves where the configuration says so, and at the end."""
         self.owed = None
-        every = self._setup.config.checkpoint[f"{self._kind}_steps"]
-        if self.done % every == 0 or self.done == self.num_steps:
+        if self.done % self._every == 0 or self.done == self.num_steps:
             self.outlast(self._save)
 
     def _save(self):

@@ -14,6 +14,7 @@ from rsearch.stages import rl, sft
 from rsearch.stages.guards import FOLDER, Guards
 from rsearch.stages.learning import Learning
 from rsearch.stages.state import Progress
+from rsearch.workdir import read_rows
 from tests.small_run import config, load_setup, quick_compilation
 from tests.stages.test_rl import ONE_STEP, groups, rollout
 
@@ -70,19 +71,22 @@ def test_a_policy_that_collapses_is_told_of_or_stopped(
     fine = dict.fromkeys(measured, 0.5)
     own = guards(tmp_path, patience=2, **bound)
     for values in (measured, fine, measured):
-        own.check(0, values)
+        assert own.check(0, values) is None
     assert "config.guards" not in capsys.readouterr().err
-    own.check(1, measured)
-    assert f"config.guards.{next(iter(bound))} = 0.5" in capsys.readouterr().err
+    assert own.check(1, measured) is None
+    told = f"config.guards.{next(iter(bound))} = 0.5"
+    assert told in capsys.readouterr().err
     own = guards(tmp_path, patience=2, on_collapse="stop", **bound)
-    own.check(0, measured)
-    with pytest.raises(StoppedError, match="for 2 steps in a row"):
-        own.check(1, measured)
+    assert own.check(6, measured) is None
+    collapse = own.check(7, measured)
+    assert told in collapse.told and "for 2 steps in a row" in collapse.told
+    assert collapse.first_step == 6
 
 
 def test_without_bounds_nothing_collapses(tmp_path, capsys):
     own = guards(tmp_path, on_collapse="stop", patience=1)
-    own.check(0, {"entropy": 0.0, "empty_answers": 1.0, "kl": 1e9})
+    numbers = {"entropy": 0.0, "empty_answers": 1.0, "kl": 1e9}
+    assert own.check(0, numbers) is None
     assert not capsys.readouterr().err
 
 
@@ -157,3 +161,126 @@ def test_a_supervised_stage_stops_likewise(tmp_path):
     with pytest.raises(StoppedError, match="sft: 3 updates in a row"):
         sft.run(setup, rollouts, params, tmp_path)
     assert len(list((tmp_path / FOLDER).glob("*.npz"))) == 3
+
+
+STEPS = {"rl__steps": 6, "checkpoint__rl_steps": 1, "checkpoint__keep": 9}
+BOUND = {"guards__max_kl": 0.5, "guards__patience": 2}
+
+
+def collapsing(monkeypatch, beyond):
+    """Has steps be beyond the bound: beyond(step, how often it was taken before)."""
+    taken, told = [], rl.together
+
+    def measure(found):
+        groups, rewards, measured = told(found)
+        ids = [group.question.id for group in groups]
+        step = measure.step
+        before = sum(one == step for one, _ in taken)
+        taken.append((step, ids))
+        measured["kl"] = 9.0 if beyond(step, before) else 0.1
+        return groups, rewards, measured
+
+    real = rl.gather
+
+    def gather(setup, play, step, **settings):
+        measure.step = step
+        return real(setup, play, step, **settings)
+
+    monkeypatch.setattr(rl, "together", measure)
+    monkeypatch.setattr(rl, "gather", gather)
+    return taken
+
+
+def collapse_of(monkeypatch, tmp_path, beyond, **settings):
+    """Steps that were taken, in order, of a stage that rolls back."""
+    own = ONE_STEP | STEPS | BOUND | {"guards__on_collapse": "roll_back"} | settings
+    setup = load_setup(config(**own))
+    taken = collapsing(monkeypatch, beyond)
+    params = build.initial_params(setup)
+    return setup, params, taken
+
+
+def test_a_collapse_is_rolled_back_and_other_draws_follow(
+    tmp_path, monkeypatch, capsys
+):
+    def beyond(step, before):
+        return step in (2, 3) and not before
+
+    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond)
+    rl.run(setup, None, params, tmp_path)
+    assert [step for step, _ in taken] == [0, 1, 2, 3, 2, 3, 4, 5]
+    first, second = (dict(taken[a:b]) for a, b in ((2, 4), (4, 6)))
+    assert all(first[step] != second[step] for step in (2, 3))
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(6))
+    assert all(row["kl"] == 0.1 for row in rows)
+    undone = read_rows(tmp_path / "rolled_back.jsonl")
+    assert [(r["step"], r["kl"], r["roll_back"]) for r in undone] == [
+        (2, 9.0, 1),
+        (3, 9.0, 1),
+    ]
+    folder = tmp_path / CHECKPOINTS
+    assert {p.name for p in folder.iterdir()} == {
+        *"123456",
+        "3.collapsed",
+        "4.collapsed",
+    }
+    checkpoint.verify(folder, 3)
+    assert "rolled back to step 2" in capsys.readouterr().err
+
+
+def test_a_collapse_in_the_first_steps_goes_back_to_the_beginning(
+    tmp_path, monkeypatch
+):
+    def beyond(step, before):
+        return not before and step < 2
+
+    own = {"checkpoint__rl_steps": 2}
+    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond, **own)
+    rl.run(setup, None, params, tmp_path)
+    assert [step for step, _ in taken] == [0, 1, 0, 1, 2, 3, 4, 5]
+
+
+def test_after_so_many_roll_backs_it_stops(tmp_path, monkeypatch):
+    own = {"guards__max_roll_backs": 1}
+    always = collapse_of(monkeypatch, tmp_path, lambda step, _: step > 0, **own)
+    setup, params, taken = always
+    with pytest.raises(StoppedError, match="rolled back 1 times"):
+        rl.run(setup, None, params, tmp_path)
+    assert [step for step, _ in taken] == [0, 1, 2, 1, 2]
+    with pytest.raises(StoppedError, match="rolled back 1 times"):
+        rl.run(setup, None, params, tmp_path)  # what counts them is a file
+
+
+def test_where_nothing_from_before_is_kept_it_stops(tmp_path, monkeypatch):
+    own = {"checkpoint__keep": 1}
+    late = collapse_of(monkeypatch, tmp_path, lambda step, _: step > 1, **own)
+    setup, params, _ = late
+    with pytest.raises(StoppedError, match=r"before step 3 is kept.*keep = 1"):
+        rl.run(setup, None, params, tmp_path)
+
+
+def test_a_roll_back_that_is_interrupted_ends_alike(tmp_path, monkeypatch):
+    """Wherever it was killed: what is drawn hangs on the number of roll-backs alone."""
+
+    def beyond(step, before):
+        return step in (2, 3) and not before
+
+    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond)
+    whole = rl.run(setup, None, params, tmp_path / "whole")
+    taken.clear()
+    real = checkpoint.save
+
+    def save(folder, step, *rest, **settings):
+        if step == 3 and len(taken) == 5:  # the first save after the roll-back
+            raise KeyboardInterrupt
+        real(folder, step, *rest, **settings)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save", save)
+        with pytest.raises(KeyboardInterrupt):
+            rl.run(setup, None, params, tmp_path / "killed")
+    again = rl.run(setup, None, params, tmp_path / "killed")
+    assert [step for step, _ in taken] == [0, 1, 2, 3, 2, 2, 3, 4, 5]
+    assert taken[4] == taken[5]
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
