@@ -13,9 +13,11 @@ import pytest
 
 from rsearch import build, checkpoint, preemption, storage
 from rsearch.evaluate import CHECKPOINTS
-from rsearch.stages import state
+from rsearch.stages import rl, state
+from rsearch.stages.guards import Guards
 from rsearch.stages.state import Progress
-from tests.small_run import arguments, config, load_setup, quick_compilation
+from tests.small_run import PPO, arguments, config, load_setup, quick_compilation
+from tests.stages.test_rl import ONE_STEP
 from tests.test_train import ROOT, assert_same_as_uninterrupted, child_environment
 
 __all__ = ["quick_compilation"]
@@ -33,6 +35,52 @@ def progress(tmp_path, monkeypatch):
     found.save_if_due()
     found.advance(found.state)
     return found
+
+
+def walked(value, name=""):
+    """{dotted name: comparable} of all that an object of a stage holds."""
+    if isinstance(value, Guards):
+        value = vars(value)
+    if isinstance(value, dict):
+        parts = [walked(x, f"{name}.{key}") for key, x in value.items()]
+        return {name: part for own in parts for name, part in own.items()}
+    leaves = jax.tree_util.tree_leaves_with_path(value)
+    arrays = all(hasattr(leaf, "dtype") for _, leaf in leaves)
+    if leaves and arrays:
+        return {
+            name + jax.tree_util.keystr(path): np.asarray(leaf).tobytes()
+            for path, leaf in leaves
+        }
+    return {name: repr(value)}
+
+
+def test_all_that_changes_in_a_stage_has_a_place_that_outlives_it(
+    tmp_path, monkeypatch
+):
+    """Whoever adds a field that steps change finds it here, if nobody saves it."""
+    own = (
+        ONE_STEP
+        | PPO
+        | {"rl__steps": 3, "guards__min_entropy": 99.0, "model__lora_rank": 2}
+    )
+    setup = load_setup(config(**own, guards__patience=9))
+    params, made = build.initial_params(setup), []
+
+    class Watched(Progress):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            made.append((self, walked(vars(self))))
+
+    monkeypatch.setattr(rl, "Progress", Watched)
+    rl.run(setup, None, params, tmp_path)
+    ((progress, at_first),) = made
+    at_last = walked(vars(progress))
+    changed = {name for name in at_last if at_last[name] != at_first.get(name)}
+    found = walked(vars(Progress(setup, "rl", params, tmp_path)))
+    assert {name for name in changed if found.get(name) != at_last[name]} == set()
+    for part in (".state.params", ".state.opt_state", ".state.critic", ".kl_coef"):
+        assert any(name.startswith(".state") and part in name for name in changed), part
+    assert {".done", "._saved", ".guards._beyond"} <= changed
 
 
 def refuse(monkeypatch, where, code, times):
