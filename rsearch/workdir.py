@@ -356,7 +356,7 @@ def _may_change(row, config, started):
         if own.get("decay", config[kind_of(stage)].get("decay")):
             return False
         later = stages[stages.index(stage) + 1 :]
-        return new >= old and not set(later) & set(started)
+        return isinstance(old, int) and new >= old and not set(later) & set(started)
     return False
 
 

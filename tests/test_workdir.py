@@ -131,6 +131,16 @@ def test_a_configuration_that_no_run_has_written_is_named(tmp_path, config, chan
         Workdir(tmp_path / "run", config)
 
 
+def test_a_number_of_steps_that_is_none_is_refused(tmp_path, config):
+    with Workdir(tmp_path / "run", config) as run:
+        run.stage("rl")
+        whole = json.loads((run.path / "config.json").read_text())
+        whole["config"]["rl"]["steps"] = "x"
+        (run.path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match=r"config\.rl\.steps +'x' +[0-9]+"):
+        Workdir(tmp_path / "run", config)
+
+
 @pytest.mark.fault(8, "table")
 def test_different_configuration_is_refused_with_what_differs(tmp_path, config):
     Workdir(tmp_path, config).close()
