@@ -11,6 +11,7 @@
     POST /search        {"query", "top_n", "return_score"}, as ReaRAG asks
     POST /batch_search  the same with a list of queries
     GET  /health        {"status": "ok"}
+    GET  /openapi.json  all of this, in words that programs read
 
 What is searched, and with which encoder, is said by the retrieval section of a recipe;
 its top_k is how many passages a request gets that does not say. A run asks such a
@@ -30,6 +31,7 @@ from rsearch.config import (
     validate,
 )
 from rsearch.data.world import make_world
+from rsearch.openapi import TEXT, list_of, record, with_description
 from rsearch.protocols.tagged import whole_characters
 from rsearch.serving import JsonServer, RefusedError
 
@@ -55,8 +57,10 @@ def routes_of(search, *, top_k: int, max_k: int, max_query_chars: int) -> dict:
         max_query_chars: a longer query is refused.
     """
 
-    def find(queries, k):
-        """[queries] tuples of k passages."""
+    def find(queries, k, flag):
+        """[queries] tuples of k passages; the flag, of whatever name, is checked."""
+        if not isinstance(flag, bool | None):
+            raise RefusedError(400, "whether scores are returned must be true or false")
         if not isinstance(queries, list) or not 1 <= len(queries) <= MAX_QUERIES:
             reason = f"queries must be a list of 1 to {MAX_QUERIES}"
             raise RefusedError(400, reason)
@@ -64,7 +68,9 @@ def routes_of(search, *, top_k: int, max_k: int, max_query_chars: int) -> dict:
             if not isinstance(query, str) or len(query) > max_query_chars:
                 reason = f"a query must be a text of at most {max_query_chars}"
                 raise RefusedError(400, f"{reason} characters")
-        k = top_k if k is None or k == 0 else k
+        if isinstance(k, float) and k.is_integer():
+            k = int(k)  # which JSON does not tell apart
+        k = top_k if k is None or (type(k) is int and k == 0) else k
         if type(k) is not int or not 1 <= k <= max_k:
             raise RefusedError(400, f"passages of a query must be 1 to {max_k}")
         found = search([whole_characters(query) for query in queries])
@@ -73,18 +79,19 @@ def routes_of(search, *, top_k: int, max_k: int, max_query_chars: int) -> dict:
         return [passages[:k] for passages in found]
 
     def retrieve(body):
-        found = find(body.get("queries"), body.get("topk"))
+        found = find(body.get("queries"), body.get("topk"), body.get("return_scores"))
         return {"result": [[_scored(p) for p in own] for own in found]}
 
     def queries(body):
-        found = find(body.get("queries"), body.get("k", 3))
+        found = find(body.get("queries"), body.get("k", min(3, max_k)), None)
         answers = [[p.contents for p in own] for own in found]
         return {"queries": body["queries"], "answers": answers}
 
     def rearag(given, body):
-        found = find(given, body.get("top_n", 10))
+        with_scores = body.get("return_score")
+        found = find(given, body.get("top_n", min(10, max_k)), with_scores)
         documents = [[_document(p) for p in own] for own in found]
-        if not body.get("return_score"):
+        if not with_scores:
             return documents
         scores = [[p.score for p in own] for own in found]
         return [list(pair) for pair in zip(documents, scores, strict=True)]
@@ -92,12 +99,52 @@ def routes_of(search, *, top_k: int, max_k: int, max_query_chars: int) -> dict:
     def one(body):
         return rearag([body.get("query")], body)[0]
 
-    return {
+    routes = {
         ("POST", "/retrieve"): retrieve,
         ("POST", "/queries"): queries,
         ("POST", "/search"): one,
         ("POST", "/batch_search"): lambda body: rearag(body.get("query"), body),
-        ("GET", "/health"): lambda body: {"status": "ok"},
+    }
+    described = _description(max_k=max_k, max_query_chars=max_query_chars)
+    return with_description(routes, "rsearch.retriever", described)
+
+
+def _description(*, max_k, max_query_chars):
+    """See `openapi.with_description`."""
+    query = {**TEXT, "maxLength": max_query_chars}
+    queries = list_of(query, minItems=1, maxItems=MAX_QUERIES)
+    k = {"type": ["integer", "null"], "minimum": 0, "maximum": max_k}
+    flag = {"type": ["boolean", "null"]}
+    document = record({"id": TEXT, "contents": TEXT})
+    scored = record({"document": document, "score": {"type": "number"}})
+    scores = list_of({"type": "number"})
+
+    def with_scores(documents):
+        pair = list_of({"anyOf": [documents, scores]}, minItems=2, maxItems=2)
+        return {"anyOf": [documents, pair]}
+
+    own, settings = list_of(document), {"top_n": k, "return_score": flag}
+    return {
+        ("POST", "/retrieve"): (
+            "Passages of each query, as Search-R1 asks; 0 is as many as configured.",
+            record({"queries": queries}, {"topk": k, "return_scores": flag}),
+            record({"result": list_of(list_of(scored))}),
+        ),
+        ("POST", "/queries"): (
+            "Contents of the passages of each query, as R1-Searcher asks.",
+            record({"queries": queries}, {"k": k}),
+            record({"queries": list_of(TEXT), "answers": list_of(list_of(TEXT))}),
+        ),
+        ("POST", "/search"): (
+            "Passages of one query, as ReaRAG asks.",
+            record({"query": query}, settings),
+            with_scores(own),
+        ),
+        ("POST", "/batch_search"): (
+            "Passages of each query, as ReaRAG asks.",
+            record({"query": queries}, settings),
+            list_of(with_scores(own)),
+        ),
     }
 
 

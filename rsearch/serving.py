@@ -7,26 +7,29 @@ Nothing that a client sends can do more than get an error with a JSON body:
 
 import hmac
 import http.server
+import io
 import ipaddress
 import json
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 from rsearch.console import note
 
 JSON = "application/json"
+LINGER_SECONDS, LINGER_BYTES = 1.0, 1 << 25  # for a body that is refused unread
 
 
 class RefusedError(Exception):
     """What a client asked cannot be done; says why, with an HTTP status."""
 
-    def __init__(self, status: int, reason: str):
+    def __init__(self, status: int, reason: str, **headers: str):
         super().__init__(reason)
-        self.status = status
+        self.status, self.headers = status, headers
 
 
 class JsonServer(http.server.ThreadingHTTPServer):
@@ -39,7 +42,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
         token: that each request has to carry as "Authorization: Bearer ..."; "" = none.
         max_body_bytes: a longer body is refused unread.
         max_waiting: requests under way at once; further ones are refused at once.
-        timeout_seconds: how long a client may take for each part of its request.
+        timeout_seconds: how long a client may take for its request, head and body.
 
     Raises:
         ValueError: a host other machines can reach, without a token; a host or port
@@ -109,6 +112,31 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+class _Received(io.RawIOBase):
+    """What a client sends, until its time is over: a byte a second is not enough."""
+
+    def __init__(self, connection, seconds):
+        self._connection, self._end = connection, time.monotonic() + seconds
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request did not come in time")
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
+def _no_constant(name):
+    raise ValueError(f"{name} is not JSON")
+
+
+def _error(reason):
+    return json.dumps({"error": str(reason)})
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     """One connection, one request."""
 
@@ -118,31 +146,36 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def setup(self):
         self.timeout = self.server.timeout_seconds
         super().setup()
+        self.rfile = io.BufferedReader(_Received(self.connection, self.timeout))
+
+    has_unread = False  # a body that is still to come
 
     def do_GET(self):
-        """A route without a body."""
+        """What a route answers, or why there is none: of any method."""
+        self.has_unread = self.headers.get("Content-Length", "0") != "0"
         self._answer()
 
-    def do_POST(self):
-        """A route with a JSON object."""
-        self._answer()
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
+    do_HEAD = do_OPTIONS = do_TRACE = do_GET
 
     def _answer(self):
+        headers = {}
         if not self.server.waiting.acquire(blocking=False):
-            self._reply(503, {"error": "too many requests at once; try again later"})
+            self._reply(503, _error("too many requests at once; try again later"))
             return
         try:
-            status, reply = 200, self._route()
+            status, reply = 200, json.dumps(self._route(), allow_nan=False)
         except RefusedError as refused:
-            status, reply = refused.status, {"error": str(refused)}
+            status, reply = refused.status, _error(refused)
+            headers = refused.headers
         except TimeoutError:
-            status, reply = 408, {"error": "the body did not come in time"}
+            status, reply = 408, _error("the body did not come in time")
         except Exception as error:  # the service goes on; who runs it sees the fault
             self.log_error("%s %s: %r", self.command, self.path, error)
-            status, reply = 500, {"error": "internal error"}
+            status, reply = 500, _error("internal error")
         finally:
             self.server.waiting.release()
-        self._reply(status, reply)
+        self._reply(status, reply, headers)
 
     def _route(self):
         """The reply of the route, once the request may have one."""
@@ -153,7 +186,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if answer is None:
             methods = [method for method, known in routes if known == path]
             if methods:
-                raise RefusedError(405, f"{path} takes {' or '.join(methods)}")
+                reason = f"{path} takes {' or '.join(methods)}"
+                raise RefusedError(405, reason, Allow=", ".join(methods))
             known = ", ".join(f"{method} {known}" for method, known in routes)
             raise RefusedError(404, f"no such route; there is {known}")
         return answer(self._body() if self.command == "POST" else {})
@@ -182,30 +216,49 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if len(length) > 18 or int(length) > most:
             raise RefusedError(413, f"the body may have {most} bytes")
         raw = self.rfile.read(int(length))
+        self.has_unread = False
         try:
-            body = json.loads(raw)
+            body = json.loads(raw, parse_constant=_no_constant)
         except (ValueError, RecursionError):
             raise RefusedError(400, "the body is not JSON") from None
         if not isinstance(body, dict):
             raise RefusedError(400, "the body must be a JSON object")
         return body
 
-    def _reply(self, status, reply):
-        data = json.dumps(reply, allow_nan=False).encode()
+    def _reply(self, status, reply, headers=None):
+        data = reply.encode()
+        self.connection.settimeout(self.timeout)
         self.close_connection = True  # an unread body must not become a request
         try:
             self.send_response(status)
             self.send_header("Content-Type", JSON)
             self.send_header("Content-Length", str(len(data)))
             self.send_header("Connection", "close")
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(data)
+            if self.command != "HEAD":
+                self.wfile.write(data)
+            if self.has_unread:
+                self._linger()
         except OSError:
             pass  # the client has gone
 
+    def _linger(self):
+        """Takes in a little of an unread body: who is cut off while sending it may
+        never see the reply that says why."""
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.settimeout(LINGER_SECONDS)
+        end, left = time.monotonic() + LINGER_SECONDS, LINGER_BYTES
+        while left > 0 and time.monotonic() < end:
+            received = self.connection.recv(1 << 16)
+            if not received:
+                return
+            left -= len(received)
+
     def send_error(self, code, message=None, explain=None):
         """Errors of the protocol itself, as JSON too."""
-        self._reply(int(code), {"error": message or HTTPStatus(code).phrase})
+        self._reply(int(code), _error(message or HTTPStatus(code).phrase))
 
     def log_message(self, format, *args):
         """Only errors are logged: questions are nobody's business."""

@@ -41,13 +41,25 @@ from rsearch.config import (
     print_config,
     run_command,
 )
+from rsearch.openapi import TEXT, list_of, record, with_description
 from rsearch.protocols.tagged import whole_characters
 from rsearch.serving import JsonServer, RefusedError
 from rsearch.stage_plan import stage_config
-from rsearch.types import Group, Question
+from rsearch.types import Group, Outcome, Question
 
 RECIPE = "configs/r_search.py"
 MAX_QUESTIONS = 64  # in one request
+OR_NULL = {"type": ["string", "null"]}
+RESULT = record(
+    {
+        "question": TEXT,
+        "evidence": OR_NULL,
+        "answer": OR_NULL,
+        "queries": list_of(TEXT),
+        "passages": list_of(record({"id": TEXT, "title": TEXT, "text": TEXT})),
+        "outcome": {"enum": [outcome.value for outcome in Outcome]},
+    }
+)
 FLAGS = {
     "model": ("", "Hugging Face directory or hub id (default: the recipe's)"),
     "index": ("", "a directory that rsearch.index made (default: the recipe's)"),
@@ -57,7 +69,7 @@ FLAGS = {
     "slots": (8, "questions answered at once"),
     "max_question_chars": (2000, "a longer question is refused"),
     "question": ("", "answers this one and ends"),
-    "serve": (False, "serves POST /search and GET /health over HTTP"),
+    "serve": (False, "serves POST /search over HTTP; GET /openapi.json says how"),
     "host": ("127.0.0.1", "to listen at; others than this machine need a token"),
     "port": (8000, "to listen at; 0 takes a free one"),
     "token_env": ("", "environment variable with the token that requests must carry"),
@@ -255,10 +267,17 @@ def routes_of(tool: SearchTool) -> dict:
             raise RefusedError(400, reason)
         return {"results": tool([_checked(tool, q) for q in questions])}
 
-    return {
-        ("POST", "/search"): search,
-        ("GET", "/health"): lambda body: {"status": "ok"},
+    question = {**TEXT, "minLength": 1}
+    asked = (
+        {"question": question},
+        {"questions": list_of(question, maxItems=MAX_QUESTIONS)},
+    )
+    body = {"oneOf": [record(one, additionalProperties=False) for one in asked]}
+    reply = {"anyOf": [RESULT, record({"results": list_of(RESULT)})]}
+    described = {
+        ("POST", "/search"): ("What the policy finds and answers.", body, reply)
     }
+    return with_description({("POST", "/search"): search}, "rsearch.tool", described)
 
 
 def _checked(tool, question):

@@ -120,6 +120,9 @@ def test_a_run_asks_the_service_that_it_names():
         ("/retrieve", {"queries": ["a"], "topk": 1.5}, 400),
         ("/retrieve", {"queries": ["a"], "topk": "3"}, 400),
         ("/retrieve", {"queries": ["a"], "topk": True}, 400),
+        ("/retrieve", {"queries": ["a"], "topk": False}, 400),
+        ("/retrieve", {"queries": ["a"], "return_scores": "no"}, 400),
+        ("/search", {"query": "a", "return_score": "false"}, 400),
         ("/queries", {"queries": None}, 400),
         ("/search", {"query": ["a"]}, 400),
         ("/search", {"query": None}, 400),
@@ -133,6 +136,22 @@ def test_what_makes_no_sense_is_refused(path, body, status):
         found, reply = ask(url, path, body)
         assert found == status and reply.keys() == {"error"}
         assert ask(url, "/retrieve", {"queries": ["a"]})[0] == 200  # it goes on
+
+
+@pytest.mark.parametrize("k", [0, 0.0, None])
+def test_as_many_passages_as_configured_where_a_request_does_not_say(k):
+    with serving() as url:
+        _, reply = ask(url, "/retrieve", {"queries": ["a"], "topk": k})
+        assert len(reply["result"][0]) == 3
+        _, reply = ask(url, "/retrieve", {"queries": ["a"], "topk": 2.0})
+        assert len(reply["result"][0]) == 2
+
+
+def test_a_default_of_a_dialect_is_at_most_what_the_service_allows():
+    """ReaRAG's is 10, this service's most is 4."""
+    with serving() as url:
+        status, reply = ask(url, "/search", {"query": "a"})
+        assert status == 200 and len(reply) == 4
 
 
 def test_lone_surrogates_are_no_fault():

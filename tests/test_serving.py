@@ -3,14 +3,18 @@
 import contextlib
 import http.client
 import json
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
 from rsearch.serving import JsonServer
+from tests.small_run import ROOT
 
 ROUTES = {("GET", "/health"): lambda body: {"status": "ok"}}
 
@@ -153,6 +157,51 @@ def test_a_body_that_does_not_come_is_not_waited_for():
         slow.sendall(head + b"Content-Type: application/json\r\n\r\n{")
         assert slow.recv(100).startswith(b"HTTP/1.0 408")
         slow.close()
+
+
+@pytest.mark.parametrize("head", [b"GE", b"POST /x HTTP/1.1\r\nContent-Length: 99\r\n"])
+def test_a_request_that_comes_byte_by_byte_has_an_end(head):
+    with serving({("POST", "/x"): dict}, timeout_seconds=0.5) as server:
+        slow = socket.create_connection(server.server_address[:2], timeout=30)
+        started = time.monotonic()
+        with slow, contextlib.suppress(OSError):
+            slow.sendall(head)
+            while time.monotonic() < started + 10:
+                slow.sendall(b"a")
+                time.sleep(0.05)
+        assert time.monotonic() < started + 5
+        assert ask(server, "POST", "/x", {})[0] == 200
+
+
+def test_a_body_that_is_refused_unread_does_not_cost_its_sender_the_reason():
+    """http.client sends all of it before it reads a word."""
+    with serving({("POST", "/x"): dict}, max_body_bytes=4096) as server:
+        status, told = ask(server, path="/x", body=b"x" * 10_000_000)
+        assert (status, told) == (413, {"error": "the body may have 4096 bytes"})
+
+
+def test_sigterm_lets_a_request_under_way_end():
+    script = (
+        "import time; from rsearch.serving import JsonServer\n"
+        "def slow(body): print('asked', flush=True); time.sleep(1.5); return {'a': 1}\n"
+        "server = JsonServer('127.0.0.1', 0, {('GET', '/slow'): slow})\n"
+        "print(server.server_address[1], flush=True); server.serve()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        port = int(process.stdout.readline())
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            client.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert process.stdout.readline() == "asked\n"
+            process.send_signal(signal.SIGTERM)
+            received = b"".join(iter(lambda: client.recv(1000), b""))
+        assert received.startswith(b"HTTP/1.0 200") and received.endswith(b'{"a": 1}')
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.stdout.close()
 
 
 def test_a_fault_is_an_internal_error_that_tells_clients_nothing(capsys):

@@ -37,6 +37,7 @@ LAYERS = (  # lowest first; what is not named here is a command, above all of th
         "stage_plan",
         "crosschecks",
         "serving",
+        "openapi",
     ),
     ("models", "protocols"),
     ("data", "retrieval", "rollout", "rewards", "learn"),

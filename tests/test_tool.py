@@ -290,7 +290,7 @@ def test_a_question_over_http_gets_what_a_call_gets(server, search, questions):
     [
         ({"path": "/searches", "body": {}}, 404, "no such route"),
         ({"method": "GET", "path": "/search"}, 405, "takes POST"),
-        ({"method": "PUT", "path": "/search"}, 501, "Unsupported method"),
+        ({"method": "PUT", "path": "/search"}, 405, "takes POST"),
         ({"body": b"{"}, 400, "not JSON"),
         ({"body": b"[" * 3000}, 400, "not JSON"),
         ({"body": b"\xff\xfe"}, 400, "not JSON"),
