@@ -41,6 +41,7 @@ HEADER_BYTES = 4096
 CHUNK_BYTES = 1 << 20  # read at once; progress counts these
 NUM_SAMPLES = 16  # blocks of the corpus that are compared at every opening
 SAMPLE_BYTES = 4096
+MAX_LINE_BYTES = 1 << 24  # a small gzip file may hold gigabytes without a line end
 LINES_AT_ONCE = 256  # read at once when going through the corpus in order
 
 
@@ -349,6 +350,10 @@ def _lines(plain, size, digest, label):
             rest = lines.pop()
             for line in lines:
                 yield line + b"\n"
+            if len(rest) > MAX_LINE_BYTES:
+                raise ValueError(
+                    f"{plain}: a line has more than {MAX_LINE_BYTES} bytes"
+                )
     if rest:
         yield rest
 

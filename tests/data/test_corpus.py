@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -234,6 +235,19 @@ def test_a_damaged_offsets_file_is_written_again(tmp_path, builds, damage):
     offsets.write_bytes(damage(offsets.read_bytes()))
     assert list(Corpus(path)) == PASSAGES
     assert len(builds) == 2
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_line_without_end_is_not_waited_for(tmp_path, pack):
+    path = written(tmp_path, pack(TWO + b"a" * (40 << 20)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="a line has more than 16777216 bytes"):
+            Corpus(path)
+        assert tracemalloc.get_traced_memory()[1] < 60 << 20
+    finally:
+        tracemalloc.stop()
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("value", [1 << 62, 10**6, 0])
