@@ -168,7 +168,7 @@ def run(folder: pathlib.Path, count: int, seed: int, kinds) -> list[dict]:
     outcomes = collections.defaultdict(collections.Counter)
     started = time.monotonic()
     try:
-        for number in range(count):
+        for number in console.progress(range(count), "changed samples"):
             kind = kinds[number % len(kinds)]
             found = reader(kind, seed, number)
             outcomes[kind][found["outcome"]] += 1
