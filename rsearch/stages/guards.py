@@ -85,12 +85,13 @@ class Guards:
         told = ", ".join(f"{name} = {x}" for name, x in bad.items())
         kept = self._keep(step, batch)
         where = f"; its batch is in {kept}" if kept else ""
-        left_out = f"{told}; this update is left out{where}"
+        culprit = _first_bad(params)
+        left_out = f"{told}; {culprit}; this update is left out{where}"
         console.note(f"{self._stage}: step {step + 1}: {left_out}")
         if self._skipped >= self._g.max_skipped:
             raise StoppedError(
                 f"{self._stage}: {self._skipped} updates in a row are left out, the "
-                f"last in step {step + 1}, for {told}; {_first_bad(params)}. No "
+                f"last in step {step + 1}, for {told}; {culprit}. No "
                 f"weight has changed since step {step + 2 - self._skipped}; the newest "
                 "checkpoint is from before these"
             )

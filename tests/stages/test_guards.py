@@ -40,7 +40,7 @@ def test_updates_left_out_are_counted_in_a_row_and_then_it_stops(tmp_path, capsy
     assert "all parameters are finite" in str(error.value)
     assert "since step 3" in str(error.value)
     told = capsys.readouterr().err
-    assert "grad_norm = nan; this update is left out" in told
+    assert "grad_norm = nan; all parameters are finite; this update is left" in told
     kept = sorted((tmp_path / FOLDER).glob("*.npz"))
     assert [path.name for path in kept] == ["0-1.npz", "2-1.npz"]
     with np.load(kept[0], allow_pickle=False) as found:
@@ -161,6 +161,23 @@ def test_a_supervised_stage_stops_likewise(tmp_path):
     with pytest.raises(StoppedError, match="sft: 3 updates in a row"):
         sft.run(setup, rollouts, params, tmp_path)
     assert len(list((tmp_path / FOLDER).glob("*.npz"))) == 3
+
+
+@pytest.mark.fault(29, "step aborted", "parameter named")
+def test_a_policy_whose_logits_are_not_finite_samples_and_teaches_nothing(
+    tmp_path, capsys
+):
+    """Nothing hangs; the parameter is named with the first step, and it stops."""
+    run = dict(rl__steps=9, guards__max_skipped=2, rl__kl_coef=0.0)
+    setup = load_setup(config(**ONE_STEP | run))
+    params = build.initial_params(setup)
+    scale = params["layers"]["attention"]["q"]
+    params["layers"]["attention"]["q"] = scale.at[0, 0].set(np.nan)
+    told = r"the first that is not finite is the parameter layers\.attention\.q"
+    with pytest.raises(StoppedError, match=told):
+        rl.run(setup, None, params, tmp_path)
+    first = capsys.readouterr().err
+    assert f"rl: step 1: grad_norm = nan; {told}".replace("\\", "") in first
 
 
 STEPS = {"rl__steps": 6, "checkpoint__rl_steps": 1, "checkpoint__keep": 9}
