@@ -73,6 +73,7 @@ def _data():
     c.fields_id = ""  # the record's id; "" likewise
     c.max_train = 0  # questions used of train, from its start; 0 = all
     c.max_dev = 0  # questions used of dev, from its start; 0 = all
+    c.decontaminate = False  # leaves training questions out that dev asks, too
     c.on_bad = "raise"  # a bad record: "raise" names it, "skip" counts it
     return c
 

@@ -31,6 +31,7 @@ from rsearch.rollout.conversation import (
     prompt_ids,
 )
 from rsearch.stage_plan import QUESTIONS, kinds, stage_file
+from rsearch.text import normalize_squad
 from rsearch.types import Question
 
 WORLD = "world"
@@ -252,6 +253,29 @@ def _check_for_chains(c, world):
             tells(question, ())
 
     return check
+
+
+def apart(train, dev, say, *, drops) -> tuple[Question, ...]:
+    """The training questions; `say` hears how many of them are held out, too.
+
+    Questions are the same whose words are, whatever their case and punctuation.
+
+    Args:
+        train, dev: questions.
+        say: called with a line where there are any.
+        drops: whether to leave these out.
+    """
+    held = {normalize_squad(question.text) for question in dev}
+    both = [q for q in train if normalize_squad(q.text) in held]
+    if not both:
+        return train
+    how = "config.data.decontaminate = True leaves them out"
+    say(
+        f"{len(both):,} of {len(train):,} training questions are held out, too, such "
+        f"as {both[0].id}; {'left out of train' if drops else how}"
+    )
+    dropped = {q.id for q in both} if drops else set()
+    return tuple(q for q in train if q.id not in dropped)
 
 
 def fitting(questions, split, protocol, tokenizer, limits, say, *, limit=0):

@@ -11,6 +11,7 @@ from rsearch import files
 from rsearch.build.agents import load_agent
 from rsearch.build.beginnings import initial_weights
 from rsearch.build.parts import (
+    apart,
     budgets,
     fitting,
     has_world,
@@ -162,10 +163,12 @@ def load_setup(
     search = once("search", [c.retrieval, c.world, seeded], searching)
     only_dev = only_dev or only_policy
     train = () if only_dev else read_questions(c, "train", world, say, home)
-    train, _ = fitting(train, "train", protocol, tokenizer, limits, say)
     dev, num_long = (), 0
     if not only_policy:
         dev = read_questions(c, "dev", world, say, home)
+    train = apart(train, dev, say, drops=c.data.decontaminate)
+    train, _ = fitting(train, "train", protocol, tokenizer, limits, say)
+    if not only_policy:
         most = c.eval.max_questions
         dev, num_long = fitting(
             dev, "dev", protocol, tokenizer, limits, say, limit=most

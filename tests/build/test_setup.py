@@ -64,6 +64,31 @@ def test_the_protocol_speaks_in_the_configurations_words():
     assert setup.protocol.invalid_message == c.protocol.invalid_message
 
 
+@pytest.mark.fault(12, "in train and dev", "decontaminate")
+def test_training_questions_that_are_held_out_too_are_told_and_left_out(tmp_path):
+    asked = {"train": ["Who?", "Is it the cat?", "Why?", "When?", "Where?"]}
+    asked["dev"] = ["is it  a cat", "WHO", "Whose?"]
+    for split, texts in asked.items():
+        rows = [{"question": text, "golden_answers": ["a"]} for text in texts]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{split}.jsonl").write_text(lines)
+    files = {f"data__{split}": str(tmp_path / f"{split}.jsonl") for split in asked}
+    files |= dict(rl__questions_per_step=1, rl__micro_batch=2)
+    files |= dict(mesh__data=2, mesh__tensor=4, model__num_heads=4)
+    files |= dict(model__num_kv_heads=4)
+    for drops, left, how in (
+        (False, asked["train"], "config.data.decontaminate = True leaves them out"),
+        (True, ["Why?", "When?", "Where?"], "left out of train"),
+    ):
+        said = []
+        own = config(**files, data__decontaminate=drops)
+        setup = build.load_setup(own, say=said.append)
+        assert [q.text for q in setup.train] == left and len(setup.dev) == 3
+        (told,) = [line for line in said if "held out, too" in line]
+        assert told.startswith("2 of 5 training questions are held out, too, such as ")
+        assert told.endswith(how)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
