@@ -10,10 +10,12 @@ empty one matches nothing, and every moment is printed.
 
 import os
 import pathlib
+import pickle
 import re
 import signal
 import sys
 import time
+import traceback
 
 ABSENT = ("tensorflow", "tensorflow_text", "torch")
 
@@ -70,7 +72,37 @@ def watch(pattern, workdir):
     os.fsync, os.replace, files.append = watched_fsync, watched_replace, watched_append
 
 
+def heard_of_pickles():
+    """A list that grows by a line for each pickle that is read from now on.
+
+    Python tells an audit hook of every class or function that a pickle names, whichever
+    way it is read; those that name none are seen where they are read by pickle's own
+    functions.
+    """
+    heard = []
+
+    def tell(what):
+        frames = traceback.extract_stack()[:-2]
+        heard.append(f"{what}: {' < '.join(str(f) for f in reversed(frames[-6:]))}")
+
+    def audit(event, arguments):
+        if event == "pickle.find_class":
+            tell(f"a pickle names {arguments}")
+
+    def telling(read):
+        def wrapped(*arguments, **settings):
+            tell(f"pickle.{read.__name__}")
+            return read(*arguments, **settings)
+
+        return wrapped
+
+    sys.addaudithook(audit)
+    pickle.load, pickle.loads = telling(pickle.load), telling(pickle.loads)
+    return heard
+
+
 def main(pattern, *arguments):
+    heard = heard_of_pickles()
     sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
     (workdir,) = (a for a in arguments if a.startswith("--workdir="))
     watch(pattern, workdir.partition("=")[2])
@@ -80,6 +112,7 @@ def main(pattern, *arguments):
     code = run_command(train.command, arguments)
     # scann asks for tensorflow, and a None says that there is none.
     assert not {name for name in ABSENT if sys.modules.get(name)}
+    assert not heard, "\n".join(heard)
     return code
 
 

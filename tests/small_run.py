@@ -108,7 +108,8 @@ def quick_compilation():
 def finished():
     """The workdir of a run of `config()` from beginning to end, on one device.
 
-    It ran where neither tensorflow nor torch can be imported. Copy it to change it.
+    It ran where neither tensorflow nor torch can be imported, and read no pickle. Copy
+    it to change it.
     """
     workdir = pathlib.Path(_folder.name) / "finished"
     done = run_python("-m", "tests.interrupted_run", "", *arguments(workdir))

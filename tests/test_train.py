@@ -56,7 +56,7 @@ def copy(tmp_path):
     return pathlib.Path(shutil.copytree(finished(), tmp_path / "run"))
 
 
-def test_a_run_without_tensorflow_and_torch_leaves_all_that_it_should():
+def test_a_run_without_tensorflow_torch_and_pickles_leaves_all_that_it_should():
     workdir = finished()
     rows = results(workdir)
     assert [(r["stage"], r["step"], r["method"]) for r in rows] == [
