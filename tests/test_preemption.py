@@ -168,20 +168,12 @@ def test_two_hosts_save_together_whichever_is_told(tmp_path, asked):
     assert checkpoint.steps(run / "rl" / "checkpoints") == [len(rows)]
 
 
-@pytest.mark.fault(41, "stopped", "killed")
-@pytest.mark.parametrize(
-    ("number", "how"),
-    [
-        (0, "SIGSTOP"),
-        (1, "SIGSTOP"),
-        pytest.param(0, "SIGKILL", marks=pytest.mark.slow),
-        pytest.param(1, "SIGKILL", marks=pytest.mark.slow),
-    ],
-)
-def test_a_host_that_hangs_or_is_gone_ends_the_run_by_its_name(tmp_path, number, how):
+@pytest.mark.fault(41, "stopped")
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_host_that_hangs_ends_the_run_by_its_name(tmp_path, number):
     _, processes = begun(tmp_path)
-    processes[number].send_signal(signal.Signals[how])
-    ((code, error),) = ended([processes[1 - number]], 20)
+    processes[number].send_signal(signal.SIGSTOP)
+    ((code, error),) = ended([processes[1 - number]], 15)
     processes[number].kill()
     processes[number].communicate()
     assert code == EXIT_CODE, error
