@@ -118,6 +118,8 @@ def _steps(setup, learning, plain, stage, memory, journal):
         groups, rewards, measured = _played(
             setup, roll_out, decoding, (step, draw), key, clock, stage=stage
         )
+        # The update reuses the state's buffers: once begun it must come to its end.
+        hosts.check_preempted(together=True)
         if c.rollout.cache_tokens:
             measured["restarts"] = roll_out.num_restarts - restarts
         rows = []

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import build
+from rsearch import build, preemption
 from rsearch.evaluate import Evaluator
 from rsearch.learn.train_state import create_state
+from rsearch.learn.update import Learner
 from rsearch.metrics import read as read_metrics
 from rsearch.models import huggingface
 from rsearch.stages import rl
@@ -169,6 +170,25 @@ def test_a_step_measures_these_things(setup, tmp_path):
     # The first update is on the policy that sampled: the ratio is 1 everywhere.
     assert row["clip_fraction"] == 0 and row["logp_gap"] < 1e-4
     assert row["sampler_gap"] == row["logp_gap"]
+
+
+def test_a_run_that_is_told_to_stop_while_it_rolls_out_begins_no_update(
+    setup, tmp_path, monkeypatch
+):
+    def rewarded(*args):
+        preemption._watch.asked.set()
+        return real(*args)
+
+    def update(*args):
+        raise AssertionError("an update has begun")
+
+    real = rl.rewarded
+    monkeypatch.setattr(preemption, "_watch", preemption._Watch())
+    monkeypatch.setattr(rl, "rewarded", rewarded)
+    monkeypatch.setattr(Learner, "update", update)
+    with pytest.raises(preemption.PreemptedError):
+        rl.run(setup, Evaluator(setup), build.initial_params(setup), tmp_path)
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 LOTS = dict(rl__kl_coef=0.1, rl__updates_per_step=2, rl__micro_batch=8)
