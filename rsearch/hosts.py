@@ -15,6 +15,7 @@ import pathlib
 import platform
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -142,6 +143,7 @@ def meeting(
     if _place[1] == 1:
         yield
         return
+    import jax
     from jax._src import distributed  # its key-value store has no public name
 
     peers = Peers(distributed.global_state.client, index(), stall_seconds)
@@ -157,12 +159,20 @@ def meeting(
                 time.sleep(BEAT_SECONDS)
             raise
         except BaseException as error:  # Control-C on one host ends them all, too
+            if _is_raised_in(jax, error):  # as by an exchange whose other end is gone
+                peers.await_silence()
             peers.tell(f"{type(error).__name__}: {error}")
             # At its exit JAX waits for the others, minutes long. They end before it
             # does, or what they are in would fail first, with an error that says
             # nothing.
             peers.end_later()
             raise
+
+
+def _is_raised_in(package, error) -> bool:
+    """Whether the error is the package's own."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return pathlib.Path(last).is_relative_to(pathlib.Path(package.__file__).parent)
 
 
 def check_preempted(*, together: bool = False) -> None:

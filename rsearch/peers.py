@@ -59,6 +59,14 @@ class Peers:
         with contextlib.suppress(Exception):  # another has failed before
             self._client.key_value_set(f"{FAILED}first", f"{self._index} {error}")
 
+    def await_silence(self) -> None:
+        """Time in which a host that is gone is missed, and ends this one by its name.
+
+        What fails here in an exchange has mostly failed there.
+        """
+        if self._stall:
+            self.is_over.wait(self._stall + 3 * BEAT_SECONDS)
+
     def end_later(self) -> None:
         """Ends this process when the others have ended, unless it does so by itself."""
         late = threading.Timer(3 * GRACE_SECONDS, os._exit, (1,))

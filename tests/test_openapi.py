@@ -95,6 +95,7 @@ def operations(schema):
     return [found.ok() for found in schema.get_all_operations()]
 
 
+@pytest.mark.fault(49, "body", "numbers")
 @pytest.mark.parametrize("mode", GenerationMode)
 def test_a_service_does_as_it_says(schema, mode):
     num_refused = 0
@@ -123,6 +124,7 @@ JSON_TYPE = "application/json"
 JSON = {"Content-Type": JSON_TYPE}
 
 
+@pytest.mark.fault(49, "body", "numbers")
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize(
     ("raw", "headers", "status", "reason"),
@@ -149,6 +151,7 @@ def test_a_malformed_body_is_refused_with_a_reason(name, raw, headers, status, r
         assert good.status_code == 200
 
 
+@pytest.mark.fault(49, "strangers")
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("given", [{}, {"Authorization": "Bearer x"}])
 def test_without_its_token_a_service_tells_nothing(name, given):

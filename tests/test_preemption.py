@@ -178,3 +178,13 @@ def test_a_host_that_hangs_ends_the_run_by_its_name(tmp_path, number):
     processes[number].communicate()
     assert code == EXIT_CODE, error
     assert f"error: host {number}" in error and "not been heard of" in error
+
+
+@pytest.mark.fault(41, "killed")
+def test_a_host_that_is_killed_ends_the_run_by_its_name(tmp_path):
+    """Not in the words of the exchange that fails for want of it."""
+    _, processes = begun(tmp_path)
+    processes[1].kill()
+    (_, (code, error)) = ended(processes[::-1], 20)
+    assert code == EXIT_CODE, error
+    assert "error: host 1" in error and "not been heard of" in error

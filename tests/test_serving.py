@@ -78,6 +78,7 @@ def test_a_connection_that_breaks_off_leaves_no_traceback(capsys):
         assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.fault(49, "strangers")
 def test_with_a_token_only_those_who_carry_it_are_answered():
     with serving(token="s3cret") as server:
         assert ask(server, "GET", "/health")[0] == 401
@@ -105,6 +106,7 @@ def held(**settings):
             go_on.set()
 
 
+@pytest.mark.fault(49, "many at once")
 def test_more_requests_than_there_is_room_for_are_refused_at_once():
     with held(max_waiting=1) as (server, is_answering, go_on):
         found = []
@@ -121,6 +123,7 @@ def test_more_requests_than_there_is_room_for_are_refused_at_once():
         assert ask(server, "GET", "/health")[0] == 200  # its place is free again
 
 
+@pytest.mark.fault(49, "client gone")
 def test_a_client_that_leaves_before_its_reply_leaves_its_place_too(capsys):
     with held(max_waiting=1) as (server, is_answering, go_on):
         gone = socket.create_connection(server.server_address[:2])
@@ -180,6 +183,7 @@ def test_a_body_that_is_refused_unread_does_not_cost_its_sender_the_reason():
         assert (status, told) == (413, {"error": "the body may have 4096 bytes"})
 
 
+@pytest.mark.fault(49, "SIGTERM")
 def test_sigterm_lets_a_request_under_way_end():
     script = (
         "import time; from rsearch.serving import JsonServer\n"

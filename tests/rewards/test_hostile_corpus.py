@@ -87,6 +87,7 @@ def test_the_corpus_is_large_and_no_case_is_its_twin():
     assert all(one != two for c in CASES for one, two in zip(c.hostile, c.inert))
 
 
+@pytest.mark.fault(37, "same rewards and actions")
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_rollouts_over_hostile_passages_are_those_over_inert_ones(name):
     protocol = PROTOCOLS[name]
@@ -135,6 +136,7 @@ def without_unknown(tokenizer, text):
     return bytes(b for b in whole.encode() if b in known).decode("utf-8", "replace")
 
 
+@pytest.mark.fault(37, "no control id")
 def test_an_encoded_passage_holds_no_control_token_and_reads_as_it_is(tokenizer):
     texts = {p.contents for case in CASES + HUGE for p in case.hostile}
     for text in texts:
@@ -156,6 +158,7 @@ def shown_by(host, passages):
     return wave[0].rollout()
 
 
+@pytest.mark.fault(37, "no control id")
 @pytest.mark.parametrize("name", SEARCHING)
 def test_in_real_tokens_a_passage_stays_between_its_tags(name, tokenizer):
     protocol = PROTOCOLS[name]

@@ -104,6 +104,7 @@ PLACES = {
 }
 
 
+@pytest.mark.fault(21, "full", "read-only", "quota", "permission denied", "retried")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
 def test_a_save_is_tried_again_until_the_disk_takes_it(
@@ -185,6 +186,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.fault(21, "full", "retried")
 @pytest.mark.slow
 def test_a_run_on_a_full_disk_goes_on_once_there_is_room(small_disk):
     disk, enlarge = small_disk
