@@ -38,7 +38,8 @@ class Journal:
         self._own = folder / f"{name}-{hosts.index()}.journal"
         self._lock, self._is_refused = threading.Lock(), False
         self._places: dict[str, tuple[pathlib.Path, int, int]] = {}
-        for path in sorted(folder.glob(f"{name}-*.journal"), key=self._own.__eq__):
+        found = folder.glob(f"{name}-*.journal")
+        for path in sorted(found, key=lambda p: (p == self._own, p.name)):
             end = self._read(path)
             if path == self._own and end < path.stat().st_size:
                 os.truncate(path, end)

@@ -35,7 +35,10 @@ class Finished:
         body = self._journal.get([*self._made_from, question.id, sample])
         if body is None:
             return None
-        (group,) = decode_groups(body, [question])
+        try:
+            (group,) = decode_groups(body, [question])
+        except (LookupError, TypeError, ValueError):  # of another version's making
+            return None
         self.num_reused += 1
         return group.rollouts[0]
 

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rsearch.journal import Journal
 from rsearch.rollout.finished import Finished, fingerprint
+from rsearch.rollout.sending import encode_groups
 from tests.rollout.scripted import ANSWERS, SEARCHES, WHO, play
 from tests.rollout.test_sending import plain
 
@@ -44,6 +45,15 @@ def test_another_policy_or_step_writes_anew(tmp_path):
         finished = Finished(journal, made_from)
         assert finished.get(WHO, 0) is None
     assert Finished(journal, ["policy", 3]).get(WHO, 0) is not None
+
+
+def test_what_another_version_has_written_is_written_anew(tmp_path):
+    journal = Journal(tmp_path, "rollouts")
+    journal.add(["policy", WHO.id, 0], b"\0" * 9)
+    journal.add(["policy", WHO.id, 1], encode_groups([]))
+    finished = Finished(journal, ["policy"])
+    assert finished.get(WHO, 0) is None and finished.get(WHO, 1) is None
+    assert finished.num_reused == 0
 
 
 def params():
