@@ -37,6 +37,7 @@ from rsearch.rollout.sending import share_groups
 from rsearch.rules import EVIDENCE, READER_METHODS, READER_RAG
 from rsearch.scoring import summarise
 from rsearch.stage_plan import kind_of, stage_configs
+from rsearch.suspicion import suspects
 from rsearch.workdir import (
     check_workdir,
     open_workdir,
@@ -186,6 +187,7 @@ def transcripts(groups, row) -> list[dict]:
             "prediction": rollout.answer,
             "outcome": rollout.outcome.value,
             "queries": [q for s in rollout.searches for q in s.queries],
+            "suspicious": sorted({p.id for p in rollout.found if suspects(p)}),
             "segments": [
                 {"source": s.source.name.lower(), "text": s.text}
                 for s in rollout.segments
@@ -287,8 +289,19 @@ def run_methods(evaluator, params, *, stage, step, methods, folder) -> list[dict
             f"{stage}: {method} EM {100 * row['em']:.1f} on {row['n']} questions, "
             f"{row['searches']:.2f} searches, {row['seconds']:.1f} s"
         )
+        suspicious = {p.id for r in _rollouts(groups) for p in r.found if suspects(p)}
+        if suspicious:
+            console.note(
+                f"{stage}: {method}: {len(suspicious)} passages hold tags, control "
+                f"words or orders, such as {min(suspicious)!r}: see 'suspicious' in "
+                "transcripts.jsonl"
+            )
         rows.append(row)
     return rows
+
+
+def _rollouts(groups):
+    return [rollout for group in groups for rollout in group.rollouts]
 
 
 def trained_params(setup, folder: pathlib.Path):

@@ -185,6 +185,11 @@ class Rollout:
         return tuple(s.text for s in self.segments if s.source == Source.POLICY)
 
     @property
+    def found(self) -> tuple[Passage, ...]:
+        """The passages of all searches, in order."""
+        return tuple(p for s in self.searches for hits in s.passages for p in hits)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all segments."""
         return sum(len(s.token_ids) for s in self.segments)

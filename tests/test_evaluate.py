@@ -48,6 +48,7 @@ def test_transcripts_hold_the_whole_conversation():
         "prediction": "Paris",
         "outcome": "answered",
         "queries": [],
+        "suspicious": [],
         "segments": [
             {"source": "prompt", "text": "What"},
             {"source": "policy", "text": "12345"},

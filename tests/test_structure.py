@@ -17,6 +17,7 @@ LAYERS = (  # lowest first; what is not named here is a command, above all of th
     (
         "types",
         "text",
+        "suspicion",
         "scoring",
         "metrics",
         "manifest",

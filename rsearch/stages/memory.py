@@ -113,8 +113,7 @@ class Memory:
         return group.rollouts[-max(right)[1]] if right else None
 
     def _chat(self, question, rollout):
-        found = [p for s in rollout.searches for hits in s.passages for p in hits]
-        unique = list({p.contents: p for p in found}.values())
+        unique = list({p.contents: p for p in rollout.found}.values())
         user = self._setup.config.protocol.rewrite
         return rewriting_messages(question.text, unique, user=user)
 

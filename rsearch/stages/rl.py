@@ -22,6 +22,7 @@ from rsearch.rollout.finished import Finished, fingerprint
 from rsearch.rollout.sending import Rewarded, share_rewarded
 from rsearch.stages.learning import Learning, has_spread, signals
 from rsearch.stages.state import Progress
+from rsearch.suspicion import suspects
 from rsearch.types import Outcome, Source
 
 SEEDS = 1 << 32  # of runs: what is drawn again has another beyond these
@@ -241,6 +242,8 @@ def together(found: Sequence[Rewarded]):
     measured["policy_tokens"] = _mean([r.num_policy_tokens for r in rollouts])
     measured["tokens"] = _mean([r.num_tokens for r in rollouts])
     measured["empty_answers"] = _mean([not (r.answer or "").strip() for r in rollouts])
+    suspicious = [suspects(p) for r in rollouts for p in r.found]
+    measured["suspicious_passages"] = _mean(suspicious)
     measured["repeated_text"] = _mean([_repeats(r) for r in rollouts])
     for outcome in Outcome:
         measured[outcome.value] = _mean([r.outcome == outcome for r in rollouts])

@@ -15,13 +15,13 @@ from rsearch.metrics import read as read_metrics
 from rsearch.models import huggingface
 from rsearch.stages import rl
 from rsearch.stages.learning import Learning
-from rsearch.types import Group, Outcome, Question, Rollout, Segment, Source
+from rsearch.types import Group, Lookup, Outcome, Question, Rollout, Segment, Source
 from tests.small_run import config, load_setup, quick_compilation
 
 __all__ = ["quick_compilation"]
 ONE_STEP = dict(stages=("rl",), rl__steps=1)
 STEP_FIELDS = {
-    *("empty_answers", "repeated_text", "in_loss"),
+    *("empty_answers", "repeated_text", "suspicious_passages", "in_loss"),
     *("reward", "reward_answer_em", "reward_format_ok", "groups_with_spread"),
     *("searches", "policy_tokens", "tokens", "compiles"),
     *("loss", "entropy", "clip_fraction", "logp_gap", "sampler_gap", "grad_norm"),
@@ -88,7 +88,9 @@ def box(text):
     written = f"<original_evidence>{text}</original_evidence><answer>x</answer>"
     own = dataclasses.replace(segment(Source.POLICY, [3]), text=written)
     whole = rollout("x")
-    return dataclasses.replace(whole, segments=(whole.segments[0], own), searches=(1,))
+    return dataclasses.replace(
+        whole, segments=(whole.segments[0], own), searches=(Lookup(("q",), ((),)),)
+    )
 
 
 @pytest.mark.fault(38, "excluded")

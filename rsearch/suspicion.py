@@ -1,0 +1,31 @@
+"""Signs that a retrieved passage wants to be more than data: for people to look at.
+
+Nothing hangs on them, and no passage makes the search for them long. What a passage
+holds can act on nobody here; but a corpus whose passages hold tags, or orders to a
+model, has been written by someone for that.
+"""
+
+import re
+
+from rsearch.types import Passage
+
+_SIGNS = (
+    # Tags, and their likenesses.
+    r"[<＜‹]\s{0,3}/?\s{0,3}\|?[^\W\d]"
+    r"[\w\- |\u200b-\u200d\ufeff]{0,40}\|?\s{0,3}[>＞›]",
+    r"&lt;\s{0,3}/?\s{0,3}\w{1,40}\s{0,3}&gt;|\\u003c",
+    r"\[/?INST\]|\\boxed\s{0,3}\{",
+    r"[\"']function[\"']\s{0,3}:",  # ReaRAG's calls
+    r"^(?:Observation|Action|Thought) \d+:|^(?:Assistant|User|System|Human):",
+    r"\b(?:ignore|disregard|forget)\b.{0,20}\b(?:previous|prior|above|earlier)\b.{0,20}"
+    r"\b(?:instruction|prompt|order)s?\b",
+    r"!\[[^\]]{0,200}\]\(\s{0,3}https?:",  # an image that tells who reads it
+    # Controls, marks that turn the direction of writing, halves of a character.
+    "[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]",
+)
+_SIGN = re.compile("|".join(_SIGNS), re.IGNORECASE | re.MULTILINE)
+
+
+def suspects(passage: Passage) -> bool:
+    """Whether a passage holds tags, control words, calls, orders or controls."""
+    return _SIGN.search(passage.contents) is not None
