@@ -232,7 +232,7 @@ def test_what_is_no_run_is_refused(said, tmp_path):
         "object": "not the results of a run",
         "short": "not the results of a run",
         "empty": "not a run: neither it nor a directory in it has config.json",
-        "broken": "results.json: not JSON",
+        "broken": "results.json is not JSON",
         "foreign": "config.json: not the config.json of a workdir",
     }.items():
         code, out, err = said(tmp_path / path)

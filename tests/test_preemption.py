@@ -22,6 +22,7 @@ from tests.test_train import assert_same_as_uninterrupted
 
 __all__ = ["quick_compilation"]
 SELDOM = dict(checkpoint__sft_steps=1000, checkpoint__rl_steps=1000)
+ALONE = {"stages": "('rl',)", "eval__at_start": False}  # begins at once
 PROGRAM = """
 import signal, sys, time
 from rsearch import config, preemption
@@ -97,7 +98,10 @@ def test_a_second_signal_ends_at_once(tmp_path, name):
 
 
 @pytest.mark.fault(40, "every stage")
-@pytest.mark.parametrize("moment", ["append rl/metrics", "append sft/metrics"])
+@pytest.mark.parametrize(
+    "moment",
+    ["append rl/metrics", pytest.param("append sft/metrics", marks=pytest.mark.slow)],
+)
 def test_a_run_that_was_told_to_stop_goes_on_bit_identical(tmp_path, moment):
     """What it had not saved until then, for saves are seldom, is not done again."""
     own = arguments(tmp_path / "run", **SELDOM)
@@ -123,7 +127,7 @@ def test_between_two_stages_it_ends_at_once(tmp_path):
 def begun(tmp_path, **settings):
     """Two hosts in the middle of a long RL stage."""
     run = tmp_path / "run"
-    own = arguments(run, **SELDOM, rl__steps=1000, **settings)
+    own = arguments(run, **SELDOM, **ALONE, rl__steps=1000, **settings)
     processes = start_hosts("-m", "rsearch.train", *own)
     rows = run / "rl" / "metrics.jsonl"
     end = time.monotonic() + 300
@@ -156,7 +160,7 @@ def ended(processes, seconds):
     return [(p.returncode, t) for p, t in zip(processes, told, strict=True)]
 
 
-@pytest.mark.parametrize("asked", [(0, 1), (1,)])
+@pytest.mark.parametrize("asked", [pytest.param((0, 1), marks=pytest.mark.slow), (1,)])
 def test_two_hosts_save_together_whichever_is_told(tmp_path, asked):
     run, processes = begun(tmp_path)
     for number in asked:
@@ -169,7 +173,7 @@ def test_two_hosts_save_together_whichever_is_told(tmp_path, asked):
 
 
 @pytest.mark.fault(41, "stopped")
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_host_that_hangs_ends_the_run_by_its_name(tmp_path, number):
     _, processes = begun(tmp_path)
     processes[number].send_signal(signal.SIGSTOP)

@@ -225,7 +225,7 @@ def test_trials_are_run_once_and_failed_ones_again(pretended, tmp_path, capsys):
 
 
 def test_a_trial_that_was_told_to_stop_goes_on(pretended, tmp_path, capsys):
-    code, asked, _ = pretended(f"--config={RECIPE}", "--config.seed=5,6")
+    code, asked, _ = pretended(f"--config={RECIPE}", "--config.seed=5,7")
     assert code == 0
     assert [words.count("config.seed=5") for words in asked] == [1, 0, 1, 1]
     assert "was stopped, and goes on later" in capsys.readouterr().err

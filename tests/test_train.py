@@ -200,23 +200,6 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_identical(tmp_path):
     assert_same_as_uninterrupted(tmp_path / "run")
 
 
-@pytest.mark.fault(20, "in a journal's append")
-@pytest.mark.parametrize(
-    "moment, num_known",
-    [("appended rl/rollouts-0.journal", 1), ("append rl/metrics.jsonl", 8)],
-)
-def test_rollouts_that_had_ended_are_not_written_again(tmp_path, moment, num_known):
-    """Those of steps that no checkpoint has, neither."""
-    seldom = {"checkpoint__rl_steps": 3}
-    done = run_until(moment, tmp_path / "run", **seldom)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    done = run_until("never", tmp_path / "run", **seldom)
-    assert done.returncode == 0, done.stderr
-    assert f"step 1: {num_known} rollouts had ended before" in done.stderr
-    assert_same_as_uninterrupted(tmp_path / "run")
-    assert not list((tmp_path / "run").rglob("*.journal"))
-
-
 MOMENTS = (
     "replace config.json",
     "replace transcripts.jsonl",

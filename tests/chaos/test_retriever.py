@@ -19,6 +19,7 @@ SHORT = dict(
 )
 
 
+@pytest.mark.slow
 def test_a_run_beside_a_retriever_that_fails_in_every_way_ends_well(tmp_path):
     own = arguments(tmp_path / "run", **SHORT)
     words = [word for word in own if not word.startswith("--workdir")]
