@@ -111,6 +111,7 @@ def _retrieval():
     c.api_key_env = ""  # environment variable with its key; "" = none
     c.max_retries = 3  # further calls after one that failed in a way that may pass
     c.outage_seconds = 300.0  # that it may be away before the run is saved and ends
+    c.search_seconds = 1800.0  # any search that takes longer is stuck: the run ends so
     c.encoder = "hashed"  # "hashed" n-grams, or a directory or hub id of a BERT model
     c.family = "minilm"  # prefixes and pooling of the encoder: "minilm", "e5", "bge"
     c.max_query_tokens = 0  # of an encoded question, the rest is cut; 0 = the model's

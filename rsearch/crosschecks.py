@@ -52,6 +52,12 @@ def _check_sharing(c):
             "config.retrieval.sharded = True shares the parts of an index among hosts: "
             "config.retrieval.index = '' names none"
         )
+    if r.url and r.search_seconds <= r.outage_seconds + r.timeout_seconds:
+        raise ValueError(
+            f"config.retrieval.search_seconds = {r.search_seconds} ends a run before "
+            f"its service may be away for outage_seconds = {r.outage_seconds}, and "
+            f"answer in timeout_seconds = {r.timeout_seconds}"
+        )
 
 
 def _check_reranker(c):

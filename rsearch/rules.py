@@ -151,6 +151,7 @@ RULES = {  # field -> (predicate, what would be right)
     "retrieval.max_retries": _at_least(0),
     "retrieval.page_chars": _at_least(1),
     "retrieval.outage_seconds": _at_least(0),
+    "retrieval.search_seconds": _above(0),
     "retrieval.max_query_tokens": _at_least(0),
     "retrieval.max_passage_tokens": _at_least(0),
     "retrieval.top_k": _at_least(1),

@@ -44,6 +44,7 @@ FREE_FIELDS = (
     "retrieval.api_key_env",
     "retrieval.max_retries",
     "retrieval.outage_seconds",
+    "retrieval.search_seconds",
     "retrieval.timeout_seconds",
     "retrieval.url",  # likewise
     "rollout.cache_tokens",

@@ -74,6 +74,7 @@ def make_rollouts(
         group_size=group_size,
         messages=messages,
         cache_tokens=r.cache_tokens,
+        search_seconds=setup.config.retrieval.search_seconds,
     )
 
 

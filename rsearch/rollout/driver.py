@@ -1,6 +1,8 @@
 """Rollouts: the policy writes on the device, the host answers, row by row."""
 
 import concurrent.futures
+import contextlib
+import math
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -27,6 +29,7 @@ class RolloutEngine:
         group_size: int,
         messages: Callable[[Question], Messages] | None = None,
         cache_tokens: int = 0,
+        search_seconds: float = math.inf,
     ):
         """Holds what a rollout needs.
 
@@ -40,6 +43,8 @@ class RolloutEngine:
             cache_tokens: that all conversations decoded at once hold together; where
                 that does not do, some wait, and in the end the latest begin anew. 0 is
                 what the longest hold.
+            search_seconds: a search that has not come back after them never will: no
+                thread can be ended, so the run is, with OutageError.
 
         Raises:
             ValueError: too few for one conversation on each device.
@@ -48,6 +53,7 @@ class RolloutEngine:
         self._num_pages = num_pages(sampler, num_rows, cache_tokens)
         self.num_restarts = 0  # conversations begun anew, for want of room
         self.num_rows, self.group_size = num_rows, group_size
+        self.search_seconds = search_seconds
         self._messages = messages or (lambda q: host.protocol.messages(q.text))
 
     def prompt(self, question: Question) -> np.ndarray:
@@ -84,6 +90,7 @@ class RolloutEngine:
 
         Raises:
             ValueError: a prompt is longer than its budget.
+            OutageError: a search took longer than `search_seconds`.
         """
         limit = self.host.limits.max_prompt_tokens
         prompts = [self.prompt(question) for question in questions]
@@ -94,7 +101,7 @@ class RolloutEngine:
                     f"rollout.max_prompt_tokens is {limit}"
                 )
         names = [zlib.crc32(q.id.encode("utf-8", "replace")) for q in questions]
-        with concurrent.futures.ThreadPoolExecutor(1, "search") as thread:
+        with _search_thread() as thread:
             pool = Pool(
                 self.num_rows,
                 num_pages=self._num_pages,
@@ -107,13 +114,22 @@ class RolloutEngine:
             play = Play(self, device, key, thread, prompts, names, on_done)
             if finished is not None:
                 play.go_on(questions, finished)
-            try:
-                rollouts = play.to_the_end()
-            except PreemptedError:  # there is no time to wait for a search
-                thread.shutdown(wait=False, cancel_futures=True)
-                raise
+            rollouts = play.to_the_end()
         self.num_restarts += play.num_restarts
         return [
             Group(question, tuple(own))
             for question, own in zip(questions, rollouts, strict=True)
         ]
+
+
+@contextlib.contextmanager
+def _search_thread():
+    """A thread, awaited at the end; where the run ends there is no time for that."""
+    thread, wait = concurrent.futures.ThreadPoolExecutor(1, "search"), True
+    try:
+        yield thread
+    except PreemptedError:
+        wait = False
+        raise
+    finally:
+        thread.shutdown(wait=wait, cancel_futures=not wait)

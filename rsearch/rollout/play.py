@@ -11,6 +11,7 @@ import time
 import numpy as np
 
 from rsearch.hosts import OtherHostError, check_preempted
+from rsearch.preemption import OutageError
 from rsearch.rollout.conversation import Conversation
 from rsearch.types import Search
 
@@ -60,6 +61,7 @@ class Play:
         # Searches of rows whose turn was not the last, and of those whose was.
         self.asked: dict[bool, dict[int, Search]] = {False: {}, True: {}}
         self.searching = None  # (what the thread works on, the searches)
+        self.search_seconds, self.give_up_at = engine.search_seconds, None
         self.row_names = np.zeros((num_rows, 2), np.uint32)
         self.begins = np.zeros(num_rows, bool)
         self.budget = np.full(num_rows, self.host.limits.max_turn_tokens, np.int32)
@@ -224,6 +226,7 @@ class Play:
         if self.searching is None and any(self.asked.values()):
             batch, self.asked = self.asked, {False: {}, True: {}}
             self.searching = self.thread.submit(self._find, batch), batch
+            self.give_up_at = time.monotonic() + self.search_seconds
 
     def _find(self, batch):
         """On the thread: slot -> ids to read, for some of these."""
@@ -241,6 +244,10 @@ class Play:
         future, batch = self.searching
         timeout = self.patience if can_write else PREEMPTION_SECONDS
         while not concurrent.futures.wait([future], timeout).done:
+            if time.monotonic() > self.give_up_at:
+                raise OutageError(
+                    f"a search has not come back for {self.search_seconds:g} s"
+                )
             if can_write:
                 return
             check_preempted()

@@ -1,6 +1,7 @@
 """A sampler that writes given texts a token at a time, and checks what it is asked."""
 
 import dataclasses
+import zlib
 
 import jax
 import numpy as np
@@ -179,10 +180,26 @@ def make_host(search=find, **limits):
     return Host(tiny.tokenizer(), SEARCH_R1, search, limits)
 
 
-def play(turns, questions=(WHO,), num_rows=None, host=None, **settings):
+def play(
+    turns, questions=(WHO,), num_rows=None, host=None, search_seconds=60.0, **settings
+):
     """(groups, script) of rollouts whose sample j writes turns[j]."""
     script, host = Script(turns), host or make_host()
     engine = RolloutEngine(
-        script, host, num_rows=num_rows or len(turns), group_size=len(turns)
+        script,
+        host,
+        num_rows=num_rows or len(turns),
+        group_size=len(turns),
+        search_seconds=search_seconds,
     )
     return engine(None, list(questions), jax.random.key(0), **settings), script
+
+
+def assert_rows_held(groups, script):
+    """Each rollout is, id for id, what a row has read and written."""
+    for group in groups:
+        name = zlib.crc32(group.question.id.encode())
+        for sample, rollout in enumerate(group.rollouts):
+            held = script.whole[name, sample]
+            assert held == tiny.row_of(rollout).tolist()
+    assert len(script.whole) == sum(len(g.rollouts) for g in groups)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import threading
-import zlib
 
 import jax
 import numpy as np
@@ -17,6 +16,7 @@ from tests.rollout.scripted import (
     SEARCHES,
     WHO,
     Script,
+    assert_rows_held,
     find,
     make_host,
     play,
@@ -32,16 +32,6 @@ def people(count):
 
 def num_tokens(text):
     return len(tiny.tokenizer().encode(text))
-
-
-def assert_rows_held(groups, script):
-    """Each rollout is, id for id, what a row has read and written."""
-    for group in groups:
-        name = zlib.crc32(group.question.id.encode())
-        for sample, rollout in enumerate(group.rollouts):
-            held = script.whole[name, sample]
-            assert held == tiny.row_of(rollout).tolist()
-    assert len(script.whole) == sum(len(g.rollouts) for g in groups)
 
 
 def test_a_conversation_goes_on_until_its_answer():
@@ -223,44 +213,6 @@ def test_while_a_search_runs_the_others_write_on():
     assert left > 2 * TOKENS_WHILE_SEARCHING
     assert script.steps[1:3] == [TOKENS_WHILE_SEARCHING] * 2
     assert_rows_held([group], script)
-
-
-@pytest.mark.fault(35, "bounded queue")
-def test_nobody_searches_on_two_threads_at_once():
-    """An index or a connection need not be safe for that."""
-    threads, running = set(), []
-
-    def search(queries):
-        running.append(queries)
-        assert len(running) == 1
-        threads.add(threading.get_ident())
-        running.pop()
-        return find(queries)
-
-    turns = [[f"{'a' * 7 * i}{SEARCHES}", ANSWERS] for i in range(6)]
-    play(turns, people(4), host=make_host(search))
-    assert len(threads) == 1 and threading.get_ident() not in threads
-
-
-@pytest.mark.parametrize("num_rows", [1, 4])
-def test_what_a_search_raises_reaches_the_caller(num_rows):
-    class Broken(Exception):
-        pass
-
-    def search(queries):
-        raise Broken(queries)
-
-    before = threading.active_count()
-    with pytest.raises(Broken, match="river"):
-        play(
-            [[SEARCHES, ANSWERS], [LONG_ANSWER]],
-            num_rows=num_rows,
-            host=make_host(search),
-        )
-    assert threading.active_count() == before
-    # The next call is as if nothing had been.
-    groups, script = play([[SEARCHES, ANSWERS]], num_rows=num_rows)
-    assert_rows_held(groups, script)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 16])

@@ -1,0 +1,79 @@
+"""The thread that searches for rollouts: one, heard in time, and given up."""
+
+import threading
+import time
+
+import pytest
+
+from rsearch.preemption import OutageError
+from rsearch.types import Question
+from tests.rollout.scripted import (
+    ANSWERS,
+    SEARCHES,
+    assert_rows_held,
+    find,
+    make_host,
+    play,
+)
+
+LONG_ANSWER = "a" * 45 + ANSWERS
+WAIT = 30  # seconds, for what must happen at once
+
+
+@pytest.mark.fault(35, "bounded queue")
+def test_nobody_searches_on_two_threads_at_once():
+    """An index or a connection need not be safe for that."""
+    threads, running = set(), []
+
+    def search(queries):
+        running.append(queries)
+        assert len(running) == 1
+        threads.add(threading.get_ident())
+        running.pop()
+        return find(queries)
+
+    questions = [Question(f"q{i}", f"who {i}", ("x",)) for i in range(4)]
+    turns = [[f"{'a' * 7 * i}{SEARCHES}", ANSWERS] for i in range(6)]
+    play(turns, questions, host=make_host(search))
+    assert len(threads) == 1 and threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_what_a_search_raises_reaches_the_caller(num_rows):
+    class Broken(Exception):
+        pass
+
+    def search(queries):
+        raise Broken(queries)
+
+    before = threading.active_count()
+    with pytest.raises(Broken, match="river"):
+        play(
+            [[SEARCHES, ANSWERS], [LONG_ANSWER]],
+            num_rows=num_rows,
+            host=make_host(search),
+        )
+    assert threading.active_count() == before
+    # The next call is as if nothing had been.
+    groups, script = play([[SEARCHES, ANSWERS]], num_rows=num_rows)
+    assert_rows_held(groups, script)
+
+
+@pytest.mark.fault(36, "call within the process")
+@pytest.mark.parametrize("others", [[], [[LONG_ANSWER]] * 3], ids=["alone", "beside"])
+def test_a_search_that_never_returns_ends_the_run(others):
+    """It is not waited for at the end either: a thread in C code cannot be ended."""
+    let_go, thread = threading.Event(), []
+
+    def search(queries):
+        thread.append(threading.current_thread())
+        let_go.wait(WAIT)
+        return find(queries)
+
+    began = time.monotonic()
+    told = "a search has not come back for 0.3 s"
+    with pytest.raises(OutageError, match=told):
+        play([[SEARCHES, ANSWERS], *others], host=make_host(search), search_seconds=0.3)
+    assert time.monotonic() - began < WAIT / 2 and thread[0].is_alive()
+    let_go.set()
+    thread[0].join(WAIT)
