@@ -14,4 +14,5 @@ def running(server):
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        thread.join(10)
+        assert not thread.is_alive()

@@ -14,6 +14,7 @@ import time
 import pytest
 
 from rsearch.serving import JsonServer
+from tests.running_server import running
 from tests.small_run import ROOT
 
 ROUTES = {("GET", "/health"): lambda body: {"status": "ok"}}
@@ -22,16 +23,8 @@ ROUTES = {("GET", "/health"): lambda body: {"status": "ok"}}
 @contextlib.contextmanager
 def serving(routes=None, **settings):
     """A service in a thread, until the block ends."""
-    server = JsonServer("127.0.0.1", 0, routes or ROUTES, **settings)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with running(JsonServer("127.0.0.1", 0, routes or ROUTES, **settings)) as server:
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
-        assert not thread.is_alive()
 
 
 def ask(server, method="POST", path="/search", body=None, **headers):

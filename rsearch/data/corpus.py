@@ -92,9 +92,10 @@ class Corpus:
         # A negative index would be a search engine's 'no result', not the last passage.
         if not 0 <= index < self._num:
             raise IndexError(f"passage {index} of a corpus of {self._num}")
-        start, end = self._offsets[index : index + 2].tolist()
-        self._check_range(start, end)
-        return self._decode(os.pread(self._file, end - start, start), index)
+        ends = self._offsets[index : index + 2].tolist()
+        self._check_ends(ends)
+        line = os.pread(self._file, ends[1] - ends[0], ends[0])
+        return self._decode(line, index)
 
     def passages(self, indices):
         """[n] the passages at these positions, in this order."""
@@ -104,18 +105,18 @@ class Corpus:
         """All passages in the order of the file."""
         for first in range(0, self._num, LINES_AT_ONCE):
             ends = self._offsets[first : first + LINES_AT_ONCE + 1].tolist()
-            for start, end in itertools.pairwise(ends):
-                self._check_range(start, end)
+            self._check_ends(ends)
             block = os.pread(self._file, ends[-1] - ends[0], ends[0])
             for row, (start, end) in enumerate(itertools.pairwise(ends)):
                 line = block[start - ends[0] : end - ends[0]]
                 yield self._decode(line, first + row)
 
-    def _check_range(self, start, end):
+    def _check_ends(self, ends):
         """Refuses what a damaged offsets file says: it might ask for terabytes."""
-        if not start < end <= self._size:
+        is_rising = all(map(operator.lt, ends, ends[1:]))
+        if not is_rising or ends[-1] > self._size:
             raise ValueError(
-                f"{self._offsets_path} is damaged: a line from byte {start} to {end} "
+                f"{self._offsets_path} is damaged: lines end at bytes {shown(ends)} "
                 f"of {self._size}; delete it, and it is made anew"
             )
 

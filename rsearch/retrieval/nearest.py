@@ -206,11 +206,10 @@ class Nearest:
         products = np.take_along_axis(products, order, axis=1)
         best = np.take_along_axis(found, order[:, :k], axis=1)
         is_whole = self._are_complete(products, best, k)
+        # With fewer candidates than k none is whole.
         if is_whole.any():
-            positions[is_whole], scores[is_whole] = (
-                best[is_whole],
-                products[is_whole, :k],
-            )
+            positions[is_whole] = best[is_whole]
+            scores[is_whole] = products[is_whole, :k]
         for row in np.flatnonzero(~is_whole):
             positions[row], scores[row] = self._search_all(queries[row], k)
         return positions, scores
