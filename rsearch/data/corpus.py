@@ -27,6 +27,7 @@ from rsearch.console import note, progress
 from rsearch.data.records import (
     BOM,
     GZIP_ERRORS,
+    MAX_LINE_BYTES,
     check_id,
     check_text,
     check_unicode,
@@ -41,7 +42,6 @@ HEADER_BYTES = 4096
 CHUNK_BYTES = 1 << 20  # read at once; progress counts these
 NUM_SAMPLES = 16  # blocks of the corpus that are compared at every opening
 SAMPLE_BYTES = 4096
-MAX_LINE_BYTES = 1 << 24  # a small gzip file may hold gigabytes without a line end
 LINES_AT_ONCE = 256  # read at once when going through the corpus in order
 
 

@@ -11,6 +11,7 @@ import json
 import zlib
 
 BOM = b"\xef\xbb\xbf"
+MAX_LINE_BYTES = 1 << 24  # a small gzip file may hold gigabytes without a line end
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 """What reading a truncated or damaged gzip file raises."""
 

@@ -8,8 +8,15 @@ import gzip
 import pathlib
 import re
 
-from rsearch.data.records import BOM, GZIP_ERRORS, decode_json, file_kind
+from rsearch.data.records import (
+    BOM,
+    GZIP_ERRORS,
+    MAX_LINE_BYTES,
+    decode_json,
+    file_kind,
+)
 
+MAX_LIST_BYTES = 1 << 31  # of a JSON list, which is read whole
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 ON_HUB = re.compile(r"(.+?)(?::([\w.-]+))?(?:@([^@]+))?")
 
@@ -64,12 +71,17 @@ def _json_records(path, opener):
     line = 0
     try:
         with opener(path, "rb") as file:
-            for line, raw in enumerate(file, 1):
+            lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
+            for line, raw in enumerate(lines, 1):
                 if line == 1:
                     raw = raw.removeprefix(BOM)
                     if raw.lstrip().startswith(b"["):
-                        whole = raw + file.read()
+                        whole = raw + file.read(MAX_LIST_BYTES)
                         break
+                if len(raw) > MAX_LINE_BYTES:
+                    raise ValueError(
+                        f"{path}:{line}: a line of more than {MAX_LINE_BYTES} bytes"
+                    )
                 yield f"{path}:{line}", raw
             else:
                 return
@@ -77,6 +89,11 @@ def _json_records(path, opener):
         raise ValueError(
             f"{path}: truncated or damaged gzip data after line {line}: {error}"
         ) from None
+    if len(whole) >= MAX_LIST_BYTES:
+        raise ValueError(
+            f"{path}: a JSON list of {MAX_LIST_BYTES} bytes or more; JSON Lines, which "
+            "are read a line at a time, may be longer"
+        )
     try:
         values = decode_json(whole)
     except ValueError as error:

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
+from rsearch.data import sources
 from rsearch.data.questions import load_questions
+from rsearch.data.records import MAX_LINE_BYTES
 from rsearch.data.sources import _hub_name
 from tests.data.test_questions import GOOD, jsonl, parquet, verl
 
@@ -63,6 +65,23 @@ def test_what_is_no_question_file_is_refused(tmp_path, name, data, message):
         load_questions(tmp_path / name)
     assert message in str(error.value)
     assert str(tmp_path / name) in str(error.value)
+
+
+@pytest.mark.parametrize("on_bad", ["raise", "skip"])
+def test_a_small_gzip_file_of_one_endless_line_is_not_read_whole(tmp_path, on_bad):
+    path = tmp_path / "q.jsonl.gz"
+    path.write_bytes(gzip.compress(b" " * (MAX_LINE_BYTES + 1)))
+    assert path.stat().st_size < 20_000
+    with pytest.raises(ValueError, match=r"q\.jsonl\.gz:1: a line of more"):
+        load_questions(path, on_bad=on_bad)
+
+
+def test_a_json_list_that_never_ends_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_LIST_BYTES", 1000)
+    path = tmp_path / "q.json"
+    path.write_text("[" + " " * 1000 + "]")
+    with pytest.raises(ValueError, match=r"q\.json: a JSON list of 1000 bytes or more"):
+        load_questions(path)
 
 
 @pytest.mark.fault(10, "truncated gzip")
