@@ -29,6 +29,7 @@ LAYERS = (  # lowest first; what is not named here is a command, above all of th
         "console",
         "hosts",
         "journal",
+        "recorded",
         "peers",
         "preemption",
         "workdir",

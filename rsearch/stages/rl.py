@@ -16,10 +16,11 @@ from rsearch.data.order import take
 from rsearch.fields import to_json
 from rsearch.journal import Journal
 from rsearch.metrics import MetricsLog
-from rsearch.retrieval.recorded import Recorded
+from rsearch.recorded import recorded_replies, recorded_search
 from rsearch.rewards.group import reward_groups
 from rsearch.rollout.finished import Finished, fingerprint
 from rsearch.rollout.sending import Rewarded, share_rewarded
+from rsearch.stage_plan import URLS
 from rsearch.stages.learning import Learning, has_spread, signals
 from rsearch.stages.state import Progress
 from rsearch.suspicion import suspects
@@ -54,10 +55,7 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
     critic = build.make_critic(setup)[0] if build.has_critic(setup, "rl") else None
     reference = params if c.rl.kl_coef else None
     learning = Learning(setup, learner, critic, reference, base, progress.guards)
-    if c.retrieval.url:
-        journal = Journal(folder, "searches")
-        setup = dataclasses.replace(setup, search=Recorded(setup.search, journal))
-    journal = Journal(folder, "rollouts")
+    setup, journal = _recorded(setup, folder), Journal(folder, "rollouts")
     take_step = _steps(setup, learning, plain, stage, memory, journal)
 
     def measure(step, measured):
@@ -86,6 +84,18 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
             progress.advance(state, owed=measured)
             measure(step, measured)
     return plain()
+
+
+def _recorded(setup, folder):
+    """The setup, whose services are asked once for each thing in all starts."""
+    c, own = setup.config, {}
+    if c.retrieval.url:
+        own["search"] = recorded_search(setup.search, Journal(folder, "searches"))
+    for name in ("judge", "writer"):
+        generate = getattr(setup, name)
+        if generate is not None and c[name].source.startswith(URLS):
+            own[name] = recorded_replies(generate, Journal(folder, name))
+    return dataclasses.replace(setup, **own)
 
 
 def _steps(setup, learning, plain, stage, memory, journal):

@@ -1,4 +1,4 @@
-"""A service that finds something else by now: a run goes on with what it had found."""
+"""Services that answer otherwise by now: a run goes on with what they had answered."""
 
 import http.server
 import json
@@ -19,22 +19,23 @@ LAST = "fsync rl/checkpoints/1/tree"  # the step is over, and not yet saved
 
 
 class Service(http.server.ThreadingHTTPServer):
-    """Search-R1's dialect; each query finds itself, and the version."""
+    """Finds each query itself, and the version; words passages, and says it, too."""
 
     def __init__(self):
-        self.version, self.num_asked = "first", 0
+        self.version = "first"
         super().__init__(("127.0.0.1", 0), _Handler)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.num_asked += len(asked["queries"])
-        rows = [
-            [{"document": {"id": q, "contents": f"{q}\n{self.server.version}"}}]
-            for q in asked["queries"]
-        ]
-        body = json.dumps({"result": rows}).encode()
+        version, rows = self.server.version, []
+        for query in asked.get("queries", ()):
+            rows.append(
+                [{"document": {"id": query, "contents": f"{query}\n{version}"}}]
+            )
+        text = {"message": {"content": f"it is {version}"}}
+        body = json.dumps({"result": rows, "choices": [text]}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -52,13 +53,17 @@ def leaves(run):
 @pytest.mark.parametrize("is_kept", [True, False], ids=["rollouts", "searches alone"])
 def test_a_step_is_learnt_from_the_text_it_had_been_shown(tmp_path, is_kept):
     with running(Service()) as service:
-        own = {"retrieval__url": f"http://127.0.0.1:{service.server_port}", **SHORT}
+        url = f"http://127.0.0.1:{service.server_port}"
+        own = {"retrieval__url": url, "writer__source": f"{url}/v1", **SHORT}
+        own["writer__name"] = "any"
         whole, killed = (arguments(tmp_path / n, **own) for n in ("whole", "killed"))
         done = run_python("-m", "rsearch.train", *whole)
         assert done.returncode == 0, done.stderr
         done = run_python("-m", "tests.interrupted_run", LAST, *killed)
         assert done.returncode == -signal.SIGKILL, done.stderr
-        assert (tmp_path / "killed" / "rl" / "searches-0.journal").stat().st_size
+        for kind in ("searches", "writer"):
+            journal = tmp_path / "killed" / "rl" / f"{kind}-0.journal"
+            assert journal.stat().st_size
         if not is_kept:
             (tmp_path / "killed" / "rl" / "rollouts-0.journal").unlink()
         service.version = "second"

@@ -1,7 +1,7 @@
-"""What a service has found is found again, whatever it finds by now."""
+"""What a service has answered is told again, whatever it answers by now."""
 
 from rsearch.journal import Journal
-from rsearch.retrieval.recorded import Recorded
+from rsearch.recorded import recorded_replies, recorded_search
 from rsearch.types import Passage
 
 
@@ -21,7 +21,7 @@ class Service:
 
 def recorded(folder, version):
     service = Service(version)
-    return Recorded(service, Journal(folder, "searches")), service
+    return recorded_search(service, Journal(folder, "searches")), service
 
 
 def test_a_later_start_is_shown_the_same_text(tmp_path):
@@ -54,5 +54,27 @@ def test_a_query_that_finds_nothing_is_kept(tmp_path):
         asked.append(queries)
         return [()] * len(queries)
 
-    kept = Recorded(search, Journal(tmp_path, "searches"))
+    kept = recorded_search(search, Journal(tmp_path, "searches"))
     assert kept(["a"]) == kept(["a"]) == [()] and len(asked) == 1
+
+
+def test_a_model_at_an_endpoint_is_asked_once_for_each_chat(tmp_path):
+    def generate(version):
+        def reply(chats):
+            asked.append([chat[-1]["content"] for chat in chats])
+            texts = [chat[-1]["content"] for chat in chats]
+            return [None if t == "down" else f"{t} {version} \ud800" for t in texts]
+
+        return recorded_replies(reply, Journal(tmp_path, "judge"))
+
+    def chats(*texts):
+        return [[{"role": "user", "content": text}] for text in texts]
+
+    asked = []
+    first = generate(1)(chats("a", "down", "", "a"))
+    assert first == ["a 1 \ud800", None, " 1 \ud800", "a 1 \ud800"]
+    assert generate(2)(chats("", "b", "down")) == [" 1 \ud800", "b 2 \ud800", None]
+    assert asked == [["a", "down", ""], ["b", "down"]]
+    # The role counts, too.
+    other = [[{"role": "system", "content": "a"}]]
+    assert generate(3)(other) == ["a 3 \ud800"]

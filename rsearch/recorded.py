@@ -1,0 +1,64 @@
+"""What services have answered, kept: a run that goes on is told the same again.
+
+What a service finds, or a model at an endpoint replies, may be another thing at any
+time, and a policy has then learnt from what nobody can be told again.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+
+from rsearch.journal import Journal
+from rsearch.types import GenerateFn, Passage, SearchFn
+
+
+def recorded_search(search: SearchFn, journal: Journal) -> SearchFn:
+    """A SearchFn that asks another once for each query, in all starts of a stage.
+
+    Args:
+        search: of a service. A search that has failed, which is None, is not kept.
+        journal: of the stage's searches, never cleared.
+    """
+
+    def told(passages):
+        return [[p.id, p.contents, p.score] for p in passages]
+
+    def heard(rows):
+        return tuple(Passage(*row) for row in rows)
+
+    return _asking_once(search, journal, told, heard)
+
+
+def recorded_replies(generate: GenerateFn, journal: Journal) -> GenerateFn:
+    """A GenerateFn that asks another once for each chat, in all starts of a stage.
+
+    Args:
+        generate: of an endpoint. A call that has failed, which is None, is not kept.
+        journal: of what this model has replied in the stage, never cleared.
+    """
+    return _asking_once(generate, journal, str, str)
+
+
+def _asking_once(ask: Callable, journal: Journal, told: Callable, heard: Callable):
+    """`ask` with a memory: of answers, written as `told` and read as `heard`."""
+
+    def answer(asked: Sequence) -> list:
+        names = [_name(one) for one in asked]
+        found = {name: journal.get([name]) for name in names}
+        new = {n: one for n, one in zip(names, asked) if found[n] is None}
+        found = {
+            n: heard(json.loads(body)) for n, body in found.items() if body is not None
+        }
+        if new:
+            for name, value in zip(new, ask([*new.values()]), strict=True):
+                found[name] = value
+                if value is not None:
+                    journal.add([name], json.dumps(told(value)).encode())
+        return [found[name] for name in names]
+
+    return answer
+
+
+def _name(asked) -> str:
+    """Of a query or a chat, which may have any length."""
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
