@@ -14,14 +14,13 @@ import os
 import pathlib
 import platform
 import socket
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from rsearch import preemption
-from rsearch.peers import BEAT_SECONDS, PREEMPTED, Peers
+from rsearch.peers import PREEMPTED, Peers
 from rsearch.preemption import OutageError, PreemptedError
 
 # Bytes of each host in one exchange, which passes through its devices; a program each.
@@ -155,8 +154,10 @@ def meeting(
             peers.tell(PREEMPTED)
             raise
         except PreemptedError:  # on all of them
-            if is_first():  # the last to go: JAX aborts those whose first host is gone
-                time.sleep(BEAT_SECONDS)
+            if is_first():
+                peers.await_others(_place[1] - 1)
+            else:
+                preemption.before_leave(peers.leave)
             raise
         except BaseException as error:  # Control-C on one host ends them all, too
             if _is_raised_in(jax, error):  # as by an exchange whose other end is gone

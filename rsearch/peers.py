@@ -16,8 +16,10 @@ from rsearch import preemption
 
 FAILED = "rsearch/failed/"  # where the first to fail says so
 ALIVE = "rsearch/alive/"  # + number: the latest beat, and who it is from
+LEFT = "rsearch/left/"  # + number: it ends now
 PREEMPTED = "was told to stop"
 BEAT_SECONDS = 1.0
+LEAVING_SECONDS = 3.0  # for the others to end before the first host does
 GRACE_SECONDS = 10.0  # for a host to end by itself, once one has failed
 
 
@@ -58,6 +60,19 @@ class Peers:
         """Tells the others with what this host has failed."""
         with contextlib.suppress(Exception):  # another has failed before
             self._client.key_value_set(f"{FAILED}first", f"{self._index} {error}")
+
+    def leave(self) -> None:
+        """Tells the first host that this one ends now."""
+        self._client.key_value_set(f"{LEFT}{self._index}", "now")
+
+    def await_others(self, count: int) -> None:
+        """Time for so many others to end: JAX aborts those whose first host is gone."""
+        end = time.monotonic() + LEAVING_SECONDS
+        while len(self._client.key_value_dir_get(LEFT)) < count:
+            if time.monotonic() > end:
+                return
+            time.sleep(0.05)
+        time.sleep(0.1)
 
     def await_silence(self) -> None:
         """Time in which a host that is gone is missed, and ends this one by its name.

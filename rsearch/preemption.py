@@ -38,6 +38,7 @@ class _Watch:
 
 
 _watch = _Watch()
+_last_words = None  # called before `leave` ends the process
 
 
 @contextlib.contextmanager
@@ -146,8 +147,17 @@ def leave(code: int) -> None:
     if code == EXIT_CODE:
         sys.stdout.flush()
         sys.stderr.flush()
+        if _last_words is not None:
+            with contextlib.suppress(Exception):
+                _last_words()
         os._exit(code)
     sys.exit(code)
+
+
+def before_leave(say) -> None:
+    """Has `say()` called as the last thing that `leave` does."""
+    global _last_words
+    _last_words = say
 
 
 def before_end(leave) -> None:

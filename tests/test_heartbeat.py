@@ -1,5 +1,6 @@
-"""Hosts that beat while they work: none is given up for what takes it long."""
+"""Hosts that beat while they work, and take leave of each other."""
 
+import threading
 import time
 
 import jax
@@ -49,3 +50,27 @@ def test_a_host_goes_on_beating_while_it_compiles(monkeypatch):
     during = [t for t in store.beats if began <= t <= began + took]
     gaps = [b - a for a, b in zip([began, *during], [*during, began + took])]
     assert len(during) > 5 and max(gaps) < took / 2
+
+
+def test_the_first_host_ends_when_the_others_have_said_that_they_do(monkeypatch):
+    monkeypatch.setattr(peers, "LEAVING_SECONDS", 60.0)
+    store, ended = Store(), threading.Event()
+
+    def first():
+        Peers(store, 0, 0.0).await_others(2)
+        ended.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    Peers(store, 1, 0.0).leave()
+    assert not ended.wait(0.5)
+    Peers(store, 2, 0.0).leave()
+    assert ended.wait(30)
+    thread.join()
+
+
+def test_the_first_host_does_not_wait_for_ever_for_one_that_is_gone(monkeypatch):
+    monkeypatch.setattr(peers, "LEAVING_SECONDS", 0.2)
+    began = time.monotonic()
+    Peers(Store(), 0, 0.0).await_others(1)
+    assert 0.2 < time.monotonic() - began < 30
