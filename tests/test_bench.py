@@ -134,6 +134,7 @@ def test_whole_steps_are_measured_beside_a_peer_that_need_not_be_there(
     rows, _ = run(tmp_path, capsys, "train", "--repeats=2", "--cases=grpo", *sizes)
     ours, peer = rows
     assert ours["value"] > ours["counts"]["rollouts"] > 0
+    assert 0 < ours["share"] < 1 and ours["bound"] in ("FLOPs", "bytes")
     assert peer["subject"] == "google-tunix" and "not installed" in peer["missing"]
 
 

@@ -5,7 +5,7 @@ import statistics
 import sys
 
 from rsearch.benching.children import Subject, compare
-from rsearch.benching.rollout import check_choices
+from rsearch.benching.rollout import check_choices, decode_work, read_work
 from rsearch.benching.rows import OURS, Bench, Row, bounded, row_of
 from rsearch.benching.shapes import SHAPES, model_directory, wide
 from rsearch.models import hf_config
@@ -140,8 +140,16 @@ def _stepping(bench: Bench, sizes) -> list[Row]:
         for name, told in found.items()
     }
     ours = statistics.median(one["rollout seconds"] for one in found[OURS])
-    return [
-        row_of(
+    spec, rows = SHAPES[sizes["grpo_shape"]], []
+    flops, moved = step_work(
+        spec,
+        num_questions=sizes["questions"],
+        group_size=sizes["group"],
+        num_prompt=sizes["prompt_tokens"],
+        num_new=sizes["new_tokens"],
+    )
+    for name, values in seconds.items():
+        row = row_of(
             case,
             name,
             "s",
@@ -150,8 +158,10 @@ def _stepping(bench: Bench, sizes) -> list[Row]:
             more_is_better=False,
             counts={"rollouts": ours} if name == OURS else {},
         )
-        for name, values in seconds.items()
-    ]
+        if not row.missing:
+            row = bounded(row, bench.machine, row.value, flops=flops, moved=moved)
+        rows.append(row)
+    return rows
 
 
 def _rows(case, found, num_tokens, told_names) -> list[Row]:
@@ -178,6 +188,26 @@ def _rows(case, found, num_tokens, told_names) -> list[Row]:
             )
         )
     return rows
+
+
+def step_work(
+    spec: DecoderSpec, *, num_questions, group_size, num_prompt, num_new
+) -> tuple[float, float]:
+    """(operations, bytes moved) of a GRPO step in float32, at least.
+
+    Prompts are read once a group; the reference scores and the policy learns from every
+    token of all rollouts.
+    """
+    num_rows, num_tokens = num_questions * group_size, num_prompt + num_new
+    own = {"batch": num_rows, "num_prompt": num_prompt, "num_new": num_new}
+    flops, moved = update_work(spec, num_rows, num_tokens)
+    parts = [
+        read_work(spec, num_questions * num_prompt, "float32"),
+        decode_work(spec, **own, dtype="float32"),
+        (flops / 3, 4.0 * spec.num_params),  # scores: an update's forward pass
+        (flops, moved),
+    ]
+    return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
 
 def update_work(spec: DecoderSpec, num_rows, num_tokens) -> tuple[float, float]:
