@@ -132,7 +132,7 @@ def _nearest(bench: Bench, name, searched: Searched, batch, recall) -> list[Row]
         if work is not None:
             seconds = statistics.median(one["seconds"] for one in told)
             flops, moved = (part * told[0]["queries"] for part in work)
-            row = bounded(row, bench.machine, seconds, flops=flops, moved=moved)
+            row = bounded(row, bench.machine, seconds, (flops, moved))
         rows.append(row)
     return rows
 

@@ -151,7 +151,7 @@ def _decoding(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
         )
         flops, moved = decode_work(spec, **settings)
         seconds = _median(told, "seconds")
-        rows.append(bounded(row, bench.machine, seconds, flops=flops, moved=moved))
+        rows.append(bounded(row, bench.machine, seconds, (flops, moved)))
         read = batch * settings["num_prompt"]
         row = row_of(
             f"prefill, {batch} rows",
@@ -162,7 +162,7 @@ def _decoding(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
         )
         flops, moved = read_work(spec, read, settings["dtype"])
         seconds = _median(told, "prefill_seconds")
-        rows.append(bounded(row, bench.machine, seconds, flops=flops, moved=moved))
+        rows.append(bounded(row, bench.machine, seconds, (flops, moved)))
     return sorted(rows, key=lambda row: row.case)
 
 
@@ -177,18 +177,40 @@ def _conversing(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
             rows.append(row_of(case, name, "tokens/s", told))
             continue
         counts = {n: told[0][n] for n in told[0] if n.startswith("tokens read")}
-        rows.append(
-            row_of(
-                case,
-                name,
-                "tokens/s",
-                [one["written"] / one["seconds"] for one in told],
-                ours=[one["written"] / one["seconds"] for one in found[OURS]],
-                peak_bytes=_median(told, "peak_bytes"),
-                counts=counts,
-            )
+        row = row_of(
+            case,
+            name,
+            "tokens/s",
+            [one["written"] / one["seconds"] for one in told],
+            ours=[one["written"] / one["seconds"] for one in found[OURS]],
+            peak_bytes=_median(told, "peak_bytes"),
+            counts=counts,
         )
+        phases = turns_work(spec, found[OURS][0], **settings)
+        seconds = _median(told, "seconds")
+        rows.append(bounded(row, bench.machine, seconds, *phases))
     return rows
+
+
+def turns_work(
+    spec: DecoderSpec, told, *, batch, num_prompt, num_new, num_turns, dtype, **settings
+) -> list[tuple[float, float]]:
+    """(operations, bytes moved) of reading and of writing conversations, at least.
+
+    Each token is read once, and what a row writes lies behind half of the conversation.
+
+    Args:
+        told: of a repetition: tokens read, and tokens written.
+        num_prompt, num_new, num_turns, dtype, settings: of the conversations.
+    """
+    observed = (num_turns - 1) * settings["num_observed"]
+    behind = (num_prompt + num_turns * num_new + observed) / 2
+    steps = told["written"] / batch
+    own = {"batch": batch, "num_prompt": behind - steps / 2, "num_new": steps}
+    return [
+        read_work(spec, told["tokens read"], dtype),
+        decode_work(spec, **own, dtype=dtype),
+    ]
 
 
 def decode_work(

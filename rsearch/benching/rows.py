@@ -99,19 +99,25 @@ def row_of(
     )
 
 
-def bounded(row: Row, machine: Machine, seconds: float, *, flops, moved) -> Row:
+def bounded(
+    row: Row, machine: Machine, seconds: float, *phases: tuple[float, float]
+) -> Row:
     """The row with its bound and the share of it that these seconds reach.
 
     Args:
         row: without them.
         machine: that it was measured on.
         seconds: that the work took, by the median.
-        flops: operations of matrix products that the work cannot do without.
-        moved: bytes that it must read from and write to memory, at least.
+        phases: of the work, one after another: the operations of matrix products that
+            each cannot do without, and the bytes that it must read from and write to
+            memory, at least. The bound is that of the longest; the share, of all.
     """
-    least = {"FLOPs": flops / machine.flops, "bytes": moved / machine.bandwidth}
-    bound = max(least, key=least.get)
-    return dataclasses.replace(row, bound=bound, share=least[bound] / seconds)
+    least = []
+    for flops, moved in phases:
+        times = {"FLOPs": flops / machine.flops, "bytes": moved / machine.bandwidth}
+        least.append(max((taken, bound) for bound, taken in times.items()))
+    share = sum(taken for taken, _ in least) / seconds
+    return dataclasses.replace(row, bound=max(least)[1], share=share)
 
 
 def cells(row: Row) -> tuple:

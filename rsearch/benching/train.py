@@ -83,8 +83,7 @@ def _updating(bench: Bench, model, dtype, sizes) -> list[Row]:
             row,
             bench.machine,
             num_rows * num_tokens / row.value,
-            flops=flops,
-            moved=moved,
+            (flops, moved),
         )
         for row in rows
     ]
@@ -141,7 +140,7 @@ def _stepping(bench: Bench, sizes) -> list[Row]:
     }
     ours = statistics.median(one["rollout seconds"] for one in found[OURS])
     spec, rows = SHAPES[sizes["grpo_shape"]], []
-    flops, moved = step_work(
+    phases = step_work(
         spec,
         num_questions=sizes["questions"],
         group_size=sizes["group"],
@@ -159,7 +158,7 @@ def _stepping(bench: Bench, sizes) -> list[Row]:
             counts={"rollouts": ours} if name == OURS else {},
         )
         if not row.missing:
-            row = bounded(row, bench.machine, row.value, flops=flops, moved=moved)
+            row = bounded(row, bench.machine, row.value, *phases)
         rows.append(row)
     return rows
 
@@ -192,8 +191,8 @@ def _rows(case, found, num_tokens, told_names) -> list[Row]:
 
 def step_work(
     spec: DecoderSpec, *, num_questions, group_size, num_prompt, num_new
-) -> tuple[float, float]:
-    """(operations, bytes moved) of a GRPO step in float32, at least.
+) -> list[tuple[float, float]]:
+    """(operations, bytes moved) of a GRPO step's phases in float32, at least.
 
     Prompts are read once a group; the reference scores and the policy learns from every
     token of all rollouts.
@@ -201,13 +200,12 @@ def step_work(
     num_rows, num_tokens = num_questions * group_size, num_prompt + num_new
     own = {"batch": num_rows, "num_prompt": num_prompt, "num_new": num_new}
     flops, moved = update_work(spec, num_rows, num_tokens)
-    parts = [
+    return [
         read_work(spec, num_questions * num_prompt, "float32"),
         decode_work(spec, **own, dtype="float32"),
         (flops / 3, 4.0 * spec.num_params),  # scores: an update's forward pass
         (flops, moved),
     ]
-    return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
 
 def update_work(spec: DecoderSpec, num_rows, num_tokens) -> tuple[float, float]:

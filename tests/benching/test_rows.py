@@ -30,8 +30,14 @@ def test_a_ratio_above_one_is_in_our_favour(more_is_better, ratio):
     ],
 )
 def test_the_bound_is_what_takes_the_longest_at_least(flops, moved, bound, share):
-    row = bounded(Row("c", "s", 1.0, "u"), MACHINE, 4.0, flops=flops, moved=moved)
+    row = bounded(Row("c", "s", 1.0, "u"), MACHINE, 4.0, (flops, moved))
     assert (row.bound, row.share) == (bound, pytest.approx(share))
+
+
+def test_phases_take_their_time_one_after_another():
+    row = Row("c", "s", 1.0, "u")
+    row = bounded(row, MACHINE, 4.0, (0.0, 4.0), (200.0, 10.0))
+    assert (row.bound, row.share) == ("FLOPs", pytest.approx(0.6))
 
 
 def test_a_missing_peer_is_a_line_that_says_why():
