@@ -1,6 +1,7 @@
 """The layout that keeps the program readable, checked on its source."""
 
 import ast
+import fnmatch
 import io
 import pathlib
 import re
@@ -357,3 +358,14 @@ def test_the_package_needs_what_requirements_name():
     assert dynamic == {"dependencies": {"file": ["requirements.txt"]}}
     assert project["project"]["requires-python"] == ">=3.11,<3.13"
     assert "# Python 3.11 or 3.12." in (ROOT / "requirements.txt").read_text()
+
+
+def test_pytest_finds_every_test(pytestconfig):
+    """A folder that it passes over is missed by nobody: all that runs is green."""
+    skipped = pytestconfig.getini("norecursedirs")
+    for path in TESTS:
+        folders = path.relative_to(ROOT).parent.parts
+        hidden = [f for f in folders if any(fnmatch.fnmatch(f, s) for s in skipped)]
+        assert not hidden, f"{shown(path)}: pytest passes over {hidden[0]!r}"
+        has_tests = re.search(r"^def test_", path.read_text(), re.MULTILINE)
+        assert not has_tests or path.name.startswith("test_"), shown(path)

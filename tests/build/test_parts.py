@@ -280,7 +280,6 @@ def test_a_named_reranker_orders_what_the_search_finds(tmp_path):
     (candidates,) = parts.open_search(plain, world)([query])
     named = dict(retrieval__reranker=str(directory), retrieval__rerank_from=4)
     search = parts.open_search(config(**named, retrieval__top_k=2), world)
-    assert len(search) == len(world.passages)
     (found,) = search([query])
     scores = load_reranker(directory)(query, [p.contents for p in candidates])
     assert [p.id for p in found] == [candidates[i].id for i in (-scores).argsort()[:2]]
