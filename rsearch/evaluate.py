@@ -198,8 +198,8 @@ def transcripts(groups, row) -> list[dict]:
     ]
 
 
-def record(folder: pathlib.Path, row: dict, groups) -> None:
-    """Puts a row into results.json and its transcripts into transcripts.jsonl.
+def record(folder: pathlib.Path, row: dict, told: list[dict]) -> None:
+    """Puts a row into results.json and its `transcripts` into transcripts.jsonl.
 
     An earlier row of the same stage, method and dataset is replaced.
     """
@@ -209,7 +209,7 @@ def record(folder: pathlib.Path, row: dict, groups) -> None:
 
     path = folder / "transcripts.jsonl"
     kept = [old for old in read_rows(path) if is_other(old)] if path.exists() else []
-    write_rows(path, kept + transcripts(groups, row))
+    write_rows(path, kept + told)
     rows = [old for old in read_results(folder) if is_other(old)]
     write_json(folder / "results.json", [*rows, row])
 
@@ -283,13 +283,14 @@ def run_methods(evaluator, params, *, stage, step, methods, folder) -> list[dict
     for method in methods:
         row, groups = evaluator(params, method)
         row = {"stage": stage, "step": step, **row}
+        told = transcripts(groups, row)
         if hosts.is_first():
-            record(folder, row, groups)
+            record(folder, row, told)
         console.note(
             f"{stage}: {method} EM {100 * row['em']:.1f} on {row['n']} questions, "
             f"{row['searches']:.2f} searches, {row['seconds']:.1f} s"
         )
-        suspicious = {p.id for r in _rollouts(groups) for p in r.found if suspects(p)}
+        suspicious = {name for one in told for name in one["suspicious"]}
         if suspicious:
             console.note(
                 f"{stage}: {method}: {len(suspicious)} passages hold tags, control "
@@ -298,10 +299,6 @@ def run_methods(evaluator, params, *, stage, step, methods, folder) -> list[dict
             )
         rows.append(row)
     return rows
-
-
-def _rollouts(groups):
-    return [rollout for group in groups for rollout in group.rollouts]
 
 
 def trained_params(setup, folder: pathlib.Path):

@@ -69,7 +69,8 @@ def test_a_row_of_the_same_kind_is_replaced_and_its_transcripts_too(tmp_path):
         row_of(dataset="e"),
     ]
     for number, row in enumerate([*kinds, row_of()]):
-        evaluate.record(tmp_path, {**row, "number": number}, GROUPS[:2])
+        told = evaluate.transcripts(GROUPS[:2], row)
+        evaluate.record(tmp_path, {**row, "number": number}, told)
     rows = evaluate.read_results(tmp_path)
     assert [r["number"] for r in rows] == [1, 2, 3, 4]
     told = read_rows(tmp_path / "transcripts.jsonl")
@@ -80,8 +81,8 @@ def test_a_row_of_the_same_kind_is_replaced_and_its_transcripts_too(tmp_path):
 
 def test_what_a_policy_writes_cannot_break_the_files(tmp_path):
     asked = [group(0, 'a"\n\x00\u2028\ufffd', ("{}",))]
-    evaluate.record(tmp_path, row_of(), asked)
-    evaluate.record(tmp_path, row_of(method="direct"), asked)
+    for row in (row_of(), row_of(method="direct")):
+        evaluate.record(tmp_path, row, evaluate.transcripts(asked, row))
     told = read_rows(tmp_path / "transcripts.jsonl")
     assert [t["prediction"] for t in told] == ['a"\n\x00\u2028\ufffd'] * 2
 

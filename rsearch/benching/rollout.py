@@ -171,7 +171,7 @@ def _conversing(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
     case = "{num_turns} turns, {num_rollouts} rollouts on {batch} rows"
     case = case.format(**settings)
     found = _both(bench, "make_turns", settings)
-    rows = []
+    phases, rows = turns_work(spec, found[OURS][0], **settings), []
     for name, told in found.items():
         if isinstance(told, str):
             rows.append(row_of(case, name, "tokens/s", told))
@@ -186,14 +186,22 @@ def _conversing(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
             peak_bytes=_median(told, "peak_bytes"),
             counts=counts,
         )
-        phases = turns_work(spec, found[OURS][0], **settings)
         seconds = _median(told, "seconds")
         rows.append(bounded(row, bench.machine, seconds, *phases))
     return rows
 
 
 def turns_work(
-    spec: DecoderSpec, told, *, batch, num_prompt, num_new, num_turns, dtype, **settings
+    spec: DecoderSpec,
+    told,
+    *,
+    batch,
+    num_prompt,
+    num_new,
+    num_turns,
+    num_observed,
+    dtype,
+    **_,
 ) -> list[tuple[float, float]]:
     """(operations, bytes moved) of reading and of writing conversations, at least.
 
@@ -201,10 +209,9 @@ def turns_work(
 
     Args:
         told: of a repetition: tokens read, and tokens written.
-        num_prompt, num_new, num_turns, dtype, settings: of the conversations.
+        num_prompt, num_new, num_turns, num_observed, dtype: of the conversations.
     """
-    observed = (num_turns - 1) * settings["num_observed"]
-    behind = (num_prompt + num_turns * num_new + observed) / 2
+    behind = (num_prompt + num_turns * num_new + (num_turns - 1) * num_observed) / 2
     steps = told["written"] / batch
     own = {"batch": batch, "num_prompt": behind - steps / 2, "num_new": steps}
     return [

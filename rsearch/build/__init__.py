@@ -1,6 +1,6 @@
 """From a configuration to the objects of a run. Nothing below takes a config."""
 
-from rsearch.build.agents import load_agent
+from rsearch.build.agents import load_agent, recorded_agent
 from rsearch.build.beginnings import merged_weights
 from rsearch.build.engines import (
     make_baseline,
@@ -42,6 +42,7 @@ __all__ = [
     "make_learner",
     "make_rollouts",
     "merged_weights",
+    "recorded_agent",
     "replay_demonstrations",
     "resting",
     "state_shapes",

@@ -17,10 +17,12 @@ from rsearch.build.beginnings import CHECKPOINTS, initial_weights, restored
 from rsearch.build.parts import WORLD, load_policy_tokenizer, policy_model
 from rsearch.build.pretrained import find_source
 from rsearch.data.world import make_world
+from rsearch.journal import Journal
 from rsearch.models import hf_config, huggingface, weights
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import own_mesh, param_shardings
 from rsearch.models.tokenizer import load_tokenizer
+from rsearch.recorded import recorded_replies
 from rsearch.rollout.generate import local_generator
 from rsearch.rollout.remote import remote_generator
 from rsearch.stage_plan import STAGE, URLS
@@ -91,6 +93,20 @@ def load_agent(
         top_p=s.top_p,
         seed=c.seed,
     )
+
+
+def recorded_agent(c, name: str, generate: GenerateFn, folder) -> GenerateFn:
+    """The model of a section, asked once for each chat of a stage if it is a service.
+
+    Args:
+        c: the configuration.
+        name: of the section.
+        generate: from `load_agent`.
+        folder: of the stage.
+    """
+    if not c[name].source.startswith(URLS):
+        return generate
+    return recorded_replies(generate, Journal(folder, name))
 
 
 def stage_model(stage: str, mesh, *, workdir, find=None):

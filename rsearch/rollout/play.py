@@ -60,8 +60,8 @@ class Play:
         self.reading: dict[int, np.ndarray] = {}  # slot -> ids it reads next
         # Searches of rows whose turn was not the last, and of those whose was.
         self.asked: dict[bool, dict[int, Search]] = {False: {}, True: {}}
-        self.searching = None  # (what the thread works on, the searches)
-        self.search_seconds, self.give_up_at = engine.search_seconds, None
+        self.searching = None  # (what the thread works on, the searches, since when)
+        self.search_seconds = engine.search_seconds
         self.row_names = np.zeros((num_rows, 2), np.uint32)
         self.begins = np.zeros(num_rows, bool)
         self.budget = np.full(num_rows, self.host.limits.max_turn_tokens, np.int32)
@@ -225,8 +225,8 @@ class Play:
         """Searches for all that have asked, if nobody else is searched for."""
         if self.searching is None and any(self.asked.values()):
             batch, self.asked = self.asked, {False: {}, True: {}}
-            self.searching = self.thread.submit(self._find, batch), batch
-            self.give_up_at = time.monotonic() + self.search_seconds
+            future = self.thread.submit(self._find, batch)
+            self.searching = future, batch, time.monotonic()
 
     def _find(self, batch):
         """On the thread: slot -> ids to read, for some of these."""
@@ -241,10 +241,10 @@ class Play:
         can_write = self._any(self.writing or self._next_slot() is not None)
         if self.searching is None:
             return
-        future, batch = self.searching
+        future, batch, began = self.searching
         timeout = self.patience if can_write else PREEMPTION_SECONDS
         while not concurrent.futures.wait([future], timeout).done:
-            if time.monotonic() > self.give_up_at:
+            if time.monotonic() - began > self.search_seconds:
                 raise OutageError(
                     f"a search has not come back for {self.search_seconds:g} s"
                 )

@@ -9,12 +9,9 @@ import pathlib
 
 from rsearch import build, console, hosts
 from rsearch.data.order import take
-from rsearch.journal import Journal
 from rsearch.protocols.rewriting import recalled, rewriting_messages
-from rsearch.recorded import recorded_replies
 from rsearch.rewards.answers import answer_cover_em
 from rsearch.rollout.replay import replay
-from rsearch.stage_plan import URLS
 from rsearch.types import GenerateFn, Group, Question, Rollout
 from rsearch.workdir import read_rows, write_rows
 
@@ -36,8 +33,8 @@ def open_memory(setup: build.Setup, folder: pathlib.Path, *, is_over=False):
         return None
     own = {"workdir": setup.home, "is_late": is_over}
     rewrite = build.load_agent(c, "rewriter", setup.mesh, **own)
-    if c.rewriter.source.startswith(URLS) and not is_over:
-        rewrite = recorded_replies(rewrite, Journal(folder, "rewriter"))
+    if not is_over:
+        rewrite = build.recorded_agent(c, "rewriter", rewrite, folder)
     return Memory(setup, rewrite, folder)
 
 

@@ -16,11 +16,10 @@ from rsearch.data.order import take
 from rsearch.fields import to_json
 from rsearch.journal import Journal
 from rsearch.metrics import MetricsLog
-from rsearch.recorded import recorded_replies, recorded_search
+from rsearch.recorded import recorded_search
 from rsearch.rewards.group import reward_groups
 from rsearch.rollout.finished import Finished, fingerprint
 from rsearch.rollout.sending import Rewarded, share_rewarded
-from rsearch.stage_plan import URLS
 from rsearch.stages.learning import Learning, has_spread, signals
 from rsearch.stages.state import Progress
 from rsearch.suspicion import suspects
@@ -93,8 +92,8 @@ def _recorded(setup, folder):
         own["search"] = recorded_search(setup.search, Journal(folder, "searches"))
     for name in ("judge", "writer"):
         generate = getattr(setup, name)
-        if generate is not None and c[name].source.startswith(URLS):
-            own[name] = recorded_replies(generate, Journal(folder, name))
+        if generate is not None:
+            own[name] = build.recorded_agent(c, name, generate, folder)
     return dataclasses.replace(setup, **own)
 
 

@@ -22,6 +22,8 @@ LIMITS = Limits(
 WHO = Question("q", "who was born", ("x",))
 SEARCHES = "so <search> river </search>"
 ANSWERS = "it is <answer> city </answer>"
+LONG_ANSWER = "a" * 45 + ANSWERS
+WAIT = 30  # seconds, for what must happen at once
 UNUSED = 7  # the id behind what a row has written
 
 
@@ -178,6 +180,10 @@ def make_host(search=find, **limits):
     """A Host that speaks Search-R1's language."""
     limits = dataclasses.replace(LIMITS, **limits)
     return Host(tiny.tokenizer(), SEARCH_R1, search, limits)
+
+
+def people(count):
+    return [Question(f"q{i}", f"who {i}", ("x",)) for i in range(count)]
 
 
 def play(

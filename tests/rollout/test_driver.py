@@ -9,25 +9,21 @@ import pytest
 
 from rsearch.rollout.driver import RolloutEngine
 from rsearch.rollout.play import TOKENS_WHILE_SEARCHING
-from rsearch.types import Outcome, Passage, Question, Source
+from rsearch.types import Outcome, Passage, Source
 from tests.rollout import tiny
 from tests.rollout.scripted import (
     ANSWERS,
+    LONG_ANSWER,
     SEARCHES,
+    WAIT,
     WHO,
     Script,
     assert_rows_held,
     find,
     make_host,
+    people,
     play,
 )
-
-LONG_ANSWER = "a" * 45 + ANSWERS
-WAIT = 30  # seconds, for what must happen at once
-
-
-def people(count):
-    return [Question(f"q{i}", f"who {i}", ("x",)) for i in range(count)]
 
 
 def num_tokens(text):

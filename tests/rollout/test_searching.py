@@ -6,18 +6,17 @@ import time
 import pytest
 
 from rsearch.preemption import OutageError
-from rsearch.types import Question
 from tests.rollout.scripted import (
     ANSWERS,
+    LONG_ANSWER,
     SEARCHES,
+    WAIT,
     assert_rows_held,
     find,
     make_host,
+    people,
     play,
 )
-
-LONG_ANSWER = "a" * 45 + ANSWERS
-WAIT = 30  # seconds, for what must happen at once
 
 
 @pytest.mark.fault(35, "bounded queue")
@@ -32,9 +31,8 @@ def test_nobody_searches_on_two_threads_at_once():
         running.pop()
         return find(queries)
 
-    questions = [Question(f"q{i}", f"who {i}", ("x",)) for i in range(4)]
     turns = [[f"{'a' * 7 * i}{SEARCHES}", ANSWERS] for i in range(6)]
-    play(turns, questions, host=make_host(search))
+    play(turns, people(4), host=make_host(search))
     assert len(threads) == 1 and threading.get_ident() not in threads
 
 
