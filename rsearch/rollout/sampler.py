@@ -15,7 +15,12 @@ from jax.sharding import Mesh
 
 from rsearch.models.attention import empty_cache
 from rsearch.models.decoder import Decoder
-from rsearch.models.layers import LARGE_LAYERS, extended, with_layers_apart
+from rsearch.models.layers import (
+    LARGE_LAYERS,
+    extended,
+    logits_behind,
+    with_layers_apart,
+)
 from rsearch.models.pages import empty_pages, put_rows
 from rsearch.models.sharding import (
     batch_sharding,
@@ -142,7 +147,7 @@ class Sampler:
         return extended(self._model, params, *given)
 
     def _logits(self, params, hidden):
-        return self._model.apply({"params": params}, hidden, method="logits")
+        return logits_behind(self._model, params, hidden)
 
     def _tiled(self, num_slots):
         """At least so many slots, in whole tiles of an accelerator's memory.
