@@ -158,9 +158,10 @@ LEARNING = [
     ("rearag:tiny", "sft"),
     ("search_r1:tiny,grpo,parity", "rl"),
     ("rag_r1:tiny", "rl"),
-    ("r1_searcher:tiny,select", "rl_answer"),
-    ("r1_searcher_pp:tiny", "rl"),
-    ("r_search:tiny", "rl"),
+    # Slow as all recipes are together: the three before show each kind of update.
+    pytest.param("r1_searcher:tiny,select", "rl_answer", marks=pytest.mark.slow),
+    pytest.param("r1_searcher_pp:tiny", "rl", marks=pytest.mark.slow),
+    pytest.param("r_search:tiny", "rl", marks=pytest.mark.slow),
 ]
 
 
