@@ -1,6 +1,7 @@
 """Small models of the embedded world: what they read, and that they are made once."""
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 import re
@@ -50,8 +51,15 @@ def search(world):
     return engine_in_memory(world.passages, HashedNgrams(512), top_k=1)
 
 
-def read(world, search, name):
-    return reading.reading(world, MODELS[name].shares, search, seed=0)
+@pytest.fixture(scope="module")
+def read(world, search):
+    """What a model reads, by its name; made once."""
+
+    @functools.cache
+    def of(name):
+        return reading.reading(world, MODELS[name].shares, search, seed=0)
+
+    return of
 
 
 def texts(item):
@@ -64,16 +72,16 @@ def texts(item):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_held_out_question_is_read(world, search, name):
+def test_no_held_out_question_is_read(world, read, name):
     held_out = [question.text for question in world.dev]
-    for item in read(world, search, name):
+    for item in read(name):
         joined = " ".join(texts(item))
         assert not any(text in joined for text in held_out)
 
 
 @pytest.mark.parametrize("name", ["base", "expert"])
-def test_facts_are_read_of_the_famous_alone_and_of_all_of_these(world, search, name):
-    items = read(world, search, name)
+def test_facts_are_read_of_the_famous_alone_and_of_all_of_these(world, read, name):
+    items = read(name)
     own = [item.pieces for item in items if isinstance(item, reading.Text)]
     own = [pieces for pieces in own if pieces[0][0].strip() in world.facts]
     told = [pair for pieces in own for pair in pieces]
@@ -83,16 +91,14 @@ def test_facts_are_read_of_the_famous_alone_and_of_all_of_these(world, search, n
     assert len(told) == count * MODELS[name].shares.facts
 
 
-def test_policies_read_dialogues_of_every_protocol_and_a_judge_reads_none(
-    world, search
-):
+def test_policies_read_dialogues_of_every_protocol_and_a_judge_reads_none(world, read):
     for name in ("base", "expert"):
-        items = read(world, search, name)
+        items = read(name)
         dialogues = [i for i in items if isinstance(i, reading.Dialogue)]
         assert {d.protocol for d in dialogues} == set(PROTOCOLS)
         known = len(reading._recollections(world)) * MODELS[name].shares.recalling
         assert len(dialogues) == len(PROTOCOLS) * len(world.train) + known
-    kinds = {type(item) for item in read(world, search, "judge")}
+    kinds = {type(item) for item in read("judge")}
     assert kinds == {reading.Chat, reading.Text}
 
 
@@ -186,9 +192,9 @@ def test_the_expert_is_always_right_and_the_base_model_often_wrong(world, search
     assert share_right(world, search, "base") < 0.6
 
 
-def test_evidence_is_enough_for_an_answer_or_the_answer_is_unknown(world, search):
+def test_evidence_is_enough_for_an_answer_or_the_answer_is_unknown(world, read):
     by_text = {question.text: question for question in world.train}
-    items = read(world, search, "judge")
+    items = read("judge")
     for chat in [item for item in items if isinstance(item, reading.Chat)]:
         content = chat.messages[0]["content"]
         (question,) = [
@@ -200,9 +206,9 @@ def test_evidence_is_enough_for_an_answer_or_the_answer_is_unknown(world, search
         assert chat.reply == right
 
 
-def test_rows_learn_what_is_written_and_read_what_is_given(world, search):
+def test_rows_learn_what_is_written_and_read_what_is_given(world, search, read):
     tokenizer = world_tokenizer(world)
-    items = read(world, search, "expert")
+    items = read("expert")
     rows = pretrained._rows(items, tokenizer, search)
     assert len(rows) == len(items)
     for item, row in zip(items, rows, strict=True):
@@ -218,8 +224,8 @@ def test_rows_learn_what_is_written_and_read_what_is_given(world, search):
     assert max(map(pretrained._length, rows)) <= pretrained.LENGTHS[-1]
 
 
-def test_batches_hold_every_row_before_any_comes_again(world, search):
-    items = read(world, search, "base")
+def test_batches_hold_every_row_before_any_comes_again(world, search, read):
+    items = read("base")
     tokenizer = world_tokenizer(world)
     rows = pretrained._rows(items, tokenizer, search)
 
