@@ -282,6 +282,7 @@ def assert_close(ours, theirs, rtol):
             )
 
 
+@pytest.mark.slow  # tests/test_devices.py shows it of stages
 def test_eight_devices_measure_what_one_does_to_rounding(tmp_path):
     mesh = dict(mesh__data=4, mesh__fsdp=2, **BRIEF)
     train.main(config(sft__steps=5, stages=("sft",), **mesh), tmp_path / "sft")

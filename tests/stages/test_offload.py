@@ -1,5 +1,7 @@
 """What rests in the memory of the hosts changes nothing of a run."""
 
+import pytest
+
 from rsearch import checkpoint
 from tests.small_run import arguments, quick_compilation, run_python
 
@@ -14,6 +16,7 @@ BRIEF = dict(
 )
 
 
+@pytest.mark.slow  # tests/learn/test_offload.py shows it of one update
 def test_a_run_whose_reference_and_moments_rest_elsewhere_is_bit_identical(tmp_path):
     found = []
     for offload in ("()", "reference,optimizer"):
