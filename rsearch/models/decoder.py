@@ -98,9 +98,10 @@ def multiply(x, kernel, *, is_turned=False, dtype=None):
     return y.reshape(b, t, -1)
 
 
-def kernel_shape(summed: tuple, made: tuple, is_turned: bool) -> tuple:
-    """Of a kernel with these axes for D and E of `multiply`."""
-    return made + summed if is_turned else summed + made
+def kernel_of(module: nn.Module, name: str, summed: tuple, made: tuple):
+    """A module's parameter with these axes for D and E of `multiply`."""
+    shape = made + summed if module.is_turned else summed + made
+    return module.param(name, nn.initializers.normal(0.02), shape)
 
 
 def adapted(module: nn.Module, name: str, x, y):
@@ -131,14 +132,11 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x, cache, layer, place, turns):
-        s = self.spec
-        init = nn.initializers.normal(0.02)
+        s, times = self.spec, functools.partial(multiply, is_turned=self.is_turned)
 
         def project(name, heads):
-            shape = kernel_shape((s.width,), (heads, s.head_dim), self.is_turned)
-            kernel = self.param(name, init, shape)
-            y = multiply(x, kernel, is_turned=self.is_turned)
-            y = adapted(self, name, x, y)
+            kernel = kernel_of(self, name, (s.width,), (heads, s.head_dim))
+            y = adapted(self, name, x, times(x, kernel))
             y = y.reshape(*x.shape[:2], heads, s.head_dim)
             if s.qkv_bias:
                 bias = self.param(
@@ -161,11 +159,9 @@ class Attention(nn.Module):
             out = attend_within(q, k, v, text, self.mesh)
         else:
             out, cache = attend_cached(q, k, v, cache, layer, place, self.mesh)
-        shape = kernel_shape((s.num_heads, s.head_dim), (s.width,), self.is_turned)
-        kernel = self.param("o", init, shape)
+        kernel = kernel_of(self, "o", (s.num_heads, s.head_dim), (s.width,))
         out = out.reshape(*x.shape[:2], -1)
-        mixed = multiply(out, kernel, is_turned=self.is_turned)
-        return adapted(self, "o", out, mixed), cache
+        return adapted(self, "o", out, times(out, kernel)), cache
 
 
 class Layer(nn.Module):
@@ -183,7 +179,6 @@ class Layer(nn.Module):
     def __call__(self, carry, place, turns):
         x, cache, layer = carry
         s, times = self.spec, functools.partial(multiply, is_turned=self.is_turned)
-        init = nn.initializers.normal(0.02)
         normed = RMSNorm(s.norm_eps, name="attention_norm")(x)
         attention = Attention(s, self.mesh, self.is_turned, name="attention")
         mixed, cache = attention(normed, cache, layer, place, turns)
@@ -194,17 +189,14 @@ class Layer(nn.Module):
         wide, narrow = (s.width,), (s.mlp_width,)
         if s.fused_mlp:
             # The two stay apart, so that a cut of the last axis cuts both alike.
-            shape = kernel_shape(wide, (2, s.mlp_width), self.is_turned)
-            both = self.param("gate_up", init, shape)
+            both = kernel_of(self, "gate_up", wide, (2, s.mlp_width))
             both = both if self.is_turned else both.swapaxes(0, 1)
             gate, up = times(normed, both[0]), times(normed, both[1])
         else:
-            shape = kernel_shape(wide, narrow, self.is_turned)
-            gate = times(normed, self.param("gate", init, shape))
-            up = times(normed, self.param("up", init, shape))
+            gate = times(normed, kernel_of(self, "gate", wide, narrow))
+            up = times(normed, kernel_of(self, "up", wide, narrow))
         gate, up = adapted(self, "gate", normed, gate), adapted(self, "up", normed, up)
-        shape = kernel_shape(narrow, wide, self.is_turned)
-        down = self.param("down", init, shape)
+        down = kernel_of(self, "down", narrow, wide)
         inside = nn.silu(gate) * up
         out = adapted(self, "down", inside, times(inside, down))
         if s.post_norms:
