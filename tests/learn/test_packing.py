@@ -92,7 +92,7 @@ def test_neighbours_in_a_row_do_not_see_each_other():
     np.testing.assert_allclose(together[0, 4:], alone[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_scores_and_updates_are_those_of_rows_of_their_own(devices):
     lengths = [3, 9, 4, 0, 2, 5, 3, 7, 10, 1, 2, 3, 4, 5, 6, 2]
     optimizer = make_optimizer(**ADAMW)
