@@ -21,6 +21,7 @@ from rsearch.models.sharding import cut_axes, platform_of
 from rsearch.models.splash import BLOCK, LANES, splash_after
 
 REACH_STEP = 64  # slots; a cache is read in eighths of it, rounded up to these
+PIECE = 128  # new tokens of a row: so many look equally far, or more
 
 
 class Cache(NamedTuple):
@@ -100,8 +101,8 @@ class Place(NamedTuple):
             nothing.
         rows: [B] int32, the cache's row of each; one past the last writes nothing.
             None where the tokens have as many rows as the cache.
-        reach: [B] int32, which of `reaches` covers all that a row's tokens may look
-            at; -1 where all of them are padding.
+        reach: [B, n] int32, which of `reaches` covers all that each of the `pieces` of
+            a row's tokens may look at; -1 where all of them are padding.
         table: [B, n] int32 pages of each, of a cache in pages; `rows` is then None.
     """
 
@@ -124,6 +125,18 @@ def reaches(num_slots: int, step: int = REACH_STEP) -> list[int]:
     return [*range(step, num_slots, step), num_slots]
 
 
+def pieces(num_tokens: int) -> int:
+    """How many equal pieces a row's new tokens look back in, where rows do one by one.
+
+    The first of many tokens need not look as far as the last.
+
+    Args:
+        num_tokens: T.
+    """
+    most = max(1, num_tokens // PIECE)
+    return next(n for n in range(most, 0, -1) if num_tokens % n == 0)
+
+
 def place_in(cache: Cache | Pages, positions, rows=None, table=None) -> Place:
     """The Place of tokens at these positions."""
     if table is None:
@@ -131,8 +144,11 @@ def place_in(cache: Cache | Pages, positions, rows=None, table=None) -> Place:
     else:
         size = cache.k.shape[3]
         sizes = reaches(table.shape[1] * size, size)
-    longest = jnp.max(jnp.where(positions < sizes[-1], positions, -1), axis=1)
-    reach = jnp.searchsorted(jnp.array(sizes), longest + 1).astype(jnp.int32)
+    own = positions.reshape(len(positions), pieces(positions.shape[1]), -1)
+    longest = jnp.max(jnp.where(own < sizes[-1], own, -1), axis=2)
+    # One comparison with each: a search by halves is a loop of many small steps.
+    search = functools.partial(jnp.searchsorted, method="compare_all")
+    reach = search(jnp.array(sizes), longest + 1).astype(jnp.int32)
     return Place(positions, rows, jnp.where(longest < 0, -1, reach), table)
 
 
@@ -242,9 +258,10 @@ def _attend_paged(q, k, v, pages, layer, place, platform):
 def _look_far(q, k, v, place, read, sizes, platform):
     """What new tokens see, of a cache that is read no further than they reach.
 
-    A CPU looks at one row after the other, each as far as it reaches itself. What it
-    reads then stays in the processor's cache, rows that only wait cost nothing, and
-    what a row sees depends on no other, to the last bit.
+    A CPU looks at one row after the other, of many tokens one piece after the other,
+    each as far as it reaches itself. What it reads then stays in the processor's cache,
+    rows that only wait cost nothing, and what a row sees depends on no other, to the
+    last bit.
 
     Args:
         q, k, v, place: as `attend_cached` takes them, of one device.
@@ -264,16 +281,30 @@ def _look_far(q, k, v, place, read, sizes, platform):
 
     if place.rows is None and place.table is None:
         place = place._replace(rows=jnp.arange(len(q), dtype=jnp.int32))
+    count = place.reach.shape[1]
+
+    def cut(x):
+        return x.reshape(len(x) * count, -1, *x.shape[2:])
+
+    def for_each(x):
+        return x if x is None else jnp.repeat(x, count, axis=0)
+
+    place = Place(
+        cut(place.positions),
+        for_each(place.rows),
+        cut(place.reach),
+        for_each(place.table),
+    )
 
     def nothing(q, *_):
         return jnp.zeros_like(q)
 
-    def one(row):
-        row = jax.tree.map(lambda x: x[None], row)
-        reach = row[-1].reach[0]
-        return jax.lax.switch(reach + 1, [nothing, *branches], *row)[0]
+    def one(piece):
+        piece = jax.tree.map(lambda x: x[None], piece)
+        reach = piece[-1].reach[0, 0]
+        return jax.lax.switch(reach + 1, [nothing, *branches], *piece)[0]
 
-    return jax.lax.map(one, (q, k, v, place))
+    return jax.lax.map(one, (cut(q), cut(k), cut(v), place)).reshape(q.shape)
 
 
 def _look(q, k, v, read_k, read_v, num_slots, place, platform):

@@ -18,6 +18,7 @@ from rsearch.models.attention import (
     attend_cached,
     empty_cache,
     extend_cache,
+    pieces,
     place_in,
     reaches,
 )
@@ -110,7 +111,7 @@ def test_a_place_takes_the_shortest_reach_that_covers_every_slot_written(positio
     written = [p for p in positions if p < SLOTS]  # the others are padding
     needed = max(written, default=0) + 1
     covering = [size for size in reaches(SLOTS) if size >= needed]
-    assert not written or reaches(SLOTS)[int(place.reach[0])] == covering[0]
+    assert not written or reaches(SLOTS)[int(place.reach[0, 0])] == covering[0]
     assert written or place.reach == -1
 
 
@@ -130,7 +131,7 @@ def looked_up(q, cache, positions, rows, everything=False):
     place = place_in(cache, positions, rows)
     if everything:
         last = len(reaches(cache.k.shape[3])) - 1
-        place = place._replace(reach=jnp.full(len(q), last))
+        place = place._replace(reach=jnp.full_like(place.reach, last))
     # Their own keys and values change nothing: they say what is there.
     here = jnp.where(place.positions < cache.k.shape[3], place.positions, 0)
     own = jnp.arange(len(q)) if rows is None else rows
@@ -181,6 +182,40 @@ def test_what_lies_beyond_the_reach_is_not_read(full, rows_read):
             if rows_read == "one by one"
             else not any(is_finite)
         )
+
+
+@pytest.mark.parametrize(
+    "num_tokens, expected",
+    [(1, 1), (255, 1), (256, 2), (304, 2), (307, 1), (392, 2), (456, 3), (512, 4)],
+)
+def test_pieces_by_hand(num_tokens, expected):
+    assert pieces(num_tokens) == expected
+
+
+def test_many_tokens_look_back_in_pieces_each_as_far_as_it_needs():
+    """Three rows of 384 tokens in pieces of 128, of which the second has but 200."""
+    offset = np.arange(384)
+    begins = np.array([[60], [300], [700]])
+    positions = begins + offset
+    positions[1, 200:] = SLOTS
+    shape = 2, 3, 2, SLOTS, 8
+    whole = Cache(normal(1, *shape), normal(2, *shape))
+    place = place_in(whole, jnp.array(positions))
+    assert place.reach.tolist() == [[0, 1, 2], [2, 2, -1], [4, 4, 5]]
+    q = normal(3, 3, 384, 4, 8)
+    visible = jnp.array(np.arange(SLOTS) <= positions[:, :, None])
+    expected = attend(q, whole.k[1], whole.v[1], visible)
+    # What no piece may look at is not read.
+    spoilt = Cache(*(x.at[:, 0, :, 576:].set(jnp.nan) for x in whole))
+    for rows in (None, jnp.arange(3)):
+        found = looked_up(q, spoilt, jnp.array(positions), rows)
+        is_token = positions < SLOTS
+        np.testing.assert_allclose(found[is_token], expected[is_token], atol=2e-6)
+    # What the first piece of a row makes is the same beside pieces that look further.
+    near = Cache(*(x.at[:, 0, :, 192:].set(jnp.nan) for x in whole))
+    found = looked_up(q, near, jnp.array(positions), None)
+    np.testing.assert_allclose(found[0, :128], expected[0, :128], atol=2e-6)
+    assert np.isnan(found[0, 128:]).all()
 
 
 def test_keys_are_written_to_their_rows_and_slots_and_nowhere_else(full):

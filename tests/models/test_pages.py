@@ -36,9 +36,9 @@ def shuffled(rows, count, *, spare=3, parts=1, seed=0):
 
 
 @pytest.mark.parametrize("mesh", [None, MESH], ids=["one", "eight"])
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, 5, 256])
 def test_pages_in_any_order_are_attended_to_as_slots_in_a_row(mesh, tokens):
-    rows, slots = 8, 160
+    rows, slots = 8, 480
     table, num_pages = shuffled(rows, slots // SIZE, parts=4)
     shape = LAYERS, rows, HEADS, slots, WIDTH
     cache = Cache(normal(1, *shape), normal(2, *shape))
