@@ -172,7 +172,7 @@ def make_turns(
     """
     network, params, mesh = load(model, dtype)
     tokenizer = load_tokenizer(pathlib.Path(model))
-    text = FAR * num_observed  # a word is a token at least
+    text = FAR * -(-num_observed // len(FAR.split()))  # a word is a token at least
     lengths = turn_lengths(num_rollouts, num_turns, num_new, spread)
     largest = lengths.copy()
     largest[0] *= max(room, times_longer)
