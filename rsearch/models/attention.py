@@ -125,6 +125,13 @@ def reaches(num_slots: int, step: int = REACH_STEP) -> list[int]:
     return [*range(step, num_slots, step), num_slots]
 
 
+def covering(sizes: list[int], needed) -> jax.Array:
+    """int32: which of ascending sizes is the first that is as large as needed."""
+    # One comparison with each: a search by halves is a loop of many small steps.
+    which = jnp.searchsorted(jnp.array(sizes), needed, method="compare_all")
+    return which.astype(jnp.int32)
+
+
 def pieces(num_tokens: int) -> int:
     """How many equal pieces a row's new tokens look back in, where rows do one by one.
 
@@ -146,9 +153,7 @@ def place_in(cache: Cache | Pages, positions, rows=None, table=None) -> Place:
         sizes = reaches(table.shape[1] * size, size)
     own = positions.reshape(len(positions), pieces(positions.shape[1]), -1)
     longest = jnp.max(jnp.where(own < sizes[-1], own, -1), axis=2)
-    # One comparison with each: a search by halves is a loop of many small steps.
-    search = functools.partial(jnp.searchsorted, method="compare_all")
-    reach = search(jnp.array(sizes), longest + 1).astype(jnp.int32)
+    reach = covering(sizes, longest + 1)
     return Place(positions, rows, jnp.where(longest < 0, -1, reach), table)
 
 

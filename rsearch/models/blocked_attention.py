@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from rsearch.models.attention import attend, reaches
+from rsearch.models.attention import attend, covering, reaches
 from rsearch.models.sharding import cut_axes, platform_of
 from rsearch.models.splash import ATTENDED, splash_within
 
@@ -114,7 +114,7 @@ def _needed(text, n):
     begins, ends = text[:, ::size], text[:, size - 1 :: size]
     shared = jnp.any(ends[:, None] >= begins[:, :, None], axis=0)  # [queries, keys]
     count = jnp.arange(1, n + 1) - jnp.argmax(shared, axis=1)
-    return jnp.searchsorted(jnp.array(_sizes(text, n)), count * size)
+    return covering(_sizes(text, n), count * size)
 
 
 def _window(i, n, num_keys, k, v, text):
