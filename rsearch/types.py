@@ -212,7 +212,10 @@ Messages = Sequence[Mapping[str, str]]
 """A chat: dicts with `role` and `content`."""
 
 SearchFn = Callable[[Sequence[str]], list[tuple[Passage, ...] | None]]
-"""(queries) -> passages for each, best first; None where that search failed."""
+"""(queries) -> passages for each, best first; None where that search failed.
+
+Calls overlap where it has an attribute `searches_at_once` above 1, and no others do.
+"""
 
 GenerateFn = Callable[[Sequence[Messages]], list[str | None]]
 """(chats) -> a reply to each; None where that call failed after its retries."""

@@ -14,6 +14,7 @@ from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import make_mesh, param_shardings
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.protocols.base import Protocol
+from rsearch.retrieval.remote import OVERLAPPING
 from rsearch.rollout.automaton import token_automaton
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.rollout.driver import RolloutEngine
@@ -166,7 +167,7 @@ def make_turns(
         num_rollouts: in all.
         group_size: of them, of each question.
         spread: see `turn_lengths`.
-        delay_seconds: that each search takes.
+        delay_seconds: that each search takes, of a service that answers several.
         times_longer: the turns of the first rollout are than those of the others.
         room: budgets are for a rollout so many times longer, whether there is one.
     """
@@ -205,7 +206,13 @@ def make_turns(
         top_p=1.0,
     )
     params = sampler.place(params)
-    engine = RolloutEngine(sampler, host, num_rows=batch, group_size=group_size)
+    engine = RolloutEngine(
+        sampler,
+        host,
+        num_rows=batch,
+        group_size=group_size,
+        searches_at_once=OVERLAPPING if delay_seconds else 1,
+    )
     count = num_rollouts // group_size
     prompts = prompt_tokens(count, num_prompt, network.spec.vocab_size)
     engine.prompt = lambda question: prompts[int(question.id)]
@@ -225,6 +232,7 @@ def make_turns(
             "written": sum(r.num_policy_tokens for r in rollouts),
             "tokens read per search": read["observations"] / searches,
             "tokens read": sum(read.values()),
+            "writing at once": sampler.queue_size(batch),
         }
 
     return once

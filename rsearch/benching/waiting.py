@@ -20,8 +20,9 @@ def measure_delay(bench: Bench, *, shape, slots, rollouts, milliseconds) -> list
     """Tokens a second with every search delayed, beside those without.
 
     A row that searches waits; its slot is nobody else's. So many slots finish at most
-    `slots` rollouts in the time that one takes, its searches included: `most` tells
-    what share of the tokens a second this leaves, whatever is done meanwhile.
+    `slots` rollouts in the time that one waits for its searches and writes, beside as
+    many as write at once: `most` tells what share of the tokens a second this leaves,
+    whatever is done meanwhile.
 
     Args:
         bench: see `Bench`.
@@ -41,10 +42,12 @@ def measure_delay(bench: Bench, *, shape, slots, rollouts, milliseconds) -> list
         for name, told in found.items()
     }
     each = SHAPE["num_turns"] * SHAPE["num_new"]
-    alone = slots * each / statistics.median(rates[OURS])
+    without = statistics.median(rates[OURS])
     waited = seconds * (SHAPE["num_turns"] - 1)
-    share = statistics.median(rates[delayed]) / statistics.median(rates[OURS])
-    counts = {"share of without": share, "most": alone / (alone + waited)}
+    writing = each * found[OURS][0]["writing at once"] / without
+    most = slots * each / (waited + writing)
+    share = statistics.median(rates[delayed]) / without
+    counts = {"share of without": share, "most": min(1.0, most / without)}
     return [
         row_of(
             case,

@@ -75,6 +75,7 @@ def make_rollouts(
         messages=messages,
         cache_tokens=r.cache_tokens,
         search_seconds=setup.config.retrieval.search_seconds,
+        searches_at_once=getattr(host.search, "searches_at_once", 1),
     )
 
 

@@ -36,6 +36,7 @@ CHECK_SECONDS = 5.0  # that a service may take for its first answer
 MAX_PASSAGE_BYTES = 1 << 16  # of each in a reply; JSON escapes included
 ENVELOPE_BYTES = 1 << 16
 CONCURRENCY = 16  # calls at once, where a call takes one query
+OVERLAPPING = 8  # searches at once, where a call takes all queries of one
 
 
 class _SearchR1:
@@ -154,6 +155,8 @@ class RemoteSearch:
 
     Attributes:
         fingerprint: of the dialect; what a service finds may change at any time.
+        searches_at_once: calls of this that may overlap, since a service takes its time
+            to answer; one, where the calls that it makes overlap already.
 
     Raises:
         ValueError: the URL is none, or holds a secret; the key is not set.
@@ -187,6 +190,7 @@ class RemoteSearch:
         self._cache: collections.OrderedDict = collections.OrderedDict()
         self._lock = threading.Lock()
         self._failures, self._away_since = 0, None
+        self.searches_at_once = OVERLAPPING if self._api.is_batched else 1
         self.fingerprint = f"service {api}"
 
     def __str__(self):
@@ -215,16 +219,17 @@ class RemoteSearch:
         Raises:
             OutageError: the service has been away for too long.
         """
+        found = {query: () for query in queries if not query.strip()}
         with self._lock:
-            found = {query: () for query in queries if not query.strip()}
             for query in queries:
                 if query in self._cache:
                     self._cache.move_to_end(query)
                     found[query] = self._cache[query]
-            new = [query for query in dict.fromkeys(queries) if query not in found]
-            if new:
-                results = self._search(new)
-                found |= zip(new, results, strict=True)
+        new = [query for query in dict.fromkeys(queries) if query not in found]
+        if new:
+            results = self._search(new)
+            found |= zip(new, results, strict=True)
+            with self._lock:
                 self._remember((q, r) for q, r in zip(new, results) if r is not None)
         return [found[query] for query in queries]
 
@@ -239,22 +244,29 @@ class RemoteSearch:
         while True:
             began = time.monotonic()
             results = self._ask(queries)
-            if any(result is not None for result in results):
-                if self._failures >= FAILURES_IN_A_ROW:
-                    self._say(f"{self._target}: is back")
-                self._failures, self._away_since = 0, None
-                return results
-            self._failures += 1
-            if self._away_since is None:
-                self._away_since = began
-            if self._failures < FAILURES_IN_A_ROW:
-                return results
-            away = time.monotonic() - self._away_since
-            if away > self._outage:
-                raise OutageError(f"{self._target}: away for {away:.0f} s")
-            if self._failures == FAILURES_IN_A_ROW:
-                self._say(f"{self._target}: away; waiting for it to come back")
+            with self._lock:
+                if self._stands(results, began):
+                    return results
             time.sleep(PROBE_SECONDS)
+
+    def _stands(self, results, began) -> bool:
+        """Whether the search has ended so; otherwise the service is away."""
+        if any(result is not None for result in results):
+            if self._failures >= FAILURES_IN_A_ROW:
+                self._say(f"{self._target}: is back")
+            self._failures, self._away_since = 0, None
+            return True
+        self._failures += 1
+        if self._away_since is None:
+            self._away_since = began
+        if self._failures < FAILURES_IN_A_ROW:
+            return True
+        away = time.monotonic() - self._away_since
+        if away > self._outage:
+            raise OutageError(f"{self._target}: away for {away:.0f} s")
+        if self._failures == FAILURES_IN_A_ROW:
+            self._say(f"{self._target}: away; waiting for it to come back")
+        return False
 
     def _ask(self, queries):
         """Passages or None of each query, after as many calls as they may take."""

@@ -30,6 +30,7 @@ class RolloutEngine:
         messages: Callable[[Question], Messages] | None = None,
         cache_tokens: int = 0,
         search_seconds: float = math.inf,
+        searches_at_once: int = 1,
     ):
         """Holds what a rollout needs.
 
@@ -45,6 +46,7 @@ class RolloutEngine:
                 what the longest hold.
             search_seconds: a search that has not come back after them never will: no
                 thread can be ended, so the run is, with OutageError.
+            searches_at_once: calls of the host's search that may overlap.
 
         Raises:
             ValueError: too few for one conversation on each device.
@@ -54,6 +56,7 @@ class RolloutEngine:
         self.num_restarts = 0  # conversations begun anew, for want of room
         self.num_rows, self.group_size = num_rows, group_size
         self.search_seconds = search_seconds
+        self.searches_at_once = searches_at_once
         self._messages = messages or (lambda q: host.protocol.messages(q.text))
 
     def prompt(self, question: Question) -> np.ndarray:
@@ -101,7 +104,7 @@ class RolloutEngine:
                     f"rollout.max_prompt_tokens is {limit}"
                 )
         names = [zlib.crc32(q.id.encode("utf-8", "replace")) for q in questions]
-        with _search_thread() as thread:
+        with _search_threads(self.searches_at_once) as threads:
             pool = Pool(
                 self.num_rows,
                 num_pages=self._num_pages,
@@ -111,7 +114,7 @@ class RolloutEngine:
             )
             rows = self.sampler.empty(self.num_rows, self._num_pages)
             device = pool, rows, params
-            play = Play(self, device, key, thread, prompts, names, on_done)
+            play = Play(self, device, key, threads, prompts, names, on_done)
             if finished is not None:
                 play.go_on(questions, finished)
             rollouts = play.to_the_end()
@@ -123,13 +126,13 @@ class RolloutEngine:
 
 
 @contextlib.contextmanager
-def _search_thread():
-    """A thread, awaited at the end; where the run ends there is no time for that."""
-    thread, wait = concurrent.futures.ThreadPoolExecutor(1, "search"), True
+def _search_threads(count):
+    """Threads, awaited at the end; where the run ends there is no time for that."""
+    threads, wait = concurrent.futures.ThreadPoolExecutor(count, "search"), True
     try:
-        yield thread
+        yield threads
     except PreemptedError:
         wait = False
         raise
     finally:
-        thread.shutdown(wait=wait, cancel_futures=not wait)
+        threads.shutdown(wait=wait, cancel_futures=not wait)

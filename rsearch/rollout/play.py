@@ -1,6 +1,6 @@
 """How rollouts go on: which wait, write, search, read, or have ended.
 
-A fixed number of slots is kept busy: while some rows search, on a thread, the others
+A fixed number of slots is kept busy: while some rows search, on threads, the others
 write on, and a row whose rollout has ended gives its slot to the next one.
 """
 
@@ -39,14 +39,16 @@ def at_once(num_rows: int, group_size: int, parts: int = 1) -> tuple[int, int]:
 class Play:
     """The rollouts of one call: which wait, write, search, read, or have ended."""
 
-    def __init__(self, engine, device, key, thread, prompts, names, on_done):
+    def __init__(self, engine, device, key, threads, prompts, names, on_done):
         self.host, self.sampler = engine.host, engine.sampler
         self.pool, self.rows, self.params = device
-        self.key, self.thread, self.on_done = key, thread, on_done
+        self.key, self.threads, self.on_done = key, threads, on_done
+        self.searches_at_once = engine.searches_at_once
         self.prompts, self.names = prompts, names
         num_rows, group_size = engine.num_rows, engine.group_size
         self.num_rows, self.group_size = num_rows, group_size
         self.parts = self.sampler.parts(num_rows)
+        self.queue_size = self.sampler.queue_size(num_rows)
         self.num_moved, self.block = at_once(num_rows, group_size, self.parts)
         self.rollouts = [[None] * group_size for _ in prompts]
         self.left = [group_size] * len(prompts)
@@ -60,7 +62,8 @@ class Play:
         self.reading: dict[int, np.ndarray] = {}  # slot -> ids it reads next
         # Searches of rows whose turn was not the last, and of those whose was.
         self.asked: dict[bool, dict[int, Search]] = {False: {}, True: {}}
-        self.searching = None  # (what the thread works on, the searches, since when)
+        # What the threads work on -> the searches, since when.
+        self.searching: dict[concurrent.futures.Future, tuple] = {}
         self.search_seconds = engine.search_seconds
         self.row_names = np.zeros((num_rows, 2), np.uint32)
         self.begins = np.zeros(num_rows, bool)
@@ -195,6 +198,7 @@ class Play:
             _part(len(self.writing), PAUSED_SHARE) if self.writing else 0,
             TOKENS_WHILE_SEARCHING if self.searching else limit,
             self.pool.table,
+            self._queue(),
         )
         turn = self.sampler.written(rows)
         num_steps = np.max(turn.count - np.where(self.begins, 0, self.count))
@@ -210,8 +214,12 @@ class Play:
         self.writing -= written.keys()
         self._answer(written)
 
+    def _queue(self) -> np.ndarray:
+        """[B] int32 all slots: whose conversation began first is first."""
+        return np.array([*self.open, *self.free], np.int32)
+
     def _answer(self, written):
-        """Hears these turns; those that search wait for the thread to be free."""
+        """Hears these turns; those that search wait for a thread to be free."""
         last = self.host.limits.num_turns - 1
         ending = {slot for slot in written if self.open[slot].num_turns == last}
         for final, slots in ((False, written.keys() - ending), (True, ending)):
@@ -222,14 +230,14 @@ class Play:
         self._search()
 
     def _search(self):
-        """Searches for all that have asked, if nobody else is searched for."""
-        if self.searching is None and any(self.asked.values()):
+        """Searches for all that have asked, if a thread is free."""
+        if len(self.searching) < self.searches_at_once and any(self.asked.values()):
             batch, self.asked = self.asked, {False: {}, True: {}}
-            future = self.thread.submit(self._find, batch)
-            self.searching = future, batch, time.monotonic()
+            future = self.threads.submit(self._find, batch)
+            self.searching[future] = batch, time.monotonic()
 
     def _find(self, batch):
-        """On the thread: slot -> ids to read, for some of these."""
+        """On a thread: slot -> ids to read, for some of these."""
         shown = {}
         for final, asked in batch.items():
             if asked:
@@ -239,22 +247,32 @@ class Play:
     def _collect(self):
         """Takes what was found, and waits for it if nobody can write."""
         can_write = self._any(self.writing or self._next_slot() is not None)
-        if self.searching is None:
+        if not self.searching:
             return
-        future, batch, began = self.searching
         timeout = self.patience if can_write else PREEMPTION_SECONDS
-        while not concurrent.futures.wait([future], timeout).done:
-            if time.monotonic() - began > self.search_seconds:
-                raise OutageError(
-                    f"a search has not come back for {self.search_seconds:g} s"
-                )
+        if len(self.writing) >= self.queue_size:
+            timeout = 0  # Nobody who waits would write now.
+        while not (done := self._found(timeout)):
             if can_write:
                 return
             check_preempted()
-        self.searching = None
-        slots = [slot for asked in batch.values() for slot in asked]
-        self._show(slots, future.result())
+        for future in done:
+            batch, _ = self.searching.pop(future)
+            slots = [slot for asked in batch.values() for slot in asked]
+            self._show(slots, future.result())
         self._search()
+
+    def _found(self, timeout) -> list[concurrent.futures.Future]:
+        """The searches that have come back, in the order in which they were begun."""
+        first = concurrent.futures.FIRST_COMPLETED
+        concurrent.futures.wait(self.searching, timeout, first)
+        late = time.monotonic() - self.search_seconds
+        for future, (_, began) in self.searching.items():
+            if began < late and not future.done():
+                raise OutageError(
+                    f"a search has not come back for {self.search_seconds:g} s"
+                )
+        return [future for future in self.searching if future.done()]
 
     def _show(self, slots, shown):
         """These slots read what they are shown, or have ended if that is nothing."""
@@ -289,8 +307,8 @@ class Play:
         What it draws then is what it has drawn: that depends on nothing else.
         """
         asked = [s for batch in self.asked.values() for s in batch]
-        if self.searching is not None:
-            asked += [s for batch in self.searching[1].values() for s in batch]
+        for batch, _ in self.searching.values():
+            asked += [s for own in batch.values() for s in own]
         busy = {self._part_of(slot) for slot in [*self.writing, *asked]}
         for part in {self._part_of(slot) for slot in self.reading} - busy:
             own = [slot for slot in self.open if self._part_of(slot) == part]

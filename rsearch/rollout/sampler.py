@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from rsearch.models.attention import empty_cache
 from rsearch.models.decoder import Decoder
 from rsearch.models.layers import (
-    LARGE_LAYERS,
     extended,
     logits_behind,
     with_layers_apart,
@@ -38,9 +37,9 @@ from rsearch.rollout.rows import (
     row_shardings,
     some,
 )
+from rsearch.rollout.writers import block_size, in_blocks, queue_size
 
 SLOT_TILE = 16  # of a TPU's tiles in bfloat16
-WRITE_SIZE = 16  # rows of a small model that a CPU lets write at once
 
 
 def _widen(stop_table: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -117,6 +116,10 @@ class Sampler:
         """How many parts B rows are cut into, each on devices of its own."""
         parts = num_shards(self._mesh)
         return 1 if num_rows % parts else parts
+
+    def queue_size(self, num_rows: int) -> int:
+        """How many of B rows write in a step, at most, where they stand in a queue."""
+        return queue_size(num_rows, block_size(self._model, self._mesh, num_rows))
 
     def agree(self, number: int) -> np.ndarray:
         """[1] the number: nobody else rolls out in the same program."""
@@ -272,7 +275,17 @@ class Sampler:
         return jax.lax.while_loop(lambda c: c[0] < num_chunks, read, first)[1:]
 
     def _decode(
-        self, params, rows: Rows, key, names, begins, budget, enough, most, table=None
+        self,
+        params,
+        rows: Rows,
+        key,
+        names,
+        begins,
+        budget,
+        enough,
+        most,
+        table=None,
+        queue=None,
     ) -> Rows:
         """Lets rows write until enough of them have stopped, ended or run out.
 
@@ -287,6 +300,8 @@ class Sampler:
             enough: it ends when so many turns of this call have, or all.
             most: tokens that a row writes in this call, at most.
             table: [B, n] int32 pages of each row, where they share some.
+            queue: [B] int32 all rows. Where a step costs what each row does, only the
+                first of these that go on write, see `queue_size`; None: all.
 
         Returns:
             The rows' new state.
@@ -294,7 +309,8 @@ class Sampler:
         rows = rows._replace(turn=begun(rows.turn, begins, budget))
         stays = jnp.maximum(jnp.sum(rows.turn.active) - enough, 0)
         given = row_keys(key, names), budget, table
-        size = self._write_size(len(begins))
+        block = block_size(self._model, self._mesh, len(begins))
+        most_rows = len(begins) if queue is None else self.queue_size(len(begins))
 
         def goes_on(carry):
             step, rows = carry
@@ -302,36 +318,23 @@ class Sampler:
 
         def write(carry):
             step, rows = carry
-            if size == len(begins):
+            if block == len(begins):
                 return step + 1, self._write(params, rows, *given)
             # Those that write, one block after another; the rest costs nothing.
-            order = jnp.argsort(~rows.turn.active).astype(jnp.int32)
-            order = jnp.pad(order, (0, -len(order) % size), constant_values=len(order))
+            active = rows.turn.active
+            order = in_blocks(active, queue, block)
 
             def write_block(i, rows):
-                slots = jax.lax.dynamic_slice_in_dim(order, i * size, size)
+                slots = jax.lax.dynamic_slice_in_dim(order, i * block, block)
                 own = jax.tree.map(lambda x: x[slots], given)
                 own = self._write(params, some(rows, slots), *own, slots)
                 return returned(rows, own, slots)
 
-            count = (jnp.sum(rows.turn.active) + size - 1) // size
+            count = (jnp.minimum(jnp.sum(active), most_rows) + block - 1) // block
             return step + 1, jax.lax.fori_loop(0, count, write_block, rows)
 
         _, rows = jax.lax.while_loop(goes_on, write, (jnp.int32(0), rows))
         return self._constrain(rows)
-
-    def _write_size(self, num_rows):
-        """How many rows write at once, in a program that has one size for all.
-
-        So what a row writes depends on no other, to the last bit. A step costs an
-        accelerator, or a CPU with a large model, the reading of all parameters, whoever
-        writes; a small model on a CPU costs what each row does.
-        """
-        spec, dtype = self._model.spec, jnp.dtype(self._model.dtype)
-        is_small = spec.num_params * dtype.itemsize < LARGE_LAYERS
-        if platform_of(self._mesh) == "cpu" and self._mesh.size == 1 and is_small:
-            return min(num_rows, WRITE_SIZE)
-        return num_rows
 
     def _write(self, params, rows: Rows, keys, budget, table=None, slots=None) -> Rows:
         """The rows after one more token of each that is active.

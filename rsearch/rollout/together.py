@@ -95,10 +95,25 @@ class SharedSampler:
         """As `Sampler.extend`."""
         return self._extend(params, rows, *self._each(given))
 
+    def queue_size(self, num_rows: int) -> int:
+        """How many rows of each host write in a step, at most: all."""
+        return num_rows
+
     def decode(
-        self, params, rows, key, names, begins, budget, enough, most, table=None
+        self,
+        params,
+        rows,
+        key,
+        names,
+        begins,
+        budget,
+        enough,
+        most,
+        table=None,
+        queue=None,
     ):
         """As `Sampler.decode`; it ends when enough turns of all hosts have."""
+        del queue  # nobody waits in it
         data = jax.make_array_from_process_local_data(
             self._whole, np.asarray(jax.random.key_data(key))
         )

@@ -7,6 +7,7 @@ import itertools
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -208,6 +209,22 @@ def test_equal_and_blank_queries_are_not_sent_twice_and_what_failed_is_not_kept(
         assert search(["a", "b"])[0] is not None
         assert search(["b", "a", "c"])[1] is not None
     assert [b["queries"] for b in service.bodies[2:]] == [["a", "b"], ["c"]]
+
+
+def test_searches_overlap_as_far_as_the_dialect_has_many_queries_a_call():
+    both = threading.Barrier(2)
+
+    def behave(handler, queries, number):
+        both.wait(20)  # for the other
+        send(handler, right(queries))
+
+    with serving(behave) as service:
+        search = asking(service.url, max_retries=0, timeout_seconds=60)
+        assert search.searches_at_once > 1
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(search, [["a"], ["b"]]))
+    assert [own[0].contents for (own,) in found] == ["a\n.", "b\n."]
+    assert asking(service.url, api="rearag").searches_at_once == 1
 
 
 @pytest.mark.fault(30, "bounded wait")

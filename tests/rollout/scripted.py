@@ -125,10 +125,14 @@ class Script:
         self._check_room(slots, table, self.size)
         return self._rows()
 
+    def queue_size(self, num_rows):
+        return num_rows
+
     def decode(
-        self, params, rows, key, names, begins, budget, enough, most, table=None
+        self, params, rows, key, names, begins, budget, enough, most, table, queue
     ):
         assert rows is self.current
+        assert sorted(queue) == list(range(len(self.phase)))
         if table is not None:
             held = table[table < self.num_pages].tolist()
             assert len(held) == len(set(held))
@@ -187,7 +191,13 @@ def people(count):
 
 
 def play(
-    turns, questions=(WHO,), num_rows=None, host=None, search_seconds=60.0, **settings
+    turns,
+    questions=(WHO,),
+    num_rows=None,
+    host=None,
+    search_seconds=60.0,
+    searches_at_once=1,
+    **settings,
 ):
     """(groups, script) of rollouts whose sample j writes turns[j]."""
     script, host = Script(turns), host or make_host()
@@ -197,6 +207,7 @@ def play(
         num_rows=num_rows or len(turns),
         group_size=len(turns),
         search_seconds=search_seconds,
+        searches_at_once=searches_at_once,
     )
     return engine(None, list(questions), jax.random.key(0), **settings), script
 

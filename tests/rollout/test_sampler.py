@@ -7,9 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rsearch.models.sharding import make_mesh
-from rsearch.rollout import sampler
 from rsearch.rollout.drawing import nucleus, sample
 from tests.rollout import tiny
+from tests.rollout.paused import ALL, COUNT, IDS, KEY, NAMES, SAME, Paused
 from tests.rollout.tiny import log_softmax, sorted_nucleus
 
 V = tiny.tokenizer().vocab_size
@@ -85,44 +85,6 @@ def test_draws_are_as_frequent_as_the_distribution_says(temperature, top_p):
     fit = scipy.stats.chisquare(counts[possible], n * np.exp(expected[possible]))
     assert fit.pvalue > 0.01
     np.testing.assert_allclose(logp, expected[np.asarray(tokens)], atol=1e-5)
-
-
-COUNT = np.array([3, 1, 27, 11], np.int32)
-IDS = np.random.default_rng(1).integers(0, V, (4, 27)).astype(np.int32)
-SAME = np.full((4, 2), 3, np.uint32)
-NAMES = np.array([[5, 0], [5, 1], [6, 0], [6, 1]], np.uint32)
-KEY = jax.random.key(47)  # with it four turns of rows that begin end apart
-ALL = np.ones(4, bool)
-BUDGET = np.full(4, 10, np.int32)
-
-
-class Paused:
-    """Four rows that have read prompts of 3, 1, 27 and 11 tokens."""
-
-    def __init__(self):
-        setup = tiny.make_engine(num_rows=4, group_size=1)
-        self.sampler, self.params = setup.sampler, setup.params
-
-    def prompts(self):
-        return self.sampler.prefill(self.params, IDS, COUNT)
-
-    def admit(self, slots, source, rows=None):
-        rows = self.sampler.empty(4) if rows is None else rows
-        slots, source = np.array(slots, np.int32), np.array(source, np.int32)
-        return self.sampler.admit(rows, self.prompts(), slots, source)
-
-    def start(self):
-        return self.admit(range(4), range(4))
-
-    def decode(
-        self, rows, begins=ALL, *, enough=4, most=10, names=NAMES, budget=BUDGET
-    ):
-        return self.sampler.decode(
-            self.params, rows, KEY, names, begins, budget, enough, most
-        )
-
-    def extend(self, rows, slots, tokens, count):
-        return self.sampler.extend(self.params, rows, slots, tokens, count)
 
 
 @pytest.fixture(scope="module")
@@ -288,31 +250,6 @@ def test_a_turn_that_was_interrupted_goes_on_as_if_it_had_not_been(
     assert calls > 2
     # Tokens, log-probabilities, the automaton's state, and what the cache holds.
     assert_rows_equal(rows, whole)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_rows_that_do_not_write_cost_nothing(paused, monkeypatch, size):
-    """A step takes as many rounds as the rows that write fill, and none at the end."""
-    sizes = []
-
-    class Counted(tiny.WatchedSampler):
-        def _write(self, params, rows, *given):
-            count = jnp.sum(rows.turn.active)
-            jax.debug.callback(lambda n: sizes.append(int(n)), count, ordered=True)
-            return super()._write(params, rows, *given)
-
-    monkeypatch.setattr(sampler, "WRITE_SIZE", size)
-    monkeypatch.setattr(tiny, "WatchedSampler", Counted)
-    few = Paused()
-    found = few.decode(few.start())
-    jax.effects_barrier()
-    together = paused.decode(paused.start())
-    num_active = [np.sum(together.turn.count > step) for step in range(10)]
-    assert sizes == [min(size, n - i) for n in num_active for i in range(0, n, size)]
-    assert len(sizes) < 10 * -(-4 // size)
-    np.testing.assert_array_equal(found.turn.tokens, together.turn.tokens)
-    np.testing.assert_allclose(found.turn.logp, together.turn.logp, atol=1e-5)
-    np.testing.assert_array_equal(found.context.length, together.context.length)
 
 
 def sampler_of_eight_ids(stop_table, *, max_turn_tokens):

@@ -233,6 +233,7 @@ def make_engine(
     limits=LIMITS,
     seed=0,
     cache_tokens=0,
+    searches_at_once=1,
     **settings,
 ):
     """An engine of the tiny model."""
@@ -244,6 +245,7 @@ def make_engine(
         num_rows=num_rows,
         group_size=group_size,
         cache_tokens=cache_tokens,
+        searches_at_once=searches_at_once,
     )
     return Setup(engine, sampler, host, engine.place(params(seed)))
 

@@ -1,0 +1,82 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsearch.models.sharding import make_mesh
+from rsearch.rollout import writers
+from rsearch.rollout.writers import block_size, in_blocks, queue_size
+from tests.rollout import tiny
+from tests.rollout.paused import ALL, Paused
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "block", "most"),
+    [(8, 8, 8), (300, 300, 300), (17, 16, 16), (64, 16, 16), (384, 16, 48)],
+)
+def test_an_eighth_of_the_rows_write_in_whole_blocks(num_rows, block, most):
+    assert queue_size(num_rows, block) == most
+
+
+def test_all_rows_write_at_once_where_a_step_costs_the_same(monkeypatch):
+    one = make_mesh(devices=jax.devices()[:1])
+    assert block_size(tiny.model(), one, 64) == writers.BLOCK_SIZE
+    assert block_size(tiny.model(), one, 7) == 7
+    assert block_size(tiny.model(), make_mesh(data=8), 64) == 64
+    monkeypatch.setattr(writers, "LARGE_LAYERS", 0)
+    assert block_size(tiny.model(), one, 64) == 64
+
+
+def test_those_that_write_stand_first_in_the_order_of_the_queue():
+    active = jnp.array([True, False, True, True, False])
+    queue = np.array([3, 1, 0, 4, 2], np.int32)
+    assert in_blocks(active, queue, 2).tolist() == [3, 0, 2, 1, 4, 5]
+    assert in_blocks(active, None, 2).tolist() == [0, 2, 3, 1, 4, 5]
+    assert in_blocks(active, queue, 5).tolist() == [3, 0, 2, 1, 4]
+
+
+@pytest.fixture(scope="module")
+def together():
+    """All four after a turn, which they have written at once."""
+    paused = Paused()
+    return jax.device_get(paused.decode(paused.start()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rows_that_do_not_write_cost_nothing(together, monkeypatch, size):
+    """A step takes as many rounds as the rows that write fill, and none at the end."""
+    sizes = []
+
+    class Counted(tiny.WatchedSampler):
+        def _write(self, params, rows, *given):
+            count = jnp.sum(rows.turn.active)
+            jax.debug.callback(lambda n: sizes.append(int(n)), count, ordered=True)
+            return super()._write(params, rows, *given)
+
+    monkeypatch.setattr(writers, "BLOCK_SIZE", size)
+    monkeypatch.setattr(tiny, "WatchedSampler", Counted)
+    few = Paused()
+    found = few.decode(few.start())
+    jax.effects_barrier()
+    num_active = [np.sum(together.turn.count > step) for step in range(10)]
+    assert sizes == [min(size, n - i) for n in num_active for i in range(0, n, size)]
+    assert len(sizes) < 10 * -(-4 // size)
+    np.testing.assert_array_equal(found.turn.tokens, together.turn.tokens)
+    np.testing.assert_allclose(found.turn.logp, together.turn.logp, atol=1e-5)
+    np.testing.assert_array_equal(found.context.length, together.context.length)
+
+
+def test_the_first_in_a_queue_end_their_turns_before_others_write(
+    together, monkeypatch
+):
+    count = np.array(together.turn.count)
+    monkeypatch.setattr(writers, "BLOCK_SIZE", 1)
+    one = Paused()
+    queue, written = np.array([2, 0, 3, 1], np.int32), np.zeros(4, int)
+    rows, begins = one.start(), ALL
+    for slot in queue:
+        rows, begins = one.decode(rows, begins, enough=1, queue=queue), ~ALL
+        written[slot] = count[slot]
+        np.testing.assert_array_equal(rows.turn.count, written)
+    np.testing.assert_array_equal(rows.turn.tokens, together.turn.tokens)
+    np.testing.assert_allclose(rows.turn.logp, together.turn.logp, atol=1e-5)
