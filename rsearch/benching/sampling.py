@@ -141,6 +141,17 @@ def turns_protocol() -> Protocol:
     )
 
 
+def search_for(text: str, seconds: float):
+    """A SearchFn that finds this text; where it takes its time, as a service does."""
+
+    def search(queries):
+        time.sleep(seconds)
+        return [(Passage("p", text),) for _ in queries]
+
+    search.searches_at_once = OVERLAPPING if seconds else 1
+    return search
+
+
 def make_turns(
     *,
     model,
@@ -167,7 +178,7 @@ def make_turns(
         num_rollouts: in all.
         group_size: of them, of each question.
         spread: see `turn_lengths`.
-        delay_seconds: that each search takes, of a service that answers several.
+        delay_seconds: that each search takes.
         times_longer: the turns of the first rollout are than those of the others.
         room: budgets are for a rollout so many times longer, whether there is one.
     """
@@ -186,11 +197,7 @@ def make_turns(
         max_observation_tokens=num_observed,
     )
 
-    def search(queries):
-        time.sleep(delay_seconds)
-        return [(Passage("p", text),) for _ in queries]
-
-    host = Host(tokenizer, turns_protocol(), search, limits)
+    host = Host(tokenizer, turns_protocol(), search_for(text, delay_seconds), limits)
     sampler = CountedSampler(
         network,
         mesh,
@@ -211,7 +218,7 @@ def make_turns(
         host,
         num_rows=batch,
         group_size=group_size,
-        searches_at_once=OVERLAPPING if delay_seconds else 1,
+        searches_at_once=host.search.searches_at_once,
     )
     count = num_rollouts // group_size
     prompts = prompt_tokens(count, num_prompt, network.spec.vocab_size)

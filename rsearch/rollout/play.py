@@ -215,8 +215,15 @@ class Play:
         self._answer(written)
 
     def _queue(self) -> np.ndarray:
-        """[B] int32 all slots: whose conversation began first is first."""
-        return np.array([*self.open, *self.free], np.int32)
+        """[B] int32 all slots: whose conversation began first is first.
+
+        Where none is to begin any more, those come first that have had the fewest
+        turns: what has the most before it ends last.
+        """
+        order = list(self.open)
+        if not self.waiting:
+            order.sort(key=lambda slot: self.open[slot].num_turns)
+        return np.array([*order, *self.free], np.int32)
 
     def _answer(self, written):
         """Hears these turns; those that search wait for a thread to be free."""

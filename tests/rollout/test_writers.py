@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,6 +7,7 @@ import pytest
 
 from rsearch.models.sharding import make_mesh
 from rsearch.rollout import writers
+from rsearch.rollout.play import Play
 from rsearch.rollout.writers import block_size, in_blocks, queue_size
 from tests.rollout import tiny
 from tests.rollout.paused import ALL, Paused
@@ -80,3 +83,12 @@ def test_the_first_in_a_queue_end_their_turns_before_others_write(
         np.testing.assert_array_equal(rows.turn.count, written)
     np.testing.assert_array_equal(rows.turn.tokens, together.turn.tokens)
     np.testing.assert_allclose(rows.turn.logp, together.turn.logp, atol=1e-5)
+
+
+def test_who_began_first_is_first_and_at_the_end_who_has_most_before_it():
+    had = {3: SimpleNamespace(num_turns=2), 0: SimpleNamespace(num_turns=0)}
+    had |= {2: SimpleNamespace(num_turns=1), 4: SimpleNamespace(num_turns=0)}
+    play = SimpleNamespace(open=had, free=[1], waiting=[(5, 0)])
+    assert Play._queue(play).tolist() == [3, 0, 2, 4, 1]
+    play.waiting = []
+    assert Play._queue(play).tolist() == [0, 4, 2, 3, 1]
