@@ -217,12 +217,13 @@ class Play:
     def _queue(self) -> np.ndarray:
         """[B] int32 all slots: whose conversation began first is first.
 
-        Where none is to begin any more, those come first that have had the fewest
-        turns: what has the most before it ends last.
+        Where none is to begin any more, those come next that have had the fewest
+        turns: what has the most before it ends last. The one that has been open for
+        longest stays first, since it may well be long.
         """
         order = list(self.open)
         if not self.waiting:
-            order.sort(key=lambda slot: self.open[slot].num_turns)
+            order[1:] = sorted(order[1:], key=lambda slot: self.open[slot].num_turns)
         return np.array([*order, *self.free], np.int32)
 
     def _answer(self, written):

@@ -91,4 +91,6 @@ def test_who_began_first_is_first_and_at_the_end_who_has_most_before_it():
     play = SimpleNamespace(open=had, free=[1], waiting=[(5, 0)])
     assert Play._queue(play).tolist() == [3, 0, 2, 4, 1]
     play.waiting = []
-    assert Play._queue(play).tolist() == [0, 4, 2, 3, 1]
+    assert Play._queue(play).tolist() == [3, 0, 4, 2, 1]
+    had[3].num_turns, had[0].num_turns = 0, 2
+    assert Play._queue(play).tolist() == [3, 4, 2, 0, 1]
