@@ -28,5 +28,5 @@ def get_config():
     c.protocol.rag = "{passages} Answer: {question}"
     c.sft.update(steps=360, batch_size=64, lr=3e-3, warmup_steps=20)
     c.rl.update(steps=16, questions_per_step=32, lr=6e-4)
-    c.rollout.update(slots=64, group_size=8, temperature=1.0)
+    c.rollout.update(group_size=8, temperature=1.0)
     return c

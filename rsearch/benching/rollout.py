@@ -24,7 +24,7 @@ FLAGS = {
     "turns": (4, "of a conversation"),
     "observation_tokens": (300, "read between two turns"),
     "waiting_shape": ("quickstart", "of random weights, for delay and straggler"),
-    "slots": (64, "rows decoded at once, likewise"),
+    "slots": (256, "rollouts open at once, likewise"),
     "rollouts": (256, "of a repetition, likewise"),
     "delay": (200, "milliseconds that each search takes, for delay"),
 }

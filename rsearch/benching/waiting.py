@@ -27,7 +27,7 @@ def measure_delay(bench: Bench, *, shape, slots, rollouts, milliseconds) -> list
     Args:
         bench: see `Bench`.
         shape: a key of SHAPES.
-        slots: rows decoded at once.
+        slots: rollouts open at once.
         rollouts: of each repetition.
         milliseconds: that each search takes.
     """
