@@ -16,7 +16,7 @@ from rsearch.models.layers import LARGE_LAYERS
 from rsearch.models.sharding import platform_of
 
 BLOCK_SIZE = 16  # rows of a small model that a CPU lets write at once
-QUEUE_SHARE = 1 / 8  # of the rows: so many of them write where they stand in a queue
+QUEUE_SHARE = 1 / 16  # of the rows: so many of them write where they stand in a queue
 
 
 def block_size(model: Decoder, mesh: Mesh, num_rows: int) -> int:

@@ -15,9 +15,9 @@ from tests.rollout.paused import ALL, Paused
 
 @pytest.mark.parametrize(
     ("num_rows", "block", "most"),
-    [(8, 8, 8), (300, 300, 300), (17, 16, 16), (64, 16, 16), (384, 16, 48)],
+    [(8, 8, 8), (300, 300, 300), (17, 16, 16), (64, 16, 16), (768, 16, 48)],
 )
-def test_an_eighth_of_the_rows_write_in_whole_blocks(num_rows, block, most):
+def test_a_sixteenth_of_the_rows_writes_in_whole_blocks(num_rows, block, most):
     assert queue_size(num_rows, block) == most
 
 
