@@ -1,8 +1,9 @@
 """A retriever that dies and comes back, behind a proxy that fails in all other ways.
 
 What `python -m rsearch.retriever` serves is real; between a run and it stands a Proxy
-that lets requests pass for a while, then fails a few in one way, and so on, the ways
-one after the other. Three of them are done to the server's process.
+that lets requests pass for a while, then fails those of a search in one way, and so on,
+the ways one after the other. Three of them are done to the server's process, of which
+all searches meet two. Others pass meanwhile: a run has several on their way.
 """
 
 import contextlib
@@ -30,7 +31,10 @@ JUNK = "what no query has found"
 PASSED, NAN = "", "NaN scores"
 KILLED, STOPPED, RESTARTED = "killed: refused", "stopped", "restarted: 502"
 OF_PROCESS = (KILLED, STOPPED, RESTARTED)
+WHOLE = KILLED, RESTARTED  # what all searches meet; the others meet one of them
 CALM = 4, 3.0  # requests and seconds between two faults, at least
+AWAY_SECONDS = 4.0  # of a server that was killed; a client's waits are 3.5 s together
+LOST = 12.0  # seconds without a request until a search is taken to have been given up
 WAIT_SECONDS = 60.0  # for the server to be there, or a client to give up
 
 
@@ -89,7 +93,7 @@ class Request(NamedTuple):
     Attributes:
         at: when, by time.monotonic().
         kind: how it fails; "" where it passes.
-        search: number of the search it belongs to: equal bodies in a row are one.
+        search: number of the search it belongs to: equal bodies until one passes.
     """
 
     at: float
@@ -104,8 +108,9 @@ class Proxy:
         retriever: started.
         calm: requests, and seconds, that pass between two faults at least, where they
             last.
-        most: {kind or "": requests that fail in a row}, of the faults that last.
+        most: {kind or "": requests of a search that fail}, of the faults that last.
         rounds: of all faults, while `in_full`; 0 is without end.
+        lost: seconds without a request until a search is taken to have been given up.
 
     Attributes:
         in_full: set it to have faults last, every other time, until searches fail, and
@@ -114,18 +119,20 @@ class Proxy:
         answered: when one that passed was answered, by time.monotonic().
     """
 
-    def __init__(self, retriever: Retriever, *, calm=CALM, most, rounds=0):
+    def __init__(self, retriever: Retriever, *, calm=CALM, most, rounds=0, lost=LOST):
         self.retriever, self.in_full = retriever, False
         self.requests: list[Request] = []
         self.answered: list[float] = []
         self.is_away = threading.Event()
-        self._calm, self._most = calm, most
+        self._calm, self._most, self._lost = calm, most, lost
         self._last = rounds * len(FAULTS)
         self._brief = itertools.cycle(k for k in FAULTS if k not in OF_PROCESS)
         self._full, self._num_full = itertools.cycle(FAULTS), 0
         self._lock = threading.Lock()
         self._kind, self._left, self._passed, self._ended = PASSED, 0, 0, 0.0
-        self._body, self._search = b"", 0
+        self._met: tuple[bytes, float] = b"", 0.0  # who meets the fault, and when last
+        self._searches: dict[bytes, int] = {}  # body -> number, until one passes
+        self._num_searches = 0
         self.turn = itertools.count()  # of the faults that have two forms
         self.port = 0
         self.listen()
@@ -148,16 +155,23 @@ class Proxy:
         """How the request with this body fails, and whether it is the last such."""
         with self._lock:
             now = time.monotonic()
-            if body != self._body:
-                self._body, self._search = body, self._search + 1
-            kind = self._next(now)
-            self.requests.append(Request(now, kind, self._search))
+            kind = self._next(now, body)
+            if body not in self._searches:
+                self._num_searches += 1
+                self._searches[body] = self._num_searches
+            self.requests.append(Request(now, kind, self._searches[body]))
+            if kind in (PASSED, NAN):
+                del self._searches[body]
             return kind, not self._left
 
-    def _next(self, now):
+    def _next(self, now, body):
         """The kind of a request."""
         if self._left and not (self.in_full or self._kind in OF_PROCESS):
             self._left = 0
+        if self._left and self._kind not in WHOLE:
+            whose, since = self._met
+            if body != whose and now - since < self._lost:
+                return PASSED
         if not self._left:
             self._passed += 1
             few, soon = self._calm if self.in_full else CALM
@@ -165,6 +179,7 @@ class Proxy:
             if is_over or self._passed <= few or now - self._ended < soon:
                 return PASSED
             self._begin()
+        self._met = body, now
         self._left -= 1
         if not self._left:
             self._ended = now
@@ -179,7 +194,7 @@ class Proxy:
         # The first time all of them last, the second time none of them, and so on.
         if (self._num_full - 1) // len(FAULTS) % 2 == 0:
             self._left = self._most.get(self._kind, self._most[""])
-        if self._kind in (KILLED, RESTARTED):
+        if self._kind in WHOLE:
             self._left = 1 << 30  # until the server is back
 
     def renew(self, how: signal.Signals) -> None:
@@ -187,6 +202,8 @@ class Proxy:
 
         def work():
             self.retriever.end(how)
+            if how == signal.SIGKILL:
+                time.sleep(AWAY_SECONDS)
             self.retriever.start()
             if how == signal.SIGKILL:
                 self.listen()

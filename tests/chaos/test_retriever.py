@@ -6,7 +6,7 @@ from tests.chaos import retriever
 from tests.chaos.faulty_retriever import FAULTS, JUNK, Proxy, Retriever
 from tests.small_run import arguments, child_environment
 
-STEPS = 24
+STEPS = 80
 SHORT = dict(
     eval__at_start=False,
     eval__methods="('protocol',)",
@@ -24,7 +24,7 @@ def test_a_run_beside_a_retriever_that_fails_in_every_way_ends_well(tmp_path):
     own = arguments(tmp_path / "run", **SHORT)
     words = [word for word in own if not word.startswith("--workdir")]
     server = Retriever(words, tmp_path / "retriever.log")
-    proxy = Proxy(server, calm=(1, 0.0), most={"": 2}, rounds=1)
+    proxy = Proxy(server, calm=(1, 0.0), most={"": 2}, rounds=1, lost=1.0)
     try:
         done = retriever.train(
             words,
