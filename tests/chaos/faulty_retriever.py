@@ -93,7 +93,7 @@ class Request(NamedTuple):
     Attributes:
         at: when, by time.monotonic().
         kind: how it fails; "" where it passes.
-        search: number of the search it belongs to: equal bodies until one passes.
+        search: number of its search's first request: equal bodies until one passes.
     """
 
     at: float
@@ -132,7 +132,6 @@ class Proxy:
         self._kind, self._left, self._passed, self._ended = PASSED, 0, 0, 0.0
         self._met: tuple[bytes, float] = b"", 0.0  # who meets the fault, and when last
         self._searches: dict[bytes, int] = {}  # body -> number, until one passes
-        self._num_searches = 0
         self.turn = itertools.count()  # of the faults that have two forms
         self.port = 0
         self.listen()
@@ -156,10 +155,8 @@ class Proxy:
         with self._lock:
             now = time.monotonic()
             kind = self._next(now, body)
-            if body not in self._searches:
-                self._num_searches += 1
-                self._searches[body] = self._num_searches
-            self.requests.append(Request(now, kind, self._searches[body]))
+            search = self._searches.setdefault(body, len(self.requests))
+            self.requests.append(Request(now, kind, search))
             if kind in (PASSED, NAN):
                 del self._searches[body]
             return kind, not self._left
