@@ -3,7 +3,7 @@
     bash launch/quickstart.sh
     python -m rsearch.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-Needs no files. A decoder of 0.7 M parameters first imitates demonstrations, three in
+Needs no files. A decoder of 0.8 M parameters first imitates demonstrations, three in
 four of which fail, then learns by GRPO that searching twice is what pays.
 """
 
