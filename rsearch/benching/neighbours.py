@@ -29,7 +29,7 @@ REFINED = (4, 8, 12, 16)  # times as many candidates as neighbours
 EXPANSIONS = (16, 32, 64, 96, 128, 192, 224, 256, 320, 384, 512, 768, 1024)
 GRAPH = 32  # neighbours of a node of HNSW
 BUILT_WITH = 100  # candidates while it is built
-TRIED = 256  # queries that a setting is tried with first
+SECONDS = 2.0  # of searching in a repetition, at least: less is noise
 
 
 def make_scann(*, folder, batch, recall):
@@ -152,7 +152,7 @@ def _built(path, build):
 
 
 def _tuned(folder, search, first, second, batch, recall, built, loaded):
-    """The fastest of all settings with this recall: searches for all queries once.
+    """The fastest of all settings with this recall: a function that measures it.
 
     Args:
         folder: with queries.npy and exact.npy.
@@ -163,12 +163,16 @@ def _tuned(folder, search, first, second, batch, recall, built, loaded):
         built, loaded: seconds, told beside.
     """
     queries, exact = np.load(folder / "queries.npy"), np.load(folder / "exact.npy")
+    parts = [queries[i : i + batch] for i in range(0, len(queries), batch)]
 
-    def run(find):
-        parts = [queries[i : i + batch] for i in range(0, len(queries), batch)]
-        started = time.perf_counter()
-        scores = np.concatenate([find(part) for part in parts])
-        return time.perf_counter() - started, recall_of(scores, exact)
+    def run(find, least=0.0):
+        """(seconds for all queries, the mean over `least` seconds; their recall)."""
+        rounds, started = 0, time.perf_counter()
+        while not rounds or time.perf_counter() < started + least:
+            scores = [find(part) for part in parts]
+            rounds += 1
+        seconds = (time.perf_counter() - started) / rounds
+        return seconds, recall_of(np.concatenate(scores), exact)
 
     best = None
     for b in second:
@@ -176,7 +180,7 @@ def _tuned(folder, search, first, second, batch, recall, built, loaded):
             find = search(a, b)
             _, found = run(find)
             if found >= recall:
-                seconds = min(run(find)[0] for _ in range(3))
+                seconds, _ = run(find, SECONDS)
                 best = min(best or (seconds, a, b), (seconds, a, b))
                 break  # a larger one is slower
     if best is None:
@@ -184,7 +188,7 @@ def _tuned(folder, search, first, second, batch, recall, built, loaded):
     find = search(*best[1:])
 
     def once():
-        seconds, found = run(find)
+        seconds, found = run(find, SECONDS)
         return {
             "seconds": seconds,
             "queries": len(queries),

@@ -18,6 +18,12 @@ MACHINE = Machine("m", 2, flops=1e15, bandwidth=1e15, is_measured=True)
 REAL = {"corpus": "", "encoder": "hashed", "family": "", "index": "", "questions": ""}
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Repetitions that search once."""
+    monkeypatch.setattr(neighbours, "SECONDS", 0.0)
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     """Vectors of the embedded world's passages, and queries for them."""
@@ -79,7 +85,7 @@ def test_made_vectors_are_real_ones_with_noise_of_that_length(work):
     np.testing.assert_allclose(exact, expected, atol=1e-5)
 
 
-def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path):
+def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path, monkeypatch):
     queries = np.eye(8, dtype=np.float32)
     exact = np.ones((8, 10), np.float32)
     np.save(tmp_path / "queries.npy", queries)
@@ -104,6 +110,9 @@ def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path):
     assert told["recall"] == pytest.approx(0.9) and told["queries"] == 8
     assert (told["build seconds"], told["load seconds"]) == (7.0, 2.0)
     assert (10, 1) not in calls  # slower than what is enough
+    calls.clear()
+    monkeypatch.setattr(neighbours, "SECONDS", 0.1)
+    assert once()["seconds"] < 0.05 and len(calls) > 4  # all queries, again and again
     with pytest.raises(RuntimeError, match=r"no setting has a recall of 0\.95"):
         neighbours._tuned(tmp_path, search, (3, 9), (1,), 4, 0.95, 0.0, 0.0)
 
