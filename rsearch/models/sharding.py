@@ -135,6 +135,13 @@ def place_for_decoding(params, mesh: Mesh):
     if first.sharding.is_fully_addressable:
         return jax.device_put(params, shardings)
     whole = param_shardings(params, first.sharding.mesh, DECODING_RULES)
+    # What an update leaves may be told in other words, P() for P(None): it lies there
+    # already, and moving it would be a program of its own.
+    whole = jax.tree.map(
+        lambda x, s: x.sharding if x.sharding.is_equivalent_to(s, x.ndim) else s,
+        params,
+        whole,
+    )
     params = jax.device_put(params, whole)
 
     def own(leaf, sharding):

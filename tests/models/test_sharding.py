@@ -1,15 +1,20 @@
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from rsearch import hosts
+from rsearch.compiles import num_compiles
+from rsearch.config import parse_flags
 from rsearch.models import sharding
 from rsearch.models.attention import empty_cache
 from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 from tests.models import reference
+from tests.test_hosts import run_hosts
 
 SPEC = DecoderSpec(
     vocab_size=32,
@@ -176,3 +181,30 @@ def test_an_axis_that_cannot_be_divided_is_named(params):
     message = r"axis 2 of parameter layers\.attention\.k has size 2.*mesh\.tensor=4"
     with pytest.raises(ValueError, match=message):
         sharding.param_shardings(params, mesh)
+
+
+def place_twice(argv):
+    """Lays parameters of two hosts out for decoding; run by each of them."""
+    hosts.begin(**parse_flags(argv, flags=hosts.FLAGS))
+    mesh = sharding.make_mesh(fsdp=2)
+    params = {"down": np.arange(32.0).reshape(8, 4), "scale": np.arange(8.0)}
+    at_first = sharding.param_shardings(params, mesh)
+    updated = at_first | {"scale": NamedSharding(mesh, PartitionSpec())}
+    assert updated["scale"] != at_first["scale"]
+    counts = []
+    for shardings in (at_first, updated):
+        laid = jax.tree.map(sharding.spread, params, shardings)
+        placed = sharding.place_for_decoding(laid, sharding.own_mesh(mesh))
+        counts.append(num_compiles())
+        jax.tree.map(np.testing.assert_array_equal, placed, params)
+    assert counts[0] == counts[1] > 0
+
+
+def test_what_an_update_leaves_is_laid_out_by_what_was_compiled_before():
+    """XLA calls P() what was P(None): equal, and no reason to move it."""
+    for code, _, error in run_hosts("-m", "tests.models.test_sharding"):
+        assert code == 0, error
+
+
+if __name__ == "__main__":
+    place_twice(sys.argv[1:])
