@@ -38,6 +38,8 @@ class Vectors:
 
     def rows(self, positions):
         """[n, D] the vectors at these positions."""
+        if len(self.blocks) == 1:
+            return np.asarray(np.take(self.blocks[0], positions, axis=0))
         out = np.empty((len(positions), self.dim), self.blocks[0].dtype)
         block, row = np.divmod(positions, self._size)
         for number in np.unique(block):
@@ -82,11 +84,9 @@ class Vectors:
 def row_products(rows, query):
     """[..., n] float32: products of [..., n, D] rows and [..., 1, D] queries.
 
-    They are summed in float64. NumPy sums every row along its contiguous axis on its
-    own, in one order.
+    Every row is a call of BLAS of its own, whose order of summation depends on D alone.
     """
-    products = np.multiply(rows, query, dtype=np.float64)
-    return np.add.reduce(products, axis=-1).astype(np.float32)
+    return np.vecdot(np.asarray(rows, np.float32), query)
 
 
 def encode_shards(
