@@ -40,16 +40,16 @@ FLAGS = {
     "max_passage_tokens": (0, "of an encoded passage; 0 = the model's"),
     "hashed_dim": (512, "features of the hashed encoder's vectors"),
     "cache": ("", "directory for the corpus's offsets; default: beside the corpus"),
-    "kind": ("auto", "brute_force or partitioned; auto chooses by size"),
+    "kind": ("auto", "brute_force, quantized or partitioned; auto chooses by size"),
     "leaves_to_search": (
         0,
         "parts a query looks at, of a partitioned index; 0 chooses",
     ),
-    "reorder": (0, "candidates compared exactly, of a partitioned index; 0 chooses"),
+    "reorder": (0, "candidates compared exactly, where codes find them; 0 chooses"),
     "vector_dtype": ("float32", "of the vectors on disk: float32 or float16"),
     "reorder_dtype": (
         "float32",
-        "of the vectors that a partitioned index holds in memory: or bfloat16, int8",
+        "of the vectors beside the codes in memory: or bfloat16, int8",
     ),
     "shard_size": (0, "passages encoded between two saves; 0 chooses"),
     "parts": (1, "with a ScaNN index each, that hosts can share"),
@@ -159,8 +159,12 @@ def _rows(manifest):
     if partition is None:
         rows.append(("search", "brute force"))
     else:
-        leaves = f"{partition['leaves_to_search']} of {partition['num_leaves']} leaves"
-        rows.append(("search", f"{leaves}, {partition['reorder']} reordered"))
+        searched = (
+            f"{partition['leaves_to_search']} of {partition['num_leaves']} leaves"
+        )
+        if partition["num_leaves"] == 1:
+            searched = "all codes"
+        rows.append(("search", f"{searched}, {partition['reorder']} reordered"))
     value = math.nan if recall["value"] is None else recall["value"]
     measured = f"{value:.4f} ({recall['num_queries']} {recall['queries']})"
     rows.append((f"recall@{recall['top_k']} of ScaNN against exact search", measured))

@@ -15,6 +15,7 @@ import numpy as np
 from rsearch.benching.passages import TOP_K
 from rsearch.retrieval.index_parts import open_searcher, save_searcher
 from rsearch.retrieval.nearest import (
+    QUANTIZED_MAX,
     Nearest,
     build_searcher,
     choose_partition,
@@ -36,8 +37,9 @@ def make_scann(*, folder, batch, recall):
     """ScaNN with this package's partition, searched as rollouts search it."""
     folder = pathlib.Path(folder)
     vectors = Vectors([np.load(folder / "vectors.npy", mmap_mode="r")])
-    partition = choose_partition(len(vectors), kind="partitioned")
-    path = folder / "scann"
+    partition = approximate_partition(len(vectors))
+    # One of other settings, kept from before, is another index.
+    path = folder / f"scann-{partition.num_leaves}-{partition.dims_per_block}"
 
     def build():
         searcher = build_searcher(vectors.array(), partition)
@@ -57,6 +59,12 @@ def make_scann(*, folder, batch, recall):
     leaves = [round(share * partition.leaves_to_search) for share in SHARES]
     leaves = sorted({min(most, max(1, n)) for n in leaves})
     return _tuned(folder, search, leaves, REORDER, batch, recall, seconds, loaded)
+
+
+def approximate_partition(num, **settings):
+    """This package's settings for `num` vectors, were they too many to compare all."""
+    kind = "quantized" if num <= QUANTIZED_MAX else "partitioned"
+    return choose_partition(num, kind=kind, **settings)
 
 
 def make_flat(*, folder, batch, recall):

@@ -11,9 +11,10 @@ import statistics
 import tempfile
 
 from rsearch.benching.children import Subject, compare
+from rsearch.benching.neighbours import approximate_partition
 from rsearch.benching.passages import TOP_K, Searched, many_vectors, real_passages
 from rsearch.benching.rows import OURS, Bench, Row, bounded, row_of
-from rsearch.retrieval.nearest import REORDER_BYTES, choose_partition
+from rsearch.retrieval.nearest import REORDER_BYTES
 
 FLAGS = {
     "corpus": ("", "JSONL of passages (default: the index's, or the embedded world)"),
@@ -141,7 +142,8 @@ def _work(subject, searched: Searched, batch, told):
     """(FLOPs, bytes) of a query, at least; None where a graph decides.
 
     ScaNN's queries are apart: each reads all centroids, a byte a feature, the codes of
-    its leaves, four bits for two features, and the full vectors of its candidates. A
+    its leaves, four bits for some features, and the full vectors of its candidates; it
+    is multiplied by these, by the centroids, and by what the sixteen codes stand for. A
     flat search multiplies all vectors, which it reads once a batch.
     """
     num, dim = searched.num, searched.dim
@@ -149,12 +151,13 @@ def _work(subject, searched: Searched, batch, told):
         return 2 * num * dim, 4 * num * dim / batch
     if subject != OURS:
         return None
-    partition = choose_partition(num, kind="partitioned")
+    partition = approximate_partition(num)
     codes = dim // partition.dims_per_block / 2
     share = told["searched"] / partition.num_leaves
     full = REORDER_BYTES[partition.reorder_dtype] * dim
-    moved = partition.num_leaves * dim + share * num * codes + told["reordered"] * full
-    return 2 * partition.num_leaves * dim, moved
+    centroids = partition.num_leaves if partition.num_leaves > 1 else 0
+    moved = centroids * dim + share * num * codes + told["reordered"] * full
+    return 2 * (centroids + 16 + told["reordered"]) * dim, moved
 
 
 def _turns(bench: Bench, settings) -> list[Row]:
@@ -220,7 +223,7 @@ def large_rows() -> list[Row]:
 
 def index_bytes(num: int, dim: int, reorder_dtype: str) -> float:
     """Memory of a partitioned index: centroids, codes, and vectors to reorder by."""
-    partition = choose_partition(num, kind="partitioned", reorder_dtype=reorder_dtype)
+    partition = approximate_partition(num, reorder_dtype=reorder_dtype)
     codes = dim / partition.dims_per_block / 2
     full = dim * REORDER_BYTES[reorder_dtype]
     return num * (codes + full) + partition.num_leaves * dim * 4

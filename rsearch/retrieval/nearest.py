@@ -1,4 +1,5 @@
-"""Nearest vectors with ScaNN: exact over few of them, partitioned over many.
+"""Nearest vectors with ScaNN: exact over few, by their codes over more, partitioned
+over many.
 
 ScaNN (arXiv 1908.10396) proposes candidates. A result depends on its query alone, which
 ScaNN's batches do not give: its brute force is a matrix product, whose rounding changes
@@ -12,8 +13,11 @@ import sys
 
 import numpy as np
 
-BRUTE_FORCE_MAX = 20_000  # vectors; more are partitioned
+BRUTE_FORCE_MAX = 20_000  # vectors; of more, codes are compared
+QUANTIZED_MAX = 100_000  # vectors whose codes are all compared; more are partitioned
 FINER_BEYOND = 100_000  # vectors; of more, leaves are half as large
+KINDS = ("brute_force", "quantized", "partitioned")
+REORDER = 200  # candidates that codes find, and full vectors compare
 MARGIN = 16  # candidates beyond the wanted ones, for ties and rounding
 FINE_MARGIN = 4  # the same of partitions that compare full vectors in float32
 QUERIES_AT_ONCE = 16  # whose candidates are compared together: they stay in the cache
@@ -24,10 +28,10 @@ SEED = 0  # of the queries that recall is measured with
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """Settings of a partitioned ScaNN index.
+    """Settings of a ScaNN index that is not brute force.
 
     Attributes:
-        num_leaves: parts that the vectors are clustered into.
+        num_leaves: parts that the vectors are clustered into; 1 for no parts.
         leaves_to_search: parts that a query looks at.
         reorder: hashed candidates whose full vectors are compared.
         threshold: of the anisotropic quantisation loss.
@@ -36,9 +40,9 @@ class Partition:
             REORDER_BYTES.
     """
 
-    num_leaves: int
-    leaves_to_search: int
-    reorder: int
+    num_leaves: int = 1
+    leaves_to_search: int = 1
+    reorder: int = REORDER
     threshold: float = 0.2
     dims_per_block: int = 2
     reorder_dtype: str = "float32"
@@ -49,49 +53,67 @@ def choose_partition(
 ):
     """The settings for `num` vectors; None for brute force.
 
-    The number of leaves is about the square root, as ScaNN advises, of which two fifths
-    are searched up to 100 thousand vectors (recall@10 0.99 over 13 thousand of MiniLM,
-    where a quarter gave 0.98); and beyond twice that, of which about 126 are searched.
-    Of a million vectors twice as many queries a second find the same then: leaves of
-    half the size cost more to be chosen, and less to be read.
+    As ScaNN advises, all vectors are compared up to BRUTE_FORCE_MAX, and their codes up
+    to QUANTIZED_MAX: of 100 thousand of MiniLM's, codes of four dimensions each found
+    0.998 of the nearest ten in the time in which partitions found 0.98.
+
+    Partitions are about the square root in number, of which two fifths are searched up
+    to 100 thousand vectors (recall@10 0.99 over 13 thousand of MiniLM's, where a
+    quarter gave 0.98); and beyond twice that, of which about 126 are searched. Of a
+    million vectors twice as many queries a second find the same then: leaves of half
+    the size cost more to be chosen, and less to be read.
 
     Args:
         num: how many vectors.
-        kind: "auto", "brute_force" or "partitioned".
+        kind: "auto" or one of KINDS.
         leaves_to_search, reorder: instead of those chosen here.
         reorder_dtype: see Partition; has no meaning for brute force.
 
     Raises:
-        ValueError: a setting out of range, or given for brute force.
+        ValueError: a setting out of range, or given for a kind without it.
     """
-    if kind not in ("auto", "brute_force", "partitioned"):
-        raise ValueError(f"{kind=}, expected 'auto', 'brute_force' or 'partitioned'")
+    if kind not in ("auto", *KINDS):
+        raise ValueError(f"{kind=}, expected 'auto' or one of {', '.join(KINDS)}")
     if reorder_dtype not in REORDER_BYTES:
         known = ", ".join(REORDER_BYTES)
         raise ValueError(f"{reorder_dtype=}, expected one of {known}")
+    if kind == "auto":
+        limits = (BRUTE_FORCE_MAX, QUANTIZED_MAX)
+        kind = KINDS[sum(num > limit for limit in limits)]
+    chosen = _chosen(num, kind)
     given = {"leaves_to_search": leaves_to_search, "reorder": reorder}
-    if kind == "brute_force" or (kind == "auto" and num <= BRUTE_FORCE_MAX):
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name}={value} has no meaning for brute force, which {num} "
-                    "passages get; kind='partitioned' asks for the other"
-                )
+    for name, value in given.items():
+        if value is not None and name not in chosen:
+            raise ValueError(
+                f"{name}={value} has no meaning for {kind=}, which {num} passages get; "
+                "kind='partitioned' takes it"
+            )
+        if value is not None:
+            chosen[name] = value
+    if not chosen:
         return None
+    partition = Partition(**chosen, reorder_dtype=reorder_dtype)
+    if not 1 <= partition.leaves_to_search <= partition.num_leaves:
+        raise ValueError(
+            f"{leaves_to_search=}, expected 1 to {partition.num_leaves}, the number of "
+            f"leaves for {num} passages"
+        )
+    if partition.reorder < 1:
+        raise ValueError(f"{reorder=}, expected at least 1")
+    return partition
+
+
+def _chosen(num, kind):
+    if kind == "brute_force":
+        return {}
+    if kind == "quantized":
+        return {"reorder": REORDER, "dims_per_block": 4}
     finer = 1 if num <= FINER_BEYOND else 2
     num_leaves = max(1, round(finer * math.sqrt(num)))
     share = 0.4 / finer * min(1.0, math.sqrt(FINER_BEYOND / num))
-    chosen = {"leaves_to_search": math.ceil(share * num_leaves), "reorder": 200}
-    chosen["leaves_to_search"] = max(chosen["leaves_to_search"], min(20, num_leaves))
-    chosen.update({k: v for k, v in given.items() if v is not None})
-    if not 1 <= chosen["leaves_to_search"] <= num_leaves:
-        raise ValueError(
-            f"leaves_to_search={chosen['leaves_to_search']}, expected 1 to "
-            f"{num_leaves}, the number of leaves for {num} passages"
-        )
-    if chosen["reorder"] < 1:
-        raise ValueError(f"reorder={chosen['reorder']}, expected at least 1")
-    return Partition(num_leaves, **chosen, reorder_dtype=reorder_dtype)
+    searched = max(math.ceil(share * num_leaves), min(20, num_leaves))
+    leaves = {"num_leaves": num_leaves, "leaves_to_search": searched}
+    return {**leaves, "reorder": REORDER}
 
 
 def build_searcher(vectors, partition):
@@ -102,13 +124,14 @@ def build_searcher(vectors, partition):
     builder = ops.builder(vectors, 10, "dot_product")
     if partition is None:
         return builder.score_brute_force().build()
-    builder = builder.tree(
-        partition.num_leaves,
-        partition.leaves_to_search,
-        training_sample_size=min(len(vectors), 250_000),
-        # A query alone reads all centroids, which int8 makes a quarter.
-        quantize_centroids=True,
-    )
+    if partition.num_leaves > 1:
+        builder = builder.tree(
+            partition.num_leaves,
+            partition.leaves_to_search,
+            training_sample_size=min(len(vectors), 250_000),
+            # A query alone reads all centroids, which int8 makes a quarter.
+            quantize_centroids=True,
+        )
     builder = builder.score_ah(
         partition.dims_per_block,
         anisotropic_quantization_threshold=partition.threshold,
@@ -186,12 +209,13 @@ class Nearest:
                 queries, final_num_neighbors=wanted
             )
         else:
+            leaves = self.partition.leaves_to_search
             # One call over all cores, in which every query is a batch of its own.
             ids, products = self._searcher.search_batched_parallel(
                 queries,
                 final_num_neighbors=wanted,
                 pre_reorder_num_neighbors=max(self.partition.reorder, wanted),
-                leaves_to_search=self.partition.leaves_to_search,
+                leaves_to_search=leaves if self.partition.num_leaves > 1 else None,
                 batch_size=1,
             )
         # Where it finds too few, ScaNN pads with id 0 and a product of NaN.

@@ -34,7 +34,7 @@ def found(path, corpus, encoder):
 
 @pytest.mark.fault(34, "moved")
 @pytest.mark.fault(48, "non-ASCII and spaces")
-@pytest.mark.parametrize("kind", ["brute_force", "partitioned"])
+@pytest.mark.parametrize("kind", ["brute_force", "quantized", "partitioned"])
 def test_an_index_finds_the_same_after_it_was_moved(corpus, tmp_path, kind):
     encoder = TableEncoder()
     manifest = build_index(corpus, encoder, tmp_path / "a b" / "i", kind=kind)
@@ -229,7 +229,7 @@ def test_recall_is_measured_with_titles_or_with_given_queries(corpus, tmp_path):
     [
         ({"vector_dtype": "int8"}, "vector_dtype='int8', expected one of float32"),
         ({"kind": "flat"}, "kind='flat'"),
-        ({"reorder": 5}, "reorder=5 has no meaning for brute force"),
+        ({"reorder": 5}, "reorder=5 has no meaning for kind='brute_force', which 60"),
     ],
 )
 def test_a_bad_setting_leaves_no_directory(corpus, tmp_path, settings, message):

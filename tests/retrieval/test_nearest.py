@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rsearch.retrieval.nearest import (
     BRUTE_FORCE_MAX,
     MARGIN,
+    QUANTIZED_MAX,
     Nearest,
     Partition,
     build_searcher,
@@ -26,8 +27,8 @@ def brute_force(rows):
     return Nearest(Vectors([rows]), build_searcher(rows, None), None)
 
 
-def partitioned(rows, **settings):
-    partition = choose_partition(len(rows), kind="partitioned", **settings)
+def approximate(rows, kind, **settings):
+    partition = choose_partition(len(rows), kind=kind, **settings)
     return Nearest(Vectors([rows]), build_searcher(rows, partition), partition)
 
 
@@ -93,20 +94,18 @@ def test_results_equal_a_full_sort_in_any_batch(seed, num, top_k):
         np.testing.assert_array_equal(scores[row], exact[order])
 
 
-@pytest.fixture(scope="module")
-def many():
-    return partitioned(clusters(np.random.default_rng(1), 4000))
+@pytest.mark.parametrize("kind", ["quantized", "partitioned"])
+def test_an_approximate_index_finds_nearly_all(kind):
+    nearest = approximate(clusters(np.random.default_rng(1), 4000), kind)
+    queries = nearest.vectors.rows(np.arange(0, 4000, 40))
+    assert measure_recall(nearest, queries, top_k=10) >= 0.98
 
 
-def test_a_partitioned_index_finds_nearly_all(many):
-    queries = many.vectors.rows(np.arange(0, 4000, 40))
-    assert measure_recall(many, queries, top_k=10) >= 0.98
-
-
+@pytest.mark.parametrize("kind", ["quantized", "partitioned"])
 @pytest.mark.parametrize("seed", [3, 4, 5])
-def test_partitioned_results_do_not_depend_on_the_batch(seed):
+def test_approximate_results_do_not_depend_on_the_batch(seed, kind):
     rng = np.random.default_rng(seed)
-    nearest = partitioned(clusters(rng, 4000))
+    nearest = approximate(clusters(rng, 4000), kind)
     queries = clusters(rng, 200)
     positions, scores = nearest.search(queries, 9)
     for row in range(len(queries)):
@@ -117,7 +116,7 @@ def test_partitioned_results_do_not_depend_on_the_batch(seed):
 
 def test_partitions_too_small_for_the_question_are_made_up_for():
     rows = clusters(np.random.default_rng(3), 900)
-    nearest = partitioned(rows, leaves_to_search=1)
+    nearest = approximate(rows, "partitioned", leaves_to_search=1)
     positions, scores = nearest.search(rows[:5], 400)
     assert positions.shape == (5, 400)
     assert all(len(set(row)) == 400 for row in positions.tolist())
@@ -196,11 +195,27 @@ def test_exact_scores_are_those_of_a_sort_over_all_blocks():
         np.testing.assert_allclose(found, expected[:, :top_k], atol=1e-6)
 
 
-def test_few_vectors_get_brute_force_and_many_a_square_root_of_leaves():
+@pytest.mark.parametrize("dim", [1, 3, 6, 32])
+@pytest.mark.parametrize("kind", ["quantized", "partitioned"])
+@pytest.mark.parametrize("num", [1, 2, 17])
+def test_the_smallest_indexes_find_what_all_vectors_compared_give(num, kind, dim):
+    rows = unit_rows(np.random.default_rng(7), num, dim)
+    found = approximate(rows, kind, reorder=200).search(rows, num)
+    for ours, expected in zip(found, brute_force(rows).search(rows, num), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_few_are_compared_more_have_their_codes_compared_and_many_have_leaves():
     assert choose_partition(BRUTE_FORCE_MAX) is None
+    for num in (BRUTE_FORCE_MAX + 1, QUANTIZED_MAX):
+        partition = choose_partition(num)
+        assert (partition.num_leaves, partition.leaves_to_search) == (1, 1)
+        assert partition == choose_partition(num, kind="quantized")
+    assert choose_partition(QUANTIZED_MAX + 1).num_leaves == 632  # 2 * sqrt(100001)
     assert choose_partition(1_000_000).num_leaves == 2000
     assert choose_partition(1_000_000).leaves_to_search == 127  # 0.2 / sqrt(10)
-    assert choose_partition(50_000).leaves_to_search == 90  # 0.4 * 224
+    fifty = choose_partition(50_000, kind="partitioned")
+    assert fifty.leaves_to_search == 90  # 0.4 * 224
     assert choose_partition(5, kind="partitioned").leaves_to_search == 2
     assert choose_partition(10**6, kind="brute_force") is None
 
@@ -209,7 +224,14 @@ def test_few_vectors_get_brute_force_and_many_a_square_root_of_leaves():
     ("settings", "message"),
     [
         ({"kind": "tree"}, "kind='tree', expected"),
-        ({"leaves_to_search": 3}, "leaves_to_search=3 has no meaning for brute force"),
+        ({"leaves_to_search": 3}, "=3 has no meaning for kind='brute_force', which"),
+        ({"reorder": 3, "kind": "brute_force"}, "reorder=3 has no meaning"),
+        (
+            {"leaves_to_search": 3, "kind": "quantized"},
+            "leaves_to_search=3 has no meaning for kind='quantized', which 100",
+        ),
+        ({"kind": "quantized", "reorder": 0}, "reorder=0, expected at least 1"),
+        ({"kind": "quantized", "reorder_dtype": "int4"}, "expected one of float32"),
         ({"kind": "partitioned", "leaves_to_search": 11}, "expected 1 to 10"),
         ({"kind": "partitioned", "reorder": -1}, "reorder=-1, expected at least 1"),
     ],
