@@ -24,7 +24,7 @@ from rsearch.retrieval.nearest import (
 from rsearch.retrieval.vectors import Vectors
 
 SHARES = (0.3, 0.35, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.5)  # of the chosen leaves
-REORDER = (50, 75, 100, 150, 200)
+REORDER = (45, 60, 75, 100, 150, 200)
 PROBES = (8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 512)
 REFINED = (4, 8, 12, 16)  # times as many candidates as neighbours
 EXPANSIONS = (16, 32, 64, 96, 128, 192, 224, 256, 320, 384, 512, 768, 1024)
@@ -39,7 +39,8 @@ def make_scann(*, folder, batch, recall):
     vectors = Vectors([np.load(folder / "vectors.npy", mmap_mode="r")])
     partition = approximate_partition(len(vectors))
     # One of other settings, kept from before, is another index.
-    path = folder / f"scann-{partition.num_leaves}-{partition.dims_per_block}"
+    made = (partition.num_leaves, partition.dims_per_block, partition.threshold)
+    path = folder / f"scann-{'-'.join(map(str, made))}"
 
     def build():
         searcher = build_searcher(vectors.array(), partition)
