@@ -166,7 +166,7 @@ def _tuned(folder, search, first, second, batch, recall, built, loaded):
     Args:
         folder: with queries.npy and exact.npy.
         search: (first, second) -> function of [n, D] queries, giving [n, k] scores.
-        first, second: values of the two settings; a larger one finds more.
+        first, second: rising values of the two settings; a larger one finds more.
         batch: queries a call.
         recall: at least this share of the nearest is to be found.
         built, loaded: seconds, told beside.
@@ -191,7 +191,9 @@ def _tuned(folder, search, first, second, batch, recall, built, loaded):
             if found >= recall:
                 seconds, _ = run(find, SECONDS)
                 best = min(best or (seconds, a, b), (seconds, a, b))
-                break  # a larger one is slower
+                # A larger one is slower, with this value of the second or a larger one.
+                first = [smaller for smaller in first if smaller < a]
+                break
     if best is None:
         raise RuntimeError(f"no setting has a recall of {recall}")
     find = search(*best[1:])

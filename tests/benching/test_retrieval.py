@@ -109,7 +109,7 @@ def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path, monkeypatch)
     assert (told["searched"], told["reordered"]) == (9, 1)
     assert told["recall"] == pytest.approx(0.9) and told["queries"] == 8
     assert (told["build seconds"], told["load seconds"]) == (7.0, 2.0)
-    assert (10, 1) not in calls  # slower than what is enough
+    assert not {(10, 1), (9, 30), (10, 30)} & set(calls)  # slower than what is enough
     calls.clear()
     monkeypatch.setattr(neighbours, "SECONDS", 0.1)
     assert once()["seconds"] < 0.05 and len(calls) > 4  # all queries, again and again
