@@ -159,11 +159,8 @@ def _rows(manifest):
     if partition is None:
         rows.append(("search", "brute force"))
     else:
-        searched = (
-            f"{partition['leaves_to_search']} of {partition['num_leaves']} leaves"
-        )
-        if partition["num_leaves"] == 1:
-            searched = "all codes"
+        leaves = "{leaves_to_search} of {num_leaves} leaves".format(**partition)
+        searched = leaves if partition["num_leaves"] > 1 else "all codes"
         rows.append(("search", f"{searched}, {partition['reorder']} reordered"))
     value = math.nan if recall["value"] is None else recall["value"]
     measured = f"{value:.4f} ({recall['num_queries']} {recall['queries']})"

@@ -63,6 +63,18 @@ def test_it_builds_and_prints_what_it_measured(files, capsys):
     assert manifest["corpus_path"] == "../corpus.jsonl"
 
 
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("quantized", "all codes, 7 reordered"),
+        ("partitioned", "all codes, 7 reordered"),  # of ten passages
+    ],
+)
+def test_it_prints_how_an_index_is_searched(files, capsys, kind, told):
+    assert command(files, f"--kind={kind}", "--reorder=7") == 0
+    assert cells(capsys.readouterr().out)["search"] == told
+
+
 def test_it_may_be_run_again_and_builds_nothing_twice(files, capsys):
     assert command(files) == 0
     first = (files / "index" / "manifest.json").read_bytes()

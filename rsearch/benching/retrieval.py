@@ -14,7 +14,7 @@ from rsearch.benching.children import Subject, compare
 from rsearch.benching.neighbours import approximate_partition
 from rsearch.benching.passages import TOP_K, Searched, many_vectors, real_passages
 from rsearch.benching.rows import OURS, Bench, Row, bounded, row_of
-from rsearch.retrieval.nearest import REORDER_BYTES
+from rsearch.retrieval.nearest import NUM_CODES, REORDER_BYTES
 
 FLAGS = {
     "corpus": ("", "JSONL of passages (default: the index's, or the embedded world)"),
@@ -143,8 +143,8 @@ def _work(subject, searched: Searched, batch, told):
 
     ScaNN's queries are apart: each reads all centroids, a byte a feature, the codes of
     its leaves, four bits for some features, and the full vectors of its candidates; it
-    is multiplied by these, by the centroids, and by what the sixteen codes stand for. A
-    flat search multiplies all vectors, which it reads once a batch.
+    is multiplied by these, by the centroids, and by what each code stands for. A flat
+    search multiplies all vectors, which it reads once a batch.
     """
     num, dim = searched.num, searched.dim
     if subject == "faiss Flat":
@@ -157,7 +157,7 @@ def _work(subject, searched: Searched, batch, told):
     full = REORDER_BYTES[partition.reorder_dtype] * dim
     centroids = partition.num_leaves if partition.num_leaves > 1 else 0
     moved = centroids * dim + share * num * codes + told["reordered"] * full
-    return 2 * (centroids + 16 + told["reordered"]) * dim, moved
+    return 2 * (centroids + NUM_CODES + told["reordered"]) * dim, moved
 
 
 def _turns(bench: Bench, settings) -> list[Row]:

@@ -18,8 +18,9 @@ QUANTIZED_MAX = 100_000  # vectors whose codes are all compared; more are partit
 FINER_BEYOND = 100_000  # vectors; of more, leaves are half as large
 KINDS = ("brute_force", "quantized", "partitioned")
 REORDER = 200  # candidates that codes find, and full vectors compare
+NUM_CODES = 16  # of a block of dimensions, in 4 bits
 MARGIN = 16  # candidates beyond the wanted ones, for ties and rounding
-FINE_MARGIN = 4  # the same of partitions that compare full vectors in float32
+FINE_MARGIN = 4  # the same where codes are followed by full vectors in float32
 QUERIES_AT_ONCE = 16  # whose candidates are compared together: they stay in the cache
 ROUNDING = 1e-5  # bound of ScaNN's error in a dot product of unit vectors
 REORDER_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a dimension
@@ -33,7 +34,7 @@ class Partition:
     Attributes:
         num_leaves: parts that the vectors are clustered into; 1 for no parts.
         leaves_to_search: parts that a query looks at.
-        reorder: hashed candidates whose full vectors are compared.
+        reorder: candidates, by their codes, whose full vectors are compared.
         threshold: of the anisotropic quantisation loss; 0 weighs all errors the same.
         dims_per_block: dimensions that share one 4-bit code.
         reorder_dtype: of the full vectors that ScaNN holds in memory: a key of
@@ -111,7 +112,8 @@ def _chosen(num, kind):
     if kind == "quantized":
         return {"reorder": REORDER, "dims_per_block": 4, "threshold": 0.0}
     finer = 1 if num <= FINER_BEYOND else 2
-    num_leaves = max(1, round(finer * math.sqrt(num)))
+    # In leaves ScaNN learns the codes from the vectors as they are: one each, at least.
+    num_leaves = round(finer * math.sqrt(num)) if num >= NUM_CODES else 1
     share = 0.4 / finer * min(1.0, math.sqrt(FINER_BEYOND / num))
     searched = max(math.ceil(share * num_leaves), min(20, num_leaves))
     leaves = {"num_leaves": num_leaves, "leaves_to_search": searched}

@@ -197,7 +197,7 @@ def test_exact_scores_are_those_of_a_sort_over_all_blocks():
 
 @pytest.mark.parametrize("dim", [1, 3, 6, 32])
 @pytest.mark.parametrize("kind", ["quantized", "partitioned"])
-@pytest.mark.parametrize("num", [1, 2, 17])
+@pytest.mark.parametrize("num", [1, 2, 3, 15, 16, 17])
 def test_the_smallest_indexes_find_what_all_vectors_compared_give(num, kind, dim):
     rows = unit_rows(np.random.default_rng(7), num, dim)
     found = approximate(rows, kind, reorder=200).search(rows, num)
@@ -216,7 +216,8 @@ def test_few_are_compared_more_have_their_codes_compared_and_many_have_leaves():
     assert choose_partition(1_000_000).leaves_to_search == 127  # 0.2 / sqrt(10)
     fifty = choose_partition(50_000, kind="partitioned")
     assert fifty.leaves_to_search == 90  # 0.4 * 224
-    assert choose_partition(5, kind="partitioned").leaves_to_search == 2
+    assert choose_partition(16, kind="partitioned").num_leaves == 4
+    assert choose_partition(15, kind="partitioned").num_leaves == 1
     assert choose_partition(10**6, kind="brute_force") is None
 
 
