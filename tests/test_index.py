@@ -67,10 +67,12 @@ def test_it_builds_and_prints_what_it_measured(files, capsys):
     ("kind", "told"),
     [
         ("quantized", "all codes, 7 reordered"),
-        ("partitioned", "all codes, 7 reordered"),  # of ten passages
+        ("partitioned", "4 of 4 leaves, 7 reordered"),
     ],
 )
 def test_it_prints_how_an_index_is_searched(files, capsys, kind, told):
+    rows = [{"id": str(i), "contents": f"City {i}"} for i in range(17)]
+    (files / "corpus.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     assert command(files, f"--kind={kind}", "--reorder=7") == 0
     assert cells(capsys.readouterr().out)["search"] == told
 

@@ -34,10 +34,10 @@ SECONDS = 2.0  # of searching in a repetition, at least: less is noise
 
 
 def make_scann(*, folder, batch, recall):
-    """ScaNN with this package's partition, searched as rollouts search it."""
+    """ScaNN with this package's settings, as rollouts search more vectors than few."""
     folder = pathlib.Path(folder)
     vectors = Vectors([np.load(folder / "vectors.npy", mmap_mode="r")])
-    partition = approximate_partition(len(vectors))
+    partition = approximate_partition(len(vectors), vectors.dim)
     # One of other settings, kept from before, is another index.
     made = (partition.num_leaves, partition.dims_per_block, partition.threshold)
     path = folder / f"scann-{'-'.join(map(str, made))}"
@@ -62,10 +62,10 @@ def make_scann(*, folder, batch, recall):
     return _tuned(folder, search, leaves, REORDER, batch, recall, seconds, loaded)
 
 
-def approximate_partition(num, **settings):
-    """This package's settings for `num` vectors, were they too many to compare all."""
+def approximate_partition(num, dim, **settings):
+    """This package's settings for [num, dim] vectors, were they too many to compare."""
     kind = "quantized" if num <= QUANTIZED_MAX else "partitioned"
-    return choose_partition(num, kind=kind, **settings)
+    return choose_partition(num, dim, kind=kind, **settings)
 
 
 def make_flat(*, folder, batch, recall):

@@ -151,7 +151,7 @@ def _work(subject, searched: Searched, batch, told):
         return 2 * num * dim, 4 * num * dim / batch
     if subject != OURS:
         return None
-    partition = approximate_partition(num)
+    partition = approximate_partition(num, dim)
     codes = dim // partition.dims_per_block / 2
     share = told["searched"] / partition.num_leaves
     full = REORDER_BYTES[partition.reorder_dtype] * dim
@@ -222,8 +222,8 @@ def large_rows() -> list[Row]:
 
 
 def index_bytes(num: int, dim: int, reorder_dtype: str) -> float:
-    """Memory of a partitioned index: centroids, codes, and vectors to reorder by."""
-    partition = approximate_partition(num, reorder_dtype=reorder_dtype)
+    """Memory of a large index: centroids, codes, and vectors to reorder by."""
+    partition = approximate_partition(num, dim, reorder_dtype=reorder_dtype)
     codes = dim / partition.dims_per_block / 2
     full = dim * REORDER_BYTES[reorder_dtype]
     return num * (codes + full) + partition.num_leaves * dim * 4

@@ -48,7 +48,7 @@ def make_engine(*, folder, encoder, family, num_rollouts, same_share, **_):
     """This package's engine: asked once a turn, by all rows that search."""
     texts, corpus = read_texts(folder)
     vectors = np.load(pathlib.Path(folder) / "vectors.npy")
-    partition = choose_partition(len(vectors))
+    partition = choose_partition(*vectors.shape)
     nearest = Nearest(Vectors([vectors]), build_searcher(vectors, partition), partition)
     encoding = load_encoder(encoder, family=family or None)
     engine = SearchEngine(nearest, encoding, corpus, top_k=PASSAGES)

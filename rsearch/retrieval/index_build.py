@@ -97,6 +97,7 @@ def plan_index(
     largest = max(map(len, part_blocks(range(count), num_parts))) * shard_size
     partition = choose_partition(
         min(num, largest),
+        encoder.dim,
         kind=kind,
         leaves_to_search=leaves_to_search,
         reorder=reorder,

@@ -178,6 +178,25 @@ def test_scann_parts_are_built_once_and_found_again(corpus, tmp_path, monkeypatc
     assert [p[0].id for p in found(tmp_path / "i", corpus)][:2] == ["p0", "p7"]
 
 
+@pytest.mark.parametrize(
+    ("num", "settings"),
+    [
+        (31, {}),  # 16 vectors, which have leaves, and 15, too few to learn codes of
+        (60, {"shard_size": 57}),  # 3 vectors, fewer than the 8 leaves of the others
+    ],
+)
+def test_a_last_part_too_small_for_leaves_is_searched_without(tmp_path, num, settings):
+    corpus = FileCorpus(numbered(num), tmp_path / "corpus.jsonl")
+    settings = {"kind": "partitioned", "num_parts": 2, **settings}
+    manifest = build_index(corpus, TableEncoder(), tmp_path / "i", **settings)
+    assert manifest["partition"]["num_leaves"] > 1
+    assert manifest["recall"]["value"] >= 0.95
+    last = f"t{num - 1}"
+    index = open_index(tmp_path / "i", corpus=corpus, encoder=TableEncoder())
+    search = SearchEngine(index.nearest, TableEncoder(), corpus, top_k=1)
+    assert search([last])[0][0].id == f"p{num - 1}"
+
+
 def test_hosts_hold_their_own_parts_and_verify_only_these(corpus, tmp_path):
     settings = {**SETTINGS, "num_parts": 3}
     build_index(corpus, TableEncoder(), tmp_path / "i", **settings)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rsearch.retrieval.nearest import (
     BRUTE_FORCE_MAX,
+    KINDS,
     MARGIN,
     QUANTIZED_MAX,
     Nearest,
@@ -17,6 +18,7 @@ from rsearch.retrieval.nearest import (
     build_searcher,
     choose_partition,
     exact_scores,
+    kind_of,
     measure_recall,
 )
 from rsearch.retrieval.vectors import Vectors
@@ -27,9 +29,16 @@ def brute_force(rows):
     return Nearest(Vectors([rows]), build_searcher(rows, None), None)
 
 
-def approximate(rows, kind, **settings):
-    partition = choose_partition(len(rows), kind=kind, **settings)
-    return Nearest(Vectors([rows]), build_searcher(rows, partition), partition)
+class Alone(Nearest):
+    """It finds all by its searcher."""
+
+    def _search_all(self, query, k):
+        raise AssertionError("all were compared")
+
+
+def approximate(rows, kind, made=Alone, **settings):
+    partition = choose_partition(*rows.shape, kind=kind, **settings)
+    return made(Vectors([rows]), build_searcher(rows, partition), partition)
 
 
 def clusters(rng, num, dim=32, size=20):
@@ -116,7 +125,7 @@ def test_approximate_results_do_not_depend_on_the_batch(seed, kind):
 
 def test_partitions_too_small_for_the_question_are_made_up_for():
     rows = clusters(np.random.default_rng(3), 900)
-    nearest = approximate(rows, "partitioned", leaves_to_search=1)
+    nearest = approximate(rows, "partitioned", made=Nearest, leaves_to_search=1)
     positions, scores = nearest.search(rows[:5], 400)
     assert positions.shape == (5, 400)
     assert all(len(set(row)) == 400 for row in positions.tolist())
@@ -206,30 +215,44 @@ def test_the_smallest_indexes_find_what_all_vectors_compared_give(num, kind, dim
 
 
 def test_few_are_compared_more_have_their_codes_compared_and_many_have_leaves():
-    assert choose_partition(BRUTE_FORCE_MAX) is None
+    assert choose_partition(BRUTE_FORCE_MAX, 384) is None
     for num in (BRUTE_FORCE_MAX + 1, QUANTIZED_MAX):
-        partition = choose_partition(num)
-        assert (partition.num_leaves, partition.leaves_to_search) == (1, 1)
-        assert partition == choose_partition(num, kind="quantized")
-    assert choose_partition(QUANTIZED_MAX + 1).num_leaves == 632  # 2 * sqrt(100001)
-    assert choose_partition(1_000_000).num_leaves == 2000
-    assert choose_partition(1_000_000).leaves_to_search == 127  # 0.2 / sqrt(10)
-    fifty = choose_partition(50_000, kind="partitioned")
+        partition = choose_partition(num, 384)
+        assert partition == Partition(
+            num_leaves=1,
+            leaves_to_search=1,
+            reorder=200,
+            threshold=0.0,
+            dims_per_block=4,
+        )
+        assert partition == choose_partition(num, 384, kind="quantized")
+    for dim, size in ((8, 1), (64, 1), (128, 2), (384, 4), (1024, 4)):
+        assert choose_partition(QUANTIZED_MAX, dim).dims_per_block == size
+    assert choose_partition(QUANTIZED_MAX + 1, 384).num_leaves == 632  # 2 sqrt(100001)
+    assert choose_partition(1_000_000, 384).num_leaves == 2000
+    assert choose_partition(1_000_000, 384).leaves_to_search == 127  # 0.2 / sqrt(10)
+    fifty = choose_partition(50_000, 384, kind="partitioned")
     assert fifty.leaves_to_search == 90  # 0.4 * 224
-    assert choose_partition(16, kind="partitioned").num_leaves == 4
-    assert choose_partition(15, kind="partitioned").num_leaves == 1
-    assert choose_partition(10**6, kind="brute_force") is None
+    assert choose_partition(16, 384, kind="partitioned").num_leaves == 4
+    assert choose_partition(15, 384, kind="partitioned").num_leaves == 1
+    assert choose_partition(10**6, 384, kind="brute_force") is None
+    for kind in KINDS:
+        assert kind_of(choose_partition(50_000, 384, kind=kind)) == kind
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"kind": "tree"}, "kind='tree', expected"),
-        ({"leaves_to_search": 3}, "=3 has no meaning for kind='brute_force', which"),
-        ({"reorder": 3, "kind": "brute_force"}, "reorder=3 has no meaning"),
+        (
+            {"leaves_to_search": 3},
+            "leaves_to_search=3 has no meaning for kind='brute_force', which 100 "
+            "passages get; kinds that take it: partitioned$",
+        ),
+        ({"reorder": 3}, "reorder=3 has .* that take it: quantized, partitioned$"),
         (
             {"leaves_to_search": 3, "kind": "quantized"},
-            "leaves_to_search=3 has no meaning for kind='quantized', which 100",
+            "leaves_to_search=3 has no meaning for kind='quantized', which",
         ),
         ({"kind": "quantized", "reorder": 0}, "reorder=0, expected at least 1"),
         ({"kind": "quantized", "reorder_dtype": "int4"}, "expected one of float32"),
@@ -239,7 +262,7 @@ def test_few_are_compared_more_have_their_codes_compared_and_many_have_leaves():
 )
 def test_a_bad_setting_is_named(settings, message):
     with pytest.raises(ValueError, match=message):
-        choose_partition(100, **settings)
+        choose_partition(100, 384, **settings)
 
 
 def test_searching_imports_neither_tensorflow_nor_torch():
