@@ -36,8 +36,10 @@ from rsearch.retrieval.index import (
 from rsearch.retrieval.index_parts import VECTORS, build_part, count_shards
 from rsearch.retrieval.nearest import (
     SEED,
+    Partition,
     choose_partition,
     exact_scores,
+    kind_of,
     recall_of,
 )
 from rsearch.retrieval.parts import part_blocks
@@ -262,11 +264,18 @@ def _claim(out, plan):
             return
     held = completed(read_json(out / PLAN))
     differing = differences(held, plan)
-    if differing:
-        raise ValueError(
-            f"{out} holds an index made otherwise and is left as it is; name another "
-            f"directory, or remove it:\n{differing}"
-        )
+    if not differing:
+        return
+    way = "name another directory, or remove it"
+    kind, asked = (
+        kind_of(one["partition"] and Partition(**one["partition"]))
+        for one in (held, plan)
+    )
+    if kind != asked and {**held, "partition": plan["partition"]} == plan:
+        way += f", or ask for {kind=}"
+    raise ValueError(
+        f"{out} holds an index made otherwise and is left as it is; {way}:\n{differing}"
+    )
 
 
 def _shard_settings(plan):

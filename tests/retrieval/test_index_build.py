@@ -197,6 +197,19 @@ def test_a_last_part_too_small_for_leaves_is_searched_without(tmp_path, num, set
     assert search([last])[0][0].id == f"p{num - 1}"
 
 
+def test_an_index_of_another_kind_is_told_how_it_goes_on(corpus, tmp_path):
+    build_index(corpus, TableEncoder(), tmp_path / "i", **SETTINGS)
+    message = r"or remove it, or ask for kind='partitioned':\n.*partition"
+    with pytest.raises(ValueError, match=message):
+        build_index(
+            corpus, TableEncoder(), tmp_path / "i", **{**SETTINGS, "kind": "quantized"}
+        )
+    with pytest.raises(ValueError, match=r"name another directory, or remove it:\n"):
+        build_index(
+            corpus, TableEncoder(), tmp_path / "i", **{**SETTINGS, "shard_size": 9}
+        )
+
+
 def test_hosts_hold_their_own_parts_and_verify_only_these(corpus, tmp_path):
     settings = {**SETTINGS, "num_parts": 3}
     build_index(corpus, TableEncoder(), tmp_path / "i", **settings)
