@@ -1,7 +1,8 @@
 """An index in parts: consecutive pieces of the vectors, each searched on its own.
 
 What they find is merged by score, and where scores are equal by position, so that exact
-parts find together what an exact search of the whole finds, to the last bit.
+parts find together what an exact search of the whole finds, to the last bit (of hosts
+whose processors are alike: others round a score otherwise).
 """
 
 import itertools

@@ -84,7 +84,8 @@ class Vectors:
 def row_products(rows, query):
     """[..., n] float32: products of [..., n, D] rows and [..., 1, D] queries.
 
-    Every row is a call of BLAS of its own, whose order of summation depends on D alone.
+    Every row is a call of BLAS of its own, whose order of summation depends on D and
+    on the machine alone.
     """
     return np.vecdot(np.asarray(rows, np.float32), query)
 
