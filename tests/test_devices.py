@@ -107,7 +107,7 @@ RECIPES = {
         "overrides.curate_rewriter.curate.rollouts": 16,
         "overrides.sft_rewriter.sft.steps": 2,
         "overrides.sft_rewriter.sft.lr": 0.3,
-        "rewriter.slots": 16,
+        "rewriter.slots": 1,  # batches of one size, whose programs are compiled once
     },
     "r_search:tiny": {**KL, "judge.slots": 16},
     "rearag:tiny": {"writer.slots": 16, "answerer.slots": 16},
