@@ -4,7 +4,8 @@ over many.
 ScaNN (arXiv 1908.10396) proposes candidates. A result depends on its query alone, which
 ScaNN's batches do not give: its brute force is a matrix product, whose rounding changes
 with the batch, so final scores are computed here, one query at a time; and among
-partitions a batch of queries finds other candidates than each of them alone.
+partitions a batch of queries finds other candidates than each of them alone. Sums over
+the codes of all are integers, the same in any batch.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ REORDER = 200  # candidates that codes find, and full vectors compare
 NUM_CODES = 16  # of a block of dimensions, in 4 bits
 MARGIN = 16  # candidates beyond the wanted ones, for ties and rounding
 FINE_MARGIN = 4  # the same where codes are followed by full vectors in float32
+CODED_AT_ONCE = 4  # queries that all codes are read for: half as fast again as one
 QUERIES_AT_ONCE = 16  # whose candidates are compared together: they stay in the cache
 ROUNDING = 1e-5  # bound of ScaNN's error in a dot product of unit vectors
 REORDER_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a dimension
@@ -240,13 +242,13 @@ class Nearest:
                 queries, final_num_neighbors=wanted
             )
         else:
-            # One call over all cores, in which every query is a batch of its own.
+            # One call over all cores, which gives each a batch after the other.
             ids, products = self._searcher.search_batched_parallel(
                 queries,
                 final_num_neighbors=wanted,
                 pre_reorder_num_neighbors=max(self.partition.reorder, wanted),
                 leaves_to_search=self._leaves,
-                batch_size=1,
+                batch_size=1 if self._leaves else CODED_AT_ONCE,
             )
         # Where it finds too few, ScaNN pads with id 0 and a product of NaN.
         is_found = np.isfinite(products)

@@ -114,13 +114,15 @@ def test_an_approximate_index_finds_nearly_all(kind):
 @pytest.mark.parametrize("seed", [3, 4, 5])
 def test_approximate_results_do_not_depend_on_the_batch(seed, kind):
     rng = np.random.default_rng(seed)
-    nearest = approximate(clusters(rng, 4000), kind)
+    # Each vector thrice: which of equal ones are candidates is not the batch's, either.
+    nearest = approximate(np.repeat(clusters(rng, 2000), 3, axis=0), kind)
     queries = clusters(rng, 200)
-    positions, scores = nearest.search(queries, 9)
-    for row in range(len(queries)):
-        alone = nearest.search(queries[row : row + 1], 9)
-        np.testing.assert_array_equal(positions[row], alone[0][0])
-        np.testing.assert_array_equal(scores[row], alone[1][0])
+    together = nearest.search(queries, 9)
+    for size in (1, 3, 7):
+        parts = [queries[i : i + size] for i in range(0, len(queries), size)]
+        apart = zip(*[nearest.search(part, 9) for part in parts], strict=True)
+        for found, own in zip(together, apart, strict=True):
+            np.testing.assert_array_equal(found, np.concatenate(own))
 
 
 def test_partitions_too_small_for_the_question_are_made_up_for():
