@@ -24,10 +24,10 @@ from rsearch.retrieval.nearest import (
 from rsearch.retrieval.vectors import Vectors
 
 SHARES = (0.3, 0.35, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.5)  # of the chosen leaves
-REORDER = (45, 60, 75, 100, 150, 200)
+REORDER = (45, 52, 60, 75, 100, 150, 200)
 PROBES = (8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 512)
 REFINED = (4, 8, 12, 16)  # times as many candidates as neighbours
-EXPANSIONS = (16, 32, 64, 96, 128, 192, 224, 256, 320, 384, 512, 768, 1024)
+EXPANSIONS = (16, 24, 32, 40, 48, 64, 96, 128, 192, 224, 256, 320, 384, 512, 768, 1024)
 GRAPH = 32  # neighbours of a node of HNSW
 BUILT_WITH = 100  # candidates while it is built
 SECONDS = 2.0  # of searching in a repetition, at least: less is noise
