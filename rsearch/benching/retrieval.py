@@ -14,7 +14,7 @@ from rsearch.benching.children import Subject, compare
 from rsearch.benching.neighbours import approximate_partition
 from rsearch.benching.passages import TOP_K, Searched, many_vectors, real_passages
 from rsearch.benching.rows import OURS, Bench, Row, bounded, row_of
-from rsearch.retrieval.nearest import NUM_CODES, REORDER_BYTES
+from rsearch.retrieval.nearest import CODED_AT_ONCE, NUM_CODES, REORDER_BYTES
 
 FLAGS = {
     "corpus": ("", "JSONL of passages (default: the index's, or the embedded world)"),
@@ -141,10 +141,11 @@ def _nearest(bench: Bench, name, searched: Searched, batch, recall) -> list[Row]
 def _work(subject, searched: Searched, batch, told):
     """(FLOPs, bytes) of a query, at least; None where a graph decides.
 
-    ScaNN's queries are apart: each reads all centroids, a byte a feature, the codes of
-    its leaves, four bits for some features, and the full vectors of its candidates; it
-    is multiplied by these, by the centroids, and by what each code stands for. A flat
-    search multiplies all vectors, which it reads once a batch.
+    ScaNN's queries read all centroids, a byte a feature, the codes of their leaves,
+    four bits for some features, and the full vectors of their candidates; they are
+    multiplied by these, by the centroids, and by what each code stands for. They are
+    apart, but codes without leaves are read for several at once. A flat search
+    multiplies all vectors, which it reads once a batch.
     """
     num, dim = searched.num, searched.dim
     if subject == "faiss Flat":
@@ -153,6 +154,8 @@ def _work(subject, searched: Searched, batch, told):
         return None
     partition = approximate_partition(num, dim)
     codes = dim // partition.dims_per_block / 2
+    if partition.num_leaves == 1:
+        codes /= min(batch, CODED_AT_ONCE)
     share = told["searched"] / partition.num_leaves
     full = REORDER_BYTES[partition.reorder_dtype] * dim
     centroids = partition.num_leaves if partition.num_leaves > 1 else 0

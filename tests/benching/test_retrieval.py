@@ -134,10 +134,10 @@ def test_work_is_what_no_search_can_do_without(tmp_path):
     ours = retrieval._work(OURS, searched, 256, told)
     assert ours[1] == 768_000 + 22_000 * 96 + 100 * 1536
     assert ours[0] == 2 * (2000 + 16 + 100) * 384
-    # No centroids, 6000 codes of 48 bytes, 50 vectors.
+    # No centroids, 6000 codes of 48 bytes for four queries, 50 vectors.
     few = Searched(tmp_path, 6000, 384)
     ours = retrieval._work(OURS, few, 256, {"searched": 1, "reordered": 50})
-    assert ours == (2 * 66 * 384, 6000 * 48 + 50 * 1536)
+    assert ours == (2 * 66 * 384, 6000 * 48 / 4 + 50 * 1536)
     assert retrieval._work("faiss HNSW32", searched, 256, told) is None
 
 
