@@ -111,11 +111,12 @@ def test_an_approximate_index_finds_nearly_all(kind):
 
 
 @pytest.mark.parametrize("kind", ["quantized", "partitioned"])
+@pytest.mark.parametrize("copies", [1, 3])
 @pytest.mark.parametrize("seed", [3, 4, 5])
-def test_approximate_results_do_not_depend_on_the_batch(seed, kind):
+def test_approximate_results_do_not_depend_on_the_batch(seed, copies, kind):
     rng = np.random.default_rng(seed)
-    # Each vector thrice: which of equal ones are candidates is not the batch's, either.
-    nearest = approximate(np.repeat(clusters(rng, 2000), 3, axis=0), kind)
+    # Which of equal vectors are candidates is not the batch's to say, either.
+    nearest = approximate(np.repeat(clusters(rng, 4000), copies, axis=0), kind)
     queries = clusters(rng, 200)
     together = nearest.search(queries, 9)
     for size in (1, 3, 7):
