@@ -14,7 +14,7 @@ from rsearch.benching.children import Subject, compare
 from rsearch.benching.neighbours import approximate_partition
 from rsearch.benching.passages import TOP_K, Searched, many_vectors, real_passages
 from rsearch.benching.rows import OURS, Bench, Row, bounded, row_of
-from rsearch.retrieval.nearest import CODED_AT_ONCE, NUM_CODES, REORDER_BYTES
+from rsearch.retrieval.nearest import NUM_CODES, REORDER_BYTES, queries_at_once
 
 FLAGS = {
     "corpus": ("", "JSONL of passages (default: the index's, or the embedded world)"),
@@ -143,9 +143,9 @@ def _work(subject, searched: Searched, batch, told):
 
     ScaNN's queries read all centroids, a byte a feature, the codes of their leaves,
     four bits for some features, and the full vectors of their candidates; they are
-    multiplied by these, by the centroids, and by what each code stands for. They are
-    apart, but codes without leaves are read for several at once. A flat search
-    multiplies all vectors, which it reads once a batch.
+    multiplied by these, by the centroids, and by what each code stands for. Those that
+    are searched at once share the centroids and, as if each had drawn its leaves, the
+    codes. A flat search multiplies all vectors, which it reads once a batch.
     """
     num, dim = searched.num, searched.dim
     if subject == "faiss Flat":
@@ -153,13 +153,13 @@ def _work(subject, searched: Searched, batch, told):
     if subject != OURS:
         return None
     partition = approximate_partition(num, dim)
+    at_once = queries_at_once(partition, batch)
     codes = dim // partition.dims_per_block / 2
-    if partition.num_leaves == 1:
-        codes /= min(batch, CODED_AT_ONCE)
     share = told["searched"] / partition.num_leaves
+    read = 1 - (1 - share) ** at_once  # of all codes, by these queries together
     full = REORDER_BYTES[partition.reorder_dtype] * dim
     centroids = partition.num_leaves if partition.num_leaves > 1 else 0
-    moved = centroids * dim + share * num * codes + told["reordered"] * full
+    moved = (centroids * dim + read * num * codes) / at_once + told["reordered"] * full
     return 2 * (centroids + NUM_CODES + told["reordered"]) * dim, moved
 
 

@@ -2,14 +2,15 @@
 over many.
 
 ScaNN (arXiv 1908.10396) proposes candidates. A result depends on its query alone, which
-ScaNN's batches do not give: its brute force is a matrix product, whose rounding changes
-with the batch, so final scores are computed here, one query at a time; and among
-partitions a batch of queries finds other candidates than each of them alone. Sums over
-the codes of all are integers, the same in any batch.
+its batches do not give by themselves. Its brute force is a matrix product, whose
+rounding changes with the batch: final scores are computed here, one query at a time.
+Leaves chosen by products with float centroids would change with it too: they are int8.
+Sums over codes are integers, the same in any batch.
 """
 
 import dataclasses
 import math
+import os
 import sys
 
 import numpy as np
@@ -23,6 +24,7 @@ NUM_CODES = 16  # of a block of dimensions, in 4 bits
 MARGIN = 16  # candidates beyond the wanted ones, for ties and rounding
 FINE_MARGIN = 4  # the same where codes are followed by full vectors in float32
 CODED_AT_ONCE = 4  # queries that one reading of all codes serves
+PARTED_AT_ONCE = 128  # queries that share the leaves that they look at
 QUERIES_AT_ONCE = 16  # whose candidates are compared together: they stay in the cache
 ROUNDING = 1e-5  # bound of ScaNN's error in a dot product of unit vectors
 REORDER_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a dimension
@@ -138,6 +140,12 @@ def kind_of(partition):
     return "partitioned" if partition.num_leaves > 1 else "quantized"
 
 
+def queries_at_once(partition, num):
+    """How many of `num` queries, searched on all cores, read the same codes at once."""
+    most = PARTED_AT_ONCE if kind_of(partition) == "partitioned" else CODED_AT_ONCE
+    return min(most, -(-num // os.cpu_count()))
+
+
 def _has_leaves(partition, num):
     """Whether `num` vectors are clustered; the last part of an index may be too small.
 
@@ -160,7 +168,7 @@ def build_searcher(vectors, partition):
             partition.num_leaves,
             partition.leaves_to_search,
             training_sample_size=min(len(vectors), 250_000),
-            # A query alone reads all centroids, which int8 makes a quarter.
+            # A quarter to read, and a query has the same leaves in any batch.
             quantize_centroids=True,
         )
     builder = builder.score_ah(
@@ -248,7 +256,7 @@ class Nearest:
                 final_num_neighbors=wanted,
                 pre_reorder_num_neighbors=max(self.partition.reorder, wanted),
                 leaves_to_search=self._leaves,
-                batch_size=1 if self._leaves else CODED_AT_ONCE,
+                batch_size=queries_at_once(self.partition, len(queries)),
             )
         # Where it finds too few, ScaNN pads with id 0 and a product of NaN.
         is_found = np.isfinite(products)

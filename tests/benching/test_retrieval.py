@@ -125,14 +125,18 @@ def test_an_index_is_built_once_and_remembers_how_long_it_took(tmp_path):
     assert path.read_text() == "built"
 
 
-def test_work_is_what_no_search_can_do_without(tmp_path):
+def test_work_is_what_no_search_can_do_without(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)  # each takes 128 of 256 queries
     searched = Searched(tmp_path, 1_000_000, 384)
     flat = retrieval._work("faiss Flat", searched, 256, {})
     assert flat == (768_000_000, 6_000_000)
     told = {"searched": 44, "reordered": 100}
-    # 2000 centroids of 384 bytes, 44 leaves of 500 codes of 96 bytes, 100 vectors.
+    # 2000 centroids of 384 bytes and a million codes of 96, but for those of leaves
+    # that none of the 128 drew as one of its 44; and 100 vectors of each.
     ours = retrieval._work(OURS, searched, 256, told)
-    assert ours[1] == 768_000 + 22_000 * 96 + 100 * 1536
+    drawn = 1 - (1956 / 2000) ** 128
+    shared = 768_000 + drawn * 96e6
+    assert ours[1] == pytest.approx(shared / 128 + 100 * 1536)
     assert ours[0] == 2 * (2000 + 16 + 100) * 384
     # No centroids, 6000 codes of 48 bytes for four queries, 50 vectors.
     few = Searched(tmp_path, 6000, 384)
