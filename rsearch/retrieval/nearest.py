@@ -22,7 +22,7 @@ KINDS = ("brute_force", "quantized", "partitioned")
 REORDER = 200  # candidates that codes find, and full vectors compare
 NUM_CODES = 16  # of a block of dimensions, in 4 bits
 MARGIN = 16  # candidates beyond the wanted ones, for ties and rounding
-FINE_MARGIN = 4  # the same where codes are followed by full vectors in float32
+CODED_MARGIN = 4  # the same where codes are followed by full vectors, however rounded
 CODED_AT_ONCE = 4  # queries that one reading of all codes serves
 PARTED_AT_ONCE = 128  # queries that share the leaves that they look at
 QUERIES_AT_ONCE = 16  # whose candidates are compared together: they stay in the cache
@@ -218,8 +218,7 @@ class Nearest:
         self.dim = vectors.dim
         self._searcher = searcher
         # Of few vectors each costs a fiftieth of what ScaNN does for the query.
-        is_fine = partition is not None and partition.reorder_dtype == "float32"
-        self._margin = FINE_MARGIN if is_fine else MARGIN
+        self._margin = MARGIN if partition is None else CODED_MARGIN
         has_leaves = partition is not None and _has_leaves(partition, len(vectors))
         self._leaves = partition.leaves_to_search if has_leaves else None
 
