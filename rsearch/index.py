@@ -46,6 +46,7 @@ FLAGS = {
         "parts a query looks at, of a partitioned index; 0 chooses",
     ),
     "reorder": (0, "candidates compared exactly, where codes find them; 0 chooses"),
+    "dims_per_block": (0, "dimensions that share a 4-bit code; 0 chooses"),
     "vector_dtype": ("float32", "of the vectors on disk: float32 or float16"),
     "reorder_dtype": (
         "float32",
@@ -64,7 +65,8 @@ def main(argv):
     """The command; see --help."""
     flags = parse_flags(argv, flags=FLAGS)
     lengths = ("max_query_tokens", "max_passage_tokens")
-    for name in ("leaves_to_search", "reorder", "shard_size", *lengths):
+    chosen = ("leaves_to_search", "reorder", "dims_per_block", "shard_size")
+    for name in (*chosen, *lengths):
         if flags[name] < 0:
             raise ValueError(f"--{name}={flags[name]}, expected 0 or more")
     for name, least in (("hashed_dim", 1), ("top_k", 1), ("parts", 1)):
@@ -97,6 +99,7 @@ def _build(flags, worker, lengths):
         "kind": flags["kind"],
         "leaves_to_search": flags["leaves_to_search"] or None,
         "reorder": flags["reorder"] or None,
+        "dims_per_block": flags["dims_per_block"] or None,
         "reorder_dtype": flags["reorder_dtype"],
         "vector_dtype": flags["vector_dtype"],
         "shard_size": flags["shard_size"] or None,
@@ -162,6 +165,7 @@ def _rows(manifest):
         leaves = "{leaves_to_search} of {num_leaves} leaves".format(**partition)
         searched = leaves if partition["num_leaves"] > 1 else "all codes"
         rows.append(("search", f"{searched}, {partition['reorder']} reordered"))
+        rows.append(("dimensions of a code", str(partition["dims_per_block"])))
     value = math.nan if recall["value"] is None else recall["value"]
     measured = f"{value:.4f} ({recall['num_queries']} {recall['queries']})"
     rows.append((f"recall@{recall['top_k']} of ScaNN against exact search", measured))

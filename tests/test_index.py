@@ -73,8 +73,9 @@ def test_it_builds_and_prints_what_it_measured(files, capsys):
 def test_it_prints_how_an_index_is_searched(files, capsys, kind, told):
     rows = [{"id": str(i), "contents": f"City {i}"} for i in range(17)]
     (files / "corpus.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    assert command(files, f"--kind={kind}", "--reorder=7") == 0
-    assert cells(capsys.readouterr().out)["search"] == told
+    assert command(files, f"--kind={kind}", "--reorder=7", "--dims_per_block=5") == 0
+    shown = cells(capsys.readouterr().out)
+    assert (shown["search"], shown["dimensions of a code"]) == (told, "5")
 
 
 def test_it_may_be_run_again_and_builds_nothing_twice(files, capsys):
@@ -142,6 +143,7 @@ def test_hosts_that_meet_build_what_one_builds(files, capsys):
         (["--hashed_dim=0"], "--hashed_dim=0, expected at least 1"),
         (["--top_k=0"], "--top_k=0, expected at least 1"),
         (["--reorder=-1"], "--reorder=-1, expected 0 or more"),
+        (["--dims_per_block=-1"], "--dims_per_block=-1, expected 0 or more"),
         (["--kind=flat"], "kind='flat', expected 'auto'"),
         (["--encoder=none/such", "--family=e5"], "model 'none/such'"),
         (["--encoder=none/such"], "expected one of bge, e5, minilm"),

@@ -62,6 +62,7 @@ def plan_index(
     kind="auto",
     leaves_to_search=None,
     reorder=None,
+    dims_per_block=None,
     reorder_dtype="float32",
     vector_dtype="float32",
     shard_size=None,
@@ -72,8 +73,8 @@ def plan_index(
     Args:
         corpus: has len, fingerprint and path.
         encoder: has dim and fingerprint.
-        kind, leaves_to_search, reorder, reorder_dtype: of each part; see
-            `choose_partition`.
+        kind, leaves_to_search, reorder, dims_per_block, reorder_dtype: of each part;
+            see `choose_partition`.
         vector_dtype: of the vectors on disk, "float32" or "float16".
         shard_size: passages encoded between two saves; None chooses.
         num_parts: pieces of the corpus with a ScaNN index each, which hosts can share.
@@ -103,6 +104,7 @@ def plan_index(
         kind=kind,
         leaves_to_search=leaves_to_search,
         reorder=reorder,
+        dims_per_block=dims_per_block,
         reorder_dtype=reorder_dtype,
     )
     return {

@@ -60,6 +60,7 @@ def choose_partition(
     kind="auto",
     leaves_to_search=None,
     reorder=None,
+    dims_per_block=None,
     reorder_dtype="float32",
 ):
     """The settings for `num` vectors; None for brute force.
@@ -77,11 +78,17 @@ def choose_partition(
     million vectors twice as many queries a second find the same then: leaves of half
     the size cost more to be chosen, and less to be read.
 
+    Coarser codes are read in less time, and find less: of 17 thousand those of six
+    dimensions give a recall@10 of 0.95 to 0.98 sooner than those of four, and 0.99
+    later. Those of more than two weigh all errors the same, in partitions too: of 17
+    thousand, in 65 leaves, those of four then gave 0.95 in four fifths of the time.
+
     Args:
         num: how many vectors.
         dim: their width.
         kind: "auto" or one of KINDS.
-        leaves_to_search, reorder: instead of those chosen here.
+        leaves_to_search, reorder, dims_per_block: instead of those chosen here; see
+            Partition.
         reorder_dtype: see Partition; has no meaning for brute force.
 
     Raises:
@@ -96,7 +103,11 @@ def choose_partition(
         limits = (BRUTE_FORCE_MAX, QUANTIZED_MAX)
         kind = KINDS[sum(num > limit for limit in limits)]
     chosen = _chosen(num, dim, kind)
-    given = {"leaves_to_search": leaves_to_search, "reorder": reorder}
+    given = {
+        "leaves_to_search": leaves_to_search,
+        "reorder": reorder,
+        "dims_per_block": dims_per_block,
+    }
     for name, value in given.items():
         if value is not None and name not in chosen:
             others = [k for k in KINDS if name in _chosen(num, dim, k)]
@@ -108,6 +119,8 @@ def choose_partition(
             chosen[name] = value
     if not chosen:
         return None
+    if chosen["dims_per_block"] > 2:
+        chosen["threshold"] = 0.0
     partition = Partition(**chosen, reorder_dtype=reorder_dtype)
     if not 1 <= partition.leaves_to_search <= partition.num_leaves:
         raise ValueError(
@@ -116,6 +129,8 @@ def choose_partition(
         )
     if partition.reorder < 1:
         raise ValueError(f"{reorder=}, expected at least 1")
+    if not 1 <= partition.dims_per_block <= dim:
+        raise ValueError(f"{dims_per_block=}, expected 1 to {dim}, the vectors' width")
     return partition
 
 
@@ -130,7 +145,7 @@ def _chosen(num, dim, kind):
     share = 0.4 / finer * min(1.0, math.sqrt(FINER_BEYOND / num))
     searched = max(math.ceil(share * num_leaves), min(20, num_leaves))
     leaves = {"num_leaves": num_leaves, "leaves_to_search": searched}
-    return {**leaves, "reorder": REORDER}
+    return {**leaves, "reorder": REORDER, "dims_per_block": min(2, dim)}
 
 
 def kind_of(partition):

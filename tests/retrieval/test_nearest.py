@@ -1,5 +1,6 @@
 """Nearest vectors: exact, independent of the batch, honest in number."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -103,9 +104,11 @@ def test_results_equal_a_full_sort_in_any_batch(seed, num, top_k):
         np.testing.assert_array_equal(scores[row], exact[order])
 
 
+@pytest.mark.parametrize("dims_per_block", [None, 3, 5])
 @pytest.mark.parametrize("kind", ["quantized", "partitioned"])
-def test_an_approximate_index_finds_nearly_all(kind):
-    nearest = approximate(clusters(np.random.default_rng(1), 4000), kind)
+def test_an_approximate_index_finds_nearly_all(kind, dims_per_block):
+    rows = clusters(np.random.default_rng(1), 4000)
+    nearest = approximate(rows, kind, dims_per_block=dims_per_block)
     queries = nearest.vectors.rows(np.arange(0, 4000, 40))
     assert measure_recall(nearest, queries, top_k=10) >= 0.98
 
@@ -239,6 +242,8 @@ def test_few_are_compared_more_have_their_codes_compared_and_many_have_leaves():
     assert choose_partition(16, 384, kind="partitioned").num_leaves == 4
     assert choose_partition(15, 384, kind="partitioned").num_leaves == 1
     assert choose_partition(10**6, 384, kind="brute_force") is None
+    coarse = choose_partition(50_000, 384, kind="partitioned", dims_per_block=3)
+    assert coarse == dataclasses.replace(fifty, dims_per_block=3, threshold=0.0)
     for kind in KINDS:
         assert kind_of(choose_partition(50_000, 384, kind=kind)) == kind
 
@@ -257,6 +262,12 @@ def test_few_are_compared_more_have_their_codes_compared_and_many_have_leaves():
             {"leaves_to_search": 3, "kind": "quantized"},
             "leaves_to_search=3 has no meaning for kind='quantized', which",
         ),
+        ({"dims_per_block": 3}, "dims_per_block=3 has .*: quantized, partitioned$"),
+        (
+            {"kind": "quantized", "dims_per_block": 385},
+            "dims_per_block=385, expected 1 to 384, the vectors' width",
+        ),
+        ({"kind": "partitioned", "dims_per_block": 0}, "dims_per_block=0, expected 1"),
         ({"kind": "quantized", "reorder": 0}, "reorder=0, expected at least 1"),
         ({"kind": "quantized", "reorder_dtype": "int4"}, "expected one of float32"),
         ({"kind": "partitioned", "leaves_to_search": 11}, "expected 1 to 10"),
