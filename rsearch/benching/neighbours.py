@@ -1,14 +1,15 @@
 """Searchers of nearest vectors as subjects: ScaNN as this package opens it, and faiss.
 
 Each builds its index, or takes the one that is in the folder with the time its building
-took; opens it; and tunes what it does at search to the fastest that has the recall that
-is asked for.
+took; opens it; and tunes what it does at search, and the size of its codes, to the
+fastest that has the recall that is asked for.
 """
 
 import dataclasses
 import json
 import pathlib
 import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -16,50 +17,87 @@ from rsearch.benching.passages import TOP_K
 from rsearch.retrieval.index_parts import open_searcher, save_searcher
 from rsearch.retrieval.nearest import (
     QUANTIZED_MAX,
+    REORDER_BYTES,
     Nearest,
     build_searcher,
     choose_partition,
+    kind_of,
     recall_of,
 )
 from rsearch.retrieval.vectors import Vectors
 
 SHARES = (0.3, 0.35, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.5)  # of the chosen leaves
-REORDER = (45, 52, 60, 75, 100, 150, 200)
+REORDER = (45, 52, 60, 75, 90, 105, 120, 150, 200)
 PROBES = (8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 512)
 REFINED = (4, 8, 12, 16)  # times as many candidates as neighbours
 EXPANSIONS = (16, 24, 32, 40, 48, 64, 96, 128, 192, 224, 256, 320, 384, 512, 768, 1024)
+CODED = {  # dimensions of a code, and the type of the vectors that ScaNN holds beside
+    "quantized": ((4, "float32"), (6, "int8")),
+    "partitioned": ((2, "float32"), (3, "int8")),
+}
+CODED_IVF = (2, 4)  # dimensions of a code of faiss's
 GRAPH = 32  # neighbours of a node of HNSW
 BUILT_WITH = 100  # candidates while it is built
 SECONDS = 2.0  # of searching in a repetition, at least: less is noise
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """An index that can be searched in several ways.
+
+    Attributes:
+        search: (first, second) -> function of [n, D] queries, giving [n, k] scores.
+        first, second: rising values of the two settings; a larger one finds more.
+        built, loaded: seconds.
+        coded: dimensions of a code; 0 where vectors have none.
+        reordered_in: type of the vectors that candidates are compared by.
+    """
+
+    search: Callable
+    first: Sequence[int]
+    second: Sequence[int] = (0,)
+    built: float = 0.0
+    loaded: float = 0.0
+    coded: int = 0
+    reordered_in: str = "float32"
 
 
 def make_scann(*, folder, batch, recall):
     """ScaNN with this package's settings, as rollouts search more vectors than few."""
     folder = pathlib.Path(folder)
     vectors = Vectors([np.load(folder / "vectors.npy", mmap_mode="r")])
-    partition = approximate_partition(len(vectors), vectors.dim)
-    # One of other settings, kept from before, is another index.
-    made = (partition.num_leaves, partition.dims_per_block, partition.threshold)
-    path = folder / f"scann-{'-'.join(map(str, made))}"
 
-    def build():
-        searcher = build_searcher(vectors.array(), partition)
-        save_searcher(searcher, path, [dataclasses.asdict(partition)])
+    def opened(sizes):
+        coded, dtype = sizes
+        partition = approximate_partition(
+            len(vectors), vectors.dim, dims_per_block=coded, reorder_dtype=dtype
+        )
+        # One of other settings, kept from before, is another index.
+        made = (partition.num_leaves, coded, partition.threshold, dtype)
+        path = folder / f"scann-{'-'.join(map(str, made))}"
 
-    seconds = _built(path, build)
-    started = time.perf_counter()
-    searcher = open_searcher(path)
-    loaded = time.perf_counter() - started
-    most = partition.num_leaves
+        def build():
+            searcher = build_searcher(vectors.array(), partition)
+            save_searcher(searcher, path, [dataclasses.asdict(partition)])
 
-    def search(leaves, reorder):
-        own = dataclasses.replace(partition, leaves_to_search=leaves, reorder=reorder)
-        nearest = Nearest(vectors, searcher, own)
-        return lambda queries: nearest.search(queries, TOP_K)[1]
+        def search(leaves, reorder):
+            own = dataclasses.replace(
+                partition, leaves_to_search=leaves, reorder=reorder
+            )
+            nearest = Nearest(vectors, searcher, own)
+            return lambda queries: nearest.search(queries, TOP_K)[1]
 
-    leaves = [round(share * partition.leaves_to_search) for share in SHARES]
-    leaves = sorted({min(most, max(1, n)) for n in leaves})
-    return _tuned(folder, search, leaves, REORDER, batch, recall, seconds, loaded)
+        seconds = _built(path, build)
+        started = time.perf_counter()
+        searcher = open_searcher(path)
+        loaded = time.perf_counter() - started
+        most = partition.num_leaves
+        leaves = [round(share * partition.leaves_to_search) for share in SHARES]
+        leaves = sorted({min(most, max(1, n)) for n in leaves})
+        return Opened(search, leaves, REORDER, seconds, loaded, coded, dtype)
+
+    kind = kind_of(approximate_partition(len(vectors), vectors.dim))
+    return _tuned(folder, map(opened, CODED[kind]), batch, recall)
 
 
 def approximate_partition(num, dim, **settings):
@@ -79,10 +117,8 @@ def make_flat(*, folder, batch, recall):
     index.add(vectors)
     del vectors
     loaded = time.perf_counter() - started
-    return _tuned(
-        folder, lambda *_: lambda q: index.search(q, TOP_K)[0], (0,), (0,), batch,
-        recall, 0.0, loaded,
-    )  # fmt: skip
+    search = lambda *_: lambda queries: index.search(queries, TOP_K)[0]  # noqa: E731
+    return _tuned(folder, [Opened(search, (0,), loaded=loaded)], batch, recall)
 
 
 def make_hnsw(*, folder, batch, recall):
@@ -100,13 +136,14 @@ def make_hnsw(*, folder, batch, recall):
         faiss.write_index(index, str(path))
 
     seconds = _built(path, build)
-    index, loaded = _opened(path)
+    index, loaded = _read(path)
 
     def search(expansion, _):
         settings = faiss.SearchParametersHNSW(efSearch=expansion)
         return lambda queries: index.search(queries, TOP_K, params=settings)[0]
 
-    return _tuned(folder, search, EXPANSIONS, (0,), batch, recall, seconds, loaded)
+    opened = Opened(search, EXPANSIONS, built=seconds, loaded=loaded)
+    return _tuned(folder, [opened], batch, recall)
 
 
 def make_ivf(*, folder, batch, recall):
@@ -114,35 +151,38 @@ def make_ivf(*, folder, batch, recall):
     import faiss
 
     folder = pathlib.Path(folder)
-    path = folder / "ivf.faiss"
 
-    def build():
-        vectors = np.load(folder / "vectors.npy")
-        num, dim = vectors.shape
-        num_lists = max(1, round(num**0.5))
-        kind = f"IVF{num_lists},PQ{dim // 2}x4fs,RFlat"
-        index = faiss.index_factory(dim, kind, faiss.METRIC_INNER_PRODUCT)
-        rng = np.random.default_rng(0)
-        index.train(vectors[rng.choice(num, min(num, 100 * num_lists), False)])
-        index.add(vectors)
-        faiss.write_index(index, str(path))
+    def opened(coded):
+        path = folder / f"ivf-{coded}.faiss"
 
-    seconds = _built(path, build)
-    index, loaded = _opened(path)
-    num_lists = faiss.downcast_index(index.base_index).nlist
+        def build():
+            vectors = np.load(folder / "vectors.npy")
+            num, dim = vectors.shape
+            num_lists = max(1, round(num**0.5))
+            kind = f"IVF{num_lists},PQ{dim // coded}x4fs,RFlat"
+            index = faiss.index_factory(dim, kind, faiss.METRIC_INNER_PRODUCT)
+            rng = np.random.default_rng(0)
+            index.train(vectors[rng.choice(num, min(num, 100 * num_lists), False)])
+            index.add(vectors)
+            faiss.write_index(index, str(path))
 
-    def search(probes, refined):
-        settings = faiss.IndexRefineSearchParameters(
-            k_factor=refined,
-            base_index_params=faiss.SearchParametersIVF(nprobe=probes),
-        )
-        return lambda queries: index.search(queries, TOP_K, params=settings)[0]
+        def search(probes, refined):
+            settings = faiss.IndexRefineSearchParameters(
+                k_factor=refined,
+                base_index_params=faiss.SearchParametersIVF(nprobe=probes),
+            )
+            return lambda queries: index.search(queries, TOP_K, params=settings)[0]
 
-    probes = sorted({min(num_lists, n) for n in PROBES})
-    return _tuned(folder, search, probes, REFINED, batch, recall, seconds, loaded)
+        seconds = _built(path, build)
+        index, loaded = _read(path)
+        num_lists = faiss.downcast_index(index.base_index).nlist
+        probes = sorted({min(num_lists, n) for n in PROBES})
+        return Opened(search, probes, REFINED, seconds, loaded, coded)
+
+    return _tuned(folder, map(opened, CODED_IVF), batch, recall)
 
 
-def _opened(path):
+def _read(path):
     """(the index of a file, seconds that took)."""
     import faiss
 
@@ -160,16 +200,14 @@ def _built(path, build):
     return json.loads(told.read_text())
 
 
-def _tuned(folder, search, first, second, batch, recall, built, loaded):
+def _tuned(folder, indexes, batch, recall):
     """The fastest of all settings with this recall: a function that measures it.
 
     Args:
         folder: with queries.npy and exact.npy.
-        search: (first, second) -> function of [n, D] queries, giving [n, k] scores.
-        first, second: rising values of the two settings; a larger one finds more.
+        indexes: Opened ones, of which one is kept.
         batch: queries a call.
         recall: at least this share of the nearest is to be found.
-        built, loaded: seconds, told beside.
     """
     queries, exact = np.load(folder / "queries.npy"), np.load(folder / "exact.npy")
     parts = [queries[i : i + batch] for i in range(0, len(queries), batch)]
@@ -184,19 +222,24 @@ def _tuned(folder, search, first, second, batch, recall, built, loaded):
         return seconds, recall_of(np.concatenate(scores), exact)
 
     best = None
-    for b in second:
-        for a in first:
-            find = search(a, b)
-            _, found = run(find)
-            if found >= recall:
+    for index in indexes:
+        first = index.first
+        for b in index.second:
+            for a in first:
+                find = index.search(a, b)
+                _, found = run(find)
+                if found < recall:
+                    continue
                 seconds, _ = run(find, SECONDS)
-                best = min(best or (seconds, a, b), (seconds, a, b))
+                if best is None or seconds < best[0]:
+                    best = (seconds, index, a, b)
                 # A larger one is slower, with this value of the second or a larger one.
                 first = [smaller for smaller in first if smaller < a]
                 break
     if best is None:
         raise RuntimeError(f"no setting has a recall of {recall}")
-    find = search(*best[1:])
+    _, index, first, second = best
+    find = index.search(first, second)
 
     def once():
         seconds, found = run(find, SECONDS)
@@ -204,10 +247,12 @@ def _tuned(folder, search, first, second, batch, recall, built, loaded):
             "seconds": seconds,
             "queries": len(queries),
             "recall": found,
-            "build seconds": built,
-            "load seconds": loaded,
-            "searched": best[1],
-            "reordered": best[2],
+            "build seconds": index.built,
+            "load seconds": index.loaded,
+            "searched": first,
+            "reordered": second,
+            "dimensions of a code": index.coded,
+            "bytes of a compared feature": REORDER_BYTES[index.reordered_in],
         }
 
     return once

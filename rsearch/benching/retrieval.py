@@ -120,6 +120,7 @@ def _nearest(bench: Bench, name, searched: Searched, batch, recall) -> list[Row]
             rows.append(row_of(case, subject, "queries/s", told))
             continue
         names = ("recall", "build seconds", "load seconds", "searched", "reordered")
+        names = (*names, "dimensions of a code", "bytes of a compared feature")
         row = row_of(
             case,
             subject,
@@ -152,12 +153,14 @@ def _work(subject, searched: Searched, batch, told):
         return 2 * num * dim, 4 * num * dim / batch
     if subject != OURS:
         return None
-    partition = approximate_partition(num, dim)
+    partition = approximate_partition(
+        num, dim, dims_per_block=told["dimensions of a code"]
+    )
     at_once = queries_at_once(partition, batch)
     codes = dim // partition.dims_per_block / 2
     share = told["searched"] / partition.num_leaves
     read = 1 - (1 - share) ** at_once  # of all codes, by these queries together
-    full = REORDER_BYTES[partition.reorder_dtype] * dim
+    full = told["bytes of a compared feature"] * dim
     centroids = partition.num_leaves if partition.num_leaves > 1 else 0
     moved = (centroids * dim + read * num * codes) / at_once + told["reordered"] * full
     return 2 * (centroids + NUM_CODES + told["reordered"]) * dim, moved

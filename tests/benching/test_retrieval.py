@@ -14,7 +14,7 @@ from rsearch.benching.rows import OURS, Bench
 from rsearch.retrieval.encoder import load_encoder
 from tests.models.tiny_bert import write_tiny_bert
 
-MACHINE = Machine("m", 2, flops=1e15, bandwidth=1e15, is_measured=True)
+MACHINE = Machine("m", 2, flops=1e15, bandwidth=1e14, is_measured=True)
 REAL = {"corpus": "", "encoder": "hashed", "family": "", "index": "", "questions": ""}
 
 
@@ -102,19 +102,22 @@ def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path, monkeypatch)
 
         return find
 
-    once = neighbours._tuned(
-        tmp_path, search, (3, 9, 10), (1, 30), 4, 0.9, built=7.0, loaded=2.0
-    )
+    # The same, slower, and one that finds nothing.
+    other = neighbours.Opened(lambda a, _: search(a, 3), (3, 9, 10), coded=5)
+    empty = neighbours.Opened(lambda *_: search(0, 0), (0,))
+    index = neighbours.Opened(search, (3, 9, 10), (1, 30), 7.0, 2.0, coded=4)
+    once = neighbours._tuned(tmp_path, [other, index, empty], 4, 0.9)
     told = once()
     assert (told["searched"], told["reordered"]) == (9, 1)
     assert told["recall"] == pytest.approx(0.9) and told["queries"] == 8
     assert (told["build seconds"], told["load seconds"]) == (7.0, 2.0)
+    assert told["dimensions of a code"] == 4
     assert not {(10, 1), (9, 30), (10, 30)} & set(calls)  # slower than what is enough
     calls.clear()
     monkeypatch.setattr(neighbours, "SECONDS", 0.1)
     assert once()["seconds"] < 0.05 and len(calls) > 4  # all queries, again and again
-    with pytest.raises(RuntimeError, match=r"no setting has a recall of 0\.95"):
-        neighbours._tuned(tmp_path, search, (3, 9), (1,), 4, 0.95, 0.0, 0.0)
+    with pytest.raises(RuntimeError, match=r"no setting has a recall of 1\.1"):
+        neighbours._tuned(tmp_path, [other, empty], 4, 1.1)
 
 
 def test_an_index_is_built_once_and_remembers_how_long_it_took(tmp_path):
@@ -130,7 +133,8 @@ def test_work_is_what_no_search_can_do_without(tmp_path, monkeypatch):
     searched = Searched(tmp_path, 1_000_000, 384)
     flat = retrieval._work("faiss Flat", searched, 256, {})
     assert flat == (768_000_000, 6_000_000)
-    told = {"searched": 44, "reordered": 100}
+    sizes = {"dimensions of a code": 2, "bytes of a compared feature": 4}
+    told = {"searched": 44, "reordered": 100, **sizes}
     # 2000 centroids of 384 bytes and a million codes of 96, but for those of leaves
     # that none of the 128 drew as one of its 44; and 100 vectors of each.
     ours = retrieval._work(OURS, searched, 256, told)
@@ -138,10 +142,15 @@ def test_work_is_what_no_search_can_do_without(tmp_path, monkeypatch):
     shared = 768_000 + drawn * 96e6
     assert ours[1] == pytest.approx(shared / 128 + 100 * 1536)
     assert ours[0] == 2 * (2000 + 16 + 100) * 384
-    # No centroids, 6000 codes of 48 bytes for four queries, 50 vectors.
+    # Coarser codes, of half the size, and vectors of a quarter.
+    sizes = {"dimensions of a code": 4, "bytes of a compared feature": 1}
+    ours = retrieval._work(OURS, searched, 256, told | sizes)
+    shared = 768_000 + drawn * 48e6
+    assert ours[1] == pytest.approx(shared / 128 + 100 * 384)
+    # No centroids, 6000 codes of 48 bytes for four queries, 50 vectors in int8.
     few = Searched(tmp_path, 6000, 384)
-    ours = retrieval._work(OURS, few, 256, {"searched": 1, "reordered": 50})
-    assert ours == (2 * 66 * 384, 6000 * 48 / 4 + 50 * 1536)
+    ours = retrieval._work(OURS, few, 256, {"searched": 1, "reordered": 50, **sizes})
+    assert ours == (2 * 66 * 384, 6000 * 48 / 4 + 50 * 384)
     assert retrieval._work("faiss HNSW32", searched, 256, told) is None
 
 
