@@ -7,6 +7,7 @@ fastest that has the recall that is asked for.
 
 import dataclasses
 import json
+import multiprocessing
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -76,10 +77,6 @@ def make_scann(*, folder, batch, recall):
         made = (partition.num_leaves, coded, partition.threshold, dtype)
         path = folder / f"scann-{'-'.join(map(str, made))}"
 
-        def build():
-            searcher = build_searcher(vectors.array(), partition)
-            save_searcher(searcher, path, [dataclasses.asdict(partition)])
-
         def search(leaves, reorder):
             own = dataclasses.replace(
                 partition, leaves_to_search=leaves, reorder=reorder
@@ -87,7 +84,7 @@ def make_scann(*, folder, batch, recall):
             nearest = Nearest(vectors, searcher, own)
             return lambda queries: nearest.search(queries, TOP_K)[1]
 
-        seconds = _built(path, build)
+        seconds = _built(path, _build_scann, partition)
         started = time.perf_counter()
         searcher = open_searcher(path)
         loaded = time.perf_counter() - started
@@ -98,6 +95,12 @@ def make_scann(*, folder, batch, recall):
 
     kind = kind_of(approximate_partition(len(vectors), vectors.dim))
     return _tuned(folder, map(opened, CODED[kind]), batch, recall)
+
+
+def _build_scann(path, partition):
+    vectors = np.load(path.with_name("vectors.npy"))
+    searcher = build_searcher(vectors, partition)
+    save_searcher(searcher, path, [dataclasses.asdict(partition)])
 
 
 def approximate_partition(num, dim, **settings):
@@ -127,15 +130,7 @@ def make_hnsw(*, folder, batch, recall):
 
     folder = pathlib.Path(folder)
     path = folder / "hnsw.faiss"
-
-    def build():
-        vectors = np.load(folder / "vectors.npy")
-        index = faiss.IndexHNSWFlat(vectors.shape[1], GRAPH, faiss.METRIC_INNER_PRODUCT)
-        index.hnsw.efConstruction = BUILT_WITH
-        index.add(vectors)
-        faiss.write_index(index, str(path))
-
-    seconds = _built(path, build)
+    seconds = _built(path, _build_hnsw)
     index, loaded = _read(path)
 
     def search(expansion, _):
@@ -144,6 +139,16 @@ def make_hnsw(*, folder, batch, recall):
 
     opened = Opened(search, EXPANSIONS, built=seconds, loaded=loaded)
     return _tuned(folder, [opened], batch, recall)
+
+
+def _build_hnsw(path):
+    import faiss
+
+    vectors = np.load(path.with_name("vectors.npy"))
+    index = faiss.IndexHNSWFlat(vectors.shape[1], GRAPH, faiss.METRIC_INNER_PRODUCT)
+    index.hnsw.efConstruction = BUILT_WITH
+    index.add(vectors)
+    faiss.write_index(index, str(path))
 
 
 def make_ivf(*, folder, batch, recall):
@@ -155,17 +160,6 @@ def make_ivf(*, folder, batch, recall):
     def opened(coded):
         path = folder / f"ivf-{coded}.faiss"
 
-        def build():
-            vectors = np.load(folder / "vectors.npy")
-            num, dim = vectors.shape
-            num_lists = max(1, round(num**0.5))
-            kind = f"IVF{num_lists},PQ{dim // coded}x4fs,RFlat"
-            index = faiss.index_factory(dim, kind, faiss.METRIC_INNER_PRODUCT)
-            rng = np.random.default_rng(0)
-            index.train(vectors[rng.choice(num, min(num, 100 * num_lists), False)])
-            index.add(vectors)
-            faiss.write_index(index, str(path))
-
         def search(probes, refined):
             settings = faiss.IndexRefineSearchParameters(
                 k_factor=refined,
@@ -173,13 +167,27 @@ def make_ivf(*, folder, batch, recall):
             )
             return lambda queries: index.search(queries, TOP_K, params=settings)[0]
 
-        seconds = _built(path, build)
+        seconds = _built(path, _build_ivf, coded)
         index, loaded = _read(path)
         num_lists = faiss.downcast_index(index.base_index).nlist
         probes = sorted({min(num_lists, n) for n in PROBES})
         return Opened(search, probes, REFINED, seconds, loaded, coded)
 
     return _tuned(folder, map(opened, CODED_IVF), batch, recall)
+
+
+def _build_ivf(path, coded):
+    import faiss
+
+    vectors = np.load(path.with_name("vectors.npy"))
+    num, dim = vectors.shape
+    num_lists = max(1, round(num**0.5))
+    kind = f"IVF{num_lists},PQ{dim // coded}x4fs,RFlat"
+    index = faiss.index_factory(dim, kind, faiss.METRIC_INNER_PRODUCT)
+    rng = np.random.default_rng(0)
+    index.train(vectors[rng.choice(num, min(num, 100 * num_lists), False)])
+    index.add(vectors)
+    faiss.write_index(index, str(path))
 
 
 def _read(path):
@@ -190,14 +198,31 @@ def _read(path):
     return faiss.read_index(str(path)), time.perf_counter() - started
 
 
-def _built(path, build):
-    """Seconds that building took, now or when it was built."""
-    told = path.with_name(path.name + ".seconds.json")
+def _built(path, build, *settings):
+    """Seconds that building took, now or when it was built.
+
+    An index is built in a process of its own: what a builder keeps of its memory would
+    count as the searcher's.
+    """
+    told = _told(path)
     if not told.exists():
-        started = time.perf_counter()
-        build()
-        told.write_text(json.dumps(time.perf_counter() - started))
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=_build, args=(build, path, *settings))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"{path} could not be built: code {process.exitcode}")
     return json.loads(told.read_text())
+
+
+def _build(build, path, *settings):
+    started = time.perf_counter()
+    build(path, *settings)
+    _told(path).write_text(json.dumps(time.perf_counter() - started))
+
+
+def _told(path):
+    return path.with_name(path.name + ".seconds.json")
 
 
 def _tuned(folder, indexes, batch, recall):

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import os
 
 import numpy as np
 import pytest
@@ -120,12 +121,20 @@ def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path, monkeypatch)
         neighbours._tuned(tmp_path, [other, empty], 4, 1.1)
 
 
-def test_an_index_is_built_once_and_remembers_how_long_it_took(tmp_path):
+def write(path, text):
+    """Builds an index, of a kind, and tells who did."""
+    path.write_text(f"{text} {os.getpid()}")
+
+
+def test_an_index_is_built_once_elsewhere_and_remembers_how_long_it_took(tmp_path):
     path = tmp_path / "index"
-    first = neighbours._built(path, lambda: path.write_text("built"))
-    assert path.read_text() == "built" and first > 0
-    assert neighbours._built(path, lambda: path.write_text("again")) == first
-    assert path.read_text() == "built"
+    first = neighbours._built(path, write, "built")
+    text, pid = path.read_text().split()
+    assert text == "built" and int(pid) != os.getpid() and first > 0
+    assert neighbours._built(path, write, "again") == first
+    assert path.read_text() == f"built {pid}"
+    with pytest.raises(RuntimeError, match="missing/index could not be built: code 1"):
+        neighbours._built(tmp_path / "missing" / "index", write, "built")
 
 
 def test_work_is_what_no_search_can_do_without(tmp_path, monkeypatch):
