@@ -253,10 +253,8 @@ class Nearest:
         """
         num = len(self.vectors)
         k = min(top_k, num)
-        positions = np.empty((len(queries), k), np.int64)
-        scores = np.empty((len(queries), k), np.float32)
         if not len(queries):
-            return positions, scores
+            return np.empty((0, k), np.int64), np.empty((0, k), np.float32)
         wanted = min(num, k + self._margin)
         queries = np.ascontiguousarray(queries, np.float32)
         if self.partition is None:
@@ -281,15 +279,18 @@ class Nearest:
             products[part] = self.vectors.pair_scores(queries[part], found[part])
         products[~is_found] = -np.inf
         order = np.lexsort((found, -products), axis=-1)
-        products = np.take_along_axis(products, order, axis=1)
-        best = np.take_along_axis(found, order[:, :k], axis=1)
+        order += np.arange(len(queries))[:, None] * found.shape[1]  # of all, flattened
+        products, best = np.take(products, order), np.take(found, order[:, :k])
         is_whole = self._are_complete(products, best, k)
-        # With fewer candidates than k none is whole.
-        if is_whole.any():
-            positions[is_whole] = best[is_whole]
-            scores[is_whole] = products[is_whole, :k]
-        for row in np.flatnonzero(~is_whole):
-            positions[row], scores[row] = self._search_all(queries[row], k)
+        if is_whole.all():
+            return best, np.ascontiguousarray(products[:, :k])
+        positions = np.empty((len(queries), k), np.int64)
+        scores = np.empty((len(queries), k), np.float32)
+        for row, whole in enumerate(is_whole):
+            if whole:
+                positions[row], scores[row] = best[row], products[row, :k]
+            else:
+                positions[row], scores[row] = self._search_all(queries[row], k)
         return positions, scores
 
     def _search_all(self, query, k):
