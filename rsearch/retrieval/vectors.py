@@ -38,15 +38,13 @@ class Vectors:
         return self._size * (len(self.blocks) - 1) + len(self.blocks[-1])
 
     def rows(self, positions):
-        """[n, D] the vectors at these positions."""
+        """[n, D] the vectors at these positions, of which there is one at least."""
         if len(self.blocks) == 1:
             return np.take(self.blocks[0], positions, axis=0)
-        out = np.empty((len(positions), self.dim), self.blocks[0].dtype)
-        block, row = np.divmod(positions, self._size)
-        for number in np.unique(block):
-            here = block == number
-            out[here] = self.blocks[number][row[here]]
-        return out
+        # One by one: a mask for each block would cost more than a few of its rows.
+        places = zip(*(part.tolist() for part in np.divmod(positions, self._size)))
+        rows = [self.blocks[block][row] for block, row in places]
+        return np.concatenate(rows).reshape(-1, self.dim)
 
     def pair_scores(self, queries, positions):
         """[n, k] float32 dot products, each of its own vector and query alone.
