@@ -179,11 +179,12 @@ class Play:
         self._reserve(slot)
 
     def _reserve(self, slot) -> bool:
-        """Whether the row has room for what it reads next, and another turn."""
+        """Whether the row has room for all of its conversation, and another turn.
+
+        What it reads next is among its segments already.
+        """
         held = sum(len(segment.token_ids) for segment in self.open[slot].segments)
-        shown = len(self.reading.get(slot, ()))
-        turn = self.host.limits.max_turn_tokens
-        return self.pool.reserve(slot, held + shown + turn)
+        return self.pool.reserve(slot, held + self.host.limits.max_turn_tokens)
 
     def _write(self):
         """Lets rows write until some pause, and answers those."""

@@ -340,3 +340,19 @@ def test_rows_that_share_pages_write_the_same_however_few_there_are(pages, cut):
         assert texts == [r.policy_texts for r in other.rollouts]
     # Where two long ones had met, and neither could read on, one has begun anew.
     assert bool(engine.num_restarts) == (pages == 32)
+
+
+def test_a_row_with_pages_for_the_longest_conversation_alone_holds_it():
+    """The last turn is the longest there may be, and no token of room is left over."""
+    turns, longest = (
+        [[SEARCHES, LONG_ANSWER]],
+        len(tiny.tokenizer().encode(LONG_ANSWER)),
+    )
+    plain, _ = play(turns, people(2))
+    script = Script(turns, longest)
+    script.row_pages = len(tiny.row_of(plain[0].rollouts[0]))
+    host = make_host(max_turn_tokens=longest)
+    engine = RolloutEngine(
+        script, host, num_rows=1, group_size=1, cache_tokens=script.row_pages
+    )
+    assert_rows_held(engine(None, people(2), jax.random.key(0)), script)
