@@ -23,6 +23,7 @@ FLAGS = {
     "logit_chunk": (512, "tokens whose logits exist at once"),
     "vocabulary": (152064, "ids of the network with few parameters else, for logits"),
     "vocabulary_tokens": (2048, "tokens of its one row"),
+    "vocabulary_chunk": (256, "... whose logits exist at once"),
     "grpo_shape": ("quickstart", "of the network whose whole steps are measured"),
     "questions": (8, "of such a step"),
     "group": (8, "rollouts of each"),
@@ -98,7 +99,7 @@ def _with_many_ids(bench: Bench, model, dtype, sizes) -> list[Row]:
         "num_rows": 1,
         "num_tokens": tokens,
         "micro_batch": 1,
-        "logit_chunk": min(sizes["logit_chunk"], tokens) // 4,
+        "logit_chunk": min(sizes["vocabulary_chunk"], tokens),
     }
     name = "rsearch.benching.updating"
     subjects = {
