@@ -1,0 +1,54 @@
+"""Commands in the documents: recipes that load, with fields that fit their machines."""
+
+import math
+import pathlib
+import re
+
+import pytest
+
+from rsearch.config import apply_overrides, load
+from rsearch.rules import validate
+
+ROOT = pathlib.Path(__file__).parent.parent
+MACHINES = {  # what names the devices of a command, and how many they are
+    r"--devices=(\d+)": int,
+    r"--topology=[^:\s]+:([\dx]+)": lambda size: math.prod(map(int, size.split("x"))),
+    r"--topology=[ah]\d+x(\d+)": int,
+    r"--type=v5p-(\d+)": lambda cores: int(cores) // 2,
+    r"sbatch --nodes=(\d+)": lambda nodes: int(nodes) * 8,
+}
+
+
+def commands():
+    """(command of one line, devices or None) of those that name a recipe."""
+    found = []
+    for name in ("README.md", "BUILD.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                # A sweep's fields have several values each.
+                if "--config=configs/" in line and "sweep.py" not in line:
+                    found.append((" ".join(line.split()), devices_of(line)))
+    return found
+
+
+def devices_of(line):
+    """How many devices a command says that there are; None where it does not."""
+    for pattern, count in MACHINES.items():
+        if match := re.search(pattern, line):
+            return count(match[1])
+    return None
+
+
+def test_some_commands_name_their_machine():
+    assert {num for _, num in commands()} >= {None, 8, 16}
+
+
+@pytest.mark.parametrize(("line", "num_devices"), commands())
+def test_the_recipe_of_a_command_is_valid(line, num_devices):
+    words = re.findall(r"--(config[\w.]*)=([^\s\"]+)", line)
+    fields = dict(words)
+    config = load(fields.pop("config"))
+    overrides = {name.removeprefix("config."): value for name, value in fields.items()}
+    config = apply_overrides(config, overrides)
+    validate(config, num_devices=num_devices)
