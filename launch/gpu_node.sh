@@ -28,7 +28,9 @@ nvidia-smi --query-gpu=name,memory.total --format=csv,noheader | sort | uniq -c
 if [ "${1:-}" = --dry_run ]; then
   shift
   echo "would install $requirements into ${RSEARCH_VENV:-.venv}"
-  echo "would run python -m rsearch.train $*"
+  printf 'would run python -m rsearch.train'
+  printf ' %q' "$@"
+  echo
   exit
 fi
 rsearch_environment "$requirements"

@@ -16,8 +16,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 POLL_SECONDS=${POLL_SECONDS:-30}
+MOST_UNKNOWN=20 # looks in a row that may fail
+MOST_ACTIVE=4   # looks after a failure; a slice that is being lost is active for a while
 ATTEMPTS=10
-ZONE='' TYPE='' VERSION='''' MOUNT='' EXISTING='' KEEP='' DRY_RUN=''
+ZONE='' TYPE='' VERSION='' MOUNT='' EXISTING='' KEEP='' DRY_RUN=''
 COMMON=() EXTRA=()
 
 fail() {
@@ -69,6 +71,7 @@ if [ -z "$VERSION$EXISTING" ]; then
   esac
 fi
 COMMON+=("--zone=$ZONE")
+ARCHIVE=/tmp/rsearch-$NAME.tgz ERRORS=/tmp/rsearch-$NAME.err LOOKED=''
 
 say() {
   echo "$(date +%T) $*" >&2
@@ -90,9 +93,19 @@ queued() {
   gcloud compute tpus queued-resources "$verb" "$NAME" "${COMMON[@]}" "$@"
 }
 
-# The state of what was asked for, "" where nothing was.
+# The state of what was asked for, "" where nothing was, UNKNOWN where gcloud cannot say.
 state() {
-  queued describe --format='value(state.state)' 2>/dev/null || true
+  if queued describe --format='value(state.state)' 2>"$ERRORS"; then return; fi
+  if ! grep -q NOT_FOUND "$ERRORS"; then
+    tail -n 1 "$ERRORS" >&2
+    echo UNKNOWN
+  fi
+}
+
+# That the slice may be there, and be paid for.
+kept() {
+  say "$NAME: the slice is kept, delete it with"
+  say "  gcloud compute tpus queued-resources delete $NAME ${COMMON[*]} --force"
 }
 
 everywhere() {
@@ -111,7 +124,7 @@ delete() {
 
 # Has the slice, asking for it where it is not there or has been lost.
 obtain() {
-  local now last=''
+  local now last='' unknown=0
   if [ -n "$EXISTING" ]; then return; fi
   if [ -n "$DRY_RUN" ]; then
     create
@@ -120,6 +133,17 @@ obtain() {
   while true; do
     now=$(state)
     if [ "$now" != "$last" ]; then say "$NAME: ${now:-not asked for yet}"; fi
+    if [ "$now" = UNKNOWN ]; then
+      # Not even once: it is not for the network, but for gcloud, the project or the zone.
+      if [ -z "$LOOKED" ]; then fail "$NAME: gcloud does not say whether it is there"; fi
+      unknown=$((unknown + 1))
+      if [ "$unknown" = "$MOST_UNKNOWN" ]; then
+        kept
+        fail "$NAME: gcloud did not say $MOST_UNKNOWN times what has become of it"
+      fi
+    else
+      LOOKED=yes unknown=0
+    fi
     last=$now
     case $now in
       ACTIVE) return ;;
@@ -133,17 +157,40 @@ obtain() {
   done
 }
 
+# Whether the slice is no longer active, or ceases to be within the next looks.
+is_lost() {
+  local look now
+  for ((look = 1; look <= MOST_ACTIVE; look++)); do
+    now=$(state)
+    case $now in
+      ACTIVE | UNKNOWN) ;;
+      *) return 0 ;;
+    esac
+    sleep "$POLL_SECONDS"
+  done
+  return 1
+}
+
+# What is copied, in every attempt the same.
+pack() {
+  local files=(git ls-files -z --cached --others --exclude-standard)
+  local archive=(tar --null --files-from=- -czf "$ARCHIVE")
+  if [ -n "$DRY_RUN" ]; then
+    echo "${files[*]} | ${archive[*]}"
+  else
+    "${files[@]}" | "${archive[@]}" || fail "the checkout could not be packed"
+  fi
+}
+
 # Copies and installs; each step may be done again. Called where a failure is awaited, so
 # that each says itself that it ends here.
 prepare() {
-  local archive=/tmp/rsearch-$NAME.tgz mount=''
+  local mount=''
   if [ -n "$MOUNT" ]; then
     mount="sudo mkdir -p /shared && { mountpoint -q /shared || { sudo apt-get update -q &&"
     mount+=" sudo apt-get install -qy nfs-common && sudo mount $(printf %q "$MOUNT") /shared && sudo chmod 777 /shared; }; } && "
   fi
-  local files=(git ls-files -z --cached --others --exclude-standard)
-  run tar --null --files-from=<("${files[@]}") -czf "$archive" || return
-  run gcloud compute tpus tpu-vm scp "$archive" "$NAME:rsearch.tgz" "${COMMON[@]}" --worker=all ||
+  run gcloud compute tpus tpu-vm scp "$ARCHIVE" "$NAME:rsearch.tgz" "${COMMON[@]}" --worker=all ||
     return
   everywhere "${mount}mkdir -p rsearch && tar -C rsearch -xzf rsearch.tgz && cd rsearch && { \
 command -v python3.11 >/dev/null || { sudo apt-get update -q && \
@@ -157,6 +204,7 @@ train() {
   ) --coordinator=auto"
 }
 
+pack
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   obtain
   code=0
@@ -170,12 +218,13 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
     say "$NAME: stopped in attempt $attempt of $ATTEMPTS; the run goes on where it was"
     continue
   fi
-  # Lost is what is no longer active; of anything else the program itself has failed.
-  if [ -n "$EXISTING" ] || [ "$(state)" = ACTIVE ]; then
-    say "$NAME: failed with code $code; the slice is kept, delete it with"
-    say "  gcloud compute tpus queued-resources delete $NAME ${COMMON[*]} --force"
+  say "$NAME: ended with code $code"
+  # 2 is a mistake of the command's; anything else may be the end of the slice.
+  if [ -n "$EXISTING" ] || [ "$code" = 2 ] || ! is_lost; then
+    if [ -z "$EXISTING" ]; then kept; fi
     exit "$code"
   fi
   say "$NAME: lost in attempt $attempt of $ATTEMPTS; the run goes on where it was"
 done
+if [ -z "$EXISTING" ]; then kept; fi
 fail "$NAME: lost or stopped $ATTEMPTS times"

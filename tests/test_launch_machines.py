@@ -67,11 +67,12 @@ def test_a_node_without_a_fit_gpu_is_refused(checkout, driver, said):
 
 def test_a_dry_run_of_a_gpu_node_does_nothing(checkout):
     on_gpus(checkout)
-    code, _, log = checkout.run("gpu_node.sh", "--dry_run", "-x", FAKE_DRIVER="580.1")
+    train = ("--dry_run", "-x", "--workdir=a b")
+    code, _, log = checkout.run("gpu_node.sh", *train, FAKE_DRIVER="580.1")
     assert (code, log) == (0, [])
     assert not (checkout.repo / ".venv").exists()
     assert "would install launch/cuda13.txt into .venv\n" in checkout.told
-    assert "would run python -m rsearch.train -x\n" in checkout.told
+    assert "would run python -m rsearch.train -x --workdir=a\\ b\n" in checkout.told
 
 
 def test_a_job_of_several_nodes_meets(checkout):
@@ -178,7 +179,8 @@ case "$*" in
   *" describe "*)  # the next of the states that are told of
     state=$(head -n 1 "$FAKE_STATES")
     [ "$(wc -l <"$FAKE_STATES")" -gt 1 ] && sed -i 1d "$FAKE_STATES"
-    [ -n "$state" ] || exit 1
+    [ "$state" != broken ] || { echo "ERROR: UNAVAILABLE: the service" >&2; exit 1; }
+    [ -n "$state" ] || { echo "ERROR: NOT_FOUND: Resource" >&2; exit 1; }
     echo "$state" ;;
   *rsearch.train*)  # and the next of the codes that training ends with
     code=$(head -n 1 "$FAKE_CODES")
@@ -195,7 +197,9 @@ class Cloud:
 
     def __init__(self, checkout, folder):
         self.checkout, self.folder = checkout, folder
-        checkout.link("git", "tar", "gzip", "head", "wc", "sed", "date", "sleep")
+        checkout.link(
+            "git", "tar", "gzip", "head", "tail", "wc", "sed", "grep", "date", "sleep"
+        )
         checkout.program("gcloud", GCLOUD)
         for command in (["init", "-q"], ["add", "-A"]):
             subprocess.run(["git", "-C", checkout.repo, *command], check=True)
@@ -255,7 +259,8 @@ def test_a_slice_is_asked_for_used_and_deleted(cloud):
 
 
 def test_a_slice_that_is_lost_is_replaced_and_the_run_goes_on(cloud):
-    states = ("ACTIVE", "SUSPENDED", "SUSPENDED", "", "ACTIVE")
+    """Its state may lag behind: it is looked at more than once."""
+    states = ("ACTIVE", "ACTIVE", "broken", "SUSPENDED", "SUSPENDED", "", "ACTIVE")
     code, error, log = cloud.run(*POD, *TRAINED, states=states, codes=(255, 0))
     assert code == 0, error
     assert kinds(log) == [
@@ -273,9 +278,37 @@ def test_a_run_that_was_told_to_stop_goes_on_there(cloud):
 
 
 def test_a_program_that_fails_is_not_tried_again_and_the_slice_is_kept(cloud):
-    code, error, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",), codes=(2,))
-    assert code == 2 and kinds(log) == ["copy", "set", "train"]
-    assert "the slice is kept" in error and "queued-resources delete pod" in error
+    for own in (2, 1, 255):
+        code, error, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",), codes=(own,))
+        assert code == own and kinds(log) == ["copy", "set", "train"]
+        assert "the slice is kept" in error and "queued-resources delete pod" in error
+
+
+def test_a_look_that_fails_is_not_a_slice_that_is_gone(cloud):
+    states = ("", "WAITING_FOR_RESOURCES", *["broken"] * 19, "ACTIVE")
+    code, error, log = cloud.run(*POD, *TRAINED, states=states)
+    assert code == 0, error
+    assert kinds(log).count("create") == 1
+    assert "ERROR: UNAVAILABLE: the service" in error
+    states = ("WAITING_FOR_RESOURCES", "broken")
+    code, error, log = cloud.run(*POD, *TRAINED, states=states)
+    assert (code, log) == (2, [])
+    assert "queued-resources delete pod" in error
+    assert "gcloud did not say 20 times what has become of it" in error
+
+
+def test_nothing_is_asked_for_where_gcloud_cannot_look(cloud):
+    code, error, log = cloud.run(*POD, *TRAINED, states=("broken",))
+    assert (code, log) == (2, [])
+    assert "ERROR: UNAVAILABLE: the service" in error
+    assert "error: pod: gcloud does not say whether it is there" in error
+
+
+def test_a_checkout_that_cannot_be_packed_costs_no_slice(cloud):
+    (cloud.checkout.repo / "launch" / "tpu.txt").unlink()
+    code, error, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",))
+    assert (code, log) == (2, [])
+    assert "launch/tpu.txt" in error and "could not be packed" in error
 
 
 def test_attempts_end(cloud):
@@ -286,6 +319,10 @@ def test_attempts_end(cloud):
     )
     assert code == 2 and kinds(log).count("train") == 2
     assert "error: pod: lost or stopped 2 times" in error
+    own = {"states": ("ACTIVE",), "codes": (75, 75)}
+    code, error, log = cloud.run(*POD, "--attempts=2", *TRAINED, **own)
+    assert code == 2 and kinds(log).count("train") == 2
+    assert "queued-resources delete pod" in error
 
 
 @pytest.mark.parametrize("how", ["--keep", "--existing"])
@@ -300,7 +337,9 @@ def test_a_dry_run_prints_what_it_would_do(cloud):
     assert (code, log) == (0, [])
     lines = cloud.checkout.told.splitlines()
     lines = [line.removeprefix("gcloud compute tpus ").rstrip() for line in lines]
-    assert lines.pop(1).startswith("tar ")
+    packed = lines.pop(0)
+    assert packed.startswith("git ls-files ")
+    assert packed.endswith("| tar --null --files-from=- -czf /tmp/rsearch-pod.tgz")
     assert kinds(lines) == ["create", "copy", "set", "train", "delete"]
     assert [lines[0], lines[1], lines[-1]] == [CREATE, COPY, DELETE]
 
