@@ -55,7 +55,7 @@ FLAGS = {
     "out": (REQUIRED, "directory of the sweep, with a run in it for each trial"),
     "trials": ("", "file with a trial a line: arguments of rsearch.train"),
     "at_once": (1, "trials that run at the same time"),
-    "gpus_each": (0, "GPUs that a trial alone sees; 0 = all that there are"),
+    "gpus_each": (0, "GPUs that a trial has to itself; 0 = all that there are"),
     "commands": (False, "prints a command for each trial, runs none"),
     "group": (False, "the table: mean and deviation over seeds"),
     "dry_run": (False, "shows the trials, having checked them, runs none"),
@@ -75,6 +75,8 @@ def main(argv) -> int:
     flags = parse_flags(rest, flags=FLAGS)
     if flags["at_once"] < 1 or flags["gpus_each"] < 0:
         raise ValueError("--at_once is at least 1, --gpus_each at least 0")
+    at_once = flags["at_once"]
+    gpus = shares_of_gpus(at_once, flags["gpus_each"]) if flags["gpus_each"] else None
     out = pathlib.Path(flags["out"])
     trials = expand(axes, listed(flags["trials"]), flags["config"])
     for trial in trials:
@@ -91,7 +93,7 @@ def main(argv) -> int:
     out.mkdir(parents=True, exist_ok=True)
     left = [trial for trial in trials if trial not in over]
     console.note(f"{len(trials)} trials in {out}, {len(trials) - len(left)} are over")
-    failed = run(left, out, at_once=flags["at_once"], gpus_each=flags["gpus_each"])
+    failed = run(left, out, at_once=at_once, gpus=gpus)
     done = [str(out / t.name) for t in trials if t.name not in failed]
     if done:
         compare.main([*done, *(["--group"] if flags["group"] else [])])
@@ -260,9 +262,30 @@ def finished(out) -> set[Trial]:
     }
 
 
-def run(trials, out, *, at_once, gpus_each) -> dict[str, int]:
+def shares_of_gpus(at_once, each) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of the trials that run at the same time.
+
+    They are cut from this process's own, where it has been given some alone.
+
+    Raises:
+        ValueError: it has been given fewer.
+    """
+    needed, given = at_once * each, os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(needed)]
+    if given is not None:
+        names = [name.strip() for name in given.split(",") if name.strip()]
+    if len(names) < needed:
+        raise ValueError(
+            f"--at_once={at_once} trials of --gpus_each={each} need {needed} GPUs, but "
+            f"CUDA_VISIBLE_DEVICES={given}"
+        )
+    return [",".join(names[i : i + each]) for i in range(0, needed, each)]
+
+
+def run(trials, out, *, at_once, gpus=None) -> dict[str, int]:
     """Runs the trials; returns {name: exit code} of those that failed.
 
+    Each of those that run at the same time has the GPUs of one of `gpus`, if given.
     What is still running when this is interrupted is interrupted too, and waited for.
     """
     waiting, running, failed, number = list(trials), {}, {}, 0
@@ -276,7 +299,7 @@ def run(trials, out, *, at_once, gpus_each) -> dict[str, int]:
                 if waiting and place not in running:
                     number += 1
                     trial = waiting.pop(0)
-                    started = _start(trial, out, place, gpus_each)
+                    started = _start(trial, out, gpus and gpus[place])
                     running[place] = (trial, started, time.monotonic())
                     console.note(f"{trial.name} begins ({number} of {len(trials)})")
             time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -304,14 +327,15 @@ def run(trials, out, *, at_once, gpus_each) -> dict[str, int]:
     return failed
 
 
-def _start(trial, out, place, gpus_each):
+def _start(trial, out, gpus):
     """The process of a trial, of which the terminal's signals reach this one alone."""
     environment = dict(os.environ)
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
-    if gpus_each:
-        own = range(place * gpus_each, (place + 1) * gpus_each)
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, own))
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
+        # Without it JAX would go on on the CPU where there is no such GPU.
+        environment.setdefault("JAX_PLATFORMS", "cuda")
     with open(out / f"{trial.name}.log", "ab") as log:
         return subprocess.Popen(
             command(trial, out),

@@ -32,7 +32,8 @@ import os, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
 words = sys.argv[2:]
 with open(folder / "asked", "a") as file:
-    print(os.environ.get("CUDA_VISIBLE_DEVICES"), *words, file=file)
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    print(gpus, os.environ.get("JAX_PLATFORMS"), *words, file=file)
 print("seen", words)
 before = (folder / "asked").read_text().count("config.seed=4")
 if "--config.seed=6" in words:
@@ -205,7 +206,24 @@ def test_every_trial_is_checked_before_any_begins(pretended, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_trials_are_run_once_and_failed_ones_again(pretended, tmp_path, capsys):
+def test_trials_share_the_gpus_that_the_sweep_was_given(pretended, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,GPU-7a")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    sweep_ = [f"--config={RECIPE}", "--config.seed=1,2,3", "--gpus_each=1"]
+    _, asked, _ = pretended(*sweep_, "--at_once=3")
+    given = {tuple(line.split()[:2]) for line in asked}
+    assert given == {("4", "cuda"), ("5", "cuda"), ("GPU-7a", "cuda")}
+    code, asked, _ = pretended(*sweep_, "--at_once=4")
+    assert (code, asked) == (2, [])
+    assert (
+        "need 4 GPUs, but CUDA_VISIBLE_DEVICES=4, 5,GPU-7a" in capsys.readouterr().err
+    )
+
+
+def test_trials_are_run_once_and_failed_ones_again(
+    pretended, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     sweep_ = [f"--config={RECIPE}", "--config.seed=1,2,4"]
     code, asked, compared = pretended(*sweep_, "--at_once=2", "--gpus_each=2")
     assert code == 1
@@ -271,7 +289,7 @@ def test_what_runs_is_stopped_with_the_sweep(tmp_path, how, before):
         f"trials = [sweep.Trial('a', ()), sweep.Trial('b', ())]\n"
         f"out = sweep.pathlib.Path({str(tmp_path)!r})\n"
         f"try:\n"
-        f"    sweep.run(trials, out, at_once=2, gpus_each=0)\n"
+        f"    sweep.run(trials, out, at_once=2)\n"
         f"except KeyboardInterrupt:\n"
         f"    sys.exit(130)\n"
     )
