@@ -2,7 +2,8 @@
 
 The process of one subject: prepares it, and for each line it reads does one repetition
 and writes its numbers as a line of JSON, with the most memory the process held
-meanwhile. Runs in interpreters that have none of the package's libraries.
+meanwhile; on an accelerator, of its device. Runs in interpreters that have none of the
+package's libraries.
 """
 
 import contextlib
@@ -37,13 +38,30 @@ def main(module: str, function: str, settings: str) -> None:
         print(json.dumps(told), file=answers, flush=True)
 
 
+def _torch_on_cuda():
+    """torch, where it has begun to use a GPU; else None."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_initialized() else None
+
+
 def _forget_peak():
     """The most memory held starts anew with what is held now (Linux, proc(5))."""
     (SELF / "clear_refs").write_text("5")
+    if torch := _torch_on_cuda():
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _peak_bytes() -> int:
-    """The most memory held since then."""
+    """The most memory held since then.
+
+    On an accelerator it is that of the arrays on the first device, and JAX's since the
+    process began: it does not let its peak be forgotten.
+    """
+    if torch := _torch_on_cuda():
+        return torch.cuda.max_memory_allocated()
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.default_backend() != "cpu":
+        return jax.devices()[0].memory_stats()["peak_bytes_in_use"]
     for line in (SELF / "status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return 1024 * int(line.split()[1])

@@ -12,6 +12,7 @@ import tempfile
 from rsearch.benching.rows import OURS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a GPU, with other subjects
 TOLD_LINES = 15  # of a failed process's last words
 
 
@@ -100,7 +101,7 @@ class _Child:
             stderr=self._said,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, **subject.environment},
+            env={**SHARING, **os.environ, "PYTHONPATH": path, **subject.environment},
         )
 
     def ask(self) -> dict:

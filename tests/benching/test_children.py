@@ -1,7 +1,11 @@
 """Processes that take turns in being measured."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
+from rsearch.benching import child
 from rsearch.benching.children import Subject, compare
 
 ECHO = "tests.benching.echo"
@@ -54,6 +58,26 @@ def test_a_subject_whose_threads_wait_for_more_ends(settings):
 def test_this_package_may_not_fail():
     with pytest.raises(RuntimeError, match=r"(?s)rsearch: .*no more"):
         compare({"rsearch": Subject(ECHO, {"fails_at": 1})}, 1)
+
+
+def test_memory_on_an_accelerator_is_its_own(monkeypatch):
+    """Pretended: what JAX and torch tell of their devices there."""
+    device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 7})
+    for backend, is_told in (("gpu", True), ("tpu", True), ("cpu", False)):
+        jax = SimpleNamespace(
+            default_backend=lambda backend=backend: backend, devices=lambda: [device]
+        )
+        monkeypatch.setitem(sys.modules, "jax", jax)
+        assert (child._peak_bytes() == 7) == is_told
+    forgotten = []
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        reset_peak_memory_stats=lambda: forgotten.append(1),
+        max_memory_allocated=lambda: 9,
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    child._forget_peak()
+    assert forgotten == [1] and child._peak_bytes() == 9
 
 
 def test_memory_is_that_of_each_repetition_alone():
