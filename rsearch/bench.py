@@ -12,7 +12,7 @@ import json
 import pathlib
 import sys
 
-from rsearch import console
+from rsearch import console, files
 from rsearch.benching import retrieval, rollout, step, train
 from rsearch.benching.children import Subject, compare
 from rsearch.benching.machine import Machine
@@ -29,6 +29,7 @@ SHARED = {
     "out": ("", "file for the same numbers as JSON"),
     "repeats": (5, "repetitions of each measurement"),
 }
+MAY_BE_0 = {"delay"}
 
 
 def main(argv) -> int:
@@ -50,9 +51,13 @@ def main(argv) -> int:
         measure = functools.partial(module.measure, config=config)
     else:
         given, measure = parse_flags(argv[1:], flags=flags), module.measure
+    for name, value in given.items():
+        least = int(name not in MAY_BE_0)
+        if isinstance(value, int) and value < least:
+            raise ValueError(f"--{name}={value}, expected at least {least}")
     out, repeats = given.pop("out"), given.pop("repeats")
-    if repeats < 1:
-        raise ValueError(f"--repeats={repeats}, expected at least 1")
+    if out:
+        files.check_output("out", out)
     machine = find_machine()
     console.note(
         f"{machine.name}, {machine.cores} cores: {machine.flops / 1e9:,.0f} GFLOP/s, "
@@ -60,11 +65,11 @@ def main(argv) -> int:
         + ("measured" if machine.is_measured else "as its maker tells")
     )
     rows = measure(Bench(machine, repeats), **given)
+    console.table(f"bench {kind}", HEADS, [cells(row) for row in rows])
     if out:
         pathlib.Path(out).write_text(
             json.dumps(as_json(machine, rows), indent=1) + "\n"
         )
-    console.table(f"bench {kind}", HEADS, [cells(row) for row in rows])
     return 0
 
 

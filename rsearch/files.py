@@ -34,6 +34,26 @@ def check_path(path):
         )
 
 
+def check_output(flag, path):
+    """Refuses a file that could not be written later, after hours of work.
+
+    Args:
+        flag: that names it, for the message.
+        path: the file; what is there already is written over.
+
+    Raises:
+        ValueError: its directory is not there or may not be written to, or it is a
+            directory itself.
+    """
+    path = pathlib.Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"--{flag}={path}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"--{flag}={path} is a directory; name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--{flag}={path} may not be written")
+
+
 def replace(path, data):
     """Writes `data` (bytes) to `path`, atomically and durably.
 

@@ -15,7 +15,7 @@ import json
 import pathlib
 import sys
 
-from rsearch import build, console
+from rsearch import build, console, files
 from rsearch.build.costs import GB, check_context, check_layout, memory_of
 from rsearch.config import parse_command_line, print_config, run_command
 from rsearch.planning.machines import Machine, find_machine
@@ -150,11 +150,14 @@ def command(argv) -> int:
         return 0
     if given["topology"] is None:
         raise ValueError("--topology: name one, such as v5p:2x2x4")
+    if given["out"]:
+        files.check_output("out", given["out"])
     machine = find_machine(given["topology"])
     rows = rows_of(main(config, machine, only=given["stage"]), machine)
+    fits = show(rows, config, machine)
     if given["out"]:
         pathlib.Path(given["out"]).write_text(json.dumps(rows, indent=1) + "\n")
-    return 0 if show(rows, config, machine) else 1
+    return 0 if fits else 1
 
 
 if __name__ == "__main__":

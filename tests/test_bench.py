@@ -164,6 +164,17 @@ def test_a_step_is_split_into_its_parts(tmp_path, capsys):
         ([], "the first argument must be one of rollout"),
         (["rolout"], "the first argument must be one of rollout"),
         (["rollout", "--repeats=0"], "--repeats=0, expected at least 1"),
+        (["rollout", "--delay=-1"], "--delay=-1, expected at least 0"),
+        (["rollout", "--turn_group=0"], "--turn_group=0, expected at least 1"),
+        (["retrieval", "--batch=0"], "--batch=0, expected at least 1"),
+        (["rollout", "--batch=8,0"], "--batch=8,0: expected numbers of at least 1"),
+        (["rollout", "--batch=a"], "--batch=a: expected numbers of at least 1"),
+        (
+            ["train", "--micro_batch=3"],
+            "--rows=8: must be a multiple of --micro_batch=3",
+        ),
+        (["step", "--out=/no/such/x"], "--out=/no/such/x: there is no directory /no"),
+        (["step", "--out=/"], "--out=/ is a directory; name a file in it"),
         (
             ["rollout", "--cases=decoding"],
             "--cases=decoding: must be of decode, turns, delay",

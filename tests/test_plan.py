@@ -104,6 +104,12 @@ def test_what_cannot_be_planned_is_told(topology, overrides, message):
         plan.main(recipe(**overrides), find_machine(topology), only="rl")
 
 
+def test_a_file_that_could_not_be_written_is_told_before_anything_is_compiled():
+    argv = ["--config=configs/quickstart.py", "--topology=a100x1", "--out=/no/x"]
+    with pytest.raises(ValueError, match="--out=/no/x: there is no directory /no"):
+        plan.command(argv)
+
+
 def test_a_stage_that_there_is_not_is_told(slice_of_four):
     with pytest.raises(ValueError, match="--stage=rk: must be one of sft, rl"):
         plan.main(recipe(), slice_of_four, only="rk")

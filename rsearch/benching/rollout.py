@@ -69,6 +69,7 @@ def measure(
         )
     if not 0 <= turn_spread < 1:
         raise ValueError(f"--turn_spread={turn_spread}: must be 0 or more, below 1")
+    batches = _numbers("batch", batch)
     rows = []
     waiting = {"shape": waiting_shape, "slots": slots, "rollouts": rollouts}
     if "delay" in asked:
@@ -86,7 +87,7 @@ def measure(
             "num_new": new_tokens,
         }
         if "decode" in asked:
-            for rows_at_once in map(int, batch.split(",")):
+            for rows_at_once in batches:
                 own = settings | {"batch": rows_at_once}
                 rows += _decoding(bench, spec, own)
         if "turns" in asked:
@@ -116,6 +117,18 @@ def check_choices(cases, known, shape, dtype) -> list[str]:
     if dtype not in BYTES:
         raise ValueError(f"--dtype={dtype}: must be one of {', '.join(BYTES)}")
     return asked
+
+
+def _numbers(flag, text) -> list[int]:
+    """Those between commas, each at least 1.
+
+    Raises:
+        ValueError: something else is there.
+    """
+    numbers = [int(n) if n.strip().isdecimal() else 0 for n in text.split(",")]
+    if not all(numbers):
+        raise ValueError(f"--{flag}={text}: expected numbers of at least 1, as in 8,32")
+    return numbers
 
 
 def _both(bench, make, settings):

@@ -39,9 +39,15 @@ def measure(bench: Bench, *, model, shape, dtype, cases, **sizes) -> list[Row]:
     """The rows of the cases that are asked for; see FLAGS.
 
     Raises:
-        ValueError: an unknown case or shape, or a dtype that is not measured.
+        ValueError: an unknown case or shape, a dtype that is not measured, or rows that
+            are no whole number of micro-batches.
     """
     asked = check_choices(cases, CASES, shape, dtype)
+    if sizes["rows"] % min(sizes["micro_batch"], sizes["rows"]):
+        raise ValueError(
+            f"--rows={sizes['rows']}: must be a multiple of "
+            f"--micro_batch={sizes['micro_batch']}"
+        )
     rows = []
     if "update" in asked:
         with model_directory(model, SHAPES[shape]) as directory:
