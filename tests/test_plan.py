@@ -104,6 +104,20 @@ def test_what_cannot_be_planned_is_told(topology, overrides, message):
         plan.main(recipe(**overrides), find_machine(topology), only="rl")
 
 
+def test_rows_of_a_small_model_write_together_on_one_gpu(tmp_path):
+    """CPUs stand for it, where they would write in blocks (see rollout/writers.py)."""
+    shape = SHAPE | {"mesh.tensor": 1, "rollout.slots": 64}
+    fields = [f"--config.{name}={value}" for name, value in shape.items()]
+    flops = {}
+    for count in (2, 1):
+        out = tmp_path / f"{count}.json"
+        argv = ["--config=configs/quickstart.py", "--stage=rl", f"--out={out}"]
+        assert plan.command([f"--topology=a100x{count}", *argv, *fields]) == 0
+        rows = {row["program"]: row for row in json.loads(out.read_text())}
+        flops[count] = rows["decode"]["flops"]
+    assert flops[1] == pytest.approx(2 * flops[2], rel=0.05)
+
+
 def test_a_file_that_could_not_be_written_is_told_before_anything_is_compiled():
     argv = ["--config=configs/quickstart.py", "--topology=a100x1", "--out=/no/x"]
     with pytest.raises(ValueError, match="--out=/no/x: there is no directory /no"):

@@ -234,6 +234,7 @@ def _sampler(frame, mesh):
         temperature=c.rollout.temperature,
         top_p=c.rollout.top_p,
         page_tokens=c.rollout.page_tokens,
+        all_at_once=True,  # on accelerators, also where CPUs stand for them
     )
 
 

@@ -70,6 +70,7 @@ class Sampler:
         temperature: float,
         top_p: float,
         page_tokens: int = 1,
+        all_at_once: bool = False,
     ):
         """See `decode` and `extend`.
 
@@ -85,6 +86,7 @@ class Sampler:
                 time, at most.
             temperature, top_p: see `sample`.
             page_tokens: of a page, where `empty` makes some.
+            all_at_once: no blocks of rows (see `writers`), whatever the mesh is of.
 
         Raises:
             ValueError: the tokenizer has more ids than the model.
@@ -97,7 +99,7 @@ class Sampler:
             .set(True)
         )
         self._num_slots = self._tiled(num_slots)
-        self.page_tokens = page_tokens
+        self.page_tokens, self._all_at_once = page_tokens, all_at_once
         self._max_turn_tokens = max_turn_tokens
         self._chunk, self._temperature, self._top_p = chunk, temperature, top_p
         self.num_traces = 0
@@ -119,7 +121,12 @@ class Sampler:
 
     def queue_size(self, num_rows: int) -> int:
         """How many of B rows write in a step, at most, where they stand in a queue."""
-        return queue_size(num_rows, block_size(self._model, self._mesh, num_rows))
+        return queue_size(num_rows, self._block_size(num_rows))
+
+    def _block_size(self, num_rows: int) -> int:
+        if self._all_at_once:
+            return num_rows
+        return block_size(self._model, self._mesh, num_rows)
 
     def agree(self, number: int) -> np.ndarray:
         """[1] the number: nobody else rolls out in the same program."""
@@ -309,7 +316,7 @@ class Sampler:
         rows = rows._replace(turn=begun(rows.turn, begins, budget))
         stays = jnp.maximum(jnp.sum(rows.turn.active) - enough, 0)
         given = row_keys(key, names), budget, table
-        block = block_size(self._model, self._mesh, len(begins))
+        block = self._block_size(len(begins))
         most_rows = len(begins) if queue is None else self.queue_size(len(begins))
 
         def goes_on(carry):
