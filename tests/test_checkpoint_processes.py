@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rsearch import checkpoint
+from tests.test_hosts import run_hosts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -49,6 +50,35 @@ def test_process_with_two_devices_restores_and_imports_neither_torch_nor_tensorf
     process = run_python(RESTORE, tmp_path)
     process.communicate(timeout=120)
     assert process.returncode == 0
+
+
+DESCRIBE = """
+import sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rsearch import hosts, manifest
+address, _, number = (word.partition("=")[2] for word in sys.argv[1:])
+hosts.begin(address, num_hosts=2, host=int(number))
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+rows = np.arange(6 * 4 * 4, dtype=np.float32).reshape(6, 4, 4)
+for spec in (("a", "b"), (None, "b", "a"), (None, None, ("a", "b")), (None, "a"), ()):
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    leaf = jax.make_array_from_callback(rows.shape, sharding, lambda at: rows[at])
+    assert not leaf.is_fully_addressable
+    for manifest.PIECE_BYTES in (1, 4 * rows[0].nbytes, rows.nbytes, 1 << 28):
+        most = max(rows[0].nbytes, manifest.PIECE_BYTES)
+        sizes = [piece.nbytes for piece in manifest.pieces(leaf)]
+        assert sum(sizes) == rows.nbytes
+        assert max(sizes) <= most or leaf.is_fully_replicated
+        assert manifest.describe(leaf) == manifest.describe(rows)
+print("described")
+"""
+
+
+def test_arrays_of_several_hosts_are_gathered_a_few_rows_at_a_time():
+    """Their digest is that of the whole, on each host."""
+    for code, out, error in run_hosts("-c", DESCRIBE, devices=2):
+        assert code == 0 and out.endswith("described\n"), error
 
 
 SAVE_FOREVER = """
