@@ -27,7 +27,8 @@ from rsearch.retrieval.parts import PartsError, best_of
 from rsearch.serving import JSON, JsonServer, RefusedError
 
 PATH = "/nearest"
-MAX_BODY_BYTES = 1 << 26  # of the queries of one search: 12 thousand of 1024 features
+MAX_BODY_BYTES = 1 << 26  # of a request: 12 thousand queries of 1024 features
+QUERIES_AT_ONCE = 1024  # of a request
 ENVELOPE_BYTES = 1 << 16  # around the numbers of a reply
 MAX_TOP_K = 10_000
 RETRIED = (408, 503)  # statuses that pass
@@ -216,7 +217,7 @@ class SpreadParts:
         firsts: [hosts] position of each host's first vector.
         parts: [hosts] this host's own as they are, RemoteParts of the others.
         here: number of this host.
-        timeout_seconds: of a search.
+        timeout_seconds: of a search of QUERIES_AT_ONCE.
     """
 
     def __init__(self, firsts, parts, here, *, timeout_seconds):
@@ -237,6 +238,14 @@ class SpreadParts:
         """
         if not len(queries):
             return self._parts[self._here].search(queries, top_k)
+        blocks = [
+            self._search(queries[start : start + QUERIES_AT_ONCE], top_k)
+            for start in range(0, len(queries), QUERIES_AT_ONCE)
+        ]
+        positions, scores = zip(*blocks)
+        return np.concatenate(positions), np.concatenate(scores)
+
+    def _search(self, queries, top_k):
         end = time.monotonic() + self._timeout
         asked = {
             number: self._threads.submit(part.search, queries, top_k, end)

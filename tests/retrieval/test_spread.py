@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from rsearch import hosts
+from rsearch.retrieval import spread as spread_module
 from rsearch.retrieval.engine import PassageList, SearchEngine
 from rsearch.retrieval.nearest import Nearest, build_searcher
 from rsearch.retrieval.parts import PartsError
@@ -44,7 +45,13 @@ def serving(nearest, token="secret"):
         server.close()
 
 
-def test_hosts_find_together_what_the_whole_finds_to_the_last_bit(rows):
+@pytest.mark.parametrize("at_once", [1024, 4])
+def test_hosts_find_together_what_the_whole_finds_to_the_last_bit(
+    rows, at_once, monkeypatch
+):
+    """Many queries are asked a few at a time: a request has a largest size."""
+    monkeypatch.setattr(spread_module, "QUERIES_AT_ONCE", at_once)
+    monkeypatch.setattr(spread_module, "MAX_BODY_BYTES", at_once * 64 * 2)
     cuts, queries = [0, 30, 50, 90], rows[::6]
     whole = exact(rows)
     parts = [exact(rows[a:b]) for a, b in itertools.pairwise(cuts)]
