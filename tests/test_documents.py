@@ -16,6 +16,7 @@ MACHINES = {  # what names the devices of a command, and how many they are
     r"--topology=[ah]\d+x(\d+)": int,
     r"--type=v5p-(\d+)": lambda cores: int(cores) // 2,
     r"sbatch --nodes=(\d+)": lambda nodes: int(nodes) * 8,
+    r"(rsearch.export .*--workdir=/shared)": lambda _: 1,  # on the machine `fill`
 }
 
 
