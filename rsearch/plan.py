@@ -65,7 +65,7 @@ def main(config, machine: Machine, *, only: str = "") -> dict[str, list[Estimate
         validate(own, num_devices=machine.num_devices)
         frame = make_frame(own, stage, machine)
         check_context(own, stage, frame.model.spec)
-        check_layout(own, stage, frame.model.spec)
+        check_layout(own, frame.model.spec)
         programs = stage_programs(frame, stage, machine)
         if machine.is_compiled_for:
             named = console.progress(programs, f"{stage}: programs compiled")

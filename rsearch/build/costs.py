@@ -35,6 +35,7 @@ class Memory:
         updating: {what: bytes} while it updates; not at the same time as `rolling`.
         stepping: {what: bytes} after the gradients, of moments that rest elsewhere.
         host: {what: bytes} that rest in its host's memory instead.
+        ending: {what: bytes} when it has ended, of adapters that are merged.
     """
 
     resident: dict[str, float]
@@ -42,11 +43,12 @@ class Memory:
     updating: dict[str, float]
     stepping: dict[str, float] = dataclasses.field(default_factory=dict)
     host: dict[str, float] = dataclasses.field(default_factory=dict)
+    ending: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def peak(self) -> float:
         """The most at any time."""
-        phases = self.rolling, self.updating, self.stepping
+        phases = self.rolling, self.updating, self.stepping, self.ending
         return sum(self.resident.values()) + max(sum(p.values()) for p in phases)
 
 
@@ -148,8 +150,12 @@ def check_context(c, stage: str, spec: DecoderSpec) -> None:
         )
 
 
-def check_layout(c, stage: str, spec: DecoderSpec) -> None:
+def check_layout(c, spec: DecoderSpec) -> None:
     """Refuses a mesh that does not divide the model.
+
+    Args:
+        c: configuration with the mesh.
+        spec: of the model.
 
     Raises:
         ValueError: names the axis.
@@ -163,7 +169,7 @@ def check_layout(c, stage: str, spec: DecoderSpec) -> None:
     for name, (size, axis) in divided.items():
         if size % c.mesh[axis]:
             raise ValueError(
-                f"{stage}: config.mesh.{axis} = {c.mesh[axis]} does not divide the "
+                f"config.mesh.{axis} = {c.mesh[axis]} does not divide the "
                 f"{name} {size} of {c.model.source or 'config.model'}"
             )
 
@@ -201,7 +207,9 @@ def memory_of(c, stage: str, spec: DecoderSpec, num_devices: int) -> Memory:
     stepping = {}
     if kind != "curate" and "optimizer" in c.model.offload:
         stepping = {"gradients": FLOAT32 * trained, "Adam moments": moments}
-    return Memory(resident, rolling, updating, stepping, host)
+    is_merged = kind != "curate" and c.model.lora_rank
+    ending = {"merged weights": weights} if is_merged else {}
+    return Memory(resident, rolling, updating, stepping, host, ending)
 
 
 def _params_here(c, spec):
@@ -271,5 +279,5 @@ def _updating(c, kind, spec, num_devices):
         "attention scores": rows * scores,
         "layers' inputs": rows * spec.num_layers * tokens * spec.width * size,
         "inside of a layer": rows * layers * inside,
-        "logits": 2 * FLOAT32 * pieces * rows / max(c[kind].micro_batch, 1),
+        "logits": 2 * FLOAT32 * pieces,
     }

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from rsearch import files
 from rsearch.build.agents import load_agent
 from rsearch.build.beginnings import initial_weights
+from rsearch.build.costs import check_layout
 from rsearch.build.parts import (
     apart,
     budgets,
@@ -145,6 +146,7 @@ def load_setup(
     tokenizer = load_policy_tokenizer(c, world, source)
     protocol = policy_protocol(c)
     model = policy_model(c, tokenizer, source)
+    check_layout(c, model.spec)
     limits, num_tokens = budgets(c, tokenizer, protocol, model.spec)
     say(f"model: {model.spec.num_params / 1e6:.3g} M parameters, {c.model.dtype}")
 

@@ -48,7 +48,7 @@ def dry_run(config, *, devices: int = 0, device_memory_gb: float = 0.0) -> None:
             memories.append((stage, f"not known before: {note}", None))
             continue
         check_context(own, stage, spec)
-        check_layout(own, stage, spec)
+        check_layout(own, spec)
         memory = memory_of(own, stage, spec, num_devices)
         memories += _memory_rows(stage, memory, num_devices)
         if device_memory_gb and memory.peak / GB > device_memory_gb:
@@ -179,6 +179,7 @@ def _memory_rows(stage, memory, num_devices):
         ("rollout: ", memory.rolling),
         ("update: ", memory.updating),
         ("step: ", memory.stepping),
+        ("end: ", memory.ending),
         ("in its host's memory: ", memory.host),
     )
     for phase, parts in phases:

@@ -61,7 +61,7 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
         """The last of what is measured of a step, and its row."""
         done = step + 1
         if c.eval.every_steps and done % c.eval.every_steps == 0:
-            row, _ = evaluator(plain(), "protocol")
+            row, _ = evaluator(plain(dtype=setup.model.dtype), "protocol")
             measured |= {f"dev_{n}": row[n] for n in ("em", "f1", "searches")}
         progress.outlast(lambda: metrics.write(step, measured))
         if done % c.log_every == 0 or done == c.rl.steps:

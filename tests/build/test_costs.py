@@ -108,6 +108,7 @@ def test_what_rests_with_the_hosts_comes_for_the_step_alone():
     assert memory.host == away
     assert memory.stepping == {"gradients": 4 * PARAMS, "Adam moments": 8 * PARAMS}
     assert costs.memory_of(config(), "rl", SPEC, 1).stepping == {}
+    assert costs.memory_of(config(), "rl", SPEC, 1).ending == {}
     larger = costs.Memory({"a": 1.0}, {"b": 5.0}, {"d": 4.0}, {"e": 7.0}, {"f": 99.0})
     assert larger.peak == 8.0
 
@@ -126,6 +127,7 @@ def test_adapters_are_all_that_is_trained_beside_one_copy_of_the_weights():
     }
     assert memory.updating["gradients"] == 8 * adapters
     assert memory.rolling["copy that decodes"] == 4 * PARAMS  # merged
+    assert memory.ending == {"merged weights": 4 * PARAMS}  # beside those they were
     half = costs.memory_of(config(**low | {"model.dtype": "bfloat16"}), "rl", SPEC, 1)
     assert half.rolling["copy that decodes"] == 2 * PARAMS
 
@@ -154,7 +156,7 @@ def test_a_mesh_splits_weights_and_rows():
 def test_a_vocabulary_that_cannot_be_cut_is_whole_on_every_device():
     odd = dataclasses.replace(SPEC, vocab_size=101)
     c = config(**{"mesh.fsdp": 2, "mesh.tensor": 2})
-    costs.check_layout(c, "rl", odd)
+    costs.check_layout(c, odd)
     here = (2 * 592 + 8) / 2 + 2 * 101 * 8
     memory = costs.memory_of(c, "rl", odd, 4)
     assert memory.resident["weights"] == 4 * here / 2
@@ -222,7 +224,7 @@ def test_a_context_beyond_the_models_is_refused_with_the_arithmetic():
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused():
     with pytest.raises(ValueError, match="tensor = 4 does not divide the num_kv_heads"):
-        costs.check_layout(config(**{"mesh.tensor": 4}), "rl", SPEC)
+        costs.check_layout(config(**{"mesh.tensor": 4}), SPEC)
     with pytest.raises(ValueError, match="fsdp = 3 does not divide the width 8"):
-        costs.check_layout(config(**{"mesh.fsdp": 3}), "rl", SPEC)
-    costs.check_layout(config(**{"mesh.fsdp": 4, "mesh.tensor": 2}), "rl", SPEC)
+        costs.check_layout(config(**{"mesh.fsdp": 3}), SPEC)
+    costs.check_layout(config(**{"mesh.fsdp": 4, "mesh.tensor": 2}), SPEC)

@@ -103,6 +103,10 @@ def test_training_questions_that_are_held_out_too_are_told_and_left_out(tmp_path
         (dict(protocol__instruction="ask"), r"a text that holds \{question\}"),
         (dict(world__films=1000), "config.world.films = 1000: at most 676"),
         (dict(mesh__data=2), "mesh does not fit"),
+        (
+            dict(mesh__tensor=2, model__mlp_width=383),
+            "config.mesh.tensor = 2 does not divide the mlp_width 383",
+        ),
         (dict(model__source="/nowhere"), "/nowhere"),
     ],
 )
