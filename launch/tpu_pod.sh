@@ -102,8 +102,9 @@ state() {
   fi
 }
 
-# That the slice may be there, and be paid for.
+# That the slice may be there, and be paid for; one that was there before is its owner's.
 kept() {
+  if [ -n "$EXISTING" ]; then return; fi
   say "$NAME: the slice is kept, delete it with"
   say "  gcloud compute tpus queued-resources delete $NAME ${COMMON[*]} --force"
 }
@@ -221,10 +222,10 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   say "$NAME: ended with code $code"
   # 2 is a mistake of the command's; anything else may be the end of the slice.
   if [ -n "$EXISTING" ] || [ "$code" = 2 ] || ! is_lost; then
-    if [ -z "$EXISTING" ]; then kept; fi
+    kept
     exit "$code"
   fi
   say "$NAME: lost in attempt $attempt of $ATTEMPTS; the run goes on where it was"
 done
-if [ -z "$EXISTING" ]; then kept; fi
+kept
 fail "$NAME: lost or stopped $ATTEMPTS times"

@@ -47,8 +47,7 @@ def test_some_commands_name_their_machine():
 
 @pytest.mark.parametrize(("line", "num_devices"), commands())
 def test_the_recipe_of_a_command_is_valid(line, num_devices):
-    words = re.findall(r"--(config[\w.]*)=([^\s\"]+)", line)
-    fields = dict(words)
+    fields = dict(re.findall(r"--(config[\w.]*)=([^\s\"]+)", line))
     config = load(fields.pop("config"))
     overrides = {name.removeprefix("config."): value for name, value in fields.items()}
     config = apply_overrides(config, overrides)

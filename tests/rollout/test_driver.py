@@ -344,10 +344,8 @@ def test_rows_that_share_pages_write_the_same_however_few_there_are(pages, cut):
 
 def test_a_row_with_pages_for_the_longest_conversation_alone_holds_it():
     """The last turn is the longest there may be, and no token of room is left over."""
-    turns, longest = (
-        [[SEARCHES, LONG_ANSWER]],
-        len(tiny.tokenizer().encode(LONG_ANSWER)),
-    )
+    turns = [[SEARCHES, LONG_ANSWER]]
+    longest = len(tiny.tokenizer().encode(LONG_ANSWER))
     plain, _ = play(turns, people(2))
     script = Script(turns, longest)
     script.row_pages = len(tiny.row_of(plain[0].rollouts[0]))
