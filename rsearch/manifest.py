@@ -4,21 +4,18 @@ It is written last, once the data is durable: a checkpoint exists when its manif
 does. Digests are xxh3-128.
 """
 
-import functools
 import json
 import pathlib
 
 import jax
 import numpy as np
 import xxhash
-from jax.sharding import NamedSharding, PartitionSpec
 
-from rsearch import files
+from rsearch import files, gather
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
 MAX_NAMED = 8  # leaves named in one message
-PIECE_BYTES = 1 << 28  # of an array of several hosts, that a device holds at once
 
 
 class DamagedError(ValueError):
@@ -79,43 +76,13 @@ def step_folders(directory):
 def describe(leaf):
     """Shape, dtype and digest of an array's bytes, the same however it is sharded."""
     digest = xxhash.xxh3_128()
-    for piece in pieces(leaf):
+    for piece in gather.pieces(leaf):
         digest.update(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
     return {
         "shape": list(np.shape(leaf)),
         "dtype": str(np.dtype(leaf.dtype)),
         "digest": digest.hexdigest(),
     }
-
-
-def pieces(leaf):
-    """The rows of an array, one after another, on the host of each process.
-
-    What lies on several hosts is gathered a few rows at a time: a leaf of all layers
-    may be larger than the memory of a device.
-    """
-    is_spread = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    if not is_spread or leaf.is_fully_replicated or not leaf.size:
-        yield leaf.addressable_data(0) if is_spread else leaf
-        return
-    if leaf.sharding.memory_kind == "pinned_host":
-        leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
-    num = len(leaf)
-    step = min(num, max(1, PIECE_BYTES * num // leaf.nbytes))
-    for start in range(0, num, step):
-        # The last begins earlier, to have the others' shape.
-        first = min(start, num - step)
-        rows = take_rows(leaf.sharding.mesh, step)(leaf, first).addressable_data(0)
-        yield np.asarray(rows)[start - first :]
-
-
-@functools.cache
-def take_rows(mesh, num):
-    """(array, first) -> so many of its rows, whole on every device of the mesh."""
-    return jax.jit(
-        lambda array, first: jax.lax.dynamic_slice_in_dim(array, first, num),
-        out_shardings=NamedSharding(mesh, PartitionSpec()),
-    )
 
 
 def describe_files(folder):

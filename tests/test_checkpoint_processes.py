@@ -56,7 +56,7 @@ DESCRIBE = """
 import sys
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from rsearch import hosts, manifest
+from rsearch import gather, hosts, manifest
 address, _, number = (word.partition("=")[2] for word in sys.argv[1:])
 hosts.begin(address, num_hosts=2, host=int(number))
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
@@ -65,11 +65,12 @@ for spec in (("a", "b"), (None, "b", "a"), (None, None, ("a", "b")), (None, "a")
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     leaf = jax.make_array_from_callback(rows.shape, sharding, lambda at: rows[at])
     assert not leaf.is_fully_addressable
-    for manifest.PIECE_BYTES in (1, 4 * rows[0].nbytes, rows.nbytes, 1 << 28):
-        most = max(rows[0].nbytes, manifest.PIECE_BYTES)
-        sizes = [piece.nbytes for piece in manifest.pieces(leaf)]
+    for gather.PIECE_BYTES in (1, 4 * rows[0].nbytes, rows.nbytes, 1 << 28):
+        most = max(rows[0].nbytes, gather.PIECE_BYTES)
+        sizes = [piece.nbytes for piece in gather.pieces(leaf)]
         assert sum(sizes) == rows.nbytes
         assert max(sizes) <= most or leaf.is_fully_replicated
+        np.testing.assert_array_equal(gather.whole(leaf), rows)
         assert manifest.describe(leaf) == manifest.describe(rows)
 print("described")
 """

@@ -22,6 +22,8 @@ LAYERS = (  # lowest first; what is not named here is a command, above all of th
         "scoring",
         "metrics",
         "manifest",
+        "gather",
+        "offload",
         "checkpoint",
         "storage",
         "config",

@@ -13,8 +13,9 @@ from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import TrainState, create_state, state_like
 from rsearch.models.adapters import adapter_shapes, init_adapters
 from rsearch.models.decoder import Decoder
-from rsearch.models.sharding import in_host_memory, laid_out
+from rsearch.models.sharding import laid_out
 from rsearch.models.weights import param_shapes
+from rsearch.offload import in_host_memory
 
 
 def make_learner(setup: Setup, kind: str) -> tuple[update.Learner, object]:

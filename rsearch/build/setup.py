@@ -27,8 +27,9 @@ from rsearch.data.questions import fingerprint
 from rsearch.data.world import World, make_world
 from rsearch.fields import to_json
 from rsearch.models.decoder import Decoder
-from rsearch.models.sharding import check_host_memory, make_mesh
+from rsearch.models.sharding import make_mesh
 from rsearch.models.tokenizer import Tokenizer
+from rsearch.offload import check_host_memory
 from rsearch.protocols import PROTOCOLS
 from rsearch.protocols.base import Protocol
 from rsearch.retrieval.engine import SearchEngine

@@ -7,14 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from rsearch.models.sharding import (
-    HOST,
-    in_memory,
-    on_device,
-    param_shardings,
-    replicated,
-    with_shardings,
-)
+from rsearch.models.sharding import param_shardings, replicated, with_shardings
+from rsearch.offload import HOST, in_memory, on_device
 
 
 class TrainState(NamedTuple):

@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
+from rsearch import gather
 from rsearch.models import weights
 from rsearch.models.hf_config import config_of
 
@@ -213,9 +214,7 @@ def _plan_shards(params, spec, dtype, max_bytes):
 def _fetch(leaf, layer, groups, dtype):
     """One tensor on the host, laid out as on disk."""
     value = leaf if layer is None else leaf[layer]
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        value = multihost_utils.process_allgather(value, tiled=True)
-    stored = weights.to_stored(np.asarray(value), groups).astype(dtype)
+    stored = weights.to_stored(gather.whole(value), groups).astype(dtype)
     return np.ascontiguousarray(stored)
 
 

@@ -20,9 +20,6 @@ from rsearch.learn.update import batch_shardings
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import (
     DECODING_RULES,
-    DEVICE,
-    HOST,
-    check_host_memory,
     laid_out,
     make_mesh,
     num_shards,
@@ -30,6 +27,7 @@ from rsearch.models.sharding import (
     replicated,
     with_shardings,
 )
+from rsearch.offload import DEVICE, HOST, check_host_memory
 from rsearch.planning.machines import Machine
 from rsearch.rollout.conversation import conversation_tokens, shown_tokens
 from rsearch.rollout.play import at_once

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-from rsearch import console, hosts
+from rsearch import console, gather, hosts
 from rsearch.config import StoppedError
 from rsearch.manifest import named
 
@@ -137,7 +136,7 @@ class Guards:
             return None
         self._kept += 1
         path = self._folder / f"{step}-{self._skipped}.npz"
-        arrays = {name: _whole(x) for name, x in named(batch).items()}
+        arrays = {name: gather.whole(x) for name, x in named(batch).items()}
         if hosts.is_first():
             self._folder.mkdir(exist_ok=True)
             np.savez(path, **arrays)
@@ -146,12 +145,6 @@ class Guards:
 
 def _is_beyond(value, bound, more_is_worse):
     return value > bound if more_is_worse else value < bound
-
-
-def _whole(x):
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return multihost_utils.process_allgather(x, tiled=True)
-    return np.asarray(x)
 
 
 def _first_bad(params) -> str:

@@ -11,7 +11,8 @@ from rsearch.learn.advantages import with_advantages
 from rsearch.learn.batch import Batch, cut, pack, pack_segments, parts
 from rsearch.learn.objectives import sampler_gap
 from rsearch.learn.packing import packed
-from rsearch.models.sharding import num_shards, on_device
+from rsearch.models.sharding import num_shards
+from rsearch.offload import on_device
 from rsearch.stages.guards import Guards
 from rsearch.types import Outcome
 

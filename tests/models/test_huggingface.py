@@ -16,6 +16,7 @@ from rsearch.models import huggingface, sharding, weights
 from rsearch.models.hf_config import read_spec
 from rsearch.models.tokenizer import load_tokenizer
 from tests.models import reference
+from tests.test_hosts import run_hosts
 
 EMBED = "model.embed_tokens.weight"
 
@@ -109,6 +110,30 @@ def test_sharded_files_load_straight_into_sharded_arrays(tmp_path):
     assert params["layers"]["attention"]["o"].sharding.spec[1] == "tensor"
     up = params["layers"]["up"]
     assert {s.data.shape for s in up.addressable_shards} == {(3, 24, 40)}
+
+
+EXPORT = """
+import sys
+from rsearch import gather, hosts
+from rsearch.models import hf_config, huggingface, sharding, weights
+source, out, address, _, number = (word.rpartition("=")[2] for word in sys.argv[1:])
+hosts.begin(address, num_hosts=2, host=int(number))
+spec = hf_config.read_spec(source)
+mesh = sharding.make_mesh(fsdp=2, tensor=2)
+shardings = sharding.param_shardings(weights.param_shapes(spec), mesh)
+params = huggingface.load_params(source, spec, shardings=shardings)
+assert not params["embedding"].is_fully_addressable
+gather.PIECE_BYTES = 7 * 4 * spec.width  # rows of the embedding at once
+huggingface.export(out, params, spec)
+"""
+
+
+def test_what_two_hosts_hold_in_parts_is_exported_whole(saved, tmp_path):
+    out = tmp_path / "out"
+    for code, _, error in run_hosts("-c", EXPORT, saved, out, devices=2):
+        assert code == 0, error
+    ours, theirs = (load_file(d / "model.safetensors") for d in (out, saved))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def test_no_read_holds_more_than_one_leaf(saved, monkeypatch):
