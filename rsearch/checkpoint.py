@@ -37,6 +37,7 @@ from rsearch.manifest import (
     DamagedError,
     check_files,
     check_leaf,
+    check_leaves,
     check_structure,
     describe,
     describe_files,
@@ -148,15 +149,17 @@ def restore(directory, step, like, *, is_part=False):
 
     Raises:
         ValueError: structure, shapes or dtypes differ; the leaves are named.
-        DamagedError: a file or a leaf does not match its digest.
+        DamagedError: a file or a leaf does not match its digest, on any of the hosts.
     """
-    body = read_manifest(directory, step)
     folder = path_of(pathlib.Path(directory).absolute(), step).parent
-    wanted, leaves = named(like), body["leaves"]
-    if is_part:
-        leaves = {name: leaves[name] for name in wanted.keys() & leaves}
-    check_structure(folder, leaves, wanted)
-    check_files(folder, body["files"])
+    wanted = named(like)
+    with hosts.alike(DamagedError):
+        body = read_manifest(directory, step)
+        leaves = body["leaves"]
+        if is_part:
+            leaves = {name: leaves[name] for name in wanted.keys() & leaves}
+        check_structure(folder, leaves, wanted)
+        check_files(folder, body["files"])
     shardings = {name: _sharding(leaf) for name, leaf in wanted.items()}
     stored = {n: x for n, x in wanted.items() if 0 not in x.shape}
     arrays = storage.read_tree(folder / TREE, stored, shardings) if stored else {}
@@ -164,21 +167,19 @@ def restore(directory, step, like, *, is_part=False):
         if name not in arrays:  # no elements: Orbax does not store those
             empty = np.zeros(leaf.shape, leaf.dtype)
             arrays[name] = jax.device_put(empty, shardings[name])
-        found, saved = describe(arrays[name]), body["leaves"][name]
-        if found != saved:
-            raise DamagedError(
-                f"{folder}: damaged: leaf {name} is {found}, the manifest has {saved}"
-            )
+    found = {name: describe(arrays[name]) for name in wanted}
+    with hosts.alike(DamagedError):
+        check_leaves(folder, found, leaves)
     treedef = jax.tree_util.tree_structure(like)
     return jax.tree_util.tree_unflatten(treedef, [arrays[name] for name in wanted])
 
 
-def newest_good(directory, like):
+def newest_good(directory, like, *, is_part=False):
     """The newest checkpoint that verifies; damaged ones on the way are set aside.
 
     Args:
         directory: of all the checkpoints of one stage.
-        like: as for `restore`.
+        like, is_part: as for `restore`.
 
     Returns:
         (step, tree, meta), or None where there is no checkpoint.
@@ -191,7 +192,7 @@ def newest_good(directory, like):
     found = _agreed(directory)
     for step in reversed(found):
         try:
-            tree = restore(directory, step, like)
+            tree = restore(directory, step, like, is_part=is_part)
             return step, tree, read_manifest(directory, step)["meta"]
         except DamagedError as error:
             aside = set_aside(directory, step)

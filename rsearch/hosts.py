@@ -339,6 +339,28 @@ def on_first(work: Callable[[], None]) -> None:
         raise kind(f"host 0: {told[1:].decode()}")
 
 
+@contextlib.contextmanager
+def alike(kind: type[Exception]) -> Iterator:
+    """Within it all do the same; an error of this kind on one of them is one of all.
+
+    Otherwise they would part here, and wait for each other at different places.
+
+    Raises:
+        Exception: of the kind, its own on each host that has one, after the last has
+            come to the end; another kind at once.
+    """
+    own = None
+    try:
+        yield
+    except kind as error:
+        own = error
+    told = exchange(b"" if own is None else f"host {index()}: {own}".encode())
+    if own is not None:
+        raise own
+    if any(told):
+        raise kind(next(filter(None, told)).decode())
+
+
 def check_alike(told: dict) -> None:
     """Refuses hosts that do not have the same inputs, which would drift apart.
 

@@ -116,6 +116,16 @@ def check_files(folder, saved):
             )
 
 
+def check_leaves(folder, found, saved):
+    """Raises DamagedError where a leaf is not as `describe` had it."""
+    for name, described in found.items():
+        if described != saved[name]:
+            raise DamagedError(
+                f"{folder}: damaged: leaf {name} is {described}, the manifest has "
+                f"{saved[name]}"
+            )
+
+
 def encode(body):
     """The manifest's bytes: one spelling, so that any changed bit shows."""
     text = json.dumps(body, sort_keys=True, allow_nan=False)

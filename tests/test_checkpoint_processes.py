@@ -82,6 +82,45 @@ def test_arrays_of_several_hosts_are_gathered_a_few_rows_at_a_time():
         assert code == 0 and out.endswith("described\n"), error
 
 
+DAMAGED = """
+import sys
+import jax, numpy as np
+from rsearch import checkpoint, hosts
+from rsearch.models.sharding import batch_sharding, make_mesh
+directory, where, address, _, number = (w.rpartition("=")[2] for w in sys.argv[1:])
+hosts.begin(address, num_hosts=2, host=int(number))
+rows = np.arange(8, dtype=np.float32).reshape(4, 2)
+leaf = jax.make_array_from_callback(
+    rows.shape, batch_sharding(make_mesh()), lambda at: rows[at]
+)
+for step in (1, 2):
+    checkpoint.save(directory, step, {"w": leaf}, {}, keep=2)
+
+def first_read(check):
+    def checked(folder, *given):
+        if number == "1" and folder.name == "2":
+            raise checkpoint.DamagedError("not what was written")
+        return check(folder, *given)
+    return checked
+
+setattr(checkpoint, where, first_read(getattr(checkpoint, where)))
+like = {"w": jax.ShapeDtypeStruct(rows.shape, "float32", sharding=leaf.sharding)}
+step, tree, _ = checkpoint.newest_good(directory, like)
+print(step, float(tree["w"].sum()), checkpoint.steps(directory))
+"""
+
+
+@pytest.mark.fault(23, "hosts disagree")
+@pytest.mark.parametrize("where", ["check_files", "check_leaves"])
+def test_damage_that_one_host_alone_sees_is_damage_to_all(tmp_path, where):
+    told = run_hosts("-c", DAMAGED, tmp_path, where)
+    for code, out, error in told:
+        assert code == 0, error
+        assert out.endswith("1 28.0 [1]\n")
+    assert "host 1: not what was written; set aside as 2.damaged" in told[0][2]
+    assert (tmp_path / "2.damaged" / "manifest.json").is_file()
+
+
 SAVE_FOREVER = """
 import itertools, sys
 import jax.numpy as jnp
