@@ -314,12 +314,14 @@ def trained_params(setup, folder: pathlib.Path):
         if kind_of(stage) == "curate" or not is_policy:
             continue
         staged = dataclasses.replace(setup, config=own)
-        like = build.state_shapes(staged, kind_of(stage))
-        found = checkpoint.newest_good(folder / stage / CHECKPOINTS, like)
+        # Not the moments, which are twice as much, or a value model.
+        like = {"params": build.state_shapes(staged, kind_of(stage)).params}
+        own_folder = folder / stage / CHECKPOINTS
+        found = checkpoint.newest_good(own_folder, like, is_part=True)
         if found is not None:
-            step, state, _ = found
+            step, tree, _ = found
             console.note(f"policy: stage {stage} after step {step}")
-            params = state.params
+            params = tree["params"]
             if own.model.lora_rank:
                 given = params, setup.model.spec, setup.mesh, initial
                 params = build.merged_weights(folder, stage, *given)

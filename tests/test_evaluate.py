@@ -3,11 +3,13 @@
 import json
 import pathlib
 import shutil
+from unittest import mock
 
 import pytest
 
-from rsearch import build, checkpoint, evaluate, export, train
+from rsearch import build, checkpoint, evaluate, export, storage, train
 from rsearch.config import run_command
+from rsearch.manifest import named
 from rsearch.models import huggingface
 from rsearch.workdir import Workdir, read_rows
 from tests.small_run import (
@@ -162,8 +164,11 @@ def test_a_changed_measure_is_measured_again(copy):
 def exported(tmp_path_factory):
     """The finished policy as a Hugging Face directory."""
     setup = build.load_setup(config(), only_dev=True)
-    stage, step, params = evaluate.trained_params(setup, finished())
+    with mock.patch.object(storage, "read_tree", wraps=storage.read_tree) as read_tree:
+        stage, step, params = evaluate.trained_params(setup, finished())
     assert (stage, step) == ("rl", 3)
+    _, leaves, _ = read_tree.call_args.args  # no moments, which are twice as much
+    assert leaves.keys() == {f"params.{name}" for name in named(params)}
     folder = tmp_path_factory.mktemp("export") / "model"
     huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
     return folder
