@@ -85,7 +85,7 @@ def merged_weights(workdir, stage: str, params, spec, mesh, initial):
     else:
         base = restored(workdir, *before, spec, mesh, initial)
     scale = model["lora_alpha"] / model["lora_rank"]
-    return make_merge(mesh, scale, jnp.float32)(base, params)
+    return make_merge(mesh, scale, jnp.float32, donates=True)(base, params)
 
 
 def _stage_before(whole, stage):

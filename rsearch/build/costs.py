@@ -31,11 +31,11 @@ class Memory:
 
     Attributes:
         resident: {what: bytes} that stay for the whole stage.
-        rolling: {what: bytes} while it rolls out.
+        rolling: {what: bytes} while it rolls out or, of adapters, when what it has
+            left is evaluated; other stages have by then let go of more than that.
         updating: {what: bytes} while it updates; not at the same time as `rolling`.
         stepping: {what: bytes} after the gradients, of moments that rest elsewhere.
         host: {what: bytes} that rest in its host's memory instead.
-        ending: {what: bytes} when it has ended, of adapters that are merged.
     """
 
     resident: dict[str, float]
@@ -43,12 +43,11 @@ class Memory:
     updating: dict[str, float]
     stepping: dict[str, float] = dataclasses.field(default_factory=dict)
     host: dict[str, float] = dataclasses.field(default_factory=dict)
-    ending: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def peak(self) -> float:
         """The most at any time."""
-        phases = self.rolling, self.updating, self.stepping, self.ending
+        phases = self.rolling, self.updating, self.stepping
         return sum(self.resident.values()) + max(sum(p.values()) for p in phases)
 
 
@@ -202,14 +201,16 @@ def memory_of(c, stage: str, spec: DecoderSpec, num_devices: int) -> Memory:
     for name in AGENTS:
         if kind != "sft" and c[name].source:
             resident |= agent_memory(c, name)
-    rolling = {} if kind == "sft" else _rolling(c, kind, spec, num_devices)
+    rolling = {}
+    if kind != "sft":
+        rolling = _rolling(c, kind, spec, num_devices)
+    elif c.model.lora_rank and c.eval.methods:
+        rolling = _rolling(c, "rl", spec, num_devices)
     updating = {} if kind == "curate" else _updating(c, kind, spec, num_devices)
     stepping = {}
     if kind != "curate" and "optimizer" in c.model.offload:
         stepping = {"gradients": FLOAT32 * trained, "Adam moments": moments}
-    is_merged = kind != "curate" and c.model.lora_rank
-    ending = {"merged weights": weights} if is_merged else {}
-    return Memory(resident, rolling, updating, stepping, host, ending)
+    return Memory(resident, rolling, updating, stepping, host)
 
 
 def _params_here(c, spec):

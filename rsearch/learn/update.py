@@ -115,14 +115,14 @@ class Learner:
         self._score_rows = jax.jit(self._score)
         self.steps = Steps(self._gradients, optimizer, mesh, offloads=offloads)
         merge = functools.partial(make_merge, mesh, adapter_scale)
-        self._merge = functools.cache(merge)  # one for each dtype
+        self.merge = functools.cache(merge)  # one for each dtype, and for donated bases
 
     def put(self, batch: Batch) -> Batch:
         """A [micro-batches, rows, ...] batch on the mesh, the rows spread over it."""
         return put(batch, self._mesh)
 
     def plain(self, params, base=None, *, dtype=jnp.float32):
-        """What decodes, or is kept: parameters merged into the base, if there is one.
+        """What decodes: parameters merged into the base, if there is one.
 
         Args:
             params: of a state.
@@ -131,7 +131,16 @@ class Learner:
         """
         if base is None:
             return params
-        return self._merge(jnp.dtype(dtype))(base, params)
+        return self.merge(jnp.dtype(dtype))(base, params)
+
+    def left(self, params, base=None):
+        """What a stage leaves: `plain`, float32, in the place of the base.
+
+        The base's buffers are reused: it must not be touched again.
+        """
+        if base is None:
+            return params
+        return self.merge(jnp.dtype(jnp.float32), donates=True)(base, params)
 
     def score(self, params, batch: Batch, base=None):
         """[M, b, T] log-probabilities of a [M, b, ...] batch under these parameters.

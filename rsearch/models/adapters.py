@@ -120,39 +120,60 @@ def merged(params, adapters, scale: float, *, dtype=jnp.float32):
         scale: alpha / r.
         dtype: of the result.
     """
-
-    def add(kernel, a, b):
-        rank, layers = a.shape[-1], a.shape[0]
-        change = jnp.matmul(
-            a.reshape(layers, -1, rank),
-            b.reshape(layers, rank, -1),
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        return kernel + scale * change.reshape(kernel.shape)
-
     layers = dict(params["layers"])
     layers["attention"] = dict(layers["attention"])
     own = dict(adapters["layers"])
     own |= own.pop("attention", {})
-    for name in {leaf[:-2] for leaf in own}:
-        place = layers["attention"] if name in _IN_ATTENTION else layers
-        a, b = own[f"{name}_a"], own[f"{name}_b"]
+    changes = {}  # matrix -> [(the part of it, A, B)]
+    for name in sorted({leaf[:-2] for leaf in own}):
+        matrix, index = name, ...
         if name in ("gate", "up") and "gate_up" in layers:
-            half = ("gate", "up").index(name)
-            both = layers["gate_up"]
-            layers["gate_up"] = both.at[:, :, half].set(add(both[:, :, half], a, b))
-        else:
-            place[name] = add(place[name], a, b)
+            matrix, index = "gate_up", (slice(None), ("gate", "up").index(name))
+        changes.setdefault(matrix, []).append(
+            (index, own[f"{name}_a"], own[f"{name}_b"])
+        )
+    for name, parts in changes.items():
+        place = layers["attention"] if name in _IN_ATTENTION else layers
+        place[name] = _changed(place[name], parts, scale, dtype)
     return jax.tree.map(lambda x: x.astype(dtype), params | {"layers": layers})
 
 
-def make_merge(mesh: Mesh, scale: float, dtype):
-    """`merged` as a compiled function of params and adapters, laid out over a mesh."""
+def _changed(kernel, parts, scale, dtype):
+    """[L, ...] of the dtype: kernel + scale x A B, of each (index, A, B) in its part.
 
-    @jax.jit
+    Layer by layer, in place where nothing is cast: all at once, XLA holds the changes
+    of all matrices beside their sums.
+    """
+    in_place = kernel.dtype == dtype
+
+    def one(layer, whole):
+        own = (whole if in_place else kernel)[layer]
+        for index, a, b in parts:
+            rank = a.shape[-1]
+            change = jnp.matmul(
+                a[layer].reshape(-1, rank),
+                b[layer].reshape(rank, -1),
+                precision=jax.lax.Precision.HIGHEST,
+            )
+            own = own.at[index].add(scale * change.reshape(own[index].shape))
+        return whole.at[layer].set(own.astype(dtype))
+
+    begun = kernel if in_place else jnp.zeros(kernel.shape, dtype)
+    return jax.lax.fori_loop(0, len(kernel), one, begun)
+
+
+def make_merge(mesh: Mesh, scale: float, dtype, *, donates: bool = False):
+    """`merged` as a compiled function of params and adapters, laid out over a mesh.
+
+    Args:
+        mesh: devices.
+        scale, dtype: see `merged`.
+        donates: the result takes the place of params, which must not be touched again.
+    """
+
     def merge(params, adapters):
         whole = merged(params, adapters, scale, dtype=dtype)
         shardings = param_shardings(whole, mesh)
         return jax.lax.with_sharding_constraint(whole, shardings)
 
-    return merge
+    return jax.jit(merge, donate_argnums=(0,) if donates else ())

@@ -179,7 +179,6 @@ def _memory_rows(stage, memory, num_devices):
         ("rollout: ", memory.rolling),
         ("update: ", memory.updating),
         ("step: ", memory.stepping),
-        ("end: ", memory.ending),
         ("in its host's memory: ", memory.host),
     )
     for phase, parts in phases:

@@ -35,7 +35,8 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
     Args:
         setup: of the stage.
         evaluator: of held-out questions, asked every config.eval.every_steps.
-        params: of the policy before this stage; they stay the reference.
+        params: of the policy before this stage; they stay the reference. If it trains
+            adapters, they become what it returns, and must not be touched again.
         folder: of this stage: checkpoints, metrics.jsonl, curves.
         stage: its name.
         memory: what is memorised beside (see `rsearch.stages.memory`), or None.
@@ -46,22 +47,22 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
     c, progress = setup.config, Progress(setup, "rl", params, folder, stage=stage)
     learner, base = progress.learner, build.frozen(setup, params)
 
-    def plain(**settings):
-        return learner.plain(progress.state.params, base, **settings)
+    def decoded():
+        return learner.plain(progress.state.params, base, dtype=setup.model.dtype)
 
     if progress.is_over:
-        return plain()
+        return learner.left(progress.state.params, base)
     critic = build.make_critic(setup)[0] if build.has_critic(setup, "rl") else None
     reference = params if c.rl.kl_coef else None
     learning = Learning(setup, learner, critic, reference, base, progress.guards)
     setup, journal = _recorded(setup, folder), Journal(folder, "rollouts")
-    take_step = _steps(setup, learning, plain, stage, memory, journal)
+    take_step = _steps(setup, learning, decoded, stage, memory, journal)
 
     def measure(step, measured):
         """The last of what is measured of a step, and its row."""
         done = step + 1
         if c.eval.every_steps and done % c.eval.every_steps == 0:
-            row, _ = evaluator(plain(dtype=setup.model.dtype), "protocol")
+            row, _ = evaluator(decoded(), "protocol")
             measured |= {f"dev_{n}": row[n] for n in ("em", "f1", "searches")}
         progress.outlast(lambda: metrics.write(step, measured))
         if done % c.log_every == 0 or done == c.rl.steps:
@@ -82,7 +83,7 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
             state, measured = take_step(step, draw, progress.state)
             progress.advance(state, owed=measured)
             measure(step, measured)
-    return plain()
+    return learner.left(progress.state.params, base)
 
 
 def _recorded(setup, folder):
@@ -97,7 +98,7 @@ def _recorded(setup, folder):
     return dataclasses.replace(setup, **own)
 
 
-def _steps(setup, learning, plain, stage, memory, journal):
+def _steps(setup, learning, decoded, stage, memory, journal):
     """The function of (step, draw, state) that takes a step: (state after, measured).
 
     The draw counts how often the step may have been taken before, to be undone: another
@@ -117,7 +118,7 @@ def _steps(setup, learning, plain, stage, memory, journal):
 
     def decoding(step, draw):
         """The policy as it decodes, and what it has written of this step."""
-        params = roll_out.place(plain(dtype=setup.model.dtype))
+        params = roll_out.place(decoded())
         own = [made_from, step, draw, fingerprint(params)]
         return params, Finished(journal, own)
 

@@ -21,7 +21,8 @@ def run(setup: build.Setup, rollouts, params, folder):
     Args:
         setup: of the run.
         rollouts: the demonstrations, from `build.replay_demonstrations`.
-        params: of the policy before this stage.
+        params: of the policy before this stage; if it trains adapters, they become what
+            it returns, and must not be touched again.
         folder: of this stage: checkpoints, metrics.jsonl, curves.
 
     Returns:
@@ -30,7 +31,7 @@ def run(setup: build.Setup, rollouts, params, folder):
     c, progress = setup.config, Progress(setup, "sft", params, folder)
     learner, base = progress.learner, build.frozen(setup, params)
     if progress.is_over:
-        return learner.plain(progress.state.params, base)
+        return learner.left(progress.state.params, base)
     rows, shards = [r.segments for r in rollouts], num_shards(setup.mesh)
     with progress.kept(), MetricsLog(folder, first_step=progress.num_rows) as metrics:
         steps = range(progress.done, c.sft.steps)
@@ -49,4 +50,4 @@ def run(setup: build.Setup, rollouts, params, folder):
             progress.outlast(functools.partial(metrics.write, step, row))
             progress.advance(state)
             progress.save_if_due()
-    return learner.plain(progress.state.params, base)
+    return learner.left(progress.state.params, base)

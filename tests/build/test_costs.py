@@ -108,7 +108,6 @@ def test_what_rests_with_the_hosts_comes_for_the_step_alone():
     assert memory.host == away
     assert memory.stepping == {"gradients": 4 * PARAMS, "Adam moments": 8 * PARAMS}
     assert costs.memory_of(config(), "rl", SPEC, 1).stepping == {}
-    assert costs.memory_of(config(), "rl", SPEC, 1).ending == {}
     larger = costs.Memory({"a": 1.0}, {"b": 5.0}, {"d": 4.0}, {"e": 7.0}, {"f": 99.0})
     assert larger.peak == 8.0
 
@@ -127,7 +126,9 @@ def test_adapters_are_all_that_is_trained_beside_one_copy_of_the_weights():
     }
     assert memory.updating["gradients"] == 8 * adapters
     assert memory.rolling["copy that decodes"] == 4 * PARAMS  # merged
-    assert memory.ending == {"merged weights": 4 * PARAMS}  # beside those they were
+    # Imitation rolls nothing out, but what it leaves is evaluated.
+    assert costs.memory_of(c, "sft", SPEC, 1).rolling == memory.rolling
+    assert costs.memory_of(config(), "sft", SPEC, 1).rolling == {}
     half = costs.memory_of(config(**low | {"model.dtype": "bfloat16"}), "rl", SPEC, 1)
     assert half.rolling["copy that decodes"] == 2 * PARAMS
 
