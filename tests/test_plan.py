@@ -153,5 +153,7 @@ def test_adapters_and_what_rests_with_the_hosts_leave_room_on_the_devices(
     assert (plain["update"] - away["update's gradient"]) / 3 == weights
     assert plain["update"] == pytest.approx(away["update's step"], rel=0.05)
     low = resident(slice_of_four, **{"model.lora_rank": 1})
+    assert low.keys() - plain.keys() == {"merge"}
+    assert low["merge"] == pytest.approx(whole / 2, rel=0.05)  # one copy, and adapters
     for name in plain:
         assert (plain[name] - low[name]) / 3 == pytest.approx(whole / 2, rel=0.05)

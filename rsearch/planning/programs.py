@@ -36,7 +36,7 @@ from rsearch.rollout.rows import row_shardings
 from rsearch.rollout.sampler import Sampler
 from rsearch.stage_plan import AGENTS, kind_of
 
-ROLLING = ("prefill", "admit", "extend", "decode")  # programs that roll out
+ROLLING = ("merge", "prefill", "admit", "extend", "decode")  # programs that roll out
 
 
 class Program(NamedTuple):
@@ -110,6 +110,7 @@ def stage_programs(frame: Frame, stage: str, machine: Machine) -> list[Program]:
     if kind == "sft":
         return _update(frame, kind, state, beside=_kept(frame))
     return [
+        *_merging(frame, state),
         *_rolling(frame, state, machine),
         *_learning(frame, state),
     ]
@@ -138,6 +139,18 @@ def _agents(c):
     """Bytes on each device of models beside the policy."""
     found = [agent_memory(c, name) for name in AGENTS if c[name].source]
     return sum(size for sizes in found for size in sizes.values())
+
+
+def _merging(frame, state):
+    """What makes weights that decode of adapters and their base, if there are some."""
+    if not frame.config.model.lora_rank:
+        return []
+    learner, _ = build.make_learner(frame, "rl")
+    base = build.weight_shapes(frame)
+    beside = device_bytes(state) - device_bytes(state.params) + _agents(frame.config)
+    merge = learner.merge(jnp.dtype(frame.model.dtype))
+    size = frame.mesh.size
+    return [Program("merge", merge, (base, state.params), 1, 1, beside, size)]
 
 
 def _rolling(frame, state, machine):
