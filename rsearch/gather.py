@@ -27,9 +27,12 @@ def pieces(array):
         array: of JAX or numpy. What one process has whole comes as it is; for the rest
             all processes ask together, and to the end.
     """
-    is_spread = isinstance(array, jax.Array) and not array.is_fully_addressable
-    if not is_spread or array.is_fully_replicated or not array.size:
-        yield array.addressable_data(0) if is_spread else array
+    if not isinstance(array, jax.Array):
+        yield array
+        return
+    if array.is_fully_addressable or array.is_fully_replicated or not array.size:
+        is_whole = array.is_fully_addressable
+        yield _apart(array if is_whole else array.addressable_data(0))
         return
     array = on_device(array)
     num = len(array)
@@ -39,6 +42,16 @@ def pieces(array):
         first = min(start, num - step)
         rows = take_rows(array.sharding.mesh, step)(array, first).addressable_data(0)
         yield np.asarray(rows)[start - first :]
+
+
+def _apart(array):
+    """The same buffers in an array of their own.
+
+    What is read of an array stays on the host for as long as there is the array.
+    """
+    parts = [shard.data for shard in array.addressable_shards]
+    whole = array.shape, array.sharding, parts
+    return jax.make_array_from_single_device_arrays(*whole, dtype=array.dtype)
 
 
 @functools.cache
