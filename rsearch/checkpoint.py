@@ -160,18 +160,25 @@ def restore(directory, step, like, *, is_part=False):
             leaves = {name: leaves[name] for name in wanted.keys() & leaves}
         check_structure(folder, leaves, wanted)
         check_files(folder, body["files"])
-    shardings = {name: _sharding(leaf) for name, leaf in wanted.items()}
+    arrays = _read(folder, wanted)
+    found = {name: describe(arrays[name]) for name in wanted}
+    with hosts.alike(DamagedError):
+        check_leaves(folder, found, leaves)
+    treedef = jax.tree_util.tree_structure(like)
+    return jax.tree_util.tree_unflatten(treedef, [arrays[name] for name in wanted])
+
+
+def _read(folder, wanted):
+    """{name: array} of these leaves of a step."""
+    first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shardings = {n: getattr(x, "sharding", None) or first for n, x in wanted.items()}
     stored = {n: x for n, x in wanted.items() if 0 not in x.shape}
     arrays = storage.read_tree(folder / TREE, stored, shardings) if stored else {}
     for name, leaf in wanted.items():
         if name not in arrays:  # no elements: Orbax does not store those
             empty = np.zeros(leaf.shape, leaf.dtype)
             arrays[name] = jax.device_put(empty, shardings[name])
-    found = {name: describe(arrays[name]) for name in wanted}
-    with hosts.alike(DamagedError):
-        check_leaves(folder, found, leaves)
-    treedef = jax.tree_util.tree_structure(like)
-    return jax.tree_util.tree_unflatten(treedef, [arrays[name] for name in wanted])
+    return arrays
 
 
 def newest_good(directory, like, *, is_part=False):
@@ -205,19 +212,29 @@ def newest_good(directory, like, *, is_part=False):
     return None
 
 
+def common(directory) -> list[int]:
+    """Sorted steps of the checkpoints that all hosts see, who ask together."""
+    return sorted(set.intersection(*_seen(directory)))
+
+
+def _seen(directory):
+    """[hosts] the steps that each sees, of a disk that may lag."""
+    own = json.dumps(steps(directory)).encode()
+    return [set(json.loads(told)) for told in hosts.exchange(own)]
+
+
 def _agreed(directory):
     """The steps that all hosts see; later ones, of a disk that lags, are set aside."""
-    own = json.dumps(steps(directory)).encode()
-    seen = [set(json.loads(told)) for told in hosts.exchange(own)]
-    common, known = set.intersection(*seen), set.union(*seen)
-    if known and not common:
+    seen = _seen(directory)
+    shared, known = set.intersection(*seen), set.union(*seen)
+    if known and not shared:
         raise ValueError(f"{directory}: no two hosts see the same checkpoints: {seen}")
-    for step in sorted(step for step in known if step > max(common)):
+    for step in sorted(step for step in known if step > max(shared)):
         without = [number for number, own in enumerate(seen) if step not in own]
         aside = set_aside(directory, step)
-        told = f"not seen by hosts {without}; goes on from {max(common)}"
+        told = f"not seen by hosts {without}; goes on from {max(shared)}"
         note(f"{directory}/{step}: {told}, this one is set aside as {aside.name}")
-    return sorted(common)
+    return sorted(shared)
 
 
 def set_aside(directory, step, *, why="damaged"):
@@ -254,13 +271,6 @@ def _delete(folder):
     shutil.rmtree(folder)
 
 
-def _sharding(leaf):
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is not None:
-        return sharding
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-
 def _versions():
     return {
         "python": platform.python_version(),
@@ -283,12 +293,13 @@ def verify(directory, step) -> None:
         DamagedError: what does not match, and both digests.
         ValueError: there is no such checkpoint.
     """
-    leaves = read_manifest(directory, step)["leaves"]
-    like = {
-        name: jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]))
-        for name, leaf in leaves.items()
-    }
-    restore(directory, step, like)
+    body = read_manifest(directory, step)
+    folder = path_of(pathlib.Path(directory).absolute(), step).parent
+    check_files(folder, body["files"])
+    for name, leaf in body["leaves"].items():  # one at a time: all may be too large
+        like = jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]))
+        found = {name: describe(_read(folder, {name: like})[name])}
+        check_leaves(folder, found, body["leaves"])
 
 
 def main(argv) -> int:

@@ -1,10 +1,11 @@
 """rsearch.checkpoint as a command: what is there, whether it is whole, what may go."""
 
 import shutil
+from unittest import mock
 
 import pytest
 
-from rsearch import checkpoint, files
+from rsearch import checkpoint, files, storage
 from rsearch.config import run_command
 from tests.test_checkpoint import all_files, flip_bit, saved
 
@@ -33,6 +34,14 @@ def test_the_command_verifies_and_changes_nothing(saved, capsys):
     assert path.name in capsys.readouterr().err
     assert sorted(saved.rglob("*")) == before
     assert command("verify", saved, "--step=1") == 0
+
+
+def test_what_is_verified_is_read_leaf_by_leaf(saved):
+    """All at once they may be more than a device holds."""
+    with mock.patch.object(storage, "read_tree", wraps=storage.read_tree) as read_tree:
+        checkpoint.verify(saved, 2)
+    asked = [call.args[1] for call in read_tree.call_args_list]
+    assert len(asked) > 1 and all(len(leaves) == 1 for leaves in asked)
 
 
 def test_the_command_deletes_what_is_old_or_torn(saved, capsys):
