@@ -286,6 +286,23 @@ def _check_offload(c):
         )
 
 
+def _check_guards(c):
+    if "rl" not in kinds(c):
+        return
+    if c.guards.max_kl is not None and not c.rl.kl_coef:
+        raise ValueError(
+            f"config.guards.max_kl = {c.guards.max_kl}: with config.rl.kl_coef = 0 no "
+            "KL is measured"
+        )
+    spared = (c.checkpoint.keep - 1) * c.checkpoint.rl_steps
+    if c.guards.on_collapse == "roll_back" and c.guards.patience - 1 > spared:
+        raise ValueError(
+            f"config.guards.patience = {c.guards.patience}: with checkpoint.keep = "
+            f"{c.checkpoint.keep} and checkpoint.rl_steps = {c.checkpoint.rl_steps} "
+            "none from before a collapse would be kept to roll back to; keep more"
+        )
+
+
 def _check_curate(c):
     if "curate" not in kinds(c) or c.curate.method != "difficulty":
         return
@@ -346,6 +363,7 @@ CROSS_CHECKS = (
     _check_sft_batch,
     _check_moments,
     _check_offload,
+    _check_guards,
     _check_curate,
     _check_shards,
 )

@@ -196,6 +196,14 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             "with config.model.lora_rank = 4 the reference is what the adapters stand",
         ),
         (
+            {"guards__max_kl": 1.0, "rl__kl_coef": 0.0},
+            "config.guards.max_kl = 1.0: with config.rl.kl_coef = 0 no KL is measured",
+        ),
+        (
+            {"guards__on_collapse": "roll_back", "guards__patience": 4},
+            "config.guards.patience = 4: with checkpoint.keep = 2 and checkpoint.rl_st",
+        ),
+        (
             {"model__offload": ("weights",)},
             "config.model.offload",
         ),

@@ -53,15 +53,21 @@ class Guards:
         self._g, self._stage, self._folder = config.guards, stage, folder / FOLDER
         self._skipped, self._beyond = 0, 0  # updates, and steps, in a row
         self._kept = 0  # batches
+        self._since = 0  # the first of the steps in a row
 
     def state(self) -> dict[str, int]:
         """What a run that goes on has to know."""
-        return {"skipped": self._skipped, "beyond": self._beyond, "kept": self._kept}
+        return {
+            "skipped": self._skipped,
+            "beyond": self._beyond,
+            "kept": self._kept,
+            "since": self._since,
+        }
 
     def restore(self, state: dict[str, int]) -> None:
         """Goes on from what `state` told."""
         self._skipped, self._beyond = state["skipped"], state["beyond"]
-        self._kept = state["kept"]
+        self._kept, self._since = state["kept"], state.get("since", 0)
 
     def look(self, step: int, measured, batch, params) -> bool:
         """Counts an update; says whether it was left out.
@@ -106,22 +112,32 @@ class Guards:
         Returns:
             What has collapsed, unless config.guards.on_collapse is to tell alone.
         """
+        asked = [
+            (field, *bound)
+            for field, bound in BOUNDS.items()
+            if self._g[field] is not None
+        ]
         beyond = [
             f"{what} = {measured[what]:.4g}, config.guards.{field} = {self._g[field]}"
-            for field, (what, more_is_worse) in BOUNDS.items()
-            if self._g[field] is not None
-            and what in measured
+            for field, what, more_is_worse in asked
+            if what in measured
             and _is_beyond(measured[what], self._g[field], more_is_worse)
         ]
-        self._beyond = self._beyond + 1 if beyond else 0
+        if not beyond:
+            # A step from which nothing is learnt tells nothing of the policy: such as
+            # one whose rollouts are all alike, of a policy that has collapsed.
+            if all(what in measured for _, what, _ in asked):
+                self._beyond = 0
+            return None
+        self._since = self._since if self._beyond else step
+        self._beyond += 1
         if self._beyond < self._g.patience:
             return None
         told = f"{self._stage}: step {step + 1}: {'; '.join(beyond)}"
         if self._g.on_collapse == "warn":
             console.note(told)
             return None
-        count = f"{self._beyond} steps in a row"
-        return Collapse(f"{told}, for {count}", step + 1 - self._beyond)
+        return Collapse(f"{told}, for {self._beyond} steps in a row", self._since)
 
     def forget(self) -> None:
         """Nothing is beyond a bound any more: what was measured is undone."""
@@ -144,7 +160,8 @@ class Guards:
 
 
 def _is_beyond(value, bound, more_is_worse):
-    return value > bound if more_is_worse else value < bound
+    """Also where it is no number."""
+    return not (value <= bound if more_is_worse else value >= bound)
 
 
 def _first_bad(params) -> str:

@@ -68,7 +68,9 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
         if done % c.log_every == 0 or done == c.rl.steps:
             console.note(_line(stage, done, c.rl.steps, measured))
         collapse = progress.guards.check(step, measured)
-        progress.save_if_due()
+        # A save lets old checkpoints go, of which one is gone back to.
+        if collapse is None or c.guards.on_collapse == "stop":
+            progress.save_if_due()
         if progress.is_saved:
             journal.clear()
         if collapse is not None:
@@ -82,6 +84,7 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
             step, draw = progress.done, progress.roll_backs
             state, measured = take_step(step, draw, progress.state)
             progress.advance(state, owed=measured)
+            del state  # going back, there is no room for two
             measure(step, measured)
     return learner.left(progress.state.params, base)
 

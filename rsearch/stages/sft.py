@@ -34,6 +34,13 @@ def run(setup: build.Setup, rollouts, params, folder):
         return learner.left(progress.state.params, base)
     rows, shards = [r.segments for r in rollouts], num_shards(setup.mesh)
     with progress.kept(), MetricsLog(folder, first_step=progress.num_rows) as metrics:
+
+        def measure(step, row):
+            progress.outlast(functools.partial(metrics.write, step, row))
+            progress.save_if_due()
+
+        if progress.owed is not None:
+            measure(progress.done - 1, progress.owed)
         steps = range(progress.done, c.sft.steps)
         for step in console.progress(steps, "sft: steps", total=len(steps)):
             progress.begin_step()
@@ -47,7 +54,6 @@ def run(setup: build.Setup, rollouts, params, folder):
             progress.guards.look(step, measured, batch, state.params)
             measured["seconds"] = time.monotonic() - start
             row = measured | {"compiles": num_compiles()}
-            progress.outlast(functools.partial(metrics.write, step, row))
-            progress.advance(state)
-            progress.save_if_due()
+            progress.advance(state, owed=row)  # the old one's buffers are gone
+            measure(step, row)
     return learner.left(progress.state.params, base)

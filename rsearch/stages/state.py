@@ -123,7 +123,7 @@ class Progress:
             raise StoppedError(collapse.told)
         if self.roll_backs >= g.max_roll_backs:
             raise StoppedError(f"{collapse.told}; rolled back {self.roll_backs} times")
-        found = checkpoint.steps(self._folder)
+        found = checkpoint.common(self._folder)
         before = max((step for step in found if step <= first), default=0)
         if not before and first >= self._every:
             raise StoppedError(
@@ -131,10 +131,12 @@ class Progress:
                 f"config.checkpoint.keep = {self._setup.config.checkpoint.keep}"
             )
         self.guards.forget()
+        self.state = None  # there may be no room for two
         if before:
             state = checkpoint.restore(self._folder, before, self._like)
             meta = checkpoint.read_manifest(self._folder, before)["meta"]
-            self.guards.restore(meta[GUARDS])
+            if GUARDS in meta:
+                self.guards.restore(meta[GUARDS])
         else:
             state = build.fresh_state(self._setup, self._kind, self._params)
         self.roll_backs += 1
@@ -205,6 +207,6 @@ class Progress:
             meta[OWED] = to_json(self.owed)
         keep = self._setup.config.checkpoint.keep
         # A disk may have refused the very last of what a save does.
-        if checkpoint.latest(self._folder) != self.done:
+        if checkpoint.common(self._folder)[-1:] != [self.done]:
             checkpoint.save(self._folder, self.done, self.state, meta, keep=keep)
         self._saved = self.done

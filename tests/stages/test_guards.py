@@ -1,6 +1,8 @@
 """Numbers that go wrong: nothing is learnt from them; they are kept; a run stops."""
 
+import gc
 import math
+import shutil
 
 import jax
 import numpy as np
@@ -83,6 +85,17 @@ def test_a_policy_that_collapses_is_told_of_or_stopped(
     assert collapse.first_step == 6
 
 
+def test_what_teaches_nothing_tells_nothing_and_what_is_no_number_is_beyond(tmp_path):
+    """Once a policy has collapsed its rollouts are all alike."""
+    own = guards(tmp_path, patience=3, on_collapse="stop", min_entropy=0.5)
+    for step, measured in enumerate([{"entropy": 0.4}, {"in_loss": 0.0}] * 2):
+        assert own.check(step, measured) is None
+    collapse = own.check(4, {"entropy": math.nan})
+    assert collapse.first_step == 0 and "entropy = nan" in collapse.told
+    assert own.check(5, {"entropy": 0.6}) is None
+    assert own.check(6, {"entropy": 0.4}) is None
+
+
 def test_without_bounds_nothing_collapses(tmp_path, capsys):
     own = guards(tmp_path, on_collapse="stop", patience=1)
     numbers = {"entropy": 0.0, "empty_answers": 1.0, "kl": 1e9}
@@ -102,7 +115,7 @@ def test_all_that_guards_count_is_in_their_state(tmp_path):
     """A count that a run which goes on began anew would end it elsewhere."""
     own, other = (guards(tmp_path, max_kl=0.5, patience=9) for _ in range(2))
     own.look(0, BAD, {}, PARAMS)
-    own.check(0, {"kl": 1.0})
+    own.check(3, {"kl": 1.0})
     changed = {n for n, v in vars(own).items() if v != vars(other)[n]}
     assert changed == {f"_{name}" for name in own.state()} != set()
     other.restore(own.state())
@@ -181,7 +194,7 @@ def test_a_policy_whose_logits_are_not_finite_samples_and_teaches_nothing(
 
 
 STEPS = {"rl__steps": 6, "checkpoint__rl_steps": 1, "checkpoint__keep": 9}
-BOUND = {"guards__max_kl": 0.5, "guards__patience": 2}
+BOUND = {"guards__max_empty": 0.5, "guards__patience": 2}
 
 
 def collapsing(monkeypatch, beyond):
@@ -194,7 +207,7 @@ def collapsing(monkeypatch, beyond):
         step = measure.step
         before = sum(one == step for one, _ in taken)
         taken.append((step, ids))
-        measured["kl"] = 9.0 if beyond(step, before) else 0.1
+        measured["empty_answers"] = 0.9 if beyond(step, before) else 0.1
         return groups, rewards, measured
 
     real = rl.gather
@@ -230,17 +243,14 @@ def test_a_collapse_is_rolled_back_and_other_draws_follow(
     assert all(first[step] != second[step] for step in (2, 3))
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(6))
-    assert all(row["kl"] == 0.1 for row in rows)
+    assert all(row["empty_answers"] == 0.1 for row in rows)
     undone = read_rows(tmp_path / "rolled_back.jsonl")
-    assert [(r["step"], r["kl"], r["roll_back"]) for r in undone] == [
-        (2, 9.0, 1),
-        (3, 9.0, 1),
-    ]
+    told = [(r["step"], r["empty_answers"], r["roll_back"]) for r in undone]
+    assert told == [(2, 0.9, 1), (3, 0.9, 1)]
     folder = tmp_path / CHECKPOINTS
     assert {p.name for p in folder.iterdir()} == {
         *"123456",
-        "3.collapsed",
-        "4.collapsed",
+        "3.collapsed",  # what has collapsed is not saved again
     }
     checkpoint.verify(folder, 3)
     assert "rolled back to step 2" in capsys.readouterr().err
@@ -270,11 +280,50 @@ def test_after_so_many_roll_backs_it_stops(tmp_path, monkeypatch):
 
 
 def test_where_nothing_from_before_is_kept_it_stops(tmp_path, monkeypatch):
-    own = {"checkpoint__keep": 1}
-    late = collapse_of(monkeypatch, tmp_path, lambda step, _: step > 1, **own)
-    setup, params, _ = late
-    with pytest.raises(StoppedError, match=r"before step 3 is kept.*keep = 1"):
+    def beyond(step, _):
+        if step == 3:
+            shutil.rmtree(tmp_path / CHECKPOINTS / "2")
+        return step > 1
+
+    own = {"checkpoint__keep": 2}
+    setup, params, _ = collapse_of(monkeypatch, tmp_path, beyond, **own)
+    with pytest.raises(StoppedError, match=r"before step 3 is kept.*keep = 2"):
         rl.run(setup, None, params, tmp_path)
+
+
+@pytest.mark.parametrize("first", [2, 3])
+def test_two_checkpoints_are_enough_to_go_back(tmp_path, monkeypatch, first):
+    """Whichever step is the first beyond: a save would let the one before it go."""
+
+    def beyond(step, before):
+        return step >= first and not before
+
+    own = {"checkpoint__keep": 2, "checkpoint__rl_steps": 2, "guards__patience": 3}
+    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond, **own)
+    rl.run(setup, None, params, tmp_path)
+    assert [step for step, _ in taken] == [*range(first + 3), *range(2, 6)]
+
+
+def test_going_back_two_states_are_never_held(tmp_path, monkeypatch):
+    setup, params, _ = collapse_of(
+        monkeypatch, tmp_path, lambda step, before: step in (2, 3) and not before
+    )
+    sizes, real = [], checkpoint.restore
+
+    def restore(*given, **settings):
+        sizes.append(held())
+        return real(*given, **settings)
+
+    def held():
+        gc.collect()
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    monkeypatch.setattr(checkpoint, "restore", restore)
+    before = held()
+    rl.run(setup, None, params, tmp_path)
+    shapes = build.state_shapes(setup, "rl")
+    state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+    assert len(sizes) == 1 and sizes[0] - before < state / 2
 
 
 def test_a_roll_back_that_is_interrupted_ends_alike(tmp_path, monkeypatch):

@@ -13,10 +13,20 @@ import pytest
 
 from rsearch import build, checkpoint, preemption, storage
 from rsearch.evaluate import CHECKPOINTS
-from rsearch.stages import rl, state
+from rsearch.learn.update import Learner
+from rsearch.metrics import MetricsLog
+from rsearch.metrics import read as read_metrics
+from rsearch.stages import rl, sft, state
 from rsearch.stages.guards import Guards
 from rsearch.stages.state import Progress
-from tests.small_run import PPO, arguments, config, load_setup, quick_compilation
+from tests.small_run import (
+    PPO,
+    arguments,
+    config,
+    load_setup,
+    quick_compilation,
+    without_times,
+)
 from tests.stages.test_rl import ONE_STEP
 from tests.test_train import ROOT, assert_same_as_uninterrupted, child_environment
 
@@ -72,6 +82,7 @@ def test_all_that_changes_in_a_stage_has_a_place_that_outlives_it(
             made.append((self, walked(vars(self))))
 
     monkeypatch.setattr(rl, "Progress", Watched)
+    monkeypatch.setattr(Learner, "left", Learner.plain)  # and the base is still there
     rl.run(setup, None, params, tmp_path)
     ((progress, at_first),) = made
     at_last = walked(vars(progress))
@@ -158,6 +169,34 @@ def test_who_is_told_to_stop_meanwhile_does_not_wait(progress, tmp_path, monkeyp
         progress.save_if_due()
     assert time.monotonic() - began < 10
     assert checkpoint.steps(tmp_path / CHECKPOINTS) == [1]
+
+
+def test_a_supervised_step_whose_row_the_disk_refuses_is_saved_with_it(
+    tmp_path, monkeypatch
+):
+    """The update has reused the buffers of the state before it: no other is left."""
+    setup = load_setup(config(stages=("sft",), sft__steps=4, checkpoint__sft_steps=9))
+    demonstrations = build.replay_demonstrations(setup)
+
+    def run(folder):
+        sft.run(setup, demonstrations, build.initial_params(setup), folder)
+        return read_metrics(folder / "metrics.jsonl")
+
+    whole, real = run(tmp_path / "whole"), MetricsLog.write
+
+    def write(self, step, values):
+        if step == 2:
+            patched.setattr(preemption, "is_asked", lambda: True)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
+        return real(self, step, values)
+
+    parts = tmp_path / "parts"
+    with monkeypatch.context() as patched:
+        patched.setattr(MetricsLog, "write", write)
+        with pytest.raises(preemption.PreemptedError, match="No space left"):
+            run(parts)
+    assert checkpoint.latest(parts / CHECKPOINTS) == 3
+    assert without_times(run(parts)) == without_times(whole)
 
 
 def test_several_hosts_do_not_wait(progress, monkeypatch):
