@@ -188,15 +188,18 @@ def with_advantages(
     reward = batch.reward.reshape(-1, group_size)
     row_kl = jnp.sum(kl, axis=-1).reshape(-1, group_size)
     if algorithm in ("grpo", "rloo"):
+        # A rollout that nothing is learnt from has a reward, but no KL of its own.
+        has_kl = is_signal & jnp.any(policy, axis=-1).reshape(-1, group_size)
         if algorithm == "rloo":
-            advantage = leave_one_out(reward - row_kl, is_signal)
+            advantage = leave_one_out(reward, is_signal)
+            advantage -= leave_one_out(row_kl, has_kl)
         else:
             # The KL takes no part in the division by the standard deviation: in a group
             # whose answers are all right, or all wrong, that would blow the estimate's
             # noise up to full size.
             advantage = group_advantages(
                 reward, is_signal, normalize_std=normalize_std, eps=eps, ddof=ddof
-            ) - group_advantages(row_kl, is_signal, normalize_std=False, eps=eps)
+            ) - group_advantages(row_kl, has_kl, normalize_std=False, eps=eps)
         advantage = advantage.reshape(batch.reward.shape)[..., None]
         return batch._replace(advantage=jnp.where(policy, advantage, 0.0))
     if algorithm == "reinforce_pp_baseline":

@@ -163,6 +163,14 @@ def test_leave_one_out_takes_the_kl_for_a_part_of_the_reward():
     np.testing.assert_allclose(found.advantage, [[-2.5, -2.5], [2.5, 0]], atol=1e-6)
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_a_truncated_rollout_takes_no_part_in_its_groups_mean_of_the_kl(algorithm):
+    """All have the same reward, and those that are learnt from the same KL."""
+    batch = batch_of([[1, 1], [1, 1], [0, 0]], [1, 1, 1], reference=-1.0)
+    found = with_advantages(batch, algorithm=algorithm, group_size=3, kl_coef=0.5)
+    np.testing.assert_allclose(found.advantage, np.zeros((3, 2)), atol=1e-6)
+
+
 @pytest.mark.fault(14, "no reward on padding", "all-masked row")
 def test_the_reward_is_on_the_last_token_and_sums_go_back_from_it():
     mask = jnp.array([[1, 0, 1, 0], [0, 0, 0, 0]], bool)
