@@ -12,6 +12,7 @@ import functools
 import pathlib
 import sys
 import time
+import weakref
 
 import jax
 
@@ -65,7 +66,8 @@ class Evaluator:
         self._questions = setup.dev
         self.dataset = setup.config.data.dev + (f"[:{limit}]" if limit else "")
         self._engines, self._agents = {}, {}
-        self._last = None  # what the policy with these parameters did
+        # What the policy with these parameters did, who are not kept by it.
+        self._last = None
 
     def is_current(self, row: dict, *, stage: str, step: int | None) -> bool:
         """Whether an earlier row of results.json is what would be measured now."""
@@ -140,7 +142,8 @@ class Evaluator:
 
     def _roll_out(self, params, method, questions) -> list:
         """What the policy does; the protocol's rollouts also serve the reader."""
-        if self._last is not None and method == PROTOCOL and self._last[0] is params:
+        first = jax.tree.leaves(params)[0]
+        if self._last is not None and method == PROTOCOL and self._last[0]() is first:
             return self._last[1]
         if method not in self._engines:
             self._engines[method] = self._engine(method)
@@ -156,7 +159,7 @@ class Evaluator:
         key = jax.random.key(self._setup.config.seed)  # Greedy: never drawn from.
         groups = engine(engine.place(params), questions, key, on_done=on_done)
         if method == PROTOCOL and EVIDENCE in self._setup.config.eval.methods:
-            self._last = params, groups
+            self._last = weakref.ref(first), groups
         return groups
 
     def _engine(self, method):

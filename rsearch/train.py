@@ -172,7 +172,10 @@ def _run_stages(base, ready, shared, evaluator, home, over):
     if config.eval.at_start:
         (params,) = trained.values()
         _evaluate(config, evaluator, params, START, 0, home.path)
-    for stage, own in stage_configs(config):
+    plan = list(stage_configs(config))
+    for number, (stage, own) in enumerate(plan):
+        needed = {_weights_of(later) for _, later in plan[number:]}
+        trained = {key: params for key, params in trained.items() if key in needed}
         folder = home.stage(stage)
         hosts.barrier(f"{stage} begins")  # what earlier stages have written is there
         if _has_curated(folder):
@@ -182,7 +185,7 @@ def _run_stages(base, ready, shared, evaluator, home, over):
             prepared = _prepare(stage, own, shared, home.path, is_over=stage in over)
             home.add_inputs(_inputs_of(stage, prepared, base))
         setup = prepared.setup
-        key = own.trains, own.model.source
+        key = _weights_of(own)
         params = trained.get(key)
         if params is None:
             params = build.initial_params(setup)
@@ -201,6 +204,11 @@ def _run_stages(base, ready, shared, evaluator, home, over):
         if own.trains == "policy":
             steps = own[kind_of(stage)].steps
             _evaluate(config, evaluator, params, stage, steps, home.path)
+
+
+def _weights_of(own):
+    """Whose weights a stage trains or asks, and where they come from."""
+    return own.trains, own.model.source
 
 
 def _evaluate(config, evaluator, params, stage, step, folder):
