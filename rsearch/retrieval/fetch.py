@@ -7,7 +7,6 @@ changes nothing. Refused is all that is not global: private, loopback, link-loca
 metadata addresses, also inside of IPv6 forms that carry an IPv4 one.
 """
 
-import html.parser
 import ipaddress
 import socket
 import time
@@ -15,6 +14,8 @@ import urllib.parse
 from typing import NamedTuple
 
 import httpcore
+
+from rsearch.retrieval.markup import readable
 
 PORTS = {"http": 80, "https": 443}
 TYPES = ("text/html", "text/plain", "application/xhtml+xml")
@@ -29,7 +30,6 @@ HEADERS = {
     "Connection": "close",
 }
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
-HIDDEN = ("script", "style", "noscript", "template", "head", "svg", "iframe")
 
 
 class RefusedError(ValueError):
@@ -157,7 +157,10 @@ def fetch(url: str, *, seconds: float, backend=None, max_bytes=MAX_BYTES) -> Pag
         target = _fetched(url, backend, end, max_bytes)
         if isinstance(target, Page):
             return target
-        url = urllib.parse.urljoin(url, target)
+        try:
+            url = urllib.parse.urljoin(url, target)
+        except ValueError:
+            raise RefusedError("a redirect to no URL") from None
     raise RefusedError(f"more than {MAX_REDIRECTS} redirects")
 
 
@@ -205,31 +208,3 @@ def _decoded(data, kind):
     if charset not in ("iso-8859-1", "latin-1", "windows-1252"):
         charset = "utf-8"
     return data.decode(charset, "replace")
-
-
-class _Reader(html.parser.HTMLParser):
-    """Gathers what a page shows."""
-
-    def __init__(self):
-        super().__init__(convert_charrefs=True)
-        self.parts, self._hidden = [], 0
-
-    def handle_starttag(self, tag, attrs):
-        if tag in HIDDEN:
-            self._hidden += 1
-
-    def handle_endtag(self, tag):
-        if tag in HIDDEN:
-            self._hidden = max(0, self._hidden - 1)
-
-    def handle_data(self, data):
-        if not self._hidden and data.strip():
-            self.parts.append(" ".join(data.split()))
-
-
-def readable(markup: str) -> str:
-    """What a page of HTML shows, a line for each piece of text."""
-    reader = _Reader()
-    reader.feed(markup)
-    reader.close()
-    return "\n".join(reader.parts)

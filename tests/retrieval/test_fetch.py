@@ -146,6 +146,7 @@ def test_a_name_with_an_open_and_a_closed_address_is_refused():
         (page(b"x", Content_Encoding="gzip"), "packed"),
         (b"SSH-2.0-OpenSSH_9.6\r\n", "ProtocolError"),
         (page(b"", status="302 Found"), "more than 5 redirects"),
+        (page(b"", status="302 Found", Location="http://[::1"), "to no URL"),
     ],
 )
 def test_what_is_no_page_is_refused(reply, why):
