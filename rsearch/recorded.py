@@ -18,6 +18,9 @@ def recorded_search(search: SearchFn, journal: Journal) -> SearchFn:
     Args:
         search: of a service. A search that has failed, which is None, is not kept.
         journal: of the stage's searches, never cleared.
+
+    Returns:
+        It, of which as many calls may overlap as of the other.
     """
 
     def told(passages):
@@ -26,7 +29,9 @@ def recorded_search(search: SearchFn, journal: Journal) -> SearchFn:
     def heard(rows):
         return tuple(Passage(*row) for row in rows)
 
-    return _asking_once(search, journal, told, heard)
+    answer = _asking_once(search, journal, told, heard)
+    answer.searches_at_once = getattr(search, "searches_at_once", 1)
+    return answer
 
 
 def recorded_replies(generate: GenerateFn, journal: Journal) -> GenerateFn:
