@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from rsearch import preemption
-from rsearch.peers import PREEMPTED, Peers
+from rsearch.peers import PREEMPTED, Peers, await_all
 from rsearch.preemption import OutageError, PreemptedError
 
 # Bytes of each host in one exchange, which passes through its devices; a program each.
@@ -46,6 +46,7 @@ class OtherHostError(RuntimeError):
 
 
 _place = (0, 1)  # this host's number, and how many there are
+_peers: Peers | None = None  # the watch over the others, within `meeting`
 _coordinator = ""  # the first host's name, where it was told by hand
 
 
@@ -138,6 +139,7 @@ def meeting(
     them with code 1, whatever these are waiting for. A host that is not heard of for
     `stall_seconds`, if that is not 0, ends the others with code 75.
     """
+    global _peers
     begin(coordinator, num_hosts=num_hosts, host=host)
     if _place[1] == 1:
         yield
@@ -147,6 +149,7 @@ def meeting(
 
     peers = Peers(distributed.global_state.client, index(), stall_seconds)
     preemption.before_end(lambda: peers.tell(PREEMPTED))
+    _peers = peers
     with peers.watched():
         try:
             yield
@@ -168,10 +171,14 @@ def meeting(
             # nothing.
             peers.end_later()
             raise
+        finally:
+            _peers = None
 
 
 def _is_raised_in(package, error) -> bool:
     """Whether the error is the package's own."""
+    if isinstance(error, package.errors.JaxRuntimeError):
+        return True
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     return pathlib.Path(last).is_relative_to(pathlib.Path(package.__file__).parent)
 
@@ -225,6 +232,7 @@ def barrier(name: str) -> None:
     if num_hosts() > 1:
         from jax.experimental import multihost_utils
 
+        await_all()
         multihost_utils.sync_global_devices(name)
 
 
@@ -286,7 +294,7 @@ def share(
 
     Raises:
         RuntimeError: the work failed on another host; on its own host its exception is
-            raised instead.
+            raised instead, at once within `meeting`, which ends the others.
     """
     if num_hosts() == 1:
         return list(work(items))
@@ -294,7 +302,10 @@ def share(
     try:
         told = b"\1" + encode(work(items[index() :: num_hosts()]))
     except Exception as error:  # told to all, who would wait for ever
+        if _peers is not None:
+            raise  # now: their own work may take days
         failed, told = error, b"\0" + f"{type(error).__name__}: {error}".encode()
+    await_all()
     replies = exchange(told)
     if failed is not None:
         raise failed
@@ -331,6 +342,8 @@ def on_first(work: Callable[[], None]) -> None:
         except Exception as error:
             kind = b"\1" if type(error) is ValueError else b"\0"
             failed, told = error, kind + f"{error}".encode()
+    if num_hosts() > 1:
+        await_all()
     told = exchange(told)[0]
     if failed is not None:
         raise failed

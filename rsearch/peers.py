@@ -6,6 +6,7 @@ of them, by name, whatever they are waiting for.
 """
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -21,6 +22,21 @@ PREEMPTED = "was told to stop"
 BEAT_SECONDS = 1.0
 LEAVING_SECONDS = 3.0  # for the others to end before the first host does
 GRACE_SECONDS = 10.0  # for a host to end by itself, once one has failed
+LONGEST_WAIT = 7 * 86_400_000  # milliseconds that one host may work while others wait
+
+_waits = itertools.count()  # how often all have waited for each other
+
+
+def await_all() -> None:
+    """Waits for all processes, however long they work.
+
+    An exchange does not: over CPUs, Gloo gives it up after half an hour.
+    """
+    from jax._src import distributed  # its barriers have no public name
+
+    client = distributed.global_state.client
+    if client is not None:
+        client.wait_at_barrier(f"rsearch/waits/{next(_waits)}", LONGEST_WAIT)
 
 
 class Peers:
