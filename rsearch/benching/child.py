@@ -2,7 +2,8 @@
 
 The process of one subject: prepares it, and for each line it reads does one repetition
 and writes its numbers as a line of JSON, with the most memory the process held
-meanwhile; on an accelerator, of its device. Runs in interpreters that have none of the
+meanwhile, and the `further_bytes` of others that it tells of; on an accelerator, of its
+device. Runs in interpreters that have none of the
 package's libraries.
 """
 
@@ -14,14 +15,14 @@ import pathlib
 import sys
 import traceback
 
-SELF = pathlib.Path("/proc/self")
+PROC = pathlib.Path("/proc")
 
 
 def main(module: str, function: str, settings: str) -> None:
     """Answers until nobody asks any more."""
     # Where memory runs out, this process goes and nobody else's.
     with contextlib.suppress(OSError):
-        (SELF / "oom_score_adj").write_text("1000")
+        (PROC / "self" / "oom_score_adj").write_text("1000")
     # What libraries print must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -32,7 +33,8 @@ def main(module: str, function: str, settings: str) -> None:
                 make = getattr(importlib.import_module(module), function)
                 once = make(**json.loads(settings))
             _forget_peak()
-            told = {**once(), "peak_bytes": _peak_bytes()}
+            told = {"further_bytes": 0, **once()}
+            told["peak_bytes"] = _peak_bytes() + told.pop("further_bytes")
         except ModuleNotFoundError as error:
             told = {"missing": f"{error.name} is not installed"}
         print(json.dumps(told), file=answers, flush=True)
@@ -44,9 +46,21 @@ def _torch_on_cuda():
     return torch if torch is not None and torch.cuda.is_initialized() else None
 
 
+def forget_peak(process="self") -> None:
+    """The most memory a process held starts anew with what it holds (proc(5))."""
+    (PROC / str(process) / "clear_refs").write_text("5")
+
+
+def peak_bytes(process="self") -> int:
+    """The most memory that the process held since then."""
+    for line in (PROC / str(process) / "status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError(f"/proc/{process}/status has no VmHWM")
+
+
 def _forget_peak():
-    """The most memory held starts anew with what is held now (Linux, proc(5))."""
-    (SELF / "clear_refs").write_text("5")
+    forget_peak()
     if torch := _torch_on_cuda():
         torch.cuda.reset_peak_memory_stats()
 
@@ -62,10 +76,7 @@ def _peak_bytes() -> int:
     jax = sys.modules.get("jax")
     if jax is not None and jax.default_backend() != "cpu":
         return jax.devices()[0].memory_stats()["peak_bytes_in_use"]
-    for line in (SELF / "status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError("/proc/self/status has no VmHWM")
+    return peak_bytes()
 
 
 if __name__ == "__main__":

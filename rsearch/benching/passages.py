@@ -6,6 +6,7 @@ import pathlib
 
 import numpy as np
 
+from rsearch import files
 from rsearch.console import note
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
@@ -54,13 +55,24 @@ def real_passages(
         questions: a file of queries, the first ones; titles of passages follow.
         num_queries: that are wanted; less where there are fewer passages.
 
+    Raises:
+        ValueError: what the directory holds is of other settings.
+
     Returns:
         The Searched; `texts.json` beside the vectors holds the queries' texts and, as
         lists of id and contents, the passages.
     """
     folder = work / "real"
+    files_of = {"corpus": corpus, "questions": questions}
+    made_from = {"encoder": encoder, "family": family, "index": index}
+    made_from |= {
+        n: f and files.digest_file(pathlib.Path(f)) for n, f in files_of.items()
+    }
+    made_from["queries"] = num_queries
+    _check_made_from(folder / "made_from.json", made_from)
     if not (folder / "exact.npy").exists():
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "made_from.json").write_text(json.dumps(made_from))
         encoded = load_encoder(encoder, family=family or None)
         passages, vectors, asked = _passages(work, corpus, encoded, index, questions)
         rng = np.random.default_rng(0)
@@ -72,6 +84,19 @@ def real_passages(
         (folder / "texts.json").write_text(json.dumps(told))
         _write(folder, vectors, encoded.encode_queries(texts))
     return _read(folder)
+
+
+def _check_made_from(path, wanted):
+    """Refuses vectors that were made from something else."""
+    if not path.exists():
+        return
+    found = files.read_json(path)
+    wrong = [name for name in wanted if found.get(name) != wanted[name]]
+    if wrong:
+        raise ValueError(
+            f"{path.parent}: made with another --{', --'.join(wrong)}; name another "
+            "--work, or remove it"
+        )
 
 
 def _passages(work, corpus, encoder, index, questions):

@@ -14,6 +14,7 @@ import time
 import httpx
 import numpy as np
 
+from rsearch.benching.child import forget_peak, peak_bytes
 from rsearch.benching.passages import read_texts
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine
@@ -78,9 +79,15 @@ def make_served(*, folder, encoder, family, num_rollouts, same_share, at_once):
         return [hit["document"]["id"] for hit in found]
 
     pool = concurrent.futures.ThreadPoolExecutor(num_rollouts if at_once else 1)
-    once = _turns(lambda queries: list(pool.map(ask, queries)), texts, num_rollouts,
+    turn = _turns(lambda queries: list(pool.map(ask, queries)), texts, num_rollouts,
                   same_share)  # fmt: skip
-    once.server = server  # ends with this process, whose pipe it reads
+
+    def once():
+        # The server, which has the vectors and the model, ends with this process,
+        # whose pipe it reads.
+        forget_peak(server.pid)
+        return {**turn(), "further_bytes": peak_bytes(server.pid)}
+
     return once
 
 

@@ -114,9 +114,16 @@ def _steps(setup, params, repeats) -> list[dict]:
         clock.watch("score", one, "score")
         clock.watch("update", one, "update")
     reward = clock.timed("reward", rl.rewarded)
-    place = clock.timed("place", roll_out.place)
+    base = build.frozen(setup, params)
     state = build.fresh_state(setup, "rl", params)
-    learning = Learning(setup, learner, critic, params if c.rl.kl_coef else None)
+    reference = params if c.rl.kl_coef else None
+    learning = Learning(setup, learner, critic, reference, base)
+
+    def placed(params):
+        plain = learner.plain(params, base, dtype=setup.model.dtype)
+        return roll_out.place(plain)
+
+    place = clock.timed("place", placed)
     root, told = jax.random.key(c.seed), []
     for step in range(1 + repeats):
         chosen = take(len(setup.train), c.rl.questions_per_step, seed=c.seed, step=step)

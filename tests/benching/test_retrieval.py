@@ -77,10 +77,16 @@ def test_a_server_has_no_encoder_that_hashes_words(work, monkeypatch):
     monkeypatch.setattr(retrieval, "compare", in_this_process)
     given = {name: default for name, (default, _) in retrieval.FLAGS.items()}
     given |= {"cases": "rollouts", "rollouts": 8, "queries": 40, "work": str(work)}
+    given |= {"family": REAL["family"]}  # as the vectors there were made
     rows = retrieval.measure(Bench(MACHINE, 1), **given)
     missing = {row.subject for row in rows if "hashes words" in row.missing}
     assert missing == {retrieval.AT_ONCE, retrieval.IN_TURN}
     assert all(row.value for row in rows if row.subject not in missing)
+
+
+def test_vectors_of_other_settings_are_not_measured_in_their_place(work):
+    with pytest.raises(ValueError, match="made with another --queries; name another"):
+        real_passages(work, **REAL, num_queries=41)
 
 
 def test_made_vectors_are_real_ones_with_noise_of_that_length(work):
