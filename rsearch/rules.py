@@ -164,7 +164,7 @@ RULES = {  # field -> (predicate, what would be right)
     "rollout.max_observation_tokens": _at_least(1),
     "rollout.max_prompt_tokens": _at_least(1),
     "rollout.context_tokens": _at_least(0),
-    "rollout.temperature": _above(0),
+    "rollout.temperature": _at_least(1e-6),
     "rollout.top_p": (lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
     "rollout.slots": _at_least(1),
     "rollout.cache_tokens": _at_least(0),
