@@ -102,21 +102,26 @@ def piecewise(run: Callable, tokens, layout: Layout):
     """
     flat = tokens.reshape(-1)
 
-    # Kept for the backward pass, what a piece leaves behind would be written for all
-    # pieces, empty ones too: it is computed again, which is less than that.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
     def go(piece):
         found = run(flat[piece.source], piece.positions)
         return tuple(
             jnp.where(piece.is_token, x.reshape(-1)[piece.place], 0.0) for x in found
         )
 
-    def add(total, piece):
-        zeros = jax.tree.map(jnp.zeros_like, total)
-        found = jax.lax.cond(jnp.any(piece.is_token), go, lambda piece: zeros, piece)
-        return jax.tree.map(jnp.add, total, found), None
+    shapes = jax.eval_shape(go, jax.tree.map(lambda x: x[0], layout))
 
-    first = jax.tree.map(lambda x: x[0], layout)
-    shapes = jax.eval_shape(go, first)
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.scan(add, start, layout)[0]
+    def nothing(_):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    # Kept for the backward pass, what a piece leaves behind would be written for all
+    # pieces, empty ones too: it is computed again, which is less than that. The branch
+    # is within: what it keeps hangs on the piece, and would be, with the parameters in
+    # it, written for all pieces likewise.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def one(piece):
+        return jax.lax.cond(jnp.any(piece.is_token), go, nothing, piece)
+
+    def add(total, piece):
+        return jax.tree.map(jnp.add, total, one(piece)), None
+
+    return jax.lax.scan(add, nothing(None), layout)[0]

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsearch.learn.batch import cut, pack_segments
+from rsearch.learn.logprobs import token_logprobs
 from rsearch.learn.objectives import imitation_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.packing import packed
@@ -147,3 +148,23 @@ def test_values_are_those_of_rows_of_their_own():
     apart, together = (np.asarray(critic.score(params, b)) for b in (plain, dense))
     mask = dense.layout.is_token.any(1)
     np.testing.assert_allclose(together[mask], apart[mask], atol=1e-5)
+
+
+def test_no_piece_leaves_a_copy_of_the_parameters_behind():
+    """What a branch keeps is written for all pieces, if it is kept at all."""
+    model = tiny.model(width=128, mlp_width=512, num_layers=2)
+    params = jax.eval_shape(lambda: tiny.params(width=128, mlp_width=512, num_layers=2))
+    size = sum(4 * x.size for x in jax.tree.leaves(params))
+    tokens = jax.ShapeDtypeStruct((8, T), jnp.int32)
+    layout = jax.tree.map(lambda x: x[0], packed(batch_of([T] * 8)).layout)
+
+    def temporary(layout):
+        def total(params, tokens):
+            logp, entropy = token_logprobs(model, params, tokens, layout)
+            return logp.sum() + entropy.sum()
+
+        compiled = jax.jit(jax.grad(total)).lower(params, tokens).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert len(layout.source) == 8
+    assert temporary(layout) - temporary(None) < 2 * size
