@@ -59,13 +59,7 @@ def _row_logprobs(model, params, tokens, positions, *, temperature, chunk_tokens
         x = jnp.pad(x, ((0, 0), (0, short)) + ((0, 0),) * (x.ndim - 2))
         return x.reshape(b, num_pieces, columns, *x.shape[2:]).swapaxes(0, 1)
 
-    def score(_, piece):
-        states, target = (x.reshape(b * columns, *x.shape[2:]) for x in piece)
-        found = _scored(kernel, states, target, temperature)
-        return None, tuple(x.reshape(b, columns) for x in found)
-
-    pieces = cut(hidden), cut(tokens[:, 1:])
-    _, (logp, entropy) = jax.lax.scan(score, None, pieces)
+    logp, entropy = _scored(kernel, cut(hidden), cut(tokens[:, 1:]), temperature)
 
     def back(x):
         """[B, T] of [pieces, B, columns]; the first column is 0."""
@@ -88,13 +82,55 @@ def _gathered(model, params):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _scored(kernel, states, target, temperature):
-    """[n] float32 log-probabilities of tokens [n] after states [n, D], and entropies.
+    """Log-probabilities of tokens and entropies, piece by piece.
 
     Backwards, logits are made again, and of them their gradient in one go: with p their
     softmax and H its entropy, (1 at the token, else 0) - p for the log-probability, and
-    -p (log p + H) for the entropy.
+    -p (log p + H) for the entropy. The kernel's is summed over the pieces in float32.
+
+    Args:
+        kernel: [D, V].
+        states: [pieces, B, columns, D], of the same dtype.
+        target: [pieces, B, columns] int32, the token after each.
+        temperature: logits are divided by it.
+
+    Returns:
+        [pieces, B, columns] float32, twice.
     """
     return _scored_forward(kernel, states, target, temperature)[0]
+
+
+def _scored_forward(kernel, states, target, temperature):
+    def one(_, piece):
+        flat = jax.tree.map(_rows, piece)
+        found = _scored_piece(kernel, *flat, temperature)
+        return None, jax.tree.map(lambda x: x.reshape(piece[1].shape), found)
+
+    _, (logp, log_mass, entropy) = jax.lax.scan(one, None, (states, target))
+    return (logp, entropy), (kernel, states, target, log_mass, entropy)
+
+
+def _scored_backward(temperature, kept, d_out):
+    kernel, *of_pieces = kept
+
+    def one(d_kernel, piece):
+        states, *rest = jax.tree.map(_rows, piece)
+        d_logits = _logit_gradient(kernel, states, *rest, temperature)
+        d_kernel += jnp.matmul(states.T, d_logits, preferred_element_type=jnp.float32)
+        return d_kernel, (d_logits @ kernel.T).reshape(piece[0].shape)
+
+    pieces = (*of_pieces, *d_out)
+    start = jnp.zeros(kernel.shape, jnp.float32)
+    d_kernel, d_states = jax.lax.scan(one, start, pieces)
+    return d_kernel.astype(kernel.dtype), d_states, None
+
+
+_scored.defvjp(_scored_forward, _scored_backward)
+
+
+def _rows(x):
+    """[n, ...] of [B, columns, ...]."""
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _logits(kernel, states, temperature):
@@ -103,7 +139,8 @@ def _logits(kernel, states, temperature):
     return logits / temperature
 
 
-def _scored_forward(kernel, states, target, temperature):
+def _scored_piece(kernel, states, target, temperature):
+    """Of states [n, D] and tokens [n]: log-probability, log of the mass, entropy."""
     logits = _logits(kernel, states, temperature)
     highest = jnp.max(logits, axis=-1, keepdims=True)
     # Made once for both sums, as products, which XLA's CPU backend is faster with.
@@ -112,22 +149,19 @@ def _scored_forward(kernel, states, target, temperature):
     log_mass = highest[:, 0] + jnp.log(mass)
     entropy = log_mass - jnp.einsum("nv,nv->n", weights, logits) / mass
     chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-    kept = kernel, states, target, log_mass, entropy
-    return (chosen - log_mass, entropy), kept
+    return chosen - log_mass, log_mass, entropy
 
 
-def _scored_backward(temperature, kept, d_out):
-    kernel, states, target, log_mass, entropy = kept
-    d_logp, d_entropy = (d[:, None] for d in d_out)
+def _logit_gradient(
+    kernel, states, target, log_mass, entropy, d_logp, d_entropy, temperature
+):
+    """[n, V] in the states' dtype: of logits before the temperature."""
+    d_logp, d_entropy = d_logp[:, None], d_entropy[:, None]
     logp = _logits(kernel, states, temperature) - log_mass[:, None]
     is_chosen = jnp.arange(logp.shape[1])[None] == target[:, None]
     by_entropy = d_entropy * (logp + entropy[:, None])
     d_logits = jnp.where(is_chosen, d_logp, 0.0) - jnp.exp(logp) * (d_logp + by_entropy)
-    d_logits = (d_logits / temperature).astype(states.dtype)
-    return states.T @ d_logits, d_logits @ kernel.T, None
-
-
-_scored.defvjp(_scored_forward, _scored_backward)
+    return (d_logits / temperature).astype(states.dtype)
 
 
 def token_values(model: Decoder, params, tokens, layout=None):

@@ -68,6 +68,22 @@ def test_the_gradient_is_that_of_all_logits_at_once():
     jax.tree.map(close, result, expected)
 
 
+def test_in_bfloat16_chunks_add_up_in_float32():
+    """As a sum in bfloat16 the gradient of the embedding would hang on their number."""
+    tokens = np.random.default_rng(2).integers(0, V, (2, 513)).astype(np.int32)
+    model = tiny.model(vocab_size=V).clone(dtype=jnp.bfloat16)
+
+    def gradient(chunk_tokens):
+        def total(params):
+            given = model, params, tokens
+            return token_logprobs(*given, chunk_tokens=chunk_tokens)[0].sum()
+
+        return jax.jit(jax.grad(total))(PARAMS)["unembedding"]
+
+    many, one = gradient(2), gradient(2048)
+    assert jnp.linalg.norm(many - one) < 0.004 * jnp.linalg.norm(one)
+
+
 def test_the_first_token_and_the_last_ones_successor_have_no_say():
     """A token's log-probability depends on those up to it and on nothing later."""
     other = TOKENS.copy()
