@@ -14,10 +14,17 @@ def num_pages(sampler: Sampler, num_rows: int, cache_tokens: int) -> int:
         cache_tokens: of all rows together; 0 is what they can ever hold.
 
     Raises:
-        ValueError: too few for one conversation in each part.
+        ValueError: too few for one conversation in each part, or rows that cannot be
+            cut into as many parts as the devices make.
     """
     if not cache_tokens:
         return 0
+    if num_rows % sampler.num_shards:
+        raise ValueError(
+            f"config.rollout.slots = {num_rows}: with config.rollout.cache_tokens must "
+            f"be a multiple of {sampler.num_shards}, the parts of a host's rows, each "
+            "with pages and devices of its own"
+        )
     parts, most = sampler.parts(num_rows), sampler.row_pages
     each = cache_tokens // parts // sampler.page_tokens
     if each < most:

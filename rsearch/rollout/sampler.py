@@ -114,10 +114,14 @@ class Sampler:
         """n, pages of the longest row."""
         return -(-self._num_slots // self.page_tokens)
 
+    @property
+    def num_shards(self) -> int:
+        """How many parts the devices cut rows into, where these divide."""
+        return num_shards(self._mesh)
+
     def parts(self, num_rows: int) -> int:
         """How many parts B rows are cut into, each on devices of its own."""
-        parts = num_shards(self._mesh)
-        return 1 if num_rows % parts else parts
+        return 1 if num_rows % self.num_shards else self.num_shards
 
     def queue_size(self, num_rows: int) -> int:
         """How many of B rows write in a step, at most, where they stand in a queue."""

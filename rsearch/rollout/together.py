@@ -34,6 +34,12 @@ class SharedSampler:
         """
         self.sampler, self._shards = sampler, num_shards(mesh)
         self._num = hosts.num_hosts()
+        if self._shards % self._num:
+            raise ValueError(
+                f"config.mesh.data x config.mesh.fsdp = {self._shards}: must be a "
+                f"multiple of the {self._num} hosts with config.rollout.together, so "
+                "that each has rows of its own"
+            )
         self._by_host, self._whole = batch_sharding(mesh), replicated(mesh)
         self.place = sampler.place
         self._prefill = jax.jit(self._prefill_all)
@@ -47,10 +53,15 @@ class SharedSampler:
         """See `Sampler`."""
         return self.sampler.num_traces
 
+    @property
+    def num_shards(self) -> int:
+        """How many parts the devices cut the rows of each host into."""
+        return self._shards // self._num
+
     def parts(self, num_rows: int) -> int:
         """How many parts this many rows of each host are cut into."""
         del num_rows  # `empty` refuses what cannot be cut.
-        return self._shards // self._num
+        return self.num_shards
 
     def agree(self, number: int) -> np.ndarray:
         """[hosts] the numbers that each of them has given, 0 or more.
@@ -130,14 +141,13 @@ class SharedSampler:
 
     def _all(self, own):
         """[shards, ...] of what each host gives, again for each shard of its rows."""
-        each = self._shards // self._num
-        own = np.repeat(np.asarray(own)[None], each, axis=0)
+        own = np.repeat(np.asarray(own)[None], self.num_shards, axis=0)
         shape = (self._shards, *own.shape[1:])
         return jax.make_array_from_process_local_data(self._by_host, own, shape)
 
     def _of_hosts(self, arrays):
         """[hosts, ...] of each, of what `_all` has made."""
-        each = self._shards // self._num
+        each = self.num_shards
         return [None if array is None else array[::each] for array in arrays]
 
     def _own(self, array):

@@ -47,6 +47,10 @@ class Script:
         self.steps = []  # the tokens that they wrote, decode by decode
         self.whole = {}  # name, sample -> all that the row has read and written
 
+    @property
+    def num_shards(self):
+        return self.cut
+
     def parts(self, num_rows):
         return self.cut
 

@@ -75,3 +75,12 @@ def test_pages_are_as_many_as_there_are_tokens_for_and_rows_can_use():
     assert num_pages(script, 8, 10**6) == 8 * 5
     with pytest.raises(ValueError, match="cache_tokens = 159: must be at least 160"):
         num_pages(script, 8, 159)
+
+
+def test_rows_that_do_not_divide_over_the_devices_have_no_pages():
+    """Their pages would be cut over the devices where these divide them."""
+    script = Script([])
+    script.cut, script.page_tokens = 2, 16
+    assert num_pages(script, 15, 0) == 0
+    with pytest.raises(ValueError, match=r"slots = 15: with .* be a multiple of 2,"):
+        num_pages(script, 15, 10**6)

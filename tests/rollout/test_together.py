@@ -1,0 +1,18 @@
+"""What rollouts of several hosts in one program ask of the mesh."""
+
+import pytest
+
+from rsearch import hosts
+from rsearch.models.sharding import make_mesh
+from rsearch.rollout.together import SharedSampler
+from tests.rollout import tiny
+
+
+def test_a_mesh_without_rows_for_every_host_is_refused(monkeypatch):
+    monkeypatch.setattr(hosts, "num_hosts", lambda: 2)
+    mesh = make_mesh(data=1, fsdp=1, tensor=8)
+    with pytest.raises(
+        ValueError, match=r"fsdp = 1: must be a multiple of the 2 hosts"
+    ):
+        SharedSampler(tiny.make_sampler(), mesh)
+    assert SharedSampler(tiny.make_sampler(), make_mesh(data=4, tensor=2)).parts(8) == 2
