@@ -65,7 +65,7 @@ FLAGS = {
 }
 
 
-def save(directory, step, tree, meta, *, keep):
+def save(directory, step, tree, meta, *, keep, spare=None):
     """Writes a checkpoint, then deletes old ones.
 
     Args:
@@ -76,6 +76,7 @@ def save(directory, step, tree, meta, *, keep):
         meta: a dict of JSON values, all finite.
         keep: how many checkpoints to keep, this one included. Older ones go once the
             new manifest is durable.
+        spare: a step whose checkpoint stays beside them, if there is one.
 
     Raises:
         ValueError: a leaf that would not come back as it is, a step already there, or a
@@ -99,10 +100,10 @@ def save(directory, step, tree, meta, *, keep):
     if (folder / MANIFEST).exists():
         raise ValueError(f"{folder}: there is a checkpoint of this step already")
     with _refused(folder, sum(leaf.nbytes for leaf in leaves.values())):
-        _write(folder, step, leaves, body, keep)
+        _write(folder, step, leaves, body, keep, spare)
 
 
-def _write(folder, step, leaves, body, keep):
+def _write(folder, step, leaves, body, keep, spare):
     """Data first, the manifest last, and then old ones go."""
     if jax.process_index() == 0:
         if folder.exists():
@@ -117,7 +118,7 @@ def _write(folder, step, leaves, body, keep):
         body["files"] = describe_files(folder)
         files.replace(folder / MANIFEST, encode(body))
         try:
-            _delete_old(folder.parent, step, keep)
+            _delete_old(folder.parent, step, keep, spare)
         except OSError as error:
             note(f"{error}; older checkpoints than {folder} stay")
     _barrier(f"saved {step}")
@@ -212,25 +213,20 @@ def newest_good(directory, like, *, is_part=False):
     return None
 
 
-def common(directory) -> list[int]:
-    """Sorted steps of the checkpoints that all hosts see, who ask together."""
-    return sorted(set.intersection(*_seen(directory)))
-
-
-def _seen(directory):
-    """[hosts] the steps that each sees, of a disk that may lag."""
+def seen(directory) -> list[set[int]]:
+    """[hosts] the steps that each sees, of a disk that may lag; all ask together."""
     own = json.dumps(steps(directory)).encode()
     return [set(json.loads(told)) for told in hosts.exchange(own)]
 
 
 def _agreed(directory):
     """The steps that all hosts see; later ones, of a disk that lags, are set aside."""
-    seen = _seen(directory)
-    shared, known = set.intersection(*seen), set.union(*seen)
+    views = seen(directory)
+    shared, known = set.intersection(*views), set.union(*views)
     if known and not shared:
-        raise ValueError(f"{directory}: no two hosts see the same checkpoints: {seen}")
+        raise ValueError(f"{directory}: no two hosts see the same checkpoints: {views}")
     for step in sorted(step for step in known if step > max(shared)):
-        without = [number for number, own in enumerate(seen) if step not in own]
+        without = [number for number, own in enumerate(views) if step not in own]
         aside = set_aside(directory, step)
         told = f"not seen by hosts {without}; goes on from {max(shared)}"
         note(f"{directory}/{step}: {told}, this one is set aside as {aside.name}")
@@ -253,9 +249,9 @@ def set_aside(directory, step, *, why="damaged"):
     return aside
 
 
-def _delete_old(directory, newest, keep):
+def _delete_old(directory, newest, keep, spare):
     """Deletes what is older than the last `keep` steps, torn saves included."""
-    kept = set(steps(directory)[-keep:])
+    kept = {*steps(directory)[-keep:], spare}
     for step in step_folders(directory):
         if step < newest and step not in kept:
             _delete(directory / str(step))

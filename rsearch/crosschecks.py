@@ -294,13 +294,6 @@ def _check_guards(c):
             f"config.guards.max_kl = {c.guards.max_kl}: with config.rl.kl_coef = 0 no "
             "KL is measured"
         )
-    spared = (c.checkpoint.keep - 1) * c.checkpoint.rl_steps
-    if c.guards.on_collapse == "roll_back" and c.guards.patience - 1 > spared:
-        raise ValueError(
-            f"config.guards.patience = {c.guards.patience}: with checkpoint.keep = "
-            f"{c.checkpoint.keep} and checkpoint.rl_steps = {c.checkpoint.rl_steps} "
-            "none from before a collapse would be kept to roll back to; keep more"
-        )
 
 
 def _check_curate(c):

@@ -200,10 +200,6 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             "config.guards.max_kl = 1.0: with config.rl.kl_coef = 0 no KL is measured",
         ),
         (
-            {"guards__on_collapse": "roll_back", "guards__patience": 4},
-            "config.guards.patience = 4: with checkpoint.keep = 2 and checkpoint.rl_st",
-        ),
-        (
             {"model__offload": ("weights",)},
             "config.model.offload",
         ),

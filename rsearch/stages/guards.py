@@ -54,20 +54,29 @@ class Guards:
         self._skipped, self._beyond = 0, 0  # updates, and steps, in a row
         self._kept = 0  # batches
         self._since = 0  # the first of the steps in a row
+        self._bounds: list[str] = []  # that these were beyond
 
-    def state(self) -> dict[str, int]:
-        """What a run that goes on has to know."""
+    def state(self) -> dict:
+        """What a run that goes on has to know, in JSON values."""
         return {
             "skipped": self._skipped,
             "beyond": self._beyond,
             "kept": self._kept,
             "since": self._since,
+            "bounds": self._bounds,
         }
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: dict) -> None:
         """Goes on from what `state` told."""
-        self._skipped, self._beyond = state["skipped"], state["beyond"]
-        self._kept, self._since = state["kept"], state.get("since", 0)
+        self._skipped, self._kept = state["skipped"], state["kept"]
+        # Earlier versions did not tell since when, or beyond what: counted anew.
+        self._beyond = state["beyond"] if "bounds" in state else 0
+        self._since, self._bounds = state.get("since", 0), state.get("bounds", [])
+
+    @property
+    def first_beyond(self) -> int | None:
+        """The first of the steps in a row that are beyond a bound; None if none is."""
+        return self._since if self._beyond else None
 
     def look(self, step: int, measured, batch, params) -> bool:
         """Counts an update; says whether it was left out.
@@ -112,28 +121,25 @@ class Guards:
         Returns:
             What has collapsed, unless config.guards.on_collapse is to tell alone.
         """
-        asked = [
-            (field, *bound)
-            for field, bound in BOUNDS.items()
-            if self._g[field] is not None
-        ]
-        beyond = [
-            f"{what} = {measured[what]:.4g}, config.guards.{field} = {self._g[field]}"
-            for field, what, more_is_worse in asked
-            if what in measured
-            and _is_beyond(measured[what], self._g[field], more_is_worse)
-        ]
+        beyond = {
+            field: f"{what} = {measured[what]:.4g}, config.guards.{field} = {bound}"
+            for field, (what, more_is_worse) in BOUNDS.items()
+            if (bound := self._g[field]) is not None
+            and what in measured
+            and _is_beyond(measured[what], bound, more_is_worse)
+        }
         if not beyond:
             # A step from which nothing is learnt tells nothing of the policy: such as
             # one whose rollouts are all alike, of a policy that has collapsed.
-            if all(what in measured for _, what, _ in asked):
-                self._beyond = 0
+            if all(BOUNDS[field][0] in measured for field in self._bounds):
+                self._beyond, self._bounds = 0, []
             return None
         self._since = self._since if self._beyond else step
+        self._bounds = sorted({*self._bounds, *beyond})
         self._beyond += 1
         if self._beyond < self._g.patience:
             return None
-        told = f"{self._stage}: step {step + 1}: {'; '.join(beyond)}"
+        told = f"{self._stage}: step {step + 1}: {'; '.join(beyond.values())}"
         if self._g.on_collapse == "warn":
             console.note(told)
             return None
@@ -141,7 +147,7 @@ class Guards:
 
     def forget(self) -> None:
         """Nothing is beyond a bound any more: what was measured is undone."""
-        self._skipped = self._beyond = 0
+        self._skipped, self._beyond, self._bounds = 0, 0, []
 
     def _keep(self, step, batch):
         """Writes the batch, unless there are enough; returns the file or None.

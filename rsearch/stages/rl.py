@@ -68,7 +68,7 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
         if done % c.log_every == 0 or done == c.rl.steps:
             console.note(_line(stage, done, c.rl.steps, measured))
         collapse = progress.guards.check(step, measured)
-        # A save lets old checkpoints go, of which one is gone back to.
+        # What is gone back from is not saved.
         if collapse is None or c.guards.on_collapse == "stop":
             progress.save_if_due()
         if progress.is_saved:

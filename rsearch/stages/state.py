@@ -123,12 +123,11 @@ class Progress:
             raise StoppedError(collapse.told)
         if self.roll_backs >= g.max_roll_backs:
             raise StoppedError(f"{collapse.told}; rolled back {self.roll_backs} times")
-        found = checkpoint.common(self._folder)
-        before = max((step for step in found if step <= first), default=0)
+        seen = checkpoint.seen(self._folder)
+        before = _newest(set.intersection(*seen), first)
         if not before and first >= self._every:
             raise StoppedError(
-                f"{collapse.told}; no checkpoint from before step {first + 1} is kept, "
-                f"config.checkpoint.keep = {self._setup.config.checkpoint.keep}"
+                f"{collapse.told}; no checkpoint from before step {first + 1} is left"
             )
         self.guards.forget()
         self.state = None  # there may be no room for two
@@ -145,7 +144,7 @@ class Progress:
         hosts.barrier("rows read")  # before the first host drops them
         old = read_rows(self._journal) if self._journal.exists() else []
         write_rows(self._journal, old + rows)
-        for step in found:
+        for step in sorted(set.union(*seen)):
             if step > before:
                 checkpoint.set_aside(self._folder, step, why="collapsed")
         metrics.rewind(before)
@@ -205,8 +204,25 @@ class Progress:
         meta = {GUARDS: self.guards.state()}
         if self.owed is not None:
             meta[OWED] = to_json(self.owed)
-        keep = self._setup.config.checkpoint.keep
+        common = set.intersection(*checkpoint.seen(self._folder))
         # A disk may have refused the very last of what a save does.
-        if checkpoint.common(self._folder)[-1:] != [self.done]:
-            checkpoint.save(self._folder, self.done, self.state, meta, keep=keep)
+        if self.done not in common:
+            own = dict(
+                keep=self._setup.config.checkpoint.keep, spare=self._spare(common)
+            )
+            checkpoint.save(self._folder, self.done, self.state, meta, **own)
         self._saved = self.done
+
+    def _spare(self, found):
+        """The checkpoint that is gone back to if what is counted becomes a collapse."""
+        if self._setup.config.guards.on_collapse != "roll_back":
+            return None
+        first = self.guards.first_beyond
+        if first is None and self.owed is not None:  # not looked at yet
+            first = self.done - 1
+        return None if first is None else _newest(found, first)
+
+
+def _newest(found, step):
+    """The newest of the checkpoints up to a step; 0 where there is none."""
+    return max((one for one in found if one <= step), default=0)

@@ -1,8 +1,6 @@
 """Numbers that go wrong: nothing is learnt from them; they are kept; a run stops."""
 
-import gc
 import math
-import shutil
 
 import jax
 import numpy as np
@@ -16,7 +14,6 @@ from rsearch.stages import rl, sft
 from rsearch.stages.guards import FOLDER, Guards
 from rsearch.stages.learning import Learning
 from rsearch.stages.state import Progress
-from rsearch.workdir import read_rows
 from tests.small_run import config, load_setup, quick_compilation
 from tests.stages.test_rl import ONE_STEP, groups, rollout
 
@@ -94,6 +91,30 @@ def test_what_teaches_nothing_tells_nothing_and_what_is_no_number_is_beyond(tmp_
     assert collapse.first_step == 0 and "entropy = nan" in collapse.told
     assert own.check(5, {"entropy": 0.6}) is None
     assert own.check(6, {"entropy": 0.4}) is None
+
+
+def test_steps_within_what_was_beyond_end_the_count(tmp_path):
+    """Whatever else is not measured, as no entropy while a value model learns alone."""
+    bounds = dict(patience=2, on_collapse="stop", min_entropy=0.5, max_empty=0.5)
+    own = guards(tmp_path, **bounds)
+    for step, empty in enumerate([0.9, 0.1, 0.9, 0.1]):
+        assert own.check(step, {"empty_answers": empty}) is None
+    assert own.first_beyond is None
+    for step, measured in [(4, {"empty_answers": 0.9}), (5, {"entropy": 0.6})]:
+        assert own.check(step, measured) is None
+    assert own.check(6, {"entropy": 0.4}).first_step == 4  # what was empty may be yet
+
+
+def test_a_count_of_an_earlier_version_begins_anew(tmp_path):
+    """It did not tell since when, and all would be undone."""
+    own = guards(tmp_path, patience=3, on_collapse="roll_back", max_kl=0.5)
+    own.restore({"skipped": 1, "beyond": 2, "kept": 0})
+    assert own.check(200, {"kl": 1.0}) is None
+    assert own.state() == {"skipped": 1, "kept": 0} | {
+        "beyond": 1,
+        "since": 200,
+        "bounds": ["max_kl"],
+    }
 
 
 def test_without_bounds_nothing_collapses(tmp_path, capsys):
@@ -191,162 +212,3 @@ def test_a_policy_whose_logits_are_not_finite_samples_and_teaches_nothing(
         rl.run(setup, None, params, tmp_path)
     first = capsys.readouterr().err
     assert f"rl: step 1: grad_norm = nan; {told}".replace("\\", "") in first
-
-
-STEPS = {"rl__steps": 6, "checkpoint__rl_steps": 1, "checkpoint__keep": 9}
-BOUND = {"guards__max_empty": 0.5, "guards__patience": 2}
-
-
-def collapsing(monkeypatch, beyond):
-    """Has steps be beyond the bound: beyond(step, how often it was taken before)."""
-    taken, told = [], rl.together
-
-    def measure(found):
-        groups, rewards, measured = told(found)
-        ids = [group.question.id for group in groups]
-        step = measure.step
-        before = sum(one == step for one, _ in taken)
-        taken.append((step, ids))
-        measured["empty_answers"] = 0.9 if beyond(step, before) else 0.1
-        return groups, rewards, measured
-
-    real = rl.gather
-
-    def gather(setup, play, step, **settings):
-        measure.step = step
-        return real(setup, play, step, **settings)
-
-    monkeypatch.setattr(rl, "together", measure)
-    monkeypatch.setattr(rl, "gather", gather)
-    return taken
-
-
-def collapse_of(monkeypatch, tmp_path, beyond, **settings):
-    """Steps that were taken, in order, of a stage that rolls back."""
-    own = ONE_STEP | STEPS | BOUND | {"guards__on_collapse": "roll_back"} | settings
-    setup = load_setup(config(**own))
-    taken = collapsing(monkeypatch, beyond)
-    params = build.initial_params(setup)
-    return setup, params, taken
-
-
-def test_a_collapse_is_rolled_back_and_other_draws_follow(
-    tmp_path, monkeypatch, capsys
-):
-    def beyond(step, before):
-        return step in (2, 3) and not before
-
-    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond)
-    rl.run(setup, None, params, tmp_path)
-    assert [step for step, _ in taken] == [0, 1, 2, 3, 2, 3, 4, 5]
-    first, second = (dict(taken[a:b]) for a, b in ((2, 4), (4, 6)))
-    assert all(first[step] != second[step] for step in (2, 3))
-    rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(6))
-    assert all(row["empty_answers"] == 0.1 for row in rows)
-    undone = read_rows(tmp_path / "rolled_back.jsonl")
-    told = [(r["step"], r["empty_answers"], r["roll_back"]) for r in undone]
-    assert told == [(2, 0.9, 1), (3, 0.9, 1)]
-    folder = tmp_path / CHECKPOINTS
-    assert {p.name for p in folder.iterdir()} == {
-        *"123456",
-        "3.collapsed",  # what has collapsed is not saved again
-    }
-    checkpoint.verify(folder, 3)
-    assert "rolled back to step 2" in capsys.readouterr().err
-
-
-def test_a_collapse_in_the_first_steps_goes_back_to_the_beginning(
-    tmp_path, monkeypatch
-):
-    def beyond(step, before):
-        return not before and step < 2
-
-    own = {"checkpoint__rl_steps": 2}
-    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond, **own)
-    rl.run(setup, None, params, tmp_path)
-    assert [step for step, _ in taken] == [0, 1, 0, 1, 2, 3, 4, 5]
-
-
-def test_after_so_many_roll_backs_it_stops(tmp_path, monkeypatch):
-    own = {"guards__max_roll_backs": 1}
-    always = collapse_of(monkeypatch, tmp_path, lambda step, _: step > 0, **own)
-    setup, params, taken = always
-    with pytest.raises(StoppedError, match="rolled back 1 times"):
-        rl.run(setup, None, params, tmp_path)
-    assert [step for step, _ in taken] == [0, 1, 2, 1, 2]
-    with pytest.raises(StoppedError, match="rolled back 1 times"):
-        rl.run(setup, None, params, tmp_path)  # what counts them is a file
-
-
-def test_where_nothing_from_before_is_kept_it_stops(tmp_path, monkeypatch):
-    def beyond(step, _):
-        if step == 3:
-            shutil.rmtree(tmp_path / CHECKPOINTS / "2")
-        return step > 1
-
-    own = {"checkpoint__keep": 2}
-    setup, params, _ = collapse_of(monkeypatch, tmp_path, beyond, **own)
-    with pytest.raises(StoppedError, match=r"before step 3 is kept.*keep = 2"):
-        rl.run(setup, None, params, tmp_path)
-
-
-@pytest.mark.parametrize("first", [2, 3])
-def test_two_checkpoints_are_enough_to_go_back(tmp_path, monkeypatch, first):
-    """Whichever step is the first beyond: a save would let the one before it go."""
-
-    def beyond(step, before):
-        return step >= first and not before
-
-    own = {"checkpoint__keep": 2, "checkpoint__rl_steps": 2, "guards__patience": 3}
-    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond, **own)
-    rl.run(setup, None, params, tmp_path)
-    assert [step for step, _ in taken] == [*range(first + 3), *range(2, 6)]
-
-
-def test_going_back_two_states_are_never_held(tmp_path, monkeypatch):
-    setup, params, _ = collapse_of(
-        monkeypatch, tmp_path, lambda step, before: step in (2, 3) and not before
-    )
-    sizes, real = [], checkpoint.restore
-
-    def restore(*given, **settings):
-        sizes.append(held())
-        return real(*given, **settings)
-
-    def held():
-        gc.collect()
-        return sum(x.nbytes for x in jax.live_arrays())
-
-    monkeypatch.setattr(checkpoint, "restore", restore)
-    before = held()
-    rl.run(setup, None, params, tmp_path)
-    shapes = build.state_shapes(setup, "rl")
-    state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
-    assert len(sizes) == 1 and sizes[0] - before < state / 2
-
-
-def test_a_roll_back_that_is_interrupted_ends_alike(tmp_path, monkeypatch):
-    """Wherever it was killed: what is drawn hangs on the number of roll-backs alone."""
-
-    def beyond(step, before):
-        return step in (2, 3) and not before
-
-    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond)
-    whole = rl.run(setup, None, params, tmp_path / "whole")
-    taken.clear()
-    real = checkpoint.save
-
-    def save(folder, step, *rest, **settings):
-        if step == 3 and len(taken) == 5:  # the first save after the roll-back
-            raise KeyboardInterrupt
-        real(folder, step, *rest, **settings)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "save", save)
-        with pytest.raises(KeyboardInterrupt):
-            rl.run(setup, None, params, tmp_path / "killed")
-    again = rl.run(setup, None, params, tmp_path / "killed")
-    assert [step for step, _ in taken] == [0, 1, 2, 3, 2, 2, 3, 4, 5]
-    assert taken[4] == taken[5]
-    jax.tree.map(np.testing.assert_array_equal, again, whole)
