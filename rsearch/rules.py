@@ -12,6 +12,7 @@ from rsearch.stage_plan import AGENTS, STAGE, is_stage, stage_configs
 
 EVIDENCE, READER_RAG = "evidence", "reader_rag"
 READER_METHODS = (EVIDENCE, "reader_direct", READER_RAG)
+COLDEST = 1e-6  # temperature that is sampled at: logits divided by less overflow
 MIX = r"(\S+ )?(easy|medium|hard) (\d+(:\d*)?|0?\.\d+)"  # of curate.mix
 METHODS = ("protocol", "direct", "rag", *READER_METHODS)
 OFFLOADED = ("reference", "optimizer")
@@ -91,7 +92,7 @@ ASKED_MODEL = {  # fields of a model that is asked beside the policy
     "slots": _at_least(1),
     "max_prompt_tokens": _at_least(1),
     "max_reply_tokens": _at_least(1),
-    "temperature": _at_least(0),
+    "temperature": (lambda x: x == 0 or x >= COLDEST, f"0, or a number >= {COLDEST}"),
     "top_p": (lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
     "timeout_seconds": _above(0),
     "max_retries": _at_least(0),
@@ -164,7 +165,7 @@ RULES = {  # field -> (predicate, what would be right)
     "rollout.max_observation_tokens": _at_least(1),
     "rollout.max_prompt_tokens": _at_least(1),
     "rollout.context_tokens": _at_least(0),
-    "rollout.temperature": _at_least(1e-6),
+    "rollout.temperature": _at_least(COLDEST),
     "rollout.top_p": (lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
     "rollout.slots": _at_least(1),
     "rollout.cache_tokens": _at_least(0),
@@ -181,7 +182,7 @@ RULES = {  # field -> (predicate, what would be right)
         lambda x: x == "" or x.startswith(STAGE),
         "'' or 'stage:<name>'",
     ),
-    "curate.retry_temperature": _above(0),
+    "curate.retry_temperature": _at_least(COLDEST),
     "curate.retry_rollouts": _at_least(0),
     "curate.retry_searches": _at_least(0),
     "curate.right_share": _between(0, 1),

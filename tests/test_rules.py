@@ -55,6 +55,14 @@ def test_a_clip_of_nothing_is_refused(name):
     assert told.startswith(f"config.{name} = 0.0: must be ")
 
 
+@pytest.mark.parametrize(
+    "name", sorted(name for name in NUMBERS if name.endswith("temperature"))
+)
+def test_logits_are_divided_by_no_number_that_makes_them_infinite(name):
+    told = refusal(**{name.replace(".", "__"): 1e-38})
+    assert told.startswith(f"config.{name} = 1e-38: must be ")
+
+
 @pytest.mark.parametrize("name", sorted(WORDS))
 def test_word_is_refused_with_the_words_there_are(name):
     told = refusal(**{name.replace(".", "__"): "nonsense"})
