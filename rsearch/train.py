@@ -170,12 +170,12 @@ def _run_stages(base, ready, shared, evaluator, home, over):
     # what they began as: that is freed when the first stage has ended.
     trained = {("policy", config.model.source): build.initial_params(base)}
     if config.eval.at_start:
-        (params,) = trained.values()
-        _evaluate(config, evaluator, params, START, 0, home.path)
+        _evaluate(config, evaluator, *trained.values(), START, 0, home.path)
     plan = list(stage_configs(config))
     for number, (stage, own) in enumerate(plan):
         needed = {_weights_of(later) for _, later in plan[number:]}
-        trained = {key: params for key, params in trained.items() if key in needed}
+        trained = {key: held for key, held in trained.items() if key in needed}
+        params = None  # of the last stage: freed before this one's models are loaded
         folder = home.stage(stage)
         hosts.barrier(f"{stage} begins")  # what earlier stages have written is there
         if _has_curated(folder):

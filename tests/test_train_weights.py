@@ -1,0 +1,55 @@
+"""Whose weights rsearch.train holds, and until when."""
+
+import types
+import weakref
+
+import pytest
+from ml_collections import ConfigDict
+
+from rsearch import build, train
+
+STEPS = {"sft": {"steps": 1}, "rl": {"steps": 1}}
+
+
+class Weights:
+    """Stands in for parameters."""
+
+
+@pytest.mark.parametrize("second", ["world:other", "world:base"])
+def test_what_a_stage_has_left_goes_before_one_is_prepared_that_does_without(
+    tmp_path, monkeypatch, second
+):
+    """What the later one asks beside its policy is loaded there."""
+    left, alive = [], []
+    sources = {"sft": "world:base", "rl": second}
+    stages = [
+        (name, ConfigDict({"trains": "policy", "model": {"source": source}} | STEPS))
+        for name, source in sources.items()
+    ]
+
+    def made(*_, **__):
+        found = Weights()
+        left.append(weakref.ref(found))
+        return found
+
+    def prepared(stage, *_, **__):
+        alive.append([one() is not None for one in left])
+        return train._Prepared(types.SimpleNamespace(), ())
+
+    monkeypatch.setattr(train, "stage_configs", lambda _: stages)
+    monkeypatch.setattr(train, "_prepare", prepared)
+    monkeypatch.setattr(train, "_inputs_of", lambda *_: {})
+    monkeypatch.setattr(train, "_evaluate", lambda *_: None)
+    monkeypatch.setattr(train, "open_memory", lambda *_, **__: None)
+    monkeypatch.setattr(build, "initial_params", made)
+    monkeypatch.setattr(build, "resting", lambda _, params: params)
+    monkeypatch.setattr(train.sft, "run", made)
+    monkeypatch.setattr(train.rl, "run", made)
+    config = ConfigDict({"model": {"source": "world:base"}, "eval": {"at_start": True}})
+    home = types.SimpleNamespace(
+        path=tmp_path, stage=lambda name: tmp_path / name, add_inputs=lambda _: None
+    )
+    base = types.SimpleNamespace(config=config)
+    train._run_stages(base, {}, None, None, home, set())
+    is_same = second == "world:base"
+    assert alive == [[True], [False, is_same]]
