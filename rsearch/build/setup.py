@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from rsearch import files
+from rsearch import files, hosts
 from rsearch.build.agents import load_agent
 from rsearch.build.beginnings import initial_weights
 from rsearch.build.costs import check_layout
@@ -124,8 +124,8 @@ def load_setup(
         only_policy: leave all questions out, for a policy that others ask.
         home: the run's directory, if "stage:..." is to mean a stage of it.
         shared: parts that other setups of the run have made; these are not said again.
-        is_over: of a stage that seems to have ended: the models beside the policy are
-            loaded only if they are asked after all.
+        is_over: of a stage that seems to have ended: on one host the models beside the
+            policy are loaded only if they are asked after all.
 
     Raises:
         ValueError: a value or a file that cannot be used.
@@ -158,7 +158,8 @@ def load_setup(
 
     def agent(name):
         sections = [c[name], c.model, c.mesh]
-        own = {"workdir": home, "is_late": is_over}
+        # Hosts load together, and may not all come to ask.
+        own = {"workdir": home, "is_late": is_over and hosts.num_hosts() == 1}
         return once((name, is_over), sections, lambda: load_agent(c, name, mesh, **own))
 
     seeded = ConfigDict({"seed": c.seed})

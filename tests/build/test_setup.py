@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import build
+from rsearch import build, hosts
+from rsearch.build import setup
 from tests.small_run import config, quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -113,3 +114,19 @@ def test_training_questions_that_are_held_out_too_are_told_and_left_out(tmp_path
 def test_what_cannot_be_set_up_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         build.load_setup(config(**changes))
+
+
+@pytest.mark.parametrize(("num_hosts", "is_late"), [(1, True), (2, False)])
+def test_several_hosts_load_a_model_together_whoever_comes_to_ask(
+    monkeypatch, num_hosts, is_late
+):
+    """One that loads it when it is asked would wait for the others, who are not."""
+    asked = []
+
+    def load_agent(*given, is_late, **_):
+        asked.append(is_late)
+
+    monkeypatch.setattr(setup, "load_agent", load_agent)
+    monkeypatch.setattr(hosts, "num_hosts", lambda: num_hosts)
+    build.load_setup(config(writer__source="/no/writer"), only_dev=True, is_over=True)
+    assert asked == [is_late]
