@@ -2,7 +2,6 @@
 
 from rsearch.journal import Journal
 from rsearch.recorded import recorded_replies, recorded_search
-from rsearch.retrieval.web import PagedSearch
 from rsearch.types import Passage
 
 
@@ -53,10 +52,8 @@ def test_as_many_searches_overlap_as_the_service_takes(tmp_path):
     search, _ = recorded(tmp_path, "first")
     assert search.searches_at_once == 1
     service = Service("first")
-    service.searches_at_once, service.fingerprint = 8, "service"
+    service.searches_at_once = 8
     assert recorded_search(service, Journal(tmp_path, "more")).searches_at_once == 8
-    paged = PagedSearch(service, page_chars=9, seconds=1.0)
-    assert paged.searches_at_once == 8
 
 
 def test_a_query_that_finds_nothing_is_kept(tmp_path):

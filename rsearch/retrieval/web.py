@@ -25,7 +25,6 @@ class PagedSearch:
 
     Attributes:
         fingerprint: equal ones find the same way.
-        searches_at_once: calls that may overlap, as of the search.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class PagedSearch:
         self._search, self._chars, self._seconds = search, page_chars, seconds
         self._get = get
         self.fingerprint = f"{search.fingerprint} pages {page_chars}"
-        self.searches_at_once = getattr(search, "searches_at_once", 1)
 
     def __str__(self):
         """What is searched."""
