@@ -8,7 +8,7 @@ import pytest
 
 from rsearch import retriever
 from rsearch.build.parts import open_search
-from rsearch.config import validate
+from rsearch.config import parse_command_line, validate
 from rsearch.retrieval.remote import RemoteSearch
 from rsearch.serving import JsonServer
 from rsearch.types import Passage
@@ -104,6 +104,18 @@ def test_a_run_asks_the_service_that_it_names():
         c = config(**{f"retrieval__{name}": value for name, value in wrong.items()})
         with pytest.raises(ValueError, match=r"config\.retrieval"):
             validate(c)
+
+
+def test_the_command_that_starts_a_service_has_the_flags_it_is_told_with():
+    with serving() as url:
+        pass
+    with pytest.raises(ValueError) as error:
+        RemoteSearch(url, api="search_r1", top_k=1).check()
+    _, words = str(error.value).split("python -m rsearch.retriever ")
+    c, _ = parse_command_line(words.split(), flags=retriever.FLAGS)
+    validate(c)
+    # Of the world its passages would be searched, and no index.
+    assert c.retrieval.index == "DIR" and c.retrieval.corpus != "world"
 
 
 @pytest.mark.parametrize(

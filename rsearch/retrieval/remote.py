@@ -208,7 +208,8 @@ class RemoteSearch:
         if reply.value is None:
             raise ValueError(
                 f"config.retrieval.url: {self._target}: {reply.why}; start one, for "
-                "example: python -m rsearch.retriever --index=DIR --encoder=DIR"
+                "example: python -m rsearch.retriever --config=configs/search_r1.py "
+                "--config.retrieval.index=DIR"
             )
 
     def __call__(self, queries: Sequence[str]) -> list[tuple[Passage, ...] | None]:
