@@ -59,6 +59,17 @@ def test_a_run_finds_the_same_in_every_dialect(api):
         assert found[0] == tuple(PASSAGES[:2])
 
 
+def test_more_queries_than_a_service_takes_in_a_call_are_all_answered():
+    asked = [f"q{i}" for i in range(2 * retriever.MAX_QUERIES + 1)]
+
+    def echo(queries):
+        return [(Passage(q, f"{q}\n.", 1.0),) for q in queries]
+
+    with serving(echo) as url:
+        found = RemoteSearch(url, api="search_r1", top_k=1)(asked)
+    assert [own[0].id for own in found] == asked
+
+
 def test_search_r1_is_answered_as_its_server_does():
     with serving() as url:
         body = {"queries": ["a"], "topk": 1, "return_scores": True}

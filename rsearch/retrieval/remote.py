@@ -35,8 +35,9 @@ PROBE_SECONDS = 2.0  # between two looks whether it is back
 CHECK_SECONDS = 5.0  # that a service may take for its first answer
 MAX_PASSAGE_BYTES = 1 << 16  # of each in a reply; JSON escapes included
 ENVELOPE_BYTES = 1 << 16
-CONCURRENCY = 16  # calls at once, where a call takes one query
-OVERLAPPING = 8  # searches at once, where a call takes all queries of one
+CONCURRENCY = 16  # calls at once, of one search
+QUERIES_A_CALL = 256  # at most; this package's own service refuses more than 512
+OVERLAPPING = 8  # searches at once, where a call takes many queries
 
 
 class _SearchR1:
@@ -283,7 +284,8 @@ class RemoteSearch:
                 call, max_retries=retries, first_wait=0.5, deadline=deadline
             )
 
-        parts = [queries] if self._api.is_batched else [[query] for query in queries]
+        size = QUERIES_A_CALL if self._api.is_batched else 1
+        parts = [queries[i : i + size] for i in range(0, len(queries), size)]
         with (
             self._client(seconds) as client,
             ThreadPoolExecutor(min(CONCURRENCY, len(parts))) as pool,

@@ -211,6 +211,19 @@ def test_equal_and_blank_queries_are_not_sent_twice_and_what_failed_is_not_kept(
     assert [b["queries"] for b in service.bodies[2:]] == [["a", "b"], ["c"]]
 
 
+def test_a_call_of_several_that_fails_costs_its_own_queries_alone(monkeypatch):
+    monkeypatch.setattr(remote, "QUERIES_A_CALL", 2)
+
+    def behave(handler, queries, number):
+        send(handler, right(queries), 404 if "c" in queries else 200)
+
+    with serving(behave) as service:
+        found = asking(service.url)(["a", "b", "c", "d", "e"])
+    assert [own and own[0].id for own in found] == ["a", "b", None, None, "e"]
+    sent = sorted(body["queries"] for body in service.bodies)
+    assert sent == [["a", "b"], ["c", "d"], ["e"]]
+
+
 def test_searches_overlap_as_far_as_the_dialect_has_many_queries_a_call():
     both = threading.Barrier(2)
 
