@@ -8,6 +8,7 @@ limited while it is read, and what it means is for the caller to check.
 import datetime
 import email.utils
 import json
+import math
 import os
 import random
 import re
@@ -76,7 +77,33 @@ def key_of(variable: str) -> str:
     return key
 
 
-def post(client, url, body: bytes, *, read, max_bytes: int, seconds: float) -> Reply:
+class _Limits:
+    """How long each part of a call may take, told as httpx comes to it.
+
+    Args:
+        seconds: that a part may take.
+        deadline: by time.monotonic(), of all parts.
+    """
+
+    def __init__(self, seconds, deadline):
+        self._seconds, self.deadline = seconds, deadline
+
+    def get(self, part, default=None):
+        """Seconds of a connection, of a write, or of each read of head or body."""
+        left = self.deadline - time.monotonic()
+        return max(0.001, min(self._seconds, left))  # 0 would not wait at all
+
+
+def post(
+    client,
+    url,
+    body: bytes,
+    *,
+    read,
+    max_bytes: int,
+    seconds: float,
+    deadline: float = math.inf,
+) -> Reply:
     """One call.
 
     Args:
@@ -87,15 +114,24 @@ def post(client, url, body: bytes, *, read, max_bytes: int, seconds: float) -> R
         max_bytes: a longer reply is none.
         seconds: for the connection, for the reply to begin, and for the whole once it
             has begun; so a call ends after three times that at most.
+        deadline: by time.monotonic(): the call ends before it in any case. Half of what
+            is left when the reply begins is for the rest of it.
     """
     end = time.monotonic() + seconds
-    kind = {"Content-Type": "application/json"}
+    limits = _Limits(seconds, deadline)
+    own = dict(
+        headers={"Content-Type": "application/json"}, extensions={"timeout": limits}
+    )
     try:
-        with client.stream("POST", url, content=body, headers=kind) as response:
+        with client.stream("POST", url, content=body, **own) as response:
             status = response.status_code
             if status != 200:
                 wait = _retry_after(response) if status in RETRIED else None
                 return Reply(None, f"HTTP {status}", wait)
+            # The last read may begin just in time, and take as long again.
+            now = time.monotonic()
+            limits.deadline = now + (deadline - now) / 2
+            end = min(end, limits.deadline)
             received = bytearray()
             for part in response.iter_raw():
                 received += part
@@ -117,7 +153,7 @@ def repeated(
     *,
     max_retries: int,
     first_wait: float,
-    deadline: float = float("inf"),
+    deadline: float = math.inf,
 ) -> Reply:
     """The reply of the first call that succeeds, or of the last that fails.
 

@@ -150,7 +150,8 @@ class RemoteSearch:
         top_k: passages a query, at most.
         cache_size: queries whose passages are remembered, the latest used; 0 = none.
         api_key_env: the environment variable with its key; "" sends none.
-        timeout_seconds: in which a search has succeeded or failed, all calls included.
+        timeout_seconds: in which the search of a query has succeeded or failed, retries
+            included, once it is begun; CONCURRENCY calls of one search run at once.
         max_retries: further calls after one that failed in a way that may pass.
         outage_seconds: that a service may be away before the run ends.
 
@@ -204,8 +205,9 @@ class RemoteSearch:
         Raises:
             ValueError: nobody answers in time, or not in this dialect.
         """
-        with self._client(CHECK_SECONDS) as client:
-            reply = self._call(client, ["Where?"], CHECK_SECONDS)
+        with self._client() as client:
+            deadline = time.monotonic() + CHECK_SECONDS
+            reply = self._call(client, ["Where?"], deadline)
         if reply.value is None:
             raise ValueError(
                 f"config.retrieval.url: {self._target}: {reply.why}; start one, for "
@@ -272,22 +274,30 @@ class RemoteSearch:
 
     def _ask(self, queries):
         """Passages or None of each query, after as many calls as they may take."""
-        # A call that is just in time at each of its parts ends after three times that.
-        seconds, deadline = self._seconds / 6, time.monotonic() + self._seconds / 2
+        heard = time.monotonic()
 
         def ask(client, own) -> Reply:
+            nonlocal heard
+            began = time.monotonic()
+            if began - heard > self._seconds:  # those before have waited in vain
+                return Reply(None, "too slow")
+            deadline = began + self._seconds
+
             def call():
-                return self._call(client, own, seconds)
+                return self._call(client, own, deadline)
 
             retries = self._retries if self._failures < FAILURES_IN_A_ROW else 0
-            return repeated(
+            reply = repeated(
                 call, max_retries=retries, first_wait=0.5, deadline=deadline
             )
+            if reply.value is not None:
+                heard = time.monotonic()
+            return reply
 
         size = QUERIES_A_CALL if self._api.is_batched else 1
         parts = [queries[i : i + size] for i in range(0, len(queries), size)]
         with (
-            self._client(seconds) as client,
+            self._client() as client,
             ThreadPoolExecutor(min(CONCURRENCY, len(parts))) as pool,
         ):
             replies = list(pool.map(lambda own: ask(client, own), parts))
@@ -300,11 +310,10 @@ class RemoteSearch:
             results += reply.value if reply.value is not None else [None] * len(own)
         return results
 
-    def _client(self, seconds):
-        own = dict(verify=self._certificates, timeout=seconds)
-        return httpx.Client(headers=self._headers, **own)
+    def _client(self):
+        return httpx.Client(headers=self._headers, verify=self._certificates)
 
-    def _call(self, client, queries, seconds) -> Reply:
+    def _call(self, client, queries, deadline) -> Reply:
         sent = [whole_characters(query) for query in queries]
         body = json.dumps(self._api.body(sent, self._top_k))
         limit = ENVELOPE_BYTES + len(queries) * self._top_k * MAX_PASSAGE_BYTES
@@ -314,7 +323,8 @@ class RemoteSearch:
             body.encode(),
             read=lambda received: self._read(received, len(queries)),
             max_bytes=limit,
-            seconds=seconds,
+            seconds=self._seconds,
+            deadline=deadline,
         )
 
     def _read(self, received, count):

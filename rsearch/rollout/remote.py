@@ -92,7 +92,6 @@ def remote_generator(
             return []
         own = dict(
             headers=headers,
-            timeout=timeout_seconds,
             limits=httpx.Limits(max_connections=concurrency),
             verify=certificates,
         )

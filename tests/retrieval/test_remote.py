@@ -141,6 +141,61 @@ def test_a_search_that_fails_is_none_in_bounded_time(name):
         assert time.monotonic() - began < 3
 
 
+def test_a_search_may_take_nearly_all_of_its_time():
+    def behave(handler, queries, number):
+        time.sleep(1.5)
+        send(handler, right(queries))
+
+    with serving(behave) as service:
+        assert asking(service.url, timeout_seconds=3.0)(["a"])[0] is not None
+
+
+@pytest.mark.fault(30, "bounded wait")
+@pytest.mark.fault(32, "slow bytes")
+def test_a_reply_just_in_time_at_each_of_its_parts_takes_no_longer_in_all():
+    def behave(handler, queries, number):
+        time.sleep(1.0)
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(9):
+            time.sleep(0.1)
+            handler.wfile.write(b" ")
+        time.sleep(4)
+
+    with serving(behave) as service:
+        began = time.monotonic()
+        assert asking(service.url, timeout_seconds=2.0)(["a"]) == [None]
+        assert time.monotonic() - began < 2.5
+
+
+def plainly(query):
+    """The body of a reply in ReaRAG's dialect."""
+    return json.dumps([[{"id": query, "contents": f"{query}\n."}], [1]]).encode()
+
+
+def test_searches_that_wait_for_their_turn_have_as_long_as_the_others(monkeypatch):
+    monkeypatch.setattr(remote, "CONCURRENCY", 2)
+
+    def behave(handler, queries, number):
+        time.sleep(0.4)
+        send(handler, plainly("a"))
+
+    with serving(behave) as service:
+        search = asking(service.url, api="rearag", timeout_seconds=1.2, max_retries=0)
+        assert None not in search(list("abcdefgh"))
+
+
+@pytest.mark.fault(30, "bounded wait")
+def test_of_a_service_that_is_stuck_the_rest_of_a_search_is_not_asked(monkeypatch):
+    monkeypatch.setattr(remote, "CONCURRENCY", 2)
+    with serving(FAULTS["stopped"]) as service:
+        search = asking(service.url, api="rearag", timeout_seconds=0.5, max_retries=0)
+        began = time.monotonic()
+        assert search(list("abcdefghijkl")) == [None] * 12
+        assert time.monotonic() - began < 2
+        assert len(service.bodies) < 12
+
+
 @pytest.mark.fault(32, "5xx", "reset")
 @pytest.mark.parametrize("name", ["500", "reset", "wrong shape", "truncated"])
 def test_what_fails_once_is_asked_again(name):
