@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 
+from rsearch.in_flight import InFlight
 from rsearch.journal import Journal
 from rsearch.types import GenerateFn, Passage, SearchFn
 
@@ -46,19 +47,24 @@ def recorded_replies(generate: GenerateFn, journal: Journal) -> GenerateFn:
 
 def _asking_once(ask: Callable, journal: Journal, told: Callable, heard: Callable):
     """`ask` with a memory: of answers, written as `told` and read as `heard`."""
+    in_flight = InFlight()
+
+    def known(names):
+        bodies = {name: journal.get([name]) for name in names}
+        return {n: heard(json.loads(b)) for n, b in bodies.items() if b is not None}
 
     def answer(asked: Sequence) -> list:
         names = [_name(one) for one in asked]
-        found = {name: journal.get([name]) for name in names}
-        new = {n: one for n, one in zip(names, asked) if found[n] is None}
-        found = {
-            n: heard(json.loads(body)) for n, body in found.items() if body is not None
-        }
-        if new:
-            for name, value in zip(new, ask([*new.values()]), strict=True):
-                found[name] = value
+        named = dict(zip(names, asked, strict=True))
+
+        def ask_and_keep(new):
+            values = ask([named[name] for name in new])
+            for name, value in zip(new, values, strict=True):
                 if value is not None:
                     journal.add([name], json.dumps(told(value)).encode())
+            return values
+
+        found = in_flight(names, known=known, ask=ask_and_keep)
         return [found[name] for name in names]
 
     return answer

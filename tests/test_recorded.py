@@ -1,5 +1,9 @@
 """What a service has answered is told again, whatever it answers by now."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 from rsearch.journal import Journal
 from rsearch.recorded import recorded_replies, recorded_search
 from rsearch.types import Passage
@@ -38,6 +42,32 @@ def test_one_start_asks_once_for_a_query(tmp_path):
     search, service = recorded(tmp_path, "first")
     assert search([]) == [] and search(["a", "a"]) == search(["a", "a"])
     assert service.asked == [["a"]]
+
+
+def test_searches_that_overlap_are_told_the_same_and_so_is_a_later_start(tmp_path):
+    """A service that says something else each time, asked for one query twice."""
+    begun, may_answer = threading.Event(), threading.Event()
+    asked = []
+
+    def search(queries):
+        asked.append(list(queries))
+        version = len(asked)
+        begun.set()
+        assert may_answer.wait(20)
+        return [(Passage(q, f"{q}\n{version}", 0.5),) for q in queries]
+
+    kept = recorded_search(search, Journal(tmp_path, "searches"))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(kept, ["a"])
+        assert begun.wait(20)
+        second = pool.submit(kept, ["a", "b"])
+        while ["b"] not in asked:  # its own, before it waits for the first's
+            assert not second.done() and ["a", "b"] not in asked
+            time.sleep(0.01)
+        may_answer.set()
+    assert second.result()[0] == first.result()[0]
+    later, service = recorded(tmp_path, "another")
+    assert later(["a", "b"]) == second.result() and service.asked == []
 
 
 def test_a_search_that_failed_is_asked_for_again(tmp_path):

@@ -31,6 +31,7 @@ LAYERS = (  # lowest first; what is not named here is a command, above all of th
         "rules",
         "console",
         "hosts",
+        "in_flight",
         "journal",
         "recorded",
         "peers",

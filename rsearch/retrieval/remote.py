@@ -26,6 +26,7 @@ from rsearch.calls import (
     post,
     repeated,
 )
+from rsearch.in_flight import InFlight
 from rsearch.preemption import OutageError
 from rsearch.protocols.tagged import whole_characters
 from rsearch.types import Passage
@@ -190,7 +191,7 @@ class RemoteSearch:
         self._seconds, self._outage, self._say = timeout_seconds, outage_seconds, say
         self._retries = max_retries
         self._cache: collections.OrderedDict = collections.OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._in_flight = threading.Lock(), InFlight()
         self._failures, self._away_since = 0, None
         self.searches_at_once = OVERLAPPING if self._api.is_batched else 1
         self.fingerprint = f"service {api}"
@@ -224,18 +225,17 @@ class RemoteSearch:
             OutageError: the service has been away for too long.
         """
         found = {query: () for query in queries if not query.strip()}
-        with self._lock:
-            for query in queries:
-                if query in self._cache:
-                    self._cache.move_to_end(query)
-                    found[query] = self._cache[query]
-        new = [query for query in dict.fromkeys(queries) if query not in found]
-        if new:
-            results = self._search(new)
-            found |= zip(new, results, strict=True)
-            with self._lock:
-                self._remember((q, r) for q, r in zip(new, results) if r is not None)
+        asked = [query for query in queries if query not in found]
+        found |= self._in_flight(asked, known=self._remembered, ask=self._search)
         return [found[query] for query in queries]
+
+    def _remembered(self, queries):
+        """{query: passages} of those that are in the cache."""
+        with self._lock:
+            found = {q: self._cache[q] for q in queries if q in self._cache}
+            for query in found:
+                self._cache.move_to_end(query)
+        return found
 
     def _remember(self, pairs):
         if self._cache_size:
@@ -250,6 +250,8 @@ class RemoteSearch:
             results = self._ask(queries)
             with self._lock:
                 if self._stands(results, began):
+                    pairs = zip(queries, results, strict=True)
+                    self._remember((q, r) for q, r in pairs if r is not None)
                     return results
             time.sleep(PROBE_SECONDS)
 

@@ -295,6 +295,27 @@ def test_searches_overlap_as_far_as_the_dialect_has_many_queries_a_call():
     assert asking(service.url, api="rearag").searches_at_once == 1
 
 
+def test_a_query_that_two_searches_ask_at_once_is_sent_once():
+    begun, may_answer = threading.Event(), threading.Event()
+
+    def behave(handler, queries, number):
+        begun.set()
+        if "a" in queries:
+            may_answer.wait(20)
+        send(handler, right(queries))
+
+    with serving(behave) as service, ThreadPoolExecutor(2) as pool:
+        search = asking(service.url, max_retries=0, timeout_seconds=60)
+        first = pool.submit(search, ["a"])
+        assert begun.wait(20)
+        second = pool.submit(search, ["b", "a"])
+        while len(service.bodies) < 2:
+            time.sleep(0.01)
+        may_answer.set()
+        assert second.result()[1] is first.result()[0] is not None
+    assert [body["queries"] for body in service.bodies] == [["a"], ["b"]]
+
+
 @pytest.mark.fault(30, "bounded wait")
 def test_after_several_failures_it_waits_for_the_service_and_goes_on():
     away = threading.Event()
