@@ -54,6 +54,8 @@ from rsearch.retrieval.vectors import (
 LOCKS = "locks"
 MAX_SHARD = 65_536  # passages: what a stop may cost
 
+_kept = []  # locks that go with this process
+
 
 def plan_index(
     corpus,
@@ -195,7 +197,7 @@ def build_index(
     out = pathlib.Path(out)
     plan = plan_index(corpus, encoder, **settings)
     hosts.check_alike({"index": plan})
-    with contextlib.ExitStack() as stack:
+    with _held_for_all() as stack:
         # The first host's lock is for all: they write between its first and last word.
         hosts.on_first(lambda: stack.enter_context(_claimed(out, plan, waits)))
         if _on_first(lambda: (out / MANIFEST).exists()):
@@ -232,6 +234,18 @@ def build_index(
 def _on_first(ask):
     """What the first host finds; the others' file systems may lag behind."""
     return hosts.share_records(lambda items: [ask() for _ in items], [0])[0]
+
+
+@contextlib.contextmanager
+def _held_for_all():
+    """An ExitStack that is not unwound where one of several hosts fails."""
+    with contextlib.ExitStack() as stack:
+        try:
+            yield stack
+        except BaseException:
+            if hosts.num_hosts() > 1:  # the others write on until they are ended
+                _kept.append(stack.pop_all())
+            raise
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ import json
 import numpy as np
 import pytest
 
+from rsearch import files, hosts
+from rsearch.retrieval import index_build
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.index import open_index
 from rsearch.retrieval.index_build import build_index, encode_share, plan_index
@@ -107,6 +109,24 @@ def test_building_and_encoding_shares_exclude_each_other(corpus, tmp_path):
         pytest.raises(ValueError, match="is being built by another process"),
     ):
         share(corpus, TableEncoder(), tmp_path / "i", 1)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_where_the_first_of_several_hosts_fails_the_lock_goes_with_its_process(
+    corpus, tmp_path, monkeypatch, num_hosts
+):
+    """The other hosts write on for some seconds, until they are ended."""
+
+    def fails(*_, **__):
+        monkeypatch.setattr(hosts, "num_hosts", lambda: num_hosts)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(index_build, "_kept", [])
+    monkeypatch.setattr(index_build, "encode_shards", fails)
+    with pytest.raises(OSError, match="no space left"):
+        build_index(corpus, TableEncoder(), tmp_path / "i", **SETTINGS)
+    with files.locked(tmp_path / "i" / "plan.json") as is_free:
+        assert is_free == (num_hosts == 1)
 
 
 def test_workers_of_another_plan_are_refused(corpus, tmp_path):
