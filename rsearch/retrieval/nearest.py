@@ -9,11 +9,15 @@ Sums over codes are integers, the same in any batch.
 """
 
 import dataclasses
+import importlib.util
 import math
 import os
 import sys
 
 import numpy as np
+
+from rsearch.console import note
+from rsearch.retrieval.exact import ExactSearcher
 
 BRUTE_FORCE_MAX = 20_000  # vectors; of more, codes are compared
 QUANTIZED_MAX = 100_000  # vectors whose codes are all compared; more are partitioned
@@ -171,7 +175,17 @@ def _has_leaves(partition, num):
 
 
 def build_searcher(vectors, partition):
-    """A ScaNN searcher over [N, D] float32 vectors; partition None is brute force."""
+    """A ScaNN searcher over [N, D] float32 vectors; partition None is brute force.
+
+    Where ScaNN is not installed, NumPy stands in for brute force, and says so: final
+    scores are computed here anyway, so that it finds the same.
+
+    Raises:
+        ValueError: ScaNN is not installed, and codes are to be compared.
+    """
+    if partition is None and not _has_scann():
+        note(f"scann is not installed: NumPy compares {len(vectors):,} vectors")
+        return ExactSearcher(vectors)
     ops = import_scann()
     from scann.scann_ops.py.scann_builder import ReorderType
 
@@ -194,12 +208,24 @@ def build_searcher(vectors, partition):
     return builder.reorder(partition.reorder, quantize).build()
 
 
+def _has_scann():
+    return importlib.util.find_spec("scann") is not None
+
+
 def import_scann():
     """ScaNN's operations on NumPy arrays, without tensorflow.
 
     `import scann` imports tensorflow where it is installed, for operations that are not
     used here; it goes without where the import fails.
+
+    Raises:
+        ValueError: it is not installed.
     """
+    if not _has_scann():
+        raise ValueError(
+            "scann is not installed, which compares the codes of an index: install it, "
+            "or build the index with --kind=brute_force"
+        )
     if "scann" not in sys.modules:
         missing = object()
         held = sys.modules.get("tensorflow", missing)

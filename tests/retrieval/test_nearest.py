@@ -3,12 +3,14 @@
 import dataclasses
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rsearch.retrieval.exact import ExactSearcher
 from rsearch.retrieval.nearest import (
     BRUTE_FORCE_MAX,
     KINDS,
@@ -87,12 +89,14 @@ def test_equal_scores_are_in_the_order_of_positions_however_many():
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 400), st.integers(1, 12))
 @settings(max_examples=25, deadline=None)
-def test_results_equal_a_full_sort_in_any_batch(seed, num, top_k):
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_results_equal_a_full_sort_in_any_batch(is_installed, seed, num, top_k):
     rng = np.random.default_rng(seed)
     rows = unit_rows(rng, num, 48)
     rows[rng.integers(0, num, num // 2)] = rows[0]
     queries = np.concatenate([rows[:1], unit_rows(rng, 7, 48)])
-    nearest = brute_force(rows)
+    with mock.patch.dict(sys.modules, {} if is_installed else {"scann": None}):
+        nearest = brute_force(rows)
     positions, scores = nearest.search(queries, top_k)
     for row, query in enumerate(queries):
         alone = nearest.search(query[None], top_k)
@@ -277,6 +281,18 @@ def test_few_are_compared_more_have_their_codes_compared_and_many_have_leaves():
 def test_a_bad_setting_is_named(settings, message):
     with pytest.raises(ValueError, match=message):
         choose_partition(100, 384, **settings)
+
+
+def test_without_scann_few_are_compared_by_numpy_and_codes_by_nobody(capsys):
+    rows = unit_rows(np.random.default_rng(0), 40, 24)
+    with mock.patch.dict(sys.modules, {"scann": None}):
+        assert type(build_searcher(rows, None)) is ExactSearcher
+        assert (
+            "scann is not installed: NumPy compares 40 vec" in capsys.readouterr().err
+        )
+        with pytest.raises(ValueError, match="scann is not installed, which compares"):
+            approximate(rows, "quantized")
+    assert type(build_searcher(rows, None)) is not ExactSearcher
 
 
 def test_searching_imports_neither_tensorflow_nor_torch():
