@@ -15,17 +15,17 @@ SIDE = 2048  # of the square matrices whose product is timed
 COPIED = 2**28  # bytes of the array that is read, and of one that is copied
 TRIES = 5  # of which the best counts: a bound is what nothing gets past
 
-# What JAX calls them -> (their names among CHIPS, how many of it they are): boards of
-# one name differ, by 80 GB of memory or by SXM.
+# What JAX calls them -> their names among CHIPS: boards of one name differ, by 80 GB of
+# memory or by SXM.
 KINDS = {
-    "TPU v4": ("v4", 2),  # a whole chip, of which CHIPS has the half
-    "TPU v5 lite": ("v5e", 1),
-    "TPU v5": ("v5p", 1),
-    "TPU v6 lite": ("v6e", 1),
-    "NVIDIA A100-SXM4-80GB": ("a100", 1),
-    "NVIDIA H100 80GB HBM3": ("h100", 1),
-    "NVIDIA H200": ("h200", 1),
-    "NVIDIA L4": ("l4", 1),
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6 lite": "v6e",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA L4": "l4",
 }
 
 
@@ -67,9 +67,8 @@ def probe() -> Machine:
     if kind not in KINDS:
         known = ", ".join(KINDS)
         raise ValueError(f"{kind}: its bounds are in no table; known: {known}")
-    name, count = KINDS[kind]
-    chip = CHIPS[name]
-    return Machine(kind, cores, count * chip.flops, count * chip.bandwidth, False)
+    chip = CHIPS[KINDS[kind]]
+    return Machine(kind, cores, chip.flops, chip.bandwidth, False)
 
 
 def _best(run) -> float:

@@ -12,6 +12,8 @@ SLICE = re.compile(r"(v4|v5e|v5p|v6e):(\d+x\d+(?:x\d+)?)")
 NODE = re.compile(r"(a100|h100|h200)x([1-8])")
 HOST_CHIPS = (2, 2, 1)  # of a TPU host; a smaller slice is one host
 LONE_HOST = (2, 4)  # v5e and v6e: a slice of this shape is one host of eight chips
+# A v4 chip is one device where it runs; to compile for, its two cores would be two.
+CONFIGS = {"v4": {"chip_config_name": "megacore"}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +34,9 @@ class Chip:
 
 
 # TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}, where `link` is half of the
-# "bidirectional inter-chip interconnect bandwidth". JAX names both cores of a v4 chip
-# when it compiles for one that is not here, so it stands as two halves.
+# "bidirectional inter-chip interconnect bandwidth".
 CHIPS = {
-    "v4": Chip(16e9, 137.5e12, 614e9, 150e9),
+    "v4": Chip(32e9, 275e12, 1228e9, 300e9),
     "v5e": Chip(16e9, 197e12, 819e9, 200e9),
     "v5p": Chip(95e9, 459e12, 2765e9, 600e9),
     "v6e": Chip(32e9, 918e12, 1638e9, 400e9),
@@ -90,12 +91,12 @@ def find_machine(name: str) -> Machine:
             "v5p:2x2x4 or v4:2x2x2, or a GPU node such as a100x8"
         )
     kind, shape = found[1], [int(n) for n in found[2].split("x")]
-    devices = _tpu_devices(name, shape)
+    devices = _tpu_devices(name, kind, shape)
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
     return Machine(name, CHIPS[kind], tuple(devices))
 
 
-def _tpu_devices(name, shape):
+def _tpu_devices(name, kind, shape):
     """Devices of a TPU slice, to compile for."""
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
@@ -116,7 +117,10 @@ def _tpu_devices(name, shape):
         bounds = (*LONE_HOST, 1)
     try:
         found = topologies.get_topology_desc(
-            platform="tpu", topology_name=name, chips_per_host_bounds=bounds
+            platform="tpu",
+            topology_name=name,
+            chips_per_host_bounds=bounds,
+            **CONFIGS.get(kind, {}),
         )
     except jax.errors.JaxRuntimeError as error:
         first = str(error).partition("\n")[0]

@@ -22,7 +22,7 @@ def test_a_processors_bounds_are_measured(monkeypatch):
         ("NVIDIA H200", 1, 989e12, 4.8e12),
         ("NVIDIA A100-SXM4-80GB", 8, 312e12, 2.039e12),
         ("TPU v5 lite", 4, 197e12, 819e9),
-        ("TPU v4", 4, 275e12, 1228e9),  # a whole chip, of which CHIPS has the half
+        ("TPU v4", 4, 275e12, 1228e9),
     ],
 )
 def test_an_accelerators_are_its_makers_for_one_device(

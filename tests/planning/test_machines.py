@@ -15,7 +15,8 @@ from rsearch.planning.machines import find_machine
         ("v5e:4x4", 16, 4),
         ("v5p:2x2x1", 4, 1),
         ("v5p:2x2x4", 16, 4),
-        ("v4:2x2x2", 16, 2),  # of 8 chips with two halves each
+        ("v4:2x2x1", 4, 1),  # a chip is one device, whose two cores work as one
+        ("v4:2x2x2", 8, 2),
     ],
 )
 def test_a_slice_has_the_hosts_of_its_kind(name, devices, hosts):
