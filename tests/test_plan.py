@@ -71,6 +71,16 @@ def test_a_gpu_node_is_reckoned_without_a_compiler_for_it(tmp_path, capsys):
             assert row["flops"] == 2 * rows[row["program"]]["flops"] > 0
 
 
+def test_moments_that_rest_with_the_hosts_are_counted_where_they_step():
+    away = {"mesh.tensor": 1, "model.offload": ("optimizer",)}
+    config, machine = recipe(**away), find_machine("a100x1")
+    (found,) = plan.main(config, machine, only="rl").values()
+    peaks = {one.name: one.peak for one in found}
+    whole = 4 * shape_of("", config).num_params
+    # Weights, what they began as, gradients and two moments.
+    assert peaks["update's step"] == 5 * whole != peaks["update's gradient"]
+
+
 def test_a_token_never_moves_the_cache_of_all_layers(slice_of_four):
     """XLA once copied all of it for each layer: writing and reading must agree."""
     ((_, own),) = [s for s in stage_configs(recipe()) if s[0] == "rl"]

@@ -37,6 +37,7 @@ from rsearch.rollout.sampler import Sampler
 from rsearch.stage_plan import AGENTS, kind_of
 
 ROLLING = ("merge", "prefill", "admit", "extend", "decode")  # programs that roll out
+STEP = "'s step"  # ends the name of one that changes weights, its gradients made before
 
 
 class Program(NamedTuple):
@@ -313,7 +314,7 @@ def _steps(frame, name, steps, state, given, calls, beside):
         state,
     )
     beside += device_bytes(given[0])  # what adapters stand beside
-    step = f"{name}'s step", steps.step, (here, *own), calls, beside
+    step = f"{name}{STEP}", steps.step, (here, *own), calls, beside
     return [
         _over_all(frame, *gradients),
         _over_all(frame, *step, donated=(0,)),

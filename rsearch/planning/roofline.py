@@ -10,7 +10,7 @@ from rsearch.build.costs import Memory
 from rsearch.planning.flops import count_flops
 from rsearch.planning.hlo import Moved, moved, scaled
 from rsearch.planning.machines import Machine
-from rsearch.planning.programs import ROLLING, Program, device_bytes
+from rsearch.planning.programs import ROLLING, STEP, Program, device_bytes
 
 PART_OF_A_SLICE = "device assignment should include all slice devices"
 UNKNOWN_DEVICE = "Unexpected device_id"  # the same, where a collective names them
@@ -88,6 +88,8 @@ def reckoned(program: Program, memory: Memory) -> Estimate:
     """
     is_rolling = program.name in ROLLING
     phase = memory.rolling if is_rolling else memory.updating
+    if program.name.endswith(STEP):
+        phase = memory.stepping
     flops = count_flops(program.function, program.args, rounds=program.rounds)
     passes = program.calls * (program.rounds if is_rolling else 1)
     return Estimate(
