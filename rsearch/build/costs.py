@@ -22,6 +22,11 @@ BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32 = BYTES["float32"]
 MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
 HOST_DEVICES = 8  # at most; each host rolls out config.rollout.slots rows of its own
+ASKED = {  # kind of a stage -> the models beside the policy that it asks
+    "curate": ("writer",),
+    "sft": ("writer", "answerer", "reader"),  # in its evaluation
+    "rl": AGENTS,
+}
 SCORE_COPIES = 3  # of attention's scores at once: logits, weights, gradient
 
 
@@ -198,12 +203,11 @@ def memory_of(c, stage: str, spec: DecoderSpec, num_devices: int) -> Memory:
     if kind == "rl" and c.rl.algorithm == "ppo":
         resident["critic"] = FLOAT32 * trained
         resting["critic's moments"] = moments
-    for name in AGENTS:
-        if kind != "sft" and c[name].source:
-            resident |= agent_memory(c, name)
     rolling = {}
     if kind != "sft":
+        resident |= agents_memory(c, kind)
         rolling = _rolling(c, kind, spec, num_devices)
+        rolling |= asked_memory(c, kind, num_devices)
     elif c.model.lora_rank and c.eval.methods:
         rolling = _rolling(c, "rl", spec, num_devices)
     updating = {} if kind == "curate" else _updating(c, kind, spec, num_devices)
@@ -228,23 +232,53 @@ def _num_trained(c, spec):
     return _params_here(c, spec) / c.mesh.fsdp
 
 
-def agent_memory(c, name):
-    """{what: bytes} of a model beside the policy that runs here."""
-    source = c[name].source
-    # What another stage of the run trains has the shape of this one's model.
-    shaped = c.model.source if source.startswith(STAGE) else source
-    spec = shape_of(shaped, c, section=name)
-    if spec is None:
-        return {}
-    stored = FLOAT32 * _params_here(c, spec) / c.mesh.fsdp
-    return {f"{name}'s weights": stored}
+def agents_memory(c, kind: str) -> dict[str, float]:
+    """{what: bytes} of models that a stage asks and that run here, laid out to decode.
+
+    Their weights in float32, from which these are made, do not stay.
+    """
+    size = BYTES[c.model.dtype]
+    return {
+        f"{name}'s weights": size * _params_here(c, spec)
+        for name, spec in _agents(c, kind).items()
+    }
+
+
+def asked_memory(c, kind: str, num_devices: int) -> dict[str, float]:
+    """{what: bytes} while the largest of these models is asked; one is at a time."""
+    here = min(num_devices, HOST_DEVICES)
+    found = {}
+    for name, spec in _agents(c, kind).items():
+        s = c[name]
+        # What is read of prompts lies beside the rows that it goes into.
+        tokens = s.slots * (2 * s.max_prompt_tokens + s.max_reply_tokens)
+        found[f"{name}'s keys and values"] = tokens * _token_bytes(c, spec) / here
+    return dict(sorted(found.items(), key=lambda item: item[1])[-1:])
+
+
+def _agents(c, kind):
+    """{name: shape} of models that a stage asks and that run here; known ones."""
+    found = {}
+    for name in ASKED[kind]:
+        source = c[name].source
+        # What another stage of the run trains has the shape of this one's model.
+        shaped = c.model.source if source.startswith(STAGE) else source
+        spec = shape_of(shaped, c, section=name) if source else None
+        if spec is not None:
+            found[name] = spec
+    return found
+
+
+def _token_bytes(c, spec):
+    """Bytes of the keys and values of one token."""
+    heads = spec.num_layers * spec.num_kv_heads
+    return 2 * heads * spec.head_dim * BYTES[c.model.dtype]
 
 
 def _rolling(c, kind, spec, num_devices):
     """{what: bytes} of rollouts: the copy that decodes, keys and values."""
     size = BYTES[c.model.dtype]
     _, tokens = context_of(c, kind)
-    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * size
     is_copied = size != FLOAT32 or c.mesh.fsdp > 1 or c.model.lora_rank
     copies = size if is_copied else 0
     here = min(num_devices, HOST_DEVICES)
@@ -253,7 +287,7 @@ def _rolling(c, kind, spec, num_devices):
         held = min(held, c.rollout.cache_tokens)
     return {
         "copy that decodes": copies * _params_here(c, spec),
-        "keys and values": held * per_token / here,
+        "keys and values": held * _token_bytes(c, spec) / here,
         "next tokens' logits": c.rollout.slots
         * spec.vocab_size
         * FLOAT32

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsearch import build
-from rsearch.build.costs import agent_memory, limits_of, shape_of
+from rsearch.build.costs import agents_memory, asked_memory, limits_of, shape_of
 from rsearch.build.parts import policy_protocol
 from rsearch.build.setup import Frame
 from rsearch.learn.batch import Batch, cut, pack_segments
@@ -34,7 +34,7 @@ from rsearch.rollout.play import at_once
 from rsearch.rollout.pool import num_pages
 from rsearch.rollout.rows import row_shardings
 from rsearch.rollout.sampler import Sampler
-from rsearch.stage_plan import AGENTS, kind_of
+from rsearch.stage_plan import kind_of
 
 ROLLING = ("merge", "prefill", "admit", "extend", "decode")  # programs that roll out
 STEP = "'s step"  # ends the name of one that changes weights, its gradients made before
@@ -130,16 +130,16 @@ def _kept(frame):
 
 
 def _staying(frame, state):
-    """Bytes on each device that stay while rollouts are made."""
+    """Bytes on each device that stay while rollouts are made, or are asked for then."""
     c, began = frame.config, build.weight_shapes(frame)
     kept = 0 if "reference" in c.model.offload else device_bytes(began)
-    return device_bytes(state) + _agents(c) + kept
+    asked = asked_memory(c, "rl", frame.mesh.size)
+    return device_bytes(state) + _agents(c) + sum(asked.values()) + kept
 
 
 def _agents(c):
     """Bytes on each device of models beside the policy."""
-    found = [agent_memory(c, name) for name in AGENTS if c[name].source]
-    return sum(size for sizes in found for size in sizes.values())
+    return sum(agents_memory(c, "rl").values())
 
 
 def _merging(frame, state):

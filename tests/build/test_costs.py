@@ -190,9 +190,32 @@ def test_a_judge_that_runs_here_is_counted_and_an_endpoint_is_not():
     name = "meta-llama/Llama-3.2-3B-Instruct"
     memory = costs.memory_of(config(**{"judge.source": name}), "rl", SPEC, 1)
     assert memory.resident["judge's weights"] == 4 * PUBLISHED[name].num_params
+    assert "judge's keys and values" in memory.rolling
     for source in ("http://localhost:8000/v1", "world:judge"):
         memory = costs.memory_of(config(**{"judge.source": source}), "rl", SPEC, 1)
         assert "judge's weights" not in memory.resident
+        assert "judge's keys and values" not in memory.rolling
+
+
+def test_a_model_beside_the_policy_stays_as_it_lies_to_decode(tmp_path):
+    written = hf_config.config_of(SPEC, dtype="float32")
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    asked = {"source": str(tmp_path), "slots": 3}
+    c = config(
+        **{f"judge.{name}": value for name, value in asked.items()},
+        **{"judge.max_prompt_tokens": 10, "judge.max_reply_tokens": 6},
+        **{f"writer.{name}": value for name, value in asked.items()},
+        **{"writer.max_prompt_tokens": 20, "writer.max_reply_tokens": 6},
+        **{"mesh.fsdp": 2, "mesh.tensor": 2, "model.dtype": "bfloat16"},
+    )
+    memory = costs.memory_of(c, "rl", SPEC, 4)
+    assert memory.resident["judge's weights"] == 2 * PARAMS / 2  # fsdp cuts nothing
+    assert memory.resident["writer's weights"] == 2 * PARAMS / 2
+    # Prompts and, beside them, the rows they go into; of 16 numbers a token.
+    assert memory.rolling["writer's keys and values"] == 3 * (2 * 20 + 6) * 16 * 2 / 4
+    assert "judge's keys and values" not in memory.rolling  # asked when that has ended
+    memory = costs.memory_of(c, "curate", SPEC, 4)
+    assert [*memory.resident] == ["weights", "writer's weights"]  # it rewards nothing
 
 
 def test_a_rewriter_that_the_run_trains_is_as_large_as_its_model():
