@@ -71,7 +71,9 @@ def main(config, machine: Machine, *, only: str = "") -> dict[str, list[Estimate
             named = console.progress(programs, f"{stage}: programs compiled")
             found[stage] = [estimate(program, machine) for program in named]
         else:
-            memory = memory_of(own, stage, frame.model.spec, machine.num_devices)
+            size, here = machine.num_devices, machine.host_devices
+            spec = frame.model.spec
+            memory = memory_of(own, stage, spec, size, host_devices=here)
             found[stage] = [reckoned(program, memory) for program in programs]
     return found
 

@@ -31,7 +31,7 @@ from rsearch.stage_plan import (
     stage_configs,
 )
 from rsearch.stages import curate, rl, sft
-from rsearch.stages.dry_run import dry_run
+from rsearch.stages.dry_run import HOST_DEVICES, dry_run
 from rsearch.stages.memory import open_memory
 from rsearch.workdir import check_workdir, is_free, open_workdir, read_rows
 
@@ -272,6 +272,7 @@ def command(argv) -> int:
         "accept": ("", "inputs and config.fields, with commas, that may have changed"),
         "dry_run": (False, "prints stages, budgets and memory, checks them and ends"),
         "devices": (0, "of the dry run; 0 = as few as config.mesh allows"),
+        "devices_per_host": (HOST_DEVICES, "of them at most: 4 on most TPU slices"),
         "device_memory_gb": (0.0, "of each, that a dry run must fit; 0 = unchecked"),
         **hosts.FLAGS,
         "stall_seconds": (12.0, "of several hosts: one silent for so long ends all"),
@@ -281,8 +282,8 @@ def command(argv) -> int:
         configuration.print_config(config)
         return 0
     if given["dry_run"]:
-        settings = {n: given[n] for n in ("devices", "device_memory_gb")}
-        dry_run(config, **settings)
+        names = "devices", "devices_per_host", "device_memory_gb"
+        dry_run(config, **{name: given[name] for name in names})
         return 0
     configuration.validate(config)
     recipe = _without_overrides(argv)

@@ -21,7 +21,6 @@ GB = 1e9
 BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32 = BYTES["float32"]
 MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
-HOST_DEVICES = 8  # at most; each host rolls out config.rollout.slots rows of its own
 ASKED = {  # kind of a stage -> the models beside the policy that it asks
     "curate": ("writer",),
     "sft": ("writer", "answerer", "reader"),  # in its evaluation
@@ -178,7 +177,9 @@ def check_layout(c, spec: DecoderSpec) -> None:
             )
 
 
-def memory_of(c, stage: str, spec: DecoderSpec, num_devices: int) -> Memory:
+def memory_of(
+    c, stage: str, spec: DecoderSpec, num_devices: int, *, host_devices: int
+) -> Memory:
     """Bytes that a stage takes on each device.
 
     Args:
@@ -186,8 +187,9 @@ def memory_of(c, stage: str, spec: DecoderSpec, num_devices: int) -> Memory:
         stage: its name.
         spec: the shape of the model it trains or asks.
         num_devices: of the whole mesh.
+        host_devices: of a host, which rolls out config.rollout.slots rows of its own.
     """
-    kind = kind_of(stage)
+    kind, here = kind_of(stage), min(num_devices, host_devices)
     trained = _num_trained(c, spec)
     moments = 2 * BYTES[c.optim.moments_dtype] * trained
     weights = FLOAT32 * _params_here(c, spec) / c.mesh.fsdp
@@ -206,10 +208,10 @@ def memory_of(c, stage: str, spec: DecoderSpec, num_devices: int) -> Memory:
     rolling = {}
     if kind != "sft":
         resident |= agents_memory(c, kind)
-        rolling = _rolling(c, kind, spec, num_devices)
-        rolling |= asked_memory(c, kind, num_devices)
+        rolling = _rolling(c, kind, spec, here)
+        rolling |= asked_memory(c, kind, here)
     elif c.model.lora_rank and c.eval.methods:
-        rolling = _rolling(c, "rl", spec, num_devices)
+        rolling = _rolling(c, "rl", spec, here)
     updating = {} if kind == "curate" else _updating(c, kind, spec, num_devices)
     stepping = {}
     if kind != "curate" and "optimizer" in c.model.offload:
@@ -244,15 +246,16 @@ def agents_memory(c, kind: str) -> dict[str, float]:
     }
 
 
-def asked_memory(c, kind: str, num_devices: int) -> dict[str, float]:
+def asked_memory(c, kind: str, host_devices: int) -> dict[str, float]:
     """{what: bytes} while the largest of these models is asked; one is at a time."""
-    here = min(num_devices, HOST_DEVICES)
     found = {}
     for name, spec in _agents(c, kind).items():
         s = c[name]
         # What is read of prompts lies beside the rows that it goes into.
         tokens = s.slots * (2 * s.max_prompt_tokens + s.max_reply_tokens)
-        found[f"{name}'s keys and values"] = tokens * _token_bytes(c, spec) / here
+        found[f"{name}'s keys and values"] = (
+            tokens * _token_bytes(c, spec) / host_devices
+        )
     return dict(sorted(found.items(), key=lambda item: item[1])[-1:])
 
 
@@ -275,13 +278,12 @@ def _token_bytes(c, spec):
     return 2 * heads * spec.head_dim * BYTES[c.model.dtype]
 
 
-def _rolling(c, kind, spec, num_devices):
+def _rolling(c, kind, spec, here):
     """{what: bytes} of rollouts: the copy that decodes, keys and values."""
     size = BYTES[c.model.dtype]
     _, tokens = context_of(c, kind)
     is_copied = size != FLOAT32 or c.mesh.fsdp > 1 or c.model.lora_rank
     copies = size if is_copied else 0
-    here = min(num_devices, HOST_DEVICES)
     held = c.rollout.slots * tokens
     if c.rollout.cache_tokens:
         held = min(held, c.rollout.cache_tokens)

@@ -75,6 +75,11 @@ class Machine:
         """That the devices belong to."""
         return len({d.process_index for d in self.devices})
 
+    @property
+    def host_devices(self) -> int:
+        """Of each host."""
+        return self.num_devices // self.num_hosts
+
 
 def find_machine(name: str) -> Machine:
     """The TPU slice of a name, such as "v5e:4x4" chips, or a GPU node: "a100x8".

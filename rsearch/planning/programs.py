@@ -129,11 +129,11 @@ def _kept(frame):
     return device_bytes(build.weight_shapes(frame))
 
 
-def _staying(frame, state):
+def _staying(frame, state, machine):
     """Bytes on each device that stay while rollouts are made, or are asked for then."""
     c, began = frame.config, build.weight_shapes(frame)
     kept = 0 if "reference" in c.model.offload else device_bytes(began)
-    asked = asked_memory(c, "rl", frame.mesh.size)
+    asked = asked_memory(c, "rl", machine.host_devices)
     return device_bytes(state) + _agents(c) + sum(asked.values()) + kept
 
 
@@ -218,7 +218,7 @@ def _rolling(frame, state, machine):
             written * rollouts / min(num_rows, rollouts, room),
         ),
     }
-    resident = _staying(frame, state)
+    resident = _staying(frame, state, machine)
     living = params, rows, context
 
     def program(name, args, count, rounds):

@@ -13,14 +13,22 @@ from rsearch.rules import validate
 from rsearch.stage_plan import check_plan, kind_of, stage_configs
 
 COLUMNS = ("stage", "what", "value")
+HOST_DEVICES = 8  # of most hosts with GPUs; many with TPUs have 4
 
 
-def dry_run(config, *, devices: int = 0, device_memory_gb: float = 0.0) -> None:
+def dry_run(
+    config,
+    *,
+    devices: int = 0,
+    devices_per_host: int = HOST_DEVICES,
+    device_memory_gb: float = 0.0,
+) -> None:
     """Prints a run's stages, budgets and memory, and refuses what cannot fit.
 
     Args:
         config: of the run.
         devices: how many there will be; 0 takes as few as its mesh allows.
+        devices_per_host: at most; each host rolls out config.rollout.slots rows.
         device_memory_gb: of each, in 10^9 bytes; 0 leaves the memory unchecked.
 
     Raises:
@@ -30,6 +38,8 @@ def dry_run(config, *, devices: int = 0, device_memory_gb: float = 0.0) -> None:
     for name, value in (("devices", devices), ("device_memory_gb", device_memory_gb)):
         if not value >= 0:
             raise ValueError(f"--{name}={value}: must be 0 or more")
+    if devices_per_host < 1:
+        raise ValueError(f"--devices_per_host={devices_per_host}: must be 1 or more")
     validate(config)
     build.check_names(config)
     check_plan(config)
@@ -49,7 +59,8 @@ def dry_run(config, *, devices: int = 0, device_memory_gb: float = 0.0) -> None:
             continue
         check_context(own, stage, spec)
         check_layout(own, spec)
-        memory = memory_of(own, stage, spec, num_devices)
+        here = devices_per_host
+        memory = memory_of(own, stage, spec, num_devices, host_devices=here)
         memories += _memory_rows(stage, memory, num_devices)
         if device_memory_gb and memory.peak / GB > device_memory_gb:
             too_big.append((stage, memory.peak / GB, num_devices))

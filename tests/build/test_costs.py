@@ -43,6 +43,10 @@ def config(**overrides):
     )
 
 
+def memory_of(c, stage, spec, num_devices, *, host_devices=8):
+    return costs.memory_of(c, stage, spec, num_devices, host_devices=host_devices)
+
+
 def test_the_parameters_are_counted():
     assert SPEC.num_params == PARAMS
 
@@ -78,7 +82,7 @@ def test_a_larger_context_that_is_named_counts():
 
 
 def test_a_stage_keeps_weights_two_moments_and_what_it_began_with():
-    memory = costs.memory_of(config(), "rl", SPEC, 1)
+    memory = memory_of(config(), "rl", SPEC, 1)
     assert memory.resident == {
         "weights": 4 * PARAMS,
         "Adam moments": 8 * PARAMS,
@@ -88,26 +92,26 @@ def test_a_stage_keeps_weights_two_moments_and_what_it_began_with():
 
 
 def test_a_value_model_is_as_large_as_the_policy():
-    memory = costs.memory_of(config(**{"rl.algorithm": "ppo"}), "rl", SPEC, 1)
+    memory = memory_of(config(**{"rl.algorithm": "ppo"}), "rl", SPEC, 1)
     assert memory.resident["critic"] == 4 * PARAMS
     assert memory.resident["critic's moments"] == 8 * PARAMS
 
 
 def test_moments_in_bfloat16_take_half():
     c = config(**{"optim.moments_dtype": "bfloat16", "rl.algorithm": "ppo"})
-    memory = costs.memory_of(c, "rl", SPEC, 1)
+    memory = memory_of(c, "rl", SPEC, 1)
     assert memory.resident["Adam moments"] == 4 * PARAMS
     assert memory.resident["critic's moments"] == 4 * PARAMS
 
 
 def test_what_rests_with_the_hosts_comes_for_the_step_alone():
     c = config(**{"model.offload": ("optimizer", "reference")})
-    memory = costs.memory_of(c, "rl", SPEC, 1)
+    memory = memory_of(c, "rl", SPEC, 1)
     assert memory.resident == {"weights": 4 * PARAMS}
     away = {"Adam moments": 8 * PARAMS, "weights it began with": 4 * PARAMS}
     assert memory.host == away
     assert memory.stepping == {"gradients": 4 * PARAMS, "Adam moments": 8 * PARAMS}
-    assert costs.memory_of(config(), "rl", SPEC, 1).stepping == {}
+    assert memory_of(config(), "rl", SPEC, 1).stepping == {}
     larger = costs.Memory({"a": 1.0}, {"b": 5.0}, {"d": 4.0}, {"e": 7.0}, {"f": 99.0})
     assert larger.peak == 8.0
 
@@ -115,7 +119,7 @@ def test_what_rests_with_the_hosts_comes_for_the_step_alone():
 def test_adapters_are_all_that_is_trained_beside_one_copy_of_the_weights():
     low = {"model.lora_rank": 3, "model.lora_matrices": ("q", "down")}
     c = config(**low | {"rl.algorithm": "ppo"})
-    memory = costs.memory_of(c, "rl", SPEC, 1)
+    memory = memory_of(c, "rl", SPEC, 1)
     adapters = 2 * 3 * ((8 + 8) + (16 + 8))  # layers, rank, what q and down touch
     assert memory.resident == {
         "weights": 4 * PARAMS,
@@ -127,28 +131,37 @@ def test_adapters_are_all_that_is_trained_beside_one_copy_of_the_weights():
     assert memory.updating["gradients"] == 8 * adapters
     assert memory.rolling["copy that decodes"] == 4 * PARAMS  # merged
     # Imitation rolls nothing out, but what it leaves is evaluated.
-    assert costs.memory_of(c, "sft", SPEC, 1).rolling == memory.rolling
-    assert costs.memory_of(config(), "sft", SPEC, 1).rolling == {}
-    half = costs.memory_of(config(**low | {"model.dtype": "bfloat16"}), "rl", SPEC, 1)
+    assert memory_of(c, "sft", SPEC, 1).rolling == memory.rolling
+    assert memory_of(config(), "sft", SPEC, 1).rolling == {}
+    half = memory_of(config(**low | {"model.dtype": "bfloat16"}), "rl", SPEC, 1)
     assert half.rolling["copy that decodes"] == 2 * PARAMS
 
 
 def test_keys_and_values_are_two_for_each_layer_head_and_token():
-    memory = costs.memory_of(config(), "rl", SPEC, 1)
+    memory = memory_of(config(), "rl", SPEC, 1)
     per_token = 2 * 2 * 2 * 2  # keys and values, layers, heads, features
     assert memory.rolling["keys and values"] == 8 * 51 * per_token * 4
     assert memory.rolling["copy that decodes"] == 0  # float32 decodes with the masters
 
 
-def test_every_host_of_eight_has_rows_of_its_own():
-    one, two = (costs.memory_of(config(), "rl", SPEC, n).rolling for n in (8, 16))
-    assert one == two
-    assert one["keys and values"] == 8 * 51 * (2 * 2 * 2 * 2) * 4 / 8
+def test_every_host_has_rows_of_its_own():
+    each = 8 * 51 * (2 * 2 * 2 * 2) * 4
+    for num_devices, host_devices, here in [
+        (8, 8, 8),
+        (16, 8, 8),
+        (16, 4, 4),
+        (2, 4, 2),
+    ]:
+        c = config(**{"judge.source": "Qwen/Qwen2.5-7B", "judge.slots": 1})
+        memory = memory_of(c, "rl", SPEC, num_devices, host_devices=host_devices)
+        assert memory.rolling["keys and values"] == each / here
+        asked = 2 * 28 * 4 * 128 * 4 * (2 * 1024 + 64)
+        assert memory.rolling["judge's keys and values"] == asked / here
 
 
 def test_a_mesh_splits_weights_and_rows():
     c = config(**{"mesh.fsdp": 2, "mesh.tensor": 2, "model.dtype": "bfloat16"})
-    memory = costs.memory_of(c, "rl", SPEC, 4)
+    memory = memory_of(c, "rl", SPEC, 4)
     assert memory.resident["weights"] == 4 * PARAMS / 4
     assert memory.rolling["copy that decodes"] == 2 * PARAMS / 2
     assert memory.rolling["keys and values"] == 8 * 51 * 16 * 2 / 4
@@ -159,15 +172,15 @@ def test_a_vocabulary_that_cannot_be_cut_is_whole_on_every_device():
     c = config(**{"mesh.fsdp": 2, "mesh.tensor": 2})
     costs.check_layout(c, odd)
     here = (2 * 592 + 8) / 2 + 2 * 101 * 8
-    memory = costs.memory_of(c, "rl", odd, 4)
+    memory = memory_of(c, "rl", odd, 4)
     assert memory.resident["weights"] == 4 * here / 2
     assert memory.rolling["copy that decodes"] == 4 * here
 
 
 def test_the_backward_pass_keeps_what_one_layer_makes_or_all_do():
     rows, scores = 4, 4 * 51**2 * 4 * costs.SCORE_COPIES
-    kept = costs.memory_of(config(), "rl", SPEC, 1)
-    again = costs.memory_of(config(**{"model.remat": True}), "rl", SPEC, 1)
+    kept = memory_of(config(), "rl", SPEC, 1)
+    again = memory_of(config(**{"model.remat": True}), "rl", SPEC, 1)
     for found in (kept, again):  # a row as short as this is one block
         assert found.updating["attention scores"] == rows * scores
     inside = "inside of a layer"
@@ -180,19 +193,19 @@ def test_the_peak_is_the_larger_of_two_phases():
 
 
 def test_a_stage_that_only_rolls_out_has_no_moments_and_no_gradients():
-    memory = costs.memory_of(config(), "curate", SPEC, 1)
+    memory = memory_of(config(), "curate", SPEC, 1)
     assert set(memory.resident) == {"weights"}
     assert memory.updating == {}
-    assert costs.memory_of(config(), "sft", SPEC, 1).rolling == {}
+    assert memory_of(config(), "sft", SPEC, 1).rolling == {}
 
 
 def test_a_judge_that_runs_here_is_counted_and_an_endpoint_is_not():
     name = "meta-llama/Llama-3.2-3B-Instruct"
-    memory = costs.memory_of(config(**{"judge.source": name}), "rl", SPEC, 1)
+    memory = memory_of(config(**{"judge.source": name}), "rl", SPEC, 1)
     assert memory.resident["judge's weights"] == 4 * PUBLISHED[name].num_params
     assert "judge's keys and values" in memory.rolling
     for source in ("http://localhost:8000/v1", "world:judge"):
-        memory = costs.memory_of(config(**{"judge.source": source}), "rl", SPEC, 1)
+        memory = memory_of(config(**{"judge.source": source}), "rl", SPEC, 1)
         assert "judge's weights" not in memory.resident
         assert "judge's keys and values" not in memory.rolling
 
@@ -208,20 +221,20 @@ def test_a_model_beside_the_policy_stays_as_it_lies_to_decode(tmp_path):
         **{"writer.max_prompt_tokens": 20, "writer.max_reply_tokens": 6},
         **{"mesh.fsdp": 2, "mesh.tensor": 2, "model.dtype": "bfloat16"},
     )
-    memory = costs.memory_of(c, "rl", SPEC, 4)
+    memory = memory_of(c, "rl", SPEC, 4)
     assert memory.resident["judge's weights"] == 2 * PARAMS / 2  # fsdp cuts nothing
     assert memory.resident["writer's weights"] == 2 * PARAMS / 2
     # Prompts and, beside them, the rows they go into; of 16 numbers a token.
     assert memory.rolling["writer's keys and values"] == 3 * (2 * 20 + 6) * 16 * 2 / 4
     assert "judge's keys and values" not in memory.rolling  # asked when that has ended
-    memory = costs.memory_of(c, "curate", SPEC, 4)
+    memory = memory_of(c, "curate", SPEC, 4)
     assert [*memory.resident] == ["weights", "writer's weights"]  # it rewards nothing
 
 
 def test_a_rewriter_that_the_run_trains_is_as_large_as_its_model():
     c = config(**{"rewriter.source": "stage:sft_rewriter", "model.vocab_size": 10})
     size = 4 * costs.shape_of("", c).num_params
-    memory = costs.memory_of(c, "rl", SPEC, 1)
+    memory = memory_of(c, "rl", SPEC, 1)
     assert memory.resident["rewriter's weights"] == size
 
 

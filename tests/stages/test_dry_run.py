@@ -145,6 +145,18 @@ def test_devices_that_the_mesh_does_not_divide_are_refused(capsys):
     assert "mesh does not fit" in capsys.readouterr().err
 
 
+def test_hosts_of_half_the_devices_hold_twice_on_each(capsys):
+    found = []
+    for number in (8, 4):
+        words = ["--config=configs/search_r1.py", "--devices=16"]
+        assert run(*words, f"--devices_per_host={number}") == 0
+        table = rows(capsys.readouterr().out)
+        found += [float(row[2]) for row in table if row[1].endswith("keys and values")]
+    assert found[1] == pytest.approx(2 * found[0], abs=0.02) and found[0] > 1
+    assert run(*words, "--devices_per_host=0") == 2
+    assert "--devices_per_host=0: must be 1 or more" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--devices=-3", "--device_memory_gb=nan"])
 def test_devices_that_there_cannot_be_are_refused(capsys, flag):
     assert run("--config=configs/r_search.py", flag) == 2
