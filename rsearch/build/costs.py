@@ -35,10 +35,11 @@ class Memory:
 
     Attributes:
         resident: {what: bytes} that stay for the whole stage.
-        rolling: {what: bytes} while it rolls out or, of adapters, when what it has
-            left is evaluated; other stages have by then let go of more than that.
+        rolling: {what: bytes} while it rolls out.
         updating: {what: bytes} while it updates; not at the same time as `rolling`.
         stepping: {what: bytes} after the gradients, of moments that rest elsewhere.
+        evaluating: {what: bytes} when a stage that rolls nothing out has ended and what
+            it leaves is evaluated: all that there is by then, in place of `resident`.
         host: {what: bytes} that rest in its host's memory instead.
     """
 
@@ -46,13 +47,16 @@ class Memory:
     rolling: dict[str, float]
     updating: dict[str, float]
     stepping: dict[str, float] = dataclasses.field(default_factory=dict)
+    evaluating: dict[str, float] = dataclasses.field(default_factory=dict)
     host: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def peak(self) -> float:
         """The most at any time."""
         phases = self.rolling, self.updating, self.stepping
-        return sum(self.resident.values()) + max(sum(p.values()) for p in phases)
+        staying = sum(self.resident.values())
+        most = staying + max(sum(phase.values()) for phase in phases)
+        return max(most, sum(self.evaluating.values()))
 
 
 def shape_of(source: str, c, *, section: str = "model") -> DecoderSpec | None:
@@ -205,18 +209,18 @@ def memory_of(
     if kind == "rl" and c.rl.algorithm == "ppo":
         resident["critic"] = FLOAT32 * trained
         resting["critic's moments"] = moments
-    rolling = {}
+    rolling, evaluating = {}, {}
     if kind != "sft":
         resident |= agents_memory(c, kind)
-        rolling = _rolling(c, kind, spec, here)
-        rolling |= asked_memory(c, kind, here)
-    elif c.model.lora_rank and c.eval.methods:
-        rolling = _rolling(c, "rl", spec, here)
+        rolling = _rolling(c, kind, spec, here) | asked_memory(c, kind, here)
+    elif c.trains == "policy" and c.eval.methods:
+        evaluating = {"weights": weights} | agents_memory(c, kind)
+        evaluating |= _rolling(c, "rl", spec, here) | asked_memory(c, kind, here)
     updating = {} if kind == "curate" else _updating(c, kind, spec, num_devices)
     stepping = {}
     if kind != "curate" and "optimizer" in c.model.offload:
         stepping = {"gradients": FLOAT32 * trained, "Adam moments": moments}
-    return Memory(resident, rolling, updating, stepping, host)
+    return Memory(resident, rolling, updating, stepping, evaluating, host)
 
 
 def _params_here(c, spec):

@@ -190,6 +190,7 @@ def _memory_rows(stage, memory, num_devices):
         ("rollout: ", memory.rolling),
         ("update: ", memory.updating),
         ("step: ", memory.stepping),
+        ("evaluation: ", memory.evaluating),
         ("in its host's memory: ", memory.host),
     )
     for phase, parts in phases:

@@ -112,8 +112,24 @@ def test_what_rests_with_the_hosts_comes_for_the_step_alone():
     assert memory.host == away
     assert memory.stepping == {"gradients": 4 * PARAMS, "Adam moments": 8 * PARAMS}
     assert memory_of(config(), "rl", SPEC, 1).stepping == {}
-    larger = costs.Memory({"a": 1.0}, {"b": 5.0}, {"d": 4.0}, {"e": 7.0}, {"f": 99.0})
+    larger = costs.Memory(
+        {"a": 1.0}, {"b": 5.0}, {"d": 4.0}, {"e": 7.0}, host={"f": 99.0}
+    )
     assert larger.peak == 8.0
+    assert dataclasses.replace(larger, evaluating={"a": 1.0, "g": 6.0}).peak == 8.0
+    assert dataclasses.replace(larger, evaluating={"a": 1.0, "g": 8.0}).peak == 9.0
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_what_imitation_leaves_is_evaluated_without_its_moments(rank):
+    c = config(**{"model.lora_rank": rank, "eval.methods": ("protocol",)})
+    memory = memory_of(c, "sft", SPEC, 1)
+    assert memory.rolling == {} and "Adam moments" in memory.resident
+    rolling = memory_of(c, "rl", SPEC, 1).rolling
+    assert memory.evaluating == {"weights": 4 * PARAMS} | rolling
+    for none in ({"eval.methods": ()}, {"trains": "rewriter"}):
+        assert memory_of(config(**none), "sft", SPEC, 1).evaluating == {}
+    assert memory_of(c, "rl", SPEC, 1).evaluating == {}
 
 
 def test_adapters_are_all_that_is_trained_beside_one_copy_of_the_weights():
@@ -130,9 +146,6 @@ def test_adapters_are_all_that_is_trained_beside_one_copy_of_the_weights():
     }
     assert memory.updating["gradients"] == 8 * adapters
     assert memory.rolling["copy that decodes"] == 4 * PARAMS  # merged
-    # Imitation rolls nothing out, but what it leaves is evaluated.
-    assert memory_of(c, "sft", SPEC, 1).rolling == memory.rolling
-    assert memory_of(config(), "sft", SPEC, 1).rolling == {}
     half = memory_of(config(**low | {"model.dtype": "bfloat16"}), "rl", SPEC, 1)
     assert half.rolling["copy that decodes"] == 2 * PARAMS
 
@@ -196,7 +209,6 @@ def test_a_stage_that_only_rolls_out_has_no_moments_and_no_gradients():
     memory = memory_of(config(), "curate", SPEC, 1)
     assert set(memory.resident) == {"weights"}
     assert memory.updating == {}
-    assert memory_of(config(), "sft", SPEC, 1).rolling == {}
 
 
 def test_a_judge_that_runs_here_is_counted_and_an_endpoint_is_not():

@@ -68,6 +68,16 @@ def test_imitation_is_counted_in_demonstrations(capsys):
     assert budget["all steps"] == expected
 
 
+def test_a_peak_may_be_that_of_the_evaluation_of_what_was_imitated(capsys):
+    words = ["--config=configs/rearag.py", "--config.rollout.slots=600"]
+    assert run(*words) == 0
+    table = rows(capsys.readouterr().out)
+    found = {row[1]: row[2] for row in table if row[0] == "sft" and len(row) == 3}
+    parts = [float(size) for what, size in found.items() if "evaluation: " in what]
+    assert len(parts) == 4
+    assert float(found["peak on each of 8 devices"]) == pytest.approx(sum(parts))
+
+
 @pytest.mark.parametrize(
     ("recipe", "stage", "what", "most"),
     [
