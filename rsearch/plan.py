@@ -7,26 +7,28 @@ Each program of a step (prefill, decode, score, update, ...) is compiled ahead o
 for these chips; nothing is loaded, and no array is made. Told are the memory of each
 device against what it has, operations, bytes moved and sent, and the least time that
 these allow (the roofline). A step is taken at its longest: every rollout writes and
-reads all that its budgets allow. For GPUs, which XLA compiles for only where there is
-one, the same is reckoned from the traced programs (--topology=a100x8).
+reads all that its budgets allow. Of a data stage, and of the evaluation of what was
+imitated, a step fills all slots once. For GPUs, which XLA compiles for only where there
+is one, the same is reckoned from the traced programs (--topology=a100x8).
 """
 
+import dataclasses
 import json
 import pathlib
 import sys
 
 from rsearch import build, console, files
-from rsearch.build.costs import GB, check_context, check_layout, memory_of
+from rsearch.build.costs import GB, check_context, check_layout, memory_of, shape_of
 from rsearch.config import parse_command_line, print_config, run_command
 from rsearch.planning.machines import Machine, find_machine
-from rsearch.planning.programs import make_frame, stage_programs
+from rsearch.planning.programs import filled_once, make_frame, stage_programs
 from rsearch.planning.roofline import Estimate, estimate, reckoned
 from rsearch.rules import validate
 from rsearch.stage_plan import check_plan, kind_of, stage_configs
 
 FLAGS = {
     "topology": (None, "TPU slice to compile for, such as v5p:2x2x4, or a100x8"),
-    "stage": ("", "the stage to plan; every one that trains where not given"),
+    "stage": ("", "the stage to plan; every one where not given"),
     "out": ("", "file for the same numbers as JSON"),
 }
 HEADS = (
@@ -41,7 +43,10 @@ ADVICE = (
 
 
 def main(config, machine: Machine, *, only: str = "") -> dict[str, list[Estimate]]:
-    """{stage: the estimates of its programs} of the stages that train.
+    """{stage: the estimates of its programs}, in order.
+
+    What evaluates an imitation stage is beside it, as "<stage>, evaluation". A data
+    stage whose model the run makes itself is left out.
 
     Args:
         config: of the run.
@@ -54,28 +59,39 @@ def main(config, machine: Machine, *, only: str = "") -> dict[str, list[Estimate
     validate(config)
     build.check_names(config)
     check_plan(config)
-    stages = [(s, own) for s, own in stage_configs(config) if kind_of(s) != "curate"]
+    stages = stage_configs(config)
     if only:
         stages = [(stage, own) for stage, own in stages if stage == only]
     if not stages:
-        there = ", ".join(s for s in config.stages if kind_of(s) != "curate")
+        there = ", ".join(config.stages)
         raise ValueError(f"--stage={only}: must be one of {there}")
     found = {}
     for stage, own in stages:
         validate(own, num_devices=machine.num_devices)
+        if kind_of(stage) == "curate" and shape_of(own.model.source, own) is None:
+            continue
         frame = make_frame(own, stage, machine)
-        check_context(own, stage, frame.model.spec)
-        check_layout(own, frame.model.spec)
+        spec = frame.model.spec
+        check_context(own, stage, spec)
+        check_layout(own, spec)
+        size, here = machine.num_devices, machine.host_devices
+        memory = memory_of(own, stage, spec, size, host_devices=here)
         programs = stage_programs(frame, stage, machine)
-        if machine.is_compiled_for:
-            named = console.progress(programs, f"{stage}: programs compiled")
-            found[stage] = [estimate(program, machine) for program in named]
-        else:
-            size, here = machine.num_devices, machine.host_devices
-            spec = frame.model.spec
-            memory = memory_of(own, stage, spec, size, host_devices=here)
-            found[stage] = [reckoned(program, memory) for program in programs]
+        found[stage] = _estimates(programs, memory, machine, stage)
+        if memory.evaluating:
+            name = f"{stage}, evaluation"
+            programs = filled_once(make_frame(own, "rl", machine), "sft", machine)
+            memory = dataclasses.replace(memory, resident={}, rolling=memory.evaluating)
+            found[name] = _estimates(programs, memory, machine, name)
     return found
+
+
+def _estimates(programs, memory, machine, name):
+    """Of each program, compiled or, where that cannot be, reckoned."""
+    if not machine.is_compiled_for:
+        return [reckoned(program, memory) for program in programs]
+    programs = console.progress(programs, f"{name}: programs compiled")
+    return [estimate(program, machine) for program in programs]
 
 
 def rows_of(found: dict[str, list[Estimate]], machine: Machine) -> list[dict]:
@@ -140,7 +156,10 @@ def show(rows: list[dict], config, machine: Machine) -> bool:
             "an estimate: nothing was compiled, and what devices send each other, or "
             "XLA holds for a moment, is not in it"
         )
-    console.note(ADVICE if full else f"fits {machine.name}")
+    planned = {row["stage"] for row in rows}
+    left = ", ".join(stage for stage in config.stages if stage not in planned)
+    fits = f"fits {machine.name}" + (f"; not planned: {left}" if left else "")
+    console.note(ADVICE if full else fits)
     return not full
 
 

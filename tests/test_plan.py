@@ -6,7 +6,8 @@ import pytest
 
 from rsearch import config as configuration
 from rsearch import plan
-from rsearch.build.costs import shape_of
+from rsearch.build.costs import memory_of, shape_of
+from rsearch.models import hf_config
 from rsearch.planning.machines import CHIPS, find_machine
 from rsearch.planning.programs import device_bytes, make_frame, stage_programs
 from rsearch.stage_plan import stage_configs
@@ -79,6 +80,61 @@ def test_moments_that_rest_with_the_hosts_are_counted_where_they_step():
     whole = 4 * shape_of("", config).num_params
     # Weights, what they began as, gradients and two moments.
     assert peaks["update's step"] == 5 * whole != peaks["update's gradient"]
+
+
+def test_a_data_stage_and_an_evaluation_are_planned_as_the_dry_run_counts_them(
+    tmp_path, capsys
+):
+    out = tmp_path / "plan.json"
+    argv = ["--config=configs/rag_r1.py", "--topology=h200x8", f"--out={out}"]
+    slots = "--config.overrides.curate_rl.rollout.slots=160"
+    assert plan.command([*argv, slots]) == 1
+    rows = json.loads(out.read_text())
+    rolling = ["prefill", "admit", "extend", "decode"]
+    found = {}
+    for row in rows:
+        found.setdefault(row["stage"], []).append(row["program"])
+    assert [*found] == ["curate_sft", "sft", "sft, evaluation", "curate_rl", "rl"]
+    for name in ("curate_sft", "sft, evaluation", "curate_rl"):
+        assert found[name] == rolling
+    said = capsys.readouterr()
+    assert "does not fit: curate_rl, decode" in said.out + said.err
+    c = configuration.load("configs/rag_r1.py")
+    for stage, own in stage_configs(c):
+        if stage in ("curate_sft", "sft"):
+            spec = shape_of(own.model.source, own)
+            memory = memory_of(own, stage, spec, 8, host_devices=8)
+            peaks = [r["peak_bytes"] for r in rows if r["stage"].startswith(stage)]
+            assert max(peaks) == pytest.approx(memory.peak)
+
+
+def test_what_was_not_planned_is_named_where_all_else_fits(tmp_path, capsys):
+    written = hf_config.config_of(shape_of("", recipe()), dtype="float32")
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    argv = ["--config=configs/rag_r1.py:tiny,sq", "--topology=a100x1"]
+    assert plan.command([*argv, f"--config.model.source={tmp_path}"]) == 0
+    said = capsys.readouterr()  # its teacher is made by the run
+    assert "fits a100x1; not planned: curate_sft, curate_rl" in said.out + said.err
+
+
+def test_a_chain_reads_all_that_stands_before_each_step(tmp_path):
+    out = tmp_path / "plan.json"
+    argv = ["--config=configs/rearag.py", "--topology=a100x8", f"--out={out}"]
+    assert plan.command([*argv, "--stage=curate"]) == 0
+    rows = {row["program"]: row for row in json.loads(out.read_text())}
+    assert [*rows] == ["prefill", "admit", "decode"]
+    ((_, own), _) = stage_configs(configuration.load("configs/rearag.py"))
+    # A prompt's tokens, as much as a whole chain but for its last turn, in every step.
+    prompts = 25 * own.rollout.slots * (4096 + 24 * (256 + 256))
+    params = shape_of(own.model.source, own).num_params
+    assert rows["prefill"]["flops"] > 2 * params * prompts / 8 * 0.9
+
+
+def test_a_slice_compiles_a_data_stage(slice_of_four):
+    c = recipe(stages=("curate", "rl"))
+    (found,) = plan.main(c, slice_of_four, only="curate").values()
+    assert [one.name for one in found] == ["prefill", "admit", "extend", "decode"]
+    assert all(one.peak > 0 and one.moved.memory > 0 for one in found)
 
 
 def test_a_token_never_moves_the_cache_of_all_layers(slice_of_four):

@@ -3,6 +3,7 @@
 They are those that a run compiles; nothing of it is loaded, and no array is made.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -87,6 +88,9 @@ def make_frame(config, stage: str, machine: Machine) -> Frame:
     kind = kind_of(stage)
     limits, markup = limits_of(config, kind)
     tokens = max(conversation_tokens(limits, markup), config.rollout.context_tokens)
+    if _is_chained(config, kind):
+        most = tokens - limits.max_turn_tokens
+        limits = dataclasses.replace(limits, max_searches=0, max_prompt_tokens=most)
     m = config.model
     mesh = make_mesh(**config.mesh, devices=machine.devices)
     if m.offload:
@@ -101,20 +105,47 @@ def make_frame(config, stage: str, machine: Machine) -> Frame:
 
 
 def stage_programs(frame: Frame, stage: str, machine: Machine) -> list[Program]:
-    """The programs of one step of a stage that trains.
+    """The programs of one step of a stage; of a data stage, all its slots filled once.
 
     Raises:
         ValueError: a mesh that does not divide the model, or the devices of a host.
     """
     kind = kind_of(stage)
+    if kind == "curate":
+        return filled_once(frame, kind, machine)
     state = build.state_shapes(frame, kind)
     if kind == "sft":
         return _update(frame, kind, state, beside=_kept(frame))
+    rollouts = frame.config.rl.questions_per_step * frame.config.rollout.group_size
+    resident = _staying(frame, state, machine)
     return [
         *_merging(frame, state),
-        *_rolling(frame, state, machine),
+        *_rolling(frame, machine, resident=resident, rollouts=rollouts),
         *_learning(frame, state),
     ]
+
+
+def filled_once(frame: Frame, kind: str, machine: Machine) -> list[Program]:
+    """The programs that fill all slots of each host once, beside the weights alone.
+
+    Args:
+        frame: with the limits of these rollouts.
+        kind: of the stage that makes them, or is evaluated by them.
+        machine: that they are compiled for.
+    """
+    c = frame.config
+    asked = asked_memory(c, kind, machine.host_devices)
+    resident = device_bytes(build.weight_shapes(frame)) + sum(asked.values())
+    resident += _agents(c, kind)
+    rollouts = c.rollout.slots * machine.num_hosts
+    if _is_chained(c, kind):
+        rollouts *= c.curate.max_steps
+    return _rolling(frame, machine, resident=resident, rollouts=rollouts)
+
+
+def _is_chained(c, kind):
+    """Whether each turn reads anew all that stands before it, as a prompt."""
+    return kind == "curate" and c.curate.method == "chains"
 
 
 def _kept(frame):
@@ -134,12 +165,12 @@ def _staying(frame, state, machine):
     c, began = frame.config, build.weight_shapes(frame)
     kept = 0 if "reference" in c.model.offload else device_bytes(began)
     asked = asked_memory(c, "rl", machine.host_devices)
-    return device_bytes(state) + _agents(c) + sum(asked.values()) + kept
+    return device_bytes(state) + _agents(c, "rl") + sum(asked.values()) + kept
 
 
-def _agents(c):
+def _agents(c, kind):
     """Bytes on each device of models beside the policy."""
-    return sum(agents_memory(c, "rl").values())
+    return sum(agents_memory(c, kind).values())
 
 
 def _merging(frame, state):
@@ -148,16 +179,22 @@ def _merging(frame, state):
         return []
     learner, _ = build.make_learner(frame, "rl")
     base = build.weight_shapes(frame)
-    beside = device_bytes(state) - device_bytes(state.params) + _agents(frame.config)
+    beside = device_bytes(state) - device_bytes(state.params)
+    beside += _agents(frame.config, "rl")
     merge = learner.merge(jnp.dtype(frame.model.dtype))
     size = frame.mesh.size
     return [Program("merge", merge, (base, state.params), 1, 1, beside, size)]
 
 
-def _rolling(frame, state, machine):
+def _rolling(frame, machine, *, resident, rollouts):
     """What each host runs on its own devices, or all run together.
 
     At most: every turn is written and every observation read to its budget's end.
+
+    Args:
+        frame, machine: see `stage_programs`.
+        resident: bytes on each device that stay beside it.
+        rollouts: of all hosts together.
     """
     c, limits = frame.config, frame.limits
     # Hosts that share a program: it has the rows of all.
@@ -196,7 +233,7 @@ def _rolling(frame, state, machine):
     if pages:
         going = *going, host(num_rows, sampler.row_pages)
     room = pages // sampler.row_pages or num_rows
-    rollouts = c.rl.questions_per_step * group * sharing / machine.num_hosts
+    rollouts *= sharing / machine.num_hosts
     turns, chunk = limits.num_turns, c.rollout.extend_chunk
     written = turns * limits.max_turn_tokens
     calls = {  # name -> arguments, calls, rounds of its loop
@@ -218,7 +255,6 @@ def _rolling(frame, state, machine):
             written * rollouts / min(num_rows, rollouts, room),
         ),
     }
-    resident = _staying(frame, state, machine)
     living = params, rows, context
 
     def program(name, args, count, rounds):
@@ -227,7 +263,7 @@ def _rolling(frame, state, machine):
         function = getattr(sampler, name)
         return Program(name, function, args, count, rounds, beside, mesh.size)
 
-    return [program(name, *call) for name, call in calls.items()]
+    return [program(name, *call) for name, call in calls.items() if call[1]]
 
 
 def _sampler(frame, mesh):
@@ -254,7 +290,7 @@ def _learning(frame, state):
     """What all hosts run together."""
     c, s = frame.config, frame.config.rl
     learner, _ = build.make_learner(frame, "rl")
-    agents = _agents(c) + _kept(frame)
+    agents = _agents(c, "rl") + _kept(frame)
     base = build.frozen(frame, build.weight_shapes(frame))
     batch = _batch(frame, "rl")
     others = device_bytes(state) - device_bytes(state.params)
