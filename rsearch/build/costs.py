@@ -21,9 +21,10 @@ GB = 1e9
 BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32 = BYTES["float32"]
 MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
+DURING = ("writer",)  # rollouts; other models are asked when these have ended
 ASKED = {  # kind of a stage -> the models beside the policy that it asks
-    "curate": ("writer",),
-    "sft": ("writer", "answerer", "reader"),  # in its evaluation
+    "curate": DURING,
+    "sft": (*DURING, "answerer", "reader"),  # in its evaluation
     "rl": AGENTS,
 }
 SCORE_COPIES = 3  # of attention's scores at once: logits, weights, gradient
@@ -35,7 +36,8 @@ class Memory:
 
     Attributes:
         resident: {what: bytes} that stay for the whole stage.
-        rolling: {what: bytes} while it rolls out.
+        rolling: {what: bytes} while it rolls out, or asks a model about rollouts that
+            have ended, if that takes more.
         updating: {what: bytes} while it updates; not at the same time as `rolling`.
         stepping: {what: bytes} after the gradients, of moments that rest elsewhere.
         evaluating: {what: bytes} when a stage that rolls nothing out has ended and what
@@ -212,10 +214,10 @@ def memory_of(
     rolling, evaluating = {}, {}
     if kind != "sft":
         resident |= agents_memory(c, kind)
-        rolling = _rolling(c, kind, spec, here) | asked_memory(c, kind, here)
+        rolling = _playing(c, kind, kind, spec, here)
     elif c.trains == "policy" and c.eval.methods:
         evaluating = {"weights": weights} | agents_memory(c, kind)
-        evaluating |= _rolling(c, "rl", spec, here) | asked_memory(c, kind, here)
+        evaluating |= _playing(c, "rl", kind, spec, here)
     updating = {} if kind == "curate" else _updating(c, kind, spec, num_devices)
     stepping = {}
     if kind != "curate" and "optimizer" in c.model.offload:
@@ -246,14 +248,14 @@ def agents_memory(c, kind: str) -> dict[str, float]:
     size = BYTES[c.model.dtype]
     return {
         f"{name}'s weights": size * _params_here(c, spec)
-        for name, spec in _agents(c, kind).items()
+        for name, spec in _agents(c, ASKED[kind]).items()
     }
 
 
-def asked_memory(c, kind: str, host_devices: int) -> dict[str, float]:
+def asked_memory(c, names, host_devices: int) -> dict[str, float]:
     """{what: bytes} while the largest of these models is asked; one is at a time."""
     found = {}
-    for name, spec in _agents(c, kind).items():
+    for name, spec in _agents(c, names).items():
         s = c[name]
         # What is read of prompts lies beside the rows that it goes into.
         tokens = s.slots * (2 * s.max_prompt_tokens + s.max_reply_tokens)
@@ -263,10 +265,10 @@ def asked_memory(c, kind: str, host_devices: int) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: item[1])[-1:])
 
 
-def _agents(c, kind):
-    """{name: shape} of models that a stage asks and that run here; known ones."""
+def _agents(c, names):
+    """{name: shape} of those of these models that run here; known ones."""
     found = {}
-    for name in ASKED[kind]:
+    for name in names:
         source = c[name].source
         # What another stage of the run trains has the shape of this one's model.
         shaped = c.model.source if source.startswith(STAGE) else source
@@ -280,6 +282,14 @@ def _token_bytes(c, spec):
     """Bytes of the keys and values of one token."""
     heads = spec.num_layers * spec.num_kv_heads
     return 2 * heads * spec.head_dim * BYTES[c.model.dtype]
+
+
+def _playing(c, rolled, kind, spec, here):
+    """{what: bytes} of rollouts as a kind of stage makes them, and what is asked."""
+    during = _rolling(c, rolled, spec, here) | asked_memory(c, DURING, here)
+    copy = "copy that decodes"
+    behind = {copy: during[copy]} | asked_memory(c, ASKED[kind], here)
+    return max(during, behind, key=lambda parts: sum(parts.values()))
 
 
 def _rolling(c, kind, spec, here):

@@ -12,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsearch import build
-from rsearch.build.costs import agents_memory, asked_memory, limits_of, shape_of
+from rsearch.build.costs import (
+    DURING,
+    agents_memory,
+    asked_memory,
+    limits_of,
+    shape_of,
+)
 from rsearch.build.parts import policy_protocol
 from rsearch.build.setup import Frame
 from rsearch.learn.batch import Batch, cut, pack_segments
@@ -134,7 +140,7 @@ def filled_once(frame: Frame, kind: str, machine: Machine) -> list[Program]:
         machine: that they are compiled for.
     """
     c = frame.config
-    asked = asked_memory(c, kind, machine.host_devices)
+    asked = asked_memory(c, DURING, machine.host_devices)
     resident = device_bytes(build.weight_shapes(frame)) + sum(asked.values())
     resident += _agents(c, kind)
     rollouts = c.rollout.slots * machine.num_hosts
@@ -164,7 +170,7 @@ def _staying(frame, state, machine):
     """Bytes on each device that stay while rollouts are made, or are asked for then."""
     c, began = frame.config, build.weight_shapes(frame)
     kept = 0 if "reference" in c.model.offload else device_bytes(began)
-    asked = asked_memory(c, "rl", machine.host_devices)
+    asked = asked_memory(c, DURING, machine.host_devices)
     return device_bytes(state) + _agents(c, "rl") + sum(asked.values()) + kept
 
 

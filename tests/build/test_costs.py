@@ -165,11 +165,11 @@ def test_every_host_has_rows_of_its_own():
         (16, 4, 4),
         (2, 4, 2),
     ]:
-        c = config(**{"judge.source": "Qwen/Qwen2.5-7B", "judge.slots": 1})
+        c = config(**{"writer.source": "Qwen/Qwen2.5-7B", "writer.slots": 1})
         memory = memory_of(c, "rl", SPEC, num_devices, host_devices=host_devices)
         assert memory.rolling["keys and values"] == each / here
         asked = 2 * 28 * 4 * 128 * 4 * (2 * 1024 + 64)
-        assert memory.rolling["judge's keys and values"] == asked / here
+        assert memory.rolling["writer's keys and values"] == asked / here
 
 
 def test_a_mesh_splits_weights_and_rows():
@@ -215,11 +215,10 @@ def test_a_judge_that_runs_here_is_counted_and_an_endpoint_is_not():
     name = "meta-llama/Llama-3.2-3B-Instruct"
     memory = memory_of(config(**{"judge.source": name}), "rl", SPEC, 1)
     assert memory.resident["judge's weights"] == 4 * PUBLISHED[name].num_params
-    assert "judge's keys and values" in memory.rolling
     for source in ("http://localhost:8000/v1", "world:judge"):
         memory = memory_of(config(**{"judge.source": source}), "rl", SPEC, 1)
         assert "judge's weights" not in memory.resident
-        assert "judge's keys and values" not in memory.rolling
+        assert all("judge" not in what for what in memory.rolling)
 
 
 def test_a_model_beside_the_policy_stays_as_it_lies_to_decode(tmp_path):
@@ -238,7 +237,13 @@ def test_a_model_beside_the_policy_stays_as_it_lies_to_decode(tmp_path):
     assert memory.resident["writer's weights"] == 2 * PARAMS / 2
     # Prompts and, beside them, the rows they go into; of 16 numbers a token.
     assert memory.rolling["writer's keys and values"] == 3 * (2 * 20 + 6) * 16 * 2 / 4
-    assert "judge's keys and values" not in memory.rolling  # asked when that has ended
+    assert "judge's keys and values" not in memory.rolling  # these rollouts have ended
+    more = apply_overrides(c, {"judge.slots": 300})
+    tokens = 300 * (2 * 10 + 6)
+    assert memory_of(more, "rl", SPEC, 4).rolling == {  # and hold nothing any more
+        "copy that decodes": 2 * PARAMS / 2,
+        "judge's keys and values": tokens * 16 * 2 / 4,
+    }
     memory = memory_of(c, "curate", SPEC, 4)
     assert [*memory.resident] == ["weights", "writer's weights"]  # it rewards nothing
 
