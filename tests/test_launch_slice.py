@@ -1,0 +1,216 @@
+"""The launch script for TPU slices, beside a gcloud that pretends."""
+
+import subprocess
+
+import pytest
+
+from tests.pretended_checkout import checkout
+
+__all__ = ["checkout"]
+
+GCLOUD = """#!/bin/bash
+echo "$*" >>"$FAKE_LOG"
+case "$*" in
+  *" describe "*)  # the next of the states that are told of
+    state=$(head -n 1 "$FAKE_STATES")
+    [ "$(wc -l <"$FAKE_STATES")" -gt 1 ] && sed -i 1d "$FAKE_STATES"
+    [ "$state" != broken ] || { echo "ERROR: UNAVAILABLE: the service" >&2; exit 1; }
+    [ -n "$state" ] || { echo "ERROR: NOT_FOUND: Resource" >&2; exit 1; }
+    echo "$state" ;;
+  *rsearch.train*)  # and the next of the codes that training ends with
+    code=$(head -n 1 "$FAKE_CODES")
+    sed -i 1d "$FAKE_CODES"
+    exit "$code" ;;
+esac
+"""
+POD = ("pod", "--zone=z", "--type=v5litepod-16", "--spot", "--mount=10.0.0.2:/share")
+TRAINED = ("--", "--config=configs/r_search.py", "--workdir=/shared/a b")
+
+
+class Cloud:
+    """A checkout beside a gcloud that pretends."""
+
+    def __init__(self, checkout, folder):
+        self.checkout, self.folder = checkout, folder
+        checkout.link(
+            "git", "tar", "gzip", "head", "tail", "wc", "sed", "grep", "date", "sleep"
+        )
+        checkout.program("gcloud", GCLOUD)
+        for command in (["init", "-q"], ["add", "-A"]):
+            subprocess.run(["git", "-C", checkout.repo, *command], check=True)
+
+    def run(self, *arguments, states=("",), codes=(0,)):
+        """(exit code, stderr, commands that gcloud was given but for `describe`)."""
+        for name, values in (("states", states), ("codes", codes)):
+            lines = "".join(f"{value}\n" for value in values)
+            (self.folder / name).write_text(lines)
+        code, error, log = self.checkout.run(
+            "tpu_pod.sh",
+            *arguments,
+            POLL_SECONDS="0",
+            FAKE_STATES=str(self.folder / "states"),
+            FAKE_CODES=str(self.folder / "codes"),
+        )
+        short = [line.removeprefix("compute tpus ") for line in log]
+        return code, error, [s for s in short if " describe " not in s]
+
+
+@pytest.fixture
+def cloud(checkout, tmp_path):
+    return Cloud(checkout, tmp_path)
+
+
+CREATE = (
+    "queued-resources create pod --zone=z --node-id=pod "
+    "--accelerator-type=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite --spot"
+)
+DELETE = "queued-resources delete pod --zone=z --force --quiet"
+COPY = "tpu-vm scp /tmp/rsearch-pod.tgz pod:rsearch.tgz --zone=z --worker=all"
+
+
+def kinds(log):
+    """What was done, in words."""
+    words = {"create": "create", "delete": "delete", "scp": "copy"}
+    found = []
+    for line in log:
+        verb = line.split()[1]
+        found.append(words.get(verb) or ("train" if "rsearch.train" in line else "set"))
+    return found
+
+
+def test_a_slice_is_asked_for_used_and_deleted(cloud):
+    states = ("", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE")
+    code, error, log = cloud.run(*POD, *TRAINED, states=states)
+    assert code == 0, error
+    assert kinds(log) == ["create", "copy", "set", "train", "delete"]
+    assert log[:2] == [CREATE, COPY] and log[-1] == DELETE
+    assert "mount 10.0.0.2:/share /shared" in log[2]
+    assert log[2].endswith("rsearch_environment launch/tpu.txt")
+    assert log[3].endswith(
+        "exec python -m rsearch.train --config=configs/r_search.py "
+        "--workdir=/shared/a\\ b --coordinator=auto"
+    )
+    assert "WAITING_FOR_RESOURCES" in error and "ACTIVE" in error
+
+
+def test_a_slice_that_is_lost_is_replaced_and_the_run_goes_on(cloud):
+    """Its state may lag behind: it is looked at more than once."""
+    states = ("ACTIVE", "ACTIVE", "broken", "SUSPENDED", "SUSPENDED", "", "ACTIVE")
+    code, error, log = cloud.run(*POD, *TRAINED, states=states, codes=(255, 0))
+    assert code == 0, error
+    assert kinds(log) == [
+        *("copy", "set", "train"),
+        *("delete", "create", "copy", "set", "train", "delete"),
+    ]
+    assert "lost in attempt 1 of 10" in error
+
+
+def test_a_run_that_was_told_to_stop_goes_on_there(cloud):
+    code, error, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",), codes=(75, 0))
+    assert code == 0, error
+    assert kinds(log) == [*("copy", "set", "train") * 2, "delete"]
+    assert "stopped in attempt 1 of 10" in error
+
+
+def test_a_program_that_fails_is_not_tried_again_and_the_slice_is_kept(cloud):
+    for own in (2, 1, 255):
+        code, error, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",), codes=(own,))
+        assert code == own and kinds(log) == ["copy", "set", "train"]
+        assert "the slice is kept" in error and "queued-resources delete pod" in error
+
+
+def test_a_look_that_fails_is_not_a_slice_that_is_gone(cloud):
+    states = ("", "WAITING_FOR_RESOURCES", *["broken"] * 19, "ACTIVE")
+    code, error, log = cloud.run(*POD, *TRAINED, states=states)
+    assert code == 0, error
+    assert kinds(log).count("create") == 1
+    assert "ERROR: UNAVAILABLE: the service" in error
+    states = ("WAITING_FOR_RESOURCES", "broken")
+    code, error, log = cloud.run(*POD, *TRAINED, states=states)
+    assert (code, log) == (2, [])
+    assert "queued-resources delete pod" in error
+    assert "gcloud did not say 20 times what has become of it" in error
+
+
+def test_nothing_is_asked_for_where_gcloud_cannot_look(cloud):
+    code, error, log = cloud.run(*POD, *TRAINED, states=("broken",))
+    assert (code, log) == (2, [])
+    assert "ERROR: UNAVAILABLE: the service" in error
+    assert "error: pod: gcloud does not say whether it is there" in error
+
+
+def test_a_checkout_that_cannot_be_packed_costs_no_slice(cloud):
+    (cloud.checkout.repo / "launch" / "tpu.txt").unlink()
+    code, error, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",))
+    assert (code, log) == (2, [])
+    assert "launch/tpu.txt" in error and "could not be packed" in error
+
+
+def test_attempts_end(cloud):
+    code, error, log = cloud.run(
+        *(*POD, "--attempts=2", *TRAINED),
+        states=("ACTIVE", "FAILED", "ACTIVE", "FAILED"),
+        codes=(255, 255),
+    )
+    assert code == 2 and kinds(log).count("train") == 2
+    assert "error: pod: lost or stopped 2 times" in error
+    own = {"states": ("ACTIVE",), "codes": (75, 75)}
+    code, error, log = cloud.run(*POD, "--attempts=2", *TRAINED, **own)
+    assert code == 2 and kinds(log).count("train") == 2
+    assert "queued-resources delete pod" in error
+
+
+@pytest.mark.parametrize("how", ["--keep", "--existing"])
+def test_what_is_to_be_kept_is_not_deleted(cloud, how):
+    code, error, log = cloud.run(*POD, how, *TRAINED, states=("ACTIVE",))
+    assert code == 0, error
+    assert kinds(log) == ["copy", "set", "train"]
+
+
+def test_a_dry_run_prints_what_it_would_do(cloud):
+    code, _, log = cloud.run(*POD, "--dry_run", *TRAINED)
+    assert (code, log) == (0, [])
+    lines = cloud.checkout.told.splitlines()
+    lines = [line.removeprefix("gcloud compute tpus ").rstrip() for line in lines]
+    packed = lines.pop(0)
+    assert packed.startswith("git ls-files ")
+    assert packed.endswith("| tar --null --files-from=- -czf /tmp/rsearch-pod.tgz")
+    assert kinds(lines) == ["create", "copy", "set", "train", "delete"]
+    assert [lines[0], lines[1], lines[-1]] == [CREATE, COPY, DELETE]
+
+
+@pytest.mark.parametrize(
+    ("kind", "version"),
+    [
+        ("v5p-32", "v2-alpha-tpuv5"),
+        ("v6e-16", "v2-alpha-tpuv6e"),
+        ("v4-16", "tpu-ubuntu2204-base"),
+    ],
+)
+def test_each_type_of_slice_has_its_runtime(cloud, kind, version):
+    own = ("pod", "--zone=z", f"--type={kind}", "--dry_run", *TRAINED)
+    for more, expected in (((), version), (("--version=other",), "other")):
+        code, error, _ = cloud.run("pod", *more, *own[1:])
+        assert code == 0, error
+        assert f" --runtime-version={expected} " in cloud.checkout.told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "the slice's name comes first"),
+        (("--zone=z",), "the slice's name comes first"),
+        (("pod", "--type=t", *TRAINED), "--zone=... is missing"),
+        (("pod", "--zone=z", *TRAINED), "--type=... is missing"),
+        (("pod", "--zone=z", "--type=v9", *TRAINED), "--type=v9 has no runtime"),
+        (("pod", "--zone=z", "--type=t"), "no -- and no arguments"),
+        (("pod", "--zone=z", "--type=t", "--"), "nothing to train after --"),
+        (("pod", "--zone=z", "--config=x", *TRAINED), "unknown argument --config=x"),
+        ((*POD, "--attempts=0", *TRAINED), "--attempts=0 is not a number from 1"),
+        ((*POD, "--mount=share", *TRAINED), "--mount=share: write HOST:/DIR"),
+    ],
+)
+def test_a_slice_that_is_not_described_is_not_asked_for(cloud, arguments, said):
+    code, error, log = cloud.run(*arguments)
+    assert code == 2 and log == []
+    assert f"error: {said}" in error
