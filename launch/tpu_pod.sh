@@ -72,6 +72,7 @@ if [ -z "$VERSION$EXISTING" ]; then
 fi
 COMMON+=("--zone=$ZONE")
 ARCHIVE=/tmp/rsearch-$NAME.tgz ERRORS=/tmp/rsearch-$NAME.err LOOKED=''
+BEGAN=$(date +%s)
 
 say() {
   echo "$(date +%T) $*" >&2
@@ -199,10 +200,14 @@ sudo apt-get install -qy python3.11 python3.11-venv; }; } && \
 . launch/environment.sh && rsearch_environment launch/tpu.txt"
 }
 
+# Where a connection breaks gcloud runs the command again on that host, beside the first
+# one. The second waits for it, whose process holds the lock, and ends with 75: all hosts
+# then begin again together, since one alone would wait for the others in vain.
 train() {
-  everywhere "cd rsearch && . .venv/bin/activate && exec python -m rsearch.train$(
-    printf ' %q' "$@"
-  ) --coordinator=auto"
+  local this=$BEGAN-$attempt
+  everywhere "cd rsearch && . .venv/bin/activate && exec 9>../rsearch.lock && flock 9 && \
+{ ! grep -qsx $this ../rsearch.begun || exit 75; } && echo $this >>../rsearch.begun && \
+exec python -m rsearch.train$(printf ' %q' "$@") --coordinator=auto"
 }
 
 pack

@@ -1,6 +1,7 @@
 """The launch script for TPU slices, beside a gcloud that pretends."""
 
 import subprocess
+import time
 
 import pytest
 
@@ -110,6 +111,43 @@ def test_a_run_that_was_told_to_stop_goes_on_there(cloud):
     assert code == 0, error
     assert kinds(log) == [*("copy", "set", "train") * 2, "delete"]
     assert "stopped in attempt 1 of 10" in error
+
+
+def remote(checkout, command):
+    """Runs what a host is told to; its home is the checkout's folder."""
+    environment = {"PATH": str(checkout.bin), "HOME": str(checkout.folder)}
+    return subprocess.Popen(
+        [checkout.bin / "bash", "-c", command], cwd=checkout.folder, env=environment
+    )
+
+
+def test_a_connection_that_breaks_leaves_one_run_on_a_host(cloud, tmp_path):
+    """gcloud runs the command again there, while the first goes on."""
+    checkout = cloud.checkout
+    _, _, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",), codes=(75, 0))
+    first, later = (
+        line.partition("--command=")[2] for line in log if "rsearch.train" in line
+    )
+    checkout.link("flock")
+    activate = tmp_path / "rsearch" / ".venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.touch()
+    runs, over = tmp_path / "runs", tmp_path / "over"
+    waits = f"while [ ! -e {over} ]; do sleep 0.01; done"
+    checkout.program("python", f"#!/bin/bash\necho $$ >>{runs}\n{waits}\nexit 1\n")
+    running = remote(checkout, first)
+    deadline = time.monotonic() + 60
+    while not runs.exists() or not runs.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    again = remote(checkout, first)
+    with pytest.raises(subprocess.TimeoutExpired):
+        again.wait(timeout=0.5)
+    over.touch()
+    assert (running.wait(timeout=60), again.wait(timeout=60)) == (1, 75)
+    assert runs.read_text() == f"{running.pid}\n"
+    assert remote(checkout, later).wait(timeout=60) == 1
+    assert len(runs.read_text().splitlines()) == 2
 
 
 def test_a_program_that_fails_is_not_tried_again_and_the_slice_is_kept(cloud):
