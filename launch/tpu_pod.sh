@@ -16,7 +16,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 POLL_SECONDS=${POLL_SECONDS:-30}
-MOST_UNKNOWN=20 # looks in a row that may fail
+MOST_MISSES=20 # looks in a row at which gcloud may fail
 MOST_ACTIVE=4   # looks after a failure; a slice that is being lost is active for a while
 ATTEMPTS=10
 ZONE='' TYPE='' VERSION='' MOUNT='' EXISTING='' KEEP='' DRY_RUN=''
@@ -124,9 +124,20 @@ delete() {
   run gcloud compute tpus queued-resources delete "$NAME" "${COMMON[@]}" --force --quiet
 }
 
+# Does it, or tells why not; what is refused is refused for good.
+tried() {
+  if "$@" 2>"$ERRORS"; then return; fi
+  cat "$ERRORS" >&2
+  if grep -qE 'INVALID_ARGUMENT|PERMISSION_DENIED' "$ERRORS"; then
+    if [ "$1" = delete ]; then kept; fi
+    fail "$NAME: gcloud refuses to $1 it"
+  fi
+  return 1
+}
+
 # Has the slice, asking for it where it is not there or has been lost.
 obtain() {
-  local now last='' unknown=0
+  local now last='' misses=0 missed
   if [ -n "$EXISTING" ]; then return; fi
   if [ -n "$DRY_RUN" ]; then
     create
@@ -135,26 +146,24 @@ obtain() {
   while true; do
     now=$(state)
     if [ "$now" != "$last" ]; then say "$NAME: ${now:-not asked for yet}"; fi
-    if [ "$now" = UNKNOWN ]; then
-      # Not even once: it is not for the network, but for gcloud, the project or the zone.
-      if [ -z "$LOOKED" ]; then fail "$NAME: gcloud does not say whether it is there"; fi
-      unknown=$((unknown + 1))
-      if [ "$unknown" = "$MOST_UNKNOWN" ]; then
-        kept
-        fail "$NAME: gcloud did not say $MOST_UNKNOWN times what has become of it"
-      fi
-    else
-      LOOKED=yes unknown=0
-    fi
-    last=$now
+    if [ "$now" != UNKNOWN ]; then LOOKED=yes; fi
+    # Not even once: it is not for the network, but for gcloud, the project or the zone.
+    if [ -z "$LOOKED" ]; then fail "$NAME: gcloud does not say whether it is there"; fi
+    last=$now missed=''
     case $now in
       ACTIVE) return ;;
-      '') create ;;
+      UNKNOWN) missed=yes ;;
+      '') tried create || missed=yes ;;
       FAILED | SUSPENDED | SUSPENDING)
-        delete
+        tried delete || missed=yes
         last=''
         ;;
     esac
+    if [ -n "$missed" ]; then misses=$((misses + 1)); else misses=0; fi
+    if [ "$misses" = "$MOST_MISSES" ]; then
+      kept
+      fail "$NAME: gcloud failed $MOST_MISSES times in a row"
+    fi
     sleep "$POLL_SECONDS"
   done
 }
@@ -216,8 +225,9 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   code=0
   prepare && train "$@" || code=$?
   if [ "$code" = 0 ]; then
-    if [ -z "$EXISTING$KEEP" ]; then delete; fi
-    exit
+    if [ -n "$EXISTING$KEEP" ] || delete; then exit; fi
+    kept
+    exit 1
   fi
   # It was told to stop, and has saved what it had.
   if [ "$code" = 75 ]; then

@@ -18,6 +18,10 @@ case "$*" in
     [ "$state" != broken ] || { echo "ERROR: UNAVAILABLE: the service" >&2; exit 1; }
     [ -n "$state" ] || { echo "ERROR: NOT_FOUND: Resource" >&2; exit 1; }
     echo "$state" ;;
+  *" create "* | *" delete "*)  # or what it says where it fails
+    said=$(head -n 1 "$FAKE_ERRORS")
+    sed -i 1d "$FAKE_ERRORS"
+    [ -z "$said" ] || { echo "ERROR: $said" >&2; exit 1; } ;;
   *rsearch.train*)  # and the next of the codes that training ends with
     code=$(head -n 1 "$FAKE_CODES")
     sed -i 1d "$FAKE_CODES"
@@ -33,24 +37,23 @@ class Cloud:
 
     def __init__(self, checkout, folder):
         self.checkout, self.folder = checkout, folder
-        checkout.link(
-            "git", "tar", "gzip", "head", "tail", "wc", "sed", "grep", "date", "sleep"
-        )
+        words = "git tar gzip head tail cat wc sed grep date sleep"
+        checkout.link(*words.split())
         checkout.program("gcloud", GCLOUD)
         for command in (["init", "-q"], ["add", "-A"]):
             subprocess.run(["git", "-C", checkout.repo, *command], check=True)
 
-    def run(self, *arguments, states=("",), codes=(0,)):
+    def run(self, *arguments, states=("",), codes=(0,), errors=()):
         """(exit code, stderr, commands that gcloud was given but for `describe`)."""
-        for name, values in (("states", states), ("codes", codes)):
+        told = {"states": states, "codes": codes, "errors": errors}
+        for name, values in told.items():
             lines = "".join(f"{value}\n" for value in values)
             (self.folder / name).write_text(lines)
         code, error, log = self.checkout.run(
             "tpu_pod.sh",
             *arguments,
             POLL_SECONDS="0",
-            FAKE_STATES=str(self.folder / "states"),
-            FAKE_CODES=str(self.folder / "codes"),
+            **{f"FAKE_{name.upper()}": str(self.folder / name) for name in told},
         )
         short = [line.removeprefix("compute tpus ") for line in log]
         return code, error, [s for s in short if " describe " not in s]
@@ -167,7 +170,40 @@ def test_a_look_that_fails_is_not_a_slice_that_is_gone(cloud):
     code, error, log = cloud.run(*POD, *TRAINED, states=states)
     assert (code, log) == (2, [])
     assert "queued-resources delete pod" in error
-    assert "gcloud did not say 20 times what has become of it" in error
+    assert "gcloud failed 20 times in a row" in error
+
+
+DOWN = "UNAVAILABLE: the service"
+
+
+def test_a_slice_that_cannot_be_asked_for_or_deleted_now_is_so_later(cloud):
+    states = ("FAILED", "FAILED", "", "", "WAITING_FOR_RESOURCES", "ACTIVE")
+    code, error, log = cloud.run(
+        *POD, *TRAINED, states=states, errors=(DOWN, "", DOWN, "", "")
+    )
+    assert code == 0, error
+    assert kinds(log)[:4] == ["delete", "delete", "create", "create"]
+    assert kinds(log)[4:] == ["copy", "set", "train", "delete"]
+    assert error.count(f"ERROR: {DOWN}") == 2
+    own = {"states": ("",), "errors": [DOWN] * 99}
+    code, error, log = cloud.run(*POD, *TRAINED, **own)
+    assert (code, kinds(log)) == (2, ["create"] * 20)
+    assert "gcloud failed 20 times in a row" in error
+    assert "queued-resources delete pod" in error
+
+
+def test_a_slice_that_is_refused_is_asked_for_once(cloud):
+    own = {"states": ("",), "errors": ("INVALID_ARGUMENT: no such type",)}
+    code, error, log = cloud.run(*POD, *TRAINED, **own)
+    assert (code, kinds(log)) == (2, ["create"])
+    assert "no such type" in error and "gcloud refuses to create it" in error
+
+
+def test_a_slice_that_is_not_deleted_at_the_end_is_told_of(cloud):
+    code, error, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",), errors=(DOWN,))
+    assert (code, kinds(log)) == (1, ["copy", "set", "train", "delete"])
+    assert "the slice is kept" in error
+    assert "queued-resources delete pod --zone=z --force" in error
 
 
 def test_nothing_is_asked_for_where_gcloud_cannot_look(cloud):
