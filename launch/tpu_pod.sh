@@ -135,9 +135,10 @@ tried() {
   return 1
 }
 
-# Has the slice, asking for it where it is not there or has been lost.
+# Has the slice, asking for it where it is not there or has been lost; 1 where the one
+# that was asked for has come to nothing, which is deleted when another is asked for.
 obtain() {
-  local now last='' misses=0 missed
+  local now last='' asked='' misses=0 missed
   if [ -n "$EXISTING" ]; then return; fi
   if [ -n "$DRY_RUN" ]; then
     create
@@ -153,8 +154,15 @@ obtain() {
     case $now in
       ACTIVE) return ;;
       UNKNOWN) missed=yes ;;
-      '') tried create || missed=yes ;;
+      '')
+        asked=yes
+        tried create || missed=yes
+        ;;
       FAILED | SUSPENDED | SUSPENDING)
+        if [ -n "$asked" ]; then
+          queued describe --format='yaml(state)' >&2 || true
+          return 1
+        fi
         tried delete || missed=yes
         last=''
         ;;
@@ -221,7 +229,10 @@ exec python -m rsearch.train$(printf ' %q' "$@") --coordinator=auto"
 
 pack
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
-  obtain
+  if ! obtain; then
+    say "$NAME: came to nothing in attempt $attempt of $ATTEMPTS"
+    continue
+  fi
   code=0
   prepare && train "$@" || code=$?
   if [ "$code" = 0 ]; then

@@ -12,6 +12,7 @@ __all__ = ["checkout"]
 GCLOUD = """#!/bin/bash
 echo "$*" >>"$FAKE_LOG"
 case "$*" in
+  *" describe "*yaml*) echo "state: {failedData: {error: {message: $FAKE_WHY}}}" ;;
   *" describe "*)  # the next of the states that are told of
     state=$(head -n 1 "$FAKE_STATES")
     [ "$(wc -l <"$FAKE_STATES")" -gt 1 ] && sed -i 1d "$FAKE_STATES"
@@ -53,6 +54,7 @@ class Cloud:
             "tpu_pod.sh",
             *arguments,
             POLL_SECONDS="0",
+            FAKE_WHY="no capacity",
             **{f"FAKE_{name.upper()}": str(self.folder / name) for name in told},
         )
         short = [line.removeprefix("compute tpus ") for line in log]
@@ -232,6 +234,20 @@ def test_attempts_end(cloud):
     code, error, log = cloud.run(*POD, "--attempts=2", *TRAINED, **own)
     assert code == 2 and kinds(log).count("train") == 2
     assert "queued-resources delete pod" in error
+
+
+def test_a_slice_that_comes_to_nothing_is_an_attempt_and_says_why(cloud):
+    failing = ("", "WAITING_FOR_RESOURCES", "FAILED", "FAILED")
+    code, error, log = cloud.run(*POD, "--attempts=2", *TRAINED, states=failing * 9)
+    assert (code, kinds(log)) == (2, ["create", "delete", "create"])
+    assert error.count("no capacity") == 2
+    assert "came to nothing in attempt 2 of 2" in error
+    assert "queued-resources delete pod" in error
+    own = {"states": (*failing, "", "ACTIVE")}
+    code, error, log = cloud.run(*POD, "--attempts=2", *TRAINED, **own)
+    assert code == 0, error
+    assert kinds(log)[:3] == ["create", "delete", "create"]
+    assert kinds(log)[3:] == ["copy", "set", "train", "delete"]
 
 
 @pytest.mark.parametrize("how", ["--keep", "--existing"])
