@@ -190,6 +190,21 @@ is_lost() {
   return 1
 }
 
+# gcloud refuses to reach all hosts where an ssh-agent has keys, but not its own.
+check_agent() {
+  local key=~/.ssh/google_compute_engine held own
+  if [ -z "${SSH_AUTH_SOCK:-}" ] || ! held=$(ssh-add -l 2>/dev/null); then return; fi
+  if [ ! -e "$key.pub" ]; then
+    fail "the ssh-agent lacks gcloud's key: gcloud compute config-ssh && ssh-add $key"
+  fi
+  own=$(ssh-keygen -lf "$key.pub") || fail "$key.pub cannot be read"
+  own=${own#* }
+  case $held in
+    *" ${own%% *} "*) ;;
+    *) fail "the ssh-agent lacks gcloud's key: ssh-add $key" ;;
+  esac
+}
+
 # What is copied, in every attempt the same.
 pack() {
   local files=(git ls-files -z --cached --others --exclude-standard)
@@ -227,6 +242,7 @@ train() {
 exec python -m rsearch.train$(printf ' %q' "$@") --coordinator=auto"
 }
 
+if [ -z "$DRY_RUN" ]; then check_agent; fi
 pack
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   if ! obtain; then

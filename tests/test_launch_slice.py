@@ -44,7 +44,7 @@ class Cloud:
         for command in (["init", "-q"], ["add", "-A"]):
             subprocess.run(["git", "-C", checkout.repo, *command], check=True)
 
-    def run(self, *arguments, states=("",), codes=(0,), errors=()):
+    def run(self, *arguments, states=("",), codes=(0,), errors=(), environment=None):
         """(exit code, stderr, commands that gcloud was given but for `describe`)."""
         told = {"states": states, "codes": codes, "errors": errors}
         for name, values in told.items():
@@ -56,6 +56,7 @@ class Cloud:
             POLL_SECONDS="0",
             FAKE_WHY="no capacity",
             **{f"FAKE_{name.upper()}": str(self.folder / name) for name in told},
+            **(environment or {}),
         )
         short = [line.removeprefix("compute tpus ") for line in log]
         return code, error, [s for s in short if " describe " not in s]
@@ -213,6 +214,40 @@ def test_nothing_is_asked_for_where_gcloud_cannot_look(cloud):
     assert (code, log) == (2, [])
     assert "ERROR: UNAVAILABLE: the service" in error
     assert "error: pod: gcloud does not say whether it is there" in error
+
+
+AGENT = """#!/bin/bash
+[ "$*" = -l ] && [ -s "$HOME/held" ] || { echo "no identities" >&2; exit 1; }
+while read -r file; do ssh-keygen -lf "$file"; done <"$HOME/held"
+"""
+
+
+def test_an_agent_without_the_key_of_gcloud_costs_no_slice(cloud, tmp_path):
+    checkout, ssh = cloud.checkout, tmp_path / ".ssh"
+    checkout.link("ssh-keygen")
+    checkout.program("ssh-add", AGENT)
+    ssh.mkdir()
+
+    def run(*held, **own):
+        (tmp_path / "held").write_text("".join(f"{ssh / name}\n" for name in held))
+        own = {"HOME": str(tmp_path), **own}
+        return cloud.run(*POD, *TRAINED, states=("ACTIVE",), environment=own)
+
+    def make(name):
+        command = [checkout.bin / "ssh-keygen", "-qN", "", "-f", ssh / name]
+        subprocess.run(command, check=True)
+
+    make("other")
+    agent = {"SSH_AUTH_SOCK": "x"}
+    key = ssh / "google_compute_engine"
+    add = f"error: the ssh-agent lacks gcloud's key: ssh-add {key}\n"
+    code, error, log = run("other", **agent)
+    assert (code, log) == (2, [])
+    assert f"gcloud compute config-ssh && ssh-add {key}\n" in error
+    make(key.name)
+    assert run("other", **agent) == (2, add, [])
+    for held, own in (((key.name, "other"), agent), ((), agent), (("other",), {})):
+        assert run(*held, **own)[0] == 0
 
 
 def test_a_checkout_that_cannot_be_packed_costs_no_slice(cloud):
