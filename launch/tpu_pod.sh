@@ -219,16 +219,17 @@ pack() {
 # Copies and installs; each step may be done again. Called where a failure is awaited, so
 # that each says itself that it ends here.
 prepare() {
-  local mount=''
+  # A host that has just begun may be updating itself.
+  local mount='' apt='sudo apt-get -o DPkg::Lock::Timeout=600'
   if [ -n "$MOUNT" ]; then
-    mount="sudo mkdir -p /shared && { mountpoint -q /shared || { sudo apt-get update -q &&"
-    mount+=" sudo apt-get install -qy nfs-common && sudo mount $(printf %q "$MOUNT") /shared && sudo chmod 777 /shared; }; } && "
+    mount="sudo mkdir -p /shared && { mountpoint -q /shared || { $apt update -q &&"
+    mount+=" $apt install -qy nfs-common && sudo mount $(printf %q "$MOUNT") /shared && sudo chmod 777 /shared; }; } && "
   fi
   run gcloud compute tpus tpu-vm scp "$ARCHIVE" "$NAME:rsearch.tgz" "${COMMON[@]}" --worker=all ||
     return
   everywhere "${mount}mkdir -p rsearch && tar -C rsearch -xzf rsearch.tgz && cd rsearch && { \
-command -v python3.11 >/dev/null || { sudo apt-get update -q && \
-sudo apt-get install -qy python3.11 python3.11-venv; }; } && \
+command -v python3.11 >/dev/null || { $apt update -q && \
+$apt install -qy python3.11 python3.11-venv; }; } && \
 . launch/environment.sh && rsearch_environment launch/tpu.txt"
 }
 

@@ -100,6 +100,13 @@ def test_a_slice_is_asked_for_used_and_deleted(cloud):
     assert "WAITING_FOR_RESOURCES" in error and "ACTIVE" in error
 
 
+def test_a_host_that_is_updating_itself_is_waited_for(cloud):
+    _, _, log = cloud.run(*POD, *TRAINED, states=("ACTIVE",))
+    (prepared,) = (line for line in log if "apt-get" in line)
+    waiting = "sudo apt-get -o DPkg::Lock::Timeout=600 "
+    assert prepared.count(waiting) == prepared.count("apt-get") == 4
+
+
 def test_a_slice_that_is_lost_is_replaced_and_the_run_goes_on(cloud):
     """Its state may lag behind: it is looked at more than once."""
     states = ("ACTIVE", "ACTIVE", "broken", "SUSPENDED", "SUSPENDED", "", "ACTIVE")
