@@ -1,7 +1,10 @@
 """The launch scripts for GPU nodes and SLURM, on machines that pretend."""
 
+import re
+
 import pytest
 
+from rsearch.workdir import is_free
 from tests.pretended_checkout import ROOT, checkout
 
 __all__ = ["checkout"]
@@ -24,6 +27,9 @@ exec "$@"
 SCONTROL = """#!/bin/bash
 echo "scontrol $*" >>"$FAKE_LOG"
 """
+
+
+GRACE = "--config.checkpoint.grace_seconds=165"
 
 
 def on_gpus(checkout):
@@ -82,10 +88,8 @@ def test_a_job_of_several_nodes_meets(checkout):
             "slurm.sbatch", train, SLURM_JOB_NUM_NODES=nodes, **submitted
         )
         assert code == 0, error
-        assert log[-2:] == [
-            f"srun --kill-on-bad-exit=1 python -m rsearch.train {train}{more}",
-            f"-m rsearch.train {train}{more}",
-        ]
+        run = f"-m rsearch.train {GRACE} {train}{more}"
+        assert log[-2:] == [f"srun --kill-on-bad-exit=1 python {run}", run]
     assert log == log[-2:]  # the environment is made once
     cores = {"SLURM_CPUS_PER_TASK": "32"}
     _, _, log = checkout.run("slurm.sbatch", train, **submitted, **cores)
@@ -117,7 +121,7 @@ def test_a_dry_run_of_a_job_does_nothing_and_needs_no_cluster(checkout):
         assert (code, log) == (0, []), error
         told[nodes] = checkout.told.splitlines()
     assert not (checkout.repo / ".venv").exists()
-    run = "would run srun --kill-on-bad-exit=1 python -m rsearch.train"
+    run = f"would run srun --kill-on-bad-exit=1 python -m rsearch.train {GRACE}"
     run += " --config=configs/r_search.py --workdir=a\\ b"
     assert told["1"] == ["would install launch/cuda13.txt into .venv", run]
     assert told["2"][1] == f"{run} --coordinator=auto"
@@ -128,7 +132,7 @@ def test_a_dry_run_of_a_job_does_nothing_and_needs_no_cluster(checkout):
     assert (code, log) == (0, []), error
     assert checkout.told.splitlines()[-1] == (
         "would run srun --kill-on-bad-exit=1 --ntasks=1 bash -c "
-        "exec\\ python\\ -m\\ rsearch.train\\ --config=x"
+        f"exec\\ python\\ -m\\ rsearch.train\\ --config=x\\ {GRACE}"
     )
 
 
@@ -156,13 +160,35 @@ def test_a_job_array_runs_a_line_each(checkout):
             "slurm.sbatch", "trials", SLURM_ARRAY_TASK_ID=task, **submitted
         )
         assert code == 0, error
-        assert log[-1] == f"-m rsearch.train {line}"
+        assert log[-1] == f"-m rsearch.train {line} {GRACE}"
     for task, argument in (("3", "trials"), ("1", "missing")):
         code, error, log = checkout.run(
             "slurm.sbatch", argument, SLURM_ARRAY_TASK_ID=task, **submitted
         )
         assert code == 2 and log == []
         assert "error: " in error
+
+
+def test_a_job_has_the_time_to_save_that_it_is_told_before(checkout):
+    on_gpus(checkout)
+    script = (ROOT / "launch" / "slurm.sbatch").read_text()
+    told_before = re.search(r"--signal=USR1@(\d+)", script)[1]
+    assert int(GRACE.partition("=")[2]) < int(told_before)
+    job = {"SLURM_SUBMIT_DIR": str(checkout.repo)}
+    assert checkout.run("slurm.sbatch", "--config=x", **job)[2][-1].count(GRACE) == 1
+    field = GRACE.partition("=")[0]
+    trials = checkout.repo / "trials"
+    for own in ((f"{field}=9",), (field, "9")):  # a field is set once
+        run = f"-m rsearch.train --config=x {' '.join(own)}"
+        _, _, log = checkout.run("slurm.sbatch", "--config=x", *own, **job)
+        assert log[-1] == run
+        trials.write_text(f"python {run}\n")
+        array = {"SLURM_ARRAY_TASK_ID": "1", **job}
+        assert checkout.run("slurm.sbatch", "trials", **array)[2][-1] == run
+
+
+def test_the_time_to_save_may_change_while_a_run_goes_on():
+    assert is_free(GRACE.removeprefix("--config.").partition("=")[0])
 
 
 def test_a_job_from_elsewhere_is_refused(checkout, tmp_path):
