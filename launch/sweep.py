@@ -48,6 +48,13 @@ RECORD = "sweep.jsonl"  # in OUT, a line for each trial that has ended
 FIELD = "--config."
 MAX_NAME = 120  # characters of a directory's name
 SECONDS_BETWEEN_LOOKS = 0.2
+GPU_FRACTION = 0.92  # of a GPU's memory, for the trials on it
+GPU_MEMORY = (  # where a user may have said something else
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+)
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 MAX_STOPS = 5  # of a trial that was told to stop, until it counts as failed
 FLAGS = {
@@ -290,6 +297,7 @@ def run(trials, out, *, at_once, gpus=None) -> dict[str, int]:
     """
     waiting, running, failed, number = list(trials), {}, {}, 0
     stops = collections.Counter()
+    together = 1 if gpus else min(at_once, len(waiting))  # on one GPU
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # A shell's background jobs ignore it, and so would the trials.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -299,7 +307,7 @@ def run(trials, out, *, at_once, gpus=None) -> dict[str, int]:
                 if waiting and place not in running:
                     number += 1
                     trial = waiting.pop(0)
-                    started = _start(trial, out, gpus and gpus[place])
+                    started = _start(trial, out, gpus and gpus[place], together)
                     running[place] = (trial, started, time.monotonic())
                     console.note(f"{trial.name} begins ({number} of {len(trials)})")
             time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -327,9 +335,12 @@ def run(trials, out, *, at_once, gpus=None) -> dict[str, int]:
     return failed
 
 
-def _start(trial, out, gpus):
+def _start(trial, out, gpus, together):
     """The process of a trial, of which the terminal's signals reach this one alone."""
     environment = dict(os.environ)
+    # Each takes its part of a GPU at once, and the second would find no room.
+    if not any(environment.get(name) for name in GPU_MEMORY):
+        environment[GPU_MEMORY[0]] = f"{GPU_FRACTION / together:.3f}"
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     if gpus:

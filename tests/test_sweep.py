@@ -34,6 +34,8 @@ words = sys.argv[2:]
 with open(folder / "asked", "a") as file:
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     print(gpus, os.environ.get("JAX_PLATFORMS"), *words, file=file)
+with open(folder / "memory", "a") as file:
+    print(os.environ.get("XLA_CLIENT_MEM_FRACTION"), file=file)
 print("seen", words)
 before = (folder / "asked").read_text().count("config.seed=4")
 if "--config.seed=6" in words:
@@ -218,6 +220,26 @@ def test_trials_share_the_gpus_that_the_sweep_was_given(pretended, monkeypatch, 
     assert (
         "need 4 GPUs, but CUDA_VISIBLE_DEVICES=4, 5,GPU-7a" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("how", "own", "share"),
+    [
+        (["--at_once=1"], {}, "0.920"),
+        (["--at_once=9"], {}, "0.460"),  # of which there are two
+        (["--at_once=2", "--gpus_each=1"], {}, "0.920"),
+        (["--at_once=2"], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "None"),
+    ],
+)
+def test_trials_on_one_gpu_share_its_memory(
+    pretended, tmp_path, monkeypatch, how, own, share
+):
+    for name in ("CUDA_VISIBLE_DEVICES", *sweep.GPU_MEMORY):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    pretended(f"--config={RECIPE}", "--config.seed=1,2", *how)
+    assert (tmp_path / "memory").read_text().splitlines() == [share] * 2
 
 
 def test_trials_are_run_once_and_failed_ones_again(
