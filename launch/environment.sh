@@ -66,6 +66,17 @@ rsearch_environment() {
   . "$venv/bin/activate"
 }
 
+# rsearch_gpu_memory: lets JAX take more of a GPU than its 75 %, unless the user has said
+# something of it. It refuses to be told in the fraction's old name too.
+rsearch_gpu_memory() {
+  local name
+  for name in XLA_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_MEM_FRACTION \
+    XLA_PYTHON_CLIENT_PREALLOCATE XLA_PYTHON_CLIENT_ALLOCATOR; do
+    if [ -n "${!name:-}" ]; then return; fi
+  done
+  export XLA_CLIENT_MEM_FRACTION=.92
+}
+
 rsearch_digest() {
   cksum <"$1" | tr ' ' '-'
 }

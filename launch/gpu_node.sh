@@ -34,6 +34,7 @@ if [ "${1:-}" = --dry_run ]; then
   exit
 fi
 rsearch_environment "$requirements"
+rsearch_gpu_memory
 # Without it JAX would go on on the CPU, a thousand times slower, where CUDA fails.
 export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda}
 exec python -m rsearch.train "$@"

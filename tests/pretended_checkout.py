@@ -10,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # Says which version it is, makes environments of itself, and writes down what pip and
-# the modules it runs are asked.
+# the modules it runs are asked, with the variable that FAKE_TELLS names.
 PYTHON = """#!/bin/bash
 log() { echo "$*" >>"$FAKE_LOG"; }
 case "$1 $2 $3" in
@@ -26,7 +26,7 @@ case "$1 $2 $3" in
     touch "$3/has-pip" ;;
   "-m pip --version") [ -e "$(dirname "$0")/../has-pip" ] ;;
   "-m pip install") log "pip ${@: -1}"; [ -z "$FAKE_PIP_FAILS" ] ;;
-  *) log "$@" ;;
+  *) log "$@"; [ -z "$FAKE_TELLS" ] || log "${!FAKE_TELLS}" ;;
 esac
 """
 

@@ -96,6 +96,26 @@ def test_a_job_of_several_nodes_meets(checkout):
     assert "32 cores" in log
 
 
+@pytest.mark.parametrize(
+    ("own", "fraction"),
+    [
+        ({}, ".92"),
+        ({"XLA_CLIENT_MEM_FRACTION": ".5"}, ".5"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, ""),  # with the other JAX refuses it
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, ""),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, ""),
+    ],
+)
+def test_most_of_a_gpu_is_taken_unless_the_user_says_how_much(checkout, own, fraction):
+    on_gpus(checkout)
+    own = {"FAKE_TELLS": "XLA_CLIENT_MEM_FRACTION", **own}
+    own |= {"SLURM_SUBMIT_DIR": str(checkout.repo), "FAKE_DRIVER": "580.1"}
+    for script in ("gpu_node.sh", "slurm.sbatch"):
+        code, error, log = checkout.run(script, "--config=x", **own)
+        assert code == 0, error
+        assert log[-1] == fraction
+
+
 @pytest.mark.parametrize("code", [75, 2])
 def test_a_job_that_was_told_to_stop_is_queued_again(checkout, code):
     on_gpus(checkout)
