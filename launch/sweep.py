@@ -40,7 +40,7 @@ from rsearch.config import (
     run_command,
     validate,
 )
-from rsearch.preemption import EXIT_CODE
+from rsearch.preemption import EXIT_CODE, SIGNALS
 from rsearch.stage_plan import check_plan
 from rsearch.workdir import read_rows
 
@@ -298,9 +298,10 @@ def run(trials, out, *, at_once, gpus=None) -> dict[str, int]:
     waiting, running, failed, number = list(trials), {}, {}, 0
     stops = collections.Counter()
     together = 1 if gpus else min(at_once, len(waiting))  # on one GPU
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # A shell's background jobs ignore it, and so would the trials.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A shell's background jobs ignore SIGINT, and so would the trials.
+    for name in SIGNALS:
+        if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:  # nohup
+            signal.signal(name, signal.default_int_handler)
     try:
         while waiting or running:
             for place in range(at_once):

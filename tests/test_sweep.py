@@ -13,6 +13,7 @@ import time
 import pytest
 
 from rsearch.config import parse_command_line, run_command
+from rsearch.preemption import SIGNALS
 from rsearch.stage_plan import stage_configs
 from tests.small_run import arguments, run_python
 
@@ -67,9 +68,10 @@ def pretended(tmp_path, monkeypatch):
         lines = asked.read_text().splitlines() if asked.exists() else []
         return code, lines[before:], list(compared)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = {name: signal.getsignal(name) for name in SIGNALS}
     yield run
-    signal.signal(signal.SIGTERM, before)
+    for name, handler in before.items():
+        signal.signal(name, handler)
 
 
 @pytest.mark.parametrize(
@@ -296,11 +298,9 @@ def test_a_dry_run_and_commands_run_nothing(pretended, tmp_path, capsys, monkeyp
     ]
 
 
-@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_what_runs_is_stopped_with_the_sweep(tmp_path, how, before):
-    """On a real process, as a shell starts it in the foreground or the background."""
-    program = tmp_path / "program.py"
+def sweep_of_two(folder, before):
+    """The process of a sweep, as {signal: handler} has it begin, and its trials."""
+    program = folder / "program.py"
     program.write_text(
         f"import importlib.util, sys, time\n"
         f"spec = importlib.util.spec_from_file_location('sweep', {str(SCRIPT)!r})\n"
@@ -309,7 +309,7 @@ def test_what_runs_is_stopped_with_the_sweep(tmp_path, how, before):
         f"wait = 'import os, time; print(os.getpid(), flush=True); time.sleep(99)'\n"
         f"sweep.command = lambda trial, out: [sys.executable, '-c', wait]\n"
         f"trials = [sweep.Trial('a', ()), sweep.Trial('b', ())]\n"
-        f"out = sweep.pathlib.Path({str(tmp_path)!r})\n"
+        f"out = sweep.pathlib.Path({str(folder)!r})\n"
         f"try:\n"
         f"    sweep.run(trials, out, at_once=2)\n"
         f"except KeyboardInterrupt:\n"
@@ -319,19 +319,37 @@ def test_what_runs_is_stopped_with_the_sweep(tmp_path, how, before):
     process = subprocess.Popen(
         [sys.executable, program],
         env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, before),
+        preexec_fn=lambda: [signal.signal(*pair) for pair in before.items()],
     )
-    logs = [tmp_path / "a.log", tmp_path / "b.log"]
+    logs = [folder / "a.log", folder / "b.log"]
     deadline = time.monotonic() + 60
     while not all(log.exists() and log.read_text() for log in logs):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return process, [int(log.read_text().split()[0]) for log in logs]
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+@pytest.mark.parametrize("how", SIGNALS, ids=lambda name: name.name)
+def test_what_runs_is_stopped_with_the_sweep(tmp_path, how, before):
+    """On a real process, as a shell starts it in the foreground or the background."""
+    handlers = {signal.SIGINT: before, signal.SIGHUP: signal.SIG_DFL}
+    process, trials = sweep_of_two(tmp_path, handlers)
     process.send_signal(how)
     assert process.wait(timeout=60) == 130
-    for log in logs:
+    for trial in trials:
         with pytest.raises(ProcessLookupError):
-            os.kill(int(log.read_text().split()[0]), 0)
+            os.kill(trial, 0)
     assert not (tmp_path / sweep.RECORD).exists()
+
+
+def test_a_sweep_under_nohup_outlives_its_terminal(tmp_path):
+    process, _ = sweep_of_two(tmp_path, {signal.SIGHUP: signal.SIG_IGN})
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 130
 
 
 @pytest.mark.parametrize("path", TRIALS, ids=lambda p: p.name)
