@@ -35,7 +35,22 @@ rsearch_python() {
 
 # rsearch_environment FILE: makes the environment and activates it.
 rsearch_environment() {
-  local requirements=$1 venv=${RSEARCH_VENV:-.venv} python base stamp old
+  local requirements=$1 venv=${RSEARCH_VENV:-.venv}
+  mkdir -p "$(dirname "$venv")" || return
+  # Of jobs that begin together one makes it, and the others find it made.
+  (
+    if command -v flock >/dev/null && { exec 9>"${venv%/}.lock"; } 2>/dev/null; then
+      flock 9 || echo "${venv%/}.lock cannot be held; going on without" >&2
+    fi
+    rsearch_make "$requirements" "$venv"
+  ) || return
+  # shellcheck disable=SC1091
+  . "$venv/bin/activate"
+}
+
+# rsearch_make FILE VENV: makes it, and installs, where that is not done yet.
+rsearch_make() {
+  local requirements=$1 venv=$2 python base stamp old
   # Without pip it was left half made, as where the ensurepip package is missing.
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(rsearch_python) || return
@@ -62,8 +77,6 @@ rsearch_environment() {
       -r "$requirements" || return
     touch "$stamp"
   fi
-  # shellcheck disable=SC1091
-  . "$venv/bin/activate"
 }
 
 # rsearch_gpu_memory: lets JAX take more of a GPU than its 75 %, unless the user has said

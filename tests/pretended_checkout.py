@@ -25,7 +25,10 @@ case "$1 $2 $3" in
     [ -z "$FAKE_NO_PIP" ] || exit 1
     touch "$3/has-pip" ;;
   "-m pip --version") [ -e "$(dirname "$0")/../has-pip" ] ;;
-  "-m pip install") log "pip ${@: -1}"; [ -z "$FAKE_PIP_FAILS" ] ;;
+  "-m pip install")
+    [ -z "$FAKE_SLOW" ] || sleep "$FAKE_SLOW"
+    log "pip ${@: -1}"
+    [ -z "$FAKE_PIP_FAILS" ] ;;
   *) log "$@"; [ -z "$FAKE_TELLS" ] || log "${!FAKE_TELLS}" ;;
 esac
 """

@@ -90,6 +90,20 @@ def test_an_environment_left_half_made_is_made_again(checkout):
     assert checkout.run("quickstart.sh")[2] == [*MADE, TRAIN]
 
 
+def test_jobs_that_begin_together_make_one_environment(checkout):
+    checkout.python("python3.11", 11)
+    checkout.link("flock", "sleep")
+    checkout.log.touch()
+    environment = {"PATH": str(checkout.bin), "FAKE_LOG": str(checkout.log)}
+    command = [checkout.bin / "bash", checkout.repo / "launch" / "quickstart.sh"]
+    jobs = [
+        subprocess.Popen(command, env={**environment, "FAKE_SLOW": "0.5"})
+        for _ in range(3)
+    ]
+    assert [job.wait(timeout=60) for job in jobs] == [0, 0, 0]
+    assert checkout.log.read_text().splitlines() == [*MADE, TRAIN, TRAIN, TRAIN]
+
+
 @pytest.mark.parametrize(
     ("pythons", "chosen"),
     [
