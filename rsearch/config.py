@@ -334,7 +334,7 @@ def _exit_code(main, argv):
         _tell(f"error: {clean(str(error))}")
         return STOPPED
     except (ValueError, OSError) as error:
-        if not _is_for_users(error):
+        if not is_for_users(error):
             raise
         message = str(error)
         if isinstance(error, OSError) and error.strerror:
@@ -351,7 +351,8 @@ def _tell(text):
         print(text, file=sys.stderr)
 
 
-def _is_for_users(error):
+def is_for_users(error) -> bool:
+    """Whether a ValueError or OSError tells what the user did wrong."""
     if isinstance(error, OSError):
         known = (*FULL, *TOO_MANY_FILES)
         return error.filename is not None or error.errno in known

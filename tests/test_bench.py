@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from rsearch import bench
-from rsearch.benching import rollout, train, waiting
+from rsearch.benching import rollout, shapes, train, waiting
 from rsearch.benching.machine import Machine
 
 TINY = ("--shape=tiny", "--repeats=1")
@@ -33,6 +33,7 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(bench, "find_machine", lambda: MACHINE)
     for module in (rollout, train, waiting):
         monkeypatch.setattr(module, "compare", compare)
+    monkeypatch.setattr(shapes, "alone", lambda function, *given: function(*given))
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield

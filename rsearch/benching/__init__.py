@@ -10,7 +10,9 @@ own, which `children.compare` starts, so that memory and threads are its own; th
 processes take turns, one repetition each, and wait while another measures. A subject is
 a function `make(**settings)` in a module of this package, that only such a process
 imports; it prepares everything and returns a function that does one repetition and
-returns a dict of numbers. A peer that is not installed is a Row with `missing`.
+returns a dict of numbers. A peer that is not installed is a Row with `missing`. What
+they share, weights or vectors, is made by processes of its own before (`alone`): the
+process that starts them all uses no accelerator.
 
 A Row is the median of the repetitions with the lowest and the highest beside it, how
 many times better than a peer rsearch does, and the bound of the machine (`machine`)

@@ -1,8 +1,10 @@
 """Subjects in processes of their own, that take turns in being measured."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import pathlib
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import tempfile
 
 from rsearch.benching.rows import OURS
+from rsearch.config import is_for_users
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a GPU, with other subjects
@@ -70,6 +73,37 @@ def compare(
             for name in [*children]:
                 _turn(name, children, found)
     return found
+
+
+def alone(function, *given):
+    """What a function returns in a process of its own, that ends with it.
+
+    What is prepared for the subjects is made so: a process that has begun to use an
+    accelerator holds a TPU's chips, and most of a GPU's memory, until it ends.
+
+    Args:
+        function: of a module.
+        given: its arguments; like what it returns, these go from process to process.
+
+    Raises:
+        ValueError: the function refuses what users gave.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        returned, refusal = pool.submit(_refusing, function, given).result()
+    if refusal is not None:
+        raise ValueError(refusal)
+    return returned
+
+
+def _refusing(function, given):
+    """(what it returns, what it says to users instead); one of them is None."""
+    try:
+        return function(*given), None
+    except ValueError as error:
+        if not is_for_users(error):
+            raise
+        return None, str(error)
 
 
 def _turn(name, children, found):

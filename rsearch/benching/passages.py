@@ -7,6 +7,7 @@ import pathlib
 import numpy as np
 
 from rsearch import files
+from rsearch.benching.children import alone
 from rsearch.console import note
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
@@ -45,7 +46,7 @@ class Searched:
 def real_passages(
     work, *, corpus, encoder, family, index, questions, num_queries
 ) -> Searched:
-    """Real passages and queries, encoded.
+    """Real passages and queries, encoded in a process of their own.
 
     Args:
         work: directory; what it holds already is taken as it is.
@@ -73,17 +74,23 @@ def real_passages(
     if not (folder / "exact.npy").exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "made_from.json").write_text(json.dumps(made_from))
-        encoded = load_encoder(encoder, family=family or None)
-        passages, vectors, asked = _passages(work, corpus, encoded, index, questions)
-        rng = np.random.default_rng(0)
-        drawn = rng.choice(len(passages), min(num_queries, len(passages)), False)
-        titles = (passages[i].title.strip('" ') for i in drawn)
-        texts = list(dict.fromkeys(t for t in [*asked, *titles] if t.strip()))
-        texts = texts[:num_queries]
-        told = {"texts": texts, "passages": [[p.id, p.contents] for p in passages]}
-        (folder / "texts.json").write_text(json.dumps(told))
-        _write(folder, vectors, encoded.encode_queries(texts))
+        given = (corpus, encoder, family, index, questions, num_queries)
+        alone(_encode, work, folder, *given)
     return _read(folder)
+
+
+def _encode(work, folder, corpus, encoder, family, index, questions, num_queries):
+    """Writes what `real_passages` returns."""
+    encoded = load_encoder(encoder, family=family or None)
+    passages, vectors, asked = _passages(work, corpus, encoded, index, questions)
+    rng = np.random.default_rng(0)
+    drawn = rng.choice(len(passages), min(num_queries, len(passages)), False)
+    titles = (passages[i].title.strip('" ') for i in drawn)
+    texts = list(dict.fromkeys(t for t in [*asked, *titles] if t.strip()))
+    texts = texts[:num_queries]
+    told = {"texts": texts, "passages": [[p.id, p.contents] for p in passages]}
+    (folder / "texts.json").write_text(json.dumps(told))
+    _write(folder, vectors, encoded.encode_queries(texts))
 
 
 def _check_made_from(path, wanted):

@@ -8,6 +8,7 @@ import tempfile
 
 import jax
 
+from rsearch.benching.children import alone
 from rsearch.models import huggingface
 from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 from rsearch.models.small_tokenizer import train_tokenizer
@@ -74,8 +75,12 @@ def model_directory(model: str, spec: DecoderSpec):
         return
     with tempfile.TemporaryDirectory(prefix="rsearch-bench-") as folder:
         path = pathlib.Path(folder) / "model"
-        params = jax.jit(functools.partial(init_params, Decoder(spec)))(
-            jax.random.key(0)
-        )
-        huggingface.export(path, params, spec, tokenizer=train_tokenizer(TEXT * 2))
+        alone(write_random, path, spec)
         yield str(path)
+
+
+def write_random(path, spec: DecoderSpec) -> None:
+    """Random weights and a tokenizer; for a process of its own, which uses the CPU."""
+    jax.config.update("jax_platforms", "cpu")
+    params = jax.jit(functools.partial(init_params, Decoder(spec)))(jax.random.key(0))
+    huggingface.export(path, params, spec, tokenizer=train_tokenizer(TEXT * 2))

@@ -4,6 +4,8 @@ import os
 import pathlib
 import threading
 
+from rsearch import files
+
 
 def make(*, log="", fails_at=0):
     """One that numbers its repetitions, and notes the process that did each."""
@@ -21,6 +23,12 @@ def make(*, log="", fails_at=0):
         return {"number": number}
 
     return once
+
+
+def refuse(path):
+    """Tells a user that this is no file, by a function of the package."""
+    digest = files.read_json(path)
+    raise AssertionError(digest)
 
 
 def make_large():

@@ -1,14 +1,43 @@
 """Processes that take turns in being measured."""
 
+import json
+import os
+import subprocess
 import sys
+import uuid
 from types import SimpleNamespace
 
 import pytest
 
 from rsearch.benching import child
-from rsearch.benching.children import Subject, compare
+from rsearch.benching.children import ROOT, Subject, alone, compare
+from rsearch.config import is_for_users
+from tests.benching import echo
+from tests.models.tiny_bert import write_tiny_bert
 
 ECHO = "tests.benching.echo"
+STARTS_OTHERS = """
+import pathlib, sys
+from jax._src import xla_bridge
+from rsearch.benching import passages
+from rsearch.benching.shapes import SHAPES, model_directory
+
+if __name__ == "__main__":
+    work, encoder = pathlib.Path(sys.argv[1]), sys.argv[2]
+    with model_directory("", SHAPES["tiny"]) as path:
+        assert (pathlib.Path(path) / "model.safetensors").is_file()
+    passages.real_passages(
+        work,
+        corpus=str(work / "corpus.jsonl"),
+        encoder=encoder,
+        family="minilm",
+        index="",
+        questions="",
+        num_queries=4,
+    )
+    assert (work / "real" / "exact.npy").is_file()
+    print(xla_bridge.backends_are_initialized())
+"""
 
 
 def numbers(told):
@@ -58,6 +87,34 @@ def test_a_subject_whose_threads_wait_for_more_ends(settings):
 def test_this_package_may_not_fail():
     with pytest.raises(RuntimeError, match=r"(?s)rsearch: .*no more"):
         compare({"rsearch": Subject(ECHO, {"fails_at": 1})}, 1)
+
+
+def test_a_process_that_starts_others_uses_no_accelerator(tmp_path):
+    write_tiny_bert(tmp_path / "bert")
+    passages = [{"id": str(i), "contents": f"t{i}\nthe city"} for i in range(12)]
+    lines = "".join(f"{json.dumps(passage)}\n" for passage in passages)
+    (tmp_path / "corpus.jsonl").write_text(lines)
+    program = tmp_path / "program.py"
+    program.write_text(STARTS_OTHERS)
+    done = subprocess.run(
+        [sys.executable, program, tmp_path, tmp_path / "bert"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"
+
+
+def test_what_is_made_alone_is_made_elsewhere_and_refuses_as_here(tmp_path):
+    assert alone(os.getpid) != os.getpid()
+    (tmp_path / "x").write_text("{")
+    with pytest.raises(ValueError, match="x is not JSON") as refused:
+        alone(echo.refuse, tmp_path / "x")
+    assert is_for_users(refused.value)
+    with pytest.raises(ValueError, match="badly formed") as failed:
+        alone(uuid.UUID, "a")
+    assert not is_for_users(failed.value)
 
 
 def test_memory_on_an_accelerator_is_its_own(monkeypatch):
