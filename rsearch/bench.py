@@ -15,6 +15,7 @@ import sys
 from rsearch import console, files
 from rsearch.benching import retrieval, rollout, step, train
 from rsearch.benching.children import Subject, compare
+from rsearch.benching.machine import KINDS as KNOWN
 from rsearch.benching.machine import Machine
 from rsearch.benching.rows import HEADS, OURS, Bench, Row, cells
 from rsearch.config import (
@@ -59,11 +60,7 @@ def main(argv) -> int:
     if out:
         files.check_output("out", out)
     machine = find_machine()
-    console.note(
-        f"{machine.name}, {machine.cores} cores: {machine.flops / 1e9:,.0f} GFLOP/s, "
-        f"{machine.bandwidth / 1e9:,.1f} GB/s, "
-        + ("measured" if machine.is_measured else "as its maker tells")
-    )
+    console.note(f"{machine.name}, {machine.cores} cores: {bounds_of(machine)}")
     rows = measure(Bench(machine, repeats), **given)
     console.table(f"bench {kind}", HEADS, [cells(row) for row in rows])
     if out:
@@ -78,6 +75,16 @@ def find_machine() -> Machine:
     probed = compare({OURS: Subject("rsearch.benching.machine")}, 1)[OURS][0]
     names = [field.name for field in dataclasses.fields(Machine)]
     return Machine(**{name: probed[name] for name in names})
+
+
+def bounds_of(machine: Machine) -> str:
+    """What the machine can do at best, for people."""
+    if machine.flops is None:
+        known = ", ".join(KNOWN)
+        return f"its bounds are in no table, and left out; known: {known}"
+    source = "measured" if machine.is_measured else "as its maker tells, in bfloat16"
+    flops, bandwidth = machine.flops / 1e9, machine.bandwidth / 1e9
+    return f"{flops:,.0f} GFLOP/s, {bandwidth:,.1f} GB/s, {source}"
 
 
 def as_json(machine: Machine, rows: list[Row]) -> dict:

@@ -139,6 +139,19 @@ def test_whole_steps_are_measured_beside_a_peer_that_need_not_be_there(
     assert peer["subject"] == "google-tunix" and "not installed" in peer["missing"]
 
 
+@pytest.mark.parametrize(
+    ("flops", "is_measured", "says"),
+    [
+        (2e12, True, "2,000 GFLOP/s, 30.0 GB/s, measured"),
+        (2e12, False, "2,000 GFLOP/s, 30.0 GB/s, as its maker tells, in bfloat16"),
+        (None, False, "its bounds are in no table, and left out; known: TPU v4, "),
+    ],
+)
+def test_what_the_machine_can_do_is_told_before(flops, is_measured, says):
+    machine = Machine("m", 2, flops, flops and 3e10, is_measured)
+    assert bench.bounds_of(machine).startswith(says)
+
+
 def test_a_step_is_split_into_its_parts(tmp_path, capsys):
     small = {
         "stages": "rl",

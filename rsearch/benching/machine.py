@@ -36,15 +36,16 @@ class Machine:
     Attributes:
         name: of the device.
         cores: of the processor.
-        flops: a second, matrix products, of one device, as all subjects use one.
+        flops: a second, matrix products, of one device, as all subjects use one; None
+            of an accelerator that the table does not know, like `bandwidth`.
         bandwidth: bytes a second from and to memory.
         is_measured: here and now; otherwise as the maker tells, in bfloat16.
     """
 
     name: str
     cores: int
-    flops: float
-    bandwidth: float
+    flops: float | None
+    bandwidth: float | None
     is_measured: bool
 
 
@@ -54,19 +55,14 @@ def make():
 
 
 def probe() -> Machine:
-    """The machine's bounds: of accelerators from a table, of processors measured.
-
-    Raises:
-        ValueError: an accelerator that the table does not know.
-    """
+    """The machine's bounds: of accelerators from a table, of processors measured."""
     devices = jax.devices()
     kind, cores = devices[0].device_kind, len(os.sched_getaffinity(0))
     if devices[0].platform == "cpu":
         name = platform.processor() or kind
         return Machine(name, cores, _measured_flops(), _measured_bandwidth(), True)
     if kind not in KINDS:
-        known = ", ".join(KINDS)
-        raise ValueError(f"{kind}: its bounds are in no table; known: {known}")
+        return Machine(kind, cores, None, None, False)
     chip = CHIPS[KINDS[kind]]
     return Machine(kind, cores, chip.flops, chip.bandwidth, False)
 

@@ -38,7 +38,7 @@ class Row:
         low, high: lowest and highest of the repetitions.
         ratio: how many times better rsearch does than this subject; None of itself.
         bound: what the machine would run out of first, "FLOPs" or "bytes"; None where
-            the case has no such bound.
+            the case has no such bound, or the machine none that is known.
         share: of that bound, reached at the median.
         peak_bytes: most memory the process held while it was measured, on an
             accelerator that of its device; None where that is not asked.
@@ -104,6 +104,8 @@ def bounded(
 ) -> Row:
     """The row with its bound and the share of it that these seconds reach.
 
+    Without them where nobody knows what the machine can do.
+
     Args:
         row: without them.
         machine: that it was measured on.
@@ -112,6 +114,8 @@ def bounded(
             each cannot do without, and the bytes that it must read from and write to
             memory, at least. The bound is that of the longest; the share, of all.
     """
+    if machine.flops is None:
+        return row
     least = []
     for flops, moved in phases:
         times = {"FLOPs": flops / machine.flops, "bytes": moved / machine.bandwidth}

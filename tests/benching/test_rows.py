@@ -40,6 +40,13 @@ def test_phases_take_their_time_one_after_another():
     assert (row.bound, row.share) == ("FLOPs", pytest.approx(0.6))
 
 
+def test_a_machine_that_no_table_knows_has_no_bound():
+    unknown = Machine("m", 2, flops=None, bandwidth=None, is_measured=False)
+    row = bounded(Row("c", "s", 1.0, "u"), unknown, 4.0, (200.0, 10.0))
+    assert (row.bound, row.share) == (None, None)
+    assert cells(row)[HEADS.index("bound")] == cells(row)[HEADS.index("share")] == "-"
+
+
 def test_a_missing_peer_is_a_line_that_says_why():
     row = row_of("c", "faiss", "u", "faiss is not installed", ours=[1.0])
     assert row.value is None and cells(row)[HEADS.index("told")] == row.missing
