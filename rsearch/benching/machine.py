@@ -48,6 +48,10 @@ class Machine:
     bandwidth: float | None
     is_measured: bool
 
+    def is_known(self, dtype: str) -> bool:
+        """Whether the bounds are those of computing in this type of numbers."""
+        return self.is_measured or (self.flops is not None and dtype == "bfloat16")
+
 
 def make():
     """A subject (see `rsearch.benching`): the machine, as numbers and names."""

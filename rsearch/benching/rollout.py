@@ -143,6 +143,7 @@ def _both(bench, make, settings):
 def _decoding(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
     """Tokens a second of decoding and of prefill, each by both."""
     batch, num_new = settings["batch"], settings["num_new"]
+    dtype = settings["dtype"]
     found = _both(bench, "make_decode", settings)
     ours = found[OURS]
     rows = []
@@ -164,7 +165,7 @@ def _decoding(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
         )
         flops, moved = decode_work(spec, **settings)
         seconds = _median(told, "seconds")
-        rows.append(bounded(row, bench.machine, seconds, (flops, moved)))
+        rows.append(bounded(row, bench.machine, seconds, (flops, moved), dtype=dtype))
         read = batch * settings["num_prompt"]
         row = row_of(
             f"prefill, {batch} rows",
@@ -173,9 +174,9 @@ def _decoding(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
             [read / one["prefill_seconds"] for one in told],
             ours=[read / one["prefill_seconds"] for one in ours],
         )
-        flops, moved = read_work(spec, read, settings["dtype"])
+        flops, moved = read_work(spec, read, dtype)
         seconds = _median(told, "prefill_seconds")
-        rows.append(bounded(row, bench.machine, seconds, (flops, moved)))
+        rows.append(bounded(row, bench.machine, seconds, (flops, moved), dtype=dtype))
     return sorted(rows, key=lambda row: row.case)
 
 
@@ -200,7 +201,9 @@ def _conversing(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
             counts=counts,
         )
         seconds = _median(told, "seconds")
-        rows.append(bounded(row, bench.machine, seconds, *phases))
+        rows.append(
+            bounded(row, bench.machine, seconds, *phases, dtype=settings["dtype"])
+        )
     return rows
 
 

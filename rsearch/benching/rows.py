@@ -100,11 +100,15 @@ def row_of(
 
 
 def bounded(
-    row: Row, machine: Machine, seconds: float, *phases: tuple[float, float]
+    row: Row,
+    machine: Machine,
+    seconds: float,
+    *phases: tuple[float, float],
+    dtype: str = "float32",
 ) -> Row:
     """The row with its bound and the share of it that these seconds reach.
 
-    Without them where nobody knows what the machine can do.
+    Without them where nobody knows what the machine can do with such numbers.
 
     Args:
         row: without them.
@@ -113,8 +117,9 @@ def bounded(
         phases: of the work, one after another: the operations of matrix products that
             each cannot do without, and the bytes that it must read from and write to
             memory, at least. The bound is that of the longest; the share, of all.
+        dtype: that was computed in.
     """
-    if machine.flops is None:
+    if not machine.is_known(dtype):
         return row
     least = []
     for flops, moved in phases:

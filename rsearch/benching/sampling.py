@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rsearch.benching.precision import multiply_in_full
 from rsearch.benching.workload import prompt_tokens, turn_lengths
 from rsearch.models import hf_config, huggingface, weights
 from rsearch.models.decoder import Decoder
@@ -27,6 +28,7 @@ FAR = "Silver Harbour was filmed in Goldberg, where the river ends. "
 
 def load(model: str, dtype: str):
     """(network, placed parameters, mesh) of a Hugging Face directory."""
+    multiply_in_full(dtype)
     spec, mesh = hf_config.read_spec(model), make_mesh(devices=jax.devices()[:1])
     shardings = param_shardings(weights.param_shapes(spec), mesh)
     params = huggingface.load_params(model, spec, shardings=shardings)

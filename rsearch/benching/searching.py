@@ -16,6 +16,7 @@ import numpy as np
 
 from rsearch.benching.child import forget_peak, peak_bytes
 from rsearch.benching.passages import read_texts
+from rsearch.benching.precision import multiply_in_full
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.nearest import Nearest, build_searcher, choose_partition
@@ -47,6 +48,8 @@ def queries_of(texts, repetition, num_rollouts, same_share):
 
 def make_engine(*, folder, encoder, family, num_rollouts, same_share, **_):
     """This package's engine: asked once a turn, by all rows that search."""
+    if encoder != "hashed":
+        multiply_in_full()
     texts, corpus = read_texts(folder)
     vectors = np.load(pathlib.Path(folder) / "vectors.npy")
     partition = choose_partition(*vectors.shape)

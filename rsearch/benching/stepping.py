@@ -6,6 +6,7 @@ import time
 import jax
 import numpy as np
 
+from rsearch.benching.precision import multiply_in_full
 from rsearch.benching.reinforcing import REWARD_DIVISOR, prompt_rows
 from rsearch.benching.sampling import turns_protocol
 from rsearch.benching.shapes import TEXT
@@ -55,6 +56,7 @@ def _roll_out(network, mesh, *, num_rows, group_size, num_prompt, num_new):
 
 def make_step(*, spec, num_questions, group_size, num_prompt, num_new, micro_batch):
     """Whole steps of GRPO: rollouts, the reference's scores, an update."""
+    multiply_in_full()
     network, mesh = Decoder(DecoderSpec(**spec)), make_mesh(devices=jax.devices()[:1])
     params = jax.jit(functools.partial(init_params, network))(jax.random.key(0))
     roll_out = _roll_out(

@@ -91,6 +91,7 @@ def _updating(bench: Bench, model, dtype, sizes) -> list[Row]:
             bench.machine,
             num_rows * num_tokens / row.value,
             (flops, moved),
+            dtype=dtype,
         )
         for row in rows
     ]

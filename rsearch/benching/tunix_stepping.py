@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 
+from rsearch.benching.precision import multiply_in_full
 from rsearch.benching.reinforcing import REWARD_DIVISOR, prompt_rows
 
 
@@ -59,6 +60,7 @@ def _model(spec):
 
 def make_step(*, spec, num_questions, group_size, num_prompt, num_new, micro_batch):
     """Whole steps of its GRPOLearner: rollouts, reference's scores, an update."""
+    multiply_in_full()
     import jax
     import optax
     from tunix.rl import rl_cluster as clusters

@@ -47,6 +47,13 @@ def test_a_machine_that_no_table_knows_has_no_bound():
     assert cells(row)[HEADS.index("bound")] == cells(row)[HEADS.index("share")] == "-"
 
 
+def test_an_accelerators_maker_tells_no_bound_of_float32():
+    told = Machine("m", 2, flops=100.0, bandwidth=10.0, is_measured=False)
+    phase, row = (200.0, 10.0), Row("c", "s", 1.0, "u")
+    assert bounded(row, told, 4.0, phase, dtype="bfloat16").share == 0.5
+    assert bounded(row, told, 4.0, phase, dtype="float32") == row
+
+
 def test_a_missing_peer_is_a_line_that_says_why():
     row = row_of("c", "faiss", "u", "faiss is not installed", ours=[1.0])
     assert row.value is None and cells(row)[HEADS.index("told")] == row.missing
