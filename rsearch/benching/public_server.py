@@ -2,9 +2,9 @@
 
 A retrieval server as the public systems run it: POST /retrieve {"queries", "topk",
 "return_scores"} -> {"result": [[{"document": {"id", "contents"}, "score"}]]}. For each
-request it encodes with transformers and multiplies with all vectors, as a flat index
-does. The HTTP around it is this package's, and cheaper than theirs. It ends with its
-stdin.
+request it encodes with transformers, on the GPU where there is one, and multiplies with
+all vectors, as a flat index does. The HTTP around it is this package's, and cheaper
+than theirs. It ends with its stdin.
 """
 
 import json
@@ -55,7 +55,8 @@ def _search(folder, encoder, family):
     passages = json.loads((folder / "texts.json").read_text())["passages"]
     vectors = np.load(folder / "vectors.npy")
     tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
-    model = transformers.AutoModel.from_pretrained(encoder).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = transformers.AutoModel.from_pretrained(encoder).eval().to(device)
 
     def search(query, top_k):
         rows = tokenizer(
@@ -64,7 +65,7 @@ def _search(folder, encoder, family):
             padding=True,
             truncation=True,
             return_tensors="pt",
-        )
+        ).to(device)
         with torch.no_grad():
             states = model(**rows).last_hidden_state
         if family == "bge":
@@ -72,7 +73,7 @@ def _search(folder, encoder, family):
         else:
             mask = rows["attention_mask"][..., None]
             pooled = (states * mask).sum(1) / mask.sum(1)
-        pooled = torch.nn.functional.normalize(pooled, dim=-1).numpy()
+        pooled = torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()
         scores = vectors @ pooled[0]
         found = np.argpartition(-scores, top_k - 1)[:top_k]
         return [
