@@ -241,15 +241,15 @@ def decode_work(
 ) -> tuple[float, float]:
     """(operations, bytes moved) of N steps of decoding behind P tokens, at least.
 
-    Each step multiplies by every parameter, and reads them once; it reads the keys and
-    values of all tokens before it.
+    Each step multiplies by every parameter, and reads them once, but for an input table
+    apart; it reads the keys and values of all tokens before it.
     """
-    size = BYTES[dtype]
+    size, num_params = BYTES[dtype], num_multiplied(spec)
     kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
     behind = num_new * (num_prompt + num_new / 2)  # tokens looked at, of a row
     heads = 4 * spec.num_layers * spec.num_heads * spec.head_dim
-    flops = 2 * batch * num_new * spec.num_params + batch * heads * behind
-    return flops, size * (num_new * spec.num_params + batch * kv * behind)
+    flops = 2 * batch * num_new * num_params + batch * heads * behind
+    return flops, size * (num_new * num_params + batch * kv * behind)
 
 
 def read_work(spec: DecoderSpec, num_tokens, dtype) -> tuple[float, float]:
@@ -257,8 +257,17 @@ def read_work(spec: DecoderSpec, num_tokens, dtype) -> tuple[float, float]:
 
     Only the last token of a row needs logits.
     """
-    inner = spec.num_params - spec.vocab_size * spec.width
+    inner = num_multiplied(spec) - spec.vocab_size * spec.width
     return 2.0 * num_tokens * inner, float(BYTES[dtype] * inner)
+
+
+def num_multiplied(spec: DecoderSpec) -> int:
+    """Parameters that a token is multiplied by, and that are read for that.
+
+    Where input and output embeddings are apart, of the input's a token takes a row.
+    """
+    table = 0 if spec.tie_embeddings else spec.vocab_size * spec.width
+    return spec.num_params - table
 
 
 def _median(told, name):

@@ -5,7 +5,12 @@ import statistics
 import sys
 
 from rsearch.benching.children import Subject, compare
-from rsearch.benching.rollout import check_choices, decode_work, read_work
+from rsearch.benching.rollout import (
+    check_choices,
+    decode_work,
+    num_multiplied,
+    read_work,
+)
 from rsearch.benching.rows import OURS, Bench, Row, bounded, row_of
 from rsearch.benching.shapes import SHAPES, model_directory, wide
 from rsearch.models import hf_config
@@ -211,7 +216,7 @@ def step_work(
     return [
         read_work(spec, num_questions * num_prompt, "float32"),
         decode_work(spec, **own, dtype="float32"),
-        (flops / 3, 4.0 * spec.num_params),  # scores: an update's forward pass
+        (flops / 3, 4.0 * num_multiplied(spec)),  # scores: an update's forward pass
         (flops, moved),
     ]
 
@@ -221,9 +226,11 @@ def update_work(spec: DecoderSpec, num_rows, num_tokens) -> tuple[float, float]:
 
     Forward and twice as much backward; attention to the half of each row that lies
     before a token. Parameters are read for both passes, gradients written, and AdamW
-    reads and writes parameters and both moments.
+    reads and writes parameters and both moments. Of an input table apart, few rows are
+    read and have gradients, but AdamW changes all.
     """
+    num_params = num_multiplied(spec)
     tokens = num_rows * num_tokens
     heads = 4 * spec.num_layers * spec.num_heads * spec.head_dim
-    flops = 3 * (2 * tokens * spec.num_params + tokens * heads * num_tokens / 2)
-    return flops, 4.0 * spec.num_params * (2 + 1 + 1 + 6)
+    flops = 3 * (2 * tokens * num_params + tokens * heads * num_tokens / 2)
+    return flops, 4.0 * (num_params * (2 + 1) + spec.num_params * (1 + 6))

@@ -1,8 +1,10 @@
 """What the work of rollouts, at least, is taken to be."""
 
+import dataclasses
+
 import pytest
 
-from rsearch.benching import rollout
+from rsearch.benching import rollout, train
 from rsearch.benching.machine import Machine
 from rsearch.benching.rows import OURS, Bench
 from rsearch.benching.shapes import SHAPES
@@ -30,3 +32,25 @@ def test_what_an_accelerators_maker_tells_bounds_bfloat16_alone(
     assert len(rows) == 3
     for row in rows:
         assert bool(row.bound) == bool(row.share) == is_known
+
+
+def test_the_rows_of_an_input_table_that_nobody_reads_are_no_work():
+    """A table apart is in `num_params`, and only AdamW touches all of it."""
+    tied = SHAPES["tiny"]
+    apart = dataclasses.replace(tied, tie_embeddings=False)
+    table = 512 * 48
+    assert apart.num_params == tied.num_params + table
+    sizes = {"batch": 2, "num_prompt": 4, "num_new": 2, "dtype": "float32"}
+    steps = {"num_questions": 1, "group_size": 2, "num_prompt": 4, "num_new": 2}
+    for spec in (tied, apart):
+        # Keys and values of 2 x 2 tokens behind 5, of 16 features and two layers.
+        flops, moved = rollout.decode_work(spec, **sizes)
+        assert flops == 2 * 4 * tied.num_params + 2 * 4 * 2 * 48 * 10
+        assert moved == 4 * (2 * tied.num_params + 2 * 2 * 2 * 16 * 10)
+        inner = tied.num_params - table
+        assert rollout.read_work(spec, 3, "bfloat16") == (6 * inner, 2 * inner)
+        assert train.step_work(spec, **steps)[2][1] == 4 * tied.num_params
+    more = [train.update_work(spec, 2, 4) for spec in (tied, apart)]
+    assert more[0][0] == more[1][0] == 3 * (2 * 8 * tied.num_params + 8 * 384 * 2)
+    assert more[0][1] == 4 * 10 * tied.num_params
+    assert more[1][1] == more[0][1] + 4 * 7 * table
