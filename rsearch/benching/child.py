@@ -1,10 +1,9 @@
 """python -m rsearch.benching.child MODULE FUNCTION SETTINGS
 
 The process of one subject: prepares it, and for each line it reads does one repetition
-and writes its numbers as a line of JSON, with the most memory the process held
-meanwhile, and the `further_bytes` of others that it tells of; on an accelerator, of its
-device. Runs in interpreters that have none of the
-package's libraries.
+and writes its numbers as a line of JSON. Beside them stands the most memory the process
+held meanwhile, on an accelerator that of its device, but where the subject tells its
+`peak_bytes` itself. Runs in interpreters that have none of the package's libraries.
 """
 
 import contextlib
@@ -33,8 +32,9 @@ def main(module: str, function: str, settings: str) -> None:
                 make = getattr(importlib.import_module(module), function)
                 once = make(**json.loads(settings))
             _forget_peak()
-            told = {"further_bytes": 0, **once()}
-            told["peak_bytes"] = _peak_bytes() + told.pop("further_bytes")
+            told = once()
+            if "peak_bytes" not in told:
+                told["peak_bytes"] = _peak_bytes()
         except ModuleNotFoundError as error:
             told = {"missing": f"{error.name} is not installed"}
         print(json.dumps(told), file=answers, flush=True)
@@ -52,7 +52,7 @@ def forget_peak(process="self") -> None:
 
 
 def peak_bytes(process="self") -> int:
-    """The most memory that the process held since then."""
+    """The most memory of the host that the process held since then."""
     for line in (PROC / str(process) / "status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return 1024 * int(line.split()[1])

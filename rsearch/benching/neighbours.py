@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from rsearch.benching.child import peak_bytes
 from rsearch.benching.passages import TOP_K
 from rsearch.retrieval.index_parts import open_searcher, save_searcher
 from rsearch.retrieval.nearest import (
@@ -270,6 +271,7 @@ def _tuned(folder, indexes, batch, recall):
         seconds, found = run(find, SECONDS)
         return {
             "seconds": seconds,
+            "peak_bytes": peak_bytes(),  # of the host, which searches
             "queries": len(queries),
             "recall": found,
             "build seconds": index.built,

@@ -40,8 +40,9 @@ class Row:
         bound: what the machine would run out of first, "FLOPs" or "bytes"; None where
             the case has no such bound, or the machine none that is known.
         share: of that bound, reached at the median.
-        peak_bytes: most memory the process held while it was measured, on an
-            accelerator that of its device; None where that is not asked.
+        peak_bytes: most memory the processes held while they were measured: of
+            searching that of the host, else on an accelerator that of its device; None
+            where that is not asked.
         missing: why there is no value.
         counts: {name: number} told beside.
     """

@@ -1,7 +1,8 @@
 """Searches of concurrent rollouts as subjects: by this package, and the public way.
 
 The public systems run a server beside the training. Each row that searches sends it a
-request of its own, for which it encodes one query and looks through all vectors.
+request of its own, for which it encodes one query and looks through all vectors. Memory
+is that of the host, of all processes, wherever queries are encoded.
 """
 
 import concurrent.futures
@@ -82,31 +83,39 @@ def make_served(*, folder, encoder, family, num_rollouts, same_share, at_once):
         return [hit["document"]["id"] for hit in found]
 
     pool = concurrent.futures.ThreadPoolExecutor(num_rollouts if at_once else 1)
-    turn = _turns(lambda queries: list(pool.map(ask, queries)), texts, num_rollouts,
-                  same_share)  # fmt: skip
+    # The server, which has the vectors and the model, ends with this process, whose
+    # pipe it reads.
+    return _turns(
+        lambda queries: list(pool.map(ask, queries)),
+        texts,
+        num_rollouts,
+        same_share,
+        processes=("self", server.pid),
+    )
 
-    def once():
-        # The server, which has the vectors and the model, ends with this process,
-        # whose pipe it reads.
-        forget_peak(server.pid)
-        return {**turn(), "further_bytes": peak_bytes(server.pid)}
 
-    return once
+def _turns(search, texts, num_rollouts, same_share, processes=("self",)):
+    """Searches of one turn after another, each with new queries.
 
-
-def _turns(search, texts, num_rollouts, same_share):
-    """Searches of one turn after another, each with new queries."""
+    Args:
+        search: function of the queries of a turn.
+        texts, num_rollouts, same_share: see `queries_of`.
+        processes: whose memory counts.
+    """
     turn = -1
 
     def once():
         nonlocal turn
         turn += 1
         queries = queries_of(texts, turn, num_rollouts, same_share)
+        for process in processes:
+            forget_peak(process)
         started = time.perf_counter()
         found = search(queries)
         seconds = time.perf_counter() - started
         assert len(found) == num_rollouts
         first = [getattr(one[0], "id", one[0]) for one in found]
-        return {"seconds": seconds, "first": first}
+        peak = sum(map(peak_bytes, processes))
+        return {"seconds": seconds, "first": first, "peak_bytes": peak}
 
     return once

@@ -45,6 +45,11 @@ def make_large():
     return once
 
 
+def make_counted():
+    """One that tells of memory of its own, not of its process's."""
+    return lambda: {"peak_bytes": 5}
+
+
 def make_missing():
     """One whose library is not there."""
     import a_library_that_nobody_has  # noqa: F401

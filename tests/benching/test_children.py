@@ -137,6 +137,11 @@ def test_memory_on_an_accelerator_is_its_own(monkeypatch):
     assert forgotten == [1] and child._peak_bytes() == 9
 
 
+def test_memory_that_a_subject_tells_of_itself_is_taken():
+    (one,) = compare({"rsearch": Subject(ECHO, make="make_counted")}, 1)["rsearch"]
+    assert one == {"peak_bytes": 5}
+
+
 def test_memory_is_that_of_each_repetition_alone():
     one, other = compare({"rsearch": Subject(ECHO, make="make_large")}, 2)["rsearch"]
     assert one["peak_bytes"] > other["peak_bytes"] + 40_000_000

@@ -1,14 +1,17 @@
 """The retrieval benchmarks: what they compare, on data small enough to check."""
 
 import importlib
+import io
 import itertools
 import json
 import os
+import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rsearch.benching import neighbours, retrieval, searching
+from rsearch.benching import child, neighbours, retrieval, searching
 from rsearch.benching.machine import Machine
 from rsearch.benching.passages import Searched, many_vectors, real_passages
 from rsearch.benching.rows import OURS, Bench
@@ -129,6 +132,7 @@ def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path, monkeypatch)
     assert told["recall"] == pytest.approx(0.9) and told["queries"] == 8
     assert (told["build seconds"], told["load seconds"]) == (7.0, 2.0)
     assert told["dimensions of a code"] == 4
+    assert 1e6 < told["peak_bytes"] == pytest.approx(child.peak_bytes(), rel=0.1)
     assert not {(10, 1), (9, 30), (10, 30)} & set(calls)  # slower than what is enough
     calls.clear()
     monkeypatch.setattr(neighbours, "SECONDS", 0.1)
@@ -198,8 +202,31 @@ def test_queries_of_a_turn_are_new_and_agree_within_groups_as_told():
     assert half[:4] == ["t0"] * 4 and half[4:8] == ["t4", "t5", "t6", "t7"]
 
 
+def test_memory_of_searching_is_the_hosts_of_all_processes(monkeypatch, tmp_path):
+    held, forgotten = {"self": 3, 17: 40}, []
+    monkeypatch.setattr(searching, "forget_peak", forgotten.append)
+    monkeypatch.setattr(searching, "peak_bytes", held.get)
+    encoding = {"encoder": "hashed", "family": ""}
+    settings = {"folder": tmp_path, "num_rollouts": 8, "same_share": 0.0, **encoding}
+    texts = {"texts": ["a"], "passages": [["p", "t\na"]]}
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    np.save(tmp_path / "vectors.npy", np.eye(1, 512, dtype=np.float32))
+    assert searching.make_engine(**settings)()["peak_bytes"] == 3
+    assert forgotten == ["self"]
+    server = SimpleNamespace(pid=17, stdout=io.StringIO('{"url": "http://here"}'))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: server)
+    hits = {"result": [[{"document": {"id": "p"}}]]}
+    reply = SimpleNamespace(raise_for_status=lambda: None, json=lambda: hits)
+    client = SimpleNamespace(post=lambda *_, **__: reply)
+    monkeypatch.setattr(searching.httpx, "Client", lambda **_: client)
+    served = searching.make_served(**settings, at_once=True)
+    assert served()["peak_bytes"] == 43 and forgotten == ["self", "self", 17]
+
+
 @pytest.mark.slow
-def test_engine_and_server_find_the_same_in_the_order_of_the_call(tmp_path):
+def test_engine_and_server_find_the_same_in_the_order_of_the_call(
+    tmp_path, monkeypatch
+):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     model = tmp_path / "bert"
@@ -221,11 +248,18 @@ def test_engine_and_server_find_the_same_in_the_order_of_the_call(tmp_path):
     }
     engine = searching.make_engine(**settings)
     first = [engine()["first"] for _ in range(2)]
+    servers, popen = [], subprocess.Popen
+
+    def start(*args, **settings):
+        servers.append(popen(*args, **settings))
+        return servers[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
     for at_once in (True, False):
         served = searching.make_served(**settings, at_once=at_once)
         assert [served()["first"] for _ in range(2)] == first
-        served.server.stdin.close()
-        assert served.server.wait(10) == 0
+        servers[-1].stdin.close()
+        assert servers[-1].wait(10) == 0
 
 
 @pytest.mark.parametrize(
