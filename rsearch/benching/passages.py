@@ -12,14 +12,16 @@ from rsearch.console import note
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
 from rsearch.data.world import make_world
-from rsearch.retrieval.encoder import load_encoder
+from rsearch.models.huggingface import find_model
+from rsearch.retrieval.encoder import fingerprint_of, load_encoder
 from rsearch.retrieval.engine import PassageList
-from rsearch.retrieval.index import corpus_path, open_index
+from rsearch.retrieval.index import corpus_path, open_index, read_manifest
 from rsearch.retrieval.nearest import exact_scores
 from rsearch.retrieval.vectors import Vectors
 from rsearch.types import Passage
 
 TOP_K = 10  # neighbours that recall counts
+MADE_FROM = "made_from.json"  # in a folder of vectors, whose settings it tells
 MADE_AT_ONCE = 50_000  # rows of noise
 WORLD = {
     **dict(people=400, films=300, companies=60, cities=60, train_questions=1400),
@@ -53,6 +55,7 @@ def real_passages(
         corpus: file of passages; "" is the embedded world's.
         encoder, family: see `load_encoder`.
         index: of rsearch.index, over the corpus, whose vectors are taken; "" encodes.
+            Like the encoder it is known by what it holds, wherever it is.
         questions: a file of queries, the first ones; titles of passages follow.
         num_queries: that are wanted; less where there are fewer passages.
 
@@ -66,21 +69,53 @@ def real_passages(
     folder = work / "real"
     files_of = {"corpus": corpus, "questions": questions}
     made_from = {"encoder": encoder, "family": family, "index": index}
+    if encoder != "hashed":
+        made_from["encoder"] = fingerprint_of(find_model(encoder), [])
+    if index:
+        made_from["index"] = read_manifest(pathlib.Path(index))["digest"]
     made_from |= {
         n: f and files.digest_file(pathlib.Path(f)) for n, f in files_of.items()
     }
     made_from["queries"] = num_queries
-    _check_made_from(folder / "made_from.json", made_from)
-    if not (folder / "exact.npy").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "made_from.json").write_text(json.dumps(made_from))
+    if not _is_made(folder, made_from):
         given = (corpus, encoder, family, index, questions, num_queries)
         alone(_encode, work, folder, *given)
+        _tell_made_from(folder, made_from)
     return _read(folder)
+
+
+def _is_made(folder, wanted) -> bool:
+    """Whether the folder holds vectors made from these things, all of them.
+
+    Raises:
+        ValueError: it holds others, or such that nobody tells what they were made from.
+    """
+    path = folder / MADE_FROM
+    if not path.exists():
+        if (folder / "exact.npy").exists():
+            raise ValueError(
+                f"{folder}: has no {MADE_FROM} to tell what its vectors were made "
+                "from; name another --work, or remove it"
+            )
+        return False
+    found = files.read_json(path)
+    wrong = [name for name in wanted if found.get(name) != wanted[name]]
+    if wrong:
+        raise ValueError(
+            f"{folder}: made with another --{', --'.join(wrong)}; name another "
+            "--work, or remove it"
+        )
+    return True
+
+
+def _tell_made_from(folder, made_from):
+    """Written last: where this is, the folder is whole."""
+    files.replace(folder / MADE_FROM, json.dumps(made_from).encode())
 
 
 def _encode(work, folder, corpus, encoder, family, index, questions, num_queries):
     """Writes what `real_passages` returns."""
+    folder.mkdir(parents=True, exist_ok=True)
     encoded = load_encoder(encoder, family=family or None)
     passages, vectors, asked = _passages(work, corpus, encoded, index, questions)
     rng = np.random.default_rng(0)
@@ -91,19 +126,6 @@ def _encode(work, folder, corpus, encoder, family, index, questions, num_queries
     told = {"texts": texts, "passages": [[p.id, p.contents] for p in passages]}
     (folder / "texts.json").write_text(json.dumps(told))
     _write(folder, vectors, encoded.encode_queries(texts))
-
-
-def _check_made_from(path, wanted):
-    """Refuses vectors that were made from something else."""
-    if not path.exists():
-        return
-    found = files.read_json(path)
-    wrong = [name for name in wanted if found.get(name) != wanted[name]]
-    if wrong:
-        raise ValueError(
-            f"{path.parent}: made with another --{', --'.join(wrong)}; name another "
-            "--work, or remove it"
-        )
 
 
 def _passages(work, corpus, encoder, index, questions):
@@ -132,9 +154,13 @@ def many_vectors(work, real: Searched, *, num, noise) -> Searched:
         real: whose vectors and queries these are.
         num: vectors to make.
         noise: length of what is added to a vector of length 1.
+
+    Raises:
+        ValueError: what the directory holds is of other settings of the real ones.
     """
     folder = work / f"made-{num}-{noise}"
-    if not (folder / "exact.npy").exists():
+    made_from = files.read_json(real.folder / MADE_FROM)
+    if not _is_made(folder, made_from):
         note(f"making {num} vectors")
         folder.mkdir(parents=True, exist_ok=True)
         base = np.load(real.folder / "vectors.npy")
@@ -147,6 +173,7 @@ def many_vectors(work, real: Searched, *, num, noise) -> Searched:
             rows /= np.linalg.norm(rows, axis=1, keepdims=True)
             made[start : start + len(part)] = rows
         _write(folder, made, np.load(real.folder / "queries.npy"))
+        _tell_made_from(folder, made_from)
     return _read(folder)
 
 

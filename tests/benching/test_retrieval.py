@@ -5,13 +5,14 @@ import io
 import itertools
 import json
 import os
+import shutil
 import subprocess
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rsearch.benching import child, neighbours, retrieval, searching
+from rsearch.benching import child, neighbours, passages, retrieval, searching
 from rsearch.benching.machine import Machine
 from rsearch.benching.passages import Searched, many_vectors, real_passages
 from rsearch.benching.rows import OURS, Bench
@@ -34,6 +35,12 @@ def work(tmp_path_factory):
     work = tmp_path_factory.mktemp("work")
     real_passages(work, **REAL, num_queries=40)
     return work
+
+
+@pytest.fixture
+def made_here(monkeypatch):
+    """Vectors are made in this process."""
+    monkeypatch.setattr(passages, "alone", lambda function, *given: function(*given))
 
 
 def in_this_process(subjects, repeats, **_):
@@ -90,6 +97,77 @@ def test_a_server_has_no_encoder_that_hashes_words(work, monkeypatch):
 def test_vectors_of_other_settings_are_not_measured_in_their_place(work):
     with pytest.raises(ValueError, match="made with another --queries; name another"):
         real_passages(work, **REAL, num_queries=41)
+
+
+def test_vectors_made_of_other_real_ones_are_not_measured(tmp_path, made_here):
+    real = real_passages(tmp_path, **REAL, num_queries=6)
+    many_vectors(tmp_path, real, num=20, noise=0.5)
+    shutil.rmtree(tmp_path / "real")
+    other = real_passages(tmp_path, **REAL, num_queries=5)
+    with pytest.raises(ValueError, match=r"made-20-0\.5: made with another --queries;"):
+        many_vectors(tmp_path, other, num=20, noise=0.5)
+
+
+@pytest.mark.parametrize("folder", ["real", "made-20-0.5"])
+def test_vectors_of_nobody_knows_what_are_not_measured(folder, tmp_path, made_here):
+
+    def both():
+        real = real_passages(tmp_path, **REAL, num_queries=6)
+        return many_vectors(tmp_path, real, num=20, noise=0.5)
+
+    assert both() == both()
+    (tmp_path / folder / "made_from.json").unlink()
+    with pytest.raises(ValueError, match=rf"{folder}: has no made_from\.json to tell"):
+        both()
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_run_that_fails_leaves_a_directory_for_other_settings(
+    is_made, tmp_path, monkeypatch, made_here
+):
+    exact_scores = passages.exact_scores
+
+    def both(num_queries):
+        real = real_passages(tmp_path, **REAL, num_queries=num_queries)
+        return many_vectors(tmp_path, real, num=20, noise=0.5)
+
+    def fail(vectors, *given):
+        if is_made == (len(vectors) == 20):
+            raise OSError("no room")
+        return exact_scores(vectors, *given)
+
+    monkeypatch.setattr(passages, "exact_scores", fail)
+    with pytest.raises(OSError, match="no room"):
+        both(6)
+    monkeypatch.setattr(passages, "exact_scores", exact_scores)
+    if is_made:
+        shutil.rmtree(tmp_path / "real")
+    made = both(5)
+    assert len(np.load(made.folder / "queries.npy")) == 5
+
+
+def test_an_encoder_and_an_index_are_known_by_what_they_hold(
+    tmp_path, monkeypatch, made_here
+):
+    monkeypatch.setattr(passages, "_encode", lambda *_: (tmp_path / "real").mkdir())
+    monkeypatch.setattr(passages, "_read", lambda folder: folder)
+    digests = {"one": 1, "moved": 1, "other": 2}
+    manifest = lambda path: {"digest": digests[path.name]}  # noqa: E731
+    monkeypatch.setattr(passages, "read_manifest", manifest)
+
+    def made(encoder="bert", index="one"):
+        given = {"encoder": str(tmp_path / encoder), "index": index}
+        return real_passages(tmp_path, **REAL | given, num_queries=6)
+
+    write_tiny_bert(tmp_path / "bert")
+    assert made() == made(index="moved")
+    with pytest.raises(ValueError, match="made with another --index;"):
+        made(index="other")
+    (tmp_path / "bert").rename(tmp_path / "elsewhere")
+    assert made("elsewhere")
+    write_tiny_bert(tmp_path / "bert", seed=1)
+    with pytest.raises(ValueError, match="made with another --encoder;"):
+        made()
 
 
 def test_made_vectors_are_real_ones_with_noise_of_that_length(work):
