@@ -110,10 +110,11 @@ def at_full_scale(c, words):
     # a quarter) among those asked.
     asked = {"data": {"max_train": 20_000}}
     stages = c.overrides.to_dict()
-    stages["curate_sft"] |= teacher | asked
+    # Beside the teacher's weights devices of 80 GB have no room for as many rows.
+    fewer = {"slots": 16, "group_size": 1}
+    stages["curate_sft"] |= teacher | asked | {"rollout": fewer}
     # Ten searches must fit the teacher's context.
     shorter = {"max_observation_tokens": 500} if is_mq else {}
-    fewer = {"slots": 16, "group_size": 1}
     stages["curate_rl"] |= teacher | asked | {"rollout": fewer | shorter}
     if words.stage == "stage2":
         stages["rl"] = {"data": {"train": f"data/rag_r1_{words.mode}_train.json"}}

@@ -20,7 +20,7 @@ import sys
 from rsearch import build, console, files
 from rsearch.build.costs import GB, check_context, check_layout, memory_of, shape_of
 from rsearch.config import parse_command_line, print_config, run_command
-from rsearch.planning.machines import Machine, find_machine
+from rsearch.planning.machines import GPU_SHARE, Machine, find_machine
 from rsearch.planning.programs import filled_once, make_frame, stage_programs
 from rsearch.planning.roofline import Estimate, estimate, reckoned
 from rsearch.rules import validate
@@ -138,6 +138,8 @@ def show(rows: list[dict], config, machine: Machine) -> bool:
         for row in rows
     ]
     chips = f"{machine.num_devices} devices on {machine.num_hosts} hosts"
+    if not machine.is_compiled_for:
+        chips += f", {GPU_SHARE:.0%} of their memory"
     console.table(f"{config.name} on {machine.name}: {chips}, each", HEADS, shown)
     for stage in dict.fromkeys(row["stage"] for row in rows):
         total = sum(row["seconds"] for row in rows if row["stage"] == stage)

@@ -8,6 +8,7 @@ import pytest
 from configs import variants
 from rsearch import config as configuration
 from rsearch.build.parts import policy_protocol
+from rsearch.planning.machines import GPU_SHARE
 from rsearch.protocols import PROTOCOLS
 from rsearch.rewards.group import check_terms
 from rsearch.rewards.terms import TERMS
@@ -374,9 +375,11 @@ def test_words_are_read_by_choice_and_flag():
         variants.chosen("x")
 
 
-@pytest.mark.parametrize("recipe", CHOICES)
+@pytest.mark.parametrize(
+    "recipe", [*CHOICES, "rag_r1:grpo", "rag_r1:sq", "r_search:ppo"]
+)
 def test_a_recipe_fits_eight_devices_of_80_gb(recipe, capsys):
-    dry_run(loaded(recipe), devices=8, device_memory_gb=80)
+    dry_run(loaded(recipe), devices=8, device_memory_gb=GPU_SHARE * 80)
     assert "peak on each of 8 devices" in capsys.readouterr().out
 
 

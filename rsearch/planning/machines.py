@@ -10,6 +10,9 @@ import jax
 
 SLICE = re.compile(r"(v4|v5e|v5p|v6e):(\d+x\d+(?:x\d+)?)")
 NODE = re.compile(r"(a100|h100|h200)x([1-8])")
+# Of a GPU's memory: what JAX may take, as launch/ has it do. The rest is left to CUDA,
+# its kernels and NCCL's buffers.
+GPU_SHARE = 0.92
 HOST_CHIPS = (2, 2, 1)  # of a TPU host; a smaller slice is one host
 LONE_HOST = (2, 4)  # v5e and v6e: a slice of this shape is one host of eight chips
 # A v4 chip is one device where it runs; to compile for, its two cores would be two.
@@ -21,7 +24,7 @@ class Chip:
     """One device.
 
     Attributes:
-        memory: bytes.
+        memory: bytes; of a machine's, those that programs may use.
         flops: a second, matrix products in bfloat16.
         bandwidth: bytes a second from and to its memory.
         link: bytes a second that it sends to others, over all its links.
@@ -88,7 +91,9 @@ def find_machine(name: str) -> Machine:
         ValueError: no such machine, or libtpu, which compiles for TPUs, is missing.
     """
     if node := NODE.fullmatch(name):
-        return Machine(name, CHIPS[node[1]], _stand_ins(name, int(node[2])), False)
+        whole = CHIPS[node[1]]
+        chip = dataclasses.replace(whole, memory=GPU_SHARE * whole.memory)
+        return Machine(name, chip, _stand_ins(name, int(node[2])), False)
     found = SLICE.fullmatch(name)
     if not found:
         raise ValueError(
