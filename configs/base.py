@@ -102,7 +102,7 @@ def _retrieval():
     c.corpus_cache = ""  # directory for the corpus's offsets; "" = beside the corpus
     c.index = ""  # directory written by rsearch.index; the world needs none
     c.sharded = False  # several hosts: each holds its share of the index's parts
-    c.timeout_seconds = 30.0  # ... in which all have answered, or a search has failed
+    c.timeout_seconds = 25.0  # ... in which all have answered, or a search has failed
     c.url = ""  # of a retrieval service that is asked in place of an index
     # Its dialect: "search_r1", "r1_searcher", "rearag", or "serper" for the open web.
     c.api = "search_r1"

@@ -149,8 +149,8 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
         ),
         ({"retrieval__sharded": True}, "config.retrieval.index = '' names none"),
         (
-            {"retrieval__url": "http://x", "retrieval__search_seconds": 330.0},
-            "config.retrieval.search_seconds = 330.0 ends a run before its service may",
+            {"retrieval__url": "http://x", "retrieval__search_seconds": 325.0},
+            "config.retrieval.search_seconds = 325.0 ends a run before its service may",
         ),
         (
             {"stages": ("rl",), "rollout__top_p": 0.9},

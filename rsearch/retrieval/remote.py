@@ -173,7 +173,7 @@ class RemoteSearch:
         top_k: int,
         cache_size: int = 10_000,
         api_key_env: str = "",
-        timeout_seconds: float = 30.0,
+        timeout_seconds: float = 25.0,
         max_retries: int = 3,
         outage_seconds: float = 300.0,
         say=console.note,
