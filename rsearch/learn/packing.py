@@ -7,7 +7,6 @@ from 0, by which the network keeps them apart, and what comes out goes back to w
 belongs.
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,15 +23,17 @@ class Layout(NamedTuple):
     Attributes:
         source: [K, p, T] int32, the place in the flat [b x T] a token comes from.
         positions: [K, p, T] int32, from 0 in every conversation; 0 where nothing lies.
-        place: [K, b, T] int32, the place in the flat [p x T] that each token went to.
-        is_token: [K, b, T] bool, False for what is in another piece, on padding and on
-            first tokens, which nothing precedes.
+        piece: [b] int32, the piece that a conversation lies in; -1 of one without
+            tokens.
+        start: [b] int32, the place of its first token in that piece's flat [p x T].
+        length: [b] int32, its tokens.
     """
 
     source: jax.Array
     positions: jax.Array
-    place: jax.Array
-    is_token: jax.Array
+    piece: jax.Array
+    start: jax.Array
+    length: jax.Array
 
 
 def packed(batch, *, multiple: int = 1):
@@ -54,10 +55,11 @@ def packed(batch, *, multiple: int = 1):
     layout = Layout(
         source=np.zeros((m, k, p, t), np.int32),
         positions=np.zeros((m, k, p, t), np.int32),
-        place=np.zeros((m, k, b, t), np.int32),
-        is_token=np.zeros((m, k, b, t), bool),
+        piece=np.full((m, b), -1, np.int32),
+        start=np.zeros((m, b), np.int32),
+        length=np.asarray(batch.length, np.int32),
     )
-    for i, lengths in enumerate(np.asarray(batch.length)):
+    for i, lengths in enumerate(layout.length):
         for number, members in enumerate(_fill(lengths, t)):
             piece, row = divmod(number, p)
             start = 0
@@ -66,8 +68,8 @@ def packed(batch, *, multiple: int = 1):
                 inside = np.arange(n)
                 layout.source[i, piece, row, start : start + n] = member * t + inside
                 layout.positions[i, piece, row, start : start + n] = inside
-                layout.place[i, piece, member, :n] = row * t + start + inside
-                layout.is_token[i, piece, member, 1:n] = True
+                layout.piece[i, member] = piece
+                layout.start[i, member] = row * t + start
                 start += n
     return batch._replace(layout=layout)
 
@@ -92,36 +94,80 @@ def _fill(lengths, room: int) -> list[list[int]]:
 def piecewise(run: Callable, tokens, layout: Layout):
     """What `run` makes of [b, T] tokens, piece by piece.
 
+    Not to be differentiated where there are several pieces: `summed` is for that.
+
     Args:
         run: ([p, T] tokens, [p, T] positions) -> a tuple of [p, T] float32 arrays.
         tokens: [b, T] int32.
         layout: of these tokens.
 
     Returns:
-        The arrays, each brought back to [b, T]; 0 where there is no token to have one.
+        The arrays, each brought back to [b, T]; 0 on first tokens, which nothing
+        precedes, and where there is no token.
     """
-    flat = tokens.reshape(-1)
+    flat, columns = tokens.reshape(-1), jnp.arange(tokens.shape[1])[None]
+    place = layout.start[:, None] + columns
+    follows = (columns > 0) & (columns < layout.length[:, None])
 
-    def go(piece):
-        found = run(flat[piece.source], piece.positions)
+    def found(number, source, positions):
+        is_here = follows & (layout.piece == number)[:, None]
         return tuple(
-            jnp.where(piece.is_token, x.reshape(-1)[piece.place], 0.0) for x in found
+            jnp.where(is_here, x.reshape(-1).at[place].get(mode="clip"), 0.0)
+            for x in run(flat[source], positions)
         )
 
-    shapes = jax.eval_shape(go, jax.tree.map(lambda x: x[0], layout))
-
-    def nothing(_):
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-    # Kept for the backward pass, what a piece leaves behind would be written for all
-    # pieces, empty ones too: it is computed again, which is less than that. The branch
-    # is within: what it keeps hangs on the piece, and would be, with the parameters in
-    # it, written for all pieces likewise.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def one(piece):
-        return jax.lax.cond(jnp.any(piece.is_token), go, nothing, piece)
+    count = len(layout.source)
+    if count == 1:
+        return found(0, layout.source[0], layout.positions[0])
+    pieces = jnp.arange(count), layout.source, layout.positions
+    shapes = jax.eval_shape(found, *(x[0] for x in pieces))
 
     def add(total, piece):
-        return jax.tree.map(jnp.add, total, one(piece)), None
+        return jax.lax.cond(
+            jnp.any(layout.piece == piece[0]),
+            lambda: jax.tree.map(jnp.add, total, found(*piece)),
+            lambda: total,
+        ), None
 
-    return jax.lax.scan(add, nothing(None), layout)[0]
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.scan(add, nothing, pieces)[0]
+
+
+def summed(add: Callable, total, rows):
+    """A total of a micro-batch, to which `add` adds a piece at a time.
+
+    A conversation lies in one piece, so that a sum over tokens under the masks of a
+    Batch is the sum of those of its pieces. Where `add` takes a gradient, that of a
+    piece follows at once on its way forward: nothing of it is kept or computed again
+    for what the other pieces find.
+
+    Args:
+        add: (total, Batch) -> total; the Batch has all rows, masks that hold in one
+            piece alone, and a layout of this piece.
+        total: to begin with; a tree of arrays.
+        rows: a Batch of [b, ...] with a layout.
+
+    Returns:
+        The total; a piece that holds nothing is passed over.
+    """
+    layout = rows.layout
+
+    def add_piece(total, given):
+        number, source, positions = given
+        is_here = layout.piece == number
+        one = layout._replace(
+            source=source[None],
+            positions=positions[None],
+            piece=jnp.where(is_here, 0, -1),
+        )
+        own = rows._replace(
+            from_policy=rows.from_policy & is_here[:, None],
+            in_response=rows.in_response & is_here[:, None],
+            layout=one,
+        )
+        return jax.lax.cond(
+            jnp.any(is_here), lambda: add(total, own), lambda: total
+        ), None
+
+    pieces = jnp.arange(len(layout.source)), layout.source, layout.positions
+    return jax.lax.scan(add_piece, total, pieces)[0]

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rsearch.learn.batch import Batch
 from rsearch.learn.logprobs import token_logprobs, token_values
 from rsearch.learn.losses import adapted_coefficient, masked_sum, row_weights
+from rsearch.learn.packing import summed
 from rsearch.learn.train_state import Steps, TrainState
 from rsearch.models.adapters import joined, make_merge
 from rsearch.models.decoder import Decoder
@@ -26,7 +27,10 @@ def batch_shardings(batch: Batch, mesh: Mesh) -> Batch:
     whole = NamedSharding(mesh, PartitionSpec(None, *rows))
     piece = NamedSharding(mesh, PartitionSpec(None, None, *rows))
     found = jax.tree.map(lambda x: whole, batch)
-    return found._replace(layout=jax.tree.map(lambda x: piece, batch.layout))
+    if batch.layout is None:
+        return found
+    layout = found.layout._replace(source=piece, positions=piece)
+    return found._replace(layout=layout)
 
 
 def put(batch: Batch, mesh: Mesh) -> Batch:
@@ -34,28 +38,39 @@ def put(batch: Batch, mesh: Mesh) -> Batch:
     return jax.tree.map(spread, batch, batch_shardings(batch, mesh))
 
 
-def accumulate(loss, params, pieces):
+def accumulate(loss, params, batch: Batch, weights):
     """Gradient and metrics of a sum over micro-batches, one at a time.
 
+    And over the pieces of each that has a layout, see `packing.summed`.
+
     Args:
-        loss: (params, *piece) -> (loss, metrics), both summed with weights that are of
-            the whole update, so that what is added up is its gradient exactly.
+        loss: (params, rows, weights) -> (loss, metrics), all summed over the masks of
+            the rows with weights that are of the whole update, so that what is added up
+            is its gradient exactly.
         params: of the network.
-        pieces: a tuple of trees whose leaves have a leading axis of micro-batches.
+        batch: [M, b, ...].
+        weights: [M, b, T].
 
     Returns:
         (gradient, metrics).
     """
     grad_fn = jax.value_and_grad(loss, has_aux=True)
 
-    def add(total, piece):
-        (_, metrics), grads = grad_fn(params, *piece)
-        return jax.tree.map(jnp.add, total, (grads, metrics)), None
+    def add(total, given):
+        rows, weights = given
 
-    first = jax.tree.map(lambda x: x[0], pieces)
-    (_, metrics), grads = jax.eval_shape(grad_fn, params, *first)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, metrics))
-    total, _ = jax.lax.scan(add, zeros, pieces)
+        def add_rows(total, rows):
+            (_, metrics), grads = grad_fn(params, rows, weights)
+            return jax.tree.map(jnp.add, total, (grads, metrics))
+
+        if rows.layout is None:
+            return add_rows(total, rows), None
+        return summed(add_rows, total, rows), None
+
+    first = jax.tree.map(lambda x: x[0], (batch, weights))
+    _, metrics = jax.eval_shape(loss, params, *first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, metrics))
+    total, _ = jax.lax.scan(add, zeros, (batch, weights))
     return total
 
 
@@ -188,7 +203,7 @@ class Learner:
             return self._loss(logp, entropy, rows, weights, kl_coef)
 
         weights = self._weights(batch.from_policy)
-        grads, metrics = accumulate(loss, params, (batch, weights))
+        grads, metrics = accumulate(loss, params, batch, weights)
         # A "constant" mean's weights do not sum to 1; what is told is a mean.
         total = jnp.sum(weights)
         scale = jnp.where(total > 0, total, 1.0)
@@ -213,7 +228,7 @@ class Learner:
             return self._memorise_coef * nll, {"memory_loss": nll}
 
         weights = row_weights(memory.from_policy, "token")
-        return accumulate(loss, params, (memory, weights))
+        return accumulate(loss, params, memory, weights)
 
 
 class Critic:
@@ -277,7 +292,7 @@ class Critic:
 
         mask = batch.in_response if self._over_response else batch.from_policy
         weights = row_weights(mask, self._loss_mean)
-        grads, metrics = accumulate(loss, params, (batch, weights))
+        grads, metrics = accumulate(loss, params, batch, weights)
         metrics |= {"critic_grad_norm": optax.global_norm(grads)}
         return grads, None, metrics
 

@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 
 from rsearch.learn.batch import cut, pack_segments
 from rsearch.learn.logprobs import token_logprobs
-from rsearch.learn.objectives import imitation_loss
+from rsearch.learn.losses import row_weights
+from rsearch.learn.objectives import imitation_loss, policy_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.packing import packed
 from rsearch.learn.train_state import create_state
-from rsearch.learn.update import Learner
+from rsearch.learn.update import Learner, accumulate
 from rsearch.models.sharding import make_mesh
+from rsearch.planning.flops import count_flops
 from rsearch.types import Segment, Source
 from tests.learn.test_critic import critic_of
 from tests.learn.test_update import ADAMW, MODEL, all_logits
@@ -54,29 +56,24 @@ def test_every_token_lies_in_one_place_behind_those_before_it(lengths, multiple)
     for m in range(2):
         used = []
         for i, n in enumerate(lengths[8 * m : 8 * m + 8]):
-            (pieces,) = np.nonzero(batch.layout.is_token[m, :, i].any(1))
-            assert len(pieces) == (n > 1)
-            for k in pieces:
-                layout = jax.tree.map(lambda x, m=m, k=k: x[m, k], batch.layout)
-                assert layout.is_token[i].sum() == n - 1
-                places = layout.place[i, :n]
-                used += [(k, p) for p in places]
-                rows = batch.tokens[m].reshape(-1)[layout.source].reshape(-1)
-                np.testing.assert_array_equal(rows[places], batch.tokens[m, i, :n])
-                positions = layout.positions.reshape(-1)[places]
-                np.testing.assert_array_equal(positions, range(n))
-                assert len({int(p) // T for p in places}) == 1  # in one row
-                np.testing.assert_array_equal(np.diff(places), 1)
+            layout = jax.tree.map(lambda x, m=m: x[m], batch.layout)
+            k = layout.piece[i]
+            assert layout.length[i] == n and (k >= 0) == (n > 0)
+            places = layout.start[i] + np.arange(n)
+            used += [(k, p) for p in places]
+            rows = batch.tokens[m].reshape(-1)[layout.source[k]].reshape(-1)
+            np.testing.assert_array_equal(rows[places], batch.tokens[m, i, :n])
+            positions = layout.positions[k].reshape(-1)[places]
+            np.testing.assert_array_equal(positions, range(n))
+            assert len({int(p) // T for p in places}) == (n > 0)  # in one row
         assert len(set(used)) == len(used)
 
 
 def test_short_rows_leave_pieces_empty():
     layout = packed(batch_of([5] * 8)).layout
-    np.testing.assert_array_equal(
-        layout.is_token[0].any((1, 2)), [True] * 4 + [False] * 4
-    )
+    np.testing.assert_array_equal(sorted(layout.piece[0]), [0, 0, 1, 1, 2, 2, 3, 3])
     full = packed(batch_of([T] * 8)).layout
-    assert full.is_token[0].any((1, 2)).all()
+    np.testing.assert_array_equal(sorted(full.piece[0]), range(8))
 
 
 def test_rows_that_all_devices_need_stay_as_they_are():
@@ -133,7 +130,8 @@ def test_log_probabilities_are_those_of_all_logits():
         MODEL, optimizer, mesh, loss=imitation_loss, loss_mean="token", chunk_tokens=16
     )
     found = learner.score(tiny.params(vocab_size=V), learner.put(batch))[0]
-    mask = batch.layout.is_token[0].any(0)
+    mask = np.arange(T) < batch.length[0][:, None]
+    mask[:, 0] = False
     assert mask.any() and not np.asarray(found)[~mask].any()
     np.testing.assert_allclose(
         found[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], atol=1e-5
@@ -146,25 +144,79 @@ def test_values_are_those_of_rows_of_their_own():
     dense = packed(plain)
     params = start().params
     apart, together = (np.asarray(critic.score(params, b)) for b in (plain, dense))
-    mask = dense.layout.is_token.any(1)
+    mask = np.arange(T) < plain.length[..., None]
+    assert mask.any()
     np.testing.assert_allclose(together[mask], apart[mask], atol=1e-5)
 
 
-def test_no_piece_leaves_a_copy_of_the_parameters_behind():
-    """What a branch keeps is written for all pieces, if it is kept at all."""
-    model = tiny.model(width=128, mlp_width=512, num_layers=2)
-    params = jax.eval_shape(lambda: tiny.params(width=128, mlp_width=512, num_layers=2))
+@pytest.mark.parametrize("by_sequence", [False, True])
+def test_the_losses_of_pieces_add_up_to_that_of_rows_of_their_own(by_sequence):
+    rng = np.random.default_rng(3)
+    plain = batch_of([3, 9, 4, 0, 2, 5, 3, 7, 10, 1, 2, 3, 4, 5, 6, 2], 16)
+
+    def drawn():
+        return rng.normal(size=plain.tokens.shape).astype(np.float32)
+
+    plain = plain._replace(
+        behavior_logp=drawn() - 3,
+        reference_logp=drawn() - 3,
+        sampled_logp=drawn() - 3,
+        advantage=drawn(),
+        values=drawn(),
+        returns=drawn(),
+    )
+    of_policy = policy_loss(
+        clip_low=0.2,
+        clip_high=0.3,
+        dual_clip=3.0,
+        kl_coef=0.1,
+        kl_kind="k3",
+        entropy_coef=0.01,
+        tis_cap=2.0,
+        by_sequence=by_sequence,
+    )
+    optimizer, mesh = make_optimizer(**ADAMW), make_mesh(devices=jax.devices()[:1])
+    learner = Learner(MODEL, optimizer, mesh, loss=of_policy, loss_mean="sequence")
+    critic, _, start = critic_of(over_response=True)
+    found = []
+    for batch in (plain, packed(plain)):
+        state = create_state(tiny.params(vocab_size=V), optimizer, mesh)
+        state, metrics = learner.update(state, learner.put(batch))
+        judged, told = critic.update(start(), learner.put(batch))
+        found.append((state.params, judged.params, metrics, told))
+    assert found[0][2]["kl"] > 0.1 and found[0][3]["critic_loss"] > 0.1
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), *found
+    )
+
+
+def gradients_of(model):
+    """(params, batch) -> gradient and metrics of all its tokens' likelihood."""
+
+    def loss(params, rows, weights):
+        found = token_logprobs(model, params, rows.tokens, rows.layout)
+        return imitation_loss(*found, rows, weights)
+
+    def gradients(params, batch):
+        weights = row_weights(batch.from_policy, "token")
+        return accumulate(loss, params, batch, weights)
+
+    return gradients
+
+
+def test_nothing_is_computed_twice_or_kept_for_other_pieces():
+    """A gradient costs the operations of rows of their own, and their memory."""
+    sizes = {"width": 128, "mlp_width": 512, "num_layers": 2}
+    params = jax.eval_shape(lambda: tiny.params(**sizes))
+    gradients = gradients_of(tiny.model(**sizes))
+    operations, memory = {}, {}
+    for name, batch in (
+        ("apart", batch_of([T] * 8)),
+        ("packed", packed(batch_of([T] * 8))),
+    ):
+        operations[name] = count_flops(gradients, (params, batch))
+        compiled = jax.jit(gradients).lower(params, batch).compile()
+        memory[name] = compiled.memory_analysis().temp_size_in_bytes
+    assert operations["packed"] == operations["apart"]
     size = sum(4 * x.size for x in jax.tree.leaves(params))
-    tokens = jax.ShapeDtypeStruct((8, T), jnp.int32)
-    layout = jax.tree.map(lambda x: x[0], packed(batch_of([T] * 8)).layout)
-
-    def temporary(layout):
-        def total(params, tokens):
-            logp, entropy = token_logprobs(model, params, tokens, layout)
-            return logp.sum() + entropy.sum()
-
-        compiled = jax.jit(jax.grad(total)).lower(params, tokens).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert len(layout.source) == 8
-    assert temporary(layout) - temporary(None) < 2 * size
+    assert memory["packed"] - memory["apart"] < 1.5 * size, memory
