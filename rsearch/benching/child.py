@@ -14,6 +14,8 @@ import pathlib
 import sys
 import traceback
 
+from rsearch.benching.unmeasured import Unmeasured
+
 PROC = pathlib.Path("/proc")
 
 
@@ -37,6 +39,8 @@ def main(module: str, function: str, settings: str) -> None:
                 told["peak_bytes"] = _peak_bytes()
         except ModuleNotFoundError as error:
             told = {"missing": f"{error.name} is not installed"}
+        except Unmeasured as reason:
+            told = {"missing": str(reason)}
         print(json.dumps(told), file=answers, flush=True)
 
 

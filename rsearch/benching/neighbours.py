@@ -16,6 +16,7 @@ import numpy as np
 
 from rsearch.benching.child import peak_bytes
 from rsearch.benching.passages import TOP_K
+from rsearch.benching.unmeasured import Unmeasured
 from rsearch.retrieval.index_parts import open_searcher, save_searcher
 from rsearch.retrieval.nearest import (
     QUANTIZED_MAX,
@@ -234,6 +235,9 @@ def _tuned(folder, indexes, batch, recall):
         indexes: Opened ones, of which one is kept.
         batch: queries a call.
         recall: at least this share of the nearest is to be found.
+
+    Raises:
+        Unmeasured: no setting finds it.
     """
     queries, exact = np.load(folder / "queries.npy"), np.load(folder / "exact.npy")
     parts = [queries[i : i + batch] for i in range(0, len(queries), batch)]
@@ -263,7 +267,7 @@ def _tuned(folder, indexes, batch, recall):
                 first = [smaller for smaller in first if smaller < a]
                 break
     if best is None:
-        raise RuntimeError(f"no setting has a recall of {recall}")
+        raise Unmeasured(f"no setting has a recall of {recall:g}")
     _, index, first, second = best
     find = index.search(first, second)
 

@@ -5,6 +5,7 @@ import pathlib
 import threading
 
 from rsearch import files
+from rsearch.benching.unmeasured import Unmeasured
 
 
 def make(*, log="", fails_at=0):
@@ -53,6 +54,11 @@ def make_counted():
 def make_missing():
     """One whose library is not there."""
     import a_library_that_nobody_has  # noqa: F401
+
+
+def make_unmeasured():
+    """One that works, and has no number."""
+    raise Unmeasured("no setting will do")
 
 
 def make_waiting(**settings):

@@ -68,12 +68,14 @@ def test_peers_that_are_not_there_or_fail_leave_a_word():
             "rsearch": Subject(ECHO),
             "faiss": Subject(ECHO, make="make_missing"),
             "tunix": Subject(ECHO, {"fails_at": 2}),
+            "hnsw": Subject(ECHO, make="make_unmeasured"),
         },
         2,
     )
     assert numbers(found["rsearch"]) == [2, 3]
     assert found["faiss"] == "a_library_that_nobody_has is not installed"
     assert "no more" in found["tunix"]
+    assert found["hnsw"] == "no setting will do"
 
 
 @pytest.mark.parametrize("settings", [{}, {"fails_at": 2}])

@@ -16,6 +16,7 @@ from rsearch.benching import child, neighbours, passages, retrieval, searching
 from rsearch.benching.machine import Machine
 from rsearch.benching.passages import Searched, many_vectors, real_passages
 from rsearch.benching.rows import OURS, Bench
+from rsearch.benching.unmeasured import Unmeasured
 from rsearch.retrieval.encoder import load_encoder
 from tests.models.tiny_bert import write_tiny_bert
 
@@ -81,6 +82,15 @@ def test_searchers_are_compared_at_the_recall_that_is_asked_for(work, monkeypatc
         for row in named.values():
             is_told = row.value and row.counts["recall"] >= 0.9
             assert is_told or row.missing == "faiss is not installed"
+
+
+def test_a_recall_that_no_setting_has_is_told(tmp_path):
+    queries = np.eye(3, dtype=np.float32)
+    np.save(tmp_path / "queries.npy", queries)
+    np.save(tmp_path / "exact.npy", np.ones((3, 1), np.float32))
+    index = neighbours.Opened(lambda *_: lambda part: np.zeros((len(part), 1)), (1, 2))
+    with pytest.raises(Unmeasured, match=r"^no setting has a recall of 0\.95$"):
+        neighbours._tuned(tmp_path, [index], 2, 0.95)
 
 
 def test_a_server_has_no_encoder_that_hashes_words(work, monkeypatch):
