@@ -30,12 +30,12 @@ from rsearch.retrieval.nearest import (
 from rsearch.retrieval.vectors import Vectors
 
 SHARES = (0.3, 0.35, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.5)  # of the chosen leaves
-REORDER = (45, 52, 60, 75, 90, 105, 120, 150, 200)
+REORDER = (45, 52, 60, 75, 90, 98, 105, 120, 150, 180, 200)
 PROBES = (8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 512)
 REFINED = (4, 8, 12, 16)  # times as many candidates as neighbours
 EXPANSIONS = (16, 24, 32, 40, 48, 64, 96, 128, 192, 224, 256, 320, 384, 512, 768, 1024)
 CODED = {  # dimensions of a code, and the type of the vectors that ScaNN holds beside
-    "quantized": ((4, "float32"), (6, "int8")),
+    "quantized": ((4, "float32"), (6, "int8"), (8, "int8")),
     "partitioned": ((2, "float32"), (3, "int8")),
 }
 CODED_IVF = (2, 4)  # dimensions of a code of faiss's
