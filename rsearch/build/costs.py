@@ -7,6 +7,7 @@ moment is not in them.
 import dataclasses
 import pathlib
 
+from rsearch.learn.packing import piece_rows
 from rsearch.models import hf_config
 from rsearch.models.adapters import num_adapter_params
 from rsearch.models.blocked_attention import block_size
@@ -315,7 +316,8 @@ def _updating(c, kind, spec, num_devices):
     """{what: bytes} of an update: gradients and what the backward pass keeps."""
     size = BYTES[c.model.dtype]
     _, tokens = context_of(c, kind)
-    rows = max(c[kind].micro_batch / (num_devices / c.mesh.tensor), 1)
+    shares, micro_batch = num_devices // c.mesh.tensor, c[kind].micro_batch
+    rows = max(min(piece_rows(micro_batch, shares), micro_batch) / shares, 1)
     layers = 1 if c.model.remat else spec.num_layers
     heads, kv_heads = (n / c.mesh.tensor for n in (spec.num_heads, spec.num_kv_heads))
     scores = heads * block_size(tokens) * tokens * FLOAT32 * SCORE_COPIES
@@ -325,7 +327,7 @@ def _updating(c, kind, spec, num_devices):
     cut = c.mesh.tensor if spec.vocab_size % c.mesh.tensor == 0 else 1
     pieces = c.model.logit_chunk * spec.vocab_size / cut
     return {
-        # The sum so far, and the micro-batch's own.
+        # The sum so far, and that of a piece, or of a micro-batch that has none.
         "gradients": 2 * FLOAT32 * _num_trained(c, spec),
         "attention scores": rows * scores,
         "layers' inputs": rows * spec.num_layers * tokens * spec.width * size,

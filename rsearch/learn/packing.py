@@ -36,6 +36,17 @@ class Layout(NamedTuple):
     length: jax.Array
 
 
+def piece_rows(num_rows: int, multiple: int = 1) -> int:
+    """p, the rows of a piece of a micro-batch; at least its own where it has one piece.
+
+    Args:
+        num_rows: of the micro-batch.
+        multiple: see `packed`.
+    """
+    p = -(-num_rows // PIECES)
+    return p + -p % multiple
+
+
 def packed(batch, *, multiple: int = 1):
     """A host's [M, b, ...] batch with a layout, whose shape b and T alone decide.
 
@@ -47,8 +58,7 @@ def packed(batch, *, multiple: int = 1):
         The batch; without a layout where its rows cannot be cut into pieces.
     """
     m, b, t = batch.tokens.shape
-    p = -(-b // PIECES)
-    p += -p % multiple
+    p = piece_rows(b, multiple)
     k = -(-b // p)
     if k == 1:
         return batch
@@ -94,7 +104,8 @@ def _fill(lengths, room: int) -> list[list[int]]:
 def piecewise(run: Callable, tokens, layout: Layout):
     """What `run` makes of [b, T] tokens, piece by piece.
 
-    Not to be differentiated where there are several pieces: `summed` is for that.
+    A gradient would keep of every piece, full or empty, what the way back needs:
+    `summed` gives the layout of one piece at a time to what is differentiated.
 
     Args:
         run: ([p, T] tokens, [p, T] positions) -> a tuple of [p, T] float32 arrays.
@@ -148,13 +159,13 @@ def summed(add: Callable, total, rows):
         rows: a Batch of [b, ...] with a layout.
 
     Returns:
-        The total; a piece that holds nothing is passed over.
+        The total; a piece in which no mask holds anywhere is passed over.
     """
     layout = rows.layout
 
     def add_piece(total, given):
         number, source, positions = given
-        is_here = layout.piece == number
+        is_here = layout.piece == number  # [b]
         one = layout._replace(
             source=source[None],
             positions=positions[None],
@@ -165,9 +176,8 @@ def summed(add: Callable, total, rows):
             in_response=rows.in_response & is_here[:, None],
             layout=one,
         )
-        return jax.lax.cond(
-            jnp.any(is_here), lambda: add(total, own), lambda: total
-        ), None
+        counts = jnp.any(own.from_policy | own.in_response)
+        return jax.lax.cond(counts, lambda: add(total, own), lambda: total), None
 
     pieces = jnp.arange(len(layout.source)), layout.source, layout.positions
     return jax.lax.scan(add_piece, total, pieces)[0]

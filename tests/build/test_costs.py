@@ -8,6 +8,8 @@ import pytest
 from configs import base
 from rsearch.build import costs
 from rsearch.config import apply_overrides
+from rsearch.learn.batch import cut, pack_segments
+from rsearch.learn.packing import packed
 from rsearch.models import hf_config
 from rsearch.models.decoder import DecoderSpec
 from rsearch.models.published import PUBLISHED
@@ -191,13 +193,26 @@ def test_a_vocabulary_that_cannot_be_cut_is_whole_on_every_device():
 
 
 def test_the_backward_pass_keeps_what_one_layer_makes_or_all_do():
-    rows, scores = 4, 4 * 51**2 * 4 * costs.SCORE_COPIES
+    rows, scores = 1, 4 * 51**2 * 4 * costs.SCORE_COPIES  # an eighth at once, or one
     kept = memory_of(config(), "rl", SPEC, 1)
     again = memory_of(config(**{"model.remat": True}), "rl", SPEC, 1)
     for found in (kept, again):  # a row as short as this is one block
         assert found.updating["attention scores"] == rows * scores
     inside = "inside of a layer"
     assert kept.updating[inside] == 2 * again.updating[inside]
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "fsdp", "rows"), [(16, 1, 2), (20, 1, 3), (8, 4, 1), (64, 4, 2)]
+)
+def test_a_device_holds_its_share_of_the_rows_that_go_at_once(micro_batch, fsdp, rows):
+    c = config(**{"rl.micro_batch": micro_batch, "mesh.fsdp": fsdp})
+    memory = memory_of(c, "rl", SPEC, fsdp)
+    scores = 4 * 51**2 * 4 * costs.SCORE_COPIES
+    assert memory.updating["attention scores"] == rows * scores
+    one = cut(pack_segments([()] * micro_batch, 8), micro_batch)
+    layout = packed(one, multiple=fsdp).layout
+    assert layout.source.shape[2] == rows * fsdp
 
 
 def test_the_peak_is_the_larger_of_two_phases():

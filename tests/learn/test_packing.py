@@ -12,12 +12,13 @@ from rsearch.learn.objectives import imitation_loss, policy_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.packing import packed
 from rsearch.learn.train_state import create_state
-from rsearch.learn.update import Learner, accumulate
-from rsearch.models.sharding import make_mesh
+from rsearch.learn.update import Learner, accumulate, put
+from rsearch.models.adapters import MATRICES, init_adapters
+from rsearch.models.sharding import make_mesh, param_shardings
 from rsearch.planning.flops import count_flops
 from rsearch.types import Segment, Source
 from tests.learn.test_critic import critic_of
-from tests.learn.test_update import ADAMW, MODEL, all_logits
+from tests.learn.test_update import ADAMW, MODEL, all_logits, one_device
 from tests.rollout import tiny
 
 V, T = 40, 10
@@ -149,23 +150,37 @@ def test_values_are_those_of_rows_of_their_own():
     np.testing.assert_allclose(together[mask], apart[mask], atol=1e-5)
 
 
-@pytest.mark.parametrize("by_sequence", [False, True])
-def test_the_losses_of_pieces_add_up_to_that_of_rows_of_their_own(by_sequence):
-    rng = np.random.default_rng(3)
-    plain = batch_of([3, 9, 4, 0, 2, 5, 3, 7, 10, 1, 2, 3, 4, 5, 6, 2], 16)
+def with_numbers(batch, seed):
+    """The batch with scores and advantages: NaN where no mask holds, which is no say.
 
-    def drawn():
-        return rng.normal(size=plain.tokens.shape).astype(np.float32)
+    Some rows are out of the loss, and of the others some tokens were retrieved.
+    """
+    rng = np.random.default_rng(seed)
+    shape = batch.tokens.shape
+    is_in = (np.arange(shape[1]) % 5 != 1)[None, :, None]
+    is_text = np.arange(shape[2]) < batch.length[..., None]
+    own = batch.from_policy & is_in
+    both = own | (is_text & is_in & (rng.random(shape) < 0.5))
 
-    plain = plain._replace(
-        behavior_logp=drawn() - 3,
-        reference_logp=drawn() - 3,
-        sampled_logp=drawn() - 3,
-        advantage=drawn(),
-        values=drawn(),
-        returns=drawn(),
+    def drawn(mask, mean=0.0):
+        values = rng.normal(mean, 1.0, shape)
+        return np.where(mask, values, np.nan).astype(np.float32)
+
+    return batch._replace(
+        from_policy=own,
+        in_response=both,
+        behavior_logp=drawn(own, -3.0),
+        reference_logp=drawn(own, -3.0),
+        sampled_logp=drawn(own, -3.0),
+        advantage=drawn(own),
+        values=drawn(both),
+        returns=drawn(both),
     )
-    of_policy = policy_loss(
+
+
+def learner_with_all(mesh, by_sequence):
+    """One whose loss has all that a recipe can ask for."""
+    loss = policy_loss(
         clip_low=0.2,
         clip_high=0.3,
         dual_clip=3.0,
@@ -175,18 +190,64 @@ def test_the_losses_of_pieces_add_up_to_that_of_rows_of_their_own(by_sequence):
         tis_cap=2.0,
         by_sequence=by_sequence,
     )
-    optimizer, mesh = make_optimizer(**ADAMW), make_mesh(devices=jax.devices()[:1])
-    learner = Learner(MODEL, optimizer, mesh, loss=of_policy, loss_mean="sequence")
-    critic, _, start = critic_of(over_response=True)
+    return Learner(
+        MODEL,
+        make_optimizer(**ADAMW),
+        mesh,
+        loss=loss,
+        loss_mean="sequence" if by_sequence else "token",
+        chunk_tokens=16,
+        memorise_coef=0.3,
+        kl_gain=0.1,
+        adapter_scale=1.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("dims", "by_sequence", "has_adapters"),
+    [
+        ((1, 1, 1), True, False),
+        ((1, 1, 1), False, True),
+        pytest.param((2, 2, 2), True, False, marks=pytest.mark.slow),
+        pytest.param((1, 4, 2), False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_gradients_of_pieces_add_up(dims, by_sequence, has_adapters):
+    axes = dict(zip(("data", "fsdp", "tensor"), dims))
+    mesh = make_mesh(**axes, devices=jax.devices()[: np.prod(dims)])
+    learner, base = learner_with_all(mesh, by_sequence), None
+    params = tiny.params(vocab_size=V)
+    if has_adapters:
+        base = jax.device_put(params, param_shardings(params, mesh))
+        params = init_adapters(MODEL.spec, jax.random.key(3), rank=3, matrices=MATRICES)
+        params = jax.tree.map(lambda x: x + 0.1, params)
+    lengths = [3, 9, 4, 0, 2, 5, 3, 7, 10, 1, 2, 3, 4, 5, 6, 2, *[0] * 14, 10, 1]
+    plain = with_numbers(batch_of(lengths, 16), 3)
+    memory = batch_of([5, 0, 0, 1, 10, 3, 2, *[0] * 9], 16)
     found = []
-    for batch in (plain, packed(plain)):
-        state = create_state(tiny.params(vocab_size=V), optimizer, mesh)
-        state, metrics = learner.update(state, learner.put(batch))
-        judged, told = critic.update(start(), learner.put(batch))
-        found.append((state.params, judged.params, metrics, told))
-    assert found[0][2]["kl"] > 0.1 and found[0][3]["critic_loss"] > 0.1
+    for lay in (lambda b: b, lambda b: packed(b, multiple=dims[0] * dims[1])):
+        rows, recalled = learner.put(lay(plain)), learner.put(lay(memory))
+        assert (rows.layout is None) == (recalled.layout is None) == (not found)
+        found.append(
+            learner.steps.gradients(params, jnp.float32(0.1), base, rows, recalled)
+        )
+    metrics = found[0][2]
+    assert min(metrics[n] for n in ("kl", "memory_loss", "clip_fraction")) > 0.01
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), *found
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found
+    )
+
+
+def test_the_gradients_of_a_critic_s_pieces_add_up():
+    critic, _, start = critic_of(over_response=True)
+    plain = with_numbers(batch_of([3, 9, 4, 0, 2, 5, 3, 7], 8), 4)
+    found = [
+        critic.update(start(), put(batch, one_device()))
+        for batch in (plain, packed(plain))
+    ]
+    assert found[0][1]["critic_loss"] > 0.1
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found
     )
 
 
