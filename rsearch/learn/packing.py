@@ -120,28 +120,23 @@ def piecewise(run: Callable, tokens, layout: Layout):
     place = layout.start[:, None] + columns
     follows = (columns > 0) & (columns < layout.length[:, None])
 
-    def found(number, source, positions):
-        is_here = follows & (layout.piece == number)[:, None]
+    def found(one):
+        is_here = follows & (one.piece == 0)[:, None]
         return tuple(
             jnp.where(is_here, x.reshape(-1).at[place].get(mode="clip"), 0.0)
-            for x in run(flat[source], positions)
+            for x in run(flat[one.source[0]], one.positions[0])
         )
 
-    count = len(layout.source)
-    if count == 1:
-        return found(0, layout.source[0], layout.positions[0])
-    pieces = jnp.arange(count), layout.source, layout.positions
-    shapes = jax.eval_shape(found, *(x[0] for x in pieces))
-
-    def add(total, piece):
-        return jax.lax.cond(
-            jnp.any(layout.piece == piece[0]),
-            lambda: jax.tree.map(jnp.add, total, found(*piece)),
-            lambda: total,
-        ), None
-
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.scan(add, nothing, pieces)[0]
+    if len(layout.source) == 1:
+        return found(layout)
+    first = layout._replace(source=layout.source[:1], positions=layout.positions[:1])
+    shapes = jax.eval_shape(found, first)
+    return _folded(
+        lambda total, one: jax.tree.map(jnp.add, total, found(one)),
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+        layout,
+        layout.piece >= 0,
+    )
 
 
 def summed(add: Callable, total, rows):
@@ -161,23 +156,41 @@ def summed(add: Callable, total, rows):
     Returns:
         The total; a piece in which no mask holds anywhere is passed over.
     """
-    layout = rows.layout
 
-    def add_piece(total, given):
-        number, source, positions = given
-        is_here = layout.piece == number  # [b]
-        one = layout._replace(
-            source=source[None],
-            positions=positions[None],
-            piece=jnp.where(is_here, 0, -1),
-        )
+    def add_piece(total, one):
+        is_here = one.piece == 0
         own = rows._replace(
             from_policy=rows.from_policy & is_here[:, None],
             in_response=rows.in_response & is_here[:, None],
             layout=one,
         )
-        counts = jnp.any(own.from_policy | own.in_response)
-        return jax.lax.cond(counts, lambda: add(total, own), lambda: total), None
+        return add(total, own)
+
+    counts = jnp.any(rows.from_policy | rows.in_response, axis=-1)
+    return _folded(add_piece, total, rows.layout, counts)
+
+
+def _folded(add: Callable, total, layout: Layout, among):
+    """`total` after every piece: one after another, those without rows passed over.
+
+    Args:
+        add: (total, Layout) -> total; the Layout has one piece, in which the rows of
+            other pieces do not lie.
+        total: to begin with; a tree of arrays.
+        layout: of all pieces.
+        among: [b] bool, the rows that count.
+    """
+
+    def step(total, given):
+        number, source, positions = given
+        is_here = layout.piece == number
+        one = layout._replace(
+            source=source[None],
+            positions=positions[None],
+            piece=jnp.where(is_here, 0, -1),
+        )
+        is_any = jnp.any(is_here & among)
+        return jax.lax.cond(is_any, lambda: add(total, one), lambda: total), None
 
     pieces = jnp.arange(len(layout.source)), layout.source, layout.positions
-    return jax.lax.scan(add_piece, total, pieces)[0]
+    return jax.lax.scan(step, total, pieces)[0]
