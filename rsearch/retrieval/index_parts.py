@@ -11,13 +11,9 @@ import shutil
 
 from rsearch import files
 from rsearch.console import note
-from rsearch.retrieval.nearest import (
-    Nearest,
-    Partition,
-    build_searcher,
-    import_scann,
-)
+from rsearch.retrieval.nearest import Nearest, Partition, build_searcher
 from rsearch.retrieval.parts import part_blocks
+from rsearch.retrieval.scann_library import import_scann
 from rsearch.retrieval.vectors import num_shards, open_vectors, shard_name
 
 VECTORS, SCANN = "vectors", "scann"

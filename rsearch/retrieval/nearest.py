@@ -9,15 +9,14 @@ Sums over codes are integers, the same in any batch.
 """
 
 import dataclasses
-import importlib.util
 import math
 import os
-import sys
 
 import numpy as np
 
 from rsearch.console import note
 from rsearch.retrieval.exact import ExactSearcher
+from rsearch.retrieval.scann_library import has_scann, import_scann
 
 BRUTE_FORCE_MAX = 20_000  # vectors; of more, codes are compared
 QUANTIZED_MAX = 100_000  # vectors whose codes are all compared; more are partitioned
@@ -183,7 +182,7 @@ def build_searcher(vectors, partition):
     Raises:
         ValueError: ScaNN is not installed, and codes are to be compared.
     """
-    if partition is None and not _has_scann():
+    if partition is None and not has_scann():
         note(f"scann is not installed: NumPy compares {len(vectors):,} vectors")
         return ExactSearcher(vectors)
     ops = import_scann()
@@ -206,40 +205,6 @@ def build_searcher(vectors, partition):
     )
     quantize = ReorderType[partition.reorder_dtype.upper()]
     return builder.reorder(partition.reorder, quantize).build()
-
-
-def _has_scann():
-    return importlib.util.find_spec("scann") is not None
-
-
-def import_scann():
-    """ScaNN's operations on NumPy arrays, without tensorflow.
-
-    `import scann` imports tensorflow where it is installed, for operations that are not
-    used here; it goes without where the import fails.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    if not _has_scann():
-        raise ValueError(
-            "scann is not installed, which compares the codes of an index: install it, "
-            "or build the index with --kind=brute_force"
-        )
-    if "scann" not in sys.modules:
-        missing = object()
-        held = sys.modules.get("tensorflow", missing)
-        sys.modules["tensorflow"] = None
-        try:
-            import scann  # noqa: F401
-        finally:
-            if held is missing:
-                del sys.modules["tensorflow"]
-            else:
-                sys.modules["tensorflow"] = held
-    from scann.scann_ops.py import scann_ops_pybind
-
-    return scann_ops_pybind
 
 
 class Nearest:

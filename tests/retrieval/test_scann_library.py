@@ -1,0 +1,100 @@
+"""ScaNN with the processor's own instructions: faster, and the same found."""
+
+import _ctypes
+import ctypes
+import sys
+
+import numpy as np
+import pytest
+
+from rsearch.retrieval import scann_library
+from rsearch.retrieval.nearest import Nearest, build_searcher, choose_partition
+from rsearch.retrieval.scann_library import (
+    AVX2,
+    AVX2_IS_USED,
+    import_scann,
+    processor_features,
+    use_avx2,
+)
+from rsearch.retrieval.vectors import Vectors
+from tests.retrieval.fakes import unit_rows
+
+
+@pytest.fixture
+def is_used():
+    """ScaNN's own variable; what it held comes back."""
+    import_scann()
+    variable = ctypes.c_bool.in_dll(ctypes.CDLL(library()), AVX2_IS_USED)
+    held = variable.value
+    yield variable
+    variable.value = held
+
+
+def library():
+    return sys.modules["scann_pybind"].__file__
+
+
+def processor(tmp_path, monkeypatch, text):
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(scann_library, "PROCESSOR", tmp_path / "cpuinfo")
+
+
+def test_what_the_processor_has_is_used(is_used):
+    assert is_used.value == (processor_features() >= AVX2)
+
+
+@pytest.mark.parametrize(
+    ("told", "is_right"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx avx2 fma\n\nflags\t\t: fpu\n", True),
+        ("flags\t\t: fpu avx fma\n", False),
+        ("flags\t\t: avx2\n", False),
+        ("vmx flags\t: avx2 fma\n", False),
+        ("Features\t: fp asimd\n", False),
+        ("", False),
+    ],
+)
+def test_only_a_processor_that_has_it(is_used, told, is_right, tmp_path, monkeypatch):
+    processor(tmp_path, monkeypatch, told)
+    is_used.value = False
+    use_avx2(library())
+    assert is_used.value == is_right
+
+
+def test_a_processor_that_nobody_tells_of_has_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(scann_library, "PROCESSOR", tmp_path / "none")
+    assert processor_features() == set()
+
+
+def test_a_library_without_the_variable_is_noted(tmp_path, monkeypatch, capsys):
+    processor(tmp_path, monkeypatch, "flags : avx2 fma")
+    use_avx2(_ctypes.__file__)
+    assert "scann cannot be told that the processor has AVX2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("quantized", {}),
+        ("quantized", {"dims_per_block": 6, "reorder_dtype": "int8"}),
+        ("partitioned", {}),
+    ],
+)
+def test_the_same_is_found_with_and_without(is_used, kind, settings):
+    if not is_used.value:
+        pytest.skip("a processor without AVX2")
+    rng = np.random.default_rng(0)
+    rows, queries = unit_rows(rng, 3000, 64), unit_rows(rng, 40, 64)
+    partition = choose_partition(*rows.shape, kind=kind, **settings)
+    searcher = build_searcher(rows, partition)
+
+    def found(given):
+        return Nearest(Vectors([rows]), searcher, partition).search(given, 10)
+
+    wide = found(queries)
+    one_by_one = [found(query[None]) for query in queries]
+    is_used.value = False
+    narrow = found(queries)
+    for part, alone, other in zip(wide, zip(*one_by_one), narrow, strict=True):
+        np.testing.assert_array_equal(part, np.concatenate(alone))
+        np.testing.assert_array_equal(part, other)
