@@ -86,8 +86,6 @@ def test_a_library_without_the_variable_is_noted(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_as_much_is_found_with_it_in_any_batch(is_used, kind, settings):
-    if not is_used.value:
-        pytest.skip("a processor without AVX2")
     rng = np.random.default_rng(0)
     rows, queries = unit_rows(rng, 3000, 64), unit_rows(rng, 40, 64)
     partition = choose_partition(*rows.shape, kind=kind, **settings)
