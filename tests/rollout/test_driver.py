@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+import rsearch.rollout.play
 from rsearch.rollout.driver import RolloutEngine
 from rsearch.rollout.play import TOKENS_WHILE_SEARCHING
 from rsearch.types import Outcome, Passage, Source
@@ -24,6 +25,12 @@ from tests.rollout.scripted import (
     people,
     play,
 )
+
+
+@pytest.fixture
+def searches_awaited(monkeypatch):
+    """Others write on when a search has come back, however busy the machine is."""
+    monkeypatch.setattr(rsearch.rollout.play, "PATIENCE", (WAIT, WAIT))
 
 
 def num_tokens(text):
@@ -103,6 +110,7 @@ def test_rows_that_pause_together_search_in_one_call_and_read_their_own(num_rows
     assert_rows_held([group], script)
 
 
+@pytest.mark.usefixtures("searches_awaited")
 def test_a_turn_before_the_last_is_answered_once_beside_last_ones():
     """Sample 2 takes the slot of sample 0, and is one turn behind sample 1."""
     asks, says = "<search> who </search>", "<answer> who </answer>"
@@ -153,6 +161,7 @@ def test_each_prompt_is_read_once(num_rows, group_size):
     assert script.prompts == prompts
 
 
+@pytest.mark.usefixtures("searches_awaited")
 def test_a_slot_is_filled_again_while_the_others_write_on():
     # Sample 0 answers at once; its slot is sample 2's long before sample 1 has ended.
     turns = [[ANSWERS], [LONG_ANSWER], [SEARCHES, ANSWERS]]
