@@ -1,6 +1,7 @@
 """The ScaNN library: without tensorflow, and with what the processor can do."""
 
 import ctypes
+import functools
 import importlib.util
 import pathlib
 import sys
@@ -17,8 +18,9 @@ def has_scann():
     return importlib.util.find_spec("scann") is not None
 
 
+@functools.cache
 def import_scann():
-    """ScaNN's operations on NumPy arrays, without tensorflow.
+    """ScaNN's operations on NumPy arrays, without tensorflow, with AVX2.
 
     `import scann` imports tensorflow where it is installed, for operations that are not
     used here; it goes without where the import fails.
@@ -42,9 +44,9 @@ def import_scann():
                 del sys.modules["tensorflow"]
             else:
                 sys.modules["tensorflow"] = held
-        use_avx2(sys.modules["scann_pybind"].__file__)
     from scann.scann_ops.py import scann_ops_pybind
 
+    use_avx2(sys.modules["scann_pybind"].__file__)
     return scann_ops_pybind
 
 

@@ -48,6 +48,14 @@ def test_what_the_processor_has_is_used(is_used):
     assert is_used.value == (processor_features() >= AVX2)
 
 
+def test_it_is_used_where_another_has_imported_scann(is_used):
+    assert "scann" in sys.modules
+    is_used.value = False
+    import_scann.cache_clear()
+    import_scann()
+    assert is_used.value == (processor_features() >= AVX2)
+
+
 @pytest.mark.parametrize(
     ("told", "is_right"),
     [
