@@ -13,6 +13,7 @@ import tempfile
 
 from rsearch.benching.rows import OURS
 from rsearch.config import is_for_users
+from rsearch.console import progress
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a GPU, with other subjects
@@ -61,17 +62,17 @@ def compare(
     found: dict[str, list[dict] | str] = {name: [] for name in subjects}
     with contextlib.ExitStack() as stack:
         children = {}
-        for name, subject in subjects.items():
-            said = stack.enter_context(tempfile.TemporaryFile("w+"))
-            children[name] = _Child(subject, said)
-            stack.callback(children[name].end)
-            # What it prepares and compiles first does not count.
+        turns = [(i, name) for i in range(1 + repeats) for name in subjects]
+        for i, name in progress(turns, f"repetitions of {' and '.join(subjects)}"):
+            if i == 0:
+                said = stack.enter_context(tempfile.TemporaryFile("w+"))
+                children[name] = _Child(subjects[name], said)
+                stack.callback(children[name].end)
+            if name not in children:
+                continue  # it has dropped out
             _turn(name, children, found)
-            if name in children:
-                found[name] = []
-        for _ in range(repeats):
-            for name in [*children]:
-                _turn(name, children, found)
+            if i == 0 and name in children:
+                found[name] = []  # what it prepares and compiles does not count
     return found
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from rsearch import build
 from rsearch.benching.rows import OURS, Bench, Row, row_of
+from rsearch.console import progress
 from rsearch.data.order import take
 from rsearch.stage_plan import kind_of, stage_configs
 from rsearch.stages import rl, sft
@@ -125,7 +126,7 @@ def _steps(setup, params, repeats) -> list[dict]:
 
     place = clock.timed("place", placed)
     root, told = jax.random.key(c.seed), []
-    for step in range(1 + repeats):
+    for step in progress(range(1 + repeats), "steps"):
         chosen = take(len(setup.train), c.rl.questions_per_step, seed=c.seed, step=step)
         clock.seconds.clear()
         started = time.perf_counter()

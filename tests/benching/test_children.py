@@ -44,7 +44,7 @@ def numbers(told):
     return [one["number"] for one in told]
 
 
-def test_subjects_take_turns_in_processes_of_their_own(tmp_path):
+def test_subjects_take_turns_in_processes_of_their_own(tmp_path, capsys):
     log = tmp_path / "log"
     one = Subject(ECHO, {"log": str(log)})
     found = compare({"rsearch": one, "torch": one}, 3)
@@ -52,6 +52,7 @@ def test_subjects_take_turns_in_processes_of_their_own(tmp_path):
     assert numbers(found["rsearch"]) == numbers(found["torch"]) == [2, 3, 4]
     ran = log.read_text().split()
     assert ran[0] != ran[1] and ran[2:] == ran[:2] * 3
+    assert "repetitions of rsearch and torch 8/8" in capsys.readouterr().err
 
 
 def test_one_at_a_time_ends_before_the_next_begins(tmp_path):
