@@ -189,14 +189,15 @@ def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path, monkeypatch)
     exact = np.ones((8, 10), np.float32)
     np.save(tmp_path / "queries.npy", queries)
     np.save(tmp_path / "exact.npy", exact)
-    calls = []
+    calls, clock = [], [0.0]
+    told_time = SimpleNamespace(perf_counter=lambda: clock[0])
+    monkeypatch.setattr(neighbours, "time", told_time)
 
     def search(first, second):
         def find(part):
             calls.append((first, second))
             # `first` of the ten are found, from 9 on; the second setting costs time.
-            for _ in range(40_000 * second):
-                pass
+            clock[0] += 0.001 * second
             return np.where(np.arange(10) < first, 1.0, 0.0) * np.ones((len(part), 1))
 
         return find
@@ -215,7 +216,8 @@ def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path, monkeypatch)
     assert not {(10, 1), (9, 30), (10, 30)} & set(calls)  # slower than what is enough
     calls.clear()
     monkeypatch.setattr(neighbours, "SECONDS", 0.1)
-    assert once()["seconds"] < 0.05 and len(calls) > 4  # all queries, again and again
+    assert once()["seconds"] == pytest.approx(0.002)
+    assert len(calls) == pytest.approx(100, abs=2)  # all queries, again and again
     with pytest.raises(Unmeasured, match=r"^no setting has a recall of 1\.1$"):
         neighbours._tuned(tmp_path, [other, empty], 4, 1.1)
 
