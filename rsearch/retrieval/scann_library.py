@@ -1,7 +1,6 @@
 """The ScaNN library: without tensorflow, and with what the processor can do."""
 
 import ctypes
-import functools
 import importlib.util
 import pathlib
 import sys
@@ -18,7 +17,6 @@ def has_scann():
     return importlib.util.find_spec("scann") is not None
 
 
-@functools.cache
 def import_scann():
     """ScaNN's operations on NumPy arrays, without tensorflow, with AVX2.
 

@@ -51,7 +51,6 @@ def test_what_the_processor_has_is_used(is_used):
 def test_it_is_used_where_another_has_imported_scann(is_used):
     assert "scann" in sys.modules
     is_used.value = False
-    import_scann.cache_clear()
     import_scann()
     assert is_used.value == (processor_features() >= AVX2)
 
