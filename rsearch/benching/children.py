@@ -68,12 +68,10 @@ def compare(
                 said = stack.enter_context(tempfile.TemporaryFile("w+"))
                 children[name] = _Child(subjects[name], said)
                 stack.callback(children[name].end)
-            if name not in children:
-                continue  # it has dropped out
-            _turn(name, children, found)
-            if i == 0 and name in children:
-                found[name] = []  # what it prepares and compiles does not count
-    return found
+            if name in children:  # else it has dropped out
+                _turn(name, children, found)
+    # In the first it prepares and compiles, which does not count.
+    return {n: told if isinstance(told, str) else told[1:] for n, told in found.items()}
 
 
 def alone(function, *given):
