@@ -18,7 +18,7 @@ def has_scann():
 
 
 def import_scann():
-    """ScaNN's operations on NumPy arrays, without tensorflow, with AVX2.
+    """ScaNN's operations on NumPy arrays, without tensorflow, told of AVX2.
 
     `import scann` imports tensorflow where it is installed, for operations that are not
     used here; it goes without where the import fails.
