@@ -2,7 +2,7 @@
 
 The sizes are those of a small decoder on the embedded world. A recipe starts from
 `get_config()` and sets only what differs; configs/quickstart.py is the first. What may
-be written into a field, and what must divide what, is in `rsearch/rules.py`.
+be written into a field, and what must divide what, is in `rsearch/config/rules.py`.
 
 Sizes of text are counted in tokens, learning rates are per optimiser step, and 'rows'
 are rollouts (RL) or demonstrations (SFT).
@@ -170,7 +170,7 @@ def _guards():
 def _curate():
     """Data stage: rolls out train's questions with the stage's model and keeps some."""
     c = ConfigDict()
-    c.method = "segments"  # a key of METHODS in rsearch/stages/curate.py
+    c.method = "segments"  # a key of METHODS in rsearch/stages/curate/run.py
     c.measure = "em"  # right is: "em" or "cover_em" of 1, or any "f1" above 0
     c.order = "any"  # of words in "cover_em": "any", "contiguous" or "substring"
     c.max_words = 0  # a longer answer is wrong, whatever the measure; 0 = no limit

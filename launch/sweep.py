@@ -31,8 +31,8 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rsearch import compare, console, files
-from rsearch.config import (
+from rsearch import compare
+from rsearch.config.recipes import (
     REQUIRED,
     apply_overrides,
     load,
@@ -40,9 +40,10 @@ from rsearch.config import (
     run_command,
     validate,
 )
-from rsearch.preemption import EXIT_CODE, SIGNALS
-from rsearch.stage_plan import check_plan
-from rsearch.workdir import read_rows
+from rsearch.config.stage_plan import check_plan
+from rsearch.hosts.preemption import EXIT_CODE, SIGNALS
+from rsearch.runtime import console, files
+from rsearch.runtime.workdir import read_rows
 
 RECORD = "sweep.jsonl"  # in OUT, a line for each trial that has ended
 FIELD = "--config."

@@ -13,11 +13,11 @@ import statistics
 import sys
 from typing import NamedTuple
 
-from rsearch.config import ABSENT, fingerprint, parse_flags, run_command
-from rsearch.console import table
-from rsearch.evaluate import START, read_results
-from rsearch.fields import did_you_mean, fields
-from rsearch.workdir import CONFIG, is_free, read_config
+from rsearch.config.fields import did_you_mean, fields
+from rsearch.config.recipes import ABSENT, fingerprint, parse_flags, run_command
+from rsearch.evaluation.evaluator import START, read_results
+from rsearch.runtime.console import table
+from rsearch.runtime.workdir import CONFIG, is_free, read_config
 
 ALL, LAST = "all", "last"
 MAX_WORDS = 4  # fields behind a recipe's name

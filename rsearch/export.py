@@ -6,17 +6,23 @@ new directory, which transformers loads and `model.source` of another run may na
 
 import sys
 
-from rsearch import build, console
-from rsearch.config import REQUIRED, parse_command_line, print_config, run_command
-from rsearch.evaluate import START, trained_params
-from rsearch.models import huggingface
-from rsearch.workdir import Workdir, check_workdir, read_config
+from rsearch import setup as build
+from rsearch.config.recipes import (
+    REQUIRED,
+    parse_command_line,
+    print_config,
+    run_command,
+)
+from rsearch.evaluation.evaluator import START, trained_params
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.runtime import console
+from rsearch.runtime.workdir import Workdir, check_workdir, read_config
 
 DTYPES = tuple(huggingface.EXPORT_DTYPES)
 
 
 def main(argv) -> int:
-    """The command; `argv` as in `rsearch.config.parse_command_line`."""
+    """The command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     flags = {
         "workdir": (REQUIRED, "the run's directory"),
         "out": (REQUIRED, "the model's directory; made, and never overwritten"),

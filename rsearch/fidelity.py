@@ -13,10 +13,10 @@ import sys
 import tomllib
 from typing import NamedTuple
 
-from rsearch import config as configuration
-from rsearch.protocols import PROTOCOLS
+from rsearch.config import recipes as configuration
+from rsearch.config.stage_plan import stage_configs
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.rewards.terms import TERMS
-from rsearch.stage_plan import stage_configs
 
 FOLDER = configuration.ROOT / "configs"
 PAGE = FOLDER / "FIDELITY.md"

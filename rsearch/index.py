@@ -20,16 +20,16 @@ import pathlib
 import sys
 import time
 
-from rsearch import hosts
-from rsearch.config import REQUIRED, parse_flags, run_command
-from rsearch.console import note, table
+from rsearch.config.recipes import REQUIRED, parse_flags, run_command
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
+from rsearch.hosts import processes as hosts
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.index import open_index
 from rsearch.retrieval.index_build import build_index, encode_share, plan_index
 from rsearch.retrieval.supporting import supporting_recall
+from rsearch.runtime.console import note, table
 
 FLAGS = {
     "corpus": (REQUIRED, "JSONL of passages, plain or gzip: {id, contents}"),

@@ -20,20 +20,20 @@ service with --config.retrieval.url=http://127.0.0.1:8000.
 
 import sys
 
-from rsearch import console
-from rsearch.build.parts import has_world, open_search
-from rsearch.calls import key_of
-from rsearch.config import (
+from rsearch.config.recipes import (
     apply_overrides,
     parse_command_line,
     print_config,
     run_command,
     validate,
 )
-from rsearch.data.world import make_world
-from rsearch.openapi import TEXT, list_of, record, with_description
 from rsearch.protocols.tagged import whole_characters
-from rsearch.serving import JsonServer, RefusedError
+from rsearch.runtime import console
+from rsearch.runtime.calls import key_of
+from rsearch.runtime.server import JsonServer, RefusedError
+from rsearch.serve.openapi import TEXT, list_of, record, with_description
+from rsearch.setup.parts import has_world, open_search
+from rsearch.world.world import make_world
 
 RECIPE = "configs/quickstart.py"
 MAX_QUERIES = 512  # in one request
@@ -157,7 +157,7 @@ def _scored(passage):
 
 
 def main(argv) -> int:
-    """The command; `argv` as in `rsearch.config.parse_command_line`."""
+    """The command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     argv = list(argv)
     if not any(word.split("=")[0] == "--config" for word in argv):
         argv = [f"--config={RECIPE}", *argv]

@@ -18,8 +18,8 @@ import json
 import pathlib
 import sys
 
-from rsearch.config import parse_flags, run_command
-from rsearch.console import table
+from rsearch.config.fields import did_you_mean
+from rsearch.config.recipes import parse_flags, run_command
 from rsearch.data.records import (
     BOM,
     GZIP_ERRORS,
@@ -28,9 +28,9 @@ from rsearch.data.records import (
     file_kind,
     shown,
 )
-from rsearch.fields import did_you_mean
-from rsearch.scoring import bootstrap_interval, score_rows, scores_of_rows
-from rsearch.text import NORMALIZERS
+from rsearch.evaluation.scoring import bootstrap_interval, score_rows, scores_of_rows
+from rsearch.runtime.console import table
+from rsearch.text.normalize import NORMALIZERS
 
 QUESTION = ("question",)
 GOLDEN = ("golden_answers", "golden_answer", "answer")

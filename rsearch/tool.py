@@ -32,19 +32,20 @@ import threading
 import jax
 from ml_collections import ConfigDict
 
-from rsearch import build, console
-from rsearch.build.answers import evidence_of, worded
-from rsearch.calls import key_of
-from rsearch.config import (
+from rsearch import setup as build
+from rsearch.config.recipes import (
     apply_overrides,
     parse_command_line,
     print_config,
     run_command,
 )
-from rsearch.openapi import TEXT, list_of, record, with_description
+from rsearch.config.stage_plan import stage_config
+from rsearch.evaluation.answers import evidence_of, worded
 from rsearch.protocols.tagged import whole_characters
-from rsearch.serving import JsonServer, RefusedError
-from rsearch.stage_plan import stage_config
+from rsearch.runtime import console
+from rsearch.runtime.calls import key_of
+from rsearch.runtime.server import JsonServer, RefusedError
+from rsearch.serve.openapi import TEXT, list_of, record, with_description
 from rsearch.types import Group, Outcome, Question
 
 RECIPE = "configs/r_search.py"
@@ -288,7 +289,7 @@ def _checked(tool, question):
 
 
 def main(argv) -> int:
-    """The command; `argv` as in `rsearch.config.parse_command_line`."""
+    """The command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     argv = list(argv)
     if not any(word.split("=")[0] == "--config" for word in argv):
         argv = [f"--config={RECIPE}", *argv]

@@ -1,7 +1,8 @@
 """Trains and evaluates a recipe's stages: python -m rsearch.train --config=...
 
 The same command on the same workdir goes on where it stopped. From Python:
-`rsearch.train.main(config, workdir)` with `rsearch.config.load` and `apply_overrides`.
+`rsearch.train.main(config, workdir)` with `load` and `apply_overrides` of
+`rsearch.config.recipes`.
 """
 
 import itertools
@@ -12,9 +13,16 @@ from typing import NamedTuple
 import jax
 import xxhash
 
-from rsearch import build, checkpoint, console, hosts, preemption
-from rsearch import config as configuration
-from rsearch.evaluate import (
+from rsearch import setup as build
+from rsearch.config import recipes as configuration
+from rsearch.config.stage_plan import (
+    SUMMARY,
+    check_plan,
+    earlier_stages,
+    kind_of,
+    stage_configs,
+)
+from rsearch.evaluation.evaluator import (
     CHECKPOINTS,
     START,
     Evaluator,
@@ -22,18 +30,15 @@ from rsearch.evaluate import (
     run_methods,
     show,
 )
-from rsearch.metrics import read as read_metrics
-from rsearch.stage_plan import (
-    SUMMARY,
-    check_plan,
-    earlier_stages,
-    kind_of,
-    stage_configs,
-)
-from rsearch.stages import curate, rl, sft
-from rsearch.stages.dry_run import HOST_DEVICES, dry_run
+from rsearch.hosts import preemption
+from rsearch.hosts import processes as hosts
+from rsearch.plan.dry_run import HOST_DEVICES, dry_run
+from rsearch.runtime import checkpoint, console
+from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.workdir import check_workdir, is_free, open_workdir, read_rows
+from rsearch.stages import rl, sft
+from rsearch.stages.curate import run as curate
 from rsearch.stages.memory import open_memory
-from rsearch.workdir import check_workdir, is_free, open_workdir, read_rows
 
 MAX_LABEL = 100  # characters of a default workdir before it is cut
 BARS = "▁▂▃▄▅▆▇█"
@@ -43,11 +48,11 @@ def main(config, workdir, *, accept=()) -> list[dict]:
     """Runs all stages of a configuration, or what is left of them.
 
     Args:
-        config: as `rsearch.config.load` and `apply_overrides` return it; or a dict with
-            the recipe as "config" and dotted overrides beside it, for sweeps:
+        config: as `load` and `apply_overrides` return it; or a dict with the
+            recipe as "config" and dotted overrides beside it, for sweeps:
             {"config": "configs/quickstart.py", "rl.lr": 3e-4}.
         workdir: directory of this run; made where it is missing.
-        accept: inputs and fields that may have changed; see `rsearch.workdir.Workdir`.
+        accept: inputs and fields that may have changed; see `Workdir`.
 
     Returns:
         The rows of results.json.
@@ -266,7 +271,7 @@ def sparkline(values, *, width: int = 60) -> str:
 
 
 def command(argv) -> int:
-    """The command; `argv` as in `rsearch.config.parse_command_line`."""
+    """The command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     flags = {
         "workdir": (None, "directory of the run (default: below runs/)"),
         "accept": ("", "inputs and config.fields, with commas, that may have changed"),

@@ -37,7 +37,8 @@ class Without:
 
 def watch(pattern, workdir):
     """Wraps what writes to disk, so that `pattern` kills the process."""
-    from rsearch import files, preemption
+    from rsearch.hosts import preemption
+    from rsearch.runtime import files
 
     workdir = str(pathlib.Path(workdir).absolute())
     name, _, pattern = pattern.rpartition("@")
@@ -107,7 +108,7 @@ def main(pattern, *arguments):
     (workdir,) = (a for a in arguments if a.startswith("--workdir="))
     watch(pattern, workdir.partition("=")[2])
     from rsearch import train
-    from rsearch.config import run_command
+    from rsearch.config.recipes import run_command
 
     code = run_command(train.command, arguments)
     # scann asks for tensorflow, and a None says that there is none.

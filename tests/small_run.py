@@ -12,8 +12,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from rsearch import build
-from rsearch import config as configuration
+from rsearch import setup as build
+from rsearch.config import recipes as configuration
 from rsearch.models.sharding import make_mesh
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -6,9 +6,9 @@ import json
 import jax
 import pytest
 
-from rsearch import bench
-from rsearch.benching import rollout, shapes, train, waiting
-from rsearch.benching.machine import Machine
+from rsearch.bench import command as bench
+from rsearch.bench import rollout, shapes, train, waiting
+from rsearch.bench.machine import Machine
 
 TINY = ("--shape=tiny", "--repeats=1")
 MACHINE = Machine("m", 2, flops=1e15, bandwidth=1e15, is_measured=True)
@@ -16,7 +16,7 @@ MACHINE = Machine("m", 2, flops=1e15, bandwidth=1e15, is_measured=True)
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
-    """Subjects without their processes (see tests/benching), which start slowly."""
+    """Subjects without their processes (see tests/bench), which start slowly."""
 
     def compare(subjects, repeats, **_):
         found = {}

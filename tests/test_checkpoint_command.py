@@ -5,15 +5,16 @@ from unittest import mock
 
 import pytest
 
-from rsearch import checkpoint, files, storage
-from rsearch.config import run_command
-from tests.test_checkpoint import all_files, flip_bit, saved
+from rsearch import checkpoint as checkpoint_command
+from rsearch.config.recipes import run_command
+from rsearch.runtime import checkpoint, files, storage
+from tests.runtime.test_checkpoint import all_files, flip_bit, saved
 
 __all__ = ["saved"]
 
 
 def command(*words):
-    return run_command(checkpoint.main, [str(word) for word in words])
+    return run_command(checkpoint_command.main, [str(word) for word in words])
 
 
 def test_the_command_lists_what_there_is(saved, capsys):

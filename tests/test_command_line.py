@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rsearch import config as configs
+from rsearch.config import recipes as configs
 
 BASE = configs.load("configs/base.py")
 

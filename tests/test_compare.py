@@ -6,7 +6,7 @@ import re
 import pytest
 
 from rsearch import compare
-from rsearch.config import run_command
+from rsearch.config.recipes import run_command
 
 SCORES = {"em": 0.5, "f1": 0.625, "cover_em": 0.75}
 

@@ -10,17 +10,17 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import build
-from rsearch import config as configuration
-from rsearch.build import pretrained, reading
-from rsearch.data.world import make_world
-from rsearch.metrics import read as read_metrics
+from rsearch import setup as build
+from rsearch.config import recipes as configuration
+from rsearch.config.stage_plan import kind_of, stage_config
 from rsearch.models.sharding import make_mesh
-from rsearch.stage_plan import kind_of, stage_config
+from rsearch.runtime.metrics import read as read_metrics
 from rsearch.stages import rl, sft
 from rsearch.types import Group, Outcome, Rollout, Segment, Source
+from rsearch.world import pretrained, reading
+from rsearch.world.world import make_world
+from tests.hosts.test_processes import run_hosts
 from tests.small_run import quick_compilation, run_python, without_times
-from tests.test_hosts import run_hosts
 
 __all__ = ["quick_compilation"]
 _folder = tempfile.TemporaryDirectory(prefix="rsearch-devices-")

@@ -7,11 +7,16 @@ from unittest import mock
 
 import pytest
 
-from rsearch import build, checkpoint, evaluate, export, storage, train
-from rsearch.config import run_command
-from rsearch.manifest import named
-from rsearch.models import huggingface
-from rsearch.workdir import Workdir, read_rows
+from rsearch import evaluate as evaluate_command
+from rsearch import export, train
+from rsearch import setup as build
+from rsearch.config.recipes import run_command
+from rsearch.evaluation import evaluator as evaluate
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.runtime import checkpoint, storage
+from rsearch.runtime.manifest import named
+from rsearch.runtime.workdir import Workdir, read_rows
+from tests.evaluation.test_scoring import GROUPS, OUTCOMES, SCORES, group
 from tests.small_run import (
     arguments,
     config,
@@ -20,7 +25,6 @@ from tests.small_run import (
     run_python,
     without_times,
 )
-from tests.test_scoring import GROUPS, OUTCOMES, SCORES, group
 
 __all__ = ["quick_compilation"]
 FIELDS = {
@@ -191,7 +195,7 @@ def test_an_exported_policy_scores_what_it_scored(exported, tmp_path):
 
 
 def evaluate_here(*command):
-    return run_command(evaluate.main, [*map(str, command)])
+    return run_command(evaluate_command.main, [*map(str, command)])
 
 
 @pytest.mark.parametrize(
@@ -213,7 +217,7 @@ def test_what_cannot_be_evaluated_ends_with_one_line_and_code_2(
     assert (copy / "results.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("main", [evaluate.main, train.command, export.main])
+@pytest.mark.parametrize("main", [evaluate_command.main, train.command, export.main])
 def test_a_wrong_workdir_is_found_before_anything_is_loaded(
     tmp_path, capsys, monkeypatch, main
 ):

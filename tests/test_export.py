@@ -6,9 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import build, evaluate, export
-from rsearch.config import run_command
-from rsearch.models import hf_config, huggingface
+from rsearch import export
+from rsearch import setup as build
+from rsearch.config.recipes import run_command
+from rsearch.evaluation import evaluator as evaluate
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.models.hf import config as hf_config
 from rsearch.models.tokenizer import load_tokenizer
 from tests.small_run import arguments, config, finished, load_setup, quick_compilation
 

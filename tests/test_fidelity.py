@@ -3,7 +3,7 @@
 import pytest
 
 from rsearch import fidelity
-from rsearch.config import run_command
+from rsearch.config.recipes import run_command
 
 NUM_DIFFERENCES, NUM_SWITCHES = 17, 25
 RULES = [

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from rsearch.config import run_command
+from rsearch.config.recipes import run_command
 from rsearch.index import main
+from tests.hosts.test_processes import run_hosts
 from tests.small_run import ROOT, child_environment
-from tests.test_hosts import run_hosts
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from rsearch.workdir import is_free
+from rsearch.runtime.workdir import is_free
 from tests.pretended_checkout import ROOT, checkout
 
 __all__ = ["checkout"]

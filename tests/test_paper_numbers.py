@@ -6,14 +6,14 @@ import itertools
 import pytest
 
 from configs import variants
-from rsearch import config as configuration
-from rsearch.build.parts import policy_protocol
-from rsearch.planning.machines import GPU_SHARE
-from rsearch.protocols import PROTOCOLS
+from rsearch.config import recipes as configuration
+from rsearch.config.stage_plan import stage_config, stage_configs
+from rsearch.plan.dry_run import dry_run
+from rsearch.plan.machines import GPU_SHARE
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.rewards.group import check_terms
 from rsearch.rewards.terms import TERMS
-from rsearch.stage_plan import stage_config, stage_configs
-from rsearch.stages.dry_run import dry_run
+from rsearch.setup.parts import policy_protocol
 
 CHOICES = {  # recipe -> its choices, of which one word each, and its flags
     "search_r1": (
@@ -333,7 +333,7 @@ def check(specs):
 
 @pytest.fixture
 def no_tables(monkeypatch):
-    monkeypatch.setattr("rsearch.console.table", lambda *args: None)
+    monkeypatch.setattr("rsearch.runtime.console.table", lambda *args: None)
 
 
 def test_every_word_is_valid_and_has_a_dry_run(no_tables):

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from rsearch import config as configuration
-from rsearch import plan
-from rsearch.build.costs import memory_of, shape_of
-from rsearch.models import hf_config
-from rsearch.planning.machines import CHIPS, find_machine
-from rsearch.planning.programs import device_bytes, make_frame, stage_programs
-from rsearch.stage_plan import stage_configs
+from rsearch.config import recipes as configuration
+from rsearch.config.stage_plan import stage_configs
+from rsearch.models.hf import config as hf_config
+from rsearch.plan import command as plan
+from rsearch.plan.costs import memory_of, shape_of
+from rsearch.plan.machines import CHIPS, find_machine
+from rsearch.plan.programs import device_bytes, make_frame, stage_programs
 
 SHAPE = {  # heads of 128, as large models have: tiles are full
     "model.vocab_size": 512,

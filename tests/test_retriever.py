@@ -7,10 +7,10 @@ import httpx
 import pytest
 
 from rsearch import retriever
-from rsearch.build.parts import open_search
-from rsearch.config import parse_command_line, validate
-from rsearch.retrieval.remote import RemoteSearch
-from rsearch.serving import JsonServer
+from rsearch.config.recipes import parse_command_line, validate
+from rsearch.retrieval.service import RemoteSearch
+from rsearch.runtime.server import JsonServer
+from rsearch.setup.parts import open_search
 from rsearch.types import Passage
 from tests.running_server import running
 from tests.small_run import config

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rsearch.config import run_command
+from rsearch.config.recipes import run_command
 from rsearch.score import main, read_rows
 
 GOOD = {"question": "q?", "golden_answers": ["Paris"], "prediction": "Paris"}

@@ -15,9 +15,11 @@ import urllib.parse
 
 import pytest
 
-from rsearch import build, compare, export
-from rsearch.models import huggingface
-from rsearch.retrieval.remote import RemoteSearch
+from rsearch import compare, export
+from rsearch import setup as build
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.retrieval.service import RemoteSearch
+from tests.hosts.test_processes import free_port
 from tests.running_server import running
 from tests.small_run import (
     ROOT,
@@ -26,7 +28,6 @@ from tests.small_run import (
     config,
     quick_compilation,
 )
-from tests.test_hosts import free_port
 
 __all__ = ["quick_compilation"]
 KEY = "canary+8f3a/%7Yq&=~wren"  # has what base64 and URLs spell differently

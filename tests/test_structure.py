@@ -15,47 +15,28 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = (  # lowest first; what is not named here is a command, above all of them
-    (
-        "types",
-        "text",
-        "suspicion",
-        "scoring",
-        "metrics",
-        "manifest",
-        "gather",
-        "offload",
-        "checkpoint",
-        "storage",
-        "config",
-        "fields",
-        "rules",
-        "console",
-        "hosts",
-        "in_flight",
-        "journal",
-        "recorded",
-        "peers",
-        "preemption",
-        "workdir",
-        "files",
-        "compiles",
-        "calls",
-        "stage_plan",
-        "crosschecks",
-        "serving",
-        "openapi",
-    ),
+    ("types",),
+    ("text", "config", "runtime", "hosts"),
     ("models", "protocols"),
-    ("data", "retrieval", "rollout", "rewards", "learn"),
-    ("build",),
-    ("planning",),
-    ("evaluate",),
+    (
+        "data",
+        "world",
+        "retrieval",
+        "rollout",
+        "llm",
+        "rewards",
+        "learn",
+        "setup",
+        "plan",
+    ),
+    ("evaluation",),
     ("stages",),
-    ("benching",),
+    ("serve",),
+    ("bench",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-MAX_FILE_LINES = 400
-LONG_FUNCTION, MAX_FUNCTION = 60, 70  # lines of code: the first warns
+MAX_FILE_LINES = 650
+LONG_FUNCTION, MAX_FUNCTION = 90, 150  # lines of code: the first warns
 SOURCES = sorted((ROOT / "rsearch").rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 SCRIPTS = sorted((ROOT / "launch").glob("*.py"))
@@ -120,7 +101,7 @@ def test_modules_import_from_lower_layers_and_their_own_package_only():
         here = name_of(path)
         for node, there in internal_imports(path):
             same = part(here) == part(there)
-            leaves = level_of(here) == level_of(there) == 0  # kept acyclic below
+            leaves = level_of(here) == level_of(there)  # kept acyclic below
             if not (same or leaves or level_of(there) < level_of(here)):
                 wrong.append(f"{where(path, node)}: {here} imports {there}")
     assert not wrong, "\n".join(wrong)
@@ -165,13 +146,17 @@ def test_recipes_are_data():
 
 
 def test_below_build_nothing_knows_configuration_objects():
-    own = {"config", "fields", "rules", "crosschecks", "stage_plan", "workdir"}
-    own |= {"checkpoint"}  # a command, too, which reads flags
+    own = {"config", "runtime", "world", "plan", "setup"}
     for path in SOURCES:
-        if level_of(name_of(path)) < LEVEL["build"] and part(name_of(path)) not in own:
+        if (
+            level_of(name_of(path)) < LEVEL["evaluation"]
+            and part(name_of(path)) not in own
+        ):
             for node, module in imports(TREES[path]):
                 top = module.split(".")[0]
-                is_config = top == "ml_collections" or module == "rsearch.config"
+                is_config = top == "ml_collections" or module.startswith(
+                    "rsearch.config"
+                )
                 assert not is_config, f"{where(path, node)}: imports {module}"
 
 
@@ -255,8 +240,8 @@ def test_heavy_libraries_load_where_they_are_used():
                 assert lazily, f"{where(path, node)}: {module} at the top"
             if top in PEERS:
                 # Beside tests; what is measured runs in a process of its own.
-                place = f"{where(path, node)}: {module} is a peer, for rsearch.benching"
-                assert lazily and part(name_of(path)) == "benching", place
+                place = f"{where(path, node)}: {module} is a peer, for rsearch.bench"
+                assert lazily and part(name_of(path)) == "bench", place
             if top in ("tensorflow", "tensorflow_text"):
                 right = name_of(path) == "rsearch.models.wordpiece"
                 assert right, f"{where(path, node)}: {module} belongs to wordpiece.py"

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from rsearch.config import parse_command_line, run_command
-from rsearch.preemption import SIGNALS
-from rsearch.stage_plan import stage_configs
+from rsearch.config.recipes import parse_command_line, run_command
+from rsearch.config.stage_plan import stage_configs
+from rsearch.hosts.preemption import SIGNALS
 from tests.small_run import arguments, run_python
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

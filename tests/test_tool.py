@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from rsearch import build, index, tool
-from rsearch.config import apply_overrides, load, run_command, validate
-from rsearch.models import huggingface
-from rsearch.types import (
-    Outcome,
-)
+from rsearch import index, tool
+from rsearch import setup as build
+from rsearch.config.recipes import apply_overrides, load, run_command, validate
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.types import Outcome
+from tests.runtime.test_server import ask, serving
 from tests.small_run import (
     ROOT,
     arguments,
@@ -23,7 +23,6 @@ from tests.small_run import (
     config,
     quick_compilation,
 )
-from tests.test_serving import ask, serving
 
 __all__ = ["quick_compilation"]
 RECIPES = [

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from rsearch import build, tool
+from rsearch import setup as build
+from rsearch import tool
 from rsearch.rollout.replay import replay
 from rsearch.types import (
     Group,

@@ -13,11 +13,12 @@ import types
 import numpy as np
 import pytest
 
-from rsearch import checkpoint, train
-from rsearch import config as configuration
-from rsearch.config import run_command
-from rsearch.metrics import read as read_metrics
-from rsearch.workdir import read_rows
+from rsearch import train
+from rsearch.config import recipes as configuration
+from rsearch.config.recipes import run_command
+from rsearch.runtime import checkpoint
+from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.workdir import read_rows
 from tests.small_run import (
     ROOT,
     SIZES,

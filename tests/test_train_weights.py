@@ -6,7 +6,8 @@ import weakref
 import pytest
 from ml_collections import ConfigDict
 
-from rsearch import build, train
+from rsearch import setup as build
+from rsearch import train
 
 STEPS = {"sft": {"steps": 1}, "rl": {"steps": 1}}
 

@@ -23,7 +23,6 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from rsearch.console import note, progress
 from rsearch.data.records import (
     BOM,
     GZIP_ERRORS,
@@ -35,6 +34,7 @@ from rsearch.data.records import (
     file_kind,
     shown,
 )
+from rsearch.runtime.console import note, progress
 from rsearch.types import Passage
 
 VERSION = 1

@@ -11,7 +11,7 @@ import re
 from rsearch.data.demonstrations import Demonstration
 from rsearch.protocols.base import Protocol, Step
 from rsearch.protocols.rewriting import recalled, recollections, rewriting_messages
-from rsearch.text import cover_exact_match, exact_match, f1
+from rsearch.text.normalize import cover_exact_match, exact_match, f1
 from rsearch.types import (
     Answer,
     Lookup,
@@ -154,8 +154,9 @@ def is_right(
         question: that was asked.
         attempt: at it.
         measure: a key of MEASURES; of "f1" anything above 0 is right.
-        normalize: a key of `rsearch.text.NORMALIZERS`.
-        order: of the words in "cover_em", see `rsearch.text.cover_exact_match`.
+        normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
+        order: of the words in "cover_em", see
+            `rsearch.text.normalize.cover_exact_match`.
         max_words: a longer answer is wrong; 0 is no limit.
     """
     if attempt.outcome != Outcome.ANSWERED:

@@ -17,10 +17,10 @@ from rsearch.data.records import (
     shown,
 )
 from rsearch.data.sources import read_records
-from rsearch.data.world import World
-from rsearch.data.world_plans import early_stop, guess, solution
 from rsearch.protocols.base import Protocol, Step
 from rsearch.types import Question
+from rsearch.world.plans import early_stop, guess, solution
+from rsearch.world.world import World
 
 PROTOCOL, DIRECT, RAG = "protocol", "direct", "rag"
 

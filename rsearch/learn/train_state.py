@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from rsearch.hosts.offload import HOST, in_memory, on_device
 from rsearch.models.sharding import param_shardings, replicated, with_shardings
-from rsearch.offload import HOST, in_memory, on_device
 
 
 class TrainState(NamedTuple):

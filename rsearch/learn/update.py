@@ -13,8 +13,8 @@ from rsearch.learn.logprobs import token_logprobs, token_values
 from rsearch.learn.losses import adapted_coefficient, masked_sum, row_weights
 from rsearch.learn.packing import summed
 from rsearch.learn.train_state import Steps, TrainState
-from rsearch.models.adapters import joined, make_merge
 from rsearch.models.decoder import Decoder
+from rsearch.models.lora import joined, make_merge
 from rsearch.models.sharding import batch_sharding, spread
 
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsearch.models.hf_config import MAX_NUMBER, read_object
-from rsearch.models.weights import (
+from rsearch.models.hf.config import MAX_NUMBER, read_object
+from rsearch.models.hf.weights import (
     check_layers,
     extra,
     misfits,

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from rsearch.models.attention import Place, attend_cached, place_in
-from rsearch.models.blocked_attention import attend_within
+from rsearch.models.attention.blocked import attend_within
+from rsearch.models.attention.cached import Place, attend_cached, place_in
+from rsearch.models.attention.splash import ATTENDED
 from rsearch.models.norm import RMSNorm
 from rsearch.models.rotary import LinearScaling, RopeScaling, rotate, rotation
-from rsearch.models.splash import ATTENDED
 
 PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -110,7 +110,7 @@ def adapted(module: nn.Module, name: str, x, y):
     Args:
         module: whose parameter the matrix is.
         name: of the matrix; its adapter is <name>_a and <name>_b (see
-            `rsearch.models.adapters`).
+            `rsearch.models.lora`).
         x: [B, T, D] what the matrix was multiplied with.
         y: [B, T, E] the product.
     """

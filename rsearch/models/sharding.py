@@ -31,7 +31,7 @@ AXES = {
     "up": ("embed", "mlp"),
     "gate_up": ("embed", "gate_or_up", "mlp"),
     "down": ("mlp", "embed"),
-    # Adapters, see rsearch/models/adapters.py.
+    # Adapters, see rsearch/models/lora.py.
     "q_a": ("embed", "rank"),
     "q_b": ("rank", "heads", "head_dim"),
     "k_a": ("embed", "rank"),

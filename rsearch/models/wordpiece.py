@@ -19,8 +19,8 @@ import re
 
 import numpy as np
 
-from rsearch import files
-from rsearch.models.hf_config import read_object
+from rsearch.models.hf.config import read_object
+from rsearch.runtime import files
 
 MAX_WORD_CHARACTERS = 100  # longer words are unknown, as in BertTokenizer
 

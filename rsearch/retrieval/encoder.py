@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsearch import files
 from rsearch.models import bert
-from rsearch.models.huggingface import find_model
+from rsearch.models.hf.checkpoint import find_model
 from rsearch.models.wordpiece import WordPiece
+from rsearch.runtime import files
 
 # Tokens a row is padded to: the shapes that compile. The model's limit is one more.
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)

@@ -7,10 +7,10 @@ import threading
 
 import numpy as np
 
-from rsearch.console import note
 from rsearch.retrieval.nearest import Nearest, build_searcher
 from rsearch.retrieval.parts import PartsError
 from rsearch.retrieval.vectors import Vectors
+from rsearch.runtime.console import note
 
 
 class SearchEngine:

@@ -15,7 +15,6 @@ import pathlib
 
 import xxhash
 
-from rsearch import files
 from rsearch.retrieval.index_parts import (
     SCANN,
     VECTORS,
@@ -26,6 +25,7 @@ from rsearch.retrieval.index_parts import (
 from rsearch.retrieval.nearest import Nearest, Partition
 from rsearch.retrieval.parts import Parts, part_blocks
 from rsearch.retrieval.vectors import shard_name
+from rsearch.runtime import files
 
 FORMAT = 1
 PLAN, MANIFEST = "plan.json", "manifest.json"

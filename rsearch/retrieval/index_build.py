@@ -1,7 +1,8 @@
 """Builds the index of a corpus, alone or with others; goes on where it was stopped.
 
-Hosts that have met (`rsearch.hosts`) call `build_index` together: each encodes its
-share of the shards and builds its share of the parts; the first writes the manifest.
+Hosts that have met (`rsearch.hosts.processes`) call `build_index` together: each
+encodes its share of the shards and builds its share of the parts; the first writes the
+manifest.
 Processes that know nothing of each other, as those of a SLURM array, call
 `encode_share`, each with a number of its own; who then finds no shard missing calls
 `build_index`.
@@ -19,8 +20,7 @@ import time
 
 import numpy as np
 
-from rsearch import files, hosts
-from rsearch.console import note
+from rsearch.hosts import processes as hosts
 from rsearch.retrieval.index import (
     FORMAT,
     MANIFEST,
@@ -50,6 +50,8 @@ from rsearch.retrieval.vectors import (
     num_shards,
     shard_name,
 )
+from rsearch.runtime import files
+from rsearch.runtime.console import note
 
 LOCKS = "locks"
 MAX_SHARD = 65_536  # passages: what a stop may cost

@@ -9,12 +9,12 @@ A part exists once its record does. Brute force needs neither.
 import json
 import shutil
 
-from rsearch import files
-from rsearch.console import note
 from rsearch.retrieval.nearest import Nearest, Partition, build_searcher
 from rsearch.retrieval.parts import part_blocks
 from rsearch.retrieval.scann_library import import_scann
 from rsearch.retrieval.vectors import num_shards, open_vectors, shard_name
+from rsearch.runtime import files
+from rsearch.runtime.console import note
 
 VECTORS, SCANN = "vectors", "scann"
 

@@ -14,9 +14,9 @@ import os
 
 import numpy as np
 
-from rsearch.console import note
 from rsearch.retrieval.exact import ExactSearcher
 from rsearch.retrieval.scann_library import has_scann, import_scann
+from rsearch.runtime.console import note
 
 BRUTE_FORCE_MAX = 20_000  # vectors; of more, codes are compared
 QUANTIZED_MAX = 100_000  # vectors whose codes are all compared; more are partitioned

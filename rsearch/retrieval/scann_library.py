@@ -5,7 +5,7 @@ import importlib.util
 import pathlib
 import sys
 
-from rsearch.console import note
+from rsearch.runtime.console import note
 
 AVX2 = {"avx2", "fma"}  # what its kernels of this name are compiled for
 AVX2_IS_USED = "_ZN14research_scann14flags_internal15should_use_avx2E"

@@ -2,7 +2,7 @@
 
 Hosts search when their rollouts want it, from a thread, and never at one moment. So
 each serves its parts over HTTP to the others, which know its address and its token from
-the meeting at the start (`rsearch.hosts`):
+the meeting at the start (`rsearch.hosts.processes`):
 
     POST /nearest {"queries": base64 of float32 [n, D], "top_k": k}
     {"positions": base64 of int64 [n, k], "scores": base64 of float32 [n, k]}
@@ -21,10 +21,10 @@ from collections.abc import Callable
 import httpx
 import numpy as np
 
-from rsearch import hosts
+from rsearch.hosts import processes as hosts
 from rsearch.retrieval.index import Index
 from rsearch.retrieval.parts import PartsError, best_of
-from rsearch.serving import JSON, JsonServer, RefusedError
+from rsearch.runtime.server import JSON, JsonServer, RefusedError
 
 PATH = "/nearest"
 MAX_BODY_BYTES = 1 << 26  # of a request: 12 thousand queries of 1024 features

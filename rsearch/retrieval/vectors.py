@@ -14,8 +14,8 @@ import pathlib
 
 import numpy as np
 
-from rsearch import files
-from rsearch.console import note, progress
+from rsearch.runtime import files
+from rsearch.runtime.console import note, progress
 
 DTYPES = ("float32", "float16")
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from rsearch import text
 from rsearch.rewards.reading import AnswerScope, Normalize, Order, answer_in
+from rsearch.text import normalize as text
 from rsearch.types import Question, Rollout
 
 
@@ -24,10 +24,10 @@ def answer_em(
     Args:
         question: with its golden answers.
         rollouts: [G] of this question.
-        normalize: a key of `rsearch.text.NORMALIZERS`.
+        normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
         right, wrong: values; R1-Searcher's equation 5 has 1 and -1.
         scope: where the answer is read, as in `rsearch.rewards.reading.answer_in`.
-        empty_matches: as in `rsearch.text.exact_match`.
+        empty_matches: as in `rsearch.text.normalize.exact_match`.
     """
     settings = {"normalize": normalize, "empty_matches": empty_matches}
     scores = (
@@ -78,7 +78,7 @@ def answer_cover_em(
 
     Args:
         question, rollouts, normalize, scope, empty_matches: as in `answer_em`.
-        order: of the words, as in `rsearch.text.cover_exact_match`.
+        order: of the words, as in `rsearch.text.normalize.cover_exact_match`.
         max_words: a longer answer is wrong, so that listing all that is known does not
             pay; R1-Searcher++ allows 10 (its equation 4), and 0 is no limit.
         right, wrong: values; the first stage of R1-Searcher's public Llama run has 1

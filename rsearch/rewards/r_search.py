@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from rsearch import text
 from rsearch.protocols.plain import evidence_messages
 from rsearch.rewards.answers import rounded
 from rsearch.rewards.form import forges
 from rsearch.rewards.reading import Normalize, pairs, policy_boxes, transcript
+from rsearch.text import normalize as text
 from rsearch.types import GenerateFn, Question, Rollout
 
 EVIDENCE = "original_evidence"

@@ -14,8 +14,8 @@ from typing import Literal
 from rsearch.protocols.tagged import boxes, spans
 from rsearch.types import Rollout, Source
 
-Normalize = Literal["squad", "r1_searcher"]  # keys of rsearch.text.NORMALIZERS
-Order = Literal["any", "contiguous", "substring"]  # of rsearch.text.cover_exact_match
+Normalize = Literal["squad", "r1_searcher"]  # see rsearch.text.normalize
+Order = Literal["any", "contiguous", "substring"]  # of words
 AnswerScope = Literal["policy", "transcript", "response"]
 
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from rsearch import text
 from rsearch.rewards.reading import Normalize, answer_in, pairs, transcript
+from rsearch.text import normalize as text
 from rsearch.types import Question, Rollout, Source
 
 TAGS = re.compile(r"(</?(?:think|search|information|answer)>)")
@@ -56,8 +56,8 @@ def search_r1_structure(
             `<|im_start|>assistant` on, without which nothing is structured; whatever
             follows the answer, an `<|im_end|>` too, breaks the structure; the answer is
             the last of at least two boxes.
-        empty_matches: as in `rsearch.text.exact_match`; whatever was retrieved then
-            holds a golden answer of which normalisation leaves nothing.
+        empty_matches: as in `rsearch.text.normalize.exact_match`; whatever was
+            retrieved then holds a golden answer of which normalisation leaves nothing.
     """
     values, settings = [], {"normalize": normalize, "empty_matches": empty_matches}
     for rollout in rollouts:

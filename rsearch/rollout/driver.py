@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rsearch.preemption import PreemptedError
+from rsearch.hosts.preemption import PreemptedError
 from rsearch.rollout.conversation import Host
 from rsearch.rollout.finished import Finished
 from rsearch.rollout.play import Play

@@ -6,8 +6,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from rsearch.journal import Journal
 from rsearch.rollout.sending import decode_groups, encode_groups
+from rsearch.runtime.journal import Journal
 from rsearch.types import Group, Question, Rollout
 
 

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 
-from rsearch.hosts import OtherHostError, check_preempted
-from rsearch.preemption import OutageError
+from rsearch.hosts.preemption import OutageError
+from rsearch.hosts.processes import OtherHostError, check_preempted
 from rsearch.rollout.conversation import Conversation
 from rsearch.types import Search
 

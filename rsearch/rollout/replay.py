@@ -10,15 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rsearch.rollout.conversation import Host
-from rsearch.types import (
-    Answer,
-    Malformed,
-    Outcome,
-    Question,
-    Rollout,
-    Search,
-    Source,
-)
+from rsearch.types import Answer, Malformed, Outcome, Question, Rollout, Search, Source
 
 
 def replay(

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rsearch.models.attention import Cache
-from rsearch.models.pages import Pages
+from rsearch.models.attention.cached import Cache
+from rsearch.models.attention.pages import Pages
 from rsearch.models.sharding import batch_sharding, cut_axes, replicated
 
 

@@ -13,20 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rsearch.models.attention import empty_cache
+from rsearch.models.attention.cached import empty_cache
+from rsearch.models.attention.pages import empty_pages, put_rows
 from rsearch.models.decoder import Decoder
-from rsearch.models.layers import (
-    extended,
-    logits_behind,
-    with_layers_apart,
-)
-from rsearch.models.pages import empty_pages, put_rows
 from rsearch.models.sharding import (
     batch_sharding,
     num_shards,
     place_for_decoding,
     platform_of,
 )
+from rsearch.models.unstacked import extended, logits_behind, with_layers_apart
 from rsearch.rollout.drawing import row_keys, sample
 from rsearch.rollout.rows import (
     Context,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rsearch import hosts
+from rsearch.hosts import processes as hosts
 from rsearch.types import (
     Group,
     Lookup,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rsearch import hosts
+from rsearch.hosts import processes as hosts
 from rsearch.models.sharding import batch_sharding, num_shards, replicated
 from rsearch.rollout.rows import Rows, Turn
 from rsearch.rollout.sampler import Sampler

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from rsearch.models.decoder import Decoder
-from rsearch.models.layers import LARGE_LAYERS
 from rsearch.models.sharding import platform_of
+from rsearch.models.unstacked import LARGE_LAYERS
 
 BLOCK_SIZE = 16  # rows of a small model that a CPU lets write at once
 QUEUE_SHARE = 1 / 16  # of the rows: so many of them write where they stand in a queue

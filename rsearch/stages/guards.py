@@ -13,9 +13,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from rsearch import console, gather, hosts
-from rsearch.config import StoppedError
-from rsearch.manifest import named
+from rsearch.config.recipes import StoppedError
+from rsearch.hosts import collectives as gather
+from rsearch.hosts import processes as hosts
+from rsearch.runtime import console
+from rsearch.runtime.manifest import named
 
 FOLDER = "skipped"  # of a stage: batches of updates that were left out
 FINITE = ("grad_norm", "critic_grad_norm", "reward")

@@ -6,13 +6,14 @@ import math
 import jax
 import numpy as np
 
-from rsearch import build, console
+from rsearch import setup as build
+from rsearch.hosts.offload import on_device
 from rsearch.learn.advantages import with_advantages
 from rsearch.learn.batch import Batch, cut, pack, pack_segments, parts
 from rsearch.learn.objectives import sampler_gap
 from rsearch.learn.packing import packed
 from rsearch.models.sharding import num_shards
-from rsearch.offload import on_device
+from rsearch.runtime import console
 from rsearch.stages.guards import Guards
 from rsearch.types import Outcome
 

@@ -7,13 +7,15 @@ R1-Searcher++ (arXiv 2505.17005) section 4.2.2.
 
 import pathlib
 
-from rsearch import build, console, hosts
+from rsearch import setup as build
 from rsearch.data.order import take
+from rsearch.hosts import processes as hosts
 from rsearch.protocols.rewriting import recalled, rewriting_messages
 from rsearch.rewards.answers import answer_cover_em
 from rsearch.rollout.replay import replay
+from rsearch.runtime import console
+from rsearch.runtime.workdir import read_rows, write_rows
 from rsearch.types import GenerateFn, Group, Question, Rollout
-from rsearch.workdir import read_rows, write_rows
 
 FILE = "memory.jsonl"  # in the stage's directory: {"step", "id", "question", "text"}
 CORRECT = {"normalize": "r1_searcher", "order": "any", "max_words": 10}

@@ -10,19 +10,21 @@ import jax
 import numpy as np
 import xxhash
 
-from rsearch import build, console, hosts
-from rsearch.compiles import num_compiles
+from rsearch import setup as build
+from rsearch.config.fields import to_json
 from rsearch.data.order import take
-from rsearch.fields import to_json
-from rsearch.journal import Journal
-from rsearch.metrics import MetricsLog
-from rsearch.recorded import recorded_search
+from rsearch.hosts import processes as hosts
 from rsearch.rewards.group import reward_groups
 from rsearch.rollout.finished import Finished, fingerprint
 from rsearch.rollout.sending import Rewarded, share_rewarded
+from rsearch.runtime import console
+from rsearch.runtime.compiles import num_compiles
+from rsearch.runtime.journal import Journal
+from rsearch.runtime.metrics import MetricsLog
+from rsearch.runtime.recorded import recorded_search
 from rsearch.stages.learning import Learning, has_spread, signals
 from rsearch.stages.state import Progress
-from rsearch.suspicion import suspects
+from rsearch.text.suspicion import suspects
 from rsearch.types import Outcome, Source
 
 SEEDS = 1 << 32  # of runs: what is drawn again has another beyond these

@@ -5,13 +5,14 @@ import time
 
 import jax
 
-from rsearch import build, console
-from rsearch.compiles import num_compiles
+from rsearch import setup as build
 from rsearch.data.order import take
 from rsearch.learn.batch import cut, pack_segments
 from rsearch.learn.packing import packed
-from rsearch.metrics import MetricsLog
 from rsearch.models.sharding import num_shards
+from rsearch.runtime import console
+from rsearch.runtime.compiles import num_compiles
+from rsearch.runtime.metrics import MetricsLog
 from rsearch.stages.state import Progress
 
 

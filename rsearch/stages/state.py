@@ -3,12 +3,15 @@
 import contextlib
 import time
 
-from rsearch import build, checkpoint, console, hosts, preemption
-from rsearch.config import StoppedError
-from rsearch.evaluate import CHECKPOINTS
-from rsearch.metrics import MetricsLog, from_json, read, to_json
+from rsearch import setup as build
+from rsearch.config.recipes import StoppedError
+from rsearch.evaluation.evaluator import CHECKPOINTS
+from rsearch.hosts import preemption
+from rsearch.hosts import processes as hosts
+from rsearch.runtime import checkpoint, console
+from rsearch.runtime.metrics import MetricsLog, from_json, read, to_json
+from rsearch.runtime.workdir import read_rows, write_rows
 from rsearch.stages.guards import Collapse, Guards
-from rsearch.workdir import read_rows, write_rows
 
 # In a checkpoint's meta: the row of its last step, where it is not yet measured, and
 # what the guards have counted.

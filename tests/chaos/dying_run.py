@@ -20,10 +20,10 @@ PLACES = {  # module, class or "", function
     "search": ("rsearch.rollout.play", "Play", "_find"),
     "reward": ("rsearch.stages.rl", "", "rewarded"),
     "update": ("rsearch.learn.update", "Learner", "update"),
-    "save": ("rsearch.storage", "", "write_tree"),
-    "rename": ("rsearch.files", "", "replace"),
+    "save": ("rsearch.runtime.storage", "", "write_tree"),
+    "rename": ("rsearch.runtime.files", "", "replace"),
     "garbage": ("rsearch.checkpoint", "", "_delete"),
-    "metrics": ("rsearch.files", "", "append"),
+    "metrics": ("rsearch.runtime.files", "", "append"),
 }
 
 
@@ -49,7 +49,7 @@ def watch(place: str, number: int, milliseconds: float) -> None:
 def main(place, number, milliseconds, *arguments) -> int:
     """The command."""
     from rsearch import train
-    from rsearch.config import run_command
+    from rsearch.config.recipes import run_command
 
     watch(place, int(number), float(milliseconds))
     return run_command(train.command, arguments)

@@ -23,8 +23,8 @@ import threading
 import time
 from typing import NamedTuple
 
+from tests.hosts.test_processes import free_port
 from tests.small_run import ROOT, child_environment
-from tests.test_hosts import free_port
 
 PATH = "/retrieve"
 JUNK = "what no query has found"

@@ -30,8 +30,8 @@ import tempfile
 import time
 import traceback
 
-from rsearch import console
-from rsearch.config import parse_flags, run_command
+from rsearch.config.recipes import parse_flags, run_command
+from rsearch.runtime import console
 from tests.chaos.mutations import damage
 
 FLAGS = {

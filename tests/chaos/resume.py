@@ -15,10 +15,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from rsearch import checkpoint, console
-from rsearch.config import parse_flags, run_command
-from rsearch.metrics import read as read_metrics
-from rsearch.workdir import read_rows
+from rsearch.config.recipes import parse_flags, run_command
+from rsearch.runtime import checkpoint, console
+from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.workdir import read_rows
 from tests.chaos.dying_run import PLACES
 from tests.small_run import PPO, arguments, run_python, without_times
 

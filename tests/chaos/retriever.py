@@ -22,10 +22,10 @@ import tempfile
 import time
 from typing import NamedTuple
 
-from rsearch import console
-from rsearch.config import parse_flags, run_command
-from rsearch.evaluate import read_results
-from rsearch.metrics import read as read_metrics
+from rsearch.config.recipes import parse_flags, run_command
+from rsearch.evaluation.evaluator import read_results
+from rsearch.runtime import console
+from rsearch.runtime.metrics import read as read_metrics
 from tests.chaos.faulty_retriever import FAULTS, JUNK, KILLED, Proxy, Retriever
 from tests.small_run import ROOT
 

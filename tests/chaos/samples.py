@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsearch import checkpoint
-from rsearch.config import load, parse_command_line, validate
+from rsearch.config.recipes import load, parse_command_line, validate
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
-from rsearch.evaluate import read_results
-from rsearch.metrics import read as read_metrics
-from rsearch.models import huggingface
-from rsearch.models.hf_config import read_spec
+from rsearch.evaluation.evaluator import read_results
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.models.hf.config import read_spec
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.retrieval.encoder import HashedNgrams, load_encoder
 from rsearch.retrieval.index import open_index
 from rsearch.retrieval.index_build import build_index
-from rsearch.workdir import Workdir, read_rows
+from rsearch.runtime import checkpoint
+from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.workdir import Workdir, read_rows
 from tests.models.tiny_bert import write_tiny_bert
 from tests.rollout import tiny
 

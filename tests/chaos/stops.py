@@ -20,12 +20,12 @@ import sys
 import tempfile
 import time
 
-from rsearch import checkpoint, console
-from rsearch.config import parse_flags, run_command
-from rsearch.metrics import read as read_metrics
-from rsearch.preemption import EXIT_CODE
+from rsearch.config.recipes import parse_flags, run_command
+from rsearch.hosts.preemption import EXIT_CODE
+from rsearch.runtime import checkpoint, console
+from rsearch.runtime.metrics import read as read_metrics
+from tests.hosts.test_processes import free_port
 from tests.small_run import ROOT
-from tests.test_hosts import free_port
 
 MAX_SECONDS, MAX_SILENT_SECONDS = 5.0, 15.0
 SPREAD_SECONDS = 6.0  # of the instants, from the second row of a start: a step or two

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from rsearch import checkpoint
+from rsearch.runtime import checkpoint
 from tests.running_server import running
 from tests.small_run import arguments, run_python
 

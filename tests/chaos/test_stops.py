@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.stops`, slow; tests/test_preemption.py has quick ones.
+"""`python -m tests.chaos.stops`, slow; tests/hosts/test_preemption.py has quick ones.
 
 Seconds are of a machine with nothing beside it.
 """

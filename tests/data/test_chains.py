@@ -16,8 +16,8 @@ from rsearch.data.chains import (
     split_chain,
 )
 from rsearch.data.curation import attempt_of
-from rsearch.protocols import PROTOCOLS
 from rsearch.protocols.base import Step
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.types import Answer, Outcome, Passage, Question, Search
 from tests.rewards.play import PARIS, play
 

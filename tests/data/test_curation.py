@@ -24,8 +24,9 @@ from rsearch.data.curation import (
 )
 from rsearch.data.demonstrations import Demonstration, load_demonstrations
 from rsearch.data.questions import load_questions
-from rsearch.protocols import PROTOCOLS, SEARCH_R1
 from rsearch.protocols.base import Step
+from rsearch.protocols.table import PROTOCOLS
+from rsearch.protocols.tagged import SEARCH_R1
 from rsearch.types import Answer, Outcome, Passage, Question, Search
 from tests.rewards.play import PARIS, play
 

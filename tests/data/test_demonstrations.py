@@ -4,17 +4,12 @@ import json
 
 import pytest
 
-from rsearch.data.demonstrations import (
-    DIRECT,
-    PROTOCOL,
-    RAG,
-    load_demonstrations,
-)
+from rsearch.data.demonstrations import DIRECT, PROTOCOL, RAG, load_demonstrations
 from rsearch.data.demonstrations import world_demonstrations as demonstrations_of
-from rsearch.data.world import KINDS, RELATIONS, make_world
-from rsearch.data.world_texts import world_words
-from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.types import Answer, Search
+from rsearch.world.texts import world_words
+from rsearch.world.world import KINDS, RELATIONS, make_world
 
 SEARCH_R1 = PROTOCOLS["search_r1"]
 SHARES = dict(repeats=2, flawed_share=0.65, guess_share=0.2, baseline_share=0.1)

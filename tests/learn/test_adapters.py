@@ -12,10 +12,10 @@ from rsearch.learn.objectives import policy_loss, value_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state
 from rsearch.learn.update import Critic, Learner
-from rsearch.models.adapters import MATRICES, init_adapters, joined, merged
 from rsearch.models.decoder import Decoder
+from rsearch.models.lora import MATRICES, init_adapters, joined, merged
 from rsearch.models.sharding import make_mesh, param_shardings
-from rsearch.planning.flops import count_flops
+from rsearch.plan.flops import count_flops
 from tests.learn.test_update import (
     ADAMW,
     GRPO,
@@ -26,7 +26,7 @@ from tests.learn.test_update import (
     make_batch,
     one_device,
 )
-from tests.models.test_adapters import adapters
+from tests.models.test_lora import adapters
 from tests.rollout import tiny
 
 SCALE, RANK = 1.5, 3

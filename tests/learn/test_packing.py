@@ -13,9 +13,9 @@ from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.packing import packed
 from rsearch.learn.train_state import create_state
 from rsearch.learn.update import Learner, accumulate, put
-from rsearch.models.adapters import MATRICES, init_adapters
+from rsearch.models.lora import MATRICES, init_adapters
 from rsearch.models.sharding import make_mesh, param_shardings
-from rsearch.planning.flops import count_flops
+from rsearch.plan.flops import count_flops
 from rsearch.types import Segment, Source
 from tests.learn.test_critic import critic_of
 from tests.learn.test_update import ADAMW, MODEL, all_logits, one_device

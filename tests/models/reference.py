@@ -10,9 +10,11 @@ import numpy as np
 import torch
 import transformers
 
-from rsearch.models import hf_config, huggingface, weights
-from rsearch.models.attention import empty_cache
+from rsearch.models.attention.cached import empty_cache
 from rsearch.models.decoder import Decoder
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.models.hf import config as hf_config
+from rsearch.models.hf import weights
 
 # With more, torch's threads wait for each other wherever the machine is busy.
 torch.set_num_threads(1)

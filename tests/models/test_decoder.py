@@ -10,12 +10,8 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsearch.models.attention import Cache, empty_cache
-from rsearch.models.decoder import (
-    Decoder,
-    DecoderSpec,
-    init_params,
-)
+from rsearch.models.attention.cached import Cache, empty_cache
+from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 from rsearch.models.rotary import (
     LinearScaling,
     RopeScaling,

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rsearch import hosts
-from rsearch.compiles import num_compiles
-from rsearch.config import parse_flags
+from rsearch.config.recipes import parse_flags
+from rsearch.hosts import processes as hosts
 from rsearch.models import sharding
-from rsearch.models.attention import empty_cache
+from rsearch.models.attention.cached import empty_cache
 from rsearch.models.decoder import Decoder, DecoderSpec, init_params
+from rsearch.runtime.compiles import num_compiles
+from tests.hosts.test_processes import run_hosts
 from tests.models import reference
-from tests.test_hosts import run_hosts
 
 SPEC = DecoderSpec(
     vocab_size=32,

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.data.world import make_world
-from rsearch.data.world_texts import world_words
 from rsearch.models.small_tokenizer import ROLES, train_tokenizer
-from rsearch.protocols import PROTOCOLS
 from rsearch.protocols.base import Step
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.types import Search
+from rsearch.world.texts import world_words
+from rsearch.world.world import make_world
 from tests.small_run import run_python
 
 TAGS = ("<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>")

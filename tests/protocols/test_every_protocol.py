@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsearch.protocols import PROTOCOLS, make_protocol
 from rsearch.protocols.base import Step
+from rsearch.protocols.table import PROTOCOLS, make_protocol
 from rsearch.types import Answer, Cut, Malformed, Passage, Search
 
 EVERY = pytest.mark.parametrize("name", PROTOCOLS)

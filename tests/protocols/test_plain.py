@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.protocols import SEARCH_R1, plain
+from rsearch.protocols import plain
+from rsearch.protocols.tagged import SEARCH_R1
 from rsearch.types import Answer, Passage
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from configs import r1_searcher, rearag
-from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.table import PROTOCOLS
 
 
 def letters(text):

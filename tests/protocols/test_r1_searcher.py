@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.types import Answer, Malformed, Passage, Search
 
 BASE, CHAT = PROTOCOLS["r1_searcher"], PROTOCOLS["r1_searcher_chat"]

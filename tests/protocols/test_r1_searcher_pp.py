@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.protocols import PROTOCOLS
 from rsearch.protocols.base import Step
 from rsearch.protocols.r1_searcher_pp import boxed, parse, render
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.types import Answer, Malformed, Passage, Search
 
 PROTOCOL = PROTOCOLS["r1_searcher_pp"]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.protocols import PROTOCOLS, make_protocol
 from rsearch.protocols.rag_r1 import ends_whole, split_naive, split_quoted
+from rsearch.protocols.table import PROTOCOLS, make_protocol
 from rsearch.protocols.tagged import INVALID_MESSAGE
 from rsearch.types import Answer, Cut, Malformed, Passage, Search
 

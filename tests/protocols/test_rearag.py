@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.rearag import CHAINS_EXAMPLE
-from rsearch.protocols import PROTOCOLS
 from rsearch.protocols.base import Step
 from rsearch.protocols.rearag import parse, read_literal, render
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.types import Answer, Malformed, Passage, Search
 
 PROTOCOL = PROTOCOLS["rearag"]

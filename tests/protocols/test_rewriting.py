@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.protocols import PROTOCOLS
 from rsearch.protocols.base import Step
 from rsearch.protocols.rewriting import (
     INTERNAL,
@@ -16,6 +15,7 @@ from rsearch.protocols.rewriting import (
     recollections,
     rewriting_messages,
 )
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.protocols.tagged import spans
 from rsearch.types import Answer, Passage, Search
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.protocols import PROTOCOLS
 from rsearch.protocols.base import Step
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.protocols.tagged import SEARCH_R1, boxes, mentions_tag
 from rsearch.types import Answer, Malformed, Passage, Search
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from rsearch.data.world import make_world
 from rsearch.models import bert
 from rsearch.retrieval.encoder import BertEncoder, HashedNgrams, load_encoder
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.types import Passage
+from rsearch.world.world import make_world
 from tests.models.tiny_bert import write_tiny_bert
 
 WORDS = ["the", "city", "river", "wanted", "a", "b", "c", "want", "中", "é", "?"]

@@ -7,12 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from rsearch import files, hosts
+from rsearch.hosts import processes as hosts
 from rsearch.retrieval import index_build
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.index import open_index
 from rsearch.retrieval.index_build import build_index, encode_share, plan_index
 from rsearch.retrieval.parts import part_blocks
+from rsearch.runtime import files
 from tests.retrieval.fakes import FileCorpus, TableEncoder, numbered
 
 SETTINGS = {"shard_size": 8, "kind": "partitioned"}

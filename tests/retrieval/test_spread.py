@@ -12,17 +12,17 @@ import httpx
 import numpy as np
 import pytest
 
-from rsearch import hosts
+from rsearch.hosts import processes as hosts
 from rsearch.retrieval import spread as spread_module
 from rsearch.retrieval.engine import PassageList, SearchEngine
 from rsearch.retrieval.nearest import Nearest, build_searcher
 from rsearch.retrieval.parts import PartsError
 from rsearch.retrieval.spread import PATH, PartServer, RemoteParts, SpreadParts
 from rsearch.retrieval.vectors import Vectors
-from rsearch.serving import JsonServer, RefusedError
+from rsearch.runtime.server import JsonServer, RefusedError
+from tests.hosts.test_processes import run_hosts
 from tests.retrieval.fakes import TableEncoder, numbered, unit_rows
 from tests.running_server import running
-from tests.test_hosts import run_hosts
 
 
 def exact(rows):
@@ -226,8 +226,8 @@ def test_a_bad_question_is_refused_and_the_host_goes_on(rows, body):
 
 def talk(argv):
     """What each of two hosts finds, when it likes, in an index that they share."""
-    from rsearch.build.parts import open_search
-    from rsearch.config import parse_flags
+    from rsearch.config.recipes import parse_flags
+    from rsearch.setup.parts import open_search
     from tests.small_run import config
 
     flags = {**hosts.FLAGS, "index": ("", ""), "corpus": ("", "")}
@@ -246,7 +246,7 @@ def talk(argv):
 
 
 def test_two_hosts_find_in_halves_what_one_finds_in_the_whole(tmp_path):
-    from rsearch.config import run_command
+    from rsearch.config.recipes import run_command
     from rsearch.index import main
 
     corpus = tmp_path / "corpus.jsonl"
@@ -260,7 +260,7 @@ def test_two_hosts_find_in_halves_what_one_finds_in_the_whole(tmp_path):
         own = [f"--out={tmp_path / name}", f"--parts={parts}"]
         assert run_command(main, [*common, *own]) == 0
 
-    from rsearch.build.parts import open_search
+    from rsearch.setup.parts import open_search
     from tests.small_run import config
 
     settings = {"retrieval__index": str(tmp_path / "one"), "retrieval__top_k": 4}

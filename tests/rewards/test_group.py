@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from rsearch.protocols import PROTOCOLS
-from rsearch.rewards.group import (
-    check_terms,
-    needs_judge,
-    reward_group,
-    reward_groups,
-)
+from rsearch.protocols.table import PROTOCOLS
+from rsearch.rewards.group import check_terms, needs_judge, reward_group, reward_groups
 from rsearch.types import Group, Outcome, Passage, Question
 from tests.rewards.play import PARIS, Judge, play
 

@@ -11,16 +11,16 @@ import unicodedata
 import numpy as np
 import pytest
 
-from rsearch import console
-from rsearch.build.parts import prompts
-from rsearch.evaluate import transcripts
+from rsearch.evaluation.evaluator import transcripts
 from rsearch.models.small_tokenizer import train_tokenizer
 from rsearch.models.tokenizer import load_tokenizer
-from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.rollout.conversation import Host, Limits
+from rsearch.runtime import console
+from rsearch.runtime.workdir import read_rows, write_rows
+from rsearch.setup.parts import prompts
 from rsearch.tool import result_of
 from rsearch.types import Answer, Group, Search, Source
-from rsearch.workdir import read_rows, write_rows
 from tests.hostile_corpus import CASES, HUGE
 from tests.rewards.play import PARIS, play
 from tests.rewards.test_hostile_passages import (

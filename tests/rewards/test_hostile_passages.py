@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.rewards.group import check_terms, reward_group
 from rsearch.rewards.terms import TERMS
 from rsearch.types import Answer, Group, Passage, Search, Source

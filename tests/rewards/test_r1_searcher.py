@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.rewards.terms import (
     answer_cover_em,
     answer_f1,

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.rewards.terms import answer_f1, evidence_f1, r_search_format
 from rsearch.types import Outcome, Passage, Question
 from tests.rewards.play import PARIS, Judge, earned, play

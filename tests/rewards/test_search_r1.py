@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.rewards.terms import answer_em, search_r1_structure
 from rsearch.types import Passage, Question
 from tests.rewards.play import play, with_observations

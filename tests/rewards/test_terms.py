@@ -5,7 +5,7 @@ import typing
 
 import pytest
 
-from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.rewards.reading import Normalize
 from rsearch.rewards.terms import (
     TERMS,
@@ -15,7 +15,7 @@ from rsearch.rewards.terms import (
     format_ok,
     overlong,
 )
-from rsearch.text import NORMALIZERS
+from rsearch.text.normalize import NORMALIZERS
 from rsearch.types import Passage, Question
 from tests.rewards.play import PARIS, play
 

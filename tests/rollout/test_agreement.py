@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rsearch.learn.logprobs import token_logprobs
-from rsearch.models import layers
+from rsearch.models import unstacked as layers
 from rsearch.models.sharding import make_mesh
 from rsearch.rollout import writers
 from rsearch.rollout.driver import RolloutEngine

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rsearch.journal import Journal
 from rsearch.rollout.finished import Finished, fingerprint
 from rsearch.rollout.sending import encode_groups
+from rsearch.runtime.journal import Journal
 from tests.rollout.scripted import ANSWERS, SEARCHES, WHO, play
 from tests.rollout.test_sending import plain
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsearch.models.tokenizer import Tokenizer
-from rsearch.protocols import PROTOCOLS, make_protocol
 from rsearch.protocols.base import Step
+from rsearch.protocols.table import PROTOCOLS, make_protocol
 from rsearch.rollout.conversation import (
     Host,
     Limits,
@@ -21,15 +21,7 @@ from rsearch.rollout.conversation import (
     shown_tokens,
 )
 from rsearch.rollout.replay import replay
-from rsearch.types import (
-    Answer,
-    Lookup,
-    Outcome,
-    Passage,
-    Question,
-    Search,
-    Source,
-)
+from rsearch.types import Answer, Lookup, Outcome, Passage, Question, Search, Source
 from tests.rollout import tiny
 from tests.rollout.test_conversation import HOSTILE, Engine, decode, encode
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rsearch.protocols import PROTOCOLS
+from rsearch.protocols.table import PROTOCOLS
 from rsearch.rollout.conversation import Host
 from rsearch.rollout.replay import replay
 from rsearch.types import Outcome, Source

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rsearch.preemption import OutageError
+from rsearch.hosts.preemption import OutageError
 from rsearch.types import Passage
 from tests.rollout.scripted import (
     ANSWERS,

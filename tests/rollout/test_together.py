@@ -2,7 +2,7 @@
 
 import pytest
 
-from rsearch import hosts
+from rsearch.hosts import processes as hosts
 from rsearch.models.sharding import make_mesh
 from rsearch.rollout.together import SharedSampler
 from tests.rollout import tiny

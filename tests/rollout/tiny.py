@@ -27,14 +27,7 @@ from rsearch.rollout.conversation import (
 )
 from rsearch.rollout.driver import RolloutEngine
 from rsearch.rollout.sampler import Sampler
-from rsearch.types import (
-    Answer,
-    Malformed,
-    Observation,
-    Passage,
-    Question,
-    Search,
-)
+from rsearch.types import Answer, Malformed, Observation, Passage, Question, Search
 
 WORDS = (
     "who was born in the city where river mountain lies director film company <search> "

@@ -6,11 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import build, checkpoint, evaluate, export
-from rsearch.build import agents
-from rsearch.config import run_command
-from rsearch.metrics import read as read_metrics
-from rsearch.models import huggingface
+from rsearch import export
+from rsearch import setup as build
+from rsearch.config.recipes import run_command
+from rsearch.evaluation import evaluator as evaluate
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.runtime import checkpoint
+from rsearch.runtime.metrics import read as read_metrics
+from rsearch.setup import agents
 from rsearch.stages import rl
 from tests.small_run import (
     arguments,

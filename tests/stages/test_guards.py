@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import build, checkpoint
-from rsearch.config import StoppedError
-from rsearch.evaluate import CHECKPOINTS
-from rsearch.metrics import read as read_metrics
+from rsearch import setup as build
+from rsearch.config.recipes import StoppedError
+from rsearch.evaluation.evaluator import CHECKPOINTS
+from rsearch.runtime import checkpoint
+from rsearch.runtime.metrics import read as read_metrics
 from rsearch.stages import rl, sft
 from rsearch.stages.guards import FOLDER, Guards
 from rsearch.stages.learning import Learning

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import build, checkpoint
-from rsearch.evaluate import CHECKPOINTS
-from rsearch.metrics import read as read_metrics
+from rsearch import setup as build
+from rsearch.evaluation.evaluator import CHECKPOINTS
+from rsearch.runtime import checkpoint
+from rsearch.runtime.metrics import read as read_metrics
 from rsearch.stages import rl
 from rsearch.stages.guards import Guards
 from rsearch.stages.learning import Learning, _learns

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rsearch.protocols.base import Step
+from rsearch.runtime.workdir import read_rows
 from rsearch.stages.memory import FILE, Memory, open_memory
 from rsearch.types import (
     Answer,
@@ -17,7 +18,6 @@ from rsearch.types import (
     Segment,
     Source,
 )
-from rsearch.workdir import read_rows
 from tests.small_run import config, load_setup, quick_compilation
 
 __all__ = ["quick_compilation"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rsearch import checkpoint
+from rsearch.runtime import checkpoint
 from tests.small_run import arguments, quick_compilation, run_python
 
 __all__ = ["quick_compilation"]

@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import build, preemption
-from rsearch.evaluate import Evaluator
+from rsearch import setup as build
+from rsearch.evaluation.evaluator import Evaluator
+from rsearch.hosts import preemption
 from rsearch.learn.train_state import create_state
 from rsearch.learn.update import Learner
-from rsearch.metrics import read as read_metrics
-from rsearch.models import huggingface
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.runtime.metrics import read as read_metrics
 from rsearch.stages import rl
 from rsearch.stages.learning import Learning
 from rsearch.types import Group, Lookup, Outcome, Question, Rollout, Segment, Source

@@ -7,14 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import build, checkpoint
-from rsearch.config import StoppedError
-from rsearch.evaluate import CHECKPOINTS
-from rsearch.metrics import read as read_metrics
-from rsearch.preemption import PreemptedError
+from rsearch import setup as build
+from rsearch.config.recipes import StoppedError
+from rsearch.evaluation.evaluator import CHECKPOINTS
+from rsearch.hosts.preemption import PreemptedError
+from rsearch.runtime import checkpoint
+from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.workdir import read_rows
 from rsearch.stages import rl
 from rsearch.stages.state import Progress
-from rsearch.workdir import read_rows
 from tests.small_run import config, load_setup, quick_compilation
 from tests.stages.test_rl import ONE_STEP
 

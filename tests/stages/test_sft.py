@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsearch import build
+from rsearch import setup as build
 from rsearch.data.order import take
-from rsearch.metrics import read as read_metrics
+from rsearch.runtime.metrics import read as read_metrics
 from rsearch.stages import sft
 from rsearch.types import Source
 from tests.small_run import config, load_setup, quick_compilation

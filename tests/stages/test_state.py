@@ -11,11 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import build, checkpoint, preemption, storage
-from rsearch.evaluate import CHECKPOINTS
+from rsearch import setup as build
+from rsearch.evaluation.evaluator import CHECKPOINTS
+from rsearch.hosts import preemption
 from rsearch.learn.update import Learner
-from rsearch.metrics import MetricsLog
-from rsearch.metrics import read as read_metrics
+from rsearch.runtime import checkpoint, storage
+from rsearch.runtime.metrics import MetricsLog
+from rsearch.runtime.metrics import read as read_metrics
 from rsearch.stages import rl, sft, state
 from rsearch.stages.guards import Guards
 from rsearch.stages.state import Progress

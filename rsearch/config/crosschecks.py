@@ -1,0 +1,362 @@
+"""What must fit together in a configuration; one function for each rule."""
+
+from rsearch.config.stage_plan import AGENTS, URLS, kinds
+
+MOST_BFLOAT16_DECAY = 0.996  # 1 - 2^-8, half of a bfloat16's last bit
+
+
+def _check_sources(c):
+    if not c.tokenizer.source and not c.model.source:
+        raise ValueError(
+            "config.tokenizer.source and config.model.source are both empty: name a "
+            "tokenizer ('world' is the embedded one)"
+        )
+
+
+def _check_world(c):
+    if c.model.source and c.tokenizer.source == "world":
+        raise ValueError(
+            f"config.tokenizer.source = 'world' does not belong to "
+            f"config.model.source = {c.model.source!r}; '' takes the model's own"
+        )
+    if c.retrieval.index and c.retrieval.corpus == "world":
+        raise ValueError(
+            f"config.retrieval.index = {c.retrieval.index!r} is no index of "
+            "config.retrieval.corpus = 'world'; '' takes the index's own corpus"
+        )
+    named = {"data.train": c.data.train, "data.dev": c.data.dev}
+    if "sft" in kinds(c):
+        named["sft.demonstrations"] = c.sft.demonstrations
+    for name, value in named.items():
+        if value.partition(":")[0] == "world" and c.retrieval.corpus != "world":
+            raise ValueError(
+                f"config.{name} = {value!r} asks about a world that "
+                f"config.retrieval.corpus = {c.retrieval.corpus!r} does not hold"
+            )
+
+
+def _check_sharing(c):
+    r = c.retrieval
+    if r.fetch_pages and not (r.url and r.api == "serper"):
+        raise ValueError(
+            "config.retrieval.fetch_pages = True reads the pages that a web search "
+            f"finds: config.retrieval.api = {r.api!r} is none"
+        )
+    if r.url and r.index:
+        raise ValueError(
+            f"config.retrieval.url = {r.url!r} and config.retrieval.index = "
+            f"{r.index!r}: name one of them"
+        )
+    if r.sharded and not r.index:
+        raise ValueError(
+            "config.retrieval.sharded = True shares the parts of an index among hosts: "
+            "config.retrieval.index = '' names none"
+        )
+    if r.url and r.search_seconds <= r.outage_seconds + r.timeout_seconds:
+        raise ValueError(
+            f"config.retrieval.search_seconds = {r.search_seconds} ends a run before "
+            f"its service may be away for outage_seconds = {r.outage_seconds}, and "
+            f"answer in timeout_seconds = {r.timeout_seconds}"
+        )
+
+
+def _check_reranker(c):
+    r = c.retrieval
+    if r.reranker and r.rerank_from < r.top_k:
+        raise ValueError(
+            f"config.retrieval.rerank_from = {r.rerank_from} passages are put in order "
+            f"by config.retrieval.reranker, fewer than the top_k = {r.top_k} to be kept"
+        )
+
+
+def _check_endpoints(c):
+    for name in AGENTS:
+        source = c[name].source
+        if not source.startswith(URLS):
+            continue
+        if any(sign in source for sign in "@?#"):  # not shown: it may be a secret
+            raise ValueError(
+                f"config.{name}.source is a URL that holds a password, a query or a "
+                f"fragment; a key is read from the environment variable that "
+                f"config.{name}.api_key_env names"
+            )
+        if not c[name].name:
+            raise ValueError(
+                f"config.{name}.name = '': an endpoint has several models, and "
+                f"config.{name}.source = {source!r} is one: name the model"
+            )
+
+
+def _check_reader(c):
+    asked = [m for m in c.eval.methods if m == "evidence" or m.startswith("reader_")]
+    if asked and not c.reader.source:
+        raise ValueError(
+            f"config.eval.methods names {asked[0]!r}, which asks a reader: name one in "
+            "config.reader.source"
+        )
+    if "evidence" in asked and c.protocol.name != "r_search":
+        raise ValueError(
+            "config.eval.methods names 'evidence', which only protocol 'r_search' "
+            f"writes; config.protocol.name = {c.protocol.name!r}"
+        )
+
+
+def _check_retrieved(c):
+    if "rl" in kinds(c) and not c.rl.mask_retrieved and c.rl.behavior == "sampled":
+        raise ValueError(
+            "config.rl.mask_retrieved = False needs config.rl.behavior = 'scored': "
+            "nobody has sampled what was retrieved"
+        )
+    if "rl" in kinds(c) and not c.rl.mask_retrieved and c.rl.tis_cap:
+        raise ValueError(
+            f"config.rl.mask_retrieved = False does not go with config.rl.tis_cap = "
+            f"{c.rl.tis_cap}: what was retrieved has no sampler's probability"
+        )
+
+
+def _check_nucleus(c):
+    if "rl" in kinds(c) and c.rollout.top_p < 1 and c.rl.behavior == "sampled":
+        raise ValueError(
+            f"config.rollout.top_p = {c.rollout.top_p} needs config.rl.behavior = "
+            "'scored': log-probabilities within the nucleus do not compare with the "
+            "trainer's, which are over the whole vocabulary"
+        )
+
+
+def _check_shape(c):
+    if c.model.source:
+        return
+    heads, kv_heads = c.model.num_heads, c.model.num_kv_heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"config.model.num_heads = {heads} is not a multiple of "
+            f"config.model.num_kv_heads = {kv_heads}"
+        )
+    if kv_heads % c.mesh.tensor:
+        raise ValueError(
+            f"config.model.num_kv_heads = {kv_heads} is not a multiple of "
+            f"config.mesh.tensor = {c.mesh.tensor}"
+        )
+
+
+def _check_queries(c):
+    p = c.protocol
+    is_changed = p.max_queries or p.json_ascii or not p.quotes_keep_commas
+    if is_changed and p.name != "rag_r1_mq":
+        raise ValueError(
+            f"config.protocol.max_queries = {p.max_queries}, json_ascii = "
+            f"{p.json_ascii} and quotes_keep_commas = {p.quotes_keep_commas} are "
+            f"settings of rag_r1_mq, and config.protocol.name = {p.name!r}"
+        )
+
+
+def _check_context(c):
+    r = c.rollout
+    turns = max(1, r.max_searches + r.forced_final_turn)
+    needed = (
+        r.max_prompt_tokens
+        + turns * r.max_turn_tokens
+        + (turns - 1) * r.max_observation_tokens
+    )
+    if 0 < r.context_tokens < needed:
+        raise ValueError(
+            f"config.rollout.context_tokens = {r.context_tokens} is too small: prompt "
+            f"{r.max_prompt_tokens} + {turns} turns x {r.max_turn_tokens} + "
+            f"{turns - 1} observations x {r.max_observation_tokens} = {needed} "
+            f"tokens, and the tags around observations; 0 has it computed"
+        )
+
+
+def _check_together(c):
+    if not c.rollout.together:
+        return
+    for name in AGENTS:
+        source = c[name].source
+        if source and not source.startswith(URLS):
+            raise ValueError(
+                f"config.{name}.source = {source!r} would run on a host's own devices, "
+                "which config.rollout.together = True is for doing without: name an "
+                "endpoint"
+            )
+
+
+def _check_groups(c):
+    alone = ("ppo", "reinforce_pp")
+    compares = c.rl.algorithm not in alone or c.rl.refill_rounds
+    if "rl" in kinds(c) and c.rollout.group_size < 2 and compares:
+        raise ValueError(
+            f"config.rollout.group_size = {c.rollout.group_size}: must be >= 2, since "
+            "a rollout's advantage is its reward relative to the others of its group; "
+            f"config.rl.algorithm = {alone[0]!r} or {alone[1]!r} without "
+            "config.rl.refill_rounds needs no group"
+        )
+
+
+def _check_rl_batch(c):
+    if "rl" not in kinds(c):
+        return
+    rows = c.rl.questions_per_step * c.rollout.group_size
+    part = c.rl.updates_per_step * c.rl.micro_batch
+    if rows % part:
+        raise ValueError(
+            f"config.rl.micro_batch = {c.rl.micro_batch} does not fit: "
+            f"{c.rl.questions_per_step} questions x {c.rollout.group_size} rollouts = "
+            f"{rows} rows, which {c.rl.updates_per_step} updates x micro-batches of "
+            f"{c.rl.micro_batch} = {part} rows do not divide (remainder {rows % part})"
+        )
+    if c.rl.questions_per_step % c.rl.updates_per_step:
+        raise ValueError(
+            f"config.rl.questions_per_step = {c.rl.questions_per_step} is not a "
+            f"multiple of config.rl.updates_per_step = {c.rl.updates_per_step}: the "
+            "rollouts of a question belong to one update"
+        )
+    if c.data.max_train and c.data.max_train < c.rl.questions_per_step:
+        raise ValueError(
+            f"config.data.max_train = {c.data.max_train} is below "
+            f"config.rl.questions_per_step = {c.rl.questions_per_step}"
+        )
+    total = c.rl.steps * c.rl.updates_per_step
+    each = c.rl.updates_per_step if c.rl.lr_first_step_zero else 1
+    if c.rl.decay and c.rl.warmup_steps * each >= total:
+        raise ValueError(
+            f"config.rl.warmup_steps = {c.rl.warmup_steps} leaves no room for a decay "
+            f"in {c.rl.steps} steps x {c.rl.updates_per_step} updates = {total} "
+            "optimiser steps"
+        )
+
+
+def _check_rl_settings(c):
+    """Settings that mean nothing without another."""
+    if "rl" not in kinds(c):
+        return
+    if c.rl.tis_cap and c.rl.behavior != "scored":
+        raise ValueError(
+            f"config.rl.tis_cap = {c.rl.tis_cap} needs config.rl.behavior = 'scored': "
+            "the weight is the trainer's probability over the sampler's"
+        )
+    if c.rl.kl_controller == "adaptive" and not c.rl.kl_coef:
+        raise ValueError(
+            "config.rl.kl_controller = 'adaptive' needs config.rl.kl_coef > 0, the "
+            "coefficient it starts from"
+        )
+    if c.rl.memorise_coef and c.rl.memorise_rows % c.rl.micro_batch:
+        raise ValueError(
+            f"config.rl.memorise_rows = {c.rl.memorise_rows} is not a multiple of "
+            f"config.rl.micro_batch = {c.rl.micro_batch}"
+        )
+    if c.rl.memorise_coef and not c.rewriter.source:
+        raise ValueError(
+            f"config.rl.memorise_coef = {c.rl.memorise_coef} needs a model that words "
+            "what was found as recalled: name one in config.rewriter.source"
+        )
+
+
+def _check_sft_batch(c):
+    if "sft" not in kinds(c):
+        return
+    if c.sft.batch_size % c.sft.micro_batch:
+        raise ValueError(
+            f"config.sft.batch_size = {c.sft.batch_size} is not a multiple of "
+            f"config.sft.micro_batch = {c.sft.micro_batch}"
+        )
+    if c.sft.decay and c.sft.warmup_steps >= c.sft.steps:
+        raise ValueError(
+            f"config.sft.warmup_steps = {c.sft.warmup_steps} leaves no room for the "
+            f"decay in config.sft.steps = {c.sft.steps}"
+        )
+
+
+def _check_moments(c):
+    for name in ("b1", "b2"):
+        decay = c.optim[name]
+        if c.optim.moments_dtype == "bfloat16" and decay > MOST_BFLOAT16_DECAY:
+            raise ValueError(
+                f"config.optim.{name} = {decay}: must be <= {MOST_BFLOAT16_DECAY} with "
+                "config.optim.moments_dtype = 'bfloat16', which has 8 bits: a moment "
+                f"that falls by {1 - decay:.2g} of itself would stay where it is"
+            )
+
+
+def _check_offload(c):
+    if c.model.lora_rank and "reference" in c.model.offload:
+        raise ValueError(
+            f"config.model.offload = {c.model.offload}: with config.model.lora_rank = "
+            f"{c.model.lora_rank} the reference is what the adapters stand beside, "
+            "which is always in use: leave 'reference' out"
+        )
+
+
+def _check_guards(c):
+    if "rl" not in kinds(c):
+        return
+    if c.guards.max_kl is not None and not c.rl.kl_coef:
+        raise ValueError(
+            f"config.guards.max_kl = {c.guards.max_kl}: with config.rl.kl_coef = 0 no "
+            "KL is measured"
+        )
+
+
+def _check_curate(c):
+    if "curate" not in kinds(c) or c.curate.method != "difficulty":
+        return
+    easy, hard, most = c.curate.easy_below, c.curate.hard_above, c.curate.rollouts
+    if easy > hard + 1:
+        raise ValueError(
+            f"config.curate.easy_below = {easy} and config.curate.hard_above = {hard} "
+            "overlap: no question can be both"
+        )
+    if most < hard:
+        raise ValueError(
+            f"config.curate.rollouts = {most} cannot tell which questions need more "
+            f"than config.curate.hard_above = {hard}"
+        )
+
+
+def _check_shards(c, data=None):
+    """Micro-batches must split evenly over the devices that share the batch."""
+    data = max(c.mesh.data, 1) if data is None else data
+    shards = data * c.mesh.fsdp
+    for stage in sorted(kinds(c) - {"curate"}):
+        rows = c[stage].micro_batch
+        if rows % shards:
+            raise ValueError(
+                f"config.{stage}.micro_batch = {rows} is not a multiple of mesh.data x "
+                f"mesh.fsdp = {data} x {c.mesh.fsdp} = {shards}"
+            )
+
+
+def check_mesh(c, num_devices):
+    """Refuses a mesh of another number of devices, or rows that do not split."""
+    known = c.mesh.fsdp * c.mesh.tensor
+    data = num_devices // known if c.mesh.data == -1 else c.mesh.data
+    if data * known != num_devices:
+        raise ValueError(
+            f"mesh does not fit: data {c.mesh.data} x fsdp {c.mesh.fsdp} x tensor "
+            f"{c.mesh.tensor}, but there are {num_devices} devices"
+        )
+    _check_shards(c, data)
+
+
+CROSS_CHECKS = (
+    _check_sources,
+    _check_world,
+    _check_sharing,
+    _check_reranker,
+    _check_endpoints,
+    _check_reader,
+    _check_nucleus,
+    _check_retrieved,
+    _check_shape,
+    _check_queries,
+    _check_context,
+    _check_together,
+    _check_groups,
+    _check_rl_batch,
+    _check_rl_settings,
+    _check_sft_batch,
+    _check_moments,
+    _check_offload,
+    _check_guards,
+    _check_curate,
+    _check_shards,
+)

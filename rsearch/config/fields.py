@@ -1,0 +1,216 @@
+"""The fields of a configuration: named by dotted paths, overridden, compared.
+
+A configuration is a locked `ml_collections.ConfigDict`; 'optim.b1' names a field of it.
+Most callers take these functions from `rsearch.config.recipes`.
+"""
+
+import ast
+import copy
+import difflib
+import hashlib
+import json
+import operator
+
+from ml_collections import ConfigDict
+
+OPEN_SECTIONS = ("reward", "overrides")
+"""Sections whose keys are the recipe's own: they are replaced as a whole."""
+
+ABSENT = "(absent)"
+
+
+def fields(config):
+    """{dotted name: value} of every field; an empty section is its own value."""
+    found = {}
+    for key, value in config.items():
+        is_section = isinstance(value, ConfigDict | dict) and len(value)
+        inner = fields(value) if is_section else {None: value}
+        for rest, leaf in inner.items():
+            found[str(key) if rest is None else f"{key}.{rest}"] = leaf
+    return found
+
+
+def check_known(config, name, *, prefix="config."):
+    """Refuses a dotted name that is neither a field nor a section of `config`.
+
+    Raises:
+        ValueError: with the nearest right name.
+    """
+    node = config
+    for key in name.split("."):
+        if not isinstance(node, ConfigDict) or key not in node:
+            known = sorted(fields(config))
+            # A right leaf in a wrong section ('optim.lr') means the sections with it.
+            leaf = name.split(".")[-1]
+            same = [k for k in known if k.split(".")[-1] == leaf]
+            slip = difflib.get_close_matches(name, known, 1, 0.9)
+            hint = did_you_mean(name, known, prefix=prefix, near=slip or same[:3])
+            raise ValueError(f"unknown field {prefix}{name}{hint}")
+        node = node[key]
+
+
+def did_you_mean(name, known, *, prefix="", near=()):
+    """'; did you mean X?' for `near`, else for the nearest of `known`, or ''."""
+    near = near or difflib.get_close_matches(name, known, 1, 0.6)
+    names = " or ".join(f"{prefix}{k}" for k in near)
+    return f"; did you mean {names}?" if names else ""
+
+
+def apply_overrides(config, overrides):
+    """A copy of `config` with fields set.
+
+    Args:
+        config: the configuration; it is left as it is.
+        overrides: {'a.b': value}, nested dicts of the same, or a sequence of strings
+            'a.b=value' from the command line. A string is read as the field's type; an
+            open section (reward) takes a dict, or one written out.
+
+    Raises:
+        ValueError: an unknown field, a value of the wrong type, or a field set twice to
+            different values.
+    """
+    changed = copy.deepcopy(config).lock()  # keeps placeholders' types
+    if hasattr(overrides, "items"):
+        pairs = list(_flat(changed, overrides))
+    else:
+        pairs = [_split(text) for text in overrides]
+    seen = {}
+    for name, value in pairs:
+        check_known(changed, name)
+        for other, before in seen.items():
+            clash = other == name and before != value
+            inside = name.startswith(f"{other}.") or other.startswith(f"{name}.")
+            if clash or inside:
+                raise ValueError(
+                    "conflicting overrides: "
+                    f"config.{other}={before!r} and config.{name}={value!r}"
+                )
+        seen[name] = value
+    for name, value in seen.items():
+        _set(changed, name, value)
+    return changed
+
+
+def _flat(config, overrides, prefix=""):
+    """(dotted name, value) of every override, nested dicts opened up."""
+    for key, value in overrides.items():
+        name = f"{prefix}{key}"
+        is_dict = isinstance(value, dict | ConfigDict)
+        if is_dict and name not in OPEN_SECTIONS:
+            check_known(config, name)
+            yield from _flat(config, value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _split(text):
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"override {text!r} is not of the form field=value")
+    return name.removeprefix("config."), value
+
+
+def _set(config, name, value):
+    *path, leaf = name.split(".")
+    node = config
+    for key in path:
+        node = node[key]
+    current = node[leaf]
+    if isinstance(current, ConfigDict):
+        node[leaf] = ConfigDict(_section(name, value, current)).lock()
+        return
+    kind = node.get_type(leaf)
+    if value is None or (current is None and value == "None"):
+        if current is not None:
+            raise ValueError(f"config.{name} = None: expected {kind.__name__}")
+        return
+    node[leaf] = convert(f"config.{name}", value, kind, current)
+
+
+def _section(name, value, current):
+    """The dict that replaces an open section."""
+    if name not in OPEN_SECTIONS:
+        names = ", ".join(f"config.{name}.{key}" for key in current)
+        raise ValueError(f"config.{name} is a section; set one of {names}")
+    value = _literal(f"config.{name}", value) if isinstance(value, str) else value
+    if isinstance(value, ConfigDict):
+        return value.to_dict()
+    if not isinstance(value, dict) or not all(
+        isinstance(key, str) and isinstance(settings, dict | ConfigDict)
+        for key, settings in value.items()
+    ):
+        raise ValueError(
+            f"config.{name} = {value!r}: expected {{name: {{setting: value}}}}"
+        )
+    return value
+
+
+def _literal(name, text):
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        raise ValueError(f"{name} = {text!r}: not a Python literal") from None
+
+
+def convert(name, value, kind, current=None):
+    """`value` as a `kind`: strings are read, an int may become a float, no more."""
+    try:
+        if kind is bool:
+            if isinstance(value, str):
+                return {"true": True, "false": False}[value.strip().lower()]
+            if isinstance(value, bool):
+                return value
+        elif kind is int and not isinstance(value, bool):
+            return int(value) if isinstance(value, str) else operator.index(value)
+        elif kind is float and not isinstance(value, bool):
+            return float(value)
+        elif kind is str and isinstance(value, str):
+            return value
+        elif kind in (tuple, list):
+            return kind(_items(name, value, current))
+        elif kind is type(None):
+            raise AssertionError(f"{name} needs placeholder(type), not None")
+    except (ValueError, TypeError, KeyError, OverflowError):
+        pass
+    expected = "true or false" if kind is bool else kind.__name__
+    raise ValueError(f"{name} = {value!r}: expected {expected}")
+
+
+def _items(name, value, current):
+    """The items of a sequence: '(1, 2)', '["a"]', or bare words with commas.
+
+    They are of the kind that it has now; of an empty one they are words.
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        is_literal = text.startswith(("(", "["))
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        value = _literal(name, text) if is_literal else words
+    if not isinstance(value, tuple | list):
+        raise TypeError
+    kinds = {str} if current == () else {type(item) for item in current or ()}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    return [item if kind is None else convert(name, item, kind) for item in value]
+
+
+def to_json(config):
+    """The configuration as indented JSON, the same text for the same values."""
+    plain = config.to_dict() if isinstance(config, ConfigDict) else config
+    return json.dumps(plain, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def fingerprint(config):
+    """16 hexadecimal digits that differ where any value differs."""
+    return hashlib.blake2b(to_json(config).encode(), digest_size=8).hexdigest()
+
+
+def diff(old, new):
+    """[(dotted name, old value, new value)] of the fields that differ, sorted.
+
+    Either side may be a configuration or a dict from `json.loads(to_json(config))`;
+    ABSENT stands for a field that one side does not have.
+    """
+    sides = [fields(json.loads(to_json(side))) for side in (old, new)]
+    names = sorted(sides[0].keys() | sides[1].keys())
+    rows = [(n, sides[0].get(n, ABSENT), sides[1].get(n, ABSENT)) for n in names]
+    return [(n, a, b) for n, a, b in rows if type(a) is not type(b) or a != b]

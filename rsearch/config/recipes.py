@@ -1,0 +1,366 @@
+"""Configurations: loaded from a recipe, set from the command line, printed.
+
+A configuration is a locked `ml_collections.ConfigDict` that a recipe's `get_config`
+builds. This module gathers all that a command needs of it: `load`, `apply_overrides`,
+`parse_command_line`, `validate`, `diff`, `to_json`, `fingerprint`, `print_config` and
+`run_command`, which turns what the user did wrong into one line and exit code 2.
+"""
+
+import errno
+import importlib.util
+import inspect
+import os
+import pathlib
+import select
+import signal
+import sys
+import traceback
+
+from ml_collections import ConfigDict
+
+from rsearch.config.fields import (
+    ABSENT,
+    apply_overrides,
+    check_known,
+    convert,
+    did_you_mean,
+    diff,
+    fields,
+    fingerprint,
+    to_json,
+)
+from rsearch.config.rules import validate
+from rsearch.hosts.preemption import EXIT_CODE, PreemptedError
+from rsearch.runtime.console import FULL, clean, unless_full
+
+__all__ = [
+    "ABSENT",
+    "REQUIRED",
+    "StoppedError",
+    "apply_overrides",
+    "check_known",
+    "diff",
+    "fields",
+    "fingerprint",
+    "format_config",
+    "load",
+    "parse_command_line",
+    "parse_flags",
+    "print_config",
+    "run_command",
+    "to_json",
+    "validate",
+]
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+REQUIRED = object()
+STOPPED = 3  # exit code
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+HELP = """\
+  --config=FILE[:VARIANT]    the recipe, for example configs/quickstart.py
+  --config.FIELD=VALUE       sets one of its fields; --print_config lists them
+"""
+
+
+class StoppedError(RuntimeError):
+    """The run has stopped itself, since its numbers have gone wrong."""
+
+
+def load(spec):
+    """The configuration that a recipe builds.
+
+    Args:
+        spec: 'configs/x.py', 'configs.x', or either with ':variant'. The path is
+            relative to the working directory, else to the folder that holds rsearch.
+            The variant goes to `get_config(variant)` as one string.
+
+    Raises:
+        ValueError: a file that is missing or broken, as file:line:column.
+    """
+    name, _, variant = spec.partition(":")
+    path = _find(name)
+    try:
+        module = _import(path)
+    except SyntaxError as error:
+        where = f"{error.filename}:{error.lineno}:{error.offset}"
+        raise ValueError(f"{where}: {error.msg}") from error
+    except Exception as error:
+        raise ValueError(_where(path, error)) from error
+    build = getattr(module, "get_config", None)
+    if build is None:
+        raise ValueError(f"{path}: defines no function get_config")
+    if variant and not inspect.signature(build).parameters:
+        raise ValueError(f"{path}: get_config takes no variant, got {variant!r}")
+    try:
+        config = build(variant) if variant else build()
+    except Exception as error:
+        hint = f" (in variant {variant!r})" if variant else ""
+        raise ValueError(_where(path, error) + hint) from error
+    if not isinstance(config, ConfigDict):
+        kind = type(config).__name__
+        raise ValueError(f"{path}: get_config returned {kind}, not a ConfigDict")
+    return config.lock()
+
+
+def _find(name):
+    """The file that a recipe's path or dotted name means."""
+    if not name:
+        raise ValueError("config is empty: write configs/<recipe>.py[:variant]")
+    if not name.endswith(".py") and "/" not in name:
+        name = name.replace(".", "/") + ".py"
+    tried = [pathlib.Path.cwd() / name, ROOT / name]
+    for path in tried:
+        if path.is_file():
+            return path
+    near = [str(p.relative_to(ROOT)) for p in (ROOT / "configs").glob("[!_]*.py")]
+    places = " and ".join(dict.fromkeys(str(p.parent) for p in tried))
+    raise ValueError(
+        f"config file {name} not found in {places}{did_you_mean(name, near)}"
+    )
+
+
+def _import(path):
+    module_spec = importlib.util.spec_from_file_location(
+        f"rsearch_recipe_{path.stem}", path
+    )
+    if module_spec is None:
+        raise ValueError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    return module
+
+
+def _where(path, error):
+    """'file:line: what' for an error raised while a recipe ran."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if f.filename == str(path)]
+    message = " ".join(str(error).split()).strip("'\"")
+    if isinstance(error, KeyError):
+        message = f"no key {message!r}" if " " not in message else message
+    elif not isinstance(error, ValueError | AttributeError):
+        message = f"{type(error).__name__}: {message}"
+    return f"{path}:{lines[-1] if lines else 1}: {message}"
+
+
+def format_config(config):
+    """One `config.a.b = value` line a field, sections in their alphabetical order."""
+    rows = sorted(fields(config).items())
+    plain = [(n, v.to_dict() if isinstance(v, ConfigDict) else v) for n, v in rows]
+    return "".join(f"config.{name} = {value!r}\n" for name, value in plain)
+
+
+def print_config(config):
+    """Writes `format_config` to stdout."""
+    print(format_config(config), end="")
+
+
+def parse_command_line(argv, *, flags):
+    """Reads a command that takes a configuration.
+
+    Args:
+        argv: the arguments, without the program's name.
+        flags: {name: (default, help)}; a flag has its default's type, str for None, and
+            a bool flag may stand without a value. One whose default is `REQUIRED` must
+            be given. `print_config` is always there.
+
+    Returns:
+        (config, {flag: value}). The configuration is loaded and overridden, and not yet
+        validated. Of a flag given twice the last counts; a field of the configuration
+        set twice to different values is refused.
+
+    Raises:
+        ValueError: an unknown flag or field with the nearest right one, a bad value.
+        SystemExit: after --help.
+    """
+    flags = {
+        "config": (REQUIRED, None),
+        "print_config": (False, "prints the configuration and ends"),
+        **flags,
+    }
+    values, overrides, _ = _parse(argv, flags, num_positional=0, takes_config=True)
+    config = apply_overrides(load(values.pop("config")), overrides)
+    return config, values
+
+
+def parse_flags(argv, *, flags, positional=()):
+    """Reads a command without a configuration.
+
+    Args:
+        argv: the arguments, without the program's name.
+        flags: as in `parse_command_line`.
+        positional: names of the arguments without dashes, all required, in order.
+
+    Returns:
+        {name: value} of flags and positional arguments.
+    """
+    count = len(positional)
+    values, _, rest = _parse(argv, flags, num_positional=count, takes_config=False)
+    if len(rest) < count:
+        raise ValueError(f"{positional[len(rest)]} is missing; --help shows the usage")
+    return {**values, **dict(zip(positional, rest, strict=True))}
+
+
+def _parse(argv, flags, *, num_positional, takes_config):
+    """({flag: value}, ['a.b=value', ...], positional arguments)."""
+    given, overrides, rest = {}, [], []
+    argv = list(argv)
+    while argv:
+        word = argv.pop(0)
+        if word in ("--help", "-h"):
+            print(_help(flags, takes_config), end="")
+            raise SystemExit(0)
+        if not word.startswith("--"):
+            if len(rest) == num_positional:
+                raise ValueError(f"unexpected argument {word!r}; flags start with --")
+            rest.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        is_field = takes_config and name.startswith("config.")
+        if not is_field and name not in flags:
+            hint = did_you_mean(name.split(".")[0], list(flags), prefix="--")
+            raise ValueError(f"unknown flag --{name}{hint}")
+        if not equals:
+            if not is_field and isinstance(flags[name][0], bool):
+                value = "true"
+            elif argv and not argv[0].startswith("--"):
+                value = argv.pop(0)
+            else:
+                raise ValueError(f"--{name} needs a value: --{name}=...")
+        if is_field:
+            overrides.append(f"{name}={value}")
+        else:
+            given[name] = value
+    values = {}
+    for name, (default, _) in flags.items():
+        if name not in given and default is REQUIRED:
+            raise ValueError(f"--{name}=... is missing; --help shows the flags")
+        has_type = default is not None and default is not REQUIRED
+        kind = type(default) if has_type else str
+        values[name] = (
+            convert(f"--{name}", given[name], kind, default)
+            if name in given
+            else default
+        )
+    return values, overrides, rest
+
+
+def _help(flags, takes_config):
+    lines = [HELP] if takes_config else []
+    for name, (default, text) in flags.items():
+        if text is not None:
+            shown = " (required)" if default is REQUIRED else f" (default: {default!r})"
+            if default is None or default is False:
+                shown = ""
+            lines.append(f"  {'--' + name:<26} {text}{shown}\n")
+    return "flags:\n" + "".join(lines)
+
+
+def run_command(main, argv=None):
+    """Runs `main(argv)` and returns the process's exit code.
+
+    What the user did wrong (a ValueError raised by this package, a file that cannot be
+    read or written) becomes one `error: ...` on stderr and code 2. Everything else is a
+    fault of ours and keeps its traceback. Control-C gives 130, a run that was told to
+    stop (see `rsearch.hosts.preemption`) 75, one that has stopped itself 3. Where what
+    is printed goes to a program that has ended, such as head, it ends quietly with 141.
+    """
+    try:
+        try:
+            code = _exit_code(main, sys.argv[1:] if argv is None else list(argv))
+        except SystemExit:  # after --help
+            if not _flush():
+                return 2
+            raise
+        return code if _flush() else code or 2
+    except BrokenPipeError:
+        if not _drop_output():
+            raise
+        return 128 + signal.SIGPIPE  # what a shell says of one that the signal ended
+
+
+def _flush():
+    """Writes what is left now, where it can fail, and not as the interpreter ends.
+
+    Returns whether all that was printed has gone out. A log on stderr may lose lines.
+    """
+    is_out = True
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            _to_nowhere(stream)
+            if stream is sys.stdout:
+                is_out = False
+                _tell(f"error: {error.strerror}: what is printed is not all there")
+    return is_out
+
+
+def _drop_output():
+    """Has streams without a reader write to nowhere; returns whether there are any."""
+    found = False
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        asked = select.poll()
+        try:
+            asked.register(stream.fileno(), 0)
+        except OSError:  # a stream in memory, as tests have
+            continue
+        if any(event & select.POLLERR for _, event in asked.poll(0)):
+            found = True
+            _to_nowhere(stream)
+    return found
+
+
+def _to_nowhere(stream):
+    """What is written to the stream, and what it still holds, is lost."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def _exit_code(main, argv):
+    """What `run_command` returns, but for readers that have gone."""
+    try:
+        return int(main(argv) or 0)
+    except KeyboardInterrupt:
+        _tell("interrupted")
+        return 130
+    except PreemptedError as error:
+        told = clean(str(error)) or "stopped"
+        _tell(f"{told}; the same command goes on")
+        return EXIT_CODE
+    except StoppedError as error:
+        _tell(f"error: {clean(str(error))}")
+        return STOPPED
+    except (ValueError, OSError) as error:
+        if not is_for_users(error):
+            raise
+        message = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            message = f"{error.strerror}: {error.filename or 'no file named'}"
+        if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
+            message += "; ulimit -n allows more"
+        _tell(f"error: {clean(message)}")
+        return 2
+
+
+def _tell(text):
+    """A line on stderr, where there is room for it."""
+    with unless_full():
+        print(text, file=sys.stderr)
+
+
+def is_for_users(error) -> bool:
+    """Whether a ValueError or OSError tells what the user did wrong."""
+    if isinstance(error, OSError):
+        known = (*FULL, *TOO_MANY_FILES)
+        return error.filename is not None or error.errno in known
+    # Libraries raise ValueError too, about our mistakes. JAX hides its own frames and
+    # says so in a note.
+    frames = traceback.extract_tb(error.__traceback__)
+    raised_in = pathlib.Path(frames[-1].filename)
+    ours = [ROOT / "rsearch", ROOT / "configs", ROOT / "launch"]
+    is_ours = any(raised_in.is_relative_to(folder) for folder in ours)
+    by_jax = any("JAX" in note for note in getattr(error, "__notes__", ()))
+    return type(error) is ValueError and is_ours and not by_jax

@@ -1,0 +1,163 @@
+"""The plan of a run: named stages, each of a kind, each with overrides of its own.
+
+A stage is named "rl", or "rl_<word>" where a run has several of a kind; the part before
+the underscore is its kind. `config.overrides.<stage>` holds what differs in it:
+
+    c.stages = ("rl_retrieve", "rl_answer")
+    c.overrides = ConfigDict({"rl_retrieve": {"rl": {"steps": 8}, "reward": {...}}})
+"""
+
+import pathlib
+import re
+
+from ml_collections import ConfigDict
+
+from rsearch.config.fields import apply_overrides
+
+KINDS = ("curate", "sft", "rl")
+QUESTIONS = "questions.jsonl"  # what a curate stage leaves in its directory
+DEMONSTRATIONS = "demonstrations.jsonl"  # likewise
+SUMMARY = "summary.json"  # what it kept and why; written last
+STAGE = "stage:"  # before a stage's name, where a file or a model is named
+URLS = ("http://", "https://")  # an endpoint's
+AGENTS = ("judge", "rewriter", "writer", "answerer", "reader")  # beside the policy
+NAME = re.compile(rf"({'|'.join(KINDS)})(_[a-z0-9_]+)?")
+FILES, WEIGHTS = ("curate",), ("sft", "rl")  # the kinds of stages that leave them
+READ = {  # field that may name a stage -> what it is of, and the kinds that read it
+    "data.train": (FILES, KINDS),
+    "data.dev": (FILES, KINDS),
+    "curate.first": (FILES, ("curate",)),
+    "sft.demonstrations": (FILES, ("sft",)),
+    "judge.source": (WEIGHTS, KINDS),
+    "writer.source": (WEIGHTS, KINDS),
+    "rewriter.source": (WEIGHTS, ("rl",)),
+}
+ASKED_AFTER = ("answerer.source", "reader.source")  # by the evaluation of a stage
+
+
+def is_stage(name) -> bool:
+    """Whether this can be the name of a stage."""
+    return isinstance(name, str) and NAME.fullmatch(name) is not None
+
+
+def kind_of(stage: str) -> str:
+    """ "rl" of "rl_answer"."""
+    return stage.partition("_")[0]
+
+
+def kinds(config) -> set[str]:
+    """The kinds of a configuration's stages."""
+    return {kind_of(stage) for stage in config.stages}
+
+
+def stage_config(config, stage: str):
+    """The configuration of one stage: its overrides applied, itself the only stage.
+
+    Raises:
+        ValueError: an override of a field that there is not, or with a wrong value.
+    """
+    own = config.overrides.get(stage)
+    changed = apply_overrides(config, own.to_dict() if own else {})
+    changed.stages = (stage,)
+    changed.overrides = ConfigDict()
+    return changed
+
+
+def stage_configs(config):
+    """[(stage, its configuration)] in order.
+
+    Raises:
+        ValueError: overrides for a stage that is not in config.stages.
+    """
+    for stage in config.overrides:
+        if stage not in config.stages and not is_stage(stage):
+            raise ValueError(
+                f"config.overrides.{stage} is for no stage: a stage is named "
+                "'rl' or 'rl_<word>', likewise 'sft' and 'curate'"
+            )
+    return [(stage, stage_config(config, stage)) for stage in config.stages]
+
+
+def earlier_stages(config) -> list[str]:
+    """The stages whose files or weights a configuration's own stages read.
+
+    They are named as "stage:<name>", in the fields of READ that are of such a stage's
+    kind, and in those of the models that its evaluation asks.
+    """
+    own = kinds(config)
+    read = [field for field, (_, by) in READ.items() if own & set(by)]
+    found = [_named(config, field) for field in (*read, *ASKED_AFTER)]
+    return list(dict.fromkeys(name for name in found if name is not None))
+
+
+def check_plan(config) -> None:
+    """Refuses stages that read what no earlier stage of the run will have left.
+
+    Raises:
+        ValueError: the field, the stage that it names and what is wrong with it.
+    """
+    before, first_evaluated = [], [] if config.eval.at_start else None
+    for stage, own in stage_configs(config):
+        if own.model.source.startswith(STAGE):
+            raise ValueError(
+                f"config.model.source = {own.model.source!r} in stage {stage}: weights "
+                "go from stage to stage by config.trains; this names their beginning"
+            )
+        for field, (kind, by) in READ.items():
+            is_read = kind_of(stage) in by
+            if field == "rewriter.source":
+                is_read = is_read and own.rl.memorise_coef > 0
+            if is_read:
+                _check_named(own, field, kind, before, config, f"stage {stage}")
+        before.append(stage)
+        is_evaluated = own.trains == "policy" and kind_of(stage) != "curate"
+        if is_evaluated and first_evaluated is None:
+            first_evaluated = list(before)
+    for field in ASKED_AFTER:
+        first = before if first_evaluated is None else first_evaluated
+        when = "the evaluation at the start" if config.eval.at_start else "evaluation"
+        _check_named(config, field, WEIGHTS, first, config, when)
+
+
+def _named(config, field):
+    """The stage that a field names, or None."""
+    section, _, leaf = field.partition(".")
+    value = config[section][leaf]
+    return value.removeprefix(STAGE) if value.startswith(STAGE) else None
+
+
+def _check_named(own, field, kind, before, config, reader):
+    """Refuses a field whose stage is not among those before its reader, or no such."""
+    name = _named(own, field)
+    if name is None:
+        return
+    told = f"config.{field} = '{STAGE}{name}', which {reader} reads: "
+    if name not in config.stages:
+        there = ", ".join(config.stages)
+        raise ValueError(f"{told}the run has no such stage; it has {there}")
+    if name not in before:
+        raise ValueError(f"{told}stage {name} has not ended by then")
+    if kind_of(name) not in kind:
+        right = " or ".join(kind)
+        raise ValueError(f"{told}that leaves no such thing; name a stage of {right}")
+
+
+def stage_file(source: str, name: str, home) -> str:
+    """The path that a source means: "stage:x" is the file `name` of stage x.
+
+    Args:
+        source: a path, which is returned as it is, or "stage:<name>".
+        name: of the file in the stage's directory.
+        home: the run's directory, or None.
+
+    Raises:
+        ValueError: there is no run, or its stage has not written the file.
+    """
+    if not source.startswith(STAGE):
+        return source
+    if home is None:
+        raise ValueError(f"{source!r} is a stage of a run, and no run is given")
+    path = pathlib.Path(home) / source.removeprefix(STAGE) / name
+    if not path.is_file():
+        raise ValueError(f"{source!r}: {path} is missing; has this stage ended?")
+    return str(path)

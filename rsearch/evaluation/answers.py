@@ -1,0 +1,180 @@
+"""Answers that models beside the policy give after its rollouts have ended.
+
+The answer model words the policy's conclusion (ReaRAG, Algorithm 2, line 9); a reader
+answers from the policy's evidence (R-Search's Figure 2), or without the policy.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rsearch.protocols import plain
+from rsearch.protocols.concluding import finish_messages
+from rsearch.protocols.tagged import boxes
+from rsearch.setup.setup import Setup
+from rsearch.types import (
+    GenerateFn,
+    Group,
+    Messages,
+    Outcome,
+    Question,
+    Rollout,
+    Segment,
+    Source,
+)
+
+EVIDENCE = "original_evidence"
+
+LOG_SYSTEM = "You are a QA assistant. Always return a short answer."
+
+
+def log_messages(question: str, rollout: Rollout) -> Messages:
+    """The chat that asks for the answer that follows from what was searched.
+
+    As ReaRAG's code does since its paper; finish(answer) is not shown.
+    """
+    found = [
+        f"Query: {query}\nResult: {' '.join(p.contents.strip() for p in passages)}"
+        for lookup in rollout.searches
+        for query, passages in zip(lookup.queries, lookup.passages, strict=True)
+    ]
+    log = "\n\n".join(found)
+    return [
+        {"role": "system", "content": LOG_SYSTEM},
+        {"role": "user", "content": f"{log}\n\nQuestion: {question}\nAnswer:"},
+    ]
+
+
+def worded(
+    groups: Sequence[Group], answer: GenerateFn, *, answer_from: str
+) -> list[Group]:
+    """The groups with the final answers that a model words; their order stays.
+
+    Args:
+        groups: rollouts that have ended; those without an answer stay as they are.
+        answer: the answer model; all are asked in one call.
+        answer_from: "finish" shows it the policy's answer, as ReaRAG's paper does;
+            "log" what was found, as its later code does.
+
+    Returns:
+        The same rollouts; where the model failed the outcome is JUDGE_ERROR and there
+        is no answer, since the policy's own would be one of another kind.
+    """
+    assert answer_from in ("finish", "log"), answer_from
+
+    def chat(question: Question, rollout: Rollout):
+        if rollout.answer is None or not rollout.outcome.is_signal:
+            return None
+        if answer_from == "finish":
+            return finish_messages(question.text, rollout.answer)
+        return log_messages(question.text, rollout)
+
+    return _asked(groups, answer, chat)
+
+
+def evidence_of(rollout: Rollout) -> str | None:
+    """The last evidence box of the policy's own text; None without one or empty."""
+    found = [e for turn in rollout.policy_texts for e in boxes(turn, EVIDENCE)]
+    return (found[-1] or None) if found else None
+
+
+def read_evidence(
+    groups: Sequence[Group],
+    read: GenerateFn,
+    *,
+    without: Callable[[Question], Messages],
+) -> list[Group]:
+    """The groups with the answers that a reader gives from their evidence.
+
+    Args:
+        groups: rollouts of a policy that writes evidence boxes.
+        read: the reader; all are asked in one call.
+        without: the chat for a question whose rollout has no evidence.
+
+    Returns:
+        The same rollouts with other answers; JUDGE_ERROR and no answer where the reader
+        failed. Rollouts whose search failed stay as they are.
+    """
+
+    def chat(question: Question, rollout: Rollout):
+        if not rollout.outcome.is_signal:
+            return None
+        evidence = evidence_of(rollout)
+        if evidence is None:
+            return without(question)
+        return plain.evidence_messages(question.text, evidence)
+
+    return _asked(groups, read, chat)
+
+
+def reader_messages(setup: Setup, question: Question) -> Messages:
+    """The chat that asks a reader the question alone, as method "direct" does."""
+    words = plain.reworded(plain.DIRECT, user=setup.config.protocol.direct)
+    return plain.messages_with_passages(words, question.text, "")
+
+
+def read_alone(
+    setup: Setup, questions: Sequence[Question], read: GenerateFn, with_passages: bool
+) -> list[Group]:
+    """What a reader answers without the policy: one rollout a question.
+
+    Args:
+        setup: of the run, whose engine is searched.
+        questions: that it is asked.
+        read: the reader.
+        with_passages: show it what one search with the question finds, in the words
+            that evidence is shown in; else the question alone.
+
+    Returns:
+        A rollout has its chat as the prompt, without token ids, since the policy reads
+        and writes nothing.
+    """
+    chats = [reader_messages(setup, question) for question in questions]
+    failed = set()
+    if with_passages:
+        found = setup.search([question.text for question in questions])
+        failed = {i for i, passages in enumerate(found) if passages is None}
+        chats = [
+            plain.evidence_messages(q.text, plain.write_passages(passages or ()))
+            for q, passages in zip(questions, found, strict=True)
+        ]
+    nothing = np.zeros(0, np.int32)
+    groups = []
+    for i, (question, chat) in enumerate(zip(questions, chats, strict=True)):
+        text = "\n\n".join(message["content"] for message in chat)
+        prompt = Segment(Source.PROMPT, nothing, nothing.astype(np.float32), text)
+        outcome = Outcome.TOOL_ERROR if i in failed else Outcome.ANSWERED
+        groups.append(Group(question, (Rollout((prompt,), None, (), outcome),)))
+    shown = {group.question.id: chat for group, chat in zip(groups, chats, strict=True)}
+
+    def chat_of(question, rollout):
+        return shown[question.id] if rollout.outcome.is_signal else None
+
+    return _asked(groups, read, chat_of)
+
+
+def _asked(groups, ask, chat):
+    """The groups with replies as answers, where `chat` gives one to ask."""
+    pairs = [(i, j, r) for i, g in enumerate(groups) for j, r in enumerate(g.rollouts)]
+    chats = {(i, j): chat(groups[i].question, r) for i, j, r in pairs}
+    wanted = [place for place, messages in chats.items() if messages is not None]
+    replies = ask([chats[place] for place in wanted]) if wanted else []
+    told = dict(zip(wanted, replies, strict=True))
+
+    def answered(place, rollout):
+        if place not in told:
+            return rollout
+        if told[place] is None:
+            outcome = Outcome.JUDGE_ERROR
+            return dataclasses.replace(rollout, answer=None, outcome=outcome)
+        answer = told[place].strip()
+        return dataclasses.replace(rollout, answer=answer, outcome=Outcome.ANSWERED)
+
+    return [
+        dataclasses.replace(
+            group,
+            rollouts=tuple(answered((i, j), r) for j, r in enumerate(group.rollouts)),
+        )
+        for i, group in enumerate(groups)
+    ]

@@ -1,0 +1,157 @@
+"""Scores of many predictions, and how far they could be from the truth by chance."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rsearch.text import normalize as text
+from rsearch.types import Group, Outcome
+
+METRICS = {
+    "em": text.exact_match,
+    "cover_em": text.cover_exact_match,
+    "f1": text.f1,
+}
+
+
+def scores_of_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, np.ndarray]:
+    """Each row's own scores.
+
+    Args:
+        rows: [n] with `prediction` (None where there is none) and `golden_answers`.
+        normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
+
+    Returns:
+        {"em", "cover_em", "f1"}, each [n] float64 in [0, 1].
+    """
+    return {
+        name: np.array(
+            [
+                metric(row["prediction"], row["golden_answers"], normalize=normalize)
+                for row in rows
+            ],
+            np.float64,
+        )
+        for name, metric in METRICS.items()
+    }
+
+
+def score_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, float]:
+    """Means over rows, as in `scores_of_rows`.
+
+    Returns:
+        {"n": int, "em", "cover_em", "f1": fractions from 0 to 1}.
+
+    Raises:
+        ValueError: there are no rows, so there is no mean.
+    """
+    if not rows:
+        raise ValueError("no rows to score")
+    scores = scores_of_rows(rows, normalize)
+    return {"n": len(rows), **{name: float(s.mean()) for name, s in scores.items()}}
+
+
+def summarise(groups: Sequence[Group], *, normalize: str) -> dict:
+    """Means, intervals and counts over the rollouts of all groups.
+
+    Args:
+        groups: at least one.
+        normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
+
+    Returns:
+        A dict of JSON values: `n` rollouts; the scores of METRICS as fractions, each
+        with its interval as `<score>_95`; means over rollouts of `searches` (turns that
+        searched), `queries`, `searches_right` and `searches_wrong` (over those whose
+        answer is an exact match, and the others; None without any), `policy_tokens` and
+        `tokens`; a count for each outcome; and the first few of these again for each
+        kind of question in `by_kind` and `by_known`, which are empty where questions
+        have no such metadata.
+    """
+    pairs = [(g.question, r) for g in groups for r in g.rollouts]
+    rows = [
+        {"prediction": r.answer, "golden_answers": q.golden_answers} for q, r in pairs
+    ]
+    scores = scores_of_rows(rows, normalize)
+    found: dict = {"n": len(rows)}
+    for name, values in scores.items():
+        found[name] = float(values.mean())
+        found[f"{name}_95"] = list(bootstrap_interval(values))
+    searches = np.array([len(r.searches) for _, r in pairs], np.float64)
+    is_right = scores["em"] == 1
+    found["searches"] = float(searches.mean())
+    found["searches_right"] = _mean(searches[is_right])
+    found["searches_wrong"] = _mean(searches[~is_right])
+    asked = [sum(len(s.queries) for s in r.searches) for _, r in pairs]
+    found["queries"] = float(np.mean(asked))
+    found["policy_tokens"] = float(np.mean([r.num_policy_tokens for _, r in pairs]))
+    found["tokens"] = float(np.mean([r.num_tokens for _, r in pairs]))
+    for outcome in Outcome:
+        found[outcome.value] = sum(r.outcome == outcome for _, r in pairs)
+    columns = {**scores, "searches": searches}
+    kinds = [q.metadata.get("kind") for q, _ in pairs]
+    found["by_kind"] = _split(columns, kinds)
+    known = [q.metadata.get("known") for q, _ in pairs]
+    words = {True: "known", False: "not known"}
+    found["by_known"] = _split(columns, [words.get(k) for k in known])
+    return found
+
+
+def _split(columns, labels):
+    """{label: {"n", mean of each column}} over the rows that have this label."""
+    labels = np.array([label if isinstance(label, str) else "" for label in labels])
+    return {
+        label: {
+            "n": int((labels == label).sum()),
+            **{
+                name: _mean(values[labels == label]) for name, values in columns.items()
+            },
+        }
+        for label in sorted(set(labels.tolist()) - {""})
+    }
+
+
+def _mean(values):
+    return float(values.mean()) if len(values) else None
+
+
+def bootstrap_interval(
+    values: Sequence[float],
+    *,
+    seed: int = 0,
+    resamples: int = 2000,
+    level: float = 0.95,
+) -> tuple[float, float]:
+    """Where the mean of such values lies: Efron's percentile bootstrap.
+
+    The same values and seed give the same interval. A single value, or values that are
+    all equal, give an interval of no width.
+
+    Args:
+        values: [n] finite numbers, one a question.
+        seed: of the draws.
+        resamples: how many samples of n are drawn, with replacement.
+        level: the share of their means that lies inside.
+
+    Returns:
+        (low, high), around the mean and in the unit of the values.
+
+    Raises:
+        ValueError: no values, or one that is not finite.
+    """
+    values = np.asarray(values, np.float64)
+    assert values.ndim == 1 and 0 < level < 1 and resamples > 0
+    if not len(values):
+        raise ValueError("no values: an interval needs at least one")
+    if not np.isfinite(values).all():
+        raise ValueError("values must be finite, for an interval around their mean")
+    if (values == values[0]).all():
+        return float(values[0]), float(values[0])
+    draw = np.random.default_rng(seed)
+    # One resample at a time: memory stays at n, however many questions there are.
+    means = [
+        values[draw.integers(0, len(values), len(values))].mean()
+        for _ in range(resamples)
+    ]
+    tail = (1 - level) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return float(low), float(high)

@@ -1,0 +1,4 @@
+"""Hugging Face directories: configurations, weights, and the layouts of families.
+
+Begin with `checkpoint.py`.
+"""

@@ -1,0 +1,336 @@
+"""What a stage would take, in tokens and bytes, from its configuration alone.
+
+Estimates for a plan: no weights, data or devices are looked at, and what XLA adds for a
+moment is not in them.
+"""
+
+import dataclasses
+import pathlib
+
+from rsearch.config.stage_plan import AGENTS, STAGE, URLS, kind_of
+from rsearch.learn.packing import piece_rows
+from rsearch.models.attention.blocked import block_size
+from rsearch.models.decoder import DecoderSpec
+from rsearch.models.hf import config as hf_config
+from rsearch.models.hf.published import PUBLISHED
+from rsearch.models.lora import num_adapter_params
+from rsearch.protocols.table import make_protocol
+from rsearch.rollout.conversation import Limits, Markup, conversation_tokens
+from rsearch.types import Cut
+
+GB = 1e9
+BYTES = {"float32": 4, "bfloat16": 2}
+FLOAT32 = BYTES["float32"]
+MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
+DURING = ("writer",)  # rollouts; other models are asked when these have ended
+ASKED = {  # kind of a stage -> the models beside the policy that it asks
+    "curate": DURING,
+    "sft": (*DURING, "answerer", "reader"),  # in its evaluation
+    "rl": AGENTS,
+}
+SCORE_COPIES = 3  # of attention's scores at once: logits, weights, gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on each device, by what takes them.
+
+    Attributes:
+        resident: {what: bytes} that stay for the whole stage.
+        rolling: {what: bytes} while it rolls out, or asks a model about rollouts that
+            have ended, if that takes more.
+        updating: {what: bytes} while it updates; not at the same time as `rolling`.
+        stepping: {what: bytes} after the gradients, of moments that rest elsewhere.
+        evaluating: {what: bytes} when a stage that rolls nothing out has ended and what
+            it leaves is evaluated: all that there is by then, in place of `resident`.
+        host: {what: bytes} that rest in its host's memory instead.
+    """
+
+    resident: dict[str, float]
+    rolling: dict[str, float]
+    updating: dict[str, float]
+    stepping: dict[str, float] = dataclasses.field(default_factory=dict)
+    evaluating: dict[str, float] = dataclasses.field(default_factory=dict)
+    host: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def peak(self) -> float:
+        """The most at any time."""
+        phases = self.rolling, self.updating, self.stepping
+        staying = sum(self.resident.values())
+        most = staying + max(sum(phase.values()) for phase in phases)
+        return max(most, sum(self.evaluating.values()))
+
+
+def shape_of(source: str, c, *, section: str = "model") -> DecoderSpec | None:
+    """The shape of a model by its source, without its weights.
+
+    Args:
+        source: as config.model.source; "" is the shape in config.model.
+        c: the configuration.
+        section: of the configuration that names it.
+
+    Returns:
+        Its shape; None of one that the run makes itself, or whose vocabulary is the
+        embedded tokenizer's.
+
+    Raises:
+        ValueError: a hub id whose shape is not known here.
+    """
+    if source.startswith((*MADE_LATER, *URLS)):
+        return None
+    if not source:
+        m = c.model
+        names = [f.name for f in dataclasses.fields(DecoderSpec) if f.name in m]
+        return DecoderSpec(**{n: m[n] for n in names}) if m.vocab_size else None
+    if (pathlib.Path(source) / "config.json").is_file():
+        return hf_config.read_spec(source)
+    if source not in PUBLISHED:
+        raise ValueError(
+            f"config.{section}.source = {source!r}: its shape is not known without its "
+            "files; name a directory with its config.json, or one of "
+            f"{', '.join(PUBLISHED)}"
+        )
+    return PUBLISHED[source]
+
+
+def limits_of(c, kind: str) -> tuple[Limits, Markup]:
+    """The budgets of a stage's rollouts, and what an observation has beside content.
+
+    The tags around observations are not counted: no tokenizer is read.
+    """
+    r = c.rollout
+    searches = r.max_searches
+    if kind == "curate":
+        further = {
+            "answerable": c.curate.retry_searches,
+            "chains": c.curate.max_steps - 1,
+        }
+        searches = max(searches, further.get(c.curate.method, 0))
+    limits = Limits(
+        max_searches=searches,
+        max_prompt_tokens=r.max_prompt_tokens,
+        max_turn_tokens=r.max_turn_tokens,
+        max_observation_tokens=r.max_observation_tokens,
+        forced_final_turn=r.forced_final_turn,
+        cuts_tags=r.cut_tags,
+    )
+    protocol = make_protocol(
+        c.protocol.name, max_queries=c.protocol.max_queries or None
+    )
+    return limits, untagged_markup(protocol)
+
+
+def context_of(c, kind: str) -> tuple[str, int]:
+    """The tokens of the longest sequence of a stage, and how they come about."""
+    if kind == "sft":
+        return "sequence", c.sft.sequence_tokens
+    r = c.rollout
+    limits, markup = limits_of(c, kind)
+    found = f"{markup.parts} x " if markup.parts > 1 else ""
+    echo = f" + {r.max_turn_tokens:,} of queries" if markup.echoes else ""
+    parts = (
+        f"prompt {r.max_prompt_tokens:,} + {limits.num_turns} turns x "
+        f"{r.max_turn_tokens:,} + {limits.num_turns - 1} observations x "
+        f"{found}{r.max_observation_tokens:,}{echo}"
+    )
+    return parts, max(conversation_tokens(limits, markup), r.context_tokens)
+
+
+def untagged_markup(protocol) -> Markup:
+    """What a protocol's observations repeat or keep apart; its tags count nothing."""
+    most = protocol.max_queries
+    pieces = protocol.observe([""] * most, [()] * most).pieces
+    cuts = [piece for piece in pieces if isinstance(piece, Cut)]
+    parts = sum(not piece.is_echo for piece in cuts) if cuts else 1
+    return Markup(0, 0, parts, any(piece.is_echo for piece in cuts))
+
+
+def check_context(c, stage: str, spec: DecoderSpec) -> None:
+    """Refuses sequences beyond a model's context.
+
+    Raises:
+        ValueError: with the arithmetic.
+    """
+    parts, tokens = context_of(c, kind_of(stage))
+    if tokens > spec.max_context:
+        raise ValueError(
+            f"{stage}: {parts} = {tokens:,} tokens, but the context of "
+            f"{c.model.source or 'config.model'} is {spec.max_context:,}"
+        )
+
+
+def check_layout(c, spec: DecoderSpec) -> None:
+    """Refuses a mesh that does not divide the model.
+
+    Args:
+        c: configuration with the mesh.
+        spec: of the model.
+
+    Raises:
+        ValueError: names the axis.
+    """
+    divided = {
+        "num_heads": (spec.num_heads, "tensor"),
+        "num_kv_heads": (spec.num_kv_heads, "tensor"),
+        "mlp_width": (spec.mlp_width, "tensor"),
+        "width": (spec.width, "fsdp"),
+    }
+    for name, (size, axis) in divided.items():
+        if size % c.mesh[axis]:
+            raise ValueError(
+                f"config.mesh.{axis} = {c.mesh[axis]} does not divide the "
+                f"{name} {size} of {c.model.source or 'config.model'}"
+            )
+
+
+def memory_of(
+    c, stage: str, spec: DecoderSpec, num_devices: int, *, host_devices: int
+) -> Memory:
+    """Bytes that a stage takes on each device.
+
+    Args:
+        c: the stage's configuration.
+        stage: its name.
+        spec: the shape of the model it trains or asks.
+        num_devices: of the whole mesh.
+        host_devices: of a host, which rolls out config.rollout.slots rows of its own.
+    """
+    kind, here = kind_of(stage), min(num_devices, host_devices)
+    trained = _num_trained(c, spec)
+    moments = 2 * BYTES[c.optim.moments_dtype] * trained
+    weights = FLOAT32 * _params_here(c, spec) / c.mesh.fsdp
+    resident, host = {"weights": weights}, {}
+    resting = host if "optimizer" in c.model.offload else resident
+    if kind != "curate":
+        resting["Adam moments"] = moments
+        if c.model.lora_rank:
+            resident["adapters"] = FLOAT32 * trained
+        else:
+            began = host if "reference" in c.model.offload else resident
+            began["weights it began with"] = FLOAT32 * trained
+    if kind == "rl" and c.rl.algorithm == "ppo":
+        resident["critic"] = FLOAT32 * trained
+        resting["critic's moments"] = moments
+    rolling, evaluating = {}, {}
+    if kind != "sft":
+        resident |= agents_memory(c, kind)
+        rolling = _playing(c, kind, kind, spec, here)
+    elif c.trains == "policy" and c.eval.methods:
+        evaluating = {"weights": weights} | agents_memory(c, kind)
+        evaluating |= _playing(c, "rl", kind, spec, here)
+    updating = {} if kind == "curate" else _updating(c, kind, spec, num_devices)
+    stepping = {}
+    if kind != "curate" and "optimizer" in c.model.offload:
+        stepping = {"gradients": FLOAT32 * trained, "Adam moments": moments}
+    return Memory(resident, rolling, updating, stepping, evaluating, host)
+
+
+def _params_here(c, spec):
+    """Parameters of a device that `tensor` alone cuts; a vocabulary may stay whole."""
+    tensor, matrices = c.mesh.tensor, 1 if spec.tie_embeddings else 2
+    whole = matrices * spec.vocab_size * spec.width if spec.vocab_size % tensor else 0
+    return (spec.num_params - whole) / tensor + whole
+
+
+def _num_trained(c, spec):
+    """Numbers on each device that an update changes; adapters, if not cut, at most."""
+    m = c.model
+    if m.lora_rank:
+        return num_adapter_params(spec, rank=m.lora_rank, matrices=m.lora_matrices)
+    return _params_here(c, spec) / c.mesh.fsdp
+
+
+def agents_memory(c, kind: str) -> dict[str, float]:
+    """{what: bytes} of models that a stage asks and that run here, laid out to decode.
+
+    Their weights in float32, from which these are made, do not stay.
+    """
+    size = BYTES[c.model.dtype]
+    return {
+        f"{name}'s weights": size * _params_here(c, spec)
+        for name, spec in _agents(c, ASKED[kind]).items()
+    }
+
+
+def asked_memory(c, names, host_devices: int) -> dict[str, float]:
+    """{what: bytes} while the largest of these models is asked; one is at a time."""
+    found = {}
+    for name, spec in _agents(c, names).items():
+        s = c[name]
+        # What is read of prompts lies beside the rows that it goes into.
+        tokens = s.slots * (2 * s.max_prompt_tokens + s.max_reply_tokens)
+        found[f"{name}'s keys and values"] = (
+            tokens * _token_bytes(c, spec) / host_devices
+        )
+    return dict(sorted(found.items(), key=lambda item: item[1])[-1:])
+
+
+def _agents(c, names):
+    """{name: shape} of those of these models that run here; known ones."""
+    found = {}
+    for name in names:
+        source = c[name].source
+        # What another stage of the run trains has the shape of this one's model.
+        shaped = c.model.source if source.startswith(STAGE) else source
+        spec = shape_of(shaped, c, section=name) if source else None
+        if spec is not None:
+            found[name] = spec
+    return found
+
+
+def _token_bytes(c, spec):
+    """Bytes of the keys and values of one token."""
+    heads = spec.num_layers * spec.num_kv_heads
+    return 2 * heads * spec.head_dim * BYTES[c.model.dtype]
+
+
+def _playing(c, rolled, kind, spec, here):
+    """{what: bytes} of rollouts as a kind of stage makes them, and what is asked."""
+    during = _rolling(c, rolled, spec, here) | asked_memory(c, DURING, here)
+    copy = "copy that decodes"
+    behind = {copy: during[copy]} | asked_memory(c, ASKED[kind], here)
+    return max(during, behind, key=lambda parts: sum(parts.values()))
+
+
+def _rolling(c, kind, spec, here):
+    """{what: bytes} of rollouts: the copy that decodes, keys and values."""
+    size = BYTES[c.model.dtype]
+    _, tokens = context_of(c, kind)
+    is_copied = size != FLOAT32 or c.mesh.fsdp > 1 or c.model.lora_rank
+    copies = size if is_copied else 0
+    held = c.rollout.slots * tokens
+    if c.rollout.cache_tokens:
+        held = min(held, c.rollout.cache_tokens)
+    return {
+        "copy that decodes": copies * _params_here(c, spec),
+        "keys and values": held * _token_bytes(c, spec) / here,
+        "next tokens' logits": c.rollout.slots
+        * spec.vocab_size
+        * FLOAT32
+        / max(here // c.mesh.tensor, 1),
+    }
+
+
+def _updating(c, kind, spec, num_devices):
+    """{what: bytes} of an update: gradients and what the backward pass keeps."""
+    size = BYTES[c.model.dtype]
+    _, tokens = context_of(c, kind)
+    shares, micro_batch = num_devices // c.mesh.tensor, c[kind].micro_batch
+    rows = max(min(piece_rows(micro_batch, shares), micro_batch) / shares, 1)
+    layers = 1 if c.model.remat else spec.num_layers
+    heads, kv_heads = (n / c.mesh.tensor for n in (spec.num_heads, spec.num_kv_heads))
+    scores = heads * block_size(tokens) * tokens * FLOAT32 * SCORE_COPIES
+    # What each matrix of a layer gives, and what attention does.
+    made = 2 * spec.width + 2 * spec.mlp_width / c.mesh.tensor
+    inside = tokens * (made + 2 * spec.head_dim * (heads + kv_heads)) * size
+    cut = c.mesh.tensor if spec.vocab_size % c.mesh.tensor == 0 else 1
+    pieces = c.model.logit_chunk * spec.vocab_size / cut
+    return {
+        # The sum so far, and that of a piece, or of a micro-batch that has none.
+        "gradients": 2 * FLOAT32 * _num_trained(c, spec),
+        "attention scores": rows * scores,
+        "layers' inputs": rows * spec.num_layers * tokens * spec.width * size,
+        "inside of a layer": rows * layers * inside,
+        "logits": 2 * FLOAT32 * pieces,
+    }

@@ -1,0 +1,200 @@
+"""What a run would do and take, printed and checked before anything is loaded."""
+
+from rsearch import setup as build
+from rsearch.config.rules import validate
+from rsearch.config.stage_plan import check_plan, kind_of, stage_configs
+from rsearch.plan.costs import (
+    GB,
+    check_context,
+    check_layout,
+    context_of,
+    memory_of,
+    shape_of,
+)
+from rsearch.runtime import console
+
+COLUMNS = ("stage", "what", "value")
+HOST_DEVICES = 8  # of most hosts with GPUs; many with TPUs have 4
+
+
+def dry_run(
+    config,
+    *,
+    devices: int = 0,
+    devices_per_host: int = HOST_DEVICES,
+    device_memory_gb: float = 0.0,
+) -> None:
+    """Prints a run's stages, budgets and memory, and refuses what cannot fit.
+
+    Args:
+        config: of the run.
+        devices: how many there will be; 0 takes as few as its mesh allows.
+        devices_per_host: at most; each host rolls out config.rollout.slots rows.
+        device_memory_gb: of each, in 10^9 bytes; 0 leaves the memory unchecked.
+
+    Raises:
+        ValueError: the configuration is not valid, a sequence is longer than a model's
+            context, or a stage takes more than a device has.
+    """
+    for name, value in (("devices", devices), ("device_memory_gb", device_memory_gb)):
+        if not value >= 0:
+            raise ValueError(f"--{name}={value}: must be 0 or more")
+    if devices_per_host < 1:
+        raise ValueError(f"--devices_per_host={devices_per_host}: must be 1 or more")
+    validate(config)
+    build.check_names(config)
+    check_plan(config)
+    stages = stage_configs(config)
+    for _, own in stages if devices else ():  # each may have a mesh of its own
+        validate(own, num_devices=devices)
+    too_big = []
+    plans, budgets, memories = [], [], []
+    for stage, own in stages:
+        num_devices = devices or _fewest(own)
+        spec = shape_of(own.model.source, own)
+        plans.append((stage, *_plan(own, stage, spec)))
+        budgets += [(stage, *row) for row in _budget(own, stage, spec)]
+        if spec is None:
+            note = "a model that the run makes itself, or a tokenizer not yet made"
+            memories.append((stage, f"not known before: {note}", None))
+            continue
+        check_context(own, stage, spec)
+        check_layout(own, spec)
+        here = devices_per_host
+        memory = memory_of(own, stage, spec, num_devices, host_devices=here)
+        memories += _memory_rows(stage, memory, num_devices)
+        if device_memory_gb and memory.peak / GB > device_memory_gb:
+            too_big.append((stage, memory.peak / GB, num_devices))
+    heads = ("stage", "trains", "model", "parameters", "learns from")
+    console.table(f"{config.name}: stages", heads, plans)
+    console.table("budgets", COLUMNS, budgets)
+    console.table("memory of each device, estimated", ("stage", "what", "GB"), memories)
+    if too_big:
+        texts = [f"{s}: {gb:.1f} GB on each of {n}" for s, gb, n in too_big]
+        raise ValueError(
+            f"does not fit devices of {device_memory_gb:g} GB: {'; '.join(texts)}; "
+            "more devices (--devices, config.mesh), fewer config.rollout.slots, a "
+            "smaller micro_batch, or config.model.remat"
+        )
+
+
+def _fewest(c) -> int:
+    """The devices of the smallest mesh that a configuration allows."""
+    return max(c.mesh.data, 1) * c.mesh.fsdp * c.mesh.tensor
+
+
+def _plan(c, stage, spec):
+    """(trains, model, parameters, learns from) of a stage."""
+    kind = kind_of(stage)
+    model = c.model.source or "random weights"
+    size = f"{spec.num_params / 1e9:.3g} B" if spec else "-"
+    source = c.sft.demonstrations if kind == "sft" else c.data.train
+    if kind == "curate":
+        return f"nothing: {c.curate.method}", model, size, source
+    trains = c.trains if kind == "sft" else f"{c.trains}, {c.rl.algorithm}"
+    if c.model.lora_rank:
+        trains += f", LoRA of rank {c.model.lora_rank}"
+    return trains, model, size, source
+
+
+def _budget(c, stage, spec):
+    """(what, value) of what a stage reads, writes and updates."""
+    kind = kind_of(stage)
+    parts, tokens = context_of(c, kind)
+    limit = f" of the model's {spec.max_context:,}" if spec else ""
+    yield (
+        f"tokens of a {'sequence' if kind == 'sft' else 'rollout'}",
+        (
+            f"{parts} = {tokens:,}, tags of observations not counted{limit}"
+            if kind != "sft"
+            else f"{tokens:,}{limit}"
+        ),
+    )
+    if kind == "sft":
+        yield from _sft_budget(c, tokens)
+    elif kind == "rl":
+        yield from _rl_budget(c, tokens)
+    else:
+        asked = f"{c.data.max_train:,}" if c.data.max_train else "all of"
+        yield "questions", f"{asked} {c.data.train}"
+        yield _asked(c.curate)
+
+
+def _asked(curate):
+    """(what, value) of how often the model is asked about one question."""
+    first = 0 if curate.first else curate.rollouts
+    rollouts = {
+        "answerable": first + curate.retry_rollouts,
+        "mix": 0,  # their difficulty is known
+        "no_reasoning": 1,
+    }
+    if curate.method == "chains":
+        return "turns of a chain", f"at most {curate.max_steps + curate.max_retries}"
+    most = rollouts.get(curate.method, first)
+    return "rollouts of a question", f"at most {most}"
+
+
+def _sft_budget(c, tokens):
+    s = c.sft
+    yield (
+        "a step",
+        (
+            f"{s.batch_size} demonstrations in {s.batch_size // s.micro_batch} "
+            f"micro-batches of {s.micro_batch}"
+        ),
+    )
+    yield (
+        "all steps",
+        (
+            f"{s.steps:,} = {s.steps * s.batch_size:,} demonstrations, at most "
+            f"{s.steps * s.batch_size * tokens:,} tokens"
+        ),
+    )
+
+
+def _rl_budget(c, tokens):
+    s, r, rows = c.rl, c.rollout, c.rl.questions_per_step * c.rollout.group_size
+    own = max(1, r.max_searches + r.forced_final_turn) * r.max_turn_tokens
+    each = rows // s.updates_per_step
+    yield (
+        "a step",
+        (
+            f"{s.questions_per_step} questions x {c.rollout.group_size} = {rows:,} "
+            f"rollouts, {min(rows, c.rollout.slots)} at once"
+        ),
+    )
+    yield (
+        "an update",
+        (
+            f"{s.updates_per_step} a step, each {each:,} rows in "
+            f"{each // s.micro_batch} micro-batches of {s.micro_batch}"
+        ),
+    )
+    total = s.steps * rows
+    yield (
+        "all steps",
+        (
+            f"{s.steps:,} = {total:,} rollouts of {s.steps * s.questions_per_step:,} "
+            f"questions, {s.steps * s.updates_per_step:,} updates"
+        ),
+    )
+    yield (
+        "all tokens",
+        (f"at most {total * tokens:,}, of which the policy writes {total * own:,}"),
+    )
+
+
+def _memory_rows(stage, memory, num_devices):
+    """(stage, what, GB) of a stage's memory, its peak last."""
+    phases = (
+        ("", memory.resident),
+        ("rollout: ", memory.rolling),
+        ("update: ", memory.updating),
+        ("step: ", memory.stepping),
+        ("evaluation: ", memory.evaluating),
+        ("in its host's memory: ", memory.host),
+    )
+    for phase, parts in phases:
+        for what, size in parts.items():
+            yield stage, f"{phase}{what}", round(size / GB, 2)
+    yield stage, f"peak on each of {num_devices} devices", round(memory.peak / GB, 2)

@@ -1,0 +1,385 @@
+"""The compiled functions of a stage, and shapes to compile them for.
+
+They are those that a run compiles; nothing of it is loaded, and no array is made.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsearch import setup as build
+from rsearch.config.stage_plan import kind_of
+from rsearch.hosts.offload import DEVICE, HOST, check_host_memory
+from rsearch.learn.batch import Batch, cut, pack_segments
+from rsearch.learn.packing import packed
+from rsearch.learn.update import batch_shardings
+from rsearch.models.decoder import Decoder
+from rsearch.models.sharding import (
+    DECODING_RULES,
+    laid_out,
+    make_mesh,
+    num_shards,
+    own_mesh,
+    replicated,
+    with_shardings,
+)
+from rsearch.plan.costs import DURING, agents_memory, asked_memory, limits_of, shape_of
+from rsearch.plan.machines import Machine
+from rsearch.rollout.conversation import conversation_tokens, shown_tokens
+from rsearch.rollout.play import at_once
+from rsearch.rollout.pool import num_pages
+from rsearch.rollout.rows import row_shardings
+from rsearch.rollout.sampler import Sampler
+from rsearch.setup.parts import policy_protocol
+from rsearch.setup.setup import Frame
+
+ROLLING = ("merge", "prefill", "admit", "extend", "decode")  # programs that roll out
+STEP = "'s step"  # ends the name of one that changes weights, its gradients made before
+
+
+class Program(NamedTuple):
+    """One compiled function in a step of its stage.
+
+    Attributes:
+        name: what it does.
+        function: jitted.
+        args: shapes with shardings.
+        calls: how often a step calls it, at most.
+        rounds: of each of its loops whose length the data decides, at most.
+        beside: bytes on each device that its arguments are not, while it runs.
+        num_devices: that it is spread over.
+    """
+
+    name: str
+    function: object
+    args: tuple
+    calls: float
+    rounds: float
+    beside: float
+    num_devices: int
+
+
+def device_bytes(tree) -> float:
+    """Bytes of a tree of shapes with shardings on each device, its host's left out."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind != HOST
+    )
+
+
+def make_frame(config, stage: str, machine: Machine) -> Frame:
+    """What a stage's programs are compiled from, on a machine that is not here.
+
+    Raises:
+        ValueError: the mesh does not fit the machine, or the model is not known before.
+    """
+    spec = shape_of(config.model.source, config)
+    if spec is None:
+        raise ValueError(
+            f"{stage}: config.model.source = {config.model.source!r} is not known "
+            "before the run makes it, or its tokenizer; set config.model.source, or "
+            "config.model.vocab_size"
+        )
+    kind = kind_of(stage)
+    limits, markup = limits_of(config, kind)
+    tokens = max(conversation_tokens(limits, markup), config.rollout.context_tokens)
+    if _is_chained(config, kind):
+        most = tokens - limits.max_turn_tokens
+        limits = dataclasses.replace(limits, max_searches=0, max_prompt_tokens=most)
+    m = config.model
+    mesh = make_mesh(**config.mesh, devices=machine.devices)
+    if m.offload:
+        check_host_memory(mesh, f"config.model.offload = {m.offload}")
+    return Frame(
+        config=config,
+        mesh=mesh,
+        model=Decoder(spec, dtype=jnp.dtype(m.dtype), remat=m.remat),
+        limits=limits,
+        num_tokens=config.sft.sequence_tokens if kind == "sft" else tokens,
+    )
+
+
+def stage_programs(frame: Frame, stage: str, machine: Machine) -> list[Program]:
+    """The programs of one step of a stage; of a data stage, all its slots filled once.
+
+    Raises:
+        ValueError: a mesh that does not divide the model, or the devices of a host.
+    """
+    kind = kind_of(stage)
+    if kind == "curate":
+        return filled_once(frame, kind, machine)
+    state = build.state_shapes(frame, kind)
+    if kind == "sft":
+        return _update(frame, kind, state, beside=_kept(frame))
+    rollouts = frame.config.rl.questions_per_step * frame.config.rollout.group_size
+    resident = _staying(frame, state, machine)
+    return [
+        *_merging(frame, state),
+        *_rolling(frame, machine, resident=resident, rollouts=rollouts),
+        *_learning(frame, state),
+    ]
+
+
+def filled_once(frame: Frame, kind: str, machine: Machine) -> list[Program]:
+    """The programs that fill all slots of each host once, beside the weights alone.
+
+    Args:
+        frame: with the limits of these rollouts.
+        kind: of the stage that makes them, or is evaluated by them.
+        machine: that they are compiled for.
+    """
+    c = frame.config
+    asked = asked_memory(c, DURING, machine.host_devices)
+    resident = device_bytes(build.weight_shapes(frame)) + sum(asked.values())
+    resident += _agents(c, kind)
+    rollouts = c.rollout.slots * machine.num_hosts
+    if _is_chained(c, kind):
+        rollouts *= c.curate.max_steps
+    return _rolling(frame, machine, resident=resident, rollouts=rollouts)
+
+
+def _is_chained(c, kind):
+    """Whether each turn reads anew all that stands before it, as a prompt."""
+    return kind == "curate" and c.curate.method == "chains"
+
+
+def _kept(frame):
+    """Bytes on each device of the weights that a stage began with.
+
+    0 where they are an argument of what learns, as those that adapters stand beside, or
+    rest in the memory of the hosts.
+    """
+    m = frame.config.model
+    if m.lora_rank or "reference" in m.offload:
+        return 0
+    return device_bytes(build.weight_shapes(frame))
+
+
+def _staying(frame, state, machine):
+    """Bytes on each device that stay while rollouts are made, or are asked for then."""
+    c, began = frame.config, build.weight_shapes(frame)
+    kept = 0 if "reference" in c.model.offload else device_bytes(began)
+    asked = asked_memory(c, DURING, machine.host_devices)
+    return device_bytes(state) + _agents(c, "rl") + sum(asked.values()) + kept
+
+
+def _agents(c, kind):
+    """Bytes on each device of models beside the policy."""
+    return sum(agents_memory(c, kind).values())
+
+
+def _merging(frame, state):
+    """What makes weights that decode of adapters and their base, if there are some."""
+    if not frame.config.model.lora_rank:
+        return []
+    learner, _ = build.make_learner(frame, "rl")
+    base = build.weight_shapes(frame)
+    beside = device_bytes(state) - device_bytes(state.params)
+    beside += _agents(frame.config, "rl")
+    merge = learner.merge(jnp.dtype(frame.model.dtype))
+    size = frame.mesh.size
+    return [Program("merge", merge, (base, state.params), 1, 1, beside, size)]
+
+
+def _rolling(frame, machine, *, resident, rollouts):
+    """What each host runs on its own devices, or all run together.
+
+    At most: every turn is written and every observation read to its budget's end.
+
+    Args:
+        frame, machine: see `stage_programs`.
+        resident: bytes on each device that stay beside it.
+        rollouts: of all hosts together.
+    """
+    c, limits = frame.config, frame.limits
+    # Hosts that share a program: it has the rows of all.
+    sharing = machine.num_hosts if c.rollout.together else 1
+    mesh = frame.mesh
+    if sharing == 1:
+        mesh = own_mesh(mesh, host=machine.devices[0].process_index)
+    sampler = _sampler(frame, mesh)
+    whole = replicated(mesh)
+
+    def host(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+    began = build.weight_shapes(frame)
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, frame.model.dtype), began
+    )
+    params = laid_out(params, mesh, DECODING_RULES)
+    num_rows, group = c.rollout.slots, c.rollout.group_size
+    parts = max(1, sampler.parts(num_rows * sharing) // sharing)
+    moved, block = (sharing * n for n in at_once(num_rows, group, parts))
+    num_rows *= sharing
+    pages = num_pages(sampler, num_rows, sharing * c.rollout.cache_tokens)
+    rows = jax.eval_shape(lambda: sampler.empty(num_rows, pages))
+    rows = with_shardings(rows, row_shardings(rows, mesh))
+    prompts = host(block, limits.max_prompt_tokens), host(block)
+    context = jax.eval_shape(sampler.prefill, params, *prompts)
+    context = with_shardings(context, row_shardings(context, mesh))
+    read = shown_tokens(*limits_of(c, "rl"))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    naming = host(dtype=key.dtype), host(num_rows, 2, dtype=jnp.uint32)
+    going = host(num_rows, dtype=jnp.bool_), host(num_rows), host(), host()
+    moves = host(moved)
+    # Which pages the rows hold, where they share some.
+    moving = [host(moved, sampler.row_pages)] if pages else []
+    if pages:
+        going = *going, host(num_rows, sampler.row_pages)
+    room = pages // sampler.row_pages or num_rows
+    rollouts *= sharing / machine.num_hosts
+    turns, chunk = limits.num_turns, c.rollout.extend_chunk
+    written = turns * limits.max_turn_tokens
+    calls = {  # name -> arguments, calls, rounds of its loop
+        "prefill": (
+            (params, *prompts),
+            rollouts / group / block,
+            -(-limits.max_prompt_tokens // chunk),
+        ),
+        "admit": ((rows, context, moves, moves, *moving), rollouts / moved, 1),
+        "extend": (
+            (params, rows, moves, host(moved, read), moves, *moving),
+            rollouts * (turns - 1) / moved,
+            -(-read // chunk),
+        ),
+        "decode": (
+            (params, rows, *naming, *going),
+            1,
+            # As many at once as there are slots, and room for the longest.
+            written * rollouts / min(num_rows, rollouts, room),
+        ),
+    }
+    living = params, rows, context
+
+    def program(name, args, count, rounds):
+        others = [x for x in living if not any(x is arg for arg in args)]
+        beside = resident + sum(map(device_bytes, others))
+        function = getattr(sampler, name)
+        return Program(name, function, args, count, rounds, beside, mesh.size)
+
+    return [program(name, *call) for name, call in calls.items() if call[1]]
+
+
+def _sampler(frame, mesh):
+    """The functions that roll out."""
+    c = frame.config
+    # As many states as the automaton of its stop strings can have; which, is no matter.
+    states = sum(map(len, policy_protocol(c).stop_strings)) + 1
+    return Sampler(
+        frame.model,
+        mesh,
+        stop_table=np.zeros((states, frame.model.spec.vocab_size), np.uint8),
+        eos_ids=[0],
+        num_slots=frame.num_tokens,
+        max_turn_tokens=frame.limits.max_turn_tokens,
+        chunk=c.rollout.extend_chunk,
+        temperature=c.rollout.temperature,
+        top_p=c.rollout.top_p,
+        page_tokens=c.rollout.page_tokens,
+        all_at_once=True,  # on accelerators, also where CPUs stand for them
+    )
+
+
+def _learning(frame, state):
+    """What all hosts run together."""
+    c, s = frame.config, frame.config.rl
+    learner, _ = build.make_learner(frame, "rl")
+    agents = _agents(c, "rl") + _kept(frame)
+    base = build.frozen(frame, build.weight_shapes(frame))
+    batch = _batch(frame, "rl")
+    others = device_bytes(state) - device_bytes(state.params)
+    programs = []
+
+    def program(*given, **settings):
+        programs.append(_over_all(frame, *given, **settings))
+
+    calls = (s.behavior == "scored") + (s.kl_coef > 0)
+    if calls:
+        args, beside = (state.params, batch, base), others + agents
+        if s.kl_coef and "reference" in c.model.offload:
+            beside += device_bytes(state.params)  # it comes to be scored with
+        program("score", learner.score, args, calls, beside)
+    if build.has_critic(frame, "rl"):
+        critic, _ = build.make_critic(frame)
+        own = device_bytes(state.critic)
+        part = _batch(frame, "rl", updates=s.updates_per_step, has_values=True)
+        resident = device_bytes(state) + agents
+        args = (state.critic.params, batch, base)
+        beside = resident - device_bytes(state.critic.params)
+        program("value score", critic.score, args, 1, beside)
+        given = (base, part), s.updates_per_step, resident - own
+        programs += _steps(frame, "value update", critic.steps, state.critic, *given)
+    return [*programs, *_update(frame, "rl", state, beside=agents)]
+
+
+def _update(frame, kind, state, *, beside):
+    """The policy's update; `beside` without the critic."""
+    s = frame.config[kind]
+    learner, _ = build.make_learner(frame, kind)
+    updates = s.get("updates_per_step", 1)
+    has_values = build.has_critic(frame, kind)
+    memory = None
+    if kind == "rl" and s.memorise_coef:
+        memory = _batch(frame, kind, num_rows=s.memorise_rows)
+    base = build.frozen(frame, build.weight_shapes(frame))
+    batch = _batch(frame, kind, updates=updates, has_values=has_values)
+    if state.critic is not None:
+        beside += device_bytes(state.critic)
+    own, given = state._replace(critic=None), (base, batch, memory)
+    return _steps(frame, "update", learner.steps, own, given, updates, beside)
+
+
+def _steps(frame, name, steps, state, given, calls, beside):
+    """The programs of an optimizer step: two, if its moments rest with the hosts."""
+    if "optimizer" not in frame.config.model.offload:
+        args = state, *given
+        return [_over_all(frame, name, steps, args, calls, beside, donated=(0,))]
+    own = state.params, state.kl_coef
+    args = *own, *given
+    gradients = f"{name}'s gradient", steps.gradients, args, calls, beside
+    here = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=x.sharding.with_memory_kind(DEVICE)
+        ),
+        state,
+    )
+    beside += device_bytes(given[0])  # what adapters stand beside
+    step = f"{name}{STEP}", steps.step, (here, *own), calls, beside
+    return [
+        _over_all(frame, *gradients),
+        _over_all(frame, *step, donated=(0,)),
+    ]
+
+
+def _over_all(frame, name, function, args, calls, beside, *, donated=()):
+    """A program over the devices of all hosts, on rows of full length."""
+    function = jax.jit(function, donate_argnums=donated)
+    return Program(name, function, args, calls, 1, beside, frame.mesh.size)
+
+
+def _batch(frame, kind, *, updates=1, has_values=False, num_rows=None) -> Batch:
+    """Shapes of the rows of a step, or of one of its updates."""
+    c = frame.config
+    s = c[kind]
+    if num_rows is None:
+        rows = s.batch_size if kind == "sft" else 0
+        num_rows = rows or s.questions_per_step * c.rollout.group_size // updates
+    one = cut(pack_segments([()] * s.micro_batch, frame.num_tokens), s.micro_batch)
+    one = packed(one, multiple=num_shards(frame.mesh))
+    if kind == "rl":
+        zeros = np.zeros(one.tokens.shape, np.float32)
+        if has_values:
+            one = one._replace(values=zeros, returns=zeros)
+        if s.behavior == "scored" and s.tis_cap:
+            one = one._replace(sampled_logp=zeros)
+    count = num_rows // s.micro_batch
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), one
+    )
+    return with_shardings(shapes, batch_shardings(shapes, frame.mesh))

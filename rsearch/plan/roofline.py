@@ -1,0 +1,120 @@
+"""Seconds, bytes and operations of compiled programs on a machine that is not here."""
+
+import re
+import time
+from typing import NamedTuple
+
+import jax
+
+from rsearch.plan.costs import Memory
+from rsearch.plan.flops import count_flops
+from rsearch.plan.hlo import Moved, moved, scaled
+from rsearch.plan.machines import Machine
+from rsearch.plan.programs import ROLLING, STEP, Program, device_bytes
+
+PART_OF_A_SLICE = "device assignment should include all slice devices"
+UNKNOWN_DEVICE = "Unexpected device_id"  # the same, where a collective names them
+FULL = re.compile(
+    r"(?:Used |HLO temporaries \()([\d.]+)([MG])(?: of|\) exceeds available HBM)"
+)
+SIZES = {"M": 2**20, "G": 2**30}
+
+
+class Estimate(NamedTuple):
+    """What a program takes in one step, on each device.
+
+    Attributes:
+        name: of the program.
+        calls: in a step, at most.
+        peak: bytes of the device's memory in use while it runs, all that stays
+            beside it included.
+        flops: operations of its matrix products.
+        moved: bytes from and to memory, and between devices.
+        compile_seconds: here.
+    """
+
+    name: str
+    calls: float
+    peak: float
+    flops: float
+    moved: Moved
+    compile_seconds: float
+
+    def seconds(self, chip) -> dict[str, float]:
+        """{bound: seconds} of a step, each as if it were alone."""
+        return {
+            "FLOPs": self.flops / chip.flops,
+            "memory": self.moved.memory / chip.bandwidth,
+            "links": self.moved.sent / chip.link,
+        }
+
+
+def estimate(program: Program, machine: Machine) -> Estimate:
+    """Compiles a program for a machine and reads what it takes.
+
+    Raises:
+        ValueError: it cannot be compiled for it, and why.
+    """
+    flops = count_flops(program.function, program.args, rounds=program.rounds)
+    started = time.monotonic()
+    try:
+        compiled = program.function.lower(*program.args).compile()
+        peak = compiled.memory_analysis().peak_memory_in_bytes
+        found = moved(compiled.as_text(), rounds=program.rounds)
+    except jax.errors.JaxRuntimeError as error:
+        peak = _used(str(error))
+        if peak is None:
+            raise ValueError(_explained(program, machine, str(error))) from None
+        found = Moved(0.0, {})
+    return Estimate(
+        program.name,
+        program.calls,
+        peak + program.beside,
+        flops * program.calls / program.num_devices,
+        scaled(found, program.calls),
+        time.monotonic() - started,
+    )
+
+
+def reckoned(program: Program, memory: Memory) -> Estimate:
+    """What a program takes at least, without compiling it.
+
+    Its memory is the estimate of the stage's; it moves its arguments, once in every
+    round of a loop that rolls out; what devices send each other is not in it.
+
+    Args:
+        program: traced alone.
+        memory: of the stage, on each device.
+    """
+    is_rolling = program.name in ROLLING
+    phase = memory.rolling if is_rolling else memory.updating
+    if program.name.endswith(STEP):
+        phase = memory.stepping
+    flops = count_flops(program.function, program.args, rounds=program.rounds)
+    passes = program.calls * (program.rounds if is_rolling else 1)
+    return Estimate(
+        program.name,
+        program.calls,
+        sum(memory.resident.values()) + sum(phase.values()),
+        flops * program.calls / program.num_devices,
+        Moved(device_bytes(program.args) * passes, {}),
+        0.0,
+    )
+
+
+def _used(message):
+    """Bytes that a program would need, of an error that says it does not fit."""
+    if found := FULL.search(message):
+        return float(found[1]) * SIZES[found[2]]
+    return None
+
+
+def _explained(program, machine, message):
+    """What people are told of a program that does not compile."""
+    if PART_OF_A_SLICE in message or UNKNOWN_DEVICE in message:
+        return (
+            f"{program.name}: {machine.name} has {machine.num_hosts} hosts, and each "
+            "rolls out on its own devices; on v5e and v6e XLA compiles nothing for a "
+            "part of a slice. --config.rollout.together=True rolls out on all of it"
+        )
+    return f"{program.name}: does not compile for {machine.name}: {message[:500]}"

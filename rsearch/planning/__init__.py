@@ -1,1 +1,0 @@
-"""What a configuration's programs would take on a machine that is not here."""

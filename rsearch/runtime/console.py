@@ -1,0 +1,172 @@
+"""What people see: notes, progress and tables, on a terminal or in a log file.
+
+Notes and progress go to stderr, results to stdout. Text may come from a model or a
+retrieved page, so all of it is plain: markup is not interpreted, and control characters
+are written out instead of obeyed.
+"""
+
+import contextlib
+import errno
+import sys
+import time
+import unicodedata
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from rsearch.hosts import processes as hosts
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without room answers
+PLAIN_WIDTH = 200  # columns of a table that goes to a file
+SECONDS_BETWEEN_LINES = 15.0  # of progress, where there is no terminal
+
+
+def clean(text):
+    """`text` with every control character written out, as in a Python string.
+
+    Line feeds and tabs stay. Escape sequences, carriage returns, C1 controls, marks
+    that reverse the direction of writing, zero-width characters and lone surrogates do
+    not: a terminal would act on them, or fail on them.
+    """
+    return "".join(_visible(character) for character in str(text))
+
+
+def _visible(character):
+    if character in "\n\t" or character.isprintable():
+        return character
+    # Cc controls, Cf invisible formats, Cs surrogates, Zl and Zp line breaks.
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+        return character.encode("unicode_escape", "backslashreplace").decode()
+    return character
+
+
+def note(text):
+    """One line for people, with the time of day, on stderr."""
+    console = _console(sys.stderr)
+    stamp = time.strftime("%H:%M:%S")
+    with unless_full():
+        console.print(Text(f"{stamp} {clean(text)}"), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def unless_full():
+    """Within it a log whose disk is full loses lines, and costs no run."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+
+
+def block(title, text):
+    """A titled text, such as a transcript, on stdout."""
+    console = _console(sys.stdout)
+    console.rule(Text(clean(title)), align="left", characters="-")
+    console.print(Text(clean(text)), soft_wrap=True)
+
+
+def table(title, columns, rows):
+    """A table on stdout.
+
+    Args:
+        title: printed above it.
+        columns: [n] headings.
+        rows: sequences of n values; numbers are aligned right, floats get four digits,
+            None becomes '-'.
+    """
+    grid = Table(title=Text(clean(title)), title_justify="left")
+    rows = [list(row) for row in rows]
+    for position, heading in enumerate(columns):
+        values = [row[position] for row in rows]
+        is_number = bool(values) and all(
+            value is None or isinstance(value, int | float) for value in values
+        )
+        justify = "right" if is_number else "left"
+        grid.add_column(Text(clean(heading)), justify=justify, overflow="fold")
+    for row in rows:
+        assert len(row) == len(columns), (row, columns)
+        grid.add_row(*(Text(_cell(value)) for value in row))
+    _console(sys.stdout).print(grid)
+
+
+def _cell(value):
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else clean(value)
+
+
+def progress(items, label, *, total=None):
+    """Yields the items, showing how far it has come.
+
+    On a terminal this is a moving bar; elsewhere a line now and then and at the end.
+
+    Args:
+        items: any iterable.
+        label: what they are.
+        total: how many; found out where `items` has a length.
+    """
+    if total is None and hasattr(items, "__len__"):
+        total = len(items)
+    console = _console(sys.stderr)
+    if console.is_terminal:
+        yield from _bar(items, clean(label), total, console)
+    else:
+        yield from _lines(items, clean(label), total)
+
+
+def _bar(items, label, total, console):
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        yield from bar.track(items, total=total, description=label)
+
+
+def _lines(items, label, total):
+    start = last = time.monotonic()
+    done = 0
+    for item in items:
+        yield item
+        done += 1
+        now = time.monotonic()
+        if now - last >= SECONDS_BETWEEN_LINES:
+            last = now
+            _line(label, done, total, now - start)
+    _line(label, done, total, time.monotonic() - start)
+
+
+def _line(label, done, total, seconds):
+    of = "" if total is None else f"/{total}"
+    note(f"{label} {done}{of} ({seconds:.1f} s)")
+
+
+class _Console(Console):
+    """One that leaves it to the command what follows when its reader has gone."""
+
+    def on_broken_pipe(self):
+        """Raises the BrokenPipeError; Rich would end the process here."""
+        raise
+
+
+def _console(stream):
+    """A console on the stream of this moment; tests and services replace streams."""
+    is_terminal = getattr(stream, "isatty", lambda: False)()
+    return _Console(
+        file=stream,
+        width=None if is_terminal else PLAIN_WIDTH,
+        quiet=not hosts.is_first(),
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )

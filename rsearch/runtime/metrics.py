@@ -1,0 +1,223 @@
+"""What a stage measured, step by step: metrics.jsonl, and curves for TensorBoard.
+
+metrics.jsonl is the truth: one JSON object a line with its `step`. It stays valid JSON
+where a number is not finite: NaN and the infinities are written as the strings "NaN",
+"Infinity" and "-Infinity", and read back as numbers. The curves are a convenience, and
+their failure never stops a run.
+"""
+
+import json
+import math
+import pathlib
+import warnings
+
+import numpy as np
+
+from rsearch.hosts import processes as hosts
+from rsearch.runtime import files
+
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricsLog:
+    """The open metrics of one stage; a context manager.
+
+    Of several hosts the first writes.
+
+    Args:
+        directory: the stage's directory; made where it is missing.
+        first_step: rows of this step and later ones are dropped first, as left by a run
+            that went on after its last checkpoint; None keeps all rows.
+        tensorboard: False writes no curves.
+    """
+
+    def __init__(self, directory, *, first_step=None, tensorboard=True):
+        self.directory = pathlib.Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.path = self.directory / "metrics.jsonl"
+        self._file = None
+        draws = tensorboard and hosts.is_first()
+        self._curves = _Curves(self.directory / "tensorboard") if draws else None
+        # Also without a step to go back to: the last line may be torn.
+        self.rewind(math.inf if first_step is None else first_step)
+
+    def write(self, step, values):
+        """Appends a row.
+
+        Args:
+            step: int; rows of one stage are written in order of their steps.
+            values: {name: number, string, bool or None}; a scalar array is a number.
+
+        Raises:
+            OSError: the disk refuses; what was there stays whole.
+        """
+        assert "step" not in values, values
+        if not hosts.is_first():
+            return
+        row = to_json(values)
+        text = json.dumps({"step": int(step), **row}, allow_nan=False)
+        files.append(self._file, f"{text}\n".encode())
+        if self._curves:
+            self._curves.write(step, from_json(row))
+
+    def rewind(self, step):
+        """Drops the rows of `step` and later, and a torn last line."""
+        self.close()
+        if not hosts.is_first():
+            return
+        if self.path.exists():
+            rows = read(self.path)
+            kept = [row for row in rows if row["step"] < step]
+            lines = [json.dumps(to_json(row), allow_nan=False) + "\n" for row in kept]
+            text = "".join(lines).encode()
+            if text != self.path.read_bytes():
+                files.replace(self.path, text)
+        # Unbuffered: a row is in the file when `write` returns.
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+        if self._curves and step != math.inf:
+            self._curves.rewind(step)
+
+    def close(self):
+        """Closes the files; a later `rewind` opens them again."""
+        if self._file is not None:
+            self._file.close()
+        if self._curves:
+            self._curves.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def read(path):
+    """[rows] of a metrics.jsonl, each a dict with its `step`.
+
+    A last line without its line feed was torn by a crash and is left out; any other bad
+    line is left out with a warning that names it.
+    """
+    lines = pathlib.Path(path).read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):
+        row = _row(line)
+        if row is None:
+            warnings.warn(f"{path}:{number}: not a row of metrics", stacklevel=2)
+        else:
+            rows.append(row)
+    return rows
+
+
+def to_json(values) -> dict:
+    """Values as of `MetricsLog.write`, as JSON holds them."""
+    return _spell({name: _plain(name, value) for name, value in values.items()})
+
+
+def from_json(row) -> dict:
+    """The values of `to_json`."""
+    return {name: _number(value) for name, value in row.items()}
+
+
+def _row(line):
+    """The dict on a line, or None."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    return from_json(row)
+
+
+def _number(value):
+    return NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _plain(name, value):
+    """A Python number, string, bool or None."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    array = np.asarray(value)
+    assert array.ndim == 0, f"{name} is no scalar: shape {array.shape}"
+    assert array.dtype != object, f"{name} is no number: {value!r}"
+    # bfloat16's own item() is a float as well, but not for every extension type.
+    is_exact = array.dtype.kind in "biu"
+    return array.item() if is_exact else float(array)
+
+
+def _spell(row):
+    """The row with its non-finite numbers as strings."""
+    return {
+        name: _name_of(value)
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for name, value in row.items()
+    }
+
+
+def _name_of(value):
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+class _Curves:
+    """An event file for TensorBoard, written in this thread.
+
+    tensorboardX's SummaryWriter writes from a thread of its own; when that thread dies
+    of a full disk, the queue fills up and the run hangs. Its EventsWriter does not.
+    """
+
+    def __init__(self, directory):
+        self.directory = directory
+        self._writer = None
+        self._has_failed = False
+
+    def write(self, step, row):
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        def add():
+            for name, value in row.items():
+                if isinstance(value, int | float):
+                    summary = scalar(name, float(value))
+                    self._add(Event(step=int(step), summary=summary))
+            self._writer.flush()
+
+        self._attempt(add)
+
+    def rewind(self, step):
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        start = SessionLog(status=SessionLog.START)
+        self._attempt(lambda: self._add(Event(step=int(step), session_log=start)))
+
+    def close(self):
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            self._attempt(writer.close)
+
+    def _add(self, event):
+        import time
+
+        if self._writer is None:
+            from tensorboardX.event_file_writer import EventsWriter
+
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._writer = EventsWriter(str(self.directory / "events"))
+        event.wall_time = time.time()
+        self._writer.write_event(event)
+
+    def _attempt(self, action):
+        if self._has_failed:
+            return
+        try:
+            action()
+        # Whatever goes wrong in a convenience must not cost the run.
+        except Exception as error:
+            self._has_failed = True
+            warnings.warn(
+                f"no more TensorBoard curves in {self.directory}: {error!r}; "
+                "metrics.jsonl goes on",
+                stacklevel=3,
+            )

@@ -1,0 +1,400 @@
+"""The directory that a run owns: locked, bound to one configuration, resumable.
+
+    <workdir>/lock          held while a run writes here; says who holds it
+    <workdir>/config.json   the configuration of the run, compared at every later start
+    <workdir>/<stage>/      checkpoints, metrics.jsonl and curves of a stage
+
+A run goes on only with the configuration that it began with, but for the fields below.
+"""
+
+import fcntl
+import json
+import os
+import pathlib
+import socket
+
+from rsearch.config.fields import diff, to_json
+from rsearch.config.stage_plan import KINDS, kind_of
+from rsearch.hosts import processes as hosts
+from rsearch.runtime import files
+from rsearch.runtime.console import note
+
+FORMAT = 1
+MARK = "rsearch_workdir"  # tells our config.json from a model's
+CONFIG = "config.json"
+FREE_SECTIONS = (
+    "checkpoint",  # when progress is saved
+    "eval",  # what is measured; training does not look at it
+    "answerer",  # likewise
+    "guards",  # when it stops
+    "reader",  # likewise
+    "mesh",  # the machine: same numbers to rounding, and checkpoints reshard
+)
+FREE_FIELDS = (
+    "log_every",
+    "data.dev",
+    "data.max_dev",
+    "judge.slots",
+    "model.logit_chunk",
+    "model.offload",
+    "model.remat",
+    "retrieval.cache_size",
+    "retrieval.corpus_cache",
+    "retrieval.index",  # what is in it is known by its fingerprint
+    "retrieval.sharded",
+    "retrieval.api_key_env",
+    "retrieval.max_retries",
+    "retrieval.outage_seconds",
+    "retrieval.search_seconds",
+    "retrieval.timeout_seconds",
+    "retrieval.url",  # likewise
+    "rollout.cache_tokens",
+    "rollout.extend_chunk",
+    "rollout.page_tokens",
+    "rollout.slots",
+    "rollout.together",
+    "rl.micro_batch",
+    "sft.micro_batch",
+)
+"""What a resumed run may change: it computes the same numbers, to rounding."""
+
+
+class Workdir:
+    """A directory that this process alone writes into; a context manager.
+
+    Args:
+        path: made where it is missing.
+        config: the run's configuration, validated.
+        inputs: {name: fingerprint} of what the configuration names: training data,
+            demonstrations, tokenizer, index, weights. A run goes on only with inputs of
+            the same fingerprints.
+        is_reader: for evaluation: an existing run keeps its config.json, and may have
+            another number of steps than this configuration says.
+        is_primary: False on the other processes of one run, which share the directory:
+            they neither lock it nor write its config.json.
+        accept: names of inputs, and of fields as config.rl.lr, that may have changed
+            all the same: the run then is not the one that it began as.
+
+    Attributes:
+        path: the directory, absolute.
+        is_resumed: whether an earlier start had made it.
+
+    Raises:
+        ValueError: another run holds it, it belongs to a different configuration, or it
+            is not empty and no workdir; nothing but its lock has been changed then.
+    """
+
+    def __init__(
+        self,
+        path,
+        config,
+        *,
+        inputs=None,
+        is_reader=False,
+        is_primary=True,
+        accept=(),
+    ):
+        self.path = pathlib.Path(path).absolute()
+        self._lock, self._accept = None, frozenset(accept)
+        _check_is_ours(self.path)
+        self.is_resumed = (self.path / CONFIG).exists()
+        if not is_primary:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.path / files.LOCK)
+        try:
+            self.is_resumed = (self.path / CONFIG).exists()
+            self._bind(config, inputs or {}, is_reader)
+        except BaseException:
+            self.close()
+            raise
+
+    def _bind(self, config, inputs, is_reader):
+        """Writes config.json, or compares with what is there."""
+        now = json.loads(to_json(config))
+        changes, before = [], {}
+        if self.is_resumed:
+            changes = _changes(self.path, now, is_reader, self._accept)
+            # After the fields, which say more about why the inputs differ.
+            before = _read(self.path).get("inputs", {})
+            _check_inputs(self.path, before, inputs, self._accept)
+            if is_reader:
+                return
+        for name, old, new in changes:
+            note(f"{self.path.name}: config.{name} is now {new!r}, was {old!r}")
+        # Evaluation may have opened it first, and had no training data to name.
+        if changes or not self.is_resumed or inputs.items() - before.items():
+            body = {MARK: FORMAT, "config": now, "inputs": {**before, **inputs}}
+            write_json(self.path / CONFIG, body)
+
+    def add_inputs(self, inputs):
+        """Binds the run to further {name: fingerprint}, those of a stage that begins.
+
+        Raises:
+            ValueError: an earlier start has seen another fingerprint.
+        """
+        whole = _read(self.path)
+        before = whole.get("inputs", {})
+        _check_inputs(self.path, before, inputs, self._accept)
+        if self._lock is not None and inputs.items() - before.items():
+            write_json(self.path / CONFIG, {**whole, "inputs": {**before, **inputs}})
+
+    def stage(self, name):
+        """The directory of a stage, made where it is missing."""
+        assert name.isidentifier(), name
+        folder = self.path / name
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def close(self):
+        """Lets others in. The lock file stays: removing it would race with them."""
+        if self._lock is not None:
+            os.ftruncate(self._lock, 0)  # what still names a process was not let go
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def open_workdir(path, config, **settings) -> Workdir:
+    """The Workdir of a run of one or several hosts, of which the first holds it.
+
+    Args:
+        path, config, settings: as of `Workdir`.
+    """
+    own = []
+    hosts.on_first(lambda: own.append(Workdir(path, config, **settings)))
+    return own[0] if own else Workdir(path, config, **settings, is_primary=False)
+
+
+def check_workdir(path, config, *, is_reader=False, accept=()):
+    """Refuses a directory that `Workdir` would refuse, and changes nothing.
+
+    Index, models and questions take minutes to load: this is asked before. What only
+    their fingerprints tell is left to `Workdir`.
+
+    Args:
+        path, config, is_reader, accept: as in `Workdir`.
+
+    Raises:
+        ValueError: as `Workdir`.
+    """
+    path = pathlib.Path(path).absolute()
+    _check_is_ours(path)
+    if (path / files.LOCK).exists():
+        descriptor = os.open(path / files.LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _hold(descriptor, fcntl.LOCK_SH, path)
+        finally:
+            os.close(descriptor)
+    if (path / CONFIG).exists():
+        _changes(path, json.loads(to_json(config)), is_reader, accept)
+
+
+def read_config(path):
+    """The configuration that a workdir belongs to, as a plain dict.
+
+    Raises:
+        ValueError: the directory is no workdir, or its config.json cannot be read.
+    """
+    return _read(path)["config"]
+
+
+def _read(path):
+    """config.json: {MARK: format, "config": ..., "inputs": ...}."""
+    file = pathlib.Path(path) / CONFIG
+    if not file.is_file():
+        raise ValueError(f"{path}: not a workdir: it has no {CONFIG}")
+    try:
+        whole = files.read_json(file)
+        version, _ = whole[MARK], whole["config"].keys()
+        whole.get("inputs", {}).keys()
+        json.dumps(whole, allow_nan=False)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"{file}: not the {CONFIG} of a workdir") from None
+    if version != FORMAT:
+        raise ValueError(f"{file}: format {version}, this program reads {FORMAT}")
+    return whole
+
+
+def write_json(path, value):
+    """Writes a JSON file atomically and durably, indented. NaN is refused: use None.
+
+    Of several hosts the first one writes.
+    """
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    if hosts.is_first():
+        files.replace(path, text.encode())
+
+
+def write_rows(path, rows):
+    """Writes a .jsonl file as `write_json` does, one JSON object a line."""
+    lines = [json.dumps(row, allow_nan=False) + "\n" for row in rows]
+    if hosts.is_first():
+        files.replace(path, "".join(lines).encode())
+
+
+def read_rows(path):
+    """[rows] of a .jsonl file; a last line without its line feed is left out.
+
+    Raises:
+        ValueError: a line that is no JSON, as file:line.
+    """
+    lines = pathlib.Path(path).read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            rows.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+    return rows
+
+
+def _check_is_ours(path):
+    """Refuses a directory that holds something other than a run."""
+    files.check_path(path)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path}: --workdir is a file; it must be a directory")
+    if not path.exists() or (path / CONFIG).exists():
+        if path.exists():
+            read_config(path)
+        return
+    # A start that was killed before it wrote its config.json leaves these.
+    others = {p.name for p in path.iterdir()} - {files.LOCK, f"{CONFIG}.tmp"}
+    if others:
+        raise ValueError(
+            f"{path}: not empty, and not a workdir (it holds {min(others)!r}); "
+            "name an empty or a new directory"
+        )
+
+
+def _lock(path):
+    """A descriptor that holds the lock; the kernel drops it when the process ends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        _hold(descriptor, fcntl.LOCK_EX, path.parent)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    if holder := _holder(descriptor):
+        told = "which has ended without letting it go; taken over"
+        note(f"{path.parent}: was in use by {holder}, {told}")
+    os.ftruncate(descriptor, 0)
+    own = f"process {os.getpid()} on {socket.gethostname()}\n"
+    os.pwrite(descriptor, own.encode(), 0)
+    return descriptor
+
+
+def _hold(descriptor, how, path):
+    """Takes the lock of the workdir at `path`; refused where another run has it."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _holder(descriptor) or "another process"
+        raise ValueError(
+            f"{path}: in use by {holder}; wait for it to end, or name another --workdir"
+        ) from None
+
+
+def _holder(descriptor):
+    """Who a lock file names, '' where the last one has let it go."""
+    return os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+
+
+def is_free(name):
+    """Whether a field may differ between the starts of one run, steps included."""
+    return _changes_nothing(name) or (
+        name.endswith(".steps") and name.split(".")[-2] in KINDS
+    )
+
+
+def _changes_nothing(name):
+    return name.partition(".")[0] in FREE_SECTIONS or name in FREE_FIELDS
+
+
+def _changes(path, now, is_reader, accept):
+    """[(field, there, now)] of a run and a configuration as a plain dict.
+
+    Raises:
+        ValueError: a field among them that a run cannot go on with.
+    """
+    changes = diff(read_config(path), now)
+    started = [s for s in now["stages"] if (path / s).exists()]
+    refused = [
+        row
+        for row in changes
+        if not _may_change(row, now, started)
+        and f"config.{row[0]}" not in accept
+        and not (is_reader and row[0].endswith(".steps"))
+    ]
+    if refused:
+        raise ValueError(_refusal(path, refused))
+    return changes
+
+
+def _may_change(row, config, started):
+    """Whether a run may go on with this field changed.
+
+    Stages may be added at the end, and all of a stage's settings may change until it
+    has started. Then it may get more steps, not fewer, if its learning rate is constant
+    after the warm-up and no later stage has started from its result.
+    """
+    name, old, new = row
+    if _changes_nothing(name):
+        return True
+    stages = config["stages"]
+    if name == "stages":
+        return list(new[: len(old)]) == list(old)
+    users = [s for s in _users(name, stages) if s in started]
+    if _users(name, KINDS + tuple(stages)) and not users:
+        return True
+    if name.endswith(".steps") and len(users) == 1:
+        (stage,) = users
+        own = config.get("overrides", {}).get(stage, {}).get(kind_of(stage), {})
+        if own.get("decay", config[kind_of(stage)].get("decay")):
+            return False
+        later = stages[stages.index(stage) + 1 :]
+        return isinstance(old, int) and new >= old and not set(later) & set(started)
+    return False
+
+
+def _users(name, stages):
+    """The stages that alone read a field: of its kind, or the one it is set for."""
+    section, _, rest = name.partition(".")
+    if section == "overrides":
+        return [s for s in stages if s == rest.partition(".")[0]]
+    return [s for s in stages if section == kind_of(s)]
+
+
+def _check_inputs(path, before, now, accept):
+    """Refuses inputs whose contents have changed since the run began."""
+    for name in sorted(before.keys() & now.keys()):
+        if before[name] == now[name]:
+            continue
+        told = f"its fingerprint was {before[name]}, now {now[name]}"
+        if name not in accept:
+            raise ValueError(
+                f"{path}: {name} has changed since this run began: {told}; name "
+                f"another --workdir, or go on with what there is now: --accept={name}"
+            )
+        note(f"{path.name}: {name} has changed: {told}")
+
+
+def _refusal(path, rows):
+    """What differs, as a table."""
+    table = [("field", "there", "now")]
+    table += [(f"config.{name}", repr(old), repr(new)) for name, old, new in rows]
+    widths = [max(len(row[i]) for row in table) for i in (0, 1)]
+    lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table]
+    return "\n".join(
+        [
+            f"{path}: holds a run with a different configuration; name another "
+            "--workdir, or use its values, or go on with these, "
+            f"--accept={','.join(f'config.{name}' for name, _, _ in rows)}:",
+            *lines,
+        ]
+    )

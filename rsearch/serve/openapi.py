@@ -1,0 +1,99 @@
+"""What a JSON service says of itself at GET /openapi.json, for people and programs."""
+
+from collections.abc import Mapping
+
+PATH = "/openapi.json"
+ERRORS = {  # of every route that takes a body, by status
+    400: "the body is no JSON, or not as described",
+    408: "the body did not come in time",
+    411: "Content-Length is missing",
+    413: "the body is too long",
+    415: "Content-Type is not application/json",
+    422: "a text that is too long, or that cannot be asked",
+}
+COMMON = {  # of every route
+    403: "the Host header names another machine, and the service has no token",
+    500: "a fault of the service",
+    503: "too many requests at once, or the search failed: try again later",
+}
+WITH_TOKEN = {401: "Authorization: Bearer ... is missing or wrong"}
+TEXT = {"type": "string"}
+HEALTH = {
+    "type": "object",
+    "required": ["status"],
+    "properties": {"status": {"const": "ok"}},
+}
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": TEXT},
+    "additionalProperties": False,
+}
+
+
+def with_description(routes: Mapping, title: str, described: Mapping) -> dict:
+    """The routes, /health and the description of them all.
+
+    Args:
+        routes: as `rsearch.runtime.server.JsonServer` has them.
+        title: of the service.
+        described: {(method, path): (what it does, schema of the body, of the reply)} of
+            the same routes.
+    """
+    assert routes.keys() == described.keys()
+    whole = {
+        **described,
+        ("GET", "/health"): ("Whether it runs.", None, HEALTH),
+        ("GET", PATH): ("This description.", None, {"type": "object"}),
+    }
+    paths = {}
+    for (method, path), (summary, body, reply) in whole.items():
+        paths.setdefault(path, {})[method.lower()] = _operation(summary, body, reply)
+    document = {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": "1"},
+        "paths": paths,
+        "components": {
+            "schemas": {"Error": ERROR},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"token": []}],  # a token, where the service was given one
+    }
+    return {
+        **routes,
+        ("GET", "/health"): lambda body: {"status": "ok"},
+        ("GET", PATH): lambda body: document,
+    }
+
+
+def record(required: Mapping, optional: Mapping | None = None, **settings) -> dict:
+    """The schema of an object with these fields; others may be there, too."""
+    properties = {**required, **(optional or {})}
+    fields = {"required": list(required), "properties": properties}
+    return {"type": "object", **fields, **settings}
+
+
+def list_of(items: Mapping, **settings) -> dict:
+    """The schema of a list."""
+    return {"type": "array", "items": items, **settings}
+
+
+def _operation(summary, body, reply):
+    errors = COMMON | WITH_TOKEN | (ERRORS if body is not None else {})
+    refused = {"$ref": "#/components/schemas/Error"}
+    replies = {200: ("what was asked for", reply)}
+    replies |= {status: (reason, refused) for status, reason in errors.items()}
+    operation = {
+        "summary": summary,
+        "responses": {
+            str(status): {"description": reason, "content": _json(schema)}
+            for status, (reason, schema) in sorted(replies.items())
+        },
+    }
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": _json(body)}
+    return operation
+
+
+def _json(schema):
+    return {"application/json": {"schema": schema}}

@@ -1,0 +1,174 @@
+"""The models beside the policy: judge, rewriter, writer, answerer and reader.
+
+Each is a GenerateFn, and what asks it cannot tell where it runs. A section of the
+configuration (`_asked_model` in configs/base.py) names its source: a Hugging Face
+directory or hub id, a small model of the embedded world ("world:<name>"), what a stage
+of the same run has trained ("stage:<name>"), or the URL of an endpoint.
+"""
+
+import functools
+import pathlib
+
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from rsearch.config.stage_plan import STAGE, URLS
+from rsearch.llm.endpoint import remote_generator
+from rsearch.llm.local import local_generator
+from rsearch.models.decoder import Decoder
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.models.hf import config as hf_config
+from rsearch.models.hf import weights
+from rsearch.models.sharding import own_mesh, param_shardings
+from rsearch.models.tokenizer import load_tokenizer
+from rsearch.runtime import checkpoint
+from rsearch.runtime.journal import Journal
+from rsearch.runtime.recorded import recorded_replies
+from rsearch.runtime.workdir import read_config
+from rsearch.setup.beginnings import CHECKPOINTS, initial_weights, restored
+from rsearch.setup.parts import WORLD, load_policy_tokenizer, policy_model
+from rsearch.types import GenerateFn
+from rsearch.world.pretrained import find_source
+from rsearch.world.world import make_world
+
+STAGE_SECTIONS = ("model", "tokenizer", "protocol")  # that shape what a stage trains
+
+
+def load_agent(
+    c, name: str, mesh, *, find=None, workdir=None, is_late=False
+) -> GenerateFn | None:
+    """The model of one section of a configuration; None where it names none.
+
+    Args:
+        c: the configuration.
+        name: of the section, such as "judge".
+        mesh: devices that a local model's weights are loaded over; it runs on those of
+            this host.
+        find: source -> directory, of a model that is neither a stage nor an endpoint;
+            by default `find_source`.
+        workdir: of the run whose stages "stage:<name>" means.
+        is_late: it is loaded, and found to be missing, when it is first asked.
+
+    Raises:
+        ValueError: there is no such model, or its context is too small for the section.
+    """
+    s, find = c[name], find or functools.partial(find_source, c)
+    if not s.source:
+        return None
+    if is_late:
+        make = functools.partial(load_agent, c, name, mesh, find=find, workdir=workdir)
+        loaded = functools.cache(make)
+        return lambda chats: loaded()(chats)
+    if s.source.startswith(URLS):
+        return remote_generator(
+            s.source,
+            s.name,
+            api_key_env=s.api_key_env,
+            max_reply_tokens=s.max_reply_tokens,
+            temperature=s.temperature,
+            top_p=s.top_p,
+            timeout_seconds=s.timeout_seconds,
+            max_retries=s.max_retries,
+            concurrency=s.slots,
+        )
+    if s.source.startswith(STAGE):
+        stage = s.source.removeprefix(STAGE)
+        model, tokenizer, params = stage_model(stage, mesh, workdir=workdir, find=find)
+        _check_context(name, s, model.spec)
+    else:
+        source = find(s.source)
+        spec = hf_config.read_spec(source)
+        _check_context(name, s, spec)
+        model = Decoder(spec, dtype=jnp.dtype(c.model.dtype))
+        tokenizer = load_tokenizer(source)
+        shardings = param_shardings(weights.param_shapes(spec), mesh)
+        params = huggingface.load_params(source, spec, shardings=shardings)
+    return local_generator(
+        model,
+        params,
+        tokenizer,
+        own_mesh(mesh),
+        num_rows=s.slots,
+        max_prompt_tokens=s.max_prompt_tokens,
+        max_reply_tokens=s.max_reply_tokens,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        seed=c.seed,
+    )
+
+
+def recorded_agent(c, name: str, generate: GenerateFn, folder) -> GenerateFn:
+    """The model of a section, asked once for each chat of a stage if it is a service.
+
+    Args:
+        c: the configuration.
+        name: of the section.
+        generate: from `load_agent`.
+        folder: of the stage.
+    """
+    if not c[name].source.startswith(URLS):
+        return generate
+    return recorded_replies(generate, Journal(folder, name))
+
+
+def stage_model(stage: str, mesh, *, workdir, find=None):
+    """What a stage of a run has trained: its network, tokenizer and newest parameters.
+
+    Args:
+        stage: its name.
+        mesh: the parameters are laid out over it.
+        workdir: of the run, whose config.json tells what the stage trained.
+        find: as in `load_agent`.
+
+    Raises:
+        ValueError: no run, no such stage, or no checkpoint of it.
+    """
+    if workdir is None:
+        raise ValueError(f"'{STAGE}{stage}' is a stage of a run, and no run is given")
+    c, source = _stage_sections(stage, workdir)
+    find = find or functools.partial(find_source, c)
+    source = find(source) if source else None
+    needs_world = c.tokenizer.source == WORLD
+    world = make_world(seed=c.seed, **c.world) if needs_world else None
+    tokenizer = load_policy_tokenizer(c, world, source)
+    model = policy_model(c, tokenizer, source)
+    folder = pathlib.Path(workdir) / stage / CHECKPOINTS
+    step = checkpoint.latest(folder)
+    if step is None:
+        raise ValueError(f"'{STAGE}{stage}': {folder} holds no checkpoint")
+    initial = functools.partial(initial_weights, model, source, mesh, c.seed)
+    params = restored(workdir, stage, step, model.spec, mesh, initial)
+    return model, tokenizer, params
+
+
+def _stage_sections(stage, workdir):
+    """(configuration of a stage of the run, source of its network's shape)."""
+    whole = read_config(workdir)
+    names = [stage]
+    while True:
+        if names[-1] not in whole["stages"]:
+            raise ValueError(
+                f"'{STAGE}{names[-1]}': the run in {workdir} has the stages "
+                f"{', '.join(whole['stages'])}"
+            )
+        own = whole["overrides"].get(names[-1], {})
+        sections = {n: {**whole[n], **own.get(n, {})} for n in STAGE_SECTIONS}
+        source = sections["model"]["source"]
+        if not source.startswith(STAGE):
+            break
+        names.append(source.removeprefix(STAGE))
+        if names[-1] in names[:-1]:
+            raise ValueError(f"stages start from each other: {' -> '.join(names)}")
+    plain = {"seed": whole["seed"], "world": whole["world"], **sections}
+    return ConfigDict(plain), source
+
+
+def _check_context(name, section, spec):
+    """Refuses budgets that the model's context cannot hold."""
+    needed = section.max_prompt_tokens + section.max_reply_tokens
+    if needed > spec.max_context:
+        raise ValueError(
+            f"config.{name}.max_prompt_tokens = {section.max_prompt_tokens} and "
+            f"max_reply_tokens = {section.max_reply_tokens} make {needed} tokens, but "
+            f"the context of {section.source} is {spec.max_context}"
+        )

@@ -1,0 +1,216 @@
+"""Learners, the value model, and the states they change."""
+
+import dataclasses
+import functools
+import zlib
+
+import jax
+import jax.numpy as jnp
+
+from rsearch.hosts.offload import in_host_memory
+from rsearch.learn import objectives, update
+from rsearch.learn.optimizer import make_optimizer
+from rsearch.learn.train_state import TrainState, create_state, state_like
+from rsearch.models.decoder import Decoder
+from rsearch.models.hf.weights import param_shapes
+from rsearch.models.lora import adapter_shapes, init_adapters
+from rsearch.models.sharding import laid_out
+from rsearch.setup.setup import Setup
+
+
+def make_learner(setup: Setup, kind: str) -> tuple[update.Learner, object]:
+    """The compiled update of a stage of this kind, and its optimizer."""
+    c, s = setup.config, setup.config[kind]
+    updates = s.get("updates_per_step", 1)
+    optimizer = make_optimizer(
+        lr=s.lr,
+        warmup_steps=s.warmup_steps,
+        decay_steps=s.steps * updates if s.decay else 0,
+        updates_per_rate=updates if s.get("lr_first_step_zero", False) else 0,
+        **c.optim,
+    )
+    if kind == "sft":
+        settings = dict(loss=objectives.imitation_loss, loss_mean="token")
+    else:
+        settings = _policy_settings(setup)
+    learner = update.Learner(
+        setup.model,
+        optimizer,
+        setup.mesh,
+        chunk_tokens=c.model.logit_chunk,
+        adapter_scale=_adapter_scale(c),
+        offloads=_offloads(c),
+        **settings,
+    )
+    return learner, optimizer
+
+
+def frozen(setup: Setup, params):
+    """The weights that a stage's adapters stand beside: those it begins with.
+
+    They are also what its KL is to, so that no second copy is held. When the stage has
+    ended its adapters are merged: the next one begins with plain weights and, if it
+    trains adapters, with fresh ones.
+
+    Args:
+        setup: of the stage.
+        params: of the policy before it.
+
+    Returns:
+        The same parameters; None where the stage trains all of them.
+    """
+    return params if setup.config.model.lora_rank else None
+
+
+def resting(setup: Setup, params):
+    """The weights that a stage begins with, where they stay while it trains.
+
+    In the memory of the hosts, if config.model.offload says so of the reference.
+    """
+    is_away = "reference" in setup.config.model.offload
+    return in_host_memory(params) if is_away else params
+
+
+def _offloads(c):
+    """Whether moments rest in the memory of the hosts."""
+    return "optimizer" in c.model.offload
+
+
+def _adapter_scale(c):
+    """alpha / r; of no meaning without adapters."""
+    return c.model.lora_alpha / max(c.model.lora_rank, 1)
+
+
+def _adapters(c):
+    """Which adapters a stage trains."""
+    return dict(rank=c.model.lora_rank, matrices=c.model.lora_matrices)
+
+
+def _policy_settings(setup):
+    """What a Learner of the reinforcement stage is made with."""
+    c, s, limits = setup.config, setup.config.rl, setup.limits
+    loss = objectives.policy_loss(
+        clip_low=s.clip_low,
+        clip_high=s.clip_high,
+        dual_clip=s.dual_clip,
+        kl_coef=s.kl_coef if s.kl_place == "loss" else 0.0,
+        kl_kind=s.kl_kind,
+        entropy_coef=s.entropy_coef,
+        measures_kl=s.kl_coef > 0,
+        tis_cap=s.tis_cap,
+        by_sequence=s.ratio == "sequence",
+    )
+    return dict(
+        loss=loss,
+        loss_mean=s.loss_mean,
+        loss_tokens=s.loss_tokens or limits.num_turns * limits.max_turn_tokens,
+        temperature=c.rollout.temperature,
+        memorise_coef=s.memorise_coef,
+        kl_target=s.kl_target,
+        kl_gain=s.kl_gain,
+    )
+
+
+def has_critic(setup: Setup, kind: str) -> bool:
+    """Whether a stage of this kind trains a value model beside the policy."""
+    return kind == "rl" and setup.config.rl.algorithm == "ppo"
+
+
+def make_critic(setup: Setup) -> tuple[update.Critic, object]:
+    """The compiled update of the value model, and its optimizer."""
+    c, s = setup.config, setup.config.critic
+    optimizer = make_optimizer(
+        lr=s.lr,
+        warmup_steps=s.warmup_steps,
+        decay_steps=0,
+        updates_per_rate=c.rl.updates_per_step if c.rl.lr_first_step_zero else 0,
+        **{**c.optim, "max_grad_norm": s.max_grad_norm},
+    )
+    over_response = c.rl.advantage_mask == "response"
+    critic = update.Critic(
+        Decoder(
+            _critic_spec(setup),
+            dtype=setup.model.dtype,
+            remat=setup.model.remat,
+            value_head=True,
+        ),
+        optimizer,
+        setup.mesh,
+        loss=objectives.value_loss(clip=s.value_clip, over_response=over_response),
+        loss_mean="micro_token" if c.rl.loss_mean == "micro_token" else "token",
+        over_response=over_response,
+        adapter_scale=_adapter_scale(c),
+        offloads=_offloads(c),
+    )
+    return critic, optimizer
+
+
+def _critic_spec(setup):
+    """The policy's, without a matrix of its own that makes logits."""
+    return dataclasses.replace(setup.model.spec, tie_embeddings=True)
+
+
+def fresh_state(setup: Setup, kind: str, params) -> TrainState:
+    """What a stage of this kind begins with: copies of the policy's parameters.
+
+    A value model begins as the policy, with a head of 0. With config.model.lora_rank
+    both have adapters instead, which change nothing yet, and the value model's head:
+    both stand beside the same frozen weights.
+    """
+    _, optimizer = make_learner(setup, kind)
+    coef, away = _moving_kl_coef(setup, kind), _offloads(setup.config)
+    body, params = _beginnings(setup, params)
+    state = create_state(params, optimizer, setup.mesh, kl_coef=coef, offloads=away)
+    if has_critic(setup, kind):
+        _, optimizer = make_critic(setup)
+        critic = create_state(body(), optimizer, setup.mesh, offloads=away)
+        state = state._replace(critic=critic)
+    return state
+
+
+def _beginnings(setup, params):
+    """What makes the parameters of the value model's state, and the policy's own."""
+    c = setup.config
+    if not c.model.lora_rank:
+        return functools.partial(update.critic_params, params), params
+    # Stages differ in what they draw.
+    key = jax.random.key(c.seed)
+    key = jax.random.fold_in(key, zlib.crc32(" ".join(c.stages).encode()))
+
+    def fresh(index):
+        own = jax.random.fold_in(key, index)
+        return init_adapters(setup.model.spec, own, **_adapters(c))
+
+    head = jnp.zeros(setup.model.spec.width, jnp.float32)
+    return lambda: fresh(1) | {"value": head}, fresh(0)
+
+
+def state_shapes(setup: Setup, kind: str) -> TrainState:
+    """Shapes and shardings of such a state, to restore a checkpoint."""
+    c, spec = setup.config, setup.model.spec
+    _, optimizer = make_learner(setup, kind)
+    body, shapes = (
+        param_shapes(_critic_spec(setup), value_head=True),
+        param_shapes(spec),
+    )
+    if c.model.lora_rank:
+        shapes = adapter_shapes(spec, **_adapters(c))
+        body = shapes | {"value": body["value"]}
+    coef, away = _moving_kl_coef(setup, kind), _offloads(setup.config)
+    state = state_like(shapes, optimizer, setup.mesh, kl_coef=coef, offloads=away)
+    if has_critic(setup, kind):
+        _, optimizer = make_critic(setup)
+        critic = state_like(body, optimizer, setup.mesh, offloads=away)
+        state = state._replace(critic=critic)
+    return state
+
+
+def weight_shapes(setup: Setup):
+    """Shapes and shardings of the policy's weights, whatever a stage trains of them."""
+    return laid_out(param_shapes(setup.model.spec), setup.mesh)
+
+
+def _moving_kl_coef(setup, kind):
+    """Where a controller's coefficient starts; None without one."""
+    s = setup.config[kind]
+    return s.kl_coef if s.get("kl_controller", "fixed") == "adaptive" else None

@@ -1,0 +1,316 @@
+"""ReaRAG's data: chains of thoughts and actions, one step at a time.
+
+Source: ReaRAG (arXiv 2503.21729), Algorithms 1 and 3.
+"""
+
+import dataclasses
+import time
+
+import numpy as np
+
+from rsearch import setup as build
+from rsearch.data.chains import (
+    ablation_messages,
+    chain,
+    chain_fault,
+    decomposition,
+    gold_passages,
+    split_chain,
+)
+from rsearch.data.curation import KEPT, attempt_of, first_step, from_record, to_record
+from rsearch.hosts import processes as hosts
+from rsearch.protocols import plain
+from rsearch.retrieval.engine import engine_in_memory
+from rsearch.rollout.conversation import Conversation, Host
+from rsearch.runtime import console
+from rsearch.setup.parts import open_encoder
+from rsearch.stages.curate.rolling import Work, with_searches
+from rsearch.stages.curate.summary import Chosen, Verdict
+from rsearch.types import Malformed, Outcome, Question, Search, SearchFn
+
+STEPS = "chains"  # the pass in the journal
+ABLATION = "no_reasoning"
+
+
+def chains(work: Work) -> Chosen:
+    """Algorithm 1: a reasoning model thinks and acts, observation after observation.
+
+    Only the first step of what it writes is used. A step that cannot be used (no
+    action, a failed search, a turn that its budget cut) is sampled again, at most
+    config.curate.max_retries times in a chain; a chain has at most config.curate.
+    max_steps steps.
+    """
+    c = work.setup.config
+    done = work.journal.of(STEPS, 0)
+    new = [q for q in work.questions if q.id not in done]
+    waves = _waves(new, c.rollout.slots)
+    builder = _ChainBuilder(work) if waves else None
+    for wave in (
+        console.progress(waves, f"{work.stage}: chains, waves") if waves else ()
+    ):
+        records = [[r] for r in hosts.share_records(builder, wave)]
+        work.journal.append(STEPS, 0, [q.id for q in wave], records)
+    return _filtered(work, work.journal.of(STEPS, 0))
+
+
+def _filtered(work, records):
+    """The chains that pass the filters, with their observations."""
+    c, protocol = work.setup.config.curate, work.setup.protocol
+    verdicts, found = [], []
+    for question in work.questions:
+        (record,) = records[question.id]
+        attempt, asked = from_record(record), record["asked"]
+        wrong = record["gave_up"] or chain_fault(
+            protocol, question, attempt, normalize=c.normalize
+        )
+        verdicts.append(Verdict(wrong or KEPT, not wrong, asked))
+        if not wrong:
+            found.append((f"{len(attempt.turns)} steps", attempt, question))
+    made = [(kind, chain(protocol, q, attempt)) for kind, attempt, q in found]
+    return Chosen(verdicts, made)
+
+
+@dataclasses.dataclass
+class _Chain:
+    """A chain in the making: its conversation, and how often the model was asked."""
+
+    question: Question
+    search: SearchFn
+    conversation: Conversation
+    num_steps: int = 0
+    num_retries: int = 0
+    gave_up: str = ""
+
+    @property
+    def is_going(self) -> bool:
+        """Whether another step is to be asked for."""
+        return not self.gave_up and self.conversation.outcome is None
+
+    @property
+    def ids(self) -> np.ndarray:
+        """[n] ids of the conversation so far."""
+        return np.concatenate([s.token_ids for s in self.conversation.segments])
+
+
+def _copied(conversation):
+    """What a conversation holds, to be put back."""
+    state = vars(conversation)
+    return {n: list(v) if isinstance(v, list) else v for n, v in state.items()}
+
+
+class _Continued(Host):
+    """A host whose prompts are conversations that go on, given as ids."""
+
+    def prompt(self, messages):
+        """The ids themselves."""
+        return messages
+
+
+class _ChainBuilder:
+    """Builds the chains of at most config.rollout.slots questions at once."""
+
+    def __init__(self, work: Work):
+        c = work.setup.config
+        self._c, self._work, self._stage = c.curate, work, work.stage
+        # As many searches as there are steps before the last.
+        self._setup = with_searches(work.setup, c.curate.max_steps - 1)
+        self._key = work.key(STEPS)
+        self._gold: dict[str, tuple] = {}
+        self._encoder, shown = None, self._setup
+        if c.curate.observations == "gold":
+            self._encoder = open_encoder(c)
+            shown = dataclasses.replace(
+                shown, search=lambda queries: [self._gold[q] for q in queries]
+            )
+        self._host = build.make_host(shown)
+        limits = self._setup.limits
+        most = self._setup.num_tokens - limits.max_turn_tokens
+        single = dataclasses.replace(limits, max_searches=0, max_prompt_tokens=most)
+        host = _Continued(
+            self._setup.tokenizer, self._setup.protocol, self._setup.search, single
+        )
+        self._prompts: dict[str, np.ndarray] = {}
+        self._engine = build.make_rollouts(
+            self._setup,
+            host,
+            temperature=c.rollout.temperature,
+            top_p=c.rollout.top_p,
+            group_size=1,
+            messages=lambda question: self._prompts[question.id],
+        )
+        self._params = self._engine.place(work.params)
+
+    def __call__(self, questions) -> list[dict]:
+        """The record of the chain of each question."""
+        wave = [self._open(question) for question in questions]
+        shown = time.monotonic()
+        while going := [chain for chain in wave if chain.is_going]:
+            self._take(going, self._ask(going))
+            if time.monotonic() - shown > console.SECONDS_BETWEEN_LINES:
+                shown = time.monotonic()
+                left = sum(chain.is_going for chain in wave)
+                console.note(
+                    f"{self._stage}: {len(wave) - left}/{len(wave)} chains of this "
+                    "wave have ended"
+                )
+        return [self._record(made) for made in wave]
+
+    def _open(self, question):
+        host, search = self._host, self._setup.search
+        if self._c.observations == "gold":
+            search = _gold_search(self._setup, question, self._encoder)
+        messages = self._setup.protocol.messages(question.text)
+        return _Chain(question, search, host.open(host.prompt(messages)))
+
+    def _ask(self, going):
+        """What the model writes next: a policy segment for each chain."""
+        asked = []
+        for made in going:
+            # Its place in the chain names the draw: no other chain changes it.
+            name = f"{made.question.id}#{made.num_steps}.{made.num_retries}"
+            self._prompts[name] = made.ids
+            asked.append(dataclasses.replace(made.question, id=name))
+        groups = self._engine(self._params, asked, self._key)
+        self._prompts.clear()
+        return [group.rollouts[0].segments[-1] for group in groups]
+
+    def _take(self, going, segments):
+        """Adds a step to each chain, or counts it as one to be sampled again."""
+        before = [_copied(made.conversation) for made in going]
+        turns = {i: self._usable(segment) for i, segment in enumerate(segments)}
+        turns = {i: turn for i, turn in turns.items() if turn is not None}
+        for part in self._askable_together(going, turns):
+            wave = {i: going[i].conversation for i in part}
+            written = {i: turns[i][0] for i in part}
+            self._host.answer_turns(wave, written, final=False)
+        for i, made in enumerate(going):
+            is_good = made.conversation.outcome in (None, Outcome.ANSWERED)
+            if i in turns and is_good:
+                made.num_steps += 1
+                if made.is_going and made.num_steps == self._c.max_steps:
+                    made.gave_up = "too many steps"
+                continue
+            vars(made.conversation).update(before[i])
+            made.num_retries += 1
+            if made.num_retries > self._c.max_retries:
+                made.gave_up = "too many retries"
+
+    def _usable(self, segment):
+        """((ids, logp), action) of the first step; None where it has no action."""
+        protocol, limits = self._setup.protocol, self._setup.limits
+        ids, text = segment.token_ids, first_step(protocol, segment.text)
+        if text != segment.text:
+            ids = self._setup.tokenizer.encode(text)
+        action = protocol.parse(text)
+        if isinstance(action, Malformed) or len(ids) > limits.max_turn_tokens:
+            return None
+        return (ids, np.zeros(len(ids), np.float32)), action
+
+    def _askable_together(self, going, turns):
+        """Parts of the turns, each with `self._gold` set for its queries.
+
+        In one part no two chains ask the same, as each searches passages of its own.
+        """
+        if self._c.observations != "gold":
+            yield list(turns)
+            return
+        left = list(turns)
+        while left:
+            part, later, self._gold = [], [], {}
+            for i in left:
+                action = turns[i][1]
+                queries = action.queries if isinstance(action, Search) else ()
+                if any(query in self._gold for query in queries):
+                    later.append(i)
+                    continue
+                part.append(i)
+                found = going[i].search(queries) if queries else ()
+                self._gold.update(zip(queries, found, strict=True))
+            yield part
+            left = later
+
+    def _record(self, made):
+        """The journal's record of a chain that has ended."""
+        if made.gave_up:
+            made.conversation.outcome = Outcome.TRUNCATED
+        attempt = attempt_of(self._setup.protocol, made.conversation.rollout())
+        asked = made.num_steps + made.num_retries
+        return {**to_record(attempt), "asked": asked, "gave_up": made.gave_up}
+
+
+def _gold_search(setup, question, encoder):
+    """A SearchFn over the passages that the question rests on: R(q, doc_i)."""
+    titles, known = (), {}
+    if setup.world is not None and question.id in setup.world.hops:
+        titles = [hop.subject for hop in setup.world.hops[question.id]]
+        known = {p.title: p for p in setup.world.passages if p.title in titles}
+    found = gold_passages(question, titles, known)
+    top_k = min(setup.config.retrieval.top_k, len(found))
+    return engine_in_memory(found, encoder, top_k=top_k)
+
+
+def no_reasoning(work: Work) -> Chosen:
+    """Algorithm 3, the ablation: the whole chain at once, from its decomposition.
+
+    The model is told the answer and the sub-questions with their answers, and words
+    thoughts, actions and observations around them.
+    """
+    c = work.setup.config
+    done = work.journal.of(ABLATION, 0)
+    new = [q for q in work.questions if q.id not in done]
+    waves = _waves(new, c.rollout.slots)
+    roll = _ablation_roller(work) if waves else None
+    for wave in (
+        console.progress(waves, f"{work.stage}: chains, waves") if waves else ()
+    ):
+        records = [[r] for r in hosts.share_records(roll, wave)]
+        work.journal.append(ABLATION, 0, [q.id for q in wave], records)
+    return _filtered(work, work.journal.of(ABLATION, 0))
+
+
+def _ablation_roller(work):
+    """questions -> the record of the chain that the model writes for each."""
+    setup, c = work.setup, work.setup.config
+    whole = dataclasses.replace(
+        setup.protocol, stop_strings=(), parse=plain.parse, invalid_message=None
+    )
+    limits = dataclasses.replace(setup.limits, max_searches=0)
+    engine = build.make_rollouts(
+        setup,
+        build.make_host(setup, whole, limits),
+        temperature=c.rollout.temperature,
+        top_p=c.rollout.top_p,
+        group_size=1,
+        messages=lambda question: ablation_messages(question, _parts(setup, question)),
+    )
+    placed, key = engine.place(work.params), work.key(ABLATION)
+
+    def roll(questions):
+        records = []
+        for group in engine(placed, questions, key):
+            attempt = split_chain(setup.protocol, group.rollouts[0].policy_texts[0])
+            records.append({**to_record(attempt), "asked": 1, "gave_up": ""})
+        return records
+
+    return roll
+
+
+def _parts(setup, question):
+    """The sub-questions of a question, each with its answer and context."""
+    hops = () if setup.world is None else setup.world.hops.get(question.id, ())
+    titles = {hop.subject for hop in hops}
+    known = {}
+    if hops:
+        known = {p.title: p for p in setup.world.passages if p.title in titles}
+    return decomposition(
+        question,
+        [
+            (f"{hop.subject}: {hop.gap}", hop.object, known[hop.subject].contents)
+            for hop in hops
+            if hop.subject in known
+        ],
+    )
+
+
+def _waves(questions, size):
+    return [questions[i : i + size] for i in range(0, len(questions), size)]

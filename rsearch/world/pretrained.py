@@ -1,0 +1,307 @@
+"""Small models of the embedded world, made by training and kept: "world:base".
+
+A model is made the first time it is named and found after that, in a directory that is
+named by a digest of all it follows from.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import pathlib
+import shutil
+import time
+import uuid
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsearch.learn.batch import cut, pack_segments
+from rsearch.learn.objectives import imitation_loss
+from rsearch.learn.optimizer import make_optimizer
+from rsearch.learn.train_state import create_state
+from rsearch.learn.update import Learner
+from rsearch.models.decoder import Decoder, DecoderSpec, init_params
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.models.sharding import make_mesh
+from rsearch.models.small_tokenizer import ROLES
+from rsearch.protocols import plain
+from rsearch.protocols.table import PROTOCOLS
+from rsearch.retrieval.encoder import HashedNgrams
+from rsearch.retrieval.engine import engine_in_memory
+from rsearch.rollout.conversation import Host, Limits
+from rsearch.rollout.replay import replay
+from rsearch.runtime import console
+from rsearch.setup.parts import WORLD, world_tokenizer
+from rsearch.types import Segment, Source
+from rsearch.world import reading
+from rsearch.world import texts as world_texts
+from rsearch.world.world import make_world
+
+CACHE = "RSEARCH_CACHE"  # the environment variable that names another cache
+MAX_CONTEXT = 2048  # tokens that a model says it can read
+LENGTHS = (40, 64, 96, 144, 208, 320)  # tokens of a row: the next one that is enough
+SAMPLED = 200  # conversations whose tokens are part of a model's digest
+SECONDS_BETWEEN_LINES = 15.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretraining:
+    """How a model is made.
+
+    Attributes:
+        shares: what it reads.
+        width, num_layers, num_heads, num_kv_heads, head_dim, mlp_width: its shape.
+        steps: of the optimiser.
+        step_tokens: of a step, padding included.
+        lr: peak learning rate; it falls linearly to a tenth.
+        seed: added to that of the world.
+    """
+
+    shares: reading.Shares
+    width: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    mlp_width: int = 320
+    steps: int = 4000
+    step_tokens: int = 1024
+    lr: float = 2e-3
+    seed: int = 0
+
+
+KNOWLEDGE = dict(facts=60, comparisons=5000, orderings=2000, lookups=4000, direct=1)
+MODELS = {
+    "base": Pretraining(
+        reading.Shares(
+            flawed=0.58, guessed=0.15, recalled=0.4, recalling=3, **KNOWLEDGE
+        )
+    ),
+    "expert": Pretraining(reading.Shares(recalled=0.5, chats=1, **KNOWLEDGE), seed=1),
+    "judge": Pretraining(
+        reading.Shares(judged=3, comparisons=2000, orderings=500),
+        width=96,
+        num_heads=3,
+        num_kv_heads=3,
+        seed=2,
+        steps=1800,
+    ),
+}
+
+
+def find_source(c, source: str, *, say=console.note) -> pathlib.Path:
+    """The directory of a model: of the embedded world, or as `find_model` finds it.
+
+    Args:
+        c: the configuration, whose seed and world a "world:<name>" is of.
+        source: "world:<name>", a directory, or a hub id.
+        say: called with a line now and then while a model is made.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if not source.startswith(f"{WORLD}:"):
+        return huggingface.find_model(source)
+    name = source.removeprefix(f"{WORLD}:")
+    return find_world_model(name, world_settings=dict(c.world), seed=c.seed, say=say)
+
+
+def find_world_model(
+    name: str,
+    *,
+    world_settings,
+    seed: int,
+    say=lambda text: None,
+    cache=None,
+    how: Pretraining | None = None,
+) -> pathlib.Path:
+    """The directory of a small model of the world; made where it is not there yet.
+
+    Args:
+        name: a key of MODELS.
+        world_settings: of `make_world`, all but the seed.
+        seed: of the world and of the training.
+        say: called with a line now and then while the model is made.
+        cache: directory of all such models; by default $RSEARCH_CACHE/world, or else
+            ~/.cache/rsearch/world.
+        how: in place of what MODELS says.
+
+    Raises:
+        ValueError: there is no model of this name.
+    """
+    if name not in MODELS:
+        raise ValueError(
+            f"'{WORLD}:{name}': the world's models are {', '.join(MODELS)}"
+        )
+    how = how or MODELS[name]
+    world = make_world(seed=seed, **world_settings)
+    tokenizer = world_tokenizer(world)
+    search = engine_in_memory(world.passages, HashedNgrams(512), top_k=1)
+    read = reading.reading(world, how.shares, search, seed=seed + how.seed)
+    settings = repr((how, sorted(world_settings.items()), seed, read))
+    digest = hashlib.sha256(f"{tokenizer.fingerprint} {settings}".encode())
+    # How conversations are laid out follows from code; some of them tell if it changed.
+    for row in _rows(read[:SAMPLED], tokenizer, search):
+        for segment in row:
+            digest.update(bytes([segment.source]) + segment.token_ids.tobytes())
+    found = _cache(cache) / f"{name}-{digest.hexdigest()[:16]}"
+    if found.is_dir():
+        return found
+    say(f"{WORLD}:{name}: made once, to be kept in {found}")
+    rows = _rows(read, tokenizer, search)
+    params, spec = _train(name, how, rows, tokenizer, seed, say)
+    _keep(found, params, spec, tokenizer)
+    return found
+
+
+def _cache(given) -> pathlib.Path:
+    """The directory of the models."""
+    if given is not None:
+        return pathlib.Path(given)
+    home = os.environ.get(CACHE) or pathlib.Path.home() / ".cache" / "rsearch"
+    return pathlib.Path(home).expanduser() / WORLD
+
+
+def _keep(directory, params, spec, tokenizer):
+    """Writes the model; what another process has written meanwhile is as good."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    part = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        huggingface.export(part, params, spec, tokenizer)
+        with contextlib.suppress(OSError):
+            os.rename(part, directory)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    assert directory.is_dir()
+
+
+def _rows(read, tokenizer, search):
+    """[rows] lists of segments."""
+    limits = Limits(8, MAX_CONTEXT, MAX_CONTEXT, MAX_CONTEXT)
+    hosts = {}
+    for name, protocol in PROTOCOLS.items():
+        message = None if protocol.invalid_message is None else world_texts.INVALID
+        worded = plain.reworded(
+            protocol, user=world_texts.instruction(name), invalid_message=message
+        )
+        hosts[name] = Host(tokenizer, worded, search, limits)
+    rows = []
+    for item in read:
+        if isinstance(item, reading.Dialogue):
+            rollout = replay(
+                hosts[item.protocol],
+                item.question,
+                item.turns,
+                observations=item.observations,
+            )
+            rows.append(rollout.segments)
+        elif isinstance(item, reading.Chat):
+            reply = tokenizer.encode(f" {item.reply}")
+            reply = np.append(reply, np.int32(tokenizer.eos_ids[0]))
+            prompt = tokenizer.encode_prompt(item.messages)
+            rows.append([_segment(Source.PROMPT, prompt), _written(reply)])
+        else:
+            row = []
+            for given, learnt in item.pieces:
+                row.append(_segment(Source.PROMPT, tokenizer.encode(given)))
+                row.append(_written(tokenizer.encode(learnt)))
+            rows.append(row)
+    return rows
+
+
+def _written(ids):
+    return _segment(Source.POLICY, ids)
+
+
+def _segment(source, ids):
+    return Segment(source, ids, np.zeros(len(ids), np.float32), "")
+
+
+def _train(name, how: Pretraining, rows, tokenizer, seed, say):
+    """Parameters after training on the rows, and their shape."""
+    spec = DecoderSpec(
+        vocab_size=tokenizer.vocab_size,
+        width=how.width,
+        num_layers=how.num_layers,
+        num_heads=how.num_heads,
+        num_kv_heads=how.num_kv_heads,
+        head_dim=how.head_dim,
+        mlp_width=how.mlp_width,
+        tie_embeddings=True,
+        max_context=MAX_CONTEXT,
+    )
+    model = Decoder(spec, dtype=jnp.float32)
+    mesh = make_mesh(devices=jax.local_devices())
+    optimizer = make_optimizer(
+        lr=how.lr,
+        warmup_steps=20,
+        decay_steps=how.steps,
+        b1=0.9,
+        b2=0.98,
+        eps=1e-8,
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+    )
+    learner = Learner(model, optimizer, mesh, loss=imitation_loss, loss_mean="token")
+    key = jax.random.key(seed + how.seed)
+    params = jax.jit(lambda key: init_params(model, key))(key)
+    params = params | {"embedding": _alike(params["embedding"], tokenizer)}
+    state = create_state(params, optimizer, mesh)
+    say(
+        f"{WORLD}:{name}: {spec.num_params / 1e6:.2g} M parameters, {len(rows):,} rows "
+        f"of {sum(map(_length, rows)) / len(rows):.0f} tokens"
+    )
+    start = shown = time.monotonic()
+    batches = _batches(rows, how, seed, jax.local_device_count())
+    for step in range(how.steps):
+        batch = learner.put(next(batches))
+        state, measured = learner.update(state, batch)
+        if time.monotonic() - shown > SECONDS_BETWEEN_LINES or step + 1 == how.steps:
+            shown = time.monotonic()
+            say(
+                f"{WORLD}:{name}: step {step + 1}/{how.steps}, loss "
+                f"{float(measured['loss']):.3f} ({shown - start:.0f} s)"
+            )
+    return state.params, spec
+
+
+def _alike(embedding, tokenizer):
+    """The embedding in which a word begins as it does with a space before it.
+
+    But for one direction, the same for all words, which tells the two apart: what is
+    read as " Altdorf" is to be written as "Altdorf" where a quote comes before it, and
+    a small model would have to learn that for each word.
+    """
+    ids = {token: i for i, token in enumerate(tokenizer.token_bytes)}
+    pairs = [(i, ids[b" " + t]) for t, i in ids.items() if b" " + t in ids and t]
+    bare, spaced = np.array(pairs).T
+    unused = ROLES.index("<|system|>")  # the row of a role that nobody has here
+    return embedding.at[bare].set(embedding[spaced] + embedding[unused][None])
+
+
+def _batches(rows, how, seed, multiple):
+    """Endless batches of rows of like length, each row once before any comes again."""
+    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 6])))
+    by_length = {}
+    for row in rows:
+        fitting = [n for n in LENGTHS if n >= _length(row)]
+        by_length.setdefault(fitting[0], []).append(row)
+    while True:
+        batches = []
+        for length, own in sorted(by_length.items()):
+            size = max(1, how.step_tokens // length // multiple) * multiple
+            order = rng.permutation(len(own))
+            order = np.resize(order, -(-len(own) // size) * size)  # fills the last one
+            batches += [
+                (length, order[i : i + size]) for i in range(0, len(order), size)
+            ]
+        for i in rng.permutation(len(batches)):
+            length, chosen = batches[i]
+            batch = pack_segments([by_length[length][j] for j in chosen], length)
+            yield cut(batch, len(chosen))
+
+
+def _length(row):
+    return sum(len(segment.token_ids) for segment in row)

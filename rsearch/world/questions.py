@@ -1,0 +1,165 @@
+"""The questions of the embedded world: kinds, patterns, and the hops behind each."""
+
+from rsearch.types import Question
+from rsearch.world.facts import DATED, RELATIONS, UNKNOWN, Hop
+
+CHAINS = {  # kind -> {relations, hop by hop: how it is asked}
+    "single": {
+        ("birthplace",): "In which city was {s} born?",
+        ("employer",): "Which company employs {s}?",
+        ("director",): "Who is the director of {s}?",
+    },
+    "bridge": {
+        ("director", "birthplace"): "In which city was the director of {s} born?",
+        ("director", "employer"): "Which company employs the director of {s}?",
+        ("employer", "seat"): "In which city is the employer of {s} based?",
+        ("birthplace", "country"): "In which country lies the birthplace of {s}?",
+    },
+    "three_hop": {
+        ("director", "employer", "seat"): (
+            "In which city is the employer of the director of {s} based?"
+        ),
+        ("director", "birthplace", "country"): (
+            "In which country lies the birthplace of the director of {s}?"
+        ),
+        ("employer", "seat", "country"): (
+            "In which country is the employer of {s} based?"
+        ),
+    },
+    "four_hop": {
+        ("director", "employer", "seat", "country"): (
+            "In which country is the employer of the director of {s} based?"
+        ),
+    },
+}
+COMPARED = {  # relations of two subjects: how these are compared
+    ("birth", "release"): "Which is older, {0} or {1}?",
+    ("birth", "founding"): "Which is older, {0} or {1}?",
+    ("release", "founding"): "Which is older, {0} or {1}?",
+}
+COMPARISON, UNANSWERABLE = "comparison", "unanswerable"
+PARTS = {  # kind -> how many of the questions, relative to the others
+    "single": 4,
+    "bridge": 5,
+    "three_hop": 2,
+    "four_hop": 1,
+    COMPARISON: 11,
+    UNANSWERABLE: 1,
+}
+KINDS = tuple(PARTS)
+
+
+def relations_of(kinds) -> tuple[str, ...]:
+    """The relations of a world that asks these kinds of questions."""
+    return tuple(n for n in RELATIONS if n not in DATED or COMPARISON in kinds)
+
+
+def ask(split, count, kinds, heads, facts, famous, rng):
+    """Questions about these heads, in random order, and the hops behind them.
+
+    Each kind has the part of them that PARTS gives it, as far as there are enough; what
+    is left goes to the first kinds that have more.
+
+    Args:
+        split: "train" or "dev".
+        count: of questions.
+        kinds: keys of PARTS.
+        heads: kind of entity -> the names that questions may name.
+        facts: {subject: {relation: object}}.
+        famous: whose facts are known without a search.
+        rng: of the choice.
+
+    Returns:
+        The questions, and {id: hops}.
+
+    Raises:
+        ValueError: fewer can be asked.
+    """
+    asked = _askable(kinds, heads, facts, famous, rng)
+    total = sum(map(len, asked.values()))
+    if count > total:
+        raise ValueError(
+            f"config.world.{split}_questions = {count}: its films and people give "
+            f"{total}"
+        )
+    chosen = []
+    for kind, number in _numbers(count, asked).items():
+        picked = rng.permutation(len(asked[kind]))[:number]
+        chosen += [(kind, *asked[kind][i]) for i in picked]
+    if len(kinds) > 1:
+        chosen = [chosen[i] for i in rng.permutation(len(chosen))]
+    questions, hops = [], {}
+    for number, (kind, text, answer, plan) in enumerate(chosen):
+        name = f"world-{split}-{number}"
+        known = all(hop.subject in famous for hop in plan)
+        metadata = {"kind": kind, "known": known}
+        questions.append(Question(name, text, (answer,), metadata))
+        hops[name] = plan
+    return tuple(questions), hops
+
+
+def _askable(kinds, heads, facts, famous, rng):
+    """{kind: [(text, answer, hops)]}: all that can be asked."""
+    asked = {kind: [] for kind in kinds}
+    for kind, patterns in CHAINS.items():
+        for relations, words in patterns.items():
+            for head in heads[RELATIONS[relations[0]].subject]:
+                plan = _chain(head, relations, facts)
+                answer = plan[-1].object
+                told = UNANSWERABLE if answer == UNKNOWN else kind
+                is_whole = len(plan) == len(relations)
+                if is_whole and kind in asked and told in asked:
+                    asked[told].append((words.format(s=head), answer, plan))
+    if COMPARISON in asked:
+        for relations in COMPARED:
+            asked[COMPARISON] += _compared(relations, heads, facts, famous, rng)
+    return asked
+
+
+def _chain(head, relations, facts):
+    """The hops from this head, as far as they are known."""
+    plan = []
+    for relation in relations:
+        plan.append(Hop(head, relation, facts[head][relation]))
+        head = plan[-1].object
+        if head == UNKNOWN:
+            break
+    return tuple(plan)
+
+
+def _compared(relations, heads, facts, famous, rng):
+    """Two entities of different kinds and years; the famous beside the famous.
+
+    There is one question for each entity of the first kind.
+    """
+    first, second = (RELATIONS[relation].subject for relation in relations)
+    found = []
+    for head in heads[first]:
+        hop = Hop(head, relations[0], facts[head][relations[0]])
+        for name in (heads[second][i] for i in rng.permutation(len(heads[second]))):
+            other = Hop(name, relations[1], facts[name][relations[1]])
+            is_alike = (name in famous) == (head in famous)
+            if is_alike and other.object != hop.object:
+                text = COMPARED[relations].format(head, name)
+                plan = hop, other
+                found.append((text, earliest(plan).subject, plan))
+                break
+    return found
+
+
+def earliest(hops) -> Hop:
+    """The one of the first year."""
+    return min(hops, key=lambda hop: int(hop.object))
+
+
+def _numbers(count, asked):
+    """{kind: how many}: by their parts, as far as there are enough."""
+    whole = sum(PARTS[kind] for kind in asked)
+    numbers = {
+        kind: min(len(could), count * PARTS[kind] // whole)
+        for kind, could in asked.items()
+    }
+    for kind, could in asked.items():
+        left = count - sum(numbers.values())
+        numbers[kind] += min(left, len(could) - numbers[kind])
+    return numbers

@@ -1,0 +1,376 @@
+"""What small models of the embedded world read before a run begins.
+
+`base` stands for the base models that the published systems start from: it knows the
+famous, reads passages, and follows each protocol's form, but is too easily content.
+`expert` does the same well, and the work of the models beside a policy too. `judge`
+answers from given evidence alone.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from rsearch.data.demonstrations import turns_of
+from rsearch.protocols import plain
+from rsearch.protocols.base import Step
+from rsearch.protocols.concluding import finish_messages
+from rsearch.protocols.rewriting import rewriting_messages
+from rsearch.protocols.table import PROTOCOLS
+from rsearch.protocols.writing import PROMPTS, writing_messages
+from rsearch.types import Answer, Messages, Passage, Question
+from rsearch.world import plans as world_plans
+from rsearch.world import texts as world_texts
+from rsearch.world.facts import MISSING, RELATIONS, UNKNOWN, Hop, told
+from rsearch.world.names import YEARS, draw_names
+from rsearch.world.questions import COMPARED, COMPARISON, earliest
+
+REARAG = "rearag"  # the protocol whose observations a model writes
+RECALLING = "r1_searcher_pp"  # the protocol that has a place for what is recalled
+BOXED = "\\boxed{"  # what its answers stand in
+TOGETHER = "rag_r1_mq"  # the protocol that asks for several things at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialogue:
+    """A conversation of one protocol.
+
+    Attributes:
+        protocol: its name.
+        question: that opens it.
+        turns: what is written.
+        observations: what is shown in between; None asks the engine.
+    """
+
+    protocol: str
+    question: Question
+    turns: tuple[str, ...]
+    observations: tuple[str, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A chat and the reply to learn."""
+
+    messages: Messages
+    reply: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Plain text: pairs of a given piece and the one to learn after it."""
+
+    pieces: tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """How well a model's dialogues go, and what it reads beside them.
+
+    Attributes:
+        flawed: of the dialogues do not find the answer.
+        guessed: of the flawed guess at once; the others stop searching too early.
+        recalled: of the flawless ones about the famous recall what they know; those of
+            the protocol that has a place for it do so twice as often.
+        recalling: times that each question of which something is known is answered
+            beside, in that protocol, recalled as far as it is known.
+        facts: times that each fact of the famous is read, as a sentence.
+        comparisons: of made-up names, whose dates are looked up.
+        orderings: eight times each, which of some years is the first.
+        lookups: facts of made-up names that are asked for, told and retold, each
+            leading to the next.
+        direct: times that each question about the famous is answered at once.
+        chats: times that the work beside a policy is done for each question.
+        judged: times that each question is answered from evidence.
+    """
+
+    flawed: float = 0.0
+    guessed: float = 0.0
+    recalled: float = 0.0
+    recalling: int = 0
+    facts: int = 0
+    comparisons: int = 0
+    orderings: int = 0
+    lookups: int = 0
+    direct: int = 0
+    chats: int = 0
+    judged: int = 0
+
+
+def reading(world, shares: Shares, search, *, seed) -> list:
+    """Dialogues, chats and texts in random order.
+
+    Args:
+        world: that they are about.
+        shares: of each.
+        search: finds a query's passages.
+        seed: of flaws and order.
+    """
+    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 5])))
+    found = []
+    if not shares.judged:
+        for name in PROTOCOLS:
+            for question in world.train:
+                found.append(_dialogue(world, name, question, shares, rng))
+    for _ in range(shares.recalling):
+        found += _recollections(world)
+    found += _facts(world, shares.facts, rng)
+    found += [_comparison(world, rng) for _ in range(shares.comparisons)]
+    found += [_orderings(rng) for _ in range(shares.orderings)]
+    found += [_lookups(world, rng) for _ in range(shares.lookups)]
+    for _ in range(shares.direct):
+        found += _answers(world, search, rng)
+    for _ in range(shares.chats):
+        found += _work(world, rng)
+    for _ in range(shares.judged or shares.chats):
+        found += _judgements(world, rng)
+    return [found[i] for i in rng.permutation(len(found))]
+
+
+def _dialogue(world, name, question, shares, rng):
+    """One question in one protocol, answered well or not."""
+    protocol = PROTOCOLS[name]
+    flawed, guessed, recalled, rewritten = rng.random(4)
+    if flawed >= shares.flawed:
+        recalls = shares.recalled * (2 if name == RECALLING else 1)
+        steps = world_plans.solution(
+            world,
+            question,
+            recalls=recalled < recalls,
+            max_queries=protocol.max_queries,
+        )
+    elif guessed < shares.guessed:
+        steps = world_plans.guess(world, question, rng)
+    else:
+        steps = world_plans.early_stop(world, question, rng)
+    observations = None
+    if name == REARAG and rewritten < 0.7:
+        queries = [step.action.queries[0] for step in steps[:-1]]
+        observations = tuple(observed(world, query) for query in queries)
+    return Dialogue(name, question, _spaced(protocol, steps), observations)
+
+
+def _recollections(world):
+    """All questions of which something is known, answered in the protocol for it."""
+    protocol, found = PROTOCOLS[RECALLING], []
+    for question in world.train:
+        if any(hop.subject in world.famous for hop in world.hops[question.id]):
+            steps = world_plans.solution(world, question, recalls=True)
+            turns = _spaced(protocol, steps)
+            found.append(Dialogue(RECALLING, question, turns))
+    return found
+
+
+def _spaced(protocol, steps):
+    """The steps in the protocol's words, a space before each of these.
+
+    What it reads has one: a model this small copies a name more surely as it stands.
+    """
+    turns = [turn.replace(BOXED, f"{BOXED} ") for turn in turns_of(protocol, steps)]
+    return tuple(
+        f" {turn}" if step.thought and turn.startswith(step.thought) else turn
+        for step, turn in zip(steps, turns, strict=True)
+    )
+
+
+def observed(world, query: str) -> str:
+    """What a writer makes of the passage about what was searched for."""
+    return f"{query} {told(query, world.facts[query])}"
+
+
+def _facts(world, times, rng):
+    """Each fact of the famous this often, six to a text."""
+    hops = [
+        Hop(subject, name, object)
+        for subject, known in world.facts.items()
+        if subject in world.famous
+        for name, object in known.items()
+    ]
+    order = [i for _ in range(times) for i in rng.permutation(len(hops))]
+    chosen = [(f" {hops[i].subject}", f" {hops[i].fact}") for i in order]
+    return [Text(tuple(chosen[i : i + 6])) for i in range(0, len(chosen), 6)]
+
+
+def _comparison(world, rng):
+    """Made-up names, asked which is older: looked up one by one, or together.
+
+    What is found together is shown as the protocol of several queries shows it: in its
+    own dialogues a model would meet too few of these to learn to read them. There are
+    far more names than the world has, so that nothing is learnt here but to read on.
+    """
+    dates = _dates(rng)
+    hops = [
+        Hop(_made_up(world, RELATIONS[name].subject, rng), name, year)
+        for name, year in dates.items()
+    ]
+    names = [hop.subject for hop in hops]
+    facts = [told(*_made_up_facts(world, hop, rng)) for hop in hops]
+    given = f" {COMPARED[tuple(dates)].format(*names)}"
+    if rng.random() < 0.5:
+        pieces = [(given, f" {hops[0].gap} {', '.join(names)}")]
+        found = " ".join(hop.sentence for hop in hops)
+        passages = [
+            [Passage("", f"{name}\n{text}")]
+            for name, text in zip(names, facts, strict=True)
+        ]
+        shown = PROTOCOLS[TOGETHER].observe(names, passages)
+        given = f"{shown.before}{shown.content}{shown.after}"
+    else:
+        pieces, found = [], ""
+        for hop, text in zip(hops, facts, strict=True):
+            pieces.append((given, f"{found} {hop.gap} {hop.subject}"))
+            given, found = f" {hop.subject} {text}", f" {hop.sentence}"
+        found = found.strip()
+    conclusion = f"{world_plans.compared(hops)} {earliest(hops).subject}."
+    return Text((*pieces, (given, f" {found} {conclusion}")))
+
+
+def _dates(rng):
+    """{relation: year} of two things that are compared, in different years."""
+    relations = list(COMPARED)[rng.integers(len(COMPARED))]
+    years = rng.permutation(len(YEARS))
+    return {name: YEARS[i] for name, i in zip(relations, years)}
+
+
+def _orderings(rng):
+    """Years of two things, several times over, and which is first."""
+    pieces = []
+    for _ in range(8):
+        hops = [Hop("", name, year) for name, year in _dates(rng).items()]
+        told_years = "".join(f" {hop.fact}" for hop in hops)
+        pieces.append((told_years, f" {world_plans.compared(hops)}"))
+    return Text(tuple(pieces))
+
+
+def _lookups(world, rng):
+    """A chain of facts of made-up names, each asked for, told in a passage and retold.
+
+    What it has read of the world's own names a model may recall; here it has to read.
+    """
+    kinds = sorted({relation.subject for relation in RELATIONS.values()})
+    kind = kinds[rng.integers(len(kinds))]
+    subject = _made_up(world, kind, rng)
+    pieces = []
+    while subject is not None:
+        names = [n for n, relation in RELATIONS.items() if relation.subject == kind]
+        name = names[rng.integers(len(names))]
+        object = _made_up(world, RELATIONS[name].object, rng)
+        if name in MISSING and rng.random() < 0.1:
+            object = UNKNOWN
+        hop = Hop(subject, name, object)
+        passage = told(*_made_up_facts(world, hop, rng))
+        pieces.append((f" {hop.gap} {subject} {subject} {passage}", f" {hop.fact}"))
+        kind = RELATIONS[name].object
+        subject = object if kind in kinds and object != UNKNOWN else None
+    return Text(tuple(pieces))
+
+
+def _made_up_facts(world, hop, rng):
+    """(subject, its facts): this one, and others that somebody like it would have."""
+    kind = RELATIONS[hop.relation].subject
+    known = {
+        name: _made_up(world, relation.object, rng)
+        for name, relation in RELATIONS.items()
+        if relation.subject == kind
+    }
+    return hop.subject, known | {hop.relation: hop.object}
+
+
+def _made_up(world, kind, rng) -> str:
+    """A name that the world need not have; there are no more years and countries."""
+    if kind in ("year", "country"):
+        known = world.entities[kind]
+        return known[rng.integers(len(known))]
+    return draw_names(kind, 1, rng)[0]
+
+
+def _answers(world, search, rng):
+    """Questions answered at once: about the famous from memory, others by a guess."""
+    direct = plain.reworded(plain.DIRECT, user=world_texts.DIRECT)
+    rag = plain.reworded(plain.RAG, user=world_texts.RAG)
+    found = []
+    for question in world.train:
+        answer = question.golden_answers[0]
+        if not question.metadata["known"]:
+            (step,) = world_plans.guess(world, question, rng)
+            answer = step.action.text
+        chat = plain.messages_with_passages(direct, question.text, "")
+        found.append(Chat(chat, answer))
+    queries = [question.text for question in world.train]
+    for question, passages in zip(world.train, search(queries), strict=True):
+        shown = plain.write_passages(passages)
+        chat = plain.messages_with_passages(rag, question.text, shown)
+        found.append(Chat(chat, _read(world, question, passages, rng)))
+    return found
+
+
+def _read(world, question, passages, rng):
+    """The answer where these passages tell all it takes, else a guess."""
+    shown = {passage.title for passage in passages}
+    if all(hop.subject in shown for hop in world.hops[question.id]):
+        return question.golden_answers[0]
+    (step,) = world_plans.guess(world, question, rng)
+    return step.action.text
+
+
+def _work(world, rng):
+    """What models beside a policy are asked: rewrites, observations, short answers."""
+    found = []
+    recalling = PROTOCOLS[RECALLING]
+    subjects = sorted(world.facts)
+    for question in world.train:
+        hops = world.hops[question.id]
+        passages = [_passage(world, hop.subject) for hop in hops]
+        chat = rewriting_messages(question.text, passages, user=world_texts.REWRITE)
+        found.append(Chat(chat, recalling.write(_recalled(question, hops))))
+        subject = subjects[rng.integers(len(subjects))]
+        chat = writing_messages(
+            subject, [_passage(world, subject)], prompt="context_only"
+        )
+        found.append(Chat(chat, observed(world, subject)))
+        answer = question.golden_answers[0]
+        long = answer if rng.random() < 0.5 else f"{hops[-1].sentence} {answer}"
+        found.append(Chat(finish_messages(question.text, long), answer))
+    return found
+
+
+def _recalled(question, hops) -> Step:
+    """All that is found out, said as if it had been known."""
+    said = [hop.sentence for hop in hops]
+    if question.metadata["kind"] == COMPARISON:
+        said.append(world_plans.compared(hops))
+    answer = Answer(question.golden_answers[0])
+    return Step(1, world_plans.RECALLED, answer, " ".join(said))
+
+
+def _passage(world, subject) -> Passage:
+    """The passage about an entity."""
+    return Passage(subject, f"{subject}\n{told(subject, world.facts[subject])}")
+
+
+def _judgements(world, rng):
+    """Answers from evidence; from too little of it, that it is unknown."""
+    found = []
+    for question in world.train:
+        hops = list(world.hops[question.id])
+        answer = question.golden_answers[0]
+        if rng.random() < 0.3:
+            hops = hops[: rng.integers(len(hops))]
+            answer = UNKNOWN
+        if rng.random() < 0.7:
+            pieces = [world_plans.original(hop) for hop in hops]
+        else:
+            pieces = [
+                f"(Title: {hop.subject}) {told(hop.subject, world.facts[hop.subject])}"
+                for hop in hops
+            ]
+        if rng.random() < 0.2:
+            pieces = [pieces[i] for i in rng.permutation(len(pieces))]
+        chat = plain.evidence_messages(question.text, " ".join(pieces))
+        found.append(Chat(chat, answer))
+    return found
+
+
+def prompts() -> list[str]:
+    """The words of the chats, for a tokenizer to learn from."""
+    chats = [finish_messages("", ""), plain.evidence_messages("", "")]
+    return [*PROMPTS.values(), *(chat[0]["content"] for chat in chats)]

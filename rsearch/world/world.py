@@ -1,0 +1,108 @@
+"""The embedded world: people, films, companies and cities, made up from a seed.
+
+Each entity has one passage; most questions need several of them, and name only the
+first. Nothing in the world is true, so no model can know it, unless it was pretrained
+on the world's text: the facts of the famous are in that, all others only in passages.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from rsearch.types import Passage, Question
+from rsearch.world import facts as world_facts
+from rsearch.world.facts import RELATIONS, UNKNOWN, Hop
+from rsearch.world.names import COUNTRIES, PLURALS, YEARS, draw_names
+from rsearch.world.questions import KINDS, UNANSWERABLE, ask, relations_of
+
+__all__ = ["KINDS", "RELATIONS", "UNKNOWN", "Hop", "World", "make_world"]
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Everything there is.
+
+    Attributes:
+        entities: kind -> names.
+        passages: one for each entity that has facts; the title is its name. Then those
+            about near-homonyms, which no question is about.
+        train: questions to learn from.
+        dev: questions about heads that no training question is about. The metadata of
+            a question are its "kind" and whether all it takes is "known".
+        hops: question id -> the facts that answer it, in the order they are found out;
+            of a comparison, two that do not depend on each other. The last
+            object of an unanswerable question is UNKNOWN.
+        famous: the entities whose facts are known without a search.
+        facts: subject -> relation -> object.
+    """
+
+    entities: dict[str, tuple[str, ...]]
+    passages: tuple[Passage, ...]
+    train: tuple[Question, ...]
+    dev: tuple[Question, ...]
+    hops: dict[str, tuple[Hop, ...]]
+    famous: frozenset[str]
+    facts: dict[str, dict[str, str]]
+
+    def texts(self) -> list[str]:
+        """Every passage and training question, for a tokenizer to learn from."""
+        questions = [q.text for q in self.train]
+        return [p.contents for p in self.passages] + questions
+
+
+def make_world(
+    *,
+    seed,
+    people,
+    films,
+    companies,
+    cities,
+    train_questions,
+    dev_questions,
+    kinds=("bridge",),
+    known_share=0.0,
+    missing_share=0.0,
+    distractors=0,
+) -> World:
+    """A world of the given size.
+
+    Args:
+        seed: names, facts and the split follow from it.
+        people, films, companies, cities: how many entities of each kind.
+        train_questions, dev_questions: how many questions of each split. A fifth of the
+            films, people and companies are heads of held-out questions only.
+        kinds: of questions, some of KINDS.
+        known_share: of the entities are famous.
+        missing_share: of the people, one fact is in no passage; only where
+            unanswerable questions are asked.
+        distractors: passages about near-homonyms.
+
+    Raises:
+        ValueError: more entities than there are names, or more questions than heads.
+    """
+    rng = _stream(seed, 1)
+    sizes = dict(person=people, film=films, company=companies, city=cities)
+    entities = {kind: draw_names(kind, sizes[kind], rng) for kind in PLURALS}
+    entities |= {"country": COUNTRIES, "year": YEARS}
+    relations = relations_of(kinds)
+    facts = world_facts.draw_facts(entities, relations, rng)
+    own = _stream(seed, 3)
+    famous = world_facts.draw_famous(entities, known_share, own)
+    world_facts.keep_among_famous(facts, entities, famous, own)
+    if UNANSWERABLE in kinds:
+        others = [name for name in entities["person"] if name not in famous]
+        world_facts.drop_facts(facts, others, missing_share, own)
+    passages = world_facts.passages_of(facts)
+    passages += world_facts.distractors(distractors, facts, entities, relations, own)
+    seen, unseen = {}, {}
+    for kind in ("film", "person", "company"):
+        cut = max(1, len(entities[kind]) // 5)
+        unseen[kind], seen[kind] = entities[kind][:cut], entities[kind][cut:]
+    train, hops = ask("train", train_questions, kinds, seen, facts, famous, rng)
+    dev, dev_hops = ask("dev", dev_questions, kinds, unseen, facts, famous, rng)
+    return World(entities, tuple(passages), train, dev, hops | dev_hops, famous, facts)
+
+
+def _stream(seed, number):
+    """The random numbers of one purpose."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number])))

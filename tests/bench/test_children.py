@@ -1,0 +1,151 @@
+"""Processes that take turns in being measured."""
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from types import SimpleNamespace
+
+import pytest
+
+from rsearch.bench import child
+from rsearch.bench.children import ROOT, Subject, alone, compare
+from rsearch.config.recipes import is_for_users
+from tests.bench import echo
+from tests.models.tiny_bert import write_tiny_bert
+
+ECHO = "tests.bench.echo"
+STARTS_OTHERS = """
+import pathlib, sys
+from jax._src import xla_bridge
+from rsearch.bench import passages
+from rsearch.bench.shapes import SHAPES, model_directory
+
+if __name__ == "__main__":
+    work, encoder = pathlib.Path(sys.argv[1]), sys.argv[2]
+    with model_directory("", SHAPES["tiny"]) as path:
+        assert (pathlib.Path(path) / "model.safetensors").is_file()
+    passages.real_passages(
+        work,
+        corpus=str(work / "corpus.jsonl"),
+        encoder=encoder,
+        family="minilm",
+        index="",
+        questions="",
+        num_queries=4,
+    )
+    assert (work / "real" / "exact.npy").is_file()
+    print(xla_bridge.backends_are_initialized())
+"""
+
+
+def numbers(told):
+    return [one["number"] for one in told]
+
+
+def test_subjects_take_turns_in_processes_of_their_own(tmp_path, capsys):
+    log = tmp_path / "log"
+    one = Subject(ECHO, {"log": str(log)})
+    found = compare({"rsearch": one, "torch": one}, 3)
+    # The first repetition, which compiles, does not count.
+    assert numbers(found["rsearch"]) == numbers(found["torch"]) == [2, 3, 4]
+    ran = log.read_text().split()
+    assert ran[0] != ran[1] and ran[2:] == ran[:2] * 3
+    assert "repetitions of rsearch and torch 8/8" in capsys.readouterr().err
+
+
+def test_one_at_a_time_ends_before_the_next_begins(tmp_path):
+    log = tmp_path / "log"
+    one = Subject(ECHO, {"log": str(log)})
+    compare({"rsearch": one, "torch": one}, 2, one_at_a_time=True)
+    ran = log.read_text().split()
+    assert ran == [ran[0]] * 3 + [ran[-1]] * 3 and ran[0] != ran[-1]
+
+
+def test_peers_that_are_not_there_or_fail_leave_a_word():
+    found = compare(
+        {
+            "rsearch": Subject(ECHO),
+            "faiss": Subject(ECHO, make="make_missing"),
+            "tunix": Subject(ECHO, {"fails_at": 2}),
+            "hnsw": Subject(ECHO, make="make_unmeasured"),
+        },
+        2,
+    )
+    assert numbers(found["rsearch"]) == [2, 3]
+    assert found["faiss"] == "a_library_that_nobody_has is not installed"
+    assert "no more" in found["tunix"]
+    assert found["hnsw"] == "no setting will do"
+
+
+@pytest.mark.parametrize("settings", [{}, {"fails_at": 2}])
+def test_a_subject_whose_threads_wait_for_more_ends(settings):
+    waiting = Subject(ECHO, settings, make="make_waiting")
+    found = compare({"rsearch": Subject(ECHO), "tunix": waiting}, 2)
+    assert numbers(found["rsearch"]) == [2, 3]
+    assert ("no more" in found["tunix"]) if settings else numbers(found["tunix"])
+
+
+def test_this_package_may_not_fail():
+    with pytest.raises(RuntimeError, match=r"(?s)rsearch: .*no more"):
+        compare({"rsearch": Subject(ECHO, {"fails_at": 1})}, 1)
+
+
+def test_a_process_that_starts_others_uses_no_accelerator(tmp_path):
+    write_tiny_bert(tmp_path / "bert")
+    passages = [{"id": str(i), "contents": f"t{i}\nthe city"} for i in range(12)]
+    lines = "".join(f"{json.dumps(passage)}\n" for passage in passages)
+    (tmp_path / "corpus.jsonl").write_text(lines)
+    program = tmp_path / "program.py"
+    program.write_text(STARTS_OTHERS)
+    done = subprocess.run(
+        [sys.executable, program, tmp_path, tmp_path / "bert"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"
+
+
+def test_what_is_made_alone_is_made_elsewhere_and_refuses_as_here(tmp_path):
+    assert alone(os.getpid) != os.getpid()
+    (tmp_path / "x").write_text("{")
+    with pytest.raises(ValueError, match="x is not JSON") as refused:
+        alone(echo.refuse, tmp_path / "x")
+    assert is_for_users(refused.value)
+    with pytest.raises(ValueError, match="badly formed") as failed:
+        alone(uuid.UUID, "a")
+    assert not is_for_users(failed.value)
+
+
+def test_memory_on_an_accelerator_is_its_own(monkeypatch):
+    """Pretended: what JAX and torch tell of their devices there."""
+    device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 7})
+    for backend, is_told in (("gpu", True), ("tpu", True), ("cpu", False)):
+        jax = SimpleNamespace(
+            default_backend=lambda backend=backend: backend, devices=lambda: [device]
+        )
+        monkeypatch.setitem(sys.modules, "jax", jax)
+        assert (child._peak_bytes() == 7) == is_told
+    forgotten = []
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        reset_peak_memory_stats=lambda: forgotten.append(1),
+        max_memory_allocated=lambda: 9,
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    child._forget_peak()
+    assert forgotten == [1] and child._peak_bytes() == 9
+
+
+def test_memory_that_a_subject_tells_of_itself_is_taken():
+    (one,) = compare({"rsearch": Subject(ECHO, make="make_counted")}, 1)["rsearch"]
+    assert one == {"peak_bytes": 5}
+
+
+def test_memory_is_that_of_each_repetition_alone():
+    one, other = compare({"rsearch": Subject(ECHO, make="make_large")}, 2)["rsearch"]
+    assert one["peak_bytes"] > other["peak_bytes"] + 40_000_000
+    assert one["peak_bytes"] < 150_000_000

@@ -1,0 +1,44 @@
+"""What a machine can do at best."""
+
+import jax
+import pytest
+
+from rsearch.bench import machine
+
+
+def test_a_processors_bounds_are_measured(monkeypatch):
+    monkeypatch.setattr(machine, "SIDE", 256)
+    monkeypatch.setattr(machine, "COPIED", 2**22)
+    found = machine.probe()
+    assert found.is_measured and found.cores >= 1
+    # A core does 1e8 to 1e12 operations a second, and memory 1e8 to 1e13 bytes.
+    assert 1e8 < found.flops < 1e12 * found.cores
+    assert 1e8 < found.bandwidth < 1e13
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "flops", "bandwidth"),
+    [
+        ("NVIDIA H200", 1, 989e12, 4.8e12),
+        ("NVIDIA A100-SXM4-80GB", 8, 312e12, 2.039e12),
+        ("TPU v5 lite", 4, 197e12, 819e9),
+        ("TPU v4", 4, 275e12, 1228e9),
+    ],
+)
+def test_an_accelerators_are_its_makers_for_one_device(
+    kind, count, flops, bandwidth, monkeypatch
+):
+    class Device:
+        platform, device_kind = "accelerator", kind
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device()] * count)
+    found = machine.probe()
+    assert (found.flops, found.bandwidth, found.is_measured) == (
+        flops,
+        bandwidth,
+        False,
+    )
+    for other in ("Abacus", "NVIDIA L40S", "NVIDIA A100-SXM4-40GB"):
+        Device.device_kind = other
+        found = machine.probe()
+        assert (found.name, found.flops, found.bandwidth) == (other, None, None)

@@ -1,0 +1,64 @@
+"""What JAX multiplies float32 numbers with, where torch takes float32."""
+
+import contextlib
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch.bench import sampling, searching, shapes, stepping, tunix_stepping
+from tests.models.tiny_bert import write_tiny_bert
+
+TINY = shapes.SHAPES["tiny"]
+STEP = {"num_questions": 1, "group_size": 1, "num_prompt": 2, "num_new": 2}
+
+
+@pytest.fixture(params=["gpu", "tpu", "cpu"])
+def platform(request, monkeypatch):
+    """Pretended: what JAX runs on."""
+    monkeypatch.setattr(jax, "default_backend", lambda: request.param)
+    yield request.param
+    jax.config.update("jax_default_matmul_precision", None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Weights of a policy, of an encoder, and what it searches."""
+    folder = tmp_path_factory.mktemp("models")
+    shapes.write_random(folder / "policy", TINY)
+    write_tiny_bert(folder / "bert")
+    (folder / "texts.json").write_text('{"texts": ["a"], "passages": [["p", "a"]]}')
+    np.save(folder / "vectors.npy", np.eye(1, 24, dtype=np.float32))
+    return folder
+
+
+def load(folder):
+    sampling.load(str(folder / "policy"), "float32")
+
+
+def search(folder):
+    encoder = {"encoder": str(folder / "bert"), "family": "minilm"}
+    searching.make_engine(folder=folder, **encoder, num_rollouts=1, same_share=0.0)
+
+
+def step(folder):
+    stepping.make_step(spec=dataclasses.asdict(TINY), **STEP, micro_batch=1)
+
+
+def step_of_tunix(folder):
+    with contextlib.suppress(ModuleNotFoundError):  # where it is not installed
+        tunix_stepping.make_step(spec=dataclasses.asdict(TINY), **STEP, micro_batch=1)
+
+
+@pytest.mark.parametrize("make", [load, search, step, step_of_tunix])
+def test_float32_is_multiplied_in_full_on_accelerators(make, platform, folder):
+    make(folder)
+    expected = None if platform == "cpu" else "highest"
+    assert jax.config.jax_default_matmul_precision == expected
+
+
+def test_bfloat16_is_left_as_it_is(monkeypatch, folder):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    sampling.load(str(folder / "policy"), "bfloat16")
+    assert jax.config.jax_default_matmul_precision is None

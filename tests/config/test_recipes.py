@@ -1,0 +1,266 @@
+"""What a user writes into a configuration is right, or refused in one line."""
+
+import json
+import re
+
+import pytest
+from ml_collections import ConfigDict
+
+from rsearch.config import recipes as configs
+
+BASE = configs.load("configs/base.py")
+FIELDS = sorted(configs.fields(BASE))
+RECIPES = [
+    path
+    for path in sorted((configs.ROOT / "configs").glob("[!_]*.py"))
+    if "\ndef get_config(" in path.read_text()  # the others are parts of recipes
+]
+
+
+def section_of(name):
+    node = BASE
+    for key in name.split(".")[:-1]:
+        node = node[key]
+    return node, name.split(".")[-1]
+
+
+def kind_of(name):
+    node, leaf = section_of(name)
+    return node.get_type(leaf)
+
+
+CLOSED = [name for name in FIELDS if not name.startswith(("reward.", "overrides"))]
+WRONG = {
+    int: ("x", "1.5", 1.5, True, None, [1], ""),
+    float: ("x", True, None, [1.0], ""),
+    bool: ("maybe", 1, None, ""),
+    str: (3, None, ["a"], True),
+    tuple: (3, None, [1], "(1,"),
+}
+
+
+# Loading
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_is_valid_and_locked(path):
+    config = configs.load(f"configs/{path.name}")
+    configs.validate(config)
+    assert config.is_locked
+    assert configs.fields(config).keys() >= {n for n in FIELDS if n in CLOSED}
+
+
+def test_dotted_name_means_the_same_file():
+    assert configs.diff(configs.load("configs.base"), BASE) == []
+
+
+def recipe(tmp_path, body):
+    path = tmp_path / "mine.py"
+    path.write_text("from configs import base\n\n\n" + body)
+    return path
+
+
+def test_variant_goes_to_get_config(tmp_path):
+    body = "def get_config(v='a'):\n    c = base.get_config()\n    c.name = v\n"
+    path = recipe(tmp_path, body + "    return c\n")
+    assert configs.load(str(path)).name == "a"
+    assert configs.load(f"{path}:parity").name == "parity"
+
+
+@pytest.mark.fault(6, "syntax error", "error while it runs")
+@pytest.mark.parametrize(
+    "body, told",
+    [
+        ("def get_config(:\n", r"mine\.py:4:\d+: invalid syntax"),
+        ("def other(): pass\n", r"mine\.py: defines no function get_config"),
+        ("def get_config(): return {}\n", r"returned dict, not a ConfigDict"),
+        ("def get_config():\n    return 1 / 0\n", r"mine\.py:5: ZeroDivisionError"),
+        (
+            "def get_config():\n    c = base.get_config()\n    c.sede = 1\n",
+            r"mine\.py:6: .*sede",
+        ),
+        (
+            "def get_config():\n    c = base.get_config()\n    c.seed = 'x'\n",
+            r"mine\.py:6: .*seed",
+        ),
+        ("import nonesuch\n", r"mine\.py:4: ModuleNotFoundError: .*nonesuch"),
+    ],
+)
+def test_broken_recipe_is_named_by_file_and_line(tmp_path, body, told):
+    with pytest.raises(ValueError, match=told) as caught:
+        configs.load(str(recipe(tmp_path, body)))
+    assert "\n" not in str(caught.value)
+
+
+def test_variant_is_refused_where_there_are_none():
+    with pytest.raises(ValueError, match="takes no variant, got 'parity'"):
+        configs.load("configs/base.py:parity")
+
+
+@pytest.mark.fault(6, "missing")
+def test_misspelt_recipe_names_the_nearest():
+    with pytest.raises(ValueError, match=r"did you mean configs/base\.py\?"):
+        configs.load("configs/bace.py")
+
+
+# Overrides
+
+
+@pytest.mark.fault(1, "nearest name")
+@pytest.mark.parametrize(
+    "wrong, right",
+    [
+        ("rollout.group_sise", "rollout.group_size"),
+        ("rollout.groupsize", "rollout.group_size"),
+        ("rolout.temperature", "rollout.temperature"),
+        ("group_size", "rollout.group_size"),
+        ("sede", "seed"),
+        ("rl.kl_coeff", "rl.kl_coef"),
+    ],
+)
+def test_misspelt_field_names_the_nearest(wrong, right):
+    for overrides in ({wrong: 1}, [f"{wrong}=1"], [f"config.{wrong}=1"]):
+        with pytest.raises(ValueError, match=f"did you mean config.{right}\\?"):
+            configs.apply_overrides(BASE, overrides)
+
+
+@pytest.mark.fault(1, "nearest name")
+def test_right_name_in_the_wrong_section_finds_its_sections():
+    with pytest.raises(ValueError) as caught:
+        configs.apply_overrides(BASE, {"optim.lr": 3e-6})
+    told = "did you mean config.critic.lr or config.rl.lr or config.sft.lr?"
+    assert told in str(caught.value)
+    with pytest.raises(ValueError, match=r"did you mean config\.rollout\.group_size\?"):
+        configs.apply_overrides(BASE, {"rl.group_size": 4})
+
+
+def test_every_field_with_one_letter_missing_is_refused_and_found():
+    for name in CLOSED:
+        stem, _, leaf = name.rpartition(".")
+        wrong = f"{stem}.{leaf[:-1]}" if stem else leaf[:-1]
+        if len(leaf) > 3 and wrong not in FIELDS:
+            with pytest.raises(ValueError, match=f"did you mean config.{name}\\?"):
+                configs.apply_overrides(BASE, {wrong: 1})
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_field_refuses_every_wrong_type(name):
+    node, leaf = section_of(name)
+    for value in WRONG[kind_of(name)]:
+        if value is None and node[leaf] is None:
+            continue
+        if value == "" and kind_of(name) is str:
+            continue
+        with pytest.raises(ValueError, match=re.escape(f"config.{name} = ")):
+            configs.apply_overrides(BASE, {name: value})
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_field_takes_its_own_value_from_python_and_as_text(name):
+    value = configs.fields(BASE)[name]
+    text = ",".join(value) if isinstance(value, tuple) else str(value)
+    for overrides in ({name: value}, [f"config.{name}={text}"]):
+        assert configs.diff(BASE, configs.apply_overrides(BASE, overrides)) == []
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("rl.lr=1", 1.0),
+        ("rl.lr=3e-6", 3e-6),
+        ("seed= 7 ", 7),
+        ("model.remat=TRUE", True),
+        ("model.remat=false", False),
+        ("stages=sft,rl", ("sft", "rl")),
+        ("stages=('sft', 'rl')", ("sft", "rl")),
+        ("stages=rl", ("rl",)),
+        ("protocol.system=Think a=b.", "Think a=b."),
+        ("model.source=123", "123"),
+    ],
+)
+def test_text_is_read_as_the_fields_type(text, value):
+    changed = configs.apply_overrides(BASE, [text])
+    found = configs.fields(changed)[text.partition("=")[0]]
+    assert found == value and type(found) is type(value)
+
+
+def test_overrides_leave_the_original_and_may_be_nested():
+    before = configs.fingerprint(BASE)
+    nested = configs.apply_overrides(BASE, {"rl": {"lr": 0.5}, "optim.b1": 0.5})
+    assert (nested.rl.lr, nested.optim.b1) == (0.5, 0.5)
+    assert configs.fingerprint(BASE) == before
+    assert nested.is_locked
+
+
+def test_reward_is_replaced_as_a_whole():
+    wanted = {"answer_f1": {"weight": 2.0}, "format_ok": {"good": 0.5}}
+    for overrides in ({"reward": wanted}, [f"reward={wanted}"]):
+        changed = configs.apply_overrides(BASE, overrides)
+        assert changed.reward.to_dict() == wanted
+    for bad in ("{", "3", "__import__('os')", "{'a': 1}"):
+        with pytest.raises(ValueError, match=r"config\.reward"):
+            configs.apply_overrides(BASE, [f"reward={bad}"])
+
+
+@pytest.mark.fault(7, "conflicting overrides")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["seed=1", "seed=2"],
+        ["config.rl.lr=1", "rl.lr=2"],
+        {"rl": {"lr": 1.0}, "rl.lr": 2.0},
+    ],
+)
+def test_conflicting_overrides_are_refused(overrides):
+    with pytest.raises(ValueError, match=r"conflicting overrides: config\.\w+.*2"):
+        configs.apply_overrides(BASE, overrides)
+
+
+def test_equal_overrides_do_not_conflict():
+    assert configs.apply_overrides(BASE, ["seed=3", "seed=3"]).seed == 3
+
+
+def test_section_cannot_be_set_to_a_value():
+    with pytest.raises(ValueError, match=r"config\.mesh is a section; set one of"):
+        configs.apply_overrides(BASE, ["mesh=8"])
+
+
+# Comparing
+
+
+def test_fingerprint_differs_where_any_field_differs():
+    prints = {configs.fingerprint(BASE)}
+    for name in CLOSED:
+        value, kind = configs.fields(BASE)[name], kind_of(name)
+        new = {
+            bool: lambda v: not v,
+            str: lambda v: f"{v}x",
+            tuple: lambda v: (*v, "x"),
+        }.get(kind, lambda v: (v or 0) + 1)(value)
+        changed = configs.apply_overrides(BASE, {name: new})
+        prints.add(configs.fingerprint(changed))
+        ((found, _, _),) = configs.diff(BASE, changed)
+        assert found == name
+    assert len(prints) == len(CLOSED) + 1
+
+
+def test_diff_sees_absent_fields_and_types():
+    old, new = ConfigDict({"a": 1, "b": {"c": 1}}), {"b": {"c": 1.0, "d": []}}
+    assert configs.diff(old, new) == [
+        ("a", 1, configs.ABSENT),
+        ("b.c", 1, 1.0),
+        ("b.d", configs.ABSENT, []),
+    ]
+
+
+def test_json_round_trip_differs_nowhere():
+    assert configs.diff(json.loads(configs.to_json(BASE)), BASE) == []
+
+
+def test_printed_configuration_names_every_field(capsys):
+    configs.print_config(BASE)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" = ")[0] for line in lines] == [
+        f"config.{name}" for name in FIELDS
+    ]
+    assert f"config.seed = {BASE.seed!r}" in lines

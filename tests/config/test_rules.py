@@ -1,0 +1,242 @@
+"""What does not fit together is refused before anything compiles, with the reason."""
+
+import re
+
+import pytest
+
+from rsearch.config import recipes as configs
+from rsearch.config.rules import RULES, WORDS
+
+BASE = configs.load("configs/base.py")
+VALUES = {n: v for n, v in configs.fields(BASE).items() if not n.startswith("reward.")}
+NUMBERS = sorted(n for n, v in VALUES.items() if type(v) in (int, float))
+
+
+def override(**fields):
+    pairs = {name.replace("__", "."): value for name, value in fields.items()}
+    return configs.apply_overrides(BASE, pairs)
+
+
+def refusal(**fields):
+    """What `validate` says about the defaults with these fields."""
+    with pytest.raises(ValueError) as caught:
+        configs.validate(override(**fields))
+    return str(caught.value)
+
+
+def test_every_number_has_a_range_and_every_rule_a_field():
+    assert set(NUMBERS) <= RULES.keys()
+    assert set(RULES) <= {*VALUES, "reward"}
+
+
+def test_every_default_says_what_it_means():
+    text = (configs.ROOT / "configs" / "base.py").read_text()
+    previous = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        is_field = re.match(r" +c(\.\w+)+ = (?!ConfigDict\(\)|_\w+\(\))", line)
+        said = "  # " in line or previous.strip().startswith("#")
+        assert not is_field or said, f"base.py:{number}: {line}"
+        previous = line
+
+
+@pytest.mark.fault(3, "negative steps", "NaN")
+@pytest.mark.parametrize("name", NUMBERS)
+def test_number_refuses_what_is_not_finite_or_far_below_its_range(name):
+    bad = [-7] if type(VALUES[name]) is int else [-7.0, float("nan"), float("inf")]
+    for value in bad:
+        told = refusal(**{name.replace(".", "__"): value})
+        assert told.startswith(f"config.{name} = {value!r}: must be ")
+
+
+@pytest.mark.fault(3, "clip of 0")
+@pytest.mark.parametrize("name", ["rl.clip_low", "rl.clip_high"])
+def test_a_clip_of_nothing_is_refused(name):
+    told = refusal(**{name.replace(".", "__"): 0.0})
+    assert told.startswith(f"config.{name} = 0.0: must be ")
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name in NUMBERS if name.endswith("temperature"))
+)
+def test_logits_are_divided_by_no_number_that_makes_them_infinite(name):
+    told = refusal(**{name.replace(".", "__"): 1e-38})
+    assert told.startswith(f"config.{name} = 1e-38: must be ")
+
+
+@pytest.mark.parametrize("name", sorted(WORDS))
+def test_word_is_refused_with_the_words_there_are(name):
+    told = refusal(**{name.replace(".", "__"): "nonsense"})
+    assert all(repr(word) in told for word in WORDS[name])
+
+
+@pytest.mark.parametrize("name", ["judge", "rewriter", "writer", "answerer", "reader"])
+def test_an_endpoint_names_its_model_and_holds_no_secret(name):
+    told = refusal(**{f"{name}__source": "http://localhost/v1"})
+    assert f"config.{name}.name = ''" in told
+    for secret in ("https://me:s3cret@host/v1", "https://host/v1?key=s3cret"):
+        told = refusal(**{f"{name}__source": secret, f"{name}__name": "m"})
+        assert f"config.{name}.api_key_env" in told and "s3cret" not in told
+
+
+@pytest.mark.parametrize("name", ["judge", "rewriter", "writer", "answerer", "reader"])
+def test_a_shared_program_leaves_no_host_devices_of_its_own(name):
+    asked = {f"{name}__source": "org/model", "rollout__together": True}
+    assert f"config.{name}.source = 'org/model' would run on" in refusal(**asked)
+
+
+@pytest.mark.parametrize("stages", [(), ("rl", "rl"), ("rl", "ppo")])
+def test_stages_are_known_and_given_once(stages):
+    assert refusal(stages=stages).startswith("config.stages = ")
+
+
+@pytest.mark.fault(4, "context", "arithmetic shown")
+def test_context_too_small_is_told_with_the_sum():
+    told = refusal(
+        rollout__max_prompt_tokens=100,
+        rollout__max_searches=3,
+        rollout__max_turn_tokens=50,
+        rollout__max_observation_tokens=70,
+        rollout__context_tokens=509,
+    )
+    # 100 + 4 x 50 + 3 x 70 = 510
+    for part in ("context_tokens = 509", "100", "4 turns x 50", "3 obs", "= 510 tok"):
+        assert part in told
+
+
+@pytest.mark.fault(4, "batch", "arithmetic shown")
+def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
+    told = refusal(
+        stages=("rl",),
+        rollout__group_size=4,
+        rollout__slots=8,
+        rl__questions_per_step=6,
+        rl__updates_per_step=2,
+        rl__micro_batch=5,
+    )
+    for part in ("rl.micro_batch = 5", "6 questions x 4 rollouts = 24 rows", "10 rows"):
+        assert part in told
+    assert "remainder 4" in told
+
+
+@pytest.mark.fault(3, "group of one")
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        (
+            {"model__num_heads": 6, "model__num_kv_heads": 4},
+            "num_heads = 6 is not a multiple of config.model.num_kv_heads = 4",
+        ),
+        (
+            {"stages": ("rl",), "rollout__group_size": 1, "rollout__slots": 1},
+            "rollout.group_size = 1: must be >= 2",
+        ),
+        (
+            {"stages": ("sft",), "sft__batch_size": 10, "sft__micro_batch": 4},
+            "sft.batch_size = 10 is not a multiple of config.sft.micro_batch = 4",
+        ),
+        (
+            {"sft__decay": True, "sft__steps": 5, "sft__warmup_steps": 5}
+            | {"stages": ("sft",)},
+            "sft.warmup_steps = 5 leaves no room for the decay in config.sft.steps",
+        ),
+        (
+            {"model__source": "x", "tokenizer__source": "world"},
+            "'world' does not belong to config.model.source = 'x'",
+        ),
+        (
+            {"retrieval__index": "x", "retrieval__corpus": "world"},
+            "retrieval.index = 'x' is no index of config.retrieval.corpus",
+        ),
+        ({"retrieval__sharded": True}, "config.retrieval.index = '' names none"),
+        (
+            {"retrieval__url": "http://x", "retrieval__search_seconds": 325.0},
+            "config.retrieval.search_seconds = 325.0 ends a run before its service may",
+        ),
+        (
+            {"stages": ("rl",), "rollout__top_p": 0.9},
+            "top_p = 0.9 needs config.rl.behavior = 'scored'",
+        ),
+        ({"tokenizer__source": "", "model__source": ""}, "are both empty"),
+        (
+            {
+                "stages": ("curate",),
+                "curate__method": "difficulty",
+                "curate__rollouts": 19,
+            },
+            "curate.rollouts = 19 cannot tell which questions need more",
+        ),
+        (
+            {
+                "stages": ("curate",),
+                "curate__method": "difficulty",
+                "curate__rollouts": 20,
+                "curate__easy_below": 22,
+            },
+            "curate.easy_below = 22 and config.curate.hard_above = 20 overlap",
+        ),
+        (
+            {"stages": ("rl",), "rl__mask_retrieved": False},
+            "rl.mask_retrieved = False needs config.rl.behavior = 'scored'",
+        ),
+        (
+            {"stages": ("rl",), "rl__tis_cap": 2.0},
+            "rl.tis_cap = 2.0 needs config.rl.behavior = 'scored'",
+        ),
+        (
+            {"stages": ("rl",), "rl__kl_controller": "adaptive"},
+            "'adaptive' needs config.rl.kl_coef > 0",
+        ),
+        (
+            {"stages": ("rl",), "rl__mask_retrieved": False, "rl__tis_cap": 2.0}
+            | {"rl__behavior": "scored"},
+            "mask_retrieved = False does not go with config.rl.tis_cap = 2.0",
+        ),
+        (
+            {"stages": ("rl",), "rl__memorise_coef": 0.1, "rl__memorise_rows": 128},
+            "name one in config.rewriter.source",
+        ),
+        (
+            {"stages": ("rl",), "rl__memorise_coef": 0.1, "rl__memorise_rows": 100},
+            "memorise_rows = 100 is not a multiple of config.rl.micro_batch = 128",
+        ),
+        (
+            {"model__lora_rank": 4, "model__offload": ("optimizer", "reference")},
+            "with config.model.lora_rank = 4 the reference is what the adapters stand",
+        ),
+        (
+            {"guards__max_kl": 1.0, "rl__kl_coef": 0.0},
+            "config.guards.max_kl = 1.0: with config.rl.kl_coef = 0 no KL is measured",
+        ),
+        (
+            {"model__offload": ("weights",)},
+            "config.model.offload",
+        ),
+        (
+            {"optim__moments_dtype": "bfloat16", "optim__b2": 0.999},
+            "config.optim.b2 = 0.999: must be <= 0.996 with config.optim.moments_dtype",
+        ),
+    ],
+)
+def test_fields_that_do_not_fit_together_are_refused(fields, told):
+    assert told in refusal(**fields)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])
+def test_what_compares_no_group_needs_none(algorithm):
+    alone = dict(rollout__group_size=1, rl__micro_batch=32, rl__algorithm=algorithm)
+    configs.validate(override(stages=("rl",), **alone))
+    assert "must be >= 2" in refusal(stages=("rl",), rl__refill_rounds=1, **alone)
+
+
+@pytest.mark.parametrize("slots", [3, 10, 16])
+def test_slots_are_any_number_whatever_the_groups_size(slots):
+    configs.validate(override(rollout__slots=slots, rollout__group_size=4))
+
+
+@pytest.mark.fault(4, "mesh")
+def test_mesh_must_have_as_many_devices_as_there_are():
+    config = override(mesh__data=2, mesh__fsdp=2, mesh__tensor=1)
+    configs.validate(config, num_devices=4)
+    with pytest.raises(ValueError, match="2 x fsdp 2 x tensor 1, but there are 8 dev"):
+        configs.validate(config, num_devices=8)
+    configs.validate(override(mesh__data=-1), num_devices=8)

@@ -1,0 +1,86 @@
+"""Every slip of one letter in the name of a field is refused."""
+
+import random
+
+import pytest
+
+from rsearch.config import recipes as configs
+
+BASE = configs.load("configs/base.py")
+FIELDS = sorted(configs.fields(BASE))
+# So near to each other that a slip in one is as near to another.
+TWINS = ({"optim.b1", "optim.b2"}, {"writer", "rewriter"})
+
+
+def slips(name):
+    """Names with one letter less, one more, or two in each other's place."""
+    found = set()
+    for i, letter in enumerate(name):
+        if letter != ".":
+            found |= {name[:i] + name[i + 1 :], f"{name[:i]}x{name[i:]}"}
+            found.add(name[:i] + name[i + 1 : i + 2] + letter + name[i + 2 :])
+    return sorted(found - {"", *FIELDS})
+
+
+def is_twin(name):
+    return any({name, name.partition(".")[0]} & twins for twins in TWINS)
+
+
+@pytest.mark.fault(1, "any single edit")
+def test_every_slip_of_one_letter_is_refused(monkeypatch):
+    # What is looked for to be suggested would take most of the time.
+    monkeypatch.setattr("rsearch.config.fields.fields", lambda config: {})
+    count = 0
+    for name in FIELDS:
+        for wrong in slips(name):
+            count += 1
+            with pytest.raises(ValueError) as caught:
+                configs.check_known(BASE, wrong)
+            assert str(caught.value).startswith(f"unknown field config.{wrong}")
+    assert count > 10_000
+
+
+@pytest.mark.fault(1, "nearest name")
+def test_a_slip_names_what_was_meant():
+    draw = random.Random(0)
+    for name in FIELDS:
+        wrong = draw.choice(slips(name))
+        with pytest.raises(ValueError, match=f"unknown field config.{wrong}") as caught:
+            configs.check_known(BASE, wrong)
+        meant = str(caught.value).partition("did you mean ")[2]
+        assert is_twin(name) or f"config.{name}" in meant, (wrong, meant)
+
+
+@pytest.mark.fault(1, "exit 2 in one line")
+def test_a_slip_on_the_command_line_ends_with_code_2(capsys):
+    def main(argv):
+        configs.parse_command_line(argv, flags={})
+
+    for name in random.Random(1).sample(FIELDS, 12):
+        wrong = slips(name)[0]
+        words = ["--config=configs/base.py", f"--config.{wrong}=1"]
+        assert configs.run_command(main, words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: unknown field config.{wrong}; did you mean ")
+        assert is_twin(name) or f"config.{name}" in line
+
+
+def none_of(name):
+    node = BASE
+    for key in name.split(".")[:-1]:
+        node = node[key]
+    return node[name.split(".")[-1]] is None, node.get_type(name.split(".")[-1])
+
+
+@pytest.mark.fault(5, "set from the command line")
+def test_a_field_that_is_none_is_set_from_the_command_line():
+    given = {str: ("a word", "a word"), float: ("0.5", 0.5), int: ("3", 3)}
+    asked = {n: none_of(n)[1] for n in FIELDS if none_of(n)[0]}
+    assert {"protocol.system", "guards.max_kl"} <= asked.keys()
+    for name, kind in asked.items():
+        text, value = given[kind]
+        words = ["--config=configs/base.py", f"--config.{name}={text}"]
+        config, _ = configs.parse_command_line(words, flags={})
+        assert configs.fields(config)[name] == value
+        again = configs.apply_overrides(config, [f"{name}={text}"])
+        assert configs.diff(config, again) == []

@@ -1,0 +1,33 @@
+"""Arrays on the host; of several hosts see test_checkpoint_processes.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rsearch.hosts import collectives as gather
+from rsearch.runtime import manifest
+
+ROWS = np.arange(64, dtype=np.float32).reshape(16, 4)
+
+
+@pytest.mark.parametrize("spec", [("a", "b"), (None, "a"), ()], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_what_is_read_of_an_array_does_not_stay_on_the_host(spec, dtype):
+    """A state of 7 B parameters would leave 91 GB there with its first save."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    rows = jnp.asarray(ROWS, dtype)
+    array = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(*spec)))
+    assert manifest.describe(array) == manifest.describe(np.asarray(rows))
+    np.testing.assert_array_equal(gather.whole(array), rows)
+    # JAX's own, and what makes a second reading cheap: where it is gone this goes, too.
+    assert array._npy_value is None
+    np.asarray(array)
+    assert array._npy_value is not None or array.is_fully_replicated
+
+
+def test_numpys_arrays_come_as_they_are():
+    assert gather.whole(ROWS) is ROWS
+    (piece,) = gather.pieces(ROWS)
+    assert piece is ROWS

@@ -1,0 +1,194 @@
+"""Runs that are told to stop: what they have is saved, and they end soon."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from rsearch.hosts.preemption import EXIT_CODE
+from rsearch.runtime import checkpoint
+from rsearch.runtime.metrics import read as read_metrics
+from tests.hosts.test_processes import start_hosts
+from tests.small_run import (
+    ROOT,
+    arguments,
+    quick_compilation,
+    run_python,
+)
+from tests.test_train import assert_same_as_uninterrupted
+
+__all__ = ["quick_compilation"]
+SELDOM = dict(checkpoint__sft_steps=1000, checkpoint__rl_steps=1000)
+ALONE = {"stages": "('rl',)", "eval__at_start": False}  # begins at once
+PROGRAM = """
+import signal, sys, time
+from rsearch import config, preemption
+saved = sys.argv[2]
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
+
+def work(argv):
+    with preemption.watching(float(sys.argv[3])):
+        if sys.argv[1] == "nothing":
+            print("ready", flush=True)
+            time.sleep(60)
+        with preemption.holding():
+            print("ready", flush=True)
+            try:
+                while True:
+                    time.sleep(0.01)
+                    if sys.argv[1] != "deaf":
+                        preemption.check()
+            except preemption.PreemptedError:
+                open(saved, "w").write("all of it")
+                if sys.argv[1] == "slow":
+                    time.sleep(60)
+                raise
+
+sys.exit(config.run_command(work, []))
+"""
+
+
+def stopped(saved, kind, *, grace=30.0, signals=(signal.SIGTERM,)):
+    """(exit code, seconds from the first signal, stderr) of PROGRAM."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, kind, str(saved), str(grace)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    for name in signals:
+        process.send_signal(name)
+        time.sleep(0.3)
+    _, told = process.communicate(timeout=60)
+    return process.returncode, time.monotonic() - began, told
+
+
+@pytest.mark.fault(40, "SIGTERM", "SIGUSR1", "SIGHUP")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+def test_a_signal_has_all_saved_and_ends_with_75(tmp_path, name):
+    saved = tmp_path / "saved"
+    code, seconds, told = stopped(saved, "saves", signals=(signal.Signals[name],))
+    assert (code, saved.read_text()) == (EXIT_CODE, "all of it")
+    assert seconds < 5 and name in told and "Traceback" not in told
+
+
+def test_where_nothing_is_unsaved_it_ends_at_once(tmp_path):
+    code, seconds, told = stopped(tmp_path / "saved", "nothing")
+    assert code == EXIT_CODE and seconds < 5 and "nothing here is unsaved" in told
+
+
+def test_what_takes_longer_than_its_grace_ends_unsaved(tmp_path):
+    code, seconds, told = stopped(tmp_path / "saved", "deaf", grace=0.5)
+    assert code == EXIT_CODE and seconds < 5 and "without a save" in told
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.fault(40, "SIGINT twice")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_second_signal_ends_at_once(tmp_path, name):
+    both = (signal.Signals[name],) * 2
+    code, seconds, told = stopped(tmp_path / "saved", "slow", signals=both)
+    assert code == EXIT_CODE and seconds < 5 and f"{name} again" in told
+
+
+@pytest.mark.fault(40, "every stage")
+@pytest.mark.parametrize(
+    "moment",
+    ["append rl/metrics", pytest.param("append sft/metrics", marks=pytest.mark.slow)],
+)
+def test_a_run_that_was_told_to_stop_goes_on_bit_identical(tmp_path, moment):
+    """What it had not saved until then, for saves are seldom, is not done again."""
+    own = arguments(tmp_path / "run", **SELDOM)
+    command = ["-m", "tests.interrupted_run"]
+    done = run_python(*command, f"SIGTERM@{moment}", *own)
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert "Traceback" not in done.stderr and "saved after 1 steps" in done.stderr
+    stage = moment.split()[1].partition("/")[0]
+    assert checkpoint.steps(tmp_path / "run" / stage / "checkpoints") == [1]
+    assert len(read_metrics(tmp_path / "run" / stage / "metrics.jsonl")) == 1
+    done = run_python(*command, "never", *own)
+    assert done.returncode == 0, done.stderr
+    assert_same_as_uninterrupted(tmp_path / "run")
+
+
+def test_between_two_stages_it_ends_at_once(tmp_path):
+    own = arguments(tmp_path / "run")
+    done = run_python("-m", "tests.interrupted_run", "SIGINT@replace results", *own)
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def begun(tmp_path, **settings):
+    """Two hosts in the middle of a long RL stage."""
+    run = tmp_path / "run"
+    own = arguments(run, **SELDOM, **ALONE, rl__steps=1000, **settings)
+    processes = start_hosts("-m", "rsearch.train", *own)
+    rows = run / "rl" / "metrics.jsonl"
+    end = time.monotonic() + 300
+    while not rows.exists() or rows.read_bytes().count(b"\n") < 2:
+        assert all(process.poll() is None for process in processes)
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    return run, processes
+
+
+def ended(processes, seconds):
+    """[hosts] (exit code, stderr), at most so many seconds later."""
+    told = [None] * len(processes)
+
+    def wait(i):
+        told[i] = processes[i].communicate()[1]
+
+    threads = [threading.Thread(target=wait, args=(i,)) for i in range(len(told))]
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(end - time.monotonic())
+    alive = [i for i, thread in enumerate(threads) if thread.is_alive()]
+    for process in processes:
+        process.kill()
+    for thread in threads:
+        thread.join()
+    assert not alive, (alive, told)
+    return [(p.returncode, t) for p, t in zip(processes, told, strict=True)]
+
+
+@pytest.mark.parametrize("asked", [pytest.param((0, 1), marks=pytest.mark.slow), (1,)])
+def test_two_hosts_save_together_whichever_is_told(tmp_path, asked):
+    run, processes = begun(tmp_path)
+    for number in asked:
+        processes[number].send_signal(signal.SIGTERM)
+    for code, error in ended(processes, 15):
+        assert code == EXIT_CODE, error
+        assert "Traceback" not in error
+    rows = read_metrics(run / "rl" / "metrics.jsonl")
+    assert checkpoint.steps(run / "rl" / "checkpoints") == [len(rows)]
+
+
+@pytest.mark.fault(41, "stopped")
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_host_that_hangs_ends_the_run_by_its_name(tmp_path, number):
+    _, processes = begun(tmp_path)
+    processes[number].send_signal(signal.SIGSTOP)
+    ((code, error),) = ended([processes[1 - number]], 15)
+    processes[number].kill()
+    processes[number].communicate()
+    assert code == EXIT_CODE, error
+    assert f"error: host {number}" in error and "not been heard of" in error
+
+
+@pytest.mark.fault(41, "killed")
+def test_a_host_that_is_killed_ends_the_run_by_its_name(tmp_path):
+    """Not in the words of the exchange that fails for want of it."""
+    _, processes = begun(tmp_path)
+    processes[1].kill()
+    (_, (code, error)) = ended(processes[::-1], 20)
+    assert code == EXIT_CODE, error
+    assert "error: host 1" in error and "not been heard of" in error

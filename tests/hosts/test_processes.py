@@ -1,0 +1,377 @@
+"""Several hosts, as processes of this machine that speak over the loopback."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from rsearch.hosts import processes as hosts
+from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.workdir import read_rows
+from tests.small_run import (
+    ROOT,
+    arguments,
+    child_environment,
+    run_python,
+    without_times,
+)
+
+SETTINGS = {
+    "rl__refill_rounds": 1,
+    "rl__steps": 2,
+    "eval__methods": "('protocol',)",
+    "eval__max_questions": 1,  # which leaves one of two hosts without any
+}
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def start_hosts(*command, devices=1, count=2):
+    """[hosts] processes of `python *command`, one for each of them."""
+    address = f"--coordinator=127.0.0.1:{free_port()}"
+    return [
+        subprocess.Popen(
+            [
+                *map(str, [sys.executable, *command]),
+                *(address, f"--num_hosts={count}", f"--host={number}"),
+            ],
+            cwd=ROOT,
+            env={**os.environ, **child_environment(devices)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(count)
+    ]
+
+
+def run_hosts(*command, devices=1, count=2):
+    """[hosts] (exit code, stdout, stderr) of `python *command` on each of them."""
+    started = start_hosts(*command, devices=devices, count=count)
+    try:
+        told = [process.communicate(timeout=900) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(p.returncode, *t) for p, t in zip(started, told, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        (("", 2, 0), "want --coordinator"),
+        (("auto", 2, -1), "want --coordinator"),
+        (("here", 2, 0), "write HOST:PORT, or 'auto'"),
+        (("here:port", 2, 0), "write HOST:PORT, or 'auto'"),
+        (("here:99", 0, -1), "--num_hosts=0 --host=-1: with"),
+        (("here:99", 2, 2), "--num_hosts=2 --host=2: with"),
+    ],
+)
+def test_a_meeting_that_cannot_be_is_refused(given, wrong):
+    address, count, number = given
+    with pytest.raises(ValueError) as error:
+        hosts.begin(address, num_hosts=count, host=number)
+    assert wrong in str(error.value)
+
+
+@pytest.mark.fault(44, "of the coordinator")
+def test_a_port_that_is_in_use_is_named_with_what_to_do():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        told = f"--coordinator={place}: Address already in use; name another port"
+        with pytest.raises(ValueError, match=told):
+            hosts.begin(place, num_hosts=2, host=0)
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """Two hosts of which this is the second; `change` is what the first has."""
+    first = {}
+
+    def exchange(payload):
+        own = json.loads(payload) if payload.startswith(b"{") else {}
+        return [json.dumps(own | first).encode(), payload]
+
+    asked = []
+    monkeypatch.setattr(hosts, "_place", hosts._place)
+    monkeypatch.setattr(hosts, "_coordinator", "")
+    monkeypatch.setattr(hosts, "exchange", exchange)
+    monkeypatch.setattr("jax.distributed.initialize", lambda *a: asked.append(a))
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    return first, asked
+
+
+@pytest.mark.fault(43, "versions")
+@pytest.mark.parametrize("name", ["jax", "python", "rsearch", "XLA_FLAGS"])
+def test_hosts_with_different_programs_are_refused_at_once(pretended, name):
+    first, _ = pretended
+    hosts.begin("10.0.0.1:99", num_hosts=2, host=1)
+    first[name] = "other"
+    told = f"^{name} is '.*' on host 1, 'other' on host 0; all need the same$"
+    with pytest.raises(ValueError, match=told):
+        hosts.begin("10.0.0.1:99", num_hosts=2, host=1)
+
+
+@pytest.mark.fault(45, "SLURM", "MEGASCALE")
+def test_what_an_earlier_job_has_left_in_the_environment_is_not_looked_at(
+    pretended, monkeypatch
+):
+    left = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"}
+    left |= {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_COORDINATOR_ADDRESS": "gone:8080"}
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    _, asked = pretended
+    hosts.begin("10.0.0.1:99", num_hosts=2, host=1)
+    assert [words[:3] for words in asked] == [("10.0.0.1:99", 2, 1)]
+    monkeypatch.setattr(hosts, "_place", (0, 1))
+    hosts.begin("")
+    assert (hosts.index(), hosts.num_hosts()) == (0, 1) and len(asked) == 1
+    assert not [name for name in os.environ if name.startswith("MEGASCALE_")]
+
+
+ALONE = """
+import sys
+from rsearch import hosts
+import jax
+given = dict(num_hosts=1, host=0) if sys.argv[1] != "auto" else {}
+hosts.begin(sys.argv[1], **given)
+print(hosts.index(), hosts.num_hosts(), jax.config.read("jax_cuda_visible_devices"))
+"""
+
+
+@pytest.mark.fault(45, "SLURM")
+@pytest.mark.parametrize("how", ["auto", "by hand"])
+def test_a_host_of_a_slurm_job_has_all_of_its_devices(how):
+    """JAX by itself would take that with the number of the task on its host."""
+    job = {"JOB_ID": "7", "STEP_NODELIST": "localhost", "NTASKS": "1", "PROCID": "0"}
+    job |= {"LOCALID": "0", "STEP_NUM_NODES": "1"}
+    port = free_port()
+    place = "auto" if how == "auto" else f"127.0.0.1:{port}"
+    variables = {f"SLURM_{name}": value for name, value in job.items()}
+    variables["JAX_COORDINATOR_PORT"] = str(port)
+    done = run_python("-c", ALONE, place, **variables)
+    assert (done.returncode, done.stdout) == (0, "0 1 all\n"), done.stderr
+
+
+def test_a_host_alone_works_alone():
+    hosts.begin("")
+    assert (hosts.index(), hosts.num_hosts(), hosts.is_first()) == (0, 1, True)
+    hosts.barrier("alone")
+    assert hosts.exchange(b"x") == [b"x"]
+    assert hosts.share_records(lambda items: [i * 2 for i in items], [1, 2]) == [2, 4]
+    hosts.check_alike({"a": 1})
+    with pytest.raises(ValueError, match=r"^no$"):
+        hosts.on_first(refuse)
+
+
+def refuse():
+    raise ValueError("no")
+
+
+def talk(argv):
+    """What two hosts tell each other; run by each of them."""
+    from rsearch.config.recipes import parse_flags
+    from rsearch.runtime.compiles import num_compiles
+
+    given = parse_flags(argv, flags=hosts.FLAGS)
+    hosts.begin(**given)
+    num_before = num_compiles()
+    for size in (1, 300, 5_000, 70_000, 300_000, 5_000_000):
+        sent = bytes([hosts.index()]) * (size - hosts.index())
+        assert hosts.exchange(sent) == [b"\0" * size, b"\1" * (size - 1)]
+    assert num_compiles() == num_before
+    hosts.PIECE_BYTES = 1000
+    here, other = hosts.index(), 1 - hosts.index()
+    assert hosts.num_hosts() == 2 and hosts.is_first() == (here == 0)
+    sizes = (2500, 10)
+    payloads = [bytes(np.arange(n) % 251) for n in sizes]
+    assert hosts.exchange(payloads[here]) == payloads
+    assert hosts.exchange(b"") == [b"", b""]
+
+    worked = []
+
+    def work(items):
+        worked.extend(items)
+        return [{"item": i, "by": here} for i in items]
+
+    found = hosts.share_records(work, range(5))
+    assert [f["item"] for f in found] == list(range(5))
+    assert [f["by"] for f in found] == [0, 1, 0, 1, 0]
+    assert worked == [i for i in range(5) if i % 2 == here]
+    assert hosts.share_records(work, [7]) == [{"item": 7, "by": 0}]
+
+    def fail(items):
+        if here == 1:
+            raise OSError("the engine is gone")
+        return items
+
+    expected = "the engine is gone" if here else "host 1: OSError: the engine is gone"
+    with pytest.raises((OSError, RuntimeError), match=f"^{expected}$"):
+        hosts.share_records(fail, range(4))
+    with pytest.raises(ValueError, match=r"no$"):
+        hosts.on_first(refuse)
+    done = []
+    hosts.on_first(lambda: done.append(here))
+    assert done == ([0] if here == 0 else [])
+    hosts.check_alike({"data": "same"})
+    with pytest.raises(ValueError, match="index is 'b1' on host 1, 'b0' on host 0"):
+        hosts.check_alike({"data": "same", "index": f"b{here}"})
+    hosts.barrier("the end")
+    print(f"host {here} has heard {other}")
+
+
+def test_two_hosts_hear_each_other_and_of_each_others_failures():
+    for number, (code, out, error) in enumerate(
+        run_hosts("-m", "tests.hosts.test_processes")
+    ):
+        assert code == 0, error
+        assert f"host {number} has heard" in out
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Workdirs of one run on a host with two devices, and on two with one each."""
+    folder = tmp_path_factory.mktemp("hosts")
+    train = ("-m", "rsearch.train")
+    one = run_python(*train, *arguments(folder / "one", **SETTINGS), devices=2)
+    assert one.returncode == 0, one.stderr
+    told = run_hosts(*train, *arguments(folder / "two", **SETTINGS))
+    for code, _, error in told:
+        assert code == 0, error
+    return folder / "one", folder / "two", told
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """Workdir of two hosts that roll out in one program, each with few pages."""
+    run = tmp_path_factory.mktemp("hosts") / "together"
+    paged = dict(rollout__page_tokens=16, rollout__cache_tokens=2048)
+    own = arguments(run, **SETTINGS, **paged, rollout__together=True)
+    for code, _, error in run_hosts("-m", "rsearch.train", *own):
+        assert code == 0, error
+    return run
+
+
+def test_two_hosts_in_one_program_learn_the_same(runs, together):
+    """Their rollouts are to the token; log-probabilities are to rounding."""
+    one, _, _ = runs
+    for stage in ("sft", "rl"):
+        ours, theirs = (
+            without_times(read_metrics(run / stage / "metrics.jsonl"))
+            for run in (together, one)
+        )
+        for own, other in zip(ours, theirs, strict=True):
+            assert stage == "sft" or own.pop("restarts") >= 0  # told where pages are
+            assert own == pytest.approx(other, rel=1e-4, abs=1e-6)
+    texts = [read_rows(run / "transcripts.jsonl") for run in (together, one)]
+    assert texts[0] == texts[1]
+
+
+def test_a_host_that_fails_in_a_shared_program_ends_the_others(tmp_path, monkeypatch):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from rsearch import config, hosts, train\n"
+        "from rsearch.rollout import play\n"
+        "find = play.Play._find\n"
+        "def broken(*args):\n"
+        "    if hosts.index() == 1:\n"
+        "        raise ValueError('the index is gone')\n"
+        "    return find(*args)\n"
+        "play.Play._find = broken\n"
+        "sys.exit(config.run_command(train.command, sys.argv[1:]))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    own = arguments(tmp_path / "run", **SETTINGS, rollout__together=True)
+    (first, _, other), (second, _, broken) = run_hosts(program, *own)
+    assert first != 0 and "host 1 failed in its rollouts" in other
+    assert second != 0 and "the index is gone" in broken
+
+
+def test_a_host_that_fails_alone_ends_those_that_wait_for_it(tmp_path, monkeypatch):
+    """The second cannot read its demonstrations, of which nobody else is told."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from rsearch import build, config, hosts, peers, train\n"
+        "replay = build.replay_demonstrations\n"
+        "def broken(*args, **settings):\n"
+        "    if hosts.index() == 1:\n"
+        "        raise OSError('the disk is gone')\n"
+        "    return replay(*args, **settings)\n"
+        "build.replay_demonstrations = broken\n"
+        "peers.GRACE_SECONDS = 2.0\n"
+        "sys.exit(config.run_command(train.command, sys.argv[1:]))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    began = time.monotonic()
+    (first, _, other), (second, _, broken) = run_hosts(
+        program, *arguments(tmp_path / "run", **SETTINGS)
+    )
+    assert first != 0 and "error: host 1 has failed: OSError: the disk is gone" in other
+    assert second != 0 and "OSError: the disk is gone" in broken
+    # Not after the minutes in which JAX waits for a host that says nothing.
+    assert time.monotonic() - began < 90
+
+
+def test_two_hosts_learn_what_one_learns(runs):
+    one, two, _ = runs
+    for stage in ("sft", "rl"):
+        rows = [read_metrics(run / stage / "metrics.jsonl") for run in (one, two)]
+        assert without_times(rows[0]) == without_times(rows[1])
+    results = [json.loads((run / "results.json").read_text()) for run in (one, two)]
+    assert without_times(results[0]) == without_times(results[1])
+    texts = [read_rows(run / "transcripts.jsonl") for run in (one, two)]
+    assert texts[0] == texts[1]
+
+
+def test_of_two_hosts_the_first_talks(runs):
+    _, _, told = runs
+    (_, out, error), (_, quiet_out, quiet) = told
+    assert "begins in" in error and "of 2 hosts" in error and "protocol" in out
+    assert "protocol" not in quiet_out and "rl: step" not in quiet
+
+
+@pytest.mark.fault(24, "hosts")
+def test_one_host_goes_on_where_two_have_stopped(runs):
+    _, two, _ = runs
+    before = (two / "results.json").read_bytes()
+    own = arguments(two, **SETTINGS)
+    done = run_python("-m", "rsearch.train", *own, devices=2)
+    assert done.returncode == 0 and "goes on in" in done.stderr, done.stderr
+    assert (two / "results.json").read_bytes() == before
+
+
+@pytest.mark.fault(43, "configuration and inputs")
+def test_hosts_that_would_drift_apart_are_stopped(tmp_path, monkeypatch):
+    """The second is told another seed; both say so, and nothing is begun."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from rsearch import config, train\n"
+        "words = sys.argv[1:]\n"
+        "seed = words[-1].rpartition('=')[2]\n"
+        "words = [w for w in words if not w.startswith('--config.seed')]\n"
+        "words.append(f'--config.seed={seed}')\n"
+        "sys.exit(config.run_command(train.command, words))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for code, _, error in run_hosts(program, *arguments(tmp_path / "run")):
+        assert code == 2
+        assert "config is" in error and "on host 1" in error
+    assert not pathlib.Path(tmp_path / "run").exists()
+
+
+if __name__ == "__main__":
+    talk(sys.argv[1:])

@@ -1,0 +1,40 @@
+"""Hosts whose work takes longer than another's, or ends before it."""
+
+import time
+
+from tests.hosts.test_processes import run_hosts
+
+WORKING = """
+import os, sys, time
+os.environ["XLA_FLAGS"] += " --xla_cpu_collective_timeout_seconds=2"
+from rsearch import hosts
+what, address, _, number = (word.rpartition("=")[2] for word in sys.argv[1:])
+
+def work(items):
+    if number == "0":
+        time.sleep(5 if what == "long" else 300)
+    elif what == "fails":
+        raise OSError("no space left")
+    return items
+
+with hosts.meeting(address, num_hosts=2, host=int(number), stall_seconds=60):
+    assert hosts.share_records(work, [1, 2, 3]) == [1, 2, 3]
+    hosts.on_first(lambda: work([]))
+    if number == "0":
+        time.sleep(5)
+    hosts.barrier("all have worked")
+print("worked")
+"""
+
+
+def test_hosts_wait_for_one_that_works_longer_than_an_exchange_may_take():
+    for code, out, error in run_hosts("-c", WORKING, "long"):
+        assert code == 0 and out.endswith("worked\n"), error
+
+
+def test_a_host_whose_share_fails_does_not_wait_for_the_others_first():
+    began = time.monotonic()
+    (first, _, other), (second, _, broken) = run_hosts("-c", WORKING, "fails")
+    assert first and "error: host 1 has failed: OSError: no space left" in other
+    assert second and "OSError: no space left" in broken
+    assert time.monotonic() - began < 90

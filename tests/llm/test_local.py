@@ -1,0 +1,127 @@
+"""A local model that answers chats: in order, each on its own."""
+
+import copy
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch.llm.local import batch_sizes, local_generator
+from rsearch.models.sharding import make_mesh
+from tests.rollout import tiny
+
+PROMPT, REPLY = 40, 6
+
+
+def chat(text):
+    return [{"role": "user", "content": text}]
+
+
+def make(num_rows=2, tokenizer=None, devices=1, **settings):
+    return local_generator(
+        tiny.model(),
+        tiny.params(),
+        tokenizer or tiny.tokenizer(),
+        make_mesh(devices=jax.devices()[:devices]),
+        num_rows=num_rows,
+        max_prompt_tokens=PROMPT,
+        max_reply_tokens=REPLY,
+        **settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def generate():
+    return make()
+
+
+CHATS = [chat(f"who was born in {word}") for word in ("river", "the city", "x", "")]
+LONG = chat("who " * 50)
+
+
+def greedy(messages):
+    """[REPLY] ids, one full forward pass each."""
+    ids = tiny.tokenizer().encode_prompt(messages).tolist()
+    for _ in range(REPLY):
+        ids.append(int(np.argmax(tiny.full_logits(ids)[-1])))
+    return ids[-REPLY:]
+
+
+def test_replies_are_the_greedy_continuations_in_order(generate):
+    replies = generate(CHATS)
+    assert len(set(replies)) > 1
+    assert replies == [tiny.tokenizer().decode(greedy(c)) for c in CHATS]
+
+
+def test_a_reply_does_not_depend_on_the_chats_beside_it(generate):
+    together = generate(CHATS)
+    assert [generate([c])[0] for c in CHATS] == together
+    assert make(num_rows=3)(CHATS[::-1]) == together[::-1]
+
+
+def test_nothing_asked_nothing_answered(generate):
+    assert generate([]) == []
+
+
+def test_a_chat_that_is_too_long_has_no_reply_and_the_others_have_theirs(generate):
+    asked = [LONG, CHATS[0], LONG, LONG, CHATS[1], LONG]
+    first, second = generate(CHATS[:2])
+    assert generate(asked) == [None, first, None, None, second, None]
+    assert generate([LONG]) == [None]
+
+
+def test_a_chat_of_exactly_the_budget_is_answered(generate):
+    tokenizer = tiny.tokenizer()
+    words = PROMPT - len(tokenizer.encode_prompt(chat("")))
+    text = "a" * words
+    assert len(tokenizer.encode_prompt(chat(text))) == PROMPT
+    assert isinstance(generate([chat(text)])[0], str)
+    assert generate([chat(text + "a")]) == [None]
+
+
+def test_the_end_of_text_ends_a_reply_and_is_no_part_of_it():
+    tokenizer = copy.copy(tiny.tokenizer())
+    written = greedy(CHATS[0])
+    tokenizer.eos_ids = (written[2],)
+    end = written.index(written[2])
+    (reply,) = make(tokenizer=tokenizer)([CHATS[0]])
+    assert reply == tokenizer.decode(written[:end])
+
+
+def test_a_model_spread_over_devices_replies_alike(generate):
+    spread = make(num_rows=4, devices=4)
+    assert spread(CHATS) == generate(CHATS)
+
+
+@pytest.fixture(scope="module")
+def draw():
+    return make(num_rows=8, temperature=3.0, seed=1)
+
+
+def test_what_is_drawn_follows_from_the_chat_alone(draw):
+    together = draw(CHATS)
+    assert len(set(together)) == len(CHATS)
+    assert [draw([c])[0] for c in CHATS] == together
+    assert draw([LONG, *CHATS[::-1]]) == [None, *together[::-1]]
+    assert make(num_rows=3, temperature=3.0, seed=1)(CHATS) == together
+    other = make(num_rows=8, temperature=3.0, seed=2)(CHATS)
+    assert not set(other) & set(together)
+
+
+def test_a_chat_asked_several_times_at_once_is_drawn_several_times(draw):
+    first, other, *rest = draw([CHATS[0], CHATS[1], *CHATS[:1] * 5])
+    assert len({first, *rest}) > 3
+    assert draw(CHATS[:2]) == [first, other]
+    assert draw(CHATS[:1] * 12)[:6] == [first, *rest]
+
+
+def test_draws_are_those_of_the_distribution_that_is_left(draw):
+    """At a tiny nucleus or temperature only the likeliest token is left."""
+    likeliest = [tiny.tokenizer().decode(greedy(c)) for c in CHATS]
+    for settings in ({"top_p": 1e-6, "temperature": 1.0}, {"temperature": 1e-4}):
+        assert make(**settings, seed=3)(CHATS) == likeliest
+
+
+def test_few_chats_run_in_a_small_batch():
+    assert batch_sizes(1) == [1] and batch_sizes(2) == [1, 2]
+    assert batch_sizes(16) == [1, 4, 16] and batch_sizes(100) == [1, 2, 7, 25, 100]

@@ -1,0 +1,60 @@
+"""The TPU's kernel, its arithmetic done here, against attention with all its scores."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsearch.models.attention.cached import attend
+from rsearch.models.attention.splash import splash_after, splash_within
+from tests.models.attention.test_blocked import operands, texts, whole
+
+
+@pytest.mark.parametrize("tokens", [129, 700])  # one block, and several
+def test_the_kernel_gives_what_all_scores_at_once_give(tokens):
+    q, k, v = operands(tokens, rows=2, width=16)
+    text = texts(2, tokens)
+
+    def loss(how):
+        return lambda *x: jnp.sum(jnp.sin(how(*x)))
+
+    def ours(q, k, v):
+        return splash_within(q, k, v, text, interpret=True)
+
+    def plain(q, k, v):
+        return whole(q, k, v, text)
+
+    np.testing.assert_allclose(jax.jit(ours)(q, k, v), plain(q, k, v), atol=2e-6)
+    found = jax.jit(jax.grad(loss(ours), argnums=(0, 1, 2)))(q, k, v)
+    for a, b in zip(found, jax.grad(loss(plain), argnums=(0, 1, 2))(q, k, v)):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 140])
+def test_new_tokens_look_at_what_came_before_and_at_themselves(tokens):
+    slots, length = 600, np.array([0, 77, 450])
+    q, new_k, new_v = operands(tokens, width=16)
+    _, old_k, old_v = operands(slots, width=16)
+    found = splash_after(
+        *(q, old_k, old_v, new_k.swapaxes(1, 2), new_v.swapaxes(1, 2)),
+        jnp.asarray(length),
+        interpret=True,
+    )
+    k, v = np.array(old_k), np.array(old_v)
+    for row, first in enumerate(length):
+        k[row, :, first : first + tokens] = new_k[row]
+        v[row, :, first : first + tokens] = new_v[row]
+    position = length[:, None] + np.arange(tokens)
+    visible = np.arange(slots) <= position[:, :, None]
+    np.testing.assert_allclose(found, attend(q, k, v, visible), atol=2e-6)
+
+
+def test_what_the_cache_holds_beyond_a_row_changes_nothing():
+    q, new_k, new_v = operands(8, width=16)
+    _, k, v = operands(600, width=16)
+    own = new_k.swapaxes(1, 2), new_v.swapaxes(1, 2)
+    length = jnp.array([0, 5, 300])
+    found = splash_after(q, k, v, *own, length, interpret=True)
+    k, v = k.at[:, :, 300:].set(9.0), v.at[:, :, 300:].set(9.0)
+    again = splash_after(q, k, v, *own, length, interpret=True)
+    np.testing.assert_array_equal(found, again)

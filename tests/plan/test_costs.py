@@ -1,0 +1,299 @@
+"""Tokens and bytes of a stage, against arithmetic by hand."""
+
+import dataclasses
+import json
+
+import pytest
+
+from configs import base
+from rsearch.config.recipes import apply_overrides
+from rsearch.learn.batch import cut, pack_segments
+from rsearch.learn.packing import packed
+from rsearch.models.decoder import DecoderSpec
+from rsearch.models.hf import config as hf_config
+from rsearch.models.hf.published import PUBLISHED
+from rsearch.plan import costs
+
+SPEC = DecoderSpec(
+    vocab_size=100,
+    width=8,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    mlp_width=16,
+    max_context=200,
+)
+# Attention 8x4x2 + 2 x 8x2x2 + 4x2x8 = 192, MLP 3 x 8x16 = 384, two norms 16: 592 a
+# layer; two embeddings of 100x8 and the last norm's 8.
+PARAMS = 2 * 592 + 2 * 800 + 8
+
+
+def config(**overrides):
+    return apply_overrides(
+        base.get_config(),
+        {
+            "rollout.max_prompt_tokens": 10,
+            "rollout.max_turn_tokens": 5,
+            "rollout.max_observation_tokens": 7,
+            "rollout.max_searches": 3,
+            "rollout.slots": 8,
+            "rl.micro_batch": 4,
+            "rl.questions_per_step": 8,
+            **overrides,
+        },
+    )
+
+
+def memory_of(c, stage, spec, num_devices, *, host_devices=8):
+    return costs.memory_of(c, stage, spec, num_devices, host_devices=host_devices)
+
+
+def test_the_parameters_are_counted():
+    assert SPEC.num_params == PARAMS
+
+
+def test_a_rollout_is_prompt_turns_and_observations():
+    text, tokens = costs.context_of(config(), "rl")
+    assert tokens == 10 + 4 * 5 + 3 * 7
+    assert text == "prompt 10 + 4 turns x 5 + 3 observations x 7"
+
+
+def test_without_a_last_turn_the_last_search_is_never_read():
+    c = config(**{"rollout.forced_final_turn": False})
+    assert costs.context_of(c, "rl")[1] == 10 + 3 * 5 + 2 * 7
+
+
+def test_three_queries_are_shown_with_a_budget_each_and_repeated():
+    c = config(**{"protocol.name": "rag_r1_mq"})
+    assert costs.context_of(c, "rl")[1] == 10 + 4 * 5 + 3 * (3 * 7 + 5)
+    c = config(**{"protocol.name": "rag_r1_mq", "protocol.max_queries": 2})
+    assert costs.context_of(c, "rl")[1] == 10 + 4 * 5 + 3 * (2 * 7 + 5)
+
+
+def test_questions_tried_again_may_search_more_often():
+    c = config(**{"curate.method": "answerable", "curate.retry_searches": 6})
+    assert costs.context_of(c, "curate")[1] == 10 + 7 * 5 + 6 * 7
+    c = config(**{"curate.method": "segments", "curate.retry_searches": 6})
+    assert costs.context_of(c, "curate")[1] == 10 + 4 * 5 + 3 * 7
+
+
+def test_a_larger_context_that_is_named_counts():
+    assert costs.context_of(config(**{"rollout.context_tokens": 99}), "rl")[1] == 99
+    assert costs.context_of(config(**{"sft.sequence_tokens": 33}), "sft")[1] == 33
+
+
+def test_a_stage_keeps_weights_two_moments_and_what_it_began_with():
+    memory = memory_of(config(), "rl", SPEC, 1)
+    assert memory.resident == {
+        "weights": 4 * PARAMS,
+        "Adam moments": 8 * PARAMS,
+        "weights it began with": 4 * PARAMS,
+    }
+    assert memory.updating["gradients"] == 8 * PARAMS
+
+
+def test_a_value_model_is_as_large_as_the_policy():
+    memory = memory_of(config(**{"rl.algorithm": "ppo"}), "rl", SPEC, 1)
+    assert memory.resident["critic"] == 4 * PARAMS
+    assert memory.resident["critic's moments"] == 8 * PARAMS
+
+
+def test_moments_in_bfloat16_take_half():
+    c = config(**{"optim.moments_dtype": "bfloat16", "rl.algorithm": "ppo"})
+    memory = memory_of(c, "rl", SPEC, 1)
+    assert memory.resident["Adam moments"] == 4 * PARAMS
+    assert memory.resident["critic's moments"] == 4 * PARAMS
+
+
+def test_what_rests_with_the_hosts_comes_for_the_step_alone():
+    c = config(**{"model.offload": ("optimizer", "reference")})
+    memory = memory_of(c, "rl", SPEC, 1)
+    assert memory.resident == {"weights": 4 * PARAMS}
+    away = {"Adam moments": 8 * PARAMS, "weights it began with": 4 * PARAMS}
+    assert memory.host == away
+    assert memory.stepping == {"gradients": 4 * PARAMS, "Adam moments": 8 * PARAMS}
+    assert memory_of(config(), "rl", SPEC, 1).stepping == {}
+    larger = costs.Memory(
+        {"a": 1.0}, {"b": 5.0}, {"d": 4.0}, {"e": 7.0}, host={"f": 99.0}
+    )
+    assert larger.peak == 8.0
+    assert dataclasses.replace(larger, evaluating={"a": 1.0, "g": 6.0}).peak == 8.0
+    assert dataclasses.replace(larger, evaluating={"a": 1.0, "g": 8.0}).peak == 9.0
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_what_imitation_leaves_is_evaluated_without_its_moments(rank):
+    c = config(**{"model.lora_rank": rank, "eval.methods": ("protocol",)})
+    memory = memory_of(c, "sft", SPEC, 1)
+    assert memory.rolling == {} and "Adam moments" in memory.resident
+    rolling = memory_of(c, "rl", SPEC, 1).rolling
+    assert memory.evaluating == {"weights": 4 * PARAMS} | rolling
+    for none in ({"eval.methods": ()}, {"trains": "rewriter"}):
+        assert memory_of(config(**none), "sft", SPEC, 1).evaluating == {}
+    assert memory_of(c, "rl", SPEC, 1).evaluating == {}
+
+
+def test_adapters_are_all_that_is_trained_beside_one_copy_of_the_weights():
+    low = {"model.lora_rank": 3, "model.lora_matrices": ("q", "down")}
+    c = config(**low | {"rl.algorithm": "ppo"})
+    memory = memory_of(c, "rl", SPEC, 1)
+    adapters = 2 * 3 * ((8 + 8) + (16 + 8))  # layers, rank, what q and down touch
+    assert memory.resident == {
+        "weights": 4 * PARAMS,
+        "adapters": 4 * adapters,
+        "Adam moments": 8 * adapters,
+        "critic": 4 * adapters,
+        "critic's moments": 8 * adapters,
+    }
+    assert memory.updating["gradients"] == 8 * adapters
+    assert memory.rolling["copy that decodes"] == 4 * PARAMS  # merged
+    half = memory_of(config(**low | {"model.dtype": "bfloat16"}), "rl", SPEC, 1)
+    assert half.rolling["copy that decodes"] == 2 * PARAMS
+
+
+def test_keys_and_values_are_two_for_each_layer_head_and_token():
+    memory = memory_of(config(), "rl", SPEC, 1)
+    per_token = 2 * 2 * 2 * 2  # keys and values, layers, heads, features
+    assert memory.rolling["keys and values"] == 8 * 51 * per_token * 4
+    assert memory.rolling["copy that decodes"] == 0  # float32 decodes with the masters
+
+
+def test_every_host_has_rows_of_its_own():
+    each = 8 * 51 * (2 * 2 * 2 * 2) * 4
+    for num_devices, host_devices, here in [
+        (8, 8, 8),
+        (16, 8, 8),
+        (16, 4, 4),
+        (2, 4, 2),
+    ]:
+        c = config(**{"writer.source": "Qwen/Qwen2.5-7B", "writer.slots": 1})
+        memory = memory_of(c, "rl", SPEC, num_devices, host_devices=host_devices)
+        assert memory.rolling["keys and values"] == each / here
+        asked = 2 * 28 * 4 * 128 * 4 * (2 * 1024 + 64)
+        assert memory.rolling["writer's keys and values"] == asked / here
+
+
+def test_a_mesh_splits_weights_and_rows():
+    c = config(**{"mesh.fsdp": 2, "mesh.tensor": 2, "model.dtype": "bfloat16"})
+    memory = memory_of(c, "rl", SPEC, 4)
+    assert memory.resident["weights"] == 4 * PARAMS / 4
+    assert memory.rolling["copy that decodes"] == 2 * PARAMS / 2
+    assert memory.rolling["keys and values"] == 8 * 51 * 16 * 2 / 4
+
+
+def test_a_vocabulary_that_cannot_be_cut_is_whole_on_every_device():
+    odd = dataclasses.replace(SPEC, vocab_size=101)
+    c = config(**{"mesh.fsdp": 2, "mesh.tensor": 2})
+    costs.check_layout(c, odd)
+    here = (2 * 592 + 8) / 2 + 2 * 101 * 8
+    memory = memory_of(c, "rl", odd, 4)
+    assert memory.resident["weights"] == 4 * here / 2
+    assert memory.rolling["copy that decodes"] == 4 * here
+
+
+def test_the_backward_pass_keeps_what_one_layer_makes_or_all_do():
+    rows, scores = 1, 4 * 51**2 * 4 * costs.SCORE_COPIES  # an eighth at once, or one
+    kept = memory_of(config(), "rl", SPEC, 1)
+    again = memory_of(config(**{"model.remat": True}), "rl", SPEC, 1)
+    for found in (kept, again):  # a row as short as this is one block
+        assert found.updating["attention scores"] == rows * scores
+    inside = "inside of a layer"
+    assert kept.updating[inside] == 2 * again.updating[inside]
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "fsdp", "rows"), [(16, 1, 2), (20, 1, 3), (8, 4, 1), (64, 4, 2)]
+)
+def test_a_device_holds_its_share_of_the_rows_that_go_at_once(micro_batch, fsdp, rows):
+    c = config(**{"rl.micro_batch": micro_batch, "mesh.fsdp": fsdp})
+    memory = memory_of(c, "rl", SPEC, fsdp)
+    scores = 4 * 51**2 * 4 * costs.SCORE_COPIES
+    assert memory.updating["attention scores"] == rows * scores
+    one = cut(pack_segments([()] * micro_batch, 8), micro_batch)
+    layout = packed(one, multiple=fsdp).layout
+    assert layout.source.shape[2] == rows * fsdp
+
+
+def test_the_peak_is_the_larger_of_two_phases():
+    memory = costs.Memory({"a": 1.0}, {"b": 5.0, "c": 1.0}, {"d": 4.0})
+    assert memory.peak == 7.0
+
+
+def test_a_stage_that_only_rolls_out_has_no_moments_and_no_gradients():
+    memory = memory_of(config(), "curate", SPEC, 1)
+    assert set(memory.resident) == {"weights"}
+    assert memory.updating == {}
+
+
+def test_a_judge_that_runs_here_is_counted_and_an_endpoint_is_not():
+    name = "meta-llama/Llama-3.2-3B-Instruct"
+    memory = memory_of(config(**{"judge.source": name}), "rl", SPEC, 1)
+    assert memory.resident["judge's weights"] == 4 * PUBLISHED[name].num_params
+    for source in ("http://localhost:8000/v1", "world:judge"):
+        memory = memory_of(config(**{"judge.source": source}), "rl", SPEC, 1)
+        assert "judge's weights" not in memory.resident
+        assert all("judge" not in what for what in memory.rolling)
+
+
+def test_a_model_beside_the_policy_stays_as_it_lies_to_decode(tmp_path):
+    written = hf_config.config_of(SPEC, dtype="float32")
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    asked = {"source": str(tmp_path), "slots": 3}
+    c = config(
+        **{f"judge.{name}": value for name, value in asked.items()},
+        **{"judge.max_prompt_tokens": 10, "judge.max_reply_tokens": 6},
+        **{f"writer.{name}": value for name, value in asked.items()},
+        **{"writer.max_prompt_tokens": 20, "writer.max_reply_tokens": 6},
+        **{"mesh.fsdp": 2, "mesh.tensor": 2, "model.dtype": "bfloat16"},
+    )
+    memory = memory_of(c, "rl", SPEC, 4)
+    assert memory.resident["judge's weights"] == 2 * PARAMS / 2  # fsdp cuts nothing
+    assert memory.resident["writer's weights"] == 2 * PARAMS / 2
+    # Prompts and, beside them, the rows they go into; of 16 numbers a token.
+    assert memory.rolling["writer's keys and values"] == 3 * (2 * 20 + 6) * 16 * 2 / 4
+    assert "judge's keys and values" not in memory.rolling  # these rollouts have ended
+    more = apply_overrides(c, {"judge.slots": 300})
+    tokens = 300 * (2 * 10 + 6)
+    assert memory_of(more, "rl", SPEC, 4).rolling == {  # and hold nothing any more
+        "copy that decodes": 2 * PARAMS / 2,
+        "judge's keys and values": tokens * 16 * 2 / 4,
+    }
+    memory = memory_of(c, "curate", SPEC, 4)
+    assert [*memory.resident] == ["weights", "writer's weights"]  # it rewards nothing
+
+
+def test_a_rewriter_that_the_run_trains_is_as_large_as_its_model():
+    c = config(**{"rewriter.source": "stage:sft_rewriter", "model.vocab_size": 10})
+    size = 4 * costs.shape_of("", c).num_params
+    memory = memory_of(c, "rl", SPEC, 1)
+    assert memory.resident["rewriter's weights"] == size
+
+
+def test_a_shape_is_published_or_read_or_set_or_not_known_yet(tmp_path):
+    c = config()
+    assert costs.shape_of("Qwen/Qwen2.5-7B", c) is PUBLISHED["Qwen/Qwen2.5-7B"]
+    written = hf_config.config_of(SPEC, dtype="float32")
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert costs.shape_of(str(tmp_path), c) == SPEC
+    assert costs.shape_of("", c) is None  # its vocabulary is the tokenizer's
+    assert costs.shape_of("", config(**{"model.vocab_size": 7})).vocab_size == 7
+    assert costs.shape_of("world:base", c) is None
+    with pytest.raises(ValueError, match="'no/model': its shape is not known"):
+        costs.shape_of("no/model", c)
+
+
+def test_a_context_beyond_the_models_is_refused_with_the_arithmetic():
+    c = config(**{"rollout.max_turn_tokens": 43})
+    text = r"rl: prompt 10 \+ 4 turns x 43 \+ 3 observations x 7 = 203 tokens, but"
+    with pytest.raises(ValueError, match=text):
+        costs.check_context(c, "rl", SPEC)
+    costs.check_context(config(**{"rollout.max_turn_tokens": 42}), "rl", SPEC)
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused():
+    with pytest.raises(ValueError, match="tensor = 4 does not divide the num_kv_heads"):
+        costs.check_layout(config(**{"mesh.tensor": 4}), SPEC)
+    with pytest.raises(ValueError, match="fsdp = 3 does not divide the width 8"):
+        costs.check_layout(config(**{"mesh.fsdp": 3}), SPEC)
+    costs.check_layout(config(**{"mesh.fsdp": 4, "mesh.tensor": 2}), SPEC)

@@ -1,0 +1,185 @@
+"""What the dry run prints and refuses; nothing is loaded for it."""
+
+import re
+
+import pytest
+
+from rsearch import train
+from rsearch.config import recipes as configuration
+from rsearch.config.recipes import run_command
+
+
+def run(*words):
+    return run_command(train.command, ["--dry_run", *words])
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a dry run loads nothing")
+
+    monkeypatch.setattr("rsearch.train.main", refuse)
+    monkeypatch.setattr("rsearch.build.load_setup", refuse)
+
+
+def rows(text):
+    """[cells] of every row of every table."""
+    lines = [line for line in text.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def test_it_prints_stages_budgets_and_memory(capsys):
+    words = ["--config=configs/rag_r1.py:sq", "--devices=8", "--device_memory_gb=80"]
+    assert run(*words) == 0
+    table = rows(capsys.readouterr().out)
+    stages = [row for row in table if len(row) == 5]
+    assert [row[0] for row in stages] == ["curate_sft", "sft", "curate_rl", "rl"]
+    assert stages[0][2:4] == ["Qwen/Qwen2.5-72B-Instruct", "72.7 B"]
+    assert stages[3][1:4] == ["policy, ppo", "Qwen/Qwen2.5-7B-Instruct", "7.62 B"]
+    budget = {row[1]: row[2] for row in table if row[0] == "rl" and len(row) == 3}
+    assert budget["tokens of a rollout"].startswith(
+        "prompt 1,024 + 5 turns x 500 + 4 observations x 1,000 = 7,524"
+    )
+    assert budget["a step"].startswith("512 questions x 1 = 512 rollouts")
+    assert budget["an update"].startswith("4 a step, each 128 rows in 64 micro-batches")
+    assert budget["all steps"] == "500 = 256,000 rollouts of 256,000 questions, " + (
+        "2,000 updates"
+    )
+    total, own = 256_000 * 7524, 256_000 * 5 * 500
+    expected = f"at most {total:,}, of which the policy writes {own:,}"
+    assert budget["all tokens"] == expected
+    assert float(budget["Adam moments"]) == pytest.approx(7.62 * 8 / 8, abs=0.02)
+
+
+def test_without_a_forced_last_turn_the_policy_writes_one_less(capsys):
+    forced = "--config.rollout.forced_final_turn=False"
+    assert run("--config=configs/rag_r1.py:sq", forced) == 0
+    table = rows(capsys.readouterr().out)
+    budget = {row[1]: row[2] for row in table if row[0] == "rl" and len(row) == 3}
+    assert budget["all tokens"].endswith(f"the policy writes {256_000 * 4 * 500:,}")
+
+
+def test_imitation_is_counted_in_demonstrations(capsys):
+    assert run("--config=configs/rearag.py") == 0
+    table = rows(capsys.readouterr().out)
+    budget = {row[1]: row[2] for row in table if row[0] == "sft" and len(row) == 3}
+    assert budget["a step"] == "64 demonstrations in 16 micro-batches of 4"
+    expected = f"625 = 40,000 demonstrations, at most {40_000 * 8192:,} tokens"
+    assert budget["all steps"] == expected
+
+
+def test_a_peak_may_be_that_of_the_evaluation_of_what_was_imitated(capsys):
+    words = ["--config=configs/rearag.py", "--config.rollout.slots=600"]
+    assert run(*words) == 0
+    table = rows(capsys.readouterr().out)
+    found = {row[1]: row[2] for row in table if row[0] == "sft" and len(row) == 3}
+    parts = [float(size) for what, size in found.items() if "evaluation: " in what]
+    assert len(parts) == 4
+    assert float(found["peak on each of 8 devices"]) == pytest.approx(sum(parts))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "stage", "what", "most"),
+    [
+        ("rag_r1.py:sq", "curate_sft", "rollouts of a question", 1),
+        ("rag_r1.py:sq", "curate_rl", "rollouts of a question", 10),  # and the first
+        ("rearag.py", "curate", "turns of a chain", 25 + 20),
+        ("rearag.py:no_reasoning", "curate", "rollouts of a question", 1),
+    ],
+)
+def test_a_data_stage_says_how_often_its_model_is_asked(
+    recipe, stage, what, most, capsys
+):
+    assert run(f"--config=configs/{recipe}") == 0
+    table = rows(capsys.readouterr().out)
+    budget = {row[1]: row[2] for row in table if row[0] == stage and len(row) == 3}
+    assert budget[what] == f"at most {most}"
+
+
+def test_a_chains_steps_count_as_its_searches(capsys):
+    """Each but the last may search, whatever a rollout of other stages may do."""
+    words = ["--config.overrides.curate.curate.max_steps=30"]
+    assert run("--config=configs/rearag.py", *words) == 0
+    assert "+ 30 turns x 256 + 29 observations" in capsys.readouterr().out
+
+
+@pytest.mark.fault(42, "device memory")
+def test_memory_beyond_the_devices_is_refused(capsys):
+    words = ["--config=configs/search_r1.py", "--devices=8", "--device_memory_gb=20"]
+    assert run(*words) == 2
+    captured = capsys.readouterr()
+    peak = re.search(r"peak on each of 8 devices *│ *([\d.]+)", captured.out)[1]
+    assert f"rl: {float(peak):.1f} GB on each of 8" in captured.err
+    assert "does not fit devices of 20 GB" in captured.err
+
+
+@pytest.mark.fault(4, "context")
+def test_a_context_beyond_the_models_is_refused(capsys):
+    words = ["--config=configs/r_search.py", "--config.rollout.max_turn_tokens=9000"]
+    assert run(*words) == 2
+    assert (
+        "the context of Qwen/Qwen2.5-7B-Instruct is 32,768" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.fault(4, "batch")
+def test_batches_that_do_not_divide_are_refused(capsys):
+    assert run("--config=configs/r_search.py", "--config.rl.micro_batch=7") == 2
+    assert "config.rl.micro_batch = 7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("protocol.name=r_serch", "config.protocol.name = 'r_serch': must be one of"),
+        ("reward.evidence_f1.weigth=1", "config.reward.evidence_f1.weigth"),
+        ("judge.source=", "config.reward.evidence_f1 asks a judge: name one in"),
+        (
+            "overrides={'rl': {'reward': {'answer_me': {}}}}",
+            "config.overrides.rl: unknown reward term config.reward.answer_me",
+        ),
+        (
+            "overrides={'rl': {'protocol': {'name': 'r1'}}}",
+            "config.overrides.rl: config.protocol.name = 'r1': must be one of",
+        ),
+    ],
+)
+def test_names_that_there_are_not_are_refused(capsys, word, told):
+    assert run("--config=configs/r_search.py", f"--config.{word}") == 2
+    error = capsys.readouterr().err
+    assert told in error and "Traceback" not in error
+
+
+def test_devices_that_the_mesh_does_not_divide_are_refused(capsys):
+    assert run("--config=configs/r_search.py", "--devices=12") == 2
+    assert "mesh does not fit" in capsys.readouterr().err
+
+
+def test_hosts_of_half_the_devices_hold_twice_on_each(capsys):
+    found = []
+    for number in (8, 4):
+        words = ["--config=configs/search_r1.py", "--devices=16"]
+        assert run(*words, f"--devices_per_host={number}") == 0
+        table = rows(capsys.readouterr().out)
+        found += [float(row[2]) for row in table if row[1].endswith("keys and values")]
+    assert found[1] == pytest.approx(2 * found[0], abs=0.02) and found[0] > 1
+    assert run(*words, "--devices_per_host=0") == 2
+    assert "--devices_per_host=0: must be 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--devices=-3", "--device_memory_gb=nan"])
+def test_devices_that_there_cannot_be_are_refused(capsys, flag):
+    assert run("--config=configs/r_search.py", flag) == 2
+    assert f"{flag}: must be 0 or more" in capsys.readouterr().err
+
+
+def test_a_model_that_the_run_makes_has_no_known_memory(capsys):
+    assert run("--config=configs/quickstart.py", "--device_memory_gb=1") == 0
+    assert "not known before" in capsys.readouterr().out
+
+
+def test_without_devices_the_smallest_mesh_counts(capsys):
+    config = configuration.load("configs/rearag.py")
+    assert run("--config=configs/rearag.py") == 0
+    num = config.mesh.fsdp * config.mesh.tensor
+    assert f"peak on each of {num} devices" in capsys.readouterr().out

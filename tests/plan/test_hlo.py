@@ -1,0 +1,122 @@
+"""What a program moves, by hand, on a program short enough to add up."""
+
+import pytest
+
+from rsearch.plan.hlo import array_bytes, moved
+
+# A loop of five rounds over layers of 4 KB, in one of unknown length; beside, a change
+# in place, a copy into a smaller memory, a branch and two collectives.
+PROGRAM = """\
+HloModule example
+
+%body (b: (s32[], f32[5,32,32], f32[32,32])) -> (s32[], f32[5,32,32], f32[32,32]) {
+  %b = (s32[], f32[5,32,32]{2,1,0}, f32[32,32]{1,0}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%b), index=0
+  %w = f32[5,32,32]{2,1,0} get-tuple-element(%b), index=1
+  %x = f32[32,32]{1,0} get-tuple-element(%b), index=2
+  %y = f32[32,32]{1,0} fusion(%w, %i, %x), kind=kOutput, calls=%layer
+  %all = f32[32,32]{1,0} all-reduce(%y), replica_groups={{0,1}}, to_apply=%add
+  ROOT %t = (s32[], f32[5,32,32]{2,1,0}, f32[32,32]{1,0}) tuple(%i, %w, %all)
+}
+
+%layer (p: f32[5,32,32], q: s32[], r: f32[32,32]) -> f32[32,32] {
+  %p = f32[5,32,32]{2,1,0} parameter(0)
+  %q = s32[]{:T(128)} parameter(1)
+  %r = f32[32,32]{1,0} parameter(2)
+  %zero = s32[]{:T(128)} constant(0)
+  %one = f32[1,32,32]{2,1,0} dynamic-slice(%p, %q, %zero, %zero)
+  %flat = f32[32,32]{1,0} bitcast(%one)
+  ROOT %m = f32[32,32]{1,0} multiply(%flat, %r)
+}
+
+%if (c: (s32[], f32[5,32,32], f32[32,32])) -> pred[] {
+  %c = (s32[], f32[5,32,32]{2,1,0}, f32[32,32]{1,0}) parameter(0)
+  %n = s32[]{:T(128)} constant(5)
+  %j = s32[]{:T(128)} get-tuple-element(%c), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%j, %n), direction=LT
+}
+
+%outer (o: (s32[], f32[5,32,32], f32[32,32])) -> (s32[], f32[5,32,32], f32[32,32]) {
+  %o = (s32[], f32[5,32,32]{2,1,0}, f32[32,32]{1,0}) parameter(0)
+  ROOT %inner = (s32[], f32[5,32,32], f32[32,32]) while(%o), condition=%if, body=%body
+}
+
+%until (u: (s32[], f32[5,32,32], f32[32,32])) -> pred[] {
+  %u = (s32[], f32[5,32,32]{2,1,0}, f32[32,32]{1,0}) parameter(0)
+  %k = s32[]{:T(128)} get-tuple-element(%u), index=0
+  ROOT %gt = pred[]{:T(512)} compare(%k, %k), direction=GT
+}
+
+%change (d: f32[5,32,32], e: f32[1,32,32], f: s32[]) -> f32[5,32,32] {
+  %d = f32[5,32,32]{2,1,0} parameter(0)
+  %e = f32[1,32,32]{2,1,0} parameter(1)
+  %f = s32[]{:T(128)} parameter(2)
+  %none = s32[]{:T(128)} constant(0)
+  ROOT %dus = f32[5,32,32]{2,1,0} dynamic-update-slice(%d, %e, %f, %none, %none)
+}
+
+%cheap (g: f32[32,32]) -> f32[32,32] {
+  ROOT %g = f32[32,32]{1,0} parameter(0)
+}
+
+%dear (h: f32[32,32]) -> f32[32,32] {
+  %h = f32[32,32]{1,0} parameter(0)
+  ROOT %neg = f32[32,32]{1,0} negate(%h)
+}
+
+ENTRY %main (a: (s32[], f32[5,32,32], f32[32,32]), v: f32[1,32,32]) -> f32[32,32] {
+  %a = (s32[], f32[5,32,32]{2,1,0}, f32[32,32]{1,0}) parameter(0)
+  %v = f32[1,32,32]{2,1,0} parameter(1)
+  %loop = (s32[], f32[5,32,32], f32[32,32]) while(%a), condition=%until, body=%outer
+  %at = s32[]{:T(128)} get-tuple-element(%loop), index=0
+  %cache = f32[5,32,32]{2,1,0} get-tuple-element(%loop), index=1
+  %new = f32[5,32,32]{2,1,0} fusion(%cache, %v, %at), kind=kLoop, calls=%change
+  %last = f32[32,32]{1,0} get-tuple-element(%loop), index=2
+  %fast = (f32[32,32]{1,0:S(1)}, f32[32,32]{1,0}, u32[]) copy-start(%last)
+  %there = f32[32,32]{1,0:S(1)} copy-done(%fast)
+  %twice = f32[32,32]{1,0:S(1)} add(%there, %there)
+  %branch = f32[32,32] conditional(%at, %v, %v), branch_computations={%cheap, %dear}
+  ROOT %both = f32[64,32]{1,0} all-gather(%branch), dimensions={0}
+}
+"""
+ARRAY = 32 * 32 * 4
+
+
+@pytest.mark.parametrize("rounds", [1, 7])
+def test_a_program_moves_what_its_lines_say_as_often_as_they_run(rounds):
+    found = moved(PROGRAM, rounds=rounds)
+    # A layer: its slice and the activations read, the result written, and the index.
+    layer = 3 * ARRAY + 4
+    # In place: the change read and written, and the index; what stays is not moved.
+    change = 2 * ARRAY + 4
+    # To the smaller memory it is read once; what is computed there is free.
+    copied, branch = ARRAY, 2 * ARRAY
+    assert found.memory == rounds * 5 * layer + change + copied + branch
+    assert found.links == {
+        "all-reduce": (rounds * 5, rounds * 5 * 2 * ARRAY),
+        "all-gather": (1, 2 * ARRAY),
+    }
+    assert found.sent == rounds * 5 * 2 * ARRAY + 2 * ARRAY
+
+
+def test_bytes_of_shapes():
+    assert array_bytes("bf16[2,3]{1,0:T(8,128)(2,1)}") == 12
+    assert array_bytes("(f32[4], pred[8], s32[])") == 16 + 8 + 4
+    assert array_bytes("f32[4]{0:T(128)S(1)}") == 0
+    assert array_bytes("f32[4]{0:T(128)S(1)}", in_memory=False) == 16
+    assert array_bytes("token[]") == 0
+
+
+def test_of_pages_those_that_the_table_names_are_read():
+    text = """HloModule m
+
+ENTRY %main (t: s32[12]) -> f32[2,4,1,128] {
+  %len = s32[2]{0} parameter(0)
+  %table = s32[12]{0} parameter(1)
+  %q = f32[2,4,1,128]{3,2,1,0} parameter(2)
+  %k = bf16[2,100,16,128]{3,2,1,0} parameter(3)
+  ROOT %out = f32[2,4,1,128]{3,2,1,0} custom-call(%len, %table, %q, %k), custom_call_target="tpu_custom_call", metadata={op_name="jit(paged_attention)/pallas_call"}
+}
+"""  # noqa: E501
+    row, pages = 2 * 4 * 128 * 4, 12 * 2 * 16 * 128 * 2
+    assert moved(text).memory == 2 * 4 + 12 * 4 + 2 * row + pages

@@ -1,0 +1,367 @@
+"""A retrieval service that fails in all the ways there are, and what is made of it."""
+
+import contextlib
+import gzip
+import http.server
+import itertools
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rsearch.hosts.preemption import OutageError
+from rsearch.retrieval import service as remote
+from rsearch.retrieval.service import RemoteSearch
+from rsearch.types import Passage
+from tests.running_server import running
+
+
+def right(queries):
+    """The body of a proper reply: a passage named after its query."""
+    rows = [
+        [{"document": {"id": q, "contents": f"{q}\n."}, "score": 1}] for q in queries
+    ]
+    return json.dumps({"result": rows}).encode()
+
+
+class Service:
+    """Behaves as it is told: `behave(handler, queries, number)` writes the reply."""
+
+    def __init__(self, behave):
+        numbers = itertools.count()
+        service, self.bodies = self, []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                length = int(self.headers["Content-Length"])
+                body = json.loads(self.rfile.read(length))
+                service.bodies.append(body)
+                with contextlib.suppress(OSError):  # the client may have given up
+                    behave(self, body.get("queries"), next(numbers))
+
+            def log_message(self, *args):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+def send(handler, body, status=200, length=None, **headers):
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(body) if length is None else length))
+    for name, value in headers.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+@contextlib.contextmanager
+def serving(behave):
+    service = Service(behave)
+    with running(service.server):
+        yield service
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(remote, "PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(remote, "CHECK_SECONDS", 0.5)
+
+
+def asking(url, **changed):
+    settings = dict(
+        api="search_r1", top_k=2, timeout_seconds=1.8, max_retries=1, say=print
+    )
+    return RemoteSearch(url, **(settings | changed))
+
+
+def slowly(handler, queries, number):
+    handler.send_response(200)
+    handler.end_headers()
+    for byte in right(queries):
+        handler.wfile.write(bytes([byte]))
+        time.sleep(0.05)
+
+
+def reset(handler, queries, number):
+    handler.connection.shutdown(2)
+
+
+def endless(handler, queries, number):
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(200):
+        handler.wfile.write(b" " * (1 << 20))
+
+
+def rows(*given):
+    return json.dumps({"result": list(given)}).encode()
+
+
+HIT = {"document": {"id": "a", "contents": "a\n."}, "score": 1}
+BOMB = gzip.compress(b'{"result": [[' + b" " * 10**8)  # a tenth of a megabyte
+FAULTS = {
+    "stopped": lambda h, q, n: time.sleep(3),
+    "500": lambda h, q, n: send(h, b"{}", 500),
+    "404": lambda h, q, n: send(h, b"{}", 404),
+    "slow bytes": slowly,
+    "truncated": lambda h, q, n: send(h, right(q)[:-9], length=len(right(q)[:-9])),
+    "cut off": lambda h, q, n: send(h, right(q)[:-9], length=len(right(q))),
+    "wrong count": lambda h, q, n: send(h, right([*q, "more"])),
+    "fewer": lambda h, q, n: send(h, rows()),
+    "reset": reset,
+    "wrong shape": lambda h, q, n: send(h, b'{"results": []}'),
+    "html": lambda h, q, n: send(h, b"<html>busy</html>"),
+    "no contents": lambda h, q, n: send(h, rows([{"document": {}, "score": 1}])),
+    "contents no text": lambda h, q, n: send(
+        h, rows([{"document": {"contents": 7}, "score": 1}])
+    ),
+    "score no number": lambda h, q, n: send(h, rows([HIT | {"score": "high"}])),
+    "huge": endless,
+    "compressed": lambda h, q, n: send(h, BOMB, Content_Encoding="gzip"),
+    "nested": lambda h, q, n: send(h, b"[" * 100_000),
+}
+
+
+@pytest.mark.fault(30, "bounded wait")
+@pytest.mark.fault(
+    31, "fewer rows", "no contents", "contents no text", "HTML", "huge", "gzip bomb"
+)
+@pytest.mark.fault(32, "5xx", "reset", "half-open", "slow bytes")
+@pytest.mark.fault(36, "call to a service")
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_search_that_fails_is_none_in_bounded_time(name):
+    with serving(FAULTS[name]) as service:
+        began = time.monotonic()
+        assert asking(service.url)(["a"]) == [None]
+        assert time.monotonic() - began < 3
+
+
+def test_a_search_may_take_nearly_all_of_its_time():
+    def behave(handler, queries, number):
+        time.sleep(1.5)
+        send(handler, right(queries))
+
+    with serving(behave) as service:
+        assert asking(service.url, timeout_seconds=3.0)(["a"])[0] is not None
+
+
+@pytest.mark.fault(30, "bounded wait")
+@pytest.mark.fault(32, "slow bytes")
+def test_a_reply_just_in_time_at_each_of_its_parts_takes_no_longer_in_all():
+    def behave(handler, queries, number):
+        time.sleep(1.0)
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(9):
+            time.sleep(0.1)
+            handler.wfile.write(b" ")
+        time.sleep(4)
+
+    with serving(behave) as service:
+        began = time.monotonic()
+        assert asking(service.url, timeout_seconds=2.0)(["a"]) == [None]
+        assert time.monotonic() - began < 2.5
+
+
+def plainly(query):
+    """The body of a reply in ReaRAG's dialect."""
+    return json.dumps([[{"id": query, "contents": f"{query}\n."}], [1]]).encode()
+
+
+def test_searches_that_wait_for_their_turn_have_as_long_as_the_others(monkeypatch):
+    monkeypatch.setattr(remote, "CONCURRENCY", 2)
+
+    def behave(handler, queries, number):
+        time.sleep(0.4)
+        send(handler, plainly("a"))
+
+    with serving(behave) as service:
+        search = asking(service.url, api="rearag", timeout_seconds=1.2, max_retries=0)
+        assert None not in search(list("abcdefgh"))
+
+
+@pytest.mark.fault(30, "bounded wait")
+def test_of_a_service_that_is_stuck_the_rest_of_a_search_is_not_asked(monkeypatch):
+    monkeypatch.setattr(remote, "CONCURRENCY", 2)
+    with serving(FAULTS["stopped"]) as service:
+        search = asking(service.url, api="rearag", timeout_seconds=0.5, max_retries=0)
+        began = time.monotonic()
+        assert search(list("abcdefghijkl")) == [None] * 12
+        assert time.monotonic() - began < 2
+        assert len(service.bodies) < 12
+
+
+@pytest.mark.fault(32, "5xx", "reset")
+@pytest.mark.parametrize("name", ["500", "reset", "wrong shape", "truncated"])
+def test_what_fails_once_is_asked_again(name):
+    def behave(handler, queries, number):
+        if number == 0:
+            return FAULTS[name](handler, queries, number)
+        send(handler, right(queries))
+
+    with serving(behave) as service:
+        assert asking(service.url)(["a"]) == [(Passage("a", "a\n.", 1.0),)]
+
+
+@pytest.mark.fault(32, "Retry-After in seconds")
+def test_it_waits_as_long_as_it_is_told_to():
+    def behave(handler, queries, number):
+        if number == 0:
+            return send(handler, b"", 429, Retry_After="1")
+        send(handler, right(queries))
+
+    with serving(behave) as service:
+        began = time.monotonic()
+        search = asking(service.url, timeout_seconds=20.0)
+        assert search(["a"])[0] is not None
+        assert time.monotonic() - began >= 1
+
+
+@pytest.mark.fault(33, "duplicates", "NaN score")
+def test_hits_without_a_finite_score_and_repeated_ones_are_left_out():
+    other = {"document": {"id": "b", "contents": "b\n."}, "score": 0.5}
+    padding = [HIT | {"score": float(x)} for x in ("nan", "inf", "-inf")]
+    body = rows([*padding, HIT, HIT, other, HIT])
+
+    with serving(lambda h, q, n: send(h, body)) as service:
+        (found,) = asking(service.url)(["q"])
+    assert [(p.id, p.score) for p in found] == [("a", 1.0), ("b", 0.5)]
+
+
+def test_the_open_web_is_asked_with_its_own_key(monkeypatch):
+    monkeypatch.setenv("SERPER_KEY", "canary-0123")
+    seen = []
+
+    def behave(handler, queries, number):
+        seen.append((handler.path, handler.headers["X-API-KEY"]))
+        hit = {"title": "T", "link": "https://site.org/t", "snippet": "s", "rank": 1}
+        body = {"organic": [hit, {"title": "U", "link": "https://site.org/u"}]}
+        send(handler, json.dumps(body).encode())
+
+    with serving(behave) as service:
+        search = asking(service.url, api="serper", api_key_env="SERPER_KEY")
+        (found,) = search(["q"])
+    assert seen == [("/search", "canary-0123")]
+    assert service.bodies == [{"q": "q", "num": 2}]
+    assert [p.contents for p in found] == ['"T"\ns', '"U"\n']
+    assert [p.id for p in found] == ["https://site.org/t", "https://site.org/u"]
+
+
+def test_equal_and_blank_queries_are_not_sent_twice_and_what_failed_is_not_kept():
+    def behave(handler, queries, number):
+        if number in (0, 1):
+            return send(handler, b"{}", 500)
+        send(handler, right(queries))
+
+    with serving(behave) as service:
+        search = asking(service.url)
+        assert search(["a", "a", ""]) == [None, None, ()]
+        assert search(["a", "b"])[0] is not None
+        assert search(["b", "a", "c"])[1] is not None
+    assert [b["queries"] for b in service.bodies[2:]] == [["a", "b"], ["c"]]
+
+
+def test_a_call_of_several_that_fails_costs_its_own_queries_alone(monkeypatch):
+    monkeypatch.setattr(remote, "QUERIES_A_CALL", 2)
+
+    def behave(handler, queries, number):
+        send(handler, right(queries), 404 if "c" in queries else 200)
+
+    with serving(behave) as service:
+        found = asking(service.url)(["a", "b", "c", "d", "e"])
+    assert [own and own[0].id for own in found] == ["a", "b", None, None, "e"]
+    sent = sorted(body["queries"] for body in service.bodies)
+    assert sent == [["a", "b"], ["c", "d"], ["e"]]
+
+
+def test_searches_overlap_as_far_as_the_dialect_has_many_queries_a_call():
+    both = threading.Barrier(2)
+
+    def behave(handler, queries, number):
+        both.wait(20)  # for the other
+        send(handler, right(queries))
+
+    with serving(behave) as service:
+        search = asking(service.url, max_retries=0, timeout_seconds=60)
+        assert search.searches_at_once > 1
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(search, [["a"], ["b"]]))
+    assert [own[0].contents for (own,) in found] == ["a\n.", "b\n."]
+    assert asking(service.url, api="rearag").searches_at_once == 1
+
+
+def test_a_query_that_two_searches_ask_at_once_is_sent_once():
+    begun, may_answer = threading.Event(), threading.Event()
+
+    def behave(handler, queries, number):
+        begun.set()
+        if "a" in queries:
+            may_answer.wait(20)
+        send(handler, right(queries))
+
+    with serving(behave) as service, ThreadPoolExecutor(2) as pool:
+        search = asking(service.url, max_retries=0, timeout_seconds=60)
+        first = pool.submit(search, ["a"])
+        assert begun.wait(20)
+        second = pool.submit(search, ["b", "a"])
+        while len(service.bodies) < 2:
+            time.sleep(0.01)
+        may_answer.set()
+        assert second.result()[1] is first.result()[0] is not None
+    assert [body["queries"] for body in service.bodies] == [["a"], ["b"]]
+
+
+@pytest.mark.fault(30, "bounded wait")
+def test_after_several_failures_it_waits_for_the_service_and_goes_on():
+    away = threading.Event()
+    away.set()
+
+    def behave(handler, queries, number):
+        send(handler, right(queries), 503 if away.is_set() else 200)
+
+    with serving(behave) as service:
+        search = asking(service.url, max_retries=0)
+        assert [search([q]) for q in "ab"] == [[None], [None]]
+        threading.Timer(0.5, away.clear).start()
+        began = time.monotonic()
+        assert search(["c"])[0] is not None  # not spent on a service that is away
+        assert 0.3 < time.monotonic() - began < 3
+
+
+@pytest.mark.fault(30, "saved if it lasts")
+def test_a_service_that_stays_away_ends_the_run_to_be_begun_again():
+    with serving(FAULTS["500"]) as service:
+        search = asking(service.url, max_retries=0, outage_seconds=0.3)
+        with pytest.raises(OutageError, match=r"away for"):
+            for query in "abc":
+                search([query])
+
+
+@pytest.mark.fault(30, "at the start")
+def test_a_service_that_is_not_there_is_told_at_once_with_what_to_do():
+    with serving(FAULTS["500"]) as service:
+        url = service.url
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"python -m rsearch\.retriever"):
+        asking(url).check()
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("here:80", "config.retrieval.url 'here:80' must be an http"),
+        ("ftp://host/", "must be an http"),
+        ("http://me:hunter2@host/", "must hold no password"),
+        ("http://host/?key=hunter2", "must hold no password, query"),
+    ],
+)
+def test_an_address_that_is_none_or_holds_a_secret_is_refused(url, told):
+    with pytest.raises(ValueError) as error:
+        asking(url)
+    assert told in str(error.value) and "hunter2" not in str(error.value)

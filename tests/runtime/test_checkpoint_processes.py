@@ -1,0 +1,152 @@
+"""Checkpoints across processes: other device counts, and kills in the middle."""
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rsearch.runtime import checkpoint
+from tests.hosts.test_processes import run_hosts
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+RESTORE = """
+import sys
+import jax, numpy as np
+from rsearch import checkpoint
+assert jax.device_count() == 2
+like = {"w": jax.ShapeDtypeStruct((16, 8), "float32")}
+tree = checkpoint.restore(sys.argv[1], 0, like)
+np.testing.assert_array_equal(tree["w"], np.arange(128.0).reshape(16, 8))
+assert not {"tensorflow", "torch", "transformers"} & sys.modules.keys()
+"""
+
+
+def run_python(code, *arguments, devices=2):
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_process_with_two_devices_restores_and_imports_neither_torch_nor_tensorflow(
+    tmp_path,
+):
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    w = jax.device_put(jnp.arange(128.0).reshape(16, 8), sharding)
+    checkpoint.save(tmp_path, 0, {"w": w}, {}, keep=1)
+    process = run_python(RESTORE, tmp_path)
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+
+
+DESCRIBE = """
+import sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rsearch import gather, hosts, manifest
+address, _, number = (word.partition("=")[2] for word in sys.argv[1:])
+hosts.begin(address, num_hosts=2, host=int(number))
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+rows = np.arange(6 * 4 * 4, dtype=np.float32).reshape(6, 4, 4)
+for spec in (("a", "b"), (None, "b", "a"), (None, None, ("a", "b")), (None, "a"), ()):
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    leaf = jax.make_array_from_callback(rows.shape, sharding, lambda at: rows[at])
+    assert not leaf.is_fully_addressable
+    for gather.PIECE_BYTES in (1, 4 * rows[0].nbytes, rows.nbytes, 1 << 28):
+        most = max(rows[0].nbytes, gather.PIECE_BYTES)
+        sizes = [piece.nbytes for piece in gather.pieces(leaf)]
+        assert sum(sizes) == rows.nbytes
+        assert max(sizes) <= most or leaf.is_fully_replicated
+        np.testing.assert_array_equal(gather.whole(leaf), rows)
+        assert manifest.describe(leaf) == manifest.describe(rows)
+print("described")
+"""
+
+
+def test_arrays_of_several_hosts_are_gathered_a_few_rows_at_a_time():
+    """Their digest is that of the whole, on each host."""
+    for code, out, error in run_hosts("-c", DESCRIBE, devices=2):
+        assert code == 0 and out.endswith("described\n"), error
+
+
+DAMAGED = """
+import sys
+import jax, numpy as np
+from rsearch import checkpoint, hosts
+from rsearch.models.sharding import batch_sharding, make_mesh
+directory, where, address, _, number = (w.rpartition("=")[2] for w in sys.argv[1:])
+hosts.begin(address, num_hosts=2, host=int(number))
+rows = np.arange(8, dtype=np.float32).reshape(4, 2)
+leaf = jax.make_array_from_callback(
+    rows.shape, batch_sharding(make_mesh()), lambda at: rows[at]
+)
+for step in (1, 2):
+    checkpoint.save(directory, step, {"w": leaf}, {}, keep=2)
+
+def first_read(check):
+    def checked(folder, *given):
+        if number == "1" and folder.name == "2":
+            raise checkpoint.DamagedError("not what was written")
+        return check(folder, *given)
+    return checked
+
+setattr(checkpoint, where, first_read(getattr(checkpoint, where)))
+like = {"w": jax.ShapeDtypeStruct(rows.shape, "float32", sharding=leaf.sharding)}
+step, tree, _ = checkpoint.newest_good(directory, like)
+print(step, float(tree["w"].sum()), checkpoint.steps(directory))
+"""
+
+
+@pytest.mark.fault(23, "hosts disagree")
+@pytest.mark.parametrize("where", ["check_files", "check_leaves"])
+def test_damage_that_one_host_alone_sees_is_damage_to_all(tmp_path, where):
+    told = run_hosts("-c", DAMAGED, tmp_path, where)
+    for code, out, error in told:
+        assert code == 0, error
+        assert out.endswith("1 28.0 [1]\n")
+    assert "host 1: not what was written; set aside as 2.damaged" in told[0][2]
+    assert (tmp_path / "2.damaged" / "manifest.json").is_file()
+
+
+SAVE_FOREVER = """
+import itertools, sys
+import jax.numpy as jnp
+from rsearch import checkpoint
+start = (checkpoint.latest(sys.argv[1]) or 0) + 1
+for step in itertools.count(start):
+    tree = {f"l{i}": jnp.full((64, 64), step, jnp.float32) for i in range(8)}
+    print(step, flush=True)
+    checkpoint.save(sys.argv[1], step, tree, {"step": step}, keep=2)
+"""
+
+
+@pytest.mark.fault(20, "in a save")
+def test_kill_in_the_middle_of_a_save_loses_at_most_that_save(tmp_path):
+    like = {f"l{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(8)}
+    rng = random.Random(3)
+    for _ in range(3):
+        process = run_python(SAVE_FOREVER, tmp_path, devices=1)
+        first = int(process.stdout.readline())
+        begun = first
+        while begun < first + 3:  # the third save is under way
+            begun = int(process.stdout.readline())
+        time.sleep(rng.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        begun = int((process.communicate()[0].split() or [begun])[-1])
+        step, tree, meta = checkpoint.newest_good(tmp_path, like)
+        assert begun - 1 <= step <= begun and meta == {"step": step}
+        assert all(np.all(np.asarray(leaf) == step) for leaf in tree.values())
+        assert not list(tmp_path.glob("*.damaged*"))

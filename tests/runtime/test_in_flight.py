@@ -1,0 +1,97 @@
+"""Keys that several threads ask for: one asks, and all are told the same."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rsearch.runtime.in_flight import InFlight
+
+SECONDS = 20  # that a thread waits for another before a test fails
+
+
+class Source:
+    """Asked for keys, it waits until it may answer, with numbers or an error."""
+
+    def __init__(self, error=None):
+        self.error, self.asked, self.stored = error, [], {}
+        self.begun, self.may_answer = threading.Event(), threading.Event()
+
+    def known(self, keys):
+        return {key: self.stored[key] for key in keys if key in self.stored}
+
+    def ask(self, keys):
+        self.asked.append(list(keys))
+        if "slow" in keys:
+            self.begun.set()
+            assert self.may_answer.wait(SECONDS)
+        if self.error is not None:
+            raise self.error
+        values = [None if key == "none" else len(self.asked) for key in keys]
+        self.stored |= {k: v for k, v in zip(keys, values) if v is not None}
+        return values
+
+
+def overlapping(source, first, *others):
+    """What callers of these keys have; the others come while the first one asks."""
+    in_flight, has_come = InFlight(), [threading.Event() for _ in others]
+
+    def told(keys, event):
+        yield from keys
+        event.set()  # read to the end where the keys are claimed
+
+    def call(keys):
+        return in_flight(keys, known=source.known, ask=source.ask)
+
+    with ThreadPoolExecutor(1 + len(others)) as pool:
+        futures = [pool.submit(call, first)]
+        assert source.begun.wait(SECONDS)
+        futures += [pool.submit(call, told(*pair)) for pair in zip(others, has_come)]
+        assert all(event.wait(SECONDS) for event in has_come)
+        # Those that have nothing to wait for are done before the first.
+        waiting = [f for f, keys in zip(futures, [first, *others]) if "slow" in keys]
+        done = [f.result(SECONDS) for f in futures if f not in waiting]
+        source.may_answer.set()
+        for future in waiting:
+            future.exception(SECONDS)
+    return futures, done
+
+
+def test_a_key_is_asked_for_once_and_told_to_all_that_wait():
+    source = Source()
+    futures, _ = overlapping(source, ["slow", "none"], ["slow"], ["none", "slow"])
+    told = [future.result() for future in futures]
+    assert told == [{"slow": 1, "none": None}, {"slow": 1}, {"none": None, "slow": 1}]
+    assert source.asked == [["slow", "none"]]
+
+
+def test_what_fails_fails_for_all_that_wait():
+    source = Source(error=OSError("away"))
+    futures, _ = overlapping(source, ["slow"], ["slow"])
+    assert [future.exception() for future in futures] == [source.error] * 2
+    assert source.asked == [["slow"]]
+
+
+def test_own_keys_are_asked_for_before_another_callers_are_awaited():
+    source = Source()
+    futures, done = overlapping(source, ["slow"], ["slow", "a"], ["b"], [])
+    assert sorted(source.asked) == [["a"], ["b"], ["slow"]]
+    assert futures[1].result().keys() == {"slow", "a"}
+    assert [told.keys() for told in done] == [{"b"}, set()]
+
+
+def test_what_is_known_is_told_while_its_caller_asks_for_more():
+    source = Source()
+    source.stored["a"] = 7
+    _, done = overlapping(source, ["a", "slow"], ["a"])
+    assert done == [{"a": 7}] and source.asked == [["slow"]]
+
+
+def test_a_key_that_has_been_answered_may_be_asked_for_again():
+    source, in_flight = Source(), InFlight()
+    for _ in range(2):
+        assert in_flight(["none"], known=source.known, ask=source.ask) == {"none": None}
+    assert source.asked == [["none"], ["none"]]
+    with pytest.raises(ValueError):  # as many values as keys
+        in_flight(["a", "b"], known=source.known, ask=lambda keys: [1])
+    assert in_flight(["a"], known=source.known, ask=source.ask) == {"a": 3}

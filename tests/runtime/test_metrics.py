@@ -1,0 +1,178 @@
+"""metrics.jsonl holds what was measured, whatever happens to the run."""
+
+import contextlib
+import json
+import math
+import resource
+import struct
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsearch.runtime.metrics import MetricsLog, read
+
+
+def strict(text):
+    def refuse(word):
+        raise ValueError(word)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@contextlib.contextmanager
+def files_limited_to(num_bytes):
+    """Writes beyond fail as on a full disk: first a part is taken, then an error."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+numbers = st.floats(allow_nan=True) | st.integers() | st.booleans() | st.none()
+
+
+@given(values=st.dictionaries(st.text().filter(lambda s: s != "step"), numbers))
+def test_numbers_come_back_as_they_were_and_the_file_is_strict_json(
+    tmp_path_factory, values
+):
+    folder = tmp_path_factory.mktemp("log")
+    with MetricsLog(folder, tensorboard=False) as log:
+        log.write(3, values)
+    (line,) = (folder / "metrics.jsonl").read_text().splitlines()
+    assert strict(line)["step"] == 3
+    (row,) = read(folder / "metrics.jsonl")
+    assert row.pop("step") == 3 and row.keys() == values.keys()
+    for name, value in values.items():
+        is_nan = isinstance(value, float) and math.isnan(value)
+        assert math.isnan(row[name]) if is_nan else row[name] == value
+
+
+def test_scalar_arrays_are_numbers_and_others_are_refused(tmp_path):
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write(
+            np.int64(0),
+            {
+                "float": jnp.float32(0.5),
+                "half": jnp.bfloat16(1.5),
+                "int": jnp.int32(7),
+                "bool": np.bool_(True),
+                "nan": jnp.float32(jnp.nan),
+                "text": "grpo",
+            },
+        )
+        with pytest.raises(AssertionError, match=r"loss is no scalar: shape \(2,\)"):
+            log.write(1, {"loss": jnp.ones(2)})
+    (row,) = read(tmp_path / "metrics.jsonl")
+    assert math.isnan(row.pop("nan"))
+    assert row == {
+        "step": 0,
+        "float": 0.5,
+        "half": 1.5,
+        "int": 7,
+        "bool": True,
+        "text": "grpo",
+    }
+
+
+def test_row_is_in_the_file_when_write_returns(tmp_path):
+    log = MetricsLog(tmp_path, tensorboard=False)
+    log.write(0, {"loss": 2.0})
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": 2.0}]
+    log.close()
+
+
+def test_resuming_drops_rows_after_the_checkpoint(tmp_path):
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        for step in range(6):
+            log.write(step, {"loss": step / 2})
+    with MetricsLog(tmp_path, first_step=4, tensorboard=False) as log:
+        log.write(4, {"loss": 9.0})
+    rows = read(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[-1]["loss"] == 9.0
+
+
+@pytest.mark.parametrize("cut", range(1, 22))
+def test_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path, cut):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0, "x": 1}\n' + b'{"step": 1, "x": 22}\n'[:cut])
+    expected = [0] if cut < 21 else [0, 1]
+    assert [row["step"] for row in read(path)] == expected
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write(2, {"x": 3})
+    assert [row["step"] for row in read(path)] == [*expected, 2]
+
+
+@pytest.mark.parametrize(
+    "line", ["junk", "[1]", '{"x": 1}', '{"step": "1"}', "", '{"step": true}']
+)
+def test_bad_line_is_left_out_and_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 0}}\n{line}\n{{"step": 2}}\n')
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl:2: not a row"):
+        rows = read(path)
+    assert rows == [{"step": 0}, {"step": 2}]
+
+
+def test_full_disk_raises_and_leaves_whole_rows(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write(0, {"loss": 1.0})
+        before = path.read_bytes()
+        for _ in range(2):
+            with files_limited_to(len(before) + 7), pytest.raises(OSError):
+                log.write(1, {"loss": 2.0})
+            assert path.read_bytes() == before
+        log.write(1, {"loss": 2.0})  # room again: the run goes on
+    assert [row["step"] for row in read(path)] == [0, 1]
+
+
+def events(folder):
+    """[Event] of the only event file in a folder."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (path,) = (folder / "tensorboard").iterdir()
+    raw, found = path.read_bytes(), []
+    while raw:  # length, its checksum, the event, its checksum
+        (size,) = struct.unpack("<Q", raw[:8])
+        found.append(Event.FromString(raw[12 : 12 + size]))
+        raw = raw[16 + size :]
+    return found
+
+
+def test_curves_hold_the_numbers_at_their_steps(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        log.write(5, {"loss": 0.25, "name": "grpo", "reward": 1})
+        log.write(6, {"loss": 0.125})
+    found = [
+        (event.step, value.tag, value.simple_value)
+        for event in events(tmp_path)
+        for value in event.summary.value
+    ]
+    assert found == [(5, "loss", 0.25), (5, "reward", 1.0), (6, "loss", 0.125)]
+
+
+def test_curves_start_again_where_the_run_resumes(tmp_path):
+    with MetricsLog(tmp_path, first_step=4) as log:
+        log.write(4, {"loss": 0.5})
+    starts = [e.step for e in events(tmp_path) if e.HasField("session_log")]
+    assert starts == [4]
+
+
+@pytest.mark.fault(47, "failing")
+def test_failing_curves_warn_once_and_cost_no_row(tmp_path):
+    (tmp_path / "tensorboard").write_text("a file where the directory should be")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with MetricsLog(tmp_path) as log:
+            log.write(0, {"loss": 1.0})
+            log.write(1, {"loss": 2.0})
+    told = [str(w.message) for w in caught if "TensorBoard" in str(w.message)]
+    assert len(told) == 1 and "metrics.jsonl goes on" in told[0]
+    assert len(read(tmp_path / "metrics.jsonl")) == 2

@@ -1,0 +1,88 @@
+"""Where a run may lie: under any name that the file system takes."""
+
+import jax.numpy as jnp
+import pytest
+
+from rsearch.config import recipes as configs
+from rsearch.data.corpus import Corpus
+from rsearch.data.questions import load_questions
+from rsearch.runtime import checkpoint
+from rsearch.runtime.metrics import MetricsLog
+from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.workdir import Workdir, check_workdir
+from tests.data.test_questions import GOOD, jsonl
+
+BASE = configs.load("configs/base.py")
+NAMES = {
+    "spaces": " a  run ",
+    "letters": "Läufe-実験-\U0001f50e",
+    "signs": "it's (1) $HOME; ]%20#&",
+    "line feed": "a\nb",
+    "long": "x" * 255,
+}
+
+
+@pytest.mark.fault(48, "non-ASCII and spaces", "long")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_may_have_any_name(tmp_path, name):
+    folder = tmp_path / NAMES[name]
+    for again in (False, True):
+        with Workdir(folder, BASE) as work:
+            assert work.is_resumed == again
+            stage = work.stage("rl")
+            with MetricsLog(stage, first_step=int(again)) as log:
+                log.write(int(again), {"loss": 1.0})
+            saved = {"w": jnp.ones(3) + again}
+            checkpoint.save(stage / "c", int(again), saved, {}, keep=2)
+    assert len(read_metrics(stage / "metrics.jsonl")) == 2
+    step, tree, _ = checkpoint.newest_good(stage / "c", saved)
+    assert step == 1 and tree["w"].tolist() == [2, 2, 2]
+    assert [p.name for p in tmp_path.iterdir()] == [NAMES[name]]
+    questions, _ = load_questions(jsonl(folder, [GOOD]))
+    passage = {"id": "a", "contents": "a\nb"}
+    corpus = Corpus(jsonl(folder, [passage], "corpus.jsonl"))
+    assert (len(questions), len(corpus)) == (1, 1)
+
+
+@pytest.mark.fault(48, "long")
+def test_a_name_that_is_too_long_is_told_in_one_line(tmp_path, capsys):
+    folder = tmp_path / ("x" * 256)
+    assert configs.run_command(lambda _: Workdir(folder, BASE), []) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: File name too long: {folder}"
+
+
+@pytest.mark.fault(48, "symlink")
+def test_a_run_behind_a_link_is_the_same_run(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    with Workdir(tmp_path / "run", BASE) as work:
+        checkpoint.save(work.stage("rl"), 1, {"w": jnp.ones(3)}, {}, keep=1)
+        with pytest.raises(ValueError, match="in use by process"):
+            Workdir(tmp_path / "disk", BASE)
+    (tmp_path / "run").unlink()
+    with Workdir(tmp_path / "disk", BASE) as work:
+        assert work.is_resumed
+    assert checkpoint.latest(tmp_path / "disk" / "rl") == 1
+
+
+@pytest.mark.fault(48, "bucket")
+@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket/run"])
+def test_a_bucket_is_refused_with_what_to_do(tmp_path, monkeypatch, url):
+    monkeypatch.chdir(tmp_path)
+    for opened in (Workdir, check_workdir):
+        with pytest.raises(ValueError, match="is a URL; mount the bucket"):
+            opened(url, BASE)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.fault(48, "signs of patterns")
+@pytest.mark.parametrize("name", ["a[x]b", "a*", "a?", "a\\b"])
+def test_a_name_that_is_a_pattern_is_refused_before_anything_is_saved(tmp_path, name):
+    """Orbax saves below "a[x]b" without a word, and finds nothing of it again."""
+    for opened in (Workdir, check_workdir):
+        with pytest.raises(ValueError, match="checkpoints below it could not be read"):
+            opened(tmp_path / name, BASE)
+    with pytest.raises(ValueError, match="could not be read back"):
+        checkpoint.save(tmp_path / name, 1, {"w": jnp.ones(3)}, {}, keep=1)
+    assert not any(tmp_path.iterdir())

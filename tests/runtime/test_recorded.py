@@ -1,0 +1,119 @@
+"""What a service has answered is told again, whatever it answers by now."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from rsearch.runtime.journal import Journal
+from rsearch.runtime.recorded import recorded_replies, recorded_search
+from rsearch.types import Passage
+
+
+class Service:
+    """Finds its version; nothing for 'down'."""
+
+    def __init__(self, version):
+        self.version, self.asked = version, []
+
+    def __call__(self, queries):
+        self.asked.append(list(queries))
+        return [
+            None if q == "down" else (Passage(q, f"{q}\n{self.version} \ud800", 0.5),)
+            for q in queries
+        ]
+
+
+def recorded(folder, version):
+    service = Service(version)
+    return recorded_search(service, Journal(folder, "searches")), service
+
+
+def test_a_later_start_is_shown_the_same_text(tmp_path):
+    search, _ = recorded(tmp_path, "first")
+    found = search(["a", "b", "a"])
+    assert found[0] == found[2] == (Passage("a", "a\nfirst \ud800", 0.5),)
+    search, service = recorded(tmp_path, "second")
+    assert search(["b", "c", "a"])[::2] == [found[1], found[0]]
+    assert search(["c"])[0][0].text == "second \ud800"
+    assert service.asked == [["c"]]
+
+
+def test_one_start_asks_once_for_a_query(tmp_path):
+    search, service = recorded(tmp_path, "first")
+    assert search([]) == [] and search(["a", "a"]) == search(["a", "a"])
+    assert service.asked == [["a"]]
+
+
+def test_searches_that_overlap_are_told_the_same_and_so_is_a_later_start(tmp_path):
+    """A service that says something else each time, asked for one query twice."""
+    begun, may_answer = threading.Event(), threading.Event()
+    asked = []
+
+    def search(queries):
+        asked.append(list(queries))
+        version = len(asked)
+        begun.set()
+        assert may_answer.wait(20)
+        return [(Passage(q, f"{q}\n{version}", 0.5),) for q in queries]
+
+    kept = recorded_search(search, Journal(tmp_path, "searches"))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(kept, ["a"])
+        assert begun.wait(20)
+        second = pool.submit(kept, ["a", "b"])
+        while ["b"] not in asked:  # its own, before it waits for the first's
+            assert not second.done() and ["a", "b"] not in asked
+            time.sleep(0.01)
+        may_answer.set()
+    assert second.result()[0] == first.result()[0]
+    later, service = recorded(tmp_path, "another")
+    assert later(["a", "b"]) == second.result() and service.asked == []
+
+
+def test_a_search_that_failed_is_asked_for_again(tmp_path):
+    search, service = recorded(tmp_path, "first")
+    assert search(["down", "a"])[0] is None
+    assert search(["a", "down"])[1] is None
+    assert service.asked == [["down", "a"], ["down"]]
+
+
+def test_as_many_searches_overlap_as_the_service_takes(tmp_path):
+    """The stage rolls out with what is recorded, and waits no longer for that."""
+    search, _ = recorded(tmp_path, "first")
+    assert search.searches_at_once == 1
+    service = Service("first")
+    service.searches_at_once = 8
+    assert recorded_search(service, Journal(tmp_path, "more")).searches_at_once == 8
+
+
+def test_a_query_that_finds_nothing_is_kept(tmp_path):
+    asked = []
+
+    def search(queries):
+        asked.append(queries)
+        return [()] * len(queries)
+
+    kept = recorded_search(search, Journal(tmp_path, "searches"))
+    assert kept(["a"]) == kept(["a"]) == [()] and len(asked) == 1
+
+
+def test_a_model_at_an_endpoint_is_asked_once_for_each_chat(tmp_path):
+    def generate(version):
+        def reply(chats):
+            asked.append([chat[-1]["content"] for chat in chats])
+            texts = [chat[-1]["content"] for chat in chats]
+            return [None if t == "down" else f"{t} {version} \ud800" for t in texts]
+
+        return recorded_replies(reply, Journal(tmp_path, "judge"))
+
+    def chats(*texts):
+        return [[{"role": "user", "content": text}] for text in texts]
+
+    asked = []
+    first = generate(1)(chats("a", "down", "", "a"))
+    assert first == ["a 1 \ud800", None, " 1 \ud800", "a 1 \ud800"]
+    assert generate(2)(chats("", "b", "down")) == [" 1 \ud800", "b 2 \ud800", None]
+    assert asked == [["a", "down", ""], ["b", "down"]]
+    # The role counts, too.
+    other = [[{"role": "system", "content": "a"}]]
+    assert generate(3)(other) == ["a 3 \ud800"]

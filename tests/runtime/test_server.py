@@ -1,0 +1,211 @@
+"""The JSON service: who is answered, and what a client or a user can do wrong."""
+
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from rsearch.runtime.server import JsonServer
+from tests.running_server import running
+from tests.small_run import ROOT
+
+ROUTES = {("GET", "/health"): lambda body: {"status": "ok"}}
+
+
+@contextlib.contextmanager
+def serving(routes=None, **settings):
+    """A service in a thread, until the block ends."""
+    with running(JsonServer("127.0.0.1", 0, routes or ROUTES, **settings)) as server:
+        yield server
+
+
+def ask(server, method="POST", path="/search", body=None, **headers):
+    """(status, JSON) of one request."""
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=60)
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {"Content-Type": "application/json"} if method == "POST" else {}
+    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, raw if method == "POST" else None, sent)
+    reply = connection.getresponse()
+    found = reply.status, json.loads(reply.read())
+    connection.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1", 70_000), ("127.0.0.1", -1), ("no.host.at.all", 0)]
+)
+def test_where_nobody_can_listen_is_a_users_error(host, port):
+    with pytest.raises(ValueError, match=f"cannot listen at {host}:{port}"):
+        JsonServer(host, port, {}, token="t")
+
+
+@pytest.mark.fault(44, "of a service")
+def test_a_taken_port_is_a_users_error():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"127.0.0.1:{port}: Address already"):
+            JsonServer("127.0.0.1", port, {})
+
+
+def test_a_connection_that_breaks_off_leaves_no_traceback(capsys):
+    with serving() as server:
+        for _ in range(3):
+            broken = socket.create_connection(server.server_address[:2])
+            # Closed with a reset, while the request's first line is awaited.
+            broken.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
+            broken.sendall(b"POST /sea")
+            broken.close()
+        assert ask(server, "GET", "/health")[0] == 200
+        time.sleep(0.2)
+        assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.fault(49, "strangers")
+def test_with_a_token_only_those_who_carry_it_are_answered():
+    with serving(token="s3cret") as server:
+        assert ask(server, "GET", "/health")[0] == 401
+        wrong = ask(server, "GET", "/health", Authorization="Bearer s3cret2")
+        assert wrong[0] == 401
+        right = {"Authorization": "Bearer s3cret", "Host": "any.example"}
+        assert ask(server, "GET", "/health", **right)[0] == 200
+
+
+@contextlib.contextmanager
+def held(**settings):
+    """(service, is answering, go on): a service that answers when it is told to."""
+    is_answering, go_on = threading.Event(), threading.Event()
+
+    def slow(body):
+        is_answering.set()
+        assert go_on.wait(30)
+        return {"status": "late"}
+
+    routes = {**ROUTES, ("GET", "/slow"): slow}
+    with serving(routes, **settings) as server:
+        try:
+            yield server, is_answering, go_on
+        finally:
+            go_on.set()
+
+
+@pytest.mark.fault(49, "many at once")
+def test_more_requests_than_there_is_room_for_are_refused_at_once():
+    with held(max_waiting=1) as (server, is_answering, go_on):
+        found = []
+        asking = threading.Thread(
+            target=lambda: found.append(ask(server, "GET", "/slow"))
+        )
+        asking.start()
+        assert is_answering.wait(30)
+        many = [ask(server, "GET", "/health") for _ in range(20)]
+        assert {status for status, _ in many} == {503}
+        go_on.set()
+        asking.join(30)
+        assert found == [(200, {"status": "late"})]
+        assert ask(server, "GET", "/health")[0] == 200  # its place is free again
+
+
+@pytest.mark.fault(49, "client gone")
+def test_a_client_that_leaves_before_its_reply_leaves_its_place_too(capsys):
+    with held(max_waiting=1) as (server, is_answering, go_on):
+        gone = socket.create_connection(server.server_address[:2])
+        gone.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert is_answering.wait(30)
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()
+        go_on.set()
+        end = time.monotonic() + 30
+        while ask(server, "GET", "/health")[0] == 503 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert ask(server, "GET", "/health")[0] == 200
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_request_under_way_is_answered_before_the_service_ends():
+    found = []
+    with held() as (server, is_answering, go_on):
+        asking = threading.Thread(
+            target=lambda: found.append(ask(server, "GET", "/slow"))
+        )
+        asking.start()
+        assert is_answering.wait(30)
+        server.shutdown()
+        go_on.set()
+    asking.join(30)
+    assert found == [(200, {"status": "late"})]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for():
+    with serving({("POST", "/x"): dict}, timeout_seconds=0.2) as server:
+        slow = socket.create_connection(server.server_address[:2], timeout=30)
+        head = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
+        slow.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+        assert slow.recv(100).startswith(b"HTTP/1.0 408")
+        slow.close()
+
+
+@pytest.mark.parametrize("head", [b"GE", b"POST /x HTTP/1.1\r\nContent-Length: 99\r\n"])
+def test_a_request_that_comes_byte_by_byte_has_an_end(head):
+    with serving({("POST", "/x"): dict}, timeout_seconds=0.5) as server:
+        slow = socket.create_connection(server.server_address[:2], timeout=30)
+        started = time.monotonic()
+        with slow, contextlib.suppress(OSError):
+            slow.sendall(head)
+            while time.monotonic() < started + 10:
+                slow.sendall(b"a")
+                time.sleep(0.05)
+        assert time.monotonic() < started + 5
+        assert ask(server, "POST", "/x", {})[0] == 200
+
+
+def test_a_body_that_is_refused_unread_does_not_cost_its_sender_the_reason():
+    """http.client sends all of it before it reads a word."""
+    with serving({("POST", "/x"): dict}, max_body_bytes=4096) as server:
+        status, told = ask(server, path="/x", body=b"x" * 10_000_000)
+        assert (status, told) == (413, {"error": "the body may have 4096 bytes"})
+
+
+@pytest.mark.fault(49, "SIGTERM")
+def test_sigterm_lets_a_request_under_way_end():
+    script = (
+        "import time; from rsearch.runtime.server import JsonServer\n"
+        "def slow(body): print('asked', flush=True); time.sleep(1.5); return {'a': 1}\n"
+        "server = JsonServer('127.0.0.1', 0, {('GET', '/slow'): slow})\n"
+        "print(server.server_address[1], flush=True); server.serve()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        port = int(process.stdout.readline())
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            client.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert process.stdout.readline() == "asked\n"
+            process.send_signal(signal.SIGTERM)
+            received = b"".join(iter(lambda: client.recv(1000), b""))
+        assert received.startswith(b"HTTP/1.0 200") and received.endswith(b'{"a": 1}')
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.stdout.close()
+
+
+def test_a_fault_is_an_internal_error_that_tells_clients_nothing(capsys):
+    def broken(body):
+        raise RuntimeError("path of a secret")
+
+    with serving({("GET", "/health"): broken}) as server:
+        told = ask(server, "GET", "/health")
+        assert told == (500, {"error": "internal error"})
+    assert "path of a secret" in capsys.readouterr().err

@@ -1,0 +1,253 @@
+"""Models beside the policy: which sources there are, and what each one gives."""
+
+import contextlib
+import itertools
+import json
+import re
+import socket
+import struct
+import threading
+import time
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch import setup as build
+from rsearch.evaluation.evaluator import trained_params
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.models.sharding import make_mesh
+from rsearch.runtime import calls
+from rsearch.setup import agents
+from rsearch.types import Outcome
+from tests.small_run import config, finished, quick_compilation
+
+__all__ = ["quick_compilation"]
+JUDGED = {"evidence_f1": {}, "answer_em": {}}
+CHAT = [{"role": "user", "content": "Who?"}]
+LONG = [{"role": "user", "content": "x y" * 99}]
+
+
+@pytest.fixture(scope="module")
+def setup():
+    return build.load_setup(config(), only_dev=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, setup):
+    folder = tmp_path_factory.mktemp("agent") / "model"
+    params = build.initial_params(setup)
+    huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
+    return folder
+
+
+def asking(name, source, **changes):
+    """A configuration with a small section of this name."""
+    sizes = {"max_prompt_tokens": 64, "max_reply_tokens": 3, "slots": 8}
+    fields = {"source": str(source), **sizes, **changes}
+    return config(**{f"{name}__{field}": value for field, value in fields.items()})
+
+
+def mesh():
+    return make_mesh(devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize("name", ["judge", "rewriter", "writer", "answerer", "reader"])
+def test_a_section_without_a_source_is_no_model(name):
+    assert agents.load_agent(config(), name, mesh()) is None
+
+
+def test_a_directory_is_a_model_that_replies(folder):
+    ask = agents.load_agent(asking("reader", folder), "reader", mesh())
+    first, none, second = ask([CHAT, LONG, CHAT])
+    assert isinstance(first, str) and first == second and none is None
+
+
+def test_a_section_sets_how_its_model_draws(folder):
+    drawn = [
+        agents.load_agent(
+            asking("rewriter", folder, temperature=temperature), "rewriter", mesh()
+        )([CHAT] * 6)
+        for temperature in (0.0, 5.0)
+    ]
+    assert [len(set(replies)) > 1 for replies in drawn] == [False, True]
+
+
+def test_other_sources_are_found_by_who_knows_them(folder):
+    asked = []
+
+    def find(source):
+        asked.append(source)
+        return folder
+
+    ask = agents.load_agent(asking("judge", "world:judge"), "judge", mesh(), find=find)
+    assert asked == ["world:judge"] and ask([LONG]) == [None]
+
+
+@contextlib.contextmanager
+def listening(answer):
+    """The port of a server that does `answer(connection, number)` with each client."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            for number in itertools.count():
+                try:
+                    connection, _ = server.accept()
+                except OSError:  # closed
+                    return
+                with connection, contextlib.suppress(OSError):
+                    answer(connection, number)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(10)
+
+
+def at_endpoint(url, max_retries):
+    """A judge at this address that is given a second."""
+    c = config(
+        judge__source=url,
+        judge__name="m",
+        judge__timeout_seconds=1.0,
+        judge__max_retries=max_retries,
+    )
+    return agents.load_agent(c, "judge", mesh())
+
+
+def reset(connection, number):
+    """Breaks off in the middle of a reply."""
+    connection.recv(10_000)
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n{")
+    linger = struct.pack("ii", 1, 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+
+@pytest.mark.fault(32, "reset", "unknown host", "TLS")
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://127.0.0.1:{port}/v1", "ReadError|RemoteProtocolError"),
+        ("https://127.0.0.1:{port}/v1", "ConnectError|too slow"),  # it speaks no TLS
+        ("http://no.host.at.all.invalid/v1", "ConnectError|too slow"),
+    ],
+)
+def test_an_endpoint_that_cannot_be_spoken_with_gives_none(url, why, capsys):
+    with listening(reset) as port:
+        ask = at_endpoint(url.format(port=port), max_retries=0)
+        assert ask([CHAT, CHAT]) == [None, None]
+    told = capsys.readouterr().err
+    assert "2 of 2 chats failed" in told and re.search(why, told)
+
+
+@pytest.mark.fault(32, "Retry-After as a date")
+def test_a_date_to_come_back_at_is_no_reason_to_wait_long(monkeypatch):
+    def busy_at_first(connection, number):
+        connection.recv(10_000)
+        if number == 0:
+            head = "503 Busy\r\nRetry-After: Fri, 31 Dec 9999 23:59:59 GMT"
+            body = ""
+        else:
+            head = "200 OK"
+            body = json.dumps({"choices": [{"message": {"content": "Paris"}}]})
+        sent = f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n"
+        connection.sendall(f"{sent}Connection: close\r\n\r\n{body}".encode())
+
+    waits = []
+    clock = types.SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)
+    monkeypatch.setattr(calls, "time", clock)
+    with listening(busy_at_first) as port:
+        ask = at_endpoint(f"http://127.0.0.1:{port}/v1", max_retries=1)
+        assert ask([CHAT]) == ["Paris"]
+    assert waits == [calls.MAX_WAIT_SECONDS]
+
+
+def test_a_late_model_is_loaded_once_when_it_is_first_asked(folder):
+    found = []
+
+    def find(source):
+        found.append(source)
+        return folder
+
+    c = asking("judge", "world:judge")
+    ask = agents.load_agent(c, "judge", mesh(), find=find, is_late=True)
+    assert found == []
+    assert ask([LONG]) == ask([LONG]) == [None] and found == ["world:judge"]
+    assert agents.load_agent(config(), "judge", mesh(), is_late=True) is None
+
+
+def test_a_context_that_is_too_small_is_refused(folder):
+    path = folder / "config.json"
+    before = path.read_text()
+    path.write_text(json.dumps({**json.loads(before), "max_position_embeddings": 66}))
+    with pytest.raises(ValueError, match=r"writer\.max_.* make 67 tokens, .* is 66"):
+        agents.load_agent(asking("writer", folder), "writer", mesh())
+    path.write_text(before)
+
+
+def test_a_stage_is_the_model_that_it_has_trained(setup):
+    model, tokenizer, params = agents.stage_model("rl", mesh(), workdir=finished())
+    assert model.spec == setup.model.spec
+    assert tokenizer.fingerprint == setup.tokenizer.fingerprint
+    stage, _, trained = trained_params(setup, finished())
+    assert stage == "rl"
+    jax.tree.map(np.testing.assert_array_equal, params, trained)
+    _, _, imitating = agents.stage_model("sft", mesh(), workdir=finished())
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), params, imitating)
+    assert not all(jax.tree.leaves(same))
+    asked = asking("rewriter", "stage:sft")
+    ask = agents.load_agent(asked, "rewriter", mesh(), workdir=finished())
+    assert isinstance(ask([CHAT])[0], str)
+
+
+def test_a_stage_that_is_not_there_is_named(tmp_path):
+    c = asking("rewriter", "stage:sft_rewriter")
+    with pytest.raises(ValueError, match="no run is given"):
+        agents.load_agent(c, "rewriter", mesh())
+    with pytest.raises(ValueError, match="not a workdir"):
+        agents.load_agent(c, "rewriter", mesh(), workdir=tmp_path)
+    with pytest.raises(ValueError, match="has the stages sft, rl"):
+        agents.load_agent(c, "rewriter", mesh(), workdir=finished())
+    whole = json.loads((finished() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match="checkpoints holds no checkpoint"):
+        agents.stage_model("sft", mesh(), workdir=tmp_path)
+    whole["config"]["overrides"] = {"sft": {"model": {"source": "stage:sft"}}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match="sft -> sft"):
+        agents.stage_model("sft", mesh(), workdir=tmp_path)
+
+
+def test_a_judge_is_loaded_where_a_term_asks_one(folder):
+    plain = build.load_setup(asking("judge", folder))
+    assert plain.judge is None and plain.writer is None
+    named = {"source": str(folder), "max_prompt_tokens": 64, "max_reply_tokens": 3}
+    fields = {f"judge__{name}": value for name, value in named.items()}
+    assert build.load_setup(config(reward=JUDGED, **fields)).judge is not None
+
+
+def test_a_term_that_asks_a_judge_without_one_is_refused():
+    with pytest.raises(ValueError, match=r"name one in config\.judge\.source"):
+        build.load_setup(config(reward=JUDGED))
+
+
+def test_with_a_writer_the_policy_reads_what_it_wrote(folder):
+    written = build.load_setup(asking("writer", folder, max_prompt_tokens=200))
+    host = build.make_host(written)
+    question = written.dev[0]
+    ids = host.tokenizer.encode("<search> Cormad </search>")
+    conversation = host.open(host.prompt(written.protocol.messages(question.text)))
+    turn = {0: (ids, np.zeros(len(ids), np.float32))}
+    host.answer_turns({0: conversation}, turn, final=False)
+    assert conversation.outcome is None
+    ((passage,),) = conversation.searches[0].passages
+    assert passage.id.startswith("written from ") and passage.title == ""
+    tight = build.load_setup(asking("writer", folder, max_prompt_tokens=5))
+    host = build.make_host(tight)
+    conversation = host.open(host.prompt(written.protocol.messages(question.text)))
+    host.answer_turns({0: conversation}, turn, final=False)
+    assert conversation.outcome == Outcome.TOOL_ERROR

@@ -1,0 +1,24 @@
+"""What a learner is made with."""
+
+import pytest
+
+from rsearch import setup as build
+from tests.small_run import config, load_setup, quick_compilation
+
+__all__ = ["quick_compilation"]
+
+
+@pytest.mark.parametrize(
+    "fields, tokens",
+    [
+        ({}, 4 * 24),  # three turns that search and the one behind them
+        ({"rollout__forced_final_turn": False}, 3 * 24),
+        ({"rollout__max_searches": 0}, 24),
+        ({"rl__loss_tokens": 7}, 7),
+    ],
+)
+def test_a_constant_mean_is_over_what_a_rollouts_turns_can_come_to(fields, tokens):
+    sizes = {"stages": ("rl",), "rl__loss_mean": "constant"}
+    setup = load_setup(config(**{"rollout__max_searches": 3} | sizes | fields))
+    learner, _ = build.make_learner(setup, "rl")
+    assert learner._weights.keywords == {"kind": "constant", "num_tokens": tokens}

@@ -1,0 +1,133 @@
+"""What all stages of a run share."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch import setup as build
+from rsearch.hosts import processes as hosts
+from rsearch.setup import setup
+from tests.small_run import config, quick_compilation
+
+__all__ = ["quick_compilation"]
+
+
+def host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def test_parameters_follow_from_the_seed_on_any_mesh():
+    made = [
+        host(build.initial_params(build.load_setup(config(**changes))))
+        for changes in (
+            # Another seed makes another world, and so another number of words.
+            dict(model__vocab_size=2048),
+            dict(model__vocab_size=2048, mesh__fsdp=4, mesh__tensor=2),
+            dict(model__vocab_size=2048, seed=1),
+        )
+    ]
+    jax.tree.map(np.testing.assert_array_equal, made[0], made[1])
+    assert (made[0]["embedding"] != made[2]["embedding"]).mean() > 0.99
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(made[0]))
+
+
+@pytest.mark.fault(11, "left out and listed")
+def test_training_questions_that_do_not_fit_are_left_out_and_listed(tmp_path):
+    rows = [
+        {"id": name, "question": text, "golden_answers": ["a"]}
+        for name, text in (("short", "Who?"), ("long", "Who " * 60), ("too", "Is it?"))
+    ]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = []
+    train = dict(data__train=str(path), rollout__max_prompt_tokens=20)
+    few = dict(
+        rl__questions_per_step=2, rl__micro_batch=4, mesh__data=4, mesh__tensor=2
+    )
+    setup = build.load_setup(config(**train, **few), say=said.append)
+    assert [q.id for q in setup.train] == ["short", "too"]
+    (told,) = [line for line in said if line.startswith("left out of train")]
+    assert "long, prompt " in told and told.endswith(" > 20 tokens")
+    with pytest.raises(ValueError, match=r"gives 2 questions, fewer than .* = 4"):
+        build.load_setup(config(**train))
+    assert build.load_setup(config(**train), only_dev=True).train == ()
+    build.load_setup(config(**train, stages=("sft",)))
+
+
+def test_the_protocol_speaks_in_the_configurations_words():
+    c = config(protocol__system="Go.", protocol__instruction="Now: {question}")
+    setup = build.load_setup(c, only_dev=True)
+    assert setup.protocol.messages("{x}?") == [
+        {"role": "system", "content": "Go."},
+        {"role": "user", "content": "Now: {x}?"},
+    ]
+    assert setup.protocol.invalid_message == c.protocol.invalid_message
+
+
+@pytest.mark.fault(12, "in train and dev", "decontaminate")
+def test_training_questions_that_are_held_out_too_are_told_and_left_out(tmp_path):
+    asked = {"train": ["Who?", "Is it the cat?", "Why?", "When?", "Where?"]}
+    asked["dev"] = ["is it  a cat", "WHO", "Whose?"]
+    for split, texts in asked.items():
+        rows = [{"question": text, "golden_answers": ["a"]} for text in texts]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{split}.jsonl").write_text(lines)
+    files = {f"data__{split}": str(tmp_path / f"{split}.jsonl") for split in asked}
+    files |= dict(rl__questions_per_step=1, rl__micro_batch=2)
+    files |= dict(mesh__data=2, mesh__tensor=4, model__num_heads=4)
+    files |= dict(model__num_kv_heads=4)
+    for drops, left, how in (
+        (False, asked["train"], "config.data.decontaminate = True leaves them out"),
+        (True, ["Why?", "When?", "Where?"], "left out of train"),
+    ):
+        said = []
+        own = config(**files, data__decontaminate=drops)
+        setup = build.load_setup(own, say=said.append)
+        assert [q.text for q in setup.train] == left and len(setup.dev) == 3
+        (told,) = [line for line in said if "held out, too" in line]
+        assert told.startswith("2 of 5 training questions are held out, too, such as ")
+        assert told.endswith(how)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(reward={"answer_me": {}}), "unknown reward term config.reward.answer_me"),
+        (dict(reward={"answer_em": {"wait": 1}}), "did you mean weight"),
+        # Of a stage that may begin hours later.
+        (
+            dict(overrides={"rl": {"reward": {"answer_me": {}}}}),
+            "config.overrides.rl: unknown reward term config.reward.answer_me",
+        ),
+        (dict(protocol__name="search"), "must be one of search_r1, r_search"),
+        (dict(protocol__instruction="ask"), r"a text that holds \{question\}"),
+        (dict(world__films=1000), "config.world.films = 1000: at most 676"),
+        (dict(mesh__data=2), "mesh does not fit"),
+        (
+            dict(mesh__tensor=2, model__mlp_width=383),
+            "config.mesh.tensor = 2 does not divide the mlp_width 383",
+        ),
+        (dict(model__source="/nowhere"), "/nowhere"),
+    ],
+)
+def test_what_cannot_be_set_up_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        build.load_setup(config(**changes))
+
+
+@pytest.mark.parametrize(("num_hosts", "is_late"), [(1, True), (2, False)])
+def test_several_hosts_load_a_model_together_whoever_comes_to_ask(
+    monkeypatch, num_hosts, is_late
+):
+    """One that loads it when it is asked would wait for the others, who are not."""
+    asked = []
+
+    def load_agent(*given, is_late, **_):
+        asked.append(is_late)
+
+    monkeypatch.setattr(setup, "load_agent", load_agent)
+    monkeypatch.setattr(hosts, "num_hosts", lambda: num_hosts)
+    build.load_setup(config(writer__source="/no/writer"), only_dev=True, is_over=True)
+    assert asked == [is_late]

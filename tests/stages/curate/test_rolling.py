@@ -1,0 +1,74 @@
+"""What a data stage remembers: whole waves, or it says which line is none."""
+
+import json
+
+import pytest
+
+from rsearch.data.curation import Attempt, to_record
+from rsearch.stages.curate.rolling import JOURNAL, Journal
+from rsearch.types import Lookup, Outcome, Passage
+
+RECORD = to_record(
+    Attempt(
+        ("search", "answer"),
+        ("shown", ""),
+        (Lookup(("q",), ((Passage("p", "title\ntext", 0.5),),)),),
+        "Paris",
+        Outcome.ANSWERED,
+    )
+)
+
+
+def test_waves_come_back_by_pass_and_round(tmp_path):
+    journal = Journal(tmp_path)
+    journal.append("first", 0, ["a", "b"], [[RECORD], []])
+    journal.append("first", 1, ["a"], [[RECORD, RECORD]])
+    journal.append("retry", 0, ["b"], [[RECORD]])
+    again = Journal(tmp_path)
+    assert again.rows == journal.rows
+    assert {name: len(found) for name, found in again.of("first").items()} == {
+        "a": 3,
+        "b": 0,
+    }
+    assert again.of("first", 1) == {"a": [RECORD, RECORD]}
+    assert again.of("none") == {}
+
+
+def test_a_wave_that_was_being_written_is_dropped(tmp_path):
+    Journal(tmp_path).append("first", 0, ["a"], [[RECORD]])
+    whole = (tmp_path / JOURNAL).read_bytes()
+    for end in (len(whole) // 2, len(whole) - 1):
+        (tmp_path / JOURNAL).write_bytes(whole + whole[:end])
+        assert len(Journal(tmp_path).rows) == 1
+        assert (tmp_path / JOURNAL).read_bytes() == whole
+
+
+WAVE = {"pass": "first", "round": 0, "ids": ["a"], "records": [[RECORD]]}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "{",
+        [],
+        3,
+        {},
+        WAVE | {"ids": ["a", "b"]},
+        WAVE | {"round": "0"},
+        WAVE | {"pass": None},
+        WAVE | {"records": [3]},
+        WAVE | {"records": [[RECORD | {"outcome": "won"}]]},
+        WAVE | {"records": [[{"turns": []}]]},
+        WAVE | {"records": [[RECORD | {"searches": [{"queries": ["q"]}]}]]},
+    ],
+    ids=repr,
+)
+def test_a_line_that_is_no_wave_is_named(tmp_path, damage):
+    Journal(tmp_path).append("first", 0, ["a"], [[RECORD]])
+    text = damage if isinstance(damage, str) else json.dumps(damage)
+    with open(tmp_path / JOURNAL, "a") as file:
+        file.write(text + "\n")
+    before = (tmp_path / JOURNAL).read_bytes()
+    with pytest.raises(ValueError, match=rf"{JOURNAL}:2: not "):
+        Journal(tmp_path)
+    assert (tmp_path / JOURNAL).read_bytes() == before

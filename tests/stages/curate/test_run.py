@@ -1,0 +1,399 @@
+"""The data stages: what they write, that it adds up, that a stop changes nothing."""
+
+import dataclasses
+import json
+
+import pytest
+
+from rsearch import setup as build
+from rsearch.config.stage_plan import DEMONSTRATIONS, QUESTIONS, SUMMARY
+from rsearch.data.curation import SEGMENT_KINDS
+from rsearch.data.demonstrations import load_demonstrations
+from rsearch.data.questions import load_questions
+from rsearch.protocols.base import Step
+from rsearch.stages.curate import rolling as curate_rolling
+from rsearch.stages.curate import run as curate
+from rsearch.stages.curate.rolling import JOURNAL
+from rsearch.types import Answer, Search, Source
+from tests.small_run import config, load_setup, quick_compilation
+from tests.stages.scripted import Script, Stopped
+
+__all__ = ["quick_compilation"]
+SIZES = {
+    "stages": ("curate",),
+    "data__max_train": 14,
+    "rollout__slots": 1,
+    "rollout__max_turn_tokens": 60,
+    "rollout__max_searches": 3,
+    "curate__measure": "em",
+}
+
+
+@pytest.fixture(scope="module")
+def setup():
+    return load_setup(config(**SIZES))
+
+
+def with_fields(setup, **fields):
+    """The setup with other settings that its parts do not depend on."""
+    return dataclasses.replace(setup, config=config(**SIZES | fields))
+
+
+def answers(setup, how_often):
+    """A script: searches hop by hop, then answers; right as often as a question has it.
+
+    Args:
+        setup: of the world.
+        how_often: question's number in the stage -> probability of a right answer.
+    """
+    place = {q.id: i for i, q in enumerate(setup.train)}
+
+    def say(rng, question, conversation):
+        hops = setup.world.hops[question.id]
+        number = len(conversation.searches)
+        if number < len(hops):
+            action = Search((hops[number].subject,))
+            said = hops[number].gap
+        else:
+            is_right = rng.random() < how_often(place[question.id])
+            action = Answer(question.golden_answers[0] if is_right else "nobody")
+            said = hops[-1].fact
+        return setup.protocol.write(Step(number + 1, said, action, "I recall it."))
+
+    return say
+
+
+def run(setup, folder, script, monkeypatch, *, stage="curate"):
+    """The stage with this script; its files as {name: bytes}."""
+    monkeypatch.setattr(build, "make_rollouts", script)
+    folder.mkdir(parents=True, exist_ok=True)
+    curate.run(setup, {}, folder, stage=stage)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def summary_of(folder):
+    return json.loads((folder / SUMMARY).read_bytes())
+
+
+def check_sums(summary, num_questions):
+    """Every table of the summary adds up to its whole."""
+    assert summary["questions"] == num_questions
+    for name in ("questions", "kept", "rollouts"):
+        assert summary[name] == sum(row[name] for row in summary["verdicts"])
+        if summary["question_kinds"]:
+            parts = summary["question_kinds"].values()
+            assert summary[name] == sum(row[name] for row in parts)
+    total = sum(summary["demonstration_kinds"].values())
+    assert summary["demonstrations"] == total
+
+
+def often(number):
+    """Question 0 is never answered right, the others more and more often."""
+    return number / 13
+
+
+def test_segments_are_written_replayed_and_add_up(setup, tmp_path, monkeypatch, capsys):
+    script = Script(answers(setup, often))
+    run(setup, tmp_path, script, monkeypatch)
+    summary = summary_of(tmp_path)
+    check_sums(summary, 14)
+    assert {row["verdict"] for row in summary["verdicts"]} == {"kept", "wrong"}
+    assert summary["rollouts"] == 14  # one a question
+    kinds = summary["demonstration_kinds"]
+    assert set(kinds) <= set(SEGMENT_KINDS)
+    # Each kept rollout opens with a search and ends with one answer.
+    assert kinds["search_from_question"] == kinds["answer_from_retrieved"]
+    assert kinds["search_from_question"] == summary["kept"] > 0
+    assert "wrong" in capsys.readouterr().out
+    made = load_demonstrations(tmp_path / DEMONSTRATIONS)
+    assert len(made) == summary["demonstrations"]
+    assert all(d.context_turns == len(d.turns) - 1 for d in made)
+    path = str(tmp_path / DEMONSTRATIONS)
+    whole = config(
+        **{**SIZES, "stages": ("sft",)},
+        sft__demonstrations=path,
+        sft__sequence_tokens=999,
+    )
+    rollouts = build.replay_demonstrations(load_setup(whole))
+    learnt = [r.policy_texts for r in rollouts]
+    assert learnt == [(d.turns[-1],) for d in made]
+    # What a last search would find is no part of the segment.
+    assert all(r.segments[-1].source == Source.POLICY for r in rollouts)
+
+
+METHODS = {
+    "segments": {"rollouts": 3},
+    "answerable": {"retry_rollouts": 3, "retry_searches": 4},
+    "difficulty": {"rollouts": 5, "easy_below": 2, "hard_above": 3},
+    "both_knowledge": {"rollouts": 3},
+}
+
+
+@pytest.mark.fault(40, "every stage")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stage_that_was_stopped_anywhere_ends_with_the_same_files(
+    setup, tmp_path, monkeypatch, method
+):
+    own = {f"curate__{name}": value for name, value in METHODS[method].items()}
+    if method == "both_knowledge":
+        own["protocol__name"] = "r1_searcher_pp"
+        setup = load_setup(config(**SIZES, curate__method=method, **own))
+    else:
+        setup = with_fields(setup, curate__method=method, **own)
+    say = answers(setup, often)
+    whole = Script(say)
+    wanted = run(setup, tmp_path / "a", whole, monkeypatch)
+    check_sums(summary_of(tmp_path / "a"), 14)
+    assert whole.num_calls > 4
+    for stop_after in (0, 1, whole.num_calls // 2, whole.num_calls - 1):
+        folder = tmp_path / f"b{stop_after}"
+        with pytest.raises(Stopped):
+            run(setup, folder, Script(say, stop_after), monkeypatch)
+        assert not curate.is_done(folder)
+        with open(folder / JOURNAL, "ab") as file:
+            file.write(b'{"pass": "first", "rou')  # torn off while it was written
+        rest = Script(say)
+        assert run(setup, folder, rest, monkeypatch) == wanted
+        assert rest.num_calls == whole.num_calls - stop_after
+
+
+def test_a_finished_stage_does_nothing(setup, tmp_path, monkeypatch):
+    assert not curate.is_done(tmp_path)
+    script = Script(answers(setup, often))
+    files = run(setup, tmp_path, script, monkeypatch)
+    assert curate.is_done(tmp_path)
+    calls = script.num_calls
+    assert run(setup, tmp_path, script, monkeypatch) == files
+    assert script.num_calls == calls
+
+
+def test_answerable_are_the_wrong_ones_that_a_retry_solves_and_some_right_ones(
+    setup, tmp_path, monkeypatch
+):
+    own = with_fields(
+        setup,
+        curate__method="answerable",
+        curate__retry_rollouts=6,
+        curate__retry_searches=5,
+        curate__retry_temperature=1.25,
+        rollout__temperature=0.5,
+    )
+    script = Script(answers(setup, often))
+    run(own, tmp_path, script, monkeypatch)
+    # (temperature, searches, rollouts at once): groups of at most 2.
+    assert script.made == [(0.5, 3, 1), (1.25, 5, 2)]
+    summary = summary_of(tmp_path)
+    check_sums(summary, 14)
+    count = {row["verdict"]: row["questions"] for row in summary["verdicts"]}
+    assert count["wrong, unanswerable"] >= 1  # question 0
+    right = count["right, drawn"] + count["right, not drawn"]
+    assert count["right, drawn"] == round(0.25 * right)
+    kept, problems = load_questions(tmp_path / QUESTIONS)
+    assert len(kept) == count["right, drawn"] + count["wrong, answerable"]
+    known = {q.id: q for q in setup.train}
+    assert not problems and all(known[q.id] == q for q in kept)
+    assert setup.train[0].id not in {q.id for q in kept}
+
+
+def test_without_retries_all_wrong_ones_are_kept(setup, tmp_path, monkeypatch):
+    own = with_fields(setup, curate__method="answerable", curate__retry_rollouts=0)
+    script = Script(answers(setup, lambda number: float(number > 3)))
+    run(own, tmp_path, script, monkeypatch)
+    summary = summary_of(tmp_path)
+    check_sums(summary, 14)
+    count = {row["verdict"]: row["kept"] for row in summary["verdicts"]}
+    assert count["wrong, not retried"] == 4
+    assert count["right, drawn"] == round(0.25 * 10)
+    assert summary["rollouts"] == 14
+
+
+def test_questions_whose_tools_failed_are_neither_right_nor_wrong(
+    setup, tmp_path, monkeypatch
+):
+    """One fails in every search, and one in those behind its first rollout."""
+    once, ever = (setup.world.hops[q.id][0].subject for q in setup.train[1:3])
+    heard = []
+
+    def search(queries):
+        heard.extend(queries)
+        found = setup.search(queries)
+        fails = [q == ever or (q == once and heard.count(q) > 1) for q in queries]
+        return [None if f else hits for f, hits in zip(fails, found, strict=True)]
+
+    own = with_fields(setup, curate__method="answerable", curate__retry_rollouts=2)
+    own = dataclasses.replace(own, search=search)
+    script = Script(answers(setup, lambda number: float(number > 2)))
+    run(own, tmp_path, script, monkeypatch)
+    summary = summary_of(tmp_path)
+    check_sums(summary, 14)
+    count = {row["verdict"]: row["rollouts"] for row in summary["verdicts"]}
+    shares = {name: count.pop(name) for name in ("right, drawn", "right, not drawn")}
+    assert sum(shares.values()) == 11
+    # Question 0 is asked again and still wrong; question 2 is not even asked again.
+    assert count == {
+        "wrong, unanswerable": 1 + 2,
+        "wrong, tools failed": 1 + 2,
+        "tools failed": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    "whole, most, size", [(8, 10, 8), (8, 6, 4), (8, 3, 2), (5, 3, 1), (1, 10, 1)]
+)
+def test_rollouts_go_in_groups_that_divide_a_whole_one(whole, most, size):
+    assert curate_rolling._group_size(whole, most) == size
+
+
+def test_a_stage_may_go_on_with_other_slots(setup, tmp_path, monkeypatch):
+    fields = {"curate__method": "difficulty", "curate__rollouts": 3}
+    fields |= {"curate__easy_below": 2, "curate__hard_above": 2}
+    own, more, most = (
+        with_fields(setup, rollout__group_size=4, rollout__slots=slots, **fields)
+        for slots in (1, 2, 3)  # one is less than a group
+    )
+    say = answers(setup, often)
+    wanted = run(own, tmp_path / "a", Script(say), monkeypatch)
+    for folder, other in (("b", more), ("c", most)):
+        with pytest.raises(Stopped):
+            run(own, tmp_path / folder, Script(say, 3), monkeypatch)
+        found = run(other, tmp_path / folder, Script(say), monkeypatch)
+        assert all(found[name] == wanted[name] for name in (QUESTIONS, SUMMARY))
+
+
+def test_first_rollouts_are_taken_over_from_another_stage(setup, tmp_path, monkeypatch):
+    twice = with_fields(setup, curate__rollouts=2)
+    run(twice, tmp_path / "curate_sft", Script(answers(setup, often)), monkeypatch)
+    own = with_fields(
+        setup, curate__method="answerable", curate__first="stage:curate_sft"
+    )
+    script = Script(answers(setup, often))
+    run(own, tmp_path / "curate_rl", script, monkeypatch, stage="curate_rl")
+    assert len(script.made) == 1  # only the retries
+    first, second = (summary_of(tmp_path / s) for s in ("curate_sft", "curate_rl"))
+    count = {row["verdict"]: row["questions"] for row in second["verdicts"]}
+    right = count["right, drawn"] + count["right, not drawn"]
+    assert right == first["kept"]
+
+
+def test_a_missing_first_stage_is_named(setup, tmp_path, monkeypatch):
+    own = with_fields(setup, curate__first="stage:curate_x")
+    with pytest.raises(
+        ValueError, match=r"curate\.first = 'stage:curate_x': .*missing"
+    ):
+        run(own, tmp_path, Script(answers(setup, often)), monkeypatch)
+
+
+def test_difficulty_counts_rollouts_and_another_mix_needs_none(
+    setup, tmp_path, monkeypatch
+):
+    bounds = {"curate__easy_below": 2, "curate__hard_above": 3, "curate__rollouts": 6}
+    own = with_fields(setup, curate__method="difficulty", **bounds)
+    run(own, tmp_path / "curate_a", Script(answers(setup, often)), monkeypatch)
+    check_sums(summary_of(tmp_path / "curate_a"), 14)
+    kept, _ = load_questions(tmp_path / "curate_a" / QUESTIONS)
+    assert len(kept) == 14
+    wanted = {1: "easy", 2: "medium", 3: "medium", 4: "hard", 5: "hard", 6: "hard"}
+    for question in kept:
+        needed = question.metadata["rollouts_needed"]
+        assert question.metadata["difficulty"] == wanted.get(needed, "hard")
+    assert kept[0].metadata["rollouts_needed"] is None
+    levels = [q.metadata["difficulty"] for q in kept]
+    again = with_fields(
+        setup,
+        curate__method="mix",
+        curate__first="stage:curate_a",
+        curate__mix=("hard 1", "medium 99"),
+        **bounds,
+    )
+    script = Script(None)
+    run(again, tmp_path / "curate_b", script, monkeypatch, stage="curate_b")
+    assert not script.made
+    taken, _ = load_questions(tmp_path / "curate_b" / QUESTIONS)
+    found = [q.metadata["difficulty"] for q in taken]
+    assert found.count("hard") == 1
+    assert found.count("medium") == levels.count("medium") == len(found) - 1
+    (note,) = summary_of(tmp_path / "curate_b")["notes"]
+    assert f"there are {levels.count('medium')} such" in note
+
+
+def test_what_is_never_right_can_be_left_out(setup, tmp_path, monkeypatch):
+    own = with_fields(
+        setup,
+        curate__method="difficulty",
+        curate__rollouts=2,
+        curate__keep_unsolved=False,
+    )
+    run(own, tmp_path, Script(answers(setup, lambda i: float(i > 4))), monkeypatch)
+    kept, _ = load_questions(tmp_path / QUESTIONS)
+    assert [q.id for q in kept] == [q.id for q in setup.train[5:]]
+
+
+def test_at_most_so_many_questions_are_kept(setup, tmp_path, monkeypatch):
+    own = with_fields(setup, curate__max_kept=3)
+    run(own, tmp_path, Script(answers(setup, lambda i: 1.0)), monkeypatch)
+    summary = summary_of(tmp_path)
+    check_sums(summary, 14)
+    assert summary["kept"] == 3
+    made = load_demonstrations(tmp_path / DEMONSTRATIONS)
+    assert len({d.question.id for d in made}) == 3
+
+
+def test_nothing_kept_is_an_error_with_the_reasons(setup, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="kept none of 14 questions: wrong 14"):
+        run(setup, tmp_path, Script(answers(setup, lambda i: 0.0)), monkeypatch)
+    assert not curate.is_done(tmp_path)
+
+
+def test_the_rewriter_learns_from_what_was_found(tmp_path, monkeypatch):
+    sizes = {**SIZES, "protocol__name": "r1_searcher_pp"}
+    rewrite = "{document}\nReword: {question}"
+    setup = load_setup(
+        config(**sizes, curate__method="rewriter", protocol__rewrite=rewrite)
+    )
+    run(setup, tmp_path, Script(answers(setup, often)), monkeypatch)
+    summary = summary_of(tmp_path)
+    check_sums(summary, 14)
+    assert summary["demonstration_kinds"] == {"reworded": summary["kept"]}
+    known = {q.id: q for q in setup.train}
+    for made in load_demonstrations(tmp_path / DEMONSTRATIONS):
+        (message,) = made.messages
+        documents, _, asked = message["content"].partition("\nReword: ")
+        question = known[made.question.id]
+        assert asked == question.text
+        assert setup.world.hops[question.id][0].subject in documents
+        assert setup.protocol.parse(made.turns[0]) == Answer(question.golden_answers[0])
+
+
+def test_a_real_policy_is_heard_the_same_again_after_a_stop(
+    setup, tmp_path, monkeypatch
+):
+    """Random weights: nothing is right, so all are hard."""
+    own = with_fields(setup, curate__method="difficulty", curate__rollouts=3)
+    limits = dataclasses.replace(own.limits, max_turn_tokens=8, max_searches=1)
+    own = dataclasses.replace(own, limits=limits)
+    params, real = build.initial_params(own), build.make_rollouts
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    curate.run(own, params, tmp_path / "a", stage="curate")
+
+    def breaking(*args, **kwargs):
+        engine, calls = real(*args, **kwargs), []
+
+        def roll(*given):
+            calls.append(0)
+            if len(calls) == 6:
+                raise Stopped
+            return engine(*given)
+
+        roll.place = engine.place
+        return roll
+
+    monkeypatch.setattr(build, "make_rollouts", breaking)
+    with pytest.raises(Stopped):
+        curate.run(own, params, tmp_path / "b", stage="curate")
+    monkeypatch.setattr(build, "make_rollouts", real)
+    curate.run(own, params, tmp_path / "b", stage="curate")
+    for name in (JOURNAL, QUESTIONS, SUMMARY):
+        assert (tmp_path / "a" / name).read_bytes() == (
+            tmp_path / "b" / name
+        ).read_bytes()
+    assert summary_of(tmp_path / "a")["verdicts"][0]["verdict"] == "hard"

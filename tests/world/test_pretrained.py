@@ -1,0 +1,325 @@
+"""Small models of the embedded world: what they read, and that they are made once."""
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.models.hf import config as hf_config
+from rsearch.models.tokenizer import load_tokenizer
+from rsearch.protocols.table import PROTOCOLS
+from rsearch.retrieval.encoder import HashedNgrams
+from rsearch.retrieval.engine import engine_in_memory
+from rsearch.setup.parts import world_tokenizer
+from rsearch.types import Source
+from rsearch.world import pretrained, reading
+from rsearch.world.pretrained import MODELS, find_source, find_world_model
+from rsearch.world.world import KINDS, make_world
+from tests.small_run import config, quick_compilation
+
+__all__ = ["quick_compilation"]
+WORLD = dict(
+    people=60,
+    films=40,
+    companies=10,
+    cities=10,
+    train_questions=60,
+    dev_questions=12,
+    kinds=KINDS,
+    known_share=0.3,
+    missing_share=0.2,
+    distractors=5,
+)
+SHAPE = dict(width=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8)
+LITTLE = dataclasses.replace(
+    MODELS["base"], **SHAPE, mlp_width=16, steps=1, step_tokens=320
+)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world(seed=0, **WORLD)
+
+
+@pytest.fixture(scope="module")
+def search(world):
+    return engine_in_memory(world.passages, HashedNgrams(512), top_k=1)
+
+
+@pytest.fixture(scope="module")
+def read(world, search):
+    """What a model reads, by its name; made once."""
+
+    @functools.cache
+    def of(name):
+        return reading.reading(world, MODELS[name].shares, search, seed=0)
+
+    return of
+
+
+def texts(item):
+    """All that is in one thing to read."""
+    if isinstance(item, reading.Dialogue):
+        return [item.question.text, *item.turns, *(item.observations or ())]
+    if isinstance(item, reading.Chat):
+        return [*(m["content"] for m in item.messages), item.reply]
+    return [part for piece in item.pieces for part in piece]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_held_out_question_is_read(world, read, name):
+    held_out = [question.text for question in world.dev]
+    for item in read(name):
+        joined = " ".join(texts(item))
+        assert not any(text in joined for text in held_out)
+
+
+@pytest.mark.parametrize("name", ["base", "expert"])
+def test_facts_are_read_of_the_famous_alone_and_of_all_of_these(world, read, name):
+    items = read(name)
+    own = [item.pieces for item in items if isinstance(item, reading.Text)]
+    own = [pieces for pieces in own if pieces[0][0].strip() in world.facts]
+    told = [pair for pieces in own for pair in pieces]
+    subjects = {subject.strip() for subject, _ in told}
+    assert subjects == world.famous
+    count = sum(len(world.facts[subject]) for subject in subjects)
+    assert len(told) == count * MODELS[name].shares.facts
+
+
+def test_policies_read_dialogues_of_every_protocol_and_a_judge_reads_none(world, read):
+    for name in ("base", "expert"):
+        items = read(name)
+        dialogues = [i for i in items if isinstance(i, reading.Dialogue)]
+        assert {d.protocol for d in dialogues} == set(PROTOCOLS)
+        known = len(reading._recollections(world)) * MODELS[name].shares.recalling
+        assert len(dialogues) == len(PROTOCOLS) * len(world.train) + known
+    kinds = {type(item) for item in read("judge")}
+    assert kinds == {reading.Chat, reading.Text}
+
+
+def test_a_comparison_can_be_made_from_what_is_given_alone(world):
+    rng = np.random.default_rng(0)
+    dated = r"(\w+ \w+) +(?:Born in \w+\. Works for \w+ \w+\. |Directed by \w+ \w+\. "
+    dated += r"|Based in \w+\. )?(Birth|Release|Founding) (\d{4})\."
+    turns = set()
+    for _ in range(200):
+        pieces = reading._comparison(world, rng).pieces
+        question = pieces[0][0]
+        names = re.sub(r".*older, ", "", question)[:-1].split(" or ")
+        shown = "".join(given for given, _ in pieces[1:])
+        facts = re.findall(dated, shown)
+        assert [name for name, *_ in facts] == names
+        assert len({year for *_, year in facts}) == len(facts) == len(names)
+        name, relation, year = min(facts, key=lambda fact: int(fact[2]))
+        learnt = [learnt for _, learnt in pieces]
+        assert learnt[-1].endswith(f" {relation} {year} first. {name}.")
+        for fact in facts:
+            assert f"{fact[0]} {fact[1]} {fact[2]}." in "".join(learnt)
+        asked = ", ".join(re.findall(r"\? (.*)$", t)[0] for t in learnt[:-1])
+        assert asked == ", ".join(names)
+        turns.add(len(pieces) - len(names))
+    assert turns == {1, 0}  # one by one, or together
+
+
+def test_an_ordering_names_the_first_of_the_years_told():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        for told, learnt in reading._orderings(rng).pieces:
+            facts = re.findall(r"(Birth|Release|Founding) (\d{4})\.", told)
+            assert len(facts) in (2, 3) and len({year for _, year in facts}) > 1
+            relation, year = min(facts, key=lambda fact: int(fact[1]))
+            assert learnt == f" {relation} {year} first."
+
+
+def test_a_lookup_tells_what_is_to_be_told_again_and_leads_on(world):
+    rng = np.random.default_rng(0)
+    told = missing = chains = 0
+    for _ in range(300):
+        pieces = reading._lookups(world, rng).pieces
+        chains += len(pieces) > 1
+        for given, learnt in pieces:
+            words, _, passage = given.strip().partition("? ")
+            assert learnt.startswith(f" {words} ")
+            if learnt == f" {words} unknown.":
+                assert words not in passage
+                missing += 1
+            else:
+                assert learnt in passage
+                told += 1
+        for (_, learnt), (given, _) in itertools.pairwise(pieces):
+            subject = re.sub(r"^ (Directed by|Born in|Works for|Based in) ", "", learnt)
+            assert f"? {subject[:-1]} {subject[:-1]} " in given
+    assert told > 10 * missing > 0 and chains > 100
+
+
+def test_what_is_known_in_part_is_recalled_as_far_as_it_is(world):
+    found = reading._recollections(world)
+    known = [
+        any(hop.subject in world.famous for hop in world.hops[q.id])
+        for q in world.train
+    ]
+    assert len(found) == sum(known) > 0
+    for dialogue in found:
+        hops = world.hops[dialogue.question.id]
+        famous = [hop for hop in hops if hop.subject in world.famous]
+        recalled = " ".join(dialogue.turns)
+        assert all(hop.sentence in recalled for hop in famous)
+        searches = sum("external_search" in turn for turn in dialogue.turns)
+        assert searches == len(hops) - len(famous)
+
+
+def share_right(world, search, name):
+    """Of the dialogues, recollections apart, how many end with the answer."""
+    shares = dataclasses.replace(MODELS[name].shares, recalling=0)
+    items = reading.reading(world, shares, search, seed=0)
+    dialogues = [i for i in items if isinstance(i, reading.Dialogue)]
+    return np.mean(
+        [
+            PROTOCOLS[d.protocol].parse(d.turns[-1]).text
+            == d.question.golden_answers[0]
+            for d in dialogues
+        ]
+    )
+
+
+def test_the_expert_is_always_right_and_the_base_model_often_wrong(world, search):
+    assert share_right(world, search, "expert") == 1
+    assert share_right(world, search, "base") < 0.6
+
+
+def test_evidence_is_enough_for_an_answer_or_the_answer_is_unknown(world, read):
+    by_text = {question.text: question for question in world.train}
+    items = read("judge")
+    for chat in [item for item in items if isinstance(item, reading.Chat)]:
+        content = chat.messages[0]["content"]
+        (question,) = [
+            q for text, q in by_text.items() if f"Question: {text}" in content
+        ]
+        hops = world.hops[question.id]
+        is_told = all(f"(Title: {hop.subject})" in content for hop in hops)
+        right = question.golden_answers[0] if is_told else "unknown"
+        assert chat.reply == right
+
+
+def test_rows_learn_what_is_written_and_read_what_is_given(world, search, read):
+    tokenizer = world_tokenizer(world)
+    items = read("expert")
+    rows = pretrained._rows(items, tokenizer, search)
+    assert len(rows) == len(items)
+    for item, row in zip(items, rows, strict=True):
+        learnt = [s for s in row if s.source == Source.POLICY]
+        written = "".join(tokenizer.decode(s.token_ids) for s in learnt)
+        written = written.replace("<|end|>", "")
+        if isinstance(item, reading.Dialogue):
+            assert written == "".join(item.turns)
+        elif isinstance(item, reading.Chat):
+            assert written == f" {item.reply}"
+        else:
+            assert written == "".join(told for _, told in item.pieces)
+    assert max(map(pretrained._length, rows)) <= pretrained.LENGTHS[-1]
+
+
+def test_batches_hold_every_row_before_any_comes_again(world, search, read):
+    items = read("base")
+    tokenizer = world_tokenizer(world)
+    rows = pretrained._rows(items, tokenizer, search)
+
+    def ids(row):
+        return tuple(np.concatenate([s.token_ids for s in row]).tolist())
+
+    seen = set()
+    wanted = {ids(row) for row in rows}
+    batches = pretrained._batches(rows, LITTLE, seed=0, multiple=1)
+    for _ in range(len(rows) + 10):
+        batch = next(batches)
+        tokens = batch.tokens[0]
+        assert tokens.size <= LITTLE.step_tokens or len(tokens) == 1
+        seen |= {tuple(row.tolist()) for row in tokens}
+        if len(seen) >= len(wanted):
+            break
+    padded = {n: {w + (0,) * (n - len(w)) for w in wanted} for n in pretrained.LENGTHS}
+    assert seen <= set().union(*padded.values())
+    assert len(seen) == len(wanted)
+
+
+def test_a_model_is_made_once_and_found_after_that(tmp_path, monkeypatch):
+    said = []
+
+    def find(seed=0, **settings):
+        return find_world_model(
+            "base",
+            world_settings={**WORLD, **settings},
+            seed=seed,
+            say=said.append,
+            cache=tmp_path,
+            how=LITTLE,
+        )
+
+    made = find()
+    assert said and made.parent == tmp_path
+    said.clear()
+    stamp = (made / "model.safetensors").stat().st_mtime_ns
+    assert find() == made and not said
+    assert (made / "model.safetensors").stat().st_mtime_ns == stamp
+    assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    spec = hf_config.read_spec(made)
+    assert (spec.width, spec.num_layers) == (16, 1)
+    tokenizer = load_tokenizer(made)
+    own = world_tokenizer(make_world(seed=0, **WORLD))
+    assert tokenizer.fingerprint == own.fingerprint
+    params = huggingface.load_params(made, spec)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+    # Another world or seed is another model; nothing else of it is looked at here.
+    monkeypatch.setattr(pretrained, "_train", lambda *_: (params, spec))
+    assert len({made, find(people=61), find(seed=1)}) == 3
+
+
+def test_making_it_again_gives_the_same_weights(tmp_path):
+    made = [
+        find_world_model(
+            "base",
+            world_settings=WORLD,
+            seed=0,
+            cache=tmp_path / name,
+            how=LITTLE,
+        )
+        for name in ("a", "b")
+    ]
+    a, b = ((m / "model.safetensors").read_bytes() for m in made)
+    assert made[0].name == made[1].name
+    assert a == b
+
+
+def test_a_source_is_of_the_world_or_a_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("RSEARCH_CACHE", str(tmp_path))
+    monkeypatch.setitem(pretrained.MODELS, "base", LITTLE)
+    c = config()
+    found = find_source(c, "world:base", say=lambda text: None)
+    assert found.parent == tmp_path / "world"
+    assert found.name.startswith("base-")
+    assert find_source(c, str(found)) == pathlib.Path(found)
+
+
+def test_a_model_that_there_is_not_is_named_with_those_there_are():
+    with pytest.raises(ValueError, match=r"'world:oracle': .* base, expert, judge"):
+        find_source(config(), "world:oracle")
+
+
+def test_a_word_starts_out_alike_with_and_without_a_space(world):
+    tokenizer = world_tokenizer(world)
+    rng = np.random.default_rng(0)
+    before = jax.numpy.asarray(rng.normal(size=(tokenizer.vocab_size, 4)))
+    after = np.asarray(pretrained._alike(before, tokenizer))
+    ids = {token: i for i, token in enumerate(tokenizer.token_bytes)}
+    words = [t for t in ids if b" " + t in ids]
+    assert len(words) > 20
+    shift = {tuple(np.round(after[ids[w]] - after[ids[b" " + w]], 5)) for w in words}
+    assert len(shift) == 1
+    others = [i for t, i in ids.items() if t not in words]
+    np.testing.assert_array_equal(after[others], np.asarray(before)[others])
