@@ -101,7 +101,7 @@ def test_faults_of_users_and_ours_are_told_apart(capsys):
 
 COMMAND = """
 import sys
-from rsearch import config
+from rsearch.config import recipes as config
 
 def main(argv):
     c, flags = config.parse_command_line(argv, flags={})

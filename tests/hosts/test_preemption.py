@@ -25,7 +25,8 @@ SELDOM = dict(checkpoint__sft_steps=1000, checkpoint__rl_steps=1000)
 ALONE = {"stages": "('rl',)", "eval__at_start": False}  # begins at once
 PROGRAM = """
 import signal, sys, time
-from rsearch import config, preemption
+from rsearch.config import recipes as config
+from rsearch.hosts import preemption
 saved = sys.argv[2]
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 

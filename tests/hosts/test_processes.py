@@ -142,7 +142,7 @@ def test_what_an_earlier_job_has_left_in_the_environment_is_not_looked_at(
 
 ALONE = """
 import sys
-from rsearch import hosts
+from rsearch.hosts import processes as hosts
 import jax
 given = dict(num_hosts=1, host=0) if sys.argv[1] != "auto" else {}
 hosts.begin(sys.argv[1], **given)
@@ -282,7 +282,9 @@ def test_a_host_that_fails_in_a_shared_program_ends_the_others(tmp_path, monkeyp
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\n"
-        "from rsearch import config, hosts, train\n"
+        "from rsearch import train\n"
+        "from rsearch.config import recipes as config\n"
+        "from rsearch.hosts import processes as hosts\n"
         "from rsearch.rollout import play\n"
         "find = play.Play._find\n"
         "def broken(*args):\n"
@@ -304,7 +306,9 @@ def test_a_host_that_fails_alone_ends_those_that_wait_for_it(tmp_path, monkeypat
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\n"
-        "from rsearch import build, config, hosts, peers, train\n"
+        "from rsearch import setup as build, train\n"
+        "from rsearch.config import recipes as config\n"
+        "from rsearch.hosts import peers, processes as hosts\n"
         "replay = build.replay_demonstrations\n"
         "def broken(*args, **settings):\n"
         "    if hosts.index() == 1:\n"
@@ -359,7 +363,8 @@ def test_hosts_that_would_drift_apart_are_stopped(tmp_path, monkeypatch):
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\n"
-        "from rsearch import config, train\n"
+        "from rsearch import train\n"
+        "from rsearch.config import recipes as config\n"
         "words = sys.argv[1:]\n"
         "seed = words[-1].rpartition('=')[2]\n"
         "words = [w for w in words if not w.startswith('--config.seed')]\n"

@@ -7,7 +7,7 @@ from tests.hosts.test_processes import run_hosts
 WORKING = """
 import os, sys, time
 os.environ["XLA_FLAGS"] += " --xla_cpu_collective_timeout_seconds=2"
-from rsearch import hosts
+from rsearch.hosts import processes as hosts
 what, address, _, number = (word.rpartition("=")[2] for word in sys.argv[1:])
 
 def work(items):

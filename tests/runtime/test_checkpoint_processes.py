@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESTORE = """
 import sys
 import jax, numpy as np
-from rsearch import checkpoint
+from rsearch.runtime import checkpoint
 assert jax.device_count() == 2
 like = {"w": jax.ShapeDtypeStruct((16, 8), "float32")}
 tree = checkpoint.restore(sys.argv[1], 0, like)
@@ -56,7 +56,8 @@ DESCRIBE = """
 import sys
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from rsearch import gather, hosts, manifest
+from rsearch.hosts import collectives as gather, processes as hosts
+from rsearch.runtime import manifest
 address, _, number = (word.partition("=")[2] for word in sys.argv[1:])
 hosts.begin(address, num_hosts=2, host=int(number))
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
@@ -85,7 +86,8 @@ def test_arrays_of_several_hosts_are_gathered_a_few_rows_at_a_time():
 DAMAGED = """
 import sys
 import jax, numpy as np
-from rsearch import checkpoint, hosts
+from rsearch.runtime import checkpoint
+from rsearch.hosts import processes as hosts
 from rsearch.models.sharding import batch_sharding, make_mesh
 directory, where, address, _, number = (w.rpartition("=")[2] for w in sys.argv[1:])
 hosts.begin(address, num_hosts=2, host=int(number))
@@ -124,7 +126,7 @@ def test_damage_that_one_host_alone_sees_is_damage_to_all(tmp_path, where):
 SAVE_FOREVER = """
 import itertools, sys
 import jax.numpy as jnp
-from rsearch import checkpoint
+from rsearch.runtime import checkpoint
 start = (checkpoint.latest(sys.argv[1]) or 0) + 1
 for step in itertools.count(start):
     tree = {f"l{i}": jnp.full((64, 64), step, jnp.float32) for i in range(8)}

@@ -97,7 +97,8 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch):
 
 COMMAND = """
 import os, sys
-from rsearch import config, console
+from rsearch.config import recipes as config
+from rsearch.runtime import console
 
 def main(argv):
     how = argv[0]

@@ -9,7 +9,8 @@ from rsearch.config import recipes as config
 
 COMMAND = """
 import pathlib, resource, sys
-from rsearch import config, console
+from rsearch.config import recipes as config
+from rsearch.runtime import console
 
 def main(argv):
     how, done = argv

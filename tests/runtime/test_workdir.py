@@ -84,8 +84,8 @@ def test_what_a_workdir_refuses_is_found_before_and_changes_nothing(tmp_path, co
 
 HOLD = """
 import sys, time
-from rsearch import config
-from rsearch.workdir import Workdir
+from rsearch.config import recipes as config
+from rsearch.runtime.workdir import Workdir
 work = Workdir(sys.argv[1], config.load("configs/base.py"))
 print("held", flush=True)
 time.sleep(60)

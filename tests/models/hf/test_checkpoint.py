@@ -116,8 +116,9 @@ def test_sharded_files_load_straight_into_sharded_arrays(tmp_path):
 
 EXPORT = """
 import sys
-from rsearch import gather, hosts
-from rsearch.models import hf_config, huggingface, sharding, weights
+from rsearch.hosts import collectives as gather, processes as hosts
+from rsearch.models.hf import config as hf_config, checkpoint as huggingface, weights
+from rsearch.models import sharding
 source, out, address, _, number = (word.rpartition("=")[2] for word in sys.argv[1:])
 hosts.begin(address, num_hosts=2, host=int(number))
 spec = hf_config.read_spec(source)
