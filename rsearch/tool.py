@@ -101,7 +101,7 @@ class SearchTool:
         self._engine = build.make_rollouts(
             setup, host, temperature=0.0, top_p=1.0, group_size=1
         )
-        self._params = self._engine.place(build.initial_params(setup))
+        self._params = self._engine.place_params(build.initial_params(setup))
         self._answerer = build.load_agent(config, "answerer", setup.mesh)
         self._answer_from = config.eval.answer_from
         self._limits, self._max_chars = setup.limits, max_question_chars

@@ -172,7 +172,7 @@ def test_what_cannot_be_planned_is_told(topology, overrides, message):
 
 
 def test_rows_of_a_small_model_write_together_on_one_gpu(tmp_path):
-    """CPUs stand for it, where they would write in blocks (see rollout/writers.py)."""
+    """CPUs stand for it, where they would write in blocks (see rollout/decode.py)."""
     shape = SHAPE | {"mesh.tensor": 1, "rollout.slots": 64}
     fields = [f"--config.{name}={value}" for name, value in shape.items()]
     flops = {}

@@ -18,10 +18,10 @@ from rsearch.models.sharding import make_mesh, param_shardings
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.protocols.base import Protocol
 from rsearch.retrieval.service import OVERLAPPING
-from rsearch.rollout.automaton import token_automaton
 from rsearch.rollout.conversation import Host, Limits
-from rsearch.rollout.driver import RolloutEngine
-from rsearch.rollout.sampler import Sampler
+from rsearch.rollout.decode import Sampler
+from rsearch.rollout.scheduler import RolloutEngine
+from rsearch.rollout.stop_strings import token_automaton
 from rsearch.types import Observation, Passage, Question, Search
 
 CHUNK = 512  # prompt tokens that go through the model at once, of each row
@@ -52,7 +52,7 @@ def make_decode(*, model, batch, num_prompt, num_new, dtype="float32"):
         temperature=0.0,
         top_p=1.0,
     )
-    params = sampler.place(params)
+    params = sampler.place_params(params)
     tokens = prompt_tokens(batch, num_prompt, vocab_size)
     count = np.full(batch, num_prompt, np.int32)
     every, is_row = np.arange(batch, dtype=np.int32), np.ones(batch, bool)
@@ -66,7 +66,7 @@ def make_decode(*, model, batch, num_prompt, num_new, dtype="float32"):
         rows = sampler.admit(empty, prompts, every, every)
         key = jax.random.key(0)
         rows = sampler.decode(params, rows, key, names, is_row, budget, batch, num_new)
-        turn = sampler.written(rows)
+        turn = sampler.turns_on_host(rows)
         ended = time.perf_counter()
         return {
             "seconds": ended - read,
@@ -215,7 +215,7 @@ def make_turns(
         temperature=0.0,
         top_p=1.0,
     )
-    params = sampler.place(params)
+    params = sampler.place_params(params)
     engine = RolloutEngine(
         sampler,
         host,

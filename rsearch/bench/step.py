@@ -122,7 +122,7 @@ def _steps(setup, params, repeats) -> list[dict]:
 
     def placed(params):
         plain = learner.plain(params, base, dtype=setup.model.dtype)
-        return roll_out.place(plain)
+        return roll_out.place_params(plain)
 
     place = clock.timed("place", placed)
     root, told = jax.random.key(c.seed), []

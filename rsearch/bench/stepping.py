@@ -21,10 +21,10 @@ from rsearch.learn.update import Learner
 from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 from rsearch.models.sharding import make_mesh
 from rsearch.models.small_tokenizer import train_tokenizer
-from rsearch.rollout.automaton import token_automaton
 from rsearch.rollout.conversation import Host, Limits
-from rsearch.rollout.driver import RolloutEngine
-from rsearch.rollout.sampler import Sampler
+from rsearch.rollout.decode import Sampler
+from rsearch.rollout.scheduler import RolloutEngine
+from rsearch.rollout.stop_strings import token_automaton
 from rsearch.types import Question
 
 KL_COEF = 0.04  # google-tunix's
@@ -83,7 +83,7 @@ def make_step(*, spec, num_questions, group_size, num_prompt, num_new, micro_bat
         questions = [Question(str(i), "", ("",)) for i in range(num_questions)]
         started = time.perf_counter()
         key = jax.random.key(step)
-        groups = roll_out(roll_out.place(state.params), questions, key)
+        groups = roll_out(roll_out.place_params(state.params), questions, key)
         rolled = time.perf_counter()
         lengths = [[len(r.segments[-1].text) for r in g.rollouts] for g in groups]
         rewards = np.array(lengths) % REWARD_DIVISOR / REWARD_DIVISOR

@@ -28,7 +28,7 @@ from rsearch.evaluation.answers import (
 )
 from rsearch.evaluation.scoring import summarise
 from rsearch.hosts import processes as hosts
-from rsearch.rollout.sending import share_groups
+from rsearch.rollout.records import share_groups
 from rsearch.runtime import checkpoint, console, files
 from rsearch.runtime.workdir import (
     read_rows,
@@ -148,7 +148,7 @@ class Evaluator:
                 console.note(f"evaluate {method}: {done}/{len(questions)} questions")
 
         key = jax.random.key(self._setup.config.seed)  # Greedy: never drawn from.
-        groups = engine(engine.place(params), questions, key, on_done=on_done)
+        groups = engine(engine.place_params(params), questions, key, on_done=on_done)
         if method == PROTOCOL and EVIDENCE in self._setup.config.eval.methods:
             self._last = weakref.ref(first), groups
         return groups

@@ -6,8 +6,8 @@ import xxhash
 
 from rsearch.models.decoder import Decoder
 from rsearch.models.tokenizer import Tokenizer
-from rsearch.rollout.automaton import token_automaton
-from rsearch.rollout.sampler import Sampler
+from rsearch.rollout.decode import Sampler
+from rsearch.rollout.stop_strings import token_automaton
 from rsearch.types import GenerateFn
 
 SHRINK = 4  # a smaller batch has 1/4 of the rows of the next larger one
@@ -53,7 +53,7 @@ def local_generator(
         temperature=temperature,
         top_p=top_p,
     )
-    params = sampler.place(params)
+    params = sampler.place_params(params)
     key = jax.random.key(seed)
     sizes = batch_sizes(num_rows)
 

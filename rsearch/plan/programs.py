@@ -30,10 +30,9 @@ from rsearch.models.sharding import (
 from rsearch.plan.costs import DURING, agents_memory, asked_memory, limits_of, shape_of
 from rsearch.plan.machines import Machine
 from rsearch.rollout.conversation import conversation_tokens, shown_tokens
-from rsearch.rollout.play import at_once
-from rsearch.rollout.pool import num_pages
-from rsearch.rollout.rows import row_shardings
-from rsearch.rollout.sampler import Sampler
+from rsearch.rollout.decode import Sampler, row_shardings
+from rsearch.rollout.pages import num_pages
+from rsearch.rollout.scheduler import admission_sizes
 from rsearch.setup.parts import policy_protocol
 from rsearch.setup.setup import Frame
 
@@ -214,8 +213,8 @@ def _rolling(frame, machine, *, resident, rollouts):
     )
     params = laid_out(params, mesh, DECODING_RULES)
     num_rows, group = c.rollout.slots, c.rollout.group_size
-    parts = max(1, sampler.parts(num_rows * sharing) // sharing)
-    moved, block = (sharing * n for n in at_once(num_rows, group, parts))
+    parts = max(1, sampler.num_parts(num_rows * sharing) // sharing)
+    moved, block = (sharing * n for n in admission_sizes(num_rows, group, parts))
     num_rows *= sharing
     pages = num_pages(sampler, num_rows, sharing * c.rollout.cache_tokens)
     rows = jax.eval_shape(lambda: sampler.empty(num_rows, pages))

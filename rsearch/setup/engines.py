@@ -14,17 +14,17 @@ from rsearch.hosts import processes as hosts
 from rsearch.models.sharding import own_mesh
 from rsearch.protocols import plain
 from rsearch.protocols.writing import written
-from rsearch.rollout.automaton import token_automaton
 from rsearch.rollout.conversation import (
     Host,
     Limits,
     conversation_tokens,
     markup_tokens,
 )
-from rsearch.rollout.driver import RolloutEngine
+from rsearch.rollout.decode import Sampler
+from rsearch.rollout.multihost import MultihostSampler
 from rsearch.rollout.replay import replay
-from rsearch.rollout.sampler import Sampler
-from rsearch.rollout.together import SharedSampler
+from rsearch.rollout.scheduler import RolloutEngine
+from rsearch.rollout.stop_strings import token_automaton
 from rsearch.runtime import console
 from rsearch.runtime.calls import asked_again
 from rsearch.setup.parts import WORLD
@@ -67,7 +67,7 @@ def make_rollouts(
         page_tokens=r.page_tokens,
     )
     if is_shared:
-        sampler = SharedSampler(sampler, mesh)
+        sampler = MultihostSampler(sampler, mesh)
     return RolloutEngine(
         sampler,
         host,

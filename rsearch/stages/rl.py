@@ -15,8 +15,7 @@ from rsearch.config.fields import to_json
 from rsearch.data.order import take
 from rsearch.hosts import processes as hosts
 from rsearch.rewards.group import reward_groups
-from rsearch.rollout.finished import Finished, fingerprint
-from rsearch.rollout.sending import Rewarded, share_rewarded
+from rsearch.rollout.records import Rewarded, RolloutCache, fingerprint, share_rewarded
 from rsearch.runtime import console
 from rsearch.runtime.compiles import num_compiles
 from rsearch.runtime.journal import Journal
@@ -123,9 +122,9 @@ def _steps(setup, learning, decoded, stage, memory, journal):
 
     def decoding(step, draw):
         """The policy as it decodes, and what it has written of this step."""
-        params = roll_out.place(decoded())
+        params = roll_out.place_params(decoded())
         own = [made_from, step, draw, fingerprint(params)]
-        return params, Finished(journal, own)
+        return params, RolloutCache(journal, own)
 
     def take_step(step, draw, state):
         clock, restarts = _Clock(), roll_out.num_restarts

@@ -16,8 +16,8 @@ import threading
 import time
 
 PLACES = {  # module, class or "", function
-    "rollout": ("rsearch.rollout.play", "Play", "_write"),
-    "search": ("rsearch.rollout.play", "Play", "_find"),
+    "rollout": ("rsearch.rollout.scheduler", "Play", "_write"),
+    "search": ("rsearch.rollout.scheduler", "Play", "_find"),
     "reward": ("rsearch.stages.rl", "", "rewarded"),
     "update": ("rsearch.learn.update", "Learner", "update"),
     "save": ("rsearch.runtime.storage", "", "write_tree"),

@@ -285,13 +285,13 @@ def test_a_host_that_fails_in_a_shared_program_ends_the_others(tmp_path, monkeyp
         "from rsearch import train\n"
         "from rsearch.config import recipes as config\n"
         "from rsearch.hosts import processes as hosts\n"
-        "from rsearch.rollout import play\n"
-        "find = play.Play._find\n"
+        "from rsearch.rollout import scheduler\n"
+        "find = scheduler.Play._find\n"
         "def broken(*args):\n"
         "    if hosts.index() == 1:\n"
         "        raise ValueError('the index is gone')\n"
         "    return find(*args)\n"
-        "play.Play._find = broken\n"
+        "scheduler.Play._find = broken\n"
         "sys.exit(config.run_command(train.command, sys.argv[1:]))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -8,8 +8,8 @@ import numpy as np
 
 from rsearch.protocols.tagged import SEARCH_R1
 from rsearch.rollout.conversation import Host, Limits
-from rsearch.rollout.driver import RolloutEngine
-from rsearch.rollout.rows import Context, Rows, Turn
+from rsearch.rollout.decode import Context, Rows, Turn
+from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.types import Passage, Question
 from tests.rollout import tiny
 
@@ -51,7 +51,7 @@ class Script:
     def num_shards(self):
         return self.cut
 
-    def parts(self, num_rows):
+    def num_parts(self, num_rows):
         return self.cut
 
     def agree(self, number):
@@ -60,7 +60,7 @@ class Script:
     def give_up(self):
         """Nobody else is there."""
 
-    def written(self, rows):
+    def turns_on_host(self, rows):
         return jax.device_get(rows.turn)
 
     def empty(self, num_rows, num_pages=0):

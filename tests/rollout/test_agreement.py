@@ -8,8 +8,8 @@ import pytest
 from rsearch.learn.logprobs import token_logprobs
 from rsearch.models import unstacked as layers
 from rsearch.models.sharding import make_mesh
-from rsearch.rollout import writers
-from rsearch.rollout.driver import RolloutEngine
+from rsearch.rollout import decode
+from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.types import Source
 from tests.rollout import tiny
 from tests.rollout.tiny import log_softmax, sorted_nucleus
@@ -223,14 +223,14 @@ def test_a_rollouts_draws_do_not_depend_on_the_pages_that_rows_share(expected, d
 def test_rows_that_write_a_few_at_once_draw_what_they_draw_together(
     expected, monkeypatch
 ):
-    monkeypatch.setattr(writers, "BLOCK_SIZE", 3)
+    monkeypatch.setattr(decode, "BLOCK_SIZE", 3)
     setup = tiny.make_engine(num_rows=8, search=slow_search(0))
     assert setup.sampler.queue_size(8) == 3
     assert ids_by_sample(setup.roll_out(SHUFFLED)) == expected
 
 
 def test_searches_that_overlap_find_what_they_find_one_by_one(expected, monkeypatch):
-    monkeypatch.setattr(writers, "BLOCK_SIZE", 2)
+    monkeypatch.setattr(decode, "BLOCK_SIZE", 2)
     setup = tiny.make_engine(num_rows=8, search=slow_search(0), searches_at_once=3)
     assert ids_by_sample(setup.roll_out(SHUFFLED)) == expected
 

@@ -18,15 +18,15 @@ from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 from rsearch.models.sharding import make_mesh
 from rsearch.models.small_tokenizer import train_tokenizer
 from rsearch.protocols.base import Protocol
-from rsearch.rollout.automaton import token_automaton
 from rsearch.rollout.conversation import (
     Host,
     Limits,
     conversation_tokens,
     markup_tokens,
 )
-from rsearch.rollout.driver import RolloutEngine
-from rsearch.rollout.sampler import Sampler
+from rsearch.rollout.decode import Sampler
+from rsearch.rollout.scheduler import RolloutEngine
+from rsearch.rollout.stop_strings import token_automaton
 from rsearch.types import Answer, Malformed, Observation, Passage, Question, Search
 
 WORDS = (
@@ -240,7 +240,7 @@ def make_engine(
         cache_tokens=cache_tokens,
         searches_at_once=searches_at_once,
     )
-    return Setup(engine, sampler, host, engine.place(params(seed)))
+    return Setup(engine, sampler, host, engine.place_params(params(seed)))
 
 
 def row_of(rollout):

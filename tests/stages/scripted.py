@@ -43,7 +43,7 @@ class Engine:
         self._group_size = group_size
         self._messages = messages or (lambda q: host.protocol.messages(q.text))
 
-    def place(self, params):
+    def place_params(self, params):
         return params
 
     def __call__(self, params, questions, key, *, on_done=None, finished=None):

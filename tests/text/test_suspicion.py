@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rsearch.evaluation.evaluator import transcripts
-from rsearch.rollout.sending import Rewarded
+from rsearch.rollout.records import Rewarded
 from rsearch.stages import rl
 from rsearch.text.suspicion import suspects
 from rsearch.types import (

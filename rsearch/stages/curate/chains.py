@@ -138,7 +138,7 @@ class _ChainBuilder:
             group_size=1,
             messages=lambda question: self._prompts[question.id],
         )
-        self._params = self._engine.place(work.params)
+        self._params = self._engine.place_params(work.params)
 
     def __call__(self, questions) -> list[dict]:
         """The record of the chain of each question."""
@@ -283,7 +283,7 @@ def _ablation_roller(work):
         group_size=1,
         messages=lambda question: ablation_messages(question, _parts(setup, question)),
     )
-    placed, key = engine.place(work.params), work.key(ABLATION)
+    placed, key = engine.place_params(work.params), work.key(ABLATION)
 
     def roll(questions):
         records = []

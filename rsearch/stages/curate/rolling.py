@@ -184,7 +184,7 @@ class Work:
             top_p=c.rollout.top_p,
             group_size=group_size,
         )
-        placed = engine.place(self.params)
+        placed = engine.place_params(self.params)
 
         def roll(questions, key):
             return [

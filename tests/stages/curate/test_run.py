@@ -384,7 +384,7 @@ def test_a_real_policy_is_heard_the_same_again_after_a_stop(
                 raise Stopped
             return engine(*given)
 
-        roll.place = engine.place
+        roll.place_params = engine.place_params
         return roll
 
     monkeypatch.setattr(build, "make_rollouts", breaking)

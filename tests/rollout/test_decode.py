@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rsearch.models.sharding import make_mesh
-from rsearch.rollout.drawing import nucleus, sample
+from rsearch.rollout.sampling import nucleus, sample
 from tests.rollout import tiny
 from tests.rollout.paused import ALL, COUNT, IDS, KEY, NAMES, SAME, Paused
 from tests.rollout.tiny import log_softmax, sorted_nucleus

@@ -4,7 +4,7 @@ import pytest
 
 from rsearch.hosts import processes as hosts
 from rsearch.models.sharding import make_mesh
-from rsearch.rollout.together import SharedSampler
+from rsearch.rollout.multihost import MultihostSampler
 from tests.rollout import tiny
 
 
@@ -14,5 +14,8 @@ def test_a_mesh_without_rows_for_every_host_is_refused(monkeypatch):
     with pytest.raises(
         ValueError, match=r"fsdp = 1: must be a multiple of the 2 hosts"
     ):
-        SharedSampler(tiny.make_sampler(), mesh)
-    assert SharedSampler(tiny.make_sampler(), make_mesh(data=4, tensor=2)).parts(8) == 2
+        MultihostSampler(tiny.make_sampler(), mesh)
+    assert (
+        MultihostSampler(tiny.make_sampler(), make_mesh(data=4, tensor=2)).num_parts(8)
+        == 2
+    )

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rsearch.rollout.finished import Finished, fingerprint
-from rsearch.rollout.sending import encode_groups
+from rsearch.rollout.records import RolloutCache, encode_groups, fingerprint
 from rsearch.runtime.journal import Journal
 from tests.rollout.scripted import ANSWERS, SEARCHES, WHO, play
-from tests.rollout.test_sending import plain
+from tests.rollout.test_records import plain
 
 TURNS = [[ANSWERS], [SEARCHES, ANSWERS], ["nothing", ANSWERS], [SEARCHES] * 3]
 
 
-class Half(Finished):
+class Half(RolloutCache):
     """Forgets what every other sample has written."""
 
     def get(self, question, sample):
@@ -29,29 +28,29 @@ def test_what_had_ended_is_not_written_again(tmp_path, num_rows):
         (groups, script) = play(TURNS, num_rows=num_rows, finished=finished)
         return plain(groups[0]), script, finished.num_reused
 
-    whole, first, num_reused = go_on(Finished)
+    whole, first, num_reused = go_on(RolloutCache)
     assert num_reused == 0 and len(first.whole) == 4
     half, second, num_reused = go_on(Half)
     assert half == whole and num_reused == 2
     assert {sample for _, sample in second.whole} == {0, 2}
-    again, third, num_reused = go_on(Finished)
+    again, third, num_reused = go_on(RolloutCache)
     assert again == whole and num_reused == 4 and not third.writers
 
 
 def test_another_policy_or_step_writes_anew(tmp_path):
     journal = Journal(tmp_path, "rollouts")
-    play(TURNS, finished=Finished(journal, ["policy", 3]))
+    play(TURNS, finished=RolloutCache(journal, ["policy", 3]))
     for made_from in (["policy", 4], ["other", 3]):
-        finished = Finished(journal, made_from)
+        finished = RolloutCache(journal, made_from)
         assert finished.get(WHO, 0) is None
-    assert Finished(journal, ["policy", 3]).get(WHO, 0) is not None
+    assert RolloutCache(journal, ["policy", 3]).get(WHO, 0) is not None
 
 
 def test_what_another_version_has_written_is_written_anew(tmp_path):
     journal = Journal(tmp_path, "rollouts")
     journal.add(["policy", WHO.id, 0], b"\0" * 9)
     journal.add(["policy", WHO.id, 1], encode_groups([]))
-    finished = Finished(journal, ["policy"])
+    finished = RolloutCache(journal, ["policy"])
     assert finished.get(WHO, 0) is None and finished.get(WHO, 1) is None
     assert finished.num_reused == 0
 

@@ -12,13 +12,12 @@ from jax.sharding import Mesh
 
 from rsearch.hosts import processes as hosts
 from rsearch.models.sharding import batch_sharding, num_shards, replicated
-from rsearch.rollout.rows import Rows, Turn
-from rsearch.rollout.sampler import Sampler
+from rsearch.rollout.decode import Rows, Sampler, Turn
 
 FAILED = -1  # agreed on by a host that cannot go on
 
 
-class SharedSampler:
+class MultihostSampler:
     """A Sampler's functions, each called by every host with its own rows.
 
     Attributes:
@@ -41,7 +40,7 @@ class SharedSampler:
                 "that each has rows of its own"
             )
         self._by_host, self._whole = batch_sharding(mesh), replicated(mesh)
-        self.place = sampler.place
+        self.place_params = sampler.place_params
         self._prefill = jax.jit(self._prefill_all)
         self.page_tokens, self.row_pages = sampler.page_tokens, sampler.row_pages
         self._admit = jax.jit(self._admit_all, donate_argnums=0, static_argnums=4)
@@ -58,7 +57,7 @@ class SharedSampler:
         """How many parts the devices cut the rows of each host into."""
         return self._shards // self._num
 
-    def parts(self, num_rows: int) -> int:
+    def num_parts(self, num_rows: int) -> int:
         """How many parts this many rows of each host are cut into."""
         del num_rows  # `empty` refuses what cannot be cut.
         return self.num_shards
@@ -131,7 +130,7 @@ class SharedSampler:
         own = names, begins, budget, np.int32(enough), np.int32(most), table
         return self._decode(params, rows, data, *self._each(own))
 
-    def written(self, rows: Rows) -> Turn:
+    def turns_on_host(self, rows: Rows) -> Turn:
         """What this host's rows have written, as arrays of this host."""
         return jax.tree.map(self._own, rows.turn)
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from rsearch.models.sharding import make_mesh
-from rsearch.rollout import writers
-from rsearch.rollout.play import Play
-from rsearch.rollout.writers import block_size, in_blocks, queue_size
+from rsearch.rollout import decode
+from rsearch.rollout.decode import block_size, in_blocks, queue_size
+from rsearch.rollout.scheduler import Play
 from tests.rollout import tiny
 from tests.rollout.paused import ALL, Paused
 
@@ -23,10 +23,10 @@ def test_a_sixteenth_of_the_rows_writes_in_whole_blocks(num_rows, block, most):
 
 def test_all_rows_write_at_once_where_a_step_costs_the_same(monkeypatch):
     one = make_mesh(devices=jax.devices()[:1])
-    assert block_size(tiny.model(), one, 64) == writers.BLOCK_SIZE
+    assert block_size(tiny.model(), one, 64) == decode.BLOCK_SIZE
     assert block_size(tiny.model(), one, 7) == 7
     assert block_size(tiny.model(), make_mesh(data=8), 64) == 64
-    monkeypatch.setattr(writers, "LARGE_LAYERS", 0)
+    monkeypatch.setattr(decode, "LARGE_LAYERS", 0)
     assert block_size(tiny.model(), one, 64) == 64
 
 
@@ -56,7 +56,7 @@ def test_rows_that_do_not_write_cost_nothing(together, monkeypatch, size):
             jax.debug.callback(lambda n: sizes.append(int(n)), count, ordered=True)
             return super()._write(params, rows, *given)
 
-    monkeypatch.setattr(writers, "BLOCK_SIZE", size)
+    monkeypatch.setattr(decode, "BLOCK_SIZE", size)
     monkeypatch.setattr(tiny, "WatchedSampler", Counted)
     few = Paused()
     found = few.decode(few.start())
@@ -73,7 +73,7 @@ def test_the_first_in_a_queue_end_their_turns_before_others_write(
     together, monkeypatch
 ):
     count = np.array(together.turn.count)
-    monkeypatch.setattr(writers, "BLOCK_SIZE", 1)
+    monkeypatch.setattr(decode, "BLOCK_SIZE", 1)
     one = Paused()
     queue, written = np.array([2, 0, 3, 1], np.int32), np.zeros(4, int)
     rows, begins = one.start(), ALL

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rsearch.rollout.automaton import byte_automaton, token_automaton
+from rsearch.rollout.stop_strings import byte_automaton, token_automaton
 from tests.rollout import tiny
 
 LETTERS = st.text("ab<é€𝄞", min_size=1, max_size=5)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.rollout.pool import Pool, num_pages
+from rsearch.rollout.pages import Pool, num_pages
 from tests.rollout.scripted import Script
 
 ROWS, PAGES, SIZE, LONGEST = 4, 14, 16, 6

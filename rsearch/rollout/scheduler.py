@@ -6,14 +6,21 @@ write on, and a row whose rollout has ended gives its slot to the next one.
 
 import collections
 import concurrent.futures
+import contextlib
+import math
 import time
+import zlib
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rsearch.hosts.preemption import OutageError
+from rsearch.hosts.preemption import OutageError, PreemptedError
 from rsearch.hosts.processes import OtherHostError, check_preempted
-from rsearch.rollout.conversation import Conversation
-from rsearch.types import Search
+from rsearch.rollout.conversation import Conversation, Host
+from rsearch.rollout.decode import Sampler
+from rsearch.rollout.pages import Pool, num_pages
+from rsearch.rollout.records import RolloutCache
+from rsearch.types import Group, Messages, Question, Search
 
 PAUSED_SHARE = 1 / 4  # of the writing rows: so many pause before the host answers them
 READ_SHARE = 1 / 8  # of the slots: so many rows read at once, or begin
@@ -24,7 +31,7 @@ PATIENCE = 0.005, 0.2
 PREEMPTION_SECONDS = 0.5  # between looks at whether the run was told to stop
 
 
-def at_once(num_rows: int, group_size: int, parts: int = 1) -> tuple[int, int]:
+def admission_sizes(num_rows: int, group_size: int, parts: int = 1) -> tuple[int, int]:
     """How many of B rows read or begin at once, and how many prompts are read.
 
     Args:
@@ -47,9 +54,9 @@ class Play:
         self.prompts, self.names = prompts, names
         num_rows, group_size = engine.num_rows, engine.group_size
         self.num_rows, self.group_size = num_rows, group_size
-        self.parts = self.sampler.parts(num_rows)
+        self.parts = self.sampler.num_parts(num_rows)
         self.queue_size = self.sampler.queue_size(num_rows)
-        self.num_moved, self.block = at_once(num_rows, group_size, self.parts)
+        self.num_moved, self.block = admission_sizes(num_rows, group_size, self.parts)
         self.rollouts = [[None] * group_size for _ in prompts]
         self.left = [group_size] * len(prompts)
         self.waiting = collections.deque(
@@ -80,7 +87,7 @@ class Play:
 
         Args:
             questions: whose prompts these are.
-            finished: see `rsearch.rollout.finished`.
+            finished: see `rsearch.rollout.records`.
         """
         for i, j in list(self.waiting):
             rollout = finished.get(questions[i], j)
@@ -201,7 +208,7 @@ class Play:
             self.pool.table,
             self._queue(),
         )
-        turn = self.sampler.written(rows)
+        turn = self.sampler.turns_on_host(rows)
         num_steps = np.max(turn.count - np.where(self.begins, 0, self.count))
         seconds = (time.monotonic() - started) / max(1, num_steps)
         self.patience = float(np.clip(seconds, *PATIENCE))
@@ -360,3 +367,124 @@ class Play:
 def _part(number: int, share: float) -> int:
     """A share of a number, one at least."""
     return max(1, round(number * share))
+
+
+class RolloutEngine:
+    """Rolls out questions in a fixed number of slots."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        host: Host,
+        *,
+        num_rows: int,
+        group_size: int,
+        messages: Callable[[Question], Messages] | None = None,
+        cache_tokens: int = 0,
+        search_seconds: float = math.inf,
+        searches_at_once: int = 1,
+    ):
+        """Holds what a rollout needs.
+
+        Args:
+            sampler: the compiled functions; they fix temperature and nucleus.
+            host: protocol, tokenizer, search and budgets.
+            num_rows: B, conversations decoded at once.
+            group_size: G, rollouts of each question.
+            messages: the chat that opens a question's rollouts; the protocol's own
+                where not given.
+            cache_tokens: that all conversations decoded at once hold together; where
+                that does not do, some wait, and in the end the latest begin anew. 0 is
+                what the longest hold.
+            search_seconds: a search that has not come back after them never will: no
+                thread can be ended, so the run is, with OutageError.
+            searches_at_once: calls of the host's search that may overlap.
+
+        Raises:
+            ValueError: too few for one conversation on each device.
+        """
+        self.sampler, self.host = sampler, host
+        self._num_pages = num_pages(sampler, num_rows, cache_tokens)
+        self.num_restarts = 0  # conversations begun anew, for want of room
+        self.num_rows, self.group_size = num_rows, group_size
+        self.search_seconds = search_seconds
+        self.searches_at_once = searches_at_once
+        self._messages = messages or (lambda q: host.protocol.messages(q.text))
+
+    def prompt(self, question: Question) -> np.ndarray:
+        """[n] int32 ids of the question's prompt."""
+        return self.host.prompt(self._messages(question))
+
+    @property
+    def num_traces(self) -> int:
+        """How often its functions have been traced; constant after the first call."""
+        return self.sampler.num_traces
+
+    def place_params(self, params):
+        """The parameters as `__call__` wants them."""
+        return self.sampler.place_params(params)
+
+    def __call__(
+        self,
+        params,
+        questions: Sequence[Question],
+        key,
+        *,
+        on_done=None,
+        finished: RolloutCache | None = None,
+    ) -> list[Group]:
+        """A group for each question.
+
+        Args:
+            params: from `place`.
+            questions: any number.
+            key: of this seed, stage and step. A rollout's draws follow from it, the
+                question's id, the sample's number and the token's position alone.
+            on_done: called with the number of questions finished so far.
+            finished: has rollouts that had ended before, and is told of those that end.
+
+        Raises:
+            ValueError: a prompt is longer than its budget.
+            OutageError: a search took longer than `search_seconds`.
+        """
+        limit = self.host.limits.max_prompt_tokens
+        prompts = [self.prompt(question) for question in questions]
+        for question, ids in zip(questions, prompts, strict=True):
+            if len(ids) > limit:
+                raise ValueError(
+                    f"question {question.id}: its prompt has {len(ids)} tokens, "
+                    f"rollout.max_prompt_tokens is {limit}"
+                )
+        names = [zlib.crc32(q.id.encode("utf-8", "replace")) for q in questions]
+        with _search_threads(self.searches_at_once) as threads:
+            pool = Pool(
+                self.num_rows,
+                num_pages=self._num_pages,
+                page_tokens=self.sampler.page_tokens,
+                row_pages=self.sampler.row_pages,
+                parts=self.sampler.num_parts(self.num_rows),
+            )
+            rows = self.sampler.empty(self.num_rows, self._num_pages)
+            device = pool, rows, params
+            play = Play(self, device, key, threads, prompts, names, on_done)
+            if finished is not None:
+                play.go_on(questions, finished)
+            rollouts = play.to_the_end()
+        self.num_restarts += play.num_restarts
+        return [
+            Group(question, tuple(own))
+            for question, own in zip(questions, rollouts, strict=True)
+        ]
+
+
+@contextlib.contextmanager
+def _search_threads(count):
+    """Threads, awaited at the end; where the run ends there is no time for that."""
+    threads, wait = concurrent.futures.ThreadPoolExecutor(count, "search"), True
+    try:
+        yield threads
+    except PreemptedError:
+        wait = False
+        raise
+    finally:
+        threads.shutdown(wait=wait, cancel_futures=not wait)

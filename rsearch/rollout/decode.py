@@ -8,32 +8,171 @@ Dimensions: B rows, Q prompts, P prompt tokens, E rows read to at once, O tokens
 they read, N tokens of a turn, S cache slots, V vocabulary.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rsearch.models.attention.cached import empty_cache
-from rsearch.models.attention.pages import empty_pages, put_rows
+from rsearch.models.attention.cached import Cache, empty_cache
+from rsearch.models.attention.pages import Pages, empty_pages, put_rows
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import (
     batch_sharding,
+    cut_axes,
     num_shards,
     place_for_decoding,
     platform_of,
+    replicated,
 )
-from rsearch.models.unstacked import extended, logits_behind, with_layers_apart
-from rsearch.rollout.drawing import row_keys, sample
-from rsearch.rollout.rows import (
-    Context,
-    Rows,
-    Turn,
-    begun,
-    returned,
-    row_shardings,
-    some,
+from rsearch.models.unstacked import (
+    LARGE_LAYERS,
+    extended,
+    logits_behind,
+    with_layers_apart,
 )
-from rsearch.rollout.writers import block_size, in_blocks, queue_size
+from rsearch.rollout.sampling import row_keys, sample
+
+
+class Context(NamedTuple):
+    """What rows have read and written.
+
+    Attributes:
+        cache: keys and values of the first `length` tokens of each row; in pages, if
+            the rows of a rollout share a number of them.
+        length: [B] int32 tokens so far.
+        logits: [B, V] float32 for the token that comes next.
+    """
+
+    cache: Cache | Pages
+    length: jax.Array
+    logits: jax.Array
+
+
+class Turn(NamedTuple):
+    """What B rows have written in their turns so far.
+
+    Attributes:
+        tokens: [B, N] int32; the first `count` of a row are valid.
+        logp: [B, N] float32 log-probability under the distribution sampled from.
+        count: [B] int32.
+        state: [B] uint8 of the stop strings' automaton.
+        active: [B] bool, the rows whose turn goes on.
+    """
+
+    tokens: jax.Array
+    logp: jax.Array
+    count: jax.Array
+    state: jax.Array
+    active: jax.Array
+
+
+class Rows(NamedTuple):
+    """The device state of B conversations."""
+
+    context: Context
+    turn: Turn
+
+
+def row_shardings(x: Rows | Context, mesh: Mesh):
+    """Rows, and pages, over data and fsdp, heads over tensor, where they divide.
+
+    Returns:
+        As x, the sharding of each array, or shape.
+    """
+    context = x.context if isinstance(x, Rows) else x
+    cache = context.cache
+    axes = (1, 0) if isinstance(cache, Pages) else (1, 2)  # of rows, and of heads
+    num_rows = len(context.length)
+    cached, num_heads = (cache.k.shape[axis] for axis in axes)
+    kept = [None, None, None]
+    kept[axes[0]], kept[axes[1]] = cut_axes(mesh, num_heads, num_rows, cached)
+    kept = NamedSharding(mesh, PartitionSpec(*kept))
+    is_cut = cut_axes(mesh, 1, num_rows)[0] is not None
+    row = batch_sharding(mesh) if is_cut else replicated(mesh)
+    shardings = Context(type(cache)(kept, kept), row, row)
+    if isinstance(x, Rows):
+        return Rows(shardings, Turn(*[row] * len(Turn._fields)))
+    return shardings
+
+
+def begun(turn: Turn, begins, budget) -> Turn:
+    """Where a row begins, a new turn of so many tokens; of others their own."""
+    blank = begins[:, None]
+    return Turn(
+        jnp.where(blank, 0, turn.tokens),
+        jnp.where(blank, 0.0, turn.logp),
+        jnp.where(begins, 0, turn.count),
+        jnp.where(begins, 0, turn.state).astype(jnp.uint8),
+        jnp.where(begins, budget > 0, turn.active),
+    )
+
+
+def some(rows: Rows, slots) -> Rows:
+    """[E] of the rows, those at slots, beside the cache of all.
+
+    A slot of B is nobody's, whose turn does not go on.
+    """
+    (cache, *context), turn = rows
+    context, turn = jax.tree.map(lambda x: x[slots], (context, turn))
+    own = turn._replace(active=turn.active & (slots < len(rows.turn.count)))
+    return Rows(Context(cache, *context), own)
+
+
+def returned(rows: Rows, own: Rows, slots) -> Rows:
+    """All rows, with what `some` of them have come to; the cache is theirs."""
+
+    def put(whole, part):
+        return whole.at[slots].set(part, mode="drop")
+
+    (_, *context), (cache, *own_context) = rows.context, own.context
+    context = jax.tree.map(put, context, own_context)
+    return Rows(Context(cache, *context), jax.tree.map(put, rows.turn, own.turn))
+
+
+BLOCK_SIZE = 16  # rows of a small model that a CPU lets write at once
+QUEUE_SHARE = 1 / 16  # of the rows: so many of them write where they stand in a queue
+
+
+def block_size(model: Decoder, mesh: Mesh, num_rows: int) -> int:
+    """How many of B rows write at once, in a program that has one size for all.
+
+    So what a row writes depends on no other, to the last bit.
+    """
+    is_small = model.spec.num_params * jnp.dtype(model.dtype).itemsize < LARGE_LAYERS
+    if platform_of(mesh) == "cpu" and mesh.size == 1 and is_small:
+        return min(num_rows, BLOCK_SIZE)
+    return num_rows
+
+
+def queue_size(num_rows: int, block: int) -> int:
+    """How many of B rows write in a step, at most, where they stand in a queue.
+
+    Whole blocks; all rows, where these are one.
+
+    Args:
+        num_rows: B.
+        block: of `block_size`.
+    """
+    if block == num_rows:
+        return num_rows
+    return max(1, int(num_rows * QUEUE_SHARE) // block) * block
+
+
+def in_blocks(active, queue, block: int) -> jax.Array:
+    """[n x block] int32 rows: those that write first, as they stand in the queue.
+
+    Args:
+        active: [B] bool, the rows that write.
+        queue: [B] int32 all rows; None is the order of their slots.
+        block: rows of each; B is nobody, where the last block is not full.
+    """
+    if queue is None:
+        queue = jnp.arange(len(active), dtype=jnp.int32)
+    order = queue[jnp.argsort(~active[queue])]
+    return jnp.pad(order, (0, -len(order) % block), constant_values=len(order))
+
 
 SLOT_TILE = 16  # of a TPU's tiles in bfloat16
 
@@ -73,7 +212,7 @@ class Sampler:
         Args:
             model: the policy's network.
             mesh: rows are spread over its data and fsdp axes, heads over tensor.
-            stop_table: [states, tokens] uint8 of `automaton.token_automaton`; ids of
+            stop_table: [states, tokens] uint8 of `stop_strings.token_automaton`; ids of
                 the model beyond the tokenizer's stand for nothing.
             eos_ids: token ids that end a turn.
             num_slots: S, tokens that a whole conversation may hold.
@@ -82,7 +221,7 @@ class Sampler:
                 time, at most.
             temperature, top_p: see `sample`.
             page_tokens: of a page, where `empty` makes some.
-            all_at_once: no blocks of rows (see `writers`), whatever the mesh is of.
+            all_at_once: no blocks of rows (see `block_size`), whatever the mesh is of.
 
         Raises:
             ValueError: the tokenizer has more ids than the model.
@@ -115,7 +254,7 @@ class Sampler:
         """How many parts the devices cut rows into, where these divide."""
         return num_shards(self._mesh)
 
-    def parts(self, num_rows: int) -> int:
+    def num_parts(self, num_rows: int) -> int:
         """How many parts B rows are cut into, each on devices of its own."""
         return 1 if num_rows % self.num_shards else self.num_shards
 
@@ -135,11 +274,11 @@ class Sampler:
     def give_up(self) -> None:
         """Nobody waits."""
 
-    def written(self, rows: Rows) -> Turn:
+    def turns_on_host(self, rows: Rows) -> Turn:
         """What the rows have written, on the host."""
         return jax.device_get(rows.turn)
 
-    def place(self, params):
+    def place_params(self, params):
         """The parameters laid out and cast for decoding; no needless copy.
 
         On CPUs large layers are there twice, see `with_layers_apart`. Cast first: what
@@ -234,7 +373,7 @@ class Sampler:
         as in `admit`.
         """
         context, num_rows = rows.context, len(rows.context.length)
-        if self.parts(num_rows) > 1:
+        if self.num_parts(num_rows) > 1:
             own = batch_sharding(self._mesh)
             given = slots, tokens, count, table
             given = jax.lax.with_sharding_constraint(given, own)

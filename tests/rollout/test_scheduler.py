@@ -7,9 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-import rsearch.rollout.play
-from rsearch.rollout.driver import RolloutEngine
-from rsearch.rollout.play import TOKENS_WHILE_SEARCHING
+import rsearch.rollout.scheduler
+from rsearch.rollout.scheduler import TOKENS_WHILE_SEARCHING, RolloutEngine
 from rsearch.types import Outcome, Passage, Source
 from tests.rollout import tiny
 from tests.rollout.scripted import (
@@ -30,7 +29,7 @@ from tests.rollout.scripted import (
 @pytest.fixture
 def searches_awaited(monkeypatch):
     """Others write on when a search has come back, however busy the machine is."""
-    monkeypatch.setattr(rsearch.rollout.play, "PATIENCE", (WAIT, WAIT))
+    monkeypatch.setattr(rsearch.rollout.scheduler, "PATIENCE", (WAIT, WAIT))
 
 
 def num_tokens(text):

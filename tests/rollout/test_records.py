@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.rollout.sending import (
+from rsearch.rollout.records import (
     Rewarded,
     decode_groups,
     encode_groups,
     share_groups,
     share_rewarded,
 )
-from rsearch.rollout.sending import _decode_rewarded as decode_rewarded
-from rsearch.rollout.sending import _encode_rewarded as encode_rewarded
+from rsearch.rollout.records import _decode_rewarded as decode_rewarded
+from rsearch.rollout.records import _encode_rewarded as encode_rewarded
 from rsearch.types import (
     Group,
     Lookup,

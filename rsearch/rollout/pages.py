@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rsearch.rollout.sampler import Sampler
+from rsearch.rollout.decode import Sampler
 
 
 def num_pages(sampler: Sampler, num_rows: int, cache_tokens: int) -> int:
@@ -25,7 +25,7 @@ def num_pages(sampler: Sampler, num_rows: int, cache_tokens: int) -> int:
             f"be a multiple of {sampler.num_shards}, the parts of a host's rows, each "
             "with pages and devices of its own"
         )
-    parts, most = sampler.parts(num_rows), sampler.row_pages
+    parts, most = sampler.num_parts(num_rows), sampler.row_pages
     each = cache_tokens // parts // sampler.page_tokens
     if each < most:
         raise ValueError(
