@@ -20,6 +20,7 @@ from rsearch.protocols.base import Protocol
 from rsearch.retrieval.service import OVERLAPPING
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.rollout.decode import Sampler
+from rsearch.rollout.interface import DecodeRequest
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.rollout.stop_strings import token_automaton
 from rsearch.types import Observation, Passage, Question, Search
@@ -65,7 +66,8 @@ def make_decode(*, model, batch, num_prompt, num_new, dtype="float32"):
         read = time.perf_counter()
         rows = sampler.admit(empty, prompts, every, every)
         key = jax.random.key(0)
-        rows = sampler.decode(params, rows, key, names, is_row, budget, batch, num_new)
+        request = DecodeRequest(names, is_row, budget, batch, num_new)
+        rows = sampler.decode(params, rows, key, request)
         turn = sampler.turns_on_host(rows)
         ended = time.perf_counter()
         return {
@@ -101,9 +103,9 @@ class CountedSampler(Sampler):
             self.num_read["observations"] += int(np.sum(count))
             return extend(params, rows, slots, tokens, count, table)
 
-        def fixed_decode(params, rows, key, names, begins, budget, *limits):
-            budget = self._budgets(names, begins, budget)
-            return decode(params, rows, key, names, begins, budget, *limits)
+        def fixed_decode(params, rows, key, request):
+            budget = self._budgets(request.names, request.begins, request.budget)
+            return decode(params, rows, key, request._replace(budget=budget))
 
         self.prefill, self.extend = counted_prefill, counted_extend
         self.decode = fixed_decode

@@ -7,6 +7,7 @@ import xxhash
 from rsearch.models.decoder import Decoder
 from rsearch.models.tokenizer import Tokenizer
 from rsearch.rollout.decode import Sampler
+from rsearch.rollout.interface import DecodeRequest
 from rsearch.rollout.stop_strings import token_automaton
 from rsearch.types import GenerateFn
 
@@ -70,9 +71,8 @@ def local_generator(
         rows = sampler.admit(sampler.empty(size), prompts, every, every)
         asked = every < len(ids)
         budget = np.full(size, max_reply_tokens, np.int32)
-        rows = sampler.decode(
-            params, rows, key, named, asked, budget, size, max_reply_tokens
-        )
+        request = DecodeRequest(named, asked, budget, size, max_reply_tokens)
+        rows = sampler.decode(params, rows, key, request)
         written = jax.device_get(rows.turn)
         return [
             tokenizer.decode(_without_eos(written.tokens[i, : written.count[i]]))

@@ -31,6 +31,7 @@ from rsearch.plan.costs import DURING, agents_memory, asked_memory, limits_of, s
 from rsearch.plan.machines import Machine
 from rsearch.rollout.conversation import conversation_tokens, shown_tokens
 from rsearch.rollout.decode import Sampler, row_shardings
+from rsearch.rollout.interface import DecodeRequest
 from rsearch.rollout.pages import num_pages
 from rsearch.rollout.scheduler import admission_sizes
 from rsearch.setup.parts import policy_protocol
@@ -213,7 +214,7 @@ def _rolling(frame, machine, *, resident, rollouts):
     )
     params = laid_out(params, mesh, DECODING_RULES)
     num_rows, group = c.rollout.slots, c.rollout.group_size
-    parts = max(1, sampler.num_parts(num_rows * sharing) // sharing)
+    parts = max(1, sampler.row_shards(num_rows * sharing) // sharing)
     moved, block = (sharing * n for n in admission_sizes(num_rows, group, parts))
     num_rows *= sharing
     pages = num_pages(sampler, num_rows, sharing * c.rollout.cache_tokens)
@@ -224,13 +225,17 @@ def _rolling(frame, machine, *, resident, rollouts):
     context = with_shardings(context, row_shardings(context, mesh))
     read = shown_tokens(*limits_of(c, "rl"))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    naming = host(dtype=key.dtype), host(num_rows, 2, dtype=jnp.uint32)
-    going = host(num_rows, dtype=jnp.bool_), host(num_rows), host(), host()
     moves = host(moved)
     # Which pages the rows hold, where they share some.
     moving = [host(moved, sampler.row_pages)] if pages else []
-    if pages:
-        going = *going, host(num_rows, sampler.row_pages)
+    request = DecodeRequest(
+        names=host(num_rows, 2, dtype=jnp.uint32),
+        begins=host(num_rows, dtype=jnp.bool_),
+        budget=host(num_rows),
+        min_finished=host(),
+        max_steps=host(),
+        table=host(num_rows, sampler.row_pages) if pages else None,
+    )
     room = pages // sampler.row_pages or num_rows
     rollouts *= sharing / machine.num_hosts
     turns, chunk = limits.num_turns, c.rollout.extend_chunk
@@ -248,7 +253,7 @@ def _rolling(frame, machine, *, resident, rollouts):
             -(-read // chunk),
         ),
         "decode": (
-            (params, rows, *naming, *going),
+            (params, rows, host(dtype=key.dtype), request),
             1,
             # As many at once as there are slots, and room for the longest.
             written * rollouts / min(num_rows, rollouts, room),
@@ -281,7 +286,7 @@ def _sampler(frame, mesh):
         temperature=c.rollout.temperature,
         top_p=c.rollout.top_p,
         page_tokens=c.rollout.page_tokens,
-        all_at_once=True,  # on accelerators, also where CPUs stand for them
+        allow_blocks=False,  # blocks are for CPUs; here CPUs stand for accelerators
     )
 
 

@@ -1,21 +1,23 @@
-"""The device's half of a rollout: prefill, admit, decode until some pause, extend.
+"""The device's side of a rollout: prefill, admit, decode until some rows pause, extend.
 
 Each function is compiled once; shapes come from the configuration alone. Rows differ in
-length, pause at different moments and keep their cache while the host searches, so a
+length, pause at different moments and keep their KV cache while the host searches, so a
 turn costs its own tokens and never the prefix again.
 
-Dimensions: B rows, Q prompts, P prompt tokens, E rows read to at once, O tokens that
-they read, N tokens of a turn, S cache slots, V vocabulary.
+Dimensions: B rows, Q prompts, P prompt tokens, E rows that are extended or admitted in
+one call, O tokens that they read, N tokens of a turn, S cache slots of a row, V
+vocabulary, n pages of the longest row. A row index of B is padding: it names no row.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rsearch.models.attention.cached import Cache, empty_cache
+from rsearch.models.attention.cached import empty_cache
 from rsearch.models.attention.pages import Pages, empty_pages, put_rows
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import (
@@ -32,113 +34,101 @@ from rsearch.models.unstacked import (
     logits_behind,
     with_layers_apart,
 )
+from rsearch.rollout.interface import Context, DecodeRequest, Rows, Turn
 from rsearch.rollout.sampling import row_keys, sample
 
-
-class Context(NamedTuple):
-    """What rows have read and written.
-
-    Attributes:
-        cache: keys and values of the first `length` tokens of each row; in pages, if
-            the rows of a rollout share a number of them.
-        length: [B] int32 tokens so far.
-        logits: [B, V] float32 for the token that comes next.
-    """
-
-    cache: Cache | Pages
-    length: jax.Array
-    logits: jax.Array
+# On a TPU the cache's slots lie in tiles of 16 in bfloat16.
+SLOT_TILE = 16
+# A step of decoding costs an accelerator, or a CPU with a large model, the reading of
+# all parameters, however many rows decode. A small model on a CPU costs what each row
+# costs. There the same tokens take the same time in small blocks, and the first rows
+# end their turns sooner: their searches then run while others decode, instead of all
+# rows waiting for all searches.
+BLOCK_SIZE = 16  # rows of a small model that a CPU decodes at once
+QUEUE_SHARE = 1 / 16  # of the rows: so many decode in a step, the first in the queue
 
 
-class Turn(NamedTuple):
-    """What B rows have written in their turns so far.
+def row_shardings(x: Rows | Context, mesh: Mesh) -> Rows | Context:
+    """Return the sharding of each array in x.
 
-    Attributes:
-        tokens: [B, N] int32; the first `count` of a row are valid.
-        logp: [B, N] float32 log-probability under the distribution sampled from.
-        count: [B] int32.
-        state: [B] uint8 of the stop strings' automaton.
-        active: [B] bool, the rows whose turn goes on.
-    """
+    Rows and pages are cut over the mesh's data and fsdp axes and heads over tensor,
+    where they divide.
 
-    tokens: jax.Array
-    logp: jax.Array
-    count: jax.Array
-    state: jax.Array
-    active: jax.Array
-
-
-class Rows(NamedTuple):
-    """The device state of B conversations."""
-
-    context: Context
-    turn: Turn
-
-
-def row_shardings(x: Rows | Context, mesh: Mesh):
-    """Rows, and pages, over data and fsdp, heads over tensor, where they divide.
-
-    Returns:
-        As x, the sharding of each array, or shape.
+    Args:
+        x: arrays, or their shapes.
+        mesh: devices.
     """
     context = x.context if isinstance(x, Rows) else x
     cache = context.cache
-    axes = (1, 0) if isinstance(cache, Pages) else (1, 2)  # of rows, and of heads
+    row_axis, head_axis = (1, 0) if isinstance(cache, Pages) else (1, 2)
     num_rows = len(context.length)
-    cached, num_heads = (cache.k.shape[axis] for axis in axes)
-    kept = [None, None, None]
-    kept[axes[0]], kept[axes[1]] = cut_axes(mesh, num_heads, num_rows, cached)
-    kept = NamedSharding(mesh, PartitionSpec(*kept))
+    num_cached, num_heads = cache.k.shape[row_axis], cache.k.shape[head_axis]
+    axes = [None, None, None]
+    axes[row_axis], axes[head_axis] = cut_axes(mesh, num_heads, num_rows, num_cached)
+    cache_sharding = NamedSharding(mesh, PartitionSpec(*axes))
     is_cut = cut_axes(mesh, 1, num_rows)[0] is not None
     row = batch_sharding(mesh) if is_cut else replicated(mesh)
-    shardings = Context(type(cache)(kept, kept), row, row)
+    shardings = Context(type(cache)(cache_sharding, cache_sharding), row, row)
     if isinstance(x, Rows):
         return Rows(shardings, Turn(*[row] * len(Turn._fields)))
     return shardings
 
 
-def begun(turn: Turn, begins, budget) -> Turn:
-    """Where a row begins, a new turn of so many tokens; of others their own."""
-    blank = begins[:, None]
+def start_turns(turn: Turn, begins: jax.Array, budget: jax.Array) -> Turn:
+    """Return the turns with an empty one in each row that begins.
+
+    Args:
+        turn: of B rows.
+        begins: [B] bool.
+        budget: [B] int32 tokens; a turn without any has ended at once.
+    """
+    is_new = begins[:, None]
     return Turn(
-        jnp.where(blank, 0, turn.tokens),
-        jnp.where(blank, 0.0, turn.logp),
+        jnp.where(is_new, 0, turn.tokens),
+        jnp.where(is_new, 0.0, turn.logp),
         jnp.where(begins, 0, turn.count),
         jnp.where(begins, 0, turn.state).astype(jnp.uint8),
         jnp.where(begins, budget > 0, turn.active),
     )
 
 
-def some(rows: Rows, slots) -> Rows:
-    """[E] of the rows, those at slots, beside the cache of all.
+def gather_rows(rows: Rows, slots: jax.Array) -> Rows:
+    """Return the rows at `slots` [E], beside the cache of all rows.
 
-    A slot of B is nobody's, whose turn does not go on.
+    Slot B is padding; it is never active.
     """
-    (cache, *context), turn = rows
-    context, turn = jax.tree.map(lambda x: x[slots], (context, turn))
-    own = turn._replace(active=turn.active & (slots < len(rows.turn.count)))
-    return Rows(Context(cache, *context), own)
+
+    def pick(x):
+        return x[slots]
+
+    # The cache is not gathered: the model finds each row's part of it by its slot.
+    context = Context(
+        rows.context.cache, pick(rows.context.length), pick(rows.context.logits)
+    )
+    turn = jax.tree.map(pick, rows.turn)
+    is_row = slots < len(rows.turn.count)
+    return Rows(context, turn._replace(active=turn.active & is_row))
 
 
-def returned(rows: Rows, own: Rows, slots) -> Rows:
-    """All rows, with what `some` of them have come to; the cache is theirs."""
+def scatter_rows(rows: Rows, updated: Rows, slots: jax.Array) -> Rows:
+    """Return all rows, with the `updated` ones at `slots` [E] and their cache."""
 
-    def put(whole, part):
-        return whole.at[slots].set(part, mode="drop")
+    def put(old, new):
+        return old.at[slots].set(new, mode="drop")  # slot B is dropped
 
-    (_, *context), (cache, *own_context) = rows.context, own.context
-    context = jax.tree.map(put, context, own_context)
-    return Rows(Context(cache, *context), jax.tree.map(put, rows.turn, own.turn))
+    context = Context(
+        updated.context.cache,
+        put(rows.context.length, updated.context.length),
+        put(rows.context.logits, updated.context.logits),
+    )
+    return Rows(context, jax.tree.map(put, rows.turn, updated.turn))
 
 
-BLOCK_SIZE = 16  # rows of a small model that a CPU lets write at once
-QUEUE_SHARE = 1 / 16  # of the rows: so many of them write where they stand in a queue
+def decode_block_size(model: Decoder, mesh: Mesh, num_rows: int) -> int:
+    """Return how many of B rows decode at once.
 
-
-def block_size(model: Decoder, mesh: Mesh, num_rows: int) -> int:
-    """How many of B rows write at once, in a program that has one size for all.
-
-    So what a row writes depends on no other, to the last bit.
+    One size serves the whole program, so that a row's tokens depend on no other row, to
+    the last bit.
     """
     is_small = model.spec.num_params * jnp.dtype(model.dtype).itemsize < LARGE_LAYERS
     if platform_of(mesh) == "cpu" and mesh.size == 1 and is_small:
@@ -146,39 +136,36 @@ def block_size(model: Decoder, mesh: Mesh, num_rows: int) -> int:
     return num_rows
 
 
-def queue_size(num_rows: int, block: int) -> int:
-    """How many of B rows write in a step, at most, where they stand in a queue.
-
-    Whole blocks; all rows, where these are one.
+def decode_queue_size(num_rows: int, block_size: int) -> int:
+    """Return how many of B rows decode in a step, at most: whole blocks, or all rows.
 
     Args:
         num_rows: B.
-        block: of `block_size`.
+        block_size: of `decode_block_size`.
     """
-    if block == num_rows:
+    if block_size == num_rows:
         return num_rows
-    return max(1, int(num_rows * QUEUE_SHARE) // block) * block
+    return max(1, int(num_rows * QUEUE_SHARE) // block_size) * block_size
 
 
-def in_blocks(active, queue, block: int) -> jax.Array:
-    """[n x block] int32 rows: those that write first, as they stand in the queue.
+def order_in_blocks(
+    active: jax.Array, queue: jax.Array | None, block_size: int
+) -> jax.Array:
+    """Return [blocks x block_size] int32 rows: the active ones first, as in the queue.
 
     Args:
-        active: [B] bool, the rows that write.
+        active: [B] bool, the rows that decode.
         queue: [B] int32 all rows; None is the order of their slots.
-        block: rows of each; B is nobody, where the last block is not full.
+        block_size: rows of each block; the last one is filled up with B, no row.
     """
     if queue is None:
         queue = jnp.arange(len(active), dtype=jnp.int32)
     order = queue[jnp.argsort(~active[queue])]
-    return jnp.pad(order, (0, -len(order) % block), constant_values=len(order))
-
-
-SLOT_TILE = 16  # of a TPU's tiles in bfloat16
+    return jnp.pad(order, (0, -len(order) % block_size), constant_values=len(order))
 
 
 def _widen(stop_table: np.ndarray, vocab_size: int) -> np.ndarray:
-    """[states, V]: the table with columns that keep the state for ids without token."""
+    """Return [states, V]: the table, where ids without a token keep the state."""
     num_states, num_tokens = stop_table.shape
     if num_tokens > vocab_size:
         raise ValueError(
@@ -198,16 +185,16 @@ class Sampler:
         mesh: Mesh,
         *,
         stop_table: np.ndarray,
-        eos_ids,
+        eos_ids: Sequence[int],
         num_slots: int,
         max_turn_tokens: int,
         chunk: int,
         temperature: float,
         top_p: float,
         page_tokens: int = 1,
-        all_at_once: bool = False,
+        allow_blocks: bool = True,
     ):
-        """See `decode` and `extend`.
+        """Prepare the functions; each is compiled when it is first called.
 
         Args:
             model: the policy's network.
@@ -221,7 +208,7 @@ class Sampler:
                 time, at most.
             temperature, top_p: see `sample`.
             page_tokens: of a page, where `empty` makes some.
-            all_at_once: no blocks of rows (see `block_size`), whatever the mesh is of.
+            allow_blocks: whether small models on CPUs decode in blocks of rows.
 
         Raises:
             ValueError: the tokenizer has more ids than the model.
@@ -233,11 +220,15 @@ class Sampler:
             .at[jnp.array(eos_ids, jnp.int32)]
             .set(True)
         )
-        self._num_slots = self._tiled(num_slots)
-        self.page_tokens, self._all_at_once = page_tokens, all_at_once
+        self._num_slots = self._round_up_to_tile(num_slots)
+        self.page_tokens = page_tokens
+        self._allow_blocks = allow_blocks
         self._max_turn_tokens = max_turn_tokens
-        self._chunk, self._temperature, self._top_p = chunk, temperature, top_p
+        self._chunk = chunk
+        self._temperature = temperature
+        self._top_p = top_p
         self.num_traces = 0
+        # Donated rows are updated in place: there is no memory for two caches.
         self.empty = jax.jit(self._empty, static_argnums=(0, 1))
         self.prefill = jax.jit(self._prefill)
         self.admit = jax.jit(self._admit, donate_argnums=0)
@@ -246,44 +237,44 @@ class Sampler:
 
     @property
     def row_pages(self) -> int:
-        """n, pages of the longest row."""
+        """Return n, the pages of the longest row."""
         return -(-self._num_slots // self.page_tokens)
 
     @property
     def num_shards(self) -> int:
-        """How many parts the devices cut rows into, where these divide."""
+        """Return the number of shards that the devices cut rows into."""
         return num_shards(self._mesh)
 
-    def num_parts(self, num_rows: int) -> int:
-        """How many parts B rows are cut into, each on devices of its own."""
+    def row_shards(self, num_rows: int) -> int:
+        """Return the number of shards of B rows, each on devices of its own."""
         return 1 if num_rows % self.num_shards else self.num_shards
 
     def queue_size(self, num_rows: int) -> int:
-        """How many of B rows write in a step, at most, where they stand in a queue."""
-        return queue_size(num_rows, self._block_size(num_rows))
+        """Return how many of B rows decode in a step, at most: the first in a queue."""
+        return decode_queue_size(num_rows, self._block_size(num_rows))
 
     def _block_size(self, num_rows: int) -> int:
-        if self._all_at_once:
+        if not self._allow_blocks:
             return num_rows
-        return block_size(self._model, self._mesh, num_rows)
+        return decode_block_size(self._model, self._mesh, num_rows)
 
-    def agree(self, number: int) -> np.ndarray:
-        """[1] the number: nobody else rolls out in the same program."""
+    def all_gather(self, number: int) -> np.ndarray:
+        """Return [1] the number: no other host shares these functions."""
         return np.array([number])
 
-    def give_up(self) -> None:
-        """Nobody waits."""
+    def report_failure(self) -> None:
+        """Do nothing: no other host waits for this one."""
 
     def turns_on_host(self, rows: Rows) -> Turn:
-        """What the rows have written, on the host."""
+        """Return the turns as NumPy arrays."""
         return jax.device_get(rows.turn)
 
-    def place_params(self, params):
-        """The parameters laid out and cast for decoding; no needless copy.
+    def place_params(self, params: Any) -> Any:
+        """Return the parameters laid out and cast for decoding; no needless copy.
 
-        On CPUs large layers are there twice, see `with_layers_apart`. Cast first: what
-        devices then send to each other, and hold, is half as much.
+        On CPUs large layers are there twice, see `with_layers_apart`.
         """
+        # Cast before moving: what devices send to each other, and hold, is then half.
         if self._model.dtype != jnp.float32:
             params = jax.tree.map(lambda x: x.astype(self._model.dtype), params)
         return with_layers_apart(place_for_decoding(params, self._mesh), self._mesh)
@@ -291,25 +282,22 @@ class Sampler:
     def _constrain(self, x: Rows | Context):
         return jax.lax.with_sharding_constraint(x, row_shardings(x, self._mesh))
 
-    def _apply(self, params, *given):
+    def _apply(self, params, tokens, positions, cache, slots, table):
         self.num_traces += 1
-        return extended(self._model, params, *given)
+        return extended(self._model, params, tokens, positions, cache, slots, table)
 
     def _logits(self, params, hidden):
         return logits_behind(self._model, params, hidden)
 
-    def _tiled(self, num_slots):
-        """At least so many slots, in whole tiles of an accelerator's memory.
-
-        Without, XLA copies the whole cache for each layer of each token: writing to it
-        and reading it want different layouts.
-        """
+    def _round_up_to_tile(self, num_slots: int) -> int:
+        # Without whole tiles XLA copies the entire cache for each layer of each token:
+        # writing to it and reading it want different layouts.
         tile = SLOT_TILE if platform_of(self._mesh) != "cpu" else 1
         return -(-num_slots // tile) * tile
 
-    def _blank(self, num_rows, num_slots) -> Context:
-        """Rows that have read nothing."""
-        num_slots = self._tiled(num_slots)
+    def _empty_context(self, num_rows: int, num_slots: int) -> Context:
+        """Return rows that have read nothing."""
+        num_slots = self._round_up_to_tile(num_slots)
         spec, dtype = self._model.spec, self._model.dtype
         return Context(
             empty_cache(spec, num_rows, num_slots, dtype),
@@ -318,7 +306,7 @@ class Sampler:
         )
 
     def _empty(self, num_rows: int, num_pages: int = 0) -> Rows:
-        """B rows without a conversation, each with all slots, or sharing pages."""
+        """Return B rows without a conversation, with all slots each or in pages."""
         size = num_rows, self._max_turn_tokens
         turn = Turn(
             jnp.zeros(size, jnp.int32),
@@ -327,37 +315,43 @@ class Sampler:
             jnp.zeros(num_rows, jnp.uint8),
             jnp.zeros(num_rows, bool),
         )
-        context = self._blank(num_rows, 1 if num_pages else self._num_slots)
+        context = self._empty_context(num_rows, 1 if num_pages else self._num_slots)
         if num_pages:
-            spec, size = self._model.spec, self.page_tokens
-            pages = empty_pages(spec, num_pages, size, self._model.dtype)
+            spec, dtype = self._model.spec, self._model.dtype
+            pages = empty_pages(spec, num_pages, self.page_tokens, dtype)
             context = context._replace(cache=pages)
         return self._constrain(Rows(context, turn))
 
-    def _prefill(self, params, tokens, count) -> Context:
-        """Prompts read: [Q, P] ids, [Q] how many of each are valid, one at least."""
-        context = self._constrain(self._blank(*tokens.shape))
+    def _prefill(self, params, tokens: jax.Array, count: jax.Array) -> Context:
+        """Return the context of [Q, P] prompts, [Q] ids of each valid, one at least."""
+        context = self._constrain(self._empty_context(*tokens.shape))
         cache, logits = self._read(params, context, tokens, count)
         return self._constrain(Context(cache, count, logits))
 
     def _admit(self, rows: Rows, prompts: Context, slots, source, table=None) -> Rows:
-        """Rows of which row slots[i] begins with prompt source[i].
+        """Return the rows, where row slots[i] begins with prompt source[i].
 
-        A question's rollouts share its prefill. A slot of B is nobody's. Where rows
-        share pages, [E, n] `table` names those of slots[i].
+        The rollouts of a question share its prefill.
+
+        Args:
+            rows: their state; its buffers are reused.
+            prompts: from `prefill`.
+            slots: [E] int32; B is no row.
+            source: [E] int32 in [0, Q).
+            table: [E, n] int32 pages of these rows, where rows share some.
         """
         context = rows.context
 
-        def put(whole, own):
-            return whole.at[:, slots, :, : own.shape[3]].set(
-                own[:, source], mode="drop"
+        def put(cached, prompt):
+            return cached.at[:, slots, :, : prompt.shape[3]].set(
+                prompt[:, source], mode="drop"
             )
 
         if table is None:
             cache = jax.tree.map(put, context.cache, prompts.cache)
         else:
-            own = (x[:, source] for x in prompts.cache)
-            cache = put_rows(context.cache, *own, table)
+            prompt_rows = (x[:, source] for x in prompts.cache)
+            cache = put_rows(context.cache, *prompt_rows, table)
         context = Context(
             cache,
             context.length.at[slots].set(prompts.length[source], mode="drop"),
@@ -366,18 +360,24 @@ class Sampler:
         return self._constrain(rows._replace(context=context))
 
     def _extend(self, params, rows: Rows, slots, tokens, count, table=None) -> Rows:
-        """Rows of which row slots[i] has read count[i] of [E, O] given tokens.
+        """Return the rows, where row slots[i] has read count[i] of tokens[i].
 
-        A slot of B is nobody's. Where B rows are cut into parts, so are the E: each
-        part of these are slots of the same part of those, or nobody's. [E, n] `table`
-        as in `admit`.
+        Args:
+            params: from `place_params`.
+            rows: their state; its buffers are reused.
+            slots: [E] int32; B is no row. Where B rows are cut into shards, so are
+                these: the slots of a shard of E name rows of the same shard of B.
+            tokens: [E, O] int32.
+            count: [E] int32.
+            table: [E, n] int32 pages of these rows, where rows share some.
         """
         context, num_rows = rows.context, len(rows.context.length)
-        if self.num_parts(num_rows) > 1:
-            own = batch_sharding(self._mesh)
-            given = slots, tokens, count, table
-            given = jax.lax.with_sharding_constraint(given, own)
-            slots, tokens, count, table = given
+        if self.row_shards(num_rows) > 1:
+            # Each device reads for its own rows; XLA would read for all on each.
+            by_shard = batch_sharding(self._mesh)
+            slots, tokens, count, table = jax.lax.with_sharding_constraint(
+                (slots, tokens, count, table), by_shard
+            )
         cache, logits = self._read(params, context, tokens, count, slots, table)
         context = Context(
             cache,
@@ -387,137 +387,146 @@ class Sampler:
         return self._constrain(rows._replace(context=context))
 
     def _read(self, params, context: Context, tokens, count, slots=None, table=None):
-        """The cache after [E, O] tokens, and [E, V] logits behind the last of each."""
-        most = min(self._chunk, tokens.shape[1])
-        # Equal pieces, that padding is little, in an accelerator's tiles of 8.
-        even = -(-tokens.shape[1] // -(-tokens.shape[1] // most))
-        chunk = min(most, -(-even // 8) * 8)
+        """Return the cache after [E, O] tokens, and [E, V] logits behind the last."""
+        max_chunk = min(self._chunk, tokens.shape[1])
+        # Chunks of equal size, so that there is little padding, rounded up to an
+        # accelerator's tiles of 8.
+        even_chunk = -(-tokens.shape[1] // -(-tokens.shape[1] // max_chunk))
+        chunk = min(max_chunk, -(-even_chunk // 8) * 8)
         tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
+        # A short observation ends the loop early, whatever the padded shape is.
         num_chunks = (jnp.max(count) + chunk - 1) // chunk
         num_slots = context.cache.k.shape[3]
-        rows = slots
-        if table is not None:  # which says where the rows are
-            rows, num_slots = None, table.shape[1] * num_slots
+        cache_rows = slots
+        if table is not None:  # the table says where the rows lie
+            cache_rows, num_slots = None, table.shape[1] * num_slots
         start, logits = context.length, context.logits
         if slots is not None:
             start, logits = start[slots], logits[slots]
 
-        def read(carry):
+        def read_chunk(carry):
             i, cache, logits = carry
-            part = jax.lax.dynamic_slice_in_dim(tokens, i * chunk, chunk, axis=1)
-            left = jnp.clip(count - i * chunk, 0, chunk)
+            ids = jax.lax.dynamic_slice_in_dim(tokens, i * chunk, chunk, axis=1)
+            num_valid = jnp.clip(count - i * chunk, 0, chunk)
             offset = jnp.arange(chunk)[None]
+            # A position beyond all slots is not stored.
             positions = jnp.where(
-                offset < left[:, None], start[:, None] + i * chunk + offset, num_slots
+                offset < num_valid[:, None],
+                start[:, None] + i * chunk + offset,
+                num_slots,
             )
-            given = part, positions, cache, rows, table
-            hidden, cache = self._apply(params, *given)
-            last = jnp.maximum(left - 1, 0)[:, None, None]
+            hidden, cache = self._apply(
+                params, ids, positions, cache, cache_rows, table
+            )
+            last = jnp.maximum(num_valid - 1, 0)[:, None, None]
             hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-            behind = self._logits(params, hidden)
-            return i + 1, cache, jnp.where((left > 0)[:, None], behind, logits)
+            next_logits = self._logits(params, hidden)
+            # A row whose tokens ended in an earlier chunk keeps the logits of that one.
+            logits = jnp.where((num_valid > 0)[:, None], next_logits, logits)
+            return i + 1, cache, logits
 
         first = (jnp.int32(0), context.cache, logits)
-        return jax.lax.while_loop(lambda c: c[0] < num_chunks, read, first)[1:]
+        return jax.lax.while_loop(lambda c: c[0] < num_chunks, read_chunk, first)[1:]
 
-    def _decode(
-        self,
-        params,
-        rows: Rows,
-        key,
-        names,
-        begins,
-        budget,
-        enough,
-        most,
-        table=None,
-        queue=None,
-    ) -> Rows:
-        """Lets rows write until enough of them have stopped, ended or run out.
+    def _decode(self, params, rows: Rows, key, request: DecodeRequest) -> Rows:
+        """Return the rows after steps of decoding, until enough turns have ended.
 
         Args:
-            params: from `place`.
+            params: from `place_params`.
             rows: their state; its buffers are reused.
             key: random key; the draw of a row at position p uses
                 fold_in(fold_in(fold_in(key, name of the row), its second name), p).
-            names: [B, 2] uint32.
-            begins: [B] bool, the rows that begin a turn; others go on with theirs.
-            budget: [B] int32 tokens of each turn, at most `max_turn_tokens`.
-            enough: it ends when so many turns of this call have, or all.
-            most: tokens that a row writes in this call, at most.
-            table: [B, n] int32 pages of each row, where they share some.
-            queue: [B] int32 all rows. Where a step costs what each row does, only the
-                first of these that go on write, see `queue_size`; None: all.
-
-        Returns:
-            The rows' new state.
+            request: see `DecodeRequest`.
         """
-        rows = rows._replace(turn=begun(rows.turn, begins, budget))
-        stays = jnp.maximum(jnp.sum(rows.turn.active) - enough, 0)
-        given = row_keys(key, names), budget, table
-        block = self._block_size(len(begins))
-        most_rows = len(begins) if queue is None else self.queue_size(len(begins))
+        num_rows = len(request.begins)
+        rows = rows._replace(
+            turn=start_turns(rows.turn, request.begins, request.budget)
+        )
+        # Turns that had ended before this call do not count as finished in it.
+        max_active = jnp.maximum(jnp.sum(rows.turn.active) - request.min_finished, 0)
+        keys = row_keys(key, request.names)
+        block_size = self._block_size(num_rows)
+        max_rows = (
+            num_rows
+            if request.queue is None
+            else decode_queue_size(num_rows, block_size)
+        )
 
         def goes_on(carry):
             step, rows = carry
-            return (step < most) & (jnp.sum(rows.turn.active) > stays)
+            return (step < request.max_steps) & (jnp.sum(rows.turn.active) > max_active)
 
-        def write(carry):
+        def decode_all(carry):
             step, rows = carry
-            if block == len(begins):
-                return step + 1, self._write(params, rows, *given)
-            # Those that write, one block after another; the rest costs nothing.
+            rows = self._step(params, rows, keys, request.budget, request.table)
+            return step + 1, rows
+
+        def decode_blocks(carry):
+            # Only active rows fill blocks: a row that waits costs nothing.
+            step, rows = carry
             active = rows.turn.active
-            order = in_blocks(active, queue, block)
+            order = order_in_blocks(active, request.queue, block_size)
 
-            def write_block(i, rows):
-                slots = jax.lax.dynamic_slice_in_dim(order, i * block, block)
-                own = jax.tree.map(lambda x: x[slots], given)
-                own = self._write(params, some(rows, slots), *own, slots)
-                return returned(rows, own, slots)
+            def decode_block(i, rows):
+                slots = jax.lax.dynamic_slice_in_dim(order, i * block_size, block_size)
+                block_keys, budget, table = jax.tree.map(
+                    lambda x: x[slots], (keys, request.budget, request.table)
+                )
+                block = gather_rows(rows, slots)
+                block = self._step(params, block, block_keys, budget, table, slots)
+                return scatter_rows(rows, block, slots)
 
-            count = (jnp.minimum(jnp.sum(active), most_rows) + block - 1) // block
-            return step + 1, jax.lax.fori_loop(0, count, write_block, rows)
+            num_decoded = jnp.minimum(jnp.sum(active), max_rows)
+            num_blocks = (num_decoded + block_size - 1) // block_size
+            return step + 1, jax.lax.fori_loop(0, num_blocks, decode_block, rows)
 
-        _, rows = jax.lax.while_loop(goes_on, write, (jnp.int32(0), rows))
+        step = decode_all if block_size == num_rows else decode_blocks
+        _, rows = jax.lax.while_loop(goes_on, step, (jnp.int32(0), rows))
         return self._constrain(rows)
 
-    def _write(self, params, rows: Rows, keys, budget, table=None, slots=None) -> Rows:
-        """The rows after one more token of each that is active.
+    def _step(self, params, rows: Rows, keys, budget, table=None, slots=None) -> Rows:
+        """Return the rows after one more token of each that is active.
 
         Args:
             params, table: as in `_decode`.
-            rows: all, or `some`.
+            rows: all, or those of `gather_rows`.
             keys: [E] of their names.
             budget: [E].
-            slots: [E] int32 which rows they are; None is all.
+            slots: [E] int32 of these rows; None is all.
         """
         context, turn = rows
         active = turn.active
-        drawn = jax.vmap(jax.random.fold_in)(keys, context.length)
+        # A token's key follows from its row and position alone, so that a draw does not
+        # depend on what else is decoded, or when.
+        token_keys = jax.vmap(jax.random.fold_in)(keys, context.length)
         tokens, logp = sample(
-            context.logits, drawn, temperature=self._temperature, top_p=self._top_p
+            context.logits,
+            token_keys,
+            temperature=self._temperature,
+            top_p=self._top_p,
         )
-        slot = jnp.where(active, turn.count, self._max_turn_tokens)
+        # Rows that do not decode compute too; what they compute is dropped: column N
+        # of a turn and a position beyond all slots are out of bounds.
+        column = jnp.where(active, turn.count, self._max_turn_tokens)
         count = turn.count + active
         state = jnp.where(active, self._stop_table[turn.state, tokens], turn.state)
-        matched = len(self._stop_table) - 1
-        ended = (state == matched) | self._is_eos[tokens] | (count >= budget)
+        is_stop = state == len(self._stop_table) - 1  # the automaton's last state
+        has_ended = is_stop | self._is_eos[tokens] | (count >= budget)
         # The token that ends a turn is read too: the cache holds all that was written.
-        nowhere = self.row_pages * self.page_tokens  # beyond all slots
-        position = jnp.where(active, context.length, nowhere)
-        new = tokens[:, None], position[:, None]
-        # A table says where the rows are.
-        slots = slots if table is None else None
-        hidden, cache = self._apply(params, *new, context.cache, slots, table)
-        behind = self._logits(params, hidden[:, 0])
-        logits = jnp.where(active[:, None], behind, context.logits)
+        out_of_bounds = self.row_pages * self.page_tokens
+        position = jnp.where(active, context.length, out_of_bounds)
+        cache_rows = slots if table is None else None  # a table says where rows lie
+        hidden, cache = self._apply(
+            params, tokens[:, None], position[:, None], context.cache, cache_rows, table
+        )
+        next_logits = self._logits(params, hidden[:, 0])
+        logits = jnp.where(active[:, None], next_logits, context.logits)
         row = jnp.arange(len(active))
         turn = Turn(
-            turn.tokens.at[row, slot].set(tokens, mode="drop"),
-            turn.logp.at[row, slot].set(logp, mode="drop"),
+            turn.tokens.at[row, column].set(tokens, mode="drop"),
+            turn.logp.at[row, column].set(logp, mode="drop"),
             count,
             state,
-            active & ~ended,
+            active & ~has_ended,
         )
         return Rows(Context(cache, context.length + active, logits), turn)

@@ -1,20 +1,24 @@
-"""The rollouts of all hosts in one program over all devices.
+"""One sampler for all hosts: their rollouts run in one program over all devices.
 
-Each host decides for its own rows, as it does alone, and all call the same functions in
-the same order: before each they agree on how often. What a host gives to a function is
-its own part of the arguments; the rows of all stand one host's behind another's.
+Each host decides for its own rows, as it does alone, and all hosts call the same
+functions in the same order: before each call they agree on how many there are. A host
+passes the arguments of its own rows; the rows of all hosts are concatenated in the
+order of the hosts.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.models.sharding import batch_sharding, num_shards, replicated
-from rsearch.rollout.decode import Rows, Sampler, Turn
+from rsearch.rollout.decode import Sampler
+from rsearch.rollout.interface import Context, DecodeRequest, Rows, Turn
 
-FAILED = -1  # agreed on by a host that cannot go on
+FAILED = -1  # the number that a host which cannot go on sends to the others
 
 
 class MultihostSampler:
@@ -25,179 +29,188 @@ class MultihostSampler:
     """
 
     def __init__(self, sampler: Sampler, mesh: Mesh):
-        """Holds what the hosts share.
+        """Compile nothing yet; check that every host has rows of its own.
 
         Args:
             sampler: over the mesh.
             mesh: of all hosts' devices, those of a host side by side.
+
+        Raises:
+            ValueError: the mesh has fewer shards of rows than there are hosts.
         """
-        self.sampler, self._shards = sampler, num_shards(mesh)
-        self._num = hosts.num_hosts()
-        if self._shards % self._num:
+        self.sampler = sampler
+        self._num_shards = num_shards(mesh)  # of the rows of all hosts
+        self._num_hosts = processes.num_hosts()
+        if self._num_shards % self._num_hosts:
             raise ValueError(
-                f"config.mesh.data x config.mesh.fsdp = {self._shards}: must be a "
-                f"multiple of the {self._num} hosts with config.rollout.together, so "
-                "that each has rows of its own"
+                f"config.mesh.data x config.mesh.fsdp = {self._num_shards}: must be a "
+                f"multiple of the {self._num_hosts} hosts with config.rollout.together,"
+                " so that each has rows of its own"
             )
-        self._by_host, self._whole = batch_sharding(mesh), replicated(mesh)
+        self._by_host = batch_sharding(mesh)
+        self._replicated = replicated(mesh)
         self.place_params = sampler.place_params
-        self._prefill = jax.jit(self._prefill_all)
         self.page_tokens, self.row_pages = sampler.page_tokens, sampler.row_pages
+        self._prefill = jax.jit(self._prefill_all)
         self._admit = jax.jit(self._admit_all, donate_argnums=0, static_argnums=4)
         self._extend = jax.jit(self._extend_all, donate_argnums=1)
         self._decode = jax.jit(self._decode_all, donate_argnums=1)
 
     @property
     def num_traces(self) -> int:
-        """See `Sampler`."""
+        """Return how often the model has been traced."""
         return self.sampler.num_traces
 
     @property
     def num_shards(self) -> int:
-        """How many parts the devices cut the rows of each host into."""
-        return self._shards // self._num
+        """Return the number of shards that the devices cut each host's rows into."""
+        return self._num_shards // self._num_hosts
 
-    def num_parts(self, num_rows: int) -> int:
-        """How many parts this many rows of each host are cut into."""
+    def row_shards(self, num_rows: int) -> int:
+        """Return the number of shards of this many rows of each host."""
         del num_rows  # `empty` refuses what cannot be cut.
         return self.num_shards
 
-    def agree(self, number: int) -> np.ndarray:
-        """[hosts] the numbers that each of them has given, 0 or more.
+    def all_gather(self, number: int) -> np.ndarray:
+        """Return [hosts] the numbers of all hosts, each 0 or more.
 
         Raises:
-            OtherHostError: one has given up.
+            OtherHostError: another host has reported a failure.
         """
-        found = hosts.exchange_number(number)
-        if number != FAILED and (found == FAILED).any():
-            failed = int(np.argmin(found))
-            raise hosts.OtherHostError(f"host {failed} failed in its rollouts")
-        return found
+        numbers = processes.exchange_number(number)
+        if number != FAILED and (numbers == FAILED).any():
+            failed = int(np.argmin(numbers))
+            raise processes.OtherHostError(f"host {failed} failed in its rollouts")
+        return numbers
 
-    def give_up(self) -> None:
-        """Tells the others, who wait for this host, that it has failed."""
-        self.agree(FAILED)
+    def report_failure(self) -> None:
+        """Tell the other hosts, which wait for this one, that it has failed."""
+        self.all_gather(FAILED)
 
     def empty(self, num_rows: int, num_pages: int = 0) -> Rows:
-        """This many rows and pages for every host.
+        """Return this many rows and pages for every host.
 
         Raises:
             ValueError: they cannot be spread over the devices.
         """
-        if num_rows * self._num % self._shards:
+        if num_rows * self._num_hosts % self._num_shards:
             raise ValueError(
-                f"config.rollout.slots = {num_rows} of {self._num} hosts cannot be "
-                f"spread over {self._shards} parts of the mesh"
+                f"config.rollout.slots = {num_rows} of {self._num_hosts} hosts cannot "
+                f"be spread over {self._num_shards} shards of the mesh"
             )
-        return self.sampler.empty(num_rows * self._num, num_pages * self._num)
+        return self.sampler.empty(
+            num_rows * self._num_hosts, num_pages * self._num_hosts
+        )
 
-    def prefill(self, params, tokens, count):
-        """As `Sampler.prefill`, of every host's prompts."""
-        return self._prefill(params, self._all(tokens), self._all(count))
+    def prefill(self, params: Any, tokens: np.ndarray, count: np.ndarray) -> Context:
+        """Prefill every host's prompts; see `Sampler.prefill`."""
+        return self._prefill(params, self._to_global(tokens), self._to_global(count))
 
-    def admit(self, rows, prompts, *given):
-        """As `Sampler.admit`."""
-        block = len(prompts.length) // self._num
-        slots, source, *table = self._each(given)
-        return self._admit(rows, prompts, slots, source, block, *table)
+    def admit(self, rows: Rows, prompts: Context, slots, source, table=None) -> Rows:
+        """Admit every host's prompts; see `Sampler.admit`."""
+        num_prompts = len(prompts.length) // self._num_hosts  # of each host
+        slots, source, table = map(self._to_global, (slots, source, table))
+        return self._admit(rows, prompts, slots, source, num_prompts, table)
 
-    def extend(self, params, rows, *given):
-        """As `Sampler.extend`."""
-        return self._extend(params, rows, *self._each(given))
+    def extend(self, params, rows: Rows, slots, tokens, count, table=None) -> Rows:
+        """Extend every host's rows; see `Sampler.extend`."""
+        arguments = map(self._to_global, (slots, tokens, count, table))
+        return self._extend(params, rows, *arguments)
 
     def queue_size(self, num_rows: int) -> int:
-        """How many rows of each host write in a step, at most: all."""
+        """Return how many rows of each host decode in a step, at most: all."""
         return num_rows
 
-    def decode(
-        self,
-        params,
-        rows,
-        key,
-        names,
-        begins,
-        budget,
-        enough,
-        most,
-        table=None,
-        queue=None,
-    ):
-        """As `Sampler.decode`; it ends when enough turns of all hosts have."""
-        del queue  # nobody waits in it
-        data = jax.make_array_from_process_local_data(
-            self._whole, np.asarray(jax.random.key_data(key))
+    def decode(self, params: Any, rows: Rows, key, request: DecodeRequest) -> Rows:
+        """Decode every host's rows until enough turns of all hosts have ended."""
+        key_data = jax.make_array_from_process_local_data(
+            self._replicated, np.asarray(jax.random.key_data(key))
         )
-        own = names, begins, budget, np.int32(enough), np.int32(most), table
-        return self._decode(params, rows, data, *self._each(own))
+        request = request._replace(
+            min_finished=np.int32(request.min_finished),
+            max_steps=np.int32(request.max_steps),
+            queue=None,  # all rows decode in each step: none waits
+        )
+        request = DecodeRequest(*map(self._to_global, request))
+        return self._decode(params, rows, key_data, request)
 
     def turns_on_host(self, rows: Rows) -> Turn:
-        """What this host's rows have written, as arrays of this host."""
-        return jax.tree.map(self._own, rows.turn)
+        """Return the turns of this host's rows as NumPy arrays."""
+        return jax.tree.map(self._local_rows, rows.turn)
 
-    def _each(self, given):
-        """`_all` of each argument that there is."""
-        return [None if own is None else self._all(own) for own in given]
+    def _to_global(self, array: np.ndarray | None) -> jax.Array | None:
+        """Return [shards, ...] an array of every host, repeated for its shards."""
+        if array is None:
+            return None
+        repeated = np.repeat(np.asarray(array)[None], self.num_shards, axis=0)
+        shape = (self._num_shards, *repeated.shape[1:])
+        return jax.make_array_from_process_local_data(self._by_host, repeated, shape)
 
-    def _all(self, own):
-        """[shards, ...] of what each host gives, again for each shard of its rows."""
-        own = np.repeat(np.asarray(own)[None], self.num_shards, axis=0)
-        shape = (self._shards, *own.shape[1:])
-        return jax.make_array_from_process_local_data(self._by_host, own, shape)
+    def _by_hosts(self, arrays):
+        """Return [hosts, ...] of each array that `_to_global` has made."""
+        stride = self.num_shards
+        return [None if array is None else array[::stride] for array in arrays]
 
-    def _of_hosts(self, arrays):
-        """[hosts, ...] of each, of what `_all` has made."""
-        each = self.num_shards
-        return [None if array is None else array[::each] for array in arrays]
-
-    def _own(self, array):
-        """This host's rows of an array of all."""
-        parts = {s.index[0].start or 0: s.data for s in array.addressable_shards}
-        found = np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
-        size = len(array) // self._num
-        first = hosts.index() * size - min(parts)
-        return found[first : first + size]
+    def _local_rows(self, array: jax.Array) -> np.ndarray:
+        """Return this host's rows of an array of all hosts' rows."""
+        shards = {s.index[0].start or 0: s.data for s in array.addressable_shards}
+        rows = np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
+        size = len(array) // self._num_hosts
+        first = processes.index() * size - min(shards)
+        return rows[first : first + size]
 
     def _prefill_all(self, params, tokens, count):
-        tokens, count = self._of_hosts((tokens, count))
-        return self.sampler.prefill(params, _flat(tokens), _flat(count))
+        tokens, count = self._by_hosts((tokens, count))
+        return self.sampler.prefill(params, _flatten(tokens), _flatten(count))
 
-    def _admit_all(self, rows, prompts, slots, source, block, table=None):
-        slots, source, table = self._of_hosts((slots, source, table))
-        source = source + jnp.arange(self._num)[:, None] * block
-        slots, table = self._slots(rows, slots), self._pages(rows, table)
-        return self.sampler.admit(rows, prompts, slots, _flat(source), table)
+    def _admit_all(self, rows, prompts, slots, source, num_prompts, table):
+        slots, source, table = self._by_hosts((slots, source, table))
+        source = source + jnp.arange(self._num_hosts)[:, None] * num_prompts
+        slots, table = self._global_slots(rows, slots), self._global_pages(rows, table)
+        return self.sampler.admit(rows, prompts, slots, _flatten(source), table)
 
-    def _extend_all(self, params, rows, *given):
-        slots, tokens, count, *tables = self._of_hosts(given)
-        slots = self._slots(rows, slots)
-        tables = [self._pages(rows, table) for table in tables]
-        given = _flat(tokens), _flat(count), *tables
-        return self.sampler.extend(params, rows, slots, *given)
+    def _extend_all(self, params, rows, slots, tokens, count, table):
+        slots, tokens, count, table = self._by_hosts((slots, tokens, count, table))
+        return self.sampler.extend(
+            params,
+            rows,
+            self._global_slots(rows, slots),
+            _flatten(tokens),
+            _flatten(count),
+            self._global_pages(rows, table),
+        )
 
-    def _decode_all(self, params, rows, data, *given):
-        *own, enough, most, table = self._of_hosts(given)
-        key = jax.random.wrap_key_data(data)
-        enough, most = jnp.sum(enough), jnp.min(most)
-        given = *map(_flat, own), enough, most, self._pages(rows, table)
-        return self.sampler.decode(params, rows, key, *given)
+    def _decode_all(self, params, rows, key_data, request):
+        request = DecodeRequest(*self._by_hosts(request))
+        request = request._replace(
+            names=_flatten(request.names),
+            begins=_flatten(request.begins),
+            budget=_flatten(request.budget),
+            min_finished=jnp.sum(request.min_finished),
+            max_steps=jnp.min(request.max_steps),
+            table=self._global_pages(rows, request.table),
+        )
+        key = jax.random.wrap_key_data(key_data)
+        return self.sampler.decode(params, rows, key, request)
 
-    def _slots(self, rows, slots):
-        """Slots of each host's own rows among all; nobody's stays nobody's."""
-        return self._numbered(slots, len(rows.context.length))
+    def _global_slots(self, rows, slots):
+        """Return each host's slots as slots of all hosts' rows; padding stays that."""
+        return self._renumber(slots, len(rows.context.length))
 
-    def _pages(self, rows, table):
-        """Likewise of the pages that they share, if they do."""
+    def _global_pages(self, rows, table):
+        """Return each host's pages as pages of all hosts, where rows share some."""
         if table is None:
             return None
-        return self._numbered(table, rows.context.cache.k.shape[1])
+        return self._renumber(table, rows.context.cache.k.shape[1])
 
-    def _numbered(self, own, total):
-        """Each host's own numbers among those of all; beyond its last is nobody's."""
-        size = total // self._num
-        first = jnp.arange(self._num).reshape(-1, *[1] * (own.ndim - 1)) * size
-        return _flat(jnp.where(own < size, own + first, total))
+    def _renumber(self, numbers, total):
+        """Return each host's numbers, up to total / hosts, as numbers up to total."""
+        size = total // self._num_hosts
+        first = jnp.arange(self._num_hosts)
+        first = first.reshape(-1, *[1] * (numbers.ndim - 1)) * size
+        return _flatten(jnp.where(numbers < size, numbers + first, total))
 
 
-def _flat(array):
-    """[hosts x n, ...] of [hosts, n, ...]."""
+def _flatten(array):
+    """Return [hosts x n, ...] of [hosts, n, ...]."""
     return array.reshape(-1, *array.shape[2:])

@@ -1,47 +1,51 @@
-"""Which pages of the cache each row holds, as the host keeps account of it."""
+"""Which pages of the KV cache each row holds: the host's account of them."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
-from rsearch.rollout.decode import Sampler
+from rsearch.rollout.interface import SamplerLike
 
 
-def num_pages(sampler: Sampler, num_rows: int, cache_tokens: int) -> int:
-    """Pages that hold so many tokens; 0 where every row has slots of its own.
+def num_pages(sampler: SamplerLike, num_rows: int, cache_tokens: int) -> int:
+    """Return the number of pages that hold so many tokens; 0 where rows share none.
 
     Args:
-        sampler: that says how large they are.
-        num_rows: B rows that share them, those of a part the same ones.
-        cache_tokens: of all rows together; 0 is what they can ever hold.
+        sampler: says how large a page is and how rows are cut into shards.
+        num_rows: B rows that share the pages, those of a shard the same ones.
+        cache_tokens: of all rows; 0 is what they can ever hold, without sharing.
 
     Raises:
-        ValueError: too few for one conversation in each part, or rows that cannot be
-            cut into as many parts as the devices make.
+        ValueError: too few for one conversation in each shard, or rows that cannot be
+            cut into as many shards as the devices make.
     """
     if not cache_tokens:
         return 0
     if num_rows % sampler.num_shards:
         raise ValueError(
             f"config.rollout.slots = {num_rows}: with config.rollout.cache_tokens must "
-            f"be a multiple of {sampler.num_shards}, the parts of a host's rows, each "
+            f"be a multiple of {sampler.num_shards}, the shards of a host's rows, each "
             "with pages and devices of its own"
         )
-    parts, most = sampler.num_parts(num_rows), sampler.row_pages
-    each = cache_tokens // parts // sampler.page_tokens
-    if each < most:
+    num_shards = sampler.row_shards(num_rows)
+    shard_pages = cache_tokens // num_shards // sampler.page_tokens
+    if shard_pages < sampler.row_pages:
+        min_tokens = num_shards * sampler.row_pages * sampler.page_tokens
         raise ValueError(
             f"config.rollout.cache_tokens = {cache_tokens}: must be at least "
-            f"{parts * most * sampler.page_tokens}, one conversation of the longest in "
-            f"each of {parts} parts of the rows; 0 is room for all"
+            f"{min_tokens}, one conversation of the longest in each of {num_shards} "
+            "shards of the rows; 0 is room for all"
         )
-    return parts * min(each, num_rows // parts * most)
+    max_pages = num_rows // num_shards * sampler.row_pages  # more are never needed
+    return num_shards * min(shard_pages, max_pages)
 
 
-class Pool:
-    """The pages of B rows, cut into parts as the rows are.
+class PagePool:
+    """The pages of B rows, cut into shards as the rows are.
 
     Attributes:
-        table: [B, n] int32 pages of each row in order; behind them `num_pages`, which
-            is nobody's. None where every row has slots of its own.
+        table: [B, n] int32 pages of each row in order, then `num_pages`, which is no
+            page. None where every row has slots of its own.
     """
 
     def __init__(
@@ -51,68 +55,73 @@ class Pool:
         num_pages: int = 0,
         page_tokens: int = 1,
         row_pages: int = 1,
-        parts: int = 1,
+        num_shards: int = 1,
     ):
-        """All of it free.
+        """Begin with all pages free.
 
         Args:
             num_rows: B.
-            num_pages: P, of all rows together, a multiple of `parts`; 0: a row has all
-                that it can ever hold.
+            num_pages: P, of all rows, a multiple of `num_shards`; 0: each row has all
+                the slots that it can ever need, and this account is empty.
             page_tokens: tokens of a page.
-            row_pages: n, pages of the longest row; each part has so many.
-            parts: that the rows are cut into, each with pages of its own.
+            row_pages: n, pages of the longest row; each shard has at least so many.
+            num_shards: that the rows are cut into, each with pages of its own.
         """
         self.table = None
         if not num_pages:
             return
-        assert num_pages % parts == 0 and num_pages // parts >= row_pages
+        shard_pages = num_pages // num_shards
+        assert num_pages % num_shards == 0 and shard_pages >= row_pages
         self.table = np.full((num_rows, row_pages), num_pages, np.int32)
-        self._nobody, self._page_tokens = num_pages, page_tokens
-        self._part_rows = num_rows // parts
-        each = num_pages // parts
-        # The lowest first: the last to be taken is at the end of the list.
+        self._no_page = num_pages
+        self._page_tokens = page_tokens
+        self._shard_rows = num_rows // num_shards
+        # Pages are taken from the end of a list: the lowest of each shard come first.
         self._free = [
-            list(range((part + 1) * each - 1, part * each - 1, -1))
-            for part in range(parts)
+            list(range((shard + 1) * shard_pages - 1, shard * shard_pages - 1, -1))
+            for shard in range(num_shards)
         ]
 
-    def has(self, slot: int, num_tokens: int) -> bool:
-        """Whether the row could hold so many tokens."""
-        return self.table is None or self._missing(slot, num_tokens) <= len(
-            self._free[slot // self._part_rows]
-        )
+    def has_room(self, slot: int, num_tokens: int) -> bool:
+        """Return whether the row could hold so many tokens."""
+        if self.table is None:
+            return True
+        return self._num_missing(slot, num_tokens) <= len(self._free_pages(slot))
 
     def reserve(self, slot: int, num_tokens: int) -> bool:
-        """Whether the row can hold so many tokens: its pages are then its own."""
-        if not self.has(slot, num_tokens):
+        """Give the row pages for so many tokens, if there are any; return whether."""
+        if not self.has_room(slot, num_tokens):
             return False
         if self.table is not None:
-            row, free = self.table[slot], self._free[slot // self._part_rows]
-            held = self._held(slot)
-            for place in range(held, held + self._missing(slot, num_tokens)):
-                row[place] = free.pop()
+            row, free = self.table[slot], self._free_pages(slot)
+            first = self._num_held(slot)
+            for column in range(first, first + self._num_missing(slot, num_tokens)):
+                row[column] = free.pop()
         return True
 
-    def _held(self, slot) -> int:
-        """Pages of the row."""
-        return int(np.sum(self.table[slot] != self._nobody))
-
-    def _missing(self, slot, num_tokens) -> int:
-        """Pages that the row needs beside those it has, to hold so many tokens."""
-        return max(0, -(-num_tokens // self._page_tokens) - self._held(slot))
-
     def release(self, slot: int) -> None:
-        """The row holds nothing any more."""
+        """Take all pages from the row."""
         if self.table is None:
             return
         row = self.table[slot]
-        self._free[slot // self._part_rows] += row[: self._held(slot)][::-1].tolist()
-        row[:] = self._nobody
+        # Reversed, so that the row's first page is the next to be taken.
+        self._free_pages(slot).extend(row[: self._num_held(slot)][::-1].tolist())
+        row[:] = self._no_page
 
-    def rows(self, slots) -> np.ndarray | None:
-        """[E, n] tables of these slots; that of a slot beyond the last names nobody."""
+    def rows(self, slots: Sequence[int] | np.ndarray) -> np.ndarray | None:
+        """Return [E, n] the pages of these rows; a slot beyond the last has none."""
         if self.table is None:
             return None
-        nobody = np.full((1, self.table.shape[1]), self._nobody, np.int32)
-        return np.concatenate([self.table, nobody])[slots]
+        padding = np.full((1, self.table.shape[1]), self._no_page, np.int32)
+        return np.concatenate([self.table, padding])[slots]
+
+    def _free_pages(self, slot: int) -> list[int]:
+        return self._free[slot // self._shard_rows]
+
+    def _num_held(self, slot: int) -> int:
+        return int(np.sum(self.table[slot] != self._no_page))
+
+    def _num_missing(self, slot: int, num_tokens: int) -> int:
+        """Return how many more pages the row needs to hold so many tokens."""
+        num_needed = -(-num_tokens // self._page_tokens)
+        return max(0, num_needed - self._num_held(slot))

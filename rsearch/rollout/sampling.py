@@ -1,4 +1,4 @@
-"""How a token is drawn, each row by a key of its own.
+"""Sampling a token for each row, with a random key of its own.
 
 Dimensions: B rows, V vocabulary.
 """
@@ -7,17 +7,20 @@ import jax
 import jax.numpy as jnp
 
 
-def nucleus(logits, top_p: float):
-    """Logits with all but the smallest set of mass >= top_p at -inf; no sort.
+def nucleus(logits: jax.Array, top_p: float) -> jax.Array:
+    """Set logits outside the smallest set of mass >= top_p to -inf, without sorting.
 
-    The probability threshold is found by bisection: the kept mass is at least `top_p`
-        and tokens within 2^-30 of the threshold's interval count as ties and are kept.
+    The probability threshold is found by bisection: the mass that stays is at least
+    `top_p`, and tokens within 2^-30 of the threshold's interval count as ties and stay.
 
     Source: Holtzman et al., arXiv 1904.09751.
 
     Args:
         logits: [B, V] float32.
         top_p: in (0, 1).
+
+    Returns:
+        [B, V] float32.
     """
     probs = jax.nn.softmax(logits, axis=-1)
 
@@ -25,19 +28,20 @@ def nucleus(logits, top_p: float):
         low, high = bounds
         middle = (low + high) / 2
         mass = jnp.sum(jnp.where(probs >= middle, probs, 0.0), axis=-1, keepdims=True)
-        enough = mass >= top_p
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+        has_mass = mass >= top_p
+        return jnp.where(has_mass, middle, low), jnp.where(has_mass, high, middle)
 
     top = jnp.max(probs, axis=-1, keepdims=True)
     low, _ = jax.lax.fori_loop(0, 30, halve, (jnp.zeros_like(top), top))
     return jnp.where(probs >= jnp.minimum(low, top), logits, -jnp.inf)
 
 
-def first_largest(x):
-    """[B] int32 of [B, V]: `argmax`, NaN apart, in two passes that processors have.
+def first_largest(x: jax.Array) -> jax.Array:
+    """Return [B] int32 the first index of each row's maximum, in [B, V]; `argmax`.
 
-    XLA's own on CPUs goes through the pairs of value and index one by one, with all
-    that is fused into it: of `jax.random.categorical` that is two thirds of the time.
+    NaN aside the result is that of `jnp.argmax`. XLA's own on CPUs goes through pairs
+    of value and index one by one, with all that is fused into it: of
+    `jax.random.categorical` that is most of the time. Two reductions vectorise.
     """
     x = jax.lax.optimization_barrier(x)
     size = x.shape[-1]
@@ -46,8 +50,10 @@ def first_largest(x):
     return first.astype(jnp.int32)
 
 
-def sample(logits, keys, *, temperature: float, top_p: float):
-    """One token a row, and its log-probability under the distribution sampled from.
+def sample(
+    logits: jax.Array, keys: jax.Array, *, temperature: float, top_p: float
+) -> tuple[jax.Array, jax.Array]:
+    """Draw a token for each row, with its log-probability as it was drawn.
 
     Args:
         logits: [B, V] float32.
@@ -69,8 +75,13 @@ def sample(logits, keys, *, temperature: float, top_p: float):
     return tokens, jnp.take_along_axis(logp, tokens[:, None], axis=-1)[:, 0]
 
 
-def row_keys(key, names):
-    """[B] keys that follow from a key and [B, 2] uint32 names, of each row its own."""
+def row_keys(key: jax.Array, names: jax.Array) -> jax.Array:
+    """Return [B] random keys that follow from a key and each row's two names.
+
+    Args:
+        key: of the call.
+        names: [B, 2] uint32.
+    """
     fold = jax.vmap(jax.random.fold_in)
     first = jax.vmap(lambda name: jax.random.fold_in(key, name))(names[:, 0])
     return fold(first, names[:, 1])

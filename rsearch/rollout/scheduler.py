@@ -1,380 +1,535 @@
-"""How rollouts go on: which wait, write, search, read, or have ended.
+"""Rollouts of questions: a fixed number of rows is kept busy on the device.
 
-A fixed number of slots is kept busy: while some rows search, on threads, the others
-write on, and a row whose rollout has ended gives its slot to the next one.
+A rollout goes through the states of `RowState`. While some rows await a tool, on
+threads, the others decode; a row whose rollout has finished gives its slot to the next
+one that waits. `RolloutEngine` is called once for each batch of questions and makes a
+`RolloutScheduler` for it, whose `run` is the loop.
+
+Dimensions: B rows, G rollouts of a question, E rows that are extended or admitted in
+one call of the device, Q prompts that are read in one.
 """
 
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
+import enum
 import math
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from rsearch.hosts.preemption import OutageError, PreemptedError
 from rsearch.hosts.processes import OtherHostError, check_preempted
 from rsearch.rollout.conversation import Conversation, Host
-from rsearch.rollout.decode import Sampler
-from rsearch.rollout.pages import Pool, num_pages
+from rsearch.rollout.interface import DecodeRequest, SamplerLike
+from rsearch.rollout.pages import PagePool, num_pages
 from rsearch.rollout.records import RolloutCache
-from rsearch.types import Group, Messages, Question, Search
+from rsearch.types import Group, Messages, Question, Rollout, Search
 
-PAUSED_SHARE = 1 / 4  # of the writing rows: so many pause before the host answers them
-READ_SHARE = 1 / 8  # of the slots: so many rows read at once, or begin
-TOKENS_WHILE_SEARCHING = 16  # that rows write before the host looks what was found
-# Seconds: before others write on, a search is awaited for the time of a token of
-# theirs, but no less and no more than this.
-PATIENCE = 0.005, 0.2
-PREEMPTION_SECONDS = 0.5  # between looks at whether the run was told to stop
+# Of the rows that decode: so many turns end before a call of `decode` returns. With one
+# at a time the host would be asked too often; with all, every row would wait for the
+# longest turn.
+FINISHED_SHARE = 1 / 4
+# Of all rows: so many are extended, or admitted, in one call.
+EXTEND_SHARE = 1 / 8
+# Steps of a `decode` call while tools run, so that results are collected soon.
+STEPS_WHILE_TOOLS_RUN = 16
+# Least and most seconds to wait for a tool before the other rows decode on. Between
+# them it is the time of one decoding step: a result that comes so soon is worth it.
+TOOL_WAIT_SECONDS = 0.005, 0.2
+# Seconds between looks at whether the run was told to stop, while nothing can decode.
+PREEMPTION_SECONDS = 0.5
 
 
-def admission_sizes(num_rows: int, group_size: int, parts: int = 1) -> tuple[int, int]:
-    """How many of B rows read or begin at once, and how many prompts are read.
+class RowState(enum.Enum):
+    """The state of one rollout."""
+
+    WAITING = "waiting"  # for a slot; the prompt may have been prefilled already
+    DECODING = "decoding"  # its turn begins or goes on with the next `decode`
+    TOOL = "tool"  # its tool call waits for a thread, or runs on one
+    EXTENDING = "extending"  # has an observation to read, and waits for cache pages
+    FINISHED = "finished"  # the slot is free again
+
+
+@dataclasses.dataclass
+class Row:
+    """A rollout that has a slot.
+
+    Attributes:
+        question: index of its question.
+        sample: its number in the question's group, in [0, G).
+        conversation: all it has read and written so far.
+        state: DECODING, TOOL or EXTENDING, while it has the slot.
+        call: the tool call that it awaits.
+        is_last_turn: whether the turn that ended was the last that it may write.
+        observation: [n] int32 ids that it reads next.
+    """
+
+    question: int
+    sample: int
+    conversation: Conversation
+    state: RowState = RowState.DECODING
+    call: Search | None = None
+    is_last_turn: bool = False
+    observation: np.ndarray | None = None
+
+
+def admission_sizes(
+    num_rows: int, group_size: int, num_shards: int = 1
+) -> tuple[int, int]:
+    """Return E, the rows of one admission or extension, and Q, the prompts of one read.
 
     Args:
         num_rows: B.
-        group_size: rollouts of a question.
-        parts: that the rows are cut into; as many of each read at once.
+        group_size: G.
+        num_shards: that the rows are cut into; as many rows of each are in E.
     """
-    moved = parts * _part(num_rows // parts, READ_SHARE)
-    return moved, _part(_part(num_rows, 2 * READ_SHARE), 1 / group_size)
+    num_moved = num_shards * _share_of(num_rows // num_shards, EXTEND_SHARE)
+    num_admitted = _share_of(num_rows, 2 * EXTEND_SHARE)
+    return num_moved, _share_of(num_admitted, 1 / group_size)
 
 
-class Play:
-    """The rollouts of one call: which wait, write, search, read, or have ended."""
+def decoding_order(
+    num_turns: Mapping[int, int], free_slots: Sequence[int], *, is_draining: bool
+) -> np.ndarray:
+    """Return [B] int32 all slots, those that should decode first first.
 
-    def __init__(self, engine, device, key, threads, prompts, names, on_done):
-        self.host, self.sampler = engine.host, engine.sampler
-        self.pool, self.rows, self.params = device
-        self.key, self.threads, self.on_done = key, threads, on_done
-        self.searches_at_once = engine.searches_at_once
-        self.prompts, self.names = prompts, names
-        num_rows, group_size = engine.num_rows, engine.group_size
-        self.num_rows, self.group_size = num_rows, group_size
-        self.parts = self.sampler.num_parts(num_rows)
-        self.queue_size = self.sampler.queue_size(num_rows)
-        self.num_moved, self.block = admission_sizes(num_rows, group_size, self.parts)
-        self.rollouts = [[None] * group_size for _ in prompts]
-        self.left = [group_size] * len(prompts)
-        self.waiting = collections.deque(
-            (i, j) for i in range(len(prompts)) for j in range(group_size)
-        )
-        self.open: dict[int, Conversation] = {}  # slot -> its conversation
-        self.place: dict[int, tuple[int, int]] = {}  # slot -> question, sample
-        self.free = collections.deque(range(num_rows))
-        self.writing: set[int] = set()
-        self.reading: dict[int, np.ndarray] = {}  # slot -> ids it reads next
-        # Searches of rows whose turn was not the last, and of those whose was.
-        self.asked: dict[bool, dict[int, Search]] = {False: {}, True: {}}
-        # What the threads work on -> the searches, since when.
-        self.searching: dict[concurrent.futures.Future, tuple] = {}
-        self.search_seconds = engine.search_seconds
-        self.row_names = np.zeros((num_rows, 2), np.uint32)
-        self.begins = np.zeros(num_rows, bool)
-        self.budget = np.full(num_rows, self.host.limits.max_turn_tokens, np.int32)
-        self.count = np.zeros(num_rows, np.int32)  # tokens of each turn so far
-        self.patience = PATIENCE[0]
-        self.prefilled = None  # the first question of those read, and of them all
-        self.context = None  # what the device knows
-        self.num_restarts = 0
-        self.on_end = lambda question, sample, rollout: None
-
-    def go_on(self, questions, finished):
-        """Leaves out the rollouts that had ended before, and tells of those that end.
-
-        Args:
-            questions: whose prompts these are.
-            finished: see `rsearch.rollout.records`.
-        """
-        for i, j in list(self.waiting):
-            rollout = finished.get(questions[i], j)
-            if rollout is not None:
-                self.rollouts[i][j] = rollout
-                self.left[i] -= 1
-                self.waiting.remove((i, j))
-        self.on_end = lambda i, j, rollout: finished.put(questions[i], j, rollout)
-
-    def to_the_end(self):
-        """[questions][G] rollouts.
-
-        Hosts that share the device's programs come to each of them together: where one
-        has more to do, the others do nothing once more.
-        """
-        try:
-            return self._to_the_end()
-        except OtherHostError:
-            raise
-        except Exception:
-            self.sampler.give_up()
-            raise
-
-    def _to_the_end(self):
-        if self._any(self.prompts) and self.host.limits.num_turns > 1:
-            self._extend([])  # compiled now: the first to read may be late in a run
-        while self._any(self.waiting or self.open):
-            check_preempted()
-            self._collect()
-            self._make_room()
-            self._read()
-            self._admit()
-            if self._any(self.writing):
-                self._write()
-        return self.rollouts
-
-    def _any(self, whether) -> bool:
-        """Whether it holds on any of the hosts that share the programs."""
-        return bool(self.sampler.agree(bool(whether)).any())
-
-    def _admit(self):
-        """Gives free slots to those that wait; prompts are read a block at a time."""
-        while self._any(self._next_slot() is not None):
-            first = self.prefilled
-            if self._next_slot() is not None and not self._is_read(self.waiting[0][0]):
-                first = self.waiting[0][0]
-            if self._any(first != self.prefilled):
-                self.prefilled, self.context = first, self._prefill(first or 0)
-            slots = np.full(self.num_moved, self.num_rows, np.int32)
-            source = np.zeros(self.num_moved, np.int32)
-            for k in range(self.num_moved):
-                slot = self._next_slot()
-                if slot is None or not self._is_read(self.waiting[0][0]):
-                    break
-                question, sample = self.waiting.popleft()
-                slots[k], source[k] = slot, question - self.prefilled
-                self._open(slot, question, sample)
-            given = slots, source, self.pool.rows(slots)
-            self.rows = self.sampler.admit(self.rows, self.context, *given)
-
-    def _next_slot(self) -> int | None:
-        """A free slot with room for the next that waits; None where there is none.
-
-        Those that wait for room to read have the first claim to it.
-        """
-        if not self.waiting or self.reading:
-            return None
-        return next((s for s in self.free if self._has_room(s, self.waiting[0])), None)
-
-    def _has_room(self, slot, waiting) -> bool:
-        """Whether a conversation may begin in this slot."""
-        needed = len(self.prompts[waiting[0]]) + self.host.limits.max_turn_tokens
-        return self.pool.has(slot, needed)
-
-    def _is_read(self, question) -> bool:
-        """Whether its prompt is in the block that was read last."""
-        first = self.prefilled
-        return first is not None and first <= question < first + self.block
-
-    def _prefill(self, first):
-        """The context of the prompts of a block of questions."""
-        size = self.block, self.host.limits.max_prompt_tokens
-        tokens, count = np.zeros(size, np.int32), np.ones(size[0], np.int32)
-        for i, ids in enumerate(self.prompts[first : first + self.block]):
-            tokens[i, : len(ids)], count[i] = ids, len(ids)
-        return self.sampler.prefill(self.params, tokens, count)
-
-    def _open(self, slot, question, sample):
-        """A new conversation in a free slot."""
-        self.free.remove(slot)
-        self.open[slot] = self.host.open(self.prompts[question])
-        self.place[slot] = question, sample
-        self.row_names[slot] = self.names[question], sample
-        self.begins[slot] = True
-        self.writing.add(slot)
-        self._reserve(slot)
-
-    def _reserve(self, slot) -> bool:
-        """Whether the row has room for all of its conversation, and another turn.
-
-        What it reads next is among its segments already.
-        """
-        held = sum(len(segment.token_ids) for segment in self.open[slot].segments)
-        return self.pool.reserve(slot, held + self.host.limits.max_turn_tokens)
-
-    def _write(self):
-        """Lets rows write until some pause, and answers those."""
-        limit, started = self.host.limits.max_turn_tokens, time.monotonic()
-        rows = self.sampler.decode(
-            self.params,
-            self.rows,
-            self.key,
-            self.row_names,
-            self.begins,
-            self.budget,
-            _part(len(self.writing), PAUSED_SHARE) if self.writing else 0,
-            TOKENS_WHILE_SEARCHING if self.searching else limit,
-            self.pool.table,
-            self._queue(),
-        )
-        turn = self.sampler.turns_on_host(rows)
-        num_steps = np.max(turn.count - np.where(self.begins, 0, self.count))
-        seconds = (time.monotonic() - started) / max(1, num_steps)
-        self.patience = float(np.clip(seconds, *PATIENCE))
-        self.rows, self.begins = rows, np.zeros(self.num_rows, bool)
-        self.count = turn.count
-        written = {}
-        for slot in sorted(self.writing):
-            if not turn.active[slot]:
-                n = turn.count[slot]
-                written[slot] = turn.tokens[slot, :n], turn.logp[slot, :n]
-        self.writing -= written.keys()
-        self._answer(written)
-
-    def _queue(self) -> np.ndarray:
-        """[B] int32 all slots: whose conversation began first is first.
-
-        Where none is to begin any more, those come next that have had the fewest
-        turns: what has the most before it ends last. The one that has been open for
-        longest stays first, since it may well be long.
-        """
-        order = list(self.open)
-        if not self.waiting:
-            order[1:] = sorted(order[1:], key=lambda slot: self.open[slot].num_turns)
-        return np.array([*order, *self.free], np.int32)
-
-    def _answer(self, written):
-        """Hears these turns; those that search wait for a thread to be free."""
-        last = self.host.limits.num_turns - 1
-        ending = {slot for slot in written if self.open[slot].num_turns == last}
-        for final, slots in ((False, written.keys() - ending), (True, ending)):
-            own = {slot: written[slot] for slot in sorted(slots)}
-            asked, shown = self.host.read_turns(self.open, own, final=final)
-            self.asked[final] |= asked
-            self._show(own.keys() - asked.keys(), shown)
-        self._search()
-
-    def _search(self):
-        """Searches for all that have asked, if a thread is free."""
-        if len(self.searching) < self.searches_at_once and any(self.asked.values()):
-            batch, self.asked = self.asked, {False: {}, True: {}}
-            future = self.threads.submit(self._find, batch)
-            self.searching[future] = batch, time.monotonic()
-
-    def _find(self, batch):
-        """On a thread: slot -> ids to read, for some of these."""
-        shown = {}
-        for final, asked in batch.items():
-            if asked:
-                shown |= self.host.find(self.open, asked, final=final)
-        return shown
-
-    def _collect(self):
-        """Takes what was found, and waits for it if nobody can write."""
-        can_write = self._any(self.writing or self._next_slot() is not None)
-        if not self.searching:
-            return
-        timeout = self.patience if can_write else PREEMPTION_SECONDS
-        if len(self.writing) >= self.queue_size:
-            timeout = 0  # Nobody who waits would write now.
-        while not (done := self._found(timeout)):
-            if can_write:
-                return
-            check_preempted()
-        for future in done:
-            batch, _ = self.searching.pop(future)
-            slots = [slot for asked in batch.values() for slot in asked]
-            self._show(slots, future.result())
-        self._search()
-
-    def _found(self, timeout) -> list[concurrent.futures.Future]:
-        """The searches that have come back, in the order in which they were begun."""
-        first = concurrent.futures.FIRST_COMPLETED
-        concurrent.futures.wait(self.searching, timeout, first)
-        late = time.monotonic() - self.search_seconds
-        for future, (_, began) in self.searching.items():
-            if began < late and not future.done():
-                raise OutageError(
-                    f"a search has not come back for {self.search_seconds:g} s"
-                )
-        return [future for future in self.searching if future.done()]
-
-    def _show(self, slots, shown):
-        """These slots read what they are shown, or have ended if that is nothing."""
-        self.reading |= shown
-        for slot in slots:
-            if slot not in shown:
-                self._close(slot)
-
-    def _close(self, slot):
-        """Keeps a rollout that has ended; its slot is free."""
-        question, sample = self.place.pop(slot)
-        rollout = self.open.pop(slot).rollout()
-        self.rollouts[question][sample] = rollout
-        self.on_end(question, sample, rollout)
-        self._free(slot)
-        self.left[question] -= 1
-        if not self.left[question] and self.on_done is not None:
-            self.on_done(self.left.count(0))
-
-    def _free(self, slot):
-        """Nobody's slot, and nobody's pages."""
-        self.free.append(slot)
-        self.pool.release(slot)
-
-    def _part_of(self, slot) -> int:
-        """The part of the rows that this slot is in."""
-        return slot // (self.num_rows // self.parts)
-
-    def _make_room(self):
-        """Where all rows of a part wait for room to read, the latest begins anew.
-
-        What it draws then is what it has drawn: that depends on nothing else.
-        """
-        asked = [s for batch in self.asked.values() for s in batch]
-        for batch, _ in self.searching.values():
-            asked += [s for own in batch.values() for s in own]
-        busy = {self._part_of(slot) for slot in [*self.writing, *asked]}
-        for part in {self._part_of(slot) for slot in self.reading} - busy:
-            own = [slot for slot in self.open if self._part_of(slot) == part]
-            while not any(self._reserve(slot) for slot in own):
-                slot = own.pop()
-                self.waiting.appendleft(self.place.pop(slot))
-                del self.open[slot], self.reading[slot]
-                self._free(slot)
-                self.num_restarts += 1
-
-    def _read(self):
-        """Rows read what they were shown, and go on writing."""
-        most = self.num_moved // self.parts
-        slots = [[] for _ in range(self.parts)]  # that read, of each part
-        # In the order in which they were opened, as long as there is room.
-        ready = [s for s in self.open if s in self.reading and self._reserve(s)]
-        for slot in sorted(ready):
-            slots[self._part_of(slot)].append(slot)
-        longest = int(self.sampler.agree(max(map(len, slots))).max())
-        for start in range(0, longest, most):
-            self._extend([own[start : start + most] for own in slots])
-        self.begins[ready] = True
-        self.writing |= set(ready)
-        for slot in ready:
-            del self.reading[slot]
-
-    def _extend(self, slots):
-        """These slots, of each part its own, read what they were shown."""
-        tokens = np.zeros((self.num_moved, self.host.shown_tokens), np.int32)
-        count = np.zeros(self.num_moved, np.int32)
-        places = np.full(self.num_moved, self.num_rows, np.int32)
-        for part, own in enumerate(slots):
-            for k, slot in enumerate(own, part * (self.num_moved // self.parts)):
-                ids, places[k] = self.reading[slot], slot
-                tokens[k, : len(ids)], count[k] = ids, len(ids)
-        given = places, tokens, count, self.pool.rows(places)
-        self.rows = self.sampler.extend(self.params, self.rows, *given)
+    Args:
+        num_turns: slot -> turns that its row has written, in the order of admission.
+        free_slots: slots without a row.
+        is_draining: whether no rollout waits for a slot any more.
+    """
+    order = list(num_turns)
+    if is_draining:
+        # A row with most turns before it finishes last, so it must not be late as well.
+        # The row admitted first stays first: it may well be the longest.
+        order[1:] = sorted(order[1:], key=lambda slot: num_turns[slot])
+    return np.array([*order, *free_slots], np.int32)
 
 
-def _part(number: int, share: float) -> int:
-    """A share of a number, one at least."""
-    return max(1, round(number * share))
-
-
-class RolloutEngine:
-    """Rolls out questions in a fixed number of slots."""
+class RolloutScheduler:
+    """The rollouts of one call, from their prompts to their last turn."""
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: SamplerLike,
+        host: Host,
+        params: Any,
+        key: jax.Array,
+        questions: Sequence[Question],
+        prompts: Sequence[np.ndarray],
+        threads: concurrent.futures.Executor,
+        *,
+        num_rows: int,
+        group_size: int,
+        num_pages: int = 0,
+        search_seconds: float = math.inf,
+        searches_at_once: int = 1,
+        on_done: Callable[[int], None] | None = None,
+        finished: RolloutCache | None = None,
+    ):
+        """Begin with every rollout waiting, those of the cache aside.
+
+        Args:
+            sampler, host, num_rows, group_size, search_seconds, searches_at_once: as
+                in `RolloutEngine`.
+            params, key, questions, on_done, finished: as in `RolloutEngine.__call__`.
+            prompts: [n] int32 ids of each question's prompt.
+            threads: tools run on them.
+            num_pages: that the rows share; 0 where they share none.
+        """
+        self.sampler, self.host = sampler, host
+        self.params, self.key, self.threads = params, key, threads
+        self.questions, self.prompts = questions, prompts
+        self.on_done, self.finished = on_done, finished
+        self.num_rows, self.group_size = num_rows, group_size
+        self.search_seconds = search_seconds
+        self.searches_at_once = searches_at_once
+        self.num_shards = sampler.row_shards(num_rows)
+        self.queue_size = sampler.queue_size(num_rows)
+        self.num_moved, self.num_prompts = admission_sizes(
+            num_rows, group_size, self.num_shards
+        )
+        # A row's draws follow from these two numbers, never from its slot.
+        self.question_names = [
+            zlib.crc32(q.id.encode("utf-8", "replace")) for q in questions
+        ]
+        self.row_names = np.zeros((num_rows, 2), np.uint32)
+        self.rollouts: list[list[Rollout | None]] = [
+            [None] * group_size for _ in prompts
+        ]
+        self.num_unfinished = [group_size] * len(prompts)
+        self.waiting = collections.deque(
+            (question, sample)
+            for question in range(len(prompts))
+            for sample in range(group_size)
+        )
+        self._take_finished()
+
+        self.rows: dict[int, Row] = {}  # slot -> its row, in the order of admission
+        self.free_slots = collections.deque(range(num_rows))
+        self.pages = PagePool(
+            num_rows,
+            num_pages=num_pages,
+            page_tokens=sampler.page_tokens,
+            row_pages=sampler.row_pages,
+            num_shards=self.num_shards,
+        )
+        # Calls that wait for a thread, and those of each running future, since when.
+        self.queued_calls: list[int] = []
+        self.running_calls: dict[concurrent.futures.Future, tuple[list, float]] = {}
+
+        # The device's state, and what the host must know of it.
+        self.device_rows = sampler.empty(num_rows, num_pages)
+        self.prefilled = None  # the context of a block of prompts
+        self.first_prefilled = None  # the question of the first of these
+        self.begins = np.zeros(num_rows, bool)  # slots that begin a turn
+        self.budget = np.full(num_rows, host.limits.max_turn_tokens, np.int32)
+        self.count = np.zeros(num_rows, np.int32)  # tokens of each turn so far
+        self.tool_wait = TOOL_WAIT_SECONDS[0]
+        self.num_restarts = 0
+
+    def _take_finished(self) -> None:
+        """Take the rollouts that had finished before from the cache."""
+        if self.finished is None:
+            return
+        for question, sample in list(self.waiting):
+            rollout = self.finished.get(self.questions[question], sample)
+            if rollout is not None:
+                self.rollouts[question][sample] = rollout
+                self.num_unfinished[question] -= 1
+                self.waiting.remove((question, sample))
+
+    def run(self) -> list[Group]:
+        """Run all rollouts to their end and return the group of each question.
+
+        Hosts that share the device's functions make every call of them in the same
+        order: where one has more to do, the others call with no rows.
+        """
+        try:
+            if self._on_any_host(self.prompts) and self.host.limits.num_turns > 1:
+                # Compile now: the first row to extend may come late in a run, when a
+                # compilation would hold up all the others.
+                self._extend_rows([])
+            while self._on_any_host(self.waiting or self.rows):
+                check_preempted()
+                self._collect_results()
+                self._make_room()
+                self._extend()
+                self._admit()
+                if self._on_any_host(self._slots(RowState.DECODING)):
+                    self._decode()
+        except OtherHostError:
+            raise
+        except Exception:
+            # The others would wait for this host for ever.
+            self.sampler.report_failure()
+            raise
+        return [
+            Group(question, tuple(rollouts))
+            for question, rollouts in zip(self.questions, self.rollouts, strict=True)
+        ]
+
+    def _on_any_host(self, value) -> bool:
+        """Return whether it is true on any of the hosts that share the functions."""
+        return bool(self.sampler.all_gather(bool(value)).any())
+
+    def _slots(self, *states: RowState) -> list[int]:
+        """Return the slots of the rows in these states, in the order of admission."""
+        return [slot for slot, row in self.rows.items() if row.state in states]
+
+    def _shard_of(self, slot: int) -> int:
+        """Return the shard of the rows that this slot is in."""
+        return slot // (self.num_rows // self.num_shards)
+
+    # --- WAITING -> DECODING: prompts are prefilled, and rows begin with them. ---
+
+    def _admit(self) -> None:
+        """Give free slots to rollouts that wait; prompts are read a block at a time."""
+        while self._on_any_host(self._next_slot() is not None):
+            first = self.first_prefilled
+            if self._next_slot() is not None and not self._next_is_prefilled():
+                first = self.waiting[0][0]
+            if self._on_any_host(first != self.first_prefilled):
+                self.first_prefilled, self.prefilled = first, self._prefill(first or 0)
+            # Padding is row B, which the device ignores.
+            slots = np.full(self.num_moved, self.num_rows, np.int32)
+            source = np.zeros(self.num_moved, np.int32)
+            for i in range(self.num_moved):
+                slot = self._next_slot()
+                if slot is None or not self._next_is_prefilled():
+                    break
+                question, sample = self.waiting.popleft()
+                slots[i], source[i] = slot, question - self.first_prefilled
+                self._start_row(slot, question, sample)
+            self.device_rows = self.sampler.admit(
+                self.device_rows, self.prefilled, slots, source, self.pages.rows(slots)
+            )
+
+    def _next_slot(self) -> int | None:
+        """Return a free slot with room for the next rollout that waits, or None.
+
+        Rows that wait for pages to read an observation have the first claim to them.
+        """
+        if not self.waiting or not self.free_slots or self._slots(RowState.EXTENDING):
+            return None
+        prompt = self.prompts[self.waiting[0][0]]
+        num_tokens = len(prompt) + self.host.limits.max_turn_tokens
+        fits = (s for s in self.free_slots if self.pages.has_room(s, num_tokens))
+        return next(fits, None)
+
+    def _next_is_prefilled(self) -> bool:
+        """Return whether the next rollout's prompt is in the block read last."""
+        first, question = self.first_prefilled, self.waiting[0][0]
+        return first is not None and first <= question < first + self.num_prompts
+
+    def _prefill(self, first: int):
+        """Return the context of the prompts of a block of questions."""
+        size = self.num_prompts, self.host.limits.max_prompt_tokens
+        tokens = np.zeros(size, np.int32)
+        count = np.ones(self.num_prompts, np.int32)  # a prompt has one token at least
+        for i, ids in enumerate(self.prompts[first : first + self.num_prompts]):
+            tokens[i, : len(ids)], count[i] = ids, len(ids)
+        return self.sampler.prefill(self.params, tokens, count)
+
+    def _start_row(self, slot: int, question: int, sample: int) -> None:
+        """Open a conversation in a free slot."""
+        self.free_slots.remove(slot)
+        conversation = self.host.open(self.prompts[question])
+        self.rows[slot] = Row(question, sample, conversation)
+        self.row_names[slot] = self.question_names[question], sample
+        self.begins[slot] = True
+        self._reserve(slot)
+
+    def _reserve(self, slot: int) -> bool:
+        """Reserve pages for the conversation and another turn; return whether it could.
+
+        An observation that the row has not read yet is a segment already.
+        """
+        segments = self.rows[slot].conversation.segments
+        num_tokens = sum(len(segment.token_ids) for segment in segments)
+        return self.pages.reserve(slot, num_tokens + self.host.limits.max_turn_tokens)
+
+    # --- DECODING -> TOOL, EXTENDING or FINISHED: rows write their turns. ---
+
+    def _decode(self) -> None:
+        """Decode until some turns have ended, and parse these."""
+        decoding = self._slots(RowState.DECODING)
+        num_turns = {
+            slot: row.conversation.num_turns for slot, row in self.rows.items()
+        }
+        request = DecodeRequest(
+            names=self.row_names,
+            begins=self.begins,
+            budget=self.budget,
+            # A host without rows has none to wait for; hosts add their numbers up.
+            min_finished=_share_of(len(decoding), FINISHED_SHARE) if decoding else 0,
+            max_steps=(
+                STEPS_WHILE_TOOLS_RUN
+                if self.running_calls
+                else self.host.limits.max_turn_tokens
+            ),
+            table=self.pages.table,
+            queue=decoding_order(
+                num_turns, self.free_slots, is_draining=not self.waiting
+            ),
+        )
+        started = time.monotonic()
+        device_rows = self.sampler.decode(
+            self.params, self.device_rows, self.key, request
+        )
+        # The one place where the host waits for the device.
+        turn = self.sampler.turns_on_host(device_rows)
+        num_steps = np.max(turn.count - np.where(self.begins, 0, self.count))
+        step_seconds = (time.monotonic() - started) / max(1, num_steps)
+        self.tool_wait = float(np.clip(step_seconds, *TOOL_WAIT_SECONDS))
+        self.device_rows = device_rows
+        self.begins = np.zeros(self.num_rows, bool)
+        self.count = turn.count
+        turns = {}
+        for slot in sorted(decoding):
+            if not turn.active[slot]:
+                n = turn.count[slot]
+                turns[slot] = turn.tokens[slot, :n], turn.logp[slot, :n]
+        self._parse_turns(turns)
+
+    def _parse_turns(self, turns: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:
+        """Parse turns that have ended: slot -> its ids and log-probabilities."""
+        last = self.host.limits.num_turns - 1
+        slots_by_kind = {False: [], True: []}  # whether the turn was the last
+        for slot in turns:
+            row = self.rows[slot]
+            row.is_last_turn = row.conversation.num_turns == last
+            slots_by_kind[row.is_last_turn].append(slot)
+        for is_last, slots in slots_by_kind.items():
+            calls, observations = self.host.read_turns(
+                {slot: self.rows[slot].conversation for slot in slots},
+                {slot: turns[slot] for slot in slots},
+                final=is_last,
+            )
+            for slot, call in calls.items():
+                self.rows[slot].state, self.rows[slot].call = RowState.TOOL, call
+            self.queued_calls += calls
+            self._observe([s for s in slots if s not in calls], observations)
+        self._start_calls()
+
+    def _observe(
+        self, slots: Sequence[int], observations: Mapping[int, np.ndarray]
+    ) -> None:
+        """Give rows the observations that they read next; a row without one is done."""
+        for slot in slots:
+            if slot in observations:
+                row = self.rows[slot]
+                row.state, row.observation = RowState.EXTENDING, observations[slot]
+            else:
+                self._finish(slot)
+
+    def _finish(self, slot: int) -> None:
+        """Store the rollout of a row, and free its slot."""
+        row = self.rows[slot]
+        row.state = RowState.FINISHED
+        rollout = row.conversation.rollout()
+        self.rollouts[row.question][row.sample] = rollout
+        if self.finished is not None:
+            self.finished.put(self.questions[row.question], row.sample, rollout)
+        self._free(slot)
+        self.num_unfinished[row.question] -= 1
+        if not self.num_unfinished[row.question] and self.on_done is not None:
+            self.on_done(self.num_unfinished.count(0))
+
+    def _free(self, slot: int) -> None:
+        """Take the slot and its pages from its row."""
+        del self.rows[slot]
+        self.free_slots.append(slot)
+        self.pages.release(slot)
+
+    # --- TOOL -> EXTENDING or FINISHED: tools run on threads. ---
+
+    def _start_calls(self) -> None:
+        """Run all queued tool calls as one batch, if a thread is free."""
+        if not self.queued_calls or len(self.running_calls) >= self.searches_at_once:
+            return
+        slots, self.queued_calls = self.queued_calls, []
+        # A batch holds its rows: the thread must not look into what changes meanwhile.
+        rows = {slot: self.rows[slot] for slot in slots}
+        future = self.threads.submit(self._run_calls, rows)
+        self.running_calls[future] = slots, time.monotonic()
+
+    def _run_calls(self, rows: dict[int, Row]) -> dict[int, np.ndarray]:
+        """Run tool calls, on a thread; return observations of some of these slots."""
+        observations = {}
+        for is_last in (False, True):
+            slots = [slot for slot, row in rows.items() if row.is_last_turn == is_last]
+            if slots:
+                observations |= self.host.find(
+                    {slot: rows[slot].conversation for slot in slots},
+                    {slot: rows[slot].call for slot in slots},
+                    final=is_last,
+                )
+        return observations
+
+    def _collect_results(self) -> None:
+        """Take the results of tools, and wait for one if no row can decode."""
+        decoding = self._slots(RowState.DECODING)
+        can_decode = self._on_any_host(decoding or self._next_slot() is not None)
+        if not self.running_calls:
+            return
+        timeout = self.tool_wait if can_decode else PREEMPTION_SECONDS
+        if len(decoding) >= self.queue_size:
+            timeout = 0  # A row that came back would not decode in the next steps.
+        while not (done := self._calls_done(timeout)):
+            if can_decode:
+                return
+            check_preempted()
+        for future in done:
+            slots, _ = self.running_calls.pop(future)
+            self._observe(slots, future.result())
+        self._start_calls()
+
+    def _calls_done(self, timeout: float) -> list[concurrent.futures.Future]:
+        """Wait for running calls; return those that are done, the oldest first."""
+        concurrent.futures.wait(
+            self.running_calls, timeout, concurrent.futures.FIRST_COMPLETED
+        )
+        oldest = time.monotonic() - self.search_seconds
+        for future, (_, started) in self.running_calls.items():
+            # A thread cannot be ended, so a tool that hangs ends the run.
+            if started < oldest and not future.done():
+                raise OutageError(
+                    f"a search has not come back for {self.search_seconds:g} s"
+                )
+        return [future for future in self.running_calls if future.done()]
+
+    # --- EXTENDING -> DECODING, or back to WAITING where pages are short. ---
+
+    def _make_room(self) -> None:
+        """Restart the latest rows of a shard whose rows all wait for pages.
+
+        Tokens drawn again are the same: a draw depends on question, sample and
+        position alone.
+        """
+        busy = self._slots(RowState.DECODING, RowState.TOOL)
+        busy_shards = {self._shard_of(slot) for slot in busy}
+        extending = self._slots(RowState.EXTENDING)
+        stuck = {self._shard_of(slot) for slot in extending} - busy_shards
+        for shard in sorted(stuck):
+            slots = [slot for slot in self.rows if self._shard_of(slot) == shard]
+            while not any(self._reserve(slot) for slot in slots):
+                slot = slots.pop()  # admitted last: it loses least
+                row = self.rows[slot]
+                row.state = RowState.WAITING
+                self.waiting.appendleft((row.question, row.sample))
+                self._free(slot)
+                self.num_restarts += 1
+
+    def _extend(self) -> None:
+        """Let rows read their observations as far as there are pages for them."""
+        # Pages go to rows in the order of admission, so that the first can finish.
+        ready = [
+            slot for slot in self._slots(RowState.EXTENDING) if self._reserve(slot)
+        ]
+        slots_by_shard = [[] for _ in range(self.num_shards)]
+        for slot in sorted(ready):
+            slots_by_shard[self._shard_of(slot)].append(slot)
+        # Each call extends as many rows of each shard; the longest list sets how many.
+        longest = int(self.sampler.all_gather(max(map(len, slots_by_shard))).max())
+        shard_size = self.num_moved // self.num_shards
+        for start in range(0, longest, shard_size):
+            self._extend_rows(
+                [slots[start : start + shard_size] for slots in slots_by_shard]
+            )
+        for slot in ready:
+            row = self.rows[slot]
+            row.state, row.observation = RowState.DECODING, None
+            self.begins[slot] = True
+
+    def _extend_rows(self, slots_by_shard: Sequence[Sequence[int]]) -> None:
+        """Let these slots, a list for each shard, read their observations."""
+        tokens = np.zeros((self.num_moved, self.host.shown_tokens), np.int32)
+        count = np.zeros(self.num_moved, np.int32)
+        slots = np.full(self.num_moved, self.num_rows, np.int32)  # B is padding
+        shard_size = self.num_moved // self.num_shards
+        for shard, shard_slots in enumerate(slots_by_shard):
+            for i, slot in enumerate(shard_slots, shard * shard_size):
+                ids = self.rows[slot].observation
+                slots[i], count[i] = slot, len(ids)
+                tokens[i, : len(ids)] = ids
+        self.device_rows = self.sampler.extend(
+            self.params, self.device_rows, slots, tokens, count, self.pages.rows(slots)
+        )
+
+
+class RolloutEngine:
+    """Rolls out questions in a fixed number of rows."""
+
+    def __init__(
+        self,
+        sampler: SamplerLike,
         host: Host,
         *,
         num_rows: int,
@@ -384,107 +539,111 @@ class RolloutEngine:
         search_seconds: float = math.inf,
         searches_at_once: int = 1,
     ):
-        """Holds what a rollout needs.
+        """Hold what all calls share.
 
         Args:
             sampler: the compiled functions; they fix temperature and nucleus.
             host: protocol, tokenizer, search and budgets.
             num_rows: B, conversations decoded at once.
             group_size: G, rollouts of each question.
-            messages: the chat that opens a question's rollouts; the protocol's own
-                where not given.
-            cache_tokens: that all conversations decoded at once hold together; where
-                that does not do, some wait, and in the end the latest begin anew. 0 is
-                what the longest hold.
-            search_seconds: a search that has not come back after them never will: no
-                thread can be ended, so the run is, with OutageError.
+            messages: the chat that opens a question's rollouts; None is the protocol's.
+            cache_tokens: that the caches of all rows hold; where that is too little,
+                some rows wait, and in the end the latest restart. 0 is as much as the
+                longest conversations need.
+            search_seconds: a search that takes longer ends the run with OutageError:
+                the thread that it runs on cannot be ended.
             searches_at_once: calls of the host's search that may overlap.
 
         Raises:
-            ValueError: too few for one conversation on each device.
+            ValueError: `cache_tokens` are too few for one conversation on each shard.
         """
         self.sampler, self.host = sampler, host
         self._num_pages = num_pages(sampler, num_rows, cache_tokens)
-        self.num_restarts = 0  # conversations begun anew, for want of room
+        self.num_restarts = 0  # rollouts that began again for want of cache pages
         self.num_rows, self.group_size = num_rows, group_size
         self.search_seconds = search_seconds
         self.searches_at_once = searches_at_once
         self._messages = messages or (lambda q: host.protocol.messages(q.text))
 
     def prompt(self, question: Question) -> np.ndarray:
-        """[n] int32 ids of the question's prompt."""
+        """Return [n] int32 ids of the question's prompt."""
         return self.host.prompt(self._messages(question))
 
     @property
     def num_traces(self) -> int:
-        """How often its functions have been traced; constant after the first call."""
+        """Return how often the model has been traced; constant after the first call."""
         return self.sampler.num_traces
 
-    def place_params(self, params):
-        """The parameters as `__call__` wants them."""
+    def place_params(self, params: Any) -> Any:
+        """Return the parameters as `__call__` takes them."""
         return self.sampler.place_params(params)
 
     def __call__(
         self,
-        params,
+        params: Any,
         questions: Sequence[Question],
-        key,
+        key: jax.Array,
         *,
-        on_done=None,
+        on_done: Callable[[int], None] | None = None,
         finished: RolloutCache | None = None,
     ) -> list[Group]:
-        """A group for each question.
+        """Roll out each question and return its group.
 
         Args:
-            params: from `place`.
+            params: from `place_params`.
             questions: any number.
             key: of this seed, stage and step. A rollout's draws follow from it, the
                 question's id, the sample's number and the token's position alone.
             on_done: called with the number of questions finished so far.
-            finished: has rollouts that had ended before, and is told of those that end.
+            finished: holds rollouts that had finished before, and stores those that do.
 
         Raises:
             ValueError: a prompt is longer than its budget.
             OutageError: a search took longer than `search_seconds`.
         """
-        limit = self.host.limits.max_prompt_tokens
+        max_tokens = self.host.limits.max_prompt_tokens
         prompts = [self.prompt(question) for question in questions]
         for question, ids in zip(questions, prompts, strict=True):
-            if len(ids) > limit:
+            if len(ids) > max_tokens:
                 raise ValueError(
                     f"question {question.id}: its prompt has {len(ids)} tokens, "
-                    f"rollout.max_prompt_tokens is {limit}"
+                    f"rollout.max_prompt_tokens is {max_tokens}"
                 )
-        names = [zlib.crc32(q.id.encode("utf-8", "replace")) for q in questions]
-        with _search_threads(self.searches_at_once) as threads:
-            pool = Pool(
-                self.num_rows,
+        with _tool_threads(self.searches_at_once) as threads:
+            scheduler = RolloutScheduler(
+                self.sampler,
+                self.host,
+                params,
+                key,
+                questions,
+                prompts,
+                threads,
+                num_rows=self.num_rows,
+                group_size=self.group_size,
                 num_pages=self._num_pages,
-                page_tokens=self.sampler.page_tokens,
-                row_pages=self.sampler.row_pages,
-                parts=self.sampler.num_parts(self.num_rows),
+                search_seconds=self.search_seconds,
+                searches_at_once=self.searches_at_once,
+                on_done=on_done,
+                finished=finished,
             )
-            rows = self.sampler.empty(self.num_rows, self._num_pages)
-            device = pool, rows, params
-            play = Play(self, device, key, threads, prompts, names, on_done)
-            if finished is not None:
-                play.go_on(questions, finished)
-            rollouts = play.to_the_end()
-        self.num_restarts += play.num_restarts
-        return [
-            Group(question, tuple(own))
-            for question, own in zip(questions, rollouts, strict=True)
-        ]
+            groups = scheduler.run()
+        self.num_restarts += scheduler.num_restarts
+        return groups
 
 
 @contextlib.contextmanager
-def _search_threads(count):
-    """Threads, awaited at the end; where the run ends there is no time for that."""
+def _tool_threads(count: int) -> Iterator[concurrent.futures.Executor]:
+    """Yield threads and wait for them at the end, unless the run itself must end."""
     threads, wait = concurrent.futures.ThreadPoolExecutor(count, "search"), True
     try:
         yield threads
     except PreemptedError:
-        wait = False
+        wait = False  # the grace period is too short for a search to come back
         raise
     finally:
         threads.shutdown(wait=wait, cancel_futures=not wait)
+
+
+def _share_of(number: int, share: float) -> int:
+    """Return a share of a number, at least 1."""
+    return max(1, round(number * share))

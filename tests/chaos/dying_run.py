@@ -16,8 +16,8 @@ import threading
 import time
 
 PLACES = {  # module, class or "", function
-    "rollout": ("rsearch.rollout.scheduler", "Play", "_write"),
-    "search": ("rsearch.rollout.scheduler", "Play", "_find"),
+    "rollout": ("rsearch.rollout.scheduler", "RolloutScheduler", "_decode"),
+    "search": ("rsearch.rollout.scheduler", "RolloutScheduler", "_run_calls"),
     "reward": ("rsearch.stages.rl", "", "rewarded"),
     "update": ("rsearch.learn.update", "Learner", "update"),
     "save": ("rsearch.runtime.storage", "", "write_tree"),

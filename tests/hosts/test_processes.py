@@ -286,12 +286,12 @@ def test_a_host_that_fails_in_a_shared_program_ends_the_others(tmp_path, monkeyp
         "from rsearch.config import recipes as config\n"
         "from rsearch.hosts import processes as hosts\n"
         "from rsearch.rollout import scheduler\n"
-        "find = scheduler.Play._find\n"
+        "find = scheduler.RolloutScheduler._run_calls\n"
         "def broken(*args):\n"
         "    if hosts.index() == 1:\n"
         "        raise ValueError('the index is gone')\n"
         "    return find(*args)\n"
-        "scheduler.Play._find = broken\n"
+        "scheduler.RolloutScheduler._run_calls = broken\n"
         "sys.exit(config.run_command(train.command, sys.argv[1:]))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

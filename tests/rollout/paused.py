@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from rsearch.rollout.interface import DecodeRequest
 from tests.rollout import tiny
 
 V = tiny.tokenizer().vocab_size
@@ -38,14 +39,16 @@ class Paused:
         rows,
         begins=ALL,
         *,
-        enough=4,
-        most=10,
+        min_finished=4,
+        max_steps=10,
         names=NAMES,
         budget=BUDGET,
         queue=None,
     ):
-        limits = budget, enough, most, None, queue
-        return self.sampler.decode(self.params, rows, KEY, names, begins, *limits)
+        request = DecodeRequest(
+            names, begins, budget, min_finished, max_steps, queue=queue
+        )
+        return self.sampler.decode(self.params, rows, KEY, request)
 
     def extend(self, rows, slots, tokens, count):
         return self.sampler.extend(self.params, rows, slots, tokens, count)

@@ -8,7 +8,7 @@ import numpy as np
 
 from rsearch.protocols.tagged import SEARCH_R1
 from rsearch.rollout.conversation import Host, Limits
-from rsearch.rollout.decode import Context, Rows, Turn
+from rsearch.rollout.interface import Context, DecodeRequest, Rows, SamplerLike, Turn
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.types import Passage, Question
 from tests.rollout import tiny
@@ -27,7 +27,7 @@ WAIT = 30  # seconds, for what must happen at once
 UNUSED = 7  # the id behind what a row has written
 
 
-class Script:
+class Script(SamplerLike):
     """Stands in for a Sampler: sample j of every question writes `turns[j]`.
 
     A slot goes from "empty" by `admit` to "ready", by `decode` to "writing" and, once
@@ -36,7 +36,7 @@ class Script:
     """
 
     num_traces = 0
-    cut = 1  # parts of the rows
+    num_shards = 1  # that the rows are cut into
     page_tokens = row_pages = 1
 
     def __init__(self, turns, size=LIMITS.max_turn_tokens):
@@ -47,18 +47,17 @@ class Script:
         self.steps = []  # the tokens that they wrote, decode by decode
         self.whole = {}  # name, sample -> all that the row has read and written
 
-    @property
-    def num_shards(self):
-        return self.cut
+    def row_shards(self, num_rows):
+        return self.num_shards
 
-    def num_parts(self, num_rows):
-        return self.cut
-
-    def agree(self, number):
+    def all_gather(self, number):
         return np.array([number])
 
-    def give_up(self):
-        """Nobody else is there."""
+    def report_failure(self):
+        """No other host is there."""
+
+    def place_params(self, params):
+        return params
 
     def turns_on_host(self, rows):
         return jax.device_get(rows.turn)
@@ -100,8 +99,8 @@ class Script:
                 assert not held
                 continue
             assert len(held) * self.page_tokens >= len(self.ids[slot]) + more
-            part = slot * self.cut // len(self.phase)
-            assert all(p * self.cut // self.num_pages == part for p in held)
+            part = slot * self.num_shards // len(self.phase)
+            assert all(p * self.num_shards // self.num_pages == part for p in held)
 
     def admit(self, rows, prompts, slots, source, table=None):
         assert rows is self.current
@@ -118,8 +117,8 @@ class Script:
         assert rows is self.current
         for i, (slot, row, n) in enumerate(zip(slots, tokens, count)):
             if slot < len(self.phase):
-                part = i * self.cut // len(slots)
-                assert slot * self.cut // len(self.phase) == part
+                part = i * self.num_shards // len(slots)
+                assert slot * self.num_shards // len(self.phase) == part
                 assert self.phase[slot] == "paused" and n
                 self.phase[slot] = "ready"
                 self.ids[slot] += row[:n].tolist()
@@ -132,9 +131,8 @@ class Script:
     def queue_size(self, num_rows):
         return num_rows
 
-    def decode(
-        self, params, rows, key, names, begins, budget, enough, most, table, queue
-    ):
+    def decode(self, params, rows, key, request: DecodeRequest):
+        names, begins, budget, min_finished, max_steps, table, queue = request
         assert rows is self.current
         assert sorted(queue) == list(range(len(self.phase)))
         if table is not None:
@@ -142,17 +140,17 @@ class Script:
             assert len(held) == len(set(held))
         ready = [phase == "ready" for phase in self.phase]
         assert begins.tolist() == ready
-        assert (budget == budget[0]).all() and most >= 1
+        assert (budget == budget[0]).all() and max_steps >= 1
         self.sample = names[:, 1].tolist()
         for slot in np.flatnonzero(begins):
             self._begin(slot)
         active = self.turn.active
-        assert 1 <= enough <= active.sum()
+        assert 1 <= min_finished <= active.sum()
         self.writers.append(
             [(int(s), self.sample[s], self.number[s]) for s in np.flatnonzero(active)]
         )
-        stays, step = active.sum() - enough, 0
-        while step < most and active.sum() > stays:
+        stays, step = active.sum() - min_finished, 0
+        while step < max_steps and active.sum() > stays:
             step += 1
             for slot in np.flatnonzero(active):
                 self._write(slot, names[slot].tolist())

@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rsearch.models.sharding import make_mesh
+from rsearch.rollout.interface import DecodeRequest
 from rsearch.rollout.sampling import nucleus, sample
 from tests.rollout import tiny
 from tests.rollout.paused import ALL, COUNT, IDS, KEY, NAMES, SAME, Paused
@@ -178,7 +179,7 @@ def test_a_draw_follows_from_the_rows_names_and_the_position_alone(paused):
         context = rows.context._replace(
             logits=jnp.zeros((4, V)), length=jnp.array(length)
         )
-        rows = paused.decode(rows._replace(context=context), names=names, most=1)
+        rows = paused.decode(rows._replace(context=context), names=names, max_steps=1)
         return rows.turn.tokens[:, 0].tolist()
 
     assert len(set(first_tokens([3, 1, 27, 11]))) == 4
@@ -209,43 +210,46 @@ def lengths(paused):
     return count
 
 
-@pytest.mark.parametrize("enough", [1, 2, 3, 4])
-def test_it_ends_when_enough_turns_have(paused, lengths, enough):
-    turn = paused.decode(paused.start(), enough=enough).turn
-    steps = np.sort(lengths)[enough - 1]
+@pytest.mark.parametrize("min_finished", [1, 2, 3, 4])
+def test_it_ends_when_enough_turns_have(paused, lengths, min_finished):
+    turn = paused.decode(paused.start(), min_finished=min_finished).turn
+    steps = np.sort(lengths)[min_finished - 1]
     np.testing.assert_array_equal(turn.count, np.minimum(lengths, steps))
     np.testing.assert_array_equal(turn.active, lengths > steps)
 
 
-@pytest.mark.parametrize("most", [1, 2, 5])
-def test_it_ends_after_so_many_tokens(paused, lengths, most):
-    turn = paused.decode(paused.start(), most=most).turn
-    np.testing.assert_array_equal(turn.count, np.minimum(lengths, most))
-    np.testing.assert_array_equal(turn.active, lengths > most)
+@pytest.mark.parametrize("max_steps", [1, 2, 5])
+def test_it_ends_after_so_many_tokens(paused, lengths, max_steps):
+    turn = paused.decode(paused.start(), max_steps=max_steps).turn
+    np.testing.assert_array_equal(turn.count, np.minimum(lengths, max_steps))
+    np.testing.assert_array_equal(turn.active, lengths > max_steps)
     assert np.asarray(turn.active).any()
 
 
 def test_enough_counts_the_turns_of_the_call_alone(paused, lengths):
     """A row whose turn had ended before is none of those that do now."""
     steps = np.sort(lengths)
-    rows = paused.decode(paused.start(), enough=2)
-    rows = paused.decode(rows, ~ALL, enough=1)
+    rows = paused.decode(paused.start(), min_finished=2)
+    rows = paused.decode(rows, ~ALL, min_finished=1)
     np.testing.assert_array_equal(rows.turn.count, np.minimum(lengths, steps[2]))
-    rows = paused.decode(rows, ~ALL, enough=99)
+    rows = paused.decode(rows, ~ALL, min_finished=99)
     np.testing.assert_array_equal(rows.turn.count, lengths)
     # Nobody is left to write.
     before = jax.tree.map(np.array, rows)
-    assert_rows_equal(paused.decode(rows, ~ALL, enough=1), before)
+    assert_rows_equal(paused.decode(rows, ~ALL, min_finished=1), before)
 
 
-@pytest.mark.parametrize("most, enough", [(1, 4), (3, 4), (10, 1)])
+@pytest.mark.parametrize("max_steps, min_finished", [(1, 4), (3, 4), (10, 1)])
 def test_a_turn_that_was_interrupted_goes_on_as_if_it_had_not_been(
-    paused, most, enough
+    paused, max_steps, min_finished
 ):
     whole = jax.tree.map(np.array, paused.decode(paused.start()))
     rows, begins, calls = paused.start(), ALL, 0
     while calls == 0 or np.asarray(rows.turn.active).any():
-        rows, begins = paused.decode(rows, begins, most=most, enough=enough), ~ALL
+        rows, begins = (
+            paused.decode(rows, begins, max_steps=max_steps, min_finished=min_finished),
+            ~ALL,
+        )
         calls += 1
     assert calls > 2
     # Tokens, log-probabilities, the automaton's state, and what the cache holds.
@@ -275,24 +279,25 @@ def test_a_stop_string_that_an_interruption_falls_into_still_ends_the_turn():
     params = tiny.params(vocab_size=8)
     prompts = sampler.prefill(params, np.array([[5, 1], [5, 1]]), np.array([2, 2]))
     rows = sampler.admit(sampler.empty(2), prompts, np.arange(2), np.arange(2))
-    names, budget = np.zeros((2, 2), np.uint32), np.full(2, 4, np.int32)
     begins = np.ones(2, bool)
+    names, budget = np.zeros((2, 2), np.uint32), np.full(2, 4, np.int32)
+    request = DecodeRequest(names, begins, budget, min_finished=2, max_steps=1)
 
-    def told(rows, tokens):
+    def with_logits(rows, tokens):
         logits = jax.nn.one_hot(jnp.array(tokens), 8)
         return rows._replace(context=rows.context._replace(logits=logits))
 
     for token in (1, 2):
-        rows = told(rows, [token, 2])
-        rows = sampler.decode(params, rows, KEY, names, begins, budget, 2, 1)
+        rows = with_logits(rows, [token, 2])
+        rows = sampler.decode(params, rows, KEY, request._replace(begins=begins))
         begins = ~np.ones(2, bool)
     np.testing.assert_array_equal(rows.turn.tokens[:, :2], [[1, 2], [2, 2]])
     np.testing.assert_array_equal(rows.turn.state, [2, 0])
     np.testing.assert_array_equal(rows.turn.active, [False, True])
     # The next turn begins anew: a 2 alone is none.
     begins = np.array([True, False])
-    rows = told(rows, [2, 2])
-    rows = sampler.decode(params, rows, KEY, names, begins, budget, 2, 1)
+    rows = with_logits(rows, [2, 2])
+    rows = sampler.decode(params, rows, KEY, request._replace(begins=begins))
     np.testing.assert_array_equal(rows.turn.count, [1, 3])
     np.testing.assert_array_equal(rows.turn.tokens[0], [2, 0, 0, 0])
     assert rows.turn.active.all()
@@ -308,9 +313,8 @@ def test_ids_beyond_the_tokenizers_vocabulary_neither_stop_nor_end_a_turn():
     logits = jax.nn.one_hot(jnp.array([6, 3]), 8)
     rows = rows._replace(context=rows.context._replace(logits=logits))
     names, begins = np.zeros((2, 2), np.uint32), np.ones(2, bool)
-    rows = sampler.decode(
-        params, rows, KEY, names, begins, np.full(2, 2, np.int32), 2, 2
-    )
+    request = DecodeRequest(names, begins, np.full(2, 2, np.int32), 2, 2)
+    rows = sampler.decode(params, rows, KEY, request)
     np.testing.assert_array_equal(rows.turn.tokens[:, 0], [6, 3])
     np.testing.assert_array_equal(rows.turn.count, [2, 1])
 

@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,35 +5,38 @@ import pytest
 
 from rsearch.models.sharding import make_mesh
 from rsearch.rollout import decode
-from rsearch.rollout.decode import block_size, in_blocks, queue_size
-from rsearch.rollout.scheduler import Play
+from rsearch.rollout.decode import (
+    decode_block_size,
+    decode_queue_size,
+    order_in_blocks,
+)
 from tests.rollout import tiny
 from tests.rollout.paused import ALL, Paused
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "block", "most"),
+    ("num_rows", "block", "max_rows"),
     [(8, 8, 8), (300, 300, 300), (17, 16, 16), (64, 16, 16), (768, 16, 48)],
 )
-def test_a_sixteenth_of_the_rows_writes_in_whole_blocks(num_rows, block, most):
-    assert queue_size(num_rows, block) == most
+def test_a_sixteenth_of_the_rows_writes_in_whole_blocks(num_rows, block, max_rows):
+    assert decode_queue_size(num_rows, block) == max_rows
 
 
 def test_all_rows_write_at_once_where_a_step_costs_the_same(monkeypatch):
     one = make_mesh(devices=jax.devices()[:1])
-    assert block_size(tiny.model(), one, 64) == decode.BLOCK_SIZE
-    assert block_size(tiny.model(), one, 7) == 7
-    assert block_size(tiny.model(), make_mesh(data=8), 64) == 64
+    assert decode_block_size(tiny.model(), one, 64) == decode.BLOCK_SIZE
+    assert decode_block_size(tiny.model(), one, 7) == 7
+    assert decode_block_size(tiny.model(), make_mesh(data=8), 64) == 64
     monkeypatch.setattr(decode, "LARGE_LAYERS", 0)
-    assert block_size(tiny.model(), one, 64) == 64
+    assert decode_block_size(tiny.model(), one, 64) == 64
 
 
 def test_those_that_write_stand_first_in_the_order_of_the_queue():
     active = jnp.array([True, False, True, True, False])
     queue = np.array([3, 1, 0, 4, 2], np.int32)
-    assert in_blocks(active, queue, 2).tolist() == [3, 0, 2, 1, 4, 5]
-    assert in_blocks(active, None, 2).tolist() == [0, 2, 3, 1, 4, 5]
-    assert in_blocks(active, queue, 5).tolist() == [3, 0, 2, 1, 4]
+    assert order_in_blocks(active, queue, 2).tolist() == [3, 0, 2, 1, 4, 5]
+    assert order_in_blocks(active, None, 2).tolist() == [0, 2, 3, 1, 4, 5]
+    assert order_in_blocks(active, queue, 5).tolist() == [3, 0, 2, 1, 4]
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +52,10 @@ def test_rows_that_do_not_write_cost_nothing(together, monkeypatch, size):
     sizes = []
 
     class Counted(tiny.WatchedSampler):
-        def _write(self, params, rows, *given):
+        def _step(self, params, rows, *given):
             count = jnp.sum(rows.turn.active)
             jax.debug.callback(lambda n: sizes.append(int(n)), count, ordered=True)
-            return super()._write(params, rows, *given)
+            return super()._step(params, rows, *given)
 
     monkeypatch.setattr(decode, "BLOCK_SIZE", size)
     monkeypatch.setattr(tiny, "WatchedSampler", Counted)
@@ -78,19 +79,8 @@ def test_the_first_in_a_queue_end_their_turns_before_others_write(
     queue, written = np.array([2, 0, 3, 1], np.int32), np.zeros(4, int)
     rows, begins = one.start(), ALL
     for slot in queue:
-        rows, begins = one.decode(rows, begins, enough=1, queue=queue), ~ALL
+        rows, begins = one.decode(rows, begins, min_finished=1, queue=queue), ~ALL
         written[slot] = count[slot]
         np.testing.assert_array_equal(rows.turn.count, written)
     np.testing.assert_array_equal(rows.turn.tokens, together.turn.tokens)
     np.testing.assert_allclose(rows.turn.logp, together.turn.logp, atol=1e-5)
-
-
-def test_who_began_first_is_first_and_at_the_end_who_has_most_before_it():
-    had = {3: SimpleNamespace(num_turns=2), 0: SimpleNamespace(num_turns=0)}
-    had |= {2: SimpleNamespace(num_turns=1), 4: SimpleNamespace(num_turns=0)}
-    play = SimpleNamespace(open=had, free=[1], waiting=[(5, 0)])
-    assert Play._queue(play).tolist() == [3, 0, 2, 4, 1]
-    play.waiting = []
-    assert Play._queue(play).tolist() == [3, 0, 4, 2, 1]
-    had[3].num_turns, had[0].num_turns = 0, 2
-    assert Play._queue(play).tolist() == [3, 4, 2, 0, 1]

@@ -16,6 +16,6 @@ def test_a_mesh_without_rows_for_every_host_is_refused(monkeypatch):
     ):
         MultihostSampler(tiny.make_sampler(), mesh)
     assert (
-        MultihostSampler(tiny.make_sampler(), make_mesh(data=4, tensor=2)).num_parts(8)
+        MultihostSampler(tiny.make_sampler(), make_mesh(data=4, tensor=2)).row_shards(8)
         == 2
     )

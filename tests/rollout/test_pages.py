@@ -5,14 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.rollout.pages import Pool, num_pages
+from rsearch.rollout.pages import PagePool, num_pages
 from tests.rollout.scripted import Script
 
 ROWS, PAGES, SIZE, LONGEST = 4, 14, 16, 6
 
 
 def make_pool(parts=2):
-    return Pool(ROWS, num_pages=PAGES, page_tokens=SIZE, row_pages=LONGEST, parts=parts)
+    return PagePool(
+        ROWS, num_pages=PAGES, page_tokens=SIZE, row_pages=LONGEST, num_shards=parts
+    )
 
 
 def held(pool, slot):
@@ -37,7 +39,7 @@ def test_every_page_is_one_rows_or_free(asked, parts):
         part = range(slot * parts // ROWS * ROWS // parts, ROWS)[: ROWS // parts]
         free = PAGES // parts - sum(len(before[other]) for other in part)
         fits = -(-number // SIZE) - len(before[slot]) <= free
-        assert pool.has(slot, number) == fits == pool.reserve(slot, number)
+        assert pool.has_room(slot, number) == fits == pool.reserve(slot, number)
         after = [held(pool, other) for other in range(ROWS)]
         if not fits:
             assert after == before
@@ -60,15 +62,15 @@ def test_the_table_of_nobody_names_no_page():
 
 
 def test_without_pages_every_row_has_room():
-    pool = Pool(ROWS)
+    pool = PagePool(ROWS)
     assert pool.table is None and pool.rows(np.array([0])) is None
-    assert pool.has(0, 10**9) and pool.reserve(0, 10**9)
+    assert pool.has_room(0, 10**9) and pool.reserve(0, 10**9)
     pool.release(0)
 
 
 def test_pages_are_as_many_as_there_are_tokens_for_and_rows_can_use():
     script = Script([])
-    script.cut, script.page_tokens, script.row_pages = 2, 16, 5
+    script.num_shards, script.page_tokens, script.row_pages = 2, 16, 5
     assert num_pages(script, 8, 0) == 0
     assert num_pages(script, 8, 2 * 5 * 16) == 10
     assert num_pages(script, 8, 2 * 7 * 16 + 31) == 14  # what is left over is no page
@@ -80,7 +82,7 @@ def test_pages_are_as_many_as_there_are_tokens_for_and_rows_can_use():
 def test_rows_that_do_not_divide_over_the_devices_have_no_pages():
     """Their pages would be cut over the devices where these divide them."""
     script = Script([])
-    script.cut, script.page_tokens = 2, 16
+    script.num_shards, script.page_tokens = 2, 16
     assert num_pages(script, 15, 0) == 0
     with pytest.raises(ValueError, match=r"slots = 15: with .* be a multiple of 2,"):
         num_pages(script, 15, 10**6)

@@ -1,14 +1,24 @@
 """What rolls out questions, with a sampler that writes what it is told."""
 
 import dataclasses
+import pathlib
 import threading
+import traceback
 
 import jax
 import numpy as np
 import pytest
 
-import rsearch.rollout.scheduler
-from rsearch.rollout.scheduler import TOKENS_WHILE_SEARCHING, RolloutEngine
+import rsearch
+from rsearch.models.sharding import make_mesh
+from rsearch.rollout import decode, sampling, scheduler
+from rsearch.rollout.decode import Sampler
+from rsearch.rollout.scheduler import (
+    STEPS_WHILE_TOOLS_RUN,
+    RolloutEngine,
+    decoding_order,
+)
+from rsearch.rollout.stop_strings import token_automaton
 from rsearch.types import Outcome, Passage, Source
 from tests.rollout import tiny
 from tests.rollout.scripted import (
@@ -25,11 +35,13 @@ from tests.rollout.scripted import (
     play,
 )
 
+PACKAGE = pathlib.Path(rsearch.__path__[0])
+
 
 @pytest.fixture
 def searches_awaited(monkeypatch):
     """Others write on when a search has come back, however busy the machine is."""
-    monkeypatch.setattr(rsearch.rollout.scheduler, "PATIENCE", (WAIT, WAIT))
+    monkeypatch.setattr(scheduler, "TOOL_WAIT_SECONDS", (WAIT, WAIT))
 
 
 def num_tokens(text):
@@ -214,8 +226,8 @@ def test_while_a_search_runs_the_others_write_on():
     first = num_tokens(SEARCHES)
     assert script.steps[0] == first
     left = num_tokens(LONG_ANSWER) - first
-    assert left > 2 * TOKENS_WHILE_SEARCHING
-    assert script.steps[1:3] == [TOKENS_WHILE_SEARCHING] * 2
+    assert left > 2 * STEPS_WHILE_TOOLS_RUN
+    assert script.steps[1:3] == [STEPS_WHILE_TOOLS_RUN] * 2
     assert_rows_held([group], script)
 
 
@@ -319,7 +331,7 @@ def test_rows_in_parts_read_a_part_at_a_time_and_write_the_same(cut):
     turns = [[SEARCHES, SEARCHES, ANSWERS], [ANSWERS], [SEARCHES, ANSWERS]]
     plain, _ = play(turns, people(9), num_rows=16)
     script = Script(turns)
-    script.cut = cut
+    script.num_shards = cut
     engine = RolloutEngine(script, make_host(), num_rows=16, group_size=3)
     groups = engine(None, people(9), jax.random.key(0))
     assert_rows_held(groups, script)
@@ -336,7 +348,7 @@ def test_rows_that_share_pages_write_the_same_however_few_there_are(pages, cut):
     turns = [[SEARCHES, SEARCHES, ANSWERS], [ANSWERS], [SEARCHES, ANSWERS]]
     plain, _ = play(turns, people(9), num_rows=8)
     script = Script(turns)
-    script.cut, script.page_tokens, script.row_pages = cut, 64, 11
+    script.num_shards, script.page_tokens, script.row_pages = cut, 64, 11
     engine = RolloutEngine(
         script, make_host(), num_rows=8, group_size=3, cache_tokens=pages * 64
     )
@@ -362,3 +374,49 @@ def test_a_row_with_pages_for_the_longest_conversation_alone_holds_it():
         script, host, num_rows=1, group_size=1, cache_tokens=script.row_pages
     )
     assert_rows_held(engine(None, people(2), jax.random.key(0)), script)
+
+
+def test_who_began_first_is_first_and_at_the_end_who_has_most_before_it():
+    num_turns = {3: 2, 0: 0, 2: 1, 4: 0}  # slot -> turns, in the order of admission
+    order = decoding_order(num_turns, [1], is_draining=False)
+    assert order.tolist() == [3, 0, 2, 4, 1]
+    order = decoding_order(num_turns, [1], is_draining=True)
+    assert order.tolist() == [3, 0, 4, 2, 1]
+    order = decoding_order({3: 0, 0: 2, 2: 1, 4: 0}, [1], is_draining=True)
+    assert order.tolist() == [3, 4, 2, 0, 1]
+
+
+def test_a_sampled_token_is_at_most_eight_frames_below_the_call(monkeypatch):
+    """Of this package, on a real stack; JAX's own frames are not counted."""
+    stacks = []
+
+    def watched(*args, **settings):
+        frames = traceback.extract_stack()[:-1]
+        paths = [pathlib.Path(frame.filename) for frame in frames]
+        stacks.append([p.name for p in paths if PACKAGE in p.parents])
+        return sampling.sample(*args, **settings)
+
+    monkeypatch.setattr(decode, "sample", watched)
+    sampler = Sampler(
+        tiny.model(),
+        make_mesh(devices=jax.devices()[:1]),
+        stop_table=token_automaton(("r", "in"), tiny.tokenizer().token_bytes),
+        eos_ids=tiny.tokenizer().eos_ids,
+        num_slots=200,
+        max_turn_tokens=4,
+        chunk=16,
+        temperature=1.0,
+        top_p=1.0,
+    )
+    limits = dataclasses.replace(tiny.LIMITS, max_turn_tokens=4)
+    # More rows than a block, so that the deepest way is taken.
+    rollouts = RolloutEngine(
+        sampler, tiny.make_host(limits=limits), num_rows=32, group_size=2
+    )
+    params = rollouts.place_params(tiny.params())
+    groups = rollouts(params, tiny.questions(1), jax.random.key(0))
+    assert groups[0].rollouts[0].num_policy_tokens
+    assert stacks and stacks[0][0] == "scheduler.py" and stacks[0][-1] == "decode.py"
+    # The call and all below it, `sample` included.
+    assert max(map(len, stacks)) + 1 <= 8
+    assert sampler.queue_size(32) < 32
