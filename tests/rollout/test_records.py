@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from rsearch.rollout.records import (
     Rewarded,
     decode_groups,
+    decode_rewarded,
     encode_groups,
+    encode_rewarded,
     share_groups,
     share_rewarded,
 )
-from rsearch.rollout.records import _decode_rewarded as decode_rewarded
-from rsearch.rollout.records import _encode_rewarded as encode_rewarded
 from rsearch.types import (
     Group,
     Lookup,
