@@ -1,6 +1,7 @@
-"""Hosts, rollout engines and learners of a run."""
+"""Make the hosts and rollout engines of a run, and replay its demonstrations."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 from rsearch.config.stage_plan import DEMONSTRATIONS, STAGE, stage_file
 from rsearch.data.demonstrations import (
@@ -10,10 +11,11 @@ from rsearch.data.demonstrations import (
     load_demonstrations,
     world_demonstrations,
 )
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.models.sharding import own_mesh
 from rsearch.protocols import plain
-from rsearch.protocols.writing import written
+from rsearch.protocols.base import Protocol
+from rsearch.retrieval.wrap import wrap_search
 from rsearch.rollout.conversation import (
     Host,
     Limits,
@@ -26,32 +28,55 @@ from rsearch.rollout.replay import replay
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.rollout.stop_strings import token_automaton
 from rsearch.runtime import console
-from rsearch.runtime.calls import asked_again
 from rsearch.setup.parts import WORLD
 from rsearch.setup.setup import Setup
-from rsearch.types import Outcome
+from rsearch.types import Messages, Outcome, Question, Rollout
 
 
-def make_host(setup: Setup, protocol=None, limits=None) -> Host:
-    """The host's half of rollouts; of the policy's own protocol if none is given."""
-    limits, search = limits or setup.limits, setup.search
-    if protocol is None and setup.writer is not None:
-        search = written(search, setup.writer, prompt=setup.config.retrieval.writing)
-    return Host(setup.tokenizer, protocol or setup.protocol, search, limits)
+def make_host(
+    setup: Setup, protocol: Protocol | None = None, limits: Limits | None = None
+) -> Host:
+    """Make the host's side of rollouts.
+
+    Args:
+        setup: of the run.
+        protocol: None is the policy's, the only one whose observations a writer writes.
+        limits: None is those of the configuration.
+    """
+    writer = setup.writer if protocol is None else None
+    search = wrap_search(
+        setup.search, writer=writer, writer_prompt=setup.config.retrieval.writing
+    )
+    protocol = protocol or setup.protocol
+    return Host(setup.tokenizer, protocol, search, limits or setup.limits)
 
 
 def make_rollouts(
-    setup: Setup, host: Host, *, temperature, top_p, group_size, messages=None
+    setup: Setup,
+    host: Host,
+    *,
+    temperature: float,
+    top_p: float,
+    group_size: int,
+    messages: Callable[[Question], Messages] | None = None,
 ) -> RolloutEngine:
-    """A rollout engine with config.rollout.slots rows of this host.
+    """Make a rollout engine with config.rollout.slots rows of this host.
 
-    They are on its own devices or, with config.rollout.together, on those of all.
+    The rows are on this host's devices or, with config.rollout.together, on those of
+    all hosts.
+
+    Args:
+        setup: of the run.
+        host: parses turns and runs tools.
+        temperature, top_p, group_size, messages: see `RolloutEngine` and `sample`.
     """
-    r = setup.config.rollout
-    markup = markup_tokens(setup.tokenizer, host.protocol)
-    own = host.protocol is setup.protocol
-    is_shared = r.together and hosts.num_hosts() > 1
+    c = setup.config.rollout
+    is_shared = c.together and processes.num_hosts() > 1
     mesh = setup.mesh if is_shared else own_mesh(setup.mesh)
+    num_slots = setup.num_tokens
+    if host.protocol is not setup.protocol:
+        markup = markup_tokens(setup.tokenizer, host.protocol)
+        num_slots = conversation_tokens(host.limits, markup)
     sampler = Sampler(
         setup.model,
         mesh,
@@ -59,29 +84,32 @@ def make_rollouts(
             host.protocol.stop_strings, setup.tokenizer.token_bytes
         ),
         eos_ids=setup.tokenizer.eos_ids,
-        num_slots=setup.num_tokens if own else conversation_tokens(host.limits, markup),
+        num_slots=num_slots,
         max_turn_tokens=host.limits.max_turn_tokens,
-        chunk=r.extend_chunk,
+        chunk=c.extend_chunk,
         temperature=temperature,
         top_p=top_p,
-        page_tokens=r.page_tokens,
+        page_tokens=c.page_tokens,
     )
     if is_shared:
         sampler = MultihostSampler(sampler, mesh)
     return RolloutEngine(
         sampler,
         host,
-        num_rows=r.slots,
+        num_rows=c.slots,
         group_size=group_size,
         messages=messages,
-        cache_tokens=r.cache_tokens,
+        cache_tokens=c.cache_tokens,
         search_seconds=setup.config.retrieval.search_seconds,
+        # An engine in this process is not asked from several threads; a service is.
         searches_at_once=getattr(host.search, "searches_at_once", 1),
     )
 
 
-def make_baseline(setup: Setup, method: str, questions):
-    """The host of `direct` or `rag`, and how it opens each of these questions.
+def make_baseline(
+    setup: Setup, method: str, questions: Sequence[Question]
+) -> tuple[Host, dict[str, Messages]]:
+    """Make the host of `direct` or `rag`, and the chats that open these questions.
 
     For `rag` the passages of one search with the question are cut to
     config.rollout.max_observation_tokens.
@@ -98,16 +126,17 @@ def make_baseline(setup: Setup, method: str, questions):
         ValueError: a search failed again and again.
     """
     c, tokenizer = setup.config, setup.tokenizer
-    words = {
+    wordings = {
         DIRECT: (plain.DIRECT, c.protocol.direct),
         RAG: (plain.RAG, c.protocol.rag),
     }
-    protocol, user = words[method]
+    protocol, user = wordings[method]
     protocol = plain.reworded(protocol, user=user)
     shown = dict.fromkeys((q.id for q in questions), "")
     if method == RAG:
-        found = asked_again(setup.search)([q.text for q in questions])
-        for question, passages in zip(questions, found, strict=True):
+        # A prompt cannot do without its passages, so a failed search is repeated.
+        results = wrap_search(setup.search, retry=True)([q.text for q in questions])
+        for question, passages in zip(questions, results, strict=True):
             if passages is None:
                 raise ValueError(f"the search for question {question.id} failed")
             ids = tokenizer.encode(plain.write_passages(passages))
@@ -118,18 +147,18 @@ def make_baseline(setup: Setup, method: str, questions):
         for q in questions
     }
     longest = max(len(tokenizer.encode_prompt(chat)) for chat in chats.values())
-    most = setup.model.spec.max_context - c.rollout.max_turn_tokens
-    if longest > most:
+    max_prompt_tokens = setup.model.spec.max_context - c.rollout.max_turn_tokens
+    if longest > max_prompt_tokens:
         raise ValueError(
             f"{method}: a prompt has {longest} tokens; the model's context has room "
-            f"for {most} beside config.rollout.max_turn_tokens"
+            f"for {max_prompt_tokens} beside config.rollout.max_turn_tokens"
         )
     limits = Limits(0, longest, c.rollout.max_turn_tokens, 0)
     return make_host(setup, protocol, limits), chats
 
 
 def _demonstrations(setup: Setup):
-    """What the supervised stage imitates."""
+    """Return what the supervised stage imitates."""
     s = setup.config.sft
     if s.demonstrations == WORLD:
         return world_demonstrations(
@@ -146,11 +175,13 @@ def _demonstrations(setup: Setup):
     return load_demonstrations(file)
 
 
-def replay_demonstrations(setup: Setup, *, progress=lambda items: items):
-    """The demonstrations as rollouts of the current engine, each within its budget.
+def replay_demonstrations(
+    setup: Setup, *, progress: Callable = lambda items: items
+) -> list[Rollout]:
+    """Return the demonstrations as rollouts, each within its budget.
 
-    Of those that a stage of this run has made, what is too long here is left out, and
-    people are told: nobody could mend it.
+    Of those that a stage of this run has made, those too long here are left out with a
+    note: no user could shorten them.
 
     Args:
         setup: of the run.
@@ -158,41 +189,44 @@ def replay_demonstrations(setup: Setup, *, progress=lambda items: items):
 
     Raises:
         ValueError: one does not follow its protocol, searches too often, or is too
-            long; or none of a stage's is left.
+            long; or none of a stage's remains.
     """
     source = setup.config.sft.demonstrations
     demonstrations = _demonstrations(setup)
-    setup = dataclasses.replace(setup, search=asked_again(setup.search))
-    hosts, chats = {PROTOCOL: make_host(setup)}, {}
+    # A demonstration cannot do without its passages, so a failed search is repeated.
+    setup = dataclasses.replace(setup, search=wrap_search(setup.search, retry=True))
+    host_by_method, chats = {PROTOCOL: make_host(setup)}, {}
     for method in {d.method for d in demonstrations} - {PROTOCOL}:
-        asked = [d.question for d in demonstrations if d.method == method]
-        hosts[method], chats[method] = make_baseline(setup, method, asked)
-    # A chat of its own is no prompt of a rollout: it may hold passages.
-    whole = setup.config.sft.sequence_tokens
-    limits = dataclasses.replace(setup.limits, max_prompt_tokens=whole)
-    chatting = make_host(setup, limits=limits)
-    rollouts, left_out = [], []
+        questions = [d.question for d in demonstrations if d.method == method]
+        host_by_method[method], chats[method] = make_baseline(setup, method, questions)
+    # A demonstration's own chat is no prompt of a rollout: it may hold passages.
+    limits = dataclasses.replace(
+        setup.limits, max_prompt_tokens=setup.config.sft.sequence_tokens
+    )
+    chat_host = make_host(setup, limits=limits)
+    rollouts, errors = [], []
     for demonstration in progress(demonstrations):
         method = demonstration.method
-        host = chatting if demonstration.messages else hosts[method]
+        host = chat_host if demonstration.messages else host_by_method[method]
         chat = chats[method][demonstration.question.id] if method in chats else None
         try:
-            rollouts.append(_replayed(setup, host, demonstration, chat))
+            rollouts.append(_replay_one(setup, host, demonstration, chat))
         except ValueError as error:
             if not source.startswith(STAGE):
                 raise
-            left_out.append(error)
-    if left_out:
-        told = f"{source}: {len(left_out)} of {len(demonstrations)} demonstrations"
+            errors.append(error)
+    if errors:
+        share = f"{source}: {len(errors)} of {len(demonstrations)} demonstrations"
         if not rollouts:
-            raise ValueError(f"{told} cannot be learnt; {left_out[0]}") from None
-        console.note(f"{told} are left out, the first for this: {left_out[0]}")
+            raise ValueError(f"{share} cannot be learnt; {errors[0]}") from None
+        console.note(f"{share} are left out, the first for this: {errors[0]}")
     return rollouts
 
 
-def _replayed(setup, host, demonstration, chat):
-    """The rollout of one demonstration; `chat` opens it where it has none itself."""
-    question, limit = demonstration.question, setup.config.sft.sequence_tokens
+def _replay_one(setup, host, demonstration, chat) -> Rollout:
+    """Return a demonstration's rollout; `chat` opens it where it has none itself."""
+    question = demonstration.question
+    max_tokens = setup.config.sft.sequence_tokens
     rollout = replay(
         host,
         question,
@@ -208,9 +242,9 @@ def _replayed(setup, host, demonstration, chat):
             "turn; config.rollout.max_searches is "
             f"{setup.config.rollout.max_searches}"
         )
-    if rollout.num_tokens > limit:
+    if rollout.num_tokens > max_tokens:
         raise ValueError(
             f"the demonstration of question {question.id} has {rollout.num_tokens} "
-            f"tokens, config.sft.sequence_tokens is {limit}"
+            f"tokens, config.sft.sequence_tokens is {max_tokens}"
         )
     return rollout

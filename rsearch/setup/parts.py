@@ -21,10 +21,10 @@ from rsearch.protocols.table import make_protocol
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine, engine_in_memory
 from rsearch.retrieval.index import corpus_path, open_index
-from rsearch.retrieval.rerank import RerankedSearch, load_reranker, reranked
+from rsearch.retrieval.rerank import RerankedSearch, load_reranker
 from rsearch.retrieval.service import RemoteSearch
 from rsearch.retrieval.spread import spread_index
-from rsearch.retrieval.web import PagedSearch
+from rsearch.retrieval.wrap import wrap_search
 from rsearch.rollout.conversation import (
     Limits,
     conversation_tokens,
@@ -151,12 +151,13 @@ def open_search(c, world) -> SearchEngine | RemoteSearch | RerankedSearch:
         ValueError: no index is named, or it was built for something else.
     """
     r = c.retrieval
-    if not r.reranker:
-        return _open_engine(c, world, r.top_k)
-    return reranked(
-        _open_engine(c, world, r.rerank_from),
-        load_reranker(r.reranker),
-        top_k_retrieval=r.rerank_from,
+    engine = _open_engine(c, world, r.rerank_from if r.reranker else r.top_k)
+    return wrap_search(
+        engine,
+        page_chars=r.page_chars if r.url and r.fetch_pages else 0,
+        page_seconds=r.timeout_seconds / 3,
+        rerank=load_reranker(r.reranker) if r.reranker else None,
+        rerank_from=r.rerank_from,
         top_k=r.top_k,
         cache_size=r.cache_size,
     )
@@ -182,9 +183,6 @@ def _open_engine(c, world, top_k):
         names = "api", "api_key_env", "timeout_seconds", "max_retries", "outage_seconds"
         search = RemoteSearch(r.url, **settings, **{name: r[name] for name in names})
         search.check()
-        if r.fetch_pages:
-            pages = dict(page_chars=r.page_chars, seconds=r.timeout_seconds / 3)
-            search = PagedSearch(search, **pages)
         return search
     encoder = open_encoder(c)
     if r.corpus == WORLD:

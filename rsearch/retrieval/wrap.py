@@ -1,0 +1,76 @@
+"""The layers around a search, in the order in which a query passes through them.
+
+Each layer is a SearchFn that calls the next one, so any of them can be left out.
+"""
+
+from collections.abc import Callable
+
+from rsearch.protocols.writing import written
+from rsearch.retrieval.rerank import reranked
+from rsearch.retrieval.web import PagedSearch
+from rsearch.runtime.calls import asked_again
+from rsearch.runtime.journal import Journal
+from rsearch.runtime.recorded import recorded_search
+from rsearch.types import GenerateFn, SearchFn
+
+
+def wrap_search(
+    search: SearchFn,
+    *,
+    page_chars: int = 0,
+    page_seconds: float = 0.0,
+    rerank: Callable | None = None,
+    rerank_from: int = 0,
+    top_k: int = 0,
+    cache_size: int = 0,
+    retry: bool = False,
+    journal: Journal | None = None,
+    writer: GenerateFn | None = None,
+    writer_prompt: str = "context_only",
+) -> SearchFn:
+    """Return the search with these layers around it, the innermost first.
+
+    A run calls this three times, each time with later layers: when the engine is
+    opened (pages, reranker), when a stage begins (journal, or retries for
+    demonstrations) and when a protocol's conversations are opened (writer). The order
+    is the same as of one call with all of them.
+
+    Args:
+        search: an engine or a service. It has the first cache: equal queries of all
+            rollouts are searched once, whatever stands around it.
+        page_chars: replace each hit by so many characters of the web page that its id
+            names; 0 leaves hits as they are.
+        page_seconds: for each page.
+        rerank: (query, contents of passages) -> scores; None keeps the search's order.
+        rerank_from: passages of a query that are scored.
+        top_k: passages that remain, the best first.
+        cache_size: queries whose order by `rerank` is remembered.
+        retry: search again where a search has failed.
+        journal: of the stage's searches; None asks a service anew in each start.
+        writer: writes one passage from those of each query; None shows these.
+        writer_prompt: how it is asked, a key of `protocols.writing.PROMPTS`.
+    """
+    # Pages come first: a hit's snippet is too short to be ranked or written from.
+    if page_chars:
+        search = PagedSearch(search, page_chars=page_chars, seconds=page_seconds)
+    # The reranker sees whole pages, and reads more passages than anything after it.
+    if rerank is not None:
+        search = reranked(
+            search,
+            rerank,
+            top_k_retrieval=rerank_from,
+            top_k=top_k,
+            cache_size=cache_size,
+        )
+    # Failures are repeated before anything is stored or written from them.
+    if retry:
+        search = asked_again(search)
+    # The journal holds what the policy is shown of a service: pages fetched and
+    # reranked, so that a resumed run needs neither the service nor the pages again.
+    if journal is not None:
+        search = recorded_search(search, journal)
+    # The writer comes last: it has a journal of its own replies, and another
+    # protocol of the same run (a baseline) shows the passages themselves.
+    if writer is not None:
+        search = written(search, writer, prompt=writer_prompt)
+    return search

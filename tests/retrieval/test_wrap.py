@@ -1,0 +1,87 @@
+"""The layers around a search stand in one order, whatever is asked of them."""
+
+from rsearch.retrieval.wrap import wrap_search
+from rsearch.runtime.journal import Journal
+from rsearch.types import Passage
+
+
+class Engine:
+    """Finds two passages for every query; the first call fails."""
+
+    fingerprint = "engine"
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, queries):
+        self.calls.append(list(queries))
+        if len(self.calls) == 1:
+            return [None for _ in queries]
+        hits = Passage("short", "short"), Passage("long", "a longer passage")
+        return [hits for _ in queries]
+
+
+def longest_first(query, contents):
+    return [float(len(text)) for text in contents]
+
+
+longest_first.fingerprint = "longest"
+
+
+def repeat_passages(chats):
+    return [f"wrote {chat[0]['content']}" for chat in chats]
+
+
+def test_without_layers_a_search_is_itself():
+    engine = Engine()
+    assert wrap_search(engine) is engine
+
+
+def test_the_writer_reads_what_the_reranker_chose_and_the_journal_kept(tmp_path):
+    """One call with all layers, then a resumed one, whose engine is not asked."""
+    engine = Engine()
+    search = wrap_search(
+        engine,
+        rerank=longest_first,
+        rerank_from=2,
+        top_k=1,
+        cache_size=9,
+        retry=True,
+        journal=Journal(tmp_path, "searches"),
+        writer=repeat_passages,
+    )
+    ((passage,),) = search(["who"])
+    assert engine.calls == [["who"]] * 2  # a failure is repeated
+    assert "a longer passage" in passage.contents
+    assert "#Context\na longer passage\n" in passage.contents  # and no other one
+    # The journal holds what was found, before it was written from.
+    other = Engine()
+    journal = Journal(tmp_path, "searches")
+    assert wrap_search(other, journal=journal)(["who"]) == [
+        (Passage("long", "a longer passage", 16.0),)
+    ]
+    assert wrap_search(other, journal=journal, writer=repeat_passages)(["who"]) == [
+        (passage,)
+    ]
+    assert not other.calls
+
+
+def test_layers_added_one_by_one_give_what_one_call_gives(tmp_path):
+    engine = Engine()
+    search = wrap_search(
+        engine, rerank=longest_first, rerank_from=2, top_k=1, cache_size=9
+    )
+    search = wrap_search(search, retry=True)
+    search = wrap_search(search, journal=Journal(tmp_path / "a", "searches"))
+    search = wrap_search(search, writer=repeat_passages)
+    whole = wrap_search(
+        Engine(),
+        rerank=longest_first,
+        rerank_from=2,
+        top_k=1,
+        cache_size=9,
+        retry=True,
+        journal=Journal(tmp_path / "b", "searches"),
+        writer=repeat_passages,
+    )
+    assert search(["who", "when"]) == whole(["who", "when"])
