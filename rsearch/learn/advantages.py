@@ -1,4 +1,4 @@
-"""What each token was worth: rewards compared, summed, discounted and whitened.
+"""Advantages and returns: rewards compared, summed, discounted and whitened.
 
 Dimensions: Q questions, G rollouts of one question, B rows, T tokens.
 """
@@ -12,11 +12,18 @@ from rsearch.learn.batch import Batch
 from rsearch.learn.losses import kl_estimate, masked_sum
 
 
-def group_advantages(reward, is_signal, *, normalize_std, eps, ddof=1):
-    """GRPO's advantage: rewards compared within the group of one question.
+def group_advantages(
+    reward: jax.Array,
+    is_signal: jax.Array,
+    *,
+    normalize_std: bool,
+    eps: float,
+    ddof: int = 1,
+) -> jax.Array:
+    """Return GRPO's advantage: rewards compared within the group of one question.
 
     (r - mean) / (std + eps), statistics over the rollouts that are a signal. A group
-    without spread, or with fewer than two such rollouts, has nothing to compare: 0.
+    whose rewards are equal, or with fewer than two such rollouts, has 0.
 
     Source: DeepSeekMath (arXiv 2402.03300) eq. 4.1.2; without the division, Dr. GRPO
     (arXiv 2503.20783).
@@ -34,17 +41,18 @@ def group_advantages(reward, is_signal, *, normalize_std, eps, ddof=1):
     count = jnp.sum(is_signal, axis=1, keepdims=True)
     mean = masked_sum(reward, is_signal, 1)[:, None] / jnp.maximum(count, 1)
     centred = jnp.where(is_signal, reward - mean, 0.0)
-    spread = jnp.max(jnp.where(is_signal, reward, -jnp.inf), axis=1, keepdims=True) > (
-        jnp.min(jnp.where(is_signal, reward, jnp.inf), axis=1, keepdims=True)
-    )
+    # Of equal rewards the centred ones are rounding errors, which a division by their
+    # standard deviation would make as large as a signal.
+    highest = jnp.max(jnp.where(is_signal, reward, -jnp.inf), axis=1, keepdims=True)
+    lowest = jnp.min(jnp.where(is_signal, reward, jnp.inf), axis=1, keepdims=True)
     if normalize_std:
         variance = jnp.sum(centred**2, axis=1, keepdims=True)
         centred = centred / (jnp.sqrt(variance / jnp.maximum(count - ddof, 1)) + eps)
-    return jnp.where(spread & is_signal, centred, 0.0)
+    return jnp.where((highest > lowest) & is_signal, centred, 0.0)
 
 
-def leave_one_out(reward, is_signal):
-    """RLOO's advantage: the reward less the mean of the group's other rewards.
+def leave_one_out(reward: jax.Array, is_signal: jax.Array) -> jax.Array:
+    """Return RLOO's advantage: the reward less the mean of the group's other rewards.
 
     Source: Ahmadian et al. (arXiv 2402.14740); with n rollouts that are a signal
     it is n / (n - 1) times the centred reward.
@@ -61,23 +69,30 @@ def leave_one_out(reward, is_signal):
     return centred * count / jnp.maximum(count - 1, 1)
 
 
-def at_last(reward, mask):
-    """[..., T] the [...] reward on the last token of its row's mask, elsewhere 0."""
-    behind = jnp.cumsum(mask[..., ::-1], axis=-1)[..., ::-1]
-    return jnp.where(mask & (behind == 1), reward[..., None], 0.0)
+def at_last(reward: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return [..., T]: the [...] reward on the last token of its row's mask, else 0."""
+    num_remaining = jnp.cumsum(mask[..., ::-1], axis=-1)[..., ::-1]
+    return jnp.where(mask & (num_remaining == 1), reward[..., None], 0.0)
 
 
-def returns_to_go(rewards, mask):
-    """[..., T] the sum of a row's rewards from each token on; 0 outside `mask`."""
+def returns_to_go(rewards: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return [..., T] the sum of a row's rewards from each token on; 0 off `mask`."""
     rewards = jnp.where(mask, rewards, 0.0)
     sums = jnp.cumsum(rewards[..., ::-1], axis=-1)[..., ::-1]
     return jnp.where(mask, sums, 0.0)
 
 
-def whiten(values, mask, *, ddof, floor=0.0, eps=0.0):
-    """[...] (value - mean) / sqrt(max(variance, floor) + eps) over all of `mask`.
+def whiten(
+    values: jax.Array,
+    mask: jax.Array,
+    *,
+    ddof: int,
+    floor: float = 0.0,
+    eps: float = 0.0,
+) -> jax.Array:
+    """Return [...] (value - mean) / sqrt(max(variance, floor) + eps) over `mask`.
 
-    0 outside `mask`. Without any spread, as with a single token, all are 0.
+    0 outside `mask`. Of equal values, as with a single token, all are 0.
 
     Args:
         values: [...] float32.
@@ -93,11 +108,13 @@ def whiten(values, mask, *, ddof, floor=0.0, eps=0.0):
     return centred / jnp.where(scale > 0, scale, 1.0)
 
 
-def gae(rewards, values, mask, *, gamma, lam):
-    """Generalised advantage estimation over the tokens of a mask, as if adjacent.
+def gae(
+    rewards: jax.Array, values: jax.Array, mask: jax.Array, *, gamma: float, lam: float
+) -> tuple[jax.Array, jax.Array]:
+    """Return generalised advantage estimates over a mask's tokens, as if adjacent.
 
     delta_t = r_t + gamma V_next - V_t and A_t = delta_t + gamma lam A_next, where
-    "next" is the row's next token within `mask`, and 0 behind the last.
+    "next" is the row's next token within `mask`, and 0 after the last.
 
     Source: Schulman et al. (arXiv 1506.02438) eq. 11 and 16.
 
@@ -111,16 +128,17 @@ def gae(rewards, values, mask, *, gamma, lam):
         [..., T] advantages and [..., T] returns A + V; 0 outside `mask`.
     """
 
-    def step(later, now):
-        reward, value, is_in = now
-        next_value, next_advantage = later
+    def step(carry, column):
+        reward, value, is_in = column
+        next_value, next_advantage = carry
         delta = reward + gamma * next_value - value
         advantage = delta + gamma * lam * next_advantage
-        later = (
+        # Tokens outside the mask are passed over: what follows them is carried on.
+        carry = (
             jnp.where(is_in, value, next_value),
             jnp.where(is_in, advantage, next_advantage),
         )
-        return later, jnp.where(is_in, advantage, 0.0)
+        return carry, jnp.where(is_in, advantage, 0.0)
 
     rewards, values = jnp.where(mask, rewards, 0.0), jnp.where(mask, values, 0.0)
     zeros = jnp.zeros_like(values[..., 0])
@@ -147,18 +165,18 @@ def gae(rewards, values, mask, *, gamma, lam):
 def with_advantages(
     batch: Batch,
     *,
-    group_size,
-    algorithm="grpo",
-    normalize_std=True,
-    eps=1e-6,
-    ddof=1,
-    gamma=1.0,
-    lam=1.0,
-    over_response=False,
-    kl_coef=None,
-    kl_kind="k1",
+    group_size: int,
+    algorithm: str = "grpo",
+    normalize_std: bool = True,
+    eps: float = 1e-6,
+    ddof: int = 1,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    over_response: bool = False,
+    kl_coef: float | jax.Array | None = None,
+    kl_kind: str = "k1",
 ) -> Batch:
-    """The batch with an advantage on every policy token, and returns for a critic.
+    """Return the batch with an advantage on each policy token, and returns.
 
     "grpo" and "rloo" give all tokens of a rollout one number, compared in its group.
     "reinforce_pp" (arXiv 2501.03262) sums each token's rewards from it on, and takes
@@ -170,7 +188,7 @@ def with_advantages(
         batch: all rows of a step, [Q x G, ...] or cut into micro-batches; groups are
             contiguous. "ppo" needs `values`.
         group_size: G.
-        algorithm: one of these five words.
+        algorithm: one of these five names.
         normalize_std, eps, ddof: of "grpo", see `group_advantages`.
         gamma, lam: of "ppo", see `gae`.
         over_response: retrieved tokens of the rollout take part in GAE, whitening and
@@ -188,15 +206,15 @@ def with_advantages(
     reward = batch.reward.reshape(-1, group_size)
     row_kl = jnp.sum(kl, axis=-1).reshape(-1, group_size)
     if algorithm in ("grpo", "rloo"):
-        # A rollout that nothing is learnt from has a reward, but no KL of its own.
+        # A rollout without policy tokens to learn from has a reward, but no KL.
         has_kl = is_signal & jnp.any(policy, axis=-1).reshape(-1, group_size)
         if algorithm == "rloo":
             advantage = leave_one_out(reward, is_signal)
             advantage -= leave_one_out(row_kl, has_kl)
         else:
-            # The KL takes no part in the division by the standard deviation: in a group
-            # whose answers are all right, or all wrong, that would blow the estimate's
-            # noise up to full size.
+            # The KL is not divided by the standard deviation: in a group whose answers
+            # are all right, or all wrong, that would scale the estimate's noise up to
+            # the size of a signal.
             advantage = group_advantages(
                 reward, is_signal, normalize_std=normalize_std, eps=eps, ddof=ddof
             ) - group_advantages(row_kl, has_kl, normalize_std=False, eps=eps)

@@ -1,23 +1,30 @@
-"""Log-probabilities and entropies without ever holding [B, T, V]; and values."""
+"""Log-probabilities, entropies and values of tokens, never holding [B, T, V]."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rsearch.learn.packing import piecewise
+from rsearch.learn.packing import Layout, piecewise
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import DECODING_RULES, num_shards, param_shardings
 
 
 def token_logprobs(
-    model: Decoder, params, tokens, layout=None, *, temperature=1.0, chunk_tokens=1024
-):
-    """Log-probability of every token given those before it, and the entropy there.
+    model: Decoder,
+    params: Any,
+    tokens: jax.Array,
+    layout: Layout | None = None,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the log-probability of each token, and the entropy it was drawn from.
 
-    Hidden states become logits a few columns at a time, in the backward pass again, so
-    that the memory is chunk_tokens x V and not B x T x V. Every piece holds all rows:
-    rows that are spread over devices stay where they are.
+    Hidden states become logits a chunk of columns at a time, and again in the backward
+    pass, so that the memory is chunk_tokens x V and not B x T x V. A chunk holds all
+    rows: rows that are spread over devices stay where they are.
 
     Args:
         model: the network.
@@ -46,105 +53,108 @@ def token_logprobs(
 
 
 def _row_logprobs(model, params, tokens, positions, *, temperature, chunk_tokens):
-    """As `token_logprobs`, of rows as they are: (logp, entropy)."""
+    """Return (logp, entropy) of rows as they are; see `token_logprobs`."""
     b, t = tokens.shape
     hidden, _ = model.apply({"params": params}, tokens[:, :-1], positions[:, :-1])
-    here = b if model.mesh is None else -(-b // num_shards(model.mesh))
-    num_pieces = -(-(t - 1) // max(chunk_tokens // here, 1))
-    kernel = _gathered(model, params)
-    columns = -(-(t - 1) // num_pieces)
+    device_rows = b if model.mesh is None else -(-b // num_shards(model.mesh))
+    num_chunks = -(-(t - 1) // max(chunk_tokens // device_rows, 1))
+    kernel = _logits_kernel(model, params)
+    columns = -(-(t - 1) // num_chunks)
 
-    def cut(x):
-        """[pieces, B, columns, ...] of [B, T - 1, ...]."""
-        short = num_pieces * columns - (t - 1)
-        x = jnp.pad(x, ((0, 0), (0, short)) + ((0, 0),) * (x.ndim - 2))
-        return x.reshape(b, num_pieces, columns, *x.shape[2:]).swapaxes(0, 1)
+    def to_chunks(x):
+        """Return [chunks, B, columns, ...] of [B, T - 1, ...]."""
+        padding = num_chunks * columns - (t - 1)
+        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+        return x.reshape(b, num_chunks, columns, *x.shape[2:]).swapaxes(0, 1)
 
-    logp, entropy = _scored(kernel, cut(hidden), cut(tokens[:, 1:]), temperature)
+    logp, entropy = _score(
+        kernel, to_chunks(hidden), to_chunks(tokens[:, 1:]), temperature
+    )
 
-    def back(x):
-        """[B, T] of [pieces, B, columns]; the first column is 0."""
-        x = x.swapaxes(0, 1).reshape(b, num_pieces * columns)[:, : t - 1]
+    def to_rows(x):
+        """Return [B, T] of [chunks, B, columns]; the first column is 0."""
+        x = x.swapaxes(0, 1).reshape(b, num_chunks * columns)[:, : t - 1]
         return jnp.pad(x, ((0, 0), (1, 0)))
 
-    return back(logp), back(entropy)
+    return to_rows(logp), to_rows(entropy)
 
 
-def _gathered(model, params):
-    """[D, V] that makes logits, in the compute dtype; whole along fsdp."""
+def _logits_kernel(model, params):
+    """Return the [D, V] kernel of the logits, in the compute dtype, without fsdp."""
     name = "embedding" if model.spec.tie_embeddings else "unembedding"
-    own = {name: params[name].astype(model.dtype)}
+    kernel = {name: params[name].astype(model.dtype)}
     if model.mesh is not None and model.mesh.size > 1:
-        # Once for all pieces.
-        shardings = param_shardings(own, model.mesh, DECODING_RULES)
-        own = jax.lax.with_sharding_constraint(own, shardings)
-    return own[name].T if model.spec.tie_embeddings else own[name]
+        # All-gathered along fsdp once, and not again for each chunk.
+        shardings = param_shardings(kernel, model.mesh, DECODING_RULES)
+        kernel = jax.lax.with_sharding_constraint(kernel, shardings)
+    return kernel[name].T if model.spec.tie_embeddings else kernel[name]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _scored(kernel, states, target, temperature):
-    """Log-probabilities of tokens and entropies, piece by piece.
+def _score(kernel, states, target, temperature):
+    """Return log-probabilities of tokens and entropies, chunk by chunk.
 
-    Backwards, logits are made again, and of them their gradient in one go: with p their
+    The backward pass makes logits again, and then their gradient directly: with p their
     softmax and H its entropy, (1 at the token, else 0) - p for the log-probability, and
-    -p (log p + H) for the entropy. The kernel's is summed over the pieces in float32.
+    -p (log p + H) for the entropy. The kernel's is summed over the chunks in float32.
 
     Args:
         kernel: [D, V].
-        states: [pieces, B, columns, D], of the same dtype.
-        target: [pieces, B, columns] int32, the token after each.
+        states: [chunks, B, columns, D], of the same dtype.
+        target: [chunks, B, columns] int32, the token after each.
         temperature: logits are divided by it.
 
     Returns:
-        [pieces, B, columns] float32, twice.
+        [chunks, B, columns] float32, twice.
     """
-    return _scored_forward(kernel, states, target, temperature)[0]
+    return _score_forward(kernel, states, target, temperature)[0]
 
 
-def _scored_forward(kernel, states, target, temperature):
-    def one(_, piece):
-        flat = jax.tree.map(_rows, piece)
-        found = _scored_piece(kernel, *flat, temperature)
-        return None, jax.tree.map(lambda x: x.reshape(piece[1].shape), found)
+def _score_forward(kernel, states, target, temperature):
+    def score_chunk(_, chunk):
+        flat = jax.tree.map(_flatten_rows, chunk)
+        scores = _score_chunk(kernel, *flat, temperature)
+        return None, jax.tree.map(lambda x: x.reshape(chunk[1].shape), scores)
 
-    _, (logp, log_mass, entropy) = jax.lax.scan(one, None, (states, target))
+    _, (logp, log_mass, entropy) = jax.lax.scan(score_chunk, None, (states, target))
     return (logp, entropy), (kernel, states, target, log_mass, entropy)
 
 
-def _scored_backward(temperature, kept, d_out):
-    kernel, *of_pieces = kept
+def _score_backward(temperature, residuals, d_out):
+    kernel, *chunk_residuals = residuals
 
-    def one(d_kernel, piece):
-        states, *rest = jax.tree.map(_rows, piece)
+    def add_chunk(d_kernel, chunk):
+        states, *rest = jax.tree.map(_flatten_rows, chunk)
         d_logits = _logit_gradient(kernel, states, *rest, temperature)
         d_kernel += jnp.matmul(states.T, d_logits, preferred_element_type=jnp.float32)
-        return d_kernel, (d_logits @ kernel.T).reshape(piece[0].shape)
+        return d_kernel, (d_logits @ kernel.T).reshape(chunk[0].shape)
 
-    pieces = (*of_pieces, *d_out)
+    chunks = (*chunk_residuals, *d_out)
     start = jnp.zeros(kernel.shape, jnp.float32)
-    d_kernel, d_states = jax.lax.scan(one, start, pieces)
+    d_kernel, d_states = jax.lax.scan(add_chunk, start, chunks)
     return d_kernel.astype(kernel.dtype), d_states, None
 
 
-_scored.defvjp(_scored_forward, _scored_backward)
+_score.defvjp(_score_forward, _score_backward)
 
 
-def _rows(x):
-    """[n, ...] of [B, columns, ...]."""
+def _flatten_rows(x):
+    """Return [n, ...] of [B, columns, ...]."""
     return x.reshape(-1, *x.shape[2:])
 
 
 def _logits(kernel, states, temperature):
-    """[n, V] float32."""
+    """Return [n, V] float32 logits."""
     logits = jnp.matmul(states, kernel, preferred_element_type=jnp.float32)
     return logits / temperature
 
 
-def _scored_piece(kernel, states, target, temperature):
-    """Of states [n, D] and tokens [n]: log-probability, log of the mass, entropy."""
+def _score_chunk(kernel, states, target, temperature):
+    """Return [n] log-probability, log of the mass, and entropy of n states."""
     logits = _logits(kernel, states, temperature)
     highest = jnp.max(logits, axis=-1, keepdims=True)
-    # Made once for both sums, as products, which XLA's CPU backend is faster with.
+    # Computed once for both sums; these are products, since XLA's CPU backend is faster
+    # with a product than with a reduction.
     weights = jax.lax.optimization_barrier(jnp.exp(logits - highest))
     mass = jnp.einsum("nv,v->n", weights, jnp.ones(weights.shape[1]))
     log_mass = highest[:, 0] + jnp.log(mass)
@@ -156,7 +166,7 @@ def _scored_piece(kernel, states, target, temperature):
 def _logit_gradient(
     kernel, states, target, log_mass, entropy, d_logp, d_entropy, temperature
 ):
-    """[n, V] in the states' dtype: of logits before the temperature."""
+    """Return the [n, V] gradient of unscaled logits, in the states' dtype."""
     d_logp, d_entropy = d_logp[:, None], d_entropy[:, None]
     logp = _logits(kernel, states, temperature) - log_mass[:, None]
     is_chosen = jnp.arange(logp.shape[1])[None] == target[:, None]
@@ -165,10 +175,12 @@ def _logit_gradient(
     return (d_logits / temperature).astype(states.dtype)
 
 
-def token_values(model: Decoder, params, tokens, layout=None):
-    """[B, T] float32 value of the state each token was chosen in: the tokens before it.
+def token_values(
+    model: Decoder, params: Any, tokens: jax.Array, layout: Layout | None = None
+) -> jax.Array:
+    """Return [B, T] float32 the value of the state that each token was chosen in.
 
-    The first column, which nothing precedes, is 0.
+    That is the tokens before it. The first column, which nothing precedes, is 0.
 
     Args:
         model: the network, with a value head.
@@ -188,5 +200,5 @@ def token_values(model: Decoder, params, tokens, layout=None):
 
 
 def _from_zero(tokens):
-    """[B, T] positions of rows that hold one text each."""
+    """Return [B, T] positions of rows that hold one text each."""
     return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)

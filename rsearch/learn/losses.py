@@ -1,19 +1,21 @@
 """The formulas of losses: masked means, divergences, clipped surrogate, value loss.
 
-Dimensions: B rows, T tokens. What lies outside a mask, be it NaN, reaches nothing.
+Dimensions: B rows, T tokens. Values outside a mask, NaN included, affect nothing.
 """
 
 import jax
 import jax.numpy as jnp
 
 
-def masked_sum(values, mask, axis=None):
-    """Sum where `mask` holds; what lies outside, be it NaN, has no say."""
+def masked_sum(
+    values: jax.Array, mask: jax.Array, axis: int | None = None
+) -> jax.Array:
+    """Sum the values where `mask` holds; others, NaN included, count as 0."""
     return jnp.sum(jnp.where(mask, values, 0.0), axis=axis)
 
 
-def row_weights(mask, kind: str, *, num_tokens: int = 1):
-    """[..., B, T] weights that turn a sum over tokens into the mean that is wanted.
+def row_weights(mask: jax.Array, kind: str, *, num_tokens: int = 1) -> jax.Array:
+    """Return [..., B, T] weights that turn a sum over tokens into a kind of mean.
 
     Args:
         mask: [..., B, T] bool, True on tokens that count, of the whole update: leading
@@ -41,8 +43,8 @@ def row_weights(mask, kind: str, *, num_tokens: int = 1):
     return counts / jnp.maximum(lengths, 1.0) / num_rows
 
 
-def kl_estimate(logp, reference_logp, kind: str):
-    """[B, T] estimate of KL(policy || reference) from the sampled token.
+def kl_estimate(logp: jax.Array, reference_logp: jax.Array, kind: str) -> jax.Array:
+    """Estimate KL(policy || reference) from each sampled token, as [B, T].
 
     k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 with d = reference_logp - logp.
     d is kept in [-20, 20], so that exp(d) is finite.
@@ -58,8 +60,8 @@ def kl_estimate(logp, reference_logp, kind: str):
     return jnp.exp(d) - d - 1
 
 
-def adapted_coefficient(coef, kl, *, target, gain):
-    """The divergence's coefficient after an update that measured `kl`.
+def adapted_coefficient(coef, kl, *, target: float, gain: float):
+    """Return the coefficient of the KL after an update that measured `kl`.
 
     coef x (1 + gain x e), e = (kl - target) / target, cut to [-0.2, 0.2].
 
@@ -69,8 +71,8 @@ def adapted_coefficient(coef, kl, *, target, gain):
     return coef * (1 + gain * error)
 
 
-def sequence_gap(gap, mask):
-    """[B, T] logarithm of GSPO's ratio: the row's mean gap, with each token's gradient.
+def sequence_gap(gap: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return [B, T] the log of GSPO's ratio: the row's mean, each token's gradient.
 
     GSPO-token's s_it = sg[s_i] x p / sg[p]. With one advantage a row and a mean by
     sequence its gradient is that of GSPO's s_i.
@@ -87,17 +89,17 @@ def sequence_gap(gap, mask):
 
 
 def clipped_surrogate(
-    logp,
-    behavior_logp,
-    advantage,
-    from_policy,
+    logp: jax.Array,
+    behavior_logp: jax.Array,
+    advantage: jax.Array,
+    from_policy: jax.Array,
     *,
-    low,
-    high,
-    dual=0.0,
-    by_sequence=False,
-):
-    """PPO's clipped objective (arXiv 1707.06347 eq. 7), a loss for every token.
+    low: float,
+    high: float,
+    dual: float = 0.0,
+    by_sequence: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Return PPO's clipped objective (arXiv 1707.06347 eq. 7), a loss for each token.
 
     The ratio's logarithm is kept in [-20, 20], so that a gradient of 0 stays 0 and does
     not become 0 x infinity. A `high` above `low` is DAPO's clip-higher (arXiv
@@ -114,7 +116,7 @@ def clipped_surrogate(
         by_sequence: the ratio is GSPO's, see `sequence_gap`.
 
     Returns:
-        [B, T] loss, 0 outside `from_policy`, and [B, T] bool, where a clip holds.
+        [B, T] loss, 0 outside `from_policy`, and [B, T] bool, True where it is clipped.
     """
     advantage = jnp.where(from_policy, advantage, 0.0)
     gap = jnp.where(from_policy, logp - behavior_logp, 0.0)
@@ -131,10 +133,13 @@ def clipped_surrogate(
     return jnp.where(from_policy, loss, 0.0), is_clipped
 
 
-def truncated_weight(logp, sampled_logp, mask, *, cap):
-    """[B, T] min(trainer's / sampler's probability, cap): a constant, 1 outside `mask`.
+def truncated_weight(
+    logp: jax.Array, sampled_logp: jax.Array, mask: jax.Array, *, cap: float
+) -> jax.Array:
+    """Return [B, T] min(trainer's / sampler's probability, cap), 1 outside `mask`.
 
-    Corrects that the sampler's numerics, or its nucleus, are not the trainer's.
+    It is a constant, which corrects for the sampler's numerics, or its nucleus, where
+    they differ from the trainer's.
 
     Source: Ionides, "Truncated importance sampling" (2008); per token between sampler
     and trainer as in the VeRL and OpenRLHF "TIS" option (Yao et al., 2025).
@@ -150,8 +155,15 @@ def truncated_weight(logp, sampled_logp, mask, *, cap):
     return jax.lax.stop_gradient(jnp.where(mask, weight, 1.0))
 
 
-def clipped_value_loss(value, old_value, target, mask, *, clip):
-    """[B, T] half the squared error of a value, the worse of it and the clipped one's.
+def clipped_value_loss(
+    value: jax.Array,
+    old_value: jax.Array,
+    target: jax.Array,
+    mask: jax.Array,
+    *,
+    clip: float,
+) -> jax.Array:
+    """Return [B, T] half the squared error: the larger of the value's and the clipped.
 
     The clipped value is within `clip` of the old one: a value that has moved further is
     pushed no more in that direction. 0 outside `mask`.

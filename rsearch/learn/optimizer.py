@@ -4,28 +4,29 @@ import jax
 import jax.numpy as jnp
 import optax
 
-VECTORS = ("scale", "q_bias", "k_bias", "v_bias", "value")  # these do not decay
+# Parameters that are vectors in each layer: weight decay would pull scales to 0.
+VECTORS = ("scale", "q_bias", "k_bias", "v_bias", "value")
 
 
 def make_optimizer(
     *,
-    lr,
-    warmup_steps,
-    decay_steps,
-    b1,
-    b2,
-    eps,
-    weight_decay,
-    max_grad_norm,
-    updates_per_rate=0,
-    moments_dtype="float32",
+    lr: float,
+    warmup_steps: int,
+    decay_steps: int,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    max_grad_norm: float,
+    updates_per_rate: int = 0,
+    moments_dtype: str = "float32",
 ) -> optax.GradientTransformation:
-    """AdamW with global-norm clipping, linear warmup and, if asked, a linear decay.
+    """Return AdamW with global-norm clipping, linear warm-up and optional decay.
 
     Args:
         lr: peak learning rate.
-        warmup_steps: update u of these has lr * (u + 1) / warmup_steps: none is lost at
-            0.
+        warmup_steps: update u of these has lr * (u + 1) / warmup_steps, so that no
+            update has a rate of 0.
         decay_steps: updates of the run; the rate falls linearly to a tenth of the peak,
             which the last of them has; 0 keeps it constant.
         b1, b2, eps, weight_decay: of AdamW (arXiv 1711.05101); norms and biases, which
@@ -33,8 +34,8 @@ def make_optimizer(
         max_grad_norm: the gradient's global norm is cut to this.
         updates_per_rate: warm up as verl's trainer does, which sets the rate after each
             of its steps of this many updates: step k of the `warmup_steps` has
-            lr * k / warmup_steps, the first 0. 0 = not so.
-        moments_dtype: see `resting_as`.
+            lr * k / warmup_steps, the first 0. 0 warms up with every update.
+        moments_dtype: see `moments_in_dtype`.
     """
 
     def warm(count):
@@ -46,9 +47,9 @@ def make_optimizer(
         if not decay_steps:
             return lr * warm(count)
         first = warmup_steps * max(updates_per_rate, 1)
-        last = max(decay_steps - 1 - first, 1)
-        done = jnp.clip((count - first) / last, 0, 1)
-        return lr * warm(count) * (1 - 0.9 * done)
+        num_decaying = max(decay_steps - 1 - first, 1)
+        progress = jnp.clip((count - first) / num_decaying, 0, 1)
+        return lr * warm(count) * (1 - 0.9 * progress)
 
     def decays(params):
         return jax.tree_util.tree_map_with_path(
@@ -59,18 +60,19 @@ def make_optimizer(
         schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays
     )
     return optax.chain(
-        optax.clip_by_global_norm(max_grad_norm), resting_as(adamw, moments_dtype)
+        optax.clip_by_global_norm(max_grad_norm), moments_in_dtype(adamw, moments_dtype)
     )
 
 
-def resting_as(inner, dtype) -> optax.GradientTransformation:
-    """A transformation whose floats, such as both of Adam's moments, rest in a dtype.
+def moments_in_dtype(
+    inner: optax.GradientTransformation, dtype: str
+) -> optax.GradientTransformation:
+    """Store a transformation's floats, such as both of Adam's moments, in a dtype.
 
-    They are float32 while it computes, so that an update is what float32 makes of the
-    moments as they rest. Lost is what rounding to the nearest bfloat16, of 8 bits,
-    takes: up to 2^-8 of a moment each time. One that should fall by less than that may
-    stay where it is for good, so that b1 and b2 must not be above 0.996. (Of optax's
-    own settings, `mu_dtype` is of the first moment alone.)
+    They are float32 while it computes. Rounding to the nearest bfloat16, of 8 bits,
+    loses up to 2^-8 of a moment each time. A moment that should fall by less than that
+    may never fall, so b1 and b2 must not be above 0.996. (optax's `mu_dtype` is for the
+    first moment only.)
 
     Args:
         inner: the transformation.

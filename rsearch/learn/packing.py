@@ -1,10 +1,13 @@
-"""Conversations end to end in one row: short ones no longer cost what the longest does.
+"""Packing: several conversations share a row, so that short ones cost less.
 
-A batch stays one conversation a row for all that compares and weighs. Only on its way
-through the network it is laid out anew: the rows of a micro-batch are placed behind one
-another in as few rows of the same length as they take, each with positions of its own
-from 0, by which the network keeps them apart, and what comes out goes back to where it
-belongs.
+A batch stays one conversation a row for all code that compares and weighs. Only on its
+way through the network it has another layout: the conversations of a micro-batch are
+packed into as few rows of the same length as they take. Positions start at 0 in each,
+which tells the network which tokens belong together, and the results are brought back
+to one conversation a row.
+
+Dimensions: M micro-batches, b conversations of each, T tokens of a row, K pieces of a
+micro-batch, p packed rows of a piece.
 """
 
 from collections.abc import Callable
@@ -14,18 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PIECES = 8  # that a micro-batch goes through the network in; empty ones cost nothing
+# A micro-batch goes through the network in so many pieces. The shapes are those of the
+# longest conversations; packed ones leave pieces empty, and these cost nothing.
+PIECES = 8
 
 
 class Layout(NamedTuple):
-    """Where the tokens of [b, T] conversations lie in K pieces of [p, T] rows.
+    """The positions of the tokens of [b, T] conversations in K pieces of [p, T] rows.
 
     Attributes:
-        source: [K, p, T] int32, the place in the flat [b x T] a token comes from.
-        positions: [K, p, T] int32, from 0 in every conversation; 0 where nothing lies.
+        source: [K, p, T] int32, the index in the flat [b x T] a token comes from.
+        positions: [K, p, T] int32, from 0 in every conversation; 0 on padding.
         piece: [b] int32, the piece that a conversation lies in; -1 of one without
             tokens.
-        start: [b] int32, the place of its first token in that piece's flat [p x T].
+        start: [b] int32, the index of its first token in that piece's flat [p x T].
         length: [b] int32, its tokens.
     """
 
@@ -37,7 +42,7 @@ class Layout(NamedTuple):
 
 
 def piece_rows(num_rows: int, multiple: int = 1) -> int:
-    """p, the rows of a piece of a micro-batch; at least its own where it has one piece.
+    """Return p, the packed rows of a piece; at least `num_rows` if there is one piece.
 
     Args:
         num_rows: of the micro-batch.
@@ -48,11 +53,11 @@ def piece_rows(num_rows: int, multiple: int = 1) -> int:
 
 
 def packed(batch, *, multiple: int = 1):
-    """A host's [M, b, ...] batch with a layout, whose shape b and T alone decide.
+    """Return a host's [M, b, ...] batch with a layout; b and T alone set its shape.
 
     Args:
-        batch: a Batch with `length`; its tokens are left where they are.
-        multiple: p is a multiple of it: the shares that rows are cut into.
+        batch: a Batch with `length`; its tokens stay where they are.
+        multiple: p is a multiple of it: the shards that rows are cut into.
 
     Returns:
         The batch; without a layout where its rows cannot be cut into pieces.
@@ -71,40 +76,41 @@ def packed(batch, *, multiple: int = 1):
     )
     for i, lengths in enumerate(layout.length):
         for number, members in enumerate(_fill(lengths, t)):
-            piece, row = divmod(number, p)
+            piece_index, row = divmod(number, p)
             start = 0
             for member in members:
                 n = int(lengths[member])
                 inside = np.arange(n)
-                layout.source[i, piece, row, start : start + n] = member * t + inside
-                layout.positions[i, piece, row, start : start + n] = inside
-                layout.piece[i, member] = piece
+                columns = slice(start, start + n)
+                layout.source[i, piece_index, row, columns] = member * t + inside
+                layout.positions[i, piece_index, row, columns] = inside
+                layout.piece[i, member] = piece_index
                 layout.start[i, member] = row * t + start
                 start += n
     return batch._replace(layout=layout)
 
 
-def _fill(lengths, room: int) -> list[list[int]]:
-    """Which conversations share a row: the longest first, each where it fits first."""
-    rows, left = [], []
+def _fill(lengths: np.ndarray, room: int) -> list[list[int]]:
+    """Return the conversations of each packed row: first fit, the longest first."""
+    rows, free_tokens = [], []
     for i in np.argsort(-lengths, kind="stable"):
         n = int(lengths[i])
         if not n:
             continue
-        row = next((r for r, free in enumerate(left) if free >= n), None)
+        row = next((r for r, free in enumerate(free_tokens) if free >= n), None)
         if row is None:
             row = len(rows)
             rows.append([])
-            left.append(room)
+            free_tokens.append(room)
         rows[row].append(int(i))
-        left[row] -= n
+        free_tokens[row] -= n
     return rows or [[]]
 
 
-def piecewise(run: Callable, tokens, layout: Layout):
-    """What `run` makes of [b, T] tokens, piece by piece.
+def piecewise(run: Callable, tokens: jax.Array, layout: Layout) -> tuple:
+    """Apply `run` to [b, T] tokens, piece by piece.
 
-    A gradient would keep of every piece, full or empty, what the way back needs:
+    A gradient through this would store the residuals of every piece, full or empty:
     `summed` gives the layout of one piece at a time to what is differentiated.
 
     Args:
@@ -116,23 +122,24 @@ def piecewise(run: Callable, tokens, layout: Layout):
         The arrays, each brought back to [b, T]; 0 on first tokens, which nothing
         precedes, and where there is no token.
     """
-    flat, columns = tokens.reshape(-1), jnp.arange(tokens.shape[1])[None]
-    place = layout.start[:, None] + columns
+    flat = tokens.reshape(-1)
+    columns = jnp.arange(tokens.shape[1])[None]
+    index = layout.start[:, None] + columns
     follows = (columns > 0) & (columns < layout.length[:, None])
 
-    def found(one):
-        is_here = follows & (one.piece == 0)[:, None]
+    def run_piece(layout):
+        is_here = follows & (layout.piece == 0)[:, None]
         return tuple(
-            jnp.where(is_here, x.reshape(-1).at[place].get(mode="clip"), 0.0)
-            for x in run(flat[one.source[0]], one.positions[0])
+            jnp.where(is_here, x.reshape(-1).at[index].get(mode="clip"), 0.0)
+            for x in run(flat[layout.source[0]], layout.positions[0])
         )
 
     if len(layout.source) == 1:
-        return found(layout)
+        return run_piece(layout)
     first = layout._replace(source=layout.source[:1], positions=layout.positions[:1])
-    shapes = jax.eval_shape(found, first)
+    shapes = jax.eval_shape(run_piece, first)
     return _folded(
-        lambda total, one: jax.tree.map(jnp.add, total, found(one)),
+        lambda total, piece: jax.tree.map(jnp.add, total, run_piece(piece)),
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
         layout,
         layout.piece >= 0,
@@ -170,27 +177,28 @@ def summed(add: Callable, total, rows):
     return _folded(add_piece, total, rows.layout, counts)
 
 
-def _folded(add: Callable, total, layout: Layout, among):
-    """`total` after every piece: one after another, those without rows passed over.
+def _folded(add: Callable, total, layout: Layout, counted: jax.Array):
+    """Return `total` after every piece, one after another, skipping those without rows.
 
     Args:
         add: (total, Layout) -> total; the Layout has one piece, in which the rows of
             other pieces do not lie.
         total: to begin with; a tree of arrays.
         layout: of all pieces.
-        among: [b] bool, the rows that count.
+        counted: [b] bool, the rows that count.
     """
 
-    def step(total, given):
-        number, source, positions = given
+    def step(total, numbered):
+        number, source, positions = numbered
         is_here = layout.piece == number
-        one = layout._replace(
+        piece_layout = layout._replace(
             source=source[None],
             positions=positions[None],
             piece=jnp.where(is_here, 0, -1),
         )
-        is_any = jnp.any(is_here & among)
-        return jax.lax.cond(is_any, lambda: add(total, one), lambda: total), None
+        is_any = jnp.any(is_here & counted)
+        total = jax.lax.cond(is_any, lambda: add(total, piece_layout), lambda: total)
+        return total, None
 
     pieces = jnp.arange(len(layout.source)), layout.source, layout.positions
     return jax.lax.scan(step, total, pieces)[0]
