@@ -1,9 +1,9 @@
 """A model at an OpenAI-compatible endpoint as a GenerateFn: chats in, replies out.
 
-A call may fail, and then it is made again, a bounded number of times and later each
-time. What fails for good is a reply of None, never an empty one; the rollout that
-needed it is then no learning signal. Nothing that comes from the endpoint is trusted:
-a reply has to have the right shape and a sensible size.
+A call that fails is retried a bounded number of times, later each time. A call that
+fails for good gives a reply of None, never an empty one, and the rollout that needed it
+is no learning signal. Nothing from the endpoint is trusted: a reply must have the right
+shape and a sensible size.
 """
 
 import collections
@@ -19,7 +19,7 @@ from rsearch.runtime.calls import HEADERS, checked_url, json_of, key_of, post, r
 from rsearch.types import GenerateFn, Messages
 
 PATH = "/chat/completions"
-BYTES_PER_TOKEN = 64  # more in a reply is no reply; JSON escapes included
+BYTES_PER_TOKEN = 64  # a longer reply is refused; JSON escapes included
 ENVELOPE_BYTES = 65_536  # around the reply's text
 
 
@@ -37,7 +37,7 @@ def remote_generator(
     first_wait_seconds: float = 0.5,
     say: Callable[[str], None] = console.note,
 ) -> GenerateFn:
-    """A GenerateFn that asks an endpoint.
+    """Make a GenerateFn that asks an endpoint.
 
     Args:
         url: of the endpoint, up to and with its version (".../v1").
@@ -45,14 +45,14 @@ def remote_generator(
         api_key_env: the environment variable that holds the key; "" sends none.
         max_reply_tokens, temperature, top_p: of sampling, sent with each chat.
         timeout_seconds: of one call: for the connection, for the reply to begin, and
-            for the whole once it has begun; so a call that is just in time at each of
-            these ends after three times that at most.
+            for the entire reply once it has begun; so a call ends after three times
+            that at most.
         max_retries: further calls after one that failed in a way that may pass: no
-            connection, too slow, status 408, 429 or 5xx, a reply that is none.
-        concurrency: calls under way at once.
+            connection, too slow, status 408, 429 or 5xx, or no reply of the right form.
+        concurrency: calls that may run at once.
         first_wait_seconds: before the second call; see
             `rsearch.runtime.calls.repeated`.
-        say: called with a line on the chats that failed for good, if there are any.
+        say: called with one line if any chats failed for good.
 
     Returns:
         The function. A chat that fails has None for a reply.
@@ -75,15 +75,21 @@ def remote_generator(
         "stream": False,
     }
     certificates = httpx.create_ssl_context()  # takes 30 ms, once
-    most = ENVELOPE_BYTES + BYTES_PER_TOKEN * max_reply_tokens
+    max_bytes = ENVELOPE_BYTES + BYTES_PER_TOKEN * max_reply_tokens
 
     def ask(client, chat):
-        """(reply or None, why it failed)."""
+        """Return (reply or None, why it failed)."""
         body = json.dumps({**settings, "messages": _sendable(chat)}).encode()
-        limits = {"max_bytes": most, "seconds": timeout_seconds}
 
         def call():
-            return post(client, target, body, read=_content, **limits)
+            return post(
+                client,
+                target,
+                body,
+                read=_content,
+                max_bytes=max_bytes,
+                seconds=timeout_seconds,
+            )
 
         reply = repeated(call, max_retries=max_retries, first_wait=first_wait_seconds)
         return reply.value, reply.why
@@ -91,16 +97,14 @@ def remote_generator(
     def generate(chats: Sequence[Messages]) -> list[str | None]:
         if not chats:
             return []
-        own = dict(
+        client = httpx.Client(
             headers=headers,
             limits=httpx.Limits(max_connections=concurrency),
             verify=certificates,
         )
-        with (
-            httpx.Client(**own) as c,
-            ThreadPoolExecutor(min(concurrency, len(chats))) as pool,
-        ):
-            results = list(pool.map(lambda chat: ask(c, chat), chats))
+        threads = ThreadPoolExecutor(min(concurrency, len(chats)))
+        with client, threads:
+            results = list(threads.map(lambda chat: ask(client, chat), chats))
         failures = collections.Counter(why for reply, why in results if reply is None)
         if failures:
             reasons = ", ".join(f"{why} ({n})" for why, n in failures.most_common(3))
@@ -112,18 +116,18 @@ def remote_generator(
 
 
 def _target(url):
-    """Where chats are posted to. Neither it nor its parts may hold a secret."""
-    parts = checked_url(url, "the endpoint")
-    return str(parts).rstrip("/").removesuffix(PATH) + PATH
+    """Return the URL that chats are posted to, which may not hold a secret."""
+    base = str(checked_url(url, "the endpoint"))
+    return base.rstrip("/").removesuffix(PATH) + PATH
 
 
 def _sendable(chat):
-    """The messages without lone surrogates, which no server could read."""
+    """Return the messages without lone surrogates, which no server could read."""
     return [{k: whole_characters(v) for k, v in message.items()} for message in chat]
 
 
 def _content(received):
-    """choices[0].message.content of a JSON reply, None where there is no such text."""
+    """Return choices[0].message.content of a JSON reply, None without such a text."""
     try:
         content = json_of(received)["choices"][0]["message"]["content"]
     except (LookupError, TypeError):

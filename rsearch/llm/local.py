@@ -1,8 +1,11 @@
-"""A local model as a GenerateFn: chats in, replies out."""
+"""A model on this machine's devices as a GenerateFn: chats in, replies out."""
+
+from typing import Any
 
 import jax
 import numpy as np
 import xxhash
+from jax.sharding import Mesh
 
 from rsearch.models.decoder import Decoder
 from rsearch.models.tokenizer import Tokenizer
@@ -16,9 +19,9 @@ SHRINK = 4  # a smaller batch has 1/4 of the rows of the next larger one
 
 def local_generator(
     model: Decoder,
-    params,
+    params: Any,
     tokenizer: Tokenizer,
-    mesh,
+    mesh: Mesh,
     *,
     num_rows: int,
     max_prompt_tokens: int,
@@ -27,21 +30,21 @@ def local_generator(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> GenerateFn:
-    """A GenerateFn that asks this model.
+    """Make a GenerateFn that samples this model's replies.
 
-    What is drawn follows from the seed, the chat, and how often the same chat stands
-    before it in the same call: chats beside it, batches and devices change nothing, and
-    a chat given n times in one call gets n draws.
+    A reply follows from the seed, the chat, and how often the same chat precedes it in
+    the same call: other chats, batches and devices change nothing, and a chat that
+    occurs n times in one call gets n samples.
 
     Args:
         model, params, tokenizer: the model.
         mesh: devices that it runs on.
-        num_rows: chats answered at once; fewer run in smaller batches of a few sizes.
-        max_prompt_tokens: a longer chat is not asked: its reply is None.
+        num_rows: chats answered at once; fewer run in one of a few smaller batches.
+        max_prompt_tokens: a longer chat has None for a reply.
         max_reply_tokens: a reply is cut there.
         temperature: of sampling; 0 takes the most likely token.
         top_p: smallest probability mass kept when sampling; 1 is everything.
-        seed: of the draws.
+        seed: of the random keys.
     """
     sampler = Sampler(
         model,
@@ -58,24 +61,25 @@ def local_generator(
     key = jax.random.key(seed)
     sizes = batch_sizes(num_rows)
 
-    def ask(ids, names):
-        """Replies to at most `num_rows` prompts, whose draws these numbers name."""
+    def reply_to(ids, names):
+        """Return replies to at most `num_rows` prompts, sampled by these row names."""
         size = min(s for s in sizes if s >= len(ids))
         tokens = np.zeros((size, max_prompt_tokens), np.int32)
         count = np.ones(size, np.int32)
-        named = np.zeros((size, 2), np.uint32)
+        row_names = np.zeros((size, 2), np.uint32)
         for i, (prompt, name) in enumerate(zip(ids, names, strict=True)):
-            tokens[i, : len(prompt)], count[i], named[i] = prompt, len(prompt), name
+            tokens[i, : len(prompt)] = prompt
+            count[i], row_names[i] = len(prompt), name
         prompts = sampler.prefill(params, tokens, count)
-        every = np.arange(size, dtype=np.int32)
-        rows = sampler.admit(sampler.empty(size), prompts, every, every)
-        asked = every < len(ids)
+        slots = np.arange(size, dtype=np.int32)
+        rows = sampler.admit(sampler.empty(size), prompts, slots, slots)
+        begins = slots < len(ids)  # the other rows are padding
         budget = np.full(size, max_reply_tokens, np.int32)
-        request = DecodeRequest(named, asked, budget, size, max_reply_tokens)
+        request = DecodeRequest(row_names, begins, budget, size, max_reply_tokens)
         rows = sampler.decode(params, rows, key, request)
-        written = jax.device_get(rows.turn)
+        turn = sampler.turns_on_host(rows)
         return [
-            tokenizer.decode(_without_eos(written.tokens[i, : written.count[i]]))
+            tokenizer.decode(_without_eos(turn.tokens[i, : turn.count[i]]))
             for i in range(len(ids))
         ]
 
@@ -88,17 +92,21 @@ def local_generator(
         fitting = [i for i, p in enumerate(prompts) if len(p) <= max_prompt_tokens]
         replies: list[str | None] = [None] * len(chats)
         for start in range(0, len(fitting), num_rows):
-            part = fitting[start : start + num_rows]
-            found = ask([prompts[i] for i in part], [names[i] for i in part])
-            for i, reply in zip(part, found, strict=True):
-                replies[i] = reply
+            batch = fitting[start : start + num_rows]
+            texts = reply_to([prompts[i] for i in batch], [names[i] for i in batch])
+            for i, text in zip(batch, texts, strict=True):
+                replies[i] = text
         return replies
 
     return generate
 
 
 def batch_sizes(num_rows: int) -> list[int]:
-    """Ascending numbers of rows that are compiled: `num_rows`, a quarter of it, ..."""
+    """Return the numbers of rows that are compiled: `num_rows`, a quarter of it, ...
+
+    Ascending. Few sizes, so that little is compiled; small ones, so that a few chats do
+    not cost what a full batch costs.
+    """
     sizes = [num_rows]
     while sizes[0] > 1:
         sizes.insert(0, -(-sizes[0] // SHRINK))
@@ -106,7 +114,7 @@ def batch_sizes(num_rows: int) -> list[int]:
 
 
 def _names(prompts):
-    """(digest of the prompt's ids, how many equal ones precede it) for each prompt."""
+    """Return (digest of the ids, number of equal ones before) of each prompt."""
     seen, names = {}, []
     for ids in prompts:
         digest = xxhash.xxh32_intdigest(np.asarray(ids, "<i4").tobytes())

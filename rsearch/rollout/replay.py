@@ -1,6 +1,6 @@
-"""Replays: the rollout of a policy that writes given turns, which makes no device work.
+"""Replays: rollouts of a policy that writes known turns, without the device.
 
-A demonstration becomes token ids by the same host as what a policy writes, so that
+A demonstration becomes token ids by the same host as a policy's turns, so that
 imitation and rollouts have the same form.
 """
 
@@ -10,7 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from rsearch.rollout.conversation import Host
-from rsearch.types import Answer, Malformed, Outcome, Question, Rollout, Search, Source
+from rsearch.types import (
+    Answer,
+    Malformed,
+    Messages,
+    Outcome,
+    Question,
+    Rollout,
+    Search,
+    Source,
+)
 
 
 def replay(
@@ -18,34 +27,34 @@ def replay(
     question: Question,
     turns: Sequence[str],
     *,
-    messages=None,
+    messages: Messages | None = None,
     context_turns: int = 0,
     observations: Sequence[str] | None = None,
     may_stop: bool = False,
 ) -> Rollout:
-    """The rollout of a policy that writes the given turns: a demonstration.
+    """Return the rollout of a policy that writes these turns: a demonstration.
 
     Args:
         host: answers its searches.
         question: opens the conversation.
-        turns: what is written, turn by turn, each up to its action. It begins and, if
-            no stop string ends it, ends as in a chat: see `Host.start_of`, `end_of`.
-        messages: the chat that opens it; the protocol's own where not given.
-        context_turns: how many of the first turns are given and not learnt: their
-            segments are part of the prompt.
+        turns: the text of each turn, up to its action. It begins and, if no stop string
+            ends it, ends as in a chat: see `Host.start_of`, `end_of`.
+        messages: the chat that opens it; None is the protocol's.
+        context_turns: so many of the first turns are not learnt: their segments are
+            part of the prompt.
         observations: [turns - 1] contents that are shown after each turn but the last,
-            in place of what the host finds.
-        may_stop: whether the last turn may search: what it finds is not part of the
+            in place of the host's results.
+        may_stop: whether the last turn may search: its results are not part of the
             rollout, whose outcome is TRUNCATED.
 
     Raises:
         ValueError: a turn is malformed, too long or goes on beyond its action, a search
-            fails, turns are left over, or missing; no turn is left to learn, or there
-            is not one observation for each turn but the last.
+            fails, there are too many turns or too few; no turn remains to learn, or
+            there is not one observation for each turn but the last.
     """
 
-    def refuse(what):
-        return ValueError(f"demonstration of question {question.id}: {what}")
+    def refuse(reason: str) -> ValueError:
+        return ValueError(f"demonstration of question {question.id}: {reason}")
 
     limits = host.limits
     prompt = host.prompt(messages or host.protocol.messages(question.text))
@@ -55,9 +64,9 @@ def replay(
         raise refuse(f"{context_turns} turns of context leave none of {len(turns)}")
     if observations is not None and len(observations) != len(turns) - 1:
         raise refuse(f"{len(observations)} observations of {len(turns)} turns")
-    wave = {0: host.open(prompt)}
+    conversations = {0: host.open(prompt)}
     for number, text in enumerate(turns):
-        if wave[0].outcome is not None:
+        if conversations[0].outcome is not None:
             raise refuse(f"ended with turn {number} of {len(turns)}")
         action = host.protocol.parse(text)
         if isinstance(action, Malformed):
@@ -66,26 +75,26 @@ def replay(
             ids = _turn_ids(host, host.start_of(number) + text, action)
         except ValueError as error:
             raise refuse(f"turn {number + 1} {error}") from None
-        written = {0: (ids, np.zeros(len(ids), np.float32))}
+        turn = {0: (ids, np.zeros(len(ids), np.float32))}
         is_recorded = observations is not None and number < len(observations)
         host.answer_turns(
-            wave,
-            written,
+            conversations,
+            turn,
             final=number == limits.num_turns - 1,
             recorded={0: observations[number]} if is_recorded else None,
         )
-        if wave[0].outcome == Outcome.TOOL_ERROR:
+        if conversations[0].outcome == Outcome.TOOL_ERROR:
             raise refuse(f"the search of turn {number + 1} failed")
-    if wave[0].outcome is None and turns and may_stop:
-        wave[0].outcome = Outcome.TRUNCATED
-        del wave[0].segments[-1]
-    if wave[0].outcome is None:
+    if conversations[0].outcome is None and turns and may_stop:
+        conversations[0].outcome = Outcome.TRUNCATED
+        del conversations[0].segments[-1]
+    if conversations[0].outcome is None:
         raise refuse(f"{len(turns)} turns do not end it")
-    return _with_context(wave[0].rollout(), context_turns)
+    return _with_context(conversations[0].rollout(), context_turns)
 
 
 def _turn_ids(host: Host, text: str, action: Search | Answer) -> np.ndarray:
-    """[n] int32 ids of a demonstrated turn that takes this action.
+    """Return [n] int32 ids of a demonstrated turn that takes this action.
 
     Raises:
         ValueError: it goes on behind its stop string, or is too long.
@@ -105,11 +114,11 @@ def _turn_ids(host: Host, text: str, action: Search | Answer) -> np.ndarray:
 
 
 def _with_context(rollout: Rollout, context_turns: int) -> Rollout:
-    """The rollout with its first turns given, as the prompt is: nobody learns them."""
-    segments, left = [], context_turns
+    """Return the rollout with its first turns as prompt, which nobody learns."""
+    segments, num_remaining = [], context_turns
     for segment in rollout.segments:
-        if segment.source == Source.POLICY and left:
+        if segment.source == Source.POLICY and num_remaining:
             segment = dataclasses.replace(segment, source=Source.PROMPT)
-            left -= 1
+            num_remaining -= 1
         segments.append(segment)
     return dataclasses.replace(rollout, segments=tuple(segments))

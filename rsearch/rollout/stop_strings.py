@@ -1,9 +1,9 @@
-"""Finding stop strings inside the compiled loop, wherever token boundaries fall.
+"""Find stop strings inside the compiled loop, wherever token boundaries fall.
 
 An Aho-Corasick automaton over the bytes of the stop strings is composed with the
-vocabulary into one table [state, token] -> state, so that the decoding loop pays a
-single gather a token. The last state means "a stop string has been completed" and is
-never left.
+vocabulary into one table [state, token] -> state, so that the decoding loop needs a
+single gather for each token. The last state means "a stop string has been completed"
+and is never left.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def byte_automaton(stops: Sequence[str]) -> np.ndarray:
-    """[S, 256] uint8 transitions; state 0 is the start, S - 1 the absorbing match.
+    """Return [S, 256] uint8 transitions; state 0 is the start, S - 1 the final match.
 
     Source: Aho and Corasick 1975, with all matches merged into one state.
 
@@ -33,13 +33,14 @@ def byte_automaton(stops: Sequence[str]) -> np.ndarray:
             node = children[node][byte]
         ends.add(node)
     match = len(children)
-    if match > 255:
+    if match > 255:  # a state is a uint8
         raise ValueError(
             f"stop strings need {match} states, more than the 255 there are"
         )
     table = np.zeros((match + 1, 256), np.uint8)
     table[match] = match
     fallback = [0] * match
+    # Breadth first: a node's fallback is nearer to the root, so its row is complete.
     queue = deque([0])
     while queue:
         node = queue.popleft()
@@ -61,7 +62,7 @@ def byte_automaton(stops: Sequence[str]) -> np.ndarray:
 
 
 def token_automaton(stops: Sequence[str], token_bytes: Sequence[bytes]) -> np.ndarray:
-    """[S, V] uint8: the state after a whole token; S - 1 is the absorbing match.
+    """Return [S, V] uint8 the state after each token; S - 1 is the final match.
 
     Args:
         stops: the strings to stop at; none at all never match.
@@ -73,6 +74,7 @@ def token_automaton(stops: Sequence[str], token_bytes: Sequence[bytes]) -> np.nd
     states = np.tile(np.arange(num_states, dtype=np.uint8)[:, None], len(token_bytes))
     order = np.argsort(-lengths, kind="stable")
     remaining = order[: np.count_nonzero(lengths)]
+    # All tokens advance together by a byte; the short ones drop out at the end.
     position = 0
     while len(remaining):
         column = np.array([token_bytes[i][position] for i in remaining], np.uint8)
