@@ -60,6 +60,7 @@ def row_shardings(x: Rows | Context, mesh: Mesh) -> Rows | Context:
     """
     context = x.context if isinstance(x, Rows) else x
     cache = context.cache
+    # Pages are [heads, pages, ...], a cache is [layers, rows, heads, ...].
     row_axis, head_axis = (1, 0) if isinstance(cache, Pages) else (1, 2)
     num_rows = len(context.length)
     num_cached, num_heads = cache.k.shape[row_axis], cache.k.shape[head_axis]
@@ -101,7 +102,8 @@ def gather_rows(rows: Rows, slots: jax.Array) -> Rows:
     def pick(x):
         return x[slots]
 
-    # The cache is not gathered: the model finds each row's part of it by its slot.
+    # The cache is not gathered: the model finds a row's keys and values by its slot,
+    # and a copy of them at each token would cost more than the token.
     context = Context(
         rows.context.cache, pick(rows.context.length), pick(rows.context.logits)
     )
@@ -213,6 +215,7 @@ class Sampler:
         Raises:
             ValueError: the tokenizer has more ids than the model.
         """
+        # Rollouts may run on this host's devices alone, training runs on all.
         self._model, self._mesh = model.clone(mesh=mesh), mesh
         self._stop_table = jnp.asarray(_widen(stop_table, model.spec.vocab_size))
         self._is_eos = (
@@ -315,6 +318,7 @@ class Sampler:
             jnp.zeros(num_rows, jnp.uint8),
             jnp.zeros(num_rows, bool),
         )
+        # Where pages hold the tokens, rows have no slots of their own.
         context = self._empty_context(num_rows, 1 if num_pages else self._num_slots)
         if num_pages:
             spec, dtype = self._model.spec, self._model.dtype
@@ -324,6 +328,7 @@ class Sampler:
 
     def _prefill(self, params, tokens: jax.Array, count: jax.Array) -> Context:
         """Return the context of [Q, P] prompts, [Q] ids of each valid, one at least."""
+        # A cache of the prompts' length: rows are longer, and are filled by `admit`.
         context = self._constrain(self._empty_context(*tokens.shape))
         cache, logits = self._read(params, context, tokens, count)
         return self._constrain(Context(cache, count, logits))
@@ -342,6 +347,8 @@ class Sampler:
         """
         context = rows.context
 
+        # One prompt may be the source of several rows. Slots after it keep what an
+        # earlier row left there: positions beyond a row's length are never attended to.
         def put(cached, prompt):
             return cached.at[:, slots, :, : prompt.shape[3]].set(
                 prompt[:, source], mode="drop"
@@ -395,11 +402,13 @@ class Sampler:
         chunk = min(max_chunk, -(-even_chunk // 8) * 8)
         tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
         # A short observation ends the loop early, whatever the padded shape is.
+        # It is computed on the device, so that the host need not wait for it.
         num_chunks = (jnp.max(count) + chunk - 1) // chunk
         num_slots = context.cache.k.shape[3]
         cache_rows = slots
         if table is not None:  # the table says where the rows lie
             cache_rows, num_slots = None, table.shape[1] * num_slots
+        # Rows that read nothing keep the logits they have.
         start, logits = context.length, context.logits
         if slots is not None:
             start, logits = start[slots], logits[slots]
@@ -418,6 +427,7 @@ class Sampler:
             hidden, cache = self._apply(
                 params, ids, positions, cache, cache_rows, table
             )
+            # Logits of one token for each row: [E, chunk, V] would not fit.
             last = jnp.maximum(num_valid - 1, 0)[:, None, None]
             hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
             next_logits = self._logits(params, hidden)
@@ -444,6 +454,7 @@ class Sampler:
         )
         # Turns that had ended before this call do not count as finished in it.
         max_active = jnp.maximum(jnp.sum(rows.turn.active) - request.min_finished, 0)
+        # Outside the loop: only the position changes from token to token.
         keys = row_keys(key, request.names)
         block_size = self._block_size(num_rows)
         max_rows = (
@@ -472,10 +483,12 @@ class Sampler:
                 block_keys, budget, table = jax.tree.map(
                     lambda x: x[slots], (keys, request.budget, request.table)
                 )
+                # Arrays of a few numbers a row are gathered; the cache stays in place.
                 block = gather_rows(rows, slots)
                 block = self._step(params, block, block_keys, budget, table, slots)
                 return scatter_rows(rows, block, slots)
 
+            # The number of blocks is read on the device: the host is not asked for it.
             num_decoded = jnp.minimum(jnp.sum(active), max_rows)
             num_blocks = (num_decoded + block_size - 1) // block_size
             return step + 1, jax.lax.fori_loop(0, num_blocks, decode_block, rows)
@@ -509,6 +522,7 @@ class Sampler:
         # of a turn and a position beyond all slots are out of bounds.
         column = jnp.where(active, turn.count, self._max_turn_tokens)
         count = turn.count + active
+        # One lookup a token finds stop strings wherever token boundaries fall.
         state = jnp.where(active, self._stop_table[turn.state, tokens], turn.state)
         is_stop = state == len(self._stop_table) - 1  # the automaton's last state
         has_ended = is_stop | self._is_eos[tokens] | (count >= budget)
@@ -520,6 +534,7 @@ class Sampler:
             params, tokens[:, None], position[:, None], context.cache, cache_rows, table
         )
         next_logits = self._logits(params, hidden[:, 0])
+        # A row that pauses keeps the logits after its last token for its next turn.
         logits = jnp.where(active[:, None], next_logits, context.logits)
         row = jnp.arange(len(active))
         turn = Turn(

@@ -117,45 +117,40 @@ class RolloutScheduler:
 
     def __init__(
         self,
-        sampler: SamplerLike,
-        host: Host,
+        engine: "RolloutEngine",
         params: Any,
         key: jax.Array,
         questions: Sequence[Question],
         prompts: Sequence[np.ndarray],
         threads: concurrent.futures.Executor,
-        *,
-        num_rows: int,
-        group_size: int,
-        num_pages: int = 0,
-        search_seconds: float = math.inf,
-        searches_at_once: int = 1,
-        on_done: Callable[[int], None] | None = None,
-        finished: RolloutCache | None = None,
+        on_done: Callable[[int], None] | None,
+        finished: RolloutCache | None,
     ):
         """Begin with every rollout waiting, those of the cache aside.
 
         Args:
-            sampler, host, num_rows, group_size, search_seconds, searches_at_once: as
-                in `RolloutEngine`.
+            engine: sampler, host and settings.
             params, key, questions, on_done, finished: as in `RolloutEngine.__call__`.
             prompts: [n] int32 ids of each question's prompt.
             threads: tools run on them.
-            num_pages: that the rows share; 0 where they share none.
         """
-        self.sampler, self.host = sampler, host
+        self.sampler = sampler = engine.sampler
+        self.host = host = engine.host
         self.params, self.key, self.threads = params, key, threads
         self.questions, self.prompts = questions, prompts
         self.on_done, self.finished = on_done, finished
-        self.num_rows, self.group_size = num_rows, group_size
-        self.search_seconds = search_seconds
-        self.searches_at_once = searches_at_once
+        self.num_rows = num_rows = engine.num_rows
+        group_size, num_pages = engine.group_size, engine.num_pages
+        self.search_seconds = engine.search_seconds
+        self.searches_at_once = engine.searches_at_once
+        # Shards of rows lie on devices of their own, with cache pages of their own.
         self.num_shards = sampler.row_shards(num_rows)
         self.queue_size = sampler.queue_size(num_rows)
         self.num_moved, self.num_prompts = admission_sizes(
             num_rows, group_size, self.num_shards
         )
-        # A row's draws follow from these two numbers, never from its slot.
+        # A row's draws follow from its question's name and its number in the group,
+        # never from its slot, so that they are the same whatever runs beside it.
         self.question_names = [
             zlib.crc32(q.id.encode("utf-8", "replace")) for q in questions
         ]
@@ -218,6 +213,8 @@ class RolloutScheduler:
                 self._extend_rows([])
             while self._on_any_host(self.waiting or self.rows):
                 check_preempted()
+                # Results come first: rows that read them hold pages already, and
+                # decode in the same call as the rows that are admitted after them.
                 self._collect_results()
                 self._make_room()
                 self._extend()
@@ -257,7 +254,8 @@ class RolloutScheduler:
                 first = self.waiting[0][0]
             if self._on_any_host(first != self.first_prefilled):
                 self.first_prefilled, self.prefilled = first, self._prefill(first or 0)
-            # Padding is row B, which the device ignores.
+            # One shape for any number of rows: padding is row B, which the device
+            # ignores.
             slots = np.full(self.num_moved, self.num_rows, np.int32)
             source = np.zeros(self.num_moved, np.int32)
             for i in range(self.num_moved):
@@ -300,6 +298,7 @@ class RolloutScheduler:
     def _start_row(self, slot: int, question: int, sample: int) -> None:
         """Open a conversation in a free slot."""
         self.free_slots.remove(slot)
+        # The host keeps all that the row reads and writes; ids are never re-encoded.
         conversation = self.host.open(self.prompts[question])
         self.rows[slot] = Row(question, sample, conversation)
         self.row_names[slot] = self.question_names[question], sample
@@ -351,6 +350,7 @@ class RolloutScheduler:
         self.device_rows = device_rows
         self.begins = np.zeros(self.num_rows, bool)
         self.count = turn.count
+        # Rows whose turn goes on are in the middle of it with the next call.
         turns = {}
         for slot in sorted(decoding):
             if not turn.active[slot]:
@@ -360,6 +360,7 @@ class RolloutScheduler:
 
     def _parse_turns(self, turns: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:
         """Parse turns that have ended: slot -> its ids and log-probabilities."""
+        # After its last turn a row reads nothing more, and may not be let to search.
         last = self.host.limits.num_turns - 1
         slots_by_kind = {False: [], True: []}  # whether the turn was the last
         for slot in turns:
@@ -393,7 +394,7 @@ class RolloutScheduler:
         """Store the rollout of a row, and free its slot."""
         row = self.rows[slot]
         row.state = RowState.FINISHED
-        rollout = row.conversation.rollout()
+        rollout = row.conversation.rollout()  # the row itself is dropped below
         self.rollouts[row.question][row.sample] = rollout
         if self.finished is not None:
             self.finished.put(self.questions[row.question], row.sample, rollout)
@@ -412,6 +413,8 @@ class RolloutScheduler:
 
     def _start_calls(self) -> None:
         """Run all queued tool calls as one batch, if a thread is free."""
+        # A batch is one call of the search, which encodes and scores its queries at
+        # once; calls that find no thread free wait, and make the next batch larger.
         if not self.queued_calls or len(self.running_calls) >= self.searches_at_once:
             return
         slots, self.queued_calls = self.queued_calls, []
@@ -435,6 +438,7 @@ class RolloutScheduler:
 
     def _collect_results(self) -> None:
         """Take the results of tools, and wait for one if no row can decode."""
+        # Asked on every host, in the same order, before this one may return early.
         decoding = self._slots(RowState.DECODING)
         can_decode = self._on_any_host(decoding or self._next_slot() is not None)
         if not self.running_calls:
@@ -558,7 +562,7 @@ class RolloutEngine:
             ValueError: `cache_tokens` are too few for one conversation on each shard.
         """
         self.sampler, self.host = sampler, host
-        self._num_pages = num_pages(sampler, num_rows, cache_tokens)
+        self.num_pages = num_pages(sampler, num_rows, cache_tokens)
         self.num_restarts = 0  # rollouts that began again for want of cache pages
         self.num_rows, self.group_size = num_rows, group_size
         self.search_seconds = search_seconds
@@ -611,20 +615,7 @@ class RolloutEngine:
                 )
         with _tool_threads(self.searches_at_once) as threads:
             scheduler = RolloutScheduler(
-                self.sampler,
-                self.host,
-                params,
-                key,
-                questions,
-                prompts,
-                threads,
-                num_rows=self.num_rows,
-                group_size=self.group_size,
-                num_pages=self._num_pages,
-                search_seconds=self.search_seconds,
-                searches_at_once=self.searches_at_once,
-                on_done=on_done,
-                finished=finished,
+                self, params, key, questions, prompts, threads, on_done, finished
             )
             groups = scheduler.run()
         self.num_restarts += scheduler.num_restarts
