@@ -12,7 +12,7 @@ from rsearch.config.recipes import (
 )
 from rsearch.config.recipes import fingerprint as fingerprint_config
 from rsearch.evaluation.evaluator import Evaluator, run_methods, show, trained_params
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.runtime import console
 from rsearch.runtime.workdir import check_workdir, open_workdir
 
@@ -22,7 +22,7 @@ def main(argv) -> int:
     flags = {
         "workdir": (REQUIRED, "a run's directory, or a new one for the results"),
         "model": ("", "a Hugging Face model to evaluate in place of the run's"),
-        **hosts.FLAGS,
+        **processes.FLAGS,
     }
     config, given = parse_command_line(argv, flags=flags)
     if given["print_config"]:
@@ -32,7 +32,7 @@ def main(argv) -> int:
     if given["model"]:
         own = {"model.source": given["model"], "tokenizer.source": ""}
         changed = apply_overrides(config, own)
-    with hosts.meeting(**{name: given[name] for name in hosts.FLAGS}):
+    with processes.connected(**{name: given[name] for name in processes.FLAGS}):
         _evaluate(config, changed, given)
     return 0
 
@@ -40,12 +40,12 @@ def main(argv) -> int:
 def _evaluate(config, changed, given):
     """Evaluates the run of `config`, or the model that has `changed` it."""
     where = given["workdir"]
-    hosts.on_first(lambda: check_workdir(where, config, is_reader=True))
+    processes.on_host0(lambda: check_workdir(where, config, is_reader=True))
     setup = build.load_setup(
         changed, say=console.note, only_dev=True, home=given["workdir"]
     )
     inputs = {} if given["model"] else setup.inputs
-    hosts.check_alike({"config": fingerprint_config(changed), **inputs})
+    processes.check_same_on_all({"config": fingerprint_config(changed), **inputs})
     with open_workdir(where, config, inputs=inputs, is_reader=True) as workdir:
         if given["model"]:
             stage, step, params = given["model"], None, build.initial_params(setup)

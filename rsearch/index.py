@@ -23,7 +23,7 @@ import time
 from rsearch.config.recipes import REQUIRED, parse_flags, run_command
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.index import open_index
@@ -57,7 +57,7 @@ FLAGS = {
     "worker": ("", "I/N: encode the I-th of N shares, from 0; the last one builds"),
     "questions": ("", "questions with supporting passages, to measure recall with"),
     "top_k": (5, "passages a question that count"),
-    **hosts.FLAGS,
+    **processes.FLAGS,
 }
 
 
@@ -77,7 +77,7 @@ def main(argv):
         raise ValueError(
             "--worker is for hosts without --coordinator: give one of them"
         )
-    with hosts.meeting(**{name: flags[name] for name in hosts.FLAGS}):
+    with processes.connected(**{name: flags[name] for name in processes.FLAGS}):
         _build(flags, worker, {name: flags[name] for name in lengths})
     return 0
 
@@ -108,7 +108,7 @@ def _build(flags, worker, lengths):
     if worker and not _is_last(corpus, encoder, out, settings, *worker):
         return
     manifest = build_index(corpus, encoder, out, waits=bool(worker), **settings)
-    if not hosts.is_first():
+    if not processes.is_host0():
         return
     rows = _rows(manifest)
     if questions:

@@ -30,8 +30,7 @@ from rsearch.evaluation.evaluator import (
     run_methods,
     show,
 )
-from rsearch.hosts import preemption
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import preemption, processes
 from rsearch.plan.dry_run import HOST_DEVICES, dry_run
 from rsearch.runtime import checkpoint, console
 from rsearch.runtime.metrics import read as read_metrics
@@ -68,7 +67,7 @@ def main(config, workdir, *, accept=()) -> list[dict]:
         config = configuration.apply_overrides(recipe, overrides)
     # First what can fail: a workdir is bound to its configuration for good.
     check_plan(config)
-    hosts.on_first(lambda: check_workdir(workdir, config, accept=accept))
+    processes.on_host0(lambda: check_workdir(workdir, config, accept=accept))
     shared = build.Shared()
     folder = pathlib.Path(workdir)
     over = {s for s, own in stage_configs(config) if _is_over(s, own, folder)}
@@ -88,13 +87,13 @@ def main(config, workdir, *, accept=()) -> list[dict]:
     inputs = dict(base.inputs)
     for stage, prepared in ready.items():
         inputs |= _inputs_of(stage, prepared, base)
-    hosts.check_alike({"config": configuration.fingerprint(config), **inputs})
+    processes.check_same_on_all({"config": configuration.fingerprint(config), **inputs})
     with open_workdir(workdir, config, inputs=inputs, accept=accept) as home:
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         has_begun = any((home.path / stage).exists() for stage in config.stages)
         again = "goes on" if has_begun else "begins"
-        if hosts.num_hosts() > 1:
-            devices += f" of {hosts.num_hosts()} hosts"
+        if processes.num_hosts() > 1:
+            devices += f" of {processes.num_hosts()} hosts"
         console.note(f"{config.name} {again} in {home.path} on {devices}")
         try:
             evaluator = Evaluator(base)
@@ -102,8 +101,8 @@ def main(config, workdir, *, accept=()) -> list[dict]:
         except KeyboardInterrupt:
             console.note(f"stopped; the same command goes on in {home.path}")
             raise
-        hosts.barrier("the results are written")
-        if hosts.is_first():
+        processes.barrier("the results are written")
+        if processes.is_host0():
             _report(config, evaluator.dataset, home.path)
         return read_results(home.path)
 
@@ -182,7 +181,9 @@ def _run_stages(base, ready, shared, evaluator, home, over):
         trained = {key: held for key, held in trained.items() if key in needed}
         params = None  # of the last stage: freed before this one's models are loaded
         folder = home.stage(stage)
-        hosts.barrier(f"{stage} begins")  # what earlier stages have written is there
+        processes.barrier(
+            f"{stage} begins"
+        )  # what earlier stages have written is there
         if _has_curated(folder):
             continue
         prepared = ready.get(stage)
@@ -279,7 +280,7 @@ def command(argv) -> int:
         "devices": (0, "of the dry run; 0 = as few as config.mesh allows"),
         "devices_per_host": (HOST_DEVICES, "of them at most: 4 on most TPU slices"),
         "device_memory_gb": (0.0, "of each, that a dry run must fit; 0 = unchecked"),
-        **hosts.FLAGS,
+        **processes.FLAGS,
         "stall_seconds": (12.0, "of several hosts: one silent for so long ends all"),
     }
     config, given = configuration.parse_command_line(argv, flags=flags)
@@ -293,9 +294,9 @@ def command(argv) -> int:
     configuration.validate(config)
     recipe = _without_overrides(argv)
     plain, _ = configuration.parse_command_line(recipe, flags=flags)
-    own = {name: given[name] for name in (*hosts.FLAGS, "stall_seconds")}
-    meeting = hosts.meeting(**own)
-    with preemption.watching(config.checkpoint.grace_seconds), meeting:
+    own = {name: given[name] for name in (*processes.FLAGS, "stall_seconds")}
+    meeting = processes.connected(**own)
+    with preemption.handle_signals(config.checkpoint.grace_seconds), meeting:
         workdir = given["workdir"] or default_workdir(plain, config)
         main(config, workdir, accept=tuple(filter(None, given["accept"].split(","))))
     return 0
@@ -331,4 +332,4 @@ def default_workdir(recipe, config) -> pathlib.Path:
 
 
 if __name__ == "__main__":
-    preemption.leave(configuration.run_command(command))
+    preemption.exit_process(configuration.run_command(command))

@@ -50,7 +50,7 @@ def watch(pattern, workdir):
             os.kill(os.getpid(), left.pop())
             # The thread that hears it may be late, and the moment over.
             end = time.monotonic() + 30
-            while not preemption.is_asked() and time.monotonic() < end:
+            while not preemption.is_stop_requested() and time.monotonic() < end:
                 time.sleep(0.001)
         if not pattern:
             print("moment:", moment, flush=True)

@@ -27,7 +27,7 @@ from rsearch.evaluation.answers import (
     worded,
 )
 from rsearch.evaluation.scoring import summarise
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.rollout.records import share_groups
 from rsearch.runtime import checkpoint, console, files
 from rsearch.runtime.workdir import (
@@ -278,7 +278,7 @@ def run_methods(evaluator, params, *, stage, step, methods, folder) -> list[dict
         row, groups = evaluator(params, method)
         row = {"stage": stage, "step": step, **row}
         told = transcripts(groups, row)
-        if hosts.is_first():
+        if processes.is_host0():
             record(folder, row, told)
         console.note(
             f"{stage}: {method} EM {100 * row['em']:.1f} on {row['n']} questions, "

@@ -1,4 +1,4 @@
 """The processes of one run: collectives, preemption, heartbeats, host memory.
 
-Imports `runtime` (files and console). Begin with `processes.py`.
+Imports nothing else of the package. Begin with `processes.py`.
 """

@@ -1,7 +1,10 @@
-"""Arrays that rest in the memory of their hosts while devices need the room.
+"""Offload arrays to the memory of their hosts while devices need the room.
 
-They stay laid out over the same devices, and are moved there before they are used.
+An offloaded array stays laid out over the same devices, and is moved back to them
+before it is used.
 """
+
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -9,20 +12,20 @@ from jax.sharding import Mesh
 DEVICE, HOST = "device", "pinned_host"  # kinds of memory, as JAX names them
 
 
-def in_memory(shardings, kind: str):
-    """The same shardings in another memory of the devices, such as HOST."""
+def in_memory(shardings: Any, kind: str) -> Any:
+    """Return a tree of the same shardings in another memory, such as HOST."""
     return jax.tree.map(lambda s: s.with_memory_kind(kind), shardings)
 
 
 def check_host_memory(mesh: Mesh, why: str) -> None:
-    """Refuses devices that cannot reach arrays in the memory of their host.
+    """Refuse devices that cannot reach arrays in the memory of their host.
 
     Args:
         mesh: the devices.
-        why: what asks for it, such as a field and its value.
+        why: what asks for host memory, such as a field and its value.
 
     Raises:
-        ValueError: they have no memory of the kind HOST.
+        ValueError: the devices have no memory of the kind HOST.
     """
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
@@ -33,18 +36,18 @@ def check_host_memory(mesh: Mesh, why: str) -> None:
         )
 
 
-def in_host_memory(tree):
-    """Arrays moved to the memory of the hosts, laid out over the same devices."""
+def in_host_memory(tree: Any) -> Any:
+    """Move a tree of arrays to host memory, laid out over the same devices."""
     shardings = jax.tree.map(lambda x: x.sharding, tree)
     return jax.device_put(tree, in_memory(shardings, HOST))
 
 
-def on_device(tree):
-    """Arrays that may rest in the memory of the hosts, on the devices; else as is."""
+def on_device(tree: Any) -> Any:
+    """Move the leaves that rest in host memory to their devices; keep the others."""
 
-    def back(x):
+    def to_device(x):
         if getattr(x, "sharding", None) is None or x.sharding.memory_kind != HOST:
             return x
         return jax.device_put(x, x.sharding.with_memory_kind(DEVICE))
 
-    return jax.tree.map(back, tree)
+    return jax.tree.map(to_device, tree)

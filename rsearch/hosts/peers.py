@@ -1,8 +1,8 @@
-"""A watch over the other processes of a run: none waits for ever for one that is gone.
+"""Heartbeats between the processes of a run: none waits for ever for one that is gone.
 
-Each tells the first host's key-value store that it is alive, once a second, and looks
-what the others tell. One that has failed, was told to stop, or is not heard of ends all
-of them, by name, whatever they are waiting for.
+Each host writes a heartbeat to the first host's key-value store once a second, and
+reads those of the others. When a host fails, is asked to stop, or falls silent, every
+other host prints its name and ends, whatever it is waiting for.
 """
 
 import contextlib
@@ -12,77 +12,78 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from rsearch.hosts import preemption
 
-FAILED = "rsearch/failed/"  # where the first to fail says so
-ALIVE = "rsearch/alive/"  # + number: the latest beat, and who it is from
-LEFT = "rsearch/left/"  # + number: it ends now
+FAILED = "rsearch/failed/"  # the first failure: host number and error
+ALIVE = "rsearch/alive/"  # + number: the latest beat, and the name of its host
+LEFT = "rsearch/left/"  # + number: that host ends now
 PREEMPTED = "was told to stop"
 BEAT_SECONDS = 1.0
 LEAVING_SECONDS = 3.0  # for the others to end before the first host does
 GRACE_SECONDS = 10.0  # for a host to end by itself, once one has failed
-LONGEST_WAIT = 7 * 86_400_000  # milliseconds that one host may work while others wait
+MAX_WAIT_MS = 7 * 86_400_000  # that one host may work while the others wait
 
-_waits = itertools.count()  # how often all have waited for each other
+_barrier_ids = itertools.count()
 
 
-def await_all() -> None:
-    """Waits for all processes, however long they work.
+def wait_for_all_hosts() -> None:
+    """Wait until all processes have come here, however long they work.
 
-    An exchange does not: over CPUs, Gloo gives it up after half an hour.
+    A collective would not wait: over CPUs, Gloo gives up after half an hour.
     """
     from jax._src import distributed  # its barriers have no public name
 
     client = distributed.global_state.client
     if client is not None:
-        client.wait_at_barrier(f"rsearch/waits/{next(_waits)}", LONGEST_WAIT)
+        client.wait_at_barrier(f"rsearch/waits/{next(_barrier_ids)}", MAX_WAIT_MS)
 
 
 class Peers:
-    """What a host knows of the others.
+    """The heartbeat of this host, and its view of the other hosts.
 
     Args:
         client: of JAX's distributed runtime: its key-value store.
         index: number of this host.
-        stall_seconds: one that is not heard of for so long is given up; 0 = nobody is,
-            as where a library may keep all of Python waiting for minutes.
+        stall_seconds: a host that is silent for so long counts as gone; 0 = never, for
+            runs in which a library may hold Python's lock for minutes.
     """
 
-    def __init__(self, client, index: int, stall_seconds: float):
-        self._client, self._index, self._stall = client, index, stall_seconds
-        self._heard: dict[int, tuple[str, float]] = {}  # the last beat, and when
+    def __init__(self, client: Any, index: int, stall_seconds: float):
+        self._client = client
+        self._index = index
+        self._stall = stall_seconds
+        self._last_beats: dict[int, tuple[str, float]] = {}  # (beat, time it changed)
         self._last_loop = time.monotonic()
         self.is_over = threading.Event()
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator:
-        """Within it this host beats, and ends where another has failed."""
-        threads = [
-            threading.Thread(target=own, daemon=True)
-            for own in (self._watch, self._guard)
-        ]
-        for thread in threads:
-            thread.start()
+    def heartbeat(self) -> Iterator[None]:
+        """Send heartbeats within the block, and end the process where a host fails."""
+        watch = threading.Thread(target=self._watch, daemon=True)
+        guard = threading.Thread(target=self._guard, daemon=True)
+        watch.start()
+        guard.start()
         try:
             yield
         finally:
             self.is_over.set()
-            threads[1].join()
-            # It may be waiting for a host that is gone.
-            threads[0].join(2 * BEAT_SECONDS)
+            guard.join()
+            # The watch may be in a call to a host that is gone.
+            watch.join(2 * BEAT_SECONDS)
 
-    def tell(self, error: str) -> None:
-        """Tells the others with what this host has failed."""
-        with contextlib.suppress(Exception):  # another has failed before
+    def report_failure(self, error: str) -> None:
+        """Tell the other hosts that this one has failed, and the error."""
+        with contextlib.suppress(Exception):  # another host has failed before
             self._client.key_value_set(f"{FAILED}first", f"{self._index} {error}")
 
-    def leave(self) -> None:
-        """Tells the first host that this one ends now."""
+    def report_exit(self) -> None:
+        """Tell the first host that this one ends now."""
         self._client.key_value_set(f"{LEFT}{self._index}", "now")
 
-    def await_others(self, count: int) -> None:
-        """Time for so many others to end: JAX aborts those whose first host is gone."""
+    def wait_for_exits(self, count: int) -> None:
+        """Give `count` other hosts time to end; JAX aborts any that outlive host 0."""
         end = time.monotonic() + LEAVING_SECONDS
         with contextlib.suppress(Exception):  # the store is closed: they are gone
             while len(self._client.key_value_dir_get(LEFT)) < count:
@@ -91,21 +92,23 @@ class Peers:
                 time.sleep(0.05)
         time.sleep(0.1)
 
-    def await_silence(self) -> None:
-        """Time in which a host that is gone is missed, and ends this one by its name.
+    def wait_for_stall(self) -> None:
+        """Give the watch time to notice that another host is gone.
 
-        What fails here in an exchange has mostly failed there.
+        A collective that fails here has mostly failed because of another host, whose
+        name the watch prints as it ends this process.
         """
         if self._stall:
             self.is_over.wait(self._stall + 3 * BEAT_SECONDS)
 
-    def end_later(self) -> None:
-        """Ends this process when the others have ended, unless it does so by itself."""
-        late = threading.Timer(3 * GRACE_SECONDS, os._exit, (1,))
-        late.daemon = True
-        late.start()
+    def exit_after_grace(self) -> None:
+        """End this process after the grace of the others, unless it ends by itself."""
+        timer = threading.Timer(3 * GRACE_SECONDS, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
 
     def _watch(self):
+        """Write this host's heartbeat, and read those of the others, once a second."""
         number = 0
         while not self.is_over.wait(BEAT_SECONDS):
             number += 1
@@ -119,39 +122,42 @@ class Peers:
                 continue
             self._last_loop = time.monotonic()
             if failed:
-                return self._follow(failed[0][1])
-            stalled = self._stalled(beats)
+                return self._end_with_failed_host(failed[0][1])
+            stalled = self._find_stalled(beats)
             if stalled is not None:
-                self._give_up(stalled)
+                self._end_for_silence(stalled)
 
-    def _stalled(self, beats) -> str | None:
-        """Who has not been heard of for too long, if somebody has not."""
+    def _find_stalled(self, beats) -> str | None:
+        """Return the name of a host that has been silent for too long, or None."""
         now = time.monotonic()
         for name, beat in beats:
             number = int(name.rpartition("/")[2])
-            if self._heard.get(number, ("",))[0] != beat:
-                self._heard[number] = beat, now
-            elif self._stall and now - self._heard[number][1] > self._stall:
+            if self._last_beats.get(number, ("",))[0] != beat:
+                self._last_beats[number] = beat, now
+            elif self._stall and now - self._last_beats[number][1] > self._stall:
                 return f"host {number} ({beat.partition(' ')[2]})"
         return None
 
-    def _follow(self, told):
-        """Ends as the host that has failed says, some time after it."""
-        number, _, error = told.partition(" ")
+    def _end_with_failed_host(self, report):
+        """End this process after another has failed, once its grace is over."""
+        number, _, error = report.partition(" ")
         is_preempted = error == PREEMPTED
-        what = error if is_preempted else f"has failed: {error}"
-        preemption.tell(f"error: host {number} {what}")
+        reason = error if is_preempted else f"has failed: {error}"
+        preemption.write_stderr(f"error: host {number} {reason}")
         if not self.is_over.wait(GRACE_SECONDS):
             os._exit(preemption.EXIT_CODE if is_preempted else 1)
 
     def _guard(self):
-        """Looks whether the first host still answers the watch."""
+        """End this process if the first host no longer answers the watch."""
         while not self.is_over.wait(BEAT_SECONDS):
             if self._stall and time.monotonic() - self._last_loop > self._stall:
-                self._give_up("host 0, where the run's hosts meet,")
+                self._end_for_silence("host 0, where the run's hosts meet,")
 
-    def _give_up(self, who):
-        """A machine that hangs is no fault of the run's: it is to be begun again."""
-        silent = f"has not been heard of for {self._stall:g} s"
-        preemption.tell(f"error: {who} {silent}; ending")
+    def _end_for_silence(self, host):
+        """End this process because a host is silent.
+
+        The exit code asks for a restart: a machine that hangs is no fault of the run's.
+        """
+        silence = f"has not been heard of for {self._stall:g} s"
+        preemption.write_stderr(f"error: {host} {silence}; ending")
         os._exit(preemption.EXIT_CODE)

@@ -1,10 +1,10 @@
-"""Machines that are taken away: what a run does when it is told to stop.
+"""Stop cleanly when a machine is taken away: signals, a grace period, exit code 75.
 
-SIGTERM, SIGINT, SIGUSR1 or SIGHUP asks a run to stop. It comes to a moment at which
-what it has is whole, saves that, and ends with code 75: the same command goes on from
-there. Where nothing would be lost it ends at once; where saving takes longer than its
-grace, it ends without, and goes on from its last checkpoint. A second signal ends it at
-once.
+SIGTERM, SIGINT, SIGUSR1 or SIGHUP asks a run to stop. It goes on to the next point at
+which its state is consistent, saves that, and ends with code 75: the same command
+resumes there. Where nothing is unsaved it ends at once; where saving takes longer than
+the grace period it ends without, and resumes from its last checkpoint. A second signal
+ends it at once.
 """
 
 import contextlib
@@ -13,153 +13,159 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable, Iterator
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class PreemptedError(BaseException):
-    """The run was told to stop; like KeyboardInterrupt nobody else handles it."""
+    """A request to stop; like KeyboardInterrupt it is not caught as an Exception."""
 
 
 class OutageError(PreemptedError):
-    """What the run asks is away for too long: it is saved, and to be begun again."""
+    """A service has been away for too long: the run saves its state and stops."""
 
 
-class _Watch:
-    """What is known of the signals that have come."""
+class _SignalState:
+    """The state of the signals of one `handle_signals` block."""
 
     def __init__(self):
-        self.asked = threading.Event()
+        self.stop_requested = threading.Event()
         self.lock = threading.Lock()
-        self.holders = 0  # blocks of `holding` under way
-        self.leave = None  # called before this process ends itself
-        self.late = None  # the timer of the grace
+        self.num_deferring = 0  # open blocks of `defer_exit`
+        self.callback = None  # called before a signal ends this process
+        self.grace_timer = None
 
 
-_watch = _Watch()
-_last_words = None  # called before `leave` ends the process
+_state = _SignalState()
+_exit_callback = None  # called before `exit_process` ends the process
 
 
 @contextlib.contextmanager
-def watching(grace_seconds: float):
-    """Within it the signals ask to stop; for the main thread of a process.
+def handle_signals(grace_seconds: float) -> Iterator[None]:
+    """Turn signals into requests to stop within the block; for a main thread.
 
-    A thread hears them at once, whatever the main thread is in: a compilation or a
-    search lets no handler of Python's run.
+    A thread of its own reads the signals: while the main thread is in a compilation or
+    a search, no Python handler would run.
 
     Args:
         grace_seconds: from the first signal until the process ends unsaved.
     """
-    global _watch
-    _watch = watch = _Watch()
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    before = {name: signal.getsignal(name) for name in SIGNALS}
-    if before[signal.SIGHUP] == signal.SIG_IGN:  # under nohup
-        del before[signal.SIGHUP]
-    for name in before:
+    global _state
+    _state = state = _SignalState()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    handlers = {name: signal.getsignal(name) for name in SIGNALS}
+    if handlers[signal.SIGHUP] == signal.SIG_IGN:  # under nohup
+        del handlers[signal.SIGHUP]
+    for name in handlers:
+        # A handler must exist for the wake-up descriptor to be written to.
         signal.signal(name, lambda *_: None)
-    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    hearing = threading.Thread(
-        target=_hear, args=(ours, watch, grace_seconds), daemon=True
+    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    listener = threading.Thread(
+        target=_listen, args=(reader, state, grace_seconds), daemon=True
     )
-    hearing.start()
+    listener.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(wakeup)
-        for name, handler in before.items():
+        for name, handler in handlers.items():
             signal.signal(name, handler)
-        theirs.close()  # which ends the thread
-        hearing.join()
-        ours.close()
-        if watch.late is not None:
-            watch.late.cancel()
-        _watch = _Watch()
+        writer.close()  # which ends the thread
+        listener.join()
+        reader.close()
+        if state.grace_timer is not None:
+            state.grace_timer.cancel()
+        _state = _SignalState()
 
 
-def _hear(ours, watch, grace_seconds):
-    """Waits for signals until the other end is closed."""
-    while heard := ours.recv(1):
-        name = signal.Signals(heard[0]).name
-        if watch.asked.is_set():
-            _end(watch, f"{name} again: ending at once")
-        with watch.lock:
-            watch.asked.set()
-            if not watch.holders:
-                _end(watch, f"{name}: nothing here is unsaved; ending")
-        tell(f"{name}: saving what is unsaved, at most {grace_seconds:g} s")
-        told = "the grace is over; ending without a save"
-        watch.late = threading.Timer(grace_seconds, _end, (watch, told))
-        watch.late.daemon = True
-        watch.late.start()
+def _listen(reader, state, grace_seconds):
+    """Read signal numbers until the other end is closed."""
+    while data := reader.recv(1):
+        name = signal.Signals(data[0]).name
+        if state.stop_requested.is_set():
+            _end(state, f"{name} again: ending at once")
+        with state.lock:
+            state.stop_requested.set()
+            if not state.num_deferring:
+                _end(state, f"{name}: nothing here is unsaved; ending")
+        write_stderr(f"{name}: saving what is unsaved, at most {grace_seconds:g} s")
+        message = "the grace is over; ending without a save"
+        state.grace_timer = threading.Timer(grace_seconds, _end, (state, message))
+        state.grace_timer.daemon = True
+        state.grace_timer.start()
 
 
-def tell(text: str) -> None:
-    """One line on stderr, from any thread: rich's console may be in use."""
+def write_stderr(text: str) -> None:
+    """Write one line to stderr, from any thread: rich's console may be in use."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
 
-def _end(watch, text):
-    """Ends the process, whatever its other threads are in."""
-    tell(text)
-    if watch.leave is not None:
+def _end(state, text):
+    """End the process, whatever its other threads are doing."""
+    write_stderr(text)
+    if state.callback is not None:
         with contextlib.suppress(Exception):
-            watch.leave()
+            state.callback()
     os._exit(EXIT_CODE)
 
 
 @contextlib.contextmanager
-def holding():
-    """Within it there is something to be saved: who is here calls `check` often."""
-    watch = _watch
-    with watch.lock:
-        watch.holders += 1
+def defer_exit() -> Iterator[None]:
+    """Keep a signal from ending the process within the block: its state is unsaved.
+
+    The code within calls `raise_if_stopping` often.
+    """
+    state = _state
+    with state.lock:
+        state.num_deferring += 1
     try:
         yield
     finally:
-        with watch.lock:
-            watch.holders -= 1
-        # Told while what was held was put away: nobody inside asks any more.
-        if not watch.holders and sys.exc_info()[0] is None:
-            check()
+        with state.lock:
+            state.num_deferring -= 1
+        # A signal that came while the last state was being saved: nobody within the
+        # block asks any more.
+        if not state.num_deferring and sys.exc_info()[0] is None:
+            raise_if_stopping()
 
 
-def is_asked() -> bool:
-    """Whether this process was told to stop."""
-    return _watch.asked.is_set()
+def is_stop_requested() -> bool:
+    """Return whether a signal has asked this process to stop."""
+    return _state.stop_requested.is_set()
 
 
-def check() -> None:
-    """Raises PreemptedError if the process was told to stop."""
-    if is_asked():
+def raise_if_stopping() -> None:
+    """Raise PreemptedError if a signal has asked this process to stop."""
+    if is_stop_requested():
         raise PreemptedError
 
 
-def leave(code: int) -> None:
-    """Ends the process with an exit code, of a run that was told to stop promptly.
+def exit_process(code: int) -> None:
+    """End the process with an exit code; at once where it is EXIT_CODE.
 
-    Python would wait for a search that goes on in a thread.
+    Python's own exit would wait for searches that go on in threads.
     """
     if code == EXIT_CODE:
         sys.stdout.flush()
         sys.stderr.flush()
-        if _last_words is not None:
+        if _exit_callback is not None:
             with contextlib.suppress(Exception):
-                _last_words()
+                _exit_callback()
         os._exit(code)
     sys.exit(code)
 
 
-def before_leave(say) -> None:
-    """Has `say()` called as the last thing that `leave` does."""
-    global _last_words
-    _last_words = say
+def set_exit_callback(callback: Callable[[], None]) -> None:
+    """Have `callback()` called as the last thing that `exit_process` does."""
+    global _exit_callback
+    _exit_callback = callback
 
 
-def before_end(leave) -> None:
-    """Has `leave()` called before a signal ends the process without an exception."""
-    _watch.leave = leave
+def set_signal_callback(callback: Callable[[], None]) -> None:
+    """Have `callback()` called before a signal ends the process without exception."""
+    _state.callback = callback

@@ -1,9 +1,9 @@
-"""The processes that train together, and what they tell each other.
+"""Connect the processes that train together, and exchange data between them.
 
 On a TPU slice or several GPU nodes each host runs the same program on its own devices.
-Work that questions, chats or rollouts can be split by is shared out, and everyone gets
-all the results, so that what follows is the same everywhere; the model's own arrays are
-cut over the devices of all (see `rsearch.models.sharding`).
+Questions, chats and rollouts are split over the hosts, and every host gets all the
+results, so that the code after it runs the same everywhere; the model's arrays are
+sharded over the devices of all hosts (see `rsearch.models.sharding`).
 """
 
 import contextlib
@@ -20,15 +20,16 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from rsearch.hosts import preemption
-from rsearch.hosts.peers import PREEMPTED, Peers, await_all
+from rsearch.hosts.peers import PREEMPTED, Peers, wait_for_all_hosts
 from rsearch.hosts.preemption import OutageError, PreemptedError
 
-# Bytes of each host in one exchange, which passes through its devices; a program each.
+# Bytes a host sends in one all-gather, which passes through its devices. Payloads are
+# padded to one of these sizes, so that only so many programs are compiled.
 SIZES = (1 << 8, 1 << 14, 1 << 18, 1 << 22)
-PIECE_BYTES = SIZES[-1]
+CHUNK_BYTES = SIZES[-1]
 AUTO = "auto"
-ALL = ()  # devices of a host: by itself JAX gives each SLURM task one of them
-SLICES = "MEGASCALE_"  # what libtpu reads of a job of several slices
+ALL_DEVICES = ()  # of a host: by itself JAX gives each SLURM task one of them
+MULTISLICE_PREFIX = "MEGASCALE_"  # of variables that libtpu reads in a multislice job
 LIBRARIES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 LIBRARIES += ("flax", "optax", "numpy")
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64")
@@ -42,24 +43,24 @@ FLAGS = {
 
 
 class OtherHostError(RuntimeError):
-    """Another host has failed, which raises its own error itself."""
+    """An error of another host, which raises the error itself."""
 
 
-_place = (0, 1)  # this host's number, and how many there are
-_peers: Peers | None = None  # the watch over the others, within `meeting`
-_coordinator = ""  # the first host's name, where it was told by hand
+_rank_and_size = (0, 1)  # this host's number, and the number of hosts
+_peers: Peers | None = None  # the heartbeat, within `connected`
+_coordinator = ""  # the first host's name, where the user gave it
 
 
-def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
-    """Meets the other hosts; to be called before anything asks for devices.
+def connect(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
+    """Connect to the other hosts; call this before anything asks for devices.
 
     Args:
-        coordinator: "" is a run on this host alone. "auto" takes what a TPU slice,
-            SLURM, Open MPI or Kubernetes tells (`jax.distributed.initialize`).
-            Otherwise HOST:PORT, of the host of number 0, as everyone can reach it.
-            Only "auto" looks at variables that an earlier job may have left.
-        num_hosts: where the coordinator is given as an address.
-        host: number of this one, from 0.
+        coordinator: "" is a run on this host alone. "auto" reads the settings of a TPU
+            slice, SLURM, Open MPI or Kubernetes (`jax.distributed.initialize`).
+            Otherwise HOST:PORT of host 0, as every host can reach it. Only "auto"
+            reads variables that an earlier job may have left.
+        num_hosts: number of hosts, where the coordinator is an address.
+        host: number of this host, from 0, where the coordinator is an address.
 
     Raises:
         ValueError: an address without the other two, or these without an address; a
@@ -67,17 +68,17 @@ def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
     """
     import jax  # not at the top: commands without a model load this module too
 
-    global _place, _coordinator
+    global _rank_and_size, _coordinator
     if coordinator in ("", AUTO) and (num_hosts or host >= 0):
         raise ValueError("--num_hosts and --host want --coordinator=HOST:PORT")
     if not coordinator:
-        for name in [name for name in os.environ if name.startswith(SLICES)]:
+        for name in [name for name in os.environ if name.startswith(MULTISLICE_PREFIX)]:
             del os.environ[name]  # libtpu would wait for the other slices
         return
     # JAX's would take the signals that `rsearch.hosts.preemption` waits for.
     jax.config.update("jax_enable_preemption_service", False)
     if coordinator == AUTO:
-        jax.distributed.initialize(local_device_ids=ALL)
+        jax.distributed.initialize(local_device_ids=ALL_DEVICES)
     else:
         address, _, port = coordinator.rpartition(":")
         if not address or not port.isdecimal():
@@ -91,16 +92,16 @@ def begin(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
             )
         if host == 0:
             _check_free(address, int(port))
-        jax.distributed.initialize(coordinator, num_hosts, host, ALL)
+        jax.distributed.initialize(coordinator, num_hosts, host, ALL_DEVICES)
         _coordinator = address.strip("[]")
-    _place = jax.process_index(), jax.process_count()
-    for size in SIZES:  # compiled here, not in the middle of a run
-        exchange(bytes(size))
-    check_alike(program())
+    _rank_and_size = jax.process_index(), jax.process_count()
+    for size in SIZES:  # compile here, not in the middle of a run
+        allgather_bytes(bytes(size))
+    check_same_on_all(program_versions())
 
 
 def _check_free(address, port):
-    """Refuses a port that another process listens at, which JAX would wait for."""
+    """Refuse a port that another process listens at: JAX would wait for it."""
     try:
         socket.create_server(("", port)).close()
     except (OSError, OverflowError) as error:
@@ -111,180 +112,180 @@ def _check_free(address, port):
         ) from None
 
 
-def program() -> dict[str, str]:
-    """What numbers follow from beside configuration and inputs: {name: what it is}."""
-    found = {"python": platform.python_version()}
+def program_versions() -> dict[str, str]:
+    """Return {name: version or value} of the software that changes numbers."""
+    versions = {"python": platform.python_version()}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    found |= {name: os.environ.get(name, "") for name in VARIABLES}
+            versions[name] = importlib.metadata.version(name)
+    versions |= {name: os.environ.get(name, "") for name in VARIABLES}
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
-    return found | {"rsearch": digest.hexdigest()}
+    return versions | {"rsearch": digest.hexdigest()}
 
 
 @contextlib.contextmanager
-def meeting(
+def connected(
     coordinator: str = "",
     *,
     num_hosts: int = 0,
     host: int = -1,
     stall_seconds: float = 0.0,
-) -> Iterator:
-    """`begin`, and an end for all: where one host fails, none waits for it for ever.
+) -> Iterator[None]:
+    """Connect the hosts within the block, and end all of them where one fails.
 
-    What it has failed with is told to the others' watching threads. They leave their
-    hosts the time to end by themselves, as those do that were told anyway, and then end
-    them with code 1, whatever these are waiting for. A host that is not heard of for
-    `stall_seconds`, if that is not 0, ends the others with code 75.
+    The host that fails sends its error to the heartbeat threads of the others. These
+    give their process a grace period to end by itself, then end it with code 1,
+    whatever it is waiting for. A host that is silent for `stall_seconds`, if that is
+    not 0, ends the others with code 75.
     """
     global _peers
-    begin(coordinator, num_hosts=num_hosts, host=host)
-    if _place[1] == 1:
+    connect(coordinator, num_hosts=num_hosts, host=host)
+    if _rank_and_size[1] == 1:
         yield
         return
     import jax
     from jax._src import distributed  # its key-value store has no public name
 
-    peers = Peers(distributed.global_state.client, index(), stall_seconds)
-    preemption.before_end(lambda: peers.tell(PREEMPTED))
+    peers = Peers(distributed.global_state.client, host_index(), stall_seconds)
+    preemption.set_signal_callback(lambda: peers.report_failure(PREEMPTED))
     _peers = peers
-    with peers.watched():
+    with peers.heartbeat():
         try:
             yield
-        except OutageError:  # of this one alone
-            peers.tell(PREEMPTED)
+        except OutageError:  # on this host alone
+            peers.report_failure(PREEMPTED)
             raise
-        except PreemptedError:  # on all of them
-            if is_first():
-                peers.await_others(_place[1] - 1)
+        except PreemptedError:  # on all hosts at once
+            if is_host0():
+                peers.wait_for_exits(_rank_and_size[1] - 1)
             else:
-                preemption.before_leave(peers.leave)
+                preemption.set_exit_callback(peers.report_exit)
             raise
-        except BaseException as error:  # Control-C on one host ends them all, too
-            if _is_raised_in(jax, error):  # as by an exchange whose other end is gone
-                peers.await_silence()
-            peers.tell(f"{type(error).__name__}: {error}")
-            # At its exit JAX waits for the others, minutes long. They end before it
-            # does, or what they are in would fail first, with an error that says
-            # nothing.
-            peers.end_later()
+        except BaseException as error:  # Control-C on one host ends all of them, too
+            if _is_raised_in(jax, error):  # as by a collective whose other end is gone
+                peers.wait_for_stall()
+            peers.report_failure(f"{type(error).__name__}: {error}")
+            # At its exit JAX waits minutes for the others. They must end before this
+            # host does, or their collectives would fail first, with an error that
+            # does not name the cause.
+            peers.exit_after_grace()
             raise
         finally:
             _peers = None
 
 
 def _is_raised_in(package, error) -> bool:
-    """Whether the error is the package's own."""
+    """Return whether the error was raised in the package's own code."""
     if isinstance(error, package.errors.JaxRuntimeError):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     return pathlib.Path(last).is_relative_to(pathlib.Path(package.__file__).parent)
 
 
-def check_preempted(*, together: bool = False) -> None:
-    """Ends the work here if this host, or with others any of them, was told to stop.
+def check_preempted(*, on_all_hosts: bool = False) -> None:
+    """Raise PreemptedError if a run has been asked to stop.
 
     Args:
-        together: all hosts are at the same point, and go on or end together. Elsewhere
-            one of several hosts goes on: the others would wait for it.
+        on_all_hosts: all hosts call this at the same point, and all stop if any of
+            them has been asked. Otherwise a run of several hosts goes on: the others
+            would wait for this one.
 
     Raises:
-        PreemptedError: they have been.
+        PreemptedError: the run stops here.
     """
     if num_hosts() == 1:
-        preemption.check()
-    elif together and exchange_number(preemption.is_asked()).any():
+        preemption.raise_if_stopping()
+    elif on_all_hosts and allgather_int(preemption.is_stop_requested()).any():
         raise PreemptedError
 
 
-def index() -> int:
-    """The number of this host, from 0."""
-    return _place[0]
+def host_index() -> int:
+    """Return the number of this host, from 0."""
+    return _rank_and_size[0]
 
 
 def num_hosts() -> int:
-    """How many hosts train together."""
-    return _place[1]
+    """Return the number of hosts that train together."""
+    return _rank_and_size[1]
 
 
-def is_first() -> bool:
-    """Whether this host writes the run's files and talks to people."""
-    return index() == 0
+def is_host0() -> bool:
+    """Return whether this is host 0, which writes the run's files and prints."""
+    return host_index() == 0
 
 
-def address() -> str:
-    """Of this host, as the others can reach it: an IP address.
+def host_address() -> str:
+    """Return the IP address at which the other hosts can reach this one.
 
-    That of the interface towards the first host or, where nobody named it, of the
-    default route.
+    It is the address of the interface towards host 0 or, where nobody named that, of
+    the default route.
     """
-    target = _coordinator or "192.0.2.1"  # set apart for examples: nobody is there
-    kind, *_, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+    target = _coordinator or "192.0.2.1"  # reserved for examples: nobody answers
+    kind, *_, sockaddr = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # chooses the interface, and sends nothing
+        probe.connect(sockaddr)  # chooses the interface, and sends nothing
         return probe.getsockname()[0]
 
 
 def barrier(name: str) -> None:
-    """Waits until all have come here."""
+    """Wait until all hosts have come here."""
     if num_hosts() > 1:
         from jax.experimental import multihost_utils
 
-        await_all()
+        wait_for_all_hosts()
         multihost_utils.sync_global_devices(name)
 
 
-def exchange(payload: bytes) -> list[bytes]:
-    """[hosts] what each has given, in their order."""
+def allgather_bytes(payload: bytes) -> list[bytes]:
+    """Return the payload of every host, [hosts]; all hosts call this together."""
     if num_hosts() == 1:
         return [payload]
     from jax.experimental import multihost_utils
 
-    # In two halves: what passes through a device has 32 bits.
+    # Sizes travel in two halves: integers have 32 bits on a device.
     halves = multihost_utils.process_allgather(
         np.array([len(payload) >> 24, len(payload) & 0xFFFFFF], np.int32)
     )
     sizes = [(int(high) << 24) + int(low) for high, low in halves.reshape(-1, 2)]
-    found = [bytearray() for _ in sizes]
-    for start in range(0, max(sizes), PIECE_BYTES):
-        piece = np.frombuffer(payload[start : start + PIECE_BYTES], np.uint8)
-        left = min(PIECE_BYTES, max(sizes) - start)
-        most = min(size for size in SIZES if size >= left)
-        sent = np.zeros(most, np.uint8)
-        sent[: len(piece)] = piece
-        got = multihost_utils.process_allgather(sent)
+    payloads = [bytearray() for _ in sizes]
+    for start in range(0, max(sizes), CHUNK_BYTES):
+        chunk = np.frombuffer(payload[start : start + CHUNK_BYTES], np.uint8)
+        remaining = min(CHUNK_BYTES, max(sizes) - start)
+        padded = np.zeros(min(size for size in SIZES if size >= remaining), np.uint8)
+        padded[: len(chunk)] = chunk
+        received = multihost_utils.process_allgather(padded)
         for i, size in enumerate(sizes):
-            found[i] += got[i, : max(0, min(left, size - start))].tobytes()
-    return [bytes(part) for part in found]
+            payloads[i] += received[i, : max(0, min(remaining, size - start))].tobytes()
+    return [bytes(data) for data in payloads]
 
 
-def exchange_number(number: int) -> np.ndarray:
-    """[hosts] int32 what each has given, in their order."""
-    own = np.array([number], np.int32)
+def allgather_int(number: int) -> np.ndarray:
+    """Return the number of every host, [hosts] int32; all hosts call this together."""
+    array = np.array([number], np.int32)
     if num_hosts() == 1:
-        return own
+        return array
     from jax.experimental import multihost_utils
 
-    return multihost_utils.process_allgather(own).reshape(-1)
+    return multihost_utils.process_allgather(array).reshape(-1)
 
 
-def share(
+def map_hosts(
     work: Callable[[Sequence], Sequence],
     items: Sequence,
     *,
     encode: Callable[[Sequence], bytes],
     decode: Callable[[bytes, Sequence], Sequence],
 ) -> list:
-    """`work(items)`, each host working on its own, all getting all results.
+    """Return `work(items)`, each host working on its share, all getting all results.
 
-    The first item is the first host's, the second the second's, and so on: items cost
-    about the same.
+    Items are dealt out in turn: the first to host 0, the second to host 1, and so on.
+    They should cost about the same.
 
     Args:
         work: (items) -> as many results; called on every host, also with no items, so
-            that it may do what all have to do together.
+            that it may run collectives.
         items: the same on all hosts.
         encode: results -> bytes.
         decode: (bytes, the items they are of) -> results.
@@ -293,34 +294,37 @@ def share(
         A result for each item, in their order.
 
     Raises:
-        RuntimeError: the work failed on another host; on its own host its exception is
-            raised instead, at once within `meeting`, which ends the others.
+        RuntimeError: the work failed on another host. On the host where it failed, its
+            own exception is raised, at once within `connected`, which ends the others.
     """
     if num_hosts() == 1:
         return list(work(items))
-    failed, told = None, b""
+    failure = None
+    payload = b""
     try:
-        told = b"\1" + encode(work(items[index() :: num_hosts()]))
-    except Exception as error:  # told to all, who would wait for ever
+        payload = b"\1" + encode(work(items[host_index() :: num_hosts()]))
+    except Exception as error:
         if _peers is not None:
-            raise  # now: their own work may take days
-        failed, told = error, b"\0" + f"{type(error).__name__}: {error}".encode()
-    await_all()
-    replies = exchange(told)
-    if failed is not None:
-        raise failed
+            raise  # now: the other hosts' work may take days
+        # Without heartbeats the others would wait for ever: send them the error.
+        failure = error
+        payload = b"\0" + f"{type(error).__name__}: {error}".encode()
+    wait_for_all_hosts()
+    replies = allgather_bytes(payload)
+    if failure is not None:
+        raise failure
     results = [None] * len(items)
     for number, reply in enumerate(replies):
         if reply[:1] == b"\0":
             raise RuntimeError(f"host {number}: {reply[1:].decode()}")
-        own = slice(number, None, num_hosts())
-        results[own] = decode(reply[1:], items[own])
+        share = slice(number, None, num_hosts())
+        results[share] = decode(reply[1:], items[share])
     return results
 
 
-def share_records(work: Callable[[Sequence], Sequence], items: Sequence) -> list:
-    """`share` of work whose results are JSON values."""
-    return share(
+def map_hosts_json(work: Callable[[Sequence], Sequence], items: Sequence) -> list:
+    """Return `map_hosts` of work whose results are JSON values."""
+    return map_hosts(
         work,
         items,
         encode=lambda results: json.dumps(list(results)).encode(),
@@ -328,62 +332,66 @@ def share_records(work: Callable[[Sequence], Sequence], items: Sequence) -> list
     )
 
 
-def on_first(work: Callable[[], None]) -> None:
-    """Does on the first host what others cannot do too; all fail where it fails.
+def on_host0(work: Callable[[], None]) -> None:
+    """Call `work` on host 0 alone; all hosts fail where it fails.
 
     Raises:
-        ValueError: as it was raised on the first host.
-        RuntimeError: another exception was.
+        ValueError: as it was raised on host 0.
+        RuntimeError: another exception was raised there.
     """
-    failed, told = None, b""
-    if is_first():
+    failure = None
+    message = b""
+    if is_host0():
         try:
             work()
         except Exception as error:
             kind = b"\1" if type(error) is ValueError else b"\0"
-            failed, told = error, kind + f"{error}".encode()
+            failure = error
+            message = kind + f"{error}".encode()
     if num_hosts() > 1:
-        await_all()
-    told = exchange(told)[0]
-    if failed is not None:
-        raise failed
-    if told:
-        kind = ValueError if told[:1] == b"\1" else RuntimeError
-        raise kind(f"host 0: {told[1:].decode()}")
+        wait_for_all_hosts()
+    message = allgather_bytes(message)[0]
+    if failure is not None:
+        raise failure
+    if message:
+        kind = ValueError if message[:1] == b"\1" else RuntimeError
+        raise kind(f"host 0: {message[1:].decode()}")
 
 
 @contextlib.contextmanager
-def alike(kind: type[Exception]) -> Iterator:
-    """Within it all do the same; an error of this kind on one of them is one of all.
+def same_error_on_all(kind: type[Exception]) -> Iterator[None]:
+    """Raise on every host an error of this kind that one host has within the block.
 
-    Otherwise they would part here, and wait for each other at different places.
+    All hosts run the same block. Without this one host would leave it and the others
+    go on, and they would wait for each other at different places.
 
     Raises:
-        Exception: of the kind, its own on each host that has one, after the last has
-            come to the end; another kind at once.
+        Exception: of the kind, each host's own or another's, after the last host has
+            come to the end; an exception of another kind at once.
     """
-    own = None
+    failure = None
     try:
         yield
     except kind as error:
-        own = error
-    told = exchange(b"" if own is None else f"host {index()}: {own}".encode())
-    if own is not None:
-        raise own
-    if any(told):
-        raise kind(next(filter(None, told)).decode())
+        failure = error
+    message = b"" if failure is None else f"host {host_index()}: {failure}".encode()
+    messages = allgather_bytes(message)
+    if failure is not None:
+        raise failure
+    if any(messages):
+        raise kind(next(filter(None, messages)).decode())
 
 
-def check_alike(told: dict) -> None:
-    """Refuses hosts that do not have the same inputs, which would drift apart.
+def check_same_on_all(inputs: dict) -> None:
+    """Refuse hosts whose inputs differ: their computations would diverge.
 
     Args:
-        told: {name: JSON value}, such as fingerprints.
+        inputs: {name: JSON value}, such as fingerprints.
 
     Raises:
         ValueError: names what differs, and on which host.
     """
-    replies = [json.loads(r) for r in exchange(json.dumps(told).encode())]
+    replies = [json.loads(r) for r in allgather_bytes(json.dumps(inputs).encode())]
     for number, other in enumerate(replies):
         for name in sorted(replies[0].keys() | other.keys()):
             if replies[0].get(name) != other.get(name):

@@ -20,7 +20,7 @@ import time
 
 import numpy as np
 
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.retrieval.index import (
     FORMAT,
     MANIFEST,
@@ -198,17 +198,17 @@ def build_index(
     """
     out = pathlib.Path(out)
     plan = plan_index(corpus, encoder, **settings)
-    hosts.check_alike({"index": plan})
+    processes.check_same_on_all({"index": plan})
     with _held_for_all() as stack:
         # The first host's lock is for all: they write between its first and last word.
-        hosts.on_first(lambda: stack.enter_context(_claimed(out, plan, waits)))
+        processes.on_host0(lambda: stack.enter_context(_claimed(out, plan, waits)))
         if _on_first(lambda: (out / MANIFEST).exists()):
             note(f"{out} is finished already")
             manifest = read_manifest(out)
-            hosts.on_first(lambda: check_files(out, manifest))
+            processes.on_host0(lambda: check_files(out, manifest))
             return manifest
         started = time.monotonic()
-        shards = hosts.share_records(
+        shards = processes.map_hosts_json(
             lambda numbers: encode_shards(
                 corpus, encoder, out / VECTORS, numbers, **_shard_settings(plan)
             ),
@@ -216,7 +216,7 @@ def build_index(
         )
         texts, told = _recall_queries(corpus, recall_queries, num_recall_queries)
         queries = encoder.encode_queries(texts) if texts else []
-        found = hosts.share_records(
+        found = processes.map_hosts_json(
             lambda parts: [
                 _scores(build_part(out, plan, part, shards), queries, told["top_k"])
                 for part in parts
@@ -229,13 +229,13 @@ def build_index(
             "recall": {**told, "value": _recall(found, told["top_k"])},
             "seconds": round(time.monotonic() - started, 1),
         }
-        hosts.on_first(lambda: _finish(out, manifest, shards))
+        processes.on_host0(lambda: _finish(out, manifest, shards))
     return read_manifest(out)
 
 
 def _on_first(ask):
     """What the first host finds; the others' file systems may lag behind."""
-    return hosts.share_records(lambda items: [ask() for _ in items], [0])[0]
+    return processes.map_hosts_json(lambda items: [ask() for _ in items], [0])[0]
 
 
 @contextlib.contextmanager
@@ -245,7 +245,7 @@ def _held_for_all():
         try:
             yield stack
         except BaseException:
-            if hosts.num_hosts() > 1:  # the others write on until they are ended
+            if processes.num_hosts() > 1:  # the others write on until they are ended
                 _kept.append(stack.pop_all())
             raise
 

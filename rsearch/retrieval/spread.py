@@ -21,7 +21,7 @@ from collections.abc import Callable
 import httpx
 import numpy as np
 
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.retrieval.index import Index
 from rsearch.retrieval.parts import PartsError, best_of
 from rsearch.runtime.server import JSON, JsonServer, RefusedError
@@ -56,12 +56,12 @@ def spread_index(open_own: Callable[[], Index], *, timeout_seconds: float):
     def serve(items):
         index = own["index"] = open_own()
         token = secrets.token_urlsafe(32)
-        server = PartServer(hosts.address(), index.nearest, token)
+        server = PartServer(processes.host_address(), index.nearest, token)
         told = {"address": server.url, "token": token, "first": index.first}
         return [{**told, "num": len(index.nearest)} for _ in items]
 
-    told = hosts.share_records(serve, range(hosts.num_hosts()))
-    here = hosts.index()
+    told = processes.map_hosts_json(serve, range(processes.num_hosts()))
+    here = processes.host_index()
     parts = [
         own["index"].nearest
         if number == here
@@ -93,7 +93,7 @@ class PartServer:
             {("POST", PATH): self._answer},
             token=token,
             max_body_bytes=MAX_BODY_BYTES,
-            max_waiting=4 * hosts.num_hosts(),
+            max_waiting=4 * processes.num_hosts(),
         )
         self._server.daemon_threads = True
         name = f"[{host}]" if ":" in host else host

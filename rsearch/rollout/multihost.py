@@ -77,7 +77,7 @@ class MultihostSampler:
         Raises:
             OtherHostError: another host has reported a failure.
         """
-        numbers = processes.exchange_number(number)
+        numbers = processes.allgather_int(number)
         if number != FAILED and (numbers == FAILED).any():
             failed = int(np.argmin(numbers))
             raise processes.OtherHostError(f"host {failed} failed in its rollouts")
@@ -156,7 +156,7 @@ class MultihostSampler:
         shards = {s.index[0].start or 0: s.data for s in array.addressable_shards}
         rows = np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
         size = len(array) // self._num_hosts
-        first = processes.index() * size - min(shards)
+        first = processes.host_index() * size - min(shards)
         return rows[first : first + size]
 
     def _prefill_all(self, params, tokens, count):

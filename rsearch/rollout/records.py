@@ -84,7 +84,7 @@ def share_groups(
     questions: Sequence[Question],
 ) -> list[Group]:
     """Return the groups of all questions, each host rolling out a share of them."""
-    return processes.share(
+    return processes.map_hosts(
         roll_out, questions, encode=encode_groups, decode=decode_groups
     )
 
@@ -94,7 +94,7 @@ def share_rewarded(
     questions: Sequence[Question],
 ) -> list[Rewarded]:
     """Return the groups and rewards of all questions, each host doing a share."""
-    return processes.share(
+    return processes.map_hosts(
         roll_out, questions, encode=encode_rewarded, decode=decode_rewarded
     )
 

@@ -23,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.runtime import files, storage
 from rsearch.runtime.console import note
 from rsearch.runtime.manifest import (
@@ -142,7 +142,7 @@ def restore(directory, step, like, *, is_part=False):
     """
     folder = path_of(pathlib.Path(directory).absolute(), step).parent
     wanted = named(like)
-    with hosts.alike(DamagedError):
+    with processes.same_error_on_all(DamagedError):
         body = read_manifest(directory, step)
         leaves = body["leaves"]
         if is_part:
@@ -151,7 +151,7 @@ def restore(directory, step, like, *, is_part=False):
         check_files(folder, body["files"])
     arrays = _read(folder, wanted)
     found = {name: describe(arrays[name]) for name in wanted}
-    with hosts.alike(DamagedError):
+    with processes.same_error_on_all(DamagedError):
         check_leaves(folder, found, leaves)
     treedef = jax.tree_util.tree_structure(like)
     return jax.tree_util.tree_unflatten(treedef, [arrays[name] for name in wanted])
@@ -204,7 +204,7 @@ def newest_good(directory, like, *, is_part=False):
 def seen(directory) -> list[set[int]]:
     """[hosts] the steps that each sees, of a disk that may lag; all ask together."""
     own = json.dumps(steps(directory)).encode()
-    return [set(json.loads(told)) for told in hosts.exchange(own)]
+    return [set(json.loads(told)) for told in processes.allgather_bytes(own)]
 
 
 def _agreed(directory):

@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without room answers
 PLAIN_WIDTH = 200  # columns of a table that goes to a file
@@ -165,7 +165,7 @@ def _console(stream):
     return _Console(
         file=stream,
         width=None if is_terminal else PLAIN_WIDTH,
-        quiet=not hosts.is_first(),
+        quiet=not processes.is_host0(),
         highlight=False,
         markup=False,
         emoji=False,

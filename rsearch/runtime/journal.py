@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.runtime import console, files
 
 HEAD = struct.Struct("<QQ16s")  # lengths of key and body, digest
@@ -36,7 +36,7 @@ class Journal:
 
     def __init__(self, folder: pathlib.Path, name: str):
         self._folder, self._name = folder, name
-        self._own = folder / f"{name}-{hosts.index()}.journal"
+        self._own = folder / f"{name}-{processes.host_index()}.journal"
         self._lock, self._is_refused = threading.Lock(), False
         self._places: dict[str, tuple[pathlib.Path, int, int]] = {}
         found = folder.glob(f"{name}-*.journal")
@@ -86,10 +86,10 @@ class Journal:
         with self._lock:
             self._places.clear()
             self._own.unlink(missing_ok=True)
-        if hosts.is_first():
+        if processes.is_host0():
             for path in self._folder.glob(f"{self._name}-*.journal"):
                 host = path.stem.rpartition("-")[2]
-                if not host.isdecimal() or int(host) >= hosts.num_hosts():
+                if not host.isdecimal() or int(host) >= processes.num_hosts():
                     path.unlink(missing_ok=True)
 
     def _read(self, path) -> int:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import xxhash
 
-from rsearch.hosts import collectives as gather
+from rsearch.hosts import collectives
 from rsearch.runtime import files
 
 SCHEMA = 1
@@ -77,7 +77,7 @@ def step_folders(directory):
 def describe(leaf):
     """Shape, dtype and digest of an array's bytes, the same however it is sharded."""
     digest = xxhash.xxh3_128()
-    for piece in gather.pieces(leaf):
+    for piece in collectives.gather_chunks(leaf):
         digest.update(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
     return {
         "shape": list(np.shape(leaf)),

@@ -13,7 +13,7 @@ import warnings
 
 import numpy as np
 
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.runtime import files
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -36,7 +36,7 @@ class MetricsLog:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.path = self.directory / "metrics.jsonl"
         self._file = None
-        draws = tensorboard and hosts.is_first()
+        draws = tensorboard and processes.is_host0()
         self._curves = _Curves(self.directory / "tensorboard") if draws else None
         # Also without a step to go back to: the last line may be torn.
         self.rewind(math.inf if first_step is None else first_step)
@@ -52,7 +52,7 @@ class MetricsLog:
             OSError: the disk refuses; what was there stays whole.
         """
         assert "step" not in values, values
-        if not hosts.is_first():
+        if not processes.is_host0():
             return
         row = to_json(values)
         text = json.dumps({"step": int(step), **row}, allow_nan=False)
@@ -63,7 +63,7 @@ class MetricsLog:
     def rewind(self, step):
         """Drops the rows of `step` and later, and a torn last line."""
         self.close()
-        if not hosts.is_first():
+        if not processes.is_host0():
             return
         if self.path.exists():
             rows = read(self.path)

@@ -15,7 +15,7 @@ import socket
 
 from rsearch.config.fields import diff, to_json
 from rsearch.config.stage_plan import KINDS, kind_of
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.runtime import files
 from rsearch.runtime.console import note
 
@@ -167,7 +167,7 @@ def open_workdir(path, config, **settings) -> Workdir:
         path, config, settings: as of `Workdir`.
     """
     own = []
-    hosts.on_first(lambda: own.append(Workdir(path, config, **settings)))
+    processes.on_host0(lambda: own.append(Workdir(path, config, **settings)))
     return own[0] if own else Workdir(path, config, **settings, is_primary=False)
 
 
@@ -227,14 +227,14 @@ def write_json(path, value):
     Of several hosts the first one writes.
     """
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
-    if hosts.is_first():
+    if processes.is_host0():
         files.replace(path, text.encode())
 
 
 def write_rows(path, rows):
     """Writes a .jsonl file as `write_json` does, one JSON object a line."""
     lines = [json.dumps(row, allow_nan=False) + "\n" for row in rows]
-    if hosts.is_first():
+    if processes.is_host0():
         files.replace(path, "".join(lines).encode())
 
 

@@ -9,7 +9,7 @@ from rsearch.config.stage_plan import QUESTIONS, kinds, stage_file
 from rsearch.data.chains import decomposition, gold_passages
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.models.decoder import Decoder, DecoderSpec
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf import config as hf_config
@@ -194,8 +194,8 @@ def _open_engine(c, world, top_k):
         )
     corpus = Corpus(r.corpus or corpus_path(r.index), cache=r.corpus_cache or None)
     opening = functools.partial(open_index, r.index, corpus=corpus, encoder=encoder)
-    if r.sharded and hosts.num_hosts() > 1:
-        place = dict(host=hosts.index(), num_hosts=hosts.num_hosts())
+    if r.sharded and processes.num_hosts() > 1:
+        place = dict(host=processes.host_index(), num_hosts=processes.num_hosts())
         opening = functools.partial(opening, **place)
         nearest, manifest = spread_index(opening, timeout_seconds=r.timeout_seconds)
     else:

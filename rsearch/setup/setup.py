@@ -11,7 +11,7 @@ from rsearch.config.fields import to_json
 from rsearch.config.rules import validate
 from rsearch.config.stage_plan import kinds, stage_configs
 from rsearch.data.questions import fingerprint
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.hosts.offload import check_host_memory
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import make_mesh
@@ -160,7 +160,7 @@ def load_setup(
     def agent(name):
         sections = [c[name], c.model, c.mesh]
         # Hosts load together, and may not all come to ask.
-        own = {"workdir": home, "is_late": is_over and hosts.num_hosts() == 1}
+        own = {"workdir": home, "is_late": is_over and processes.num_hosts() == 1}
         return once((name, is_over), sections, lambda: load_agent(c, name, mesh, **own))
 
     seeded = ConfigDict({"seed": c.seed})

@@ -14,8 +14,7 @@ import jax
 import numpy as np
 
 from rsearch.config.recipes import StoppedError
-from rsearch.hosts import collectives as gather
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import collectives, processes
 from rsearch.runtime import console
 from rsearch.runtime.manifest import named
 
@@ -160,8 +159,8 @@ class Guards:
             return None
         self._kept += 1
         path = self._folder / f"{step}-{self._skipped}.npz"
-        arrays = {name: gather.whole(x) for name, x in named(batch).items()}
-        if hosts.is_first():
+        arrays = {name: collectives.gather_array(x) for name, x in named(batch).items()}
+        if processes.is_host0():
             self._folder.mkdir(exist_ok=True)
             np.savez(path, **arrays)
         return path

@@ -9,7 +9,7 @@ import pathlib
 
 from rsearch import setup as build
 from rsearch.data.order import take
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.protocols.rewriting import recalled, rewriting_messages
 from rsearch.rewards.answers import answer_cover_em
 from rsearch.rollout.replay import replay
@@ -90,7 +90,7 @@ class Memory:
         known = {row["id"] for row in self._rows}
         chosen = [(q, r) for q, r in chosen if q.id not in known]
         chats = [self._chat(question, rollout) for question, rollout in chosen]
-        replies = hosts.share_records(self._rewrite, chats) if chats else []
+        replies = processes.map_hosts_json(self._rewrite, chats) if chats else []
         num_kept = 0
         for (question, _), text in zip(chosen, replies, strict=True):
             row = {"step": step, "id": question.id, "question": question.text}

@@ -13,7 +13,7 @@ import xxhash
 from rsearch import setup as build
 from rsearch.config.fields import to_json
 from rsearch.data.order import take
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.rewards.group import reward_groups
 from rsearch.rollout.records import Rewarded, RolloutCache, fingerprint, share_rewarded
 from rsearch.runtime import console
@@ -134,7 +134,7 @@ def _steps(setup, learning, decoded, stage, memory, journal):
             setup, roll_out, decoding, (step, draw), key, clock, stage=stage
         )
         # The update reuses the state's buffers: once begun it must come to its end.
-        hosts.check_preempted(together=True)
+        processes.check_preempted(on_all_hosts=True)
         if c.rollout.cache_tokens:
             measured["restarts"] = roll_out.num_restarts - restarts
         rows = []
@@ -171,7 +171,7 @@ def _played(setup, roll_out, decoding, turn, key, clock, *, stage):
 
     def play_all(questions):
         found = share_rewarded(play, questions)
-        if hosts.num_hosts() > 1:
+        if processes.num_hosts() > 1:
             clock.lap("exchange")
         return together(found)
 

@@ -6,8 +6,7 @@ import time
 from rsearch import setup as build
 from rsearch.config.recipes import StoppedError
 from rsearch.evaluation.evaluator import CHECKPOINTS
-from rsearch.hosts import preemption
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import preemption, processes
 from rsearch.runtime import checkpoint, console
 from rsearch.runtime.metrics import MetricsLog, from_json, read, to_json
 from rsearch.runtime.workdir import read_rows, write_rows
@@ -91,11 +90,13 @@ class Progress:
         Raises:
             PreemptedError: the run was told to stop, and all of it is saved.
         """
-        with preemption.holding():
+        with preemption.defer_exit():
             try:
                 yield
             except preemption.OutageError:
-                if hosts.num_hosts() == 1:  # others do not know of it, and save nothing
+                if (
+                    processes.num_hosts() == 1
+                ):  # others do not know of it, and save nothing
                     self._save()
                 raise
             except preemption.PreemptedError:
@@ -144,7 +145,7 @@ class Progress:
         self.roll_backs += 1
         undone = [row for row in read(metrics.path) if row["step"] >= before]
         rows = [to_json(row) | {"roll_back": self.roll_backs} for row in undone]
-        hosts.barrier("rows read")  # before the first host drops them
+        processes.barrier("rows read")  # before the first host drops them
         old = read_rows(self._journal) if self._journal.exists() else []
         write_rows(self._journal, old + rows)
         for step in sorted(set.union(*seen)):
@@ -156,7 +157,7 @@ class Progress:
 
     def begin_step(self) -> None:
         """Ends the stage here if the hosts have been told to stop."""
-        hosts.check_preempted(together=True)
+        processes.check_preempted(on_all_hosts=True)
 
     def advance(self, state, owed=None) -> None:
         """Another step is taken: the state after it, and what was measured so far."""
@@ -183,14 +184,14 @@ class Progress:
                 return write()
             except OSError as error:
                 told, left = str(error), end - time.monotonic()
-                if left <= 0 or hosts.num_hosts() > 1:
+                if left <= 0 or processes.num_hosts() > 1:
                     raise
             console.note(
                 f"{told}; asking again for {left:.0f} s, {self.done} steps kept"
             )
             again = time.monotonic() + min(wait, left)
             while time.monotonic() < again:
-                if preemption.is_asked():
+                if preemption.is_stop_requested():
                     raise preemption.PreemptedError(f"not written: {told}")
                 time.sleep(0.1)
             wait = min(2 * wait, longest)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rsearch.hosts import collectives as gather
+from rsearch.hosts import collectives
 from rsearch.runtime import manifest
 
 ROWS = np.arange(64, dtype=np.float32).reshape(16, 4)
@@ -20,7 +20,7 @@ def test_what_is_read_of_an_array_does_not_stay_on_the_host(spec, dtype):
     rows = jnp.asarray(ROWS, dtype)
     array = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(*spec)))
     assert manifest.describe(array) == manifest.describe(np.asarray(rows))
-    np.testing.assert_array_equal(gather.whole(array), rows)
+    np.testing.assert_array_equal(collectives.gather_array(array), rows)
     # JAX's own, and what makes a second reading cheap: where it is gone this goes, too.
     assert array._npy_value is None
     np.asarray(array)
@@ -28,6 +28,6 @@ def test_what_is_read_of_an_array_does_not_stay_on_the_host(spec, dtype):
 
 
 def test_numpys_arrays_come_as_they_are():
-    assert gather.whole(ROWS) is ROWS
-    (piece,) = gather.pieces(ROWS)
+    assert collectives.gather_array(ROWS) is ROWS
+    (piece,) = collectives.gather_chunks(ROWS)
     assert piece is ROWS

@@ -45,7 +45,7 @@ def test_a_host_goes_on_beating_while_it_compiles(monkeypatch):
     """So that no wait has to be longer than a compilation, however long that takes."""
     monkeypatch.setattr(peers, "BEAT_SECONDS", 0.02)
     store = Store()
-    with Peers(store, 0, 0.0).watched():
+    with Peers(store, 0, 0.0).heartbeat():
         began, took = compiled()
     during = [t for t in store.beats if began <= t <= began + took]
     gaps = [b - a for a, b in zip([began, *during], [*during, began + took])]
@@ -57,14 +57,14 @@ def test_the_first_host_ends_when_the_others_have_said_that_they_do(monkeypatch)
     store, ended = Store(), threading.Event()
 
     def first():
-        Peers(store, 0, 0.0).await_others(2)
+        Peers(store, 0, 0.0).wait_for_exits(2)
         ended.set()
 
     thread = threading.Thread(target=first)
     thread.start()
-    Peers(store, 1, 0.0).leave()
+    Peers(store, 1, 0.0).report_exit()
     assert not ended.wait(0.5)
-    Peers(store, 2, 0.0).leave()
+    Peers(store, 2, 0.0).report_exit()
     assert ended.wait(30)
     thread.join()
 
@@ -72,5 +72,5 @@ def test_the_first_host_ends_when_the_others_have_said_that_they_do(monkeypatch)
 def test_the_first_host_does_not_wait_for_ever_for_one_that_is_gone(monkeypatch):
     monkeypatch.setattr(peers, "LEAVING_SECONDS", 0.2)
     began = time.monotonic()
-    Peers(Store(), 0, 0.0).await_others(1)
+    Peers(Store(), 0, 0.0).wait_for_exits(1)
     assert 0.2 < time.monotonic() - began < 30

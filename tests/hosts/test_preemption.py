@@ -31,17 +31,17 @@ saved = sys.argv[2]
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 
 def work(argv):
-    with preemption.watching(float(sys.argv[3])):
+    with preemption.handle_signals(float(sys.argv[3])):
         if sys.argv[1] == "nothing":
             print("ready", flush=True)
             time.sleep(60)
-        with preemption.holding():
+        with preemption.defer_exit():
             print("ready", flush=True)
             try:
                 while True:
                     time.sleep(0.01)
                     if sys.argv[1] != "deaf":
-                        preemption.check()
+                        preemption.raise_if_stopping()
             except preemption.PreemptedError:
                 open(saved, "w").write("all of it")
                 if sys.argv[1] == "slow":

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.runtime.metrics import read as read_metrics
 from rsearch.runtime.workdir import read_rows
 from tests.small_run import (
@@ -80,7 +80,7 @@ def run_hosts(*command, devices=1, count=2):
 def test_a_meeting_that_cannot_be_is_refused(given, wrong):
     address, count, number = given
     with pytest.raises(ValueError) as error:
-        hosts.begin(address, num_hosts=count, host=number)
+        processes.connect(address, num_hosts=count, host=number)
     assert wrong in str(error.value)
 
 
@@ -90,7 +90,7 @@ def test_a_port_that_is_in_use_is_named_with_what_to_do():
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         told = f"--coordinator={place}: Address already in use; name another port"
         with pytest.raises(ValueError, match=told):
-            hosts.begin(place, num_hosts=2, host=0)
+            processes.connect(place, num_hosts=2, host=0)
 
 
 @pytest.fixture
@@ -103,9 +103,9 @@ def pretended(monkeypatch):
         return [json.dumps(own | first).encode(), payload]
 
     asked = []
-    monkeypatch.setattr(hosts, "_place", hosts._place)
-    monkeypatch.setattr(hosts, "_coordinator", "")
-    monkeypatch.setattr(hosts, "exchange", exchange)
+    monkeypatch.setattr(processes, "_rank_and_size", processes._rank_and_size)
+    monkeypatch.setattr(processes, "_coordinator", "")
+    monkeypatch.setattr(processes, "allgather_bytes", exchange)
     monkeypatch.setattr("jax.distributed.initialize", lambda *a: asked.append(a))
     monkeypatch.setattr("jax.process_index", lambda: 1)
     monkeypatch.setattr("jax.process_count", lambda: 2)
@@ -116,11 +116,11 @@ def pretended(monkeypatch):
 @pytest.mark.parametrize("name", ["jax", "python", "rsearch", "XLA_FLAGS"])
 def test_hosts_with_different_programs_are_refused_at_once(pretended, name):
     first, _ = pretended
-    hosts.begin("10.0.0.1:99", num_hosts=2, host=1)
+    processes.connect("10.0.0.1:99", num_hosts=2, host=1)
     first[name] = "other"
     told = f"^{name} is '.*' on host 1, 'other' on host 0; all need the same$"
     with pytest.raises(ValueError, match=told):
-        hosts.begin("10.0.0.1:99", num_hosts=2, host=1)
+        processes.connect("10.0.0.1:99", num_hosts=2, host=1)
 
 
 @pytest.mark.fault(45, "SLURM", "MEGASCALE")
@@ -132,21 +132,22 @@ def test_what_an_earlier_job_has_left_in_the_environment_is_not_looked_at(
     for name, value in left.items():
         monkeypatch.setenv(name, value)
     _, asked = pretended
-    hosts.begin("10.0.0.1:99", num_hosts=2, host=1)
+    processes.connect("10.0.0.1:99", num_hosts=2, host=1)
     assert [words[:3] for words in asked] == [("10.0.0.1:99", 2, 1)]
-    monkeypatch.setattr(hosts, "_place", (0, 1))
-    hosts.begin("")
-    assert (hosts.index(), hosts.num_hosts()) == (0, 1) and len(asked) == 1
+    monkeypatch.setattr(processes, "_rank_and_size", (0, 1))
+    processes.connect("")
+    assert (processes.host_index(), processes.num_hosts()) == (0, 1) and len(asked) == 1
     assert not [name for name in os.environ if name.startswith("MEGASCALE_")]
 
 
 ALONE = """
 import sys
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 import jax
 given = dict(num_hosts=1, host=0) if sys.argv[1] != "auto" else {}
-hosts.begin(sys.argv[1], **given)
-print(hosts.index(), hosts.num_hosts(), jax.config.read("jax_cuda_visible_devices"))
+processes.connect(sys.argv[1], **given)
+devices = jax.config.read("jax_cuda_visible_devices")
+print(processes.host_index(), processes.num_hosts(), devices)
 """
 
 
@@ -165,14 +166,21 @@ def test_a_host_of_a_slurm_job_has_all_of_its_devices(how):
 
 
 def test_a_host_alone_works_alone():
-    hosts.begin("")
-    assert (hosts.index(), hosts.num_hosts(), hosts.is_first()) == (0, 1, True)
-    hosts.barrier("alone")
-    assert hosts.exchange(b"x") == [b"x"]
-    assert hosts.share_records(lambda items: [i * 2 for i in items], [1, 2]) == [2, 4]
-    hosts.check_alike({"a": 1})
+    processes.connect("")
+    assert (processes.host_index(), processes.num_hosts(), processes.is_host0()) == (
+        0,
+        1,
+        True,
+    )
+    processes.barrier("alone")
+    assert processes.allgather_bytes(b"x") == [b"x"]
+    assert processes.map_hosts_json(lambda items: [i * 2 for i in items], [1, 2]) == [
+        2,
+        4,
+    ]
+    processes.check_same_on_all({"a": 1})
     with pytest.raises(ValueError, match=r"^no$"):
-        hosts.on_first(refuse)
+        processes.on_host0(refuse)
 
 
 def refuse():
@@ -184,20 +192,20 @@ def talk(argv):
     from rsearch.config.recipes import parse_flags
     from rsearch.runtime.compiles import num_compiles
 
-    given = parse_flags(argv, flags=hosts.FLAGS)
-    hosts.begin(**given)
+    given = parse_flags(argv, flags=processes.FLAGS)
+    processes.connect(**given)
     num_before = num_compiles()
     for size in (1, 300, 5_000, 70_000, 300_000, 5_000_000):
-        sent = bytes([hosts.index()]) * (size - hosts.index())
-        assert hosts.exchange(sent) == [b"\0" * size, b"\1" * (size - 1)]
+        sent = bytes([processes.host_index()]) * (size - processes.host_index())
+        assert processes.allgather_bytes(sent) == [b"\0" * size, b"\1" * (size - 1)]
     assert num_compiles() == num_before
-    hosts.PIECE_BYTES = 1000
-    here, other = hosts.index(), 1 - hosts.index()
-    assert hosts.num_hosts() == 2 and hosts.is_first() == (here == 0)
+    processes.CHUNK_BYTES = 1000
+    here, other = processes.host_index(), 1 - processes.host_index()
+    assert processes.num_hosts() == 2 and processes.is_host0() == (here == 0)
     sizes = (2500, 10)
     payloads = [bytes(np.arange(n) % 251) for n in sizes]
-    assert hosts.exchange(payloads[here]) == payloads
-    assert hosts.exchange(b"") == [b"", b""]
+    assert processes.allgather_bytes(payloads[here]) == payloads
+    assert processes.allgather_bytes(b"") == [b"", b""]
 
     worked = []
 
@@ -205,11 +213,11 @@ def talk(argv):
         worked.extend(items)
         return [{"item": i, "by": here} for i in items]
 
-    found = hosts.share_records(work, range(5))
+    found = processes.map_hosts_json(work, range(5))
     assert [f["item"] for f in found] == list(range(5))
     assert [f["by"] for f in found] == [0, 1, 0, 1, 0]
     assert worked == [i for i in range(5) if i % 2 == here]
-    assert hosts.share_records(work, [7]) == [{"item": 7, "by": 0}]
+    assert processes.map_hosts_json(work, [7]) == [{"item": 7, "by": 0}]
 
     def fail(items):
         if here == 1:
@@ -218,16 +226,16 @@ def talk(argv):
 
     expected = "the engine is gone" if here else "host 1: OSError: the engine is gone"
     with pytest.raises((OSError, RuntimeError), match=f"^{expected}$"):
-        hosts.share_records(fail, range(4))
+        processes.map_hosts_json(fail, range(4))
     with pytest.raises(ValueError, match=r"no$"):
-        hosts.on_first(refuse)
+        processes.on_host0(refuse)
     done = []
-    hosts.on_first(lambda: done.append(here))
+    processes.on_host0(lambda: done.append(here))
     assert done == ([0] if here == 0 else [])
-    hosts.check_alike({"data": "same"})
+    processes.check_same_on_all({"data": "same"})
     with pytest.raises(ValueError, match="index is 'b1' on host 1, 'b0' on host 0"):
-        hosts.check_alike({"data": "same", "index": f"b{here}"})
-    hosts.barrier("the end")
+        processes.check_same_on_all({"data": "same", "index": f"b{here}"})
+    processes.barrier("the end")
     print(f"host {here} has heard {other}")
 
 
@@ -284,11 +292,11 @@ def test_a_host_that_fails_in_a_shared_program_ends_the_others(tmp_path, monkeyp
         "import sys\n"
         "from rsearch import train\n"
         "from rsearch.config import recipes as config\n"
-        "from rsearch.hosts import processes as hosts\n"
+        "from rsearch.hosts import processes\n"
         "from rsearch.rollout import scheduler\n"
         "find = scheduler.RolloutScheduler._run_calls\n"
         "def broken(*args):\n"
-        "    if hosts.index() == 1:\n"
+        "    if processes.host_index() == 1:\n"
         "        raise ValueError('the index is gone')\n"
         "    return find(*args)\n"
         "scheduler.RolloutScheduler._run_calls = broken\n"
@@ -308,10 +316,10 @@ def test_a_host_that_fails_alone_ends_those_that_wait_for_it(tmp_path, monkeypat
         "import sys\n"
         "from rsearch import setup as build, train\n"
         "from rsearch.config import recipes as config\n"
-        "from rsearch.hosts import peers, processes as hosts\n"
+        "from rsearch.hosts import peers, processes\n"
         "replay = build.replay_demonstrations\n"
         "def broken(*args, **settings):\n"
-        "    if hosts.index() == 1:\n"
+        "    if processes.host_index() == 1:\n"
         "        raise OSError('the disk is gone')\n"
         "    return replay(*args, **settings)\n"
         "build.replay_demonstrations = broken\n"

@@ -7,7 +7,7 @@ from tests.hosts.test_processes import run_hosts
 WORKING = """
 import os, sys, time
 os.environ["XLA_FLAGS"] += " --xla_cpu_collective_timeout_seconds=2"
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 what, address, _, number = (word.rpartition("=")[2] for word in sys.argv[1:])
 
 def work(items):
@@ -17,12 +17,12 @@ def work(items):
         raise OSError("no space left")
     return items
 
-with hosts.meeting(address, num_hosts=2, host=int(number), stall_seconds=60):
-    assert hosts.share_records(work, [1, 2, 3]) == [1, 2, 3]
-    hosts.on_first(lambda: work([]))
+with processes.connected(address, num_hosts=2, host=int(number), stall_seconds=60):
+    assert processes.map_hosts_json(work, [1, 2, 3]) == [1, 2, 3]
+    processes.on_host0(lambda: work([]))
     if number == "0":
         time.sleep(5)
-    hosts.barrier("all have worked")
+    processes.barrier("all have worked")
 print("worked")
 """
 

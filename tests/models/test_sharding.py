@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rsearch.config.recipes import parse_flags
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.models import sharding
 from rsearch.models.attention.cached import empty_cache
 from rsearch.models.decoder import Decoder, DecoderSpec, init_params
@@ -185,7 +185,7 @@ def test_an_axis_that_cannot_be_divided_is_named(params):
 
 def place_twice(argv):
     """Lays parameters of two hosts out for decoding; run by each of them."""
-    hosts.begin(**parse_flags(argv, flags=hosts.FLAGS))
+    processes.connect(**parse_flags(argv, flags=processes.FLAGS))
     mesh = sharding.make_mesh(fsdp=2)
     params = {"down": np.arange(32.0).reshape(8, 4), "scale": np.arange(8.0)}
     at_first = sharding.param_shardings(params, mesh)

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.retrieval import index_build
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.index import open_index
@@ -119,7 +119,7 @@ def test_where_the_first_of_several_hosts_fails_the_lock_goes_with_its_process(
     """The other hosts write on for some seconds, until they are ended."""
 
     def fails(*_, **__):
-        monkeypatch.setattr(hosts, "num_hosts", lambda: num_hosts)
+        monkeypatch.setattr(processes, "num_hosts", lambda: num_hosts)
         raise OSError("no space left")
 
     monkeypatch.setattr(index_build, "_kept", [])

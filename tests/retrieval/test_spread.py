@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.retrieval import spread as spread_module
 from rsearch.retrieval.engine import PassageList, SearchEngine
 from rsearch.retrieval.nearest import Nearest, build_searcher
@@ -230,19 +230,19 @@ def talk(argv):
     from rsearch.setup.parts import open_search
     from tests.small_run import config
 
-    flags = {**hosts.FLAGS, "index": ("", ""), "corpus": ("", "")}
+    flags = {**processes.FLAGS, "index": ("", ""), "corpus": ("", "")}
     given = parse_flags(argv, flags=flags)
     index, corpus = given.pop("index"), given.pop("corpus")
-    hosts.begin(**given)
+    processes.connect(**given)
     settings = {"retrieval__index": index, "retrieval__corpus": corpus}
     c = config(**settings, retrieval__sharded=True, retrieval__top_k=4)
     search = open_search(c, None)
-    time.sleep(0.3 * hosts.index())
-    queries = [f"city {i}" for i in range(hosts.index(), 40, 2)]
+    time.sleep(0.3 * processes.host_index())
+    queries = [f"city {i}" for i in range(processes.host_index(), 40, 2)]
     halves = search(queries[:7]) + search(queries[7:])
     found = [[(p.id, p.score) for p in passages] for passages in halves]
     print(json.dumps({"len": len(search), "found": found}))
-    hosts.barrier("all have searched")
+    processes.barrier("all have searched")
 
 
 def test_two_hosts_find_in_halves_what_one_finds_in_the_whole(tmp_path):

@@ -2,14 +2,14 @@
 
 import pytest
 
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.models.sharding import make_mesh
 from rsearch.rollout.multihost import MultihostSampler
 from tests.rollout import tiny
 
 
 def test_a_mesh_without_rows_for_every_host_is_refused(monkeypatch):
-    monkeypatch.setattr(hosts, "num_hosts", lambda: 2)
+    monkeypatch.setattr(processes, "num_hosts", lambda: 2)
     mesh = make_mesh(data=1, fsdp=1, tensor=8)
     with pytest.raises(
         ValueError, match=r"fsdp = 1: must be a multiple of the 2 hosts"

@@ -267,7 +267,7 @@ def test_hosts_go_on_from_the_latest_step_that_all_of_them_see(
     def exchange(own):  # of two hosts that see other steps, and no damage
         return [own, json.dumps(other).encode() if own.startswith(b"[") else own]
 
-    monkeypatch.setattr(checkpoint.hosts, "exchange", exchange)
+    monkeypatch.setattr(checkpoint.processes, "allgather_bytes", exchange)
     monkeypatch.setattr(checkpoint, "steps", lambda _: mine)
     step, tree, _ = checkpoint.newest_good(saved, make_tree(0))
     assert step == 1
@@ -280,7 +280,10 @@ def test_hosts_go_on_from_the_latest_step_that_all_of_them_see(
 
 @pytest.mark.fault(23, "hosts disagree")
 def test_hosts_that_see_no_checkpoint_together_do_not_begin_anew(saved, monkeypatch):
-    monkeypatch.setattr(checkpoint.hosts, "exchange", lambda own: [own, b"[]"])
+    def other_sees_none(payload):
+        return [payload, b"[]"]
+
+    monkeypatch.setattr(checkpoint.processes, "allgather_bytes", other_sees_none)
     with pytest.raises(ValueError, match="no two hosts see the same checkpoints"):
         checkpoint.newest_good(saved, make_tree(0))
     assert checkpoint.steps(saved) == [1, 2]

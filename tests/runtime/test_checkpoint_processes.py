@@ -56,22 +56,22 @@ DESCRIBE = """
 import sys
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from rsearch.hosts import collectives as gather, processes as hosts
+from rsearch.hosts import collectives, processes
 from rsearch.runtime import manifest
 address, _, number = (word.partition("=")[2] for word in sys.argv[1:])
-hosts.begin(address, num_hosts=2, host=int(number))
+processes.connect(address, num_hosts=2, host=int(number))
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
 rows = np.arange(6 * 4 * 4, dtype=np.float32).reshape(6, 4, 4)
 for spec in (("a", "b"), (None, "b", "a"), (None, None, ("a", "b")), (None, "a"), ()):
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     leaf = jax.make_array_from_callback(rows.shape, sharding, lambda at: rows[at])
     assert not leaf.is_fully_addressable
-    for gather.PIECE_BYTES in (1, 4 * rows[0].nbytes, rows.nbytes, 1 << 28):
-        most = max(rows[0].nbytes, gather.PIECE_BYTES)
-        sizes = [piece.nbytes for piece in gather.pieces(leaf)]
+    for collectives.CHUNK_BYTES in (1, 4 * rows[0].nbytes, rows.nbytes, 1 << 28):
+        most = max(rows[0].nbytes, collectives.CHUNK_BYTES)
+        sizes = [piece.nbytes for piece in collectives.gather_chunks(leaf)]
         assert sum(sizes) == rows.nbytes
         assert max(sizes) <= most or leaf.is_fully_replicated
-        np.testing.assert_array_equal(gather.whole(leaf), rows)
+        np.testing.assert_array_equal(collectives.gather_array(leaf), rows)
         assert manifest.describe(leaf) == manifest.describe(rows)
 print("described")
 """
@@ -87,10 +87,10 @@ DAMAGED = """
 import sys
 import jax, numpy as np
 from rsearch.runtime import checkpoint
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.models.sharding import batch_sharding, make_mesh
 directory, where, address, _, number = (w.rpartition("=")[2] for w in sys.argv[1:])
-hosts.begin(address, num_hosts=2, host=int(number))
+processes.connect(address, num_hosts=2, host=int(number))
 rows = np.arange(8, dtype=np.float32).reshape(4, 2)
 leaf = jax.make_array_from_callback(
     rows.shape, batch_sharding(make_mesh()), lambda at: rows[at]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.runtime import console, files
 from rsearch.runtime.journal import HEAD, Journal
 
@@ -63,12 +63,12 @@ def test_what_other_hosts_have_added_is_found_and_ones_own_counts(
     tmp_path, monkeypatch
 ):
     for host in (1, 0, 2):
-        monkeypatch.setattr(hosts, "index", lambda host=host: host)
+        monkeypatch.setattr(processes, "host_index", lambda host=host: host)
         journal = Journal(tmp_path, "words")
         journal.add(["all"], b"of %d" % host)
         journal.add([host], b"own")
     for host in range(3):
-        monkeypatch.setattr(hosts, "index", lambda host=host: host)
+        monkeypatch.setattr(processes, "host_index", lambda host=host: host)
         opened = Journal(tmp_path, "words")
         assert opened.get(["all"]) == b"of %d" % host
         assert [opened.get([other]) for other in range(3)] == [b"own"] * 3

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rsearch import setup as build
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.setup import setup
 from tests.small_run import config, quick_compilation
 
@@ -128,6 +128,6 @@ def test_several_hosts_load_a_model_together_whoever_comes_to_ask(
         asked.append(is_late)
 
     monkeypatch.setattr(setup, "load_agent", load_agent)
-    monkeypatch.setattr(hosts, "num_hosts", lambda: num_hosts)
+    monkeypatch.setattr(processes, "num_hosts", lambda: num_hosts)
     build.load_setup(config(writer__source="/no/writer"), only_dev=True, is_over=True)
     assert asked == [is_late]

@@ -179,14 +179,13 @@ def test_a_run_that_is_told_to_stop_while_it_rolls_out_begins_no_update(
     setup, tmp_path, monkeypatch
 ):
     def rewarded(*args):
-        preemption._watch.asked.set()
+        monkeypatch.setattr(preemption, "is_stop_requested", lambda: True)
         return real(*args)
 
     def update(*args):
         raise AssertionError("an update has begun")
 
     real = rl.rewarded
-    monkeypatch.setattr(preemption, "_watch", preemption._Watch())
     monkeypatch.setattr(rl, "rewarded", rewarded)
     monkeypatch.setattr(Learner, "update", update)
     with pytest.raises(preemption.PreemptedError):

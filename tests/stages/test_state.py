@@ -162,7 +162,7 @@ def test_it_ends_when_its_time_is_over_and_what_was_there_is_whole(
 def test_who_is_told_to_stop_meanwhile_does_not_wait(progress, tmp_path, monkeypatch):
     refuse(monkeypatch, PLACES["data"], errno.ENOSPC, 10**9)
     monkeypatch.setattr(state, "WAITS", (30.0, 30.0))
-    monkeypatch.setattr(preemption, "is_asked", lambda: True)
+    monkeypatch.setattr(preemption, "is_stop_requested", lambda: True)
     began = time.monotonic()
     with (
         pytest.raises(preemption.PreemptedError, match="No space left"),
@@ -188,7 +188,7 @@ def test_a_supervised_step_whose_row_the_disk_refuses_is_saved_with_it(
 
     def write(self, step, values):
         if step == 2:
-            patched.setattr(preemption, "is_asked", lambda: True)
+            patched.setattr(preemption, "is_stop_requested", lambda: True)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
         return real(self, step, values)
 
@@ -203,7 +203,7 @@ def test_a_supervised_step_whose_row_the_disk_refuses_is_saved_with_it(
 
 def test_several_hosts_do_not_wait(progress, monkeypatch):
     refuse(monkeypatch, PLACES["data"], errno.ENOSPC, 10**9)
-    monkeypatch.setattr(state.hosts, "num_hosts", lambda: 2)
+    monkeypatch.setattr(state.processes, "num_hosts", lambda: 2)
     with pytest.raises(OSError, match="No space left"):
         progress.save_if_due()
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
-from rsearch.hosts import collectives as gather
+from rsearch.hosts import collectives
 from rsearch.models.hf import weights
 from rsearch.models.hf.config import config_of
 
@@ -214,7 +214,7 @@ def _plan_shards(params, spec, dtype, max_bytes):
 def _fetch(leaf, layer, groups, dtype):
     """One tensor on the host, laid out as on disk."""
     value = leaf if layer is None else leaf[layer]
-    stored = weights.to_stored(gather.whole(value), groups).astype(dtype)
+    stored = weights.to_stored(collectives.gather_array(value), groups).astype(dtype)
     return np.ascontiguousarray(stored)
 
 

@@ -18,7 +18,7 @@ from rsearch.data.chains import (
     split_chain,
 )
 from rsearch.data.curation import KEPT, attempt_of, first_step, from_record, to_record
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.protocols import plain
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Conversation, Host
@@ -48,7 +48,7 @@ def chains(work: Work) -> Chosen:
     for wave in (
         console.progress(waves, f"{work.stage}: chains, waves") if waves else ()
     ):
-        records = [[r] for r in hosts.share_records(builder, wave)]
+        records = [[r] for r in processes.map_hosts_json(builder, wave)]
         work.journal.append(STEPS, 0, [q.id for q in wave], records)
     return _filtered(work, work.journal.of(STEPS, 0))
 
@@ -263,7 +263,7 @@ def no_reasoning(work: Work) -> Chosen:
     for wave in (
         console.progress(waves, f"{work.stage}: chains, waves") if waves else ()
     ):
-        records = [[r] for r in hosts.share_records(roll, wave)]
+        records = [[r] for r in processes.map_hosts_json(roll, wave)]
         work.journal.append(ABLATION, 0, [q.id for q in wave], records)
     return _filtered(work, work.journal.of(ABLATION, 0))
 

@@ -15,7 +15,7 @@ import jax
 
 from rsearch import setup as build
 from rsearch.data.curation import Attempt, attempt_of, from_record, to_record
-from rsearch.hosts import processes as hosts
+from rsearch.hosts import processes
 from rsearch.rollout.conversation import conversation_tokens, markup_tokens
 from rsearch.runtime import console, files
 from rsearch.runtime.workdir import read_rows
@@ -47,14 +47,16 @@ class Journal:
                     )
             whole = self._path.read_bytes()
             size = whole.rfind(b"\n") + 1
-            if size < len(whole) and hosts.is_first():  # a line that was being written
+            if (
+                size < len(whole) and processes.is_host0()
+            ):  # a line that was being written
                 files.replace(self._path, whole[:size])
 
     def append(self, name: str, number: int, ids, records) -> None:
         """Remembers a wave: the records of each question, of a pass and its round."""
         row = {"pass": name, "round": number, "ids": ids, "records": records}
         line = json.dumps(row, allow_nan=False) + "\n"
-        if hosts.is_first():
+        if processes.is_host0():
             with open(self._path, "ab", buffering=0) as file:
                 files.append(file, line.encode())
         self.rows.append(row)
@@ -192,7 +194,7 @@ class Work:
                 for group in engine(placed, questions, key)
             ]
 
-        return lambda questions, key: hosts.share_records(
+        return lambda questions, key: processes.map_hosts_json(
             lambda own: roll(own, key), questions
         )
 

@@ -116,17 +116,17 @@ def test_sharded_files_load_straight_into_sharded_arrays(tmp_path):
 
 EXPORT = """
 import sys
-from rsearch.hosts import collectives as gather, processes as hosts
+from rsearch.hosts import collectives, processes
 from rsearch.models.hf import config as hf_config, checkpoint as huggingface, weights
 from rsearch.models import sharding
 source, out, address, _, number = (word.rpartition("=")[2] for word in sys.argv[1:])
-hosts.begin(address, num_hosts=2, host=int(number))
+processes.connect(address, num_hosts=2, host=int(number))
 spec = hf_config.read_spec(source)
 mesh = sharding.make_mesh(fsdp=2, tensor=2)
 shardings = sharding.param_shardings(weights.param_shapes(spec), mesh)
 params = huggingface.load_params(source, spec, shardings=shardings)
 assert not params["embedding"].is_fully_addressable
-gather.PIECE_BYTES = 7 * 4 * spec.width  # rows of the embedding at once
+collectives.CHUNK_BYTES = 7 * 4 * spec.width  # rows of the embedding at once
 huggingface.export(out, params, spec)
 """
 
