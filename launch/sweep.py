@@ -43,7 +43,7 @@ from rsearch.config.recipes import (
 from rsearch.config.stage_plan import check_plan
 from rsearch.hosts.preemption import EXIT_CODE, SIGNALS
 from rsearch.runtime import console, files
-from rsearch.runtime.workdir import read_rows
+from rsearch.runtime.jsonl import read_jsonl
 
 RECORD = "sweep.jsonl"  # in OUT, a line for each trial that has ended
 FIELD = "--config."
@@ -264,7 +264,7 @@ def command(trial, out, *, python=sys.executable) -> list[str]:
 def finished(out) -> set[Trial]:
     """The trials that have ended well."""
     record = out / RECORD
-    rows = read_rows(record) if record.exists() else []
+    rows = read_jsonl(record) if record.exists() else []
     return {
         Trial(r["name"], tuple(r["words"])) for r in rows if r.get("exit_code") == 0
     }

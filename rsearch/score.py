@@ -13,23 +13,15 @@ The default normaliser is R1-Searcher's, which reproduces its published numbers;
 is that of Search-R1 and R-Search.
 """
 
-import gzip
 import json
-import pathlib
 import sys
 
 from rsearch.config.fields import did_you_mean
 from rsearch.config.recipes import parse_flags, run_command
-from rsearch.data.records import (
-    BOM,
-    GZIP_ERRORS,
-    check_text,
-    decode_record,
-    file_kind,
-    shown,
-)
+from rsearch.data.records import check_record, check_text, shown
 from rsearch.evaluation.scoring import bootstrap_interval, score_rows, scores_of_rows
 from rsearch.runtime.console import table
+from rsearch.runtime.jsonl import read_jsonl
 from rsearch.text.normalize import NORMALIZERS
 
 QUESTION = ("question",)
@@ -54,7 +46,7 @@ def main(argv):
         names = " or ".join(NORMALIZERS)
         hint = did_you_mean(normalizer, list(NORMALIZERS))
         raise ValueError(f"--normalizer={normalizer}: must be {names}{hint}")
-    rows = read_rows(flags["FILE.jsonl"])
+    rows = read_predictions(flags["FILE.jsonl"])
     if flags["json"]:
         print(json.dumps(score_rows(rows, normalizer), allow_nan=False))
         return 0
@@ -69,47 +61,34 @@ def main(argv):
     return 0
 
 
-def read_rows(path):
-    """[n] rows of a file, with the fields `question`, `golden_answers`, `prediction`.
+def read_predictions(path: str) -> list[dict]:
+    """Return the rows of a file: `question`, `golden_answers` and `prediction` of each.
 
     Args:
-        path: JSON lines, plain or gzip, in UTF-8; empty lines are passed over.
+        path: JSON lines, plain or gzip, in UTF-8; blank lines are skipped.
 
     Raises:
         ValueError: a bad line, as file:line: field, no line at all, or rows of several
             stages, methods or datasets, as a run's transcripts.jsonl has them.
     """
-    rows, runs = [], {}
-    number = 0
-    try:
-        with _open(path) as file:
-            for number, line in enumerate(file, start=1):
-                if number == 1:
-                    line = line.removeprefix(BOM)
-                if line.strip():
-                    row, run = _row(line)
-                    rows.append(row)
-                    runs.setdefault(run, number)
-                    if len(runs) > 1:
-                        raise ValueError(_mixed(*runs))
-    except GZIP_ERRORS as error:
-        raise ValueError(f"{path}:{number + 1}: broken gzip file: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}:{number}: {error}") from None
+    runs = []
+
+    def parse(record):
+        row, run = _parse_row(record)
+        runs.append(run)
+        if run != runs[0]:
+            raise ValueError(_mixed(runs[0], run))
+        return row
+
+    rows = read_jsonl(path, torn="read", blank="skip", strict=True, parse=parse)
     if not rows:
         raise ValueError(f"{path}: no rows to score")
     return rows
 
 
-def _open(path):
-    """The file as bytes; what tells a compressed one is how it begins, not its name."""
-    is_gzip = file_kind(path) == "gzip"
-    return gzip.open(path, "rb") if is_gzip else pathlib.Path(path).open("rb")
-
-
-def _row(line):
-    """(row, run) of one line; its errors name the field, callers add file and line."""
-    record = decode_record(line)
+def _parse_row(record):
+    """Return (row, run) of one record; errors name the field."""
+    check_record(record)
     question = check_text(record[_field(record, QUESTION)], QUESTION[0])
     golden = _field(record, GOLDEN)
     prediction = _field(record, PREDICTION)

@@ -44,6 +44,7 @@ from rsearch.evaluation.answers import evidence_of, worded
 from rsearch.protocols.tagged import whole_characters
 from rsearch.runtime import console
 from rsearch.runtime.calls import key_of
+from rsearch.runtime.jsonl import decode_json
 from rsearch.runtime.server import JsonServer, RefusedError
 from rsearch.serve.openapi import TEXT, list_of, record, with_description
 from rsearch.types import Group, Outcome, Question
@@ -348,8 +349,8 @@ def _read_line(tool, number, line):
         raise ValueError(f"line {number}: not UTF-8") from None
     if question.startswith("{"):
         try:
-            question = json.loads(question)["question"]
-        except (ValueError, KeyError, RecursionError):
+            question = decode_json(line, strict=False)["question"]
+        except (ValueError, KeyError):
             raise ValueError(
                 f'line {number}: expected text or {{"question": "..."}}'
             ) from None

@@ -33,8 +33,9 @@ from rsearch.evaluation.evaluator import (
 from rsearch.hosts import preemption, processes
 from rsearch.plan.dry_run import HOST_DEVICES, dry_run
 from rsearch.runtime import checkpoint, console
-from rsearch.runtime.metrics import read as read_metrics
-from rsearch.runtime.workdir import check_workdir, is_free, open_workdir, read_rows
+from rsearch.runtime.jsonl import read_jsonl
+from rsearch.runtime.metrics import read_metrics
+from rsearch.runtime.workdir import check_workdir, is_free, open_workdir
 from rsearch.stages import rl, sft
 from rsearch.stages.curate import run as curate
 from rsearch.stages.memory import open_memory
@@ -239,7 +240,7 @@ def _report(config, dataset, folder):
     trains = [s for s, own in stage_configs(config) if own.trains == "policy"]
     trains = [s for s in trains if kind_of(s) != "curate"] or [START]
     last = (trains[-1], "protocol", dataset)
-    rows = read_rows(folder / "transcripts.jsonl")
+    rows = read_jsonl(folder / "transcripts.jsonl")
     mine = [r for r in rows if (r["stage"], r["method"], r["dataset"]) == last]
     for row in mine[: config.eval.examples]:
         title = f"{row['id']}: {row['question']} -> {row['prediction']}"

@@ -14,7 +14,7 @@ from rsearch import setup as build
 from rsearch.config import recipes as configuration
 from rsearch.config.stage_plan import kind_of, stage_config
 from rsearch.models.sharding import make_mesh
-from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.metrics import read_metrics
 from rsearch.stages import rl, sft
 from rsearch.types import Group, Outcome, Rollout, Segment, Source
 from rsearch.world import pretrained, reading

@@ -14,8 +14,9 @@ from rsearch.config.recipes import run_command
 from rsearch.evaluation import evaluator as evaluate
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.runtime import checkpoint, storage
+from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.manifest import named
-from rsearch.runtime.workdir import Workdir, read_rows
+from rsearch.runtime.workdir import Workdir
 from tests.evaluation.test_scoring import GROUPS, OUTCOMES, SCORES, group
 from tests.small_run import (
     arguments,
@@ -79,7 +80,7 @@ def test_a_row_of_the_same_kind_is_replaced_and_its_transcripts_too(tmp_path):
         evaluate.record(tmp_path, {**row, "number": number}, told)
     rows = evaluate.read_results(tmp_path)
     assert [r["number"] for r in rows] == [1, 2, 3, 4]
-    told = read_rows(tmp_path / "transcripts.jsonl")
+    told = read_jsonl(tmp_path / "transcripts.jsonl")
     assert len(told) == 2 * 4
     keys = [tuple(t[n] for n in ("stage", "method", "dataset", "id")) for t in told]
     assert len(set(keys)) == 8
@@ -89,7 +90,7 @@ def test_what_a_policy_writes_cannot_break_the_files(tmp_path):
     asked = [group(0, 'a"\n\x00\u2028\ufffd', ("{}",))]
     for row in (row_of(), row_of(method="direct")):
         evaluate.record(tmp_path, row, evaluate.transcripts(asked, row))
-    told = read_rows(tmp_path / "transcripts.jsonl")
+    told = read_jsonl(tmp_path / "transcripts.jsonl")
     assert [t["prediction"] for t in told] == ['a"\n\x00\u2028\ufffd'] * 2
 
 
@@ -104,7 +105,7 @@ def test_every_row_of_a_run_has_every_field_and_every_question_its_transcript():
     rows = evaluate.read_results(finished())
     assert all(row.keys() == FIELDS for row in rows)
     assert all(row["n"] == 6 == sum(row[o] for o in OUTCOMES) for row in rows)
-    told = read_rows(finished() / "transcripts.jsonl")
+    told = read_jsonl(finished() / "transcripts.jsonl")
     assert len(told) == 9 * 6
     for t in told:
         assert t["segments"][0]["source"] == "prompt"
@@ -188,7 +189,7 @@ def test_an_exported_policy_scores_what_it_scored(exported, tmp_path):
     for row, other in zip(without_times(rows), without_times(before), strict=True):
         assert {**row, "stage": "rl", "step": 3} == other
     told, others = (
-        [t["segments"] for t in read_rows(folder / "transcripts.jsonl")]
+        [t["segments"] for t in read_jsonl(folder / "transcripts.jsonl")]
         for folder in (tmp_path / "run", finished())
     )
     assert told == others[-len(told) :]

@@ -7,7 +7,7 @@ import pytest
 from rsearch import export, index, train
 from rsearch.config import recipes as configuration
 from rsearch.config.recipes import run_command
-from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.metrics import read_metrics
 from tests.small_run import arguments, config, finished, load_setup, quick_compilation
 
 __all__ = ["quick_compilation"]

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rsearch.config.recipes import run_command
-from rsearch.score import main, read_rows
+from rsearch.score import main, read_predictions
 
 GOOD = {"question": "q?", "golden_answers": ["Paris"], "prediction": "Paris"}
 
@@ -77,7 +77,7 @@ def test_published_names_are_read_and_ours_come_first(tmp_path):
         },
     ]
     expected = {"question": "q", "golden_answers": ["Paris"], "prediction": "Rome"}
-    assert read_rows(write(tmp_path / "x.jsonl", *rows)) == [expected] * 3
+    assert read_predictions(write(tmp_path / "x.jsonl", *rows)) == [expected] * 3
 
 
 def test_gzip_marks_line_ends_and_blank_lines_make_no_difference(tmp_path):
@@ -86,7 +86,7 @@ def test_gzip_marks_line_ends_and_blank_lines_make_no_difference(tmp_path):
     plain.write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line)
     packed = tmp_path / "misnamed.jsonl"
     packed.write_bytes(gzip.compress(line + b"\n" + line + b"\n"))
-    assert read_rows(plain) == read_rows(packed) == [GOOD, GOOD]
+    assert read_predictions(plain) == read_predictions(packed) == [GOOD, GOOD]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_truncated_gzip_file_is_named(tmp_path, refusal):
     rows = "".join(json.dumps(GOOD | {"id": i}) + "\n" for i in range(999))
     packed = gzip.compress(rows.encode())
     path.write_bytes(packed[: len(packed) // 2])
-    assert "broken gzip file" in refusal(str(path))
+    assert f"{path}: truncated or damaged gzip" in refusal(str(path))
 
 
 def test_files_and_flags_that_cannot_be_used_are_named(tmp_path, refusal):
@@ -146,4 +146,4 @@ def test_rows_of_two_stages_have_no_mean(tmp_path):
     lines = [json.dumps({**row, "stage": stage}) for stage in ("sft", "rl")]
     path.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=r"jsonl:2: field stage: 'rl' after .* 'sft'"):
-        read_rows(path)
+        read_predictions(path)

@@ -17,8 +17,8 @@ from rsearch import train
 from rsearch.config import recipes as configuration
 from rsearch.config.recipes import run_command
 from rsearch.runtime import checkpoint
-from rsearch.runtime.metrics import read as read_metrics
-from rsearch.runtime.workdir import read_rows
+from rsearch.runtime.jsonl import read_jsonl
+from rsearch.runtime.metrics import read_metrics
 from tests.small_run import (
     ROOT,
     SIZES,
@@ -179,7 +179,7 @@ def assert_same_as_uninterrupted(workdir):
         assert ours == theirs
     assert without_times(results(workdir)) == without_times(results(finished()))
     ours, theirs = (
-        read_rows(folder / "transcripts.jsonl") for folder in (workdir, finished())
+        read_jsonl(folder / "transcripts.jsonl") for folder in (workdir, finished())
     )
     assert ours == theirs
 

@@ -24,17 +24,14 @@ import numpy as np
 import xxhash
 
 from rsearch.data.records import (
-    BOM,
-    GZIP_ERRORS,
-    MAX_LINE_BYTES,
     check_id,
     check_text,
     check_unicode,
     decode_record,
-    file_kind,
     shown,
 )
 from rsearch.runtime.console import note, progress
+from rsearch.runtime.jsonl import BOM, GZIP_ERRORS, MAX_LINE_BYTES, file_kind
 from rsearch.types import Passage
 
 VERSION = 1

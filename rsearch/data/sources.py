@@ -1,19 +1,23 @@
-"""Records from files and from the Hugging Face hub, each with the place it came from.
+"""Read records from files and the Hugging Face hub, each with where it came from.
 
 The hub is read through `datasets`; files are read here, because an error must name its
 line, and because `datasets` leaves a copy of every file it reads in the user's home.
 """
 
-import gzip
+import os
 import pathlib
 import re
+from collections.abc import Iterator
+from typing import Any
 
-from rsearch.data.records import (
+from rsearch.runtime.jsonl import (
     BOM,
     GZIP_ERRORS,
     MAX_LINE_BYTES,
     decode_json,
     file_kind,
+    jsonl_lines,
+    open_text,
 )
 
 MAX_LIST_BYTES = 1 << 31  # of a JSON list, which is read whole
@@ -21,8 +25,8 @@ SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 ON_HUB = re.compile(r"(.+?)(?::([\w.-]+))?(?:@([^@]+))?")
 
 
-def read_records(source):
-    """All records of a source, in its order.
+def read_records(source: str | os.PathLike) -> Iterator[tuple[str, Any]]:
+    """Yield all records of a source, in its order.
 
     Args:
         source: one of
@@ -63,39 +67,28 @@ def _file_records(path):
         raise ValueError(f"{path}: {wrong}")
     if is_parquet:
         return _parquet_records(path)
-    return _json_records(path, gzip.open if kind == "gzip" else open)
+    return _json_records(path)
 
 
-def _json_records(path, opener):
-    """(file:line, bytes) of JSON Lines, or (file: record n, value) of a JSON list."""
-    line = 0
+def _json_records(path):
+    """Yield (file:line, bytes) of JSON Lines, or (file: record n, value) of a list."""
     try:
-        with opener(path, "rb") as file:
-            lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
-            for line, raw in enumerate(lines, 1):
-                if line == 1:
-                    raw = raw.removeprefix(BOM)
-                    if raw.lstrip().startswith(b"["):
-                        whole = raw + file.read(MAX_LIST_BYTES)
-                        break
-                if len(raw) > MAX_LINE_BYTES:
-                    raise ValueError(
-                        f"{path}:{line}: a line of more than {MAX_LINE_BYTES} bytes"
-                    )
-                yield f"{path}:{line}", raw
-            else:
-                return
+        with open_text(path) as file:
+            first = file.readline(MAX_LINE_BYTES + 1).removeprefix(BOM)
+            is_list = first.lstrip().startswith(b"[")
+            text = first + file.read(MAX_LIST_BYTES) if is_list else b""
     except GZIP_ERRORS as error:
-        raise ValueError(
-            f"{path}: truncated or damaged gzip data after line {line}: {error}"
-        ) from None
-    if len(whole) >= MAX_LIST_BYTES:
+        raise ValueError(f"{path}: truncated or damaged gzip data: {error}") from None
+    if not is_list:
+        yield from ((f"{path}:{line}", raw) for line, raw in jsonl_lines(path))
+        return
+    if len(text) >= MAX_LIST_BYTES:
         raise ValueError(
             f"{path}: a JSON list of {MAX_LIST_BYTES} bytes or more; JSON Lines, which "
             "are read a line at a time, may be longer"
         )
     try:
-        values = decode_json(whole)
+        values = decode_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     for row, value in enumerate(values, 1):
@@ -119,7 +112,7 @@ def _parquet_records(path):
 
 
 def _hub_name(source):
-    """(name or directory, config or None, split) that a source names."""
+    """Return the (name or directory, config or None, split) that a source names."""
     if pathlib.Path(source).is_dir():
         return source, None, "train"
     match = ON_HUB.fullmatch(source)
@@ -133,7 +126,7 @@ def _hub_name(source):
 
 
 def _hub_records(source, name, config, split):
-    """(source: row n, record) through `datasets`."""
+    """Yield (source: row n, record) through `datasets`."""
     # Not streamed: streaming imports torch where it is installed.
     import datasets
 

@@ -30,11 +30,8 @@ from rsearch.evaluation.scoring import summarise
 from rsearch.hosts import processes
 from rsearch.rollout.records import share_groups
 from rsearch.runtime import checkpoint, console, files
-from rsearch.runtime.workdir import (
-    read_rows,
-    write_json,
-    write_rows,
-)
+from rsearch.runtime.jsonl import read_jsonl, write_jsonl
+from rsearch.runtime.workdir import write_json
 from rsearch.setup.beginnings import CHECKPOINTS
 from rsearch.text.suspicion import suspects
 
@@ -202,8 +199,8 @@ def record(folder: pathlib.Path, row: dict, told: list[dict]) -> None:
         return any(old[n] != row[n] for n in ("stage", "method", "dataset"))
 
     path = folder / "transcripts.jsonl"
-    kept = [old for old in read_rows(path) if is_other(old)] if path.exists() else []
-    write_rows(path, kept + told)
+    kept = [old for old in read_jsonl(path) if is_other(old)] if path.exists() else []
+    write_jsonl(path, kept + told)
     rows = [old for old in read_results(folder) if is_other(old)]
     write_json(folder / "results.json", [*rows, row])
 

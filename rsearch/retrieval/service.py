@@ -28,7 +28,7 @@ from rsearch.runtime.calls import (
     post,
     repeated,
 )
-from rsearch.runtime.in_flight import InFlight
+from rsearch.runtime.recorded import SingleFlight
 from rsearch.types import Passage
 
 FAILURES_IN_A_ROW = 3  # searches, until the next one waits for the service
@@ -191,7 +191,7 @@ class RemoteSearch:
         self._seconds, self._outage, self._say = timeout_seconds, outage_seconds, say
         self._retries = max_retries
         self._cache: collections.OrderedDict = collections.OrderedDict()
-        self._lock, self._in_flight = threading.Lock(), InFlight()
+        self._lock, self._in_flight = threading.Lock(), SingleFlight()
         self._failures, self._away_since = 0, None
         self.searches_at_once = OVERLAPPING if self._api.is_batched else 1
         self.fingerprint = f"service {api}"

@@ -9,8 +9,8 @@ from rsearch.protocols.writing import written
 from rsearch.retrieval.rerank import reranked
 from rsearch.retrieval.web import PagedSearch
 from rsearch.runtime.calls import asked_again
-from rsearch.runtime.journal import Journal
-from rsearch.runtime.recorded import recorded_search
+from rsearch.runtime.journal import AppendLog
+from rsearch.runtime.recorded import record_search
 from rsearch.types import GenerateFn, SearchFn
 
 
@@ -24,7 +24,7 @@ def wrap_search(
     top_k: int = 0,
     cache_size: int = 0,
     retry: bool = False,
-    journal: Journal | None = None,
+    journal: AppendLog | None = None,
     writer: GenerateFn | None = None,
     writer_prompt: str = "context_only",
 ) -> SearchFn:
@@ -68,7 +68,7 @@ def wrap_search(
     # The journal holds what the policy is shown of a service: pages fetched and
     # reranked, so that a resumed run needs neither the service nor the pages again.
     if journal is not None:
-        search = recorded_search(search, journal)
+        search = record_search(search, journal)
     # The writer comes last: it has a journal of its own replies, and another
     # protocol of the same run (a baseline) shows the passages themselves.
     if writer is not None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsearch.hosts import processes
-from rsearch.runtime.journal import Journal
+from rsearch.runtime.journal import AppendLog
 from rsearch.types import (
     Group,
     Lookup,
@@ -136,7 +136,7 @@ class RolloutCache:
         num_reused: rollouts that `get` has returned.
     """
 
-    def __init__(self, journal: Journal, made_from: list):
+    def __init__(self, journal: AppendLog, made_from: list):
         self._journal, self._made_from = journal, made_from
         self.num_reused = 0
 

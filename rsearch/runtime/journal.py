@@ -1,11 +1,11 @@
-"""Journals: what a stage has found since its last checkpoint, record by record.
+"""Append records to a file so that a crash loses none that was written before it.
 
 A file holds records one after the other: the lengths of key and body, a digest of both,
 the key in JSON, the body. A process that dies while it writes leaves a torn end, which
-is no record; a record whose digest is wrong ends what can be read.
+is no record; reading stops at a record whose digest is wrong.
 
-It spares work and keeps what nobody can ask for again. A run without it is right, too:
-a disk that refuses it is told of, and the run goes on.
+A log spares work, and keeps the replies of services that cannot be asked for again. A
+run is right without it, too: where the disk refuses, it says so and goes on.
 """
 
 import json
@@ -20,72 +20,75 @@ import xxhash
 from rsearch.hosts import processes
 from rsearch.runtime import console, files
 
-HEAD = struct.Struct("<QQ16s")  # lengths of key and body, digest
+HEADER = struct.Struct("<QQ16s")  # lengths of key and body, digest
 
 
-class Journal:
-    """The journal of one kind of record in a stage's folder; each host writes its own.
+class AppendLog:
+    """An append-only log of keyed records in a stage's folder, a file for each host.
 
-    What any host has written is read; of equal keys this host's latest counts. Safe to
-    be used from several threads.
+    Records of all hosts are read; of equal keys this host's latest counts. Safe to use
+    from several threads.
 
     Args:
         folder: of the stage.
-        name: of the kind; its files are <name>-<host>.journal.
+        name: kind of records; the files are <name>-<host>.journal.
     """
 
     def __init__(self, folder: pathlib.Path, name: str):
-        self._folder, self._name = folder, name
-        self._own = folder / f"{name}-{processes.host_index()}.journal"
-        self._lock, self._is_refused = threading.Lock(), False
-        self._places: dict[str, tuple[pathlib.Path, int, int]] = {}
-        found = folder.glob(f"{name}-*.journal")
-        for path in sorted(found, key=lambda p: (p == self._own, p.name)):
+        self._folder = folder
+        self._name = name
+        self._path = folder / f"{name}-{processes.host_index()}.journal"
+        self._lock = threading.Lock()
+        self._has_failed = False
+        self._spans: dict[str, tuple[pathlib.Path, int, int]] = {}  # file, start, size
+        paths = folder.glob(f"{name}-*.journal")
+        # This host's file comes last: of equal keys the last one read counts.
+        for path in sorted(paths, key=lambda p: (p == self._path, p.name)):
             end = self._read(path)
-            if path == self._own and end < path.stat().st_size:
+            if path == self._path and end < path.stat().st_size:
                 os.truncate(path, end)
 
-    def __len__(self):
-        """Records that can be found."""
-        return len(self._places)
+    def __len__(self) -> int:
+        """Return the number of records that can be read."""
+        return len(self._spans)
 
     def get(self, key: Sequence) -> bytes | None:
-        """The body that was added with this key; None where there is none.
+        """Return the body that was added with this key, or None.
 
         Args:
             key: a JSON value, such as a list of text and numbers.
         """
-        place = self._places.get(json.dumps(key))
-        if place is None:
+        span = self._spans.get(json.dumps(key))
+        if span is None:
             return None
-        path, start, size = place
+        path, start, size = span
         with open(path, "rb") as file:
             file.seek(start)
             return file.read(size)
 
     def add(self, key: Sequence, body: bytes) -> None:
-        """Writes a record at the end of this host's file."""
+        """Append a record to this host's file."""
         name = json.dumps(key)
-        told = name.encode()
-        head = HEAD.pack(len(told), len(body), _digest(told, body))
+        raw_key = name.encode()
+        header = HEADER.pack(len(raw_key), len(body), _digest(raw_key, body))
         with self._lock:
             try:
-                with open(self._own, "ab", buffering=0) as file:
+                with open(self._path, "ab", buffering=0) as file:
                     end = file.seek(0, os.SEEK_END)
-                    files.append(file, head + told + body)
+                    files.append(file, header + raw_key + body)
             except OSError as error:
-                if not self._is_refused:
-                    console.note(f"{self._own}: {error}; going on without a journal")
-                self._is_refused = True
+                if not self._has_failed:
+                    console.note(f"{self._path}: {error}; going on without a journal")
+                self._has_failed = True
                 return
-            start = end + HEAD.size + len(told)
-            self._places[name] = self._own, start, len(body)
+            start = end + HEADER.size + len(raw_key)
+            self._spans[name] = self._path, start, len(body)
 
     def clear(self) -> None:
-        """Forgets all records, and those of hosts that there are no more."""
+        """Delete this host's records, and files of hosts that the run no longer has."""
         with self._lock:
-            self._places.clear()
-            self._own.unlink(missing_ok=True)
+            self._spans.clear()
+            self._path.unlink(missing_ok=True)
         if processes.is_host0():
             for path in self._folder.glob(f"{self._name}-*.journal"):
                 host = path.stem.rpartition("-")[2]
@@ -93,21 +96,24 @@ class Journal:
                     path.unlink(missing_ok=True)
 
     def _read(self, path) -> int:
-        """Notes where a file's records are; where the last whole one ends."""
-        end, size = 0, path.stat().st_size
+        """Index the records of a file; return the end of the last intact one."""
+        end = 0
+        file_size = path.stat().st_size
         with open(path, "rb") as file:
-            while len(head := file.read(HEAD.size)) == HEAD.size:
-                told_size, body_size, digest = HEAD.unpack(head)
-                start = end + HEAD.size + told_size
-                if start + body_size > size:
+            while len(header := file.read(HEADER.size)) == HEADER.size:
+                key_size, body_size, digest = HEADER.unpack(header)
+                start = end + HEADER.size + key_size
+                # Lengths of a damaged header may ask for more memory than there is.
+                if start + body_size > file_size:
                     break
-                told, body = file.read(told_size), file.read(body_size)
-                if _digest(told, body) != digest:
+                raw_key = file.read(key_size)
+                body = file.read(body_size)
+                if _digest(raw_key, body) != digest:
                     break
-                self._places[told.decode()] = path, start, body_size
+                self._spans[raw_key.decode()] = path, start, body_size
                 end = start + body_size
         return end
 
 
-def _digest(told, body):
-    return xxhash.xxh3_128(told + body).digest()
+def _digest(raw_key, body):
+    return xxhash.xxh3_128(raw_key + body).digest()

@@ -1,4 +1,4 @@
-"""What a stage measured, step by step: metrics.jsonl, and curves for TensorBoard.
+"""Log what a stage measures, step by step: metrics.jsonl, and TensorBoard curves.
 
 metrics.jsonl is the truth: one JSON object a line with its `step`. It stays valid JSON
 where a number is not finite: NaN and the infinities are written as the strings "NaN",
@@ -8,6 +8,7 @@ their failure never stops a run.
 
 import json
 import math
+import os
 import pathlib
 import warnings
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from rsearch.hosts import processes
 from rsearch.runtime import files
+from rsearch.runtime.jsonl import read_jsonl
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -66,7 +68,7 @@ class MetricsLog:
         if not processes.is_host0():
             return
         if self.path.exists():
-            rows = read(self.path)
+            rows = read_metrics(self.path)
             kept = [row for row in rows if row["step"] < step]
             lines = [json.dumps(to_json(row), allow_nan=False) + "\n" for row in kept]
             text = "".join(lines).encode()
@@ -91,21 +93,17 @@ class MetricsLog:
         self.close()
 
 
-def read(path):
-    """[rows] of a metrics.jsonl, each a dict with its `step`.
+def read_metrics(path: str | os.PathLike) -> list[dict]:
+    """Return the rows of a metrics.jsonl, each a dict with its `step`.
 
     A last line without its line feed was torn by a crash and is left out; any other bad
     line is left out with a warning that names it.
     """
-    lines = pathlib.Path(path).read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines[:-1], start=1):
-        row = _row(line)
-        if row is None:
-            warnings.warn(f"{path}:{number}: not a row of metrics", stacklevel=2)
-        else:
-            rows.append(row)
-    return rows
+
+    def warn(message):
+        warnings.warn(message, stacklevel=4)
+
+    return read_jsonl(path, torn="drop", parse=_parse_row, on_bad=warn)
 
 
 def to_json(values) -> dict:
@@ -118,14 +116,9 @@ def from_json(row) -> dict:
     return {name: _number(value) for name, value in row.items()}
 
 
-def _row(line):
-    """The dict on a line, or None."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+def _parse_row(row):
     if not isinstance(row, dict) or type(row.get("step")) is not int:
-        return None
+        raise ValueError("not a row of metrics")
     return from_json(row)
 
 

@@ -231,29 +231,6 @@ def write_json(path, value):
         files.replace(path, text.encode())
 
 
-def write_rows(path, rows):
-    """Writes a .jsonl file as `write_json` does, one JSON object a line."""
-    lines = [json.dumps(row, allow_nan=False) + "\n" for row in rows]
-    if processes.is_host0():
-        files.replace(path, "".join(lines).encode())
-
-
-def read_rows(path):
-    """[rows] of a .jsonl file; a last line without its line feed is left out.
-
-    Raises:
-        ValueError: a line that is no JSON, as file:line.
-    """
-    lines = pathlib.Path(path).read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-    return rows
-
-
 def _check_is_ours(path):
     """Refuses a directory that holds something other than a run."""
     files.check_path(path)

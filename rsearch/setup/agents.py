@@ -22,8 +22,8 @@ from rsearch.models.hf import weights
 from rsearch.models.sharding import own_mesh, param_shardings
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.runtime import checkpoint
-from rsearch.runtime.journal import Journal
-from rsearch.runtime.recorded import recorded_replies
+from rsearch.runtime.journal import AppendLog
+from rsearch.runtime.recorded import record_replies
 from rsearch.runtime.workdir import read_config
 from rsearch.setup.beginnings import CHECKPOINTS, initial_weights, restored
 from rsearch.setup.parts import WORLD, load_policy_tokenizer, policy_model
@@ -108,7 +108,7 @@ def recorded_agent(c, name: str, generate: GenerateFn, folder) -> GenerateFn:
     """
     if not c[name].source.startswith(URLS):
         return generate
-    return recorded_replies(generate, Journal(folder, name))
+    return record_replies(generate, AppendLog(folder, name))
 
 
 def stage_model(stage: str, mesh, *, workdir, find=None):

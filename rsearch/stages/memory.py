@@ -14,7 +14,7 @@ from rsearch.protocols.rewriting import recalled, rewriting_messages
 from rsearch.rewards.answers import answer_cover_em
 from rsearch.rollout.replay import replay
 from rsearch.runtime import console
-from rsearch.runtime.workdir import read_rows, write_rows
+from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.types import GenerateFn, Group, Question, Rollout
 
 FILE = "memory.jsonl"  # in the stage's directory: {"step", "id", "question", "text"}
@@ -55,7 +55,7 @@ class Memory:
         own = setup.config.reward.get("answer_cover_em", {})
         self._correct = {n: own.get(n, value) for n, value in CORRECT.items()}
         self._file = folder / FILE
-        self._rows = read_rows(self._file) if self._file.exists() else []
+        self._rows = read_jsonl(self._file) if self._file.exists() else []
         self._segments: dict[tuple, Rollout] = {}
 
     def rows(self, step: int) -> list:
@@ -98,7 +98,7 @@ class Memory:
             if text is not None and self._is_right(question, row):
                 self._rows.append(row)
                 num_kept += 1
-        write_rows(self._file, self._rows)
+        write_jsonl(self._file, self._rows)
         return {
             "memory_asked": float(len(chats)),
             "memory_kept": float(num_kept),

@@ -18,9 +18,9 @@ from rsearch.rewards.group import reward_groups
 from rsearch.rollout.records import Rewarded, RolloutCache, fingerprint, share_rewarded
 from rsearch.runtime import console
 from rsearch.runtime.compiles import num_compiles
-from rsearch.runtime.journal import Journal
+from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.metrics import MetricsLog
-from rsearch.runtime.recorded import recorded_search
+from rsearch.runtime.recorded import record_search
 from rsearch.stages.learning import Learning, has_spread, signals
 from rsearch.stages.state import Progress
 from rsearch.text.suspicion import suspects
@@ -56,7 +56,7 @@ def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=Non
     critic = build.make_critic(setup)[0] if build.has_critic(setup, "rl") else None
     reference = params if c.rl.kl_coef else None
     learning = Learning(setup, learner, critic, reference, base, progress.guards)
-    setup, journal = _recorded(setup, folder), Journal(folder, "rollouts")
+    setup, journal = _recorded(setup, folder), AppendLog(folder, "rollouts")
     take_step = _steps(setup, learning, decoded, stage, memory, journal)
 
     def measure(step, measured):
@@ -94,7 +94,7 @@ def _recorded(setup, folder):
     """The setup, whose services are asked once for each thing in all starts."""
     c, own = setup.config, {}
     if c.retrieval.url:
-        own["search"] = recorded_search(setup.search, Journal(folder, "searches"))
+        own["search"] = record_search(setup.search, AppendLog(folder, "searches"))
     for name in ("judge", "writer"):
         generate = getattr(setup, name)
         if generate is not None:

@@ -8,8 +8,8 @@ from rsearch.config.recipes import StoppedError
 from rsearch.evaluation.evaluator import CHECKPOINTS
 from rsearch.hosts import preemption, processes
 from rsearch.runtime import checkpoint, console
-from rsearch.runtime.metrics import MetricsLog, from_json, read, to_json
-from rsearch.runtime.workdir import read_rows, write_rows
+from rsearch.runtime.jsonl import read_jsonl, write_jsonl
+from rsearch.runtime.metrics import MetricsLog, from_json, read_metrics, to_json
 from rsearch.stages.guards import Collapse, Guards
 
 # In a checkpoint's meta: the row of its last step, where it is not yet measured, and
@@ -46,7 +46,7 @@ class Progress:
         found = checkpoint.newest_good(self._folder, like)
         self._params, self._like, self._journal = params, like, folder / ROLLED_BACK
         self.owed, self.guards = None, Guards(setup.config, stage or kind, folder)
-        lost = read_rows(self._journal) if self._journal.exists() else []
+        lost = read_jsonl(self._journal) if self._journal.exists() else []
         self.roll_backs = max((row["roll_back"] for row in lost), default=0)
         if found is None:
             self.done, self.state = 0, build.fresh_state(setup, kind, params)
@@ -143,11 +143,11 @@ class Progress:
         else:
             state = build.fresh_state(self._setup, self._kind, self._params)
         self.roll_backs += 1
-        undone = [row for row in read(metrics.path) if row["step"] >= before]
+        undone = [row for row in read_metrics(metrics.path) if row["step"] >= before]
         rows = [to_json(row) | {"roll_back": self.roll_backs} for row in undone]
         processes.barrier("rows read")  # before the first host drops them
-        old = read_rows(self._journal) if self._journal.exists() else []
-        write_rows(self._journal, old + rows)
+        old = read_jsonl(self._journal) if self._journal.exists() else []
+        write_jsonl(self._journal, old + rows)
         for step in sorted(set.union(*seen)):
             if step > before:
                 checkpoint.set_aside(self._folder, step, why="collapsed")

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 from rsearch.config.recipes import parse_flags, run_command
 from rsearch.runtime import checkpoint, console
-from rsearch.runtime.metrics import read as read_metrics
-from rsearch.runtime.workdir import read_rows
+from rsearch.runtime.jsonl import read_jsonl
+from rsearch.runtime.metrics import read_metrics
 from tests.chaos.dying_run import PLACES
 from tests.small_run import PPO, arguments, run_python, without_times
 
@@ -123,7 +123,7 @@ def differences(ours: pathlib.Path, theirs: pathlib.Path) -> list[str]:
         ]
         if rows[0] != rows[1]:
             wrong.append(f"{folder.parent}/metrics.jsonl")
-    texts = [read_rows(run / "transcripts.jsonl") for run in (ours, theirs)]
+    texts = [read_jsonl(run / "transcripts.jsonl") for run in (ours, theirs)]
     if texts[0] != texts[1]:
         wrong.append("transcripts.jsonl")
     return wrong

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from rsearch.config.recipes import parse_flags, run_command
 from rsearch.evaluation.evaluator import read_results
 from rsearch.runtime import console
-from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.metrics import read_metrics
 from tests.chaos.faulty_retriever import FAULTS, JUNK, KILLED, Proxy, Retriever
 from tests.small_run import ROOT
 

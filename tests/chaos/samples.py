@@ -20,8 +20,9 @@ from rsearch.retrieval.encoder import HashedNgrams, load_encoder
 from rsearch.retrieval.index import open_index
 from rsearch.retrieval.index_build import build_index
 from rsearch.runtime import checkpoint
-from rsearch.runtime.metrics import read as read_metrics
-from rsearch.runtime.workdir import Workdir, read_rows
+from rsearch.runtime.jsonl import read_jsonl
+from rsearch.runtime.metrics import read_metrics
+from rsearch.runtime.workdir import Workdir
 from tests.models.tiny_bert import write_tiny_bert
 from tests.rollout import tiny
 
@@ -181,7 +182,7 @@ def load_run(folder):
         read_metrics(run.path / "rl" / "metrics.jsonl")
     read_results(folder / "run")
     if (folder / "run" / "transcripts.jsonl").exists():
-        read_rows(folder / "run" / "transcripts.jsonl")
+        read_jsonl(folder / "run" / "transcripts.jsonl")
 
 
 def make_arguments(folder):

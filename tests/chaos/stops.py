@@ -23,7 +23,7 @@ import time
 from rsearch.config.recipes import parse_flags, run_command
 from rsearch.hosts.preemption import EXIT_CODE
 from rsearch.runtime import checkpoint, console
-from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.metrics import read_metrics
 from tests.hosts.test_processes import free_port
 from tests.small_run import ROOT
 

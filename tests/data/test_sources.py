@@ -10,8 +10,8 @@ import pytest
 
 from rsearch.data import sources
 from rsearch.data.questions import load_questions
-from rsearch.data.records import MAX_LINE_BYTES
 from rsearch.data.sources import _hub_name
+from rsearch.runtime.jsonl import MAX_LINE_BYTES
 from tests.data.test_questions import GOOD, jsonl, parquet, verl
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import pytest
 
 from rsearch.hosts.preemption import EXIT_CODE
 from rsearch.runtime import checkpoint
-from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.metrics import read_metrics
 from tests.hosts.test_processes import start_hosts
 from tests.small_run import (
     ROOT,

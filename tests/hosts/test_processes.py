@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from rsearch.hosts import processes
-from rsearch.runtime.metrics import read as read_metrics
-from rsearch.runtime.workdir import read_rows
+from rsearch.runtime.jsonl import read_jsonl
+from rsearch.runtime.metrics import read_metrics
 from tests.small_run import (
     ROOT,
     arguments,
@@ -282,7 +282,7 @@ def test_two_hosts_in_one_program_learn_the_same(runs, together):
         for own, other in zip(ours, theirs, strict=True):
             assert stage == "sft" or own.pop("restarts") >= 0  # told where pages are
             assert own == pytest.approx(other, rel=1e-4, abs=1e-6)
-    texts = [read_rows(run / "transcripts.jsonl") for run in (together, one)]
+    texts = [read_jsonl(run / "transcripts.jsonl") for run in (together, one)]
     assert texts[0] == texts[1]
 
 
@@ -344,7 +344,7 @@ def test_two_hosts_learn_what_one_learns(runs):
         assert without_times(rows[0]) == without_times(rows[1])
     results = [json.loads((run / "results.json").read_text()) for run in (one, two)]
     assert without_times(results[0]) == without_times(results[1])
-    texts = [read_rows(run / "transcripts.jsonl") for run in (one, two)]
+    texts = [read_jsonl(run / "transcripts.jsonl") for run in (one, two)]
     assert texts[0] == texts[1]
 
 

@@ -1,7 +1,7 @@
 """The layers around a search stand in one order, whatever is asked of them."""
 
 from rsearch.retrieval.wrap import wrap_search
-from rsearch.runtime.journal import Journal
+from rsearch.runtime.journal import AppendLog
 from rsearch.types import Passage
 
 
@@ -47,7 +47,7 @@ def test_the_writer_reads_what_the_reranker_chose_and_the_journal_kept(tmp_path)
         top_k=1,
         cache_size=9,
         retry=True,
-        journal=Journal(tmp_path, "searches"),
+        journal=AppendLog(tmp_path, "searches"),
         writer=repeat_passages,
     )
     ((passage,),) = search(["who"])
@@ -56,7 +56,7 @@ def test_the_writer_reads_what_the_reranker_chose_and_the_journal_kept(tmp_path)
     assert "#Context\na longer passage\n" in passage.contents  # and no other one
     # The journal holds what was found, before it was written from.
     other = Engine()
-    journal = Journal(tmp_path, "searches")
+    journal = AppendLog(tmp_path, "searches")
     assert wrap_search(other, journal=journal)(["who"]) == [
         (Passage("long", "a longer passage", 16.0),)
     ]
@@ -72,7 +72,7 @@ def test_layers_added_one_by_one_give_what_one_call_gives(tmp_path):
         engine, rerank=longest_first, rerank_from=2, top_k=1, cache_size=9
     )
     search = wrap_search(search, retry=True)
-    search = wrap_search(search, journal=Journal(tmp_path / "a", "searches"))
+    search = wrap_search(search, journal=AppendLog(tmp_path / "a", "searches"))
     search = wrap_search(search, writer=repeat_passages)
     whole = wrap_search(
         Engine(),
@@ -81,7 +81,7 @@ def test_layers_added_one_by_one_give_what_one_call_gives(tmp_path):
         top_k=1,
         cache_size=9,
         retry=True,
-        journal=Journal(tmp_path / "b", "searches"),
+        journal=AppendLog(tmp_path / "b", "searches"),
         writer=repeat_passages,
     )
     assert search(["who", "when"]) == whole(["who", "when"])

@@ -17,7 +17,7 @@ from rsearch.models.tokenizer import load_tokenizer
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.runtime import console
-from rsearch.runtime.workdir import read_rows, write_rows
+from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.setup.parts import prompts
 from rsearch.tool import result_of
 from rsearch.types import Answer, Group, Search, Source
@@ -195,10 +195,10 @@ def test_people_and_programs_read_a_passage_as_it_is_and_nothing_obeys_it(
             PROTOCOLS["search_r1"], scripts(PROTOCOLS["search_r1"])[0], case.hostile
         )
         group = Group(PARIS, (rollout,))
-        write_rows(tmp_path / "t.jsonl", transcripts([group], row))
+        write_jsonl(tmp_path / "t.jsonl", transcripts([group], row))
         raw = (tmp_path / "t.jsonl").read_bytes()
         assert raw.count(b"\n") == 1 and not obeyed(raw.decode("ascii"))
-        (read,) = read_rows(tmp_path / "t.jsonl")
+        (read,) = read_jsonl(tmp_path / "t.jsonl")
         assert [s["text"] for s in read["segments"]] == [
             s.text for s in rollout.segments
         ]

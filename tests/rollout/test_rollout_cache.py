@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rsearch.rollout.records import RolloutCache, encode_groups, fingerprint
-from rsearch.runtime.journal import Journal
+from rsearch.runtime.journal import AppendLog
 from tests.rollout.scripted import ANSWERS, SEARCHES, WHO, play
 from tests.rollout.test_records import plain
 
@@ -24,7 +24,7 @@ class Half(RolloutCache):
 @pytest.mark.parametrize("num_rows", [1, 2, 4])
 def test_what_had_ended_is_not_written_again(tmp_path, num_rows):
     def go_on(kind):
-        finished = kind(Journal(tmp_path, "rollouts"), ["policy", 3])
+        finished = kind(AppendLog(tmp_path, "rollouts"), ["policy", 3])
         (groups, script) = play(TURNS, num_rows=num_rows, finished=finished)
         return plain(groups[0]), script, finished.num_reused
 
@@ -38,7 +38,7 @@ def test_what_had_ended_is_not_written_again(tmp_path, num_rows):
 
 
 def test_another_policy_or_step_writes_anew(tmp_path):
-    journal = Journal(tmp_path, "rollouts")
+    journal = AppendLog(tmp_path, "rollouts")
     play(TURNS, finished=RolloutCache(journal, ["policy", 3]))
     for made_from in (["policy", 4], ["other", 3]):
         finished = RolloutCache(journal, made_from)
@@ -47,7 +47,7 @@ def test_another_policy_or_step_writes_anew(tmp_path):
 
 
 def test_what_another_version_has_written_is_written_anew(tmp_path):
-    journal = Journal(tmp_path, "rollouts")
+    journal = AppendLog(tmp_path, "rollouts")
     journal.add(["policy", WHO.id, 0], b"\0" * 9)
     journal.add(["policy", WHO.id, 1], encode_groups([]))
     finished = RolloutCache(journal, ["policy"])

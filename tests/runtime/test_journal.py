@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rsearch.hosts import processes
 from rsearch.runtime import console, files
-from rsearch.runtime.journal import HEAD, Journal
+from rsearch.runtime.journal import HEADER, AppendLog
 
 KEYS = st.lists(st.text(st.characters(codec=None)) | st.integers(), max_size=3)
 
@@ -16,18 +16,18 @@ KEYS = st.lists(st.text(st.characters(codec=None)) | st.integers(), max_size=3)
 @given(st.lists(st.tuples(KEYS, st.binary(max_size=20)), max_size=6))
 def test_what_is_added_is_found_now_and_later(tmp_path_factory, records):
     folder = tmp_path_factory.mktemp("journal")
-    journal = Journal(folder, "words")
+    journal = AppendLog(folder, "words")
     for key, body in records:
         journal.add(key, body)
     latest = {repr(key): (key, body) for key, body in records}
-    for opened in (journal, Journal(folder, "words")):
+    for opened in (journal, AppendLog(folder, "words")):
         assert len(opened) == len(latest)
         assert all(opened.get(key) == body for key, body in latest.values())
         assert opened.get(["nobody", "added", "this"]) is None
 
 
 def test_wherever_it_is_torn_the_records_before_are_whole(tmp_path):
-    journal, ends = Journal(tmp_path, "words"), [0]
+    journal, ends = AppendLog(tmp_path, "words"), [0]
     (path,) = [tmp_path / "words-0.journal"]
     for i in range(3):
         journal.add([i], b"body" * i)
@@ -35,16 +35,16 @@ def test_wherever_it_is_torn_the_records_before_are_whole(tmp_path):
     whole = path.read_bytes()
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
-        opened = Journal(tmp_path, "words")
+        opened = AppendLog(tmp_path, "words")
         num_whole = sum(end <= size for end in ends[1:])
         assert len(opened) == num_whole
         assert path.stat().st_size == ends[num_whole]
         opened.add([9], b"new")  # where the torn one began
-        assert Journal(tmp_path, "words").get([9]) == b"new"
+        assert AppendLog(tmp_path, "words").get([9]) == b"new"
 
 
 def test_what_is_damaged_is_not_found(tmp_path):
-    journal = Journal(tmp_path, "words")
+    journal = AppendLog(tmp_path, "words")
     journal.add([0], b"first")
     first = (tmp_path / "words-0.journal").stat().st_size
     journal.add([1], b"second")
@@ -53,10 +53,10 @@ def test_what_is_damaged_is_not_found(tmp_path):
         damaged = bytearray(whole)
         damaged[place] ^= 4
         (tmp_path / "words-0.journal").write_bytes(damaged)
-        opened = Journal(tmp_path, "words")
+        opened = AppendLog(tmp_path, "words")
         assert (opened.get([0]), opened.get([1])) == (b"first", None)
-    (tmp_path / "words-0.journal").write_bytes(HEAD.pack(2**63, 2**63, b"x" * 16))
-    assert len(Journal(tmp_path, "words")) == 0
+    (tmp_path / "words-0.journal").write_bytes(HEADER.pack(2**63, 2**63, b"x" * 16))
+    assert len(AppendLog(tmp_path, "words")) == 0
 
 
 def test_what_other_hosts_have_added_is_found_and_ones_own_counts(
@@ -64,12 +64,12 @@ def test_what_other_hosts_have_added_is_found_and_ones_own_counts(
 ):
     for host in (1, 0, 2):
         monkeypatch.setattr(processes, "host_index", lambda host=host: host)
-        journal = Journal(tmp_path, "words")
+        journal = AppendLog(tmp_path, "words")
         journal.add(["all"], b"of %d" % host)
         journal.add([host], b"own")
     for host in range(3):
         monkeypatch.setattr(processes, "host_index", lambda host=host: host)
-        opened = Journal(tmp_path, "words")
+        opened = AppendLog(tmp_path, "words")
         assert opened.get(["all"]) == b"of %d" % host
         assert [opened.get([other]) for other in range(3)] == [b"own"] * 3
 
@@ -77,13 +77,13 @@ def test_what_other_hosts_have_added_is_found_and_ones_own_counts(
 def test_what_is_cleared_is_gone_and_that_of_hosts_that_are_no_more(tmp_path):
     (tmp_path / "words-1.journal").write_bytes(b"")
     (tmp_path / "others-0.journal").write_bytes(b"")
-    journal = Journal(tmp_path, "words")
+    journal = AppendLog(tmp_path, "words")
     journal.add([0], b"first")
     journal.clear()
     assert journal.get([0]) is None and len(journal) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["others-0.journal"]
     journal.add([1], b"second")
-    assert Journal(tmp_path, "words").get([1]) == b"second"
+    assert AppendLog(tmp_path, "words").get([1]) == b"second"
     journal.clear()
     journal.clear()
 
@@ -91,7 +91,7 @@ def test_what_is_cleared_is_gone_and_that_of_hosts_that_are_no_more(tmp_path):
 def test_a_disk_that_refuses_is_told_of_once(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(console, "note", told.append)
-    journal = Journal(tmp_path, "words")
+    journal = AppendLog(tmp_path, "words")
     journal.add([0], b"first")
 
     def refuse(file, data):
@@ -104,11 +104,11 @@ def test_a_disk_that_refuses_is_told_of_once(tmp_path, monkeypatch):
     assert len(told) == 1 and "words-0.journal" in told[0] and "No space" in told[0]
     assert journal.get([0]) == b"first" and journal.get([1]) is None
     journal.add([3], b"fourth")
-    assert Journal(tmp_path, "words").get([3]) == b"fourth"
+    assert AppendLog(tmp_path, "words").get([3]) == b"fourth"
 
 
 @pytest.mark.parametrize("name", ["words-1.journal", "words-x.journal"])
 def test_a_directory_in_the_place_of_a_file_is_refused_by_name(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(OSError, match=name):
-        Journal(tmp_path, "words")
+        AppendLog(tmp_path, "words")

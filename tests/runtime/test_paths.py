@@ -7,8 +7,7 @@ from rsearch.config import recipes as configs
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
 from rsearch.runtime import checkpoint
-from rsearch.runtime.metrics import MetricsLog
-from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.metrics import MetricsLog, read_metrics
 from rsearch.runtime.workdir import Workdir, check_workdir
 from tests.data.test_questions import GOOD, jsonl
 

@@ -4,8 +4,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from rsearch.runtime.journal import Journal
-from rsearch.runtime.recorded import recorded_replies, recorded_search
+from rsearch.runtime.journal import AppendLog
+from rsearch.runtime.recorded import record_replies, record_search
 from rsearch.types import Passage
 
 
@@ -25,7 +25,7 @@ class Service:
 
 def recorded(folder, version):
     service = Service(version)
-    return recorded_search(service, Journal(folder, "searches")), service
+    return record_search(service, AppendLog(folder, "searches")), service
 
 
 def test_a_later_start_is_shown_the_same_text(tmp_path):
@@ -56,7 +56,7 @@ def test_searches_that_overlap_are_told_the_same_and_so_is_a_later_start(tmp_pat
         assert may_answer.wait(20)
         return [(Passage(q, f"{q}\n{version}", 0.5),) for q in queries]
 
-    kept = recorded_search(search, Journal(tmp_path, "searches"))
+    kept = record_search(search, AppendLog(tmp_path, "searches"))
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(kept, ["a"])
         assert begun.wait(20)
@@ -83,7 +83,7 @@ def test_as_many_searches_overlap_as_the_service_takes(tmp_path):
     assert search.searches_at_once == 1
     service = Service("first")
     service.searches_at_once = 8
-    assert recorded_search(service, Journal(tmp_path, "more")).searches_at_once == 8
+    assert record_search(service, AppendLog(tmp_path, "more")).searches_at_once == 8
 
 
 def test_a_query_that_finds_nothing_is_kept(tmp_path):
@@ -93,7 +93,7 @@ def test_a_query_that_finds_nothing_is_kept(tmp_path):
         asked.append(queries)
         return [()] * len(queries)
 
-    kept = recorded_search(search, Journal(tmp_path, "searches"))
+    kept = record_search(search, AppendLog(tmp_path, "searches"))
     assert kept(["a"]) == kept(["a"]) == [()] and len(asked) == 1
 
 
@@ -104,7 +104,7 @@ def test_a_model_at_an_endpoint_is_asked_once_for_each_chat(tmp_path):
             texts = [chat[-1]["content"] for chat in chats]
             return [None if t == "down" else f"{t} {version} \ud800" for t in texts]
 
-        return recorded_replies(reply, Journal(tmp_path, "judge"))
+        return record_replies(reply, AppendLog(tmp_path, "judge"))
 
     def chats(*texts):
         return [[{"role": "user", "content": text}] for text in texts]

@@ -15,9 +15,7 @@ from rsearch.runtime.workdir import (
     Workdir,
     check_workdir,
     read_config,
-    read_rows,
     write_json,
-    write_rows,
 )
 
 
@@ -267,23 +265,6 @@ def test_json_is_replaced_as_a_whole_or_not_at_all(tmp_path):
         write_json(path, [{"em": float("nan")}])
     assert json.loads(path.read_text()) == [{"em": 0.5}]
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_torn_last_row_is_left_out(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n{"a": 2}\n{"a"')
-    assert read_rows(tmp_path / "rows.jsonl") == [{"a": 1}, {"a": 2}]
-
-
-def test_rows_come_back_as_written(tmp_path):
-    rows = [{"a": 1, "text": "\u2028 \x00 line\nfeed"}, {}]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    assert read_rows(tmp_path / "rows.jsonl") == rows
-
-
-def test_bad_line_among_rows_is_named(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"a": 1}\nnot json\n{"a": 2}\n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2: not JSON"):
-        read_rows(tmp_path / "rows.jsonl")
 
 
 def test_stage_with_a_decaying_rate_gets_no_more_steps(tmp_path, config):

@@ -12,7 +12,7 @@ from rsearch.config.recipes import run_command
 from rsearch.evaluation import evaluator as evaluate
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.runtime import checkpoint
-from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.metrics import read_metrics
 from rsearch.setup import agents
 from rsearch.stages import rl
 from tests.small_run import (

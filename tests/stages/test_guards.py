@@ -10,7 +10,7 @@ from rsearch import setup as build
 from rsearch.config.recipes import StoppedError
 from rsearch.evaluation.evaluator import CHECKPOINTS
 from rsearch.runtime import checkpoint
-from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.metrics import read_metrics
 from rsearch.stages import rl, sft
 from rsearch.stages.guards import FOLDER, Guards
 from rsearch.stages.learning import Learning

@@ -9,7 +9,7 @@ import pytest
 from rsearch import setup as build
 from rsearch.evaluation.evaluator import CHECKPOINTS
 from rsearch.runtime import checkpoint
-from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.metrics import read_metrics
 from rsearch.stages import rl
 from rsearch.stages.guards import Guards
 from rsearch.stages.learning import Learning, _learns

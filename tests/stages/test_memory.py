@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rsearch.protocols.base import Step
-from rsearch.runtime.workdir import read_rows
+from rsearch.runtime.jsonl import read_jsonl
 from rsearch.stages.memory import FILE, Memory, open_memory
 from rsearch.types import (
     Answer,
@@ -83,7 +83,7 @@ def collected(setup, folder, groups, *, replies=None, step=0):
     memory = Memory(setup, rewriter, folder)
     rewards = np.ones((len(groups), len(groups[0].rollouts)), np.float32)
     told = memory.collect(step, groups, rewards)
-    return told, read_rows(folder / FILE), rewriter
+    return told, read_jsonl(folder / FILE), rewriter
 
 
 def test_a_right_rewording_is_kept_and_learnt_as_one_turn(setup, tmp_path):
@@ -233,7 +233,7 @@ def test_a_run_that_is_killed_collects_and_draws_the_same_again(setup, tmp_path)
     # Killed before that checkpoint, and on the way through the first step.
     again = Memory(setup, Rewriter(setup), tmp_path)
     again.collect(0, groups[:4], np.ones((4, 1)))
-    assert [row["step"] for row in read_rows(tmp_path / FILE)] == [0] * 4
+    assert [row["step"] for row in read_jsonl(tmp_path / FILE)] == [0] * 4
 
 
 def test_passages_and_questions_cannot_speak_for_the_template(setup, tmp_path):

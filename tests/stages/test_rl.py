@@ -13,7 +13,7 @@ from rsearch.hosts import preemption
 from rsearch.learn.train_state import create_state
 from rsearch.learn.update import Learner
 from rsearch.models.hf import checkpoint as huggingface
-from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.metrics import read_metrics
 from rsearch.stages import rl
 from rsearch.stages.learning import Learning
 from rsearch.types import Group, Lookup, Outcome, Question, Rollout, Segment, Source

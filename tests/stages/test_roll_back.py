@@ -12,8 +12,8 @@ from rsearch.config.recipes import StoppedError
 from rsearch.evaluation.evaluator import CHECKPOINTS
 from rsearch.hosts.preemption import PreemptedError
 from rsearch.runtime import checkpoint
-from rsearch.runtime.metrics import read as read_metrics
-from rsearch.runtime.workdir import read_rows
+from rsearch.runtime.jsonl import read_jsonl
+from rsearch.runtime.metrics import read_metrics
 from rsearch.stages import rl
 from rsearch.stages.state import Progress
 from tests.small_run import config, load_setup, quick_compilation
@@ -71,7 +71,7 @@ def test_a_collapse_is_rolled_back_and_other_draws_follow(
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(6))
     assert all(row["empty_answers"] == 0.1 for row in rows)
-    undone = read_rows(tmp_path / "rolled_back.jsonl")
+    undone = read_jsonl(tmp_path / "rolled_back.jsonl")
     told = [(r["step"], r["empty_answers"], r["roll_back"]) for r in undone]
     assert told == [(2, 0.9, 1), (3, 0.9, 1)]
     folder = tmp_path / CHECKPOINTS

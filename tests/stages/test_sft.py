@@ -7,7 +7,7 @@ import pytest
 
 from rsearch import setup as build
 from rsearch.data.order import take
-from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.metrics import read_metrics
 from rsearch.stages import sft
 from rsearch.types import Source
 from tests.small_run import config, load_setup, quick_compilation

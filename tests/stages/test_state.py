@@ -16,8 +16,7 @@ from rsearch.evaluation.evaluator import CHECKPOINTS
 from rsearch.hosts import preemption
 from rsearch.learn.update import Learner
 from rsearch.runtime import checkpoint, storage
-from rsearch.runtime.metrics import MetricsLog
-from rsearch.runtime.metrics import read as read_metrics
+from rsearch.runtime.metrics import MetricsLog, read_metrics
 from rsearch.stages import rl, sft, state
 from rsearch.stages.guards import Guards
 from rsearch.stages.state import Progress

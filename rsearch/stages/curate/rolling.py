@@ -6,7 +6,6 @@ stage that was stopped goes on with the next wave, and ends with the same files.
 """
 
 import dataclasses
-import json
 import pathlib
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,8 +16,8 @@ from rsearch import setup as build
 from rsearch.data.curation import Attempt, attempt_of, from_record, to_record
 from rsearch.hosts import processes
 from rsearch.rollout.conversation import conversation_tokens, markup_tokens
-from rsearch.runtime import console, files
-from rsearch.runtime.workdir import read_rows
+from rsearch.runtime import console
+from rsearch.runtime.jsonl import append_jsonl, drop_torn_line, read_jsonl
 from rsearch.types import Question
 
 JOURNAL = "journal.jsonl"
@@ -27,8 +26,8 @@ STAGE_KEY = 3  # folded into the seed: what these stages draw, no others do
 FILLINGS = 4  # times that the slots are filled in a wave, which is journalled whole
 
 
-class Journal:
-    """The waves that a data stage has finished.
+class WaveLog:
+    """The waves of rollouts that a data stage has finished, in a JSON Lines file.
 
     Attributes:
         rows: {"pass", "round", "ids", "records"} of each wave, in order.
@@ -38,27 +37,13 @@ class Journal:
         self._path = folder / JOURNAL
         self.rows = []
         if self._path.exists():
-            self.rows = read_rows(self._path)
-            for number, row in enumerate(self.rows, start=1):
-                if not _is_wave(row):
-                    raise ValueError(
-                        f"{self._path}:{number}: not a wave of rollouts; cut the file "
-                        "there, and what follows is rolled out again"
-                    )
-            whole = self._path.read_bytes()
-            size = whole.rfind(b"\n") + 1
-            if (
-                size < len(whole) and processes.is_host0()
-            ):  # a line that was being written
-                files.replace(self._path, whole[:size])
+            self.rows = read_jsonl(self._path, torn="drop", parse=_check_wave)
+            drop_torn_line(self._path)
 
     def append(self, name: str, number: int, ids, records) -> None:
-        """Remembers a wave: the records of each question, of a pass and its round."""
+        """Append a wave: the records of each question, of a pass and its round."""
         row = {"pass": name, "round": number, "ids": ids, "records": records}
-        line = json.dumps(row, allow_nan=False) + "\n"
-        if processes.is_host0():
-            with open(self._path, "ab", buffering=0) as file:
-                files.append(file, line.encode())
+        append_jsonl(self._path, row)
         self.rows.append(row)
 
     def of(self, name: str, number: int | None = None) -> dict:
@@ -71,14 +56,20 @@ class Journal:
         return found
 
 
-def _is_wave(row):
-    """Whether a line of the journal is one that `Journal.append` writes."""
+def _check_wave(row):
+    """Return `row`; refuse one that `WaveLog.append` cannot have written."""
     try:
         for _, records in zip(row["ids"], row["records"], strict=True):
             list(map(from_record, records))
-        return isinstance(row["pass"], str) and type(row["round"]) is int
+        is_wave = isinstance(row["pass"], str) and type(row["round"]) is int
     except (LookupError, TypeError, ValueError):
-        return False
+        is_wave = False
+    if not is_wave:
+        raise ValueError(
+            "not a wave of rollouts; cut the file there, and what follows is rolled "
+            "out again"
+        )
+    return row
 
 
 class Work:
@@ -96,7 +87,7 @@ class Work:
     def __init__(self, setup: build.Setup, params, folder: pathlib.Path, stage: str):
         self.setup, self.params = setup, params
         self.folder, self.stage = folder, stage
-        self.journal = Journal(folder)
+        self.journal = WaveLog(folder)
         self.questions = setup.train
 
     def key(self, name: str):
@@ -106,7 +97,7 @@ class Work:
         named = zlib.crc32(f"{self.stage}/{name}".encode())
         return jax.random.fold_in(root, named)
 
-    def first_journal(self) -> Journal | None:
+    def first_journal(self) -> WaveLog | None:
         """The journal of the stage that config.curate.first names.
 
         Raises:
@@ -121,7 +112,7 @@ class Work:
                 f"config.curate.first = {first!r}: {folder / JOURNAL} is missing; has "
                 "this stage rolled out anything?"
             )
-        return Journal(folder)
+        return WaveLog(folder)
 
     def roll_out(
         self,

@@ -22,7 +22,8 @@ from rsearch.data.curation import (
 )
 from rsearch.data.demonstrations import Demonstration
 from rsearch.data.selection import LEVELS, difficulty, mixed, share
-from rsearch.runtime.workdir import write_json, write_rows
+from rsearch.runtime.jsonl import write_jsonl
+from rsearch.runtime.workdir import write_json
 from rsearch.stages.curate.chains import chains, no_reasoning
 from rsearch.stages.curate.rolling import FIRST, Work
 from rsearch.stages.curate.summary import Chosen, Verdict, capped, show, summarise
@@ -66,9 +67,9 @@ def run(setup: build.Setup, params, folder: pathlib.Path, *, stage: str) -> None
         )
     if chosen.demonstrations:
         rows = [demonstration_record(d) for _, d in chosen.demonstrations]
-        write_rows(folder / DEMONSTRATIONS, rows)
+        write_jsonl(folder / DEMONSTRATIONS, rows)
     if chosen.questions:
-        write_rows(folder / QUESTIONS, chosen.questions)
+        write_jsonl(folder / QUESTIONS, chosen.questions)
     write_json(folder / SUMMARY, summary)
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rsearch.data.curation import Attempt, to_record
-from rsearch.stages.curate.rolling import JOURNAL, Journal
+from rsearch.stages.curate.rolling import JOURNAL, WaveLog
 from rsearch.types import Lookup, Outcome, Passage
 
 RECORD = to_record(
@@ -20,11 +20,11 @@ RECORD = to_record(
 
 
 def test_waves_come_back_by_pass_and_round(tmp_path):
-    journal = Journal(tmp_path)
+    journal = WaveLog(tmp_path)
     journal.append("first", 0, ["a", "b"], [[RECORD], []])
     journal.append("first", 1, ["a"], [[RECORD, RECORD]])
     journal.append("retry", 0, ["b"], [[RECORD]])
-    again = Journal(tmp_path)
+    again = WaveLog(tmp_path)
     assert again.rows == journal.rows
     assert {name: len(found) for name, found in again.of("first").items()} == {
         "a": 3,
@@ -35,11 +35,11 @@ def test_waves_come_back_by_pass_and_round(tmp_path):
 
 
 def test_a_wave_that_was_being_written_is_dropped(tmp_path):
-    Journal(tmp_path).append("first", 0, ["a"], [[RECORD]])
+    WaveLog(tmp_path).append("first", 0, ["a"], [[RECORD]])
     whole = (tmp_path / JOURNAL).read_bytes()
     for end in (len(whole) // 2, len(whole) - 1):
         (tmp_path / JOURNAL).write_bytes(whole + whole[:end])
-        assert len(Journal(tmp_path).rows) == 1
+        assert len(WaveLog(tmp_path).rows) == 1
         assert (tmp_path / JOURNAL).read_bytes() == whole
 
 
@@ -64,11 +64,11 @@ WAVE = {"pass": "first", "round": 0, "ids": ["a"], "records": [[RECORD]]}
     ids=repr,
 )
 def test_a_line_that_is_no_wave_is_named(tmp_path, damage):
-    Journal(tmp_path).append("first", 0, ["a"], [[RECORD]])
+    WaveLog(tmp_path).append("first", 0, ["a"], [[RECORD]])
     text = damage if isinstance(damage, str) else json.dumps(damage)
     with open(tmp_path / JOURNAL, "a") as file:
         file.write(text + "\n")
     before = (tmp_path / JOURNAL).read_bytes()
-    with pytest.raises(ValueError, match=rf"{JOURNAL}:2: not "):
-        Journal(tmp_path)
+    with pytest.raises(ValueError, match=rf"{JOURNAL}:2: "):
+        WaveLog(tmp_path)
     assert (tmp_path / JOURNAL).read_bytes() == before

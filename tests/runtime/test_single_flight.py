@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rsearch.runtime.in_flight import InFlight
+from rsearch.runtime.recorded import SingleFlight
 
 SECONDS = 20  # that a thread waits for another before a test fails
 
@@ -34,7 +34,7 @@ class Source:
 
 def overlapping(source, first, *others):
     """What callers of these keys have; the others come while the first one asks."""
-    in_flight, has_come = InFlight(), [threading.Event() for _ in others]
+    in_flight, has_come = SingleFlight(), [threading.Event() for _ in others]
 
     def told(keys, event):
         yield from keys
@@ -88,7 +88,7 @@ def test_what_is_known_is_told_while_its_caller_asks_for_more():
 
 
 def test_a_key_that_has_been_answered_may_be_asked_for_again():
-    source, in_flight = Source(), InFlight()
+    source, in_flight = Source(), SingleFlight()
     for _ in range(2):
         assert in_flight(["none"], known=source.known, ask=source.ask) == {"none": None}
     assert source.asked == [["none"], ["none"]]

@@ -1,0 +1,192 @@
+"""Read and write JSON Lines: one reader for all files, its strictness chosen by name.
+
+Files that a run writes itself are read leniently, and a last line without its line feed
+is dropped: a crash tore it. Files that users bring are read strictly: the `json` module
+keeps the last of two equal keys in silence, accepts NaN and fails with a RecursionError
+on deep nesting, and here all three are errors of that record.
+"""
+
+import gzip
+import json
+import os
+import pathlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+from rsearch.hosts import processes
+from rsearch.runtime import files
+
+BOM = b"\xef\xbb\xbf"
+MAX_LINE_BYTES = 1 << 24  # a small gzip file may hold gigabytes without a line end
+GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)  # of truncated or damaged data
+
+
+def read_jsonl(
+    path: str | os.PathLike,
+    *,
+    torn: Literal["drop", "read"] = "drop",
+    blank: Literal["refuse", "skip"] = "refuse",
+    strict: bool = False,
+    parse: Callable[[Any], Any] | None = None,
+    on_bad: Callable[[str], None] | None = None,
+) -> list:
+    """Return the values of a JSON Lines file, one for each line.
+
+    Args:
+        path: the file, plain or gzip, in UTF-8, with or without a byte order mark.
+        torn: "drop" leaves out a last line without its line feed, as a crash leaves it;
+            "read" reads it as any other line.
+        blank: "skip" leaves out blank lines.
+        strict: refuse a key given twice in one object, NaN, the infinities, and lines
+            of more than MAX_LINE_BYTES.
+        parse: (value) -> what is returned for it; its ValueError makes the line a bad
+            one.
+        on_bad: called with the message of each bad line, which is then left out. None
+            raises the first.
+
+    Raises:
+        ValueError: a bad line, as file:line; damaged gzip data.
+        OSError: the file cannot be read.
+    """
+    values = []
+    limit = MAX_LINE_BYTES if strict else None
+    for number, line in jsonl_lines(path, torn=torn, max_line_bytes=limit):
+        if blank == "skip" and not line.strip():
+            continue
+        try:
+            value = decode_json(line.rstrip(b"\r\n"), strict=strict)
+            values.append(value if parse is None else parse(value))
+        except ValueError as error:
+            message = f"{path}:{number}: {error}"
+            if on_bad is None:
+                raise ValueError(message) from None
+            on_bad(message)
+    return values
+
+
+def jsonl_lines(
+    path: str | os.PathLike,
+    *,
+    torn: Literal["drop", "read"] = "read",
+    max_line_bytes: int | None = MAX_LINE_BYTES,
+) -> Iterator[tuple[int, bytes]]:
+    """Yield (line number from 1, bytes with their line end) of a plain or gzip file.
+
+    Lines are not parsed, so that one bad line does not hide those after it. How the
+    file begins tells whether it is compressed, not its name.
+
+    Raises:
+        ValueError: a line of more than `max_line_bytes`, or damaged gzip data.
+        OSError: the file cannot be read.
+    """
+    number = 0
+    try:
+        with open_text(path) as file:
+            # One byte more than the limit tells a line that is too long from others.
+            size = -1 if max_line_bytes is None else max_line_bytes + 1
+            lines = iter(lambda: file.readline(size), b"")
+            for number, raw in enumerate(lines, 1):
+                if max_line_bytes is not None and len(raw) > max_line_bytes:
+                    raise ValueError(
+                        f"{path}:{number}: a line of more than {max_line_bytes} bytes"
+                    )
+                if torn == "drop" and not raw.endswith(b"\n"):
+                    return
+                yield number, raw.removeprefix(BOM) if number == 1 else raw
+    except GZIP_ERRORS as error:
+        raise ValueError(
+            f"{path}: truncated or damaged gzip data after line {number}: {error}"
+        ) from None
+
+
+def open_text(path: str | os.PathLike):
+    """Open a plain or gzip file for reading its uncompressed bytes."""
+    opener = gzip.open if file_kind(path) == "gzip" else open
+    return opener(path, "rb")
+
+
+def file_kind(path: str | os.PathLike) -> str:
+    """Return 'gzip', 'parquet', 'empty' or 'text', by the first bytes of the file.
+
+    Raises:
+        OSError: it is missing, unreadable or a directory.
+    """
+    with open(path, "rb") as file:
+        head = file.read(4)
+    if head.startswith(b"\x1f\x8b"):
+        return "gzip"
+    if head == b"PAR1":
+        return "parquet"
+    return "text" if head else "empty"
+
+
+def decode_json(data: bytes, *, strict: bool = True) -> Any:
+    """Return the value of a JSON text in UTF-8.
+
+    Raises:
+        ValueError: not UTF-8, not JSON or nested too deeply; if `strict` also a key
+            given twice in one object, NaN or an infinity. The caller adds file and
+            line in front of the message.
+    """
+    try:
+        text = data.decode("utf-8")
+        return (_STRICT if strict else _LENIENT).decode(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"invalid UTF-8 at byte {error.start + 1}") from None
+    except json.JSONDecodeError as error:
+        if not text.strip():
+            raise ValueError("blank line") from None
+        where = f"column {error.colno}"
+        if error.lineno > 1:
+            where = f"line {error.lineno}, {where}"
+        raise ValueError(f"invalid JSON at {where}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError("JSON nested too deeply") from None
+
+
+def write_jsonl(path: str | os.PathLike, rows: Iterable) -> None:
+    """Write a JSON Lines file atomically and durably, on host 0. NaN is refused."""
+    lines = [json.dumps(row, allow_nan=False) + "\n" for row in rows]
+    if processes.is_host0():
+        files.replace(path, "".join(lines).encode())
+
+
+def append_jsonl(path: str | os.PathLike, row: Any) -> None:
+    """Append one line to a JSON Lines file, whole or not at all, on host 0.
+
+    Raises:
+        OSError: the disk refuses; the file is as it was.
+    """
+    line = json.dumps(row, allow_nan=False) + "\n"
+    if processes.is_host0():
+        with open(path, "ab", buffering=0) as file:
+            files.append(file, line.encode())
+
+
+def drop_torn_line(path: str | os.PathLike) -> None:
+    """Cut off a last line without its line feed, on host 0, before lines are added."""
+    data = pathlib.Path(path).read_bytes()
+    size = data.rfind(b"\n") + 1
+    if size < len(data) and processes.is_host0():
+        files.replace(path, data[:size])
+
+
+def _unique_keys(pairs):
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"field {twice}: given twice")
+    return record
+
+
+def _refuse_constant(name):
+    raise ValueError(f"{name} is not JSON")
+
+
+# Decoders made once: json.loads with hooks would build one for every line.
+_LENIENT = json.JSONDecoder()
+_STRICT = json.JSONDecoder(
+    object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
+)
