@@ -1,16 +1,16 @@
-"""python -m rsearch.index --corpus=FILE --encoder=MODEL --out=DIRECTORY
+"""Encode the passages of a corpus and build their ScaNN index.
 
-Encodes the passages of a corpus and builds their ScaNN index; the same command goes on
-where it was stopped. Prints what was built, how much of an exact search it finds and,
-with --questions, how many of their supporting passages.
+    python -m rsearch.index --corpus=FILE --encoder=MODEL --out=DIRECTORY
 
-Several hosts share the work on a directory that all reach. Those that start together
-meet, as in training:
+The same command resumes where it was stopped. It prints what was built, the recall
+against exact search and, with --questions, the recall of their supporting passages.
+
+Several hosts share the work on a directory that all reach. Hosts that start together
+connect, as in training:
 
     python -m rsearch.index ... --coordinator=auto
 
-Those that start when they like, as in a SLURM array, are told their numbers; the last
-one to end builds the ScaNN index:
+In a SLURM array give each task --worker=I/N; the last to finish builds the index:
 
     python -m rsearch.index ... --worker=$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT
 """
@@ -19,6 +19,7 @@ import math
 import pathlib
 import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
 
 from rsearch.config.recipes import REQUIRED, parse_flags, run_command
 from rsearch.data.corpus import Corpus
@@ -28,8 +29,8 @@ from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.index import open_index
 from rsearch.retrieval.index_build import build_index, encode_share, plan_index
-from rsearch.retrieval.supporting import supporting_recall
 from rsearch.runtime.console import note, table
+from rsearch.types import Question, SearchFn
 
 FLAGS = {
     "corpus": (REQUIRED, "JSONL of passages, plain or gzip: {id, contents}"),
@@ -61,12 +62,12 @@ FLAGS = {
 }
 
 
-def main(argv):
-    """The command; see --help."""
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see --help."""
     flags = parse_flags(argv, flags=FLAGS)
     lengths = ("max_query_tokens", "max_passage_tokens")
-    chosen = ("leaves_to_search", "reorder", "dims_per_block", "shard_size")
-    for name in (*chosen, *lengths):
+    settings = ("leaves_to_search", "reorder", "dims_per_block", "shard_size")
+    for name in (*settings, *lengths):
         if flags[name] < 0:
             raise ValueError(f"--{name}={flags[name]}, expected 0 or more")
     for name, least in (("hashed_dim", 1), ("top_k", 1), ("parts", 1)):
@@ -83,9 +84,9 @@ def main(argv):
 
 
 def _build(flags, worker, lengths):
-    """Encodes, builds, and tells what has come of it."""
+    """Encode the corpus, build its index, and print what was built."""
     started = time.monotonic()
-    # Before hours of encoding, see that the questions can be read.
+    # Questions that cannot be read are refused before hours of encoding.
     questions = _questions(flags["questions"])
     corpus = Corpus(flags["corpus"], cache=flags["cache"] or None)
     encoder = load_encoder(
@@ -122,7 +123,7 @@ def _build(flags, worker, lengths):
 
 
 def _worker(text):
-    """(number, how many there are) of "I/N"; () of nothing."""
+    """Return (number, number of workers) of "I/N", or () of ""."""
     if not text:
         return ()
     number, _, count = text.partition("/")
@@ -132,7 +133,7 @@ def _worker(text):
 
 
 def _is_last(corpus, encoder, out, settings, worker, num_workers):
-    """Encodes a worker's share; whether no shard is missing then."""
+    """Encode a worker's share; return whether no shard is missing then."""
     plan = plan_index(corpus, encoder, **settings)
     num_missing = encode_share(
         corpus, encoder, out, plan, worker=worker, num_workers=num_workers
@@ -163,14 +164,62 @@ def _rows(manifest):
         rows.append(("search", "brute force"))
     else:
         leaves = "{leaves_to_search} of {num_leaves} leaves".format(**partition)
-        searched = leaves if partition["num_leaves"] > 1 else "all codes"
-        rows.append(("search", f"{searched}, {partition['reorder']} reordered"))
+        scanned = leaves if partition["num_leaves"] > 1 else "all codes"
+        rows.append(("search", f"{scanned}, {partition['reorder']} reordered"))
         rows.append(("dimensions of a code", str(partition["dims_per_block"])))
     value = math.nan if recall["value"] is None else recall["value"]
     measured = f"{value:.4f} ({recall['num_queries']} {recall['queries']})"
     rows.append((f"recall@{recall['top_k']} of ScaNN against exact search", measured))
     rows.append(("seconds to build", str(manifest["seconds"])))
     return rows
+
+
+def supporting_recall(
+    search: SearchFn, questions: Iterable[Question], *, top_k: int
+) -> tuple[float, int]:
+    """Return the mean share of a question's supporting passages that are retrieved.
+
+    Args:
+        search: called with the questions' texts.
+        questions: their metadata names the supporting passages as
+            `supporting_ids`, `supporting_titles`, or FlashRAG's `supporting_facts` with
+            a list `title`. Questions that name none do not count.
+        top_k: passages a question that count.
+
+    Returns:
+        (recall in [0, 1], number of questions that count).
+
+    Raises:
+        ValueError: no question names any.
+    """
+    rows = [(q.text, *supporting_passages(q)) for q in questions]
+    rows = [row for row in rows if row[2]]
+    if not rows:
+        raise ValueError(
+            "none of the questions names its supporting passages: expected metadata "
+            "with supporting_ids, supporting_titles or supporting_facts"
+        )
+    total = 0.0
+    for (_, key, expected), passages in zip(rows, search([row[0] for row in rows])):
+        retrieved = {key(passage) for passage in (passages or ())[:top_k]}
+        total += len(expected & retrieved) / len(expected)
+    return total / len(rows), len(rows)
+
+
+def supporting_passages(question: Question) -> tuple[Callable, set[str]]:
+    """Return (a passage's key, keys of the passages that the question rests on)."""
+    metadata = question.metadata
+    if metadata.get("supporting_ids"):
+        return (lambda passage: passage.id), set(metadata["supporting_ids"])
+    titles = metadata.get("supporting_titles")
+    facts = metadata.get("supporting_facts")
+    if not titles and isinstance(facts, dict):
+        titles = facts.get("title")
+    return _title_of, {title.strip('" ') for title in titles or ()}
+
+
+def _title_of(passage):
+    return passage.title.strip('" ')
 
 
 if __name__ == "__main__":

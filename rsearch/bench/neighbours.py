@@ -17,14 +17,14 @@ import numpy as np
 from rsearch.bench.child import peak_bytes
 from rsearch.bench.passages import TOP_K
 from rsearch.bench.unmeasured import Unmeasured
-from rsearch.retrieval.index_parts import open_searcher, save_searcher
+from rsearch.retrieval.index import open_searcher, save_searcher
 from rsearch.retrieval.nearest import (
     QUANTIZED_MAX,
     REORDER_BYTES,
     Nearest,
     build_searcher,
     choose_partition,
-    kind_of,
+    partition_kind,
     recall_of,
 )
 from rsearch.retrieval.vectors import Vectors
@@ -95,7 +95,7 @@ def make_scann(*, folder, batch, recall):
         leaves = sorted({min(most, max(1, n)) for n in leaves})
         return Opened(search, leaves, REORDER, seconds, loaded, coded, dtype)
 
-    kind = kind_of(approximate_partition(len(vectors), vectors.dim))
+    kind = partition_kind(approximate_partition(len(vectors), vectors.dim))
     return _tuned(folder, map(opened, CODED[kind]), batch, recall)
 
 

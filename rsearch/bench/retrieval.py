@@ -14,7 +14,7 @@ from rsearch.bench.children import Subject, compare
 from rsearch.bench.neighbours import approximate_partition
 from rsearch.bench.passages import TOP_K, Searched, many_vectors, real_passages
 from rsearch.bench.rows import OURS, Bench, Row, bounded, row_of
-from rsearch.retrieval.nearest import NUM_CODES, REORDER_BYTES, queries_at_once
+from rsearch.retrieval.nearest import NUM_CODES, REORDER_BYTES, batch_size
 
 FLAGS = {
     "corpus": ("", "JSONL of passages (default: the index's, or the embedded world)"),
@@ -153,7 +153,7 @@ def _work(subject, searched: Searched, batch, told):
     partition = approximate_partition(
         num, dim, dims_per_block=told["dimensions of a code"]
     )
-    at_once = queries_at_once(partition, batch)
+    at_once = batch_size(partition, batch)
     codes = dim // partition.dims_per_block / 2
     share = told["searched"] / partition.num_leaves
     read = 1 - (1 - share) ** at_once  # of all codes, by these queries together

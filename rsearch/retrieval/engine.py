@@ -1,16 +1,23 @@
-"""The search engine of rollouts: queries to passages, batched, cached, reproducible."""
+"""Search a corpus for the rollouts: batched, cached, reproducible."""
 
 import collections
 import dataclasses
 import hashlib
 import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from rsearch.retrieval.nearest import Nearest, build_searcher
-from rsearch.retrieval.parts import PartsError
+from rsearch.retrieval.nearest import (
+    IndexPartError,
+    Nearest,
+    NearestFn,
+    build_searcher,
+)
 from rsearch.retrieval.vectors import Vectors
 from rsearch.runtime.console import note
+from rsearch.types import Passage
 
 
 class SearchEngine:
@@ -19,12 +26,11 @@ class SearchEngine:
     What a query finds depends on the query alone, not on the batch it comes in.
 
     Args:
-        nearest: Nearest, Parts or SpreadParts, over one vector a passage.
+        nearest: a Nearest, or several merged, over one vector a passage.
         encoder: has encode_queries.
         corpus: has len and passages(indices).
         top_k: passages a query, fewer only where the corpus has fewer.
-        cache_size: queries whose passages are remembered, the latest used; 0 = none.
-
+        cache_size: queries whose passages are cached, the latest used; 0 = none.
         fingerprint: of a saved index; by default that of corpus and encoder.
 
     Attributes:
@@ -32,31 +38,44 @@ class SearchEngine:
     """
 
     def __init__(
-        self, nearest, encoder, corpus, *, top_k, cache_size=10_000, fingerprint=None
+        self,
+        nearest: NearestFn,
+        encoder: Any,
+        corpus: Any,
+        *,
+        top_k: int,
+        cache_size: int = 10_000,
+        fingerprint: str | None = None,
     ):
         if top_k < 1:
             raise ValueError(f"{top_k=}, expected at least 1")
         if cache_size < 0:
             raise ValueError(f"{cache_size=}, expected 0 or more")
         assert len(nearest) == len(corpus), (len(nearest), len(corpus))
-        self._nearest, self._encoder, self._corpus = nearest, encoder, corpus
-        self._top_k, self._cache_size = top_k, cache_size
-        self._cache = collections.OrderedDict()
-        both = f"{corpus.fingerprint} {encoder.fingerprint}"
-        self.fingerprint = both if fingerprint is None else fingerprint
-        # Held for a whole call: two threads would encode the same queries twice.
+        self._nearest = nearest
+        self._encoder = encoder
+        self._corpus = corpus
+        self._top_k = top_k
+        self._cache_size = cache_size
+        self._cache: collections.OrderedDict[str, tuple[Passage, ...]] = (
+            collections.OrderedDict()
+        )
+        if fingerprint is None:
+            fingerprint = f"{corpus.fingerprint} {encoder.fingerprint}"
+        self.fingerprint = fingerprint
+        # Held for a complete call: two threads would encode the same queries twice.
         self._lock = threading.Lock()
 
-    def __len__(self):
-        """Passages that can be found."""
+    def __len__(self) -> int:
+        """Return the number of passages that can be retrieved."""
         return len(self._corpus)
 
-    def __str__(self):
-        """What is searched."""
+    def __str__(self) -> str:
+        """Return a short description of the corpus."""
         return f"{len(self):,} passages"
 
-    def __call__(self, queries):
-        """The passages of each query, best first, with their scores.
+    def __call__(self, queries: Sequence[str]) -> list[tuple[Passage, ...] | None]:
+        """Return the passages of each query, best first, with their scores.
 
         Equal scores are in the order of the corpus. A blank query finds nothing.
 
@@ -74,27 +93,27 @@ class SearchEngine:
             if not isinstance(query, str):
                 kind = type(query).__name__
                 raise ValueError(f"a query is {query!r}, a {kind}: expected text")
-        found = {}
+        results = {}
         with self._lock:
             for query in dict.fromkeys(queries):
                 if not query.strip():
-                    found[query] = ()
+                    results[query] = ()
                 elif query in self._cache:
                     self._cache.move_to_end(query)
-                    found[query] = self._cache[query]
-            new = [query for query in dict.fromkeys(queries) if query not in found]
+                    results[query] = self._cache[query]
+            new = [query for query in dict.fromkeys(queries) if query not in results]
             if new:
                 try:
-                    found.update(zip(new, self._search(new)))
-                except PartsError as error:
+                    results.update(zip(new, self._search(new)))
+                except IndexPartError as error:
                     note(f"{len(new)} queries failed: {error}")
-                    found.update(dict.fromkeys(new))
+                    results.update(dict.fromkeys(new))
                     new = []
             for query in new[-self._cache_size :] if self._cache_size else []:
-                self._cache[query] = found[query]
+                self._cache[query] = results[query]
             while len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
-        return [found[query] for query in queries]
+        return [results[query] for query in queries]
 
     def _search(self, queries):
         vectors = self._encoder.encode_queries(queries)
@@ -126,7 +145,7 @@ class PassageList:
 
     path = "passages in memory"
 
-    def __init__(self, passages):
+    def __init__(self, passages: Iterable[Passage]):
         self._passages = tuple(passages)
         digest = hashlib.sha256()
         for passage in self._passages:
@@ -135,23 +154,29 @@ class PassageList:
                 digest.update(len(data).to_bytes(8, "little") + data)
         self.fingerprint = f"memory:{digest.hexdigest()[:32]}"
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._passages)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Passage]:
         return iter(self._passages)
 
-    def passage(self, index):
-        """The passage at a position."""
+    def passage(self, index: int) -> Passage:
+        """Return the passage at a position."""
         return self._passages[index]
 
-    def passages(self, indices):
-        """[n] the passages at these positions."""
+    def passages(self, indices: Iterable[int]) -> list[Passage]:
+        """Return [n] the passages at these positions."""
         return [self._passages[index] for index in indices]
 
 
-def engine_in_memory(passages, encoder, *, top_k, cache_size=10_000):
-    """A SearchEngine over passages that are encoded now, by exact search.
+def engine_in_memory(
+    passages: Iterable[Passage],
+    encoder: Any,
+    *,
+    top_k: int,
+    cache_size: int = 10_000,
+) -> SearchEngine:
+    """Return a SearchEngine over passages that are encoded now, by exact search.
 
     Args:
         passages: Passages, at least one.

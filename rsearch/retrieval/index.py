@@ -1,33 +1,40 @@
-"""The index of a corpus on disk: verified when opened, movable, in one part or several.
+"""Open an index on disk: verified when opened, movable, in one part or several.
 
     plan.json      what it is made from and how: written first, claims the directory
     vectors/       shards of the passages' vectors; see rsearch.retrieval.vectors
-    scann/         ScaNN's files; see rsearch.retrieval.index_parts
+    scann/         ScaNN's files of the only part; its record is scann.json
+    scann/00000/   ... or those of the first of several; scann/00000.json likewise
     manifest.json  the plan, digests of all files, measured recall: written last
 
-An index exists when its manifest does; rsearch.retrieval.index_build makes it.
+An index exists once its manifest does, and a part of it, a ScaNN index over some
+consecutive shards, once its record does. Brute force needs no files in scann/.
+`rsearch.retrieval.index_build` makes an index.
 """
 
 import dataclasses
 import json
 import os
 import pathlib
+import shutil
+from collections.abc import Sequence
+from typing import Any
 
 import xxhash
 
-from rsearch.retrieval.index_parts import (
-    SCANN,
-    VECTORS,
-    open_part,
-    scann_files,
-    shards_of,
+from rsearch.retrieval.nearest import (
+    MergedParts,
+    Nearest,
+    Partition,
+    build_searcher,
+    import_scann,
+    split_evenly,
 )
-from rsearch.retrieval.nearest import Nearest, Partition
-from rsearch.retrieval.parts import Parts, part_blocks
-from rsearch.retrieval.vectors import shard_name
+from rsearch.retrieval.vectors import count_shards, open_vectors, shard_name
 from rsearch.runtime import files
+from rsearch.runtime.console import note
 
 FORMAT = 1
+VECTORS, SCANN = "vectors", "scann"
 PLAN, MANIFEST = "plan.json", "manifest.json"
 
 
@@ -36,26 +43,35 @@ class Index:
     """An opened index, or one host's parts of it.
 
     Attributes:
-        nearest: searches the vectors that are here.
+        nearest: searches the vectors of these parts.
         first: position of the first of them in the corpus.
-        manifest: what the whole index is.
+        manifest: of the complete index.
     """
 
-    nearest: Nearest | Parts
+    nearest: Nearest | MergedParts
     first: int
     manifest: dict
 
 
-def open_index(path, *, corpus, encoder, verify=True, host=0, num_hosts=1):
-    """Opens a finished index for this corpus and encoder.
+def open_index(
+    path: str | os.PathLike,
+    *,
+    corpus: Any,
+    encoder: Any,
+    verify: bool = True,
+    host: int = 0,
+    num_hosts: int = 1,
+) -> Index:
+    """Open a finished index for this corpus and encoder.
 
     Args:
         path: the directory; it may have been moved since it was built.
         corpus: has len and fingerprint.
         encoder: has dim and fingerprint.
         verify: compare every file's digest; reads all of them.
-        host, num_hosts: of as many hosts the number of this one, which opens, verifies
-            and holds its share of the parts alone: consecutive ones.
+        host: number of this host, from 0. It opens, verifies and holds its share of the
+            parts alone, which are consecutive.
+        num_hosts: hosts that share the index.
 
     Raises:
         ValueError: no finished index, fewer parts than hosts, files that differ from
@@ -64,14 +80,14 @@ def open_index(path, *, corpus, encoder, verify=True, host=0, num_hosts=1):
     """
     path = pathlib.Path(path)
     manifest = read_manifest(path)
-    ours = {
+    expected = {
         "corpus": {"fingerprint": corpus.fingerprint, "num_passages": len(corpus)},
         "encoder": {"fingerprint": encoder.fingerprint, "dim": encoder.dim},
     }
-    differing = differences({k: manifest[k] for k in ours}, ours)
+    differing = differences({k: manifest[k] for k in expected}, expected)
     if differing:
         hint = ""
-        if manifest["encoder"] != ours["encoder"]:
+        if manifest["encoder"] != expected["encoder"]:
             hint = "\n  (an encoder is its weights, family, max_query_tokens and "
             hint += "max_passage_tokens: those that rsearch.index was given)"
         raise ValueError(f"{path} was not built for this input:\n{differing}{hint}")
@@ -81,40 +97,40 @@ def open_index(path, *, corpus, encoder, verify=True, host=0, num_hosts=1):
             f"{path} is in {num_parts} parts, which {num_hosts} hosts cannot share: "
             f"build it with --parts={num_hosts}"
         )
-    own = part_blocks(range(num_parts), num_hosts)[host]
+    numbers = split_evenly(range(num_parts), num_hosts)[host]
     if verify:
-        check_files(path, manifest, None if num_hosts == 1 else own)
+        check_files(path, manifest, None if num_hosts == 1 else numbers)
     size = manifest["vectors"]["shard_size"]
-    firsts = [shards_of(manifest, part)[0] * size for part in own]
-    parts = [open_part(path, manifest, part) for part in own]
+    firsts = [part_shards(manifest, number)[0] * size for number in numbers]
+    parts = [open_part(path, manifest, number) for number in numbers]
     nearest = parts[0]
     if len(parts) > 1:
-        nearest = Parts([first - firsts[0] for first in firsts], parts)
+        nearest = MergedParts([first - firsts[0] for first in firsts], parts)
     return Index(nearest, firsts[0], manifest)
 
 
-def corpus_path(path):
-    """Where the corpus of an index was, seen from where the index is now.
+def corpus_path(path: str | os.PathLike) -> pathlib.Path:
+    """Return the path of an index's corpus, relative to where the index is now.
 
     Raises:
         ValueError: no finished index, or no file there.
     """
     path = pathlib.Path(path)
-    found = pathlib.Path(os.path.normpath(path / read_manifest(path)["corpus_path"]))
-    if not found.is_file():
-        raise ValueError(f"the corpus of {path} is not at {found}: say where it is")
-    return found
+    corpus = pathlib.Path(os.path.normpath(path / read_manifest(path)["corpus_path"]))
+    if not corpus.is_file():
+        raise ValueError(f"the corpus of {path} is not at {corpus}: say where it is")
+    return corpus
 
 
-def completed(plan):
-    """A plan or manifest with what those did not tell yet that are older than it."""
-    held = plan.get("partition")
-    partition = held and dataclasses.asdict(Partition(**held))
+def with_defaults(plan: dict) -> dict:
+    """Return a plan or manifest with defaults for fields that older ones lack."""
+    stored = plan.get("partition")
+    partition = stored and dataclasses.asdict(Partition(**stored))
     return {"num_parts": 1, **plan, "partition": partition}
 
 
-def file_digests(out, *, known):
-    """{path in out: digest} of every file of vectors/ and scann/."""
+def file_digests(out: pathlib.Path, *, known: dict[str, str]) -> dict[str, str]:
+    """Return {path in out: digest} of every file of vectors/ and scann/."""
     names = _file_names(out)
     return {n: known.get(n) or files.digest_file(out / n) for n in names}
 
@@ -124,43 +140,46 @@ def _file_names(out):
     return sorted(path.relative_to(out).as_posix() for path in paths)
 
 
-def check_files(path, manifest, parts=None):
-    """Compares the files of an index with its manifest.
+def check_files(
+    path: pathlib.Path, manifest: dict, parts: Sequence[int] | None = None
+) -> None:
+    """Compare the files of an index with its manifest.
 
     Args:
         path: of the index.
         manifest: of the index.
-        parts: numbers of those whose files are compared; None is every file there is.
+        parts: numbers of the parts whose files are compared; None is every file.
 
     Raises:
         ValueError: names each that is missing, damaged or not part of it.
     """
-    expected, there = manifest["files"], _file_names(path)
+    expected = manifest["files"]
+    present = _file_names(path)
     if parts is not None:
-        numbers = [number for part in parts for number in shards_of(manifest, part)]
+        numbers = [shard for number in parts for shard in part_shards(manifest, number)]
         shards = {f"{VECTORS}/{shard_name(number)}" for number in numbers}
-        folders = tuple(f"{scann_files(manifest, part)}/" for part in parts)
+        folders = tuple(f"{scann_folder(manifest, number)}/" for number in parts)
 
-        def is_own(name):
+        def is_in_parts(name):
             return name in shards or name.startswith(folders)
 
-        expected = {name: expected[name] for name in filter(is_own, expected)}
-        there = [*filter(is_own, there)]
+        expected = {name: expected[name] for name in filter(is_in_parts, expected)}
+        present = [*filter(is_in_parts, present)]
     rows = []
     for name, digest in expected.items():
-        if name not in there:
+        if name not in present:
             rows.append(f"  {name}: missing")
         elif files.digest_file(path / name) != digest:
             rows.append(f"  {name}: damaged")
-    rows += [f"  {name}: not part of it" for name in there if name not in expected]
+    rows += [f"  {name}: not part of it" for name in present if name not in expected]
     if rows:
         raise ValueError(
             f"{path} is not as it was built; build it again:\n" + "\n".join(rows)
         )
 
 
-def read_manifest(path):
-    """The manifest of the index in a directory.
+def read_manifest(path: pathlib.Path) -> dict:
+    """Return the manifest of the index in a directory.
 
     Raises:
         ValueError: there is no finished index, or it was changed.
@@ -181,11 +200,11 @@ def read_manifest(path):
             f"{path / MANIFEST}: format={manifest.get('format')}, this program reads "
             f"{FORMAT}; build the index again"
         )
-    return completed({**manifest, "digest": digest})
+    return with_defaults({**manifest, "digest": digest})
 
 
-def read_json(path):
-    """The JSON object in a file.
+def read_json(path: pathlib.Path) -> dict:
+    """Return the JSON object in a file.
 
     Raises:
         ValueError: there is none.
@@ -199,20 +218,123 @@ def read_json(path):
     return value
 
 
-def digest_of(manifest):
-    """Of a manifest without its own digest."""
+def digest_of(manifest: dict) -> str:
+    """Return the digest of a manifest that holds no digest itself."""
     text = json.dumps(manifest, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def differences(held, wanted, prefix=""):
-    """One line for each field that differs between two nested dicts."""
+def differences(stored: dict, expected: dict, prefix: str = "") -> str:
+    """Return a line for each field that differs between two nested dicts."""
     lines = []
-    for name in sorted(held.keys() | wanted.keys()):
-        a, b = held.get(name), wanted.get(name)
+    for name in sorted(stored.keys() | expected.keys()):
+        a, b = stored.get(name), expected.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
             nested = differences(a, b, f"{prefix}{name}.")
             lines += [nested] if nested else []
         elif a != b:
             lines.append(f"  {prefix}{name}: {a!r} in the index, {b!r} here")
     return "\n".join(lines)
+
+
+def all_shards(plan: dict) -> range:
+    """Return the numbers of all shards of the corpus."""
+    num = plan["corpus"]["num_passages"]
+    return range(count_shards(num, plan["vectors"]["shard_size"]))
+
+
+def part_shards(plan: dict, number: int) -> range:
+    """Return the numbers of the shards in the part of this number."""
+    return split_evenly(all_shards(plan), plan["num_parts"])[number]
+
+
+def scann_folder(plan: dict, number: int) -> str:
+    """Return the folder of a part's ScaNN files, relative to the index."""
+    return SCANN if plan["num_parts"] == 1 else f"{SCANN}/{number:05d}"
+
+
+def build_part(
+    out: pathlib.Path, plan: dict, number: int, digests: Sequence[str]
+) -> Nearest:
+    """Build a part of an index, or open it where an earlier call has built it.
+
+    Args:
+        out: directory of the index.
+        plan: see `rsearch.retrieval.index_build.plan_index`.
+        number: of the part, from 0.
+        digests: of all shards of vectors in the index.
+    """
+    vectors, partition = _vectors_and_partition(out, plan, number)
+    label = f"part {number + 1} of {plan['num_parts']}"
+    if partition is None:
+        return Nearest(vectors, build_searcher(vectors.array(), None), None)
+    path = out / scann_folder(plan, number)
+    made_from = [plan["partition"], [digests[n] for n in part_shards(plan, number)]]
+    if _is_built(path, made_from):
+        note(f"the ScaNN index was there already, {label}")
+        return open_part(out, plan, number)
+    note(f"building the ScaNN index, {label}")
+    searcher = build_searcher(vectors.array(), partition)
+    save_searcher(searcher, path, made_from)
+    return Nearest(vectors, searcher, partition)
+
+
+def open_part(out: pathlib.Path, plan: dict, number: int) -> Nearest:
+    """Open a part that has been built; its vectors are mapped, not read."""
+    vectors, partition = _vectors_and_partition(out, plan, number)
+    if partition is None:
+        searcher = build_searcher(vectors.array(), None)
+    else:
+        searcher = open_searcher(out / scann_folder(plan, number))
+    return Nearest(vectors, searcher, partition)
+
+
+def open_searcher(path: pathlib.Path) -> object:
+    """Open the ScaNN searcher that `save_searcher` has written."""
+    return import_scann().load_searcher(str(path), False)
+
+
+def _vectors_and_partition(out, plan, number):
+    names = [shard_name(shard) for shard in part_shards(plan, number)]
+    vectors = open_vectors(out / VECTORS, names)
+    return vectors, plan["partition"] and Partition(**plan["partition"])
+
+
+def _is_built(path, made_from):
+    """Return whether a part is there, intact and made from the same."""
+    try:
+        record = json.loads(_record_of(path).read_bytes())
+        is_same = record["made_from"] == made_from
+        return is_same and record["files"] == _digests_of(path)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False  # its build was stopped, or something has damaged it
+
+
+def save_searcher(searcher: Any, path: pathlib.Path, made_from: Any) -> None:
+    """Write a ScaNN searcher into a directory, then the record that it is complete.
+
+    Args:
+        searcher: of `build_searcher`.
+        path: of the directory, replaced if it is there.
+        made_from: JSON value: equal for a searcher built of the same in the same way.
+    """
+    temporary = path.with_name(path.name + ".part")
+    _record_of(path).unlink(missing_ok=True)
+    for old in (temporary, path):  # of a build that was stopped
+        shutil.rmtree(old, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    # By default ScaNN writes absolute paths, and the directory could not be moved.
+    searcher.serialize(str(temporary), relative_path=True)
+    files.sync_tree(temporary)
+    temporary.rename(path)
+    files.sync_directory(path.parent)
+    record = {"made_from": made_from, "files": _digests_of(path)}
+    files.replace(_record_of(path), json.dumps(record).encode())
+
+
+def _record_of(path):
+    return path.with_name(path.name + ".json")
+
+
+def _digests_of(path):
+    return {p.name: files.digest_file(p) for p in sorted(path.iterdir())}

@@ -1,13 +1,11 @@
-"""Builds the index of a corpus, alone or with others; goes on where it was stopped.
+"""Build the index of a corpus, alone or on several hosts; resume where it was stopped.
 
-Hosts that have met (`rsearch.hosts.processes`) call `build_index` together: each
-encodes its share of the shards and builds its share of the parts; the first writes the
-manifest.
-Processes that know nothing of each other, as those of a SLURM array, call
-`encode_share`, each with a number of its own; who then finds no shard missing calls
-`build_index`.
+Connected hosts (`rsearch.hosts.processes`) call `build_index` together: each encodes
+its share of the shards and builds its share of the parts; host 0 writes the manifest.
+Independent processes, as those of a SLURM array, call `encode_share`, each with its own
+number; the process that then finds no shard missing calls `build_index`.
 
-    locks/         files that such processes lock, while they write a shard
+    locks/         files that independent processes lock while they write a shard
 """
 
 import contextlib
@@ -17,6 +15,8 @@ import os
 import pathlib
 import shutil
 import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,54 +25,56 @@ from rsearch.retrieval.index import (
     FORMAT,
     MANIFEST,
     PLAN,
+    VECTORS,
+    all_shards,
+    build_part,
     check_files,
-    completed,
     differences,
     digest_of,
     file_digests,
     read_json,
     read_manifest,
+    with_defaults,
 )
-from rsearch.retrieval.index_parts import VECTORS, build_part, count_shards
 from rsearch.retrieval.nearest import (
     SEED,
     Partition,
     choose_partition,
     exact_scores,
-    kind_of,
+    partition_kind,
     recall_of,
+    split_evenly,
 )
-from rsearch.retrieval.parts import part_blocks
 from rsearch.retrieval.vectors import (
     DTYPES,
+    count_shards,
     encode_shards,
     missing_shards,
-    num_shards,
     shard_name,
 )
 from rsearch.runtime import files
 from rsearch.runtime.console import note
 
 LOCKS = "locks"
-MAX_SHARD = 65_536  # passages: what a stop may cost
+MAX_SHARD = 65_536  # passages: the work that a stop may lose
 
-_kept = []  # locks that go with this process
+_open_locks = []  # that stay held until this process ends
 
 
 def plan_index(
-    corpus,
-    encoder,
+    corpus: Any,
+    encoder: Any,
     *,
-    kind="auto",
-    leaves_to_search=None,
-    reorder=None,
-    dims_per_block=None,
-    reorder_dtype="float32",
-    vector_dtype="float32",
-    shard_size=None,
-    num_parts=1,
-):
-    """What an index is made from and how: the same dict on all that build it.
+    kind: str = "auto",
+    leaves_to_search: int | None = None,
+    reorder: int | None = None,
+    dims_per_block: int | None = None,
+    reorder_dtype: str = "float32",
+    vector_dtype: str = "float32",
+    shard_size: int | None = None,
+    num_parts: int = 1,
+) -> dict:
+    """Return what an index is made from and how, the same dict on all that build it.
 
     Args:
         corpus: has len, fingerprint and path.
@@ -81,7 +83,7 @@ def plan_index(
             see `choose_partition`.
         vector_dtype: of the vectors on disk, "float32" or "float16".
         shard_size: passages encoded between two saves; None chooses.
-        num_parts: pieces of the corpus with a ScaNN index each, which hosts can share.
+        num_parts: slices of the corpus with a ScaNN index each, which hosts can share.
 
     Raises:
         ValueError: a bad setting, or an empty corpus.
@@ -93,15 +95,17 @@ def plan_index(
         raise ValueError(f"{vector_dtype=}, expected one of {', '.join(DTYPES)}")
     if not 1 <= num_parts <= num:
         raise ValueError(f"{num_parts=}, expected 1 to {num}, the number of passages")
-    most = min(max(1024, num // 64), MAX_SHARD)
-    shard_size = shard_size or min(most, -(-num // num_parts))
-    count = num_shards(num, shard_size)
+    # About 64 shards: a stop loses little, and small corpora have no tiny files.
+    limit = min(max(1024, num // 64), MAX_SHARD)
+    shard_size = shard_size or min(limit, -(-num // num_parts))
+    count = count_shards(num, shard_size)
     if count < num_parts:
         raise ValueError(
             f"{num_parts=}, but {num} passages are {count} shards of {shard_size}, and "
             "a part has at least one: fewer parts, or a smaller shard_size"
         )
-    largest = max(map(len, part_blocks(range(count), num_parts))) * shard_size
+    # All parts share the settings of the largest one.
+    largest = max(map(len, split_evenly(range(count), num_parts))) * shard_size
     partition = choose_partition(
         min(num, largest),
         encoder.dim,
@@ -121,19 +125,27 @@ def plan_index(
     }
 
 
-def encode_share(corpus, encoder, out, plan, *, worker, num_workers):
-    """Encodes a worker's share of the shards: every num_workers-th, from its number on.
+def encode_share(
+    corpus: Any,
+    encoder: Any,
+    out: str | os.PathLike,
+    plan: dict,
+    *,
+    worker: int,
+    num_workers: int,
+) -> int:
+    """Encode a worker's share of the shards: every num_workers-th, from its number on.
 
-    Any number of workers may be at it, on hosts that share the directory's file system.
+    Any number of workers may run, on hosts that share the directory's file system.
 
     Args:
         corpus, encoder, out: see `build_index`.
         plan: as `plan_index` makes it.
         worker: from 0.
-        num_workers: that there are.
+        num_workers: workers that share the work.
 
     Returns:
-        How many shards are still missing, of all.
+        The number of shards that are still missing, over all workers.
 
     Raises:
         ValueError: another process encodes one of these shards or builds the index, or
@@ -145,7 +157,8 @@ def encode_share(corpus, encoder, out, plan, *, worker, num_workers):
     _claim(out, plan)
 
     @contextlib.contextmanager
-    def alone(name):
+    def lock(name):
+        # Two workers with one number would write the same files.
         with files.locked(out / LOCKS / name) as is_held:
             if not is_held:
                 raise ValueError(
@@ -154,39 +167,42 @@ def encode_share(corpus, encoder, out, plan, *, worker, num_workers):
                 )
             yield
 
+    # Workers hold the plan together; `build_index` needs it for itself.
     with files.locked(out / PLAN, shared=True) as is_held:
         if not is_held:
             raise ValueError(_busy(out))
         (out / LOCKS).mkdir(exist_ok=True)
         settings = _shard_settings(plan)
-        numbers = range(count_shards(plan))
-        own = numbers[worker::num_workers]
-        encode_shards(corpus, encoder, out / VECTORS, own, alone=alone, **settings)
+        numbers = all_shards(plan)
+        share = numbers[worker::num_workers]
+        encode_shards(corpus, encoder, out / VECTORS, share, lock=lock, **settings)
+        # Counted over all workers: whoever finds none missing builds the index.
         made_from = settings["made_from"]
         return len(missing_shards(out / VECTORS, numbers, made_from))
 
 
 def build_index(
-    corpus,
-    encoder,
-    out,
+    corpus: Any,
+    encoder: Any,
+    out: str | os.PathLike,
     *,
-    num_recall_queries=200,
-    recall_queries=None,
-    waits=False,
+    num_recall_queries: int = 200,
+    recall_queries: Sequence[str] | None = None,
+    waits: bool = False,
     **settings,
-):
-    """Encodes a corpus and builds its index; goes on where an earlier call stopped.
+) -> dict:
+    """Encode a corpus and build its index; resume where an earlier call stopped.
 
-    Hosts that have met share the work, and all have to call it.
+    Connected hosts share the work, and all of them call this.
 
     Args:
         corpus: has len, passages(indices), fingerprint and path.
         encoder: has encode_passages, encode_queries, dim and fingerprint.
         out: directory, missing, empty or left by an earlier call with the same plan.
-        num_recall_queries: titles, drawn from the corpus, that recall is measured with.
-        recall_queries: texts to measure it with instead.
-        waits: for another process that is building there; then it is finished already.
+        num_recall_queries: titles, drawn from the corpus, to measure recall with.
+        recall_queries: texts to measure recall with instead.
+        waits: wait for another process that is building there; the index is finished
+            afterwards.
         **settings: see `plan_index`.
 
     Returns:
@@ -198,61 +214,68 @@ def build_index(
     """
     out = pathlib.Path(out)
     plan = plan_index(corpus, encoder, **settings)
+    # Hosts that planned differently would write different shards into one directory.
     processes.check_same_on_all({"index": plan})
-    with _held_for_all() as stack:
-        # The first host's lock is for all: they write between its first and last word.
+    with _locks_of_all_hosts() as stack:
+        # Host 0 locks the directory for all hosts: the others write only between the
+        # two calls of `on_host0`, at which all of them meet.
         processes.on_host0(lambda: stack.enter_context(_claimed(out, plan, waits)))
-        if _on_first(lambda: (out / MANIFEST).exists()):
+        # Host 0 decides: on the others a network file system may lag behind.
+        is_finished = processes.map_hosts_json(
+            lambda items: [(out / MANIFEST).exists() for _ in items], [0]
+        )[0]
+        if is_finished:
             note(f"{out} is finished already")
             manifest = read_manifest(out)
             processes.on_host0(lambda: check_files(out, manifest))
             return manifest
         started = time.monotonic()
-        shards = processes.map_hosts_json(
+        # 1. Vectors. Finished shards are reused, so a stop loses one at most.
+        digests = processes.map_hosts_json(
             lambda numbers: encode_shards(
                 corpus, encoder, out / VECTORS, numbers, **_shard_settings(plan)
             ),
-            range(count_shards(plan)),
+            all_shards(plan),
         )
-        texts, told = _recall_queries(corpus, recall_queries, num_recall_queries)
+        # 2. MergedParts, each searched while it is in memory. A host sends back scores
+        # alone: recall is of the merged results, which no host has by itself.
+        texts, recall = _recall_queries(corpus, recall_queries, num_recall_queries)
         queries = encoder.encode_queries(texts) if texts else []
-        found = processes.map_hosts_json(
-            lambda parts: [
-                _scores(build_part(out, plan, part, shards), queries, told["top_k"])
-                for part in parts
+        scores = processes.map_hosts_json(
+            lambda numbers: [
+                _scores(build_part(out, plan, n, digests), queries, recall["top_k"])
+                for n in numbers
             ],
             range(plan["num_parts"]),
         )
+        # 3. The manifest, written last: with it there is an index.
         manifest = {
             **plan,
             "corpus_path": _relative(corpus.path, out),
-            "recall": {**told, "value": _recall(found, told["top_k"])},
+            "recall": {**recall, "value": _recall(scores, recall["top_k"])},
             "seconds": round(time.monotonic() - started, 1),
         }
-        processes.on_host0(lambda: _finish(out, manifest, shards))
+        processes.on_host0(lambda: _finish(out, manifest, digests))
     return read_manifest(out)
 
 
-def _on_first(ask):
-    """What the first host finds; the others' file systems may lag behind."""
-    return processes.map_hosts_json(lambda items: [ask() for _ in items], [0])[0]
-
-
 @contextlib.contextmanager
-def _held_for_all():
-    """An ExitStack that is not unwound where one of several hosts fails."""
+def _locks_of_all_hosts() -> Iterator[contextlib.ExitStack]:
+    """Yield an ExitStack that is not unwound where one of several hosts fails."""
     with contextlib.ExitStack() as stack:
         try:
             yield stack
         except BaseException:
-            if processes.num_hosts() > 1:  # the others write on until they are ended
-                _kept.append(stack.pop_all())
+            # The others go on writing until they are ended, so the lock must outlast
+            # this exception: it goes with the process.
+            if processes.num_hosts() > 1:
+                _open_locks.append(stack.pop_all())
             raise
 
 
 @contextlib.contextmanager
 def _claimed(out, plan, waits):
-    """In it, the directory is this plan's and no other process writes to it."""
+    """Hold the directory for this plan: no other process writes to it meanwhile."""
     _claim(out, plan)
     with files.locked(out / PLAN, waits=waits) as is_held:
         if not is_held:
@@ -265,12 +288,13 @@ def _busy(out):
 
 
 def _claim(out, plan):
-    """Makes `out` this plan's directory, or says why it cannot be."""
+    """Make `out` the directory of this plan, or raise why it cannot be."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file, not a directory for an index")
     out.mkdir(parents=True, exist_ok=True)
     names = sorted(entry.name for entry in out.iterdir())
     if PLAN not in names:
+        # A process that was killed while it created the plan leaves a temporary file.
         rest = [n for n in names if not (n.startswith(PLAN) and n.endswith(".tmp"))]
         if rest:
             shown = ", ".join(rest[:5]) + (", ..." if len(rest) > 5 else "")
@@ -278,32 +302,35 @@ def _claim(out, plan):
                 f"{out} holds something else ({shown}) and is left as it is: name an "
                 "empty or a new directory"
             )
+        # Another process may create it first; its plan is then compared below.
         if files.create(out / PLAN, json.dumps(plan, indent=1).encode()):
             return
-    held = completed(read_json(out / PLAN))
-    differing = differences(held, plan)
+    stored = with_defaults(read_json(out / PLAN))
+    differing = differences(stored, plan)
     if not differing:
         return
-    way = "name another directory, or remove it"
-    kind, asked = (
-        kind_of(one["partition"] and Partition(**one["partition"]))
-        for one in (held, plan)
-    )
-    if kind != asked and {**held, "partition": plan["partition"]} == plan:
-        way += f", or ask for {kind=}"
+    advice = "name another directory, or remove it"
+    kind = _kind(stored)
+    if kind != _kind(plan) and {**stored, "partition": plan["partition"]} == plan:
+        advice += f", or ask for {kind=}"
     raise ValueError(
-        f"{out} holds an index made otherwise and is left as it is; {way}:\n{differing}"
+        f"{out} holds an index made otherwise and is left as it is; "
+        f"{advice}:\n{differing}"
     )
+
+
+def _kind(plan):
+    return partition_kind(plan["partition"] and Partition(**plan["partition"]))
 
 
 def _shard_settings(plan):
-    # What the vectors depend on; parts may change without encoding again.
-    parts = {name: plan[name] for name in ("corpus", "encoder", "vectors")}
-    return {**plan["vectors"], "made_from": json.dumps(parts, sort_keys=True)}
+    # Vectors depend on these sections alone: other parts need no encoding.
+    sections = {name: plan[name] for name in ("corpus", "encoder", "vectors")}
+    return {**plan["vectors"], "made_from": json.dumps(sections, sort_keys=True)}
 
 
 def _scores(nearest, queries, top_k):
-    """[n, k] scores found in a part, and [n, k] of an exact search of it; lists."""
+    """Return lists [n, k]: scores found in a part, and those of an exact search."""
     if not len(queries):
         return [], []
     _, scores = nearest.search(queries, top_k)
@@ -311,7 +338,7 @@ def _scores(nearest, queries, top_k):
 
 
 def _recall_queries(corpus, texts, num_titles):
-    """Texts to measure recall with, and what the manifest tells of them."""
+    """Return the texts to measure recall with, and what the manifest says of them."""
     kind = "given"
     if texts is None:
         kind = "titles"
@@ -322,25 +349,26 @@ def _recall_queries(corpus, texts, num_titles):
         # A title may be missing; any part of the text is a query then.
         texts = [p.title.strip('" ') or p.text.strip()[:100] for p in passages]
     texts = [text for text in texts if text.strip()]
-    told = {"queries": kind, "num_queries": len(texts), "top_k": min(10, len(corpus))}
-    return texts, told
+    top_k = min(10, len(corpus))
+    return texts, {"queries": kind, "num_queries": len(texts), "top_k": top_k}
 
 
-def _recall(found, top_k):
-    """Recall of all parts together, from `_scores` of each; None without queries."""
-    if not len(found[0][0]):
+def _recall(scores, top_k):
+    """Return the recall of all parts merged, from `_scores` of each, or None."""
+    if not len(scores[0][0]):  # no queries
         return None
-    ours, exact = (
-        -np.sort(-np.concatenate([pair[i] for pair in found], axis=1))[:, :top_k]
+    merged, exact = (
+        -np.sort(-np.concatenate([pair[i] for pair in scores], axis=1))[:, :top_k]
         for i in (0, 1)
     )
-    return recall_of(ours, exact)
+    return recall_of(merged, exact)
 
 
-def _finish(out, manifest, shards):
-    """Writes the manifest: from now on there is an index."""
+def _finish(out, manifest, digests):
+    """Write the manifest: from now on there is an index."""
     shutil.rmtree(out / LOCKS, ignore_errors=True)
-    known = {f"{VECTORS}/{shard_name(n)}": value for n, value in enumerate(shards)}
+    # Shards were digested as they were written; the others are read once more.
+    known = {f"{VECTORS}/{shard_name(n)}": value for n, value in enumerate(digests)}
     manifest["files"] = file_digests(out, known=known)
     manifest["digest"] = digest_of(manifest)
     files.replace(out / MANIFEST, json.dumps(manifest, indent=1).encode())

@@ -1,21 +1,36 @@
-"""Nearest vectors with ScaNN: exact over few, by their codes over more, partitioned
-over many.
+"""Find the nearest vectors of a query: exactly among few, by ScaNN among more.
 
-ScaNN (arXiv 1908.10396) proposes candidates. A result depends on its query alone, which
-its batches do not give by themselves. Its brute force is a matrix product, whose
-rounding changes with the batch: final scores are computed here, one query at a time.
-Leaves chosen by products with float centroids would change with it too: they are int8.
-Sums over codes are integers, the same in any batch.
+ScaNN (arXiv 1908.10396) proposes candidates; among many vectors it looks at some
+partitions only. A result must depend on its query alone, which ScaNN's batches do not
+give by themselves. Its brute force is a matrix product, whose rounding changes with the
+batch: final scores are computed here, one query at a time. Leaves chosen by products
+with float centroids would change with the batch too: centroids are int8. Sums over
+codes are integers, the same in any batch.
+
+An index may be cut into parts, consecutive slices of its vectors, each searched on its
+own (`MergedParts`). Results are merged by score, and equal scores by position, so that
+exact parts find together what an exact search of all vectors finds, to the last bit (on
+hosts with the same kind of processor: others round a score differently).
+
+ScaNN itself is imported without tensorflow, and with its AVX2 kernels switched on, by
+`import_scann`. Without ScaNN, NumPy compares all vectors.
 """
 
+import ctypes
 import dataclasses
+import importlib.util
+import itertools
 import math
 import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from rsearch.retrieval.exact import ExactSearcher
-from rsearch.retrieval.scann_library import has_scann, import_scann
+from rsearch.retrieval.vectors import Vectors
 from rsearch.runtime.console import note
 
 BRUTE_FORCE_MAX = 20_000  # vectors; of more, codes are compared
@@ -26,12 +41,35 @@ REORDER = 200  # candidates that codes find, and full vectors compare
 NUM_CODES = 16  # of a block of dimensions, in 4 bits
 MARGIN = 16  # candidates beyond the wanted ones, for ties and rounding
 CODED_MARGIN = 4  # the same where codes are followed by full vectors, however rounded
-CODED_AT_ONCE = 4  # queries that one reading of all codes serves
-PARTED_AT_ONCE = 128  # queries that share the leaves that they look at
-QUERIES_AT_ONCE = 16  # whose candidates are compared together: they stay in the cache
+CODED_BATCH = 4  # queries that one reading of all codes serves
+PARTITIONED_BATCH = 128  # queries that share the leaves that they look at
+SCORED_BATCH = 16  # queries whose candidates are compared together: they stay in cache
+EXACT_BATCH = 16  # queries whose products with all vectors NumPy holds
 ROUNDING = 1e-5  # bound of ScaNN's error in a dot product of unit vectors
 REORDER_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a dimension
 SEED = 0  # of the queries that recall is measured with
+
+AVX2 = {"avx2", "fma"}  # processor features that ScaNN's AVX2 kernels need
+AVX2_SWITCH = "_ZN14research_scann14flags_internal15should_use_avx2E"
+PROCESSOR = pathlib.Path("/proc/cpuinfo")
+
+T = TypeVar("T")
+
+
+class IndexPartError(RuntimeError):
+    """Parts of an index cannot be searched now; the message says which and why."""
+
+
+class NearestFn(Protocol):
+    """The interface of Nearest, MergedParts and their equals on other hosts."""
+
+    dim: int
+
+    def __len__(self) -> int:
+        """Return the number of vectors."""
+
+    def search(self, queries: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions and scores of the nearest vectors, [n, k] each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,41 +95,33 @@ class Partition:
 
 
 def choose_partition(
-    num,
-    dim,
+    num: int,
+    dim: int,
     *,
-    kind="auto",
-    leaves_to_search=None,
-    reorder=None,
-    dims_per_block=None,
-    reorder_dtype="float32",
-):
-    """The settings for `num` vectors; None for brute force.
+    kind: str = "auto",
+    leaves_to_search: int | None = None,
+    reorder: int | None = None,
+    dims_per_block: int | None = None,
+    reorder_dtype: str = "float32",
+) -> Partition | None:
+    """Choose the settings for an index of `num` vectors; None for brute force.
 
     As ScaNN advises, all vectors are compared up to BRUTE_FORCE_MAX, and their codes up
-    to QUANTIZED_MAX: of 100 thousand of MiniLM's, codes of four dimensions each found
-    0.999 of the nearest ten in the time in which partitions found 0.98. Such codes
-    found more where all errors weigh the same (of 6,000 0.993, and not 0.986, with 100
-    reordered). A query has 64 codes at least, or one for each dimension: of 22 thousand
-    vectors of 64 dimensions codes of four found 0.87, and codes of one 0.997.
+    to QUANTIZED_MAX, where codes alone find more than partitions do in the same time. A
+    query has 64 codes at least, or one for each dimension: fewer find too little.
 
-    Partitions are about the square root in number, of which two fifths are searched up
-    to 100 thousand vectors (recall@10 0.99 over 13 thousand of MiniLM's, where a
-    quarter gave 0.98); and beyond twice that, of which about 126 are searched. Of a
-    million vectors twice as many queries a second find the same then: leaves of half
-    the size cost more to be chosen, and less to be read.
-
-    Coarser codes are read in less time, and find less: of 17 thousand those of six
-    dimensions give a recall@10 of 0.95 to 0.98 sooner than those of four, and 0.99
-    later. Those of more than two weigh all errors the same, in partitions too: of 17
-    thousand, in 65 leaves, those of four then gave 0.95 in four fifths of the time.
+    The number of leaves is about the square root of the number of vectors, and two
+    fifths of them are searched up to FINER_BEYOND vectors; beyond, leaves are half as
+    large, and the number searched is constant. Coarser codes are read in less time, and
+    find less. Codes of more than two dimensions weigh all errors the same, which finds
+    more. BUILD.md has the measurements.
 
     Args:
         num: how many vectors.
         dim: their width.
         kind: "auto" or one of KINDS.
-        leaves_to_search, reorder, dims_per_block: instead of those chosen here; see
-            Partition.
+        leaves_to_search, reorder, dims_per_block: override the values chosen here;
+            see Partition.
         reorder_dtype: see Partition; has no meaning for brute force.
 
     Raises:
@@ -105,26 +135,26 @@ def choose_partition(
     if kind == "auto":
         limits = (BRUTE_FORCE_MAX, QUANTIZED_MAX)
         kind = KINDS[sum(num > limit for limit in limits)]
-    chosen = _chosen(num, dim, kind)
-    given = {
+    settings = _default_settings(num, dim, kind)
+    overrides = {
         "leaves_to_search": leaves_to_search,
         "reorder": reorder,
         "dims_per_block": dims_per_block,
     }
-    for name, value in given.items():
-        if value is not None and name not in chosen:
-            others = [k for k in KINDS if name in _chosen(num, dim, k)]
+    for name, value in overrides.items():
+        if value is not None and name not in settings:
+            others = [k for k in KINDS if name in _default_settings(num, dim, k)]
             raise ValueError(
                 f"{name}={value} has no meaning for {kind=}, which {num} passages get; "
                 f"kinds that take it: {', '.join(others)}"
             )
         if value is not None:
-            chosen[name] = value
-    if not chosen:
+            settings[name] = value
+    if not settings:
         return None
-    if chosen["dims_per_block"] > 2:
-        chosen["threshold"] = 0.0
-    partition = Partition(**chosen, reorder_dtype=reorder_dtype)
+    if settings["dims_per_block"] > 2:
+        settings["threshold"] = 0.0
+    partition = Partition(**settings, reorder_dtype=reorder_dtype)
     if not 1 <= partition.leaves_to_search <= partition.num_leaves:
         raise ValueError(
             f"{leaves_to_search=}, expected 1 to {partition.num_leaves}, the number of "
@@ -137,7 +167,7 @@ def choose_partition(
     return partition
 
 
-def _chosen(num, dim, kind):
+def _default_settings(num, dim, kind):
     if kind == "brute_force":
         return {}
     if kind == "quantized":
@@ -151,21 +181,22 @@ def _chosen(num, dim, kind):
     return {**leaves, "reorder": REORDER, "dims_per_block": min(2, dim)}
 
 
-def kind_of(partition):
-    """Which of KINDS has these settings."""
+def partition_kind(partition: Partition | None) -> str:
+    """Return which of KINDS has these settings."""
     if partition is None:
         return "brute_force"
     return "partitioned" if partition.num_leaves > 1 else "quantized"
 
 
-def queries_at_once(partition, num):
-    """How many of `num` queries, searched on all cores, read the same codes at once."""
-    most = PARTED_AT_ONCE if kind_of(partition) == "partitioned" else CODED_AT_ONCE
-    return min(most, -(-num // os.cpu_count()))
+def batch_size(partition: Partition, num: int) -> int:
+    """Return how many of `num` queries, spread over all cores, read codes together."""
+    is_partitioned = partition_kind(partition) == "partitioned"
+    limit = PARTITIONED_BATCH if is_partitioned else CODED_BATCH
+    return min(limit, -(-num // os.cpu_count()))
 
 
 def _has_leaves(partition, num):
-    """Whether `num` vectors are clustered; the last part of an index may be too small.
+    """Return whether `num` vectors are clustered; a last part may be too small.
 
     ScaNN makes no more leaves than there are vectors, and learns the codes of leaves
     from NUM_CODES vectors at least.
@@ -173,11 +204,15 @@ def _has_leaves(partition, num):
     return num >= max(NUM_CODES, partition.num_leaves) and partition.num_leaves > 1
 
 
-def build_searcher(vectors, partition):
-    """A ScaNN searcher over [N, D] float32 vectors; partition None is brute force.
+def build_searcher(vectors: np.ndarray, partition: Partition | None) -> object:
+    """Build a ScaNN searcher over [N, D] float32 vectors.
 
-    Where ScaNN is not installed, NumPy stands in for brute force, and says so: final
-    scores are computed here anyway, so that it finds the same.
+    Where ScaNN is not installed, NumPy replaces its brute force, and a note says so:
+    final scores are computed by Nearest anyway, so that both find the same.
+
+    Args:
+        vectors: [N, D] float32.
+        partition: None is brute force.
 
     Raises:
         ValueError: ScaNN is not installed, and codes are to be compared.
@@ -196,7 +231,7 @@ def build_searcher(vectors, partition):
             partition.num_leaves,
             partition.leaves_to_search,
             training_sample_size=min(len(vectors), 250_000),
-            # A quarter to read, and a query has the same leaves in any batch.
+            # A quarter of the bytes, and a query has the same leaves in any batch.
             quantize_centroids=True,
         )
     builder = builder.score_ah(
@@ -208,10 +243,10 @@ def build_searcher(vectors, partition):
 
 
 class Nearest:
-    """Vectors with the ScaNN searcher over them.
+    """Vectors, and the ScaNN searcher that proposes candidates among them.
 
     Args:
-        vectors: Vectors.
+        vectors: compared with queries for the final scores.
         searcher: as `build_searcher` makes it.
         partition: its settings; None is brute force.
 
@@ -219,20 +254,22 @@ class Nearest:
         dim: D, width of the vectors.
     """
 
-    def __init__(self, vectors, searcher, partition):
-        self.vectors, self.partition = vectors, partition
+    def __init__(self, vectors: Vectors, searcher: object, partition: Partition | None):
+        self.vectors = vectors
+        self.partition = partition
         self.dim = vectors.dim
         self._searcher = searcher
-        # Of few vectors each costs a fiftieth of what ScaNN does for the query.
+        # A wide margin is cheap where vectors are few: rounding decides there, codes
+        # elsewhere.
         self._margin = MARGIN if partition is None else CODED_MARGIN
         has_leaves = partition is not None and _has_leaves(partition, len(vectors))
         self._leaves = partition.leaves_to_search if has_leaves else None
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.vectors)
 
-    def search(self, queries, top_k):
-        """The nearest vectors of each query: (positions, scores), [n, k] each.
+    def search(self, queries: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the nearest vectors of each query: (positions, scores), [n, k] each.
 
         Args:
             queries: [n, D] float32, finite.
@@ -246,97 +283,248 @@ class Nearest:
         k = min(top_k, num)
         if not len(queries):
             return np.empty((0, k), np.int64), np.empty((0, k), np.float32)
-        wanted = min(num, k + self._margin)
+        num_candidates = min(num, k + self._margin)
         queries = np.ascontiguousarray(queries, np.float32)
         if self.partition is None:
             ids, products = self._searcher.search_batched(
-                queries, final_num_neighbors=wanted
+                queries, final_num_neighbors=num_candidates
             )
         else:
             # One call over all cores, which gives each a batch after the other.
             ids, products = self._searcher.search_batched_parallel(
                 queries,
-                final_num_neighbors=wanted,
-                pre_reorder_num_neighbors=max(self.partition.reorder, wanted),
+                final_num_neighbors=num_candidates,
+                pre_reorder_num_neighbors=max(self.partition.reorder, num_candidates),
                 leaves_to_search=self._leaves,
-                batch_size=queries_at_once(self.partition, len(queries)),
+                batch_size=batch_size(self.partition, len(queries)),
             )
         # Where it finds too few, ScaNN pads with id 0 and a product of NaN.
-        is_found = np.isfinite(products)
-        found = np.where(is_found, ids, 0).astype(np.int64)
-        products = np.empty(found.shape, np.float32)
-        for start in range(0, len(queries), QUERIES_AT_ONCE):
-            part = slice(start, start + QUERIES_AT_ONCE)
-            products[part] = self.vectors.pair_scores(queries[part], found[part])
-        products[~is_found] = -np.inf
-        order = np.lexsort((found, -products), axis=-1)
-        order += np.arange(len(queries))[:, None] * found.shape[1]  # of all, flattened
-        products, best = np.take(products, order), np.take(found, order[:, :k])
-        is_whole = self._are_complete(products, best, k)
-        if is_whole.all():
+        is_candidate = np.isfinite(products)
+        candidates = np.where(is_candidate, ids, 0).astype(np.int64)
+        # ScaNN's own products depend on the batch: compute each score by itself.
+        products = np.empty(candidates.shape, np.float32)
+        for start in range(0, len(queries), SCORED_BATCH):
+            rows = slice(start, start + SCORED_BATCH)
+            products[rows] = self.vectors.pair_scores(queries[rows], candidates[rows])
+        products[~is_candidate] = -np.inf
+        order = np.lexsort((candidates, -products), axis=-1)
+        order += np.arange(len(queries))[:, None] * candidates.shape[1]  # flattened
+        products = np.take(products, order)
+        best = np.take(candidates, order[:, :k])
+        is_complete = self._are_complete(products, best, k)
+        if is_complete.all():
             return best, np.ascontiguousarray(products[:, :k])
         positions = np.empty((len(queries), k), np.int64)
         scores = np.empty((len(queries), k), np.float32)
-        for row, whole in enumerate(is_whole):
-            if whole:
-                positions[row], scores[row] = best[row], products[row, :k]
+        for row, is_row_complete in enumerate(is_complete):
+            if is_row_complete:
+                positions[row] = best[row]
+                scores[row] = products[row, :k]
             else:
                 positions[row], scores[row] = self._search_all(queries[row], k)
         return positions, scores
 
     def _search_all(self, query, k):
+        """Return the (positions, scores) of the best k by comparing all vectors."""
         scores = self.vectors.all_scores(query)
         best = np.lexsort((np.arange(len(scores)), -scores))[:k]
         return best, scores[best]
 
     def _are_complete(self, scores, best, k):
-        """[n] whether the candidates, by falling score, surely hold the best k.
+        """Return [n] bool: whether the candidates surely hold the best k.
 
         Args:
-            scores: [n, wanted] of all, -inf where ScaNN had none.
+            scores: [n, candidates] in falling order, -inf where ScaNN had none.
             best: [n, <= k] positions of the first ones.
-            k: that are wanted.
+            k: number wanted.
         """
-        num, wanted = scores.shape
-        if wanted < k:
+        num, num_candidates = scores.shape
+        if num_candidates < k:
             return np.zeros(num, bool)
-        is_whole = scores[:, k - 1] > -np.inf
-        # One position twice would stand beside itself: it has one score.
-        is_whole &= (np.diff(best, axis=1) != 0).all(axis=1)
+        is_complete = scores[:, k - 1] > -np.inf
+        # A position given twice would stand beside itself: both have one score.
+        is_complete &= (np.diff(best, axis=1) != 0).all(axis=1)
         if self.partition is not None:
-            return is_whole
+            return is_complete
         count = (scores > -np.inf).sum(axis=1)
         last = scores[np.arange(num), np.maximum(count, 1) - 1]
         # A vector left out scores at most as much as the worst candidate, to rounding.
-        is_apart = (count > k) & (scores[:, k - 1] - last > ROUNDING)
-        return is_whole & (is_apart | (count == len(self.vectors)))
+        is_separated = (count > k) & (scores[:, k - 1] - last > ROUNDING)
+        return is_complete & (is_separated | (count == len(self.vectors)))
 
 
-def exact_scores(vectors, queries, top_k):
-    """[n, k] float32 the largest dot products of each query, by matrix products."""
+class MergedParts:
+    """Several parts of an index as one; has len and `search` as Nearest has.
+
+    Args:
+        firsts: [parts] positions of their first vectors.
+        parts: [parts] searches of consecutive vectors.
+
+    Attributes:
+        dim: D, width of the vectors.
+    """
+
+    def __init__(self, firsts: Sequence[int], parts: Sequence[NearestFn]):
+        self._firsts = list(firsts)
+        self._parts = list(parts)
+        self.dim = self._parts[0].dim
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def search(self, queries: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the nearest vectors of all parts: (positions, scores), [n, k] each.
+
+        Args:
+            queries: [n, D] float32, finite.
+            top_k: how many; k = min(top_k, number of vectors) are found.
+        """
+        results = []
+        for first, nearest in zip(self._firsts, self._parts, strict=True):
+            positions, scores = nearest.search(queries, top_k)
+            results.append((first + positions, scores))
+        return merge_best(results, top_k)
+
+
+def merge_best(
+    results: Sequence[tuple[np.ndarray, np.ndarray]], top_k: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Merge what several parts of an index have found.
+
+    Args:
+        results: [parts] of (positions, scores), [n, k of that part] each.
+        top_k: how many to keep of each query's; all where there are fewer.
+
+    Returns:
+        [n, k] positions and scores, the largest score first, equal ones by position.
+    """
+    positions, scores = (np.concatenate(both, axis=1) for both in zip(*results))
+    order = np.lexsort((positions, -scores), axis=-1)[:, :top_k]
+    return tuple(np.take_along_axis(a, order, axis=1) for a in (positions, scores))
+
+
+def split_evenly(items: Sequence[T], num_parts: int) -> list[Sequence[T]]:
+    """Return [num_parts] consecutive slices of a sequence, equal in length to one."""
+    cuts = [len(items) * i // num_parts for i in range(num_parts + 1)]
+    return [items[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def exact_scores(vectors: Vectors, queries: np.ndarray, top_k: int) -> np.ndarray:
+    """Return [n, k] float32: the largest dot products of each query.
+
+    They come from matrix products: fast, and rounded differently from those of Nearest.
+    """
     best = np.full((len(queries), min(top_k, len(vectors))), -np.inf, np.float32)
     for block in vectors.blocks:
         for start in range(0, len(block), 8192):
-            part = np.asarray(block[start : start + 8192], np.float32)
-            both = np.concatenate([best, queries @ part.T], axis=1)
+            rows = np.asarray(block[start : start + 8192], np.float32)
+            both = np.concatenate([best, queries @ rows.T], axis=1)
             best = -np.partition(-both, best.shape[1] - 1, axis=1)[:, : best.shape[1]]
     return -np.sort(-best, axis=1)
 
 
-def measure_recall(nearest, queries, *, top_k=10):
-    """The share of the exactly nearest vectors that are found, over all queries.
+def recall_of(scores: np.ndarray, exact: np.ndarray) -> float:
+    """Return the share of [n, k] scores that are among the k exactly largest, [n, k].
 
     Among equal vectors one is as good as another: scores are compared, not positions.
+    """
+    return float((scores >= exact[:, -1:] - ROUNDING).mean())
+
+
+class ExactSearcher:
+    """NumPy in place of ScaNN's brute force: proposes the same candidates, unordered.
 
     Args:
-        nearest: Nearest.
-        queries: [n, D] float32, n > 0.
-        top_k: neighbours of a query that count.
+        vectors: [N, D] float32.
     """
-    _, scores = nearest.search(queries, top_k)
-    return recall_of(scores, exact_scores(nearest.vectors, queries, top_k))
+
+    def __init__(self, vectors: np.ndarray):
+        self._vectors = np.asarray(vectors, np.float32)
+
+    def search_batched(
+        self, queries: np.ndarray, final_num_neighbors: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return ([n, k] positions, [n, k] float32 dot products) of the k nearest.
+
+        Args:
+            queries: [n, D] float32.
+            final_num_neighbors: k, at most N.
+        """
+        shape = len(queries), final_num_neighbors
+        positions = np.empty(shape, np.int64)
+        products = np.empty(shape, np.float32)
+        for start in range(0, len(queries), EXACT_BATCH):
+            rows = slice(start, start + EXACT_BATCH)
+            scores = queries[rows] @ self._vectors.T
+            best = np.argpartition(scores, -shape[1], axis=1)[:, -shape[1] :]
+            positions[rows] = best
+            products[rows] = np.take_along_axis(scores, best, axis=1)
+        return positions, products
 
 
-def recall_of(scores, exact):
-    """The share of [n, k] scores that are among the k exactly largest, [n, k] too."""
-    return float((scores >= exact[:, -1:] - ROUNDING).mean())
+def has_scann() -> bool:
+    """Return whether ScaNN is installed, without importing it."""
+    return importlib.util.find_spec("scann") is not None
+
+
+def import_scann() -> ModuleType:
+    """Import ScaNN's operations on NumPy arrays, without tensorflow, with AVX2.
+
+    `import scann` imports tensorflow where it is installed, for operations that are not
+    used here; it works without where that import fails.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if not has_scann():
+        raise ValueError(
+            "scann is not installed, which compares the codes of an index: install it, "
+            "or build the index with --kind=brute_force"
+        )
+    if "scann" not in sys.modules:
+        missing = object()
+        tensorflow = sys.modules.get("tensorflow", missing)
+        sys.modules["tensorflow"] = None  # makes its import fail
+        try:
+            import scann  # noqa: F401
+        finally:
+            if tensorflow is missing:
+                del sys.modules["tensorflow"]
+            else:
+                sys.modules["tensorflow"] = tensorflow
+    from scann.scann_ops.py import scann_ops_pybind
+
+    enable_avx2(sys.modules["scann_pybind"].__file__)
+    return scann_ops_pybind
+
+
+def enable_avx2(library: str) -> None:
+    """Let ScaNN use its AVX2 kernels, where the processor has what they need.
+
+    ScaNN's packages hold these kernels, and choose by a variable that says whether the
+    processor has AVX2. In those of 1.4.0 to 1.4.2 the test for that is compiled to
+    "no", whatever the processor, and codes are compared by SSE4, which is slower. The
+    kernels of AVX-512 are no faster than these, and stay as they are.
+
+    Args:
+        library: path of the loaded extension module, which exports the variable.
+    """
+    if not processor_features() >= AVX2:
+        return
+    try:
+        switch = ctypes.c_bool.in_dll(ctypes.CDLL(library), AVX2_SWITCH)
+    except ValueError:
+        note("this version of scann cannot be told that the processor has AVX2")
+        return
+    switch.value = True
+
+
+def processor_features() -> set[str]:
+    """Return the names of the processor's features, on Linux; elsewhere none."""
+    try:
+        lines = PROCESSOR.read_text().splitlines()
+    except OSError:
+        return set()
+    fields = (line.partition(":") for line in lines)
+    flags = (value for name, _, value in fields if name.strip() == "flags")
+    return set(next(flags, "").split())

@@ -1,4 +1,4 @@
-"""Vectors of a corpus on disk: shards that are written once and reused.
+"""Encode a corpus into vectors on disk: shards that are written once and reused.
 
     vectors/00000.npy   [n, D] vectors of consecutive passages, in order
     vectors/00000.json  what they were made from, and the digest of the .npy
@@ -11,6 +11,9 @@ import contextlib
 import io
 import json
 import pathlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 
@@ -27,50 +30,51 @@ class Vectors:
         blocks: arrays [n, D]; all but the last have the same n.
     """
 
-    def __init__(self, blocks):
-        # A view of each: reading rows of a memmap itself takes half as long again.
+    def __init__(self, blocks: Iterable[np.ndarray]):
+        # Plain views: reading rows of a memmap object itself is slower.
         self.blocks = [np.asarray(block) for block in blocks]
         self._size = len(self.blocks[0])
         self.dim = self.blocks[0].shape[1]
         assert all(len(block) == self._size for block in self.blocks[:-1])
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self._size * (len(self.blocks) - 1) + len(self.blocks[-1])
 
-    def rows(self, positions):
-        """[n, D] the vectors at these positions, of which there is one at least."""
+    def rows(self, positions: np.ndarray) -> np.ndarray:
+        """Return [n, D]: the vectors at [n] positions, n > 0."""
         if len(self.blocks) == 1:
             return np.take(self.blocks[0], positions, axis=0)
         # One by one: a mask for each block would cost more than a few of its rows.
-        places = zip(*(part.tolist() for part in np.divmod(positions, self._size)))
-        rows = [self.blocks[block][row] for block, row in places]
+        blocks, block_rows = np.divmod(positions, self._size)
+        addresses = zip(blocks.tolist(), block_rows.tolist())
+        rows = [self.blocks[block][row] for block, row in addresses]
         return np.concatenate(rows).reshape(-1, self.dim)
 
-    def pair_scores(self, queries, positions):
-        """[n, k] float32 dot products, each of its own vector and query alone.
+    def pair_scores(self, queries: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return [n, k] float32 dot products, each computed by itself.
 
         A matrix product would round a row differently among other rows; equal vectors
         would then get unequal scores.
 
         Args:
             queries: [n, D] float32.
-            positions: [n, k] of the vectors of each.
+            positions: [n, k] of the vectors that each query is compared with.
         """
         rows = self.rows(positions.reshape(-1)).reshape(*positions.shape, self.dim)
         return row_products(rows, queries[:, None])
 
-    def all_scores(self, query):
-        """[N] float32 the same of a [D] query with all vectors."""
+    def all_scores(self, query: np.ndarray) -> np.ndarray:
+        """Return [N] float32: such products of a [D] query with all vectors."""
         step = 4096
-        parts = [
+        scores = [
             row_products(block[start : start + step], query)
             for block in self.blocks
             for start in range(0, len(block), step)
         ]
-        return np.concatenate(parts)
+        return np.concatenate(scores)
 
-    def array(self):
-        """[N, D] float32 all of them, in memory."""
+    def array(self) -> np.ndarray:
+        """Return [N, D] float32: all vectors, in memory."""
         if len(self.blocks) == 1:
             return np.asarray(self.blocks[0], np.float32)
         out = np.empty((len(self), self.dim), np.float32)
@@ -80,37 +84,37 @@ class Vectors:
         return out
 
 
-def row_products(rows, query):
-    """[..., n] float32: products of [..., n, D] rows and [..., 1, D] queries.
+def row_products(rows: np.ndarray, query: np.ndarray) -> np.ndarray:
+    """Return [..., n] float32: products of [..., n, D] rows and [..., 1, D] queries.
 
-    Every row is a call of BLAS of its own, whose order of summation depends on D and
-    on the machine alone.
+    Every row is its own call of BLAS, whose order of summation depends on D and on the
+    machine alone.
     """
     return np.vecdot(np.asarray(rows, np.float32), query)
 
 
 def encode_shards(
-    corpus,
-    encoder,
-    directory,
-    numbers,
+    corpus: Any,
+    encoder: Any,
+    directory: str | pathlib.Path,
+    numbers: Sequence[int],
     *,
-    shard_size,
-    dtype,
-    made_from,
-    alone=lambda name: contextlib.nullcontext(),
-):
-    """Encodes those of these shards that are not encoded yet.
+    shard_size: int,
+    dtype: str,
+    made_from: str,
+    lock: Callable[[str], AbstractContextManager] = contextlib.nullcontext,
+) -> list[str]:
+    """Encode those of these shards that are not encoded yet.
 
     Args:
         corpus: has len, and passages(indices) -> list of Passage.
         encoder: has encode_passages.
         directory: of the shards; made where it is missing.
-        numbers: of the shards to see to, each of shard_size passages; see num_shards.
+        numbers: of the shards, each of shard_size passages; see count_shards.
         shard_size: passages a shard.
         dtype: one of DTYPES, of the vectors on disk.
         made_from: text that is equal for equal corpus, encoder and settings.
-        alone: name of a shard -> context in which nobody else writes it.
+        lock: name of a shard -> context in which no other process writes it.
 
     Returns:
         [len(numbers)] digests of these shards.
@@ -124,8 +128,8 @@ def encode_shards(
     label = f"encoding shards of {shard_size} passages"
     for number in progress(numbers, label):
         path = directory / shard_name(number)
-        with alone(path.stem):
-            digest = _finished(path, made_from)
+        with lock(path.stem):
+            digest = _finished_digest(path, made_from)
             num_reused += digest is not None
             if digest is None:
                 start = number * shard_size
@@ -138,24 +142,26 @@ def encode_shards(
     return digests
 
 
-def num_shards(num, shard_size):
-    """Shards that `num` passages make."""
+def count_shards(num: int, shard_size: int) -> int:
+    """Return the number of shards that `num` passages make."""
     return -(-num // shard_size)
 
 
-def shard_name(number):
-    """Of the file with a shard's vectors."""
+def shard_name(number: int) -> str:
+    """Return the name of the file with a shard's vectors."""
     return f"{number:05d}.npy"
 
 
-def missing_shards(directory, numbers, made_from):
-    """Those of these shards that nobody has finished; their contents are not read."""
+def missing_shards(
+    directory: str | pathlib.Path, numbers: Iterable[int], made_from: str
+) -> list[int]:
+    """Return those of these shards that are not finished, without reading vectors."""
     paths = {n: pathlib.Path(directory) / shard_name(n) for n in numbers}
-    return [n for n, path in paths.items() if _record(path, made_from) is None]
+    return [n for n, path in paths.items() if _recorded_digest(path, made_from) is None]
 
 
-def open_vectors(directory, names):
-    """The Vectors in these files, mapped: memory is used when rows are read."""
+def open_vectors(directory: str | pathlib.Path, names: Iterable[str]) -> Vectors:
+    """Map the Vectors in these files: memory is used when rows are read."""
     directory = pathlib.Path(directory)
     return Vectors([np.load(directory / name, mmap_mode="r") for name in names])
 
@@ -182,17 +188,17 @@ def _write(path, vectors, made_from):
     return digest
 
 
-def _finished(path, made_from):
-    """The digest of a shard that is whole and made from the same, else None."""
-    digest = _record(path, made_from)
+def _finished_digest(path, made_from):
+    """Return the digest of a shard that is intact and made from the same, or None."""
+    digest = _recorded_digest(path, made_from)
     if digest is None or (path.exists() and files.digest_file(path) == digest):
         return digest
     note(f"{path} is damaged: encoding it again")
     return None
 
 
-def _record(path, made_from):
-    """The digest that a shard should have; None if nobody made it from the same."""
+def _recorded_digest(path, made_from):
+    """Return the digest that a shard's record names; None if made from another."""
     record_path = path.with_suffix(".json")
     if not record_path.exists():
         return None

@@ -1,27 +1,326 @@
-"""Hits of a web search with what their pages say, where these can be had."""
+"""Add the text of web pages to the hits of a web search, safely.
 
+Three parts: `PagedSearch` wraps a SearchFn; `fetch` gets a page; `html_to_text` reads
+it. All text that comes back is hostile.
+
+Fetching must not reach anything but the open web, though whoever writes a page chooses
+where its links and redirects lead. So an address counts after its name is resolved, for
+each connection anew, and the connection goes to the very address that was judged: a
+name that resolves to something else the next time changes nothing. All that is not
+global is refused: private, loopback, link-local and metadata addresses, also inside of
+IPv6 forms that carry an IPv4 one.
+
+Reading must take a time that grows with a page's length alone: html.parser of the
+standard library takes hours for a megabyte of tags that are never closed, and raises an
+AssertionError of its own for some.
+"""
+
+import html
+import ipaddress
 import re
-from collections.abc import Callable, Sequence
+import socket
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
-from rsearch.retrieval.fetch import Page, RefusedError, fetch
-from rsearch.types import Passage
+import httpcore
 
-FETCHES = 16  # pages at once
+from rsearch.types import Passage, SearchFn
+
+MAX_FETCHES = 16  # pages at once
 WORD = re.compile(r"\w+")
+
+PORTS = {"http": 80, "https": 443}
+TYPES = ("text/html", "text/plain", "application/xhtml+xml")
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+MAX_REDIRECTS = 5
+MAX_URL_CHARS = 2000
+MAX_BYTES = 1 << 20  # of a page; what is longer is cut
+HEADERS = {
+    "Accept": ", ".join(TYPES),
+    "Accept-Encoding": "identity",
+    "User-Agent": "rsearch",
+    "Connection": "close",
+}
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+HIDDEN = ("noscript", "template", "head", "svg", "iframe")
+RAW = {  # elements whose content is no markup, and where it ends
+    name: re.compile(f"</{name}", re.IGNORECASE) for name in ("script", "style")
+}
+NAME = re.compile(r"</?([a-zA-Z][^\s/>]*)")
+IN_TAG = re.compile(r"=\s*([\"'])|>")  # a value in quotes, or the tag's end
+LONG_NUMBER = re.compile(r"&#[0-9]{8,};?")  # of no character; int() refuses the longest
+
+
+class PageRefusedError(ValueError):
+    """A page that is not fetched, for its address, its type or its size."""
+
+
+class Page(NamedTuple):
+    """A page that was fetched.
+
+    Attributes:
+        url: its address, after redirects.
+        text: its readable text, without HTML's markup; hostile.
+    """
+
+    url: str
+    text: str
+
+
+def is_open(address: str) -> bool:
+    """Return whether an IP address is global: on the open internet."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    if ip.version == 6:
+        if ip in NAT64:
+            return is_open(str(ipaddress.IPv4Address(ip.packed[-4:])))
+        inner = ip.ipv4_mapped or ip.sixtofour
+        if inner is not None:
+            return is_open(str(inner))
+        if ip.teredo is not None or not any(ip.packed[:12]):
+            return False
+    is_special = ip.is_multicast or ip.is_reserved or ip.is_unspecified
+    return ip.is_global and not is_special
+
+
+def normalize_url(url: str) -> str:
+    """Return the URL as it is requested.
+
+    Raises:
+        PageRefusedError: it is no plain http(s) URL of a usual port.
+    """
+    if len(url) > MAX_URL_CHARS or not url.isprintable() or " " in url:
+        raise PageRefusedError("a URL that is too long, or holds what none does")
+    try:
+        fields = urllib.parse.urlsplit(url)
+        port = fields.port
+    except ValueError:
+        raise PageRefusedError("no URL") from None
+    if fields.scheme not in PORTS or not fields.hostname:
+        raise PageRefusedError("no http:// or https:// URL")
+    if fields.username is not None or fields.password is not None:
+        raise PageRefusedError("a URL with a user name")
+    if port not in (None, PORTS[fields.scheme]):
+        raise PageRefusedError(f"port {port}")
+    try:
+        host = fields.hostname.encode("idna").decode()
+    except UnicodeError:
+        raise PageRefusedError("a host name that is none") from None
+    if ":" in host:
+        host = f"[{host}]"
+    path = urllib.parse.quote(fields.path or "/", safe="/%:@!$&'()*+,;=~-._")
+    query = urllib.parse.quote(fields.query, safe="/%:@!$&'()*+,;=~-._?")
+    return urllib.parse.urlunsplit((fields.scheme, host, path, query, ""))
+
+
+class OpenBackend(httpcore.NetworkBackend):
+    """A network backend that connects to addresses of the open internet alone.
+
+    Args:
+        inner: backend that makes the connections.
+        resolve: (host, port) -> its addresses, as socket.getaddrinfo finds them.
+    """
+
+    def __init__(
+        self,
+        inner: httpcore.NetworkBackend | None = None,
+        resolve: Callable[[str, int], list[str]] | None = None,
+    ):
+        self._inner = inner or httpcore.SyncBackend()
+        self._resolve = resolve or _resolve
+
+    def connect_tcp(self, host, port, timeout=None, **settings):
+        """Connect to the first of the host's addresses.
+
+        Raises:
+            PageRefusedError: any of them is not global; a mixed name is a trick.
+        """
+        addresses = self._resolve(host, port)
+        closed = [address for address in addresses if not is_open(address)]
+        if closed or not addresses:
+            raise PageRefusedError(f"{host} is {closed[0] if closed else 'not known'}")
+        return self._inner.connect_tcp(addresses[0], port, timeout, **settings)
+
+    def connect_unix_socket(self, path, timeout=None, socket_options=None):
+        """Refuse sockets of this machine."""
+        raise PageRefusedError("a socket of this machine")
+
+    def sleep(self, seconds):
+        """Sleep as the inner backend does."""
+        self._inner.sleep(seconds)
+
+
+def _resolve(host, port):
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(sockaddr[0] for *_, sockaddr in infos))
+
+
+def fetch(
+    url: str,
+    *,
+    seconds: float,
+    backend: httpcore.NetworkBackend | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> Page:
+    """Fetch the page at a URL.
+
+    Args:
+        url: hostile.
+        seconds: for all requests, redirects included. A read that has begun is not
+            ended: it may take as long again.
+        backend: an OpenBackend; by default of this machine's network.
+        max_bytes: a longer page is cut.
+
+    Raises:
+        PageRefusedError: it cannot be fetched; says why in few words.
+    """
+    end = time.monotonic() + seconds
+    backend = backend or OpenBackend()
+    for _ in range(MAX_REDIRECTS + 1):
+        url = normalize_url(url)
+        target = _request(url, backend, end, max_bytes)
+        if isinstance(target, Page):
+            return target
+        try:
+            url = urllib.parse.urljoin(url, target)
+        except ValueError:
+            raise PageRefusedError("a redirect to no URL") from None
+    raise PageRefusedError(f"more than {MAX_REDIRECTS} redirects")
+
+
+def _request(url, backend, end, max_bytes) -> Page | str:
+    """Return the page, or the URL that it redirects to."""
+    remaining = end - time.monotonic()
+    if remaining <= 0:
+        raise PageRefusedError("too slow")
+    timeouts = dict.fromkeys(("connect", "read", "write", "pool"), remaining)
+    try:
+        with (
+            httpcore.ConnectionPool(network_backend=backend) as pool,
+            pool.stream(
+                "GET", url, headers=HEADERS, extensions={"timeout": timeouts}
+            ) as reply,
+        ):
+            headers = {name.lower(): value for name, value in reply.headers}
+            if reply.status in REDIRECTS:
+                return headers.get(b"location", b"").decode("latin-1")
+            if reply.status != 200:
+                raise PageRefusedError(f"HTTP {reply.status}")
+            kind = headers.get(b"content-type", b"").decode("latin-1").lower()
+            if kind.partition(";")[0].strip() not in TYPES:
+                raise PageRefusedError(f"a page of type {kind[:40]!r}")
+            if headers.get(b"content-encoding", b"identity") != b"identity":
+                raise PageRefusedError("a packed page")
+            received = bytearray()
+            for chunk in reply.iter_stream():
+                received += chunk
+                if len(received) > max_bytes:
+                    break
+                if time.monotonic() > end:
+                    raise PageRefusedError("too slow")
+    except (httpcore.NetworkError, httpcore.TimeoutException) as error:
+        raise PageRefusedError(type(error).__name__) from None
+    except (httpcore.ProtocolError, httpcore.UnsupportedProtocol) as error:
+        raise PageRefusedError(type(error).__name__) from None
+    text = _decode(bytes(received[:max_bytes]), kind)
+    return Page(url, text if kind.startswith("text/plain") else html_to_text(text))
+
+
+def _decode(data, kind):
+    """Return text, whichever character set the page claims."""
+    charset = kind.partition("charset=")[2].partition(";")[0].strip(" \"'")
+    if charset not in ("iso-8859-1", "latin-1", "windows-1252"):
+        charset = "utf-8"
+    return data.decode(charset, "replace")
+
+
+def html_to_text(markup: str) -> str:
+    """Return the text that a page of HTML shows, a line for each run of text.
+
+    Args:
+        markup: hostile. Nothing is read after a tag, comment or script without an end.
+    """
+    lines = []
+    hidden = 0  # open elements that show nothing
+    for text, name, opens, closes in _tags(markup):
+        if not hidden and (text := " ".join(_unescape(text).split())):
+            lines.append(text)
+        if name in HIDDEN:
+            hidden = max(0, hidden + opens - closes)
+    return "\n".join(lines)
+
+
+def _tags(markup) -> Iterator[tuple[str, str, bool, bool]]:
+    """Yield (text, name of the tag after it or "", whether it opens, or closes)."""
+    text_start = at = 0
+    while (start := markup.find("<", at)) >= 0:
+        tag = NAME.match(markup, start)
+        if tag is None and markup[start + 1 : start + 2] not in ("!", "?", "/"):
+            at = start + 1  # a letter of the text
+            continue
+        text = markup[text_start:start]
+        name, opens, closes = "", False, False
+        if tag is not None:
+            name = tag[1].lower()
+            end = _end_of_tag(markup, tag.end())
+            opens = markup[start + 1] != "/"
+            closes = not opens or markup[max(end - 2, 0) : end] == "/>"
+        else:
+            close = "-->" if markup.startswith("<!--", start) else ">"
+            end = _end_of(markup, close, start + 2)
+        yield text, name, opens, closes
+        if opens and not closes and name in RAW:
+            raw_end = RAW[name].search(markup, end) if end else None
+            end = raw_end.start() if raw_end else 0
+        if not end:
+            return
+        text_start = at = end
+    yield markup[text_start:], "", False, False
+
+
+def _end_of_tag(markup, at) -> int:
+    """Return the end of the tag whose name ends at `at`, or 0 where there is none."""
+    while (match := IN_TAG.search(markup, at)) is not None:
+        if not match[1]:
+            return match.end()
+        at = _end_of(markup, match[1], match.end())
+        if not at:
+            return 0
+    return 0
+
+
+def _end_of(markup, text, at) -> int:
+    """Return the end of the next occurrence of a text, or 0 where there is none."""
+    start = markup.find(text, at)
+    return start + len(text) if start >= 0 else 0
+
+
+def _unescape(text):
+    """Return text with its character references resolved."""
+    return html.unescape(LONG_NUMBER.sub("\ufffd", text))
 
 
 class PagedSearch:
-    """A SearchFn whose passages are pages: each hit's id is the URL of one.
+    """A SearchFn whose passages hold the text of web pages.
 
-    A page that cannot be had leaves the hit as it was. Of a long page those lines are
-    kept that share most words with query and hit.
+    The id of each hit is the URL of its page. A page that cannot be fetched leaves the
+    hit as it was. A long page is cut to the lines that share most words with the query
+    and the hit.
 
     Args:
-        search: finds the hits, such as a RemoteSearch of a web search.
-        page_chars: of a page that a passage keeps.
-        seconds: for each page.
-        get: fetches one.
+        search: of the hits, such as a RemoteSearch of a web search.
+        page_chars: characters of a page that a passage keeps.
+        seconds: to fetch a page in.
+        get: fetches a page.
 
     Attributes:
         fingerprint: equal ones find the same way.
@@ -29,44 +328,49 @@ class PagedSearch:
 
     def __init__(
         self,
-        search,
+        search: SearchFn,
         *,
         page_chars: int,
         seconds: float,
         get: Callable[..., Page] = fetch,
     ):
-        self._search, self._chars, self._seconds = search, page_chars, seconds
+        self._search = search
+        self._chars = page_chars
+        self._seconds = seconds
         self._get = get
         self.fingerprint = f"{search.fingerprint} pages {page_chars}"
 
-    def __str__(self):
-        """What is searched."""
+    def __str__(self) -> str:
+        """Return a short description of what is searched."""
         return f"{self._search}, with pages"
 
     def __call__(self, queries: Sequence[str]) -> list[tuple[Passage, ...] | None]:
-        """[queries] passages of each, as the search orders them; None where it failed.
+        """Return the passages of each query, as the search orders them.
 
         Args:
             queries: texts.
+
+        Returns:
+            [queries] tuples of passages; None where the search failed.
         """
-        found = self._search(queries)
-        hits = {
-            (query, hit): hit
-            for query, own in zip(queries, found, strict=True)
-            for hit in own or ()
-        }
-        with ThreadPoolExecutor(FETCHES) as pool:
-            pages = dict(zip(hits, pool.map(self._page, hits), strict=True))
+        results = self._search(queries)
+        pairs = dict.fromkeys(
+            (query, hit)
+            for query, hits in zip(queries, results, strict=True)
+            for hit in hits or ()
+        )
+        with ThreadPoolExecutor(MAX_FETCHES) as pool:
+            pages = dict(zip(pairs, pool.map(self._add_page, pairs), strict=True))
         return [
-            None if own is None else tuple(pages[query, hit] for hit in own)
-            for query, own in zip(queries, found, strict=True)
+            None if hits is None else tuple(pages[query, hit] for hit in hits)
+            for query, hits in zip(queries, results, strict=True)
         ]
 
-    def _page(self, asked) -> Passage:
-        query, hit = asked
+    def _add_page(self, pair) -> Passage:
+        query, hit = pair
         try:
             page = self._get(hit.id, seconds=self._seconds)
-        except RefusedError:
+        except PageRefusedError:
             return hit
         text = excerpt(page.text, f"{query} {hit.text}", self._chars)
         if not text:
@@ -74,26 +378,27 @@ class PagedSearch:
         return Passage(hit.id, f"{hit.title}\n{hit.text}\n{text}", hit.score)
 
 
-def excerpt(text: str, wanted: str, chars: int) -> str:
-    """Consecutive lines of a text, those around the one that shares most words.
+def excerpt(text: str, query: str, max_chars: int) -> str:
+    """Return consecutive lines of a text, around the line that shares most words.
 
     Args:
         text: hostile.
-        wanted: words that are looked for.
-        chars: of the excerpt, at most.
+        query: words that are looked for.
+        max_chars: of the excerpt.
     """
-    lines = [line[:chars] for line in text.splitlines() if line.strip()]
+    lines = [line[:max_chars] for line in text.splitlines() if line.strip()]
     if not lines:
         return ""
-    words = set(WORD.findall(wanted.lower()))
+    words = set(WORD.findall(query.lower()))
     shared = [len(words & set(WORD.findall(line.lower()))) for line in lines]
     first = last = max(range(len(lines)), key=shared.__getitem__)
     size = len(lines[first])
-    while True:  # grows to the better side, as long as there is room
+    while True:  # grow to the better side, as long as there is room
         before = shared[first - 1] if first else -1
         after = shared[last + 1] if last + 1 < len(lines) else -1
-        place = first - 1 if before > after else last + 1
-        if max(before, after) < 0 or size + 1 + len(lines[place]) > chars:
+        added = first - 1 if before > after else last + 1
+        if max(before, after) < 0 or size + 1 + len(lines[added]) > max_chars:
             return "\n".join(lines[first : last + 1])
-        size += 1 + len(lines[place])
-        first, last = min(first, place), max(last, place)
+        size += 1 + len(lines[added])
+        first = min(first, added)
+        last = max(last, added)

@@ -18,12 +18,12 @@ from rsearch.models.tokenizer import Tokenizer, load_tokenizer
 from rsearch.protocols import plain
 from rsearch.protocols.base import Protocol
 from rsearch.protocols.table import make_protocol
+from rsearch.retrieval.distributed import distribute_index
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine, engine_in_memory
 from rsearch.retrieval.index import corpus_path, open_index
 from rsearch.retrieval.rerank import RerankedSearch, load_reranker
 from rsearch.retrieval.service import RemoteSearch
-from rsearch.retrieval.spread import spread_index
 from rsearch.retrieval.wrap import wrap_search
 from rsearch.rollout.conversation import (
     Limits,
@@ -197,7 +197,7 @@ def _open_engine(c, world, top_k):
     if r.sharded and processes.num_hosts() > 1:
         place = dict(host=processes.host_index(), num_hosts=processes.num_hosts())
         opening = functools.partial(opening, **place)
-        nearest, manifest = spread_index(opening, timeout_seconds=r.timeout_seconds)
+        nearest, manifest = distribute_index(opening, timeout_seconds=r.timeout_seconds)
     else:
         index = opening()
         nearest, manifest = index.nearest, index.manifest

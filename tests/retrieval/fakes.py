@@ -6,6 +6,7 @@ import pathlib
 import numpy as np
 
 from rsearch.retrieval.engine import PassageList
+from rsearch.retrieval.nearest import exact_scores, recall_of
 from rsearch.types import Passage
 
 
@@ -50,3 +51,9 @@ def unit_rows(rng, num, dim):
     """[num, dim] float32 random directions."""
     rows = rng.normal(size=(num, dim)).astype(np.float32)
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def measure_recall(nearest, queries, *, top_k=10):
+    """The share of the exactly nearest vectors that are found, over all queries."""
+    _, scores = nearest.search(queries, top_k)
+    return recall_of(scores, exact_scores(nearest.vectors, queries, top_k))

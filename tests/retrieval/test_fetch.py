@@ -5,8 +5,8 @@ import time
 import httpcore
 import pytest
 
-from rsearch.retrieval import fetch as fetching
-from rsearch.retrieval.fetch import OpenBackend, RefusedError, fetch, is_open
+from rsearch.retrieval import web as web_module
+from rsearch.retrieval.web import OpenBackend, PageRefusedError, fetch, is_open
 
 OPEN = "93.184.216.34"
 CLOSED = [
@@ -65,7 +65,7 @@ def page(body, kind="text/html", status="200 OK", **headers):
 @pytest.mark.parametrize("address", CLOSED)
 def test_nobody_behind_the_open_web_is_connected_to(address):
     web = Web([page(b"secret")], {"inside.org": [address]})
-    with pytest.raises(RefusedError):
+    with pytest.raises(PageRefusedError):
         web.fetch("http://inside.org/latest/meta-data/")
     assert not web.connected and not is_open(address)
 
@@ -73,7 +73,7 @@ def test_nobody_behind_the_open_web_is_connected_to(address):
 @pytest.mark.parametrize("url", REFUSED)
 def test_what_is_no_plain_address_is_not_asked(url):
     web = Web([page(b"secret")])
-    with pytest.raises(RefusedError):
+    with pytest.raises(PageRefusedError):
         web.fetch(url)
     assert not web.connected
 
@@ -89,7 +89,7 @@ def test_what_is_no_plain_address_is_not_asked(url):
 def test_spellings_of_this_machine_are_not_connected_to(url):
     """By the machine's own resolver, which reads them all."""
     web = Web([page(b"secret")])
-    with pytest.raises(RefusedError):
+    with pytest.raises(PageRefusedError):
         fetch(url, seconds=5.0, backend=OpenBackend(web))
     assert not web.connected
 
@@ -97,7 +97,7 @@ def test_spellings_of_this_machine_are_not_connected_to(url):
 def test_a_redirect_to_the_inside_is_not_followed():
     moved = page(b"", status="302 Found", Location="http://inside.org/secret")
     web = Web([moved, page(b"secret")], {"inside.org": ["10.0.0.1"]})
-    with pytest.raises(RefusedError, match=r"inside\.org is 10\.0\.0\.1"):
+    with pytest.raises(PageRefusedError, match=r"inside\.org is 10\.0\.0\.1"):
         web.fetch()
     assert web.connected == [(OPEN, 80)]
 
@@ -107,14 +107,14 @@ def test_a_redirect_to_the_inside_is_not_followed():
 )
 def test_a_redirect_is_judged_like_any_address(target):
     web = Web([page(b"", status="301 Moved", Location=target), page(b"secret")])
-    with pytest.raises(RefusedError):
+    with pytest.raises(PageRefusedError):
         web.fetch()
     assert len(web.connected) == 1
 
 
 def test_redirects_end():
     web = Web([page(b"", status="302 Found", Location="/again")])
-    with pytest.raises(RefusedError, match="more than 5 redirects"):
+    with pytest.raises(PageRefusedError, match="more than 5 redirects"):
         web.fetch()
     assert len(web.connected) == 6
 
@@ -124,14 +124,14 @@ def test_a_name_that_changes_its_mind_is_judged_each_time():
     moved = page(b"", status="302 Found", Location="http://rebind.org/2")
     names = {"rebind.org": [["93.184.216.35"], ["127.0.0.1"]]}
     web = Web([moved, page(b"secret")], names)
-    with pytest.raises(RefusedError, match=r"127\.0\.0\.1"):
+    with pytest.raises(PageRefusedError, match=r"127\.0\.0\.1"):
         web.fetch("http://rebind.org/1")
     assert web.connected == [("93.184.216.35", 80)]
 
 
 def test_a_name_with_an_open_and_a_closed_address_is_refused():
     web = Web([page(b"x")], {"both.org": [OPEN, "10.0.0.1"]})
-    with pytest.raises(RefusedError):
+    with pytest.raises(PageRefusedError):
         web.fetch("http://both.org/")
     assert not web.connected
 
@@ -150,7 +150,7 @@ def test_a_name_with_an_open_and_a_closed_address_is_refused():
     ],
 )
 def test_what_is_no_page_is_refused(reply, why):
-    with pytest.raises(RefusedError, match=why):
+    with pytest.raises(PageRefusedError, match=why):
         Web([reply]).fetch()
 
 
@@ -170,7 +170,7 @@ def test_what_a_page_shows_is_read():
 
 def test_the_deadline_holds_for_all_of_it(monkeypatch):
     clock = iter(range(0, 1000, 3))
-    monkeypatch.setattr(fetching.time, "monotonic", lambda: next(clock), raising=True)
+    monkeypatch.setattr(web_module.time, "monotonic", lambda: next(clock), raising=True)
     web = Web([page(b"", status="302 Found", Location="/again")])
-    with pytest.raises(RefusedError, match="too slow"):
+    with pytest.raises(PageRefusedError, match="too slow"):
         web.fetch()

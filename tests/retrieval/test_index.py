@@ -83,8 +83,8 @@ def test_a_stopped_build_goes_on_to_the_same_index(
         raise Stopped
 
     where = {
-        "vectors": "rsearch.retrieval.index_parts.open_vectors",
-        "scann": "rsearch.retrieval.index_parts.files.sync_tree",
+        "vectors": "rsearch.retrieval.index.open_vectors",
+        "scann": "rsearch.retrieval.index.files.sync_tree",
         "manifest": "rsearch.retrieval.index_build._recall",
     }
     with monkeypatch.context() as patch, pytest.raises(Stopped):

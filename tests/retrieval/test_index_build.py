@@ -12,7 +12,7 @@ from rsearch.retrieval import index_build
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.index import open_index
 from rsearch.retrieval.index_build import build_index, encode_share, plan_index
-from rsearch.retrieval.parts import part_blocks
+from rsearch.retrieval.nearest import split_evenly
 from rsearch.runtime import files
 from tests.retrieval.fakes import FileCorpus, TableEncoder, numbered
 
@@ -122,7 +122,6 @@ def test_where_the_first_of_several_hosts_fails_the_lock_goes_with_its_process(
         monkeypatch.setattr(processes, "num_hosts", lambda: num_hosts)
         raise OSError("no space left")
 
-    monkeypatch.setattr(index_build, "_kept", [])
     monkeypatch.setattr(index_build, "encode_shards", fails)
     with pytest.raises(OSError, match="no space left"):
         build_index(corpus, TableEncoder(), tmp_path / "i", **SETTINGS)
@@ -190,9 +189,9 @@ def test_scann_parts_are_built_once_and_found_again(corpus, tmp_path, monkeypatc
         builds.append(partition.reorder_dtype)
         return build(vectors, partition)
 
-    from rsearch.retrieval.index_parts import build_searcher as build
+    from rsearch.retrieval.index import build_searcher as build
 
-    monkeypatch.setattr("rsearch.retrieval.index_parts.build_searcher", counted)
+    monkeypatch.setattr("rsearch.retrieval.index.build_searcher", counted)
     manifest = build_index(corpus, TableEncoder(), tmp_path / "i", **settings)
     assert builds == ["bfloat16", "bfloat16"]
     assert manifest["recall"]["value"] >= 0.95
@@ -274,7 +273,7 @@ def test_an_index_made_before_there_were_parts_opens(corpus, tmp_path):
 
 def test_slices_are_consecutive_whole_and_nearly_equal():
     for num, count in ((10, 3), (7, 7), (65, 8)):
-        blocks = part_blocks(range(num), count)
+        blocks = split_evenly(range(num), count)
         np.testing.assert_array_equal(np.concatenate(blocks), range(num))
         sizes = list(map(len, blocks))
         assert max(sizes) - min(sizes) <= 1 and len(sizes) == count

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.retrieval.markup import HIDDEN, readable
+from rsearch.retrieval.web import HIDDEN, html_to_text
 
 LENGTH = 1 << 20  # of a page, at most
 HOSTILE = {
@@ -60,16 +60,16 @@ PIECES = st.sampled_from(
 @given(st.lists(PIECES, max_size=12).map(" ".join))
 def test_pages_show_what_they_show_to_the_standard_librarys_parser(markup):
     """In other lines: it ends one at each sign that might begin a tag."""
-    assert readable(markup).split() == " ".join(Reference(markup).parts).split()
+    assert html_to_text(markup).split() == " ".join(Reference(markup).parts).split()
 
 
 @pytest.mark.parametrize("words", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_page_is_read_in_a_moment(words):
     began = time.monotonic()
-    readable("<p>seen</p>" + words * (LENGTH // len(words)))
+    html_to_text("<p>seen</p>" + words * (LENGTH // len(words)))
     assert time.monotonic() - began < 20  # of hours
 
 
 def test_what_is_before_a_hostile_part_is_read():
-    assert readable("<p>seen</p><![foo[bar]]> too <a href='") == "seen\ntoo"
-    assert readable("seen &#" + "1" * 9999 + "; too") == "seen \ufffd too"
+    assert html_to_text("<p>seen</p><![foo[bar]]> too <a href='") == "seen\ntoo"
+    assert html_to_text("seen &#" + "1" * 9999 + "; too") == "seen \ufffd too"

@@ -10,22 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsearch.retrieval.exact import ExactSearcher
 from rsearch.retrieval.nearest import (
     BRUTE_FORCE_MAX,
     KINDS,
     MARGIN,
     QUANTIZED_MAX,
+    ExactSearcher,
     Nearest,
     Partition,
     build_searcher,
     choose_partition,
     exact_scores,
-    kind_of,
-    measure_recall,
+    partition_kind,
 )
 from rsearch.retrieval.vectors import Vectors
-from tests.retrieval.fakes import unit_rows
+from tests.retrieval.fakes import measure_recall, unit_rows
 
 
 def brute_force(rows):
@@ -249,7 +248,7 @@ def test_few_are_compared_more_have_their_codes_compared_and_many_have_leaves():
     coarse = choose_partition(50_000, 384, kind="partitioned", dims_per_block=3)
     assert coarse == dataclasses.replace(fifty, dims_per_block=3, threshold=0.0)
     for kind in KINDS:
-        assert kind_of(choose_partition(50_000, 384, kind=kind)) == kind
+        assert partition_kind(choose_partition(50_000, 384, kind=kind)) == kind
 
 
 @pytest.mark.parametrize(

@@ -7,29 +7,26 @@ import sys
 import numpy as np
 import pytest
 
-from rsearch.retrieval import scann_library
+from rsearch.retrieval import nearest as nearest_module
 from rsearch.retrieval.nearest import (
+    AVX2,
+    AVX2_SWITCH,
     Nearest,
     build_searcher,
     choose_partition,
-    measure_recall,
-)
-from rsearch.retrieval.scann_library import (
-    AVX2,
-    AVX2_IS_USED,
+    enable_avx2,
     import_scann,
     processor_features,
-    use_avx2,
 )
 from rsearch.retrieval.vectors import Vectors
-from tests.retrieval.fakes import unit_rows
+from tests.retrieval.fakes import measure_recall, unit_rows
 
 
 @pytest.fixture
 def is_used():
     """ScaNN's own variable; what it held comes back."""
     import_scann()
-    variable = ctypes.c_bool.in_dll(ctypes.CDLL(library()), AVX2_IS_USED)
+    variable = ctypes.c_bool.in_dll(ctypes.CDLL(library()), AVX2_SWITCH)
     held = variable.value
     yield variable
     variable.value = held
@@ -41,7 +38,7 @@ def library():
 
 def processor(tmp_path, monkeypatch, text):
     (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr(scann_library, "PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setattr(nearest_module, "PROCESSOR", tmp_path / "cpuinfo")
 
 
 def test_what_the_processor_has_is_used(is_used):
@@ -69,18 +66,18 @@ def test_it_is_used_where_another_has_imported_scann(is_used):
 def test_only_a_processor_that_has_it(is_used, told, is_right, tmp_path, monkeypatch):
     processor(tmp_path, monkeypatch, told)
     is_used.value = False
-    use_avx2(library())
+    enable_avx2(library())
     assert is_used.value == is_right
 
 
 def test_a_processor_that_nobody_tells_of_has_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(scann_library, "PROCESSOR", tmp_path / "none")
+    monkeypatch.setattr(nearest_module, "PROCESSOR", tmp_path / "none")
     assert processor_features() == set()
 
 
 def test_a_library_without_the_variable_is_noted(tmp_path, monkeypatch, capsys):
     processor(tmp_path, monkeypatch, "flags : avx2 fma")
-    use_avx2(_ctypes.__file__)
+    enable_avx2(_ctypes.__file__)
     assert "scann cannot be told that the processor has AVX2" in capsys.readouterr().err
 
 

@@ -1,7 +1,6 @@
 """Hits of a web search with their pages; one that is not to be had costs its text."""
 
-from rsearch.retrieval.fetch import Page, RefusedError
-from rsearch.retrieval.web import PagedSearch, excerpt
+from rsearch.retrieval.web import Page, PagedSearch, PageRefusedError, excerpt
 from rsearch.types import Passage
 
 HITS = (
@@ -20,7 +19,7 @@ class Search:
 def get(url, *, seconds):
     assert seconds == 3.0
     if "10.0.0.1" in url:
-        raise RefusedError("10.0.0.1 is 10.0.0.1")
+        raise PageRefusedError("10.0.0.1 is 10.0.0.1")
     return Page(url, "menu\nThe river ends in Goldberg.\nfooter")
 
 

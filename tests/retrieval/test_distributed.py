@@ -13,11 +13,15 @@ import numpy as np
 import pytest
 
 from rsearch.hosts import processes
-from rsearch.retrieval import spread as spread_module
+from rsearch.retrieval import distributed
+from rsearch.retrieval.distributed import (
+    PATH,
+    DistributedNearest,
+    NearestServer,
+    RemoteNearest,
+)
 from rsearch.retrieval.engine import PassageList, SearchEngine
-from rsearch.retrieval.nearest import Nearest, build_searcher
-from rsearch.retrieval.parts import PartsError
-from rsearch.retrieval.spread import PATH, PartServer, RemoteParts, SpreadParts
+from rsearch.retrieval.nearest import IndexPartError, Nearest, build_searcher
 from rsearch.retrieval.vectors import Vectors
 from rsearch.runtime.server import JsonServer, RefusedError
 from tests.hosts.test_processes import run_hosts
@@ -38,7 +42,7 @@ def rows():
 
 @contextlib.contextmanager
 def serving(nearest, token="secret"):
-    server = PartServer("127.0.0.1", nearest, token)
+    server = NearestServer("127.0.0.1", nearest, token)
     try:
         yield server.url
     finally:
@@ -50,8 +54,8 @@ def test_hosts_find_together_what_the_whole_finds_to_the_last_bit(
     rows, at_once, monkeypatch
 ):
     """Many queries are asked a few at a time: a request has a largest size."""
-    monkeypatch.setattr(spread_module, "QUERIES_AT_ONCE", at_once)
-    monkeypatch.setattr(spread_module, "MAX_BODY_BYTES", at_once * 64 * 2)
+    monkeypatch.setattr(distributed, "MAX_BATCH", at_once)
+    monkeypatch.setattr(distributed, "MAX_BODY_BYTES", at_once * 64 * 2)
     cuts, queries = [0, 30, 50, 90], rows[::6]
     whole = exact(rows)
     parts = [exact(rows[a:b]) for a, b in itertools.pairwise(cuts)]
@@ -59,10 +63,10 @@ def test_hosts_find_together_what_the_whole_finds_to_the_last_bit(
         urls = [stack.enter_context(serving(part)) for part in parts]
         for here in range(3):
             given = [
-                part if n == here else RemoteParts(n, urls[n], "secret", len(part))
+                part if n == here else RemoteNearest(n, urls[n], "secret", len(part))
                 for n, part in enumerate(parts)
             ]
-            spread = SpreadParts(cuts[:3], given, here, timeout_seconds=20)
+            spread = DistributedNearest(cuts[:3], given, here, timeout_seconds=20)
             assert len(spread) == 90
             for top_k in (1, 7, 35, 200):
                 expected = whole.search(queries, top_k)
@@ -79,10 +83,10 @@ def test_hosts_that_search_at_once_do_not_wait_for_each_other_for_ever(rows):
 
         def ask(here):
             given = list(parts)
-            given[1 - here] = RemoteParts(
+            given[1 - here] = RemoteNearest(
                 1 - here, (first, second)[1 - here], "secret", 45
             )
-            spread = SpreadParts(cuts, given, here, timeout_seconds=20)
+            spread = DistributedNearest(cuts, given, here, timeout_seconds=20)
             expected = exact(rows).search(rows[:9], 5)[0]
             for _ in range(5):
                 if not np.array_equal(spread.search(rows[:9], 5)[0], expected):
@@ -113,7 +117,7 @@ def reply(positions=(0, 1, 2), scores=(0.9, 0.8, 0.7)):
 
 
 def ask(url, seconds=5.0, token="secret"):
-    part = RemoteParts(1, url, token, 10)
+    part = RemoteNearest(1, url, token, 10)
     return part.search(np.ones((1, 4), np.float32), 3, time.monotonic() + seconds)
 
 
@@ -135,7 +139,7 @@ def ask(url, seconds=5.0, token="secret"):
 )
 def test_an_answer_that_cannot_be_right_is_no_answer(wrong):
     told = "host 1 answered a search with something else"
-    with answering(lambda _: wrong) as url, pytest.raises(PartsError, match=told):
+    with answering(lambda _: wrong) as url, pytest.raises(IndexPartError, match=told):
         ask(url)
 
 
@@ -148,7 +152,7 @@ def test_an_answer_that_is_right_is_taken():
 
 def test_an_endless_answer_is_cut_off():
     endless, told = {"positions": "A" * 200_000}, r"host 1 answered \d+ bytes or more"
-    with answering(lambda _: endless) as url, pytest.raises(PartsError, match=told):
+    with answering(lambda _: endless) as url, pytest.raises(IndexPartError, match=told):
         ask(url)
 
 
@@ -169,7 +173,7 @@ def test_a_host_that_is_busy_is_asked_again():
 def test_a_host_that_refuses_is_not_asked_again():
     with (
         answering(lambda _: reply()) as url,
-        pytest.raises(PartsError, match="host 1 did not answer a search: HTTP 401"),
+        pytest.raises(IndexPartError, match="host 1 did not answer a search: HTTP 401"),
     ):
         ask(url, token="another")
 
@@ -178,7 +182,7 @@ def test_a_host_that_refuses_is_not_asked_again():
 def test_a_slow_host_is_waited_for_until_the_end_and_no_longer():
     with answering(lambda _: time.sleep(1.5) or reply()) as url:
         started = time.monotonic()
-        with pytest.raises(PartsError, match="host 1 did not answer a search"):
+        with pytest.raises(IndexPartError, match="host 1 did not answer a search"):
             ask(url, seconds=0.4)
         assert time.monotonic() - started < 1.2
 
@@ -187,16 +191,16 @@ def test_a_dead_host_fails_the_search_as_a_whole_and_it_is_not_remembered(rows):
     corpus, encoder = PassageList(numbered(60)), TableEncoder()
     vectors = encoder.encode_passages([p.contents for p in corpus])
     own, other = exact(vectors[:30]), exact(vectors[30:])
-    server = PartServer("127.0.0.1", other, "secret")
-    remote = RemoteParts(1, server.url, "secret", 30)
-    spread = SpreadParts([0, 30], [own, remote], 0, timeout_seconds=0.4)
+    server = NearestServer("127.0.0.1", other, "secret")
+    remote = RemoteNearest(1, server.url, "secret", 30)
+    spread = DistributedNearest([0, 30], [own, remote], 0, timeout_seconds=0.4)
     search = SearchEngine(spread, encoder, corpus, top_k=2)
     before = search(["t3", "t40", ""])
     assert [p[0].id for p in before[:2]] == ["p3", "p40"]
     server.close()
     after = search(["t40", "t5", "", "t45"])
     assert after == [before[1], None, (), None]  # what it knew, and nothing partial
-    again = PartServer("127.0.0.1", other, "secret")
+    again = NearestServer("127.0.0.1", other, "secret")
     remote._url = again.url
     assert [p[0].id for p in search(["t5", "t45"])] == ["p5", "p45"]
     again.close()
@@ -219,7 +223,7 @@ def test_a_bad_question_is_refused_and_the_host_goes_on(rows, body):
         headers = {"Authorization": "Bearer secret"}
         told = httpx.post(url, json=body, headers=headers, trust_env=False)
         assert told.status_code == 400 and "must be" in told.json()["error"]
-        remote = RemoteParts(1, url, "secret", 90)
+        remote = RemoteNearest(1, url, "secret", 90)
         found, _ = remote.search(rows[:1], 1, time.monotonic() + 9)
         np.testing.assert_array_equal(found, [[0]])
 
@@ -266,7 +270,7 @@ def test_two_hosts_find_in_halves_what_one_finds_in_the_whole(tmp_path):
     settings = {"retrieval__index": str(tmp_path / "one"), "retrieval__top_k": 4}
     whole = open_search(config(**settings, retrieval__corpus=str(corpus)), None)
     own = [f"--index={tmp_path / 'two'}", f"--corpus={corpus}"]
-    told = run_hosts("-m", "tests.retrieval.test_spread", *own)
+    told = run_hosts("-m", "tests.retrieval.test_distributed", *own)
     for number, (code, out, error) in enumerate(told):
         assert code == 0, error
         ours = json.loads(out.splitlines()[-1])

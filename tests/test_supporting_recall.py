@@ -2,7 +2,7 @@
 
 import pytest
 
-from rsearch.retrieval.supporting import supporting_recall
+from rsearch.index import supporting_recall
 from rsearch.types import Passage, Question
 
 PASSAGES = [Passage(f"p{i}", f'"Title {i}"\ntext') for i in range(5)]

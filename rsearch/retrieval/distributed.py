@@ -1,0 +1,314 @@
+"""Search an index whose parts lie on several hosts: each asks all and merges results.
+
+Hosts search when their rollouts need it, from threads, never all at the same moment. So
+each serves its parts over HTTP to the others, which learn its address and its token
+when the index is opened, over `rsearch.hosts.processes`:
+
+    POST /nearest {"queries": base64 of float32 [n, D], "top_k": k}
+    {"positions": base64 of int64 [n, k], "scores": base64 of float32 [n, k]}
+
+A search has the answers of all hosts, or it fails for all parts within its time.
+"""
+
+import base64
+import concurrent.futures
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import httpx
+import numpy as np
+
+from rsearch.hosts import processes
+from rsearch.retrieval.index import Index
+from rsearch.retrieval.nearest import (
+    IndexPartError,
+    MergedParts,
+    Nearest,
+    merge_best,
+)
+from rsearch.runtime.server import JSON, JsonServer, RefusedError
+
+PATH = "/nearest"
+MAX_BODY_BYTES = 1 << 26  # of a request: 12 thousand queries of 1024 features
+MAX_BATCH = 1024  # of a request
+ENVELOPE_BYTES = 1 << 16  # of a reply, around its numbers
+MAX_TOP_K = 10_000
+RETRIED = (408, 503)  # statuses of a host that may answer later
+FIRST_WAIT, MAX_WAIT = 0.05, 2.0  # seconds before a host is asked again
+
+
+def distribute_index(
+    open_local: Callable[[], Index], *, timeout_seconds: float
+) -> tuple["DistributedNearest", dict]:
+    """Serve this host's parts of an index to the other hosts, and connect to theirs.
+
+    All hosts call this together; it needs at least two.
+
+    Args:
+        open_local: opens this host's parts; see `rsearch.retrieval.index.open_index`.
+        timeout_seconds: within which a search needs the answers of all hosts.
+
+    Returns:
+        The parts of all hosts as one, and the manifest.
+
+    Raises:
+        ValueError: from `open_local`.
+        RuntimeError: another host's parts could not be opened.
+    """
+    opened = []
+
+    def serve(items):
+        index = open_local()
+        opened.append(index)
+        token = secrets.token_urlsafe(32)
+        server = NearestServer(processes.host_address(), index.nearest, token)
+        return [
+            {
+                "address": server.url,
+                "token": token,
+                "first": index.first,
+                "num": len(index.nearest),
+            }
+            for _ in items
+        ]
+
+    addresses = processes.map_hosts_json(serve, range(processes.num_hosts()))
+    (index,) = opened
+    here = processes.host_index()
+    hosts = [
+        index.nearest
+        if number == here
+        else RemoteNearest(number, a["address"], a["token"], a["num"])
+        for number, a in enumerate(addresses)
+    ]
+    firsts = [a["first"] for a in addresses]
+    nearest = DistributedNearest(firsts, hosts, here, timeout_seconds=timeout_seconds)
+    return nearest, index.manifest
+
+
+class NearestServer:
+    """A server of this host's vectors, on a thread, until the process ends.
+
+    Args:
+        host: address to listen at, on a free port.
+        nearest: has len and search.
+        token: that each request must carry.
+
+    Attributes:
+        url: that it is asked at.
+    """
+
+    def __init__(self, host: str, nearest: Nearest | MergedParts, token: str):
+        self._nearest = nearest
+        self._server = JsonServer(
+            host,
+            0,
+            {("POST", PATH): self._answer},
+            token=token,
+            max_body_bytes=MAX_BODY_BYTES,
+            max_waiting=4 * processes.num_hosts(),
+        )
+        self._server.daemon_threads = True
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{self._server.server_address[1]}{PATH}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, body):
+        top_k = body.get("top_k")
+        if type(top_k) is not int or not 1 <= top_k <= MAX_TOP_K:
+            raise RefusedError(400, f"top_k must be a number from 1 to {MAX_TOP_K}")
+        queries = _decode_array(body.get("queries"), "<f4")
+        dim = self._nearest.dim
+        if queries is None or len(queries) % dim or not np.isfinite(queries).all():
+            raise RefusedError(400, f"queries must be finite float32 rows of {dim}")
+        positions, scores = self._nearest.search(queries.reshape(-1, dim), top_k)
+        return {"positions": _encode_array(positions), "scores": _encode_array(scores)}
+
+
+class RemoteNearest:
+    """A client of another host's vectors; safe to call from several threads.
+
+    Args:
+        host: its number, for messages.
+        url: of its NearestServer.
+        token: that its server expects.
+        num: vectors that it has.
+    """
+
+    def __init__(self, host: int, url: str, token: str, num: int):
+        self._host = host
+        self._url = url
+        self._num = num
+        # Hosts share a network: no proxy of the environment leads there.
+        self._client = httpx.Client(
+            headers={"Authorization": f"Bearer {token}", "Content-Type": JSON},
+            trust_env=False,
+        )
+
+    def __len__(self) -> int:
+        return self._num
+
+    def search(
+        self, queries: np.ndarray, top_k: int, end: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Search as Nearest does; positions count from the host's first vector.
+
+        Args:
+            queries: [n, D] float32.
+            top_k: how many to find.
+            end: deadline, by time.monotonic.
+
+        Raises:
+            IndexPartError: no answer in time, or one that cannot be right.
+        """
+        body = json.dumps({"queries": _encode_array(queries), "top_k": top_k}).encode()
+        shape = len(queries), min(top_k, self._num)
+        wait = FIRST_WAIT
+        why = "too slow"
+        while time.monotonic() < end:
+            try:
+                status, reply = self._ask(body, shape, end)
+            except httpx.HTTPError as error:  # it may be back in time
+                status = RETRIED[0]
+                why = type(error).__name__
+            else:
+                why = f"HTTP {status}"
+            if status == 200:
+                return self._check(reply, shape)
+            if status not in RETRIED:
+                break
+            time.sleep(max(0.0, min(wait, end - time.monotonic())))
+            wait = min(2 * wait, MAX_WAIT)
+        raise IndexPartError(f"host {self._host} did not answer a search: {why}")
+
+    def _ask(self, body, shape, end):
+        """Return (status, bytes of the reply)."""
+        # A position and a score take 12 bytes, base64 less than twice as many.
+        limit = ENVELOPE_BYTES + 2 * 12 * shape[0] * shape[1]
+        timeout = max(0.001, end - time.monotonic())
+        with self._client.stream(
+            "POST", self._url, content=body, timeout=timeout
+        ) as reply:
+            received = bytearray()
+            for chunk in reply.iter_raw():
+                received += chunk
+                if len(received) > limit:
+                    raise IndexPartError(
+                        f"host {self._host} answered {limit} bytes or more"
+                    )
+                # httpx's limit is on each read: a slow trickle never meets it.
+                if time.monotonic() > end:
+                    raise httpx.ReadTimeout("")
+            return reply.status_code, bytes(received)
+
+    def _check(self, reply, shape):
+        """Return the reply's positions and scores; refuse what cannot be right."""
+        try:
+            payload = json.loads(reply)
+            positions = _decode_array(payload["positions"], "<i8")
+            scores = _decode_array(payload["scores"], "<f4")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            positions = scores = None
+        size = shape[0] * shape[1]
+        is_right = (
+            positions is not None
+            and scores is not None
+            and len(positions) == len(scores) == size
+            and bool(np.isfinite(scores).all())
+            and bool(((positions >= 0) & (positions < self._num)).all())
+        )
+        if is_right:
+            positions, scores = positions.reshape(shape), scores.reshape(shape)
+            in_order = np.sort(positions, axis=1)
+            is_right = bool((np.diff(scores, axis=1) <= 0).all())
+            is_right &= bool((np.diff(in_order, axis=1) > 0).all())
+        if not is_right:
+            raise IndexPartError(
+                f"host {self._host} answered a search with something else"
+            )
+        return positions, scores
+
+
+class DistributedNearest:
+    """The parts of all hosts as one; has len and `search` as Nearest has.
+
+    Args:
+        firsts: [hosts] position of each host's first vector.
+        hosts: [hosts] the local Nearest of this host, RemoteNearest of the others.
+        here: number of this host.
+        timeout_seconds: of a search of MAX_BATCH queries.
+    """
+
+    def __init__(
+        self,
+        firsts: Sequence[int],
+        hosts: Sequence[Nearest | MergedParts | RemoteNearest],
+        here: int,
+        *,
+        timeout_seconds: float,
+    ):
+        self._firsts = firsts
+        self._hosts = hosts
+        self._here = here
+        self._timeout = timeout_seconds
+        self._threads = concurrent.futures.ThreadPoolExecutor(
+            len(hosts), thread_name_prefix="parts"
+        )
+
+    def __len__(self) -> int:
+        return sum(map(len, self._hosts))
+
+    def search(self, queries: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Search the vectors of all hosts, as Nearest does.
+
+        Raises:
+            IndexPartError: a host did not answer rightly and in time; names it.
+        """
+        if not len(queries):
+            return self._hosts[self._here].search(queries, top_k)
+        blocks = [
+            self._search(queries[start : start + MAX_BATCH], top_k)
+            for start in range(0, len(queries), MAX_BATCH)
+        ]
+        positions, scores = zip(*blocks)
+        return np.concatenate(positions), np.concatenate(scores)
+
+    def _search(self, queries, top_k):
+        end = time.monotonic() + self._timeout
+        futures = {
+            number: self._threads.submit(host.search, queries, top_k, end)
+            for number, host in enumerate(self._hosts)
+            if number != self._here
+        }
+        # This host searches its own vectors while the others search theirs.
+        results = {self._here: self._hosts[self._here].search(queries, top_k)}
+        results |= {number: future.result() for number, future in futures.items()}
+        shifted = [
+            (first + results[number][0], results[number][1])
+            for number, first in enumerate(self._firsts)
+        ]
+        return merge_best(shifted, top_k)
+
+
+def _encode_array(array):
+    """Return the base64 of an array's numbers, little-endian, of the same kind."""
+    array = np.asarray(array)
+    data = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return base64.b64encode(data).decode()
+
+
+def _decode_array(text, dtype):
+    """Return the [n] numbers of such a text, or None where it is none."""
+    try:
+        data = base64.b64decode(text, validate=True)
+        return np.frombuffer(data, dtype)
+    except (TypeError, ValueError):
+        return None
