@@ -29,7 +29,7 @@ from rsearch.config.recipes import (
 )
 from rsearch.protocols.tagged import whole_characters
 from rsearch.runtime import console
-from rsearch.runtime.calls import key_of
+from rsearch.runtime.calls import read_api_key
 from rsearch.runtime.server import JsonServer, RefusedError
 from rsearch.serve.openapi import TEXT, list_of, record, with_description
 from rsearch.setup.parts import has_world, open_search
@@ -176,7 +176,7 @@ def main(argv) -> int:
         given["host"],
         given["port"],
         {},
-        token=key_of(given["token_env"]) if given["token_env"] else "",
+        token=read_api_key(given["token_env"]) if given["token_env"] else "",
         max_body_bytes=given["max_body_bytes"],
     )
     config = apply_overrides(config, {"retrieval.top_k": max_k})

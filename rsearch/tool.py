@@ -43,7 +43,7 @@ from rsearch.config.stage_plan import stage_config
 from rsearch.evaluation.answers import evidence_of, worded
 from rsearch.protocols.tagged import whole_characters
 from rsearch.runtime import console
-from rsearch.runtime.calls import key_of
+from rsearch.runtime.calls import read_api_key
 from rsearch.runtime.jsonl import decode_json
 from rsearch.runtime.server import JsonServer, RefusedError
 from rsearch.serve.openapi import TEXT, list_of, record, with_description
@@ -307,7 +307,7 @@ def main(argv) -> int:
     if given["print_config"]:
         print_config(config)
         return 0
-    token = key_of(given["token_env"]) if given["token_env"] else ""
+    token = read_api_key(given["token_env"]) if given["token_env"] else ""
     server = None
     if given["serve"]:
         # Before anything is loaded: a wrong host or a taken port shows at once.

@@ -15,7 +15,14 @@ import httpx
 
 from rsearch.protocols.tagged import whole_characters
 from rsearch.runtime import console
-from rsearch.runtime.calls import HEADERS, checked_url, json_of, key_of, post, repeated
+from rsearch.runtime.calls import (
+    HEADERS,
+    check_url,
+    parse_json,
+    post,
+    read_api_key,
+    with_retries,
+)
 from rsearch.types import GenerateFn, Messages
 
 PATH = "/chat/completions"
@@ -66,7 +73,7 @@ def remote_generator(
         raise ValueError(f"the endpoint {url} has several models: name one")
     headers = dict(HEADERS)
     if api_key_env:
-        headers["Authorization"] = f"Bearer {key_of(api_key_env)}"
+        headers["Authorization"] = f"Bearer {read_api_key(api_key_env)}"
     settings = {
         "model": model,
         "max_tokens": max_reply_tokens,
@@ -91,7 +98,9 @@ def remote_generator(
                 seconds=timeout_seconds,
             )
 
-        reply = repeated(call, max_retries=max_retries, first_wait=first_wait_seconds)
+        reply = with_retries(
+            call, max_retries=max_retries, first_wait=first_wait_seconds
+        )
         return reply.value, reply.why
 
     def generate(chats: Sequence[Messages]) -> list[str | None]:
@@ -117,7 +126,7 @@ def remote_generator(
 
 def _target(url):
     """Return the URL that chats are posted to, which may not hold a secret."""
-    base = str(checked_url(url, "the endpoint"))
+    base = str(check_url(url, "the endpoint"))
     return base.rstrip("/").removesuffix(PATH) + PATH
 
 
@@ -129,7 +138,7 @@ def _sendable(chat):
 def _content(received):
     """Return choices[0].message.content of a JSON reply, None without such a text."""
     try:
-        content = json_of(received)["choices"][0]["message"]["content"]
+        content = parse_json(received)["choices"][0]["message"]["content"]
     except (LookupError, TypeError):
         return None
     return whole_characters(content) if isinstance(content, str) else None

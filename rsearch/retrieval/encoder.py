@@ -1,4 +1,4 @@
-"""Encoders: texts to unit vectors whose dot product is their similarity.
+"""Encode texts as unit vectors whose dot product is their similarity.
 
 An encoder has `dim`, `fingerprint`, `encode_queries(texts)` and
 `encode_passages(texts)`, both [n, dim] float32 of length 1. Families of BERT models
@@ -13,6 +13,8 @@ import json
 import pathlib
 import re
 import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,7 @@ PASSAGE_TOKENS = 4096  # a batch of passages has about as many, padding included
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How a family of models wants its input, and what it makes of its output."""
+    """A family of models: prefixes of its inputs, pooling of its outputs."""
 
     query_prefix: str
     passage_prefix: str
@@ -50,8 +52,15 @@ FAMILIES = {
 }
 
 
-def load_encoder(source, *, family, dim=512, max_query_tokens=0, max_passage_tokens=0):
-    """The encoder that a configuration or a command line names.
+def load_encoder(
+    source: str,
+    *,
+    family: str | None,
+    dim: int = 512,
+    max_query_tokens: int = 0,
+    max_passage_tokens: int = 0,
+) -> "BertEncoder | HashedNgrams":
+    """Load the encoder that a configuration or a command line names.
 
     Args:
         source: "hashed", or a directory or hub id of a BERT model.
@@ -84,25 +93,25 @@ class BertEncoder:
         directory: a Hugging Face directory; see rsearch.models.bert and wordpiece.
         family: a key of FAMILIES.
         max_query_tokens: of the longest question, prefix and special tokens included;
-            what is beyond is cut off. 0 takes sentence_bert_config.json's
+            longer ones are cut. 0 takes sentence_bert_config.json's
             max_seq_length, else the model's number of positions.
         max_passage_tokens: likewise, of a passage.
         dtype: of the computation.
 
     Attributes:
         dim: width of the vectors.
-        max_query_tokens, max_passage_tokens: as given or found.
+        max_query_tokens, max_passage_tokens: the limits in use.
         fingerprint: of weights, vocabulary and settings; equal ones encode alike.
     """
 
     def __init__(
         self,
-        directory,
+        directory: str | pathlib.Path,
         *,
-        family,
-        max_query_tokens=0,
-        max_passage_tokens=0,
-        dtype=jnp.float32,
+        family: str,
+        max_query_tokens: int = 0,
+        max_passage_tokens: int = 0,
+        dtype: Any = jnp.float32,
     ):
         directory = pathlib.Path(directory)
         spec, params = bert.load(directory)
@@ -130,8 +139,8 @@ class BertEncoder:
             settings.append(self.max_query_tokens)
         self.fingerprint = fingerprint_of(directory, settings)
 
-    def encode_queries(self, texts):
-        """[n, dim] float32 unit vectors of questions."""
+    def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
+        """Return [n, dim] float32 unit vectors of questions."""
         return self._encode(
             texts,
             self.family.query_prefix,
@@ -139,8 +148,8 @@ class BertEncoder:
             lambda _: QUERY_ROWS,
         )
 
-    def encode_passages(self, texts):
-        """[n, dim] float32 unit vectors of passages: title, line feed, text."""
+    def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
+        """Return [n, dim] float32 unit vectors of passages: title, line feed, text."""
         return self._encode(
             texts,
             self.family.passage_prefix,
@@ -154,16 +163,22 @@ class BertEncoder:
         vectors = np.empty((len(texts), self.dim), np.float32)
         pad_id = self._tokenizer.pad_id
         batches = fixed_batches(ids, rows_of, max_tokens=max_tokens, pad_id=pad_id)
-        for chosen, tokens, counts in batches:
-            found = bert.embed(
+        for rows, tokens, counts in batches:
+            embedded = bert.embed(
                 self._model, self._params, tokens, counts, pooling=self.family.pooling
             )
-            vectors[chosen] = jax.device_get(found)[: len(chosen)]
+            vectors[rows] = jax.device_get(embedded)[: len(rows)]
         return vectors
 
 
-def fixed_batches(ids, rows_of, *, max_tokens, pad_id):
-    """Rows of ids in batches of a few shapes, each chosen by a row's own length.
+def fixed_batches(
+    ids: Sequence[Sequence[int]],
+    rows_of: Callable[[int], int],
+    *,
+    max_tokens: int,
+    pad_id: int,
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield rows of ids in batches of a few shapes, chosen by a row's length alone.
 
     Args:
         ids: [rows] int32 ids of each, at most max_tokens.
@@ -172,23 +187,23 @@ def fixed_batches(ids, rows_of, *, max_tokens, pad_id):
         pad_id: fills rows up, and batches.
 
     Yields:
-        [n] the places of n rows among `ids`; [B, T] int32 those rows, padded;
-        [B] int32 how many ids of each count. Rows beyond n are empty.
+        [n] the indices of n rows of `ids`; [B, T] int32 those rows, padded; [B] int32
+        the number of ids in each. Rows beyond n are empty.
     """
     widths = [*(b for b in BUCKETS if b < max_tokens), max_tokens]
     bucket = np.searchsorted(widths, [len(row) for row in ids])
     for number in np.unique(bucket):
         width = widths[number]
-        places = np.flatnonzero(bucket == number)
+        in_bucket = np.flatnonzero(bucket == number)
         num_rows = rows_of(width)
-        for start in range(0, len(places), num_rows):
-            chosen = places[start : start + num_rows]
+        for start in range(0, len(in_bucket), num_rows):
+            indices = in_bucket[start : start + num_rows]
             tokens = np.full((num_rows, width), pad_id, np.int32)
             counts = np.zeros(num_rows, np.int32)
-            for row, place in enumerate(chosen):
-                tokens[row, : len(ids[place])] = ids[place]
-                counts[row] = len(ids[place])
-            yield chosen, tokens, counts
+            for row, index in enumerate(indices):
+                tokens[row, : len(ids[index])] = ids[index]
+                counts[row] = len(ids[index])
+            yield indices, tokens, counts
 
 
 def _max_tokens(directory, spec):
@@ -206,8 +221,8 @@ def _max_tokens(directory, spec):
     return value
 
 
-def fingerprint_of(directory, settings) -> str:
-    """A digest of a BERT model's files and of what it is used with."""
+def fingerprint_of(directory: pathlib.Path, settings: Sequence) -> str:
+    """Return a digest of a BERT model's files and of the settings it is used with."""
     digest = hashlib.sha256(json.dumps(settings).encode())
     names = ["config.json", "tokenizer_config.json", "vocab.txt", "tokenizer.json"]
     names += sorted(path.name for path in directory.glob("*.safetensors"))
@@ -229,13 +244,13 @@ _COMMON = frozenset(
 )
 _COMMON_WEIGHT = 0.25
 _TITLE_WEIGHT = 2.0  # of a passage's title, against 1 for its text
-NUM_PLACES = 4  # features that a word adds to: no single collision can hide it
+NUM_HASHES = 4  # features that a word adds to: no single collision can hide it
 
 
 class HashedNgrams:
-    """Words and pairs of neighbouring words, hashed: lexical search without a model.
+    """A lexical encoder without a model: hashed words and pairs of neighbours.
 
-    Each word and each pair adds +1 or -1 to NUM_PLACES of `dim` features, all chosen by
+    Each word and each pair adds +1 or -1 to NUM_HASHES of `dim` features, all chosen by
     a hash (feature hashing, arXiv 0902.2206). Title and text of a passage are each
     scaled to length 1 and summed, the title twice: a query that names an entity finds
     the passage about it before those that mention it.
@@ -244,20 +259,20 @@ class HashedNgrams:
         dim: number of features; fewer collide more.
     """
 
-    def __init__(self, dim=512):
+    def __init__(self, dim: int = 512):
         if dim < 1:
             raise ValueError(f"{dim=}, expected at least 1")
         self.dim = dim
         self.fingerprint = f"hashed-ngrams-1:{dim}"
-        self._places = functools.lru_cache(maxsize=1 << 18)(self._hash)
+        self._features = functools.lru_cache(maxsize=1 << 18)(self._hash)
 
-    def encode_queries(self, texts):
-        """[n, dim] float32 unit vectors of questions."""
+    def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
+        """Return [n, dim] float32 unit vectors of questions."""
         rows = [self._vector(text) for text in texts]
         return np.array(rows, np.float32).reshape(-1, self.dim)
 
-    def encode_passages(self, texts):
-        """[n, dim] float32 unit vectors of passages: title, line feed, text."""
+    def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
+        """Return [n, dim] float32 unit vectors of passages: title, line feed, text."""
         rows = [self._passage(text) for text in texts]
         return np.array(rows, np.float32).reshape(-1, self.dim)
 
@@ -266,36 +281,36 @@ class HashedNgrams:
         if not _words(title) or not _words(text):
             return self._vector(contents)
         vector = _TITLE_WEIGHT * self._vector(title) + self._vector(text)
-        # Exactly opposite parts would leave nothing to scale.
+        # Exactly opposite vectors would leave nothing to scale.
         length = np.linalg.norm(vector)
         return vector / length if length > 0 else self._vector(title)
 
     def _vector(self, text):
-        """[dim] float64 of length 1, also for a text without words."""
+        """Return [dim] float64 of length 1, also for a text without words."""
         words = _words(text) or [""]
         features = [(w, _COMMON_WEIGHT if w in _COMMON else 1.0) for w in words]
         pairs = itertools.pairwise(features)
         features += [(f"{a} {b}", min(x, y)) for (a, x), (b, y) in pairs]
         vector = np.zeros(self.dim)
         for feature, weight in features:
-            for place, sign in self._places(feature):
-                vector[place] += sign * weight
+            for index, sign in self._features(feature):
+                vector[index] += sign * weight
         length = np.linalg.norm(vector)
         if length == 0:  # all cancel, which takes very few features
-            vector[self._places(words[0])[0][0]] = length = 1.0
+            vector[self._features(words[0])[0][0]] = length = 1.0
         return vector / length
 
     def _hash(self, feature):
-        """[NUM_PLACES] (place, sign) of a feature."""
+        """Return [NUM_HASHES] (index, sign) of a feature."""
         data = feature.encode("utf-8", "replace")
         numbers = np.frombuffer(
-            hashlib.blake2b(data, digest_size=8 * NUM_PLACES).digest(), "<u8"
+            hashlib.blake2b(data, digest_size=8 * NUM_HASHES).digest(), "<u8"
         ).tolist()
         return [((n >> 1) % self.dim, 1.0 if n & 1 else -1.0) for n in numbers]
 
 
 def _words(text):
-    """Words in lower case and without accents."""
-    plain = unicodedata.normalize("NFKD", text).casefold()
-    plain = "".join(c for c in plain if not unicodedata.combining(c))
-    return re.findall(r"\w+", plain)
+    """Return the words of a text in lower case and without accents."""
+    text = unicodedata.normalize("NFKD", text).casefold()
+    text = "".join(c for c in text if not unicodedata.combining(c))
+    return re.findall(r"\w+", text)

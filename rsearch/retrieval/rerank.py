@@ -1,13 +1,15 @@
-"""Reranking: passages that a search found, put in order by a model that reads both.
+"""Rerank passages with a model that reads question and passage together.
 
 A cross-encoder reads a question and a passage together, which is slower and better than
-comparing their vectors (arXiv 1901.04085). So it orders only the first few that a
-search found, and each question's passages only with that question.
+comparing their vectors (arXiv 1901.04085). So it orders only the first few passages of
+a search, and each question's passages only with that question.
 """
 
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +19,13 @@ from rsearch.models import bert
 from rsearch.models.hf.checkpoint import find_model
 from rsearch.models.wordpiece import WordPiece
 from rsearch.retrieval.encoder import fingerprint_of, fixed_batches
+from rsearch.types import Passage, SearchFn
 
 PAIR_ROWS = 4  # a batch of pairs is never larger or smaller
 
 
-def load_reranker(source, *, max_tokens=0):
-    """The cross-encoder that a configuration names.
+def load_reranker(source: str, *, max_tokens: int = 0) -> "CrossEncoderScores":
+    """Load the cross-encoder that a configuration names.
 
     Args:
         source: directory or hub id of a BertForSequenceClassification with one label,
@@ -50,7 +53,13 @@ class CrossEncoderScores:
         fingerprint: of weights, vocabulary and settings; equal ones score alike.
     """
 
-    def __init__(self, directory, *, max_tokens=0, dtype=jnp.float32):
+    def __init__(
+        self,
+        directory: str | pathlib.Path,
+        *,
+        max_tokens: int = 0,
+        dtype: Any = jnp.float32,
+    ):
         directory = pathlib.Path(directory)
         spec, params = bert.load_cross_encoder(directory)
         self.max_tokens = max_tokens or spec.max_positions
@@ -70,8 +79,8 @@ class CrossEncoderScores:
         settings = ["cross-encoder", self.max_tokens, jnp.dtype(dtype).name]
         self.fingerprint = fingerprint_of(directory, settings)
 
-    def __call__(self, query, passages):
-        """[n] float32 scores in logits; one does not depend on the other passages.
+    def __call__(self, query: str, passages: Sequence[str]) -> np.ndarray:
+        """Return [n] float32 scores in logits, each independent of the other passages.
 
         Args:
             query: a question.
@@ -87,27 +96,34 @@ class CrossEncoderScores:
             max_tokens=self.max_tokens,
             pad_id=self._tokenizer.pad_id,
         )
-        for chosen, tokens, counts in batches:
+        for rows, tokens, counts in batches:
             num_first = np.zeros(PAIR_ROWS, np.int32)
-            num_first[: len(chosen)] = [firsts[place] for place in chosen]
-            found = bert.score(self._model, self._params, tokens, counts, num_first)
-            scores[chosen] = jax.device_get(found)[: len(chosen)]
+            num_first[: len(rows)] = [firsts[row] for row in rows]
+            logits = bert.score(self._model, self._params, tokens, counts, num_first)
+            scores[rows] = jax.device_get(logits)[: len(rows)]
         return scores
 
 
-def reranked(search, rerank, *, top_k_retrieval, top_k, cache_size=10_000):
-    """A SearchFn that finds with `search` and orders with `rerank`.
+def reranked(
+    search: SearchFn,
+    rerank: Callable[[str, Sequence[str]], np.ndarray],
+    *,
+    top_k_retrieval: int,
+    top_k: int,
+    cache_size: int = 10_000,
+) -> "RerankedSearch":
+    """Return a SearchFn that retrieves with `search` and orders with `rerank`.
 
     Args:
-        search: a SearchFn that finds at least top_k_retrieval passages, with `len` and
-            `fingerprint`.
+        search: a SearchFn that returns at least top_k_retrieval passages, with `len`
+            and `fingerprint`.
         rerank: (query, [n] contents of passages) -> [n] scores; see load_reranker.
         top_k_retrieval: passages a query that are scored.
-        top_k: those that are kept, the best first.
-        cache_size: queries whose order is remembered, the latest used; 0 = none.
+        top_k: passages a query that are returned, the best first.
+        cache_size: queries whose order is cached, the latest used; 0 = none.
 
     Raises:
-        ValueError: more are to be kept than are scored.
+        ValueError: top_k is larger than top_k_retrieval.
     """
     if not 1 <= top_k <= top_k_retrieval:
         raise ValueError(f"{top_k=}, expected 1 to {top_k_retrieval=}")
@@ -121,26 +137,36 @@ def reranked(search, rerank, *, top_k_retrieval, top_k, cache_size=10_000):
 
 
 class RerankedSearch:
-    """What `reranked` makes; safe to call from several threads if `search` is.
+    """A SearchFn made by `reranked`; as safe to call from several threads as `search`.
 
     Attributes:
         fingerprint: equal ones find the same.
     """
 
-    def __init__(self, search, rerank, *, top_k_retrieval, top_k, cache_size):
-        self._search, self._rerank = search, rerank
-        self._top_k_retrieval, self._top_k = top_k_retrieval, top_k
+    def __init__(
+        self,
+        search: SearchFn,
+        rerank: Callable[[str, Sequence[str]], np.ndarray],
+        *,
+        top_k_retrieval: int,
+        top_k: int,
+        cache_size: int,
+    ):
+        self._search = search
+        self._rerank = rerank
+        self._top_k_retrieval = top_k_retrieval
+        self._top_k = top_k
         self._order = functools.lru_cache(maxsize=cache_size)(self._ordered)
         self.fingerprint = (
             f"{search.fingerprint} {rerank.fingerprint} {top_k_retrieval}"
         )
 
-    def __str__(self):
-        """What is searched."""
+    def __str__(self) -> str:
+        """Return a short description of what is searched."""
         return f"{self._search}, reranked"
 
-    def __call__(self, queries):
-        """The passages of each query, the highest score first; None where none came.
+    def __call__(self, queries: Sequence[str]) -> list[tuple[Passage, ...] | None]:
+        """Return the passages of each query, the highest score first.
 
         Equal scores are in the order of the search. A passage's score is the
         reranker's.
@@ -148,21 +174,24 @@ class RerankedSearch:
         Args:
             queries: texts.
 
+        Returns:
+            [queries] tuples of passages; None where the search failed.
+
         Raises:
             ValueError: a query that is not text, or a score that is not finite.
         """
         results = self._search(queries)
         return [
-            None if found is None else self._order(query, tuple(found))
-            for query, found in zip(queries, results, strict=True)
+            None if hits is None else self._order(query, tuple(hits))
+            for query, hits in zip(queries, results, strict=True)
         ]
 
-    def _ordered(self, query, found):
-        found = found[: self._top_k_retrieval]
-        if not found:
+    def _ordered(self, query, hits):
+        hits = hits[: self._top_k_retrieval]
+        if not hits:
             return ()
-        scores = np.asarray(self._rerank(query, [p.contents for p in found]))
-        assert scores.shape == (len(found),), (scores.shape, len(found))
+        scores = np.asarray(self._rerank(query, [hit.contents for hit in hits]))
+        assert scores.shape == (len(hits),), (scores.shape, len(hits))
         if not np.isfinite(scores).all():
             raise ValueError(
                 f"the reranker gave a passage of query {query!r} a score that is not "
@@ -170,5 +199,5 @@ class RerankedSearch:
             )
         order = np.argsort(-scores, kind="stable")[: self._top_k]
         return tuple(
-            dataclasses.replace(found[i], score=float(scores[i])) for i in order
+            dataclasses.replace(hits[i], score=float(scores[i])) for i in order
         )

@@ -1,9 +1,9 @@
-"""A retrieval service of somebody else's as a SearchFn, in the published dialects.
+"""Search with a retrieval service over HTTP, in the published dialects.
 
-What fails is told from what finds nothing: the queries of a search that has failed get
-None, and the rollouts that asked end as tool errors, out of the loss. Where one search
-after the other fails, nothing more is spent on it: the next one waits for the service
-to come back, and after `outage_seconds` the run is saved and ends with code 75.
+A failed search is not an empty one: its queries get None, and the rollouts that asked
+end as tool errors, out of the loss. After FAILURES_IN_A_ROW failed searches the next
+one waits for the service to come back, and after `outage_seconds` the run is saved and
+ends with code 75.
 """
 
 import collections
@@ -22,17 +22,17 @@ from rsearch.runtime import console
 from rsearch.runtime.calls import (
     HEADERS,
     Reply,
-    checked_url,
-    json_of,
-    key_of,
+    check_url,
+    parse_json,
     post,
-    repeated,
+    read_api_key,
+    with_retries,
 )
 from rsearch.runtime.recorded import SingleFlight
 from rsearch.types import Passage
 
 FAILURES_IN_A_ROW = 3  # searches, until the next one waits for the service
-PROBE_SECONDS = 2.0  # between two looks whether it is back
+PROBE_SECONDS = 2.0  # between two calls while the service is away
 CHECK_SECONDS = 5.0  # that a service may take for its first answer
 MAX_PASSAGE_BYTES = 1 << 16  # of each in a reply; JSON escapes included
 ENVELOPE_BYTES = 1 << 16
@@ -69,7 +69,7 @@ class _R1Searcher:
 
     @staticmethod
     def hits(reply):
-        return [[_plain(text) for text in row] for row in reply["answers"]]
+        return [[_passage(text) for text in row] for row in reply["answers"]]
 
 
 class _ReaRAG:
@@ -118,11 +118,12 @@ APIS = {
 
 
 def _scored(hit) -> Passage:
-    """A hit's passage; a search server of the web's has neither id nor score."""
-    document, score = hit["document"], hit.get("score", 0.0)
+    """Return a hit's passage; servers of a web search give neither id nor score."""
+    document = hit["document"]
+    score = hit.get("score", 0.0)
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise TypeError("a score is no number")
-    passage = _plain(document["contents"])
+    passage = _passage(document["contents"])
     name = str(document["id"]) if "id" in document else passage.id
     return Passage(whole_characters(name), passage.contents, float(score))
 
@@ -135,7 +136,7 @@ def _linked(hit) -> Passage:
     return Passage(link, f'"{title}"\n{snippet}')
 
 
-def _plain(contents) -> Passage:
+def _passage(contents) -> Passage:
     if not isinstance(contents, str):
         raise TypeError("a passage is no text")
     text = whole_characters(contents)
@@ -143,23 +144,23 @@ def _plain(contents) -> Passage:
 
 
 class RemoteSearch:
-    """Passages from a service; safe to call from several threads.
+    """A SearchFn that calls a service; safe to call from several threads.
 
     Args:
         url: of the service; where it has no path, that of its dialect is added.
         api: a key of APIS.
         top_k: passages a query, at most.
-        cache_size: queries whose passages are remembered, the latest used; 0 = none.
+        cache_size: queries whose passages are cached, the latest used; 0 = none.
         api_key_env: the environment variable with its key; "" sends none.
-        timeout_seconds: in which the search of a query has succeeded or failed, retries
-            included, once it is begun; CONCURRENCY calls of one search run at once.
-        max_retries: further calls after one that failed in a way that may pass.
+        timeout_seconds: for the search of a query, retries included, once it has begun;
+            CONCURRENCY calls of one search run at once.
+        max_retries: further calls after a transient failure.
         outage_seconds: that a service may be away before the run ends.
 
     Attributes:
         fingerprint: of the dialect; what a service finds may change at any time.
-        searches_at_once: calls of this that may overlap, since a service takes its time
-            to answer; one, where the calls that it makes overlap already.
+        searches_at_once: calls of this SearchFn that may overlap, since most of their
+            time is waiting; 1 where a call already makes several requests at once.
 
     Raises:
         ValueError: the URL is none, or holds a secret; the key is not set.
@@ -179,29 +180,35 @@ class RemoteSearch:
         say=console.note,
     ):
         self._api, self._top_k, self._cache_size = APIS[api], top_k, cache_size
-        parts = checked_url(url, "config.retrieval.url")
-        path = parts.path if parts.path.strip("/") else self._api.path
-        self._target = str(parts.copy_with(path=path))
+        parsed = check_url(url, "config.retrieval.url")
+        path = parsed.path if parsed.path.strip("/") else self._api.path
+        self._target = str(parsed.copy_with(path=path))
         self._headers = dict(HEADERS)
         if api_key_env:
-            key = key_of(api_key_env)
-            own = {"X-API-KEY": key} if api == "serper" else {}
-            self._headers |= own or {"Authorization": f"Bearer {key}"}
+            key = read_api_key(api_key_env)
+            if api == "serper":
+                self._headers |= {"X-API-KEY": key}
+            else:
+                self._headers |= {"Authorization": f"Bearer {key}"}
         self._certificates = httpx.create_ssl_context()  # takes 30 ms, once
-        self._seconds, self._outage, self._say = timeout_seconds, outage_seconds, say
+        self._seconds = timeout_seconds
+        self._outage = outage_seconds
+        self._say = say
         self._retries = max_retries
         self._cache: collections.OrderedDict = collections.OrderedDict()
-        self._lock, self._in_flight = threading.Lock(), SingleFlight()
-        self._failures, self._away_since = 0, None
+        self._lock = threading.Lock()
+        self._single_flight = SingleFlight()
+        self._failures = 0
+        self._away_since = None
         self.searches_at_once = OVERLAPPING if self._api.is_batched else 1
         self.fingerprint = f"service {api}"
 
-    def __str__(self):
-        """Who is asked."""
+    def __str__(self) -> str:
+        """Return a short description of the service."""
         return f"the service {self._target}"
 
     def check(self) -> None:
-        """Asks once, so that a wrong address shows before anything is loaded.
+        """Search once, so that a wrong address is refused before anything is loaded.
 
         Raises:
             ValueError: nobody answers in time, or not in this dialect.
@@ -217,50 +224,51 @@ class RemoteSearch:
             )
 
     def __call__(self, queries: Sequence[str]) -> list[tuple[Passage, ...] | None]:
-        """[queries] passages of each, best first; None where the search has failed.
+        """Return the passages of each query, best first; None where a search failed.
 
-        A blank query finds nothing, and is not sent.
+        A blank query has no passages, and is not sent.
 
         Raises:
             OutageError: the service has been away for too long.
         """
-        found = {query: () for query in queries if not query.strip()}
-        asked = [query for query in queries if query not in found]
-        found |= self._in_flight(asked, known=self._remembered, ask=self._search)
-        return [found[query] for query in queries]
+        results = {query: () for query in queries if not query.strip()}
+        sent = [query for query in queries if query not in results]
+        results |= self._single_flight(sent, known=self._cached, ask=self._search)
+        return [results[query] for query in queries]
 
-    def _remembered(self, queries):
-        """{query: passages} of those that are in the cache."""
+    def _cached(self, queries):
+        """Return {query: passages} of the queries that are in the cache."""
         with self._lock:
-            found = {q: self._cache[q] for q in queries if q in self._cache}
-            for query in found:
+            hits = {q: self._cache[q] for q in queries if q in self._cache}
+            for query in hits:
                 self._cache.move_to_end(query)
-        return found
+        return hits
 
-    def _remember(self, pairs):
+    def _add_to_cache(self, pairs):
         if self._cache_size:
             self._cache |= pairs
         while len(self._cache) > self._cache_size:
             self._cache.popitem(last=False)
 
     def _search(self, queries):
-        """Passages or None of each, once the service answers or is given up."""
+        """Return passages or None of each query; wait while the service is away."""
         while True:
             began = time.monotonic()
             results = self._ask(queries)
             with self._lock:
-                if self._stands(results, began):
+                if self._is_final(results, began):
                     pairs = zip(queries, results, strict=True)
-                    self._remember((q, r) for q, r in pairs if r is not None)
+                    self._add_to_cache((q, r) for q, r in pairs if r is not None)
                     return results
             time.sleep(PROBE_SECONDS)
 
-    def _stands(self, results, began) -> bool:
-        """Whether the search has ended so; otherwise the service is away."""
+    def _is_final(self, results, began) -> bool:
+        """Return whether these are the results; False while the service is away."""
         if any(result is not None for result in results):
             if self._failures >= FAILURES_IN_A_ROW:
                 self._say(f"{self._target}: is back")
-            self._failures, self._away_since = 0, None
+            self._failures = 0
+            self._away_since = None
             return True
         self._failures += 1
         if self._away_since is None:
@@ -275,41 +283,42 @@ class RemoteSearch:
         return False
 
     def _ask(self, queries):
-        """Passages or None of each query, after as many calls as they may take."""
-        heard = time.monotonic()
+        """Return passages or None of each query, with all calls and retries."""
+        last_answer = time.monotonic()
 
-        def ask(client, own) -> Reply:
-            nonlocal heard
+        def ask(client, batch) -> Reply:
+            nonlocal last_answer
             began = time.monotonic()
-            if began - heard > self._seconds:  # those before have waited in vain
+            # The calls before this one waited in vain: do not spend as long again.
+            if began - last_answer > self._seconds:
                 return Reply(None, "too slow")
             deadline = began + self._seconds
 
             def call():
-                return self._call(client, own, deadline)
+                return self._call(client, batch, deadline)
 
             retries = self._retries if self._failures < FAILURES_IN_A_ROW else 0
-            reply = repeated(
+            reply = with_retries(
                 call, max_retries=retries, first_wait=0.5, deadline=deadline
             )
             if reply.value is not None:
-                heard = time.monotonic()
+                last_answer = time.monotonic()
             return reply
 
         size = QUERIES_A_CALL if self._api.is_batched else 1
-        parts = [queries[i : i + size] for i in range(0, len(queries), size)]
+        batches = [queries[i : i + size] for i in range(0, len(queries), size)]
         with (
             self._client() as client,
-            ThreadPoolExecutor(min(CONCURRENCY, len(parts))) as pool,
+            ThreadPoolExecutor(min(CONCURRENCY, len(batches))) as pool,
         ):
-            replies = list(pool.map(lambda own: ask(client, own), parts))
+            replies = list(pool.map(lambda batch: ask(client, batch), batches))
         failed = collections.Counter(r.why for r in replies if r.value is None)
         if failed and self._failures < FAILURES_IN_A_ROW:
             reasons = ", ".join(f"{why} ({n})" for why, n in failed.most_common(3))
             self._say(f"{self._target}: searches failed: {reasons}")
         results = []
-        for own, reply in zip(parts, replies, strict=True):
-            results += reply.value if reply.value is not None else [None] * len(own)
+        for batch, reply in zip(batches, replies, strict=True):
+            results += reply.value if reply.value is not None else [None] * len(batch)
         return results
 
     def _client(self):
@@ -330,13 +339,13 @@ class RemoteSearch:
         )
 
     def _read(self, received, count):
-        """[count] tuples of passages; None where the reply is none.
+        """Return [count] tuples of passages, or None where the reply is malformed.
 
-        A hit whose score is not finite, as some libraries pad with, is left out; so is
-        a passage that was there before.
+        Hits whose score is not finite, which some libraries pad with, are left out; so
+        are repeated passages.
         """
         try:
-            rows = self._api.hits(json_of(received))
+            rows = self._api.hits(parse_json(received))
         except (LookupError, TypeError, ValueError, AttributeError):
             return None
         if len(rows) != count:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rsearch.protocols.writing import written
 from rsearch.retrieval.rerank import reranked
 from rsearch.retrieval.web import PagedSearch
-from rsearch.runtime.calls import asked_again
+from rsearch.runtime.calls import retry_failed_searches
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.recorded import record_search
 from rsearch.types import GenerateFn, SearchFn
@@ -64,7 +64,7 @@ def wrap_search(
         )
     # Failures are repeated before anything is stored or written from them.
     if retry:
-        search = asked_again(search)
+        search = retry_failed_searches(search)
     # The journal holds what the policy is shown of a service: pages fetched and
     # reranked, so that a resumed run needs neither the service nor the pages again.
     if journal is not None:

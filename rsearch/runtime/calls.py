@@ -1,8 +1,8 @@
-"""Calls to other people's services: JSON out, JSON in, in bounded time and size.
+"""Call services over HTTP: JSON out, JSON in, in bounded time and size.
 
-A call has a deadline. One that fails in a way that may pass is made again, later each
-time, a bounded number of times. Nothing that comes back is trusted: its size is
-limited while it is read, and what it means is for the caller to check.
+A call has a deadline. A call with a transient failure is retried, later each time, a
+bounded number of times. Nothing that comes back is trusted: its size is limited while
+it is read, and the caller checks its contents.
 """
 
 import datetime
@@ -18,20 +18,20 @@ from typing import NamedTuple
 
 import httpx
 
-SEARCHES = 3  # of a query whose search fails, where nothing else can be done
-RETRIED = frozenset({408, 429, *range(500, 600)})  # statuses that may pass
-MAX_WAIT_SECONDS = 20.0  # before a call is made again
+MAX_SEARCHES = 3  # of a query whose search fails, where nothing else can be done
+RETRIED = frozenset({408, 429, *range(500, 600)})  # statuses of transient failures
+MAX_WAIT_SECONDS = 20.0  # before a retry
 HEADERS = {"Accept-Encoding": "identity"}  # so that bytes read are bytes sent
 
 
 class Reply(NamedTuple):
-    """What has come of a call.
+    """The result of a call.
 
     Attributes:
-        value: what the caller has read of the reply; None where the call failed.
-        why: in which way, in few words, with nothing that was sent.
-        wait: seconds that the service wants before the next call; None where another
-            one would fail the same way.
+        value: the reply as the caller's `read` parsed it; None where the call failed.
+        why: the failure in few words, without anything that was sent.
+        wait: seconds that the service asks for before the next call; None where a retry
+            would fail the same way.
     """
 
     value: object
@@ -39,33 +39,35 @@ class Reply(NamedTuple):
     wait: float | None = 0.0
 
 
-def checked_url(url: str, what: str) -> httpx.URL:
-    """The URL, which must hold no secret.
+def check_url(url: str, what: str) -> httpx.URL:
+    """Return the parsed URL; refuse one that holds a secret.
 
     Args:
-        url: as somebody has written it.
-        what: names it in errors, such as "config.judge.source".
+        url: as a user has written it.
+        what: its name in errors, such as "config.judge.source".
 
     Raises:
         ValueError: it is no http(s) URL, or holds a password, a query or a fragment.
     """
     try:
-        parts = httpx.URL(url)
+        parsed = httpx.URL(url)
     except httpx.InvalidURL:
-        parts = httpx.URL("")
-    if parts.scheme not in ("http", "https") or not parts.host:
+        parsed = httpx.URL("")
+    if parsed.scheme not in ("http", "https") or not parsed.host:
         shown = url.rpartition("@")[2]
         raise ValueError(f"{what} {shown!r} must be an http:// or https:// URL")
-    if parts.userinfo or parts.query or parts.fragment:
+    if parsed.userinfo or parsed.query or parsed.fragment:
         raise ValueError(
-            f"the URL of {parts.host} must hold no password, query or fragment; a key "
+            f"the URL of {parsed.host} must hold no password, query or fragment; a key "
             "is read from the environment variable that api_key_env names"
         )
-    return parts
+    return parsed
 
 
-def key_of(variable: str) -> str:
-    """The key in an environment variable. A line break in it would be a header.
+def read_api_key(variable: str) -> str:
+    """Return the API key in an environment variable.
+
+    A key with a line break is refused: it would add a header to the request.
 
     Raises:
         ValueError: it is not set, or holds no key.
@@ -78,52 +80,54 @@ def key_of(variable: str) -> str:
 
 
 class _Limits:
-    """How long each part of a call may take, told as httpx comes to it.
+    """The timeouts of a call, each computed when httpx asks for it.
 
     Args:
-        seconds: that a part may take.
-        deadline: by time.monotonic(), of all parts.
+        seconds: for each phase of the call.
+        deadline: by time.monotonic(), for all phases.
     """
 
     def __init__(self, seconds, deadline):
-        self._seconds, self.deadline = seconds, deadline
+        self._seconds = seconds
+        self.deadline = deadline
 
-    def get(self, part, default=None):
-        """Seconds of a connection, of a write, or of each read of head or body."""
-        left = self.deadline - time.monotonic()
-        return max(0.001, min(self._seconds, left))  # 0 would not wait at all
+    def get(self, phase, default=None):
+        """Return the seconds of a connection, a write, or each read of head or body."""
+        remaining = self.deadline - time.monotonic()
+        return max(0.001, min(self._seconds, remaining))  # 0 would not wait at all
 
 
 def post(
-    client,
-    url,
+    client: httpx.Client,
+    url: str,
     body: bytes,
     *,
-    read,
+    read: Callable[[bytes], object],
     max_bytes: int,
     seconds: float,
     deadline: float = math.inf,
 ) -> Reply:
-    """One call.
+    """Make one call, without retries.
 
     Args:
-        client: an httpx.Client.
-        url: that it goes to.
+        client: keeps connections open between calls.
+        url: of the service.
         body: JSON.
-        read: (received bytes) -> what they mean, None where they are no reply.
-        max_bytes: a longer reply is none.
-        seconds: for the connection, for the reply to begin, and for the whole once it
-            has begun; so a call ends after three times that at most.
-        deadline: by time.monotonic(): the call ends before it in any case. Half of what
-            is left when the reply begins is for the rest of it.
+        read: (received bytes) -> the parsed reply, None where it is malformed.
+        max_bytes: a longer reply counts as failed.
+        seconds: for the connection, for the reply to begin, and for the complete reply
+            once it has begun; so a call ends after three times that at most.
+        deadline: by time.monotonic(): the call ends before it in any case. Half of the
+            time that remains when the reply begins is for the rest of it.
     """
     end = time.monotonic() + seconds
     limits = _Limits(seconds, deadline)
-    own = dict(
-        headers={"Content-Type": "application/json"}, extensions={"timeout": limits}
-    )
+    headers = {"Content-Type": "application/json"}
+    extensions = {"timeout": limits}
     try:
-        with client.stream("POST", url, content=body, **own) as response:
+        with client.stream(
+            "POST", url, content=body, headers=headers, extensions=extensions
+        ) as response:
             status = response.status_code
             if status != 200:
                 wait = _retry_after(response) if status in RETRIED else None
@@ -133,8 +137,8 @@ def post(
             limits.deadline = now + (deadline - now) / 2
             end = min(end, limits.deadline)
             received = bytearray()
-            for part in response.iter_raw():
-                received += part
+            for chunk in response.iter_raw():
+                received += chunk
                 if len(received) > max_bytes:
                     return Reply(None, f"a reply of more than {max_bytes} bytes")
                 # httpx's own limit is on each read: a slow trickle never meets it.
@@ -148,21 +152,21 @@ def post(
     return Reply(value, "" if value is not None else "a reply of another shape")
 
 
-def repeated(
+def with_retries(
     call: Callable[[], Reply],
     *,
     max_retries: int,
     first_wait: float,
     deadline: float = math.inf,
 ) -> Reply:
-    """The reply of the first call that succeeds, or of the last that fails.
+    """Return the reply of the first call that succeeds, or of the last that fails.
 
     Args:
-        call: makes one.
-        max_retries: further calls after one that failed in a way that may pass.
+        call: makes one call.
+        max_retries: further calls after a transient failure.
         first_wait: seconds before the second call; they double with each further one,
-            up to MAX_WAIT_SECONDS, and half of it is drawn at random, so that many
-            callers do not come back at once. The service's own wish counts if longer.
+            up to MAX_WAIT_SECONDS, and half of it is random, so that many callers do
+            not come back at once. The service's Retry-After counts if longer.
         deadline: by time.monotonic(): no call begins after it.
     """
     reply = call()
@@ -170,8 +174,8 @@ def repeated(
         if reply.value is not None or reply.wait is None:
             break
         backoff = min(first_wait * 2**attempt, MAX_WAIT_SECONDS)
-        drawn = backoff * random.uniform(0.5, 1.0)
-        wait = max(drawn, min(reply.wait, MAX_WAIT_SECONDS))
+        jittered = backoff * random.uniform(0.5, 1.0)
+        wait = max(jittered, min(reply.wait, MAX_WAIT_SECONDS))
         if time.monotonic() + wait > deadline:
             break
         time.sleep(wait)
@@ -179,29 +183,29 @@ def repeated(
     return reply
 
 
-def asked_again(search):
-    """A SearchFn that asks again for the queries whose search has failed.
+def retry_failed_searches(search: Callable) -> Callable:
+    """Return a SearchFn that repeats the queries whose search has failed.
 
-    A rollout that finds nothing leaves the loss; who needs what a demonstration or a
-    prompt shows cannot go on without it, and waits as a service's client does.
+    A rollout whose search fails leaves the loss, but a demonstration or a prompt needs
+    its passages: the caller cannot go on without them.
     """
 
-    def ask(queries):
-        found = list(search(queries))
-        for _ in range(SEARCHES - 1):
-            failed = [i for i, passages in enumerate(found) if passages is None]
+    def search_with_retries(queries):
+        results = list(search(queries))
+        for _ in range(MAX_SEARCHES - 1):
+            failed = [i for i, passages in enumerate(results) if passages is None]
             if not failed:
                 break
             again = search([queries[i] for i in failed])
             for i, passages in zip(failed, again, strict=True):
-                found[i] = passages
-        return found
+                results[i] = passages
+        return results
 
-    return ask
+    return search_with_retries
 
 
-def json_of(received: bytes):
-    """The JSON value, None where there is none."""
+def parse_json(received: bytes) -> object:
+    """Return the JSON value of a reply, or None where it is none."""
     try:
         return json.loads(received)
     except (ValueError, RecursionError):
@@ -209,7 +213,7 @@ def json_of(received: bytes):
 
 
 def _retry_after(response) -> float:
-    """Seconds of a Retry-After header, also where it is a date; 0 without one."""
+    """Return the seconds of a Retry-After header, also of a date; 0 without one."""
     value = response.headers.get("Retry-After", "").strip()
     if re.fullmatch(r"\d{1,6}", value):
         return float(value)
