@@ -85,20 +85,20 @@ def test_advantages_equal_numpys(halves, signal):
 
 
 def test_group_of_five_by_hand():
-    found = advantages([[1, 0, 0, 1, 0]], eps=1e-6)
+    actual = advantages([[1, 0, 0, 1, 0]], eps=1e-6)
     expected = [[1.0954, -0.7303, -0.7303, 1.0954, -0.7303]]
-    np.testing.assert_allclose(found, expected, atol=5e-5)
+    np.testing.assert_allclose(actual, expected, atol=5e-5)
 
 
 R1_REWARDS = [1, 0.5, 0, -2]
 
 
 def test_r1_searchers_two_forms_by_hand():
-    found = advantages([R1_REWARDS], normalize_std=False)
-    np.testing.assert_allclose(found, [[1.125, 0.625, 0.125, -1.875]], atol=1e-6)
-    found = advantages([R1_REWARDS], eps=1e-9)
+    actual = advantages([R1_REWARDS], normalize_std=False)
+    np.testing.assert_allclose(actual, [[1.125, 0.625, 0.125, -1.875]], atol=1e-6)
+    actual = advantages([R1_REWARDS], eps=1e-9)
     expected = [[0.8555, 0.4753, 0.0951, -1.4259]]
-    np.testing.assert_allclose(found, expected, atol=5e-5)
+    np.testing.assert_allclose(actual, expected, atol=5e-5)
 
 
 # Unmasked lengths 3, 2, 4, 1, with holes where passages were read.
@@ -113,45 +113,45 @@ Z_SCORES = [0.9494, 0.3560, -0.2374, -2.6109]
 
 def test_reinforce_pp_with_baseline_by_hand():
     batch = batch_of(R1_MASK, R1_REWARDS)
-    found = with_advantages(batch, algorithm="reinforce_pp_baseline", group_size=4)
+    actual = with_advantages(batch, algorithm="reinforce_pp_baseline", group_size=4)
     expected = np.array(R1_MASK) * np.array(Z_SCORES)[:, None]
-    np.testing.assert_allclose(found.advantage, expected, atol=5e-5)
+    np.testing.assert_allclose(actual.advantage, expected, atol=5e-5)
 
 
 def test_reinforce_pp_by_hand():
     """Without a group's mean: the z-score is over the step and forgets a shift."""
     batch = batch_of(R1_MASK, R1_REWARDS)
-    found = with_advantages(batch, algorithm="reinforce_pp", group_size=1)
+    actual = with_advantages(batch, algorithm="reinforce_pp", group_size=1)
     expected = np.array(R1_MASK) * np.array(Z_SCORES)[:, None]
-    np.testing.assert_allclose(found.advantage, expected, atol=5e-5)
+    np.testing.assert_allclose(actual.advantage, expected, atol=5e-5)
 
 
 def test_a_groups_baseline_is_its_own():
     """Rewards 1, 0 and 6, 5: with the baseline all that counts is who did better."""
     batch = batch_of([[1]] * 4, [1, 0, 6, 5])
-    found = with_advantages(batch, algorithm="reinforce_pp_baseline", group_size=2)
-    np.testing.assert_allclose(found.advantage[:, 0], [1, -1, 1, -1], atol=1e-6)
-    found = with_advantages(batch, algorithm="reinforce_pp", group_size=2)
+    actual = with_advantages(batch, algorithm="reinforce_pp_baseline", group_size=2)
+    np.testing.assert_allclose(actual.advantage[:, 0], [1, -1, 1, -1], atol=1e-6)
+    actual = with_advantages(batch, algorithm="reinforce_pp", group_size=2)
     # mean 3, variance (4 + 9 + 9 + 4) / 4 = 6.5
     expected = np.array([-2, -3, 3, 2]) / np.sqrt(6.5)
-    np.testing.assert_allclose(found.advantage[:, 0], expected, atol=1e-6)
+    np.testing.assert_allclose(actual.advantage[:, 0], expected, atol=1e-6)
 
 
 def test_kl_in_the_reward_counts_from_its_token_on():
     """k1 of 1 a token, weight 0.5; reward 3 on the last: returns 2, 2.5 and 1.5, 0."""
     batch = batch_of([[0, 1, 0, 1], [0, 1, 1, 0]], [3, 1], reference=-1.0)
-    found = with_advantages(batch, algorithm="reinforce_pp", group_size=1, kl_coef=0.5)
+    actual = with_advantages(batch, algorithm="reinforce_pp", group_size=1, kl_coef=0.5)
     returns = np.array([2.0, 2.5, 0.0, 0.5])
     z = (returns - returns.mean()) / returns.std()
     expected = [[0, z[0], 0, z[1]], [0, z[2], z[3], 0]]
-    np.testing.assert_allclose(found.advantage, expected, atol=1e-6)
+    np.testing.assert_allclose(actual.advantage, expected, atol=1e-6)
 
 
 def test_leave_one_out_by_hand():
     """1 - (0 + 5) / 2, 0 - (1 + 5) / 2, 5 - (1 + 0) / 2."""
     signal = jnp.array([[True, True, True, False]])
-    found = leave_one_out(jnp.array([[1.0, 0.0, 5.0, NAN]]), signal)
-    np.testing.assert_allclose(found, [[-1.5, -3, 4.5, 0]], atol=1e-6)
+    actual = leave_one_out(jnp.array([[1.0, 0.0, 5.0, NAN]]), signal)
+    np.testing.assert_allclose(actual, [[-1.5, -3, 4.5, 0]], atol=1e-6)
     alone = leave_one_out(jnp.array([[4.0, 9.0]]), jnp.array([[True, False]]))
     np.testing.assert_array_equal(alone, [[0, 0]])
 
@@ -159,16 +159,16 @@ def test_leave_one_out_by_hand():
 def test_leave_one_out_takes_the_kl_for_a_part_of_the_reward():
     """KL sums 2 and 1, weight 0.5: rewards 1 - 1 and 3 - 0.5, each less the other."""
     batch = batch_of([[1, 1], [1, 0]], [1, 3], reference=-1.0)
-    found = with_advantages(batch, algorithm="rloo", group_size=2, kl_coef=0.5)
-    np.testing.assert_allclose(found.advantage, [[-2.5, -2.5], [2.5, 0]], atol=1e-6)
+    actual = with_advantages(batch, algorithm="rloo", group_size=2, kl_coef=0.5)
+    np.testing.assert_allclose(actual.advantage, [[-2.5, -2.5], [2.5, 0]], atol=1e-6)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
 def test_a_truncated_rollout_takes_no_part_in_its_groups_mean_of_the_kl(algorithm):
     """All have the same reward, and those that are learnt from the same KL."""
     batch = batch_of([[1, 1], [1, 1], [0, 0]], [1, 1, 1], reference=-1.0)
-    found = with_advantages(batch, algorithm=algorithm, group_size=3, kl_coef=0.5)
-    np.testing.assert_allclose(found.advantage, np.zeros((3, 2)), atol=1e-6)
+    actual = with_advantages(batch, algorithm=algorithm, group_size=3, kl_coef=0.5)
+    np.testing.assert_allclose(actual.advantage, np.zeros((3, 2)), atol=1e-6)
 
 
 @pytest.mark.fault(14, "no reward on padding", "all-masked row")
@@ -183,12 +183,12 @@ def test_the_reward_is_on_the_last_token_and_sums_go_back_from_it():
 def test_whitening_by_hand():
     values = jnp.array([[1.0, NAN, 2.0], [3.0, INF, NAN]])
     mask = jnp.array([[1, 0, 1], [1, 0, 0]], bool)
-    found = whiten(values, mask, ddof=1)
-    np.testing.assert_allclose(found, [[-1, 0, 0], [1, 0, 0]], atol=1e-6)
-    found = whiten(values, mask, ddof=0, eps=1 / 3)
-    np.testing.assert_allclose(found, [[-1, 0, 0], [1, 0, 0]], atol=1e-6)
-    found = whiten(values, mask, ddof=0, floor=4.0)
-    np.testing.assert_allclose(found, [[-0.5, 0, 0], [0.5, 0, 0]], atol=1e-6)
+    actual = whiten(values, mask, ddof=1)
+    np.testing.assert_allclose(actual, [[-1, 0, 0], [1, 0, 0]], atol=1e-6)
+    actual = whiten(values, mask, ddof=0, eps=1 / 3)
+    np.testing.assert_allclose(actual, [[-1, 0, 0], [1, 0, 0]], atol=1e-6)
+    actual = whiten(values, mask, ddof=0, floor=4.0)
+    np.testing.assert_allclose(actual, [[-0.5, 0, 0], [0.5, 0, 0]], atol=1e-6)
     for flat in (jnp.full((2, 3), 7.0), NAN * values):
         lone = whiten(flat, mask & (flat == 7), ddof=1)
         assert not np.asarray(lone).any()
@@ -213,13 +213,13 @@ def full_batch(seed=0, num_rows=8):
 def test_advantages_do_not_depend_on_how_rows_are_cut(algorithm):
     batch = full_batch()
     settings = dict(algorithm=algorithm, group_size=4, kl_coef=0.1)
-    whole = with_advantages(batch, **settings)
+    entire = with_advantages(batch, **settings)
     pieces = with_advantages(cut(batch, 2), **settings)
     for name in ("advantage", "returns"):
-        ours, theirs = getattr(whole, name), getattr(pieces, name)
+        ours, theirs = getattr(entire, name), getattr(pieces, name)
         if ours is not None:
             np.testing.assert_allclose(theirs.reshape(ours.shape), ours, atol=1e-6)
-    assert np.abs(whole.advantage).max() > 0.1
+    assert np.abs(entire.advantage).max() > 0.1
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -228,8 +228,8 @@ def test_advantages_of_rows_on_eight_devices_are_those_of_one(algorithm):
     settings = dict(algorithm=algorithm, group_size=4, kl_coef=0.1)
     expected = with_advantages(batch, **settings).advantage
     placed = put(cut(batch, 8), make_mesh(data=2, fsdp=4))
-    found = with_advantages(placed, **settings).advantage
-    np.testing.assert_allclose(found.reshape(16, -1), expected, atol=1e-5)
+    actual = with_advantages(placed, **settings).advantage
+    np.testing.assert_allclose(actual.reshape(16, -1), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -242,9 +242,9 @@ def test_what_the_policy_did_not_write_has_no_say(algorithm, outside):
     }
     settings = dict(algorithm=algorithm, group_size=4, kl_coef=0.1)
     expected = with_advantages(batch, **settings).advantage
-    found = with_advantages(batch._replace(**bad), **settings).advantage
-    np.testing.assert_array_equal(found, expected)
-    assert not np.asarray(found)[~batch.from_policy].any()
+    actual = with_advantages(batch._replace(**bad), **settings).advantage
+    np.testing.assert_array_equal(actual, expected)
+    assert not np.asarray(actual)[~batch.from_policy].any()
 
 
 @pytest.mark.fault(14, "all-masked row")
@@ -259,11 +259,11 @@ def test_rollouts_without_signal_change_nothing_for_the_others(algorithm):
         from_policy=batch.from_policy & signal[:, None],
         reward=np.where(signal, batch.reward, np.nan).astype(np.float32),
     )
-    found = with_advantages(failed, algorithm=algorithm, group_size=4, kl_coef=0.1)
-    kept = jax.tree.map(lambda x: x[signal], batch)
-    alone = with_advantages(kept, algorithm=algorithm, group_size=3, kl_coef=0.1)
-    np.testing.assert_allclose(found.advantage[signal], alone.advantage, atol=1e-5)
-    assert not np.asarray(found.advantage)[~signal].any()
+    actual = with_advantages(failed, algorithm=algorithm, group_size=4, kl_coef=0.1)
+    in_mask = jax.tree.map(lambda x: x[signal], batch)
+    alone = with_advantages(in_mask, algorithm=algorithm, group_size=3, kl_coef=0.1)
+    np.testing.assert_allclose(actual.advantage[signal], alone.advantage, atol=1e-5)
+    assert not np.asarray(actual.advantage)[~signal].any()
 
 
 def test_kl_in_the_reward_by_hand():
@@ -304,9 +304,9 @@ def test_kl_in_the_reward_stays_small_where_all_answers_are_right():
         is_signal=jnp.ones(4, bool),
         advantage=jnp.zeros((4, 2)),
     )
-    found = with_advantages(
+    actual = with_advantages(
         batch, group_size=4, normalize_std=True, eps=1e-6, kl_coef=0.1, kl_kind="k1"
     )
     kl = np.log(np.array([0.50, 0.51, 0.49, 0.52]) / 0.5)  # k1, summed over the row
     expected = -0.1 * (kl - kl.mean())
-    np.testing.assert_allclose(found.advantage[:, 0], expected, atol=1e-6)
+    np.testing.assert_allclose(actual.advantage[:, 0], expected, atol=1e-6)

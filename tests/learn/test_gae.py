@@ -13,34 +13,34 @@ VALUES, REWARDS = [0.2, 0.3, 0.4, 0.5, 0.6], [0, 0, 0, 0, 1]
 def estimate(rewards, values, mask=None, **lam):
     rewards, values = (jnp.array([x], jnp.float32) for x in (rewards, values))
     mask = jnp.ones(rewards.shape, bool) if mask is None else jnp.array([mask], bool)
-    found = gae(rewards, values, mask, **dict(gamma=1.0, lam=1.0) | lam)
-    return [np.asarray(x)[0] for x in found]
+    actual = gae(rewards, values, mask, **dict(gamma=1.0, lam=1.0) | lam)
+    return [np.asarray(x)[0] for x in actual]
 
 
 def test_gae_by_hand():
-    found, returns = estimate(REWARDS, VALUES)
-    np.testing.assert_allclose(found, [0.8, 0.7, 0.6, 0.5, 0.4], atol=1e-6)
+    actual, returns = estimate(REWARDS, VALUES)
+    np.testing.assert_allclose(actual, [0.8, 0.7, 0.6, 0.5, 0.4], atol=1e-6)
     np.testing.assert_allclose(returns, [1] * 5, atol=1e-6)
     # A value of 0.9 behind the last token, which the public code does not zero, is
     # harmless at lambda 1 and leaks below it.
     leaky = [*REWARDS, 0], [*VALUES, 0.9]
-    found, _ = estimate(*leaky)
-    np.testing.assert_allclose(found[:5], [0.8, 0.7, 0.6, 0.5, 0.4], atol=1e-6)
-    found, _ = estimate(*leaky, lam=0.95)
+    actual, _ = estimate(*leaky)
+    np.testing.assert_allclose(actual[:5], [0.8, 0.7, 0.6, 0.5, 0.4], atol=1e-6)
+    actual, _ = estimate(*leaky, lam=0.95)
     expected = [0.7334, 0.6668, 0.5966, 0.5227, 0.445]
-    np.testing.assert_allclose(found[:5], expected, atol=5e-5)
-    found, _ = estimate(*leaky, mask=[1] * 5 + [0], lam=0.95)
-    assert found[4] == pytest.approx(0.4, abs=1e-6) and found[5] == 0
+    np.testing.assert_allclose(actual[:5], expected, atol=5e-5)
+    actual, _ = estimate(*leaky, mask=[1] * 5 + [0], lam=0.95)
+    assert actual[4] == pytest.approx(0.4, abs=1e-6) and actual[5] == 0
 
 
 def loop(rewards, values, gamma, lam):
     """GAE of one sequence in float64."""
-    found, advantage, following = np.zeros(len(rewards)), 0.0, 0.0
+    actual, advantage, following = np.zeros(len(rewards)), 0.0, 0.0
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * following - values[t]
         advantage = delta + gamma * lam * advantage
-        found[t], following = advantage, values[t]
-    return found
+        actual[t], following = advantage, values[t]
+    return actual
 
 
 @given(
@@ -57,12 +57,12 @@ def test_gae_of_a_mask_is_that_of_the_sequence_without_what_it_leaves_out(
     outside = np.where(mask, 0.0, np.nan)
     rewards, values = rewards / 4, values / 8
     both = gae(rewards + outside, values + outside, mask, gamma=gamma, lam=lam)
-    found, returns = map(np.asarray, both)
+    actual, returns = map(np.asarray, both)
     for i, m in enumerate(mask):
         expected = loop(rewards[i][m], values[i][m], gamma, lam)
-        np.testing.assert_allclose(found[i][m], expected, atol=1e-5)
+        np.testing.assert_allclose(actual[i][m], expected, atol=1e-5)
         np.testing.assert_allclose(returns[i][m], expected + values[i][m], atol=1e-5)
-    assert not found[~mask].any() and not returns[~mask].any()
+    assert not actual[~mask].any() and not returns[~mask].any()
 
 
 # A search between two turns: policy, two retrieved tokens, policy.
@@ -91,28 +91,28 @@ def standard(values):
 
 @pytest.mark.parametrize("outside", [0.0, np.nan, np.inf])
 def test_retrieved_tokens_enter_neither_returns_nor_whitening(outside):
-    found = ppo(False, outside)
+    actual = ppo(False, outside)
     # Row 1: 1 - 0.25 = 0.75; 0.5 x 0.25 - 0.5 + 0.25 x 0.75 = -0.1875.
     # Row 2: 0 - 0.5 = -0.5; 0.5 x 0.5 - 0 + 0.25 x -0.5 = 0.125.
     raw = [-0.1875, 0.75, 0.125, -0.5]
     returns = [[0, 0.3125, 0, 0, 1, 0], [0, 0.125, 0, 0, 0, 0]]
-    np.testing.assert_allclose(found.returns, returns, atol=1e-6)
+    np.testing.assert_allclose(actual.returns, returns, atol=1e-6)
     z = standard(raw)
     expected = [[0, z[0], 0, 0, z[1], 0], [0, z[2], z[3], 0, 0, 0]]
-    np.testing.assert_allclose(found.advantage, expected, atol=1e-5)
+    np.testing.assert_allclose(actual.advantage, expected, atol=1e-5)
 
 
 def test_the_public_codes_returns_and_whitening_are_over_the_response():
-    found = ppo(True)
+    actual = ppo(True)
     # 0.75; 0.125 - 0.1 + 0.1875 = 0.2125; 0.05 - 0.2 + 0.053125 = -0.096875;
     # 0.1 - 0.5 - 0.02421875 = -0.42421875.
     raw = [-0.42421875, -0.096875, 0.2125, 0.75, 0.125, -0.5]
     z = standard(raw)
     expected = [[0, z[0], 0, 0, z[3], 0], [0, z[4], z[5], 0, 0, 0]]
-    np.testing.assert_allclose(found.advantage, expected, atol=1e-5)
-    assert found.returns[0, 2] == pytest.approx(0.2 - 0.096875, abs=1e-6)
+    np.testing.assert_allclose(actual.advantage, expected, atol=1e-5)
+    assert actual.returns[0, 2] == pytest.approx(0.2 - 0.096875, abs=1e-6)
 
 
 def test_at_gamma_and_lambda_1_a_return_is_the_reward():
-    found = ppo(False, gamma=1.0, lam=1.0)
-    np.testing.assert_allclose(found.returns[0], [0, 1, 0, 0, 1, 0], atol=1e-6)
+    actual = ppo(False, gamma=1.0, lam=1.0)
+    np.testing.assert_allclose(actual.returns[0], [0, 1, 0, 0, 1, 0], atol=1e-6)

@@ -75,13 +75,13 @@ def test_in_bfloat16_chunks_add_up_in_float32():
 
     def gradient(chunk_tokens):
         def total(params):
-            given = model, params, tokens
-            return token_logprobs(*given, chunk_tokens=chunk_tokens)[0].sum()
+            inputs = model, params, tokens
+            return token_logprobs(*inputs, chunk_tokens=chunk_tokens)[0].sum()
 
         return jax.jit(jax.grad(total))(PARAMS)["unembedding"]
 
-    many, one = gradient(2), gradient(2048)
-    assert jnp.linalg.norm(many - one) < 0.004 * jnp.linalg.norm(one)
+    many, single = gradient(2), gradient(2048)
+    assert jnp.linalg.norm(many - single) < 0.004 * jnp.linalg.norm(single)
 
 
 def test_the_first_token_and_the_last_ones_successor_have_no_say():
@@ -120,6 +120,6 @@ def test_rows_spread_over_devices_are_not_gathered():
         score = jax.jit(lambda p, t: token_logprobs(MODEL, p, t, chunk_tokens=24)[0])
         return score.lower(params, tokens).compile()
 
-    one, eight = compiled(devices=jax.devices()[:1]), compiled(data=8)
-    assert eight.cost_analysis()["flops"] < one.cost_analysis()["flops"] / 7
+    single, eight = compiled(devices=jax.devices()[:1]), compiled(data=8)
+    assert eight.cost_analysis()["flops"] < single.cost_analysis()["flops"] / 7
     assert "all-gather" not in eight.as_text()

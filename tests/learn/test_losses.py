@@ -133,12 +133,12 @@ def test_retrieved_tokens_get_no_gradient(outside):
 @pytest.mark.parametrize("gap", [-500.0, 500.0])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 def test_a_token_the_policy_has_moved_far_from_keeps_the_loss_finite(gap, advantage):
-    one = jnp.ones((1, 1))
+    single = jnp.ones((1, 1))
 
     def loss(logp):
-        return surrogate(logp, -one, advantage * one, one > 0)[0].sum()
+        return surrogate(logp, -single, advantage * single, single > 0)[0].sum()
 
-    value, grad = jax.value_and_grad(loss)(-one + gap)
+    value, grad = jax.value_and_grad(loss)(-single + gap)
     assert np.isfinite(value) and np.isfinite(grad).all()
 
 
@@ -165,11 +165,11 @@ DUAL = [
 
 @pytest.mark.parametrize("ratio, advantage, loss, slope, clips", DUAL)
 def test_the_dual_clip_by_hand(ratio, advantage, loss, slope, clips):
-    one = jnp.ones((1, 1))
+    single = jnp.ones((1, 1))
 
     def value(logp):
         return clipped_surrogate(
-            logp, -one, advantage * one, one > 0, low=0.2, high=0.2, dual=3.0
+            logp, -single, advantage * single, single > 0, low=0.2, high=0.2, dual=3.0
         )
 
     logp = jnp.full((1, 1), np.log(ratio) - 1.0, jnp.float32)
@@ -225,8 +225,8 @@ def test_truncated_weights_by_hand():
     mask = jnp.array([[True, True, False]])
     ours = jnp.log(jnp.array([[0.5, 0.25, NAN]]))
     theirs = jnp.log(jnp.array([[0.25, 0.5, 0.1]]))
-    found = truncated_weight(ours, theirs, mask, cap=1.5)
-    np.testing.assert_allclose(found, [[1.5, 0.5, 1.0]], rtol=1e-6)
+    actual = truncated_weight(ours, theirs, mask, cap=1.5)
+    np.testing.assert_allclose(actual, [[1.5, 0.5, 1.0]], rtol=1e-6)
     grad = jax.grad(lambda x: truncated_weight(x, theirs, mask, cap=1.5).sum())(ours)
     assert not np.asarray(grad).any()
 
@@ -243,19 +243,21 @@ VALUE = [
 
 @pytest.mark.parametrize("value, old, target, loss, slope", VALUE)
 def test_the_value_loss_by_hand(value, old, target, loss, slope):
-    one = jnp.ones((1, 1))
+    single = jnp.ones((1, 1))
 
     def total(x):
-        return clipped_value_loss(x, old * one, target * one, one > 0, clip=0.5).sum()
+        return clipped_value_loss(
+            x, old * single, target * single, single > 0, clip=0.5
+        ).sum()
 
-    found, grad = jax.value_and_grad(total)(value * one)
-    assert float(found) == pytest.approx(loss, abs=1e-5)
+    actual, grad = jax.value_and_grad(total)(value * single)
+    assert float(actual) == pytest.approx(loss, abs=1e-5)
     assert float(grad[0, 0]) == pytest.approx(slope, abs=1e-5)
 
 
 def test_without_a_clip_the_value_loss_is_half_the_squared_error():
-    one = jnp.ones((1, 1))
-    loss = clipped_value_loss(4 * one, 0 * one, one, one > 0, clip=0.0)
+    single = jnp.ones((1, 1))
+    loss = clipped_value_loss(4 * single, 0 * single, single, single > 0, clip=0.0)
     assert float(loss[0, 0]) == 4.5
 
 
@@ -277,5 +279,5 @@ def test_values_of_other_tokens_get_no_gradient(outside):
 def test_the_adaptive_coefficient_by_hand():
     """Target 6, as in the paper: errors are cut to a fifth."""
     for kl, factor in ((6, 1.0), (6.6, 1.01), (600, 1.02), (5.4, 0.99), (-3, 0.98)):
-        found = adapted_coefficient(0.1, kl, target=6.0, gain=0.1)
-        assert float(found) == pytest.approx(0.1 * factor, rel=1e-5)
+        actual = adapted_coefficient(0.1, kl, target=6.0, gain=0.1)
+        assert float(actual) == pytest.approx(0.1 * factor, rel=1e-5)

@@ -60,10 +60,10 @@ def test_decay_is_linear_to_a_tenth_and_stays_there():
 
 def test_the_public_codes_first_step_has_a_rate_of_0():
     """Two updates a step, two steps of warm-up: 0, 0, half, half, whole."""
-    found = rates(6, updates_per_rate=2, warmup_steps=2)
-    np.testing.assert_allclose(found, [0, 0, 0.05, 0.05, 0.1, 0.1], rtol=1e-5)
-    found = rates(2, updates_per_rate=2, warmup_steps=0)
-    np.testing.assert_allclose(found, [0.1, 0.1], rtol=1e-5)
+    actual = rates(6, updates_per_rate=2, warmup_steps=2)
+    np.testing.assert_allclose(actual, [0, 0, 0.05, 0.05, 0.1, 0.1], rtol=1e-5)
+    actual = rates(2, updates_per_rate=2, warmup_steps=0)
+    np.testing.assert_allclose(actual, [0.1, 0.1], rtol=1e-5)
 
 
 def test_updates_equal_adamw_by_hand():
@@ -126,9 +126,9 @@ def test_moments_in_bfloat16_are_float32s_but_for_their_rounding():
     """Rounded after each update, and float32 in it: by hand in numpy."""
     rng = np.random.default_rng(1)
     params = {"gate": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32)}
-    plain = dict(warmup_steps=0, max_grad_norm=1e9, weight_decay=0.0, eps=1e-8)
-    optimizer = make_optimizer(**SETTINGS | plain, moments_dtype="bfloat16")
-    exact = make_optimizer(**SETTINGS | plain)
+    float32_state = dict(warmup_steps=0, max_grad_norm=1e9, weight_decay=0.0, eps=1e-8)
+    optimizer = make_optimizer(**SETTINGS | float32_state, moments_dtype="bfloat16")
+    exact = make_optimizer(**SETTINGS | float32_state)
     state, other = optimizer.init(params), exact.init(params)
     for step in range(1, 41):
         grad = rng.normal(size=(8, 16)).astype(np.float32)
@@ -143,9 +143,11 @@ def test_moments_in_bfloat16_are_float32s_but_for_their_rounding():
             np.testing.assert_allclose(np.float32(ours), theirs, rtol=2**-8)
     for ours, theirs, decay in zip(moments(state), moments(other), (0.9, 0.95)):
         # Each rounding takes 2^-8 at most, and decays as the moment does.
-        most = 2**-8 / (1 - decay)
+        largest = 2**-8 / (1 - decay)
         scale = np.abs(theirs).max()
-        np.testing.assert_allclose(np.float32(ours), theirs, atol=most * scale, rtol=0)
+        np.testing.assert_allclose(
+            np.float32(ours), theirs, atol=largest * scale, rtol=0
+        )
     # The direction, which is what is left of it, is off by less than a tenth.
     np.testing.assert_allclose(change["gate"], expected["gate"], atol=0.1 * 0.1)
 

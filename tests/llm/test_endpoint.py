@@ -230,10 +230,10 @@ def test_half_a_character_in_a_reply_is_replaced(asking):
 
 
 def test_a_reply_that_is_too_long_is_none(asking, said):
-    most = remote.ENVELOPE_BYTES + 8 * remote.BYTES_PER_TOKEN
-    with serving(lambda number, body: reply("x" * 5 * most)) as endpoint:
+    max_bytes = remote.ENVELOPE_BYTES + 8 * remote.BYTES_PER_TOKEN
+    with serving(lambda number, body: reply("x" * 5 * max_bytes)) as endpoint:
         assert asking(endpoint.url, max_retries=0)([CHAT]) == [None]
-    assert f"more than {most} bytes" in said[0]
+    assert f"more than {max_bytes} bytes" in said[0]
 
 
 @pytest.mark.fault(31, "gzip bomb")

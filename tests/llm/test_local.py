@@ -54,9 +54,9 @@ def test_replies_are_the_greedy_continuations_in_order(generate):
 
 
 def test_a_reply_does_not_depend_on_the_chats_beside_it(generate):
-    together = generate(CHATS)
-    assert [generate([c])[0] for c in CHATS] == together
-    assert make(num_rows=3)(CHATS[::-1]) == together[::-1]
+    in_one_call = generate(CHATS)
+    assert [generate([c])[0] for c in CHATS] == in_one_call
+    assert make(num_rows=3)(CHATS[::-1]) == in_one_call[::-1]
 
 
 def test_nothing_asked_nothing_answered(generate):
@@ -64,9 +64,9 @@ def test_nothing_asked_nothing_answered(generate):
 
 
 def test_a_chat_that_is_too_long_has_no_reply_and_the_others_have_theirs(generate):
-    asked = [LONG, CHATS[0], LONG, LONG, CHATS[1], LONG]
+    chats_asked = [LONG, CHATS[0], LONG, LONG, CHATS[1], LONG]
     first, second = generate(CHATS[:2])
-    assert generate(asked) == [None, first, None, None, second, None]
+    assert generate(chats_asked) == [None, first, None, None, second, None]
     assert generate([LONG]) == [None]
 
 
@@ -81,11 +81,11 @@ def test_a_chat_of_exactly_the_budget_is_answered(generate):
 
 def test_the_end_of_text_ends_a_reply_and_is_no_part_of_it():
     tokenizer = copy.copy(tiny.tokenizer())
-    written = greedy(CHATS[0])
-    tokenizer.eos_ids = (written[2],)
-    end = written.index(written[2])
+    generated = greedy(CHATS[0])
+    tokenizer.eos_ids = (generated[2],)
+    end = generated.index(generated[2])
     (reply,) = make(tokenizer=tokenizer)([CHATS[0]])
-    assert reply == tokenizer.decode(written[:end])
+    assert reply == tokenizer.decode(generated[:end])
 
 
 def test_a_model_spread_over_devices_replies_alike(generate):
@@ -99,13 +99,13 @@ def draw():
 
 
 def test_what_is_drawn_follows_from_the_chat_alone(draw):
-    together = draw(CHATS)
-    assert len(set(together)) == len(CHATS)
-    assert [draw([c])[0] for c in CHATS] == together
-    assert draw([LONG, *CHATS[::-1]]) == [None, *together[::-1]]
-    assert make(num_rows=3, temperature=3.0, seed=1)(CHATS) == together
+    in_one_call = draw(CHATS)
+    assert len(set(in_one_call)) == len(CHATS)
+    assert [draw([c])[0] for c in CHATS] == in_one_call
+    assert draw([LONG, *CHATS[::-1]]) == [None, *in_one_call[::-1]]
+    assert make(num_rows=3, temperature=3.0, seed=1)(CHATS) == in_one_call
     other = make(num_rows=8, temperature=3.0, seed=2)(CHATS)
-    assert not set(other) & set(together)
+    assert not set(other) & set(in_one_call)
 
 
 def test_a_chat_asked_several_times_at_once_is_drawn_several_times(draw):

@@ -74,7 +74,7 @@ def test_layers_added_one_by_one_give_what_one_call_gives(tmp_path):
     search = wrap_search(search, retry=True)
     search = wrap_search(search, journal=AppendLog(tmp_path / "a", "searches"))
     search = wrap_search(search, writer=repeat_passages)
-    whole = wrap_search(
+    entire = wrap_search(
         Engine(),
         rerank=longest_first,
         rerank_from=2,
@@ -84,4 +84,4 @@ def test_layers_added_one_by_one_give_what_one_call_gives(tmp_path):
         journal=AppendLog(tmp_path / "b", "searches"),
         writer=repeat_passages,
     )
-    assert search(["who", "when"]) == whole(["who", "when"])
+    assert search(["who", "when"]) == entire(["who", "when"])

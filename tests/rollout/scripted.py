@@ -99,17 +99,17 @@ class Script(SamplerLike):
                 assert not held
                 continue
             assert len(held) * self.page_tokens >= len(self.ids[slot]) + more
-            part = slot * self.num_shards // len(self.phase)
-            assert all(p * self.num_shards // self.num_pages == part for p in held)
+            shard = slot * self.num_shards // len(self.phase)
+            assert all(p * self.num_shards // self.num_pages == shard for p in held)
 
     def admit(self, rows, prompts, slots, source, table=None):
         assert rows is self.current
-        for slot, own in zip(slots, source):
+        for slot, prompt_index in zip(slots, source):
             if slot < len(self.phase):
                 assert self.phase[slot] in ("empty", "paused")
-                assert prompts.cache[own] != [0]
+                assert prompts.cache[prompt_index] != [0]
                 self.phase[slot], self.number[slot] = "ready", -1
-                self.ids[slot] = list(prompts.cache[own])
+                self.ids[slot] = list(prompts.cache[prompt_index])
         self._check_room(slots, table, self.size)
         return self._rows()
 
@@ -117,8 +117,8 @@ class Script(SamplerLike):
         assert rows is self.current
         for i, (slot, row, n) in enumerate(zip(slots, tokens, count)):
             if slot < len(self.phase):
-                part = i * self.num_shards // len(slots)
-                assert slot * self.num_shards // len(self.phase) == part
+                shard = i * self.num_shards // len(slots)
+                assert slot * self.num_shards // len(self.phase) == shard
                 assert self.phase[slot] == "paused" and n
                 self.phase[slot] = "ready"
                 self.ids[slot] += row[:n].tolist()

@@ -117,9 +117,9 @@ def test_nucleus_log_probabilities_are_those_of_the_sorted_set(
     for rollout, row in zip(rollouts, padded(rollouts)):
         full = tiny.full_logits(row) / temperature
         for position, token, logp in policy_columns(rollout):
-            kept = sorted_nucleus(full[position - 1], top_p)
-            assert abs(kept[token] - logp) <= 1e-4
-            sizes.add(np.isfinite(kept).sum())
+            nucleus_logp = sorted_nucleus(full[position - 1], top_p)
+            assert abs(nucleus_logp[token] - logp) <= 1e-4
+            sizes.add(np.isfinite(nucleus_logp).sum())
     assert len(sizes) > 5
 
 
@@ -144,7 +144,7 @@ def ids_by_sample(groups):
 def expected(compiled):
     """What is drawn for six questions, by eight rows whose searches take no time."""
     ids = ids_by_sample(compiled().roll_out(tiny.questions(6)))
-    assert len({str(own[1]) for own in ids.values()}) == len(ids) == 24
+    assert len({str(ids_of_one[1]) for ids_of_one in ids.values()}) == len(ids) == 24
     return ids
 
 
@@ -173,22 +173,22 @@ def test_a_rollouts_draws_do_not_depend_on_how_long_searches_take(compiled, expe
     for salt in range(4):
         host = tiny.make_host(search=slow_search(salt))
         engine = RolloutEngine(setup.sampler, host, num_rows=8, group_size=4)
-        asked = SHUFFLED[salt:] + SHUFFLED[:salt]
-        groups = engine(setup.params, asked, jax.random.key(0))
-        assert [g.question for g in groups] == asked
+        batch = SHUFFLED[salt:] + SHUFFLED[:salt]
+        groups = engine(setup.params, batch, jax.random.key(0))
+        assert [g.question for g in groups] == batch
         assert ids_by_sample(groups) == expected
 
 
 def test_log_probabilities_are_the_same_to_the_last_bit_whatever_waits(compiled):
     """So a run that is resumed is the run that was not interrupted."""
     setup = compiled()
-    found = []
+    columns = []
     for salt in range(3):
         host = tiny.make_host(search=slow_search(salt))
         engine = RolloutEngine(setup.sampler, host, num_rows=16, group_size=4)
         groups = engine(setup.params, tiny.questions(6), jax.random.key(0))
-        found.append([list(policy_columns(r)) for r in rollouts_of(groups)])
-    assert found[0] == found[1] == found[2]
+        columns.append([list(policy_columns(r)) for r in rollouts_of(groups)])
+    assert columns[0] == columns[1] == columns[2]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
@@ -243,17 +243,17 @@ def test_layers_by_themselves_draw_what_a_scan_draws(expected, monkeypatch):
 
 
 def test_the_first_samples_of_a_larger_group_are_those_of_a_smaller(compiled):
-    asked = tiny.questions(2)
-    expected = ids_by_sample(compiled().roll_out(asked))
+    batch = tiny.questions(2)
+    expected = ids_by_sample(compiled().roll_out(batch))
     setup = compiled()
     engine = RolloutEngine(setup.sampler, setup.host, num_rows=8, group_size=2)
-    pairs = ids_by_sample(engine(setup.params, asked, jax.random.key(0)))
+    pairs = ids_by_sample(engine(setup.params, batch, jax.random.key(0)))
     assert pairs == {k: v for k, v in expected.items() if k[1] < 2}
 
 
 def test_another_key_draws_other_tokens(compiled):
-    asked = tiny.questions(2)
-    first, second = (ids_by_sample(compiled().roll_out(asked, s)) for s in (0, 1))
+    batch = tiny.questions(2)
+    first, second = (ids_by_sample(compiled().roll_out(batch, s)) for s in (0, 1))
     assert all(first[k][1] != second[k][1] for k in first)
 
 
@@ -303,14 +303,14 @@ def test_a_turn_ends_with_the_first_stop_or_end_of_text_and_not_before(compiled)
 @pytest.mark.parametrize("num_rows", [8, 6])
 def test_eight_devices_write_what_one_writes(compiled, num_compiled, num_rows):
     """Six rows are as many on each device, eight are spread."""
-    asked = tiny.questions(4)
+    batch = tiny.questions(4)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     eight = tiny.make_engine(temperature=0.0, mesh=mesh, num_rows=num_rows)
-    assert ids_by_sample(eight.roll_out(asked)) == ids_by_sample(
-        compiled(0.0).roll_out(asked)
+    assert ids_by_sample(eight.roll_out(batch)) == ids_by_sample(
+        compiled(0.0).roll_out(batch)
     )
     traces, before = eight.engine.num_traces, len(num_compiled)
     eight.host.search = slow_search(1)
-    eight.roll_out(asked)
+    eight.roll_out(batch)
     assert eight.engine.num_traces == traces
     assert len(num_compiled) == before

@@ -20,8 +20,8 @@ jit_nucleus = jax.jit(nucleus)
 
 
 def kept_ids(logits, top_p):
-    kept = jit_nucleus(jnp.asarray(logits, jnp.float32)[None], top_p)[0]
-    return set(np.flatnonzero(np.isfinite(kept)))
+    kept_logits = jit_nucleus(jnp.asarray(logits, jnp.float32)[None], top_p)[0]
+    return set(np.flatnonzero(np.isfinite(kept_logits)))
 
 
 @settings(deadline=None)
@@ -29,11 +29,11 @@ def kept_ids(logits, top_p):
 def test_the_nucleus_is_the_smallest_set_that_has_the_mass(parts, percent):
     p = np.array(parts) / sum(parts)
     top_p = percent / 100
-    kept = kept_ids(np.log(p), top_p)
-    last = min(p[i] for i in kept)
+    ids = kept_ids(np.log(p), top_p)
+    last = min(p[i] for i in ids)
     # All that is as likely is in; without the last rank the mass would not be enough.
-    assert kept == set(np.flatnonzero(p >= last))
-    assert p[list(kept)].sum() >= top_p - 1e-6
+    assert ids == set(np.flatnonzero(p >= last))
+    assert p[list(ids)].sum() >= top_p - 1e-6
     assert p[p > last].sum() < top_p + 1e-6
 
 
@@ -50,7 +50,7 @@ def test_the_nucleus_equals_that_of_a_sort(seed, top_p, spread):
 
 
 @pytest.mark.parametrize(
-    "p, top_p, kept",
+    "p, top_p, expected",
     [
         ([0.5, 0.25, 0.125, 0.125], 0.5, {0}),
         ([0.5, 0.25, 0.125, 0.125], 0.75, {0, 1}),
@@ -59,8 +59,8 @@ def test_the_nucleus_equals_that_of_a_sort(seed, top_p, spread):
         ([0.125, 0.5, 0.125, 0.25], 0.01, {1}),
     ],
 )
-def test_the_nucleus_by_hand(p, top_p, kept):
-    assert kept_ids(np.log2(p) * np.log(2), top_p) == kept
+def test_the_nucleus_by_hand(p, top_p, expected):
+    assert kept_ids(np.log2(p) * np.log(2), top_p) == expected
 
 
 def test_one_certain_token_is_its_own_nucleus():
@@ -93,9 +93,9 @@ def paused():
     return Paused()
 
 
-def assert_rows_equal(found, expected, rows=slice(None)):
+def assert_rows_equal(actual, expected, rows=slice(None)):
     """What these rows have read and written, turns included, is the same."""
-    for x, y in ((found.context, expected.context), (found.turn, expected.turn)):
+    for x, y in ((actual.context, expected.context), (actual.turn, expected.turn)):
         for name in x._fields:
             if name == "cache":
                 for a, b in zip(x.cache, y.cache):
@@ -124,8 +124,8 @@ def test_admit_gives_each_slot_its_prompt_and_leaves_the_others_alone(paused):
     for slot in (3, 0):
         assert rows.context.length[slot] == COUNT[2]
         np.testing.assert_array_equal(rows.context.logits[slot], prompts.logits[2])
-        for new, own in zip(rows.context.cache, prompts.cache):
-            np.testing.assert_array_equal(new[:, slot, :, :27], own[:, 2])
+        for new, cached in zip(rows.context.cache, prompts.cache):
+            np.testing.assert_array_equal(new[:, slot, :, :27], cached[:, 2])
 
 
 def test_what_a_row_writes_does_not_depend_on_who_had_its_slot(paused):
@@ -151,8 +151,8 @@ def test_extend_writes_the_given_tokens_and_leaves_other_rows_alone(paused):
         np.testing.assert_array_equal(k[:, :, :n], old[:, :, :n])
         assert (k[:, :, n : n + m] != 0).all()
         assert not k[:, :, n + m :].any()
-        whole = np.concatenate([IDS[slot, :n], tokens[row, :m]])
-        full = tiny.full_logits(np.pad(whole, (0, 48 - n - m)))[n + m - 1]
+        uninterrupted = np.concatenate([IDS[slot, :n], tokens[row, :m]])
+        full = tiny.full_logits(np.pad(uninterrupted, (0, 48 - n - m)))[n + m - 1]
         np.testing.assert_allclose(after.context.logits[slot], full, atol=1e-5)
 
 
@@ -192,12 +192,12 @@ def test_a_draw_follows_from_the_rows_names_and_the_position_alone(paused):
 def test_a_row_writes_no_more_than_its_budget(paused):
     budget = np.array([0, 1, 3, 10], np.int32)
     after = paused.decode(paused.start(), budget=budget)
-    written = np.asarray(after.turn.count)
-    assert (written <= budget).all() and written[1] == 1 and written[0] == 0
+    num_written = np.asarray(after.turn.count)
+    assert (num_written <= budget).all() and num_written[1] == 1 and num_written[0] == 0
     assert not np.asarray(after.turn.active).any()
-    np.testing.assert_array_equal(after.context.length, COUNT + written)
+    np.testing.assert_array_equal(after.context.length, COUNT + num_written)
     # What lies behind the count is empty.
-    behind = np.arange(10)[None] >= written[:, None]
+    behind = np.arange(10)[None] >= num_written[:, None]
     assert not np.asarray(after.turn.tokens)[behind].any()
     assert not np.asarray(after.turn.logp)[behind].any()
 
@@ -243,7 +243,7 @@ def test_enough_counts_the_turns_of_the_call_alone(paused, lengths):
 def test_a_turn_that_was_interrupted_goes_on_as_if_it_had_not_been(
     paused, max_steps, min_finished
 ):
-    whole = jax.tree.map(np.array, paused.decode(paused.start()))
+    uninterrupted = jax.tree.map(np.array, paused.decode(paused.start()))
     rows, begins, calls = paused.start(), ALL, 0
     while calls == 0 or np.asarray(rows.turn.active).any():
         rows, begins = (
@@ -253,7 +253,7 @@ def test_a_turn_that_was_interrupted_goes_on_as_if_it_had_not_been(
         calls += 1
     assert calls > 2
     # Tokens, log-probabilities, the automaton's state, and what the cache holds.
-    assert_rows_equal(rows, whole)
+    assert_rows_equal(rows, uninterrupted)
 
 
 def sampler_of_eight_ids(stop_table, *, max_turn_tokens):

@@ -23,12 +23,12 @@ def test_a_sixteenth_of_the_rows_writes_in_whole_blocks(num_rows, block, max_row
 
 
 def test_all_rows_write_at_once_where_a_step_costs_the_same(monkeypatch):
-    one = make_mesh(devices=jax.devices()[:1])
-    assert decode_block_size(tiny.model(), one, 64) == decode.BLOCK_SIZE
-    assert decode_block_size(tiny.model(), one, 7) == 7
+    single = make_mesh(devices=jax.devices()[:1])
+    assert decode_block_size(tiny.model(), single, 64) == decode.BLOCK_SIZE
+    assert decode_block_size(tiny.model(), single, 7) == 7
     assert decode_block_size(tiny.model(), make_mesh(data=8), 64) == 64
     monkeypatch.setattr(decode, "LARGE_LAYERS", 0)
-    assert decode_block_size(tiny.model(), one, 64) == 64
+    assert decode_block_size(tiny.model(), single, 64) == 64
 
 
 def test_those_that_write_stand_first_in_the_order_of_the_queue():
@@ -40,47 +40,47 @@ def test_those_that_write_stand_first_in_the_order_of_the_queue():
 
 
 @pytest.fixture(scope="module")
-def together():
+def all_at_once():
     """All four after a turn, which they have written at once."""
     paused = Paused()
     return jax.device_get(paused.decode(paused.start()))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_rows_that_do_not_write_cost_nothing(together, monkeypatch, size):
+def test_rows_that_do_not_write_cost_nothing(all_at_once, monkeypatch, size):
     """A step takes as many rounds as the rows that write fill, and none at the end."""
     sizes = []
 
     class Counted(tiny.WatchedSampler):
-        def _step(self, params, rows, *given):
+        def _step(self, params, rows, *arguments):
             count = jnp.sum(rows.turn.active)
             jax.debug.callback(lambda n: sizes.append(int(n)), count, ordered=True)
-            return super()._step(params, rows, *given)
+            return super()._step(params, rows, *arguments)
 
     monkeypatch.setattr(decode, "BLOCK_SIZE", size)
     monkeypatch.setattr(tiny, "WatchedSampler", Counted)
     few = Paused()
-    found = few.decode(few.start())
+    actual = few.decode(few.start())
     jax.effects_barrier()
-    num_active = [np.sum(together.turn.count > step) for step in range(10)]
+    num_active = [np.sum(all_at_once.turn.count > step) for step in range(10)]
     assert sizes == [min(size, n - i) for n in num_active for i in range(0, n, size)]
     assert len(sizes) < 10 * -(-4 // size)
-    np.testing.assert_array_equal(found.turn.tokens, together.turn.tokens)
-    np.testing.assert_allclose(found.turn.logp, together.turn.logp, atol=1e-5)
-    np.testing.assert_array_equal(found.context.length, together.context.length)
+    np.testing.assert_array_equal(actual.turn.tokens, all_at_once.turn.tokens)
+    np.testing.assert_allclose(actual.turn.logp, all_at_once.turn.logp, atol=1e-5)
+    np.testing.assert_array_equal(actual.context.length, all_at_once.context.length)
 
 
 def test_the_first_in_a_queue_end_their_turns_before_others_write(
-    together, monkeypatch
+    all_at_once, monkeypatch
 ):
-    count = np.array(together.turn.count)
+    count = np.array(all_at_once.turn.count)
     monkeypatch.setattr(decode, "BLOCK_SIZE", 1)
-    one = Paused()
-    queue, written = np.array([2, 0, 3, 1], np.int32), np.zeros(4, int)
-    rows, begins = one.start(), ALL
+    single = Paused()
+    queue, num_written = np.array([2, 0, 3, 1], np.int32), np.zeros(4, int)
+    rows, begins = single.start(), ALL
     for slot in queue:
-        rows, begins = one.decode(rows, begins, min_finished=1, queue=queue), ~ALL
-        written[slot] = count[slot]
-        np.testing.assert_array_equal(rows.turn.count, written)
-    np.testing.assert_array_equal(rows.turn.tokens, together.turn.tokens)
-    np.testing.assert_allclose(rows.turn.logp, together.turn.logp, atol=1e-5)
+        rows, begins = single.decode(rows, begins, min_finished=1, queue=queue), ~ALL
+        num_written[slot] = count[slot]
+        np.testing.assert_array_equal(rows.turn.count, num_written)
+    np.testing.assert_array_equal(rows.turn.tokens, all_at_once.turn.tokens)
+    np.testing.assert_allclose(rows.turn.logp, all_at_once.turn.logp, atol=1e-5)

@@ -25,19 +25,19 @@ calls = st.tuples(st.integers(0, ROWS - 1), st.integers(0, LONGEST * SIZE))
 
 
 @given(st.lists(calls), st.sampled_from([1, 2]))
-def test_every_page_is_one_rows_or_free(asked, parts):
+def test_every_page_is_one_rows_or_free(requests, parts):
     """A row asks for a number of tokens; with 0 it gives all back."""
     pool = make_pool(parts)
     tokens = [0] * ROWS
-    for slot, number in asked:
+    for slot, number in requests:
         before = [held(pool, other) for other in range(ROWS)]
         if number == 0:
             pool.release(slot)
             tokens[slot] = 0
             assert not held(pool, slot)
             continue
-        part = range(slot * parts // ROWS * ROWS // parts, ROWS)[: ROWS // parts]
-        free = PAGES // parts - sum(len(before[other]) for other in part)
+        shard_rows = range(slot * parts // ROWS * ROWS // parts, ROWS)[: ROWS // parts]
+        free = PAGES // parts - sum(len(before[other]) for other in shard_rows)
         fits = -(-number // SIZE) - len(before[slot]) <= free
         assert pool.has_room(slot, number) == fits == pool.reserve(slot, number)
         after = [held(pool, other) for other in range(ROWS)]
@@ -50,7 +50,7 @@ def test_every_page_is_one_rows_or_free(asked, parts):
             assert len(after[other]) == -(-tokens[other] // SIZE)
             first = other * parts // ROWS * PAGES // parts
             assert all(first <= p < first + PAGES // parts for p in after[other])
-        everyones = [page for own in after for page in own]
+        everyones = [page for row_pages_held in after for page in row_pages_held]
         assert len(everyones) == len(set(everyones))
 
 

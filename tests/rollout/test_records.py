@@ -56,17 +56,18 @@ ROLLOUTS = st.builds(
 )
 
 
-def plain(group):
+def comparable(group):
     """A group as a value that == compares, arrays by their bytes."""
 
-    def told(x):
+    def as_bytes(x):
         return [str(x.dtype), x.tobytes()] if isinstance(x, np.ndarray) else x
 
     rollouts = [
         dataclasses.replace(
             r,
             segments=tuple(
-                (s.source, told(s.token_ids), told(s.logp), s.text) for s in r.segments
+                (s.source, as_bytes(s.token_ids), as_bytes(s.logp), s.text)
+                for s in r.segments
             ),
         )
         for r in group.rollouts
@@ -82,7 +83,7 @@ def test_groups_arrive_as_they_were_sent(played):
     ]
     questions = [group.question for group in groups]
     arrived = decode_groups(encode_groups(groups), questions)
-    assert list(map(plain, arrived)) == list(map(plain, groups))
+    assert list(map(comparable, arrived)) == list(map(comparable, groups))
 
 
 def rewarded(count):
@@ -100,24 +101,24 @@ def rewarded(count):
 def test_rewards_arrive_to_the_last_bit_and_nan_as_such():
     sent = rewarded(3)
     data = encode_rewarded(sent)
-    arrived = decode_rewarded(data, [one.group.question for one in sent])
-    for one, other in zip(arrived, sent, strict=True):
-        assert plain(one.group) == plain(other.group)
-        assert one.rewards.tobytes() == other.rewards.tobytes()
-        assert one.rewards.dtype == one.parts["f1"].dtype == np.float32
-        assert one.parts.keys() == {"f1"} and np.isnan(one.parts["f1"]).all()
+    arrived = decode_rewarded(data, [reward.group.question for reward in sent])
+    for reward, other in zip(arrived, sent, strict=True):
+        assert comparable(reward.group) == comparable(other.group)
+        assert reward.rewards.tobytes() == other.rewards.tobytes()
+        assert reward.rewards.dtype == reward.parts["f1"].dtype == np.float32
+        assert reward.parts.keys() == {"f1"} and np.isnan(reward.parts["f1"]).all()
 
 
 def test_a_host_alone_sends_nothing():
     sent = rewarded(3)
-    questions = [one.group.question for one in sent]
-    assert share_rewarded(lambda asked: sent, questions) == sent
-    groups = [one.group for one in sent]
-    assert share_groups(lambda asked: groups, questions) == groups
+    questions = [reward.group.question for reward in sent]
+    assert share_rewarded(lambda batch: sent, questions) == sent
+    groups = [reward.group for reward in sent]
+    assert share_groups(lambda batch: groups, questions) == groups
 
 
 def test_what_is_cut_short_is_refused():
-    data = encode_groups([one.group for one in rewarded(2)])
+    data = encode_groups([reward.group for reward in rewarded(2)])
     with pytest.raises((ValueError, json.JSONDecodeError)):
         decode_groups(data[:-1], [Question("0", "?", ())] * 2)
     with pytest.raises(ValueError):

@@ -75,14 +75,14 @@ def test_a_demonstration_with_too_long_a_prompt_is_refused():
 
 def test_turns_of_context_are_given_and_not_learnt():
     turns = [SEARCHES, SEARCHES, ANSWERS]
-    whole = replay(make_host(), WHO, turns)
+    full = replay(make_host(), WHO, turns)
     for count in range(3):
         rollout = replay(make_host(), WHO, turns, context_turns=count)
         assert [s.token_ids.tolist() for s in rollout.segments] == [
-            s.token_ids.tolist() for s in whole.segments
+            s.token_ids.tolist() for s in full.segments
         ]
         assert rollout.policy_texts == tuple(turns[count:])
-        assert (rollout.answer, rollout.searches) == (whole.answer, whole.searches)
+        assert (rollout.answer, rollout.searches) == (full.answer, full.searches)
         sources = [s.source for s in rollout.segments]
         expected = [1, 2, 3, 2, 3, 2]
         for i in range(count):

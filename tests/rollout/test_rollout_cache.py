@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rsearch.rollout.records import RolloutCache, encode_groups, fingerprint
 from rsearch.runtime.journal import AppendLog
 from tests.rollout.scripted import ANSWERS, SEARCHES, WHO, play
-from tests.rollout.test_records import plain
+from tests.rollout.test_records import comparable
 
 TURNS = [[ANSWERS], [SEARCHES, ANSWERS], ["nothing", ANSWERS], [SEARCHES] * 3]
 
@@ -26,15 +26,15 @@ def test_what_had_ended_is_not_written_again(tmp_path, num_rows):
     def go_on(kind):
         finished = kind(AppendLog(tmp_path, "rollouts"), ["policy", 3])
         (groups, script) = play(TURNS, num_rows=num_rows, finished=finished)
-        return plain(groups[0]), script, finished.num_reused
+        return comparable(groups[0]), script, finished.num_reused
 
-    whole, first, num_reused = go_on(RolloutCache)
+    original, first, num_reused = go_on(RolloutCache)
     assert num_reused == 0 and len(first.whole) == 4
     half, second, num_reused = go_on(Half)
-    assert half == whole and num_reused == 2
+    assert half == original and num_reused == 2
     assert {sample for _, sample in second.whole} == {0, 2}
     again, third, num_reused = go_on(RolloutCache)
-    assert again == whole and num_reused == 4 and not third.writers
+    assert again == original and num_reused == 4 and not third.writers
 
 
 def test_another_policy_or_step_writes_anew(tmp_path):
@@ -64,24 +64,26 @@ def params():
 
 
 def test_one_bit_of_any_number_makes_another_policy():
-    whole = fingerprint(params())
-    assert whole == fingerprint(params()) and len(whole) == 8
-    found = {whole}
+    original = fingerprint(params())
+    assert original == fingerprint(params()) and len(original) == 8
+    fingerprints = {original}
     leaves, tree = jax.tree.flatten(params())
     for number, leaf in enumerate(leaves):
-        for place in np.ndindex(leaf.shape):
+        for index in np.ndindex(leaf.shape):
             raw = np.array(leaf)
             bits = raw.view(f"u{raw.dtype.itemsize}")
-            bits[place] ^= 1
+            bits[index] ^= 1
             changed = [*leaves[:number], jnp.asarray(raw), *leaves[number + 1 :]]
-            found.add(fingerprint(tree.unflatten(changed)))
-    assert len(found) == 1 + sum(leaf.size for leaf in leaves)
+            fingerprints.add(fingerprint(tree.unflatten(changed)))
+    assert len(fingerprints) == 1 + sum(leaf.size for leaf in leaves)
 
 
 def test_numbers_that_change_places_make_another_policy():
     values = jnp.arange(12.0).reshape(3, 4)
-    found = {fingerprint(x) for x in (values, values[::-1], values.T, values[:, ::-1])}
-    assert len(found) == 4
+    fingerprints = {
+        fingerprint(x) for x in (values, values[::-1], values.T, values[:, ::-1])
+    }
+    assert len(fingerprints) == 4
     assert fingerprint([values, values + 1]) != fingerprint([values + 1, values])
 
 

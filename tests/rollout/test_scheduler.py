@@ -63,8 +63,8 @@ def test_a_conversation_goes_on_until_its_answer():
     assert script.prompts == [rollout.segments[0].token_ids.tolist()]
     assert_rows_held([group], script)
     # The ids beyond a row's count are nobody's.
-    written = [s for s in rollout.segments if s.source == Source.POLICY]
-    for segment, text in zip(written, turns):
+    turns_written = [s for s in rollout.segments if s.source == Source.POLICY]
+    for segment, text in zip(turns_written, turns):
         assert segment.token_ids.tolist() == tiny.tokenizer().encode(text).tolist()
         assert set(segment.logp.tolist()) == {-1.0}
 
@@ -92,8 +92,8 @@ def test_rows_end_at_different_turns_and_only_the_others_write_on(num_rows):
     assert [r.num_malformed for r in group.rollouts] == [0, 0, 0, 0, 3]
     assert [len(r.policy_texts) for r in group.rollouts] == [1, 2, 3, 1, 3]
     for sample, rollout in enumerate(group.rollouts):
-        written = [s for s in rollout.segments if s.source == Source.POLICY]
-        assert all((s.logp == -1 - sample).all() for s in written)
+        turns_written = [s for s in rollout.segments if s.source == Source.POLICY]
+        assert all((s.logp == -1 - sample).all() for s in turns_written)
     turns = {(s, n) for writers in script.writers for _, s, n in writers}
     assert turns == {
         (s, n) for s, texts in enumerate(ENDINGS) for n in range(len(texts))
@@ -111,12 +111,12 @@ def test_rows_that_pause_together_search_in_one_call_and_read_their_own(num_rows
         calls.append(queries)
         return [(Passage(q, f"{q}\n{'river ' * int(q[-1])}"),) for q in queries]
 
-    asked = [f"{chr(ord('A') + i)}.{i % 4}" for i in range(num_rows)]
-    turns = [[f"<search>{query}</search>", ANSWERS] for query in asked]
+    batch = [f"{chr(ord('A') + i)}.{i % 4}" for i in range(num_rows)]
+    turns = [[f"<search>{query}</search>", ANSWERS] for query in batch]
     assert len({num_tokens(first) for first, _ in turns}) == 1
     ((group,), script) = play(turns, host=make_host(search))
-    assert calls == [asked]
-    for rollout, query in zip(group.rollouts, asked, strict=True):
+    assert calls == [batch]
+    for rollout, query in zip(group.rollouts, batch, strict=True):
         assert query in rollout.segments[2].text
     assert_rows_held([group], script)
 
@@ -129,11 +129,11 @@ def test_a_turn_before_the_last_is_answered_once_beside_last_ones():
     host, answered = make_host(), []
     read_turns = host.read_turns
 
-    def watched(wave, written, *, final):
-        if written:
-            turns = sorted(wave[slot].num_turns for slot in written)
+    def watched(wave, turns_written, *, final):
+        if turns_written:
+            turns = sorted(wave[slot].num_turns for slot in turns_written)
             answered.append((final, turns))
-        return read_turns(wave, written, final=final)
+        return read_turns(wave, turns_written, final=final)
 
     host.read_turns = watched
     turns = [[says], [asks, asks, asks], [asks, asks, ANSWERS]]
@@ -151,10 +151,10 @@ def test_a_turn_before_the_last_is_answered_once_beside_last_ones():
 
 
 def test_every_question_has_its_group_whatever_the_number_of_rows():
-    asked, turns = people(5), [[SEARCHES, ANSWERS], [ANSWERS]]
+    batch, turns = people(5), [[SEARCHES, ANSWERS], [ANSWERS]]
     for num_rows in (1, 3, 4, 16):
-        groups, script = play(turns, asked, num_rows=num_rows)
-        assert [g.question for g in groups] == asked
+        groups, script = play(turns, batch, num_rows=num_rows)
+        assert [g.question for g in groups] == batch
         for group in groups:
             for rollout, texts in zip(group.rollouts, turns, strict=True):
                 assert rollout.policy_texts == tuple(texts)
@@ -166,8 +166,8 @@ def test_every_question_has_its_group_whatever_the_number_of_rows():
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 64])
 @pytest.mark.parametrize("group_size", [1, 2, 5])
 def test_each_prompt_is_read_once(num_rows, group_size):
-    asked = people(7)
-    groups, script = play([[ANSWERS]] * group_size, asked, num_rows=num_rows)
+    batch = people(7)
+    groups, script = play([[ANSWERS]] * group_size, batch, num_rows=num_rows)
     prompts = [g.rollouts[0].segments[0].token_ids.tolist() for g in groups]
     assert script.prompts == prompts
 
@@ -177,9 +177,9 @@ def test_a_slot_is_filled_again_while_the_others_write_on():
     # Sample 0 answers at once; its slot is sample 2's long before sample 1 has ended.
     turns = [[ANSWERS], [LONG_ANSWER], [SEARCHES, ANSWERS]]
     ((group,), script) = play(turns, num_rows=2)
-    together = [{(s, n) for _, s, n in writers} for writers in script.writers]
-    assert together[0] == {(0, 0), (1, 0)}
-    assert {(1, 0), (2, 0)} in together and {(1, 0), (2, 1)} in together
+    decoding = [{(s, n) for _, s, n in writers} for writers in script.writers]
+    assert decoding[0] == {(0, 0), (1, 0)}
+    assert {(1, 0), (2, 0)} in decoding and {(1, 0), (2, 1)} in decoding
     slots = {s: slot for writers in script.writers for slot, s, _ in writers}
     assert slots[2] == slots[0] != slots[1]
     assert_rows_held([group], script)
@@ -225,8 +225,8 @@ def test_while_a_search_runs_the_others_write_on():
     # It looks after a few tokens whether the search has found something.
     first = num_tokens(SEARCHES)
     assert script.steps[0] == first
-    left = num_tokens(LONG_ANSWER) - first
-    assert left > 2 * STEPS_WHILE_TOOLS_RUN
+    remaining = num_tokens(LONG_ANSWER) - first
+    assert remaining > 2 * STEPS_WHILE_TOOLS_RUN
     assert script.steps[1:3] == [STEPS_WHILE_TOOLS_RUN] * 2
     assert_rows_held([group], script)
 
@@ -285,9 +285,12 @@ def test_segments_are_what_the_device_has_read():
     """Through the real sampler, for rows that end in different ways."""
 
     def search(queries):
-        return [None if len(q) % 3 == 0 else p for q, p in zip(queries, found(queries))]
+        return [
+            None if len(q) % 3 == 0 else p
+            for q, p in zip(queries, passages_of(queries))
+        ]
 
-    found = tiny.search
+    passages_of = tiny.search
     setup = tiny.make_engine(search=search)
     outcomes = set()
     for seed in range(3):
@@ -312,12 +315,12 @@ def test_rows_that_answer_are_not_kept_waiting_by_a_search():
     host = make_host(search)
     read_turns = host.read_turns
 
-    def watched(wave, written, *, final):
-        asked, shown = read_turns(wave, written, final=final)
-        ended.extend(written.keys() - asked.keys())
+    def watched(wave, turns_written, *, final):
+        batch, shown = read_turns(wave, turns_written, final=final)
+        ended.extend(turns_written.keys() - batch.keys())
         if len(ended) == 4:
             others_ended.set()
-        return asked, shown
+        return batch, shown
 
     host.read_turns = watched
     turns = [[SEARCHES, ANSWERS], *[[ANSWERS]] * 4]
@@ -329,13 +332,13 @@ def test_rows_that_answer_are_not_kept_waiting_by_a_search():
 def test_rows_in_parts_read_a_part_at_a_time_and_write_the_same(cut):
     """Each device reads for rows of its own; the script checks that it does."""
     turns = [[SEARCHES, SEARCHES, ANSWERS], [ANSWERS], [SEARCHES, ANSWERS]]
-    plain, _ = play(turns, people(9), num_rows=16)
+    expected, _ = play(turns, people(9), num_rows=16)
     script = Script(turns)
     script.num_shards = cut
     engine = RolloutEngine(script, make_host(), num_rows=16, group_size=3)
     groups = engine(None, people(9), jax.random.key(0))
     assert_rows_held(groups, script)
-    for group, other in zip(groups, plain, strict=True):
+    for group, other in zip(groups, expected, strict=True):
         texts = [r.policy_texts for r in group.rollouts]
         assert texts == [r.policy_texts for r in other.rollouts]
 
@@ -346,7 +349,7 @@ def test_rows_in_parts_read_a_part_at_a_time_and_write_the_same(cut):
 def test_rows_that_share_pages_write_the_same_however_few_there_are(pages, cut):
     """The script checks that each row has room for all that it reads and may write."""
     turns = [[SEARCHES, SEARCHES, ANSWERS], [ANSWERS], [SEARCHES, ANSWERS]]
-    plain, _ = play(turns, people(9), num_rows=8)
+    expected, _ = play(turns, people(9), num_rows=8)
     script = Script(turns)
     script.num_shards, script.page_tokens, script.row_pages = cut, 64, 11
     engine = RolloutEngine(
@@ -354,7 +357,7 @@ def test_rows_that_share_pages_write_the_same_however_few_there_are(pages, cut):
     )
     groups = engine(None, people(9), jax.random.key(0))
     assert_rows_held(groups, script)
-    for group, other in zip(groups, plain, strict=True):
+    for group, other in zip(groups, expected, strict=True):
         assert group.question == other.question
         texts = [r.policy_texts for r in group.rollouts]
         assert texts == [r.policy_texts for r in other.rollouts]
@@ -366,9 +369,9 @@ def test_a_row_with_pages_for_the_longest_conversation_alone_holds_it():
     """The last turn is the longest there may be, and no token of room is left over."""
     turns = [[SEARCHES, LONG_ANSWER]]
     longest = len(tiny.tokenizer().encode(LONG_ANSWER))
-    plain, _ = play(turns, people(2))
+    expected, _ = play(turns, people(2))
     script = Script(turns, longest)
-    script.row_pages = len(tiny.row_of(plain[0].rollouts[0]))
+    script.row_pages = len(tiny.row_of(expected[0].rollouts[0]))
     host = make_host(max_turn_tokens=longest)
     engine = RolloutEngine(
         script, host, num_rows=1, group_size=1, cache_tokens=script.row_pages

@@ -80,8 +80,8 @@ def test_one_text_matches_alike_however_it_is_cut_into_tokens(data, stops):
 @given(data=st.data(), stops=STOPS)
 def test_bytes_match_exactly_where_the_decoded_text_holds_the_stop(data, stops):
     text = data.draw(bytes_near(stops))
-    found = any(matches(byte_automaton(stops), text))
-    assert found == any(s in text.decode("utf-8", "replace") for s in stops)
+    matched = any(matches(byte_automaton(stops), text))
+    assert matched == any(s in text.decode("utf-8", "replace") for s in stops)
 
 
 @given(st.lists(st.integers(0, 339), max_size=30))

@@ -94,7 +94,7 @@ def parse_letters(turn):
 
 def observe_letters(queries, passages):
     """The passages of all queries between square brackets."""
-    content = "".join(p.contents for found in passages for p in found)
+    content = "".join(p.contents for results in passages for p in results)
     return Observation("\n[", content, "]\n")
 
 
@@ -124,17 +124,17 @@ LIMITS = Limits(
 
 def search(queries):
     """Passages whose number and length follow from the query; sometimes none."""
-    found = []
+    results = []
     for query in queries:
         number = zlib.crc32(query.encode("utf-8", "replace"))
         text = "the river lies in born " * 3
-        found.append(
+        results.append(
             tuple(
                 Passage(f"p{i}", text[: (number >> (4 * i)) % 50])
                 for i in range(number % 3)
             )
         )
-    return found
+    return results
 
 
 def questions(count):
@@ -213,9 +213,9 @@ class Setup:
     host: Host
     params: dict
 
-    def roll_out(self, asked, seed=0):
+    def roll_out(self, batch, seed=0):
         """The groups of these questions."""
-        return self.engine(self.params, asked, jax.random.key(seed))
+        return self.engine(self.params, batch, jax.random.key(seed))
 
 
 def make_engine(
@@ -273,6 +273,6 @@ def sorted_nucleus(logits, top_p):
     p = np.exp(log_softmax(logits))
     descending = np.sort(p)[::-1]
     last = descending[np.searchsorted(np.cumsum(descending), top_p)]
-    kept = p >= last * (1 - 1e-9)
+    in_nucleus = p >= last * (1 - 1e-9)
     with np.errstate(divide="ignore"):
-        return np.log(np.where(kept, p, 0) / p[kept].sum())
+        return np.log(np.where(in_nucleus, p, 0) / p[in_nucleus].sum())
