@@ -1,4 +1,4 @@
-"""Checkpoints: a tree of arrays and a little JSON, whole or not there at all.
+"""Save and restore checkpoints: arrays and a little JSON, complete or absent.
 
     <directory>/<step>/tree/          the arrays, written by Orbax
     <directory>/<step>/manifest.json  what they are; a digest of every leaf and file
@@ -16,6 +16,7 @@ import os
 import pathlib
 import platform
 import shutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +54,16 @@ FOLDER = "checkpoints"  # of a stage's checkpoints, in its directory
 ASIDE = ("damaged", "collapsed")  # why a step is set aside
 
 
-def save(directory, step, tree, meta, *, keep, spare=None):
-    """Writes a checkpoint, then deletes old ones.
+def save(
+    directory: str | os.PathLike,
+    step: int,
+    tree: Any,
+    meta: dict,
+    *,
+    keep: int,
+    spare: int | None = None,
+) -> None:
+    """Write a checkpoint, then delete old ones.
 
     Args:
         directory: of all the checkpoints of one stage; made where it is missing.
@@ -62,13 +71,13 @@ def save(directory, step, tree, meta, *, keep, spare=None):
         tree: a pytree of jax or numpy arrays of any dtype that JAX holds; key arrays go
             in as `jax.random.key_data`.
         meta: a dict of JSON values, all finite.
-        keep: how many checkpoints to keep, this one included. Older ones go once the
-            new manifest is durable.
-        spare: a step whose checkpoint stays beside them, if there is one.
+        keep: number of checkpoints to keep, this one included. Older ones are deleted
+            once the new manifest is durable.
+        spare: a step whose checkpoint is kept as well.
 
     Raises:
         ValueError: a leaf that would not come back as it is, a step already there, or a
-            path of which nothing comes back.
+            path that Orbax could not read back.
         OSError: the disk refuses.
     """
     assert step >= 0 and keep >= 1, (step, keep)
@@ -87,12 +96,12 @@ def save(directory, step, tree, meta, *, keep, spare=None):
     files.check_path(folder)
     if (folder / MANIFEST).exists():
         raise ValueError(f"{folder}: there is a checkpoint of this step already")
-    with _refused(folder, sum(leaf.nbytes for leaf in leaves.values())):
+    with _disk_errors(folder, sum(leaf.nbytes for leaf in leaves.values())):
         _write(folder, step, leaves, body, keep, spare)
 
 
 def _write(folder, step, leaves, body, keep, spare):
-    """Data first, the manifest last, and then old ones go."""
+    """Write the data, then the manifest, and then delete old checkpoints."""
     if jax.process_index() == 0:
         if folder.exists():
             shutil.rmtree(folder)
@@ -113,21 +122,24 @@ def _write(folder, step, leaves, body, keep, spare):
 
 
 @contextlib.contextmanager
-def _refused(folder, size):
-    """What the disk says in it gets the folder, and how much was to be written."""
+def _disk_errors(folder, size):
+    """Add the folder, and the size of the checkpoint, to errors of the disk."""
     try:
         yield
     except OSError as error:
         code = error.errno or errno.EIO
-        told = f"{os.strerror(code)} (a checkpoint of {size:,} bytes)"
-        raise OSError(code, told, str(folder)) from error
+        reason = f"{os.strerror(code)} (a checkpoint of {size:,} bytes)"
+        raise OSError(code, reason, str(folder)) from error
 
 
-def restore(directory, step, like, *, is_part=False):
-    """The arrays of a checkpoint, verified.
+def restore(
+    directory: str | os.PathLike, step: int, like: Any, *, is_part: bool = False
+) -> Any:
+    """Restore the arrays of a checkpoint, and verify them.
 
     Args:
-        directory, step: as saved.
+        directory: of all the checkpoints of one stage.
+        step: as saved.
         like: the same structure with anything that has shape and dtype as leaves, such
             as jax.ShapeDtypeStruct. Where a leaf has a sharding, the restored array has
             it too, whatever it was saved with; else it is on the first local device.
@@ -150,15 +162,15 @@ def restore(directory, step, like, *, is_part=False):
         check_structure(folder, leaves, wanted)
         check_files(folder, body["files"])
     arrays = _read(folder, wanted)
-    found = {name: describe(arrays[name]) for name in wanted}
+    described = {name: describe(arrays[name]) for name in wanted}
     with processes.same_error_on_all(DamagedError):
-        check_leaves(folder, found, leaves)
+        check_leaves(folder, described, leaves)
     treedef = jax.tree_util.tree_structure(like)
     return jax.tree_util.tree_unflatten(treedef, [arrays[name] for name in wanted])
 
 
 def _read(folder, wanted):
-    """{name: array} of these leaves of a step."""
+    """Return {name: array} of these leaves of a step."""
     first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = {n: getattr(x, "sharding", None) or first for n, x in wanted.items()}
     stored = {n: x for n, x in wanted.items() if 0 not in x.shape}
@@ -170,59 +182,68 @@ def _read(folder, wanted):
     return arrays
 
 
-def newest_good(directory, like, *, is_part=False):
-    """The newest checkpoint that verifies; damaged ones on the way are set aside.
+def newest_good(
+    directory: str | os.PathLike, like: Any, *, is_part: bool = False
+) -> tuple[int, Any, dict] | None:
+    """Restore the newest checkpoint that verifies; set newer, damaged ones aside.
 
     Args:
         directory: of all the checkpoints of one stage.
-        like, is_part: as for `restore`.
+        like: as for `restore`.
+        is_part: as for `restore`.
 
     Returns:
         (step, tree, meta), or None where there is no checkpoint.
 
     Raises:
         ValueError: structure, shapes or dtypes differ; or there were checkpoints and
-            all of them are damaged, or no host sees those of another, since going on
-            from nothing is not ours to decide.
+            all of them are damaged, or no host sees those of another: starting again
+            from nothing is the user's decision.
     """
-    found = _agreed(directory)
-    for step in reversed(found):
+    known_steps = _agreed_steps(directory)
+    for step in reversed(known_steps):
         try:
             tree = restore(directory, step, like, is_part=is_part)
             return step, tree, read_manifest(directory, step)["meta"]
         except DamagedError as error:
             aside = set_aside(directory, step)
             note(f"{error}; set aside as {aside.name}")
-    if found:
+    if known_steps:
         raise ValueError(
-            f"{directory}: every checkpoint is damaged ({len(found)}, set aside as "
-            "<step>.damaged); the same command again starts from the beginning"
+            f"{directory}: every checkpoint is damaged ({len(known_steps)}, set aside "
+            "as <step>.damaged); the same command again starts from the beginning"
         )
     return None
 
 
-def seen(directory) -> list[set[int]]:
-    """[hosts] the steps that each sees, of a disk that may lag; all ask together."""
-    own = json.dumps(steps(directory)).encode()
-    return [set(json.loads(told)) for told in processes.allgather_bytes(own)]
+def steps_by_host(directory: str | os.PathLike) -> list[set[int]]:
+    """Return [hosts] the steps that each host sees: a network disk may lag.
+
+    All hosts call this together.
+    """
+    payload = json.dumps(steps(directory)).encode()
+    return [set(json.loads(reply)) for reply in processes.allgather_bytes(payload)]
 
 
-def _agreed(directory):
-    """The steps that all hosts see; later ones, of a disk that lags, are set aside."""
-    views = seen(directory)
-    shared, known = set.intersection(*views), set.union(*views)
+def _agreed_steps(directory):
+    """Return the steps that all hosts see; set later ones, of a lagging disk, aside."""
+    views = steps_by_host(directory)
+    shared = set.intersection(*views)
+    known = set.union(*views)
     if known and not shared:
         raise ValueError(f"{directory}: no two hosts see the same checkpoints: {views}")
     for step in sorted(step for step in known if step > max(shared)):
-        without = [number for number, own in enumerate(views) if step not in own]
+        without = [number for number, view in enumerate(views) if step not in view]
         aside = set_aside(directory, step)
-        told = f"not seen by hosts {without}; goes on from {max(shared)}"
-        note(f"{directory}/{step}: {told}, this one is set aside as {aside.name}")
+        reason = f"not seen by hosts {without}; goes on from {max(shared)}"
+        note(f"{directory}/{step}: {reason}, this one is set aside as {aside.name}")
     return sorted(shared)
 
 
-def set_aside(directory, step, *, why="damaged"):
-    """Renames a step to `<step>.<why>`, and returns its new path."""
+def set_aside(
+    directory: str | os.PathLike, step: int, *, why: str = "damaged"
+) -> pathlib.Path:
+    """Rename a step to `<step>.<why>`, and return its new path."""
     folder = pathlib.Path(directory) / str(step)
     aside = folder.with_name(f"{step}.{why}")
     number = 1
@@ -238,17 +259,17 @@ def set_aside(directory, step, *, why="damaged"):
 
 
 def _delete_old(directory, newest, keep, spare):
-    """Deletes what is older than the last `keep` steps, torn saves included."""
-    kept = {*steps(directory)[-keep:], spare}
+    """Delete what is older than the last `keep` steps, torn saves included."""
+    retained = {*steps(directory)[-keep:], spare}
     for step in step_folders(directory):
-        if step < newest and step not in kept:
+        if step < newest and step not in retained:
             delete_step(directory / str(step))
 
 
-def delete_step(folder):
-    """Deletes a step's folder, the manifest first.
+def delete_step(folder: pathlib.Path) -> None:
+    """Delete a step's folder, the manifest first.
 
-    So a crash in between leaves a torn step, not a damaged one.
+    A crash in between then leaves a torn step, not a damaged one.
     """
     (folder / MANIFEST).unlink(missing_ok=True)
     files.sync_directory(folder)
@@ -265,16 +286,16 @@ def _versions():
 
 
 def _barrier(name):
-    """Waits for the other processes, where there are any."""
+    """Wait for the other processes, where there are any."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"checkpoint {name}")
 
 
-def verify(directory, step) -> None:
-    """Reads a checkpoint as a whole and compares each file and leaf with its digest.
+def verify(directory: str | os.PathLike, step: int) -> None:
+    """Read a complete checkpoint and compare each file and leaf with its digest.
 
     Raises:
-        DamagedError: what does not match, and both digests.
+        DamagedError: names the file or leaf that does not match, and both digests.
         ValueError: there is no such checkpoint.
     """
     body = read_manifest(directory, step)
@@ -282,5 +303,5 @@ def verify(directory, step) -> None:
     check_files(folder, body["files"])
     for name, leaf in body["leaves"].items():  # one at a time: all may be too large
         like = jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]))
-        found = {name: describe(_read(folder, {name: like})[name])}
-        check_leaves(folder, found, body["leaves"])
+        described = {name: describe(_read(folder, {name: like})[name])}
+        check_leaves(folder, described, body["leaves"])

@@ -1,4 +1,4 @@
-"""How often XLA has compiled something in this process."""
+"""Count how often XLA has compiled a program in this process."""
 
 import jax
 
@@ -17,5 +17,5 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 def num_compiles() -> int:
-    """Programs compiled since this module was imported, those from a cache included."""
+    """Return the programs compiled since this module was imported, or cached."""
     return _count

@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old contents or the new, never a mixture."""
+"""Write files so that a crash leaves the old contents or the new, never a mixture."""
 
 import contextlib
 import fcntl
@@ -6,6 +6,8 @@ import json
 import os
 import pathlib
 import socket
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -15,14 +17,14 @@ URLS = {"gs:", "s3:", "hdfs:", "http:", "https:"}  # as a path begins with them
 PATTERNS = "*?[\\"
 
 
-def check_path(path):
-    """Refuses a directory that what is saved below it could not be read back from.
+def check_path(path: str | os.PathLike) -> None:
+    """Refuse a directory from which Orbax could not read its checkpoints back.
 
-    Orbax takes its path for a pattern of paths, and finds nothing of what it has saved
-    below one that is another path as a pattern, without a word.
+    Orbax treats its path as a glob pattern. It saves below a path with such characters,
+    but finds nothing there, and does not say so.
 
     Raises:
-        ValueError: it is a URL, or holds a sign of patterns.
+        ValueError: it is a URL, or holds a character of glob patterns.
     """
     path = pathlib.Path(path)
     if URLS & {*path.parts}:
@@ -34,16 +36,16 @@ def check_path(path):
         )
 
 
-def check_output(flag, path):
-    """Refuses a file that could not be written later, after hours of work.
+def check_output(flag: str, path: str | os.PathLike) -> None:
+    """Refuse an output file that could not be written later, after hours of work.
 
     Args:
-        flag: that names it, for the message.
-        path: the file; what is there already is written over.
+        flag: names the file in the message.
+        path: the file; an existing one will be overwritten.
 
     Raises:
-        ValueError: its directory is not there or may not be written to, or it is a
-            directory itself.
+        ValueError: its directory is missing or not writable, or it is a directory
+            itself.
     """
     path = pathlib.Path(path)
     if not path.parent.is_dir():
@@ -54,8 +56,8 @@ def check_output(flag, path):
         raise ValueError(f"--{flag}={path} may not be written")
 
 
-def replace(path, data):
-    """Writes `data` (bytes) to `path`, atomically and durably.
+def replace(path: str | os.PathLike, data: bytes | memoryview) -> None:
+    """Write `data` to `path`, atomically and durably.
 
     When this returns, the new contents survive a power cut; if it does not return, the
     old ones are still there. A leftover `<name>.tmp` is overwritten.
@@ -70,15 +72,15 @@ def replace(path, data):
     sync_directory(path.parent)
 
 
-def create(path, data):
-    """Writes `data` (bytes) to `path` unless there is such a file; says whether it did.
+def create(path: str | os.PathLike, data: bytes) -> bool:
+    """Write `data` to `path` unless the file exists; return whether it was written.
 
     Of several processes that call this at once, on any hosts, one creates the file, and
-    nobody sees a part of it. A crash may leave a `<name>.<host>-<process>.tmp`.
+    no reader sees it incomplete. A crash may leave a `<name>.<host>-<process>.tmp`.
     """
     path = pathlib.Path(path)
-    own = f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp"
-    temporary = path.with_name(own)
+    process = f"{socket.gethostname()}-{os.getpid()}"
+    temporary = path.with_name(f"{path.name}.{process}.tmp")
     with open(temporary, "wb") as file:
         file.write(data)
         file.flush()
@@ -94,12 +96,18 @@ def create(path, data):
 
 
 @contextlib.contextmanager
-def locked(path, *, shared=False, waits=False):
-    """Holds a lock on a file, made where it is missing; gives whether it is held.
+def locked(
+    path: str | os.PathLike, *, shared: bool = False, waits: bool = False
+) -> Iterator[bool]:
+    """Lock a file within the block; yield whether the lock is held.
 
-    Locks of other processes, on a network file system also of other hosts, keep it
-    from being held: any of them, or if `shared` those that are not. `waits` is for
-    these to go. A lock goes with its process.
+    The file is created where it is missing. Other processes, on a network file system
+    also on other hosts, may hold it already. A lock ends with its process.
+
+    Args:
+        path: the file.
+        shared: share the lock with others that share it.
+        waits: wait until the lock is free, instead of yielding False.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     # NFS gives the one kind of lock for reading only, the other for writing only.
@@ -112,8 +120,8 @@ def locked(path, *, shared=False, waits=False):
         yield True
 
 
-def read_json(path):
-    """The value in a JSON file.
+def read_json(path: str | os.PathLike) -> Any:
+    """Return the value in a JSON file.
 
     Raises:
         ValueError: it is not UTF-8, not JSON or nested too deeply; names the file.
@@ -127,8 +135,8 @@ def read_json(path):
         raise ValueError(f"{path} is not JSON: nested too deeply") from None
 
 
-def append(file, data):
-    """Writes `data` (bytes) at the end of an unbuffered file, whole or not at all.
+def append(file: BinaryIO, data: bytes) -> None:
+    """Append `data` to an unbuffered file, completely or not at all.
 
     Raises:
         OSError: the disk refuses; the file has its old length again.
@@ -136,15 +144,16 @@ def append(file, data):
     size = file.seek(0, os.SEEK_END)
     try:
         rest = memoryview(data)
-        while rest:  # a disk that fills up takes a part first, and refuses the next
+        # A disk that fills up takes some bytes first, and refuses the next write.
+        while rest:
             rest = rest[file.write(rest) :]
     except OSError:
         file.truncate(size)
         raise
 
 
-def sync_directory(path):
-    """Makes the names in a directory durable: what was made, renamed or removed."""
+def sync_directory(path: str | os.PathLike) -> None:
+    """Make the entries of a directory durable: files created, renamed or removed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -152,8 +161,8 @@ def sync_directory(path):
         os.close(descriptor)
 
 
-def sync_tree(path):
-    """Makes a directory durable with everything in it."""
+def sync_tree(path: str | os.PathLike) -> None:
+    """Make a directory durable with everything in it."""
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
             descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
@@ -164,8 +173,8 @@ def sync_tree(path):
         sync_directory(folder)
 
 
-def digest_file(path):
-    """xxh3-128 of a file's bytes, in hexadecimal."""
+def digest_file(path: str | os.PathLike) -> str:
+    """Return the xxh3-128 of a file's bytes, in hexadecimal."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -173,11 +182,13 @@ def digest_file(path):
     return digest.hexdigest()
 
 
-def sampled_digest(path, *, num_blocks=64, block_bytes=1 << 16):
-    """xxh3-128 of a file's size and of blocks spread evenly over it, in hexadecimal.
+def sampled_digest(
+    path: str | os.PathLike, *, num_blocks: int = 64, block_bytes: int = 1 << 16
+) -> str:
+    """Return the xxh3-128 of a file's size and of blocks spread evenly over it.
 
-    For files too large to be read at every start: tells other weights apart, not a
-    single changed bit.
+    It is for files too large to read at every start: it distinguishes other weights,
+    but may miss a single changed bit. In hexadecimal.
     """
     size = os.path.getsize(path)
     digest = xxhash.xxh3_128(str(size).encode())

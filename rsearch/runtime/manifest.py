@@ -1,11 +1,13 @@
-"""A checkpoint's manifest: what there is, and a digest of every leaf and file.
+"""Write and check a checkpoint's manifest: a digest of every leaf and file.
 
 It is written last, once the data is durable: a checkpoint exists when its manifest
 does. Digests are xxh3-128.
 """
 
 import json
+import os
 import pathlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,26 +18,26 @@ from rsearch.runtime import files
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
-MAX_NAMED = 8  # leaves named in one message
+MAX_LISTED = 8  # leaves named in one message
 
 
 class DamagedError(ValueError):
     """A checkpoint that is not as it was saved."""
 
 
-def steps(directory):
-    """Sorted steps of the checkpoints that exist; [] where there is no directory."""
+def steps(directory: str | os.PathLike) -> list[int]:
+    """Return the sorted steps of the checkpoints that exist in a directory, if any."""
     folder = pathlib.Path(directory)
     return sorted(s for s in step_folders(folder) if path_of(folder, s).is_file())
 
 
-def latest(directory):
-    """The newest step, or None."""
+def latest(directory: str | os.PathLike) -> int | None:
+    """Return the newest step, or None."""
     return max(steps(directory), default=None)
 
 
-def read_manifest(directory, step):
-    """The manifest of a step: schema, step, meta, leaves, versions and files.
+def read_manifest(directory: str | os.PathLike, step: int) -> dict:
+    """Return the manifest of a step: schema, step, meta, leaves, versions and files.
 
     Raises:
         DamagedError: it is not as it was written.
@@ -43,8 +45,8 @@ def read_manifest(directory, step):
     """
     path = path_of(pathlib.Path(directory), step)
     if not path.is_file():
-        found = ", ".join(map(str, steps(directory))) or "none"
-        raise ValueError(f"{path.parent}: no such checkpoint; steps there: {found}")
+        known = ", ".join(map(str, steps(directory))) or "none"
+        raise ValueError(f"{path.parent}: no such checkpoint; steps there: {known}")
     raw = path.read_bytes()
     try:
         body = json.loads(raw)
@@ -61,24 +63,24 @@ def read_manifest(directory, step):
     return body
 
 
-def path_of(directory, step):
-    """Of a step's manifest."""
+def path_of(directory: pathlib.Path, step: int) -> pathlib.Path:
+    """Return the path of a step's manifest."""
     return directory / str(step) / MANIFEST
 
 
-def step_folders(directory):
-    """Steps that have a folder, whole or torn."""
+def step_folders(directory: pathlib.Path) -> list[int]:
+    """Return the steps that have a folder, complete or torn."""
     if not directory.is_dir():
         return []
     names = [p.name for p in directory.iterdir() if p.is_dir()]
     return [int(n) for n in names if n.isascii() and n.isdigit() and n == str(int(n))]
 
 
-def describe(leaf):
-    """Shape, dtype and digest of an array's bytes, the same however it is sharded."""
+def describe(leaf: jax.Array | np.ndarray) -> dict:
+    """Return shape, dtype and digest of an array, the same however it is sharded."""
     digest = xxhash.xxh3_128()
-    for piece in collectives.gather_chunks(leaf):
-        digest.update(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+    for chunk in collectives.gather_chunks(leaf):
+        digest.update(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8))
     return {
         "shape": list(np.shape(leaf)),
         "dtype": str(np.dtype(leaf.dtype)),
@@ -86,8 +88,8 @@ def describe(leaf):
     }
 
 
-def describe_files(folder):
-    """{relative path: size and digest} of all files of a step but the manifest."""
+def describe_files(folder: pathlib.Path) -> dict[str, dict]:
+    """Return {relative path: size and digest} of a step's files but the manifest."""
     paths = sorted(p for p in folder.rglob("*") if p.is_file())
     return {
         p.relative_to(folder).as_posix(): {
@@ -98,8 +100,8 @@ def describe_files(folder):
     }
 
 
-def check_files(folder, saved):
-    """Raises DamagedError where a file is not as `describe_files` had it."""
+def check_files(folder: pathlib.Path, saved: dict[str, dict]) -> None:
+    """Raise DamagedError where a file differs from its `describe_files` entry."""
     for name, described in saved.items():
         path = folder / name
         if not path.is_file():
@@ -117,9 +119,11 @@ def check_files(folder, saved):
             )
 
 
-def check_leaves(folder, found, saved):
-    """Raises DamagedError where a leaf is not as `describe` had it."""
-    for name, described in found.items():
+def check_leaves(
+    folder: pathlib.Path, restored: dict[str, dict], saved: dict[str, dict]
+) -> None:
+    """Raise DamagedError where a restored leaf is described otherwise than saved."""
+    for name, described in restored.items():
         if described != saved[name]:
             raise DamagedError(
                 f"{folder}: damaged: leaf {name} is {described}, the manifest has "
@@ -127,16 +131,16 @@ def check_leaves(folder, found, saved):
             )
 
 
-def encode(body):
-    """The manifest's bytes: one spelling, so that any changed bit shows."""
+def encode(body: dict) -> bytes:
+    """Return the manifest's bytes: one spelling, so that any changed bit shows."""
     text = json.dumps(body, sort_keys=True, allow_nan=False)
     digest = xxhash.xxh3_128_hexdigest(text.encode())
-    whole = {**body, "digest": digest}
-    return (json.dumps(whole, indent=1, sort_keys=True) + "\n").encode()
+    signed = {**body, "digest": digest}
+    return (json.dumps(signed, indent=1, sort_keys=True) + "\n").encode()
 
 
-def named(tree):
-    """{'params.embed.kernel': leaf}, in the tree's order."""
+def named(tree: Any) -> dict[str, Any]:
+    """Return {'params.embed.kernel': leaf}, in the tree's order."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     named = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
@@ -147,8 +151,8 @@ def named(tree):
     return named
 
 
-def check_leaf(name, leaf):
-    """Refuses what would not come back as it is."""
+def check_leaf(name: str, leaf: Any) -> None:
+    """Refuse a leaf that would not be restored as it is."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         kind = type(leaf).__name__
         raise ValueError(f"leaf {name} is a {kind}, not an array; put it into meta")
@@ -161,8 +165,10 @@ def check_leaf(name, leaf):
         raise ValueError(f"leaf {name} has dtype {leaf.dtype}, JAX runs with 32 bits")
 
 
-def check_structure(folder, saved, wanted):
-    """Refuses a tree that is not the one saved, naming the leaves."""
+def check_structure(
+    folder: pathlib.Path, saved: dict[str, dict], wanted: dict[str, Any]
+) -> None:
+    """Refuse a tree whose leaves are not those that were saved; name the leaves."""
     wrong = [f"{name} is not in the checkpoint" for name in wanted.keys() - saved]
     wrong += [f"{name} is only in the checkpoint" for name in saved.keys() - wanted]
     for name in wanted.keys() & saved.keys():
@@ -173,6 +179,8 @@ def check_structure(folder, saved, wanted):
                 f"{wanted[name].dtype}{list(wanted[name].shape)}"
             )
     if wrong:
-        more = f" (and {len(wrong) - MAX_NAMED} more)" if len(wrong) > MAX_NAMED else ""
-        named = "; ".join(sorted(wrong)[:MAX_NAMED])
+        more = (
+            f" (and {len(wrong) - MAX_LISTED} more)" if len(wrong) > MAX_LISTED else ""
+        )
+        named = "; ".join(sorted(wrong)[:MAX_LISTED])
         raise ValueError(f"{folder}: does not fit this program's state: {named}{more}")

@@ -22,9 +22,7 @@ NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsLog:
-    """The open metrics of one stage; a context manager.
-
-    Of several hosts the first writes.
+    """The open metrics of one stage; a context manager. Host 0 writes.
 
     Args:
         directory: the stage's directory; made where it is missing.
@@ -33,7 +31,13 @@ class MetricsLog:
         tensorboard: False writes no curves.
     """
 
-    def __init__(self, directory, *, first_step=None, tensorboard=True):
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        first_step: int | None = None,
+        tensorboard: bool = True,
+    ):
         self.directory = pathlib.Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.path = self.directory / "metrics.jsonl"
@@ -43,8 +47,8 @@ class MetricsLog:
         # Also without a step to go back to: the last line may be torn.
         self.rewind(math.inf if first_step is None else first_step)
 
-    def write(self, step, values):
-        """Appends a row.
+    def write(self, step: int, values: dict) -> None:
+        """Append a row.
 
         Args:
             step: int; rows of one stage are written in order of their steps.
@@ -62,15 +66,15 @@ class MetricsLog:
         if self._curves:
             self._curves.write(step, from_json(row))
 
-    def rewind(self, step):
-        """Drops the rows of `step` and later, and a torn last line."""
+    def rewind(self, step: float) -> None:
+        """Drop the rows of `step` and later, and a torn last line."""
         self.close()
         if not processes.is_host0():
             return
         if self.path.exists():
             rows = read_metrics(self.path)
-            kept = [row for row in rows if row["step"] < step]
-            lines = [json.dumps(to_json(row), allow_nan=False) + "\n" for row in kept]
+            rows = [row for row in rows if row["step"] < step]
+            lines = [json.dumps(to_json(row), allow_nan=False) + "\n" for row in rows]
             text = "".join(lines).encode()
             if text != self.path.read_bytes():
                 files.replace(self.path, text)
@@ -79,8 +83,8 @@ class MetricsLog:
         if self._curves and step != math.inf:
             self._curves.rewind(step)
 
-    def close(self):
-        """Closes the files; a later `rewind` opens them again."""
+    def close(self) -> None:
+        """Close the files; a later `rewind` opens them again."""
         if self._file is not None:
             self._file.close()
         if self._curves:
@@ -106,13 +110,15 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
     return read_jsonl(path, torn="drop", parse=_parse_row, on_bad=warn)
 
 
-def to_json(values) -> dict:
-    """Values as of `MetricsLog.write`, as JSON holds them."""
-    return _spell({name: _plain(name, value) for name, value in values.items()})
+def to_json(values: dict) -> dict:
+    """Return the values of `MetricsLog.write` as valid JSON."""
+    return _spell_non_finite(
+        {name: _to_scalar(name, value) for name, value in values.items()}
+    )
 
 
-def from_json(row) -> dict:
-    """The values of `to_json`."""
+def from_json(row: dict) -> dict:
+    """Return the values that `to_json` was given."""
     return {name: _number(value) for name, value in row.items()}
 
 
@@ -126,8 +132,8 @@ def _number(value):
     return NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def _plain(name, value):
-    """A Python number, string, bool or None."""
+def _to_scalar(name, value):
+    """Return a Python number, string, bool or None."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     array = np.asarray(value)
@@ -138,8 +144,8 @@ def _plain(name, value):
     return array.item() if is_exact else float(array)
 
 
-def _spell(row):
-    """The row with its non-finite numbers as strings."""
+def _spell_non_finite(row):
+    """Return the row with its non-finite numbers as strings."""
     return {
         name: _name_of(value)
         if isinstance(value, float) and not math.isfinite(value)

@@ -1,4 +1,4 @@
-"""A small JSON service over HTTP: a few routes, limits on what comes in, one token.
+"""Serve JSON over HTTP: a few routes, limits on what comes in, one token.
 
 Each request has a thread; what it asks of the program must be safe to ask from several.
 Nothing that a client sends can do more than get an error with a JSON body:
@@ -25,15 +25,16 @@ LINGER_SECONDS, LINGER_BYTES = 1.0, 1 << 25  # for a body that is refused unread
 
 
 class RefusedError(Exception):
-    """What a client asked cannot be done; says why, with an HTTP status."""
+    """A request that is refused; the message says why, with an HTTP status."""
 
     def __init__(self, status: int, reason: str, **headers: str):
         super().__init__(reason)
-        self.status, self.headers = status, headers
+        self.status = status
+        self.headers = headers
 
 
 class JsonServer(http.server.ThreadingHTTPServer):
-    """Serves routes until `shutdown`.
+    """A server of routes, until `shutdown`.
 
     Args:
         host, port: to listen at; port 0 takes a free one.
@@ -68,8 +69,10 @@ class JsonServer(http.server.ThreadingHTTPServer):
                 f"--host={host} can be reached from other machines: name an "
                 "environment variable that holds a token, --token_env=NAME"
             )
-        self.routes, self.token = routes, token
-        self.max_body_bytes, self.timeout_seconds = max_body_bytes, timeout_seconds
+        self.routes = routes
+        self.token = token
+        self.max_body_bytes = max_body_bytes
+        self.timeout_seconds = timeout_seconds
         self.waiting = threading.BoundedSemaphore(max_waiting)
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -80,13 +83,13 @@ class JsonServer(http.server.ThreadingHTTPServer):
             raise ValueError(f"cannot listen at {host}:{port}: {reason}") from None
 
     def handle_error(self, request, client_address) -> None:
-        """One line on a connection that failed; nothing on one that was broken off."""
+        """Note a connection that failed, unless the client has broken it off."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             note(f"a connection failed: {error!r}")
 
     def serve(self) -> None:
-        """Serves until SIGINT or SIGTERM; then lets requests under way end."""
+        """Serve until SIGINT or SIGTERM; then let requests under way end."""
 
         def stop(*_):
             # From a thread, since shutdown waits for the loop that this interrupts.
@@ -103,7 +106,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Return whether only this machine can reach the host."""
     if host == "localhost":
         return True
     try:
@@ -113,19 +116,20 @@ def is_loopback(host: str) -> bool:
 
 
 class _Received(io.RawIOBase):
-    """What a client sends, until its time is over: a byte a second is not enough."""
+    """The bytes of a request, with one deadline: a slow trickle does not extend it."""
 
     def __init__(self, connection, seconds):
-        self._connection, self._end = connection, time.monotonic() + seconds
+        self._connection = connection
+        self._end = time.monotonic() + seconds
 
     def readable(self):
         return True
 
     def readinto(self, buffer):
-        left = self._end - time.monotonic()
-        if left <= 0:
+        remaining = self._end - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError("the request did not come in time")
-        self._connection.settimeout(left)
+        self._connection.settimeout(remaining)
         return self._connection.recv_into(buffer)
 
 
@@ -151,7 +155,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     has_unread = False  # a body that is still to come
 
     def do_GET(self):
-        """What a route answers, or why there is none: of any method."""
+        """Answer a request of any method by its route, or say why there is none."""
         self.has_unread = self.headers.get("Content-Length", "0") != "0"
         self._answer()
 
@@ -178,7 +182,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._reply(status, reply, headers)
 
     def _route(self):
-        """The reply of the route, once the request may have one."""
+        """Check the client, and return the reply of its route."""
         path = self.path.partition("?")[0]
         routes = self.server.routes
         self._check_client()
@@ -193,11 +197,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return answer(self._body() if self.command == "POST" else {})
 
     def _check_client(self):
-        """Refuses strangers, and web pages that ask a loopback service by its name."""
+        """Refuse clients without the token, and web pages that name a loopback."""
         if self.server.token:
-            given = self.headers.get("Authorization", "")
-            wanted = f"Bearer {self.server.token}"
-            if not hmac.compare_digest(given.encode(), wanted.encode()):
+            header = self.headers.get("Authorization", "")
+            expected = f"Bearer {self.server.token}"
+            if not hmac.compare_digest(header.encode(), expected.encode()):
                 raise RefusedError(401, "Authorization: Bearer ... is missing or wrong")
             return
         name = self.headers.get("Host", "")
@@ -212,9 +216,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()):
             raise RefusedError(411, "Content-Length is missing")
-        most = self.server.max_body_bytes
-        if len(length) > 18 or int(length) > most:
-            raise RefusedError(413, f"the body may have {most} bytes")
+        limit = self.server.max_body_bytes
+        if len(length) > 18 or int(length) > limit:
+            raise RefusedError(413, f"the body may have {limit} bytes")
         raw = self.rfile.read(int(length))
         self.has_unread = False
         try:
@@ -245,24 +249,27 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             pass  # the client has gone
 
     def _linger(self):
-        """Takes in a little of an unread body: who is cut off while sending it may
-        never see the reply that says why."""
+        """Read a little of an unread body.
+
+        A client that is cut off while sending may never read the reply.
+        """
         self.connection.shutdown(socket.SHUT_WR)
         self.connection.settimeout(LINGER_SECONDS)
-        end, left = time.monotonic() + LINGER_SECONDS, LINGER_BYTES
-        while left > 0 and time.monotonic() < end:
+        end = time.monotonic() + LINGER_SECONDS
+        remaining = LINGER_BYTES
+        while remaining > 0 and time.monotonic() < end:
             received = self.connection.recv(1 << 16)
             if not received:
                 return
-            left -= len(received)
+            remaining -= len(received)
 
     def send_error(self, code, message=None, explain=None):
-        """Errors of the protocol itself, as JSON too."""
+        """Send errors of the HTTP protocol itself as JSON, too."""
         self._reply(int(code), _error(message or HTTPStatus(code).phrase))
 
     def log_message(self, format, *args):
-        """Only errors are logged: questions are nobody's business."""
+        """Log nothing but errors: questions are private."""
 
     def log_error(self, format, *args):
-        """One line on stderr."""
+        """Write one line to stderr."""
         note(format % args)

@@ -1,19 +1,21 @@
-"""Arrays on disk, as Orbax writes and reads them."""
+"""Write and read arrays on disk with Orbax."""
 
 import contextlib
 import errno
 import logging
 import os
+import pathlib
 import warnings
+from typing import Any
 
 import orbax.checkpoint as ocp
 
-# What a disk says, in the words of Orbax's errors, that may pass.
+# Disk errors, which Orbax's exceptions quote in their text.
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES)
 
 
-def write_tree(path, arrays):
-    """Writes {name: array}; Orbax has each process write its shards.
+def write_tree(path: pathlib.Path, arrays: dict[str, Any]) -> None:
+    """Write {name: array}; each process writes its shards.
 
     Raises:
         OSError: the disk refuses.
@@ -30,13 +32,15 @@ def write_tree(path, arrays):
         raise
 
 
-def read_tree(path, wanted, shardings):
-    """{name: array} of those that are wanted.
+def read_tree(
+    path: pathlib.Path, wanted: dict[str, Any], shardings: dict[str, Any]
+) -> dict[str, Any]:
+    """Return {name: array} of the wanted leaves.
 
     Args:
         path: as written.
         wanted: {name: anything with shape and dtype}.
-        shardings: {name: of the array that is read}.
+        shardings: {name: sharding of the array that is read}.
     """
     restore_args = {
         name: ocp.ArrayRestoreArgs(
@@ -53,7 +57,7 @@ def read_tree(path, wanted, shardings):
 
 @contextlib.contextmanager
 def _quiet():
-    """Without Orbax's log lines, which speak about its own layout."""
+    """Silence Orbax's log lines, which describe its own layout."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # what fails is raised as well

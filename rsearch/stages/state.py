@@ -127,7 +127,7 @@ class Progress:
             raise StoppedError(collapse.told)
         if self.roll_backs >= g.max_roll_backs:
             raise StoppedError(f"{collapse.told}; rolled back {self.roll_backs} times")
-        seen = checkpoint.seen(self._folder)
+        seen = checkpoint.steps_by_host(self._folder)
         before = _newest(set.intersection(*seen), first)
         if not before and first >= self._every:
             raise StoppedError(
@@ -208,7 +208,7 @@ class Progress:
         meta = {GUARDS: self.guards.state()}
         if self.owed is not None:
             meta[OWED] = to_json(self.owed)
-        common = set.intersection(*checkpoint.seen(self._folder))
+        common = set.intersection(*checkpoint.steps_by_host(self._folder))
         # A disk may have refused the very last of what a save does.
         if self.done not in common:
             own = dict(
