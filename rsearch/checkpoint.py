@@ -8,6 +8,7 @@ DIRECTORY is that of a run or of a stage. `gc` deletes old checkpoints and torn 
 import contextlib
 import pathlib
 import sys
+from collections.abc import Sequence
 
 from rsearch.config.recipes import parse_flags, run_command
 from rsearch.runtime import files
@@ -24,29 +25,28 @@ FLAGS = {
 }
 
 
-def main(argv) -> int:
-    """The command; 1 where something is damaged."""
-    places = "action", "directory"
-    given = parse_flags(argv, flags=FLAGS, positional=places)
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return 1 where something is damaged."""
+    flags = parse_flags(argv, flags=FLAGS, positional=("action", "directory"))
     actions = {"ls": _list, "verify": _verify_all, "gc": _collect}
-    if given["action"] not in actions:
-        raise ValueError(f"{given['action']!r}: must be one of {', '.join(actions)}")
-    if given["keep"] < 1:
-        raise ValueError(f"--keep={given['keep']}: must be at least 1")
-    root = pathlib.Path(given["directory"])
+    if flags["action"] not in actions:
+        raise ValueError(f"{flags['action']!r}: must be one of {', '.join(actions)}")
+    if flags["keep"] < 1:
+        raise ValueError(f"--keep={flags['keep']}: must be at least 1")
+    root = pathlib.Path(flags["directory"])
     if not root.is_dir():
         raise ValueError(f"{root}: there is no such directory")
-    found = [root] if any(_entries(root)) else sorted(root.rglob(FOLDER))
-    if not found:
+    directories = [root] if any(_entries(root)) else sorted(root.rglob(FOLDER))
+    if not directories:
         raise ValueError(f"{root}: holds no checkpoints")
-    return actions[given["action"]](root, found, given)
+    return actions[flags["action"]](root, directories, flags)
 
 
 def _entries(directory):
-    """(folder, state) of all that is there: "whole", "torn", or why it is set aside."""
-    own = {directory / str(step) for step in step_folders(directory)}
+    """Yield (folder, state): "whole", "torn", or the reason why it was set aside."""
+    step_paths = {directory / str(step) for step in step_folders(directory)}
     for folder in sorted(p for p in directory.iterdir() if p.is_dir()):
-        if folder in own:
+        if folder in step_paths:
             yield folder, "whole" if (folder / MANIFEST).is_file() else "torn"
             continue
         step, _, why = folder.name.partition(".")
@@ -54,16 +54,16 @@ def _entries(directory):
             yield folder, why
 
 
-def _list(root, found, given):
-    """A row for each, the oldest first."""
+def _list(root, directories, flags):
+    """Print a row for each checkpoint, the oldest first."""
     rows = []
-    for directory in found:
+    for directory in directories:
         entries = sorted(_entries(directory), key=lambda e: (_number(e[0]), e[0].name))
         for folder, state in entries:
-            own = [p for p in folder.rglob("*") if p.is_file()]
-            size = sum(p.stat().st_size for p in own) / 2**20
+            paths = [p for p in folder.rglob("*") if p.is_file()]
+            size = sum(p.stat().st_size for p in paths) / 2**20
             stage = directory.relative_to(root).parent.as_posix()
-            rows.append((stage, folder.name, state, round(size, 3), len(own)))
+            rows.append((stage, folder.name, state, round(size, 3), len(paths)))
     table(str(root), ("stage", "step", "state", "MiB", "files"), rows)
     return 0
 
@@ -72,11 +72,12 @@ def _number(folder):
     return int(folder.name.partition(".")[0])
 
 
-def _verify_all(root, found, given):
-    """Verifies all that count, and changes nothing."""
-    num_damaged, asked = 0, given["step"]
-    for directory in found:
-        chosen = [asked] if asked >= 0 else steps(directory)
+def _verify_all(root, directories, flags):
+    """Verify the checkpoints that count; change nothing."""
+    num_damaged = 0
+    only = flags["step"]
+    for directory in directories:
+        chosen = [only] if only >= 0 else steps(directory)
         for step in chosen:
             try:
                 verify(directory, step)
@@ -87,28 +88,28 @@ def _verify_all(root, found, given):
     return 1 if num_damaged else 0
 
 
-def _collect(root, found, given):
-    """Deletes what is older than the newest, and what never was whole.
+def _collect(root, directories, flags):
+    """Delete old and torn checkpoints.
 
-    Not beside a run: what is not whole there may be about to become so.
+    A run in progress refuses it: an incomplete checkpoint may be one that it is saving.
     """
-    with contextlib.ExitStack() as held:
-        for run in {directory.absolute().parents[1] for directory in found}:
+    with contextlib.ExitStack() as locks:
+        for run in {directory.absolute().parents[1] for directory in directories}:
             lock = run / files.LOCK
-            if lock.exists() and not held.enter_context(files.locked(lock)):
+            if lock.exists() and not locks.enter_context(files.locked(lock)):
                 raise ValueError(f"{run}: in use by a run; wait for it to end")
-        return _collected(found, given)
+        return _delete(directories, flags)
 
 
-def _collected(found, given):
-    for directory in found:
-        kept = {str(step) for step in steps(directory)[-given["keep"] :]}
+def _delete(directories, flags):
+    for directory in directories:
+        retained = {str(step) for step in steps(directory)[-flags["keep"] :]}
         for folder, state in _entries(directory):
-            stays = not given[state] if state in ASIDE else folder.name in kept
+            stays = not flags[state] if state in ASIDE else folder.name in retained
             if stays:
                 continue
-            note(f"{folder}: {state}, {'would be ' * given['dry_run']}deleted")
-            if not given["dry_run"]:
+            note(f"{folder}: {state}, {'would be ' * flags['dry_run']}deleted")
+            if not flags["dry_run"]:
                 delete_step(folder)
     return 0
 

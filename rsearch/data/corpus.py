@@ -1,4 +1,4 @@
-"""A corpus of passages, read by offset: 29 million of them need no memory to open.
+"""Read the passages of a corpus by offset: opening millions of them needs no memory.
 
 The first opening reads the whole file once. It checks every record, takes the digest of
 the bytes and writes where each line begins to an offsets file; later openings map that
@@ -18,6 +18,7 @@ import operator
 import os
 import pathlib
 import tempfile
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +59,9 @@ class Corpus:
         OSError: the corpus cannot be read.
     """
 
-    def __init__(self, path, *, cache=None):
+    def __init__(
+        self, path: str | os.PathLike, *, cache: str | os.PathLike | None = None
+    ):
         self.path = pathlib.Path(path)
         files = _cache_files(self.path, cache)
         header = _read_header(self.path, files)
@@ -70,21 +73,21 @@ class Corpus:
         self._offsets = np.memmap(
             files.offsets, "<u8", "r", offset=HEADER_BYTES, shape=(self._num + 1,)
         ).view(np.ndarray)
-        plain = files.plain if header["plain"] else self.path
-        self._file = os.open(plain, os.O_RDONLY)
+        text_path = files.unpacked if header["plain"] else self.path
+        self._file = os.open(text_path, os.O_RDONLY)
         self._size = os.fstat(self._file).st_size
         self._offsets_path = files.offsets
 
     @property
-    def fingerprint(self):
-        """Digest of the corpus's bytes; the same whether it is packed or not."""
+    def fingerprint(self) -> str:
+        """Return the digest of the corpus's bytes, whether packed or not."""
         return self._fingerprint
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self._num
 
-    def passage(self, index):
-        """The passage at a position in [0, len)."""
+    def passage(self, index: int) -> Passage:
+        """Return the passage at a position in [0, len)."""
         index = operator.index(index)
         # A negative index would be a search engine's 'no result', not the last passage.
         if not 0 <= index < self._num:
@@ -94,12 +97,12 @@ class Corpus:
         line = os.pread(self._file, ends[1] - ends[0], ends[0])
         return self._decode(line, index)
 
-    def passages(self, indices):
-        """[n] the passages at these positions, in this order."""
+    def passages(self, indices: Iterable[int]) -> list[Passage]:
+        """Return [n] the passages at these positions, in this order."""
         return [self.passage(index) for index in indices]
 
-    def __iter__(self):
-        """All passages in the order of the file."""
+    def __iter__(self) -> Iterator[Passage]:
+        """Yield all passages in the order of the file."""
         for first in range(0, self._num, LINES_AT_ONCE):
             ends = self._offsets[first : first + LINES_AT_ONCE + 1].tolist()
             self._check_ends(ends)
@@ -109,7 +112,7 @@ class Corpus:
                 yield self._decode(line, first + row)
 
     def _check_ends(self, ends):
-        """Refuses what a damaged offsets file says: it might ask for terabytes."""
+        """Refuse impossible offsets: a damaged file might ask for terabytes."""
         is_rising = all(map(operator.lt, ends, ends[1:]))
         if not is_rising or ends[-1] > self._size:
             raise ValueError(
@@ -127,8 +130,8 @@ class Corpus:
             ) from None
         return Passage(passage_id, contents)
 
-    def close(self):
-        """Closes the file; nothing can be read afterwards."""
+    def close(self) -> None:
+        """Close the file; nothing can be read afterwards."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -145,11 +148,11 @@ class Corpus:
             self.close()
 
 
-def parse_line(line):
-    """(id, contents) of one line of a corpus.
+def parse_line(line: bytes) -> tuple[str, str]:
+    """Return the (id, contents) of one line of a corpus.
 
     Raises:
-        ValueError: what is wrong, with the field's name.
+        ValueError: names the field that is wrong.
     """
     record = decode_record(line)
     if "id" not in record:
@@ -170,10 +173,10 @@ def parse_line(line):
 
 
 class _CacheFiles(NamedTuple):
-    """Where the cached parts of a corpus lie."""
+    """The paths of a corpus's cached files."""
 
     offsets: pathlib.Path
-    plain: pathlib.Path
+    unpacked: pathlib.Path
 
 
 def _cache_files(path, cache):
@@ -186,7 +189,7 @@ def _cache_files(path, cache):
 
 
 def _state(path):
-    """What tells whether a corpus has changed, without reading all of it."""
+    """Return size, time and samples of a corpus, which differ when it has changed."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         last = max(0, status.st_size - SAMPLE_BYTES)
@@ -201,13 +204,13 @@ def _state(path):
     }
 
 
-def _plain_state(path):
+def _unpacked_state(path):
     status = path.stat()
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
 
 
 def _read_header(path, files):
-    """The header of the offsets file, or None where it is missing or out of date."""
+    """Return the header of the offsets file; None where it is missing or outdated."""
     state = _state(path)
     try:
         with open(files.offsets, "rb") as file:
@@ -224,15 +227,17 @@ def _read_header(path, files):
     if file_bytes != HEADER_BYTES + 8 * (header["num"] + 1):
         note(f"{files.offsets} is damaged: reading {path} again")
         return None
-    plain = header["plain"]
-    if plain and not (files.plain.is_file() and _plain_state(files.plain) == plain):
-        note(f"{files.plain} is missing or was changed: unpacking {path} again")
+    state = header["plain"]
+    if state and not (
+        files.unpacked.is_file() and _unpacked_state(files.unpacked) == state
+    ):
+        note(f"{files.unpacked} is missing or was changed: unpacking {path} again")
         return None
     return header
 
 
 def _checked(header):
-    """A header, refused where a field is not of its kind."""
+    """Return a header; refuse it where a field has the wrong type."""
     if not isinstance(header, dict):
         raise ValueError("the header is no object")
     if header.get("version") == VERSION and not (
@@ -246,7 +251,7 @@ def _checked(header):
 
 
 def _build(path, files):
-    """Reads the corpus, writes its cached parts and returns their header."""
+    """Read the corpus, write its cached files and return their header."""
     kind = file_kind(path)
     if kind == "empty":
         raise ValueError(f"{path}: the corpus is empty")
@@ -254,15 +259,15 @@ def _build(path, files):
         raise ValueError(f"{path}: a Parquet file; a corpus is JSON Lines")
     _check_writable(path, files.offsets.parent)
     before = _state(path)
-    plain = path
+    unpacked = path
     if kind == "gzip":
-        _unpack(path, files.plain)
-        plain = files.plain
+        _unpack(path, files.unpacked)
+        unpacked = files.unpacked
     try:
-        offsets, fingerprint = _scan(path, plain)
+        offsets, fingerprint = _scan(path, unpacked)
     except ValueError:
         if kind == "gzip":
-            plain.unlink()
+            unpacked.unlink()
         raise
     if _state(path) != before:
         raise ValueError(f"{path}: was changed while it was being read")
@@ -271,7 +276,7 @@ def _build(path, files):
         "num": len(offsets) - 1,
         "fingerprint": fingerprint,
         "source": before,
-        "plain": _plain_state(plain) if kind == "gzip" else None,
+        "plain": _unpacked_state(unpacked) if kind == "gzip" else None,
     }
     with _replacing(files.offsets) as file:
         file.write(json.dumps(header).encode().ljust(HEADER_BYTES))
@@ -280,7 +285,7 @@ def _build(path, files):
 
 
 def _check_writable(path, folder):
-    """Refuses a directory that takes no files before the long work begins."""
+    """Refuse a directory that cannot be written, before the long work begins."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Root may write anywhere; a directory without any write bit is still meant
@@ -295,10 +300,10 @@ def _check_writable(path, folder):
         )
 
 
-def _unpack(path, plain):
+def _unpack(path, unpacked):
     done = 0
     chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
-    with gzip.open(path, "rb") as file, _replacing(plain) as out:
+    with gzip.open(path, "rb") as file, _replacing(unpacked) as out:
         try:
             for chunk in progress(chunks, f"unpacking {path.name}, MiB"):
                 out.write(chunk)
@@ -310,14 +315,14 @@ def _unpack(path, plain):
             ) from None
 
 
-def _scan(path, plain):
-    """([num + 1] offsets, digest of all bytes) of a file whose records are all good."""
-    size = plain.stat().st_size
+def _scan(path, unpacked):
+    """Check all records; return ([num + 1] offsets, digest of all bytes)."""
+    size = unpacked.stat().st_size
     digest = xxhash.xxh3_128()
     # 16 bytes a passage: texts of 29 million ids would need gigabytes.
     offsets, id_hashes = array.array("Q"), array.array("Q")
     position = 0
-    for line in _lines(plain, size, digest, f"reading {path.name}, MiB"):
+    for line in _lines(unpacked, size, digest, f"reading {path.name}, MiB"):
         skipped = len(BOM) if not offsets and line.startswith(BOM) else 0
         try:
             passage_id, _ = parse_line(line[skipped:])
@@ -332,14 +337,14 @@ def _scan(path, plain):
         raise ValueError(f"{path}: was changed while it was being read")
     offsets.append(size)
     offsets = np.frombuffer(offsets, np.uint64)
-    _check_ids_differ(path, plain, offsets, np.frombuffer(id_hashes, np.uint64))
+    _check_ids_differ(path, unpacked, offsets, np.frombuffer(id_hashes, np.uint64))
     return offsets, digest.hexdigest()
 
 
-def _lines(plain, size, digest, label):
-    """The lines of a file with their ends, while the digest takes all bytes."""
+def _lines(unpacked, size, digest, label):
+    """Yield the lines of a file with their ends, and digest all bytes meanwhile."""
     rest = b""
-    with open(plain, "rb") as file:
+    with open(unpacked, "rb") as file:
         for _ in progress(range(-(-size // CHUNK_BYTES)), label):
             chunk = file.read(CHUNK_BYTES)
             digest.update(chunk)
@@ -350,20 +355,20 @@ def _lines(plain, size, digest, label):
                 yield line + b"\n"
             if len(rest) > MAX_LINE_BYTES:
                 raise ValueError(
-                    f"{plain}: a line has more than {MAX_LINE_BYTES} bytes"
+                    f"{unpacked}: a line has more than {MAX_LINE_BYTES} bytes"
                 )
     if rest:
         yield rest
 
 
-def _check_ids_differ(path, plain, offsets, id_hashes):
-    """Refuses an id used twice; equal hashes are compared as text."""
+def _check_ids_differ(path, unpacked, offsets, id_hashes):
+    """Refuse an id used twice; equal hashes are compared as text."""
     ordered = np.sort(id_hashes)
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     if not len(repeated):
         return
     first_line = {}
-    with open(plain, "rb") as file:
+    with open(unpacked, "rb") as file:
         for row in np.flatnonzero(np.isin(id_hashes, repeated)).tolist():
             file.seek(int(offsets[row]))
             passage_id, _ = parse_line(file.readline())
@@ -377,7 +382,7 @@ def _check_ids_differ(path, plain, offsets, id_hashes):
 
 @contextlib.contextmanager
 def _replacing(path):
-    """A file that takes the place of `path` when all of it has been written."""
+    """Yield a file that replaces `path` once it is completely written."""
     handle, temporary = tempfile.mkstemp(prefix=".partial.", dir=path.parent)
     try:
         with open(handle, "wb") as file:

@@ -1,4 +1,4 @@
-"""The order in which questions are used: a function of the step, not of a counter.
+"""Order the questions of a run: a function of the step, not of a counter.
 
 Item j of the endless stream is position j % n of the permutation of epoch j // n. Step
 s takes items s * count ... (s + 1) * count - 1, so a resumed run needs to know nothing
@@ -14,8 +14,8 @@ import functools
 import numpy as np
 
 
-def epoch_order(num_items, *, seed, epoch):
-    """The permutation of one epoch.
+def epoch_order(num_items: int, *, seed: int, epoch: int) -> np.ndarray:
+    """Return the permutation of one epoch.
 
     It sorts Philox's raw 64-bit words: NumPy keeps that stream, unlike
     `Generator.permutation`, the same in all of its versions.
@@ -43,8 +43,8 @@ def _epoch_order(num_items, seed, epoch):
     return order
 
 
-def take(num_items, count, *, seed, step):
-    """The items of one step.
+def take(num_items: int, count: int, *, seed: int, step: int) -> list[int]:
+    """Return the items of one step.
 
     Args:
         num_items: items of an epoch, > 0.
@@ -65,20 +65,20 @@ def take(num_items, count, *, seed, step):
     while len(taken) < count:
         epoch, start = divmod(position, num_items)
         order = _stream_order(num_items, count, seed=seed, epoch=epoch)
-        part = order[start : start + count - len(taken)]
-        taken += part.tolist()
-        position += len(part)
+        items = order[start : start + count - len(taken)]
+        taken += items.tolist()
+        position += len(items)
     return taken
 
 
 def _stream_order(num_items, count, *, seed, epoch):
-    """[num_items] an epoch's order, free of repeats in the step it begins within."""
+    """Return [num_items] an epoch's order, without repeats in the step it begins in."""
     order = epoch_order(num_items, seed=seed, epoch=epoch)
     if count > num_items or epoch * num_items % count == 0:
         return order
     if num_items >= 2 * count:
-        # What is changed lies in the first `count` places, what is kept in the last:
-        # the end of the epoch before is as `epoch_order` made it.
+        # Changes affect the first `count` items only, and a step needs the last items
+        # of the epoch before: those are as `epoch_order` made them.
         first = epoch - 1
     else:
         # The last epoch that began with a step; at most `count` epochs back.
@@ -95,7 +95,7 @@ def _stream_order(num_items, count, *, seed, epoch):
 
 
 def _without_repeats(order, already, num_wanted):
-    """`order` with its first `num_wanted` items that are not in `already` in front."""
+    """Move the first `num_wanted` items that are not in `already` to the front."""
     is_new = ~np.isin(order, already)
     front = np.flatnonzero(is_new)[:num_wanted]
     return np.concatenate([order[front], np.delete(order, front)])

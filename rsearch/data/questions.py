@@ -1,10 +1,12 @@
-"""Questions from files and from the Hugging Face hub, every record checked.
+"""Load questions from files and from the Hugging Face hub, every record checked.
 
 A source is a file or a data set on the hub, as `rsearch.data.sources` has it. Its
 format is recognised by the fields of its first record (`FORMATS`).
 """
 
 import json
+import os
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import xxhash
@@ -39,20 +41,27 @@ FORMATS = {
         "id": ("idx", "id"),
     },
 }
-"""Format -> the fields it is known by, and where its parts may lie, best place first.
+"""Format -> the fields that identify it, and the fields of each role, best first.
 
 A dot leads into a nested field.
 """
 
 ROLES = ("question", "answers", "id")
 GOLD = ("paragraphs", "question_decomposition", "context", "supporting_facts")
-"""What MuSiQue and HotpotQA, as published, tell of a question beside its answer."""
+"""Fields of a question beside its answer in MuSiQue and HotpotQA, as published."""
 MAX_DEPTH = 50  # of metadata, which is copied and digested by recursion
 ABSENT = object()
 
 
-def load_questions(source, *, fields=None, limit=0, on_bad="raise", check=None):
-    """Reads questions, in the order of the source.
+def load_questions(
+    source: str | os.PathLike,
+    *,
+    fields: dict[str, str] | None = None,
+    limit: int = 0,
+    on_bad: str = "raise",
+    check: Callable[[Question], None] | None = None,
+) -> tuple[list[Question], list[str]]:
+    """Load questions, in the order of the source.
 
     Args:
         source: as in `sources.read_records`.
@@ -78,23 +87,24 @@ def load_questions(source, *, fields=None, limit=0, on_bad="raise", check=None):
     if limit < 0:
         raise ValueError(f"{limit=} must not be negative; 0 reads all")
     fields = _check_fields(fields)
-    questions, problems = [], []
-    places = None
-    place_of_id = {}
-    for row, (place, raw) in enumerate(read_records(source)):
+    questions = []
+    problems = []
+    names_of = None
+    origin_of_id = {}
+    for row, (origin, raw) in enumerate(read_records(source)):
         try:
             record = decode_record(raw) if isinstance(raw, bytes) else raw
             check_record(record)
-            if places is None:
-                places = _recognise(record, fields)
-            question = _question(record, row, places)
+            if names_of is None:
+                names_of = _recognise(record, fields)
+            question = _question(record, row, names_of)
             if check is not None:
                 check(question)
-            earlier = place_of_id.setdefault(question.id, place)
-            if earlier != place:
+            earlier = origin_of_id.setdefault(question.id, origin)
+            if earlier != origin:
                 raise ValueError(f"field id: {question.id!r} was used at {earlier}")
         except ValueError as error:
-            problem = f"{place}: {error}"
+            problem = f"{origin}: {error}"
             if on_bad == "raise":
                 raise ValueError(problem) from None
             problems.append(problem)
@@ -110,23 +120,23 @@ def load_questions(source, *, fields=None, limit=0, on_bad="raise", check=None):
     return questions, problems
 
 
-def fingerprint(questions):
-    """Digest of questions: of their order, ids, texts, answers and metadata."""
+def fingerprint(questions: Sequence[Question]) -> str:
+    """Return a digest of questions: order, ids, texts, answers and metadata."""
     digest = xxhash.xxh3_128()
     for question in questions:
-        parts = [
+        values = [
             question.id,
             question.text,
             list(question.golden_answers),
             dict(question.metadata),
         ]
         # A line each: JSON holds no raw line feed, so no two lists share one digest.
-        digest.update(json.dumps(parts, sort_keys=True).encode() + b"\n")
+        digest.update(json.dumps(values, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
 
 def _check_fields(fields):
-    """{role: name} of the fields that are named."""
+    """Return {role: name} of the fields that are named."""
     fields = dict(fields or {})
     for role in fields:
         if role not in ROLES:
@@ -135,7 +145,7 @@ def _check_fields(fields):
 
 
 def _recognise(record, fields):
-    """{role: names to look under, required: the named roles} for a whole source."""
+    """Return {role: names of its fields} of a source, by its first record."""
     known = next(
         (f for f in FORMATS.values() if all(name in record for name in f["has"])), None
     )
@@ -148,24 +158,24 @@ def _recognise(record, fields):
                 f"names of those with question and answers; the fields are {have}"
             )
         known = FORMATS["flashrag"]
-    places = {role: known[role] for role in ROLES}
-    places.update({role: (name,) for role, name in fields.items()})
-    return {**places, "id_required": "id" in fields}
+    names_of = {role: known[role] for role in ROLES}
+    names_of.update({role: (name,) for role, name in fields.items()})
+    return {**names_of, "id_required": "id" in fields}
 
 
-def _question(record, row, places):
-    """The Question of one record.
+def _question(record, row, names_of):
+    """Return the Question of one record.
 
     Args:
         record: dict.
         row: its number from 0, which stands in for an id.
-        places: from `_recognise`.
+        names_of: from `_recognise`.
     """
-    name, value = _find(record, places["question"])
-    text = check_text(_asked(value, name), name)
-    name, value = _find(record, places["answers"])
+    name, value = _find(record, names_of["question"])
+    text = check_text(_from_chat(value, name), name)
+    name, value = _find(record, names_of["answers"])
     answers = _answers(value, name)
-    name, value = _find(record, places["id"], required=places["id_required"])
+    name, value = _find(record, names_of["id"], required=names_of["id_required"])
     question_id = f"row_{row}" if value is None else check_id(value, name)
     source = record.get("data_source")
     if "reward_model" in record and isinstance(source, str) and source:
@@ -178,7 +188,7 @@ def _question(record, row, places):
 
 
 def _find(record, names, *, required=True):
-    """(name, value) under the first of `names` that has a value, which None is not."""
+    """Return (name, value) of the first of `names` whose value is not None."""
     for name in names:
         value = _lookup(record, name)
         if value is not ABSENT and value is not None:
@@ -190,7 +200,7 @@ def _find(record, names, *, required=True):
 
 
 def _lookup(record, name):
-    """The value of a field, nested where its name has dots, or ABSENT."""
+    """Return the value of a field, nested where its name has dots, or ABSENT."""
     if name in record:
         return record[name]
     for key in name.split("."):
@@ -200,8 +210,8 @@ def _lookup(record, name):
     return record
 
 
-def _asked(value, name):
-    """The question in a chat: what follows 'Question:' in its last user message.
+def _from_chat(value, name):
+    """Return the question of a chat: the text after 'Question:' in its last message.
 
     Search-R1's message is an instruction that ends so; R-Search's is the question.
     """
@@ -219,7 +229,7 @@ def _asked(value, name):
 
 
 def _answers(value, name):
-    """Golden answers as a tuple; one text is one answer."""
+    """Return golden answers as a tuple; a single text is one answer."""
     if isinstance(value, str):
         return (check_text(value, name),)
     if isinstance(value, np.ndarray):
@@ -236,29 +246,29 @@ def _answers(value, name):
 
 
 def _metadata(record):
-    """What else is known of a question, as JSON values."""
-    told = {name: record.get(name) for name in GOLD}
-    found = {name: _plain(v, name) for name, v in told.items() if v is not None}
+    """Return the other fields of a question, as JSON values."""
+    gold = {name: record.get(name) for name in GOLD}
+    metadata = {name: _to_json(v, name) for name, v in gold.items() if v is not None}
     for name in ("extra_info", "metadata"):
-        value = _plain(record.get(name), name)
+        value = _to_json(record.get(name), name)
         if isinstance(value, dict):
-            found.update(value)
+            metadata.update(value)
         elif value is not None:
-            found[name] = value
+            metadata[name] = value
     if isinstance(record.get("data_source"), str):
-        found["data_source"] = record["data_source"]
-    return found
+        metadata["data_source"] = record["data_source"]
+    return metadata
 
 
-def _plain(value, name, depth=0):
-    """`value` as JSON can write it; dates, bytes and the like become their text."""
+def _to_json(value, name, depth=0):
+    """Return `value` as JSON can write it; dates, bytes and the like as text."""
     if depth > MAX_DEPTH:
         raise ValueError(f"field {name}: nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
-        return {str(k): _plain(v, name, depth + 1) for k, v in value.items()}
+        return {str(k): _to_json(v, name, depth + 1) for k, v in value.items()}
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain(inner, name, depth + 1) for inner in value]
+        return [_to_json(inner, name, depth + 1) for inner in value]
     is_json = value is None or isinstance(value, str | int | float)
     return value if is_json else str(value)

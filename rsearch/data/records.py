@@ -50,9 +50,9 @@ def check_unicode(value: str, field: str) -> None:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         half = ascii(value[error.start])
-        place = error.start + 1
+        position = error.start + 1
         raise ValueError(
-            f"field {field}: half a surrogate pair {half} at character {place}"
+            f"field {field}: half a surrogate pair {half} at character {position}"
         ) from None
 
 

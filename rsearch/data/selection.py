@@ -1,4 +1,4 @@
-"""Which questions are learnt from: by how hard they were, in a mix, by a draw."""
+"""Select the questions to learn from: by difficulty, in a mix, or at random."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ ENTRY = re.compile(r"(?:(\S+) )?(\w+) (?:(\d+):(\d*)|(\d+)|(\d*\.\d+))")
 
 
 def difficulty(needed: int | None, *, easy_below: int, hard_above: int) -> str:
-    """How hard a question is by the rollouts it took until one was right.
+    """Return how hard a question is, by the rollouts until one was right.
 
     Source: R1-Searcher (arXiv 2503.05592) section 2.1: fewer than 10 are easy, more
     than 20 are hard.
@@ -28,10 +28,10 @@ def difficulty(needed: int | None, *, easy_below: int, hard_above: int) -> str:
 
 
 def drawn(items: Sequence[Question], *, seed: int, name: str = "") -> list[int]:
-    """The places of all questions in a random order.
+    """Return the indices of all questions in a random order.
 
-    A question's place among others follows from the seed, its id and the draw's name
-    alone: it does not move when there are more questions or fewer.
+    The order of two questions follows from the seed, their ids and the draw's name
+    alone: it does not change when there are more questions or fewer.
     """
 
     def rank(i):
@@ -41,13 +41,13 @@ def drawn(items: Sequence[Question], *, seed: int, name: str = "") -> list[int]:
     return sorted(range(len(items)), key=rank)
 
 
-def share(items: Sequence[Question], part: float, *, seed: int) -> list[int]:
-    """The places of a random `part` (0 to 1) of the questions, in their order."""
-    return sorted(drawn(items, seed=seed)[: round(part * len(items))])
+def share(items: Sequence[Question], fraction: float, *, seed: int) -> list[int]:
+    """Return the indices of a random fraction (0 to 1) of the questions, sorted."""
+    return sorted(drawn(items, seed=seed)[: round(fraction * len(items))])
 
 
 def first_drawn(items: Sequence[Question], count: int, *, seed: int) -> list[int]:
-    """The places of `count` random questions, in their order; 0 means all.
+    """Return the indices of `count` random questions, sorted; 0 means all.
 
     It is a draw of its own: `share` and `mixed`, which take from the front of theirs,
     do not decide which of what they took is among these.
@@ -56,9 +56,9 @@ def first_drawn(items: Sequence[Question], count: int, *, seed: int) -> list[int
 
 
 def dataset_of(question: Question) -> str:
-    """The data set that a question's metadata names, or ""."""
-    found = [question.metadata.get(n) for n in ("data_source", "dataset")]
-    return next((name for name in found if isinstance(name, str)), "")
+    """Return the data set that a question's metadata names, or ""."""
+    names = [question.metadata.get(n) for n in ("data_source", "dataset")]
+    return next((name for name in names if isinstance(name, str)), "")
 
 
 def mixed(
@@ -68,7 +68,7 @@ def mixed(
     *,
     seed: int,
 ) -> tuple[list[int], list[str]]:
-    """The questions that a mix takes.
+    """Select the questions of a mix.
 
     Args:
         questions: to choose from.
@@ -79,12 +79,12 @@ def mixed(
         seed: of the draws, which are nested: 200 of them are among 350.
 
     Returns:
-        Their places, in order, and a line for each entry that found too few.
+        Their indices, sorted, and a line for each entry with too few questions.
     """
     taken: set[int] = set()
     short = []
     for entry in mix:
-        dataset, level, low, high, count, part = ENTRY.fullmatch(entry).groups()
+        dataset, level, low, high, count, fraction = ENTRY.fullmatch(entry).groups()
         cell = [
             i
             for i, question in enumerate(questions)
@@ -92,8 +92,8 @@ def mixed(
         ]
         order = [cell[i] for i in drawn([questions[i] for i in cell], seed=seed)]
         stop = int(count or high or len(cell))
-        if part is not None:
-            stop = round(float(part) * len(cell))
+        if fraction is not None:
+            stop = round(float(fraction) * len(cell))
         if stop > len(cell) or 0 < int(low or 0) >= len(cell):
             short.append(f"{entry!r}: there are {len(cell)} such questions")
         taken.update(order[int(low or 0) : stop])
