@@ -27,7 +27,6 @@ from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.sharding import make_mesh
 from rsearch.models.small_tokenizer import ROLES
 from rsearch.protocols import plain
-from rsearch.protocols.table import PROTOCOLS
 from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Host, Limits
@@ -181,7 +180,7 @@ def _rows(read, tokenizer, search):
     """[rows] lists of segments."""
     limits = Limits(8, MAX_CONTEXT, MAX_CONTEXT, MAX_CONTEXT)
     hosts = {}
-    for name, protocol in PROTOCOLS.items():
+    for name, protocol in world_texts.WORLD_PROTOCOLS.items():
         message = None if protocol.invalid_message is None else world_texts.INVALID
         worded = plain.reworded(
             protocol, user=world_texts.instruction(name), invalid_message=message

@@ -14,8 +14,10 @@ from rsearch.data.demonstrations import turns_of
 from rsearch.protocols import plain
 from rsearch.protocols.base import Step
 from rsearch.protocols.concluding import finish_messages
+from rsearch.protocols.r1_searcher_pp import R1_SEARCHER_PP
+from rsearch.protocols.rag_r1 import RAG_R1_MQ
+from rsearch.protocols.rearag import REARAG
 from rsearch.protocols.rewriting import rewriting_messages
-from rsearch.protocols.table import PROTOCOLS
 from rsearch.protocols.writing import PROMPTS, writing_messages
 from rsearch.types import Answer, Messages, Passage, Question
 from rsearch.world import plans as world_plans
@@ -24,10 +26,7 @@ from rsearch.world.facts import MISSING, RELATIONS, UNKNOWN, Hop, told
 from rsearch.world.names import YEARS, draw_names
 from rsearch.world.questions import COMPARED, COMPARISON, earliest
 
-REARAG = "rearag"  # the protocol whose observations a model writes
-RECALLING = "r1_searcher_pp"  # the protocol that has a place for what is recalled
-BOXED = "\\boxed{"  # what its answers stand in
-TOGETHER = "rag_r1_mq"  # the protocol that asks for several things at once
+BOXED = "\\boxed{"  # around the answers of R1-Searcher++
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +107,9 @@ def reading(world, shares: Shares, search, *, seed) -> list:
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 5])))
     found = []
     if not shares.judged:
-        for name in PROTOCOLS:
+        for protocol in world_texts.WORLD_PROTOCOLS.values():
             for question in world.train:
-                found.append(_dialogue(world, name, question, shares, rng))
+                found.append(_dialogue(world, protocol, question, shares, rng))
     for _ in range(shares.recalling):
         found += _recollections(world)
     found += _facts(world, shares.facts, rng)
@@ -126,12 +125,11 @@ def reading(world, shares: Shares, search, *, seed) -> list:
     return [found[i] for i in rng.permutation(len(found))]
 
 
-def _dialogue(world, name, question, shares, rng):
-    """One question in one protocol, answered well or not."""
-    protocol = PROTOCOLS[name]
+def _dialogue(world, protocol, question, shares, rng):
+    """Return a dialogue about a question in this protocol, answered well or not."""
     flawed, guessed, recalled, rewritten = rng.random(4)
     if flawed >= shares.flawed:
-        recalls = shares.recalled * (2 if name == RECALLING else 1)
+        recalls = shares.recalled * (2 if protocol is R1_SEARCHER_PP else 1)
         steps = world_plans.solution(
             world,
             question,
@@ -143,20 +141,20 @@ def _dialogue(world, name, question, shares, rng):
     else:
         steps = world_plans.early_stop(world, question, rng)
     observations = None
-    if name == REARAG and rewritten < 0.7:
+    if protocol is REARAG and rewritten < 0.7:
         queries = [step.action.queries[0] for step in steps[:-1]]
         observations = tuple(observed(world, query) for query in queries)
-    return Dialogue(name, question, _spaced(protocol, steps), observations)
+    return Dialogue(protocol.name, question, _spaced(protocol, steps), observations)
 
 
 def _recollections(world):
     """All questions of which something is known, answered in the protocol for it."""
-    protocol, found = PROTOCOLS[RECALLING], []
+    protocol, found = R1_SEARCHER_PP, []
     for question in world.train:
         if any(hop.subject in world.famous for hop in world.hops[question.id]):
             steps = world_plans.solution(world, question, recalls=True)
             turns = _spaced(protocol, steps)
-            found.append(Dialogue(RECALLING, question, turns))
+            found.append(Dialogue(protocol.name, question, turns))
     return found
 
 
@@ -212,7 +210,7 @@ def _comparison(world, rng):
             [Passage("", f"{name}\n{text}")]
             for name, text in zip(names, facts, strict=True)
         ]
-        shown = PROTOCOLS[TOGETHER].observe(names, passages)
+        shown = RAG_R1_MQ.observe(names, passages)
         given = f"{shown.before}{shown.content}{shown.after}"
     else:
         pieces, found = [], ""
@@ -315,13 +313,12 @@ def _read(world, question, passages, rng):
 def _work(world, rng):
     """What models beside a policy are asked: rewrites, observations, short answers."""
     found = []
-    recalling = PROTOCOLS[RECALLING]
     subjects = sorted(world.facts)
     for question in world.train:
         hops = world.hops[question.id]
         passages = [_passage(world, hop.subject) for hop in hops]
         chat = rewriting_messages(question.text, passages, user=world_texts.REWRITE)
-        found.append(Chat(chat, recalling.write(_recalled(question, hops))))
+        found.append(Chat(chat, R1_SEARCHER_PP.write(_recalled(question, hops))))
         subject = subjects[rng.integers(len(subjects))]
         chat = writing_messages(
             subject, [_passage(world, subject)], prompt="context_only"

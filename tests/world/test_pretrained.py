@@ -10,16 +10,20 @@ import jax
 import numpy as np
 import pytest
 
+from configs import base
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf import config as hf_config
 from rsearch.models.tokenizer import load_tokenizer
+from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS
+from rsearch.protocols.tagged import SEARCH_R1
 from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.setup.parts import world_tokenizer
-from rsearch.types import Source
+from rsearch.types import Search, Source
 from rsearch.world import pretrained, reading
 from rsearch.world.pretrained import MODELS, find_source, find_world_model
+from rsearch.world.texts import WORLD_PROTOCOLS, world_words
 from rsearch.world.world import KINDS, make_world
 from tests.small_run import config, quick_compilation
 
@@ -36,6 +40,11 @@ WORLD = dict(
     missing_share=0.2,
     distractors=5,
 )
+NAMES = {  # of the models of the default world: what runs and tables were made with
+    "base": "base-0cbb606a7fb78abc",
+    "expert": "expert-6907763168719739",
+    "judge": "judge-367d98548191448a",
+}
 SHAPE = dict(width=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8)
 LITTLE = dataclasses.replace(
     MODELS["base"], **SHAPE, mlp_width=16, steps=1, step_tokens=320
@@ -96,9 +105,9 @@ def test_policies_read_dialogues_of_every_protocol_and_a_judge_reads_none(world,
     for name in ("base", "expert"):
         items = read(name)
         dialogues = [i for i in items if isinstance(i, reading.Dialogue)]
-        assert {d.protocol for d in dialogues} == set(PROTOCOLS)
+        assert {d.protocol for d in dialogues} == set(WORLD_PROTOCOLS)
         known = len(reading._recollections(world)) * MODELS[name].shares.recalling
-        assert len(dialogues) == len(PROTOCOLS) * len(world.train) + known
+        assert len(dialogues) == len(WORLD_PROTOCOLS) * len(world.train) + known
     kinds = {type(item) for item in read("judge")}
     assert kinds == {reading.Chat, reading.Text}
 
@@ -181,7 +190,7 @@ def share_right(world, search, name):
     dialogues = [i for i in items if isinstance(i, reading.Dialogue)]
     return np.mean(
         [
-            PROTOCOLS[d.protocol].parse(d.turns[-1]).text
+            WORLD_PROTOCOLS[d.protocol].parse(d.turns[-1]).text
             == d.question.golden_answers[0]
             for d in dialogues
         ]
@@ -323,3 +332,29 @@ def test_a_word_starts_out_alike_with_and_without_a_space(world):
     assert len(shift) == 1
     others = [i for t, i in ids.items() if t not in words]
     np.testing.assert_array_equal(after[others], np.asarray(before)[others])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_models_of_the_default_world_keep_their_names(tmp_path, name):
+    """A model of another name would be trained anew, and no table would hold."""
+    (tmp_path / NAMES[name]).mkdir()
+    c = base.get_config()
+    model = find_world_model(
+        name, world_settings=dict(c.world), seed=c.seed, cache=tmp_path
+    )
+    assert model.name == NAMES[name]
+
+
+def test_a_new_protocol_changes_nothing_of_the_world(monkeypatch, world, search):
+    shares = MODELS["base"].shares
+    items = reading.reading(world, shares, search, seed=0)
+    tokenizer, words = world_tokenizer(world), world_words(world)
+    added = dataclasses.replace(SEARCH_R1, name="mine", opening="Think first:")
+    monkeypatch.setitem(PROTOCOLS, "mine", added)
+    assert world_words(world) == words
+    assert world_tokenizer(world).fingerprint == tokenizer.fingerprint
+    assert reading.reading(world, shares, search, seed=0) == items
+    # What it says can still be encoded, and comes back as it was.
+    step = Step(1, "Born in?", Search((world.hops[world.train[0].id][0].subject,)))
+    turn = added.write(step)
+    assert tokenizer.decode(tokenizer.encode(turn)) == turn
