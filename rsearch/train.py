@@ -38,7 +38,7 @@ from rsearch.runtime.metrics import read_metrics
 from rsearch.runtime.workdir import check_workdir, is_free, open_workdir
 from rsearch.stages import rl, sft
 from rsearch.stages.curate import run as curate
-from rsearch.stages.memory import open_memory
+from rsearch.stages.memory import Memory
 
 MAX_LABEL = 100  # characters of a default workdir before it is cut
 BARS = "▁▂▃▄▅▆▇█"
@@ -199,18 +199,53 @@ def _run_stages(base, ready, shared, evaluator, home, over):
         if kind_of(stage) == "curate":
             curate.run(setup, params, folder, stage=stage)
             continue
-        params = trained[key] = build.resting(setup, params)
+        params = trained[key] = build.offload_reference(setup, params)
         if kind_of(stage) == "sft":
-            params = sft.run(setup, prepared.demonstrations, params, folder)
+            params = sft.run(sft_stage(setup, prepared.demonstrations, folder), params)
         else:
-            memory = open_memory(setup, folder, is_over=stage in over)
+            is_over = stage in over
             params = rl.run(
-                setup, evaluator, params, folder, stage=stage, memory=memory
+                rl_stage(setup, evaluator, folder, name=stage, is_over=is_over), params
             )
         trained[key] = params
         if own.trains == "policy":
             steps = own[kind_of(stage)].steps
             _evaluate(config, evaluator, params, stage, steps, home.path)
+
+
+def sft_stage(setup: build.Setup, demonstrations, folder) -> sft.SFTStage:
+    """Return a supervised stage's objects."""
+    trainer = build.make_trainer(setup, "sft")
+    return sft.SFTStage(setup.config, folder, trainer, demonstrations)
+
+
+def rl_stage(
+    setup: build.Setup,
+    evaluator: Evaluator | None,
+    folder: pathlib.Path,
+    *,
+    name: str = "rl",
+    is_over: bool = False,
+) -> rl.RLStage:
+    """Return a reinforcement stage's objects.
+
+    Args:
+        setup: of the stage.
+        evaluator: of held-out questions; None where none are asked on the way.
+        folder: of the stage.
+        name: of the stage.
+        is_over: see `load_setup`.
+    """
+    memory = None
+    if setup.config.rl.memorise_coef:
+        rewrite = build.load_rewriter(setup, folder, is_over=is_over)
+        memory = Memory(rewrite, folder, **build.memory_settings(setup))
+    return rl.RLStage(
+        **build.rl_parts(setup, folder),
+        name=name,
+        evaluate=lambda params: evaluator(params, "protocol")[0],
+        memory=memory,
+    )
 
 
 def _weights_of(own):

@@ -15,12 +15,13 @@ from rsearch.config import recipes as configuration
 from rsearch.config.stage_plan import kind_of, stage_config
 from rsearch.models.sharding import make_mesh
 from rsearch.runtime.metrics import read_metrics
-from rsearch.stages import rl, sft
+from rsearch.stages import rl
 from rsearch.types import Group, Outcome, Rollout, Segment, Source
 from rsearch.world import pretrained, reading
 from rsearch.world.world import make_world
 from tests.hosts.test_processes import run_hosts
 from tests.small_run import quick_compilation, run_python, without_times
+from tests.stages.running import run_rl, run_sft
 
 __all__ = ["quick_compilation"]
 _folder = tempfile.TemporaryDirectory(prefix="rsearch-devices-")
@@ -230,10 +231,10 @@ def measured(recipe, stage, mesh, folder):
     if kind_of(stage) == "sft":
         rng = np.random.default_rng(0)
         rollouts = [made_up(rng, (9, 6, 5, 1 + i % 6)) for i in range(20)]
-        sft.run(setup, rollouts, params, folder)
+        run_sft(setup, rollouts, params, folder)
     else:
         memory = MadeUpMemory() if c.rl.memorise_coef else None
-        rl.run(setup, None, params, folder, stage=stage, memory=memory)
+        run_rl(setup, None, params, folder, stage=stage, memory=memory)
     return read_metrics(folder / "metrics.jsonl")
 
 
@@ -241,10 +242,11 @@ def measured(recipe, stage, mesh, folder):
 def test_a_stage_learns_the_same_on_eight_devices_as_on_one(
     recipe, stage, tmp_path, monkeypatch
 ):
-    def played(setup, roll_out, decoding, turn, *_, **__):
-        return made_up_step(setup.config, turn[0])
+    def sample_groups(play, questions, *, step, **settings):
+        (stage,) = [arg for arg in play.args if isinstance(arg, rl.RLStage)]
+        return made_up_step(stage.config, step)
 
-    monkeypatch.setattr(rl, "_played", played)
+    monkeypatch.setattr(rl, "sample_groups", sample_groups)
     one = measured(recipe, stage, (1, 1, 1), tmp_path / "one")
     eight = measured(recipe, stage, (2, 2, 2), tmp_path / "eight")
     assert len(one) >= 2

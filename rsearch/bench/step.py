@@ -1,6 +1,7 @@
 """A whole step of reinforcement measured, and what its time goes to."""
 
 import collections
+import dataclasses
 import functools
 import pathlib
 import tempfile
@@ -13,9 +14,10 @@ from rsearch import setup as build
 from rsearch.bench.rows import OURS, Bench, Row, row_of
 from rsearch.config.stage_plan import kind_of, stage_configs
 from rsearch.data.order import take
+from rsearch.rewards.group import reward_groups
 from rsearch.runtime.console import progress
-from rsearch.stages import rl, sft
-from rsearch.stages.learning import Learning
+from rsearch.stages import sft
+from rsearch.stages.policy_update import update_policy
 
 CONFIG = "configs/quickstart.py"
 FLAGS = {"stage": ("", "that is measured; the first that reinforces where not given")}
@@ -92,7 +94,15 @@ def _imitated(config, params):
     setup = build.load_setup(dict(stage_configs(config))["sft"])
     with tempfile.TemporaryDirectory(prefix="rsearch-bench-") as folder:
         rollouts = build.replay_demonstrations(setup)
-        return sft.run(setup, rollouts, params, pathlib.Path(folder))
+        return sft.run(
+            sft.SFTStage(
+                setup.config,
+                pathlib.Path(folder),
+                build.make_trainer(setup, "sft"),
+                rollouts,
+            ),
+            params,
+        )
 
 
 def _steps(setup, params, repeats) -> list[dict]:
@@ -109,20 +119,20 @@ def _steps(setup, params, repeats) -> list[dict]:
     )
     clock.watch("prefill", roll_out.sampler, "prefill", "admit", "extend")
     clock.watch("decode", roll_out.sampler, "decode")
-    learner, _ = build.make_learner(setup, "rl")
-    critic = build.make_critic(setup)[0] if build.has_critic(setup, "rl") else None
-    for one in filter(None, (learner, critic)):
-        clock.watch("score", one, "score")
-        clock.watch("update", one, "update")
-    reward = clock.timed("reward", rl.rewarded)
-    base = build.frozen(setup, params)
-    state = build.fresh_state(setup, "rl", params)
+    trainer = build.make_trainer(setup, "rl")
+    timed = {
+        name: clock.timed(name.partition("_")[0], function)
+        for name in ("score", "update", "score_values", "update_values")
+        if (function := getattr(trainer, name)) is not None
+    }
+    trainer = dataclasses.replace(trainer, **timed)
+    reward = clock.timed("reward", reward_groups)
+    base = trainer.base_of(params)
+    state = trainer.fresh_state(params)
     reference = params if c.rl.kl_coef else None
-    learning = Learning(setup, learner, critic, reference, base)
 
     def placed(params):
-        plain = learner.plain(params, base, dtype=setup.model.dtype)
-        return roll_out.place_params(plain)
+        return roll_out.place_params(trainer.for_decoding(params, base))
 
     place = clock.timed("place", placed)
     root, told = jax.random.key(c.seed), []
@@ -135,8 +145,19 @@ def _steps(setup, params, repeats) -> list[dict]:
             [setup.train[i] for i in chosen],
             jax.random.fold_in(root, step),
         )
-        groups, rewards, _ = rl.together(reward(setup, groups))
-        state, _ = learning(state, groups, rewards, step=step)
+        terms = c.reward.to_dict()
+        rewards, _, groups = reward(groups, terms, judge=setup.judge)
+        state, _ = update_policy(
+            c,
+            trainer,
+            state,
+            groups,
+            rewards,
+            num_tokens=setup.num_tokens,
+            step=step,
+            base=base,
+            reference=reference,
+        )
         whole = time.perf_counter() - started
         used = sum(clock.seconds[part] for part in PARTS)
         told.append(

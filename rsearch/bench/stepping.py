@@ -17,7 +17,7 @@ from rsearch.learn.batch import cut, pack
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.packing import packed
 from rsearch.learn.train_state import create_state
-from rsearch.learn.update import Learner
+from rsearch.learn.update import make_policy_scorer, make_policy_update, put
 from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 from rsearch.models.sharding import make_mesh
 from rsearch.models.small_tokenizer import train_tokenizer
@@ -73,7 +73,8 @@ def make_step(*, spec, num_questions, group_size, num_prompt, num_new, micro_bat
     loss = objectives.policy_loss(
         clip_low=0.2, clip_high=0.2, kl_coef=KL_COEF, kl_kind="k3", entropy_coef=0.0
     )
-    learner = Learner(network, optimizer, mesh, loss=loss, loss_mean="token")
+    score = make_policy_scorer(network, mesh)
+    update = make_policy_update(network, optimizer, mesh, loss=loss, loss_mean="token")
     state, step = create_state(params, optimizer, mesh), 0
 
     def once():
@@ -88,12 +89,12 @@ def make_step(*, spec, num_questions, group_size, num_prompt, num_new, micro_bat
         lengths = [[len(r.segments[-1].text) for r in g.rollouts] for g in groups]
         rewards = np.array(lengths) % REWARD_DIVISOR / REWARD_DIVISOR
         batch = pack(groups, rewards, num_prompt + num_new)
-        batch = learner.put(packed(cut(batch, micro_batch)))
-        batch = batch._replace(reference_logp=learner.score(params, batch))
+        batch = put(packed(cut(batch, micro_batch)), mesh)
+        batch = batch._replace(reference_logp=score(params, None, batch))
         batch = with_advantages(
             batch, algorithm="grpo", group_size=group_size, normalize_std=True
         )
-        state, _ = learner.update(state, batch)
+        state, _ = update(state, None, batch)
         jax.block_until_ready(state)
         ended, step = time.perf_counter(), step + 1
         return {"seconds": ended - started, "rollout seconds": rolled - started}

@@ -13,7 +13,7 @@ from rsearch.learn import objectives
 from rsearch.learn.batch import Batch, cut
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state
-from rsearch.learn.update import Learner
+from rsearch.learn.update import make_policy_update, put
 
 ADAMW = dict(lr=1e-5, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
 MAX_GRAD_NORM = 1.0
@@ -59,7 +59,7 @@ def make_update(
     optimizer = make_optimizer(
         **ADAMW, max_grad_norm=MAX_GRAD_NORM, warmup_steps=0, decay_steps=0
     )
-    learner = Learner(
+    update = make_policy_update(
         network,
         optimizer,
         mesh,
@@ -70,12 +70,12 @@ def make_update(
     state = create_state(params, optimizer, mesh)
     del params
     tokens = token_rows(num_rows, num_tokens, network.spec.vocab_size)
-    batch = learner.put(cut(_batch(tokens), micro_batch))
+    batch = put(cut(_batch(tokens), micro_batch), mesh)
 
     def once():
         nonlocal state
         started = time.perf_counter()
-        state, metrics = learner.update(state, batch)
+        state, metrics = update(state, None, batch)
         loss = float(metrics["loss"])
         jax.block_until_ready(state)
         return {

@@ -31,7 +31,7 @@ def token_logprobs(
         params: its parameters.
         tokens: [B, T] int32.
         layout: in which they go through the network; None as they are. For gradients
-            of one piece, see `packing.summed`.
+            of one piece, see `packing.only_piece`.
         temperature: logits are divided by it, as the sampler did.
         chunk_tokens: tokens whose logits exist at once on each device, but at least
             one a row.

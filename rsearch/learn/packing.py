@@ -111,7 +111,7 @@ def piecewise(run: Callable, tokens: jax.Array, layout: Layout) -> tuple:
     """Apply `run` to [b, T] tokens, piece by piece.
 
     A gradient through this would store the residuals of every piece, full or empty:
-    `summed` gives the layout of one piece at a time to what is differentiated.
+    `only_piece` gives the layout of one piece at a time to what is differentiated.
 
     Args:
         run: ([p, T] tokens, [p, T] positions) -> a tuple of [p, T] float32 arrays.
@@ -146,35 +146,36 @@ def piecewise(run: Callable, tokens: jax.Array, layout: Layout) -> tuple:
     )
 
 
-def summed(add: Callable, total, rows):
-    """A total of a micro-batch, to which `add` adds a piece at a time.
+def num_pieces(layout: Layout) -> int:
+    """Return K, the pieces of each micro-batch of a [M, ...] batch's layout."""
+    return layout.source.shape[1]
 
-    A conversation lies in one piece, so that a sum over tokens under the masks of a
-    Batch is the sum of those of its pieces. Where `add` takes a gradient, that of a
-    piece follows at once on its way forward: nothing of it is kept or computed again
-    for what the other pieces find.
+
+def only_piece(rows, number):
+    """Return a micro-batch narrowed to one piece, and whether that is empty.
 
     Args:
-        add: (total, Batch) -> total; the Batch has all rows, masks that hold in one
-            piece alone, and a layout of this piece.
-        total: to begin with; a tree of arrays.
-        rows: a Batch of [b, ...] with a layout.
+        rows: a Batch of [b, ...] with a layout of K pieces.
+        number: [] int32, the piece.
 
     Returns:
-        The total; a piece in which no mask holds anywhere is passed over.
+        The Batch with all rows, masks that hold in this piece alone and a layout of
+        this piece; and [] bool, True where no mask holds in the piece.
     """
-
-    def add_piece(total, one):
-        is_here = one.piece == 0
-        own = rows._replace(
-            from_policy=rows.from_policy & is_here[:, None],
-            in_response=rows.in_response & is_here[:, None],
-            layout=one,
-        )
-        return add(total, own)
-
+    layout = rows.layout
+    is_here = layout.piece == number
     counts = jnp.any(rows.from_policy | rows.in_response, axis=-1)
-    return _folded(add_piece, total, rows.layout, counts)
+    layout = layout._replace(
+        source=layout.source[number][None],
+        positions=layout.positions[number][None],
+        piece=jnp.where(is_here, 0, -1),
+    )
+    rows = rows._replace(
+        from_policy=rows.from_policy & is_here[:, None],
+        in_response=rows.in_response & is_here[:, None],
+        layout=layout,
+    )
+    return rows, ~jnp.any(is_here & counts)
 
 
 def _folded(add: Callable, total, layout: Layout, counted: jax.Array):

@@ -1,4 +1,10 @@
-"""One optimizer step: micro-batches accumulate to exactly the gradient of the whole."""
+"""One optimizer step: micro-batches accumulate to exactly the gradient of the whole.
+
+`make_update` compiles (state, base, batch) -> (state, metrics) for any loss;
+`make_policy_update` and `make_value_update` say what the loss is of a policy and of a
+value model. A `base` holds the frozen weights that adapters (LoRA) stand beside, and is
+None where all parameters are trained.
+"""
 
 import functools
 from collections.abc import Callable
@@ -8,297 +14,364 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rsearch.hosts.offload import on_device
 from rsearch.learn.batch import Batch
 from rsearch.learn.logprobs import token_logprobs, token_values
 from rsearch.learn.losses import adapted_coefficient, masked_sum, row_weights
-from rsearch.learn.packing import summed
-from rsearch.learn.train_state import Steps, TrainState
+from rsearch.learn.packing import num_pieces, only_piece
+from rsearch.learn.train_state import TrainState, state_shardings, stepped
 from rsearch.models.decoder import Decoder
-from rsearch.models.lora import joined, make_merge
-from rsearch.models.sharding import batch_sharding, spread
+from rsearch.models.lora import joined
+from rsearch.models.sharding import batch_sharding, param_shardings, spread
 
 
 def batch_shardings(batch: Batch, mesh: Mesh) -> Batch:
-    """Shardings of a [micro-batches, rows, ...] batch: the rows spread over the mesh.
+    """Return the shardings of a [micro-batches, rows, ...] batch over a mesh.
 
-    Those of a layout's pieces, too; the pieces come one after another.
+    Rows are spread over the mesh; so are the rows of each piece of a layout. Micro-
+    batches and pieces are taken one after another and are not spread.
     """
     rows = batch_sharding(mesh).spec
-    whole = NamedSharding(mesh, PartitionSpec(None, *rows))
-    piece = NamedSharding(mesh, PartitionSpec(None, None, *rows))
-    found = jax.tree.map(lambda x: whole, batch)
+    of_micro_batches = NamedSharding(mesh, PartitionSpec(None, *rows))
+    of_pieces = NamedSharding(mesh, PartitionSpec(None, None, *rows))
+    shardings = jax.tree.map(lambda x: of_micro_batches, batch)
     if batch.layout is None:
-        return found
-    layout = found.layout._replace(source=piece, positions=piece)
-    return found._replace(layout=layout)
+        return shardings
+    layout = shardings.layout._replace(source=of_pieces, positions=of_pieces)
+    return shardings._replace(layout=layout)
 
 
 def put(batch: Batch, mesh: Mesh) -> Batch:
-    """A [micro-batches, rows, ...] batch on the mesh, as `batch_shardings` says."""
+    """Return a [micro-batches, rows, ...] batch laid out by `batch_shardings`."""
     return jax.tree.map(spread, batch, batch_shardings(batch, mesh))
 
 
-def accumulate(loss, params, batch: Batch, weights):
-    """Gradient and metrics of a sum over micro-batches, one at a time.
+def accumulate(
+    loss: Callable, params, batch: Batch, weights: jax.Array, *context
+) -> tuple:
+    """Return gradient and metrics of a sum over micro-batches, one at a time.
 
-    And over the pieces of each that has a layout, see `packing.summed`.
+    Where the batch has a layout, each micro-batch goes through the network in pieces,
+    and the gradient of a piece is taken as soon as it went forward: nothing of it is
+    kept or computed again for what the other pieces add. A conversation lies in one
+    piece, so that a sum over tokens under the masks of a batch is the sum of those of
+    its pieces.
 
     Args:
-        loss: (params, rows, weights) -> (loss, metrics), all summed over the masks of
-            the rows with weights that are of the whole update, so that what is added up
-            is its gradient exactly.
+        loss: (params, rows, weights, *context) -> (loss, metrics), all summed over the
+            masks of the rows with weights that are of the whole update, so that what is
+            added up is its gradient exactly.
         params: of the network.
         batch: [M, b, ...].
         weights: [M, b, T].
+        context: further arrays for the loss, such as frozen weights.
 
     Returns:
         (gradient, metrics).
     """
-    grad_fn = jax.value_and_grad(loss, has_aux=True)
-
-    def add(total, given):
-        rows, weights = given
-
-        def add_rows(total, rows):
-            (_, metrics), grads = grad_fn(params, rows, weights)
-            return jax.tree.map(jnp.add, total, (grads, metrics))
-
-        if rows.layout is None:
-            return add_rows(total, rows), None
-        return summed(add_rows, total, rows), None
-
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
     first = jax.tree.map(lambda x: x[0], (batch, weights))
-    _, metrics = jax.eval_shape(loss, params, *first)
+    _, metrics = jax.eval_shape(loss, params, *first, *context)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, metrics))
-    total, _ = jax.lax.scan(add, zeros, (batch, weights))
+
+    def add(total, rows, row_weights):
+        (_, metrics), grads = value_and_grad(params, rows, row_weights, *context)
+        return jax.tree.map(jnp.add, total, (grads, metrics))
+
+    if batch.layout is None:
+
+        def add_micro_batch(total, rows_and_weights):
+            return add(total, *rows_and_weights), None
+
+        total, _ = jax.lax.scan(add_micro_batch, zeros, (batch, weights))
+        return total
+
+    pieces = num_pieces(batch.layout)
+
+    def add_piece(total, number):
+        # One loop over the pieces of all micro-batches, not a loop within a loop: the
+        # gradient is compiled once, and a reader meets one body.
+        micro_batch, piece = jnp.divmod(number, pieces)
+        rows, row_weights = jax.tree.map(lambda x: x[micro_batch], (batch, weights))
+        rows, is_empty = only_piece(rows, piece)
+        # An empty piece costs nothing: short conversations leave most of them empty.
+        return jax.lax.cond(is_empty, _unchanged, add, total, rows, row_weights), None
+
+    numbers = jnp.arange(len(batch.tokens) * pieces)
+    total, _ = jax.lax.scan(add_piece, zeros, numbers)
     return total
 
 
-def _whole(params, base, scale):
-    """Parameters of the network: with adapters, if they stand beside a base."""
-    return params if base is None else joined(base, params, scale)
+def _unchanged(total, _rows, _weights):
+    return total
 
 
-class Learner:
-    """The compiled functions of a policy's training: score, update.
+def make_update(
+    loss: Callable,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    weigh: Callable,
+    finish: Callable,
+    offloads: bool = False,
+) -> Callable:
+    """Return the compiled optimizer step.
+
+    It is (state, base, batch, memory=None) -> (state, metrics). The old state's buffers
+    are reused: it must not be touched again.
+
+    Args:
+        loss: (params, rows, weights, base, kl_coef) -> (loss, metrics), see
+            `accumulate`.
+        optimizer: from `make_optimizer`.
+        mesh: rows over data and fsdp, parameters over fsdp and tensor.
+        weigh: (batch) -> [M, b, T] weights that make the sum a mean over the update.
+        finish: (grads, metrics, weights, params, kl_coef, base, memory) -> (grads,
+            metrics, next kl_coef): what follows once after all micro-batches.
+        offloads: the optimizer's moments rest in host memory between two steps.
+    """
+
+    if offloads:
+        return OffloadedUpdate(loss, optimizer, mesh, weigh=weigh, finish=finish)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(state: TrainState, base, batch: Batch, memory=None):
+        weights, kl_coef = weigh(batch), state.kl_coef
+        summed = accumulate(loss, state.params, batch, weights, base, kl_coef)
+        grads, metrics, kl_coef = finish(
+            *summed, weights, state.params, kl_coef, base, memory
+        )
+        return stepped(state, grads, optimizer, mesh, kl_coef=kl_coef), metrics
+
+    return update
+
+
+class OffloadedUpdate:
+    """An update in two programs, with the moments on the device for the second alone.
+
+    Told to move them within one program, XLA has all of them on the device from its
+    beginning, beside the activations: just what offloading is to avoid.
+
+    Attributes:
+        gradients: compiled (params, kl_coef, base, batch, memory) -> (grads, metrics,
+            next kl_coef).
+        step: compiled (state, grads, kl_coef) -> state; reuses the state's buffers.
+    """
+
+    def __init__(self, loss, optimizer, mesh: Mesh, *, weigh, finish):
+        """Compile both programs; arguments as in `make_update`."""
+
+        @jax.jit
+        def gradients(params, kl_coef, base, batch, memory=None):
+            weights = weigh(batch)
+            summed = accumulate(loss, params, batch, weights, base, kl_coef)
+            grads, metrics, kl_coef = finish(
+                *summed, weights, params, kl_coef, base, memory
+            )
+            shardings = param_shardings(grads, mesh)
+            grads = jax.lax.with_sharding_constraint(grads, shardings)
+            return grads, metrics, kl_coef
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(state, grads, kl_coef):
+            return stepped(state, grads, optimizer, mesh, kl_coef=kl_coef)
+
+        self.gradients = gradients
+        self.step = step
+        self._mesh = mesh
+
+    def __call__(self, state: TrainState, base, batch: Batch, memory=None):
+        """Return the state after one step, its moments in host memory, and metrics."""
+        grads, metrics, kl_coef = self.gradients(
+            state.params, state.kl_coef, base, batch, memory
+        )
+        moments = on_device(state.opt_state)
+        for old, new in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(moments)):
+            if old is not new:
+                old.delete()  # host memory that the next moments need
+        state = self.step(state._replace(opt_state=moments), grads, kl_coef)
+        on_host = state_shardings(state, self._mesh, offloads=True).opt_state
+        moments = jax.device_put(state.opt_state, on_host)
+        return state._replace(opt_state=moments), metrics
+
+
+def _network_params(params, base, adapter_scale):
+    """Return the network's parameters: a base with its adapters, if there is one."""
+    return params if base is None else joined(base, params, adapter_scale)
+
+
+def make_policy_scorer(
+    model: Decoder,
+    mesh: Mesh,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    adapter_scale: float = 1.0,
+) -> Callable:
+    """Return the compiled (params, base, batch) -> [M, b, T] log-probabilities.
 
     Args:
         model: policy network.
-        optimizer: from `make_optimizer`.
-        mesh: rows over data and fsdp, parameters over fsdp and tensor.
-        loss: (logp, entropy, batch, weights, kl_coef) -> (summed loss, summed metrics).
-        loss_mean, loss_tokens: see `row_weights`.
+        mesh: as for `make_update`.
         temperature: at which the rollouts were sampled.
         chunk_tokens: see `token_logprobs`.
-        memorise_coef: weight of what is memorised in the loss.
-        kl_target, kl_gain: of the states that have a kl_coef, see
-            `adapted_coefficient`.
-        adapter_scale: alpha / r, where states hold adapters (see `models.adapters`).
-        offloads: see `Steps`.
+        adapter_scale: alpha / r, where the parameters are adapters (`models.lora`).
     """
+    logprobs = functools.partial(
+        token_logprobs,
+        model.clone(mesh=mesh),
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+    )
 
-    def __init__(
-        self,
-        model: Decoder,
-        optimizer: optax.GradientTransformation,
-        mesh: Mesh,
-        *,
-        loss: Callable,
-        loss_mean: str,
-        loss_tokens: int = 1,
-        temperature: float = 1.0,
-        chunk_tokens: int = 1024,
-        memorise_coef: float = 0.0,
-        kl_target: float = 1.0,
-        kl_gain: float = 0.0,
-        adapter_scale: float = 1.0,
-        offloads: bool = False,
-    ):
-        self._mesh, self._loss = mesh, loss
-        self._weights = functools.partial(
-            row_weights, kind=loss_mean, num_tokens=loss_tokens
+    @jax.jit
+    def score(params, base, tokens, layout):
+        params = _network_params(params, base, adapter_scale)
+        return jax.lax.map(lambda rows: logprobs(params, *rows)[0], (tokens, layout))
+
+    return lambda params, base, batch: score(params, base, batch.tokens, batch.layout)
+
+
+def make_policy_update(
+    model: Decoder,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    loss: Callable,
+    loss_mean: str,
+    loss_tokens: int = 1,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    memorise_coef: float = 0.0,
+    kl_target: float = 1.0,
+    kl_gain: float = 0.0,
+    adapter_scale: float = 1.0,
+    offloads: bool = False,
+) -> Callable:
+    """Return a policy's update, see `make_update`.
+
+    Its `memory` is a [M', b, ...] batch of rows whose own tokens' likelihood, by mean
+    over the tokens, grows beside: R1-Searcher++'s set T (arXiv 2505.17005 eq. 8-9).
+
+    Args:
+        model: policy network.
+        optimizer, mesh, offloads: see `make_update`.
+        loss: (logp, entropy, rows, weights, kl_coef) -> (summed loss, summed metrics).
+        loss_mean, loss_tokens: see `row_weights`.
+        temperature, chunk_tokens, adapter_scale: see `make_policy_scorer`.
+        memorise_coef: weight of what is memorised in the loss.
+        kl_target, kl_gain: of states that have a kl_coef, see `adapted_coefficient`.
+    """
+    logprobs = functools.partial(
+        token_logprobs, model.clone(mesh=mesh), chunk_tokens=chunk_tokens
+    )
+
+    def row_loss(params, rows, weights, base, kl_coef):
+        params = _network_params(params, base, adapter_scale)
+        logp, entropy = logprobs(
+            params, rows.tokens, rows.layout, temperature=temperature
         )
-        self._memorise_coef = memorise_coef
-        self._adapt = functools.partial(
-            adapted_coefficient, target=kl_target, gain=kl_gain
-        )
-        self.num_traces = 0
-        self._logprobs = functools.partial(
-            token_logprobs, model.clone(mesh=mesh), chunk_tokens=chunk_tokens
-        )
-        self._temperature, self._adapter_scale = temperature, adapter_scale
-        self._score_rows = jax.jit(self._score)
-        self.steps = Steps(self._gradients, optimizer, mesh, offloads=offloads)
-        merge = functools.partial(make_merge, mesh, adapter_scale)
-        self.merge = functools.cache(merge)  # one for each dtype, and for donated bases
+        return loss(logp, entropy, rows, weights, kl_coef)
 
-    def put(self, batch: Batch) -> Batch:
-        """A [micro-batches, rows, ...] batch on the mesh, the rows spread over it."""
-        return put(batch, self._mesh)
+    def recall_loss(params, rows, weights, base):
+        # At temperature 1, as demonstrations are imitated.
+        params = _network_params(params, base, adapter_scale)
+        logp, _ = logprobs(params, rows.tokens, rows.layout)
+        nll = -masked_sum(logp * weights, rows.from_policy)
+        return memorise_coef * nll, {"memory_loss": nll}
 
-    def plain(self, params, base=None, *, dtype=jnp.float32):
-        """What decodes: parameters merged into the base, if there is one.
+    def weigh(batch):
+        return row_weights(batch.from_policy, kind=loss_mean, num_tokens=loss_tokens)
 
-        Args:
-            params: of a state.
-            base: frozen weights that its adapters stand beside; float32.
-            dtype: of what is merged; a float32 sum is cast to it.
-        """
-        if base is None:
-            return params
-        return self.merge(jnp.dtype(dtype))(base, params)
-
-    def left(self, params, base=None):
-        """What a stage leaves: `plain`, float32, in the place of the base.
-
-        The base's buffers are reused: it must not be touched again.
-        """
-        if base is None:
-            return params
-        return self.merge(jnp.dtype(jnp.float32), donates=True)(base, params)
-
-    def score(self, params, batch: Batch, base=None):
-        """[M, b, T] log-probabilities of a [M, b, ...] batch under these parameters.
-
-        Args:
-            params: of the network, or adapters that stand beside `base`.
-            batch: its tokens and layout.
-            base: frozen weights.
-        """
-        return self._score_rows(params, base, batch.tokens, batch.layout)
-
-    def update(
-        self, state: TrainState, batch: Batch, memory: Batch | None = None, base=None
-    ):
-        """The state after one optimizer step on a [M, b, ...] batch, and its metrics.
-
-        The old state's buffers are reused: it must not be touched again.
-
-        Args:
-            state: its critic is left as it is.
-            batch: with advantages.
-            memory: [M', b, ...] rows whose own tokens' likelihood, by mean over the
-                tokens, grows beside: R1-Searcher++'s set T (arXiv 2505.17005 eq. 8-9).
-            base: frozen weights that the state's adapters stand beside; there is no
-                gradient by them.
-        """
-        own = state._replace(critic=None)
-        own, metrics = self.steps(own, base, batch, memory)
-        return own._replace(critic=state.critic), metrics
-
-    def _score(self, params, base, tokens, layout):
-        self.num_traces += 1
-        params = _whole(params, base, self._adapter_scale)
-        score = functools.partial(self._logprobs, temperature=self._temperature)
-        return jax.lax.map(lambda rows: score(params, *rows)[0], (tokens, layout))
-
-    def _gradients(self, params, kl_coef, base, batch: Batch, memory):
-        self.num_traces += 1
-
-        def loss(params, rows, weights):
-            params = _whole(params, base, self._adapter_scale)
-            logp, entropy = self._logprobs(
-                params, rows.tokens, rows.layout, temperature=self._temperature
-            )
-            return self._loss(logp, entropy, rows, weights, kl_coef)
-
-        weights = self._weights(batch.from_policy)
-        grads, metrics = accumulate(loss, params, batch, weights)
-        # A "constant" mean's weights do not sum to 1; what is told is a mean.
+    def finish(grads, metrics, weights, params, kl_coef, base, memory):
+        # A "constant" mean's weights do not sum to 1; what is logged is a mean.
         total = jnp.sum(weights)
         scale = jnp.where(total > 0, total, 1.0)
         metrics = {k: v if k == "loss" else v / scale for k, v in metrics.items()}
         if memory is not None:
-            recall, told = self._recall(params, base, memory)
-            grads = jax.tree.map(jnp.add, grads, recall)
-            metrics |= told
+            recall_weights = row_weights(memory.from_policy, "token")
+            recall_grads, recall_metrics = accumulate(
+                recall_loss, params, memory, recall_weights, base
+            )
+            grads = jax.tree.map(jnp.add, grads, recall_grads)
+            metrics |= recall_metrics
         metrics |= {"grad_norm": optax.global_norm(grads)}
         if kl_coef is None:
-            return grads, None, metrics
+            return grads, metrics, None
         metrics["kl_coef"] = kl_coef
-        return grads, self._adapt(kl_coef, metrics["kl"]), metrics
+        kl = metrics["kl"]
+        following = adapted_coefficient(kl_coef, kl, target=kl_target, gain=kl_gain)
+        return grads, metrics, following
 
-    def _recall(self, params, base, memory: Batch):
-        """Gradient and metrics of what is memorised; at temperature 1, as imitated."""
-
-        def loss(params, rows, weights):
-            params = _whole(params, base, self._adapter_scale)
-            logp, _ = self._logprobs(params, rows.tokens, rows.layout)
-            nll = -masked_sum(logp * weights, rows.from_policy)
-            return self._memorise_coef * nll, {"memory_loss": nll}
-
-        weights = row_weights(memory.from_policy, "token")
-        return accumulate(loss, params, memory, weights)
+    return make_update(
+        row_loss, optimizer, mesh, weigh=weigh, finish=finish, offloads=offloads
+    )
 
 
-class Critic:
-    """The compiled functions of a value model's training: score, update.
+def make_value_scorer(
+    model: Decoder, mesh: Mesh, *, adapter_scale: float = 1.0
+) -> Callable:
+    """Return the compiled (params, base, batch) -> [M, b, T] values.
+
+    A value is that of the state which a token follows.
 
     Args:
         model: value network, with a value head.
-        optimizer: from `make_optimizer`.
-        mesh: as the policy's.
-        loss: (values, batch, weights) -> (summed loss, summed metrics).
+        mesh, adapter_scale: see `make_policy_scorer`; beside the adapters the
+            parameters then hold the head.
+    """
+    values = functools.partial(token_values, model.clone(mesh=mesh))
+
+    @jax.jit
+    def score(params, base, tokens, layout):
+        params = _network_params(params, base, adapter_scale)
+        return jax.lax.map(lambda rows: values(params, *rows), (tokens, layout))
+
+    return lambda params, base, batch: score(params, base, batch.tokens, batch.layout)
+
+
+def make_value_update(
+    model: Decoder,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    loss: Callable,
+    loss_mean: str = "token",
+    over_response: bool = False,
+    adapter_scale: float = 1.0,
+    offloads: bool = False,
+) -> Callable:
+    """Return a value model's update, see `make_update`; without `memory`.
+
+    Args:
+        model: value network, with a value head.
+        optimizer, mesh, offloads: see `make_update`.
+        loss: (values, rows, weights) -> (summed loss, summed metrics).
         loss_mean: see `row_weights`.
         over_response: retrieved tokens have values and are learnt from, too.
-        adapter_scale: see `Learner`; beside the adapters a state then holds the head.
-        offloads: see `Learner`.
+        adapter_scale: see `make_value_scorer`.
     """
+    values = functools.partial(token_values, model.clone(mesh=mesh))
 
-    def __init__(
-        self,
-        model: Decoder,
-        optimizer: optax.GradientTransformation,
-        mesh: Mesh,
-        *,
-        loss: Callable,
-        loss_mean: str = "token",
-        over_response: bool = False,
-        adapter_scale: float = 1.0,
-        offloads: bool = False,
-    ):
-        self._loss = loss
-        self._loss_mean, self._over_response = loss_mean, over_response
-        self._values = functools.partial(token_values, model.clone(mesh=mesh))
-        self._adapter_scale = adapter_scale
-        self.num_traces = 0
-        self._score_rows = jax.jit(self._score)
-        self.steps = Steps(self._gradients, optimizer, mesh, offloads=offloads)
+    def row_loss(params, rows, weights, base, _kl_coef):
+        params = _network_params(params, base, adapter_scale)
+        return loss(values(params, rows.tokens, rows.layout), rows, weights)
 
-    def score(self, params, batch: Batch, base=None):
-        """[M, b, T] values of the states that a [M, b, ...] batch's tokens follow."""
-        return self._score_rows(params, base, batch.tokens, batch.layout)
+    def weigh(batch):
+        mask = batch.in_response if over_response else batch.from_policy
+        return row_weights(mask, loss_mean)
 
-    def update(self, state: TrainState, batch: Batch, base=None):
-        """The critic's state after one step on a [M, b, ...] batch, and its metrics.
-
-        The old state's buffers are reused: it must not be touched again. `base` is as
-        in `Learner.update`.
-        """
-        return self.steps(state, base, batch)
-
-    def _score(self, params, base, tokens, layout):
-        self.num_traces += 1
-        params = _whole(params, base, self._adapter_scale)
-        return jax.lax.map(lambda rows: self._values(params, *rows), (tokens, layout))
-
-    def _gradients(self, params, _kl_coef, base, batch: Batch):
-        self.num_traces += 1
-
-        def loss(params, rows, weights):
-            params = _whole(params, base, self._adapter_scale)
-            values = self._values(params, rows.tokens, rows.layout)
-            return self._loss(values, rows, weights)
-
-        mask = batch.in_response if self._over_response else batch.from_policy
-        weights = row_weights(mask, self._loss_mean)
-        grads, metrics = accumulate(loss, params, batch, weights)
+    def finish(grads, metrics, _weights, _params, _kl_coef, _base, _memory):
         metrics |= {"critic_grad_norm": optax.global_norm(grads)}
-        return grads, None, metrics
+        return grads, metrics, None
+
+    return make_update(
+        row_loss, optimizer, mesh, weigh=weigh, finish=finish, offloads=offloads
+    )
 
 
-def critic_params(params):
-    """The parameters of a value model that begins as this policy; its head is 0.
+def critic_params(params: dict) -> dict:
+    """Return the parameters of a value model that begins as this policy; its head is 0.
 
     What makes the policy's logits, if it is a matrix of its own, is left out.
     """

@@ -177,11 +177,10 @@ def _merging(frame, state):
     """What makes weights that decode of adapters and their base, if there are some."""
     if not frame.config.model.lora_rank:
         return []
-    learner, _ = build.make_learner(frame, "rl")
     base = build.weight_shapes(frame)
     beside = device_bytes(state) - device_bytes(state.params)
     beside += _agents(frame.config, "rl")
-    merge = learner.merge(jnp.dtype(frame.model.dtype))
+    merge = build.make_weight_merge(frame)(jnp.dtype(frame.model.dtype), False)
     size = frame.mesh.size
     return [Program("merge", merge, (base, state.params), 1, 1, beside, size)]
 
@@ -293,9 +292,9 @@ def _sampler(frame, mesh):
 def _learning(frame, state):
     """What all hosts run together."""
     c, s = frame.config, frame.config.rl
-    learner, _ = build.make_learner(frame, "rl")
+    trainer = build.make_trainer(frame, "rl")
     agents = _agents(c, "rl") + _kept(frame)
-    base = build.frozen(frame, build.weight_shapes(frame))
+    base = trainer.base_of(build.weight_shapes(frame))
     batch = _batch(frame, "rl")
     others = device_bytes(state) - device_bytes(state.params)
     programs = []
@@ -305,48 +304,49 @@ def _learning(frame, state):
 
     calls = (s.behavior == "scored") + (s.kl_coef > 0)
     if calls:
-        args, beside = (state.params, batch, base), others + agents
+        args, beside = (state.params, base, batch), others + agents
         if s.kl_coef and "reference" in c.model.offload:
             beside += device_bytes(state.params)  # it comes to be scored with
-        program("score", learner.score, args, calls, beside)
+        program("score", trainer.score, args, calls, beside)
     if build.has_critic(frame, "rl"):
-        critic, _ = build.make_critic(frame)
         own = device_bytes(state.critic)
         part = _batch(frame, "rl", updates=s.updates_per_step, has_values=True)
         resident = device_bytes(state) + agents
-        args = (state.critic.params, batch, base)
+        args = (state.critic.params, base, batch)
         beside = resident - device_bytes(state.critic.params)
-        program("value score", critic.score, args, 1, beside)
+        program("value score", trainer.score_values, args, 1, beside)
         given = (base, part), s.updates_per_step, resident - own
-        programs += _steps(frame, "value update", critic.steps, state.critic, *given)
+        programs += _steps(
+            frame, "value update", trainer.update_values, state.critic, *given
+        )
     return [*programs, *_update(frame, "rl", state, beside=agents)]
 
 
 def _update(frame, kind, state, *, beside):
     """The policy's update; `beside` without the critic."""
     s = frame.config[kind]
-    learner, _ = build.make_learner(frame, kind)
+    trainer = build.make_trainer(frame, kind)
     updates = s.get("updates_per_step", 1)
     has_values = build.has_critic(frame, kind)
     memory = None
     if kind == "rl" and s.memorise_coef:
         memory = _batch(frame, kind, num_rows=s.memorise_rows)
-    base = build.frozen(frame, build.weight_shapes(frame))
+    base = trainer.base_of(build.weight_shapes(frame))
     batch = _batch(frame, kind, updates=updates, has_values=has_values)
     if state.critic is not None:
         beside += device_bytes(state.critic)
     own, given = state._replace(critic=None), (base, batch, memory)
-    return _steps(frame, "update", learner.steps, own, given, updates, beside)
+    return _steps(frame, "update", trainer.update, own, given, updates, beside)
 
 
-def _steps(frame, name, steps, state, given, calls, beside):
+def _steps(frame, name, update, state, given, calls, beside):
     """The programs of an optimizer step: two, if its moments rest with the hosts."""
     if "optimizer" not in frame.config.model.offload:
         args = state, *given
-        return [_over_all(frame, name, steps, args, calls, beside, donated=(0,))]
+        return [_over_all(frame, name, update, args, calls, beside, donated=(0,))]
     own = state.params, state.kl_coef
     args = *own, *given
-    gradients = f"{name}'s gradient", steps.gradients, args, calls, beside
+    gradients = f"{name}'s gradient", update.gradients, args, calls, beside
     here = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=x.sharding.with_memory_kind(DEVICE)
@@ -354,7 +354,7 @@ def _steps(frame, name, steps, state, given, calls, beside):
         state,
     )
     beside += device_bytes(given[0])  # what adapters stand beside
-    step = f"{name}{STEP}", steps.step, (here, *own), calls, beside
+    step = f"{name}{STEP}", update.step, (here, *own), calls, beside
     return [
         _over_all(frame, *gradients),
         _over_all(frame, *step, donated=(0,)),

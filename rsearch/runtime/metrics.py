@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pathlib
+import time
 import warnings
 
 import numpy as np
@@ -220,3 +221,23 @@ class _Curves:
                 "metrics.jsonl goes on",
                 stacklevel=3,
             )
+
+
+class LapTimer:
+    """Seconds of the parts of a step, one after another.
+
+    Attributes:
+        seconds: {"<part>_seconds": of all laps of this name}.
+    """
+
+    def __init__(self):
+        """Start the first lap."""
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        """End a lap of this name, and start the next."""
+        now = time.monotonic()
+        key = f"{name}_seconds"
+        self.seconds[key] = self.seconds.get(key, 0.0) + now - self._last
+        self._last = now

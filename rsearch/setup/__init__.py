@@ -10,35 +10,43 @@ from rsearch.setup.engines import (
 )
 from rsearch.setup.learners import (
     fresh_state,
-    frozen,
     has_critic,
-    make_critic,
-    make_learner,
-    resting,
+    make_trainer,
+    make_weight_merge,
+    offload_reference,
     state_shapes,
     weight_shapes,
 )
 from rsearch.setup.setup import Setup, Shared, check_names, initial_params, load_setup
+from rsearch.setup.stages import (
+    load_rewriter,
+    memory_settings,
+    record_services,
+    rl_parts,
+)
 
 __all__ = [
     "Setup",
     "Shared",
     "check_names",
     "fresh_state",
-    "frozen",
     "has_critic",
     "initial_params",
     "load_agent",
+    "load_rewriter",
     "load_setup",
     "make_baseline",
-    "make_critic",
     "make_host",
-    "make_learner",
     "make_rollouts",
+    "make_trainer",
+    "make_weight_merge",
+    "memory_settings",
     "merged_weights",
+    "offload_reference",
+    "record_services",
     "recorded_agent",
     "replay_demonstrations",
-    "resting",
+    "rl_parts",
     "state_shapes",
     "weight_shapes",
 ]

@@ -1,4 +1,4 @@
-"""Learners, the value model, and the states they change."""
+"""Trainers: the compiled functions of a stage, and the states that they change."""
 
 import dataclasses
 import functools
@@ -6,66 +6,115 @@ import zlib
 
 import jax
 import jax.numpy as jnp
+from ml_collections import ConfigDict
 
 from rsearch.hosts.offload import in_host_memory
 from rsearch.learn import objectives, update
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import TrainState, create_state, state_like
+from rsearch.learn.trainer import Trainer
 from rsearch.models.decoder import Decoder
 from rsearch.models.hf.weights import param_shapes
-from rsearch.models.lora import adapter_shapes, init_adapters
+from rsearch.models.lora import adapter_shapes, init_adapters, make_merge
 from rsearch.models.sharding import laid_out
 from rsearch.setup.setup import Setup
 
 
-def make_learner(setup: Setup, kind: str) -> tuple[update.Learner, object]:
-    """The compiled update of a stage of this kind, and its optimizer."""
-    c, s = setup.config, setup.config[kind]
-    updates = s.get("updates_per_step", 1)
-    optimizer = make_optimizer(
-        lr=s.lr,
-        warmup_steps=s.warmup_steps,
-        decay_steps=s.steps * updates if s.decay else 0,
-        updates_per_rate=updates if s.get("lr_first_step_zero", False) else 0,
-        **c.optim,
-    )
+def make_trainer(setup: Setup, kind: str) -> Trainer:
+    """Return what a stage of this kind ("sft" or "rl") trains with.
+
+    Compiled functions compile when they are first called.
+    """
+    c = setup.config
+    learning = dict(adapter_scale=_adapter_scale(c))
     if kind == "sft":
         settings = dict(loss=objectives.imitation_loss, loss_mean="token")
+        reading = dict(chunk_tokens=c.model.logit_chunk)
     else:
-        settings = _policy_settings(setup)
-    learner = update.Learner(
-        setup.model,
-        optimizer,
-        setup.mesh,
-        chunk_tokens=c.model.logit_chunk,
-        adapter_scale=_adapter_scale(c),
-        offloads=_offloads(c),
-        **settings,
+        settings = policy_settings(setup)
+        temperature = c.rollout.temperature
+        reading = dict(chunk_tokens=c.model.logit_chunk, temperature=temperature)
+    score_values = update_values = None
+    if has_critic(setup, kind):
+        value_model = Decoder(
+            _critic_spec(setup),
+            dtype=setup.model.dtype,
+            remat=setup.model.remat,
+            value_head=True,
+        )
+        over_response = c.rl.advantage_mask == "response"
+        score_values = update.make_value_scorer(value_model, setup.mesh, **learning)
+        update_values = update.make_value_update(
+            value_model,
+            _critic_optimizer(c),
+            setup.mesh,
+            loss=objectives.value_loss(
+                clip=c.critic.value_clip, over_response=over_response
+            ),
+            loss_mean="micro_token" if c.rl.loss_mean == "micro_token" else "token",
+            over_response=over_response,
+            offloads=_offloads(c),
+            **learning,
+        )
+    return Trainer(
+        mesh=setup.mesh,
+        score=update.make_policy_scorer(setup.model, setup.mesh, **reading, **learning),
+        update=update.make_policy_update(
+            setup.model,
+            policy_optimizer(c, kind),
+            setup.mesh,
+            offloads=_offloads(c),
+            **settings,
+            **reading,
+            **learning,
+        ),
+        score_values=score_values,
+        update_values=update_values,
+        merge=make_weight_merge(setup) if c.model.lora_rank else None,
+        decode_dtype=setup.model.dtype,
+        state_shapes=state_shapes(setup, kind),
+        fresh_state=functools.partial(fresh_state, setup, kind),
     )
-    return learner, optimizer
 
 
-def frozen(setup: Setup, params):
-    """The weights that a stage's adapters stand beside: those it begins with.
+def make_weight_merge(setup: Setup):
+    """Return what compiles a merge of adapters into their base; see `Trainer`."""
 
-    They are also what its KL is to, so that no second copy is held. When the stage has
-    ended its adapters are merged: the next one begins with plain weights and, if it
-    trains adapters, with fresh ones.
+    @functools.cache  # one program for each dtype, and for donated bases
+    def merge(dtype, donates):
+        scale = _adapter_scale(setup.config)
+        return make_merge(setup.mesh, scale, dtype, donates=donates)
 
-    Args:
-        setup: of the stage.
-        params: of the policy before it.
-
-    Returns:
-        The same parameters; None where the stage trains all of them.
-    """
-    return params if setup.config.model.lora_rank else None
+    return merge
 
 
-def resting(setup: Setup, params):
-    """The weights that a stage begins with, where they stay while it trains.
+def policy_optimizer(c: ConfigDict, kind: str):
+    """Return the optimizer of a stage's policy; `kind` is "sft" or "rl"."""
+    section = c[kind]
+    updates = section.get("updates_per_step", 1)
+    return make_optimizer(
+        lr=section.lr,
+        warmup_steps=section.warmup_steps,
+        decay_steps=section.steps * updates if section.decay else 0,
+        updates_per_rate=updates if section.get("lr_first_step_zero", False) else 0,
+        **c.optim,
+    )
 
-    In the memory of the hosts, if config.model.offload says so of the reference.
+
+def _critic_optimizer(c: ConfigDict):
+    return make_optimizer(
+        lr=c.critic.lr,
+        warmup_steps=c.critic.warmup_steps,
+        decay_steps=0,
+        updates_per_rate=c.rl.updates_per_step if c.rl.lr_first_step_zero else 0,
+        **{**c.optim, "max_grad_norm": c.critic.max_grad_norm},
+    )
+
+
+def offload_reference(setup: Setup, params):
+    """Return a stage's first weights where they stay while it trains.
+
+    In host memory, if config.model.offload has the reference there.
     """
     is_away = "reference" in setup.config.model.offload
     return in_host_memory(params) if is_away else params
@@ -86,9 +135,9 @@ def _adapters(c):
     return dict(rank=c.model.lora_rank, matrices=c.model.lora_matrices)
 
 
-def _policy_settings(setup):
-    """What a Learner of the reinforcement stage is made with."""
-    c, s, limits = setup.config, setup.config.rl, setup.limits
+def policy_settings(setup: Setup) -> dict:
+    """Return the settings of an RL stage's update of the policy."""
+    s, limits = setup.config.rl, setup.limits
     loss = objectives.policy_loss(
         clip_low=s.clip_low,
         clip_high=s.clip_high,
@@ -104,7 +153,6 @@ def _policy_settings(setup):
         loss=loss,
         loss_mean=s.loss_mean,
         loss_tokens=s.loss_tokens or limits.num_turns * limits.max_turn_tokens,
-        temperature=c.rollout.temperature,
         memorise_coef=s.memorise_coef,
         kl_target=s.kl_target,
         kl_gain=s.kl_gain,
@@ -114,35 +162,6 @@ def _policy_settings(setup):
 def has_critic(setup: Setup, kind: str) -> bool:
     """Whether a stage of this kind trains a value model beside the policy."""
     return kind == "rl" and setup.config.rl.algorithm == "ppo"
-
-
-def make_critic(setup: Setup) -> tuple[update.Critic, object]:
-    """The compiled update of the value model, and its optimizer."""
-    c, s = setup.config, setup.config.critic
-    optimizer = make_optimizer(
-        lr=s.lr,
-        warmup_steps=s.warmup_steps,
-        decay_steps=0,
-        updates_per_rate=c.rl.updates_per_step if c.rl.lr_first_step_zero else 0,
-        **{**c.optim, "max_grad_norm": s.max_grad_norm},
-    )
-    over_response = c.rl.advantage_mask == "response"
-    critic = update.Critic(
-        Decoder(
-            _critic_spec(setup),
-            dtype=setup.model.dtype,
-            remat=setup.model.remat,
-            value_head=True,
-        ),
-        optimizer,
-        setup.mesh,
-        loss=objectives.value_loss(clip=s.value_clip, over_response=over_response),
-        loss_mean="micro_token" if c.rl.loss_mean == "micro_token" else "token",
-        over_response=over_response,
-        adapter_scale=_adapter_scale(c),
-        offloads=_offloads(c),
-    )
-    return critic, optimizer
 
 
 def _critic_spec(setup):
@@ -157,12 +176,12 @@ def fresh_state(setup: Setup, kind: str, params) -> TrainState:
     both have adapters instead, which change nothing yet, and the value model's head:
     both stand beside the same frozen weights.
     """
-    _, optimizer = make_learner(setup, kind)
+    optimizer = policy_optimizer(setup.config, kind)
     coef, away = _moving_kl_coef(setup, kind), _offloads(setup.config)
     body, params = _beginnings(setup, params)
     state = create_state(params, optimizer, setup.mesh, kl_coef=coef, offloads=away)
     if has_critic(setup, kind):
-        _, optimizer = make_critic(setup)
+        optimizer = _critic_optimizer(setup.config)
         critic = create_state(body(), optimizer, setup.mesh, offloads=away)
         state = state._replace(critic=critic)
     return state
@@ -188,7 +207,7 @@ def _beginnings(setup, params):
 def state_shapes(setup: Setup, kind: str) -> TrainState:
     """Shapes and shardings of such a state, to restore a checkpoint."""
     c, spec = setup.config, setup.model.spec
-    _, optimizer = make_learner(setup, kind)
+    optimizer = policy_optimizer(setup.config, kind)
     body, shapes = (
         param_shapes(_critic_spec(setup), value_head=True),
         param_shapes(spec),
@@ -199,7 +218,7 @@ def state_shapes(setup: Setup, kind: str) -> TrainState:
     coef, away = _moving_kl_coef(setup, kind), _offloads(setup.config)
     state = state_like(shapes, optimizer, setup.mesh, kl_coef=coef, offloads=away)
     if has_critic(setup, kind):
-        _, optimizer = make_critic(setup)
+        optimizer = _critic_optimizer(setup.config)
         critic = state_like(body, optimizer, setup.mesh, offloads=away)
         state = state._replace(critic=critic)
     return state

@@ -79,7 +79,7 @@ class Guards:
         """The first of the steps in a row that are beyond a bound; None if none is."""
         return self._since if self._beyond else None
 
-    def look(self, step: int, measured, batch, params) -> bool:
+    def on_update(self, step: int, measured, batch, params) -> bool:
         """Counts an update; says whether it was left out.
 
         Args:
@@ -112,7 +112,7 @@ class Guards:
             )
         return True
 
-    def check(self, step: int, measured) -> Collapse | None:
+    def on_step(self, step: int, measured) -> Collapse | None:
         """Counts a step that is beyond a bound, and tells where there are too many.
 
         Args:
@@ -146,7 +146,7 @@ class Guards:
             return None
         return Collapse(f"{told}, for {self._beyond} steps in a row", self._since)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Nothing is beyond a bound any more: what was measured is undone."""
         self._skipped, self._beyond, self._bounds = 0, 0, []
 

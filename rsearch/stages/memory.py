@@ -7,11 +7,11 @@ R1-Searcher++ (arXiv 2505.17005) section 4.2.2.
 
 import pathlib
 
-from rsearch import setup as build
 from rsearch.data.order import take
 from rsearch.hosts import processes
 from rsearch.protocols.rewriting import recalled, rewriting_messages
 from rsearch.rewards.answers import answer_cover_em
+from rsearch.rollout.conversation import Host
 from rsearch.rollout.replay import replay
 from rsearch.runtime import console
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
@@ -22,52 +22,50 @@ CORRECT = {"normalize": "r1_searcher", "order": "any", "max_words": 10}
 """What a right answer is (equation 4), where the run's reward does not say."""
 
 
-def open_memory(setup: build.Setup, folder: pathlib.Path, *, is_over=False):
-    """The Memory of an RL stage; None where nothing is memorised.
-
-    Args:
-        setup: of the stage.
-        folder: of the stage.
-        is_over: see `build.load_setup`.
-    """
-    c = setup.config
-    if not c.rl.memorise_coef:
-        return None
-    own = {"workdir": setup.home, "is_late": is_over}
-    rewrite = build.load_agent(c, "rewriter", setup.mesh, **own)
-    if not is_over:
-        rewrite = build.recorded_agent(c, "rewriter", rewrite, folder)
-    return Memory(setup, rewrite, folder)
-
-
 class Memory:
-    """The set T, its file, and the model that words what enters it.
+    """The set T, its file, and the model that words what enters it."""
 
-    Args:
-        setup: of the stage.
-        rewrite: the rewriting model.
-        folder: of the stage.
-    """
+    def __init__(
+        self,
+        rewrite: GenerateFn,
+        folder: pathlib.Path,
+        *,
+        host: Host,
+        num_rows: int,
+        seed: int,
+        prompt: str | None = None,
+        correct: dict | None = None,
+    ):
+        """Read what an earlier start of the stage has memorised.
 
-    def __init__(self, setup: build.Setup, rewrite: GenerateFn, folder: pathlib.Path):
-        self._setup, self._rewrite = setup, rewrite
-        self._host = build.make_host(setup)
-        own = setup.config.reward.get("answer_cover_em", {})
-        self._correct = {n: own.get(n, value) for n, value in CORRECT.items()}
+        Args:
+            rewrite: the rewriting model.
+            folder: of the stage.
+            host: of the policy's conversations.
+            num_rows: conversations that a step memorises at most.
+            seed: of the run.
+            prompt: of the rewriting model; by default the paper's.
+            correct: settings of `answer_cover_em` that say what a right answer is;
+                CORRECT stands for those that are missing.
+        """
+        self._host, self._rewrite = host, rewrite
+        self._num_rows, self._seed, self._prompt = num_rows, seed, prompt
+        correct = correct or {}
+        self._correct = {n: correct.get(n, value) for n, value in CORRECT.items()}
         self._file = folder / FILE
         self._rows = read_jsonl(self._file) if self._file.exists() else []
         self._segments: dict[tuple, Rollout] = {}
 
     def rows(self, step: int) -> list:
-        """At most config.rl.memorise_rows conversations of T, drawn by step.
+        """Return at most `num_rows` conversations of T, drawn by step.
 
         What a later step had added before the run was killed is not in T yet.
         """
         known = [row for row in self._rows if row["step"] <= step]
         if not known:
             return []
-        seed, most = self._setup.config.seed, self._setup.config.rl.memorise_rows
-        chosen = take(len(known), min(most, len(known)), seed=seed, step=step)
+        count = min(self._num_rows, len(known))
+        chosen = take(len(known), count, seed=self._seed, step=step)
         return [self._replayed(known[i]).segments for i in chosen]
 
     def collect(self, step: int, groups: list[Group], rewards) -> dict[str, float]:
@@ -118,15 +116,14 @@ class Memory:
 
     def _chat(self, question, rollout):
         unique = list({p.contents: p for p in rollout.found}.values())
-        user = self._setup.config.protocol.rewrite
-        return rewriting_messages(question.text, unique, user=user)
+        return rewriting_messages(question.text, unique, user=self._prompt)
 
     def _is_correct(self, question, rollout):
         return answer_cover_em(question, [rollout], **self._correct) == [1.0]
 
     def _is_right(self, question, row):
         """Whether a rewording recalls all, answers right and can be learnt."""
-        if recalled(self._setup.protocol, row["text"]) is None:
+        if recalled(self._host.protocol, row["text"]) is None:
             return False
         try:
             replayed = self._replayed(row)

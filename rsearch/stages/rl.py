@@ -1,318 +1,237 @@
-"""Reinforcement stage: roll out, reward, compare, update."""
+"""Reinforcement stage: roll out, reward, compare, update.
+
+`run` is the loop, top to bottom. What a step does stands in `stages.groups` (which
+questions, and what is measured of their rollouts) and `stages.policy_update` (from
+groups and rewards to optimizer steps).
+"""
 
 import dataclasses
+import functools
 import json
+import pathlib
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
-import numpy as np
 import xxhash
+from ml_collections import ConfigDict
 
-from rsearch import setup as build
 from rsearch.config.fields import to_json
-from rsearch.data.order import take
 from rsearch.hosts import processes
-from rsearch.rewards.group import reward_groups
+from rsearch.learn.trainer import Trainer
 from rsearch.rollout.records import Rewarded, RolloutCache, fingerprint, share_rewarded
+from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console
 from rsearch.runtime.compiles import num_compiles
 from rsearch.runtime.journal import AppendLog
-from rsearch.runtime.metrics import MetricsLog
-from rsearch.runtime.recorded import record_search
-from rsearch.stages.learning import Learning, has_spread, signals
-from rsearch.stages.state import Progress
-from rsearch.text.suspicion import suspects
-from rsearch.types import Outcome, Source
+from rsearch.runtime.metrics import LapTimer, MetricsLog
+from rsearch.stages.groups import sample_groups, with_rewards
+from rsearch.stages.policy_update import update_policy
+from rsearch.stages.state import StageState
+from rsearch.types import Question
 
-SEEDS = 1 << 32  # of runs: what is drawn again has another beyond these
 STAGE_KEY = 2  # folded into the seed: what this stage draws, no other does
 
 
-def run(setup: build.Setup, evaluator, params, folder, *, stage="rl", memory=None):
-    """Trains by reinforcement, from where an earlier start of this stage stopped.
+@dataclasses.dataclass(frozen=True)
+class RLStage:
+    """The objects of a reinforcement stage.
+
+    Attributes:
+        config: of the stage.
+        folder: of the stage: checkpoints, metrics.jsonl, curves.
+        trainer: compiled updates.
+        rollouts: (params, questions, key) -> groups.
+        score: groups -> ([Q, G] rewards, {term: [Q, G]}, groups).
+        questions: to learn from.
+        num_tokens: T, of the longest conversation.
+        inputs: {name: fingerprint} of what rollouts depend on beside the configuration.
+        name: of the stage.
+        evaluate: params -> {"em", "f1", "searches"} on held-out questions.
+        memory: what is memorised beside (see `rsearch.stages.memory`), or None.
+    """
+
+    config: ConfigDict
+    folder: pathlib.Path
+    trainer: Trainer
+    rollouts: RolloutEngine
+    score: Callable
+    questions: Sequence[Question]
+    num_tokens: int
+    inputs: dict[str, str]
+    name: str = "rl"
+    evaluate: Callable | None = None
+    memory: object = None
+
+
+def run(stage: RLStage, params):
+    """Train by reinforcement, from where an earlier start of this stage stopped.
 
     Args:
-        setup: of the stage.
-        evaluator: of held-out questions, asked every config.eval.every_steps.
-        params: of the policy before this stage; they stay the reference. If it trains
-            adapters, they become what it returns, and must not be touched again.
-        folder: of this stage: checkpoints, metrics.jsonl, curves.
-        stage: its name.
-        memory: what is memorised beside (see `rsearch.stages.memory`), or None.
+        stage: its objects.
+        params: of the policy before this stage; they stay the reference. If the stage
+            trains adapters, they become what it returns, and must not be touched again.
 
     Returns:
         The policy's parameters after the stage.
     """
-    c, progress = setup.config, Progress(setup, "rl", params, folder, stage=stage)
-    learner, base = progress.learner, build.frozen(setup, params)
-
-    def decoded():
-        return learner.plain(progress.state.params, base, dtype=setup.model.dtype)
-
-    if progress.is_over:
-        return learner.left(progress.state.params, base)
-    critic = build.make_critic(setup)[0] if build.has_critic(setup, "rl") else None
+    c, trainer = stage.config, stage.trainer
+    state = StageState(c, "rl", trainer, params, stage.folder, name=stage.name)
+    base = trainer.base_of(params)
+    if state.is_over:
+        return trainer.final_weights(state.train_state.params, base)
     reference = params if c.rl.kl_coef else None
-    learning = Learning(setup, learner, critic, reference, base, progress.guards)
-    setup, journal = _recorded(setup, folder), AppendLog(folder, "rollouts")
-    take_step = _steps(setup, learning, decoded, stage, memory, journal)
+    journal = AppendLog(stage.folder, "rollouts")  # those since the last checkpoint
+    made_from = json.dumps(stage.inputs, sort_keys=True) + to_json(c)
+    made_from = xxhash.xxh3_128(made_from.encode("utf-8", "surrogatepass")).hexdigest()
+    log = MetricsLog(stage.folder, first_step=state.num_rows)
 
-    def measure(step, measured):
-        """The last of what is measured of a step, and its row."""
-        done = step + 1
-        if c.eval.every_steps and done % c.eval.every_steps == 0:
-            row, _ = evaluator(decoded(), "protocol")
-            measured |= {f"dev_{n}": row[n] for n in ("em", "f1", "searches")}
-        progress.outlast(lambda: metrics.write(step, measured))
-        if done % c.log_every == 0 or done == c.rl.steps:
-            console.note(_line(stage, done, c.rl.steps, measured))
-        collapse = progress.guards.check(step, measured)
-        # What is gone back from is not saved.
-        if collapse is None or c.guards.on_collapse == "stop":
-            progress.save_if_due()
-        if progress.is_saved:
-            journal.clear()
-        if collapse is not None:
-            progress.heed(collapse, metrics)
+    with state.save_on_preemption(), log:
+        if state.pending_metrics is not None:  # stopped before this row was written
+            finish_step(stage, state, base, journal, log)
+        while state.done < c.rl.steps:
+            state.begin_step()
+            # A step taken again after a roll-back has other questions and rollouts.
+            step, attempt, timer = state.done, state.roll_backs, LapTimer()
 
-    with progress.kept(), MetricsLog(folder, first_step=progress.num_rows) as metrics:
-        if progress.owed is not None:
-            measure(progress.done - 1, progress.owed)
-        while progress.done < c.rl.steps:
-            progress.begin_step()
-            step, draw = progress.done, progress.roll_backs
-            state, measured = take_step(step, draw, progress.state)
-            progress.advance(state, owed=measured)
-            del state  # going back, there is no room for two
-            measure(step, measured)
-    return learner.left(progress.state.params, base)
+            # The copy that decodes may have another layout and dtype. Rollouts that had
+            # ended before an interruption are the same only if the policy is, to the
+            # bit: hence its fingerprint.
+            decoding = stage.rollouts.place_params(
+                trainer.for_decoding(state.train_state.params, base)
+            )
+            ended = RolloutCache(
+                journal, [made_from, step, attempt, fingerprint(decoding)]
+            )
+            key = step_key(c.seed, stage.name, step, attempt)
+            num_restarts = stage.rollouts.num_restarts
+            groups, rewards, metrics = sample_groups(
+                functools.partial(play, stage, decoding, key, ended, timer, step),
+                stage.questions,
+                num_questions=c.rl.questions_per_step,
+                rounds=c.rl.refill_rounds,
+                seed=c.seed,
+                step=step,
+                attempt=attempt,
+            )
+            del decoding  # the update needs its room
+            if ended.num_reused:
+                console.note(
+                    f"{stage.name}: step {step + 1}: {ended.num_reused} rollouts had "
+                    "ended before"
+                )
+            # The update reuses the state's buffers: once begun it must come to its end.
+            processes.check_preempted(on_all_hosts=True)
+            if c.rollout.cache_tokens:
+                metrics["restarts"] = stage.rollouts.num_restarts - num_restarts
 
+            memory_rows = []
+            if stage.memory is not None:
+                metrics |= stage.memory.collect(step, groups, rewards)
+                memory_rows = stage.memory.rows(step)
+                timer.lap("memory")
 
-def _recorded(setup, folder):
-    """The setup, whose services are asked once for each thing in all starts."""
-    c, own = setup.config, {}
-    if c.retrieval.url:
-        own["search"] = record_search(setup.search, AppendLog(folder, "searches"))
-    for name in ("judge", "writer"):
-        generate = getattr(setup, name)
-        if generate is not None:
-            own[name] = build.recorded_agent(c, name, generate, folder)
-    return dataclasses.replace(setup, **own)
-
-
-def _steps(setup, learning, decoded, stage, memory, journal):
-    """The function of (step, draw, state) that takes a step: (state after, measured).
-
-    The draw counts how often the step may have been taken before, to be undone: another
-    one has other questions and other rollouts.
-    """
-    c = setup.config
-    roll_out = build.make_rollouts(
-        setup,
-        build.make_host(setup),
-        temperature=c.rollout.temperature,
-        top_p=c.rollout.top_p,
-        group_size=c.rollout.group_size,
-    )
-    root = jax.random.fold_in(jax.random.key(c.seed), stage_key(stage))
-    told = json.dumps(setup.inputs, sort_keys=True) + to_json(c)
-    made_from = xxhash.xxh3_128(told.encode("utf-8", "surrogatepass")).hexdigest()
-
-    def decoding(step, draw):
-        """The policy as it decodes, and what it has written of this step."""
-        params = roll_out.place_params(decoded())
-        own = [made_from, step, draw, fingerprint(params)]
-        return params, RolloutCache(journal, own)
-
-    def take_step(step, draw, state):
-        clock, restarts = _Clock(), roll_out.num_restarts
-        own = jax.random.fold_in(root, draw) if draw else root
-        key = jax.random.fold_in(own, step)
-        groups, rewards, measured = _played(
-            setup, roll_out, decoding, (step, draw), key, clock, stage=stage
-        )
-        # The update reuses the state's buffers: once begun it must come to its end.
-        processes.check_preempted(on_all_hosts=True)
-        if c.rollout.cache_tokens:
-            measured["restarts"] = roll_out.num_restarts - restarts
-        rows = []
-        if memory is not None:
-            measured |= memory.collect(step, groups, rewards)
-            rows = memory.rows(step)
-            clock.lap("memory")
-        state, learnt = learning(state, groups, rewards, step=step, memory=rows)
-        clock.lap("update")
-        return state, measured | learnt | clock.seconds | {"compiles": num_compiles()}
-
-    return take_step
+            train_state, update_metrics = update_policy(
+                c,
+                trainer,
+                state.train_state,
+                groups,
+                rewards,
+                num_tokens=stage.num_tokens,
+                step=step,
+                base=base,
+                reference=reference,
+                memory_rows=memory_rows,
+                guards=state.guards,
+            )
+            timer.lap("update")
+            metrics |= update_metrics | timer.seconds | {"compiles": num_compiles()}
+            state.advance(train_state, pending_metrics=metrics)
+            del train_state  # a roll-back has no room for two
+            finish_step(stage, state, base, journal, log)
+    return trainer.final_weights(state.train_state.params, base)
 
 
-def stage_key(stage: str) -> int:
-    """What is folded into the seed of a stage of this name."""
-    if stage == "rl":
-        return STAGE_KEY
-    return zlib.crc32(stage.encode()) & 0x7FFFFFFF
+def step_key(seed: int, stage_name: str, step: int, attempt: int = 0) -> jax.Array:
+    """Return the random key of one step's rollouts."""
+    key = jax.random.fold_in(jax.random.key(seed), stage_key(stage_name))
+    if attempt:
+        key = jax.random.fold_in(key, attempt)
+    return jax.random.fold_in(key, step)
 
 
-def _played(setup, roll_out, decoding, turn, key, clock, *, stage):
-    """As `gather`, of what the policy plays; its copy that decodes ends with this."""
-    step, draw = turn
-    params, finished = decoding(step, draw)
-    teller = _teller(setup.config, stage, step)
-
-    def play(own):
-        groups = roll_out(params, own, key, on_done=teller, finished=finished)
-        clock.lap("rollout")
-        found = rewarded(setup, groups)
-        clock.lap("reward")
-        return found
-
-    def play_all(questions):
-        found = share_rewarded(play, questions)
-        if processes.num_hosts() > 1:
-            clock.lap("exchange")
-        return together(found)
-
-    found = gather(setup, play_all, step, draw=draw)
-    if finished.num_reused:
-        known = f"{finished.num_reused} rollouts had ended before"
-        console.note(f"{stage}: step {step + 1}: {known}")
-    return found
+def stage_key(name: str) -> int:
+    """Return the number that is folded into the seed of a stage of this name."""
+    return STAGE_KEY if name == "rl" else zlib.crc32(name.encode()) & 0x7FFFFFFF
 
 
-def gather(setup: build.Setup, play, step: int, *, draw: int = 0):
-    """The groups that a step learns from.
+def play(
+    stage: RLStage,
+    params,
+    key: jax.Array,
+    ended: RolloutCache,
+    timer: LapTimer,
+    step: int,
+    questions: Sequence[Question],
+) -> list[Rewarded]:
+    """Return every question's group and what it earns; each host plays its share."""
+    last_note = time.monotonic()
 
-    With config.rl.refill_rounds, groups whose rollouts all earn the same give way to
-    those of further questions: DAPO's dynamic sampling (arXiv 2503.14476 section 3.2),
-    but bounded. The further questions are those behind the step's own in its share of
-    the stream.
-
-    Args:
-        setup: of the stage.
-        play: (questions) -> (groups, [Q, G] rewards, measured), as `together` says.
-        step: which.
-        draw: which of the step's.
-
-    Returns:
-        Groups and rewards of config.rl.questions_per_step questions, and what was
-        measured on the step's own.
-    """
-    s, num = setup.config.rl, len(setup.train)
-    size = s.questions_per_step
-    count = min(size * (1 + s.refill_rounds), max(num, size))
-    seed = setup.config.seed + draw * SEEDS
-    chosen = take(num, count, seed=seed, step=step)
-    questions = [setup.train[i] for i in chosen]
-    groups, rewards, measured = play(questions[:size])
-    if not s.refill_rounds:
-        return groups, rewards, measured
-    groups, rewards = list(groups), rewards.copy()
-    waiting, num_asked = questions[size:], size
-    for _ in range(s.refill_rounds):
-        flat = np.flatnonzero(~has_spread(groups, rewards))
-        asked, waiting = waiting[: len(flat)], waiting[len(flat) :]
-        if not asked:
-            break
-        more, earned, _ = play(asked)
-        num_asked += len(asked)
-        good = np.flatnonzero(has_spread(more, earned))
-        for place, i in zip(flat, good):  # what is left over stays as it was
-            groups[place], rewards[place] = more[i], earned[i]
-    measured["questions_asked"] = num_asked
-    measured["groups_learnt_from"] = _mean(has_spread(groups, rewards))
-    return groups, rewards, measured
-
-
-def rewarded(setup: build.Setup, groups) -> list[Rewarded]:
-    """What the rollouts earn; one whose judge failed has that outcome."""
-    terms = setup.config.reward.to_dict()
-    rewards, parts, judged = reward_groups(groups, terms, judge=setup.judge)
-    return [
-        Rewarded(group, rewards[i], {name: part[i] for name, part in parts.items()})
-        for i, group in enumerate(judged)
-    ]
-
-
-def together(found: Sequence[Rewarded]):
-    """The groups, their [Q, G] rewards, and {name: number} for the log.
-
-    Means are over rollouts that are a signal.
-    """
-    groups = tuple(one.group for one in found)
-    rewards = np.stack([one.rewards for one in found])
-    rollouts = [r for group in groups for r in group.rollouts]
-    is_signal = signals(groups)
-    measured = {"reward": _mean(rewards[is_signal])}
-    for name in found[0].parts:
-        values = np.stack([one.parts[name] for one in found])
-        # NaN is left in a term of weight 0, whose judge could not be asked.
-        measured[f"reward_{name}"] = _mean(values[is_signal & ~np.isnan(values)])
-    spread = has_spread(groups, rewards)
-    measured["groups_with_spread"] = _mean(spread[is_signal.any(axis=1)])
-    measured["searches"] = _mean([len(r.searches) for r in rollouts])
-    measured["policy_tokens"] = _mean([r.num_policy_tokens for r in rollouts])
-    measured["tokens"] = _mean([r.num_tokens for r in rollouts])
-    measured["empty_answers"] = _mean([not (r.answer or "").strip() for r in rollouts])
-    suspicious = [suspects(p) for r in rollouts for p in r.found]
-    measured["suspicious_passages"] = _mean(suspicious)
-    measured["repeated_text"] = _mean([_repeats(r) for r in rollouts])
-    for outcome in Outcome:
-        measured[outcome.value] = _mean([r.outcome == outcome for r in rollouts])
-    return groups, rewards, measured
-
-
-def _repeats(rollout) -> bool:
-    """Whether the policy has written the same turn twice."""
-    turns = [s.text for s in rollout.segments if s.source == Source.POLICY]
-    return len(set(turns)) < len(turns)
-
-
-def _mean(values) -> float:
-    """0 of nothing: a step without signal is counted, not NaN."""
-    return float(np.mean(values)) if len(values) else 0.0
-
-
-def _teller(c, stage, step):
-    """Says how far the rollouts are, where they take long."""
-    last = time.monotonic()
-
-    def on_done(done):
-        nonlocal last
-        if time.monotonic() - last > console.SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            total = c.rl.questions_per_step
+    def on_done(num_done):
+        nonlocal last_note
+        if time.monotonic() - last_note > console.SECONDS_BETWEEN_LINES:
+            last_note = time.monotonic()
+            total = stage.config.rl.questions_per_step
             console.note(
-                f"{stage}: step {step + 1}: rolled out {done}/{total} questions"
+                f"{stage.name}: step {step + 1}: rolled out {num_done}/{total} "
+                "questions"
             )
 
-    return on_done
+    def play_here(questions):
+        groups = stage.rollouts(params, questions, key, on_done=on_done, finished=ended)
+        timer.lap("rollout")
+        scored = with_rewards(*stage.score(groups))
+        timer.lap("reward")
+        return scored
+
+    if processes.num_hosts() == 1:
+        return play_here(questions)
+    scored = share_rewarded(play_here, questions)
+    timer.lap("exchange")
+    return scored
 
 
-def _line(stage, done, steps, measured):
-    """One step for people."""
-    seconds = sum(v for name, v in measured.items() if name.endswith("_seconds"))
-    dev = f", dev EM {measured['dev_em']:.3f}" if "dev_em" in measured else ""
-    # Without an update of the policy, as while the critic is trained alone, none.
-    entropy = f"{measured['entropy']:.3f}" if "entropy" in measured else "-"
+def finish_step(
+    stage: RLStage, state: StageState, base, journal: AppendLog, log: MetricsLog
+) -> None:
+    """Evaluate, log, guard and save what the last step has come to."""
+    c, metrics, done = stage.config, state.pending_metrics, state.done
+    if c.eval.every_steps and done % c.eval.every_steps == 0:
+        weights = stage.trainer.for_decoding(state.train_state.params, base)
+        scores = stage.evaluate(weights)
+        metrics |= {f"dev_{name}": scores[name] for name in ("em", "f1", "searches")}
+    state.retry_io(lambda: log.write(done - 1, metrics))
+    if done % c.log_every == 0 or done == c.rl.steps:
+        console.note(step_line(stage.name, done, c.rl.steps, metrics))
+    collapse = state.guards.on_step(done - 1, metrics)
+    # A state that is about to be undone is not saved.
+    if collapse is None or c.guards.on_collapse == "stop":
+        state.save_if_due()
+    if state.is_saved:
+        journal.clear()
+    if collapse is not None:
+        state.handle_collapse(collapse, log)
+
+
+def step_line(name: str, done: int, num_steps: int, metrics: dict) -> str:
+    """Return one line on a step, for people."""
+    seconds = sum(v for key, v in metrics.items() if key.endswith("_seconds"))
+    dev = f", dev EM {metrics['dev_em']:.3f}" if "dev_em" in metrics else ""
+    # No update of the policy, as while the critic is trained alone, has no entropy.
+    entropy = f"{metrics['entropy']:.3f}" if "entropy" in metrics else "-"
     return (
-        f"{stage}: step {done}/{steps} reward {measured['reward']:.3f}, "
-        f"{measured['searches']:.2f} searches, {measured['policy_tokens']:.0f} tokens, "
+        f"{name}: step {done}/{num_steps} reward {metrics['reward']:.3f}, "
+        f"{metrics['searches']:.2f} searches, {metrics['policy_tokens']:.0f} tokens, "
         f"entropy {entropy}{dev} ({seconds:.1f} s)"
     )
-
-
-@dataclasses.dataclass
-class _Clock:
-    """Seconds of the parts of a step."""
-
-    seconds: dict = dataclasses.field(default_factory=dict)
-    last: float = dataclasses.field(default_factory=time.monotonic)
-
-    def lap(self, name):
-        now = time.monotonic()
-        name = f"{name}_seconds"
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
-        self.last = now

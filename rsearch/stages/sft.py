@@ -1,60 +1,79 @@
 """Supervised stage: imitate the policy's part of demonstrations."""
 
-import functools
+import dataclasses
+import pathlib
 import time
+from collections.abc import Sequence
 
-import jax
+from ml_collections import ConfigDict
 
-from rsearch import setup as build
 from rsearch.data.order import take
-from rsearch.learn.batch import cut, pack_segments
-from rsearch.learn.packing import packed
-from rsearch.models.sharding import num_shards
+from rsearch.learn.batch import pack_segments
+from rsearch.learn.trainer import Trainer
 from rsearch.runtime import console
 from rsearch.runtime.compiles import num_compiles
 from rsearch.runtime.metrics import MetricsLog
-from rsearch.stages.state import Progress
+from rsearch.stages.state import StageState
+from rsearch.types import Rollout
 
 
-def run(setup: build.Setup, rollouts, params, folder):
-    """Trains on demonstrations, from where an earlier start of this stage stopped.
+@dataclasses.dataclass(frozen=True)
+class SFTStage:
+    """The objects of a supervised stage.
+
+    Attributes:
+        config: of the stage.
+        folder: of the stage: checkpoints, metrics.jsonl, curves.
+        trainer: compiled updates.
+        demonstrations: rollouts to imitate.
+    """
+
+    config: ConfigDict
+    folder: pathlib.Path
+    trainer: Trainer
+    demonstrations: Sequence[Rollout]
+
+
+def run(stage: SFTStage, params):
+    """Train on demonstrations, from where an earlier start of this stage stopped.
 
     Args:
-        setup: of the run.
-        rollouts: the demonstrations, from `build.replay_demonstrations`.
+        stage: its objects.
         params: of the policy before this stage; if it trains adapters, they become what
             it returns, and must not be touched again.
-        folder: of this stage: checkpoints, metrics.jsonl, curves.
 
     Returns:
         The policy's parameters after the stage.
     """
-    c, progress = setup.config, Progress(setup, "sft", params, folder)
-    learner, base = progress.learner, build.frozen(setup, params)
-    if progress.is_over:
-        return learner.left(progress.state.params, base)
-    rows, shards = [r.segments for r in rollouts], num_shards(setup.mesh)
-    with progress.kept(), MetricsLog(folder, first_step=progress.num_rows) as metrics:
+    c, trainer = stage.config, stage.trainer
+    state = StageState(c, "sft", trainer, params, stage.folder)
+    base = trainer.base_of(params)
+    if state.is_over:
+        return trainer.final_weights(state.train_state.params, base)
+    rows = [rollout.segments for rollout in stage.demonstrations]
+    log = MetricsLog(stage.folder, first_step=state.num_rows)
 
-        def measure(step, row):
-            progress.outlast(functools.partial(metrics.write, step, row))
-            progress.save_if_due()
-
-        if progress.owed is not None:
-            measure(progress.done - 1, progress.owed)
-        steps = range(progress.done, c.sft.steps)
+    with state.save_on_preemption(), log:
+        if state.pending_metrics is not None:  # stopped before this row was written
+            finish_step(state, log)
+        steps = range(state.done, c.sft.steps)
         for step in console.progress(steps, "sft: steps", total=len(steps)):
-            progress.begin_step()
+            state.begin_step()
             start = time.monotonic()
+            # Which demonstrations a step sees is a function of seed and step alone.
             chosen = take(len(rows), c.sft.batch_size, seed=c.seed, step=step)
             batch = pack_segments([rows[i] for i in chosen], c.sft.sequence_tokens)
-            batch = packed(cut(batch, c.sft.micro_batch), multiple=shards)
-            batch = learner.put(batch)
-            state, measured = learner.update(progress.state, batch, base=base)
-            measured = jax.device_get(measured)
-            progress.guards.look(step, measured, batch, state.params)
-            measured["seconds"] = time.monotonic() - start
-            row = measured | {"compiles": num_compiles()}
-            progress.advance(state, owed=row)  # the old one's buffers are gone
-            measure(step, row)
-    return learner.left(progress.state.params, base)
+            batch = trainer.put(batch, c.sft.micro_batch)
+            train_state, metrics = trainer.update_policy(state.train_state, base, batch)
+            state.guards.on_update(step, metrics, batch, train_state.params)
+            metrics["seconds"] = time.monotonic() - start
+            metrics["compiles"] = num_compiles()
+            state.advance(train_state, pending_metrics=metrics)
+            finish_step(state, log)
+    return trainer.final_weights(state.train_state.params, base)
+
+
+def finish_step(state: StageState, log: MetricsLog) -> None:
+    """Log the last step's metrics, and save where a checkpoint is due."""
+    state.retry_io(lambda: log.write(state.done - 1, state.pending_metrics))
+    state.save_if_due()

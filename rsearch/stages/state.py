@@ -1,91 +1,106 @@
-"""Where a stage stands: its newest checkpoint, or its beginning, and what follows."""
+"""The state of a stage: where it stands, what is saved of it, how it goes back."""
 
 import contextlib
+import pathlib
 import time
+from collections.abc import Callable
 
-from rsearch import setup as build
 from rsearch.config.recipes import StoppedError
-from rsearch.evaluation.evaluator import CHECKPOINTS
 from rsearch.hosts import preemption, processes
+from rsearch.learn.trainer import Trainer
 from rsearch.runtime import checkpoint, console
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.runtime.metrics import MetricsLog, from_json, read_metrics, to_json
 from rsearch.stages.guards import Collapse, Guards
 
-# In a checkpoint's meta: the row of its last step, where it is not yet measured, and
-# what the guards have counted.
-OWED, GUARDS = "owed", "guards"
+# Keys of a checkpoint's meta: metrics of its last step that are not all measured yet,
+# and what the guards have counted.
+PENDING = "owed"
+GUARDS = "guards"
 ROLLED_BACK = "rolled_back.jsonl"  # of a stage: rows of metrics of steps undone
 WAITS = 1.0, 60.0  # seconds until a disk that refuses is asked again, at first and last
 
 
-class Progress:
-    """A stage's state, step by step, and what of it is saved.
-
-    Args:
-        setup: of the stage.
-        kind: "sft" or "rl".
-        params: of the policy before the stage; a fresh state copies them.
-        folder: of the stage.
-        stage: its name, where it is not its kind.
+class StageState:
+    """The training state of a stage, step by step, and its checkpoints.
 
     Attributes:
         guards: see `rsearch.stages.guards`.
-        learner: of the policy.
-        state: the TrainState after `done` steps.
-        done: steps; at first those that the newest good checkpoint has.
-        owed: what was measured in the last of them, where the stage was told to stop
-            before all of it was; else None.
+        train_state: the TrainState after `done` steps.
+        done: steps taken; at first those of the newest good checkpoint.
+        pending_metrics: what was measured in the last step, where the stage was told to
+            stop before all of it was; else None.
         roll_backs: how often the stage has gone back to an earlier step.
     """
 
-    def __init__(self, setup: build.Setup, kind: str, params, folder, *, stage=""):
-        self._setup, self._kind, self._folder = setup, kind, folder / CHECKPOINTS
-        self.learner, _ = build.make_learner(setup, kind)
-        like = build.state_shapes(setup, kind)
-        found = checkpoint.newest_good(self._folder, like)
-        self._params, self._like, self._journal = params, like, folder / ROLLED_BACK
-        self.owed, self.guards = None, Guards(setup.config, stage or kind, folder)
-        lost = read_jsonl(self._journal) if self._journal.exists() else []
-        self.roll_backs = max((row["roll_back"] for row in lost), default=0)
-        if found is None:
-            self.done, self.state = 0, build.fresh_state(setup, kind, params)
+    def __init__(
+        self,
+        config,
+        kind: str,
+        trainer: Trainer,
+        params,
+        folder: pathlib.Path,
+        *,
+        name: str = "",
+    ):
+        """Restore the newest good checkpoint, or begin afresh.
+
+        Args:
+            config: of the stage.
+            kind: "sft" or "rl".
+            trainer: makes fresh states, and knows their shapes.
+            params: of the policy before the stage; a fresh state copies them.
+            folder: of the stage.
+            name: of the stage, where it is not its kind.
+        """
+        self._config, self._kind = config, kind
+        self._trainer, self._params = trainer, params
+        self._folder = folder / checkpoint.FOLDER
+        self._rolled_back = folder / ROLLED_BACK
+        self.guards = Guards(config, name or kind, folder)
+        self.pending_metrics = None
+        undone = read_jsonl(self._rolled_back) if self._rolled_back.exists() else []
+        self.roll_backs = max((row["roll_back"] for row in undone), default=0)
+        newest = checkpoint.newest_good(self._folder, trainer.state_shapes)
+        if newest is None:
+            self.done = 0
+            self.train_state = trainer.fresh_state(params)
         else:
-            self.done, self.state, meta = found
-            if OWED in meta:
-                self.owed = from_json(meta[OWED])
+            self.done, self.train_state, meta = newest
+            if PENDING in meta:
+                self.pending_metrics = from_json(meta[PENDING])
             if GUARDS in meta:  # earlier versions had none
                 self.guards.restore(meta[GUARDS])
         self._saved = self.done
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole stage."""
-        return self._setup.config[self._kind].steps
+        """Return the steps of the whole stage."""
+        return self._config[self._kind].steps
 
     @property
     def _every(self) -> int:
-        """Steps between two saves."""
-        return self._setup.config.checkpoint[f"{self._kind}_steps"]
+        """Return the steps between two saves."""
+        return self._config.checkpoint[f"{self._kind}_steps"]
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to be done."""
-        return self.done >= self.num_steps and self.owed is None
+        """Return whether no step and no metric is left to be done."""
+        return self.done >= self.num_steps and self.pending_metrics is None
 
     @property
     def is_saved(self) -> bool:
-        """Whether its newest checkpoint has all steps."""
+        """Return whether the newest checkpoint has all steps."""
         return self._saved == self.done
 
     @property
     def num_rows(self) -> int:
-        """Rows of metrics that there are of these steps."""
-        return self.done - (self.owed is not None)
+        """Return how many of the steps have their row of metrics."""
+        return self.done - (self.pending_metrics is not None)
 
     @contextlib.contextmanager
-    def kept(self):
-        """Within it steps are taken; what they have come to is saved if they must end.
+    def save_on_preemption(self):
+        """Save what the steps within have come to, if the run is told to stop.
 
         Raises:
             PreemptedError: the run was told to stop, and all of it is saved.
@@ -103,13 +118,12 @@ class Progress:
                 try:
                     self._save()
                 except OSError as error:
-                    told = f"not saved: {error}"
-                    raise preemption.PreemptedError(told) from error
+                    raise preemption.PreemptedError(f"not saved: {error}") from error
                 console.note(f"saved after {self.done} steps, in {self._folder}")
                 raise
 
-    def heed(self, collapse: Collapse, metrics: MetricsLog) -> None:
-        """Stops where a policy has collapsed, or goes back to before that.
+    def handle_collapse(self, collapse: Collapse, metrics: MetricsLog) -> None:
+        """Stop where a policy has collapsed, or go back to before that.
 
         The steps that are undone leave their rows in rolled_back.jsonl, and their
         checkpoints set aside.
@@ -122,7 +136,7 @@ class Progress:
             StoppedError: config.guards has it stop, or no roll-back is left, or nothing
                 from before the collapse is kept.
         """
-        g, first = self._setup.config.guards, collapse.first_step
+        g, first = self._config.guards, collapse.first_step
         if g.on_collapse == "stop":
             raise StoppedError(collapse.told)
         if self.roll_backs >= g.max_roll_backs:
@@ -133,100 +147,106 @@ class Progress:
             raise StoppedError(
                 f"{collapse.told}; no checkpoint from before step {first + 1} is left"
             )
-        self.guards.forget()
-        self.state = None  # there may be no room for two
+        self.guards.reset()
+        self.train_state = None  # there may be no room for two
         if before:
-            state = checkpoint.restore(self._folder, before, self._like)
+            state = checkpoint.restore(self._folder, before, self._trainer.state_shapes)
             meta = checkpoint.read_manifest(self._folder, before)["meta"]
             if GUARDS in meta:
                 self.guards.restore(meta[GUARDS])
         else:
-            state = build.fresh_state(self._setup, self._kind, self._params)
+            state = self._trainer.fresh_state(self._params)
         self.roll_backs += 1
         undone = [row for row in read_metrics(metrics.path) if row["step"] >= before]
         rows = [to_json(row) | {"roll_back": self.roll_backs} for row in undone]
         processes.barrier("rows read")  # before the first host drops them
-        old = read_jsonl(self._journal) if self._journal.exists() else []
-        write_jsonl(self._journal, old + rows)
+        old = read_jsonl(self._rolled_back) if self._rolled_back.exists() else []
+        write_jsonl(self._rolled_back, old + rows)
         for step in sorted(set.union(*seen)):
             if step > before:
                 checkpoint.set_aside(self._folder, step, why="collapsed")
         metrics.rewind(before)
-        self.state, self.done, self._saved, self.owed = state, before, before, None
+        self.train_state, self.pending_metrics = state, None
+        self.done = self._saved = before
         console.note(f"{collapse.told}; rolled back to step {before}")
 
     def begin_step(self) -> None:
-        """Ends the stage here if the hosts have been told to stop."""
+        """End the stage here if the hosts have been told to stop."""
         processes.check_preempted(on_all_hosts=True)
 
-    def advance(self, state, owed=None) -> None:
-        """Another step is taken: the state after it, and what was measured so far."""
-        self.state, self.owed = state, owed
+    def advance(self, train_state, pending_metrics: dict | None = None) -> None:
+        """Count another step: the state after it, and what was measured so far."""
+        self.train_state, self.pending_metrics = train_state, pending_metrics
         self.done += 1
 
-    def outlast(self, write) -> None:
-        """Writes to a disk; to one that refuses, again until it has been mended.
+    def retry_io(self, write: Callable[[], None]) -> None:
+        """Write to a disk, and again while it refuses, until it has been mended.
 
-        A disk that is full holds no run up for good: someone makes room, and no step is
-        lost. Several hosts do not wait: each would have to know of the other's disk.
+        A full disk ends no run: someone makes room, and no step is lost. Several hosts
+        do not wait: each would have to know of the other's disk.
 
         Args:
-            write: () -> None, which may be called again where it has failed.
+            write: may be called again where it has failed.
 
         Raises:
             OSError: it has refused for config.checkpoint.retry_seconds.
             PreemptedError: it refuses, and the run was told to stop.
         """
-        wait, longest = WAITS
-        end = time.monotonic() + self._setup.config.checkpoint.retry_seconds
+        wait, longest_wait = WAITS
+        end = time.monotonic() + self._config.checkpoint.retry_seconds
         while True:
             try:
                 return write()
             except OSError as error:
-                told, left = str(error), end - time.monotonic()
-                if left <= 0 or processes.num_hosts() > 1:
+                message, seconds_left = str(error), end - time.monotonic()
+                if seconds_left <= 0 or processes.num_hosts() > 1:
                     raise
             console.note(
-                f"{told}; asking again for {left:.0f} s, {self.done} steps kept"
+                f"{message}; asking again for {seconds_left:.0f} s, {self.done} steps "
+                "kept"
             )
-            again = time.monotonic() + min(wait, left)
+            again = time.monotonic() + min(wait, seconds_left)
             while time.monotonic() < again:
                 if preemption.is_stop_requested():
-                    raise preemption.PreemptedError(f"not written: {told}")
+                    raise preemption.PreemptedError(f"not written: {message}")
                 time.sleep(0.1)
-            wait = min(2 * wait, longest)
+            wait = min(2 * wait, longest_wait)
 
     def save_if_due(self) -> None:
-        """Saves where the configuration says so, and at the end."""
-        self.owed = None
+        """Save where the configuration says so, and at the end."""
+        self.pending_metrics = None
         if self.done % self._every == 0 or self.done == self.num_steps:
-            self.outlast(self._save)
+            self.retry_io(self._save)
 
     def _save(self):
         if self.is_saved:
             return
         meta = {GUARDS: self.guards.state()}
-        if self.owed is not None:
-            meta[OWED] = to_json(self.owed)
+        if self.pending_metrics is not None:
+            meta[PENDING] = to_json(self.pending_metrics)
         common = set.intersection(*checkpoint.steps_by_host(self._folder))
         # A disk may have refused the very last of what a save does.
         if self.done not in common:
-            own = dict(
-                keep=self._setup.config.checkpoint.keep, spare=self._spare(common)
+            checkpoint.save(
+                self._folder,
+                self.done,
+                self.train_state,
+                meta,
+                keep=self._config.checkpoint.keep,
+                spare=self._spare(common),
             )
-            checkpoint.save(self._folder, self.done, self.state, meta, **own)
         self._saved = self.done
 
-    def _spare(self, found):
-        """The checkpoint that is gone back to if what is counted becomes a collapse."""
-        if self._setup.config.guards.on_collapse != "roll_back":
+    def _spare(self, steps):
+        """Return the checkpoint to go back to, should the guards see a collapse."""
+        if self._config.guards.on_collapse != "roll_back":
             return None
         first = self.guards.first_beyond
-        if first is None and self.owed is not None:  # not looked at yet
+        if first is None and self.pending_metrics is not None:  # not looked at yet
             first = self.done - 1
-        return None if first is None else _newest(found, first)
+        return None if first is None else _newest(steps, first)
 
 
-def _newest(found, step):
-    """The newest of the checkpoints up to a step; 0 where there is none."""
-    return max((one for one in found if one <= step), default=0)
+def _newest(steps, last):
+    """Return the newest of the checkpoints up to a step; 0 where there is none."""
+    return max((step for step in steps if step <= last), default=0)

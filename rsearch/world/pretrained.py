@@ -21,7 +21,7 @@ from rsearch.learn.batch import cut, pack_segments
 from rsearch.learn.objectives import imitation_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state
-from rsearch.learn.update import Learner
+from rsearch.learn.update import make_policy_update, put
 from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.sharding import make_mesh
@@ -243,7 +243,9 @@ def _train(name, how: Pretraining, rows, tokenizer, seed, say):
         weight_decay=0.01,
         max_grad_norm=1.0,
     )
-    learner = Learner(model, optimizer, mesh, loss=imitation_loss, loss_mean="token")
+    update = make_policy_update(
+        model, optimizer, mesh, loss=imitation_loss, loss_mean="token"
+    )
     key = jax.random.key(seed + how.seed)
     params = jax.jit(lambda key: init_params(model, key))(key)
     params = params | {"embedding": _alike(params["embedding"], tokenizer)}
@@ -255,8 +257,7 @@ def _train(name, how: Pretraining, rows, tokenizer, seed, say):
     start = shown = time.monotonic()
     batches = _batches(rows, how, seed, jax.local_device_count())
     for step in range(how.steps):
-        batch = learner.put(next(batches))
-        state, measured = learner.update(state, batch)
+        state, measured = update(state, None, put(next(batches), mesh))
         if time.monotonic() - shown > SECONDS_BETWEEN_LINES or step + 1 == how.steps:
             shown = time.monotonic()
             say(

@@ -18,11 +18,11 @@ import time
 PLACES = {  # module, class or "", function
     "rollout": ("rsearch.rollout.scheduler", "RolloutScheduler", "_decode"),
     "search": ("rsearch.rollout.scheduler", "RolloutScheduler", "_run_calls"),
-    "reward": ("rsearch.stages.rl", "", "rewarded"),
-    "update": ("rsearch.learn.update", "Learner", "update"),
+    "reward": ("rsearch.stages.rl", "", "with_rewards"),
+    "update": ("rsearch.learn.trainer", "Trainer", "update_policy"),
     "save": ("rsearch.runtime.storage", "", "write_tree"),
     "rename": ("rsearch.runtime.files", "", "replace"),
-    "garbage": ("rsearch.checkpoint", "", "_delete"),
+    "garbage": ("rsearch.runtime.checkpoint", "", "delete_step"),
     "metrics": ("rsearch.runtime.files", "", "append"),
 }
 

@@ -11,11 +11,11 @@ from rsearch.learn.batch import cut
 from rsearch.learn.objectives import policy_loss, value_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state
-from rsearch.learn.update import Critic, Learner
 from rsearch.models.decoder import Decoder
 from rsearch.models.lora import MATRICES, init_adapters, joined, merged
 from rsearch.models.sharding import make_mesh, param_shardings
 from rsearch.plan.flops import count_flops
+from tests.learn.learner import Critic, Learner
 from tests.learn.test_update import (
     ADAMW,
     GRPO,

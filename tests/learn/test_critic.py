@@ -12,9 +12,10 @@ from rsearch.learn.losses import clipped_value_loss
 from rsearch.learn.objectives import imitation_loss, policy_loss, value_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state
-from rsearch.learn.update import Critic, Learner, critic_params, put
+from rsearch.learn.update import critic_params, put
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import make_mesh
+from tests.learn.learner import Critic, Learner
 from tests.learn.test_update import (
     ADAMW,
     GRPO,

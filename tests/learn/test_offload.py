@@ -11,9 +11,9 @@ from rsearch.learn.batch import cut
 from rsearch.learn.objectives import policy_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state, state_like
-from rsearch.learn.update import Learner
 from rsearch.models.sharding import make_mesh, param_shardings
 from rsearch.runtime import checkpoint
+from tests.learn.learner import Learner
 from tests.learn.test_update import ADAMW, GRPO, MODEL, V, make_batch, one_device
 from tests.rollout import tiny
 

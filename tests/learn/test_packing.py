@@ -12,11 +12,12 @@ from rsearch.learn.objectives import imitation_loss, policy_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.packing import packed
 from rsearch.learn.train_state import create_state
-from rsearch.learn.update import Learner, accumulate, put
+from rsearch.learn.update import accumulate, put
 from rsearch.models.lora import MATRICES, init_adapters
 from rsearch.models.sharding import make_mesh, param_shardings
 from rsearch.plan.flops import count_flops
 from rsearch.types import Segment, Source
+from tests.learn.learner import Learner
 from tests.learn.test_critic import critic_of
 from tests.learn.test_update import ADAMW, MODEL, all_logits, one_device
 from tests.rollout import tiny
@@ -228,10 +229,8 @@ def test_the_gradients_of_pieces_add_up(dims, by_sequence, has_adapters):
     for lay in (lambda b: b, lambda b: packed(b, multiple=dims[0] * dims[1])):
         rows, recalled = learner.put(lay(plain)), learner.put(lay(memory))
         assert (rows.layout is None) == (recalled.layout is None) == (not found)
-        found.append(
-            learner.steps.gradients(params, jnp.float32(0.1), base, rows, recalled)
-        )
-    metrics = found[0][2]
+        found.append(learner.gradients(params, jnp.float32(0.1), base, rows, recalled))
+    metrics = found[0][1]
     assert min(metrics[n] for n in ("kl", "memory_loss", "clip_fraction")) > 0.01
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found

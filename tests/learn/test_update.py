@@ -11,8 +11,8 @@ from rsearch.learn.losses import row_weights
 from rsearch.learn.objectives import imitation_loss, policy_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state
-from rsearch.learn.update import Learner
 from rsearch.models.sharding import make_mesh
+from tests.learn.learner import Learner
 from tests.rollout import tiny
 
 V, T, G = 40, 10, 4

@@ -8,6 +8,7 @@ import pytest
 from rsearch import setup as build
 from rsearch.data.demonstrations import world_demonstrations
 from rsearch.protocols import plain
+from rsearch.setup.learners import policy_optimizer
 from rsearch.types import Answer, Malformed, Outcome, Passage, Question, Search
 from tests.small_run import config, quick_compilation
 
@@ -255,7 +256,7 @@ def test_an_optimizer_counts_every_update_of_its_stage(setup):
         mesh__data=4,
         mesh__tensor=2,
     )
-    _, optimizer = build.make_learner(dataclasses.replace(setup, config=c), "rl")
+    optimizer = policy_optimizer(c, "rl")
     params = {"q": jnp.ones(1)}
     state, sizes = optimizer.init(params), []
     for _ in range(7):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rsearch import setup as build
+from rsearch.setup.learners import policy_settings
 from tests.small_run import config, load_setup, quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -20,5 +20,5 @@ __all__ = ["quick_compilation"]
 def test_a_constant_mean_is_over_what_a_rollouts_turns_can_come_to(fields, tokens):
     sizes = {"stages": ("rl",), "rl__loss_mean": "constant"}
     setup = load_setup(config(**{"rollout__max_searches": 3} | sizes | fields))
-    learner, _ = build.make_learner(setup, "rl")
-    assert learner._weights.keywords == {"kind": "constant", "num_tokens": tokens}
+    settings = policy_settings(setup)
+    assert (settings["loss_mean"], settings["loss_tokens"]) == ("constant", tokens)

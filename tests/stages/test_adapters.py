@@ -14,7 +14,6 @@ from rsearch.models.hf import checkpoint as huggingface
 from rsearch.runtime import checkpoint
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup import agents
-from rsearch.stages import rl
 from tests.small_run import (
     arguments,
     config,
@@ -23,6 +22,7 @@ from tests.small_run import (
     run_python,
     without_times,
 )
+from tests.stages.running import run_rl
 from tests.stages.test_learning import PPO, last_state, of_rl
 
 __all__ = ["quick_compilation"]
@@ -47,7 +47,7 @@ def test_a_stage_of_adapters_changes_no_weight_and_goes_on_exactly(tmp_path):
     setup = of_rl(GRPO | dict(rl__steps=2))
     params = build.initial_params(setup)
     before = whole(params)
-    after = rl.run(setup, None, params, tmp_path / "whole")
+    after = run_rl(setup, None, params, tmp_path / "whole")
     # What is merged takes the place of the base: there is no room for both.
     assert all(x.is_deleted() for x in jax.tree.leaves(params))
     rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
@@ -66,7 +66,7 @@ def test_a_stage_of_adapters_changes_no_weight_and_goes_on_exactly(tmp_path):
     np.testing.assert_array_equal(after["embedding"], before["embedding"])
 
     for own in (of_rl(GRPO | dict(rl__steps=1)), setup):
-        rl.run(own, None, build.initial_params(setup), tmp_path / "parts")
+        run_rl(own, None, build.initial_params(setup), tmp_path / "parts")
     _, parts = last_state(setup, tmp_path / "parts")
     jax.tree.map(np.testing.assert_array_equal, parts, state)
     again = read_metrics(tmp_path / "parts" / "metrics.jsonl")
@@ -75,7 +75,7 @@ def test_a_stage_of_adapters_changes_no_weight_and_goes_on_exactly(tmp_path):
 
 def test_a_value_model_of_adapters_learns_beside_the_same_base(tmp_path):
     setup = of_rl(PPO | LOW | dict(rl__steps=2))
-    rl.run(setup, None, build.initial_params(setup), tmp_path)
+    run_rl(setup, None, build.initial_params(setup), tmp_path)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert rows[0]["value"] == 0 != rows[1]["value"]
     assert all(row["tis_weight"] == pytest.approx(1, abs=1e-4) for row in rows)

@@ -1,5 +1,6 @@
 """Numbers that go wrong: nothing is learnt from them; they are kept; a run stops."""
 
+import dataclasses
 import math
 
 import jax
@@ -11,11 +12,10 @@ from rsearch.config.recipes import StoppedError
 from rsearch.evaluation.evaluator import CHECKPOINTS
 from rsearch.runtime import checkpoint
 from rsearch.runtime.metrics import read_metrics
-from rsearch.stages import rl, sft
+from rsearch.stages import rl
 from rsearch.stages.guards import FOLDER, Guards
-from rsearch.stages.learning import Learning
-from rsearch.stages.state import Progress
 from tests.small_run import config, load_setup, quick_compilation
+from tests.stages.running import learning, rl_stage, run_rl, run_sft, state_of
 from tests.stages.test_rl import ONE_STEP, groups, rollout
 
 __all__ = ["quick_compilation"]
@@ -31,11 +31,11 @@ def guards(folder, **settings):
 def test_updates_left_out_are_counted_in_a_row_and_then_it_stops(tmp_path, capsys):
     own = guards(tmp_path, max_skipped=2, dumps=2)
     batch = {"tokens": np.arange(4)}
-    assert own.look(0, BAD, batch, PARAMS)
-    assert not own.look(1, FINE, batch, PARAMS)
-    assert own.look(2, {"critic_grad_norm": math.inf}, batch, PARAMS)
+    assert own.on_update(0, BAD, batch, PARAMS)
+    assert not own.on_update(1, FINE, batch, PARAMS)
+    assert own.on_update(2, {"critic_grad_norm": math.inf}, batch, PARAMS)
     with pytest.raises(StoppedError) as error:
-        own.look(3, BAD, batch, PARAMS)
+        own.on_update(3, BAD, batch, PARAMS)
     assert "2 updates in a row" in str(error.value)
     assert "all parameters are finite" in str(error.value)
     assert "since step 3" in str(error.value)
@@ -51,7 +51,7 @@ def test_the_parameter_that_is_not_finite_is_named(tmp_path):
     own = guards(tmp_path, max_skipped=1, dumps=0)
     broken = {"layers": {"q": np.array([1.0, np.nan])}, "norm": np.ones(2)}
     with pytest.raises(StoppedError, match=r"is the parameter layers\.q"):
-        own.look(0, BAD, {}, broken)
+        own.on_update(0, BAD, {}, broken)
     assert not (tmp_path / FOLDER).exists()
 
 
@@ -71,14 +71,14 @@ def test_a_policy_that_collapses_is_told_of_or_stopped(
     fine = dict.fromkeys(measured, 0.5)
     own = guards(tmp_path, patience=2, **bound)
     for values in (measured, fine, measured):
-        assert own.check(0, values) is None
+        assert own.on_step(0, values) is None
     assert "config.guards" not in capsys.readouterr().err
-    assert own.check(1, measured) is None
+    assert own.on_step(1, measured) is None
     told = f"config.guards.{next(iter(bound))} = 0.5"
     assert told in capsys.readouterr().err
     own = guards(tmp_path, patience=2, on_collapse="stop", **bound)
-    assert own.check(6, measured) is None
-    collapse = own.check(7, measured)
+    assert own.on_step(6, measured) is None
+    collapse = own.on_step(7, measured)
     assert told in collapse.told and "for 2 steps in a row" in collapse.told
     assert collapse.first_step == 6
 
@@ -87,11 +87,11 @@ def test_what_teaches_nothing_tells_nothing_and_what_is_no_number_is_beyond(tmp_
     """Once a policy has collapsed its rollouts are all alike."""
     own = guards(tmp_path, patience=3, on_collapse="stop", min_entropy=0.5)
     for step, measured in enumerate([{"entropy": 0.4}, {"in_loss": 0.0}] * 2):
-        assert own.check(step, measured) is None
-    collapse = own.check(4, {"entropy": math.nan})
+        assert own.on_step(step, measured) is None
+    collapse = own.on_step(4, {"entropy": math.nan})
     assert collapse.first_step == 0 and "entropy = nan" in collapse.told
-    assert own.check(5, {"entropy": 0.6}) is None
-    assert own.check(6, {"entropy": 0.4}) is None
+    assert own.on_step(5, {"entropy": 0.6}) is None
+    assert own.on_step(6, {"entropy": 0.4}) is None
 
 
 def test_steps_within_what_was_beyond_end_the_count(tmp_path):
@@ -99,18 +99,18 @@ def test_steps_within_what_was_beyond_end_the_count(tmp_path):
     bounds = dict(patience=2, on_collapse="stop", min_entropy=0.5, max_empty=0.5)
     own = guards(tmp_path, **bounds)
     for step, empty in enumerate([0.9, 0.1, 0.9, 0.1]):
-        assert own.check(step, {"empty_answers": empty}) is None
+        assert own.on_step(step, {"empty_answers": empty}) is None
     assert own.first_beyond is None
     for step, measured in [(4, {"empty_answers": 0.9}), (5, {"entropy": 0.6})]:
-        assert own.check(step, measured) is None
-    assert own.check(6, {"entropy": 0.4}).first_step == 4  # what was empty may be yet
+        assert own.on_step(step, measured) is None
+    assert own.on_step(6, {"entropy": 0.4}).first_step == 4  # what was empty may be yet
 
 
 def test_a_count_of_an_earlier_version_begins_anew(tmp_path):
     """It did not tell since when, and all would be undone."""
     own = guards(tmp_path, patience=3, on_collapse="roll_back", max_kl=0.5)
     own.restore({"skipped": 1, "beyond": 2, "kept": 0})
-    assert own.check(200, {"kl": 1.0}) is None
+    assert own.on_step(200, {"kl": 1.0}) is None
     assert own.state() == {"skipped": 1, "kept": 0} | {
         "beyond": 1,
         "since": 200,
@@ -121,23 +121,23 @@ def test_a_count_of_an_earlier_version_begins_anew(tmp_path):
 def test_without_bounds_nothing_collapses(tmp_path, capsys):
     own = guards(tmp_path, on_collapse="stop", patience=1)
     numbers = {"entropy": 0.0, "empty_answers": 1.0, "kl": 1e9}
-    assert own.check(0, numbers) is None
+    assert own.on_step(0, numbers) is None
     assert not capsys.readouterr().err
 
 
 def test_what_was_counted_goes_on(tmp_path):
     own, other = guards(tmp_path, max_skipped=2), guards(tmp_path, max_skipped=2)
-    own.look(0, BAD, {}, PARAMS)
+    own.on_update(0, BAD, {}, PARAMS)
     other.restore(own.state())
     with pytest.raises(StoppedError):
-        other.look(1, BAD, {}, PARAMS)
+        other.on_update(1, BAD, {}, PARAMS)
 
 
 def test_all_that_guards_count_is_in_their_state(tmp_path):
     """A count that a run which goes on began anew would end it elsewhere."""
     own, other = (guards(tmp_path, max_kl=0.5, patience=9) for _ in range(2))
-    own.look(0, BAD, {}, PARAMS)
-    own.check(3, {"kl": 1.0})
+    own.on_update(0, BAD, {}, PARAMS)
+    own.on_step(3, {"kl": 1.0})
     changed = {n for n, v in vars(own).items() if v != vars(other)[n]}
     assert changed == {f"_{name}" for name in own.state()} != set()
     other.restore(own.state())
@@ -152,19 +152,18 @@ def setup():
 @pytest.mark.fault(38, "NaN")
 def test_a_step_with_bad_rewards_changes_no_bit(setup, tmp_path):
     own = Guards(setup.config, "rl", tmp_path)
-    learner, _ = build.make_learner(setup, "rl")
     state = build.fresh_state(setup, "rl", build.initial_params(setup))
     before = jax.device_get(state)
     played = groups(*[[rollout("x"), rollout("y", num_tokens=4)]] * 4)
     rewards = np.tile(np.array([[1.0, np.inf]], np.float32), (4, 1))
-    learning = Learning(setup, learner, guards=own)
-    state, measured = learning(state, played, rewards)
+    learn = learning(setup, guards=own)
+    state, measured = learn(state, played, rewards)
     assert measured == {"in_loss": 0}
     after = jax.device_get(state)
     jax.tree.map(np.testing.assert_array_equal, after, before)
     assert list((tmp_path / FOLDER).glob("*.npz"))
     with pytest.raises(StoppedError):
-        learning(state, played, rewards)
+        learn(state, played, rewards)
 
 
 def test_a_stage_that_stops_keeps_its_last_checkpoint(tmp_path, monkeypatch):
@@ -173,19 +172,17 @@ def test_a_stage_that_stops_keeps_its_last_checkpoint(tmp_path, monkeypatch):
         config(**ONE_STEP | dict(rl__steps=4), guards__max_skipped=2, rl__kl_coef=0.0)
     )
     params = build.initial_params(setup)
-    told = rl.rewarded
+    stage = rl_stage(setup, tmp_path)
 
-    def broken(setup, played):
-        found = told(setup, played)
-        if len(read_metrics(tmp_path / "metrics.jsonl")) < 1:
-            return found
-        return [one._replace(rewards=one.rewards + np.inf) for one in found]
+    def broken(groups):
+        rewards, terms, groups = stage.score(groups)
+        is_first = len(read_metrics(tmp_path / "metrics.jsonl")) < 1
+        return (rewards if is_first else rewards + np.inf), terms, groups
 
-    monkeypatch.setattr(rl, "rewarded", broken)
     with pytest.raises(StoppedError, match="in step 3"):
-        rl.run(setup, None, params, tmp_path)
+        rl.run(dataclasses.replace(stage, score=broken), params)
     assert checkpoint.latest(tmp_path / CHECKPOINTS) == 2
-    progress = Progress(setup, "rl", params, tmp_path)
+    progress = state_of(setup, "rl", params, tmp_path)
     assert progress.guards.state()["skipped"] == 1
 
 
@@ -194,7 +191,7 @@ def test_a_supervised_stage_stops_likewise(tmp_path):
     rollouts = build.replay_demonstrations(setup)
     params = jax.tree.map(lambda x: x * np.nan, build.initial_params(setup))
     with pytest.raises(StoppedError, match="sft: 3 updates in a row"):
-        sft.run(setup, rollouts, params, tmp_path)
+        run_sft(setup, rollouts, params, tmp_path)
     assert len(list((tmp_path / FOLDER).glob("*.npz"))) == 3
 
 
@@ -210,6 +207,6 @@ def test_a_policy_whose_logits_are_not_finite_samples_and_teaches_nothing(
     params["layers"]["attention"]["q"] = scale.at[0, 0].set(np.nan)
     told = r"the first that is not finite is the parameter layers\.attention\.q"
     with pytest.raises(StoppedError, match=told):
-        rl.run(setup, None, params, tmp_path)
+        run_rl(setup, None, params, tmp_path)
     first = capsys.readouterr().err
     assert f"rl: step 1: grad_norm = nan; {told}".replace("\\", "") in first

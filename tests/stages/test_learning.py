@@ -8,14 +8,16 @@ import pytest
 
 from rsearch import setup as build
 from rsearch.evaluation.evaluator import CHECKPOINTS
+from rsearch.rollout.records import Rewarded
 from rsearch.runtime import checkpoint
 from rsearch.runtime.metrics import read_metrics
 from rsearch.stages import rl
+from rsearch.stages.groups import rollouts_in_loss, sample_groups
 from rsearch.stages.guards import Guards
-from rsearch.stages.learning import Learning, _learns
 from rsearch.types import Outcome, Source
 from tests import small_run
 from tests.small_run import config, load_setup, quick_compilation, without_times
+from tests.stages.running import learning, run_rl
 from tests.stages.test_rl import TOOL, groups, largest_change, rollout, segment
 
 __all__ = ["quick_compilation"]
@@ -43,7 +45,7 @@ def last_state(setup, folder):
 def test_ppo_learns_and_goes_on_exactly_where_it_stopped(tmp_path):
     setup = of_rl(PPO | dict(rl__steps=2))
     params = build.initial_params(setup)
-    after = rl.run(setup, None, params, tmp_path / "whole")
+    after = run_rl(setup, None, params, tmp_path / "whole")
     rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     assert all(np.isfinite(v) for row in rows for v in row.values())
     # Each of the programs that read rows once more, where these lie in fewer.
@@ -58,8 +60,8 @@ def test_ppo_learns_and_goes_on_exactly_where_it_stopped(tmp_path):
     assert whole.kl_coef != pytest.approx(0.1)
 
     first = of_rl(PPO | dict(rl__steps=1))
-    rl.run(first, None, params, tmp_path / "parts")
-    rl.run(setup, None, params, tmp_path / "parts")
+    run_rl(first, None, params, tmp_path / "parts")
+    run_rl(setup, None, params, tmp_path / "parts")
     step, parts = last_state(setup, tmp_path / "parts")
     assert step == 2
     jax.tree.map(np.testing.assert_array_equal, parts, whole)
@@ -69,27 +71,25 @@ def test_ppo_learns_and_goes_on_exactly_where_it_stopped(tmp_path):
 
 def test_a_critic_first_learns_alone():
     setup = of_rl(PPO | dict(rl__steps=2, critic__pretrain_steps=1))
-    learner, _ = build.make_learner(setup, "rl")
-    critic, _ = build.make_critic(setup)
     params = build.initial_params(setup)
-    learning = Learning(setup, learner, critic, params)
+    learn = learning(setup, reference=params)
     state = build.fresh_state(setup, "rl", params)
     played = groups(*[[rollout("x"), rollout("y", num_tokens=4)]] * 4)
     rewards = np.array([[1, 0]] * 4, np.float32)
     before = jax.device_get(state.critic.params)
-    state, measured = learning(state, played, rewards, step=0)
+    state, measured = learn(state, played, rewards, step=0)
     assert largest_change(params, state.params) == 0 and int(state.updates) == 0
     assert largest_change(before, jax.device_get(state.critic.params)) > 0
     assert "critic_loss" in measured and "loss" not in measured
-    state, measured = learning(state, played, rewards, step=1)
+    state, measured = learn(state, played, rewards, step=1)
     assert largest_change(params, state.params) > 0
     assert {"critic_loss", "loss"} <= measured.keys()
 
 
 def test_a_step_without_an_update_of_the_policy_has_no_entropy_to_show():
     measured = dict(reward=0.5, searches=2.0, policy_tokens=31.0, update_seconds=0.1)
-    assert "31 tokens, entropy - (0.1 s)" in rl._line("rl", 1, 2, measured)
-    assert "entropy 0.250 " in rl._line("rl", 1, 2, measured | dict(entropy=0.25))
+    assert "31 tokens, entropy - (0.1 s)" in rl.step_line("rl", 1, 2, measured)
+    assert "entropy 0.250 " in rl.step_line("rl", 1, 2, measured | dict(entropy=0.25))
 
 
 @pytest.fixture(scope="module")
@@ -105,26 +105,23 @@ def playing(setup, *, good, size, rounds):
         good: ids of the questions whose rollouts earn different rewards.
         size, rounds: questions a step, and rounds of further ones.
     """
-    c = config(
-        stages=("rl",),
-        rl__steps=1,
-        rl__questions_per_step=size,
-        rl__refill_rounds=rounds,
-    )
-    setup, asked = dataclasses.replace(setup, config=c), []
+    asked = []
 
     def play(questions):
         asked.append([q.id for q in questions])
-        played = [
-            dataclasses.replace(group, question=question)
-            for question, group in zip(
-                questions, groups(*[[rollout("x"), rollout("y")]] * len(questions))
+        played = groups(*[[rollout("x"), rollout("y")]] * len(questions))
+        return [
+            Rewarded(
+                dataclasses.replace(group, question=question),
+                np.array([1, 0] if question.id in good else [1, 1], np.float32),
+                {},
             )
+            for question, group in zip(questions, played)
         ]
-        rewards = [[1, 0] if q.id in good else [1, 1] for q in questions]
-        return played, np.array(rewards, np.float32), {"reward": len(asked)}
 
-    found, rewards, measured = rl.gather(setup, play, 3)
+    found, rewards, measured = sample_groups(
+        play, setup.train, num_questions=size, rounds=rounds, seed=0, step=3
+    )
     return [g.question.id for g in found], rewards, measured, asked
 
 
@@ -140,26 +137,26 @@ def test_groups_without_spread_give_way_to_those_of_further_questions(setup):
     assert asked == [own, further[:2], further[2:3], further[3:4]]
     assert found == [own[0], further[1], own[2], own[3]]
     np.testing.assert_array_equal(rewards, [[1, 0]] * 3 + [[1, 1]])
-    # What is measured is of the step's own questions.
-    assert measured == {
-        "reward": 1,
-        "questions_asked": 8,
-        "groups_learnt_from": 0.75,
-    }
+    # Of the step's own questions, two have different rewards.
+    assert measured["groups_with_spread"] == 0.5 and measured["reward"] == 0.75
+    assert measured["questions_asked"] == 8
+    assert measured["groups_learnt_from"] == 0.75
 
 
 def test_without_refills_a_step_plays_its_own_questions_alone(setup):
     found, rewards, measured, asked = playing(setup, good=(), size=4, rounds=0)
     assert asked == [found] and (rewards == 1).all()
-    assert measured == {"reward": 1}
+    assert measured["reward"] == 1 and "questions_asked" not in measured
 
 
 @pytest.mark.fault(13, "counted")
 def test_what_has_no_spread_in_the_end_is_not_learnt_from(setup):
-    c = config(stages=("rl",), rl__refill_rounds=1).rl
     played = groups([rollout("x"), rollout("y")], [rollout("x"), TOOL])
     rewards = np.array([[1, 0], [1, 0]], np.float32)
-    np.testing.assert_array_equal(_learns(c, played, rewards), [[1, 1], [0, 0]])
+    in_loss = rollouts_in_loss(
+        played, rewards, needs_variance=True, mask_truncated=False
+    )
+    np.testing.assert_array_equal(in_loss, [[1, 1], [0, 0]])
 
 
 def test_truncated_rollouts_leave_the_loss_and_stay_in_their_groups_mean(setup):
@@ -168,15 +165,14 @@ def test_truncated_rollouts_leave_the_loss_and_stay_in_their_groups_mean(setup):
     cut = rollout(None, Outcome.TRUNCATED)
     played = groups(*[[rollout("x"), cut]] * 4)
     rewards = np.array([[1, 0]] * 4, np.float32)
-    learner, _ = build.make_learner(setup, "rl")
-    learning = Learning(setup, learner)
+    learn = learning(setup)
     params = build.initial_params(setup)
-    state, measured = learning(build.fresh_state(setup, "rl", params), played, rewards)
+    state, measured = learn(build.fresh_state(setup, "rl", params), played, rewards)
     # Half of the rows are left, each better than its group's mean.
     assert measured["loss"] == pytest.approx(-np.sqrt(0.5), rel=1e-3)
     longer = rollout(None, Outcome.TRUNCATED, num_tokens=9)
     other = groups(*[[rollout("x"), longer]] * 4)
-    again, _ = learning(build.fresh_state(setup, "rl", params), other, rewards)
+    again, _ = learn(build.fresh_state(setup, "rl", params), other, rewards)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),  # packed otherwise
         state.params,
@@ -192,11 +188,10 @@ def test_an_update_that_would_break_the_policy_is_left_out_and_told(
     broken = dataclasses.replace(whole, segments=(whole.segments[0], broken))
     played = groups(*[[broken, rollout("y")]] * 4)
     rewards = np.array([[1, 0]] * 4, np.float32)
-    learner, _ = build.make_learner(setup, "rl")
     params = build.initial_params(setup)
     state = build.fresh_state(setup, "rl", params)
-    learning = Learning(setup, learner, guards=Guards(setup.config, "rl", tmp_path))
-    state, measured = learning(state, played, rewards, step=4)
+    learn = learning(setup, guards=Guards(setup.config, "rl", tmp_path))
+    state, measured = learn(state, played, rewards, step=4)
     assert largest_change(params, state.params) == 0
     assert not np.isfinite(measured["grad_norm"])
     told = capsys.readouterr().err
@@ -243,7 +238,7 @@ def test_a_memory_is_asked_each_step_and_learnt_from(tmp_path):
     )
     memory = Recorder()
     params = build.initial_params(setup)
-    rl.run(setup, None, params, tmp_path, stage="rl_recall", memory=memory)
+    run_rl(setup, None, params, tmp_path, stage="rl_recall", memory=memory)
     assert memory.seen == [(i, 4, (4, 2)) for i in range(3)]
     rows = read_metrics(tmp_path / "metrics.jsonl")
     losses = [row.get("memory_loss", 0.0) for row in rows]

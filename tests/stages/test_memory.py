@@ -7,7 +7,9 @@ import pytest
 
 from rsearch.protocols.base import Step
 from rsearch.runtime.jsonl import read_jsonl
-from rsearch.stages.memory import FILE, Memory, open_memory
+from rsearch.setup.stages import memory_settings
+from rsearch.stages.memory import FILE, Memory
+from rsearch.train import rl_stage
 from rsearch.types import (
     Answer,
     Group,
@@ -77,10 +79,15 @@ def right(question, *contents):
     return Group(question, (rollout(question.golden_answers[0], *contents),))
 
 
+def memory_of(setup, rewriter, folder):
+    """A memory of a setup with this rewriting model."""
+    return Memory(rewriter, folder, **memory_settings(setup))
+
+
 def collected(setup, folder, groups, *, replies=None, step=0):
     """(what is told, rows of T, the rewriter) after one step of a fresh memory."""
     rewriter = Rewriter(setup, replies or {})
-    memory = Memory(setup, rewriter, folder)
+    memory = memory_of(setup, rewriter, folder)
     rewards = np.ones((len(groups), len(groups[0].rollouts)), np.float32)
     told = memory.collect(step, groups, rewards)
     return told, read_jsonl(folder / FILE), rewriter
@@ -99,7 +106,7 @@ def test_a_right_rewording_is_kept_and_learnt_as_one_turn(setup, tmp_path):
     system, user = rewriter.chats[0]
     assert "Matrix: A\nfirst\nB\nsecond Now" in system["content"]
     assert user == {"role": "user", "content": f"Question: {one.text}"}
-    memory = Memory(setup, rewriter, tmp_path)
+    memory = memory_of(setup, rewriter, tmp_path)
     segments = {s[-1].text: s for s in memory.rows(4)}
     prompt, own = segments[reworded(setup, two)]
     assert (prompt.source, own.source) == (Source.PROMPT, Source.POLICY)
@@ -140,7 +147,7 @@ def test_what_is_not_verified_is_refused_and_asked_for_again(setup, tmp_path, ca
     told, rows, _ = collected(setup, tmp_path, groups, replies=replies)
     assert told == {"memory_asked": 2, "memory_kept": 1, "memory_size": 1}
     assert [row["id"] for row in rows] == [other.id]
-    memory = Memory(setup, Rewriter(setup), tmp_path)
+    memory = memory_of(setup, Rewriter(setup), tmp_path)
     told = memory.collect(1, groups, np.ones((2, 1)))
     assert told == {"memory_asked": 1, "memory_kept": 1, "memory_size": 2}
 
@@ -160,7 +167,7 @@ def test_the_best_correct_rollout_that_searched_is_reworded(setup, tmp_path):
         rollout(None, "none", outcome=Outcome.TRUNCATED),
     )
     rewriter = Rewriter(setup)
-    memory = Memory(setup, rewriter, tmp_path)
+    memory = memory_of(setup, rewriter, tmp_path)
     rewards = np.array([[9, 9, 9, 9, 1, 2, 2, 9]], np.float32)
     memory.collect(0, [Group(question, rollouts)], rewards)
     ((system, _),) = rewriter.chats
@@ -188,7 +195,7 @@ def test_what_is_right_is_what_the_reward_says(setup, tmp_path):
 
 def test_a_question_in_the_memory_is_not_asked_about_again(setup, tmp_path):
     rewriter = Rewriter(setup)
-    memory = Memory(setup, rewriter, tmp_path)
+    memory = memory_of(setup, rewriter, tmp_path)
     groups = [right(q, "A\na") for q in setup.train[:3]]
     memory.collect(0, groups[:2], np.ones((2, 1)))
     told = memory.collect(1, groups, np.ones((3, 1)))
@@ -201,7 +208,7 @@ def texts(memory, step):
 
 
 def test_rows_are_drawn_by_step_and_no_more_than_asked_for(setup, tmp_path):
-    memory = Memory(setup, Rewriter(setup), tmp_path)
+    memory = memory_of(setup, Rewriter(setup), tmp_path)
     assert memory.rows(0) == []
     groups = [right(q, "A\na") for q in setup.train[:20]]
     memory.collect(0, groups[:3], np.ones((3, 1)))
@@ -223,15 +230,15 @@ def test_a_run_that_is_killed_collects_and_draws_the_same_again(setup, tmp_path)
         told = memory.collect(number, part, np.ones((4, 1)))
         return told, texts(memory, number)
 
-    memory = Memory(setup, Rewriter(setup), tmp_path)
+    memory = memory_of(setup, Rewriter(setup), tmp_path)
     whole = [step(memory, number) for number in range(3)]
     bytes_of = (tmp_path / FILE).read_bytes()
     # Its newest checkpoint is that of step 0: two steps are done again.
-    again = Memory(setup, Rewriter(setup), tmp_path)
+    again = memory_of(setup, Rewriter(setup), tmp_path)
     assert [step(again, number) for number in (1, 2)] == whole[1:]
     assert (tmp_path / FILE).read_bytes() == bytes_of
     # Killed before that checkpoint, and on the way through the first step.
-    again = Memory(setup, Rewriter(setup), tmp_path)
+    again = memory_of(setup, Rewriter(setup), tmp_path)
     again.collect(0, groups[:4], np.ones((4, 1)))
     assert [row["step"] for row in read_jsonl(tmp_path / FILE)] == [0] * 4
 
@@ -251,4 +258,5 @@ def test_passages_and_questions_cannot_speak_for_the_template(setup, tmp_path):
 
 def test_without_a_coefficient_there_is_no_memory(setup, tmp_path):
     own = config(**SIZES | {"rl__memorise_coef": 0.0})
-    assert open_memory(dataclasses.replace(setup, config=own), tmp_path) is None
+    without = dataclasses.replace(setup, config=own)
+    assert rl_stage(without, None, tmp_path).memory is None

@@ -11,13 +11,13 @@ from rsearch import setup as build
 from rsearch.evaluation.evaluator import Evaluator
 from rsearch.hosts import preemption
 from rsearch.learn.train_state import create_state
-from rsearch.learn.update import Learner
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.runtime.metrics import read_metrics
+from rsearch.setup.learners import policy_optimizer
 from rsearch.stages import rl
-from rsearch.stages.learning import Learning
 from rsearch.types import Group, Lookup, Outcome, Question, Rollout, Segment, Source
 from tests.small_run import config, load_setup, quick_compilation
+from tests.stages.running import learning, rl_stage, run_rl, scored
 
 __all__ = ["quick_compilation"]
 ONE_STEP = dict(stages=("rl",), rl__steps=1)
@@ -71,7 +71,7 @@ def test_the_reward_of_a_failed_tool_counts_nowhere_but_among_outcomes(setup):
     played = groups(
         [rollout("x"), rollout("y")], [TOOL, rollout("x", num_tokens=4)], [TOOL, TOOL]
     )
-    judged, rewards, measured = rl.together(rl.rewarded(setup, played))
+    judged, rewards, measured = scored(setup, played)
     np.testing.assert_array_equal(rewards, [[2, 0], [0, 2], [0, 0]])
     assert list(judged) == played
     assert measured["reward"] == pytest.approx((2 + 0 + 2) / 3)
@@ -103,14 +103,14 @@ def test_a_judge_that_fails_takes_its_rollout_out_of_the_step(setup):
     terms = {"evidence_f1": {}, "answer_em": {}}
     judging = with_reward(setup, judge, **terms)
     played = groups([box("kept"), box("lost")])
-    judged, rewards, measured = rl.together(rl.rewarded(judging, played))
+    judged, rewards, measured = scored(judging, played)
     np.testing.assert_array_equal(rewards, [[2, 0]])
     assert [r.outcome for r in judged[0].rollouts] == ["answered", "judge_error"]
     assert (measured["judge_error"], measured["answered"]) == (0.5, 0.5)
     assert measured["reward"] == 2 and measured["reward_evidence_f1"] == 1
     # Where the term is only watched, the rollout stays, and its NaN is in no mean.
     watching = with_reward(setup, judge, **{**terms, "evidence_f1": {"weight": 0.0}})
-    judged, rewards, measured = rl.together(rl.rewarded(watching, played))
+    judged, rewards, measured = scored(watching, played)
     np.testing.assert_array_equal(rewards, [[1, 1]])
     assert (measured["judge_error"], measured["reward_evidence_f1"]) == (0, 1)
 
@@ -119,11 +119,11 @@ def learn_from(setup, played, rewards, *, steps=1, **changes):
     """(parameters before, after, metrics) of learning from these rollouts."""
     c = config(**ONE_STEP, rl__questions_per_step=4, **changes)
     setup = dataclasses.replace(setup, config=c)
-    learner, optimizer = build.make_learner(setup, "rl")
+    optimizer = policy_optimizer(setup.config, "rl")
     before = build.initial_params(setup)
     state = create_state(before, optimizer, setup.mesh)
     for _ in range(steps):
-        state, measured = Learning(setup, learner)(state, played, rewards)
+        state, measured = learning(setup)(state, played, rewards)
     return before, state.params, measured
 
 
@@ -136,16 +136,16 @@ def largest_change(before, after):
 def test_a_step_in_which_everything_failed_changes_nothing(setup):
     """Not even by weight decay, nor by the momentum of the step before."""
     good = groups(*[[rollout("x"), rollout("y")]] * 4)
-    _, rewards, _ = rl.together(rl.rewarded(setup, good))
-    learner, optimizer = build.make_learner(setup, "rl")
+    _, rewards, _ = scored(setup, good)
+    optimizer = policy_optimizer(setup.config, "rl")
     state = create_state(build.initial_params(setup), optimizer, setup.mesh)
-    state, _ = Learning(setup, learner)(state, good, rewards)
+    state, _ = learning(setup)(state, good, rewards)
     before = jax.device_get(state)
     played = groups(*[[TOOL, TOOL]] * 4)
-    _, rewards, measured = rl.together(rl.rewarded(setup, played))
+    _, rewards, measured = scored(setup, played)
     assert measured["reward"] == 0 and measured["tool_error"] == 1
     assert measured["groups_with_spread"] == 0
-    after, measured = Learning(setup, learner)(state, played, rewards)
+    after, measured = learning(setup)(state, played, rewards)
     assert measured == {"in_loss": 0}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
 
@@ -164,7 +164,7 @@ def test_failed_rollouts_do_not_change_what_the_others_teach(setup):
 
 
 def test_a_step_measures_these_things(setup, tmp_path):
-    rl.run(setup, Evaluator(setup), build.initial_params(setup), tmp_path)
+    run_rl(setup, Evaluator(setup), build.initial_params(setup), tmp_path)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert row.keys() == {"step", *STEP_FIELDS}
     shares = [row[outcome.value] for outcome in Outcome]
@@ -178,18 +178,18 @@ def test_a_step_measures_these_things(setup, tmp_path):
 def test_a_run_that_is_told_to_stop_while_it_rolls_out_begins_no_update(
     setup, tmp_path, monkeypatch
 ):
-    def rewarded(*args):
+    def score(groups):
         monkeypatch.setattr(preemption, "is_stop_requested", lambda: True)
-        return real(*args)
+        return stage.score(groups)
 
     def update(*args):
         raise AssertionError("an update has begun")
 
-    real = rl.rewarded
-    monkeypatch.setattr(rl, "rewarded", rewarded)
-    monkeypatch.setattr(Learner, "update", update)
+    stage = rl_stage(setup, tmp_path)
+    trainer = dataclasses.replace(stage.trainer, update=update)
+    stopped = dataclasses.replace(stage, score=score, trainer=trainer)
     with pytest.raises(preemption.PreemptedError):
-        rl.run(setup, Evaluator(setup), build.initial_params(setup), tmp_path)
+        rl.run(stopped, build.initial_params(setup))
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
@@ -229,7 +229,7 @@ SETTINGS = {
 def test_every_setting_runs_and_measures_finite_numbers(tmp_path, settings):
     setup = load_setup(config(**ONE_STEP | settings | dict(rl__steps=2)))
     before = build.initial_params(setup)
-    after = rl.run(setup, None, before, tmp_path)
+    after = run_rl(setup, None, before, tmp_path)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert all(np.isfinite(v) for row in rows for v in row.values())
     in_loss = settings["rl__kl_place"] == "loss"
@@ -279,22 +279,22 @@ def test_k2_is_taken_too(setup):
     rewards = np.array([[1, 0]] * 4, np.float32)
     c = config(**ONE_STEP, rl__kl_coef=0.5, rl__kl_kind="k2")
     setup = dataclasses.replace(setup, config=c)
-    learner, optimizer = build.make_learner(setup, "rl")
+    optimizer = policy_optimizer(setup.config, "rl")
     params = build.initial_params(setup)
     state = create_state(params, optimizer, setup.mesh)
     reference = jax.tree.map(lambda x: 1.1 * x, params)
-    learning = Learning(setup, learner, None, reference)
-    state, measured = learning(state, played, rewards)
+    learn = learning(setup, reference=reference)
+    state, measured = learn(state, played, rewards)
     assert measured["kl"] > 0 and measured["grad_norm"] > 0
     # With the policy as its own reference there is no divergence at all.
     same = jax.tree.map(lambda x: 1.0 * x, state.params)
-    _, measured = Learning(setup, learner, None, same)(state, played, rewards)
+    _, measured = learning(setup, reference=same)(state, played, rewards)
     assert measured["kl"] == pytest.approx(0, abs=1e-9)
 
 
 def test_dev_scores_are_measured_on_the_way_and_compile_once(tmp_path):
     setup = load_setup(config(**ONE_STEP | dict(rl__steps=4), eval__every_steps=2))
-    rl.run(setup, Evaluator(setup), build.initial_params(setup), tmp_path)
+    run_rl(setup, Evaluator(setup), build.initial_params(setup), tmp_path)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert ["dev_em" in row for row in rows] == [False, True, False, True]
     assert rows[2]["compiles"] == rows[3]["compiles"]
@@ -325,14 +325,12 @@ def test_r_search_learns_from_its_judge(tmp_path, setup):
         return replies
 
     judging = dataclasses.replace(judged, judge=judge)
-    rl.run(judging, None, build.initial_params(judged), tmp_path / "r")
+    run_rl(judging, None, build.initial_params(judged), tmp_path / "r")
     (row,) = read_metrics(tmp_path / "r" / "metrics.jsonl")
     assert {f"reward_{name}" for name in terms} <= row.keys()
     assert all(np.isfinite(v) for v in row.values())
     # This policy writes no evidence; a rollout that does is judged like this.
-    _, rewards, measured = rl.together(
-        rl.rewarded(judging, groups([box("a"), box("b")]))
-    )
+    _, rewards, measured = scored(judging, groups([box("a"), box("b")]))
     assert len(asked) == 2 and all(isinstance(reply, str) for reply in asked)
     assert measured["judge_error"] == 0 and np.isfinite(rewards).all()
     json.dumps(measured, allow_nan=False)

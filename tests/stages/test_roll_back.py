@@ -15,8 +15,8 @@ from rsearch.runtime import checkpoint
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.metrics import read_metrics
 from rsearch.stages import rl
-from rsearch.stages.state import Progress
 from tests.small_run import config, load_setup, quick_compilation
+from tests.stages.running import run_rl, state_of
 from tests.stages.test_rl import ONE_STEP
 
 __all__ = ["quick_compilation"]
@@ -26,25 +26,16 @@ BOUND = {"guards__max_empty": 0.5, "guards__patience": 2}
 
 def collapsing(monkeypatch, beyond):
     """Has steps be beyond the bound: beyond(step, how often it was taken before)."""
-    taken, told = [], rl.together
+    taken, real = [], rl.sample_groups
 
-    def measure(found):
-        groups, rewards, measured = told(found)
-        ids = [group.question.id for group in groups]
-        step = measure.step
-        before = sum(one == step for one, _ in taken)
-        taken.append((step, ids))
-        measured["empty_answers"] = 0.9 if beyond(step, before) else 0.1
-        return groups, rewards, measured
+    def sample_groups(play, questions, *, step, **settings):
+        groups, rewards, metrics = real(play, questions, step=step, **settings)
+        before = sum(earlier == step for earlier, _ in taken)
+        taken.append((step, [group.question.id for group in groups]))
+        metrics["empty_answers"] = 0.9 if beyond(step, before) else 0.1
+        return groups, rewards, metrics
 
-    real = rl.gather
-
-    def gather(setup, play, step, **settings):
-        measure.step = step
-        return real(setup, play, step, **settings)
-
-    monkeypatch.setattr(rl, "together", measure)
-    monkeypatch.setattr(rl, "gather", gather)
+    monkeypatch.setattr(rl, "sample_groups", sample_groups)
     return taken
 
 
@@ -64,7 +55,7 @@ def test_a_collapse_is_rolled_back_and_other_draws_follow(
         return step in (2, 3) and not before
 
     setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond)
-    rl.run(setup, None, params, tmp_path)
+    run_rl(setup, None, params, tmp_path)
     assert [step for step, _ in taken] == [0, 1, 2, 3, 2, 3, 4, 5]
     first, second = (dict(taken[a:b]) for a, b in ((2, 4), (4, 6)))
     assert all(first[step] != second[step] for step in (2, 3))
@@ -91,7 +82,7 @@ def test_a_collapse_in_the_first_steps_goes_back_to_the_beginning(
 
     own = {"checkpoint__rl_steps": 2}
     setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond, **own)
-    rl.run(setup, None, params, tmp_path)
+    run_rl(setup, None, params, tmp_path)
     assert [step for step, _ in taken] == [0, 1, 0, 1, 2, 3, 4, 5]
 
 
@@ -100,10 +91,10 @@ def test_after_so_many_roll_backs_it_stops(tmp_path, monkeypatch):
     always = collapse_of(monkeypatch, tmp_path, lambda step, _: step > 0, **own)
     setup, params, taken = always
     with pytest.raises(StoppedError, match="rolled back 1 times"):
-        rl.run(setup, None, params, tmp_path)
+        run_rl(setup, None, params, tmp_path)
     assert [step for step, _ in taken] == [0, 1, 2, 1, 2]
     with pytest.raises(StoppedError, match="rolled back 1 times"):
-        rl.run(setup, None, params, tmp_path)  # what counts them is a file
+        run_rl(setup, None, params, tmp_path)  # what counts them is a file
 
 
 def test_where_nothing_from_before_is_kept_it_stops(tmp_path, monkeypatch):
@@ -114,7 +105,7 @@ def test_where_nothing_from_before_is_kept_it_stops(tmp_path, monkeypatch):
 
     setup, params, _ = collapse_of(monkeypatch, tmp_path, beyond, checkpoint__keep=1)
     with pytest.raises(StoppedError, match="no checkpoint from before step 3 is left"):
-        rl.run(setup, None, params, tmp_path)
+        run_rl(setup, None, params, tmp_path)
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -128,7 +119,7 @@ def test_what_may_be_gone_back_to_stays_however_long_that_is(
 
     own = {"checkpoint__keep": keep, "guards__patience": 3}
     setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond, **own)
-    rl.run(setup, None, params, tmp_path)
+    run_rl(setup, None, params, tmp_path)
     assert [step for step, _ in taken] == [*range(5), *range(2, 6)]
     found = checkpoint.steps(tmp_path / CHECKPOINTS)
     assert found == [*range(7 - keep, 7)]  # and goes when it is over
@@ -140,11 +131,11 @@ def test_a_step_that_is_saved_before_it_is_looked_at_may_be_gone_back_from(
     setup, params, _ = collapse_of(
         monkeypatch, tmp_path, lambda *_: False, checkpoint__keep=1
     )
-    progress = Progress(setup, "rl", params, tmp_path)
-    state = progress.state
+    progress = state_of(setup, "rl", params, tmp_path)
+    state = progress.train_state
     for owed in ({"empty_answers": 0.1}, {"empty_answers": 0.9}):
-        with pytest.raises(PreemptedError), progress.kept():
-            progress.advance(state, owed=owed)
+        with pytest.raises(PreemptedError), progress.save_on_preemption():
+            progress.advance(state, pending_metrics=owed)
             raise PreemptedError("told to stop")
     assert checkpoint.steps(tmp_path / CHECKPOINTS) == [1, 2]
 
@@ -158,7 +149,7 @@ def test_two_checkpoints_are_enough_to_go_back(tmp_path, monkeypatch, first):
 
     own = {"checkpoint__keep": 2, "checkpoint__rl_steps": 2, "guards__patience": 3}
     setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond, **own)
-    rl.run(setup, None, params, tmp_path)
+    run_rl(setup, None, params, tmp_path)
     assert [step for step, _ in taken] == [*range(first + 3), *range(2, 6)]
 
 
@@ -178,7 +169,7 @@ def test_going_back_two_states_are_never_held(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "restore", restore)
     before = held()
-    rl.run(setup, None, params, tmp_path)
+    run_rl(setup, None, params, tmp_path)
     shapes = build.state_shapes(setup, "rl")
     state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
     assert len(sizes) == 1 and sizes[0] - before < state / 2
@@ -191,7 +182,7 @@ def test_a_roll_back_that_is_interrupted_ends_alike(tmp_path, monkeypatch):
         return step in (2, 3) and not before
 
     setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond)
-    whole = rl.run(setup, None, params, tmp_path / "whole")
+    whole = run_rl(setup, None, params, tmp_path / "whole")
     taken.clear()
     real = checkpoint.save
 
@@ -203,8 +194,8 @@ def test_a_roll_back_that_is_interrupted_ends_alike(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "save", save)
         with pytest.raises(KeyboardInterrupt):
-            rl.run(setup, None, params, tmp_path / "killed")
-    again = rl.run(setup, None, params, tmp_path / "killed")
+            run_rl(setup, None, params, tmp_path / "killed")
+    again = run_rl(setup, None, params, tmp_path / "killed")
     assert [step for step, _ in taken] == [0, 1, 2, 3, 2, 2, 3, 4, 5]
     assert taken[4] == taken[5]
     jax.tree.map(np.testing.assert_array_equal, again, whole)

@@ -8,9 +8,9 @@ import pytest
 from rsearch import setup as build
 from rsearch.data.order import take
 from rsearch.runtime.metrics import read_metrics
-from rsearch.stages import sft
 from rsearch.types import Source
 from tests.small_run import config, load_setup, quick_compilation
+from tests.stages.running import run_sft
 
 __all__ = ["quick_compilation"]
 ALONE = dict(stages=("sft",), sft__baseline_share=0.0)
@@ -38,7 +38,7 @@ def test_its_first_loss_is_that_of_the_policys_own_tokens(tmp_path):
         )
         total -= log_likelihoods(setup.model, params, ids)[own].sum()
         count += own.sum()
-    trained = sft.run(setup, rollouts, params, tmp_path)
+    trained = run_sft(setup, rollouts, params, tmp_path)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert row["loss"] == pytest.approx(total / count, rel=1e-5)
     assert row.keys() == {"step", "loss", "grad_norm", "seconds", "compiles"}
@@ -49,6 +49,6 @@ def test_its_first_loss_is_that_of_the_policys_own_tokens(tmp_path):
 def test_more_rows_than_demonstrations_are_filled_with_repeats(tmp_path):
     setup = load_setup(config(sft__steps=1, **ALONE))
     rollouts = build.replay_demonstrations(setup)[:3]
-    sft.run(setup, rollouts, build.initial_params(setup), tmp_path)
+    run_sft(setup, rollouts, build.initial_params(setup), tmp_path)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert np.isfinite(row["loss"]) and row["loss"] > 0

@@ -14,12 +14,12 @@ import pytest
 from rsearch import setup as build
 from rsearch.evaluation.evaluator import CHECKPOINTS
 from rsearch.hosts import preemption
-from rsearch.learn.update import Learner
+from rsearch.learn.trainer import Trainer
 from rsearch.runtime import checkpoint, storage
 from rsearch.runtime.metrics import MetricsLog, read_metrics
-from rsearch.stages import rl, sft, state
+from rsearch.stages import rl, state
 from rsearch.stages.guards import Guards
-from rsearch.stages.state import Progress
+from rsearch.stages.state import StageState
 from tests.small_run import (
     PPO,
     arguments,
@@ -28,6 +28,7 @@ from tests.small_run import (
     quick_compilation,
     without_times,
 )
+from tests.stages.running import run_rl, run_sft, state_of
 from tests.stages.test_rl import ONE_STEP
 from tests.test_train import ROOT, assert_same_as_uninterrupted, child_environment
 
@@ -41,10 +42,10 @@ def progress(tmp_path, monkeypatch):
     monkeypatch.setattr(state, "WAITS", (0.01, 0.02))
     setup = load_setup(config(checkpoint__sft_steps=1, checkpoint__retry_seconds=30.0))
     params = build.initial_params(setup)
-    found = Progress(setup, "sft", params, tmp_path)
-    found.advance(found.state)
+    found = state_of(setup, "sft", params, tmp_path)
+    found.advance(found.train_state)
     found.save_if_due()
-    found.advance(found.state)
+    found.advance(found.train_state)
     return found
 
 
@@ -77,21 +78,23 @@ def test_all_that_changes_in_a_stage_has_a_place_that_outlives_it(
     setup = load_setup(config(**own, guards__patience=9))
     params, made = build.initial_params(setup), []
 
-    class Watched(Progress):
+    class Watched(StageState):
         def __init__(self, *args, **settings):
             super().__init__(*args, **settings)
             made.append((self, walked(vars(self))))
 
-    monkeypatch.setattr(rl, "Progress", Watched)
-    monkeypatch.setattr(Learner, "left", Learner.plain)  # and the base is still there
-    rl.run(setup, None, params, tmp_path)
+    monkeypatch.setattr(rl, "StageState", Watched)
+    # The base stays, to restore the state once more below.
+    monkeypatch.setattr(Trainer, "final_weights", Trainer.for_decoding)
+    run_rl(setup, None, params, tmp_path)
     ((progress, at_first),) = made
     at_last = walked(vars(progress))
     changed = {name for name in at_last if at_last[name] != at_first.get(name)}
-    found = walked(vars(Progress(setup, "rl", params, tmp_path)))
+    found = walked(vars(state_of(setup, "rl", params, tmp_path)))
     assert {name for name in changed if found.get(name) != at_last[name]} == set()
-    for part in (".state.params", ".state.opt_state", ".state.critic", ".kl_coef"):
-        assert any(name.startswith(".state") and part in name for name in changed), part
+    names = [name for name in changed if name.startswith(".train_state")]
+    for leaf in (".params", ".opt_state", ".critic", ".kl_coef"):
+        assert any(leaf in name for name in names), leaf
     assert {".done", "._saved", ".guards._beyond"} <= changed
 
 
@@ -128,7 +131,7 @@ def test_a_save_is_tried_again_until_the_disk_takes_it(
     assert progress.is_saved and checkpoint.steps(folder) == [1, 2]
     checkpoint.verify(folder, 2)
     told = capsys.readouterr().err
-    size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(progress.state))
+    size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(progress.train_state))
     assert told.count(os.strerror(code)) == 3 and "2 steps kept" in told
     assert f"{size:,} bytes" in told and str(folder / "2") in told
 
@@ -148,7 +151,7 @@ def test_it_ends_when_its_time_is_over_and_what_was_there_is_whole(
     progress, tmp_path, monkeypatch
 ):
     refuse(monkeypatch, PLACES["data"], errno.ENOSPC, 10**9)
-    with progress._setup.config.unlocked() as c:
+    with progress._config.unlocked() as c:
         c.checkpoint.retry_seconds = 0.05
     with pytest.raises(OSError, match="No space left on device") as error:
         progress.save_if_due()
@@ -165,7 +168,7 @@ def test_who_is_told_to_stop_meanwhile_does_not_wait(progress, tmp_path, monkeyp
     began = time.monotonic()
     with (
         pytest.raises(preemption.PreemptedError, match="No space left"),
-        progress.kept(),
+        progress.save_on_preemption(),
     ):
         progress.save_if_due()
     assert time.monotonic() - began < 10
@@ -180,7 +183,7 @@ def test_a_supervised_step_whose_row_the_disk_refuses_is_saved_with_it(
     demonstrations = build.replay_demonstrations(setup)
 
     def run(folder):
-        sft.run(setup, demonstrations, build.initial_params(setup), folder)
+        run_sft(setup, demonstrations, build.initial_params(setup), folder)
         return read_metrics(folder / "metrics.jsonl")
 
     whole, real = run(tmp_path / "whole"), MetricsLog.write

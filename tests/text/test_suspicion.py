@@ -9,7 +9,7 @@ import pytest
 
 from rsearch.evaluation.evaluator import transcripts
 from rsearch.rollout.records import Rewarded
-from rsearch.stages import rl
+from rsearch.stages.groups import summarize
 from rsearch.text.suspicion import suspects
 from rsearch.types import (
     Group,
@@ -55,7 +55,7 @@ def test_transcripts_and_metrics_tell_of_them():
     row = {"stage": "rl", "method": "protocol", "dataset": "d"}
     (told,) = transcripts([group], row)
     assert told["suspicious"] == ["bad"]
-    _, _, measured = rl.together([Rewarded(group, np.zeros(1, np.float32), {})])
+    _, _, measured = summarize([Rewarded(group, np.zeros(1, np.float32), {})])
     assert measured["suspicious_passages"] == 0.5
 
 

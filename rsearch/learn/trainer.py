@@ -1,0 +1,80 @@
+"""What a stage trains with: compiled functions, and the state that they change."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rsearch.learn.batch import Batch, cut
+from rsearch.learn.packing import packed
+from rsearch.learn.train_state import TrainState
+from rsearch.learn.update import put
+from rsearch.models.sharding import num_shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """The compiled functions of one stage's training.
+
+    Attributes:
+        mesh: devices that train.
+        score: (params, base, batch) -> [M, b, T] log-probabilities under a policy.
+        update: (state, base, batch, memory) -> (state, metrics), see `make_update`; the
+            state's critic is left aside.
+        score_values, update_values: the same of the value model; None without one.
+        merge: (dtype, donates) -> compiled (base, adapters) -> weights; None where all
+            parameters are trained.
+        decode_dtype: of weights that decode.
+        state_shapes: shapes and shardings of a TrainState, to restore a checkpoint.
+        fresh_state: params -> the TrainState that a stage begins with.
+    """
+
+    mesh: Mesh
+    score: Callable
+    update: Callable
+    score_values: Callable | None
+    update_values: Callable | None
+    merge: Callable | None
+    decode_dtype: jnp.dtype
+    state_shapes: TrainState
+    fresh_state: Callable
+
+    def base_of(self, params):
+        """Return the frozen weights that a stage's adapters stand beside, or None.
+
+        They are the weights that the stage begins with. They are also what its KL is
+        to, so that no second copy is held.
+        """
+        return None if self.merge is None else params
+
+    def for_decoding(self, params, base):
+        """Return the weights that decode: adapters merged into their base."""
+        if base is None:
+            return params
+        return self.merge(jnp.dtype(self.decode_dtype), False)(base, params)
+
+    def final_weights(self, params, base):
+        """Return the stage's final weights: LoRA merged into the base, float32.
+
+        Donates the base's buffers: it must not be touched again.
+        """
+        if base is None:
+            return params
+        return self.merge(jnp.dtype(jnp.float32), True)(base, params)
+
+    def put(self, batch: Batch, micro_batch: int) -> Batch:
+        """Return rows on the devices, as packed micro-batches of so many rows."""
+        batch = packed(cut(batch, micro_batch), multiple=num_shards(self.mesh))
+        return put(batch, self.mesh)
+
+    def update_policy(self, state: TrainState, base, batch: Batch, memory=None):
+        """Return the state with an updated policy, the same critic, and metrics."""
+        policy, metrics = self.update(state._replace(critic=None), base, batch, memory)
+        return policy._replace(critic=state.critic), jax.device_get(metrics)
+
+    def update_critic(self, state: TrainState, base, batch: Batch):
+        """Return the state with an updated critic, the same policy, and metrics."""
+        critic, metrics = self.update_values(state.critic, base, batch)
+        return state._replace(critic=critic), jax.device_get(metrics)

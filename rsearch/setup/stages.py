@@ -1,0 +1,91 @@
+"""The objects of a stage: fields of `RLStage`, and arguments of `Memory`."""
+
+import dataclasses
+import functools
+import pathlib
+
+from rsearch.rewards.group import reward_groups
+from rsearch.runtime.journal import AppendLog
+from rsearch.runtime.recorded import record_search
+from rsearch.setup.agents import load_agent, recorded_agent
+from rsearch.setup.engines import make_host, make_rollouts
+from rsearch.setup.learners import make_trainer
+from rsearch.setup.setup import Setup
+from rsearch.types import GenerateFn
+
+
+def rl_parts(setup: Setup, folder: pathlib.Path) -> dict:
+    """Return the fields of an RLStage but for its name, evaluation and memory.
+
+    Args:
+        setup: of the stage.
+        folder: of the stage.
+    """
+    c = setup.config
+    setup = record_services(setup, folder)
+    rollouts = make_rollouts(
+        setup,
+        make_host(setup),
+        temperature=c.rollout.temperature,
+        top_p=c.rollout.top_p,
+        group_size=c.rollout.group_size,
+    )
+    score = functools.partial(
+        reward_groups, terms=c.reward.to_dict(), judge=setup.judge
+    )
+    return dict(
+        config=c,
+        folder=folder,
+        trainer=make_trainer(setup, "rl"),
+        rollouts=rollouts,
+        score=score,
+        questions=setup.train,
+        num_tokens=setup.num_tokens,
+        inputs=setup.inputs,
+    )
+
+
+def record_services(setup: Setup, folder: pathlib.Path) -> Setup:
+    """Return a copy whose service calls are cached in the stage's journals.
+
+    A service may answer otherwise at any time: a resumed run sees the same replies.
+    """
+    c, recorded = setup.config, {}
+    if c.retrieval.url:
+        journal = AppendLog(folder, "searches")
+        recorded["search"] = record_search(setup.search, journal)
+    for name in ("judge", "writer"):
+        generate = getattr(setup, name)
+        if generate is not None:
+            recorded[name] = recorded_agent(c, name, generate, folder)
+    return dataclasses.replace(setup, **recorded)
+
+
+def load_rewriter(
+    setup: Setup, folder: pathlib.Path, *, is_over: bool = False
+) -> GenerateFn:
+    """Load the model that words what a stage memorises.
+
+    Args:
+        setup: of the stage.
+        folder: of the stage, whose journal caches the replies of a service.
+        is_over: see `load_setup`.
+    """
+    rewrite = load_agent(
+        setup.config, "rewriter", setup.mesh, workdir=setup.home, is_late=is_over
+    )
+    if is_over:
+        return rewrite
+    return recorded_agent(setup.config, "rewriter", rewrite, folder)
+
+
+def memory_settings(setup: Setup) -> dict:
+    """Return what a Memory is made with beside its rewriting model and folder."""
+    c = setup.config
+    return dict(
+        host=make_host(setup),
+        num_rows=c.rl.memorise_rows,
+        seed=c.seed,
+        prompt=c.protocol.rewrite,
+        correct=dict(c.reward.get("answer_cover_em", {})),
+    )

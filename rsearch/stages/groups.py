@@ -1,0 +1,159 @@
+"""The groups that a step of reinforcement learns from, and what is measured of them."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rsearch.data.order import take
+from rsearch.rollout.records import Rewarded
+from rsearch.text.suspicion import suspects
+from rsearch.types import Group, Outcome, Question, Rollout, Source
+
+SEEDS = 1 << 32  # seeds of runs: a step taken again draws from beyond these
+
+
+def sample_groups(
+    play: Callable[[Sequence[Question]], list[Rewarded]],
+    questions: Sequence[Question],
+    *,
+    num_questions: int,
+    rounds: int,
+    seed: int,
+    step: int,
+    attempt: int = 0,
+) -> tuple[list[Group], np.ndarray, dict[str, float]]:
+    """Return the groups that a step learns from.
+
+    With `rounds`, groups whose rollouts all earn the same give way to those of further
+    questions: DAPO's dynamic sampling (arXiv 2503.14476 section 3.2), but bounded. The
+    further questions are those behind the step's own in its share of the stream.
+
+    Args:
+        play: rolls out questions and scores them.
+        questions: of the stage; seed and step decide which of them a step has.
+        num_questions: Q, of a step.
+        rounds: of further questions, at most; 0 takes all groups as they are.
+        seed: of the run.
+        step: from 0.
+        attempt: how often the step was taken before, and undone by a roll-back.
+
+    Returns:
+        Q groups, [Q, G] rewards, and what was measured on the step's own questions.
+    """
+    count = min(num_questions * (1 + rounds), max(len(questions), num_questions))
+    seed += attempt * SEEDS
+    stream = [questions[i] for i in take(len(questions), count, seed=seed, step=step)]
+    groups, rewards, metrics = summarize(play(stream[:num_questions]))
+    if not rounds:
+        return groups, rewards, metrics
+    waiting, num_asked = stream[num_questions:], num_questions
+    for _ in range(rounds):
+        without = np.flatnonzero(~has_reward_variance(groups, rewards))
+        asked, waiting = waiting[: len(without)], waiting[len(without) :]
+        if not asked:
+            break
+        more, more_rewards, _ = summarize(play(asked))
+        num_asked += len(asked)
+        good = np.flatnonzero(has_reward_variance(more, more_rewards))
+        # Where fewer are good than are without, the last of these stay as they were.
+        for slot, i in zip(without, good):
+            groups[slot], rewards[slot] = more[i], more_rewards[i]
+    metrics["questions_asked"] = num_asked
+    metrics["groups_learnt_from"] = _mean(has_reward_variance(groups, rewards))
+    return groups, rewards, metrics
+
+
+def with_rewards(
+    rewards: np.ndarray, terms: dict[str, np.ndarray], groups: Sequence[Group]
+) -> list[Rewarded]:
+    """Return what each group has earned.
+
+    Args:
+        rewards, terms, groups: as `rewards.group.reward_groups` returns them.
+    """
+    return [
+        Rewarded(group, rewards[i], {name: values[i] for name, values in terms.items()})
+        for i, group in enumerate(groups)
+    ]
+
+
+def summarize(
+    scored: Sequence[Rewarded],
+) -> tuple[list[Group], np.ndarray, dict[str, float]]:
+    """Return the groups, their [Q, G] rewards, and {metric: number}.
+
+    Means of rewards are over valid rollouts.
+    """
+    groups = [one.group for one in scored]
+    rewards = np.stack([one.rewards for one in scored])
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    is_valid = valid_rollouts(groups)
+    metrics = {"reward": _mean(rewards[is_valid])}
+    for name in scored[0].parts:
+        values = np.stack([one.parts[name] for one in scored])
+        # A term of weight 0 keeps its NaN where its judge could not be asked.
+        metrics[f"reward_{name}"] = _mean(values[is_valid & ~np.isnan(values)])
+    has_variance = has_reward_variance(groups, rewards)
+    metrics["groups_with_spread"] = _mean(has_variance[is_valid.any(axis=1)])
+    metrics["searches"] = _mean([len(r.searches) for r in rollouts])
+    metrics["policy_tokens"] = _mean([r.num_policy_tokens for r in rollouts])
+    metrics["tokens"] = _mean([r.num_tokens for r in rollouts])
+    metrics["empty_answers"] = _mean([not (r.answer or "").strip() for r in rollouts])
+    suspicious = [suspects(passage) for r in rollouts for passage in r.found]
+    metrics["suspicious_passages"] = _mean(suspicious)
+    metrics["repeated_text"] = _mean([_repeats_a_turn(r) for r in rollouts])
+    for outcome in Outcome:
+        metrics[outcome.value] = _mean([r.outcome == outcome for r in rollouts])
+    return groups, rewards, metrics
+
+
+def valid_rollouts(groups: Sequence[Group]) -> np.ndarray:
+    """Return [Q, G] bool, the rollouts that are a learning signal."""
+    return np.array([[r.outcome.is_signal for r in g.rollouts] for g in groups], bool)
+
+
+def has_reward_variance(groups: Sequence[Group], rewards: np.ndarray) -> np.ndarray:
+    """Return [Q] bool, whether a group's valid rollouts earn different rewards."""
+    return np.array(
+        [
+            np.ptp(row[valid]) > 0 if any(valid) else False
+            for row, valid in zip(rewards, valid_rollouts(groups))
+        ],
+        bool,
+    )
+
+
+def rollouts_in_loss(
+    groups: Sequence[Group],
+    rewards: np.ndarray,
+    *,
+    needs_variance: bool,
+    mask_truncated: bool,
+) -> np.ndarray:
+    """Return [Q, G] bool, the rollouts that are learnt from, if they are valid.
+
+    Args:
+        groups: Q groups of G.
+        rewards: [Q, G].
+        needs_variance: leave groups out whose rollouts all earn the same.
+        mask_truncated: leave truncated rollouts out of the loss, but not out of their
+            group's statistics: DAPO's overlong filtering (arXiv 2503.14476, 3.4).
+    """
+    in_loss = np.ones(rewards.shape, bool)
+    if needs_variance:
+        in_loss &= has_reward_variance(groups, rewards)[:, None]
+    if mask_truncated:
+        in_loss &= np.array(
+            [[r.outcome != Outcome.TRUNCATED for r in g.rollouts] for g in groups]
+        )
+    return in_loss
+
+
+def _repeats_a_turn(rollout: Rollout) -> bool:
+    turns = [s.text for s in rollout.segments if s.source == Source.POLICY]
+    return len(set(turns)) < len(turns)
+
+
+def _mean(values) -> float:
+    """Return the mean; 0 of nothing: a step without signal is counted, not NaN."""
+    return float(np.mean(values)) if len(values) else 0.0

@@ -1,0 +1,142 @@
+"""From a step's groups and rewards to optimizer steps of policy and critic."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from rsearch.hosts.offload import on_device
+from rsearch.learn.advantages import with_advantages
+from rsearch.learn.batch import Batch, pack, pack_segments, parts
+from rsearch.learn.objectives import sampler_gap
+from rsearch.learn.train_state import TrainState
+from rsearch.learn.trainer import Trainer
+from rsearch.runtime import console
+from rsearch.stages.groups import rollouts_in_loss, valid_rollouts
+from rsearch.types import Group
+
+
+def update_policy(
+    c: ConfigDict,
+    trainer: Trainer,
+    train_state: TrainState,
+    groups: Sequence[Group],
+    rewards: np.ndarray,
+    *,
+    num_tokens: int,
+    step: int = 0,
+    base=None,
+    reference=None,
+    memory_rows: Sequence = (),
+    guards=None,
+) -> tuple[TrainState, dict[str, float]]:
+    """Take the optimizer steps of one step's rollouts.
+
+    Where none of an update's rollouts is valid, or a reward is not finite, there is no
+    update: the optimizer's momentum would move the policy all the same.
+
+    Args:
+        c: of the stage.
+        trainer: compiled updates.
+        train_state: its buffers are reused.
+        groups: Q groups of G.
+        rewards: [Q, G].
+        num_tokens: T.
+        step: from 0; the critic learns alone at first.
+        base: frozen weights that adapters stand beside, or None.
+        reference: parameters that the policy is kept near, or None; may be in host
+            memory.
+        memory_rows: rows of segments to memorise, config.rl.memorise_rows at most.
+        guards: see each update; None without.
+
+    Returns:
+        The state, and the mean metrics of the updates; `in_loss` is the share of
+        rollouts with tokens in the loss, `sampler_gap` the distance of the sampler's
+        log-probabilities from the trainer's.
+    """
+    s = c.rl
+    in_loss = rollouts_in_loss(
+        groups,
+        rewards,
+        needs_variance=s.refill_rounds > 0,
+        mask_truncated=s.mask_truncated,
+    )
+    rows = pack(
+        groups, rewards, num_tokens, learns=in_loss, masks_retrieved=s.mask_retrieved
+    )
+    is_useful = [p.from_policy.any() for p in parts(rows, s.updates_per_step)]
+    if not any(is_useful):
+        console.note("rl: no rollout of this step is a signal; nothing is learnt")
+        return train_state, {"in_loss": 0.0}
+    largest = float(np.max(np.abs(rewards[valid_rollouts(groups)]), initial=0.0))
+    if guards is not None and not math.isfinite(largest):
+        guards.on_update(step, {"reward": largest}, rows, train_state.params)
+        return train_state, {"in_loss": 0.0}
+
+    # All rows are scored before the first update: it reuses the policy's buffers.
+    batch = trainer.put(rows, s.micro_batch)
+    trains_policy = trainer.update_values is None or step >= c.critic.pretrain_steps
+    gap = None
+    if s.behavior == "scored" or not trains_policy:
+        logp = trainer.score(train_state.params, base, batch)
+        gap = sampler_gap(logp, batch, with_retrieved=not s.mask_retrieved)
+    if s.behavior == "scored":
+        if s.tis_cap:  # truncated importance sampling compares with the sampler's
+            batch = batch._replace(sampled_logp=batch.behavior_logp)
+        batch = batch._replace(behavior_logp=logp)
+    if reference is not None:
+        logp = trainer.score(on_device(reference), None, batch)
+        batch = batch._replace(reference_logp=logp)
+    if trainer.update_values is not None:
+        values = trainer.score_values(train_state.critic.params, base, batch)
+        batch = batch._replace(values=values)
+    batch = add_advantages(s, batch, train_state.kl_coef, len(groups[0].rollouts))
+    memory = None
+    if s.memorise_coef:
+        # Always as many rows, so that nothing compiles anew while the set grows.
+        empty = [()] * (s.memorise_rows - len(memory_rows))
+        memory = pack_segments([*memory_rows, *empty], num_tokens)
+        memory = trainer.put(memory, s.micro_batch)
+
+    measured = []
+    for part, learns in zip(parts(batch, s.updates_per_step), is_useful):
+        if not learns:
+            continue
+        metrics = {}
+        if trainer.update_values is not None:
+            train_state, metrics = trainer.update_critic(train_state, base, part)
+        if trains_policy:
+            train_state, policy_metrics = trainer.update_policy(
+                train_state, base, part, memory
+            )
+            metrics |= policy_metrics
+        measured.append(metrics)
+        if guards is not None:
+            guards.on_update(step, metrics, part, train_state.params)
+    mean = jax.tree.map(lambda *values: float(np.mean(values)), *measured)
+    mean["in_loss"] = float(np.mean(rows.from_policy.any(axis=1)))
+    # Later updates compare with a policy that has moved: only the first has the gap.
+    mean["sampler_gap"] = float(measured[0]["logp_gap"] if gap is None else gap)
+    return train_state, mean
+
+
+def add_advantages(s: ConfigDict, batch: Batch, kl_coef, group_size: int) -> Batch:
+    """Return the batch with advantages, as config.rl says."""
+    in_reward = None
+    if s.kl_coef and s.kl_place == "reward":
+        in_reward = s.kl_coef if kl_coef is None else kl_coef
+    return with_advantages(
+        batch,
+        algorithm=s.algorithm,
+        group_size=group_size,
+        normalize_std=s.normalize_std,
+        eps=s.std_eps,
+        ddof=s.std_ddof,
+        gamma=s.gamma,
+        lam=s.gae_lambda,
+        over_response=s.advantage_mask == "response",
+        kl_coef=in_reward,
+        kl_kind=s.kl_kind,
+    )

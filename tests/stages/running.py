@@ -1,0 +1,64 @@
+"""Stages run on the objects of a setup, as `rsearch.train` does it."""
+
+import numpy as np
+
+from rsearch import setup as build
+from rsearch.rewards.group import reward_groups
+from rsearch.stages import rl, sft
+from rsearch.stages.groups import summarize, with_rewards
+from rsearch.stages.policy_update import update_policy
+from rsearch.stages.state import StageState
+
+
+def rl_stage(setup, folder, *, evaluator=None, name="rl", memory=None):
+    """The objects of a reinforcement stage; its memory is the one given."""
+    return rl.RLStage(
+        **build.rl_parts(setup, folder),
+        name=name,
+        evaluate=evaluator and (lambda params: evaluator(params, "protocol")[0]),
+        memory=memory,
+    )
+
+
+def run_rl(setup, evaluator, params, folder, *, stage="rl", memory=None):
+    """The parameters after a reinforcement stage."""
+    made = rl_stage(setup, folder, evaluator=evaluator, name=stage, memory=memory)
+    return rl.run(made, params)
+
+
+def run_sft(setup, demonstrations, params, folder):
+    """The parameters after a supervised stage."""
+    trainer = build.make_trainer(setup, "sft")
+    return sft.run(sft.SFTStage(setup.config, folder, trainer, demonstrations), params)
+
+
+def state_of(setup, kind, params, folder):
+    """Where a stage of a setup stands."""
+    trainer = build.make_trainer(setup, kind)
+    return StageState(setup.config, kind, trainer, params, folder)
+
+
+def learning(setup, *, reference=None, guards=None):
+    """(state, groups, rewards, step=) -> (state, metrics) of one step's updates."""
+    trainer = build.make_trainer(setup, "rl")
+
+    def learn(state, groups, rewards, *, step=0):
+        return update_policy(
+            setup.config,
+            trainer,
+            state,
+            groups,
+            np.asarray(rewards),
+            num_tokens=setup.num_tokens,
+            step=step,
+            reference=reference,
+            guards=guards,
+        )
+
+    return learn
+
+
+def scored(setup, groups):
+    """(groups, rewards, metrics) of rollouts that are rewarded as configured."""
+    terms = setup.config.reward.to_dict()
+    return summarize(with_rewards(*reward_groups(groups, terms, judge=setup.judge)))
