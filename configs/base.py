@@ -325,7 +325,10 @@ def get_config():
     c.rl = _rl()
     c.critic = _critic()
     c.optim = _optim()
-    # Term -> its settings; the reward is the weighted sum. A recipe replaces the whole.
+    # Term -> its settings; the reward is the weighted sum. A recipe replaces the whole;
+    # --config.reward.searched.weight=0.1 adds a term. A function of your own:
+    # c.reward.mentions = {"term": "my_rewards:mentions", "pattern": "x"}, called as
+    # mentions(question, rollouts, pattern="x"); see rsearch/rewards/terms.py.
     c.reward = ConfigDict({"answer_em": {"weight": 1.0}})
     c.judge = _asked_model()  # that reward terms ask, such as evidence_f1
     c.rewriter = _asked_model()  # that words what was learnt from passages as recalled

@@ -146,7 +146,9 @@ def _steps(setup, params, repeats) -> list[dict]:
             jax.random.fold_in(root, step),
         )
         terms = c.reward.to_dict()
-        rewards, _, groups = reward(groups, terms, judge=setup.judge)
+        rewards, _, groups = reward(
+            groups, terms, protocol=setup.protocol, judge=setup.judge
+        )
         state, _ = update_policy(
             c,
             trainer,

@@ -70,13 +70,15 @@ def apply_overrides(config, overrides):
             different values.
     """
     changed = copy.deepcopy(config).lock()  # keeps placeholders' types
-    if hasattr(overrides, "items"):
+    is_text = not hasattr(overrides, "items")
+    if not is_text:
         pairs = list(_flat(changed, overrides))
     else:
         pairs = [_split(text) for text in overrides]
     seen = {}
     for name, value in pairs:
-        check_known(changed, name)
+        if not _is_reward_setting(name):  # which may be new
+            check_known(changed, name)
         for other, before in seen.items():
             clash = other == name and before != value
             inside = name.startswith(f"{other}.") or other.startswith(f"{name}.")
@@ -87,8 +89,43 @@ def apply_overrides(config, overrides):
                 )
         seen[name] = value
     for name, value in seen.items():
-        _set(changed, name, value)
+        if _is_reward_setting(name):
+            _set_reward(changed, name, value, is_text)
+        else:
+            _set(changed, name, value)
     return changed
+
+
+def _is_reward_setting(name):
+    """Return whether this names a setting of a reward term: 'reward.<term>.<setting>'.
+
+    Terms and their settings are not fields of configs/base.py, so that one may be set
+    that the recipe does not have. `rewards.group.check_terms` refuses unknown ones.
+    """
+    section, *rest = name.split(".")
+    return section == "reward" and len(rest) == 2 and all(rest)
+
+
+def _set_reward(config, name, value, is_text):
+    """Set a setting of a reward term, which is added where the recipe has it not."""
+    _, term, setting = name.split(".")
+    settings = config.reward[term].to_dict() if term in config.reward else {}
+    if is_text and not isinstance(settings.get(setting), str):
+        value = _plain_value(value)
+    settings[setting] = value
+    with config.unlocked():
+        config.reward[term] = ConfigDict(settings).lock()
+
+
+def _plain_value(text):
+    """Return the value that a command line means: '0.1', 'true', 'None', else text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return value if isinstance(value, int | float | str | tuple | None) else text
 
 
 def _flat(config, overrides, prefix=""):

@@ -94,9 +94,8 @@ def first_step(protocol: Protocol, turn: str) -> str:
     ends = [turn.find(s) + len(s) for s in protocol.stop_strings if s in turn]
     if ends:
         return turn[: min(ends)]
-    forged = [
-        m.start() for tag in observation_tags(protocol) if (m := tag.search(turn))
-    ]
+    matches = [tag.search(turn) for tag in protocol.observation_tags()]
+    forged = [match.start() for match in matches if match]
     cut = turn[: min(forged, default=len(turn))].rstrip()
     return cut if forged and protocol.parse(cut) == protocol.parse(turn) else turn
 
@@ -183,7 +182,7 @@ def fault(protocol: Protocol, question: Question, attempt: Attempt, **right) -> 
         return "wrong"
     if attempt.num_malformed:
         return "malformed"
-    tags = observation_tags(protocol)
+    tags = protocol.observation_tags()
     if any(tag.search(turn) for tag in tags for turn in attempt.turns):
         return "forged"
     passages = attempt.passages()
@@ -213,14 +212,6 @@ def _words(text):
 
 def _holds(words, part):
     return f" {part} " in f" {words} "
-
-
-def observation_tags(protocol: Protocol) -> list[re.Pattern]:
-    """What stands around an observation; a turn's number in it is any number."""
-    frame = protocol.observe([""], [()])
-    tags = [tag.strip() for tag in (frame.before, frame.after)]
-    number = re.escape("{turn}")
-    return [re.compile(re.escape(t).replace(number, r"\d+")) for t in tags if t]
 
 
 def segments(

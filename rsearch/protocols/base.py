@@ -1,6 +1,7 @@
 """What a protocol is: a frozen value that says how policy and search engine talk."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 
 from rsearch.types import Action, Answer, Messages, Observation, Passage, Search
@@ -77,3 +78,14 @@ class Protocol:
         if self.system is None:
             return [user]
         return [{"role": "system", "content": self.system}, user]
+
+    def observation_tags(self) -> tuple[re.Pattern, ...]:
+        """Return patterns of the tags around observations, which only tools write.
+
+        A turn's number in a tag is any number.
+        """
+        frame = self.observe([""], [()])
+        tags = [tag.strip() for tag in (frame.before, frame.after)]
+        number = re.escape("{turn}")
+        patterns = [re.escape(tag).replace(number, r"\d+") for tag in tags if tag]
+        return tuple(map(re.compile, patterns))

@@ -1,36 +1,31 @@
 """Terms about a rollout's form that fit any protocol."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from rsearch.protocols.base import Protocol
 from rsearch.protocols.tagged import mentions_tag
 from rsearch.types import Question, Rollout
-
-OBSERVATIONS = (  # tags around retrieved text, of any protocol: never the policy's own
-    "information",
-    "observation",
-    "|begin_of_documents|",
-    "|end_of_documents|",
-    "|begin_search_result|",
-    "|end_search_result|",
-)
 
 
 def format_ok(
     question: Question,
     rollouts: Sequence[Rollout],
     *,
+    protocol: Protocol,
     good: float = 0.0,
     bad: float = -1.0,
 ) -> list[float]:
-    """[G] `good` where the rollout kept to its protocol to the end, else `bad`.
+    """Return [G] `good` where the rollout kept to its protocol to the end, else `bad`.
 
     It did if every turn held a valid action, the last one an answer, and the policy
-    wrote no observation itself.
+    wrote no tag of an observation itself.
     """
+    tags = protocol.observation_tags()
     is_ok = [
         r.answer is not None
         and not r.num_malformed
-        and not any(forges(r, tag) for tag in OBSERVATIONS)
+        and not any(tag.search(turn) for tag in tags for turn in r.policy_texts)
         for r in rollouts
     ]
     return [good if ok else bad for ok in is_ok]
@@ -44,7 +39,7 @@ def overlong(
     buffer_tokens: int,
     penalty: float = 1.0,
 ) -> list[float]:
-    """[G] DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), <= 0.
+    """Return [G] DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), <= 0.
 
     With L = max_tokens and B = buffer_tokens: 0 up to L - B tokens, then falling
     linearly to -penalty at L, and -penalty beyond. Only tokens that the policy wrote
@@ -56,11 +51,19 @@ def overlong(
         buffer_tokens: B, from 1 to L.
         penalty: 1 in the paper.
     """
-    assert 1 <= buffer_tokens <= max_tokens, (buffer_tokens, max_tokens)
     excess = [r.num_policy_tokens - (max_tokens - buffer_tokens) for r in rollouts]
     return [-penalty * min(max(e, 0) / buffer_tokens, 1.0) for e in excess]
 
 
+def check_overlong(field: str, settings: Mapping[str, Any]) -> None:
+    """Refuse a buffer that is empty or longer than the limit."""
+    buffer, limit = settings["buffer_tokens"], settings["max_tokens"]
+    if not 1 <= buffer <= limit:
+        raise ValueError(
+            f"{field}.buffer_tokens = {buffer}: must be from 1 to max_tokens = {limit}"
+        )
+
+
 def forges(rollout: Rollout, tag: str) -> bool:
-    """Whether the policy itself wrote this tag, opening or closing."""
+    """Return whether the policy itself wrote this tag, opening or closing."""
     return any(mentions_tag(turn, tag) for turn in rollout.policy_texts)

@@ -1,36 +1,48 @@
-"""The reward of a group: named terms checked, run, weighed and summed."""
+"""The reward of a group: named terms checked, run, weighted and summed."""
 
 import dataclasses
 import difflib
 import functools
 import inspect
 import math
+import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from rsearch.rewards.r1_searcher import CHECKS
-from rsearch.rewards.terms import TERMS
-from rsearch.types import GenerateFn, Group, Outcome
+from rsearch.protocols.base import Protocol
+from rsearch.rewards.terms import SETTING_CHECKS, TERMS
+from rsearch.text.extension import SPELLING, check_callable, lookup
+from rsearch.types import GenerateFn, Group, Outcome, RewardTerm
 
 WEIGHT = inspect.Parameter(
     "weight", inspect.Parameter.KEYWORD_ONLY, default=1.0, annotation=float
 )
+TERM = inspect.Parameter(
+    "term", inspect.Parameter.KEYWORD_ONLY, default="", annotation=str
+)
+SUPPLIED = ("judge", "protocol")  # arguments that the run gives, not the configuration
+SIGNATURE = "(question, rollouts, **settings) -> [G] numbers"
+PLAIN = "text, a number, true or false, None, or a tuple of these"
 
 
 def reward_group(
     group: Group,
     terms: Mapping[str, Mapping],
     *,
+    protocol: Protocol | None = None,
     judge: GenerateFn | None = None,
 ) -> tuple[np.ndarray, dict[str, np.ndarray], Group]:
-    """What each rollout of one group earns: `reward_groups` of it alone.
+    """Return what each rollout of one group earns; see `reward_groups`.
 
     Returns:
         [G] totals, {name: [G]} parts, the group.
     """
-    totals, parts, groups = reward_groups([group], terms, judge=judge)
+    totals, parts, groups = reward_groups(
+        [group], terms, protocol=protocol, judge=judge
+    )
     return totals[0], {name: values[0] for name, values in parts.items()}, groups[0]
 
 
@@ -38,14 +50,16 @@ def reward_groups(
     groups: Sequence[Group],
     terms: Mapping[str, Mapping],
     *,
+    protocol: Protocol | None = None,
     judge: GenerateFn | None = None,
 ) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[Group, ...]]:
-    """What each rollout of some groups earns; each term asks the judge once for all.
+    """Return what each rollout earns; each term asks the judge once for all groups.
 
     Args:
         groups: Q groups of G rollouts.
-        terms: {name: {setting: value}}, with an optional "weight" (1) in each; as
-            `check_terms` accepts them.
+        terms: {name: {setting: value}} as `check_terms` accepts them, with an optional
+            "weight" (1), and an optional "term" (the name) in each.
+        protocol: of the rollouts, for the terms that take one.
         judge: for the terms that ask one; None where there is none.
 
     Returns:
@@ -57,24 +71,32 @@ def reward_groups(
             JUDGE_ERROR.
 
     Raises:
-        ValueError: a term asks a judge and there is none.
+        ValueError: a term asks a judge and there is none, or returns something other
+            than a number for each rollout.
     """
     shape = (len(groups), len(groups[0].rollouts) if groups else 0)
     parts, totals = {}, np.zeros(shape, np.float64)
     for name, settings in terms.items():
-        settings = dict(settings)
-        weight = settings.pop("weight", 1.0)
-        if not needs_judge({name: settings}):
-            term = functools.partial(TERMS[name], **settings)
-            values = [term(group.question, group.rollouts) for group in groups]
+        term = term_of(name, settings)
+        settings = {k: v for k, v in settings.items() if k not in ("weight", "term")}
+        accepted = inspect.signature(term).parameters
+        if "protocol" in accepted:
+            assert protocol is not None, name
+            settings["protocol"] = protocol
+        run = functools.partial(term, **settings)
+        if "judge" not in accepted:
+            values = [run(group.question, group.rollouts) for group in groups]
         elif judge is None:
             raise ValueError(_no_judge(name))
         else:
-            values = _judged(name, settings, groups, judge)
-        values = np.asarray(values, np.float64) if groups else np.zeros(shape)
-        assert values.shape == totals.shape, (name, values.shape, totals.shape)
-        assert not np.isinf(values).any(), (name, values)
+            values = _judged(run, groups, judge)
+        values = [
+            _checked(name, term, group_values, shape[1], may_be_nan="judge" in accepted)
+            for group_values in values
+        ]
+        values = np.array(values, np.float64).reshape(shape)
         parts[name] = values.astype(np.float32)
+        weight = terms[name].get("weight", 1.0)
         if weight:  # a term of weight 0 is only watched, its NaN excludes nothing
             totals += weight * values
     groups = tuple(map(_without_failed, groups, np.isnan(totals)))
@@ -83,41 +105,90 @@ def reward_groups(
     return np.where(is_signal, totals, 0.0).astype(np.float32), parts, groups
 
 
-def _judged(name, settings, groups, judge):
-    """[Q] lists of [G]: the values of a term whose chats all go to the judge at once.
+def term_of(name: str, settings: Mapping) -> RewardTerm:
+    """Return the function of a term of config.reward.
 
-    A term is a pure function of the replies to its chats. It runs once for its chats to
-    be heard and once more with the replies, which may fill a batch or a connection pool
+    Args:
+        name: its key there, and in metrics.
+        settings: its section; "term" names the function where the key does not.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    if "term" in settings:
+        field, reference = f"config.reward.{name}.term", settings["term"]
+        term = lookup(field, reference, TERMS)
+        check_callable(field, reference, term, SIGNATURE)
+        return term
+    if name not in TERMS:
+        hint = _nearest(name, TERMS)
+        raise ValueError(
+            f"unknown reward term config.reward.{name}{hint}; a function of yours is "
+            f"named by config.reward.{name}.term = {SPELLING}"
+        )
+    return TERMS[name]
+
+
+def _checked(name, term, values, count, *, may_be_nan) -> list[float]:
+    """Return the values of one group, which must be `count` numbers.
+
+    A user's function may return anything: what is wrong is said with its name, before
+    it becomes an error of numpy or of the optimizer far from here.
+    """
+    function = f"{term.__module__}:{getattr(term, '__qualname__', term)}"
+    told = f"config.reward.{name}: {function} returned"
+    if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+        kind = type(values).__name__
+        raise ValueError(f"{told} {values!r}, a {kind}: must be {count} numbers")
+    if len(values) != count:
+        raise ValueError(
+            f"{told} {len(values)} values for {count} rollouts: must be one for each"
+        )
+    numbers = []
+    for value in values:
+        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+            raise ValueError(f"{told} {value!r} among its values: must be numbers")
+        number = float(value)
+        if math.isinf(number) or (math.isnan(number) and not may_be_nan):
+            raise ValueError(f"{told} {number} among its values: must be finite")
+        numbers.append(number)
+    return numbers
+
+
+def _judged(run: Callable, groups, judge: GenerateFn) -> list[list[float]]:
+    """Return [Q] lists of [G]: a term's values, all of its chats judged at once.
+
+    A term is a pure function of the replies to its chats. It runs once to collect its
+    chats and once more with the replies, which may fill a batch or a connection pool
     that the chats of a single group would not.
     """
-    term = functools.partial(TERMS[name], **settings)
-    heard = [[] for _ in groups]
-    for group, chats in zip(groups, heard, strict=True):
-        term(group.question, group.rollouts, judge=functools.partial(_hear, chats))
-    flat = [chat for chats in heard for chat in chats]
+    collected = [[] for _ in groups]
+    for group, chats in zip(groups, collected, strict=True):
+        run(group.question, group.rollouts, judge=functools.partial(_collect, chats))
+    flat = [chat for chats in collected for chat in chats]
     replies = judge(flat) if flat else []
     assert len(replies) == len(flat), (len(replies), len(flat))
     values, start = [], 0
-    for group, chats in zip(groups, heard, strict=True):
-        own = replies[start : start + len(chats)]
+    for group, chats in zip(groups, collected, strict=True):
+        group_replies = replies[start : start + len(chats)]
         start += len(chats)
 
-        def replay(asked, chats=chats, own=own):
+        def replay(asked, chats=chats, group_replies=group_replies):
             assert asked == chats, "the term asks otherwise than it did"
-            return own
+            return group_replies
 
-        values.append(term(group.question, group.rollouts, judge=replay))
+        values.append(run(group.question, group.rollouts, judge=replay))
     return values
 
 
-def _hear(chats, asked):
-    """A judge that writes down what it is asked and fails."""
+def _collect(chats, asked):
+    """Append what a judge is asked to `chats`, and answer nothing."""
     chats.extend(asked)
     return [None] * len(asked)
 
 
 def _without_failed(group, failed):
-    """The group, whose rollouts with a NaN are judge errors."""
+    """Return the group with rollouts that have a NaN as judge errors."""
     rollouts = tuple(
         dataclasses.replace(rollout, outcome=Outcome.JUDGE_ERROR)
         if is_failed and rollout.outcome.is_signal
@@ -128,12 +199,13 @@ def _without_failed(group, failed):
 
 
 def needs_judge(terms: Mapping[str, Mapping]) -> bool:
-    """Whether one of these terms asks a judge."""
-    return any("judge" in inspect.signature(TERMS[name]).parameters for name in terms)
+    """Return whether one of these terms asks a judge."""
+    functions = [term_of(name, settings) for name, settings in terms.items()]
+    return any("judge" in inspect.signature(f).parameters for f in functions)
 
 
 def check_terms(terms: Mapping[str, Mapping], *, has_judge: bool | None = None) -> None:
-    """Refuses terms that could not be run.
+    """Refuse terms that could not be run.
 
     Args:
         terms: {name: {setting: value}}, as a recipe's `reward` has them.
@@ -146,76 +218,95 @@ def check_terms(terms: Mapping[str, Mapping], *, has_judge: bool | None = None) 
     if not terms:
         raise ValueError("config.reward is empty: name at least one term")
     for name, settings in terms.items():
-        if name not in TERMS:
-            near = _nearest(name, TERMS)
-            raise ValueError(f"unknown reward term config.reward.{name}{near}")
         if not hasattr(settings, "items"):
             shown = f"config.reward.{name} = {settings!r}"
             raise ValueError(f"{shown}: must be a dict of settings")
-        allowed = _settings(TERMS[name])
+        term = term_of(name, settings)
+        allowed, takes_any = _settings(term)
         for setting, value in settings.items():
             field = f"config.reward.{name}.{setting}"
-            if setting not in allowed:
-                near = _nearest(setting, allowed)
-                raise ValueError(f"unknown setting {field}{near}")
-            _check_value(field, setting, value, allowed[setting].annotation)
+            if setting not in allowed and (not takes_any or setting in SUPPLIED):
+                raise ValueError(f"unknown setting {field}{_nearest(setting, allowed)}")
+            kind = allowed[setting].annotation if setting in allowed else WEIGHT.empty
+            # A count of ours is never negative; a user's integer may be anything.
+            lowest = 0 if term in TERMS.values() else None
+            _check_value(field, value, kind, lowest)
         for setting, parameter in allowed.items():
             if parameter.default is parameter.empty and setting not in settings:
                 raise ValueError(f"config.reward.{name}.{setting} is missing")
-        _check_together(name, settings)
+        if term in SETTING_CHECKS:
+            SETTING_CHECKS[term](f"config.reward.{name}", settings)
         if has_judge is False and needs_judge({name: settings}):
             raise ValueError(_no_judge(name))
 
 
-def _settings(term):
-    """{setting: parameter} of a term, its weight included."""
-    parameters = inspect.signature(term).parameters.values()
-    settings = {
-        p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "judge"
-    }
-    return {**settings, "weight": WEIGHT}
+def _settings(term) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return {setting: parameter} of a term, and whether it takes any other too."""
+    try:
+        signature = inspect.signature(term, eval_str=True)
+    except NameError:  # an annotation in quotes that names nothing
+        signature = inspect.signature(term)
+    parameters = list(signature.parameters.values())
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = [
+        p
+        for i, p in enumerate(parameters)
+        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and i > 1)
+    ]
+    settings = {p.name: p for p in named if p.name not in SUPPLIED}
+    return {**settings, "weight": WEIGHT, "term": TERM}, takes_any
 
 
-def _check_value(field, setting, value, kind):
-    """One value against the annotation of its setting."""
+def _check_value(field, value, kind, lowest):
+    """Refuse a value that its setting's annotation does not allow.
+
+    Args:
+        field: its name, for messages.
+        value: from the configuration.
+        kind: the annotation; one that is none of the plain types allows all of them.
+        lowest: of integers, or None.
+    """
     if typing.get_origin(kind) is typing.Literal:
         words = typing.get_args(kind)
-        right = "one of " + ", ".join(map(repr, words))
-        is_right = value in words
-    elif setting == "checks":
-        right = f"some of the letters a to g, or one of {', '.join(CHECKS)}"
-        letters = CHECKS.get(value, value) if isinstance(value, str) else ""
-        is_right = bool(letters) and set(letters) <= set("abcdefg")
-    elif kind is bool:
-        right, is_right = "true or false", isinstance(value, bool)
-    elif kind in (int, int | None):
-        is_optional = kind is not int
-        right = "None or an integer >= 0" if is_optional else "an integer >= 0"
-        is_right = (_is_integer(value) and value >= 0) or (
-            is_optional and value is None
-        )
+        right, is_right = "one of " + ", ".join(map(repr, words)), value in words
     else:
-        assert kind is float, (field, kind)
-        right = "a finite number"
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_right = is_number and math.isfinite(value)
+        is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+        kinds = typing.get_args(kind) if is_union else (kind,)
+        rights, fits = zip(*(_fit(value, k, lowest) for k in kinds), strict=True)
+        is_right = any(fits)
+        right = " or ".join(sorted(rights, key=lambda text: text != "None"))
     if not is_right:
         raise ValueError(f"{field} = {value!r}: must be {right}")
 
 
-def _check_together(name, settings):
-    """Settings that must fit together."""
-    if name == "overlong":
-        buffer, most = settings["buffer_tokens"], settings["max_tokens"]
-        if not 1 <= buffer <= most:
-            raise ValueError(
-                f"config.reward.overlong.buffer_tokens = {buffer}: must be from 1 to "
-                f"max_tokens = {most}"
-            )
+def _fit(value, kind, lowest) -> tuple[str, bool]:
+    """Return (the values that a plain type allows, whether this is one of them)."""
+    if kind in (None, type(None)):
+        return "None", value is None
+    if kind is bool:
+        return "true or false", isinstance(value, bool)
+    if kind is str:
+        return "text", isinstance(value, str)
+    if kind is int:
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if lowest is None:
+            return "an integer", is_integer
+        return f"an integer >= {lowest}", is_integer and value >= lowest
+    if kind is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return "a finite number", is_number and math.isfinite(value)
+    if kind in (tuple, list) or typing.get_origin(kind) in (tuple, list):
+        return "a tuple", isinstance(value, tuple | list) and _is_plain(value)
+    return PLAIN, _is_plain(value)
 
 
-def _is_integer(value):
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_plain(value: Any) -> bool:
+    """Return whether a configuration can hold this value and print it as JSON."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str | int)
 
 
 def _nearest(name, known):

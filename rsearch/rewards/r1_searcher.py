@@ -1,8 +1,8 @@
 """R1-Searcher's retrieval and format rewards (Song et al. 2025, section 2.2.1)."""
 
 import re
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from rsearch.protocols.tagged import spans
 from rsearch.rewards.reading import answer_in, response
@@ -108,6 +108,17 @@ def r1_searcher_format(
         }
         values.append(good if all(passed[letter] for letter in letters) else bad)
     return values
+
+
+def check_letters(field: str, settings: Mapping[str, Any]) -> None:
+    """Refuse checks that are neither a key of CHECKS nor letters of checks."""
+    checks = settings.get("checks", "paper")
+    letters = CHECKS.get(checks, checks)
+    if not letters or not set(letters) <= set("abcdefg"):
+        raise ValueError(
+            f"{field}.checks = {checks!r}: must be some of the letters a to g, or one "
+            f"of {', '.join(CHECKS)}"
+        )
 
 
 def count(texts: Sequence[str], part: str) -> int:

@@ -1,16 +1,17 @@
-"""What a rollout earns: the terms that a recipe names, weighs and sums.
+"""Reward terms by name.
 
 A term is `(question, rollouts, **settings) -> [G]` floats. It sees all rollouts of one
 question and by default reads what the policy itself wrote (`answer`, `policy_texts`)
-and what the engine was asked (`searches`), never the decoded whole: no passage earns
+and what it searched for (`searches`), never the decoded whole: no passage earns
 anything. Where the public code of a paper reads otherwise, a setting of the term does
-so too. NaN says that a judge was needed and could not be asked; `rsearch.rewards.group`
-takes such a rollout out of learning.
+so too. A term with an argument `judge` asks that model, and returns NaN where it could
+not be asked: `rsearch.rewards.group` takes such a rollout out of learning. One with an
+argument `protocol` is given the protocol of the rollouts.
 """
 
 from rsearch.rewards.answers import answer_cover_em, answer_em, answer_f1
-from rsearch.rewards.form import format_ok, overlong
-from rsearch.rewards.r1_searcher import r1_searcher_format, searched
+from rsearch.rewards.form import check_overlong, format_ok, overlong
+from rsearch.rewards.r1_searcher import check_letters, r1_searcher_format, searched
 from rsearch.rewards.r1_searcher_pp import group_fewest_searches, r1_searcher_pp_format
 from rsearch.rewards.r_search import evidence_f1, r_search_format
 from rsearch.rewards.search_r1 import search_r1_structure
@@ -29,3 +30,6 @@ TERMS = {
     "evidence_f1": evidence_f1,
     "r_search_format": r_search_format,
 }
+
+# term -> (field, settings) -> None: refuses settings that their types alone allow.
+SETTING_CHECKS = {overlong: check_overlong, r1_searcher_format: check_letters}

@@ -31,7 +31,10 @@ def rl_parts(setup: Setup, folder: pathlib.Path) -> dict:
         group_size=c.rollout.group_size,
     )
     score = functools.partial(
-        reward_groups, terms=c.reward.to_dict(), judge=setup.judge
+        reward_groups,
+        terms=c.reward.to_dict(),
+        protocol=setup.protocol,
+        judge=setup.judge,
     )
     return dict(
         config=c,

@@ -202,10 +202,44 @@ def test_reward_is_replaced_as_a_whole():
             configs.apply_overrides(BASE, [f"reward={bad}"])
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.1", 0.1),
+        ("3", 3),
+        ("true", True),
+        ("False", False),
+        ("None", None),
+        ("(1, 'a')", (1, "a")),
+        ("acd", "acd"),
+        ("my_rewards:mentions", "my_rewards:mentions"),
+        ("[0-9]", "[0-9]"),
+        ("'0.5'", "0.5"),
+    ],
+)
+def test_a_setting_of_a_reward_term_is_added_that_the_recipe_has_not(text, value):
+    changed = configs.apply_overrides(BASE, [f"config.reward.searched.value={text}"])
+    (setting,) = changed.reward.searched.to_dict().items()
+    assert setting == ("value", value) and type(setting[1]) is type(value)
+    assert changed.reward.answer_em == BASE.reward.answer_em
+    assert changed.is_locked and "searched" not in BASE.reward
+    same = configs.apply_overrides(BASE, {"reward.searched.value": value})
+    assert same == changed
+    again = configs.apply_overrides(changed, ["reward.searched.value=text"])
+    assert again.reward.searched.value == "text"
+
+
+@pytest.mark.parametrize("name", ["reward.x", "reward.x.", "reward..x", "reward.x.y.z"])
+def test_only_a_term_and_its_setting_can_be_added(name):
+    with pytest.raises(ValueError, match=f"unknown field config.{name}"):
+        configs.apply_overrides(BASE, [f"{name}=1"])
+
+
 @pytest.mark.fault(7, "conflicting overrides")
 @pytest.mark.parametrize(
     "overrides",
     [
+        ["reward.searched.value=1", "reward.searched.value=2"],
         ["seed=1", "seed=2"],
         ["config.rl.lr=1", "rl.lr=2"],
         {"rl": {"lr": 1.0}, "rl.lr": 2.0},

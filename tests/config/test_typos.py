@@ -56,7 +56,9 @@ def test_a_slip_on_the_command_line_ends_with_code_2(capsys):
     def main(argv):
         configs.parse_command_line(argv, flags={})
 
-    for name in random.Random(1).sample(FIELDS, 12):
+    # A term of the reward may be the user's own: `check_terms` looks for its function.
+    fields = [name for name in FIELDS if not name.startswith("reward.")]
+    for name in random.Random(1).sample(fields, 12):
         wrong = slips(name)[0]
         words = ["--config=configs/base.py", f"--config.{wrong}=1"]
         assert configs.run_command(main, words) == 2

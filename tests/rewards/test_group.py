@@ -1,17 +1,19 @@
 """Terms weighed and summed, and configurations of them refused."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
 from rsearch.protocols.table import PROTOCOLS
+from rsearch.rewards import terms as terms_module
 from rsearch.rewards.group import check_terms, needs_judge, reward_group, reward_groups
 from rsearch.types import Group, Outcome, Passage, Question
 from tests.rewards.play import PARIS, Judge, play
 
-R_SEARCH = PROTOCOLS["r_search"]
+R_SEARCH, SEARCH_R1 = PROTOCOLS["r_search"], PROTOCOLS["search_r1"]
 DOCS = (Passage("1", '"Paris"\nParis is the capital.'),)
 SEARCHES = "<search> capital </search>"
 EVIDENCE = "<original_evidence> Paris </original_evidence>"
@@ -148,7 +150,12 @@ def test_a_term_that_asks_a_judge_needs_one():
 )
 def test_terms_that_can_be_run_are_accepted_and_run(terms):
     check_terms(terms)
-    reward_group(group([RIGHT]), terms, judge=lambda chats: ["x"] * len(chats))
+    reward_group(
+        group([RIGHT]),
+        terms,
+        protocol=SEARCH_R1,
+        judge=lambda chats: ["x"] * len(chats),
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +188,7 @@ def test_terms_that_can_be_run_are_accepted_and_run(terms):
         ({"r_search_format": {"scope": "response"}}, "one of 'policy', 'transcript'"),
         ({"r1_searcher_format": {"checks": "ax"}}, "checks = 'ax': must be some of"),
         ({"r1_searcher_format": {"checks": ""}}, "letters a to g, or one of paper"),
-        ({"r1_searcher_format": {"checks": 3}}, "checks = 3: must be some of"),
+        ({"r1_searcher_format": {"checks": 3}}, "r1_searcher_format.checks = 3"),
         ({"group_fewest_searches": {"ddof": -1}}, "ddof = -1: must be an integer"),
         ({"group_fewest_searches": {"over": "some"}}, "one of 'all', 'correct'"),
         ({"overlong": {"max_tokens": 10}}, "overlong.buffer_tokens is missing"),
@@ -198,3 +205,86 @@ def test_terms_that_can_be_run_are_accepted_and_run(terms):
 def test_terms_that_could_not_be_run_are_refused(terms, message):
     with pytest.raises(ValueError, match=message):
         check_terms(terms)
+
+
+def mentions(question, rollouts, *, pattern, times=(1, 2), bonus: float | None = None):
+    """A user's term: its settings are of any plain type, annotated or not."""
+    return [float(pattern in (r.answer or "")) * sum(times) for r in rollouts]
+
+
+def anything(question, rollouts, flag=True, **settings):
+    """A user's term that takes whatever it is given."""
+    return np.full(len(rollouts), len(settings) + flag)
+
+
+@pytest.fixture
+def own_terms(monkeypatch):
+    monkeypatch.setitem(terms_module.TERMS, "mentions", mentions)
+    monkeypatch.setitem(terms_module.TERMS, "anything", anything)
+
+
+@pytest.mark.parametrize(
+    ("terms", "value"),
+    [
+        ({"mentions": {"pattern": "Par"}}, 3),
+        ({"mentions": {"pattern": "Par", "times": (2, 0.5), "bonus": None}}, 2.5),
+        ({"mentions": {"pattern": "Par", "times": [4], "bonus": -1.5}}, 4),
+        ({"mentions": {"pattern": "Lyon", "weight": 2}}, 0),
+        ({"anything": {}}, 1),
+        ({"anything": {"flag": False, "x": None, "y": ("a", 1), "z": True}}, 3),
+        ({"again": {"term": "mentions", "pattern": "P", "times": ()}}, 0),
+    ],
+)
+def test_settings_of_a_term_may_be_of_any_plain_type(own_terms, terms, value):
+    check_terms(terms)
+    totals, parts, _ = reward_group(group([RIGHT]), terms)
+    (name,) = terms
+    assert parts[name].tolist() == [value]
+    assert totals.tolist() == [value * terms[name].get("weight", 1)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"pattern": "x", "bonus": "y"}, "mentions.bonus = 'y'"),
+        ({"pattern": float("nan")}, "mentions.pattern = nan"),
+        ({"pattern": {"a": 1}}, "mentions.pattern = {'a': 1}"),
+        ({"times": 1}, "mentions.pattern is missing"),
+        ({"patern": "x"}, "mentions.patern; did you mean pattern"),
+        ({"pattern": "x", "term": "no_such:thing"}, "mentions.term = 'no_such:thing'"),
+        ({"pattern": "x", "term": 3}, "mentions.term = 3"),
+    ],
+)
+def test_wrong_settings_of_a_users_term_are_named(own_terms, settings, field):
+    with pytest.raises(ValueError, match=re.escape(field)):
+        check_terms({"mentions": settings})
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ([1.0], "1 values for 2 rollouts"),
+        ([1.0, float("nan")], "nan"),
+        ([1.0, float("inf")], "inf"),
+        (["1", "2"], "'1'"),
+        ([None, 1.0], "None"),
+        (1.0, "1.0"),
+        (None, "None"),
+        ("12", "'12'"),
+        ({1, 2}, None),
+    ],
+)
+def test_what_a_term_returns_wrongly_is_an_error_with_its_name(
+    monkeypatch, values, reason
+):
+    def mine(question, rollouts):
+        return values
+
+    monkeypatch.setitem(terms_module.TERMS, "mine", mine)
+    if reason is None:  # any collection of numbers will do
+        reward_group(group([RIGHT], [WRONG]), {"mine": {}})
+        return
+    with pytest.raises(ValueError, match="mine") as caught:
+        reward_group(group([RIGHT], [WRONG]), {"mine": {}})
+    message = str(caught.value)
+    assert f"{__name__}:" in message and reason in message and "\n" not in message

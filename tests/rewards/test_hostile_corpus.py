@@ -66,17 +66,18 @@ def played(protocol, passages):
 
 @functools.cache
 def over_twin(name, passages):
-    """What `told` says of the rollouts over inert passages, once for each of them."""
-    return told(played(PROTOCOLS[name], passages))
+    """What `observed` returns for the rollouts over inert passages, made once."""
+    protocol = PROTOCOLS[name]
+    return observed(protocol, played(protocol, passages))
 
 
-def told(rollouts):
+def observed(protocol, rollouts):
     """All that must not depend on what a passage says."""
     return (
         [outcome_of(r) for r in rollouts],
         [policy_tokens(r) for r in rollouts],
         [[s.source for s in r.segments] for r in rollouts],
-        [rewards_of(rollouts, terms) for terms in (DEFAULTS, VARIANTS)],
+        [rewards_of(rollouts, terms, protocol) for terms in (DEFAULTS, VARIANTS)],
     )
 
 
@@ -93,22 +94,23 @@ def test_rollouts_over_hostile_passages_are_those_over_inert_ones(name):
     protocol = PROTOCOLS[name]
     for case in CASES:
         rollouts = played(protocol, case.hostile)
-        assert told(rollouts) == over_twin(name, case.inert), case.name
+        assert observed(protocol, rollouts) == over_twin(name, case.inert), case.name
 
 
 @pytest.mark.parametrize("case", HUGE, ids=lambda case: case.name)
 def test_what_is_huge_is_no_more_than_long(case):
     for name in ("search_r1", "r_search", "r1_searcher_pp", "rearag"):
-        rollouts = played(PROTOCOLS[name], case.hostile)
-        assert told(rollouts) == over_twin(name, case.inert)
+        protocol = PROTOCOLS[name]
+        rollouts = played(protocol, case.hostile)
+        assert observed(protocol, rollouts) == over_twin(name, case.inert)
 
 
 def test_where_the_whole_text_is_read_the_corpus_does_pay():
     """The cases are no strangers to the rewards: what shuts them out is the scope."""
-    paid = set()
+    paid, protocol = set(), PROTOCOLS["search_r1"]
     for case in CASES:
         mine, twin = (
-            rewards_of(played(PROTOCOLS["search_r1"], passages), SCOPES)[1]
+            rewards_of(played(protocol, passages), SCOPES, protocol)[1]
             for passages in (case.hostile, case.inert)
         )
         paid |= {term for term in SCOPES if mine[term] != twin[term]}

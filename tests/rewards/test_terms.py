@@ -1,5 +1,6 @@
 """Terms that fit any protocol, and the registry of all."""
 
+import dataclasses
 import inspect
 import typing
 
@@ -16,7 +17,7 @@ from rsearch.rewards.terms import (
     overlong,
 )
 from rsearch.text.normalize import NORMALIZERS
-from rsearch.types import Passage, Question
+from rsearch.types import Answer, Observation, Passage, Question
 from tests.rewards.play import PARIS, play
 
 SEARCH_R1 = PROTOCOLS["search_r1"]
@@ -104,14 +105,41 @@ def test_answers_are_scored_under_either_normaliser():
         ([SEARCHES], False),
         (["hm", RIGHT], False),
         (["<information>x</information>" + RIGHT], False),
-        (["<|begin_of_documents|>x" + RIGHT], False),
-        (["x<|end_search_result|>" + RIGHT], False),
         (["<information>" + SEARCHES, RIGHT], False),
     ],
 )
 def test_format_is_ok_where_every_turn_follows_the_protocol(turns, ok):
     rollouts = (play(SEARCH_R1, turns, DOCS),)
-    assert format_ok(PARIS, rollouts, good=0.5, bad=-2.0) == [0.5 if ok else -2.0]
+    values = format_ok(PARIS, rollouts, protocol=SEARCH_R1, good=0.5, bad=-2.0)
+    assert values == [0.5 if ok else -2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "tags"),
+    [
+        ("search_r1", ["<information>", "</information>"]),
+        ("r_search", ["<observation>", "</observation>"]),
+        ("rag_r1_sq", ["<information>", "</information>"]),
+        ("rag_r1_mq", ["<information>", "</information>"]),
+        ("r1_searcher", ["<|begin_of_documents|>", "<|end_of_documents|>"]),
+        ("r1_searcher_chat", ["<|begin_of_documents|>", "<|end_of_documents|>"]),
+        ("r1_searcher_pp", ["<|begin_search_result|>", "<|end_search_result|>"]),
+        ("rearag", ["Observation 1:", "Observation 12:"]),
+    ],
+)
+def test_the_tags_of_its_protocol_are_what_a_policy_must_not_write(name, tags):
+    protocol = PROTOCOLS[name]
+    answer = protocol.render(Answer("Paris"))
+    turns = [answer, *(f"x {tag}y\n{answer}" for tag in tags)]
+    rollouts = [play(protocol, [turn], DOCS) for turn in turns]
+    assert [r.answer for r in rollouts] == ["Paris"] * len(turns)
+    assert format_ok(PARIS, rollouts, protocol=protocol) == [0] + [-1] * len(tags)
+    # The tags are asked of the protocol, whatever it is.
+    renamed = dataclasses.replace(
+        protocol, observe=lambda queries, passages: Observation("<mine>", "", "</mine>")
+    )
+    rollouts = [play(renamed, [f"</mine>{answer}"]), rollouts[-1]]
+    assert format_ok(PARIS, rollouts, protocol=renamed) == [-1, 0]
 
 
 def test_the_overlong_penalty_falls_linearly_within_its_buffer():

@@ -61,4 +61,8 @@ def learning(setup, *, reference=None, guards=None):
 def scored(setup, groups):
     """(groups, rewards, metrics) of rollouts that are rewarded as configured."""
     terms = setup.config.reward.to_dict()
-    return summarize(with_rewards(*reward_groups(groups, terms, judge=setup.judge)))
+    return summarize(
+        with_rewards(
+            *reward_groups(groups, terms, protocol=setup.protocol, judge=setup.judge)
+        )
+    )

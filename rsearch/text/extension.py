@@ -1,0 +1,138 @@
+"""What users add from outside the package: "package.module:name" in a configuration.
+
+Wherever the configuration names an entry of a table (a reward term, a protocol, a tool,
+a curate method, a search engine), such a reference names an object of the user's own
+module in its place. Importing a module runs its code. References are therefore taken
+from configurations and command lines alone, never from data or from a model's output.
+"""
+
+import difflib
+import hashlib
+import importlib
+import os
+import pathlib
+import re
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
+SPELLING = "'package.module:name'"
+CODE = "code:"  # before a module's name, among the inputs of a run
+
+
+def is_reference(value: Any) -> bool:
+    """Return whether a value of the configuration is spelt 'package.module:name'."""
+    return isinstance(value, str) and REFERENCE.fullmatch(value) is not None
+
+
+def lookup(field: str, name: str, table: Mapping[str, Any]) -> Any:
+    """Return the entry of a table, or the object that a reference names.
+
+    Args:
+        field: the configuration's field, for messages.
+        name: a key of the table, or "package.module:name".
+        table: the package's entries.
+
+    Raises:
+        ValueError: neither; the message has the field, the name and the nearest keys.
+    """
+    if name in table:
+        return table[name]
+    if is_reference(name):
+        return load_reference(field, name)
+    near = difflib.get_close_matches(str(name), list(table), 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"{field} = {name!r}: must be one of {', '.join(table)}, or {SPELLING}{hint}"
+    )
+
+
+def load_reference(field: str, reference: str) -> Any:
+    """Import a user's module and return the object that the reference names.
+
+    The working directory is searched too, however the program was started.
+
+    Raises:
+        ValueError: the module is missing or cannot be imported, or has no such name.
+    """
+    match = REFERENCE.fullmatch(reference)
+    if match is None:
+        raise ValueError(f"{field} = {reference!r}: must be {SPELLING}")
+    module_name, name = match.groups()
+    module = _import(f"{field} = {reference!r}", module_name)
+    if not hasattr(module, name):
+        names = [n for n in vars(module) if not n.startswith("_")]
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"{field} = {reference!r}: {module.__file__} has no {name!r}{hint}"
+        )
+    return getattr(module, name)
+
+
+def check_callable(field: str, name: str, value: Any, signature: str) -> None:
+    """Refuse what is not a function.
+
+    Args:
+        field: the configuration's field.
+        name: its value.
+        value: the object that this names.
+        signature: of the function that would be right, as text.
+
+    Raises:
+        ValueError: it cannot be called.
+    """
+    if not callable(value):
+        raise ValueError(
+            f"{field} = {name!r}: is a {type(value).__name__}, which cannot be called: "
+            f"must be a function {signature}"
+        )
+
+
+def code_inputs(references: Sequence[Any]) -> dict[str, str]:
+    """Return {"code:<module>": digest of its source} of the references among values.
+
+    A run is bound to these inputs, so that a resumed one says which code has changed.
+    """
+    modules = {m[1] for r in references if (m := REFERENCE.fullmatch(str(r)))}
+    inputs = {}
+    for name in sorted(modules):
+        module = _import(name, name)
+        source = pathlib.Path(module.__file__).read_bytes()
+        inputs[CODE + name] = hashlib.sha256(source).hexdigest()[:16]
+    return inputs
+
+
+def _import(what: str, name: str):
+    """Import a module by its name; `what` begins the message of an error."""
+    # `python -m` searches the working directory, a console script does not.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    # A file may have been written since the finders last looked into its directory.
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"{what}: there is no module {error.name!r} in the working directory "
+                f"{os.getcwd()} or on PYTHONPATH"
+            ) from None
+        raise ValueError(f"{what}: {_where(error)}") from error
+    except Exception as error:
+        raise ValueError(f"{what}: {_where(error)}") from error
+    if getattr(module, "__file__", None) is None:  # a folder without __init__.py
+        raise ValueError(f"{what}: {name!r} is not a module of Python source")
+    return module
+
+
+def _where(error: Exception) -> str:
+    """Return 'file:line: Kind: message' of an error raised while a module ran."""
+    if isinstance(error, SyntaxError):
+        file, line, message = error.filename, error.lineno, error.msg
+    else:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        file, line, message = frame.filename, frame.lineno, str(error)
+    return f"{file}:{line}: {type(error).__name__}: {' '.join(message.split())}"
