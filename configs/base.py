@@ -50,7 +50,7 @@ def _tokenizer():
 def _protocol():
     """How policy and search engine talk."""
     c = ConfigDict()
-    c.name = "search_r1"  # a key of PROTOCOLS
+    c.name = "search_r1"  # a key of PROTOCOLS, or your own, "package.module:name"
     c.max_queries = 0  # rag_r1_mq: of a turn that are searched; 0 = as its prompt says
     c.quotes_keep_commas = True  # rag_r1_mq: a comma in double quotes parts no queries
     c.json_ascii = False  # rag_r1_mq: results are escaped to ASCII
@@ -103,6 +103,9 @@ def _retrieval():
     c.index = ""  # directory written by rsearch.index; the world needs none
     c.sharded = False  # several hosts: each holds its share of the index's parts
     c.timeout_seconds = 25.0  # ... in which all have answered, or a search has failed
+    # "package.module:name" of a function of your own, (queries) -> for each the
+    # passages, best first, or None where its search failed. "" = corpus and index.
+    c.engine = ""
     c.url = ""  # of a retrieval service that is asked in place of an index
     # Its dialect: "search_r1", "r1_searcher", "rearag", or "serper" for the open web.
     c.api = "search_r1"
@@ -170,7 +173,8 @@ def _guards():
 def _curate():
     """Data stage: rolls out train's questions with the stage's model and keeps some."""
     c = ConfigDict()
-    c.method = "segments"  # a key of METHODS in rsearch/stages/curate/run.py
+    # A key of METHODS in rsearch/stages/curate/run.py, or "package.module:name".
+    c.method = "segments"
     c.measure = "em"  # right is: "em" or "cover_em" of 1, or any "f1" above 0
     c.order = "any"  # of words in "cover_em": "any", "contiguous" or "substring"
     c.max_words = 0  # a longer answer is wrong, whatever the measure; 0 = no limit

@@ -347,7 +347,7 @@ def test_a_reader_must_be_named(tmp_path, capsys, given, message):
     assert message in capsys.readouterr().err
     more = ["--config.eval.methods=evidence", "--config.reader.source=x"]
     assert evaluate_here(*arguments(tmp_path / "run"), *more) == 2
-    assert "only protocol 'r_search' writes" in capsys.readouterr().err
+    assert "config.protocol.name = 'search_r1'" in capsys.readouterr().err
 
 
 @pytest.mark.fault(11, "left out and listed")

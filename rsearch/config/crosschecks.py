@@ -42,6 +42,12 @@ def _check_sharing(c):
             "config.retrieval.fetch_pages = True reads the pages that a web search "
             f"finds: config.retrieval.api = {r.api!r} is none"
         )
+    for name in ("url", "index"):
+        if r.engine and r[name]:
+            raise ValueError(
+                f"config.retrieval.engine = {r.engine!r} and config.retrieval.{name} = "
+                f"{r[name]!r}: name one of them"
+            )
     if r.url and r.index:
         raise ValueError(
             f"config.retrieval.url = {r.url!r} and config.retrieval.index = "
@@ -94,11 +100,6 @@ def _check_reader(c):
             f"config.eval.methods names {asked[0]!r}, which asks a reader: name one in "
             "config.reader.source"
         )
-    if "evidence" in asked and c.protocol.name != "r_search":
-        raise ValueError(
-            "config.eval.methods names 'evidence', which only protocol 'r_search' "
-            f"writes; config.protocol.name = {c.protocol.name!r}"
-        )
 
 
 def _check_retrieved(c):
@@ -136,17 +137,6 @@ def _check_shape(c):
         raise ValueError(
             f"config.model.num_kv_heads = {kv_heads} is not a multiple of "
             f"config.mesh.tensor = {c.mesh.tensor}"
-        )
-
-
-def _check_queries(c):
-    p = c.protocol
-    is_changed = p.max_queries or p.json_ascii or not p.quotes_keep_commas
-    if is_changed and p.name != "rag_r1_mq":
-        raise ValueError(
-            f"config.protocol.max_queries = {p.max_queries}, json_ascii = "
-            f"{p.json_ascii} and quotes_keep_commas = {p.quotes_keep_commas} are "
-            f"settings of rag_r1_mq, and config.protocol.name = {p.name!r}"
         )
 
 
@@ -347,7 +337,6 @@ CROSS_CHECKS = (
     _check_nucleus,
     _check_retrieved,
     _check_shape,
-    _check_queries,
     _check_context,
     _check_together,
     _check_groups,

@@ -9,12 +9,15 @@ import re
 
 from rsearch.config.crosschecks import CROSS_CHECKS, check_mesh
 from rsearch.config.stage_plan import AGENTS, STAGE, is_stage, stage_configs
+from rsearch.text.extension import SPELLING, is_reference
 
 EVIDENCE, READER_RAG = "evidence", "reader_rag"
 READER_METHODS = (EVIDENCE, "reader_direct", READER_RAG)
 COLDEST = 1e-6  # temperature that is sampled at: logits divided by less overflow
 MIX = r"(\S+ )?(easy|medium|hard) (\d+(:\d*)?|0?\.\d+)"  # of curate.mix
 METHODS = ("protocol", "direct", "rag", *READER_METHODS)
+CURATE_METHODS = ("segments", "answerable", "difficulty", "mix", "both_knowledge")
+CURATE_METHODS += ("rewriter", "chains", "no_reasoning")
 OFFLOADED = ("reference", "optimizer")
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer
 WORLD_KINDS = ("single", "bridge", "three_hop", "four_hop", "comparison")
@@ -32,16 +35,6 @@ WORDS = {  # fields of one word -> the words there are
     "rl.ratio": ("token", "sequence"),
     "rl.kl_controller": ("fixed", "adaptive"),
     "rl.behavior": ("sampled", "scored"),
-    "curate.method": (
-        "segments",
-        "answerable",
-        "difficulty",
-        "mix",
-        "both_knowledge",
-        "rewriter",
-        "chains",
-        "no_reasoning",
-    ),
     "curate.measure": ("em", "cover_em", "f1"),
     "curate.order": ("any", "contiguous", "substring"),
     "curate.normalize": ("squad", "r1_searcher"),
@@ -174,6 +167,11 @@ RULES = {  # field -> (predicate, what would be right)
         "a multiple of 16: whole tiles of an accelerator's memory",
     ),
     "rollout.extend_chunk": _at_least(1),
+    "curate.method": (
+        lambda x: x in CURATE_METHODS or is_reference(x),
+        f"one of {', '.join(map(repr, CURATE_METHODS))}, or {SPELLING}",
+    ),
+    "retrieval.engine": (lambda x: x == "" or is_reference(x), f"'' or {SPELLING}"),
     "curate.max_words": _at_least(0),
     "curate.rollouts": _at_least(1),
     "curate.per_question": _at_least(1),

@@ -1,4 +1,4 @@
-"""What a protocol is: a frozen value that says how policy and search engine talk."""
+"""A protocol is a frozen value that says how policy and search engine talk."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from rsearch.types import Action, Answer, Messages, Observation, Passage, Search
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a policy means to say in one turn; `Protocol.write` puts it into its words.
+    """A policy's turn before it is put into words, which `Protocol.write` does.
 
     Attributes:
         number: of the turn, from 1.
@@ -30,7 +30,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """How a conversation between policy and search engine is written.
+    """The written form of a conversation between policy and search engine.
 
     Attributes:
         name: the key in PROTOCOLS.
@@ -51,6 +51,10 @@ class Protocol:
             template frames it by control tokens, which then stand for `before` and
             `after` of an Observation; None, or another template: plain text.
         max_queries: queries of one turn; what a turn asks beyond is not searched.
+        evidence_tag: the tag around the original words that an answer rests on; None
+            where the protocol has no place for them.
+        with_settings: (**settings of config.protocol) -> the protocol with these; None
+            where it has none. See `make_protocol`.
     """
 
     name: str
@@ -67,9 +71,11 @@ class Protocol:
     opening: str = ""
     observation_role: str | None = None
     max_queries: int = 1
+    evidence_tag: str | None = None
+    with_settings: "Callable[..., Protocol] | None" = None
 
     def messages(self, question: str) -> Messages:
-        """The chat that opens a rollout of this question."""
+        """Return the chat that opens a rollout of this question."""
         if self.add_question_mark:
             question = question.strip()
             question += "" if question.endswith("?") else "?"

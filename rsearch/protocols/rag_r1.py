@@ -122,7 +122,7 @@ def multi_query(
     json_ascii: bool = False,
     max_queries: int = MAX_QUERIES,
 ) -> Protocol:
-    """RAG-R1 with several queries a turn.
+    """Return RAG-R1 with several queries a turn.
 
     Args:
         quotes_keep_commas: whether a comma between double quotes belongs to its query;
@@ -150,6 +150,7 @@ def multi_query(
         split=split_quoted if quotes_keep_commas else split_naive,
         join=join_quoted if quotes_keep_commas else plain_join,
         max_queries=max_queries,
+        with_settings=multi_query,
     )
 
 

@@ -1,12 +1,19 @@
-"""The protocols by name."""
+"""The protocols by name; "package.module:name" names one of the user's own."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from rsearch.protocols.base import Protocol
 from rsearch.protocols.r1_searcher import R1_SEARCHER, R1_SEARCHER_CHAT
 from rsearch.protocols.r1_searcher_pp import R1_SEARCHER_PP
-from rsearch.protocols.rag_r1 import RAG_R1_MQ, RAG_R1_SQ, multi_query
+from rsearch.protocols.rag_r1 import RAG_R1_MQ, RAG_R1_SQ
 from rsearch.protocols.rearag import REARAG
 from rsearch.protocols.tagged import R_SEARCH, SEARCH_R1
+from rsearch.text.extension import lookup
+from rsearch.types import Answer, Malformed, Observation, Search
 
+FIELD = "config.protocol.name"
 PROTOCOLS = {
     "search_r1": SEARCH_R1,
     "r_search": R_SEARCH,
@@ -26,17 +33,60 @@ def make_protocol(
     quotes_keep_commas: bool = True,
     json_ascii: bool = False,
 ) -> Protocol:
-    """The protocol of this name, with what the public code does otherwise as settings.
+    """Return the protocol of this name, with the settings of config.protocol.
 
     Args:
-        name: a key of PROTOCOLS.
-        max_queries, quotes_keep_commas, json_ascii: of rag_r1_mq, see `multi_query`;
-            the others have one query a turn and no JSON.
+        name: a key of PROTOCOLS, or "package.module:name" of a Protocol.
+        max_queries, quotes_keep_commas, json_ascii: where they are not the defaults,
+            arguments of the protocol's `with_settings`; see `rag_r1.multi_query`.
+
+    Raises:
+        ValueError: there is no such protocol, or it has no such settings.
     """
-    if name != RAG_R1_MQ.name:
-        return PROTOCOLS[name]
-    return multi_query(
-        quotes_keep_commas=quotes_keep_commas,
-        json_ascii=json_ascii,
-        max_queries=max_queries or RAG_R1_MQ.max_queries,
+    protocol = lookup(FIELD, name, PROTOCOLS)
+    if not isinstance(protocol, Protocol):
+        kind = type(protocol).__name__
+        raise ValueError(
+            f"{FIELD} = {name!r}: is a {kind}: must be a {Protocol.__module__}.Protocol"
+        )
+    settings: dict[str, Any] = {}
+    if max_queries:
+        settings["max_queries"] = max_queries
+    if not quotes_keep_commas:
+        settings["quotes_keep_commas"] = False
+    if json_ascii:
+        settings["json_ascii"] = True
+    if settings:
+        if protocol.with_settings is None:
+            shown = " and ".join(f"{k} = {v}" for k, v in settings.items())
+            raise ValueError(
+                f"config.protocol.{shown}: {FIELD} = {name!r} has no such settings"
+            )
+        protocol = protocol.with_settings(**settings)
+    return protocol if name in PROTOCOLS else _checked(name, protocol)
+
+
+def _checked(name: str, protocol: Protocol) -> Protocol:
+    """Return a user's protocol whose functions must return what they should."""
+    actions = (Search, Answer, Malformed)
+    return dataclasses.replace(
+        protocol,
+        parse=_returning(actions, f"{name}.parse", protocol.parse),
+        observe=_returning((Observation,), f"{name}.observe", protocol.observe),
     )
+
+
+def _returning(kinds: tuple[type, ...], name: str, function: Callable) -> Callable:
+    """Return the function, whose result must be of one of these types."""
+
+    def checked(*args):
+        result = function(*args)
+        if not isinstance(result, kinds):
+            right = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(
+                f"{FIELD}: {name} returned {result!r}, a {type(result).__name__}: must "
+                f"be a {right}"
+            )
+        return result
+
+    return checked

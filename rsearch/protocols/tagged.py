@@ -61,8 +61,10 @@ def tagged(
     invalid_message: str | None = INVALID_MESSAGE,
     is_chat: bool = True,
     opening: str = "",
+    evidence_tag: str | None = None,
+    with_settings: Callable[..., Protocol] | None = None,
 ) -> Protocol:
-    """A protocol of tagged text.
+    """Return a protocol of tagged text.
 
     Args:
         name: its key in PROTOCOLS.
@@ -76,7 +78,7 @@ def tagged(
         word: (step, its rendered action) -> the whole turn; think tags by default.
         max_queries: of one turn that are searched.
         invalid_message: shown after a malformed turn; None ends the rollout instead.
-        is_chat, opening: see Protocol.
+        is_chat, opening, evidence_tag, with_settings: see Protocol.
     """
     word = word or _thinking
 
@@ -110,6 +112,8 @@ def tagged(
         is_chat=is_chat,
         opening=opening,
         max_queries=max_queries,
+        evidence_tag=evidence_tag,
+        with_settings=with_settings,
     )
 
 
@@ -291,5 +295,6 @@ R_SEARCH = tagged(
         lambda number, p: f"(Title: {p.title}) {p.text}",
     ),
     word=_with_evidence,
+    evidence_tag="original_evidence",
 )
 """R-Search (2025), the system template of its Table 1, as used in training."""

@@ -24,6 +24,7 @@ from rsearch.retrieval.engine import SearchEngine, engine_in_memory
 from rsearch.retrieval.index import corpus_path, open_index
 from rsearch.retrieval.rerank import RerankedSearch, load_reranker
 from rsearch.retrieval.service import RemoteSearch
+from rsearch.retrieval.user import UserSearch
 from rsearch.retrieval.wrap import wrap_search
 from rsearch.rollout.conversation import (
     Limits,
@@ -179,6 +180,8 @@ def _open_engine(c, world, top_k):
     """The engine that finds `top_k` passages by their vectors."""
     r = c.retrieval
     settings = dict(top_k=top_k, cache_size=r.cache_size)
+    if r.engine:
+        return UserSearch("config.retrieval.engine", r.engine, top_k=top_k)
     if r.url:
         names = "api", "api_key_env", "timeout_seconds", "max_retries", "outage_seconds"
         search = RemoteSearch(r.url, **settings, **{name: r[name] for name in names})

@@ -18,8 +18,8 @@ from rsearch.models.sharding import make_mesh
 from rsearch.models.tokenizer import Tokenizer
 from rsearch.plan.costs import check_layout
 from rsearch.protocols.base import Protocol
-from rsearch.protocols.table import PROTOCOLS
 from rsearch.retrieval.engine import SearchEngine
+from rsearch.retrieval.user import SIGNATURE
 from rsearch.rewards.group import check_terms, needs_judge
 from rsearch.rollout.conversation import Limits
 from rsearch.runtime import files
@@ -35,6 +35,12 @@ from rsearch.setup.parts import (
     policy_model,
     policy_protocol,
     read_questions,
+)
+from rsearch.text.extension import (
+    check_callable,
+    code_inputs,
+    is_reference,
+    load_reference,
 )
 from rsearch.types import GenerateFn, Question
 from rsearch.world.pretrained import find_source
@@ -192,7 +198,8 @@ def load_setup(
         train=train,
         dev=dev,
         num_long=num_long,
-        inputs=_fingerprints(tokenizer, search, source, None if only_dev else train),
+        inputs=_fingerprints(tokenizer, search, source, None if only_dev else train)
+        | code_inputs(_references(c, only_dev=only_dev)),
         judge=agent("judge") if is_rewarded else None,
         writer=agent("writer"),
         limits=limits,
@@ -210,6 +217,16 @@ def _fingerprints(tokenizer, search, source, train):
         digests = [f"{f.name} {files.sampled_digest(f)}" for f in weight_files]
         inputs["model.source"] = ", ".join(digests)
     return inputs
+
+
+def _references(c, *, only_dev: bool) -> list[str]:
+    """Return the names in a configuration that may be of a user's functions."""
+    references = [c.protocol.name, c.retrieval.engine]
+    if not only_dev and "rl" in kinds(c):
+        references += [settings.get("term", "") for settings in c.reward.values()]
+    if not only_dev and "curate" in kinds(c):
+        references.append(c.curate.method)
+    return references
 
 
 def _check_questions(config, train, dev, only_dev, say):
@@ -257,11 +274,19 @@ def check_names(config) -> None:
 
 def _check_names(c):
     check_terms(c.reward, has_judge=bool(c.judge.source))
-    if c.protocol.name not in PROTOCOLS:
+    protocol = policy_protocol(c)
+    if "evidence" in c.eval.methods and protocol.evidence_tag is None:
         raise ValueError(
-            f"config.protocol.name = {c.protocol.name!r}: must be one of "
-            f"{', '.join(PROTOCOLS)}"
+            "config.eval.methods names 'evidence', which only a protocol with evidence "
+            f"has, such as 'r_search'; config.protocol.name = {c.protocol.name!r}"
         )
+    for field, name, signature in (
+        ("curate.method", c.curate.method, "(work) -> Chosen"),
+        ("retrieval.engine", c.retrieval.engine, SIGNATURE),
+    ):
+        if is_reference(name):
+            function = load_reference(f"config.{field}", name)
+            check_callable(f"config.{field}", name, function, signature)
 
 
 def initial_params(setup: Setup):

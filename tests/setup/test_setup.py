@@ -131,3 +131,26 @@ def test_several_hosts_load_a_model_together_whoever_comes_to_ask(
     monkeypatch.setattr(processes, "num_hosts", lambda: num_hosts)
     build.load_setup(config(writer__source="/no/writer"), only_dev=True, is_over=True)
     assert asked == [is_late]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"protocol__max_queries": 2},
+        {"protocol__json_ascii": True},
+        {"protocol__quotes_keep_commas": False},
+    ],
+)
+def test_settings_that_a_protocol_has_not_are_refused(fields):
+    (name,) = fields
+    field = name.replace("__", ".")
+    with pytest.raises(ValueError, match=rf"config\.{field}.*'search_r1'"):
+        build.check_names(config(**fields))
+    build.check_names(config(protocol__name="rag_r1_mq", **fields))
+
+
+def test_evidence_is_read_only_of_a_protocol_that_has_it():
+    fields = {"eval__methods": ("evidence",), "reader__source": "world:judge"}
+    with pytest.raises(ValueError, match=r"config\.protocol\.name = 'search_r1'"):
+        build.check_names(config(**fields))
+    build.check_names(config(protocol__name="r_search", **fields))

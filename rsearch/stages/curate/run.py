@@ -26,7 +26,15 @@ from rsearch.runtime.jsonl import write_jsonl
 from rsearch.runtime.workdir import write_json
 from rsearch.stages.curate.chains import chains, no_reasoning
 from rsearch.stages.curate.rolling import FIRST, Work
-from rsearch.stages.curate.summary import Chosen, Verdict, capped, show, summarise
+from rsearch.stages.curate.summary import (
+    Chosen,
+    Verdict,
+    capped,
+    check_chosen,
+    show,
+    summarise,
+)
+from rsearch.text.extension import lookup
 
 FAILED = "tools failed"  # what became of a question that nothing is known of
 
@@ -53,7 +61,8 @@ def run(setup: build.Setup, params, folder: pathlib.Path, *, stage: str) -> None
         return
     c = setup.config
     work = Work(setup, params, folder, stage)
-    chosen = METHODS[c.curate.method](work)
+    method = lookup("config.curate.method", c.curate.method, METHODS)
+    chosen = check_chosen(c.curate.method, method(work), work.questions)
     chosen = capped(chosen, work.questions, c.curate.max_kept, seed=c.seed)
     summary = summarise(stage, c.curate.method, chosen, work.questions)
     show(summary)

@@ -42,6 +42,35 @@ class Chosen:
     notes: Sequence[str] = ()
 
 
+def check_chosen(method: str, chosen: Chosen, questions: Sequence[Question]) -> Chosen:
+    """Return what a method has chosen, which must be a Chosen with all its verdicts.
+
+    Args:
+        method: its name in config.curate.method.
+        chosen: what it returned.
+        questions: of the stage.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    what = f"config.curate.method = {method!r} returned"
+    if not isinstance(chosen, Chosen):
+        kind = type(chosen).__name__
+        raise ValueError(f"{what} a {kind}: must be a {Chosen.__module__}.Chosen")
+    if len(chosen.verdicts) != len(questions):
+        raise ValueError(
+            f"{what} {len(chosen.verdicts)} verdicts for {len(questions)} questions: "
+            "must be one for each"
+        )
+    for kind, demonstration in chosen.demonstrations:
+        if not isinstance(kind, str) or not isinstance(demonstration, Demonstration):
+            raise ValueError(
+                f"{what} {demonstration!r} among its demonstrations: must be pairs of "
+                f"a kind and a {Demonstration.__module__}.Demonstration"
+            )
+    return chosen
+
+
 def capped(
     chosen: Chosen, questions: Sequence[Question], most: int, *, seed: int
 ) -> Chosen:

@@ -1,0 +1,77 @@
+"""A search engine of the user's own: any function from queries to passages."""
+
+from collections.abc import Sequence
+
+from rsearch.text.extension import check_callable, code_inputs, load_reference
+from rsearch.types import Passage
+
+SIGNATURE = "(queries) -> for each its passages, best first, or None"
+
+
+class UserSearch:
+    """A SearchFn that calls a user's function and checks what it returns.
+
+    What a query finds must follow from the query alone: a resumed run asks again.
+
+    Args:
+        field: the configuration's field that names the function, for messages.
+        reference: "package.module:name" of a SearchFn, see `rsearch.types`.
+        top_k: passages a query; further ones are dropped.
+
+    Attributes:
+        fingerprint: equal ones find the same.
+        searches_at_once: calls that may overlap: the function's own, or 1.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+
+    def __init__(self, field: str, reference: str, *, top_k: int):
+        self._search = load_reference(field, reference)
+        check_callable(field, reference, self._search, SIGNATURE)
+        self._name, self._top_k = f"{field} = {reference!r}", top_k
+        code = ", ".join(code_inputs([reference]).values())
+        self.fingerprint = f"{reference} {code}"
+        self.searches_at_once = getattr(self._search, "searches_at_once", 1)
+
+    def __str__(self) -> str:
+        """Return a short description of the engine."""
+        return self._name
+
+    def __call__(self, queries: Sequence[str]) -> list[tuple[Passage, ...] | None]:
+        """Return the passages of each query; None where its search failed.
+
+        Raises:
+            ValueError: the function returned something else.
+        """
+        results = self._search(list(queries))
+        if not isinstance(results, list | tuple):
+            kind = type(results).__name__
+            raise ValueError(
+                f"{self._name} returned a {kind}: must be a list, a result a query"
+            )
+        if len(results) != len(queries):
+            raise ValueError(
+                f"{self._name} returned {len(results)} results for {len(queries)} "
+                "queries: must be one for each"
+            )
+        return [self._checked(result) for result in results]
+
+    def _checked(self, result):
+        """Return the first `top_k` passages of one query's result."""
+        if result is None:
+            return None
+        if not isinstance(result, list | tuple):
+            kind = type(result).__name__
+            raise ValueError(
+                f"{self._name} returned {result!r}, a {kind}, for a query: must be a "
+                "list of passages, or None"
+            )
+        for passage in result:
+            if not isinstance(passage, Passage):
+                kind = type(passage).__name__
+                raise ValueError(
+                    f"{self._name} returned {passage!r}, a {kind}, among passages: "
+                    f"must be a {Passage.__module__}.Passage"
+                )
+        return tuple(result[: self._top_k])

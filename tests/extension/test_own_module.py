@@ -1,0 +1,264 @@
+"""A user's module outside the package adds entries of every table, and is run."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rsearch import setup as build
+from rsearch.config import recipes as configuration
+from rsearch.retrieval.user import UserSearch
+from rsearch.runtime.metrics import read_metrics
+from rsearch.stages.curate.summary import Chosen, check_chosen
+from rsearch.text.extension import code_inputs, load_reference
+from tests.small_run import ROOT, arguments, child_environment, config
+
+MODULE = '''
+"""One of each: a protocol, a search engine, a curate method and a reward term."""
+
+from rsearch.data.demonstrations import Demonstration
+from rsearch.protocols.base import Step
+from rsearch.protocols.tagged import listed, tagged
+from rsearch.stages.curate.summary import Chosen, Verdict
+from rsearch.types import Answer, Passage, Search
+
+ASK = tagged(
+    "ask",
+    system=None,
+    user="{question}",
+    add_question_mark=False,
+    observe=listed("<shown>", "</shown>", lambda number, p: p.text),
+    search_tags=("<ask>", "</ask>"),
+    invalid_message=None,
+)
+
+
+def find(queries):
+    more = Passage("q", "")
+    return [[Passage("p", f"{query}\\nIt is known."), more] for query in queries]
+
+
+def choose(work):
+    write = work.setup.protocol.write
+    chosen = []
+    for question in work.questions:
+        first = write(Step(1, "Who?", Search(("it",))))
+        last = write(Step(2, "So.", Answer(question.golden_answers[0])))
+        chosen.append(("asked", Demonstration(question, (first, last))))
+    return Chosen([Verdict("asked", True, 0) for _ in chosen], chosen)
+
+
+def asks(question, rollouts, *, pattern, bonus=1):
+    return [bonus * any(pattern in t for t in r.policy_texts) for r in rollouts]
+'''
+OWN = {
+    "stages": "curate,sft,rl",
+    "protocol__name": "my_parts:ASK",
+    "protocol__instruction": "{question}",
+    "retrieval__engine": "my_parts:find",
+    "curate__method": "my_parts:choose",
+    "sft__demonstrations": "stage:curate",
+    "sft__baseline_share": 0.0,
+    "rollout__max_turn_tokens": 40,
+    "eval__at_start": "false",
+    "eval__methods": "protocol",
+    "rl__steps": 1,
+    "reward": {
+        "asks": {"term": "my_parts:asks", "pattern": "<ask>", "bonus": 0.5},
+        "format_ok": {"good": 0.1, "bad": 0.0},
+    },
+}
+
+
+def train(folder, *more, **overrides):
+    """The finished process of a training command in the user's own folder."""
+    command = [sys.executable, "-m", "rsearch.train"]
+    return subprocess.run(
+        [*command, *arguments(folder / "run", **OWN | overrides), *more],
+        cwd=folder,
+        env={**os.environ, **child_environment(), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+def test_a_module_outside_the_package_adds_to_every_table(tmp_path):
+    (tmp_path / "my_parts.py").write_text(MODULE)
+    done = train(tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    # The curate method chose what was learnt, in the words of the protocol.
+    rows = (run / "curate" / "demonstrations.jsonl").read_text().splitlines()
+    turns = [json.loads(row)["turns"] for row in rows]
+    assert {turn[0] for turn in turns} == {"<think> Who?</think><ask> it </ask>"}
+    # The search engine was asked, and the policy was shown what it found.
+    texts = (run / "transcripts.jsonl").read_text()
+    assert "<ask> it </ask>" in texts and "<shown>It is known.</shown>" in texts
+    # The reward term was paid for it.
+    (row,) = read_metrics(run / "rl" / "metrics.jsonl")
+    assert row["reward_asks"] > 0 and row["searches"] > 0
+    inputs = json.loads((run / "config.json").read_text())["inputs"]
+    assert inputs["code:my_parts"] in inputs["retrieval"]
+    # A run that goes on with other code says so, and may be told to.
+    (tmp_path / "my_parts.py").write_text(MODULE.replace("bonus * any", "2 * any"))
+    refused = train(tmp_path, rl__steps=2)
+    assert refused.returncode == 2
+    assert "code:my_parts" in refused.stderr
+    accepted = train(tmp_path, "--accept=code:my_parts,retrieval", rl__steps=2)
+    assert accepted.returncode == 0, accepted.stderr
+    assert "code:my_parts has changed" in accepted.stderr + accepted.stdout
+    assert len(read_metrics(run / "rl" / "metrics.jsonl")) == 2
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The user's module, importable; its name, which no other test has."""
+    name = f"parts_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(
+        MODULE + "\nNUMBER = 3\n\n\ndef nothing(*arguments):\n    return None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+FIELDS = {
+    "protocol.name": {"protocol__name": "{}"},
+    "retrieval.engine": {"retrieval__engine": "{}"},
+    "curate.method": {"curate__method": "{}"},
+    "reward.own.term": {"reward": {"own": {"term": "{}", "pattern": "x"}}},
+}
+
+
+def configured(field, reference):
+    settings = json.loads(json.dumps(FIELDS[field]).replace("{}", reference))
+    return config(stages=("curate", "rl"), **settings)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [
+        ("no_such_module_of_mine:thing", "no_such_module_of_mine"),
+        ("{}:no_such_thing", "no_such_thing"),
+        ("{}:NUMBER", "int"),
+    ],
+)
+def test_a_reference_that_names_nothing_is_refused(module, field, reference, reason):
+    reference = reference.replace("{}", module)
+    with pytest.raises(ValueError) as caught:
+        build.check_names(configured(field, reference))
+    message = str(caught.value)
+    assert f"config.{field} = {reference!r}" in message and reason in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("reference", ["os.path", "a:b:c", "a b:c", ":x", "x:", ""])
+def test_a_value_that_is_no_reference_is_refused(field, reference):
+    if (field, reference) == ("retrieval.engine", ""):
+        return  # none of the user's own
+    with pytest.raises(ValueError, match=f"config.{field}"):
+        whole = configured(field, reference)
+        configuration.validate(whole)
+        build.check_names(whole)
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ("protocol.name", "ASK"),
+        ("retrieval.engine", "find"),
+        ("curate.method", "choose"),
+        ("reward.own.term", "asks"),
+    ],
+)
+def test_a_reference_is_accepted_where_a_name_of_its_table_is(module, field, name):
+    whole = configured(field, f"{module}:{name}")
+    configuration.validate(whole)
+    build.check_names(whole)
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "kind"),
+    [
+        ("x = 1\ny = = 2\n", 2, "SyntaxError"),
+        ("x = 1\n\nraise RuntimeError('a\\nb')\n", 3, "RuntimeError"),
+        ("import no_such_library\n", 1, "no_such_library"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named_with_its_line(
+    tmp_path, monkeypatch, body, line, kind
+):
+    (tmp_path / "broken_parts.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError) as caught:
+        load_reference("config.x", "broken_parts:f")
+    message = str(caught.value)
+    assert f"{tmp_path / 'broken_parts.py'}:{line}" in message
+    assert kind in message and "config.x" in message and "\n" not in message
+
+
+def test_the_source_of_a_module_is_an_input(module, tmp_path):
+    before = code_inputs(["search_r1", f"{module}:find", f"{module}:ASK", ""])
+    assert list(before) == [f"code:{module}"]
+    file = tmp_path / f"{module}.py"
+    file.write_text(file.read_text() + "\n# changed\n")
+    assert code_inputs([f"{module}:find"]) != before
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        ([], "0 results for 2 queries"),
+        (None, "NoneType"),
+        ([None, "text"], "'text'"),
+        ([None, [("id", "text")]], "('id', 'text')"),
+        ([None, 3], "3"),
+    ],
+)
+def test_what_an_engine_returns_wrongly_is_named(tmp_path, monkeypatch, result, reason):
+    name = f"engine_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(f"def find(queries):\n    return {result!r}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    search = UserSearch("config.retrieval.engine", f"{name}:find", top_k=1)
+    with pytest.raises(ValueError) as caught:
+        search(["a", "b"])
+    message = str(caught.value)
+    assert f"config.retrieval.engine = '{name}:find'" in message
+    assert reason in message and "\n" not in message
+
+
+def test_an_engine_shows_its_first_passages_and_says_where_it_failed(module, tmp_path):
+    search = UserSearch("config.retrieval.engine", f"{module}:find", top_k=1)
+    ((passage,), again) = search(["a", "a"])
+    assert passage.contents == "a\nIt is known." and again == (passage,)
+    (tmp_path / f"{module}.py").write_text("def find(queries):\n    return [None]\n")
+    del sys.modules[module]
+    assert UserSearch("x", f"{module}:find", top_k=1)(["a"]) == [None]
+
+
+@pytest.mark.parametrize("part", ["parse", "observe"])
+def test_what_a_protocol_returns_wrongly_is_named(module, tmp_path, part):
+    file = tmp_path / f"{module}.py"
+    file.write_text(
+        file.read_text()
+        + f"\nimport dataclasses\nBAD = dataclasses.replace(ASK, {part}=nothing)\n"
+    )
+    protocol = build.setup.policy_protocol(configured("protocol.name", f"{module}:BAD"))
+    with pytest.raises(ValueError) as caught:
+        protocol.parse("x") if part == "parse" else protocol.observe([""], [()])
+    message = str(caught.value)
+    assert f"{module}:BAD.{part}" in message and "NoneType" in message
+
+
+def test_what_a_curate_method_returns_wrongly_is_named():
+    for chosen, reason in (
+        (None, "NoneType"),
+        (Chosen([]), "0 verdicts for 1 questions"),
+    ):
+        with pytest.raises(ValueError, match=r"config\.curate\.method") as caught:
+            check_chosen("x:y", chosen, ["a question"])
+        assert reason in str(caught.value)
