@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from rsearch.config.fields import did_you_mean, fields
 from rsearch.config.recipes import ABSENT, fingerprint, parse_flags, run_command
-from rsearch.evaluation.evaluator import START, read_results
+from rsearch.config.stage_plan import START
+from rsearch.evaluation.evaluator import read_results
 from rsearch.runtime.console import table
 from rsearch.runtime.workdir import CONFIG, is_free, read_config
 

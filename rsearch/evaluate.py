@@ -2,7 +2,6 @@
 
 import sys
 
-from rsearch import setup as build
 from rsearch.config.recipes import (
     REQUIRED,
     apply_overrides,
@@ -11,10 +10,13 @@ from rsearch.config.recipes import (
     run_command,
 )
 from rsearch.config.recipes import fingerprint as fingerprint_config
-from rsearch.evaluation.evaluator import Evaluator, run_methods, show, trained_params
+from rsearch.evaluation.evaluator import Evaluator, run_methods, show
 from rsearch.hosts import processes
 from rsearch.runtime import console
 from rsearch.runtime.workdir import check_workdir, open_workdir
+from rsearch.setup.load import load_setup
+from rsearch.setup.stages import evaluation_parts
+from rsearch.setup.weights import initial_params, trained_params
 
 
 def main(argv) -> int:
@@ -41,18 +43,16 @@ def _evaluate(config, changed, given):
     """Evaluates the run of `config`, or the model that has `changed` it."""
     where = given["workdir"]
     processes.on_host0(lambda: check_workdir(where, config, is_reader=True))
-    setup = build.load_setup(
-        changed, say=console.note, only_dev=True, home=given["workdir"]
-    )
+    setup = load_setup(changed, say=console.note, only_dev=True, home=given["workdir"])
     inputs = {} if given["model"] else setup.inputs
     processes.check_same_on_all({"config": fingerprint_config(changed), **inputs})
     with open_workdir(where, config, inputs=inputs, is_reader=True) as workdir:
         if given["model"]:
-            stage, step, params = given["model"], None, build.initial_params(setup)
+            stage, step, params = given["model"], None, initial_params(setup)
         else:
             stage, step, params = trained_params(setup, workdir.path)
         rows = run_methods(
-            Evaluator(setup),
+            Evaluator(**evaluation_parts(setup)),
             params,
             stage=stage,
             step=step,

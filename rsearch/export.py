@@ -6,17 +6,18 @@ new directory, which transformers loads and `model.source` of another run may na
 
 import sys
 
-from rsearch import setup as build
 from rsearch.config.recipes import (
     REQUIRED,
     parse_command_line,
     print_config,
     run_command,
 )
-from rsearch.evaluation.evaluator import START, trained_params
+from rsearch.config.stage_plan import START
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.runtime import console
 from rsearch.runtime.workdir import Workdir, check_workdir, read_config
+from rsearch.setup.load import load_setup
+from rsearch.setup.weights import trained_params
 
 DTYPES = tuple(huggingface.EXPORT_DTYPES)
 
@@ -36,7 +37,7 @@ def main(argv) -> int:
         raise ValueError(f"--dtype={given['dtype']}: must be one of {DTYPES}")
     read_config(given["workdir"])  # Refuses a directory that holds no run.
     check_workdir(given["workdir"], config, is_reader=True)
-    setup = build.load_setup(config, say=console.note, only_dev=True)
+    setup = load_setup(config, say=console.note, only_dev=True)
     with Workdir(
         given["workdir"], config, inputs=setup.inputs, is_reader=True
     ) as workdir:

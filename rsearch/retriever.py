@@ -32,7 +32,8 @@ from rsearch.runtime import console
 from rsearch.runtime.calls import read_api_key
 from rsearch.runtime.server import JsonServer, RefusedError
 from rsearch.serve.openapi import TEXT, list_of, record, with_description
-from rsearch.setup.parts import has_world, open_search
+from rsearch.setup.policy import has_world
+from rsearch.setup.search import open_search
 from rsearch.world.world import make_world
 
 RECIPE = "configs/quickstart.py"

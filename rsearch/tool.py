@@ -32,7 +32,6 @@ import threading
 import jax
 from ml_collections import ConfigDict
 
-from rsearch import setup as build
 from rsearch.config.recipes import (
     apply_overrides,
     parse_command_line,
@@ -40,13 +39,17 @@ from rsearch.config.recipes import (
     run_command,
 )
 from rsearch.config.stage_plan import stage_config
-from rsearch.evaluation.answers import evidence_of, worded
+from rsearch.evaluation.answers import evidence_of, rephrase_answers
 from rsearch.protocols.tagged import whole_characters
 from rsearch.runtime import console
 from rsearch.runtime.calls import read_api_key
 from rsearch.runtime.jsonl import decode_json
 from rsearch.runtime.server import JsonServer, RefusedError
 from rsearch.serve.openapi import TEXT, list_of, record, with_description
+from rsearch.setup.agents import load_agent
+from rsearch.setup.load import load_setup
+from rsearch.setup.rollouts import make_host, make_rollouts
+from rsearch.setup.weights import initial_params
 from rsearch.types import Group, Outcome, Question
 
 RECIPE = "configs/r_search.py"
@@ -97,13 +100,13 @@ class SearchTool:
         max_question_chars: int = 2000,
         say=lambda text: None,
     ):
-        setup = build.load_setup(config, say=say, only_policy=True)
-        host = build.make_host(setup)
-        self._engine = build.make_rollouts(
+        setup = load_setup(config, say=say, only_policy=True)
+        host = make_host(setup)
+        self._engine = make_rollouts(
             setup, host, temperature=0.0, top_p=1.0, group_size=1
         )
-        self._params = self._engine.place_params(build.initial_params(setup))
-        self._answerer = build.load_agent(config, "answerer", setup.mesh)
+        self._params = self._engine.place_params(initial_params(setup))
+        self._answerer = load_agent(config, "answerer", setup.mesh)
         self._answer_from = config.eval.answer_from
         self._limits, self._max_chars = setup.limits, max_question_chars
         self._running = threading.Lock()
@@ -164,7 +167,9 @@ class SearchTool:
                 jax.random.key(0),  # Greedy: never drawn from.
             )
             if self._answerer is not None:
-                groups = worded(groups, self._answerer, answer_from=self._answer_from)
+                groups = rephrase_answers(
+                    groups, self._answerer, answer_from=self._answer_from
+                )
             results = iter([result_of(group) for group in groups])
             for call in calls:
                 call.results = list(itertools.islice(results, len(call.questions)))

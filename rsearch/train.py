@@ -1,6 +1,6 @@
-"""Trains and evaluates a recipe's stages: python -m rsearch.train --config=...
+"""Train and evaluate a recipe's stages: python -m rsearch.train --config=...
 
-The same command on the same workdir goes on where it stopped. From Python:
+The same command on the same workdir resumes where it stopped. From Python:
 `rsearch.train.main(config, workdir)` with `load` and `apply_overrides` of
 `rsearch.config.recipes`.
 """
@@ -8,44 +8,52 @@ The same command on the same workdir goes on where it stopped. From Python:
 import itertools
 import pathlib
 import re
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import xxhash
+from ml_collections import ConfigDict
 
-from rsearch import setup as build
-from rsearch.config import recipes as configuration
+from rsearch.config import recipes
 from rsearch.config.stage_plan import (
+    START,
     SUMMARY,
     check_plan,
     earlier_stages,
     kind_of,
     stage_configs,
 )
-from rsearch.evaluation.evaluator import (
-    CHECKPOINTS,
-    START,
-    Evaluator,
-    read_results,
-    run_methods,
-    show,
-)
+from rsearch.evaluation.evaluator import Evaluator, read_results, run_methods, show
 from rsearch.hosts import preemption, processes
 from rsearch.plan.dry_run import HOST_DEVICES, dry_run
 from rsearch.runtime import checkpoint, console
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.metrics import read_metrics
-from rsearch.runtime.workdir import check_workdir, is_free, open_workdir
+from rsearch.runtime.workdir import Workdir, check_workdir, is_free, open_workdir
+from rsearch.setup import stages as parts
+from rsearch.setup.context import Setup
+from rsearch.setup.learners import make_trainer, offload_reference
+from rsearch.setup.load import Shared, load_setup
+from rsearch.setup.rollouts import replay_demonstrations
+from rsearch.setup.weights import initial_params
 from rsearch.stages import rl, sft
 from rsearch.stages.curate import run as curate
+from rsearch.stages.curate.rolling import DataStage
 from rsearch.stages.memory import Memory
+from rsearch.types import Rollout
 
 MAX_LABEL = 100  # characters of a default workdir before it is cut
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def main(config, workdir, *, accept=()) -> list[dict]:
-    """Runs all stages of a configuration, or what is left of them.
+def main(
+    config: ConfigDict | dict,
+    workdir: str | pathlib.Path,
+    *,
+    accept: Sequence[str] = (),
+) -> list[dict]:
+    """Run the stages of a configuration, or those that remain of them.
 
     Args:
         config: as `load` and `apply_overrides` return it; or a dict with the
@@ -64,41 +72,28 @@ def main(config, workdir, *, accept=()) -> list[dict]:
         overrides = dict(config)
         if "config" not in overrides:
             raise ValueError('a dict of overrides needs the recipe, as "config"')
-        recipe = configuration.load(overrides.pop("config"))
-        config = configuration.apply_overrides(recipe, overrides)
+        recipe = recipes.load(overrides.pop("config"))
+        config = recipes.apply_overrides(recipe, overrides)
+
     # First what can fail: a workdir is bound to its configuration for good.
     check_plan(config)
     processes.on_host0(lambda: check_workdir(workdir, config, accept=accept))
-    shared = build.Shared()
-    folder = pathlib.Path(workdir)
-    over = {s for s, own in stage_configs(config) if _is_over(s, own, folder)}
-    base = build.load_setup(
-        config,
-        say=console.note,
-        only_dev=True,
-        home=workdir,
-        shared=shared,
-        is_over=over == set(config.stages),
-    )
-    ready = {
-        stage: _prepare(stage, own, shared, is_over=stage in over)
-        for stage, own in stage_configs(config)
-        if not earlier_stages(own) and not _has_curated(folder / stage)
-    }
-    inputs = dict(base.inputs)
-    for stage, prepared in ready.items():
-        inputs |= _inputs_of(stage, prepared, base)
-    processes.check_same_on_all({"config": configuration.fingerprint(config), **inputs})
+    run = _load_run(config, pathlib.Path(workdir))
+    inputs = dict(run.base.inputs)
+    for stage, prepared in run.prepared.items():
+        inputs |= _stage_inputs(stage, prepared, run.base)
+    processes.check_same_on_all({"config": recipes.fingerprint(config), **inputs})
+
     with open_workdir(workdir, config, inputs=inputs, accept=accept) as home:
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         has_begun = any((home.path / stage).exists() for stage in config.stages)
-        again = "goes on" if has_begun else "begins"
+        verb = "goes on" if has_begun else "begins"
         if processes.num_hosts() > 1:
             devices += f" of {processes.num_hosts()} hosts"
-        console.note(f"{config.name} {again} in {home.path} on {devices}")
+        console.note(f"{config.name} {verb} in {home.path} on {devices}")
         try:
-            evaluator = Evaluator(base)
-            _run_stages(base, ready, shared, evaluator, home, over)
+            evaluator = Evaluator(**parts.evaluation_parts(run.base))
+            run_stages(run, evaluator, home)
         except KeyboardInterrupt:
             console.note(f"stopped; the same command goes on in {home.path}")
             raise
@@ -108,119 +103,147 @@ def main(config, workdir, *, accept=()) -> list[dict]:
         return read_results(home.path)
 
 
-class _Prepared(NamedTuple):
-    """What a stage starts with, but for parameters."""
+class PreparedStage(NamedTuple):
+    """The objects that a stage starts with, its parameters aside."""
 
-    setup: build.Setup
-    demonstrations: tuple  # rollouts, of a supervised stage
-
-
-def _prepare(stage, own, shared, home=None, *, is_over) -> _Prepared:
-    """Loads what a stage needs, and replays its demonstrations."""
-    setup = build.load_setup(
-        own, say=console.note, home=home, shared=shared, is_over=is_over
-    )
-    if kind_of(stage) != "sft":
-        return _Prepared(setup, ())
-    rollouts = build.replay_demonstrations(
-        setup,
-        progress=lambda items: console.progress(items, f"{stage}: demonstrations"),
-    )
-    return _Prepared(setup, tuple(rollouts))
+    setup: Setup
+    demonstrations: tuple[Rollout, ...]  # of a supervised stage
 
 
-def _has_curated(folder):
-    """Whether a data stage has ended there: nothing of it is needed again."""
-    return kind_of(folder.name) == "curate" and (folder / SUMMARY).exists()
+class Run(NamedTuple):
+    """A run as it is loaded before its first stage.
 
-
-def _is_over(stage, own, folder):
-    """Whether a stage has a checkpoint of its last step, or its data.
-
-    The checkpoint may yet turn out to be damaged.
+    Attributes:
+        base: of the configuration without the stages' overrides; evaluates.
+        prepared: the stages that read nothing of earlier stages.
+        prepare: prepares one of the others, once the earlier stages have ended.
+        finished: names of the stages that have ended.
     """
-    kind = kind_of(stage)
-    if kind == "curate":
-        return _has_curated(folder / stage)
-    return (checkpoint.latest(folder / stage / CHECKPOINTS) or 0) >= own[kind].steps
+
+    base: Setup
+    prepared: dict[str, PreparedStage]
+    prepare: Callable[[str, ConfigDict], PreparedStage]
+    finished: set[str]
 
 
-def _inputs_of(stage, prepared, base):
-    """Fingerprints of what a stage reads; its name is before those of its own.
-
-    They have the same names at every start, whichever stages have ended by then: what
-    a stage with overrides reads is its own if the run's first setup does not read it.
-    """
-    own = prepared.setup.inputs | _fingerprint(prepared.demonstrations)
-    has_own = bool(base.config.overrides.get(stage))
-    return {
-        f"{stage}.{name}" if has_own and base.inputs.get(name) != value else name: value
-        for name, value in own.items()
+def _load_run(config, folder) -> Run:
+    """Load everything that can be loaded before the first stage."""
+    shared = Shared()
+    finished = {
+        stage
+        for stage, stage_config in stage_configs(config)
+        if _has_ended(folder / stage, stage_config)
     }
+    base = load_setup(
+        config,
+        say=console.note,
+        only_dev=True,
+        home=folder,
+        shared=shared,
+        is_over=finished == set(config.stages),
+    )
+
+    def prepare(stage, stage_config, home=folder) -> PreparedStage:
+        setup = load_setup(
+            stage_config,
+            say=console.note,
+            home=home,
+            shared=shared,
+            is_over=stage in finished,
+        )
+        if kind_of(stage) != "sft":
+            return PreparedStage(setup, ())
+        rollouts = replay_demonstrations(
+            setup,
+            progress=lambda items: console.progress(items, f"{stage}: demonstrations"),
+        )
+        return PreparedStage(setup, tuple(rollouts))
+
+    # Now rather than after hours of earlier stages: bad files end the run at once.
+    prepared = {
+        stage: prepare(stage, stage_config, home=None)
+        for stage, stage_config in stage_configs(config)
+        if not earlier_stages(stage_config) and not _has_curated(folder / stage)
+    }
+    return Run(base, prepared, prepare, finished)
 
 
-def _fingerprint(demonstrations):
-    """{name: fingerprint} of the demonstrations' tokens, where there are some."""
-    digest = xxhash.xxh3_128()
-    for rollout in demonstrations:
-        for segment in rollout.segments:
-            digest.update(segment.token_ids.astype("<i4").tobytes() + b"|")
-    return {"sft.demonstrations": digest.hexdigest()} if demonstrations else {}
+def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
+    """Run stage after stage; evaluate the policy after each that trains it.
 
-
-def _run_stages(base, ready, shared, evaluator, home, over):
-    """Stage after stage; each that trains the policy is evaluated when it has ended."""
-    config = base.config
-    # Whose weights, and where they come from -> what they have become. No name holds
-    # what they began as: that is freed when the first stage has ended.
-    trained = {("policy", config.model.source): build.initial_params(base)}
+    Args:
+        run: from `_load_run`.
+        evaluator: of held-out questions.
+        home: the run's directory.
+    """
+    base, config = run.base, run.base.config
+    # (model, source of its first weights) -> its weights now. No name but this holds
+    # the first ones: they are freed when the first stage has ended.
+    weights = {("policy", config.model.source): initial_params(base)}
     if config.eval.at_start:
-        _evaluate(config, evaluator, *trained.values(), START, 0, home.path)
+        _evaluate(config, evaluator, *weights.values(), START, 0, home.path)
     plan = list(stage_configs(config))
-    for number, (stage, own) in enumerate(plan):
-        needed = {_weights_of(later) for _, later in plan[number:]}
-        trained = {key: held for key, held in trained.items() if key in needed}
+    for number, (stage, stage_config) in enumerate(plan):
+        needed = {_weights_key(later) for _, later in plan[number:]}
+        weights = {key: tree for key, tree in weights.items() if key in needed}
         params = None  # of the last stage: freed before this one's models are loaded
         folder = home.stage(stage)
-        processes.barrier(
-            f"{stage} begins"
-        )  # what earlier stages have written is there
+        # What earlier stages have written is there for all hosts.
+        processes.barrier(f"{stage} begins")
         if _has_curated(folder):
             continue
-        prepared = ready.get(stage)
+
+        prepared = run.prepared.get(stage)
         if prepared is None:
-            prepared = _prepare(stage, own, shared, home.path, is_over=stage in over)
-            home.add_inputs(_inputs_of(stage, prepared, base))
+            prepared = run.prepare(stage, stage_config)
+            home.add_inputs(_stage_inputs(stage, prepared, base))
         setup = prepared.setup
-        key = _weights_of(own)
-        params = trained.get(key)
+        key = _weights_key(stage_config)
+        params = weights.get(key)
         if params is None:
-            params = build.initial_params(setup)
+            params = initial_params(setup)
+
         if kind_of(stage) == "curate":
-            curate.run(setup, params, folder, stage=stage)
+            curate.run(data_stage(setup, params, folder, name=stage))
             continue
-        params = trained[key] = build.offload_reference(setup, params)
+        params = weights[key] = offload_reference(setup, params)
         if kind_of(stage) == "sft":
             params = sft.run(sft_stage(setup, prepared.demonstrations, folder), params)
         else:
-            is_over = stage in over
+            is_over = stage in run.finished
             params = rl.run(
                 rl_stage(setup, evaluator, folder, name=stage, is_over=is_over), params
             )
-        trained[key] = params
-        if own.trains == "policy":
-            steps = own[kind_of(stage)].steps
+        weights[key] = params
+        if stage_config.trains == "policy":
+            steps = stage_config[kind_of(stage)].steps
             _evaluate(config, evaluator, params, stage, steps, home.path)
 
 
-def sft_stage(setup: build.Setup, demonstrations, folder) -> sft.SFTStage:
+def data_stage(
+    setup: Setup, params, folder: pathlib.Path, *, name: str = "curate"
+) -> DataStage:
+    """Return a data stage's objects.
+
+    Args:
+        setup: of the stage.
+        params: of its model, the teacher.
+        folder: of the stage.
+        name: of the stage.
+    """
+    return DataStage(name=name, folder=folder, params=params, **parts.data_parts(setup))
+
+
+def sft_stage(
+    setup: Setup, demonstrations: Sequence[Rollout], folder: pathlib.Path
+) -> sft.SFTStage:
     """Return a supervised stage's objects."""
-    trainer = build.make_trainer(setup, "sft")
+    trainer = make_trainer(setup, "sft")
     return sft.SFTStage(setup.config, folder, trainer, demonstrations)
 
 
 def rl_stage(
-    setup: build.Setup,
+    setup: Setup,
     evaluator: Evaluator | None,
     folder: pathlib.Path,
     *,
@@ -238,49 +261,92 @@ def rl_stage(
     """
     memory = None
     if setup.config.rl.memorise_coef:
-        rewrite = build.load_rewriter(setup, folder, is_over=is_over)
-        memory = Memory(rewrite, folder, **build.memory_settings(setup))
+        rewrite = parts.load_rewriter(setup, folder, is_over=is_over)
+        memory = Memory(rewrite, folder, **parts.memory_settings(setup))
     return rl.RLStage(
-        **build.rl_parts(setup, folder),
+        **parts.rl_parts(setup, folder),
         name=name,
         evaluate=lambda params: evaluator(params, "protocol")[0],
         memory=memory,
     )
 
 
-def _weights_of(own):
-    """Whose weights a stage trains or asks, and where they come from."""
-    return own.trains, own.model.source
+def _has_curated(folder):
+    """Return whether a data stage has ended there: nothing of it is needed again."""
+    return kind_of(folder.name) == "curate" and (folder / SUMMARY).exists()
+
+
+def _has_ended(folder, stage_config):
+    """Return whether a stage has a checkpoint of its last step, or its data.
+
+    The checkpoint may yet turn out to be damaged.
+    """
+    kind = kind_of(folder.name)
+    if kind == "curate":
+        return _has_curated(folder)
+    latest = checkpoint.latest(folder / checkpoint.FOLDER) or 0
+    return latest >= stage_config[kind].steps
+
+
+def _stage_inputs(stage, prepared, base):
+    """Return {name: fingerprint} of what a stage reads.
+
+    The names are the same at every start, whichever stages have ended by then. An input
+    that differs from the base's because of the stage's overrides has the stage's name
+    before its own.
+    """
+    inputs = prepared.setup.inputs | _fingerprint(prepared.demonstrations)
+    has_overrides = bool(base.config.overrides.get(stage))
+    return {
+        f"{stage}.{name}"
+        if has_overrides and base.inputs.get(name) != value
+        else name: value
+        for name, value in inputs.items()
+    }
+
+
+def _fingerprint(demonstrations):
+    """Return {name: fingerprint} of the demonstrations' tokens; {} without any."""
+    digest = xxhash.xxh3_128()
+    for rollout in demonstrations:
+        for segment in rollout.segments:
+            digest.update(segment.token_ids.astype("<i4").tobytes() + b"|")
+    return {"sft.demonstrations": digest.hexdigest()} if demonstrations else {}
+
+
+def _weights_key(stage_config):
+    """Return which model a stage trains or asks, and where its weights come from."""
+    return stage_config.trains, stage_config.model.source
 
 
 def _evaluate(config, evaluator, params, stage, step, folder):
-    """Evaluates the methods that results.json does not have yet for this policy.
+    """Evaluate the methods that results.json does not have yet for this policy.
 
     A row of an earlier step is measured again: the stage may have got more steps, or
     rsearch.evaluate was run before it had ended.
     """
-    have = {
+    current = {
         row["method"]
         for row in read_results(folder)
         if evaluator.is_current(row, stage=stage, step=step)
     }
-    methods = [m for m in config.eval.methods if m not in have]
+    methods = [m for m in config.eval.methods if m not in current]
     run_methods(
         evaluator, params, stage=stage, step=step, methods=methods, folder=folder
     )
 
 
 def _report(config, dataset, folder):
-    """Transcripts, the curve and the table, in this order: the last is seen first."""
-    trains = [s for s, own in stage_configs(config) if own.trains == "policy"]
-    trains = [s for s in trains if kind_of(s) != "curate"] or [START]
-    last = (trains[-1], "protocol", dataset)
+    """Print transcripts, the curve and the table, which is seen first."""
+    trained = [s for s, c in stage_configs(config) if c.trains == "policy"]
+    trained = [s for s in trained if kind_of(s) != "curate"] or [START]
+    last = (trained[-1], "protocol", dataset)
     rows = read_jsonl(folder / "transcripts.jsonl")
     mine = [r for r in rows if (r["stage"], r["method"], r["dataset"]) == last]
     for row in mine[: config.eval.examples]:
         title = f"{row['id']}: {row['question']} -> {row['prediction']}"
         console.block(title, "".join(s["text"] for s in row["segments"]))
-    for stage in trains:
+    for stage in trained:
         file = folder / stage / "metrics.jsonl"
         rewards = [row["reward"] for row in _rows_of(file) if "reward" in row]
         if rewards:
@@ -293,12 +359,12 @@ def _report(config, dataset, folder):
 
 
 def _rows_of(file):
-    """The metrics of a stage; [] where it has none yet."""
+    """Return the metrics of a stage; [] where it has none yet."""
     return read_metrics(file) if file.exists() else []
 
 
-def sparkline(values, *, width: int = 60) -> str:
-    """At most `width` bars, each the mean of its share of the values, in [min, max]."""
+def sparkline(values: Sequence[float], *, width: int = 60) -> str:
+    """Return at most `width` bars, each the mean of its share of the values."""
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
@@ -307,8 +373,8 @@ def sparkline(values, *, width: int = 60) -> str:
     return "".join(BARS[round((m - low) * scale)] for m in means)
 
 
-def command(argv) -> int:
-    """The command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
+def command(argv: Sequence[str]) -> int:
+    """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     flags = {
         "workdir": (None, "directory of the run (default: below runs/)"),
         "accept": ("", "inputs and config.fields, with commas, that may have changed"),
@@ -319,53 +385,53 @@ def command(argv) -> int:
         **processes.FLAGS,
         "stall_seconds": (12.0, "of several hosts: one silent for so long ends all"),
     }
-    config, given = configuration.parse_command_line(argv, flags=flags)
-    if given["print_config"]:
-        configuration.print_config(config)
+    config, values = recipes.parse_command_line(argv, flags=flags)
+    if values["print_config"]:
+        recipes.print_config(config)
         return 0
-    if given["dry_run"]:
+    if values["dry_run"]:
         names = "devices", "devices_per_host", "device_memory_gb"
-        dry_run(config, **{name: given[name] for name in names})
+        dry_run(config, **{name: values[name] for name in names})
         return 0
-    configuration.validate(config)
+    recipes.validate(config)
     recipe = _without_overrides(argv)
-    plain, _ = configuration.parse_command_line(recipe, flags=flags)
-    own = {name: given[name] for name in (*processes.FLAGS, "stall_seconds")}
-    meeting = processes.connected(**own)
+    unchanged, _ = recipes.parse_command_line(recipe, flags=flags)
+    host_flags = {n: values[n] for n in (*processes.FLAGS, "stall_seconds")}
+    meeting = processes.connected(**host_flags)
     with preemption.handle_signals(config.checkpoint.grace_seconds), meeting:
-        workdir = given["workdir"] or default_workdir(plain, config)
-        main(config, workdir, accept=tuple(filter(None, given["accept"].split(","))))
+        workdir = values["workdir"] or default_workdir(unchanged, config)
+        main(config, workdir, accept=tuple(filter(None, values["accept"].split(","))))
     return 0
 
 
 def _without_overrides(argv):
-    """The arguments without --config.a=b, and without --config.a b."""
-    kept, is_value = [], False
+    """Return the arguments without --config.a=b, and without --config.a b."""
+    others, is_value = [], False
     for word in argv:
         is_field = word.startswith("--config.")
         if not is_field and not is_value:
-            kept.append(word)
+            others.append(word)
         is_value = is_field and "=" not in word
-    return kept
+    return others
 
 
-def default_workdir(recipe, config) -> pathlib.Path:
-    """runs/<name>, with what was overridden behind it: runs/quickstart-seed=1.
+def default_workdir(recipe: ConfigDict, config: ConfigDict) -> pathlib.Path:
+    """Return runs/<name>, and what was overridden: runs/quickstart-seed=1.
 
     What a run may change while it goes on is left out, so that the same run is found.
     """
     changed = [
         f"{name}={value}"
-        for name, _, value in configuration.diff(recipe, config)
+        for name, _, value in recipes.diff(recipe, config)
         if not is_free(name)
     ]
     words = [re.sub(r"[^\w.=+-]+", "_", text) for text in changed]
     label = "-".join([config.name, *words])
     if len(label) > MAX_LABEL:
-        digest = configuration.fingerprint({"changed": changed})
+        digest = recipes.fingerprint({"changed": changed})
         label = f"{label[:MAX_LABEL]}-{digest}"
     return pathlib.Path("runs") / label
 
 
 if __name__ == "__main__":
-    preemption.exit_process(configuration.run_command(command))
+    preemption.exit_process(recipes.run_command(command))

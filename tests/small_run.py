@@ -12,9 +12,9 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from rsearch import setup as build
 from rsearch.config import recipes as configuration
 from rsearch.models.sharding import make_mesh
+from rsearch.setup import load
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 _folder = tempfile.TemporaryDirectory(prefix="rsearch-small-run-")
@@ -119,8 +119,8 @@ def finished():
 
 
 def load_setup(whole):
-    """What `build.load_setup` returns, but for one device: it compiles faster."""
-    setup = build.load_setup(whole)
+    """What `load_setup` returns, but for one device: it compiles faster."""
+    setup = load.load_setup(whole)
     return dataclasses.replace(setup, mesh=make_mesh(devices=jax.devices()[:1]))
 
 

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import setup as build
 from rsearch.config import recipes as configuration
 from rsearch.config.stage_plan import kind_of, stage_config
 from rsearch.models.sharding import make_mesh
 from rsearch.runtime.metrics import read_metrics
+from rsearch.setup.load import load_setup
+from rsearch.setup.weights import initial_params
 from rsearch.stages import rl
 from rsearch.types import Group, Outcome, Rollout, Segment, Source
 from rsearch.world import pretrained, reading
@@ -222,12 +223,12 @@ def measured(recipe, stage, mesh, folder):
     own = {n: v for n, v in RECIPES[recipe].items() if n.startswith(("rl.", "reward"))}
     whole = configuration.apply_overrides(whole, LITTLE | own)
     c = stage_config(whole, stage)
-    setup = build.load_setup(c, only_dev=True, only_policy=True)
+    setup = load_setup(c, only_dev=True, only_policy=True)
     devices = jax.devices()[: int(np.prod(mesh))]
     data, fsdp, tensor = mesh
     mesh = make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
     setup = dataclasses.replace(setup, mesh=mesh)
-    params = build.initial_params(setup)
+    params = initial_params(setup)
     if kind_of(stage) == "sft":
         rng = np.random.default_rng(0)
         rollouts = [made_up(rng, (9, 6, 5, 1 + i % 6)) for i in range(20)]

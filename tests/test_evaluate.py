@@ -3,13 +3,13 @@
 import json
 import pathlib
 import shutil
+import sys
 from unittest import mock
 
 import pytest
 
 from rsearch import evaluate as evaluate_command
 from rsearch import export, train
-from rsearch import setup as build
 from rsearch.config.recipes import run_command
 from rsearch.evaluation import evaluator as evaluate
 from rsearch.models.hf import checkpoint as huggingface
@@ -17,6 +17,9 @@ from rsearch.runtime import checkpoint, storage
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.manifest import named
 from rsearch.runtime.workdir import Workdir
+from rsearch.setup.load import load_setup
+from rsearch.setup.stages import evaluation_parts
+from rsearch.setup.weights import initial_params, trained_params
 from tests.evaluation.test_scoring import GROUPS, OUTCOMES, SCORES, group
 from tests.small_run import (
     arguments,
@@ -77,7 +80,7 @@ def test_a_row_of_the_same_kind_is_replaced_and_its_transcripts_too(tmp_path):
     ]
     for number, row in enumerate([*kinds, row_of()]):
         told = evaluate.transcripts(GROUPS[:2], row)
-        evaluate.record(tmp_path, {**row, "number": number}, told)
+        evaluate.record_results(tmp_path, {**row, "number": number}, told)
     rows = evaluate.read_results(tmp_path)
     assert [r["number"] for r in rows] == [1, 2, 3, 4]
     told = read_jsonl(tmp_path / "transcripts.jsonl")
@@ -89,7 +92,7 @@ def test_a_row_of_the_same_kind_is_replaced_and_its_transcripts_too(tmp_path):
 def test_what_a_policy_writes_cannot_break_the_files(tmp_path):
     asked = [group(0, 'a"\n\x00\u2028\ufffd', ("{}",))]
     for row in (row_of(), row_of(method="direct")):
-        evaluate.record(tmp_path, row, evaluate.transcripts(asked, row))
+        evaluate.record_results(tmp_path, row, evaluate.transcripts(asked, row))
     told = read_jsonl(tmp_path / "transcripts.jsonl")
     assert [t["prediction"] for t in told] == ['a"\n\x00\u2028\ufffd'] * 2
 
@@ -168,9 +171,9 @@ def test_a_changed_measure_is_measured_again(copy):
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """The finished policy as a Hugging Face directory."""
-    setup = build.load_setup(config(), only_dev=True)
+    setup = load_setup(config(), only_dev=True)
     with mock.patch.object(storage, "read_tree", wraps=storage.read_tree) as read_tree:
-        stage, step, params = evaluate.trained_params(setup, finished())
+        stage, step, params = trained_params(setup, finished())
     assert (stage, step) == ("rl", 3)
     _, leaves, _ = read_tree.call_args.args  # no moments, which are twice as much
     assert leaves.keys() == {f"params.{name}" for name in named(params)}
@@ -225,7 +228,9 @@ def test_a_wrong_workdir_is_found_before_anything_is_loaded(
     """What is loaded may be an index of minutes."""
     run = config(seed=1)
     Workdir(tmp_path, run).close()
-    monkeypatch.setattr(build, "load_setup", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(
+        sys.modules[main.__module__], "load_setup", lambda *a, **k: 1 / 0
+    )
     out = [f"--out={tmp_path / 'out'}"] if main is export.main else []
     assert run_command(main, [*arguments(tmp_path), *out]) == 2
     assert "config.seed" in capsys.readouterr().err
@@ -245,16 +250,16 @@ def test_damaged_checkpoints_are_passed_over(copy, capsys):
     for path in (folder / "3" / "tree").rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
-    setup = build.load_setup(config(), only_dev=True)
-    stage, step, _ = evaluate.trained_params(setup, copy)
+    setup = load_setup(config(), only_dev=True)
+    stage, step, _ = trained_params(setup, copy)
     assert (stage, step) == ("rl", 2)
     assert checkpoint.steps(folder) == [2]
     assert "set aside as 3.damaged" in capsys.readouterr().err
 
 
 def test_without_a_checkpoint_the_untrained_policy_is_evaluated(tmp_path):
-    setup = build.load_setup(config(), only_dev=True)
-    assert evaluate.trained_params(setup, tmp_path)[:2] == ("start", 0)
+    setup = load_setup(config(), only_dev=True)
+    assert trained_params(setup, tmp_path)[:2] == ("start", 0)
 
 
 KINDS = "percent EM / searches, by kind"
@@ -280,7 +285,7 @@ def asking():
     """(evaluator, parameters, what its answerer and reader are asked), R-Search's."""
     names = {"answerer__source": "a", "reader__source": "r"}
     methods = ("protocol", "evidence", "reader_direct", "reader_rag")
-    setup = build.load_setup(
+    setup = load_setup(
         config(protocol__name="r_search", eval__methods=methods, **names),
         only_dev=True,
     )
@@ -293,9 +298,24 @@ def asking():
 
         return reply
 
-    evaluator = evaluate.Evaluator(setup)
-    evaluator._agents = {name: model(name) for name in heard}
-    return evaluator, build.initial_params(setup), heard
+    engines = []
+    own = evaluation_parts(setup) | {"load_model": model}
+    make_engine = own["make_engine"]
+
+    def counting(method):
+        engine = make_engine(method)
+
+        def roll_out(*args, **settings):
+            engines.append(method)
+            return engine(*args, **settings)
+
+        roll_out.place_params = engine.place_params
+        return roll_out
+
+    evaluator = evaluate.Evaluator(**own | {"make_engine": counting})
+    evaluator.rolled_out = engines
+    evaluator.setup = setup
+    return evaluator, initial_params(setup), heard
 
 
 def test_a_reader_is_asked_every_question_beside_the_policy(asking):
@@ -319,12 +339,11 @@ def test_a_reader_is_asked_every_question_beside_the_policy(asking):
 def test_the_policys_rollouts_are_made_once_for_itself_and_its_reader(asking):
     evaluator, params, _ = asking
     evaluator(params, "protocol")
-    first = evaluator._last
     evaluator(params, "evidence")
-    assert evaluator._last is first
-    other = build.initial_params(evaluator._setup)
+    assert evaluator.rolled_out == ["protocol"]
+    other = initial_params(evaluator.setup)
     evaluator(other, "evidence")
-    assert evaluator._last is not first
+    assert evaluator.rolled_out == ["protocol"] * 2
 
 
 def test_a_model_may_be_what_a_stage_of_the_run_has_trained(tmp_path, capsys):
@@ -357,14 +376,14 @@ def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(tmp_path):
     path, said = tmp_path / "dev.jsonl", []
     path.write_text("\n".join(map(json.dumps, asked)))
     long = config(data__dev=str(path), rollout__max_prompt_tokens=20)
-    setup = build.load_setup(long, only_dev=True, say=said.append)
+    setup = load_setup(long, only_dev=True, say=said.append)
     assert sum(line.startswith("left out of dev: ") for line in said) == 1
-    evaluator = evaluate.Evaluator(setup)
-    row, groups = evaluator(build.initial_params(setup), "direct")
+    evaluator = evaluate.Evaluator(**evaluation_parts(setup))
+    row, groups = evaluator(initial_params(setup), "direct")
     assert (row["n"], row["skipped"], len(groups)) == (1, 1, 1)
     row = {"stage": "s", "step": 0, **row}
     assert evaluator.is_current(row, stage="s", step=0)
     assert not evaluator.is_current(row, stage="s", step=1)
     path.write_text(json.dumps(asked[1]))
     with pytest.raises(ValueError, match=r"longer than config\.rollout\.max_prompt"):
-        build.load_setup(long, only_dev=True)
+        load_setup(long, only_dev=True)

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from rsearch import export
-from rsearch import setup as build
 from rsearch.config.recipes import run_command
-from rsearch.evaluation import evaluator as evaluate
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf import config as hf_config
 from rsearch.models.tokenizer import load_tokenizer
+from rsearch.setup.weights import initial_params, trained_params
 from tests.small_run import arguments, config, finished, load_setup, quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -27,11 +26,11 @@ def test_the_exported_policy_is_the_trained_one(run, tmp_path):
     out = tmp_path / "model"
     assert run_command(export.main, [*arguments(run), f"--out={out}"]) == 0
     setup = load_setup(config())
-    _, _, params = evaluate.trained_params(setup, run)
+    _, _, params = trained_params(setup, run)
     assert hf_config.read_spec(out) == setup.model.spec
     loaded = huggingface.load_params(out, setup.model.spec)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    start = build.initial_params(setup)
+    start = initial_params(setup)
     same = jax.tree.map(lambda a, b: bool((a == b).all()), loaded, start)
     assert not all(jax.tree.leaves(same))
     assert load_tokenizer(out).fingerprint == setup.tokenizer.fingerprint

@@ -13,7 +13,7 @@ from rsearch.plan.machines import GPU_SHARE
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.rewards.group import check_terms
 from rsearch.rewards.terms import TERMS
-from rsearch.setup.parts import policy_protocol
+from rsearch.setup.policy import policy_protocol
 
 CHOICES = {  # recipe -> its choices, of which one word each, and its flags
     "search_r1": (

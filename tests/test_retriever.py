@@ -10,7 +10,7 @@ from rsearch import retriever
 from rsearch.config.recipes import parse_command_line, validate
 from rsearch.retrieval.service import RemoteSearch
 from rsearch.runtime.server import JsonServer
-from rsearch.setup.parts import open_search
+from rsearch.setup.search import open_search
 from rsearch.types import Passage
 from tests.running_server import running
 from tests.small_run import config

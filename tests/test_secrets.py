@@ -16,9 +16,10 @@ import urllib.parse
 import pytest
 
 from rsearch import compare, export
-from rsearch import setup as build
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.retrieval.service import RemoteSearch
+from rsearch.setup.load import load_setup
+from rsearch.setup.weights import initial_params
 from tests.hosts.test_processes import free_port
 from tests.running_server import running
 from tests.small_run import (
@@ -225,9 +226,9 @@ def test_what_is_said_of_a_service_that_fails_holds_no_key(api, capfd):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A small policy that says anything."""
-    setup = build.load_setup(config(), only_dev=True)
+    setup = load_setup(config(), only_dev=True)
     folder = tmp_path_factory.mktemp("secrets") / "model"
-    params = build.initial_params(setup)
+    params = initial_params(setup)
     huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
     return folder
 

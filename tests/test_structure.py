@@ -1,4 +1,4 @@
-"""The layout that keeps the program readable, checked on its source."""
+"""Budgets of the structure, and rules for what the source may do."""
 
 import ast
 import fnmatch
@@ -9,51 +9,21 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-import warnings
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-LAYERS = (  # lowest first; what is not named here is a command, above all of them
-    ("types",),
-    ("text", "config", "runtime", "hosts"),
-    ("models", "protocols"),
-    (
-        "data",
-        "world",
-        "retrieval",
-        "rollout",
-        "llm",
-        "rewards",
-        "learn",
-        "setup",
-        "plan",
-    ),
-    ("evaluation",),
-    ("stages",),
-    ("serve",),
-    ("bench",),
-)
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+from tests import structure
+from tests.structure import BUDGETS, MODULES, ROOT, SOURCES, module_name, room_of
+
 MAX_FILE_LINES = 650
-LONG_FUNCTION, MAX_FUNCTION = 90, 150  # lines of code: the first warns
-SOURCES = sorted((ROOT / "rsearch").rglob("*.py"))
+MAX_FUNCTION = 150  # lines of code
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 SCRIPTS = sorted((ROOT / "launch").glob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PICKLES = ("pickle", "dill", "marshal", "shelve", "joblib", "cloudpickle", "_pickle")
 HEAVY = ("tensorflow", "tensorflow_text", "torch", "transformers", "scann")
 PEERS = ("torch", "transformers", "faiss", "tunix")  # measured where installed
-
-
-def name_of(path):
-    """'rsearch.models.decoder' for its file; a package for its __init__."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-TREES = {p: ast.parse(p.read_text(), str(p)) for p in SOURCES + CONFIGS + SCRIPTS}
-MODULES = {name_of(p): p for p in SOURCES}
+TREES = {path: structure.tree(path) for path in SOURCES + CONFIGS + SCRIPTS}
 
 
 def shown(path):
@@ -64,16 +34,16 @@ def where(path, node):
     return f"{shown(path)}:{node.lineno}"
 
 
-def imports(tree):
+def imports(parsed):
     """(node, dotted name) of every import, however deep inside functions."""
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: a relative import"
             for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                yield node, whole if whole in MODULES else node.module
+                inner = f"{node.module}.{alias.name}"
+                yield node, inner if inner in MODULES else node.module
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
             ("import_module", "__import__")
         ):
@@ -81,60 +51,35 @@ def imports(tree):
             yield from ((node, value) for value in values)
 
 
-def part(module):
-    """'models' of 'rsearch.models.decoder'."""
-    return module.partition(".")[2].partition(".")[0]
+@pytest.mark.parametrize("budget", BUDGETS, ids=lambda budget: budget.name)
+def test_budget_is_held(budget):
+    number = budget.measure()
+    details = f'python -m tests.structure "{budget.name}"'
+    assert budget.holds(number, budget.limit), f"{number}, see: {details}"
 
 
-def level_of(module):
-    return LEVEL.get(part(module), len(LAYERS))
+def test_a_circle_and_an_import_that_goes_up_are_seen(monkeypatch):
+    edges = {"rsearch.types": {"rsearch.train"}, "rsearch.train": {"rsearch.types"}}
+    monkeypatch.setattr(
+        structure, "imports_of", lambda name: frozenset(edges.get(name, ()))
+    )
+    assert structure.cycles() == ["rsearch.train -> rsearch.types -> rsearch.train"]
+    assert structure.wrong_imports() == ["rsearch.types imports rsearch.train"]
 
 
-def internal_imports(path):
-    found = [(n, m) for n, m in imports(TREES[path]) if m.split(".")[0] == "rsearch"]
-    return [(n, m) for n, m in found if m != "rsearch"]
-
-
-def test_modules_import_from_lower_layers_and_their_own_package_only():
-    wrong = []
-    for path in SOURCES:
-        here = name_of(path)
-        for node, there in internal_imports(path):
-            same = part(here) == part(there)
-            leaves = level_of(here) == level_of(there)  # kept acyclic below
-            if not (same or leaves or level_of(there) < level_of(here)):
-                wrong.append(f"{where(path, node)}: {here} imports {there}")
-    assert not wrong, "\n".join(wrong)
-
-
-def test_nothing_imports_in_a_circle():
-    edges = {name_of(p): {m for _, m in internal_imports(p)} for p in SOURCES}
-    done, open_ = set(), []
-
-    def visit(module):
-        assert module not in open_, f"circle: {' -> '.join([*open_, module])}"
-        if module in done or module not in edges:
-            return
-        open_.append(module)
-        for other in sorted(edges[module]):
-            visit(other)
-        done.add(open_.pop())
-
-    for module in edges:
-        visit(module)
+def test_openings_are_told_apart():
+    for good in ("Return it.", "Pass it on.", "Address a host."):
+        assert structure.is_imperative(good), good
+    for bad in ("Returns it.", "What is left.", "The rows.", "[B] rows.", "Of a run."):
+        assert not structure.is_imperative(bad), bad
 
 
 def test_every_import_of_ours_exists():
     for path in [*SOURCES, *SCRIPTS]:
-        for node, module in internal_imports(path):
+        for node, module in imports(TREES[path]):
+            if module.split(".")[0] != "rsearch":
+                continue
             assert module in MODULES, f"{where(path, node)}: no module {module}"
-
-
-def test_what_is_in_no_layer_is_a_command():
-    for module, path in MODULES.items():
-        if module != "rsearch" and part(module) not in LEVEL:
-            names = {n.name for n in TREES[path].body if hasattr(n, "name")}
-            assert "main" in names, f"{module} is in no layer and has no main"
 
 
 def test_recipes_are_data():
@@ -145,36 +90,21 @@ def test_recipes_are_data():
             assert module.split(".")[0] in allowed, f"{where(path, node)}: {module}"
 
 
-def test_below_build_nothing_knows_configuration_objects():
-    own = {"config", "runtime", "world", "plan", "setup"}
-    for path in SOURCES:
-        if (
-            level_of(name_of(path)) < LEVEL["evaluation"]
-            and part(name_of(path)) not in own
-        ):
-            for node, module in imports(TREES[path]):
-                top = module.split(".")[0]
-                is_config = top == "ml_collections" or module.startswith(
-                    "rsearch.config"
-                )
-                assert not is_config, f"{where(path, node)}: imports {module}"
-
-
-@pytest.mark.parametrize(
-    "path",
-    [*SOURCES, *CONFIGS, *SCRIPTS, *TESTS],
-    ids=shown,
-)
-def test_file_is_short_named_for_what_it_does_and_finished(path):
-    text = path.read_text()
-    assert text.count("\n") < MAX_FILE_LINES, f"{text.count(chr(10))} lines"
-    assert not re.search(r"util|helper|misc|common", path.stem), path.stem
-    if path == pathlib.Path(__file__).resolve():
-        return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            unfinished = re.search(r"\b(TODO|FIXME|XXX|HACK)\b", token.string)
-            assert not unfinished, f"{path}:{token.start[0]}: {token.string}"
+def test_files_are_short_named_for_what_they_do_and_finished():
+    wrong = []
+    for path in [*SOURCES, *CONFIGS, *SCRIPTS, *TESTS]:
+        text = path.read_text()
+        if text.count("\n") >= MAX_FILE_LINES:
+            wrong.append(f"{shown(path)}: more than {MAX_FILE_LINES} lines")
+        if re.search(r"util|helper|misc|common", path.stem):
+            wrong.append(f"{shown(path)}: its name does not say what it does")
+        if path == pathlib.Path(__file__).resolve():
+            continue
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            is_comment = token.type == tokenize.COMMENT
+            if is_comment and re.search(r"\b(TODO|FIXME|XXX|HACK)\b", token.string):
+                wrong.append(f"{shown(path)}:{token.start[0]}: {token.string}")
+    assert not wrong, "\n".join(wrong)
 
 
 def functions(tree):
@@ -193,15 +123,14 @@ def code_lines(text, function):
     return head + sum(bool(s.strip()) and s.strip()[0] != "#" for s in lines)
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *CONFIGS, *SCRIPTS], ids=shown)
-def test_functions_are_short(path):
-    text = path.read_text()
-    for function in functions(TREES[path]):
-        count = code_lines(text, function)
-        place = f"{where(path, function)}: {function.name} has {count} lines of code"
-        assert count <= MAX_FUNCTION, place
-        if count > LONG_FUNCTION:
-            warnings.warn(place, stacklevel=1)
+def test_functions_are_short():
+    wrong = []
+    for path, parsed in TREES.items():
+        for function in functions(parsed):
+            count = code_lines(path.read_text(), function)
+            if count > MAX_FUNCTION:
+                wrong.append(f"{where(path, function)}: {function.name}, {count} lines")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_nothing_runs_text_or_bytes_as_code():
@@ -241,9 +170,9 @@ def test_heavy_libraries_load_where_they_are_used():
             if top in PEERS:
                 # Beside tests; what is measured runs in a process of its own.
                 place = f"{where(path, node)}: {module} is a peer, for rsearch.bench"
-                assert lazily and part(name_of(path)) == "bench", place
+                assert lazily and room_of(module_name(path)) == "bench", place
             if top in ("tensorflow", "tensorflow_text"):
-                right = name_of(path) == "rsearch.models.wordpiece"
+                right = module_name(path) == "rsearch.models.wordpiece"
                 assert right, f"{where(path, node)}: {module} belongs to wordpiece.py"
 
 

@@ -11,9 +11,10 @@ import sys
 import pytest
 
 from rsearch import index, tool
-from rsearch import setup as build
 from rsearch.config.recipes import apply_overrides, load, run_command, validate
 from rsearch.models.hf import checkpoint as huggingface
+from rsearch.setup.load import load_setup
+from rsearch.setup.weights import initial_params
 from rsearch.types import Outcome
 from tests.runtime.test_server import ask, serving
 from tests.small_run import (
@@ -42,9 +43,9 @@ HOSTILE = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A small policy that says anything, as a Hugging Face directory."""
-    setup = build.load_setup(config(), only_dev=True)
+    setup = load_setup(config(), only_dev=True)
     folder = tmp_path_factory.mktemp("tool") / "model"
-    params = build.initial_params(setup)
+    params = initial_params(setup)
     huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
     return folder
 
@@ -56,7 +57,7 @@ def search(folder):
 
 @pytest.fixture(scope="module")
 def questions():
-    setup = build.load_setup(config(), only_dev=True)
+    setup = load_setup(config(), only_dev=True)
     return [q.text for q in setup.dev]
 
 
@@ -172,7 +173,7 @@ def test_the_command_writes_one_json_line_for_each_question(
 def test_a_saved_index_finds_what_the_world_in_memory_does(
     folder, search, questions, tmp_path, capsys
 ):
-    passages = build.load_setup(config(), only_dev=True).world.passages
+    passages = load_setup(config(), only_dev=True).world.passages
     lines = [json.dumps({"id": p.id, "contents": p.contents}) for p in passages]
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
     out = tmp_path / "index"

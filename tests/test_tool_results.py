@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from rsearch import setup as build
 from rsearch import tool
 from rsearch.rollout.replay import replay
+from rsearch.setup.load import load_setup
+from rsearch.setup.rollouts import make_host
 from rsearch.types import (
     Group,
     Lookup,
@@ -19,7 +20,7 @@ from tests.small_run import config
 
 
 def test_what_a_policy_of_r_search_finds_is_told_whole():
-    setup = build.load_setup(config(protocol__name="r_search"), only_dev=True)
+    setup = load_setup(config(protocol__name="r_search"), only_dev=True)
     name = setup.world.entities["person"][0]
     (found,) = setup.search([name])
     turns = [
@@ -27,7 +28,7 @@ def test_what_a_policy_of_r_search_finds_is_told_whole():
         "<original_evidence> It is so. </original_evidence> <answer> Yes </answer>",
     ]
     question = Question("0", setup.dev[0].text, ())
-    rollout = replay(build.make_host(setup), question, turns)
+    rollout = replay(make_host(setup), question, turns)
     assert tool.result_of(Group(question, (rollout,))) == {
         "question": question.text,
         "evidence": "It is so.",

@@ -6,7 +6,6 @@ import weakref
 import pytest
 from ml_collections import ConfigDict
 
-from rsearch import setup as build
 from rsearch import train
 
 STEPS = {"sft": {"steps": 1}, "rl": {"steps": 1}}
@@ -35,16 +34,15 @@ def test_what_a_stage_has_left_goes_before_one_is_prepared_that_does_without(
 
     def prepared(stage, *_, **__):
         alive.append([one() is not None for one in left])
-        return train._Prepared(types.SimpleNamespace(), ())
+        return train.PreparedStage(types.SimpleNamespace(config=ConfigDict()), ())
 
     monkeypatch.setattr(train, "stage_configs", lambda _: stages)
-    monkeypatch.setattr(train, "_prepare", prepared)
-    monkeypatch.setattr(train, "_inputs_of", lambda *_: {})
+    monkeypatch.setattr(train, "_stage_inputs", lambda *_: {})
     monkeypatch.setattr(train, "_evaluate", lambda *_: None)
     monkeypatch.setattr(train, "sft_stage", lambda *_, **__: None)
     monkeypatch.setattr(train, "rl_stage", lambda *_, **__: None)
-    monkeypatch.setattr(build, "initial_params", made)
-    monkeypatch.setattr(build, "offload_reference", lambda _, params: params)
+    monkeypatch.setattr(train, "initial_params", made)
+    monkeypatch.setattr(train, "offload_reference", lambda _, params: params)
     monkeypatch.setattr(train.sft, "run", made)
     monkeypatch.setattr(train.rl, "run", made)
     config = ConfigDict({"model": {"source": "world:base"}, "eval": {"at_start": True}})
@@ -52,6 +50,6 @@ def test_what_a_stage_has_left_goes_before_one_is_prepared_that_does_without(
         path=tmp_path, stage=lambda name: tmp_path / name, add_inputs=lambda _: None
     )
     base = types.SimpleNamespace(config=config)
-    train._run_stages(base, {}, None, None, home, set())
+    train.run_stages(train.Run(base, {}, prepared, set()), None, home)
     is_same = second == "world:base"
     assert alive == [[True], [False, is_same]]

@@ -10,12 +10,15 @@ import time
 import jax
 import numpy as np
 
-from rsearch import setup as build
 from rsearch.bench.rows import OURS, Bench, Row, row_of
 from rsearch.config.stage_plan import kind_of, stage_configs
 from rsearch.data.order import take
 from rsearch.rewards.group import reward_groups
 from rsearch.runtime.console import progress
+from rsearch.setup.learners import make_trainer
+from rsearch.setup.load import load_setup
+from rsearch.setup.rollouts import make_host, make_rollouts, replay_demonstrations
+from rsearch.setup.weights import initial_params
 from rsearch.stages import sft
 from rsearch.stages.policy_update import update_policy
 
@@ -69,8 +72,8 @@ def measure(bench: Bench, config, *, stage) -> list[Row]:
         there = ", ".join(found) or "none"
         raise ValueError(f"--stage={stage}: stages that reinforce: {there}")
     stage = stage or found[0]
-    setup = build.load_setup(dict(stage_configs(config))[stage])
-    params = build.initial_params(setup)
+    setup = load_setup(dict(stage_configs(config))[stage])
+    params = initial_params(setup)
     if setup.source is None and "sft" in config.stages:
         params = _imitated(config, params)
     told = _steps(setup, params, bench.repeats)
@@ -91,14 +94,14 @@ def measure(bench: Bench, config, *, stage) -> list[Row]:
 
 def _imitated(config, params):
     """The parameters after the recipe's supervised stage."""
-    setup = build.load_setup(dict(stage_configs(config))["sft"])
+    setup = load_setup(dict(stage_configs(config))["sft"])
     with tempfile.TemporaryDirectory(prefix="rsearch-bench-") as folder:
-        rollouts = build.replay_demonstrations(setup)
+        rollouts = replay_demonstrations(setup)
         return sft.run(
             sft.SFTStage(
                 setup.config,
                 pathlib.Path(folder),
-                build.make_trainer(setup, "sft"),
+                make_trainer(setup, "sft"),
                 rollouts,
             ),
             params,
@@ -108,9 +111,9 @@ def _imitated(config, params):
 def _steps(setup, params, repeats) -> list[dict]:
     """{part: seconds} of each step but the first, which compiles."""
     c, clock = setup.config, Clock()
-    host = build.make_host(setup)
+    host = make_host(setup)
     clock.watch("search", host, "search")
-    roll_out = build.make_rollouts(
+    roll_out = make_rollouts(
         setup,
         host,
         temperature=c.rollout.temperature,
@@ -119,7 +122,7 @@ def _steps(setup, params, repeats) -> list[dict]:
     )
     clock.watch("prefill", roll_out.sampler, "prefill", "admit", "extend")
     clock.watch("decode", roll_out.sampler, "decode")
-    trainer = build.make_trainer(setup, "rl")
+    trainer = make_trainer(setup, "rl")
     timed = {
         name: clock.timed(name.partition("_")[0], function)
         for name in ("score", "update", "score_values", "update_values")

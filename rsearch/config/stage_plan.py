@@ -18,6 +18,7 @@ KINDS = ("curate", "sft", "rl")
 QUESTIONS = "questions.jsonl"  # what a curate stage leaves in its directory
 DEMONSTRATIONS = "demonstrations.jsonl"  # likewise
 SUMMARY = "summary.json"  # what it kept and why; written last
+START = "start"  # names the policy before all stages, in results
 STAGE = "stage:"  # before a stage's name, where a file or a model is named
 URLS = ("http://", "https://")  # an endpoint's
 AGENTS = ("judge", "rewriter", "writer", "answerer", "reader")  # beside the policy

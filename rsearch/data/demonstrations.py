@@ -7,8 +7,6 @@ when it is replayed, by the same code that answers a rollout, so that both look 
 import dataclasses
 from collections.abc import Mapping
 
-import numpy as np
-
 from rsearch.data.records import (
     check_id,
     check_record,
@@ -19,8 +17,6 @@ from rsearch.data.records import (
 from rsearch.data.sources import read_records
 from rsearch.protocols.base import Protocol, Step
 from rsearch.types import Question
-from rsearch.world.plans import early_stop, guess, solution
-from rsearch.world.world import World
 
 PROTOCOL, DIRECT, RAG = "protocol", "direct", "rag"
 
@@ -133,60 +129,6 @@ def _chat(value):
     return tuple(chat)
 
 
-def world_demonstrations(
-    world: World,
-    protocol: Protocol,
-    *,
-    seed,
-    repeats,
-    flawed_share,
-    guess_share,
-    baseline_share,
-    recall_share=0.0,
-) -> list[Demonstration]:
-    """Imperfect demonstrations of the world's training questions.
-
-    Args:
-        world: has the questions and the facts behind them.
-        protocol: that they are written in. Where it takes several queries in a turn,
-            facts that do not depend on each other are asked for together.
-        seed: of the flaws.
-        repeats: demonstrations of each question, each with its own flaw or none.
-        flawed_share: how many do not find the answer.
-        guess_share: of the flawed, how many guess at once; the others stop before the
-            last search, and take what they have found by then for the answer.
-        baseline_share: how many beside these, relative to their number, answer as the
-            baselines do, so that the model has seen how those are asked too.
-        recall_share: of the flawless ones about the famous, how many recall what they
-            know in place of searching for it.
-    """
-    entropy = np.random.SeedSequence([seed, 2])
-    rng = np.random.Generator(np.random.PCG64(entropy))
-    own = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 4])))
-    found = []
-    for question in world.train:
-        for _ in range(repeats):
-            flawed, guessed, baseline = rng.random(3)
-            wrong = guess(world, question, rng)
-            if flawed >= flawed_share:
-                steps = solution(
-                    world,
-                    question,
-                    recalls=own.random() < recall_share,
-                    max_queries=protocol.max_queries,
-                )
-            elif guessed < guess_share:
-                steps = wrong
-            else:
-                steps = early_stop(world, question, own)
-            found.append(Demonstration(question, turns_of(protocol, steps)))
-            if baseline < baseline_share:
-                method = DIRECT if guessed < 0.5 else RAG
-                answer = f" {question.golden_answers[0]}"
-                found.append(Demonstration(question, (answer,), method))
-    return found
-
-
 def turns_of(protocol: Protocol, steps: list[Step]) -> tuple[str, ...]:
-    """The steps in the protocol's words."""
+    """Return the steps in the protocol's words."""
     return tuple(protocol.write(step) for step in steps)

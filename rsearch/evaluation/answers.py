@@ -1,4 +1,4 @@
-"""Answers that models beside the policy give after its rollouts have ended.
+"""Ask the models that answer after the policy's rollouts have ended.
 
 The answer model words the policy's conclusion (ReaRAG, Algorithm 2, line 9); a reader
 answers from the policy's evidence (R-Search's Figure 2), or without the policy.
@@ -12,7 +12,6 @@ import numpy as np
 from rsearch.protocols import plain
 from rsearch.protocols.concluding import finish_messages
 from rsearch.protocols.tagged import boxes
-from rsearch.setup.setup import Setup
 from rsearch.types import (
     GenerateFn,
     Group,
@@ -20,6 +19,7 @@ from rsearch.types import (
     Outcome,
     Question,
     Rollout,
+    SearchFn,
     Segment,
     Source,
 )
@@ -30,26 +30,26 @@ LOG_SYSTEM = "You are a QA assistant. Always return a short answer."
 
 
 def log_messages(question: str, rollout: Rollout) -> Messages:
-    """The chat that asks for the answer that follows from what was searched.
+    """Return the chat that asks for the answer that follows from the searches.
 
     As ReaRAG's code does since its paper; finish(answer) is not shown.
     """
-    found = [
+    results = [
         f"Query: {query}\nResult: {' '.join(p.contents.strip() for p in passages)}"
         for lookup in rollout.searches
         for query, passages in zip(lookup.queries, lookup.passages, strict=True)
     ]
-    log = "\n\n".join(found)
+    log = "\n\n".join(results)
     return [
         {"role": "system", "content": LOG_SYSTEM},
         {"role": "user", "content": f"{log}\n\nQuestion: {question}\nAnswer:"},
     ]
 
 
-def worded(
+def rephrase_answers(
     groups: Sequence[Group], answer: GenerateFn, *, answer_from: str
 ) -> list[Group]:
-    """The groups with the final answers that a model words; their order stays.
+    """Return the groups with the final answers in the answer model's words.
 
     Args:
         groups: rollouts that have ended; those without an answer stay as they are.
@@ -70,13 +70,13 @@ def worded(
             return finish_messages(question.text, rollout.answer)
         return log_messages(question.text, rollout)
 
-    return _asked(groups, answer, chat)
+    return _ask_all(groups, answer, chat)
 
 
 def evidence_of(rollout: Rollout) -> str | None:
-    """The last evidence box of the policy's own text; None without one or empty."""
-    found = [e for turn in rollout.policy_texts for e in boxes(turn, EVIDENCE)]
-    return (found[-1] or None) if found else None
+    """Return the last evidence box of the policy's own text; None without one."""
+    evidence = [e for turn in rollout.policy_texts for e in boxes(turn, EVIDENCE)]
+    return (evidence[-1] or None) if evidence else None
 
 
 def read_evidence(
@@ -85,7 +85,7 @@ def read_evidence(
     *,
     without: Callable[[Question], Messages],
 ) -> list[Group]:
-    """The groups with the answers that a reader gives from their evidence.
+    """Return the groups with the answers that a reader gives from their evidence.
 
     Args:
         groups: rollouts of a policy that writes evidence boxes.
@@ -105,39 +105,48 @@ def read_evidence(
             return without(question)
         return plain.evidence_messages(question.text, evidence)
 
-    return _asked(groups, read, chat)
+    return _ask_all(groups, read, chat)
 
 
-def reader_messages(setup: Setup, question: Question) -> Messages:
-    """The chat that asks a reader the question alone, as method "direct" does."""
-    words = plain.reworded(plain.DIRECT, user=setup.config.protocol.direct)
-    return plain.messages_with_passages(words, question.text, "")
-
-
-def read_alone(
-    setup: Setup, questions: Sequence[Question], read: GenerateFn, with_passages: bool
-) -> list[Group]:
-    """What a reader answers without the policy: one rollout a question.
+def reader_messages(question: Question, *, direct: str) -> Messages:
+    """Return the chat that asks a reader the question alone, as "direct" does.
 
     Args:
-        setup: of the run, whose engine is searched.
+        question: that it is asked.
+        direct: wording of the user's message; see config.protocol.direct.
+    """
+    wording = plain.reworded(plain.DIRECT, user=direct)
+    return plain.messages_with_passages(wording, question.text, "")
+
+
+def answer_without_policy(
+    questions: Sequence[Question],
+    read: GenerateFn,
+    *,
+    direct: str,
+    search: SearchFn | None = None,
+) -> list[Group]:
+    """Return what a reader answers without the policy: one rollout a question.
+
+    Args:
         questions: that it is asked.
         read: the reader.
-        with_passages: show it what one search with the question finds, in the words
-            that evidence is shown in; else the question alone.
+        direct: see `reader_messages`.
+        search: shows it what one search with the question finds, in the words that
+            evidence is shown in; None shows the question alone.
 
     Returns:
         A rollout has its chat as the prompt, without token ids, since the policy reads
         and writes nothing.
     """
-    chats = [reader_messages(setup, question) for question in questions]
+    chats = [reader_messages(question, direct=direct) for question in questions]
     failed = set()
-    if with_passages:
-        found = setup.search([question.text for question in questions])
-        failed = {i for i, passages in enumerate(found) if passages is None}
+    if search is not None:
+        results = search([question.text for question in questions])
+        failed = {i for i, passages in enumerate(results) if passages is None}
         chats = [
             plain.evidence_messages(q.text, plain.write_passages(passages or ()))
-            for q, passages in zip(questions, found, strict=True)
+            for q, passages in zip(questions, results, strict=True)
         ]
     nothing = np.zeros(0, np.int32)
     groups = []
@@ -151,24 +160,24 @@ def read_alone(
     def chat_of(question, rollout):
         return shown[question.id] if rollout.outcome.is_signal else None
 
-    return _asked(groups, read, chat_of)
+    return _ask_all(groups, read, chat_of)
 
 
-def _asked(groups, ask, chat):
-    """The groups with replies as answers, where `chat` gives one to ask."""
+def _ask_all(groups, ask, chat):
+    """Return the groups with replies as answers, where `chat` returns a chat."""
     pairs = [(i, j, r) for i, g in enumerate(groups) for j, r in enumerate(g.rollouts)]
     chats = {(i, j): chat(groups[i].question, r) for i, j, r in pairs}
-    wanted = [place for place, messages in chats.items() if messages is not None]
-    replies = ask([chats[place] for place in wanted]) if wanted else []
-    told = dict(zip(wanted, replies, strict=True))
+    wanted = [index for index, messages in chats.items() if messages is not None]
+    answers = ask([chats[index] for index in wanted]) if wanted else []
+    replies = dict(zip(wanted, answers, strict=True))
 
-    def answered(place, rollout):
-        if place not in told:
+    def answered(index, rollout):
+        if index not in replies:
             return rollout
-        if told[place] is None:
+        if replies[index] is None:
             outcome = Outcome.JUDGE_ERROR
             return dataclasses.replace(rollout, answer=None, outcome=outcome)
-        answer = told[place].strip()
+        answer = replies[index].strip()
         return dataclasses.replace(rollout, answer=answer, outcome=Outcome.ANSWERED)
 
     return [

@@ -1,4 +1,4 @@
-"""Answers to held-out questions, scored.
+"""Answer held-out questions with each method, and score the answers.
 
 Rollouts are greedy. Methods, all on the same weights: `protocol`, as the policy was
 trained; `direct`, the question alone; `rag`, the question under the passages of one
@@ -7,35 +7,34 @@ the policy has written down as evidence (R-Search's Figure 2); `reader_direct` a
 `reader_rag`, as above.
 """
 
-import dataclasses
 import functools
 import pathlib
 import time
 import weakref
+from collections.abc import Callable, Sequence
 
 import jax
+from ml_collections import ConfigDict
 
-from rsearch import setup as build
 from rsearch.config.rules import EVIDENCE, READER_METHODS, READER_RAG
-from rsearch.config.stage_plan import kind_of, stage_configs
 from rsearch.data.demonstrations import PROTOCOL
 from rsearch.data.questions import fingerprint
 from rsearch.evaluation.answers import (
-    read_alone,
+    answer_without_policy,
     read_evidence,
     reader_messages,
-    worded,
+    rephrase_answers,
 )
 from rsearch.evaluation.scoring import summarise
 from rsearch.hosts import processes
 from rsearch.rollout.records import share_groups
-from rsearch.runtime import checkpoint, console, files
+from rsearch.rollout.scheduler import RolloutEngine
+from rsearch.runtime import console, files
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.runtime.workdir import write_json
-from rsearch.setup.beginnings import CHECKPOINTS
 from rsearch.text.suspicion import suspects
+from rsearch.types import GenerateFn, Group, Question, SearchFn
 
-START = "start"  # the stage before all stages, in results
 COLUMNS = ("stage", "method", "dataset", "n", "em", "em_95", "f1", "cover_em")
 COLUMNS += ("searches", "policy_tokens", "answered", "malformed", "truncated")
 COLUMNS += ("tool_error", "skipped", "seconds")
@@ -48,29 +47,52 @@ class Evaluator:
         dataset: the name of the questions in results.json.
     """
 
-    def __init__(self, setup: build.Setup):
-        self._setup = setup
-        limit = setup.config.eval.max_questions
-        self._questions = setup.dev
-        self.dataset = setup.config.data.dev + (f"[:{limit}]" if limit else "")
-        self._engines, self._agents = {}, {}
-        # What the policy with these parameters did, who are not kept by it.
+    def __init__(
+        self,
+        config: ConfigDict,
+        questions: Sequence[Question],
+        *,
+        num_skipped: int,
+        search: SearchFn,
+        make_engine: Callable[[str], RolloutEngine],
+        load_model: Callable[[str], GenerateFn],
+    ):
+        """Prepare an evaluation; nothing is compiled or loaded before it is needed.
+
+        Args:
+            config: of the run.
+            questions: held out.
+            num_skipped: how many more there are whose prompts are too long.
+            search: of the run, for readers.
+            make_engine: makes the greedy rollouts of one of the policy's methods.
+            load_model: loads "reader" or "answerer", a model beside the policy.
+        """
+        self._config = config
+        self._questions = questions
+        self._num_skipped = num_skipped
+        self._search = search
+        limit = config.eval.max_questions
+        self.dataset = config.data.dev + (f"[:{limit}]" if limit else "")
+        self._make_engine = functools.cache(make_engine)
+        self._load_model = functools.cache(load_model)
+        # (weak reference to a leaf of the parameters, their protocol rollouts): a
+        # reader uses the rollouts that the protocol's own row was measured on.
         self._last = None
 
     def is_current(self, row: dict, *, stage: str, step: int | None) -> bool:
-        """Whether an earlier row of results.json is what would be measured now."""
+        """Return whether an earlier row of results.json would be measured again."""
         now = {
             "stage": stage,
             "step": step,
             "dataset": self.dataset,
-            "normalize": self._setup.config.eval.normalize,
+            "normalize": self._config.eval.normalize,
             "questions": fingerprint(self._questions),
         }
-        same_model = row.get("asks", "") == self._asks(row["method"])
-        return same_model and all(row.get(name) == x for name, x in now.items())
+        is_same_model = row.get("asks", "") == self._asks(row["method"])
+        return is_same_model and all(row.get(name) == x for name, x in now.items())
 
-    def __call__(self, params, method: str) -> tuple[dict, list]:
-        """Scores of greedy rollouts on the held-out questions.
+    def __call__(self, params, method: str) -> tuple[dict, list[Group]]:
+        """Score greedy rollouts on the held-out questions.
 
         Args:
             params: of the policy.
@@ -84,90 +106,68 @@ class Evaluator:
             gave the answers, "" without one), and a group of one rollout a question.
         """
         start = time.monotonic()
-        ask = functools.partial(self._groups, params, method)
-        groups = share_groups(ask, self._questions)
-        normalize = self._setup.config.eval.normalize
+        answer = functools.partial(self._answer, params, method)
+        groups = share_groups(answer, self._questions)
+        normalize = self._config.eval.normalize
         row = summarise(groups, normalize=normalize)
         row["normalize"] = normalize
         row["questions"] = fingerprint(self._questions)
-        row["skipped"] = self._setup.num_long
+        row["skipped"] = self._num_skipped
         row["asks"] = self._asks(method)
         row["seconds"] = time.monotonic() - start
         return {"method": method, "dataset": self.dataset, **row}, groups
 
     def _asks(self, method) -> str:
-        """The source of the model beside the policy that gives a method's answers."""
-        c = self._setup.config
+        """Return the source of the model that gives a method's answers, or ""."""
+        c = self._config
         if method in READER_METHODS:
             return c.reader.source
         return c.answerer.source if method == PROTOCOL else ""
 
-    def _groups(self, params, method, questions) -> list:
-        """A group of one rollout for each of these questions."""
-        setup = self._setup
-        if method in READER_METHODS:
-            reader = self._agent("reader")
-            if method != EVIDENCE:
-                with_passages = method == READER_RAG
-                return read_alone(setup, questions, reader, with_passages)
+    def _answer(self, params, method, questions) -> list[Group]:
+        """Return a group of one rollout for each of these questions."""
+        c = self._config
+        direct = c.protocol.direct
+        if method == EVIDENCE:
             groups = self._roll_out(params, PROTOCOL, questions)
-            asking = functools.partial(reader_messages, setup)
-            return read_evidence(groups, reader, without=asking)
+            chat = functools.partial(reader_messages, direct=direct)
+            return read_evidence(groups, self._load_model("reader"), without=chat)
+        if method in READER_METHODS:
+            search = self._search if method == READER_RAG else None
+            reader = self._load_model("reader")
+            return answer_without_policy(
+                questions, reader, direct=direct, search=search
+            )
         groups = self._roll_out(params, method, questions)
-        if method == PROTOCOL and setup.config.answerer.source:
-            answer, how = self._agent("answerer"), setup.config.eval.answer_from
-            return worded(groups, answer, answer_from=how)
+        if method == PROTOCOL and c.answerer.source:
+            return rephrase_answers(
+                groups, self._load_model("answerer"), answer_from=c.eval.answer_from
+            )
         return groups
 
-    def _agent(self, name):
-        """A model beside the policy, loaded when it is first asked."""
-        setup = self._setup
-        if name not in self._agents:
-            self._agents[name] = build.load_agent(
-                setup.config, name, setup.mesh, workdir=setup.home
-            )
-        return self._agents[name]
-
-    def _roll_out(self, params, method, questions) -> list:
-        """What the policy does; the protocol's rollouts also serve the reader."""
+    def _roll_out(self, params, method, questions) -> list[Group]:
+        """Return the policy's rollouts; the protocol's also serve the reader."""
         first = jax.tree.leaves(params)[0]
         if self._last is not None and method == PROTOCOL and self._last[0]() is first:
             return self._last[1]
-        if method not in self._engines:
-            self._engines[method] = self._engine(method)
-        engine = self._engines[method]
-        shown = time.monotonic()
+        engine = self._make_engine(method)
+        last_note = time.monotonic()
 
         def on_done(done):
-            nonlocal shown
-            if time.monotonic() - shown > console.SECONDS_BETWEEN_LINES:
-                shown = time.monotonic()
+            nonlocal last_note
+            if time.monotonic() - last_note > console.SECONDS_BETWEEN_LINES:
+                last_note = time.monotonic()
                 console.note(f"evaluate {method}: {done}/{len(questions)} questions")
 
-        key = jax.random.key(self._setup.config.seed)  # Greedy: never drawn from.
+        key = jax.random.key(self._config.seed)  # Greedy: never drawn from.
         groups = engine(engine.place_params(params), questions, key, on_done=on_done)
-        if method == PROTOCOL and EVIDENCE in self._setup.config.eval.methods:
+        if method == PROTOCOL and EVIDENCE in self._config.eval.methods:
             self._last = weakref.ref(first), groups
         return groups
 
-    def _engine(self, method):
-        """Compiled rollouts of one method; all methods get the same questions."""
-        setup, messages = self._setup, None
-        if method == PROTOCOL:
-            host = build.make_host(setup)
-        else:
-            host, chats = build.make_baseline(setup, method, self._questions)
 
-            def messages(question):
-                return chats[question.id]
-
-        return build.make_rollouts(
-            setup, host, temperature=0.0, top_p=1.0, group_size=1, messages=messages
-        )
-
-
-def transcripts(groups, row) -> list[dict]:
-    """One JSON object a rollout, for transcripts.jsonl."""
+def transcripts(groups: Sequence[Group], row: dict) -> list[dict]:
+    """Return one JSON object a rollout, for transcripts.jsonl."""
     key = {name: row[name] for name in ("stage", "method", "dataset")}
     return [
         {
@@ -189,8 +189,8 @@ def transcripts(groups, row) -> list[dict]:
     ]
 
 
-def record(folder: pathlib.Path, row: dict, told: list[dict]) -> None:
-    """Puts a row into results.json and its `transcripts` into transcripts.jsonl.
+def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> None:
+    """Put a row into results.json and its `transcripts` into transcripts.jsonl.
 
     An earlier row of the same stage, method and dataset is replaced.
     """
@@ -199,14 +199,14 @@ def record(folder: pathlib.Path, row: dict, told: list[dict]) -> None:
         return any(old[n] != row[n] for n in ("stage", "method", "dataset"))
 
     path = folder / "transcripts.jsonl"
-    kept = [old for old in read_jsonl(path) if is_other(old)] if path.exists() else []
-    write_jsonl(path, kept + told)
+    others = read_jsonl(path) if path.exists() else []
+    write_jsonl(path, [*filter(is_other, others), *rollouts])
     rows = [old for old in read_results(folder) if is_other(old)]
     write_json(folder / "results.json", [*rows, row])
 
 
 def read_results(folder: pathlib.Path) -> list[dict]:
-    """The rows of a run's results.json, in the order they were made; [] without one."""
+    """Return the rows of a run's results.json, oldest first; [] without one."""
     path = folder / "results.json"
     if not path.exists():
         return []
@@ -219,8 +219,8 @@ def read_results(folder: pathlib.Path) -> list[dict]:
     return rows
 
 
-def show(rows, config) -> None:
-    """The table of results, percent where it is a score, and one by kind."""
+def show(rows: Sequence[dict], config: ConfigDict) -> None:
+    """Print the table of results, scores in percent, and one by kind of question."""
     title = f"{config.name}: percent, answers normalised as {config.eval.normalize}"
 
     def cell(row, name):
@@ -241,30 +241,38 @@ def show(rows, config) -> None:
 
 
 def _show_kinds(rows):
-    """Exact match and searches for each kind of question, one column a kind."""
+    """Print exact match and searches, one column for each kind of question."""
     split = [{**row.get("by_kind", {}), **row.get("by_known", {})} for row in rows]
-    kinds = sorted({kind for parts in split for kind in parts})
+    kinds = sorted({kind for by_kind in split for kind in by_kind})
     if len(kinds) < 2:
         return
 
-    def cell(part):
-        if part is None:
+    def cell(scores):
+        if scores is None:
             return "-"
-        return f"{100 * part['em']:.0f} / {part['searches']:.2f}"
+        return f"{100 * scores['em']:.0f} / {scores['searches']:.2f}"
 
     cells = [
-        [row["stage"], row["method"], *(cell(parts.get(kind)) for kind in kinds)]
-        for row, parts in zip(rows, split, strict=True)
+        [row["stage"], row["method"], *(cell(by_kind.get(kind)) for kind in kinds)]
+        for row, by_kind in zip(rows, split, strict=True)
     ]
     title = "percent EM / searches, by kind"
     console.table(title, ("stage", "method", *kinds), cells)
 
 
-def run_methods(evaluator, params, *, stage, step, methods, folder) -> list[dict]:
-    """Evaluates each method, shows its row and records it; returns the rows.
+def run_methods(
+    evaluator: Evaluator,
+    params,
+    *,
+    stage: str,
+    step: int | None,
+    methods: Sequence[str],
+    folder: pathlib.Path,
+) -> list[dict]:
+    """Evaluate each method, show its row and record it; return the rows.
 
     Args:
-        evaluator: an Evaluator.
+        evaluator: of the run.
         params: of the policy.
         stage, step: that these come from; None for the step of a foreign model.
         methods: see `Evaluator`.
@@ -274,14 +282,14 @@ def run_methods(evaluator, params, *, stage, step, methods, folder) -> list[dict
     for method in methods:
         row, groups = evaluator(params, method)
         row = {"stage": stage, "step": step, **row}
-        told = transcripts(groups, row)
+        rollouts = transcripts(groups, row)
         if processes.is_host0():
-            record(folder, row, told)
+            record_results(folder, row, rollouts)
         console.note(
             f"{stage}: {method} EM {100 * row['em']:.1f} on {row['n']} questions, "
             f"{row['searches']:.2f} searches, {row['seconds']:.1f} s"
         )
-        suspicious = {name for one in told for name in one["suspicious"]}
+        suspicious = {name for r in rollouts for name in r["suspicious"]}
         if suspicious:
             console.note(
                 f"{stage}: {method}: {len(suspicious)} passages hold tags, control "
@@ -290,31 +298,3 @@ def run_methods(evaluator, params, *, stage, step, methods, folder) -> list[dict
             )
         rows.append(row)
     return rows
-
-
-def trained_params(setup, folder: pathlib.Path):
-    """(stage, step, parameters) of the last stage that has a checkpoint: its newest.
-
-    Adapters are merged. Without any checkpoint, ("start", 0, the parameters before
-    training).
-    """
-    source = setup.config.model.source
-    initial = functools.partial(build.initial_params, setup)
-    for stage, own in reversed(stage_configs(setup.config)):
-        is_policy = own.trains == "policy" and own.model.source == source
-        if kind_of(stage) == "curate" or not is_policy:
-            continue
-        staged = dataclasses.replace(setup, config=own)
-        # Not the moments, which are twice as much, or a value model.
-        like = {"params": build.state_shapes(staged, kind_of(stage)).params}
-        own_folder = folder / stage / CHECKPOINTS
-        found = checkpoint.newest_good(own_folder, like, is_part=True)
-        if found is not None:
-            step, tree, _ = found
-            console.note(f"policy: stage {stage} after step {step}")
-            params = tree["params"]
-            if own.model.lora_rank:
-                given = params, setup.model.spec, setup.mesh, initial
-                params = build.merged_weights(folder, stage, *given)
-            return stage, step, params
-    return START, 0, initial()

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -21,9 +20,10 @@ class Trainer:
     Attributes:
         mesh: devices that train.
         score: (params, base, batch) -> [M, b, T] log-probabilities under a policy.
-        update: (state, base, batch, memory) -> (state, metrics), see `make_update`; the
-            state's critic is left aside.
-        score_values, update_values: the same of the value model; None without one.
+        update: (state without critic, base, batch, memory=None) -> (state, metrics) of
+            the policy, see `make_update`.
+        score_values: as `score`, of the value model; None without one.
+        update_values: (critic's state, base, batch) -> (state, metrics); None without.
         merge: (dtype, donates) -> compiled (base, adapters) -> weights; None where all
             parameters are trained.
         decode_dtype: of weights that decode.
@@ -68,13 +68,3 @@ class Trainer:
         """Return rows on the devices, as packed micro-batches of so many rows."""
         batch = packed(cut(batch, micro_batch), multiple=num_shards(self.mesh))
         return put(batch, self.mesh)
-
-    def update_policy(self, state: TrainState, base, batch: Batch, memory=None):
-        """Return the state with an updated policy, the same critic, and metrics."""
-        policy, metrics = self.update(state._replace(critic=None), base, batch, memory)
-        return policy._replace(critic=state.critic), jax.device_get(metrics)
-
-    def update_critic(self, state: TrainState, base, batch: Batch):
-        """Return the state with an updated critic, the same policy, and metrics."""
-        critic, metrics = self.update_values(state.critic, base, batch)
-        return state._replace(critic=critic), jax.device_get(metrics)

@@ -16,15 +16,15 @@ import dataclasses
 import json
 import pathlib
 
-from rsearch import setup as build
 from rsearch.config.recipes import parse_command_line, print_config
 from rsearch.config.rules import validate
 from rsearch.config.stage_plan import check_plan, kind_of, stage_configs
-from rsearch.plan.costs import GB, check_context, check_layout, memory_of, shape_of
+from rsearch.plan.costs import GB, check_context, memory_of, shape_of
 from rsearch.plan.machines import GPU_SHARE, Machine, find_machine
 from rsearch.plan.programs import filled_once, make_frame, stage_programs
 from rsearch.plan.roofline import Estimate, estimate, reckoned
 from rsearch.runtime import console, files
+from rsearch.setup.checks import check_layout, check_names
 
 FLAGS = {
     "topology": (None, "TPU slice to compile for, such as v5p:2x2x4, or a100x8"),
@@ -57,7 +57,7 @@ def main(config, machine: Machine, *, only: str = "") -> dict[str, list[Estimate
         ValueError: the configuration is not valid, or nothing can be compiled for it.
     """
     validate(config)
-    build.check_names(config)
+    check_names(config)
     check_plan(config)
     stages = stage_configs(config)
     if only:

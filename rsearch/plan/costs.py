@@ -160,30 +160,6 @@ def check_context(c, stage: str, spec: DecoderSpec) -> None:
         )
 
 
-def check_layout(c, spec: DecoderSpec) -> None:
-    """Refuses a mesh that does not divide the model.
-
-    Args:
-        c: configuration with the mesh.
-        spec: of the model.
-
-    Raises:
-        ValueError: names the axis.
-    """
-    divided = {
-        "num_heads": (spec.num_heads, "tensor"),
-        "num_kv_heads": (spec.num_kv_heads, "tensor"),
-        "mlp_width": (spec.mlp_width, "tensor"),
-        "width": (spec.width, "fsdp"),
-    }
-    for name, (size, axis) in divided.items():
-        if size % c.mesh[axis]:
-            raise ValueError(
-                f"config.mesh.{axis} = {c.mesh[axis]} does not divide the "
-                f"{name} {size} of {c.model.source or 'config.model'}"
-            )
-
-
 def memory_of(
     c, stage: str, spec: DecoderSpec, num_devices: int, *, host_devices: int
 ) -> Memory:

@@ -1,17 +1,16 @@
 """What a run would do and take, printed and checked before anything is loaded."""
 
-from rsearch import setup as build
 from rsearch.config.rules import validate
 from rsearch.config.stage_plan import check_plan, kind_of, stage_configs
 from rsearch.plan.costs import (
     GB,
     check_context,
-    check_layout,
     context_of,
     memory_of,
     shape_of,
 )
 from rsearch.runtime import console
+from rsearch.setup.checks import check_layout, check_names
 
 COLUMNS = ("stage", "what", "value")
 HOST_DEVICES = 8  # of most hosts with GPUs; many with TPUs have 4
@@ -42,7 +41,7 @@ def dry_run(
     if devices_per_host < 1:
         raise ValueError(f"--devices_per_host={devices_per_host}: must be 1 or more")
     validate(config)
-    build.check_names(config)
+    check_names(config)
     check_plan(config)
     stages = stage_configs(config)
     for _, own in stages if devices else ():  # each may have a mesh of its own

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsearch import setup as build
 from rsearch.config.stage_plan import kind_of
 from rsearch.hosts.offload import DEVICE, HOST, check_host_memory
 from rsearch.learn.batch import Batch, cut, pack_segments
@@ -34,8 +33,15 @@ from rsearch.rollout.decode import Sampler, row_shardings
 from rsearch.rollout.interface import DecodeRequest
 from rsearch.rollout.pages import num_pages
 from rsearch.rollout.scheduler import admission_sizes
-from rsearch.setup.parts import policy_protocol
-from rsearch.setup.setup import Frame
+from rsearch.setup.context import ModelContext
+from rsearch.setup.learners import (
+    has_critic,
+    make_trainer,
+    make_weight_merge,
+    state_shapes,
+    weight_shapes,
+)
+from rsearch.setup.policy import policy_protocol
 
 ROLLING = ("merge", "prefill", "admit", "extend", "decode")  # programs that roll out
 STEP = "'s step"  # ends the name of one that changes weights, its gradients made before
@@ -72,7 +78,7 @@ def device_bytes(tree) -> float:
     )
 
 
-def make_frame(config, stage: str, machine: Machine) -> Frame:
+def make_frame(config, stage: str, machine: Machine) -> ModelContext:
     """What a stage's programs are compiled from, on a machine that is not here.
 
     Raises:
@@ -95,7 +101,7 @@ def make_frame(config, stage: str, machine: Machine) -> Frame:
     mesh = make_mesh(**config.mesh, devices=machine.devices)
     if m.offload:
         check_host_memory(mesh, f"config.model.offload = {m.offload}")
-    return Frame(
+    return ModelContext(
         config=config,
         mesh=mesh,
         model=Decoder(spec, dtype=jnp.dtype(m.dtype), remat=m.remat),
@@ -104,7 +110,7 @@ def make_frame(config, stage: str, machine: Machine) -> Frame:
     )
 
 
-def stage_programs(frame: Frame, stage: str, machine: Machine) -> list[Program]:
+def stage_programs(frame: ModelContext, stage: str, machine: Machine) -> list[Program]:
     """The programs of one step of a stage; of a data stage, all its slots filled once.
 
     Raises:
@@ -113,7 +119,7 @@ def stage_programs(frame: Frame, stage: str, machine: Machine) -> list[Program]:
     kind = kind_of(stage)
     if kind == "curate":
         return filled_once(frame, kind, machine)
-    state = build.state_shapes(frame, kind)
+    state = state_shapes(frame, kind)
     if kind == "sft":
         return _update(frame, kind, state, beside=_kept(frame))
     rollouts = frame.config.rl.questions_per_step * frame.config.rollout.group_size
@@ -125,7 +131,7 @@ def stage_programs(frame: Frame, stage: str, machine: Machine) -> list[Program]:
     ]
 
 
-def filled_once(frame: Frame, kind: str, machine: Machine) -> list[Program]:
+def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Program]:
     """The programs that fill all slots of each host once, beside the weights alone.
 
     Args:
@@ -135,7 +141,7 @@ def filled_once(frame: Frame, kind: str, machine: Machine) -> list[Program]:
     """
     c = frame.config
     asked = asked_memory(c, DURING, machine.host_devices)
-    resident = device_bytes(build.weight_shapes(frame)) + sum(asked.values())
+    resident = device_bytes(weight_shapes(frame)) + sum(asked.values())
     resident += _agents(c, kind)
     rollouts = c.rollout.slots * machine.num_hosts
     if _is_chained(c, kind):
@@ -157,12 +163,12 @@ def _kept(frame):
     m = frame.config.model
     if m.lora_rank or "reference" in m.offload:
         return 0
-    return device_bytes(build.weight_shapes(frame))
+    return device_bytes(weight_shapes(frame))
 
 
 def _staying(frame, state, machine):
     """Bytes on each device that stay while rollouts are made, or are asked for then."""
-    c, began = frame.config, build.weight_shapes(frame)
+    c, began = frame.config, weight_shapes(frame)
     kept = 0 if "reference" in c.model.offload else device_bytes(began)
     asked = asked_memory(c, DURING, machine.host_devices)
     return device_bytes(state) + _agents(c, "rl") + sum(asked.values()) + kept
@@ -177,10 +183,10 @@ def _merging(frame, state):
     """What makes weights that decode of adapters and their base, if there are some."""
     if not frame.config.model.lora_rank:
         return []
-    base = build.weight_shapes(frame)
+    base = weight_shapes(frame)
     beside = device_bytes(state) - device_bytes(state.params)
     beside += _agents(frame.config, "rl")
-    merge = build.make_weight_merge(frame)(jnp.dtype(frame.model.dtype), False)
+    merge = make_weight_merge(frame)(jnp.dtype(frame.model.dtype), False)
     size = frame.mesh.size
     return [Program("merge", merge, (base, state.params), 1, 1, beside, size)]
 
@@ -207,7 +213,7 @@ def _rolling(frame, machine, *, resident, rollouts):
     def host(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
 
-    began = build.weight_shapes(frame)
+    began = weight_shapes(frame)
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, frame.model.dtype), began
     )
@@ -292,9 +298,9 @@ def _sampler(frame, mesh):
 def _learning(frame, state):
     """What all hosts run together."""
     c, s = frame.config, frame.config.rl
-    trainer = build.make_trainer(frame, "rl")
+    trainer = make_trainer(frame, "rl")
     agents = _agents(c, "rl") + _kept(frame)
-    base = trainer.base_of(build.weight_shapes(frame))
+    base = trainer.base_of(weight_shapes(frame))
     batch = _batch(frame, "rl")
     others = device_bytes(state) - device_bytes(state.params)
     programs = []
@@ -308,7 +314,7 @@ def _learning(frame, state):
         if s.kl_coef and "reference" in c.model.offload:
             beside += device_bytes(state.params)  # it comes to be scored with
         program("score", trainer.score, args, calls, beside)
-    if build.has_critic(frame, "rl"):
+    if has_critic(frame, "rl"):
         own = device_bytes(state.critic)
         part = _batch(frame, "rl", updates=s.updates_per_step, has_values=True)
         resident = device_bytes(state) + agents
@@ -325,13 +331,13 @@ def _learning(frame, state):
 def _update(frame, kind, state, *, beside):
     """The policy's update; `beside` without the critic."""
     s = frame.config[kind]
-    trainer = build.make_trainer(frame, kind)
+    trainer = make_trainer(frame, kind)
     updates = s.get("updates_per_step", 1)
-    has_values = build.has_critic(frame, kind)
+    has_values = has_critic(frame, kind)
     memory = None
     if kind == "rl" and s.memorise_coef:
         memory = _batch(frame, kind, num_rows=s.memorise_rows)
-    base = trainer.base_of(build.weight_shapes(frame))
+    base = trainer.base_of(weight_shapes(frame))
     batch = _batch(frame, kind, updates=updates, has_values=has_values)
     if state.critic is not None:
         beside += device_bytes(state.critic)

@@ -25,11 +25,11 @@ from rsearch.runtime import checkpoint
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.recorded import record_replies
 from rsearch.runtime.workdir import read_config
-from rsearch.setup.beginnings import CHECKPOINTS, initial_weights, restored
-from rsearch.setup.parts import WORLD, load_policy_tokenizer, policy_model
+from rsearch.setup.policy import load_policy_tokenizer, policy_model
+from rsearch.setup.weights import initial_weights, restored_weights
 from rsearch.types import GenerateFn
 from rsearch.world.pretrained import find_source
-from rsearch.world.world import make_world
+from rsearch.world.world import WORLD, make_world
 
 STAGE_SECTIONS = ("model", "tokenizer", "protocol")  # that shape what a stage trains
 
@@ -37,7 +37,7 @@ STAGE_SECTIONS = ("model", "tokenizer", "protocol")  # that shape what a stage t
 def load_agent(
     c, name: str, mesh, *, find=None, workdir=None, is_late=False
 ) -> GenerateFn | None:
-    """The model of one section of a configuration; None where it names none.
+    """Load the model that a section of a configuration names; None if it names none.
 
     Args:
         c: the configuration.
@@ -98,7 +98,7 @@ def load_agent(
 
 
 def recorded_agent(c, name: str, generate: GenerateFn, folder) -> GenerateFn:
-    """The model of a section, asked once for each chat of a stage if it is a service.
+    """Return the model; a service is asked once for each chat of a stage.
 
     Args:
         c: the configuration.
@@ -112,7 +112,7 @@ def recorded_agent(c, name: str, generate: GenerateFn, folder) -> GenerateFn:
 
 
 def stage_model(stage: str, mesh, *, workdir, find=None):
-    """What a stage of a run has trained: its network, tokenizer and newest parameters.
+    """Load a stage's network, tokenizer and newest parameters.
 
     Args:
         stage: its name.
@@ -132,39 +132,39 @@ def stage_model(stage: str, mesh, *, workdir, find=None):
     world = make_world(seed=c.seed, **c.world) if needs_world else None
     tokenizer = load_policy_tokenizer(c, world, source)
     model = policy_model(c, tokenizer, source)
-    folder = pathlib.Path(workdir) / stage / CHECKPOINTS
+    folder = pathlib.Path(workdir) / stage / checkpoint.FOLDER
     step = checkpoint.latest(folder)
     if step is None:
         raise ValueError(f"'{STAGE}{stage}': {folder} holds no checkpoint")
     initial = functools.partial(initial_weights, model, source, mesh, c.seed)
-    params = restored(workdir, stage, step, model.spec, mesh, initial)
+    params = restored_weights(workdir, stage, step, model.spec, mesh, initial)
     return model, tokenizer, params
 
 
 def _stage_sections(stage, workdir):
-    """(configuration of a stage of the run, source of its network's shape)."""
-    whole = read_config(workdir)
+    """Return a stage's configuration, and the source of its network's shape."""
+    config = read_config(workdir)
     names = [stage]
     while True:
-        if names[-1] not in whole["stages"]:
+        if names[-1] not in config["stages"]:
             raise ValueError(
                 f"'{STAGE}{names[-1]}': the run in {workdir} has the stages "
-                f"{', '.join(whole['stages'])}"
+                f"{', '.join(config['stages'])}"
             )
-        own = whole["overrides"].get(names[-1], {})
-        sections = {n: {**whole[n], **own.get(n, {})} for n in STAGE_SECTIONS}
+        overrides = config["overrides"].get(names[-1], {})
+        sections = {n: {**config[n], **overrides.get(n, {})} for n in STAGE_SECTIONS}
         source = sections["model"]["source"]
         if not source.startswith(STAGE):
             break
         names.append(source.removeprefix(STAGE))
         if names[-1] in names[:-1]:
             raise ValueError(f"stages start from each other: {' -> '.join(names)}")
-    plain = {"seed": whole["seed"], "world": whole["world"], **sections}
-    return ConfigDict(plain), source
+    fields = {"seed": config["seed"], "world": config["world"], **sections}
+    return ConfigDict(fields), source
 
 
 def _check_context(name, section, spec):
-    """Refuses budgets that the model's context cannot hold."""
+    """Refuse budgets that the model's context cannot hold."""
     needed = section.max_prompt_tokens + section.max_reply_tokens
     if needed > spec.max_context:
         raise ValueError(

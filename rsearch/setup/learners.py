@@ -17,7 +17,7 @@ from rsearch.models.decoder import Decoder
 from rsearch.models.hf.weights import param_shapes
 from rsearch.models.lora import adapter_shapes, init_adapters, make_merge
 from rsearch.models.sharding import laid_out
-from rsearch.setup.setup import Setup
+from rsearch.setup.context import Setup
 
 
 def make_trainer(setup: Setup, kind: str) -> Trainer:

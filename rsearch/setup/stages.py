@@ -1,16 +1,19 @@
-"""The objects of a stage: fields of `RLStage`, and arguments of `Memory`."""
+"""Make what stages and evaluation are handed: fields of their dataclasses."""
 
 import dataclasses
 import functools
 import pathlib
 
+from rsearch.data.demonstrations import PROTOCOL
 from rsearch.rewards.group import reward_groups
+from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.recorded import record_search
 from rsearch.setup.agents import load_agent, recorded_agent
-from rsearch.setup.engines import make_host, make_rollouts
+from rsearch.setup.context import Setup
 from rsearch.setup.learners import make_trainer
-from rsearch.setup.setup import Setup
+from rsearch.setup.rollouts import make_baseline, make_host, make_rollouts
+from rsearch.setup.search import open_encoder
 from rsearch.types import GenerateFn
 
 
@@ -91,4 +94,52 @@ def memory_settings(setup: Setup) -> dict:
         seed=c.seed,
         prompt=c.protocol.rewrite,
         correct=dict(c.reward.get("answer_cover_em", {})),
+    )
+
+
+def data_parts(setup: Setup) -> dict:
+    """Return the fields of a DataStage but for its name, folder and parameters."""
+    return dict(
+        config=setup.config,
+        questions=setup.train,
+        protocol=setup.protocol,
+        tokenizer=setup.tokenizer,
+        limits=setup.limits,
+        num_tokens=setup.num_tokens,
+        max_context=setup.model.spec.max_context,
+        world=setup.world,
+        search=setup.search,
+        open_encoder=functools.partial(open_encoder, setup.config),
+        make_host=functools.partial(make_host, setup),
+        make_rollouts=functools.partial(make_rollouts, setup),
+    )
+
+
+def evaluation_parts(setup: Setup) -> dict:
+    """Return the arguments of an Evaluator."""
+
+    def make_engine(method: str) -> RolloutEngine:
+        messages = None
+        if method == PROTOCOL:
+            host = make_host(setup)
+        else:
+            host, chats = make_baseline(setup, method, setup.dev)
+
+            def messages(question):
+                return chats[question.id]
+
+        return make_rollouts(
+            setup, host, temperature=0.0, top_p=1.0, group_size=1, messages=messages
+        )
+
+    def load_model(name: str) -> GenerateFn:
+        return load_agent(setup.config, name, setup.mesh, workdir=setup.home)
+
+    return dict(
+        config=setup.config,
+        questions=setup.dev,
+        num_skipped=setup.num_long,
+        search=setup.search,
+        make_engine=make_engine,
+        load_model=load_model,
     )

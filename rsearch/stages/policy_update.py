@@ -104,14 +104,15 @@ def update_policy(
     for part, learns in zip(parts(batch, s.updates_per_step), is_useful):
         if not learns:
             continue
+        policy, critic = train_state._replace(critic=None), train_state.critic
         metrics = {}
         if trainer.update_values is not None:
-            train_state, metrics = trainer.update_critic(train_state, base, part)
+            critic, critic_metrics = trainer.update_values(critic, base, part)
+            metrics |= jax.device_get(critic_metrics)
         if trains_policy:
-            train_state, policy_metrics = trainer.update_policy(
-                train_state, base, part, memory
-            )
-            metrics |= policy_metrics
+            policy, policy_metrics = trainer.update(policy, base, part, memory)
+            metrics |= jax.device_get(policy_metrics)
+        train_state = policy._replace(critic=critic)
         measured.append(metrics)
         if guards is not None:
             guards.on_update(step, metrics, part, train_state.params)

@@ -106,8 +106,11 @@ def run(stage: RLStage, params):
             )
             key = step_key(c.seed, stage.name, step, attempt)
             num_restarts = stage.rollouts.num_restarts
+            roll_out = functools.partial(play, stage, decoding, key, ended, timer, step)
+            if processes.num_hosts() > 1:
+                roll_out = functools.partial(play_on_all_hosts, roll_out, timer)
             groups, rewards, metrics = sample_groups(
-                functools.partial(play, stage, decoding, key, ended, timer, step),
+                roll_out,
                 stage.questions,
                 num_questions=c.rl.questions_per_step,
                 rounds=c.rl.refill_rounds,
@@ -175,7 +178,7 @@ def play(
     step: int,
     questions: Sequence[Question],
 ) -> list[Rewarded]:
-    """Return every question's group and what it earns; each host plays its share."""
+    """Roll out the questions on this host, and reward their groups."""
     last_note = time.monotonic()
 
     def on_done(num_done):
@@ -188,18 +191,20 @@ def play(
                 "questions"
             )
 
-    def play_here(questions):
-        groups = stage.rollouts(params, questions, key, on_done=on_done, finished=ended)
-        timer.lap("rollout")
-        scored = with_rewards(*stage.score(groups))
-        timer.lap("reward")
-        return scored
+    groups = stage.rollouts(params, questions, key, on_done=on_done, finished=ended)
+    timer.lap("rollout")
+    rewarded = with_rewards(*stage.score(groups))
+    timer.lap("reward")
+    return rewarded
 
-    if processes.num_hosts() == 1:
-        return play_here(questions)
-    scored = share_rewarded(play_here, questions)
+
+def play_on_all_hosts(
+    roll_out: Callable, timer: LapTimer, questions: Sequence[Question]
+) -> list[Rewarded]:
+    """Roll out on each host its share of the questions, and exchange the groups."""
+    rewarded = share_rewarded(roll_out, questions)
     timer.lap("exchange")
-    return scored
+    return rewarded
 
 
 def finish_step(

@@ -5,6 +5,7 @@ import pathlib
 import time
 from collections.abc import Sequence
 
+import jax
 from ml_collections import ConfigDict
 
 from rsearch.data.order import take
@@ -64,7 +65,8 @@ def run(stage: SFTStage, params):
             chosen = take(len(rows), c.sft.batch_size, seed=c.seed, step=step)
             batch = pack_segments([rows[i] for i in chosen], c.sft.sequence_tokens)
             batch = trainer.put(batch, c.sft.micro_batch)
-            train_state, metrics = trainer.update_policy(state.train_state, base, batch)
+            train_state, metrics = trainer.update(state.train_state, base, batch)
+            metrics = jax.device_get(metrics)
             state.guards.on_update(step, metrics, batch, train_state.params)
             metrics["seconds"] = time.monotonic() - start
             metrics["compiles"] = num_compiles()

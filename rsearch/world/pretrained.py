@@ -32,11 +32,10 @@ from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.rollout.replay import replay
 from rsearch.runtime import console
-from rsearch.setup.parts import WORLD, world_tokenizer
 from rsearch.types import Segment, Source
 from rsearch.world import reading
 from rsearch.world import texts as world_texts
-from rsearch.world.world import make_world
+from rsearch.world.world import WORLD, make_world
 
 CACHE = "RSEARCH_CACHE"  # the environment variable that names another cache
 MAX_CONTEXT = 2048  # tokens that a model says it can read
@@ -136,7 +135,7 @@ def find_world_model(
         )
     how = how or MODELS[name]
     world = make_world(seed=seed, **world_settings)
-    tokenizer = world_tokenizer(world)
+    tokenizer = reading.world_tokenizer(world)
     search = engine_in_memory(world.passages, HashedNgrams(512), top_k=1)
     read = reading.reading(world, how.shares, search, seed=seed + how.seed)
     settings = repr((how, sorted(world_settings.items()), seed, read))

@@ -11,6 +11,8 @@ import dataclasses
 import numpy as np
 
 from rsearch.data.demonstrations import turns_of
+from rsearch.models.small_tokenizer import train_tokenizer
+from rsearch.models.tokenizer import Tokenizer
 from rsearch.protocols import plain
 from rsearch.protocols.base import Step
 from rsearch.protocols.concluding import finish_messages
@@ -25,6 +27,7 @@ from rsearch.world import texts as world_texts
 from rsearch.world.facts import MISSING, RELATIONS, UNKNOWN, Hop, told
 from rsearch.world.names import YEARS, draw_names
 from rsearch.world.questions import COMPARED, COMPARISON, earliest
+from rsearch.world.world import World
 
 BOXED = "\\boxed{"  # around the answers of R1-Searcher++
 
@@ -371,3 +374,11 @@ def prompts() -> list[str]:
     """The words of the chats, for a tokenizer to learn from."""
     chats = [finish_messages("", ""), plain.evidence_messages("", "")]
     return [*PROMPTS.values(), *(chat[0]["content"] for chat in chats)]
+
+
+def world_tokenizer(world: World) -> Tokenizer:
+    """Train the tokenizer that all models of a world share, whatever their protocol."""
+    # Twice, as a word must occur twice to be worth a token.
+    return train_tokenizer(
+        world.texts() + world_texts.world_words(world) + 2 * prompts()
+    )

@@ -15,7 +15,9 @@ from rsearch.world.facts import RELATIONS, UNKNOWN, Hop
 from rsearch.world.names import COUNTRIES, PLURALS, YEARS, draw_names
 from rsearch.world.questions import KINDS, UNANSWERABLE, ask, relations_of
 
-__all__ = ["KINDS", "RELATIONS", "UNKNOWN", "Hop", "World", "make_world"]
+__all__ = ["KINDS", "RELATIONS", "UNKNOWN", "WORLD", "Hop", "World", "make_world"]
+
+WORLD = "world"  # names it as a source in a configuration
 
 
 @dataclasses.dataclass(frozen=True)

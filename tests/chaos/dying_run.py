@@ -19,7 +19,7 @@ PLACES = {  # module, class or "", function
     "rollout": ("rsearch.rollout.scheduler", "RolloutScheduler", "_decode"),
     "search": ("rsearch.rollout.scheduler", "RolloutScheduler", "_run_calls"),
     "reward": ("rsearch.stages.rl", "", "with_rewards"),
-    "update": ("rsearch.learn.trainer", "Trainer", "update_policy"),
+    "update": ("rsearch.learn.trainer", "Trainer", "put"),  # which an update follows
     "save": ("rsearch.runtime.storage", "", "write_tree"),
     "rename": ("rsearch.runtime.files", "", "replace"),
     "garbage": ("rsearch.runtime.checkpoint", "", "delete_step"),

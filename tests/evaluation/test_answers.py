@@ -8,7 +8,7 @@ from rsearch.evaluation.answers import (
     finish_messages,
     log_messages,
     read_evidence,
-    worded,
+    rephrase_answers,
 )
 from rsearch.types import (
     Group,
@@ -64,7 +64,7 @@ def test_the_final_answer_is_the_short_version_of_the_policys():
         rollout(None, outcome=Outcome.TOOL_ERROR),
     )
     answer, heard = listening(" Paris\n", "Rome")
-    assert ends(worded(asked, answer, answer_from="finish")) == [
+    assert ends(rephrase_answers(asked, answer, answer_from="finish")) == [
         ("Paris", Outcome.ANSWERED),
         (None, Outcome.TRUNCATED),
         ("Rome", Outcome.ANSWERED),
@@ -78,7 +78,9 @@ def test_the_final_answer_is_the_short_version_of_the_policys():
 
 def test_a_failed_answer_model_is_not_replaced_by_the_policy():
     answer, _ = listening(None, "b")
-    found = worded(groups(rollout("A"), rollout("B")), answer, answer_from="finish")
+    found = rephrase_answers(
+        groups(rollout("A"), rollout("B")), answer, answer_from="finish"
+    )
     assert ends(found) == [(None, Outcome.JUDGE_ERROR), ("b", Outcome.ANSWERED)]
 
 
@@ -86,7 +88,7 @@ def test_from_the_log_the_policys_answer_is_not_shown():
     lookups = (Lookup(("where", "who"), (FOUND, ())), Lookup(("when",), (FOUND,)))
     asked = groups(rollout("secret", searches=lookups))
     answer, heard = listening("Paris")
-    assert ends(worded(asked, answer, answer_from="log"))[0][0] == "Paris"
+    assert ends(rephrase_answers(asked, answer, answer_from="log"))[0][0] == "Paris"
     assert heard == [log_messages("Q0?", asked[0].rollouts[0])]
     system, user = heard[0]
     assert "QA assistant" in system["content"]

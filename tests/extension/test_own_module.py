@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from rsearch import setup as build
 from rsearch.config import recipes as configuration
 from rsearch.retrieval.user import UserSearch
 from rsearch.runtime.metrics import read_metrics
+from rsearch.setup.checks import check_names
+from rsearch.setup.policy import policy_protocol
 from rsearch.stages.curate.summary import Chosen, check_chosen
 from rsearch.text.extension import code_inputs, load_reference
 from tests.small_run import ROOT, arguments, child_environment, config
@@ -40,10 +41,10 @@ def find(queries):
     return [[Passage("p", f"{query}\\nIt is known."), more] for query in queries]
 
 
-def choose(work):
-    write = work.setup.protocol.write
+def choose(stage):
+    write = stage.protocol.write
     chosen = []
-    for question in work.questions:
+    for question in stage.questions:
         first = write(Step(1, "Who?", Search(("it",))))
         last = write(Step(2, "So.", Answer(question.golden_answers[0])))
         chosen.append(("asked", Demonstration(question, (first, last))))
@@ -149,7 +150,7 @@ def configured(field, reference):
 def test_a_reference_that_names_nothing_is_refused(module, field, reference, reason):
     reference = reference.replace("{}", module)
     with pytest.raises(ValueError) as caught:
-        build.check_names(configured(field, reference))
+        check_names(configured(field, reference))
     message = str(caught.value)
     assert f"config.{field} = {reference!r}" in message and reason in message
     assert "\n" not in message
@@ -163,7 +164,7 @@ def test_a_value_that_is_no_reference_is_refused(field, reference):
     with pytest.raises(ValueError, match=f"config.{field}"):
         whole = configured(field, reference)
         configuration.validate(whole)
-        build.check_names(whole)
+        check_names(whole)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_a_value_that_is_no_reference_is_refused(field, reference):
 def test_a_reference_is_accepted_where_a_name_of_its_table_is(module, field, name):
     whole = configured(field, f"{module}:{name}")
     configuration.validate(whole)
-    build.check_names(whole)
+    check_names(whole)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,7 @@ def test_what_a_protocol_returns_wrongly_is_named(module, tmp_path, part):
         file.read_text()
         + f"\nimport dataclasses\nBAD = dataclasses.replace(ASK, {part}=nothing)\n"
     )
-    protocol = build.setup.policy_protocol(configured("protocol.name", f"{module}:BAD"))
+    protocol = policy_protocol(configured("protocol.name", f"{module}:BAD"))
     with pytest.raises(ValueError) as caught:
         protocol.parse("x") if part == "parse" else protocol.observe([""], [()])
     message = str(caught.value)

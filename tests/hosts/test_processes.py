@@ -314,15 +314,15 @@ def test_a_host_that_fails_alone_ends_those_that_wait_for_it(tmp_path, monkeypat
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\n"
-        "from rsearch import setup as build, train\n"
+        "from rsearch import train\n"
         "from rsearch.config import recipes as config\n"
         "from rsearch.hosts import peers, processes\n"
-        "replay = build.replay_demonstrations\n"
+        "replay = train.replay_demonstrations\n"
         "def broken(*args, **settings):\n"
         "    if processes.host_index() == 1:\n"
         "        raise OSError('the disk is gone')\n"
         "    return replay(*args, **settings)\n"
-        "build.replay_demonstrations = broken\n"
+        "train.replay_demonstrations = broken\n"
         "peers.GRACE_SECONDS = 2.0\n"
         "sys.exit(config.run_command(train.command, sys.argv[1:]))\n"
     )

@@ -13,6 +13,7 @@ from rsearch.models.decoder import DecoderSpec
 from rsearch.models.hf import config as hf_config
 from rsearch.models.hf.published import PUBLISHED
 from rsearch.plan import costs
+from rsearch.setup.checks import check_layout
 
 SPEC = DecoderSpec(
     vocab_size=100,
@@ -185,7 +186,7 @@ def test_a_mesh_splits_weights_and_rows():
 def test_a_vocabulary_that_cannot_be_cut_is_whole_on_every_device():
     odd = dataclasses.replace(SPEC, vocab_size=101)
     c = config(**{"mesh.fsdp": 2, "mesh.tensor": 2})
-    costs.check_layout(c, odd)
+    check_layout(c, odd)
     here = (2 * 592 + 8) / 2 + 2 * 101 * 8
     memory = memory_of(c, "rl", odd, 4)
     assert memory.resident["weights"] == 4 * here / 2
@@ -293,7 +294,7 @@ def test_a_context_beyond_the_models_is_refused_with_the_arithmetic():
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused():
     with pytest.raises(ValueError, match="tensor = 4 does not divide the num_kv_heads"):
-        costs.check_layout(config(**{"mesh.tensor": 4}), SPEC)
+        check_layout(config(**{"mesh.tensor": 4}), SPEC)
     with pytest.raises(ValueError, match="fsdp = 3 does not divide the width 8"):
-        costs.check_layout(config(**{"mesh.fsdp": 3}), SPEC)
-    costs.check_layout(config(**{"mesh.fsdp": 4, "mesh.tensor": 2}), SPEC)
+        check_layout(config(**{"mesh.fsdp": 3}), SPEC)
+    check_layout(config(**{"mesh.fsdp": 4, "mesh.tensor": 2}), SPEC)

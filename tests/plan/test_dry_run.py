@@ -19,7 +19,7 @@ def nothing_is_loaded(monkeypatch):
         raise AssertionError("a dry run loads nothing")
 
     monkeypatch.setattr("rsearch.train.main", refuse)
-    monkeypatch.setattr("rsearch.setup.load_setup", refuse)
+    monkeypatch.setattr("rsearch.train.load_setup", refuse)
 
 
 def rows(text):

@@ -24,6 +24,7 @@ from rsearch.retrieval.engine import PassageList, SearchEngine
 from rsearch.retrieval.nearest import IndexPartError, Nearest, build_searcher
 from rsearch.retrieval.vectors import Vectors
 from rsearch.runtime.server import JsonServer, RefusedError
+from rsearch.setup.search import open_search
 from tests.hosts.test_processes import run_hosts
 from tests.retrieval.fakes import TableEncoder, numbered, unit_rows
 from tests.running_server import running
@@ -231,7 +232,6 @@ def test_a_bad_question_is_refused_and_the_host_goes_on(rows, body):
 def talk(argv):
     """What each of two hosts finds, when it likes, in an index that they share."""
     from rsearch.config.recipes import parse_flags
-    from rsearch.setup.parts import open_search
     from tests.small_run import config
 
     flags = {**processes.FLAGS, "index": ("", ""), "corpus": ("", "")}
@@ -264,7 +264,6 @@ def test_two_hosts_find_in_halves_what_one_finds_in_the_whole(tmp_path):
         own = [f"--out={tmp_path / name}", f"--parts={parts}"]
         assert run_command(main, [*common, *own]) == 0
 
-    from rsearch.setup.parts import open_search
     from tests.small_run import config
 
     settings = {"retrieval__index": str(tmp_path / "one"), "retrieval__top_k": 4}

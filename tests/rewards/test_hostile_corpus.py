@@ -18,9 +18,9 @@ from rsearch.protocols.table import PROTOCOLS
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.runtime import console
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
-from rsearch.setup.parts import prompts
 from rsearch.tool import result_of
 from rsearch.types import Answer, Group, Search, Source
+from rsearch.world.reading import prompts
 from tests.hostile_corpus import CASES, HUGE
 from tests.rewards.play import PARIS, play
 from tests.rewards.test_hostile_passages import (

@@ -14,12 +14,13 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import setup as build
-from rsearch.evaluation.evaluator import trained_params
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.sharding import make_mesh
 from rsearch.runtime import calls
 from rsearch.setup import agents
+from rsearch.setup.load import load_setup
+from rsearch.setup.rollouts import make_host
+from rsearch.setup.weights import initial_params, trained_params
 from rsearch.types import Outcome
 from tests.small_run import config, finished, quick_compilation
 
@@ -31,13 +32,13 @@ LONG = [{"role": "user", "content": "x y" * 99}]
 
 @pytest.fixture(scope="module")
 def setup():
-    return build.load_setup(config(), only_dev=True)
+    return load_setup(config(), only_dev=True)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, setup):
     folder = tmp_path_factory.mktemp("agent") / "model"
-    params = build.initial_params(setup)
+    params = initial_params(setup)
     huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
     return folder
 
@@ -223,21 +224,21 @@ def test_a_stage_that_is_not_there_is_named(tmp_path):
 
 
 def test_a_judge_is_loaded_where_a_term_asks_one(folder):
-    plain = build.load_setup(asking("judge", folder))
+    plain = load_setup(asking("judge", folder))
     assert plain.judge is None and plain.writer is None
     named = {"source": str(folder), "max_prompt_tokens": 64, "max_reply_tokens": 3}
     fields = {f"judge__{name}": value for name, value in named.items()}
-    assert build.load_setup(config(reward=JUDGED, **fields)).judge is not None
+    assert load_setup(config(reward=JUDGED, **fields)).judge is not None
 
 
 def test_a_term_that_asks_a_judge_without_one_is_refused():
     with pytest.raises(ValueError, match=r"name one in config\.judge\.source"):
-        build.load_setup(config(reward=JUDGED))
+        load_setup(config(reward=JUDGED))
 
 
 def test_with_a_writer_the_policy_reads_what_it_wrote(folder):
-    written = build.load_setup(asking("writer", folder, max_prompt_tokens=200))
-    host = build.make_host(written)
+    written = load_setup(asking("writer", folder, max_prompt_tokens=200))
+    host = make_host(written)
     question = written.dev[0]
     ids = host.tokenizer.encode("<search> Cormad </search>")
     conversation = host.open(host.prompt(written.protocol.messages(question.text)))
@@ -246,8 +247,8 @@ def test_with_a_writer_the_policy_reads_what_it_wrote(folder):
     assert conversation.outcome is None
     ((passage,),) = conversation.searches[0].passages
     assert passage.id.startswith("written from ") and passage.title == ""
-    tight = build.load_setup(asking("writer", folder, max_prompt_tokens=5))
-    host = build.make_host(tight)
+    tight = load_setup(asking("writer", folder, max_prompt_tokens=5))
+    host = make_host(tight)
     conversation = host.open(host.prompt(written.protocol.messages(question.text)))
     host.answer_turns({0: conversation}, turn, final=False)
     assert conversation.outcome == Outcome.TOOL_ERROR

@@ -5,11 +5,12 @@ import json
 
 import pytest
 
-from rsearch import setup as build
-from rsearch.data.demonstrations import world_demonstrations
 from rsearch.protocols import plain
 from rsearch.setup.learners import policy_optimizer
+from rsearch.setup.load import load_setup
+from rsearch.setup.rollouts import make_baseline, replay_demonstrations
 from rsearch.types import Answer, Malformed, Outcome, Passage, Question, Search
+from rsearch.world.demonstrations import world_demonstrations
 from tests.small_run import config, quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -18,7 +19,7 @@ SHARES = ("repeats", "flawed_share", "guess_share", "baseline_share", "recall_sh
 
 @pytest.fixture(scope="module")
 def setup():
-    return build.load_setup(config())
+    return load_setup(config())
 
 
 def finding(setup, *passages):
@@ -28,7 +29,7 @@ def finding(setup, *passages):
 
 def chats(setup, method, questions):
     """(host, question id -> chat) of a baseline."""
-    return build.make_baseline(setup, method, questions)
+    return make_baseline(setup, method, questions)
 
 
 def test_direct_asks_the_question_alone_and_searches_nothing(setup):
@@ -117,7 +118,7 @@ def test_a_search_that_fails_now_and_then_stops_neither_prompts_nor_demonstratio
     shown = [chats(own, "rag", setup.dev)[1] for own in (failing, setup)]
     assert shown[0] == shown[1]
     assert asked[1:] == [asked[0][:1]]  # only what had failed is asked again
-    ours, theirs = map(build.replay_demonstrations, (failing, setup))
+    ours, theirs = map(replay_demonstrations, (failing, setup))
     assert [r.searches for r in ours] == [r.searches for r in theirs]
 
 
@@ -138,7 +139,7 @@ def test_the_worlds_demonstrations_are_replayed_as_intended(setup):
         setup.world, setup.protocol, seed=setup.config.seed, **own
     )
     assert {d.method for d in made} == {"protocol", "direct", "rag"}
-    rollouts = build.replay_demonstrations(setup)
+    rollouts = replay_demonstrations(setup)
     for d, rollout in zip(made, rollouts, strict=True):
         assert rollout.outcome == Outcome.ANSWERED and not rollout.num_malformed
         if d.method != "protocol":
@@ -166,8 +167,8 @@ def from_file(setup, folder, *rows, **changes):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     c = config(sft__demonstrations=str(path), **changes)
     if changes:
-        return build.replay_demonstrations(build.load_setup(c))
-    return build.replay_demonstrations(dataclasses.replace(setup, config=c))
+        return replay_demonstrations(load_setup(c))
+    return replay_demonstrations(dataclasses.replace(setup, config=c))
 
 
 def test_demonstrations_come_from_a_file_where_one_is_named(setup, tmp_path):
@@ -225,7 +226,7 @@ def from_stage(setup, home, *turns):
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "demonstrations.jsonl").write_text(text)
     c = config(sft__demonstrations="stage:curate")
-    return build.replay_demonstrations(dataclasses.replace(setup, config=c, home=home))
+    return replay_demonstrations(dataclasses.replace(setup, config=c, home=home))
 
 
 def test_what_a_stage_has_made_too_long_is_left_out_and_told(setup, tmp_path, capsys):

@@ -5,14 +5,22 @@ import json
 import pytest
 
 from rsearch import index as index_command
-from rsearch import setup as build
 from rsearch.config import crosschecks
 from rsearch.config.recipes import run_command
 from rsearch.data.chains import gold_passages
 from rsearch.models.decoder import DecoderSpec
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.retrieval.rerank import load_reranker
-from rsearch.setup import parts
+from rsearch.setup.load import load_setup
+from rsearch.setup.policy import (
+    has_world,
+    load_policy_tokenizer,
+    policy_model,
+    policy_protocol,
+    rollout_limits,
+)
+from rsearch.setup.questions import read_questions
+from rsearch.setup.search import open_search
 from rsearch.types import Passage, Search
 from rsearch.world.world import make_world
 from tests.models.tiny_bert import write_tiny_bert
@@ -23,7 +31,7 @@ __all__ = ["quick_compilation"]
 
 @pytest.fixture(scope="module")
 def setup():
-    return build.load_setup(config())
+    return load_setup(config())
 
 
 def world_of(c):
@@ -39,11 +47,11 @@ def test_the_world_is_made_where_it_is_named():
         data__train="a.jsonl",
         data__dev="b.jsonl",
     )
-    assert parts.has_world(c)
-    assert not parts.has_world(config(**elsewhere))
+    assert has_world(c)
+    assert not has_world(config(**elsewhere))
     for name in elsewhere:
         fewer = {k: v for k, v in elsewhere.items() if k != name}
-        assert parts.has_world(config(**fewer)), name
+        assert has_world(config(**fewer)), name
 
 
 def test_budgets_are_the_longest_conversation_token_for_token(setup):
@@ -56,14 +64,14 @@ def test_budgets_are_the_longest_conversation_token_for_token(setup):
     tokenizer, spec = setup.tokenizer, setup.model.spec
     frame = setup.protocol.observe([""], [()])
     tags = len(tokenizer.encode(frame.before)) + len(tokenizer.encode(frame.after))
-    limits, num_tokens = parts.budgets(c, tokenizer, setup.protocol, spec)
+    limits, num_tokens = rollout_limits(c, tokenizer, setup.protocol, spec)
     assert num_tokens == 10 + 3 * 7 + 2 * (30 + tags)
     assert (limits.max_searches, limits.max_observation_tokens) == (2, 30)
     exact = config(rollout__context_tokens=num_tokens, **shape(c))
-    assert parts.budgets(exact, tokenizer, setup.protocol, spec)[1] == num_tokens
+    assert rollout_limits(exact, tokenizer, setup.protocol, spec)[1] == num_tokens
     short = config(rollout__context_tokens=num_tokens - 1, **shape(c))
     with pytest.raises(ValueError, match=rf"context_tokens = .* = {num_tokens} tokens"):
-        parts.budgets(short, tokenizer, setup.protocol, spec)
+        rollout_limits(short, tokenizer, setup.protocol, spec)
 
 
 def shape(c):
@@ -75,25 +83,25 @@ def test_a_rollout_must_fit_the_models_context(setup):
     wide = dict(vocab_size=8, width=2, num_layers=1, num_heads=1, num_kv_heads=1)
     spec = DecoderSpec(**wide, head_dim=2, mlp_width=2, max_context=100)
     with pytest.raises(ValueError, match="but the model's context is 100"):
-        parts.budgets(config(), setup.tokenizer, setup.protocol, spec)
+        rollout_limits(config(), setup.tokenizer, setup.protocol, spec)
 
 
 @pytest.mark.fault(18, "vocabulary and embedding")
 def test_an_embedding_may_have_spare_rows_but_not_too_few(setup):
     c, tokenizer = config(), setup.tokenizer
     size = len(setup.tokenizer.token_bytes)
-    assert parts.policy_model(c, tokenizer, None).spec.vocab_size == size
+    assert policy_model(c, tokenizer, None).spec.vocab_size == size
     more = config(model__vocab_size=size + 3)
-    assert parts.policy_model(more, tokenizer, None).spec.vocab_size == size + 3
+    assert policy_model(more, tokenizer, None).spec.vocab_size == size + 3
     with pytest.raises(ValueError, match=rf"has {size} ids, .* only {size - 1} rows"):
         few = config(model__vocab_size=size - 1)
-        parts.policy_model(few, tokenizer, None)
+        policy_model(few, tokenizer, None)
 
 
 @pytest.mark.parametrize("name", sorted(PROTOCOLS.keys() - {"rearag"}))
 def test_the_worlds_tokenizer_has_a_token_for_every_tag_of_its_protocol(name):
     c = config(protocol__name=name)
-    tokenizer = parts.load_policy_tokenizer(c, world_of(c), None)
+    tokenizer = load_policy_tokenizer(c, world_of(c), None)
     frame = PROTOCOLS[name].observe([""], [()])
     tags = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>"]
     for tag in [*tags, frame.before.strip(), frame.after.strip()]:
@@ -114,13 +122,13 @@ ROWS = [
 def test_questions_come_from_the_world_or_from_a_file(tmp_path):
     c, said = config(data__max_dev=2), []
     world = world_of(c)
-    assert parts.read_questions(c, "dev", world, said.append) == world.dev[:2]
-    assert parts.read_questions(c, "train", world, said.append) == world.train
+    assert read_questions(c, "dev", world, said.append) == world.dev[:2]
+    assert read_questions(c, "train", world, said.append) == world.train
     path = write(tmp_path / "q.jsonl", [*ROWS[:2], {"question": ""}, *ROWS[2:]])
     with pytest.raises(ValueError, match=r"q\.jsonl:3: "):
-        parts.read_questions(config(data__train=path), "train", None, said.append)
+        read_questions(config(data__train=path), "train", None, said.append)
     skipping = config(data__train=path, data__on_bad="skip", data__max_train=3)
-    found = parts.read_questions(skipping, "train", None, said.append)
+    found = read_questions(skipping, "train", None, said.append)
     assert [q.id for q in found] == ["q0", "q1", "q2"]
     (told,) = said
     assert told.startswith("left out of train: ") and "q.jsonl:3: " in told
@@ -131,7 +139,7 @@ def test_questions_come_from_the_world_or_from_a_file(tmp_path):
         data__fields_answers="say",
         data__fields_id="n",
     )
-    (question,) = parts.read_questions(named, "dev", None, said.append)
+    (question,) = read_questions(named, "dev", None, said.append)
     assert (question.id, question.text, question.golden_answers) == ("7", "Q?", ("x",))
 
 
@@ -153,14 +161,14 @@ def test_questions_of_chains_must_tell_what_these_are_made_from(tmp_path):
         ({**own, "curate__method": "no_reasoning"}, r"q\.jsonl:3: field question_dec"),
     ):
         with pytest.raises(ValueError, match=told):
-            parts.read_questions(config(**fields), "train", None, print)
+            read_questions(config(**fields), "train", None, print)
     said = []
     skipping = config(**gold_only, data__on_bad="skip")
-    found = parts.read_questions(skipping, "train", None, said.append)
+    found = read_questions(skipping, "train", None, said.append)
     assert [q.id for q in found] == ["q0", "q1", "q3", "q4"] and len(said) == 1
     # Nothing of it is read where the engine answers, or where no chain is made.
     for fields in (own, {**gold_only, "stages": ("rl",)}):
-        assert len(parts.read_questions(config(**fields), "train", None, print)) == 5
+        assert len(read_questions(config(**fields), "train", None, print)) == 5
 
 
 PUBLISHED = [  # a record of each set: HotpotQA, MuSiQue, FlashRAG's and one of NQ
@@ -195,7 +203,7 @@ def test_records_with_gold_passages_are_read_as_published(tmp_path):
     own = dict(stages=("curate",), curate__method="chains", curate__observations="gold")
     path = write(tmp_path / "q.jsonl", PUBLISHED[:3])
     c = config(**own, data__train=path)
-    found = parts.read_questions(c, "train", None, print)
+    found = read_questions(c, "train", None, print)
     for question in found:
         (passage,) = gold_passages(question, (), {})
         assert passage.contents == "T\ns."
@@ -204,7 +212,7 @@ def test_records_with_gold_passages_are_read_as_published(tmp_path):
         curate__method="no_reasoning",
         data__train=write(tmp_path / "m.jsonl", PUBLISHED[1:2]),
     )
-    assert len(parts.read_questions(parted, "train", None, print)) == 1
+    assert len(read_questions(parted, "train", None, print)) == 1
 
 
 def test_a_record_without_gold_passages_is_a_bad_one(tmp_path):
@@ -212,10 +220,10 @@ def test_a_record_without_gold_passages_is_a_bad_one(tmp_path):
     own["data__train"] = write(tmp_path / "q.jsonl", [*PUBLISHED[2:], PUBLISHED[1]])
     told = r"q\.jsonl:2: question nq_0: its gold passages are not known"
     with pytest.raises(ValueError, match=told):
-        parts.read_questions(config(**own), "train", None, print)
+        read_questions(config(**own), "train", None, print)
     said = []
     skipping = config(**own, data__on_bad="skip")
-    found = parts.read_questions(skipping, "train", None, said.append)
+    found = read_questions(skipping, "train", None, said.append)
     assert [q.id for q in found] == ["train_0", "2hop__1_2"]
     (line,) = said
     assert line.startswith("left out of train: ") and "q.jsonl:2: question nq_0" in line
@@ -227,7 +235,7 @@ def test_of_many_bad_records_the_first_are_named_and_all_counted(tmp_path):
     path = write(tmp_path / "q.jsonl", [ROWS[0], *bad])
     said = []
     skipping = config(data__train=path, data__on_bad="skip")
-    assert len(parts.read_questions(skipping, "train", None, said.append)) == 1
+    assert len(read_questions(skipping, "train", None, said.append)) == 1
     assert [line.count("q.jsonl:") for line in said] == [1] * 5 + [0]
     assert said[-1] == "left out of train: 7 bad records in all"
 
@@ -238,13 +246,13 @@ def test_a_question_of_the_world_need_not_tell_what_the_world_knows(tmp_path):
     known = {"id": world.train[0].id, "question": "Q?", "golden_answers": ["a"]}
     path = write(tmp_path / "q.jsonl", [known])
     c = config(**whole, data__train=path)
-    assert len(parts.read_questions(c, "train", world, print)) == 1
+    assert len(read_questions(c, "train", world, print)) == 1
 
 
 def test_the_world_has_two_splits_only():
     c = config(data__dev="world:all")
     with pytest.raises(ValueError, match="world:train and world:dev"):
-        parts.read_questions(c, "dev", world_of(c), print)
+        read_questions(c, "dev", world_of(c), print)
 
 
 def test_a_saved_index_is_searched_and_another_encoder_refused(tmp_path):
@@ -254,19 +262,19 @@ def test_a_saved_index_is_searched_and_another_encoder_refused(tmp_path):
     assert run_command(index_command.main, given) == 0
     named = dict(retrieval__corpus=corpus, retrieval__index=str(out))
     for changes in (named, {**named, "retrieval__corpus": ""}):
-        search = parts.open_search(config(**changes, retrieval__top_k=2), None)
+        search = open_search(config(**changes, retrieval__top_k=2), None)
         (found,) = search(["T4 word4"])
         assert found[0].id == "c4" and len(found) == 2
     with pytest.raises(ValueError, match="encoder"):
-        parts.open_search(config(**named, retrieval__hashed_dim=64), None)
+        open_search(config(**named, retrieval__hashed_dim=64), None)
     with pytest.raises(ValueError, match=r"build one: python -m rsearch\.index"):
-        parts.open_search(config(retrieval__corpus=corpus), None)
+        open_search(config(retrieval__corpus=corpus), None)
 
 
 def test_passages_of_the_world_are_found_by_name():
     c = config(retrieval__top_k=2)
     world = world_of(c)
-    search = parts.open_search(c, world)
+    search = open_search(c, world)
     assert len(search) == len(world.passages)
     (found,) = search([world.entities["person"][0]])
     assert isinstance(found[0], Passage) and len(found) == 2
@@ -278,9 +286,9 @@ def test_a_named_reranker_orders_what_the_search_finds(tmp_path):
     plain = config(retrieval__top_k=4)
     world = world_of(plain)
     query = world.entities["person"][0]
-    (candidates,) = parts.open_search(plain, world)([query])
+    (candidates,) = open_search(plain, world)([query])
     named = dict(retrieval__reranker=str(directory), retrieval__rerank_from=4)
-    search = parts.open_search(config(**named, retrieval__top_k=2), world)
+    search = open_search(config(**named, retrieval__top_k=2), world)
     (found,) = search([query])
     scores = load_reranker(directory)(query, [p.contents for p in candidates])
     assert [p.id for p in found] == [candidates[i].id for i in (-scores).argsort()[:2]]
@@ -308,7 +316,7 @@ def test_the_protocol_has_the_words_and_settings_of_its_configuration():
         protocol__instruction="ask {question}",
         rollout__on_invalid="end",
     )
-    protocol = parts.policy_protocol(c)
+    protocol = policy_protocol(c)
     assert protocol.max_queries == 2 and protocol.invalid_message is None
     assert protocol.parse('<search>"a, b"</search>') == Search(('"a', 'b"'))
     assert "\\u00e9" in protocol.observe(["é"], [()]).content

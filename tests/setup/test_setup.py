@@ -6,9 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import setup as build
 from rsearch.hosts import processes
-from rsearch.setup import setup
+from rsearch.setup import load
+from rsearch.setup.checks import check_names
+from rsearch.setup.load import load_setup
+from rsearch.setup.weights import initial_params
 from tests.small_run import config, quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -20,7 +22,7 @@ def host(tree):
 
 def test_parameters_follow_from_the_seed_on_any_mesh():
     made = [
-        host(build.initial_params(build.load_setup(config(**changes))))
+        host(initial_params(load_setup(config(**changes))))
         for changes in (
             # Another seed makes another world, and so another number of words.
             dict(model__vocab_size=2048),
@@ -46,19 +48,19 @@ def test_training_questions_that_do_not_fit_are_left_out_and_listed(tmp_path):
     few = dict(
         rl__questions_per_step=2, rl__micro_batch=4, mesh__data=4, mesh__tensor=2
     )
-    setup = build.load_setup(config(**train, **few), say=said.append)
+    setup = load_setup(config(**train, **few), say=said.append)
     assert [q.id for q in setup.train] == ["short", "too"]
     (told,) = [line for line in said if line.startswith("left out of train")]
     assert "long, prompt " in told and told.endswith(" > 20 tokens")
     with pytest.raises(ValueError, match=r"gives 2 questions, fewer than .* = 4"):
-        build.load_setup(config(**train))
-    assert build.load_setup(config(**train), only_dev=True).train == ()
-    build.load_setup(config(**train, stages=("sft",)))
+        load_setup(config(**train))
+    assert load_setup(config(**train), only_dev=True).train == ()
+    load_setup(config(**train, stages=("sft",)))
 
 
 def test_the_protocol_speaks_in_the_configurations_words():
     c = config(protocol__system="Go.", protocol__instruction="Now: {question}")
-    setup = build.load_setup(c, only_dev=True)
+    setup = load_setup(c, only_dev=True)
     assert setup.protocol.messages("{x}?") == [
         {"role": "system", "content": "Go."},
         {"role": "user", "content": "Now: {x}?"},
@@ -84,7 +86,7 @@ def test_training_questions_that_are_held_out_too_are_told_and_left_out(tmp_path
     ):
         said = []
         own = config(**files, data__decontaminate=drops)
-        setup = build.load_setup(own, say=said.append)
+        setup = load_setup(own, say=said.append)
         assert [q.text for q in setup.train] == left and len(setup.dev) == 3
         (told,) = [line for line in said if "held out, too" in line]
         assert told.startswith("2 of 5 training questions are held out, too, such as ")
@@ -114,7 +116,7 @@ def test_training_questions_that_are_held_out_too_are_told_and_left_out(tmp_path
 )
 def test_what_cannot_be_set_up_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        build.load_setup(config(**changes))
+        load_setup(config(**changes))
 
 
 @pytest.mark.parametrize(("num_hosts", "is_late"), [(1, True), (2, False)])
@@ -127,9 +129,9 @@ def test_several_hosts_load_a_model_together_whoever_comes_to_ask(
     def load_agent(*given, is_late, **_):
         asked.append(is_late)
 
-    monkeypatch.setattr(setup, "load_agent", load_agent)
+    monkeypatch.setattr(load, "load_agent", load_agent)
     monkeypatch.setattr(processes, "num_hosts", lambda: num_hosts)
-    build.load_setup(config(writer__source="/no/writer"), only_dev=True, is_over=True)
+    load_setup(config(writer__source="/no/writer"), only_dev=True, is_over=True)
     assert asked == [is_late]
 
 
@@ -145,12 +147,12 @@ def test_settings_that_a_protocol_has_not_are_refused(fields):
     (name,) = fields
     field = name.replace("__", ".")
     with pytest.raises(ValueError, match=rf"config\.{field}.*'search_r1'"):
-        build.check_names(config(**fields))
-    build.check_names(config(protocol__name="rag_r1_mq", **fields))
+        check_names(config(**fields))
+    check_names(config(protocol__name="rag_r1_mq", **fields))
 
 
 def test_evidence_is_read_only_of_a_protocol_that_has_it():
     fields = {"eval__methods": ("evidence",), "reader__source": "world:judge"}
     with pytest.raises(ValueError, match=r"config\.protocol\.name = 'search_r1'"):
-        build.check_names(config(**fields))
-    build.check_names(config(protocol__name="r_search", **fields))
+        check_names(config(**fields))
+    check_names(config(protocol__name="r_search", **fields))

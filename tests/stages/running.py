@@ -1,10 +1,15 @@
 """Stages run on the objects of a setup, as `rsearch.train` does it."""
 
+import dataclasses
+
 import numpy as np
 
-from rsearch import setup as build
+from rsearch import train
 from rsearch.rewards.group import reward_groups
+from rsearch.setup.learners import make_trainer
+from rsearch.setup.stages import rl_parts
 from rsearch.stages import rl, sft
+from rsearch.stages.curate import run as curate
 from rsearch.stages.groups import summarize, with_rewards
 from rsearch.stages.policy_update import update_policy
 from rsearch.stages.state import StageState
@@ -13,7 +18,7 @@ from rsearch.stages.state import StageState
 def rl_stage(setup, folder, *, evaluator=None, name="rl", memory=None):
     """The objects of a reinforcement stage; its memory is the one given."""
     return rl.RLStage(
-        **build.rl_parts(setup, folder),
+        **rl_parts(setup, folder),
         name=name,
         evaluate=evaluator and (lambda params: evaluator(params, "protocol")[0]),
         memory=memory,
@@ -28,19 +33,19 @@ def run_rl(setup, evaluator, params, folder, *, stage="rl", memory=None):
 
 def run_sft(setup, demonstrations, params, folder):
     """The parameters after a supervised stage."""
-    trainer = build.make_trainer(setup, "sft")
+    trainer = make_trainer(setup, "sft")
     return sft.run(sft.SFTStage(setup.config, folder, trainer, demonstrations), params)
 
 
 def state_of(setup, kind, params, folder):
     """Where a stage of a setup stands."""
-    trainer = build.make_trainer(setup, kind)
+    trainer = make_trainer(setup, kind)
     return StageState(setup.config, kind, trainer, params, folder)
 
 
 def learning(setup, *, reference=None, guards=None):
     """(state, groups, rewards, step=) -> (state, metrics) of one step's updates."""
-    trainer = build.make_trainer(setup, "rl")
+    trainer = make_trainer(setup, "rl")
 
     def learn(state, groups, rewards, *, step=0):
         return update_policy(
@@ -66,3 +71,11 @@ def scored(setup, groups):
             *reward_groups(groups, terms, protocol=setup.protocol, judge=setup.judge)
         )
     )
+
+
+def run_data(setup, params, folder, *, name="curate", make_rollouts=None):
+    """Run a data stage, in place of whose rollouts others may be made."""
+    stage = train.data_stage(setup, params, folder, name=name)
+    if make_rollouts is not None:
+        stage = dataclasses.replace(stage, make_rollouts=make_rollouts)
+    curate.run(stage)

@@ -1,4 +1,4 @@
-"""A policy that follows a script: stands in for what build.make_rollouts makes.
+"""A policy that follows a script, in place of what make_rollouts makes.
 
 What it says follows from the key, the question and the sample alone, as with the real
 one, so that a stage that is stopped and goes on hears the same again.
@@ -17,7 +17,7 @@ class Stopped(Exception):
 
 
 class Script:
-    """Stands in for `build.make_rollouts`.
+    """Stands in for `make_rollouts` of a data stage.
 
     Args:
         say: (rng, question, conversation) -> the next turn.
@@ -31,7 +31,14 @@ class Script:
         self.asked = []  # the ids of each call
 
     def __call__(
-        self, setup, host, *, temperature, top_p, group_size, messages=None
+        self,
+        host,
+        *,
+        temperature,
+        top_p,
+        group_size,
+        messages=None,
+        num_tokens=None,
     ) -> "Engine":
         self.made.append((temperature, host.limits.max_searches, group_size))
         return Engine(self, host, group_size, messages)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from rsearch import export
-from rsearch import setup as build
 from rsearch.config.recipes import run_command
-from rsearch.evaluation import evaluator as evaluate
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.runtime import checkpoint
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup import agents
+from rsearch.setup.learners import fresh_state, state_shapes
+from rsearch.setup.weights import initial_params, trained_params
 from tests.small_run import (
     arguments,
     config,
@@ -45,7 +45,7 @@ def whole(tree):
 
 def test_a_stage_of_adapters_changes_no_weight_and_goes_on_exactly(tmp_path):
     setup = of_rl(GRPO | dict(rl__steps=2))
-    params = build.initial_params(setup)
+    params = initial_params(setup)
     before = whole(params)
     after = run_rl(setup, None, params, tmp_path / "whole")
     # What is merged takes the place of the base: there is no room for both.
@@ -66,7 +66,7 @@ def test_a_stage_of_adapters_changes_no_weight_and_goes_on_exactly(tmp_path):
     np.testing.assert_array_equal(after["embedding"], before["embedding"])
 
     for own in (of_rl(GRPO | dict(rl__steps=1)), setup):
-        run_rl(own, None, build.initial_params(setup), tmp_path / "parts")
+        run_rl(own, None, initial_params(setup), tmp_path / "parts")
     _, parts = last_state(setup, tmp_path / "parts")
     jax.tree.map(np.testing.assert_array_equal, parts, state)
     again = read_metrics(tmp_path / "parts" / "metrics.jsonl")
@@ -75,14 +75,14 @@ def test_a_stage_of_adapters_changes_no_weight_and_goes_on_exactly(tmp_path):
 
 def test_a_value_model_of_adapters_learns_beside_the_same_base(tmp_path):
     setup = of_rl(PPO | LOW | dict(rl__steps=2))
-    run_rl(setup, None, build.initial_params(setup), tmp_path)
+    run_rl(setup, None, initial_params(setup), tmp_path)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert rows[0]["value"] == 0 != rows[1]["value"]
     assert all(row["tis_weight"] == pytest.approx(1, abs=1e-4) for row in rows)
     _, state = last_state(setup, tmp_path)
     assert state.critic.params.keys() == {"layers", "value"}
     assert np.any(state.critic.params["value"])
-    begun = build.fresh_state(setup, "rl", build.initial_params(setup))
+    begun = fresh_state(setup, "rl", initial_params(setup))
     own, other = begun.params["layers"]["up_a"], begun.critic.params["layers"]["up_a"]
     assert np.abs(own - other).max() > 0.01
 
@@ -102,16 +102,16 @@ def leaves(workdir, stage, step):
 
 def test_each_stage_stands_on_what_the_one_before_it_was_merged_to(run, tmp_path):
     setup = load_setup(config(**LOW | dict(sft__steps=4, rl__steps=2)))
-    expected = whole(build.initial_params(setup))["layers"]
+    expected = whole(initial_params(setup))["layers"]
     for stage, step in (("sft", 4), ("rl", 2)):
-        like = build.state_shapes(setup, stage)
+        like = state_shapes(setup, stage)
         folder = run / stage / "checkpoints"
         own = checkpoint.restore(folder, step, like).params["layers"]
         expected["gate"] = expected["gate"] + 3.0 * np.matmul(
             np.float64(own["gate_a"]), np.float64(own["gate_b"])
         )
         assert np.any(own["gate_b"])
-    stage, step, params = evaluate.trained_params(setup, run)
+    stage, step, params = trained_params(setup, run)
     assert (stage, step) == ("rl", 2)
     np.testing.assert_allclose(params["layers"]["gate"], expected["gate"], atol=1e-6)
     _, _, same = agents.stage_model("rl", setup.mesh, workdir=run)
@@ -134,4 +134,4 @@ def test_a_run_of_adapters_goes_on_exactly_and_not_without_what_it_stands_on(
     shutil.rmtree(copy / "sft" / "checkpoints" / "4")
     setup = load_setup(config(**LOW | dict(sft__steps=4, rl__steps=2)))
     with pytest.raises(ValueError, match="sft/checkpoints/4: no such checkpoint"):
-        evaluate.trained_params(setup, copy)
+        trained_params(setup, copy)

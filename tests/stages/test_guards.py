@@ -7,11 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import setup as build
 from rsearch.config.recipes import StoppedError
-from rsearch.evaluation.evaluator import CHECKPOINTS
 from rsearch.runtime import checkpoint
+from rsearch.runtime.checkpoint import FOLDER as CHECKPOINTS
 from rsearch.runtime.metrics import read_metrics
+from rsearch.setup.learners import fresh_state
+from rsearch.setup.rollouts import replay_demonstrations
+from rsearch.setup.weights import initial_params
 from rsearch.stages import rl
 from rsearch.stages.guards import FOLDER, Guards
 from tests.small_run import config, load_setup, quick_compilation
@@ -152,7 +154,7 @@ def setup():
 @pytest.mark.fault(38, "NaN")
 def test_a_step_with_bad_rewards_changes_no_bit(setup, tmp_path):
     own = Guards(setup.config, "rl", tmp_path)
-    state = build.fresh_state(setup, "rl", build.initial_params(setup))
+    state = fresh_state(setup, "rl", initial_params(setup))
     before = jax.device_get(state)
     played = groups(*[[rollout("x"), rollout("y", num_tokens=4)]] * 4)
     rewards = np.tile(np.array([[1.0, np.inf]], np.float32), (4, 1))
@@ -171,7 +173,7 @@ def test_a_stage_that_stops_keeps_its_last_checkpoint(tmp_path, monkeypatch):
     setup = load_setup(
         config(**ONE_STEP | dict(rl__steps=4), guards__max_skipped=2, rl__kl_coef=0.0)
     )
-    params = build.initial_params(setup)
+    params = initial_params(setup)
     stage = rl_stage(setup, tmp_path)
 
     def broken(groups):
@@ -188,8 +190,8 @@ def test_a_stage_that_stops_keeps_its_last_checkpoint(tmp_path, monkeypatch):
 
 def test_a_supervised_stage_stops_likewise(tmp_path):
     setup = load_setup(config(stages=("sft",), sft__steps=6, guards__max_skipped=3))
-    rollouts = build.replay_demonstrations(setup)
-    params = jax.tree.map(lambda x: x * np.nan, build.initial_params(setup))
+    rollouts = replay_demonstrations(setup)
+    params = jax.tree.map(lambda x: x * np.nan, initial_params(setup))
     with pytest.raises(StoppedError, match="sft: 3 updates in a row"):
         run_sft(setup, rollouts, params, tmp_path)
     assert len(list((tmp_path / FOLDER).glob("*.npz"))) == 3
@@ -202,7 +204,7 @@ def test_a_policy_whose_logits_are_not_finite_samples_and_teaches_nothing(
     """Nothing hangs; the parameter is named with the first step, and it stops."""
     run = dict(rl__steps=9, guards__max_skipped=2, rl__kl_coef=0.0)
     setup = load_setup(config(**ONE_STEP | run))
-    params = build.initial_params(setup)
+    params = initial_params(setup)
     scale = params["layers"]["attention"]["q"]
     params["layers"]["attention"]["q"] = scale.at[0, 0].set(np.nan)
     told = r"the first that is not finite is the parameter layers\.attention\.q"

@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import setup as build
-from rsearch.evaluation.evaluator import CHECKPOINTS
 from rsearch.rollout.records import Rewarded
 from rsearch.runtime import checkpoint
+from rsearch.runtime.checkpoint import FOLDER as CHECKPOINTS
 from rsearch.runtime.metrics import read_metrics
+from rsearch.setup.learners import fresh_state, state_shapes
+from rsearch.setup.weights import initial_params
 from rsearch.stages import rl
 from rsearch.stages.groups import rollouts_in_loss, sample_groups
 from rsearch.stages.guards import Guards
@@ -37,14 +38,14 @@ def of_rl(c):
 
 def last_state(setup, folder):
     """(step, all arrays) of the newest checkpoint."""
-    like = build.state_shapes(setup, "rl")
+    like = state_shapes(setup, "rl")
     step, state, _ = checkpoint.newest_good(folder / CHECKPOINTS, like)
     return step, jax.device_get(state)
 
 
 def test_ppo_learns_and_goes_on_exactly_where_it_stopped(tmp_path):
     setup = of_rl(PPO | dict(rl__steps=2))
-    params = build.initial_params(setup)
+    params = initial_params(setup)
     after = run_rl(setup, None, params, tmp_path / "whole")
     rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     assert all(np.isfinite(v) for row in rows for v in row.values())
@@ -71,9 +72,9 @@ def test_ppo_learns_and_goes_on_exactly_where_it_stopped(tmp_path):
 
 def test_a_critic_first_learns_alone():
     setup = of_rl(PPO | dict(rl__steps=2, critic__pretrain_steps=1))
-    params = build.initial_params(setup)
+    params = initial_params(setup)
     learn = learning(setup, reference=params)
-    state = build.fresh_state(setup, "rl", params)
+    state = fresh_state(setup, "rl", params)
     played = groups(*[[rollout("x"), rollout("y", num_tokens=4)]] * 4)
     rewards = np.array([[1, 0]] * 4, np.float32)
     before = jax.device_get(state.critic.params)
@@ -166,13 +167,13 @@ def test_truncated_rollouts_leave_the_loss_and_stay_in_their_groups_mean(setup):
     played = groups(*[[rollout("x"), cut]] * 4)
     rewards = np.array([[1, 0]] * 4, np.float32)
     learn = learning(setup)
-    params = build.initial_params(setup)
-    state, measured = learn(build.fresh_state(setup, "rl", params), played, rewards)
+    params = initial_params(setup)
+    state, measured = learn(fresh_state(setup, "rl", params), played, rewards)
     # Half of the rows are left, each better than its group's mean.
     assert measured["loss"] == pytest.approx(-np.sqrt(0.5), rel=1e-3)
     longer = rollout(None, Outcome.TRUNCATED, num_tokens=9)
     other = groups(*[[rollout("x"), longer]] * 4)
-    again, _ = learn(build.fresh_state(setup, "rl", params), other, rewards)
+    again, _ = learn(fresh_state(setup, "rl", params), other, rewards)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),  # packed otherwise
         state.params,
@@ -188,8 +189,8 @@ def test_an_update_that_would_break_the_policy_is_left_out_and_told(
     broken = dataclasses.replace(whole, segments=(whole.segments[0], broken))
     played = groups(*[[broken, rollout("y")]] * 4)
     rewards = np.array([[1, 0]] * 4, np.float32)
-    params = build.initial_params(setup)
-    state = build.fresh_state(setup, "rl", params)
+    params = initial_params(setup)
+    state = fresh_state(setup, "rl", params)
     learn = learning(setup, guards=Guards(setup.config, "rl", tmp_path))
     state, measured = learn(state, played, rewards, step=4)
     assert largest_change(params, state.params) == 0
@@ -237,7 +238,7 @@ def test_a_memory_is_asked_each_step_and_learnt_from(tmp_path):
         )
     )
     memory = Recorder()
-    params = build.initial_params(setup)
+    params = initial_params(setup)
     run_rl(setup, None, params, tmp_path, stage="rl_recall", memory=memory)
     assert memory.seen == [(i, 4, (4, 2)) for i in range(3)]
     rows = read_metrics(tmp_path / "metrics.jsonl")

@@ -7,13 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import setup as build
 from rsearch.evaluation.evaluator import Evaluator
 from rsearch.hosts import preemption
 from rsearch.learn.train_state import create_state
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.learners import policy_optimizer
+from rsearch.setup.stages import evaluation_parts
+from rsearch.setup.weights import initial_params
 from rsearch.stages import rl
 from rsearch.types import Group, Lookup, Outcome, Question, Rollout, Segment, Source
 from tests.small_run import config, load_setup, quick_compilation
@@ -120,7 +121,7 @@ def learn_from(setup, played, rewards, *, steps=1, **changes):
     c = config(**ONE_STEP, rl__questions_per_step=4, **changes)
     setup = dataclasses.replace(setup, config=c)
     optimizer = policy_optimizer(setup.config, "rl")
-    before = build.initial_params(setup)
+    before = initial_params(setup)
     state = create_state(before, optimizer, setup.mesh)
     for _ in range(steps):
         state, measured = learning(setup)(state, played, rewards)
@@ -138,7 +139,7 @@ def test_a_step_in_which_everything_failed_changes_nothing(setup):
     good = groups(*[[rollout("x"), rollout("y")]] * 4)
     _, rewards, _ = scored(setup, good)
     optimizer = policy_optimizer(setup.config, "rl")
-    state = create_state(build.initial_params(setup), optimizer, setup.mesh)
+    state = create_state(initial_params(setup), optimizer, setup.mesh)
     state, _ = learning(setup)(state, good, rewards)
     before = jax.device_get(state)
     played = groups(*[[TOOL, TOOL]] * 4)
@@ -164,7 +165,7 @@ def test_failed_rollouts_do_not_change_what_the_others_teach(setup):
 
 
 def test_a_step_measures_these_things(setup, tmp_path):
-    run_rl(setup, Evaluator(setup), build.initial_params(setup), tmp_path)
+    run_rl(setup, Evaluator(**evaluation_parts(setup)), initial_params(setup), tmp_path)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert row.keys() == {"step", *STEP_FIELDS}
     shares = [row[outcome.value] for outcome in Outcome]
@@ -189,7 +190,7 @@ def test_a_run_that_is_told_to_stop_while_it_rolls_out_begins_no_update(
     trainer = dataclasses.replace(stage.trainer, update=update)
     stopped = dataclasses.replace(stage, score=score, trainer=trainer)
     with pytest.raises(preemption.PreemptedError):
-        rl.run(stopped, build.initial_params(setup))
+        rl.run(stopped, initial_params(setup))
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
@@ -228,7 +229,7 @@ SETTINGS = {
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_every_setting_runs_and_measures_finite_numbers(tmp_path, settings):
     setup = load_setup(config(**ONE_STEP | settings | dict(rl__steps=2)))
-    before = build.initial_params(setup)
+    before = initial_params(setup)
     after = run_rl(setup, None, before, tmp_path)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert all(np.isfinite(v) for row in rows for v in row.values())
@@ -280,7 +281,7 @@ def test_k2_is_taken_too(setup):
     c = config(**ONE_STEP, rl__kl_coef=0.5, rl__kl_kind="k2")
     setup = dataclasses.replace(setup, config=c)
     optimizer = policy_optimizer(setup.config, "rl")
-    params = build.initial_params(setup)
+    params = initial_params(setup)
     state = create_state(params, optimizer, setup.mesh)
     reference = jax.tree.map(lambda x: 1.1 * x, params)
     learn = learning(setup, reference=reference)
@@ -294,7 +295,7 @@ def test_k2_is_taken_too(setup):
 
 def test_dev_scores_are_measured_on_the_way_and_compile_once(tmp_path):
     setup = load_setup(config(**ONE_STEP | dict(rl__steps=4), eval__every_steps=2))
-    run_rl(setup, Evaluator(setup), build.initial_params(setup), tmp_path)
+    run_rl(setup, Evaluator(**evaluation_parts(setup)), initial_params(setup), tmp_path)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert ["dev_em" in row for row in rows] == [False, True, False, True]
     assert rows[2]["compiles"] == rows[3]["compiles"]
@@ -303,7 +304,7 @@ def test_dev_scores_are_measured_on_the_way_and_compile_once(tmp_path):
 def test_r_search_learns_from_its_judge(tmp_path, setup):
     """The judge is the untrained policy itself, exported and loaded again."""
     folder = tmp_path / "judge"
-    params = build.initial_params(setup)
+    params = initial_params(setup)
     huggingface.export(folder, params, setup.model.spec, setup.tokenizer)
     terms = {"answer_f1": {}, "evidence_f1": {}, "r_search_format": {}}
     c = config(
@@ -325,7 +326,7 @@ def test_r_search_learns_from_its_judge(tmp_path, setup):
         return replies
 
     judging = dataclasses.replace(judged, judge=judge)
-    run_rl(judging, None, build.initial_params(judged), tmp_path / "r")
+    run_rl(judging, None, initial_params(judged), tmp_path / "r")
     (row,) = read_metrics(tmp_path / "r" / "metrics.jsonl")
     assert {f"reward_{name}" for name in terms} <= row.keys()
     assert all(np.isfinite(v) for v in row.values())

@@ -7,13 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import setup as build
 from rsearch.config.recipes import StoppedError
-from rsearch.evaluation.evaluator import CHECKPOINTS
 from rsearch.hosts.preemption import PreemptedError
 from rsearch.runtime import checkpoint
+from rsearch.runtime.checkpoint import FOLDER as CHECKPOINTS
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.metrics import read_metrics
+from rsearch.setup.learners import state_shapes
+from rsearch.setup.weights import initial_params
 from rsearch.stages import rl
 from tests.small_run import config, load_setup, quick_compilation
 from tests.stages.running import run_rl, state_of
@@ -44,7 +45,7 @@ def collapse_of(monkeypatch, tmp_path, beyond, **settings):
     own = ONE_STEP | STEPS | BOUND | {"guards__on_collapse": "roll_back"} | settings
     setup = load_setup(config(**own))
     taken = collapsing(monkeypatch, beyond)
-    params = build.initial_params(setup)
+    params = initial_params(setup)
     return setup, params, taken
 
 
@@ -170,7 +171,7 @@ def test_going_back_two_states_are_never_held(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "restore", restore)
     before = held()
     run_rl(setup, None, params, tmp_path)
-    shapes = build.state_shapes(setup, "rl")
+    shapes = state_shapes(setup, "rl")
     state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
     assert len(sizes) == 1 and sizes[0] - before < state / 2
 

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsearch import setup as build
 from rsearch.data.order import take
 from rsearch.runtime.metrics import read_metrics
+from rsearch.setup.rollouts import replay_demonstrations
+from rsearch.setup.weights import initial_params
 from rsearch.types import Source
 from tests.small_run import config, load_setup, quick_compilation
 from tests.stages.running import run_sft
@@ -28,8 +29,8 @@ def log_likelihoods(model, params, ids):
 
 def test_its_first_loss_is_that_of_the_policys_own_tokens(tmp_path):
     setup = load_setup(config(sft__steps=1, **ALONE))
-    params = build.initial_params(setup)
-    rollouts, total, count = build.replay_demonstrations(setup), 0.0, 0
+    params = initial_params(setup)
+    rollouts, total, count = replay_demonstrations(setup), 0.0, 0
     for i in take(len(rollouts), 8, seed=0, step=0):
         rollout = rollouts[i]
         ids = np.concatenate([s.token_ids for s in rollout.segments])
@@ -48,7 +49,7 @@ def test_its_first_loss_is_that_of_the_policys_own_tokens(tmp_path):
 
 def test_more_rows_than_demonstrations_are_filled_with_repeats(tmp_path):
     setup = load_setup(config(sft__steps=1, **ALONE))
-    rollouts = build.replay_demonstrations(setup)[:3]
-    run_sft(setup, rollouts, build.initial_params(setup), tmp_path)
+    rollouts = replay_demonstrations(setup)[:3]
+    run_sft(setup, rollouts, initial_params(setup), tmp_path)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert np.isfinite(row["loss"]) and row["loss"] > 0

@@ -11,12 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch import setup as build
-from rsearch.evaluation.evaluator import CHECKPOINTS
 from rsearch.hosts import preemption
 from rsearch.learn.trainer import Trainer
 from rsearch.runtime import checkpoint, storage
+from rsearch.runtime.checkpoint import FOLDER as CHECKPOINTS
 from rsearch.runtime.metrics import MetricsLog, read_metrics
+from rsearch.setup.rollouts import replay_demonstrations
+from rsearch.setup.weights import initial_params
 from rsearch.stages import rl, state
 from rsearch.stages.guards import Guards
 from rsearch.stages.state import StageState
@@ -41,7 +42,7 @@ def progress(tmp_path, monkeypatch):
     """Of a stage that has taken one step, and saves each."""
     monkeypatch.setattr(state, "WAITS", (0.01, 0.02))
     setup = load_setup(config(checkpoint__sft_steps=1, checkpoint__retry_seconds=30.0))
-    params = build.initial_params(setup)
+    params = initial_params(setup)
     found = state_of(setup, "sft", params, tmp_path)
     found.advance(found.train_state)
     found.save_if_due()
@@ -76,7 +77,7 @@ def test_all_that_changes_in_a_stage_has_a_place_that_outlives_it(
         | {"rl__steps": 3, "guards__min_entropy": 99.0, "model__lora_rank": 2}
     )
     setup = load_setup(config(**own, guards__patience=9))
-    params, made = build.initial_params(setup), []
+    params, made = initial_params(setup), []
 
     class Watched(StageState):
         def __init__(self, *args, **settings):
@@ -180,10 +181,10 @@ def test_a_supervised_step_whose_row_the_disk_refuses_is_saved_with_it(
 ):
     """The update has reused the buffers of the state before it: no other is left."""
     setup = load_setup(config(stages=("sft",), sft__steps=4, checkpoint__sft_steps=9))
-    demonstrations = build.replay_demonstrations(setup)
+    demonstrations = replay_demonstrations(setup)
 
     def run(folder):
-        run_sft(setup, demonstrations, build.initial_params(setup), folder)
+        run_sft(setup, demonstrations, initial_params(setup), folder)
         return read_metrics(folder / "metrics.jsonl")
 
     whole, real = run(tmp_path / "whole"), MetricsLog.write

@@ -19,10 +19,10 @@ from rsearch.protocols.table import PROTOCOLS
 from rsearch.protocols.tagged import SEARCH_R1
 from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory
-from rsearch.setup.parts import world_tokenizer
 from rsearch.types import Search, Source
 from rsearch.world import pretrained, reading
 from rsearch.world.pretrained import MODELS, find_source, find_world_model
+from rsearch.world.reading import world_tokenizer
 from rsearch.world.texts import WORLD_PROTOCOLS, world_words
 from rsearch.world.world import KINDS, make_world
 from tests.small_run import config, quick_compilation

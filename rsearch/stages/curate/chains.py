@@ -8,7 +8,6 @@ import time
 
 import numpy as np
 
-from rsearch import setup as build
 from rsearch.data.chains import (
     ablation_messages,
     chain,
@@ -23,8 +22,7 @@ from rsearch.protocols import plain
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Conversation, Host
 from rsearch.runtime import console
-from rsearch.setup.parts import open_encoder
-from rsearch.stages.curate.rolling import Work, with_searches
+from rsearch.stages.curate.rolling import DataStage, with_searches
 from rsearch.stages.curate.summary import Chosen, Verdict
 from rsearch.types import Malformed, Outcome, Question, Search, SearchFn
 
@@ -32,7 +30,7 @@ STEPS = "chains"  # the pass in the journal
 ABLATION = "no_reasoning"
 
 
-def chains(work: Work) -> Chosen:
+def chains(stage: DataStage) -> Chosen:
     """Algorithm 1: a reasoning model thinks and acts, observation after observation.
 
     Only the first step of what it writes is used. A step that cannot be used (no
@@ -40,24 +38,24 @@ def chains(work: Work) -> Chosen:
     config.curate.max_retries times in a chain; a chain has at most config.curate.
     max_steps steps.
     """
-    c = work.setup.config
-    done = work.journal.of(STEPS, 0)
-    new = [q for q in work.questions if q.id not in done]
+    c = stage.config
+    done = stage.journal.of(STEPS, 0)
+    new = [q for q in stage.questions if q.id not in done]
     waves = _waves(new, c.rollout.slots)
-    builder = _ChainBuilder(work) if waves else None
+    builder = _ChainBuilder(stage) if waves else None
     for wave in (
-        console.progress(waves, f"{work.stage}: chains, waves") if waves else ()
+        console.progress(waves, f"{stage.name}: chains, waves") if waves else ()
     ):
         records = [[r] for r in processes.map_hosts_json(builder, wave)]
-        work.journal.append(STEPS, 0, [q.id for q in wave], records)
-    return _filtered(work, work.journal.of(STEPS, 0))
+        stage.journal.append(STEPS, 0, [q.id for q in wave], records)
+    return _filter(stage, stage.journal.of(STEPS, 0))
 
 
-def _filtered(work, records):
-    """The chains that pass the filters, with their observations."""
-    c, protocol = work.setup.config.curate, work.setup.protocol
-    verdicts, found = [], []
-    for question in work.questions:
+def _filter(stage, records):
+    """Choose the chains that pass the filters, with their observations."""
+    c, protocol = stage.config.curate, stage.protocol
+    verdicts, chains = [], []
+    for question in stage.questions:
         (record,) = records[question.id]
         attempt, asked = from_record(record), record["asked"]
         wrong = record["gave_up"] or chain_fault(
@@ -65,8 +63,8 @@ def _filtered(work, records):
         )
         verdicts.append(Verdict(wrong or KEPT, not wrong, asked))
         if not wrong:
-            found.append((f"{len(attempt.turns)} steps", attempt, question))
-    made = [(kind, chain(protocol, q, attempt)) for kind, attempt, q in found]
+            chains.append((f"{len(attempt.turns)} steps", attempt, question))
+    made = [(kind, chain(protocol, q, attempt)) for kind, attempt, q in chains]
     return Chosen(verdicts, made)
 
 
@@ -109,39 +107,43 @@ class _Continued(Host):
 class _ChainBuilder:
     """Builds the chains of at most config.rollout.slots questions at once."""
 
-    def __init__(self, work: Work):
-        c = work.setup.config
-        self._c, self._work, self._stage = c.curate, work, work.stage
+    def __init__(self, stage: DataStage):
+        c = stage.config
+        self._c, self._stage = c.curate, stage
         # As many searches as there are steps before the last.
-        self._setup = with_searches(work.setup, c.curate.max_steps - 1)
-        self._key = work.key(STEPS)
+        limits, num_tokens = with_searches(stage, c.curate.max_steps - 1)
+        self._limits = limits
+        self._key = stage.key(STEPS)
         self._gold: dict[str, tuple] = {}
-        self._encoder, shown = None, self._setup
+        self._encoder, search = None, None
         if c.curate.observations == "gold":
-            self._encoder = open_encoder(c)
-            shown = dataclasses.replace(
-                shown, search=lambda queries: [self._gold[q] for q in queries]
-            )
-        self._host = build.make_host(shown)
-        limits = self._setup.limits
-        most = self._setup.num_tokens - limits.max_turn_tokens
-        single = dataclasses.replace(limits, max_searches=0, max_prompt_tokens=most)
-        host = _Continued(
-            self._setup.tokenizer, self._setup.protocol, self._setup.search, single
+            self._encoder = stage.open_encoder()
+
+            def search(queries):
+                return [self._gold[query] for query in queries]
+
+        self._host = stage.make_host(limits=limits, search=search)
+        # The model is asked for one turn after another: each begins with a prompt that
+        # is the conversation so far.
+        single = dataclasses.replace(
+            limits,
+            max_searches=0,
+            max_prompt_tokens=num_tokens - limits.max_turn_tokens,
         )
+        host = _Continued(stage.tokenizer, stage.protocol, stage.search, single)
         self._prompts: dict[str, np.ndarray] = {}
-        self._engine = build.make_rollouts(
-            self._setup,
+        self._engine = stage.make_rollouts(
             host,
+            num_tokens=num_tokens,
             temperature=c.rollout.temperature,
             top_p=c.rollout.top_p,
             group_size=1,
             messages=lambda question: self._prompts[question.id],
         )
-        self._params = self._engine.place_params(work.params)
+        self._params = self._engine.place_params(stage.params)
 
     def __call__(self, questions) -> list[dict]:
-        """The record of the chain of each question."""
+        """Return the record of each question's chain."""
         wave = [self._open(question) for question in questions]
         shown = time.monotonic()
         while going := [chain for chain in wave if chain.is_going]:
@@ -150,16 +152,16 @@ class _ChainBuilder:
                 shown = time.monotonic()
                 left = sum(chain.is_going for chain in wave)
                 console.note(
-                    f"{self._stage}: {len(wave) - left}/{len(wave)} chains of this "
-                    "wave have ended"
+                    f"{self._stage.name}: {len(wave) - left}/{len(wave)} chains of "
+                    "this wave have ended"
                 )
         return [self._record(made) for made in wave]
 
     def _open(self, question):
-        host, search = self._host, self._setup.search
+        host, search = self._host, self._stage.search
         if self._c.observations == "gold":
-            search = _gold_search(self._setup, question, self._encoder)
-        messages = self._setup.protocol.messages(question.text)
+            search = _gold_search(self._stage, question, self._encoder)
+        messages = self._stage.protocol.messages(question.text)
         return _Chain(question, search, host.open(host.prompt(messages)))
 
     def _ask(self, going):
@@ -197,10 +199,10 @@ class _ChainBuilder:
 
     def _usable(self, segment):
         """((ids, logp), action) of the first step; None where it has no action."""
-        protocol, limits = self._setup.protocol, self._setup.limits
+        protocol, limits = self._stage.protocol, self._limits
         ids, text = segment.token_ids, first_step(protocol, segment.text)
         if text != segment.text:
-            ids = self._setup.tokenizer.encode(text)
+            ids = self._stage.tokenizer.encode(text)
         action = protocol.parse(text)
         if isinstance(action, Malformed) or len(ids) > limits.max_turn_tokens:
             return None
@@ -233,75 +235,76 @@ class _ChainBuilder:
         """The journal's record of a chain that has ended."""
         if made.gave_up:
             made.conversation.outcome = Outcome.TRUNCATED
-        attempt = attempt_of(self._setup.protocol, made.conversation.rollout())
+        attempt = attempt_of(self._stage.protocol, made.conversation.rollout())
         asked = made.num_steps + made.num_retries
         return {**to_record(attempt), "asked": asked, "gave_up": made.gave_up}
 
 
-def _gold_search(setup, question, encoder):
-    """A SearchFn over the passages that the question rests on: R(q, doc_i)."""
+def _gold_search(stage, question, encoder):
+    """Return a SearchFn over the passages that the question rests on: R(q, doc_i)."""
     titles, known = (), {}
-    if setup.world is not None and question.id in setup.world.hops:
-        titles = [hop.subject for hop in setup.world.hops[question.id]]
-        known = {p.title: p for p in setup.world.passages if p.title in titles}
+    if stage.world is not None and question.id in stage.world.hops:
+        titles = [hop.subject for hop in stage.world.hops[question.id]]
+        known = {p.title: p for p in stage.world.passages if p.title in titles}
     found = gold_passages(question, titles, known)
-    top_k = min(setup.config.retrieval.top_k, len(found))
+    top_k = min(stage.config.retrieval.top_k, len(found))
     return engine_in_memory(found, encoder, top_k=top_k)
 
 
-def no_reasoning(work: Work) -> Chosen:
+def no_reasoning(stage: DataStage) -> Chosen:
     """Algorithm 3, the ablation: the whole chain at once, from its decomposition.
 
     The model is told the answer and the sub-questions with their answers, and words
     thoughts, actions and observations around them.
     """
-    c = work.setup.config
-    done = work.journal.of(ABLATION, 0)
-    new = [q for q in work.questions if q.id not in done]
+    c = stage.config
+    done = stage.journal.of(ABLATION, 0)
+    new = [q for q in stage.questions if q.id not in done]
     waves = _waves(new, c.rollout.slots)
-    roll = _ablation_roller(work) if waves else None
+    roll = _ablation_roller(stage) if waves else None
     for wave in (
-        console.progress(waves, f"{work.stage}: chains, waves") if waves else ()
+        console.progress(waves, f"{stage.name}: chains, waves") if waves else ()
     ):
         records = [[r] for r in processes.map_hosts_json(roll, wave)]
-        work.journal.append(ABLATION, 0, [q.id for q in wave], records)
-    return _filtered(work, work.journal.of(ABLATION, 0))
+        stage.journal.append(ABLATION, 0, [q.id for q in wave], records)
+    return _filter(stage, stage.journal.of(ABLATION, 0))
 
 
-def _ablation_roller(work):
-    """questions -> the record of the chain that the model writes for each."""
-    setup, c = work.setup, work.setup.config
-    whole = dataclasses.replace(
-        setup.protocol, stop_strings=(), parse=plain.parse, invalid_message=None
+def _ablation_roller(stage):
+    """Return questions -> the record of the chain that the model writes for each."""
+    c = stage.config
+    protocol = dataclasses.replace(
+        stage.protocol, stop_strings=(), parse=plain.parse, invalid_message=None
     )
-    limits = dataclasses.replace(setup.limits, max_searches=0)
-    engine = build.make_rollouts(
-        setup,
-        build.make_host(setup, whole, limits),
+    limits = dataclasses.replace(stage.limits, max_searches=0)
+    engine = stage.make_rollouts(
+        stage.make_host(protocol, limits),
         temperature=c.rollout.temperature,
         top_p=c.rollout.top_p,
         group_size=1,
-        messages=lambda question: ablation_messages(question, _parts(setup, question)),
+        messages=lambda question: ablation_messages(
+            question, _sub_questions(stage, question)
+        ),
     )
-    placed, key = engine.place_params(work.params), work.key(ABLATION)
+    placed, key = engine.place_params(stage.params), stage.key(ABLATION)
 
     def roll(questions):
         records = []
         for group in engine(placed, questions, key):
-            attempt = split_chain(setup.protocol, group.rollouts[0].policy_texts[0])
+            attempt = split_chain(stage.protocol, group.rollouts[0].policy_texts[0])
             records.append({**to_record(attempt), "asked": 1, "gave_up": ""})
         return records
 
     return roll
 
 
-def _parts(setup, question):
-    """The sub-questions of a question, each with its answer and context."""
-    hops = () if setup.world is None else setup.world.hops.get(question.id, ())
+def _sub_questions(stage, question):
+    """Return the sub-questions of a question, each with its answer and context."""
+    hops = () if stage.world is None else stage.world.hops.get(question.id, ())
     titles = {hop.subject for hop in hops}
     known = {}
     if hops:
-        known = {p.title: p for p in setup.world.passages if p.title in titles}
+        known = {p.title: p for p in stage.world.passages if p.title in titles}
     return decomposition(
         question,
         [

@@ -1,4 +1,4 @@
-"""A data stage's rollouts: in rounds, each wave remembered, so that nothing is lost.
+"""Roll out a data stage's questions in rounds, each wave of them journalled.
 
 A line of journal.jsonl is one wave of rollouts, whole or absent. What a wave holds
 follows from the waves before it, and what is drawn from the question and its round: a
@@ -6,19 +6,30 @@ stage that was stopped goes on with the next wave, and ends with the same files.
 """
 
 import dataclasses
+import functools
 import pathlib
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+from ml_collections import ConfigDict
 
-from rsearch import setup as build
 from rsearch.data.curation import Attempt, attempt_of, from_record, to_record
 from rsearch.hosts import processes
-from rsearch.rollout.conversation import conversation_tokens, markup_tokens
+from rsearch.models.tokenizer import Tokenizer
+from rsearch.protocols.base import Protocol
+from rsearch.rollout.conversation import (
+    Host,
+    Limits,
+    conversation_tokens,
+    markup_tokens,
+)
+from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console
 from rsearch.runtime.jsonl import append_jsonl, drop_torn_line, read_jsonl
-from rsearch.types import Question
+from rsearch.types import Question, SearchFn
+from rsearch.world.world import World
 
 JOURNAL = "journal.jsonl"
 FIRST = "first"  # the pass that another stage may take over
@@ -72,38 +83,61 @@ def _check_wave(row):
     return row
 
 
-class Work:
-    """What a data stage works on.
+@dataclasses.dataclass(frozen=True)
+class DataStage:
+    """A data stage's objects.
 
     Attributes:
-        setup: of the stage.
-        params: of its model.
+        config: of the stage.
+        name: of the stage.
         folder: of the stage.
-        stage: its name.
-        journal: of the stage.
+        params: of its model, the teacher.
         questions: to choose from.
+        protocol, tokenizer, limits: of the model's rollouts.
+        num_tokens: T, tokens of the longest conversation within the limits.
+        max_context: tokens that the model can read.
+        world: the embedded one, if the configuration names it.
+        search: finds passages for queries.
+        open_encoder: loads the encoder of queries and passages.
+        make_host: (protocol, limits, search=) -> Host; None means the stage's own.
+        make_rollouts: (host, temperature=, top_p=, group_size=, messages=, num_tokens=)
+            -> RolloutEngine.
     """
 
-    def __init__(self, setup: build.Setup, params, folder: pathlib.Path, stage: str):
-        self.setup, self.params = setup, params
-        self.folder, self.stage = folder, stage
-        self.journal = WaveLog(folder)
-        self.questions = setup.train
+    config: ConfigDict
+    name: str
+    folder: pathlib.Path
+    params: Any
+    questions: Sequence[Question]
+    protocol: Protocol
+    tokenizer: Tokenizer
+    limits: Limits
+    num_tokens: int
+    max_context: int
+    world: World | None
+    search: SearchFn
+    open_encoder: Callable[[], Any]
+    make_host: Callable[..., Host]
+    make_rollouts: Callable[..., RolloutEngine]
+
+    @functools.cached_property
+    def journal(self) -> WaveLog:
+        """The waves of rollouts that this stage has finished."""
+        return WaveLog(self.folder)
 
     def key(self, name: str):
-        """The random key of one pass of this stage."""
-        c = self.setup.config
-        root = jax.random.fold_in(jax.random.key(c.seed), STAGE_KEY)
-        named = zlib.crc32(f"{self.stage}/{name}".encode())
-        return jax.random.fold_in(root, named)
+        """Return the random key of one pass of this stage."""
+        root = jax.random.fold_in(jax.random.key(self.config.seed), STAGE_KEY)
+        pass_hash = zlib.crc32(f"{self.name}/{name}".encode())
+        return jax.random.fold_in(root, pass_hash)
 
     def first_journal(self) -> WaveLog | None:
-        """The journal of the stage that config.curate.first names.
+        """Return the journal of the stage that config.curate.first names.
 
         Raises:
             ValueError: that stage has rolled out nothing.
         """
-        first = self.setup.config.curate.first
+        first = self.config.curate.first
         if not first:
             return None
         folder = self.folder.parent / first.partition(":")[2]
@@ -119,99 +153,100 @@ class Work:
         name: str,
         questions: Sequence[Question],
         *,
-        most: int,
-        enough: Callable[[Question, list[Attempt]], bool],
+        max_rollouts: int,
+        is_enough: Callable[[Question, list[Attempt]], bool],
         temperature: float | None = None,
         max_searches: int | None = None,
     ) -> list[list[Attempt]]:
-        """Attempts at each question, in rounds, until they are enough.
+        """Return attempts at each question, rolled out in rounds until they suffice.
 
         Args:
             name: of this pass.
             questions: to roll out; all or some of the stage's.
-            most: attempts at a question; 0 rolls out nothing.
-            enough: whether no further round is needed for a question.
+            max_rollouts: attempts at a question; 0 rolls out nothing.
+            is_enough: returns whether a question needs no further round.
             temperature, max_searches: in place of config.rollout's.
 
         Returns:
-            For each question at most `most` attempts, or all of those that were taken
-            over; failures of the search engine are among them.
+            For each question at most `max_rollouts` attempts, or all of those that were
+            taken over; failures of the search engine are among them.
         """
-        slots = self.setup.config.rollout.slots
-        group_size = _group_size(self.setup.config.rollout.group_size, most)
+        slots = self.config.rollout.slots
+        group_size = _group_size(self.config.rollout.group_size, max_rollouts)
         earlier = self.first_journal() if name == FIRST else None
         known = {} if earlier is None else earlier.of(FIRST)
         attempts = {q.id: [*map(from_record, known.get(q.id, ()))] for q in questions}
-        asked = [q for q in questions if q.id not in known]
+        remaining = [q for q in questions if q.id not in known]
         roll = None
-        for number in range(-(-most // group_size)):
-            asked = [q for q in asked if not enough(q, attempts[q.id])]
+        for number in range(-(-max_rollouts // group_size)):
+            remaining = [q for q in remaining if not is_enough(q, attempts[q.id])]
             done = self.journal.of(name, number)
-            new = [q for q in asked if q.id not in done]
+            new = [q for q in remaining if q.id not in done]
             if new and roll is None:
                 roll = self._roller(group_size, temperature, max_searches)
             key = jax.random.fold_in(self.key(name), number)
             size = max(FILLINGS * slots // group_size, 1)
             waves = [new[i : i + size] for i in range(0, len(new), size)]
-            label = f"{self.stage}: {name} round {number + 1}, waves"
+            label = f"{self.name}: {name} round {number + 1}, waves"
             for wave in console.progress(waves, label) if waves else ():
                 ids, records = [q.id for q in wave], roll(wave, key)
                 self.journal.append(name, number, ids, records)
                 done |= dict(zip(ids, records, strict=True))
-            for question in asked:
+            for question in remaining:
                 attempts[question.id] += map(from_record, done[question.id])
         return [
-            attempts[q.id] if q.id in known else attempts[q.id][:most]
+            attempts[q.id] if q.id in known else attempts[q.id][:max_rollouts]
             for q in questions
         ]
 
     def _roller(self, group_size, temperature, max_searches):
-        """(questions, key) -> records of the attempts at each."""
-        c, setup = self.setup.config, self.setup
+        """Return (questions, key) -> records of the attempts at each."""
+        c = self.config
+        limits, num_tokens = self.limits, self.num_tokens
         if max_searches is not None:
-            setup = with_searches(setup, max_searches)
-        engine = build.make_rollouts(
-            setup,
-            build.make_host(setup),
+            limits, num_tokens = with_searches(self, max_searches)
+        engine = self.make_rollouts(
+            self.make_host(limits=limits),
             temperature=c.rollout.temperature if temperature is None else temperature,
             top_p=c.rollout.top_p,
             group_size=group_size,
+            num_tokens=num_tokens,
         )
         placed = engine.place_params(self.params)
 
         def roll(questions, key):
             return [
-                [to_record(attempt_of(setup.protocol, r)) for r in group.rollouts]
+                [to_record(attempt_of(self.protocol, r)) for r in group.rollouts]
                 for group in engine(placed, questions, key)
             ]
 
         return lambda questions, key: processes.map_hosts_json(
-            lambda own: roll(own, key), questions
+            lambda share: roll(share, key), questions
         )
 
 
-def with_searches(setup: build.Setup, max_searches: int) -> build.Setup:
-    """The setup with another number of searches in a rollout.
+def with_searches(stage: DataStage, max_searches: int) -> tuple[Limits, int]:
+    """Return the stage's limits with another number of searches, and T.
 
     Raises:
         ValueError: such a rollout does not fit the model's context.
     """
-    limits = dataclasses.replace(setup.limits, max_searches=max_searches)
-    markup = markup_tokens(setup.tokenizer, setup.protocol)
-    needed = conversation_tokens(limits, markup)
-    most = setup.model.spec.max_context
-    if needed > most:
+    limits = dataclasses.replace(stage.limits, max_searches=max_searches)
+    markup = markup_tokens(stage.tokenizer, stage.protocol)
+    num_tokens = conversation_tokens(limits, markup)
+    if num_tokens > stage.max_context:
         raise ValueError(
-            f"a rollout with {max_searches} searches can come to {needed} tokens, but "
-            f"the model's context is {most}"
+            f"a rollout with {max_searches} searches can come to {num_tokens} tokens, "
+            f"but the model's context is {stage.max_context}"
         )
-    return dataclasses.replace(setup, limits=limits, num_tokens=needed)
+    return limits, num_tokens
 
 
-def _group_size(whole: int, most: int) -> int:
-    """The largest part of a group, at most `most`, that divides it.
+def _group_size(configured: int, max_rollouts: int) -> int:
+    """Return the largest divisor of the configured group, at most `max_rollouts`.
 
     It does not depend on the number of slots: a stage that goes on with others asks the
     same.
     """
-    return max((g for g in range(1, min(whole, most) + 1) if whole % g == 0), default=1)
+    sizes = range(1, min(configured, max_rollouts) + 1)
+    return max((size for size in sizes if configured % size == 0), default=1)

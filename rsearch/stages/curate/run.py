@@ -7,7 +7,6 @@ for each of the papers' ways to choose.
 
 import pathlib
 
-from rsearch import setup as build
 from rsearch.config.stage_plan import DEMONSTRATIONS, QUESTIONS, SUMMARY
 from rsearch.data.curation import (
     KEPT,
@@ -25,7 +24,7 @@ from rsearch.data.selection import LEVELS, difficulty, mixed, share
 from rsearch.runtime.jsonl import write_jsonl
 from rsearch.runtime.workdir import write_json
 from rsearch.stages.curate.chains import chains, no_reasoning
-from rsearch.stages.curate.rolling import FIRST, Work
+from rsearch.stages.curate.rolling import FIRST, DataStage
 from rsearch.stages.curate.summary import (
     Chosen,
     Verdict,
@@ -40,39 +39,35 @@ FAILED = "tools failed"  # what became of a question that nothing is known of
 
 
 def is_done(folder: pathlib.Path) -> bool:
-    """Whether a stage has written all of its files there."""
+    """Return whether a stage has written all of its files there."""
     return (folder / SUMMARY).is_file()
 
 
-def run(setup: build.Setup, params, folder: pathlib.Path, *, stage: str) -> None:
-    """Chooses data, from where an earlier start of this stage stopped.
+def run(stage: DataStage) -> None:
+    """Choose data, from where an earlier start of this stage stopped.
 
     Args:
-        setup: of the stage; its model is the teacher.
-        params: of that model.
-        folder: of this stage.
-        stage: its name.
+        stage: its model is the teacher.
 
     Raises:
         ValueError: nothing was kept, with the reasons; a file of another stage that is
             not there.
     """
+    c, folder = stage.config, stage.folder
     if is_done(folder):
         return
-    c = setup.config
-    work = Work(setup, params, folder, stage)
     method = lookup("config.curate.method", c.curate.method, METHODS)
-    chosen = check_chosen(c.curate.method, method(work), work.questions)
-    chosen = capped(chosen, work.questions, c.curate.max_kept, seed=c.seed)
-    summary = summarise(stage, c.curate.method, chosen, work.questions)
+    chosen = check_chosen(c.curate.method, method(stage), stage.questions)
+    chosen = capped(chosen, stage.questions, c.curate.max_kept, seed=c.seed)
+    summary = summarise(stage.name, c.curate.method, chosen, stage.questions)
     show(summary)
     if not chosen.demonstrations and not chosen.questions:
         reasons = ", ".join(
             f"{v['verdict']} {v['questions']}" for v in summary["verdicts"]
         )
         raise ValueError(
-            f"stage {stage}: config.curate.method = {c.curate.method!r} kept none of "
-            f"{len(work.questions)} questions: {reasons}"
+            f"stage {stage.name}: config.curate.method = {c.curate.method!r} kept none "
+            f"of {len(stage.questions)} questions: {reasons}"
         )
     if chosen.demonstrations:
         rows = [demonstration_record(d) for _, d in chosen.demonstrations]
@@ -82,18 +77,20 @@ def run(setup: build.Setup, params, folder: pathlib.Path, *, stage: str) -> None
     write_json(folder / SUMMARY, summary)
 
 
-def _rolled(work: Work, enough, keep):
-    """Demonstrations from right rollouts, config.curate.rollouts at a question.
+def _demonstrations(stage: DataStage, is_enough, keep):
+    """Choose demonstrations from right rollouts, config.curate.rollouts a question.
 
     Args:
-        work: of the stage.
-        enough: (question, attempts) -> bool, see `Work.roll_out`.
+        stage: that rolls out.
+        is_enough: (question, attempts) -> bool, see `DataStage.roll_out`.
         keep: (question, attempt) -> ([(kind, Demonstration)], "" or what is wrong).
     """
-    c = work.setup.config.curate
-    rolled = work.roll_out(FIRST, work.questions, most=c.rollouts, enough=enough)
+    c = stage.config.curate
+    rolled = stage.roll_out(
+        FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=is_enough
+    )
     verdicts, found = [], []
-    for question, attempts in zip(work.questions, rolled, strict=True):
+    for question, attempts in zip(stage.questions, rolled, strict=True):
         kept, why, num = [], "not rolled out", 0
         for attempt in attempts:
             made, wrong = keep(question, attempt)
@@ -105,20 +102,20 @@ def _rolled(work: Work, enough, keep):
     return Chosen(verdicts, found)
 
 
-def _segments(work: Work) -> Chosen:
+def _segments(stage: DataStage) -> Chosen:
     """RAG-R1's demonstrations: correct rollouts, cut into segments of four kinds."""
-    c, protocol = work.setup.config.curate, work.setup.protocol
+    c, protocol = stage.config.curate, stage.protocol
 
     def keep(question, attempt):
         wrong = fault(protocol, question, attempt, **_measure(c))
         return ([] if wrong else segments(protocol, question, attempt)), wrong
 
-    return _rolled(work, _until(c, keep), keep)
+    return _demonstrations(stage, _until(c, keep), keep)
 
 
-def _both_knowledge(work: Work) -> Chosen:
+def _both_knowledge(stage: DataStage) -> Chosen:
     """R1-Searcher++'s cold start: correct rollouts that recall and search."""
-    c, protocol = work.setup.config.curate, work.setup.protocol
+    c, protocol = stage.config.curate, stage.protocol
 
     def keep(question, attempt):
         wrong = fault(protocol, question, attempt, **_measure(c))
@@ -126,17 +123,17 @@ def _both_knowledge(work: Work) -> Chosen:
         made = [("both", Demonstration(question, attempt.turns))]
         return ([] if wrong else made), wrong
 
-    return _rolled(work, _until(c, keep), keep)
+    return _demonstrations(stage, _until(c, keep), keep)
 
 
-def _rewriter(work: Work) -> Chosen:
+def _rewriter(stage: DataStage) -> Chosen:
     """The rewriting model's demonstrations: what was found, worded as recalled.
 
     They are made of what the cold start may learn from: R1-Searcher++ section 4.2.2
     trains the rewriting model on the data filtered in section 4.1.
     """
-    c, protocol = work.setup.config.curate, work.setup.protocol
-    user = work.setup.config.protocol.rewrite
+    c, protocol = stage.config.curate, stage.protocol
+    user = stage.config.protocol.rewrite
 
     def keep(question, attempt):
         wrong = fault(protocol, question, attempt, **_measure(c))
@@ -148,38 +145,40 @@ def _rewriter(work: Work) -> Chosen:
             return [], "not verified"
         return [("reworded", made)], ""
 
-    return _rolled(work, _until(c, keep), keep)
+    return _demonstrations(stage, _until(c, keep), keep)
 
 
-def _answerable(work: Work) -> Chosen:
+def _answerable(stage: DataStage) -> Chosen:
     """RAG-R1's questions for reinforcement: wrong at first, and yet answerable.
 
     A share of those that were right is added. Of a question whose tools failed nothing
     is known: it is neither. Without retries all of the wrong ones are kept, as in the
     paper's ablation "w/o Filter". Source: RAG-R1 sections 3.2.1 and 6.1.
     """
-    c, seed = work.setup.config.curate, work.setup.config.seed
+    c, seed = stage.config.curate, stage.config.seed
     solved = _solved(c)
-    first = work.roll_out(FIRST, work.questions, most=c.rollouts, enough=solved)
-    is_solved = [solved(q, a) for q, a in zip(work.questions, first, strict=True)]
+    first = stage.roll_out(
+        FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=solved
+    )
+    is_solved = [solved(q, a) for q, a in zip(stage.questions, first, strict=True)]
     wrong = [
         question
-        for question, right, attempts in zip(work.questions, is_solved, first)
+        for question, right, attempts in zip(stage.questions, is_solved, first)
         if not right and _says_something(attempts)
     ]
-    again = work.roll_out(
+    again = stage.roll_out(
         "retry",
         wrong,
-        most=c.retry_rollouts,
-        enough=solved,
+        max_rollouts=c.retry_rollouts,
+        is_enough=solved,
         temperature=c.retry_temperature,
         max_searches=c.retry_searches,
     )
     retried = {q.id: attempts for q, attempts in zip(wrong, again, strict=True)}
-    right = [q for q, solved_now in zip(work.questions, is_solved) if solved_now]
+    right = [q for q, solved_now in zip(stage.questions, is_solved) if solved_now]
     chosen = {right[i].id for i in share(right, c.right_share, seed=seed)}
     verdicts, records = [], []
-    for question, attempts in zip(work.questions, first, strict=True):
+    for question, attempts in zip(stage.questions, first, strict=True):
         more = retried.get(question.id, [])
         if not _says_something(attempts):
             kept, name = False, FAILED
@@ -199,35 +198,37 @@ def _answerable(work: Work) -> Chosen:
     return Chosen(verdicts, questions=records)
 
 
-def _difficulty(work: Work) -> Chosen:
+def _difficulty(stage: DataStage) -> Chosen:
     """R1-Searcher's questions: by the rollouts that each needed, in a mix."""
-    c = work.setup.config.curate
+    c = stage.config.curate
     solved = _solved(c)
-    rolled = work.roll_out(FIRST, work.questions, most=c.rollouts, enough=solved)
-    return _mix(work, _needed(work, rolled), [len(a) for a in rolled])
+    rolled = stage.roll_out(
+        FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=solved
+    )
+    return _mix(stage, _needed(stage, rolled), [len(a) for a in rolled])
 
 
-def _remix(work: Work) -> Chosen:
+def _remix(stage: DataStage) -> Chosen:
     """Another mix of questions whose difficulty is known; nothing is rolled out.
 
     It is in their metadata, or in the rollouts of the stage config.curate.first.
     """
-    c = work.setup.config.curate
+    c = stage.config.curate
     if c.first:
-        known = work.first_journal().of(FIRST)
-        rolled = [list(map(from_record, known.get(q.id, ()))) for q in work.questions]
-        return _mix(work, _needed(work, rolled), [0] * len(rolled))
-    levels = [q.metadata.get("difficulty") for q in work.questions]
-    needed = [q.metadata.get("rollouts_needed") for q in work.questions]
+        known = stage.first_journal().of(FIRST)
+        rolled = [list(map(from_record, known.get(q.id, ()))) for q in stage.questions]
+        return _mix(stage, _needed(stage, rolled), [0] * len(rolled))
+    levels = [q.metadata.get("difficulty") for q in stage.questions]
+    needed = [q.metadata.get("rollouts_needed") for q in stage.questions]
     labels = [(v if v in LEVELS else None, n) for v, n in zip(levels, needed)]
-    return _mix(work, labels, [0] * len(labels))
+    return _mix(stage, labels, [0] * len(labels))
 
 
-def _needed(work, rolled):
+def _needed(stage, rolled):
     """[(level or None, number of the first right rollout or None)] of all questions."""
-    c = work.setup.config.curate
+    c = stage.config.curate
     labels = []
-    for question, attempts in zip(work.questions, rolled, strict=True):
+    for question, attempts in zip(stage.questions, rolled, strict=True):
         told = [a for a in attempts if a.outcome.is_signal]
         right = (is_right(question, a, **_measure(c)) for a in told)
         needed = next((n for n, good in enumerate(right, 1) if good), None)
@@ -237,13 +238,13 @@ def _needed(work, rolled):
     return labels
 
 
-def _mix(work, labels, num_rollouts):
-    c, seed = work.setup.config.curate, work.setup.config.seed
+def _mix(stage, labels, num_rollouts):
+    c, seed = stage.config.curate, stage.config.seed
     levels = [level for level, _ in labels]
-    taken, short = mixed(work.questions, levels, c.mix, seed=seed)
+    taken, short = mixed(stage.questions, levels, c.mix, seed=seed)
     chosen = set(taken)
     verdicts, records = [], []
-    for i, (question, (level, needed)) in enumerate(zip(work.questions, labels)):
+    for i, (question, (level, needed)) in enumerate(zip(stage.questions, labels)):
         kept = i in chosen
         name = level or "no level"
         verdicts.append(

@@ -6,17 +6,18 @@ import unittest.mock
 
 import pytest
 
-from rsearch import setup as build
 from rsearch import train
 from rsearch.config.stage_plan import DEMONSTRATIONS
 from rsearch.data.demonstrations import load_demonstrations
 from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS
-from rsearch.stages.curate import run as curate
+from rsearch.setup.rollouts import replay_demonstrations
+from rsearch.setup.weights import initial_params
 from rsearch.stages.curate.rolling import JOURNAL
 from rsearch.types import Answer, Search
 from tests.small_run import config, load_setup, quick_compilation
 from tests.stages.curate.test_run import check_sums, run, summary_of
+from tests.stages.running import run_data
 from tests.stages.scripted import Script, Stopped
 
 __all__ = ["quick_compilation"]
@@ -74,8 +75,8 @@ def thinking(setup, *, flawed=0.0):
     return say
 
 
-def test_a_chain_is_built_step_by_step_and_replayed(setup, tmp_path, monkeypatch):
-    run(setup, tmp_path, Script(thinking(setup)), monkeypatch)
+def test_a_chain_is_built_step_by_step_and_replayed(setup, tmp_path):
+    run(setup, tmp_path, Script(thinking(setup)))
     summary = summary_of(tmp_path)
     check_sums(summary, 6)
     assert summary["kept"] == 6
@@ -88,13 +89,11 @@ def test_a_chain_is_built_step_by_step_and_replayed(setup, tmp_path, monkeypatch
     path = str(tmp_path / DEMONSTRATIONS)
     sft = {"stages": ("sft",), "sft__demonstrations": path}
     whole = config(**{**SIZES, **sft}, sft__sequence_tokens=5000)
-    rollouts = build.replay_demonstrations(load_setup(whole))
+    rollouts = replay_demonstrations(load_setup(whole))
     assert [r.policy_texts for r in rollouts] == [d.turns for d in made]
 
 
-def test_chains_are_made_under_one_prompt_and_learnt_under_another(
-    tmp_path, monkeypatch
-):
+def test_chains_are_made_under_one_prompt_and_learnt_under_another(tmp_path):
     """P_d, which config.protocol.system holds in the stage, and the protocol's P."""
 
     def worded(**fields):
@@ -110,7 +109,7 @@ def test_chains_are_made_under_one_prompt_and_learnt_under_another(
         seen.append(conversation.segments[0].text)
         return right(rng, question, conversation)
 
-    run(making, tmp_path, Script(say), monkeypatch)
+    run(making, tmp_path, Script(say))
     learnt = PROTOCOLS["rearag"].system
     assert seen
     assert all("Rules: reflect." in text and learnt not in text for text in seen)
@@ -118,7 +117,7 @@ def test_chains_are_made_under_one_prompt_and_learnt_under_another(
     assert "Rules: reflect." not in (tmp_path / DEMONSTRATIONS).read_text()
     sft = {"stages": ("sft",), "sft__demonstrations": path}
     learning = load_setup(worded(**sft, sft__sequence_tokens=5000))
-    rollouts = build.replay_demonstrations(learning)
+    rollouts = replay_demonstrations(learning)
     assert len(rollouts) == 6
     for rollout in rollouts:
         assert learnt in rollout.segments[0].text
@@ -129,7 +128,7 @@ def test_a_question_without_gold_passages_is_found_before_weights_are_loaded(
     tmp_path, monkeypatch
 ):
     weights = unittest.mock.Mock()
-    monkeypatch.setattr(build, "initial_params", weights)
+    monkeypatch.setattr(train, "initial_params", weights)
     rows = [{"id": "nq_0", "question": "d?", "golden_answers": ["x"]}]
     path = tmp_path / "q.jsonl"
     path.write_text(json.dumps(rows[0]) + "\n")
@@ -139,14 +138,13 @@ def test_a_question_without_gold_passages_is_found_before_weights_are_loaded(
     assert not weights.called and not (tmp_path / "run").exists()
 
 
-def test_a_step_that_cannot_be_used_is_sampled_again(setup, tmp_path, monkeypatch):
+def test_a_step_that_cannot_be_used_is_sampled_again(setup, tmp_path):
     patient = with_fields(setup, curate__max_retries=100)
     script = Script(thinking(setup, flawed=0.5))
     run(
         patient,
         tmp_path,
         script,
-        monkeypatch,
     )
     summary = summary_of(tmp_path)
     assert summary["kept"] == 6
@@ -158,7 +156,7 @@ def test_a_step_that_cannot_be_used_is_sampled_again(setup, tmp_path, monkeypatc
     assert len(set(names)) == len(names) == summary["rollouts"]
 
 
-def test_retries_are_counted_over_the_whole_chain(setup, tmp_path, monkeypatch):
+def test_retries_are_counted_over_the_whole_chain(setup, tmp_path):
 
     def say(rng, question, conversation):
         """Wrong twice at every step; a chain of two hops has three steps."""
@@ -167,16 +165,16 @@ def test_retries_are_counted_over_the_whole_chain(setup, tmp_path, monkeypatch):
 
     lengths = [len(setup.world.hops[q.id]) + 1 for q in setup.train]
     patient = with_fields(setup, curate__max_retries=2 * max(lengths))
-    run(patient, tmp_path / "a", Script(say), monkeypatch)
+    run(patient, tmp_path / "a", Script(say))
     assert summary_of(tmp_path / "a")["kept"] == 6
     strict = with_fields(setup, curate__max_retries=2 * min(lengths) - 1)
     with pytest.raises(
         ValueError, match="kept none of 6 questions: too many retries 6"
     ):
-        run(strict, tmp_path / "b", Script(say), monkeypatch)
+        run(strict, tmp_path / "b", Script(say))
 
 
-def test_a_chain_has_so_many_steps_at_most(setup, tmp_path, monkeypatch):
+def test_a_chain_has_so_many_steps_at_most(setup, tmp_path):
 
     def say(rng, question, conversation):
         number = draw_of(question)[1] + 1
@@ -184,11 +182,11 @@ def test_a_chain_has_so_many_steps_at_most(setup, tmp_path, monkeypatch):
 
     script = Script(say)
     with pytest.raises(ValueError, match="too many steps 6"):
-        run(setup, tmp_path, script, monkeypatch)
+        run(setup, tmp_path, script)
     assert script.num_calls == 2 * 5  # two waves, five steps
 
 
-def test_only_the_first_step_of_a_reply_is_used(setup, tmp_path, monkeypatch):
+def test_only_the_first_step_of_a_reply_is_used(setup, tmp_path):
     right = thinking(setup)
 
     def say(rng, question, conversation):
@@ -196,16 +194,16 @@ def test_only_the_first_step_of_a_reply_is_used(setup, tmp_path, monkeypatch):
         said = right(rng, question, conversation)
         return f"{said}\nObservation 1: It is nobody.\nThought 2: So nobody."
 
-    run(setup, tmp_path, Script(say), monkeypatch)
+    run(setup, tmp_path, Script(say))
     assert summary_of(tmp_path)["kept"] == 6
     for made in load_demonstrations(tmp_path / DEMONSTRATIONS):
         assert not any("nobody" in text for text in made.turns + made.observations)
 
 
-def test_gold_passages_are_those_of_the_hops(setup, tmp_path, monkeypatch):
+def test_gold_passages_are_those_of_the_hops(setup, tmp_path):
     own = with_fields(setup, curate__observations="gold")
     own = dataclasses.replace(own, search=lambda queries: 1 / 0)  # nobody asks it
-    run(own, tmp_path, Script(thinking(own)), monkeypatch)
+    run(own, tmp_path, Script(thinking(own)))
     for made in load_demonstrations(tmp_path / DEMONSTRATIONS):
         hops = own.world.hops[made.question.id]
         subjects = {hop.subject for hop in hops}
@@ -214,9 +212,7 @@ def test_gold_passages_are_those_of_the_hops(setup, tmp_path, monkeypatch):
             assert hop.fact in seen
 
 
-def test_two_chains_that_ask_the_same_see_their_own_passages(
-    setup, tmp_path, monkeypatch
-):
+def test_two_chains_that_ask_the_same_see_their_own_passages(setup, tmp_path):
     own = with_fields(setup, curate__observations="gold")
 
     def say(rng, question, conversation):
@@ -228,7 +224,7 @@ def test_two_chains_that_ask_the_same_see_their_own_passages(
             action = Answer(hops[-1].object)
         return own.protocol.write(Step(num_steps + 1, "So.", action))
 
-    run(own, tmp_path, Script(say), monkeypatch)
+    run(own, tmp_path, Script(say))
     assert summary_of(tmp_path)["kept"] == 6
     seen = set()
     for made in load_demonstrations(tmp_path / DEMONSTRATIONS):
@@ -239,17 +235,17 @@ def test_two_chains_that_ask_the_same_see_their_own_passages(
     assert len(seen) > 1
 
 
-def test_chains_that_were_stopped_end_the_same(setup, tmp_path, monkeypatch):
+def test_chains_that_were_stopped_end_the_same(setup, tmp_path):
     say = thinking(setup, flawed=0.3)
     whole = Script(say)
-    wanted = run(setup, tmp_path / "a", whole, monkeypatch)
+    wanted = run(setup, tmp_path / "a", whole)
     first_wave = next(i for i, call in enumerate(whole.asked) if len(call) < 4)
     assert 0 < first_wave < whole.num_calls - 1
     for stop_after in (1, whole.num_calls - 1):
         folder = tmp_path / f"b{stop_after}"
         with pytest.raises(Stopped):
-            run(setup, folder, Script(say, stop_after), monkeypatch)
-        assert run(setup, folder, Script(say), monkeypatch) == wanted
+            run(setup, folder, Script(say, stop_after))
+        assert run(setup, folder, Script(say)) == wanted
     assert len(wanted[JOURNAL].splitlines()) == 2
 
 
@@ -261,10 +257,10 @@ def test_a_real_policy_without_sense_gives_up(setup, tmp_path):
     with pytest.raises(
         ValueError, match="kept none of 6 questions: too many retries 6"
     ):
-        curate.run(own, build.initial_params(own), tmp_path, stage="curate")
+        run_data(own, initial_params(own), tmp_path)
 
 
-def test_the_ablation_words_whole_chains_from_their_parts(setup, tmp_path, monkeypatch):
+def test_the_ablation_words_whole_chains_from_their_parts(setup, tmp_path):
     own = dataclasses.replace(
         setup, config=config(**{**SIZES, "curate__method": "no_reasoning"})
     )
@@ -282,7 +278,7 @@ def test_the_ablation_words_whole_chains_from_their_parts(setup, tmp_path, monke
         last = next_step(own, question.id, len(hops) + 1)
         return "\n".join([*steps, last, "<|completed|>"])
 
-    run(own, tmp_path, Script(say), monkeypatch)
+    run(own, tmp_path, Script(say))
     summary = summary_of(tmp_path)
     check_sums(summary, 6)
     assert {r["verdict"]: r["questions"] for r in summary["verdicts"]} == {

@@ -5,17 +5,19 @@ import json
 
 import pytest
 
-from rsearch import setup as build
 from rsearch.config.stage_plan import DEMONSTRATIONS, QUESTIONS, SUMMARY
 from rsearch.data.curation import SEGMENT_KINDS
 from rsearch.data.demonstrations import load_demonstrations
 from rsearch.data.questions import load_questions
 from rsearch.protocols.base import Step
+from rsearch.setup.rollouts import make_rollouts, replay_demonstrations
+from rsearch.setup.weights import initial_params
 from rsearch.stages.curate import rolling as curate_rolling
 from rsearch.stages.curate import run as curate
 from rsearch.stages.curate.rolling import JOURNAL
 from rsearch.types import Answer, Search, Source
 from tests.small_run import config, load_setup, quick_compilation
+from tests.stages.running import run_data
 from tests.stages.scripted import Script, Stopped
 
 __all__ = ["quick_compilation"]
@@ -63,11 +65,10 @@ def answers(setup, how_often):
     return say
 
 
-def run(setup, folder, script, monkeypatch, *, stage="curate"):
+def run(setup, folder, script, *, stage="curate"):
     """The stage with this script; its files as {name: bytes}."""
-    monkeypatch.setattr(build, "make_rollouts", script)
     folder.mkdir(parents=True, exist_ok=True)
-    curate.run(setup, {}, folder, stage=stage)
+    run_data(setup, {}, folder, name=stage, make_rollouts=script)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -92,9 +93,9 @@ def often(number):
     return number / 13
 
 
-def test_segments_are_written_replayed_and_add_up(setup, tmp_path, monkeypatch, capsys):
+def test_segments_are_written_replayed_and_add_up(setup, tmp_path, capsys):
     script = Script(answers(setup, often))
-    run(setup, tmp_path, script, monkeypatch)
+    run(setup, tmp_path, script)
     summary = summary_of(tmp_path)
     check_sums(summary, 14)
     assert {row["verdict"] for row in summary["verdicts"]} == {"kept", "wrong"}
@@ -114,7 +115,7 @@ def test_segments_are_written_replayed_and_add_up(setup, tmp_path, monkeypatch, 
         sft__demonstrations=path,
         sft__sequence_tokens=999,
     )
-    rollouts = build.replay_demonstrations(load_setup(whole))
+    rollouts = replay_demonstrations(load_setup(whole))
     learnt = [r.policy_texts for r in rollouts]
     assert learnt == [(d.turns[-1],) for d in made]
     # What a last search would find is no part of the segment.
@@ -132,7 +133,7 @@ METHODS = {
 @pytest.mark.fault(40, "every stage")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_stage_that_was_stopped_anywhere_ends_with_the_same_files(
-    setup, tmp_path, monkeypatch, method
+    setup, tmp_path, method
 ):
     own = {f"curate__{name}": value for name, value in METHODS[method].items()}
     if method == "both_knowledge":
@@ -142,33 +143,33 @@ def test_a_stage_that_was_stopped_anywhere_ends_with_the_same_files(
         setup = with_fields(setup, curate__method=method, **own)
     say = answers(setup, often)
     whole = Script(say)
-    wanted = run(setup, tmp_path / "a", whole, monkeypatch)
+    wanted = run(setup, tmp_path / "a", whole)
     check_sums(summary_of(tmp_path / "a"), 14)
     assert whole.num_calls > 4
     for stop_after in (0, 1, whole.num_calls // 2, whole.num_calls - 1):
         folder = tmp_path / f"b{stop_after}"
         with pytest.raises(Stopped):
-            run(setup, folder, Script(say, stop_after), monkeypatch)
+            run(setup, folder, Script(say, stop_after))
         assert not curate.is_done(folder)
         with open(folder / JOURNAL, "ab") as file:
             file.write(b'{"pass": "first", "rou')  # torn off while it was written
         rest = Script(say)
-        assert run(setup, folder, rest, monkeypatch) == wanted
+        assert run(setup, folder, rest) == wanted
         assert rest.num_calls == whole.num_calls - stop_after
 
 
-def test_a_finished_stage_does_nothing(setup, tmp_path, monkeypatch):
+def test_a_finished_stage_does_nothing(setup, tmp_path):
     assert not curate.is_done(tmp_path)
     script = Script(answers(setup, often))
-    files = run(setup, tmp_path, script, monkeypatch)
+    files = run(setup, tmp_path, script)
     assert curate.is_done(tmp_path)
     calls = script.num_calls
-    assert run(setup, tmp_path, script, monkeypatch) == files
+    assert run(setup, tmp_path, script) == files
     assert script.num_calls == calls
 
 
 def test_answerable_are_the_wrong_ones_that_a_retry_solves_and_some_right_ones(
-    setup, tmp_path, monkeypatch
+    setup, tmp_path
 ):
     own = with_fields(
         setup,
@@ -179,7 +180,7 @@ def test_answerable_are_the_wrong_ones_that_a_retry_solves_and_some_right_ones(
         rollout__temperature=0.5,
     )
     script = Script(answers(setup, often))
-    run(own, tmp_path, script, monkeypatch)
+    run(own, tmp_path, script)
     # (temperature, searches, rollouts at once): groups of at most 2.
     assert script.made == [(0.5, 3, 1), (1.25, 5, 2)]
     summary = summary_of(tmp_path)
@@ -195,10 +196,10 @@ def test_answerable_are_the_wrong_ones_that_a_retry_solves_and_some_right_ones(
     assert setup.train[0].id not in {q.id for q in kept}
 
 
-def test_without_retries_all_wrong_ones_are_kept(setup, tmp_path, monkeypatch):
+def test_without_retries_all_wrong_ones_are_kept(setup, tmp_path):
     own = with_fields(setup, curate__method="answerable", curate__retry_rollouts=0)
     script = Script(answers(setup, lambda number: float(number > 3)))
-    run(own, tmp_path, script, monkeypatch)
+    run(own, tmp_path, script)
     summary = summary_of(tmp_path)
     check_sums(summary, 14)
     count = {row["verdict"]: row["kept"] for row in summary["verdicts"]}
@@ -207,9 +208,7 @@ def test_without_retries_all_wrong_ones_are_kept(setup, tmp_path, monkeypatch):
     assert summary["rollouts"] == 14
 
 
-def test_questions_whose_tools_failed_are_neither_right_nor_wrong(
-    setup, tmp_path, monkeypatch
-):
+def test_questions_whose_tools_failed_are_neither_right_nor_wrong(setup, tmp_path):
     """One fails in every search, and one in those behind its first rollout."""
     once, ever = (setup.world.hops[q.id][0].subject for q in setup.train[1:3])
     heard = []
@@ -223,7 +222,7 @@ def test_questions_whose_tools_failed_are_neither_right_nor_wrong(
     own = with_fields(setup, curate__method="answerable", curate__retry_rollouts=2)
     own = dataclasses.replace(own, search=search)
     script = Script(answers(setup, lambda number: float(number > 2)))
-    run(own, tmp_path, script, monkeypatch)
+    run(own, tmp_path, script)
     summary = summary_of(tmp_path)
     check_sums(summary, 14)
     count = {row["verdict"]: row["rollouts"] for row in summary["verdicts"]}
@@ -244,7 +243,7 @@ def test_rollouts_go_in_groups_that_divide_a_whole_one(whole, most, size):
     assert curate_rolling._group_size(whole, most) == size
 
 
-def test_a_stage_may_go_on_with_other_slots(setup, tmp_path, monkeypatch):
+def test_a_stage_may_go_on_with_other_slots(setup, tmp_path):
     fields = {"curate__method": "difficulty", "curate__rollouts": 3}
     fields |= {"curate__easy_below": 2, "curate__hard_above": 2}
     own, more, most = (
@@ -252,22 +251,22 @@ def test_a_stage_may_go_on_with_other_slots(setup, tmp_path, monkeypatch):
         for slots in (1, 2, 3)  # one is less than a group
     )
     say = answers(setup, often)
-    wanted = run(own, tmp_path / "a", Script(say), monkeypatch)
+    wanted = run(own, tmp_path / "a", Script(say))
     for folder, other in (("b", more), ("c", most)):
         with pytest.raises(Stopped):
-            run(own, tmp_path / folder, Script(say, 3), monkeypatch)
-        found = run(other, tmp_path / folder, Script(say), monkeypatch)
+            run(own, tmp_path / folder, Script(say, 3))
+        found = run(other, tmp_path / folder, Script(say))
         assert all(found[name] == wanted[name] for name in (QUESTIONS, SUMMARY))
 
 
-def test_first_rollouts_are_taken_over_from_another_stage(setup, tmp_path, monkeypatch):
+def test_first_rollouts_are_taken_over_from_another_stage(setup, tmp_path):
     twice = with_fields(setup, curate__rollouts=2)
-    run(twice, tmp_path / "curate_sft", Script(answers(setup, often)), monkeypatch)
+    run(twice, tmp_path / "curate_sft", Script(answers(setup, often)))
     own = with_fields(
         setup, curate__method="answerable", curate__first="stage:curate_sft"
     )
     script = Script(answers(setup, often))
-    run(own, tmp_path / "curate_rl", script, monkeypatch, stage="curate_rl")
+    run(own, tmp_path / "curate_rl", script, stage="curate_rl")
     assert len(script.made) == 1  # only the retries
     first, second = (summary_of(tmp_path / s) for s in ("curate_sft", "curate_rl"))
     count = {row["verdict"]: row["questions"] for row in second["verdicts"]}
@@ -275,20 +274,18 @@ def test_first_rollouts_are_taken_over_from_another_stage(setup, tmp_path, monke
     assert right == first["kept"]
 
 
-def test_a_missing_first_stage_is_named(setup, tmp_path, monkeypatch):
+def test_a_missing_first_stage_is_named(setup, tmp_path):
     own = with_fields(setup, curate__first="stage:curate_x")
     with pytest.raises(
         ValueError, match=r"curate\.first = 'stage:curate_x': .*missing"
     ):
-        run(own, tmp_path, Script(answers(setup, often)), monkeypatch)
+        run(own, tmp_path, Script(answers(setup, often)))
 
 
-def test_difficulty_counts_rollouts_and_another_mix_needs_none(
-    setup, tmp_path, monkeypatch
-):
+def test_difficulty_counts_rollouts_and_another_mix_needs_none(setup, tmp_path):
     bounds = {"curate__easy_below": 2, "curate__hard_above": 3, "curate__rollouts": 6}
     own = with_fields(setup, curate__method="difficulty", **bounds)
-    run(own, tmp_path / "curate_a", Script(answers(setup, often)), monkeypatch)
+    run(own, tmp_path / "curate_a", Script(answers(setup, often)))
     check_sums(summary_of(tmp_path / "curate_a"), 14)
     kept, _ = load_questions(tmp_path / "curate_a" / QUESTIONS)
     assert len(kept) == 14
@@ -306,7 +303,7 @@ def test_difficulty_counts_rollouts_and_another_mix_needs_none(
         **bounds,
     )
     script = Script(None)
-    run(again, tmp_path / "curate_b", script, monkeypatch, stage="curate_b")
+    run(again, tmp_path / "curate_b", script, stage="curate_b")
     assert not script.made
     taken, _ = load_questions(tmp_path / "curate_b" / QUESTIONS)
     found = [q.metadata["difficulty"] for q in taken]
@@ -316,21 +313,21 @@ def test_difficulty_counts_rollouts_and_another_mix_needs_none(
     assert f"there are {levels.count('medium')} such" in note
 
 
-def test_what_is_never_right_can_be_left_out(setup, tmp_path, monkeypatch):
+def test_what_is_never_right_can_be_left_out(setup, tmp_path):
     own = with_fields(
         setup,
         curate__method="difficulty",
         curate__rollouts=2,
         curate__keep_unsolved=False,
     )
-    run(own, tmp_path, Script(answers(setup, lambda i: float(i > 4))), monkeypatch)
+    run(own, tmp_path, Script(answers(setup, lambda i: float(i > 4))))
     kept, _ = load_questions(tmp_path / QUESTIONS)
     assert [q.id for q in kept] == [q.id for q in setup.train[5:]]
 
 
-def test_at_most_so_many_questions_are_kept(setup, tmp_path, monkeypatch):
+def test_at_most_so_many_questions_are_kept(setup, tmp_path):
     own = with_fields(setup, curate__max_kept=3)
-    run(own, tmp_path, Script(answers(setup, lambda i: 1.0)), monkeypatch)
+    run(own, tmp_path, Script(answers(setup, lambda i: 1.0)))
     summary = summary_of(tmp_path)
     check_sums(summary, 14)
     assert summary["kept"] == 3
@@ -338,19 +335,19 @@ def test_at_most_so_many_questions_are_kept(setup, tmp_path, monkeypatch):
     assert len({d.question.id for d in made}) == 3
 
 
-def test_nothing_kept_is_an_error_with_the_reasons(setup, tmp_path, monkeypatch):
+def test_nothing_kept_is_an_error_with_the_reasons(setup, tmp_path):
     with pytest.raises(ValueError, match="kept none of 14 questions: wrong 14"):
-        run(setup, tmp_path, Script(answers(setup, lambda i: 0.0)), monkeypatch)
+        run(setup, tmp_path, Script(answers(setup, lambda i: 0.0)))
     assert not curate.is_done(tmp_path)
 
 
-def test_the_rewriter_learns_from_what_was_found(tmp_path, monkeypatch):
+def test_the_rewriter_learns_from_what_was_found(tmp_path):
     sizes = {**SIZES, "protocol__name": "r1_searcher_pp"}
     rewrite = "{document}\nReword: {question}"
     setup = load_setup(
         config(**sizes, curate__method="rewriter", protocol__rewrite=rewrite)
     )
-    run(setup, tmp_path, Script(answers(setup, often)), monkeypatch)
+    run(setup, tmp_path, Script(answers(setup, often)))
     summary = summary_of(tmp_path)
     check_sums(summary, 14)
     assert summary["demonstration_kinds"] == {"reworded": summary["kept"]}
@@ -364,19 +361,17 @@ def test_the_rewriter_learns_from_what_was_found(tmp_path, monkeypatch):
         assert setup.protocol.parse(made.turns[0]) == Answer(question.golden_answers[0])
 
 
-def test_a_real_policy_is_heard_the_same_again_after_a_stop(
-    setup, tmp_path, monkeypatch
-):
+def test_a_real_policy_is_heard_the_same_again_after_a_stop(setup, tmp_path):
     """Random weights: nothing is right, so all are hard."""
     own = with_fields(setup, curate__method="difficulty", curate__rollouts=3)
     limits = dataclasses.replace(own.limits, max_turn_tokens=8, max_searches=1)
     own = dataclasses.replace(own, limits=limits)
-    params, real = build.initial_params(own), build.make_rollouts
+    params = initial_params(own)
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    curate.run(own, params, tmp_path / "a", stage="curate")
+    run_data(own, params, tmp_path / "a")
 
     def breaking(*args, **kwargs):
-        engine, calls = real(*args, **kwargs), []
+        engine, calls = make_rollouts(own, *args, **kwargs), []
 
         def roll(*given):
             calls.append(0)
@@ -387,11 +382,9 @@ def test_a_real_policy_is_heard_the_same_again_after_a_stop(
         roll.place_params = engine.place_params
         return roll
 
-    monkeypatch.setattr(build, "make_rollouts", breaking)
     with pytest.raises(Stopped):
-        curate.run(own, params, tmp_path / "b", stage="curate")
-    monkeypatch.setattr(build, "make_rollouts", real)
-    curate.run(own, params, tmp_path / "b", stage="curate")
+        run_data(own, params, tmp_path / "b", make_rollouts=breaking)
+    run_data(own, params, tmp_path / "b")
     for name in (JOURNAL, QUESTIONS, SUMMARY):
         assert (tmp_path / "a" / name).read_bytes() == (
             tmp_path / "b" / name

@@ -1,4 +1,4 @@
-"""Make the hosts and rollout engines of a run, and replay its demonstrations."""
+"""Make the rollout engines of a run, and replay its demonstrations."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,7 +9,6 @@ from rsearch.data.demonstrations import (
     PROTOCOL,
     RAG,
     load_demonstrations,
-    world_demonstrations,
 )
 from rsearch.hosts import processes
 from rsearch.models.sharding import own_mesh
@@ -28,13 +27,18 @@ from rsearch.rollout.replay import replay
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.rollout.stop_strings import token_automaton
 from rsearch.runtime import console
-from rsearch.setup.parts import WORLD
-from rsearch.setup.setup import Setup
-from rsearch.types import Messages, Outcome, Question, Rollout
+from rsearch.setup.context import Setup
+from rsearch.types import Messages, Outcome, Question, Rollout, SearchFn
+from rsearch.world.demonstrations import world_demonstrations
+from rsearch.world.world import WORLD
 
 
 def make_host(
-    setup: Setup, protocol: Protocol | None = None, limits: Limits | None = None
+    setup: Setup,
+    protocol: Protocol | None = None,
+    limits: Limits | None = None,
+    *,
+    search: SearchFn | None = None,
 ) -> Host:
     """Make the host's side of rollouts.
 
@@ -42,10 +46,13 @@ def make_host(
         setup: of the run.
         protocol: None is the policy's, the only one whose observations a writer writes.
         limits: None is those of the configuration.
+        search: None is that of the configuration.
     """
     writer = setup.writer if protocol is None else None
     search = wrap_search(
-        setup.search, writer=writer, writer_prompt=setup.config.retrieval.writing
+        search or setup.search,
+        writer=writer,
+        writer_prompt=setup.config.retrieval.writing,
     )
     protocol = protocol or setup.protocol
     return Host(setup.tokenizer, protocol, search, limits or setup.limits)
@@ -59,6 +66,7 @@ def make_rollouts(
     top_p: float,
     group_size: int,
     messages: Callable[[Question], Messages] | None = None,
+    num_tokens: int | None = None,
 ) -> RolloutEngine:
     """Make a rollout engine with config.rollout.slots rows of this host.
 
@@ -69,14 +77,17 @@ def make_rollouts(
         setup: of the run.
         host: parses turns and runs tools.
         temperature, top_p, group_size, messages: see `RolloutEngine` and `sample`.
+        num_tokens: T, tokens of the longest conversation; None follows from the host's
+            protocol and limits, or is the configuration's for the policy's own.
     """
     c = setup.config.rollout
     is_shared = c.together and processes.num_hosts() > 1
     mesh = setup.mesh if is_shared else own_mesh(setup.mesh)
-    num_slots = setup.num_tokens
-    if host.protocol is not setup.protocol:
+    if num_tokens is None and host.protocol is setup.protocol:
+        num_tokens = setup.num_tokens
+    elif num_tokens is None:
         markup = markup_tokens(setup.tokenizer, host.protocol)
-        num_slots = conversation_tokens(host.limits, markup)
+        num_tokens = conversation_tokens(host.limits, markup)
     sampler = Sampler(
         setup.model,
         mesh,
@@ -84,7 +95,7 @@ def make_rollouts(
             host.protocol.stop_strings, setup.tokenizer.token_bytes
         ),
         eos_ids=setup.tokenizer.eos_ids,
-        num_slots=num_slots,
+        num_slots=num_tokens,
         max_turn_tokens=host.limits.max_turn_tokens,
         chunk=c.extend_chunk,
         temperature=temperature,

@@ -1,0 +1,65 @@
+"""Check a configuration against what the package has, before anything is loaded."""
+
+from ml_collections import ConfigDict
+
+from rsearch.config.stage_plan import stage_configs
+from rsearch.models.decoder import DecoderSpec
+from rsearch.retrieval.user import SIGNATURE
+from rsearch.rewards.group import check_terms
+from rsearch.setup.policy import policy_protocol
+from rsearch.text.extension import check_callable, is_reference, load_reference
+
+
+def check_names(config: ConfigDict) -> None:
+    """Refuse reward terms and protocols that do not exist, in any of the stages.
+
+    Raises:
+        ValueError: names the field, its value and what would be right.
+    """
+    _check_names(config)
+    for stage, stage_config in stage_configs(config):
+        try:
+            _check_names(stage_config)
+        except ValueError as error:
+            raise ValueError(f"config.overrides.{stage}: {error}") from None
+
+
+def _check_names(c):
+    check_terms(c.reward, has_judge=bool(c.judge.source))
+    protocol = policy_protocol(c)
+    if "evidence" in c.eval.methods and protocol.evidence_tag is None:
+        raise ValueError(
+            "config.eval.methods names 'evidence', which only a protocol with evidence "
+            f"has, such as 'r_search'; config.protocol.name = {c.protocol.name!r}"
+        )
+    for field, name, signature in (
+        ("curate.method", c.curate.method, "(stage) -> Chosen"),
+        ("retrieval.engine", c.retrieval.engine, SIGNATURE),
+    ):
+        if is_reference(name):
+            function = load_reference(f"config.{field}", name)
+            check_callable(f"config.{field}", name, function, signature)
+
+
+def check_layout(c: ConfigDict, spec: DecoderSpec) -> None:
+    """Refuse a mesh that does not divide the model.
+
+    Args:
+        c: configuration with the mesh.
+        spec: of the model.
+
+    Raises:
+        ValueError: names the axis.
+    """
+    dimensions = {
+        "num_heads": (spec.num_heads, "tensor"),
+        "num_kv_heads": (spec.num_kv_heads, "tensor"),
+        "mlp_width": (spec.mlp_width, "tensor"),
+        "width": (spec.width, "fsdp"),
+    }
+    for name, (size, axis) in dimensions.items():
+        if size % c.mesh[axis]:
+            raise ValueError(
+                f"config.mesh.{axis} = {c.mesh[axis]} does not divide the "
+                f"{name} {size} of {c.model.source or 'config.model'}"
+            )

@@ -1,0 +1,194 @@
+"""Load everything that a configuration names."""
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from rsearch.config.fields import to_json
+from rsearch.config.rules import validate
+from rsearch.config.stage_plan import kinds
+from rsearch.data.questions import fingerprint
+from rsearch.hosts import processes
+from rsearch.hosts.offload import check_host_memory
+from rsearch.models.sharding import make_mesh
+from rsearch.rewards.group import needs_judge
+from rsearch.runtime import files
+from rsearch.setup.agents import load_agent
+from rsearch.setup.checks import check_layout, check_names
+from rsearch.setup.context import Setup
+from rsearch.setup.policy import (
+    has_world,
+    load_policy_tokenizer,
+    policy_model,
+    policy_protocol,
+    rollout_limits,
+)
+from rsearch.setup.questions import decontaminate, drop_long_prompts, read_questions
+from rsearch.setup.search import open_search
+from rsearch.text.extension import code_inputs
+from rsearch.world.pretrained import find_source
+from rsearch.world.world import make_world
+
+
+class Shared:
+    """Objects that several stages of a run have in common, each made once."""
+
+    def __init__(self):
+        self._made = {}
+
+    def memoise(self, name, sections: Sequence, make: Callable[[], Any]) -> Any:
+        """Return `make()`, or its earlier result for these sections of the config."""
+        key = name, tuple(map(to_json, sections))
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def load_setup(
+    config: ConfigDict,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    only_dev: bool = False,
+    only_policy: bool = False,
+    home: str | pathlib.Path | None = None,
+    shared: Shared | None = None,
+    is_over: bool = False,
+) -> Setup:
+    """Load and check everything that a configuration names.
+
+    Args:
+        config: with the fields of configs/base.py; checked here before all else.
+        say: called with a line on each part that takes a while.
+        only_dev: leave the training questions out, and the judge.
+        only_policy: leave all questions out, for a policy that others ask.
+        home: the run's directory, if "stage:..." is to mean a stage of it.
+        shared: objects that other setups of the run have made; these are not said
+            again.
+        is_over: of a stage that seems to have ended: on one host the models beside the
+            policy are loaded only if they are asked after all.
+
+    Raises:
+        ValueError: a value or a file that cannot be used.
+    """
+    validate(config, num_devices=jax.device_count())
+    check_names(config)
+    c, memoise = config, (shared or Shared()).memoise
+
+    # Devices and the embedded world.
+    mesh = memoise("mesh", [c.mesh], lambda: make_mesh(**c.mesh))
+    if c.model.offload:
+        check_host_memory(mesh, f"config.model.offload = {c.model.offload}")
+    seed = ConfigDict({"seed": c.seed})
+    world = None
+    if has_world(c):
+        world = memoise(
+            "world", [seed, c.world], lambda: make_world(seed=c.seed, **c.world)
+        )
+
+    # The policy. Its limits are checked before anything large is read.
+    source = find_source(c, c.model.source) if c.model.source else None
+    tokenizer = load_policy_tokenizer(c, world, source)
+    protocol = policy_protocol(c)
+    model = policy_model(c, tokenizer, source)
+    check_layout(c, model.spec)
+    limits, num_tokens = rollout_limits(c, tokenizer, protocol, model.spec)
+    say(f"model: {model.spec.num_params / 1e6:.3g} M parameters, {c.model.dtype}")
+
+    # What answers searches.
+    def make_search():
+        search = open_search(c, world)
+        say(f"retrieval: {search}, top {c.retrieval.top_k}")
+        return search
+
+    search = memoise("search", [c.retrieval, c.world, seed], make_search)
+
+    # The questions.
+    only_dev = only_dev or only_policy
+    train, dev, num_long = (), (), 0
+    if not only_dev:
+        train = read_questions(c, "train", world, say, home)
+    if not only_policy:
+        dev = read_questions(c, "dev", world, say, home)
+    train = decontaminate(train, dev, say, drops=c.data.decontaminate)
+    train, _ = drop_long_prompts(train, "train", protocol, tokenizer, limits, say)
+    if not only_policy:
+        dev, num_long = drop_long_prompts(
+            dev, "dev", protocol, tokenizer, limits, say, limit=c.eval.max_questions
+        )
+        _check_questions(c, train, dev, only_dev, say)
+
+    # The models beside the policy. Hosts load together, and may not all come to ask.
+    def make_agent(name):
+        is_late = is_over and processes.num_hosts() == 1
+        return memoise(
+            (name, is_over),
+            [c[name], c.model, c.mesh],
+            lambda: load_agent(c, name, mesh, workdir=home, is_late=is_late),
+        )
+
+    inputs = _fingerprints(tokenizer, search, source, None if only_dev else train)
+    inputs |= code_inputs(_references(c, only_dev=only_dev))
+    asks_judge = needs_judge(c.reward) and "rl" in kinds(c) and not only_dev
+    return Setup(
+        config=c,
+        home=None if home is None else pathlib.Path(home),
+        mesh=mesh,
+        world=world,
+        tokenizer=tokenizer,
+        protocol=protocol,
+        model=model,
+        source=source,
+        search=search,
+        train=train,
+        dev=dev,
+        num_long=num_long,
+        inputs=inputs,
+        judge=make_agent("judge") if asks_judge else None,
+        writer=make_agent("writer"),
+        limits=limits,
+        num_tokens=num_tokens,
+    )
+
+
+def _fingerprints(tokenizer, search, source, train):
+    """Return {name: fingerprint} of what a configuration names."""
+    inputs = {"tokenizer": tokenizer.fingerprint, "retrieval": search.fingerprint}
+    if train is not None:
+        inputs["data.train"] = fingerprint(train)
+    if source is not None:
+        weight_files = sorted(source.glob("*.safetensors"))
+        digests = [f"{f.name} {files.sampled_digest(f)}" for f in weight_files]
+        inputs["model.source"] = ", ".join(digests)
+    return inputs
+
+
+def _references(c, *, only_dev: bool) -> list[str]:
+    """Return the names in a configuration that may be of a user's functions."""
+    references = [c.protocol.name, c.retrieval.engine]
+    if not only_dev and "rl" in kinds(c):
+        references += [settings.get("term", "") for settings in c.reward.values()]
+    if not only_dev and "curate" in kinds(c):
+        references.append(c.curate.method)
+    return references
+
+
+def _check_questions(config, train, dev, only_dev, say):
+    """Refuse too few questions; tell `say` how many there are."""
+    if not dev:
+        raise ValueError(
+            "every held-out prompt is longer than config.rollout.max_prompt_tokens = "
+            f"{config.rollout.max_prompt_tokens}"
+        )
+    if only_dev:
+        say(f"questions: {len(dev):,} held out")
+        return
+    if "rl" in kinds(config) and len(train) < config.rl.questions_per_step:
+        raise ValueError(
+            f"config.data.train = {config.data.train!r} gives {len(train)} questions, "
+            "fewer than config.rl.questions_per_step = "
+            f"{config.rl.questions_per_step}"
+        )
+    say(f"questions: {len(train):,} to learn from, {len(dev):,} held out")

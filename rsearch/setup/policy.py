@@ -1,0 +1,129 @@
+"""Make the policy's tokenizer, protocol, network and limits from a configuration."""
+
+import dataclasses
+import pathlib
+
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from rsearch.config.stage_plan import kinds
+from rsearch.models.decoder import Decoder, DecoderSpec
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.models.hf import config as hf_config
+from rsearch.models.tokenizer import Tokenizer, load_tokenizer
+from rsearch.protocols import plain
+from rsearch.protocols.base import Protocol
+from rsearch.protocols.table import make_protocol
+from rsearch.rollout.conversation import Limits, conversation_tokens, markup_tokens
+from rsearch.world.reading import world_tokenizer
+from rsearch.world.world import WORLD, World
+
+
+def has_world(c: ConfigDict) -> bool:
+    """Return whether a configuration names the embedded world anywhere."""
+    named = [c.tokenizer.source, c.retrieval.corpus]
+    if "sft" in kinds(c):
+        named.append(c.sft.demonstrations)
+    question_files = (c.data.train, c.data.dev)
+    in_questions = any(f.startswith(f"{WORLD}:") for f in question_files)
+    return WORLD in named or in_questions
+
+
+def load_policy_tokenizer(
+    c: ConfigDict, world: World | None, source: pathlib.Path | None
+) -> Tokenizer:
+    """Load the tokenizer of the world, of a directory, or of the model at `source`."""
+    if c.tokenizer.source == WORLD:
+        return world_tokenizer(world)
+    if c.tokenizer.source:
+        return load_tokenizer(huggingface.find_model(c.tokenizer.source))
+    return load_tokenizer(source)
+
+
+def policy_protocol(c: ConfigDict) -> Protocol:
+    """Make the protocol with the wording and settings of config.protocol."""
+    p = c.protocol
+    protocol = plain.reworded(
+        make_protocol(
+            p.name,
+            max_queries=p.max_queries or None,
+            quotes_keep_commas=p.quotes_keep_commas,
+            json_ascii=p.json_ascii,
+        ),
+        user=p.instruction,
+        system=p.system,
+        invalid_message=p.invalid_message,
+    )
+    if c.rollout.on_invalid == "end":
+        protocol = dataclasses.replace(protocol, invalid_message=None)
+    return protocol
+
+
+def policy_model(
+    c: ConfigDict, tokenizer: Tokenizer, source: pathlib.Path | None
+) -> Decoder:
+    """Make the network, shaped by the model at `source` or else by config.model.
+
+    Raises:
+        ValueError: the tokenizer has more ids than the embedding has rows.
+    """
+    m = c.model
+    if source is not None:
+        spec = hf_config.read_spec(source)
+    else:
+        spec = DecoderSpec(
+            vocab_size=m.vocab_size or tokenizer.vocab_size,
+            width=m.width,
+            num_layers=m.num_layers,
+            num_heads=m.num_heads,
+            num_kv_heads=m.num_kv_heads,
+            head_dim=m.head_dim,
+            mlp_width=m.mlp_width,
+            rope_theta=m.rope_theta,
+            tie_embeddings=m.tie_embeddings,
+            qkv_bias=m.qkv_bias,
+        )
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
+            f"only {spec.vocab_size} rows: they do not belong together"
+        )
+    return Decoder(spec, dtype=jnp.dtype(m.dtype), remat=m.remat)
+
+
+def rollout_limits(
+    c: ConfigDict, tokenizer: Tokenizer, protocol: Protocol, spec: DecoderSpec
+) -> tuple[Limits, int]:
+    """Return the limits of a rollout, and the tokens of the longest conversation.
+
+    Raises:
+        ValueError: config.rollout.context_tokens or the model's context cannot hold it;
+            the message shows how the length is made up.
+    """
+    r = c.rollout
+    limits = Limits(
+        max_searches=r.max_searches,
+        max_prompt_tokens=r.max_prompt_tokens,
+        max_turn_tokens=r.max_turn_tokens,
+        max_observation_tokens=r.max_observation_tokens,
+        forced_final_turn=r.forced_final_turn,
+        cuts_tags=r.cut_tags,
+    )
+    markup = markup_tokens(tokenizer, protocol)
+    needed = conversation_tokens(limits, markup)
+    num_tokens = r.context_tokens or needed
+    several = f"{markup.parts} x " if markup.parts > 1 else ""
+    echo = f"{r.max_turn_tokens} of queries + " if markup.echoes else ""
+    arithmetic = (
+        f"prompt {r.max_prompt_tokens} + {limits.num_turns} turns x "
+        f"{r.max_turn_tokens} + {limits.num_turns - 1} observations x "
+        f"max({several}{r.max_observation_tokens} + {echo}{markup.tags} of tags, "
+        f"{markup.message} of the invalid-action message) = {needed} tokens"
+    )
+    if num_tokens < needed:
+        raise ValueError(
+            f"config.rollout.context_tokens = {num_tokens} is too small: {arithmetic}"
+        )
+    if num_tokens > spec.max_context:
+        raise ValueError(f"{arithmetic}, but the model's context is {spec.max_context}")
+    return limits, num_tokens

@@ -1,0 +1,82 @@
+"""Open the search engine that a configuration names."""
+
+import functools
+
+from ml_collections import ConfigDict
+
+from rsearch.data.corpus import Corpus
+from rsearch.hosts import processes
+from rsearch.retrieval.distributed import distribute_index
+from rsearch.retrieval.encoder import load_encoder
+from rsearch.retrieval.engine import SearchEngine, engine_in_memory
+from rsearch.retrieval.index import corpus_path, open_index
+from rsearch.retrieval.rerank import RerankedSearch, load_reranker
+from rsearch.retrieval.service import RemoteSearch
+from rsearch.retrieval.user import UserSearch
+from rsearch.retrieval.wrap import wrap_search
+from rsearch.world.world import WORLD, World
+
+
+def open_search(
+    c: ConfigDict, world: World | None
+) -> SearchEngine | RemoteSearch | RerankedSearch:
+    """Open the engine over the world's passages, a saved index or a service.
+
+    Raises:
+        ValueError: no index is named, or it was built for something else.
+    """
+    r = c.retrieval
+    engine = _open_engine(c, world, r.rerank_from if r.reranker else r.top_k)
+    return wrap_search(
+        engine,
+        page_chars=r.page_chars if r.url and r.fetch_pages else 0,
+        page_seconds=r.timeout_seconds / 3,
+        rerank=load_reranker(r.reranker) if r.reranker else None,
+        rerank_from=r.rerank_from,
+        top_k=r.top_k,
+        cache_size=r.cache_size,
+    )
+
+
+def open_encoder(c: ConfigDict):
+    """Load the encoder of queries and passages."""
+    r = c.retrieval
+    return load_encoder(
+        r.encoder,
+        family=r.family,
+        dim=r.hashed_dim,
+        max_query_tokens=r.max_query_tokens,
+        max_passage_tokens=r.max_passage_tokens,
+    )
+
+
+def _open_engine(c, world, top_k):
+    """Open the engine that finds `top_k` passages for a query."""
+    r = c.retrieval
+    settings = dict(top_k=top_k, cache_size=r.cache_size)
+    if r.engine:
+        return UserSearch("config.retrieval.engine", r.engine, top_k=top_k)
+    if r.url:
+        names = "api", "api_key_env", "timeout_seconds", "max_retries", "outage_seconds"
+        search = RemoteSearch(r.url, **settings, **{name: r[name] for name in names})
+        search.check()
+        return search
+    encoder = open_encoder(c)
+    if r.corpus == WORLD:
+        return engine_in_memory(world.passages, encoder, **settings)
+    if not r.index:
+        raise ValueError(
+            "config.retrieval.index is empty; build one: python -m rsearch.index "
+            f"--corpus={r.corpus} --encoder={r.encoder} --family={r.family} --out=DIR"
+        )
+    corpus = Corpus(r.corpus or corpus_path(r.index), cache=r.corpus_cache or None)
+    opening = functools.partial(open_index, r.index, corpus=corpus, encoder=encoder)
+    if r.sharded and processes.num_hosts() > 1:
+        shard = dict(host=processes.host_index(), num_hosts=processes.num_hosts())
+        opening = functools.partial(opening, **shard)
+        nearest, manifest = distribute_index(opening, timeout_seconds=r.timeout_seconds)
+    else:
+        index = opening()
+        nearest, manifest = index.nearest, index.manifest
+    fingerprint = f"index {manifest['digest']}"
+    return SearchEngine(nearest, encoder, corpus, fingerprint=fingerprint, **settings)

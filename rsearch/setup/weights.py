@@ -1,0 +1,176 @@
+"""Weights: those a run begins with, and those its stages have trained.
+
+Checkpoints of adapters do not hold the weights that the adapters stand beside, and mean
+nothing beside others. These are looked for in the run: what the stage before left in
+its last checkpoint, its own adapters merged, or what the policy was at the start. A
+stage whose successor has begun can get no more steps, so that they are what they were.
+"""
+
+import functools
+import pathlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rsearch.config.stage_plan import START, kind_of, stage_configs
+from rsearch.models.decoder import Decoder, DecoderSpec, init_params
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.models.hf.weights import param_shapes
+from rsearch.models.lora import adapter_shapes, make_merge
+from rsearch.models.sharding import laid_out, param_shardings
+from rsearch.runtime import checkpoint, console
+from rsearch.runtime.workdir import read_config
+from rsearch.setup.context import Setup
+
+
+def initial_params(setup: Setup):
+    """Return the policy's parameters before training, float32, over the mesh."""
+    return initial_weights(setup.model, setup.source, setup.mesh, setup.config.seed)
+
+
+def initial_weights(model: Decoder, source: pathlib.Path | None, mesh: Mesh, seed: int):
+    """Return the weights before all stages, float32, over a mesh.
+
+    Args:
+        model: the network.
+        source: a Hugging Face directory; None draws random weights.
+        mesh: devices.
+        seed: of random weights.
+    """
+    shardings = param_shardings(param_shapes(model.spec), mesh)
+    if source is not None:
+        return huggingface.load_params(source, model.spec, shardings=shardings)
+    make = jax.jit(functools.partial(init_params, model), out_shardings=shardings)
+    return make(jax.random.key(seed))
+
+
+def trained_params(setup: Setup, folder: pathlib.Path) -> tuple[str, int, dict]:
+    """Return (stage, step, parameters) of the run's newest policy.
+
+    It is that of the last stage that has a checkpoint, adapters merged. Without any
+    checkpoint it is ("start", 0, the parameters before training).
+
+    Args:
+        setup: of the run.
+        folder: of the run.
+    """
+    c = setup.config
+    initial = functools.partial(initial_params, setup)
+    for stage, stage_config in reversed(stage_configs(c)):
+        model = stage_config.model
+        is_policy = stage_config.trains == "policy" and model.source == c.model.source
+        if kind_of(stage) == "curate" or not is_policy:
+            continue
+        # Not the moments, which are twice as much, or a value model.
+        like = {
+            "params": laid_out(_trained_shapes(model, setup.model.spec), setup.mesh)
+        }
+        newest = checkpoint.newest_good(
+            folder / stage / checkpoint.FOLDER, like, is_part=True
+        )
+        if newest is not None:
+            step, tree, _ = newest
+            console.note(f"policy: stage {stage} after step {step}")
+            params = tree["params"]
+            if model.lora_rank:
+                params = merged_weights(
+                    folder, stage, params, setup.model.spec, setup.mesh, initial
+                )
+            return stage, step, params
+    return START, 0, initial()
+
+
+def restored_weights(
+    workdir,
+    stage: str,
+    step: int,
+    spec: DecoderSpec,
+    mesh: Mesh,
+    initial: Callable[[], dict],
+):
+    """Return the weights of a run's checkpoint, float32, adapters merged.
+
+    Args:
+        workdir: of the run; its config.json tells what each stage trained.
+        stage: that has the checkpoint.
+        step: of the checkpoint.
+        spec: shape of the network.
+        mesh: devices.
+        initial: returns the weights before all stages.
+
+    Raises:
+        ValueError: the checkpoint, or one that its adapters stand beside, is missing.
+    """
+    folder = pathlib.Path(workdir) / stage / checkpoint.FOLDER
+    model = _section(read_config(workdir), stage, "model")
+    like = {"params": laid_out(_trained_shapes(model, spec), mesh)}
+    params = checkpoint.restore(folder, step, like, is_part=True)["params"]
+    return merged_weights(workdir, stage, params, spec, mesh, initial)
+
+
+def merged_weights(
+    workdir,
+    stage: str,
+    params,
+    spec: DecoderSpec,
+    mesh: Mesh,
+    initial: Callable[[], dict],
+):
+    """Merge a stage's parameters into the weights they stand beside, if adapters.
+
+    Args:
+        workdir: of the run; its config.json tells what each stage trained.
+        stage: that trained them.
+        params: of the stage's state.
+        spec: shape of the network.
+        mesh: devices.
+        initial: returns the weights before all stages.
+
+    Raises:
+        ValueError: the checkpoint that the adapters stand beside is missing.
+    """
+    config = read_config(workdir)
+    model = _section(config, stage, "model")
+    if not model["lora_rank"]:
+        return params
+    before = _stage_before(config, stage)
+    if before is None:
+        base = initial()
+    else:
+        base = restored_weights(workdir, *before, spec, mesh, initial)
+    scale = model["lora_alpha"] / model["lora_rank"]
+    return make_merge(mesh, scale, jnp.float32, donates=True)(base, params)
+
+
+def _trained_shapes(model, spec):
+    """Return the shapes of what a stage with this section `model` trains."""
+    if not model["lora_rank"]:
+        return param_shapes(spec)
+    return adapter_shapes(
+        spec, rank=model["lora_rank"], matrices=model["lora_matrices"]
+    )
+
+
+def _stage_before(config, stage):
+    """Return (stage, last step) that made a stage's first weights, or None."""
+
+    def trains(name):
+        overrides = config["overrides"].get(name, {})
+        source = _section(config, name, "model")["source"]
+        return overrides.get("trains", config["trains"]), source
+
+    earlier = config["stages"][: config["stages"].index(stage)]
+    for name in reversed(earlier):
+        kind = kind_of(name)
+        if kind == "curate" or trains(name) != trains(stage):
+            continue
+        if steps := _section(config, name, kind)["steps"]:
+            return name, steps
+    return None
+
+
+def _section(config, stage, name):
+    """Return a section of a stage's configuration, from a run's as a plain dict."""
+    return {**config[name], **config["overrides"].get(stage, {}).get(name, {})}

@@ -1,0 +1,68 @@
+"""Write imperfect demonstrations of the embedded world's questions."""
+
+import numpy as np
+
+from rsearch.data.demonstrations import DIRECT, RAG, Demonstration, turns_of
+from rsearch.protocols.base import Protocol
+from rsearch.world.plans import early_stop, guess, solution
+from rsearch.world.world import World
+
+
+def world_demonstrations(
+    world: World,
+    protocol: Protocol,
+    *,
+    seed: int,
+    repeats: int,
+    flawed_share: float,
+    guess_share: float,
+    baseline_share: float,
+    recall_share: float = 0.0,
+) -> list[Demonstration]:
+    """Return imperfect demonstrations of the world's training questions.
+
+    Args:
+        world: has the questions and the facts behind them.
+        protocol: that they are written in. Where it takes several queries in a turn,
+            facts that do not depend on each other are asked for at once.
+        seed: of the flaws.
+        repeats: demonstrations of each question, each with its own flaw or none.
+        flawed_share: share of those that do not come to the answer.
+        guess_share: share of the flawed that guess at once; the others stop before the
+            last search, and take what they have read by then for the answer.
+        baseline_share: number of those that answer as the baselines do, relative to
+            the others: the model is to see how those are asked too.
+        recall_share: share of the flawless ones about the famous that recall what they
+            know in place of searching for it.
+    """
+    flaws = _generator(seed, 2)
+    recalls = _generator(seed, 4)
+    demonstrations = []
+    for question in world.train:
+        for _ in range(repeats):
+            flawed, guessed, baseline = flaws.random(3)
+            wrong = guess(world, question, flaws)
+            if flawed >= flawed_share:
+                steps = solution(
+                    world,
+                    question,
+                    recalls=recalls.random() < recall_share,
+                    max_queries=protocol.max_queries,
+                )
+            elif guessed < guess_share:
+                steps = wrong
+            else:
+                steps = early_stop(world, question, recalls)
+            turns = turns_of(protocol, steps)
+            demonstrations.append(Demonstration(question, turns))
+            if baseline < baseline_share:
+                method = DIRECT if guessed < 0.5 else RAG
+                answer = f" {question.golden_answers[0]}"
+                demonstrations.append(Demonstration(question, (answer,), method))
+    return demonstrations
+
+
+def _generator(seed, stream):
+    """Return the random generator of one stream of a seed."""
+    sequence = np.random.SeedSequence([seed, stream])
+    return np.random.Generator(np.random.PCG64(sequence))

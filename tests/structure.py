@@ -1,0 +1,431 @@
+"""Measure how the package is built: python -m tests.structure [NAME OF A BUDGET ...]
+
+Each Budget has an aim and a limit. The limit is what a change may not pass; where the
+aim is not reached yet it is what was measured last, and is lowered with it.
+"""
+
+import ast
+import dataclasses
+import functools
+import io
+import pathlib
+import sys
+import tempfile
+import tokenize
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "rsearch").rglob("*.py"))
+ROOMS = (  # lowest first: a module imports from its own room and from lower lines
+    ("types",),
+    ("text",),
+    ("hosts",),
+    ("config", "runtime"),
+    ("models", "protocols", "tools"),
+    ("data",),
+    ("retrieval",),
+    ("rollout", "rewards"),
+    ("llm", "learn"),
+    ("world",),
+    ("setup",),
+    ("evaluation",),
+    ("stages",),
+    ("serve", "plan"),
+    ("bench",),
+)
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+COMMANDS = len(ROOMS)
+# Rooms below setup that hold what a configuration is, or where a run keeps it.
+KNOW_CONFIG = ("config", "runtime", "setup")
+
+DRIVERS = (
+    "stages/*.py",
+    "stages/curate/*.py",
+    "rollout/scheduler.py",
+    "rollout/decode.py",
+    "learn/update.py",
+    "retrieval/index_build.py",
+)
+_BANNED = """
+own found told given one most enough whole part piece place left kept asked written
+together apart alike plain
+"""
+_NO_VERBS = """
+a an the this that these those it its what how where who whose which when whether of as
+also in on at by for from with without to only no not each every all any both some one
+two and or if there is are
+"""
+BANNED = frozenset(_BANNED.split())  # as bare names
+NO_VERBS = frozenset(_NO_VERBS.split())  # no imperative sentence opens with them
+VERBS_IN_S = ("pass", "process", "guess", "cross", "press", "express", "address")
+
+
+@functools.cache
+def tree(path: pathlib.Path) -> ast.Module:
+    """Parse a file once."""
+    return ast.parse(path.read_text(), str(path))
+
+
+def module_name(path: pathlib.Path) -> str:
+    """Return "rsearch.models.decoder" for its file; a package for its __init__."""
+    names = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(names[:-1] if names[-1] == "__init__" else names)
+
+
+MODULES = {module_name(path): path for path in SOURCES}
+
+
+def room_of(module: str) -> str:
+    """Return "models" for "rsearch.models.decoder"."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def level_of(module: str) -> int:
+    """Return the level of a module's room; commands are above all rooms."""
+    return LEVEL.get(room_of(module), COMMANDS)
+
+
+@functools.cache
+def imports_of(module: str) -> frozenset[str]:
+    """Return the package's modules that a module imports, at any depth of its code."""
+    names = set()
+    for node in ast.walk(tree(MODULES[module])):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names if alias.name in MODULES}
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                names.add(inner if inner in MODULES else node.module)
+    return frozenset(names - {module, "rsearch"})
+
+
+@functools.cache
+def import_chain(module: str) -> tuple[str, ...]:
+    """Return the longest chain of imports that begins with a module.
+
+    Raises:
+        RecursionError: modules import each other.
+    """
+    chains = [import_chain(other) for other in sorted(imports_of(module))]
+    return (module, *max(chains, key=len, default=()))
+
+
+def cycles() -> list[str]:
+    """Return the circles of imports, each as "a -> b -> a"."""
+    circles, done = [], set()
+
+    def visit(module, path):
+        if module in path:
+            circles.append(" -> ".join([*path[path.index(module) :], module]))
+        elif module not in done:
+            for other in sorted(imports_of(module)):
+                visit(other, [*path, module])
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, [])
+    return circles
+
+
+def wrong_imports() -> list[str]:
+    """Return the imports that go up. Rooms of one line may share modules in one way."""
+    return [
+        f"{module} imports {other}"
+        for module in MODULES
+        for other in sorted(imports_of(module))
+        if level_of(other) > level_of(module)
+    ]
+
+
+def config_below_setup() -> list[str]:
+    """Return the modules below setup that import configurations or ConfigDict."""
+    wrong = []
+    for module, path in MODULES.items():
+        is_below = level_of(module) < LEVEL["setup"]
+        if not is_below or room_of(module) in KNOW_CONFIG:
+            continue
+        imported = {n for n in imports_of(module) if room_of(n) == "config"}
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ImportFrom) and node.module == "ml_collections":
+                imported.add(node.module)
+        if imported:
+            wrong.append(f"{module}: {', '.join(sorted(imported))}")
+    return wrong
+
+
+def root_modules() -> list[str]:
+    """Return the modules at the package's root that are neither a command nor types."""
+    return [
+        name
+        for name, path in MODULES.items()
+        if name.count(".") == 1 and path.stem != "__init__" and name != "rsearch.types"
+        if "main" not in {getattr(node, "name", "") for node in tree(path).body}
+    ]
+
+
+def comments_per_100_lines(patterns=DRIVERS) -> float:
+    """Return the comment lines in 100 lines that are not blank."""
+    num_comments = num_lines = 0
+    for pattern in patterns:
+        for path in (ROOT / "rsearch").glob(pattern):
+            text = path.read_text()
+            tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+            num_comments += sum(token.type == tokenize.COMMENT for token in tokens)
+            num_lines += sum(bool(line.strip()) for line in text.splitlines())
+    return 100 * num_comments / num_lines
+
+
+def functions(path: pathlib.Path) -> list[ast.FunctionDef]:
+    """Return all functions of a file, nested ones too."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return [node for node in ast.walk(tree(path)) if isinstance(node, kinds)]
+
+
+def public_functions(path: pathlib.Path) -> Iterator[ast.FunctionDef]:
+    """Yield the public functions of a file, and the methods of its public classes."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    for node in tree(path).body:
+        if getattr(node, "name", "_").startswith("_"):
+            continue
+        if isinstance(node, kinds):
+            yield node
+        elif isinstance(node, ast.ClassDef):
+            for member in node.body:
+                is_special = getattr(member, "name", "") in ("__init__", "__call__")
+                if not isinstance(member, kinds):
+                    continue
+                if is_special or not member.name.startswith("_"):
+                    yield member
+
+
+def unannotated() -> tuple[list[str], int]:
+    """Return the public arguments without an annotation, and how many there are."""
+    bare, total = [], 0
+    for path in SOURCES:
+        for function in public_functions(path):
+            a = function.args
+            for argument in (*a.posonlyargs, *a.args, *a.kwonlyargs):
+                if argument.arg in ("self", "cls"):
+                    continue
+                total += 1
+                if argument.annotation is None:
+                    place = f"{path.relative_to(ROOT)}:{argument.lineno}"
+                    bare.append(f"{place}: {function.name}({argument.arg})")
+    return bare, total
+
+
+def banned_names() -> list[str]:
+    """Return where a bare pronoun, participle or adverb is the name of something."""
+    uses = []
+    for path in SOURCES:
+        for node in ast.walk(tree(path)):
+            name = None
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            elif isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                name = node.name
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                name = node.attr
+            if name is not None and name.strip("_") in BANNED:
+                uses.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    return uses
+
+
+def is_imperative(docstring: str) -> bool:
+    """Return whether a docstring opens like an imperative sentence."""
+    words = docstring.split()
+    first = words[0].strip(",:;.").lower() if words else ""
+    if not first.isalpha() or first in NO_VERBS:
+        return False
+    return not first.endswith("s") or first in VERBS_IN_S
+
+
+def unreadable_openings() -> list[str]:
+    """Return the functions whose docstring does not open with an imperative sentence.
+
+    Properties are named like values, so that a noun may open their docstring.
+    """
+    wrong = []
+    for path in SOURCES:
+        for function in functions(path):
+            docstring = ast.get_docstring(function)
+            decorators = {ast.unparse(d) for d in function.decorator_list}
+            is_property = decorators & {"property", "functools.cached_property"}
+            if docstring is None or is_property or is_imperative(docstring):
+                continue
+            place = f"{path.relative_to(ROOT)}:{function.lineno}"
+            wrong.append(f"{place}: {docstring.splitlines()[0]}")
+    return wrong
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacks:
+    """The package's frames in a real step of a tiny run.
+
+    Attributes:
+        gradient: from the command to where the gradient is taken, (file, function).
+        token: from the loop to where a token is sampled.
+    """
+
+    gradient: tuple[tuple[str, str], ...]
+    token: tuple[tuple[str, str], ...]
+
+
+@functools.cache
+def stacks_of_a_step() -> Stacks:
+    """Run one step of a tiny GRPO run, and return the stacks of what it traces."""
+    import jax
+
+    from rsearch import train
+    from rsearch.rollout import decode
+    from tests.small_run import config
+
+    stacks = {}
+    value_and_grad, sample = jax.value_and_grad, decode.sample
+
+    def keep(name):
+        frames, frame = [], sys._getframe(2)
+        while frame is not None:
+            path = pathlib.Path(frame.f_code.co_filename)
+            if path.is_relative_to(ROOT / "rsearch"):
+                file = str(path.relative_to(ROOT / "rsearch"))
+                frames.append((file, frame.f_code.co_name))
+            frame = frame.f_back
+        frames.reverse()
+        if ("stages/rl.py", "run") in frames:
+            stacks.setdefault(name, frames)
+
+    def watched_gradient(*args, **settings):
+        keep("gradient")
+        return value_and_grad(*args, **settings)
+
+    def watched_sample(*args, **settings):
+        keep("token")
+        return sample(*args, **settings)
+
+    whole_step = config(
+        stages=("rl",), rl__steps=1, eval__methods=("protocol",), eval__at_start=False
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(jax, "value_and_grad", watched_gradient),
+        mock.patch.object(decode, "sample", watched_sample),
+    ):
+        train.main(whole_step, pathlib.Path(folder) / "run")
+    loop = stacks["token"].index(("stages/rl.py", "run"))
+    sampled = (*stacks["token"][loop + 1 :], ("rollout/sampling.py", "sample"))
+    return Stacks(tuple(stacks["gradient"]), tuple(sampled))
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """A number that a change may not make worse.
+
+    Attributes:
+        name: of what is measured.
+        measure: () -> the number.
+        aim: of the design.
+        limit: that a test holds.
+        is_least: whether the limit is a lower bound.
+    """
+
+    name: str
+    measure: Callable[[], float]
+    aim: float
+    limit: float
+    is_least: bool = False
+
+    def holds(self, number: float, bound: float) -> bool:
+        """Return whether a measured number is within a bound."""
+        return number >= bound if self.is_least else number <= bound
+
+
+def _mean_imports():
+    return sum(len(imports_of(m)) for m in MODULES) / len(MODULES)
+
+
+def _annotated_share():
+    bare, total = unannotated()
+    return 1 - len(bare) / total
+
+
+BUDGETS = (
+    Budget("circles of imports", lambda: len(cycles()), 0, 0),
+    Budget("imports that go up", lambda: len(wrong_imports()), 0, 0),
+    Budget("configuration below setup", lambda: len(config_below_setup()), 0, 0),
+    Budget("root modules that are no command", lambda: len(root_modules()), 0, 0),
+    Budget(
+        "import depth of rsearch.train",
+        lambda: len(import_chain("rsearch.train")) - 1,
+        11,
+        11,
+    ),
+    Budget("mean imports of a module", _mean_imports, 3.3, 4.3),
+    Budget(
+        "files, command to gradient",
+        lambda: len({file for file, _ in stacks_of_a_step().gradient}),
+        4,
+        4,
+    ),
+    Budget(
+        "calls, command to gradient",
+        lambda: len(stacks_of_a_step().gradient) - 1,
+        5,
+        5,
+    ),
+    Budget(
+        "frames, loop to sampled token", lambda: len(stacks_of_a_step().token), 9, 9
+    ),
+    Budget(
+        "comments in 100 lines of drivers", comments_per_100_lines, 8, 5, is_least=True
+    ),
+    Budget("annotated public arguments", _annotated_share, 0.9, 0.69, is_least=True),
+    Budget("banned names", lambda: len(banned_names()), 0, 520),
+    Budget(
+        "docstrings that open with no verb",
+        lambda: len(unreadable_openings()),
+        0,
+        640,
+    ),
+)
+DETAILS = {
+    "circles of imports": cycles,
+    "imports that go up": wrong_imports,
+    "configuration below setup": config_below_setup,
+    "root modules that are no command": root_modules,
+    "import depth of rsearch.train": lambda: [
+        " > ".join(import_chain("rsearch.train"))
+    ],
+    "command to gradient": lambda: [str(f) for f in stacks_of_a_step().gradient],
+    "loop to sampled token": lambda: [str(f) for f in stacks_of_a_step().token],
+    "annotated public arguments": lambda: unannotated()[0],
+    "banned names": banned_names,
+    "docstrings that open with no verb": unreadable_openings,
+}
+
+
+def main(*details: str) -> int:
+    """Print the table; with the beginning of a name, what is behind its number."""
+    for word in details:
+        for name, find in DETAILS.items():
+            if name.startswith(word):
+                print(name, *find(), sep="\n  ")
+    if details:
+        return 0
+    is_held = True
+    print(f"{'':36}{'now':>9}{'aim':>9}{'limit':>9}")
+    for budget in BUDGETS:
+        number = budget.measure()
+        is_held &= budget.holds(number, budget.limit)
+        mark = "" if budget.holds(number, budget.aim) else "  not reached"
+        print(
+            f"{budget.name:36}{number:9.4g}{budget.aim:9.4g}{budget.limit:9.4g}{mark}"
+        )
+    return 0 if is_held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
