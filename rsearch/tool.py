@@ -195,15 +195,13 @@ def result_of(group: Group) -> dict:
             "title": passage.title,
             "text": passage.text,
         }
-        for lookup in rollout.searches
-        for passages in lookup.passages
-        for passage in passages
+        for passage in rollout.passages
     }
     return {
         "question": group.question.text,
         "evidence": evidence_of(rollout),
         "answer": rollout.answer,
-        "queries": [q for lookup in rollout.searches for q in lookup.queries],
+        "queries": [q for use in rollout.searches for q in use.call.arguments],
         "passages": list(shown.values()),
         "outcome": rollout.outcome.value,
     }

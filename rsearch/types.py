@@ -7,6 +7,7 @@ decoded from them and never the other way round.
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -40,11 +41,47 @@ class Passage:
         return self.contents.partition("\n")[2]
 
 
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """The policy asked for passages."""
+SEARCH = "search"
+"""The tool that retrieves passages: its arguments are queries, its data passages."""
 
-    queries: tuple[str, ...]
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that the policy has written.
+
+    Attributes:
+        name: of the tool.
+        arguments: texts; of a search its queries.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolResult:
+    """The result of one call.
+
+    Attributes:
+        text: shown to the policy where its protocol has no form for the data.
+        data: for protocols and programs; of a search the passages of each query,
+            [queries] tuples of Passages, of any other tool a value of JSON.
+        error: why the tool failed; the rollout then ends as a tool error, which says
+            nothing about the policy. A wrong argument is no failure: it is answered
+            with a text.
+    """
+
+    text: str = ""
+    data: Any = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolUse:
+    """A call that was executed, and its result."""
+
+    call: ToolCall
+    result: ToolResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +98,7 @@ class Malformed:
     reason: str
 
 
-Action = Search | Answer | Malformed
+Action = ToolCall | Answer | Malformed
 
 
 def _anywhere(text: str) -> bool:
@@ -87,14 +124,14 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What the policy is shown after an action, in three parts.
+    """The text that the policy is shown after an action, in three parts.
 
     Only `content` is cut to the observation budget, so that the closing tag in `after`
     always survives. All three are encoded as plain text: none can hold a control token.
 
     Attributes:
         before: the opening tag; "{turn}" in it stands for the turn's number, from 1.
-        content: what was found.
+        content: the result.
         after: the closing tag.
         pieces: the content in pieces, where more than its end is cut: a text stays
             whole, a Cut is cut on its own. Empty: the content is one piece.
@@ -154,28 +191,20 @@ class Outcome(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookup:
-    """One executed search: its queries, and the passages found for each of them."""
-
-    queries: tuple[str, ...]
-    passages: tuple[tuple[Passage, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Rollout:
     """One sampled conversation, from its prompt to its end.
 
     Attributes:
         segments: append-only, in order; the first is the prompt.
         answer: the text of the Answer action, None where there was none.
-        searches: the searches that were executed, in order.
+        tool_uses: the calls that were executed, in order.
         outcome: how it ended.
         num_malformed: turns that held no valid action.
     """
 
     segments: tuple[Segment, ...]
     answer: str | None
-    searches: tuple[Lookup, ...]
+    tool_uses: tuple[ToolUse, ...]
     outcome: Outcome
     num_malformed: int = 0
 
@@ -185,9 +214,14 @@ class Rollout:
         return tuple(s.text for s in self.segments if s.source == Source.POLICY)
 
     @property
-    def found(self) -> tuple[Passage, ...]:
+    def searches(self) -> tuple[ToolUse, ...]:
+        """The calls of the tool that retrieves passages, in order."""
+        return tuple(use for use in self.tool_uses if use.call.name == SEARCH)
+
+    @property
+    def passages(self) -> tuple[Passage, ...]:
         """The passages of all searches, in order."""
-        return tuple(p for s in self.searches for hits in s.passages for p in hits)
+        return tuple(p for s in self.searches for hits in s.result.data for p in hits)
 
     @property
     def num_tokens(self) -> int:
@@ -214,8 +248,15 @@ Messages = Sequence[Mapping[str, str]]
 SearchFn = Callable[[Sequence[str]], list[tuple[Passage, ...] | None]]
 """(queries) -> passages for each, best first; None where that search failed.
 
-Calls overlap where it has an attribute `searches_at_once` above 1, and no others do.
+Any such function is one; nothing can tell where it runs. Calls overlap where it has an
+attribute `searches_at_once` above 1, and no others do.
 """
+
+Tool = Callable[[Sequence[ToolCall]], list[ToolResult]]
+"""(calls) -> a result for each. A batch holds the calls of all paused rollouts."""
+
+ReadFn = Callable[[Sequence[str]], list[Passage | None]]
+"""(ids) -> the passage or page of each, in full; None where there is none."""
 
 GenerateFn = Callable[[Sequence[Messages]], list[str | None]]
 """(chats) -> a reply to each; None where that call failed after its retries."""

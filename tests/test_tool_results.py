@@ -6,9 +6,9 @@ from rsearch import tool
 from rsearch.rollout.replay import replay
 from rsearch.setup.load import load_setup
 from rsearch.setup.rollouts import make_host
+from rsearch.tools.search import search_use
 from rsearch.types import (
     Group,
-    Lookup,
     Outcome,
     Passage,
     Question,
@@ -45,7 +45,7 @@ def test_evidence_is_the_policys_own_last_box():
         return Segment(source, nothing, nothing.astype(np.float32), text)
 
     passages = (Passage("a", "Ada\nAda made it."), Passage("b", "Bo\nText"))
-    lookups = (Lookup(("q1",), (passages,)), Lookup(("q2",), (passages[:1],)))
+    lookups = (search_use(("q1",), (passages,)), search_use(("q2",), (passages[:1],)))
     box = "<original_evidence> {} </original_evidence>"
     segments = (
         segment(Source.PROMPT, box.format("and")),
@@ -70,7 +70,7 @@ def test_evidence_is_the_policys_own_last_box():
 def test_observations_that_a_model_wrote_from_the_same_passages_are_all_told():
     name = "written from 1, 2"
     lookups = tuple(
-        Lookup((text,), ((Passage(name, f"{name}\n{text}"),),))
+        search_use((text,), ((Passage(name, f"{name}\n{text}"),),))
         for text in ("first", "second", "first")
     )
     rollout = Rollout((), None, lookups, Outcome.TRUNCATED)

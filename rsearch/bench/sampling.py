@@ -23,7 +23,12 @@ from rsearch.rollout.decode import Sampler
 from rsearch.rollout.interface import DecodeRequest
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.rollout.stop_strings import token_automaton
-from rsearch.types import Observation, Passage, Question, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Observation,
+    Passage,
+    Question,
+)
 
 CHUNK = 512  # prompt tokens that go through the model at once, of each row
 FAR = "Silver Harbour was filmed in Goldberg, where the river ends. "
@@ -136,8 +141,8 @@ def turns_protocol() -> Protocol:
         user="{question}",
         add_question_mark=False,
         stop_strings=(),
-        parse=lambda turn: Search((turn,)),
-        observe=lambda queries, found: Observation(
+        parse=lambda turn: search_call(turn),
+        show_passages=lambda queries, found: Observation(
             "", "".join(p.contents for passages in found for p in passages), ""
         ),
         render=lambda action: "",
@@ -223,7 +228,7 @@ def make_turns(
         host,
         num_rows=batch,
         group_size=group_size,
-        searches_at_once=host.search.searches_at_once,
+        searches_at_once=host.searches_at_once,
     )
     count = num_rollouts // group_size
     prompts = prompt_tokens(count, num_prompt, network.spec.vocab_size)

@@ -12,15 +12,16 @@ from rsearch.data.curation import Attempt, first_step, is_right
 from rsearch.data.demonstrations import Demonstration
 from rsearch.data.records import check_text, check_unicode, shown
 from rsearch.protocols.base import Protocol
+from rsearch.tools.search import search_use
 from rsearch.types import (
+    SEARCH,
     Answer,
-    Lookup,
     Malformed,
     Messages,
     Outcome,
     Passage,
     Question,
-    Search,
+    ToolCall,
 )
 
 THOUGHT = re.compile(r"^[^\S\n]*Thought\s+(\d+):", re.MULTILINE)
@@ -85,7 +86,7 @@ def chain_fault(
     if attempt.outcome != Outcome.ANSWERED:
         return "unfinished" if attempt.outcome.is_signal else attempt.outcome.value
     actions = [protocol.parse(turn) for turn in attempt.turns]
-    if any(not isinstance(action, Search) for action in actions[:-1]):
+    if any(not isinstance(action, ToolCall) for action in actions[:-1]):
         return "structure"
     if not all(attempt.shown[:-1]) or not isinstance(actions[-1], Answer):
         return "structure"
@@ -105,7 +106,7 @@ def chain(protocol: Protocol, question: Question, attempt: Attempt) -> Demonstra
         attempt: without `chain_fault`.
     """
     observations = tuple(
-        protocol.observe(s.queries, s.passages).content for s in attempt.searches
+        protocol.observe(use.call, use.result).content for use in attempt.searches
     )
     return Demonstration(question, attempt.turns, observations=observations)
 
@@ -314,10 +315,10 @@ def split_chain(protocol: Protocol, reply: str) -> Attempt:
         turns.append(turn)
         shown.append(text)
         match protocol.parse(turn):
-            case Search(queries):
+            case ToolCall(name, queries) if name == SEARCH:
                 # As what a model has written from passages is shown.
                 hits = ((Passage("written", f"\n{text}"),),) * len(queries)
-                searches.append(Lookup(queries, hits))
+                searches.append(search_use(queries, hits))
             case Answer(said):
                 answer = said
             case Malformed():

@@ -2,7 +2,7 @@
 
 All of it works on Attempts, which are rollouts as text. What a protocol's tags look
 like is asked of the protocol: a turn's action is what `Protocol.parse` finds, and what
-an observation looks like is what `Protocol.observe` says.
+an observation looks like is what `Protocol.show_passages` says.
 """
 
 import dataclasses
@@ -12,16 +12,17 @@ from rsearch.data.demonstrations import Demonstration
 from rsearch.protocols.base import Protocol, Step
 from rsearch.protocols.rewriting import recalled, recollections, rewriting_messages
 from rsearch.text.normalize import cover_exact_match, exact_match, f1
+from rsearch.tools.search import search_use
 from rsearch.types import (
     Answer,
-    Lookup,
     Malformed,
     Outcome,
     Passage,
     Question,
     Rollout,
-    Search,
     Source,
+    ToolCall,
+    ToolUse,
 )
 
 MEASURES = {"em": exact_match, "cover_em": cover_exact_match, "f1": f1}
@@ -55,15 +56,15 @@ class Attempt:
 
     turns: tuple[str, ...]
     shown: tuple[str, ...]
-    searches: tuple[Lookup, ...]
+    searches: tuple[ToolUse, ...]
     answer: str | None
     outcome: Outcome
     num_malformed: int = 0
 
     def passages(self) -> list[Passage]:
-        """What was found, each once, in the order it was."""
-        found = [p for s in self.searches for hits in s.passages for p in hits]
-        return list({p.contents: p for p in found}.values())
+        """Return the retrieved passages, each once, in order."""
+        passages = [p for s in self.searches for hits in s.result.data for p in hits]
+        return list({p.contents: p for p in passages}.values())
 
 
 def attempt_of(protocol: Protocol, rollout: Rollout) -> Attempt:
@@ -104,8 +105,10 @@ def to_record(attempt: Attempt) -> dict:
     """The attempt as JSON values."""
     searches = [
         {
-            "queries": list(s.queries),
-            "passages": [[dataclasses.asdict(p) for p in hits] for hits in s.passages],
+            "queries": list(s.call.arguments),
+            "passages": [
+                [dataclasses.asdict(p) for p in hits] for hits in s.result.data
+            ],
         }
         for s in attempt.searches
     ]
@@ -122,7 +125,7 @@ def to_record(attempt: Attempt) -> dict:
 def from_record(record: dict) -> Attempt:
     """The attempt that `to_record` has written."""
     searches = tuple(
-        Lookup(
+        search_use(
             tuple(s["queries"]),
             tuple(tuple(Passage(**p) for p in hits) for hits in s["passages"]),
         )
@@ -234,7 +237,7 @@ def segments(
         action = protocol.parse(turn)
         assert not isinstance(action, Malformed), turn
         assert not any(copies(turn, passage) for passage in passages), turn
-        verb = "search" if isinstance(action, Search) else "answer"
+        verb = "search" if isinstance(action, ToolCall) else "answer"
         kind = f"{verb}_from_{'retrieved' if number else 'question'}"
         turns = attempt.turns[: number + 1]
         settings = {"context_turns": number, "is_segment": True}
@@ -307,7 +310,7 @@ def prose(protocol: Protocol, turn: str) -> str | None:
     action = protocol.parse(turn)
     if isinstance(action, Malformed):
         return None
-    content = action.text if isinstance(action, Answer) else action.queries[0]
+    content = action.text if isinstance(action, Answer) else action.arguments[0]
     try:
         opening, found, _ = protocol.render(action).partition(content)
     except ValueError:

@@ -36,8 +36,8 @@ def log_messages(question: str, rollout: Rollout) -> Messages:
     """
     results = [
         f"Query: {query}\nResult: {' '.join(p.contents.strip() for p in passages)}"
-        for lookup in rollout.searches
-        for query, passages in zip(lookup.queries, lookup.passages, strict=True)
+        for use in rollout.searches
+        for query, passages in zip(use.call.arguments, use.result.data, strict=True)
     ]
     log = "\n\n".join(results)
     return [

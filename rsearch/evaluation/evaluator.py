@@ -177,8 +177,8 @@ def transcripts(groups: Sequence[Group], row: dict) -> list[dict]:
             "golden_answers": list(group.question.golden_answers),
             "prediction": rollout.answer,
             "outcome": rollout.outcome.value,
-            "queries": [q for s in rollout.searches for q in s.queries],
-            "suspicious": sorted({p.id for p in rollout.found if suspects(p)}),
+            "queries": [q for s in rollout.searches for q in s.call.arguments],
+            "suspicious": sorted({p.id for p in rollout.passages if suspects(p)}),
             "segments": [
                 {"source": s.source.name.lower(), "text": s.text}
                 for s in rollout.segments

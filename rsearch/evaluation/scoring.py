@@ -81,7 +81,7 @@ def summarise(groups: Sequence[Group], *, normalize: str) -> dict:
     found["searches"] = float(searches.mean())
     found["searches_right"] = _mean(searches[is_right])
     found["searches_wrong"] = _mean(searches[~is_right])
-    asked = [sum(len(s.queries) for s in r.searches) for _, r in pairs]
+    asked = [sum(len(s.call.arguments) for s in r.searches) for _, r in pairs]
     found["queries"] = float(np.mean(asked))
     found["policy_tokens"] = float(np.mean([r.num_policy_tokens for _, r in pairs]))
     found["tokens"] = float(np.mean([r.num_tokens for _, r in pairs]))

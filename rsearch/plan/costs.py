@@ -140,7 +140,7 @@ def context_of(c, kind: str) -> tuple[str, int]:
 def untagged_markup(protocol) -> Markup:
     """What a protocol's observations repeat or keep apart; its tags count nothing."""
     most = protocol.max_queries
-    pieces = protocol.observe([""] * most, [()] * most).pieces
+    pieces = protocol.show_passages([""] * most, [()] * most).pieces
     cuts = [piece for piece in pieces if isinstance(piece, Cut)]
     parts = sum(not piece.is_echo for piece in cuts) if cuts else 1
     return Markup(0, 0, parts, any(piece.is_echo for piece in cuts))

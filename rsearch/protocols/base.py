@@ -4,7 +4,16 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
-from rsearch.types import Action, Answer, Messages, Observation, Passage, Search
+from rsearch.types import (
+    SEARCH,
+    Action,
+    Answer,
+    Messages,
+    Observation,
+    Passage,
+    ToolCall,
+    ToolResult,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +32,7 @@ class Step:
 
     number: int
     thought: str
-    action: Search | Answer
+    action: ToolCall | Answer
     internal: str = ""
     evidence: str | None = None
 
@@ -39,8 +48,8 @@ class Protocol:
         add_question_mark: strip the question and end it with '?' (Search-R1).
         stop_strings: the policy pauses when it has written one of these.
         parse: the policy's turn -> its action. Total: any text has a result.
-        observe: (queries, passages for each query) -> what the policy is shown.
-        render: a Search or Answer -> the end of a turn that takes it; `parse` of it
+        show_passages: (queries, passages for each query) -> what the policy is shown.
+        render: a ToolCall or Answer -> the end of a turn that takes it; `parse` of it
             gives the action back, and it raises ValueError where that cannot be.
         write: a Step -> the whole turn of a policy that keeps to the protocol.
         invalid_message: shown after a malformed turn; None ends the rollout instead.
@@ -63,8 +72,8 @@ class Protocol:
     add_question_mark: bool
     stop_strings: tuple[str, ...]
     parse: Callable[[str], Action]
-    observe: Callable[[Sequence[str], Sequence[Sequence[Passage]]], Observation]
-    render: Callable[[Search | Answer], str]
+    show_passages: Callable[[Sequence[str], Sequence[Sequence[Passage]]], Observation]
+    render: Callable[[ToolCall | Answer], str]
     write: Callable[[Step], str]
     invalid_message: str | None = None
     is_chat: bool = True
@@ -85,12 +94,24 @@ class Protocol:
             return [user]
         return [{"role": "system", "content": self.system}, user]
 
+    def observe(self, call: ToolCall, result: ToolResult) -> Observation:
+        """Return what the policy is shown of a call: passages, or the result's text.
+
+        The text of any other tool stands between the tags that passages stand between.
+        """
+        if call.name == SEARCH:
+            return self.show_passages(call.arguments, result.data)
+        frame = self.show_passages([""], [()])
+        # Half of a UTF-16 pair, which no encoding of text can hold.
+        text = re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", result.text)
+        return dataclasses.replace(frame, content=text.strip(), pieces=())
+
     def observation_tags(self) -> tuple[re.Pattern, ...]:
         """Return patterns of the tags around observations, which only tools write.
 
         A turn's number in a tag is any number.
         """
-        frame = self.observe([""], [()])
+        frame = self.show_passages([""], [()])
         tags = [tag.strip() for tag in (frame.before, frame.after)]
         number = re.escape("{turn}")
         patterns = [re.escape(tag).replace(number, r"\d+") for tag in tags if tag]

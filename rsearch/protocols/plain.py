@@ -10,7 +10,14 @@ import re
 from collections.abc import Sequence
 
 from rsearch.protocols.base import Protocol
-from rsearch.types import Action, Answer, Messages, Observation, Passage, Search
+from rsearch.types import (
+    Action,
+    Answer,
+    Messages,
+    Observation,
+    Passage,
+    ToolCall,
+)
 
 FIELDS = re.compile(r"\{(question|passages)\}")
 
@@ -20,18 +27,18 @@ def parse(turn: str) -> Action:
     return Answer(turn.strip())
 
 
-def _observe(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
+def _show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
     """Nobody searches after the prompt; the parts are empty."""
     return Observation("", "", "")
 
 
-def _render(action: Search | Answer) -> str:
+def _render(action: ToolCall | Answer) -> str:
     """The answer itself.
 
     Raises:
         ValueError: a search, which nobody would see, or space around the answer.
     """
-    if isinstance(action, Search) or parse(action.text) != action:
+    if isinstance(action, ToolCall) or parse(action.text) != action:
         raise ValueError(f"{action} cannot be written without tags")
     return action.text
 
@@ -44,7 +51,7 @@ def _plain(name: str, system: str) -> Protocol:
         add_question_mark=False,
         stop_strings=(),
         parse=parse,
-        observe=_observe,
+        show_passages=_show_passages,
         render=_render,
         write=lambda step: _render(step.action),
         invalid_message=None,

@@ -68,7 +68,7 @@ def _r1_searcher(name, *, system, user, is_chat) -> Protocol:
         system=system,
         user=user,
         add_question_mark=False,
-        observe=listed(
+        show_passages=listed(
             "\n\n<|begin_of_documents|>\n",
             "\n<|end_of_documents|>\n\n",
             _document,

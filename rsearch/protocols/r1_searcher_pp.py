@@ -15,7 +15,13 @@ import re
 from rsearch.protocols.base import Protocol, Step
 from rsearch.protocols.r1_searcher import clean_query
 from rsearch.protocols.tagged import checked, listed
-from rsearch.types import Action, Answer, Malformed, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Action,
+    Answer,
+    Malformed,
+    ToolCall,
+)
 
 SEARCH_TAGS = ("<|begin_external_search|>", "<|end_external_search|>")
 INTERNAL_TAGS = ("<|begin_internal_answer|>", "<|end_internal_answer|>")
@@ -80,22 +86,22 @@ def parse(turn: str) -> Action:
         if not opening:
             return Malformed(f"{end} without {begin} before it")
         query = clean_query(content)
-        return Search(query) if query else Malformed("empty query")
+        return search_call(*query) if query else Malformed("empty query")
     answer = boxed(turn)
     return Malformed(rf"no {end} or \boxed{{}}") if answer is None else Answer(answer)
 
 
-def render(action: Search | Answer) -> str:
+def render(action: ToolCall | Answer) -> str:
     """The end of a turn that takes this action: `parse` of it gives the action back.
 
     Raises:
         ValueError: more than one query, a query that would be cleaned, braces that do
             not match, or a tag.
     """
-    if isinstance(action, Search) and len(action.queries) != 1:
-        raise ValueError(f"a turn holds one query, not {len(action.queries)}")
-    if isinstance(action, Search):
-        text = f" {action.queries[0]} ".join(SEARCH_TAGS)
+    if isinstance(action, ToolCall) and len(action.arguments) != 1:
+        raise ValueError(f"a turn holds one query, not {len(action.arguments)}")
+    if isinstance(action, ToolCall):
+        text = f" {action.arguments[0]} ".join(SEARCH_TAGS)
     else:
         text = rf"\boxed{{{action.text}}}"
     return checked(text, action, parse)
@@ -117,7 +123,7 @@ R1_SEARCHER_PP = Protocol(
     add_question_mark=False,
     stop_strings=(SEARCH_TAGS[1],),
     parse=parse,
-    observe=listed(
+    show_passages=listed(
         "\n\n<|begin_search_result|>\n",
         "\n<|end_search_result|>\n\n",
         lambda number, p: f"({number})" + " ".join(p.contents.split("\n")),

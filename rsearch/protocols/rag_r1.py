@@ -82,7 +82,7 @@ def ends_whole(text: str) -> bool:
 
 
 def json_results(*, ascii_only: bool):
-    """An `observe` that shows queries and documents as JSON, indented by two.
+    """Return a `show_passages` that writes JSON, indented by two.
 
     Args:
         ascii_only: write characters beyond ASCII as escapes, as the public code does.
@@ -97,7 +97,7 @@ def json_results(*, ascii_only: bool):
             yield piece
         yield '"'
 
-    def observe(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
+    def show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
         echoes = [Cut(inside(q), is_echo=True, may_end=ends_whole) for q in queries]
         found = []
         for hits in passages:
@@ -113,7 +113,7 @@ def json_results(*, ascii_only: bool):
         texts = [p.text if isinstance(p, Cut) else p for p in pieces]
         return Observation(BEFORE, "".join(texts), AFTER, pieces)
 
-    return observe
+    return show_passages
 
 
 def multi_query(
@@ -146,7 +146,7 @@ def multi_query(
             "Question: {question}\n"
         ),
         add_question_mark=True,
-        observe=json_results(ascii_only=json_ascii),
+        show_passages=json_results(ascii_only=json_ascii),
         split=split_quoted if quotes_keep_commas else split_naive,
         join=join_quoted if quotes_keep_commas else plain_join,
         max_queries=max_queries,
@@ -159,7 +159,7 @@ RAG_R1_SQ = tagged(
     system=None,
     user=SEARCH_R1.user,
     add_question_mark=True,
-    observe=listed(BEFORE, AFTER, _document),
+    show_passages=listed(BEFORE, AFTER, _document),
 )
 """RAG-R1 (2025) with one query a turn, the system instruction of its Table 1."""
 

@@ -27,7 +27,15 @@ from collections.abc import Sequence
 
 from rsearch.protocols.base import Protocol, Step
 from rsearch.protocols.tagged import checked, spoken_thought, whole_characters
-from rsearch.types import Action, Answer, Malformed, Observation, Passage, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Action,
+    Answer,
+    Malformed,
+    Observation,
+    Passage,
+    ToolCall,
+)
 
 HEADER = re.compile(r"^(Thought|Action|Observation)\s+\d+:", re.MULTILINE)
 FENCE = "```"
@@ -121,7 +129,7 @@ def _read_action(text: str) -> Action:
         return Malformed(f"{function} has too long a number as its {needed!r}")
     if function == "finish":
         return Answer(value)
-    return Search((value,)) if value else Malformed("empty query")
+    return search_call(value) if value else Malformed("empty query")
 
 
 def read_literal(text: str):
@@ -144,7 +152,7 @@ def read_literal(text: str):
         return None
 
 
-def render(action: Search | Answer) -> str:
+def render(action: ToolCall | Answer) -> str:
     """The end of a turn that takes this action: `parse` of it gives the action back.
 
     Raises:
@@ -154,12 +162,12 @@ def render(action: Search | Answer) -> str:
     return _numbered(action, 1)
 
 
-def _numbered(action: Search | Answer, number: int) -> str:
-    if isinstance(action, Search) and len(action.queries) != 1:
-        raise ValueError(f"a turn holds one query, not {len(action.queries)}")
-    is_search = isinstance(action, Search)
+def _numbered(action: ToolCall | Answer, number: int) -> str:
+    if isinstance(action, ToolCall) and len(action.arguments) != 1:
+        raise ValueError(f"a turn holds one query, not {len(action.arguments)}")
+    is_search = isinstance(action, ToolCall)
     function = "search" if is_search else "finish"
-    value = action.queries[0] if is_search else action.text
+    value = action.arguments[0] if is_search else action.text
     call = {"function": function, "parameters": {FUNCTIONS[function]: value}}
     return checked(f"Action {number}: \n```\n{call}\n```", action, parse)
 
@@ -170,7 +178,7 @@ def _write(step: Step) -> str:
     return checked(text, step.action, parse)
 
 
-def _observe(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
+def _show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
     found = [passage.contents for hits in passages for passage in hits]
     content = whole_characters("\n\n".join(found).strip())
     return Observation("\nObservation {turn}: ", content, "\n\n")
@@ -183,7 +191,7 @@ REARAG = Protocol(
     add_question_mark=False,
     stop_strings=(STOP_STRING,),
     parse=parse,
-    observe=_observe,
+    show_passages=_show_passages,
     render=render,
     write=_write,
     invalid_message=None,

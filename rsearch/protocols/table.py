@@ -11,7 +11,12 @@ from rsearch.protocols.rag_r1 import RAG_R1_MQ, RAG_R1_SQ
 from rsearch.protocols.rearag import REARAG
 from rsearch.protocols.tagged import R_SEARCH, SEARCH_R1
 from rsearch.text.extension import lookup
-from rsearch.types import Answer, Malformed, Observation, Search
+from rsearch.types import (
+    Answer,
+    Malformed,
+    Observation,
+    ToolCall,
+)
 
 FIELD = "config.protocol.name"
 PROTOCOLS = {
@@ -68,11 +73,13 @@ def make_protocol(
 
 def _checked(name: str, protocol: Protocol) -> Protocol:
     """Return a user's protocol whose functions must return what they should."""
-    actions = (Search, Answer, Malformed)
+    actions = (ToolCall, Answer, Malformed)
     return dataclasses.replace(
         protocol,
         parse=_returning(actions, f"{name}.parse", protocol.parse),
-        observe=_returning((Observation,), f"{name}.observe", protocol.observe),
+        show_passages=_returning(
+            (Observation,), f"{name}.show_passages", protocol.show_passages
+        ),
     )
 
 

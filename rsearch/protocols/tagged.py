@@ -22,7 +22,15 @@ import re
 from collections.abc import Callable, Sequence
 
 from rsearch.protocols.base import Protocol, Step
-from rsearch.types import Action, Answer, Malformed, Observation, Passage, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Action,
+    Answer,
+    Malformed,
+    Observation,
+    Passage,
+    ToolCall,
+)
 
 Tags = tuple[str, str]  # the opening and the closing one
 SEARCH_TAGS: Tags = ("<search>", "</search>")
@@ -51,7 +59,7 @@ def tagged(
     system: str | None,
     user: str,
     add_question_mark: bool,
-    observe: Callable[[Sequence[str], Sequence[Sequence[Passage]]], Observation],
+    show_passages: Callable[[Sequence[str], Sequence[Sequence[Passage]]], Observation],
     search_tags: Tags = SEARCH_TAGS,
     answer_tags: Tags = ANSWER_TAGS,
     split: Callable[[str], tuple[str, ...]] = one_query,
@@ -71,7 +79,7 @@ def tagged(
         system: system message, or None to send none.
         user: user message with one `{question}` field.
         add_question_mark: strip the question and end it with '?'.
-        observe: what the policy is shown after a search; `listed` makes one.
+        show_passages: what the policy is shown after a search; `listed` makes one.
         search_tags, answer_tags: around queries and around the answer.
         split: text between the search tags -> its queries; none is malformed.
         join: the other way round.
@@ -85,12 +93,15 @@ def tagged(
     def parse(turn: str) -> Action:
         return read_turn(turn, search=search_tags, answer=answer_tags, split=split)
 
-    def render(action: Search | Answer) -> str:
-        if isinstance(action, Search) and not 1 <= len(action.queries) <= max_queries:
+    def render(action: ToolCall | Answer) -> str:
+        if (
+            isinstance(action, ToolCall)
+            and not 1 <= len(action.arguments) <= max_queries
+        ):
             most = "one query" if max_queries == 1 else f"1 to {max_queries} queries"
-            raise ValueError(f"a turn holds {most}, not {len(action.queries)}")
-        if isinstance(action, Search):
-            text = f" {join(action.queries)} ".join(search_tags)
+            raise ValueError(f"a turn holds {most}, not {len(action.arguments)}")
+        if isinstance(action, ToolCall):
+            text = f" {join(action.arguments)} ".join(search_tags)
         else:
             text = f" {action.text} ".join(answer_tags)
         return checked(text, action, parse)
@@ -105,7 +116,7 @@ def tagged(
         add_question_mark=add_question_mark,
         stop_strings=(search_tags[1], answer_tags[1]),
         parse=parse,
-        observe=observe,
+        show_passages=show_passages,
         render=render,
         write=write,
         invalid_message=invalid_message,
@@ -141,7 +152,7 @@ def read_turn(
     if tags == answer:
         return Answer(content.strip())
     queries = split(content)
-    return Search(queries) if queries else Malformed("empty query")
+    return search_call(*queries) if queries else Malformed("empty query")
 
 
 def checked(text: str, action: Action, parse: Callable[[str], Action]) -> str:
@@ -171,7 +182,7 @@ def listed(
     *,
     nothing: str = "",
 ) -> Callable[[Sequence[str], Sequence[Sequence[Passage]]], Observation]:
-    """An `observe` that lists the passages, one a line.
+    """Return a `show_passages` that lists the passages, one a line.
 
     Args:
         before, after: the tags around them.
@@ -179,14 +190,14 @@ def listed(
         nothing: is shown where nothing was found.
     """
 
-    def observe(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
+    def show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
         # Passages are numbered through, so that no two of a turn share a number.
         found = [passage for hits in passages for passage in hits]
         lines = [format_passage(i, passage) for i, passage in enumerate(found, start=1)]
         content = whole_characters("\n".join(lines).strip()) or nothing
         return Observation(before, content, after)
 
-    return observe
+    return show_passages
 
 
 def boxes(text: str, tag: str) -> list[str]:
@@ -244,7 +255,7 @@ SEARCH_R1 = tagged(
         "Beijing </answer>. Question: {question}\n"
     ),
     add_question_mark=True,
-    observe=listed(
+    show_passages=listed(
         "\n\n<information>",
         "</information>\n\n",
         lambda number, p: f"Doc {number}(Title: {p.title}) {p.text}",
@@ -260,7 +271,7 @@ def _with_evidence(step: Step, action: str) -> str:
         ValueError: the evidence would be read back differently.
     """
     thought = spoken_thought(step)
-    if step.evidence is None or isinstance(step.action, Search):
+    if step.evidence is None or isinstance(step.action, ToolCall):
         return f"{thought} {action}" if thought else action
     written = f"<original_evidence> {step.evidence} </original_evidence>"
     text = f"{thought} {written} {action}" if thought else f"{written} {action}"
@@ -289,7 +300,7 @@ R_SEARCH = tagged(
     ),
     user="{question}",
     add_question_mark=False,
-    observe=listed(
+    show_passages=listed(
         "\n\n<observation>",
         "</observation>\n\n",
         lambda number, p: f"(Title: {p.title}) {p.text}",

@@ -63,7 +63,7 @@ def search_r1_structure(
     for rollout in rollouts:
         if scope == "policy":
             is_valid = _is_structured(rollout)
-            found = [p.contents for p in _passages(rollout)]
+            found = [p.contents for p in rollout.passages]
         else:
             whole = transcript(rollout)
             is_valid = _is_structured_text(whole)
@@ -110,10 +110,6 @@ def _walk(piece, state):
         elif state is None or not state.startswith("in "):
             return None
     return state
-
-
-def _passages(rollout):
-    return [p for search in rollout.searches for hits in search.passages for p in hits]
 
 
 def _holds(found, gold, normalize, empty_matches):

@@ -1,4 +1,4 @@
-"""The host's half of a rollout: parse what was written, search, show what was found.
+"""The host's half of a rollout: parse turns, run tools, show their results.
 
 A conversation is an append-only list of segments of token ids. Nothing here turns text
 of the policy back into ids; text is decoded for the parser, and only observations,
@@ -13,19 +13,23 @@ import numpy as np
 
 from rsearch.models.tokenizer import Tokenizer
 from rsearch.protocols.base import Protocol
+from rsearch.tools.search import search_tool
 from rsearch.types import (
+    SEARCH,
     Answer,
     Cut,
-    Lookup,
     Malformed,
     Messages,
     Observation,
     Outcome,
     Rollout,
-    Search,
     SearchFn,
     Segment,
     Source,
+    Tool,
+    ToolCall,
+    ToolResult,
+    ToolUse,
 )
 
 MAX_TURNS = 99  # that a frame's number has room for
@@ -80,7 +84,7 @@ def markup_tokens(tokenizer: Tokenizer, protocol: Protocol) -> Markup:
     """Tokens, at most, of an observation's tags and of the invalid-action message."""
     message = len(tokenizer.encode(protocol.invalid_message or ""))
     counts = range(1, protocol.max_queries + 1)
-    shown = [protocol.observe([""] * n, [()] * n) for n in counts]
+    shown = [protocol.show_passages([""] * n, [()] * n) for n in counts]
     cuts = [p for p in shown[-1].pieces if isinstance(p, Cut)]
     parts = sum(not p.is_echo for p in cuts) if cuts else 1
     tags = max(_tag_tokens(tokenizer, protocol, observation) for observation in shown)
@@ -165,26 +169,38 @@ class Conversation:
 
     def __init__(self, prompt: np.ndarray, text: str):
         self.segments = [_given(Source.PROMPT, prompt, text)]
-        self.searches: list[Lookup] = []
+        self.tool_uses: list[ToolUse] = []
         self.answer: str | None = None
         self.outcome: Outcome | None = None
         self.num_malformed = 0
         self.num_turns = 0
 
+    @property
+    def searches(self) -> list[ToolUse]:
+        """The searches so far, in order."""
+        return [use for use in self.tool_uses if use.call.name == SEARCH]
+
     def rollout(self) -> Rollout:
-        """What has become of it; it must have ended."""
+        """Return the rollout that has come of it; it must have ended."""
         assert self.outcome is not None
         return Rollout(
             tuple(self.segments),
             self.answer,
-            tuple(self.searches),
+            tuple(self.tool_uses),
             self.outcome,
             self.num_malformed,
         )
 
 
 class Host:
-    """Opens conversations and answers the policy's turns."""
+    """The other side of conversations: it opens them and answers the policy's turns.
+
+    Args:
+        tokenizer, protocol: of the policy.
+        search: retrieves passages.
+        limits: of a rollout.
+        tools: {name: tool} that the policy can call beside search.
+    """
 
     def __init__(
         self,
@@ -192,16 +208,23 @@ class Host:
         protocol: Protocol,
         search: SearchFn,
         limits: Limits,
+        tools: Mapping[str, Tool] | None = None,
     ):
         self.tokenizer, self.protocol = tokenizer, protocol
-        self.search, self.limits = search, limits
+        self.limits = limits
+        self.tools = {SEARCH: search_tool(search), **(tools or {})}
+        # Calls of `run_tools` overlap where the search says so and is the only tool.
+        overlapping = getattr(search, "searches_at_once", 1)
+        self.searches_at_once = 1 if tools else overlapping
         assert limits.num_turns <= MAX_TURNS
         message = protocol.invalid_message
         self._invalid = None if message is None else tokenizer.encode(message)
         self._role_frame = _role_frame(tokenizer, protocol)
         self._ends = {
             Answer: _turn_end(tokenizer, protocol, "user"),
-            Search: _turn_end(tokenizer, protocol, protocol.observation_role or "user"),
+            ToolCall: _turn_end(
+                tokenizer, protocol, protocol.observation_role or "user"
+            ),
         }
         self._start = _turn_start(tokenizer, protocol)
         self.shown_tokens = shown_tokens(limits, markup_tokens(tokenizer, protocol))
@@ -210,7 +233,7 @@ class Host:
         """[n] int32 ids of the chat that opens a rollout."""
         return prompt_ids(self.tokenizer, self.protocol, messages)
 
-    def end_of(self, action: Search | Answer) -> int:
+    def end_of(self, action: ToolCall | Answer) -> int:
         """The id that ends a turn with this action where no stop string has.
 
         Some templates close a turn (ChatML), in others the next role's token ends it
@@ -243,20 +266,20 @@ class Host:
         final: bool,
         recorded: Mapping[int, str] | None = None,
     ) -> dict[int, np.ndarray]:
-        """Parses what each conversation's policy wrote; all searches go in one batch.
+        """Parse what each policy wrote; the calls of one tool go to it in one batch.
 
         Args:
             wave: row -> conversation.
             written: row -> ([n] int32 ids, [n] float32 log-probabilities) of its turn.
-            final: whether this was the last turn: nobody reads any more, and nobody
-                searches where this was the forced one.
-            recorded: row -> the content it is shown, whatever it searched for.
+            final: whether this was the last turn: nothing is read after it, and no tool
+                is called where this was the forced one.
+            recorded: row -> the content it is shown, whatever it called.
 
         Returns:
             Row -> [n] ids that it reads next; the other rows of `written` have ended.
         """
-        asked, shown = self.read_turns(wave, written, final=final)
-        return shown | self.find(wave, asked, final=final, recorded=recorded)
+        calls, shown = self.read_turns(wave, written, final=final)
+        return shown | self.run_tools(wave, calls, final=final, recorded=recorded)
 
     def read_turns(
         self,
@@ -264,15 +287,15 @@ class Host:
         written: Mapping[int, tuple[np.ndarray, np.ndarray]],
         *,
         final: bool,
-    ) -> tuple[dict[int, Search], dict[int, np.ndarray]]:
-        """The first half of `answer_turns`, which searches for nothing.
+    ) -> tuple[dict[int, ToolCall], dict[int, np.ndarray]]:
+        """Parse turns: the first half of `answer_turns`, which runs no tool.
 
         Returns:
-            Row -> what it searches for, and row -> [n] ids that it reads next; the
-            other rows of `written` have ended.
+            Row -> its call, and row -> [n] ids that it reads next; the other rows of
+            `written` have ended.
         """
-        searches = not final or not self.limits.forced_final_turn
-        asked: dict[int, Search] = {}
+        may_call = not final or not self.limits.forced_final_turn
+        calls: dict[int, ToolCall] = {}
         shown: dict[int, np.ndarray] = {}
         for i, (ids, logp) in written.items():
             conversation = wave[i]
@@ -280,15 +303,20 @@ class Host:
             conversation.segments.append(Segment(Source.POLICY, ids, logp, text))
             conversation.num_turns += 1
             is_cut = self._is_cut(ids, text)
-            match self.protocol.parse(text):
+            action = self.protocol.parse(text)
+            if isinstance(action, ToolCall) and action.name not in self.tools:
+                action = Malformed(f"no tool {action.name!r}")
+            match action:
                 case Answer(answer):
                     conversation.answer = answer
                     conversation.outcome = (
                         Outcome.TRUNCATED if is_cut else Outcome.ANSWERED
                     )
-                case Search(queries) if searches and self.limits.max_searches:
-                    asked[i] = Search(queries[: self.protocol.max_queries])
-                case Search():
+                case ToolCall(name, arguments) if may_call and self.limits.max_searches:
+                    if name == SEARCH:
+                        arguments = arguments[: self.protocol.max_queries]
+                    calls[i] = ToolCall(name, arguments)
+                case ToolCall():
                     conversation.outcome = Outcome.TRUNCATED
                 case Malformed():
                     conversation.num_malformed += 1
@@ -302,19 +330,19 @@ class Host:
                         conversation.segments.append(
                             _given(Source.SEARCH, self._invalid, message)
                         )
-        return asked, shown
+        return calls, shown
 
-    def find(
+    def run_tools(
         self,
         wave: Mapping[int, Conversation],
-        asked: Mapping[int, Search],
+        calls: Mapping[int, ToolCall],
         *,
         final: bool,
         recorded: Mapping[int, str] | None = None,
     ) -> dict[int, np.ndarray]:
-        """The second half of `answer_turns`: row -> [n] ids, for rows that asked."""
+        """Run calls: the second half of `answer_turns`, for the rows that have one."""
         shown: dict[int, np.ndarray] = {}
-        for i, observation in self._look_up(wave, asked, recorded or {}).items():
+        for i, observation in self._observations(wave, calls, recorded or {}).items():
             if final:
                 wave[i].outcome = Outcome.TRUNCATED
                 continue
@@ -324,35 +352,37 @@ class Host:
         return shown
 
     def _without_eos(self, ids: np.ndarray) -> np.ndarray:
-        """The end of text ends a turn and is no part of what it says."""
+        """Return a turn without the end of text, which is no part of what it says."""
         return ids[:-1] if len(ids) and ids[-1] in self.tokenizer.eos_ids else ids
 
     def _is_cut(self, ids: np.ndarray, text: str) -> bool:
-        """Whether the turn's budget ended it, and not the policy."""
+        """Return whether the turn's budget ended it, and not the policy."""
         is_full = len(ids) >= self.limits.max_turn_tokens
         stopped = any(stop in text for stop in self.protocol.stop_strings)
         return is_full and not stopped and ids[-1] not in self.tokenizer.eos_ids
 
-    def _look_up(
-        self, wave, asked: Mapping[int, Search], recorded: Mapping[int, str]
+    def _observations(
+        self, wave, calls: Mapping[int, ToolCall], recorded: Mapping[int, str]
     ) -> dict[int, Observation]:
-        """Searches for all that asked, in one batch; writes down what was found."""
-        searching = {i: a for i, a in asked.items() if i not in recorded}
-        queries = [q for action in searching.values() for q in action.queries]
-        found = self.search(queries) if queries else []
-        assert len(found) == len(queries), f"{len(found)} results of {queries}"
-        observations, start = {}, 0
-        for i, action in asked.items():
-            if i in recorded:
-                passages = [()] * len(action.queries)
-            else:
-                passages = found[start : start + len(action.queries)]
-                start += len(action.queries)
-            if any(p is None for p in passages):
+        """Run all calls, a batch for each tool, and append them to the conversations.
+
+        A tool that fails ends the rollout, and is no observation.
+        """
+        results: dict[int, ToolResult] = {}
+        live = {i: call for i, call in calls.items() if i not in recorded}
+        for name in dict.fromkeys(call.name for call in live.values()):
+            rows = [i for i, call in live.items() if call.name == name]
+            batch = self.tools[name]([live[i] for i in rows])
+            results |= zip(rows, batch, strict=True)
+        observations = {}
+        for i, call in calls.items():
+            # What is shown in place of a recorded call's result had no passages.
+            result = results.get(i, ToolResult(data=((),) * len(call.arguments)))
+            if result.error is not None:
                 wave[i].outcome = Outcome.TOOL_ERROR
                 continue
-            wave[i].searches.append(Lookup(action.queries, tuple(passages)))
-            observation = self.protocol.observe(action.queries, passages)
+            wave[i].tool_uses.append(ToolUse(call, result))
+            observation = self.protocol.observe(call, result)
             if i in recorded:
                 observation = dataclasses.replace(
                     observation, content=recorded[i], pieces=()

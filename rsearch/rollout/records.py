@@ -16,15 +16,19 @@ import numpy as np
 
 from rsearch.hosts import processes
 from rsearch.runtime.journal import AppendLog
+from rsearch.tools.search import search_use
 from rsearch.types import (
+    SEARCH,
     Group,
-    Lookup,
     Outcome,
     Passage,
     Question,
     Rollout,
     Segment,
     Source,
+    ToolCall,
+    ToolResult,
+    ToolUse,
 )
 
 HEAD_BYTES = 8  # the JSON's length, little-endian
@@ -209,32 +213,49 @@ def _record_of(rollout: Rollout) -> dict:
         "answer": rollout.answer,
         "searches": [
             [
-                list(search.queries),
+                list(search.call.arguments),
                 [
-                    [[p.id, p.contents, float(p.score)] for p in results]
-                    for results in search.passages
+                    [[p.id, p.contents, float(p.score)] for p in hits]
+                    for hits in search.result.data
                 ],
             ]
             for search in rollout.searches
         ],
         "outcome": rollout.outcome.value,
         "num_malformed": rollout.num_malformed,
+        **_other_calls(rollout),
     }
+
+
+def _other_calls(rollout: Rollout) -> dict:
+    """Return {"calls": [[position, name, arguments, text, data], ...]} beside searches.
+
+    Without any there is no key: such rollouts are stored as they always were.
+    """
+    calls = [
+        [i, use.call.name, list(use.call.arguments), use.result.text, use.result.data]
+        for i, use in enumerate(rollout.tool_uses)
+        if use.call.name != SEARCH
+    ]
+    return {"calls": calls} if calls else {}
 
 
 def _rollout_of(record: dict, segments: Sequence[Segment]) -> Rollout:
     """Return the rollout of a JSON value."""
-    searches = tuple(
-        Lookup(
+    tool_uses = [
+        search_use(
             tuple(queries),
             tuple(tuple(Passage(*fields) for fields in hits) for hits in passages),
         )
         for queries, passages in record["searches"]
-    )
+    ]
+    for position, name, arguments, text, data in record.get("calls", ()):
+        call = ToolCall(name, tuple(arguments))
+        tool_uses.insert(position, ToolUse(call, ToolResult(text, data)))
     return Rollout(
         segments=tuple(segments),
         answer=record["answer"],
-        searches=searches,
+        tool_uses=tuple(tool_uses),
         outcome=Outcome(record["outcome"]),
         num_malformed=record["num_malformed"],
     )

@@ -17,8 +17,8 @@ from rsearch.types import (
     Outcome,
     Question,
     Rollout,
-    Search,
     Source,
+    ToolCall,
 )
 
 
@@ -93,7 +93,7 @@ def replay(
     return _with_context(conversations[0].rollout(), context_turns)
 
 
-def _turn_ids(host: Host, text: str, action: Search | Answer) -> np.ndarray:
+def _turn_ids(host: Host, text: str, action: ToolCall | Answer) -> np.ndarray:
     """Return [n] int32 ids of a demonstrated turn that takes this action.
 
     Raises:

@@ -29,7 +29,13 @@ from rsearch.rollout.conversation import Conversation, Host
 from rsearch.rollout.interface import DecodeRequest, SamplerLike
 from rsearch.rollout.pages import PagePool, num_pages
 from rsearch.rollout.records import RolloutCache
-from rsearch.types import Group, Messages, Question, Rollout, Search
+from rsearch.types import (
+    Group,
+    Messages,
+    Question,
+    Rollout,
+    ToolCall,
+)
 
 # Of the rows that decode: so many turns end before a call of `decode` returns. With one
 # at a time the host would be asked too often; with all, every row would wait for the
@@ -74,7 +80,7 @@ class Row:
     sample: int
     conversation: Conversation
     state: RowState = RowState.DECODING
-    call: Search | None = None
+    call: ToolCall | None = None
     is_last_turn: bool = False
     observation: np.ndarray | None = None
 
@@ -429,7 +435,7 @@ class RolloutScheduler:
         for is_last in (False, True):
             slots = [slot for slot, row in rows.items() if row.is_last_turn == is_last]
             if slots:
-                observations |= self.host.find(
+                observations |= self.host.run_tools(
                     {slot: rows[slot].conversation for slot in slots},
                     {slot: rows[slot].call for slot in slots},
                     final=is_last,

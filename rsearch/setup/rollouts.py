@@ -113,7 +113,7 @@ def make_rollouts(
         cache_tokens=c.cache_tokens,
         search_seconds=setup.config.retrieval.search_seconds,
         # An engine in this process is not asked from several threads; a service is.
-        searches_at_once=getattr(host.search, "searches_at_once", 1),
+        searches_at_once=host.searches_at_once,
     )
 
 

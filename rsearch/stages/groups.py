@@ -99,7 +99,7 @@ def summarize(
     metrics["policy_tokens"] = _mean([r.num_policy_tokens for r in rollouts])
     metrics["tokens"] = _mean([r.num_tokens for r in rollouts])
     metrics["empty_answers"] = _mean([not (r.answer or "").strip() for r in rollouts])
-    suspicious = [suspects(passage) for r in rollouts for passage in r.found]
+    suspicious = [suspects(passage) for r in rollouts for passage in r.passages]
     metrics["suspicious_passages"] = _mean(suspicious)
     metrics["repeated_text"] = _mean([_repeats_a_turn(r) for r in rollouts])
     for outcome in Outcome:

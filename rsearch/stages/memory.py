@@ -115,7 +115,7 @@ class Memory:
         return group.rollouts[-max(right)[1]] if right else None
 
     def _chat(self, question, rollout):
-        unique = list({p.contents: p for p in rollout.found}.values())
+        unique = list({p.contents: p for p in rollout.passages}.values())
         return rewriting_messages(question.text, unique, user=self._prompt)
 
     def _is_correct(self, question, rollout):

@@ -1,7 +1,11 @@
 """How questions of the embedded world are answered, step by step: well, and badly."""
 
 from rsearch.protocols.base import Step
-from rsearch.types import Answer, Question, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+    Question,
+)
 from rsearch.world.facts import RELATIONS, UNKNOWN, Hop
 from rsearch.world.questions import COMPARISON, earliest
 
@@ -35,7 +39,7 @@ def solution(world, question: Question, *, recalls=False, max_queries=1) -> list
         now, hops = hops[:size], hops[size:]
         thought = " ".join([*found, now[0].gap])
         queries = tuple(hop.subject for hop in now)
-        steps.append(_step(steps, thought, Search(queries), internal))
+        steps.append(_step(steps, thought, search_call(*queries), internal))
         found = [hop.sentence if compares else hop.fact for hop in now]
         searched += now
         internal = []
@@ -62,7 +66,7 @@ def early_stop(world, question: Question, rng) -> list[Step]:
     steps, found, kept = [], [], hops[:last]
     for hop in kept:
         thought = " ".join([*found, hop.gap])
-        steps.append(_step(steps, thought, Search((hop.subject,))))
+        steps.append(_step(steps, thought, search_call(hop.subject)))
         found = [hop.sentence if compares else hop.fact]
     answer = kept[-1].subject if compares else kept[-1].object
     evidence = " ".join(map(original, kept))

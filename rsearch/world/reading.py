@@ -145,7 +145,7 @@ def _dialogue(world, protocol, question, shares, rng):
         steps = world_plans.early_stop(world, question, rng)
     observations = None
     if protocol is REARAG and rewritten < 0.7:
-        queries = [step.action.queries[0] for step in steps[:-1]]
+        queries = [step.action.arguments[0] for step in steps[:-1]]
         observations = tuple(observed(world, query) for query in queries)
     return Dialogue(protocol.name, question, _spaced(protocol, steps), observations)
 
@@ -213,7 +213,7 @@ def _comparison(world, rng):
             [Passage("", f"{name}\n{text}")]
             for name, text in zip(names, facts, strict=True)
         ]
-        shown = RAG_R1_MQ.observe(names, passages)
+        shown = RAG_R1_MQ.show_passages(names, passages)
         given = f"{shown.before}{shown.content}{shown.after}"
     else:
         pieces, found = [], ""

@@ -54,10 +54,10 @@ def markup() -> list[str]:
     texts += [f" {year} first." for year in YEARS]
     texts.append("Doc 1(Title: ) Doc 2(Title: ) Doc 3(Title: )\n")
     for name, protocol in WORLD_PROTOCOLS.items():
-        frame = protocol.observe([""], [()])
+        frame = protocol.show_passages([""], [()])
         texts += [instruction(name), protocol.opening, protocol.invalid_message or ""]
         texts += [frame.before, frame.after]
-        empty = protocol.observe(["a", "b"], [[NOTHING], [NOTHING]])
+        empty = protocol.show_passages(["a", "b"], [[NOTHING], [NOTHING]])
         texts.append(empty.before + empty.content + empty.after)
     return texts
 

@@ -18,7 +18,13 @@ from rsearch.data.chains import (
 from rsearch.data.curation import attempt_of
 from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS
-from rsearch.types import Answer, Outcome, Passage, Question, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+    Outcome,
+    Passage,
+    Question,
+)
 from tests.rewards.play import PARIS, play
 
 REARAG = PROTOCOLS["rearag"]
@@ -33,7 +39,7 @@ def found(*turns, passages=(SEEN,)):
     return attempt_of(REARAG, play(REARAG, turns, passages))
 
 
-FIRST, LAST = step(1, Search(("capital",))), step(2, Answer("It is Paris"))
+FIRST, LAST = step(1, search_call("capital")), step(2, Answer("It is Paris"))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,7 @@ FIRST, LAST = step(1, Search(("capital",))), step(2, Answer("It is Paris"))
         ((FIRST, step(2, Answer("London"))), "no overlap"),
         ((FIRST, step(3, Answer("Paris"))), "numbering"),
         ((FIRST, FIRST, step(3, Answer("Paris"))), "numbering"),
-        ((step(2, Search(("q",))), step(3, Answer("Paris"))), "numbering"),
+        ((step(2, search_call("q")), step(3, Answer("Paris"))), "numbering"),
         ((FIRST, LAST.partition("\n")[2]), "numbering"),
         ((FIRST,), "unfinished"),
     ],

@@ -27,7 +27,13 @@ from rsearch.data.questions import load_questions
 from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.protocols.tagged import SEARCH_R1
-from rsearch.types import Answer, Outcome, Passage, Question, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+    Outcome,
+    Passage,
+    Question,
+)
 from tests.rewards.play import PARIS, play
 
 EM = {"measure": "em", "normalize": "squad"}
@@ -156,7 +162,7 @@ def test_a_passage_is_known_in_the_frame_of_every_protocol(name):
         Passage(str(i), f'"{title}"\n{text}')
         for i, (title, text) in enumerate([("Oslo", "A port."), ("France", "In\nEU.")])
     )
-    text = PROTOCOLS[name].observe(["France?"], [passages]).content
+    text = PROTOCOLS[name].show_passages(["France?"], [passages]).content
     for passage in passages:
         assert copies(f"It says: {text} So it is.", passage), text
         assert not copies("Oslo is a port. France lies in EU.", passage)
@@ -201,7 +207,11 @@ def turns_of(*steps):
 
 
 BOTH = turns_of(
-    ("Which country?", Search(("capital of France",)), "The question is on France."),
+    (
+        "Which country?",
+        search_call("capital of France"),
+        "The question is on France.",
+    ),
     ("Its capital is Paris, I read.", Answer("Paris"), ""),
 )
 
@@ -212,7 +222,7 @@ BOTH = turns_of(
         (BOTH, ""),
         (turns_of(("", Answer("Paris"), "I know.")), "nothing searched"),
         (
-            turns_of(("", Search(("q",)), ""), ("Read.", Answer("Paris"), "")),
+            turns_of(("", search_call("q"), ""), ("Read.", Answer("Paris"), "")),
             "nothing recalled",
         ),
         (

@@ -6,7 +6,10 @@ import pytest
 
 from rsearch.data.demonstrations import DIRECT, PROTOCOL, RAG, load_demonstrations
 from rsearch.protocols.table import PROTOCOLS
-from rsearch.types import Answer, Search
+from rsearch.types import (
+    Answer,
+    ToolCall,
+)
 from rsearch.world.demonstrations import world_demonstrations as demonstrations_of
 from rsearch.world.texts import world_words
 from rsearch.world.world import KINDS, RELATIONS, make_world
@@ -36,8 +39,8 @@ def kind(world, demonstration):
     """'flawless', 'one_hop' or 'guess', read from the turns' actions."""
     first, second = world.hops[demonstration.question.id]
     actions = [SEARCH_R1.parse(turn) for turn in demonstration.turns]
-    queries = [a.queries for a in actions[:-1]]
-    assert all(isinstance(a, Search) for a in actions[:-1])
+    queries = [a.arguments for a in actions[:-1]]
+    assert all(isinstance(a, ToolCall) for a in actions[:-1])
     assert isinstance(actions[-1], Answer)
     if len(actions) == 3:
         assert queries == [(first.subject,), (second.subject,)]
@@ -227,7 +230,7 @@ def test_flawless_ones_search_each_fact_once_and_answer_in_every_protocol(whole,
     for d in demonstrations_of(whole, protocol, seed=0, **FLAWLESS):
         *searches, last = actions(protocol, d)
         hops = whole.hops[d.question.id]
-        queries = [q for action in searches for q in action.queries]
+        queries = [q for action in searches for q in action.arguments]
         assert queries == [hop.subject for hop in hops]
         assert last == Answer(d.question.golden_answers[0])
         is_one_search = d.question.metadata["kind"] == "comparison"
@@ -242,7 +245,7 @@ def test_recalling_takes_no_search_for_what_is_famous(whole, name):
     for d in demonstrations_of(whole, protocol, seed=0, recall_share=1.0, **FLAWLESS):
         *searches, last = actions(protocol, d)
         hops = whole.hops[d.question.id]
-        queries = [q for action in searches for q in action.queries]
+        queries = [q for action in searches for q in action.arguments]
         assert queries == [h.subject for h in hops if h.subject not in whole.famous]
         assert last == Answer(d.question.golden_answers[0])
         for hop in hops:
@@ -276,7 +279,7 @@ def test_those_that_stop_early_search_less_and_are_seldom_right(whole, name):
         *searches, last = actions(protocol, d)
         hops = whole.hops[d.question.id]
         assert len(searches) < len(hops)
-        assert [s.queries for s in searches] == [
+        assert [s.arguments for s in searches] == [
             (hop.subject,) for hop in hops[: len(searches)]
         ]
         if d.question.metadata["kind"] != "comparison":

@@ -10,9 +10,9 @@ from rsearch.evaluation.answers import (
     read_evidence,
     rephrase_answers,
 )
+from rsearch.tools.search import search_use
 from rsearch.types import (
     Group,
-    Lookup,
     Outcome,
     Passage,
     Question,
@@ -85,7 +85,10 @@ def test_a_failed_answer_model_is_not_replaced_by_the_policy():
 
 
 def test_from_the_log_the_policys_answer_is_not_shown():
-    lookups = (Lookup(("where", "who"), (FOUND, ())), Lookup(("when",), (FOUND,)))
+    lookups = (
+        search_use(("where", "who"), (FOUND, ())),
+        search_use(("when",), (FOUND,)),
+    )
     asked = groups(rollout("secret", searches=lookups))
     answer, heard = listening("Paris")
     assert ends(rephrase_answers(asked, answer, answer_from="log"))[0][0] == "Paris"

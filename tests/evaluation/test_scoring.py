@@ -15,9 +15,9 @@ from rsearch.evaluation.scoring import (
     scores_of_rows,
     summarise,
 )
+from rsearch.tools.search import search_use
 from rsearch.types import (
     Group,
-    Lookup,
     Outcome,
     Passage,
     Question,
@@ -105,7 +105,7 @@ def group(
 ):
     """A rollout of 4 prompt tokens, 5 policy tokens and 3 for each search."""
     found = (Passage("p", "Title\nText"),)
-    searches = (Lookup((f"query {number}",), (found,)),) * num_searches
+    searches = (search_use((f"query {number}",), (found,)),) * num_searches
     shown = [segment(Source.SEARCH, "abc")] * num_searches
     segments = (segment(Source.PROMPT, "What"), segment(Source.POLICY, "12345"), *shown)
     question = Question(f"q{number}", f"Question {number}?", golden, metadata)
@@ -141,8 +141,8 @@ def test_searches_are_counted_as_turns_and_as_queries_and_by_who_is_right():
     row = summarise(GROUPS, normalize="squad")
     assert (row["searches_right"], row["searches_wrong"]) == (0, (2 + 1 + 1) / 3)
     (parallel,) = group(0, "x", ("x",), num_searches=1).rollouts
-    lookup = Lookup(("a", "b", "c"), ((), (), ()))
-    parallel = dataclasses.replace(parallel, searches=(lookup, lookup))
+    lookup = search_use(("a", "b", "c"), ((), (), ()))
+    parallel = dataclasses.replace(parallel, tool_uses=(lookup, lookup))
     found = summarise([Group(GROUPS[0].question, (parallel,))], normalize="squad")
     assert (found["searches"], found["queries"]) == (2, 6)
     none = summarise(GROUPS[:1], normalize="squad")

@@ -23,14 +23,15 @@ from rsearch.data.demonstrations import Demonstration
 from rsearch.protocols.base import Step
 from rsearch.protocols.tagged import listed, tagged
 from rsearch.stages.curate.summary import Chosen, Verdict
-from rsearch.types import Answer, Passage, Search
+from rsearch.tools.search import search_call
+from rsearch.types import Answer, Passage
 
 ASK = tagged(
     "ask",
     system=None,
     user="{question}",
     add_question_mark=False,
-    observe=listed("<shown>", "</shown>", lambda number, p: p.text),
+    show_passages=listed("<shown>", "</shown>", lambda number, p: p.text),
     search_tags=("<ask>", "</ask>"),
     invalid_message=None,
 )
@@ -45,7 +46,7 @@ def choose(stage):
     write = stage.protocol.write
     chosen = []
     for question in stage.questions:
-        first = write(Step(1, "Who?", Search(("it",))))
+        first = write(Step(1, "Who?", search_call("it")))
         last = write(Step(2, "So.", Answer(question.golden_answers[0])))
         chosen.append(("asked", Demonstration(question, (first, last))))
     return Chosen([Verdict("asked", True, 0) for _ in chosen], chosen)
@@ -241,7 +242,7 @@ def test_an_engine_shows_its_first_passages_and_says_where_it_failed(module, tmp
     assert UserSearch("x", f"{module}:find", top_k=1)(["a"]) == [None]
 
 
-@pytest.mark.parametrize("part", ["parse", "observe"])
+@pytest.mark.parametrize("part", ["parse", "show_passages"])
 def test_what_a_protocol_returns_wrongly_is_named(module, tmp_path, part):
     file = tmp_path / f"{module}.py"
     file.write_text(
@@ -250,7 +251,7 @@ def test_what_a_protocol_returns_wrongly_is_named(module, tmp_path, part):
     )
     protocol = policy_protocol(configured("protocol.name", f"{module}:BAD"))
     with pytest.raises(ValueError) as caught:
-        protocol.parse("x") if part == "parse" else protocol.observe([""], [()])
+        protocol.parse("x") if part == "parse" else protocol.show_passages([""], [()])
     message = str(caught.value)
     assert f"{module}:BAD.{part}" in message and "NoneType" in message
 

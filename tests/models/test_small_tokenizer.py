@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rsearch.models.small_tokenizer import ROLES, train_tokenizer
 from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS
-from rsearch.types import Search
+from rsearch.tools.search import search_call
 from rsearch.world.texts import world_words
 from rsearch.world.world import make_world
 from tests.small_run import run_python
@@ -68,7 +68,7 @@ def test_the_markup_of_every_protocol_is_few_tokens(made):
     for name, protocol in PROTOCOLS.items():
         (opened,) = tokenizer.encode(name)
         assert tokenizer.decode([opened]) == name
-        turn = protocol.write(Step(1, "Born in?", Search((query,))))
+        turn = protocol.write(Step(1, "Born in?", search_call(query)))
         plain = tokenizer.encode(f" Born in? {query}")
         assert len(tokenizer.encode(turn)) <= len(plain) + 8, turn
 

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS, make_protocol
-from rsearch.types import Answer, Cut, Malformed, Passage, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+    Cut,
+    Malformed,
+    Passage,
+    ToolCall,
+)
 
 EVERY = pytest.mark.parametrize("name", PROTOCOLS)
 FRAGMENTS = [
@@ -37,9 +44,9 @@ def test_each_is_named_by_its_key():
 @given(turn=TURNS)
 def test_any_turn_is_read(name, turn):
     action = PROTOCOLS[name].parse(turn)
-    assert isinstance(action, Search | Answer | Malformed)
-    if isinstance(action, Search):
-        assert all(q and q == q.strip() for q in action.queries) and action.queries
+    assert isinstance(action, ToolCall | Answer | Malformed)
+    if isinstance(action, ToolCall):
+        assert all(q and q == q.strip() for q in action.arguments) and action.arguments
     if isinstance(action, Malformed):
         assert action.reason
 
@@ -49,7 +56,7 @@ WIDE = str.maketrans("<>{}\\|'`", "＜＞｛｝＼｜＇｀")
 
 @pytest.mark.fault(25, "look-alikes")
 @EVERY
-@pytest.mark.parametrize("action", [Search(("who is it",)), Answer("Paris")], ids=str)
+@pytest.mark.parametrize("action", [search_call("who is it"), Answer("Paris")], ids=str)
 @pytest.mark.parametrize(
     "mangle",
     [str.upper, lambda turn: turn.translate(WIDE), "\u200b".join, "\ufeff".join],
@@ -64,7 +71,7 @@ def test_what_only_looks_like_an_action_is_none(name, action, mangle):
 
 @pytest.mark.fault(25, "cut by the limit", "unclosed search")
 @EVERY
-@pytest.mark.parametrize("action", [Search(("who is it",)), Answer("Paris")], ids=str)
+@pytest.mark.parametrize("action", [search_call("who is it"), Answer("Paris")], ids=str)
 def test_an_action_that_a_limit_cuts_anywhere_is_none_or_itself(name, action):
     protocol = PROTOCOLS[name]
     turn = protocol.render(action)
@@ -78,7 +85,7 @@ def test_an_action_that_a_limit_cuts_anywhere_is_none_or_itself(name, action):
 @given(text=ANY, more=st.lists(ANY, max_size=3))
 def test_what_is_rendered_is_read_back_or_refused(name, text, more):
     protocol = PROTOCOLS[name]
-    for action in (Answer(text), Search((text, *more))):
+    for action in (Answer(text), search_call(text, *more)):
         try:
             rendered = protocol.render(action)
         except ValueError:
@@ -95,7 +102,7 @@ def test_words_of_any_alphabet_can_be_written(name, words):
     protocol = PROTOCOLS[name]
     text = " ".join(words)
     queries = tuple(words[: protocol.max_queries])
-    for action in (Answer(text), Search((text,)), Search(queries)):
+    for action in (Answer(text), search_call(text), search_call(*queries)):
         assert protocol.parse(protocol.render(action)) == action
 
 
@@ -104,7 +111,7 @@ def test_words_of_any_alphabet_can_be_written(name, words):
 @given(thought=ANY, internal=ANY, evidence=st.none() | ANY, word=WORDS)
 def test_a_written_turn_means_its_action(name, thought, internal, evidence, word):
     protocol = PROTOCOLS[name]
-    for number, action in enumerate((Search((word,)), Answer(word)), start=1):
+    for number, action in enumerate((search_call(word), Answer(word)), start=1):
         step = Step(number, thought, action, internal=internal, evidence=evidence)
         try:
             turn = protocol.write(step)
@@ -120,7 +127,7 @@ def test_a_written_turn_means_its_action(name, thought, internal, evidence, word
 @EVERY
 def test_a_turn_ends_with_its_stop_string_and_what_follows_changes_nothing(name):
     protocol = PROTOCOLS[name]
-    for action in (Search(("river",)), Answer("city")):
+    for action in (search_call("river"), Answer("city")):
         turn = protocol.write(Step(1, "So.", action))
         if not any(turn.endswith(stop) for stop in protocol.stop_strings):
             assert name == "r1_searcher_pp" and isinstance(action, Answer)
@@ -136,8 +143,8 @@ def test_no_passage_or_query_changes_the_frame_or_breaks_encoding(
     name, contents, query
 ):
     protocol = PROTOCOLS[name]
-    inert = protocol.observe(["q"], [(Passage("p", "t\nx"),)])
-    found = protocol.observe([query], [(Passage("p", contents),)])
+    inert = protocol.show_passages(["q"], [(Passage("p", "t\nx"),)])
+    found = protocol.show_passages([query], [(Passage("p", contents),)])
     assert (found.before, found.after) == (inert.before, inert.after)
     fixed = [[p for p in o.pieces if isinstance(p, str)] for o in (inert, found)]
     assert fixed[0] == fixed[1]

@@ -18,7 +18,7 @@ def test_nothing_stops_a_reply_but_its_end():
     for protocol in (plain.DIRECT, plain.RAG):
         assert protocol.stop_strings == ()
         assert protocol.invalid_message is None
-        observed = protocol.observe(["q"], [(Passage("p", "T\nx"),)])
+        observed = protocol.show_passages(["q"], [(Passage("p", "T\nx"),)])
         assert (observed.before, observed.content, observed.after) == ("", "", "")
 
 

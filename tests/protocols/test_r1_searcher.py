@@ -7,7 +7,13 @@ import re
 import pytest
 
 from rsearch.protocols.table import PROTOCOLS
-from rsearch.types import Answer, Malformed, Passage, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+    Malformed,
+    Passage,
+    ToolCall,
+)
 
 BASE, CHAT = PROTOCOLS["r1_searcher"], PROTOCOLS["r1_searcher_chat"]
 BEGIN, END = "<|begin_of_query|>", "<|end_of_query|>"
@@ -16,11 +22,14 @@ BEGIN, END = "<|begin_of_query|>", "<|end_of_query|>"
 @pytest.mark.parametrize(
     "turn, action",
     [
-        (f"I look. {BEGIN} river city{END}", Search(("river city",))),
-        (f"{BEGIN}a{BEGIN} b {END}", Search(("b",))),
-        (f'{BEGIN} "river"\n  "city\t x" {END} more', Search(("river city x",))),
-        (f"{BEGIN}a{END}{BEGIN}b{END}", Search(("a",))),
-        (f"{BEGIN}a{END} <answer> X </answer>", Search(("a",))),
+        (f"I look. {BEGIN} river city{END}", search_call("river city")),
+        (f"{BEGIN}a{BEGIN} b {END}", search_call("b")),
+        (
+            f'{BEGIN} "river"\n  "city\t x" {END} more',
+            search_call("river city x"),
+        ),
+        (f"{BEGIN}a{END}{BEGIN}b{END}", search_call("a")),
+        (f"{BEGIN}a{END} <answer> X </answer>", search_call("a")),
         ("so </think>\n\n<answer> X </answer>", Answer("X")),
         ("so </think>\n\n<answer> X </answer> and more", Answer("X")),
         ("<answer> a <answer> X </answer>", Answer("X")),
@@ -71,12 +80,12 @@ def test_the_chat_model_reads_a_system_message_and_the_question():
 
 def test_documents_are_numbered_lines():
     found = (Passage("1", "Paris\nA city."), Passage("2", "Title: Rome Text:  Old."))
-    shown = BASE.observe(["q"], [found])
+    shown = BASE.show_passages(["q"], [found])
     assert shown.before + shown.content + shown.after == (
         "\n\n<|begin_of_documents|>\n(1)Paris A city.\n(2)Title: Rome Text:  Old.\n"
         "<|end_of_documents|>\n\n"
     )
-    assert BASE.observe(["q"], [()]).content == "None"
+    assert BASE.show_passages(["q"], [()]).content == "None"
 
 
 def public_reading(transcript):
@@ -109,9 +118,9 @@ def test_published_transcripts_are_read_as_their_authors_did(shared_data, name, 
     for row in rows:
         turns = documents.split(row["transcript"])
         *searches, answer = map(BASE.parse, turns)
-        assert all(isinstance(action, Search) for action in searches)
+        assert all(isinstance(action, ToolCall) for action in searches)
         queries, expected = public_reading(row["transcript"])
-        assert [action.queries[0] for action in searches] == queries
+        assert [action.arguments[0] for action in searches] == queries
         assert len(searches) == row["transcript"].count("<|begin_of_documents|>\n")
         assert answer == Answer(expected)
         if answer.text != row["predicted_answer"].strip():

@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 from rsearch.protocols.base import Step
 from rsearch.protocols.r1_searcher_pp import boxed, parse, render
 from rsearch.protocols.table import PROTOCOLS
-from rsearch.types import Answer, Malformed, Passage, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+    Malformed,
+    Passage,
+)
 
 PROTOCOL = PROTOCOLS["r1_searcher_pp"]
 BEGIN, END = "<|begin_external_search|>", "<|end_external_search|>"
@@ -17,13 +22,16 @@ INTERNAL = "<|begin_internal_answer|> It is in Rome. <|end_internal_answer|>"
 @pytest.mark.parametrize(
     "turn, action",
     [
-        (f"{BEGIN} river city{END}", Search(("river city",))),
-        (f'{INTERNAL} then {BEGIN}a{BEGIN} "b"  c {END} more', Search(("b c",))),
+        (f"{BEGIN} river city{END}", search_call("river city")),
+        (
+            f'{INTERNAL} then {BEGIN}a{BEGIN} "b"  c {END} more',
+            search_call("b c"),
+        ),
         (r"Therefore, the answer is \boxed{Jango Fett}.", Answer("Jango Fett")),
         (r"Therefore, the answer is \\boxed{Jango Fett}.", Answer("Jango Fett")),
         (rf"{INTERNAL} \boxed{{Rome}}", Answer("Rome")),
         # A search pauses the turn: what is boxed before it is no final answer.
-        (rf"\boxed{{Rome}} or {BEGIN}a{END}", Search(("a",))),
+        (rf"\boxed{{Rome}} or {BEGIN}a{END}", search_call("a")),
         (rf"{BEGIN} unfinished \boxed{{Rome}}", Answer("Rome")),
     ],
 )
@@ -94,8 +102,8 @@ def test_braces_are_matched_as_by_a_slow_scan(text):
         Answer("a}"),
         Answer("{a"),
         Answer(r"\boxed{a}"),
-        Search(("a", "b")),
-        Search(("",)),
+        search_call("a", "b"),
+        search_call(""),
     ],
 )
 def test_an_action_that_would_be_read_differently_is_not_rendered(action):
@@ -117,7 +125,7 @@ def test_only_a_search_stops_the_policy():
 
 
 def test_results_are_numbered_lines():
-    shown = PROTOCOL.observe(["q"], [(Passage("1", "Paris\nA city."),)])
+    shown = PROTOCOL.show_passages(["q"], [(Passage("1", "Paris\nA city."),)])
     assert shown.before + shown.content + shown.after == (
         "\n\n<|begin_search_result|>\n(1)Paris A city.\n<|end_search_result|>\n\n"
     )

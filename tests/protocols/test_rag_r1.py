@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from rsearch.protocols.rag_r1 import ends_whole, split_naive, split_quoted
 from rsearch.protocols.table import PROTOCOLS, make_protocol
 from rsearch.protocols.tagged import INVALID_MESSAGE
-from rsearch.types import Answer, Cut, Malformed, Passage, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+    Cut,
+    Malformed,
+    Passage,
+)
 
 SQ, MQ = PROTOCOLS["rag_r1_sq"], PROTOCOLS["rag_r1_mq"]
 PARIS = Passage("1", "Paris\nParis is a city.")
@@ -58,7 +64,7 @@ def test_queries_are_split_at_commas_outside_quotes(text, queries, naive):
     assert split_quoted(text) == tuple(queries)
     assert split_naive(text) == tuple(naive)
     turn = f"<think> x</think><search>{text}</search>"
-    expected = Search(tuple(queries)) if queries else Malformed("empty query")
+    expected = search_call(*tuple(queries)) if queries else Malformed("empty query")
     assert MQ.parse(turn) == expected
 
 
@@ -74,11 +80,11 @@ def test_queries_are_split_at_commas_outside_quotes(text, queries, naive):
     ],
 )
 def test_commas_and_quotes_survive_writing(queries):
-    assert MQ.parse(MQ.render(Search(queries))) == Search(queries)
+    assert MQ.parse(MQ.render(search_call(*queries))) == search_call(*queries)
 
 
 def test_natural_queries_are_written_without_quotes():
-    action = Search(("Arthur's Magazine founding year", "First for Women founded"))
+    action = search_call("Arthur's Magazine founding year", "First for Women founded")
     assert MQ.render(action) == (
         "<search> Arthur's Magazine founding year, First for Women founded </search>"
     )
@@ -86,25 +92,25 @@ def test_natural_queries_are_written_without_quotes():
 
 def test_a_fourth_query_is_read_and_never_written():
     assert MQ.max_queries == 3 and SQ.max_queries == 1
-    assert len(MQ.parse("<search> a, b, c, d </search>").queries) == 3 + 1
+    assert len(MQ.parse("<search> a, b, c, d </search>").arguments) == 3 + 1
     with pytest.raises(ValueError, match="holds 1 to 3 queries, not 4"):
-        MQ.render(Search(tuple("abcd")))
+        MQ.render(search_call(*tuple("abcd")))
 
 
 @pytest.mark.fault(25, "fifty queries")
 def test_fifty_queries_in_one_turn_are_read_at_once():
     many = ", ".join(f"query {i}" for i in range(50))
     action = MQ.parse(f"<search>{many}</search>")
-    assert len(action.queries) == 50 > MQ.max_queries == 3
+    assert len(action.arguments) == 50 > MQ.max_queries == 3
 
 
 def test_one_query_keeps_its_commas():
-    assert SQ.parse("<search> a, b </search>") == Search(("a, b",))
+    assert SQ.parse("<search> a, b </search>") == search_call("a, b")
     assert SQ.parse("<answer> a, b </answer>") == Answer("a, b")
 
 
 def test_passages_come_as_the_public_code_shows_them():
-    shown = SQ.observe(["q"], [(PARIS, ROME)])
+    shown = SQ.show_passages(["q"], [(PARIS, ROME)])
     assert shown.before + shown.content + shown.after == (
         "\n<information>\nDoc 1: Paris   Paris is a city.\n"
         "Doc 2: Rome   Rome is older.\n</information>\n"
@@ -112,7 +118,7 @@ def test_passages_come_as_the_public_code_shows_them():
 
 
 def test_results_are_json_that_is_aligned_to_the_queries():
-    shown = MQ.observe(["a é", 'b "x"'], [(PARIS, ROME), ()])
+    shown = MQ.show_passages(["a é", 'b "x"'], [(PARIS, ROME), ()])
     documents = ["Doc 1: Paris   Paris is a city.\nDoc 2: Rome   Rome is older.", ""]
     expected = {"query": ["a é", 'b "x"'], "documents": documents}
     assert shown.content == json.dumps(expected, indent=2, ensure_ascii=False)
@@ -126,10 +132,10 @@ def test_the_public_codes_escapes_and_splits_are_settings():
         "rag_r1_mq", json_ascii=True, quotes_keep_commas=False, max_queries=9
     )
     found = {"query": ["é"], "documents": ["Doc 1: Ü   ü"]}
-    shown = public.observe(["é"], [(Passage("1", "Ü\nü"),)])
+    shown = public.show_passages(["é"], [(Passage("1", "Ü\nü"),)])
     assert shown.content == json.dumps(found, indent=2)
     assert "\\u00e9" in shown.content
-    assert public.parse('<search>"a, b"</search>') == Search(('"a', 'b"'))
+    assert public.parse('<search>"a, b"</search>') == search_call('"a', 'b"')
     assert public.max_queries == 9
     assert public.messages("q") == MQ.messages("q")
 

@@ -11,12 +11,18 @@ from configs.rearag import CHAINS_EXAMPLE
 from rsearch.protocols.base import Step
 from rsearch.protocols.rearag import parse, read_literal, render
 from rsearch.protocols.table import PROTOCOLS
-from rsearch.types import Answer, Malformed, Passage, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+    Malformed,
+    Passage,
+    ToolCall,
+)
 
 PROTOCOL = PROTOCOLS["rearag"]
 SEARCH = "{'function': 'search', 'parameters': {'query': 'who is it'}}"
 FINISH = '{"function": "finish", "parameters": {"answer": "X"}}'
-WHO = Search(("who is it",))
+WHO = search_call("who is it")
 
 
 @pytest.mark.parametrize(
@@ -140,8 +146,8 @@ def test_nothing_but_a_literal_is_read(text):
     ],
 )
 def test_any_query_is_quoted_so_that_it_is_read_back(query):
-    assert parse(render(Search((query,)))) == Search((query,))
-    turn = PROTOCOL.write(Step(3, "So.", Search((query,))))
+    assert parse(render(search_call(query))) == search_call(query)
+    turn = PROTOCOL.write(Step(3, "So.", search_call(query)))
     assert turn.count("}\n```") == 1 and turn.endswith("}\n```")
 
 
@@ -153,7 +159,7 @@ def test_json_and_python_mean_the_same(text):
 
 
 def test_a_step_is_written_as_the_published_ones():
-    step = Step(2, "I know who.", Search(("Where was Thomas Nabbes educated?",)))
+    step = Step(2, "I know who.", search_call("Where was Thomas Nabbes educated?"))
     assert PROTOCOL.write(step) == (
         "Thought 2: I know who.\nAction 2: \n```\n{'function': 'search', "
         "'parameters': {'query': 'Where was Thomas Nabbes educated?'}}\n```"
@@ -161,11 +167,11 @@ def test_a_step_is_written_as_the_published_ones():
     with pytest.raises(ValueError, match="read as"):
         PROTOCOL.write(Step(2, "\nAction 1: no", Answer("x")))
     with pytest.raises(ValueError, match="one query, not 2"):
-        render(Search(("a", "b")))
+        render(search_call("a", "b"))
 
 
 def test_observations_are_what_the_engine_wrote():
-    shown = PROTOCOL.observe(["q"], [(Passage("1", "It is Rome."),)])
+    shown = PROTOCOL.show_passages(["q"], [(Passage("1", "It is Rome."),)])
     assert shown.before == "\nObservation {turn}: "
     assert (shown.content, shown.after) == ("It is Rome.", "\n\n")
     assert PROTOCOL.observation_role == "observation"
@@ -188,5 +194,5 @@ def test_the_prompt_is_the_papers():
 def test_the_example_that_chains_are_asked_for_with_is_of_this_protocol():
     steps = re.findall(r"Thought.*?\n```\n.*?\n```", CHAINS_EXAMPLE, re.DOTALL)
     actions = [parse(step) for step in steps]
-    assert actions[1] == Search(("Carol Reed birthplace",))
-    assert [type(a) for a in actions] == [Search] * 4 + [Answer]
+    assert actions[1] == search_call("Carol Reed birthplace")
+    assert [type(a) for a in actions] == [ToolCall] * 4 + [Answer]

@@ -17,7 +17,11 @@ from rsearch.protocols.rewriting import (
 )
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.protocols.tagged import spans
-from rsearch.types import Answer, Passage, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+    Passage,
+)
 
 PROTOCOL = PROTOCOLS["r1_searcher_pp"]
 BEGIN, END = INTERNAL
@@ -116,7 +120,7 @@ def test_any_reply_is_refused_or_holds_an_answer_and_a_recollection(text):
 
 def test_what_a_policy_writes_of_both_kinds_is_told_apart():
     knows = PROTOCOL.write(Step(1, "So it is.", Answer("Rome"), "Ada is from Rome."))
-    asks = PROTOCOL.write(Step(1, "I ask.", Search(("Ada",)), "Ada is somebody."))
+    asks = PROTOCOL.write(Step(1, "I ask.", search_call("Ada"), "Ada is somebody."))
     assert recalled(PROTOCOL, knows) == Answer("Rome")
     assert recalled(PROTOCOL, asks) is None
 

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.protocols.tagged import SEARCH_R1, boxes, mentions_tag
-from rsearch.types import Answer, Malformed, Passage, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+    Malformed,
+    Passage,
+    ToolCall,
+)
 
 PARIS = Passage("1", '"Paris"\nParis is a city.\nIt has a river.')
 ROME = Passage("2", '"Rome"\nRome is older.')
@@ -35,20 +41,23 @@ def test_protocols_are_named_by_their_keys():
 @pytest.mark.parametrize(
     ("turn", "action"),
     [
-        ("<search> capital of France </search>", Search(("capital of France",))),
+        (
+            "<search> capital of France </search>",
+            search_call("capital of France"),
+        ),
         ("<think>I know.</think> <answer>Paris</answer>", Answer("Paris")),
         ("<answer>\nA\nB </answer>", Answer("A\nB")),
         ("<answer></answer>", Answer("")),
         # The first complete action counts; the rest was never asked for.
         ("<answer>X</answer> then <search>q</search> tail", Answer("X")),
         ("<answer>X</answer><answer>Y</answer>", Answer("X")),
-        ("<search>q</search><information>fake", Search(("q",))),
-        ("<search>q</search>\n", Search(("q",))),
+        ("<search>q</search><information>fake", search_call("q")),
+        ("<search>q</search>\n", search_call("q")),
         # The nearest opening tag; one merely mentioned is text.
-        ("I use <search> now: <search>q</search>", Search(("q",))),
-        ("<answer>maybe <search>q</search>", Search(("q",))),
+        ("I use <search> now: <search>q</search>", search_call("q")),
+        ("<answer>maybe <search>q</search>", search_call("q")),
         ("<search>q <answer>X</answer>", Answer("X")),
-        ("<search>a <b> & </c> d</search>", Search(("a <b> & </c> d",))),
+        ("<search>a <b> & </c> d</search>", search_call("a <b> & </c> d")),
         # Documents that the policy writes are its own words.
         ("<information>Paris</information><answer>X</answer>", Answer("X")),
         ("<information><answer>X</answer></information>", Answer("X")),
@@ -92,18 +101,18 @@ def test_two_turns_mean_something_else_than_in_the_public_code():
     assert queries == ["b", "", "a<search>b"]
     for name in TAGGED:
         protocol = PROTOCOLS[name]
-        assert protocol.parse(same) == Search(("b",))
+        assert protocol.parse(same) == search_call("b")
         # Nothing is asked: the policy is told how to ask.
         assert protocol.parse(empty) == Malformed("empty query")
         assert "put the query between <search>" in protocol.invalid_message
         # The innermost pair is what was meant.
-        assert protocol.parse(twice) == Search(("b",))
+        assert protocol.parse(twice) == search_call("b")
 
 
 @given(TURNS)
 def test_any_turn_has_an_action_that_ends_at_its_first_closing_tag(turn):
     action = parse(turn)
-    assert isinstance(action, Search | Answer | Malformed)
+    assert isinstance(action, ToolCall | Answer | Malformed)
     ends = [turn.find(tag) + len(tag) for tag in TAGS[1::2] if tag in turn]
     assert action == parse(turn[: min(ends, default=len(turn))])
 
@@ -118,16 +127,16 @@ def test_what_follows_an_action_changes_nothing(turn, tail):
 def test_a_rendered_action_is_read_back(text, before):
     assert parse(before + render(Answer(text))) == Answer(text)
     if text:
-        assert parse(before + render(Search((text,)))) == Search((text,))
+        assert parse(before + render(search_call(text))) == search_call(text)
 
 
 @pytest.mark.parametrize(
     "action",
     [
-        Search(("",)),
-        Search(("a", "b")),
-        Search((" a",)),
-        Search(("a</search>",)),
+        search_call(""),
+        search_call("a", "b"),
+        search_call(" a"),
+        search_call("a</search>"),
         Answer("a</answer>b"),
         Answer("<answer>"),
     ],
@@ -147,7 +156,7 @@ def test_a_megabyte_of_tags_is_read_at_once():
 
 
 def test_search_r1_shows_numbered_passages():
-    observation = PROTOCOLS["search_r1"].observe(["q"], [(PARIS, ROME)])
+    observation = PROTOCOLS["search_r1"].show_passages(["q"], [(PARIS, ROME)])
     assert observation.before == "\n\n<information>"
     assert observation.content == (
         'Doc 1(Title: "Paris") Paris is a city.\nIt has a river.\n'
@@ -157,7 +166,7 @@ def test_search_r1_shows_numbered_passages():
 
 
 def test_r_search_shows_passages_without_numbers():
-    observation = PROTOCOLS["r_search"].observe(["q"], [(PARIS, ROME)])
+    observation = PROTOCOLS["r_search"].show_passages(["q"], [(PARIS, ROME)])
     assert observation.before == "\n\n<observation>"
     assert observation.content == (
         '(Title: "Paris") Paris is a city.\nIt has a river.\n'
@@ -169,16 +178,16 @@ def test_r_search_shows_passages_without_numbers():
 @pytest.mark.parametrize("name", TAGGED)
 def test_observations_of_nothing_and_of_several_queries_are_whole(name):
     protocol = PROTOCOLS[name]
-    assert protocol.observe(["q"], [()]).content == ""
-    together = protocol.observe(["a", "b"], [(PARIS,), (ROME,)])
-    assert together == protocol.observe(["q"], [(PARIS, ROME)])
+    assert protocol.show_passages(["q"], [()]).content == ""
+    together = protocol.show_passages(["a", "b"], [(PARIS,), (ROME,)])
+    assert together == protocol.show_passages(["q"], [(PARIS, ROME)])
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 @given(contents=st.text(st.characters() | st.sampled_from("<>/\ud800"), max_size=50))
 def test_no_passage_changes_the_tags_around_it_or_breaks_encoding(name, contents):
-    inert = PROTOCOLS[name].observe(["q"], [(PARIS,)])
-    found = PROTOCOLS[name].observe(["q"], [(Passage("x", contents),)])
+    inert = PROTOCOLS[name].show_passages(["q"], [(PARIS,)])
+    found = PROTOCOLS[name].show_passages(["q"], [(Passage("x", contents),)])
     assert (found.before, found.after) == (inert.before, inert.after)
     found.content.encode("utf-8")
 
@@ -223,7 +232,7 @@ def test_r_search_gives_its_evidence_right_before_the_answer():
         "Hm. So. <original_evidence> It is Rome. </original_evidence> "
         "<answer> Rome </answer>"
     )
-    search = Step(1, "So.", Search(("city",)), evidence="It is Rome.")
+    search = Step(1, "So.", search_call("city"), evidence="It is Rome.")
     assert protocol.write(search) == "So. <search> city </search>"
     unsearched = Step(1, "", Answer("Rome"))
     assert protocol.write(unsearched) == "<answer> Rome </answer>"
@@ -233,7 +242,7 @@ def test_r_search_gives_its_evidence_right_before_the_answer():
 
 
 def test_a_step_is_written_between_think_tags():
-    step = Step(1, "I look.", Search(("city",)), internal="I know.")
+    step = Step(1, "I look.", search_call("city"), internal="I know.")
     for name in ("search_r1", "rag_r1_sq", "rag_r1_mq"):
         assert PROTOCOLS[name].write(step) == (
             "<think> I know. I look.</think><search> city </search>"

@@ -4,16 +4,16 @@ import dataclasses
 
 import numpy as np
 
+from rsearch.tools.search import search_use
 from rsearch.types import (
     Answer,
-    Lookup,
     Malformed,
     Outcome,
     Question,
     Rollout,
-    Search,
     Segment,
     Source,
+    ToolCall,
 )
 
 PARIS = Question("q1", "What is the capital?", ("Paris",))
@@ -55,13 +55,13 @@ def play(protocol, turns, passages=(), question=PARIS, max_searches=99):
                 break
             segments.append(segment(Source.SEARCH, protocol.invalid_message))
             continue
-        assert isinstance(action, Search)
+        assert isinstance(action, ToolCall)
         if len(searches) == max_searches:
             break
-        queries = action.queries[: protocol.max_queries]
+        queries = action.arguments[: protocol.max_queries]
         found = (tuple(passages),) * len(queries)
-        searches.append(Lookup(queries, found))
-        shown = protocol.observe(queries, found)
+        searches.append(search_use(queries, found))
+        shown = protocol.show_passages(queries, found)
         before = shown.before.replace("{turn}", str(number))
         segments.append(segment(Source.SEARCH, before + shown.content + shown.after))
     return Rollout(tuple(segments), answer, tuple(searches), outcome, num_malformed)

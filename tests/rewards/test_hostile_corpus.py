@@ -19,7 +19,13 @@ from rsearch.rollout.conversation import Host, Limits
 from rsearch.runtime import console
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.tool import result_of
-from rsearch.types import Answer, Group, Search, Source
+from rsearch.tools.search import search_call, search_tool
+from rsearch.types import (
+    SEARCH,
+    Answer,
+    Group,
+    Source,
+)
 from rsearch.world.reading import prompts
 from tests.hostile_corpus import CASES, HUGE
 from tests.rewards.play import PARIS, play
@@ -48,7 +54,7 @@ LONG = Limits(
 
 def scripts(protocol):
     """Policies that find and say it, say another, say nothing, and quote a passage."""
-    searches = "I look. " + protocol.render(Search(("capital",)))
+    searches = "I look. " + protocol.render(search_call("capital"))
     right = "It is. " + protocol.render(Answer("Paris"))
     wrong = "It is. " + protocol.render(Answer("Lyon"))
     evidence = "<original_evidence> Lyon </original_evidence>" + right
@@ -150,9 +156,12 @@ def test_an_encoded_passage_holds_no_control_token_and_reads_as_it_is(tokenizer)
 def shown_by(host, passages):
     """Segments of a conversation in which this is found, and then answered."""
     protocol, tokenizer = host.protocol, host.tokenizer
-    host.search = lambda queries: [passages for _ in queries]
+    host.tools[SEARCH] = search_tool(lambda queries: [passages for _ in queries])
     wave = {0: host.open(host.prompt(protocol.messages("What is the capital?")))}
-    turns = [protocol.render(Search(("capital",))), protocol.render(Answer("Lyon"))]
+    turns = [
+        protocol.render(search_call("capital")),
+        protocol.render(Answer("Lyon")),
+    ]
     for turn in turns:
         ids = tokenizer.encode(turn)
         written = {0: (ids, np.zeros(len(ids), np.float32))}
@@ -177,7 +186,7 @@ def test_in_real_tokens_a_passage_stays_between_its_tags(name, tokenizer):
         (shown,) = [s for s in rollout.segments if s.source == Source.SEARCH]
         ids = shown.token_ids.tolist()
         assert [i for i in ids if i in tokenizer.control_ids] == framed, case.name
-        said = protocol.observe(["capital"], [case.hostile])
+        said = protocol.show_passages(["capital"], [case.hostile])
         content = without_unknown(tokenizer, said.content)
         assert content in shown.text and shown.text == tokenizer.decode(ids), case.name
 

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.rewards.group import check_terms, reward_group
 from rsearch.rewards.terms import TERMS
-from rsearch.types import Answer, Group, Passage, Search, Source
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+    Group,
+    Passage,
+    Source,
+)
 from tests.rewards.play import PARIS, play
 
 ATTACKS = [
@@ -72,7 +78,7 @@ PIECES = [
 
 def turns_of(protocol):
     """Turns of pieces, among them the actions in the protocol's own words."""
-    actions = [Search(("capital",)), Answer("Lyon"), Answer("Paris")]
+    actions = [search_call("capital"), Answer("Lyon"), Answer("Paris")]
     pieces = st.sampled_from([*map(protocol.render, actions), *PIECES])
     return st.lists(st.lists(pieces, max_size=3).map(" ".join), max_size=4)
 
@@ -91,7 +97,7 @@ VARIANTS = {  # other settings, which read the policy's own words as well
 
 
 def outcome_of(rollout):
-    queries = [lookup.queries for lookup in rollout.searches]
+    queries = [use.call.arguments for use in rollout.searches]
     return rollout.answer, queries, rollout.outcome, rollout.num_malformed
 
 
@@ -137,7 +143,7 @@ def test_no_passage_changes_a_reward_an_action_or_the_mask(name, data, hostile):
 def test_a_passage_with_the_answer_earns_nothing_for_a_policy_without(name, attack):
     protocol = PROTOCOLS[name]
     passage = Passage("x", f"{attack}\n{attack}")
-    searches = protocol.render(Search(("q",)))
+    searches = protocol.render(search_call("q"))
     rollout = play(protocol, [searches, "I do not know."], [passage])
     assert len(rollout.searches) == 1 and rollout.answer is None
     names = ("answer_em", "answer_f1", "answer_cover_em", "evidence_f1")
@@ -150,7 +156,7 @@ def test_a_passage_with_the_answer_earns_nothing_for_a_policy_without(name, atta
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_what_a_policy_forges_stays_its_own_words(name):
     protocol = PROTOCOLS[name]
-    frame = protocol.observe([""], [()])
+    frame = protocol.show_passages([""], [()])
     before = frame.before.replace("{turn}", "1")
     forged = f"{before}Paris{frame.after}<observation>Paris</observation>\n"
     turn = forged + protocol.render(Answer("Lyon"))

@@ -136,7 +136,8 @@ def test_the_tags_of_its_protocol_are_what_a_policy_must_not_write(name, tags):
     assert format_ok(PARIS, rollouts, protocol=protocol) == [0] + [-1] * len(tags)
     # The tags are asked of the protocol, whatever it is.
     renamed = dataclasses.replace(
-        protocol, observe=lambda queries, passages: Observation("<mine>", "", "</mine>")
+        protocol,
+        show_passages=lambda queries, passages: Observation("<mine>", "", "</mine>"),
     )
     rollouts = [play(renamed, [f"</mine>{answer}"]), rollouts[-1]]
     assert format_ok(PARIS, rollouts, protocol=renamed) == [-1, 0]

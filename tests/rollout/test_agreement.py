@@ -10,7 +10,8 @@ from rsearch.models import unstacked as layers
 from rsearch.models.sharding import make_mesh
 from rsearch.rollout import decode
 from rsearch.rollout.scheduler import RolloutEngine
-from rsearch.types import Source
+from rsearch.tools.search import search_tool
+from rsearch.types import SEARCH, Source
 from tests.rollout import tiny
 from tests.rollout.tiny import log_softmax, sorted_nucleus
 
@@ -277,7 +278,7 @@ def test_nothing_is_traced_or_compiled_after_the_first_call(num_compiled):
     traces, before = setup.engine.num_traces, len(num_compiled)
     assert before > 0
     setup.roll_out(tiny.questions(7), seed=1)
-    setup.host.search = slow_search(0)
+    setup.host.tools[SEARCH] = search_tool(slow_search(0))
     setup.roll_out(tiny.questions(5), seed=2)
     assert setup.engine.num_traces == traces
     assert len(num_compiled) == before
@@ -310,7 +311,7 @@ def test_eight_devices_write_what_one_writes(compiled, num_compiled, num_rows):
         compiled(0.0).roll_out(batch)
     )
     traces, before = eight.engine.num_traces, len(num_compiled)
-    eight.host.search = slow_search(1)
+    eight.host.tools[SEARCH] = search_tool(slow_search(1))
     eight.roll_out(batch)
     assert eight.engine.num_traces == traces
     assert len(num_compiled) == before

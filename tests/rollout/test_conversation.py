@@ -14,7 +14,13 @@ from rsearch.rollout.conversation import (
     markup_tokens,
     shown_tokens,
 )
-from rsearch.types import Lookup, Observation, Outcome, Passage, Search, Source
+from rsearch.tools.search import search_call, search_use
+from rsearch.types import (
+    Observation,
+    Outcome,
+    Passage,
+    Source,
+)
 from tests.rollout import tiny
 
 LIMITS = Limits(
@@ -91,7 +97,7 @@ def test_a_search_is_answered_between_tags():
     assert decode(shown[0]) == text == wave[0].segments[-1].text
     assert search.calls == [["river"]]
     assert wave[0].outcome is None
-    assert wave[0].searches == [Lookup(("river",), ((FOUND,),))]
+    assert wave[0].searches == [search_use(("river",), ((FOUND,),))]
     assert sources(wave[0]) == [Source.PROMPT, Source.POLICY, Source.SEARCH]
 
 
@@ -177,7 +183,7 @@ def test_all_searches_of_a_turn_are_one_batch_and_each_gets_its_own():
     assert search.calls == [["c", "a", "b"]]
     for row, query in ((5, "c"), (3, "a"), (1, "b")):
         assert f"Doc 1(Title: {query}) {query} {query}" in decode(shown[row])
-        assert wave[row].searches == [Lookup((query,), (found[query],))]
+        assert wave[row].searches == [search_use((query,), (found[query],))]
     assert sorted(shown) == [1, 3, 4, 5]
     assert len(wave[2].segments) == 1  # It wrote nothing, and nothing happened to it.
 
@@ -198,7 +204,7 @@ def test_a_search_engine_that_loses_a_query_is_a_bug_and_not_a_result():
 
 def test_several_queries_of_one_turn_share_one_observation():
     protocol = dataclasses.replace(
-        tiny.LETTERS, parse=lambda _: Search(("a", "b", "c")), max_queries=2
+        tiny.LETTERS, parse=lambda _: search_call("a", "b", "c"), max_queries=2
     )
     search = Engine({"a": (Passage("1", "who"),), "b": (Passage("2", "city"),)})
     host = make_host(protocol, search)
@@ -206,7 +212,7 @@ def test_several_queries_of_one_turn_share_one_observation():
     shown = write(host, wave, {0: "x", 1: "y"})
     assert search.calls == [["a", "b", "a", "b"]]
     assert decode(shown[0]) == decode(shown[1]) == "\n[whocity]\n"
-    assert wave[0].searches[0].queries == ("a", "b")  # The third is beyond them.
+    assert wave[0].searches[0].call.arguments == ("a", "b")  # The third is beyond them.
 
 
 @pytest.mark.fault(28, "cut observation")
@@ -300,7 +306,7 @@ def test_a_hostile_passage_is_data(protocol, parts, noise):
         shown = write(host, wave, {0: "<search>river</search>"})[0]
         assert tiny.tokenizer().control_ids.isdisjoint(shown.tolist())
         assert len(shown) <= host.shown_tokens
-        assert decode(shown).endswith(host.protocol.observe([""], [()]).after)
+        assert decode(shown).endswith(host.protocol.show_passages([""], [()]).after)
         assert wave[0].outcome is None
         write(host, wave, {0: "so <answer>city</answer>"})
         ended.append(wave[0].rollout())
@@ -337,7 +343,8 @@ def test_markup_and_the_longest_conversation_by_hand():
 
 def test_an_observation_is_cut_in_its_content_alone():
     protocol = dataclasses.replace(
-        tiny.LETTERS, observe=lambda q, p: Observation("who ", "was " * 50, " born")
+        tiny.LETTERS,
+        show_passages=lambda q, p: Observation("who ", "was " * 50, " born"),
     )
     host = make_host(protocol, max_observation_tokens=3)
     shown = write(host, opened(host), {0: "r"})[0]

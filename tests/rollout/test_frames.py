@@ -21,7 +21,14 @@ from rsearch.rollout.conversation import (
     shown_tokens,
 )
 from rsearch.rollout.replay import replay
-from rsearch.types import Answer, Lookup, Outcome, Passage, Question, Search, Source
+from rsearch.tools.search import search_call, search_use
+from rsearch.types import (
+    Answer,
+    Outcome,
+    Passage,
+    Question,
+    Source,
+)
 from tests.rollout import tiny
 from tests.rollout.test_conversation import HOSTILE, Engine, decode, encode
 
@@ -73,7 +80,7 @@ def write(host, wave, turn, final=False, **settings):
 
 
 def asking(protocol, *queries):
-    return protocol.write(Step(1, "So.", Search(queries or ("river",))))
+    return protocol.write(Step(1, "So.", search_call(*queries or ("river",))))
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
@@ -106,7 +113,7 @@ def test_a_hostile_passage_is_data_in_every_protocol(name, parts, noise):
         shown = write(host, wave, asking(protocol))
         assert tiny.tokenizer().control_ids.isdisjoint(shown.tolist())
         assert len(shown) <= host.shown_tokens
-        assert decode(shown).endswith(protocol.observe([""], [()]).after)
+        assert decode(shown).endswith(protocol.show_passages([""], [()]).after)
         write(host, wave, protocol.write(Step(2, "So.", Answer("city"))))
         ended.append(wave[0].rollout())
     first, second = ended
@@ -126,7 +133,7 @@ def test_json_stays_whole_and_in_its_budget(queries, contents, budget, ascii_onl
     found = tuple(Passage("p", text) for text in contents)
     protocol = dataclasses.replace(
         make_protocol("rag_r1_mq", json_ascii=ascii_only),
-        parse=lambda turn: Search(tuple(queries)),
+        parse=lambda turn: search_call(*tuple(queries)),
     )
     host = make_host(protocol, Engine(default=found), max_observation_tokens=budget)
     wave = started(host)
@@ -159,7 +166,7 @@ def test_queries_are_shown_again_within_the_budget_of_their_turn():
     queries = ("river river river", "city city city", "mountain")
     first, second = (len(encode(query)) for query in queries[:2])
     budget = first + second - 1
-    protocol = dataclasses.replace(MQ, parse=lambda turn: Search(queries))
+    protocol = dataclasses.replace(MQ, parse=lambda turn: search_call(*queries))
     host = make_host(protocol, max_turn_tokens=budget)
     text = decode(write(host, started(host), "a"))
     shown = json.loads(text.split("\n", 2)[2].rpartition("</")[0])["query"]
@@ -174,7 +181,7 @@ def test_what_is_asked_beyond_the_third_query_is_not_searched():
     wave = started(host)
     write(host, wave, "<search> a, b, c, d, e </search>")
     assert engine.calls == [["a", "b", "c"]]
-    assert wave[0].searches == [Lookup(("a", "b", "c"), ((FOUND,),) * 3)]
+    assert wave[0].searches == [search_use(("a", "b", "c"), ((FOUND,),) * 3)]
 
 
 def test_markup_of_several_queries_by_hand():
@@ -191,7 +198,7 @@ def test_markup_of_several_queries_by_hand():
     assert shown_tokens(limits, Markup(tags, message, 3, 1)) == shown
     needed = conversation_tokens(limits, Markup(tags, message, 3, 1))
     assert needed == 100 + 3 * 20 + 2 * shown
-    assert MQ.observe([""], [()]).before + '{\n  "query": [\n    ' == frame
+    assert MQ.show_passages([""], [()]).before + '{\n  "query": [\n    ' == frame
 
 
 def test_observations_are_numbered_by_their_turns():
@@ -287,7 +294,7 @@ def test_other_templates_end_a_turn_by_the_end_of_text(template):
     tokenizer = with_template(template)
     for protocol in PROTOCOLS.values():
         host = make_host(protocol, tokenizer=tokenizer)
-        ends = {host.end_of(action) for action in (Answer("a"), Search(("b",)))}
+        ends = {host.end_of(action) for action in (Answer("a"), search_call("b"))}
         assert ends == {tokenizer.eos_ids[0]}
         assert host.start_of(0) == host.start_of(1) == ""
 
@@ -314,13 +321,14 @@ def test_without_a_forced_turn_the_last_search_is_made_and_never_read():
     assert engine.calls == [["a"], ["b"]] and len(rollout.searches) == 2
     assert rollout.outcome == Outcome.TRUNCATED
     assert rollout.segments[-1].source == Source.POLICY
+    unasked = Engine()
     nobody = make_host(
-        PROTOCOLS["search_r1"], Engine(), forced_final_turn=False, max_searches=0
+        PROTOCOLS["search_r1"], unasked, forced_final_turn=False, max_searches=0
     )
     wave = started(nobody)
     assert nobody.limits.num_turns == 1
     assert write(nobody, wave, "<search>a</search>", final=True) is None
-    assert nobody.search.calls == [] and wave[0].outcome == Outcome.TRUNCATED
+    assert unasked.calls == [] and wave[0].outcome == Outcome.TRUNCATED
 
 
 @pytest.mark.parametrize("budget", [1, 4, 9, 50])
@@ -339,10 +347,10 @@ def test_a_recorded_observation_takes_the_place_of_what_is_found():
         host = make_host(protocol, engine, with_template(THREE_ROLES))
         wave = started(host)
         shown = write(host, wave, asking(protocol), recorded={0: "in the city"})
-        frame = protocol.observe([""], [()])
+        frame = protocol.show_passages([""], [()])
         before = frame.before.replace("{turn}", "1")
         assert decode(shown) == f"{before}in the city{frame.after}"
         assert engine.calls == []
-        assert wave[0].searches == [Lookup(("river",), ((),))]
+        assert wave[0].searches == [search_use(("river",), ((),))]
         long = write(host, wave, asking(protocol), recorded={0: "city " * 99})
         assert len(long) <= host.shown_tokens

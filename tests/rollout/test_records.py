@@ -17,9 +17,9 @@ from rsearch.rollout.records import (
     share_groups,
     share_rewarded,
 )
+from rsearch.tools.search import search_use
 from rsearch.types import (
     Group,
-    Lookup,
     Outcome,
     Passage,
     Question,
@@ -42,7 +42,7 @@ def segments(draw):
 
 PASSAGES = st.builds(Passage, TEXT, TEXT, FLOAT)
 LOOKUPS = st.builds(
-    Lookup,
+    search_use,
     st.lists(TEXT, max_size=2).map(tuple),
     st.lists(st.lists(PASSAGES, max_size=2).map(tuple), max_size=2).map(tuple),
 )
@@ -50,7 +50,7 @@ ROLLOUTS = st.builds(
     Rollout,
     segments=st.lists(segments(), max_size=3).map(tuple),
     answer=st.none() | TEXT,
-    searches=st.lists(LOOKUPS, max_size=2).map(tuple),
+    tool_uses=st.lists(LOOKUPS, max_size=2).map(tuple),
     outcome=st.sampled_from(Outcome),
     num_malformed=st.integers(0, 9),
 )

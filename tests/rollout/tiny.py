@@ -27,7 +27,15 @@ from rsearch.rollout.conversation import (
 from rsearch.rollout.decode import Sampler
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.rollout.stop_strings import token_automaton
-from rsearch.types import Answer, Malformed, Observation, Passage, Question, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+    Malformed,
+    Observation,
+    Passage,
+    Question,
+    ToolCall,
+)
 
 WORDS = (
     "who was born in the city where river mountain lies director film company <search> "
@@ -89,7 +97,7 @@ def parse_letters(turn):
     if not ends:
         return Malformed("neither r nor in")
     end, letters = min(ends)
-    return Search((turn[:end],)) if letters == "r" else Answer(turn[:end])
+    return search_call(turn[:end]) if letters == "r" else Answer(turn[:end])
 
 
 def observe_letters(queries, passages):
@@ -100,8 +108,8 @@ def observe_letters(queries, passages):
 
 def write_letters(action):
     """The end of a turn that takes this action."""
-    is_search = isinstance(action, Search)
-    return "".join(action.queries) + "r" if is_search else action.text + "in"
+    is_search = isinstance(action, ToolCall)
+    return "".join(action.arguments) + "r" if is_search else action.text + "in"
 
 
 LETTERS = Protocol(
@@ -111,7 +119,7 @@ LETTERS = Protocol(
     add_question_mark=False,
     stop_strings=("r", "in"),
     parse=parse_letters,
-    observe=observe_letters,
+    show_passages=observe_letters,
     invalid_message="\nwhere?\n",
     render=write_letters,
     write=lambda step: step.thought + write_letters(step.action),

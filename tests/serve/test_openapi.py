@@ -15,7 +15,12 @@ from rsearch import retriever, tool
 from rsearch.protocols.tagged import SEARCH_R1
 from rsearch.rollout.conversation import Limits
 from rsearch.runtime.server import JsonServer
-from rsearch.types import Answer, Group, Passage, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+    Group,
+    Passage,
+)
 from tests.rewards.play import play
 from tests.running_server import running
 
@@ -46,7 +51,7 @@ class Engine:
         return question.text.split()
 
     def __call__(self, params, questions, key):
-        turns = [SEARCH_R1.render(a) for a in (Search(("q",)), Answer("Paris"))]
+        turns = [SEARCH_R1.render(a) for a in (search_call("q"), Answer("Paris"))]
         return [Group(q, (play(SEARCH_R1, turns, PASSAGES, q),)) for q in questions]
 
 

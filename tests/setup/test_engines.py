@@ -9,7 +9,14 @@ from rsearch.protocols import plain
 from rsearch.setup.learners import policy_optimizer
 from rsearch.setup.load import load_setup
 from rsearch.setup.rollouts import make_baseline, replay_demonstrations
-from rsearch.types import Answer, Malformed, Outcome, Passage, Question, Search
+from rsearch.types import (
+    Answer,
+    Malformed,
+    Outcome,
+    Passage,
+    Question,
+    ToolCall,
+)
 from rsearch.world.demonstrations import world_demonstrations
 from tests.small_run import config, quick_compilation
 
@@ -152,9 +159,9 @@ def test_the_worlds_demonstrations_are_replayed_as_intended(setup):
         *searches, answer = actions
         assert isinstance(answer, Answer) and rollout.answer == answer.text
         hops = setup.world.hops[d.question.id]
-        for search, lookup, hop in zip(searches, rollout.searches, hops):
-            assert isinstance(search, Search) and search.queries == lookup.queries
-            ((passage,),) = lookup.passages
+        for search, use, hop in zip(searches, rollout.searches, hops):
+            assert isinstance(search, ToolCall) and search == use.call
+            ((passage,),) = use.result.data
             assert hop.fact in passage.text
         shown = [s.text for s in rollout.segments if s.source.name == "SEARCH"]
         for text, hop in zip(shown, hops):

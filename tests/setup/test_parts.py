@@ -21,7 +21,10 @@ from rsearch.setup.policy import (
 )
 from rsearch.setup.questions import read_questions
 from rsearch.setup.search import open_search
-from rsearch.types import Passage, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Passage,
+)
 from rsearch.world.world import make_world
 from tests.models.tiny_bert import write_tiny_bert
 from tests.small_run import config, quick_compilation
@@ -62,7 +65,7 @@ def test_budgets_are_the_longest_conversation_token_for_token(setup):
         rollout__max_observation_tokens=30,
     )
     tokenizer, spec = setup.tokenizer, setup.model.spec
-    frame = setup.protocol.observe([""], [()])
+    frame = setup.protocol.show_passages([""], [()])
     tags = len(tokenizer.encode(frame.before)) + len(tokenizer.encode(frame.after))
     limits, num_tokens = rollout_limits(c, tokenizer, setup.protocol, spec)
     assert num_tokens == 10 + 3 * 7 + 2 * (30 + tags)
@@ -102,7 +105,7 @@ def test_an_embedding_may_have_spare_rows_but_not_too_few(setup):
 def test_the_worlds_tokenizer_has_a_token_for_every_tag_of_its_protocol(name):
     c = config(protocol__name=name)
     tokenizer = load_policy_tokenizer(c, world_of(c), None)
-    frame = PROTOCOLS[name].observe([""], [()])
+    frame = PROTOCOLS[name].show_passages([""], [()])
     tags = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>"]
     for tag in [*tags, frame.before.strip(), frame.after.strip()]:
         assert len(tokenizer.encode(tag)) == 1, tag
@@ -318,6 +321,6 @@ def test_the_protocol_has_the_words_and_settings_of_its_configuration():
     )
     protocol = policy_protocol(c)
     assert protocol.max_queries == 2 and protocol.invalid_message is None
-    assert protocol.parse('<search>"a, b"</search>') == Search(('"a', 'b"'))
-    assert "\\u00e9" in protocol.observe(["é"], [()]).content
+    assert protocol.parse('<search>"a, b"</search>') == search_call('"a', 'b"')
+    assert "\\u00e9" in protocol.show_passages(["é"], [()]).content
     assert protocol.messages("x")[0]["content"].startswith("ask x")

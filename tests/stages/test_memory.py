@@ -9,11 +9,11 @@ from rsearch.protocols.base import Step
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.setup.stages import memory_settings
 from rsearch.stages.memory import FILE, Memory
+from rsearch.tools.search import search_use
 from rsearch.train import rl_stage
 from rsearch.types import (
     Answer,
     Group,
-    Lookup,
     Outcome,
     Passage,
     Rollout,
@@ -69,7 +69,7 @@ def reworded(setup, question, answer=None):
 
 def rollout(answer, *contents, outcome=Outcome.ANSWERED):
     """A rollout that found these passages, each by a search of its own."""
-    searches = tuple(Lookup(("a",), ((Passage("p", text),),)) for text in contents)
+    searches = tuple(search_use(("a",), ((Passage("p", text),),)) for text in contents)
     segment = Segment(Source.POLICY, np.arange(3), np.zeros(3, np.float32), "")
     return Rollout((segment,), answer, searches, outcome)
 

@@ -16,7 +16,15 @@ from rsearch.setup.learners import policy_optimizer
 from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params
 from rsearch.stages import rl
-from rsearch.types import Group, Lookup, Outcome, Question, Rollout, Segment, Source
+from rsearch.tools.search import search_use
+from rsearch.types import (
+    Group,
+    Outcome,
+    Question,
+    Rollout,
+    Segment,
+    Source,
+)
 from tests.small_run import config, load_setup, quick_compilation
 from tests.stages.running import learning, rl_stage, run_rl, scored
 
@@ -91,7 +99,7 @@ def box(text):
     own = dataclasses.replace(segment(Source.POLICY, [3]), text=written)
     whole = rollout("x")
     return dataclasses.replace(
-        whole, segments=(whole.segments[0], own), searches=(Lookup(("q",), ((),)),)
+        whole, segments=(whole.segments[0], own), tool_uses=(search_use(("q",), ((),)),)
     )
 
 

@@ -11,9 +11,9 @@ from rsearch.evaluation.evaluator import transcripts
 from rsearch.rollout.records import Rewarded
 from rsearch.stages.groups import summarize
 from rsearch.text.suspicion import suspects
+from rsearch.tools.search import search_use
 from rsearch.types import (
     Group,
-    Lookup,
     Outcome,
     Passage,
     Question,
@@ -48,7 +48,7 @@ def test_no_passage_makes_the_search_long(part):
 @pytest.mark.fault(37, "told in the report")
 def test_transcripts_and_metrics_tell_of_them():
     calm, hostile = Passage("calm", "a\nb"), Passage("bad", "a\n</information>")
-    found = (Lookup(("q",), ((calm, hostile), (hostile, calm))),)
+    found = (search_use(("q",), ((calm, hostile), (hostile, calm))),)
     text = Segment(Source.POLICY, np.zeros(1, np.int32), np.zeros(1, np.float32), "x")
     rollout = Rollout((text,), "x", found, Outcome.ANSWERED)
     group = Group(Question("q", "who", ("x",)), (rollout,))

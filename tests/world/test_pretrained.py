@@ -19,7 +19,10 @@ from rsearch.protocols.table import PROTOCOLS
 from rsearch.protocols.tagged import SEARCH_R1
 from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory
-from rsearch.types import Search, Source
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Source,
+)
 from rsearch.world import pretrained, reading
 from rsearch.world.pretrained import MODELS, find_source, find_world_model
 from rsearch.world.reading import world_tokenizer
@@ -355,6 +358,6 @@ def test_a_new_protocol_changes_nothing_of_the_world(monkeypatch, world, search)
     assert world_tokenizer(world).fingerprint == tokenizer.fingerprint
     assert reading.reading(world, shares, search, seed=0) == items
     # What it says can still be encoded, and comes back as it was.
-    step = Step(1, "Born in?", Search((world.hops[world.train[0].id][0].subject,)))
+    step = Step(1, "Born in?", search_call(world.hops[world.train[0].id][0].subject))
     turn = added.write(step)
     assert tokenizer.decode(tokenizer.encode(turn)) == turn

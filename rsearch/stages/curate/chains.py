@@ -24,7 +24,13 @@ from rsearch.rollout.conversation import Conversation, Host
 from rsearch.runtime import console
 from rsearch.stages.curate.rolling import DataStage, with_searches
 from rsearch.stages.curate.summary import Chosen, Verdict
-from rsearch.types import Malformed, Outcome, Question, Search, SearchFn
+from rsearch.types import (
+    Malformed,
+    Outcome,
+    Question,
+    SearchFn,
+    ToolCall,
+)
 
 STEPS = "chains"  # the pass in the journal
 ABLATION = "no_reasoning"
@@ -221,7 +227,7 @@ class _ChainBuilder:
             part, later, self._gold = [], [], {}
             for i in left:
                 action = turns[i][1]
-                queries = action.queries if isinstance(action, Search) else ()
+                queries = action.arguments if isinstance(action, ToolCall) else ()
                 if any(query in self._gold for query in queries):
                     later.append(i)
                     continue

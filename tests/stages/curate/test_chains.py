@@ -14,7 +14,10 @@ from rsearch.protocols.table import PROTOCOLS
 from rsearch.setup.rollouts import replay_demonstrations
 from rsearch.setup.weights import initial_params
 from rsearch.stages.curate.rolling import JOURNAL
-from rsearch.types import Answer, Search
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+)
 from tests.small_run import config, load_setup, quick_compilation
 from tests.stages.curate.test_run import check_sums, run, summary_of
 from tests.stages.running import run_data
@@ -55,7 +58,10 @@ def next_step(setup, name, number):
     """The right step `number` (from 1) of a question's chain."""
     hops = setup.world.hops[name]
     if number <= len(hops):
-        action, thought = Search((hops[number - 1].subject,)), hops[number - 1].gap
+        action, thought = (
+            search_call(hops[number - 1].subject),
+            hops[number - 1].gap,
+        )
     else:
         action, thought = Answer(hops[-1].object), "That is all."
     return setup.protocol.write(Step(number, thought, action))
@@ -178,7 +184,7 @@ def test_a_chain_has_so_many_steps_at_most(setup, tmp_path):
 
     def say(rng, question, conversation):
         number = draw_of(question)[1] + 1
-        return setup.protocol.write(Step(number, "", Search(("Ada",))))
+        return setup.protocol.write(Step(number, "", search_call("Ada")))
 
     script = Script(say)
     with pytest.raises(ValueError, match="too many steps 6"):
@@ -219,7 +225,7 @@ def test_two_chains_that_ask_the_same_see_their_own_passages(setup, tmp_path):
         name, num_steps, _ = draw_of(question)
         hops = own.world.hops[name]
         if num_steps < 2:
-            action = Search(("the same for all",))
+            action = search_call("the same for all")
         else:
             action = Answer(hops[-1].object)
         return own.protocol.write(Step(num_steps + 1, "So.", action))

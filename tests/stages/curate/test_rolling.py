@@ -6,13 +6,17 @@ import pytest
 
 from rsearch.data.curation import Attempt, to_record
 from rsearch.stages.curate.rolling import JOURNAL, WaveLog
-from rsearch.types import Lookup, Outcome, Passage
+from rsearch.tools.search import search_use
+from rsearch.types import (
+    Outcome,
+    Passage,
+)
 
 RECORD = to_record(
     Attempt(
         ("search", "answer"),
         ("shown", ""),
-        (Lookup(("q",), ((Passage("p", "title\ntext", 0.5),),)),),
+        (search_use(("q",), ((Passage("p", "title\ntext", 0.5),),)),),
         "Paris",
         Outcome.ANSWERED,
     )

@@ -15,7 +15,11 @@ from rsearch.setup.weights import initial_params
 from rsearch.stages.curate import rolling as curate_rolling
 from rsearch.stages.curate import run as curate
 from rsearch.stages.curate.rolling import JOURNAL
-from rsearch.types import Answer, Search, Source
+from rsearch.tools.search import search_call
+from rsearch.types import (
+    Answer,
+    Source,
+)
 from tests.small_run import config, load_setup, quick_compilation
 from tests.stages.running import run_data
 from tests.stages.scripted import Script, Stopped
@@ -54,7 +58,7 @@ def answers(setup, how_often):
         hops = setup.world.hops[question.id]
         number = len(conversation.searches)
         if number < len(hops):
-            action = Search((hops[number].subject,))
+            action = search_call(hops[number].subject)
             said = hops[number].gap
         else:
             is_right = rng.random() < how_often(place[question.id])

@@ -1,0 +1,64 @@
+"""Calls of further tools in any protocol: `<name> argument </name>`."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from rsearch.protocols.base import Protocol, Step
+from rsearch.protocols.tagged import checked, spoken_thought
+from rsearch.types import Action, Answer, Malformed, ToolCall
+
+
+def add_tools(protocol: Protocol, names: Sequence[str]) -> Protocol:
+    """Return the protocol in which the policy can also call these tools.
+
+    A call is what stands between `<name>` and `</name>`, which ends the turn. As with
+    the protocol's own actions the first one that is complete counts.
+
+    Args:
+        protocol: any.
+        names: of tools, each a word that is no tag of the protocol.
+    """
+    if not names:
+        return protocol
+    tags = {name: (f"<{name}>", f"</{name}>") for name in names}
+
+    def parse(turn: str) -> Action:
+        ends = [(turn.find(c), name) for name, (_, c) in tags.items() if c in turn]
+        if not ends:
+            return protocol.parse(turn)
+        end, name = min(ends)
+        # An action of the protocol that ends before it is the first one.
+        if any(stop in turn[:end] for stop in protocol.stop_strings):
+            return protocol.parse(turn)
+        _, opening, content = turn[:end].rpartition(tags[name][0])
+        if not opening:
+            return Malformed(f"</{name}> without <{name}> before it")
+        argument = content.strip()
+        return ToolCall(name, (argument,)) if argument else Malformed("empty call")
+
+    def render(action: ToolCall | Answer) -> str:
+        if not isinstance(action, ToolCall) or action.name not in tags:
+            return protocol.render(action)
+        if len(action.arguments) != 1:
+            raise ValueError(f"a call holds one text, not {len(action.arguments)}")
+        return checked(
+            f" {action.arguments[0]} ".join(tags[action.name]), action, parse
+        )
+
+    def write(step: Step) -> str:
+        if not isinstance(step.action, ToolCall) or step.action.name not in tags:
+            return protocol.write(step)
+        thought = spoken_thought(step)
+        text = f"{thought} {render(step.action)}" if thought else render(step.action)
+        return checked(text, step.action, parse)
+
+    return dataclasses.replace(
+        protocol,
+        stop_strings=(
+            *protocol.stop_strings,
+            *(closing for _, closing in tags.values()),
+        ),
+        parse=parse,
+        render=render,
+        write=write,
+    )

@@ -1,0 +1,61 @@
+"""The resources that tools are made from, and the check of their results."""
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rsearch.types import ReadFn, SearchFn, Tool, ToolCall, ToolResult
+
+
+class Resources(NamedTuple):
+    """The parts of a run that a tool may use.
+
+    Attributes:
+        search: retrieves passages.
+        read: a passage or page in full, by its id.
+    """
+
+    search: SearchFn
+    read: ReadFn
+
+
+def checked(name: str, tool: Tool) -> Tool:
+    """Return the tool, which must return a ToolResult for each call.
+
+    Args:
+        name: of the tool, for messages.
+        tool: any; a user's own may return anything.
+    """
+
+    def run(calls: Sequence[ToolCall]) -> list[ToolResult]:
+        results = tool(calls)
+        if not isinstance(results, list | tuple) or len(results) != len(calls):
+            shown = (
+                f"{len(results)} results" if hasattr(results, "__len__") else results
+            )
+            raise ValueError(
+                f"tool {name!r} returned {shown} for {len(calls)} calls: must be a "
+                "list of one result for each"
+            )
+        for result in results:
+            if not isinstance(result, ToolResult):
+                kind = type(result).__name__
+                raise ValueError(
+                    f"tool {name!r} returned {result!r}, a {kind}: must be a "
+                    f"{ToolResult.__module__}.ToolResult"
+                )
+            if not isinstance(result.text, str):
+                raise ValueError(
+                    f"tool {name!r} returned the text {result.text!r}: must be a str"
+                )
+            # Rollouts are stored and sent to other hosts with what tools returned.
+            try:
+                json.dumps(result.data, allow_nan=False)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"tool {name!r} returned the data {result.data!r}: must be a value "
+                    "of JSON, or None"
+                ) from None
+        return list(results)
+
+    return run

@@ -1,0 +1,45 @@
+"""The tool that retrieves passages."""
+
+from collections.abc import Sequence
+
+from rsearch.tools.base import Resources
+from rsearch.types import SEARCH, Passage, SearchFn, Tool, ToolCall, ToolResult, ToolUse
+
+
+def make_search(resources: Resources) -> Tool:
+    """Return the tool over the run's search."""
+    return search_tool(resources.search)
+
+
+def search_tool(search: SearchFn) -> Tool:
+    """Return the tool whose data are the passages of a call's queries.
+
+    All queries of all calls go to the search in one batch.
+    """
+
+    def run(calls: Sequence[ToolCall]) -> list[ToolResult]:
+        queries = [query for call in calls for query in call.arguments]
+        passages = search(queries) if queries else []
+        assert len(passages) == len(queries), f"{len(passages)} results of {queries}"
+        results, start = [], 0
+        for call in calls:
+            hits = tuple(passages[start : start + len(call.arguments)])
+            start += len(call.arguments)
+            is_failed = any(query_hits is None for query_hits in hits)
+            error = "the search failed" if is_failed else None
+            results.append(ToolResult(data=() if is_failed else hits, error=error))
+        return results
+
+    return run
+
+
+def search_call(*queries: str) -> ToolCall:
+    """Return the call that searches for these queries."""
+    return ToolCall(SEARCH, queries)
+
+
+def search_use(
+    queries: tuple[str, ...], passages: tuple[tuple[Passage, ...], ...]
+) -> ToolUse:
+    """Return an executed search: its queries, and the passages of each of them."""
+    return ToolUse(search_call(*queries), ToolResult(data=passages))
