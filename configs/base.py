@@ -51,6 +51,9 @@ def _protocol():
     """How policy and search engine talk."""
     c = ConfigDict()
     c.name = "search_r1"  # a key of PROTOCOLS, or your own, "package.module:name"
+    # What a turn may call beside search, as <name> argument </name>: keys of TOOLS such
+    # as "open", or your own, "package.module:name". The prompt must tell the policy.
+    c.tools = ()
     c.max_queries = 0  # rag_r1_mq: of a turn that are searched; 0 = as its prompt says
     c.quotes_keep_commas = True  # rag_r1_mq: a comma in double quotes parts no queries
     c.json_ascii = False  # rag_r1_mq: results are escaped to ASCII

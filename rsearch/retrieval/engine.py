@@ -63,6 +63,7 @@ class SearchEngine:
         if fingerprint is None:
             fingerprint = f"{corpus.fingerprint} {encoder.fingerprint}"
         self.fingerprint = fingerprint
+        self._positions: dict[str, int] | None = None
         # Held for a complete call: two threads would encode the same queries twice.
         self._lock = threading.Lock()
 
@@ -114,6 +115,26 @@ class SearchEngine:
             while len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
         return [results[query] for query in queries]
+
+    def read(self, ids: Sequence[str]) -> list[Passage | None]:
+        """Return the passage of each id; None where the corpus has none.
+
+        Args:
+            ids: texts, of any origin.
+        """
+        return [self._passage(id) for id in ids]
+
+    def _passage(self, id):
+        # The ids of most corpora are the positions of their lines.
+        if id.isdecimal() and len(id) < 16 and int(id) < len(self._corpus):
+            passage = self._corpus.passage(int(id))
+            if passage.id == id:
+                return passage
+        with self._lock:
+            if self._positions is None:
+                self._positions = {p.id: i for i, p in enumerate(self._corpus)}
+        position = self._positions.get(id)
+        return None if position is None else self._corpus.passage(position)
 
     def _search(self, queries):
         vectors = self._encoder.encode_queries(queries)

@@ -141,6 +141,7 @@ class RerankedSearch:
 
     Attributes:
         fingerprint: equal ones find the same.
+        read: that of `search`, or None.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class RerankedSearch:
     ):
         self._search = search
         self._rerank = rerank
+        self.read = getattr(search, "read", None)
         self._top_k_retrieval = top_k_retrieval
         self._top_k = top_k
         self._order = functools.lru_cache(maxsize=cache_size)(self._ordered)

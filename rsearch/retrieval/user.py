@@ -20,7 +20,8 @@ class UserSearch:
 
     Attributes:
         fingerprint: equal ones find the same.
-        searches_at_once: calls that may overlap: the function's own, or 1.
+        searches_at_once: calls that may overlap: the function's attribute, or 1.
+        read: the function's attribute, a ReadFn, or None.
 
     Raises:
         ValueError: there is no such function.
@@ -33,6 +34,7 @@ class UserSearch:
         code = ", ".join(code_inputs([reference]).values())
         self.fingerprint = f"{reference} {code}"
         self.searches_at_once = getattr(self._search, "searches_at_once", 1)
+        self.read = getattr(self._search, "read", None)
 
     def __str__(self) -> str:
         """Return a short description of the engine."""

@@ -366,6 +366,18 @@ class PagedSearch:
             for query, hits in zip(queries, results, strict=True)
         ]
 
+    def read(self, ids: Sequence[str]) -> list[Passage | None]:
+        """Return the complete page at each URL; None where it cannot be fetched."""
+        with ThreadPoolExecutor(MAX_FETCHES) as pool:
+            return list(pool.map(self._read_page, ids))
+
+    def _read_page(self, url) -> Passage | None:
+        try:
+            page = self._get(url, seconds=self._seconds)
+        except PageRefusedError:
+            return None
+        return Passage(page.url, f"{page.url}\n{page.text}")
+
     def _add_page(self, pair) -> Passage:
         query, hit = pair
         try:

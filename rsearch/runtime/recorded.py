@@ -35,6 +35,7 @@ def record_search(search: SearchFn, log: AppendLog) -> SearchFn:
 
     recorded = _record(search, log, to_json, from_json)
     recorded.searches_at_once = getattr(search, "searches_at_once", 1)
+    recorded.read = getattr(search, "read", None)
     return recorded
 
 

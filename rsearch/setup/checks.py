@@ -8,6 +8,7 @@ from rsearch.retrieval.user import SIGNATURE
 from rsearch.rewards.group import check_terms
 from rsearch.setup.policy import policy_protocol
 from rsearch.text.extension import check_callable, is_reference, load_reference
+from rsearch.tools.table import check_tools
 
 
 def check_names(config: ConfigDict) -> None:
@@ -27,6 +28,7 @@ def check_names(config: ConfigDict) -> None:
 def _check_names(c):
     check_terms(c.reward, has_judge=bool(c.judge.source))
     protocol = policy_protocol(c)
+    check_tools(c.protocol.tools)
     if "evidence" in c.eval.methods and protocol.evidence_tag is None:
         raise ValueError(
             "config.eval.methods names 'evidence', which only a protocol with evidence "

@@ -167,7 +167,7 @@ def _fingerprints(tokenizer, search, source, train):
 
 def _references(c, *, only_dev: bool) -> list[str]:
     """Return the names in a configuration that may be of a user's functions."""
-    references = [c.protocol.name, c.retrieval.engine]
+    references = [c.protocol.name, c.retrieval.engine, *c.protocol.tools]
     if not only_dev and "rl" in kinds(c):
         references += [settings.get("term", "") for settings in c.reward.values()]
     if not only_dev and "curate" in kinds(c):

@@ -14,7 +14,9 @@ from rsearch.models.tokenizer import Tokenizer, load_tokenizer
 from rsearch.protocols import plain
 from rsearch.protocols.base import Protocol
 from rsearch.protocols.table import make_protocol
+from rsearch.protocols.tools import add_tools
 from rsearch.rollout.conversation import Limits, conversation_tokens, markup_tokens
+from rsearch.tools.table import tool_name
 from rsearch.world.reading import world_tokenizer
 from rsearch.world.world import WORLD, World
 
@@ -54,6 +56,7 @@ def policy_protocol(c: ConfigDict) -> Protocol:
         system=p.system,
         invalid_message=p.invalid_message,
     )
+    protocol = add_tools(protocol, [tool_name(r) for r in p.tools])
     if c.rollout.on_invalid == "end":
         protocol = dataclasses.replace(protocol, invalid_message=None)
     return protocol

@@ -28,6 +28,8 @@ from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.rollout.stop_strings import token_automaton
 from rsearch.runtime import console
 from rsearch.setup.context import Setup
+from rsearch.tools.base import Resources
+from rsearch.tools.table import make_tools
 from rsearch.types import Messages, Outcome, Question, Rollout, SearchFn
 from rsearch.world.demonstrations import world_demonstrations
 from rsearch.world.world import WORLD
@@ -54,8 +56,12 @@ def make_host(
         writer=writer,
         writer_prompt=setup.config.retrieval.writing,
     )
+    # Baselines and the like have the words of their own protocol, and no tools.
+    names = setup.config.protocol.tools if protocol in (None, setup.protocol) else ()
+    read = getattr(setup.search, "read", None)
+    tools = make_tools(names, Resources(search, read))
     protocol = protocol or setup.protocol
-    return Host(setup.tokenizer, protocol, search, limits or setup.limits)
+    return Host(setup.tokenizer, protocol, search, limits or setup.limits, tools)
 
 
 def make_rollouts(

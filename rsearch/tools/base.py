@@ -12,11 +12,11 @@ class Resources(NamedTuple):
 
     Attributes:
         search: retrieves passages.
-        read: a passage or page in full, by its id.
+        read: passages or pages in full, by their ids; None where the search has none.
     """
 
     search: SearchFn
-    read: ReadFn
+    read: ReadFn | None = None
 
 
 def checked(name: str, tool: Tool) -> Tool:

@@ -10,7 +10,15 @@ def make_open(resources: Resources) -> Tool:
     """Return the tool that reads the passages whose ids are called.
 
     A call has one id. An unknown one is the policy's mistake and is answered in words.
+
+    Raises:
+        ValueError: the run's search cannot be read by ids.
     """
+    if resources.read is None:
+        raise ValueError(
+            "the tool 'open' reads passages by their ids, which the search of "
+            "config.retrieval cannot: it is a service, or a function without `read`"
+        )
 
     def run(calls: Sequence[ToolCall]) -> list[ToolResult]:
         ids = [call.arguments[0].strip() for call in calls]

@@ -1,6 +1,6 @@
 """The tools by name; "package.module:name" names one of the user's own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rsearch.text.extension import check_callable, is_reference, lookup
 from rsearch.tools.base import Resources, checked
@@ -16,29 +16,42 @@ FIELD = "config.protocol.tools"
 
 
 def tool_name(reference: str) -> str:
-    """Return the name by which the policy calls a tool of config.protocol.tools."""
+    """Return the name by which a policy calls a tool: of a reference its last word."""
     return reference.partition(":")[2] if is_reference(reference) else reference
 
 
-def make_tools(references: Sequence[str], resources: Resources) -> dict[str, Tool]:
-    """Return {name: tool} of these tools, and of search.
+def check_tools(references: Sequence[str]) -> dict[str, Callable[[Resources], Tool]]:
+    """Return {name: the function that makes the tool} of config.protocol.tools.
 
     Args:
         references: keys of TOOLS, or "package.module:name" of functions like theirs.
-        resources: what tools are made from.
 
     Raises:
         ValueError: there is no such function, or two have one name.
     """
-    tools = {SEARCH: make_search(resources)}
+    makers = {}
     for reference in references:
         make, name = lookup(FIELD, reference, TOOLS), tool_name(reference)
         check_callable(FIELD, reference, make, "(resources) -> (calls) -> results")
-        if name in tools:
-            raise ValueError(
-                f"{FIELD} = {reference!r}: there is a tool {name!r} already"
-            )
+        if name == SEARCH or name in makers:
+            raise ValueError(f"{FIELD}: {reference!r} is a second tool {name!r}")
+        makers[name] = make
+    return makers
+
+
+def make_tools(references: Sequence[str], resources: Resources) -> dict[str, Tool]:
+    """Return {name: tool} of the tools that a policy has beside search.
+
+    Args:
+        references: see `check_tools`.
+        resources: from which tools are made.
+
+    Raises:
+        ValueError: there is no such tool, or it cannot be made from these.
+    """
+    tools = {}
+    for name, make in check_tools(references).items():
         tool = make(resources)
-        check_callable(FIELD, reference, tool, "(calls) -> results")
-        tools[name] = checked(reference, tool)
+        check_callable(FIELD, name, tool, "(calls) -> results")
+        tools[name] = checked(name, tool)
     return tools

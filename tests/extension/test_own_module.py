@@ -17,14 +17,14 @@ from rsearch.text.extension import code_inputs, load_reference
 from tests.small_run import ROOT, arguments, child_environment, config
 
 MODULE = '''
-"""One of each: a protocol, a search engine, a curate method and a reward term."""
+"""One of each: protocol, tool, search engine, curate method and reward term."""
 
 from rsearch.data.demonstrations import Demonstration
 from rsearch.protocols.base import Step
 from rsearch.protocols.tagged import listed, tagged
 from rsearch.stages.curate.summary import Chosen, Verdict
 from rsearch.tools.search import search_call
-from rsearch.types import Answer, Passage
+from rsearch.types import Answer, Passage, ToolCall, ToolResult
 
 ASK = tagged(
     "ask",
@@ -42,13 +42,21 @@ def find(queries):
     return [[Passage("p", f"{query}\\nIt is known."), more] for query in queries]
 
 
+def shout(resources):
+    def run(calls):
+        return [ToolResult(text=call.arguments[0].upper()) for call in calls]
+
+    return run
+
+
 def choose(stage):
     write = stage.protocol.write
     chosen = []
     for question in stage.questions:
         first = write(Step(1, "Who?", search_call("it")))
-        last = write(Step(2, "So.", Answer(question.golden_answers[0])))
-        chosen.append(("asked", Demonstration(question, (first, last))))
+        then = write(Step(2, "", ToolCall("shout", ("it",))))
+        last = write(Step(3, "So.", Answer(question.golden_answers[0])))
+        chosen.append(("asked", Demonstration(question, (first, then, last))))
     return Chosen([Verdict("asked", True, 0) for _ in chosen], chosen)
 
 
@@ -59,6 +67,7 @@ OWN = {
     "stages": "curate,sft,rl",
     "protocol__name": "my_parts:ASK",
     "protocol__instruction": "{question}",
+    "protocol__tools": "my_parts:shout",
     "retrieval__engine": "my_parts:find",
     "curate__method": "my_parts:choose",
     "sft__demonstrations": "stage:curate",
@@ -99,9 +108,11 @@ def test_a_module_outside_the_package_adds_to_every_table(tmp_path):
     # The search engine was asked, and the policy was shown what it found.
     texts = (run / "transcripts.jsonl").read_text()
     assert "<ask> it </ask>" in texts and "<shown>It is known.</shown>" in texts
+    # So was the tool, which is no search.
+    assert "<shout> it </shout>" in texts and "<shown>IT</shown>" in texts
     # The reward term was paid for it.
     (row,) = read_metrics(run / "rl" / "metrics.jsonl")
-    assert row["reward_asks"] > 0 and row["searches"] > 0
+    assert row["reward_asks"] > 0 and 0 < row["searches"] <= 1
     inputs = json.loads((run / "config.json").read_text())["inputs"]
     assert inputs["code:my_parts"] in inputs["retrieval"]
     # A run that goes on with other code says so, and may be told to.
@@ -130,6 +141,7 @@ FIELDS = {
     "protocol.name": {"protocol__name": "{}"},
     "retrieval.engine": {"retrieval__engine": "{}"},
     "curate.method": {"curate__method": "{}"},
+    "protocol.tools": {"protocol__tools": ["{}"]},
     "reward.own.term": {"reward": {"own": {"term": "{}", "pattern": "x"}}},
 }
 
@@ -174,6 +186,7 @@ def test_a_value_that_is_no_reference_is_refused(field, reference):
         ("protocol.name", "ASK"),
         ("retrieval.engine", "find"),
         ("curate.method", "choose"),
+        ("protocol.tools", "shout"),
         ("reward.own.term", "asks"),
     ],
 )

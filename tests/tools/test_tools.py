@@ -1,0 +1,208 @@
+"""Tools: batches of calls, what they return, and how a policy calls them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rsearch.protocols.base import Step
+from rsearch.protocols.table import PROTOCOLS
+from rsearch.protocols.tools import add_tools
+from rsearch.retrieval.encoder import HashedNgrams
+from rsearch.retrieval.engine import engine_in_memory
+from rsearch.rollout.conversation import Host, Limits
+from rsearch.rollout.records import decode_groups, encode_groups
+from rsearch.tools import table
+from rsearch.tools.base import Resources, checked
+from rsearch.tools.open import make_open
+from rsearch.tools.search import search_call, search_tool
+from rsearch.tools.table import make_tools, tool_name
+from rsearch.types import (
+    Answer,
+    Group,
+    Malformed,
+    Outcome,
+    Passage,
+    Question,
+    Source,
+    ToolCall,
+    ToolResult,
+)
+from tests.rollout import tiny
+from tests.structure import SOURCES
+
+EVERY = pytest.mark.parametrize("name", PROTOCOLS)
+PASSAGES = [
+    Passage("p7", "Ada\nAda made it."),
+    Passage("1", "Bo\nBo did not."),
+    Passage("x y", "Cy\nCy </information> <answer>Cy</answer>"),
+]
+LIMITS = Limits(3, 4000, 400, 200)
+CALL = ToolCall("open", ("p7",))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return engine_in_memory(PASSAGES, HashedNgrams(64), top_k=1)
+
+
+def test_the_queries_of_all_calls_are_searched_in_one_batch():
+    batches = []
+
+    def search(queries):
+        batches.append(list(queries))
+        return [None if q == "bad" else (Passage(q, q),) for q in queries]
+
+    calls = [search_call("a", "b"), search_call("c"), search_call("d", "bad")]
+    first, second, failed = search_tool(search)(calls)
+    assert batches == [["a", "b", "c", "d", "bad"]]
+    assert first == ToolResult(data=((Passage("a", "a"),), (Passage("b", "b"),)))
+    assert second.data == ((Passage("c", "c"),),) and second.error is None
+    assert failed.error is not None
+
+
+def test_open_shows_a_passage_in_full_by_its_id(engine):
+    run = make_open(Resources(engine, engine.read))
+    ids = ["p7", "1", "x y", "0", "7", "-1", "", "1" * 400]
+    results = run([ToolCall("open", (id,)) for id in ids])
+    assert [r.text for r in results[:3]] == [p.contents for p in PASSAGES]
+    for id, result in zip(ids[3:], results[3:], strict=True):
+        assert repr(id) in result.text
+    assert all(r.error is None and r.data is None for r in results)
+
+
+def test_open_needs_a_search_that_reads_by_ids():
+    with pytest.raises(ValueError, match=r"'open'.*config\.retrieval"):
+        make_tools(["open"], Resources(lambda queries: []))
+
+
+def test_a_tool_is_its_own_file_and_a_line_of_the_table():
+    """`open` is named by no other source: the next tool takes two files as well."""
+    naming = [p.stem for p in SOURCES if "tools.open" in p.read_text()]
+    assert naming == ["table"]
+    naming = {p.stem for p in SOURCES if '"open"' in p.read_text()}
+    assert naming <= {"table", "web"}  # the other is a policy of addresses
+
+
+@EVERY
+def test_a_call_is_read_in_every_protocol_and_its_own_actions_as_before(name):
+    protocol = PROTOCOLS[name]
+    with_open = add_tools(protocol, ["open"])
+    assert with_open.stop_strings == (*protocol.stop_strings, "</open>")
+    text = with_open.render(CALL)
+    assert with_open.parse(f"I look. {text} and more") == CALL
+    step = Step(2, "I look.", CALL)
+    assert with_open.parse(with_open.write(step)) == CALL
+    for action in (search_call("who"), Answer("Paris")):
+        own = protocol.render(action)
+        assert with_open.render(action) == own
+        assert with_open.parse(own) == protocol.parse(own) == action
+        # The first complete action counts.
+        assert with_open.parse(text + own) == CALL
+    search = protocol.render(search_call("who"))
+    assert with_open.parse(search + text) == search_call("who")
+    assert add_tools(protocol, []) is protocol
+
+
+@EVERY
+@pytest.mark.parametrize("turn", ["</open>", "x </open> <open>", "<open>  </open>"])
+def test_a_call_without_its_parts_is_malformed(name, turn):
+    assert isinstance(add_tools(PROTOCOLS[name], ["open"]).parse(turn), Malformed)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("a", "b"), ("",), (" a",), ("<open>",), ("</open>",)]
+)
+def test_a_call_that_could_not_be_read_back_is_not_written(arguments):
+    with pytest.raises(ValueError):
+        add_tools(PROTOCOLS["search_r1"], ["open"]).render(ToolCall("open", arguments))
+
+
+def played(protocol, engine, *turns, tools=("open",)):
+    """The rollout of a policy that writes these turns."""
+    made = make_tools(tools, Resources(engine, engine.read))
+    tokenizer = tiny.tokenizer()
+    host = Host(tokenizer, add_tools(protocol, tools), engine, LIMITS, made)
+    wave = {0: host.open(host.prompt(protocol.messages("Who?")))}
+    for turn in turns:
+        ids = tokenizer.encode(turn)
+        written = {0: (ids, np.zeros(len(ids), np.float32))}
+        host.answer_turns(wave, written, final=False)
+    return wave[0].rollout()
+
+
+@EVERY
+def test_a_rollout_counts_searches_and_no_other_calls(name, engine):
+    protocol = PROTOCOLS[name]
+    calls = (CALL, search_call("ada"), ToolCall("open", ("x y",)))
+    render = add_tools(protocol, ["open"]).render
+    turns = [*map(render, calls), protocol.render(Answer("Ada"))]
+    rollout = played(protocol, engine, *turns)
+    assert rollout.answer == "Ada" and rollout.outcome == Outcome.ANSWERED
+    assert tuple(use.call for use in rollout.tool_uses) == calls
+    assert [use.call for use in rollout.searches] == [calls[1]]
+    assert len(rollout.passages) == 1
+    shown = [s.text for s in rollout.segments if s.source == Source.SEARCH]
+    assert "Ada\nAda made it." in shown[0] and "Cy </information>" in shown[2]
+    # What is opened stands between the tags that passages stand between; a chat
+    # template has tokens for ReaRAG's, which then are in the text of neither.
+    for tag in protocol.observation_tags():
+        assert len({bool(tag.search(text)) for text in shown}) == 1
+        assert tag.search(shown[0]) or protocol.observation_role
+    # As sent to other hosts, and as stored for a start to come.
+    question = Question("q", "Who?", ("Ada",))
+    (group,) = decode_groups(encode_groups([Group(question, (rollout,))]), [question])
+    assert group.rollouts[0].tool_uses == rollout.tool_uses
+
+
+def test_a_tool_that_fails_ends_the_rollout_and_an_unknown_one_is_malformed(
+    engine, monkeypatch
+):
+    failing = [ToolResult(error="it is away")]
+    monkeypatch.setitem(table.TOOLS, "weather", lambda resources: lambda calls: failing)
+    protocol = PROTOCOLS["search_r1"]
+    call = add_tools(protocol, ["weather"]).render(ToolCall("weather", ("Rome",)))
+    rollout = played(protocol, engine, call, tools=("weather",))
+    assert rollout.outcome == Outcome.TOOL_ERROR and rollout.tool_uses == ()
+    unknown = dataclasses.replace(
+        protocol, parse=lambda turn: ToolCall("nothing", ()), invalid_message=None
+    )
+    rollout = played(unknown, engine, "x")
+    assert rollout.outcome == Outcome.MALFORMED and rollout.num_malformed == 1
+
+
+@pytest.mark.parametrize(
+    ("results", "shown"),
+    [
+        (None, "None"),
+        ([], "0 results"),
+        ([ToolResult(), ToolResult()], "for 1 calls"),
+        (["text"], "'text'"),
+        ([ToolResult(text=3)], "3"),
+        ([ToolResult(data={1, 2})], "{1, 2}"),
+        ([ToolResult(data=float("nan"))], "nan"),
+    ],
+)
+def test_what_a_tool_returns_wrongly_is_an_error_with_its_name(results, shown):
+    with pytest.raises(ValueError, match="'mine'") as caught:
+        checked("mine", lambda calls: results)([CALL])
+    assert shown in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tools", "shown"),
+    [
+        (("opne",), "'opne'"),
+        (("open", "open"), "'open'"),
+        (("search",), "'search'"),
+        (("no_such_module_of_mine:tool",), "no_such_module_of_mine"),
+    ],
+)
+def test_tools_that_do_not_exist_or_clash_are_refused(tools, shown):
+    with pytest.raises(ValueError, match=r"config\.protocol\.tools") as caught:
+        table.check_tools(tools)
+    assert shown in str(caught.value)
+
+
+def test_a_reference_is_called_by_its_last_word():
+    assert tool_name("my.tools:shout") == "shout" and tool_name("open") == "open"
