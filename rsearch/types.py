@@ -32,12 +32,12 @@ class Passage:
 
     @property
     def title(self) -> str:
-        """The first line, as the corpus writes it (the quotes stay)."""
+        """Return the first line, as the corpus writes it (the quotes stay)."""
         return self.contents.partition("\n")[0]
 
     @property
     def text(self) -> str:
-        """Everything after the first line."""
+        """Return everything after the first line."""
         return self.contents.partition("\n")[2]
 
 
@@ -144,7 +144,7 @@ class Observation:
 
 
 class Source(enum.IntEnum):
-    """Who wrote a token. The loss mask is `source == POLICY` and nothing else."""
+    """The writer of a token. The loss mask is `source == POLICY` and nothing else."""
 
     PADDING = 0
     PROMPT = 1
@@ -171,7 +171,7 @@ class Segment:
 
 
 class Outcome(enum.StrEnum):
-    """How a rollout ended. The two errors are no learning signal.
+    """The end of a rollout. The two errors are no learning signal.
 
     Truncated means that a budget ended it: a search in the last turn, or a last turn
     that ran out of tokens. What had been said by then still counts as its answer where
@@ -210,27 +210,27 @@ class Rollout:
 
     @property
     def policy_texts(self) -> tuple[str, ...]:
-        """[turns] what the policy itself wrote, turn by turn."""
+        """Return [turns] texts that the policy wrote, turn by turn."""
         return tuple(s.text for s in self.segments if s.source == Source.POLICY)
 
     @property
     def searches(self) -> tuple[ToolUse, ...]:
-        """The calls of the tool that retrieves passages, in order."""
+        """Return the calls of the tool that retrieves passages, in order."""
         return tuple(use for use in self.tool_uses if use.call.name == SEARCH)
 
     @property
     def passages(self) -> tuple[Passage, ...]:
-        """The passages of all searches, in order."""
+        """Return the passages of all searches, in order."""
         return tuple(p for s in self.searches for hits in s.result.data for p in hits)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all segments."""
+        """Return the number of tokens of all segments."""
         return sum(len(s.token_ids) for s in self.segments)
 
     @property
     def num_policy_tokens(self) -> int:
-        """Tokens the policy wrote."""
+        """Return the number of tokens that the policy wrote."""
         return sum(len(s.token_ids) for s in self.segments if s.source == Source.POLICY)
 
 

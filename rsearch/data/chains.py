@@ -76,7 +76,7 @@ with <|completed|>. Please follow the format strictly."""
 def chain_fault(
     protocol: Protocol, question: Question, attempt: Attempt, *, normalize: str
 ) -> str:
-    """Why a chain of thoughts and actions is not learnt; "" where it is.
+    """Return why a chain of thoughts and actions is not learnt; "" where it is.
 
     Its thoughts are numbered 1, 2, 3, ..., every step but the last searches and is
     followed by an observation, the last one gives the answer, and that has a word in
@@ -98,7 +98,7 @@ def chain_fault(
 
 
 def chain(protocol: Protocol, question: Question, attempt: Attempt) -> Demonstration:
-    """The chain with its observations as they were, to be learnt without an engine.
+    """Return the chain with its observations, to be learnt without an engine.
 
     Args:
         protocol: of the chain.
@@ -112,7 +112,7 @@ def chain(protocol: Protocol, question: Question, attempt: Attempt) -> Demonstra
 
 
 def gold_passages(question: Question, titles: Sequence[str], known) -> tuple:
-    """The passages that a question rests on.
+    """Return the passages that a question rests on.
 
     Args:
         question: its metadata may hold the passages themselves: as MuSiQue's
@@ -127,23 +127,23 @@ def gold_passages(question: Question, titles: Sequence[str], known) -> tuple:
             should be.
     """
     if titles:
-        found = [known[title] for title in dict.fromkeys(titles) if title in known]
+        numbered = [known[title] for title in dict.fromkeys(titles) if title in known]
     else:
         texts = _supporting_paragraphs(question.metadata.get("paragraphs"))
         texts = texts or _from_context(question.metadata)
-        found = [Passage(f"gold {i}", text) for i, text in texts]
-    if not found:
+        numbered = [Passage(f"gold {i}", text) for i, text in texts]
+    if not numbered:
         raise ValueError(
             f"question {question.id}: its gold passages are not known: expected "
             "paragraphs of which some have is_supporting (MuSiQue), context and "
             "supporting_facts that share a title (HotpotQA), or config.curate."
             "observations = 'engine'; config.data.on_bad = 'skip' leaves it out"
         )
-    return tuple(found)
+    return tuple(numbered)
 
 
 def _supporting_paragraphs(paragraphs):
-    """[(number, contents)] of those that are marked, as MuSiQue does; [] of None."""
+    """Return [(number, contents)] of those marked as MuSiQue does; [] of None."""
     if paragraphs is None:
         return []
     field, names = "paragraphs", ("title", "paragraph_text", "is_supporting")
@@ -152,7 +152,7 @@ def _supporting_paragraphs(paragraphs):
             f"field {field}: expected a list of objects with {', '.join(names)}, got "
             f"{shown(paragraphs)}"
         )
-    found = []
+    numbered = []
     for i, paragraph in enumerate(paragraphs):
         _check_object(paragraph, f"{field}[{i}]", names)
         title, text = (_text(paragraph[n], f"{field}[{i}].{n}") for n in names[:2])
@@ -163,12 +163,12 @@ def _supporting_paragraphs(paragraphs):
                 f"{shown(is_supporting)}"
             )
         if is_supporting:
-            found.append((i, f"{title}\n{text.strip()}"))
-    return found
+            numbered.append((i, f"{title}\n{text.strip()}"))
+    return numbered
 
 
 def _from_context(metadata):
-    """[(number, contents)] of the supporting ones in `context`, [] without the fields.
+    """Return [(number, contents)] of the supporting ones in `context`; [] without it.
 
     Each of the two is an object of lists, as in FlashRAG, or a list of pairs, as it was
     published.
@@ -190,7 +190,7 @@ def _from_context(metadata):
 
 
 def _titled(context):
-    """[(title, its sentences)] of all passages of `context`."""
+    """Return [(title, its sentences)] of all passages of `context`."""
     if isinstance(context, list):
         return [
             (_text(title, f"context[{i}][0]"), _texts(lines, f"context[{i}][1]"))
@@ -214,7 +214,7 @@ def _titled(context):
 
 
 def _pairs(value, field):
-    """[(number, pair)] of a list, refused where not all of it are pairs."""
+    """Return [(number, pair)] of a list; refuse one that is not all pairs."""
     for i, pair in enumerate(value):
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(
@@ -233,14 +233,14 @@ def _check_object(value, field, names, otherwise=""):
 
 
 def _texts(value, field):
-    """`value`, refused where it is no list of texts; these may be empty."""
+    """Return `value`; refuse what is no list of texts, which may be empty."""
     if not isinstance(value, list):
         raise ValueError(f"field {field}: expected a list of texts, got {shown(value)}")
     return [_text(text, f"{field}[{i}]") for i, text in enumerate(value)]
 
 
 def _text(value, field):
-    """`value`, refused where it is no text; it may be empty."""
+    """Return `value`; refuse what is no text, which may be empty."""
     if not isinstance(value, str):
         raise ValueError(f"field {field}: expected text, got {shown(value)}")
     check_unicode(value, field)
@@ -248,7 +248,7 @@ def _text(value, field):
 
 
 def decomposition(question: Question, parts: Sequence[tuple]) -> list[dict]:
-    """The sub-questions of a question: {"question", "answer", "context"} each.
+    """Return the sub-questions: {"question", "answer", "context"} each.
 
     Args:
         question: its metadata may hold MuSiQue's `question_decomposition`.
@@ -283,7 +283,7 @@ def _part(part, field):
 
 
 def ablation_messages(question: Question, parts: Sequence[dict]) -> Messages:
-    """The chat that asks for a chain, told its answer and its decomposition."""
+    """Return the chat that asks for a chain, given its answer and decomposition."""
     user = (
         f"Question:\n{question.text}\nGround-truth answer:\n"
         f"{question.golden_answers[0]}\nDecompositions:\n"
@@ -297,7 +297,7 @@ def ablation_messages(question: Question, parts: Sequence[dict]) -> Messages:
 
 
 def split_chain(protocol: Protocol, reply: str) -> Attempt:
-    """The steps of a reply: its turns, and the observations that it made up.
+    """Split a reply into its turns and the observations that it made up.
 
     Args:
         protocol: reads the action of a step.
@@ -305,13 +305,13 @@ def split_chain(protocol: Protocol, reply: str) -> Attempt:
     """
     reply = reply.partition(COMPLETED)[0]
     starts = [m.start() for m in STEP.finditer(reply)]
-    pieces = [reply[a:b] for a, b in zip(starts, [*starts[1:], len(reply)])]
+    steps = [reply[a:b] for a, b in zip(starts, [*starts[1:], len(reply)])]
     turns, shown, searches, answer, num_malformed = [], [], [], None, 0
-    for piece in pieces:
-        observed = OBSERVATION.search(piece)
-        end = observed.start() if observed else len(piece)
-        turn = first_step(protocol, piece[:end].strip())
-        text = piece[observed.end() :].strip() if observed else ""
+    for step in steps:
+        observed = OBSERVATION.search(step)
+        end = observed.start() if observed else len(step)
+        turn = first_step(protocol, step[:end].strip())
+        text = step[observed.end() :].strip() if observed else ""
         turns.append(turn)
         shown.append(text)
         match protocol.parse(turn):

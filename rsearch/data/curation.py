@@ -68,7 +68,7 @@ class Attempt:
 
 
 def attempt_of(protocol: Protocol, rollout: Rollout) -> Attempt:
-    """The rollout as text; see `first_step` for how a turn is cut."""
+    """Return the rollout as text; see `first_step` for how a turn is cut."""
     turns, shown = [], []
     for segment in rollout.segments:
         if segment.source == Source.POLICY:
@@ -87,7 +87,7 @@ def attempt_of(protocol: Protocol, rollout: Rollout) -> Attempt:
 
 
 def first_step(protocol: Protocol, turn: str) -> str:
-    """The turn up to the end of its action, without the rest of the last token.
+    """Return the turn up to the end of its action, without the rest of the last token.
 
     The first stop string ends it. A turn without one, of a model that has gone on with
     an observation of its own and further steps, ends before that observation.
@@ -102,7 +102,7 @@ def first_step(protocol: Protocol, turn: str) -> str:
 
 
 def to_record(attempt: Attempt) -> dict:
-    """The attempt as JSON values."""
+    """Return the attempt as JSON values."""
     searches = [
         {
             "queries": list(s.call.arguments),
@@ -123,7 +123,7 @@ def to_record(attempt: Attempt) -> dict:
 
 
 def from_record(record: dict) -> Attempt:
-    """The attempt that `to_record` has written."""
+    """Return the attempt of a record from `to_record`."""
     searches = tuple(
         search_use(
             tuple(s["queries"]),
@@ -150,7 +150,7 @@ def is_right(
     order: str = "any",
     max_words: int = 0,
 ) -> bool:
-    """Whether it ended with a right answer.
+    """Return whether it ended with a right answer.
 
     Args:
         question: that was asked.
@@ -165,14 +165,14 @@ def is_right(
         return False
     if max_words and len(attempt.answer.split()) > max_words:
         return False
-    own = {"order": order} if measure == "cover_em" else {}
+    settings = {"order": order} if measure == "cover_em" else {}
     golden = question.golden_answers
-    score = MEASURES[measure](attempt.answer, golden, normalize=normalize, **own)
+    score = MEASURES[measure](attempt.answer, golden, normalize=normalize, **settings)
     return score > 0 if measure == "f1" else score == 1
 
 
 def fault(protocol: Protocol, question: Question, attempt: Attempt, **right) -> str:
-    """Why an attempt is no example of how to answer; "" where it is one.
+    """Return why an attempt is no example of how to answer; "" where it is one.
 
     It ended without a right answer (by its outcome, or "wrong"), a turn held no action
     ("malformed"), or a turn holds what only the engine may write: the tags of an
@@ -195,7 +195,7 @@ def fault(protocol: Protocol, question: Question, attempt: Attempt, **right) -> 
 
 
 def copies(turn: str, passage: Passage) -> bool:
-    """Whether a turn holds the whole of a passage, in whatever frame it was shown.
+    """Return whether a turn holds a complete passage, in whatever frame it was shown.
 
     Its title with all of its text behind, or a text of LONG_TEXT words alone: of a
     shorter one the words are what anybody would say of the fact. Signs, spaces and
@@ -204,23 +204,23 @@ def copies(turn: str, passage: Passage) -> bool:
     said, text = _words(turn), _words(passage.text)
     if text.count(" ") + 1 >= LONG_TEXT and _holds(said, text):
         return True
-    whole = _words(passage.contents)
-    return bool(whole) and _holds(said, whole)
+    contents = _words(passage.contents)
+    return bool(contents) and _holds(said, contents)
 
 
 def _words(text):
-    """A text's words, a space between them."""
+    """Return a text's words, a space between them."""
     return " ".join(WORD.findall(ESCAPED_SPACE.sub(" ", text).casefold()))
 
 
-def _holds(words, part):
-    return f" {part} " in f" {words} "
+def _holds(words, phrase):
+    return f" {phrase} " in f" {words} "
 
 
 def segments(
     protocol: Protocol, question: Question, attempt: Attempt
 ) -> list[tuple[str, Demonstration]]:
-    """RAG-R1's segments: (kind, one turn to learn after the turns before it) for each.
+    """Cut RAG-R1's segments: (kind, a turn to learn after those before it) for each.
 
     A conversation is cut wherever the model reasons and acts: of n turns it makes n
     segments. What is learnt never holds a retrieved passage, which belongs to the given
@@ -231,7 +231,7 @@ def segments(
         question: that opens it.
         attempt: without `fault`.
     """
-    found = []
+    cut = []
     passages = attempt.passages()
     for number, turn in enumerate(attempt.turns):
         action = protocol.parse(turn)
@@ -241,20 +241,20 @@ def segments(
         kind = f"{verb}_from_{'retrieved' if number else 'question'}"
         turns = attempt.turns[: number + 1]
         settings = {"context_turns": number, "is_segment": True}
-        found.append((kind, Demonstration(question, turns, **settings)))
-    return found
+        cut.append((kind, Demonstration(question, turns, **settings)))
+    return cut
 
 
 def both_knowledge_fault(attempt: Attempt) -> str:
-    """Why it does not show the use of both kinds of knowledge; "" where it does.
+    """Return why an attempt does not use both kinds of knowledge; "" where it does.
 
     It recalls something between whole internal tags and it searches. Source:
     R1-Searcher++ (arXiv 2505.17005) section 4.1.
     """
-    found = [recollections(turn) for turn in attempt.turns]
-    if None in found:
+    recollected = [recollections(turn) for turn in attempt.turns]
+    if None in recollected:
         return "unclosed internal tag"
-    if not any(part.strip() for parts in found for part in parts):
+    if not any(recollection.strip() for texts in recollected for recollection in texts):
         return "nothing recalled"
     return "" if attempt.searches else "nothing searched"
 
@@ -267,7 +267,7 @@ def rewording(
     user: str | None = None,
     **right,
 ) -> Demonstration | None:
-    """A correct response that searched, worded as if all had been recalled.
+    """Word a correct response that searched as if all had been recalled.
 
     The rewriting model is shown the question and what was found, and is to write one
     turn: what the turns said before their searches and about what they had read, as
@@ -303,7 +303,7 @@ def rewording(
 
 
 def prose(protocol: Protocol, turn: str) -> str | None:
-    """What a turn says before its action, without tags; None where that is not found.
+    """Return a turn's text before its action, without tags; None without an action.
 
     The action's opening is the one that `Protocol.render` writes.
     """
@@ -312,17 +312,17 @@ def prose(protocol: Protocol, turn: str) -> str | None:
         return None
     content = action.text if isinstance(action, Answer) else action.arguments[0]
     try:
-        opening, found, _ = protocol.render(action).partition(content)
+        opening, separator, _ = protocol.render(action).partition(content)
     except ValueError:
         return None
     before, opened, _ = turn.rpartition(opening.strip())
-    if not found or not opened:
+    if not separator or not opened:
         return None
     return " ".join(TAGS.sub(" ", before).split())
 
 
 def demonstration_record(demonstration: Demonstration) -> dict:
-    """The demonstration as `load_demonstrations` reads it; defaults are left out."""
+    """Return the demonstration as `load_demonstrations` reads it, without defaults."""
     d = demonstration
     record = {"id": d.question.id, "question": d.question.text, "turns": list(d.turns)}
     if d.context_turns:
@@ -337,7 +337,7 @@ def demonstration_record(demonstration: Demonstration) -> dict:
 
 
 def question_record(question: Question, **more) -> dict:
-    """The question as `load_questions` reads it, with `more` in its metadata."""
+    """Return the question as `load_questions` reads it, with `more` in its metadata."""
     return {
         "id": question.id,
         "question": question.text,

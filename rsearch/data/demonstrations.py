@@ -1,4 +1,4 @@
-"""What a policy should have written, turn by turn: the data of supervised learning.
+"""Demonstrations: the turns that a policy should write, for supervised learning.
 
 A demonstration holds only the policy's own words. What the engine answers is looked up
 when it is replayed, by the same code that answers a rollout, so that both look alike.
@@ -46,7 +46,7 @@ class Demonstration:
 
 
 def load_demonstrations(path) -> list[Demonstration]:
-    """Demonstrations of a JSONL file.
+    """Load the demonstrations of a JSONL file.
 
     A record holds "question" and "turns" (texts), and may hold "id", "context_turns",
     "observations" (texts, one for each turn but the last), "messages"
@@ -55,25 +55,25 @@ def load_demonstrations(path) -> list[Demonstration]:
     Raises:
         ValueError: a bad record, as file:line: field; no record at all.
     """
-    found = []
-    for place, raw in read_records(path):
+    demonstrations = []
+    for location, raw in read_records(path):
         try:
             record = decode_record(raw) if isinstance(raw, bytes) else raw
-            found.append(_demonstration(check_record(record), str(place)))
+            demonstrations.append(_demonstration(check_record(record), str(location)))
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
-    if not found:
+            raise ValueError(f"{location}: {error}") from None
+    if not demonstrations:
         raise ValueError(f"{path}: holds no demonstration")
-    return found
+    return demonstrations
 
 
-def _demonstration(record, place):
-    """The Demonstration of one record; `place` stands in for an id."""
+def _demonstration(record, location):
+    """Return the Demonstration of one record; its location stands in for an id."""
     text = check_text(record.get("question"), "question")
     turns = _texts(record.get("turns"), "turns")
     if not turns:
         raise ValueError(f"field turns: expected a list of texts, got {shown(turns)}")
-    name = check_id(record.get("id", place), "id")
+    name = check_id(record.get("id", location), "id")
     context = record.get("context_turns", 0)
     if type(context) is not int or not 0 <= context < len(turns):
         raise ValueError(
@@ -108,7 +108,7 @@ def _demonstration(record, place):
 
 
 def _texts(value, field, *, may_be_empty=False):
-    """A list of texts as a tuple; with `may_be_empty` a text may be a blank one."""
+    """Return a list of texts as a tuple; with `may_be_empty` a text may be blank."""
     if not isinstance(value, list):
         raise ValueError(f"field {field}: expected a list of texts, got {shown(value)}")
     for i, text in enumerate(value):
@@ -118,7 +118,7 @@ def _texts(value, field, *, may_be_empty=False):
 
 
 def _chat(value):
-    """Messages of a chat as a tuple of dicts."""
+    """Return the messages of a chat as a tuple of dicts."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"field messages: expected a list, got {shown(value)}")
     chat = []

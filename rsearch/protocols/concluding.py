@@ -1,4 +1,4 @@
-"""How ReaRAG has the conclusion of a rollout worded as a short answer."""
+"""ReaRAG's prompt for the conclusion of a rollout in a short answer."""
 
 from rsearch.types import Messages
 
@@ -14,7 +14,7 @@ SHORT_ANSWER = (
 
 
 def finish_messages(question: str, reference: str) -> Messages:
-    """The chat that asks for the short version of finish(reference)."""
+    """Return the chat that asks for the short version of finish(reference)."""
     head, _, rest = SHORT_ANSWER.partition("{question}")
     between, _, tail = rest.partition("{reference}")
     # Not str.format: either text may hold braces.

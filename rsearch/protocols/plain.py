@@ -23,7 +23,7 @@ FIELDS = re.compile(r"\{(question|passages)\}")
 
 
 def parse(turn: str) -> Action:
-    """The reply without the space around it; an empty reply is a wrong answer."""
+    """Read the reply as the answer, without space around it; an empty one is wrong."""
     return Answer(turn.strip())
 
 
@@ -33,7 +33,7 @@ def _show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]
 
 
 def _render(action: ToolCall | Answer) -> str:
-    """The answer itself.
+    """Return the answer itself.
 
     Raises:
         ValueError: a search, which nobody would see, or space around the answer.
@@ -72,7 +72,7 @@ RAG = _plain(
 
 
 def evidence_messages(question: str, evidence: str) -> Messages:
-    """The chat that asks a model for an answer from evidence; R-Search's Table 5.
+    """Return the chat that asks for an answer from evidence; R-Search's Table 5.
 
     Concatenated, since either text may hold braces.
     """
@@ -87,13 +87,13 @@ def evidence_messages(question: str, evidence: str) -> Messages:
 
 
 def write_passages(passages: Sequence[Passage]) -> str:
-    """The passages as `rag` shows them, best first."""
+    """Return the passages as `rag` shows them, best first."""
     lines = [f"Doc {i}(Title: {p.title}) {p.text}" for i, p in enumerate(passages, 1)]
     return "\n".join(lines)
 
 
 def messages_with_passages(protocol: Protocol, question: str, passages: str):
-    """The chat of `protocol` with its `{question}` and `{passages}` filled in.
+    """Return the chat of `protocol`, its `{question}` and `{passages}` filled in.
 
     Both are filled in one go: a passage that holds "{question}" stays as it is.
     """
@@ -111,7 +111,7 @@ def messages_with_passages(protocol: Protocol, question: str, passages: str):
 def reworded(
     protocol: Protocol, *, user=None, system=None, invalid_message=None
 ) -> Protocol:
-    """The protocol with other words; a new user message drops the system message.
+    """Return the protocol in other words; a new user message drops the system message.
 
     Args:
         protocol: any.

@@ -43,7 +43,7 @@ CHAT = (
 
 
 def clean_query(text: str) -> tuple[str, ...]:
-    """The query without double quotes and with single spaces; none if it is empty."""
+    """Return the query without double quotes, with single spaces; () if it is empty."""
     query = " ".join(text.replace('"', "").split())
     return (query,) if query else ()
 
@@ -55,7 +55,7 @@ def _document(number, passage):
 
 
 def _word(step: Step, action: str) -> str:
-    """A turn behind the opening <think>, which closes before the answer."""
+    """Write a turn behind the opening <think>, which closes before the answer."""
     thought = spoken_thought(step)
     if action.startswith(QUERY_TAGS[0]):
         return f" {thought}\n\n{action}"

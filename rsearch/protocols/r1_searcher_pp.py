@@ -64,7 +64,7 @@ SYSTEM = (
 
 
 def boxed(text: str) -> str | None:
-    r"""The stripped inside of the last `\boxed{` that is closed; None without one."""
+    r"""Return the stripped inside of the last closed `\boxed{`; None without one."""
     opened, last = [], None
     for brace in BRACES.finditer(text):
         if brace[0] != "}":
@@ -78,7 +78,7 @@ def boxed(text: str) -> str | None:
 
 
 def parse(turn: str) -> Action:
-    """The action of one turn; the module's first lines say how it is read."""
+    """Read the action of one turn, as the module's first lines say."""
     begin, end = SEARCH_TAGS
     before, closing, _ = turn.partition(end)
     if closing:
@@ -92,7 +92,7 @@ def parse(turn: str) -> Action:
 
 
 def render(action: ToolCall | Answer) -> str:
-    """The end of a turn that takes this action: `parse` of it gives the action back.
+    """Return the end of a turn with this action: `parse` of it gives the action back.
 
     Raises:
         ValueError: more than one query, a query that would be cleaned, braces that do
@@ -109,8 +109,8 @@ def render(action: ToolCall | Answer) -> str:
 
 def _write(step: Step) -> str:
     recalled = f" {step.internal} ".join(INTERNAL_TAGS) if step.internal else ""
-    parts = (recalled, step.thought, render(step.action))
-    text = " ".join(part for part in parts if part)
+    texts = (recalled, step.thought, render(step.action))
+    text = " ".join(said for said in texts if said)
     if step.internal and any(text.count(tag) != 1 for tag in INTERNAL_TAGS):
         raise ValueError(f"{step} cannot be written: its text holds internal tags")
     return checked(text, step.action, parse)

@@ -29,36 +29,36 @@ HALVES = [re.compile(r) for r in ("", r"u[0-9a-fA-F]{0,3}", r"u[dD][89abAB]..")]
 
 
 def split_quoted(text: str) -> tuple[str, ...]:
-    """The queries of a list whose commas count outside double quotes alone.
+    """Split a list of queries at the commas outside double quotes.
 
     A query that is quoted as a whole loses its quotes, and two quotes in it mean one,
     as in CSV (RFC 4180). A quote that nothing closes is a character like any other.
     """
-    found = []
-    for piece in PIECE.findall(text):
-        piece = piece.strip()
-        whole = QUOTED.fullmatch(piece)
-        found.append(whole[1].replace('""', '"').strip() if whole else piece)
-    return tuple(query for query in found if query)
+    queries = []
+    for item in PIECE.findall(text):
+        item = item.strip()
+        quoted = QUOTED.fullmatch(item)
+        queries.append(quoted[1].replace('""', '"').strip() if quoted else item)
+    return tuple(query for query in queries if query)
 
 
 def split_naive(text: str) -> tuple[str, ...]:
-    """The queries of a list in which every comma counts: the public code's reading."""
-    return tuple(piece.strip() for piece in text.split(",") if piece.strip())
+    """Split a list of queries at every comma, as the public code does."""
+    return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
 def join_quoted(queries: Sequence[str]) -> str:
-    """A list that `split_quoted` takes apart again; quotes only where they are needed.
+    """Join queries so that `split_quoted` returns them; quote only where needed.
 
     An empty query, or one with space around it, does not survive.
     """
-    written = []
+    items = []
     for query in queries:
         doubled = query.replace('"', '""')
         # Alone and beside another: an open quote would reach into the next query.
         is_plain = split_quoted(f'{query},"') == (query, '"')
-        written.append(query if is_plain else f'"{doubled}"')
-    return ", ".join(written)
+        items.append(query if is_plain else f'"{doubled}"')
+    return ", ".join(items)
 
 
 def _document(number: int, passage: Passage) -> str:
@@ -67,7 +67,7 @@ def _document(number: int, passage: Passage) -> str:
 
 
 def ends_whole(text: str) -> bool:
-    r"""Whether the inside of a JSON string may end here: not within `\u00e9` or `\n`.
+    r"""Return whether the inside of a JSON string may end here: not within `\u00e9`.
 
     Args:
         text: begins like what json.dumps writes between the quotes.
@@ -91,23 +91,23 @@ def json_results(*, ascii_only: bool):
     def inside(text: str) -> str:
         return json.dumps(whole_characters(text), ensure_ascii=ascii_only)[1:-1]
 
-    def array(pieces):
-        for i, piece in enumerate(pieces):
+    def array(items):
+        for i, item in enumerate(items):
             yield '",\n    "' if i else '"'
-            yield piece
+            yield item
         yield '"'
 
     def show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
         echoes = [Cut(inside(q), is_echo=True, may_end=ends_whole) for q in queries]
-        found = []
+        documents = []
         for hits in passages:
             lines = [_document(i, passage) for i, passage in enumerate(hits, start=1)]
-            found.append(Cut(inside("\n".join(lines).strip()), may_end=ends_whole))
+            documents.append(Cut(inside("\n".join(lines).strip()), may_end=ends_whole))
         pieces = (
             '{\n  "query": [\n    ',
             *array(echoes),
             '\n  ],\n  "documents": [\n    ',
-            *array(found),
+            *array(documents),
             "\n  ]\n}",
         )
         texts = [p.text if isinstance(p, Cut) else p for p in pieces]

@@ -89,7 +89,7 @@ Please follow the format strictly."""
 
 
 def parse(turn: str) -> Action:
-    """The action of one turn; the module's first lines say how it is read.
+    """Read the action of one turn, as the module's first lines say.
 
     Args:
         turn: what the policy wrote in this turn, and nothing else. Any text will do.
@@ -103,7 +103,7 @@ def parse(turn: str) -> Action:
 
 
 def _read_action(text: str) -> Action:
-    """The action that the text behind `Action 1:` means."""
+    """Read the action from the text behind `Action 1:`."""
     _, fence, fenced = text.partition(FENCE)
     _, newline, fenced = fenced.partition("\n")
     if fence and newline:
@@ -133,7 +133,7 @@ def _read_action(text: str) -> Action:
 
 
 def read_literal(text: str):
-    """The value of a JSON text or a Python literal; None where it is neither.
+    """Return the value of a JSON text or a Python literal; None where it is neither.
 
     Nothing is evaluated: names, calls and attributes make it None.
     """
@@ -153,7 +153,7 @@ def read_literal(text: str):
 
 
 def render(action: ToolCall | Answer) -> str:
-    """The end of a turn that takes this action: `parse` of it gives the action back.
+    """Return the end of a turn with this action: `parse` of it gives the action back.
 
     Raises:
         ValueError: more than one query, an empty one, space around a text, or half of
@@ -179,8 +179,8 @@ def _write(step: Step) -> str:
 
 
 def _show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
-    found = [passage.contents for hits in passages for passage in hits]
-    content = whole_characters("\n\n".join(found).strip())
+    contents = [passage.contents for hits in passages for passage in hits]
+    content = whole_characters("\n\n".join(contents).strip())
     return Observation("\nObservation {turn}: ", content, "\n\n")
 
 

@@ -1,4 +1,4 @@
-"""How R1-Searcher++ has retrieved knowledge reworded as recalled knowledge.
+"""R1-Searcher++'s prompts for rewording retrieved knowledge as recalled knowledge.
 
 A rewriting model is given the question and the documents of a correct response, and
 answers as if it had known them. What it writes enters the set T only if it searches
@@ -45,7 +45,7 @@ INTERNAL = "<|begin_internal_answer|>", "<|end_internal_answer|>"
 def rewriting_messages(
     question: str, passages: list[Passage], *, user: str | None = None
 ) -> Messages:
-    """The chat that asks the rewriting model.
+    """Return the chat that asks the rewriting model.
 
     Args:
         question: the question's text.
@@ -68,21 +68,24 @@ def rewriting_messages(
 
 
 def recollections(text: str) -> list[str] | None:
-    """What stands between internal tags; None where these do not pair, one by one."""
-    found = [text[start:end] for start, end in spans(text, *INTERNAL)]
-    is_paired = all(text.count(tag) == len(found) for tag in INTERNAL)
-    return found if is_paired else None
+    """Return the texts between internal tags; None where these do not pair."""
+    texts = [text[start:end] for start, end in spans(text, *INTERNAL)]
+    is_paired = all(text.count(tag) == len(texts) for tag in INTERNAL)
+    return texts if is_paired else None
 
 
 def recalled(protocol: Protocol, text: str) -> Answer | None:
-    """The answer of a response that rests on recalled knowledge alone, else None.
+    """Return the answer of a response that rests on recalled knowledge alone, or None.
 
     Args:
         protocol: of the policy that is to learn the response.
         text: what the rewriting model wrote.
     """
-    action, found = protocol.parse(text), recollections(text)
-    is_recalled = bool(found) and all(part.strip() for part in found)
+    action = protocol.parse(text)
+    recollected = recollections(text)
+    is_recalled = bool(recollected) and all(
+        recollection.strip() for recollection in recollected
+    )
     mentions_search = "_external_search|>" in text or "_search_result|>" in text
     if isinstance(action, Answer) and is_recalled and not mentions_search:
         return action

@@ -44,12 +44,12 @@ INVALID_MESSAGE = (
 
 
 def one_query(text: str) -> tuple[str, ...]:
-    """The stripped text as the only query; none where nothing is left."""
+    """Return the stripped text as the only query; () where it is empty."""
     return (text.strip(),) if text.strip() else ()
 
 
 def plain_join(queries: Sequence[str]) -> str:
-    """The queries with a comma between each two."""
+    """Join queries with a comma between each two."""
     return ", ".join(queries)
 
 
@@ -135,7 +135,7 @@ def read_turn(
     answer: Tags,
     split: Callable[[str], tuple[str, ...]],
 ) -> Action:
-    """The action of one turn; the module's first lines say how it is read.
+    """Read the action of one turn, as the module's first lines say.
 
     Args:
         turn: what the policy wrote in this turn, and nothing else. Any text will do.
@@ -156,7 +156,7 @@ def read_turn(
 
 
 def checked(text: str, action: Action, parse: Callable[[str], Action]) -> str:
-    """The text, which must mean the action.
+    """Return the text, which must be read as the action.
 
     Raises:
         ValueError: `parse` reads it differently: a tag in it, space around a query.
@@ -167,8 +167,8 @@ def checked(text: str, action: Action, parse: Callable[[str], Action]) -> str:
 
 
 def spoken_thought(step: Step) -> str:
-    """What is recalled and what is thought, for protocols that keep no two places."""
-    return " ".join(part for part in (step.internal, step.thought) if part)
+    """Join recalled and thought text, for protocols with no tags for the former."""
+    return " ".join(said for said in (step.internal, step.thought) if said)
 
 
 def _thinking(step: Step, action: str) -> str:
@@ -192,8 +192,10 @@ def listed(
 
     def show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):
         # Passages are numbered through, so that no two of a turn share a number.
-        found = [passage for hits in passages for passage in hits]
-        lines = [format_passage(i, passage) for i, passage in enumerate(found, start=1)]
+        numbered = [passage for hits in passages for passage in hits]
+        lines = [
+            format_passage(i, passage) for i, passage in enumerate(numbered, start=1)
+        ]
         content = whole_characters("\n".join(lines).strip()) or nothing
         return Observation(before, content, after)
 
@@ -201,40 +203,40 @@ def listed(
 
 
 def boxes(text: str, tag: str) -> list[str]:
-    """The stripped texts between each `</tag>` and the nearest `<tag>` before it."""
-    found = []
-    *pieces, _ = text.split(f"</{tag}>")
-    for piece in pieces:
-        _, opening, content = piece.rpartition(f"<{tag}>")
+    """Return the stripped text between each `</tag>` and the last `<tag>` before it."""
+    contents = []
+    *befores, _ = text.split(f"</{tag}>")
+    for before in befores:
+        _, opening, content = before.rpartition(f"<{tag}>")
         if opening:
-            found.append(content.strip())
-    return found
+            contents.append(content.strip())
+    return contents
 
 
 def spans(text: str, opening: str, closing: str) -> list[tuple[int, int]]:
-    """Where a text stands between an opening and the next closing tag, one by one.
+    """Return [(start, end)] of the texts from an opening to the next closing tag.
 
     What a regular expression finds, in time linear in the text: a hostile one opens
     thousands of tags and closes none.
     """
-    found, end = [], 0
+    ranges, end = [], 0
     while (start := text.find(opening, end)) >= 0:
         start += len(opening)
         stop = text.find(closing, start)
         if stop < 0:
             break
-        found.append((start, stop))
+        ranges.append((start, stop))
         end = stop + len(closing)
-    return found
+    return ranges
 
 
 def mentions_tag(text: str, tag: str) -> bool:
-    """Whether the opening or the closing tag occurs."""
+    """Return whether the opening or the closing tag occurs."""
     return f"<{tag}>" in text or f"</{tag}>" in text
 
 
 def whole_characters(text: str) -> str:
-    """The text with a replacement character for each lone surrogate.
+    """Return the text with a replacement character for each lone surrogate.
 
     JSON can hold half of a UTF-16 pair, which no encoding of text can.
     """
@@ -265,7 +267,7 @@ SEARCH_R1 = tagged(
 
 
 def _with_evidence(step: Step, action: str) -> str:
-    """R-Search gives no tag to reasoning, and its evidence right before the answer.
+    """Write a turn of R-Search: reasoning has no tag, evidence precedes the answer.
 
     Raises:
         ValueError: the evidence would be read back differently.
@@ -273,8 +275,8 @@ def _with_evidence(step: Step, action: str) -> str:
     thought = spoken_thought(step)
     if step.evidence is None or isinstance(step.action, ToolCall):
         return f"{thought} {action}" if thought else action
-    written = f"<original_evidence> {step.evidence} </original_evidence>"
-    text = f"{thought} {written} {action}" if thought else f"{written} {action}"
+    box = f"<original_evidence> {step.evidence} </original_evidence>"
+    text = f"{thought} {box} {action}" if thought else f"{box} {action}"
     if boxes(text, "original_evidence") != [step.evidence]:
         raise ValueError(
             f"evidence {step.evidence!r} cannot be written: {text!r} is read as "

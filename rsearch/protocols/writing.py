@@ -27,7 +27,7 @@ FIELDS = re.compile(r"\{(passages|query)\}")
 
 
 def writing_messages(query: str, passages: Sequence[Passage], *, prompt: str):
-    """The chat that asks for an observation.
+    """Return the chat that asks for an observation.
 
     Args:
         query: that was searched.
@@ -46,7 +46,7 @@ def writing_messages(query: str, passages: Sequence[Passage], *, prompt: str):
 def written(
     search: SearchFn, write: GenerateFn, *, prompt: str = "context_only"
 ) -> SearchFn:
-    """A SearchFn whose one passage for a query is what a model wrote from those found.
+    """Return a SearchFn with one passage a query, written from those retrieved.
 
     The passage has no title: its contents begin with an empty line, and its id names
     the passages that it was written from. All queries of a call are searched and
@@ -63,20 +63,20 @@ def written(
         raise ValueError(f"{prompt=}: must be one of {', '.join(PROMPTS)}")
 
     def observe(queries):
-        asked = list(dict.fromkeys(queries))
-        found = dict(zip(asked, search(asked), strict=True))
-        told = [query for query in asked if found[query]]
-        chats = [writing_messages(q, found[q], prompt=prompt) for q in told]
+        unique = list(dict.fromkeys(queries))
+        hits = dict(zip(unique, search(unique), strict=True))
+        answerable = [query for query in unique if hits[query]]
+        chats = [writing_messages(q, hits[q], prompt=prompt) for q in answerable]
         replies = write(chats) if chats else []
-        results = {query: found[query] for query in asked if not found[query]}
-        for query, reply in zip(told, replies, strict=True):
-            results[query] = None if reply is None else _observed(reply, found[query])
+        results = {query: hits[query] for query in unique if not hits[query]}
+        for query, reply in zip(answerable, replies, strict=True):
+            results[query] = None if reply is None else _observed(reply, hits[query])
         return [results[query] for query in queries]
 
     return observe
 
 
 def _observed(reply, passages):
-    """What was written, as the only passage; its score is that of the best one."""
+    """Return the reply as the only passage, with the score of the best one."""
     name = "written from " + ", ".join(p.id for p in passages)
     return (Passage(name, f"\n{reply.strip()}", passages[0].score),)

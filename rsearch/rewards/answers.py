@@ -17,7 +17,7 @@ def answer_em(
     scope: AnswerScope = "policy",
     empty_matches: bool = False,
 ) -> list[float]:
-    """[G] `right` where the answer equals a golden one, else `wrong`.
+    """Return [G] `right` where the answer equals a golden one, else `wrong`.
 
     The whole reward of Search-R1 and RAG-R1.
 
@@ -46,7 +46,7 @@ def answer_f1(
     scope: AnswerScope = "policy",
     empty_matches: bool = False,
 ) -> list[float]:
-    """[G] F1 of the answer's words, in [0, 1].
+    """Return [G] F1 of the answer's words, in [0, 1].
 
     R-Search's equation 3 and, with the other normaliser, R1-Searcher's equation 4.
 
@@ -74,7 +74,7 @@ def answer_cover_em(
     scope: AnswerScope = "policy",
     empty_matches: bool = False,
 ) -> list[float]:
-    """[G] `right` where the answer holds every word of a golden one, else `wrong`.
+    """Return [G] `right` where the answer has all words of a golden one, else `wrong`.
 
     Args:
         question, rollouts, normalize, scope, empty_matches: as in `answer_em`.
@@ -100,5 +100,5 @@ def answer_cover_em(
 
 
 def rounded(value: float, decimals: int | None) -> float:
-    """`value` to so many decimals; None leaves it as it is."""
+    """Round `value` to so many decimals; None returns it unchanged."""
     return value if decimals is None else round(value, decimals)

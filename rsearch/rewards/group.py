@@ -136,21 +136,21 @@ def _checked(name, term, values, count, *, may_be_nan) -> list[float]:
     it becomes an error of numpy or of the optimizer far from here.
     """
     function = f"{term.__module__}:{getattr(term, '__qualname__', term)}"
-    told = f"config.reward.{name}: {function} returned"
+    failure = f"config.reward.{name}: {function} returned"
     if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
         kind = type(values).__name__
-        raise ValueError(f"{told} {values!r}, a {kind}: must be {count} numbers")
+        raise ValueError(f"{failure} {values!r}, a {kind}: must be {count} numbers")
     if len(values) != count:
         raise ValueError(
-            f"{told} {len(values)} values for {count} rollouts: must be one for each"
+            f"{failure} {len(values)} values for {count} rollouts: must be one for each"
         )
     numbers = []
     for value in values:
         if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-            raise ValueError(f"{told} {value!r} among its values: must be numbers")
+            raise ValueError(f"{failure} {value!r} among its values: must be numbers")
         number = float(value)
         if math.isinf(number) or (math.isnan(number) and not may_be_nan):
-            raise ValueError(f"{told} {number} among its values: must be finite")
+            raise ValueError(f"{failure} {number} among its values: must be finite")
         numbers.append(number)
     return numbers
 
@@ -173,18 +173,18 @@ def _judged(run: Callable, groups, judge: GenerateFn) -> list[list[float]]:
         group_replies = replies[start : start + len(chats)]
         start += len(chats)
 
-        def replay(asked, chats=chats, group_replies=group_replies):
-            assert asked == chats, "the term asks otherwise than it did"
+        def replay(requests, chats=chats, group_replies=group_replies):
+            assert requests == chats, "the term asks otherwise than it did"
             return group_replies
 
         values.append(run(group.question, group.rollouts, judge=replay))
     return values
 
 
-def _collect(chats, asked):
+def _collect(chats, requests):
     """Append what a judge is asked to `chats`, and answer nothing."""
-    chats.extend(asked)
-    return [None] * len(asked)
+    chats.extend(requests)
+    return [None] * len(requests)
 
 
 def _without_failed(group, failed):

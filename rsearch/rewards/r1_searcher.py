@@ -36,7 +36,7 @@ def searched(
     value: float = 0.5,
     indicator: Literal["executed", "tags"] = "executed",
 ) -> list[float]:
-    """[G] `value` where there was a search, else 0: R1-Searcher's equation 1.
+    """Return [G] `value` where there was a search, else 0: R1-Searcher's equation 1.
 
     Args:
         question, rollouts: as in `answer_em`.
@@ -61,7 +61,7 @@ def r1_searcher_format(
     scope: Literal["policy", "response"] = "policy",
     assistant_check_scope: Literal["policy", "response"] = "policy",
 ) -> list[float]:
-    """[G] `good` where the rollout passes every check, else `bad`.
+    """Return [G] `good` where the rollout passes every check, else `bad`.
 
     R1-Searcher's equations 2 (0.5 and 0) and 3 (0 and -2). The checks:
 
@@ -87,14 +87,15 @@ def r1_searcher_format(
     letters = CHECKS.get(checks, checks)
     values = []
     for rollout in rollouts:
-        own, whole = rollout.policy_texts, (response(rollout),)
-        texts = own if scope == "policy" else whole
-        spoken = own if assistant_check_scope == "policy" else whole
+        turns = rollout.policy_texts
+        complete = (response(rollout),)
+        texts = turns if scope == "policy" else complete
+        spoken = turns if assistant_check_scope == "policy" else complete
         answer = answer_in(rollout, scope) or ""
         passed = {
             "a": searches_ok(rollout, BEGIN_QUERY, END_QUERY, SEVEN[4:6])
             if scope == "policy"
-            else len(_seven(whole[0])) == 1,
+            else len(_seven(complete[0])) == 1,
             "b": not count(spoken, "assistant") + count(spoken, "Assistant"),
             "c": count(texts, "<think>") == 0 and count(texts, "</think>") == 1,
             "d": count(texts, "<answer>") == count(texts, "</answer>") == 1
@@ -121,13 +122,13 @@ def check_letters(field: str, settings: Mapping[str, Any]) -> None:
         )
 
 
-def count(texts: Sequence[str], part: str) -> int:
-    """How often a string occurs in these texts; never across two of them."""
-    return sum(text.count(part) for text in texts)
+def count(texts: Sequence[str], string: str) -> int:
+    """Count a string in these texts; never across two of them."""
+    return sum(text.count(string) for text in texts)
 
 
 def _without_documents(text):
-    """The text with nothing between its tags of documents."""
+    """Return the text with nothing between its tags of documents."""
     cuts = spans(text, BEGIN_DOCUMENTS, END_DOCUMENTS)
     starts = [0, *(end for _, end in cuts)]
     ends = [*(start for start, _ in cuts), len(text)]
@@ -135,14 +136,14 @@ def _without_documents(text):
 
 
 def is_garbled(text: str) -> bool:
-    """Whether a CJK ideograph (U+4E00 to U+9FFF) occurs: R1-Searcher's own test."""
+    """Return whether a CJK ideograph (U+4E00 to U+9FFF) occurs: R1-Searcher's test."""
     return IDEOGRAPH.search(text) is not None
 
 
 def searches_ok(
     rollout: Rollout, opening: str, closing: str, forbidden: Sequence[str]
 ) -> bool:
-    """Whether queries stand between their tags, were all executed, and nothing forged.
+    """Return whether all queries are tagged and executed, and nothing is forged.
 
     Args:
         rollout: its policy's turns and its searches are read.
@@ -155,5 +156,5 @@ def searches_ok(
 
 
 def _seven(text):
-    """{how often each of SEVEN occurs}: one number if they agree."""
-    return {text.count(part) for part in SEVEN}
+    """Return the set of counts of SEVEN: a single number if they agree."""
+    return {text.count(string) for string in SEVEN}

@@ -21,7 +21,7 @@ def r1_searcher_pp_format(
     good: float = 0.0,
     bad: float = -2.0,
 ) -> list[float]:
-    """[G] `good` where the format is right, else `bad`: R1-Searcher++'s equation 3.
+    """Return [G] `good` where the format is right, else `bad`: its equation 3.
 
     It is right if every query stands between its tags and was searched for, the policy
     wrote no search result itself, the final answer is in a box, and no text is garbled
@@ -49,7 +49,7 @@ def group_fewest_searches(
     order: Order = "any",
     max_words: int = 10,
 ) -> list[float]:
-    """[G] min(2 sigma^2, eta) for the right rollouts that searched least, else 0.
+    """Return [G] min(2 sigma^2, eta) for right rollouts that searched least, else 0.
 
     R1-Searcher++'s equations 5 and 6: sigma is the standard deviation of the number of
     searches. Where all rollouts search equally often nothing is paid. Rollouts that are

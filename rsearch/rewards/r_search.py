@@ -26,7 +26,7 @@ def evidence_f1(
     indicator: Literal["executed", "tags"] = "executed",
     scope: Literal["policy", "transcript"] = "policy",
 ) -> list[float]:
-    """[G] F1 of a judge's answer from the evidence alone; R-Search's equation 4.
+    """Return [G] F1 of a judge's answer from the evidence; R-Search's equation 4.
 
     The evidence is the last box. An empty or missing one earns 0 and no judge is asked;
     nor is one where there was no search, and so nothing that the box could be evidence
@@ -43,10 +43,10 @@ def evidence_f1(
     """
     evidence = {}
     for position, rollout in enumerate(rollouts):
-        found = _boxes(rollout, EVIDENCE, scope)
+        found_boxes = _boxes(rollout, EVIDENCE, scope)
         searched = _searched(rollout, indicator, scope)
-        if rollout.outcome.is_signal and searched and found and found[-1]:
-            evidence[position] = found[-1]
+        if rollout.outcome.is_signal and searched and found_boxes and found_boxes[-1]:
+            evidence[position] = found_boxes[-1]
     values = [0.0] * len(rollouts)
     if not evidence:
         return values
@@ -74,7 +74,7 @@ def r_search_format(
     forged_pays: bool = False,
     scope: Literal["policy", "transcript"] = "policy",
 ) -> list[float]:
-    """[G] what R-Search pays for form: its equation 5, with its public code's values.
+    """Return [G] R-Search's reward of form: its equation 5, values of its public code.
 
     `answer` is earned by exactly one answer box that is not empty. `evidence` is earned
     by exactly one evidence box that is not empty where the policy searched, and by any
@@ -103,12 +103,14 @@ def r_search_format(
             values.append(0.0)
             continue
         answers = _boxes(rollout, "answer", scope)
-        found = _boxes(rollout, EVIDENCE, scope)
+        found_boxes = _boxes(rollout, EVIDENCE, scope)
         if _searched(rollout, indicator, scope):
-            pays_evidence = len(found) == 1 and bool(found[0])
+            pays_evidence = len(found_boxes) == 1 and bool(found_boxes[0])
         else:
             has_answered = bool(answers) or empty_gets_format
-            pays_evidence = has_answered and (unsearched_evidence_pays or not found)
+            pays_evidence = has_answered and (
+                unsearched_evidence_pays or not found_boxes
+            )
         unpaid = ("",) if scope == "policy" else ("", PROMPT_WORD)
         pays_answer = len(answers) == 1 and answers[0] not in unpaid
         values.append(evidence * pays_evidence + answer * pays_answer)

@@ -1,4 +1,4 @@
-"""What of a rollout a reward reads: its scope.
+"""The scope of a reward: the parts of a rollout that it reads.
 
 - "policy": what the policy itself wrote, turn by turn, and the answer and searches that
   the protocol read from it. No passage can change it. The default everywhere.
@@ -20,17 +20,17 @@ AnswerScope = Literal["policy", "transcript", "response"]
 
 
 def transcript(rollout: Rollout) -> str:
-    """All segments as one text."""
+    """Return all segments as one text."""
     return "".join(segment.text for segment in rollout.segments)
 
 
 def response(rollout: Rollout) -> str:
-    """All segments after the prompt as one text."""
+    """Return all segments after the prompt as one text."""
     return "".join(s.text for s in rollout.segments if s.source != Source.PROMPT)
 
 
 def answer_in(rollout: Rollout, scope: str) -> str | None:
-    """The answer that counts, or None.
+    """Return the answer that counts, or None.
 
     Args:
         rollout: any.
@@ -42,8 +42,8 @@ def answer_in(rollout: Rollout, scope: str) -> str | None:
     if scope == "policy":
         return rollout.answer
     if scope == "transcript":
-        found = pairs(transcript(rollout), "answer")
-        return found[-1] if len(found) > 1 else None
+        answers = pairs(transcript(rollout), "answer")
+        return answers[-1] if len(answers) > 1 else None
     assert scope == "response", scope
     text = response(rollout)
     if "<answer>" not in text or "</answer>" not in text:
@@ -52,12 +52,12 @@ def answer_in(rollout: Rollout, scope: str) -> str | None:
 
 
 def policy_boxes(rollout: Rollout, tag: str) -> list[str]:
-    """The texts in the policy's own boxes; one never spans two turns."""
+    """Return the texts in the policy's boxes; one never spans two turns."""
     return [content for turn in rollout.policy_texts for content in boxes(turn, tag)]
 
 
 def pairs(text: str, tag: str) -> list[str]:
-    """The stripped texts from each opening tag to the next closing one.
+    """Return the stripped texts from each opening tag to the next closing one.
 
     This is how the public code looks for boxes. It differs from
     `rsearch.protocols.tagged.boxes` where a tag opens twice before it closes.

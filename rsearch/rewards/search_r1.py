@@ -34,7 +34,7 @@ def search_r1_structure(
     scope: Literal["policy", "transcript"] = "policy",
     empty_matches: bool = False,
 ) -> list[float]:
-    """[G] Search-R1 v0.3's whole reward (arXiv 2505.15117, `qa_em_format`).
+    """Return [G] the reward of Search-R1 v0.3 (arXiv 2505.15117, `qa_em_format`).
 
     A rollout is well structured if it goes think, search, information, think, ...,
     answer, each between its tags, with nothing but white space between them.
@@ -63,14 +63,14 @@ def search_r1_structure(
     for rollout in rollouts:
         if scope == "policy":
             is_valid = _is_structured(rollout)
-            found = [p.contents for p in rollout.passages]
+            retrieved = [p.contents for p in rollout.passages]
         else:
-            whole = transcript(rollout)
-            is_valid = _is_structured_text(whole)
-            found = pairs(whole, "information")
+            complete = transcript(rollout)
+            is_valid = _is_structured_text(complete)
+            retrieved = pairs(complete, "information")
         answer = answer_in(rollout, scope)
         gold = question.golden_answers
-        holds_gold = is_valid and _holds(found, gold, **settings)
+        holds_gold = is_valid and _holds(retrieved, gold, **settings)
         if text.exact_match(answer, gold, **settings):
             values.append(1.0 if is_valid else 1.0 - structure)
         elif is_valid:
@@ -81,7 +81,7 @@ def search_r1_structure(
 
 
 def _is_structured(rollout):
-    """Observations are what the engine showed; tags of them in a turn are forged."""
+    """Return whether turns and observations alternate; tags in a turn are forged."""
     state = "start"
     if rollout.num_malformed:  # its observation is a message, of no search
         return False
@@ -95,25 +95,25 @@ def _is_structured(rollout):
     return state == "end"
 
 
-def _is_structured_text(whole):
-    opening = ASSISTANT.search(whole)
-    return opening is not None and _walk(whole[opening.end() :], "start") == "end"
+def _is_structured_text(complete):
+    opening = ASSISTANT.search(complete)
+    return opening is not None and _walk(complete[opening.end() :], "start") == "end"
 
 
-def _walk(piece, state):
-    """The state after a text, None where it breaks the structure."""
-    for part in TAGS.split(piece):
-        if not part.strip():
+def _walk(turn, state):
+    """Return the state after a text, None where it breaks the structure."""
+    for token in TAGS.split(turn):
+        if not token.strip():
             continue
-        if TAGS.fullmatch(part):
-            state = STEPS.get((state, part))
+        if TAGS.fullmatch(token):
+            state = STEPS.get((state, token))
         elif state is None or not state.startswith("in "):
             return None
     return state
 
 
-def _holds(found, gold, normalize, empty_matches):
-    """Whether a normalised golden answer is a part of something found."""
+def _holds(retrieved, gold, normalize, empty_matches):
+    """Return whether a normalised golden answer is a substring of a passage."""
     form = text.NORMALIZERS[normalize]
     wanted = [g for g in map(form, gold) if g or empty_matches]
-    return any(g in form(block) for block in found for g in wanted)
+    return any(g in form(block) for block in retrieved for g in wanted)

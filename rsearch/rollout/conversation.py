@@ -60,12 +60,12 @@ class Limits:
 
     @property
     def num_turns(self) -> int:
-        """Turns of the policy, at most; there is always one."""
+        """Return the most turns of the policy; there is always one."""
         return max(1, self.max_searches + self.forced_final_turn)
 
 
 class Markup(NamedTuple):
-    """What a conversation reads beside retrieved content.
+    """Counts of what a conversation reads beside retrieved content.
 
     Attributes:
         tags: tokens of an observation's tags.
@@ -81,7 +81,7 @@ class Markup(NamedTuple):
 
 
 def markup_tokens(tokenizer: Tokenizer, protocol: Protocol) -> Markup:
-    """Tokens, at most, of an observation's tags and of the invalid-action message."""
+    """Return the most tokens of an observation's tags, and of the invalid message."""
     message = len(tokenizer.encode(protocol.invalid_message or ""))
     counts = range(1, protocol.max_queries + 1)
     shown = [protocol.show_passages([""] * n, [()] * n) for n in counts]
@@ -92,7 +92,7 @@ def markup_tokens(tokenizer: Tokenizer, protocol: Protocol) -> Markup:
 
 
 def _tag_tokens(tokenizer, protocol, observation: Observation) -> int:
-    """Tokens of what no budget cuts, in the turn whose number takes the most."""
+    """Return the tokens that no budget cuts, in the turn with the longest number."""
     fixed = [p for p in observation.pieces if isinstance(p, str)]
     count = sum(len(tokenizer.encode(text)) for text in fixed)
     frame = _role_frame(tokenizer, protocol)
@@ -103,34 +103,34 @@ def _tag_tokens(tokenizer, protocol, observation: Observation) -> int:
 
 
 def _role_frame(tokenizer, protocol):
-    """What the chat template puts around observations; None where it knows no role."""
+    """Return the chat template's ids around observations; None where it has no role."""
     role = protocol.observation_role
     return None if role is None else tokenizer.role_frame(role)
 
 
 def _turn_end(tokenizer, protocol, role) -> int:
-    """The first id that ends a turn of all that a template writes before this role."""
+    """Return the first id before this role in the template that ends a turn."""
     frame = tokenizer.role_frame(role) if protocol.is_chat else None
-    written = [] if frame is None else frame[0].tolist()
-    return next((i for i in written if i in tokenizer.eos_ids), tokenizer.eos_ids[0])
+    before = [] if frame is None else frame[0].tolist()
+    return next((i for i in before if i in tokenizer.eos_ids), tokenizer.eos_ids[0])
 
 
 def _turn_start(tokenizer, protocol) -> str:
-    """The space between what asks for a reply and the reply's words."""
+    """Return the space between the request for a reply and the reply's words."""
     if not protocol.is_chat or protocol.opening or not tokenizer.has_template:
         return ""
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
-        asked = tokenizer.decode(tokenizer.encode_prompt(chat[:1]))
-        whole = tokenizer.decode(tokenizer.encode_prompt(chat))
+        request = tokenizer.decode(tokenizer.encode_prompt(chat[:1]))
+        dialogue = tokenizer.decode(tokenizer.encode_prompt(chat))
     except ValueError:  # such a chat is refused, so that nothing is known of it
         return ""
-    between = whole.removeprefix(asked).partition("b")[0]
-    return between if whole.startswith(asked) and between.isspace() else ""
+    between = dialogue.removeprefix(request).partition("b")[0]
+    return between if dialogue.startswith(request) and between.isspace() else ""
 
 
 def _frame(tokenizer, role_frame, observation: Observation, turn: int):
-    """Ids before and after an observation's content.
+    """Return the ids before and after an observation's content.
 
     Only the frame that a chat template gives to a role can hold control tokens.
     """
@@ -141,14 +141,14 @@ def _frame(tokenizer, role_frame, observation: Observation, turn: int):
 
 
 def shown_tokens(limits: Limits, markup: Markup) -> int:
-    """Tokens that a conversation reads at most between two turns."""
-    found = markup.parts * limits.max_observation_tokens
+    """Return the most tokens that a conversation reads between two turns."""
+    retrieved = markup.parts * limits.max_observation_tokens
     echoed = markup.echoes * limits.max_turn_tokens
-    return max(found + echoed + markup.tags, markup.message)
+    return max(retrieved + echoed + markup.tags, markup.message)
 
 
 def conversation_tokens(limits: Limits, markup: Markup) -> int:
-    """Tokens of the longest conversation these limits allow."""
+    """Return the tokens of the longest conversation that these limits allow."""
     turns = limits.num_turns * limits.max_turn_tokens
     shown = (limits.num_turns - 1) * shown_tokens(limits, markup)
     return limits.max_prompt_tokens + turns + shown
@@ -157,7 +157,7 @@ def conversation_tokens(limits: Limits, markup: Markup) -> int:
 def prompt_ids(
     tokenizer: Tokenizer, protocol: Protocol, messages: Messages
 ) -> np.ndarray:
-    """[n] int32 ids of what opens a rollout: a chat, or raw text for base models."""
+    """Return [n] int32 ids that open a rollout: a chat, or raw text for base models."""
     if protocol.is_chat:
         return tokenizer.encode_prompt(messages, protocol.opening)
     text = "\n".join(message["content"] for message in messages)
@@ -177,7 +177,7 @@ class Conversation:
 
     @property
     def searches(self) -> list[ToolUse]:
-        """The searches so far, in order."""
+        """Return the searches so far, in order."""
         return [use for use in self.tool_uses if use.call.name == SEARCH]
 
     def rollout(self) -> Rollout:
@@ -230,11 +230,11 @@ class Host:
         self.shown_tokens = shown_tokens(limits, markup_tokens(tokenizer, protocol))
 
     def prompt(self, messages: Messages) -> np.ndarray:
-        """[n] int32 ids of the chat that opens a rollout."""
+        """Return [n] int32 ids of the chat that opens a rollout."""
         return prompt_ids(self.tokenizer, self.protocol, messages)
 
     def end_of(self, action: ToolCall | Answer) -> int:
-        """The id that ends a turn with this action where no stop string has.
+        """Return the id that ends a turn with this action where no stop string has.
 
         Some templates close a turn (ChatML), in others the next role's token ends it
         (GLM-4: that of an observation after a search, that of the user after an
@@ -243,7 +243,7 @@ class Host:
         return self._ends[type(action)]
 
     def start_of(self, number: int) -> str:
-        """The space that the template writes before the words of a turn.
+        """Return the space that the template writes before the words of a turn.
 
         It is no part of the prompt (GLM-4 has a line feed behind <|assistant|>, and
         asks for a reply without it): the policy writes it. A turn that goes on behind
@@ -255,7 +255,7 @@ class Host:
         return self._start if number == 0 or self._role_frame is not None else ""
 
     def open(self, prompt: np.ndarray) -> Conversation:
-        """A conversation that has its prompt."""
+        """Return a conversation that has its prompt."""
         return Conversation(prompt, self.tokenizer.decode(prompt))
 
     def answer_turns(
@@ -391,7 +391,7 @@ class Host:
         return observations
 
     def _encode(self, observation: Observation, conversation) -> np.ndarray:
-        """[n] ids of an observation whose content is cut to its budget."""
+        """Return [n] ids of an observation, its content cut to its budget."""
         before, after = _frame(
             self.tokenizer, self._role_frame, observation, conversation.num_turns
         )
@@ -399,27 +399,27 @@ class Host:
         if last and last == before[:1].tolist() and last[0] in self.tokenizer.eos_ids:
             before = before[1:]  # The policy itself has ended its turn so.
         limit, echo = self.limits.max_observation_tokens, self.limits.max_turn_tokens
-        parts = []
-        for piece in observation.pieces or (Cut(observation.content),):
-            if isinstance(piece, str):
-                ids = self.tokenizer.encode(piece)
+        id_parts = []
+        for cut in observation.pieces or (Cut(observation.content),):
+            if isinstance(cut, str):
+                ids = self.tokenizer.encode(cut)
             else:
-                ids = self._cut(piece, echo if piece.is_echo else limit)
-                echo -= len(ids) if piece.is_echo else 0
-            parts.append(ids)
-        whole = np.concatenate([before, *parts, after])
-        return whole[:limit] if self.limits.cuts_tags else whole
+                ids = self._cut(cut, echo if cut.is_echo else limit)
+                echo -= len(ids) if cut.is_echo else 0
+            id_parts.append(ids)
+        ids_shown = np.concatenate([before, *id_parts, after])
+        return ids_shown[:limit] if self.limits.cuts_tags else ids_shown
 
-    def _cut(self, piece: Cut, limit: int) -> np.ndarray:
-        """[n <= limit] ids of a piece, cut where its text may end."""
-        ids = self.tokenizer.encode(piece.text)
+    def _cut(self, cut: Cut, limit: int) -> np.ndarray:
+        """Return [n <= limit] ids of a piece, cut where its text may end."""
+        ids = self.tokenizer.encode(cut.text)
         if len(ids) <= limit:
             return ids
-        while limit and not piece.may_end(self.tokenizer.decode(ids[:limit])):
+        while limit and not cut.may_end(self.tokenizer.decode(ids[:limit])):
             limit -= 1
         return ids[:limit]
 
 
 def _given(source: Source, ids: np.ndarray, text: str) -> Segment:
-    """A segment that the policy did not write."""
+    """Return a segment that the policy did not write."""
     return Segment(source, ids, np.zeros(len(ids), np.float32), text)

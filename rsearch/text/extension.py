@@ -1,4 +1,4 @@
-"""What users add from outside the package: "package.module:name" in a configuration.
+"""Users' own code, named as "package.module:name" in a configuration.
 
 Wherever the configuration names an entry of a table (a reward term, a protocol, a tool,
 a curate method, a search engine), such a reference names an object of the user's own

@@ -1,4 +1,4 @@
-"""What small models of the embedded world read before a run begins.
+"""The pretraining text of small models of the embedded world.
 
 `base` stands for the base models that the published systems start from: it knows the
 famous, reads passages, and follows each protocol's form, but is too easily content.
@@ -66,7 +66,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """How well a model's dialogues go, and what it reads beside them.
+    """Shares of flawed dialogues, and counts of all else that a model reads.
 
     Attributes:
         flawed: of the dialogues do not find the answer.
@@ -99,7 +99,7 @@ class Shares:
 
 
 def reading(world, shares: Shares, search, *, seed) -> list:
-    """Dialogues, chats and texts in random order.
+    """Return dialogues, chats and texts in random order.
 
     Args:
         world: that they are about.
@@ -108,24 +108,24 @@ def reading(world, shares: Shares, search, *, seed) -> list:
         seed: of flaws and order.
     """
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 5])))
-    found = []
+    items = []
     if not shares.judged:
         for protocol in world_texts.WORLD_PROTOCOLS.values():
             for question in world.train:
-                found.append(_dialogue(world, protocol, question, shares, rng))
+                items.append(_dialogue(world, protocol, question, shares, rng))
     for _ in range(shares.recalling):
-        found += _recollections(world)
-    found += _facts(world, shares.facts, rng)
-    found += [_comparison(world, rng) for _ in range(shares.comparisons)]
-    found += [_orderings(rng) for _ in range(shares.orderings)]
-    found += [_lookups(world, rng) for _ in range(shares.lookups)]
+        items += _recollections(world)
+    items += _facts(world, shares.facts, rng)
+    items += [_comparison(world, rng) for _ in range(shares.comparisons)]
+    items += [_orderings(rng) for _ in range(shares.orderings)]
+    items += [_lookups(world, rng) for _ in range(shares.lookups)]
     for _ in range(shares.direct):
-        found += _answers(world, search, rng)
+        items += _answers(world, search, rng)
     for _ in range(shares.chats):
-        found += _work(world, rng)
+        items += _work(world, rng)
     for _ in range(shares.judged or shares.chats):
-        found += _judgements(world, rng)
-    return [found[i] for i in rng.permutation(len(found))]
+        items += _judgements(world, rng)
+    return [items[i] for i in rng.permutation(len(items))]
 
 
 def _dialogue(world, protocol, question, shares, rng):
@@ -151,18 +151,19 @@ def _dialogue(world, protocol, question, shares, rng):
 
 
 def _recollections(world):
-    """All questions of which something is known, answered in the protocol for it."""
-    protocol, found = R1_SEARCHER_PP, []
+    """Return a dialogue for each question of which something is known."""
+    protocol = R1_SEARCHER_PP
+    dialogues = []
     for question in world.train:
         if any(hop.subject in world.famous for hop in world.hops[question.id]):
             steps = world_plans.solution(world, question, recalls=True)
             turns = _spaced(protocol, steps)
-            found.append(Dialogue(protocol.name, question, turns))
-    return found
+            dialogues.append(Dialogue(protocol.name, question, turns))
+    return dialogues
 
 
 def _spaced(protocol, steps):
-    """The steps in the protocol's words, a space before each of these.
+    """Write the steps in the protocol's words, a space before each of these.
 
     What it reads has one: a model this small copies a name more surely as it stands.
     """
@@ -174,7 +175,7 @@ def _spaced(protocol, steps):
 
 
 def observed(world, query: str) -> str:
-    """What a writer makes of the passage about what was searched for."""
+    """Return what a writer makes of the passage about a query."""
     return f"{query} {told(query, world.facts[query])}"
 
 
@@ -192,7 +193,7 @@ def _facts(world, times, rng):
 
 
 def _comparison(world, rng):
-    """Made-up names, asked which is older: looked up one by one, or together.
+    """Return a text that compares made-up names, looked up in turn or at once.
 
     What is found together is shown as the protocol of several queries shows it: in its
     own dialogues a model would meet too few of these to learn to read them. There are
@@ -205,35 +206,36 @@ def _comparison(world, rng):
     ]
     names = [hop.subject for hop in hops]
     facts = [told(*_made_up_facts(world, hop, rng)) for hop in hops]
-    given = f" {COMPARED[tuple(dates)].format(*names)}"
+    prompt = f" {COMPARED[tuple(dates)].format(*names)}"
     if rng.random() < 0.5:
-        pieces = [(given, f" {hops[0].gap} {', '.join(names)}")]
-        found = " ".join(hop.sentence for hop in hops)
+        pieces = [(prompt, f" {hops[0].gap} {', '.join(names)}")]
+        read = " ".join(hop.sentence for hop in hops)
         passages = [
             [Passage("", f"{name}\n{text}")]
             for name, text in zip(names, facts, strict=True)
         ]
         shown = RAG_R1_MQ.show_passages(names, passages)
-        given = f"{shown.before}{shown.content}{shown.after}"
+        prompt = f"{shown.before}{shown.content}{shown.after}"
     else:
-        pieces, found = [], ""
+        pieces, read = [], ""
         for hop, text in zip(hops, facts, strict=True):
-            pieces.append((given, f"{found} {hop.gap} {hop.subject}"))
-            given, found = f" {hop.subject} {text}", f" {hop.sentence}"
-        found = found.strip()
+            pieces.append((prompt, f"{read} {hop.gap} {hop.subject}"))
+            prompt = f" {hop.subject} {text}"
+            read = f" {hop.sentence}"
+        read = read.strip()
     conclusion = f"{world_plans.compared(hops)} {earliest(hops).subject}."
-    return Text((*pieces, (given, f" {found} {conclusion}")))
+    return Text((*pieces, (prompt, f" {read} {conclusion}")))
 
 
 def _dates(rng):
-    """{relation: year} of two things that are compared, in different years."""
+    """Draw {relation: year} of two things to compare, in different years."""
     relations = list(COMPARED)[rng.integers(len(COMPARED))]
     years = rng.permutation(len(YEARS))
     return {name: YEARS[i] for name, i in zip(relations, years)}
 
 
 def _orderings(rng):
-    """Years of two things, several times over, and which is first."""
+    """Return a text of the years of two things, and which is first, several times."""
     pieces = []
     for _ in range(8):
         hops = [Hop("", name, year) for name, year in _dates(rng).items()]
@@ -243,7 +245,7 @@ def _orderings(rng):
 
 
 def _lookups(world, rng):
-    """A chain of facts of made-up names, each asked for, told in a passage and retold.
+    """Return a text of facts of made-up names, each asked for, shown and retold.
 
     What it has read of the world's own names a model may recall; here it has to read.
     """
@@ -266,7 +268,7 @@ def _lookups(world, rng):
 
 
 def _made_up_facts(world, hop, rng):
-    """(subject, its facts): this one, and others that somebody like it would have."""
+    """Return (subject, its facts): this one and others of its kind."""
     kind = RELATIONS[hop.relation].subject
     known = {
         name: _made_up(world, relation.object, rng)
@@ -277,7 +279,7 @@ def _made_up_facts(world, hop, rng):
 
 
 def _made_up(world, kind, rng) -> str:
-    """A name that the world need not have; there are no more years and countries."""
+    """Draw a name that the world need not have; years and countries are the world's."""
     if kind in ("year", "country"):
         known = world.entities[kind]
         return known[rng.integers(len(known))]
@@ -285,27 +287,27 @@ def _made_up(world, kind, rng) -> str:
 
 
 def _answers(world, search, rng):
-    """Questions answered at once: about the famous from memory, others by a guess."""
+    """Return chats that answer at once: from memory about the famous, else a guess."""
     direct = plain.reworded(plain.DIRECT, user=world_texts.DIRECT)
     rag = plain.reworded(plain.RAG, user=world_texts.RAG)
-    found = []
+    chats = []
     for question in world.train:
         answer = question.golden_answers[0]
         if not question.metadata["known"]:
             (step,) = world_plans.guess(world, question, rng)
             answer = step.action.text
         chat = plain.messages_with_passages(direct, question.text, "")
-        found.append(Chat(chat, answer))
+        chats.append(Chat(chat, answer))
     queries = [question.text for question in world.train]
     for question, passages in zip(world.train, search(queries), strict=True):
         shown = plain.write_passages(passages)
         chat = plain.messages_with_passages(rag, question.text, shown)
-        found.append(Chat(chat, _read(world, question, passages, rng)))
-    return found
+        chats.append(Chat(chat, _read(world, question, passages, rng)))
+    return chats
 
 
 def _read(world, question, passages, rng):
-    """The answer where these passages tell all it takes, else a guess."""
+    """Return the answer where these passages suffice for it, else a guess."""
     shown = {passage.title for passage in passages}
     if all(hop.subject in shown for hop in world.hops[question.id]):
         return question.golden_answers[0]
@@ -314,27 +316,27 @@ def _read(world, question, passages, rng):
 
 
 def _work(world, rng):
-    """What models beside a policy are asked: rewrites, observations, short answers."""
-    found = []
+    """Return the work of models beside a policy: rewrites, observations, answers."""
+    chats = []
     subjects = sorted(world.facts)
     for question in world.train:
         hops = world.hops[question.id]
         passages = [_passage(world, hop.subject) for hop in hops]
         chat = rewriting_messages(question.text, passages, user=world_texts.REWRITE)
-        found.append(Chat(chat, R1_SEARCHER_PP.write(_recalled(question, hops))))
+        chats.append(Chat(chat, R1_SEARCHER_PP.write(_recalled(question, hops))))
         subject = subjects[rng.integers(len(subjects))]
         chat = writing_messages(
             subject, [_passage(world, subject)], prompt="context_only"
         )
-        found.append(Chat(chat, observed(world, subject)))
+        chats.append(Chat(chat, observed(world, subject)))
         answer = question.golden_answers[0]
         long = answer if rng.random() < 0.5 else f"{hops[-1].sentence} {answer}"
-        found.append(Chat(finish_messages(question.text, long), answer))
-    return found
+        chats.append(Chat(finish_messages(question.text, long), answer))
+    return chats
 
 
 def _recalled(question, hops) -> Step:
-    """All that is found out, said as if it had been known."""
+    """Return a step that says all facts as if they had been known."""
     said = [hop.sentence for hop in hops]
     if question.metadata["kind"] == COMPARISON:
         said.append(world_plans.compared(hops))
@@ -343,13 +345,13 @@ def _recalled(question, hops) -> Step:
 
 
 def _passage(world, subject) -> Passage:
-    """The passage about an entity."""
+    """Return the passage about an entity."""
     return Passage(subject, f"{subject}\n{told(subject, world.facts[subject])}")
 
 
 def _judgements(world, rng):
-    """Answers from evidence; from too little of it, that it is unknown."""
-    found = []
+    """Return chats that answer from evidence; from too little, that it is unknown."""
+    chats = []
     for question in world.train:
         hops = list(world.hops[question.id])
         answer = question.golden_answers[0]
@@ -366,12 +368,12 @@ def _judgements(world, rng):
         if rng.random() < 0.2:
             pieces = [pieces[i] for i in rng.permutation(len(pieces))]
         chat = plain.evidence_messages(question.text, " ".join(pieces))
-        found.append(Chat(chat, answer))
-    return found
+        chats.append(Chat(chat, answer))
+    return chats
 
 
 def prompts() -> list[str]:
-    """The words of the chats, for a tokenizer to learn from."""
+    """Return the words of the chats, for a tokenizer to learn from."""
     chats = [finish_messages("", ""), plain.evidence_messages("", "")]
     return [*PROMPTS.values(), *(chat[0]["content"] for chat in chats)]
 
