@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -277,3 +278,24 @@ def test_what_a_curate_method_returns_wrongly_is_named():
         with pytest.raises(ValueError, match=r"config\.curate\.method") as caught:
             check_chosen("x:y", chosen, ["a question"])
         assert reason in str(caught.value)
+
+
+def test_the_module_and_the_command_of_the_documents_are_accepted(
+    tmp_path, monkeypatch
+):
+    text = (ROOT / "BUILD.md").read_text()
+    section = text.partition("## Your own parts\n")[2].partition("\n## ")[0]
+    (source,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (command,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    name = f"parts_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = command.replace("\\\n", " ").replace("my_parts:", f"{name}:").split()[3:]
+    whole, _ = configuration.parse_command_line(
+        flags, flags={"workdir": (None, "directory of the run")}
+    )
+    configuration.validate(whole)
+    check_names(whole)
+    (_, mentions) = whole.reward.items()
+    assert mentions[1].to_dict() == {"term": f"{name}:mentions", "pattern": "Rome"}
+    assert policy_protocol(whole).stop_strings == ("</ask>", "</answer>", "</shout>")
