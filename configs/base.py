@@ -136,7 +136,7 @@ def _rollout():
     """Sampling conversations: prompt, then turns and observations in alternation."""
     c = ConfigDict()
     c.group_size = 8  # rollouts of one question (G)
-    c.max_searches = 2  # turns in which it may search; one more turn follows
+    c.max_searches = 2  # turns in which it may search or call a tool; one more follows
     c.forced_final_turn = True  # False: no turn follows the last search
     c.on_invalid = "message"  # malformed turn: a "message" where it has one, or "end"
     c.max_turn_tokens = 18  # tokens the policy may write in one turn

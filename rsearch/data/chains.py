@@ -6,7 +6,7 @@ Appendix B.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rsearch.data.curation import Attempt, first_step, is_right
 from rsearch.data.demonstrations import Demonstration
@@ -111,7 +111,9 @@ def chain(protocol: Protocol, question: Question, attempt: Attempt) -> Demonstra
     return Demonstration(question, attempt.turns, observations=observations)
 
 
-def gold_passages(question: Question, titles: Sequence[str], known) -> tuple:
+def gold_passages(
+    question: Question, titles: Sequence[str], known: Mapping[str, Passage]
+) -> tuple[Passage, ...]:
     """Return the passages that a question rests on.
 
     Args:
@@ -127,19 +129,19 @@ def gold_passages(question: Question, titles: Sequence[str], known) -> tuple:
             should be.
     """
     if titles:
-        numbered = [known[title] for title in dict.fromkeys(titles) if title in known]
+        passages = [known[title] for title in dict.fromkeys(titles) if title in known]
     else:
         texts = _supporting_paragraphs(question.metadata.get("paragraphs"))
         texts = texts or _from_context(question.metadata)
-        numbered = [Passage(f"gold {i}", text) for i, text in texts]
-    if not numbered:
+        passages = [Passage(f"gold {i}", text) for i, text in texts]
+    if not passages:
         raise ValueError(
             f"question {question.id}: its gold passages are not known: expected "
             "paragraphs of which some have is_supporting (MuSiQue), context and "
             "supporting_facts that share a title (HotpotQA), or config.curate."
             "observations = 'engine'; config.data.on_bad = 'skip' leaves it out"
         )
-    return tuple(numbered)
+    return tuple(passages)
 
 
 def _supporting_paragraphs(paragraphs):

@@ -5,6 +5,7 @@ when it is replayed, by the same code that answers a rollout, so that both look 
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping
 
 from rsearch.data.records import (
@@ -45,7 +46,7 @@ class Demonstration:
     is_segment: bool = False
 
 
-def load_demonstrations(path) -> list[Demonstration]:
+def load_demonstrations(path: str | os.PathLike) -> list[Demonstration]:
     """Load the demonstrations of a JSONL file.
 
     A record holds "question" and "turns" (texts), and may hold "id", "context_turns",

@@ -92,7 +92,9 @@ def write_passages(passages: Sequence[Passage]) -> str:
     return "\n".join(lines)
 
 
-def messages_with_passages(protocol: Protocol, question: str, passages: str):
+def messages_with_passages(
+    protocol: Protocol, question: str, passages: str
+) -> Messages:
     """Return the chat of `protocol`, its `{question}` and `{passages}` filled in.
 
     Both are filled in one go: a passage that holds "{question}" stays as it is.
@@ -109,7 +111,11 @@ def messages_with_passages(protocol: Protocol, question: str, passages: str):
 
 
 def reworded(
-    protocol: Protocol, *, user=None, system=None, invalid_message=None
+    protocol: Protocol,
+    *,
+    user: str | None = None,
+    system: str | None = None,
+    invalid_message: str | None = None,
 ) -> Protocol:
     """Return the protocol in other words; a new user message drops the system message.
 

@@ -8,7 +8,7 @@ which the documents of a query stand where the query stands.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rsearch.protocols.base import Protocol
 from rsearch.protocols.tagged import (
@@ -81,7 +81,7 @@ def ends_whole(text: str) -> bool:
     return True
 
 
-def json_results(*, ascii_only: bool):
+def json_results(*, ascii_only: bool) -> Callable[..., Observation]:
     """Return a `show_passages` that writes JSON, indented by two.
 
     Args:

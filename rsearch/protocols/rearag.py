@@ -24,6 +24,7 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from rsearch.protocols.base import Protocol, Step
 from rsearch.protocols.tagged import checked, spoken_thought, whole_characters
@@ -132,7 +133,7 @@ def _read_action(text: str) -> Action:
     return search_call(value) if value else Malformed("empty query")
 
 
-def read_literal(text: str):
+def read_literal(text: str) -> Any:
     """Return the value of a JSON text or a Python literal; None where it is neither.
 
     Nothing is evaluated: names, calls and attributes make it None.

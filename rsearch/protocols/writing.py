@@ -1,4 +1,4 @@
-"""ReaRAG's RAG engine: passages are found, and a model writes what they say.
+"""ReaRAG's RAG engine: passages are retrieved, and a model writes what they say.
 
 The observation that the policy reads is then an answer in sentences instead of the
 passages themselves (arXiv 2503.21729, section 3.3 and the prompt of its appendix B).
@@ -7,7 +7,7 @@ passages themselves (arXiv 2503.21729, section 3.3 and the prompt of its appendi
 import re
 from collections.abc import Sequence
 
-from rsearch.types import GenerateFn, Passage, SearchFn
+from rsearch.types import GenerateFn, Messages, Passage, SearchFn
 
 PROMPTS = {
     "context_only": (
@@ -21,12 +21,14 @@ PROMPTS = {
         "Context.\nQuestion: {query}\nResponse:"
     ),
 }
-"""How a writer is asked: as in ReaRAG's code, and in the words of its paper's time."""
+"""The writer's prompts: that of ReaRAG's code, and that of its paper's time."""
 
 FIELDS = re.compile(r"\{(passages|query)\}")
 
 
-def writing_messages(query: str, passages: Sequence[Passage], *, prompt: str):
+def writing_messages(
+    query: str, passages: Sequence[Passage], *, prompt: str
+) -> Messages:
     """Return the chat that asks for an observation.
 
     Args:

@@ -40,14 +40,14 @@ class Limits:
     """Budgets of one rollout, in turns and tokens.
 
     Attributes:
-        max_searches: turns after which the engine answers; one more turn follows, in
-            which it does not.
+        max_searches: turns whose calls are run; one more turn follows, in which none
+            is.
         max_prompt_tokens: a longer prompt is an error, never cut.
         max_turn_tokens: tokens the policy may write a turn.
         max_observation_tokens: retrieved content is cut to this, that of each query
             where a protocol keeps them apart; the tags around it stay.
-        forced_final_turn: False where that one more turn does not follow: what the last
-            search finds is never read.
+        forced_final_turn: False where that last turn does not follow: the results of
+            the last search are never read.
         cuts_tags: whether tags count as content, so that the cut takes the closing one.
     """
 

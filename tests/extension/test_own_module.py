@@ -64,7 +64,7 @@ def choose(stage):
 def asks(question, rollouts, *, pattern, bonus=1):
     return [bonus * any(pattern in t for t in r.policy_texts) for r in rollouts]
 '''
-OWN = {
+SETTINGS = {
     "stages": "curate,sft,rl",
     "protocol__name": "my_parts:ASK",
     "protocol__instruction": "{question}",
@@ -88,7 +88,7 @@ def train(folder, *more, **overrides):
     """The finished process of a training command in the user's own folder."""
     command = [sys.executable, "-m", "rsearch.train"]
     return subprocess.run(
-        [*command, *arguments(folder / "run", **OWN | overrides), *more],
+        [*command, *arguments(folder / "run", **SETTINGS | overrides), *more],
         cwd=folder,
         env={**os.environ, **child_environment(), "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -32,6 +32,14 @@ def test_a_hit_has_what_its_page_says_or_what_it_had():
     assert first[1] == HITS[1]
 
 
+def test_a_page_is_read_in_full_by_its_address():
+    search = PagedSearch(Search(), page_chars=3, seconds=3.0, get=get)
+    page, refused = search.read(["https://a.org/", "http://10.0.0.1/"])
+    assert (page.id, page.title) == ("https://a.org/", "https://a.org/")
+    assert page.text == "menu\nThe river ends in Goldberg.\nfooter"
+    assert refused is None
+
+
 def test_an_excerpt_is_around_the_line_that_shares_most():
     text = "one\n\ntwo\nthree four\nfive\nsix"
     assert excerpt(text, "four three", 10) == "three four"

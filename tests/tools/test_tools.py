@@ -94,11 +94,11 @@ def test_a_call_is_read_in_every_protocol_and_its_own_actions_as_before(name):
     step = Step(2, "I look.", CALL)
     assert with_open.parse(with_open.write(step)) == CALL
     for action in (search_call("who"), Answer("Paris")):
-        own = protocol.render(action)
-        assert with_open.render(action) == own
-        assert with_open.parse(own) == protocol.parse(own) == action
+        turn = protocol.render(action)
+        assert with_open.render(action) == turn
+        assert with_open.parse(turn) == protocol.parse(turn) == action
         # The first complete action counts.
-        assert with_open.parse(text + own) == CALL
+        assert with_open.parse(text + turn) == CALL
     search = protocol.render(search_call("who"))
     assert with_open.parse(search + text) == search_call("who")
     assert add_tools(protocol, []) is protocol
