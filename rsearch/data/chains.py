@@ -249,39 +249,42 @@ def _text(value, field):
     return value
 
 
-def decomposition(question: Question, parts: Sequence[tuple]) -> list[dict]:
+def decomposition(question: Question, known: Sequence[tuple]) -> list[dict]:
     """Return the sub-questions: {"question", "answer", "context"} each.
 
     Args:
         question: its metadata may hold MuSiQue's `question_decomposition`.
-        parts: (sub-question, answer, context) of each, where they are known otherwise.
+        known: (sub-question, answer, context) of each, where the world has them.
 
     Raises:
         ValueError: nothing tells them, or a field of what does is not as it should be.
     """
     names = ("question", "answer", "context")
-    if parts:
-        return [dict(zip(names, part, strict=True)) for part in parts]
-    told = question.metadata.get("question_decomposition")
-    if not told:
+    if known:
+        return [dict(zip(names, record, strict=True)) for record in known]
+    records = question.metadata.get("question_decomposition")
+    if not records:
         raise ValueError(
             f"question {question.id}: its decomposition is not known: expected "
             "metadata with question_decomposition, a list of {question, answer}"
         )
-    if not isinstance(told, list):
+    if not isinstance(records, list):
         raise ValueError(
             "field question_decomposition: expected a list of {question, answer}, got "
-            f"{shown(told)}"
+            f"{shown(records)}"
         )
-    return [_part(part, f"question_decomposition[{i}]") for i, part in enumerate(told)]
+    return [
+        _sub_question(record, f"question_decomposition[{i}]")
+        for i, record in enumerate(records)
+    ]
 
 
-def _part(part, field):
-    """One sub-question, with its answer and with what it says as context."""
-    _check_object(part, field, ("question", "answer"))
-    found = {n: check_text(part[n], f"{field}.{n}") for n in ("question", "answer")}
-    context = _text(part.get("context") or "", f"{field}.context")
-    return {**found, "context": context}
+def _sub_question(record, field):
+    """Return a sub-question with its answer and its context."""
+    _check_object(record, field, ("question", "answer"))
+    texts = {n: check_text(record[n], f"{field}.{n}") for n in ("question", "answer")}
+    context = _text(record.get("context") or "", f"{field}.context")
+    return {**texts, "context": context}
 
 
 def ablation_messages(question: Question, parts: Sequence[dict]) -> Messages:

@@ -43,7 +43,7 @@ def _render(action: ToolCall | Answer) -> str:
     return action.text
 
 
-def _plain(name: str, system: str) -> Protocol:
+def _baseline(name: str, system: str) -> Protocol:
     return Protocol(
         name=name,
         system=system,
@@ -58,13 +58,13 @@ def _plain(name: str, system: str) -> Protocol:
     )
 
 
-DIRECT = _plain(
+DIRECT = _baseline(
     "direct",
     "Answer the question based on your own knowledge. Only give me the answer and do "
     "not output any other words.",
 )
 
-RAG = _plain(
+RAG = _baseline(
     "rag",
     "Answer the question based on the given document. Only give me the answer and do "
     "not output any other words.\nThe following are given documents.\n\n{passages}",

@@ -94,16 +94,13 @@ def tagged(
         return read_turn(turn, search=search_tags, answer=answer_tags, split=split)
 
     def render(action: ToolCall | Answer) -> str:
-        if (
-            isinstance(action, ToolCall)
-            and not 1 <= len(action.arguments) <= max_queries
-        ):
-            most = "one query" if max_queries == 1 else f"1 to {max_queries} queries"
-            raise ValueError(f"a turn holds {most}, not {len(action.arguments)}")
-        if isinstance(action, ToolCall):
-            text = f" {join(action.arguments)} ".join(search_tags)
-        else:
-            text = f" {action.text} ".join(answer_tags)
+        if isinstance(action, Answer):
+            return checked(f" {action.text} ".join(answer_tags), action, parse)
+        num_queries = len(action.arguments)
+        if not 1 <= num_queries <= max_queries:
+            allowed = "one query" if max_queries == 1 else f"1 to {max_queries} queries"
+            raise ValueError(f"a turn holds {allowed}, not {num_queries}")
+        text = f" {join(action.arguments)} ".join(search_tags)
         return checked(text, action, parse)
 
     def write(step: Step) -> str:

@@ -45,7 +45,7 @@ def writing_messages(
     return [{"role": "user", "content": content}]
 
 
-def written(
+def write_observations(
     search: SearchFn, write: GenerateFn, *, prompt: str = "context_only"
 ) -> SearchFn:
     """Return a SearchFn with one passage a query, written from those retrieved.

@@ -5,7 +5,7 @@ Each layer is a SearchFn that calls the next one, so any of them can be left out
 
 from collections.abc import Callable
 
-from rsearch.protocols.writing import written
+from rsearch.protocols.writing import write_observations
 from rsearch.retrieval.rerank import reranked
 from rsearch.retrieval.web import PagedSearch
 from rsearch.runtime.calls import retry_failed_searches
@@ -72,5 +72,5 @@ def wrap_search(
     # The writer comes last: it has a journal of its own replies, and another
     # protocol of the same run (a baseline) shows the passages themselves.
     if writer is not None:
-        search = written(search, writer, prompt=writer_prompt)
+        search = write_observations(search, writer, prompt=writer_prompt)
     return search

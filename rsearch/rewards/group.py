@@ -222,7 +222,7 @@ def check_terms(terms: Mapping[str, Mapping], *, has_judge: bool | None = None) 
             shown = f"config.reward.{name} = {settings!r}"
             raise ValueError(f"{shown}: must be a dict of settings")
         term = term_of(name, settings)
-        allowed, takes_any = _settings(term)
+        allowed, takes_any = _settings(f"config.reward.{name}", term)
         for setting, value in settings.items():
             field = f"config.reward.{name}.{setting}"
             if setting not in allowed and (not takes_any or setting in SUPPLIED):
@@ -240,8 +240,12 @@ def check_terms(terms: Mapping[str, Mapping], *, has_judge: bool | None = None) 
             raise ValueError(_no_judge(name))
 
 
-def _settings(term) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return {setting: parameter} of a term, and whether it takes any other too."""
+def _settings(field, term) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return {setting: parameter} of a term, and whether it takes any other too.
+
+    Raises:
+        ValueError: the term has a setting of a name that every term's section has.
+    """
     try:
         signature = inspect.signature(term, eval_str=True)
     except NameError:  # an annotation in quotes that names nothing
@@ -254,7 +258,13 @@ def _settings(term) -> tuple[dict[str, inspect.Parameter], bool]:
         if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and i > 1)
     ]
     settings = {p.name: p for p in named if p.name not in SUPPLIED}
-    return {**settings, "weight": WEIGHT, "term": TERM}, takes_any
+    general = {"weight": WEIGHT, "term": TERM}
+    if taken := sorted(settings.keys() & general):
+        raise ValueError(
+            f"{field}: the function {term.__name__} has an argument {taken[0]!r}, "
+            "which is a setting of every term: call it something else"
+        )
+    return {**settings, **general}, takes_any
 
 
 def _check_value(field, value, kind, lowest):

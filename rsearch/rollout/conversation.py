@@ -168,7 +168,7 @@ class Conversation:
     """One rollout in the making."""
 
     def __init__(self, prompt: np.ndarray, text: str):
-        self.segments = [_given(Source.PROMPT, prompt, text)]
+        self.segments = [_host_segment(Source.PROMPT, prompt, text)]
         self.tool_uses: list[ToolUse] = []
         self.answer: str | None = None
         self.outcome: Outcome | None = None
@@ -261,7 +261,7 @@ class Host:
     def answer_turns(
         self,
         wave: Mapping[int, Conversation],
-        written: Mapping[int, tuple[np.ndarray, np.ndarray]],
+        turns: Mapping[int, tuple[np.ndarray, np.ndarray]],
         *,
         final: bool,
         recorded: Mapping[int, str] | None = None,
@@ -270,21 +270,21 @@ class Host:
 
         Args:
             wave: row -> conversation.
-            written: row -> ([n] int32 ids, [n] float32 log-probabilities) of its turn.
+            turns: row -> ([n] int32 ids, [n] float32 log-probabilities) of its turn.
             final: whether this was the last turn: nothing is read after it, and no tool
                 is called where this was the forced one.
             recorded: row -> the content it is shown, whatever it called.
 
         Returns:
-            Row -> [n] ids that it reads next; the other rows of `written` have ended.
+            Row -> [n] ids that it reads next; the other rows of `turns` have ended.
         """
-        calls, shown = self.read_turns(wave, written, final=final)
+        calls, shown = self.read_turns(wave, turns, final=final)
         return shown | self.run_tools(wave, calls, final=final, recorded=recorded)
 
     def read_turns(
         self,
         wave: Mapping[int, Conversation],
-        written: Mapping[int, tuple[np.ndarray, np.ndarray]],
+        turns: Mapping[int, tuple[np.ndarray, np.ndarray]],
         *,
         final: bool,
     ) -> tuple[dict[int, ToolCall], dict[int, np.ndarray]]:
@@ -292,12 +292,12 @@ class Host:
 
         Returns:
             Row -> its call, and row -> [n] ids that it reads next; the other rows of
-            `written` have ended.
+            `turns` have ended.
         """
         may_call = not final or not self.limits.forced_final_turn
         calls: dict[int, ToolCall] = {}
         shown: dict[int, np.ndarray] = {}
-        for i, (ids, logp) in written.items():
+        for i, (ids, logp) in turns.items():
             conversation = wave[i]
             text = self.tokenizer.decode(self._without_eos(ids))
             conversation.segments.append(Segment(Source.POLICY, ids, logp, text))
@@ -328,7 +328,7 @@ class Host:
                         shown[i] = self._invalid
                         message = self.protocol.invalid_message
                         conversation.segments.append(
-                            _given(Source.SEARCH, self._invalid, message)
+                            _host_segment(Source.SEARCH, self._invalid, message)
                         )
         return calls, shown
 
@@ -348,7 +348,7 @@ class Host:
                 continue
             shown[i] = self._encode(observation, wave[i])
             text = self.tokenizer.decode(shown[i])
-            wave[i].segments.append(_given(Source.SEARCH, shown[i], text))
+            wave[i].segments.append(_host_segment(Source.SEARCH, shown[i], text))
         return shown
 
     def _without_eos(self, ids: np.ndarray) -> np.ndarray:
@@ -420,6 +420,6 @@ class Host:
         return ids[:limit]
 
 
-def _given(source: Source, ids: np.ndarray, text: str) -> Segment:
+def _host_segment(source: Source, ids: np.ndarray, text: str) -> Segment:
     """Return a segment that the policy did not write."""
     return Segment(source, ids, np.zeros(len(ids), np.float32), text)

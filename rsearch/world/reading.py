@@ -21,7 +21,7 @@ from rsearch.protocols.rag_r1 import RAG_R1_MQ
 from rsearch.protocols.rearag import REARAG
 from rsearch.protocols.rewriting import rewriting_messages
 from rsearch.protocols.writing import PROMPTS, writing_messages
-from rsearch.types import Answer, Messages, Passage, Question
+from rsearch.types import Answer, Messages, Passage, Question, SearchFn
 from rsearch.world import plans as world_plans
 from rsearch.world import texts as world_texts
 from rsearch.world.facts import MISSING, RELATIONS, UNKNOWN, Hop, told
@@ -98,7 +98,9 @@ class Shares:
     judged: int = 0
 
 
-def reading(world, shares: Shares, search, *, seed) -> list:
+def reading(
+    world: World, shares: Shares, search: SearchFn, *, seed: int
+) -> list[Dialogue | Chat | Text]:
     """Return dialogues, chats and texts in random order.
 
     Args:
@@ -174,13 +176,13 @@ def _spaced(protocol, steps):
     )
 
 
-def observed(world, query: str) -> str:
+def observed(world: World, query: str) -> str:
     """Return what a writer makes of the passage about a query."""
     return f"{query} {told(query, world.facts[query])}"
 
 
 def _facts(world, times, rng):
-    """Each fact of the famous this often, six to a text."""
+    """Return texts of six facts of the famous each, every fact this often."""
     hops = [
         Hop(subject, name, object)
         for subject, known in world.facts.items()

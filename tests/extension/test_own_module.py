@@ -198,6 +198,23 @@ def test_a_reference_is_accepted_where_a_name_of_its_table_is(module, field, nam
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reward.serched.weight=0.1", "config.reward.serched; did you mean searched"),
+        ("reward.searched.wight=0.1", "config.reward.searched.wight; did you mean w"),
+        ("reward.searched.indicator=x", "config.reward.searched.indicator = 'x'"),
+        ("reward.searched.weight=heavy", "config.reward.searched.weight = 'heavy'"),
+    ],
+)
+def test_a_term_of_the_command_line_must_exist(override, message):
+    added = configuration.apply_overrides(config(), ["config.reward.searched.weight=1"])
+    check_names(added)
+    with pytest.raises(ValueError) as caught:
+        check_names(configuration.apply_overrides(config(), [f"config.{override}"]))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("body", "line", "kind"),
     [
         ("x = 1\ny = = 2\n", 2, "SyntaxError"),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.protocols.writing import PROMPTS, writing_messages, written
+from rsearch.protocols.writing import PROMPTS, write_observations, writing_messages
 from rsearch.types import Passage
 
 FOUND = {
@@ -32,7 +32,7 @@ def listening(replies):
 
 def test_the_writer_sees_the_passages_of_its_query_alone_and_is_told_to_stay_there():
     write, heard = listening([" Ada did.\n", "1901"])
-    first, second = written(search, write)(["who", "when"])
+    first, second = write_observations(search, write)(["who", "when"])
     assert heard[0] == [
         {
             "role": "user",
@@ -51,22 +51,22 @@ def test_the_papers_words_are_an_alternative():
     assert "comparison type" in chat[0]["content"]
     assert chat[0]["content"].endswith("Question: Q?\nResponse:")
     with pytest.raises(ValueError, match="must be one of context_only, unless_comp"):
-        written(search, None, prompt="paper")
+        write_observations(search, None, prompt="paper")
 
 
 def test_a_failed_search_or_writer_is_a_failed_search_and_nothing_found_stays_nothing():
     write, heard = listening([None, "1901"])
     asked = ["broken", "who", "", "when"]
-    broken, who, nothing, when = written(search, write)(asked)
+    broken, who, nothing, when = write_observations(search, write)(asked)
     assert broken is None and who is None and nothing == ()
     assert when[0].text == "1901" and len(heard) == 2
-    assert written(search, None)(["", "broken"]) == [(), None]
-    assert written(search, None)([]) == []
+    assert write_observations(search, None)(["", "broken"]) == [(), None]
+    assert write_observations(search, None)([]) == []
 
 
 def test_equal_queries_are_searched_and_written_once():
     write, heard = listening(["Ada."])
-    first, second = written(search, write)(["who", "who"])
+    first, second = write_observations(search, write)(["who", "who"])
     assert first == second and len(heard) == 1
 
 

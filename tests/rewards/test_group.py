@@ -260,6 +260,17 @@ def test_wrong_settings_of_a_users_term_are_named(own_terms, settings, field):
         check_terms({"mentions": settings})
 
 
+@pytest.mark.parametrize("name", ["weight", "term"])
+def test_an_argument_with_the_name_of_a_general_setting_is_refused(monkeypatch, name):
+    functions = {
+        "weight": lambda question, rollouts, *, weight=2: [weight for _ in rollouts],
+        "term": lambda question, rollouts, *, term="x": [len(term) for _ in rollouts],
+    }
+    monkeypatch.setitem(terms_module.TERMS, "mine", functions[name])
+    with pytest.raises(ValueError, match=f"config.reward.mine.*'{name}'"):
+        check_terms({"mine": {}})
+
+
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
