@@ -1,8 +1,8 @@
-"""Rollouts as data to learn from: which are kept and why, and what is cut from them.
+"""Turn rollouts into data to learn from: filter them, and cut demonstrations from them.
 
-All of it works on Attempts, which are rollouts as text. What a protocol's tags look
-like is asked of the protocol: a turn's action is what `Protocol.parse` finds, and what
-an observation looks like is what `Protocol.show_passages` says.
+Everything here works on Attempts, which are rollouts as text, and knows no tags: a
+turn's action is read by `Protocol.parse`, and the tags of observations come from
+`Protocol.observation_tags`.
 """
 
 import dataclasses
@@ -89,8 +89,8 @@ def attempt_of(protocol: Protocol, rollout: Rollout) -> Attempt:
 def first_step(protocol: Protocol, turn: str) -> str:
     """Return the turn up to the end of its action, without the rest of the last token.
 
-    The first stop string ends it. A turn without one, of a model that has gone on with
-    an observation of its own and further steps, ends before that observation.
+    The first stop string ends it. A turn without one ends before the first observation
+    that the model made up, if it goes on with one.
     """
     ends = [turn.find(s) + len(s) for s in protocol.stop_strings if s in turn]
     if ends:
@@ -150,11 +150,11 @@ def is_right(
     order: str = "any",
     max_words: int = 0,
 ) -> bool:
-    """Return whether it ended with a right answer.
+    """Return whether an attempt ended with a right answer.
 
     Args:
-        question: that was asked.
-        attempt: at it.
+        question: the question.
+        attempt: an attempt at it.
         measure: a key of MEASURES; of "f1" anything above 0 is right.
         normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
         order: of the words in "cover_em", see
@@ -174,10 +174,15 @@ def is_right(
 def fault(protocol: Protocol, question: Question, attempt: Attempt, **right) -> str:
     """Return why an attempt is no example of how to answer; "" where it is one.
 
-    It ended without a right answer (by its outcome, or "wrong"), a turn held no action
-    ("malformed"), or a turn holds what only the engine may write: the tags of an
-    observation ("forged") or a passage that it was shown ("copied", see `copies`). What
-    a right answer is is said in the keywords of `is_right`.
+    The reasons are its outcome if that is no answer; "wrong"; "malformed" if a turn has
+    no action; "forged" if a turn has the tags of an observation, which only tools
+    write; and "copied" if a turn repeats a retrieved passage, see `copies`.
+
+    Args:
+        protocol: of the conversation.
+        question: that opens it.
+        attempt: at the question.
+        **right: keywords of `is_right`, which say what a right answer is.
     """
     if attempt.outcome != Outcome.ANSWERED:
         return attempt.outcome.value
@@ -197,9 +202,9 @@ def fault(protocol: Protocol, question: Question, attempt: Attempt, **right) -> 
 def copies(turn: str, passage: Passage) -> bool:
     """Return whether a turn holds a complete passage, in whatever frame it was shown.
 
-    Its title with all of its text behind, or a text of LONG_TEXT words alone: of a
-    shorter one the words are what anybody would say of the fact. Signs, spaces and
-    capitals do not count.
+    A complete passage is its title followed by all of its text, or its text alone if
+    that has LONG_TEXT words: anybody would state a short fact in the same words.
+    Punctuation, spaces and capitals do not count.
     """
     said, text = _words(turn), _words(passage.text)
     if text.count(" ") + 1 >= LONG_TEXT and _holds(said, text):
@@ -222,9 +227,9 @@ def segments(
 ) -> list[tuple[str, Demonstration]]:
     """Cut RAG-R1's segments: (kind, a turn to learn after those before it) for each.
 
-    A conversation is cut wherever the model reasons and acts: of n turns it makes n
-    segments. What is learnt never holds a retrieved passage, which belongs to the given
-    context. Source: RAG-R1 (arXiv 2507.02962) section 3.1.2 and Figure 1.
+    A conversation of n turns makes n segments. Each has one turn to learn; all before
+    it, retrieved passages too, is context and is not learnt. Source: RAG-R1 (arXiv
+    2507.02962) section 3.1.2 and Figure 1.
 
     Args:
         protocol: of the conversation.
@@ -248,7 +253,7 @@ def segments(
 def both_knowledge_fault(attempt: Attempt) -> str:
     """Return why an attempt does not use both kinds of knowledge; "" where it does.
 
-    It recalls something between whole internal tags and it searches. Source:
+    It must recall something between complete internal tags, and search. Source:
     R1-Searcher++ (arXiv 2505.17005) section 4.1.
     """
     recollected = [recollections(turn) for turn in attempt.turns]
@@ -269,17 +274,17 @@ def rewording(
 ) -> Demonstration | None:
     """Word a correct response that searched as if all had been recalled.
 
-    The rewriting model is shown the question and what was found, and is to write one
-    turn: what the turns said before their searches and about what they had read, as
-    recalled, then the answer. Verified: it recalls, mentions no
-    search, and its answer is right. Source: R1-Searcher++ section 4.2.2.
+    The demonstration is for the rewriting model: it is shown the question and the
+    passages, and writes one turn with the text of all turns as recalled knowledge, then
+    the answer. That turn must recall, mention no search and answer right. Source:
+    R1-Searcher++ section 4.2.2.
 
     Args:
         protocol: of the conversation.
         question: that opens it.
         attempt: without `fault`.
         user: replaces the messages of `rewriting_messages`.
-        **right: what a right answer is, the keywords of `is_right`.
+        **right: keywords of `is_right`, which say what a right answer is.
 
     Returns:
         The demonstration, or None where that cannot be.

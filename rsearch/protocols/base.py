@@ -51,15 +51,15 @@ class Protocol:
         show_passages: (queries, passages for each query) -> what the policy is shown.
         render: a ToolCall or Answer -> the end of a turn that takes it; `parse` of it
             gives the action back, and it raises ValueError where that cannot be.
-        write: a Step -> the whole turn of a policy that keeps to the protocol.
+        write: a Step -> the complete turn of a policy that follows the protocol.
         invalid_message: shown after a malformed turn; None ends the rollout instead.
         is_chat: False where the user message is the raw text of the prompt, without
             the model's chat template (base models).
-        opening: what the policy's first turn is opened with, as part of the prompt.
-        observation_role: the chat role in which observations are given to models whose
-            template frames it by control tokens, which then stand for `before` and
+        opening: text that opens the policy's first turn, as part of the prompt.
+        observation_role: the chat role of observations, for models whose template
+            frames it by control tokens; these then replace `before` and
             `after` of an Observation; None, or another template: plain text.
-        max_queries: queries of one turn; what a turn asks beyond is not searched.
+        max_queries: queries of one turn that are searched; further ones are not.
         evidence_tag: the tag around the original words that an answer rests on; None
             where the protocol has no place for them.
         with_settings: (**settings of config.protocol) -> the protocol with these; None

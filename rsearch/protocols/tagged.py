@@ -1,21 +1,21 @@
-"""Conversations in tagged text: a tag around queries, one around the answer, one around
-what was found.
+"""Protocols in tagged text: tags around queries, around the answer and around passages.
 
-The policy writes free text and ends a turn with a closing tag; what the engine found
-comes back between tags of its own. Search-R1, R-Search, RAG-R1 and R1-Searcher talk
-like this, each with strings of its own.
+The policy writes free text and ends a turn with a closing tag. Passages come back
+between other tags. Search-R1, R-Search, RAG-R1 and R1-Searcher all work like this and
+differ in the tags.
 
-How a turn is read. The first closing tag in it ends it: what follows was never asked
-for and is ignored; in a rollout that is at most the rest of one token. The action is
-the text between this tag and the nearest opening tag of the same name before it. So the
-first complete action counts, a tag merely mentioned on the way does not, and documents
-that a policy writes itself are no more than its own words. Tags are these exact
-strings: `<Search>`, or one with a space inside, is text. An empty query is no action;
-an empty answer is one, and wrong.
+Rules for reading a turn:
 
-The public code of the `<search>` family has no stop strings, takes the text from the
-first opening tag instead of the nearest, and sends empty queries to the engine. All
-else it reads the same way.
+- The first closing tag ends the turn. The text after it is ignored; in a rollout that
+  is at most the rest of one token.
+- The action is the text between this closing tag and the last opening tag of the same
+  name before it. So the first complete action counts, a tag that is only mentioned does
+  not, and documents that the policy makes up are ordinary text.
+- Tags are exact strings: `<Search>`, or a tag with a space inside, is text.
+- An empty query is malformed. An empty answer is an answer, and wrong.
+
+The public code of the `<search>` family differs: it has no stop strings, takes the text
+from the first opening tag, and sends empty queries to the engine.
 """
 
 import re
@@ -82,9 +82,9 @@ def tagged(
         show_passages: what the policy is shown after a search; `listed` makes one.
         search_tags, answer_tags: around queries and around the answer.
         split: text between the search tags -> its queries; none is malformed.
-        join: the other way round.
-        word: (step, its rendered action) -> the whole turn; think tags by default.
-        max_queries: of one turn that are searched.
+        join: queries -> the text between the search tags; `split` undoes it.
+        word: (step, its rendered action) -> the complete turn; think tags by default.
+        max_queries: queries of one turn that are searched.
         invalid_message: shown after a malformed turn; None ends the rollout instead.
         is_chat, opening, evidence_tag, with_settings: see Protocol.
     """

@@ -32,7 +32,7 @@ from rsearch.types import (
     ToolUse,
 )
 
-MAX_TURNS = 99  # that a frame's number has room for
+MAX_TURNS = 99  # budgets leave room for turn numbers of two digits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Markup(NamedTuple):
     Attributes:
         tags: tokens of an observation's tags.
         message: tokens of the invalid-action message.
-        parts: contents of one observation, each with a budget of its own.
+        parts: contents of one observation that each have the observation's budget.
         echoes: how often an observation repeats the words of its turn.
     """
 
@@ -83,6 +83,8 @@ class Markup(NamedTuple):
 def markup_tokens(tokenizer: Tokenizer, protocol: Protocol) -> Markup:
     """Return the most tokens of an observation's tags, and of the invalid message."""
     message = len(tokenizer.encode(protocol.invalid_message or ""))
+    # Empty results have everything that is there whatever is retrieved: tags, and what
+    # stands between the parts of a protocol that shows JSON.
     counts = range(1, protocol.max_queries + 1)
     shown = [protocol.show_passages([""] * n, [()] * n) for n in counts]
     cuts = [p for p in shown[-1].pieces if isinstance(p, Cut)]
@@ -123,7 +125,7 @@ def _turn_start(tokenizer, protocol) -> str:
     try:
         request = tokenizer.decode(tokenizer.encode_prompt(chat[:1]))
         dialogue = tokenizer.decode(tokenizer.encode_prompt(chat))
-    except ValueError:  # such a chat is refused, so that nothing is known of it
+    except ValueError:  # some templates refuse a chat that ends with a reply
         return ""
     between = dialogue.removeprefix(request).partition("b")[0]
     return between if dialogue.startswith(request) and between.isspace() else ""
@@ -181,7 +183,7 @@ class Conversation:
         return [use for use in self.tool_uses if use.call.name == SEARCH]
 
     def rollout(self) -> Rollout:
-        """Return the rollout that has come of it; it must have ended."""
+        """Return the rollout of a conversation that has ended."""
         assert self.outcome is not None
         return Rollout(
             tuple(self.segments),
@@ -234,20 +236,19 @@ class Host:
         return prompt_ids(self.tokenizer, self.protocol, messages)
 
     def end_of(self, action: ToolCall | Answer) -> int:
-        """Return the id that ends a turn with this action where no stop string has.
+        """Return the id that ends a turn with this action if no stop string does.
 
-        Some templates close a turn (ChatML), in others the next role's token ends it
-        (GLM-4: that of an observation after a search, that of the user after an
-        answer). Raw text, and a template that writes no such id, end by the first one.
+        ChatML closes each turn. In GLM-4 the token of the next role ends a turn: that
+        of an observation after a call, that of the user after an answer. Raw text, and
+        templates without such an id, use the first end-of-text id.
         """
         return self._ends[type(action)]
 
     def start_of(self, number: int) -> str:
         """Return the space that the template writes before the words of a turn.
 
-        It is no part of the prompt (GLM-4 has a line feed behind <|assistant|>, and
-        asks for a reply without it): the policy writes it. A turn that goes on behind
-        a plain observation has none.
+        The policy writes it: GLM-4, for one, has a line feed after <|assistant|> that
+        is not part of the prompt. A turn after an observation in plain text has none.
 
         Args:
             number: of the turn, from 0.
@@ -304,6 +305,7 @@ class Host:
             conversation.num_turns += 1
             is_cut = self._is_cut(ids, text)
             action = self.protocol.parse(text)
+            # A protocol may read any name; only the policy can be wrong about it.
             if isinstance(action, ToolCall) and action.name not in self.tools:
                 action = Malformed(f"no tool {action.name!r}")
             match action:
@@ -316,7 +318,7 @@ class Host:
                     if name == SEARCH:
                         arguments = arguments[: self.protocol.max_queries]
                     calls[i] = ToolCall(name, arguments)
-                case ToolCall():
+                case ToolCall():  # in the forced last turn, which was to answer
                     conversation.outcome = Outcome.TRUNCATED
                 case Malformed():
                     conversation.num_malformed += 1
