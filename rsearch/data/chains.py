@@ -106,7 +106,7 @@ def chain(protocol: Protocol, question: Question, attempt: Attempt) -> Demonstra
         attempt: without `chain_fault`.
     """
     observations = tuple(
-        protocol.observe(use.call, use.result).content for use in attempt.searches
+        protocol.observe(use.call, use.result).content for use in attempt.tool_uses
     )
     return Demonstration(question, attempt.turns, observations=observations)
 

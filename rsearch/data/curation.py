@@ -12,8 +12,9 @@ from rsearch.data.demonstrations import Demonstration
 from rsearch.protocols.base import Protocol, Step
 from rsearch.protocols.rewriting import recalled, recollections, rewriting_messages
 from rsearch.text.normalize import cover_exact_match, exact_match, f1
-from rsearch.tools.search import search_use
+from rsearch.tools.search import other_calls, search_use, with_other_calls
 from rsearch.types import (
+    SEARCH,
     Answer,
     Malformed,
     Outcome,
@@ -48,7 +49,7 @@ class Attempt:
     Attributes:
         turns: [n] what the policy wrote, each up to the end of its action.
         shown: [n] what was shown after each turn, "" where nothing was.
-        searches: that were executed, in order.
+        tool_uses: calls that were executed, in order.
         answer: the text of the Answer action, None where there was none.
         outcome: how it ended.
         num_malformed: turns that held no valid action.
@@ -56,14 +57,27 @@ class Attempt:
 
     turns: tuple[str, ...]
     shown: tuple[str, ...]
-    searches: tuple[ToolUse, ...]
+    tool_uses: tuple[ToolUse, ...]
     answer: str | None
     outcome: Outcome
     num_malformed: int = 0
 
+    @property
+    def searches(self) -> tuple[ToolUse, ...]:
+        """Return the searches, in order."""
+        return tuple(use for use in self.tool_uses if use.call.name == SEARCH)
+
     def passages(self) -> list[Passage]:
-        """Return the retrieved passages, each once, in order."""
-        passages = [p for s in self.searches for hits in s.result.data for p in hits]
+        """Return the passages that were shown, each once, in order.
+
+        The texts of tools beside search are such passages, too.
+        """
+        passages = []
+        for use in self.tool_uses:
+            if use.call.name == SEARCH:
+                passages += [p for hits in use.result.data for p in hits]
+            elif use.result.text.strip():
+                passages.append(Passage(use.call.name, use.result.text))
         return list({p.contents: p for p in passages}.values())
 
 
@@ -79,7 +93,7 @@ def attempt_of(protocol: Protocol, rollout: Rollout) -> Attempt:
     return Attempt(
         tuple(turns),
         tuple(shown),
-        rollout.searches,
+        rollout.tool_uses,
         rollout.answer,
         rollout.outcome,
         rollout.num_malformed,
@@ -119,22 +133,23 @@ def to_record(attempt: Attempt) -> dict:
         "answer": attempt.answer,
         "outcome": attempt.outcome.value,
         "num_malformed": attempt.num_malformed,
+        **other_calls(attempt.tool_uses),
     }
 
 
 def from_record(record: dict) -> Attempt:
     """Return the attempt of a record from `to_record`."""
-    searches = tuple(
+    searches = [
         search_use(
             tuple(s["queries"]),
             tuple(tuple(Passage(**p) for p in hits) for hits in s["passages"]),
         )
         for s in record["searches"]
-    )
+    ]
     return Attempt(
         tuple(record["turns"]),
         tuple(record["shown"]),
-        searches,
+        with_other_calls(searches, record),
         record["answer"],
         Outcome(record["outcome"]),
         record["num_malformed"],

@@ -16,9 +16,8 @@ import numpy as np
 
 from rsearch.hosts import processes
 from rsearch.runtime.journal import AppendLog
-from rsearch.tools.search import search_use
+from rsearch.tools.search import other_calls, search_use, with_other_calls
 from rsearch.types import (
-    SEARCH,
     Group,
     Outcome,
     Passage,
@@ -26,9 +25,6 @@ from rsearch.types import (
     Rollout,
     Segment,
     Source,
-    ToolCall,
-    ToolResult,
-    ToolUse,
 )
 
 HEAD_BYTES = 8  # the JSON's length, little-endian
@@ -223,39 +219,23 @@ def _record_of(rollout: Rollout) -> dict:
         ],
         "outcome": rollout.outcome.value,
         "num_malformed": rollout.num_malformed,
-        **_other_calls(rollout),
+        **other_calls(rollout.tool_uses),
     }
-
-
-def _other_calls(rollout: Rollout) -> dict:
-    """Return {"calls": [[position, name, arguments, text, data], ...]} beside searches.
-
-    Without any there is no key: such rollouts are stored as they always were.
-    """
-    calls = [
-        [i, use.call.name, list(use.call.arguments), use.result.text, use.result.data]
-        for i, use in enumerate(rollout.tool_uses)
-        if use.call.name != SEARCH
-    ]
-    return {"calls": calls} if calls else {}
 
 
 def _rollout_of(record: dict, segments: Sequence[Segment]) -> Rollout:
     """Return the rollout of a JSON value."""
-    tool_uses = [
+    searches = [
         search_use(
             tuple(queries),
             tuple(tuple(Passage(*fields) for fields in hits) for hits in passages),
         )
         for queries, passages in record["searches"]
     ]
-    for position, name, arguments, text, data in record.get("calls", ()):
-        call = ToolCall(name, tuple(arguments))
-        tool_uses.insert(position, ToolUse(call, ToolResult(text, data)))
     return Rollout(
         segments=tuple(segments),
         answer=record["answer"],
-        tool_uses=tuple(tool_uses),
+        tool_uses=with_other_calls(searches, record),
         outcome=Outcome(record["outcome"]),
         num_malformed=record["num_malformed"],
     )

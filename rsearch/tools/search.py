@@ -38,6 +38,29 @@ def search_call(*queries: str) -> ToolCall:
     return ToolCall(SEARCH, queries)
 
 
+def other_calls(tool_uses: Sequence[ToolUse]) -> dict[str, list]:
+    """Return {"calls": rows} of the calls beside searches, as values of JSON.
+
+    A row has its position among all calls. Without any there is no key, so that records
+    of conversations that only search are what they were before there were other tools.
+    """
+    rows = [
+        [i, use.call.name, list(use.call.arguments), use.result.text, use.result.data]
+        for i, use in enumerate(tool_uses)
+        if use.call.name != SEARCH
+    ]
+    return {"calls": rows} if rows else {}
+
+
+def with_other_calls(searches: Sequence[ToolUse], record: dict) -> tuple[ToolUse, ...]:
+    """Return the calls of a record: its searches, and the rows of `other_calls`."""
+    tool_uses = list(searches)
+    for position, name, arguments, text, data in record.get("calls", ()):
+        call = ToolCall(name, tuple(arguments))
+        tool_uses.insert(position, ToolUse(call, ToolResult(text, data)))
+    return tuple(tool_uses)
+
+
 def search_use(
     queries: tuple[str, ...], passages: tuple[tuple[Passage, ...], ...]
 ) -> ToolUse:

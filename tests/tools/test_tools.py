@@ -1,10 +1,12 @@
 """Tools: batches of calls, what they return, and how a policy calls them."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
+from rsearch.data.curation import attempt_of, fault, from_record, to_record
 from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.protocols.tools import add_tools
@@ -153,6 +155,30 @@ def test_a_rollout_counts_searches_and_no_other_calls(name, engine):
     question = Question("q", "Who?", ("Ada",))
     (group,) = decode_groups(encode_groups([Group(question, (rollout,))]), [question])
     assert group.rollouts[0].tool_uses == rollout.tool_uses
+
+
+def test_what_is_opened_is_kept_by_data_stages_and_must_not_be_copied(engine):
+    protocol = PROTOCOLS["search_r1"]
+    with_open = add_tools(protocol, ["open"])
+    question = Question("q", "Who?", ("Ada",))
+    right = dict(measure="em", normalize="squad")
+    for said, fault_of_it in (("I see.", ""), ("Bo, Bo did not!", "copied")):
+        turns = [
+            with_open.render(ToolCall("open", ("1",))),
+            with_open.render(search_call("cy")),
+            said + protocol.render(Answer("Ada")),
+        ]
+        attempt = attempt_of(with_open, played(protocol, engine, *turns))
+        assert attempt.turns == tuple(turns)
+        assert [len(attempt.tool_uses), len(attempt.searches)] == [2, 1]
+        record = json.loads(json.dumps(to_record(attempt)))
+        assert from_record(record) == attempt
+        assert fault(with_open, question, attempt, **right) == fault_of_it
+    # One that only searches is written as it always was.
+    searched = attempt_of(protocol, played(protocol, engine, turns[1], turns[2]))
+    assert "calls" not in to_record(searched) and from_record(to_record(searched))
+    fields = {"turns", "shown", "searches", "answer", "outcome", "num_malformed"}
+    assert to_record(searched).keys() == fields
 
 
 def test_a_tool_that_fails_ends_the_rollout_and_an_unknown_one_is_malformed(
