@@ -132,9 +132,9 @@ def test_hotpotqas_passages_may_be_pairs_of_title_and_sentences(metadata):
 
 def test_musiques_passages_are_the_marked_paragraphs_whatever_their_titles():
     question = Question("q", "?", ("x",), {"paragraphs": PARAGRAPHS})
-    found = gold_passages(question, (), {})
-    assert [p.contents for p in found] == ["Paris\nA city.", "Paris\nA land."]
-    assert len({p.id for p in found}) == 2
+    passages = gold_passages(question, (), {})
+    assert [p.contents for p in passages] == ["Paris\nA city.", "Paris\nA land."]
+    assert len({p.id for p in passages}) == 2
 
 
 CONTEXT = GOLD["context"]
@@ -214,18 +214,18 @@ def test_the_ablation_is_told_the_answer_and_the_parts():
     parts = decomposition(PARIS, [("Which country?", "France", "A land.")])
     system, user = ablation_messages(PARIS, parts)
     assert "Ground-truth answer:\nParis" in user["content"]
-    told = (
+    expected = (
         user["content"].partition("Decompositions:\n")[2].rpartition("\nReasoning")[0]
     )
-    assert json.loads(told) == [
+    assert json.loads(expected) == [
         {"question": "Which country?", "answer": "France", "context": "A land."}
     ]
     assert "<|completed|>" in system["content"]
 
 
 def test_musiques_decomposition_is_read():
-    told = [{"id": 7, "question": "a?", "answer": "b"}]
-    question = Question("q", "?", ("x",), {"question_decomposition": told})
+    records = [{"id": 7, "question": "a?", "answer": "b"}]
+    question = Question("q", "?", ("x",), {"question_decomposition": records})
     assert decomposition(question, ()) == [
         {"question": "a?", "answer": "b", "context": ""}
     ]

@@ -58,16 +58,16 @@ def kind(world, demonstration):
 
 def test_they_have_the_shares_that_are_configured(world):
     made = world_demonstrations(world, seed=0, **SHARES)
-    own = [d for d in made if d.method == PROTOCOL]
-    assert len(own) == 2800
-    kinds = [kind(world, d) for d in own]
+    in_protocol = [d for d in made if d.method == PROTOCOL]
+    assert len(in_protocol) == 2800
+    kinds = [kind(world, d) for d in in_protocol]
     share = {name: kinds.count(name) / len(kinds) for name in set(kinds)}
     # 0.65 x 0.2 guess, 0.65 x 0.8 stop early; the deviation of 2,800 draws is < 0.01.
     assert share["flawless"] == pytest.approx(0.35, abs=0.03)
     assert share["one_hop"] == pytest.approx(0.52, abs=0.03)
     assert share["guess"] == pytest.approx(0.13, abs=0.03)
     direct, rag = (sum(d.method == m for d in made) for m in (DIRECT, RAG))
-    assert (direct + rag) / len(own) == pytest.approx(0.1, abs=0.02)
+    assert (direct + rag) / len(in_protocol) == pytest.approx(0.1, abs=0.02)
     assert direct / (direct + rag) == pytest.approx(0.5, abs=0.1)
 
 
@@ -144,11 +144,11 @@ GOOD = {"question": "Who?", "turns": ["<answer> I </answer>"]}
 
 def test_a_file_is_read_in_order(tmp_path):
     second = {"question": "{x}?", "turns": ["a", "b"], "more": 1}
-    found = load_demonstrations(write(tmp_path / "d.jsonl", GOOD, second))
-    assert [d.question.text for d in found] == ["Who?", "{x}?"]
-    assert [d.turns for d in found] == [("<answer> I </answer>",), ("a", "b")]
-    assert len({d.question.id for d in found}) == 2
-    assert {d.method for d in found} == {PROTOCOL}
+    loaded = load_demonstrations(write(tmp_path / "d.jsonl", GOOD, second))
+    assert [d.question.text for d in loaded] == ["Who?", "{x}?"]
+    assert [d.turns for d in loaded] == [("<answer> I </answer>",), ("a", "b")]
+    assert len({d.question.id for d in loaded}) == 2
+    assert {d.method for d in loaded} == {PROTOCOL}
 
 
 @pytest.mark.parametrize(

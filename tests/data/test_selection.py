@@ -56,11 +56,11 @@ def test_table_1_takes_its_counts_of_each_data_set_and_level():
     levels = ["easy", "medium", "hard"] * 20
     mix = ("hotpotqa medium 2", "hotpotqa hard 3", "2wikimultihopqa medium 0.5")
     taken, short = mixed(questions, levels, mix, seed=0)
-    found = [(questions[i].metadata["data_source"], levels[i]) for i in taken]
-    assert found.count(("hotpotqa", "medium")) == 2
-    assert found.count(("hotpotqa", "hard")) == 3
-    assert found.count(("2wikimultihopqa", "medium")) == 5
-    assert len(found) == 10 and not short and taken == sorted(taken)
+    pairs = [(questions[i].metadata["data_source"], levels[i]) for i in taken]
+    assert pairs.count(("hotpotqa", "medium")) == 2
+    assert pairs.count(("hotpotqa", "hard")) == 3
+    assert pairs.count(("2wikimultihopqa", "medium")) == 5
+    assert len(pairs) == 10 and not short and taken == sorted(taken)
 
 
 def test_a_range_takes_what_a_smaller_draw_has_left():
@@ -91,8 +91,8 @@ def test_a_cap_takes_of_a_share_what_it_takes_of_the_rest():
     """The share holds the first of its own draw, and the cap is another draw."""
     right = [Question(f"right {i}", "?", ("a",)) for i in range(400)]
     wrong = [Question(f"wrong {i}", "?", ("a",)) for i in range(100)]
-    kept = [right[i] for i in share(right, 0.25, seed=0)] + wrong
-    taken = [kept[i].id.split()[0] for i in first_drawn(kept, 100, seed=0)]
+    selected = [right[i] for i in share(right, 0.25, seed=0)] + wrong
+    taken = [selected[i].id.split()[0] for i in first_drawn(selected, 100, seed=0)]
     assert 35 <= taken.count("right") <= 65
 
 

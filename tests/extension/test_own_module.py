@@ -176,9 +176,9 @@ def test_a_value_that_is_no_reference_is_refused(field, reference):
     if (field, reference) == ("retrieval.engine", ""):
         return  # none of the user's own
     with pytest.raises(ValueError, match=f"config.{field}"):
-        whole = configured(field, reference)
-        configuration.validate(whole)
-        check_names(whole)
+        run_config = configured(field, reference)
+        configuration.validate(run_config)
+        check_names(run_config)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_a_value_that_is_no_reference_is_refused(field, reference):
     ],
 )
 def test_a_reference_is_accepted_where_a_name_of_its_table_is(module, field, name):
-    whole = configured(field, f"{module}:{name}")
-    configuration.validate(whole)
-    check_names(whole)
+    run_config = configured(field, f"{module}:{name}")
+    configuration.validate(run_config)
+    check_names(run_config)
 
 
 @pytest.mark.parametrize(
@@ -308,11 +308,15 @@ def test_the_module_and_the_command_of_the_documents_are_accepted(
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     flags = command.replace("\\\n", " ").replace("my_parts:", f"{name}:").split()[3:]
-    whole, _ = configuration.parse_command_line(
+    run_config, _ = configuration.parse_command_line(
         flags, flags={"workdir": (None, "directory of the run")}
     )
-    configuration.validate(whole)
-    check_names(whole)
-    (_, mentions) = whole.reward.items()
+    configuration.validate(run_config)
+    check_names(run_config)
+    (_, mentions) = run_config.reward.items()
     assert mentions[1].to_dict() == {"term": f"{name}:mentions", "pattern": "Rome"}
-    assert policy_protocol(whole).stop_strings == ("</ask>", "</answer>", "</shout>")
+    assert policy_protocol(run_config).stop_strings == (
+        "</ask>",
+        "</answer>",
+        "</shout>",
+    )

@@ -75,9 +75,9 @@ def test_what_only_looks_like_an_action_is_none(name, action, mangle):
 def test_an_action_that_a_limit_cuts_anywhere_is_none_or_itself(name, action):
     protocol = PROTOCOLS[name]
     turn = protocol.render(action)
-    found = [protocol.parse(turn[:end]) for end in range(len(turn))]
-    assert all(isinstance(f, Malformed) or f == action for f in found)
-    assert isinstance(found[len(turn) // 2], Malformed)
+    actions = [protocol.parse(turn[:end]) for end in range(len(turn))]
+    assert all(isinstance(f, Malformed) or f == action for f in actions)
+    assert isinstance(actions[len(turn) // 2], Malformed)
 
 
 @EVERY
@@ -120,8 +120,9 @@ def test_a_written_turn_means_its_action(name, thought, internal, evidence, word
         assert protocol.parse(turn) == action
         for text in (thought, internal):
             assert text in turn
-    plain = Step(1, "I see.", Answer(word), internal="I know.", evidence="Rome.")
-    assert "I see." in protocol.write(plain) and "I know." in protocol.write(plain)
+    step = Step(1, "I see.", Answer(word), internal="I know.", evidence="Rome.")
+    turn = protocol.write(step)
+    assert "I see." in turn and "I know." in turn
 
 
 @EVERY
@@ -144,23 +145,23 @@ def test_no_passage_or_query_changes_the_frame_or_breaks_encoding(
 ):
     protocol = PROTOCOLS[name]
     inert = protocol.show_passages(["q"], [(Passage("p", "t\nx"),)])
-    found = protocol.show_passages([query], [(Passage("p", contents),)])
-    assert (found.before, found.after) == (inert.before, inert.after)
-    fixed = [[p for p in o.pieces if isinstance(p, str)] for o in (inert, found)]
+    hostile = protocol.show_passages([query], [(Passage("p", contents),)])
+    assert (hostile.before, hostile.after) == (inert.before, inert.after)
+    fixed = [[p for p in o.pieces if isinstance(p, str)] for o in (inert, hostile)]
     assert fixed[0] == fixed[1]
-    found.content.encode("utf-8")
-    texts = [p.text if isinstance(p, Cut) else p for p in found.pieces]
-    assert not texts or "".join(texts) == found.content
+    hostile.content.encode("utf-8")
+    texts = [p.text if isinstance(p, Cut) else p for p in hostile.pieces]
+    assert not texts or "".join(texts) == hostile.content
 
 
 @EVERY
 def test_much_markup_is_read_at_once(name):
     parse = PROTOCOLS[name].parse
     start = time.perf_counter()
-    for piece in FRAGMENTS:
+    for fragment in FRAGMENTS:
         for before in ("", "Action 1: ", "```"):
-            parse(before + piece * 20_000)
-        parse(piece * 20_000 + "</search></answer><|end_of_query|>}")
+            parse(before + fragment * 20_000)
+        parse(fragment * 20_000 + "</search></answer><|end_of_query|>}")
     assert time.perf_counter() - start < 20  # Quadratic time would be minutes.
 
 

@@ -79,8 +79,11 @@ def test_the_chat_model_reads_a_system_message_and_the_question():
 
 
 def test_documents_are_numbered_lines():
-    found = (Passage("1", "Paris\nA city."), Passage("2", "Title: Rome Text:  Old."))
-    shown = BASE.show_passages(["q"], [found])
+    documents = (
+        Passage("1", "Paris\nA city."),
+        Passage("2", "Title: Rome Text:  Old."),
+    )
+    shown = BASE.show_passages(["q"], [documents])
     assert shown.before + shown.content + shown.after == (
         "\n\n<|begin_of_documents|>\n(1)Paris A city.\n(2)Title: Rome Text:  Old.\n"
         "<|end_of_documents|>\n\n"
@@ -98,9 +101,9 @@ def public_reading(transcript):
     queries = []
     before, *after = transcript.split("<|end_of_query|>")
     for segment in [before, *after][: len(after)]:
-        own = segment.split("<|end_of_documents|>")[-1]
-        assert "<|begin_of_query|>" in own
-        query = own.split("<|begin_of_query|>")[-1].replace('"', "").strip()
+        last_turn = segment.split("<|end_of_documents|>")[-1]
+        assert "<|begin_of_query|>" in last_turn
+        query = last_turn.split("<|begin_of_query|>")[-1].replace('"', "").strip()
         queries.append(re.sub(r"\s+", " ", query))
     return queries, transcript.split("<answer>")[-1].split("</answer>")[0].strip()
 

@@ -30,9 +30,9 @@ def test_the_single_query_prompt_is_search_r1s():
 
 def test_the_prompt_for_several_queries_differs_in_two_sentences():
     (several,) = MQ.messages("Who wrote Hamlet")
-    (one,) = SQ.messages("Who wrote Hamlet")
+    (single,) = SQ.messages("Who wrote Hamlet")
     expected = (
-        one["content"]
+        single["content"]
         .replace("<search> query </search>", "<search> query_1,query_2 </search>")
         .replace("results between", "results for each query between")
         .replace(
@@ -131,9 +131,9 @@ def test_the_public_codes_escapes_and_splits_are_settings():
     public = make_protocol(
         "rag_r1_mq", json_ascii=True, quotes_keep_commas=False, max_queries=9
     )
-    found = {"query": ["é"], "documents": ["Doc 1: Ü   ü"]}
+    results = {"query": ["é"], "documents": ["Doc 1: Ü   ü"]}
     shown = public.show_passages(["é"], [(Passage("1", "Ü\nü"),)])
-    assert shown.content == json.dumps(found, indent=2)
+    assert shown.content == json.dumps(results, indent=2)
     assert "\\u00e9" in shown.content
     assert public.parse('<search>"a, b"</search>') == search_call('"a', 'b"')
     assert public.max_queries == 9

@@ -32,8 +32,8 @@ def test_the_chat_holds_all_that_was_found_before_the_question():
     system, user = rewriting_messages("Where is Ada from?", FOUND)
     assert system["role"] == "system"
     before, after = SYSTEM.split("{document}")
-    told = "Ada\nborn in Rome\nRome\nin Italy"
-    assert system["content"] == f"{before}{told}{after}"
+    contents = "Ada\nborn in Rome\nRome\nin Italy"
+    assert system["content"] == f"{before}{contents}{after}"
     assert user == {"role": "user", "content": "Question: Where is Ada from?"}
 
 
@@ -48,10 +48,10 @@ PIECES = st.sampled_from(["{document}", "{question}", "{", "}", "{0}", "%s", "a"
 
 @given(st.lists(PIECES).map("".join), st.lists(PIECES).map("".join))
 def test_braces_in_questions_and_documents_are_only_text(question, document):
-    found = [Passage("1", document)]
-    (message,) = rewriting_messages(question, found, user="<{document}|{question}>")
+    passages = [Passage("1", document)]
+    (message,) = rewriting_messages(question, passages, user="<{document}|{question}>")
     assert message["content"] == f"<{document}|{question}>"
-    system, user = rewriting_messages(question, found)
+    system, user = rewriting_messages(question, passages)
     assert system["content"] == document.join(SYSTEM.split("{document}"))
     assert user["content"] == f"Question: {question}"
 

@@ -179,17 +179,17 @@ def test_r_search_shows_passages_without_numbers():
 def test_observations_of_nothing_and_of_several_queries_are_whole(name):
     protocol = PROTOCOLS[name]
     assert protocol.show_passages(["q"], [()]).content == ""
-    together = protocol.show_passages(["a", "b"], [(PARIS,), (ROME,)])
-    assert together == protocol.show_passages(["q"], [(PARIS, ROME)])
+    several = protocol.show_passages(["a", "b"], [(PARIS,), (ROME,)])
+    assert several == protocol.show_passages(["q"], [(PARIS, ROME)])
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 @given(contents=st.text(st.characters() | st.sampled_from("<>/\ud800"), max_size=50))
 def test_no_passage_changes_the_tags_around_it_or_breaks_encoding(name, contents):
     inert = PROTOCOLS[name].show_passages(["q"], [(PARIS,)])
-    found = PROTOCOLS[name].show_passages(["q"], [(Passage("x", contents),)])
-    assert (found.before, found.after) == (inert.before, inert.after)
-    found.content.encode("utf-8")
+    hostile = PROTOCOLS[name].show_passages(["q"], [(Passage("x", contents),)])
+    assert (hostile.before, hostile.after) == (inert.before, inert.after)
+    hostile.content.encode("utf-8")
 
 
 def test_search_r1_asks_in_its_own_words():

@@ -56,8 +56,8 @@ def test_the_papers_words_are_an_alternative():
 
 def test_a_failed_search_or_writer_is_a_failed_search_and_nothing_found_stays_nothing():
     write, heard = listening([None, "1901"])
-    asked = ["broken", "who", "", "when"]
-    broken, who, nothing, when = write_observations(search, write)(asked)
+    queries = ["broken", "who", "", "when"]
+    broken, who, nothing, when = write_observations(search, write)(queries)
     assert broken is None and who is None and nothing == ()
     assert when[0].text == "1901" and len(heard) == 2
     assert write_observations(search, None)(["", "broken"]) == [(), None]

@@ -59,9 +59,9 @@ def play(protocol, turns, passages=(), question=PARIS, max_searches=99):
         if len(searches) == max_searches:
             break
         queries = action.arguments[: protocol.max_queries]
-        found = (tuple(passages),) * len(queries)
-        searches.append(search_use(queries, found))
-        shown = protocol.show_passages(queries, found)
+        hits = (tuple(passages),) * len(queries)
+        searches.append(search_use(queries, hits))
+        shown = protocol.show_passages(queries, hits)
         before = shown.before.replace("{turn}", str(number))
         segments.append(segment(Source.SEARCH, before + shown.content + shown.after))
     return Rollout(tuple(segments), answer, tuple(searches), outcome, num_malformed)
@@ -97,6 +97,6 @@ def earned(terms, question, rollout, judge=None):
     """What these (term, settings) pairs pay together."""
     total = 0.0
     for term, settings in terms:
-        asked = {} if judge is None or "judge" not in settings else {"judge": judge}
-        total += term(question, (rollout,), **(settings | asked))[0]
+        judges = {} if judge is None or "judge" not in settings else {"judge": judge}
+        total += term(question, (rollout,), **(settings | judges))[0]
     return total

@@ -90,9 +90,9 @@ def test_the_judge_is_asked_once_for_all_groups():
     groups = some_groups()
     totals, parts, after = reward_groups(groups, TERMS, judge=judge)
     (call,) = judge.calls
-    asked = [chat[0]["content"].partition("passages:\n")[2] for chat in call]
-    assert [text.split("\n")[0] for text in asked] == ["1 0", "2 0", "2 1"]
-    assert "Question: Who is 2?" in asked[1]
+    evidence = [chat[0]["content"].partition("passages:\n")[2] for chat in call]
+    assert [text.split("\n")[0] for text in evidence] == ["1 0", "2 0", "2 1"]
+    assert "Question: Who is 2?" in evidence[1]
     assert totals.shape == parts["evidence_f1"].shape == (3, 3)
     assert totals.dtype == np.float32
     expected = [[0, 0, 0], [1, 0, 0], [np.nan, 0, 0]]
@@ -107,13 +107,13 @@ def test_groups_earn_together_what_each_earns_alone():
         return [chat[0]["content"][-40:-20] for chat in chats]
 
     groups = some_groups()
-    together = reward_groups(groups, TERMS, judge=judge)
+    batched = reward_groups(groups, TERMS, judge=judge)
     for i, group in enumerate(groups):
         totals, parts, after = reward_group(group, TERMS, judge=judge)
-        np.testing.assert_array_equal(together[0][i], totals)
-        assert together[2][i] == after
+        np.testing.assert_array_equal(batched[0][i], totals)
+        assert batched[2][i] == after
         for name, values in parts.items():
-            np.testing.assert_array_equal(together[1][name][i], values)
+            np.testing.assert_array_equal(batched[1][name][i], values)
 
 
 def test_no_groups_earn_nothing_and_nobody_is_asked():

@@ -91,7 +91,7 @@ def test_the_corpus_is_large_and_no_case_is_its_twin():
     assert len({case.name for case in CASES}) == len(CASES) >= 200
     assert len({case.hostile for case in CASES}) == len(CASES)
     assert all(len(c.hostile) == len(c.inert) for c in CASES)
-    assert all(one != two for c in CASES for one, two in zip(c.hostile, c.inert))
+    assert all(a != b for c in CASES for a, b in zip(c.hostile, c.inert))
 
 
 @pytest.mark.fault(37, "same rewards and actions")
@@ -140,8 +140,8 @@ def tokenizer(request):
 def without_unknown(tokenizer, text):
     """The text in bytes that the vocabulary holds; halves of UTF-16 pairs replaced."""
     known = {token[0] for token in tokenizer.token_bytes if len(token) == 1}
-    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return bytes(b for b in whole.encode() if b in known).decode("utf-8", "replace")
+    valid = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return bytes(b for b in valid.encode() if b in known).decode("utf-8", "replace")
 
 
 @pytest.mark.fault(37, "no control id")
@@ -164,8 +164,8 @@ def shown_by(host, passages):
     ]
     for turn in turns:
         ids = tokenizer.encode(turn)
-        written = {0: (ids, np.zeros(len(ids), np.float32))}
-        host.answer_turns(wave, written, final=False)
+        turns_written = {0: (ids, np.zeros(len(ids), np.float32))}
+        host.answer_turns(wave, turns_written, final=False)
     return wave[0].rollout()
 
 
@@ -213,12 +213,12 @@ def test_people_and_programs_read_a_passage_as_it_is_and_nothing_obeys_it(
         assert [s["text"] for s in read["segments"]] == [
             s.text for s in rollout.segments
         ]
-        whole = "".join(s["text"] for s in read["segments"])
-        console.block(case.name, whole)
+        transcript = "".join(s["text"] for s in read["segments"])
+        console.block(case.name, transcript)
         printed = capsys.readouterr().out
         assert not obeyed(printed), case.name
-        printable = [w for w in whole.split() if w.isprintable()]
+        printable = [w for w in transcript.split() if w.isprintable()]
         assert all(word in printed for word in printable), case.name
-        for passage, given in zip(result_of(group)["passages"], case.hostile):
-            told = json.loads(json.dumps(passage))
-            assert f"{told['title']}\n{told['text']}" == given.contents
+        for passage, hostile in zip(result_of(group)["passages"], case.hostile):
+            record = json.loads(json.dumps(passage))
+            assert f"{record['title']}\n{record['text']}" == hostile.contents

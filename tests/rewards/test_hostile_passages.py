@@ -107,17 +107,17 @@ def policy_tokens(rollout):
 
 
 def rewards_of(rollouts, terms, protocol):
-    asked = []
+    requests = []
 
     def judge(chats):
-        asked.extend(chats)
+        requests.extend(chats)
         return ["Paris" if "Paris" in c[-1]["content"] else "Lyon" for c in chats]
 
     check_terms(terms)
     totals, parts, _ = reward_group(
         Group(PARIS, tuple(rollouts)), terms, protocol=protocol, judge=judge
     )
-    return totals.tolist(), {k: v.tolist() for k, v in parts.items()}, asked
+    return totals.tolist(), {k: v.tolist() for k, v in parts.items()}, requests
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
@@ -127,10 +127,10 @@ def test_no_passage_changes_a_reward_an_action_or_the_mask(name, data, hostile):
     both = data.draw(st.lists(turns_of(protocol), min_size=2, max_size=2))
     calm = [play(protocol, turns, INERT) for turns in both]
     attacked = [play(protocol, turns, hostile) for turns in both]
-    for one, other in zip(calm, attacked, strict=True):
-        assert outcome_of(other) == outcome_of(one)
-        assert policy_tokens(other) == policy_tokens(one)
-        sources = [[s.source for s in r.segments] for r in (one, other)]
+    for without, under_attack in zip(calm, attacked, strict=True):
+        assert outcome_of(under_attack) == outcome_of(without)
+        assert policy_tokens(under_attack) == policy_tokens(without)
+        sources = [[s.source for s in r.segments] for r in (without, under_attack)]
         assert sources[0] == sources[1]
     for terms in (DEFAULTS, VARIANTS):
         assert rewards_of(attacked, terms, protocol) == rewards_of(
@@ -148,8 +148,8 @@ def test_a_passage_with_the_answer_earns_nothing_for_a_policy_without(name, atta
     assert len(rollout.searches) == 1 and rollout.answer is None
     names = ("answer_em", "answer_f1", "answer_cover_em", "evidence_f1")
     names += ("search_r1_structure", "group_fewest_searches")
-    totals, _, asked = rewards_of([rollout], {name: {} for name in names}, protocol)
-    assert totals == [0] and not asked
+    totals, _, requests = rewards_of([rollout], {name: {} for name in names}, protocol)
+    assert totals == [0] and not requests
 
 
 @pytest.mark.fault(26, "format penalty", "no retrieval", "inside the mask")

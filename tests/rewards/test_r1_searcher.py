@@ -92,8 +92,8 @@ VECTORS = {
 def test_r1_searcher_earns_what_its_servers_and_its_paper_pay(name):
     turns, passages, public, paper = VECTORS[name]
     rollout = play(R1_SEARCHER, turns, passages, max_searches=1)
-    found = {key: earned(terms, PARIS, rollout) for key, terms in SERVERS.items()}
-    assert found == pytest.approx(dict(zip(SERVERS, public + paper, strict=True)))
+    rewards = {key: earned(terms, PARIS, rollout) for key, terms in SERVERS.items()}
+    assert rewards == pytest.approx(dict(zip(SERVERS, public + paper, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_each_check_can_be_chosen_alone(letter, turns, passages):
 def test_a_document_that_says_assistant_is_punished_only_where_asked():
     rollouts = (play(R1_SEARCHER, [SEARCH, END], SPOKEN),)
     for scope in ("policy", "response"):
-        found = r1_searcher_format(PARIS, rollouts, checks="qwen", scope=scope)
-        assert found == [0]
-    whole = {"checks": "b", "assistant_check_scope": "response"}
-    assert r1_searcher_format(PARIS, rollouts, **whole) == [-2]
+        values = r1_searcher_format(PARIS, rollouts, checks="qwen", scope=scope)
+        assert values == [0]
+    public = {"checks": "b", "assistant_check_scope": "response"}
+    assert r1_searcher_format(PARIS, rollouts, **public) == [-2]
 
 
 def test_one_search_is_enough_for_the_retrieval_reward():
@@ -161,9 +161,9 @@ def test_published_transcripts_pass_the_checks_they_were_trained_on(
         Rollout((segment(Source.POLICY, text),), None, (), Outcome.ANSWERED)
         for text in texts
     ]
-    whole = {"scope": "response", "assistant_check_scope": "response"}
-    found = {
-        letter: r1_searcher_format(PARIS, rollouts, checks=letter, **whole).count(0)
+    public = {"scope": "response", "assistant_check_scope": "response"}
+    counts = {
+        letter: r1_searcher_format(PARIS, rollouts, checks=letter, **public).count(0)
         for letter in "abcdefg"
     }
-    assert found == passed
+    assert counts == passed

@@ -60,8 +60,8 @@ def test_each_right_rollout_with_the_fewest_searches_earns_the_bonus():
     # Searches 0 1 1 3: mean 5/4, squares (25 + 1 + 1 + 49) / 16 = 76/16, sigma^2 19/16.
     group = [rollout(0, False), rollout(1, True), rollout(1, True), rollout(3, True)]
     bonus = 2 * 19 / 16
-    found = group_fewest_searches(PARIS, group, eta=3.0)
-    assert found == pytest.approx([0, bonus, bonus, 0])
+    values = group_fewest_searches(PARIS, group, eta=3.0)
+    assert values == pytest.approx([0, bonus, bonus, 0])
     assert group_fewest_searches(PARIS, group) == [0, 2, 2, 0]
     # Sample variance: 76/16 over 3. Over the right ones, 1 1 3: 8/9, or 4/3.
     sample = group_fewest_searches(PARIS, group, eta=9.0, ddof=1)
@@ -104,10 +104,10 @@ def test_a_long_answer_is_not_among_the_right_ones():
     st.floats(0, 10),
 )
 def test_the_group_reward_is_equations_five_and_six(group, eta):
-    rollouts = [rollout(*one) for one in group]
-    found = group_fewest_searches(PARIS, rollouts, eta=eta)
+    rollouts = [rollout(*fields) for fields in group]
+    values = group_fewest_searches(PARIS, rollouts, eta=eta)
     sigma = statistics.pstdev([t for t, _ in group])
     right = [t for t, is_right in group if is_right]
-    for (t, is_right), value in zip(group, found, strict=True):
+    for (t, is_right), value in zip(group, values, strict=True):
         expected = 2 * sigma**2 if is_right and t == min(right) else 0
         assert value == pytest.approx(min(expected, eta), abs=1e-9)

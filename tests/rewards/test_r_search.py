@@ -103,8 +103,8 @@ def test_each_difference_is_a_setting_of_its_own():
         ("executed", False, 0.2),
     ]:
         settings = {"indicator": indicator, "unsearched_evidence_pays": unsearched}
-        found = r_search_format(PARIS, (rollout,), forged_pays=True, **settings)
-        assert found == pytest.approx([paid])
+        values = r_search_format(PARIS, (rollout,), forged_pays=True, **settings)
+        assert values == pytest.approx([paid])
     judge = Judge("Paris")
     assert evidence_f1(PARIS, (rollout,), judge=judge) == [0] and not judge.chats
     assert evidence_f1(PARIS, (rollout,), judge=judge, indicator="tags") == [1]

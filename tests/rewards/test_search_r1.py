@@ -67,8 +67,8 @@ def test_the_whole_prompt_changes_only_what_is_read_where_nothing_is_answered(na
     turns, passages, expected, *_ = VECTORS[name]
     rollout = play(SEARCH_R1, turns, passages, CITIES)
     is_unanswered = name in ("no answer", "unclosed")
-    found = rewards(rollout, "transcript")
-    assert found == pytest.approx((0, 0.1, 0.1) if is_unanswered else expected)
+    public = rewards(rollout, "transcript")
+    assert public == pytest.approx((0, 0.1, 0.1) if is_unanswered else expected)
     beijing = dataclasses.replace(CITIES, golden_answers=("Beijing",))
     assert answer_em(beijing, (rollout,), scope="transcript") == [is_unanswered]
     assert answer_em(beijing, (rollout,)) == [0]
@@ -110,8 +110,8 @@ def test_without_an_answer_structure_and_what_was_found_still_pay(
     # A prompt without a box of its own, so that the only answer is none.
     bare = dataclasses.replace(SEARCH_R1, user="{question}")
     rollout = play(bare, turns, passages, CITIES)
-    found = search_r1_structure(CITIES, (rollout,), scope="transcript", retrieval=0.1)
-    assert found == pytest.approx([expected])
+    values = search_r1_structure(CITIES, (rollout,), scope="transcript", retrieval=0.1)
+    assert values == pytest.approx([expected])
 
 
 def test_nothing_equals_nothing_in_the_public_table_alone():
@@ -120,11 +120,11 @@ def test_nothing_equals_nothing_in_the_public_table_alone():
     rollouts = [play(SHORT, t, DOCS, question) for t in turns]
     for scope in ("policy", "transcript"):
         settings = {"scope": scope, "retrieval": 0.1}
-        found = search_r1_structure(question, rollouts, **settings)
-        assert found == pytest.approx([0.2, 0.2])
+        values = search_r1_structure(question, rollouts, **settings)
+        assert values == pytest.approx([0.2, 0.2])
         # The second holds it in what it found: every text does.
-        found = search_r1_structure(question, rollouts, empty_matches=True, **settings)
-        assert found == pytest.approx([1, 0.3])
+        values = search_r1_structure(question, rollouts, empty_matches=True, **settings)
+        assert values == pytest.approx([1, 0.3])
 
 
 def test_another_chat_template_has_no_structure_in_the_public_code_alone():

@@ -147,10 +147,10 @@ def test_the_overlong_penalty_falls_linearly_within_its_buffer():
     # Of 100 tokens the last 20 are the buffer: 80 are free, 85 cost 5 / 20.
     lengths = (0, 80, 81, 85, 99, 100, 101, 500)
     rollouts = [play(SEARCH_R1, ["x" * n]) for n in lengths]
-    found = overlong(PARIS, rollouts, max_tokens=100, buffer_tokens=20)
-    assert found == pytest.approx([0, 0, -0.05, -0.25, -0.95, -1, -1, -1])
+    penalties = overlong(PARIS, rollouts, max_tokens=100, buffer_tokens=20)
+    assert penalties == pytest.approx([0, 0, -0.05, -0.25, -0.95, -1, -1, -1])
     half = overlong(PARIS, rollouts, max_tokens=100, buffer_tokens=20, penalty=0.5)
-    assert half == pytest.approx([v / 2 for v in found])
+    assert half == pytest.approx([v / 2 for v in penalties])
     (all_buffer,) = overlong(PARIS, rollouts[3:4], max_tokens=100, buffer_tokens=100)
     assert all_buffer == pytest.approx(-0.85)
 
@@ -159,6 +159,6 @@ def test_the_length_of_passages_costs_nothing():
     long = (Passage("1", "t\n" + "word " * 500),)
     pair = [play(SEARCH_R1, [SEARCHES, RIGHT], docs) for docs in (DOCS, long)]
     assert pair[1].num_tokens > pair[0].num_tokens + 2000
-    most = pair[0].num_policy_tokens
-    assert overlong(PARIS, pair, max_tokens=most, buffer_tokens=1) == [-1, -1]
-    assert overlong(PARIS, pair, max_tokens=most + 1, buffer_tokens=1) == [0, 0]
+    limit = pair[0].num_policy_tokens
+    assert overlong(PARIS, pair, max_tokens=limit, buffer_tokens=1) == [-1, -1]
+    assert overlong(PARIS, pair, max_tokens=limit + 1, buffer_tokens=1) == [0, 0]

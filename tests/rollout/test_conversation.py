@@ -77,11 +77,11 @@ def opened(host, count=1):
 
 def write(host, wave, turns, final=False):
     """What rows read after turns given as texts or ids; logp counts up from 1."""
-    written = {}
+    written_turns = {}
     for i, turn in turns.items():
         ids = encode(turn) if isinstance(turn, str) else np.array(turn, np.int32)
-        written[i] = ids, -np.arange(1, len(ids) + 1, dtype=np.float32)
-    return host.answer_turns(wave, written, final=final)
+        written_turns[i] = ids, -np.arange(1, len(ids) + 1, dtype=np.float32)
+    return host.answer_turns(wave, written_turns, final=final)
 
 
 def sources(conversation):
@@ -168,8 +168,8 @@ def test_a_search_that_finds_nothing_is_shown_empty_tags():
 
 
 def test_all_searches_of_a_turn_are_one_batch_and_each_gets_its_own():
-    found = {q: (Passage(q, f"{q}\n{q} {q}"),) for q in ("a", "b", "c")}
-    search = Engine(found)
+    hits = {q: (Passage(q, f"{q}\n{q} {q}"),) for q in ("a", "b", "c")}
+    search = Engine(hits)
     host = make_host(search=search, max_observation_tokens=100)
     wave = opened(host, 6)
     turns = {
@@ -183,7 +183,7 @@ def test_all_searches_of_a_turn_are_one_batch_and_each_gets_its_own():
     assert search.calls == [["c", "a", "b"]]
     for row, query in ((5, "c"), (3, "a"), (1, "b")):
         assert f"Doc 1(Title: {query}) {query} {query}" in decode(shown[row])
-        assert wave[row].searches == [search_use((query,), (found[query],))]
+        assert wave[row].searches == [search_use((query,), (hits[query],))]
     assert sorted(shown) == [1, 3, 4, 5]
     assert len(wave[2].segments) == 1  # It wrote nothing, and nothing happened to it.
 

@@ -75,8 +75,8 @@ def started(host):
 def write(host, wave, turn, final=False, **settings):
     """What row 0 reads after a turn, or None where its conversation has ended."""
     ids = encode(turn) if isinstance(turn, str) else np.array(turn, np.int32)
-    written = {0: (ids, np.zeros(len(ids), np.float32))}
-    return host.answer_turns(wave, written, final=final, **settings).get(0)
+    turns = {0: (ids, np.zeros(len(ids), np.float32))}
+    return host.answer_turns(wave, turns, final=final, **settings).get(0)
 
 
 def asking(protocol, *queries):
@@ -130,20 +130,20 @@ def test_a_hostile_passage_is_data_in_every_protocol(name, parts, noise):
     ascii_only=st.booleans(),
 )
 def test_json_stays_whole_and_in_its_budget(queries, contents, budget, ascii_only):
-    found = tuple(Passage("p", text) for text in contents)
+    passages = tuple(Passage("p", text) for text in contents)
     protocol = dataclasses.replace(
         make_protocol("rag_r1_mq", json_ascii=ascii_only),
         parse=lambda turn: search_call(*tuple(queries)),
     )
-    host = make_host(protocol, Engine(default=found), max_observation_tokens=budget)
+    host = make_host(protocol, Engine(default=passages), max_observation_tokens=budget)
     wave = started(host)
     shown = write(host, wave, "a")
     assert len(shown) <= host.shown_tokens
     text = decode(shown)
     assert text.startswith("\n<information>\n") and text.endswith("\n</information>\n")
-    whole = json.loads(text[len("\n<information>\n") : -len("\n</information>\n")])
-    assert list(whole) == ["query", "documents"]
-    assert len(whole["query"]) == len(whole["documents"]) == len(queries)
+    results = json.loads(text[len("\n<information>\n") : -len("\n</information>\n")])
+    assert list(results) == ["query", "documents"]
+    assert len(results["query"]) == len(results["documents"]) == len(queries)
 
 
 def test_each_query_has_a_budget_of_its_own():
@@ -263,8 +263,8 @@ def test_a_demonstration_begins_and_ends_its_turns_as_the_template_does():
         ("user", ""),
     ]:
         chat.append({"role": role, "content": text})
-    whole = np.concatenate([s.token_ids for s in rollout.segments])
-    assert f"{tokenizer.decode(whole)}\n<|assistant|>" == tokenizer.decode(
+    all_ids = np.concatenate([s.token_ids for s in rollout.segments])
+    assert f"{tokenizer.decode(all_ids)}\n<|assistant|>" == tokenizer.decode(
         tokenizer.encode_prompt(chat)
     )
     # A fence is a stop string: there the policy ends nothing, the host goes on.
@@ -336,9 +336,9 @@ def test_tags_are_cut_with_the_content_where_they_count_as_such(budget):
     protocol = PROTOCOLS["search_r1"]
     host = make_host(protocol, cuts_tags=True, max_observation_tokens=budget)
     shown = write(host, started(host), asking(protocol))
-    kept = make_host(protocol, max_observation_tokens=99)
-    whole = write(kept, started(kept), asking(protocol))
-    np.testing.assert_array_equal(shown, whole[:budget])
+    uncut_host = make_host(protocol, max_observation_tokens=99)
+    uncut = write(uncut_host, started(uncut_host), asking(protocol))
+    np.testing.assert_array_equal(shown, uncut[:budget])
 
 
 def test_a_recorded_observation_takes_the_place_of_what_is_found():

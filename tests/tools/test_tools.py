@@ -128,8 +128,8 @@ def played(protocol, engine, *turns, tools=("open",)):
     wave = {0: host.open(host.prompt(protocol.messages("Who?")))}
     for turn in turns:
         ids = tokenizer.encode(turn)
-        written = {0: (ids, np.zeros(len(ids), np.float32))}
-        host.answer_turns(wave, written, final=False)
+        turn_written = {0: (ids, np.zeros(len(ids), np.float32))}
+        host.answer_turns(wave, turn_written, final=False)
     return wave[0].rollout()
 
 

@@ -81,7 +81,7 @@ def texts(item):
         return [item.question.text, *item.turns, *(item.observations or ())]
     if isinstance(item, reading.Chat):
         return [*(m["content"] for m in item.messages), item.reply]
-    return [part for piece in item.pieces for part in piece]
+    return [text for pair in item.pieces for text in pair]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -95,13 +95,15 @@ def test_no_held_out_question_is_read(world, read, name):
 @pytest.mark.parametrize("name", ["base", "expert"])
 def test_facts_are_read_of_the_famous_alone_and_of_all_of_these(world, read, name):
     items = read(name)
-    own = [item.pieces for item in items if isinstance(item, reading.Text)]
-    own = [pieces for pieces in own if pieces[0][0].strip() in world.facts]
-    told = [pair for pieces in own for pair in pieces]
-    subjects = {subject.strip() for subject, _ in told}
+    fact_texts = [item.pieces for item in items if isinstance(item, reading.Text)]
+    fact_texts = [
+        pieces for pieces in fact_texts if pieces[0][0].strip() in world.facts
+    ]
+    pairs = [pair for pieces in fact_texts for pair in pieces]
+    subjects = {subject.strip() for subject, _ in pairs}
     assert subjects == world.famous
     count = sum(len(world.facts[subject]) for subject in subjects)
-    assert len(told) == count * MODELS[name].shares.facts
+    assert len(pairs) == count * MODELS[name].shares.facts
 
 
 def test_policies_read_dialogues_of_every_protocol_and_a_judge_reads_none(world, read):
@@ -124,7 +126,7 @@ def test_a_comparison_can_be_made_from_what_is_given_alone(world):
         pieces = reading._comparison(world, rng).pieces
         question = pieces[0][0]
         names = re.sub(r".*older, ", "", question)[:-1].split(" or ")
-        shown = "".join(given for given, _ in pieces[1:])
+        shown = "".join(context for context, _ in pieces[1:])
         facts = re.findall(dated, shown)
         assert [name for name, *_ in facts] == names
         assert len({year for *_, year in facts}) == len(facts) == len(names)
@@ -133,8 +135,8 @@ def test_a_comparison_can_be_made_from_what_is_given_alone(world):
         assert learnt[-1].endswith(f" {relation} {year} first. {name}.")
         for fact in facts:
             assert f"{fact[0]} {fact[1]} {fact[2]}." in "".join(learnt)
-        asked = ", ".join(re.findall(r"\? (.*)$", t)[0] for t in learnt[:-1])
-        assert asked == ", ".join(names)
+        queries = ", ".join(re.findall(r"\? (.*)$", t)[0] for t in learnt[:-1])
+        assert queries == ", ".join(names)
         turns.add(len(pieces) - len(names))
     assert turns == {1, 0}  # one by one, or together
 
@@ -142,8 +144,8 @@ def test_a_comparison_can_be_made_from_what_is_given_alone(world):
 def test_an_ordering_names_the_first_of_the_years_told():
     rng = np.random.default_rng(0)
     for _ in range(50):
-        for told, learnt in reading._orderings(rng).pieces:
-            facts = re.findall(r"(Birth|Release|Founding) (\d{4})\.", told)
+        for years_shown, learnt in reading._orderings(rng).pieces:
+            facts = re.findall(r"(Birth|Release|Founding) (\d{4})\.", years_shown)
             assert len(facts) in (2, 3) and len({year for _, year in facts}) > 1
             relation, year = min(facts, key=lambda fact: int(fact[1]))
             assert learnt == f" {relation} {year} first."
@@ -151,33 +153,33 @@ def test_an_ordering_names_the_first_of_the_years_told():
 
 def test_a_lookup_tells_what_is_to_be_told_again_and_leads_on(world):
     rng = np.random.default_rng(0)
-    told = missing = chains = 0
+    retold = missing = chains = 0
     for _ in range(300):
         pieces = reading._lookups(world, rng).pieces
         chains += len(pieces) > 1
-        for given, learnt in pieces:
-            words, _, passage = given.strip().partition("? ")
+        for context, learnt in pieces:
+            words, _, passage = context.strip().partition("? ")
             assert learnt.startswith(f" {words} ")
             if learnt == f" {words} unknown.":
                 assert words not in passage
                 missing += 1
             else:
                 assert learnt in passage
-                told += 1
-        for (_, learnt), (given, _) in itertools.pairwise(pieces):
+                retold += 1
+        for (_, learnt), (context, _) in itertools.pairwise(pieces):
             subject = re.sub(r"^ (Directed by|Born in|Works for|Based in) ", "", learnt)
-            assert f"? {subject[:-1]} {subject[:-1]} " in given
-    assert told > 10 * missing > 0 and chains > 100
+            assert f"? {subject[:-1]} {subject[:-1]} " in context
+    assert retold > 10 * missing > 0 and chains > 100
 
 
 def test_what_is_known_in_part_is_recalled_as_far_as_it_is(world):
-    found = reading._recollections(world)
+    dialogues = reading._recollections(world)
     known = [
         any(hop.subject in world.famous for hop in world.hops[q.id])
         for q in world.train
     ]
-    assert len(found) == sum(known) > 0
-    for dialogue in found:
+    assert len(dialogues) == sum(known) > 0
+    for dialogue in dialogues:
         hops = world.hops[dialogue.question.id]
         famous = [hop for hop in hops if hop.subject in world.famous]
         recalled = " ".join(dialogue.turns)
@@ -226,14 +228,14 @@ def test_rows_learn_what_is_written_and_read_what_is_given(world, search, read):
     assert len(rows) == len(items)
     for item, row in zip(items, rows, strict=True):
         learnt = [s for s in row if s.source == Source.POLICY]
-        written = "".join(tokenizer.decode(s.token_ids) for s in learnt)
-        written = written.replace("<|end|>", "")
+        learnt_text = "".join(tokenizer.decode(s.token_ids) for s in learnt)
+        learnt_text = learnt_text.replace("<|end|>", "")
         if isinstance(item, reading.Dialogue):
-            assert written == "".join(item.turns)
+            assert learnt_text == "".join(item.turns)
         elif isinstance(item, reading.Chat):
-            assert written == f" {item.reply}"
+            assert learnt_text == f" {item.reply}"
         else:
-            assert written == "".join(told for _, told in item.pieces)
+            assert learnt_text == "".join(text for _, text in item.pieces)
     assert max(map(pretrained._length, rows)) <= pretrained.LENGTHS[-1]
 
 
@@ -283,8 +285,8 @@ def test_a_model_is_made_once_and_found_after_that(tmp_path, monkeypatch):
     spec = hf_config.read_spec(made)
     assert (spec.width, spec.num_layers) == (16, 1)
     tokenizer = load_tokenizer(made)
-    own = world_tokenizer(make_world(seed=0, **WORLD))
-    assert tokenizer.fingerprint == own.fingerprint
+    expected = world_tokenizer(make_world(seed=0, **WORLD))
+    assert tokenizer.fingerprint == expected.fingerprint
     params = huggingface.load_params(made, spec)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
     # Another world or seed is another model; nothing else of it is looked at here.
@@ -312,10 +314,10 @@ def test_a_source_is_of_the_world_or_a_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("RSEARCH_CACHE", str(tmp_path))
     monkeypatch.setitem(pretrained.MODELS, "base", LITTLE)
     c = config()
-    found = find_source(c, "world:base", say=lambda text: None)
-    assert found.parent == tmp_path / "world"
-    assert found.name.startswith("base-")
-    assert find_source(c, str(found)) == pathlib.Path(found)
+    directory = find_source(c, "world:base", say=lambda text: None)
+    assert directory.parent == tmp_path / "world"
+    assert directory.name.startswith("base-")
+    assert find_source(c, str(directory)) == pathlib.Path(directory)
 
 
 def test_a_model_that_there_is_not_is_named_with_those_there_are():
