@@ -7,8 +7,10 @@ builds. This module gathers all that a command needs of it: `load`, `apply_overr
 """
 
 import errno
+import functools
 import importlib.util
 import inspect
+import json
 import os
 import pathlib
 import select
@@ -20,6 +22,7 @@ from ml_collections import ConfigDict
 
 from rsearch.config.fields import (
     ABSENT,
+    OPEN_SECTIONS,
     apply_overrides,
     check_known,
     convert,
@@ -39,6 +42,7 @@ __all__ = [
     "StoppedError",
     "apply_overrides",
     "check_known",
+    "defaults",
     "diff",
     "fields",
     "fingerprint",
@@ -50,6 +54,7 @@ __all__ = [
     "run_command",
     "to_json",
     "validate",
+    "with_defaults",
 ]
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -100,6 +105,37 @@ def load(spec):
         kind = type(config).__name__
         raise ValueError(f"{path}: get_config returned {kind}, not a ConfigDict")
     return config.lock()
+
+
+@functools.cache
+def defaults() -> dict:
+    """Return configs/base.py as a plain dict of JSON values; only read it.
+
+    A field that a later version has added has the default that earlier runs had: the
+    configuration of a run that was begun without it is read as if it had the default.
+    """
+    return json.loads(to_json(load(str(ROOT / "configs" / "base.py"))))
+
+
+def with_defaults(config: dict) -> dict:
+    """Return a configuration of JSON values, its absent fields at their defaults.
+
+    Sections whose keys are the recipe's own, such as reward, stay as they are.
+    """
+
+    def fill(section, default):
+        missing = {k: v for k, v in default.items() if k not in section}
+        inner = {
+            key: fill(value, default[key])
+            for key, value in section.items()
+            if isinstance(value, dict) and isinstance(default.get(key), dict)
+        }
+        return {**section, **inner, **missing}
+
+    # Every version had a name and stages: without them it is no configuration.
+    recipe_fields = {"name", "stages", *OPEN_SECTIONS}
+    default = {k: v for k, v in defaults().items() if k not in recipe_fields}
+    return fill(config, default)
 
 
 def _find(name):

@@ -13,7 +13,8 @@ import os
 import pathlib
 import socket
 
-from rsearch.config.fields import diff, to_json
+from rsearch.config.fields import ABSENT, diff, fields, to_json
+from rsearch.config.recipes import defaults, with_defaults
 from rsearch.config.stage_plan import KINDS, kind_of
 from rsearch.hosts import processes
 from rsearch.runtime import files
@@ -196,12 +197,14 @@ def check_workdir(path, config, *, is_reader=False, accept=()):
 
 
 def read_config(path):
-    """The configuration that a workdir belongs to, as a plain dict.
+    """Return the configuration that a workdir belongs to, as a plain dict.
+
+    A field that was added after the run had begun has its default.
 
     Raises:
         ValueError: the directory is no workdir, or its config.json cannot be read.
     """
-    return _read(path)["config"]
+    return with_defaults(_read(path)["config"])
 
 
 def _read(path):
@@ -299,7 +302,13 @@ def _changes(path, now, is_reader, accept):
     Raises:
         ValueError: a field among them that a run cannot go on with.
     """
-    changes = diff(read_config(path), now)
+    added = fields(defaults())
+    changes = [
+        (name, old, new)
+        for name, old, new in diff(_read(path)["config"], now)
+        # A later version has added the field, and the run had what is now its default.
+        if old != ABSENT or name not in added or new != added[name]
+    ]
     started = [s for s in now["stages"] if (path / s).exists()]
     refused = [
         row

@@ -362,3 +362,43 @@ def test_what_has_changed_is_accepted_by_name(config, tmp_path, capsys):
     assert "data.train has changed: its fingerprint was old, now new" in told
     assert "config.rl.lr is now 0.5" in told
     Workdir(run, own, inputs=now).close()  # it is that run's now
+
+
+def forget(run, *names):
+    """Write config.json as a version did that had no such fields."""
+    body = json.loads((run / "config.json").read_text())
+    for name in names:
+        *sections, leaf = name.split(".")
+        node = body["config"]
+        for section in sections:
+            node = node[section]
+        del node[leaf]
+    write_json(run / "config.json", body)
+
+
+def test_a_run_from_before_a_field_was_added_goes_on_at_its_default(
+    tmp_path, config, capsys
+):
+    Workdir(tmp_path, config).close()
+    added = ("protocol.tools", "retrieval.engine", "rl.dual_clip", "critic")
+    forget(tmp_path, *added)
+    before = (tmp_path / "config.json").read_bytes()
+    check_workdir(tmp_path, config)
+    with Workdir(tmp_path, config) as again:
+        assert again.is_resumed
+    assert capsys.readouterr() == ("", "")
+    assert (tmp_path / "config.json").read_bytes() == before
+    assert configs.diff(read_config(tmp_path), config) == []
+    tuned = changed(config, retrieval__engine="mine:find", rl__dual_clip=3.0)
+    (tmp_path / "rl").mkdir()
+    with pytest.raises(ValueError, match="holds a run with a different") as caught:
+        Workdir(tmp_path, tuned)
+    for name in ("retrieval.engine", "rl.dual_clip"):
+        assert f"config.{name}" in str(caught.value)
+    assert "protocol.tools" not in str(caught.value)
+
+
+def test_terms_and_overrides_of_a_run_are_not_filled_up(tmp_path, config):
+    run_config = changed(config, reward={"answer_f1": {}}, overrides={"rl": {}})
+    Workdir(tmp_path, run_config).close()
+    assert read_config(tmp_path)["reward"] == {"answer_f1": {}}
