@@ -7,10 +7,12 @@ fields that differ, behind the recipe's name.
 """
 
 import math
+import os
 import pathlib
 import re
 import statistics
 import sys
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rsearch.config.fields import did_you_mean, fields
@@ -63,7 +65,7 @@ class Row(NamedTuple):
 
 
 def main(argv) -> int:
-    """Reads the arguments and the runs, prints the table."""
+    """Read the arguments and the runs, and print the table."""
     folders, words = [], []
     for word in argv:
         (words if word.startswith("-") or _is_value(words) else folders).append(word)
@@ -90,22 +92,22 @@ def main(argv) -> int:
 
 
 def _is_value(words):
-    """Whether the word before wants this one as its value: --stage rl."""
+    """Return whether the word before takes this one as its value: --stage rl."""
     if not words or not words[-1].startswith("--") or "=" in words[-1]:
         return False
     return isinstance(FLAGS.get(words[-1][2:], (True,))[0], str)
 
 
-def find_runs(folders) -> list[pathlib.Path]:
-    """The runs' directories: each folder itself, or those directly inside it.
+def find_runs(folders: Iterable[str | os.PathLike]) -> list[pathlib.Path]:
+    """Return the runs' directories: each folder itself, or those directly inside.
 
     Raises:
         ValueError: one that is no run and holds none.
     """
-    found = []
+    runs = []
     for folder in map(pathlib.Path, folders):
         if (folder / CONFIG).is_file():
-            found.append(folder)
+            runs.append(folder)
             continue
         inside = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
         if not folder.is_dir():
@@ -115,12 +117,12 @@ def find_runs(folders) -> list[pathlib.Path]:
             raise ValueError(
                 f"{folder}: not a run: neither it nor a directory in it has {CONFIG}"
             )
-        found += inside
-    return list(dict.fromkeys(found))
+        runs += inside
+    return list(dict.fromkeys(runs))
 
 
-def read_run(path) -> Run:
-    """A run with its results.
+def read_run(path: pathlib.Path) -> Run:
+    """Read a run with its results.
 
     Raises:
         ValueError: no run, or one that has not been evaluated yet.
@@ -145,24 +147,24 @@ def read_run(path) -> Run:
 
 
 def _wrong_field(row):
-    """What is wrong with a field of results, and with those of its kinds; or ""."""
+    """Return what is wrong with a field of results or of its kinds; or ""."""
     for name in ("stage", "method", "dataset"):
         if not isinstance(row[name], str):
             return f"{name} = {row[name]!r}: expected text"
-    parts = {"": row}
+    scores = {"": row}
     for name in ("by_kind", "by_known"):
         kinds = row.get(name, {})
         if not isinstance(kinds, dict):
             return f"{name} = {kinds!r}: expected an object"
-        parts |= {f"{name}.{kind}": part for kind, part in kinds.items()}
-    for place, part in parts.items():
-        if not isinstance(part, dict):
-            return f"{place} = {part!r}: expected an object"
+        scores |= {f"{name}.{kind}": values for kind, values in kinds.items()}
+    for field, values in scores.items():
+        if not isinstance(values, dict):
+            return f"{field} = {values!r}: expected an object"
         for name in ("n", *SCORES, *COUNTS):
-            if not _is_number_or_none(part.get(name)):
-                field = f"{place}.{name}".lstrip(".")
-                return f"{field} = {part[name]!r}: expected a number or null"
-        pair = part.get("em_95")
+            if not _is_number_or_none(values.get(name)):
+                full = f"{field}.{name}".lstrip(".")
+                return f"{full} = {values[name]!r}: expected a number or null"
+        pair = values.get("em_95")
         is_pair = isinstance(pair, list) and len(pair) == 2 and None not in pair
         if pair is not None and not (is_pair and all(map(_is_number_or_none, pair))):
             return f"em_95 = {pair!r}: expected two numbers"
@@ -174,8 +176,8 @@ def _is_number_or_none(value):
     return value is None or (is_number and math.isfinite(value))
 
 
-def label_runs(runs) -> list[str]:
-    """The recipe of each run, with the fields in which runs of one recipe differ."""
+def label_runs(runs: Sequence[Run]) -> list[str]:
+    """Return each run's recipe, with the fields in which runs of it differ."""
     labels = []
     for run in runs:
         same = [r for r in runs if r.config["name"] == run.config["name"]]
@@ -198,8 +200,8 @@ def label_runs(runs) -> list[str]:
     return labels
 
 
-def choose(run, *, stage, method, dataset) -> list[dict]:
-    """The rows of results.json that are asked for, in their order."""
+def choose(run: Run, *, stage: str, method: str, dataset: str) -> list[dict]:
+    """Return the chosen rows of results.json, in their order."""
     if stage == LAST:
         order = [START, *run.config["stages"]]
         known = [row["stage"] for row in run.rows if row["stage"] in order]
@@ -213,7 +215,7 @@ def choose(run, *, stage, method, dataset) -> list[dict]:
 
 
 def _with_start(run, row):
-    """A row, and its parts, beside the exact match that the run began with."""
+    """Return a row, and its kinds, beside the exact match that the run began with."""
     if row["stage"] == START:
         return row
     same = ("method", "dataset")
@@ -223,31 +225,31 @@ def _with_start(run, row):
         if all(other[name] == row[name] for name in same)
     ]
     start = starts[0] if starts else {}
-    found = {**row, BEFORE: start.get("em")}
+    compared = {**row, BEFORE: start.get("em")}
     for name in ("by_kind", "by_known"):
         before = start.get(name, {})
-        found[name] = {
-            kind: {**part, BEFORE: before.get(kind, {}).get("em")}
-            for kind, part in row.get(name, {}).items()
+        compared[name] = {
+            kind: {**values, BEFORE: before.get(kind, {}).get("em")}
+            for kind, values in row.get(name, {}).items()
         }
-    return found
+    return compared
 
 
 def _kinds(row, by_kind):
-    """(kind, values) pairs: the whole row as "", or one pair a kind."""
+    """Return (kind, values) pairs: the row itself as "", or one pair a kind."""
     if not by_kind:
         return [("", row)]
     return [*row.get("by_kind", {}).items(), *row.get("by_known", {}).items()]
 
 
 def _single(about, seed, values) -> Row:
-    """One run's row; numbers that older results lack are None."""
+    """Return one run's row; numbers that older results lack are None."""
     numbers = {name: values.get(name) for name in ("n", *PERCENT, *COUNTS)}
     return Row((*about, seed), {**numbers, "em_95": values.get("em_95")})
 
 
-def grouped(rows) -> list[Row]:
-    """A row for each thing that rows are about: means and deviations over its runs.
+def grouped(rows: Sequence[tuple]) -> list[Row]:
+    """Return a row for each subject: means and deviations over its runs.
 
     Args:
         rows: (about, seed, values) of each run.
@@ -259,30 +261,30 @@ def grouped(rows) -> list[Row]:
     by_about: dict = {}
     for about, _, values in rows:
         by_about.setdefault(about, []).append(values)
-    found = []
+    means = []
     for about, several in by_about.items():
         values = {}
         for name in ("n", *PERCENT, *COUNTS):
             known = [v[name] for v in several if v.get(name) is not None]
             mean = statistics.fmean(known) if known else None
             values[name] = mean, statistics.stdev(known) if len(known) > 1 else None
-        found.append(Row((*about, len(several)), values))
-    return found
+        means.append(Row((*about, len(several)), values))
+    return means
 
 
 def _print(rows, flags, *, num_runs):
-    """The table on stdout; columns that say the same everywhere are left out."""
+    """Print the table, without columns that say the same everywhere."""
     names = ("recipe", "stage", "method", "dataset", "kind")
     names += ("runs",) if flags["group"] else ("seed",)
     always = ("recipe", "stage", names[-1])
-    kept = [
+    shown_columns = [
         i
         for i, name in enumerate(names)
         if name in always or len({row.about[i] for row in rows}) > 1
     ]
     shows_interval = not flags["group"] and not flags["by_kind"]
     shows_start = any(_mean_of(row.values[BEFORE]) is not None for row in rows)
-    columns = [names[i] for i in kept] + ["n"]
+    columns = [names[i] for i in shown_columns] + ["n"]
     columns += [HEADINGS[BEFORE]] if shows_start else []
     columns += ["EM", "95 % interval"] if shows_interval else ["EM"]
     measured = [*SCORES[1:], *COUNTS]
@@ -291,7 +293,7 @@ def _print(rows, flags, *, num_runs):
     columns += [HEADINGS[name] for name in measured]
     lines = []
     for row in rows:
-        line = [str(row.about[i]) for i in kept]
+        line = [str(row.about[i]) for i in shown_columns]
         shown = ("n", BEFORE, "em") if shows_start else ("n", "em")
         line += [_shown(name, row.values[name]) for name in shown]
         if shows_interval:
@@ -300,13 +302,15 @@ def _print(rows, flags, *, num_runs):
     if flags["markdown"]:
         print(markdown(columns, lines), end="")
         return
-    fixed = [row for i, row in enumerate(rows[0].about[1:4]) if i + 1 not in kept]
+    fixed = [
+        row for i, row in enumerate(rows[0].about[1:4]) if i + 1 not in shown_columns
+    ]
     title = f"{num_runs} runs, percent where it is a score: {', '.join(fixed)}"
     table(title.rstrip(": "), columns, lines)
 
 
 def _shown(name, value):
-    """A number, or mean +- deviation, as the table has it."""
+    """Format a number, or mean +- deviation, for the table."""
     if isinstance(value, tuple):
         mean, deviation = value
         if name == "n" or deviation is None:
@@ -327,8 +331,8 @@ def _interval(pair):
     return "-" if pair is None else f"{100 * pair[0]:.1f} - {100 * pair[1]:.1f}"
 
 
-def markdown(columns, lines) -> str:
-    """A Markdown table; numbers are aligned right, and no cell can end its column."""
+def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; no cell can end its column."""
     is_number = [
         all(re.fullmatch(r"[-\d.± ]+", line[i]) for line in lines)
         for i in range(len(columns))
@@ -336,21 +340,21 @@ def markdown(columns, lines) -> str:
     rule = ["---:" if right else "---" for right in is_number]
 
     def joined(cells):
-        plain = [" ".join(str(c).split()).replace("|", "\\|") for c in cells]
-        return f"| {' | '.join(plain)} |\n"
+        escaped = [" ".join(str(c).split()).replace("|", "\\|") for c in cells]
+        return f"| {' | '.join(escaped)} |\n"
 
     return joined(columns) + joined(rule) + "".join(map(joined, lines))
 
 
 def _nothing(runs, chosen):
-    """What to say when no row is as wanted."""
+    """Return the message for the case that no row is as wanted."""
     for name, value in chosen.items():
         known = sorted({row[name] for run in runs for row in run.rows})
         if value not in (ALL, LAST, *known):
             hint = did_you_mean(value, known)
             return f"--{name}={value}: the runs have {', '.join(known)}{hint}"
-    asked = " ".join(f"--{name}={value}" for name, value in chosen.items())
-    return f"no row of these runs has {asked}, with kinds of questions if asked for"
+    flags = " ".join(f"--{name}={value}" for name, value in chosen.items())
+    return f"no row of these runs has {flags}, with kinds of questions if asked for"
 
 
 if __name__ == "__main__":

@@ -20,35 +20,35 @@ from rsearch.setup.weights import initial_params, trained_params
 
 
 def main(argv) -> int:
-    """The command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
+    """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     flags = {
         "workdir": (REQUIRED, "a run's directory, or a new one for the results"),
         "model": ("", "a Hugging Face model to evaluate in place of the run's"),
         **processes.FLAGS,
     }
-    config, given = parse_command_line(argv, flags=flags)
-    if given["print_config"]:
+    config, values = parse_command_line(argv, flags=flags)
+    if values["print_config"]:
         print_config(config)
         return 0
     changed = config
-    if given["model"]:
-        own = {"model.source": given["model"], "tokenizer.source": ""}
-        changed = apply_overrides(config, own)
-    with processes.connected(**{name: given[name] for name in processes.FLAGS}):
-        _evaluate(config, changed, given)
+    if values["model"]:
+        overrides = {"model.source": values["model"], "tokenizer.source": ""}
+        changed = apply_overrides(config, overrides)
+    with processes.connected(**{name: values[name] for name in processes.FLAGS}):
+        _evaluate(config, changed, values)
     return 0
 
 
-def _evaluate(config, changed, given):
-    """Evaluates the run of `config`, or the model that has `changed` it."""
-    where = given["workdir"]
+def _evaluate(config, changed, values):
+    """Evaluate the run of `config`, or the model that has `changed` it."""
+    where = values["workdir"]
     processes.on_host0(lambda: check_workdir(where, config, is_reader=True))
-    setup = load_setup(changed, say=console.note, only_dev=True, home=given["workdir"])
-    inputs = {} if given["model"] else setup.inputs
+    setup = load_setup(changed, say=console.note, only_dev=True, home=values["workdir"])
+    inputs = {} if values["model"] else setup.inputs
     processes.check_same_on_all({"config": fingerprint_config(changed), **inputs})
     with open_workdir(where, config, inputs=inputs, is_reader=True) as workdir:
-        if given["model"]:
-            stage, step, params = given["model"], None, initial_params(setup)
+        if values["model"]:
+            stage, step, params = values["model"], None, initial_params(setup)
         else:
             stage, step, params = trained_params(setup, workdir.path)
         rows = run_methods(

@@ -23,35 +23,35 @@ DTYPES = tuple(huggingface.EXPORT_DTYPES)
 
 
 def main(argv) -> int:
-    """The command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
+    """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     flags = {
         "workdir": (REQUIRED, "the run's directory"),
         "out": (REQUIRED, "the model's directory; made, and never overwritten"),
         "dtype": ("float32", "of the weights on disk: " + ", ".join(DTYPES)),
     }
-    config, given = parse_command_line(argv, flags=flags)
-    if given["print_config"]:
+    config, values = parse_command_line(argv, flags=flags)
+    if values["print_config"]:
         print_config(config)
         return 0
-    if given["dtype"] not in DTYPES:
-        raise ValueError(f"--dtype={given['dtype']}: must be one of {DTYPES}")
-    read_config(given["workdir"])  # Refuses a directory that holds no run.
-    check_workdir(given["workdir"], config, is_reader=True)
+    if values["dtype"] not in DTYPES:
+        raise ValueError(f"--dtype={values['dtype']}: must be one of {DTYPES}")
+    read_config(values["workdir"])  # Refuses a directory that holds no run.
+    check_workdir(values["workdir"], config, is_reader=True)
     setup = load_setup(config, say=console.note, only_dev=True)
     with Workdir(
-        given["workdir"], config, inputs=setup.inputs, is_reader=True
+        values["workdir"], config, inputs=setup.inputs, is_reader=True
     ) as workdir:
         stage, step, params = trained_params(setup, workdir.path)
         if stage == START:
             raise ValueError(f"{workdir.path}: no stage has a checkpoint yet")
         huggingface.export(
-            given["out"],
+            values["out"],
             params,
             setup.model.spec,
             setup.tokenizer,
-            dtype=given["dtype"],
+            dtype=values["dtype"],
         )
-    console.note(f"stage {stage} after step {step} is now in {given['out']}")
+    console.note(f"stage {stage} after step {step} is now in {values['out']}")
     return 0
 
 

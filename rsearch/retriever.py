@@ -49,7 +49,7 @@ FLAGS = {
 
 
 def routes_of(search, *, top_k: int, max_k: int, max_query_chars: int) -> dict:
-    """The routes of the service.
+    """Return the routes of the service.
 
     Args:
         search: finds `max_k` passages, or as many as there are.
@@ -59,7 +59,7 @@ def routes_of(search, *, top_k: int, max_k: int, max_query_chars: int) -> dict:
     """
 
     def find(queries, k, flag):
-        """[queries] tuples of k passages; the flag, of whatever name, is checked."""
+        """Return k passages for each query; check the flag, whatever its name."""
         if not isinstance(flag, bool | None):
             raise RefusedError(400, "whether scores are returned must be true or false")
         if not isinstance(queries, list) or not 1 <= len(queries) <= MAX_QUERIES:
@@ -74,37 +74,37 @@ def routes_of(search, *, top_k: int, max_k: int, max_query_chars: int) -> dict:
         k = top_k if k is None or (type(k) is int and k == 0) else k
         if type(k) is not int or not 1 <= k <= max_k:
             raise RefusedError(400, f"passages of a query must be 1 to {max_k}")
-        found = search([whole_characters(query) for query in queries])
-        if any(passages is None for passages in found):
+        results = search([whole_characters(query) for query in queries])
+        if any(passages is None for passages in results):
             raise RefusedError(503, "the search failed; try again later")
-        return [passages[:k] for passages in found]
+        return [passages[:k] for passages in results]
 
     def retrieve(body):
-        found = find(body.get("queries"), body.get("topk"), body.get("return_scores"))
-        return {"result": [[_scored(p) for p in own] for own in found]}
+        results = find(body.get("queries"), body.get("topk"), body.get("return_scores"))
+        return {"result": [[_scored(p) for p in passages] for passages in results]}
 
     def queries(body):
-        found = find(body.get("queries"), body.get("k", min(3, max_k)), None)
-        answers = [[p.contents for p in own] for own in found]
+        results = find(body.get("queries"), body.get("k", min(3, max_k)), None)
+        answers = [[p.contents for p in passages] for passages in results]
         return {"queries": body["queries"], "answers": answers}
 
-    def rearag(given, body):
+    def search_batch(queries, body):
         with_scores = body.get("return_score")
-        found = find(given, body.get("top_n", min(10, max_k)), with_scores)
-        documents = [[_document(p) for p in own] for own in found]
+        results = find(queries, body.get("top_n", min(10, max_k)), with_scores)
+        documents = [[_document(p) for p in passages] for passages in results]
         if not with_scores:
             return documents
-        scores = [[p.score for p in own] for own in found]
+        scores = [[p.score for p in passages] for passages in results]
         return [list(pair) for pair in zip(documents, scores, strict=True)]
 
-    def one(body):
-        return rearag([body.get("query")], body)[0]
+    def search_one(body):
+        return search_batch([body.get("query")], body)[0]
 
     routes = {
         ("POST", "/retrieve"): retrieve,
         ("POST", "/queries"): queries,
-        ("POST", "/search"): one,
-        ("POST", "/batch_search"): lambda body: rearag(body.get("query"), body),
+        ("POST", "/search"): search_one,
+        ("POST", "/batch_search"): lambda body: search_batch(body.get("query"), body),
     }
     described = _description(max_k=max_k, max_query_chars=max_query_chars)
     return with_description(routes, "rsearch.retriever", described)
@@ -124,7 +124,8 @@ def _description(*, max_k, max_query_chars):
         pair = list_of({"anyOf": [documents, scores]}, minItems=2, maxItems=2)
         return {"anyOf": [documents, pair]}
 
-    own, settings = list_of(document), {"top_n": k, "return_score": flag}
+    documents = list_of(document)
+    settings = {"top_n": k, "return_score": flag}
     return {
         ("POST", "/retrieve"): (
             "Passages of each query, as Search-R1 asks; 0 is as many as configured.",
@@ -139,12 +140,12 @@ def _description(*, max_k, max_query_chars):
         ("POST", "/search"): (
             "Passages of one query, as ReaRAG asks.",
             record({"query": query}, settings),
-            with_scores(own),
+            with_scores(documents),
         ),
         ("POST", "/batch_search"): (
             "Passages of each query, as ReaRAG asks.",
             record({"query": queries}, settings),
-            list_of(with_scores(own)),
+            list_of(with_scores(documents)),
         ),
     }
 
@@ -158,33 +159,33 @@ def _scored(passage):
 
 
 def main(argv) -> int:
-    """The command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
+    """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     argv = list(argv)
     if not any(word.split("=")[0] == "--config" for word in argv):
         argv = [f"--config={RECIPE}", *argv]
-    config, given = parse_command_line(argv, flags=FLAGS)
-    if given["print_config"]:
+    config, values = parse_command_line(argv, flags=FLAGS)
+    if values["print_config"]:
         print_config(config)
         return 0
     validate(config)
-    top_k, max_k = config.retrieval.top_k, given["max_k"]
+    top_k, max_k = config.retrieval.top_k, values["max_k"]
     if max_k < top_k:
         raise ValueError(
             f"--max_k={max_k}: must be at least config.retrieval.top_k = {top_k}"
         )
     # Before anything is loaded: a wrong host or a taken port shows at once.
     server = JsonServer(
-        given["host"],
-        given["port"],
+        values["host"],
+        values["port"],
         {},
-        token=read_api_key(given["token_env"]) if given["token_env"] else "",
-        max_body_bytes=given["max_body_bytes"],
+        token=read_api_key(values["token_env"]) if values["token_env"] else "",
+        max_body_bytes=values["max_body_bytes"],
     )
     config = apply_overrides(config, {"retrieval.top_k": max_k})
     world = make_world(seed=config.seed, **config.world) if has_world(config) else None
     search = open_search(config, world)
     server.routes = routes_of(
-        search, top_k=top_k, max_k=max_k, max_query_chars=given["max_query_chars"]
+        search, top_k=top_k, max_k=max_k, max_query_chars=values["max_query_chars"]
     )
     host, port = server.server_address[:2]
     console.note(f"{search}: POST http://{host}:{port}/retrieve, until Control-C")

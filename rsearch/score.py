@@ -39,7 +39,7 @@ FLAGS = {
 
 
 def main(argv):
-    """Reads the arguments, scores the file, prints."""
+    """Read the arguments, score the file, and print the table."""
     flags = parse_flags(argv, flags=FLAGS, positional=("FILE.jsonl",))
     normalizer = flags["normalizer"]
     if normalizer not in NORMALIZERS:
@@ -104,13 +104,13 @@ def _parse_row(record):
 
 
 def _mixed(first, second):
-    """What to say of rows that do not belong into one mean."""
-    name, one, other = next(
+    """Return the message on rows that do not belong into one mean."""
+    name, before, now = next(
         (n, a, b) for n, a, b in zip(RUN, first, second, strict=True) if a != b
     )
     return (
-        f"field {name}: {other!r} after rows of {one!r}; score them apart, for example "
-        f"of the lines that grep finds"
+        f"field {name}: {now!r} after rows of {before!r}; score them apart, for "
+        "example of the lines that grep finds"
     )
 
 
@@ -124,7 +124,7 @@ def _golden_answers(field, value):
 
 
 def _field(record, names):
-    """The first of these names that the record has."""
+    """Return the first of these names that the record has."""
     for name in names:
         if name in record:
             return name

@@ -113,7 +113,7 @@ class SearchTool:
         self._waiting_lock, self._waiting = threading.Lock(), []
 
     def __call__(self, question: str | list[str]) -> dict | list[dict]:
-        """What the policy finds: a dict for a question, a list of them for a list.
+        """Return what the policy answers: a dict for a question, a list for a list.
 
         Raises:
             ValueError: a question that is not text, is empty or too long.
@@ -123,7 +123,7 @@ class SearchTool:
         return self._answer([self.check(q) for q in question]) if question else []
 
     def check(self, question) -> str:
-        """The question as it will be asked.
+        """Return the question as it will be asked.
 
         Raises:
             ValueError: it is not text, is empty or too long.
@@ -145,7 +145,7 @@ class SearchTool:
         return question
 
     def _answer(self, questions):
-        """Results in order; whoever runs next takes along all that wait."""
+        """Return results in order; whoever runs next takes along all that wait."""
         call = _Call(questions)
         with self._waiting_lock:
             self._waiting.append(call)
@@ -159,11 +159,11 @@ class SearchTool:
         return call.results
 
     def _run(self, calls):
-        asked = [q for call in calls for q in call.questions]
+        questions = [q for call in calls for q in call.questions]
         try:
             groups = self._engine(
                 self._params,
-                [Question(str(i), text, ()) for i, text in enumerate(asked)],
+                [Question(str(i), text, ()) for i, text in enumerate(questions)],
                 jax.random.key(0),  # Greedy: never drawn from.
             )
             if self._answerer is not None:
@@ -186,7 +186,7 @@ class _Call:
 
 
 def result_of(group: Group) -> dict:
-    """What a caller is told of a question's only rollout, as JSON values."""
+    """Return what a caller is told of a question's only rollout, as JSON values."""
     (rollout,) = group.rollouts
     # By their contents too: a writer's observations have no ids of their own.
     shown = {
@@ -218,7 +218,7 @@ def tool_config(
     slots=8,
     keeps_mesh=False,
 ) -> ConfigDict:
-    """A recipe's configuration, made to answer questions with this model and index.
+    """Return a recipe's configuration with this model and index.
 
     Args:
         recipe: any, which is left as it is; what it says of its last stage counts.
@@ -258,11 +258,11 @@ def tool_config(
 
 
 def routes_of(tool: SearchTool) -> dict:
-    """The routes of the HTTP service."""
+    """Return the routes of the HTTP service."""
 
     def search(body):
-        given = body.keys() & {"question", "questions"}
-        if len(given) != 1 or len(body) != 1:
+        names = body.keys() & {"question", "questions"}
+        if len(names) != 1 or len(body) != 1:
             raise RefusedError(400, 'the body must be {"question"} or {"questions"}')
         if "question" in body:
             return tool(_checked(tool, body["question"]))
@@ -273,11 +273,11 @@ def routes_of(tool: SearchTool) -> dict:
         return {"results": tool([_checked(tool, q) for q in questions])}
 
     question = {**TEXT, "minLength": 1}
-    asked = (
+    bodies = (
         {"question": question},
         {"questions": list_of(question, maxItems=MAX_QUESTIONS)},
     )
-    body = {"oneOf": [record(one, additionalProperties=False) for one in asked]}
+    body = {"oneOf": [record(fields, additionalProperties=False) for fields in bodies]}
     reply = {"anyOf": [RESULT, record({"results": list_of(RESULT)})]}
     described = {
         ("POST", "/search"): ("What the policy finds and answers.", body, reply)
@@ -293,36 +293,36 @@ def _checked(tool, question):
 
 
 def main(argv) -> int:
-    """The command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
+    """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     argv = list(argv)
     if not any(word.split("=")[0] == "--config" for word in argv):
         argv = [f"--config={RECIPE}", *argv]
-    recipe, given = parse_command_line(argv, flags=FLAGS)
-    if given["serve"] and given["question"]:
+    recipe, values = parse_command_line(argv, flags=FLAGS)
+    if values["serve"] and values["question"]:
         raise ValueError("--serve and --question=... do not go together: name one")
     names = ("model", "index", "encoder", "family", "protocol", "slots")
     keeps_mesh = any(word.startswith("--config.mesh.") for word in argv)
     flags = {word.partition("=")[0] for word in argv}
-    chosen = {name: given[name] for name in names}
+    chosen = {name: values[name] for name in names}
     if "--config.rollout.slots" in flags and "--slots" not in flags:
         chosen["slots"] = recipe.rollout.slots
     config = tool_config(recipe, **chosen, keeps_mesh=keeps_mesh)
-    if given["print_config"]:
+    if values["print_config"]:
         print_config(config)
         return 0
-    token = read_api_key(given["token_env"]) if given["token_env"] else ""
+    token = read_api_key(values["token_env"]) if values["token_env"] else ""
     server = None
-    if given["serve"]:
+    if values["serve"]:
         # Before anything is loaded: a wrong host or a taken port shows at once.
         server = JsonServer(
-            given["host"],
-            given["port"],
+            values["host"],
+            values["port"],
             {},
             token=token,
-            max_body_bytes=given["max_body_bytes"],
+            max_body_bytes=values["max_body_bytes"],
         )
     tool = SearchTool(
-        config, max_question_chars=given["max_question_chars"], say=console.note
+        config, max_question_chars=values["max_question_chars"], say=console.note
     )
     if server is not None:
         server.routes = routes_of(tool)
@@ -330,18 +330,18 @@ def main(argv) -> int:
         console.note(f"POST http://{host}:{port}/search, until Control-C")
         server.serve()
         console.note("ended")
-    elif given["question"]:
-        _print(tool(given["question"]))
+    elif values["question"]:
+        _print(tool(values["question"]))
     else:
-        _answer_lines(tool, sys.stdin.buffer, given["slots"])
+        _answer_lines(tool, sys.stdin.buffer, values["slots"])
     return 0
 
 
 def _answer_lines(tool, lines, slots):
-    """A JSON line for each question, `slots` at a time, in order."""
+    """Print a JSON line for each question, `slots` at a time, in order."""
     numbered = ((n, line.strip()) for n, line in enumerate(lines, 1) if line.strip())
-    while part := list(itertools.islice(numbered, slots)):
-        for result in tool([_read_line(tool, n, line) for n, line in part]):
+    while batch := list(itertools.islice(numbered, slots)):
+        for result in tool([_read_line(tool, n, line) for n, line in batch]):
             _print(result)
 
 

@@ -48,7 +48,7 @@ class Batch(NamedTuple):
 
 
 def pack_segments(rows: Sequence[Sequence[Segment]], num_tokens: int) -> Batch:
-    """Rows of segments as a Batch, one conversation a row, reward 0.
+    """Return rows of segments as a Batch, one conversation a row, reward 0.
 
     Args:
         rows: B conversations.
@@ -90,7 +90,7 @@ def pack(
     learns=None,
     masks_retrieved=True,
 ) -> Batch:
-    """The rollouts of Q groups of G as a Batch of Q x G rows, groups together.
+    """Return the rollouts of Q groups of G as a Batch of Q x G rows, group by group.
 
     Args:
         groups: Q groups of the same size.
@@ -117,13 +117,13 @@ def pack(
 
 
 def cut(batch: Batch, micro_batch: int) -> Batch:
-    """The batch as [micro-batches, micro_batch, ...]."""
+    """Return the batch as [micro-batches, micro_batch, ...]."""
     assert len(batch.tokens) % micro_batch == 0
     return jax.tree.map(lambda x: x.reshape(-1, micro_batch, *x.shape[1:]), batch)
 
 
 def parts(batch: Batch, count: int) -> list[Batch]:
-    """The batch as `count` of equally many entries of its first axis, in order."""
+    """Return the batch as `count` batches with equal shares of its first axis."""
     size = len(batch.tokens) // count
     assert size * count == len(batch.tokens)
     return [

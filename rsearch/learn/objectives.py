@@ -34,7 +34,7 @@ def policy_loss(
     tis_cap=0.0,
     by_sequence=False,
 ) -> Callable:
-    """The clipped surrogate, a KL to the reference and an entropy bonus.
+    """Return the clipped surrogate with a KL to the reference and an entropy bonus.
 
     Args:
         clip_low, clip_high, dual_clip, by_sequence: see `clipped_surrogate`.
@@ -96,7 +96,7 @@ def policy_loss(
 
 
 def value_loss(*, clip, over_response) -> Callable:
-    """A critic's clipped squared error.
+    """Return a critic's clipped squared error.
 
     Args:
         clip: see `clipped_value_loss`.
@@ -125,7 +125,7 @@ def value_loss(*, clip, over_response) -> Callable:
 
 @functools.partial(jax.jit, static_argnames="with_retrieved")
 def sampler_gap(logp, rows: Batch, *, with_retrieved: bool):
-    """[] mean distance of the trainer's log-probabilities from the sampler's.
+    """Return the mean distance of the trainer's log-probabilities from the sampler's.
 
     Rounding, where both are the same model in float32. Where a nucleus was sampled
     from, up to -log(top_p) of it is what lies outside.

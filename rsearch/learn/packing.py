@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     Attributes:
         source: [K, p, T] int32, the index in the flat [b x T] a token comes from.
         positions: [K, p, T] int32, from 0 in every conversation; 0 on padding.
-        piece: [b] int32, the piece that a conversation lies in; -1 of one without
+        piece_index: [b] int32, the piece that a conversation lies in; -1 of one without
             tokens.
         start: [b] int32, the index of its first token in that piece's flat [p x T].
         length: [b] int32, its tokens.
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
 
     source: jax.Array
     positions: jax.Array
-    piece: jax.Array
+    piece_index: jax.Array
     start: jax.Array
     length: jax.Array
 
@@ -70,21 +70,21 @@ def packed(batch, *, multiple: int = 1):
     layout = Layout(
         source=np.zeros((m, k, p, t), np.int32),
         positions=np.zeros((m, k, p, t), np.int32),
-        piece=np.full((m, b), -1, np.int32),
+        piece_index=np.full((m, b), -1, np.int32),
         start=np.zeros((m, b), np.int32),
         length=np.asarray(batch.length, np.int32),
     )
     for i, lengths in enumerate(layout.length):
         for number, members in enumerate(_fill(lengths, t)):
-            piece_index, row = divmod(number, p)
+            number, row = divmod(number, p)
             start = 0
             for member in members:
                 n = int(lengths[member])
                 inside = np.arange(n)
                 columns = slice(start, start + n)
-                layout.source[i, piece_index, row, columns] = member * t + inside
-                layout.positions[i, piece_index, row, columns] = inside
-                layout.piece[i, member] = piece_index
+                layout.source[i, number, row, columns] = member * t + inside
+                layout.positions[i, number, row, columns] = inside
+                layout.piece_index[i, member] = number
                 layout.start[i, member] = row * t + start
                 start += n
     return batch._replace(layout=layout)
@@ -128,7 +128,7 @@ def piecewise(run: Callable, tokens: jax.Array, layout: Layout) -> tuple:
     follows = (columns > 0) & (columns < layout.length[:, None])
 
     def run_piece(layout):
-        is_here = follows & (layout.piece == 0)[:, None]
+        is_here = follows & (layout.piece_index == 0)[:, None]
         return tuple(
             jnp.where(is_here, x.reshape(-1).at[index].get(mode="clip"), 0.0)
             for x in run(flat[layout.source[0]], layout.positions[0])
@@ -139,10 +139,10 @@ def piecewise(run: Callable, tokens: jax.Array, layout: Layout) -> tuple:
     first = layout._replace(source=layout.source[:1], positions=layout.positions[:1])
     shapes = jax.eval_shape(run_piece, first)
     return _folded(
-        lambda total, piece: jax.tree.map(jnp.add, total, run_piece(piece)),
+        lambda total, layout: jax.tree.map(jnp.add, total, run_piece(layout)),
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
         layout,
-        layout.piece >= 0,
+        layout.piece_index >= 0,
     )
 
 
@@ -163,12 +163,12 @@ def only_piece(rows, number):
         this piece; and [] bool, True where no mask holds in the piece.
     """
     layout = rows.layout
-    is_here = layout.piece == number
+    is_here = layout.piece_index == number
     counts = jnp.any(rows.from_policy | rows.in_response, axis=-1)
     layout = layout._replace(
         source=layout.source[number][None],
         positions=layout.positions[number][None],
-        piece=jnp.where(is_here, 0, -1),
+        piece_index=jnp.where(is_here, 0, -1),
     )
     rows = rows._replace(
         from_policy=rows.from_policy & is_here[:, None],
@@ -191,11 +191,11 @@ def _folded(add: Callable, total, layout: Layout, counted: jax.Array):
 
     def step(total, numbered):
         number, source, positions = numbered
-        is_here = layout.piece == number
+        is_here = layout.piece_index == number
         piece_layout = layout._replace(
             source=source[None],
             positions=positions[None],
-            piece=jnp.where(is_here, 0, -1),
+            piece_index=jnp.where(is_here, 0, -1),
         )
         is_any = jnp.any(is_here & counted)
         total = jax.lax.cond(is_any, lambda: add(total, piece_layout), lambda: total)

@@ -30,14 +30,14 @@ class TrainState(NamedTuple):
 
 
 def state_shardings(state, mesh: Mesh, *, offloads: bool = False):
-    """Shardings of a TrainState, of arrays or shapes: moments lie with the weights.
+    """Return the shardings of a TrainState: moments lie with the weights.
 
     Args:
         state: with its critic's, if there is one.
         mesh: devices.
         offloads: moments rest in the memory of the hosts between two steps.
     """
-    whole = replicated(mesh)
+    on_all = replicated(mesh)
 
     def like_params(tree):
         return param_shardings(tree, mesh)
@@ -48,19 +48,19 @@ def state_shardings(state, mesh: Mesh, *, offloads: bool = False):
         return jax.tree.structure(node) == shape
 
     def moments(tree):
-        own = like_params(tree)
-        return in_memory(own, HOST) if offloads else own
+        shardings = like_params(tree)
+        return in_memory(shardings, HOST) if offloads else shardings
 
     opt_state = jax.tree.map(
-        lambda node: moments(node) if is_params(node) else whole,
+        lambda node: moments(node) if is_params(node) else on_all,
         state.opt_state,
         is_leaf=is_params,
     )
     critic = state.critic
     if critic is not None:
         critic = state_shardings(critic, mesh, offloads=offloads)
-    kl_coef = None if state.kl_coef is None else whole
-    return TrainState(whole, like_params(state.params), opt_state, kl_coef, critic)
+    kl_coef = None if state.kl_coef is None else on_all
+    return TrainState(on_all, like_params(state.params), opt_state, kl_coef, critic)
 
 
 def _fresh(params, optimizer, kl_coef):
@@ -71,7 +71,7 @@ def _fresh(params, optimizer, kl_coef):
 def create_state(
     params, optimizer, mesh: Mesh, *, kl_coef=None, offloads=False
 ) -> TrainState:
-    """A fresh state around a copy of float32 parameters, laid out over the mesh.
+    """Return a fresh state around a copy of float32 parameters, over the mesh.
 
     A copy, since the first update reuses the state's buffers, and the parameters given
     may serve as reference.
@@ -95,7 +95,7 @@ def create_state(
 def state_like(
     shapes, optimizer, mesh: Mesh, *, kl_coef=None, offloads=False
 ) -> TrainState:
-    """Shapes and shardings of the state around parameters of these shapes."""
+    """Return shapes and shardings of the state around parameters of these shapes."""
     state = jax.eval_shape(lambda params: _fresh(params, optimizer, kl_coef), shapes)
     return with_shardings(state, state_shardings(state, mesh, offloads=offloads))
 
@@ -103,7 +103,7 @@ def state_like(
 def stepped(
     state: TrainState, grads, optimizer, mesh: Mesh, *, kl_coef=None
 ) -> TrainState:
-    """The state after the optimizer's step along a gradient.
+    """Return the state after the optimizer's step along a gradient.
 
     A gradient that is not finite would leave nothing that is: the state then stays as
     it is, and its norm in the metrics tells.

@@ -91,9 +91,9 @@ def accumulate(
     def add_piece(total, number):
         # One loop over the pieces of all micro-batches, not a loop within a loop: the
         # gradient is compiled once, and a reader meets one body.
-        micro_batch, piece = jnp.divmod(number, pieces)
+        micro_batch, piece_index = jnp.divmod(number, pieces)
         rows, row_weights = jax.tree.map(lambda x: x[micro_batch], (batch, weights))
-        rows, is_empty = only_piece(rows, piece)
+        rows, is_empty = only_piece(rows, piece_index)
         # An empty piece costs nothing: short conversations leave most of them empty.
         return jax.lax.cond(is_empty, _unchanged, add, total, rows, row_weights), None
 

@@ -32,7 +32,7 @@ ERROR = {
 
 
 def with_description(routes: Mapping, title: str, described: Mapping) -> dict:
-    """The routes, /health and the description of them all.
+    """Return the routes, /health and the description of them all.
 
     Args:
         routes: as `rsearch.runtime.server.JsonServer` has them.
@@ -41,13 +41,13 @@ def with_description(routes: Mapping, title: str, described: Mapping) -> dict:
             the same routes.
     """
     assert routes.keys() == described.keys()
-    whole = {
+    operations = {
         **described,
         ("GET", "/health"): ("Whether it runs.", None, HEALTH),
         ("GET", PATH): ("This description.", None, {"type": "object"}),
     }
     paths = {}
-    for (method, path), (summary, body, reply) in whole.items():
+    for (method, path), (summary, body, reply) in operations.items():
         paths.setdefault(path, {})[method.lower()] = _operation(summary, body, reply)
     document = {
         "openapi": "3.1.0",
@@ -67,14 +67,14 @@ def with_description(routes: Mapping, title: str, described: Mapping) -> dict:
 
 
 def record(required: Mapping, optional: Mapping | None = None, **settings) -> dict:
-    """The schema of an object with these fields; others may be there, too."""
+    """Return the schema of an object with these fields, and perhaps others."""
     properties = {**required, **(optional or {})}
     fields = {"required": list(required), "properties": properties}
     return {"type": "object", **fields, **settings}
 
 
 def list_of(items: Mapping, **settings) -> dict:
-    """The schema of a list."""
+    """Return the schema of a list."""
     return {"type": "array", "items": items, **settings}
 
 

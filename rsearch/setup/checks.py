@@ -35,7 +35,7 @@ def _check_names(c):
             f"has, such as 'r_search'; config.protocol.name = {c.protocol.name!r}"
         )
     for field, name, signature in (
-        ("curate.method", c.curate.method, "(stage) -> Chosen"),
+        ("curate.method", c.curate.method, "(stage) -> Selection"),
         ("retrieval.engine", c.retrieval.engine, SIGNATURE),
     ):
         if is_reference(name):

@@ -121,7 +121,7 @@ def offload_reference(setup: Setup, params):
 
 
 def _offloads(c):
-    """Whether moments rest in the memory of the hosts."""
+    """Return whether moments rest in the memory of the hosts."""
     return "optimizer" in c.model.offload
 
 
@@ -131,7 +131,7 @@ def _adapter_scale(c):
 
 
 def _adapters(c):
-    """Which adapters a stage trains."""
+    """Return which adapters a stage trains."""
     return dict(rank=c.model.lora_rank, matrices=c.model.lora_matrices)
 
 
@@ -160,17 +160,17 @@ def policy_settings(setup: Setup) -> dict:
 
 
 def has_critic(setup: Setup, kind: str) -> bool:
-    """Whether a stage of this kind trains a value model beside the policy."""
+    """Return whether a stage of this kind trains a value model beside the policy."""
     return kind == "rl" and setup.config.rl.algorithm == "ppo"
 
 
 def _critic_spec(setup):
-    """The policy's, without a matrix of its own that makes logits."""
+    """Return the policy's spec, without a separate matrix for logits."""
     return dataclasses.replace(setup.model.spec, tie_embeddings=True)
 
 
 def fresh_state(setup: Setup, kind: str, params) -> TrainState:
-    """What a stage of this kind begins with: copies of the policy's parameters.
+    """Return the state that a stage of this kind begins with.
 
     A value model begins as the policy, with a head of 0. With config.model.lora_rank
     both have adapters instead, which change nothing yet, and the value model's head:
@@ -188,7 +188,7 @@ def fresh_state(setup: Setup, kind: str, params) -> TrainState:
 
 
 def _beginnings(setup, params):
-    """What makes the parameters of the value model's state, and the policy's own."""
+    """Return a maker of the value model's first parameters, and the policy's."""
     c = setup.config
     if not c.model.lora_rank:
         return functools.partial(update.critic_params, params), params
@@ -197,15 +197,15 @@ def _beginnings(setup, params):
     key = jax.random.fold_in(key, zlib.crc32(" ".join(c.stages).encode()))
 
     def fresh(index):
-        own = jax.random.fold_in(key, index)
-        return init_adapters(setup.model.spec, own, **_adapters(c))
+        index_key = jax.random.fold_in(key, index)
+        return init_adapters(setup.model.spec, index_key, **_adapters(c))
 
     head = jnp.zeros(setup.model.spec.width, jnp.float32)
     return lambda: fresh(1) | {"value": head}, fresh(0)
 
 
 def state_shapes(setup: Setup, kind: str) -> TrainState:
-    """Shapes and shardings of such a state, to restore a checkpoint."""
+    """Return shapes and shardings of such a state, to restore a checkpoint."""
     c, spec = setup.config, setup.model.spec
     optimizer = policy_optimizer(setup.config, kind)
     body, shapes = (
@@ -225,11 +225,11 @@ def state_shapes(setup: Setup, kind: str) -> TrainState:
 
 
 def weight_shapes(setup: Setup):
-    """Shapes and shardings of the policy's weights, whatever a stage trains of them."""
+    """Return shapes and shardings of the policy's weights, adapters or not."""
     return laid_out(param_shapes(setup.model.spec), setup.mesh)
 
 
 def _moving_kl_coef(setup, kind):
-    """Where a controller's coefficient starts; None without one."""
+    """Return where a controller's KL coefficient starts; None without a controller."""
     s = setup.config[kind]
     return s.kl_coef if s.get("kl_controller", "fixed") == "adaptive" else None

@@ -49,11 +49,11 @@ def sample_groups(
     waiting, num_asked = stream[num_questions:], num_questions
     for _ in range(rounds):
         without = np.flatnonzero(~has_reward_variance(groups, rewards))
-        asked, waiting = waiting[: len(without)], waiting[len(without) :]
-        if not asked:
+        batch, waiting = waiting[: len(without)], waiting[len(without) :]
+        if not batch:
             break
-        more, more_rewards, _ = summarize(play(asked))
-        num_asked += len(asked)
+        more, more_rewards, _ = summarize(play(batch))
+        num_asked += len(batch)
         good = np.flatnonzero(has_reward_variance(more, more_rewards))
         # Where fewer are good than are without, the last of these stay as they were.
         for slot, i in zip(without, good):
@@ -84,13 +84,13 @@ def summarize(
 
     Means of rewards are over valid rollouts.
     """
-    groups = [one.group for one in scored]
-    rewards = np.stack([one.rewards for one in scored])
+    groups = [r.group for r in scored]
+    rewards = np.stack([r.rewards for r in scored])
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     is_valid = valid_rollouts(groups)
     metrics = {"reward": _mean(rewards[is_valid])}
     for name in scored[0].parts:
-        values = np.stack([one.parts[name] for one in scored])
+        values = np.stack([r.parts[name] for r in scored])
         # A term of weight 0 keeps its NaN where its judge could not be asked.
         metrics[f"reward_{name}"] = _mean(values[is_valid & ~np.isnan(values)])
     has_variance = has_reward_variance(groups, rewards)

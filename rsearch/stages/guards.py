@@ -1,4 +1,4 @@
-"""Numbers that have gone wrong: what a stage keeps of them, and when it stops.
+"""Watch a stage\'s numbers, and stop it when they have gone wrong.
 
 An update whose gradient is not finite is left out by itself (see
 `rsearch.learn.train_state.stepped`). Here it is counted, and its batch is kept for
@@ -33,11 +33,11 @@ class Collapse(NamedTuple):
     """A policy was beyond a bound for config.guards.patience steps.
 
     Attributes:
-        told: what is beyond which bound, and since when.
+        message: what is beyond which bound, and since when.
         first_step: the first of these steps in a row, from 0.
     """
 
-    told: str
+    message: str
     first_step: int
 
 
@@ -53,23 +53,23 @@ class Guards:
     def __init__(self, config, stage: str, folder: pathlib.Path):
         self._g, self._stage, self._folder = config.guards, stage, folder / FOLDER
         self._skipped, self._beyond = 0, 0  # updates, and steps, in a row
-        self._kept = 0  # batches
+        self._num_files = 0  # batches
         self._since = 0  # the first of the steps in a row
         self._bounds: list[str] = []  # that these were beyond
 
     def state(self) -> dict:
-        """What a run that goes on has to know, in JSON values."""
+        """Return what a resumed run has to know, in JSON values."""
         return {
             "skipped": self._skipped,
             "beyond": self._beyond,
-            "kept": self._kept,
+            "kept": self._num_files,
             "since": self._since,
             "bounds": self._bounds,
         }
 
     def restore(self, state: dict) -> None:
-        """Goes on from what `state` told."""
-        self._skipped, self._kept = state["skipped"], state["kept"]
+        """Restore what `state` returned."""
+        self._skipped, self._num_files = state["skipped"], state["kept"]
         # Earlier versions did not tell since when, or beyond what: counted anew.
         self._beyond = state["beyond"] if "bounds" in state else 0
         self._since, self._bounds = state.get("since", 0), state.get("bounds", [])
@@ -80,7 +80,7 @@ class Guards:
         return self._since if self._beyond else None
 
     def on_update(self, step: int, measured, batch, params) -> bool:
-        """Counts an update; says whether it was left out.
+        """Count an update; tell whether it was skipped.
 
         Args:
             step: that it belongs to.
@@ -91,29 +91,29 @@ class Guards:
         Raises:
             StoppedError: too many in a row were left out.
         """
-        found = {n: float(measured[n]) for n in FINITE if n in measured}
-        bad = {name: x for name, x in found.items() if not math.isfinite(x)}
+        numbers = {n: float(measured[n]) for n in FINITE if n in measured}
+        bad = {name: x for name, x in numbers.items() if not math.isfinite(x)}
         if not bad:
             self._skipped = 0
             return False
         self._skipped += 1
-        told = ", ".join(f"{name} = {x}" for name, x in bad.items())
-        kept = self._keep(step, batch)
-        where = f"; its batch is in {kept}" if kept else ""
+        problem = ", ".join(f"{name} = {x}" for name, x in bad.items())
+        file = self._write_batch(step, batch)
+        where = f"; its batch is in {file}" if file else ""
         culprit = _first_bad(params)
-        left_out = f"{told}; {culprit}; this update is left out{where}"
-        console.note(f"{self._stage}: step {step + 1}: {left_out}")
+        skipped = f"{problem}; {culprit}; this update is left out{where}"
+        console.note(f"{self._stage}: step {step + 1}: {skipped}")
         if self._skipped >= self._g.max_skipped:
             raise StoppedError(
                 f"{self._stage}: {self._skipped} updates in a row are left out, the "
-                f"last in step {step + 1}, for {told}; {culprit}. No "
+                f"last in step {step + 1}, for {problem}; {culprit}. No "
                 f"weight has changed since step {step + 2 - self._skipped}; the newest "
                 "checkpoint is from before these"
             )
         return True
 
     def on_step(self, step: int, measured) -> Collapse | None:
-        """Counts a step that is beyond a bound, and tells where there are too many.
+        """Count a step that is beyond a bound; return a Collapse after too many.
 
         Args:
             step: that was taken.
@@ -140,24 +140,24 @@ class Guards:
         self._beyond += 1
         if self._beyond < self._g.patience:
             return None
-        told = f"{self._stage}: step {step + 1}: {'; '.join(beyond.values())}"
+        message = f"{self._stage}: step {step + 1}: {'; '.join(beyond.values())}"
         if self._g.on_collapse == "warn":
-            console.note(told)
+            console.note(message)
             return None
-        return Collapse(f"{told}, for {self._beyond} steps in a row", self._since)
+        return Collapse(f"{message}, for {self._beyond} steps in a row", self._since)
 
     def reset(self) -> None:
-        """Nothing is beyond a bound any more: what was measured is undone."""
+        """Forget the steps that a roll-back has undone."""
         self._skipped, self._beyond, self._bounds = 0, 0, []
 
-    def _keep(self, step, batch):
-        """Writes the batch, unless there are enough; returns the file or None.
+    def _write_batch(self, step, batch):
+        """Write the batch, unless there are enough files; return the file or None.
 
-        All hosts count alike, and are asked for their parts together.
+        All hosts count the same, and gather each array together.
         """
-        if self._kept >= self._g.dumps:
+        if self._num_files >= self._g.dumps:
             return None
-        self._kept += 1
+        self._num_files += 1
         path = self._folder / f"{step}-{self._skipped}.npz"
         arrays = {name: collectives.gather_array(x) for name, x in named(batch).items()}
         if processes.is_host0():
@@ -167,12 +167,12 @@ class Guards:
 
 
 def _is_beyond(value, bound, more_is_worse):
-    """Also where it is no number."""
+    """Return whether a value is beyond its bound, or is no number."""
     return not (value <= bound if more_is_worse else value >= bound)
 
 
 def _first_bad(params) -> str:
-    """The first parameter with a value that is not finite, if there is one."""
+    """Return the name of the first parameter with a value that is not finite."""
     for name, x in named(params).items():
         if not bool(jax.numpy.isfinite(x).all()):
             return f"the first that is not finite is the parameter {name}"

@@ -69,7 +69,7 @@ class Memory:
         return [self._replayed(known[i]).segments for i in chosen]
 
     def collect(self, step: int, groups: list[Group], rewards) -> dict[str, float]:
-        """Rewords this step's correct searches; keeps what is right and fits.
+        """Rewrite this step's correct searches; keep what is right and fits.
 
         Args:
             step: that the groups come from.
@@ -104,7 +104,7 @@ class Memory:
         }
 
     def _best(self, group, earned):
-        """The correct rollout that searched and earned most, or None."""
+        """Return the correct rollout that searched and earned the most, or None."""
         right = [
             (earned[i], -i)
             for i, rollout in enumerate(group.rollouts)
@@ -122,7 +122,7 @@ class Memory:
         return answer_cover_em(question, [rollout], **self._correct) == [1.0]
 
     def _is_right(self, question, row):
-        """Whether a rewording recalls all, answers right and can be learnt."""
+        """Return whether a rewording recalls all, answers right and can be learnt."""
         if recalled(self._host.protocol, row["text"]) is None:
             return False
         try:

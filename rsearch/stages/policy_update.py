@@ -101,21 +101,21 @@ def update_policy(
         memory = trainer.put(memory, s.micro_batch)
 
     measured = []
-    for part, learns in zip(parts(batch, s.updates_per_step), is_useful):
+    for minibatch, learns in zip(parts(batch, s.updates_per_step), is_useful):
         if not learns:
             continue
         policy, critic = train_state._replace(critic=None), train_state.critic
         metrics = {}
         if trainer.update_values is not None:
-            critic, critic_metrics = trainer.update_values(critic, base, part)
+            critic, critic_metrics = trainer.update_values(critic, base, minibatch)
             metrics |= jax.device_get(critic_metrics)
         if trains_policy:
-            policy, policy_metrics = trainer.update(policy, base, part, memory)
+            policy, policy_metrics = trainer.update(policy, base, minibatch, memory)
             metrics |= jax.device_get(policy_metrics)
         train_state = policy._replace(critic=critic)
         measured.append(metrics)
         if guards is not None:
-            guards.on_update(step, metrics, part, train_state.params)
+            guards.on_update(step, metrics, minibatch, train_state.params)
     mean = jax.tree.map(lambda *values: float(np.mean(values)), *measured)
     mean["in_loss"] = float(np.mean(rows.from_policy.any(axis=1)))
     # Later updates compare with a policy that has moved: only the first has the gap.

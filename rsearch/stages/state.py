@@ -138,14 +138,17 @@ class StageState:
         """
         g, first = self._config.guards, collapse.first_step
         if g.on_collapse == "stop":
-            raise StoppedError(collapse.told)
+            raise StoppedError(collapse.message)
         if self.roll_backs >= g.max_roll_backs:
-            raise StoppedError(f"{collapse.told}; rolled back {self.roll_backs} times")
+            raise StoppedError(
+                f"{collapse.message}; rolled back {self.roll_backs} times"
+            )
         seen = checkpoint.steps_by_host(self._folder)
         before = _newest(set.intersection(*seen), first)
         if not before and first >= self._every:
             raise StoppedError(
-                f"{collapse.told}; no checkpoint from before step {first + 1} is left"
+                f"{collapse.message}; no checkpoint from before step "
+                f"{first + 1} is left"
             )
         self.guards.reset()
         self.train_state = None  # there may be no room for two
@@ -168,7 +171,7 @@ class StageState:
         metrics.rewind(before)
         self.train_state, self.pending_metrics = state, None
         self.done = self._saved = before
-        console.note(f"{collapse.told}; rolled back to step {before}")
+        console.note(f"{collapse.message}; rolled back to step {before}")
 
     def begin_step(self) -> None:
         """End the stage here if the hosts have been told to stop."""

@@ -32,7 +32,7 @@ def normalize_squad(text: str) -> str:
 
 
 def normalize_r1_searcher(text: str) -> str:
-    """As `normalize_squad`, with a space for each punctuation mark; True is yes."""
+    """Normalise as `normalize_squad`, with spaces for punctuation; True is yes."""
     # Only the bare word: the published scores read ' False ' as the word false.
     text = _TRUTH.get(text, text)
     text = unicodedata.normalize("NFC", text).lower().translate(_SPACE_FOR_PUNCTUATION)
@@ -54,7 +54,7 @@ def exact_match(
     normalize: str,
     empty_matches: bool = False,
 ) -> float:
-    """1.0 where the prediction equals a golden answer after normalisation, else 0.0.
+    """Return 1.0 if the prediction equals a golden answer after normalisation.
 
     Args:
         prediction: the answer given; None where there was none.
@@ -91,7 +91,7 @@ def cover_exact_match(
     order: str = "any",
     empty_matches: bool = False,
 ) -> float:
-    """1.0 where every word of a golden answer occurs in the prediction, else 0.0.
+    """Return 1.0 if every word of a golden answer occurs in the prediction.
 
     It favours long predictions.
 

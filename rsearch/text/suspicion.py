@@ -27,5 +27,5 @@ _SIGN = re.compile("|".join(_SIGNS), re.IGNORECASE | re.MULTILINE)
 
 
 def suspects(passage: Passage) -> bool:
-    """Whether a passage holds tags, control words, calls, orders or controls."""
+    """Return whether a passage holds tags, control words, calls or orders."""
     return _SIGN.search(passage.contents) is not None

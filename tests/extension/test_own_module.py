@@ -13,7 +13,7 @@ from rsearch.retrieval.user import UserSearch
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.checks import check_names
 from rsearch.setup.policy import policy_protocol
-from rsearch.stages.curate.summary import Chosen, check_chosen
+from rsearch.stages.curate.summary import Selection, check_selection
 from rsearch.text.extension import code_inputs, load_reference
 from tests.small_run import ROOT, arguments, child_environment, config
 
@@ -23,7 +23,7 @@ MODULE = '''
 from rsearch.data.demonstrations import Demonstration
 from rsearch.protocols.base import Step
 from rsearch.protocols.tagged import listed, tagged
-from rsearch.stages.curate.summary import Chosen, Verdict
+from rsearch.stages.curate.summary import Selection, Decision
 from rsearch.tools.search import search_call
 from rsearch.types import Answer, Passage, ToolCall, ToolResult
 
@@ -58,7 +58,7 @@ def choose(stage):
         then = write(Step(2, "", ToolCall("shout", ("it",))))
         last = write(Step(3, "So.", Answer(question.golden_answers[0])))
         chosen.append(("asked", Demonstration(question, (first, then, last))))
-    return Chosen([Verdict("asked", True, 0) for _ in chosen], chosen)
+    return Selection([Decision("asked", True, 0) for _ in chosen], chosen)
 
 
 def asks(question, rollouts, *, pattern, bonus=1):
@@ -290,10 +290,10 @@ def test_what_a_protocol_returns_wrongly_is_named(module, tmp_path, part):
 def test_what_a_curate_method_returns_wrongly_is_named():
     for chosen, reason in (
         (None, "NoneType"),
-        (Chosen([]), "0 verdicts for 1 questions"),
+        (Selection([]), "0 decisions for 1 questions"),
     ):
         with pytest.raises(ValueError, match=r"config\.curate\.method") as caught:
-            check_chosen("x:y", chosen, ["a question"])
+            check_selection("x:y", chosen, ["a question"])
         assert reason in str(caught.value)
 
 

@@ -59,7 +59,7 @@ def test_every_token_lies_in_one_place_behind_those_before_it(lengths, multiple)
         used = []
         for i, n in enumerate(lengths[8 * m : 8 * m + 8]):
             layout = jax.tree.map(lambda x, m=m: x[m], batch.layout)
-            k = layout.piece[i]
+            k = layout.piece_index[i]
             assert layout.length[i] == n and (k >= 0) == (n > 0)
             places = layout.start[i] + np.arange(n)
             used += [(k, p) for p in places]
@@ -73,9 +73,11 @@ def test_every_token_lies_in_one_place_behind_those_before_it(lengths, multiple)
 
 def test_short_rows_leave_pieces_empty():
     layout = packed(batch_of([5] * 8)).layout
-    np.testing.assert_array_equal(sorted(layout.piece[0]), [0, 0, 1, 1, 2, 2, 3, 3])
+    np.testing.assert_array_equal(
+        sorted(layout.piece_index[0]), [0, 0, 1, 1, 2, 2, 3, 3]
+    )
     full = packed(batch_of([T] * 8)).layout
-    np.testing.assert_array_equal(sorted(full.piece[0]), range(8))
+    np.testing.assert_array_equal(sorted(full.piece_index[0]), range(8))
 
 
 def test_rows_that_all_devices_need_stay_as_they_are():

@@ -1,4 +1,4 @@
-"""ReaRAG's data: chains of thoughts and actions, one step at a time.
+"""Build ReaRAG\'s data: chains of thoughts and actions, one step at a time.
 
 Source: ReaRAG (arXiv 2503.21729), Algorithms 1 and 3.
 """
@@ -23,7 +23,7 @@ from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Conversation, Host
 from rsearch.runtime import console
 from rsearch.stages.curate.rolling import DataStage, with_searches
-from rsearch.stages.curate.summary import Chosen, Verdict
+from rsearch.stages.curate.summary import Decision, Selection
 from rsearch.types import (
     Malformed,
     Outcome,
@@ -36,7 +36,7 @@ STEPS = "chains"  # the pass in the journal
 ABLATION = "no_reasoning"
 
 
-def chains(stage: DataStage) -> Chosen:
+def chains(stage: DataStage) -> Selection:
     """Algorithm 1: a reasoning model thinks and acts, observation after observation.
 
     Only the first step of what it writes is used. A step that cannot be used (no
@@ -60,18 +60,18 @@ def chains(stage: DataStage) -> Chosen:
 def _filter(stage, records):
     """Choose the chains that pass the filters, with their observations."""
     c, protocol = stage.config.curate, stage.protocol
-    verdicts, chains = [], []
+    decisions, chains = [], []
     for question in stage.questions:
         (record,) = records[question.id]
-        attempt, asked = from_record(record), record["asked"]
+        attempt, num_requests = from_record(record), record["asked"]
         wrong = record["gave_up"] or chain_fault(
             protocol, question, attempt, normalize=c.normalize
         )
-        verdicts.append(Verdict(wrong or KEPT, not wrong, asked))
+        decisions.append(Decision(wrong or KEPT, not wrong, num_requests))
         if not wrong:
             chains.append((f"{len(attempt.turns)} steps", attempt, question))
     made = [(kind, chain(protocol, q, attempt)) for kind, attempt, q in chains]
-    return Chosen(verdicts, made)
+    return Selection(decisions, made)
 
 
 @dataclasses.dataclass
@@ -97,7 +97,7 @@ class _Chain:
 
 
 def _copied(conversation):
-    """What a conversation holds, to be put back."""
+    """Return a copy of a conversation's state, to restore it."""
     state = vars(conversation)
     return {n: list(v) if isinstance(v, list) else v for n, v in state.items()}
 
@@ -106,7 +106,7 @@ class _Continued(Host):
     """A host whose prompts are conversations that go on, given as ids."""
 
     def prompt(self, messages):
-        """The ids themselves."""
+        """Return the ids themselves."""
         return messages
 
 
@@ -156,9 +156,9 @@ class _ChainBuilder:
             self._take(going, self._ask(going))
             if time.monotonic() - shown > console.SECONDS_BETWEEN_LINES:
                 shown = time.monotonic()
-                left = sum(chain.is_going for chain in wave)
+                num_ended = sum(not chain.is_going for chain in wave)
                 console.note(
-                    f"{self._stage.name}: {len(wave) - left}/{len(wave)} chains of "
+                    f"{self._stage.name}: {num_ended}/{len(wave)} chains of "
                     "this wave have ended"
                 )
         return [self._record(made) for made in wave]
@@ -171,26 +171,26 @@ class _ChainBuilder:
         return _Chain(question, search, host.open(host.prompt(messages)))
 
     def _ask(self, going):
-        """What the model writes next: a policy segment for each chain."""
-        asked = []
+        """Ask the model for the next policy segment of each chain."""
+        requests = []
         for made in going:
             # Its place in the chain names the draw: no other chain changes it.
             name = f"{made.question.id}#{made.num_steps}.{made.num_retries}"
             self._prompts[name] = made.ids
-            asked.append(dataclasses.replace(made.question, id=name))
-        groups = self._engine(self._params, asked, self._key)
+            requests.append(dataclasses.replace(made.question, id=name))
+        groups = self._engine(self._params, requests, self._key)
         self._prompts.clear()
         return [group.rollouts[0].segments[-1] for group in groups]
 
     def _take(self, going, segments):
-        """Adds a step to each chain, or counts it as one to be sampled again."""
+        """Add a step to each chain, or count it as one to be sampled again."""
         before = [_copied(made.conversation) for made in going]
         turns = {i: self._usable(segment) for i, segment in enumerate(segments)}
         turns = {i: turn for i, turn in turns.items() if turn is not None}
-        for part in self._askable_together(going, turns):
-            wave = {i: going[i].conversation for i in part}
-            written = {i: turns[i][0] for i in part}
-            self._host.answer_turns(wave, written, final=False)
+        for numbers in self._with_distinct_queries(going, turns):
+            wave = {i: going[i].conversation for i in numbers}
+            ids = {i: turns[i][0] for i in numbers}
+            self._host.answer_turns(wave, ids, final=False)
         for i, made in enumerate(going):
             is_good = made.conversation.outcome in (None, Outcome.ANSWERED)
             if i in turns and is_good:
@@ -204,7 +204,7 @@ class _ChainBuilder:
                 made.gave_up = "too many retries"
 
     def _usable(self, segment):
-        """((ids, logp), action) of the first step; None where it has no action."""
+        """Return ((ids, logp), action) of the first step; None without an action."""
         protocol, limits = self._stage.protocol, self._limits
         ids, text = segment.token_ids, first_step(protocol, segment.text)
         if text != segment.text:
@@ -214,36 +214,38 @@ class _ChainBuilder:
             return None
         return (ids, np.zeros(len(ids), np.float32)), action
 
-    def _askable_together(self, going, turns):
-        """Parts of the turns, each with `self._gold` set for its queries.
+    def _with_distinct_queries(self, going, turns):
+        """Yield subsets of the turns, with `self._gold` set for the queries of each.
 
-        In one part no two chains ask the same, as each searches passages of its own.
+        No two chains of a subset ask the same: each searches its own passages.
         """
         if self._c.observations != "gold":
             yield list(turns)
             return
-        left = list(turns)
-        while left:
-            part, later, self._gold = [], [], {}
-            for i in left:
+        waiting = list(turns)
+        while waiting:
+            numbers: list[int] = []
+            later: list[int] = []
+            self._gold = {}
+            for i in waiting:
                 action = turns[i][1]
                 queries = action.arguments if isinstance(action, ToolCall) else ()
                 if any(query in self._gold for query in queries):
                     later.append(i)
                     continue
-                part.append(i)
-                found = going[i].search(queries) if queries else ()
-                self._gold.update(zip(queries, found, strict=True))
-            yield part
-            left = later
+                numbers.append(i)
+                results = going[i].search(queries) if queries else ()
+                self._gold.update(zip(queries, results, strict=True))
+            yield numbers
+            waiting = later
 
     def _record(self, made):
-        """The journal's record of a chain that has ended."""
+        """Return the journal's record of a chain that has ended."""
         if made.gave_up:
             made.conversation.outcome = Outcome.TRUNCATED
         attempt = attempt_of(self._stage.protocol, made.conversation.rollout())
-        asked = made.num_steps + made.num_retries
-        return {**to_record(attempt), "asked": asked, "gave_up": made.gave_up}
+        num_requests = made.num_steps + made.num_retries
+        return {**to_record(attempt), "asked": num_requests, "gave_up": made.gave_up}
 
 
 def _gold_search(stage, question, encoder):
@@ -252,12 +254,12 @@ def _gold_search(stage, question, encoder):
     if stage.world is not None and question.id in stage.world.hops:
         titles = [hop.subject for hop in stage.world.hops[question.id]]
         known = {p.title: p for p in stage.world.passages if p.title in titles}
-    found = gold_passages(question, titles, known)
-    top_k = min(stage.config.retrieval.top_k, len(found))
-    return engine_in_memory(found, encoder, top_k=top_k)
+    gold = gold_passages(question, titles, known)
+    top_k = min(stage.config.retrieval.top_k, len(gold))
+    return engine_in_memory(gold, encoder, top_k=top_k)
 
 
-def no_reasoning(stage: DataStage) -> Chosen:
+def no_reasoning(stage: DataStage) -> Selection:
     """Algorithm 3, the ablation: the whole chain at once, from its decomposition.
 
     The model is told the answer and the sub-questions with their answers, and words

@@ -58,13 +58,13 @@ class WaveLog:
         self.rows.append(row)
 
     def of(self, name: str, number: int | None = None) -> dict:
-        """{question id: its records} of one round of a pass, or of all its rounds."""
-        found: dict[str, list] = {}
+        """Return {question id: records} of one round of a pass, or of all rounds."""
+        records_by_id: dict[str, list] = {}
         for row in self.rows:
             if row["pass"] == name and number in (None, row["round"]):
                 for question, records in zip(row["ids"], row["records"], strict=True):
-                    found.setdefault(question, []).extend(records)
-        return found
+                    records_by_id.setdefault(question, []).extend(records)
+        return records_by_id
 
 
 def _check_wave(row):

@@ -26,10 +26,10 @@ from rsearch.runtime.workdir import write_json
 from rsearch.stages.curate.chains import chains, no_reasoning
 from rsearch.stages.curate.rolling import FIRST, DataStage
 from rsearch.stages.curate.summary import (
-    Chosen,
-    Verdict,
-    capped,
-    check_chosen,
+    Decision,
+    Selection,
+    check_selection,
+    draw_at_most,
     show,
     summarise,
 )
@@ -57,8 +57,8 @@ def run(stage: DataStage) -> None:
     if is_done(folder):
         return
     method = lookup("config.curate.method", c.curate.method, METHODS)
-    chosen = check_chosen(c.curate.method, method(stage), stage.questions)
-    chosen = capped(chosen, stage.questions, c.curate.max_kept, seed=c.seed)
+    chosen = check_selection(c.curate.method, method(stage), stage.questions)
+    chosen = draw_at_most(chosen, stage.questions, c.curate.max_kept, seed=c.seed)
     summary = summarise(stage.name, c.curate.method, chosen, stage.questions)
     show(summary)
     if not chosen.demonstrations and not chosen.questions:
@@ -89,21 +89,25 @@ def _demonstrations(stage: DataStage, is_enough, keep):
     rolled = stage.roll_out(
         FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=is_enough
     )
-    verdicts, found = [], []
+    decisions, demonstrations = [], []
     for question, attempts in zip(stage.questions, rolled, strict=True):
-        kept, why, num = [], "not rolled out", 0
+        chosen: list[tuple] = []
+        reason, num_chosen = "not rolled out", 0
         for attempt in attempts:
             made, wrong = keep(question, attempt)
-            why = wrong or why
-            if made and num < c.per_question:
-                kept, num = kept + made, num + 1
-        verdicts.append(Verdict(KEPT if kept else why, bool(kept), len(attempts)))
-        found += kept
-    return Chosen(verdicts, found)
+            reason = wrong or reason
+            if made and num_chosen < c.per_question:
+                chosen += made
+                num_chosen += 1
+        decisions.append(
+            Decision(KEPT if chosen else reason, bool(chosen), len(attempts))
+        )
+        demonstrations += chosen
+    return Selection(decisions, demonstrations)
 
 
-def _segments(stage: DataStage) -> Chosen:
-    """RAG-R1's demonstrations: correct rollouts, cut into segments of four kinds."""
+def _segments(stage: DataStage) -> Selection:
+    """Choose RAG-R1's demonstrations: correct rollouts, cut into four kinds."""
     c, protocol = stage.config.curate, stage.protocol
 
     def keep(question, attempt):
@@ -113,8 +117,8 @@ def _segments(stage: DataStage) -> Chosen:
     return _demonstrations(stage, _until(c, keep), keep)
 
 
-def _both_knowledge(stage: DataStage) -> Chosen:
-    """R1-Searcher++'s cold start: correct rollouts that recall and search."""
+def _both_knowledge(stage: DataStage) -> Selection:
+    """Choose R1-Searcher++'s cold start: correct rollouts that recall and search."""
     c, protocol = stage.config.curate, stage.protocol
 
     def keep(question, attempt):
@@ -126,8 +130,8 @@ def _both_knowledge(stage: DataStage) -> Chosen:
     return _demonstrations(stage, _until(c, keep), keep)
 
 
-def _rewriter(stage: DataStage) -> Chosen:
-    """The rewriting model's demonstrations: what was found, worded as recalled.
+def _rewriter(stage: DataStage) -> Selection:
+    """Choose the rewriting model's demonstrations: passages worded as recalled.
 
     They are made of what the cold start may learn from: R1-Searcher++ section 4.2.2
     trains the rewriting model on the data filtered in section 4.1.
@@ -148,8 +152,8 @@ def _rewriter(stage: DataStage) -> Chosen:
     return _demonstrations(stage, _until(c, keep), keep)
 
 
-def _answerable(stage: DataStage) -> Chosen:
-    """RAG-R1's questions for reinforcement: wrong at first, and yet answerable.
+def _answerable(stage: DataStage) -> Selection:
+    """Choose RAG-R1's questions for RL: wrong at first, and yet answerable.
 
     A share of those that were right is added. Of a question whose tools failed nothing
     is known: it is neither. Without retries all of the wrong ones are kept, as in the
@@ -177,29 +181,29 @@ def _answerable(stage: DataStage) -> Chosen:
     retried = {q.id: attempts for q, attempts in zip(wrong, again, strict=True)}
     right = [q for q, solved_now in zip(stage.questions, is_solved) if solved_now]
     chosen = {right[i].id for i in share(right, c.right_share, seed=seed)}
-    verdicts, records = [], []
+    decisions, records = [], []
     for question, attempts in zip(stage.questions, first, strict=True):
         more = retried.get(question.id, [])
         if not _says_something(attempts):
-            kept, name = False, FAILED
+            is_kept, name = False, FAILED
         elif question.id in retried:
-            kept = solved(question, more) or not c.retry_rollouts
-            name = "wrong, answerable" if kept else "wrong, unanswerable"
+            is_kept = solved(question, more) or not c.retry_rollouts
+            name = "wrong, answerable" if is_kept else "wrong, unanswerable"
             if not c.retry_rollouts:
                 name = "wrong, not retried"
             elif not _says_something(more):
                 name = f"wrong, {FAILED}"
         else:
-            kept = question.id in chosen
-            name = "right, drawn" if kept else "right, not drawn"
-        verdicts.append(Verdict(name, kept, len(attempts) + len(more)))
-        if kept:
+            is_kept = question.id in chosen
+            name = "right, drawn" if is_kept else "right, not drawn"
+        decisions.append(Decision(name, is_kept, len(attempts) + len(more)))
+        if is_kept:
             records.append(question_record(question))
-    return Chosen(verdicts, questions=records)
+    return Selection(decisions, questions=records)
 
 
-def _difficulty(stage: DataStage) -> Chosen:
-    """R1-Searcher's questions: by the rollouts that each needed, in a mix."""
+def _difficulty(stage: DataStage) -> Selection:
+    """Choose R1-Searcher's questions: a mix by the rollouts that each needed."""
     c = stage.config.curate
     solved = _solved(c)
     rolled = stage.roll_out(
@@ -208,7 +212,7 @@ def _difficulty(stage: DataStage) -> Chosen:
     return _mix(stage, _needed(stage, rolled), [len(a) for a in rolled])
 
 
-def _remix(stage: DataStage) -> Chosen:
+def _remix(stage: DataStage) -> Selection:
     """Another mix of questions whose difficulty is known; nothing is rolled out.
 
     It is in their metadata, or in the rollouts of the stage config.curate.first.
@@ -225,16 +229,16 @@ def _remix(stage: DataStage) -> Chosen:
 
 
 def _needed(stage, rolled):
-    """[(level or None, number of the first right rollout or None)] of all questions."""
+    """Return (level or None, number of the first right rollout or None) of each."""
     c = stage.config.curate
     labels = []
     for question, attempts in zip(stage.questions, rolled, strict=True):
-        told = [a for a in attempts if a.outcome.is_signal]
-        right = (is_right(question, a, **_measure(c)) for a in told)
+        valid = [a for a in attempts if a.outcome.is_signal]
+        right = (is_right(question, a, **_measure(c)) for a in valid)
         needed = next((n for n, good in enumerate(right, 1) if good), None)
         level = difficulty(needed, easy_below=c.easy_below, hard_above=c.hard_above)
         is_left_out = needed is None and not c.keep_unsolved
-        labels.append((None if is_left_out or not told else level, needed))
+        labels.append((None if is_left_out or not valid else level, needed))
     return labels
 
 
@@ -243,40 +247,42 @@ def _mix(stage, labels, num_rollouts):
     levels = [level for level, _ in labels]
     taken, short = mixed(stage.questions, levels, c.mix, seed=seed)
     chosen = set(taken)
-    verdicts, records = [], []
+    decisions, records = [], []
     for i, (question, (level, needed)) in enumerate(zip(stage.questions, labels)):
-        kept = i in chosen
+        is_kept = i in chosen
         name = level or "no level"
-        verdicts.append(
-            Verdict(name if kept else f"{name}, not taken", kept, num_rollouts[i])
+        decisions.append(
+            Decision(
+                name if is_kept else f"{name}, not taken", is_kept, num_rollouts[i]
+            )
         )
-        if kept:
+        if is_kept:
             more = {"difficulty": level, "rollouts_needed": needed}
             records.append(question_record(question, **more))
-    return Chosen(
-        verdicts, questions=records, notes=[f"config.curate.mix: {s}" for s in short]
+    return Selection(
+        decisions, questions=records, notes=[f"config.curate.mix: {s}" for s in short]
     )
 
 
 def _says_something(attempts):
-    """Whether the tools of one of them did not fail."""
+    """Return whether the tools of one attempt did not fail."""
     return any(a.outcome.is_signal for a in attempts)
 
 
 def _measure(c):
-    """How config.curate has answers judged."""
+    """Return how config.curate has answers judged."""
     return {n: c[n] for n in ("measure", "normalize", "order", "max_words")}
 
 
 def _solved(c):
-    """(question, attempts) -> whether one is right."""
+    """Return (question, attempts) -> whether one is right."""
     return lambda question, attempts: any(
         is_right(question, a, **_measure(c)) for a in attempts
     )
 
 
 def _until(c, keep):
-    """(question, attempts) -> whether config.curate.per_question of them are kept."""
+    """Return (question, attempts) -> whether enough of them can be learnt from."""
     return lambda question, attempts: (
         sum(bool(keep(question, a)[0]) for a in attempts) >= c.per_question
     )

@@ -1,4 +1,4 @@
-"""What a data stage has chosen, and its summary: of each question what became of it."""
+"""Sum up what a data stage has selected, and what became of each question."""
 
 import collections
 import dataclasses
@@ -11,39 +11,41 @@ from rsearch.types import Question
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What became of one question.
+class Decision:
+    """The fate of one question.
 
     Attributes:
         name: the reason, in few words.
-        kept: whether anything of it is kept.
+        is_kept: whether anything of it is written.
         num_rollouts: that it took, in this stage or the one it took over from.
     """
 
     name: str
-    kept: bool
+    is_kept: bool
     num_rollouts: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
-    """What a method has chosen.
+class Selection:
+    """The data that a method has selected.
 
     Attributes:
-        verdicts: one for each question of the stage, in their order.
+        decisions: one for each question of the stage, in their order.
         demonstrations: (kind, Demonstration) each, in the order of the questions.
         questions: records of questions.jsonl, likewise.
         notes: what people should know besides.
     """
 
-    verdicts: Sequence[Verdict]
+    decisions: Sequence[Decision]
     demonstrations: Sequence[tuple[str, Demonstration]] = ()
     questions: Sequence[dict] = ()
     notes: Sequence[str] = ()
 
 
-def check_chosen(method: str, chosen: Chosen, questions: Sequence[Question]) -> Chosen:
-    """Return what a method has chosen, which must be a Chosen with all its verdicts.
+def check_selection(
+    method: str, chosen: Selection, questions: Sequence[Question]
+) -> Selection:
+    """Return the selection; refuse one that is not what a method must return.
 
     Args:
         method: its name in config.curate.method.
@@ -54,12 +56,12 @@ def check_chosen(method: str, chosen: Chosen, questions: Sequence[Question]) -> 
         ValueError: it is something else.
     """
     what = f"config.curate.method = {method!r} returned"
-    if not isinstance(chosen, Chosen):
+    if not isinstance(chosen, Selection):
         kind = type(chosen).__name__
-        raise ValueError(f"{what} a {kind}: must be a {Chosen.__module__}.Chosen")
-    if len(chosen.verdicts) != len(questions):
+        raise ValueError(f"{what} a {kind}: must be a {Selection.__module__}.Selection")
+    if len(chosen.decisions) != len(questions):
         raise ValueError(
-            f"{what} {len(chosen.verdicts)} verdicts for {len(questions)} questions: "
+            f"{what} {len(chosen.decisions)} decisions for {len(questions)} questions: "
             "must be one for each"
         )
     for kind, demonstration in chosen.demonstrations:
@@ -71,45 +73,47 @@ def check_chosen(method: str, chosen: Chosen, questions: Sequence[Question]) -> 
     return chosen
 
 
-def capped(
-    chosen: Chosen, questions: Sequence[Question], most: int, *, seed: int
-) -> Chosen:
-    """What is chosen of at most `most` questions, drawn at random; 0 keeps all."""
-    kept = [q for q, v in zip(questions, chosen.verdicts, strict=True) if v.kept]
-    if not most or len(kept) <= most:
+def draw_at_most(
+    chosen: Selection, questions: Sequence[Question], limit: int, *, seed: int
+) -> Selection:
+    """Keep what is chosen of at most `limit` questions, drawn at random."""
+    candidates = [
+        q for q, v in zip(questions, chosen.decisions, strict=True) if v.is_kept
+    ]
+    if not limit or len(candidates) <= limit:
         return chosen
-    ids = {kept[i].id for i in first_drawn(kept, most, seed=seed)}
-    verdicts = [
+    ids = {candidates[i].id for i in first_drawn(candidates, limit, seed=seed)}
+    decisions = [
         v
-        if not v.kept or q.id in ids
-        else Verdict(f"{v.name}, not drawn", False, v.num_rollouts)
-        for q, v in zip(questions, chosen.verdicts, strict=True)
+        if not v.is_kept or q.id in ids
+        else Decision(f"{v.name}, not drawn", False, v.num_rollouts)
+        for q, v in zip(questions, chosen.decisions, strict=True)
     ]
     return dataclasses.replace(
         chosen,
-        verdicts=verdicts,
+        decisions=decisions,
         demonstrations=[d for d in chosen.demonstrations if d[1].question.id in ids],
         questions=[record for record in chosen.questions if record["id"] in ids],
     )
 
 
 def summarise(
-    stage: str, method: str, chosen: Chosen, questions: Sequence[Question]
+    stage: str, method: str, chosen: Selection, questions: Sequence[Question]
 ) -> dict:
-    """The contents of summary.json; its counts add up.
+    """Return the contents of summary.json; its counts add up.
 
     Returns:
         The questions, how many are kept, and the rollouts they took; the same for each
         verdict and for each kind of question, where the metadata tells it; and how many
         demonstrations of each kind were written.
     """
-    verdicts = chosen.verdicts
-    names = sorted({(not v.kept, v.name) for v in verdicts})
+    decisions = chosen.decisions
+    names = sorted({(not v.is_kept, v.name) for v in decisions})
     kinds = sorted({str(q.metadata["kind"]) for q in questions if "kind" in q.metadata})
     of_kind = {
         kind: [
             v
-            for q, v in zip(questions, verdicts, strict=True)
+            for q, v in zip(questions, decisions, strict=True)
             if str(q.metadata.get("kind")) == kind
         ]
         for kind in kinds
@@ -118,9 +122,9 @@ def summarise(
     return {
         "stage": stage,
         "method": method,
-        **_counts(verdicts),
+        **_counts(decisions),
         "verdicts": [
-            {"verdict": name, **_counts([v for v in verdicts if v.name == name])}
+            {"verdict": name, **_counts([v for v in decisions if v.name == name])}
             for _, name in names
         ],
         "question_kinds": {kind: _counts(of_kind[kind]) for kind in kinds},
@@ -130,16 +134,16 @@ def summarise(
     }
 
 
-def _counts(verdicts):
+def _counts(decisions):
     return {
-        "questions": len(verdicts),
-        "kept": sum(v.kept for v in verdicts),
-        "rollouts": sum(v.num_rollouts for v in verdicts),
+        "questions": len(decisions),
+        "kept": sum(v.is_kept for v in decisions),
+        "rollouts": sum(v.num_rollouts for v in decisions),
     }
 
 
 def show(summary: dict) -> None:
-    """The summary as a table: what was kept, and why the rest was not."""
+    """Print the summary: what was selected, and why the rest was not."""
     rows = [
         (v["verdict"], v["questions"], v["kept"], v["rollouts"])
         for v in summary["verdicts"]
