@@ -1,4 +1,4 @@
-"""One table over several runs: python -m rsearch.compare DIR DIR... [--group]
+"""Print one table over several runs: python -m rsearch.compare DIR DIR... [--group]
 
 Each DIR is a run's directory, or a folder of such directories. A row is the last stage
 that trained the policy, asked by its own protocol; --stage, --method and --dataset

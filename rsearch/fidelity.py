@@ -1,4 +1,4 @@
-"""Writes configs/FIDELITY.md: paper, public code and ours, rule by rule.
+"""Write configs/FIDELITY.md: paper, public code and ours, rule by rule.
 
     python -m rsearch.fidelity           writes the page
     python -m rsearch.fidelity --check   fails where the page is not current

@@ -1,4 +1,4 @@
-"""A search engine as a service, in the dialects of the published systems' servers.
+"""Serve a search engine over HTTP, in the dialects of the published systems.
 
     python -m rsearch.retriever --config=configs/quickstart.py --port=8000
     python -m rsearch.retriever --config=configs/search_r1.py \\

@@ -1,4 +1,4 @@
-"""Scores anybody's predictions: `python -m rsearch.score FILE.jsonl [--json]`.
+"""Score anybody's predictions: `python -m rsearch.score FILE.jsonl [--json]`.
 
 Each line of the file, plain or gzip, is one question:
 

@@ -1,4 +1,4 @@
-"""A trained policy as a search tool: question in, evidence out (R-Search's RSTool).
+"""Answer questions with a trained policy: question in, evidence out (RSTool).
 
     python -m rsearch.tool --model=DIR --index=DIR --question="Who ...?"
     python -m rsearch.tool --model=DIR --index=DIR < questions.txt > answers.jsonl

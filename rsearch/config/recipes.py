@@ -6,6 +6,7 @@ builds. This module gathers all that a command needs of it: `load`, `apply_overr
 `run_command`, which turns what the user did wrong into one line and exit code 2.
 """
 
+import ast
 import errno
 import functools
 import importlib.util
@@ -213,7 +214,7 @@ def parse_command_line(argv, *, flags):
         "print_config": (False, "prints the configuration and ends"),
         **flags,
     }
-    values, overrides, _ = _parse(argv, flags, num_positional=0, takes_config=True)
+    values, overrides, _ = _parse(argv, flags, positional=(), takes_config=True)
     config = apply_overrides(load(values.pop("config")), overrides)
     return config, values
 
@@ -229,24 +230,24 @@ def parse_flags(argv, *, flags, positional=()):
     Returns:
         {name: value} of flags and positional arguments.
     """
-    count = len(positional)
-    values, _, rest = _parse(argv, flags, num_positional=count, takes_config=False)
-    if len(rest) < count:
+    values, _, rest = _parse(argv, flags, positional=positional, takes_config=False)
+    if len(rest) < len(positional):
         raise ValueError(f"{positional[len(rest)]} is missing; --help shows the usage")
     return {**values, **dict(zip(positional, rest, strict=True))}
 
 
-def _parse(argv, flags, *, num_positional, takes_config):
-    """({flag: value}, ['a.b=value', ...], positional arguments)."""
+def _parse(argv, flags, *, positional, takes_config):
+    """Return {flag: value}, ['a.b=value', ...] and the positional arguments."""
     given, overrides, rest = {}, [], []
-    argv = list(argv)
+    argv, words = list(argv), tuple(argv)
     while argv:
         word = argv.pop(0)
         if word in ("--help", "-h"):
-            print(_help(flags, takes_config), end="")
+            recipe = _recipe_of(words) if takes_config else None
+            print(recipe or _help(flags, positional, takes_config), end="")
             raise SystemExit(0)
         if not word.startswith("--"):
-            if len(rest) == num_positional:
+            if len(rest) == len(positional):
                 raise ValueError(f"unexpected argument {word!r}; flags start with --")
             rest.append(word)
             continue
@@ -280,15 +281,40 @@ def _parse(argv, flags, *, num_positional, takes_config):
     return values, overrides, rest
 
 
-def _help(flags, takes_config):
-    lines = [HELP] if takes_config else []
+def _recipe_of(words):
+    """Return docstring and variants of the recipe that --config names, if any does."""
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == "--config":
+            value = value if equals else "".join(words[i + 1 : i + 2])
+            path = _find(value.partition(":")[0])
+            docstring = ast.get_docstring(ast.parse(path.read_text(), str(path)))
+            text = f"{path}: {docstring or 'no docstring'}\n"
+            return f"{text}\nvariants: {_variants_of(path) or 'none'}\n"
+    return None
+
+
+def _variants_of(path):
+    """Return the words of a recipe's variants, as it says itself of a wrong one."""
+    try:
+        load(f"{path}:?")
+    except ValueError as error:
+        words = str(error).partition("unknown variant '?': ")[2]
+        return words.removesuffix(" (in variant '?')")
+    return ""
+
+
+def _help(flags, positional, takes_config):
+    """Return a line for each argument of a command."""
+    lines = [f"  {name.upper():<26} (required)\n" for name in positional]
+    lines += [HELP] if takes_config else []
     for name, (default, text) in flags.items():
         if text is not None:
             shown = " (required)" if default is REQUIRED else f" (default: {default!r})"
             if default is None or default is False:
                 shown = ""
             lines.append(f"  {'--' + name:<26} {text}{shown}\n")
-    return "flags:\n" + "".join(lines)
+    return "arguments:\n" + "".join(lines)
 
 
 def run_command(main, argv=None):
@@ -300,9 +326,12 @@ def run_command(main, argv=None):
     stop (see `rsearch.hosts.preemption`) 75, one that has stopped itself 3. Where what
     is printed goes to a program that has ended, such as head, it ends quietly with 141.
     """
+    argv = sys.argv[1:] if argv is None else list(argv)
     try:
         try:
-            code = _exit_code(main, sys.argv[1:] if argv is None else list(argv))
+            if "--help" in argv or "-h" in argv:  # what the flags are comes after it
+                print(inspect.getdoc(sys.modules[main.__module__]), end="\n\n")
+            code = _exit_code(main, argv)
         except SystemExit:  # after --help
             if not _flush():
                 return 2

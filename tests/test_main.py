@@ -1,0 +1,60 @@
+"""The console script: its list of commands, and what each says of itself."""
+
+import importlib.util
+import tomllib
+
+import pytest
+
+from rsearch import __main__ as console
+from rsearch.config import recipes
+from tests.small_run import ROOT, run_python
+
+
+def test_every_command_is_listed_and_every_name_is_a_module(capsys):
+    assert console.main([]) == console.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    folder = ROOT / "rsearch"
+    modules = {path.stem for path in folder.glob("[!_]*.py")} - {"types"}
+    modules |= {path.parent.name for path in folder.glob("*/__main__.py")}
+    assert set(console.COMMANDS) == modules
+    for name, sentence in console.COMMANDS.items():
+        assert lines.count(f"  {name:<12} {sentence}") == 2
+        assert importlib.util.find_spec(f"rsearch.{name}") is not None
+
+
+def test_an_unknown_command_is_one_line_with_the_nearest_name(capsys):
+    assert console.main(["trian"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'trian'" in line and "train" in line
+
+
+def test_the_script_is_installed_under_the_name_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"rsearch": "rsearch.__main__:main"}
+
+
+def test_help_says_what_a_command_does_and_names_its_positional_arguments():
+    done = run_python("-m", "rsearch", "checkpoint", "--help")
+    first = done.stdout.splitlines()[0]
+    assert (
+        done.returncode == 0
+        and first == "List, verify or delete the checkpoints of a run."
+    )
+    assert "ACTION" in done.stdout and "DIRECTORY" in done.stdout
+    assert "--keep" in done.stdout
+
+
+NAMES = ("r1_searcher", "r1_searcher_pp", "r_search", "rag_r1", "rearag", "search_r1")
+RECIPES = [ROOT / "configs" / f"{name}.py" for name in NAMES]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_help_of_a_recipe_is_its_docstring_with_all_of_its_variants(path, capsys):
+    with pytest.raises(SystemExit):
+        recipes.parse_command_line(["--help", f"--config={path}:tiny"], flags={})
+    text = capsys.readouterr().out
+    assert f"configs/{path.name}" in text
+    with pytest.raises(ValueError) as caught:
+        recipes.load(f"{path}:no_such_word")
+    words = str(caught.value).partition("'no_such_word': ")[2].partition(" (in")[0]
+    assert "tiny" in words and text.endswith(f"variants: {words}\n")
