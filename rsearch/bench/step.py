@@ -112,7 +112,7 @@ def _steps(setup, params, repeats) -> list[dict]:
     """{part: seconds} of each step but the first, which compiles."""
     c, clock = setup.config, Clock()
     host = make_host(setup)
-    clock.watch("search", host, "search")
+    host.tools["search"] = clock.timed("search", host.tools["search"])
     roll_out = make_rollouts(
         setup,
         host,
