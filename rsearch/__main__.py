@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *arguments = argv
     if name not in COMMANDS:
-        from rsearch.config.fields import did_you_mean
+        from rsearch.text.spelling import did_you_mean
 
         hint = did_you_mean(name, list(COMMANDS))
         print(f"error: no command {name!r}{hint}; rsearch lists them", file=sys.stderr)

@@ -15,12 +15,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rsearch.config.fields import did_you_mean, fields
+from rsearch.config.fields import fields
 from rsearch.config.recipes import ABSENT, fingerprint, parse_flags, run_command
 from rsearch.config.stage_plan import START
 from rsearch.evaluation.evaluator import read_results
 from rsearch.runtime.console import table
 from rsearch.runtime.workdir import CONFIG, is_free, read_config
+from rsearch.text.spelling import did_you_mean
 
 ALL, LAST = "all", "last"
 MAX_WORDS = 4  # fields behind a recipe's name

@@ -16,13 +16,13 @@ is that of Search-R1 and R-Search.
 import json
 import sys
 
-from rsearch.config.fields import did_you_mean
 from rsearch.config.recipes import parse_flags, run_command
 from rsearch.data.records import check_record, check_text, shown
 from rsearch.evaluation.scoring import bootstrap_interval, score_rows, scores_of_rows
 from rsearch.runtime.console import table
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.text.normalize import NORMALIZERS
+from rsearch.text.spelling import did_you_mean
 
 QUESTION = ("question",)
 GOLDEN = ("golden_answers", "golden_answer", "answer")

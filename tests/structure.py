@@ -176,10 +176,10 @@ def comments_per_100_lines(patterns=DRIVERS) -> float:
     return 100 * num_comments / num_lines
 
 
-def functions(path: pathlib.Path) -> list[ast.FunctionDef]:
-    """Return all functions of a file, nested ones too."""
+def functions(parsed: ast.Module) -> list[ast.FunctionDef]:
+    """Return all functions of a parsed file, nested ones too."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    return [node for node in ast.walk(tree(path)) if isinstance(node, kinds)]
+    return [node for node in ast.walk(parsed) if isinstance(node, kinds)]
 
 
 def public_functions(path: pathlib.Path) -> Iterator[ast.FunctionDef]:
@@ -250,7 +250,7 @@ def unreadable_openings() -> list[str]:
     """
     wrong = []
     for path in SOURCES:
-        for function in functions(path):
+        for function in functions(tree(path)):
             docstring = ast.get_docstring(function)
             decorators = {ast.unparse(d) for d in function.decorator_list}
             is_property = decorators & {"property", "functools.cached_property"}

@@ -13,7 +13,15 @@ import tomllib
 import pytest
 
 from tests import structure
-from tests.structure import BUDGETS, MODULES, ROOT, SOURCES, module_name, room_of
+from tests.structure import (
+    BUDGETS,
+    MODULES,
+    ROOT,
+    SOURCES,
+    functions,
+    module_name,
+    room_of,
+)
 
 MAX_FILE_LINES = 650
 MAX_FUNCTION = 150  # lines of code
@@ -105,11 +113,6 @@ def test_files_are_short_named_for_what_they_do_and_finished():
             if is_comment and re.search(r"\b(TODO|FIXME|XXX|HACK)\b", token.string):
                 wrong.append(f"{shown(path)}:{token.start[0]}: {token.string}")
     assert not wrong, "\n".join(wrong)
-
-
-def functions(tree):
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
 def code_lines(text, function):

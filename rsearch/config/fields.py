@@ -13,6 +13,8 @@ import operator
 
 from ml_collections import ConfigDict
 
+from rsearch.text.spelling import did_you_mean
+
 OPEN_SECTIONS = ("reward", "overrides")
 """Sections whose keys are the recipe's own: they are replaced as a whole."""
 
@@ -47,13 +49,6 @@ def check_known(config, name, *, prefix="config."):
             hint = did_you_mean(name, known, prefix=prefix, near=slip or same[:3])
             raise ValueError(f"unknown field {prefix}{name}{hint}")
         node = node[key]
-
-
-def did_you_mean(name, known, *, prefix="", near=()):
-    """'; did you mean X?' for `near`, else for the nearest of `known`, or ''."""
-    near = near or difflib.get_close_matches(name, known, 1, 0.6)
-    names = " or ".join(f"{prefix}{k}" for k in near)
-    return f"; did you mean {names}?" if names else ""
 
 
 def apply_overrides(config, overrides):

@@ -27,7 +27,6 @@ from rsearch.config.fields import (
     apply_overrides,
     check_known,
     convert,
-    did_you_mean,
     diff,
     fields,
     fingerprint,
@@ -36,6 +35,7 @@ from rsearch.config.fields import (
 from rsearch.config.rules import validate
 from rsearch.hosts.preemption import EXIT_CODE, PreemptedError
 from rsearch.runtime.console import FULL, clean, unless_full
+from rsearch.text.spelling import did_you_mean
 
 __all__ = [
     "ABSENT",

@@ -151,14 +151,9 @@ class Evaluator:
         if self._last is not None and method == PROTOCOL and self._last[0]() is first:
             return self._last[1]
         engine = self._make_engine(method)
-        last_note = time.monotonic()
-
-        def on_done(done):
-            nonlocal last_note
-            if time.monotonic() - last_note > console.SECONDS_BETWEEN_LINES:
-                last_note = time.monotonic()
-                console.note(f"evaluate {method}: {done}/{len(questions)} questions")
-
+        on_done = console.note_now_and_then(
+            lambda done: f"evaluate {method}: {done}/{len(questions)} questions"
+        )
         key = jax.random.key(self._config.seed)  # Greedy: never drawn from.
         groups = engine(engine.place_params(params), questions, key, on_done=on_done)
         if method == PROTOCOL and EVIDENCE in self._config.eval.methods:

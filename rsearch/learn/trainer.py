@@ -1,4 +1,4 @@
-"""What a stage trains with: compiled functions, and the state that they change."""
+"""Hold the compiled functions that a stage trains with."""
 
 import dataclasses
 from collections.abc import Callable

@@ -15,8 +15,14 @@ from rsearch.models.hf import config as hf_config
 from rsearch.models.hf.published import PUBLISHED
 from rsearch.models.lora import num_adapter_params
 from rsearch.protocols.table import make_protocol
-from rsearch.rollout.conversation import Limits, Markup, conversation_tokens
-from rsearch.types import Cut
+from rsearch.rollout.conversation import (
+    Limits,
+    Markup,
+    conversation_tokens,
+    explain_conversation_tokens,
+    untagged_markup,
+)
+from rsearch.setup.limits import configured_limits
 
 GB = 1e9
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -99,22 +105,14 @@ def limits_of(c, kind: str) -> tuple[Limits, Markup]:
 
     The tags around observations are not counted: no tokenizer is read.
     """
-    r = c.rollout
-    searches = r.max_searches
+    searches = c.rollout.max_searches
     if kind == "curate":
         further = {
             "answerable": c.curate.retry_searches,
             "chains": c.curate.max_steps - 1,
         }
         searches = max(searches, further.get(c.curate.method, 0))
-    limits = Limits(
-        max_searches=searches,
-        max_prompt_tokens=r.max_prompt_tokens,
-        max_turn_tokens=r.max_turn_tokens,
-        max_observation_tokens=r.max_observation_tokens,
-        forced_final_turn=r.forced_final_turn,
-        cuts_tags=r.cut_tags,
-    )
+    limits = dataclasses.replace(configured_limits(c), max_searches=searches)
     protocol = make_protocol(
         c.protocol.name, max_queries=c.protocol.max_queries or None
     )
@@ -125,25 +123,11 @@ def context_of(c, kind: str) -> tuple[str, int]:
     """The tokens of the longest sequence of a stage, and how they come about."""
     if kind == "sft":
         return "sequence", c.sft.sequence_tokens
-    r = c.rollout
     limits, markup = limits_of(c, kind)
-    found = f"{markup.parts} x " if markup.parts > 1 else ""
-    echo = f" + {r.max_turn_tokens:,} of queries" if markup.echoes else ""
-    parts = (
-        f"prompt {r.max_prompt_tokens:,} + {limits.num_turns} turns x "
-        f"{r.max_turn_tokens:,} + {limits.num_turns - 1} observations x "
-        f"{found}{r.max_observation_tokens:,}{echo}"
-    )
-    return parts, max(conversation_tokens(limits, markup), r.context_tokens)
-
-
-def untagged_markup(protocol) -> Markup:
-    """What a protocol's observations repeat or keep apart; its tags count nothing."""
-    most = protocol.max_queries
-    pieces = protocol.show_passages([""] * most, [()] * most).pieces
-    cuts = [piece for piece in pieces if isinstance(piece, Cut)]
-    parts = sum(not piece.is_echo for piece in cuts) if cuts else 1
-    return Markup(0, 0, parts, any(piece.is_echo for piece in cuts))
+    needed = conversation_tokens(limits, markup)
+    if c.rollout.context_tokens > needed:
+        return "config.rollout.context_tokens", c.rollout.context_tokens
+    return explain_conversation_tokens(limits, markup), needed
 
 
 def check_context(c, stage: str, spec: DecoderSpec) -> None:

@@ -2,7 +2,12 @@
 
 from collections.abc import Sequence
 
-from rsearch.text.extension import check_callable, code_inputs, load_reference
+from rsearch.text.extension import (
+    check_callable,
+    code_inputs,
+    load_reference,
+)
+from rsearch.tools.base import check_results
 from rsearch.types import Passage
 
 SIGNATURE = "(queries) -> for each its passages, best first, or None"
@@ -47,16 +52,7 @@ class UserSearch:
             ValueError: the function returned something else.
         """
         results = self._search(list(queries))
-        if not isinstance(results, list | tuple):
-            kind = type(results).__name__
-            raise ValueError(
-                f"{self._name} returned a {kind}: must be a list, a result a query"
-            )
-        if len(results) != len(queries):
-            raise ValueError(
-                f"{self._name} returned {len(results)} results for {len(queries)} "
-                "queries: must be one for each"
-            )
+        check_results(self._name, results, len(queries), "queries")
         return [self._checked(result) for result in results]
 
     def _checked(self, result):

@@ -1,7 +1,6 @@
 """The reward of a group: named terms checked, run, weighted and summed."""
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -15,6 +14,7 @@ import numpy as np
 from rsearch.protocols.base import Protocol
 from rsearch.rewards.terms import SETTING_CHECKS, TERMS
 from rsearch.text.extension import SPELLING, check_callable, lookup
+from rsearch.text.spelling import did_you_mean
 from rsearch.types import GenerateFn, Group, Outcome, RewardTerm
 
 WEIGHT = inspect.Parameter(
@@ -320,9 +320,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _nearest(name, known):
-    near = difflib.get_close_matches(str(name), list(known), 1)
-    if near:
-        return f"; did you mean {near[0]}?"
+    if hint := did_you_mean(str(name), known):
+        return hint
     return f"; there is {', '.join(sorted(known))}" if known else ""
 
 

@@ -87,10 +87,17 @@ def markup_tokens(tokenizer: Tokenizer, protocol: Protocol) -> Markup:
     # stands between the parts of a protocol that shows JSON.
     counts = range(1, protocol.max_queries + 1)
     shown = [protocol.show_passages([""] * n, [()] * n) for n in counts]
-    cuts = [p for p in shown[-1].pieces if isinstance(p, Cut)]
-    parts = sum(not p.is_echo for p in cuts) if cuts else 1
     tags = max(_tag_tokens(tokenizer, protocol, observation) for observation in shown)
-    return Markup(tags, message, parts, any(p.is_echo for p in cuts))
+    return untagged_markup(protocol)._replace(tags=tags, message=message)
+
+
+def untagged_markup(protocol: Protocol) -> Markup:
+    """Return what needs no tokenizer: the contents of an observation and its echoes."""
+    num_queries = protocol.max_queries
+    observation = protocol.show_passages([""] * num_queries, [()] * num_queries)
+    cuts = [p for p in observation.pieces if isinstance(p, Cut)]
+    parts = sum(not p.is_echo for p in cuts) if cuts else 1
+    return Markup(0, 0, parts, any(p.is_echo for p in cuts))
 
 
 def _tag_tokens(tokenizer, protocol, observation: Observation) -> int:
@@ -154,6 +161,26 @@ def conversation_tokens(limits: Limits, markup: Markup) -> int:
     turns = limits.num_turns * limits.max_turn_tokens
     shown = (limits.num_turns - 1) * shown_tokens(limits, markup)
     return limits.max_prompt_tokens + turns + shown
+
+
+def explain_conversation_tokens(limits: Limits, markup: Markup) -> str:
+    """Return as text, for messages, the terms that conversation_tokens adds up."""
+    several = f"{markup.parts} x " if markup.parts > 1 else ""
+    observation = f"{several}{limits.max_observation_tokens:,}"
+    if markup.echoes:
+        observation += f" + {limits.max_turn_tokens:,} of queries"
+    if markup.tags:
+        observation += f" + {markup.tags} of tags"
+    if markup.message:
+        limit = f"{markup.message} of the invalid-action message"
+        observation = f"max({observation}, {limit})"
+    elif " + " in observation:
+        observation = f"({observation})"
+    return (
+        f"prompt {limits.max_prompt_tokens:,} + {limits.num_turns} turns x "
+        f"{limits.max_turn_tokens:,} + {limits.num_turns - 1} observations x "
+        f"{observation}"
+    )
 
 
 def prompt_ids(

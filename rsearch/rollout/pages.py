@@ -1,4 +1,4 @@
-"""Which pages of the KV cache each row holds: the host's account of them."""
+"""Keep the host's account of which pages of the KV cache each row holds."""
 
 from collections.abc import Sequence
 

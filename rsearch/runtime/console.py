@@ -10,6 +10,7 @@ import errno
 import sys
 import time
 import unicodedata
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import (
@@ -54,6 +55,23 @@ def note(text):
     stamp = time.strftime("%H:%M:%S")
     with unless_full():
         console.print(Text(f"{stamp} {clean(text)}"), soft_wrap=True)
+
+
+def note_now_and_then(text: Callable[..., str]) -> Callable[..., None]:
+    """Return a function that notes `text` of its arguments, but not at every call.
+
+    The first note comes SECONDS_BETWEEN_LINES from now, each other as long after it.
+    """
+    last = time.monotonic()
+
+    def call(*args):
+        nonlocal last
+        now = time.monotonic()
+        if now - last > SECONDS_BETWEEN_LINES:
+            last = now
+            note(text(*args))
+
+    return call
 
 
 @contextlib.contextmanager

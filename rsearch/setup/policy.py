@@ -15,7 +15,13 @@ from rsearch.protocols import plain
 from rsearch.protocols.base import Protocol
 from rsearch.protocols.table import make_protocol
 from rsearch.protocols.tools import add_tools
-from rsearch.rollout.conversation import Limits, conversation_tokens, markup_tokens
+from rsearch.rollout.conversation import (
+    Limits,
+    conversation_tokens,
+    explain_conversation_tokens,
+    markup_tokens,
+)
+from rsearch.setup.limits import configured_limits
 from rsearch.tools.table import tool_name
 from rsearch.world.reading import world_tokenizer
 from rsearch.world.world import WORLD, World
@@ -103,30 +109,18 @@ def rollout_limits(
         ValueError: config.rollout.context_tokens or the model's context cannot hold it;
             the message shows how the length is made up.
     """
-    r = c.rollout
-    limits = Limits(
-        max_searches=r.max_searches,
-        max_prompt_tokens=r.max_prompt_tokens,
-        max_turn_tokens=r.max_turn_tokens,
-        max_observation_tokens=r.max_observation_tokens,
-        forced_final_turn=r.forced_final_turn,
-        cuts_tags=r.cut_tags,
-    )
+    limits = configured_limits(c)
     markup = markup_tokens(tokenizer, protocol)
     needed = conversation_tokens(limits, markup)
-    num_tokens = r.context_tokens or needed
-    several = f"{markup.parts} x " if markup.parts > 1 else ""
-    echo = f"{r.max_turn_tokens} of queries + " if markup.echoes else ""
-    arithmetic = (
-        f"prompt {r.max_prompt_tokens} + {limits.num_turns} turns x "
-        f"{r.max_turn_tokens} + {limits.num_turns - 1} observations x "
-        f"max({several}{r.max_observation_tokens} + {echo}{markup.tags} of tags, "
-        f"{markup.message} of the invalid-action message) = {needed} tokens"
-    )
+    num_tokens = c.rollout.context_tokens or needed
+    sum_of_tokens = f"{explain_conversation_tokens(limits, markup)} = {needed} tokens"
     if num_tokens < needed:
         raise ValueError(
-            f"config.rollout.context_tokens = {num_tokens} is too small: {arithmetic}"
+            f"config.rollout.context_tokens = {num_tokens} is too small: "
+            f"{sum_of_tokens}"
         )
     if num_tokens > spec.max_context:
-        raise ValueError(f"{arithmetic}, but the model's context is {spec.max_context}")
+        raise ValueError(
+            f"{sum_of_tokens}, but the model's context is {spec.max_context}"
+        )
     return limits, num_tokens

@@ -5,10 +5,10 @@ import functools
 import pathlib
 
 from rsearch.data.demonstrations import PROTOCOL
+from rsearch.retrieval.wrap import wrap_search
 from rsearch.rewards.group import reward_groups
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime.journal import AppendLog
-from rsearch.runtime.recorded import record_search
 from rsearch.setup.agents import load_agent, recorded_agent
 from rsearch.setup.context import Setup
 from rsearch.setup.learners import make_trainer
@@ -59,7 +59,7 @@ def record_services(setup: Setup, folder: pathlib.Path) -> Setup:
     c, recorded = setup.config, {}
     if c.retrieval.url:
         journal = AppendLog(folder, "searches")
-        recorded["search"] = record_search(setup.search, journal)
+        recorded["search"] = wrap_search(setup.search, journal=journal)
     for name in ("judge", "writer"):
         generate = getattr(setup, name)
         if generate is not None:

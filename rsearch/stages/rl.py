@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import time
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -179,18 +178,12 @@ def play(
     questions: Sequence[Question],
 ) -> list[Rewarded]:
     """Roll out the questions on this host, and reward their groups."""
-    last_note = time.monotonic()
-
-    def on_done(num_done):
-        nonlocal last_note
-        if time.monotonic() - last_note > console.SECONDS_BETWEEN_LINES:
-            last_note = time.monotonic()
-            total = stage.config.rl.questions_per_step
-            console.note(
-                f"{stage.name}: step {step + 1}: rolled out {num_done}/{total} "
-                "questions"
-            )
-
+    total = stage.config.rl.questions_per_step
+    on_done = console.note_now_and_then(
+        lambda done: (
+            f"{stage.name}: step {step + 1}: rolled out {done}/{total} questions"
+        )
+    )
     groups = stage.rollouts(params, questions, key, on_done=on_done, finished=ended)
     timer.lap("rollout")
     rewarded = with_rewards(*stage.score(groups))

@@ -6,7 +6,6 @@ module in its place. Importing a module runs its code. References are therefore 
 from configurations and command lines alone, never from data or from a model's output.
 """
 
-import difflib
 import hashlib
 import importlib
 import os
@@ -16,6 +15,8 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from rsearch.text.spelling import did_you_mean
 
 REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 SPELLING = "'package.module:name'"
@@ -42,8 +43,7 @@ def lookup(field: str, name: str, table: Mapping[str, Any]) -> Any:
         return table[name]
     if is_reference(name):
         return load_reference(field, name)
-    near = difflib.get_close_matches(str(name), list(table), 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(str(name), table, show=repr)
     raise ValueError(
         f"{field} = {name!r}: must be one of {', '.join(table)}, or {SPELLING}{hint}"
     )
@@ -64,8 +64,7 @@ def load_reference(field: str, reference: str) -> Any:
     module = _import(f"{field} = {reference!r}", module_name)
     if not hasattr(module, name):
         names = [n for n in vars(module) if not n.startswith("_")]
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, names, show=repr)
         raise ValueError(
             f"{field} = {reference!r}: {module.__file__} has no {name!r}{hint}"
         )

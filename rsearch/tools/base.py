@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rsearch.types import ReadFn, SearchFn, Tool, ToolCall, ToolResult
 
@@ -19,6 +19,28 @@ class Resources(NamedTuple):
     read: ReadFn | None = None
 
 
+def check_results(what: str, results: Any, count: int, things: str) -> None:
+    """Refuse what a user's function returned unless it is a list of `count` results.
+
+    Args:
+        what: names the function, and begins the message.
+        results: that it returned.
+        count: of the things that it was asked about.
+        things: such as "queries".
+
+    Raises:
+        ValueError: something else than a list, or one of another length.
+    """
+    if not isinstance(results, list | tuple):
+        kind = type(results).__name__
+        raise ValueError(f"{what} returned a {kind}: must be a list of results")
+    if len(results) != count:
+        raise ValueError(
+            f"{what} returned {len(results)} results for {count} {things}: must be one "
+            "for each"
+        )
+
+
 def checked(name: str, tool: Tool) -> Tool:
     """Return the tool, which must return a ToolResult for each call.
 
@@ -29,14 +51,7 @@ def checked(name: str, tool: Tool) -> Tool:
 
     def run(calls: Sequence[ToolCall]) -> list[ToolResult]:
         results = tool(calls)
-        if not isinstance(results, list | tuple) or len(results) != len(calls):
-            shown = (
-                f"{len(results)} results" if hasattr(results, "__len__") else results
-            )
-            raise ValueError(
-                f"tool {name!r} returned {shown} for {len(calls)} calls: must be a "
-                "list of one result for each"
-            )
+        check_results(f"tool {name!r}", results, len(calls), "calls")
         for result in results:
             if not isinstance(result, ToolResult):
                 kind = type(result).__name__

@@ -137,3 +137,14 @@ def test_a_broken_pipe_of_ours_keeps_its_traceback():
     command = [sys.executable, "-c", COMMAND, "other"]
     done = subprocess.run(command, capture_output=True, timeout=120)
     assert done.returncode == 1 and b"BrokenPipeError" in done.stderr
+
+
+def test_notes_now_and_then_are_seconds_apart(monkeypatch):
+    now, lines = [0.0], []
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console, "note", lines.append)
+    call = console.note_now_and_then(lambda done: f"{done} done")
+    for seconds in (1.0, 15.0, 15.5, 20.0, 30.5, 31.0):
+        now[0] = seconds
+        call(seconds)
+    assert lines == ["15.5 done", "31.0 done"]

@@ -33,8 +33,7 @@ def run_rl(setup, evaluator, params, folder, *, stage="rl", memory=None):
 
 def run_sft(setup, demonstrations, params, folder):
     """The parameters after a supervised stage."""
-    trainer = make_trainer(setup, "sft")
-    return sft.run(sft.SFTStage(setup.config, folder, trainer, demonstrations), params)
+    return sft.run(train.sft_stage(setup, demonstrations, folder), params)
 
 
 def state_of(setup, kind, params, folder):

@@ -144,6 +144,8 @@ def test_all_that_guards_count_is_in_their_state(tmp_path):
     assert len(changed) == len(own.state()) > 0
     other.restore(own.state())
     assert other.state() == own.state()
+    # All that counting has changed, by whatever name, is there again.
+    assert {n: vars(other)[n] for n in changed} == {n: vars(own)[n] for n in changed}
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ Source: ReaRAG (arXiv 2503.21729), Algorithms 1 and 3.
 """
 
 import dataclasses
-import time
 
 import numpy as np
 
@@ -151,16 +150,15 @@ class _ChainBuilder:
     def __call__(self, questions) -> list[dict]:
         """Return the record of each question's chain."""
         wave = [self._open(question) for question in questions]
-        shown = time.monotonic()
+        note_progress = console.note_now_and_then(
+            lambda: (
+                f"{self._stage.name}: {sum(not chain.is_going for chain in wave)}/"
+                f"{len(wave)} chains of this wave have ended"
+            )
+        )
         while going := [chain for chain in wave if chain.is_going]:
             self._take(going, self._ask(going))
-            if time.monotonic() - shown > console.SECONDS_BETWEEN_LINES:
-                shown = time.monotonic()
-                num_ended = sum(not chain.is_going for chain in wave)
-                console.note(
-                    f"{self._stage.name}: {num_ended}/{len(wave)} chains of "
-                    "this wave have ended"
-                )
+            note_progress()
         return [self._record(made) for made in wave]
 
     def _open(self, question):
