@@ -1,367 +1,809 @@
-"""Every field of a configuration, with its default, meaning and unit.
+"""Every field of a configuration: default, meaning with unit, bound, may it change.
 
 The sizes are those of a small decoder on the embedded world. A recipe starts from
-`get_config()` and sets only what differs; configs/quickstart.py is the first. What may
-be written into a field, and what must divide what, is in `rsearch/config/rules.py`.
+`get_config()` and sets only what differs; configs/quickstart.py is the first. A field
+marked `may_change` may differ when a run resumes. What must fit together, such as sizes
+that divide each other, is in `rsearch/config/checks.py`.
 
-Sizes of text are counted in tokens, learning rates are per optimiser step, and 'rows'
+Sizes of text are counted in tokens, learning rates are per optimiser step, and "rows"
 are rollouts (RL) or demonstrations (SFT).
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
+
+from rsearch.config.spec import (
+    Bound,
+    Field,
+    Section,
+    above,
+    at_least,
+    between,
+    from_below,
+    inside,
+    matching,
+    multiple_of,
+    one_of,
+    or_value,
+    own_or,
+    some_of,
+    text_with,
+    up_to,
+)
+from rsearch.config.stage_plan import ROLES, STAGE, is_stage
+
+MIN_TEMPERATURE = 1e-6  # logits divided by less overflow
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a decoder block
+NORMALIZERS = ("squad", "r1_searcher")
+DTYPES = ("float32", "bfloat16")
+WORLD_KINDS = ("single", "bridge", "three_hop", "four_hop", "comparison")
+WORLD_KINDS += ("unanswerable",)  # no passage answers these
+METHODS = ("protocol", "direct", "rag", "evidence", "reader_direct", "reader_rag")
+CURATE_METHODS = ("segments", "answerable", "difficulty", "mix", "both_knowledge")
+CURATE_METHODS += ("rewriter", "chains", "no_reasoning")
+ALGORITHMS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo")
+MIX = r"(\S+ )?(easy|medium|hard) (\d+(:\d*)?|0?\.\d+)"  # an entry of curate.mix
+
+MODEL = Section(
+    "The network. With a source, its config.json gives the shape, not these fields.",
+    source=Field("", "Hugging Face directory or hub id; '' = random weights"),
+    num_layers=Field(4, "decoder blocks", at_least(1)),
+    width=Field(128, "features of the residual stream", at_least(1)),
+    num_heads=Field(4, "query heads", at_least(1)),
+    num_kv_heads=Field(2, "key and value heads; they divide num_heads", at_least(1)),
+    head_dim=Field(
+        32,
+        "features of one head, even because pairs of them are rotated",
+        multiple_of(2, "an even number >= 2"),
+    ),
+    mlp_width=Field(384, "features inside the gated MLP", at_least(1)),
+    vocab_size=Field(0, "rows of the embedding; 0 = the tokenizer's ids", at_least(0)),
+    rope_theta=Field(10_000.0, "base of the rotary wavelengths", above(0)),
+    tie_embeddings=Field(True, "one matrix embeds tokens and makes logits"),
+    qkv_bias=Field(False, "biases on query, key and value projections (qwen2: True)"),
+    dtype=Field(
+        "float32",
+        "of the computation; master weights are always float32",
+        one_of(DTYPES),
+    ),
+    remat=Field(
+        False,
+        "recompute activations in the backward pass: less memory, more time",
+        may_change=True,
+    ),
+    logit_chunk=Field(
+        1024,
+        "tokens whose logits exist at once in training",
+        at_least(1),
+        may_change=True,
+    ),
+    offload=Field(
+        (),
+        "what rests in the hosts' memory while it is not used: the weights that a "
+        "stage began with ('reference'), Adam's moments ('optimizer')",
+        some_of(("reference", "optimizer"), may_be_empty=True),
+        may_change=True,
+    ),
+    lora_rank=Field(
+        0,
+        "features between an adapter's two matrices (r): a stage trains adapters "
+        "beside frozen weights and merges them at its end; 0 = it trains all weights",
+        at_least(0),
+    ),
+    lora_alpha=Field(
+        16.0, "an adapter's product is scaled by lora_alpha / lora_rank", above(0)
+    ),
+    lora_matrices=Field(MATRICES, "that have an adapter", some_of(MATRICES)),
+)
+
+TOKENIZER = Section(
+    "Text to token ids and back.",
+    source=Field(
+        "world", "directory or hub id; '' = model.source; 'world' = the embedded one"
+    ),
+)
+
+PROTOCOL = Section(
+    "How the policy and its tools talk.",
+    name=Field("search_r1", "a key of PROTOCOLS, or your own, 'package.module:name'"),
+    tools=Field(
+        (),
+        "what a turn may call beside search, as <name> argument </name>: keys of TOOLS "
+        "such as 'open', or your own, 'package.module:name'; the prompt must tell the "
+        "policy about them",
+    ),
+    max_queries=Field(
+        0,
+        "rag_r1_mq: queries of a turn that are searched; 0 = as its prompt says",
+        at_least(0),
+    ),
+    quotes_keep_commas=Field(
+        True, "rag_r1_mq: a comma in double quotes does not separate queries"
+    ),
+    json_ascii=Field(False, "rag_r1_mq: results are escaped to ASCII"),
+    instruction=Field(
+        None,
+        "replaces the protocol's messages; holds {question}",
+        text_with("{question}"),
+        kind=str,
+    ),
+    system=Field(None, "replaces the protocol's system message", kind=str),
+    invalid_message=Field(
+        None, "replaces the message that follows a malformed turn", kind=str
+    ),
+    direct=Field(
+        None,
+        "replaces the messages of method 'direct'; holds {question}",
+        text_with("{question}"),
+        kind=str,
+    ),
+    rewrite=Field(
+        None,
+        "replaces the messages to the rewriter; holds {document} and {question}",
+        text_with("{document}", "{question}"),
+        kind=str,
+    ),
+    rag=Field(
+        None,
+        "replaces the messages of method 'rag'; holds {passages} and {question}",
+        text_with("{passages}", "{question}"),
+        kind=str,
+    ),
+)
+
+DATA = Section(
+    "Questions.",
+    train=Field("world:train", "questions to learn from: file, hub id or world:train"),
+    dev=Field(
+        "world:dev", "held-out questions: file, hub id or world:dev", may_change=True
+    ),
+    fields_question=Field("", "a record's question field; '' = as its format says"),
+    fields_answers=Field("", "a record's golden answers; '' = as its format says"),
+    fields_id=Field("", "a record's id; '' = as its format says"),
+    max_train=Field(0, "questions of train that are used; 0 = all", at_least(0)),
+    max_dev=Field(
+        0, "questions of dev that are used; 0 = all", at_least(0), may_change=True
+    ),
+    decontaminate=Field(False, "leave out training questions that dev asks, too"),
+    on_bad=Field(
+        "raise",
+        "a bad record ends the run with its line ('raise') or is counted ('skip')",
+        one_of(("raise", "skip")),
+    ),
+)
+
+WORLD = Section(
+    "The embedded synthetic world; made from config.seed where 'world' is named.",
+    people=Field(
+        400, "each with a birthplace, employer and year of birth", at_least(1)
+    ),
+    films=Field(300, "each with a director and a year", at_least(1)),
+    companies=Field(60, "each with a seat", at_least(1)),
+    cities=Field(60, "each with a country", at_least(1)),
+    train_questions=Field(1_400, "to learn from", at_least(1)),
+    dev_questions=Field(200, "held out, about unseen heads", at_least(1)),
+    kinds=Field(WORLD_KINDS, "of questions", some_of(WORLD_KINDS)),
+    known_share=Field(
+        0.2, "of the entities whose facts pretraining teaches", between(0, 1)
+    ),
+    missing_share=Field(
+        0.15,
+        "of the people who lack a fact, where 'unanswerable' is among the kinds",
+        between(0, 1),
+    ),
+    distractors=Field(
+        100, "passages about near-homonyms that no question is about", at_least(0)
+    ),
+)
+
+RETRIEVAL = Section(
+    "The corpus, its index and how it is searched.",
+    corpus=Field(
+        "world", "JSONL of {'id', 'contents'}; '' = the index's; 'world' = embedded"
+    ),
+    corpus_cache=Field(
+        "",
+        "directory for the corpus's offsets; '' = beside the corpus",
+        may_change=True,
+    ),
+    index=Field(
+        "",
+        "directory written by rsearch.index; the world needs none",
+        may_change=True,  # a run is bound to the fingerprint of what is in it
+    ),
+    sharded=Field(
+        False,
+        "several hosts: each holds its share of the index's parts",
+        may_change=True,
+    ),
+    timeout_seconds=Field(
+        25.0,
+        "in which a service, or every host of a sharded index, must have answered",
+        above(0),
+        may_change=True,
+    ),
+    engine=Field(
+        "",
+        "'package.module:name' of your own function (queries) -> the passages of each, "
+        "best first, or None where its search failed; '' = corpus and index",
+        own_or(("",)),
+    ),
+    url=Field(
+        "",
+        "of a retrieval service that is asked in place of an index",
+        may_change=True,  # a run is bound to its fingerprint
+    ),
+    api=Field(
+        "search_r1",
+        "the service's dialect; 'serper' searches the open web",
+        one_of(("search_r1", "r1_searcher", "rearag", "serper")),
+    ),
+    fetch_pages=Field(False, "'serper': passages are what the pages say, not snippets"),
+    page_chars=Field(2000, "of a fetched page that are used", at_least(1)),
+    api_key_env=Field(
+        "", "environment variable with the service's key; '' = none", may_change=True
+    ),
+    max_retries=Field(
+        3,
+        "further calls after one that failed in a way that may pass",
+        at_least(0),
+        may_change=True,
+    ),
+    outage_seconds=Field(
+        300.0,
+        "that the service may be away before the run is saved and ends",
+        at_least(0),
+        may_change=True,
+    ),
+    search_seconds=Field(
+        1800.0,
+        "after which a search counts as stuck and the run ends",
+        above(0),
+        may_change=True,
+    ),
+    encoder=Field(
+        "hashed", "'hashed' n-grams, or a directory or hub id of a BERT model"
+    ),
+    family=Field(
+        "minilm", "prefixes and pooling of the encoder", one_of(("minilm", "e5", "bge"))
+    ),
+    max_query_tokens=Field(
+        0, "a longer question is cut before encoding; 0 = the model's", at_least(0)
+    ),
+    max_passage_tokens=Field(
+        0, "a longer passage was cut in the index; 0 = the model's", at_least(0)
+    ),
+    top_k=Field(1, "passages for one query", at_least(1)),
+    reranker=Field("", "directory or hub id of a BERT cross-encoder; '' = none"),
+    rerank_from=Field(10, "passages for one query that it puts in order", at_least(1)),
+    cache_size=Field(
+        10_000,
+        "queries whose results are remembered; 0 = none",
+        at_least(0),
+        may_change=True,
+    ),
+    hashed_dim=Field(512, "features of the hashed encoder's vectors", at_least(1)),
+    writer_prompt=Field(
+        "context_only",
+        "how models.writer is asked: as ReaRAG's code does ('context_only') or as its "
+        "paper says ('unless_comparison')",
+        one_of(("context_only", "unless_comparison")),
+    ),
+)
+
+ROLLOUT = Section(
+    "Sampling conversations: prompt, then turns and observations in alternation.",
+    group_size=Field(8, "rollouts of one question (G)", at_least(1)),
+    max_searches=Field(
+        2,
+        "turns in which the policy may search or call a tool; one more turn follows",
+        between(0, 98),
+    ),
+    forced_final_turn=Field(True, "False: no turn follows the last search"),
+    on_invalid=Field(
+        "message",
+        "a malformed turn is followed by the protocol's 'message', or is the 'end'",
+        one_of(("message", "end")),
+    ),
+    max_turn_tokens=Field(18, "tokens the policy may write in one turn", at_least(1)),
+    max_observation_tokens=Field(
+        22, "tokens of retrieved text for one query", at_least(1)
+    ),
+    cut_tags=Field(
+        False, "tags count as retrieved text, so that the cut takes the closing one"
+    ),
+    max_prompt_tokens=Field(
+        16, "questions with longer prompts are left out and listed", at_least(1)
+    ),
+    context_tokens=Field(
+        0, "tokens of a whole rollout; 0 = what its limits can come to", at_least(0)
+    ),
+    temperature=Field(
+        1.0, "of sampling in training; evaluation is greedy", at_least(MIN_TEMPERATURE)
+    ),
+    top_p=Field(
+        1.0, "smallest probability mass kept when sampling; 1 = all", up_to(0, 1)
+    ),
+    max_concurrent=Field(
+        256,
+        "rollouts decoded at once on a host, in training and evaluation",
+        at_least(1),
+        may_change=True,
+    ),
+    cache_tokens=Field(
+        0,
+        "that the KV cache holds in all; 0 = max_concurrent x the longest rollout",
+        at_least(0),
+        may_change=True,
+    ),
+    page_tokens=Field(
+        128,
+        "of a page of the KV cache, where cache_tokens is set",
+        multiple_of(16, "a multiple of 16: whole tiles of an accelerator's memory"),
+        may_change=True,
+    ),
+    global_mesh=Field(
+        False,
+        "several hosts: decode with one program over all devices, for a model that no "
+        "host can hold; see BUILD.md",
+        may_change=True,
+    ),
+    extend_chunk=Field(
+        32,
+        "tokens of an observation that one call of the model reads for each row",
+        at_least(1),
+        may_change=True,
+    ),
+)
+
+CURATE = Section(
+    "Data stage: roll out train's questions with the stage's model and keep some.",
+    method=Field(
+        "segments",
+        "a key of METHODS in rsearch/stages/curate/run.py, or your own",
+        own_or(CURATE_METHODS),
+    ),
+    measure=Field(
+        "em",
+        "an answer is right with an 'em' or 'cover_em' of 1, or any 'f1' above 0",
+        one_of(("em", "cover_em", "f1")),
+    ),
+    order=Field(
+        "any",
+        "of the words of an answer in 'cover_em'",
+        one_of(("any", "contiguous", "substring")),
+    ),
+    max_words=Field(
+        0,
+        "an answer with more words is wrong, whatever measure; 0 = no limit",
+        at_least(0),
+    ),
+    normalize=Field("squad", "of answers", one_of(NORMALIZERS)),
+    rollouts=Field(
+        1, "of a question at most; later ones only until enough are kept", at_least(1)
+    ),
+    per_question=Field(1, "rollouts kept of a question at most", at_least(1)),
+    max_kept=Field(0, "questions kept, drawn by config.seed; 0 = all", at_least(0)),
+    first=Field(
+        "",
+        "'answerable': 'stage:<name>' takes that stage's rollouts as the first",
+        Bound(lambda x: x == "" or x.startswith(STAGE), "'' or 'stage:<name>'"),
+    ),
+    retry_temperature=Field(
+        1.2,
+        "'answerable': of further rollouts of questions that were wrong",
+        at_least(MIN_TEMPERATURE),
+    ),
+    retry_rollouts=Field(
+        10,
+        "'answerable': at most so many more, until one is right; 0 keeps all questions",
+        at_least(0),
+    ),
+    retry_searches=Field(
+        10, "'answerable': turns of these in which they may search", at_least(0)
+    ),
+    right_share=Field(
+        0.25,
+        "'answerable': of the questions right at first that are kept",
+        between(0, 1),
+    ),
+    easy_below=Field(
+        10, "'difficulty': rollouts until right; fewer are easy", at_least(1)
+    ),
+    hard_above=Field(
+        20, "'difficulty': more are hard, those between are medium", at_least(1)
+    ),
+    keep_unsolved=Field(
+        True, "'difficulty': a question never right is hard; False leaves it out"
+    ),
+    mix=Field(
+        ("easy 0:", "medium 0:", "hard 0:"),
+        "'mix': '[dataset] difficulty number' each: 'medium 200', 'hotpotqa hard 2000',"
+        " 'easy 0.5' for a share, 'medium 200:350' for those after the first 200",
+        matching(
+            MIX,
+            "texts such as 'medium 200', 'hotpotqa hard 2000', 'easy 0.5', "
+            "'hard 10:20'",
+        ),
+    ),
+    max_steps=Field(25, "'chains': Thought and Action pairs of a chain", at_least(1)),
+    max_retries=Field(
+        20, "'chains': unusable steps of a chain sampled again, in all", at_least(0)
+    ),
+    observations=Field(
+        "engine",
+        "'chains': come from the search 'engine', or from the 'gold' passages",
+        one_of(("engine", "gold")),
+    ),
+)
+
+SFT = Section(
+    "Supervised stage: cross-entropy on the policy's tokens of demonstrations.",
+    demonstrations=Field(
+        "world", "JSONL of {'question', 'turns'}, or 'world' = the embedded ones"
+    ),
+    steps=Field(360, "optimiser steps", at_least(0)),
+    batch_size=Field(64, "demonstrations a step", at_least(1)),
+    micro_batch=Field(
+        64, "demonstrations a forward and backward pass", at_least(1), may_change=True
+    ),
+    sequence_tokens=Field(
+        88, "tokens of a demonstration, padding included", at_least(2)
+    ),
+    lr=Field(3e-3, "peak learning rate", at_least(0)),
+    warmup_steps=Field(
+        20,
+        "steps of linear warm-up, the first with a rate of lr / warmup_steps",
+        at_least(0),
+    ),
+    decay=Field(False, "fall linearly to a tenth of lr at the last step"),
+    repeats=Field(
+        2, "of each world question, each with its own flaw or none", at_least(1)
+    ),
+    flawed_share=Field(
+        0.72, "of the world's demonstrations do not reach the answer", between(0, 1)
+    ),
+    guess_share=Field(
+        0.12, "of the flawed guess at once; the others search only once", between(0, 1)
+    ),
+    baseline_share=Field(
+        0.05, "further demonstrations that answer as 'direct' and 'rag'", between(0, 1)
+    ),
+    recall_share=Field(
+        0.0, "of flawless ones about known entities recall the facts", between(0, 1)
+    ),
+)
+
+RL = Section(
+    "Reinforcement stage. Sources of the formulas are in rsearch/learn.",
+    steps=Field(
+        16, "each: roll out, reward, updates_per_step optimiser steps", at_least(0)
+    ),
+    questions_per_step=Field(32, "groups a step", at_least(1)),
+    updates_per_step=Field(1, "optimiser steps on one step's rollouts", at_least(1)),
+    micro_batch=Field(
+        128, "rows a forward and backward pass", at_least(1), may_change=True
+    ),
+    lr=Field(6e-4, "peak learning rate", at_least(0)),
+    warmup_steps=Field(0, "optimiser steps of linear warm-up", at_least(0)),
+    decay=Field(False, "fall linearly to a tenth of lr at the last step"),
+    lr_first_step_zero=Field(
+        False,
+        "verl's schedule: warmup_steps are RL steps, and the first has a rate of 0",
+    ),
+    algorithm=Field(
+        "grpo",
+        "a rollout's reward is compared with its group's ('grpo', 'rloo'), with all of "
+        "the step's ('reinforce_pp'), with first one and then the other "
+        "('reinforce_pp_baseline'), or with a value model's estimate ('ppo')",
+        one_of(ALGORITHMS),
+    ),
+    advantage_mask=Field(
+        "policy",
+        "tokens of GAE, critic and whitening: the policy's, or all of the 'response'",
+        one_of(("policy", "response")),
+    ),
+    gamma=Field(1.0, "'ppo': discount of a reward, per token", between(0, 1)),
+    gae_lambda=Field(
+        1.0, "'ppo': 1 = whole returns, 0 = one token and then the value", between(0, 1)
+    ),
+    normalize_std=Field(True, "'grpo': divide by the group's standard deviation"),
+    std_eps=Field(1e-6, "'grpo': is added to that deviation", above(0)),
+    std_ddof=Field(
+        1, "'grpo': deviation of a sample (1) or a population (0)", between(0, 1)
+    ),
+    old_logprobs=Field(
+        "sampler",
+        "of the surrogate's ratio: the 'sampler's, or 'recompute' with the trainer",
+        one_of(("sampler", "recompute")),
+    ),
+    tis_cap=Field(
+        0.0,
+        "largest weight recomputed / sampled probability of a token; 0 = no weight",
+        at_least(0),
+    ),
+    ratio=Field(
+        "token",
+        "probability ratio of a 'token', or of the 'sequence' (GSPO)",
+        one_of(("token", "sequence")),
+    ),
+    clip_low=Field(0.2, "the ratio is kept above 1 - clip_low", inside(0, 1)),
+    clip_high=Field(0.2, "the ratio is kept below 1 + clip_high", above(0)),
+    dual_clip=Field(
+        0.0,
+        "a bad token's loss is at most this x -advantage; 0 = unbounded",
+        or_value(0, above(1)),
+    ),
+    kl_coef=Field(
+        0.0,
+        "weight of the divergence from the reference; 0 = there is no reference",
+        at_least(0),
+    ),
+    kl_kind=Field(
+        "k3",
+        "estimator of the divergence; in the loss 'k1' has no gradient on average and "
+        "only adds noise",
+        one_of(("k1", "k2", "k3")),
+    ),
+    kl_place=Field("loss", "where the divergence acts", one_of(("loss", "reward"))),
+    kl_controller=Field(
+        "fixed",
+        "'adaptive' moves kl_coef towards kl_target",
+        one_of(("fixed", "adaptive")),
+    ),
+    kl_target=Field(0.05, "'adaptive': nats per policy token", above(0)),
+    kl_gain=Field(
+        0.1, "'adaptive': share of the (clipped) error corrected a step", between(0, 1)
+    ),
+    loss_mean=Field(
+        "token",
+        "mean over all tokens, per 'sequence' first, per micro-batch first "
+        "('micro_token'), or 'constant': a sum over rows x loss_tokens",
+        one_of(("token", "sequence", "constant", "micro_token")),
+    ),
+    loss_tokens=Field(
+        0, "'constant': tokens a row; 0 = what a rollout's turns can be", at_least(0)
+    ),
+    entropy_coef=Field(
+        0.0, "weight of the entropy bonus, per token in nats", at_least(0)
+    ),
+    mask_retrieved=Field(True, "False: retrieved tokens are learnt too (an ablation)"),
+    mask_truncated=Field(False, "leave rollouts that a budget ended out of the loss"),
+    dynamic_sampling_rounds=Field(
+        0,
+        "rounds of further questions in place of those whose rollouts all earn the "
+        "same; those without spread are then left out of the loss. 0 = all are learnt",
+        at_least(0),
+    ),
+    memorise_coef=Field(
+        0.0, "weight (mu) of the memorised rows' log-likelihood; 0 = none", at_least(0)
+    ),
+    memorise_rows=Field(
+        64, "of the set T that an update learns from, at most", at_least(1)
+    ),
+)
+
+CRITIC = Section(
+    "The value model of rl.algorithm 'ppo', which starts from the policy's weights.",
+    lr=Field(1e-5, "peak learning rate", at_least(0)),
+    warmup_steps=Field(0, "optimiser steps of linear warm-up", at_least(0)),
+    max_grad_norm=Field(1.0, "global norm gradients are scaled down to", above(0)),
+    value_clip=Field(
+        0.5, "values move at most this far from the old ones; 0 = freely", at_least(0)
+    ),
+    pretrain_steps=Field(
+        0, "RL steps at the start in which it alone learns", at_least(0)
+    ),
+)
+
+OPTIM = Section(
+    "AdamW, in both stages.",
+    b1=Field(0.9, "decay of the first moment", from_below(0, 1)),
+    b2=Field(0.98, "decay of the second moment", from_below(0, 1)),
+    eps=Field(1e-8, "is added to the root of the second moment", above(0)),
+    weight_decay=Field(0.01, "per step, times the learning rate", at_least(0)),
+    max_grad_norm=Field(1.0, "global norm gradients are scaled down to", above(0)),
+    moments_dtype=Field("float32", "in which both moments rest", one_of(DTYPES)),
+)
 
 
-def _model():
-    """The network. With a source, its config.json gives the shape, not these fields."""
-    c = ConfigDict()
-    c.source = ""  # Hugging Face directory or hub id; "" = random weights, shape below
-    c.num_layers = 4  # decoder blocks
-    c.width = 128  # features of the residual stream
-    c.num_heads = 4  # query heads
-    c.num_kv_heads = 2  # key and value heads, shared by num_heads / num_kv_heads each
-    c.head_dim = 32  # features of one head; even, for the rotation
-    c.mlp_width = 384  # features inside the gated MLP
-    c.vocab_size = 0  # rows of the embedding; 0 = as many as the tokenizer has
-    c.rope_theta = 10_000.0  # base of the rotary wavelengths
-    c.tie_embeddings = True  # one matrix embeds tokens and makes logits
-    c.qkv_bias = False  # biases on query, key and value projections (qwen2: True)
-    c.dtype = "float32"  # of the computation; master weights are always float32
-    c.remat = False  # recompute activations in the backward pass: memory for time
-    c.logit_chunk = 1024  # tokens whose logits exist at once in training
-    # What rests in the memory of the hosts while it is not used: the weights that a
-    # stage began with ("reference"), Adam's moments ("optimizer").
-    c.offload = ()
-    # LoRA: a stage trains adapters beside the weights it began with, which stay as they
-    # are; when it has ended they are merged. 0 = it trains all weights.
-    c.lora_rank = 0  # features between an adapter's two matrices (r)
-    c.lora_alpha = 16.0  # an adapter's product is scaled by lora_alpha / lora_rank
-    c.lora_matrices = ("q", "k", "v", "o", "gate", "up", "down")  # that have one
-    return c
+def _role(name: str, meaning: str) -> Section:
+    """Return the section of a model beside the policy that gets chats and replies."""
+    is_only_evaluated = ROLES[name].is_only_evaluated
+    return Section(
+        meaning,
+        source=Field(
+            "",
+            "directory, hub id, 'world:judge' and such, 'stage:<name>' = what a stage "
+            "of this run trained, or the URL of an OpenAI-compatible endpoint; '' = "
+            "none",
+        ),
+        name=Field("", "of the model at an endpoint"),
+        max_concurrent=Field(
+            16,
+            "chats answered at once",
+            at_least(1),
+            may_change=name == "judge",  # the others' replies depend on the batch
+        ),
+        max_prompt_tokens=Field(
+            1024, "a longer chat counts as a failed call", at_least(1)
+        ),
+        max_reply_tokens=Field(64, "replies are cut there", at_least(1)),
+        temperature=Field(
+            0.0, "of sampling; 0 = greedy", or_value(0, at_least(MIN_TEMPERATURE))
+        ),
+        top_p=Field(
+            1.0, "smallest probability mass kept when sampling; 1 = all", up_to(0, 1)
+        ),
+        api_key_env=Field("", "environment variable with the key; '' = none"),
+        timeout_seconds=Field(60.0, "of one call of an endpoint", above(0)),
+        max_retries=Field(
+            4, "of a call that failed; then it counts as failed", at_least(0)
+        ),
+        may_change=is_only_evaluated,
+    )
 
 
-def _tokenizer():
-    """Text <-> token ids."""
-    c = ConfigDict()
-    c.source = "world"  # directory or hub id; "" = model.source; "world" = embedded
-    return c
+MODELS = Section(
+    "The models beside the policy, by their roles.",
+    judge=_role("judge", "Reward terms such as evidence_f1 ask it."),
+    rewriter=_role("rewriter", "It words as recalled what passages have taught."),
+    writer=_role("writer", "It writes observations; '' = passages are shown."),
+    answerer=_role("answerer", "It words the final answer; '' = as the policy did."),
+    reader=_role("reader", "It reads the policy's evidence; see eval.methods."),
+)
 
+MESH = Section(
+    "The devices; the product of the three is their number.",
+    may_change=True,
+    data=Field(
+        -1,
+        "copies of the model that share the batch; -1 = all remaining devices",
+        Bound(lambda x: x == -1 or x >= 1, "a number >= 1, or -1 for all remaining"),
+    ),
+    fsdp=Field(
+        1, "shards of the weights, between which the batch is split too", at_least(1)
+    ),
+    tensor=Field(1, "shards of each matrix product", at_least(1)),
+)
 
-def _protocol():
-    """How policy and search engine talk."""
-    c = ConfigDict()
-    c.name = "search_r1"  # a key of PROTOCOLS, or your own, "package.module:name"
-    # What a turn may call beside search, as <name> argument </name>: keys of TOOLS such
-    # as "open", or your own, "package.module:name". The prompt must tell the policy.
-    c.tools = ()
-    c.max_queries = 0  # rag_r1_mq: of a turn that are searched; 0 = as its prompt says
-    c.quotes_keep_commas = True  # rag_r1_mq: a comma in double quotes parts no queries
-    c.json_ascii = False  # rag_r1_mq: results are escaped to ASCII
-    c.instruction = placeholder(str)  # replaces the protocol's messages; {question}
-    c.system = placeholder(str)  # replaces the protocol's system message
-    c.invalid_message = placeholder(str)  # ... what a malformed turn is answered with
-    c.direct = placeholder(str)  # replaces the messages of method "direct"; {question}
-    c.rewrite = placeholder(str)  # ... of the rewriter; {document} and {question}
-    c.rag = placeholder(str)  # ... and of "rag"; {passages} and {question}
-    return c
+CHECKPOINT = Section(
+    "When progress is saved.",
+    may_change=True,
+    sft_steps=Field(60, "between two saves; the last is always saved", at_least(1)),
+    rl_steps=Field(2, "between two saves; the last is always saved", at_least(1)),
+    keep=Field(2, "newest checkpoints kept in a stage", at_least(1)),
+    grace_seconds=Field(
+        25.0, "for a save, once a signal says that the run must end", at_least(0.0)
+    ),
+    retry_seconds=Field(
+        600.0, "that a disk may refuse before the run ends", at_least(0.0)
+    ),
+)
 
+GUARDS = Section(
+    "When a stage stops because its numbers have gone wrong; None = no bound.",
+    may_change=True,
+    max_skipped=Field(
+        5, "updates in a row left out because a gradient is not finite", at_least(1)
+    ),
+    dumps=Field(3, "batches of such updates kept, in <stage>/skipped", at_least(0)),
+    on_collapse=Field(
+        "warn",
+        "where a measure is beyond a bound of these: 'warn', 'stop', or 'roll_back' to "
+        "the newest checkpoint from before that, and go on with other draws",
+        one_of(("warn", "stop", "roll_back")),
+    ),
+    max_roll_backs=Field(2, "of a stage; it stops then", at_least(0)),
+    patience=Field(3, "steps in a row that a measure is beyond it", at_least(1)),
+    min_entropy=Field(
+        None, "of the policy, nats a token", or_value(None, at_least(0.0)), kind=float
+    ),
+    max_empty=Field(
+        None,
+        "share of rollouts without an answer's text",
+        or_value(None, between(0, 1)),
+        kind=float,
+    ),
+    max_repeated=Field(
+        None,
+        "share of rollouts with the same turn twice",
+        or_value(None, between(0, 1)),
+        kind=float,
+    ),
+    max_kl=Field(
+        None,
+        "from the reference, nats a token",
+        or_value(None, at_least(0.0)),
+        kind=float,
+    ),
+    max_clipped=Field(
+        None,
+        "share of tokens whose ratio is clipped",
+        or_value(None, between(0, 1)),
+        kind=float,
+    ),
+)
 
-def _data():
-    """Questions."""
-    c = ConfigDict()
-    c.train = "world:train"  # file, hub id or "world:train"
-    c.dev = "world:dev"  # held-out questions: file, hub id or "world:dev"
-    c.fields_question = ""  # the record's question field; "" = as its format names it
-    c.fields_answers = ""  # the record's golden answers; "" likewise
-    c.fields_id = ""  # the record's id; "" likewise
-    c.max_train = 0  # questions used of train, from its start; 0 = all
-    c.max_dev = 0  # questions used of dev, from its start; 0 = all
-    c.decontaminate = False  # leaves training questions out that dev asks, too
-    c.on_bad = "raise"  # a bad record: "raise" names it, "skip" counts it
-    return c
+EVAL = Section(
+    "What is measured on dev; training does not look at it.",
+    may_change=True,
+    at_start=Field(True, "also before the first stage"),
+    every_steps=Field(
+        0,
+        "RL steps between dev scores in metrics.jsonl; 0 = only after stages",
+        at_least(0),
+    ),
+    methods=Field(
+        ("protocol", "direct", "rag"),
+        "after each stage: the policy's 'protocol', 'direct' and 'rag'; with "
+        "models.reader also 'evidence', 'reader_direct' and 'reader_rag'",
+        some_of(METHODS),
+    ),
+    answer_from=Field(
+        "finish",
+        "what models.answerer words: the text of 'finish', or the whole 'log'",
+        one_of(("finish", "log")),
+    ),
+    max_questions=Field(0, "of dev; 0 = all", at_least(0)),
+    normalize=Field("squad", "of answers", one_of(NORMALIZERS)),
+    examples=Field(3, "transcripts printed at the end", at_least(0)),
+)
 
-
-def _world():
-    """The embedded synthetic world; made from config.seed where "world" is named."""
-    c = ConfigDict()
-    c.people = 400  # each with a birthplace, an employer and a year of birth
-    c.films = 300  # each with a director and a year
-    c.companies = 60  # each with a seat
-    c.cities = 60  # each with a country
-    c.train_questions = 1_400  # to learn from
-    c.dev_questions = 200  # held out, about unseen heads
-    c.kinds = ("single", "bridge", "three_hop", "four_hop")  # of questions
-    c.kinds += ("comparison", "unanswerable")  # ... no passage answers the last
-    c.known_share = 0.2  # of the entities are famous: pretraining teaches their facts
-    c.missing_share = 0.15  # of the people lack a fact; where "unanswerable" is asked
-    c.distractors = 100  # passages about near-homonyms, which no question is about
-    return c
-
-
-def _retrieval():
-    """The corpus, its index and how it is asked."""
-    c = ConfigDict()
-    c.corpus = "world"  # JSONL of {"id", "contents"}; "" = the index's; "world"
-    c.corpus_cache = ""  # directory for the corpus's offsets; "" = beside the corpus
-    c.index = ""  # directory written by rsearch.index; the world needs none
-    c.sharded = False  # several hosts: each holds its share of the index's parts
-    c.timeout_seconds = 25.0  # ... in which all have answered, or a search has failed
-    # "package.module:name" of a function of your own, (queries) -> for each the
-    # passages, best first, or None where its search failed. "" = corpus and index.
-    c.engine = ""
-    c.url = ""  # of a retrieval service that is asked in place of an index
-    # Its dialect: "search_r1", "r1_searcher", "rearag", or "serper" for the open web.
-    c.api = "search_r1"
-    c.fetch_pages = False  # "serper": passages are what the pages say, not snippets
-    c.page_chars = 2000  # ... of a page that are kept
-    c.api_key_env = ""  # environment variable with its key; "" = none
-    c.max_retries = 3  # further calls after one that failed in a way that may pass
-    c.outage_seconds = 300.0  # that it may be away before the run is saved and ends
-    c.search_seconds = 1800.0  # any search that takes longer is stuck: the run ends so
-    c.encoder = "hashed"  # "hashed" n-grams, or a directory or hub id of a BERT model
-    c.family = "minilm"  # prefixes and pooling of the encoder: "minilm", "e5", "bge"
-    c.max_query_tokens = 0  # of an encoded question, the rest is cut; 0 = the model's
-    c.max_passage_tokens = 0  # likewise, of a passage, as the index was built
-    c.top_k = 1  # passages for one query
-    c.reranker = ""  # directory or hub id of a BERT cross-encoder; "" = none
-    c.rerank_from = 10  # passages for one query that it puts in order
-    c.cache_size = 10_000  # queries whose results are remembered; 0 = none
-    c.hashed_dim = 512  # features of the hashed encoder's vectors
-    # How config.writer is asked: by ReaRAG's code, or in the words of its paper's time.
-    c.writing = "context_only"  # "context_only" or "unless_comparison"
-    return c
-
-
-def _rollout():
-    """Sampling conversations: prompt, then turns and observations in alternation."""
-    c = ConfigDict()
-    c.group_size = 8  # rollouts of one question (G)
-    c.max_searches = 2  # turns in which it may search or call a tool; one more follows
-    c.forced_final_turn = True  # False: no turn follows the last search
-    c.on_invalid = "message"  # malformed turn: a "message" where it has one, or "end"
-    c.max_turn_tokens = 18  # tokens the policy may write in one turn
-    c.max_observation_tokens = 22  # tokens of retrieved text for one query
-    c.cut_tags = False  # the tags count as retrieved text, and the closing one is cut
-    c.max_prompt_tokens = 16  # questions with longer prompts are left out and listed
-    c.context_tokens = 0  # tokens of a whole rollout; 0 = what the above can come to
-    c.temperature = 1.0  # of sampling in training; evaluation is greedy
-    c.top_p = 1.0  # smallest probability mass kept when sampling; 1 = everything
-    c.slots = 256  # rows decoded at once, in training and evaluation
-    c.cache_tokens = 0  # that all slots hold together; 0 = slots x the longest rollout
-    c.page_tokens = 128  # of a page of that cache, where cache_tokens is set
-    c.together = False  # several hosts: one program over all devices; see BUILD.md
-    c.extend_chunk = 32  # given tokens that a call of the model reads for each row
-    return c
-
-
-def _guards():
-    """When a stage stops because its numbers have gone wrong; None = no bound."""
-    c = ConfigDict()
-    # Updates in a row that are left out, for a gradient that is not finite.
-    c.max_skipped = 5
-    c.dumps = 3  # batches of such updates that are kept, in <stage>/skipped
-    # Where a measure is beyond a bound of these: "warn", "stop", or "roll_back" to the
-    # newest checkpoint from before that, and go on with other draws.
-    c.on_collapse = "warn"
-    c.max_roll_backs = 2  # of a stage; it stops then
-    c.patience = 3  # steps in a row that it is
-    c.min_entropy = placeholder(float)  # of the policy, nats a token
-    c.max_empty = placeholder(float)  # share of rollouts without an answer's text
-    c.max_repeated = placeholder(float)  # ... with the same turn twice
-    c.max_kl = placeholder(float)  # from the reference, nats a token
-    c.max_clipped = placeholder(float)  # share of tokens whose ratio is clipped
-    return c
-
-
-def _curate():
-    """Data stage: rolls out train's questions with the stage's model and keeps some."""
-    c = ConfigDict()
-    # A key of METHODS in rsearch/stages/curate/run.py, or "package.module:name".
-    c.method = "segments"
-    c.measure = "em"  # right is: "em" or "cover_em" of 1, or any "f1" above 0
-    c.order = "any"  # of words in "cover_em": "any", "contiguous" or "substring"
-    c.max_words = 0  # a longer answer is wrong, whatever the measure; 0 = no limit
-    c.normalize = "squad"  # of answers: "squad" or "r1_searcher"
-    c.rollouts = 1  # of a question at most; further ones only until enough is kept
-    c.per_question = 1  # rollouts kept of a question at most
-    c.max_kept = 0  # questions kept, drawn by config.seed; 0 = all
-    c.first = ""  # "stage:<name>": its rollouts are the first; "answerable"
-    c.retry_temperature = 1.2  # of the wrong ones' further rollouts; "answerable"
-    c.retry_rollouts = 10  # ... how many at most, until one is right; 0 keeps them all
-    c.retry_searches = 10  # ... turns of each in which it may search
-    c.right_share = 0.25  # of the questions right at first that are kept; likewise
-    c.easy_below = 10  # rollouts until right: fewer are easy; "difficulty"
-    c.hard_above = 20  # ... more are hard, and those between medium
-    c.keep_unsolved = True  # a question never right is hard; False leaves it out
-    # "[dataset] difficulty number" each: "medium 200", "hotpotqa hard 2000", "easy 0.5"
-    # for a share, "medium 200:350" for those after the first 200.
-    c.mix = ("easy 0:", "medium 0:", "hard 0:")
-    c.max_steps = 25  # Thought and Action pairs of a chain; "chains"
-    c.max_retries = 20  # unusable steps of a chain that are sampled again, in all
-    c.observations = "engine"  # found by the "engine", or in the "gold" passages
-    return c
-
-
-def _sft():
-    """Supervised stage: cross-entropy on the policy's tokens of demonstrations."""
-    c = ConfigDict()
-    c.demonstrations = "world"  # JSONL of {"question", "turns"}; "world" = embedded
-    c.steps = 360  # optimiser steps
-    c.batch_size = 64  # demonstrations a step
-    c.micro_batch = 64  # demonstrations a forward and backward pass
-    c.sequence_tokens = 88  # tokens of a demonstration, padding included
-    c.lr = 3e-3  # peak learning rate
-    c.warmup_steps = 20  # steps of linear warm-up, the first of lr / warmup_steps
-    c.decay = False  # fall linearly to a tenth of lr at the last step
-    c.repeats = 2  # of each world question, each with its own flaw or none
-    c.flawed_share = 0.72  # of the world's demonstrations do not find the answer
-    c.guess_share = 0.12  # of the flawed guess at once; the others search only once
-    c.baseline_share = 0.05  # further ones that answer as "direct" and "rag" do
-    c.recall_share = 0.0  # of flawless ones about the famous recall what they know
-    return c
-
-
-def _rl():
-    """Reinforcement stage. Sources of the formulas are in rsearch/learn."""
-    c = ConfigDict()
-    c.steps = 16  # each: roll out, reward, updates_per_step optimiser steps
-    c.questions_per_step = 32  # groups a step
-    c.updates_per_step = 1  # optimiser steps on one step's rollouts
-    c.micro_batch = 128  # rows a forward and backward pass
-    c.lr = 6e-4  # peak learning rate
-    c.warmup_steps = 0  # optimiser steps of linear warm-up
-    c.decay = False  # fall linearly to a tenth of lr at the last step
-    # verl's schedule: warmup_steps are RL steps, and the first of them has a rate of 0.
-    c.lr_first_step_zero = False
-    # A rollout's reward compared with its group's ("grpo", "rloo"), with all of the
-    # step's ("reinforce_pp"), with first the one and then the other
-    # ("reinforce_pp_baseline"), or with what a value model expected ("ppo").
-    c.algorithm = "grpo"
-    c.advantage_mask = "policy"  # GAE, critic, whitening: "policy" or "response" tokens
-    c.gamma = 1.0  # of "ppo": discount of a reward, per token
-    c.gae_lambda = 1.0  # of "ppo": 1 = whole returns, 0 = one token and then the value
-    c.normalize_std = True  # of "grpo": divide by the group's standard deviation
-    c.std_eps = 1e-6  # ... and add this to that deviation
-    c.std_ddof = 1  # ... which is the sample's (1) or the population's (0)
-    c.behavior = "sampled"  # log-probs: as "sampled", or "scored" by the trainer
-    c.tis_cap = 0.0  # weight scored / sampled probability, at most this; 0 = none
-    c.ratio = "token"  # probability ratio of a "token", or of the "sequence" (GSPO)
-    c.clip_low = 0.2  # the probability ratio is kept above 1 - clip_low
-    c.clip_high = 0.2  # ... and below 1 + clip_high
-    c.dual_clip = 0.0  # a bad token's loss is at most this x -advantage; 0 = unbounded
-    c.kl_coef = 0.0  # weight of the divergence from the reference; 0 = no reference
-    # Estimator of it. In the loss "k1" has no gradient on average: it only adds noise.
-    c.kl_kind = "k3"  # "k1", "k2" or "k3"
-    c.kl_place = "loss"  # where it acts: "loss" or "reward"
-    c.kl_controller = "fixed"  # "adaptive" moves kl_coef towards kl_target
-    c.kl_target = 0.05  # of "adaptive": nats per policy token
-    c.kl_gain = 0.1  # ... share of its (clipped) error that an update corrects
-    # Mean over all tokens, per "sequence" first, per micro-batch first ("micro_token"),
-    # or "constant": a sum over rows x loss_tokens.
-    c.loss_mean = "token"
-    c.loss_tokens = 0  # of "constant"; 0 = what a rollout's turns can come to
-    c.entropy_coef = 0.0  # weight of the entropy bonus, per token in nats
-    c.mask_retrieved = True  # False: retrieved tokens are learnt too (an ablation)
-    c.mask_truncated = False  # leave rollouts that a budget ended out of the loss
-    # Rounds of further questions in place of those whose rollouts all earn the same;
-    # what still has no spread then is left out of the loss. 0 = all are learnt from.
-    c.refill_rounds = 0
-    c.memorise_coef = 0.0  # weight (mu) of the memorised rows' log-likelihood; 0 = none
-    c.memorise_rows = 64  # of the set T that an update learns from, at most
-    return c
-
-
-def _critic():
-    """The value model of rl.algorithm "ppo", which starts from the policy's weights."""
-    c = ConfigDict()
-    c.lr = 1e-5  # peak learning rate
-    c.warmup_steps = 0  # optimiser steps of linear warm-up
-    c.max_grad_norm = 1.0  # global norm that gradients are scaled down to
-    c.value_clip = 0.5  # values move at most this far from the old ones; 0 = freely
-    c.pretrain_steps = 0  # RL steps at the start in which it alone learns
-    return c
-
-
-def _asked_model():
-    """A model beside the policy that gets chats and replies."""
-    c = ConfigDict()
-    # Directory, hub id, "world:judge" and such, "stage:<name>" = what a stage of this
-    # run trained, or the http(s) URL of an OpenAI-compatible endpoint; "" = none.
-    c.source = ""
-    c.name = ""  # of the model at an endpoint
-    c.slots = 16  # chats answered at once
-    c.max_prompt_tokens = 1024  # a longer chat counts as a failed call
-    c.max_reply_tokens = 64  # replies are cut there
-    c.temperature = 0.0  # of sampling; 0 = greedy
-    c.top_p = 1.0  # smallest probability mass kept when sampling; 1 = everything
-    c.api_key_env = ""  # environment variable with an endpoint's key; "" = none
-    c.timeout_seconds = 60.0  # of one call of an endpoint
-    c.max_retries = 4  # of a call that failed; then it counts as failed
-    return c
-
-
-def _optim():
-    """AdamW, in both stages."""
-    c = ConfigDict()
-    c.b1 = 0.9  # decay of the first moment
-    c.b2 = 0.98  # decay of the second moment
-    c.eps = 1e-8  # added to the root of the second moment
-    c.weight_decay = 0.01  # per step, times the learning rate
-    c.max_grad_norm = 1.0  # global norm that gradients are scaled down to
-    c.moments_dtype = "float32"  # as both moments rest: "float32" or "bfloat16"
-    return c
-
-
-def get_config():
-    """The defaults, locked: a recipe can set fields and cannot invent them."""
-    c = ConfigDict()
-    c.name = "base"  # the recipe's name, in reports
-    c.seed = 0  # of weights, data order, sampling and the world
-    c.stages = ("rl",)  # in order; "curate", "sft", "rl", or such a word and "_<name>"
-    c.overrides = ConfigDict()  # {stage: {section: {field: value}}}: what differs in it
-    c.trains = "policy"  # whose weights a stage trains: the "policy" or "rewriter"
-    c.model = _model()
-    c.tokenizer = _tokenizer()
-    c.protocol = _protocol()
-    c.data = _data()
-    c.world = _world()
-    c.retrieval = _retrieval()
-    c.rollout = _rollout()
-    c.curate = _curate()
-    c.sft = _sft()
-    c.rl = _rl()
-    c.critic = _critic()
-    c.optim = _optim()
-    # Term -> its settings; the reward is the weighted sum. A recipe replaces the whole;
-    # --config.reward.searched.weight=0.1 adds a term. A function of your own:
+FIELDS = Section(
+    "A run.",
+    name=Field("base", "the recipe's name, in reports"),
+    seed=Field(
+        0, "of weights, data order, sampling and the world", between(0, 2**31 - 1)
+    ),
+    stages=Field(
+        ("rl",),
+        "in order; 'curate', 'sft', 'rl', or such a word and '_<name>'",
+        Bound(
+            lambda x: 0 < len(x) == len(set(x)) and all(map(is_stage, x)),
+            "names, each once: 'rl' or 'rl_<word>', likewise 'sft' and 'curate'",
+        ),
+    ),
+    overrides=Field(
+        {}, "{stage: {section: {field: value}}} of what differs in a stage"
+    ),
+    trains=Field(
+        "policy", "whose weights a stage trains", one_of(("policy", "rewriter"))
+    ),
+    model=MODEL,
+    tokenizer=TOKENIZER,
+    protocol=PROTOCOL,
+    data=DATA,
+    world=WORLD,
+    retrieval=RETRIEVAL,
+    rollout=ROLLOUT,
+    curate=CURATE,
+    sft=SFT,
+    rl=RL,
+    critic=CRITIC,
+    optim=OPTIM,
+    # A function of your own:
     # c.reward.mentions = {"term": "my_rewards:mentions", "pattern": "x"}, called as
     # mentions(question, rollouts, pattern="x"); see rsearch/rewards/terms.py.
-    c.reward = ConfigDict({"answer_em": {"weight": 1.0}})
-    c.judge = _asked_model()  # that reward terms ask, such as evidence_f1
-    c.rewriter = _asked_model()  # that words what was learnt from passages as recalled
-    c.writer = _asked_model()  # that writes observations from passages; "" = they show
-    c.answerer = _asked_model()  # that words the final answer; "" = as the policy did
-    c.reader = _asked_model()  # that is given the policy's evidence; see eval.methods
-    c.mesh = ConfigDict()  # devices; the product of the three is their number
-    c.mesh.data = -1  # copies of the model that share the batch; -1 = all remaining
-    c.mesh.fsdp = 1  # parts the weights are cut into; these share the batch too
-    c.mesh.tensor = 1  # parts each matrix product is cut into
-    c.checkpoint = ConfigDict()
-    c.checkpoint.sft_steps = 60  # steps between two saves; the last is always saved
-    c.checkpoint.rl_steps = 2  # likewise
-    c.checkpoint.keep = 2  # newest checkpoints kept in a stage
-    c.checkpoint.grace_seconds = 25.0  # for a save, once a signal says that it must end
-    c.checkpoint.retry_seconds = 600.0  # that a disk may refuse, before the run ends
-    c.guards = _guards()
-    c.eval = ConfigDict()
-    c.eval.at_start = True  # also before the first stage
-    c.eval.every_steps = 0  # of RL, dev scores in metrics.jsonl; 0 = only after stages
-    # Which, after each stage: of the policy "protocol", "direct" and "rag"; of
-    # config.reader "evidence", "reader_direct" and "reader_rag".
-    c.eval.methods = ("protocol", "direct", "rag")
-    c.eval.answer_from = "finish"  # what config.answerer words: "finish", or the "log"
-    c.eval.max_questions = 0  # of dev; 0 = all
-    c.eval.normalize = "squad"  # of answers: "squad" or "r1_searcher"
-    c.eval.examples = 3  # transcripts printed at the end
-    c.log_every = 1  # RL steps between printed lines; metrics.jsonl has every step
-    return c.lock()
+    reward=Field(
+        {"answer_em": {"weight": 1.0}},
+        "{term: its settings}; the reward is their weighted sum. A recipe replaces it; "
+        "--config.reward.searched.weight=0.1 adds a term",
+        Bound(lambda x: len(x) > 0, "at least one term with its settings"),
+    ),
+    models=MODELS,
+    mesh=MESH,
+    checkpoint=CHECKPOINT,
+    guards=GUARDS,
+    eval=EVAL,
+    log_every=Field(
+        1,
+        "RL steps between printed lines; metrics.jsonl has every step",
+        at_least(1),
+        may_change=True,
+    ),
+)
+
+
+def get_config() -> ConfigDict:
+    """Return the defaults, locked: a recipe can set fields and cannot invent them."""
+    return FIELDS.config().lock()

@@ -114,7 +114,7 @@ def at_full_scale(c, words):
         max_prompt_tokens=768,
         max_turn_tokens=512,
         max_observation_tokens=1024,
-        slots=64,
+        max_concurrent=64,
         extend_chunk=256,
     )
     # 16 rollouts of 64 questions are 1024 rows, 256 of them an update; one epoch.
@@ -147,7 +147,7 @@ def at_full_scale(c, words):
 def parity(c, words):
     """What the public code does where the paper says otherwise, or nothing."""
     c.rollout.top_p = 0.95
-    c.rl.behavior = "scored"
+    c.rl.old_logprobs = "recompute"
     if not words.tiny:
         c.retrieval.index = "indexes/hotpotqa_abstracts_bge_large"
     if words.algorithm == "reinforce_pp":

@@ -82,7 +82,7 @@ def method(c, words):
     if not words.no_memory:
         c.rl.memorise_coef = 0.1
         if "sft_rewriter" in c.stages:
-            c.rewriter.source = "stage:sft_rewriter"
+            c.models.rewriter.source = "stage:sft_rewriter"
     c.eval.normalize = "r1_searcher"
 
 
@@ -101,21 +101,23 @@ def at_full_scale(c, words):
         max_turn_tokens=512,
         max_observation_tokens=1024,
         top_p=0.95,
-        slots=64,
+        max_concurrent=64,
         extend_chunk=256,
     )
     # 16 rollouts of 64 questions are one update of 1024 rows; one epoch.
     c.rl.update(questions_per_step=64, steps=8142 // 64, micro_batch=4, lr=2e-6)
-    c.rl.behavior = "scored"
+    c.rl.old_logprobs = "recompute"
     # 805 demonstrations: 720 of HotpotQA, 85 of 2WikiMultiHopQA; six epochs.
     c.sft.update(batch_size=64, micro_batch=4, steps=6 * 805 // 64, lr=2e-5)
     c.sft.update(sequence_tokens=8192, warmup_steps=0)
-    c.rewriter.update(max_prompt_tokens=6144, max_reply_tokens=2048, slots=32)
+    c.models.rewriter.update(
+        max_prompt_tokens=6144, max_reply_tokens=2048, max_concurrent=32
+    )
 
 
 def parity(c, words):
     """What R1-Searcher's public code does; this method's own was never published."""
-    c.rl.behavior = "scored"
+    c.rl.old_logprobs = "recompute"
     c.rollout.top_p = 0.95
     c.rl.algorithm = "reinforce_pp_baseline"
     reward = c.reward.to_dict()
@@ -140,7 +142,9 @@ def tiny(c, words):
         c.rl.memorise_coef = 0.002
     if not words.no_group:
         c.reward.group_fewest_searches.weight = 0.3
-    c.rewriter.update(slots=32, max_prompt_tokens=96, max_reply_tokens=40)
+    c.models.rewriter.update(
+        max_concurrent=32, max_prompt_tokens=96, max_reply_tokens=40
+    )
     # A hundred answers that all recall: enough to be shown how, too few for more.
     c.sft.update(steps=8, lr=2e-4)
     stages = c.overrides.to_dict()

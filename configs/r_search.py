@@ -82,7 +82,7 @@ def at_full_scale(c, words):
         max_prompt_tokens=1024,
         max_turn_tokens=500,
         max_observation_tokens=1800,
-        slots=80 if is_grpo else 64,
+        max_concurrent=80 if is_grpo else 64,
         extend_chunk=256,
     )
     # 256 questions a step; a warm-up of 0.95 of 195 steps.
@@ -90,9 +90,9 @@ def at_full_scale(c, words):
     c.rl.update(lr=1e-6, warmup_steps=185)
     c.critic.update(lr=1e-5, warmup_steps=9)  # 0.05 of the steps
     if not words.no_evidence:
-        c.judge.update(
+        c.models.judge.update(
             source=JUDGE,
-            slots=64,
+            max_concurrent=64,
             max_prompt_tokens=1024,
             max_reply_tokens=512,
             temperature=0.1,
@@ -103,7 +103,7 @@ def at_full_scale(c, words):
 def parity(c, words):
     """What the public code does where the paper says otherwise, or nothing."""
     c.rollout.top_p = 0.95
-    c.rl.update(behavior="scored", entropy_coef=0.001, loss_mean="micro_token")
+    c.rl.update(old_logprobs="recompute", entropy_coef=0.001, loss_mean="micro_token")
     c.rl.update(advantage_mask="response", lr_first_step_zero=True)
     reward = c.reward.to_dict()
     whole = {"scope": "transcript"}
@@ -131,5 +131,5 @@ def tiny(c, words):
     if words.algorithm == "ppo":
         tiny_world.ppo(c)
     if not words.no_evidence:
-        c.judge.update(source="world:judge", slots=128)
-        c.judge.update(max_prompt_tokens=128, max_reply_tokens=16)
+        c.models.judge.update(source="world:judge", max_concurrent=128)
+        c.models.judge.update(max_prompt_tokens=128, max_reply_tokens=16)

@@ -91,7 +91,7 @@ def at_full_scale(c, words):
         max_prompt_tokens=1024,
         max_turn_tokens=500,
         max_observation_tokens=1000,  # for each query of a turn
-        slots=32 if words.algorithm == "ppo" else 40,
+        max_concurrent=32 if words.algorithm == "ppo" else 40,
         extend_chunk=256,
     )
     c.rl.update(steps=500, questions_per_step=512, updates_per_step=4, micro_batch=2)
@@ -111,7 +111,7 @@ def at_full_scale(c, words):
     asked = {"data": {"max_train": 20_000}}
     stages = c.overrides.to_dict()
     # Beside the teacher's weights devices of 80 GB have no room for as many rows.
-    fewer = {"slots": 16, "group_size": 1}
+    fewer = {"max_concurrent": 16, "group_size": 1}
     stages["curate_sft"] |= teacher | asked | {"rollout": fewer}
     # Ten searches must fit the teacher's context.
     shorter = {"max_observation_tokens": 500} if is_mq else {}
@@ -125,7 +125,7 @@ def at_full_scale(c, words):
 def parity(c, words):
     """What the public code does where the paper says otherwise, or nothing."""
     c.rollout.top_p = 0.95
-    c.rl.update(behavior="scored", entropy_coef=0.001, loss_mean="micro_token")
+    c.rl.update(old_logprobs="recompute", entropy_coef=0.001, loss_mean="micro_token")
     c.rl.update(advantage_mask="response", lr_first_step_zero=True)
     c.eval.normalize = "r1_searcher"
     with c.unlocked():

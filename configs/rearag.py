@@ -162,7 +162,7 @@ def method(c, words):
         c.overrides = ConfigDict({"curate": {"curate": chains}})
     c.sft.demonstrations = "stage:curate"
     c.eval.answer_from = "finish"
-    c.retrieval.writing = "unless_comparison"
+    c.retrieval.writer_prompt = "unless_comparison"
     c.rollout.max_searches = 14  # and a last step: fifteen
 
 
@@ -182,16 +182,16 @@ def at_full_scale(c, words):
         max_prompt_tokens=1024,
         max_turn_tokens=1024,
         max_observation_tokens=256,
-        slots=32,
+        max_concurrent=32,
         extend_chunk=256,
     )
     # About 20,000 chains, two epochs; neither rate nor epochs are published.
     c.sft.update(batch_size=64, micro_batch=4, steps=2 * 20_000 // 64)
     c.sft.update(lr=1e-5, warmup_steps=30, decay=True, sequence_tokens=8192)
     asked = {"source": full_scale.ENDPOINT, "name": ENGINE}
-    c.writer.update(temperature=0.95, top_p=0.7, max_reply_tokens=1024, **asked)
-    c.writer.max_prompt_tokens = 4096
-    c.answerer.update(temperature=0.8, top_p=0.7, max_reply_tokens=64, **asked)
+    c.models.writer.update(temperature=0.95, top_p=0.7, max_reply_tokens=1024, **asked)
+    c.models.writer.max_prompt_tokens = 4096
+    c.models.answerer.update(temperature=0.8, top_p=0.7, max_reply_tokens=64, **asked)
     stages = c.overrides.to_dict()
     if not words.no_reasoning:
         stages["curate"] |= {
@@ -217,19 +217,19 @@ def parity(c, words):
     with c.unlocked():
         c.overrides = ConfigDict(stages)
     c.eval.answer_from = "log"
-    c.retrieval.writing = "context_only"
+    c.retrieval.writer_prompt = "context_only"
     if not words.tiny:
-        c.writer.top_p = 0.9
+        c.models.writer.top_p = 0.9
         c.retrieval.reranker = ""
 
 
 def tiny(c, words):
     """The embedded world."""
     tiny_world.sizes(c)
-    c.retrieval.writing = "context_only"  # the words its writer was taught in
-    asked = {"source": "world:expert", "slots": 128, "max_reply_tokens": 32}
-    c.writer.update(max_prompt_tokens=80, **asked)
-    c.answerer.update(max_prompt_tokens=160, **asked)
+    c.retrieval.writer_prompt = "context_only"  # the words its writer was taught in
+    asked = {"source": "world:expert", "max_concurrent": 128, "max_reply_tokens": 32}
+    c.models.writer.update(max_prompt_tokens=80, **asked)
+    c.models.answerer.update(max_prompt_tokens=160, **asked)
     stages = c.overrides.to_dict()
     stages["curate"]["curate"] |= {"max_steps": 5, "max_retries": 4}
     stages["curate"]["data"] = {"max_train": 512}

@@ -76,7 +76,7 @@ def at_full_scale(c, words):
         max_prompt_tokens=1024,
         max_turn_tokens=500,
         max_observation_tokens=500,
-        slots=128 if is_ppo else 160,
+        max_concurrent=128 if is_ppo else 160,
         extend_chunk=256,
     )
     # Batches of 512 questions, 256 of them an update.
@@ -89,7 +89,7 @@ def at_full_scale(c, words):
 def parity(c, words):
     """What the public code does where the paper says otherwise, or nothing."""
     is_ppo = words.algorithm == "ppo"
-    c.rl.update(behavior="scored", entropy_coef=0.001, loss_mean="micro_token")
+    c.rl.update(old_logprobs="recompute", entropy_coef=0.001, loss_mean="micro_token")
     c.rl.update(advantage_mask="response", lr_first_step_zero=True)
     c.rollout.cut_tags = True
     if not is_ppo:

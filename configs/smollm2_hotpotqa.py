@@ -40,7 +40,7 @@ def get_config():
     )
     c.rollout.update(
         group_size=4,
-        slots=16,
+        max_concurrent=16,
         max_searches=2,
         max_prompt_tokens=256,
         max_turn_tokens=96,

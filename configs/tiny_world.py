@@ -20,7 +20,7 @@ def sizes(c):
     # hops, or four facts recalled in one turn, is said beside the answer.
     longest = 64 if c.protocol.name == "r_search" else 40
     c.rollout.update(
-        slots=64,
+        max_concurrent=64,
         max_searches=4,
         max_prompt_tokens=24,
         max_turn_tokens=longest,

@@ -15,8 +15,8 @@ gives one JSON object:
 
 `evidence` is what the policy has written down of the passages for whoever answers the
 question, null where there is none; `answer` is its own, or as the recipe's
-config.answerer words it; `passages` are all that it was shown, each with id, title and
-text; `outcome` says how it ended. From Python: `SearchTool(config)`.
+config.models.answerer words it; `passages` are all that it was shown, each with id,
+title and text; `outcome` says how it ended. From Python: `SearchTool(config)`.
 
 An index has to be built with the encoder and the token limits that the recipe names;
 for one with the encoder's own, --config.retrieval.max_query_tokens=0 and
@@ -234,7 +234,7 @@ def tool_config(
         # Nothing is trained: no rule of the training stages applies.
         "stages": ("curate",),
         "rollout.group_size": 1,
-        "rollout.slots": slots,
+        "rollout.max_concurrent": slots,
     }
     if not keeps_mesh:
         changes |= {"mesh.data": -1, "mesh.fsdp": 1, "mesh.tensor": 1}
@@ -304,8 +304,8 @@ def main(argv) -> int:
     keeps_mesh = any(word.startswith("--config.mesh.") for word in argv)
     flags = {word.partition("=")[0] for word in argv}
     chosen = {name: values[name] for name in names}
-    if "--config.rollout.slots" in flags and "--slots" not in flags:
-        chosen["slots"] = recipe.rollout.slots
+    if "--config.rollout.max_concurrent" in flags and "--slots" not in flags:
+        chosen["slots"] = recipe.rollout.max_concurrent
     config = tool_config(recipe, **chosen, keeps_mesh=keeps_mesh)
     if values["print_config"]:
         print_config(config)

@@ -37,7 +37,7 @@ SIZES = {
     "rollout.max_prompt_tokens": 40,
     "rollout.max_turn_tokens": 24,
     "rollout.max_observation_tokens": 24,
-    "rollout.slots": 8,
+    "rollout.max_concurrent": 8,
     "rollout.group_size": 2,
     "rollout.temperature": 1.0,
     "sft.steps": 60,  # enough for a policy that searches and answers
@@ -65,7 +65,7 @@ PPO = {  # with a value model, a KL in the rewards, and a coefficient that moves
     "rl__kl_place": "reward",
     "rl__kl_kind": "k1",
     "rl__kl_controller": "adaptive",
-    "rl__behavior": "scored",
+    "rl__old_logprobs": "recompute",
     "critic__lr": 1e-3,
 }
 

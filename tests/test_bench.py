@@ -159,7 +159,7 @@ def test_a_step_is_split_into_its_parts(tmp_path, capsys):
         "rl.questions_per_step": 4,
         "rl.micro_batch": 8,
         "rollout.group_size": 2,
-        "rollout.slots": 8,
+        "rollout.max_concurrent": 8,
         "retrieval.top_k": 1,
     }
     fields = [f"--config.{name}={value}" for name, value in small.items()]

@@ -56,7 +56,7 @@ MODEL = pretrained.Pretraining(
 
 SIZES = {
     **{f"world.{name}": value for name, value in WORLD.items()},
-    "rollout.slots": 16,
+    "rollout.max_concurrent": 16,
     "rollout.group_size": 4,
     "rollout.max_searches": 2,
     "curate.retry_searches": 2,
@@ -84,7 +84,7 @@ FORM = {"answer_em": {}, "format_ok": {"good": 0.1, "bad": 0.0}}
 KL = {"rl.kl_coef": 0.1}  # large enough to be seen
 RECIPES = {
     "quickstart": {
-        "rl.refill_rounds": 1,
+        "rl.dynamic_sampling_rounds": 1,
         "rollout.max_prompt_tokens": 24,
         "rollout.max_turn_tokens": 32,
         "rollout.max_observation_tokens": 24,
@@ -109,10 +109,14 @@ RECIPES = {
         "overrides.curate_rewriter.curate.rollouts": 16,
         "overrides.sft_rewriter.sft.steps": 2,
         "overrides.sft_rewriter.sft.lr": 0.3,
-        "rewriter.slots": 1,  # batches of one size, whose programs are compiled once
+        # Batches of one size, whose programs are compiled once.
+        "models.rewriter.max_concurrent": 1,
     },
-    "r_search:tiny": {**KL, "judge.slots": 16},
-    "rearag:tiny": {"writer.slots": 16, "answerer.slots": 16},
+    "r_search:tiny": {**KL, "models.judge.max_concurrent": 16},
+    "rearag:tiny": {
+        "models.writer.max_concurrent": 16,
+        "models.answerer.max_concurrent": 16,
+    },
 }
 PLACES = {  # devices of a host, (data, fsdp, tensor), hosts
     "one device": (1, (1, 1, 1), 1),
@@ -155,7 +159,7 @@ LITTLE = {
     "sft.sequence_tokens": 96,
     "rl.updates_per_step": 1,
     "rl.memorise_rows": 8,
-    **dict.fromkeys(("writer.source", "answerer.source"), ""),
+    **dict.fromkeys(("models.writer.source", "models.answerer.source"), ""),
 }
 LEARNING = [
     ("rearag:tiny", "sft"),

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from rsearch.config.checks import validate
 from rsearch.config.recipes import apply_overrides, load
-from rsearch.config.rules import validate
 
 ROOT = pathlib.Path(__file__).parent.parent
 MACHINES = {  # what names the devices of a command, and how many they are

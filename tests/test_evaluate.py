@@ -283,7 +283,7 @@ def test_kinds_are_a_second_table_where_there_are_several(capsys):
 @pytest.fixture
 def asking():
     """(evaluator, parameters, what its answerer and reader are asked), R-Search's."""
-    names = {"answerer__source": "a", "reader__source": "r"}
+    names = {"models__answerer__source": "a", "models__reader__source": "r"}
     methods = ("protocol", "evidence", "reader_direct", "reader_rag")
     setup = load_setup(
         config(protocol__name="r_search", eval__methods=methods, **names),
@@ -348,7 +348,10 @@ def test_the_policys_rollouts_are_made_once_for_itself_and_its_reader(asking):
 
 def test_a_model_may_be_what_a_stage_of_the_run_has_trained(tmp_path, capsys):
     folder = shutil.copytree(finished(), tmp_path / "run")
-    given = ["--config.eval.methods=protocol", "--config.answerer.source=stage:sft_x"]
+    given = [
+        "--config.eval.methods=protocol",
+        "--config.models.answerer.source=stage:sft_x",
+    ]
     assert evaluate_here(*arguments(folder), *given) == 2
     told = capsys.readouterr().err
     assert f"'stage:sft_x': the run in {folder} has the stages sft, rl" in told
@@ -357,14 +360,14 @@ def test_a_model_may_be_what_a_stage_of_the_run_has_trained(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--config.eval.methods=evidence", r"config.reader.source"),
-        ("--config.eval.methods=reader_rag", r"config.reader.source"),
+        ("--config.eval.methods=evidence", r"config.models.reader.source"),
+        ("--config.eval.methods=reader_rag", r"config.models.reader.source"),
     ],
 )
 def test_a_reader_must_be_named(tmp_path, capsys, given, message):
     assert evaluate_here(*arguments(tmp_path / "run"), given) == 2
     assert message in capsys.readouterr().err
-    more = ["--config.eval.methods=evidence", "--config.reader.source=x"]
+    more = ["--config.eval.methods=evidence", "--config.models.reader.source=x"]
     assert evaluate_here(*arguments(tmp_path / "run"), *more) == 2
     assert "config.protocol.name = 'search_r1'" in capsys.readouterr().err
 

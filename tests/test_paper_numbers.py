@@ -164,7 +164,7 @@ PAPER = {  # (recipe and words, stage) -> {field: number in the paper}
         "rl.warmup_steps": int(0.95 * 195),
         "rollout.group_size": 5,
         "rl.kl_coef": 0.001,
-        "judge.source": "meta-llama/Llama-3.2-3B-Instruct",
+        "models.judge.source": "meta-llama/Llama-3.2-3B-Instruct",
         "model.source": QWEN_7B_CHAT,
         "retrieval.encoder": E5,
     },
@@ -172,7 +172,7 @@ PAPER = {  # (recipe and words, stage) -> {field: number in the paper}
     ("rearag", "curate"): {"model.source": QWQ, "curate.observations": "gold"},
     ("rearag", "sft"): {  # section 4.2
         "model.source": "zai-org/glm-4-9b-chat-hf",
-        "writer.name": "GLM-4-32B",
+        "models.writer.name": "GLM-4-32B",
     },
 }
 REFLECTING = (  # section 2.1 of R1-Searcher
@@ -327,7 +327,7 @@ def check(specs):
         names.add(config.name)
         for _, own in stage_configs(config):
             assert own.protocol.name in PROTOCOLS
-            check_terms(own.reward, has_judge=bool(own.judge.source))
+            check_terms(own.reward, has_judge=bool(own.models.judge.source))
     assert len(names) == len(specs)  # runs of two variants never share a directory
 
 

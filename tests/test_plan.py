@@ -88,7 +88,7 @@ def test_a_data_stage_and_an_evaluation_are_planned_as_the_dry_run_counts_them(
 ):
     out = tmp_path / "plan.json"
     argv = ["--config=configs/rag_r1.py", "--topology=h200x8", f"--out={out}"]
-    slots = "--config.overrides.curate_rl.rollout.slots=160"
+    slots = "--config.overrides.curate_rl.rollout.max_concurrent=160"
     assert plan.command([*argv, slots]) == 1
     rows = json.loads(out.read_text())
     rolling = ["prefill", "admit", "extend", "decode"]
@@ -126,7 +126,7 @@ def test_a_chain_reads_all_that_stands_before_each_step(tmp_path):
     assert [*rows] == ["prefill", "admit", "decode"]
     ((_, own), _) = stage_configs(configuration.load("configs/rearag.py"))
     # A prompt's tokens, as much as a whole chain but for its last turn, in every step.
-    prompts = 25 * own.rollout.slots * (4096 + 24 * (256 + 256))
+    prompts = 25 * own.rollout.max_concurrent * (4096 + 24 * (256 + 256))
     params = shape_of(own.model.source, own).num_params
     assert rows["prefill"]["flops"] > 2 * params * prompts / 8 * 0.9
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_planned_is_told(topology, overrides, message):
 
 def test_rows_of_a_small_model_write_together_on_one_gpu(tmp_path):
     """CPUs stand for it, where they would write in blocks (see rollout/decode.py)."""
-    shape = SHAPE | {"mesh.tensor": 1, "rollout.slots": 64}
+    shape = SHAPE | {"mesh.tensor": 1, "rollout.max_concurrent": 64}
     fields = [f"--config.{name}={value}" for name, value in shape.items()]
     flops = {}
     for count in (2, 1):

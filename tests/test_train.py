@@ -105,9 +105,9 @@ def test_a_finished_run_does_nothing_and_returns_the_same_rows(copy, capsys):
 def test_a_finished_run_loads_no_model_beside_the_policy(copy):
     """But it does where its last checkpoint is gone, and says which one is missing."""
     asks = {
-        "judge__source": "/no/judge",
+        "models__judge__source": "/no/judge",
         "overrides": {"rl": {"writer": {"source": "/no/writer"}}},
-        "rewriter__source": "/no/rewriter",
+        "models__rewriter__source": "/no/rewriter",
         "rl__memorise_coef": 0.1,
         "rl__memorise_rows": 8,
         "reward": {"evidence_f1": {}},

@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import json
 import operator
+import re
 
 from ml_collections import ConfigDict
 
@@ -19,6 +20,63 @@ OPEN_SECTIONS = ("reward", "overrides")
 """Sections whose keys are the recipe's own: they are replaced as a whole."""
 
 ABSENT = "(absent)"
+
+_ROLES = ("judge", "rewriter", "writer", "answerer", "reader")
+RENAMED = {  # a field's name in an earlier version -> its name
+    "rollout.slots": "rollout.max_concurrent",
+    "rollout.together": "rollout.global_mesh",
+    "rl.refill_rounds": "rl.dynamic_sampling_rounds",
+    "rl.behavior": "rl.old_logprobs",
+    "retrieval.writing": "retrieval.writer_prompt",
+    **{role: f"models.{role}" for role in _ROLES},
+    **{f"{role}.slots": f"models.{role}.max_concurrent" for role in _ROLES},
+}
+RENAMED_VALUES = {"rl.behavior": {"sampled": "sampler", "scored": "recompute"}}
+"""The values of renamed fields that have other words now."""
+
+
+def renamed(name: str) -> str | None:
+    """Return the name that a field of an earlier version has now, else None."""
+    section, _, rest = name.partition(".")
+    if name not in RENAMED and section in RENAMED and rest:
+        return f"{RENAMED[section]}.{rest}"
+    return RENAMED.get(name)
+
+
+def renaming(name: str, *, prefix: str = "config.") -> str:
+    """Return "<name> is now <new name>" with the new words of its values, or ""."""
+    stage, old = _split_stage(name)
+    new = renamed(old)
+    values = RENAMED_VALUES.get(old, {}).items()
+    words = "".join(f", {was!r} is {word!r}" for was, word in values)
+    return f"{prefix}{name} is now {prefix}{stage}{new}{words}" if new else ""
+
+
+def _split_stage(name):
+    """Return "overrides.<stage>." and the field of a name, or "" and the name."""
+    stage = re.match(r"overrides\.\w+\.", name)
+    prefix = stage[0] if stage else ""
+    return prefix, name.removeprefix(prefix)
+
+
+def rename_fields(config: dict) -> dict:
+    """Return a configuration of JSON values, or a part of it, with today's names.
+
+    Args:
+        config: {section: {field: value}}, as an earlier version has written it, with
+            the overrides of its stages.
+    """
+    result = {}
+    for name, value in fields(config).items():
+        prefix, old = _split_stage(name)
+        if old in RENAMED_VALUES:
+            value = RENAMED_VALUES[old].get(value, value)
+        *path, leaf = f"{prefix}{renamed(old) or old}".split(".")
+        section = result
+        for key in path:
+            section = section.setdefault(key, {})
+        section[leaf] = value
+    return result
 
 
 def fields(config):
@@ -41,6 +99,8 @@ def check_known(config, name, *, prefix="config."):
     node = config
     for key in name.split("."):
         if not isinstance(node, ConfigDict) or key not in node:
+            if hint := renaming(name, prefix=prefix):
+                raise ValueError(hint)
             known = sorted(fields(config))
             # A right leaf in a wrong section ('optim.lr') means the sections with it.
             leaf = name.split(".")[-1]

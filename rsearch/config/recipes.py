@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import pathlib
+import re
 import select
 import signal
 import sys
@@ -21,18 +22,21 @@ import traceback
 
 from ml_collections import ConfigDict
 
+from rsearch.config.checks import validate
 from rsearch.config.fields import (
     ABSENT,
     OPEN_SECTIONS,
+    RENAMED,
     apply_overrides,
     check_known,
     convert,
     diff,
     fields,
     fingerprint,
+    renaming,
     to_json,
 )
-from rsearch.config.rules import validate
+from rsearch.config.spec import ROOT
 from rsearch.hosts.preemption import EXIT_CODE, PreemptedError
 from rsearch.runtime.console import FULL, clean, unless_full
 from rsearch.text.spelling import did_you_mean
@@ -58,7 +62,6 @@ __all__ = [
     "with_defaults",
 ]
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 REQUIRED = object()
 STOPPED = 3  # exit code
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
@@ -172,7 +175,14 @@ def _where(path, error):
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f.lineno for f in frames if f.filename == str(path)]
     message = " ".join(str(error).split()).strip("'\"")
-    if isinstance(error, KeyError):
+    # A ConfigDict names the key, and then all others, which takes many lines.
+    key = re.match(r'Key "(\w+)" does not exist|(\w+)$', message)
+    if key and isinstance(error, KeyError | AttributeError):
+        name = key[1] or key[2]
+        olds = [old for old in RENAMED if old.split(".")[-1] == name]
+        hints = "; ".join(map(renaming, olds[:2]))
+        message = f"no field or key {name!r}{'; ' if hints else ''}{hints}"
+    elif isinstance(error, KeyError):
         message = f"no key {message!r}" if " " not in message else message
     elif not isinstance(error, ValueError | AttributeError):
         message = f"{type(error).__name__}: {message}"

@@ -9,6 +9,7 @@ the underscore is its kind. `config.overrides.<stage>` holds what differs in it:
 
 import pathlib
 import re
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -21,19 +22,51 @@ SUMMARY = "summary.json"  # what it kept and why; written last
 START = "start"  # names the policy before all stages, in results
 STAGE = "stage:"  # before a stage's name, where a file or a model is named
 URLS = ("http://", "https://")  # an endpoint's
-AGENTS = ("judge", "rewriter", "writer", "answerer", "reader")  # beside the policy
 NAME = re.compile(rf"({'|'.join(KINDS)})(_[a-z0-9_]+)?")
 FILES, WEIGHTS = ("curate",), ("sft", "rl")  # the kinds of stages that leave them
-READ = {  # field that may name a stage -> what it is of, and the kinds that read it
+
+
+class Role(NamedTuple):
+    """When a model beside the policy is asked.
+
+    Attributes:
+        kinds: of the stages that ask it, in their steps or in their evaluation.
+        is_in_rollouts: it is asked while rollouts go on, not when they have ended.
+        is_only_evaluated: the evaluation after a stage alone asks it.
+    """
+
+    kinds: tuple[str, ...]
+    is_in_rollouts: bool = False
+    is_only_evaluated: bool = False
+
+
+ROLES = {  # sections of config.models
+    "judge": Role(("rl",)),
+    "rewriter": Role(("rl",)),
+    "writer": Role(KINDS, is_in_rollouts=True),
+    "answerer": Role(WEIGHTS, is_only_evaluated=True),
+    "reader": Role(WEIGHTS, is_only_evaluated=True),
+}
+IN_ROLLOUTS = tuple(name for name, role in ROLES.items() if role.is_in_rollouts)
+STAGE_FIELDS = {  # field that may name a stage -> kinds of it, kinds that read it
     "data.train": (FILES, KINDS),
     "data.dev": (FILES, KINDS),
     "curate.first": (FILES, ("curate",)),
     "sft.demonstrations": (FILES, ("sft",)),
-    "judge.source": (WEIGHTS, KINDS),
-    "writer.source": (WEIGHTS, KINDS),
-    "rewriter.source": (WEIGHTS, ("rl",)),
+    **{
+        f"models.{name}.source": (WEIGHTS, role.kinds)
+        for name, role in ROLES.items()
+        if not role.is_only_evaluated
+    },
 }
-ASKED_AFTER = ("answerer.source", "reader.source")  # by the evaluation of a stage
+EVALUATION_FIELDS = tuple(  # likewise, read by the evaluation of a stage
+    f"models.{name}.source" for name, role in ROLES.items() if role.is_only_evaluated
+)
+
+
+def roles_of(kind: str) -> tuple[str, ...]:
+    """Return the roles of the models that a kind of stage asks, evaluation included."""
+    return tuple(name for name, role in ROLES.items() if kind in role.kinds)
 
 
 def is_stage(name) -> bool:
@@ -42,7 +75,7 @@ def is_stage(name) -> bool:
 
 
 def kind_of(stage: str) -> str:
-    """ "rl" of "rl_answer"."""
+    """Return "rl" of "rl_answer"."""
     return stage.partition("_")[0]
 
 
@@ -82,12 +115,12 @@ def stage_configs(config):
 def earlier_stages(config) -> list[str]:
     """The stages whose files or weights a configuration's own stages read.
 
-    They are named as "stage:<name>", in the fields of READ that are of such a stage's
+    They are named as "stage:<name>", in the STAGE_FIELDS that are of such a stage's
     kind, and in those of the models that its evaluation asks.
     """
     own = kinds(config)
-    read = [field for field, (_, by) in READ.items() if own & set(by)]
-    found = [_named(config, field) for field in (*read, *ASKED_AFTER)]
+    read = [field for field, (_, by) in STAGE_FIELDS.items() if own & set(by)]
+    found = [_named(config, field) for field in (*read, *EVALUATION_FIELDS)]
     return list(dict.fromkeys(name for name in found if name is not None))
 
 
@@ -104,9 +137,9 @@ def check_plan(config) -> None:
                 f"config.model.source = {own.model.source!r} in stage {stage}: weights "
                 "go from stage to stage by config.trains; this names their beginning"
             )
-        for field, (kind, by) in READ.items():
+        for field, (kind, by) in STAGE_FIELDS.items():
             is_read = kind_of(stage) in by
-            if field == "rewriter.source":
+            if field == "models.rewriter.source":
                 is_read = is_read and own.rl.memorise_coef > 0
             if is_read:
                 _check_named(own, field, kind, before, config, f"stage {stage}")
@@ -114,7 +147,7 @@ def check_plan(config) -> None:
         is_evaluated = own.trains == "policy" and kind_of(stage) != "curate"
         if is_evaluated and first_evaluated is None:
             first_evaluated = list(before)
-    for field in ASKED_AFTER:
+    for field in EVALUATION_FIELDS:
         first = before if first_evaluated is None else first_evaluated
         when = "the evaluation at the start" if config.eval.at_start else "evaluation"
         _check_named(config, field, WEIGHTS, first, config, when)
@@ -122,8 +155,7 @@ def check_plan(config) -> None:
 
 def _named(config, field):
     """The stage that a field names, or None."""
-    section, _, leaf = field.partition(".")
-    value = config[section][leaf]
+    value = config[field]
     return value.removeprefix(STAGE) if value.startswith(STAGE) else None
 
 

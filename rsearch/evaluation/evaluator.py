@@ -2,9 +2,9 @@
 
 Rollouts are greedy. Methods, all on the same weights: `protocol`, as the policy was
 trained; `direct`, the question alone; `rag`, the question under the passages of one
-search with it. And of config.reader, another model: `evidence`, the question under what
-the policy has written down as evidence (R-Search's Figure 2); `reader_direct` and
-`reader_rag`, as above.
+search with it. And of config.models.reader, another model: `evidence`, the question
+under what the policy has written down as evidence (R-Search's Figure 2);
+`reader_direct` and `reader_rag`, as above.
 """
 
 import functools
@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 import jax
 from ml_collections import ConfigDict
 
-from rsearch.config.rules import EVIDENCE, READER_METHODS, READER_RAG
 from rsearch.data.demonstrations import PROTOCOL
 from rsearch.data.questions import fingerprint
 from rsearch.evaluation.answers import (
@@ -38,6 +37,11 @@ from rsearch.types import GenerateFn, Group, Question, SearchFn
 COLUMNS = ("stage", "method", "dataset", "n", "em", "em_95", "f1", "cover_em")
 COLUMNS += ("searches", "policy_tokens", "answered", "malformed", "truncated")
 COLUMNS += ("tool_error", "skipped", "seconds")
+
+
+EVIDENCE = "evidence"
+READER_RAG = "reader_rag"
+READER_METHODS = (EVIDENCE, "reader_direct", READER_RAG)
 
 
 class Evaluator:
@@ -121,8 +125,8 @@ class Evaluator:
         """Return the source of the model that gives a method's answers, or ""."""
         c = self._config
         if method in READER_METHODS:
-            return c.reader.source
-        return c.answerer.source if method == PROTOCOL else ""
+            return c.models.reader.source
+        return c.models.answerer.source if method == PROTOCOL else ""
 
     def _answer(self, params, method, questions) -> list[Group]:
         """Return a group of one rollout for each of these questions."""
@@ -139,7 +143,7 @@ class Evaluator:
                 questions, reader, direct=direct, search=search
             )
         groups = self._roll_out(params, method, questions)
-        if method == PROTOCOL and c.answerer.source:
+        if method == PROTOCOL and c.models.answerer.source:
             return rephrase_answers(
                 groups, self._load_model("answerer"), answer_from=c.eval.answer_from
             )

@@ -16,8 +16,8 @@ import dataclasses
 import json
 import pathlib
 
+from rsearch.config.checks import validate
 from rsearch.config.recipes import parse_command_line, print_config
-from rsearch.config.rules import validate
 from rsearch.config.stage_plan import check_plan, kind_of, stage_configs
 from rsearch.plan.costs import GB, check_context, memory_of, shape_of
 from rsearch.plan.machines import GPU_SHARE, Machine, find_machine
@@ -37,8 +37,8 @@ HEADS = (
 )
 ADVICE = (
     "what to change: more chips (--topology, config.mesh.fsdp), config.mesh.tensor, "
-    "fewer config.rollout.slots, config.model.remat=True, a smaller micro_batch, or "
-    "config.model.dtype=bfloat16"
+    "fewer config.rollout.max_concurrent, config.model.remat=True, a smaller "
+    "micro_batch, or config.model.dtype=bfloat16"
 )
 
 

@@ -7,7 +7,7 @@ moment is not in them.
 import dataclasses
 import pathlib
 
-from rsearch.config.stage_plan import AGENTS, STAGE, URLS, kind_of
+from rsearch.config.stage_plan import IN_ROLLOUTS, STAGE, URLS, kind_of, roles_of
 from rsearch.learn.packing import piece_rows
 from rsearch.models.attention.blocked import block_size
 from rsearch.models.decoder import DecoderSpec
@@ -28,12 +28,6 @@ GB = 1e9
 BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32 = BYTES["float32"]
 MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
-DURING = ("writer",)  # rollouts; other models are asked when these have ended
-ASKED = {  # kind of a stage -> the models beside the policy that it asks
-    "curate": DURING,
-    "sft": (*DURING, "answerer", "reader"),  # in its evaluation
-    "rl": AGENTS,
-}
 SCORE_COPIES = 3  # of attention's scores at once: logits, weights, gradient
 
 
@@ -120,14 +114,25 @@ def limits_of(c, kind: str) -> tuple[Limits, Markup]:
 
 
 def context_of(c, kind: str) -> tuple[str, int]:
-    """The tokens of the longest sequence of a stage, and how they come about."""
+    """Return how the longest sequence of a stage is made up, and its tokens.
+
+    Raises:
+        ValueError: config.rollout.context_tokens cannot hold it.
+    """
     if kind == "sft":
         return "sequence", c.sft.sequence_tokens
     limits, markup = limits_of(c, kind)
     needed = conversation_tokens(limits, markup)
-    if c.rollout.context_tokens > needed:
-        return "config.rollout.context_tokens", c.rollout.context_tokens
-    return explain_conversation_tokens(limits, markup), needed
+    terms = explain_conversation_tokens(limits, markup)
+    num_tokens = c.rollout.context_tokens
+    if 0 < num_tokens < needed:
+        raise ValueError(
+            f"config.rollout.context_tokens = {num_tokens} is too small: {terms} = "
+            f"{needed} tokens, and the tags around observations; 0 has it computed"
+        )
+    if num_tokens > needed:
+        return "config.rollout.context_tokens", num_tokens
+    return terms, needed
 
 
 def check_context(c, stage: str, spec: DecoderSpec) -> None:
@@ -154,7 +159,7 @@ def memory_of(
         stage: its name.
         spec: the shape of the model it trains or asks.
         num_devices: of the whole mesh.
-        host_devices: of a host, which rolls out config.rollout.slots rows of its own.
+        host_devices: of a host, which decodes config.rollout.max_concurrent rows.
     """
     kind, here = kind_of(stage), min(num_devices, host_devices)
     trained = _num_trained(c, spec)
@@ -209,7 +214,7 @@ def agents_memory(c, kind: str) -> dict[str, float]:
     size = BYTES[c.model.dtype]
     return {
         f"{name}'s weights": size * _params_here(c, spec)
-        for name, spec in _agents(c, ASKED[kind]).items()
+        for name, spec in _agents(c, roles_of(kind)).items()
     }
 
 
@@ -217,9 +222,9 @@ def asked_memory(c, names, host_devices: int) -> dict[str, float]:
     """{what: bytes} while the largest of these models is asked; one is at a time."""
     found = {}
     for name, spec in _agents(c, names).items():
-        s = c[name]
+        s = c.models[name]
         # What is read of prompts lies beside the rows that it goes into.
-        tokens = s.slots * (2 * s.max_prompt_tokens + s.max_reply_tokens)
+        tokens = s.max_concurrent * (2 * s.max_prompt_tokens + s.max_reply_tokens)
         found[f"{name}'s keys and values"] = (
             tokens * _token_bytes(c, spec) / host_devices
         )
@@ -230,10 +235,10 @@ def _agents(c, names):
     """{name: shape} of those of these models that run here; known ones."""
     found = {}
     for name in names:
-        source = c[name].source
+        source = c.models[name].source
         # What another stage of the run trains has the shape of this one's model.
         shaped = c.model.source if source.startswith(STAGE) else source
-        spec = shape_of(shaped, c, section=name) if source else None
+        spec = shape_of(shaped, c, section=f"models.{name}") if source else None
         if spec is not None:
             found[name] = spec
     return found
@@ -247,9 +252,9 @@ def _token_bytes(c, spec):
 
 def _playing(c, rolled, kind, spec, here):
     """{what: bytes} of rollouts as a kind of stage makes them, and what is asked."""
-    during = _rolling(c, rolled, spec, here) | asked_memory(c, DURING, here)
+    during = _rolling(c, rolled, spec, here) | asked_memory(c, IN_ROLLOUTS, here)
     copy = "copy that decodes"
-    behind = {copy: during[copy]} | asked_memory(c, ASKED[kind], here)
+    behind = {copy: during[copy]} | asked_memory(c, roles_of(kind), here)
     return max(during, behind, key=lambda parts: sum(parts.values()))
 
 
@@ -259,13 +264,13 @@ def _rolling(c, kind, spec, here):
     _, tokens = context_of(c, kind)
     is_copied = size != FLOAT32 or c.mesh.fsdp > 1 or c.model.lora_rank
     copies = size if is_copied else 0
-    held = c.rollout.slots * tokens
+    held = c.rollout.max_concurrent * tokens
     if c.rollout.cache_tokens:
         held = min(held, c.rollout.cache_tokens)
     return {
         "copy that decodes": copies * _params_here(c, spec),
         "keys and values": held * _token_bytes(c, spec) / here,
-        "next tokens' logits": c.rollout.slots
+        "next tokens' logits": c.rollout.max_concurrent
         * spec.vocab_size
         * FLOAT32
         / max(here // c.mesh.tensor, 1),

@@ -1,6 +1,6 @@
 """What a run would do and take, printed and checked before anything is loaded."""
 
-from rsearch.config.rules import validate
+from rsearch.config.checks import validate
 from rsearch.config.stage_plan import check_plan, kind_of, stage_configs
 from rsearch.plan.costs import (
     GB,
@@ -28,7 +28,7 @@ def dry_run(
     Args:
         config: of the run.
         devices: how many there will be; 0 takes as few as its mesh allows.
-        devices_per_host: at most; each host rolls out config.rollout.slots rows.
+        devices_per_host: at most; each host decodes config.rollout.max_concurrent rows.
         device_memory_gb: of each, in 10^9 bytes; 0 leaves the memory unchecked.
 
     Raises:
@@ -72,8 +72,9 @@ def dry_run(
         texts = [f"{s}: {gb:.1f} GB on each of {n}" for s, gb, n in too_big]
         raise ValueError(
             f"does not fit devices of {device_memory_gb:g} GB: {'; '.join(texts)}; "
-            "more devices (--devices, config.mesh), fewer config.rollout.slots, a "
-            "smaller micro_batch, or config.model.remat"
+            "more devices (--devices, config.mesh), fewer "
+            "config.rollout.max_concurrent, a smaller micro_batch, or "
+            "config.model.remat"
         )
 
 
@@ -159,7 +160,7 @@ def _rl_budget(c, tokens):
         "a step",
         (
             f"{s.questions_per_step} questions x {c.rollout.group_size} = {rows:,} "
-            f"rollouts, {min(rows, c.rollout.slots)} at once"
+            f"rollouts, {min(rows, c.rollout.max_concurrent)} at once"
         ),
     )
     yield (

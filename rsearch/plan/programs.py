@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsearch.config.stage_plan import kind_of
+from rsearch.config.stage_plan import IN_ROLLOUTS, kind_of
 from rsearch.hosts.offload import DEVICE, HOST, check_host_memory
 from rsearch.learn.batch import Batch, cut, pack_segments
 from rsearch.learn.packing import packed
@@ -26,7 +26,7 @@ from rsearch.models.sharding import (
     replicated,
     with_shardings,
 )
-from rsearch.plan.costs import DURING, agents_memory, asked_memory, limits_of, shape_of
+from rsearch.plan.costs import agents_memory, asked_memory, limits_of, shape_of
 from rsearch.plan.machines import Machine
 from rsearch.rollout.conversation import conversation_tokens, shown_tokens
 from rsearch.rollout.decode import Sampler, row_shardings
@@ -140,10 +140,10 @@ def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Progra
         machine: that they are compiled for.
     """
     c = frame.config
-    asked = asked_memory(c, DURING, machine.host_devices)
+    asked = asked_memory(c, IN_ROLLOUTS, machine.host_devices)
     resident = device_bytes(weight_shapes(frame)) + sum(asked.values())
     resident += _agents(c, kind)
-    rollouts = c.rollout.slots * machine.num_hosts
+    rollouts = c.rollout.max_concurrent * machine.num_hosts
     if _is_chained(c, kind):
         rollouts *= c.curate.max_steps
     return _rolling(frame, machine, resident=resident, rollouts=rollouts)
@@ -170,7 +170,7 @@ def _staying(frame, state, machine):
     """Bytes on each device that stay while rollouts are made, or are asked for then."""
     c, began = frame.config, weight_shapes(frame)
     kept = 0 if "reference" in c.model.offload else device_bytes(began)
-    asked = asked_memory(c, DURING, machine.host_devices)
+    asked = asked_memory(c, IN_ROLLOUTS, machine.host_devices)
     return device_bytes(state) + _agents(c, "rl") + sum(asked.values()) + kept
 
 
@@ -203,7 +203,7 @@ def _rolling(frame, machine, *, resident, rollouts):
     """
     c, limits = frame.config, frame.limits
     # Hosts that share a program: it has the rows of all.
-    sharing = machine.num_hosts if c.rollout.together else 1
+    sharing = machine.num_hosts if c.rollout.global_mesh else 1
     mesh = frame.mesh
     if sharing == 1:
         mesh = own_mesh(mesh, host=machine.devices[0].process_index)
@@ -218,7 +218,7 @@ def _rolling(frame, machine, *, resident, rollouts):
         lambda x: jax.ShapeDtypeStruct(x.shape, frame.model.dtype), began
     )
     params = laid_out(params, mesh, DECODING_RULES)
-    num_rows, group = c.rollout.slots, c.rollout.group_size
+    num_rows, group = c.rollout.max_concurrent, c.rollout.group_size
     parts = max(1, sampler.row_shards(num_rows * sharing) // sharing)
     moved, block = (sharing * n for n in admission_sizes(num_rows, group, parts))
     num_rows *= sharing
@@ -308,7 +308,7 @@ def _learning(frame, state):
     def program(*given, **settings):
         programs.append(_over_all(frame, *given, **settings))
 
-    calls = (s.behavior == "scored") + (s.kl_coef > 0)
+    calls = (s.old_logprobs == "recompute") + (s.kl_coef > 0)
     if calls:
         args, beside = (state.params, base, batch), others + agents
         if s.kl_coef and "reference" in c.model.offload:
@@ -386,7 +386,7 @@ def _batch(frame, kind, *, updates=1, has_values=False, num_rows=None) -> Batch:
         zeros = np.zeros(one.tokens.shape, np.float32)
         if has_values:
             one = one._replace(values=zeros, returns=zeros)
-        if s.behavior == "scored" and s.tis_cap:
+        if s.old_logprobs == "recompute" and s.tis_cap:
             one = one._replace(sampled_logp=zeros)
     count = num_rows // s.micro_batch
     shapes = jax.tree.map(

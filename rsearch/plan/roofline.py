@@ -115,6 +115,6 @@ def _explained(program, machine, message):
         return (
             f"{program.name}: {machine.name} has {machine.num_hosts} hosts, and each "
             "rolls out on its own devices; on v5e and v6e XLA compiles nothing for a "
-            "part of a slice. --config.rollout.together=True rolls out on all of it"
+            "part of a slice. --config.rollout.global_mesh=True rolls out on all of it"
         )
     return f"{program.name}: does not compile for {machine.name}: {message[:500]}"

@@ -326,4 +326,4 @@ def _nearest(name, known):
 
 
 def _no_judge(name):
-    return f"config.reward.{name} asks a judge: name one in config.judge.source"
+    return f"config.reward.{name} asks a judge: name one in config.models.judge.source"

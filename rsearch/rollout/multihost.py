@@ -44,8 +44,8 @@ class MultihostSampler:
         if self._num_shards % self._num_hosts:
             raise ValueError(
                 f"config.mesh.data x config.mesh.fsdp = {self._num_shards}: must be a "
-                f"multiple of the {self._num_hosts} hosts with config.rollout.together,"
-                " so that each has rows of its own"
+                f"multiple of the {self._num_hosts} hosts with "
+                "config.rollout.global_mesh, so that each has rows of its own"
             )
         self._by_host = batch_sharding(mesh)
         self._replicated = replicated(mesh)
@@ -95,8 +95,9 @@ class MultihostSampler:
         """
         if num_rows * self._num_hosts % self._num_shards:
             raise ValueError(
-                f"config.rollout.slots = {num_rows} of {self._num_hosts} hosts cannot "
-                f"be spread over {self._num_shards} shards of the mesh"
+                f"config.rollout.max_concurrent = {num_rows} on each of "
+                f"{self._num_hosts} hosts cannot be spread over "
+                f"{self._num_shards} shards of the mesh"
             )
         return self.sampler.empty(
             num_rows * self._num_hosts, num_pages * self._num_hosts

@@ -23,7 +23,8 @@ def num_pages(sampler: SamplerLike, num_rows: int, cache_tokens: int) -> int:
         return 0
     if num_rows % sampler.num_shards:
         raise ValueError(
-            f"config.rollout.slots = {num_rows}: with config.rollout.cache_tokens must "
+            f"config.rollout.max_concurrent = {num_rows}: with "
+            "config.rollout.cache_tokens must "
             f"be a multiple of {sampler.num_shards}, the shards of a host's rows, each "
             "with pages and devices of its own"
         )

@@ -44,7 +44,7 @@ def check_url(url: str, what: str) -> httpx.URL:
 
     Args:
         url: as a user has written it.
-        what: its name in errors, such as "config.judge.source".
+        what: its name in errors, such as "config.models.judge.source".
 
     Raises:
         ValueError: it is no http(s) URL, or holds a password, a query or a fragment.

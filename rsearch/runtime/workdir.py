@@ -4,7 +4,9 @@
     <workdir>/config.json   the configuration of the run, compared at every later start
     <workdir>/<stage>/      checkpoints, metrics.jsonl and curves of a stage
 
-A run goes on only with the configuration that it began with, but for the fields below.
+A run goes on only with the configuration that it began with, but for the fields that
+configs/base.py marks with `may_change`. Fields that have been renamed since it began
+are read by their names of today.
 """
 
 import fcntl
@@ -13,8 +15,9 @@ import os
 import pathlib
 import socket
 
-from rsearch.config.fields import ABSENT, diff, fields, to_json
+from rsearch.config.fields import ABSENT, diff, fields, rename_fields, to_json
 from rsearch.config.recipes import defaults, with_defaults
+from rsearch.config.spec import base_fields
 from rsearch.config.stage_plan import KINDS, kind_of
 from rsearch.hosts import processes
 from rsearch.runtime import files
@@ -23,41 +26,6 @@ from rsearch.runtime.console import note
 FORMAT = 1
 MARK = "rsearch_workdir"  # tells our config.json from a model's
 CONFIG = "config.json"
-FREE_SECTIONS = (
-    "checkpoint",  # when progress is saved
-    "eval",  # what is measured; training does not look at it
-    "answerer",  # likewise
-    "guards",  # when it stops
-    "reader",  # likewise
-    "mesh",  # the machine: same numbers to rounding, and checkpoints reshard
-)
-FREE_FIELDS = (
-    "log_every",
-    "data.dev",
-    "data.max_dev",
-    "judge.slots",
-    "model.logit_chunk",
-    "model.offload",
-    "model.remat",
-    "retrieval.cache_size",
-    "retrieval.corpus_cache",
-    "retrieval.index",  # what is in it is known by its fingerprint
-    "retrieval.sharded",
-    "retrieval.api_key_env",
-    "retrieval.max_retries",
-    "retrieval.outage_seconds",
-    "retrieval.search_seconds",
-    "retrieval.timeout_seconds",
-    "retrieval.url",  # likewise
-    "rollout.cache_tokens",
-    "rollout.extend_chunk",
-    "rollout.page_tokens",
-    "rollout.slots",
-    "rollout.together",
-    "rl.micro_batch",
-    "sft.micro_batch",
-)
-"""What a resumed run may change: it computes the same numbers, to rounding."""
 
 
 class Workdir:
@@ -217,6 +185,7 @@ def _read(path):
         version, _ = whole[MARK], whole["config"].keys()
         whole.get("inputs", {}).keys()
         json.dumps(whole, allow_nan=False)
+        whole["config"] = rename_fields(whole["config"])
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(f"{file}: not the {CONFIG} of a workdir") from None
     if version != FORMAT:
@@ -293,7 +262,8 @@ def is_free(name):
 
 
 def _changes_nothing(name):
-    return name.partition(".")[0] in FREE_SECTIONS or name in FREE_FIELDS
+    field = base_fields().get(name)
+    return field is not None and field.may_change
 
 
 def _changes(path, now, is_reader, accept):

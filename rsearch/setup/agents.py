@@ -1,7 +1,7 @@
 """The models beside the policy: judge, rewriter, writer, answerer and reader.
 
 Each is a GenerateFn, and what asks it cannot tell where it runs. A section of the
-configuration (`_asked_model` in configs/base.py) names its source: a Hugging Face
+configuration (config.models, see configs/base.py) names its source: a Hugging Face
 directory or hub id, a small model of the embedded world ("world:<name>"), what a stage
 of the same run has trained ("stage:<name>"), or the URL of an endpoint.
 """
@@ -41,7 +41,7 @@ def load_agent(
 
     Args:
         c: the configuration.
-        name: of the section, such as "judge".
+        name: its role, a key of ROLES, such as "judge".
         mesh: devices that a local model's weights are loaded over; it runs on those of
             this host.
         find: source -> directory, of a model that is neither a stage nor an endpoint;
@@ -52,7 +52,8 @@ def load_agent(
     Raises:
         ValueError: there is no such model, or its context is too small for the section.
     """
-    s, find = c[name], find or functools.partial(find_source, c)
+    s = c.models[name]
+    find = find or functools.partial(find_source, c)
     if not s.source:
         return None
     if is_late:
@@ -69,7 +70,7 @@ def load_agent(
             top_p=s.top_p,
             timeout_seconds=s.timeout_seconds,
             max_retries=s.max_retries,
-            concurrency=s.slots,
+            concurrency=s.max_concurrent,
         )
     if s.source.startswith(STAGE):
         stage = s.source.removeprefix(STAGE)
@@ -88,7 +89,7 @@ def load_agent(
         params,
         tokenizer,
         own_mesh(mesh),
-        num_rows=s.slots,
+        num_rows=s.max_concurrent,
         max_prompt_tokens=s.max_prompt_tokens,
         max_reply_tokens=s.max_reply_tokens,
         temperature=s.temperature,
@@ -102,11 +103,11 @@ def recorded_agent(c, name: str, generate: GenerateFn, folder) -> GenerateFn:
 
     Args:
         c: the configuration.
-        name: of the section.
+        name: its role.
         generate: from `load_agent`.
         folder: of the stage.
     """
-    if not c[name].source.startswith(URLS):
+    if not c.models[name].source.startswith(URLS):
         return generate
     return record_replies(generate, AppendLog(folder, name))
 
@@ -168,7 +169,7 @@ def _check_context(name, section, spec):
     needed = section.max_prompt_tokens + section.max_reply_tokens
     if needed > spec.max_context:
         raise ValueError(
-            f"config.{name}.max_prompt_tokens = {section.max_prompt_tokens} and "
+            f"config.models.{name}.max_prompt_tokens = {section.max_prompt_tokens} and "
             f"max_reply_tokens = {section.max_reply_tokens} make {needed} tokens, but "
             f"the context of {section.source} is {spec.max_context}"
         )

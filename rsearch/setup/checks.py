@@ -26,7 +26,7 @@ def check_names(config: ConfigDict) -> None:
 
 
 def _check_names(c):
-    check_terms(c.reward, has_judge=bool(c.judge.source))
+    check_terms(c.reward, has_judge=bool(c.models.judge.source))
     protocol = policy_protocol(c)
     check_tools(c.protocol.tools)
     if "evidence" in c.eval.methods and protocol.evidence_tag is None:

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from rsearch.config.checks import validate
 from rsearch.config.fields import to_json
-from rsearch.config.rules import validate
 from rsearch.config.stage_plan import kinds
 from rsearch.data.questions import fingerprint
 from rsearch.hosts import processes
@@ -125,7 +125,7 @@ def load_setup(
         is_late = is_over and processes.num_hosts() == 1
         return memoise(
             (name, is_over),
-            [c[name], c.model, c.mesh],
+            [c.models[name], c.model, c.mesh],
             lambda: load_agent(c, name, mesh, workdir=home, is_late=is_late),
         )
 

@@ -54,7 +54,7 @@ def make_host(
     search = wrap_search(
         search or setup.search,
         writer=writer,
-        writer_prompt=setup.config.retrieval.writing,
+        writer_prompt=setup.config.retrieval.writer_prompt,
     )
     # Baselines and the like have the words of their own protocol, and no tools.
     names = setup.config.protocol.tools if protocol in (None, setup.protocol) else ()
@@ -74,9 +74,9 @@ def make_rollouts(
     messages: Callable[[Question], Messages] | None = None,
     num_tokens: int | None = None,
 ) -> RolloutEngine:
-    """Make a rollout engine with config.rollout.slots rows of this host.
+    """Make a rollout engine with config.rollout.max_concurrent rows of this host.
 
-    The rows are on this host's devices or, with config.rollout.together, on those of
+    The rows are on this host's devices or, with config.rollout.global_mesh, on those of
     all hosts.
 
     Args:
@@ -87,7 +87,7 @@ def make_rollouts(
             protocol and limits, or is the configuration's for the policy's own.
     """
     c = setup.config.rollout
-    is_shared = c.together and processes.num_hosts() > 1
+    is_shared = c.global_mesh and processes.num_hosts() > 1
     mesh = setup.mesh if is_shared else own_mesh(setup.mesh)
     if num_tokens is None and host.protocol is setup.protocol:
         num_tokens = setup.num_tokens
@@ -113,7 +113,7 @@ def make_rollouts(
     return RolloutEngine(
         sampler,
         host,
-        num_rows=c.slots,
+        num_rows=c.max_concurrent,
         group_size=group_size,
         messages=messages,
         cache_tokens=c.cache_tokens,

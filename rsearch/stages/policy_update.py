@@ -60,7 +60,7 @@ def update_policy(
     in_loss = rollouts_in_loss(
         groups,
         rewards,
-        needs_variance=s.refill_rounds > 0,
+        needs_variance=s.dynamic_sampling_rounds > 0,
         mask_truncated=s.mask_truncated,
     )
     rows = pack(
@@ -79,10 +79,10 @@ def update_policy(
     batch = trainer.put(rows, s.micro_batch)
     trains_policy = trainer.update_values is None or step >= c.critic.pretrain_steps
     gap = None
-    if s.behavior == "scored" or not trains_policy:
+    if s.old_logprobs == "recompute" or not trains_policy:
         logp = trainer.score(train_state.params, base, batch)
         gap = sampler_gap(logp, batch, with_retrieved=not s.mask_retrieved)
-    if s.behavior == "scored":
+    if s.old_logprobs == "recompute":
         if s.tis_cap:  # truncated importance sampling compares with the sampler's
             batch = batch._replace(sampled_logp=batch.behavior_logp)
         batch = batch._replace(behavior_logp=logp)

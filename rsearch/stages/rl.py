@@ -112,7 +112,7 @@ def run(stage: RLStage, params):
                 roll_out,
                 stage.questions,
                 num_questions=c.rl.questions_per_step,
-                rounds=c.rl.refill_rounds,
+                rounds=c.rl.dynamic_sampling_rounds,
                 seed=c.seed,
                 step=step,
                 attempt=attempt,

@@ -54,8 +54,8 @@ def leaves(run):
 def test_a_step_is_learnt_from_the_text_it_had_been_shown(tmp_path, is_kept):
     with running(Service()) as service:
         url = f"http://127.0.0.1:{service.server_port}"
-        own = {"retrieval__url": url, "writer__source": f"{url}/v1", **SHORT}
-        own["writer__name"] = "any"
+        own = {"retrieval__url": url, "models__writer__source": f"{url}/v1", **SHORT}
+        own["models__writer__name"] = "any"
         whole, killed = (arguments(tmp_path / n, **own) for n in ("whole", "killed"))
         done = run_python("-m", "rsearch.train", *whole)
         assert done.returncode == 0, done.stderr

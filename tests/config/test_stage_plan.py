@@ -62,19 +62,19 @@ NAMED = {
     "data__train": "stage:curate_a",
     "curate__first": "stage:curate_b",
     "sft__demonstrations": "stage:curate_c",
-    "rewriter__source": "stage:sft_d",
-    "judge__source": "stage:sft_e",
-    "writer__source": "world:expert",
-    "answerer__source": "http://localhost",
-    "reader__source": "stage:sft_f",
+    "models__rewriter__source": "stage:sft_d",
+    "models__judge__source": "stage:sft_e",
+    "models__writer__source": "world:expert",
+    "models__answerer__source": "http://localhost",
+    "models__reader__source": "stage:sft_f",
 }
 
 
 @pytest.mark.parametrize(
     "stage, read",
     [
-        ("curate", ["curate_a", "curate_b", "sft_e", "sft_f"]),
-        ("sft", ["curate_a", "curate_c", "sft_e", "sft_f"]),
+        ("curate", ["curate_a", "curate_b", "sft_f"]),
+        ("sft", ["curate_a", "curate_c", "sft_f"]),
         ("rl", ["curate_a", "sft_d", "sft_e", "sft_f"]),
     ],
 )
@@ -84,7 +84,9 @@ def test_a_stage_waits_for_those_that_its_kind_reads(stage, read):
 
 
 def test_a_stage_read_twice_is_named_once():
-    both = planned("rl", judge__source="stage:sft_a", reader__source="stage:sft_a")
+    both = planned(
+        "rl", models__judge__source="stage:sft_a", models__reader__source="stage:sft_a"
+    )
     assert earlier_stages(both) == ["sft_a"]
 
 
@@ -110,8 +112,11 @@ def test_a_plan_in_order_is_accepted():
     }
     stages = ("curate", "sft", "curate_rl", "sft_rewriter", "rl")
     fields = {"sft__demonstrations": "stage:curate", "eval__at_start": False}
-    fields |= {"rewriter__source": "stage:sft_rewriter", "rl__memorise_coef": 0.1}
-    fields |= {"reader__source": "stage:sft"}  # asked when that stage has ended
+    fields |= {
+        "models__rewriter__source": "stage:sft_rewriter",
+        "rl__memorise_coef": 0.1,
+    }
+    fields |= {"models__reader__source": "stage:sft"}  # asked when that stage has ended
     check_plan(planned(*stages, overrides=own, **fields))
 
 
@@ -146,22 +151,25 @@ def test_a_plan_in_order_is_accepted():
         ),
         (
             ("rl", "sft_rewriter"),
-            {"rewriter__source": "stage:sft_rewriter", "rl__memorise_coef": 0.1},
+            {
+                "models__rewriter__source": "stage:sft_rewriter",
+                "rl__memorise_coef": 0.1,
+            },
             "stage sft_rewriter has not ended by then",
         ),
         (
             ("curate", "rl"),
-            {"rewriter__source": "stage:curate", "rl__memorise_coef": 0.1},
+            {"models__rewriter__source": "stage:curate", "rl__memorise_coef": 0.1},
             "name a stage of sft or rl",
         ),
         (
             ("sft", "rl"),
-            {"reader__source": "stage:sft"},
+            {"models__reader__source": "stage:sft"},
             "which the evaluation at the start reads: stage sft has not ended",
         ),
         (
             ("sft", "rl"),
-            {"answerer__source": "stage:rl", "eval__at_start": False},
+            {"models__answerer__source": "stage:rl", "eval__at_start": False},
             "which evaluation reads: stage rl has not ended",
         ),
         (
@@ -179,5 +187,8 @@ def test_what_no_earlier_stage_leaves_is_refused_before_anything_runs(
 
 
 def test_what_nothing_reads_may_name_anything():
-    fields = {"sft__demonstrations": "stage:curate", "rewriter__source": "stage:x"}
+    fields = {
+        "sft__demonstrations": "stage:curate",
+        "models__rewriter__source": "stage:x",
+    }
     check_plan(planned("rl", **fields))

@@ -23,7 +23,7 @@ from tests.small_run import (
 )
 
 SETTINGS = {
-    "rl__refill_rounds": 1,
+    "rl__dynamic_sampling_rounds": 1,
     "rl__steps": 2,
     "eval__methods": "('protocol',)",
     "eval__max_questions": 1,  # which leaves one of two hosts without any
@@ -265,7 +265,7 @@ def together(tmp_path_factory):
     """Workdir of two hosts that roll out in one program, each with few pages."""
     run = tmp_path_factory.mktemp("hosts") / "together"
     paged = dict(rollout__page_tokens=16, rollout__cache_tokens=2048)
-    own = arguments(run, **SETTINGS, **paged, rollout__together=True)
+    own = arguments(run, **SETTINGS, **paged, rollout__global_mesh=True)
     for code, _, error in run_hosts("-m", "rsearch.train", *own):
         assert code == 0, error
     return run
@@ -303,7 +303,7 @@ def test_a_host_that_fails_in_a_shared_program_ends_the_others(tmp_path, monkeyp
         "sys.exit(config.run_command(train.command, sys.argv[1:]))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    own = arguments(tmp_path / "run", **SETTINGS, rollout__together=True)
+    own = arguments(tmp_path / "run", **SETTINGS, rollout__global_mesh=True)
     (first, _, other), (second, _, broken) = run_hosts(program, *own)
     assert first != 0 and "host 1 failed in its rollouts" in other
     assert second != 0 and "the index is gone" in broken

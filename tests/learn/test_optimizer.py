@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from rsearch.config.crosschecks import MOST_BFLOAT16_DECAY
+from rsearch.config.checks import MOST_BFLOAT16_DECAY
 from rsearch.learn.optimizer import make_optimizer
 from tests.rollout import tiny
 

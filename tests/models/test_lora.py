@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsearch.config.rules import MATRICES as NAMED
+from configs.base import MATRICES as NAMED
 from rsearch.models.decoder import Decoder
 from rsearch.models.lora import (
     MATRICES,

@@ -38,7 +38,7 @@ def config(**overrides):
             "rollout.max_turn_tokens": 5,
             "rollout.max_observation_tokens": 7,
             "rollout.max_searches": 3,
-            "rollout.slots": 8,
+            "rollout.max_concurrent": 8,
             "rl.micro_batch": 4,
             "rl.questions_per_step": 8,
             **overrides,
@@ -77,6 +77,15 @@ def test_questions_tried_again_may_search_more_often():
     assert costs.context_of(c, "curate")[1] == 10 + 7 * 5 + 6 * 7
     c = config(**{"curate.method": "segments", "curate.retry_searches": 6})
     assert costs.context_of(c, "curate")[1] == 10 + 4 * 5 + 3 * 7
+
+
+@pytest.mark.fault(4, "context", "arithmetic shown")
+def test_a_context_that_is_too_small_is_refused_with_the_sum():
+    c = config(**{"rollout.context_tokens": 50})
+    with pytest.raises(ValueError) as caught:
+        costs.context_of(c, "rl")
+    for term in ("context_tokens = 50", "10", "4 turns x 5", "3 obs", "= 51 tokens"):
+        assert term in str(caught.value)
 
 
 def test_a_larger_context_that_is_named_counts():
@@ -168,7 +177,12 @@ def test_every_host_has_rows_of_its_own():
         (16, 4, 4),
         (2, 4, 2),
     ]:
-        c = config(**{"writer.source": "Qwen/Qwen2.5-7B", "writer.slots": 1})
+        c = config(
+            **{
+                "models.writer.source": "Qwen/Qwen2.5-7B",
+                "models.writer.max_concurrent": 1,
+            }
+        )
         memory = memory_of(c, "rl", SPEC, num_devices, host_devices=host_devices)
         assert memory.rolling["keys and values"] == each / here
         asked = 2 * 28 * 4 * 128 * 4 * (2 * 1024 + 64)
@@ -229,10 +243,10 @@ def test_a_stage_that_only_rolls_out_has_no_moments_and_no_gradients():
 
 def test_a_judge_that_runs_here_is_counted_and_an_endpoint_is_not():
     name = "meta-llama/Llama-3.2-3B-Instruct"
-    memory = memory_of(config(**{"judge.source": name}), "rl", SPEC, 1)
+    memory = memory_of(config(**{"models.judge.source": name}), "rl", SPEC, 1)
     assert memory.resident["judge's weights"] == 4 * PUBLISHED[name].num_params
     for source in ("http://localhost:8000/v1", "world:judge"):
-        memory = memory_of(config(**{"judge.source": source}), "rl", SPEC, 1)
+        memory = memory_of(config(**{"models.judge.source": source}), "rl", SPEC, 1)
         assert "judge's weights" not in memory.resident
         assert all("judge" not in what for what in memory.rolling)
 
@@ -240,12 +254,12 @@ def test_a_judge_that_runs_here_is_counted_and_an_endpoint_is_not():
 def test_a_model_beside_the_policy_stays_as_it_lies_to_decode(tmp_path):
     written = hf_config.config_of(SPEC, dtype="float32")
     (tmp_path / "config.json").write_text(json.dumps(written))
-    asked = {"source": str(tmp_path), "slots": 3}
+    asked = {"source": str(tmp_path), "max_concurrent": 3}
     c = config(
-        **{f"judge.{name}": value for name, value in asked.items()},
-        **{"judge.max_prompt_tokens": 10, "judge.max_reply_tokens": 6},
-        **{f"writer.{name}": value for name, value in asked.items()},
-        **{"writer.max_prompt_tokens": 20, "writer.max_reply_tokens": 6},
+        **{f"models.judge.{name}": value for name, value in asked.items()},
+        **{"models.judge.max_prompt_tokens": 10, "models.judge.max_reply_tokens": 6},
+        **{f"models.writer.{name}": value for name, value in asked.items()},
+        **{"models.writer.max_prompt_tokens": 20, "models.writer.max_reply_tokens": 6},
         **{"mesh.fsdp": 2, "mesh.tensor": 2, "model.dtype": "bfloat16"},
     )
     memory = memory_of(c, "rl", SPEC, 4)
@@ -254,7 +268,7 @@ def test_a_model_beside_the_policy_stays_as_it_lies_to_decode(tmp_path):
     # Prompts and, beside them, the rows they go into; of 16 numbers a token.
     assert memory.rolling["writer's keys and values"] == 3 * (2 * 20 + 6) * 16 * 2 / 4
     assert "judge's keys and values" not in memory.rolling  # these rollouts have ended
-    more = apply_overrides(c, {"judge.slots": 300})
+    more = apply_overrides(c, {"models.judge.max_concurrent": 300})
     tokens = 300 * (2 * 10 + 6)
     assert memory_of(more, "rl", SPEC, 4).rolling == {  # and hold nothing any more
         "copy that decodes": 2 * PARAMS / 2,
@@ -265,7 +279,9 @@ def test_a_model_beside_the_policy_stays_as_it_lies_to_decode(tmp_path):
 
 
 def test_a_rewriter_that_the_run_trains_is_as_large_as_its_model():
-    c = config(**{"rewriter.source": "stage:sft_rewriter", "model.vocab_size": 10})
+    c = config(
+        **{"models.rewriter.source": "stage:sft_rewriter", "model.vocab_size": 10}
+    )
     size = 4 * costs.shape_of("", c).num_params
     memory = memory_of(c, "rl", SPEC, 1)
     assert memory.resident["rewriter's weights"] == size

@@ -69,7 +69,7 @@ def test_imitation_is_counted_in_demonstrations(capsys):
 
 
 def test_a_peak_may_be_that_of_the_evaluation_of_what_was_imitated(capsys):
-    words = ["--config=configs/rearag.py", "--config.rollout.slots=600"]
+    words = ["--config=configs/rearag.py", "--config.rollout.max_concurrent=600"]
     assert run(*words) == 0
     table = rows(capsys.readouterr().out)
     found = {row[1]: row[2] for row in table if row[0] == "sft" and len(row) == 3}
@@ -133,7 +133,7 @@ def test_batches_that_do_not_divide_are_refused(capsys):
     [
         ("protocol.name=r_serch", "config.protocol.name = 'r_serch': must be one of"),
         ("reward.evidence_f1.weigth=1", "config.reward.evidence_f1.weigth"),
-        ("judge.source=", "config.reward.evidence_f1 asks a judge: name one in"),
+        ("models.judge.source=", "config.reward.evidence_f1 asks a judge: name one in"),
         (
             "overrides={'rl': {'reward': {'answer_me': {}}}}",
             "config.overrides.rl: unknown reward term config.reward.answer_me",

@@ -45,9 +45,9 @@ def folder(tmp_path_factory, setup):
 
 def asking(name, source, **changes):
     """A configuration with a small section of this name."""
-    sizes = {"max_prompt_tokens": 64, "max_reply_tokens": 3, "slots": 8}
+    sizes = {"max_prompt_tokens": 64, "max_reply_tokens": 3, "max_concurrent": 8}
     fields = {"source": str(source), **sizes, **changes}
-    return config(**{f"{name}__{field}": value for field, value in fields.items()})
+    return config(**{f"models__{name}__{f}": value for f, value in fields.items()})
 
 
 def mesh():
@@ -112,10 +112,10 @@ def listening(answer):
 def at_endpoint(url, max_retries):
     """A judge at this address that is given a second."""
     c = config(
-        judge__source=url,
-        judge__name="m",
-        judge__timeout_seconds=1.0,
-        judge__max_retries=max_retries,
+        models__judge__source=url,
+        models__judge__name="m",
+        models__judge__timeout_seconds=1.0,
+        models__judge__max_retries=max_retries,
     )
     return agents.load_agent(c, "judge", mesh())
 
@@ -227,12 +227,12 @@ def test_a_judge_is_loaded_where_a_term_asks_one(folder):
     plain = load_setup(asking("judge", folder))
     assert plain.judge is None and plain.writer is None
     named = {"source": str(folder), "max_prompt_tokens": 64, "max_reply_tokens": 3}
-    fields = {f"judge__{name}": value for name, value in named.items()}
+    fields = {f"models__judge__{name}": value for name, value in named.items()}
     assert load_setup(config(reward=JUDGED, **fields)).judge is not None
 
 
 def test_a_term_that_asks_a_judge_without_one_is_refused():
-    with pytest.raises(ValueError, match=r"name one in config\.judge\.source"):
+    with pytest.raises(ValueError, match=r"name one in config\.models\.judge\.source"):
         load_setup(config(reward=JUDGED))
 
 

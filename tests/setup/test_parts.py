@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rsearch import index as index_command
-from rsearch.config import crosschecks
+from rsearch.config.checks import validate
 from rsearch.config.recipes import run_command
 from rsearch.data.chains import gold_passages
 from rsearch.models.decoder import DecoderSpec
@@ -305,9 +305,9 @@ def test_no_more_are_kept_than_are_reranked(top_k, is_right):
         retrieval__top_k=top_k,
     )
     if is_right:
-        return crosschecks._check_reranker(c)
+        return validate(c)
     with pytest.raises(ValueError, match=r"rerank_from = 4 .* the top_k = 5"):
-        crosschecks._check_reranker(c)
+        validate(c)
 
 
 def test_the_protocol_has_the_words_and_settings_of_its_configuration():

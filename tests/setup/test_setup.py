@@ -131,7 +131,7 @@ def test_several_hosts_load_a_model_together_whoever_comes_to_ask(
 
     monkeypatch.setattr(load, "load_agent", load_agent)
     monkeypatch.setattr(processes, "num_hosts", lambda: num_hosts)
-    load_setup(config(writer__source="/no/writer"), only_dev=True, is_over=True)
+    load_setup(config(models__writer__source="/no/writer"), only_dev=True, is_over=True)
     assert asked == [is_late]
 
 
@@ -152,7 +152,7 @@ def test_settings_that_a_protocol_has_not_are_refused(fields):
 
 
 def test_evidence_is_read_only_of_a_protocol_that_has_it():
-    fields = {"eval__methods": ("evidence",), "reader__source": "world:judge"}
+    fields = {"eval__methods": ("evidence",), "models__reader__source": "world:judge"}
     with pytest.raises(ValueError, match=r"config\.protocol\.name = 'search_r1'"):
         check_names(config(**fields))
     check_names(config(protocol__name="r_search", **fields))

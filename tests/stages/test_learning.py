@@ -161,7 +161,7 @@ def test_what_has_no_spread_in_the_end_is_not_learnt_from(setup):
 
 
 def test_truncated_rollouts_leave_the_loss_and_stay_in_their_groups_mean(setup):
-    c = config(stages=("rl",), rl__mask_truncated=True, rl__behavior="scored")
+    c = config(stages=("rl",), rl__mask_truncated=True, rl__old_logprobs="recompute")
     setup = dataclasses.replace(setup, config=c)
     cut = rollout(None, Outcome.TRUNCATED)
     played = groups(*[[rollout("x"), cut]] * 4)
@@ -232,7 +232,7 @@ def test_a_memory_is_asked_each_step_and_learnt_from(tmp_path):
             rl__ratio="sequence",
             rl__loss_mean="constant",
             rl__dual_clip=3.0,
-            rewriter__source="any",
+            models__rewriter__source="any",
             rl__memorise_coef=0.5,
             rl__memorise_rows=8,
         )

@@ -29,7 +29,7 @@ SIZES = dict(
     rollout__max_turn_tokens=60,
     rl__memorise_coef=0.1,
     rl__memorise_rows=8,
-    rewriter__source="world:expert",
+    models__rewriter__source="world:expert",
     reward={"answer_cover_em": {}},
 )
 

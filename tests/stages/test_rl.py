@@ -70,7 +70,7 @@ TOOL = rollout("x", Outcome.TOOL_ERROR, num_tokens=5)
 
 
 def with_reward(setup, judge=None, **terms):
-    c = config(reward=terms, judge__source="any", **ONE_STEP)
+    c = config(reward=terms, models__judge__source="any", **ONE_STEP)
     return dataclasses.replace(setup, config=c, judge=judge)
 
 
@@ -207,7 +207,7 @@ SETTINGS = {
     "in the loss, scored, by sequence, in two updates": dict(
         rl__kl_place="loss",
         rl__kl_kind="k3",
-        rl__behavior="scored",
+        rl__old_logprobs="recompute",
         rl__loss_mean="sequence",
         rl__questions_per_step=8,
         rl__entropy_coef=0.01,
@@ -220,7 +220,7 @@ SETTINGS = {
         rl__normalize_std=False,
         rollout__temperature=0.7,
         rollout__top_p=0.9,
-        rl__behavior="scored",
+        rl__old_logprobs="recompute",
     ),
     "by a value model that at first learns alone": dict(
         rl__algorithm="ppo",
@@ -262,8 +262,8 @@ def test_every_setting_runs_and_measures_finite_numbers(tmp_path, settings):
     "settings",
     [
         dict(),
-        dict(rl__behavior="scored"),
-        dict(rl__behavior="scored", rl__mask_retrieved=False),
+        dict(rl__old_logprobs="recompute"),
+        dict(rl__old_logprobs="recompute", rl__mask_retrieved=False),
         dict(rl__updates_per_step=2, rl__micro_batch=4),
     ],
 )
@@ -319,10 +319,10 @@ def test_r_search_learns_from_its_judge(tmp_path, setup):
         **ONE_STEP,
         protocol__name="r_search",
         reward=terms,
-        judge__source=str(folder),
-        judge__max_prompt_tokens=300,
-        judge__max_reply_tokens=4,
-        judge__slots=8,
+        models__judge__source=str(folder),
+        models__judge__max_prompt_tokens=300,
+        models__judge__max_reply_tokens=4,
+        models__judge__max_concurrent=8,
         rl__kl_coef=0.001,
     )
     judged = load_setup(c)

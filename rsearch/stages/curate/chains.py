@@ -46,7 +46,7 @@ def chains(stage: DataStage) -> Selection:
     c = stage.config
     done = stage.journal.of(STEPS, 0)
     new = [q for q in stage.questions if q.id not in done]
-    waves = _waves(new, c.rollout.slots)
+    waves = _waves(new, c.rollout.max_concurrent)
     builder = _ChainBuilder(stage) if waves else None
     for wave in (
         console.progress(waves, f"{stage.name}: chains, waves") if waves else ()
@@ -110,7 +110,7 @@ class _Continued(Host):
 
 
 class _ChainBuilder:
-    """Builds the chains of at most config.rollout.slots questions at once."""
+    """Builds the chains of at most config.rollout.max_concurrent questions at once."""
 
     def __init__(self, stage: DataStage):
         c = stage.config
@@ -266,7 +266,7 @@ def no_reasoning(stage: DataStage) -> Selection:
     c = stage.config
     done = stage.journal.of(ABLATION, 0)
     new = [q for q in stage.questions if q.id not in done]
-    waves = _waves(new, c.rollout.slots)
+    waves = _waves(new, c.rollout.max_concurrent)
     roll = _ablation_roller(stage) if waves else None
     for wave in (
         console.progress(waves, f"{stage.name}: chains, waves") if waves else ()

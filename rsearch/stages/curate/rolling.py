@@ -171,7 +171,7 @@ class DataStage:
             For each question at most `max_rollouts` attempts, or all of those that were
             taken over; failures of the search engine are among them.
         """
-        slots = self.config.rollout.slots
+        slots = self.config.rollout.max_concurrent
         group_size = _group_size(self.config.rollout.group_size, max_rollouts)
         earlier = self.first_journal() if name == FIRST else None
         known = {} if earlier is None else earlier.of(FIRST)

@@ -28,7 +28,7 @@ SIZES = {
     "stages": ("curate",),
     "protocol__name": "rearag",
     "data__max_train": 6,
-    "rollout__slots": 4,
+    "rollout__max_concurrent": 4,
     "rollout__max_prompt_tokens": 900,
     "rollout__max_turn_tokens": 120,
     "rollout__max_observation_tokens": 60,

@@ -28,7 +28,7 @@ __all__ = ["quick_compilation"]
 SIZES = {
     "stages": ("curate",),
     "data__max_train": 14,
-    "rollout__slots": 1,
+    "rollout__max_concurrent": 1,
     "rollout__max_turn_tokens": 60,
     "rollout__max_searches": 3,
     "curate__measure": "em",
@@ -251,7 +251,9 @@ def test_a_stage_may_go_on_with_other_slots(setup, tmp_path):
     fields = {"curate__method": "difficulty", "curate__rollouts": 3}
     fields |= {"curate__easy_below": 2, "curate__hard_above": 2}
     own, more, most = (
-        with_fields(setup, rollout__group_size=4, rollout__slots=slots, **fields)
+        with_fields(
+            setup, rollout__group_size=4, rollout__max_concurrent=slots, **fields
+        )
         for slots in (1, 2, 3)  # one is less than a group
     )
     say = answers(setup, often)

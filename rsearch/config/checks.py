@@ -1,6 +1,14 @@
-"""What must fit together in a configuration; one function for each rule."""
+"""Check a configuration: the bound of each field, and what must fit together.
 
-from rsearch.config.stage_plan import AGENTS, URLS, kinds
+`validate` runs before anything compiles. The bounds stand in configs/base.py; each
+function here refuses fields that do not fit each other, with the arithmetic.
+"""
+
+import math
+
+from rsearch.config.fields import fields
+from rsearch.config.spec import base_fields
+from rsearch.config.stage_plan import ROLES, URLS, kinds, stage_configs
 
 MOST_BFLOAT16_DECAY = 0.996  # 1 - 2^-8, half of a bfloat16's last bit
 
@@ -76,37 +84,37 @@ def _check_reranker(c):
 
 
 def _check_endpoints(c):
-    for name in AGENTS:
-        source = c[name].source
+    for name in ROLES:
+        source = c.models[name].source
         if not source.startswith(URLS):
             continue
         if any(sign in source for sign in "@?#"):  # not shown: it may be a secret
             raise ValueError(
-                f"config.{name}.source is a URL that holds a password, a query or a "
-                f"fragment; a key is read from the environment variable that "
-                f"config.{name}.api_key_env names"
+                f"config.models.{name}.source is a URL that holds a password, a query "
+                "or a fragment; a key is read from the environment variable that "
+                f"config.models.{name}.api_key_env names"
             )
-        if not c[name].name:
+        if not c.models[name].name:
             raise ValueError(
-                f"config.{name}.name = '': an endpoint has several models, and "
-                f"config.{name}.source = {source!r} is one: name the model"
+                f"config.models.{name}.name = '': an endpoint has several models, and "
+                f"config.models.{name}.source = {source!r} is one: name the model"
             )
 
 
 def _check_reader(c):
     asked = [m for m in c.eval.methods if m == "evidence" or m.startswith("reader_")]
-    if asked and not c.reader.source:
+    if asked and not c.models.reader.source:
         raise ValueError(
             f"config.eval.methods names {asked[0]!r}, which asks a reader: name one in "
-            "config.reader.source"
+            "config.models.reader.source"
         )
 
 
 def _check_retrieved(c):
-    if "rl" in kinds(c) and not c.rl.mask_retrieved and c.rl.behavior == "sampled":
+    if "rl" in kinds(c) and not c.rl.mask_retrieved and c.rl.old_logprobs == "sampler":
         raise ValueError(
-            "config.rl.mask_retrieved = False needs config.rl.behavior = 'scored': "
-            "nobody has sampled what was retrieved"
+            "config.rl.mask_retrieved = False needs config.rl.old_logprobs = "
+            "'recompute': nobody has sampled what was retrieved"
         )
     if "rl" in kinds(c) and not c.rl.mask_retrieved and c.rl.tis_cap:
         raise ValueError(
@@ -116,10 +124,10 @@ def _check_retrieved(c):
 
 
 def _check_nucleus(c):
-    if "rl" in kinds(c) and c.rollout.top_p < 1 and c.rl.behavior == "sampled":
+    if "rl" in kinds(c) and c.rollout.top_p < 1 and c.rl.old_logprobs == "sampler":
         raise ValueError(
-            f"config.rollout.top_p = {c.rollout.top_p} needs config.rl.behavior = "
-            "'scored': log-probabilities within the nucleus do not compare with the "
+            f"config.rollout.top_p = {c.rollout.top_p} needs config.rl.old_logprobs = "
+            "'recompute': log-probabilities within the nucleus do not compare with the "
             "trainer's, which are over the whole vocabulary"
         )
 
@@ -140,45 +148,28 @@ def _check_shape(c):
         )
 
 
-def _check_context(c):
-    r = c.rollout
-    turns = max(1, r.max_searches + r.forced_final_turn)
-    needed = (
-        r.max_prompt_tokens
-        + turns * r.max_turn_tokens
-        + (turns - 1) * r.max_observation_tokens
-    )
-    if 0 < r.context_tokens < needed:
-        raise ValueError(
-            f"config.rollout.context_tokens = {r.context_tokens} is too small: prompt "
-            f"{r.max_prompt_tokens} + {turns} turns x {r.max_turn_tokens} + "
-            f"{turns - 1} observations x {r.max_observation_tokens} = {needed} "
-            f"tokens, and the tags around observations; 0 has it computed"
-        )
-
-
-def _check_together(c):
-    if not c.rollout.together:
+def _check_global_mesh(c):
+    if not c.rollout.global_mesh:
         return
-    for name in AGENTS:
-        source = c[name].source
+    for name in ROLES:
+        source = c.models[name].source
         if source and not source.startswith(URLS):
             raise ValueError(
-                f"config.{name}.source = {source!r} would run on a host's own devices, "
-                "which config.rollout.together = True is for doing without: name an "
-                "endpoint"
+                f"config.models.{name}.source = {source!r} would run on a host's own "
+                "devices, but config.rollout.global_mesh = True is for models that do "
+                "not fit there: name an endpoint"
             )
 
 
 def _check_groups(c):
     alone = ("ppo", "reinforce_pp")
-    compares = c.rl.algorithm not in alone or c.rl.refill_rounds
+    compares = c.rl.algorithm not in alone or c.rl.dynamic_sampling_rounds
     if "rl" in kinds(c) and c.rollout.group_size < 2 and compares:
         raise ValueError(
             f"config.rollout.group_size = {c.rollout.group_size}: must be >= 2, since "
             "a rollout's advantage is its reward relative to the others of its group; "
             f"config.rl.algorithm = {alone[0]!r} or {alone[1]!r} without "
-            "config.rl.refill_rounds needs no group"
+            "config.rl.dynamic_sampling_rounds needs no group"
         )
 
 
@@ -219,10 +210,10 @@ def _check_rl_settings(c):
     """Settings that mean nothing without another."""
     if "rl" not in kinds(c):
         return
-    if c.rl.tis_cap and c.rl.behavior != "scored":
+    if c.rl.tis_cap and c.rl.old_logprobs != "recompute":
         raise ValueError(
-            f"config.rl.tis_cap = {c.rl.tis_cap} needs config.rl.behavior = 'scored': "
-            "the weight is the trainer's probability over the sampler's"
+            f"config.rl.tis_cap = {c.rl.tis_cap} needs config.rl.old_logprobs = "
+            "'recompute': the weight is the trainer's probability over the sampler's"
         )
     if c.rl.kl_controller == "adaptive" and not c.rl.kl_coef:
         raise ValueError(
@@ -234,10 +225,10 @@ def _check_rl_settings(c):
             f"config.rl.memorise_rows = {c.rl.memorise_rows} is not a multiple of "
             f"config.rl.micro_batch = {c.rl.micro_batch}"
         )
-    if c.rl.memorise_coef and not c.rewriter.source:
+    if c.rl.memorise_coef and not c.models.rewriter.source:
         raise ValueError(
             f"config.rl.memorise_coef = {c.rl.memorise_coef} needs a model that words "
-            "what was found as recalled: name one in config.rewriter.source"
+            "what was found as recalled: name one in config.models.rewriter.source"
         )
 
 
@@ -315,8 +306,8 @@ def _check_shards(c, data=None):
             )
 
 
-def check_mesh(c, num_devices):
-    """Refuses a mesh of another number of devices, or rows that do not split."""
+def _check_mesh(c, num_devices):
+    """Refuse a mesh of another number of devices, or rows that do not split."""
     known = c.mesh.fsdp * c.mesh.tensor
     data = num_devices // known if c.mesh.data == -1 else c.mesh.data
     if data * known != num_devices:
@@ -337,8 +328,7 @@ CROSS_CHECKS = (
     _check_nucleus,
     _check_retrieved,
     _check_shape,
-    _check_context,
-    _check_together,
+    _check_global_mesh,
     _check_groups,
     _check_rl_batch,
     _check_rl_settings,
@@ -349,3 +339,42 @@ CROSS_CHECKS = (
     _check_curate,
     _check_shards,
 )
+
+
+def validate(config, *, num_devices=None):
+    """Refuse a configuration that could not run as written.
+
+    Args:
+        config: a configuration with the fields of configs/base.py.
+        num_devices: how many devices there are; None leaves the mesh unchecked.
+
+    Raises:
+        ValueError: field, value and what would be right; for fields that do not fit
+            together, with the arithmetic.
+    """
+    _validate_stage(config, num_devices)
+    for stage, own in stage_configs(config):
+        if config.overrides.get(stage):
+            try:
+                _validate_stage(own, num_devices)
+            except ValueError as error:
+                raise ValueError(f"config.overrides.{stage}: {error}") from None
+
+
+def _validate_stage(config, num_devices):
+    """Check the configuration of one stage, its overrides applied."""
+    bounds = {name: f.bound for name, f in base_fields().items() if f.bound}
+    for name, value in fields(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            bound = bounds.get(name)
+            right = bound.description if bound else "a finite number"
+            raise ValueError(f"config.{name} = {value!r}: must be {right}")
+    for name, bound in bounds.items():
+        value = config[name]
+        if not bound.allows(value):
+            shown = value.to_dict() if hasattr(value, "to_dict") else value
+            raise ValueError(f"config.{name} = {shown!r}: must be {bound.description}")
+    for check in CROSS_CHECKS:
+        check(config)
+    if num_devices is not None:
+        _check_mesh(config, num_devices)

@@ -1,0 +1,182 @@
+"""What a field of a configuration is: its default, its meaning and its bound.
+
+configs/base.py writes all of them down, each once. `validate` holds a configuration
+against the bounds, a resumed run may change the fields that say so, and the reference
+of all fields is made from the meanings.
+"""
+
+import functools
+import importlib.util
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from rsearch.text.extension import SPELLING, is_reference
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class Bound(NamedTuple):
+    """Values that a field may have.
+
+    Attributes:
+        allows: returns whether a value, of the field's type, is among them.
+        description: of these values, for messages: "must be <description>".
+    """
+
+    allows: Callable[[Any], bool]
+    description: str
+
+
+class Field(NamedTuple):
+    """A field of a configuration.
+
+    Attributes:
+        default: its type is the field's.
+        meaning: with the unit, and what a value such as 0 or "" stands for.
+        bound: None allows every value of the type.
+        may_change: whether a resumed run may have another value, because it computes
+            the same numbers, to rounding.
+        kind: the type where `default` is None.
+    """
+
+    default: Any
+    meaning: str
+    bound: Bound | None = None
+    may_change: bool = False
+    kind: type | None = None
+
+
+class Section:
+    """Fields, and sections in sections, by their names.
+
+    Args:
+        meaning: of the section.
+        may_change: of all its fields.
+        members: {name: Field or Section}.
+    """
+
+    def __init__(self, meaning: str, /, *, may_change=False, **members):
+        self.meaning = meaning
+        self.members: dict[str, Field | Section] = members
+        if may_change:
+            for name, field in members.items():
+                members[name] = field._replace(may_change=True)
+
+    def items(self) -> Iterator[tuple[str, Field]]:
+        """Yield the dotted name and the Field of every field."""
+        for name, member in self.members.items():
+            if isinstance(member, Field):
+                yield name, member
+            else:
+                for inner, field in member.items():
+                    yield f"{name}.{inner}", field
+
+    def config(self) -> ConfigDict:
+        """Return a configuration of the defaults."""
+        c = ConfigDict()
+        for name, member in self.members.items():
+            if isinstance(member, Section):
+                c[name] = member.config()
+            elif isinstance(member.default, dict):
+                c[name] = ConfigDict(member.default)
+            elif member.default is None:
+                c[name] = placeholder(member.kind)
+            else:
+                c[name] = member.default
+        return c
+
+
+@functools.cache
+def base_fields() -> dict[str, Field]:
+    """Return {dotted name: Field} of configs/base.py."""
+    # By its path: a user's own folder may be named configs, too.
+    path = ROOT / "configs" / "base.py"
+    module_spec = importlib.util.spec_from_file_location("rsearch_base_config", path)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    return dict(module.FIELDS.items())
+
+
+def at_least(low: float) -> Bound:
+    """Return the bound of numbers from `low` on."""
+    return Bound(lambda x: x >= low, f"a finite number >= {low}")
+
+
+def above(low: float) -> Bound:
+    """Return the bound of numbers greater than `low`."""
+    return Bound(lambda x: x > low, f"a finite number > {low}")
+
+
+def between(low: float, high: float) -> Bound:
+    """Return the bound of numbers from `low` to `high`, both included."""
+    return Bound(lambda x: low <= x <= high, f"a number from {low} to {high}")
+
+
+def inside(low: float, high: float) -> Bound:
+    """Return the bound of numbers between `low` and `high`, both excluded."""
+    description = f"a number between {low} and {high}, both excluded"
+    return Bound(lambda x: low < x < high, description)
+
+
+def from_below(low: float, high: float) -> Bound:
+    """Return the bound of numbers from `low`, below `high`."""
+    return Bound(lambda x: low <= x < high, f"a number from {low}, below {high}")
+
+
+def up_to(low: float, high: float) -> Bound:
+    """Return the bound of numbers above `low`, up to `high`."""
+    return Bound(lambda x: low < x <= high, f"a number above {low} and at most {high}")
+
+
+def multiple_of(unit: int, description: str) -> Bound:
+    """Return the bound of positive multiples of `unit`."""
+    return Bound(lambda x: x >= unit and x % unit == 0, description)
+
+
+def or_value(value: Any, bound: Bound) -> Bound:
+    """Return the bound that also allows one value, such as None or 0."""
+    return Bound(
+        lambda x: x == value or (x is not None and bound.allows(x)),
+        f"{value!r}, or {bound.description}",
+    )
+
+
+def one_of(words: Sequence[str]) -> Bound:
+    """Return the bound of these words."""
+    return Bound(lambda x: x in words, "one of " + ", ".join(map(repr, words)))
+
+
+def some_of(words: Sequence[str], *, may_be_empty: bool = False) -> Bound:
+    """Return the bound of sequences of these words, each at most once."""
+
+    def allows(x):
+        is_long_enough = may_be_empty or len(x) > 0
+        return is_long_enough and len(x) == len(set(x)) and set(x) <= set(words)
+
+    amount = "any" if may_be_empty else "some"
+    return Bound(allows, f"each once, {amount} of " + ", ".join(map(repr, words)))
+
+
+def text_with(*marks: str) -> Bound:
+    """Return the bound of None and of texts that hold all these marks."""
+    return Bound(
+        lambda x: x is None or all(mark in x for mark in marks),
+        f"a text that holds {' and '.join(marks)}",
+    )
+
+
+def matching(pattern: str, description: str) -> Bound:
+    """Return the bound of sequences whose items all match a regular expression."""
+    return Bound(lambda x: all(re.fullmatch(pattern, item) for item in x), description)
+
+
+def own_or(words: Sequence[str]) -> Bound:
+    """Return the bound of these words and of names of the user's own functions."""
+    description = ", ".join(map(repr, words))
+    prefix = f"one of {description}, or" if len(words) > 1 else f"{description} or"
+    return Bound(lambda x: x in words or is_reference(x), f"{prefix} {SPELLING}")
