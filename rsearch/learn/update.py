@@ -69,11 +69,15 @@ def accumulate(
     Returns:
         (gradient, metrics).
     """
+    # Shapes alone are traced here: they say what the sums begin with.
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
     first = jax.tree.map(lambda x: x[0], (batch, weights))
     _, metrics = jax.eval_shape(loss, params, *first, *context)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, metrics))
 
+    # Gradients and metrics are sums, so that they add up over micro-batches. The
+    # division is in the weights: dividing a micro-batch by its own number of tokens
+    # would weigh tokens of short rollouts more, and depend on the micro-batch.
     def add(total, rows, row_weights):
         (_, metrics), grads = value_and_grad(params, rows, row_weights, *context)
         return jax.tree.map(jnp.add, total, (grads, metrics))
@@ -83,6 +87,8 @@ def accumulate(
         def add_micro_batch(total, rows_and_weights):
             return add(total, *rows_and_weights), None
 
+        # A scan, not a Python loop: one micro-batch's activations exist at a time, and
+        # the program does not grow with their number.
         total, _ = jax.lax.scan(add_micro_batch, zeros, (batch, weights))
         return total
 
@@ -134,8 +140,10 @@ def make_update(
     if offloads:
         return OffloadedUpdate(loss, optimizer, mesh, weigh=weigh, finish=finish)
 
+    # The state is donated: old and new weights and moments never exist together.
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state: TrainState, base, batch: Batch, memory=None):
+        # Weights of the whole update, before any micro-batch is looked at.
         weights, kl_coef = weigh(batch), state.kl_coef
         summed = accumulate(loss, state.params, batch, weights, base, kl_coef)
         grads, metrics, kl_coef = finish(
@@ -168,6 +176,8 @@ class OffloadedUpdate:
             grads, metrics, kl_coef = finish(
                 *summed, weights, params, kl_coef, base, memory
             )
+            # Without this XLA may leave the gradients replicated between the programs,
+            # which costs a copy of the model on each device.
             shardings = param_shardings(grads, mesh)
             grads = jax.lax.with_sharding_constraint(grads, shardings)
             return grads, metrics, kl_coef
@@ -185,11 +195,13 @@ class OffloadedUpdate:
         grads, metrics, kl_coef = self.gradients(
             state.params, state.kl_coef, base, batch, memory
         )
+        # The activations are gone by now: their room is free for the moments.
         moments = on_device(state.opt_state)
         for old, new in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(moments)):
             if old is not new:
                 old.delete()  # host memory that the next moments need
         state = self.step(state._replace(opt_state=moments), grads, kl_coef)
+        # Back to the host before the next rollout, which needs the room for its cache.
         on_host = state_shardings(state, self._mesh, offloads=True).opt_state
         moments = jax.device_put(state.opt_state, on_host)
         return state._replace(opt_state=moments), metrics
@@ -224,6 +236,8 @@ def make_policy_scorer(
         chunk_tokens=chunk_tokens,
     )
 
+    # Tokens and layout alone are arguments: rewards and masks change from step to
+    # step in dtype or presence, and would compile the program again.
     @jax.jit
     def score(params, base, tokens, layout):
         params = _network_params(params, base, adapter_scale)
@@ -266,8 +280,10 @@ def make_policy_update(
         token_logprobs, model.clone(mesh=mesh), chunk_tokens=chunk_tokens
     )
 
+    # Adapters are joined inside the loss: the gradient is then theirs alone.
     def row_loss(params, rows, weights, base, kl_coef):
         params = _network_params(params, base, adapter_scale)
+        # At the sampling temperature: the ratio compares one distribution with itself.
         logp, entropy = logprobs(
             params, rows.tokens, rows.layout, temperature=temperature
         )
@@ -288,6 +304,7 @@ def make_policy_update(
         total = jnp.sum(weights)
         scale = jnp.where(total > 0, total, 1.0)
         metrics = {k: v if k == "loss" else v / scale for k, v in metrics.items()}
+        # The set T has its own mean, which the number of rollouts does not change.
         if memory is not None:
             recall_weights = row_weights(memory.from_policy, "token")
             recall_grads, recall_metrics = accumulate(
@@ -300,6 +317,8 @@ def make_policy_update(
             return grads, metrics, None
         metrics["kl_coef"] = kl_coef
         kl = metrics["kl"]
+        # The coefficient moves after the update that it was used in, as in PPO's
+        # adaptive penalty.
         following = adapted_coefficient(kl_coef, kl, target=kl_target, gain=kl_gain)
         return grads, metrics, following
 
@@ -358,6 +377,7 @@ def make_value_update(
         return loss(values(params, rows.tokens, rows.layout), rows, weights)
 
     def weigh(batch):
+        # As verl's critic, which learns values of retrieved tokens too.
         mask = batch.in_response if over_response else batch.from_policy
         return row_weights(mask, loss_mean)
 
@@ -376,5 +396,6 @@ def critic_params(params: dict) -> dict:
     What makes the policy's logits, if it is a matrix of its own, is left out.
     """
     width = params["final_norm"]["scale"].shape
+    # With a head of zeros the first advantages are the returns themselves.
     body = {name: leaf for name, leaf in params.items() if name != "unembedding"}
     return body | {"value": jnp.zeros(width, jnp.float32)}

@@ -106,6 +106,8 @@ def plan_index(
         )
     # All parts share the settings of the largest one.
     largest = max(map(len, split_evenly(range(count), num_parts))) * shard_size
+    # One set of settings: the parts' results are merged by score, which is fair only
+    # among parts that were quantised and searched alike.
     partition = choose_partition(
         min(num, largest),
         encoder.dim,
@@ -115,6 +117,8 @@ def plan_index(
         dims_per_block=dims_per_block,
         reorder_dtype=reorder_dtype,
     )
+    # Everything that changes a byte of the index, and nothing else: two plans that
+    # are equal may share a directory.
     return {
         "format": FORMAT,
         "corpus": {"fingerprint": corpus.fingerprint, "num_passages": num},
@@ -154,6 +158,8 @@ def encode_share(
     if not 0 <= worker < num_workers:
         raise ValueError(f"{worker=}, expected 0 to {num_workers - 1}: {num_workers=}")
     out = pathlib.Path(out)
+    # The plan is written before the first shard, so that a worker with other
+    # settings is refused at once and not after hours.
     _claim(out, plan)
 
     @contextlib.contextmanager
@@ -174,6 +180,8 @@ def encode_share(
         (out / LOCKS).mkdir(exist_ok=True)
         settings = _shard_settings(plan)
         numbers = all_shards(plan)
+        # Every num_workers-th, not a run of neighbours: a corpus may be sorted by
+        # length, and all workers should take about the same time.
         share = numbers[worker::num_workers]
         encode_shards(corpus, encoder, out / VECTORS, share, lock=lock, **settings)
         # Counted over all workers: whoever finds none missing builds the index.
@@ -311,6 +319,7 @@ def _claim(out, plan):
         return
     advice = "name another directory, or remove it"
     kind = _kind(stored)
+    # Only the kind differs, perhaps because "auto" chose otherwise then.
     if kind != _kind(plan) and {**stored, "partition": plan["partition"]} == plan:
         advice += f", or ask for {kind=}"
     raise ValueError(
@@ -366,10 +375,12 @@ def _recall(scores, top_k):
 
 def _finish(out, manifest, digests):
     """Write the manifest: from now on there is an index."""
+    # No worker writes any more: all shards are there, and the directory is locked.
     shutil.rmtree(out / LOCKS, ignore_errors=True)
     # Shards were digested as they were written; the others are read once more.
     known = {f"{VECTORS}/{shard_name(n)}": value for n, value in enumerate(digests)}
     manifest["files"] = file_digests(out, known=known)
+    # A digest over the digests: readers compare one value with a run's fingerprint.
     manifest["digest"] = digest_of(manifest)
     files.replace(out / MANIFEST, json.dumps(manifest, indent=1).encode())
 

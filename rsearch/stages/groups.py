@@ -40,6 +40,8 @@ def sample_groups(
     Returns:
         Q groups, [Q, G] rewards, and what was measured on the step's own questions.
     """
+    # As many further questions as all rounds can ask for, however few are needed: a
+    # step's share of the stream does not depend on what was rolled out.
     count = min(num_questions * (1 + rounds), max(len(questions), num_questions))
     seed += attempt * SEEDS
     stream = [questions[i] for i in take(len(questions), count, seed=seed, step=step)]
@@ -49,6 +51,8 @@ def sample_groups(
     waiting, num_asked = stream[num_questions:], num_questions
     for _ in range(rounds):
         without = np.flatnonzero(~has_reward_variance(groups, rewards))
+        # One new question for each group without variance, and no more: a round costs
+        # at most as much as the first.
         batch, waiting = waiting[: len(without)], waiting[len(without) :]
         if not batch:
             break
@@ -86,6 +90,7 @@ def summarize(
     """
     groups = [r.group for r in scored]
     rewards = np.stack([r.rewards for r in scored])
+    # Counts are over all rollouts, means of rewards over the valid ones.
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     is_valid = valid_rollouts(groups)
     metrics = {"reward": _mean(rewards[is_valid])}

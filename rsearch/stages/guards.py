@@ -91,6 +91,7 @@ class Guards:
         Raises:
             StoppedError: too many in a row were left out.
         """
+        # The update itself has left the weights alone (`stepped`); here it is counted.
         numbers = {n: float(measured[n]) for n in FINITE if n in measured}
         bad = {name: x for name, x in numbers.items() if not math.isfinite(x)}
         if not bad:
@@ -100,6 +101,7 @@ class Guards:
         problem = ", ".join(f"{name} = {x}" for name, x in bad.items())
         file = self._write_batch(step, batch)
         where = f"; its batch is in {file}" if file else ""
+        # Bad parameters were broken by an earlier step; else the batch is to blame.
         culprit = _first_bad(params)
         skipped = f"{problem}; {culprit}; this update is left out{where}"
         console.note(f"{self._stage}: step {step + 1}: {skipped}")
@@ -135,6 +137,7 @@ class Guards:
             if all(BOUNDS[field][0] in measured for field in self._bounds):
                 self._beyond, self._bounds = 0, []
             return None
+        # A roll-back must go to before the first of these steps, not before the last.
         self._since = self._since if self._beyond else step
         self._bounds = sorted({*self._bounds, *beyond})
         self._beyond += 1

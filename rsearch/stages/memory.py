@@ -79,15 +79,18 @@ class Memory:
         Returns:
             How many were asked for, kept, and are in T.
         """
+        # A step that is taken again after a restart replaces what it had added.
         self._rows = [row for row in self._rows if row["step"] < step]
         chosen = [
             (group.question, best)
             for group, earned in zip(groups, rewards, strict=True)
             if (best := self._best(group, earned)) is not None
         ]
+        # A question is memorised once, in the words of the step that first solved it.
         known = {row["id"] for row in self._rows}
         chosen = [(q, r) for q, r in chosen if q.id not in known]
         chats = [self._chat(question, rollout) for question, rollout in chosen]
+        # Each host's rewriter words its share; all hosts then have all replies.
         replies = processes.map_hosts_json(self._rewrite, chats) if chats else []
         num_kept = 0
         for (question, _), text in zip(chosen, replies, strict=True):
@@ -115,6 +118,7 @@ class Memory:
         return group.rollouts[-max(right)[1]] if right else None
 
     def _chat(self, question, rollout):
+        # Several searches may find one passage; the prompt shows it once.
         unique = list({p.contents: p for p in rollout.passages}.values())
         return rewriting_messages(question.text, unique, user=self._prompt)
 

@@ -57,6 +57,8 @@ def update_policy(
         log-probabilities from the trainer's.
     """
     s = c.rl
+    # Which rollouts are learnt from. A tool's or a judge's failure is no signal, and
+    # leaves the loss in any case (`pack`).
     in_loss = rollouts_in_loss(
         groups,
         rewards,
@@ -66,10 +68,12 @@ def update_policy(
     rows = pack(
         groups, rewards, num_tokens, learns=in_loss, masks_retrieved=s.mask_retrieved
     )
+    # Updates without a token in the loss are skipped below, each by itself.
     is_useful = [p.from_policy.any() for p in parts(rows, s.updates_per_step)]
     if not any(is_useful):
         console.note("rl: no rollout of this step is a signal; nothing is learnt")
         return train_state, {"in_loss": 0.0}
+    # A reward that is not finite would make every advantage of its group NaN.
     largest = float(np.max(np.abs(rewards[valid_rollouts(groups)]), initial=0.0))
     if guards is not None and not math.isfinite(largest):
         guards.on_update(step, {"reward": largest}, rows, train_state.params)
@@ -79,6 +83,8 @@ def update_policy(
     batch = trainer.put(rows, s.micro_batch)
     trains_policy = trainer.update_values is None or step >= c.critic.pretrain_steps
     gap = None
+    # The sampler's log-probabilities differ from the trainer's by rounding (other
+    # kernels, bfloat16 copy): recomputing makes the first ratio exactly 1.
     if s.old_logprobs == "recompute" or not trains_policy:
         logp = trainer.score(train_state.params, base, batch)
         gap = sampler_gap(logp, batch, with_retrieved=not s.mask_retrieved)
@@ -86,12 +92,15 @@ def update_policy(
         if s.tis_cap:  # truncated importance sampling compares with the sampler's
             batch = batch._replace(sampled_logp=batch.behavior_logp)
         batch = batch._replace(behavior_logp=logp)
+    # It may rest in host memory, and visits the devices for this one pass.
     if reference is not None:
         logp = trainer.score(on_device(reference), None, batch)
         batch = batch._replace(reference_logp=logp)
+    # Values of all rows, under the critic before its first update: GAE needs them.
     if trainer.update_values is not None:
         values = trainer.score_values(train_state.critic.params, base, batch)
         batch = batch._replace(values=values)
+    # Over all rows, before they are split: whitening and groups span the updates.
     batch = add_advantages(s, batch, train_state.kl_coef, len(groups[0].rollouts))
     memory = None
     if s.memorise_coef:
@@ -104,6 +113,7 @@ def update_policy(
     for minibatch, learns in zip(parts(batch, s.updates_per_step), is_useful):
         if not learns:
             continue
+        # Two updates, each of which reuses its own state's buffers.
         policy, critic = train_state._replace(critic=None), train_state.critic
         metrics = {}
         if trainer.update_values is not None:
@@ -116,6 +126,7 @@ def update_policy(
         measured.append(metrics)
         if guards is not None:
             guards.on_update(step, metrics, minibatch, train_state.params)
+    # Metrics are means over the updates; all were transferred to the host above.
     mean = jax.tree.map(lambda *values: float(np.mean(values)), *measured)
     mean["in_loss"] = float(np.mean(rows.from_policy.any(axis=1)))
     # Later updates compare with a policy that has moved: only the first has the gap.

@@ -75,13 +75,17 @@ def run(stage: RLStage, params):
     Returns:
         The policy's parameters after the stage.
     """
+    # The newest checkpoint, or a fresh state that copies the policy.
     c, trainer = stage.config, stage.trainer
     state = StageState(c, "rl", trainer, params, stage.folder, name=stage.name)
     base = trainer.base_of(params)
     if state.is_over:
         return trainer.final_weights(state.train_state.params, base)
+    # Without a KL term no pass through the reference is needed.
     reference = params if c.rl.kl_coef else None
     journal = AppendLog(stage.folder, "rollouts")  # those since the last checkpoint
+    # Rollouts in the journal count only for the configuration and inputs that made
+    # them: a changed one rolls out again.
     made_from = json.dumps(stage.inputs, sort_keys=True) + to_json(c)
     made_from = xxhash.xxh3_128(made_from.encode("utf-8", "surrogatepass")).hexdigest()
     log = MetricsLog(stage.folder, first_step=state.num_rows)
@@ -103,9 +107,13 @@ def run(stage: RLStage, params):
             ended = RolloutCache(
                 journal, [made_from, step, attempt, fingerprint(decoding)]
             )
+            # A function of seed, stage and step: what is drawn does not depend on how
+            # often the run was interrupted.
             key = step_key(c.seed, stage.name, step, attempt)
             num_restarts = stage.rollouts.num_restarts
             roll_out = functools.partial(play, stage, decoding, key, ended, timer, step)
+            # Hosts roll out different questions and then all have all groups: each
+            # computes the same batch, so that no host has to send it.
             if processes.num_hosts() > 1:
                 roll_out = functools.partial(play_on_all_hosts, roll_out, timer)
             groups, rewards, metrics = sample_groups(
@@ -125,15 +133,18 @@ def run(stage: RLStage, params):
                 )
             # The update reuses the state's buffers: once begun it must come to its end.
             processes.check_preempted(on_all_hosts=True)
+            # With a KV cache smaller than the longest rollouts, some were begun again.
             if c.rollout.cache_tokens:
                 metrics["restarts"] = stage.rollouts.num_restarts - num_restarts
 
+            # R1-Searcher++ memorises what this step's correct searches have found.
             memory_rows = []
             if stage.memory is not None:
                 metrics |= stage.memory.collect(step, groups, rewards)
                 memory_rows = stage.memory.rows(step)
                 timer.lap("memory")
 
+            # The gradient: advantages, loss and optimizer steps, see policy_update.
             train_state, update_metrics = update_policy(
                 c,
                 trainer,
@@ -184,6 +195,7 @@ def play(
             f"{stage.name}: step {step + 1}: rolled out {done}/{total} questions"
         )
     )
+    # Sampling on the devices, tools on the host; see rollout.scheduler.
     groups = stage.rollouts(params, questions, key, on_done=on_done, finished=ended)
     timer.lap("rollout")
     rewarded = with_rewards(*stage.score(groups))
@@ -204,6 +216,8 @@ def finish_step(
     stage: RLStage, state: StageState, base, journal: AppendLog, log: MetricsLog
 ) -> None:
     """Evaluate, log, guard and save what the last step has come to."""
+    # Evaluation may take minutes: a stop in it saves the step with the metrics so
+    # far, and the next start comes back here (`pending_metrics`).
     c, metrics, done = stage.config, state.pending_metrics, state.done
     if c.eval.every_steps and done % c.eval.every_steps == 0:
         weights = stage.trainer.for_decoding(state.train_state.params, base)

@@ -46,6 +46,7 @@ def run(stage: SFTStage, params):
     Returns:
         The policy's parameters after the stage.
     """
+    # The newest checkpoint, or a fresh state that copies the policy.
     c, trainer = stage.config, stage.trainer
     state = StageState(c, "sft", trainer, params, stage.folder)
     base = trainer.base_of(params)
@@ -63,9 +64,11 @@ def run(stage: SFTStage, params):
             start = time.monotonic()
             # Which demonstrations a step sees is a function of seed and step alone.
             chosen = take(len(rows), c.sft.batch_size, seed=c.seed, step=step)
+            # The policy's segments alone are in the loss; all others are only read.
             batch = pack_segments([rows[i] for i in chosen], c.sft.sequence_tokens)
             batch = trainer.put(batch, c.sft.micro_batch)
             train_state, metrics = trainer.update(state.train_state, base, batch)
+            # Waits for the device: guards must see a bad gradient before the next step.
             metrics = jax.device_get(metrics)
             state.guards.on_update(step, metrics, batch, train_state.params)
             metrics["seconds"] = time.monotonic() - start

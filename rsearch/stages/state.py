@@ -59,8 +59,10 @@ class StageState:
         self._rolled_back = folder / ROLLED_BACK
         self.guards = Guards(config, name or kind, folder)
         self.pending_metrics = None
+        # The count of roll-backs enters the random keys: it must survive a restart.
         undone = read_jsonl(self._rolled_back) if self._rolled_back.exists() else []
         self.roll_backs = max((row["roll_back"] for row in undone), default=0)
+        # A damaged checkpoint is passed over for the one before it.
         newest = checkpoint.newest_good(self._folder, trainer.state_shapes)
         if newest is None:
             self.done = 0
@@ -105,6 +107,7 @@ class StageState:
         Raises:
             PreemptedError: the run was told to stop, and all of it is saved.
         """
+        # A signal is noted and the step goes on to where the state is consistent.
         with preemption.defer_exit():
             try:
                 yield
@@ -143,6 +146,7 @@ class StageState:
             raise StoppedError(
                 f"{collapse.message}; rolled back {self.roll_backs} times"
             )
+        # Hosts may see a shared file system differently: only what all see counts.
         seen = checkpoint.steps_by_host(self._folder)
         before = _newest(set.intersection(*seen), first)
         if not before and first >= self._every:
@@ -159,12 +163,14 @@ class StageState:
                 self.guards.restore(meta[GUARDS])
         else:
             state = self._trainer.fresh_state(self._params)
+        # Rows of the undone steps are kept apart, so that curves have no step twice.
         self.roll_backs += 1
         undone = [row for row in read_metrics(metrics.path) if row["step"] >= before]
         rows = [to_json(row) | {"roll_back": self.roll_backs} for row in undone]
         processes.barrier("rows read")  # before the first host drops them
         old = read_jsonl(self._rolled_back) if self._rolled_back.exists() else []
         write_jsonl(self._rolled_back, old + rows)
+        # Set aside, not deleted: whoever looks into the collapse needs them.
         for step in sorted(set.union(*seen)):
             if step > before:
                 checkpoint.set_aside(self._folder, step, why="collapsed")
@@ -227,6 +233,8 @@ class StageState:
         meta = {GUARDS: self.guards.state()}
         if self.pending_metrics is not None:
             meta[PENDING] = to_json(self.pending_metrics)
+        # A host that does not see a checkpoint yet would otherwise wait for a save that
+        # the others skip.
         common = set.intersection(*checkpoint.steps_by_host(self._folder))
         # A disk may have refused the very last of what a save does.
         if self.done not in common:

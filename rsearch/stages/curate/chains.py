@@ -47,6 +47,7 @@ def chains(stage: DataStage) -> Selection:
     done = stage.journal.of(STEPS, 0)
     new = [q for q in stage.questions if q.id not in done]
     waves = _waves(new, c.rollout.max_concurrent)
+    # Nothing is compiled where the journal already has every chain.
     builder = _ChainBuilder(stage) if waves else None
     for wave in (
         console.progress(waves, f"{stage.name}: chains, waves") if waves else ()
@@ -62,6 +63,8 @@ def _filter(stage, records):
     decisions, chains = [], []
     for question in stage.questions:
         (record,) = records[question.id]
+        # Filters look at the record alone, never at what this process has in memory: a
+        # resumed stage decides the same.
         attempt, num_requests = from_record(record), record["asked"]
         wrong = record["gave_up"] or chain_fault(
             protocol, question, attempt, normalize=c.normalize
@@ -156,6 +159,7 @@ class _ChainBuilder:
                 f"{len(wave)} chains of this wave have ended"
             )
         )
+        # All chains take a step together: one batch of the model, then one of searches.
         while going := [chain for chain in wave if chain.is_going]:
             self._take(going, self._ask(going))
             note_progress()
@@ -176,12 +180,15 @@ class _ChainBuilder:
             name = f"{made.question.id}#{made.num_steps}.{made.num_retries}"
             self._prompts[name] = made.ids
             requests.append(dataclasses.replace(made.question, id=name))
+        # Each prompt is a whole chain so far: the keys of its earlier steps are
+        # computed again.
         groups = self._engine(self._params, requests, self._key)
         self._prompts.clear()
         return [group.rollouts[0].segments[-1] for group in groups]
 
     def _take(self, going, segments):
         """Add a step to each chain, or count it as one to be sampled again."""
+        # A step that turns out unusable is undone: the chain asks again from here.
         before = [_copied(made.conversation) for made in going]
         turns = {i: self._usable(segment) for i, segment in enumerate(segments)}
         turns = {i: turn for i, turn in turns.items() if turn is not None}
@@ -196,6 +203,7 @@ class _ChainBuilder:
                 if made.is_going and made.num_steps == self._c.max_steps:
                     made.gave_up = "too many steps"
                 continue
+            # Undo the step, and count it against the chain's retries.
             vars(made.conversation).update(before[i])
             made.num_retries += 1
             if made.num_retries > self._c.max_retries:
@@ -205,11 +213,14 @@ class _ChainBuilder:
         """Return ((ids, logp), action) of the first step; None without an action."""
         protocol, limits = self._stage.protocol, self._limits
         ids, text = segment.token_ids, first_step(protocol, segment.text)
+        # The model went on after its first step: the rest is dropped, and the shorter
+        # text is encoded anew. These ids are never trained on as sampled.
         if text != segment.text:
             ids = self._stage.tokenizer.encode(text)
         action = protocol.parse(text)
         if isinstance(action, Malformed) or len(ids) > limits.max_turn_tokens:
             return None
+        # No log-probabilities: chains become demonstrations, whose loss needs none.
         return (ids, np.zeros(len(ids), np.float32)), action
 
     def _with_distinct_queries(self, going, turns):
@@ -240,6 +251,7 @@ class _ChainBuilder:
     def _record(self, made):
         """Return the journal's record of a chain that has ended."""
         if made.gave_up:
+            # A chain that gave up has no answer; its record says why.
             made.conversation.outcome = Outcome.TRUNCATED
         attempt = attempt_of(self._stage.protocol, made.conversation.rollout())
         num_requests = made.num_steps + made.num_retries
@@ -248,6 +260,7 @@ class _ChainBuilder:
 
 def _gold_search(stage, question, encoder):
     """Return a SearchFn over the passages that the question rests on: R(q, doc_i)."""
+    # The embedded world knows its hops; other questions name their passages.
     titles, known = (), {}
     if stage.world is not None and question.id in stage.world.hops:
         titles = [hop.subject for hop in stage.world.hops[question.id]]
@@ -279,6 +292,8 @@ def no_reasoning(stage: DataStage) -> Selection:
 def _ablation_roller(stage):
     """Return questions -> the record of the chain that the model writes for each."""
     c = stage.config
+    # The model writes the observations too, so nothing stops it and nothing is parsed
+    # before the whole chain is there.
     protocol = dataclasses.replace(
         stage.protocol, stop_strings=(), parse=plain.parse, invalid_message=None
     )

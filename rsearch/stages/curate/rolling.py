@@ -49,6 +49,7 @@ class WaveLog:
         self.rows = []
         if self._path.exists():
             self.rows = read_jsonl(self._path, torn="drop", parse=_check_wave)
+            # A stop may have cut the last line: that wave is rolled out again.
             drop_torn_line(self._path)
 
     def append(self, name: str, number: int, ids, records) -> None:
@@ -128,6 +129,7 @@ class DataStage:
     def key(self, name: str):
         """Return the random key of one pass of this stage."""
         root = jax.random.fold_in(jax.random.key(self.config.seed), STAGE_KEY)
+        # Python's hash() of a text differs between processes; a CRC does not.
         pass_hash = zlib.crc32(f"{self.name}/{name}".encode())
         return jax.random.fold_in(root, pass_hash)
 
@@ -172,9 +174,11 @@ class DataStage:
             taken over; failures of the search engine are among them.
         """
         slots = self.config.rollout.max_concurrent
+        # Each round asks for a group at once, since its rollouts share a prefill.
         group_size = _group_size(self.config.rollout.group_size, max_rollouts)
         earlier = self.first_journal() if name == FIRST else None
         known = {} if earlier is None else earlier.of(FIRST)
+        # What another stage has rolled out is taken over and not asked for again.
         attempts = {q.id: [*map(from_record, known.get(q.id, ()))] for q in questions}
         remaining = [q for q in questions if q.id not in known]
         roll = None
@@ -182,8 +186,12 @@ class DataStage:
             remaining = [q for q in remaining if not is_enough(q, attempts[q.id])]
             done = self.journal.of(name, number)
             new = [q for q in remaining if q.id not in done]
+            # Compiled only if something is left to be rolled out: a stage that only
+            # lacks its last file starts in no time.
             if new and roll is None:
                 roll = self._roller(group_size, temperature, max_searches)
+            # Keys name pass and round; the engine adds question and sample. Waves,
+            # slots and restarts change no draw.
             key = jax.random.fold_in(self.key(name), number)
             size = max(FILLINGS * slots // group_size, 1)
             waves = [new[i : i + size] for i in range(0, len(new), size)]
@@ -212,9 +220,11 @@ class DataStage:
             group_size=group_size,
             num_tokens=num_tokens,
         )
+        # Laid out for decoding once, for all waves.
         placed = engine.place_params(self.params)
 
         def roll(questions, key):
+            # JSON values: they cross hosts and enter the journal.
             return [
                 [to_record(attempt_of(self.protocol, r)) for r in group.rollouts]
                 for group in engine(placed, questions, key)

@@ -54,10 +54,12 @@ def run(stage: DataStage) -> None:
             not there.
     """
     c, folder = stage.config, stage.folder
+    # summary.json is written last: with it the other files are whole.
     if is_done(folder):
         return
     method = lookup("config.curate.method", c.curate.method, METHODS)
     chosen = check_selection(c.curate.method, method(stage), stage.questions)
+    # After the method, so that the limit draws from what is good.
     chosen = draw_at_most(chosen, stage.questions, c.curate.max_kept, seed=c.seed)
     summary = summarise(stage.name, c.curate.method, chosen, stage.questions)
     show(summary)
@@ -86,6 +88,7 @@ def _demonstrations(stage: DataStage, is_enough, keep):
         keep: (question, attempt) -> ([(kind, Demonstration)], "" or what is wrong).
     """
     c = stage.config.curate
+    # Rounds of rollouts; a question that has enough takes part in no further one.
     rolled = stage.roll_out(
         FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=is_enough
     )
@@ -94,6 +97,7 @@ def _demonstrations(stage: DataStage, is_enough, keep):
         chosen: list[tuple] = []
         reason, num_chosen = "not rolled out", 0
         for attempt in attempts:
+            # The reason of the last attempt that failed stands for the question.
             made, wrong = keep(question, attempt)
             reason = wrong or reason
             if made and num_chosen < c.per_question:
@@ -160,6 +164,7 @@ def _answerable(stage: DataStage) -> Selection:
     paper's ablation "w/o Filter". Source: RAG-R1 sections 3.2.1 and 6.1.
     """
     c, seed = stage.config.curate, stage.config.seed
+    # 1. A first pass tells which questions the model already answers.
     solved = _solved(c)
     first = stage.roll_out(
         FIRST, stage.questions, max_rollouts=c.rollouts, is_enough=solved
@@ -170,6 +175,8 @@ def _answerable(stage: DataStage) -> Selection:
         for question, right, attempts in zip(stage.questions, is_solved, first)
         if not right and _says_something(attempts)
     ]
+    # 2. Those are asked again, hotter and with more searches: one right rollout shows
+    # that an answer can be found.
     again = stage.roll_out(
         "retry",
         wrong,
@@ -179,6 +186,7 @@ def _answerable(stage: DataStage) -> Selection:
         max_searches=c.retry_searches,
     )
     retried = {q.id: attempts for q, attempts in zip(wrong, again, strict=True)}
+    # 3. A share of the right ones keeps the set from being hard questions alone.
     right = [q for q, solved_now in zip(stage.questions, is_solved) if solved_now]
     chosen = {right[i].id for i in share(right, c.right_share, seed=seed)}
     decisions, records = [], []
@@ -224,6 +232,7 @@ def _remix(stage: DataStage) -> Selection:
         return _mix(stage, _needed(stage, rolled), [0] * len(rolled))
     levels = [q.metadata.get("difficulty") for q in stage.questions]
     needed = [q.metadata.get("rollouts_needed") for q in stage.questions]
+    # Metadata is the user's: a level of another vocabulary counts as none.
     labels = [(v if v in LEVELS else None, n) for v, n in zip(levels, needed)]
     return _mix(stage, labels, [0] * len(labels))
 
@@ -235,6 +244,7 @@ def _needed(stage, rolled):
     for question, attempts in zip(stage.questions, rolled, strict=True):
         valid = [a for a in attempts if a.outcome.is_signal]
         right = (is_right(question, a, **_measure(c)) for a in valid)
+        # Counted over valid attempts: an outage of the tools makes no question harder.
         needed = next((n for n, good in enumerate(right, 1) if good), None)
         level = difficulty(needed, easy_below=c.easy_below, hard_above=c.hard_above)
         is_left_out = needed is None and not c.keep_unsolved
@@ -245,6 +255,7 @@ def _needed(stage, rolled):
 def _mix(stage, labels, num_rollouts):
     c, seed = stage.config.curate, stage.config.seed
     levels = [level for level, _ in labels]
+    # `short` names the entries of the mix that had fewer questions than they ask for.
     taken, short = mixed(stage.questions, levels, c.mix, seed=seed)
     chosen = set(taken)
     decisions, records = [], []

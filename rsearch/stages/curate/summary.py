@@ -55,6 +55,7 @@ def check_selection(
     Raises:
         ValueError: it is something else.
     """
+    # The method may be the user's own function.
     what = f"config.curate.method = {method!r} returned"
     if not isinstance(chosen, Selection):
         kind = type(chosen).__name__
@@ -82,6 +83,7 @@ def draw_at_most(
     ]
     if not limit or len(candidates) <= limit:
         return chosen
+    # A draw by question, not by rollout: all demonstrations of a question stay or go.
     ids = {candidates[i].id for i in first_drawn(candidates, limit, seed=seed)}
     decisions = [
         v
@@ -108,6 +110,7 @@ def summarise(
         demonstrations of each kind were written.
     """
     decisions = chosen.decisions
+    # Reasons for keeping come first in the table.
     names = sorted({(not v.is_kept, v.name) for v in decisions})
     kinds = sorted({str(q.metadata["kind"]) for q in questions if "kind" in q.metadata})
     of_kind = {
@@ -148,6 +151,7 @@ def show(summary: dict) -> None:
         (v["verdict"], v["questions"], v["kept"], v["rollouts"])
         for v in summary["verdicts"]
     ]
+    # The last line is the sum, so that a reader can check that nothing is missing.
     rows.append(("all", summary["questions"], summary["kept"], summary["rollouts"]))
     title = f"{summary['stage']}: {summary['method']}"
     console.table(title, ("verdict", "questions", "kept", "rollouts"), rows)
