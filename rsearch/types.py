@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+Params = Any
+"""A tree of arrays: the parameters of a network, as Flax nests them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Question:

@@ -106,7 +106,7 @@ def test_a_finished_run_loads_no_model_beside_the_policy(copy):
     """But it does where its last checkpoint is gone, and says which one is missing."""
     asks = {
         "models__judge__source": "/no/judge",
-        "overrides": {"rl": {"writer": {"source": "/no/writer"}}},
+        "overrides": {"rl": {"models": {"writer": {"source": "/no/writer"}}}},
         "models__rewriter__source": "/no/rewriter",
         "rl__memorise_coef": 0.1,
         "rl__memorise_rows": 8,

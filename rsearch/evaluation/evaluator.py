@@ -32,7 +32,7 @@ from rsearch.runtime import console, files
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.runtime.workdir import write_json
 from rsearch.text.suspicion import suspects
-from rsearch.types import GenerateFn, Group, Question, SearchFn
+from rsearch.types import GenerateFn, Group, Params, Question, SearchFn
 
 COLUMNS = ("stage", "method", "dataset", "n", "em", "em_95", "f1", "cover_em")
 COLUMNS += ("searches", "policy_tokens", "answered", "malformed", "truncated")
@@ -95,7 +95,7 @@ class Evaluator:
         is_same_model = row.get("asks", "") == self._asks(row["method"])
         return is_same_model and all(row.get(name) == x for name, x in now.items())
 
-    def __call__(self, params, method: str) -> tuple[dict, list[Group]]:
+    def __call__(self, params: Params, method: str) -> tuple[dict, list[Group]]:
         """Score greedy rollouts on the held-out questions.
 
         Args:
@@ -261,7 +261,7 @@ def _show_kinds(rows):
 
 def run_methods(
     evaluator: Evaluator,
-    params,
+    params: Params,
     *,
     stage: str,
     step: int | None,

@@ -15,7 +15,7 @@ METRICS = {
 
 
 def scores_of_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, np.ndarray]:
-    """Each row's own scores.
+    """Return each row's scores.
 
     Args:
         rows: [n] with `prediction` (None where there is none) and `golden_answers`.
@@ -37,7 +37,7 @@ def scores_of_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, np.ndar
 
 
 def score_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, float]:
-    """Means over rows, as in `scores_of_rows`.
+    """Return means over rows, as in `scores_of_rows`.
 
     Returns:
         {"n": int, "em", "cover_em", "f1": fractions from 0 to 1}.
@@ -52,7 +52,7 @@ def score_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, float]:
 
 
 def summarise(groups: Sequence[Group], *, normalize: str) -> dict:
-    """Means, intervals and counts over the rollouts of all groups.
+    """Return means, intervals and counts over the rollouts of all groups.
 
     Args:
         groups: at least one.
@@ -72,32 +72,32 @@ def summarise(groups: Sequence[Group], *, normalize: str) -> dict:
         {"prediction": r.answer, "golden_answers": q.golden_answers} for q, r in pairs
     ]
     scores = scores_of_rows(rows, normalize)
-    found: dict = {"n": len(rows)}
+    summary: dict = {"n": len(rows)}
     for name, values in scores.items():
-        found[name] = float(values.mean())
-        found[f"{name}_95"] = list(bootstrap_interval(values))
+        summary[name] = float(values.mean())
+        summary[f"{name}_95"] = list(bootstrap_interval(values))
     searches = np.array([len(r.searches) for _, r in pairs], np.float64)
     is_right = scores["em"] == 1
-    found["searches"] = float(searches.mean())
-    found["searches_right"] = _mean(searches[is_right])
-    found["searches_wrong"] = _mean(searches[~is_right])
-    asked = [sum(len(s.call.arguments) for s in r.searches) for _, r in pairs]
-    found["queries"] = float(np.mean(asked))
-    found["policy_tokens"] = float(np.mean([r.num_policy_tokens for _, r in pairs]))
-    found["tokens"] = float(np.mean([r.num_tokens for _, r in pairs]))
+    summary["searches"] = float(searches.mean())
+    summary["searches_right"] = _mean(searches[is_right])
+    summary["searches_wrong"] = _mean(searches[~is_right])
+    num_queries = [sum(len(s.call.arguments) for s in r.searches) for _, r in pairs]
+    summary["queries"] = float(np.mean(num_queries))
+    summary["policy_tokens"] = float(np.mean([r.num_policy_tokens for _, r in pairs]))
+    summary["tokens"] = float(np.mean([r.num_tokens for _, r in pairs]))
     for outcome in Outcome:
-        found[outcome.value] = sum(r.outcome == outcome for _, r in pairs)
+        summary[outcome.value] = sum(r.outcome == outcome for _, r in pairs)
     columns = {**scores, "searches": searches}
     kinds = [q.metadata.get("kind") for q, _ in pairs]
-    found["by_kind"] = _split(columns, kinds)
+    summary["by_kind"] = _split(columns, kinds)
     known = [q.metadata.get("known") for q, _ in pairs]
     words = {True: "known", False: "not known"}
-    found["by_known"] = _split(columns, [words.get(k) for k in known])
-    return found
+    summary["by_known"] = _split(columns, [words.get(k) for k in known])
+    return summary
 
 
 def _split(columns, labels):
-    """{label: {"n", mean of each column}} over the rows that have this label."""
+    """Return {label: {"n", mean of each column}} over the rows that have this label."""
     labels = np.array([label if isinstance(label, str) else "" for label in labels])
     return {
         label: {
@@ -121,7 +121,7 @@ def bootstrap_interval(
     resamples: int = 2000,
     level: float = 0.95,
 ) -> tuple[float, float]:
-    """Where the mean of such values lies: Efron's percentile bootstrap.
+    """Return the interval of a mean by Efron's percentile bootstrap.
 
     The same values and seed give the same interval. A single value, or values that are
     all equal, give an interval of no width.

@@ -87,8 +87,8 @@ def pack(
     rewards: np.ndarray,
     num_tokens: int,
     *,
-    learns=None,
-    masks_retrieved=True,
+    learns: np.ndarray | None = None,
+    masks_retrieved: bool = True,
 ) -> Batch:
     """Return the rollouts of Q groups of G as a Batch of Q x G rows, group by group.
 

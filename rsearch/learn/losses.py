@@ -60,7 +60,7 @@ def kl_estimate(logp: jax.Array, reference_logp: jax.Array, kind: str) -> jax.Ar
     return jnp.exp(d) - d - 1
 
 
-def adapted_coefficient(coef, kl, *, target: float, gain: float):
+def adapted_coefficient(coef: jax.Array, kl: jax.Array, *, target: float, gain: float):
     """Return the coefficient of the KL after an update that measured `kl`.
 
     coef x (1 + gain x e), e = (kl - target) / target, cut to [-0.2, 0.2].

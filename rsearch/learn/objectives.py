@@ -16,7 +16,13 @@ from rsearch.learn.losses import (
 )
 
 
-def imitation_loss(logp, _entropy, rows: Batch, weights, _kl_coef=None):
+def imitation_loss(
+    logp: jax.Array,
+    _entropy: jax.Array,
+    rows: Batch,
+    weights: jax.Array,
+    _kl_coef: jax.Array | None = None,
+):
     """Negative log-likelihood of the demonstrator's own tokens, and its metrics."""
     loss = -masked_sum(logp * weights, rows.from_policy)
     return loss, {"loss": loss}
@@ -24,15 +30,15 @@ def imitation_loss(logp, _entropy, rows: Batch, weights, _kl_coef=None):
 
 def policy_loss(
     *,
-    clip_low,
-    clip_high,
-    kl_coef,
-    kl_kind,
-    entropy_coef,
-    measures_kl=None,
-    dual_clip=0.0,
-    tis_cap=0.0,
-    by_sequence=False,
+    clip_low: float,
+    clip_high: float,
+    kl_coef: float,
+    kl_kind: str,
+    entropy_coef: float,
+    measures_kl: bool | None = None,
+    dual_clip: float = 0.0,
+    tis_cap: float = 0.0,
+    by_sequence: bool = False,
 ) -> Callable:
     """Return the clipped surrogate with a KL to the reference and an entropy bonus.
 
@@ -95,7 +101,7 @@ def policy_loss(
     return loss
 
 
-def value_loss(*, clip, over_response) -> Callable:
+def value_loss(*, clip: float, over_response: bool) -> Callable:
     """Return a critic's clipped squared error.
 
     Args:
@@ -124,7 +130,7 @@ def value_loss(*, clip, over_response) -> Callable:
 
 
 @functools.partial(jax.jit, static_argnames="with_retrieved")
-def sampler_gap(logp, rows: Batch, *, with_retrieved: bool):
+def sampler_gap(logp: jax.Array, rows: Batch, *, with_retrieved: bool):
     """Return the mean distance of the trainer's log-probabilities from the sampler's.
 
     Rounding, where both are the same model in float32. Where a nucleus was sampled

@@ -11,7 +11,7 @@ micro-batch, p packed rows of a piece.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def piece_rows(num_rows: int, multiple: int = 1) -> int:
     return p + -p % multiple
 
 
-def packed(batch, *, multiple: int = 1):
+def packed(batch: Any, *, multiple: int = 1):
     """Return a host's [M, b, ...] batch with a layout; b and T alone set its shape.
 
     Args:
@@ -151,7 +151,7 @@ def num_pieces(layout: Layout) -> int:
     return layout.source.shape[1]
 
 
-def only_piece(rows, number):
+def only_piece(rows: Any, number: jax.Array):
     """Return a micro-batch narrowed to one piece, and whether that is empty.
 
     Args:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from rsearch.hosts.offload import HOST, in_memory, on_device
 from rsearch.models.sharding import param_shardings, replicated, with_shardings
+from rsearch.types import Params
 
 
 class TrainState(NamedTuple):
@@ -29,7 +30,7 @@ class TrainState(NamedTuple):
     critic: "TrainState | None" = None
 
 
-def state_shardings(state, mesh: Mesh, *, offloads: bool = False):
+def state_shardings(state: TrainState, mesh: Mesh, *, offloads: bool = False):
     """Return the shardings of a TrainState: moments lie with the weights.
 
     Args:
@@ -69,7 +70,12 @@ def _fresh(params, optimizer, kl_coef):
 
 
 def create_state(
-    params, optimizer, mesh: Mesh, *, kl_coef=None, offloads=False
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    kl_coef: float | None = None,
+    offloads: bool = False,
 ) -> TrainState:
     """Return a fresh state around a copy of float32 parameters, over the mesh.
 
@@ -78,7 +84,7 @@ def create_state(
 
     Args:
         params: on devices, or in the memory of the hosts.
-        optimizer, mesh: see `Learner`.
+        optimizer, mesh: see `make_update`.
         kl_coef: what a controller starts from; None without one.
         offloads: see `state_shardings`.
     """
@@ -93,7 +99,12 @@ def create_state(
 
 
 def state_like(
-    shapes, optimizer, mesh: Mesh, *, kl_coef=None, offloads=False
+    shapes: Params,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    kl_coef: float | None = None,
+    offloads: bool = False,
 ) -> TrainState:
     """Return shapes and shardings of the state around parameters of these shapes."""
     state = jax.eval_shape(lambda params: _fresh(params, optimizer, kl_coef), shapes)
@@ -101,7 +112,12 @@ def state_like(
 
 
 def stepped(
-    state: TrainState, grads, optimizer, mesh: Mesh, *, kl_coef=None
+    state: TrainState,
+    grads: Params,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    kl_coef: jax.Array | None = None,
 ) -> TrainState:
     """Return the state after the optimizer's step along a gradient.
 
@@ -111,7 +127,7 @@ def stepped(
     Args:
         state: before the step.
         grads: of its parameters.
-        optimizer, mesh: see `Learner`.
+        optimizer, mesh: see `make_update`.
         kl_coef: of the state after the step.
     """
     changes, opt_state = optimizer.update(grads, state.opt_state, state.params)

@@ -11,6 +11,7 @@ from rsearch.learn.packing import packed
 from rsearch.learn.train_state import TrainState
 from rsearch.learn.update import put
 from rsearch.models.sharding import num_shards
+from rsearch.types import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Trainer:
     state_shapes: TrainState
     fresh_state: Callable
 
-    def base_of(self, params):
+    def base_of(self, params: Params):
         """Return the frozen weights that a stage's adapters stand beside, or None.
 
         They are the weights that the stage begins with. They are also what its KL is
@@ -49,13 +50,13 @@ class Trainer:
         """
         return None if self.merge is None else params
 
-    def for_decoding(self, params, base):
+    def for_decoding(self, params: Params, base: Params | None):
         """Return the weights that decode: adapters merged into their base."""
         if base is None:
             return params
         return self.merge(jnp.dtype(self.decode_dtype), False)(base, params)
 
-    def final_weights(self, params, base):
+    def final_weights(self, params: Params, base: Params | None):
         """Return the stage's final weights: LoRA merged into the base, float32.
 
         Donates the base's buffers: it must not be touched again.

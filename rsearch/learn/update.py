@@ -23,6 +23,7 @@ from rsearch.learn.train_state import TrainState, state_shardings, stepped
 from rsearch.models.decoder import Decoder
 from rsearch.models.lora import joined
 from rsearch.models.sharding import batch_sharding, param_shardings, spread
+from rsearch.types import Params
 
 
 def batch_shardings(batch: Batch, mesh: Mesh) -> Batch:
@@ -47,7 +48,7 @@ def put(batch: Batch, mesh: Mesh) -> Batch:
 
 
 def accumulate(
-    loss: Callable, params, batch: Batch, weights: jax.Array, *context
+    loss: Callable, params: Params, batch: Batch, weights: jax.Array, *context
 ) -> tuple:
     """Return gradient and metrics of a sum over micro-batches, one at a time.
 
@@ -166,7 +167,15 @@ class OffloadedUpdate:
         step: compiled (state, grads, kl_coef) -> state; reuses the state's buffers.
     """
 
-    def __init__(self, loss, optimizer, mesh: Mesh, *, weigh, finish):
+    def __init__(
+        self,
+        loss: Callable,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        *,
+        weigh: Callable,
+        finish: Callable,
+    ):
         """Compile both programs; arguments as in `make_update`."""
 
         @jax.jit
@@ -190,7 +199,13 @@ class OffloadedUpdate:
         self.step = step
         self._mesh = mesh
 
-    def __call__(self, state: TrainState, base, batch: Batch, memory=None):
+    def __call__(
+        self,
+        state: TrainState,
+        base: Params | None,
+        batch: Batch,
+        memory: Batch | None = None,
+    ):
         """Return the state after one step, its moments in host memory, and metrics."""
         grads, metrics, kl_coef = self.gradients(
             state.params, state.kl_coef, base, batch, memory

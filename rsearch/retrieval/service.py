@@ -11,7 +11,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -177,7 +177,7 @@ class RemoteSearch:
         timeout_seconds: float = 25.0,
         max_retries: int = 3,
         outage_seconds: float = 300.0,
-        say=console.note,
+        say: Callable[[str], None] = console.note,
     ):
         self._api, self._top_k, self._cache_size = APIS[api], top_k, cache_size
         parsed = check_url(url, "config.retrieval.url")

@@ -23,7 +23,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpcore
 
@@ -135,7 +135,9 @@ class OpenBackend(httpcore.NetworkBackend):
         self._inner = inner or httpcore.SyncBackend()
         self._resolve = resolve or _resolve
 
-    def connect_tcp(self, host, port, timeout=None, **settings):
+    def connect_tcp(
+        self, host: str, port: int, timeout: float | None = None, **settings
+    ):
         """Connect to the first of the host's addresses.
 
         Raises:
@@ -147,11 +149,13 @@ class OpenBackend(httpcore.NetworkBackend):
             raise PageRefusedError(f"{host} is {closed[0] if closed else 'not known'}")
         return self._inner.connect_tcp(addresses[0], port, timeout, **settings)
 
-    def connect_unix_socket(self, path, timeout=None, socket_options=None):
+    def connect_unix_socket(
+        self, path: str, timeout: float | None = None, socket_options: Any = None
+    ):
         """Refuse sockets of this machine."""
         raise PageRefusedError("a socket of this machine")
 
-    def sleep(self, seconds):
+    def sleep(self, seconds: float):
         """Sleep as the inner backend does."""
         self._inner.sleep(seconds)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from rsearch.models.attention.cached import Cache
 from rsearch.models.attention.pages import Pages
+from rsearch.types import Params
 
 
 class Context(NamedTuple):
@@ -114,22 +115,39 @@ class SamplerLike(Protocol):
     def report_failure(self) -> None:
         """Tell the hosts that share the compiled functions that this one has failed."""
 
-    def place_params(self, params):
+    def place_params(self, params: Params):
         """Return the parameters as the other functions take them."""
 
     def empty(self, num_rows: int, num_pages: int = 0) -> Rows:
         """Return B rows without a conversation; with pages, these are shared."""
 
-    def prefill(self, params, tokens, count) -> Context:
+    def prefill(self, params: Params, tokens: np.ndarray, count: np.ndarray) -> Context:
         """Return the context of [Q, P] prompts, of which `count` [Q] ids are valid."""
 
-    def admit(self, rows: Rows, prompts: Context, slots, source, table=None) -> Rows:
+    def admit(
+        self,
+        rows: Rows,
+        prompts: Context,
+        slots: np.ndarray,
+        source: np.ndarray,
+        table: np.ndarray | None = None,
+    ) -> Rows:
         """Return the rows, where row slots[i] begins with prompt source[i]."""
 
-    def extend(self, params, rows: Rows, slots, tokens, count, table=None) -> Rows:
+    def extend(
+        self,
+        params: Params,
+        rows: Rows,
+        slots: np.ndarray,
+        tokens: np.ndarray,
+        count: np.ndarray,
+        table: np.ndarray | None = None,
+    ) -> Rows:
         """Return the rows, where row slots[i] has read count[i] of tokens[i]."""
 
-    def decode(self, params, rows: Rows, key, request: DecodeRequest) -> Rows:
+    def decode(
+        self, params: Params, rows: Rows, key: jax.Array, request: DecodeRequest
+    ) -> Rows:
         """Return the rows after some steps of decoding."""
 
     def turns_on_host(self, rows: Rows) -> Turn:

@@ -17,6 +17,7 @@ from rsearch.hosts import processes
 from rsearch.models.sharding import batch_sharding, num_shards, replicated
 from rsearch.rollout.decode import Sampler
 from rsearch.rollout.interface import Context, DecodeRequest, Rows, Turn
+from rsearch.types import Params
 
 FAILED = -1  # the number that a host which cannot go on sends to the others
 
@@ -107,13 +108,28 @@ class MultihostSampler:
         """Prefill every host's prompts; see `Sampler.prefill`."""
         return self._prefill(params, self._to_global(tokens), self._to_global(count))
 
-    def admit(self, rows: Rows, prompts: Context, slots, source, table=None) -> Rows:
+    def admit(
+        self,
+        rows: Rows,
+        prompts: Context,
+        slots: np.ndarray,
+        source: np.ndarray,
+        table: np.ndarray | None = None,
+    ) -> Rows:
         """Admit every host's prompts; see `Sampler.admit`."""
         num_prompts = len(prompts.length) // self._num_hosts  # of each host
         slots, source, table = map(self._to_global, (slots, source, table))
         return self._admit(rows, prompts, slots, source, num_prompts, table)
 
-    def extend(self, params, rows: Rows, slots, tokens, count, table=None) -> Rows:
+    def extend(
+        self,
+        params: Params,
+        rows: Rows,
+        slots: np.ndarray,
+        tokens: np.ndarray,
+        count: np.ndarray,
+        table: np.ndarray | None = None,
+    ) -> Rows:
         """Extend every host's rows; see `Sampler.extend`."""
         arguments = map(self._to_global, (slots, tokens, count, table))
         return self._extend(params, rows, *arguments)
@@ -122,7 +138,9 @@ class MultihostSampler:
         """Return how many rows of each host decode in a step, at most: all."""
         return num_rows
 
-    def decode(self, params: Any, rows: Rows, key, request: DecodeRequest) -> Rows:
+    def decode(
+        self, params: Any, rows: Rows, key: jax.Array, request: DecodeRequest
+    ) -> Rows:
         """Decode every host's rows until enough turns of all hosts have ended."""
         key_data = jax.make_array_from_process_local_data(
             self._replicated, np.asarray(jax.random.key_data(key))

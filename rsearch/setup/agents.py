@@ -7,9 +7,12 @@ of the same run has trained ("stage:<name>"), or the URL of an endpoint.
 """
 
 import functools
+import os
 import pathlib
+from collections.abc import Callable
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from rsearch.config.stage_plan import STAGE, URLS
@@ -35,7 +38,13 @@ STAGE_SECTIONS = ("model", "tokenizer", "protocol")  # that shape what a stage t
 
 
 def load_agent(
-    c, name: str, mesh, *, find=None, workdir=None, is_late=False
+    c: ConfigDict,
+    name: str,
+    mesh: Mesh,
+    *,
+    find: Callable[[str], pathlib.Path] | None = None,
+    workdir: str | os.PathLike | None = None,
+    is_late: bool = False,
 ) -> GenerateFn | None:
     """Load the model that a section of a configuration names; None if it names none.
 
@@ -98,7 +107,9 @@ def load_agent(
     )
 
 
-def recorded_agent(c, name: str, generate: GenerateFn, folder) -> GenerateFn:
+def recorded_agent(
+    c: ConfigDict, name: str, generate: GenerateFn, folder: pathlib.Path
+) -> GenerateFn:
     """Return the model; a service is asked once for each chat of a stage.
 
     Args:
@@ -112,7 +123,13 @@ def recorded_agent(c, name: str, generate: GenerateFn, folder) -> GenerateFn:
     return record_replies(generate, AppendLog(folder, name))
 
 
-def stage_model(stage: str, mesh, *, workdir, find=None):
+def stage_model(
+    stage: str,
+    mesh: Mesh,
+    *,
+    workdir: str | os.PathLike | None,
+    find: Callable[[str], pathlib.Path] | None = None,
+):
     """Load a stage's network, tokenizer and newest parameters.
 
     Args:

@@ -18,6 +18,7 @@ from rsearch.models.hf.weights import param_shapes
 from rsearch.models.lora import adapter_shapes, init_adapters, make_merge
 from rsearch.models.sharding import laid_out
 from rsearch.setup.context import Setup
+from rsearch.types import Params
 
 
 def make_trainer(setup: Setup, kind: str) -> Trainer:
@@ -111,7 +112,7 @@ def _critic_optimizer(c: ConfigDict):
     )
 
 
-def offload_reference(setup: Setup, params):
+def offload_reference(setup: Setup, params: Params):
     """Return a stage's first weights where they stay while it trains.
 
     In host memory, if config.model.offload has the reference there.
@@ -169,7 +170,7 @@ def _critic_spec(setup):
     return dataclasses.replace(setup.model.spec, tie_embeddings=True)
 
 
-def fresh_state(setup: Setup, kind: str, params) -> TrainState:
+def fresh_state(setup: Setup, kind: str, params: Params) -> TrainState:
     """Return the state that a stage of this kind begins with.
 
     A value model begins as the policy, with a head of 0. With config.model.lora_rank

@@ -39,7 +39,7 @@ class Shared:
     def __init__(self):
         self._made = {}
 
-    def memoise(self, name, sections: Sequence, make: Callable[[], Any]) -> Any:
+    def memoise(self, name: str, sections: Sequence, make: Callable[[], Any]) -> Any:
         """Return `make()`, or its earlier result for these sections of the config."""
         key = name, tuple(map(to_json, sections))
         if key not in self._made:

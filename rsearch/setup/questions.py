@@ -1,6 +1,7 @@
 """Read the questions that a configuration names, and drop what cannot be asked."""
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
@@ -23,7 +24,7 @@ def read_questions(
     split: str,
     world: World | None,
     say: Callable[[str], None],
-    home=None,
+    home: str | os.PathLike | None = None,
 ) -> tuple[Question, ...]:
     """Read the questions of "train" or "dev"; tell `say` of records left out.
 

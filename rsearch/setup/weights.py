@@ -7,6 +7,7 @@ stage whose successor has begun can get no more steps, so that they are what the
 """
 
 import functools
+import os
 import pathlib
 from collections.abc import Callable
 
@@ -23,6 +24,7 @@ from rsearch.models.sharding import laid_out, param_shardings
 from rsearch.runtime import checkpoint, console
 from rsearch.runtime.workdir import read_config
 from rsearch.setup.context import Setup
+from rsearch.types import Params
 
 
 def initial_params(setup: Setup):
@@ -83,7 +85,7 @@ def trained_params(setup: Setup, folder: pathlib.Path) -> tuple[str, int, dict]:
 
 
 def restored_weights(
-    workdir,
+    workdir: str | os.PathLike,
     stage: str,
     step: int,
     spec: DecoderSpec,
@@ -111,9 +113,9 @@ def restored_weights(
 
 
 def merged_weights(
-    workdir,
+    workdir: str | os.PathLike,
     stage: str,
-    params,
+    params: Params,
     spec: DecoderSpec,
     mesh: Mesh,
     initial: Callable[[], dict],

@@ -8,15 +8,19 @@ A policy that collapses does so with finite numbers: bounds on what is measured 
 
 import math
 import pathlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
 from rsearch.config.recipes import StoppedError
 from rsearch.hosts import collectives, processes
+from rsearch.learn.batch import Batch
 from rsearch.runtime import console
 from rsearch.runtime.manifest import named
+from rsearch.types import Params
 
 FOLDER = "skipped"  # of a stage: batches of updates that were left out
 FINITE = ("grad_norm", "critic_grad_norm", "reward")
@@ -50,7 +54,7 @@ class Guards:
         folder: of the stage.
     """
 
-    def __init__(self, config, stage: str, folder: pathlib.Path):
+    def __init__(self, config: ConfigDict, stage: str, folder: pathlib.Path):
         self._g, self._stage, self._folder = config.guards, stage, folder / FOLDER
         self._skipped, self._beyond = 0, 0  # updates, and steps, in a row
         self._num_files = 0  # batches
@@ -79,7 +83,9 @@ class Guards:
         """The first of the steps in a row that are beyond a bound; None if none is."""
         return self._since if self._beyond else None
 
-    def on_update(self, step: int, measured, batch, params) -> bool:
+    def on_update(
+        self, step: int, measured: Mapping[str, float], batch: Batch, params: Params
+    ) -> bool:
         """Count an update; tell whether it was skipped.
 
         Args:
@@ -114,7 +120,7 @@ class Guards:
             )
         return True
 
-    def on_step(self, step: int, measured) -> Collapse | None:
+    def on_step(self, step: int, measured: Mapping[str, float]) -> Collapse | None:
         """Count a step that is beyond a bound; return a Collapse after too many.
 
         Args:

@@ -7,6 +7,8 @@ R1-Searcher++ (arXiv 2505.17005) section 4.2.2.
 
 import pathlib
 
+import numpy as np
+
 from rsearch.data.order import take
 from rsearch.hosts import processes
 from rsearch.protocols.rewriting import recalled, rewriting_messages
@@ -68,7 +70,9 @@ class Memory:
         chosen = take(len(known), count, seed=self._seed, step=step)
         return [self._replayed(known[i]).segments for i in chosen]
 
-    def collect(self, step: int, groups: list[Group], rewards) -> dict[str, float]:
+    def collect(
+        self, step: int, groups: list[Group], rewards: np.ndarray
+    ) -> dict[str, float]:
         """Rewrite this step's correct searches; keep what is right and fits.
 
         Args:

@@ -15,7 +15,8 @@ from rsearch.learn.train_state import TrainState
 from rsearch.learn.trainer import Trainer
 from rsearch.runtime import console
 from rsearch.stages.groups import rollouts_in_loss, valid_rollouts
-from rsearch.types import Group
+from rsearch.stages.guards import Guards
+from rsearch.types import Group, Params
 
 
 def update_policy(
@@ -27,10 +28,10 @@ def update_policy(
     *,
     num_tokens: int,
     step: int = 0,
-    base=None,
-    reference=None,
+    base: Params | None = None,
+    reference: Params | None = None,
     memory_rows: Sequence = (),
-    guards=None,
+    guards: Guards | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
     """Take the optimizer steps of one step's rollouts.
 
@@ -134,7 +135,9 @@ def update_policy(
     return train_state, mean
 
 
-def add_advantages(s: ConfigDict, batch: Batch, kl_coef, group_size: int) -> Batch:
+def add_advantages(
+    s: ConfigDict, batch: Batch, kl_coef: jax.Array | None, group_size: int
+) -> Batch:
     """Return the batch with advantages, as config.rl says."""
     in_reward = None
     if s.kl_coef and s.kl_place == "reward":

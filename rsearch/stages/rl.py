@@ -28,7 +28,7 @@ from rsearch.runtime.metrics import LapTimer, MetricsLog
 from rsearch.stages.groups import sample_groups, with_rewards
 from rsearch.stages.policy_update import update_policy
 from rsearch.stages.state import StageState
-from rsearch.types import Question
+from rsearch.types import Params, Question
 
 STAGE_KEY = 2  # folded into the seed: what this stage draws, no other does
 
@@ -64,7 +64,7 @@ class RLStage:
     memory: object = None
 
 
-def run(stage: RLStage, params):
+def run(stage: RLStage, params: Params):
     """Train by reinforcement, from where an earlier start of this stage stopped.
 
     Args:
@@ -181,7 +181,7 @@ def stage_key(name: str) -> int:
 
 def play(
     stage: RLStage,
-    params,
+    params: Params,
     key: jax.Array,
     ended: RolloutCache,
     timer: LapTimer,
@@ -213,7 +213,11 @@ def play_on_all_hosts(
 
 
 def finish_step(
-    stage: RLStage, state: StageState, base, journal: AppendLog, log: MetricsLog
+    stage: RLStage,
+    state: StageState,
+    base: Params | None,
+    journal: AppendLog,
+    log: MetricsLog,
 ) -> None:
     """Evaluate, log, guard and save what the last step has come to."""
     # Evaluation may take minutes: a stop in it saves the step with the metrics so

@@ -15,7 +15,7 @@ from rsearch.runtime import console
 from rsearch.runtime.compiles import num_compiles
 from rsearch.runtime.metrics import MetricsLog
 from rsearch.stages.state import StageState
-from rsearch.types import Rollout
+from rsearch.types import Params, Rollout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SFTStage:
     demonstrations: Sequence[Rollout]
 
 
-def run(stage: SFTStage, params):
+def run(stage: SFTStage, params: Params):
     """Train on demonstrations, from where an earlier start of this stage stopped.
 
     Args:

@@ -5,13 +5,17 @@ import pathlib
 import time
 from collections.abc import Callable
 
+from ml_collections import ConfigDict
+
 from rsearch.config.recipes import StoppedError
 from rsearch.hosts import preemption, processes
+from rsearch.learn.train_state import TrainState
 from rsearch.learn.trainer import Trainer
 from rsearch.runtime import checkpoint, console
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.runtime.metrics import MetricsLog, from_json, read_metrics, to_json
 from rsearch.stages.guards import Collapse, Guards
+from rsearch.types import Params
 
 # Keys of a checkpoint's meta: metrics of its last step that are not all measured yet,
 # and what the guards have counted.
@@ -35,10 +39,10 @@ class StageState:
 
     def __init__(
         self,
-        config,
+        config: ConfigDict,
         kind: str,
         trainer: Trainer,
-        params,
+        params: Params,
         folder: pathlib.Path,
         *,
         name: str = "",
@@ -183,7 +187,9 @@ class StageState:
         """End the stage here if the hosts have been told to stop."""
         processes.check_preempted(on_all_hosts=True)
 
-    def advance(self, train_state, pending_metrics: dict | None = None) -> None:
+    def advance(
+        self, train_state: TrainState, pending_metrics: dict | None = None
+    ) -> None:
         """Count another step: the state after it, and what was measured so far."""
         self.train_state, self.pending_metrics = train_state, pending_metrics
         self.done += 1

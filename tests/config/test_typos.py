@@ -23,7 +23,7 @@ def slips(name):
 
 
 def is_twin(name):
-    return any({name, name.partition(".")[0]} & twins for twins in TWINS)
+    return any({name, *name.split(".")} & twins for twins in TWINS)
 
 
 @pytest.mark.fault(1, "any single edit")

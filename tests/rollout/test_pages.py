@@ -84,5 +84,7 @@ def test_rows_that_do_not_divide_over_the_devices_have_no_pages():
     script = Script([])
     script.num_shards, script.page_tokens = 2, 16
     assert num_pages(script, 15, 0) == 0
-    with pytest.raises(ValueError, match=r"slots = 15: with .* be a multiple of 2,"):
+    with pytest.raises(
+        ValueError, match=r"max_concurrent = 15: with .* be a multiple of 2,"
+    ):
         num_pages(script, 15, 10**6)

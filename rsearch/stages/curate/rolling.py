@@ -52,7 +52,9 @@ class WaveLog:
             # A stop may have cut the last line: that wave is rolled out again.
             drop_torn_line(self._path)
 
-    def append(self, name: str, number: int, ids, records) -> None:
+    def append(
+        self, name: str, number: int, ids: Sequence[str], records: Sequence[list]
+    ) -> None:
         """Append a wave: the records of each question, of a pass and its round."""
         row = {"pass": name, "round": number, "ids": ids, "records": records}
         append_jsonl(self._path, row)
