@@ -9,7 +9,7 @@ import pytest
 from rsearch import export
 from rsearch.config.recipes import run_command
 from rsearch.models.hf import checkpoint as huggingface
-from rsearch.models.hf import config as hf_config
+from rsearch.models.hf.families import read_spec
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.setup.weights import initial_params, trained_params
 from tests.small_run import arguments, config, finished, load_setup, quick_compilation
@@ -27,7 +27,7 @@ def test_the_exported_policy_is_the_trained_one(run, tmp_path):
     assert run_command(export.main, [*arguments(run), f"--out={out}"]) == 0
     setup = load_setup(config())
     _, _, params = trained_params(setup, run)
-    assert hf_config.read_spec(out) == setup.model.spec
+    assert read_spec(out) == setup.model.spec
     loaded = huggingface.load_params(out, setup.model.spec)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     start = initial_params(setup)

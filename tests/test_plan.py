@@ -6,7 +6,7 @@ import pytest
 
 from rsearch.config import recipes as configuration
 from rsearch.config.stage_plan import stage_configs
-from rsearch.models.hf import config as hf_config
+from rsearch.models.hf.families import make_config
 from rsearch.plan import command as plan
 from rsearch.plan.costs import memory_of, shape_of
 from rsearch.plan.machines import CHIPS, find_machine
@@ -110,7 +110,7 @@ def test_a_data_stage_and_an_evaluation_are_planned_as_the_dry_run_counts_them(
 
 
 def test_what_was_not_planned_is_named_where_all_else_fits(tmp_path, capsys):
-    written = hf_config.config_of(shape_of("", recipe()), dtype="float32")
+    written = make_config(shape_of("", recipe()), dtype="float32")
     (tmp_path / "config.json").write_text(json.dumps(written))
     argv = ["--config=configs/rag_r1.py:tiny,sq", "--topology=a100x1"]
     assert plan.command([*argv, f"--config.model.source={tmp_path}"]) == 0

@@ -9,7 +9,7 @@ import numpy as np
 from rsearch.bench.children import alone
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
-from rsearch.models.hf.checkpoint import find_model
+from rsearch.models.hf.directory import find_model
 from rsearch.retrieval.encoder import fingerprint_of, load_encoder
 from rsearch.retrieval.engine import PassageList
 from rsearch.retrieval.index import corpus_path, open_index, read_manifest

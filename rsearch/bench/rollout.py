@@ -7,7 +7,7 @@ from rsearch.bench.rows import OURS, Bench, Row, bounded, row_of
 from rsearch.bench.shapes import SHAPES, model_directory
 from rsearch.bench.waiting import measure_delay, measure_straggler
 from rsearch.models.decoder import DecoderSpec
-from rsearch.models.hf import config as hf_config
+from rsearch.models.hf.families import read_spec
 
 FLAGS = {
     "model": ("", "Hugging Face directory; random weights of --shape where not given"),
@@ -79,7 +79,7 @@ def measure(
     if not {"decode", "turns"} & set(asked):
         return rows
     with model_directory(model, SHAPES[shape]) as directory:
-        spec = hf_config.read_spec(directory)
+        spec = read_spec(directory)
         settings = {
             "model": directory,
             "dtype": dtype,

@@ -10,10 +10,9 @@ import numpy as np
 
 from rsearch.bench.precision import multiply_in_full
 from rsearch.bench.workload import prompt_tokens, turn_lengths
-from rsearch.models.decoder import Decoder
+from rsearch.models.decoder import Decoder, param_shapes
 from rsearch.models.hf import checkpoint as huggingface
-from rsearch.models.hf import config as hf_config
-from rsearch.models.hf import weights
+from rsearch.models.hf.families import read_spec
 from rsearch.models.sharding import make_mesh, param_shardings
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.protocols.base import Protocol
@@ -37,8 +36,8 @@ FAR = "Silver Harbour was filmed in Goldberg, where the river ends. "
 def load(model: str, dtype: str):
     """(network, placed parameters, mesh) of a Hugging Face directory."""
     multiply_in_full(dtype)
-    spec, mesh = hf_config.read_spec(model), make_mesh(devices=jax.devices()[:1])
-    shardings = param_shardings(weights.param_shapes(spec), mesh)
+    spec, mesh = read_spec(model), make_mesh(devices=jax.devices()[:1])
+    shardings = param_shardings(param_shapes(spec), mesh)
     params = huggingface.load_params(model, spec, shardings=shardings)
     return Decoder(spec, dtype=jnp.dtype(dtype)), params, mesh
 

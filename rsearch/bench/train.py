@@ -9,7 +9,7 @@ from rsearch.bench.rollout import check_choices, decode_work, num_multiplied, re
 from rsearch.bench.rows import OURS, Bench, Row, bounded, row_of
 from rsearch.bench.shapes import SHAPES, model_directory, wide
 from rsearch.models.decoder import DecoderSpec
-from rsearch.models.hf import config as hf_config
+from rsearch.models.hf.families import read_spec
 
 FLAGS = {
     "model": ("", "Hugging Face directory; random weights of --shape where not given"),
@@ -81,7 +81,7 @@ def _updating(bench: Bench, model, dtype, sizes) -> list[Row]:
     found = compare(subjects, bench.repeats, one_at_a_time=True)
     case = f"update, {num_rows} x {num_tokens} tokens"
     rows = _rows(case, found, num_rows * num_tokens, ("loss", "grad_norm"))
-    spec = hf_config.read_spec(model)
+    spec = read_spec(model)
     flops, moved = update_work(spec, num_rows, num_tokens)
     return [
         row

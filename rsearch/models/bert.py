@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsearch.models.hf.config import MAX_NUMBER, read_object
-from rsearch.models.hf.weights import (
+from rsearch.models.hf.directory import (
+    MAX_NUMBER,
     check_layers,
-    extra,
-    misfits,
+    describe_extra,
+    find_misfits,
     open_tensors,
+    read_object,
     refuse_misfits,
 )
 
@@ -346,8 +347,8 @@ def _stored_name(ours):
 def _check(tensors, expected, unused, directory):
     rows = []
     for name, shape in expected.values():
-        rows += misfits(tensors, name, shape)
+        rows += find_misfits(tensors, name, shape)
     known = {name for name, _ in expected.values()}
     unknown = tensors.keys() - known - set(unused)
-    rows += [extra(tensors, name) for name in unknown]
+    rows += [describe_extra(tensors, name) for name in unknown]
     refuse_misfits(rows, source=directory)

@@ -292,3 +292,9 @@ def init_params(model: Decoder, key: jax.Array):
     """Random float32 parameters; layers are stacked on a leading axis L."""
     tokens = jnp.zeros((1, 2), jnp.int32)
     return model.init(key, tokens, tokens, method="initialise")["params"]
+
+
+def param_shapes(spec: DecoderSpec, *, value_head: bool = False) -> dict:
+    """Return the tree of `init_params` as ShapeDtypeStructs; compute nothing."""
+    model = Decoder(spec, value_head=value_head)
+    return jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))

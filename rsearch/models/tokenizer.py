@@ -16,7 +16,7 @@ import jinja2
 import jinja2.sandbox
 import numpy as np
 
-from rsearch.models.hf.config import read_object
+from rsearch.models.hf.directory import read_object
 from rsearch.models.vocabulary import body_tokenizer, parse, token_bytes
 from rsearch.types import Messages
 

@@ -19,7 +19,7 @@ import re
 
 import numpy as np
 
-from rsearch.models.hf.config import read_object
+from rsearch.models.hf.directory import read_object
 from rsearch.runtime import files
 
 MAX_WORD_CHARACTERS = 100  # longer words are unknown, as in BertTokenizer

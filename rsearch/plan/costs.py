@@ -11,8 +11,7 @@ from rsearch.config.stage_plan import IN_ROLLOUTS, STAGE, URLS, kind_of, roles_o
 from rsearch.learn.packing import piece_rows
 from rsearch.models.attention.blocked import block_size
 from rsearch.models.decoder import DecoderSpec
-from rsearch.models.hf import config as hf_config
-from rsearch.models.hf.published import PUBLISHED
+from rsearch.models.hf.families import PUBLISHED, read_spec
 from rsearch.models.lora import num_adapter_params
 from rsearch.protocols.table import make_protocol
 from rsearch.rollout.conversation import (
@@ -84,7 +83,7 @@ def shape_of(source: str, c, *, section: str = "model") -> DecoderSpec | None:
         names = [f.name for f in dataclasses.fields(DecoderSpec) if f.name in m]
         return DecoderSpec(**{n: m[n] for n in names}) if m.vocab_size else None
     if (pathlib.Path(source) / "config.json").is_file():
-        return hf_config.read_spec(source)
+        return read_spec(source)
     if source not in PUBLISHED:
         raise ValueError(
             f"config.{section}.source = {source!r}: its shape is not known without its "

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsearch.models import bert
-from rsearch.models.hf.checkpoint import find_model
+from rsearch.models.hf.directory import find_model
 from rsearch.models.wordpiece import WordPiece
 from rsearch.retrieval.encoder import fingerprint_of, fixed_batches
 from rsearch.types import Passage, SearchFn

@@ -18,10 +18,9 @@ from ml_collections import ConfigDict
 from rsearch.config.stage_plan import STAGE, URLS
 from rsearch.llm.endpoint import remote_generator
 from rsearch.llm.local import local_generator
-from rsearch.models.decoder import Decoder
+from rsearch.models.decoder import Decoder, param_shapes
 from rsearch.models.hf import checkpoint as huggingface
-from rsearch.models.hf import config as hf_config
-from rsearch.models.hf import weights
+from rsearch.models.hf.families import read_spec
 from rsearch.models.sharding import own_mesh, param_shardings
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.runtime import checkpoint
@@ -87,11 +86,11 @@ def load_agent(
         _check_context(name, s, model.spec)
     else:
         source = find(s.source)
-        spec = hf_config.read_spec(source)
+        spec = read_spec(source)
         _check_context(name, s, spec)
         model = Decoder(spec, dtype=jnp.dtype(c.model.dtype))
         tokenizer = load_tokenizer(source)
-        shardings = param_shardings(weights.param_shapes(spec), mesh)
+        shardings = param_shardings(param_shapes(spec), mesh)
         params = huggingface.load_params(source, spec, shardings=shardings)
     return local_generator(
         model,

@@ -13,8 +13,7 @@ from rsearch.learn import objectives, update
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import TrainState, create_state, state_like
 from rsearch.learn.trainer import Trainer
-from rsearch.models.decoder import Decoder
-from rsearch.models.hf.weights import param_shapes
+from rsearch.models.decoder import Decoder, param_shapes
 from rsearch.models.lora import adapter_shapes, init_adapters, make_merge
 from rsearch.models.sharding import laid_out
 from rsearch.setup.context import Setup

@@ -8,8 +8,8 @@ from ml_collections import ConfigDict
 
 from rsearch.config.stage_plan import kinds
 from rsearch.models.decoder import Decoder, DecoderSpec
-from rsearch.models.hf import checkpoint as huggingface
-from rsearch.models.hf import config as hf_config
+from rsearch.models.hf.directory import find_model
+from rsearch.models.hf.families import read_spec
 from rsearch.models.tokenizer import Tokenizer, load_tokenizer
 from rsearch.protocols import plain
 from rsearch.protocols.base import Protocol
@@ -44,7 +44,7 @@ def load_policy_tokenizer(
     if c.tokenizer.source == WORLD:
         return world_tokenizer(world)
     if c.tokenizer.source:
-        return load_tokenizer(huggingface.find_model(c.tokenizer.source))
+        return load_tokenizer(find_model(c.tokenizer.source))
     return load_tokenizer(source)
 
 
@@ -78,7 +78,7 @@ def policy_model(
     """
     m = c.model
     if source is not None:
-        spec = hf_config.read_spec(source)
+        spec = read_spec(source)
     else:
         spec = DecoderSpec(
             vocab_size=m.vocab_size or tokenizer.vocab_size,

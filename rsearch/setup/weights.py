@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from rsearch.config.stage_plan import START, kind_of, stage_configs
-from rsearch.models.decoder import Decoder, DecoderSpec, init_params
+from rsearch.models.decoder import Decoder, DecoderSpec, init_params, param_shapes
 from rsearch.models.hf import checkpoint as huggingface
-from rsearch.models.hf.weights import param_shapes
 from rsearch.models.lora import adapter_shapes, make_merge
 from rsearch.models.sharding import laid_out, param_shardings
 from rsearch.runtime import checkpoint, console

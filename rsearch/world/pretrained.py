@@ -24,6 +24,7 @@ from rsearch.learn.train_state import create_state
 from rsearch.learn.update import make_policy_update, put
 from rsearch.models.decoder import Decoder, DecoderSpec, init_params
 from rsearch.models.hf import checkpoint as huggingface
+from rsearch.models.hf.directory import find_model
 from rsearch.models.sharding import make_mesh
 from rsearch.models.small_tokenizer import ROLES
 from rsearch.protocols import plain
@@ -101,7 +102,7 @@ def find_source(c, source: str, *, say=console.note) -> pathlib.Path:
         ValueError: there is no such model.
     """
     if not source.startswith(f"{WORLD}:"):
-        return huggingface.find_model(source)
+        return find_model(source)
     name = source.removeprefix(f"{WORLD}:")
     return find_world_model(name, world_settings=dict(c.world), seed=c.seed, say=say)
 

@@ -14,7 +14,7 @@ from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
 from rsearch.evaluation.evaluator import read_results
 from rsearch.models.hf import checkpoint as huggingface
-from rsearch.models.hf.config import read_spec
+from rsearch.models.hf.families import read_spec
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.retrieval.encoder import HashedNgrams, load_encoder
 from rsearch.retrieval.index import open_index

@@ -11,10 +11,9 @@ import torch
 import transformers
 
 from rsearch.models.attention.cached import empty_cache
-from rsearch.models.decoder import Decoder
+from rsearch.models.decoder import Decoder, param_shapes
 from rsearch.models.hf import checkpoint as huggingface
-from rsearch.models.hf import config as hf_config
-from rsearch.models.hf import weights
+from rsearch.models.hf.families import read_spec
 
 # With more, torch's threads wait for each other wherever the machine is busy.
 torch.set_num_threads(1)
@@ -112,12 +111,12 @@ def random_params(spec):
         noise = rng.normal(0, 0.2, leaf.shape).astype(np.float32)
         return jnp.asarray(noise + (path[-1].key == "scale"))
 
-    return jax.tree_util.tree_map_with_path(draw, weights.param_shapes(spec))
+    return jax.tree_util.tree_map_with_path(draw, param_shapes(spec))
 
 
 def load(directory, **settings):
     """(model, parameters) of a directory, on one device, in float32."""
-    spec = hf_config.read_spec(directory)
+    spec = read_spec(directory)
     return Decoder(spec, **settings), huggingface.load_params(directory, spec)
 
 

@@ -10,8 +10,7 @@ from rsearch.config.recipes import apply_overrides
 from rsearch.learn.batch import cut, pack_segments
 from rsearch.learn.packing import packed
 from rsearch.models.decoder import DecoderSpec
-from rsearch.models.hf import config as hf_config
-from rsearch.models.hf.published import PUBLISHED
+from rsearch.models.hf.families import PUBLISHED, make_config
 from rsearch.plan import costs
 from rsearch.setup.checks import check_layout
 
@@ -252,7 +251,7 @@ def test_a_judge_that_runs_here_is_counted_and_an_endpoint_is_not():
 
 
 def test_a_model_beside_the_policy_stays_as_it_lies_to_decode(tmp_path):
-    written = hf_config.config_of(SPEC, dtype="float32")
+    written = make_config(SPEC, dtype="float32")
     (tmp_path / "config.json").write_text(json.dumps(written))
     asked = {"source": str(tmp_path), "max_concurrent": 3}
     c = config(
@@ -290,7 +289,7 @@ def test_a_rewriter_that_the_run_trains_is_as_large_as_its_model():
 def test_a_shape_is_published_or_read_or_set_or_not_known_yet(tmp_path):
     c = config()
     assert costs.shape_of("Qwen/Qwen2.5-7B", c) is PUBLISHED["Qwen/Qwen2.5-7B"]
-    written = hf_config.config_of(SPEC, dtype="float32")
+    written = make_config(SPEC, dtype="float32")
     (tmp_path / "config.json").write_text(json.dumps(written))
     assert costs.shape_of(str(tmp_path), c) == SPEC
     assert costs.shape_of("", c) is None  # its vocabulary is the tokenizer's

@@ -12,7 +12,7 @@ import pytest
 
 from configs import base
 from rsearch.models.hf import checkpoint as huggingface
-from rsearch.models.hf import config as hf_config
+from rsearch.models.hf.families import read_spec
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS
@@ -282,7 +282,7 @@ def test_a_model_is_made_once_and_found_after_that(tmp_path, monkeypatch):
     assert find() == made and not said
     assert (made / "model.safetensors").stat().st_mtime_ns == stamp
     assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
-    spec = hf_config.read_spec(made)
+    spec = read_spec(made)
     assert (spec.width, spec.num_layers) == (16, 1)
     tokenizer = load_tokenizer(made)
     expected = world_tokenizer(make_world(seed=0, **WORLD))

@@ -1,4 +1,5 @@
-"""Hugging Face directories: configurations, weights, and the layouts of families.
+"""Hugging Face directories: their configurations and weights, one file a model family.
 
-Begin with `checkpoint.py`.
+`families.py` holds the table of families; a family's own file says how its config.json
+is read and written and what its tensors are called. `checkpoint.py` loads and exports.
 """

@@ -1,16 +1,13 @@
-"""Hugging Face checkpoints: find one, load its weights, write one.
-
-Only safetensors are read: a pickle runs code when it is opened.
-"""
+"""Hugging Face checkpoints: load a decoder's weights, write a new directory."""
 
 import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import uuid
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -19,8 +16,20 @@ from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 from rsearch.hosts import collectives
+from rsearch.models.decoder import DecoderSpec, param_shapes
 from rsearch.models.hf import weights
-from rsearch.models.hf.config import config_of
+from rsearch.models.hf.directory import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    check_layers,
+    describe_extra,
+    describe_shape,
+    find_misfits,
+    open_tensors,
+    refuse_misfits,
+)
+from rsearch.models.hf.families import find_family, make_config, read_family
+from rsearch.models.tokenizer import Tokenizer
 
 EXPORT_DTYPES = {
     "float32": np.float32,
@@ -28,72 +37,43 @@ EXPORT_DTYPES = {
     "float16": np.float16,
 }
 
-# What a download holds: configuration, tokenizer, and safetensors of the top folder.
-_FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
-
-
-def find_model(source) -> pathlib.Path:
-    """The directory of a model: `source` itself, or a download of that hub id.
-
-    Downloads are kept in huggingface_hub's cache.
-
-    Raises:
-        ValueError: neither a directory nor a hub id that could be fetched, or one
-            without safetensors weights.
-    """
-    directory = pathlib.Path(source).expanduser()
-    if directory.is_dir():
-        return directory
-    try:
-        found = huggingface_hub.snapshot_download(
-            str(source),
-            allow_patterns=list(_FETCHED),
-            ignore_patterns=["*/*.safetensors"],
-        )
-    # The hub's own errors are OSErrors and ValueErrors; so are those of the network.
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"model {str(source)!r} is neither a directory here nor a Hugging Face hub "
-            f"id that could be fetched ({type(error).__name__}: {reason})"
-        ) from error
-    found = pathlib.Path(found)
-    if not any(found.glob("*.safetensors")):
-        command = weights.convert_command("model/model.safetensors", [])
-        raise ValueError(
-            f"model {str(source)!r} has no safetensors weights on the hub, and pickles "
-            f"are not fetched, for they can run code; if you trust them, convert them "
-            f"yourself (needs torch) and give the directory instead:\n"
-            f"hf download {source} --local-dir model && {command} "
-            f"model/pytorch_model*.bin"
-        )
-    return found
+# Rotary tables, which old checkpoints hold although configuration alone gives them.
+_RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def load_params(
-    directory, spec, *, shardings=None, value_head=False, dtype=jnp.float32
-):
-    """Parameters of a checkpoint, in the tree of `init_params`.
+    directory: str | os.PathLike,
+    spec: DecoderSpec,
+    *,
+    shardings: dict | None = None,
+    value_head: bool = False,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> dict:
+    """Load a checkpoint's parameters into the tree of `init_params`.
 
-    Every device reads its own part of every tensor from disk; on the host lies at most
-    one leaf of the tree at a time.
+    Every device reads its own shard of every tensor from disk; at most one leaf of the
+    tree lies on the host at a time.
 
     Args:
-        directory: holds model.safetensors, or shards and their index.
-        spec: what `hf_config.read_spec` returned for it.
+        directory: holds config.json, and model.safetensors or shards and their index.
+        spec: the shape that `families.read_spec` returned for it.
         shardings: a tree like the parameters' with the sharding of each leaf
-            (`param_shardings` of `weights.param_shapes`); None puts all on one device.
+            (`param_shardings` of `param_shapes`); None puts all on one device.
         value_head: add a value head of zeros, which no checkpoint holds.
         dtype: of the parameters, whatever that on disk (bfloat16, float16, float32).
+
+    Returns:
+        The parameter tree; leaves have the shapes of `param_shapes`.
 
     Raises:
         ValueError: no safetensors weights, damaged ones, or a table of every tensor
             that is missing, extra or mis-shaped.
     """
     directory = pathlib.Path(directory)
-    tensors = weights.open_tensors(directory)
-    weights.check_tensors(tensors, spec, source=directory)
-    shapes = weights.param_shapes(spec, value_head=value_head)
+    tensors = open_tensors(directory)
+    layout = read_family(directory).layout
+    _check_tensors(tensors, layout, spec, directory)
+    shapes = param_shapes(spec, value_head=value_head)
     if shardings is None:
         one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: one_device, shapes)
@@ -104,9 +84,11 @@ def load_params(
 
         def read(index):
             # Replicas share one read.
-            key = tuple((part.start, part.stop) for part in index)
+            key = tuple((block.start, block.stop) for block in index)
             if key not in blocks:
-                blocks[key] = weights.read_leaf(tensors, name, leaf.shape, index, dtype)
+                blocks[key] = weights.read_leaf(
+                    tensors, layout, name, leaf.shape, index, dtype
+                )
             return blocks[key]
 
         return jax.make_array_from_callback(leaf.shape, sharding, read, dtype=dtype)
@@ -114,24 +96,70 @@ def load_params(
     return jax.tree_util.tree_map_with_path(load, shapes, shardings)
 
 
-def export(
-    directory,
-    params,
-    spec,
-    tokenizer=None,
-    *,
-    dtype="float32",
-    max_shard_bytes=5_000_000_000,
-):
-    """Writes a checkpoint that `transformers` and `load_params` can read.
+def _check_tensors(tensors, layout, spec, source):
+    """Refuse a checkpoint that does not fit a decoder, with a list of all differences.
 
-    The directory appears under its name when it is complete. A value head is not part
-    of it. Where the mesh spans hosts, every host must call this; the first one writes.
+    A checkpoint may hold more than its parameters: rotary tables, and an output matrix
+    that equals tied embeddings.
+
+    Raises:
+        ValueError: a table of every missing, extra or mis-shaped tensor.
+    """
+    check_layers(tensors, spec.num_layers, source=source)
+    rows = []
+    expected = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(spec)):
+        template, groups = layout[weights.leaf_name(path)]
+        stacked = "{}" in template
+        shape = weights.stored_shape(leaf.shape[1:] if stacked else leaf.shape, groups)
+        for layer in range(spec.num_layers if stacked else 1):
+            name = template.format(layer)
+            expected.add(name)
+            rows += find_misfits(tensors, name, shape)
+    lm_head = layout["unembedding"][0]
+    for name in tensors.keys() - expected:
+        if _RECOMPUTED.fullmatch(name):
+            continue
+        if name == lm_head and spec.tie_embeddings:
+            embedding = tensors.get(layout["embedding"][0])
+            if embedding is None or _equal(embedding, tensors[name]):
+                continue
+            shape = describe_shape(tensors[name].get_shape())
+            rows.append((name, "differs", "tied: = embed_tokens", shape))
+        else:
+            rows.append(describe_extra(tensors, name))
+    refuse_misfits(rows, source=source)
+
+
+def _equal(a, b, num_rows=8192):
+    """Compare the numbers of two stored matrices, reading a few rows at a time."""
+    shape = a.get_shape()
+    if shape != b.get_shape():
+        return False
+    # A safetensors slice may not end past the tensor, as a NumPy one may.
+    starts = range(0, shape[0], num_rows)
+    rows = [slice(start, min(start + num_rows, shape[0])) for start in starts]
+    return all(np.array_equal(a[block], b[block]) for block in rows)
+
+
+def export(
+    directory: str | os.PathLike,
+    params: dict,
+    spec: DecoderSpec,
+    tokenizer: Tokenizer | None = None,
+    *,
+    dtype: str = "float32",
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a checkpoint that `transformers` and `load_params` can read.
+
+    The directory appears under its name when it is complete. A value head is not
+    written. If the mesh spans hosts, every host must call this; the first one writes.
 
     Args:
         directory: to be made; may exist if it is empty.
         params: the tree of `init_params`, arrays on host or devices.
-        spec: their shape.
+        spec: the decoder's shape.
         tokenizer: saved beside the weights; None leaves it out.
         dtype: on disk: float32, bfloat16 or float16.
         max_shard_bytes: bytes a file, unless one tensor alone is larger.
@@ -145,48 +173,49 @@ def export(
         raise ValueError(f"{directory} exists and is not empty; it is not overwritten")
     if dtype not in EXPORT_DTYPES:
         raise ValueError(f"{dtype=} is not one of {sorted(EXPORT_DTYPES)}")
-    config = config_of(spec, dtype=dtype)
-    shards = _plan_shards(params, spec, EXPORT_DTYPES[dtype], max_shard_bytes)
-    writes = jax.process_index() == 0
-    part = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.part")
+    config = make_config(spec, dtype=dtype)
+    layout = find_family(spec)[1].layout
+    shards = _plan_shards(params, spec, layout, EXPORT_DTYPES[dtype], max_shard_bytes)
+    is_writer = jax.process_index() == 0
+    unfinished = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        if writes:
-            part.mkdir(parents=True)
+        if is_writer:
+            unfinished.mkdir(parents=True)
             if tokenizer is not None:
-                tokenizer.save(part)
+                tokenizer.save(unfinished)
                 config |= tokenizer.special_ids
-            (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for file, entries in shards.items():
             tensors = {
                 name: _fetch(leaf, layer, groups, EXPORT_DTYPES[dtype])
                 for name, leaf, layer, groups, _ in entries
             }
-            if writes:
-                save_file(tensors, part / file, metadata={"format": "pt"})
+            if is_writer:
+                save_file(tensors, unfinished / file, metadata={"format": "pt"})
                 # safetensors makes its files private; these are public like the rest.
-                os.chmod(part / file, (part / "config.json").stat().st_mode)
-        if writes:
+                os.chmod(unfinished / file, (unfinished / "config.json").stat().st_mode)
+        if is_writer:
             if len(shards) > 1:
-                _write_index(part / weights.INDEX_FILE, shards)
-            os.replace(part, directory)
+                _write_index(unfinished / INDEX_FILE, shards)
+            os.replace(unfinished, directory)
     finally:
-        if writes:
-            shutil.rmtree(part, ignore_errors=True)
+        if is_writer:
+            shutil.rmtree(unfinished, ignore_errors=True)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"export {directory}")
 
 
-def _plan_shards(params, spec, dtype, max_bytes):
-    """{file name: [(tensor name, leaf, layer or None, groups, bytes)]}, by layer."""
+def _plan_shards(params, spec, layout, dtype, max_bytes):
+    """Plan files: {name: [(tensor name, leaf, layer or None, groups, bytes)]}."""
     leaves = {
         weights.leaf_name(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
     entries = []
-    shapes = weights.param_shapes(spec)
+    shapes = param_shapes(spec)
     for path, like in jax.tree_util.tree_leaves_with_path(shapes):
         name = weights.leaf_name(path)
-        template, groups = weights.LAYOUT[name]
+        template, groups = layout[name]
         leaf = leaves.pop(name)
         assert leaf.shape == like.shape, (name, leaf.shape, like.shape)
         stacked = "{}" in template
@@ -194,7 +223,7 @@ def _plan_shards(params, spec, dtype, max_bytes):
         for layer in range(spec.num_layers) if stacked else (None,):
             entries.append((template.format(layer), leaf, layer, groups, size))
     assert leaves.keys() <= {"value"}, sorted(leaves)
-    # One layer after the other; what belongs to none goes last.
+    # Layers in their order; what belongs to none goes last.
     entries.sort(key=lambda e: spec.num_layers if e[2] is None else e[2])
     files, room = [[]], max_bytes
     for entry in entries:
@@ -204,15 +233,15 @@ def _plan_shards(params, spec, dtype, max_bytes):
         files[-1].append(entry)
         room -= entry[-1]
     if len(files) == 1:
-        return {weights.SINGLE_FILE: entries}
+        return {SINGLE_FILE: entries}
     return {
-        f"model-{number:05}-of-{len(files):05}.safetensors": held
-        for number, held in enumerate(files, start=1)
+        f"model-{number:05}-of-{len(files):05}.safetensors": entries
+        for number, entries in enumerate(files, start=1)
     }
 
 
 def _fetch(leaf, layer, groups, dtype):
-    """One tensor on the host, laid out as on disk."""
+    """Fetch one tensor to the host, in the layout on disk."""
     value = leaf if layer is None else leaf[layer]
     stored = weights.to_stored(collectives.gather_array(value), groups).astype(dtype)
     return np.ascontiguousarray(stored)

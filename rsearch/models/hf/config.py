@@ -1,27 +1,19 @@
-"""config.json of Llama, Qwen and GLM models: a decoder's shape, read and written.
+"""Code that the families share: what one is, and how a config.json is read and written.
 
 A field with a value that `Decoder` does not compute is refused, never passed over.
 """
 
-import pathlib
+import dataclasses
+from collections.abc import Callable, Mapping
 
 from rsearch.models.decoder import DecoderSpec
+from rsearch.models.hf.directory import Fields
+from rsearch.models.hf.weights import DECODER_LAYOUT, Layout
 from rsearch.models.rotary import LinearScaling, RopeScaling
-from rsearch.runtime import files
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",  # Qwen2.5 and QwQ too
-    "qwen3": "Qwen3ForCausalLM",
-    "glm": "GlmForCausalLM",  # GLM-4-9B, in the layout of the "-hf" repositories
-    "glm4": "Glm4ForCausalLM",  # GLM-4 of April 2025 (0414)
-}
-_GLM = ("glm", "glm4")
-MAX_NUMBER = {int: 2**31, float: 1e38}  # an int32 and a float32 hold what is below
 
 # Fields beside model_type that change what is computed, and the values that leave it as
 # `Decoder` computes it; None stands for a field that is absent or null.
-_SUPPORTED = {
+SUPPORTED = {
     "hidden_act": (None, "silu", "swish"),
     "mlp_bias": (None, False),
     "quantization_config": (None,),
@@ -30,132 +22,106 @@ _SUPPORTED = {
     "rope_interleaved": (None, False),
     "tie_word_embeddings": (None, False, True),
 }
-_ANY_ROTARY_PART = {"attention_bias": (None, False, True), "sliding_window": (None,)}
-_SUPPORTED_BY_TYPE = {
-    # A Llama or a Qwen3 with attention_bias has one on o_proj too; a Qwen2 never has
-    # that one and always has the other three, and a GLM's are those three.
-    "llama": {
-        "attention_bias": (None, False),
-        "sliding_window": (None,),
-        "partial_rotary_factor": (None, 1),
-    },
-    "qwen2": {"attention_bias": (None, True), "partial_rotary_factor": (None, 1)},
-    "qwen3": {"attention_bias": (None, False), "partial_rotary_factor": (None, 1)},
-    "glm": _ANY_ROTARY_PART,
-    "glm4": _ANY_ROTARY_PART,
-}
-# What transformers takes for a field that is absent; a number of heads that is absent
-# here is num_attention_heads, and a head_dim their share of hidden_size.
-_DEFAULTS = {
-    "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
-    "qwen2": {
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-    },
-    "qwen3": {
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-    },
-}
-_DEFAULTS["glm"] = _DEFAULTS["glm4"] = {
-    "rms_norm_eps": 1.5625e-7,
-    "max_position_embeddings": 131_072,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-}
-_GLM_ROTARY_PART = 0.5  # of a head, where config.json does not say
-
-# (qk_norm, fused_mlp, post_norms, rotary_pairs) -> what transformers calls it. A Qwen2
-# is a Llama with biases.
-_TYPE_OF = {
-    (False, False, False, "halves"): "llama",
-    (True, False, False, "halves"): "qwen3",
-    (False, True, False, "neighbours"): "glm",
-    (False, True, True, "neighbours"): "glm4",
-}
+_PARTIAL_ROTARY = "partial_rotary_factor"
 
 
-def read_spec(directory) -> DecoderSpec:
-    """The shape of the decoder that a directory's config.json describes.
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family of models: how its directories are read and written.
+
+    Attributes:
+        architecture: the name of transformers' class.
+        read: returns the shape that a config.json describes; raises a ValueError for
+            what `Decoder` does not compute.
+        fits: whether transformers' class computes a decoder of that shape.
+        write: returns the fields of config.json that only this family has.
+        layout: the tensor that stores each parameter, see `weights.DECODER_LAYOUT`.
+        published: {hub id: shape} of its models, for plans made without their files.
+            Of the rotation only what the sizes of weights and caches do not depend on
+            is left out.
+    """
+
+    architecture: str
+    read: Callable[[Fields], DecoderSpec]
+    fits: Callable[[DecoderSpec], bool]
+    write: Callable[[DecoderSpec], dict]
+    layout: Layout = dataclasses.field(default_factory=lambda: DECODER_LAYOUT)
+    published: Mapping[str, DecoderSpec] = dataclasses.field(default_factory=dict)
+
+
+def check_fields(fields: Fields, allowed: Mapping[str, tuple]) -> None:
+    """Refuse a config.json with a field that changes what `Decoder` computes.
+
+    Args:
+        fields: of the config.json.
+        allowed: {field: supported values} beside SUPPORTED, or in its stead.
 
     Raises:
-        ValueError: no readable config.json, or a field with a value that `Decoder` does
-            not compute; names field, value and what is supported.
+        ValueError: names the field, its value and what is supported.
     """
-    path = pathlib.Path(directory) / "config.json"
-    config = read_object(path)
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        supported = f"it must be one of {sorted(ARCHITECTURES)}"
-        if model_type == "chatglm":
-            supported += "; the same weights as a 'glm' are in the repository ...-hf"
-        raise _refusal(path, "model_type", model_type, supported)
-    for field, values in (_SUPPORTED | _SUPPORTED_BY_TYPE[model_type]).items():
-        _check_value(path, config, field, values)
-    layer_types = config.get("layer_types") or ()
+    for name, values in {**SUPPORTED, **allowed}.items():
+        fields.check(name, values)
+    layer_types = fields.get("layer_types") or ()
     if not isinstance(layer_types, list | tuple) or any(
         layer != "full_attention" for layer in layer_types
     ):
         supported = "every layer must be 'full_attention'"
-        raise _refusal(path, "layer_types", layer_types, supported)
-    defaults = _DEFAULTS[model_type]
+        raise fields.refusal("layer_types", layer_types, supported)
 
-    def number(field, kind=int):
-        default = defaults.get(field)
-        return _number(path, config, field, kind=kind, default=default)
 
-    is_glm = model_type in _GLM
-    heads, kv_heads, head_dim = _read_heads(path, config, defaults)
-    rope_theta, rope_scaling = _read_rope(path, config)
+def read_decoder(
+    fields: Fields,
+    defaults: Mapping[str, float],
+    *,
+    rotary_share: float | None = None,
+    **features: bool | str,
+) -> DecoderSpec:
+    """Return the shape that a config.json with the usual field names describes.
+
+    Args:
+        fields: of the config.json, checked by `check_fields`.
+        defaults: what transformers takes for a field that is absent. An absent number
+            of key/value heads that has no default is num_attention_heads, an absent
+            head_dim their share of hidden_size.
+        rotary_share: the share of a head's channels that are rotated where config.json
+            does not say so; None refuses a config.json that rotates fewer than all.
+        features: other fields of the DecoderSpec.
+
+    Raises:
+        ValueError: names a field whose value is not supported.
+    """
+
+    def number(name, kind=int):
+        return fields.number(name, kind, defaults.get(name))
+
+    num_heads, num_kv_heads, head_dim = _read_heads(fields, defaults)
+    if rotary_share is None:
+        # transformers 5 writes the factor into the object of rotary settings.
+        Fields(fields.path, _rope_object(fields).values).check(
+            _PARTIAL_ROTARY, (None, 1)
+        )
+    rope_theta, rope_scaling = _read_rope(fields)
     return DecoderSpec(
         vocab_size=number("vocab_size"),
         width=number("hidden_size"),
         num_layers=number("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         mlp_width=number("intermediate_size"),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         norm_eps=number("rms_norm_eps", float),
-        tie_embeddings=bool(config.get("tie_word_embeddings")),
-        qkv_bias=config.get("attention_bias") is not False
-        if is_glm
-        else model_type == "qwen2",
+        tie_embeddings=bool(fields.get("tie_word_embeddings")),
         max_context=number("max_position_embeddings"),
-        rotary_dim=_rotary_dim(path, config, head_dim) if is_glm else None,
-        rotary_pairs="neighbours" if is_glm else "halves",
-        qk_norm=model_type == "qwen3",
-        fused_mlp=is_glm,
-        post_norms=model_type == "glm4",
+        rotary_dim=_read_rotary_dim(fields, head_dim, rotary_share),
+        **features,
     )
 
 
-def config_of(spec: DecoderSpec, *, dtype: str) -> dict:
-    """config.json of a decoder, in the layout that every version of transformers reads.
-
-    Args:
-        spec: its shape.
-        dtype: of the weights beside it, by transformers' name.
-
-    Raises:
-        ValueError: a shape that transformers has no model for.
-    """
-    model_type = _model_type(spec)
-    if model_type == "llama":
-        own = {"attention_bias": False, "mlp_bias": False}
-    elif model_type in _GLM:
-        part = (spec.rotary_dim or spec.head_dim) / spec.head_dim
-        own = {"attention_bias": spec.qkv_bias, "partial_rotary_factor": part}
-        own["pad_token_id"] = None  # Else an id of the published vocabulary.
-    else:
-        own = {"use_sliding_window": False}
+def write_decoder(spec: DecoderSpec) -> dict:
+    """Return the fields of config.json that all families have."""
     return {
-        "architectures": [ARCHITECTURES[model_type]],
-        "model_type": model_type,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.width,
         "intermediate_size": spec.mlp_width,
@@ -167,137 +133,97 @@ def config_of(spec: DecoderSpec, *, dtype: str) -> dict:
         "max_position_embeddings": spec.max_context,
         "rms_norm_eps": spec.norm_eps,
         "rope_theta": spec.rope_theta,
-        "rope_scaling": _rope_object(spec.rope_scaling),
+        "rope_scaling": _write_scaling(spec.rope_scaling),
         "tie_word_embeddings": spec.tie_embeddings,
-        **own,
-        "torch_dtype": dtype,
     }
 
 
-def _model_type(spec):
-    """What transformers calls a decoder of this shape."""
-    features = (spec.qk_norm, spec.fused_mlp, spec.post_norms, spec.rotary_pairs)
-    model_type = _TYPE_OF.get(features)
-    if model_type == "llama" and spec.qkv_bias:
-        model_type = "qwen2"
-    if (
-        model_type is None
-        or (model_type == "qwen3" and spec.qkv_bias)
-        or (model_type not in _GLM and spec.rotary_dim not in (None, spec.head_dim))
-    ):
-        raise ValueError(f"transformers has no model of the shape {spec}")
-    if model_type == "llama" and spec.width % spec.num_heads:
-        raise ValueError(
-            f"width={spec.width} is not a multiple of num_heads={spec.num_heads}, "
-            f"which transformers demands of a Llama"
-        )
-    return model_type
+def rotates_all(spec: DecoderSpec) -> bool:
+    """Return whether all channels of a head are rotated."""
+    return spec.rotary_dim in (None, spec.head_dim)
 
 
-def read_object(path: pathlib.Path) -> dict:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: there is no such file, or it holds something else.
-    """
-    try:
-        value = files.read_json(path)
-    except FileNotFoundError:
-        raise ValueError(
-            f"{path} does not exist, so its directory holds no model"
-        ) from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
-
-
-def _read_heads(path, config, defaults):
-    """(num_heads, num_kv_heads, head_dim) of a configuration."""
-
-    def number(field, default=None):
-        return _number(path, config, field, default=default)
-
-    width, heads = number("hidden_size"), number("num_attention_heads")
-    is_null = "num_key_value_heads" in config and config["num_key_value_heads"] is None
+def _read_heads(fields, defaults):
+    """Return (num_heads, num_kv_heads, head_dim)."""
+    width = fields.number("hidden_size")
+    heads = fields.number("num_attention_heads")
+    is_null = fields.get("num_key_value_heads", heads) is None
     default = heads if is_null else defaults.get("num_key_value_heads", heads)
-    kv_heads = number("num_key_value_heads", default)
+    kv_heads = fields.number("num_key_value_heads", default=default)
     if heads % kv_heads:
         supported = f"it must divide num_attention_heads={heads}"
-        raise _refusal(path, "num_key_value_heads", kv_heads, supported)
-    head_dim = number("head_dim", defaults.get("head_dim", width // heads))
-    if config.get("head_dim") is None and "head_dim" not in defaults and width % heads:
+        raise fields.refusal("num_key_value_heads", kv_heads, supported)
+    default = defaults.get("head_dim", width // heads)
+    head_dim = fields.number("head_dim", default=default)
+    if fields.get("head_dim") is None and "head_dim" not in defaults and width % heads:
         supported = f"without head_dim, hidden_size={width} must be a multiple of it"
-        raise _refusal(path, "num_attention_heads", heads, supported)
+        raise fields.refusal("num_attention_heads", heads, supported)
     if head_dim % 2:
         supported = "rotary positions need an even number"
-        raise _refusal(path, "head_dim", head_dim, supported)
+        raise fields.refusal("head_dim", head_dim, supported)
     return heads, kv_heads, head_dim
 
 
-def _rope_field(config):
-    """The name of the object that holds rotary settings."""
+def _rope_object(fields):
+    """Return the fields of the object that holds rotary settings, empty if absent."""
     # transformers 5 writes rope_parameters, which holds rope_theta; earlier versions
     # write rope_scaling beside it.
-    return "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-
-
-def _rotary_dim(path, config, head_dim):
-    """Channels of a head that are rotated, of partial_rotary_factor."""
-    held, inside = config, ""
-    field = _rope_field(config)
-    if "partial_rotary_factor" in (config.get(field) or {}):
-        held, inside = config[field], f"{field}."
-    name = "partial_rotary_factor"
-    part = _number(
-        path, held, name, kind=float, default=_GLM_ROTARY_PART, inside=inside
-    )
-    rotary_dim = int(part * head_dim)
-    if rotary_dim > head_dim or rotary_dim % 2 or not rotary_dim:
-        supported = f"of head_dim={head_dim} it must make an even number, all or less"
-        raise _refusal(path, inside + name, part, supported)
-    return rotary_dim
-
-
-def _read_rope(path, config):
-    """(rope_theta, scaling or None) of a configuration."""
-    field = _rope_field(config)
-    rope = config.get(field) or {}
-    if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    values = fields.get(name) or {}
+    if not isinstance(values, dict) or any(
+        isinstance(v, dict) for v in values.values()
+    ):
         supported = "it must be one object for all layers"
-        raise _refusal(path, field, rope, supported)
-    if config["model_type"] not in _GLM:
-        _check_value(path, rope, "partial_rotary_factor", (None, 1))
+        raise fields.refusal(name, values, supported)
+    return Fields(fields.path, values, prefix=f"{name}.")
 
-    def number(name, *, kind=float):
-        return _number(path, rope, name, kind=kind, inside=f"{field}.")
 
-    held = rope if "rope_theta" in rope else config
-    theta = _number(path, held, "rope_theta", kind=float, default=10000.0)
+def _read_rope(fields):
+    """Return (rope_theta, scaling or None)."""
+    rope = _rope_object(fields)
+    holder = rope if "rope_theta" in rope.values else fields
+    theta = holder.number("rope_theta", float, 10000.0)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "default":
         return theta, None
     if rope_type == "linear":
-        return theta, LinearScaling(factor=number("factor"))
+        return theta, LinearScaling(factor=rope.number("factor", float))
     if rope_type != "llama3":
         supported = "it must be 'default', 'linear' or 'llama3'"
-        raise _refusal(path, f"{field}.rope_type", rope_type, supported)
+        raise rope.refusal("rope_type", rope_type, supported)
     original = "original_max_position_embeddings"
-    if original in config:
-        rope = {**rope, original: config[original]}
-    low, high = number("low_freq_factor"), number("high_freq_factor")
+    if original in fields.values:
+        values = rope.values | {original: fields.values[original]}
+        rope = dataclasses.replace(rope, values=values)
+    low = rope.number("low_freq_factor", float)
+    high = rope.number("high_freq_factor", float)
     if low >= high:
         supported = f"it must be above low_freq_factor={low}"
-        raise _refusal(path, f"{field}.high_freq_factor", high, supported)
+        raise rope.refusal("high_freq_factor", high, supported)
     return theta, RopeScaling(
-        factor=number("factor"),
+        factor=rope.number("factor", float),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_context=number(original, kind=int),
+        original_context=rope.number(original),
     )
 
 
-def _rope_object(scaling):
-    """`rope_scaling` of config.json."""
+def _read_rotary_dim(fields, head_dim, default_share):
+    """Return the channels of a head that are rotated; None where all always are."""
+    if default_share is None:
+        return None
+    rope = _rope_object(fields)
+    holder = rope if _PARTIAL_ROTARY in rope.values else fields
+    share = holder.number(_PARTIAL_ROTARY, float, default_share)
+    rotary_dim = int(share * head_dim)
+    if rotary_dim > head_dim or rotary_dim % 2 or not rotary_dim:
+        supported = f"of head_dim={head_dim} it must make an even number, all or less"
+        raise holder.refusal(_PARTIAL_ROTARY, share, supported)
+    return rotary_dim
+
+
+def _write_scaling(scaling):
+    """Return `rope_scaling` of config.json."""
     if scaling is None:
         return None
     if isinstance(scaling, LinearScaling):
@@ -309,32 +235,3 @@ def _rope_object(scaling):
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_context,
     }
-
-
-def _check_value(path, held, field, values):
-    """Refuses a field that holds none of these values; 0 is not False here."""
-    value = held.get(field)
-    if not any(
-        value == v and isinstance(value, bool) == isinstance(v, bool) for v in values
-    ):
-        allowed = " or ".join("null" if v is None else repr(v) for v in values)
-        raise _refusal(path, field, value, f"it must be {allowed}")
-
-
-def _number(path, held, field, *, kind=int, default=None, inside=""):
-    """A number above zero; `default` where the field is absent or null."""
-    value = default if held.get(field) is None else held[field]
-    types = (int, float) if kind is float else (int,)
-    if (
-        not isinstance(value, types)
-        or isinstance(value, bool)
-        or not 0 < value < MAX_NUMBER[kind]
-    ):
-        what = "a whole number" if kind is int else "a number"
-        supported = f"it must be {what} above 0 and below {MAX_NUMBER[kind]}"
-        raise _refusal(path, inside + field, value, supported)
-    return kind(value)
-
-
-def _refusal(path, field, value, supported):
-    return ValueError(f"{path}: {field}={value!r} is not supported: {supported}")

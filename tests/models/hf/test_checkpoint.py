@@ -13,9 +13,11 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from rsearch.models import sharding
+from rsearch.models.decoder import param_shapes
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf import weights
-from rsearch.models.hf.config import read_spec
+from rsearch.models.hf.directory import find_model
+from rsearch.models.hf.families import read_spec
 from rsearch.models.tokenizer import load_tokenizer
 from tests.hosts.test_processes import run_hosts
 from tests.models import reference
@@ -105,7 +107,7 @@ def test_sharded_files_load_straight_into_sharded_arrays(tmp_path):
     assert (tmp_path / "model.safetensors.index.json").is_file()
     model, whole = reference.load(tmp_path)
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    shapes = weights.param_shapes(model.spec)
+    shapes = param_shapes(model.spec)
     shardings = sharding.param_shardings(shapes, mesh)
     params = huggingface.load_params(tmp_path, model.spec, shardings=shardings)
     jax.tree.map(np.testing.assert_array_equal, params, whole)
@@ -117,13 +119,15 @@ def test_sharded_files_load_straight_into_sharded_arrays(tmp_path):
 EXPORT = """
 import sys
 from rsearch.hosts import collectives, processes
-from rsearch.models.hf import config as hf_config, checkpoint as huggingface, weights
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.models.decoder import param_shapes
+from rsearch.models.hf.families import read_spec
 from rsearch.models import sharding
 source, out, address, _, number = (word.rpartition("=")[2] for word in sys.argv[1:])
 processes.connect(address, num_hosts=2, host=int(number))
-spec = hf_config.read_spec(source)
+spec = read_spec(source)
 mesh = sharding.make_mesh(fsdp=2, tensor=2)
-shardings = sharding.param_shardings(weights.param_shapes(spec), mesh)
+shardings = sharding.param_shardings(param_shapes(spec), mesh)
 params = huggingface.load_params(source, spec, shardings=shardings)
 assert not params["embedding"].is_fully_addressable
 collectives.CHUNK_BYTES = 7 * 4 * spec.width  # rows of the embedding at once
@@ -315,11 +319,11 @@ def test_a_tensor_in_two_shards_is_refused(copy):
 def test_a_source_that_is_neither_directory_nor_hub_id_is_refused(tmp_path):
     for source in (tmp_path / "nowhere" / "to" / "be", "no such/thing!"):
         with pytest.raises(ValueError, match="neither a directory here nor a Hugging"):
-            huggingface.find_model(str(source))
+            find_model(str(source))
 
 
 def test_a_directory_is_its_own_source(tmp_path):
-    assert huggingface.find_model(tmp_path) == tmp_path
+    assert find_model(tmp_path) == tmp_path
 
 
 def test_export_never_overwrites(saved, tmp_path):

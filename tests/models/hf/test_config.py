@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from rsearch.models.decoder import DecoderSpec
-from rsearch.models.hf.config import config_of, read_spec
+from rsearch.models.hf.families import make_config, read_spec
 from rsearch.models.rotary import LinearScaling, RopeScaling
 
 GLM = {"model_type": "glm4", "head_dim": 16}
@@ -192,7 +192,7 @@ def test_a_shape_that_transformers_lacks_is_not_written(changes):
     shape = dict(vocab_size=9, width=16, num_layers=1, num_heads=2, num_kv_heads=1)
     spec = DecoderSpec(**shape, head_dim=8, mlp_width=9, qkv_bias=True, **changes)
     with pytest.raises(ValueError, match="transformers has no model of the shape"):
-        config_of(spec, dtype="float32")
+        make_config(spec, dtype="float32")
 
 
 def test_rope_is_read_in_its_old_and_its_new_spelling(tmp_path):

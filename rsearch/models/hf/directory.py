@@ -1,0 +1,302 @@
+"""Hugging Face directories: found or downloaded, their fields and tensors read.
+
+Only safetensors are read: a pickle runs code when it is opened.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+
+import huggingface_hub
+from safetensors import SafetensorError, safe_open
+
+from rsearch.runtime import files
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+STORED_DTYPES = ("F32", "BF16", "F16")
+MAX_NUMBER = {int: 2**31, float: 1e38}  # an int32 and a float32 hold what is below
+# What a download holds: configuration, tokenizer, and safetensors of the top folder.
+_FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
+_CONVERT = (
+    "import os, sys, torch; from safetensors.torch import save_file; "
+    "out, *files = sys.argv[1:]; w = {}; "
+    '[w.update(torch.load(f, map_location="cpu", weights_only=True)) for f in files]; '
+    'w = w.get("state_dict", w); '
+    "w = {k: t.clone().contiguous() for k, t in w.items()}; "
+    'save_file(w, out + ".part", {"format": "pt"}); os.replace(out + ".part", out)'
+)
+
+
+def find_model(source: str | os.PathLike) -> pathlib.Path:
+    """Return the directory of a model: `source` itself, or a download of that hub id.
+
+    Downloads are kept in huggingface_hub's cache.
+
+    Raises:
+        ValueError: neither a directory nor a hub id that could be fetched, or one
+            without safetensors weights.
+    """
+    directory = pathlib.Path(source).expanduser()
+    if directory.is_dir():
+        return directory
+    try:
+        directory = huggingface_hub.snapshot_download(
+            str(source),
+            allow_patterns=list(_FETCHED),
+            ignore_patterns=["*/*.safetensors"],
+        )
+    # The hub's own errors are OSErrors and ValueErrors; so are those of the network.
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"model {str(source)!r} is neither a directory here nor a Hugging Face hub "
+            f"id that could be fetched ({type(error).__name__}: {reason})"
+        ) from error
+    directory = pathlib.Path(directory)
+    if not any(directory.glob("*.safetensors")):
+        command = convert_command("model/model.safetensors", [])
+        raise ValueError(
+            f"model {str(source)!r} has no safetensors weights on the hub, and pickles "
+            f"are not fetched, for they can run code; if you trust them, convert them "
+            f"yourself (needs torch) and give the directory instead:\n"
+            f"hf download {source} --local-dir model && {command} "
+            f"model/pytorch_model*.bin"
+        )
+    return directory
+
+
+def read_object(path: pathlib.Path) -> dict:
+    """Return the object in a JSON file.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
+    try:
+        value = files.read_json(path)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} does not exist, so its directory holds no model"
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """The fields of a config.json, or of an object inside it.
+
+    Attributes:
+        path: the file, for error messages.
+        values: {field name: value}.
+        prefix: the name of the object inside the file and a dot, for error messages.
+    """
+
+    path: pathlib.Path
+    values: dict
+    prefix: str = ""
+
+    def get(self, name: str, default: object = None) -> object:
+        """Return the value of a field, `default` where it is absent."""
+        return self.values.get(name, default)
+
+    def number(
+        self, name: str, kind: type = int, default: float | None = None
+    ) -> int | float:
+        """Return a number above zero; `default` where the field is absent or null.
+
+        Raises:
+            ValueError: the field holds something else.
+        """
+        value = default if self.values.get(name) is None else self.values[name]
+        types = (int, float) if kind is float else (int,)
+        if (
+            not isinstance(value, types)
+            or isinstance(value, bool)
+            or not 0 < value < MAX_NUMBER[kind]
+        ):
+            expected = "a whole number" if kind is int else "a number"
+            supported = f"it must be {expected} above 0 and below {MAX_NUMBER[kind]}"
+            raise self.refusal(name, value, supported)
+        return kind(value)
+
+    def check(self, name: str, allowed: tuple) -> None:
+        """Refuse a field that holds none of these values; 0 is not False here.
+
+        Raises:
+            ValueError: names the field, its value and what is allowed.
+        """
+        value = self.values.get(name)
+        if not any(
+            value == v and isinstance(value, bool) == isinstance(v, bool)
+            for v in allowed
+        ):
+            choices = " or ".join("null" if v is None else repr(v) for v in allowed)
+            raise self.refusal(name, value, f"it must be {choices}")
+
+    def refusal(self, name: str, value: object, supported: str) -> ValueError:
+        """Return the error that refuses a field's value."""
+        return ValueError(
+            f"{self.path}: {self.prefix}{name}={value!r} is not supported: {supported}"
+        )
+
+
+def open_tensors(directory: pathlib.Path) -> dict:
+    """Open a checkpoint: {name: safetensors slice} of its tensors; read headers only.
+
+    Raises:
+        ValueError: no safetensors weights, a missing, damaged or pickled file, an index
+            that cannot be read, or a tensor stored twice.
+    """
+    tensors = {}
+    for file in _weight_files(directory):
+        handle = _open_file(file)
+        for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no dict
+            if name in tensors:
+                raise ValueError(f"{file}: {name} is stored in an earlier shard too")
+            tensors[name] = handle.get_slice(name)
+    return tensors
+
+
+def check_layers(
+    tensors: Mapping[str, object], num_layers: int, *, source: pathlib.Path
+) -> None:
+    """Refuse more layers than there are tensors, before each of them is looked for.
+
+    Raises:
+        ValueError: names both numbers.
+    """
+    if num_layers > len(tensors):
+        raise ValueError(
+            f"{source}: config.json says num_hidden_layers={num_layers}, but there are "
+            f"{len(tensors)} tensors"
+        )
+
+
+def find_misfits(
+    tensors: Mapping[str, object], name: str, shape: tuple[int, ...]
+) -> list[tuple[str, str, str, str]]:
+    """Return rows that say what is wrong with one expected tensor.
+
+    A row is (name, problem, expected, found).
+    """
+    if name not in tensors:
+        return [(name, "missing", describe_shape(shape), "-")]
+    rows = []
+    stored = tuple(tensors[name].get_shape())
+    if stored != shape:
+        rows.append((name, "shape", describe_shape(shape), describe_shape(stored)))
+    dtype = tensors[name].get_dtype()
+    if dtype not in STORED_DTYPES:
+        rows.append((name, "dtype", " | ".join(STORED_DTYPES), dtype))
+    return rows
+
+
+def describe_extra(
+    tensors: Mapping[str, object], name: str
+) -> tuple[str, str, str, str]:
+    """Return the row, as in `find_misfits`, for a tensor that no parameter uses."""
+    return (name, "extra", "-", describe_shape(tensors[name].get_shape()))
+
+
+def refuse_misfits(
+    rows: list[tuple[str, str, str, str]], *, source: pathlib.Path
+) -> None:
+    """Raise a ValueError with a table of the rows of `find_misfits`, if there are any.
+
+    Raises:
+        ValueError: there are rows.
+    """
+    if rows:
+        rows = sorted(
+            rows, key=lambda row: re.sub(r"\d+", lambda n: n[0].zfill(9), row[0])
+        )
+        title = f"{source}: {len(rows)} tensors do not fit its config.json"
+        raise ValueError(title + "\n" + _table(rows))
+
+
+def convert_command(out: str | pathlib.Path, files: Iterable) -> str:
+    """Return a shell line that turns pickled weights into one safetensors file."""
+    args = " ".join(shlex.quote(str(file)) for file in (out, *files))
+    return f"python -c {shlex.quote(_CONVERT)} {args}"
+
+
+def _weight_files(directory):
+    """Return the safetensors files that make up a checkpoint, in order."""
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE]
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        raise ValueError(_no_weights(directory))
+    try:
+        weight_map = files.read_json(index)["weight_map"]
+        names = sorted(set(weight_map.values()), key=str)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"{index}: no weight_map could be read: {error!r}") from None
+    for name in names:
+        if not isinstance(name, str) or pathlib.PurePath(name).name != name:
+            raise ValueError(f"{index}: {name!r} is not the name of a file beside it")
+        if not (directory / name).is_file():
+            num_tensors = sum(file == name for file in weight_map.values())
+            raise ValueError(
+                f"{directory / name} is missing; {index.name} says that it holds "
+                f"{num_tensors} tensors"
+            )
+    return [directory / name for name in names]
+
+
+def _open_file(file):
+    try:
+        return safe_open(file, framework="numpy")
+    except SafetensorError as error:
+        with open(file, "rb") as stream:
+            start = stream.read(8)
+        if start.startswith(b"PK\x03\x04") or re.match(rb"\x80[\x00-\x05]", start):
+            command = convert_command(file, [file])
+            raise ValueError(
+                f"{file} is a pickle under another name, and pickles can run code; if "
+                f"you trust it, convert it yourself (needs torch):\n{command}"
+            ) from None
+        hint = ""
+        if start == b"version ":
+            hint = "; it looks like a git-lfs pointer: run `git lfs pull`"
+        raise ValueError(f"{file} is damaged or incomplete: {error}{hint}") from None
+
+
+def _no_weights(directory):
+    """Explain why a directory without model.safetensors cannot be loaded."""
+    names = sorted(file.name for file in directory.iterdir())
+    pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
+    pickles = [name for name in pickles if not name.startswith(_NOT_WEIGHTS)]
+    pickles = [n for n in pickles if n.startswith("pytorch_model")] or pickles
+    if pickles:
+        files = [directory / name for name in pickles]
+        command = convert_command(directory / SINGLE_FILE, files)
+        return (
+            f"{directory} holds pickled weights only ({', '.join(pickles)}), and "
+            f"pickles can run code; if you trust them, convert them yourself (needs "
+            f"torch):\n{command}"
+        )
+    content = ", ".join(names) or "nothing"
+    return f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; it has {content}"
+
+
+def describe_shape(shape: Iterable[int]) -> str:
+    """Return a shape as the table of misfits shows it."""
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _table(rows):
+    rows = [("tensor", "problem", "expected", "found"), *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    widths.append(0)
+    return "\n".join(
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths))
+        for row in rows
+    )

@@ -1,0 +1,94 @@
+"""The table of model families, and config.json read and written through it.
+
+A new family is a file beside this one and a line in FAMILIES.
+"""
+
+import os
+import pathlib
+
+from rsearch.models.decoder import DecoderSpec
+from rsearch.models.hf import glm, llama, qwen2, qwen3
+from rsearch.models.hf.config import Family, write_decoder
+from rsearch.models.hf.directory import Fields, read_object
+
+FAMILIES = {  # config.json's model_type -> the family
+    "qwen2": qwen2.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "llama": llama.FAMILY,
+    "glm": glm.GLM,
+    "glm4": glm.GLM4,
+}
+
+# A model that is loaded is shaped by its own config.json, never by this table.
+PUBLISHED = {  # hub id -> shape
+    hub_id: spec
+    for family in FAMILIES.values()
+    for hub_id, spec in family.published.items()
+}
+
+
+def read_spec(directory: str | os.PathLike) -> DecoderSpec:
+    """Return the shape of the decoder that a directory's config.json describes.
+
+    Raises:
+        ValueError: no readable config.json, or a field with a value that `Decoder` does
+            not compute; names field, value and what is supported.
+    """
+    fields = _read_fields(directory)
+    return _family_of(fields).read(fields)
+
+
+def read_family(directory: str | os.PathLike) -> Family:
+    """Return the family that a directory's config.json names.
+
+    Raises:
+        ValueError: no readable config.json, or a model_type that is not supported.
+    """
+    return _family_of(_read_fields(directory))
+
+
+def find_family(spec: DecoderSpec) -> tuple[str, Family]:
+    """Return the first family, and its model_type, that computes a decoder's shape.
+
+    Raises:
+        ValueError: transformers has no model of the shape.
+    """
+    for model_type, family in FAMILIES.items():
+        if family.fits(spec):
+            return model_type, family
+    raise ValueError(f"transformers has no model of the shape {spec}")
+
+
+def make_config(spec: DecoderSpec, *, dtype: str) -> dict:
+    """Return config.json in the layout that every version of transformers reads.
+
+    Args:
+        spec: the decoder's shape.
+        dtype: of the weights beside it, by transformers' name.
+
+    Raises:
+        ValueError: a shape that transformers has no model for.
+    """
+    model_type, family = find_family(spec)
+    return {
+        "architectures": [family.architecture],
+        "model_type": model_type,
+        **write_decoder(spec),
+        **family.write(spec),
+        "torch_dtype": dtype,
+    }
+
+
+def _read_fields(directory):
+    path = pathlib.Path(directory) / "config.json"
+    return Fields(path, read_object(path))
+
+
+def _family_of(fields):
+    model_type = fields.get("model_type")
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    supported = f"it must be one of {sorted(FAMILIES)}"
+    if model_type == "chatglm":
+        supported += "; the same weights as a 'glm' are in the repository ...-hf"
+    raise fields.refusal("model_type", model_type, supported)

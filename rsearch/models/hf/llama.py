@@ -1,0 +1,69 @@
+"""Llama and models of its layout, such as SmolLM2."""
+
+from rsearch.models.decoder import DecoderSpec
+from rsearch.models.hf.config import (
+    Family,
+    check_fields,
+    read_decoder,
+    rotates_all,
+)
+from rsearch.models.hf.directory import Fields
+
+_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+
+
+def _read(fields: Fields) -> DecoderSpec:
+    allowed = {
+        "attention_bias": (None, False),  # True adds a bias to o_proj too
+        "sliding_window": (None,),
+        "partial_rotary_factor": (None, 1),
+    }
+    check_fields(fields, allowed)
+    return read_decoder(fields, _DEFAULTS)
+
+
+def _fits(spec: DecoderSpec) -> bool:
+    has_extras = spec.qkv_bias or spec.qk_norm or spec.fused_mlp or spec.post_norms
+    return not has_extras and spec.rotary_pairs == "halves" and rotates_all(spec)
+
+
+def _write(spec: DecoderSpec) -> dict:
+    if spec.width % spec.num_heads:
+        raise ValueError(
+            f"width={spec.width} is not a multiple of num_heads={spec.num_heads}, "
+            f"which transformers demands of a Llama"
+        )
+    return {"attention_bias": False, "mlp_bias": False}
+
+
+def _shape(width, layers, heads, kv_heads, mlp_width, vocab, *, context, tied=False):
+    return DecoderSpec(
+        vocab_size=vocab,
+        width=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=width // heads,
+        mlp_width=mlp_width,
+        tie_embeddings=tied,
+        max_context=context,
+    )
+
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    read=_read,
+    fits=_fits,
+    write=_write,
+    published={
+        "meta-llama/Llama-3.1-8B-Instruct": _shape(
+            4096, 32, 32, 8, 14_336, 128_256, context=131_072
+        ),
+        "meta-llama/Llama-3.2-3B-Instruct": _shape(
+            3072, 28, 24, 8, 8192, 128_256, context=131_072, tied=True
+        ),
+        "HuggingFaceTB/SmolLM2-135M-Instruct": _shape(
+            576, 30, 9, 3, 1536, 49_152, context=8192, tied=True
+        ),
+    },
+)
