@@ -2,8 +2,10 @@
 
 import os
 
+from tests.xla import xla_flags
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("XLA_FLAGS", xla_flags(8))
 
 import pathlib
 import subprocess

@@ -15,6 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from rsearch.config import recipes as configuration
 from rsearch.models.sharding import make_mesh
 from rsearch.setup import load
+from tests.xla import xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 _folder = tempfile.TemporaryDirectory(prefix="rsearch-small-run-")
@@ -155,7 +156,7 @@ def child_environment(devices=1):
     """Variables that give a child process this many CPU devices."""
     return {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": xla_flags(devices),
         "JAX_COMPILATION_CACHE_DIR": f"{_folder.name}/compiled",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rsearch.runtime import checkpoint
 from tests.hosts.test_processes import run_hosts
+from tests.xla import xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -32,8 +33,8 @@ assert not {"tensorflow", "torch", "transformers"} & sys.modules.keys()
 
 
 def run_python(code, *arguments, devices=2):
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    flags = {"XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, **flags}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
