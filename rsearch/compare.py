@@ -50,7 +50,7 @@ FLAGS = {
 }
 
 
-class Run(NamedTuple):
+class ComparedRun(NamedTuple):
     """A directory, its configuration's fields by dotted name, and its results."""
 
     path: pathlib.Path
@@ -58,7 +58,7 @@ class Run(NamedTuple):
     rows: list
 
 
-class Row(NamedTuple):
+class ResultRow(NamedTuple):
     """A line of the table: what it is about, and {name: number or None}."""
 
     about: tuple
@@ -122,7 +122,7 @@ def find_runs(folders: Iterable[str | os.PathLike]) -> list[pathlib.Path]:
     return list(dict.fromkeys(runs))
 
 
-def read_run(path: pathlib.Path) -> Run:
+def read_run(path: pathlib.Path) -> ComparedRun:
     """Read a run with its results.
 
     Raises:
@@ -144,7 +144,7 @@ def read_run(path: pathlib.Path) -> Run:
     for number, row in enumerate(rows, start=1):
         if wrong := _wrong_field(row):
             raise ValueError(f"{path}/results.json: row {number}: {wrong}")
-    return Run(path, config, rows)
+    return ComparedRun(path, config, rows)
 
 
 def _wrong_field(row):
@@ -177,7 +177,7 @@ def _is_number_or_none(value):
     return value is None or (is_number and math.isfinite(value))
 
 
-def label_runs(runs: Sequence[Run]) -> list[str]:
+def label_runs(runs: Sequence[ComparedRun]) -> list[str]:
     """Return each run's recipe, with the fields in which runs of it differ."""
     labels = []
     for run in runs:
@@ -201,7 +201,7 @@ def label_runs(runs: Sequence[Run]) -> list[str]:
     return labels
 
 
-def choose(run: Run, *, stage: str, method: str, dataset: str) -> list[dict]:
+def choose(run: ComparedRun, *, stage: str, method: str, dataset: str) -> list[dict]:
     """Return the chosen rows of results.json, in their order."""
     if stage == LAST:
         order = [START, *run.config["stages"]]
@@ -243,13 +243,13 @@ def _kinds(row, by_kind):
     return [*row.get("by_kind", {}).items(), *row.get("by_known", {}).items()]
 
 
-def _single(about, seed, values) -> Row:
+def _single(about, seed, values) -> ResultRow:
     """Return one run's row; numbers that older results lack are None."""
     numbers = {name: values.get(name) for name in ("n", *PERCENT, *COUNTS)}
-    return Row((*about, seed), {**numbers, "em_95": values.get("em_95")})
+    return ResultRow((*about, seed), {**numbers, "em_95": values.get("em_95")})
 
 
-def grouped(rows: Sequence[tuple]) -> list[Row]:
+def grouped(rows: Sequence[tuple]) -> list[ResultRow]:
     """Return a row for each subject: means and deviations over its runs.
 
     Args:
@@ -269,7 +269,7 @@ def grouped(rows: Sequence[tuple]) -> list[Row]:
             known = [v[name] for v in several if v.get(name) is not None]
             mean = statistics.fmean(known) if known else None
             values[name] = mean, statistics.stdev(known) if len(known) > 1 else None
-        means.append(Row((*about, len(several)), values))
+        means.append(ResultRow((*about, len(several)), values))
     return means
 
 

@@ -10,7 +10,7 @@ from rsearch.config.recipes import (
     run_command,
 )
 from rsearch.config.recipes import fingerprint as fingerprint_config
-from rsearch.evaluation.evaluator import Evaluator, run_methods, show
+from rsearch.evaluation.evaluator import Evaluator, run_methods, show_results
 from rsearch.hosts import processes
 from rsearch.runtime import console
 from rsearch.runtime.workdir import check_workdir, open_workdir
@@ -59,7 +59,7 @@ def _evaluate(config, changed, values):
             methods=config.eval.methods,
             folder=workdir.path,
         )
-        show(rows, config)
+        show_results(rows, config)
         console.note(f"written: {workdir.path}/results.json and transcripts.jsonl")
 
 

@@ -24,7 +24,12 @@ from rsearch.config.stage_plan import (
     kind_of,
     stage_configs,
 )
-from rsearch.evaluation.evaluator import Evaluator, read_results, run_methods, show
+from rsearch.evaluation.evaluator import (
+    Evaluator,
+    read_results,
+    run_methods,
+    show_results,
+)
 from rsearch.hosts import preemption, processes
 from rsearch.plan.dry_run import HOST_DEVICES, dry_run
 from rsearch.runtime import checkpoint, console
@@ -40,7 +45,7 @@ from rsearch.setup.weights import initial_params
 from rsearch.stages import rl, sft
 from rsearch.stages.curate import run as curate
 from rsearch.stages.curate.rolling import DataStage
-from rsearch.stages.memory import Memory
+from rsearch.stages.memory import MemorySet
 from rsearch.types import Rollout
 
 MAX_LABEL = 100  # characters of a default workdir before it is cut
@@ -262,7 +267,7 @@ def rl_stage(
     memory = None
     if setup.config.rl.memorise_coef:
         rewrite = parts.load_rewriter(setup, folder, is_over=is_over)
-        memory = Memory(rewrite, folder, **parts.memory_settings(setup))
+        memory = MemorySet(rewrite, folder, **parts.memory_settings(setup))
     return rl.RLStage(
         **parts.rl_parts(setup, folder),
         name=name,
@@ -353,7 +358,7 @@ def _report(config, dataset, folder):
             title = "reward by step" + ("" if stage == "rl" else f", {stage}")
             bars = sparkline(rewards)
             console.block(title, f"{bars} {rewards[0]:.2f} -> {rewards[-1]:.2f}")
-    show(read_results(folder), config)
+    show_results(read_results(folder), config)
     console.note(f"results, transcripts and checkpoints: {folder}")
     console.note(f"curves: tensorboard --logdir {folder}")
 

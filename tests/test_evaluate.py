@@ -269,14 +269,14 @@ def test_kinds_are_a_second_table_where_there_are_several(capsys):
     part = {"n": 9, **dict.fromkeys(SCORES, 0.5), "searches": 1.25}
     old = {name: 0 for name in evaluate.COLUMNS} | {"em_95": [0, 1], "judge_error": 0}
     old |= {"stage": "sft", "method": "rag", "dataset": "d"}
-    evaluate.show([{**old, "by_kind": {"single": part}}], config())
+    evaluate.show_results([{**old, "by_kind": {"single": part}}], config())
     assert KINDS not in capsys.readouterr().out
     split = {"single": part, "bridge": {**part, "em": 1.0}}
-    evaluate.show([old, {**old, "by_kind": split}], config())
+    evaluate.show_results([old, {**old, "by_kind": split}], config())
     told = capsys.readouterr().out
     assert KINDS in told and "judge_error" not in told
     assert "100 / 1.25" in told and "50 / 1.25" in told
-    evaluate.show([{**old, "judge_error": 3}], config())
+    evaluate.show_results([{**old, "judge_error": 3}], config())
     assert "judge_error" in capsys.readouterr().out
 
 

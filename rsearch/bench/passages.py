@@ -12,7 +12,7 @@ from rsearch.data.questions import load_questions
 from rsearch.models.hf.directory import find_model
 from rsearch.retrieval.encoder import fingerprint_of, load_encoder
 from rsearch.retrieval.engine import PassageList
-from rsearch.retrieval.index import corpus_path, open_index, read_manifest
+from rsearch.retrieval.index import corpus_path, open_index, read_index_manifest
 from rsearch.retrieval.nearest import exact_scores
 from rsearch.retrieval.vectors import Vectors
 from rsearch.runtime import files
@@ -72,7 +72,7 @@ def real_passages(
     if encoder != "hashed":
         made_from["encoder"] = fingerprint_of(find_model(encoder), [])
     if index:
-        made_from["index"] = read_manifest(pathlib.Path(index))["digest"]
+        made_from["index"] = read_index_manifest(pathlib.Path(index))["digest"]
     made_from |= {
         n: f and files.digest_file(pathlib.Path(f)) for n, f in files_of.items()
     }

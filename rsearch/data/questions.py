@@ -46,11 +46,11 @@ FORMATS = {
 A dot leads into a nested field.
 """
 
-ROLES = ("question", "answers", "id")
+FIELD_ROLES = ("question", "answers", "id")
 GOLD = ("paragraphs", "question_decomposition", "context", "supporting_facts")
 """Fields of a question beside its answer in MuSiQue and HotpotQA, as published."""
 MAX_DEPTH = 50  # of metadata, which is copied and digested by recursion
-ABSENT = object()
+NO_VALUE = object()
 
 
 def load_questions(
@@ -120,7 +120,7 @@ def load_questions(
     return questions, problems
 
 
-def fingerprint(questions: Sequence[Question]) -> str:
+def questions_fingerprint(questions: Sequence[Question]) -> str:
     """Return a digest of questions: order, ids, texts, answers and metadata."""
     digest = xxhash.xxh3_128()
     for question in questions:
@@ -139,8 +139,8 @@ def _check_fields(fields):
     """Return {role: name} of the fields that are named."""
     fields = dict(fields or {})
     for role in fields:
-        if role not in ROLES:
-            raise ValueError(f"fields: {role!r} is none of {', '.join(ROLES)}")
+        if role not in FIELD_ROLES:
+            raise ValueError(f"fields: {role!r} is none of {', '.join(FIELD_ROLES)}")
     return {role: name for role, name in fields.items() if name}
 
 
@@ -158,7 +158,7 @@ def _recognise(record, fields):
                 f"names of those with question and answers; the fields are {have}"
             )
         known = FORMATS["flashrag"]
-    names_of = {role: known[role] for role in ROLES}
+    names_of = {role: known[role] for role in FIELD_ROLES}
     names_of.update({role: (name,) for role, name in fields.items()})
     return {**names_of, "id_required": "id" in fields}
 
@@ -191,7 +191,7 @@ def _find(record, names, *, required=True):
     """Return (name, value) of the first of `names` whose value is not None."""
     for name in names:
         value = _lookup(record, name)
-        if value is not ABSENT and value is not None:
+        if value is not NO_VALUE and value is not None:
             return name, value
     if required:
         have = shown(list(record))
@@ -205,7 +205,7 @@ def _lookup(record, name):
         return record[name]
     for key in name.split("."):
         if not isinstance(record, dict) or key not in record:
-            return ABSENT
+            return NO_VALUE
         record = record[key]
     return record
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from rsearch.protocols import plain
 from rsearch.protocols.concluding import finish_messages
-from rsearch.protocols.tagged import boxes
+from rsearch.protocols.tagged import EVIDENCE_TAG, boxes
 from rsearch.types import (
     GenerateFn,
     Group,
@@ -23,8 +23,6 @@ from rsearch.types import (
     Segment,
     Source,
 )
-
-EVIDENCE = "original_evidence"
 
 LOG_SYSTEM = "You are a QA assistant. Always return a short answer."
 
@@ -75,7 +73,7 @@ def rephrase_answers(
 
 def evidence_of(rollout: Rollout) -> str | None:
     """Return the last evidence box of the policy's own text; None without one."""
-    evidence = [e for turn in rollout.policy_texts for e in boxes(turn, EVIDENCE)]
+    evidence = [e for turn in rollout.policy_texts for e in boxes(turn, EVIDENCE_TAG)]
     return (evidence[-1] or None) if evidence else None
 
 

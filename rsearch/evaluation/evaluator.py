@@ -17,14 +17,14 @@ import jax
 from ml_collections import ConfigDict
 
 from rsearch.data.demonstrations import PROTOCOL
-from rsearch.data.questions import fingerprint
+from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.answers import (
     answer_without_policy,
     read_evidence,
     reader_messages,
     rephrase_answers,
 )
-from rsearch.evaluation.scoring import summarise
+from rsearch.evaluation.scoring import score_groups
 from rsearch.hosts import processes
 from rsearch.rollout.records import share_groups
 from rsearch.rollout.scheduler import RolloutEngine
@@ -90,7 +90,7 @@ class Evaluator:
             "step": step,
             "dataset": self.dataset,
             "normalize": self._config.eval.normalize,
-            "questions": fingerprint(self._questions),
+            "questions": questions_fingerprint(self._questions),
         }
         is_same_model = row.get("asks", "") == self._asks(row["method"])
         return is_same_model and all(row.get(name) == x for name, x in now.items())
@@ -113,9 +113,9 @@ class Evaluator:
         answer = functools.partial(self._answer, params, method)
         groups = share_groups(answer, self._questions)
         normalize = self._config.eval.normalize
-        row = summarise(groups, normalize=normalize)
+        row = score_groups(groups, normalize=normalize)
         row["normalize"] = normalize
-        row["questions"] = fingerprint(self._questions)
+        row["questions"] = questions_fingerprint(self._questions)
         row["skipped"] = self._num_skipped
         row["asks"] = self._asks(method)
         row["seconds"] = time.monotonic() - start
@@ -218,7 +218,7 @@ def read_results(folder: pathlib.Path) -> list[dict]:
     return rows
 
 
-def show(rows: Sequence[dict], config: ConfigDict) -> None:
+def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
     """Print the table of results, scores in percent, and one by kind of question."""
     title = f"{config.name}: percent, answers normalised as {config.eval.normalize}"
 

@@ -51,7 +51,7 @@ def score_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, float]:
     return {"n": len(rows), **{name: float(s.mean()) for name, s in scores.items()}}
 
 
-def summarise(groups: Sequence[Group], *, normalize: str) -> dict:
+def score_groups(groups: Sequence[Group], *, normalize: str) -> dict:
     """Return means, intervals and counts over the rollouts of all groups.
 
     Args:

@@ -14,7 +14,7 @@ import re
 
 from rsearch.protocols.base import Protocol, Step
 from rsearch.protocols.r1_searcher import clean_query
-from rsearch.protocols.tagged import checked, listed
+from rsearch.protocols.tagged import checked_text, listed
 from rsearch.tools.search import search_call
 from rsearch.types import (
     Action,
@@ -104,7 +104,7 @@ def render(action: ToolCall | Answer) -> str:
         text = f" {action.arguments[0]} ".join(SEARCH_TAGS)
     else:
         text = rf"\boxed{{{action.text}}}"
-    return checked(text, action, parse)
+    return checked_text(text, action, parse)
 
 
 def _write(step: Step) -> str:
@@ -113,7 +113,7 @@ def _write(step: Step) -> str:
     text = " ".join(said for said in texts if said)
     if step.internal and any(text.count(tag) != 1 for tag in INTERNAL_TAGS):
         raise ValueError(f"{step} cannot be written: its text holds internal tags")
-    return checked(text, step.action, parse)
+    return checked_text(text, step.action, parse)
 
 
 R1_SEARCHER_PP = Protocol(

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rsearch.protocols.base import Protocol, Step
-from rsearch.protocols.tagged import checked, spoken_thought, whole_characters
+from rsearch.protocols.tagged import checked_text, spoken_thought, whole_characters
 from rsearch.tools.search import search_call
 from rsearch.types import (
     Action,
@@ -170,13 +170,13 @@ def _numbered(action: ToolCall | Answer, number: int) -> str:
     function = "search" if is_search else "finish"
     value = action.arguments[0] if is_search else action.text
     call = {"function": function, "parameters": {FUNCTIONS[function]: value}}
-    return checked(f"Action {number}: \n```\n{call}\n```", action, parse)
+    return checked_text(f"Action {number}: \n```\n{call}\n```", action, parse)
 
 
 def _write(step: Step) -> str:
     action = _numbered(step.action, step.number)
     text = f"Thought {step.number}: {spoken_thought(step)}\n{action}"
-    return checked(text, step.action, parse)
+    return checked_text(text, step.action, parse)
 
 
 def _show_passages(queries: Sequence[str], passages: Sequence[Sequence[Passage]]):

@@ -35,6 +35,7 @@ from rsearch.types import (
 Tags = tuple[str, str]  # the opening and the closing one
 SEARCH_TAGS: Tags = ("<search>", "</search>")
 ANSWER_TAGS: Tags = ("<answer>", "</answer>")
+EVIDENCE_TAG = "original_evidence"  # R-Search's
 
 INVALID_MESSAGE = (
     "\nMy previous action is invalid. If I want to search, I should put the query "
@@ -95,16 +96,16 @@ def tagged(
 
     def render(action: ToolCall | Answer) -> str:
         if isinstance(action, Answer):
-            return checked(f" {action.text} ".join(answer_tags), action, parse)
+            return checked_text(f" {action.text} ".join(answer_tags), action, parse)
         num_queries = len(action.arguments)
         if not 1 <= num_queries <= max_queries:
             allowed = "one query" if max_queries == 1 else f"1 to {max_queries} queries"
             raise ValueError(f"a turn holds {allowed}, not {num_queries}")
         text = f" {join(action.arguments)} ".join(search_tags)
-        return checked(text, action, parse)
+        return checked_text(text, action, parse)
 
     def write(step: Step) -> str:
-        return checked(word(step, render(step.action)), step.action, parse)
+        return checked_text(word(step, render(step.action)), step.action, parse)
 
     return Protocol(
         name=name,
@@ -152,7 +153,7 @@ def read_turn(
     return search_call(*queries) if queries else Malformed("empty query")
 
 
-def checked(text: str, action: Action, parse: Callable[[str], Action]) -> str:
+def checked_text(text: str, action: Action, parse: Callable[[str], Action]) -> str:
     """Return the text, which must be read as the action.
 
     Raises:
@@ -272,12 +273,12 @@ def _with_evidence(step: Step, action: str) -> str:
     thought = spoken_thought(step)
     if step.evidence is None or isinstance(step.action, ToolCall):
         return f"{thought} {action}" if thought else action
-    box = f"<original_evidence> {step.evidence} </original_evidence>"
+    box = f"<{EVIDENCE_TAG}> {step.evidence} </{EVIDENCE_TAG}>"
     text = f"{thought} {box} {action}" if thought else f"{box} {action}"
-    if boxes(text, "original_evidence") != [step.evidence]:
+    if boxes(text, EVIDENCE_TAG) != [step.evidence]:
         raise ValueError(
             f"evidence {step.evidence!r} cannot be written: {text!r} is read as "
-            f"{boxes(text, 'original_evidence')}"
+            f"{boxes(text, EVIDENCE_TAG)}"
         )
     return text
 
@@ -305,6 +306,6 @@ R_SEARCH = tagged(
         lambda number, p: f"(Title: {p.title}) {p.text}",
     ),
     word=_with_evidence,
-    evidence_tag="original_evidence",
+    evidence_tag=EVIDENCE_TAG,
 )
 """R-Search (2025), the system template of its Table 1, as used in training."""

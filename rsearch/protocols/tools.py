@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from rsearch.protocols.base import Protocol, Step
-from rsearch.protocols.tagged import checked, spoken_thought
+from rsearch.protocols.tagged import checked_text, spoken_thought
 from rsearch.types import Action, Answer, Malformed, ToolCall
 
 
@@ -41,7 +41,7 @@ def add_tools(protocol: Protocol, names: Sequence[str]) -> Protocol:
             return protocol.render(action)
         if len(action.arguments) != 1:
             raise ValueError(f"a call holds one text, not {len(action.arguments)}")
-        return checked(
+        return checked_text(
             f" {action.arguments[0]} ".join(tags[action.name]), action, parse
         )
 
@@ -50,7 +50,7 @@ def add_tools(protocol: Protocol, names: Sequence[str]) -> Protocol:
             return protocol.write(step)
         thought = spoken_thought(step)
         text = f"{thought} {render(step.action)}" if thought else render(step.action)
-        return checked(text, step.action, parse)
+        return checked_text(text, step.action, parse)
 
     return dataclasses.replace(
         protocol,

@@ -79,7 +79,7 @@ def open_index(
             difference is named.
     """
     path = pathlib.Path(path)
-    manifest = read_manifest(path)
+    manifest = read_index_manifest(path)
     expected = {
         "corpus": {"fingerprint": corpus.fingerprint, "num_passages": len(corpus)},
         "encoder": {"fingerprint": encoder.fingerprint, "dim": encoder.dim},
@@ -99,7 +99,7 @@ def open_index(
         )
     numbers = split_evenly(range(num_parts), num_hosts)[host]
     if verify:
-        check_files(path, manifest, None if num_hosts == 1 else numbers)
+        check_index_files(path, manifest, None if num_hosts == 1 else numbers)
     size = manifest["vectors"]["shard_size"]
     firsts = [part_shards(manifest, number)[0] * size for number in numbers]
     parts = [open_part(path, manifest, number) for number in numbers]
@@ -116,13 +116,15 @@ def corpus_path(path: str | os.PathLike) -> pathlib.Path:
         ValueError: no finished index, or no file there.
     """
     path = pathlib.Path(path)
-    corpus = pathlib.Path(os.path.normpath(path / read_manifest(path)["corpus_path"]))
+    corpus = pathlib.Path(
+        os.path.normpath(path / read_index_manifest(path)["corpus_path"])
+    )
     if not corpus.is_file():
         raise ValueError(f"the corpus of {path} is not at {corpus}: say where it is")
     return corpus
 
 
-def with_defaults(plan: dict) -> dict:
+def plan_with_defaults(plan: dict) -> dict:
     """Return a plan or manifest with defaults for fields that older ones lack."""
     stored = plan.get("partition")
     partition = stored and dataclasses.asdict(Partition(**stored))
@@ -140,7 +142,7 @@ def _file_names(out):
     return sorted(path.relative_to(out).as_posix() for path in paths)
 
 
-def check_files(
+def check_index_files(
     path: pathlib.Path, manifest: dict, parts: Sequence[int] | None = None
 ) -> None:
     """Compare the files of an index with its manifest.
@@ -178,7 +180,7 @@ def check_files(
         )
 
 
-def read_manifest(path: pathlib.Path) -> dict:
+def read_index_manifest(path: pathlib.Path) -> dict:
     """Return the manifest of the index in a directory.
 
     Raises:
@@ -191,7 +193,7 @@ def read_manifest(path: pathlib.Path) -> dict:
         if not (path / PLAN).is_file():
             hint = "it is no index"
         raise ValueError(f"{path} has no {MANIFEST}: {hint}")
-    manifest = read_json(path / MANIFEST)
+    manifest = read_json_object(path / MANIFEST)
     digest = manifest.pop("digest", None)
     if digest != digest_of(manifest):
         raise ValueError(f"{path / MANIFEST} was changed since it was written")
@@ -200,10 +202,10 @@ def read_manifest(path: pathlib.Path) -> dict:
             f"{path / MANIFEST}: format={manifest.get('format')}, this program reads "
             f"{FORMAT}; build the index again"
         )
-    return with_defaults({**manifest, "digest": digest})
+    return plan_with_defaults({**manifest, "digest": digest})
 
 
-def read_json(path: pathlib.Path) -> dict:
+def read_json_object(path: pathlib.Path) -> dict:
     """Return the JSON object in a file.
 
     Raises:

@@ -28,13 +28,13 @@ from rsearch.retrieval.index import (
     VECTORS,
     all_shards,
     build_part,
-    check_files,
+    check_index_files,
     differences,
     digest_of,
     file_digests,
-    read_json,
-    read_manifest,
-    with_defaults,
+    plan_with_defaults,
+    read_index_manifest,
+    read_json_object,
 )
 from rsearch.retrieval.nearest import (
     SEED,
@@ -234,8 +234,8 @@ def build_index(
         )[0]
         if is_finished:
             note(f"{out} is finished already")
-            manifest = read_manifest(out)
-            processes.on_host0(lambda: check_files(out, manifest))
+            manifest = read_index_manifest(out)
+            processes.on_host0(lambda: check_index_files(out, manifest))
             return manifest
         started = time.monotonic()
         # 1. Vectors. Finished shards are reused, so a stop loses one at most.
@@ -264,7 +264,7 @@ def build_index(
             "seconds": round(time.monotonic() - started, 1),
         }
         processes.on_host0(lambda: _finish(out, manifest, digests))
-    return read_manifest(out)
+    return read_index_manifest(out)
 
 
 @contextlib.contextmanager
@@ -313,7 +313,7 @@ def _claim(out, plan):
         # Another process may create it first; its plan is then compared below.
         if files.create(out / PLAN, json.dumps(plan, indent=1).encode()):
             return
-    stored = with_defaults(read_json(out / PLAN))
+    stored = plan_with_defaults(read_json_object(out / PLAN))
     differing = differences(stored, plan)
     if not differing:
         return

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rsearch.protocols.plain import evidence_messages
+from rsearch.protocols.tagged import EVIDENCE_TAG
 from rsearch.rewards.answers import rounded
 from rsearch.rewards.form import forges
 from rsearch.rewards.reading import Normalize, pairs, policy_boxes, transcript
 from rsearch.text import normalize as text
 from rsearch.types import GenerateFn, Question, Rollout
 
-EVIDENCE = "original_evidence"
 OBSERVATION = "observation"
 PROMPT_WORD = "and"  # what the system prompt has between its own answer tags
 
@@ -43,7 +43,7 @@ def evidence_f1(
     """
     evidence = {}
     for position, rollout in enumerate(rollouts):
-        found_boxes = _boxes(rollout, EVIDENCE, scope)
+        found_boxes = _boxes(rollout, EVIDENCE_TAG, scope)
         searched = _searched(rollout, indicator, scope)
         if rollout.outcome.is_signal and searched and found_boxes and found_boxes[-1]:
             evidence[position] = found_boxes[-1]
@@ -103,7 +103,7 @@ def r_search_format(
             values.append(0.0)
             continue
         answers = _boxes(rollout, "answer", scope)
-        found_boxes = _boxes(rollout, EVIDENCE, scope)
+        found_boxes = _boxes(rollout, EVIDENCE_TAG, scope)
         if _searched(rollout, indicator, scope):
             pays_evidence = len(found_boxes) == 1 and bool(found_boxes[0])
         else:

@@ -158,7 +158,7 @@ class RolloutCache:
         self._journal.add([*self._made_from, question.id, sample], body)
 
 
-def fingerprint(params: Any) -> str:
+def params_fingerprint(params: Any) -> str:
     """Return a fingerprint of a policy's parameters as it decodes.
 
     The bits of each number are multiplied with an odd factor of its position and summed

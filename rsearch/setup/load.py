@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from rsearch.config.checks import validate
 from rsearch.config.fields import to_json
 from rsearch.config.stage_plan import kinds
-from rsearch.data.questions import fingerprint
+from rsearch.data.questions import questions_fingerprint
 from rsearch.hosts import processes
 from rsearch.hosts.offload import check_host_memory
 from rsearch.models.sharding import make_mesh
@@ -157,7 +157,7 @@ def _fingerprints(tokenizer, search, source, train):
     """Return {name: fingerprint} of what a configuration names."""
     inputs = {"tokenizer": tokenizer.fingerprint, "retrieval": search.fingerprint}
     if train is not None:
-        inputs["data.train"] = fingerprint(train)
+        inputs["data.train"] = questions_fingerprint(train)
     if source is not None:
         weight_files = sorted(source.glob("*.safetensors"))
         digests = [f"{f.name} {files.sampled_digest(f)}" for f in weight_files]

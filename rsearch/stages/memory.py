@@ -24,7 +24,7 @@ CORRECT = {"normalize": "r1_searcher", "order": "any", "max_words": 10}
 """What a right answer is (equation 4), where the run's reward does not say."""
 
 
-class Memory:
+class MemorySet:
     """The set T, its file, and the model that words what enters it."""
 
     def __init__(

@@ -19,7 +19,12 @@ from ml_collections import ConfigDict
 from rsearch.config.fields import to_json
 from rsearch.hosts import processes
 from rsearch.learn.trainer import Trainer
-from rsearch.rollout.records import Rewarded, RolloutCache, fingerprint, share_rewarded
+from rsearch.rollout.records import (
+    Rewarded,
+    RolloutCache,
+    params_fingerprint,
+    share_rewarded,
+)
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console
 from rsearch.runtime.compiles import num_compiles
@@ -105,7 +110,7 @@ def run(stage: RLStage, params: Params):
                 trainer.for_decoding(state.train_state.params, base)
             )
             ended = RolloutCache(
-                journal, [made_from, step, attempt, fingerprint(decoding)]
+                journal, [made_from, step, attempt, params_fingerprint(decoding)]
             )
             # A function of seed, stage and step: what is drawn does not depend on how
             # often the run was interrupted.

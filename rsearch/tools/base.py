@@ -41,7 +41,7 @@ def check_results(what: str, results: Any, count: int, things: str) -> None:
         )
 
 
-def checked(name: str, tool: Tool) -> Tool:
+def checked_tool(name: str, tool: Tool) -> Tool:
     """Return the tool, which must return a ToolResult for each call.
 
     Args:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from rsearch.text.extension import check_callable, is_reference, lookup
-from rsearch.tools.base import Resources, checked
+from rsearch.tools.base import Resources, checked_tool
 from rsearch.tools.open import make_open
 from rsearch.tools.search import make_search
 from rsearch.types import SEARCH, Tool
@@ -53,5 +53,5 @@ def make_tools(references: Sequence[str], resources: Resources) -> dict[str, Too
     for name, make in check_tools(references).items():
         tool = make(resources)
         check_callable(FIELD, name, tool, "(calls) -> results")
-        tools[name] = checked(name, tool)
+        tools[name] = checked_tool(name, tool)
     return tools

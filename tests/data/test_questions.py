@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.data.questions import fingerprint, load_questions
+from rsearch.data.questions import load_questions, questions_fingerprint
 from rsearch.types import Question
 
 GOOD = {"id": "q1", "question": "Who?", "golden_answers": ["Ada", "A. L."]}
@@ -267,12 +267,14 @@ def test_what_was_written_is_read(tmp_path_factory, questions):
     path = jsonl(tmp_path_factory.mktemp("q"), records)
     found, _ = load_questions(path)
     assert found == questions
-    assert fingerprint(found) == fingerprint(questions)
+    assert questions_fingerprint(found) == questions_fingerprint(questions)
 
 
 @given(questions_lists, questions_lists)
 def test_fingerprints_are_equal_where_questions_are(left, right):
-    assert (fingerprint(left) == fingerprint(right)) == (left == right)
+    assert (questions_fingerprint(left) == questions_fingerprint(right)) == (
+        left == right
+    )
 
 
 def test_metadata_of_another_type_is_kept_under_its_name(tmp_path):
@@ -290,10 +292,13 @@ def test_every_part_of_a_question_is_in_its_fingerprint():
         Question("1", "a", ("c", "b"), {"k": 1}),
         Question("1", "a", ("b", "c"), {"k": 2}),
     ]
-    prints = {fingerprint([q]) for q in [first, *others]}
-    prints |= {fingerprint([first, others[0]]), fingerprint([others[0], first])}
+    prints = {questions_fingerprint([q]) for q in [first, *others]}
+    prints |= {
+        questions_fingerprint([first, others[0]]),
+        questions_fingerprint([others[0], first]),
+    }
     assert len(prints) == 8
-    assert fingerprint([first]) == "1182e9714624b05bb08e65b8e863c668"
+    assert questions_fingerprint([first]) == "1182e9714624b05bb08e65b8e863c668"
 
 
 def test_real_question_files_have_no_bad_record(shared_data):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from rsearch.evaluation.scoring import (
     bootstrap_interval,
+    score_groups,
     score_rows,
     scores_of_rows,
-    summarise,
 )
 from rsearch.tools.search import search_use
 from rsearch.types import (
@@ -122,7 +122,7 @@ GROUPS = [
 
 
 def test_a_summary_is_means_counts_and_intervals():
-    row = summarise(GROUPS, normalize="squad")
+    row = score_groups(GROUPS, normalize="squad")
     assert row["n"] == 4
     assert row["em"] == 1 / 4
     assert row["f1"] == pytest.approx((1 + 2 / 3) / 4)
@@ -138,14 +138,14 @@ def test_a_summary_is_means_counts_and_intervals():
 
 
 def test_searches_are_counted_as_turns_and_as_queries_and_by_who_is_right():
-    row = summarise(GROUPS, normalize="squad")
+    row = score_groups(GROUPS, normalize="squad")
     assert (row["searches_right"], row["searches_wrong"]) == (0, (2 + 1 + 1) / 3)
     (parallel,) = group(0, "x", ("x",), num_searches=1).rollouts
     lookup = search_use(("a", "b", "c"), ((), (), ()))
     parallel = dataclasses.replace(parallel, tool_uses=(lookup, lookup))
-    found = summarise([Group(GROUPS[0].question, (parallel,))], normalize="squad")
+    found = score_groups([Group(GROUPS[0].question, (parallel,))], normalize="squad")
     assert (found["searches"], found["queries"]) == (2, 6)
-    none = summarise(GROUPS[:1], normalize="squad")
+    none = score_groups(GROUPS[:1], normalize="squad")
     assert (none["searches_right"], none["searches_wrong"]) == (0, None)
 
 
@@ -156,7 +156,7 @@ def test_a_summary_is_split_by_kind_of_question():
         group(2, "yes", ("yes",), kind="single", known=False),
         group(3, "no", ("no",)),
     ]
-    row = summarise(asked, normalize="squad")
+    row = score_groups(asked, normalize="squad")
     scores = dict.fromkeys(SCORES, 0.5)
     assert row["by_kind"] == {
         "bridge": {"n": 2, **scores, "searches": 1.5},
@@ -166,16 +166,16 @@ def test_a_summary_is_split_by_kind_of_question():
         "known": {"n": 1, **dict.fromkeys(SCORES, 1.0), "searches": 1.0},
         "not known": {"n": 2, **scores, "searches": 1.0},
     }
-    bare = summarise(GROUPS, normalize="squad")
+    bare = score_groups(GROUPS, normalize="squad")
     assert bare["by_kind"] == {} == bare["by_known"]
 
 
 def test_a_summary_of_equal_scores_has_an_interval_of_no_width():
-    row = summarise([GROUPS[0]] * 3, normalize="squad")
+    row = score_groups([GROUPS[0]] * 3, normalize="squad")
     assert row["em_95"] == [1.0, 1.0]
 
 
 def test_normalisation_is_the_one_that_is_named():
     asked = [group(0, "no-one", ("no one",))]
-    assert summarise(asked, normalize="squad")["em"] == 0
-    assert summarise(asked, normalize="r1_searcher")["em"] == 1
+    assert score_groups(asked, normalize="squad")["em"] == 0
+    assert score_groups(asked, normalize="r1_searcher")["em"] == 1

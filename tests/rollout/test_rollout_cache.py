@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rsearch.rollout.records import RolloutCache, encode_groups, fingerprint
+from rsearch.rollout.records import RolloutCache, encode_groups, params_fingerprint
 from rsearch.runtime.journal import AppendLog
 from tests.rollout.scripted import ANSWERS, SEARCHES, WHO, play
 from tests.rollout.test_records import comparable
@@ -64,8 +64,8 @@ def params():
 
 
 def test_one_bit_of_any_number_makes_another_policy():
-    original = fingerprint(params())
-    assert original == fingerprint(params()) and len(original) == 8
+    original = params_fingerprint(params())
+    assert original == params_fingerprint(params()) and len(original) == 8
     fingerprints = {original}
     leaves, tree = jax.tree.flatten(params())
     for number, leaf in enumerate(leaves):
@@ -74,17 +74,19 @@ def test_one_bit_of_any_number_makes_another_policy():
             bits = raw.view(f"u{raw.dtype.itemsize}")
             bits[index] ^= 1
             changed = [*leaves[:number], jnp.asarray(raw), *leaves[number + 1 :]]
-            fingerprints.add(fingerprint(tree.unflatten(changed)))
+            fingerprints.add(params_fingerprint(tree.unflatten(changed)))
     assert len(fingerprints) == 1 + sum(leaf.size for leaf in leaves)
 
 
 def test_numbers_that_change_places_make_another_policy():
     values = jnp.arange(12.0).reshape(3, 4)
     fingerprints = {
-        fingerprint(x) for x in (values, values[::-1], values.T, values[:, ::-1])
+        params_fingerprint(x) for x in (values, values[::-1], values.T, values[:, ::-1])
     }
     assert len(fingerprints) == 4
-    assert fingerprint([values, values + 1]) != fingerprint([values + 1, values])
+    assert params_fingerprint([values, values + 1]) != params_fingerprint(
+        [values + 1, values]
+    )
 
 
 def test_it_is_the_same_however_it_is_sharded():
@@ -98,4 +100,6 @@ def test_it_is_the_same_however_it_is_sharded():
         specs,
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
-    assert fingerprint(jax.device_put(params(), shardings)) == fingerprint(params())
+    assert params_fingerprint(
+        jax.device_put(params(), shardings)
+    ) == params_fingerprint(params())

@@ -8,7 +8,7 @@ import pytest
 from rsearch.protocols.base import Step
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.setup.stages import memory_settings
-from rsearch.stages.memory import FILE, Memory
+from rsearch.stages.memory import FILE, MemorySet
 from rsearch.tools.search import search_use
 from rsearch.train import rl_stage
 from rsearch.types import (
@@ -81,7 +81,7 @@ def right(question, *contents):
 
 def memory_of(setup, rewriter, folder):
     """A memory of a setup with this rewriting model."""
-    return Memory(rewriter, folder, **memory_settings(setup))
+    return MemorySet(rewriter, folder, **memory_settings(setup))
 
 
 def collected(setup, folder, groups, *, replies=None, step=0):

@@ -15,7 +15,7 @@ from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.rollout.records import decode_groups, encode_groups
 from rsearch.tools import table
-from rsearch.tools.base import Resources, checked
+from rsearch.tools.base import Resources, checked_tool
 from rsearch.tools.open import make_open
 from rsearch.tools.search import search_call, search_tool
 from rsearch.tools.table import make_tools, tool_name
@@ -211,7 +211,7 @@ def test_a_tool_that_fails_ends_the_rollout_and_an_unknown_one_is_malformed(
 )
 def test_what_a_tool_returns_wrongly_is_an_error_with_its_name(results, shown):
     with pytest.raises(ValueError, match="'mine'") as caught:
-        checked("mine", lambda calls: results)([CALL])
+        checked_tool("mine", lambda calls: results)([CALL])
     assert shown in str(caught.value) and "\n" not in str(caught.value)
 
 

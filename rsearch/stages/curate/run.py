@@ -30,8 +30,8 @@ from rsearch.stages.curate.summary import (
     Selection,
     check_selection,
     draw_at_most,
-    show,
-    summarise,
+    selection_summary,
+    show_summary,
 )
 from rsearch.text.extension import lookup
 
@@ -61,8 +61,8 @@ def run(stage: DataStage) -> None:
     chosen = check_selection(c.curate.method, method(stage), stage.questions)
     # After the method, so that the limit draws from what is good.
     chosen = draw_at_most(chosen, stage.questions, c.curate.max_kept, seed=c.seed)
-    summary = summarise(stage.name, c.curate.method, chosen, stage.questions)
-    show(summary)
+    summary = selection_summary(stage.name, c.curate.method, chosen, stage.questions)
+    show_summary(summary)
     if not chosen.demonstrations and not chosen.questions:
         reasons = ", ".join(
             f"{v['verdict']} {v['questions']}" for v in summary["verdicts"]

@@ -99,7 +99,7 @@ def draw_at_most(
     )
 
 
-def summarise(
+def selection_summary(
     stage: str, method: str, chosen: Selection, questions: Sequence[Question]
 ) -> dict:
     """Return the contents of summary.json; its counts add up.
@@ -145,7 +145,7 @@ def _counts(decisions):
     }
 
 
-def show(summary: dict) -> None:
+def show_summary(summary: dict) -> None:
     """Print the summary: what was selected, and why the rest was not."""
     rows = [
         (v["verdict"], v["questions"], v["kept"], v["rollouts"])
