@@ -18,9 +18,7 @@ from tests.models.reference import random_params
 # under names of GPT's kind, and keys and values stored [in, out].
 LAYOUT = {
     leaf: (
-        name.replace("model.layers.{}", "transformer.h.{}").replace(
-            "self_attn", "attn"
-        ),
+        name.replace("model.layers.", "transformer.h."),
         ((0,), (1, 2)) if leaf.endswith((".k", ".v")) else groups,
     )
     for leaf, (name, groups) in DECODER_LAYOUT.items()
