@@ -9,9 +9,10 @@ import tempfile
 import jax
 
 from rsearch.bench.children import alone
-from rsearch.models.decoder import Decoder, DecoderSpec, init_params
+from rsearch.models.decoder import Decoder, init_params
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.small_tokenizer import train_tokenizer
+from rsearch.models.spec import DecoderSpec
 
 SMOLLM2 = DecoderSpec(  # HuggingFaceTB/SmolLM2-135M
     vocab_size=49152,

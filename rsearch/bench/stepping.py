@@ -18,9 +18,10 @@ from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.packing import packed
 from rsearch.learn.train_state import create_state
 from rsearch.learn.update import make_policy_scorer, make_policy_update, put
-from rsearch.models.decoder import Decoder, DecoderSpec, init_params
+from rsearch.models.decoder import Decoder, init_params
 from rsearch.models.sharding import make_mesh
 from rsearch.models.small_tokenizer import train_tokenizer
+from rsearch.models.spec import DecoderSpec
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.rollout.decode import Sampler
 from rsearch.rollout.scheduler import RolloutEngine

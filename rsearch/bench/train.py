@@ -8,8 +8,8 @@ from rsearch.bench.children import Subject, compare
 from rsearch.bench.rollout import check_choices, decode_work, num_multiplied, read_work
 from rsearch.bench.rows import OURS, Bench, Row, bounded, row_of
 from rsearch.bench.shapes import SHAPES, model_directory, wide
-from rsearch.models.decoder import DecoderSpec
 from rsearch.models.hf.families import read_spec
+from rsearch.models.spec import DecoderSpec
 
 FLAGS = {
     "model": ("", "Hugging Face directory; random weights of --shape where not given"),

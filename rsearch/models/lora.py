@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from rsearch.models.decoder import DecoderSpec
 from rsearch.models.sharding import param_shardings
+from rsearch.models.spec import DecoderSpec
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 _IN_ATTENTION = ("q", "k", "v", "o")

@@ -3,30 +3,14 @@
 Dimensions: B rows, T tokens, N heads, C head width, R = rotated channels / 2.
 """
 
-import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 
+from rsearch.models.spec import LinearScaling
+
 ROTARY_PAIRS = ("halves", "neighbours")
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's stretched rotary frequencies (`rope_type` llama3 in config.json)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearScaling:
-    """Positions divided by a factor (`rope_type` linear in config.json)."""
-
-    factor: float
 
 
 def rotary_frequencies(spec) -> jax.Array:

@@ -10,9 +10,9 @@ import pathlib
 from rsearch.config.stage_plan import IN_ROLLOUTS, STAGE, URLS, kind_of, roles_of
 from rsearch.learn.packing import piece_rows
 from rsearch.models.attention.blocked import block_size
-from rsearch.models.decoder import DecoderSpec
 from rsearch.models.hf.families import PUBLISHED, read_spec
 from rsearch.models.lora import num_adapter_params
+from rsearch.models.spec import DecoderSpec
 from rsearch.protocols.table import make_protocol
 from rsearch.rollout.conversation import (
     Limits,

@@ -3,7 +3,7 @@
 from ml_collections import ConfigDict
 
 from rsearch.config.stage_plan import stage_configs
-from rsearch.models.decoder import DecoderSpec
+from rsearch.models.spec import DecoderSpec
 from rsearch.retrieval.user import SIGNATURE
 from rsearch.rewards.group import check_terms
 from rsearch.setup.policy import policy_protocol

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from rsearch.config.stage_plan import kinds
-from rsearch.models.decoder import Decoder, DecoderSpec
+from rsearch.models.decoder import Decoder
 from rsearch.models.hf.directory import find_model
 from rsearch.models.hf.families import read_spec
+from rsearch.models.spec import DecoderSpec
 from rsearch.models.tokenizer import Tokenizer, load_tokenizer
 from rsearch.protocols import plain
 from rsearch.protocols.base import Protocol

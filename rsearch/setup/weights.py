@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from rsearch.config.stage_plan import START, kind_of, stage_configs
-from rsearch.models.decoder import Decoder, DecoderSpec, init_params, param_shapes
+from rsearch.models.decoder import Decoder, init_params, param_shapes
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.lora import adapter_shapes, make_merge
 from rsearch.models.sharding import laid_out, param_shardings
+from rsearch.models.spec import DecoderSpec
 from rsearch.runtime import checkpoint, console
 from rsearch.runtime.workdir import read_config
 from rsearch.setup.context import Setup

@@ -22,11 +22,12 @@ from rsearch.learn.objectives import imitation_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state
 from rsearch.learn.update import make_policy_update, put
-from rsearch.models.decoder import Decoder, DecoderSpec, init_params
+from rsearch.models.decoder import Decoder, init_params
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf.directory import find_model
 from rsearch.models.sharding import make_mesh
 from rsearch.models.small_tokenizer import ROLES
+from rsearch.models.spec import DecoderSpec
 from rsearch.protocols import plain
 from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory

@@ -11,13 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsearch.models.attention.cached import Cache, empty_cache
-from rsearch.models.decoder import Decoder, DecoderSpec, init_params
-from rsearch.models.rotary import (
-    LinearScaling,
-    RopeScaling,
-    rotary_frequencies,
-    rotate,
-)
+from rsearch.models.decoder import Decoder, init_params
+from rsearch.models.rotary import rotary_frequencies, rotate
+from rsearch.models.spec import DecoderSpec, LinearScaling, RopeScaling
 from tests.models import reference
 
 SPEC = DecoderSpec(

@@ -11,7 +11,8 @@ from rsearch.config.recipes import parse_flags
 from rsearch.hosts import processes
 from rsearch.models import sharding
 from rsearch.models.attention.cached import empty_cache
-from rsearch.models.decoder import Decoder, DecoderSpec, init_params
+from rsearch.models.decoder import Decoder, init_params
+from rsearch.models.spec import DecoderSpec
 from rsearch.runtime.compiles import num_compiles
 from tests.hosts.test_processes import run_hosts
 from tests.models import reference

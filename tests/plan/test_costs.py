@@ -9,8 +9,8 @@ from configs import base
 from rsearch.config.recipes import apply_overrides
 from rsearch.learn.batch import cut, pack_segments
 from rsearch.learn.packing import packed
-from rsearch.models.decoder import DecoderSpec
 from rsearch.models.hf.families import PUBLISHED, make_config
+from rsearch.models.spec import DecoderSpec
 from rsearch.plan import costs
 from rsearch.setup.checks import check_layout
 

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsearch.models.decoder import Decoder, DecoderSpec, init_params
+from rsearch.models.decoder import Decoder, init_params
 from rsearch.models.sharding import make_mesh
 from rsearch.models.small_tokenizer import train_tokenizer
+from rsearch.models.spec import DecoderSpec
 from rsearch.protocols.base import Protocol
 from rsearch.rollout.conversation import (
     Host,

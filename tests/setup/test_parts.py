@@ -8,7 +8,7 @@ from rsearch import index as index_command
 from rsearch.config.checks import validate
 from rsearch.config.recipes import run_command
 from rsearch.data.chains import gold_passages
-from rsearch.models.decoder import DecoderSpec
+from rsearch.models.spec import DecoderSpec
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.retrieval.rerank import load_reranker
 from rsearch.setup.load import load_setup

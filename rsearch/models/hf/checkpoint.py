@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 from rsearch.hosts import collectives
-from rsearch.models.decoder import DecoderSpec, param_shapes
+from rsearch.models.decoder import param_shapes
 from rsearch.models.hf import weights
 from rsearch.models.hf.directory import (
     INDEX_FILE,
@@ -29,6 +29,7 @@ from rsearch.models.hf.directory import (
     refuse_misfits,
 )
 from rsearch.models.hf.families import find_family, make_config, read_family
+from rsearch.models.spec import DecoderSpec
 from rsearch.models.tokenizer import Tokenizer
 
 EXPORT_DTYPES = {

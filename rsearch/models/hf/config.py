@@ -6,10 +6,9 @@ A field with a value that `Decoder` does not compute is refused, never passed ov
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from rsearch.models.decoder import DecoderSpec
 from rsearch.models.hf.directory import Fields
 from rsearch.models.hf.weights import DECODER_LAYOUT, Layout
-from rsearch.models.rotary import LinearScaling, RopeScaling
+from rsearch.models.spec import DecoderSpec, LinearScaling, RopeScaling
 
 # Fields beside model_type that change what is computed, and the values that leave it as
 # `Decoder` computes it; None stands for a field that is absent or null.

@@ -6,10 +6,10 @@ A new family is a file beside this one and a line in FAMILIES.
 import os
 import pathlib
 
-from rsearch.models.decoder import DecoderSpec
 from rsearch.models.hf import glm, llama, qwen2, qwen3
 from rsearch.models.hf.config import Family, write_decoder
 from rsearch.models.hf.directory import Fields, read_object
+from rsearch.models.spec import DecoderSpec
 
 FAMILIES = {  # config.json's model_type -> the family
     "qwen2": qwen2.FAMILY,

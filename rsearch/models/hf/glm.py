@@ -5,9 +5,9 @@ It stores gate and up as one. Two families of transformers differ in two norms o
 GLM-4 of April 2025 (0414), with a norm on what attention and MLP add.
 """
 
-from rsearch.models.decoder import DecoderSpec
 from rsearch.models.hf.config import Family, check_fields, read_decoder
 from rsearch.models.hf.directory import Fields
+from rsearch.models.spec import DecoderSpec
 
 _DEFAULTS = {
     "rms_norm_eps": 1.5625e-7,

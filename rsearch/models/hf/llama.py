@@ -1,6 +1,5 @@
 """Llama and models of its layout, such as SmolLM2."""
 
-from rsearch.models.decoder import DecoderSpec
 from rsearch.models.hf.config import (
     Family,
     check_fields,
@@ -8,6 +7,7 @@ from rsearch.models.hf.config import (
     rotates_all,
 )
 from rsearch.models.hf.directory import Fields
+from rsearch.models.spec import DecoderSpec
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 

@@ -22,8 +22,9 @@ from rsearch.models.attention.cached import (
     place_in,
     reaches,
 )
-from rsearch.models.decoder import Decoder, DecoderSpec
+from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import make_mesh
+from rsearch.models.spec import DecoderSpec
 from tests.models import reference
 
 SPEC = DecoderSpec(

@@ -6,9 +6,8 @@ import pytest
 import torch
 import transformers
 
-from rsearch.models.decoder import DecoderSpec
 from rsearch.models.hf.families import make_config, read_spec
-from rsearch.models.rotary import LinearScaling, RopeScaling
+from rsearch.models.spec import DecoderSpec, LinearScaling, RopeScaling
 
 GLM = {"model_type": "glm4", "head_dim": 16}
 # config.json of published models, shortened to what shapes them; and the parameters

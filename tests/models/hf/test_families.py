@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rsearch.models.decoder import DecoderSpec
 from rsearch.models.hf.checkpoint import export, load_params
 from rsearch.models.hf.config import Family, check_fields, read_decoder
 from rsearch.models.hf.families import FAMILIES, PUBLISHED, read_spec
 from rsearch.models.hf.weights import DECODER_LAYOUT
+from rsearch.models.spec import DecoderSpec
 from tests.models.reference import random_params
 
 # What the file of a new family would hold: biases and norms on the heads, its tensors
