@@ -6,8 +6,8 @@ import json
 import jax
 import pytest
 
-from rsearch.bench import command as bench
-from rsearch.bench import rollout, shapes, train, waiting
+from rsearch.bench import __main__ as bench
+from rsearch.bench import networks, rollout, train
 from rsearch.bench.machine import Machine
 
 TINY = ("--shape=tiny", "--repeats=1")
@@ -31,9 +31,9 @@ def in_this_process(monkeypatch):
         return found
 
     monkeypatch.setattr(bench, "find_machine", lambda: MACHINE)
-    for module in (rollout, train, waiting):
+    for module in (rollout, train):
         monkeypatch.setattr(module, "compare", compare)
-    monkeypatch.setattr(shapes, "alone", lambda function, *given: function(*given))
+    monkeypatch.setattr(networks, "alone", lambda function, *given: function(*given))
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield

@@ -1,13 +1,36 @@
-"""Rollouts measured: decoding, and conversations of several turns."""
+"""Rollouts measured: decoding, conversations of several turns, and waiting."""
 
+import pathlib
 import statistics
+import time
+import zlib
 
-from rsearch.bench.children import Subject, compare
-from rsearch.bench.rows import OURS, Bench, Row, bounded, row_of
-from rsearch.bench.shapes import SHAPES, model_directory
-from rsearch.bench.waiting import measure_delay, measure_straggler
+import jax
+import numpy as np
+
+from rsearch.bench.comparison import OURS, Bench, Row, Subject, bounded, compare, row_of
+from rsearch.bench.networks import (
+    SHAPES,
+    check_choices,
+    decode_work,
+    load,
+    model_directory,
+    read_work,
+    turns_work,
+)
+from rsearch.bench.workload import prompt_tokens, turn_lengths
 from rsearch.models.hf.families import read_spec
 from rsearch.models.spec import DecoderSpec
+from rsearch.models.tokenizer import load_tokenizer
+from rsearch.protocols.base import Protocol
+from rsearch.retrieval.service import OVERLAPPING
+from rsearch.rollout.conversation import Host, Limits
+from rsearch.rollout.decode import Sampler
+from rsearch.rollout.interface import DecodeRequest
+from rsearch.rollout.scheduler import RolloutEngine
+from rsearch.rollout.stop_strings import token_automaton
+from rsearch.tools.search import search_call
+from rsearch.types import Observation, Passage, Question
 
 FLAGS = {
     "model": ("", "Hugging Face directory; random weights of --shape where not given"),
@@ -28,7 +51,6 @@ FLAGS = {
     "rollouts": (256, "of a repetition, likewise"),
     "delay": (200, "milliseconds that each search takes, for delay"),
 }
-BYTES = {"float32": 4, "bfloat16": 2}
 CASES = ("decode", "turns", "delay", "straggler")
 PEER = "transformers"
 
@@ -103,22 +125,6 @@ def measure(
     return rows
 
 
-def check_choices(cases, known, shape, dtype) -> list[str]:
-    """The cases that are asked for.
-
-    Raises:
-        ValueError: a case, a shape or a dtype that there is not.
-    """
-    asked = [name.strip() for name in cases.split(",")]
-    if not set(asked) <= set(known):
-        raise ValueError(f"--cases={cases}: must be of {', '.join(known)}")
-    if shape not in SHAPES:
-        raise ValueError(f"--shape={shape}: must be one of {', '.join(SHAPES)}")
-    if dtype not in BYTES:
-        raise ValueError(f"--dtype={dtype}: must be one of {', '.join(BYTES)}")
-    return asked
-
-
 def _numbers(flag, text) -> list[int]:
     """Those between commas, each at least 1.
 
@@ -134,8 +140,8 @@ def _numbers(flag, text) -> list[int]:
 def _both(bench, make, settings):
     """What this package and its peer do with the same settings."""
     subjects = {
-        OURS: Subject("rsearch.bench.sampling", settings, make),
-        PEER: Subject("rsearch.bench.torch_sampling", settings, make),
+        OURS: Subject("rsearch.bench.rollout", settings, make),
+        PEER: Subject("rsearch.bench.peers", settings, make),
     }
     return compare(subjects, bench.repeats)
 
@@ -207,69 +213,6 @@ def _conversing(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
     return rows
 
 
-def turns_work(
-    spec: DecoderSpec,
-    told,
-    *,
-    batch,
-    num_prompt,
-    num_new,
-    num_turns,
-    num_observed,
-    dtype,
-    **_,
-) -> list[tuple[float, float]]:
-    """(operations, bytes moved) of reading and of writing conversations, at least.
-
-    Each token is read once, and what a row writes lies behind half of the conversation.
-
-    Args:
-        told: of a repetition: tokens read, and tokens written.
-        num_prompt, num_new, num_turns, num_observed, dtype: of the conversations.
-    """
-    behind = (num_prompt + num_turns * num_new + (num_turns - 1) * num_observed) / 2
-    steps = told["written"] / batch
-    own = {"batch": batch, "num_prompt": behind - steps / 2, "num_new": steps}
-    return [
-        read_work(spec, told["tokens read"], dtype),
-        decode_work(spec, **own, dtype=dtype),
-    ]
-
-
-def decode_work(
-    spec: DecoderSpec, *, batch, num_prompt, num_new, dtype, **_
-) -> tuple[float, float]:
-    """(operations, bytes moved) of N steps of decoding behind P tokens, at least.
-
-    Each step multiplies by every parameter, and reads them once, but for an input table
-    apart; it reads the keys and values of all tokens before it.
-    """
-    size, num_params = BYTES[dtype], num_multiplied(spec)
-    kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-    behind = num_new * (num_prompt + num_new / 2)  # tokens looked at, of a row
-    heads = 4 * spec.num_layers * spec.num_heads * spec.head_dim
-    flops = 2 * batch * num_new * num_params + batch * heads * behind
-    return flops, size * (num_new * num_params + batch * kv * behind)
-
-
-def read_work(spec: DecoderSpec, num_tokens, dtype) -> tuple[float, float]:
-    """(operations, bytes moved) of reading tokens, their attention left out, at least.
-
-    Only the last token of a row needs logits.
-    """
-    inner = num_multiplied(spec) - spec.vocab_size * spec.width
-    return 2.0 * num_tokens * inner, float(BYTES[dtype] * inner)
-
-
-def num_multiplied(spec: DecoderSpec) -> int:
-    """Parameters that a token is multiplied by, and that are read for that.
-
-    Where input and output embeddings are apart, of the input's a token takes a row.
-    """
-    table = 0 if spec.tie_embeddings else spec.vocab_size * spec.width
-    return spec.num_params - table
-
-
 def _median(told, name):
     return statistics.median(one[name] for one in told)
 
@@ -278,3 +221,308 @@ def _equal(left, right) -> float:
     """Share of tokens that are the same."""
     pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y)]
     return sum(a == b for a, b in pairs) / len(pairs)
+
+
+SHAPE = {  # of rollouts, as configs/quickstart.py has them
+    "num_prompt": 16,
+    "num_new": 18,
+    "num_observed": 22,
+    "num_turns": 3,
+    "dtype": "float32",
+}
+TIMES_LONGER = 10
+
+
+def measure_delay(bench: Bench, *, shape, slots, rollouts, milliseconds) -> list[Row]:
+    """Tokens a second with every search delayed, beside those without.
+
+    A row that searches waits; its slot is nobody else's. So many slots finish at most
+    `slots` rollouts in the time that one waits for its searches and writes, beside as
+    many as write at once: `most` tells what share of the tokens a second this leaves,
+    whatever is done meanwhile.
+
+    Args:
+        bench: see `Bench`.
+        shape: a key of SHAPES.
+        slots: rollouts open at once.
+        rollouts: of each repetition.
+        milliseconds: that each search takes.
+    """
+    settings = SHAPE | {"batch": slots, "num_rollouts": rollouts}
+    delayed = f"{OURS}, searches of {milliseconds} ms"
+    seconds = milliseconds / 1e3
+    changes = {OURS: {}, delayed: {"delay_seconds": seconds}}
+    found = _compared(bench, shape, settings, changes)
+    case = f"delay, {slots} slots, {rollouts} rollouts"
+    rates = {
+        name: [one["written"] / one["seconds"] for one in told]
+        for name, told in found.items()
+    }
+    each = SHAPE["num_turns"] * SHAPE["num_new"]
+    without = statistics.median(rates[OURS])
+    waited = seconds * (SHAPE["num_turns"] - 1)
+    writing = each * found[OURS][0]["writing at once"] / without
+    most = slots * each / (waited + writing)
+    share = statistics.median(rates[delayed]) / without
+    counts = {"share of without": share, "most": min(1.0, most / without)}
+    return [
+        row_of(
+            case,
+            name,
+            "tokens/s",
+            values,
+            ours=rates[OURS],
+            counts=counts if name == delayed else {},
+        )
+        for name, values in rates.items()
+    ]
+
+
+def measure_straggler(bench: Bench, *, shape, slots, rollouts) -> list[Row]:
+    """Seconds of rollouts of which the first is ten times longer, beside none.
+
+    Both have the budgets that the long one needs, as one configuration has.
+
+    Args:
+        bench, shape, slots, rollouts: as in `measure_delay`.
+    """
+    settings = SHAPE | {"batch": slots, "num_rollouts": rollouts}
+    longer = f"{OURS}, one {TIMES_LONGER} times longer"
+    changes = {
+        OURS: {"room": TIMES_LONGER},
+        longer: {"times_longer": TIMES_LONGER},
+    }
+    found = _compared(bench, shape, settings, changes)
+    seconds = {name: [one["seconds"] for one in told] for name, told in found.items()}
+    case = f"straggler, {slots} slots, {rollouts} rollouts"
+    return [
+        row_of(case, name, "s", values, ours=seconds[OURS], more_is_better=False)
+        for name, values in seconds.items()
+    ]
+
+
+def _compared(bench, shape, settings, changes):
+    """This package twice, with and without these settings."""
+    with model_directory("", SHAPES[shape]) as directory:
+        whole = settings | {"model": directory}
+        subjects = {
+            name: Subject("rsearch.bench.rollout", whole | own, "make_turns")
+            for name, own in changes.items()
+        }
+        return compare(subjects, bench.repeats)
+
+
+CHUNK = 512  # prompt tokens that go through the model at once, of each row
+FAR = "Silver Harbour was filmed in Goldberg, where the river ends. "
+
+
+def make_decode(*, model, batch, num_prompt, num_new, dtype="float32"):
+    """Greedy decoding of B prompts, N tokens each, all at once."""
+    network, params, mesh = load(model, dtype)
+    vocab_size = network.spec.vocab_size
+    sampler = Sampler(
+        network,
+        mesh,
+        stop_table=token_automaton((), [b""] * vocab_size),
+        eos_ids=(),
+        num_slots=num_prompt + num_new,
+        max_turn_tokens=num_new,
+        chunk=CHUNK,
+        temperature=0.0,
+        top_p=1.0,
+    )
+    params = sampler.place_params(params)
+    tokens = prompt_tokens(batch, num_prompt, vocab_size)
+    count = np.full(batch, num_prompt, np.int32)
+    every, is_row = np.arange(batch, dtype=np.int32), np.ones(batch, bool)
+    names, budget = np.zeros((batch, 2), np.uint32), np.full(batch, num_new, np.int32)
+
+    def once():
+        empty = jax.block_until_ready(sampler.empty(batch))
+        started = time.perf_counter()
+        prompts = jax.block_until_ready(sampler.prefill(params, tokens, count))
+        read = time.perf_counter()
+        rows = sampler.admit(empty, prompts, every, every)
+        key = jax.random.key(0)
+        request = DecodeRequest(names, is_row, budget, batch, num_new)
+        rows = sampler.decode(params, rows, key, request)
+        turn = sampler.turns_on_host(rows)
+        ended = time.perf_counter()
+        return {
+            "seconds": ended - read,
+            "prefill_seconds": read - started,
+            "tokens": turn.tokens.tolist(),
+        }
+
+    return once
+
+
+class CountedSampler(Sampler):
+    """A Sampler that counts the tokens it was given to read, and fixes each turn's.
+
+    Args:
+        lengths: [questions, G, turns] tokens of each turn.
+    """
+
+    def __init__(self, *args, lengths, **settings):
+        super().__init__(*args, **settings)
+        self.num_read = {"prompts": 0, "observations": 0}
+        self._lengths = lengths
+        self._names = {zlib.crc32(str(i).encode()): i for i in range(len(lengths))}
+        self._turns = np.zeros(lengths.shape[:2], int)  # begun so far
+        prefill, extend, decode = self.prefill, self.extend, self.decode
+
+        def counted_prefill(params, tokens, count):
+            # A row that nobody asked for reads one token.
+            self.num_read["prompts"] += int(count[count > 1].sum())
+            return prefill(params, tokens, count)
+
+        def counted_extend(params, rows, slots, tokens, count, table=None):
+            self.num_read["observations"] += int(np.sum(count))
+            return extend(params, rows, slots, tokens, count, table)
+
+        def fixed_decode(params, rows, key, request):
+            budget = self._budgets(request.names, request.begins, request.budget)
+            return decode(params, rows, key, request._replace(budget=budget))
+
+        self.prefill, self.extend = counted_prefill, counted_extend
+        self.decode = fixed_decode
+
+    def begin(self):
+        """All rollouts begin anew."""
+        self._turns[:] = 0
+
+    def _budgets(self, names, begins, budget):
+        """[B] tokens of the turns that begin, or go on."""
+        budget = budget.copy()
+        for slot, (name, sample) in enumerate(names):
+            own = self._names.get(int(name)), int(sample)
+            if own[0] is None:
+                continue  # nobody's slot yet
+            self._turns[own] += begins[slot]
+            turn = self._turns[own] - 1
+            if turn >= 0:
+                budget[slot] = self._lengths[(*own, turn)]
+        return budget
+
+
+def turns_protocol() -> Protocol:
+    """The policy searches in every turn but the last, whatever it writes."""
+    return Protocol(
+        name="turns",
+        system=None,
+        user="{question}",
+        add_question_mark=False,
+        stop_strings=(),
+        parse=lambda turn: search_call(turn),
+        show_passages=lambda queries, found: Observation(
+            "", "".join(p.contents for passages in found for p in passages), ""
+        ),
+        render=lambda action: "",
+        write=lambda step: "",
+        is_chat=False,
+    )
+
+
+def search_for(text: str, seconds: float):
+    """A SearchFn that finds this text; where it takes its time, as a service does."""
+
+    def search(queries):
+        time.sleep(seconds)
+        return [(Passage("p", text),) for _ in queries]
+
+    search.searches_at_once = OVERLAPPING if seconds else 1
+    return search
+
+
+def make_turns(
+    *,
+    model,
+    batch,
+    num_prompt,
+    num_new,
+    num_observed,
+    num_turns,
+    num_rollouts,
+    group_size=1,
+    spread=0.0,
+    delay_seconds=0.0,
+    times_longer=1,
+    room=1,
+    dtype="float32",
+):
+    """Rollouts in turns of N tokens, with what is read between them.
+
+    Args:
+        model, dtype: of the policy.
+        batch: slots.
+        num_prompt, num_new, num_observed: tokens of a prompt, a turn, an observation.
+        num_turns: of each rollout; it searches in all but the last.
+        num_rollouts: in all.
+        group_size: of them, of each question.
+        spread: see `turn_lengths`.
+        delay_seconds: that each search takes.
+        times_longer: the turns of the first rollout are than those of the others.
+        room: budgets are for a rollout so many times longer, whether there is one.
+    """
+    network, params, mesh = load(model, dtype)
+    tokenizer = load_tokenizer(pathlib.Path(model))
+    text = FAR * -(-num_observed // len(FAR.split()))  # a word is a token at least
+    lengths = turn_lengths(num_rollouts, num_turns, num_new, spread)
+    largest = lengths.copy()
+    largest[0] *= max(room, times_longer)
+    lengths[0] *= times_longer
+    longest = int(largest.max())
+    limits = Limits(
+        max_searches=num_turns - 1,
+        max_prompt_tokens=num_prompt,
+        max_turn_tokens=longest,
+        max_observation_tokens=num_observed,
+    )
+
+    host = Host(tokenizer, turns_protocol(), search_for(text, delay_seconds), limits)
+    sampler = CountedSampler(
+        network,
+        mesh,
+        lengths=lengths.reshape(-1, group_size, num_turns),
+        stop_table=token_automaton((), tokenizer.token_bytes),
+        eos_ids=(),
+        num_slots=num_prompt
+        + int(largest.sum(axis=1).max())
+        + (num_turns - 1) * num_observed,
+        max_turn_tokens=longest,
+        chunk=CHUNK,
+        temperature=0.0,
+        top_p=1.0,
+    )
+    params = sampler.place_params(params)
+    engine = RolloutEngine(
+        sampler,
+        host,
+        num_rows=batch,
+        group_size=group_size,
+        searches_at_once=host.searches_at_once,
+    )
+    count = num_rollouts // group_size
+    prompts = prompt_tokens(count, num_prompt, network.spec.vocab_size)
+    engine.prompt = lambda question: prompts[int(question.id)]
+    questions = [Question(str(i), "", ("",)) for i in range(count)]
+
+    def once():
+        before = dict(sampler.num_read)
+        sampler.begin()
+        started = time.perf_counter()
+        groups = engine(params, questions, jax.random.key(0))
+        seconds = time.perf_counter() - started
+        rollouts = [r for g in groups for r in g.rollouts]
+        read = {n: c - before[n] for n, c in sampler.num_read.items()}
+        searches = sum(len(r.searches) for r in rollouts)
+        return {
+            "seconds": seconds,
+            "written": sum(r.num_policy_tokens for r in rollouts),
+            "tokens read per search": read["observations"] / searches,
+            "tokens read": sum(read.values()),
+            "writing at once": sampler.queue_size(batch),
+        }
+
+    return once

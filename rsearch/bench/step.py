@@ -10,7 +10,7 @@ import time
 import jax
 import numpy as np
 
-from rsearch.bench.rows import OURS, Bench, Row, row_of
+from rsearch.bench.comparison import OURS, Bench, Row, row_of
 from rsearch.config.stage_plan import kind_of, stage_configs
 from rsearch.data.order import take
 from rsearch.rewards.group import reward_groups

@@ -1,15 +1,52 @@
-"""Updates measured: forward, backward and AdamW, their time and their memory."""
+"""Updates and whole steps of GRPO measured: their time and their memory."""
 
 import dataclasses
+import functools
 import statistics
 import sys
+import time
 
-from rsearch.bench.children import Subject, compare
-from rsearch.bench.rollout import check_choices, decode_work, num_multiplied, read_work
-from rsearch.bench.rows import OURS, Bench, Row, bounded, row_of
-from rsearch.bench.shapes import SHAPES, model_directory, wide
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rsearch.bench.comparison import OURS, Bench, Row, Subject, bounded, compare, row_of
+from rsearch.bench.networks import (
+    SHAPES,
+    TEXT,
+    check_choices,
+    load,
+    model_directory,
+    step_work,
+    update_work,
+    wide,
+)
+from rsearch.bench.rollout import turns_protocol
+from rsearch.bench.workload import (
+    MAX_GRAD_NORM,
+    REWARD_DIVISOR,
+    multiply_in_full,
+    prompt_rows,
+    token_rows,
+)
+from rsearch.learn import objectives
+from rsearch.learn.advantages import with_advantages
+from rsearch.learn.batch import Batch, cut, pack
+from rsearch.learn.optimizer import make_optimizer
+from rsearch.learn.packing import packed
+from rsearch.learn.train_state import create_state
+from rsearch.learn.update import make_policy_scorer, make_policy_update, put
+from rsearch.models.decoder import Decoder, init_params
 from rsearch.models.hf.families import read_spec
+from rsearch.models.sharding import make_mesh
+from rsearch.models.small_tokenizer import train_tokenizer
 from rsearch.models.spec import DecoderSpec
+from rsearch.rollout.conversation import Host, Limits
+from rsearch.rollout.decode import Sampler
+from rsearch.rollout.scheduler import RolloutEngine
+from rsearch.rollout.stop_strings import token_automaton
+from rsearch.types import Question
 
 FLAGS = {
     "model": ("", "Hugging Face directory; random weights of --shape where not given"),
@@ -71,13 +108,11 @@ def _updating(bench: Bench, model, dtype, sizes) -> list[Row]:
         "micro_batch": min(sizes["micro_batch"], num_rows),
     }
     chunk = {"logit_chunk": sizes["logit_chunk"]}
-    subjects = {OURS: Subject("rsearch.bench.updating", own | chunk, "make_update")}
+    subjects = {OURS: Subject("rsearch.bench.train", own | chunk, "make_update")}
     for micro_batch in sorted({min(sizes["peer_micro_batch"], num_rows), 1}):
         settings = own | {"micro_batch": micro_batch}
         name = f"{PEER}, {micro_batch} at once"
-        subjects[name] = Subject(
-            "rsearch.bench.torch_updating", settings, "make_update"
-        )
+        subjects[name] = Subject("rsearch.bench.peers", settings, "make_update")
     found = compare(subjects, bench.repeats, one_at_a_time=True)
     case = f"update, {num_rows} x {num_tokens} tokens"
     rows = _rows(case, found, num_rows * num_tokens, ("loss", "grad_norm"))
@@ -108,7 +143,7 @@ def _with_many_ids(bench: Bench, model, dtype, sizes) -> list[Row]:
         "micro_batch": 1,
         "logit_chunk": min(sizes["vocabulary_chunk"], tokens),
     }
-    name = "rsearch.bench.updating"
+    name = "rsearch.bench.train"
     subjects = {
         OURS: Subject(name, settings, "make_update"),
         "all logits at once": Subject(name, settings, "make_whole_logits"),
@@ -132,9 +167,9 @@ def _stepping(bench: Bench, sizes) -> list[Row]:
     own = {"micro_batch": sizes["questions"] * sizes["group"]}
     python = sizes["tunix_python"] or sys.executable
     subjects = {
-        OURS: Subject("rsearch.bench.stepping", settings | own, "make_step"),
+        OURS: Subject("rsearch.bench.train", settings | own, "make_step"),
         "google-tunix": Subject(
-            "rsearch.bench.tunix_stepping",
+            "rsearch.bench.peers",
             settings | {"micro_batch": sizes["questions"]},
             "make_step",
             python=python,
@@ -197,35 +232,178 @@ def _rows(case, found, num_tokens, told_names) -> list[Row]:
     return rows
 
 
-def step_work(
-    spec: DecoderSpec, *, num_questions, group_size, num_prompt, num_new
-) -> list[tuple[float, float]]:
-    """(operations, bytes moved) of a GRPO step's phases in float32, at least.
+ADAMW = dict(lr=1e-5, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
 
-    Prompts are read once a group; the reference scores and the policy learns from every
-    token of all rollouts.
+
+def _batch(tokens) -> Batch:
+    """Rows that were written by somebody else, all but their first token."""
+    shape = tokens.shape
+    is_learnt = np.ones(shape, bool) & (np.arange(shape[1]) > 0)
+    return Batch(
+        tokens=tokens,
+        from_policy=is_learnt,
+        in_response=is_learnt,
+        behavior_logp=np.zeros(shape, np.float32),
+        reference_logp=np.zeros(shape, np.float32),
+        reward=np.zeros(shape[0], np.float32),
+        is_signal=np.ones(shape[0], bool),
+        advantage=np.zeros(shape, np.float32),
+    )
+
+
+def make_update(
+    *, model, num_rows, num_tokens, micro_batch, logit_chunk, dtype, remat=False
+):
+    """Forward, backward and AdamW on B rows of T tokens: the likelihood of them all.
+
+    Args:
+        model: Hugging Face directory.
+        num_rows, num_tokens: B and T.
+        micro_batch: rows that go through the network at once.
+        logit_chunk: tokens whose logits exist at once; 0 = all of a micro-batch.
+        dtype: of computing; parameters and moments are float32.
+        remat: layers are computed again in the backward pass.
     """
-    num_rows, num_tokens = num_questions * group_size, num_prompt + num_new
-    own = {"batch": num_rows, "num_prompt": num_prompt, "num_new": num_new}
-    flops, moved = update_work(spec, num_rows, num_tokens)
-    return [
-        read_work(spec, num_questions * num_prompt, "float32"),
-        decode_work(spec, **own, dtype="float32"),
-        (flops / 3, 4.0 * num_multiplied(spec)),  # scores: an update's forward pass
-        (flops, moved),
-    ]
+    network, params, mesh = load(model, dtype)
+    network = dataclasses.replace(network, remat=remat)
+    optimizer = make_optimizer(
+        **ADAMW, max_grad_norm=MAX_GRAD_NORM, warmup_steps=0, decay_steps=0
+    )
+    update = make_policy_update(
+        network,
+        optimizer,
+        mesh,
+        loss=objectives.imitation_loss,
+        loss_mean="token",
+        chunk_tokens=logit_chunk or micro_batch * num_tokens,
+    )
+    state = create_state(params, optimizer, mesh)
+    del params
+    tokens = token_rows(num_rows, num_tokens, network.spec.vocab_size)
+    batch = put(cut(_batch(tokens), micro_batch), mesh)
+
+    def once():
+        nonlocal state
+        started = time.perf_counter()
+        state, metrics = update(state, None, batch)
+        loss = float(metrics["loss"])
+        jax.block_until_ready(state)
+        return {
+            "seconds": time.perf_counter() - started,
+            "loss": loss,
+            "grad_norm": float(metrics["grad_norm"]),
+        }
+
+    return once
 
 
-def update_work(spec: DecoderSpec, num_rows, num_tokens) -> tuple[float, float]:
-    """(operations, bytes moved) of an update in float32 moments, at least.
+def make_whole_logits(*, model, num_rows, num_tokens, dtype, **_):
+    """The same step as it is written first: [B, T, V] logits, and their softmax."""
+    network, params, mesh = load(model, dtype)
+    optimizer = make_optimizer(
+        **ADAMW, max_grad_norm=MAX_GRAD_NORM, warmup_steps=0, decay_steps=0
+    )
+    state = create_state(params, optimizer, mesh)
+    del params
+    tokens = jnp.asarray(token_rows(num_rows, num_tokens, network.spec.vocab_size))
 
-    Forward and twice as much backward; attention to the half of each row that lies
-    before a token. Parameters are read for both passes, gradients written, and AdamW
-    reads and writes parameters and both moments. Of an input table apart, few rows are
-    read and have gradients, but AdamW changes all.
-    """
-    num_params = num_multiplied(spec)
-    tokens = num_rows * num_tokens
-    heads = 4 * spec.num_layers * spec.num_heads * spec.head_dim
-    flops = 3 * (2 * tokens * num_params + tokens * heads * num_tokens / 2)
-    return flops, 4.0 * (num_params * (2 + 1) + spec.num_params * (1 + 6))
+    def loss(params):
+        at = {"params": params}
+        positions = jnp.broadcast_to(jnp.arange(num_tokens - 1), tokens[:, 1:].shape)
+        hidden, _ = network.apply(at, tokens[:, :-1], positions)
+        logits = network.apply(at, hidden, method="logits")
+        logp = jax.nn.log_softmax(logits, axis=-1)
+        return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1))
+
+    def update(state):
+        found, grads = jax.value_and_grad(loss)(state.params)
+        changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, changes)
+        return state._replace(params=params, opt_state=opt_state), found
+
+    update = jax.jit(update, donate_argnums=0)
+
+    def once():
+        nonlocal state
+        started = time.perf_counter()
+        state, found = update(state)
+        found = float(found)
+        jax.block_until_ready(state)
+        return {"seconds": time.perf_counter() - started, "loss": found}
+
+    return once
+
+
+KL_COEF = 0.04  # google-tunix's
+
+
+def _roll_out(network, mesh, *, num_rows, group_size, num_prompt, num_new):
+    """A rollout engine whose conversations are one turn of N tokens."""
+    tokenizer = train_tokenizer(TEXT * 2)
+    limits = Limits(
+        max_searches=0,
+        max_prompt_tokens=num_prompt,
+        max_turn_tokens=num_new,
+        max_observation_tokens=1,
+    )
+    host = Host(tokenizer, turns_protocol(), lambda queries: [], limits)
+    sampler = Sampler(
+        network,
+        mesh,
+        stop_table=token_automaton((), tokenizer.token_bytes),
+        eos_ids=(),
+        num_slots=num_prompt + num_new,
+        max_turn_tokens=num_new,
+        chunk=num_prompt,
+        temperature=1.0,
+        top_p=1.0,
+    )
+    return RolloutEngine(sampler, host, num_rows=num_rows, group_size=group_size)
+
+
+def make_step(*, spec, num_questions, group_size, num_prompt, num_new, micro_batch):
+    """Whole steps of GRPO: rollouts, the reference's scores, an update."""
+    multiply_in_full()
+    network, mesh = Decoder(DecoderSpec(**spec)), make_mesh(devices=jax.devices()[:1])
+    params = jax.jit(functools.partial(init_params, network))(jax.random.key(0))
+    roll_out = _roll_out(
+        network,
+        mesh,
+        num_rows=num_questions * group_size,
+        group_size=group_size,
+        num_prompt=num_prompt,
+        num_new=num_new,
+    )
+    optimizer = make_optimizer(
+        **ADAMW, max_grad_norm=MAX_GRAD_NORM, warmup_steps=0, decay_steps=0
+    )
+    loss = objectives.policy_loss(
+        clip_low=0.2, clip_high=0.2, kl_coef=KL_COEF, kl_kind="k3", entropy_coef=0.0
+    )
+    score = make_policy_scorer(network, mesh)
+    update = make_policy_update(network, optimizer, mesh, loss=loss, loss_mean="token")
+    state, step = create_state(params, optimizer, mesh), 0
+
+    def once():
+        nonlocal state, step
+        rows = prompt_rows(num_questions, num_prompt, network.spec.vocab_size, step)
+        roll_out.prompt = lambda question: rows[int(question.id)]
+        questions = [Question(str(i), "", ("",)) for i in range(num_questions)]
+        started = time.perf_counter()
+        key = jax.random.key(step)
+        groups = roll_out(roll_out.place_params(state.params), questions, key)
+        rolled = time.perf_counter()
+        lengths = [[len(r.segments[-1].text) for r in g.rollouts] for g in groups]
+        rewards = np.array(lengths) % REWARD_DIVISOR / REWARD_DIVISOR
+        batch = pack(groups, rewards, num_prompt + num_new)
+        batch = put(packed(cut(batch, micro_batch)), mesh)
+        batch = batch._replace(reference_logp=score(params, None, batch))
+        batch = with_advantages(
+            batch, algorithm="grpo", group_size=group_size, normalize_std=True
+        )
+        state, _ = update(state, None, batch)
+        jax.block_until_ready(state)
+        ended, step = time.perf_counter(), step + 1
+        return {"seconds": ended - started, "rollout seconds": rolled - started}
+
+    return once

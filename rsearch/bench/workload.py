@@ -1,6 +1,12 @@
-"""What every subject of the rollout benchmarks reads, and how much it writes."""
+"""Work that this package and its peers share: the same ids, lengths and rewards.
+
+It imports neither JAX nor the package's libraries: peers run without them.
+"""
 
 import numpy as np
+
+REWARD_DIVISOR = 7
+MAX_GRAD_NORM = 1.0
 
 
 def prompt_tokens(batch: int, num_tokens: int, vocab_size: int) -> np.ndarray:
@@ -24,3 +30,30 @@ def turn_lengths(
     rng = np.random.default_rng(2)
     share = rng.uniform(1 - spread, 1 + spread, (num_rollouts, num_turns))
     return np.maximum(1, np.round(num_new * share)).astype(np.int32)
+
+
+def prompt_rows(num_questions, num_prompt, vocab_size, step) -> np.ndarray:
+    """[Q, P] int32 ids of the prompts of a step."""
+    rng = np.random.default_rng(step)
+    return rng.integers(3, vocab_size, (num_questions, num_prompt)).astype(np.int32)
+
+
+def token_rows(num_rows: int, num_tokens: int, vocab_size: int) -> np.ndarray:
+    """[B, T] int32 ids that every subject learns from."""
+    rng = np.random.default_rng(1)
+    return rng.integers(0, vocab_size, (num_rows, num_tokens)).astype(np.int32)
+
+
+def multiply_in_full(dtype: str = "float32") -> None:
+    """Has JAX multiply float32 numbers in float32, as torch does by itself.
+
+    By itself JAX takes TF32 on a GPU and bfloat16 on a TPU. On a CPU it is float32
+    anyway, and nothing changes.
+
+    Args:
+        dtype: that the subject computes in; bfloat16 needs nothing.
+    """
+    import jax
+
+    if dtype == "float32" and jax.default_backend() != "cpu":
+        jax.config.update("jax_default_matmul_precision", "highest")

@@ -4,7 +4,7 @@ import os
 import pathlib
 import threading
 
-from rsearch.bench.unmeasured import Unmeasured
+from rsearch.bench.child import Unmeasured
 from rsearch.runtime import files
 
 

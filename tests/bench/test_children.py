@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rsearch.bench import child
-from rsearch.bench.children import ROOT, Subject, alone, compare
+from rsearch.bench.comparison import ROOT, Subject, alone, compare
 from rsearch.config.recipes import is_for_users
 from tests.bench import echo
 from tests.models.tiny_bert import write_tiny_bert
@@ -19,14 +19,14 @@ ECHO = "tests.bench.echo"
 STARTS_OTHERS = """
 import pathlib, sys
 from jax._src import xla_bridge
-from rsearch.bench import passages
-from rsearch.bench.shapes import SHAPES, model_directory
+from rsearch.bench import neighbours
+from rsearch.bench.networks import SHAPES, model_directory
 
 if __name__ == "__main__":
     work, encoder = pathlib.Path(sys.argv[1]), sys.argv[2]
     with model_directory("", SHAPES["tiny"]) as path:
         assert (pathlib.Path(path) / "model.safetensors").is_file()
-    passages.real_passages(
+    neighbours.real_passages(
         work,
         corpus=str(work / "corpus.jsonl"),
         encoder=encoder,

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch.bench import sampling, searching, shapes, stepping, tunix_stepping
+from rsearch.bench import networks, peers, retrieval, train
 from tests.models.tiny_bert import write_tiny_bert
 
-TINY = shapes.SHAPES["tiny"]
+TINY = networks.SHAPES["tiny"]
 STEP = {"num_questions": 1, "group_size": 1, "num_prompt": 2, "num_new": 2}
 
 
@@ -26,7 +26,7 @@ def platform(request, monkeypatch):
 def folder(tmp_path_factory):
     """Weights of a policy, of an encoder, and what it searches."""
     folder = tmp_path_factory.mktemp("models")
-    shapes.write_random(folder / "policy", TINY)
+    networks.write_random(folder / "policy", TINY)
     write_tiny_bert(folder / "bert")
     (folder / "texts.json").write_text('{"texts": ["a"], "passages": [["p", "a"]]}')
     np.save(folder / "vectors.npy", np.eye(1, 24, dtype=np.float32))
@@ -34,21 +34,21 @@ def folder(tmp_path_factory):
 
 
 def load(folder):
-    sampling.load(str(folder / "policy"), "float32")
+    networks.load(str(folder / "policy"), "float32")
 
 
 def search(folder):
     encoder = {"encoder": str(folder / "bert"), "family": "minilm"}
-    searching.make_engine(folder=folder, **encoder, num_rollouts=1, same_share=0.0)
+    retrieval.make_engine(folder=folder, **encoder, num_rollouts=1, same_share=0.0)
 
 
 def step(folder):
-    stepping.make_step(spec=dataclasses.asdict(TINY), **STEP, micro_batch=1)
+    train.make_step(spec=dataclasses.asdict(TINY), **STEP, micro_batch=1)
 
 
 def step_of_tunix(folder):
     with contextlib.suppress(ModuleNotFoundError):  # where it is not installed
-        tunix_stepping.make_step(spec=dataclasses.asdict(TINY), **STEP, micro_batch=1)
+        peers.make_step(spec=dataclasses.asdict(TINY), **STEP, micro_batch=1)
 
 
 @pytest.mark.parametrize("make", [load, search, step, step_of_tunix])
@@ -60,5 +60,5 @@ def test_float32_is_multiplied_in_full_on_accelerators(make, platform, folder):
 
 def test_bfloat16_is_left_as_it_is(monkeypatch, folder):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    sampling.load(str(folder / "policy"), "bfloat16")
+    networks.load(str(folder / "policy"), "bfloat16")
     assert jax.config.jax_default_matmul_precision is None

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rsearch.bench import child, neighbours, passages, retrieval, searching
+from rsearch.bench import child, neighbours, retrieval
+from rsearch.bench.child import Unmeasured
+from rsearch.bench.comparison import OURS, Bench
 from rsearch.bench.machine import Machine
-from rsearch.bench.passages import Searched, many_vectors, real_passages
-from rsearch.bench.rows import OURS, Bench
-from rsearch.bench.unmeasured import Unmeasured
+from rsearch.bench.neighbours import Searched, many_vectors, real_passages
 from rsearch.retrieval.encoder import load_encoder
 from tests.models.tiny_bert import write_tiny_bert
 
@@ -41,7 +41,7 @@ def work(tmp_path_factory):
 @pytest.fixture
 def made_here(monkeypatch):
     """Vectors are made in this process."""
-    monkeypatch.setattr(passages, "alone", lambda function, *given: function(*given))
+    monkeypatch.setattr(neighbours, "alone", lambda function, *given: function(*given))
 
 
 def in_this_process(subjects, repeats, **_):
@@ -126,7 +126,7 @@ def test_vectors_of_nobody_knows_what_are_not_measured(folder, tmp_path, made_he
 def test_a_run_that_fails_leaves_a_directory_for_other_settings(
     is_made, tmp_path, monkeypatch, made_here
 ):
-    exact_scores = passages.exact_scores
+    exact_scores = neighbours.exact_scores
 
     def both(num_queries):
         real = real_passages(tmp_path, **REAL, num_queries=num_queries)
@@ -137,10 +137,10 @@ def test_a_run_that_fails_leaves_a_directory_for_other_settings(
             raise OSError("no room")
         return exact_scores(vectors, *given)
 
-    monkeypatch.setattr(passages, "exact_scores", fail)
+    monkeypatch.setattr(neighbours, "exact_scores", fail)
     with pytest.raises(OSError, match="no room"):
         both(6)
-    monkeypatch.setattr(passages, "exact_scores", exact_scores)
+    monkeypatch.setattr(neighbours, "exact_scores", exact_scores)
     if is_made:
         shutil.rmtree(tmp_path / "real")
     made = both(5)
@@ -150,11 +150,11 @@ def test_a_run_that_fails_leaves_a_directory_for_other_settings(
 def test_an_encoder_and_an_index_are_known_by_what_they_hold(
     tmp_path, monkeypatch, made_here
 ):
-    monkeypatch.setattr(passages, "_encode", lambda *_: (tmp_path / "real").mkdir())
-    monkeypatch.setattr(passages, "_read", lambda folder: folder)
+    monkeypatch.setattr(neighbours, "_encode", lambda *_: (tmp_path / "real").mkdir())
+    monkeypatch.setattr(neighbours, "_read_searched", lambda folder: folder)
     digests = {"one": 1, "moved": 1, "other": 2}
     manifest = lambda path: {"digest": digests[path.name]}  # noqa: E731
-    monkeypatch.setattr(passages, "read_manifest", manifest)
+    monkeypatch.setattr(neighbours, "read_index_manifest", manifest)
 
     def made(encoder="bert", index="one"):
         given = {"encoder": str(tmp_path / encoder), "index": index}
@@ -276,31 +276,31 @@ def test_memory_of_the_largest_corpus_is_reckoned_by_hand():
 
 def test_queries_of_a_turn_are_new_and_agree_within_groups_as_told():
     texts = [f"t{i}" for i in range(40)]
-    alone = [searching.queries_of(texts, turn, 16, 0.0) for turn in range(5)]
+    alone = [retrieval.queries_of(texts, turn, 16, 0.0) for turn in range(5)]
     assert len({query for turn in alone for query in turn}) == 80
-    half = searching.queries_of(texts, 0, 16, 0.5)
+    half = retrieval.queries_of(texts, 0, 16, 0.5)
     assert len(set(half)) == 2 * 5
     assert half[:4] == ["t0"] * 4 and half[4:8] == ["t4", "t5", "t6", "t7"]
 
 
 def test_memory_of_searching_is_the_hosts_of_all_processes(monkeypatch, tmp_path):
     held, forgotten = {"self": 3, 17: 40}, []
-    monkeypatch.setattr(searching, "forget_peak", forgotten.append)
-    monkeypatch.setattr(searching, "peak_bytes", held.get)
+    monkeypatch.setattr(retrieval, "forget_peak", forgotten.append)
+    monkeypatch.setattr(retrieval, "peak_bytes", held.get)
     encoding = {"encoder": "hashed", "family": ""}
     settings = {"folder": tmp_path, "num_rollouts": 8, "same_share": 0.0, **encoding}
     texts = {"texts": ["a"], "passages": [["p", "t\na"]]}
     (tmp_path / "texts.json").write_text(json.dumps(texts))
     np.save(tmp_path / "vectors.npy", np.eye(1, 512, dtype=np.float32))
-    assert searching.make_engine(**settings)()["peak_bytes"] == 3
+    assert retrieval.make_engine(**settings)()["peak_bytes"] == 3
     assert forgotten == ["self"]
     server = SimpleNamespace(pid=17, stdout=io.StringIO('{"url": "http://here"}'))
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: server)
     hits = {"result": [[{"document": {"id": "p"}}]]}
     reply = SimpleNamespace(raise_for_status=lambda: None, json=lambda: hits)
     client = SimpleNamespace(post=lambda *_, **__: reply)
-    monkeypatch.setattr(searching.httpx, "Client", lambda **_: client)
-    served = searching.make_served(**settings, at_once=True)
+    monkeypatch.setattr(retrieval.httpx, "Client", lambda **_: client)
+    served = retrieval.make_served(**settings, at_once=True)
     assert served()["peak_bytes"] == 43 and forgotten == ["self", "self", 17]
 
 
@@ -327,7 +327,7 @@ def test_engine_and_server_find_the_same_in_the_order_of_the_call(
         "num_rollouts": 16,
         "same_share": 0.5,
     }
-    engine = searching.make_engine(**settings)
+    engine = retrieval.make_engine(**settings)
     first = [engine()["first"] for _ in range(2)]
     servers, popen = [], subprocess.Popen
 
@@ -337,7 +337,7 @@ def test_engine_and_server_find_the_same_in_the_order_of_the_call(
 
     monkeypatch.setattr(subprocess, "Popen", start)
     for at_once in (True, False):
-        served = searching.make_served(**settings, at_once=at_once)
+        served = retrieval.make_served(**settings, at_once=at_once)
         assert [served()["first"] for _ in range(2)] == first
         servers[-1].stdin.close()
         assert servers[-1].wait(10) == 0

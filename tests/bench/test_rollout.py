@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from rsearch.bench import rollout, train
+from rsearch.bench import networks, rollout
+from rsearch.bench.comparison import OURS, Bench
 from rsearch.bench.machine import Machine
-from rsearch.bench.rows import OURS, Bench
-from rsearch.bench.shapes import SHAPES
+from rsearch.bench.networks import SHAPES
 
 TOLD = Machine("m", 2, flops=1e15, bandwidth=1e15, is_measured=False)
 DECODE = {"model": "", "batch": 2, "num_prompt": 4, "num_new": 2}
@@ -44,13 +44,13 @@ def test_the_rows_of_an_input_table_that_nobody_reads_are_no_work():
     steps = {"num_questions": 1, "group_size": 2, "num_prompt": 4, "num_new": 2}
     for spec in (tied, apart):
         # Keys and values of 2 x 2 tokens behind 5, of 16 features and two layers.
-        flops, moved = rollout.decode_work(spec, **sizes)
+        flops, moved = networks.decode_work(spec, **sizes)
         assert flops == 2 * 4 * tied.num_params + 2 * 4 * 2 * 48 * 10
         assert moved == 4 * (2 * tied.num_params + 2 * 2 * 2 * 16 * 10)
         inner = tied.num_params - table
-        assert rollout.read_work(spec, 3, "bfloat16") == (6 * inner, 2 * inner)
-        assert train.step_work(spec, **steps)[2][1] == 4 * tied.num_params
-    more = [train.update_work(spec, 2, 4) for spec in (tied, apart)]
+        assert networks.read_work(spec, 3, "bfloat16") == (6 * inner, 2 * inner)
+        assert networks.step_work(spec, **steps)[2][1] == 4 * tied.num_params
+    more = [networks.update_work(spec, 2, 4) for spec in (tied, apart)]
     assert more[0][0] == more[1][0] == 3 * (2 * 8 * tied.num_params + 8 * 384 * 2)
     assert more[0][1] == 4 * 10 * tied.num_params
     assert more[1][1] == more[0][1] + 4 * 7 * table

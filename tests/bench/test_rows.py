@@ -2,8 +2,8 @@
 
 import pytest
 
+from rsearch.bench.comparison import HEADS, Row, bounded, cells, row_of
 from rsearch.bench.machine import Machine
-from rsearch.bench.rows import HEADS, Row, bounded, cells, row_of
 
 MACHINE = Machine("m", 2, flops=100.0, bandwidth=10.0, is_measured=True)
 

@@ -1,0 +1,408 @@
+"""Peers that rollouts, updates and searches are measured beside.
+
+transformers' `generate`, torch's update, a retrieval server as public systems run it,
+and google-tunix's GRPO. Each function imports its own libraries: the interpreter that
+runs one peer need not have those of the others, nor this package's.
+
+    python -m rsearch.bench.peers SETTINGS
+
+runs the retrieval server: POST /retrieve {"queries", "topk", "return_scores"} ->
+{"result": [[{"document": {"id", "contents"}, "score"}]]}. For each request it encodes
+with transformers, on the GPU where there is one, and multiplies with all vectors, as a
+flat index does. The HTTP around it is this package's, and cheaper than theirs. It ends
+with its stdin.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import sys
+import threading
+import time
+
+import numpy as np
+
+from rsearch.bench.workload import (
+    MAX_GRAD_NORM,
+    REWARD_DIVISOR,
+    multiply_in_full,
+    prompt_rows,
+    prompt_tokens,
+    token_rows,
+    turn_lengths,
+)
+
+TORCH_DTYPES = ("float32", "bfloat16")
+
+
+def load(model: str, dtype: str):
+    """(torch, the model on the best device there is)."""
+    import torch
+    import transformers
+
+    assert dtype in TORCH_DTYPES, dtype
+    transformers.logging.set_verbosity_error()
+    network = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=getattr(torch, dtype)
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch, network.eval().to(device)
+
+
+def _generate(torch, network, tokens, num_new, stamps, mask=None):
+    """[B, P + N] ids; the time after each token goes to `stamps`, a list."""
+    import transformers
+
+    class Stamp(transformers.StoppingCriteria):
+        def __call__(self, ids, scores, **_):
+            if ids.is_cuda:
+                torch.cuda.synchronize()
+            stamps.append(time.perf_counter())
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    greedy = transformers.GenerationConfig(
+        max_new_tokens=num_new,
+        do_sample=False,
+        use_cache=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    network.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        return network.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens) if mask is None else mask,
+            generation_config=greedy,
+            stopping_criteria=transformers.StoppingCriteriaList([Stamp()]),
+        )
+
+
+def _prompts(torch, network, batch, num_prompt):
+    """The ids that this package's own subject reads, too."""
+    ids = prompt_tokens(batch, num_prompt, network.config.vocab_size)
+    return torch.tensor(ids, device=network.device).long()
+
+
+def make_decode(*, model, batch, num_prompt, num_new, dtype="float32"):
+    """Greedy decoding; what comes before the first token counts as prefill."""
+    torch, network = load(model, dtype)
+    prompts = _prompts(torch, network, batch, num_prompt)
+
+    def once():
+        stamps = [time.perf_counter()]
+        # The first token comes with the prefill: one more makes N passes of decoding.
+        ids = _generate(torch, network, prompts, num_new + 1, stamps)
+        return {
+            "seconds": stamps[-1] - stamps[1],
+            "prefill_seconds": stamps[1] - stamps[0],
+            "tokens": ids[:, num_prompt : num_prompt + num_new].tolist(),
+        }
+
+    return once
+
+
+def make_turns(
+    *,
+    model,
+    batch,
+    num_prompt,
+    num_new,
+    num_observed,
+    num_turns,
+    num_rollouts,
+    group_size,
+    spread,
+    dtype="float32",
+):
+    """`generate` turn by turn on the growing text, as public search agents call it.
+
+    A batch of rollouts goes through all its turns before the next one begins. Texts are
+    filled up on the left; a turn lasts until the batch's longest has ended. Arguments
+    are those of `rsearch.bench.rollout.make_turns`.
+    """
+    torch, network = load(model, dtype)
+    lengths = turn_lengths(num_rollouts, num_turns, num_new, spread)
+    prompts = _prompts(torch, network, num_rollouts // group_size, num_prompt)
+    prompts = prompts.repeat_interleave(group_size, dim=0)
+    (observed,) = _prompts(torch, network, 1, num_observed)
+
+    def filled(texts):
+        longest = max(map(len, texts))
+        tokens = torch.zeros(len(texts), longest, dtype=torch.long)
+        mask = torch.zeros_like(tokens)
+        for row, text in enumerate(texts):
+            tokens[row, longest - len(text) :] = text
+            mask[row, longest - len(text) :] = 1
+        return tokens.to(network.device), mask.to(network.device)
+
+    def once():
+        started, num_read = time.perf_counter(), 0
+        for first in range(0, num_rollouts, batch):
+            texts = list(prompts[first : first + batch])
+            for turn in range(num_turns):
+                if turn:
+                    texts = [torch.cat([text, observed]) for text in texts]
+                own = lengths[first : first + batch, turn].tolist()
+                tokens, mask = filled(texts)
+                num_read += tokens.numel()
+                ids = _generate(torch, network, tokens, max(own), [], mask)
+                new = ids[:, tokens.shape[1] :]
+                texts = [torch.cat([t, x[:n]]) for t, x, n in zip(texts, new, own)]
+        return {
+            "seconds": time.perf_counter() - started,
+            "written": int(lengths.sum()),
+            "tokens read": num_read,
+        }
+
+    return once
+
+
+ADAMW = dict(lr=1e-5, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+
+
+def make_update(*, model, num_rows, num_tokens, micro_batch, dtype, **_):
+    """Forward, backward and AdamW on B rows of T tokens: the likelihood of them all.
+
+    The log-probability of a token is its logit less a logsumexp, as TRL's
+    `selective_log_softmax` has it; the optimizer is torch's fused one.
+    """
+    torch, network = load(model, "float32")
+    network.train()
+    network.config.use_cache = False
+    # Norms do not decay, as elsewhere.
+    matrices = [p for p in network.parameters() if p.ndim > 1]
+    vectors = [p for p in network.parameters() if p.ndim == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, **ADAMW, fused=True)
+    ids = token_rows(num_rows, num_tokens, network.config.vocab_size)
+    tokens = torch.tensor(ids, device=network.device).long()
+    cast = contextlib.nullcontext
+    if dtype != "float32":
+        cast = functools.partial(
+            torch.autocast, tokens.device.type, getattr(torch, dtype)
+        )
+
+    def summed(rows):
+        logits = network(rows).logits[:, :-1]
+        chosen = logits.gather(-1, rows[:, 1:, None])[..., 0]
+        parts = [torch.logsumexp(row, dim=-1) for row in logits]
+        return (torch.stack(parts) - chosen).sum() / (num_rows * (num_tokens - 1))
+
+    def once():
+        started = time.perf_counter()
+        total = 0.0
+        for rows in tokens.split(micro_batch):
+            with cast():
+                loss = summed(rows)
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "loss": total, "grad_norm": norm.item()}
+
+    return once
+
+
+PATH = "/retrieve"
+MAX_TOKENS = 256  # of a query, as published
+PREFIXES = {
+    "minilm": "",
+    "e5": "query: ",
+    "bge": "Represent this sentence for searching relevant passages: ",
+}
+
+
+def serve(settings: str) -> None:
+    """Serves until stdin ends."""
+    from rsearch.runtime.server import JsonServer
+
+    told = json.loads(settings)
+    try:
+        search = _search(**told)
+    except ModuleNotFoundError as error:
+        print(json.dumps({"missing": error.name}), flush=True)
+        return
+
+    def answer(body):
+        return {"result": [search(q, body["topk"]) for q in body["queries"]]}
+
+    server = JsonServer("127.0.0.1", 0, {("POST", PATH): answer}, max_waiting=1024)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = server.server_address[1]
+    print(json.dumps({"url": f"http://127.0.0.1:{port}{PATH}"}), flush=True)
+    sys.stdin.read()
+    os._exit(0)
+
+
+def _search(folder, encoder, family):
+    """A function (query, k) -> hits."""
+    import torch
+    import transformers
+
+    folder = pathlib.Path(folder)
+    passages = json.loads((folder / "texts.json").read_text())["passages"]
+    vectors = np.load(folder / "vectors.npy")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = transformers.AutoModel.from_pretrained(encoder).eval().to(device)
+
+    def search(query, top_k):
+        rows = tokenizer(
+            [PREFIXES[family] + query],
+            max_length=MAX_TOKENS,
+            padding=True,
+            truncation=True,
+            return_tensors="pt",
+        ).to(device)
+        with torch.no_grad():
+            states = model(**rows).last_hidden_state
+        if family == "bge":
+            pooled = states[:, 0]
+        else:
+            mask = rows["attention_mask"][..., None]
+            pooled = (states * mask).sum(1) / mask.sum(1)
+        pooled = torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()
+        scores = vectors @ pooled[0]
+        found = np.argpartition(-scores, top_k - 1)[:top_k]
+        return [
+            {
+                "document": {"id": passages[i][0], "contents": passages[i][1]},
+                "score": float(scores[i]),
+            }
+            for i in found[np.argsort(-scores[found])]
+        ]
+
+    return search
+
+
+class Numbers:
+    """A tokenizer whose words are the ids themselves."""
+
+    def encode(self, text, **_):
+        """Ids of a text of numbers."""
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids, **_):
+        """A text of these ids."""
+        return " ".join(str(int(i)) for i in ids)
+
+    def bos_id(self):
+        """Of the beginning of a text."""
+        return 1
+
+    def eos_id(self):
+        """Of its end."""
+        return 2
+
+    def pad_id(self):
+        """Of what fills a row."""
+        return 0
+
+
+def reward(prompts, completions, **_):
+    """One float for each completion, from its length alone."""
+    return [len(text) % REWARD_DIVISOR / REWARD_DIVISOR for text in completions]
+
+
+def _model(spec):
+    """A Llama of this shape, in float32."""
+    from flax import nnx
+    from tunix.models.llama3 import model as llama
+
+    config = llama.ModelConfig(
+        num_layers=spec["num_layers"],
+        vocab_size=spec["vocab_size"],
+        embed_dim=spec["width"],
+        hidden_dim=spec["mlp_width"],
+        num_heads=spec["num_heads"],
+        head_dim=spec["head_dim"],
+        num_kv_heads=spec["num_kv_heads"],
+        rope_theta=int(spec["rope_theta"]),
+        norm_eps=spec["norm_eps"],
+        weight_tying=spec["tie_embeddings"],
+    )
+    return llama.Llama3(config, rngs=nnx.Rngs(0))
+
+
+def make_step(*, spec, num_questions, group_size, num_prompt, num_new, micro_batch):
+    """Whole steps of its GRPOLearner: rollouts, reference's scores, an update."""
+    multiply_in_full()
+    import jax
+    import optax
+    from tunix.rl import rl_cluster as clusters
+    from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+    from tunix.rl.rollout.base_rollout import RolloutConfig
+
+    devices = np.array(jax.devices()[:1]).reshape(1, 1)
+    mesh = jax.sharding.Mesh(devices, ("fsdp", "tp"))
+    roles = (clusters.Role.ACTOR, clusters.Role.REFERENCE, clusters.Role.ROLLOUT)
+    cluster = clusters.RLCluster(
+        actor=_model(spec),
+        reference=_model(spec),
+        tokenizer=Numbers(),
+        cluster_config=clusters.ClusterConfig(
+            role_to_mesh={role: mesh for role in roles},
+            training_config=clusters.RLTrainingConfig(
+                actor_optimizer=optax.adamw(1e-5),
+                eval_every_n_steps=10**9,
+                max_steps=10**6,
+                mini_batch_size=num_questions,
+                train_micro_batch_size=micro_batch,
+            ),
+            rollout_config=RolloutConfig(
+                max_tokens_to_generate=num_new,
+                max_prompt_length=num_prompt,
+                # It fills prompts up to a power of two, of 32 at least.
+                kv_cache_size=max(32, 2 * num_prompt) + num_new + 1,
+                temperature=1.0,
+                top_p=1.0,
+            ),
+        ),
+    )
+    settings = GRPOConfig(num_generations=group_size, beta=0.04)
+    learner = GRPOLearner(cluster, settings, reward_fns=reward)
+    return _stepper(learner, num_questions, num_prompt, spec["vocab_size"])
+
+
+def _stepper(learner, num_questions, num_prompt, vocab_size):
+    """`once` of a learner that trains on a thread and waits for its next questions."""
+    words = Numbers()
+    goes_on, is_done, failed = threading.Semaphore(0), threading.Semaphore(0), []
+
+    def questions():
+        step = 0
+        while True:
+            goes_on.acquire()
+            rows = prompt_rows(num_questions, num_prompt, vocab_size, step)
+            yield {"prompts": np.array([words.decode(row) for row in rows])}
+            is_done.release()
+            step += 1
+
+    def train():
+        try:
+            learner.train(questions())
+        except BaseException as error:
+            failed.append(error)
+            is_done.release()
+
+    threading.Thread(target=train, daemon=True).start()
+
+    def once():
+        started = time.perf_counter()
+        goes_on.release()
+        is_done.acquire()
+        if failed:
+            raise failed[0]
+        return {"seconds": time.perf_counter() - started}
+
+    return once
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
