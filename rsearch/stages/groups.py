@@ -155,6 +155,7 @@ def rollouts_in_loss(
 
 
 def _repeats_a_turn(rollout: Rollout) -> bool:
+    # A policy that has collapsed often writes one turn again and again.
     turns = [s.text for s in rollout.segments if s.source == Source.POLICY]
     return len(set(turns)) < len(turns)
 

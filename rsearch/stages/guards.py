@@ -168,6 +168,7 @@ class Guards:
             return None
         self._num_files += 1
         path = self._folder / f"{step}-{self._skipped}.npz"
+        # A collective: every host takes part, also one that writes nothing.
         arrays = {name: collectives.gather_array(x) for name, x in named(batch).items()}
         if processes.is_host0():
             self._folder.mkdir(exist_ok=True)

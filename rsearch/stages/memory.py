@@ -131,6 +131,7 @@ class MemorySet:
 
     def _is_right(self, question, row):
         """Return whether a rewording recalls all, answers right and can be learnt."""
+        # A rewording that still searches, or has no answer, teaches nothing to recall.
         if recalled(self._host.protocol, row["text"]) is None:
             return False
         try:

@@ -207,6 +207,7 @@ class StageState:
             OSError: it has refused for config.checkpoint.retry_seconds.
             PreemptedError: it refuses, and the run was told to stop.
         """
+        # Waits double: a disk that stays full should not fill the log as well.
         wait, longest_wait = WAITS
         end = time.monotonic() + self._config.checkpoint.retry_seconds
         while True:
@@ -220,6 +221,7 @@ class StageState:
                 f"{message}; asking again for {seconds_left:.0f} s, {self.done} steps "
                 "kept"
             )
+            # In short sleeps, so that a signal is heeded at once.
             again = time.monotonic() + min(wait, seconds_left)
             while time.monotonic() < again:
                 if preemption.is_stop_requested():

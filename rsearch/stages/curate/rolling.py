@@ -260,5 +260,6 @@ def _group_size(configured: int, max_rollouts: int) -> int:
     It does not depend on the number of slots: a stage that goes on with others asks the
     same.
     """
+    # A divisor, so that rounds of any such size end at the same rollouts.
     sizes = range(1, min(configured, max_rollouts) + 1)
     return max((size for size in sizes if configured % size == 0), default=1)
