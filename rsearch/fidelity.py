@@ -70,7 +70,7 @@ class Rule(NamedTuple):
 
 
 def read_rules(system: str) -> list[Rule]:
-    """The rules of a system, in the file's order.
+    """Return the rules of a system, in the file's order.
 
     Raises:
         ValueError: a rule with an unknown key, or without one that it needs.
@@ -86,7 +86,7 @@ def read_rules(system: str) -> list[Rule]:
 
 
 def value_of(system: str, rule: Rule, field: str, *, parity: bool):
-    """What a field of a rule is in the recipe; ABSENT where the recipe has it not.
+    """Return the value that a rule's field has in the recipe, or ABSENT.
 
     Raises:
         ValueError: no such field or stage.
@@ -98,13 +98,13 @@ def value_of(system: str, rule: Rule, field: str, *, parity: bool):
         return list(stages)
     if rule.stage and rule.stage not in stages:
         return ABSENT
-    own = stages[rule.stage] if rule.stage else list(stages.values())[-1]
+    config = stages[rule.stage] if rule.stage else list(stages.values())[-1]
     if field.startswith(PROTOCOL):
-        return getattr(PROTOCOLS[own.protocol.name], field.removeprefix(PROTOCOL))
+        return getattr(PROTOCOLS[config.protocol.name], field.removeprefix(PROTOCOL))
     if field.startswith("reward."):
-        return _setting(own.reward.to_dict(), field.removeprefix("reward."))
-    configuration.check_known(own, field)
-    node = own
+        return _setting(config.reward.to_dict(), field.removeprefix("reward."))
+    configuration.check_known(config, field)
+    node = config
     for key in field.split("."):
         node = node[key]
     return node
@@ -112,12 +112,12 @@ def value_of(system: str, rule: Rule, field: str, *, parity: bool):
 
 @functools.cache
 def _loaded(spec):
-    """{stage: its configuration} of a recipe; only read."""
+    """Return {stage: its configuration} of a recipe; only read."""
     return dict(stage_configs(configuration.load(spec)))
 
 
 def _setting(reward, name):
-    """The value of '<term>' or '<term>.<setting>' in a recipe's reward.
+    """Return the value of '<term>' or '<term>.<setting>' in a recipe's reward.
 
     Raises:
         ValueError: the term has no such setting.
@@ -134,7 +134,7 @@ def _setting(reward, name):
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [HEAD]
     indexed: dict[str, list[str]] = {}
     for system, title in SYSTEMS:
@@ -150,7 +150,7 @@ def page() -> str:
 
 
 def _row(system, rule):
-    """One line of the table."""
+    """Return one line of the table."""
     ours = [_text(value_of(system, rule, f, parity=False)) for f in rule.fields]
     theirs = [_text(value_of(system, rule, f, parity=True)) for f in rule.fields]
     if ours == theirs:
@@ -164,21 +164,21 @@ def _row(system, rule):
 
 
 def _text(value):
-    """A value as the page shows it."""
+    """Return a value as the page shows it."""
     if isinstance(value, tuple | list):
         return ", ".join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _cell(lines):
-    """The lines of a cell, in which Markdown finds no markup."""
-    plain = (" ".join(line.split()) for line in lines)
-    plain = (line.replace("|", "\\|").replace("<", "&lt;") for line in plain)
-    return "<br>".join(plain)
+    """Return the lines of a cell, in which Markdown finds no markup."""
+    texts = (" ".join(line.split()) for line in lines)
+    texts = (line.replace("|", "\\|").replace("<", "&lt;") for line in texts)
+    return "<br>".join(texts)
 
 
 def read_lists() -> dict[str, str]:
-    """{"D 1": what it is} of the two lists, in their order."""
+    """Return {"D 1": what it is} of the two lists, in their order."""
     path = FOLDER / "fidelity" / "lists.toml"
     return {
         f"{letter} {number}": text
@@ -188,7 +188,7 @@ def read_lists() -> dict[str, str]:
 
 
 def _lists(indexed):
-    """Which rows settle which entry of the two lists of differences."""
+    """Return which rows settle which entry of the two lists of differences."""
     rows = ["## The known differences (D) and switches (S)", ""]
     rows += ["| entry | what | rows |", "|---|---|---|"]
     for entry, what in read_lists().items():
@@ -198,15 +198,15 @@ def _lists(indexed):
 
 
 def main(argv) -> int:
-    """The command.
+    """Run the command.
 
     Raises:
         ValueError: with --check, a page that is not what the recipes give now.
     """
     flags = {"check": (False, "writes nothing, fails where the page is not current")}
-    given = configuration.parse_flags(argv, flags=flags)
+    values = configuration.parse_flags(argv, flags=flags)
     text = page()
-    if not given["check"]:
+    if not values["check"]:
         PAGE.write_text(text)
     elif not PAGE.is_file() or PAGE.read_text() != text:
         raise ValueError(f"{PAGE} is not current: python -m rsearch.fidelity")

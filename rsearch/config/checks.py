@@ -102,11 +102,11 @@ def _check_endpoints(c):
 
 
 def _check_reader(c):
-    asked = [m for m in c.eval.methods if m == "evidence" or m.startswith("reader_")]
-    if asked and not c.models.reader.source:
+    methods = [m for m in c.eval.methods if m == "evidence" or m.startswith("reader_")]
+    if methods and not c.models.reader.source:
         raise ValueError(
-            f"config.eval.methods names {asked[0]!r}, which asks a reader: name one in "
-            "config.models.reader.source"
+            f"config.eval.methods names {methods[0]!r}, which asks a reader: name one "
+            "in config.models.reader.source"
         )
 
 
@@ -177,13 +177,14 @@ def _check_rl_batch(c):
     if "rl" not in kinds(c):
         return
     rows = c.rl.questions_per_step * c.rollout.group_size
-    part = c.rl.updates_per_step * c.rl.micro_batch
-    if rows % part:
+    divisor = c.rl.updates_per_step * c.rl.micro_batch
+    if rows % divisor:
         raise ValueError(
             f"config.rl.micro_batch = {c.rl.micro_batch} does not fit: "
             f"{c.rl.questions_per_step} questions x {c.rollout.group_size} rollouts = "
             f"{rows} rows, which {c.rl.updates_per_step} updates x micro-batches of "
-            f"{c.rl.micro_batch} = {part} rows do not divide (remainder {rows % part})"
+            f"{c.rl.micro_batch} = {divisor} rows do not divide (remainder "
+            f"{rows % divisor})"
         )
     if c.rl.questions_per_step % c.rl.updates_per_step:
         raise ValueError(
@@ -207,7 +208,7 @@ def _check_rl_batch(c):
 
 
 def _check_rl_settings(c):
-    """Settings that mean nothing without another."""
+    """Refuse settings that mean nothing without another."""
     if "rl" not in kinds(c):
         return
     if c.rl.tis_cap and c.rl.old_logprobs != "recompute":
@@ -280,21 +281,25 @@ def _check_guards(c):
 def _check_curate(c):
     if "curate" not in kinds(c) or c.curate.method != "difficulty":
         return
-    easy, hard, most = c.curate.easy_below, c.curate.hard_above, c.curate.rollouts
+    easy, hard, limit = (
+        c.curate.easy_below,
+        c.curate.hard_above,
+        c.curate.rollouts,
+    )
     if easy > hard + 1:
         raise ValueError(
             f"config.curate.easy_below = {easy} and config.curate.hard_above = {hard} "
             "overlap: no question can be both"
         )
-    if most < hard:
+    if limit < hard:
         raise ValueError(
-            f"config.curate.rollouts = {most} cannot tell which questions need more "
+            f"config.curate.rollouts = {limit} cannot tell which questions need more "
             f"than config.curate.hard_above = {hard}"
         )
 
 
 def _check_shards(c, data=None):
-    """Micro-batches must split evenly over the devices that share the batch."""
+    """Refuse micro-batches that the devices sharing the batch cannot split."""
     data = max(c.mesh.data, 1) if data is None else data
     shards = data * c.mesh.fsdp
     for stage in sorted(kinds(c) - {"curate"}):
@@ -353,10 +358,10 @@ def validate(config, *, num_devices=None):
             together, with the arithmetic.
     """
     _validate_stage(config, num_devices)
-    for stage, own in stage_configs(config):
+    for stage, config_of_stage in stage_configs(config):
         if config.overrides.get(stage):
             try:
-                _validate_stage(own, num_devices)
+                _validate_stage(config_of_stage, num_devices)
             except ValueError as error:
                 raise ValueError(f"config.overrides.{stage}: {error}") from None
 

@@ -80,18 +80,18 @@ def rename_fields(config: dict) -> dict:
 
 
 def fields(config):
-    """{dotted name: value} of every field; an empty section is its own value."""
-    found = {}
+    """Return {dotted name: value} of every field; an empty section is its own value."""
+    values = {}
     for key, value in config.items():
         is_section = isinstance(value, ConfigDict | dict) and len(value)
         inner = fields(value) if is_section else {None: value}
         for rest, leaf in inner.items():
-            found[str(key) if rest is None else f"{key}.{rest}"] = leaf
-    return found
+            values[str(key) if rest is None else f"{key}.{rest}"] = leaf
+    return values
 
 
 def check_known(config, name, *, prefix="config."):
-    """Refuses a dotted name that is neither a field nor a section of `config`.
+    """Refuse a dotted name that is neither a field nor a section of `config`.
 
     Raises:
         ValueError: with the nearest right name.
@@ -112,7 +112,7 @@ def check_known(config, name, *, prefix="config."):
 
 
 def apply_overrides(config, overrides):
-    """A copy of `config` with fields set.
+    """Return a copy of `config` with fields set.
 
     Args:
         config: the configuration; it is left as it is.
@@ -184,7 +184,7 @@ def _plain_value(text):
 
 
 def _flat(config, overrides, prefix=""):
-    """(dotted name, value) of every override, nested dicts opened up."""
+    """Yield (dotted name, value) of every override, nested dicts opened up."""
     for key, value in overrides.items():
         name = f"{prefix}{key}"
         is_dict = isinstance(value, dict | ConfigDict)
@@ -220,7 +220,7 @@ def _set(config, name, value):
 
 
 def _section(name, value, current):
-    """The dict that replaces an open section."""
+    """Return the dict that replaces an open section."""
     if name not in OPEN_SECTIONS:
         names = ", ".join(f"config.{name}.{key}" for key in current)
         raise ValueError(f"config.{name} is a section; set one of {names}")
@@ -245,7 +245,7 @@ def _literal(name, text):
 
 
 def convert(name, value, kind, current=None):
-    """`value` as a `kind`: strings are read, an int may become a float, no more."""
+    """Return a value as a `kind`: strings are read, an int may become a float."""
     try:
         if kind is bool:
             if isinstance(value, str):
@@ -269,7 +269,7 @@ def convert(name, value, kind, current=None):
 
 
 def _items(name, value, current):
-    """The items of a sequence: '(1, 2)', '["a"]', or bare words with commas.
+    """Return the items of a sequence: '(1, 2)', '["a"]', or bare words with commas.
 
     They are of the kind that it has now; of an empty one they are words.
     """
@@ -286,18 +286,18 @@ def _items(name, value, current):
 
 
 def to_json(config):
-    """The configuration as indented JSON, the same text for the same values."""
-    plain = config.to_dict() if isinstance(config, ConfigDict) else config
-    return json.dumps(plain, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    """Return the configuration as indented JSON, the same text for the same values."""
+    values = config.to_dict() if isinstance(config, ConfigDict) else config
+    return json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def fingerprint(config):
-    """16 hexadecimal digits that differ where any value differs."""
+    """Return 16 hexadecimal digits that differ where any value differs."""
     return hashlib.blake2b(to_json(config).encode(), digest_size=8).hexdigest()
 
 
 def diff(old, new):
-    """[(dotted name, old value, new value)] of the fields that differ, sorted.
+    """Return [(dotted name, old value, new value)] of the fields that differ, sorted.
 
     Either side may be a configuration or a dict from `json.loads(to_json(config))`;
     ABSENT stands for a field that one side does not have.

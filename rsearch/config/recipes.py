@@ -76,7 +76,7 @@ class StoppedError(RuntimeError):
 
 
 def load(spec):
-    """The configuration that a recipe builds.
+    """Return the configuration that a recipe builds.
 
     Args:
         spec: 'configs/x.py', 'configs.x', or either with ':variant'. The path is
@@ -143,7 +143,7 @@ def with_defaults(config: dict) -> dict:
 
 
 def _find(name):
-    """The file that a recipe's path or dotted name means."""
+    """Return the file that a recipe's path or dotted name means."""
     if not name:
         raise ValueError("config is empty: write configs/<recipe>.py[:variant]")
     if not name.endswith(".py") and "/" not in name:
@@ -171,7 +171,7 @@ def _import(path):
 
 
 def _where(path, error):
-    """'file:line: what' for an error raised while a recipe ran."""
+    """Return 'file:line: what' for an error raised while a recipe ran."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f.lineno for f in frames if f.filename == str(path)]
     message = " ".join(str(error).split()).strip("'\"")
@@ -190,19 +190,19 @@ def _where(path, error):
 
 
 def format_config(config):
-    """One `config.a.b = value` line a field, sections in their alphabetical order."""
+    """Return one `config.a.b = value` line a field, sections in alphabetical order."""
     rows = sorted(fields(config).items())
-    plain = [(n, v.to_dict() if isinstance(v, ConfigDict) else v) for n, v in rows]
-    return "".join(f"config.{name} = {value!r}\n" for name, value in plain)
+    values = [(n, v.to_dict() if isinstance(v, ConfigDict) else v) for n, v in rows]
+    return "".join(f"config.{name} = {value!r}\n" for name, value in values)
 
 
 def print_config(config):
-    """Writes `format_config` to stdout."""
+    """Write `format_config` to stdout."""
     print(format_config(config), end="")
 
 
 def parse_command_line(argv, *, flags):
-    """Reads a command that takes a configuration.
+    """Read a command that takes a configuration.
 
     Args:
         argv: the arguments, without the program's name.
@@ -230,7 +230,7 @@ def parse_command_line(argv, *, flags):
 
 
 def parse_flags(argv, *, flags, positional=()):
-    """Reads a command without a configuration.
+    """Read a command without a configuration.
 
     Args:
         argv: the arguments, without the program's name.
@@ -248,7 +248,7 @@ def parse_flags(argv, *, flags, positional=()):
 
 def _parse(argv, flags, *, positional, takes_config):
     """Return {flag: value}, ['a.b=value', ...] and the positional arguments."""
-    given, overrides, rest = {}, [], []
+    values_given, overrides, rest = {}, [], []
     argv, words = list(argv), tuple(argv)
     while argv:
         word = argv.pop(0)
@@ -276,16 +276,16 @@ def _parse(argv, flags, *, positional, takes_config):
         if is_field:
             overrides.append(f"{name}={value}")
         else:
-            given[name] = value
+            values_given[name] = value
     values = {}
     for name, (default, _) in flags.items():
-        if name not in given and default is REQUIRED:
+        if name not in values_given and default is REQUIRED:
             raise ValueError(f"--{name}=... is missing; --help shows the flags")
         has_type = default is not None and default is not REQUIRED
         kind = type(default) if has_type else str
         values[name] = (
-            convert(f"--{name}", given[name], kind, default)
-            if name in given
+            convert(f"--{name}", values_given[name], kind, default)
+            if name in values_given
             else default
         )
     return values, overrides, rest
@@ -328,7 +328,7 @@ def _help(flags, positional, takes_config):
 
 
 def run_command(main, argv=None):
-    """Runs `main(argv)` and returns the process's exit code.
+    """Run `main(argv)` and return the process's exit code.
 
     What the user did wrong (a ValueError raised by this package, a file that cannot be
     read or written) becomes one `error: ...` on stderr and code 2. Everything else is a
@@ -354,7 +354,7 @@ def run_command(main, argv=None):
 
 
 def _flush():
-    """Writes what is left now, where it can fail, and not as the interpreter ends.
+    """Write what is left now, where it can fail, and not as the interpreter ends.
 
     Returns whether all that was printed has gone out. A log on stderr may lose lines.
     """
@@ -373,37 +373,37 @@ def _flush():
 
 
 def _drop_output():
-    """Has streams without a reader write to nowhere; returns whether there are any."""
-    found = False
+    """Have streams without a reader write to nowhere; return whether there are any."""
+    is_any_closed = False
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        asked = select.poll()
+        poll = select.poll()
         try:
-            asked.register(stream.fileno(), 0)
+            poll.register(stream.fileno(), 0)
         except OSError:  # a stream in memory, as tests have
             continue
-        if any(event & select.POLLERR for _, event in asked.poll(0)):
-            found = True
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            is_any_closed = True
             _to_nowhere(stream)
-    return found
+    return is_any_closed
 
 
 def _to_nowhere(stream):
-    """What is written to the stream, and what it still holds, is lost."""
+    """Discard what is written to the stream, and what it still holds."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def _exit_code(main, argv):
-    """What `run_command` returns, but for readers that have gone."""
+    """Run main, and return the exit code that its outcome stands for."""
     try:
         return int(main(argv) or 0)
     except KeyboardInterrupt:
         _tell("interrupted")
         return 130
     except PreemptedError as error:
-        told = clean(str(error)) or "stopped"
-        _tell(f"{told}; the same command goes on")
+        reason = clean(str(error)) or "stopped"
+        _tell(f"{reason}; the same command goes on")
         return EXIT_CODE
     except StoppedError as error:
         _tell(f"error: {clean(str(error))}")
@@ -421,13 +421,13 @@ def _exit_code(main, argv):
 
 
 def _tell(text):
-    """A line on stderr, where there is room for it."""
+    """Write a line to stderr, if there is room for it."""
     with unless_full():
         print(text, file=sys.stderr)
 
 
 def is_for_users(error) -> bool:
-    """Whether a ValueError or OSError tells what the user did wrong."""
+    """Return whether a ValueError or OSError is about what the user did."""
     if isinstance(error, OSError):
         known = (*FULL, *TOO_MANY_FILES)
         return error.filename is not None or error.errno in known

@@ -70,7 +70,7 @@ def roles_of(kind: str) -> tuple[str, ...]:
 
 
 def is_stage(name) -> bool:
-    """Whether this can be the name of a stage."""
+    """Return whether this can be the name of a stage."""
     return isinstance(name, str) and NAME.fullmatch(name) is not None
 
 
@@ -80,25 +80,25 @@ def kind_of(stage: str) -> str:
 
 
 def kinds(config) -> set[str]:
-    """The kinds of a configuration's stages."""
+    """Return the kinds of a configuration's stages."""
     return {kind_of(stage) for stage in config.stages}
 
 
 def stage_config(config, stage: str):
-    """The configuration of one stage: its overrides applied, itself the only stage.
+    """Return one stage's configuration: overrides applied, itself the only stage.
 
     Raises:
         ValueError: an override of a field that there is not, or with a wrong value.
     """
-    own = config.overrides.get(stage)
-    changed = apply_overrides(config, own.to_dict() if own else {})
+    overrides = config.overrides.get(stage)
+    changed = apply_overrides(config, overrides.to_dict() if overrides else {})
     changed.stages = (stage,)
     changed.overrides = ConfigDict()
     return changed
 
 
 def stage_configs(config):
-    """[(stage, its configuration)] in order.
+    """Return [(stage, its configuration)] in order.
 
     Raises:
         ValueError: overrides for a stage that is not in config.stages.
@@ -113,38 +113,41 @@ def stage_configs(config):
 
 
 def earlier_stages(config) -> list[str]:
-    """The stages whose files or weights a configuration's own stages read.
+    """Return the stages whose files or weights a configuration's own stages read.
 
     They are named as "stage:<name>", in the STAGE_FIELDS that are of such a stage's
     kind, and in those of the models that its evaluation asks.
     """
-    own = kinds(config)
-    read = [field for field, (_, by) in STAGE_FIELDS.items() if own & set(by)]
-    found = [_named(config, field) for field in (*read, *EVALUATION_FIELDS)]
-    return list(dict.fromkeys(name for name in found if name is not None))
+    own_kinds = kinds(config)
+    read = [field for field, (_, by) in STAGE_FIELDS.items() if own_kinds & set(by)]
+    names = [_named(config, field) for field in (*read, *EVALUATION_FIELDS)]
+    return list(dict.fromkeys(name for name in names if name is not None))
 
 
 def check_plan(config) -> None:
-    """Refuses stages that read what no earlier stage of the run will have left.
+    """Refuse stages that read what no earlier stage of the run will have left.
 
     Raises:
         ValueError: the field, the stage that it names and what is wrong with it.
     """
     before, first_evaluated = [], [] if config.eval.at_start else None
-    for stage, own in stage_configs(config):
-        if own.model.source.startswith(STAGE):
+    for stage, config_of_stage in stage_configs(config):
+        if config_of_stage.model.source.startswith(STAGE):
             raise ValueError(
-                f"config.model.source = {own.model.source!r} in stage {stage}: weights "
-                "go from stage to stage by config.trains; this names their beginning"
+                f"config.model.source = {config_of_stage.model.source!r} in stage "
+                f"{stage}: weights go from stage to stage by config.trains; this names "
+                "their beginning"
             )
         for field, (kind, by) in STAGE_FIELDS.items():
             is_read = kind_of(stage) in by
             if field == "models.rewriter.source":
-                is_read = is_read and own.rl.memorise_coef > 0
+                is_read = is_read and config_of_stage.rl.memorise_coef > 0
             if is_read:
-                _check_named(own, field, kind, before, config, f"stage {stage}")
+                _check_named(
+                    config_of_stage, field, kind, before, config, f"stage {stage}"
+                )
         before.append(stage)
-        is_evaluated = own.trains == "policy" and kind_of(stage) != "curate"
+        is_evaluated = config_of_stage.trains == "policy" and kind_of(stage) != "curate"
         if is_evaluated and first_evaluated is None:
             first_evaluated = list(before)
     for field in EVALUATION_FIELDS:
@@ -154,29 +157,29 @@ def check_plan(config) -> None:
 
 
 def _named(config, field):
-    """The stage that a field names, or None."""
+    """Return the stage that a field names, or None."""
     value = config[field]
     return value.removeprefix(STAGE) if value.startswith(STAGE) else None
 
 
-def _check_named(own, field, kind, before, config, reader):
-    """Refuses a field whose stage is not among those before its reader, or no such."""
-    name = _named(own, field)
+def _check_named(config_of_stage, field, kind, before, config, reader):
+    """Refuse a field whose stage is not among those before its reader, or no such."""
+    name = _named(config_of_stage, field)
     if name is None:
         return
-    told = f"config.{field} = '{STAGE}{name}', which {reader} reads: "
+    problem = f"config.{field} = '{STAGE}{name}', which {reader} reads: "
     if name not in config.stages:
         there = ", ".join(config.stages)
-        raise ValueError(f"{told}the run has no such stage; it has {there}")
+        raise ValueError(f"{problem}the run has no such stage; it has {there}")
     if name not in before:
-        raise ValueError(f"{told}stage {name} has not ended by then")
+        raise ValueError(f"{problem}stage {name} has not ended by then")
     if kind_of(name) not in kind:
         right = " or ".join(kind)
-        raise ValueError(f"{told}that leaves no such thing; name a stage of {right}")
+        raise ValueError(f"{problem}that leaves no such thing; name a stage of {right}")
 
 
 def stage_file(source: str, name: str, home) -> str:
-    """The path that a source means: "stage:x" is the file `name` of stage x.
+    """Return the path that a source means: "stage:x" is the file `name` of stage x.
 
     Args:
         source: a path, which is returned as it is, or "stage:<name>".

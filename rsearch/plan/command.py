@@ -43,7 +43,7 @@ ADVICE = (
 
 
 def main(config, machine: Machine, *, only: str = "") -> dict[str, list[Estimate]]:
-    """{stage: the estimates of its programs}, in order.
+    """Return {stage: the estimates of its programs}, in order.
 
     What evaluates an imitation stage is beside it, as "<stage>, evaluation". A data
     stage whose model the run makes itself is left out.
@@ -61,67 +61,78 @@ def main(config, machine: Machine, *, only: str = "") -> dict[str, list[Estimate
     check_plan(config)
     stages = stage_configs(config)
     if only:
-        stages = [(stage, own) for stage, own in stages if stage == only]
+        stages = [
+            (stage, config_of_stage)
+            for stage, config_of_stage in stages
+            if stage == only
+        ]
     if not stages:
         there = ", ".join(config.stages)
         raise ValueError(f"--stage={only}: must be one of {there}")
-    found = {}
-    for stage, own in stages:
-        validate(own, num_devices=machine.num_devices)
-        if kind_of(stage) == "curate" and shape_of(own.model.source, own) is None:
+    estimates = {}
+    for stage, config_of_stage in stages:
+        validate(config_of_stage, num_devices=machine.num_devices)
+        if (
+            kind_of(stage) == "curate"
+            and shape_of(config_of_stage.model.source, config_of_stage) is None
+        ):
             continue
-        frame = make_frame(own, stage, machine)
+        frame = make_frame(config_of_stage, stage, machine)
         spec = frame.model.spec
-        check_context(own, stage, spec)
-        check_layout(own, spec)
+        check_context(config_of_stage, stage, spec)
+        check_layout(config_of_stage, spec)
         size, here = machine.num_devices, machine.host_devices
-        memory = memory_of(own, stage, spec, size, host_devices=here)
+        memory = memory_of(config_of_stage, stage, spec, size, host_devices=here)
         programs = stage_programs(frame, stage, machine)
-        found[stage] = _estimates(programs, memory, machine, stage)
+        estimates[stage] = _estimates(programs, memory, machine, stage)
         if memory.evaluating:
             name = f"{stage}, evaluation"
-            programs = filled_once(make_frame(own, "rl", machine), "sft", machine)
+            programs = filled_once(
+                make_frame(config_of_stage, "rl", machine), "sft", machine
+            )
             memory = dataclasses.replace(memory, resident={}, rolling=memory.evaluating)
-            found[name] = _estimates(programs, memory, machine, name)
-    return found
+            estimates[name] = _estimates(programs, memory, machine, name)
+    return estimates
 
 
 def _estimates(programs, memory, machine, name):
-    """Of each program, compiled or, where that cannot be, reckoned."""
+    """Return the estimate of each program, compiled or else computed by hand."""
     if not machine.is_compiled_for:
         return [reckoned(program, memory) for program in programs]
     programs = console.progress(programs, f"{name}: programs compiled")
     return [estimate(program, machine) for program in programs]
 
 
-def rows_of(found: dict[str, list[Estimate]], machine: Machine) -> list[dict]:
-    """A row for each program, as JSON values; bytes and operations of each device."""
+def rows_of(
+    estimates_of_stages: dict[str, list[Estimate]], machine: Machine
+) -> list[dict]:
+    """Return a row for each program in JSON values, per device."""
     rows = []
-    for stage, estimates in found.items():
-        for one in estimates:
-            seconds = one.seconds(machine.chip)
+    for stage, estimates in estimates_of_stages.items():
+        for item in estimates:
+            seconds = item.seconds(machine.chip)
             bound = max(seconds, key=seconds.get)
             rows.append(
                 {
                     "stage": stage,
-                    "program": one.name,
-                    "calls": one.calls,
-                    "peak_bytes": one.peak,
+                    "program": item.name,
+                    "calls": item.calls,
+                    "peak_bytes": item.peak,
                     "memory_bytes": machine.chip.memory,
-                    "flops": one.flops,
-                    "moved_bytes": one.moved.memory,
-                    "sent_bytes": one.moved.sent,
-                    "collectives": {op: n for op, (n, _) in one.moved.links.items()},
+                    "flops": item.flops,
+                    "moved_bytes": item.moved.memory,
+                    "sent_bytes": item.moved.sent,
+                    "collectives": {op: n for op, (n, _) in item.moved.links.items()},
                     "seconds": seconds[bound],
                     "bound": bound,
-                    "compile_seconds": one.compile_seconds,
+                    "compile_seconds": item.compile_seconds,
                 }
             )
     return rows
 
 
 def show(rows: list[dict], config, machine: Machine) -> bool:
-    """Prints the tables; whether all fits."""
+    """Print the tables; return whether all fits."""
     shown = [
         (
             row["stage"],
@@ -159,25 +170,27 @@ def show(rows: list[dict], config, machine: Machine) -> bool:
             "XLA holds for a moment, is not in it"
         )
     planned = {row["stage"] for row in rows}
-    left = ", ".join(stage for stage in config.stages if stage not in planned)
-    fits = f"fits {machine.name}" + (f"; not planned: {left}" if left else "")
+    not_planned = ", ".join(stage for stage in config.stages if stage not in planned)
+    fits = f"fits {machine.name}" + (
+        f"; not planned: {not_planned}" if not_planned else ""
+    )
     console.note(ADVICE if full else fits)
     return not full
 
 
 def command(argv) -> int:
-    """The command; 1 where it does not fit."""
-    config, given = parse_command_line(argv, flags=FLAGS)
-    if given["print_config"]:
+    """Run the command; return 1 where the plan does not fit."""
+    config, values = parse_command_line(argv, flags=FLAGS)
+    if values["print_config"]:
         print_config(config)
         return 0
-    if given["topology"] is None:
+    if values["topology"] is None:
         raise ValueError("--topology: name one, such as v5p:2x2x4")
-    if given["out"]:
-        files.check_output("out", given["out"])
-    machine = find_machine(given["topology"])
-    rows = rows_of(main(config, machine, only=given["stage"]), machine)
+    if values["out"]:
+        files.check_output("out", values["out"])
+    machine = find_machine(values["topology"])
+    rows = rows_of(main(config, machine, only=values["stage"]), machine)
     fits = show(rows, config, machine)
-    if given["out"]:
-        pathlib.Path(given["out"]).write_text(json.dumps(rows, indent=1) + "\n")
+    if values["out"]:
+        pathlib.Path(values["out"]).write_text(json.dumps(rows, indent=1) + "\n")
     return 0 if fits else 1

@@ -57,12 +57,12 @@ class Memory:
         """The most at any time."""
         phases = self.rolling, self.updating, self.stepping
         staying = sum(self.resident.values())
-        most = staying + max(sum(phase.values()) for phase in phases)
-        return max(most, sum(self.evaluating.values()))
+        largest = staying + max(sum(phase.values()) for phase in phases)
+        return max(largest, sum(self.evaluating.values()))
 
 
 def shape_of(source: str, c, *, section: str = "model") -> DecoderSpec | None:
-    """The shape of a model by its source, without its weights.
+    """Return the shape of a model by its source, without its weights.
 
     Args:
         source: as config.model.source; "" is the shape in config.model.
@@ -94,7 +94,7 @@ def shape_of(source: str, c, *, section: str = "model") -> DecoderSpec | None:
 
 
 def limits_of(c, kind: str) -> tuple[Limits, Markup]:
-    """The budgets of a stage's rollouts, and what an observation has beside content.
+    """Return the limits of a stage's rollouts, and an observation's markup.
 
     The tags around observations are not counted: no tokenizer is read.
     """
@@ -135,7 +135,7 @@ def context_of(c, kind: str) -> tuple[str, int]:
 
 
 def check_context(c, stage: str, spec: DecoderSpec) -> None:
-    """Refuses sequences beyond a model's context.
+    """Refuse sequences beyond a model's context.
 
     Raises:
         ValueError: with the arithmetic.
@@ -151,7 +151,7 @@ def check_context(c, stage: str, spec: DecoderSpec) -> None:
 def memory_of(
     c, stage: str, spec: DecoderSpec, num_devices: int, *, host_devices: int
 ) -> Memory:
-    """Bytes that a stage takes on each device.
+    """Return bytes that a stage takes on each device.
 
     Args:
         c: the stage's configuration.
@@ -191,14 +191,19 @@ def memory_of(
 
 
 def _params_here(c, spec):
-    """Parameters of a device that `tensor` alone cuts; a vocabulary may stay whole."""
+    """Return a device's parameters where `tensor` alone shards them.
+
+    A vocabulary that `tensor` does not divide is on every device.
+    """
     tensor, matrices = c.mesh.tensor, 1 if spec.tie_embeddings else 2
-    whole = matrices * spec.vocab_size * spec.width if spec.vocab_size % tensor else 0
-    return (spec.num_params - whole) / tensor + whole
+    unsharded = (
+        matrices * spec.vocab_size * spec.width if spec.vocab_size % tensor else 0
+    )
+    return (spec.num_params - unsharded) / tensor + unsharded
 
 
 def _num_trained(c, spec):
-    """Numbers on each device that an update changes; adapters, if not cut, at most."""
+    """Return how many numbers on each device an update changes, at most."""
     m = c.model
     if m.lora_rank:
         return num_adapter_params(spec, rank=m.lora_rank, matrices=m.lora_matrices)
@@ -206,7 +211,7 @@ def _num_trained(c, spec):
 
 
 def agents_memory(c, kind: str) -> dict[str, float]:
-    """{what: bytes} of models that a stage asks and that run here, laid out to decode.
+    """Return {what: bytes} of models that a stage asks and that run here.
 
     Their weights in float32, from which these are made, do not stay.
     """
@@ -218,39 +223,39 @@ def agents_memory(c, kind: str) -> dict[str, float]:
 
 
 def asked_memory(c, names, host_devices: int) -> dict[str, float]:
-    """{what: bytes} while the largest of these models is asked; one is at a time."""
-    found = {}
+    """Return {what: bytes} while the largest of these models is asked, alone."""
+    caches = {}
     for name, spec in _agents(c, names).items():
         s = c.models[name]
         # What is read of prompts lies beside the rows that it goes into.
         tokens = s.max_concurrent * (2 * s.max_prompt_tokens + s.max_reply_tokens)
-        found[f"{name}'s keys and values"] = (
+        caches[f"{name}'s keys and values"] = (
             tokens * _token_bytes(c, spec) / host_devices
         )
-    return dict(sorted(found.items(), key=lambda item: item[1])[-1:])
+    return dict(sorted(caches.items(), key=lambda item: item[1])[-1:])
 
 
 def _agents(c, names):
-    """{name: shape} of those of these models that run here; known ones."""
-    found = {}
+    """Return {name: shape} of those of these models that run here; known ones."""
+    specs = {}
     for name in names:
         source = c.models[name].source
         # What another stage of the run trains has the shape of this one's model.
         shaped = c.model.source if source.startswith(STAGE) else source
         spec = shape_of(shaped, c, section=f"models.{name}") if source else None
         if spec is not None:
-            found[name] = spec
-    return found
+            specs[name] = spec
+    return specs
 
 
 def _token_bytes(c, spec):
-    """Bytes of the keys and values of one token."""
+    """Return bytes of the keys and values of one token."""
     heads = spec.num_layers * spec.num_kv_heads
     return 2 * heads * spec.head_dim * BYTES[c.model.dtype]
 
 
 def _playing(c, rolled, kind, spec, here):
-    """{what: bytes} of rollouts as a kind of stage makes them, and what is asked."""
+    """Return {what: bytes} of a kind of stage's rollouts and of models they ask."""
     during = _rolling(c, rolled, spec, here) | asked_memory(c, IN_ROLLOUTS, here)
     copy = "copy that decodes"
     behind = {copy: during[copy]} | asked_memory(c, roles_of(kind), here)
@@ -258,7 +263,7 @@ def _playing(c, rolled, kind, spec, here):
 
 
 def _rolling(c, kind, spec, here):
-    """{what: bytes} of rollouts: the copy that decodes, keys and values."""
+    """Return {what: bytes} of rollouts: the copy that decodes, keys and values."""
     size = BYTES[c.model.dtype]
     _, tokens = context_of(c, kind)
     is_copied = size != FLOAT32 or c.mesh.fsdp > 1 or c.model.lora_rank
@@ -277,7 +282,7 @@ def _rolling(c, kind, spec, here):
 
 
 def _updating(c, kind, spec, num_devices):
-    """{what: bytes} of an update: gradients and what the backward pass keeps."""
+    """Return {what: bytes} of an update: gradients and what the backward pass keeps."""
     size = BYTES[c.model.dtype]
     _, tokens = context_of(c, kind)
     shares, micro_batch = num_devices // c.mesh.tensor, c[kind].micro_batch

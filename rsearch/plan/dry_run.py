@@ -23,7 +23,7 @@ def dry_run(
     devices_per_host: int = HOST_DEVICES,
     device_memory_gb: float = 0.0,
 ) -> None:
-    """Prints a run's stages, budgets and memory, and refuses what cannot fit.
+    """Print a run's stages, budgets and memory; refuse what cannot fit.
 
     Args:
         config: of the run.
@@ -44,23 +44,25 @@ def dry_run(
     check_names(config)
     check_plan(config)
     stages = stage_configs(config)
-    for _, own in stages if devices else ():  # each may have a mesh of its own
-        validate(own, num_devices=devices)
+    for _, config_of_stage in (
+        stages if devices else ()
+    ):  # each may have a mesh of its own
+        validate(config_of_stage, num_devices=devices)
     too_big = []
     plans, budgets, memories = [], [], []
-    for stage, own in stages:
-        num_devices = devices or _fewest(own)
-        spec = shape_of(own.model.source, own)
-        plans.append((stage, *_plan(own, stage, spec)))
-        budgets += [(stage, *row) for row in _budget(own, stage, spec)]
+    for stage, config_of_stage in stages:
+        num_devices = devices or _fewest(config_of_stage)
+        spec = shape_of(config_of_stage.model.source, config_of_stage)
+        plans.append((stage, *_plan(config_of_stage, stage, spec)))
+        budgets += [(stage, *row) for row in _budget(config_of_stage, stage, spec)]
         if spec is None:
             note = "a model that the run makes itself, or a tokenizer not yet made"
             memories.append((stage, f"not known before: {note}", None))
             continue
-        check_context(own, stage, spec)
-        check_layout(own, spec)
+        check_context(config_of_stage, stage, spec)
+        check_layout(config_of_stage, spec)
         here = devices_per_host
-        memory = memory_of(own, stage, spec, num_devices, host_devices=here)
+        memory = memory_of(config_of_stage, stage, spec, num_devices, host_devices=here)
         memories += _memory_rows(stage, memory, num_devices)
         if device_memory_gb and memory.peak / GB > device_memory_gb:
             too_big.append((stage, memory.peak / GB, num_devices))
@@ -79,12 +81,12 @@ def dry_run(
 
 
 def _fewest(c) -> int:
-    """The devices of the smallest mesh that a configuration allows."""
+    """Return the devices of the smallest mesh that a configuration allows."""
     return max(c.mesh.data, 1) * c.mesh.fsdp * c.mesh.tensor
 
 
 def _plan(c, stage, spec):
-    """(trains, model, parameters, learns from) of a stage."""
+    """Return (trains, model, parameters, learns from) of a stage."""
     kind = kind_of(stage)
     model = c.model.source or "random weights"
     size = f"{spec.num_params / 1e9:.3g} B" if spec else "-"
@@ -98,7 +100,7 @@ def _plan(c, stage, spec):
 
 
 def _budget(c, stage, spec):
-    """(what, value) of what a stage reads, writes and updates."""
+    """Yield (what, value) of the tokens and rows that a stage processes."""
     kind = kind_of(stage)
     parts, tokens = context_of(c, kind)
     limit = f" of the model's {spec.max_context:,}" if spec else ""
@@ -115,13 +117,13 @@ def _budget(c, stage, spec):
     elif kind == "rl":
         yield from _rl_budget(c, tokens)
     else:
-        asked = f"{c.data.max_train:,}" if c.data.max_train else "all of"
-        yield "questions", f"{asked} {c.data.train}"
-        yield _asked(c.curate)
+        number = f"{c.data.max_train:,}" if c.data.max_train else "all of"
+        yield "questions", f"{number} {c.data.train}"
+        yield _num_requests(c.curate)
 
 
-def _asked(curate):
-    """(what, value) of how often the model is asked about one question."""
+def _num_requests(curate):
+    """Return (what, value) of how often the model is asked about one question."""
     first = 0 if curate.first else curate.rollouts
     rollouts = {
         "answerable": first + curate.retry_rollouts,
@@ -130,8 +132,8 @@ def _asked(curate):
     }
     if curate.method == "chains":
         return "turns of a chain", f"at most {curate.max_steps + curate.max_retries}"
-    most = rollouts.get(curate.method, first)
-    return "rollouts of a question", f"at most {most}"
+    max_requests = rollouts.get(curate.method, first)
+    return "rollouts of a question", f"at most {max_requests}"
 
 
 def _sft_budget(c, tokens):
@@ -154,7 +156,7 @@ def _sft_budget(c, tokens):
 
 def _rl_budget(c, tokens):
     s, r, rows = c.rl, c.rollout, c.rl.questions_per_step * c.rollout.group_size
-    own = max(1, r.max_searches + r.forced_final_turn) * r.max_turn_tokens
+    turn_tokens = max(1, r.max_searches + r.forced_final_turn) * r.max_turn_tokens
     each = rows // s.updates_per_step
     yield (
         "a step",
@@ -180,12 +182,15 @@ def _rl_budget(c, tokens):
     )
     yield (
         "all tokens",
-        (f"at most {total * tokens:,}, of which the policy writes {total * own:,}"),
+        (
+            f"at most {total * tokens:,}, of which the policy writes "
+            f"{total * turn_tokens:,}"
+        ),
     )
 
 
 def _memory_rows(stage, memory, num_devices):
-    """(stage, what, GB) of a stage's memory, its peak last."""
+    """Yield (stage, what, GB) of a stage's memory, its peak last."""
     phases = (
         ("", memory.resident),
         ("rollout: ", memory.rolling),

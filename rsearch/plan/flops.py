@@ -7,7 +7,7 @@ import jax
 
 
 def count_flops(function, args, *, rounds: float = 1) -> float:
-    """Operations of all matrix products, of all devices together, at most.
+    """Return the operations of all matrix products on all devices, at most.
 
     A branch counts as the dearest; in a kernel, whose blocks it chooses among, as the
     mean: of causal attention about half the blocks are looked at. A loop in a kernel,
@@ -27,12 +27,12 @@ def _count(jaxpr, rounds, among):
 
 
 def _of(eqn, rounds, among):
-    """Operations of one equation; of branches those that `among` tells."""
+    """Return the operations of one equation; `among` combines those of branches."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        left = eqn.invars[0].aval.shape
-        inner = math.prod(left[axis] for axis in contracted)
+        left_shape = eqn.invars[0].aval.shape
+        inner = math.prod(left_shape[axis] for axis in contracted)
         return 2.0 * inner * math.prod(eqn.outvars[0].aval.shape)
     if name == "cond":
         return among(_count(b.jaxpr, rounds, among) for b in params["branches"])
@@ -45,12 +45,12 @@ def _of(eqn, rounds, among):
 
 
 def _grid(params):
-    """How often the body of a kernel runs."""
+    """Return how often the body of a kernel runs."""
     return math.prod(params["grid_mapping"].grid)
 
 
 def _inner(params):
-    """The traced functions among an equation's parameters."""
+    """Yield the traced functions among an equation's parameters."""
     for value in params.values():
         if hasattr(value, "jaxpr"):
             value = value.jaxpr

@@ -70,14 +70,16 @@ class Moved(NamedTuple):
         return sum(size for _, size in self.links.values())
 
 
-def scaled(one: Moved, factor: float) -> Moved:
-    """What is moved by so many calls."""
-    links = {op: (n * factor, size * factor) for op, (n, size) in one.links.items()}
-    return Moved(one.memory * factor, links)
+def scaled(moved_once: Moved, factor: float) -> Moved:
+    """Return what is moved by so many calls."""
+    links = {
+        op: (n * factor, size * factor) for op, (n, size) in moved_once.links.items()
+    }
+    return Moved(moved_once.memory * factor, links)
 
 
 def moved(text: str, *, rounds: float = 1) -> Moved:
-    """What a compiled program moves in one call, at most: of branches the dearest.
+    """Return the bytes that a compiled program moves in one call, at most.
 
     Args:
         text: of the compiled program.
@@ -88,18 +90,18 @@ def moved(text: str, *, rounds: float = 1) -> Moved:
 
 
 def read(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
-    """{computation: {name: Instruction}}, and which one is the program."""
-    program, entry, own = {}, None, None
+    """Return {computation: {name: Instruction}}, and which one is the program."""
+    program, entry, body = {}, None, None
     for line in text.splitlines():
-        if found := COMPUTATION.match(line):
-            own = program.setdefault(found[1], {})
+        if match := COMPUTATION.match(line):
+            body = program.setdefault(match[1], {})
             if line.startswith("ENTRY"):
-                entry = found[1]
-        elif own is not None and (found := INSTRUCTION.match(line)):
-            one = _instruction(found[2], found[3], is_root=bool(found[1]))
-            own[one.name] = one
+                entry = match[1]
+        elif body is not None and (match := INSTRUCTION.match(line)):
+            instruction = _instruction(match[2], match[3], is_root=bool(match[1]))
+            body[instruction.name] = instruction
         elif line.startswith("}"):
-            own = None
+            body = None
     return program, entry
 
 
@@ -112,7 +114,7 @@ def _instruction(name, text, *, is_root):
 
 
 def _balanced(text):
-    """The parenthesis that a text begins with, and what follows it."""
+    """Return the parenthesis that a text begins with, and what follows it."""
     depth = 0
     for i, sign in enumerate(text):
         depth += (sign == "(") - (sign == ")")
@@ -122,7 +124,7 @@ def _balanced(text):
 
 
 def array_bytes(shape: str, *, in_memory=True) -> float:
-    """Bytes of a shape, of a tuple's parts together.
+    """Return the bytes of a shape, for a tuple their sum.
 
     Args:
         shape: such as "f32[8,128]{1,0:T(8,128)}".
@@ -143,14 +145,16 @@ class _Reader:
         self.program, self.rounds, self.known = program, rounds, {}
 
     def computation(self, name) -> Moved:
-        """All of a computation."""
+        """Return all of a computation."""
         if name not in self.known:
-            found = [self.instruction(name, i) for i in self.program[name].values()]
-            self.known[name] = _sum(found)
+            parts_moved = [
+                self.instruction(name, i) for i in self.program[name].values()
+            ]
+            self.known[name] = _sum(parts_moved)
         return self.known[name]
 
     def instruction(self, home, i) -> Moved:
-        """One line of it, with what it calls."""
+        """Return what one line moves, with what it calls."""
         called = [n for text in CALLED.findall(i.rest) for n in NAME.findall(text)]
         if i.op == "while":
             body = self.computation(called[0])
@@ -171,21 +175,21 @@ class _Reader:
             return self._collective(home, base, i)
         if i.op == "fusion":
             return Moved(self._fusion(home, i, called[0]), {})
-        return Moved(self._plain(home, i), {})
+        return Moved(self._array_bytes(home, i), {})
 
     def length(self, condition) -> float:
-        """How often a loop with this condition runs."""
-        own = self.program[condition]
-        root = next(i for i in own.values() if i.is_root)
+        """Return how often a loop with this condition runs."""
+        body = self.program[condition]
+        root = next(i for i in body.values() if i.is_root)
         if root.op == "compare" and "direction=LT" in root.rest:
-            last = own.get(root.operands[-1])
+            last = body.get(root.operands[-1])
             if last is not None and last.op == "constant":
                 return float(last.inside)
         return self.rounds
 
     def _shape(self, home, name):
-        found = self.program[home].get(name)
-        return found.shape if found else ""
+        instruction = self.program[home].get(name)
+        return instruction.shape if instruction else ""
 
     def _operands(self, home, i):
         return [array_bytes(self._shape(home, name)) for name in i.operands]
@@ -201,8 +205,8 @@ class _Reader:
         sent = {"all-reduce": 2 * taken, "all-gather": made}.get(op, taken)
         return Moved(0.0, {op: (1.0, sent)})
 
-    def _plain(self, home, i):
-        """Bytes of an instruction that is no fusion."""
+    def _array_bytes(self, home, i):
+        """Return bytes of an instruction that is no fusion."""
         operands, out = self._operands(home, i), array_bytes(i.shape)
         if i.op in ("dynamic-slice", "slice", "gather"):
             return 2 * out
@@ -211,8 +215,8 @@ class _Reader:
         if i.op in ("copy-start", "slice-start", "dynamic-slice-start"):
             # (target, source, ...): the smaller is what goes.
             parts = [
-                array_bytes(part[0], in_memory=False)
-                for part in ARRAY.finditer(i.shape)
+                array_bytes(array[0], in_memory=False)
+                for array in ARRAY.finditer(i.shape)
             ]
             return min((p for p in parts[:2] if p), default=0.0)
         if i.op == "custom-call" and PAGED in i.rest:
@@ -220,7 +224,7 @@ class _Reader:
         return sum(operands) + out
 
     def _paged(self, home, i, operands):
-        """Bytes that the kernel reads: of its pages those that the table can name."""
+        """Return bytes that a kernel reads; of pages those that its table can name."""
         shapes = [ARRAY.match(self._shape(home, name)) for name in i.operands]
         dims = [[int(n) for n in shape[2].split(",") if n] for shape in shapes]
         named = max(math.prod(d) for shape, d in zip(shapes, dims) if shape[1] == "s32")
@@ -230,58 +234,58 @@ class _Reader:
         )
 
     def _fusion(self, home, i, called):
-        """Bytes of a fusion: of what it slices only the slices."""
+        """Return bytes of a fusion: of what it slices only the slices."""
         total = 0.0
         for position, size in enumerate(self._operands(home, i)):
             total += min(size, self._read_of(called, position))
-        own = self.program[called]
-        root = next(x for x in own.values() if x.is_root)
-        return total + min(array_bytes(i.shape), self._written_by(own, root))
+        body = self.program[called]
+        root = next(x for x in body.values() if x.is_root)
+        return total + min(array_bytes(i.shape), self._written_by(body, root))
 
     def _read_of(self, called, position) -> float:
-        """Bytes that a fusion reads of its parameter at this position, at most."""
-        own = self.program[called]
+        """Return bytes that a fusion reads of one parameter, at most."""
+        body = self.program[called]
         names = [
             x.name
-            for x in own.values()
+            for x in body.values()
             if x.op == "parameter" and x.inside == str(position)
         ]
         total = 0.0
         while names:
             name = names.pop()
-            for user in own.values():
-                for place, operand in enumerate(user.operands):
+            for user in body.values():
+                for index, operand in enumerate(user.operands):
                     if operand != name:
                         continue
                     if user.op in ("bitcast", "reshape"):
                         names.append(user.name)
                     elif user.op == "fusion":
                         inner = CALLED.search(user.rest)[1].removeprefix("%")
-                        total += self._read_of(inner, place)
-                    elif user.op in ("dynamic-slice", "slice", "gather") and not place:
+                        total += self._read_of(inner, index)
+                    elif user.op in ("dynamic-slice", "slice", "gather") and not index:
                         total += array_bytes(user.shape, in_memory=False)
-                    elif user.op not in IN_PLACE or place:
+                    elif user.op not in IN_PLACE or index:
                         # What is changed in place is not read, anything else wholly.
                         return math.inf
         return total
 
-    def _written_by(self, own, root):
-        """Bytes that a fusion writes."""
+    def _written_by(self, body, root):
+        """Return bytes that a fusion writes."""
         if root.op in IN_PLACE:
             changes = root.operands[1 if root.op == "dynamic-update-slice" else 2]
-            return array_bytes(own[changes].shape, in_memory=False)
+            return array_bytes(body[changes].shape, in_memory=False)
         if root.op in ("bitcast", "reshape"):
-            return self._written_by(own, own[root.operands[0]])
+            return self._written_by(body, body[root.operands[0]])
         if root.op == "tuple":
-            return sum(self._written_by(own, own[name]) for name in root.operands)
+            return sum(self._written_by(body, body[name]) for name in root.operands)
         return array_bytes(root.shape, in_memory=False)
 
 
-def _sum(found):
+def _sum(parts_moved):
     memory, links = 0.0, {}
-    for one in found:
-        memory += one.memory
-        for op, (count, size) in one.links.items():
+    for item in parts_moved:
+        memory += item.memory
+        for op, (count, size) in item.links.items():
             have = links.get(op, (0.0, 0.0))
             links[op] = (have[0] + count, have[1] + size)
     return Moved(memory, links)

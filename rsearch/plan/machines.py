@@ -85,29 +85,29 @@ class Machine:
 
 
 def find_machine(name: str) -> Machine:
-    """The TPU slice of a name, such as "v5e:4x4" chips, or a GPU node: "a100x8".
+    """Return the TPU slice of a name, such as "v5e:4x4" chips, or a GPU node: "a100x8".
 
     Raises:
         ValueError: no such machine, or libtpu, which compiles for TPUs, is missing.
     """
     if node := NODE.fullmatch(name):
-        whole = CHIPS[node[1]]
-        chip = dataclasses.replace(whole, memory=GPU_SHARE * whole.memory)
+        all_chips = CHIPS[node[1]]
+        chip = dataclasses.replace(all_chips, memory=GPU_SHARE * all_chips.memory)
         return Machine(name, chip, _stand_ins(name, int(node[2])), False)
-    found = SLICE.fullmatch(name)
-    if not found:
+    slice_name = SLICE.fullmatch(name)
+    if not slice_name:
         raise ValueError(
             f"--topology={name}: must be a TPU slice such as v5e:2x4, v6e:2x2, "
             "v5p:2x2x4 or v4:2x2x2, or a GPU node such as a100x8"
         )
-    kind, shape = found[1], [int(n) for n in found[2].split("x")]
+    kind, shape = slice_name[1], [int(n) for n in slice_name[2].split("x")]
     devices = _tpu_devices(name, kind, shape)
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
     return Machine(name, CHIPS[kind], tuple(devices))
 
 
 def _tpu_devices(name, kind, shape):
-    """Devices of a TPU slice, to compile for."""
+    """Return the devices of a TPU slice, to compile for."""
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
             f"--topology={name}: compiling for TPUs needs the libtpu that belongs to "
@@ -121,12 +121,12 @@ def _tpu_devices(name, kind, shape):
     from jax.experimental import topologies
 
     bounds = tuple(
-        min(n, most) for n, most in zip([*shape, 1][:3], HOST_CHIPS, strict=True)
+        min(n, limit) for n, limit in zip([*shape, 1][:3], HOST_CHIPS, strict=True)
     )
     if tuple(shape) == LONE_HOST:
         bounds = (*LONE_HOST, 1)
     try:
-        found = topologies.get_topology_desc(
+        devices = topologies.get_topology_desc(
             platform="tpu",
             topology_name=name,
             chips_per_host_bounds=bounds,
@@ -135,17 +135,17 @@ def _tpu_devices(name, kind, shape):
     except jax.errors.JaxRuntimeError as error:
         first = str(error).partition("\n")[0]
         raise ValueError(f"--topology={name}: {first}") from None
-    return found.devices
+    return devices.devices
 
 
 def _stand_ins(name, count):
     """So many devices of this computer, for programs that are only traced."""
     with contextlib.suppress(RuntimeError):  # too late: it has what it has
         jax.config.update("jax_num_cpu_devices", count)
-    found = jax.devices("cpu")
-    if len(found) < count:
+    devices = jax.devices("cpu")
+    if len(devices) < count:
         raise ValueError(
-            f"--topology={name}: JAX runs here already, with {len(found)} devices, of "
-            f"which {count} are to stand for that node's"
+            f"--topology={name}: JAX runs here already, with {len(devices)} devices, "
+            f"of which {count} are to stand for that node's"
         )
-    return tuple(found[:count])
+    return tuple(devices[:count])

@@ -70,7 +70,7 @@ class Program(NamedTuple):
 
 
 def device_bytes(tree) -> float:
-    """Bytes of a tree of shapes with shardings on each device, its host's left out."""
+    """Return the bytes on each device of a tree of shapes with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -79,7 +79,7 @@ def device_bytes(tree) -> float:
 
 
 def make_frame(config, stage: str, machine: Machine) -> ModelContext:
-    """What a stage's programs are compiled from, on a machine that is not here.
+    """Return what a stage's programs are compiled from, on a machine that is not here.
 
     Raises:
         ValueError: the mesh does not fit the machine, or the model is not known before.
@@ -95,8 +95,10 @@ def make_frame(config, stage: str, machine: Machine) -> ModelContext:
     limits, markup = limits_of(config, kind)
     tokens = max(conversation_tokens(limits, markup), config.rollout.context_tokens)
     if _is_chained(config, kind):
-        most = tokens - limits.max_turn_tokens
-        limits = dataclasses.replace(limits, max_searches=0, max_prompt_tokens=most)
+        max_prompt_tokens = tokens - limits.max_turn_tokens
+        limits = dataclasses.replace(
+            limits, max_searches=0, max_prompt_tokens=max_prompt_tokens
+        )
     m = config.model
     mesh = make_mesh(**config.mesh, devices=machine.devices)
     if m.offload:
@@ -111,7 +113,7 @@ def make_frame(config, stage: str, machine: Machine) -> ModelContext:
 
 
 def stage_programs(frame: ModelContext, stage: str, machine: Machine) -> list[Program]:
-    """The programs of one step of a stage; of a data stage, all its slots filled once.
+    """Return the programs of a step; a data stage fills all its slots once.
 
     Raises:
         ValueError: a mesh that does not divide the model, or the devices of a host.
@@ -121,7 +123,7 @@ def stage_programs(frame: ModelContext, stage: str, machine: Machine) -> list[Pr
         return filled_once(frame, kind, machine)
     state = state_shapes(frame, kind)
     if kind == "sft":
-        return _update(frame, kind, state, beside=_kept(frame))
+        return _update(frame, kind, state, beside=_reference_bytes(frame))
     rollouts = frame.config.rl.questions_per_step * frame.config.rollout.group_size
     resident = _staying(frame, state, machine)
     return [
@@ -132,7 +134,7 @@ def stage_programs(frame: ModelContext, stage: str, machine: Machine) -> list[Pr
 
 
 def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Program]:
-    """The programs that fill all slots of each host once, beside the weights alone.
+    """Return the programs that fill all slots of each host once.
 
     Args:
         frame: with the limits of these rollouts.
@@ -140,8 +142,8 @@ def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Progra
         machine: that they are compiled for.
     """
     c = frame.config
-    asked = asked_memory(c, IN_ROLLOUTS, machine.host_devices)
-    resident = device_bytes(weight_shapes(frame)) + sum(asked.values())
+    agent_caches = asked_memory(c, IN_ROLLOUTS, machine.host_devices)
+    resident = device_bytes(weight_shapes(frame)) + sum(agent_caches.values())
     resident += _agents(c, kind)
     rollouts = c.rollout.max_concurrent * machine.num_hosts
     if _is_chained(c, kind):
@@ -150,12 +152,12 @@ def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Progra
 
 
 def _is_chained(c, kind):
-    """Whether each turn reads anew all that stands before it, as a prompt."""
+    """Return whether each turn reads anew all that stands before it, as a prompt."""
     return kind == "curate" and c.curate.method == "chains"
 
 
-def _kept(frame):
-    """Bytes on each device of the weights that a stage began with.
+def _reference_bytes(frame):
+    """Return bytes on each device of the weights that a stage began with.
 
     0 where they are an argument of what learns, as those that adapters stand beside, or
     rest in the memory of the hosts.
@@ -167,20 +169,22 @@ def _kept(frame):
 
 
 def _staying(frame, state, machine):
-    """Bytes on each device that stay while rollouts are made, or are asked for then."""
+    """Return the bytes that stay on each device while rollouts are made."""
     c, began = frame.config, weight_shapes(frame)
-    kept = 0 if "reference" in c.model.offload else device_bytes(began)
-    asked = asked_memory(c, IN_ROLLOUTS, machine.host_devices)
-    return device_bytes(state) + _agents(c, "rl") + sum(asked.values()) + kept
+    reference = 0 if "reference" in c.model.offload else device_bytes(began)
+    agent_caches = asked_memory(c, IN_ROLLOUTS, machine.host_devices)
+    return (
+        device_bytes(state) + _agents(c, "rl") + sum(agent_caches.values()) + reference
+    )
 
 
 def _agents(c, kind):
-    """Bytes on each device of models beside the policy."""
+    """Return bytes on each device of models beside the policy."""
     return sum(agents_memory(c, kind).values())
 
 
 def _merging(frame, state):
-    """What makes weights that decode of adapters and their base, if there are some."""
+    """Return the programs that merge adapters into weights that decode."""
     if not frame.config.model.lora_rank:
         return []
     base = weight_shapes(frame)
@@ -192,7 +196,7 @@ def _merging(frame, state):
 
 
 def _rolling(frame, machine, *, resident, rollouts):
-    """What each host runs on its own devices, or all run together.
+    """Return what each host runs on its own devices, or all run together.
 
     At most: every turn is written and every observation read to its budget's end.
 
@@ -208,10 +212,10 @@ def _rolling(frame, machine, *, resident, rollouts):
     if sharing == 1:
         mesh = own_mesh(mesh, host=machine.devices[0].process_index)
     sampler = _sampler(frame, mesh)
-    whole = replicated(mesh)
+    on_all = replicated(mesh)
 
     def host(*shape, dtype=jnp.int32):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=on_all)
 
     began = weight_shapes(frame)
     params = jax.tree.map(
@@ -244,7 +248,7 @@ def _rolling(frame, machine, *, resident, rollouts):
     room = pages // sampler.row_pages or num_rows
     rollouts *= sharing / machine.num_hosts
     turns, chunk = limits.num_turns, c.rollout.extend_chunk
-    written = turns * limits.max_turn_tokens
+    num_written = turns * limits.max_turn_tokens
     calls = {  # name -> arguments, calls, rounds of its loop
         "prefill": (
             (params, *prompts),
@@ -261,7 +265,7 @@ def _rolling(frame, machine, *, resident, rollouts):
             (params, rows, host(dtype=key.dtype), request),
             1,
             # As many at once as there are slots, and room for the longest.
-            written * rollouts / min(num_rows, rollouts, room),
+            num_written * rollouts / min(num_rows, rollouts, room),
         ),
     }
     living = params, rows, context
@@ -276,7 +280,7 @@ def _rolling(frame, machine, *, resident, rollouts):
 
 
 def _sampler(frame, mesh):
-    """The functions that roll out."""
+    """Return the functions that roll out."""
     c = frame.config
     # As many states as the automaton of its stop strings can have; which, is no matter.
     states = sum(map(len, policy_protocol(c).stop_strings)) + 1
@@ -296,17 +300,17 @@ def _sampler(frame, mesh):
 
 
 def _learning(frame, state):
-    """What all hosts run together."""
+    """Return what all hosts run as one program."""
     c, s = frame.config, frame.config.rl
     trainer = make_trainer(frame, "rl")
-    agents = _agents(c, "rl") + _kept(frame)
+    agents = _agents(c, "rl") + _reference_bytes(frame)
     base = trainer.base_of(weight_shapes(frame))
     batch = _batch(frame, "rl")
     others = device_bytes(state) - device_bytes(state.params)
     programs = []
 
-    def program(*given, **settings):
-        programs.append(_over_all(frame, *given, **settings))
+    def program(*arguments, **settings):
+        programs.append(_over_all(frame, *arguments, **settings))
 
     calls = (s.old_logprobs == "recompute") + (s.kl_coef > 0)
     if calls:
@@ -315,21 +319,21 @@ def _learning(frame, state):
             beside += device_bytes(state.params)  # it comes to be scored with
         program("score", trainer.score, args, calls, beside)
     if has_critic(frame, "rl"):
-        own = device_bytes(state.critic)
-        part = _batch(frame, "rl", updates=s.updates_per_step, has_values=True)
+        critic_bytes = device_bytes(state.critic)
+        minibatch = _batch(frame, "rl", updates=s.updates_per_step, has_values=True)
         resident = device_bytes(state) + agents
         args = (state.critic.params, base, batch)
         beside = resident - device_bytes(state.critic.params)
         program("value score", trainer.score_values, args, 1, beside)
-        given = (base, part), s.updates_per_step, resident - own
+        update_settings = (base, minibatch), s.updates_per_step, resident - critic_bytes
         programs += _steps(
-            frame, "value update", trainer.update_values, state.critic, *given
+            frame, "value update", trainer.update_values, state.critic, *update_settings
         )
     return [*programs, *_update(frame, "rl", state, beside=agents)]
 
 
 def _update(frame, kind, state, *, beside):
-    """The policy's update; `beside` without the critic."""
+    """Return the policy's update; `beside` without the critic."""
     s = frame.config[kind]
     trainer = make_trainer(frame, kind)
     updates = s.get("updates_per_step", 1)
@@ -341,17 +345,17 @@ def _update(frame, kind, state, *, beside):
     batch = _batch(frame, kind, updates=updates, has_values=has_values)
     if state.critic is not None:
         beside += device_bytes(state.critic)
-    own, given = state._replace(critic=None), (base, batch, memory)
-    return _steps(frame, "update", trainer.update, own, given, updates, beside)
+    policy, arguments = state._replace(critic=None), (base, batch, memory)
+    return _steps(frame, "update", trainer.update, policy, arguments, updates, beside)
 
 
-def _steps(frame, name, update, state, given, calls, beside):
-    """The programs of an optimizer step: two, if its moments rest with the hosts."""
+def _steps(frame, name, update, state, arguments, calls, beside):
+    """Return the programs of an optimizer step: two if moments are offloaded."""
     if "optimizer" not in frame.config.model.offload:
-        args = state, *given
+        args = state, *arguments
         return [_over_all(frame, name, update, args, calls, beside, donated=(0,))]
-    own = state.params, state.kl_coef
-    args = *own, *given
+    of_state = state.params, state.kl_coef
+    args = *of_state, *arguments
     gradients = f"{name}'s gradient", update.gradients, args, calls, beside
     here = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
@@ -359,8 +363,8 @@ def _steps(frame, name, update, state, given, calls, beside):
         ),
         state,
     )
-    beside += device_bytes(given[0])  # what adapters stand beside
-    step = f"{name}{STEP}", update.step, (here, *own), calls, beside
+    beside += device_bytes(arguments[0])  # what adapters stand beside
+    step = f"{name}{STEP}", update.step, (here, *of_state), calls, beside
     return [
         _over_all(frame, *gradients),
         _over_all(frame, *step, donated=(0,)),
@@ -368,28 +372,30 @@ def _steps(frame, name, update, state, given, calls, beside):
 
 
 def _over_all(frame, name, function, args, calls, beside, *, donated=()):
-    """A program over the devices of all hosts, on rows of full length."""
+    """Return a program over the devices of all hosts, on rows of full length."""
     function = jax.jit(function, donate_argnums=donated)
     return Program(name, function, args, calls, 1, beside, frame.mesh.size)
 
 
 def _batch(frame, kind, *, updates=1, has_values=False, num_rows=None) -> Batch:
-    """Shapes of the rows of a step, or of one of its updates."""
+    """Return shapes of the rows of a step, or of one of its updates."""
     c = frame.config
     s = c[kind]
     if num_rows is None:
         rows = s.batch_size if kind == "sft" else 0
         num_rows = rows or s.questions_per_step * c.rollout.group_size // updates
-    one = cut(pack_segments([()] * s.micro_batch, frame.num_tokens), s.micro_batch)
-    one = packed(one, multiple=num_shards(frame.mesh))
+    micro_batch = cut(
+        pack_segments([()] * s.micro_batch, frame.num_tokens), s.micro_batch
+    )
+    micro_batch = packed(micro_batch, multiple=num_shards(frame.mesh))
     if kind == "rl":
-        zeros = np.zeros(one.tokens.shape, np.float32)
+        zeros = np.zeros(micro_batch.tokens.shape, np.float32)
         if has_values:
-            one = one._replace(values=zeros, returns=zeros)
+            micro_batch = micro_batch._replace(values=zeros, returns=zeros)
         if s.old_logprobs == "recompute" and s.tis_cap:
-            one = one._replace(sampled_logp=zeros)
+            micro_batch = micro_batch._replace(sampled_logp=zeros)
     count = num_rows // s.micro_batch
     shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), one
+        lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), micro_batch
     )
     return with_shardings(shapes, batch_shardings(shapes, frame.mesh))

@@ -41,7 +41,7 @@ class Estimate(NamedTuple):
     compile_seconds: float
 
     def seconds(self, chip) -> dict[str, float]:
-        """{bound: seconds} of a step, each as if it were alone."""
+        """Return {bound: seconds} of a step, each as if it were alone."""
         return {
             "FLOPs": self.flops / chip.flops,
             "memory": self.moved.memory / chip.bandwidth,
@@ -50,7 +50,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(program: Program, machine: Machine) -> Estimate:
-    """Compiles a program for a machine and reads what it takes.
+    """Compile a program for a machine and read what it takes.
 
     Raises:
         ValueError: it cannot be compiled for it, and why.
@@ -60,24 +60,24 @@ def estimate(program: Program, machine: Machine) -> Estimate:
     try:
         compiled = program.function.lower(*program.args).compile()
         peak = compiled.memory_analysis().peak_memory_in_bytes
-        found = moved(compiled.as_text(), rounds=program.rounds)
+        moved_bytes = moved(compiled.as_text(), rounds=program.rounds)
     except jax.errors.JaxRuntimeError as error:
         peak = _used(str(error))
         if peak is None:
             raise ValueError(_explained(program, machine, str(error))) from None
-        found = Moved(0.0, {})
+        moved_bytes = Moved(0.0, {})
     return Estimate(
         program.name,
         program.calls,
         peak + program.beside,
         flops * program.calls / program.num_devices,
-        scaled(found, program.calls),
+        scaled(moved_bytes, program.calls),
         time.monotonic() - started,
     )
 
 
 def reckoned(program: Program, memory: Memory) -> Estimate:
-    """What a program takes at least, without compiling it.
+    """Return what a program takes at least, without compiling it.
 
     Its memory is the estimate of the stage's; it moves its arguments, once in every
     round of a loop that rolls out; what devices send each other is not in it.
@@ -103,14 +103,14 @@ def reckoned(program: Program, memory: Memory) -> Estimate:
 
 
 def _used(message):
-    """Bytes that a program would need, of an error that says it does not fit."""
-    if found := FULL.search(message):
-        return float(found[1]) * SIZES[found[2]]
+    """Return bytes that a program would need, of an error that says it does not fit."""
+    if match := FULL.search(message):
+        return float(match[1]) * SIZES[match[2]]
     return None
 
 
 def _explained(program, machine, message):
-    """What people are told of a program that does not compile."""
+    """Return what people are told of a program that does not compile."""
     if PART_OF_A_SLICE in message or UNKNOWN_DEVICE in message:
         return (
             f"{program.name}: {machine.name} has {machine.num_hosts} hosts, and each "

@@ -31,7 +31,7 @@ SECONDS_BETWEEN_LINES = 15.0  # of progress, where there is no terminal
 
 
 def clean(text):
-    """`text` with every control character written out, as in a Python string.
+    """Return `text` with every control character written out, as in a Python string.
 
     Line feeds and tabs stay. Escape sequences, carriage returns, C1 controls, marks
     that reverse the direction of writing, zero-width characters and lone surrogates do
@@ -50,7 +50,7 @@ def _visible(character):
 
 
 def note(text):
-    """One line for people, with the time of day, on stderr."""
+    """Print one line for people, with the time of day, on stderr."""
     console = _console(sys.stderr)
     stamp = time.strftime("%H:%M:%S")
     with unless_full():
@@ -85,14 +85,14 @@ def unless_full():
 
 
 def block(title, text):
-    """A titled text, such as a transcript, on stdout."""
+    """Print a titled text, such as a transcript, on stdout."""
     console = _console(sys.stdout)
     console.rule(Text(clean(title)), align="left", characters="-")
     console.print(Text(clean(text)), soft_wrap=True)
 
 
 def table(title, columns, rows):
-    """A table on stdout.
+    """Print a table on stdout.
 
     Args:
         title: printed above it.
@@ -122,7 +122,7 @@ def _cell(value):
 
 
 def progress(items, label, *, total=None):
-    """Yields the items, showing how far it has come.
+    """Yield the items, showing how far it has come.
 
     On a terminal this is a moving bar; elsewhere a line now and then and at the end.
 
@@ -173,12 +173,12 @@ class _Console(Console):
     """One that leaves it to the command what follows when its reader has gone."""
 
     def on_broken_pipe(self):
-        """Raises the BrokenPipeError; Rich would end the process here."""
+        """Raise the BrokenPipeError; Rich would end the process here."""
         raise
 
 
 def _console(stream):
-    """A console on the stream of this moment; tests and services replace streams."""
+    """Return a console on the present stream; tests and services replace streams."""
     is_terminal = getattr(stream, "isatty", lambda: False)()
     return _Console(
         file=stream,

@@ -79,7 +79,7 @@ class Workdir:
             raise
 
     def _bind(self, config, inputs, is_reader):
-        """Writes config.json, or compares with what is there."""
+        """Write config.json, or compare with what is there."""
         now = json.loads(to_json(config))
         changes, before = [], {}
         if self.is_resumed:
@@ -97,26 +97,26 @@ class Workdir:
             write_json(self.path / CONFIG, body)
 
     def add_inputs(self, inputs):
-        """Binds the run to further {name: fingerprint}, those of a stage that begins.
+        """Bind the run to further {name: fingerprint}, those of a stage that begins.
 
         Raises:
             ValueError: an earlier start has seen another fingerprint.
         """
-        whole = _read(self.path)
-        before = whole.get("inputs", {})
+        body = _read(self.path)
+        before = body.get("inputs", {})
         _check_inputs(self.path, before, inputs, self._accept)
         if self._lock is not None and inputs.items() - before.items():
-            write_json(self.path / CONFIG, {**whole, "inputs": {**before, **inputs}})
+            write_json(self.path / CONFIG, {**body, "inputs": {**before, **inputs}})
 
     def stage(self, name):
-        """The directory of a stage, made where it is missing."""
+        """Return the directory of a stage, made where it is missing."""
         assert name.isidentifier(), name
         folder = self.path / name
         folder.mkdir(exist_ok=True)
         return folder
 
     def close(self):
-        """Lets others in. The lock file stays: removing it would race with them."""
+        """Let others in. The lock file stays: removing it would race with them."""
         if self._lock is not None:
             os.ftruncate(self._lock, 0)  # what still names a process was not let go
             os.close(self._lock)
@@ -130,18 +130,18 @@ class Workdir:
 
 
 def open_workdir(path, config, **settings) -> Workdir:
-    """The Workdir of a run of one or several hosts, of which the first holds it.
+    """Return the Workdir of a run of one or several hosts, of which the first holds it.
 
     Args:
         path, config, settings: as of `Workdir`.
     """
-    own = []
-    processes.on_host0(lambda: own.append(Workdir(path, config, **settings)))
-    return own[0] if own else Workdir(path, config, **settings, is_primary=False)
+    opened = []
+    processes.on_host0(lambda: opened.append(Workdir(path, config, **settings)))
+    return opened[0] if opened else Workdir(path, config, **settings, is_primary=False)
 
 
 def check_workdir(path, config, *, is_reader=False, accept=()):
-    """Refuses a directory that `Workdir` would refuse, and changes nothing.
+    """Refuse a directory that `Workdir` would refuse; change nothing.
 
     Index, models and questions take minutes to load: this is asked before. What only
     their fingerprints tell is left to `Workdir`.
@@ -176,25 +176,25 @@ def read_config(path):
 
 
 def _read(path):
-    """config.json: {MARK: format, "config": ..., "inputs": ...}."""
+    """Return config.json: {MARK: format, "config": ..., "inputs": ...}."""
     file = pathlib.Path(path) / CONFIG
     if not file.is_file():
         raise ValueError(f"{path}: not a workdir: it has no {CONFIG}")
     try:
-        whole = files.read_json(file)
-        version, _ = whole[MARK], whole["config"].keys()
-        whole.get("inputs", {}).keys()
-        json.dumps(whole, allow_nan=False)
-        whole["config"] = rename_fields(whole["config"])
+        body = files.read_json(file)
+        version, _ = body[MARK], body["config"].keys()
+        body.get("inputs", {}).keys()
+        json.dumps(body, allow_nan=False)
+        body["config"] = rename_fields(body["config"])
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(f"{file}: not the {CONFIG} of a workdir") from None
     if version != FORMAT:
         raise ValueError(f"{file}: format {version}, this program reads {FORMAT}")
-    return whole
+    return body
 
 
 def write_json(path, value):
-    """Writes a JSON file atomically and durably, indented. NaN is refused: use None.
+    """Write a JSON file atomically and durably, indented. NaN is refused: use None.
 
     Of several hosts the first one writes.
     """
@@ -204,7 +204,7 @@ def write_json(path, value):
 
 
 def _check_is_ours(path):
-    """Refuses a directory that holds something other than a run."""
+    """Refuse a directory that holds something other than a run."""
     files.check_path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path}: --workdir is a file; it must be a directory")
@@ -222,7 +222,7 @@ def _check_is_ours(path):
 
 
 def _lock(path):
-    """A descriptor that holds the lock; the kernel drops it when the process ends."""
+    """Return a descriptor that holds the lock until the process ends."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         _hold(descriptor, fcntl.LOCK_EX, path.parent)
@@ -230,16 +230,16 @@ def _lock(path):
         os.close(descriptor)
         raise
     if holder := _holder(descriptor):
-        told = "which has ended without letting it go; taken over"
-        note(f"{path.parent}: was in use by {holder}, {told}")
+        problem = "which has ended without letting it go; taken over"
+        note(f"{path.parent}: was in use by {holder}, {problem}")
     os.ftruncate(descriptor, 0)
-    own = f"process {os.getpid()} on {socket.gethostname()}\n"
-    os.pwrite(descriptor, own.encode(), 0)
+    holder_line = f"process {os.getpid()} on {socket.gethostname()}\n"
+    os.pwrite(descriptor, holder_line.encode(), 0)
     return descriptor
 
 
 def _hold(descriptor, how, path):
-    """Takes the lock of the workdir at `path`; refused where another run has it."""
+    """Take the lock of the workdir at `path`; refused where another run has it."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -250,12 +250,12 @@ def _hold(descriptor, how, path):
 
 
 def _holder(descriptor):
-    """Who a lock file names, '' where the last one has let it go."""
+    """Return who a lock file names, '' where its last holder has released it."""
     return os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
 
 
 def is_free(name):
-    """Whether a field may differ between the starts of one run, steps included."""
+    """Return whether a field may differ between two starts of a run."""
     return _changes_nothing(name) or (
         name.endswith(".steps") and name.split(".")[-2] in KINDS
     )
@@ -267,7 +267,7 @@ def _changes_nothing(name):
 
 
 def _changes(path, now, is_reader, accept):
-    """[(field, there, now)] of a run and a configuration as a plain dict.
+    """Return [(field, there, now)] of a run and a configuration as a plain dict.
 
     Raises:
         ValueError: a field among them that a run cannot go on with.
@@ -293,7 +293,7 @@ def _changes(path, now, is_reader, accept):
 
 
 def _may_change(row, config, started):
-    """Whether a run may go on with this field changed.
+    """Return whether a run may go on with this field changed.
 
     Stages may be added at the end, and all of a stage's settings may change until it
     has started. Then it may get more steps, not fewer, if its learning rate is constant
@@ -310,8 +310,8 @@ def _may_change(row, config, started):
         return True
     if name.endswith(".steps") and len(users) == 1:
         (stage,) = users
-        own = config.get("overrides", {}).get(stage, {}).get(kind_of(stage), {})
-        if own.get("decay", config[kind_of(stage)].get("decay")):
+        overrides = config.get("overrides", {}).get(stage, {}).get(kind_of(stage), {})
+        if overrides.get("decay", config[kind_of(stage)].get("decay")):
             return False
         later = stages[stages.index(stage) + 1 :]
         return isinstance(old, int) and new >= old and not set(later) & set(started)
@@ -319,7 +319,7 @@ def _may_change(row, config, started):
 
 
 def _users(name, stages):
-    """The stages that alone read a field: of its kind, or the one it is set for."""
+    """Return the stages that alone read a field."""
     section, _, rest = name.partition(".")
     if section == "overrides":
         return [s for s in stages if s == rest.partition(".")[0]]
@@ -327,21 +327,21 @@ def _users(name, stages):
 
 
 def _check_inputs(path, before, now, accept):
-    """Refuses inputs whose contents have changed since the run began."""
+    """Refuse inputs whose contents have changed since the run began."""
     for name in sorted(before.keys() & now.keys()):
         if before[name] == now[name]:
             continue
-        told = f"its fingerprint was {before[name]}, now {now[name]}"
+        problem = f"its fingerprint was {before[name]}, now {now[name]}"
         if name not in accept:
             raise ValueError(
-                f"{path}: {name} has changed since this run began: {told}; name "
+                f"{path}: {name} has changed since this run began: {problem}; name "
                 f"another --workdir, or go on with what there is now: --accept={name}"
             )
-        note(f"{path.name}: {name} has changed: {told}")
+        note(f"{path.name}: {name} has changed: {problem}")
 
 
 def _refusal(path, rows):
-    """What differs, as a table."""
+    """Return what differs, as a table."""
     table = [("field", "there", "now")]
     table += [(f"config.{name}", repr(old), repr(new)) for name, old, new in rows]
     widths = [max(len(row[i]) for row in table) for i in (0, 1)]
