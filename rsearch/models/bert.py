@@ -1,13 +1,14 @@
 """BERT as a Flax module: token ids in, one vector a text or one score a pair out.
 
 The architecture of Devlin et al., 2019 (arXiv 1810.04805): learned positions, layer
-norm after each residual sum, exact GELU. It reads a Hugging Face directory with
-config.json and safetensors weights. The pooler plays no part in embedding text; a
+norm after each residual sum, exact GELU. Loaders read a Hugging Face directory with
+config.json and safetensors weights. Embedding a text does not use the pooler; a
 cross-encoder (arXiv 1901.04085) reads two texts at once and scores them with it.
 """
 
 import dataclasses
 import functools
+import os
 import pathlib
 
 import flax.linen as nn
@@ -27,7 +28,7 @@ from rsearch.models.hf.directory import (
 
 POOLINGS = ("mean", "cls")
 
-# Our leaf, layer and all -> the tensor that stores it. Matrices are [out, in] on disk.
+# Leaf of the parameters -> the tensor that stores it. Matrices are [out, in] on disk.
 _EMBEDDINGS = {
     "words.embedding": "embeddings.word_embeddings.weight",
     "positions.embedding": "embeddings.position_embeddings.weight",
@@ -91,11 +92,11 @@ class _Layer(nn.Module):
 
 
 class Bert(nn.Module):
-    """Token ids to hidden states.
+    """The encoder: token ids to hidden states.
 
     Attributes:
         spec: its shape.
-        dtype: of the computation; parameters, norms' statistics and softmax are
+        dtype: of the computation. Parameters, statistics of norms and softmax are
             float32.
     """
 
@@ -103,8 +104,10 @@ class Bert(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     @nn.compact
-    def __call__(self, token_ids, is_token, types=None):
-        """[B, T, D] hidden states of the last layer.
+    def __call__(
+        self, token_ids: jax.Array, is_token: jax.Array, types: jax.Array | None = None
+    ) -> jax.Array:
+        """Return the [B, T, D] hidden states of the last layer.
 
         Args:
             token_ids: [B, T] int32, T <= max_positions.
@@ -125,7 +128,7 @@ class Bert(nn.Module):
 
 
 class CrossEncoder(nn.Module):
-    """Pairs of texts to scores: transformers' BertForSequenceClassification of 1 label.
+    """A scorer of text pairs: transformers' BertForSequenceClassification of 1 label.
 
     Attributes:
         spec: the shape of its BERT.
@@ -136,8 +139,16 @@ class CrossEncoder(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     @nn.compact
-    def __call__(self, token_ids, is_token, types):
-        """[B] float32 scores, in logits; the arguments are those of Bert."""
+    def __call__(
+        self, token_ids: jax.Array, is_token: jax.Array, types: jax.Array
+    ) -> jax.Array:
+        """Return the [B] float32 scores, in logits.
+
+        Args:
+            token_ids: [B, T] int32, T <= max_positions.
+            is_token: [B, T] bool, False on padding.
+            types: [B, T] int32 token types.
+        """
         bert = Bert(self.spec, dtype=self.dtype, name="bert")
         first = bert(token_ids, is_token, types)[:, 0]
         pooled = nn.Dense(self.spec.width, dtype=self.dtype, name="pooler")(first)
@@ -152,13 +163,16 @@ def _norm(spec, dtype, name):
     )
 
 
-def pool(hidden, is_token, *, pooling):
-    """[B, D] float32: the mean over each text's tokens, or its first token's state.
+def pool(hidden: jax.Array, is_token: jax.Array, *, pooling: str) -> jax.Array:
+    """Return one vector a text: the mean over its tokens, or its first token's state.
 
     Args:
         hidden: [B, T, D].
         is_token: [B, T] bool; special tokens count as tokens.
         pooling: "mean" or "cls".
+
+    Returns:
+        [B, D] float32.
     """
     assert pooling in POOLINGS, pooling
     hidden = hidden.astype(jnp.float32)
@@ -168,19 +182,27 @@ def pool(hidden, is_token, *, pooling):
     return (hidden * weight).sum(axis=1) / jnp.maximum(weight.sum(axis=1), 1.0)
 
 
-def unit(vectors):
-    """[B, D] of length 1; a zero vector stays zero."""
+def unit(vectors: jax.Array) -> jax.Array:
+    """Scale [B, D] vectors to length 1; a zero vector stays zero."""
     length = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors / jnp.maximum(length, 1e-12)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "pooling", "normalize"))
-def embed(model, params, token_ids, num_tokens, *, pooling, normalize=True):
-    """One vector a text. Compiled once for each shape of token_ids.
+def embed(
+    model: Bert,
+    params: dict,
+    token_ids: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    pooling: str,
+    normalize: bool = True,
+) -> jax.Array:
+    """Return one vector a text; compile once for each shape of token_ids.
 
     Args:
         model: the Bert.
-        params: as `load` gives them.
+        params: from `load`.
         token_ids: [B, T] int32, padded on the right.
         num_tokens: [B] int32, tokens of each row that count.
         pooling: "mean" or "cls".
@@ -196,15 +218,21 @@ def embed(model, params, token_ids, num_tokens, *, pooling, normalize=True):
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
-def score(model, params, token_ids, num_tokens, num_first):
-    """One score a pair of texts. Compiled once for each shape of token_ids.
+def score(
+    model: CrossEncoder,
+    params: dict,
+    token_ids: jax.Array,
+    num_tokens: jax.Array,
+    num_first: jax.Array,
+) -> jax.Array:
+    """Return one score a pair of texts; compile once for each shape of token_ids.
 
     Args:
         model: the CrossEncoder.
-        params: as `load_cross_encoder` gives them.
+        params: from `load_cross_encoder`.
         token_ids: [B, T] int32, both texts, padded on the right.
         num_tokens: [B] int32, tokens of each row that count.
-        num_first: [B] int32, those of the first text; the others are of type 1.
+        num_first: [B] int32, tokens of the first text; the others have type 1.
 
     Returns:
         [B] float32, in logits.
@@ -215,8 +243,8 @@ def score(model, params, token_ids, num_tokens, num_first):
     return model.apply({"params": params}, token_ids, is_token, types)
 
 
-def read_spec(directory) -> BertSpec:
-    """The shape that a Hugging Face config.json describes.
+def read_spec(directory: str | os.PathLike) -> BertSpec:
+    """Return the shape that a Hugging Face config.json describes.
 
     Raises:
         ValueError: no readable config.json, or a field with an unsupported value.
@@ -262,8 +290,8 @@ def read_spec(directory) -> BertSpec:
     return spec
 
 
-def load(directory):
-    """Reads a Hugging Face directory.
+def load(directory: str | os.PathLike) -> tuple[BertSpec, dict]:
+    """Load a BERT from a Hugging Face directory.
 
     Returns:
         (BertSpec, parameters as float32 NumPy arrays). Tensor names may all have the
@@ -279,24 +307,27 @@ def load(directory):
     return spec, _load_params(directory, Bert(spec), _UNUSED)
 
 
-def load_cross_encoder(directory):
-    """The same of a directory that holds a BertForSequenceClassification of one label.
+def load_cross_encoder(directory: str | os.PathLike) -> tuple[BertSpec, dict]:
+    """Load a BertForSequenceClassification of one label from a directory.
+
+    Returns:
+        (BertSpec, parameters as float32 NumPy arrays), as `load` does.
 
     Raises:
-        ValueError: also where it has more labels, or one type of tokens.
+        ValueError: as `load`; and more labels than one, or one type of tokens.
     """
     directory = pathlib.Path(directory)
     spec = read_spec(directory)
     if spec.num_types < 2:
         raise ValueError(
             f"{directory / 'config.json'}: type_vocab_size={spec.num_types}, expected "
-            "at least 2: a cross-encoder tells two texts apart"
+            "at least 2: a cross-encoder tells two texts by their type"
         )
     return spec, _load_params(directory, CrossEncoder(spec), _UNUSED[-1:])
 
 
 def _load_params(directory, model, unused):
-    """The parameters of a model as float32 NumPy arrays."""
+    """Load the parameters of a model as float32 NumPy arrays."""
     stored = open_tensors(directory)
     has_prefix = any(name.startswith("bert.") for name in stored)
     tensors = {
@@ -318,7 +349,7 @@ def _load_params(directory, model, unused):
 
 
 def _expected(model):
-    """{our leaf: (stored name, shape on disk)} of every parameter."""
+    """Return {leaf: (stored name, shape on disk)} of every parameter."""
     ids = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     mask = jax.ShapeDtypeStruct((1, 2), jnp.bool_)
     shapes = jax.eval_shape(model.init, jax.random.key(0), ids, mask, ids)["params"]

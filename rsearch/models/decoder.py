@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from rsearch.models.attention.blocked import attend_within
-from rsearch.models.attention.cached import Place, attend_cached, place_in
+from rsearch.models.attention.cached import (
+    Cache,
+    CacheIndex,
+    attend_cached,
+    index_cache,
+)
+from rsearch.models.attention.pages import Pages
 from rsearch.models.attention.splash import ATTENDED
 from rsearch.models.norm import RMSNorm
 from rsearch.models.rotary import rotate, rotation
@@ -27,18 +33,24 @@ PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
 )
 
 
-def multiply(x, kernel, *, is_turned=False, dtype=None):
-    """x [B, T, D] times a kernel: [B, T, E].
+def multiply(
+    x: jax.Array,
+    kernel: jax.Array,
+    *,
+    is_turned: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
+    """Multiply activations [B, T, D] by a kernel: [B, T, E].
 
-    Rows and tokens are one axis: for the kernel's gradient XLA's CPU backend is several
-    times slower where it has to contract two.
+    Rows and tokens are merged into one axis: XLA's CPU backend computes the kernel's
+    gradient several times slower if it has to contract two axes.
 
     Args:
-        x: activations.
-        kernel: leading axes of D in all, others of E; or turned, those of E first. A
-            CPU multiplies few rows up to twice as fast by a turned one: what it adds up
-            lies in one piece.
-        is_turned: whether it is.
+        x: [B, T, D] activations.
+        kernel: [D..., E...], one or more axes each; [E..., D...] where it is turned. A
+            CPU multiplies few rows faster by a turned kernel: the numbers that it adds
+            up are contiguous.
+        is_turned: whether the kernel's axes are [E..., D...].
         dtype: of the product; None is that of x.
     """
     b, t, d = x.shape
@@ -51,17 +63,24 @@ def multiply(x, kernel, *, is_turned=False, dtype=None):
     return y.reshape(b, t, -1)
 
 
-def kernel_of(module: nn.Module, name: str, summed: tuple, made: tuple):
-    """A module's parameter with these axes for D and E of `multiply`."""
+def kernel_of(module: nn.Module, name: str, summed: tuple, made: tuple) -> jax.Array:
+    """Return a module's parameter for `multiply`: [D..., E...], or turned.
+
+    Args:
+        module: the module that has the parameter.
+        name: of the parameter.
+        summed: sizes of the axes D that a product sums over.
+        made: sizes of the axes E that a product makes.
+    """
     shape = made + summed if module.is_turned else summed + made
     return module.param(name, nn.initializers.normal(0.02), shape)
 
 
-def adapted(module: nn.Module, name: str, x, y):
-    """y, and what the adapter of a matrix makes of x where the parameters hold one.
+def adapted(module: nn.Module, name: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return the product y plus what the matrix's adapter adds, if there is one.
 
     Args:
-        module: whose parameter the matrix is.
+        module: the module whose parameter the matrix is.
         name: of the matrix; its adapter is <name>_a and <name>_b (see
             `rsearch.models.lora`).
         x: [B, T, D] what the matrix was multiplied with.
@@ -84,7 +103,14 @@ class Attention(nn.Module):
     is_turned: bool = False
 
     @nn.compact
-    def __call__(self, x, cache, layer, place, turns):
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: Cache | Pages | None,
+        layer: jax.Array | int,
+        index: CacheIndex,
+        turns: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, Cache | Pages | None]:
         s, times = self.spec, functools.partial(multiply, is_turned=self.is_turned)
 
         def project(name, heads):
@@ -106,12 +132,12 @@ class Attention(nn.Module):
         k = rotate(k, turns, pairs=s.rotary_pairs)
         v = project("v", s.num_kv_heads)
         if cache is None:
-            # Position 0 begins another text: several may share a row.
-            text = jnp.cumsum(place.positions == 0, axis=1)
+            # Position 0 begins another text; several texts may share a row.
+            text = jnp.cumsum(index.positions == 0, axis=1)
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
             out = attend_within(q, k, v, text, self.mesh)
         else:
-            out, cache = attend_cached(q, k, v, cache, layer, place, self.mesh)
+            out, cache = attend_cached(q, k, v, cache, layer, index, self.mesh)
         kernel = kernel_of(self, "o", (s.num_heads, s.head_dim), (s.width,))
         out = out.reshape(*x.shape[:2], -1)
         return adapted(self, "o", out, times(out, kernel)), cache
@@ -121,7 +147,7 @@ class Layer(nn.Module):
     """Attention and SwiGLU between norms, as a body for `nn.scan`.
 
     Attributes:
-        is_turned: its kernels are, see `multiply`.
+        is_turned: whether its kernels are turned, see `multiply`.
     """
 
     spec: DecoderSpec
@@ -129,19 +155,22 @@ class Layer(nn.Module):
     is_turned: bool = False
 
     @nn.compact
-    def __call__(self, carry, place, turns):
+    def __call__(
+        self, carry: tuple, index: CacheIndex, turns: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple, None]:
         x, cache, layer = carry
         s, times = self.spec, functools.partial(multiply, is_turned=self.is_turned)
         normed = RMSNorm(s.norm_eps, name="attention_norm")(x)
         attention = Attention(s, self.mesh, self.is_turned, name="attention")
-        mixed, cache = attention(normed, cache, layer, place, turns)
+        mixed, cache = attention(normed, cache, layer, index, turns)
         if s.post_norms:
             mixed = RMSNorm(s.norm_eps, name="attention_post_norm")(mixed)
         x = x + mixed
         normed = RMSNorm(s.norm_eps, name="mlp_norm")(x)
         wide, narrow = (s.width,), (s.mlp_width,)
         if s.fused_mlp:
-            # The two stay apart, so that a cut of the last axis cuts both alike.
+            # Gate and up have an axis of their own, so that sharding the last axis
+            # shards both in the same way.
             both = kernel_of(self, "gate_up", wide, (2, s.mlp_width))
             both = both if self.is_turned else both.swapaxes(0, 1)
             gate, up = times(normed, both[0]), times(normed, both[1])
@@ -163,11 +192,12 @@ class Decoder(nn.Module):
     Attributes:
         spec: its shape.
         dtype: compute dtype; parameters are float32 masters unless cast by the caller.
-        remat: recompute each layer in the backward pass; without it the products of
-            matrices and what attention found are kept, and only the rest, which is
-            cheaper to make than to fetch, is made again.
+        remat: recompute each layer in the backward pass. Without it the products of
+            matrices and the outputs of attention are saved, and only the rest, which is
+            cheaper to compute than to load, is computed again.
         value_head: add a scalar head on the last hidden state.
-        mesh: of the devices it runs on, which attention then goes by; None is one.
+        mesh: of the devices it runs on, over which attention is sharded; None is one
+            device.
     """
 
     spec: DecoderSpec
@@ -180,8 +210,8 @@ class Decoder(nn.Module):
         s = self.spec
         init = nn.initializers.normal(0.02)
         self.embedding = self.param("embedding", init, (s.vocab_size, s.width))
-        kept = None if self.remat else PRODUCTS
-        layer = nn.remat(Layer, prevent_cse=False, policy=kept)
+        policy = None if self.remat else PRODUCTS
+        layer = nn.remat(Layer, prevent_cse=False, policy=policy)
         self.layers = nn.scan(
             layer,
             variable_axes={"params": 0},
@@ -195,34 +225,41 @@ class Decoder(nn.Module):
         if self.value_head:
             self.value = self.param("value", nn.initializers.zeros, (s.width,))
 
-    def __call__(self, tokens, positions, cache=None, rows=None, table=None):
-        """Hidden states of new tokens.
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: Cache | Pages | None = None,
+        rows: jax.Array | None = None,
+        table: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache | Pages | None]:
+        """Compute the hidden states of new tokens.
 
         Args:
             tokens: [B, T] int32 ids.
             positions: [B, T] int32. Without a cache they turn the rotary angles, each 0
                 begins a text of its own, and row order decides what is visible within
-                it; with one they name the slots
-                written, and a position >= S writes nothing.
+                it. With a cache they name the slots written, and a position >= S writes
+                nothing.
             cache: keys and values of earlier tokens, or None.
             rows: [B] int32 rows of the cache that the tokens belong to; one past the
-                last is nobody's. Without them, all rows in order.
-            table: [B, n] int32 pages of each row, of a cache in pages.
+                last row marks padding. None stands for all rows in order.
+            table: [B, n] int32 pages of each row, for a cache in pages.
 
         Returns:
-            [B, T, D] final hidden states in the compute dtype, and the cache extended.
+            [B, T, D] final hidden states in the compute dtype, and the extended cache.
         """
         x = jnp.take(self.embedding, tokens, axis=0).astype(self.dtype)
         if cache is None:
-            place = Place(positions, None, None)
+            index = CacheIndex(positions, None, None)
         else:
-            place = place_in(cache, positions, rows, table)
+            index = index_cache(cache, positions, rows, table)
         turns = rotation(self.spec, positions)
-        (x, cache, _), _ = self.layers((x, cache, jnp.int32(0)), place, turns)
+        (x, cache, _), _ = self.layers((x, cache, jnp.int32(0)), index, turns)
         return self.final_norm(x), cache
 
-    def logits(self, hidden):
-        """[..., V] float32 logits of hidden states [..., D]."""
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Return the [..., V] float32 logits of hidden states [..., D]."""
         if self.spec.tie_embeddings:
             kernel = self.embedding.T
         else:
@@ -231,18 +268,18 @@ class Decoder(nn.Module):
         logits = multiply(flat, kernel, dtype=jnp.float32)
         return logits.reshape(*hidden.shape[:-1], -1)
 
-    def values(self, hidden):
-        """[...] float32 values of hidden states [..., D]; needs `value_head`."""
+    def values(self, hidden: jax.Array) -> jax.Array:
+        """Return the [...] float32 values of hidden states [..., D] (`value_head`)."""
         return hidden.astype(jnp.float32) @ self.value
 
-    def initialise(self, tokens, positions):
-        """Touches every parameter; for `init` alone."""
+    def initialise(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """Use every parameter on [B, T] tokens; for `init` alone."""
         hidden, _ = self(tokens, positions)
         return self.values(hidden) if self.value_head else self.logits(hidden)
 
 
-def init_params(model: Decoder, key: jax.Array):
-    """Random float32 parameters; layers are stacked on a leading axis L."""
+def init_params(model: Decoder, key: jax.Array) -> dict:
+    """Return random float32 parameters; layers are stacked on a leading axis L."""
     tokens = jnp.zeros((1, 2), jnp.int32)
     return model.init(key, tokens, tokens, method="initialise")["params"]
 

@@ -1,16 +1,17 @@
 """Low-rank adapters beside a decoder's frozen weights: LoRA (arXiv 2106.09685).
 
-A matrix W [in, out] with an adapter acts as W + alpha / r x A B: A [in, r] begins at
-random, B [r, out] at 0, so that nothing has changed at first. Adapters are a tree of
-their own, whose leaves lie where the matrices do: layers.attention.q_a and q_b beside
-layers.attention.q, each with a leading axis of layers. GLM-4's fused gate and up have
-one each.
+A matrix W [in, out] with an adapter acts as W + alpha / r x A B: A [in, r] is random at
+first, B [r, out] is 0, so that training begins with the base model. Adapters are a tree
+of their own, whose leaves lie where the matrices do: layers.attention.q_a and q_b
+beside layers.attention.q, each with a leading axis of layers. GLM-4's fused gate and up
+have one adapter each.
 
 Dimensions: L layers, D width, H heads, K key/value heads, C head width, F MLP width, r
 rank.
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ _IN_ATTENTION = ("q", "k", "v", "o")
 
 
 def _ends(spec: DecoderSpec):
-    """{matrix: (axes of what it reads, axes of what it writes)}."""
+    """Return {matrix: (axes that it reads, axes that it writes)}."""
     d, f = (spec.width,), (spec.mlp_width,)
     heads = spec.num_heads, spec.head_dim
     kv_heads = spec.num_kv_heads, spec.head_dim
@@ -40,140 +41,161 @@ def _ends(spec: DecoderSpec):
 
 
 def _tree(leaves):
-    """The tree of {"q_a": leaf, ...}."""
-    own = {n: x for n, x in leaves.items() if n[:-2] not in _IN_ATTENTION}
+    """Arrange {"q_a": leaf, ...} as the parameter tree does."""
+    others = {n: x for n, x in leaves.items() if n[:-2] not in _IN_ATTENTION}
     attention = {n: x for n, x in leaves.items() if n[:-2] in _IN_ATTENTION}
-    return {"layers": own | ({"attention": attention} if attention else {})}
+    return {"layers": others | ({"attention": attention} if attention else {})}
 
 
-def adapter_shapes(spec: DecoderSpec, *, rank: int, matrices):
-    """The tree of adapters as ShapeDtypeStructs, float32.
+def adapter_shapes(spec: DecoderSpec, *, rank: int, matrices: Sequence[str]) -> dict:
+    """Return the tree of adapters as ShapeDtypeStructs, float32.
 
     Args:
         spec: shape of the decoder.
         rank: r.
-        matrices: which have one, of MATRICES.
+        matrices: names of the matrices that have an adapter, of MATRICES.
     """
     leaves = {}
     for name in matrices:
-        read, written = _ends(spec)[name]
-        for part, shape in ("a", (*read, rank)), ("b", (rank, *written)):
-            leaves[f"{name}_{part}"] = jax.ShapeDtypeStruct(
+        read_axes, written_axes = _ends(spec)[name]
+        for factor, shape in ("a", (*read_axes, rank)), ("b", (rank, *written_axes)):
+            leaves[f"{name}_{factor}"] = jax.ShapeDtypeStruct(
                 (spec.num_layers, *shape), jnp.float32
             )
     return _tree(leaves)
 
 
-def num_adapter_params(spec: DecoderSpec, *, rank: int, matrices) -> int:
-    """Numbers in such a tree."""
+def num_adapter_params(spec: DecoderSpec, *, rank: int, matrices: Sequence[str]) -> int:
+    """Return how many numbers the tree of `adapter_shapes` has."""
     shapes = adapter_shapes(spec, rank=rank, matrices=matrices)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
-def init_adapters(spec: DecoderSpec, key, *, rank: int, matrices):
-    """Fresh adapters: A of variance 1 / in, whatever the other matrices, and B of 0."""
+def init_adapters(
+    spec: DecoderSpec, key: jax.Array, *, rank: int, matrices: Sequence[str]
+) -> dict:
+    """Return new adapters: A of variance 1 / in, B of 0.
+
+    A depends on the key and its matrix alone, not on which others have an adapter.
+
+    Args:
+        spec: shape of the decoder.
+        key: random key.
+        rank: r.
+        matrices: names of the matrices that have an adapter, of MATRICES.
+    """
 
     def make(path, leaf):
-        name, _, part = path[-1].key.rpartition("_")
-        if part == "b":
+        name, _, factor = path[-1].key.rpartition("_")
+        if factor == "b":
             return jnp.zeros(leaf.shape, leaf.dtype)
-        own = jax.random.fold_in(key, MATRICES.index(name))
+        leaf_key = jax.random.fold_in(key, MATRICES.index(name))
         deviation = math.prod(leaf.shape[1:-1]) ** -0.5
-        return deviation * jax.random.normal(own, leaf.shape, leaf.dtype)
+        return deviation * jax.random.normal(leaf_key, leaf.shape, leaf.dtype)
 
     shapes = adapter_shapes(spec, rank=rank, matrices=matrices)
     return jax.tree_util.tree_map_with_path(make, shapes)
 
 
-def joined(params, adapters, scale: float):
-    """One tree for a `Decoder`, in which adapters act without being merged.
+def joined(params: dict, adapters: dict, scale: float) -> dict:
+    """Return one tree for a `Decoder`, in which adapters act without being merged.
 
-    The gradient by the adapters, which all flows through the r numbers between A and B,
-    needs none by the weights.
+    The adapters' gradient flows through the r numbers between A and B; it needs no
+    gradient of the weights.
 
     Args:
         params: of the network, frozen.
-        adapters: a tree of theirs; further leaves, such as a value head, are taken
-            over.
+        adapters: their adapters; further leaves, such as a value head, are copied.
         scale: alpha / r.
     """
 
     def scaled(path, leaf):
-        name, _, part = path[-1].key.rpartition("_")
-        return scale * leaf if part == "b" and name in MATRICES else leaf
+        name, _, factor = path[-1].key.rpartition("_")
+        return scale * leaf if factor == "b" and name in MATRICES else leaf
 
     return _union(params, jax.tree_util.tree_map_with_path(scaled, adapters))
 
 
 def _union(a, b):
-    """Two nested dicts in one; no leaf is in both."""
+    """Merge two nested dicts that have no leaf in common."""
     both = a.keys() & b.keys()
     return {**a, **b, **{name: _union(a[name], b[name]) for name in both}}
 
 
-def merged(params, adapters, scale: float, *, dtype=jnp.float32):
-    """Plain parameters W + scale x A B, added up in float32 and then cast.
+def merged(
+    params: dict,
+    adapters: dict,
+    scale: float,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> dict:
+    """Return parameters W + scale x A B, added up in float32 and then cast.
 
     Args:
         params: of the network, float32.
-        adapters: a tree of theirs, and nothing else.
+        adapters: their adapters, and no other leaves.
         scale: alpha / r.
         dtype: of the result.
     """
     layers = dict(params["layers"])
     layers["attention"] = dict(layers["attention"])
-    own = dict(adapters["layers"])
-    own |= own.pop("attention", {})
-    changes = {}  # matrix -> [(the part of it, A, B)]
-    for name in sorted({leaf[:-2] for leaf in own}):
+    leaves = dict(adapters["layers"])
+    leaves |= leaves.pop("attention", {})
+    changes = {}  # matrix -> [(index into it, A, B)]
+    for name in sorted({leaf[:-2] for leaf in leaves}):
         matrix, index = name, ...
         if name in ("gate", "up") and "gate_up" in layers:
             matrix, index = "gate_up", (slice(None), ("gate", "up").index(name))
         changes.setdefault(matrix, []).append(
-            (index, own[f"{name}_a"], own[f"{name}_b"])
+            (index, leaves[f"{name}_a"], leaves[f"{name}_b"])
         )
-    for name, parts in changes.items():
-        place = layers["attention"] if name in _IN_ATTENTION else layers
-        place[name] = _changed(place[name], parts, scale, dtype)
+    for name, changed in changes.items():
+        holder = layers["attention"] if name in _IN_ATTENTION else layers
+        holder[name] = _changed(holder[name], changed, scale, dtype)
     return jax.tree.map(lambda x: x.astype(dtype), params | {"layers": layers})
 
 
-def _changed(kernel, parts, scale, dtype):
-    """[L, ...] of the dtype: kernel + scale x A B, of each (index, A, B) in its part.
+def _changed(kernel, changes, scale, dtype):
+    """Return kernel + scale x A B, [L, ...], for the changes [(index, A, B)].
 
-    Layer by layer, in place where nothing is cast: all at once, XLA holds the changes
-    of all matrices beside their sums.
+    Layers are changed one by one, in place if nothing is cast: all at once, XLA would
+    hold the changes of all matrices beside their sums.
     """
     in_place = kernel.dtype == dtype
 
-    def one(layer, whole):
-        own = (whole if in_place else kernel)[layer]
-        for index, a, b in parts:
+    def change_layer(layer, result):
+        matrix = (result if in_place else kernel)[layer]
+        for index, a, b in changes:
             rank = a.shape[-1]
             change = jnp.matmul(
                 a[layer].reshape(-1, rank),
                 b[layer].reshape(rank, -1),
                 precision=jax.lax.Precision.HIGHEST,
             )
-            own = own.at[index].add(scale * change.reshape(own[index].shape))
-        return whole.at[layer].set(own.astype(dtype))
+            matrix = matrix.at[index].add(scale * change.reshape(matrix[index].shape))
+        return result.at[layer].set(matrix.astype(dtype))
 
-    begun = kernel if in_place else jnp.zeros(kernel.shape, dtype)
-    return jax.lax.fori_loop(0, len(kernel), one, begun)
+    initial = kernel if in_place else jnp.zeros(kernel.shape, dtype)
+    return jax.lax.fori_loop(0, len(kernel), change_layer, initial)
 
 
-def make_merge(mesh: Mesh, scale: float, dtype, *, donates: bool = False):
-    """`merged` as a compiled function of params and adapters, laid out over a mesh.
+def make_merge(
+    mesh: Mesh, scale: float, dtype: jax.typing.DTypeLike, *, donates: bool = False
+) -> Callable[[dict, dict], dict]:
+    """Compile `merged` as a function of params and adapters, sharded over a mesh.
 
     Args:
         mesh: devices.
         scale, dtype: see `merged`.
-        donates: the result takes the place of params, which must not be touched again.
+        donates: the result takes the memory of params, which must not be used again.
+
+    Returns:
+        (params, adapters) -> merged parameters.
     """
 
     def merge(params, adapters):
-        whole = merged(params, adapters, scale, dtype=dtype)
-        shardings = param_shardings(whole, mesh)
-        return jax.lax.with_sharding_constraint(whole, shardings)
+        result = merged(params, adapters, scale, dtype=dtype)
+        shardings = param_shardings(result, mesh)
+        return jax.lax.with_sharding_constraint(result, shardings)
 
     return jax.jit(merge, donate_argnums=(0,) if donates else ())

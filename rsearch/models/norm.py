@@ -1,4 +1,4 @@
-"""The root-mean-square norm, forwards and backwards."""
+"""The root-mean-square norm and its gradient."""
 
 import functools
 
@@ -13,17 +13,18 @@ class RMSNorm(nn.Module):
     eps: float
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise [..., D] over its last axis, in the dtype of x."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         return _normed(x, scale, self.eps)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _normed(x, scale, eps):
-    """[..., D] of x of that shape and a scale [D].
+    """Normalise x [..., D] and multiply by a scale [D].
 
-    Its gradient is written out, as products that XLA's CPU backend is ten times faster
-    with than with the sums that it would get.
+    Its gradient is written out in products: XLA's CPU backend computes them much faster
+    than the sums that differentiation would give.
     """
     return _normed_forward(x, scale, eps)[0]
 
@@ -35,8 +36,8 @@ def _normed_forward(x, scale, eps):
     return (wide * share).astype(x.dtype) * wide_scale, (x, scale, share)
 
 
-def _normed_backward(_, kept, d_out):
-    x, scale, share = kept
+def _normed_backward(_, saved, d_out):
+    x, scale, share = saved
     width = x.shape[-1]
     wide, d_out = x.astype(jnp.float32), d_out.astype(jnp.float32)
     inner = d_out * jnp.expand_dims(scale, range(x.ndim - 1)).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Rotary position embedding, and how its frequencies are stretched.
+"""Rotary position embedding and the scaling of its frequencies.
 
 Dimensions: B rows, T tokens, N heads, C head width, R = rotated channels / 2.
 """
@@ -8,16 +8,16 @@ import math
 import jax
 import jax.numpy as jnp
 
-from rsearch.models.spec import LinearScaling
+from rsearch.models.spec import DecoderSpec, LinearScaling
 
 ROTARY_PAIRS = ("halves", "neighbours")
 
 
-def rotary_frequencies(spec) -> jax.Array:
-    """[R] radians a position of a DecoderSpec, scaling included.
+def rotary_frequencies(spec: DecoderSpec) -> jax.Array:
+    """Return the [R] rotary frequencies of a decoder, in radians a position.
 
-    Source: RoPE (arXiv 2104.09864); linear scaling (arXiv 2306.15595); Llama 3's is
-    that of Llama 3.1's reference code.
+    Scaling is included. Sources: RoPE (arXiv 2104.09864); linear scaling (arXiv
+    2306.15595); Llama 3's scaling follows Llama 3.1's reference code.
     """
     width = spec.rotary_dim or spec.head_dim
     exponent = jnp.arange(0, width, 2, dtype=jnp.float32) / width
@@ -41,25 +41,34 @@ def rotary_frequencies(spec) -> jax.Array:
     )
 
 
-def rotation(spec, positions) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, [B, T, 1, R] float32 each, that turn heads at [B, T] positions.
+def rotation(spec: DecoderSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the cosine and sine of the rotary angles, [B, T, 1, R] float32 each.
 
-    Made once for all layers and heads: where they are made, XLA's CPU backend makes
-    them again for each.
+    They are computed once for all layers and heads: without the barrier, XLA's CPU
+    backend computes them again for each.
+
+    Args:
+        spec: the decoder's shape.
+        positions: [B, T] int.
     """
     angle = positions.astype(jnp.float32)[..., None, None]
     angle = angle * rotary_frequencies(spec)[None, None, None]
     return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
 
 
-def rotate(x, turns, *, pairs="halves"):
-    """Rotary embedding of the first 2R channels; the others stay as they are.
+def rotate(
+    x: jax.Array, turns: tuple[jax.Array, jax.Array], *, pairs: str = "halves"
+) -> jax.Array:
+    """Rotate the first 2R channels of each head; leave the others as they are.
 
     Args:
         x: [B, T, N, C] queries or keys.
-        turns: from `rotation`.
+        turns: cosine and sine from `rotation`.
         pairs: "halves" rotates channel i with i + R, as most Hugging Face checkpoints
-            want it; "neighbours" rotates 2i with 2i + 1, as in the RoPE paper.
+            need it; "neighbours" rotates 2i with 2i + 1, as in the RoPE paper.
+
+    Returns:
+        [B, T, N, C] in the dtype of x.
     """
     assert pairs in ROTARY_PAIRS, pairs
     cos, sin = turns

@@ -1,4 +1,4 @@
-"""Where arrays live: one mesh (data, fsdp, tensor) and one table of logical axis rules.
+"""Sharding: one mesh (data, fsdp, tensor) and one table of logical axis rules.
 
 A parameter's logical axes follow from its name (AXES); which mesh axis carries a
 logical axis follows from RULES. Training shards parameters over `fsdp` and `tensor`;
@@ -6,6 +6,7 @@ decoding uses the same table without `fsdp`, so that a step gathers no weights.
 """
 
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -64,14 +65,24 @@ RULES = {
 DECODING_RULES = RULES | {"embed": None}
 
 
-def make_mesh(*, data=-1, fsdp=1, tensor=1, devices=None) -> Mesh:
-    """A mesh over all devices; `data=-1` takes what the other axes leave.
+def make_mesh(
+    *,
+    data: int = -1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """Make a mesh over all devices; `data=-1` takes what the other axes leave.
+
+    Args:
+        data, fsdp, tensor: sizes of the axes.
+        devices: to lay out; None stands for all, sorted by host.
 
     Raises:
-        ValueError: the axes do not multiply to the number of devices.
+        ValueError: the product of the axes is not the number of devices.
     """
     if devices is None:
-        # Those of a host side by side: `own_mesh` then has whole rows of the mesh.
+        # A host's devices are neighbours, so that `own_mesh` takes full rows.
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     if data == -1:
         data = max(1, len(devices) // (fsdp * tensor))
@@ -85,32 +96,37 @@ def make_mesh(*, data=-1, fsdp=1, tensor=1, devices=None) -> Mesh:
 
 
 def own_mesh(mesh: Mesh, host: int | None = None) -> Mesh:
-    """The part of a mesh on one host's devices, where it rolls out on its own.
+    """Return the submesh of one host's devices, on which it rolls out on its own.
 
     Args:
         mesh: over the devices of all hosts.
-        host: which; by default this one.
+        host: number of the host; None is this one.
 
     Raises:
-        ValueError: a tensor axis that reaches over several hosts.
+        ValueError: the tensor axis reaches over several hosts.
     """
     here = jax.process_index() if host is None else host
     tensor = mesh.shape["tensor"]
     owners = [d.process_index for d in mesh.devices.flat]
     if set(owners) == {here}:
         return mesh
-    own = [d for d, owner in zip(mesh.devices.flat, owners) if owner == here]
+    local = [d for d, owner in zip(mesh.devices.flat, owners) if owner == here]
     groups = np.asarray(owners).reshape(-1, tensor)
     if (groups != groups[:, :1]).any():
         raise ValueError(
-            f"config.mesh.tensor = {tensor}: must divide the {len(own)} devices of "
+            f"config.mesh.tensor = {tensor}: must divide the {len(local)} devices of "
             "each host, which rolls out on its own"
         )
-    return make_mesh(tensor=tensor, devices=own)
+    return make_mesh(tensor=tensor, devices=local)
 
 
-def spread(array, sharding) -> jax.Array:
-    """An array that every host has whole, laid out over the devices of all."""
+def spread(array: jax.Array | np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Lay out an array, which every host has in full, over the devices of all hosts.
+
+    Args:
+        array: of any shape.
+        sharding: of the result.
+    """
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     array = np.asarray(array)
@@ -119,46 +135,46 @@ def spread(array, sharding) -> jax.Array:
     )
 
 
-def place_for_decoding(params, mesh: Mesh):
-    """Parameters laid out over one host's mesh for decoding; no needless copy.
+def place_for_decoding(params: dict, mesh: Mesh) -> dict:
+    """Lay parameters out over one host's mesh for decoding, without needless copies.
 
-    Those that are cut over the devices of several hosts are gathered along `fsdp` by
-    each device, which then has its part of the tensor axis; no device ever has more.
+    Parameters that are sharded over several hosts are gathered along `fsdp` by each
+    device, which then has its shard of the tensor axis; no device ever has more.
 
     Args:
-        params: laid out over this mesh, or over one of which it is a part.
+        params: laid out over this mesh, or over one that contains it.
         mesh: from `own_mesh`.
     """
     shardings = param_shardings(params, mesh, DECODING_RULES)
     first = jax.tree.leaves(params)[0]
     if first.sharding.is_fully_addressable:
         return jax.device_put(params, shardings)
-    whole = param_shardings(params, first.sharding.mesh, DECODING_RULES)
-    # What an update leaves may be told in other words, P() for P(None): it lies there
-    # already, and moving it would be a program of its own.
-    whole = jax.tree.map(
+    gathered = param_shardings(params, first.sharding.mesh, DECODING_RULES)
+    # An update may spell a sharding differently, P() for P(None). Such an array is in
+    # place already, and moving it would compile another program.
+    gathered = jax.tree.map(
         lambda x, s: x.sharding if x.sharding.is_equivalent_to(s, x.ndim) else s,
         params,
-        whole,
+        gathered,
     )
-    params = jax.device_put(params, whole)
+    params = jax.device_put(params, gathered)
 
-    def own(leaf, sharding):
-        parts = [shard.data for shard in leaf.addressable_shards]
-        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+    def to_local(leaf, sharding):
+        shards = [shard.data for shard in leaf.addressable_shards]
+        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
-    return jax.tree.map(own, params, shardings)
+    return jax.tree.map(to_local, params, shardings)
 
 
-def logical_axes(path, num_dims: int) -> tuple[str, ...]:
-    """The logical axes of the parameter at a key path of the tree."""
+def logical_axes(path: tuple, num_dims: int) -> tuple[str, ...]:
+    """Return the logical axes of the parameter at a key path of the tree."""
     name = path[-1].key
     axes = AXES[name]
     return ("layers",) * (num_dims - len(axes)) + axes
 
 
-def param_specs(params, rules=None):
-    """PartitionSpec of each leaf; `params` may hold arrays or ShapeDtypeStructs."""
+def param_specs(params: dict, rules: dict | None = None) -> dict:
+    """Return the PartitionSpec of each leaf, an array or a ShapeDtypeStruct."""
     rules = RULES if rules is None else rules
 
     def spec(path, leaf):
@@ -167,11 +183,16 @@ def param_specs(params, rules=None):
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
-def param_shardings(params, mesh: Mesh, rules=None):
-    """NamedSharding of each leaf.
+def param_shardings(params: dict, mesh: Mesh, rules: dict | None = None) -> dict:
+    """Return the NamedSharding of each leaf.
 
-    A vocabulary that its mesh axis does not divide stays whole: its size is the
-    tokenizer's, and nobody chose it.
+    A vocabulary that its mesh axis does not divide is not sharded: its size is the
+    tokenizer's, and the user cannot choose it.
+
+    Args:
+        params: tree of arrays or ShapeDtypeStructs.
+        mesh: devices.
+        rules: {logical axis: mesh axis or None}; None stands for RULES.
 
     Raises:
         ValueError: another axis is not divisible by the mesh axis that carries it.
@@ -195,8 +216,8 @@ def param_shardings(params, mesh: Mesh, rules=None):
     return jax.tree_util.tree_map_with_path(named, params, param_specs(params, rules))
 
 
-def with_shardings(shapes, shardings):
-    """Shapes of arrays, each with its sharding."""
+def with_shardings(shapes: dict, shardings: dict) -> dict:
+    """Return ShapeDtypeStructs, each with its sharding."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         shapes,
@@ -204,28 +225,30 @@ def with_shardings(shapes, shardings):
     )
 
 
-def laid_out(shapes, mesh: Mesh, rules=None):
-    """Shapes of parameters with their shardings over a mesh, see `param_shardings`."""
+def laid_out(shapes: dict, mesh: Mesh, rules: dict | None = None) -> dict:
+    """Return shapes of parameters with their shardings over a mesh."""
     return with_shardings(shapes, param_shardings(shapes, mesh, rules))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows spread over data and fsdp; the other axes whole."""
+    """Return the sharding of rows over data and fsdp; other axes are not sharded."""
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
 def num_shards(mesh: Mesh) -> int:
-    """How many parts `batch_sharding` cuts rows into."""
+    """Return the number of shards that `batch_sharding` makes of rows."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def cut_axes(mesh: Mesh, num_heads: int, *num_rows: int):
-    """Mesh axes that cut rows, and heads, where they divide them: (rows, heads).
+def cut_axes(
+    mesh: Mesh, num_heads: int, *num_rows: int
+) -> tuple[tuple[str, ...] | None, str | None]:
+    """Return (mesh axes for rows, mesh axis for heads), None where they do not divide.
 
     Args:
-        mesh: rows go over its data and fsdp axes, heads over tensor.
-        num_heads: key/value heads, with whom the heads that share them go.
-        num_rows: of all that must be cut alike, or None of them is.
+        mesh: its data and fsdp axes shard rows, its tensor axis shards heads.
+        num_heads: number of key/value heads; query heads go with the head they share.
+        num_rows: numbers of rows that are sharded in the same way, or none of them is.
     """
     is_even = all(number % num_shards(mesh) == 0 for number in num_rows)
     rows = ("data", "fsdp") if is_even else None
@@ -233,10 +256,10 @@ def cut_axes(mesh: Mesh, num_heads: int, *num_rows: int):
 
 
 def platform_of(mesh: Mesh | None) -> str:
-    """What its devices are, be they here or only compiled for; None is what is here."""
+    """Return the platform of a mesh's devices; None stands for the default backend."""
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The whole array on every device."""
+    """Return the sharding that puts the full array on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -13,9 +13,10 @@ TEMPLATE = (
 )
 ROLES = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
-# A tag is one piece, so that it can become one token, and so is a name with an
-# underscore; a word takes the space before it. So are the frames around what a function
-# call, printed by Python in a fence, is called with. No piece is a control token.
+# A token never spans two matches. A tag is one match, so that it can become one token,
+# and so is a name with an underscore; a word includes the space before it. The text
+# around a function call's argument, printed by Python in a fence, is one match too. No
+# match is a control token.
 PIECES = (
     r"\{'[a-z]+': '[a-z]+', '[a-z]+': \{'[a-z]+': '|'\}\}\n```|: \n```\n|\nAction"
     r"|</?[a-z_]+>|<\|[a-z]+_[a-z_]+\|>|[a-z0-9]+(?:_[a-z0-9]+)+"
@@ -24,13 +25,13 @@ PIECES = (
 
 
 def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 4096) -> Tokenizer:
-    """A tokenizer in which the words of `texts` are single tokens, as far as it goes.
+    """Learn a tokenizer in which the frequent words of `texts` are single tokens.
 
-    Any other text is encoded too, byte by byte where need be.
+    It encodes any other text too, byte by byte if necessary.
 
     Args:
-        texts: what it learns from; a word that occurs twice is worth a token.
-        vocab_size: at most this many ids, at least the 256 bytes and control tokens.
+        texts: to learn from; a word that occurs twice is worth a token.
+        vocab_size: number of ids, at most; at least the 256 bytes and control tokens.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,9 +1,9 @@
-"""Text to ids and back, with a wall between prompts and everything else.
+"""Text to ids and back, where only a prompt's template can make control tokens.
 
 A prompt goes through the chat template and may hold control tokens. Retrieved text goes
-through the body encoder: the same tokenizer with every added token taken out, so no
-text whatever can become a control token. Ids are decoded through their bytes, one table
-for people, parsers and the stop automaton alike.
+through the body encoder: the same tokenizer without its added tokens, so that no text
+can become a control token. Ids are decoded through one table of their bytes, which
+people, parsers and the stop automaton share.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ from rsearch.types import Messages
 
 
 class Tokenizer:
-    """A model's tokenizer: prompts, bodies, bytes.
+    """A model's tokenizer for prompts, for other texts, and for decoding.
 
     Attributes:
         vocab_size: rows an embedding needs so that every id has one.
-        token_bytes: [vocab_size] the bytes each id stands for; control tokens stand for
-            their own spelling, ids without a token for nothing.
+        token_bytes: [vocab_size] the bytes of each id; a control token has those of its
+            spelling, an id without a token has none.
         control_ids: ids of all added tokens.
         eos_ids: ids that end a turn.
         pad_id: fills fixed shapes; masks, not this id, say what is padding.
@@ -69,7 +69,7 @@ class Tokenizer:
         self.fingerprint = digest.hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """[n] int32 ids of text in which no control token can arise.
+        """Return the [n] int32 ids of text, in which no control token can arise.
 
         Unpaired surrogates, which no UTF-8 text holds, become U+FFFD first. Bytes that
         the vocabulary lacks (SmolLM2's has no 0x04) are dropped, as transformers does.
@@ -80,11 +80,11 @@ class Tokenizer:
         return np.asarray(ids, np.int32)
 
     def encode_raw(self, text: str, opening: str = "") -> np.ndarray:
-        """[n] int32 ids of a prompt without template, behind the tokenizer's own start.
+        """Return the [n] int32 ids of start tokens and a prompt without template.
 
         Args:
             text: in which no control token can arise.
-            opening: the program's own words behind it, which may hold control tokens.
+            opening: the program's text after it, which may hold control tokens.
         """
         encoding = self._full.encode("a", add_special_tokens=True)
         start = encoding.special_tokens_mask.index(0)
@@ -92,16 +92,16 @@ class Tokenizer:
         return np.concatenate([np.asarray(encoding.ids[:start], np.int32), ids])
 
     def encode_prompt(self, messages: Messages, opening: str = "") -> np.ndarray:
-        """[n] int32 ids of a chat, through the chat template; control tokens allowed.
+        """Return the [n] int32 ids of a chat, written by the chat template.
 
-        A tokenizer without a template gets the contents joined by newlines. The
-        contents cannot smuggle control tokens in: they are encoded as bodies, between
-        the template's own text.
+        The template's text may hold control tokens. Contents cannot: they are encoded
+        as bodies, between the template's text. Without a template the contents are
+        joined by newlines.
 
         Args:
             messages: of the chat.
             opening: the first words of the reply, which belong to the prompt and may
-                hold control tokens as the template may.
+                hold control tokens.
 
         Raises:
             ValueError: the template refuses these messages, or loses one of them.
@@ -109,38 +109,38 @@ class Tokenizer:
         if self._template is None:
             contents = "\n".join(m["content"] for m in messages)
             return self._encode_pieces([(contents, False), (opening, True)])
-        # Contents are rendered as opaque marks and put back afterwards, so that only
-        # what the template itself writes is read for control tokens. The em spaces
-        # tell whether the template strips its contents.
+        # Contents are rendered as opaque marks and put back afterwards, so that control
+        # tokens are looked for in the template's text only. The em spaces show whether
+        # the template strips its contents.
         marks = [f"\u2003\ue000{i}\ue001\u2003" for i in range(len(messages))]
         text = self._render(messages, marks)
-        pieces, found = [], set()
-        parts = re.split("(\u2003?\ue000[0-9]+\ue001\u2003?)", text)
-        for written, mark in zip(parts[::2], [*parts[1::2], ""]):
-            pieces.append((written, True))
+        pieces, rendered = [], set()
+        split = re.split("(\u2003?\ue000[0-9]+\ue001\u2003?)", text)
+        for template_text, mark in zip(split[::2], [*split[1::2], ""]):
+            pieces.append((template_text, True))
             if mark:
                 i = int(mark.strip("\u2003\ue000\ue001"))
                 content = messages[i]["content"]
                 content = content if mark.startswith("\u2003") else content.lstrip()
                 content = content if mark.endswith("\u2003") else content.rstrip()
                 pieces.append((content, False))
-                found.add(i)
-        if dropped := [m["role"] for i, m in enumerate(messages) if i not in found]:
+                rendered.add(i)
+        if dropped := [m["role"] for i, m in enumerate(messages) if i not in rendered]:
             raise ValueError(f"{self._name}: chat template drops messages of {dropped}")
         return self._encode_pieces([*pieces, (opening, True)])
 
     @property
     def has_template(self) -> bool:
-        """Whether chats are written by a template, and not just joined."""
+        """Whether a template writes chats; else contents are joined."""
         return self._template is not None
 
     def role_frame(self, role: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """What the chat template writes around a message that follows the assistant's.
+        """Return the template's text around a message after the assistant's, as ids.
 
         Returns:
             [n] int32 ids from the end of the assistant's turn to the message, and [m]
             from its end to the assistant's next words; None where the template refuses
-            the role, drops it, or names it outside control tokens alone.
+            the role, drops it, or does not frame it in control tokens.
         """
         if self._template is None:
             return None
@@ -157,7 +157,7 @@ class Tokenizer:
         return (first, second) if mark and role in before and is_framed else None
 
     def _render(self, messages: Messages, contents: Sequence[str]) -> str:
-        """The template's text of these messages, with other contents."""
+        """Render the template with these messages and other contents."""
         marked = [{**m, "content": content} for m, content in zip(messages, contents)]
         try:
             return self._template.render(
@@ -170,29 +170,29 @@ class Tokenizer:
             ) from error
 
     def _encode_pieces(self, pieces) -> np.ndarray:
-        """Ids of (text, may hold control tokens) pieces.
+        """Encode pieces (text, whether it may hold control tokens): [n] int32 ids.
 
-        Plain text on both sides of a border is encoded in one go, as the template's
-        user would expect of a whole prompt; control tokens alone are cut out.
+        Text on both sides of a border between pieces is encoded in one go, as a full
+        prompt would be; only control tokens separate it.
         """
-        ids, plain = [], ""
+        ids, pending = [], ""
         for text, trusted in pieces:
             if not trusted:
-                plain += text
+                pending += text
                 continue
             encoding = self._full.encode(text, add_special_tokens=False)
             end = 0
             for token, (start, stop) in zip(encoding.ids, encoding.offsets):
                 if token in self.control_ids:
-                    ids += self.encode(plain + text[end:start]).tolist()
+                    ids += self.encode(pending + text[end:start]).tolist()
                     ids.append(token)
-                    plain, end = "", stop
-            plain += text[end:]
-        ids += self.encode(plain).tolist()
+                    pending, end = "", stop
+            pending += text[end:]
+        ids += self.encode(pending).tolist()
         return np.asarray(ids, np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
         # A model may have more rows than its tokenizer has tokens.
         table, size = self.token_bytes, len(self.token_bytes)
         return b"".join(table[i] for i in ids if i < size).decode("utf-8", "replace")
@@ -210,7 +210,7 @@ class Tokenizer:
         )
 
     def save(self, directory: pathlib.Path) -> None:
-        """Writes the files that `load_tokenizer` and transformers make it from."""
+        """Write the files from which `load_tokenizer` and transformers load it."""
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -228,7 +228,7 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face model directory.
+    """Load the tokenizer of a Hugging Face model directory.
 
     Raises:
         ValueError: tokenizer.json is missing or unreadable, or names no end of text.
@@ -272,12 +272,12 @@ def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
 
 
 def _settings(path: pathlib.Path) -> dict:
-    """The object in a file that may be missing."""
+    """Return the object in a JSON file, {} if there is no file."""
     return read_object(path) if path.is_file() else {}
 
 
 def _chat_template(directory, settings) -> str | None:
-    """The template beside the tokenizer, else the one in its settings."""
+    """Return the template beside the tokenizer, else the one in its settings."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:
@@ -285,10 +285,10 @@ def _chat_template(directory, settings) -> str | None:
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not a template: {error}") from None
     template = settings.get("chat_template")
-    if isinstance(template, list):  # Named templates, an older layout.
+    if isinstance(template, list):  # Templates with names, an older layout.
         named = [t for t in template if isinstance(t, dict)]
-        found = [t.get("template") for t in named if t.get("name") == "default"]
-        template = found[-1] if found else None
+        defaults = [t.get("template") for t in named if t.get("name") == "default"]
+        template = defaults[-1] if defaults else None
     if not isinstance(template, str | None):
         raise ValueError(
             f"{directory / 'tokenizer_config.json'}: chat_template is a "
@@ -307,7 +307,7 @@ def _content(directory, name, token) -> str:
 
 
 def _eos_ids(directory, generation) -> list[int]:
-    """The ids of eos_token_id, which may be one, several or none."""
+    """Return the ids of eos_token_id, which may be one, several or none."""
     ids = generation.get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
@@ -317,7 +317,7 @@ def _eos_ids(directory, generation) -> list[int]:
 
 
 def _compile_template(source: str | None, name: str):
-    """A chat template in a sandbox, with the three names such templates expect."""
+    """Compile a chat template in a sandbox, with the names that templates expect."""
     if source is None:
         return None
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

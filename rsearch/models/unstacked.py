@@ -1,46 +1,50 @@
-"""A decoder's layers one by one, for backends that cannot read a part of a stack."""
+"""A decoder's layers as separate arrays, which CPUs decode faster.
+
+XLA's CPU backend cannot read a layer in place from the stack that a scan runs over.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rsearch.models.attention.cached import place_in
+from rsearch.models.attention.cached import Cache, index_cache
+from rsearch.models.attention.pages import Pages
 from rsearch.models.decoder import Decoder, Layer, multiply
 from rsearch.models.norm import RMSNorm
 from rsearch.models.rotary import rotation
 from rsearch.models.sharding import platform_of
 
-LARGE_LAYERS = 2**26  # bytes: of fewer, a CPU's caches hold what a scan copies
+LARGE_LAYERS = 2**26  # bytes; copies of smaller layers stay in a CPU's caches
 # Leading axes of a kernel that a product adds up.
 SUMMED = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "gate_up": 1, "down": 1}
-APART = "layers_apart"  # of parameters: a tuple of each layer's own
-TURNED = "turned_unembedding"  # of parameters: [V, D]
+SEPARATE = "layers_apart"  # key of the parameters: a tuple of trees, one a layer
+TURNED = "turned_unembedding"  # key of the parameters: [V, D]
 
 
 def _turned(path, axes) -> tuple:
-    """The axes of a parameter in the order that `multiply` wants of a turned kernel."""
+    """Order a parameter's axes as `multiply` wants them of a turned kernel."""
     summed = SUMMED.get(path[-1].key, 0)
     return *axes[summed:], *axes[:summed]
 
 
-def _apart(stack):
-    """Each layer's parameters by themselves, of a stack of them all; kernels turned."""
+def _unstack(stack):
+    """Split a stack into the parameters of each layer, with turned kernels."""
 
-    def own(i):
+    def layer_params(i):
         def turned(path, x):
             return x[i].transpose(_turned(path, range(x.ndim - 1)))
 
         return jax.tree_util.tree_map_with_path(turned, stack)
 
-    return tuple(own(i) for i in range(len(jax.tree.leaves(stack)[0])))
+    return tuple(layer_params(i) for i in range(len(jax.tree.leaves(stack)[0])))
 
 
-def with_layers_apart(params, mesh: Mesh):
-    """Parameters with a copy of each layer's too, where that is faster.
+def with_layers_apart(params: dict, mesh: Mesh) -> dict:
+    """Add a separate copy of each layer to the parameters, where that is faster.
 
-    A scan copies a layer's part out of the stack before it multiplies, where the
-    backend cannot read it in place (XLA's on CPUs). For one token a row that is a
-    fourth of the time, if the layers are large, and turned kernels are another.
+    A scan copies a layer out of the stack before it multiplies, if the backend cannot
+    read it in place (XLA on CPUs). For one token a row that is much of the time, if the
+    layers are large. Turned kernels save more.
 
     Args:
         params: from `place_for_decoding`.
@@ -52,13 +56,13 @@ def with_layers_apart(params, mesh: Mesh):
         return params
 
     def turned(path, x):
-        whole, *axes = x.sharding.spec
-        assert whole is None, "a layer is nobody's part"
+        layer_axis, *axes = x.sharding.spec
+        assert layer_axis is None, "the axis of layers is never sharded"
         return NamedSharding(mesh, PartitionSpec(*_turned(path, axes)))
 
-    one = jax.tree_util.tree_map_with_path(turned, stack)
-    shardings = (one,) * len(jax.tree.leaves(stack)[0])
-    params = params | {APART: jax.jit(_apart, out_shardings=shardings)(stack)}
+    sharding = jax.tree_util.tree_map_with_path(turned, stack)
+    shardings = (sharding,) * len(jax.tree.leaves(stack)[0])
+    params = params | {SEPARATE: jax.jit(_unstack, out_shardings=shardings)(stack)}
     if "unembedding" in params:
         kernel = params["unembedding"]
         axes = PartitionSpec(*reversed(kernel.sharding.spec))
@@ -67,35 +71,50 @@ def with_layers_apart(params, mesh: Mesh):
     return params
 
 
-def extended(model: Decoder, params, tokens, positions, cache, rows=None, table=None):
-    """What the model makes of new tokens, with a cache; see `Decoder.__call__`.
+def extended(
+    model: Decoder,
+    params: dict,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache: Cache | Pages,
+    rows: jax.Array | None = None,
+    table: jax.Array | None = None,
+) -> tuple[jax.Array, Cache | Pages]:
+    """Run the model on new tokens with a cache; see `Decoder.__call__`.
 
-    Many tokens of a row go through a scan over the layers, which compiles in a fraction
-    of the time; it copies little beside what they take.
+    Many tokens of a row go through the scan over layers, which compiles in a fraction
+    of the time; its copies are small beside their computation.
 
     Args:
         model: the network.
-        params: placed, with layers apart or not.
-        tokens, positions, cache, rows, table: as the network takes them.
+        params: laid out for decoding, from `with_layers_apart` or not.
+        tokens: [B, T] int32 ids.
+        positions: [B, T] int32 slots of the cache.
+        cache: keys and values of earlier tokens.
+        rows: [B] int32 rows of the cache, or None.
+        table: [B, n] int32 pages of each row, or None.
+
+    Returns:
+        [B, T, D] hidden states, and the extended cache.
     """
-    if APART not in params or tokens.shape[1] > 1:
-        given = tokens, positions, cache, rows, table
-        return model.apply({"params": params}, *given)
+    if SEPARATE not in params or tokens.shape[1] > 1:
+        return model.apply({"params": params}, tokens, positions, cache, rows, table)
     spec = model.spec
     x = jnp.take(params["embedding"], tokens, axis=0).astype(model.dtype)
-    given = place_in(cache, positions, rows, table), rotation(spec, positions)
+    index = index_cache(cache, positions, rows, table)
+    turns = rotation(spec, positions)
     carry = x, cache, 0
     layer = Layer(spec, model.mesh, is_turned=True)
-    for own in params[APART]:
-        carry, _ = layer.apply({"params": own}, carry, *given)
+    for layer_params in params[SEPARATE]:
+        carry, _ = layer.apply({"params": layer_params}, carry, index, turns)
     x, cache, _ = carry
     norm = RMSNorm(spec.norm_eps)
     return norm.apply({"params": params["final_norm"]}, x), cache
 
 
-def logits_behind(model: Decoder, params, hidden):
-    """[B, V] float32 logits of hidden states [B, D], by what `extended` takes."""
-    if APART not in params:
+def logits_behind(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
+    """Return the [B, V] float32 logits of hidden states [B, D] from `extended`."""
+    if SEPARATE not in params:
         return model.apply({"params": params}, hidden, method="logits")
     kernel = params["embedding" if model.spec.tie_embeddings else TURNED]
     # An embedding has a row for each id: as the unembedding it is a turned kernel.

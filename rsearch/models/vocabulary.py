@@ -1,13 +1,15 @@
-"""A tokenizer.json taken apart: bytes of its tokens, itself without the added ones."""
+"""A tokenizer.json: the bytes of its tokens, and a copy without added tokens."""
 
 import json
+import os
 import re
+from collections.abc import Mapping
 
 import tokenizers
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes (Radford et al. 2019)."""
+    """Return GPT-2's printable characters for bytes (Radford et al. 2019)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     alphabet = {chr(b): b for b in printable}
@@ -16,11 +18,12 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_ALPHABET = _byte_alphabet()
-MAX_SPARSITY, MAX_UNUSED = 2, 1 << 16  # ids without a token, for each token and at all
+MAX_SPARSITY = 2  # ids for each token, and
+MAX_UNUSED = 1 << 16  # this many further ids without a token
 
 
-def parse(text: str, name) -> tokenizers.Tokenizer:
-    """The tokenizer of a tokenizer.json.
+def parse(text: str, name: str | os.PathLike) -> tokenizers.Tokenizer:
+    """Make the tokenizer of a tokenizer.json.
 
     Raises:
         ValueError: the library refuses it.
@@ -32,7 +35,7 @@ def parse(text: str, name) -> tokenizers.Tokenizer:
 
 
 def body_tokenizer(parsed: dict, name: str) -> tokenizers.Tokenizer:
-    """The tokenizer without added tokens: their spellings become ordinary text.
+    """Make a copy without added tokens: their spellings become ordinary text.
 
     Raises:
         ValueError: a model in which text can become an added token all the same.
@@ -73,12 +76,12 @@ def body_tokenizer(parsed: dict, name: str) -> tokenizers.Tokenizer:
 
 
 def _merged(pair) -> str:
-    """What a BPE merge makes; older files write the pair as one string."""
+    """Return the result of a BPE merge; older files write the pair as one string."""
     return "".join(pair.split(" ") if isinstance(pair, str) else pair)
 
 
 def _knows_all_bytes(model: dict) -> bool:
-    """Whether no text can need this vocabulary's unknown token."""
+    """Return whether no text needs this vocabulary's unknown token."""
     vocab = model["vocab"]
     if all(byte in vocab for byte in BYTE_ALPHABET):
         return True
@@ -86,8 +89,16 @@ def _knows_all_bytes(model: dict) -> bool:
     return bool(model.get("byte_fallback")) and all(fallback)
 
 
-def token_bytes(parsed, tokenizer, added, name) -> list[bytes]:
-    """[vocab_size] the bytes of each id, byte-level or with byte fallback.
+def token_bytes(
+    parsed: dict, tokenizer: tokenizers.Tokenizer, added: Mapping[str, int], name: str
+) -> list[bytes]:
+    """Return the [vocab_size] bytes of each id, byte-level or with byte fallback.
+
+    Args:
+        parsed: the object in tokenizer.json.
+        tokenizer: made from it.
+        added: {text: id} of the added tokens.
+        name: of the tokenizer, for error messages.
 
     Raises:
         ValueError: no tokens, or ids far beyond their number.

@@ -1,21 +1,23 @@
-"""BERT's text front end on tensorflow-text: text to WordPiece ids.
+"""WordPiece ids of text for BERT, on tensorflow-text.
 
-The steps are those of transformers' BertTokenizer: clean, set CJK ideographs apart,
-strip accents and lower-case, split at white space and punctuation, then greedy longest
-pieces of the model's own vocabulary. tensorflow-text's BertTokenizer differs in ways
-that change ids (control characters become spaces, case folding instead of lower-casing,
-a limit of 100 bytes instead of characters a word), so its parts are put together anew.
+The steps are those of transformers' BertTokenizer: clean, put spaces around CJK
+ideographs, strip accents and lower-case, split at white space and punctuation, then
+take the longest tokens of the model's vocabulary. tensorflow-text's BertTokenizer
+differs in ways that change ids (control characters become spaces, case folding instead
+of lower-casing, a limit of 100 bytes instead of characters a word), so that this module
+combines its operations in another way.
 
-Two differences remain. Names of special tokens in a text are plain text: '[SEP]'
-becomes '[', 'sep', ']' (as transformers has it with split_special_tokens). And some 580
-characters that are marks, formats or punctuation only since Unicode 9 (2016) are that
-here, and not in the older tables of transformers, where they are part of their word.
+Two differences remain. Names of special tokens in a text are ordinary text: '[SEP]'
+becomes '[', 'sep', ']' (as in transformers with split_special_tokens). And some
+characters that are marks, formats or punctuation only since Unicode 9 (2016) count as
+such here; the older tables of transformers count them as letters of their word.
 """
 
 import itertools
 import os
 import pathlib
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -52,8 +54,8 @@ class WordPiece:
             tokenizer_config.json.
 
     Attributes:
-        vocab: [V] the pieces, by id.
-        lower_case, strip_accents, split_ideographs: from tokenizer_config.json.
+        vocab: [V] the tokens, by id.
+        lower_case, strip_accents, split_ideographs: bool, from tokenizer_config.json.
         unknown_id, first_id, last_id, pad_id: ids of the special tokens.
 
     Raises:
@@ -61,7 +63,7 @@ class WordPiece:
             vocabulary.
     """
 
-    def __init__(self, directory):
+    def __init__(self, directory: str | os.PathLike):
         directory = pathlib.Path(directory)
         config = _read_config(directory)
         self.vocab = read_vocab(directory)
@@ -73,7 +75,7 @@ class WordPiece:
         first = _special(directory, config, self.vocab, "cls_token")
         last = _special(directory, config, self.vocab, "sep_token")
         pad = _special(directory, config, self.vocab, "pad_token")
-        ids = {piece: number for number, piece in enumerate(self.vocab)}
+        ids = {token: number for number, token in enumerate(self.vocab)}
         self.unknown_id = ids[self._unknown]
         self.first_id, self.last_id, self.pad_id = ids[first], ids[last], ids[pad]
         self._tf, self._text = _import_tensorflow()
@@ -81,7 +83,7 @@ class WordPiece:
 
     def _wordpiece(self):
         tf = self._tf
-        keys = tf.constant([piece.encode() for piece in self.vocab])
+        keys = tf.constant([token.encode() for token in self.vocab])
         ids = tf.range(len(self.vocab), dtype=tf.int64)
         with tf.device("/cpu:0"):
             pairs = tf.lookup.KeyValueTensorInitializer(keys, ids)
@@ -93,15 +95,18 @@ class WordPiece:
             unknown_token=self._unknown,
         )
 
-    def __call__(self, texts, *, max_tokens) -> list[np.ndarray]:
-        """Token ids of each text, first and last token included.
+    def __call__(self, texts: Sequence[str], *, max_tokens: int) -> list[np.ndarray]:
+        """Return the token ids of each text, first and last token included.
 
         Args:
             texts: strings; lone surrogates are dropped.
-            max_tokens: the most ids of one text; what is beyond is cut off.
+            max_tokens: number of ids of one text, at most; the rest is cut off.
 
         Returns:
             For each text [n] int32, 2 <= n <= max_tokens.
+
+        Raises:
+            ValueError: fewer than 3 tokens.
         """
         if max_tokens < 3:
             raise ValueError(f"{max_tokens=}, expected at least 3: two are special")
@@ -113,19 +118,23 @@ class WordPiece:
             for ids in self._encode(texts)
         ]
 
-    def pairs(self, firsts, seconds, *, max_tokens):
-        """Token ids of pairs of texts: first token, a text, last token, a text, last.
+    def pairs(
+        self, firsts: Sequence[str], seconds: Sequence[str], *, max_tokens: int
+    ) -> tuple[list[np.ndarray], list[int]]:
+        """Return the token ids of pairs of texts: first, a text, last, a text, last.
 
-        Where a pair is too long the longer text is cut, and both where each is longer
-        than half of what there is, as transformers' "longest_first" does.
+        If a pair is too long, its longer text is cut; if each is longer than half of
+        max_tokens, both are, as in transformers' "longest_first".
 
         Args:
             firsts, seconds: [n] strings.
-            max_tokens: the most ids of one pair.
+            max_tokens: number of ids of one pair, at most.
 
         Returns:
-            For each pair [n] int32 ids, and the number of those that precede the
-            second text.
+            For each pair [n] int32 ids, and the number of ids before the second text.
+
+        Raises:
+            ValueError: fewer than 5 tokens.
         """
         if max_tokens < 5:
             raise ValueError(f"{max_tokens=}, expected at least 5: three are special")
@@ -144,7 +153,7 @@ class WordPiece:
         return rows, counts
 
     def _encode(self, texts):
-        """[texts] ids of each text, without special tokens."""
+        """Return the ids of each text, without special tokens."""
         tf = self._tf
         with tf.device("/cpu:0"):
             words = self._split(tf.constant([_utf8(text) for text in texts]))
@@ -153,7 +162,7 @@ class WordPiece:
         return [values[low:high] for low, high in itertools.pairwise(bounds)]
 
     def _split(self, texts):
-        """[texts, words] the words of each text, normalised; a RaggedTensor."""
+        """Return [texts, words] normalised words, a RaggedTensor."""
         tf, text = self._tf, self._text
         texts = tf.strings.regex_replace(texts, _REMOVED, "")
         texts = tf.strings.regex_replace(texts, _SPACE, " ")
@@ -174,8 +183,8 @@ class WordPiece:
         return words.with_flat_values(known)
 
 
-def read_vocab(directory) -> list[str]:
-    """[V] a model's pieces by id: vocab.txt, else the WordPiece of tokenizer.json.
+def read_vocab(directory: str | os.PathLike) -> list[str]:
+    """Return a model's [V] tokens by id: vocab.txt, else WordPiece in tokenizer.json.
 
     Raises:
         ValueError: neither file, or one that is no WordPiece vocabulary.
@@ -187,17 +196,17 @@ def read_vocab(directory) -> list[str]:
             vocab = path.read_bytes().decode("utf-8").split("\n")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8: {error}") from None
-        vocab = [piece.removesuffix("\r") for piece in vocab]
+        vocab = [token.removesuffix("\r") for token in vocab]
         vocab = vocab[:-1] if vocab[-1] == "" else vocab
     elif (path := directory / "tokenizer.json").is_file():
         vocab = _vocab_of_json(path)
     else:
         raise ValueError(f"{directory} has no vocab.txt and no tokenizer.json")
     first_line = {}
-    for line, piece in enumerate(vocab, start=1):
-        if first_line.setdefault(piece, line) != line:
+    for line, token in enumerate(vocab, start=1):
+        if first_line.setdefault(token, line) != line:
             raise ValueError(
-                f"{path}:{line}: piece {piece!r} is on line {first_line[piece]} too"
+                f"{path}:{line}: piece {token!r} is on line {first_line[token]} too"
             )
     return vocab
 
@@ -206,18 +215,18 @@ def _vocab_of_json(path):
     try:
         model = files.read_json(path)["model"]
         kind, vocab = model["type"], model["vocab"]
-        by_id = sorted((number, piece) for piece, number in vocab.items())
+        by_id = sorted((number, token) for token, number in vocab.items())
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: no vocabulary could be read: {error!r}") from None
     if kind != "WordPiece":
         raise ValueError(f"{path}: model.type={kind!r}, only 'WordPiece' is supported")
     if [number for number, _ in by_id] != list(range(len(by_id))):
         raise ValueError(f"{path}: ids of model.vocab are not 0 to {len(by_id) - 1}")
-    return [piece for _, piece in by_id]
+    return [token for _, token in by_id]
 
 
 def _share(first, second, room):
-    """Tokens that each of two texts of these lengths keeps of `room`."""
+    """Return how many tokens of two texts are kept, to be `room` in all."""
     if first + second <= room:
         return first, second
     short = min(first, second)

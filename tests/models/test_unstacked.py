@@ -46,7 +46,7 @@ def test_layers_apart_make_what_a_scan_makes(shape, sizes, monkeypatch):
     mesh = make_mesh(data=-1, fsdp=data, tensor=tensor, devices=devices)
     params = place_for_decoding(tiny.params(**SHAPES[shape]), mesh)
     apart = layers.with_layers_apart(params, mesh)
-    assert len(apart[layers.APART]) == 2 and layers.APART not in params
+    assert len(apart[layers.SEPARATE]) == 2 and layers.SEPARATE not in params
     expected = written(shape, params, mesh)
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(

@@ -239,7 +239,7 @@ def test_searches_that_overlap_find_what_they_find_one_by_one(expected, monkeypa
 def test_layers_by_themselves_draw_what_a_scan_draws(expected, monkeypatch):
     monkeypatch.setattr(layers, "LARGE_LAYERS", 0)
     setup = tiny.make_engine(num_rows=8)
-    assert len(setup.params[layers.APART]) == 2
+    assert len(setup.params[layers.SEPARATE]) == 2
     assert ids_by_sample(setup.roll_out(tiny.questions(6))) == expected
 
 

@@ -1,4 +1,4 @@
-"""Attention: within packed rows, after a cached past, in pages, and on TPUs.
+"""Attention: within packed rows, to a cache, to a cache in pages, and on TPUs.
 
 Begin with `cached.py`, which the decoder calls.
 """

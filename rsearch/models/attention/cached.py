@@ -1,8 +1,8 @@
-"""Attention, within rows of text and to a cache of what rows have read before.
+"""Attention to a cache of the keys and values of each row's earlier tokens.
 
 A cache has one slot a position: position p of row b lives at `k[layer, b, :, p]`,
 whatever the row's length, so ragged rows need no padding on the left and no mask beyond
-"slot <= my own position".
+"slot <= the query's position".
 
 Dimensions: B rows, T new tokens, S cached slots, H heads, K key/value heads, G = H / K
 heads sharing one, C head width, L layers.
@@ -19,9 +19,10 @@ from jax.sharding import Mesh, PartitionSpec
 from rsearch.models.attention.pages import Pages, attend_pages, read_pages, write_pages
 from rsearch.models.attention.splash import BLOCK, LANES, splash_after
 from rsearch.models.sharding import cut_axes, platform_of
+from rsearch.models.spec import DecoderSpec
 
-REACH_STEP = 64  # slots; a cache is read in eighths of it, rounded up to these
-PIECE = 128  # new tokens of a row: so many look equally far, or more
+REACH_STEP = 64  # slots; a cache is read in eighths of it, rounded up to this
+CHUNK_TOKENS = 128  # new tokens of a row that look equally far, at least
 
 
 class Cache(NamedTuple):
@@ -31,27 +32,43 @@ class Cache(NamedTuple):
     v: jax.Array
 
 
-def empty_cache(spec, num_rows: int, num_slots: int, dtype) -> Cache:
-    """A cache of zeros for a DecoderSpec; a slot is read only after it was written."""
+def empty_cache(
+    spec: DecoderSpec, num_rows: int, num_slots: int, dtype: jax.typing.DTypeLike
+) -> Cache:
+    """Return a cache of zeros; a slot is read only after it was written.
+
+    Args:
+        spec: the decoder's shape.
+        num_rows: B.
+        num_slots: S.
+        dtype: of keys and values.
+    """
     shape = (spec.num_layers, num_rows, spec.num_kv_heads, num_slots, spec.head_dim)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-def attend(q, k, v, visible, *, divides_last=False):
-    """Grouped-query attention with float32 softmax, on one device.
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible: jax.Array,
+    *,
+    divides_last: bool = False,
+) -> jax.Array:
+    """Compute grouped-query attention with a float32 softmax, on one device.
 
     Args:
         q: [B, T, H, C] queries.
         k, v: [B, K, S, C] keys and values; H is a multiple of K.
         visible: [B, T, S] bool, True where the query may look.
-        divides_last: sums of values are divided, not weights before them. A CPU is a
-            fifth faster so, but for gradients slower.
+        divides_last: divide the sums of values, not the weights. This is faster on
+            CPUs, but slower for gradients.
 
     Returns:
         [B, T, H, C] in the queries' dtype.
     """
-    # Rows and heads are one axis, and so are heads that share one and tokens: XLA's CPU
-    # backend is up to three times slower with more axes of a batch than one.
+    # Rows and heads are merged into one axis, and so are tokens and the heads that
+    # share keys: XLA's CPU backend is much slower with several batch axes.
     (b, t, h, c), (_, kv_heads, s, _) = q.shape, k.shape
     q = q.reshape(b, t, kv_heads, h // kv_heads, c).transpose(0, 2, 3, 1, 4)
     q = q.reshape(b * kv_heads, -1, c)
@@ -61,7 +78,7 @@ def attend(q, k, v, visible, *, divides_last=False):
     scores = jnp.where(visible[:, None], scores, jnp.finfo(jnp.float32).min)
     if divides_last:
         weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-        # Made once for both products.
+        # The barrier makes XLA compute the weights once for both products.
         weights = jax.lax.optimization_barrier(weights.reshape(b * kv_heads, -1, s))
         mass = jnp.einsum("nts,nsc->ntc", weights, jnp.ones((len(weights), s, 1)))
     else:
@@ -72,38 +89,43 @@ def attend(q, k, v, visible, *, divides_last=False):
     return out.reshape(b, h, t, c).swapaxes(1, 2)
 
 
-def attend_once(q, k, v, visible):
-    """`attend` for one token of one row, the way CPUs do it fastest.
+def attend_once(
+    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array
+) -> jax.Array:
+    """Compute `attend` for one token of one row, in the way that is fastest on CPUs.
 
-    A head's scores are a matrix times a vector, which XLA's CPU backend reads once; in
-    products of all heads that share keys it takes half as long again.
+    A head's scores are a matrix times a vector, which XLA's CPU backend reads once; one
+    product for all heads that share keys is slower.
 
     Args:
-        q: [1, 1, H, C].
-        k, v: [1, K, S, C].
+        q: [1, 1, H, C] query.
+        k, v: [1, K, S, C] keys and values.
         visible: [1, 1, S] bool.
+
+    Returns:
+        [1, 1, H, C].
     """
     kv_heads, width = k.shape[1], k.shape[3]
     queries = q.reshape(kv_heads, -1, width)
     dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
-    by_head = [[dot(keys, x) for x in own] for keys, own in zip(k[0], queries)]
-    scores = jnp.stack([jnp.stack(own) for own in by_head])
+    by_head = [[dot(keys, x) for x in group] for keys, group in zip(k[0], queries)]
+    scores = jnp.stack([jnp.stack(group) for group in by_head])
     scores = jnp.where(visible, scores / math.sqrt(width), jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("nsc,nts->nct", v[0], weights).swapaxes(1, 2).reshape(q.shape)
 
 
-class Place(NamedTuple):
-    """Where new tokens stand in a cache.
+class CacheIndex(NamedTuple):
+    """The rows and slots of a cache that new tokens belong to.
 
     Attributes:
-        positions: [B, T] int32 slots written; at or past S is padding, which writes
+        positions: [B, T] int32 slots written; positions >= S mark padding, which writes
             nothing.
-        rows: [B] int32, the cache's row of each; one past the last writes nothing.
-            None where the tokens have as many rows as the cache.
-        reach: [B, n] int32, which of `reaches` covers all that each of the `pieces` of
-            a row's tokens may look at; -1 where all of them are padding.
-        table: [B, n] int32 pages of each, of a cache in pages; `rows` is then None.
+        rows: [B] int32 rows of the cache; one past the last row writes nothing. None
+            stands for all rows in order.
+        reach: [B, n] int32, the index into `reaches` of the slots that each of the n
+            chunks of a row's tokens may look at; -1 where all of them are padding.
+        table: [B, n] int32 pages of each row, of a cache in pages; `rows` is then None.
     """
 
     positions: jax.Array
@@ -113,74 +135,112 @@ class Place(NamedTuple):
 
 
 def reaches(num_slots: int, step: int = REACH_STEP) -> list[int]:
-    """Ascending numbers of slots, the last one all: queries look at the first enough.
+    """Return ascending numbers of slots; a query looks at the first one that suffices.
 
-    A conversation is mostly far shorter than its budgets allow.
+    The last one is all slots. Most conversations are much shorter than their budgets
+    allow.
 
     Args:
         num_slots: S.
-        step: that all but the last are multiples of.
+        step: all numbers but the last are multiples of this.
     """
     step = -(-num_slots // (8 * step)) * step
     return [*range(step, num_slots, step), num_slots]
 
 
-def covering(sizes: list[int], needed) -> jax.Array:
-    """int32: which of ascending sizes is the first that is as large as needed."""
-    # One comparison with each: a search by halves is a loop of many small steps.
-    which = jnp.searchsorted(jnp.array(sizes), needed, method="compare_all")
-    return which.astype(jnp.int32)
+def covering(sizes: list[int], needed: jax.Array) -> jax.Array:
+    """Return the index of the first of ascending sizes that is at least as large.
+
+    Args:
+        sizes: ascending numbers.
+        needed: [...] int.
+
+    Returns:
+        [...] int32.
+    """
+    # Comparing with all sizes is one operation; a binary search is a loop of many.
+    index = jnp.searchsorted(jnp.array(sizes), needed, method="compare_all")
+    return index.astype(jnp.int32)
 
 
-def pieces(num_tokens: int) -> int:
-    """How many equal pieces a row's new tokens look back in, where rows do one by one.
+def num_chunks(num_tokens: int) -> int:
+    """Return the number of equal chunks of a row's new tokens, on CPUs.
 
-    The first of many tokens need not look as far as the last.
+    Each chunk reads the cache as far as it needs; the first of many tokens need not
+    look as far as the last.
 
     Args:
         num_tokens: T.
     """
-    most = max(1, num_tokens // PIECE)
-    return next(n for n in range(most, 0, -1) if num_tokens % n == 0)
+    limit = max(1, num_tokens // CHUNK_TOKENS)
+    return next(n for n in range(limit, 0, -1) if num_tokens % n == 0)
 
 
-def place_in(cache: Cache | Pages, positions, rows=None, table=None) -> Place:
-    """The Place of tokens at these positions."""
+def index_cache(
+    cache: Cache | Pages,
+    positions: jax.Array,
+    rows: jax.Array | None = None,
+    table: jax.Array | None = None,
+) -> CacheIndex:
+    """Return the CacheIndex of tokens.
+
+    Args:
+        cache: that they are written to.
+        positions: [B, T] int32 slots, >= S for padding.
+        rows: [B] int32 rows of the cache; None stands for all in order.
+        table: [B, n] int32 pages of each row, for a cache in pages.
+    """
     if table is None:
         sizes = reaches(cache.k.shape[3])
     else:
         size = cache.k.shape[3]
         sizes = reaches(table.shape[1] * size, size)
-    own = positions.reshape(len(positions), pieces(positions.shape[1]), -1)
-    longest = jnp.max(jnp.where(own < sizes[-1], own, -1), axis=2)
+    chunks = positions.reshape(len(positions), num_chunks(positions.shape[1]), -1)
+    longest = jnp.max(jnp.where(chunks < sizes[-1], chunks, -1), axis=2)
     reach = covering(sizes, longest + 1)
-    return Place(positions, rows, jnp.where(longest < 0, -1, reach), table)
+    return CacheIndex(positions, rows, jnp.where(longest < 0, -1, reach), table)
 
 
-def extend_cache(cache: Cache, layer, k, v, place: Place) -> Cache:
-    """The cache with keys and values [B, T, K, C] of a layer written to their place."""
-    rows = jnp.arange(len(k)) if place.rows is None else place.rows
-    at = (layer, rows[:, None], slice(None), place.positions)
+def extend_cache(
+    cache: Cache, layer: jax.Array | int, k: jax.Array, v: jax.Array, index: CacheIndex
+) -> Cache:
+    """Write keys and values of one layer to a cache and return it.
+
+    Args:
+        cache: to be changed.
+        layer: the number of the layer.
+        k, v: [B, T, K, C].
+        index: rows and slots of the tokens.
+    """
+    rows = jnp.arange(len(k)) if index.rows is None else index.rows
+    at = (layer, rows[:, None], slice(None), index.positions)
     return Cache(cache.k.at[at].set(k, mode="drop"), cache.v.at[at].set(v, mode="drop"))
 
 
 def attend_cached(
-    q, k, v, cache: Cache | Pages, layer, place: Place, mesh: Mesh | None = None
-):
-    """Writes new tokens to a layer's cache; each then looks up to its own position.
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: Cache | Pages,
+    layer: jax.Array | int,
+    index: CacheIndex,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, Cache | Pages]:
+    """Write new tokens to a layer's cache; let each attend up to its own position.
 
-    Reads the cache no further than the longest row of the call reaches, or on CPUs each
-    row no further than it reaches itself. Every device has to do with its own rows and
-    heads alone, and asks no other for any.
+    The cache is read no further than the longest row of the call reaches, on CPUs each
+    row no further than it reaches itself. A device computes its own rows and heads;
+    there is no communication.
 
     Args:
-        q, k, v: [B, T, H or K, C]; where T > 1, a row's tokens stand one after another
-            in its cache, and what is padding comes last.
-        cache: as it was.
+        q: [B, T, H, C] queries. If T > 1, a row's tokens have consecutive slots, and
+            padding comes last.
+        k, v: [B, T, K, C] keys and values of the new tokens.
+        cache: before the call.
         layer: the number of the layer.
-        place: of the tokens. Where B is a multiple of the parts that rows are cut into,
-            each part of `place.rows` names rows, or of `place.table` pages, of the same
-            part of the cache.
+        index: rows and slots of the tokens. If B is a multiple of the shards of rows,
+            each shard of `index.rows` names rows, or of `index.table` pages, of the
+            same shard of the cache.
         mesh: of the devices that hold all this; None is one device.
 
     Returns:
@@ -189,104 +249,103 @@ def attend_cached(
     platform = platform_of(mesh)
     attend_here = _attend_paged if isinstance(cache, Pages) else _attend_cached
     if mesh is None or mesh.size == 1:
-        return attend_here(q, k, v, cache, layer, place, platform)
+        return attend_here(q, k, v, cache, layer, index, platform)
     axes = (1, 0) if isinstance(cache, Pages) else (1, 2)  # of rows or pages, and heads
     cached, kv_heads = (cache.k.shape[axis] for axis in axes)
     rows, heads = cut_axes(mesh, kv_heads, len(q), cached)
 
-    def own(q, k, v, cache, layer, place):
+    def attend_shard(q, k, v, cache, layer, index):
         def local(numbers):
-            """Rows or pages by their number here; those of others are nobody's."""
+            """Number rows or pages of this shard from 0; others become invalid."""
             if numbers is None or rows is None:
                 return numbers
             count = cache.k.shape[axes[0]]
             numbers -= jax.lax.axis_index(rows) * count
             return jnp.where((numbers >= 0) & (numbers < count), numbers, count)
 
-        place = place._replace(rows=local(place.rows), table=local(place.table))
-        return attend_here(q, k, v, cache, layer, place, platform)
+        index = index._replace(rows=local(index.rows), table=local(index.table))
+        return attend_here(q, k, v, cache, layer, index, platform)
 
-    kept = [None] * 3
-    kept[axes[0]], kept[axes[1]] = rows, heads
-    caches = type(cache)(PartitionSpec(*kept), PartitionSpec(*kept))
-    new, whole = PartitionSpec(rows, None, heads), PartitionSpec()
-    places = jax.tree.map(lambda x: PartitionSpec(rows), place)
+    cache_axes = [None] * 3
+    cache_axes[axes[0]], cache_axes[axes[1]] = rows, heads
+    caches = type(cache)(PartitionSpec(*cache_axes), PartitionSpec(*cache_axes))
+    token_spec, replicated = PartitionSpec(rows, None, heads), PartitionSpec()
+    index_specs = jax.tree.map(lambda x: PartitionSpec(rows), index)
     return jax.shard_map(
-        own,
+        attend_shard,
         mesh=mesh,
-        in_specs=(new, new, new, caches, whole, places),
-        out_specs=(new, caches),
+        in_specs=(token_spec, token_spec, token_spec, caches, replicated, index_specs),
+        out_specs=(token_spec, caches),
         check_vma=False,
-    )(q, k, v, cache, jnp.asarray(layer), place)
+    )(q, k, v, cache, jnp.asarray(layer), index)
 
 
-def _attend_cached(q, k, v, cache, layer, place, platform):
-    """`attend_cached` on one device."""
-    cache = extend_cache(cache, layer, k, v, place)
+def _attend_cached(q, k, v, cache, layer, index, platform):
+    """Compute `attend_cached` on one device."""
+    cache = extend_cache(cache, layer, k, v, index)
 
-    def read(place, num_slots):
+    def read(index, num_slots):
         def cut(x):
-            if place.rows is None:
+            if index.rows is None:
                 shape = (1, *x.shape[1:3], num_slots, x.shape[4])
                 return jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), shape)[0]
-            # As an index of arrays and slices, all rows of all layers were cut first.
+            # With an index of arrays and slices, XLA would first copy all layers.
             shape = (1, 1, x.shape[2], num_slots, x.shape[4])
 
-            def one(row):
+            def cut_row(row):
                 return jax.lax.dynamic_slice(x, (layer, row, 0, 0, 0), shape)[0, 0]
 
-            return jax.vmap(one)(place.rows)
+            return jax.vmap(cut_row)(index.rows)
 
         return cut(cache.k), cut(cache.v)
 
-    return _look_far(q, k, v, place, read, reaches(cache.k.shape[3]), platform), cache
+    return _look_far(q, k, v, index, read, reaches(cache.k.shape[3]), platform), cache
 
 
-def _attend_paged(q, k, v, pages, layer, place, platform):
-    """`attend_cached` on one device, to a cache in pages."""
-    table, size = place.table, pages.k.shape[3]
+def _attend_paged(q, k, v, pages, layer, index, platform):
+    """Compute `attend_cached` on one device, to a cache in pages."""
+    table, size = index.table, pages.k.shape[3]
     num_slots = table.shape[1] * size
-    pages = write_pages(pages, layer, k, v, table, place.positions)
+    pages = write_pages(pages, layer, k, v, table, index.positions)
     is_fit = q.dtype == jnp.bfloat16 and q.shape[3] % LANES == 0
     if platform == "tpu" and is_fit and q.shape[1] == 1:
-        position = place.positions[:, 0]
+        position = index.positions[:, 0]
         length = jnp.where(position < num_slots, position, 0) + 1
         return attend_pages(q[:, 0], pages, layer, table, length)[:, None], pages
 
-    def read(place, num_slots):
-        return read_pages(pages, layer, place.table[:, : num_slots // size])
+    def read(index, num_slots):
+        return read_pages(pages, layer, index.table[:, : num_slots // size])
 
     sizes = reaches(num_slots, size)
-    return _look_far(q, k, v, place, read, sizes, platform), pages
+    return _look_far(q, k, v, index, read, sizes, platform), pages
 
 
-def _look_far(q, k, v, place, read, sizes, platform):
-    """What new tokens see, of a cache that is read no further than they reach.
+def _look_far(q, k, v, index, read, sizes, platform):
+    """Let new tokens attend to a cache that is read no further than they reach.
 
-    A CPU looks at one row after the other, of many tokens one piece after the other,
-    each as far as it reaches itself. What it reads then stays in the processor's cache,
-    rows that only wait cost nothing, and what a row sees depends on no other, to the
-    last bit.
+    On a CPU each chunk of a row is computed by itself and reads as far as it needs.
+    What it reads then stays in the processor's cache, rows of padding cost nothing, and
+    a row's result does not depend on other rows, to the bit.
 
     Args:
-        q, k, v, place: as `attend_cached` takes them, of one device.
-        read: the first slots, [B, K, s, C] keys and values, by a Place and s.
+        q, k, v, index: as in `attend_cached`, of one device.
+        read: (CacheIndex, s) -> [B, K, s, C] keys and values of the first s slots.
         sizes: see `reaches`.
         platform: of the device.
     """
 
-    def look(num_slots, q, k, v, place):
-        kept = read(place, num_slots)
-        return _look(q, k, v, *kept, sizes[-1], place, platform)
+    def look(num_slots, q, k, v, index):
+        cached = read(index, num_slots)
+        return _look(q, k, v, *cached, sizes[-1], index, platform)
 
     branches = [functools.partial(look, size) for size in sizes]
     if platform != "cpu":
-        longest = jnp.maximum(jnp.max(place.reach), 0)
-        return jax.lax.switch(longest, branches, q, k, v, place)
+        longest = jnp.maximum(jnp.max(index.reach), 0)
+        return jax.lax.switch(longest, branches, q, k, v, index)
 
-    if place.rows is None and place.table is None:
-        place = place._replace(rows=jnp.arange(len(q), dtype=jnp.int32))
-    count = place.reach.shape[1]
+    if index.rows is None and index.table is None:
+        index = index._replace(rows=jnp.arange(len(q), dtype=jnp.int32))
+    count = index.reach.shape[1]
 
     def cut(x):
         return x.reshape(len(x) * count, -1, *x.shape[2:])
@@ -294,27 +353,27 @@ def _look_far(q, k, v, place, read, sizes, platform):
     def for_each(x):
         return x if x is None else jnp.repeat(x, count, axis=0)
 
-    place = Place(
-        cut(place.positions),
-        for_each(place.rows),
-        cut(place.reach),
-        for_each(place.table),
+    index = CacheIndex(
+        cut(index.positions),
+        for_each(index.rows),
+        cut(index.reach),
+        for_each(index.table),
     )
 
     def nothing(q, *_):
         return jnp.zeros_like(q)
 
-    def one(piece):
-        piece = jax.tree.map(lambda x: x[None], piece)
-        reach = piece[-1].reach[0, 0]
-        return jax.lax.switch(reach + 1, [nothing, *branches], *piece)[0]
+    def look_one(chunk):
+        chunk = jax.tree.map(lambda x: x[None], chunk)
+        reach = chunk[-1].reach[0, 0]
+        return jax.lax.switch(reach + 1, [nothing, *branches], *chunk)[0]
 
-    return jax.lax.map(one, (cut(q), cut(k), cut(v), place)).reshape(q.shape)
+    return jax.lax.map(look_one, (cut(q), cut(k), cut(v), index)).reshape(q.shape)
 
 
-def _look(q, k, v, read_k, read_v, num_slots, place, platform):
-    """What new tokens see in the first of S slots, [B, K, s, C], and in themselves."""
-    positions, read = place.positions, read_k.shape[2]
+def _look(q, k, v, read_k, read_v, num_slots, index, platform):
+    """Let new tokens attend to the first s slots, [B, K, s, C], and to themselves."""
+    positions, read = index.positions, read_k.shape[2]
     if platform == "tpu" and q.shape[1] > 1 and read > BLOCK:
         before = jnp.where(positions[:, 0] < num_slots, positions[:, 0], 0)
         return splash_after(q, read_k, read_v, k, v, before)

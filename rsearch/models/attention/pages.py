@@ -1,4 +1,4 @@
-"""A cache in pages: rows hold as many of them as they have use for.
+"""A cache in pages: each row holds as many pages as its tokens need.
 
 A row's table names its pages in order, so that position p of row b lives in page
 `table[b, p // N]`, at p % N. Each page has all layers of its N tokens.
@@ -12,7 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-COMPUTE_PAGES = 4  # that the kernel takes at once, where a row has so many
+from rsearch.models.spec import DecoderSpec
+
+COMPUTE_PAGES = 4  # that the kernel processes at once, if a row has as many
 
 
 class Pages(NamedTuple):
@@ -22,8 +24,17 @@ class Pages(NamedTuple):
     v: jax.Array
 
 
-def empty_pages(spec, num_pages: int, page_tokens: int, dtype) -> Pages:
-    """Pages of zeros for a DecoderSpec; a token is read only after it was written."""
+def empty_pages(
+    spec: DecoderSpec, num_pages: int, page_tokens: int, dtype: jax.typing.DTypeLike
+) -> Pages:
+    """Return pages of zeros; a token is read only after it was written.
+
+    Args:
+        spec: the decoder's shape.
+        num_pages: P.
+        page_tokens: N.
+        dtype: of keys and values.
+    """
     shape = (
         *(spec.num_kv_heads, num_pages, spec.num_layers, page_tokens),
         spec.head_dim,
@@ -31,24 +42,31 @@ def empty_pages(spec, num_pages: int, page_tokens: int, dtype) -> Pages:
     return Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-def write_pages(pages: Pages, layer, k, v, table, positions) -> Pages:
-    """The pages with keys and values [B, T, K, C] of a layer written to their place.
+def write_pages(
+    pages: Pages,
+    layer: jax.Array | int,
+    k: jax.Array,
+    v: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+) -> Pages:
+    """Write keys and values of one layer to pages and return them.
 
     Args:
-        pages: as they were.
+        pages: to be changed.
         layer: the number of the layer.
-        k, v: what is written.
-        table: [B, n] int32 pages of each row; P is nobody's and takes nothing.
-        positions: [B, T] int32; at or past n x N is padding, which writes nothing.
+        k, v: [B, T, K, C] keys and values.
+        table: [B, n] int32 pages of each row; P marks a page that is not there.
+        positions: [B, T] int32; positions >= n x N mark padding, which writes nothing.
     """
     heads, num_pages, num_layers, size, width = pages.k.shape
     last = table.shape[1] - 1
     page = jnp.take_along_axis(table, jnp.minimum(positions // size, last), axis=1)
     is_there = (positions < table.shape[1] * size) & (page < num_pages)
-    # Tokens of all pages on one axis: with one for the heads before it, XLA copies
-    # the whole for each layer.
+    # Heads, pages and tokens are one axis: with an axis of heads before the others,
+    # XLA copies all pages for each layer.
     total = heads * num_pages * num_layers * size
-    assert total < 2**31, "more tokens than an index counts"
+    assert total < 2**31, "more tokens than an int32 index counts"
     first = (page * num_layers + layer) * size + positions % size
     of_head = jnp.arange(heads)[None, None] * (total // heads)
     at = first[..., None] + of_head  # [B, T, K]
@@ -61,12 +79,12 @@ def write_pages(pages: Pages, layer, k, v, table, positions) -> Pages:
     return Pages(put(pages.k, k), put(pages.v, v))
 
 
-def put_rows(pages: Pages, k, v, table) -> Pages:
-    """The pages with all that [L, B, K, S, C] keys and values hold, row by row.
+def put_rows(pages: Pages, k: jax.Array, v: jax.Array, table: jax.Array) -> Pages:
+    """Write keys and values of all layers to pages, row by row, and return them.
 
     Args:
-        pages: as they were.
-        k, v: of each row the first S tokens.
+        pages: to be changed.
+        k, v: [L, B, K, S, C], the first S tokens of each row.
         table: as in `write_pages`; S tokens fit into its n pages.
     """
     size = pages.k.shape[3]
@@ -83,25 +101,41 @@ def put_rows(pages: Pages, k, v, table) -> Pages:
     return Pages(put(pages.k, k), put(pages.v, v))
 
 
-def read_pages(pages: Pages, layer, table):
-    """Keys and values [B, K, n x N, C] of a layer, of each row's pages in order."""
+def read_pages(
+    pages: Pages, layer: jax.Array | int, table: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Read keys and values [B, K, n x N, C] of a layer, of each row's pages in order.
+
+    Args:
+        pages: a cache.
+        layer: the number of the layer.
+        table: [B, n] int32 pages of each row.
+    """
 
     def take(x):
-        found = jnp.moveaxis(x[:, table, layer], 0, 1)  # [B, K, n, N, C]
-        return found.reshape(*found.shape[:2], -1, found.shape[-1])
+        rows = jnp.moveaxis(x[:, table, layer], 0, 1)  # [B, K, n, N, C]
+        return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
 
     return take(pages.k), take(pages.v)
 
 
-def attend_pages(q, pages: Pages, layer, table, length):
-    """Attention of one token a row to its pages, by a TPU's kernel.
+def attend_pages(
+    q: jax.Array,
+    pages: Pages,
+    layer: jax.Array | int,
+    table: jax.Array,
+    length: jax.Array,
+) -> jax.Array:
+    """Compute attention of one token a row to its pages, with JAX's kernel for TPUs.
 
     The kernel fetches the pages that a row has filled, and no others.
 
     Args:
         q: [B, H, C] bfloat16 queries, C a multiple of 128; the kernel multiplies in
-            bfloat16 whatever it is given.
-        pages, layer, table: see `write_pages`.
+            bfloat16 whatever the dtype.
+        pages: a cache.
+        layer: the number of the layer.
+        table: [B, n] int32 pages of each row.
         length: [B] int32 tokens that each row looks at, 1 at least.
 
     Returns:
@@ -111,7 +145,7 @@ def attend_pages(q, pages: Pages, layer, table, length):
 
     heads, num_pages, num_layers, size, width = pages.k.shape
     once = next(n for n in range(COMPUTE_PAGES, 0, -1) if table.shape[1] % n == 0)
-    # Layers as so many pages more: what the kernel is given is never cut out.
+    # Layers become further pages, so that no layer is copied out for the kernel.
     flat = (heads, num_pages * num_layers, size, width)
     table = jnp.minimum(table, num_pages - 1) * num_layers + layer
     scaled = (q.astype(jnp.float32) * width**-0.5).astype(q.dtype)

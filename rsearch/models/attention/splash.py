@@ -1,7 +1,7 @@
 """Attention on TPUs: the splash kernel that comes with JAX.
 
-It keeps the scores of a block of queries and keys on the chip, forwards and backwards,
-where XLA writes them to memory.
+It keeps the scores of a block of queries and keys on the chip, in the backward pass
+too; XLA writes them to memory.
 
 Dimensions: B rows, T new tokens, S cached slots, H heads, K key/value heads, C head
 width.
@@ -13,24 +13,33 @@ import math
 import jax
 import jax.numpy as jnp
 
-ATTENDED = "attended"  # name of what attention keeps for its backward pass
-LANES = 128  # of a TPU's registers: head widths and blocks are whole multiples
-BLOCK = 512  # tokens whose scores exist at once, against as many, at most
+ATTENDED = "attended"  # name of the outputs that attention saves for its gradient
+LANES = 128  # of a TPU's registers: head widths and blocks are multiples of it
+BLOCK = 512  # queries and keys whose scores exist at once, at most
 
 
-def splash_within(q, k, v, text, *, interpret=False):
-    """`attend_within` by the kernel, on one device.
+def splash_within(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    text: jax.Array,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Compute `attend_within` with the kernel, on one device.
 
     Args:
-        q, k, v, text: see `attend_within`.
-        interpret: the kernel's arithmetic without a TPU.
+        q: [B, T, H, C] queries.
+        k, v: [B, K, T, C] keys and values.
+        text: [B, T] int32 numbers of the tokens' texts.
+        interpret: run the kernel's arithmetic without a TPU.
 
     Returns:
         [B, T, H, C] in the queries' dtype.
     """
     t, c = q.shape[1], q.shape[3]
     padded, block = _blocks(t)
-    # What fills the last block is a text of its own.
+    # The padding of the last block is a text of its own.
     text = jnp.pad(text, ((0, 0), (0, padded - t)), constant_values=-1)
 
     kernel = _kernel(q.shape[2], (padded, padded), (block, block), True, interpret)
@@ -42,17 +51,26 @@ def splash_within(q, k, v, text, *, interpret=False):
     return jax.vmap(row)(*wide, text).swapaxes(1, 2)[:, :t, :, :c]
 
 
-def splash_after(q, k, v, own_k, own_v, length, *, interpret=False):
-    """Attention of new tokens to what their rows have read before, and to themselves.
+def splash_after(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    own_k: jax.Array,
+    own_v: jax.Array,
+    length: jax.Array,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Compute attention of new tokens to their rows' cached tokens and to themselves.
 
-    On one device. The kernel looks at the cache; what the new tokens have to say to
-    each other is little, and the two are weighed by their masses.
+    On one device. The kernel attends to the cache, XLA to the new tokens, which are
+    few; the two results are weighted by their softmax masses.
 
     Args:
-        q: [B, T, H, C] queries of tokens that stand one after another.
+        q: [B, T, H, C] queries of consecutive tokens.
         k, v: [B, K, S, C] the cache.
         own_k, own_v: [B, T, K, C] of the new tokens.
-        length: [B] int32, slots of the cache that hold what came before.
+        length: [B] int32 slots of the cache that hold earlier tokens.
         interpret: see `splash_within`.
 
     Returns:
@@ -71,13 +89,13 @@ def splash_after(q, k, v, own_k, own_v, length, *, interpret=False):
         wide, _widened(k, padded), _widened(v, padded), length
     )
     past, log_mass = past[:, :, :t, :c], log_mass[:, :, :t]
-    # Nothing came before: the kernel's mean over nothing has no say.
+    # Without earlier tokens the kernel's output means nothing and gets no weight.
     log_mass = jnp.where(length[:, None, None] > 0, log_mass, -jnp.inf)
     return _joined(q, own_k, own_v, past, log_mass)
 
 
 def _joined(q, k, v, past, log_mass):
-    """[B, T, H, C]: attention to the tokens themselves, and a past of this mass."""
+    """Combine attention to the tokens themselves with that to a past: [B, T, H, C]."""
     b, t, h, c = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(b, t, kv_heads, h // kv_heads, c)
@@ -105,14 +123,14 @@ def _mask(shape, is_causal):
 
 
 def _segments(q, kv):
-    """Which queries look at which keys: those of an equal number."""
+    """Mark the queries and keys that see each other: those of equal numbers."""
     from jax.experimental.pallas.ops.tpu import splash_attention
 
     return splash_attention.SegmentIds(q, kv)
 
 
 def _kernel(num_heads, shape, blocks, is_causal, interpret):
-    """The splash kernel over [queries, keys]; with its log-masses where not causal."""
+    """Make the kernel over [queries, keys]; not causal, it returns log-masses too."""
     from jax.experimental.pallas.ops.tpu import splash_attention
 
     q, kv = blocks
@@ -131,17 +149,17 @@ def _kernel(num_heads, shape, blocks, is_causal, interpret):
 
 
 def _blocks(num_tokens) -> tuple[int, int]:
-    """How many tokens the kernel is given, and how many of a block."""
+    """Return the padded number of tokens and the size of a block."""
     block = min(BLOCK, -(-num_tokens // LANES) * LANES)
     return -(-num_tokens // block) * block, block
 
 
 def _scaled(q):
-    """Queries that carry the scores' scale, which the kernel leaves to them."""
+    """Scale queries by 1 / sqrt(C), which the kernel leaves to its caller."""
     return (q.astype(jnp.float32) / math.sqrt(q.shape[-1])).astype(q.dtype)
 
 
 def _widened(x, num_tokens):
-    """[B, N, T, C] with tokens and channels of 0 up to what the kernel takes."""
+    """Pad [B, N, T, C] with zeros to the tokens and channels that the kernel takes."""
     tokens, channels = num_tokens - x.shape[2], -x.shape[3] % LANES
     return jnp.pad(x, ((0, 0), (0, 0), (0, tokens), (0, channels)))

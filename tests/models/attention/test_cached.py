@@ -18,8 +18,8 @@ from rsearch.models.attention.cached import (
     attend_cached,
     empty_cache,
     extend_cache,
-    pieces,
-    place_in,
+    index_cache,
+    num_chunks,
     reaches,
 )
 from rsearch.models.decoder import Decoder
@@ -107,8 +107,8 @@ SHAPE = jax.eval_shape(lambda: empty_cache(SPEC, 1, SLOTS, jnp.float32))
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 2 * SLOTS), min_size=1, max_size=4))
-def test_a_place_takes_the_shortest_reach_that_covers_every_slot_written(positions):
-    place = place_in(SHAPE, jnp.array([positions]))
+def test_an_index_takes_the_shortest_reach_that_covers_every_slot_written(positions):
+    place = index_cache(SHAPE, jnp.array([positions]))
     written = [p for p in positions if p < SLOTS]  # the others are padding
     needed = max(written, default=0) + 1
     covering = [size for size in reaches(SLOTS) if size >= needed]
@@ -129,7 +129,7 @@ def rows_read(request, monkeypatch):
 @functools.partial(jax.jit, static_argnames="everything")
 def looked_up(q, cache, positions, rows, everything=False):
     """`attend_cached` of layer 1; of all slots where `everything`."""
-    place = place_in(cache, positions, rows)
+    place = index_cache(cache, positions, rows)
     if everything:
         last = len(reaches(cache.k.shape[3])) - 1
         place = place._replace(reach=jnp.full_like(place.reach, last))
@@ -189,19 +189,19 @@ def test_what_lies_beyond_the_reach_is_not_read(full, rows_read):
     "num_tokens, expected",
     [(1, 1), (255, 1), (256, 2), (304, 2), (307, 1), (392, 2), (456, 3), (512, 4)],
 )
-def test_pieces_by_hand(num_tokens, expected):
-    assert pieces(num_tokens) == expected
+def test_chunks_by_hand(num_tokens, expected):
+    assert num_chunks(num_tokens) == expected
 
 
-def test_many_tokens_look_back_in_pieces_each_as_far_as_it_needs():
-    """Three rows of 384 tokens in pieces of 128, of which the second has but 200."""
+def test_many_tokens_look_back_in_chunks_each_as_far_as_it_needs():
+    """Three rows of 384 tokens in chunks of 128, of which the second has but 200."""
     offset = np.arange(384)
     begins = np.array([[60], [300], [700]])
     positions = begins + offset
     positions[1, 200:] = SLOTS
     shape = 2, 3, 2, SLOTS, 8
     whole = Cache(normal(1, *shape), normal(2, *shape))
-    place = place_in(whole, jnp.array(positions))
+    place = index_cache(whole, jnp.array(positions))
     assert place.reach.tolist() == [[0, 1, 2], [2, 2, -1], [4, 4, 5]]
     q = normal(3, 3, 384, 4, 8)
     visible = jnp.array(np.arange(SLOTS) <= positions[:, :, None])
@@ -212,7 +212,7 @@ def test_many_tokens_look_back_in_pieces_each_as_far_as_it_needs():
         found = looked_up(q, spoilt, jnp.array(positions), rows)
         is_token = positions < SLOTS
         np.testing.assert_allclose(found[is_token], expected[is_token], atol=2e-6)
-    # What the first piece of a row makes is the same beside pieces that look further.
+    # What the first chunk of a row makes is the same beside chunks that look further.
     near = Cache(*(x.at[:, 0, :, 192:].set(jnp.nan) for x in whole))
     found = looked_up(q, near, jnp.array(positions), None)
     np.testing.assert_allclose(found[0, :128], expected[0, :128], atol=2e-6)
@@ -223,7 +223,7 @@ def test_keys_are_written_to_their_rows_and_slots_and_nowhere_else(full):
     k, v = normal(6, 3, 2, 2, 8), normal(7, 3, 2, 2, 8)
     # Row 5 is beyond the cache; slot SLOTS is padding.
     rows, positions = np.array([4, 5, 1]), np.array([[7, SLOTS], [8, 9], [SLOTS, 2]])
-    place = place_in(full, jnp.array(positions), jnp.array(rows))
+    place = index_cache(full, jnp.array(positions), jnp.array(rows))
     written = extend_cache(full, 1, k, v, place)
     for new, old, given_values in ((written.k, full.k, k), (written.v, full.v, v)):
         expected = np.array(old)
@@ -276,7 +276,7 @@ def test_devices_that_hold_some_rows_and_heads_attend_to_these_alone(rows, rows_
     rows = None if rows is None else jnp.array(rows)
 
     def run(q, k, v, cache, mesh):
-        place = place_in(cache, jnp.array(positions), rows)
+        place = index_cache(cache, jnp.array(positions), rows)
         return attend_cached(q, k, v, cache, 1, place, mesh)
 
     expected = jax.jit(run, static_argnums=4)(q, k, v, cache, None)

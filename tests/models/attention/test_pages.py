@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rsearch.models.attention.cached import Cache, attend, attend_cached, place_in
+from rsearch.models.attention.cached import Cache, attend, attend_cached, index_cache
 from rsearch.models.attention.pages import Pages, attend_pages, put_rows, read_pages
 from rsearch.models.sharding import make_mesh
 
@@ -50,7 +50,7 @@ def test_pages_in_any_order_are_attended_to_as_slots_in_a_row(mesh, tokens):
 
     @functools.partial(jax.jit, static_argnames="mesh")
     def run(cache, table, mesh=None):
-        place = place_in(cache, positions, None, table)
+        place = index_cache(cache, positions, None, table)
         return attend_cached(q, k, v, cache, 1, place, mesh)
 
     expected, written = run(cache, None)
