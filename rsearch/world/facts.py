@@ -1,11 +1,14 @@
-"""The facts of the embedded world, and the passages that tell them."""
+"""The facts of the embedded world, and the passages that state them."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from rsearch.types import Passage
 from rsearch.world.names import family, near_homonym
 
-UNKNOWN = "unknown"  # the object of a fact that no passage tells, and such an answer
+UNKNOWN = "unknown"  # the object of a fact in no passage, and the answer to it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +30,8 @@ RELATIONS = {
     "release": Relation("film", "year", "Release"),
     "founding": Relation("company", "year", "Founding"),
 }
-DATED = ("birth", "release", "founding")  # relations there are where years are compared
-MISSING = ("birthplace", "employer")  # relations of which some people have no fact
+DATED = ("birth", "release", "founding")  # relations used when years are compared
+MISSING = ("birthplace", "employer")  # relations of which facts may be missing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +44,12 @@ class Hop:
 
     @property
     def gap(self) -> str:
-        """What is to be found out, such as 'Born in?'."""
+        """The open question, such as 'Born in?'."""
         return f"{RELATIONS[self.relation].words}?"
 
     @property
     def fact(self) -> str:
-        """What was found out, such as 'Born in Altdorf.', as passages word it."""
+        """The fact as passages state it, such as 'Born in Altdorf.'."""
         return f"{RELATIONS[self.relation].words} {self.object}."
 
     @property
@@ -55,12 +58,16 @@ class Hop:
         return f"{self.subject} {self.fact}"
 
 
-def draw_facts(entities, relations, rng) -> dict[str, dict[str, str]]:
-    """{subject: {relation: object}}, objects drawn evenly.
+def draw_facts(
+    entities: Mapping[str, Sequence[str]],
+    relations: Sequence[str],
+    rng: np.random.Generator,
+) -> dict[str, dict[str, str]]:
+    """Draw {subject: {relation: object}}, objects uniformly.
 
     Args:
         entities: kind -> names.
-        relations: names of those that there are, keys of RELATIONS.
+        relations: names of the world's relations, keys of RELATIONS.
         rng: of the draws.
     """
     facts: dict[str, dict[str, str]] = {}
@@ -72,29 +79,46 @@ def draw_facts(entities, relations, rng) -> dict[str, dict[str, str]]:
     return facts
 
 
-def draw_famous(entities, share, rng) -> frozenset[str]:
-    """The famous of each kind that has facts: this share of them, at least one.
+def draw_famous(
+    entities: Mapping[str, Sequence[str]], share: float, rng: np.random.Generator
+) -> frozenset[str]:
+    """Draw the famous of each kind that has facts: this share of them, at least one.
 
-    They bear famous names: who is of one family is famous with it, as far as the share
-    goes. So a small model can tell by a name whether it knows more, as a large one
-    knows what it has read often.
+    A family of names is famous as a whole, as far as the share allows. So a small model
+    can tell by a name whether it knows more, as a large one knows what it has read
+    often.
+
+    Args:
+        entities: kind -> names.
+        share: of the names of a kind.
+        rng: of the draws.
     """
     famous = set()
     for kind in ("person", "film", "company", "city"):
         names = entities[kind]
         count = max(1, round(share * len(names))) if share else 0
         families = sorted({family(name, kind) for name in names})
-        rank = {
-            families[i]: place for place, i in enumerate(rng.permutation(len(families)))
-        }
+        order = rng.permutation(len(families))
+        rank = {families[i]: position for position, i in enumerate(order)}
         famous.update(sorted(names, key=lambda n: rank[family(n, kind)])[:count])
     return frozenset(famous)
 
 
-def keep_among_famous(facts, entities, famous, rng) -> None:
-    """Redraws what the facts of the famous lead to: to the famous, in place.
+def keep_among_famous(
+    facts: dict[str, dict[str, str]],
+    entities: Mapping[str, Sequence[str]],
+    famous: frozenset[str],
+    rng: np.random.Generator,
+) -> None:
+    """Redraw the objects of famous subjects from the famous, in place.
 
-    So all that follows from a famous head is known too, however many hops it takes.
+    So all that follows from a famous head is known too, after any number of hops.
+
+    Args:
+        facts: {subject: {relation: object}}, changed in place.
+        entities: kind -> names.
+        famous: names of the famous.
+        rng: of the draws.
     """
     for subject in [s for s in facts if s in famous]:
         for name in facts[subject]:
@@ -103,30 +127,55 @@ def keep_among_famous(facts, entities, famous, rng) -> None:
                 facts[subject][name] = among[rng.integers(len(among))]
 
 
-def drop_facts(facts, people, share, rng) -> None:
-    """Makes one fact of this share of the people unknown, in place."""
+def drop_facts(
+    facts: dict[str, dict[str, str]],
+    people: Sequence[str],
+    share: float,
+    rng: np.random.Generator,
+) -> None:
+    """Make one fact of a share of the people unknown, in place.
+
+    Args:
+        facts: {subject: {relation: object}}, changed in place.
+        people: names.
+        share: of the people.
+        rng: of the draws.
+    """
     for i in rng.permutation(len(people))[: round(share * len(people))]:
         facts[people[i]][MISSING[rng.integers(len(MISSING))]] = UNKNOWN
 
 
-def passages_of(facts) -> list[Passage]:
-    """A passage for each subject; its title is the name. It leaves out the unknown."""
+def passages_of(facts: dict[str, dict[str, str]]) -> list[Passage]:
+    """Return a passage for each subject, titled by its name, without unknown facts."""
     return [
-        Passage(f"w{i}", f"{subject}\n{told(subject, known)}")
+        Passage(f"w{i}", f"{subject}\n{state_facts(subject, known)}")
         for i, (subject, known) in enumerate(facts.items())
     ]
 
 
-def told(subject, known) -> str:
-    """The sentences of one passage."""
+def state_facts(subject: str, known: Mapping[str, str]) -> str:
+    """Return the sentences of one passage: the known facts of {relation: object}."""
     hops = [Hop(subject, name, o) for name, o in known.items() if o != UNKNOWN]
     return " ".join(hop.fact for hop in hops)
 
 
-def distractors(count, facts, entities, relations, rng) -> list[Passage]:
-    """Passages about near-homonyms, which no question is about.
+def distractors(
+    count: int,
+    facts: dict[str, dict[str, str]],
+    entities: Mapping[str, Sequence[str]],
+    relations: Sequence[str],
+    rng: np.random.Generator,
+) -> list[Passage]:
+    """Return passages about near-homonyms, which no question is about.
 
-    Each has the name of a person or a film and one word more, and facts of its own.
+    Each has the name of a person or a film and one word more, and random facts.
+
+    Args:
+        count: of passages.
+        facts: {subject: {relation: object}} of the world.
+        entities: kind -> names.
+        relations: names of the world's relations.
+        rng: of the draws.
 
     Raises:
         ValueError: more of them than people and films.
@@ -134,10 +183,10 @@ def distractors(count, facts, entities, relations, rng) -> list[Passage]:
     heads = [(kind, name) for kind in ("person", "film") for name in entities[kind]]
     if count > len(heads):
         raise ValueError(f"config.world.distractors = {count}: at most {len(heads)}")
-    found = []
+    passages = []
     for number, i in enumerate(rng.permutation(len(heads))[:count]):
         kind, name = heads[i]
-        own = {
+        random_facts = {
             relation: objects[rng.integers(len(objects))]
             for relation in relations
             if RELATIONS[relation].subject == kind
@@ -145,5 +194,7 @@ def distractors(count, facts, entities, relations, rng) -> list[Passage]:
         }
         title = near_homonym(name, kind, rng)
         assert title not in facts
-        found.append(Passage(f"d{number}", f"{title}\n{told(title, own)}"))
-    return found
+        passages.append(
+            Passage(f"d{number}", f"{title}\n{state_facts(title, random_facts)}")
+        )
+    return passages

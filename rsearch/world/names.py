@@ -1,6 +1,8 @@
-"""The names of the embedded world: two words each, from lists that share none."""
+"""The names of the embedded world: two words each, from lists that share no word."""
 
 import itertools
+
+import numpy as np
 
 NAMES = {
     "given": """
@@ -45,7 +47,7 @@ NAMES = {
     """,
 }
 
-PARTS = {  # kind of entity -> the lists its two words are from, and what joins them
+PARTS = {  # kind of entity -> the lists of its two words, and what joins them
     "person": ("given", "family", " "),
     "film": ("adjectives", "nouns", " "),
     "company": ("trades", "forms", " "),
@@ -61,11 +63,11 @@ COUNTRIES = tuple(NAMES["countries"].split())
 YEARS = tuple(str(year) for year in range(1880, 2000, 10))
 
 
-def draw_names(kind: str, count: int, rng) -> tuple[str, ...]:
-    """`count` names of this kind of entity, each once, in random order.
+def draw_names(kind: str, count: int, rng: np.random.Generator) -> tuple[str, ...]:
+    """Draw different names for entities of a kind, in random order.
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: there are fewer names.
     """
     first, second, joint = PARTS[kind]
     parts = NAMES[first].split(), NAMES[second].split()
@@ -78,15 +80,15 @@ def draw_names(kind: str, count: int, rng) -> tuple[str, ...]:
 
 
 def family(name: str, kind: str) -> str:
-    """The word that a name shares with others of its kind: people's is the second."""
+    """Return the word that names share: a person's second word, else the first."""
     first, second, _ = PARTS[kind]
     if kind == "person":
         return next(w for w in NAMES[second].split() if name.endswith(w))
     return next(w for w in NAMES[first].split() if name.startswith(w))
 
 
-def near_homonym(name: str, kind: str, rng) -> str:
-    """The name with one more word of its second list behind it: "Ada Abel Winter"."""
+def near_homonym(name: str, kind: str, rng: np.random.Generator) -> str:
+    """Append one more word of the second list to a name: "Ada Abel Winter"."""
     _, second, _ = PARTS[kind]
     others = [word for word in NAMES[second].split() if word not in name.split()]
     return f"{name} {others[rng.integers(len(others))]}"

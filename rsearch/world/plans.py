@@ -1,80 +1,87 @@
-"""How questions of the embedded world are answered, step by step: well, and badly."""
+"""Plans for the questions of the embedded world: good ones, and flawed ones."""
+
+from collections.abc import Sequence
+
+import numpy as np
 
 from rsearch.protocols.base import Step
 from rsearch.tools.search import search_call
-from rsearch.types import (
-    Answer,
-    Question,
-)
+from rsearch.types import Answer, Question
 from rsearch.world.facts import RELATIONS, UNKNOWN, Hop
 from rsearch.world.questions import COMPARISON, earliest
+from rsearch.world.world import World
 
 GUESS = "I guess."
 RECALLED = "I know."
 
 
-def solution(world, question: Question, *, recalls=False, max_queries=1) -> list[Step]:
-    """The steps that find the answer, with no search too many.
+def solution(
+    world: World, question: Question, *, recalls: bool = False, max_queries: int = 1
+) -> list[Step]:
+    """Return the steps that find the answer without a needless search.
 
     Args:
         world: has the facts behind the question.
         question: one of its questions.
-        recalls: whether facts of the famous are recalled rather than searched for.
-        max_queries: of one search; the facts of a comparison are asked for together
-            where it allows that.
+        recalls: whether facts of the famous are recalled instead of searched for.
+        max_queries: queries of one search. One search asks for the facts of a
+            comparison together if it may.
     """
     hops = world.hops[question.id]
     known = [recalls and hop.subject in world.famous for hop in hops]
     compares = question.metadata["kind"] == COMPARISON
     size = max_queries if compares else 1
     unsearched = [hop for hop, is_known in zip(hops, known) if not is_known]
-    if compares:  # What is known of it comes first, so that the rest is one search.
+    if compares:  # Known facts come first, so that one search asks for all others.
         hops = [hop for hop in hops if hop not in unsearched] + unsearched
-    steps, searched, found, internal = [], [], [], []
+    steps, searched, findings, internal = [], [], [], []
     while hops:
         if hops[0] not in unsearched:
             internal.append(hops[0].sentence)
             hops = hops[1:]
             continue
         now, hops = hops[:size], hops[size:]
-        thought = " ".join([*found, now[0].gap])
+        thought = " ".join([*findings, now[0].gap])
         queries = tuple(hop.subject for hop in now)
         steps.append(_step(steps, thought, search_call(*queries), internal))
-        found = [hop.sentence if compares else hop.fact for hop in now]
+        findings = [hop.sentence if compares else hop.fact for hop in now]
         searched += now
         internal = []
-    if compares and internal and not found:
+    if compares and internal and not findings:
         internal.append(compared(world.hops[question.id]))
     elif compares:
-        found.append(compared(world.hops[question.id]))
+        findings.append(compared(world.hops[question.id]))
     evidence = " ".join(map(original, searched)) if searched else None
     answer = Answer(question.golden_answers[0])
-    thought = " ".join(found) or RECALLED
+    thought = " ".join(findings) or RECALLED
     return [*steps, _step(steps, thought, answer, internal, evidence)]
 
 
-def early_stop(world, question: Question, rng) -> list[Step]:
-    """All but the last search, or fewer: what was found by then is the answer.
+def early_stop(
+    world: World, question: Question, rng: np.random.Generator
+) -> list[Step]:
+    """Return all steps before the last search, or fewer, and a wrong answer.
 
-    Where one search would do, there is none, and the answer is a guess.
+    The answer is the last fact found by then. If one search is enough, there is none,
+    and the answer is a guess.
     """
     hops = world.hops[question.id]
     if len(hops) == 1:
         return guess(world, question, rng)
     last = 1 if len(hops) == 2 else int(rng.integers(1, len(hops)))
     compares = question.metadata["kind"] == COMPARISON
-    steps, found, kept = [], [], hops[:last]
-    for hop in kept:
-        thought = " ".join([*found, hop.gap])
+    steps, findings, first_hops = [], [], hops[:last]
+    for hop in first_hops:
+        thought = " ".join([*findings, hop.gap])
         steps.append(_step(steps, thought, search_call(hop.subject)))
-        found = [hop.sentence if compares else hop.fact]
-    answer = kept[-1].subject if compares else kept[-1].object
-    evidence = " ".join(map(original, kept))
-    return [*steps, _step(steps, found[0], Answer(answer), evidence=evidence)]
+        findings = [hop.sentence if compares else hop.fact]
+    answer = first_hops[-1].subject if compares else first_hops[-1].object
+    evidence = " ".join(map(original, first_hops))
+    return [*steps, _step(steps, findings[0], Answer(answer), evidence=evidence)]
 
 
-def guess(world, question: Question, rng) -> list[Step]:
-    """An answer of the right kind, without a search."""
+def guess(world: World, question: Question, rng: np.random.Generator) -> list[Step]:
+    """Return the step of a guess: an answer of the right kind, without a search."""
     hops = world.hops[question.id]
     if question.metadata["kind"] == COMPARISON:
         others = [hop.subject for hop in hops]
@@ -84,18 +91,18 @@ def guess(world, question: Question, rng) -> list[Step]:
 
 
 def guessing(answer: str) -> Step:
-    """The only step of one who does not know."""
+    """Return the only step of a model that does not know: this answer, as a guess."""
     return _step([], GUESS, Answer(answer))
 
 
 def original(hop: Hop) -> str:
-    """What the passage says of it, with its title, in the words it is shown in."""
-    told = "" if hop.object == UNKNOWN else f" {hop.fact}"
-    return f"(Title: {hop.subject}){told}"
+    """Return a hop's passage as it is shown: its title, and the fact if it is known."""
+    fact = "" if hop.object == UNKNOWN else f" {hop.fact}"
+    return f"(Title: {hop.subject}){fact}"
 
 
-def compared(hops) -> str:
-    """The conclusion from all years: "Release 1920 first."."""
+def compared(hops: Sequence[Hop]) -> str:
+    """Return the conclusion from all years: "Release 1920 first."."""
     return f"{earliest(hops).fact.removesuffix('.')} first."
 
 

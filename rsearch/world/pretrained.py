@@ -1,7 +1,7 @@
-"""Small models of the embedded world, made by training and kept: "world:base".
+"""Small models of the embedded world, trained once and cached: "world:base".
 
-A model is made the first time it is named and found after that, in a directory that is
-named by a digest of all it follows from.
+A model is trained the first time that a run names it. It is cached in a directory whose
+name contains a digest of all that determines it.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import pathlib
 import shutil
 import time
 import uuid
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state
 from rsearch.learn.update import make_policy_update, put
 from rsearch.models.decoder import Decoder, init_params
-from rsearch.models.hf import checkpoint as huggingface
+from rsearch.models.hf.checkpoint import export
 from rsearch.models.hf.directory import find_model
 from rsearch.models.sharding import make_mesh
 from rsearch.models.small_tokenizer import ROLES
@@ -41,20 +42,20 @@ from rsearch.world.world import WORLD, make_world
 
 CACHE = "RSEARCH_CACHE"  # the environment variable that names another cache
 MAX_CONTEXT = 2048  # tokens that a model says it can read
-LENGTHS = (40, 64, 96, 144, 208, 320)  # tokens of a row: the next one that is enough
+LENGTHS = (40, 64, 96, 144, 208, 320)  # tokens of a row: the first one that fits
 SAMPLED = 200  # conversations whose tokens are part of a model's digest
 SECONDS_BETWEEN_LINES = 15.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Pretraining:
-    """How a model is made.
+    """The shape and training of a model.
 
     Attributes:
-        shares: what it reads.
+        shares: of the kinds of text that it reads.
         width, num_layers, num_heads, num_kv_heads, head_dim, mlp_width: its shape.
-        steps: of the optimiser.
-        step_tokens: of a step, padding included.
+        steps: of the optimizer.
+        step_tokens: tokens of a step, padding included.
         lr: peak learning rate; it falls linearly to a tenth.
         seed: added to that of the world.
     """
@@ -91,11 +92,13 @@ MODELS = {
 }
 
 
-def find_source(c, source: str, *, say=console.note) -> pathlib.Path:
-    """The directory of a model: of the embedded world, or as `find_model` finds it.
+def find_source(
+    c, source: str, *, say: Callable[[str], None] = console.note
+) -> pathlib.Path:
+    """Return the directory of a model: of the embedded world, or from `find_model`.
 
     Args:
-        c: the configuration, whose seed and world a "world:<name>" is of.
+        c: the configuration, which has the seed and world of a "world:<name>".
         source: "world:<name>", a directory, or a hub id.
         say: called with a line now and then while a model is made.
 
@@ -111,22 +114,22 @@ def find_source(c, source: str, *, say=console.note) -> pathlib.Path:
 def find_world_model(
     name: str,
     *,
-    world_settings,
+    world_settings: Mapping[str, object],
     seed: int,
-    say=lambda text: None,
-    cache=None,
+    say: Callable[[str], None] = lambda text: None,
+    cache: str | os.PathLike | None = None,
     how: Pretraining | None = None,
 ) -> pathlib.Path:
-    """The directory of a small model of the world; made where it is not there yet.
+    """Return the directory of a small model of the world; train it if it is missing.
 
     Args:
         name: a key of MODELS.
-        world_settings: of `make_world`, all but the seed.
+        world_settings: arguments of `make_world`, all but the seed.
         seed: of the world and of the training.
         say: called with a line now and then while the model is made.
         cache: directory of all such models; by default $RSEARCH_CACHE/world, or else
             ~/.cache/rsearch/world.
-        how: in place of what MODELS says.
+        how: replaces the settings in MODELS.
 
     Raises:
         ValueError: there is no model of this name.
@@ -142,43 +145,44 @@ def find_world_model(
     read = reading.reading(world, how.shares, search, seed=seed + how.seed)
     settings = repr((how, sorted(world_settings.items()), seed, read))
     digest = hashlib.sha256(f"{tokenizer.fingerprint} {settings}".encode())
-    # How conversations are laid out follows from code; some of them tell if it changed.
+    # Code determines how conversations become tokens; some of them show whether the
+    # code has changed.
     for row in _rows(read[:SAMPLED], tokenizer, search):
         for segment in row:
             digest.update(bytes([segment.source]) + segment.token_ids.tobytes())
-    found = _cache(cache) / f"{name}-{digest.hexdigest()[:16]}"
-    if found.is_dir():
-        return found
-    say(f"{WORLD}:{name}: made once, to be kept in {found}")
+    directory = _cache(cache) / f"{name}-{digest.hexdigest()[:16]}"
+    if directory.is_dir():
+        return directory
+    say(f"{WORLD}:{name}: made once, to be kept in {directory}")
     rows = _rows(read, tokenizer, search)
     params, spec = _train(name, how, rows, tokenizer, seed, say)
-    _keep(found, params, spec, tokenizer)
-    return found
+    _keep(directory, params, spec, tokenizer)
+    return directory
 
 
-def _cache(given) -> pathlib.Path:
-    """The directory of the models."""
-    if given is not None:
-        return pathlib.Path(given)
+def _cache(cache) -> pathlib.Path:
+    """Return the directory of the models."""
+    if cache is not None:
+        return pathlib.Path(cache)
     home = os.environ.get(CACHE) or pathlib.Path.home() / ".cache" / "rsearch"
     return pathlib.Path(home).expanduser() / WORLD
 
 
 def _keep(directory, params, spec, tokenizer):
-    """Writes the model; what another process has written meanwhile is as good."""
+    """Write the model; one that another process has written meanwhile is as good."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    part = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}")
+    unfinished = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}")
     try:
-        huggingface.export(part, params, spec, tokenizer)
+        export(unfinished, params, spec, tokenizer)
         with contextlib.suppress(OSError):
-            os.rename(part, directory)
+            os.rename(unfinished, directory)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     assert directory.is_dir()
 
 
 def _rows(read, tokenizer, search):
-    """[rows] lists of segments."""
+    """Tokenize what is read: [rows] lists of segments."""
     limits = Limits(8, MAX_CONTEXT, MAX_CONTEXT, MAX_CONTEXT)
     hosts = {}
     for name, protocol in world_texts.WORLD_PROTOCOLS.items():
@@ -201,17 +205,17 @@ def _rows(read, tokenizer, search):
             reply = tokenizer.encode(f" {item.reply}")
             reply = np.append(reply, np.int32(tokenizer.eos_ids[0]))
             prompt = tokenizer.encode_prompt(item.messages)
-            rows.append([_segment(Source.PROMPT, prompt), _written(reply)])
+            rows.append([_segment(Source.PROMPT, prompt), _learnt_segment(reply)])
         else:
             row = []
-            for given, learnt in item.pieces:
-                row.append(_segment(Source.PROMPT, tokenizer.encode(given)))
-                row.append(_written(tokenizer.encode(learnt)))
+            for context, learnt in item.pieces:
+                row.append(_segment(Source.PROMPT, tokenizer.encode(context)))
+                row.append(_learnt_segment(tokenizer.encode(learnt)))
             rows.append(row)
     return rows
 
 
-def _written(ids):
+def _learnt_segment(ids):
     return _segment(Source.POLICY, ids)
 
 
@@ -220,7 +224,7 @@ def _segment(source, ids):
 
 
 def _train(name, how: Pretraining, rows, tokenizer, seed, say):
-    """Parameters after training on the rows, and their shape."""
+    """Train a model on the rows; return its parameters and shape."""
     spec = DecoderSpec(
         vocab_size=tokenizer.vocab_size,
         width=how.width,
@@ -249,7 +253,7 @@ def _train(name, how: Pretraining, rows, tokenizer, seed, say):
     )
     key = jax.random.key(seed + how.seed)
     params = jax.jit(lambda key: init_params(model, key))(key)
-    params = params | {"embedding": _alike(params["embedding"], tokenizer)}
+    params = params | {"embedding": _align_spaced(params["embedding"], tokenizer)}
     state = create_state(params, optimizer, mesh)
     say(
         f"{WORLD}:{name}: {spec.num_params / 1e6:.2g} M parameters, {len(rows):,} rows "
@@ -268,22 +272,27 @@ def _train(name, how: Pretraining, rows, tokenizer, seed, say):
     return state.params, spec
 
 
-def _alike(embedding, tokenizer):
-    """The embedding in which a word begins as it does with a space before it.
+def _align_spaced(embedding, tokenizer):
+    """Give a word and the word with a space before it embeddings that differ little.
 
-    But for one direction, the same for all words, which tells the two apart: what is
-    read as " Altdorf" is to be written as "Altdorf" where a quote comes before it, and
-    a small model would have to learn that for each word.
+    They differ in one direction, which is the same for all words. A model reads "
+    Altdorf" and is to write "Altdorf" after a quote; a small model would have to learn
+    that for each word.
     """
     ids = {token: i for i, token in enumerate(tokenizer.token_bytes)}
     pairs = [(i, ids[b" " + t]) for t, i in ids.items() if b" " + t in ids and t]
     bare, spaced = np.array(pairs).T
-    unused = ROLES.index("<|system|>")  # the row of a role that nobody has here
+    unused = ROLES.index(
+        "<|system|>"
+    )  # the row of a role that no prompt of the world has
     return embedding.at[bare].set(embedding[spaced] + embedding[unused][None])
 
 
 def _batches(rows, how, seed, multiple):
-    """Endless batches of rows of like length, each row once before any comes again."""
+    """Yield batches of rows of similar length, endlessly.
+
+    Each row comes once before any comes again.
+    """
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 6])))
     by_length = {}
     for row in rows:
@@ -291,10 +300,12 @@ def _batches(rows, how, seed, multiple):
         by_length.setdefault(fitting[0], []).append(row)
     while True:
         batches = []
-        for length, own in sorted(by_length.items()):
+        for length, same_length in sorted(by_length.items()):
             size = max(1, how.step_tokens // length // multiple) * multiple
-            order = rng.permutation(len(own))
-            order = np.resize(order, -(-len(own) // size) * size)  # fills the last one
+            order = rng.permutation(len(same_length))
+            order = np.resize(
+                order, -(-len(same_length) // size) * size
+            )  # fills the last batch
             batches += [
                 (length, order[i : i + size]) for i in range(0, len(order), size)
             ]

@@ -1,9 +1,13 @@
 """The questions of the embedded world: kinds, patterns, and the hops behind each."""
 
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
 from rsearch.types import Question
 from rsearch.world.facts import DATED, RELATIONS, UNKNOWN, Hop
 
-CHAINS = {  # kind -> {relations, hop by hop: how it is asked}
+CHAINS = {  # kind -> {relations, hop by hop: the question's pattern}
     "single": {
         ("birthplace",): "In which city was {s} born?",
         ("employer",): "Which company employs {s}?",
@@ -32,13 +36,13 @@ CHAINS = {  # kind -> {relations, hop by hop: how it is asked}
         ),
     },
 }
-COMPARED = {  # relations of two subjects: how these are compared
+COMPARED = {  # relations of two subjects -> the question's pattern
     ("birth", "release"): "Which is older, {0} or {1}?",
     ("birth", "founding"): "Which is older, {0} or {1}?",
     ("release", "founding"): "Which is older, {0} or {1}?",
 }
 COMPARISON, UNANSWERABLE = "comparison", "unanswerable"
-PARTS = {  # kind -> how many of the questions, relative to the others
+PARTS = {  # kind -> its share of the questions, relative to the others
     "single": 4,
     "bridge": 5,
     "three_hop": 2,
@@ -49,16 +53,24 @@ PARTS = {  # kind -> how many of the questions, relative to the others
 KINDS = tuple(PARTS)
 
 
-def relations_of(kinds) -> tuple[str, ...]:
-    """The relations of a world that asks these kinds of questions."""
+def relations_of(kinds: Collection[str]) -> tuple[str, ...]:
+    """Return the relations of a world that asks these kinds of questions."""
     return tuple(n for n in RELATIONS if n not in DATED or COMPARISON in kinds)
 
 
-def ask(split, count, kinds, heads, facts, famous, rng):
-    """Questions about these heads, in random order, and the hops behind them.
+def ask(
+    split: str,
+    count: int,
+    kinds: Sequence[str],
+    heads: Mapping[str, Sequence[str]],
+    facts: dict[str, dict[str, str]],
+    famous: frozenset[str],
+    rng: np.random.Generator,
+) -> tuple[tuple[Question, ...], dict[str, tuple[Hop, ...]]]:
+    """Draw questions about these heads, in random order, and the hops behind them.
 
-    Each kind has the part of them that PARTS gives it, as far as there are enough; what
-    is left goes to the first kinds that have more.
+    Each kind has its share by PARTS, as far as it has enough questions; the remainder
+    goes to the first kinds that have more.
 
     Args:
         split: "train" or "dev".
@@ -66,26 +78,26 @@ def ask(split, count, kinds, heads, facts, famous, rng):
         kinds: keys of PARTS.
         heads: kind of entity -> the names that questions may name.
         facts: {subject: {relation: object}}.
-        famous: whose facts are known without a search.
+        famous: the entities whose facts are known without a search.
         rng: of the choice.
 
     Returns:
         The questions, and {id: hops}.
 
     Raises:
-        ValueError: fewer can be asked.
+        ValueError: there are fewer questions.
     """
-    asked = _askable(kinds, heads, facts, famous, rng)
-    total = sum(map(len, asked.values()))
+    candidates = _askable(kinds, heads, facts, famous, rng)
+    total = sum(map(len, candidates.values()))
     if count > total:
         raise ValueError(
             f"config.world.{split}_questions = {count}: its films and people give "
             f"{total}"
         )
     chosen = []
-    for kind, number in _numbers(count, asked).items():
-        picked = rng.permutation(len(asked[kind]))[:number]
-        chosen += [(kind, *asked[kind][i]) for i in picked]
+    for kind, number in _numbers(count, candidates).items():
+        picked = rng.permutation(len(candidates[kind]))[:number]
+        chosen += [(kind, *candidates[kind][i]) for i in picked]
     if len(kinds) > 1:
         chosen = [chosen[i] for i in rng.permutation(len(chosen))]
     questions, hops = [], {}
@@ -99,25 +111,25 @@ def ask(split, count, kinds, heads, facts, famous, rng):
 
 
 def _askable(kinds, heads, facts, famous, rng):
-    """{kind: [(text, answer, hops)]}: all that can be asked."""
-    asked = {kind: [] for kind in kinds}
+    """Return all possible questions: {kind: [(text, answer, hops)]}."""
+    candidates = {kind: [] for kind in kinds}
     for kind, patterns in CHAINS.items():
         for relations, words in patterns.items():
             for head in heads[RELATIONS[relations[0]].subject]:
                 plan = _chain(head, relations, facts)
                 answer = plan[-1].object
-                told = UNANSWERABLE if answer == UNKNOWN else kind
-                is_whole = len(plan) == len(relations)
-                if is_whole and kind in asked and told in asked:
-                    asked[told].append((words.format(s=head), answer, plan))
-    if COMPARISON in asked:
+                actual_kind = UNANSWERABLE if answer == UNKNOWN else kind
+                is_complete = len(plan) == len(relations)
+                if is_complete and kind in candidates and actual_kind in candidates:
+                    candidates[actual_kind].append((words.format(s=head), answer, plan))
+    if COMPARISON in candidates:
         for relations in COMPARED:
-            asked[COMPARISON] += _compared(relations, heads, facts, famous, rng)
-    return asked
+            candidates[COMPARISON] += _compared(relations, heads, facts, famous, rng)
+    return candidates
 
 
 def _chain(head, relations, facts):
-    """The hops from this head, as far as they are known."""
+    """Return the hops from this head, as far as they are known."""
     plan = []
     for relation in relations:
         plan.append(Hop(head, relation, facts[head][relation]))
@@ -128,38 +140,38 @@ def _chain(head, relations, facts):
 
 
 def _compared(relations, heads, facts, famous, rng):
-    """Two entities of different kinds and years; the famous beside the famous.
+    """Pair entities of different kinds and years, famous ones with famous ones.
 
     There is one question for each entity of the first kind.
     """
     first, second = (RELATIONS[relation].subject for relation in relations)
-    found = []
+    questions = []
     for head in heads[first]:
         hop = Hop(head, relations[0], facts[head][relations[0]])
         for name in (heads[second][i] for i in rng.permutation(len(heads[second]))):
             other = Hop(name, relations[1], facts[name][relations[1]])
-            is_alike = (name in famous) == (head in famous)
-            if is_alike and other.object != hop.object:
+            is_equally_known = (name in famous) == (head in famous)
+            if is_equally_known and other.object != hop.object:
                 text = COMPARED[relations].format(head, name)
                 plan = hop, other
-                found.append((text, earliest(plan).subject, plan))
+                questions.append((text, earliest(plan).subject, plan))
                 break
-    return found
+    return questions
 
 
-def earliest(hops) -> Hop:
-    """The one of the first year."""
+def earliest(hops: Sequence[Hop]) -> Hop:
+    """Return the hop with the first year."""
     return min(hops, key=lambda hop: int(hop.object))
 
 
-def _numbers(count, asked):
-    """{kind: how many}: by their parts, as far as there are enough."""
-    whole = sum(PARTS[kind] for kind in asked)
+def _numbers(count, candidates):
+    """Divide a count by PARTS, as far as there are enough: {kind: number}."""
+    total = sum(PARTS[kind] for kind in candidates)
     numbers = {
-        kind: min(len(could), count * PARTS[kind] // whole)
-        for kind, could in asked.items()
+        kind: min(len(available), count * PARTS[kind] // total)
+        for kind, available in candidates.items()
     }
-    for kind, could in asked.items():
-        left = count - sum(numbers.values())
-        numbers[kind] += min(left, len(could) - numbers[kind])
+    for kind, available in candidates.items():
+        missing = count - sum(numbers.values())
+        numbers[kind] += min(missing, len(available) - numbers[kind])
     return numbers

@@ -24,7 +24,7 @@ from rsearch.protocols.writing import PROMPTS, writing_messages
 from rsearch.types import Answer, Messages, Passage, Question, SearchFn
 from rsearch.world import plans as world_plans
 from rsearch.world import texts as world_texts
-from rsearch.world.facts import MISSING, RELATIONS, UNKNOWN, Hop, told
+from rsearch.world.facts import MISSING, RELATIONS, UNKNOWN, Hop, state_facts
 from rsearch.world.names import YEARS, draw_names
 from rsearch.world.questions import COMPARED, COMPARISON, earliest
 from rsearch.world.world import World
@@ -178,7 +178,7 @@ def _spaced(protocol, steps):
 
 def observed(world: World, query: str) -> str:
     """Return what a writer makes of the passage about a query."""
-    return f"{query} {told(query, world.facts[query])}"
+    return f"{query} {state_facts(query, world.facts[query])}"
 
 
 def _facts(world, times, rng):
@@ -207,7 +207,7 @@ def _comparison(world, rng):
         for name, year in dates.items()
     ]
     names = [hop.subject for hop in hops]
-    facts = [told(*_made_up_facts(world, hop, rng)) for hop in hops]
+    facts = [state_facts(*_made_up_facts(world, hop, rng)) for hop in hops]
     prompt = f" {COMPARED[tuple(dates)].format(*names)}"
     if rng.random() < 0.5:
         pieces = [(prompt, f" {hops[0].gap} {', '.join(names)}")]
@@ -262,7 +262,7 @@ def _lookups(world, rng):
         if name in MISSING and rng.random() < 0.1:
             object = UNKNOWN
         hop = Hop(subject, name, object)
-        passage = told(*_made_up_facts(world, hop, rng))
+        passage = state_facts(*_made_up_facts(world, hop, rng))
         pieces.append((f" {hop.gap} {subject} {subject} {passage}", f" {hop.fact}"))
         kind = RELATIONS[name].object
         subject = object if kind in kinds and object != UNKNOWN else None
@@ -348,7 +348,7 @@ def _recalled(question, hops) -> Step:
 
 def _passage(world, subject) -> Passage:
     """Return the passage about an entity."""
-    return Passage(subject, f"{subject}\n{told(subject, world.facts[subject])}")
+    return Passage(subject, f"{subject}\n{state_facts(subject, world.facts[subject])}")
 
 
 def _judgements(world, rng):
@@ -364,8 +364,8 @@ def _judgements(world, rng):
             pieces = [world_plans.original(hop) for hop in hops]
         else:
             pieces = [
-                f"(Title: {hop.subject}) {told(hop.subject, world.facts[hop.subject])}"
-                for hop in hops
+                f"(Title: {subject}) {state_facts(subject, world.facts[subject])}"
+                for subject in (hop.subject for hop in hops)
             ]
         if rng.random() < 0.2:
             pieces = [pieces[i] for i in rng.permutation(len(pieces))]

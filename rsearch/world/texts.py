@@ -13,6 +13,7 @@ from rsearch.types import Passage
 from rsearch.world.facts import UNKNOWN
 from rsearch.world.names import YEARS
 from rsearch.world.plans import guessing, solution
+from rsearch.world.world import World
 
 INVALID = "Invalid. Try again."
 DIRECT = "Answer: {question}"
@@ -62,7 +63,7 @@ def markup() -> list[str]:
     return texts
 
 
-def world_words(world) -> list[str]:
+def world_words(world: World) -> list[str]:
     """Return all that conversations about a world say, for a tokenizer to learn from.
 
     That is every training question's solution, some of them in each protocol's frame,

@@ -1,11 +1,13 @@
 """The embedded world: people, films, companies and cities, made up from a seed.
 
-Each entity has one passage; most questions need several of them, and name only the
-first. Nothing in the world is true, so no model can know it, unless it was pretrained
-on the world's text: the facts of the famous are in that, all others only in passages.
+Each entity has one passage; most questions need several passages, and name only the
+first. Nothing in the world is true, so that no model can know it, unless it was
+pretrained on the world's text: that contains the facts of the famous; all others are in
+passages only.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,7 +24,7 @@ WORLD = "world"  # names it as a source in a configuration
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """Everything there is.
+    """A world: its entities, facts, passages and questions.
 
     Attributes:
         entities: kind -> names.
@@ -30,10 +32,10 @@ class World:
             about near-homonyms, which no question is about.
         train: questions to learn from.
         dev: questions about heads that no training question is about. The metadata of
-            a question are its "kind" and whether all it takes is "known".
+            a question are its "kind" and whether all its facts are "known".
         hops: question id -> the facts that answer it, in the order they are found out;
-            of a comparison, two that do not depend on each other. The last
-            object of an unanswerable question is UNKNOWN.
+            of a comparison, two that do not depend on each other. The last object of
+            an unanswerable question is UNKNOWN.
         famous: the entities whose facts are known without a search.
         facts: subject -> relation -> object.
     """
@@ -47,37 +49,37 @@ class World:
     facts: dict[str, dict[str, str]]
 
     def texts(self) -> list[str]:
-        """Every passage and training question, for a tokenizer to learn from."""
+        """Return every passage and training question, for a tokenizer to learn from."""
         questions = [q.text for q in self.train]
         return [p.contents for p in self.passages] + questions
 
 
 def make_world(
     *,
-    seed,
-    people,
-    films,
-    companies,
-    cities,
-    train_questions,
-    dev_questions,
-    kinds=("bridge",),
-    known_share=0.0,
-    missing_share=0.0,
-    distractors=0,
+    seed: int,
+    people: int,
+    films: int,
+    companies: int,
+    cities: int,
+    train_questions: int,
+    dev_questions: int,
+    kinds: Sequence[str] = ("bridge",),
+    known_share: float = 0.0,
+    missing_share: float = 0.0,
+    distractors: int = 0,
 ) -> World:
-    """A world of the given size.
+    """Make a world of the given size.
 
     Args:
-        seed: names, facts and the split follow from it.
-        people, films, companies, cities: how many entities of each kind.
-        train_questions, dev_questions: how many questions of each split. A fifth of the
-            films, people and companies are heads of held-out questions only.
-        kinds: of questions, some of KINDS.
-        known_share: of the entities are famous.
-        missing_share: of the people, one fact is in no passage; only where
-            unanswerable questions are asked.
-        distractors: passages about near-homonyms.
+        seed: determines names, facts and the split.
+        people, films, companies, cities: number of entities of each kind.
+        train_questions, dev_questions: number of questions of each split. A fifth of
+            the films, people and companies are heads of held-out questions only.
+        kinds: of questions, of KINDS.
+        known_share: share of the entities that are famous.
+        missing_share: share of the people of whom one fact is in no passage; used only
+            if unanswerable questions are asked.
+        distractors: number of passages about near-homonyms.
 
     Raises:
         ValueError: more entities than there are names, or more questions than heads.
@@ -88,14 +90,16 @@ def make_world(
     entities |= {"country": COUNTRIES, "year": YEARS}
     relations = relations_of(kinds)
     facts = world_facts.draw_facts(entities, relations, rng)
-    own = _stream(seed, 3)
-    famous = world_facts.draw_famous(entities, known_share, own)
-    world_facts.keep_among_famous(facts, entities, famous, own)
+    fact_rng = _stream(seed, 3)
+    famous = world_facts.draw_famous(entities, known_share, fact_rng)
+    world_facts.keep_among_famous(facts, entities, famous, fact_rng)
     if UNANSWERABLE in kinds:
         others = [name for name in entities["person"] if name not in famous]
-        world_facts.drop_facts(facts, others, missing_share, own)
+        world_facts.drop_facts(facts, others, missing_share, fact_rng)
     passages = world_facts.passages_of(facts)
-    passages += world_facts.distractors(distractors, facts, entities, relations, own)
+    passages += world_facts.distractors(
+        distractors, facts, entities, relations, fact_rng
+    )
     seen, unseen = {}, {}
     for kind in ("film", "person", "company"):
         cut = max(1, len(entities[kind]) // 5)
@@ -106,5 +110,5 @@ def make_world(
 
 
 def _stream(seed, number):
-    """The random numbers of one purpose."""
+    """Return the random numbers of one purpose."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number])))

@@ -329,7 +329,7 @@ def test_a_word_starts_out_alike_with_and_without_a_space(world):
     tokenizer = world_tokenizer(world)
     rng = np.random.default_rng(0)
     before = jax.numpy.asarray(rng.normal(size=(tokenizer.vocab_size, 4)))
-    after = np.asarray(pretrained._alike(before, tokenizer))
+    after = np.asarray(pretrained._align_spaced(before, tokenizer))
     ids = {token: i for i, token in enumerate(tokenizer.token_bytes)}
     words = [t for t in ids if b" " + t in ids]
     assert len(words) > 20
