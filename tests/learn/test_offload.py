@@ -1,5 +1,9 @@
 """What rests in the memory of the hosts, and comes back bit-identical."""
 
+import os
+import pathlib
+import subprocess
+import sys
 import types
 
 import jax
@@ -52,9 +56,20 @@ def learn(mesh, offloads, num_updates=2):
     return learner, state, states
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_moments_rest_in_the_hosts_memory_and_change_no_bit(name, tmp_path):
-    mesh = MESHES[name]()
+def test_moments_rest_in_the_hosts_memory_and_change_no_bit(tmp_path):
+    # In a process with the flags that runs have: with those of tests.xla, the step
+    # rounds otherwise as a program of its own than as a part of the update.
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    subprocess.run(
+        [sys.executable, "-m", "tests.learn.test_offload", str(tmp_path)],
+        env=environment,
+        check=True,
+        timeout=300,
+    )
+
+
+def check_bits(mesh, folder):
+    """Learn with moments on the device and in the host's memory, and compare."""
     _, _, expected = learn(mesh, False)
     learner, state, found = learn(mesh, True)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -62,8 +77,8 @@ def test_moments_rest_in_the_hosts_memory_and_change_no_bit(name, tmp_path):
     assert learner.num_traces == 1  # of the gradient; the step is a program of its own
     shapes = jax.eval_shape(lambda: tiny.params(vocab_size=V))
     like = state_like(shapes, make_optimizer(**ADAMW), mesh, offloads=True)
-    checkpoint.save(tmp_path, 2, state, {}, keep=1)
-    restored = checkpoint.restore(tmp_path, 2, like)
+    checkpoint.save(folder, 2, state, {}, keep=1)
+    restored = checkpoint.restore(folder, 2, like)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert kinds(restored.opt_state) == {HOST} and HOST not in kinds(restored.params)
 
@@ -93,3 +108,8 @@ def test_devices_without_their_hosts_memory_are_refused():
     told = r"model.offload = \('optimizer',\): Abacus has no memory 'pinned_host'"
     with pytest.raises(ValueError, match=told):
         check_host_memory(mesh, "config.model.offload = ('optimizer',)")
+
+
+if __name__ == "__main__":
+    for name, make in MESHES.items():
+        check_bits(make(), pathlib.Path(sys.argv[1]) / name)
