@@ -33,7 +33,9 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(bench, "find_machine", lambda: MACHINE)
     for module in (rollout, train):
         monkeypatch.setattr(module, "compare", compare)
-    monkeypatch.setattr(networks, "alone", lambda function, *given: function(*given))
+    monkeypatch.setattr(
+        networks, "run_in_process", lambda function, *args: function(*args)
+    )
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -149,7 +151,7 @@ def test_whole_steps_are_measured_beside_a_peer_that_need_not_be_there(
 )
 def test_what_the_machine_can_do_is_told_before(flops, is_measured, says):
     machine = Machine("m", 2, flops, flops and 3e10, is_measured)
-    assert bench.bounds_of(machine).startswith(says)
+    assert bench.describe_bounds(machine).startswith(says)
 
 
 def test_a_step_is_split_into_its_parts(tmp_path, capsys):

@@ -1,4 +1,7 @@
 """Benchmarks: this package beside its peers, on the same machine.
 
-Imports everything but commands. Begin with `__main__.py`.
+Imports everything but commands. Begin with `__main__.py`. Each benchmark (rollout,
+train, retrieval, step) is a file with its flags, its comparison and this package's side
+of it; `peers.py` holds the other sides. A subject is a function `make...(**settings)`
+that returns a function () -> dict, which does one repetition and returns its numbers.
 """

@@ -11,11 +11,11 @@ import functools
 import json
 import pathlib
 import sys
+from collections.abc import Sequence
 
 from rsearch.bench import retrieval, rollout, step, train
 from rsearch.bench.comparison import HEADS, OURS, Bench, Row, Subject, cells, compare
-from rsearch.bench.machine import KINDS as KNOWN
-from rsearch.bench.machine import Machine
+from rsearch.bench.machine import CHIP_NAMES, Machine
 from rsearch.config.recipes import (
     parse_command_line,
     parse_flags,
@@ -29,11 +29,11 @@ SHARED = {
     "out": ("", "file for the same numbers as JSON"),
     "repeats": (5, "repetitions of each measurement"),
 }
-MAY_BE_0 = {"delay"}
+ZERO_IS_ALLOWED = {"delay"}
 
 
-def main(argv) -> int:
-    """The command; see --help."""
+def main(argv: Sequence[str]) -> int:
+    """Run the command; see --help."""
     kind = argv[0] if argv else ""
     if kind in ("--help", "-h"):
         print(__doc__)
@@ -44,23 +44,25 @@ def main(argv) -> int:
     flags = SHARED | module.FLAGS
     if hasattr(module, "CONFIG"):
         recipe = {"config": (module.CONFIG, "recipe that is measured")}
-        config, given = parse_command_line(argv[1:], flags=recipe | flags)
-        if given.pop("print_config"):
+        config, values = parse_command_line(argv[1:], flags=recipe | flags)
+        if values.pop("print_config"):
             print_config(config)
             return 0
         measure = functools.partial(module.measure, config=config)
     else:
-        given, measure = parse_flags(argv[1:], flags=flags), module.measure
-    for name, value in given.items():
-        least = int(name not in MAY_BE_0)
+        values = parse_flags(argv[1:], flags=flags)
+        measure = module.measure
+    for name, value in values.items():
+        least = int(name not in ZERO_IS_ALLOWED)
         if isinstance(value, int) and value < least:
             raise ValueError(f"--{name}={value}, expected at least {least}")
-    out, repeats = given.pop("out"), given.pop("repeats")
+    out = values.pop("out")
+    repeats = values.pop("repeats")
     if out:
         files.check_output("out", out)
     machine = find_machine()
-    console.note(f"{machine.name}, {machine.cores} cores: {bounds_of(machine)}")
-    rows = measure(Bench(machine, repeats), **given)
+    console.note(f"{machine.name}, {machine.cores} cores: {describe_bounds(machine)}")
+    rows = measure(Bench(machine, repeats), **values)
     console.table(f"bench {kind}", HEADS, [cells(row) for row in rows])
     if out:
         pathlib.Path(out).write_text(
@@ -70,24 +72,28 @@ def main(argv) -> int:
 
 
 def find_machine() -> Machine:
-    """The bounds of this machine, found in a process of its own."""
+    """Return the bounds of this machine, measured in another process.
+
+    This process must not begin to use an accelerator, which it would hold to its end.
+    """
     probed = compare({OURS: Subject("rsearch.bench.machine")}, 1)[OURS][0]
     names = [field.name for field in dataclasses.fields(Machine)]
     return Machine(**{name: probed[name] for name in names})
 
 
-def bounds_of(machine: Machine) -> str:
-    """What the machine can do at best, for people."""
+def describe_bounds(machine: Machine) -> str:
+    """Return a line for people that says what the machine can do at best."""
     if machine.flops is None:
-        known = ", ".join(KNOWN)
+        known = ", ".join(CHIP_NAMES)
         return f"its bounds are in no table, and left out; known: {known}"
     source = "measured" if machine.is_measured else "as its maker tells, in bfloat16"
-    flops, bandwidth = machine.flops / 1e9, machine.bandwidth / 1e9
+    flops = machine.flops / 1e9
+    bandwidth = machine.bandwidth / 1e9
     return f"{flops:,.0f} GFLOP/s, {bandwidth:,.1f} GB/s, {source}"
 
 
 def as_json(machine: Machine, rows: list[Row]) -> dict:
-    """What --out holds: the machine, and the rows as the table has them."""
+    """Return the content of --out: the machine, and the rows as in the table."""
     return {
         "machine": dataclasses.asdict(machine),
         "rows": [dataclasses.asdict(row) for row in rows],

@@ -1,9 +1,10 @@
 """python -m rsearch.bench.child MODULE FUNCTION SETTINGS
 
-The process of one subject: prepares it, and for each line it reads does one repetition
-and writes its numbers as a line of JSON. Beside them stands the most memory the process
-held meanwhile, on an accelerator that of its device, but where the subject tells its
-`peak_bytes` itself. Runs in interpreters that have none of the package's libraries.
+The process of one subject. It prepares the subject, does one repetition for each line
+that it reads, and writes the numbers as a line of JSON. It adds the peak memory of the
+process, or on an accelerator that of its device, unless the subject returns
+`peak_bytes` itself. It imports the standard library alone: it also runs in interpreters
+that have none of the package's libraries.
 """
 
 import contextlib
@@ -13,69 +14,72 @@ import os
 import pathlib
 import sys
 import traceback
+from collections.abc import Callable
 
 PROC = pathlib.Path("/proc")
+Repetition = Callable[[], dict]  # does a subject's work once, and returns its numbers
 
 
 class Unmeasured(Exception):
-    """Raised by a subject that works, and still has no number; says why in a line."""
+    """Raised by a subject that works and still has no number; says why in a line."""
 
 
 def main(module: str, function: str, settings: str) -> None:
-    """Answers until nobody asks any more."""
-    # Where memory runs out, this process goes and nobody else's.
+    """Do a repetition for each line of stdin, and print its numbers as JSON."""
+    # Where memory runs out, the kernel is to end this process and no other.
     with contextlib.suppress(OSError):
         (PROC / "self" / "oom_score_adj").write_text("1000")
-    # What libraries print must not mix with the answers.
+    # Libraries print to stdout too, which must not mix with the answers: they get
+    # stderr in its place, and the answers a copy of the old stdout.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    once = None
+    repeat = None
     for _ in sys.stdin:
         try:
-            if once is None:
+            if repeat is None:
                 make = getattr(importlib.import_module(module), function)
-                once = make(**json.loads(settings))
-            _forget_peak()
-            told = once()
-            if "peak_bytes" not in told:
-                told["peak_bytes"] = _peak_bytes()
+                repeat = make(**json.loads(settings))
+            _reset_peak()
+            numbers = repeat()
+            if "peak_bytes" not in numbers:
+                numbers["peak_bytes"] = _peak_bytes()
         except ModuleNotFoundError as error:
-            told = {"missing": f"{error.name} is not installed"}
+            numbers = {"missing": f"{error.name} is not installed"}
         except Unmeasured as reason:
-            told = {"missing": str(reason)}
-        print(json.dumps(told), file=answers, flush=True)
+            numbers = {"missing": str(reason)}
+        print(json.dumps(numbers), file=answers, flush=True)
 
 
 def _torch_on_cuda():
-    """torch, where it has begun to use a GPU; else None."""
+    """Return torch where it has begun to use a GPU, else None."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
 
 
-def forget_peak(process="self") -> None:
-    """The most memory a process held starts anew with what it holds (proc(5))."""
+def reset_peak(process: str | int = "self") -> None:
+    """Reset the peak of a process's memory to what it holds now; see proc(5)."""
     (PROC / str(process) / "clear_refs").write_text("5")
 
 
-def peak_bytes(process="self") -> int:
-    """The most memory of the host that the process held since then."""
+def peak_bytes(process: str | int = "self") -> int:
+    """Return the peak of the host memory of a process since the last reset."""
     for line in (PROC / str(process) / "status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return 1024 * int(line.split()[1])
     raise RuntimeError(f"/proc/{process}/status has no VmHWM")
 
 
-def _forget_peak():
-    forget_peak()
+def _reset_peak():
+    reset_peak()
     if torch := _torch_on_cuda():
         torch.cuda.reset_peak_memory_stats()
 
 
 def _peak_bytes() -> int:
-    """The most memory held since then.
+    """Return the peak of this process's memory since the last reset.
 
-    On an accelerator it is that of the arrays on the first device, and JAX's since the
-    process began: it does not let its peak be forgotten.
+    On an accelerator it counts the arrays on the first device. JAX's peak there is that
+    since the process began: JAX cannot reset it.
     """
     if torch := _torch_on_cuda():
         return torch.cuda.max_memory_allocated()
@@ -86,7 +90,7 @@ def _peak_bytes() -> int:
 
 
 if __name__ == "__main__":
-    # Imported under its name, as subjects import Unmeasured.
+    # Under this name subjects import Unmeasured; __main__.Unmeasured is another class.
     from rsearch.bench import child
 
     status = 1
@@ -96,4 +100,4 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
-    os._exit(status)  # A peer's threads may wait for more, and Python for them.
+    os._exit(status)  # Python would wait for a peer's threads, which may wait forever.

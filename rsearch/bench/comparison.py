@@ -1,4 +1,4 @@
-"""Subjects that take turns in being measured, and the rows that tell the result."""
+"""Measure subjects by turns, and put their numbers into rows of a table."""
 
 import concurrent.futures
 import contextlib
@@ -11,7 +11,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
 
 from rsearch.bench.machine import Machine
 from rsearch.config.recipes import is_for_users
@@ -19,19 +20,24 @@ from rsearch.runtime.console import progress
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a GPU, with other subjects
-TOLD_LINES = 15  # of a failed process's last words
+SHOWN_LINES = 15  # of the end of a failed process's stderr
+OURS = "rsearch"
+HEADS = (
+    *("case", "subject", "median", "unit", "lowest", "highest", "rsearch is"),
+    *("bound", "share", "peak GB", "told"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """Who is measured.
+    """A program that is measured, by its settings.
 
     Attributes:
         module: of this package, that has `make`.
-        settings: of `make`; JSON values.
-        make: the function's name.
-        python: the interpreter, where it needs libraries of its own.
-        environment: variables beside those there are.
+        settings: keyword arguments of `make`; JSON values.
+        make: name of the function that prepares the subject and returns a Repetition.
+        python: the interpreter, where the subject needs another.
+        environment: variables added to this process's.
     """
 
     module: str
@@ -44,10 +50,10 @@ class Subject:
 def compare(
     subjects: dict[str, Subject], repeats: int, *, one_at_a_time: bool = False
 ) -> dict[str, list[dict] | str]:
-    """{name: the numbers of each repetition, or why there are none}.
+    """Measure subjects, each in its process.
 
     All are prepared first and do one repetition that does not count. Then they take
-    turns, so that a machine that slows down slows all.
+    turns, so that a machine that slows down slows all of them.
 
     Args:
         subjects: by name.
@@ -55,130 +61,131 @@ def compare(
         one_at_a_time: a process ends before the next begins, where they would not fit
             into memory together.
 
+    Returns:
+        {name: the numbers of each repetition, or a sentence that says why there are
+        none}.
+
     Raises:
         RuntimeError: rsearch itself failed.
     """
     if one_at_a_time and len(subjects) > 1:
-        parts = [compare({n: s}, repeats) for n, s in subjects.items()]
-        return {name: found for part in parts for name, found in part.items()}
-    found: dict[str, list[dict] | str] = {name: [] for name in subjects}
+        results = {}
+        for name, subject in subjects.items():
+            results |= compare({name: subject}, repeats)
+        return results
+    results = {name: [] for name in subjects}
     with contextlib.ExitStack() as stack:
         children = {}
         turns = [(i, name) for i in range(1 + repeats) for name in subjects]
         for i, name in progress(turns, f"repetitions of {' and '.join(subjects)}"):
             if i == 0:
-                said = stack.enter_context(tempfile.TemporaryFile("w+"))
-                children[name] = _Child(subjects[name], said)
+                stderr = stack.enter_context(tempfile.TemporaryFile("w+"))
+                children[name] = _Child(subjects[name], stderr)
                 stack.callback(children[name].end)
             if name in children:  # else it has dropped out
-                _turn(name, children, found)
-    # In the first it prepares and compiles, which does not count.
-    return {n: told if isinstance(told, str) else told[1:] for n, told in found.items()}
+                _repeat_once(name, children, results)
+    # The first repetition prepares and compiles, so that it does not count.
+    return {n: r if isinstance(r, str) else r[1:] for n, r in results.items()}
 
 
-def alone(function, *given):
-    """What a function returns in a process of its own, that ends with it.
+def run_in_process(function: Callable, *args: Any) -> Any:
+    """Call a function in a process that ends with it, and return its result.
 
     What is prepared for the subjects is made so: a process that has begun to use an
     accelerator holds a TPU's chips, and most of a GPU's memory, until it ends.
 
     Args:
-        function: of a module.
-        given: its arguments; like what it returns, these go from process to process.
+        function: at the top of a module, as it is pickled by its name.
+        args: its arguments; pickled, like its result.
 
     Raises:
-        ValueError: the function refuses what users gave.
+        ValueError: the function refuses what users have set.
     """
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        returned, refusal = pool.submit(_refusing, function, given).result()
+        result, refusal = pool.submit(_call, function, args).result()
     if refusal is not None:
+        # A ValueError loses on its way that this package raised it for users.
         raise ValueError(refusal)
-    return returned
+    return result
 
 
-def _refusing(function, given):
-    """(what it returns, what it says to users instead); one of them is None."""
+def _call(function, args):
+    """Return (the function's result, its message to users); one of them is None."""
     try:
-        return function(*given), None
+        return function(*args), None
     except ValueError as error:
         if not is_for_users(error):
             raise
         return None, str(error)
 
 
-def _turn(name, children, found):
-    """One more repetition; a subject that cannot go on drops out, but rsearch must."""
+def _repeat_once(name, children, results):
+    """Add a repetition. A peer that fails is dropped; rsearch's failure raises."""
     try:
-        found[name].append(children[name].ask())
-    except _Missing as missing:
+        results[name].append(children[name].repeat())
+    except _MissingError as missing:
         if name.startswith(OURS):
             raise RuntimeError(f"{name}: {missing}") from None
         children.pop(name).end()
-        found[name] = str(missing)
+        results[name] = str(missing)
 
 
-class _Missing(Exception):
-    """A subject has no number, and why."""
+class _MissingError(Exception):
+    """A subject has no number; the message says why."""
 
 
 class _Child:
     """The process of one subject."""
 
-    def __init__(self, subject: Subject, said):
-        self._said = said
+    def __init__(self, subject: Subject, stderr: TextIO):
+        self._stderr = stderr
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         command = [subject.python, "-m", "rsearch.bench.child"]
         self._process = subprocess.Popen(
             [*command, subject.module, subject.make, json.dumps(subject.settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._stderr,
             text=True,
             cwd=ROOT,
             env={**SHARING, **os.environ, "PYTHONPATH": path, **subject.environment},
         )
 
-    def ask(self) -> dict:
-        """The numbers of one more repetition."""
-        with contextlib.suppress(BrokenPipeError):  # its last words tell
+    def repeat(self) -> dict:
+        """Return the numbers of one more repetition."""
+        # Where the process has ended, the end of its stderr says why.
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise _Missing(f"failed: {self._last_words()}")
-        told = json.loads(line)
-        if "missing" in told:
-            raise _Missing(told["missing"])
-        return told
+            raise _MissingError(f"failed: {self._end_of_stderr()}")
+        numbers = json.loads(line)
+        if "missing" in numbers:
+            raise _MissingError(numbers["missing"])
+        return numbers
 
-    def _last_words(self) -> str:
+    def _end_of_stderr(self) -> str:
         self._process.wait()
-        self._said.seek(0)
-        return "\n".join(self._said.read().splitlines()[-TOLD_LINES:])
+        self._stderr.seek(0)
+        return "\n".join(self._stderr.read().splitlines()[-SHOWN_LINES:])
 
     def end(self):
-        """Waits until it has gone."""
+        """Close the pipes and wait until the process has ended."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
 
 
-OURS = "rsearch"
-HEADS = (
-    *("case", "subject", "median", "unit", "lowest", "highest", "rsearch is"),
-    *("bound", "share", "peak GB", "told"),
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What all measurements of a run have in common.
+    """Settings that all measurements of a run share.
 
     Attributes:
-        machine: what it can do at best.
-        repeats: repetitions of each measurement, of which the median is told.
+        machine: its bounds.
+        repeats: repetitions of each measurement, of which the median counts.
     """
 
     machine: Machine
@@ -191,9 +198,9 @@ class Row:
 
     Attributes:
         case: what was measured; the rows of a case are of the same work.
-        subject: who did it: "rsearch", or a peer such as "transformers".
+        subject: "rsearch", or a peer such as "transformers".
         value: median of the repetitions; None where there is none.
-        unit: of it.
+        unit: of the value.
         low, high: lowest and highest of the repetitions.
         ratio: how many times better rsearch does than this subject; None of itself.
         bound: what the machine would run out of first, "FLOPs" or "bytes"; None where
@@ -201,9 +208,9 @@ class Row:
         share: of that bound, reached at the median.
         peak_bytes: most memory the processes held while they were measured: of
             searching that of the host, else on an accelerator that of its device; None
-            where that is not asked.
+            where it does not count.
         missing: why there is no value.
-        counts: {name: number} told beside.
+        counts: {name: number}, printed in the last column.
     """
 
     case: str
@@ -220,7 +227,7 @@ class Row:
     counts: dict = dataclasses.field(default_factory=dict)
 
 
-def row_of(
+def make_row(
     case: str,
     subject: str,
     unit: str,
@@ -231,7 +238,7 @@ def row_of(
     peak_bytes: float | None = None,
     counts: dict | None = None,
 ) -> Row:
-    """The row of one subject's repetitions.
+    """Return the row of one subject's repetitions.
 
     Args:
         case, subject, unit, peak_bytes, counts: of the Row.
@@ -259,19 +266,25 @@ def row_of(
     )
 
 
-def bounded(
+def median_of(runs: Sequence[dict], name: str) -> float:
+    """Return the median of one of the numbers of a subject's repetitions."""
+    return statistics.median(run[name] for run in runs)
+
+
+def with_bound(
     row: Row,
     machine: Machine,
     seconds: float,
     *phases: tuple[float, float],
     dtype: str = "float32",
 ) -> Row:
-    """The row with its bound and the share of it that these seconds reach.
+    """Return the row with its bound, and with the share of it that it reaches.
 
-    Without them where nobody knows what the machine can do with such numbers.
+    Where the bounds of the machine with such numbers are unknown, return the row as it
+    is.
 
     Args:
-        row: without them.
+        row: without a bound.
         machine: that it was measured on.
         seconds: that the work took, by the median.
         phases: of the work, one after another: the operations of matrix products that
@@ -290,8 +303,8 @@ def bounded(
 
 
 def cells(row: Row) -> tuple:
-    """The row's columns below HEADS, for people."""
-    told = ", ".join(f"{name} {value:,.6g}" for name, value in row.counts.items())
+    """Return the row's columns, in the order of HEADS, for people."""
+    counts = ", ".join(f"{name} {value:,.6g}" for name, value in row.counts.items())
     peak = None if row.peak_bytes is None else round(row.peak_bytes / 1e9, 3)
     return (
         row.case,
@@ -304,5 +317,5 @@ def cells(row: Row) -> tuple:
         row.bound or "-",
         "-" if row.share is None else f"{row.share:.0%}",
         peak,
-        row.missing or told or "-",
+        row.missing or counts or "-",
     )

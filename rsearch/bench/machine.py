@@ -1,4 +1,4 @@
-"""What this machine can do at best: its bounds, measured or as its maker tells."""
+"""The bounds of this machine: measured, or as published by its maker."""
 
 import dataclasses
 import os
@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rsearch.bench.child import Repetition
 from rsearch.plan.machines import CHIPS
 
 SIDE = 2048  # of the square matrices whose product is timed
 COPIED = 2**28  # bytes of the array that is read, and of one that is copied
-TRIES = 5  # of which the best counts: a bound is what nothing gets past
+TRIES = 5  # of which the fastest counts, as a bound is what nothing passes
 
-# What JAX calls them -> their names among CHIPS: boards of one name differ, by 80 GB of
-# memory or by SXM.
-KINDS = {
+# {JAX's device_kind: name in CHIPS}. JAX's name is the longer one since boards of one
+# chip differ, by memory or by SXM.
+CHIP_NAMES = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5": "v5p",
@@ -36,10 +37,10 @@ class Machine:
     Attributes:
         name: of the device.
         cores: of the processor.
-        flops: a second, matrix products, of one device, as all subjects use one; None
-            of an accelerator that the table does not know, like `bandwidth`.
+        flops: a second, of matrix products, on one device, as all subjects use one;
+            None where the table does not know the accelerator, like `bandwidth`.
         bandwidth: bytes a second from and to memory.
-        is_measured: here and now; otherwise as the maker tells, in bfloat16.
+        is_measured: True where measured now; False where published, in bfloat16.
     """
 
     name: str
@@ -49,30 +50,31 @@ class Machine:
     is_measured: bool
 
     def is_known(self, dtype: str) -> bool:
-        """Whether the bounds are those of computing in this type of numbers."""
+        """Return whether the bounds hold for computing in this dtype."""
         return self.is_measured or (self.flops is not None and dtype == "bfloat16")
 
 
-def make():
-    """A subject (see `rsearch.bench`): the machine, as numbers and names."""
+def make() -> Repetition:
+    """Return the repetition that probes the machine, as numbers and names."""
     return lambda: dataclasses.asdict(probe())
 
 
 def probe() -> Machine:
-    """The machine's bounds: of accelerators from a table, of processors measured."""
+    """Return the machine's bounds: from a table for accelerators, measured for CPUs."""
     devices = jax.devices()
-    kind, cores = devices[0].device_kind, len(os.sched_getaffinity(0))
+    kind = devices[0].device_kind
+    cores = len(os.sched_getaffinity(0))
     if devices[0].platform == "cpu":
         name = platform.processor() or kind
         return Machine(name, cores, _measured_flops(), _measured_bandwidth(), True)
-    if kind not in KINDS:
+    if kind not in CHIP_NAMES:
         return Machine(kind, cores, None, None, False)
-    chip = CHIPS[KINDS[kind]]
+    chip = CHIPS[CHIP_NAMES[kind]]
     return Machine(kind, cores, chip.flops, chip.bandwidth, False)
 
 
 def _best(run) -> float:
-    """Seconds of the fastest of some runs, the first left out."""
+    """Return the seconds of the fastest of several runs, without the first."""
     run()
     seconds = []
     for _ in range(TRIES):
@@ -83,18 +85,19 @@ def _best(run) -> float:
 
 
 def _measured_flops() -> float:
-    """Of float32 matrix products a second; of XLA's or NumPy's, whichever is faster."""
-    one = np.random.default_rng(0).normal(size=(SIDE, SIDE)).astype(np.float32)
-    placed, multiply = jnp.asarray(one), jax.jit(jnp.matmul)
+    """Return FLOP/s of float32 matrix products: the faster of XLA and NumPy."""
+    matrix = np.random.default_rng(0).normal(size=(SIDE, SIDE)).astype(np.float32)
+    placed = jnp.asarray(matrix)
+    multiply = jax.jit(jnp.matmul)
     seconds = min(
         _best(lambda: multiply(placed, placed).block_until_ready()),
-        _best(lambda: one @ one),
+        _best(lambda: matrix @ matrix),
     )
     return 2 * SIDE**3 / seconds
 
 
 def _measured_bandwidth() -> float:
-    """Bytes a second: a matrix read by a vector, or copied, whichever is faster."""
+    """Return bytes/s of a product with a vector or of a copy, whichever is faster."""
     matrix = jnp.ones((COPIED // 4 // SIDE, SIDE), jnp.float32)
     vector = jnp.ones(SIDE, jnp.float32)
     read = jax.jit(jnp.matmul)

@@ -1,8 +1,9 @@
-"""Nearest vectors: what is searched, ScaNN as this package opens it, and faiss.
+"""The searchers that `rsearch.bench.retrieval` compares, and their vectors.
 
-Each builds its index, or takes the one that is in the folder with the time its building
-took; opens it; and tunes what it does at search, and the size of its codes, to the
-fastest that has the recall that is asked for.
+They are ScaNN as this package opens it, and three indexes of faiss. Each searcher
+builds its index, or reads the one that an earlier run left in the folder. It is then
+tuned: of all search settings, and all sizes of a code, the fastest that reaches the
+wanted recall is measured.
 """
 
 import dataclasses
@@ -14,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rsearch.bench.child import Unmeasured, peak_bytes
-from rsearch.bench.comparison import alone
+from rsearch.bench.child import Repetition, Unmeasured, peak_bytes
+from rsearch.bench.comparison import run_in_process
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
 from rsearch.models.hf.directory import find_model
@@ -32,6 +33,7 @@ from rsearch.retrieval.nearest import (
     QUANTIZED_MAX,
     REORDER_BYTES,
     Nearest,
+    Partition,
     build_searcher,
     choose_partition,
     exact_scores,
@@ -45,8 +47,8 @@ from rsearch.types import Passage
 from rsearch.world.world import make_world
 
 TOP_K = 10  # neighbours that recall counts
-MADE_FROM = "made_from.json"  # in a folder of vectors, whose settings it tells
-MADE_AT_ONCE = 50_000  # rows of noise
+SETTINGS_FILE = "made_from.json"  # in a folder of vectors, whose settings it tells
+NOISE_ROWS_AT_ONCE = 50_000  # rows of noise
 WORLD = {
     **dict(people=400, films=300, companies=60, cities=60, train_questions=1400),
     **dict(dev_questions=200, kinds=("single", "bridge"), known_share=0.0),
@@ -55,12 +57,12 @@ WORLD = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Searched:
-    """Vectors on disk, with queries and what an exact search finds.
+class VectorSet:
+    """Vectors on disk, with queries and the result of an exact search.
 
     Attributes:
         folder: holds vectors.npy [N, D], queries.npy [n, D] and exact.npy [n, TOP_K],
-            the scores of the exactly nearest.
+            the scores of the nearest vectors.
         num, dim: N and D.
     """
 
@@ -70,25 +72,32 @@ class Searched:
 
 
 def real_passages(
-    work, *, corpus, encoder, family, index, questions, num_queries
-) -> Searched:
-    """Real passages and queries, encoded in a process of their own.
+    work: pathlib.Path,
+    *,
+    corpus: str,
+    encoder: str,
+    family: str,
+    index: str,
+    questions: str,
+    num_queries: int,
+) -> VectorSet:
+    """Return vectors of real passages and queries, encoded in another process.
 
     Args:
-        work: directory; what it holds already is taken as it is.
-        corpus: file of passages; "" is the embedded world's.
+        work: directory that keeps the vectors; those of an earlier run are used again.
+        corpus: file of passages; "" means those of the embedded world.
         encoder, family: see `load_encoder`.
-        index: of rsearch.index, over the corpus, whose vectors are taken; "" encodes.
-            Like the encoder it is known by what it holds, wherever it is.
-        questions: a file of queries, the first ones; titles of passages follow.
-        num_queries: that are wanted; less where there are fewer passages.
+        index: directory of an index over the corpus, whose vectors are used; "" encodes
+            the passages. A moved or copied index or encoder counts as the same one.
+        questions: file of questions, the first queries; titles of passages follow.
+        num_queries: number of queries; there are fewer where the passages are fewer.
 
     Raises:
-        ValueError: what the directory holds is of other settings.
+        ValueError: the directory holds vectors of other settings.
 
     Returns:
-        The Searched; `texts.json` beside the vectors holds the queries' texts and, as
-        lists of id and contents, the passages.
+        The VectorSet. `texts.json` beside the vectors holds the texts of the queries,
+        and the passages as lists of id and contents.
     """
     folder = work / "real"
     files_of = {"corpus": corpus, "questions": questions}
@@ -101,29 +110,29 @@ def real_passages(
         n: f and files.digest_file(pathlib.Path(f)) for n, f in files_of.items()
     }
     made_from["queries"] = num_queries
-    if not _is_made(folder, made_from):
-        given = (corpus, encoder, family, index, questions, num_queries)
-        alone(_encode, work, folder, *given)
-        _tell_made_from(folder, made_from)
-    return _read_searched(folder)
+    if not _is_complete(folder, made_from):
+        arguments = (corpus, encoder, family, index, questions, num_queries)
+        run_in_process(_encode, work, folder, *arguments)
+        _record_settings(folder, made_from)
+    return _read_vector_set(folder)
 
 
-def _is_made(folder, wanted) -> bool:
-    """Whether the folder holds vectors made from these things, all of them.
+def _is_complete(folder, settings) -> bool:
+    """Return whether the folder holds all vectors of these settings.
 
     Raises:
-        ValueError: it holds others, or such that nobody tells what they were made from.
+        ValueError: it holds vectors of other or unknown settings.
     """
-    path = folder / MADE_FROM
+    path = folder / SETTINGS_FILE
     if not path.exists():
         if (folder / "exact.npy").exists():
             raise ValueError(
-                f"{folder}: has no {MADE_FROM} to tell what its vectors were made "
+                f"{folder}: has no {SETTINGS_FILE} to tell what its vectors were made "
                 "from; name another --work, or remove it"
             )
         return False
-    found = files.read_json(path)
-    wrong = [name for name in wanted if found.get(name) != wanted[name]]
+    recorded = files.read_json(path)
+    wrong = [name for name in settings if recorded.get(name) != settings[name]]
     if wrong:
         raise ValueError(
             f"{folder}: made with another --{', --'.join(wrong)}; name another "
@@ -132,76 +141,80 @@ def _is_made(folder, wanted) -> bool:
     return True
 
 
-def _tell_made_from(folder, made_from):
-    """Written last: where this is, the folder is whole."""
-    files.replace(folder / MADE_FROM, json.dumps(made_from).encode())
+def _record_settings(folder, made_from):
+    """Write the settings file, which is last: a folder that has it is complete."""
+    files.replace(folder / SETTINGS_FILE, json.dumps(made_from).encode())
 
 
 def _encode(work, folder, corpus, encoder, family, index, questions, num_queries):
-    """Writes what `real_passages` returns."""
+    """Write the files of the VectorSet that `real_passages` returns."""
     folder.mkdir(parents=True, exist_ok=True)
     encoded = load_encoder(encoder, family=family or None)
-    passages, vectors, asked = _passages(work, corpus, encoded, index, questions)
+    passages, vectors, question_texts = _passages(
+        work, corpus, encoded, index, questions
+    )
     rng = np.random.default_rng(0)
     drawn = rng.choice(len(passages), min(num_queries, len(passages)), False)
     titles = (passages[i].title.strip('" ') for i in drawn)
-    texts = list(dict.fromkeys(t for t in [*asked, *titles] if t.strip()))
+    texts = list(dict.fromkeys(t for t in [*question_texts, *titles] if t.strip()))
     texts = texts[:num_queries]
-    told = {"texts": texts, "passages": [[p.id, p.contents] for p in passages]}
-    (folder / "texts.json").write_text(json.dumps(told))
-    _write_searched(folder, vectors, encoded.encode_queries(texts))
+    content = {"texts": texts, "passages": [[p.id, p.contents] for p in passages]}
+    (folder / "texts.json").write_text(json.dumps(content))
+    _write_vector_set(folder, vectors, encoded.encode_queries(texts))
 
 
 def _passages(work, corpus, encoder, index, questions):
-    """(passages, their vectors, texts of the questions)."""
-    asked = [q.text for q in load_questions(questions)[0]] if questions else []
+    """Return (passages, their vectors, texts of the questions)."""
+    question_texts = [q.text for q in load_questions(questions)[0]] if questions else []
     if not corpus and not index:
         world = make_world(seed=0, **WORLD)
         passages = world.passages
-        asked = asked or [q.text for q in world.train]
+        question_texts = question_texts or [q.text for q in world.train]
     else:
-        with Corpus(corpus or corpus_path(index), cache=work) as opened:
-            passages = list(opened)
+        with Corpus(corpus or corpus_path(index), cache=work) as reader:
+            passages = list(reader)
             if index:
-                own = open_index(index, corpus=opened, encoder=encoder)
-                return passages, own.nearest.vectors.array(), asked
+                built_index = open_index(index, corpus=reader, encoder=encoder)
+                return passages, built_index.nearest.vectors.array(), question_texts
     note(f"encoding {len(passages)} passages")
     texts = [passage.contents for passage in passages]
-    return passages, encoder.encode_passages(texts), asked
+    return passages, encoder.encode_passages(texts), question_texts
 
 
-def many_vectors(work, real: Searched, *, num, noise) -> Searched:
-    """As many vectors as wanted: real ones, each with noise of its own, at length 1.
+def many_vectors(
+    work: pathlib.Path, real: VectorSet, *, num: int, noise: float
+) -> VectorSet:
+    """Return `num` vectors of length 1: real ones, each with other noise added.
 
     Args:
-        work: directory; what it holds already is taken as it is.
-        real: whose vectors and queries these are.
-        num: vectors to make.
-        noise: length of what is added to a vector of length 1.
+        work: directory that keeps the vectors; those of an earlier run are used again.
+        real: vectors to begin with, and the queries.
+        num: number of vectors.
+        noise: length of the noise, which is added to vectors of length 1.
 
     Raises:
-        ValueError: what the directory holds is of other settings of the real ones.
+        ValueError: the directory holds vectors made from other real ones.
     """
     folder = work / f"made-{num}-{noise}"
-    made_from = files.read_json(real.folder / MADE_FROM)
-    if not _is_made(folder, made_from):
+    made_from = files.read_json(real.folder / SETTINGS_FILE)
+    if not _is_complete(folder, made_from):
         note(f"making {num} vectors")
         folder.mkdir(parents=True, exist_ok=True)
         base = np.load(real.folder / "vectors.npy")
-        made = np.empty((num, real.dim), np.float32)
+        vectors = np.empty((num, real.dim), np.float32)
         rng = np.random.default_rng(0)
-        for start in range(0, num, MADE_AT_ONCE):
-            part = np.arange(start, min(start + MADE_AT_ONCE, num)) % len(base)
-            drawn = rng.standard_normal((len(part), real.dim), np.float32)
-            rows = base[part] + noise / np.sqrt(real.dim) * drawn
+        for start in range(0, num, NOISE_ROWS_AT_ONCE):
+            chosen = np.arange(start, min(start + NOISE_ROWS_AT_ONCE, num)) % len(base)
+            drawn = rng.standard_normal((len(chosen), real.dim), np.float32)
+            rows = base[chosen] + noise / np.sqrt(real.dim) * drawn
             rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-            made[start : start + len(part)] = rows
-        _write_searched(folder, made, np.load(real.folder / "queries.npy"))
-        _tell_made_from(folder, made_from)
-    return _read_searched(folder)
+            vectors[start : start + len(chosen)] = rows
+        _write_vector_set(folder, vectors, np.load(real.folder / "queries.npy"))
+        _record_settings(folder, made_from)
+    return _read_vector_set(folder)
 
 
-def _write_searched(folder, vectors, queries):
+def _write_vector_set(folder, vectors, queries):
     vectors = np.asarray(vectors, np.float32)
     np.save(folder / "vectors.npy", vectors)
     np.save(folder / "queries.npy", queries)
@@ -209,42 +222,55 @@ def _write_searched(folder, vectors, queries):
     np.save(folder / "exact.npy", exact)
 
 
-def _read_searched(folder):
+def _read_vector_set(folder):
     shape = np.load(folder / "vectors.npy", mmap_mode="r").shape
-    return Searched(folder, *shape)
+    return VectorSet(folder, *shape)
 
 
-def read_texts(folder):
-    """(the queries' texts, the passages) of `real_passages`."""
-    told = json.loads((pathlib.Path(folder) / "texts.json").read_text())
-    passages = [Passage(name, contents) for name, contents in told["passages"]]
-    return told["texts"], PassageList(passages)
+def read_texts(folder: pathlib.Path | str) -> tuple[list[str], PassageList]:
+    """Return (the texts of the queries, the passages) of `real_passages`."""
+    content = json.loads((pathlib.Path(folder) / "texts.json").read_text())
+    passages = [Passage(name, contents) for name, contents in content["passages"]]
+    return content["texts"], PassageList(passages)
 
 
-SHARES = (0.3, 0.35, 0.4, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.5)  # of the chosen leaves
+LEAF_SHARES = (
+    0.3,
+    0.35,
+    0.4,
+    0.5,
+    0.65,
+    0.8,
+    1.0,
+    1.2,
+    1.5,
+    2.5,
+)  # of the chosen leaves
 REORDER = (45, 52, 60, 75, 90, 98, 105, 120, 150, 180, 200)
 PROBES = (8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 512)
-REFINED = (4, 8, 12, 16)  # times as many candidates as neighbours
+REFINED = (4, 8, 12, 16)  # candidates for each neighbour
 EXPANSIONS = (16, 24, 32, 40, 48, 64, 96, 128, 192, 224, 256, 320, 384, 512, 768, 1024)
-CODED = {  # dimensions of a code, and the type of the vectors that ScaNN holds beside
+# Dimensions of a code, and the type of the full vectors that ScaNN holds beside.
+SCANN_CODES = {
     "quantized": ((4, "float32"), (6, "int8"), (8, "int8")),
     "partitioned": ((2, "float32"), (3, "int8")),
 }
-CODED_IVF = (2, 4)  # dimensions of a code of faiss's
-GRAPH = 32  # neighbours of a node of HNSW
-BUILT_WITH = 100  # candidates while it is built
-SECONDS = 2.0  # of searching in a repetition, at least: less is noise
+IVF_CODES = (2, 4)  # dimensions of a code of faiss's
+GRAPH_DEGREE = 32  # neighbours of a node of HNSW
+EF_CONSTRUCTION = 100  # candidates while it is built
+MIN_SECONDS = 2.0  # shorter repetitions would measure noise
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class OpenIndex:
     """An index that can be searched in several ways.
 
     Attributes:
-        search: (first, second) -> function of [n, D] queries, giving [n, k] scores.
-        first, second: rising values of the two settings; a larger one finds more.
-        built, loaded: seconds.
-        coded: dimensions of a code; 0 where vectors have none.
+        search: maps (first, second) to a function of [n, D] queries that returns [n, k]
+            scores.
+        first, second: ascending values of the two settings; a larger one finds more.
+        built, loaded: seconds that building and reading took.
+        dims_per_code: dimensions of a code; 0 means that vectors have none.
         reordered_in: type of the vectors that candidates are compared by.
     """
 
@@ -253,42 +279,42 @@ class Opened:
     second: Sequence[int] = (0,)
     built: float = 0.0
     loaded: float = 0.0
-    coded: int = 0
+    dims_per_code: int = 0
     reordered_in: str = "float32"
 
 
-def make_scann(*, folder, batch, recall):
-    """ScaNN with this package's settings, as rollouts search more vectors than few."""
+def make_scann(*, folder: str, batch: int, recall: float) -> Repetition:
+    """Prepare ScaNN with this package's settings for an approximate search."""
     folder = pathlib.Path(folder)
     vectors = Vectors([np.load(folder / "vectors.npy", mmap_mode="r")])
 
     def opened(sizes):
-        coded, dtype = sizes
+        dims_per_code, dtype = sizes
         partition = approximate_partition(
-            len(vectors), vectors.dim, dims_per_block=coded, reorder_dtype=dtype
+            len(vectors), vectors.dim, dims_per_block=dims_per_code, reorder_dtype=dtype
         )
-        # One of other settings, kept from before, is another index.
-        made = (partition.num_leaves, coded, partition.threshold, dtype)
+        # The name tells an index of an earlier run with other settings apart.
+        made = (partition.num_leaves, dims_per_code, partition.threshold, dtype)
         path = folder / f"scann-{'-'.join(map(str, made))}"
 
         def search(leaves, reorder):
-            own = dataclasses.replace(
+            changed = dataclasses.replace(
                 partition, leaves_to_search=leaves, reorder=reorder
             )
-            nearest = Nearest(vectors, searcher, own)
+            nearest = Nearest(vectors, searcher, changed)
             return lambda queries: nearest.search(queries, TOP_K)[1]
 
         seconds = _built(path, _build_scann, partition)
         started = time.perf_counter()
         searcher = open_searcher(path)
         loaded = time.perf_counter() - started
-        most = partition.num_leaves
-        leaves = [round(share * partition.leaves_to_search) for share in SHARES]
-        leaves = sorted({min(most, max(1, n)) for n in leaves})
-        return Opened(search, leaves, REORDER, seconds, loaded, coded, dtype)
+        num_leaves = partition.num_leaves
+        leaves = [round(share * partition.leaves_to_search) for share in LEAF_SHARES]
+        leaves = sorted({min(num_leaves, max(1, n)) for n in leaves})
+        return OpenIndex(search, leaves, REORDER, seconds, loaded, dims_per_code, dtype)
 
     kind = partition_kind(approximate_partition(len(vectors), vectors.dim))
-    return _tuned(folder, map(opened, CODED[kind]), batch, recall)
+    return _tune(folder, map(opened, SCANN_CODES[kind]), batch, recall)
 
 
 def _build_scann(path, partition):
@@ -297,14 +323,14 @@ def _build_scann(path, partition):
     save_searcher(searcher, path, [dataclasses.asdict(partition)])
 
 
-def approximate_partition(num, dim, **settings):
-    """This package's settings for [num, dim] vectors, were they too many to compare."""
+def approximate_partition(num: int, dim: int, **settings: object) -> Partition:
+    """Return the settings for [num, dim] vectors, with exact search ruled out."""
     kind = "quantized" if num <= QUANTIZED_MAX else "partitioned"
     return choose_partition(num, dim, kind=kind, **settings)
 
 
-def make_flat(*, folder, batch, recall):
-    """faiss's exact search."""
+def make_flat(*, folder: str, batch: int, recall: float) -> Repetition:
+    """Prepare faiss's exact search."""
     import faiss
 
     folder = pathlib.Path(folder)
@@ -315,11 +341,11 @@ def make_flat(*, folder, batch, recall):
     del vectors
     loaded = time.perf_counter() - started
     search = lambda *_: lambda queries: index.search(queries, TOP_K)[0]  # noqa: E731
-    return _tuned(folder, [Opened(search, (0,), loaded=loaded)], batch, recall)
+    return _tune(folder, [OpenIndex(search, (0,), loaded=loaded)], batch, recall)
 
 
-def make_hnsw(*, folder, batch, recall):
-    """faiss's graph, HNSW32."""
+def make_hnsw(*, folder: str, batch: int, recall: float) -> Repetition:
+    """Prepare faiss's graph, HNSW32."""
     import faiss
 
     folder = pathlib.Path(folder)
@@ -331,28 +357,30 @@ def make_hnsw(*, folder, batch, recall):
         settings = faiss.SearchParametersHNSW(efSearch=expansion)
         return lambda queries: index.search(queries, TOP_K, params=settings)[0]
 
-    opened = Opened(search, EXPANSIONS, built=seconds, loaded=loaded)
-    return _tuned(folder, [opened], batch, recall)
+    opened = OpenIndex(search, EXPANSIONS, built=seconds, loaded=loaded)
+    return _tune(folder, [opened], batch, recall)
 
 
 def _build_hnsw(path):
     import faiss
 
     vectors = np.load(path.with_name("vectors.npy"))
-    index = faiss.IndexHNSWFlat(vectors.shape[1], GRAPH, faiss.METRIC_INNER_PRODUCT)
-    index.hnsw.efConstruction = BUILT_WITH
+    index = faiss.IndexHNSWFlat(
+        vectors.shape[1], GRAPH_DEGREE, faiss.METRIC_INNER_PRODUCT
+    )
+    index.hnsw.efConstruction = EF_CONSTRUCTION
     index.add(vectors)
     faiss.write_index(index, str(path))
 
 
-def make_ivf(*, folder, batch, recall):
-    """faiss's IVF with 4-bit product codes (fast scan), refined by the full vectors."""
+def make_ivf(*, folder: str, batch: int, recall: float) -> Repetition:
+    """Prepare faiss's IVF: 4-bit codes (fast scan), refined by the full vectors."""
     import faiss
 
     folder = pathlib.Path(folder)
 
-    def opened(coded):
-        path = folder / f"ivf-{coded}.faiss"
+    def opened(dims_per_code):
+        path = folder / f"ivf-{dims_per_code}.faiss"
 
         def search(probes, refined):
             settings = faiss.IndexRefineSearchParameters(
@@ -361,22 +389,22 @@ def make_ivf(*, folder, batch, recall):
             )
             return lambda queries: index.search(queries, TOP_K, params=settings)[0]
 
-        seconds = _built(path, _build_ivf, coded)
+        seconds = _built(path, _build_ivf, dims_per_code)
         index, loaded = _read_faiss(path)
         num_lists = faiss.downcast_index(index.base_index).nlist
         probes = sorted({min(num_lists, n) for n in PROBES})
-        return Opened(search, probes, REFINED, seconds, loaded, coded)
+        return OpenIndex(search, probes, REFINED, seconds, loaded, dims_per_code)
 
-    return _tuned(folder, map(opened, CODED_IVF), batch, recall)
+    return _tune(folder, map(opened, IVF_CODES), batch, recall)
 
 
-def _build_ivf(path, coded):
+def _build_ivf(path, dims_per_code):
     import faiss
 
     vectors = np.load(path.with_name("vectors.npy"))
     num, dim = vectors.shape
     num_lists = max(1, round(num**0.5))
-    kind = f"IVF{num_lists},PQ{dim // coded}x4fs,RFlat"
+    kind = f"IVF{num_lists},PQ{dim // dims_per_code}x4fs,RFlat"
     index = faiss.index_factory(dim, kind, faiss.METRIC_INNER_PRODUCT)
     rng = np.random.default_rng(0)
     index.train(vectors[rng.choice(num, min(num, 100 * num_lists), False)])
@@ -385,7 +413,7 @@ def _build_ivf(path, coded):
 
 
 def _read_faiss(path):
-    """(the index of a file, seconds that took)."""
+    """Return (the index of a file, seconds of reading)."""
     import faiss
 
     started = time.perf_counter()
@@ -393,52 +421,52 @@ def _read_faiss(path):
 
 
 def _built(path, build, *settings):
-    """Seconds that building took, now or when it was built.
+    """Build the index unless the file is there, and return the seconds that took.
 
-    An index is built in a process of its own: what a builder keeps of its memory would
-    count as the searcher's.
+    Another process builds it: memory that the builder does not give back would count as
+    the searcher's.
     """
-    told = _told(path)
-    if not told.exists():
+    record = _seconds_file(path)
+    if not record.exists():
         spawn = multiprocessing.get_context("spawn")
         process = spawn.Process(target=_build, args=(build, path, *settings))
         process.start()
         process.join()
         if process.exitcode:
             raise RuntimeError(f"{path} could not be built: code {process.exitcode}")
-    return json.loads(told.read_text())
+    return json.loads(record.read_text())
 
 
 def _build(build, path, *settings):
     started = time.perf_counter()
     build(path, *settings)
-    _told(path).write_text(json.dumps(time.perf_counter() - started))
+    _seconds_file(path).write_text(json.dumps(time.perf_counter() - started))
 
 
-def _told(path):
+def _seconds_file(path):
     return path.with_name(path.name + ".seconds.json")
 
 
-def _tuned(folder, indexes, batch, recall):
-    """The fastest of all settings with this recall: a function that measures it.
+def _tune(folder, indexes, batch, recall):
+    """Find the fastest setting with this recall, and return a function measuring it.
 
     Args:
-        folder: with queries.npy and exact.npy.
-        indexes: Opened ones, of which one is kept.
-        batch: queries a call.
-        recall: at least this share of the nearest is to be found.
+        folder: holds queries.npy and exact.npy.
+        indexes: the OpenIndex of each size of a code.
+        batch: queries in a call.
+        recall: least share of the nearest vectors that must be found.
 
     Raises:
-        Unmeasured: no setting finds it.
+        Unmeasured: no setting reaches the recall.
     """
     queries, exact = np.load(folder / "queries.npy"), np.load(folder / "exact.npy")
-    parts = [queries[i : i + batch] for i in range(0, len(queries), batch)]
+    batches = [queries[i : i + batch] for i in range(0, len(queries), batch)]
 
     def run(find, least=0.0):
-        """(seconds for all queries, the mean over `least` seconds; their recall)."""
+        """Return (seconds for all queries, the mean over `least` seconds; recall)."""
         rounds, started = 0, time.perf_counter()
         while not rounds or time.perf_counter() < started + least:
-            scores = [find(part) for part in parts]
+            scores = [find(rows) for rows in batches]
             rounds += 1
         seconds = (time.perf_counter() - started) / rounds
         return seconds, recall_of(np.concatenate(scores), exact)
@@ -449,13 +477,13 @@ def _tuned(folder, indexes, batch, recall):
         for b in index.second:
             for a in first:
                 find = index.search(a, b)
-                _, found = run(find)
-                if found < recall:
+                _, reached = run(find)
+                if reached < recall:
                     continue
-                seconds, _ = run(find, SECONDS)
+                seconds, _ = run(find, MIN_SECONDS)
                 if best is None or seconds < best[0]:
                     best = (seconds, index, a, b)
-                # A larger one is slower, with this value of the second or a larger one.
+                # Larger values are slower, with this second value and with larger ones.
                 first = [smaller for smaller in first if smaller < a]
                 break
     if best is None:
@@ -464,17 +492,17 @@ def _tuned(folder, indexes, batch, recall):
     find = index.search(first, second)
 
     def once():
-        seconds, found = run(find, SECONDS)
+        seconds, reached = run(find, MIN_SECONDS)
         return {
             "seconds": seconds,
             "peak_bytes": peak_bytes(),  # of the host, which searches
             "queries": len(queries),
-            "recall": found,
+            "recall": reached,
             "build seconds": index.built,
             "load seconds": index.loaded,
             "searched": first,
             "reordered": second,
-            "dimensions of a code": index.coded,
+            "dimensions of a code": index.dims_per_code,
             "bytes of a compared feature": REORDER_BYTES[index.reordered_in],
         }
 

@@ -1,15 +1,19 @@
-"""Networks that are measured: their weights, and the least work that they make."""
+"""Networks that are measured: their shapes, their weights and the least work they do.
+
+The least work is (operations of matrix products, bytes moved from and to memory).
+"""
 
 import contextlib
 import dataclasses
 import functools
 import pathlib
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from rsearch.bench.comparison import alone
+from rsearch.bench.comparison import run_in_process
 from rsearch.bench.workload import multiply_in_full
 from rsearch.models.decoder import Decoder, init_params, param_shapes
 from rsearch.models.hf.checkpoint import export, load_params
@@ -19,6 +23,7 @@ from rsearch.models.small_tokenizer import train_tokenizer
 from rsearch.models.spec import DecoderSpec
 
 BYTES = {"float32": 4, "bfloat16": 2}
+TEXT = ["Who directed the film that was shot in the city where the river ends?"]
 
 SMOLLM2 = DecoderSpec(  # HuggingFaceTB/SmolLM2-135M
     vocab_size=49152,
@@ -58,20 +63,23 @@ SHAPES = {
 }
 
 
-def wide(vocab_size: int) -> DecoderSpec:
-    """A network that is little more than its vocabulary."""
-    shape = dict(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32)
+def vocabulary_spec(vocab_size: int) -> DecoderSpec:
+    """Return the shape of a network that is little more than its vocabulary."""
     return dataclasses.replace(
-        SMOLLM2, vocab_size=vocab_size, width=64, mlp_width=128, **shape
+        SMOLLM2,
+        vocab_size=vocab_size,
+        width=64,
+        mlp_width=128,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
     )
 
 
-TEXT = ["Who directed the film that was shot in the city where the river ends?"]
-
-
 @contextlib.contextmanager
-def model_directory(model: str, spec: DecoderSpec):
-    """A directory with weights and tokenizer, for the length of a `with` block.
+def model_directory(model: str, spec: DecoderSpec) -> Iterator[str]:
+    """Yield a directory with weights and tokenizer, removed after if temporary.
 
     Args:
         model: an existing directory, or "" for random weights of the shape.
@@ -82,89 +90,94 @@ def model_directory(model: str, spec: DecoderSpec):
         return
     with tempfile.TemporaryDirectory(prefix="rsearch-bench-") as folder:
         path = pathlib.Path(folder) / "model"
-        alone(write_random, path, spec)
+        run_in_process(write_random, path, spec)
         yield str(path)
 
 
-def write_random(path, spec: DecoderSpec) -> None:
-    """Random weights and a tokenizer; for a process of its own, which uses the CPU."""
+def write_random(path: pathlib.Path, spec: DecoderSpec) -> None:
+    """Write random weights and a tokenizer. Sets JAX of this process to the CPU."""
     jax.config.update("jax_platforms", "cpu")
     params = jax.jit(functools.partial(init_params, Decoder(spec)))(jax.random.key(0))
     export(path, params, spec, tokenizer=train_tokenizer(TEXT * 2))
 
 
-def load(model: str, dtype: str):
-    """(network, placed parameters, mesh) of a Hugging Face directory."""
+def load_network(model: str, dtype: str) -> tuple[Decoder, dict, jax.sharding.Mesh]:
+    """Return (network, parameters placed on one device, mesh) of a directory."""
     multiply_in_full(dtype)
-    spec, mesh = read_spec(model), make_mesh(devices=jax.devices()[:1])
+    spec = read_spec(model)
+    mesh = make_mesh(devices=jax.devices()[:1])
     shardings = param_shardings(param_shapes(spec), mesh)
     params = load_params(model, spec, shardings=shardings)
     return Decoder(spec, dtype=jnp.dtype(dtype)), params, mesh
 
 
-def check_choices(cases, known, shape, dtype) -> list[str]:
-    """The cases that are asked for.
+def parse_cases(cases: str, known: Sequence[str], shape: str, dtype: str) -> list[str]:
+    """Return the cases of a flag, and check the flags beside it.
 
     Raises:
-        ValueError: a case, a shape or a dtype that there is not.
+        ValueError: an unknown case, shape or dtype.
     """
-    asked = [name.strip() for name in cases.split(",")]
-    if not set(asked) <= set(known):
+    chosen = [name.strip() for name in cases.split(",")]
+    if not set(chosen) <= set(known):
         raise ValueError(f"--cases={cases}: must be of {', '.join(known)}")
     if shape not in SHAPES:
         raise ValueError(f"--shape={shape}: must be one of {', '.join(SHAPES)}")
     if dtype not in BYTES:
         raise ValueError(f"--dtype={dtype}: must be one of {', '.join(BYTES)}")
-    return asked
+    return chosen
 
 
 def turns_work(
     spec: DecoderSpec,
-    told,
+    numbers: Mapping[str, float],
     *,
-    batch,
-    num_prompt,
-    num_new,
-    num_turns,
-    num_observed,
-    dtype,
+    batch: int,
+    num_prompt: int,
+    num_new: int,
+    num_turns: int,
+    num_observed: int,
+    dtype: str,
     **_,
 ) -> list[tuple[float, float]]:
-    """(operations, bytes moved) of reading and of writing conversations, at least.
+    """Return the least work of reading, and of writing, conversations.
 
-    Each token is read once, and what a row writes lies behind half of the conversation.
+    Each token is read once. What a row writes attends, on average, to half of the
+    conversation.
 
     Args:
-        told: of a repetition: tokens read, and tokens written.
-        num_prompt, num_new, num_turns, num_observed, dtype: of the conversations.
+        spec: the shape.
+        numbers: of a repetition: tokens read, and tokens written.
+        batch, num_prompt, num_new, num_turns, num_observed, dtype: as `make_turns` has
+            them.
     """
     behind = (num_prompt + num_turns * num_new + (num_turns - 1) * num_observed) / 2
-    steps = told["written"] / batch
-    own = {"batch": batch, "num_prompt": behind - steps / 2, "num_new": steps}
+    steps = numbers["written"] / batch
     return [
-        read_work(spec, told["tokens read"], dtype),
-        decode_work(spec, **own, dtype=dtype),
+        read_work(spec, numbers["tokens read"], dtype),
+        decode_work(
+            spec, batch=batch, num_prompt=behind - steps / 2, num_new=steps, dtype=dtype
+        ),
     ]
 
 
 def decode_work(
-    spec: DecoderSpec, *, batch, num_prompt, num_new, dtype, **_
+    spec: DecoderSpec, *, batch: int, num_prompt: float, num_new: float, dtype: str, **_
 ) -> tuple[float, float]:
-    """(operations, bytes moved) of N steps of decoding behind P tokens, at least.
+    """Return the least work of N steps of decoding behind P tokens.
 
-    Each step multiplies by every parameter, and reads them once, but for an input table
-    apart; it reads the keys and values of all tokens before it.
+    Each step multiplies by every parameter and reads it once, except for an input table
+    that is not tied. It reads the keys and values of all tokens before it.
     """
-    size, num_params = BYTES[dtype], num_multiplied(spec)
+    num_params = num_multiplied(spec)
     kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-    behind = num_new * (num_prompt + num_new / 2)  # tokens looked at, of a row
+    behind = num_new * (num_prompt + num_new / 2)  # tokens attended to, of a row
     heads = 4 * spec.num_layers * spec.num_heads * spec.head_dim
     flops = 2 * batch * num_new * num_params + batch * heads * behind
-    return flops, size * (num_new * num_params + batch * kv * behind)
+    return flops, BYTES[dtype] * (num_new * num_params + batch * kv * behind)
 
 
-def read_work(spec: DecoderSpec, num_tokens, dtype) -> tuple[float, float]:
-    """(operations, bytes moved) of reading tokens, their attention left out, at least.
+def read_work(spec: DecoderSpec, num_tokens: int, dtype: str) -> tuple[float, float]:
+    """Return the least work of reading tokens, without their attention.
 
     Only the last token of a row needs logits.
     """
@@ -173,40 +186,53 @@ def read_work(spec: DecoderSpec, num_tokens, dtype) -> tuple[float, float]:
 
 
 def num_multiplied(spec: DecoderSpec) -> int:
-    """Parameters that a token is multiplied by, and that are read for that.
+    """Return how many parameters a token is multiplied by.
 
-    Where input and output embeddings are apart, of the input's a token takes a row.
+    They have to be read for that. An input table that is not tied to the output is not
+    multiplied by: a token takes a row of it.
     """
     table = 0 if spec.tie_embeddings else spec.vocab_size * spec.width
     return spec.num_params - table
 
 
 def step_work(
-    spec: DecoderSpec, *, num_questions, group_size, num_prompt, num_new
+    spec: DecoderSpec,
+    *,
+    num_questions: int,
+    group_size: int,
+    num_prompt: int,
+    num_new: int,
 ) -> list[tuple[float, float]]:
-    """(operations, bytes moved) of a GRPO step's phases in float32, at least.
+    """Return the least work of each phase of a GRPO step in float32.
 
-    Prompts are read once a group; the reference scores and the policy learns from every
-    token of all rollouts.
+    Prompts are read once a group. The reference scores every token of all rollouts, and
+    the policy learns from it.
     """
-    num_rows, num_tokens = num_questions * group_size, num_prompt + num_new
-    own = {"batch": num_rows, "num_prompt": num_prompt, "num_new": num_new}
-    flops, moved = update_work(spec, num_rows, num_tokens)
+    num_rows = num_questions * group_size
+    flops, moved = update_work(spec, num_rows, num_prompt + num_new)
     return [
         read_work(spec, num_questions * num_prompt, "float32"),
-        decode_work(spec, **own, dtype="float32"),
+        decode_work(
+            spec,
+            batch=num_rows,
+            num_prompt=num_prompt,
+            num_new=num_new,
+            dtype="float32",
+        ),
         (flops / 3, 4.0 * num_multiplied(spec)),  # scores: an update's forward pass
         (flops, moved),
     ]
 
 
-def update_work(spec: DecoderSpec, num_rows, num_tokens) -> tuple[float, float]:
-    """(operations, bytes moved) of an update in float32 moments, at least.
+def update_work(
+    spec: DecoderSpec, num_rows: int, num_tokens: int
+) -> tuple[float, float]:
+    """Return the least work of an update with float32 moments.
 
-    Forward and twice as much backward; attention to the half of each row that lies
-    before a token. Parameters are read for both passes, gradients written, and AdamW
-    reads and writes parameters and both moments. Of an input table apart, few rows are
-    read and have gradients, but AdamW changes all.
+    The backward pass costs twice the forward pass; a token attends to half of its row
+    on average. Parameters are read for both passes, gradients written, and AdamW reads
+    and writes parameters and both moments. Of an input table that is not tied few rows
+    are read and have gradients, but AdamW changes all of them.
     """
     num_params = num_multiplied(spec)
     tokens = num_rows * num_tokens

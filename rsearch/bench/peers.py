@@ -21,9 +21,13 @@ import pathlib
 import sys
 import threading
 import time
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
+from rsearch.bench.child import Repetition
 from rsearch.bench.workload import (
     MAX_GRAD_NORM,
     REWARD_DIVISOR,
@@ -37,8 +41,8 @@ from rsearch.bench.workload import (
 TORCH_DTYPES = ("float32", "bfloat16")
 
 
-def load(model: str, dtype: str):
-    """(torch, the model on the best device there is)."""
+def load(model: str, dtype: str) -> tuple[types.ModuleType, Any]:
+    """Return (torch, the model on the GPU, or on the CPU where there is none)."""
     import torch
     import transformers
 
@@ -52,7 +56,7 @@ def load(model: str, dtype: str):
 
 
 def _generate(torch, network, tokens, num_new, stamps, mask=None):
-    """[B, P + N] ids; the time after each token goes to `stamps`, a list."""
+    """Return [B, P + N] ids, and append the time after each token to `stamps`."""
     import transformers
 
     class Stamp(transformers.StoppingCriteria):
@@ -80,13 +84,15 @@ def _generate(torch, network, tokens, num_new, stamps, mask=None):
 
 
 def _prompts(torch, network, batch, num_prompt):
-    """The ids that this package's own subject reads, too."""
+    """Return the same ids that this package's side of the benchmark reads."""
     ids = prompt_tokens(batch, num_prompt, network.config.vocab_size)
     return torch.tensor(ids, device=network.device).long()
 
 
-def make_decode(*, model, batch, num_prompt, num_new, dtype="float32"):
-    """Greedy decoding; what comes before the first token counts as prefill."""
+def make_decode(
+    *, model: str, batch: int, num_prompt: int, num_new: int, dtype: str = "float32"
+) -> Repetition:
+    """Prepare greedy decoding; the time until the first token is the prefill."""
     torch, network = load(model, dtype)
     prompts = _prompts(torch, network, batch, num_prompt)
 
@@ -105,22 +111,22 @@ def make_decode(*, model, batch, num_prompt, num_new, dtype="float32"):
 
 def make_turns(
     *,
-    model,
-    batch,
-    num_prompt,
-    num_new,
-    num_observed,
-    num_turns,
-    num_rollouts,
-    group_size,
-    spread,
-    dtype="float32",
-):
-    """`generate` turn by turn on the growing text, as public search agents call it.
+    model: str,
+    batch: int,
+    num_prompt: int,
+    num_new: int,
+    num_observed: int,
+    num_turns: int,
+    num_rollouts: int,
+    group_size: int,
+    spread: float,
+    dtype: str = "float32",
+) -> Repetition:
+    """Prepare `generate` turn by turn on a growing text, as public agents call it.
 
-    A batch of rollouts goes through all its turns before the next one begins. Texts are
-    filled up on the left; a turn lasts until the batch's longest has ended. Arguments
-    are those of `rsearch.bench.rollout.make_turns`.
+    A batch of rollouts goes through all its turns before the next batch begins. Texts
+    are padded on the left, and a turn lasts until the longest text of the batch ends.
+    The arguments are those of `rsearch.bench.rollout.make_turns`.
     """
     torch, network = load(model, dtype)
     lengths = turn_lengths(num_rollouts, num_turns, num_new, spread)
@@ -128,7 +134,7 @@ def make_turns(
     prompts = prompts.repeat_interleave(group_size, dim=0)
     (observed,) = _prompts(torch, network, 1, num_observed)
 
-    def filled(texts):
+    def pad_left(texts):
         longest = max(map(len, texts))
         tokens = torch.zeros(len(texts), longest, dtype=torch.long)
         mask = torch.zeros_like(tokens)
@@ -144,12 +150,12 @@ def make_turns(
             for turn in range(num_turns):
                 if turn:
                     texts = [torch.cat([text, observed]) for text in texts]
-                own = lengths[first : first + batch, turn].tolist()
-                tokens, mask = filled(texts)
+                sizes = lengths[first : first + batch, turn].tolist()
+                tokens, mask = pad_left(texts)
                 num_read += tokens.numel()
-                ids = _generate(torch, network, tokens, max(own), [], mask)
+                ids = _generate(torch, network, tokens, max(sizes), [], mask)
                 new = ids[:, tokens.shape[1] :]
-                texts = [torch.cat([t, x[:n]]) for t, x, n in zip(texts, new, own)]
+                texts = [torch.cat([t, x[:n]]) for t, x, n in zip(texts, new, sizes)]
         return {
             "seconds": time.perf_counter() - started,
             "written": int(lengths.sum()),
@@ -162,16 +168,24 @@ def make_turns(
 ADAMW = dict(lr=1e-5, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 
 
-def make_update(*, model, num_rows, num_tokens, micro_batch, dtype, **_):
-    """Forward, backward and AdamW on B rows of T tokens: the likelihood of them all.
+def make_update(
+    *,
+    model: str,
+    num_rows: int,
+    num_tokens: int,
+    micro_batch: int,
+    dtype: str,
+    **_: object,
+) -> Repetition:
+    """Prepare an update on the likelihood of B rows of T tokens: torch and AdamW.
 
-    The log-probability of a token is its logit less a logsumexp, as TRL's
-    `selective_log_softmax` has it; the optimizer is torch's fused one.
+    The log-probability of a token is its logit less a logsumexp, as in TRL's
+    `selective_log_softmax`. The optimizer is torch's fused one.
     """
     torch, network = load(model, "float32")
     network.train()
     network.config.use_cache = False
-    # Norms do not decay, as elsewhere.
+    # Norms do not decay, as in this package.
     matrices = [p for p in network.parameters() if p.ndim > 1]
     vectors = [p for p in network.parameters() if p.ndim == 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -184,7 +198,7 @@ def make_update(*, model, num_rows, num_tokens, micro_batch, dtype, **_):
             torch.autocast, tokens.device.type, getattr(torch, dtype)
         )
 
-    def summed(rows):
+    def mean_loss(rows):
         logits = network(rows).logits[:, :-1]
         chosen = logits.gather(-1, rows[:, 1:, None])[..., 0]
         parts = [torch.logsumexp(row, dim=-1) for row in logits]
@@ -195,7 +209,7 @@ def make_update(*, model, num_rows, num_tokens, micro_batch, dtype, **_):
         total = 0.0
         for rows in tokens.split(micro_batch):
             with cast():
-                loss = summed(rows)
+                loss = mean_loss(rows)
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(network.parameters(), MAX_GRAD_NORM)
@@ -219,12 +233,12 @@ PREFIXES = {
 
 
 def serve(settings: str) -> None:
-    """Serves until stdin ends."""
+    """Serve until stdin ends."""
     from rsearch.runtime.server import JsonServer
 
-    told = json.loads(settings)
+    arguments = json.loads(settings)
     try:
-        search = _search(**told)
+        search = _search(**arguments)
     except ModuleNotFoundError as error:
         print(json.dumps({"missing": error.name}), flush=True)
         return
@@ -241,7 +255,7 @@ def serve(settings: str) -> None:
 
 
 def _search(folder, encoder, family):
-    """A function (query, k) -> hits."""
+    """Return a function (query, k) -> hits."""
     import torch
     import transformers
 
@@ -269,13 +283,13 @@ def _search(folder, encoder, family):
             pooled = (states * mask).sum(1) / mask.sum(1)
         pooled = torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()
         scores = vectors @ pooled[0]
-        found = np.argpartition(-scores, top_k - 1)[:top_k]
+        best = np.argpartition(-scores, top_k - 1)[:top_k]
         return [
             {
                 "document": {"id": passages[i][0], "contents": passages[i][1]},
                 "score": float(scores[i]),
             }
-            for i in found[np.argsort(-scores[found])]
+            for i in best[np.argsort(-scores[best])]
         ]
 
     return search
@@ -284,34 +298,36 @@ def _search(folder, encoder, family):
 class Numbers:
     """A tokenizer whose words are the ids themselves."""
 
-    def encode(self, text, **_):
-        """Ids of a text of numbers."""
+    def encode(self, text: str, **_: object) -> list[int]:
+        """Return the ids of a text of numbers."""
         return [int(word) for word in text.split()]
 
-    def decode(self, ids, **_):
-        """A text of these ids."""
+    def decode(self, ids: Iterable[int], **_: object) -> str:
+        """Return the text of these ids."""
         return " ".join(str(int(i)) for i in ids)
 
-    def bos_id(self):
-        """Of the beginning of a text."""
+    def bos_id(self) -> int:
+        """Return the id of the beginning of a text."""
         return 1
 
-    def eos_id(self):
-        """Of its end."""
+    def eos_id(self) -> int:
+        """Return the id of the end of a text."""
         return 2
 
-    def pad_id(self):
-        """Of what fills a row."""
+    def pad_id(self) -> int:
+        """Return the id of padding."""
         return 0
 
 
-def reward(prompts, completions, **_):
-    """One float for each completion, from its length alone."""
+def reward(
+    prompts: Sequence[str], completions: Sequence[str], **_: object
+) -> list[float]:
+    """Return a reward for each completion, which depends on its length alone."""
     return [len(text) % REWARD_DIVISOR / REWARD_DIVISOR for text in completions]
 
 
 def _model(spec):
-    """A Llama of this shape, in float32."""
+    """Return a Llama of this shape, in float32."""
     from flax import nnx
     from tunix.models.llama3 import model as llama
 
@@ -330,8 +346,16 @@ def _model(spec):
     return llama.Llama3(config, rngs=nnx.Rngs(0))
 
 
-def make_step(*, spec, num_questions, group_size, num_prompt, num_new, micro_batch):
-    """Whole steps of its GRPOLearner: rollouts, reference's scores, an update."""
+def make_step(
+    *,
+    spec: dict,
+    num_questions: int,
+    group_size: int,
+    num_prompt: int,
+    num_new: int,
+    micro_batch: int,
+) -> Repetition:
+    """Prepare steps of tunix's GRPOLearner: rollouts, reference scores, an update."""
     multiply_in_full()
     import jax
     import optax
@@ -358,7 +382,7 @@ def make_step(*, spec, num_questions, group_size, num_prompt, num_new, micro_bat
             rollout_config=RolloutConfig(
                 max_tokens_to_generate=num_new,
                 max_prompt_length=num_prompt,
-                # It fills prompts up to a power of two, of 32 at least.
+                # It pads prompts to a power of two, at least 32.
                 kv_cache_size=max(32, 2 * num_prompt) + num_new + 1,
                 temperature=1.0,
                 top_p=1.0,
@@ -367,11 +391,11 @@ def make_step(*, spec, num_questions, group_size, num_prompt, num_new, micro_bat
     )
     settings = GRPOConfig(num_generations=group_size, beta=0.04)
     learner = GRPOLearner(cluster, settings, reward_fns=reward)
-    return _stepper(learner, num_questions, num_prompt, spec["vocab_size"])
+    return _step_by_step(learner, num_questions, num_prompt, spec["vocab_size"])
 
 
-def _stepper(learner, num_questions, num_prompt, vocab_size):
-    """`once` of a learner that trains on a thread and waits for its next questions."""
+def _step_by_step(learner, num_questions, num_prompt, vocab_size):
+    """Return a function that lets a learner, on a thread, do one more step."""
     words = Numbers()
     goes_on, is_done, failed = threading.Semaphore(0), threading.Semaphore(0), []
 

@@ -1,11 +1,11 @@
-"""Retrieval measured: nearest vectors beside faiss, rollouts beside a server.
+"""Benchmark of retrieval: nearest vectors beside faiss, rollouts beside a server.
 
-Nearest vectors: each searcher is tuned to the fastest setting of the same recall, and
-searches batches of the same queries. Rollouts: one turn of rows that all search, asked
-of this package's engine at once, and of a public system's server row by row. The public
-systems run a server beside the training; each row that searches sends it a request of
-its own, for which it encodes one query and looks through all vectors. Memory is that
-of the host, of all processes, wherever queries are encoded.
+Nearest vectors: each searcher is tuned to the fastest setting that reaches the same
+recall, and searches the same queries in batches. Rollouts: all rows of a turn search.
+This package's engine gets their queries in one call. The public systems run a server
+beside the training, and each row sends it a request, for which it encodes one query and
+compares it with all vectors. Memory is that of all processes on the host, wherever
+queries are encoded.
 """
 
 import concurrent.futures
@@ -17,15 +17,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 import httpx
 import numpy as np
 
-from rsearch.bench.child import forget_peak, peak_bytes
-from rsearch.bench.comparison import OURS, Bench, Row, Subject, bounded, compare, row_of
+from rsearch.bench.child import Repetition, peak_bytes, reset_peak
+from rsearch.bench.comparison import (
+    OURS,
+    Bench,
+    Row,
+    Subject,
+    compare,
+    make_row,
+    with_bound,
+)
 from rsearch.bench.neighbours import (
     TOP_K,
-    Searched,
+    VectorSet,
     approximate_partition,
     many_vectors,
     read_texts,
@@ -74,27 +83,27 @@ HOSTS = 8  # that could share it
 def measure(
     bench: Bench,
     *,
-    corpus,
-    encoder,
-    family,
-    index,
-    questions,
-    cases,
-    queries,
-    batch,
-    recall,
-    vectors,
-    noise,
-    rollouts,
-    work,
+    corpus: str,
+    encoder: str,
+    family: str,
+    index: str,
+    questions: str,
+    cases: str,
+    queries: int,
+    batch: int,
+    recall: float,
+    vectors: int,
+    noise: float,
+    rollouts: int,
+    work: str,
 ) -> list[Row]:
-    """The rows of the cases that are asked for; see FLAGS.
+    """Measure the wanted cases, and return the rows of the table; see FLAGS.
 
     Raises:
         ValueError: an unknown case, or a number out of range.
     """
-    asked = [name.strip() for name in cases.split(",")]
-    if not set(asked) <= {"real", "made", "rollouts"}:
+    wanted = [name.strip() for name in cases.split(",")]
+    if not set(wanted) <= {"real", "made", "rollouts"}:
         raise ValueError(f"--cases={cases}: must be of real, made, rollouts")
     if not 0 < recall <= 1:
         raise ValueError(f"--recall={recall}, expected above 0 and at most 1")
@@ -112,12 +121,12 @@ def measure(
             num_queries=queries,
         )
         rows = []
-        if "real" in asked:
-            rows += _nearest(bench, "real passages", real, batch, recall)
-        if "made" in asked:
+        if "real" in wanted:
+            rows += measure_searchers(bench, "real passages", real, batch, recall)
+        if "made" in wanted:
             made = many_vectors(work, real, num=vectors, noise=noise)
-            rows += _nearest(bench, "made vectors", made, batch, recall)
-        if "rollouts" in asked:
+            rows += measure_searchers(bench, "made vectors", made, batch, recall)
+        if "rollouts" in wanted:
             for share in SAME_SHARES:
                 settings = {
                     "folder": str(real.folder),
@@ -126,73 +135,89 @@ def measure(
                     "num_rollouts": rollouts,
                     "same_share": share,
                 }
-                rows += _turns(bench, settings)
+                rows += measure_turns(bench, settings)
     return [*rows, *large_rows()]
 
 
-def _nearest(bench: Bench, name, searched: Searched, batch, recall) -> list[Row]:
-    """Queries a second of each searcher."""
-    case = f"{name}, {searched.num:,} x {searched.dim}"
-    settings = {"folder": str(searched.folder), "batch": batch, "recall": recall}
+def measure_searchers(
+    bench: Bench, name, vectors: VectorSet, batch, recall
+) -> list[Row]:
+    """Measure the queries a second of each searcher."""
+    case = f"{name}, {vectors.num:,} x {vectors.dim}"
+    settings = {"folder": str(vectors.folder), "batch": batch, "recall": recall}
     subjects = {
         subject: Subject("rsearch.bench.neighbours", settings, make)
         for subject, make in SEARCHERS.items()
     }
-    found = compare(subjects, bench.repeats)
+    results = compare(subjects, bench.repeats)
     rows = []
-    for subject, told in found.items():
-        if isinstance(told, str):
-            rows.append(row_of(case, subject, "queries/s", told))
+    for subject, repetitions in results.items():
+        if isinstance(repetitions, str):
+            rows.append(make_row(case, subject, "queries/s", repetitions))
             continue
         names = ("recall", "build seconds", "load seconds", "searched", "reordered")
         names = (*names, "dimensions of a code", "bytes of a compared feature")
-        row = row_of(
+        row = make_row(
             case,
             subject,
             "queries/s",
-            [one["queries"] / one["seconds"] for one in told],
-            ours=[one["queries"] / one["seconds"] for one in found[OURS]],
-            peak_bytes=statistics.median(one["peak_bytes"] for one in told),
-            counts={name: told[0][name] for name in names},
+            [
+                repetition["queries"] / repetition["seconds"]
+                for repetition in repetitions
+            ],
+            ours=[
+                repetition["queries"] / repetition["seconds"]
+                for repetition in results[OURS]
+            ],
+            peak_bytes=statistics.median(
+                repetition["peak_bytes"] for repetition in repetitions
+            ),
+            counts={name: repetitions[0][name] for name in names},
         )
-        work = _work(subject, searched, batch, told[0])
+        work = least_work(subject, vectors, batch, repetitions[0])
         if work is not None:
-            seconds = statistics.median(one["seconds"] for one in told)
-            flops, moved = (part * told[0]["queries"] for part in work)
-            row = bounded(row, bench.machine, seconds, (flops, moved))
+            seconds = statistics.median(
+                repetition["seconds"] for repetition in repetitions
+            )
+            flops, moved = (amount * repetitions[0]["queries"] for amount in work)
+            row = with_bound(row, bench.machine, seconds, (flops, moved))
         rows.append(row)
     return rows
 
 
-def _work(subject, searched: Searched, batch, told):
-    """(FLOPs, bytes) of a query, at least; None where a graph decides.
+def least_work(
+    subject: str, vectors: VectorSet, batch: int, result: dict
+) -> tuple[float, float] | None:
+    """Return the least (FLOPs, bytes) of a query; None where a graph decides.
 
-    ScaNN's queries read all centroids, a byte a feature, the codes of their leaves,
-    four bits for some features, and the full vectors of their candidates; they are
-    multiplied by these, by the centroids, and by what each code stands for. Those that
-    are searched at once share the centroids and, as if each had drawn its leaves, the
-    codes. A flat search multiplies all vectors, which it reads once a batch.
+    A query of ScaNN reads all centroids (a byte a feature), the codes of its leaves
+    (four bits for several features) and the full vectors of its candidates. It is
+    multiplied by all of these, the codes by their table. Queries of one batch share the
+    reading of the centroids and, as if each drew its leaves, of the codes. A flat
+    search reads all vectors once a batch, and multiplies each query by all of them.
     """
-    num, dim = searched.num, searched.dim
+    num, dim = vectors.num, vectors.dim
     if subject == "faiss Flat":
         return 2 * num * dim, 4 * num * dim / batch
     if subject != OURS:
         return None
     partition = approximate_partition(
-        num, dim, dims_per_block=told["dimensions of a code"]
+        num, dim, dims_per_block=result["dimensions of a code"]
     )
     at_once = batch_size(partition, batch)
     codes = dim // partition.dims_per_block / 2
-    share = told["searched"] / partition.num_leaves
+    share = result["searched"] / partition.num_leaves
     read = 1 - (1 - share) ** at_once  # of all codes, by these queries together
-    full = told["bytes of a compared feature"] * dim
+    full = result["bytes of a compared feature"] * dim
     centroids = partition.num_leaves if partition.num_leaves > 1 else 0
-    moved = (centroids * dim + read * num * codes) / at_once + told["reordered"] * full
-    return 2 * (centroids + NUM_CODES + told["reordered"]) * dim, moved
+    moved = (centroids * dim + read * num * codes) / at_once + result[
+        "reordered"
+    ] * full
+    return 2 * (centroids + NUM_CODES + result["reordered"]) * dim, moved
 
 
-def _turns(bench: Bench, settings) -> list[Row]:
-    """Queries a second of rollouts that search at one time."""
+def measure_turns(bench: Bench, settings: dict) -> list[Row]:
+    """Measure the queries a second of rollouts that search at the same time."""
     case = f"{settings['num_rollouts']} rollouts search"
     if settings["same_share"]:
         case += f", {settings['same_share']:.0%} of a group alike"
@@ -207,30 +232,32 @@ def _turns(bench: Bench, settings) -> list[Row]:
     if settings["encoder"] == "hashed":
         missing = {name: no_model for name in subjects if name != OURS}
     subjects = {name: s for name, s in subjects.items() if name not in missing}
-    found = compare(subjects, bench.repeats) | missing
+    results = compare(subjects, bench.repeats) | missing
     rows = []
-    for subject, told in found.items():
-        if isinstance(told, str):
-            rows.append(row_of(case, subject, "queries/s", told))
+    for subject, repetitions in results.items():
+        if isinstance(repetitions, str):
+            rows.append(make_row(case, subject, "queries/s", repetitions))
             continue
         counts = {}
         if subject != OURS:
-            # In the order of the call: the same passage came first, row by row.
+            # Whether both found the same passage first, row by row.
             pairs = [
                 a == b
-                for one, other in zip(told, found[OURS])
-                for a, b in zip(one["first"], other["first"], strict=True)
+                for repetition, other in zip(repetitions, results[OURS])
+                for a, b in zip(repetition["first"], other["first"], strict=True)
             ]
             counts["equal first passages"] = sum(pairs) / len(pairs)
         num = settings["num_rollouts"]
         rows.append(
-            row_of(
+            make_row(
                 case,
                 subject,
                 "queries/s",
-                [num / one["seconds"] for one in told],
-                ours=[num / one["seconds"] for one in found[OURS]],
-                peak_bytes=statistics.median(one["peak_bytes"] for one in told),
+                [num / r["seconds"] for r in repetitions],
+                ours=[num / r["seconds"] for r in results[OURS]],
+                peak_bytes=statistics.median(
+                    repetition["peak_bytes"] for repetition in repetitions
+                ),
                 counts=counts,
             )
         )
@@ -238,18 +265,18 @@ def _turns(bench: Bench, settings) -> list[Row]:
 
 
 def large_rows() -> list[Row]:
-    """Memory that the largest corpus in use takes, reckoned: of all, and of a host."""
+    """Return the computed memory of the largest corpus in use, in all and a host."""
     num, dim = LARGE
     rows = []
     for dtype, size in REORDER_BYTES.items():
-        whole = index_bytes(num, dim, dtype)
-        row = row_of(
-            f"reckoned, {num:,} x {dim}",
+        total = index_bytes(num, dim, dtype)
+        row = make_row(
+            f"computed, {num:,} x {dim}",
             f"{OURS}, --reorder_dtype={dtype}",
             "GB in memory",
-            [whole / 1e9],
+            [total / 1e9],
             counts={
-                f"GB of each of {HOSTS} hosts": whole / HOSTS / 1e9,
+                f"GB of each of {HOSTS} hosts": total / HOSTS / 1e9,
                 "GB of full vectors": num * dim * size / 1e9,
             },
         )
@@ -258,7 +285,7 @@ def large_rows() -> list[Row]:
 
 
 def index_bytes(num: int, dim: int, reorder_dtype: str) -> float:
-    """Memory of a large index: centroids, codes, and vectors to reorder by."""
+    """Return the bytes of a large index: centroids, codes, vectors to reorder by."""
     partition = approximate_partition(num, dim, reorder_dtype=reorder_dtype)
     codes = dim / partition.dims_per_block / 2
     full = dim * REORDER_BYTES[reorder_dtype]
@@ -269,28 +296,38 @@ PASSAGES = 3  # that a query finds
 GROUP = 8  # rollouts of one question
 
 
-def queries_of(texts, repetition, num_rollouts, same_share):
-    """[num_rollouts] the queries of one turn; no two turns share one.
+def queries_of(
+    texts: Sequence[str], repetition: int, num_rollouts: int, same_share: float
+) -> list[str]:
+    """Return the [num_rollouts] queries of a turn; no two turns share one.
 
     Args:
-        texts: to draw from.
-        repetition: number of the turn.
-        num_rollouts: that search in it.
-        same_share: of a group's rollouts ask as its first one does.
+        texts: source of the queries.
+        repetition: index of the turn.
+        num_rollouts: rollouts that search in the turn.
+        same_share: share of a group's rollouts that send the query of its first one.
     """
     first = repetition * num_rollouts
-    asked = []
+    queries = []
     for row in range(num_rollouts):
         is_same = row % GROUP < same_share * GROUP
-        place = first + (row - row % GROUP if is_same else row)
-        # Titles run out; words in front make other queries of about their length.
-        text, round_ = texts[place % len(texts)], place // len(texts)
-        asked.append(f"{'again ' * round_}{text}")
-    return asked
+        index = first + (row - row % GROUP if is_same else row)
+        # When the titles run out, a word in front makes another query of that length.
+        text, round_ = texts[index % len(texts)], index // len(texts)
+        queries.append(f"{'again ' * round_}{text}")
+    return queries
 
 
-def make_engine(*, folder, encoder, family, num_rollouts, same_share, **_):
-    """This package's engine: asked once a turn, by all rows that search."""
+def make_engine(
+    *,
+    folder: str,
+    encoder: str,
+    family: str,
+    num_rollouts: int,
+    same_share: float,
+    **_: object,
+) -> Repetition:
+    """Prepare this package's engine, called once a turn for all rows that search."""
     if encoder != "hashed":
         multiply_in_full()
     texts, corpus = read_texts(folder)
@@ -302,8 +339,16 @@ def make_engine(*, folder, encoder, family, num_rollouts, same_share, **_):
     return _repeat_turns(engine, texts, num_rollouts, same_share)
 
 
-def make_served(*, folder, encoder, family, num_rollouts, same_share, at_once):
-    """The public way: a request a row, `at_once` from threads or one after another."""
+def make_served(
+    *,
+    folder: str,
+    encoder: str,
+    family: str,
+    num_rollouts: int,
+    same_share: float,
+    at_once: bool,
+) -> Repetition:
+    """Prepare a server, sent a request a row: from threads, or one after another."""
     texts, _ = read_texts(folder)
     settings = json.dumps({"folder": str(folder), "encoder": encoder, "family": family})
     server = subprocess.Popen(
@@ -312,21 +357,21 @@ def make_served(*, folder, encoder, family, num_rollouts, same_share, at_once):
         stdin=subprocess.PIPE,
         text=True,
     )
-    told = json.loads(server.stdout.readline() or '{"missing": "the server"}')
-    if "missing" in told:
-        raise ModuleNotFoundError(told["missing"], name=told["missing"])
+    greeting = json.loads(server.stdout.readline() or '{"missing": "the server"}')
+    if "missing" in greeting:
+        raise ModuleNotFoundError(greeting["missing"], name=greeting["missing"])
     client = httpx.Client(timeout=120.0, trust_env=False)
 
     def ask(query):
         body = {"queries": [query], "topk": PASSAGES, "return_scores": True}
-        reply = client.post(told["url"], json=body)
+        reply = client.post(greeting["url"], json=body)
         reply.raise_for_status()
-        (found,) = reply.json()["result"]
-        return [hit["document"]["id"] for hit in found]
+        (hits,) = reply.json()["result"]
+        return [hit["document"]["id"] for hit in hits]
 
     pool = concurrent.futures.ThreadPoolExecutor(num_rollouts if at_once else 1)
-    # The server, which has the vectors and the model, ends with this process, whose
-    # pipe it reads.
+    # The server holds the vectors and the model. It reads a pipe from this process,
+    # and ends with it.
     return _repeat_turns(
         lambda queries: list(pool.map(ask, queries)),
         texts,
@@ -337,12 +382,12 @@ def make_served(*, folder, encoder, family, num_rollouts, same_share, at_once):
 
 
 def _repeat_turns(search, texts, num_rollouts, same_share, processes=("self",)):
-    """Searches of one turn after another, each with new queries.
+    """Return a function that searches for one turn, each time with new queries.
 
     Args:
         search: function of the queries of a turn.
         texts, num_rollouts, same_share: see `queries_of`.
-        processes: whose memory counts.
+        processes: processes whose memory counts.
     """
     turn = -1
 
@@ -351,12 +396,12 @@ def _repeat_turns(search, texts, num_rollouts, same_share, processes=("self",)):
         turn += 1
         queries = queries_of(texts, turn, num_rollouts, same_share)
         for process in processes:
-            forget_peak(process)
+            reset_peak(process)
         started = time.perf_counter()
-        found = search(queries)
+        replies = search(queries)
         seconds = time.perf_counter() - started
-        assert len(found) == num_rollouts
-        first = [getattr(one[0], "id", one[0]) for one in found]
+        assert len(replies) == num_rollouts
+        first = [getattr(reply[0], "id", reply[0]) for reply in replies]
         peak = sum(map(peak_bytes, processes))
         return {"seconds": seconds, "first": first, "peak_bytes": peak}
 

@@ -4,17 +4,28 @@ import pathlib
 import statistics
 import time
 import zlib
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from rsearch.bench.comparison import OURS, Bench, Row, Subject, bounded, compare, row_of
+from rsearch.bench.child import Repetition
+from rsearch.bench.comparison import (
+    OURS,
+    Bench,
+    Row,
+    Subject,
+    compare,
+    make_row,
+    median_of,
+    with_bound,
+)
 from rsearch.bench.networks import (
     SHAPES,
-    check_choices,
     decode_work,
-    load,
+    load_network,
     model_directory,
+    parse_cases,
     read_work,
     turns_work,
 )
@@ -53,37 +64,47 @@ FLAGS = {
 }
 CASES = ("decode", "turns", "delay", "straggler")
 PEER = "transformers"
+WAITING = {  # sizes of rollouts for delay and straggler, as in configs/quickstart.py
+    "num_prompt": 16,
+    "num_new": 18,
+    "num_observed": 22,
+    "num_turns": 3,
+    "dtype": "float32",
+}
+TIMES_LONGER = 10
+CHUNK = 512  # prompt tokens that go through the model at once, of each row
+PASSAGE = "Silver Harbour was filmed in Goldberg, where the river ends. "
 
 
 def measure(
     bench: Bench,
     *,
-    model,
-    shape,
-    dtype,
-    cases,
-    batch,
-    prompt_tokens,
-    new_tokens,
-    turn_batch,
-    turn_rollouts,
-    turn_group,
-    turn_spread,
-    turns,
-    observation_tokens,
-    waiting_shape,
-    slots,
-    rollouts,
-    delay,
+    model: str,
+    shape: str,
+    dtype: str,
+    cases: str,
+    batch: str,
+    prompt_tokens: int,
+    new_tokens: int,
+    turn_batch: int,
+    turn_rollouts: int,
+    turn_group: int,
+    turn_spread: float,
+    turns: int,
+    observation_tokens: int,
+    waiting_shape: str,
+    slots: int,
+    rollouts: int,
+    delay: int,
 ) -> list[Row]:
-    """The rows of the cases that are asked for; see FLAGS.
+    """Return the rows of the chosen cases; see FLAGS.
 
     Raises:
-        ValueError: an unknown case or shape, a dtype that is not measured, or numbers
-            of conversations that do not go together.
+        ValueError: an unknown case or shape, a dtype that is not measured, or sizes of
+            conversations that do not fit each other.
     """
-    asked = check_choices(cases, CASES, shape, dtype)
-    check_choices(cases, CASES, waiting_shape, dtype)
+    chosen = parse_cases(cases, CASES, shape, dtype)
+    parse_cases(cases, CASES, waiting_shape, dtype)
     if turn_rollouts % turn_group:
         raise ValueError(
             f"--turn_rollouts={turn_rollouts}: must be a multiple of "
@@ -91,14 +112,14 @@ def measure(
         )
     if not 0 <= turn_spread < 1:
         raise ValueError(f"--turn_spread={turn_spread}: must be 0 or more, below 1")
-    batches = _numbers("batch", batch)
+    batches = _parse_numbers("batch", batch)
     rows = []
     waiting = {"shape": waiting_shape, "slots": slots, "rollouts": rollouts}
-    if "delay" in asked:
+    if "delay" in chosen:
         rows += measure_delay(bench, **waiting, milliseconds=delay)
-    if "straggler" in asked:
+    if "straggler" in chosen:
         rows += measure_straggler(bench, **waiting)
-    if not {"decode", "turns"} & set(asked):
+    if not {"decode", "turns"} & set(chosen):
         return rows
     with model_directory(model, SHAPES[shape]) as directory:
         spec = read_spec(directory)
@@ -108,12 +129,11 @@ def measure(
             "num_prompt": prompt_tokens,
             "num_new": new_tokens,
         }
-        if "decode" in asked:
+        if "decode" in chosen:
             for rows_at_once in batches:
-                own = settings | {"batch": rows_at_once}
-                rows += _decoding(bench, spec, own)
-        if "turns" in asked:
-            own = settings | {
+                rows += _measure_decode(bench, spec, settings | {"batch": rows_at_once})
+        if "turns" in chosen:
+            settings |= {
                 "batch": turn_batch,
                 "num_rollouts": turn_rollouts,
                 "group_size": turn_group,
@@ -121,12 +141,12 @@ def measure(
                 "num_turns": turns,
                 "num_observed": observation_tokens,
             }
-            rows += _conversing(bench, spec, own)
+            rows += _measure_turns(bench, spec, settings)
     return rows
 
 
-def _numbers(flag, text) -> list[int]:
-    """Those between commas, each at least 1.
+def _parse_numbers(flag, text) -> list[int]:
+    """Return the numbers between commas, each at least 1.
 
     Raises:
         ValueError: something else is there.
@@ -137,8 +157,8 @@ def _numbers(flag, text) -> list[int]:
     return numbers
 
 
-def _both(bench, make, settings):
-    """What this package and its peer do with the same settings."""
+def _compare_with_peer(bench, make, settings):
+    """Return the results of this package and its peer with the same settings."""
     subjects = {
         OURS: Subject("rsearch.bench.rollout", settings, make),
         PEER: Subject("rsearch.bench.peers", settings, make),
@@ -146,127 +166,122 @@ def _both(bench, make, settings):
     return compare(subjects, bench.repeats)
 
 
-def _decoding(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
-    """Tokens a second of decoding and of prefill, each by both."""
-    batch, num_new = settings["batch"], settings["num_new"]
+def _measure_decode(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
+    """Return tokens a second of decoding and of prefill, each by both subjects."""
+    batch = settings["batch"]
+    num_new = settings["num_new"]
     dtype = settings["dtype"]
-    found = _both(bench, "make_decode", settings)
-    ours = found[OURS]
+    results = _compare_with_peer(bench, "make_decode", settings)
+    ours = results[OURS]
     rows = []
-    for name, told in found.items():
-        if isinstance(told, str):
-            rows.append(row_of(f"decode, {batch} rows", name, "tokens/s", told))
+    for name, runs in results.items():
+        if isinstance(runs, str):
+            rows.append(make_row(f"decode, {batch} rows", name, "tokens/s", runs))
             continue
-        counts = {"ms a step": 1e3 * _median(told, "seconds") / num_new}
+        counts = {"ms a step": 1e3 * median_of(runs, "seconds") / num_new}
         if name != OURS:
-            counts["equal tokens"] = _equal(told[0]["tokens"], ours[0]["tokens"])
-        row = row_of(
+            counts["equal tokens"] = _equal_share(runs[0]["tokens"], ours[0]["tokens"])
+        row = make_row(
             f"decode, {batch} rows",
             name,
             "tokens/s",
-            [batch * num_new / one["seconds"] for one in told],
-            ours=[batch * num_new / one["seconds"] for one in ours],
-            peak_bytes=_median(told, "peak_bytes"),
+            [batch * num_new / run["seconds"] for run in runs],
+            ours=[batch * num_new / run["seconds"] for run in ours],
+            peak_bytes=median_of(runs, "peak_bytes"),
             counts=counts,
         )
-        flops, moved = decode_work(spec, **settings)
-        seconds = _median(told, "seconds")
-        rows.append(bounded(row, bench.machine, seconds, (flops, moved), dtype=dtype))
-        read = batch * settings["num_prompt"]
-        row = row_of(
+        work = decode_work(spec, **settings)
+        seconds = median_of(runs, "seconds")
+        rows.append(with_bound(row, bench.machine, seconds, work, dtype=dtype))
+        num_read = batch * settings["num_prompt"]
+        row = make_row(
             f"prefill, {batch} rows",
             name,
             "tokens/s",
-            [read / one["prefill_seconds"] for one in told],
-            ours=[read / one["prefill_seconds"] for one in ours],
+            [num_read / run["prefill_seconds"] for run in runs],
+            ours=[num_read / run["prefill_seconds"] for run in ours],
         )
-        flops, moved = read_work(spec, read, dtype)
-        seconds = _median(told, "prefill_seconds")
-        rows.append(bounded(row, bench.machine, seconds, (flops, moved), dtype=dtype))
+        work = read_work(spec, num_read, dtype)
+        seconds = median_of(runs, "prefill_seconds")
+        rows.append(with_bound(row, bench.machine, seconds, work, dtype=dtype))
     return sorted(rows, key=lambda row: row.case)
 
 
-def _conversing(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
-    """Tokens written a second in conversations of several turns."""
+def _measure_turns(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
+    """Return tokens written a second in conversations of several turns."""
     case = "{num_turns} turns, {num_rollouts} rollouts on {batch} rows"
     case = case.format(**settings)
-    found = _both(bench, "make_turns", settings)
-    phases, rows = turns_work(spec, found[OURS][0], **settings), []
-    for name, told in found.items():
-        if isinstance(told, str):
-            rows.append(row_of(case, name, "tokens/s", told))
+    results = _compare_with_peer(bench, "make_turns", settings)
+    phases = turns_work(spec, results[OURS][0], **settings)
+    rows = []
+    for name, runs in results.items():
+        if isinstance(runs, str):
+            rows.append(make_row(case, name, "tokens/s", runs))
             continue
-        counts = {n: told[0][n] for n in told[0] if n.startswith("tokens read")}
-        row = row_of(
+        row = make_row(
             case,
             name,
             "tokens/s",
-            [one["written"] / one["seconds"] for one in told],
-            ours=[one["written"] / one["seconds"] for one in found[OURS]],
-            peak_bytes=_median(told, "peak_bytes"),
-            counts=counts,
+            [run["written"] / run["seconds"] for run in runs],
+            ours=[run["written"] / run["seconds"] for run in results[OURS]],
+            peak_bytes=median_of(runs, "peak_bytes"),
+            counts={n: runs[0][n] for n in runs[0] if n.startswith("tokens read")},
         )
-        seconds = _median(told, "seconds")
+        seconds = median_of(runs, "seconds")
         rows.append(
-            bounded(row, bench.machine, seconds, *phases, dtype=settings["dtype"])
+            with_bound(row, bench.machine, seconds, *phases, dtype=settings["dtype"])
         )
     return rows
 
 
-def _median(told, name):
-    return statistics.median(one[name] for one in told)
-
-
-def _equal(left, right) -> float:
-    """Share of tokens that are the same."""
-    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y)]
+def _equal_share(rows, other_rows) -> float:
+    """Return the share of tokens that are the same."""
+    pairs = [
+        pair
+        for row, other in zip(rows, other_rows, strict=True)
+        for pair in zip(row, other)
+    ]
     return sum(a == b for a, b in pairs) / len(pairs)
 
 
-SHAPE = {  # of rollouts, as configs/quickstart.py has them
-    "num_prompt": 16,
-    "num_new": 18,
-    "num_observed": 22,
-    "num_turns": 3,
-    "dtype": "float32",
-}
-TIMES_LONGER = 10
+def measure_delay(
+    bench: Bench, *, shape: str, slots: int, rollouts: int, milliseconds: int
+) -> list[Row]:
+    """Return tokens a second with every search delayed, beside those without delay.
 
-
-def measure_delay(bench: Bench, *, shape, slots, rollouts, milliseconds) -> list[Row]:
-    """Tokens a second with every search delayed, beside those without.
-
-    A row that searches waits; its slot is nobody else's. So many slots finish at most
-    `slots` rollouts in the time that one waits for its searches and writes, beside as
-    many as write at once: `most` tells what share of the tokens a second this leaves,
-    whatever is done meanwhile.
+    A rollout that waits for a search keeps its slot. While one waits for its searches
+    and writes (in turns with the rollouts of the other slots), at most `slots` rollouts
+    finish. The count "most" is the share of the tokens a second that this leaves at
+    best, whatever else is done meanwhile.
 
     Args:
-        bench: see `Bench`.
+        bench: machine and repetitions.
         shape: a key of SHAPES.
         slots: rollouts open at once.
         rollouts: of each repetition.
         milliseconds: that each search takes.
     """
-    settings = SHAPE | {"batch": slots, "num_rollouts": rollouts}
+    settings = WAITING | {"batch": slots, "num_rollouts": rollouts}
     delayed = f"{OURS}, searches of {milliseconds} ms"
     seconds = milliseconds / 1e3
     changes = {OURS: {}, delayed: {"delay_seconds": seconds}}
-    found = _compared(bench, shape, settings, changes)
+    results = _compare_changes(bench, shape, settings, changes)
     case = f"delay, {slots} slots, {rollouts} rollouts"
     rates = {
-        name: [one["written"] / one["seconds"] for one in told]
-        for name, told in found.items()
+        name: [run["written"] / run["seconds"] for run in runs]
+        for name, runs in results.items()
     }
-    each = SHAPE["num_turns"] * SHAPE["num_new"]
-    without = statistics.median(rates[OURS])
-    waited = seconds * (SHAPE["num_turns"] - 1)
-    writing = each * found[OURS][0]["writing at once"] / without
-    most = slots * each / (waited + writing)
-    share = statistics.median(rates[delayed]) / without
-    counts = {"share of without": share, "most": min(1.0, most / without)}
+    num_tokens = WAITING["num_turns"] * WAITING["num_new"]  # that a rollout writes
+    undelayed_rate = statistics.median(rates[OURS])
+    waited = seconds * (WAITING["num_turns"] - 1)
+    writing = num_tokens * results[OURS][0]["writing at once"] / undelayed_rate
+    best_rate = slots * num_tokens / (waited + writing)
+    counts = {
+        "share of without": statistics.median(rates[delayed]) / undelayed_rate,
+        "most": min(1.0, best_rate / undelayed_rate),
+    }
     return [
-        row_of(
+        make_row(
             case,
             name,
             "tokens/s",
@@ -278,47 +293,47 @@ def measure_delay(bench: Bench, *, shape, slots, rollouts, milliseconds) -> list
     ]
 
 
-def measure_straggler(bench: Bench, *, shape, slots, rollouts) -> list[Row]:
-    """Seconds of rollouts of which the first is ten times longer, beside none.
+def measure_straggler(
+    bench: Bench, *, shape: str, slots: int, rollouts: int
+) -> list[Row]:
+    """Return seconds of rollouts with one ten times longer, beside those without.
 
-    Both have the budgets that the long one needs, as one configuration has.
+    Both have the budgets that the long one needs, as in one configuration.
 
     Args:
         bench, shape, slots, rollouts: as in `measure_delay`.
     """
-    settings = SHAPE | {"batch": slots, "num_rollouts": rollouts}
+    settings = WAITING | {"batch": slots, "num_rollouts": rollouts}
     longer = f"{OURS}, one {TIMES_LONGER} times longer"
     changes = {
         OURS: {"room": TIMES_LONGER},
         longer: {"times_longer": TIMES_LONGER},
     }
-    found = _compared(bench, shape, settings, changes)
-    seconds = {name: [one["seconds"] for one in told] for name, told in found.items()}
+    results = _compare_changes(bench, shape, settings, changes)
+    seconds = {name: [r["seconds"] for r in runs] for name, runs in results.items()}
     case = f"straggler, {slots} slots, {rollouts} rollouts"
     return [
-        row_of(case, name, "s", values, ours=seconds[OURS], more_is_better=False)
+        make_row(case, name, "s", values, ours=seconds[OURS], more_is_better=False)
         for name, values in seconds.items()
     ]
 
 
-def _compared(bench, shape, settings, changes):
-    """This package twice, with and without these settings."""
+def _compare_changes(bench, shape, settings, changes):
+    """Return the results of this package with each change of the settings, by name."""
     with model_directory("", SHAPES[shape]) as directory:
-        whole = settings | {"model": directory}
+        settings = settings | {"model": directory}
         subjects = {
-            name: Subject("rsearch.bench.rollout", whole | own, "make_turns")
-            for name, own in changes.items()
+            name: Subject("rsearch.bench.rollout", settings | change, "make_turns")
+            for name, change in changes.items()
         }
         return compare(subjects, bench.repeats)
 
 
-CHUNK = 512  # prompt tokens that go through the model at once, of each row
-FAR = "Silver Harbour was filmed in Goldberg, where the river ends. "
-
-
-def make_decode(*, model, batch, num_prompt, num_new, dtype="float32"):
-    """Greedy decoding of B prompts, N tokens each, all at once."""
-    network, params, mesh = load(model, dtype)
+def make_decode(
+    *, model: str, batch: int, num_prompt: int, num_new: int, dtype: str = "float32"
+) -> Repetition:
+    """Return the greedy decoding of B prompts, N tokens each, all at once."""
+    network, params, mesh = load_network(model, dtype)
     vocab_size = network.spec.vocab_size
     sampler = Sampler(
         network,
@@ -334,15 +349,17 @@ def make_decode(*, model, batch, num_prompt, num_new, dtype="float32"):
     params = sampler.place_params(params)
     tokens = prompt_tokens(batch, num_prompt, vocab_size)
     count = np.full(batch, num_prompt, np.int32)
-    every, is_row = np.arange(batch, dtype=np.int32), np.ones(batch, bool)
-    names, budget = np.zeros((batch, 2), np.uint32), np.full(batch, num_new, np.int32)
+    slots = np.arange(batch, dtype=np.int32)
+    is_row = np.ones(batch, bool)
+    names = np.zeros((batch, 2), np.uint32)
+    budget = np.full(batch, num_new, np.int32)
 
-    def once():
+    def repeat():
         empty = jax.block_until_ready(sampler.empty(batch))
         started = time.perf_counter()
         prompts = jax.block_until_ready(sampler.prefill(params, tokens, count))
         read = time.perf_counter()
-        rows = sampler.admit(empty, prompts, every, every)
+        rows = sampler.admit(empty, prompts, slots, slots)
         key = jax.random.key(0)
         request = DecodeRequest(names, is_row, budget, batch, num_new)
         rows = sampler.decode(params, rows, key, request)
@@ -354,17 +371,17 @@ def make_decode(*, model, batch, num_prompt, num_new, dtype="float32"):
             "tokens": turn.tokens.tolist(),
         }
 
-    return once
+    return repeat
 
 
 class CountedSampler(Sampler):
-    """A Sampler that counts the tokens it was given to read, and fixes each turn's.
+    """A Sampler that counts the tokens it reads, and fixes the length of each turn.
 
     Args:
         lengths: [questions, G, turns] tokens of each turn.
     """
 
-    def __init__(self, *args, lengths, **settings):
+    def __init__(self, *args, lengths: np.ndarray, **settings):
         super().__init__(*args, **settings)
         self.num_read = {"prompts": 0, "observations": 0}
         self._lengths = lengths
@@ -373,7 +390,7 @@ class CountedSampler(Sampler):
         prefill, extend, decode = self.prefill, self.extend, self.decode
 
         def counted_prefill(params, tokens, count):
-            # A row that nobody asked for reads one token.
+            # A row without a prompt reads one token, as its length must not be 0.
             self.num_read["prompts"] += int(count[count > 1].sum())
             return prefill(params, tokens, count)
 
@@ -385,29 +402,31 @@ class CountedSampler(Sampler):
             budget = self._budgets(request.names, request.begins, request.budget)
             return decode(params, rows, key, request._replace(budget=budget))
 
-        self.prefill, self.extend = counted_prefill, counted_extend
+        self.prefill = counted_prefill
+        self.extend = counted_extend
         self.decode = fixed_decode
 
-    def begin(self):
-        """All rollouts begin anew."""
+    def restart(self) -> None:
+        """Let all rollouts begin again with their first turn."""
         self._turns[:] = 0
 
     def _budgets(self, names, begins, budget):
-        """[B] tokens of the turns that begin, or go on."""
+        """Return [B] tokens of the turns that begin or go on."""
         budget = budget.copy()
         for slot, (name, sample) in enumerate(names):
-            own = self._names.get(int(name)), int(sample)
-            if own[0] is None:
-                continue  # nobody's slot yet
-            self._turns[own] += begins[slot]
-            turn = self._turns[own] - 1
+            question = self._names.get(int(name))
+            if question is None:
+                continue  # a slot that no rollout has taken yet
+            rollout = question, int(sample)
+            self._turns[rollout] += begins[slot]
+            turn = self._turns[rollout] - 1
             if turn >= 0:
-                budget[slot] = self._lengths[(*own, turn)]
+                budget[slot] = self._lengths[(*rollout, turn)]
         return budget
 
 
 def turns_protocol() -> Protocol:
-    """The policy searches in every turn but the last, whatever it writes."""
+    """Return a protocol that searches in every turn but the last, whatever it says."""
     return Protocol(
         name="turns",
         system=None,
@@ -415,8 +434,8 @@ def turns_protocol() -> Protocol:
         add_question_mark=False,
         stop_strings=(),
         parse=lambda turn: search_call(turn),
-        show_passages=lambda queries, found: Observation(
-            "", "".join(p.contents for passages in found for p in passages), ""
+        show_passages=lambda queries, results: Observation(
+            "", "".join(p.contents for passages in results for p in passages), ""
         ),
         render=lambda action: "",
         write=lambda step: "",
@@ -424,8 +443,8 @@ def turns_protocol() -> Protocol:
     )
 
 
-def search_for(text: str, seconds: float):
-    """A SearchFn that finds this text; where it takes its time, as a service does."""
+def make_search(text: str, seconds: float) -> Callable:
+    """Return a SearchFn that finds this text, after a delay like that of a service."""
 
     def search(queries):
         time.sleep(seconds)
@@ -437,21 +456,21 @@ def search_for(text: str, seconds: float):
 
 def make_turns(
     *,
-    model,
-    batch,
-    num_prompt,
-    num_new,
-    num_observed,
-    num_turns,
-    num_rollouts,
-    group_size=1,
-    spread=0.0,
-    delay_seconds=0.0,
-    times_longer=1,
-    room=1,
-    dtype="float32",
-):
-    """Rollouts in turns of N tokens, with what is read between them.
+    model: str,
+    batch: int,
+    num_prompt: int,
+    num_new: int,
+    num_observed: int,
+    num_turns: int,
+    num_rollouts: int,
+    group_size: int = 1,
+    spread: float = 0.0,
+    delay_seconds: float = 0.0,
+    times_longer: int = 1,
+    room: int = 1,
+    dtype: str = "float32",
+) -> Repetition:
+    """Return rollouts in turns of N tokens, with observations read between them.
 
     Args:
         model, dtype: of the policy.
@@ -459,15 +478,16 @@ def make_turns(
         num_prompt, num_new, num_observed: tokens of a prompt, a turn, an observation.
         num_turns: of each rollout; it searches in all but the last.
         num_rollouts: in all.
-        group_size: of them, of each question.
+        group_size: rollouts of each question.
         spread: see `turn_lengths`.
         delay_seconds: that each search takes.
-        times_longer: the turns of the first rollout are than those of the others.
+        times_longer: factor by which the first rollout's turns are longer.
         room: budgets are for a rollout so many times longer, whether there is one.
     """
-    network, params, mesh = load(model, dtype)
+    network, params, mesh = load_network(model, dtype)
     tokenizer = load_tokenizer(pathlib.Path(model))
-    text = FAR * -(-num_observed // len(FAR.split()))  # a word is a token at least
+    # A word is at least a token, so that this fills the observation.
+    text = PASSAGE * -(-num_observed // len(PASSAGE.split()))
     lengths = turn_lengths(num_rollouts, num_turns, num_new, spread)
     largest = lengths.copy()
     largest[0] *= max(room, times_longer)
@@ -480,7 +500,7 @@ def make_turns(
         max_observation_tokens=num_observed,
     )
 
-    host = Host(tokenizer, turns_protocol(), search_for(text, delay_seconds), limits)
+    host = Host(tokenizer, turns_protocol(), make_search(text, delay_seconds), limits)
     sampler = CountedSampler(
         network,
         mesh,
@@ -508,9 +528,9 @@ def make_turns(
     engine.prompt = lambda question: prompts[int(question.id)]
     questions = [Question(str(i), "", ("",)) for i in range(count)]
 
-    def once():
+    def repeat():
         before = dict(sampler.num_read)
-        sampler.begin()
+        sampler.restart()
         started = time.perf_counter()
         groups = engine(params, questions, jax.random.key(0))
         seconds = time.perf_counter() - started
@@ -525,4 +545,4 @@ def make_turns(
             "writing at once": sampler.queue_size(batch),
         }
 
-    return once
+    return repeat

@@ -1,4 +1,4 @@
-"""A whole step of reinforcement measured, and what its time goes to."""
+"""Measure a step of reinforcement learning, and the parts that its time goes to."""
 
 import collections
 import dataclasses
@@ -6,11 +6,13 @@ import functools
 import pathlib
 import tempfile
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
-from rsearch.bench.comparison import OURS, Bench, Row, row_of
+from rsearch.bench.comparison import OURS, Bench, Row, make_row
 from rsearch.config.stage_plan import kind_of, stage_configs
 from rsearch.data.order import take
 from rsearch.rewards.group import reward_groups
@@ -28,72 +30,71 @@ PARTS = ("place", "prefill", "decode", "reward", "score", "update", "idle")
 
 
 class Clock:
-    """Seconds that go to each part of a step."""
+    """A clock for each part of a step."""
 
     def __init__(self):
         self.seconds = collections.Counter()
 
-    def timed(self, part: str, function):
-        """The function, its time counted until the device has done what it asked."""
+    def timed(self, name: str, function: Callable) -> Callable:
+        """Return the function with its time counted, until the device has finished."""
 
         @functools.wraps(function)
         def call(*args, **settings):
             started = time.perf_counter()
-            found = jax.block_until_ready(function(*args, **settings))
-            self.seconds[part] += time.perf_counter() - started
-            return found
+            result = jax.block_until_ready(function(*args, **settings))
+            self.seconds[name] += time.perf_counter() - started
+            return result
 
         return call
 
-    def watch(self, part: str, owner, *names):
-        """Times these methods of an object from now on."""
-        for name in names:
-            setattr(owner, name, self.timed(part, getattr(owner, name)))
+    def watch(self, name: str, owner: object, *methods: str) -> None:
+        """Time these methods of an object from now on."""
+        for method in methods:
+            setattr(owner, method, self.timed(name, getattr(owner, method)))
 
 
-def measure(bench: Bench, config, *, stage) -> list[Row]:
-    """Seconds of the parts of a step, by the median of several steps.
+def measure(bench: Bench, config: ConfigDict, *, stage: str) -> list[Row]:
+    """Return seconds of the parts of a step, by the median of several steps.
 
-    A policy that has no weights of its own is first trained by the supervised stage, as
-    the recipe has it, so that it searches. The parts that use the device, and "idle",
-    which is the rest, make the whole; "search" is what the engine's thread takes,
-    mostly beside "decode".
+    A policy with random weights is first trained by the recipe's supervised stage, so
+    that it searches. The parts that use the device, and "idle" for the rest, add up to
+    the whole step; "search" runs in the engine's thread, mostly beside "decode".
 
     Args:
-        bench: see `Bench`.
+        bench: machine and repetitions.
         config: a recipe.
         stage: name of the stage to measure; "" is the first of its kind.
 
     Raises:
         ValueError: there is no such stage.
     """
-    found = [s for s, _ in stage_configs(config) if kind_of(s) == "rl"]
-    if not found or stage not in ("", *found):
-        there = ", ".join(found) or "none"
-        raise ValueError(f"--stage={stage}: stages that reinforce: {there}")
-    stage = stage or found[0]
+    stages = [s for s, _ in stage_configs(config) if kind_of(s) == "rl"]
+    if not stages or stage not in ("", *stages):
+        known = ", ".join(stages) or "none"
+        raise ValueError(f"--stage={stage}: stages that reinforce: {known}")
+    stage = stage or stages[0]
     setup = load_setup(dict(stage_configs(config))[stage])
     params = initial_params(setup)
     if setup.source is None and "sft" in config.stages:
-        params = _imitated(config, params)
-    told = _steps(setup, params, bench.repeats)
-    whole = [one["whole"] for one in told]
+        params = _train_supervised(config, params)
+    steps = _time_steps(setup, params, bench.repeats)
+    totals = [step["whole"] for step in steps]
     case = f"step of {config.name}"
-    tokens = [one["tokens"] / one["whole"] for one in told]
+    tokens = [step["tokens"] / step["whole"] for step in steps]
     rows = [
-        row_of(f"{case}: whole", OURS, "s", whole),
-        row_of(f"{case}: tokens written", OURS, "tokens/s", tokens),
+        make_row(f"{case}: whole", OURS, "s", totals),
+        make_row(f"{case}: tokens written", OURS, "tokens/s", tokens),
     ]
-    for part in (*PARTS, "search"):
-        seconds = [one[part] for one in told]
-        share = float(np.median([s / w for s, w in zip(seconds, whole)]))
+    for name in (*PARTS, "search"):
+        seconds = [step[name] for step in steps]
+        share = float(np.median([s / total for s, total in zip(seconds, totals)]))
         counts = {"share of the step": share}
-        rows.append(row_of(f"{case}: {part}", OURS, "s", seconds, counts=counts))
+        rows.append(make_row(f"{case}: {name}", OURS, "s", seconds, counts=counts))
     return rows
 
 
-def _imitated(config, params):
-    """The parameters after the recipe's supervised stage."""
+def _train_supervised(config, params):
+    """Return the parameters after the recipe's supervised stage."""
     setup = load_setup(dict(stage_configs(config))["sft"])
     with tempfile.TemporaryDirectory(prefix="rsearch-bench-") as folder:
         rollouts = replay_demonstrations(setup)
@@ -108,9 +109,10 @@ def _imitated(config, params):
         )
 
 
-def _steps(setup, params, repeats) -> list[dict]:
-    """{part: seconds} of each step but the first, which compiles."""
-    c, clock = setup.config, Clock()
+def _time_steps(setup, params, repeats) -> list[dict]:
+    """Return {part: seconds} of each step but the first, which compiles."""
+    c = setup.config
+    clock = Clock()
     host = make_host(setup)
     host.tools["search"] = clock.timed("search", host.tools["search"])
     roll_out = make_rollouts(
@@ -134,17 +136,18 @@ def _steps(setup, params, repeats) -> list[dict]:
     state = trainer.fresh_state(params)
     reference = params if c.rl.kl_coef else None
 
-    def placed(params):
+    def place_params(params):
         return roll_out.place_params(trainer.for_decoding(params, base))
 
-    place = clock.timed("place", placed)
-    root, told = jax.random.key(c.seed), []
+    timed_place = clock.timed("place", place_params)
+    root = jax.random.key(c.seed)
+    steps = []
     for step in progress(range(1 + repeats), "steps"):
         chosen = take(len(setup.train), c.rl.questions_per_step, seed=c.seed, step=step)
         clock.seconds.clear()
         started = time.perf_counter()
         groups = roll_out(
-            place(state.params),
+            timed_place(state.params),
             [setup.train[i] for i in chosen],
             jax.random.fold_in(root, step),
         )
@@ -163,11 +166,11 @@ def _steps(setup, params, repeats) -> list[dict]:
             base=base,
             reference=reference,
         )
-        whole = time.perf_counter() - started
-        used = sum(clock.seconds[part] for part in PARTS)
-        told.append(
-            {part: clock.seconds[part] for part in (*PARTS, "search")}
-            | {"whole": whole, "idle": whole - used}
+        total = time.perf_counter() - started
+        used = sum(clock.seconds[name] for name in PARTS)
+        steps.append(
+            {name: clock.seconds[name] for name in (*PARTS, "search")}
+            | {"whole": total, "idle": total - used}
             | {"tokens": sum(r.num_policy_tokens for g in groups for r in g.rollouts)}
         )
-    return told[1:]
+    return steps[1:]

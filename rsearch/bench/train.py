@@ -1,8 +1,7 @@
-"""Updates and whole steps of GRPO measured: their time and their memory."""
+"""Measure updates and steps of GRPO: their time and their memory."""
 
 import dataclasses
 import functools
-import statistics
 import sys
 import time
 
@@ -11,16 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rsearch.bench.comparison import OURS, Bench, Row, Subject, bounded, compare, row_of
+from rsearch.bench.child import Repetition
+from rsearch.bench.comparison import (
+    OURS,
+    Bench,
+    Row,
+    Subject,
+    compare,
+    make_row,
+    median_of,
+    with_bound,
+)
 from rsearch.bench.networks import (
     SHAPES,
     TEXT,
-    check_choices,
-    load,
+    load_network,
     model_directory,
+    parse_cases,
     step_work,
     update_work,
-    wide,
+    vocabulary_spec,
 )
 from rsearch.bench.rollout import turns_protocol
 from rsearch.bench.workload import (
@@ -70,37 +79,43 @@ FLAGS = {
 }
 CASES = ("update", "logits", "grpo")
 PEER = "torch"
+ADAMW = dict(lr=1e-5, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
+KL_COEF = 0.04  # google-tunix's
 
 
-def measure(bench: Bench, *, model, shape, dtype, cases, **sizes) -> list[Row]:
-    """The rows of the cases that are asked for; see FLAGS.
+def measure(
+    bench: Bench, *, model: str, shape: str, dtype: str, cases: str, **sizes
+) -> list[Row]:
+    """Return the rows of the chosen cases; see FLAGS.
 
     Raises:
         ValueError: an unknown case or shape, a dtype that is not measured, or rows that
-            are no whole number of micro-batches.
+            are no multiple of a micro-batch.
     """
-    asked = check_choices(cases, CASES, shape, dtype)
+    chosen = parse_cases(cases, CASES, shape, dtype)
     if sizes["rows"] % min(sizes["micro_batch"], sizes["rows"]):
         raise ValueError(
             f"--rows={sizes['rows']}: must be a multiple of "
             f"--micro_batch={sizes['micro_batch']}"
         )
     rows = []
-    if "update" in asked:
+    if "update" in chosen:
         with model_directory(model, SHAPES[shape]) as directory:
-            rows += _updating(bench, directory, dtype, sizes)
-    if "logits" in asked:
-        with model_directory("", wide(sizes["vocabulary"])) as directory:
-            rows += _with_many_ids(bench, directory, dtype, sizes)
-    if "grpo" in asked:
-        rows += _stepping(bench, sizes)
+            rows += _measure_update(bench, directory, dtype, sizes)
+    if "logits" in chosen:
+        spec = vocabulary_spec(sizes["vocabulary"])
+        with model_directory("", spec) as directory:
+            rows += _measure_logits(bench, directory, dtype, sizes)
+    if "grpo" in chosen:
+        rows += _measure_step(bench, sizes)
     return rows
 
 
-def _updating(bench: Bench, model, dtype, sizes) -> list[Row]:
-    """Tokens a second of an update by both, one process after the other."""
-    num_rows, num_tokens = sizes["rows"], sizes["tokens"]
-    own = {
+def _measure_update(bench: Bench, model, dtype, sizes) -> list[Row]:
+    """Return tokens a second of an update, one subject after the other."""
+    num_rows = sizes["rows"]
+    num_tokens = sizes["tokens"]
+    settings = {
         "model": model,
         "dtype": dtype,
         "num_rows": num_rows,
@@ -108,32 +123,29 @@ def _updating(bench: Bench, model, dtype, sizes) -> list[Row]:
         "micro_batch": min(sizes["micro_batch"], num_rows),
     }
     chunk = {"logit_chunk": sizes["logit_chunk"]}
-    subjects = {OURS: Subject("rsearch.bench.train", own | chunk, "make_update")}
+    subjects = {OURS: Subject("rsearch.bench.train", settings | chunk, "make_update")}
     for micro_batch in sorted({min(sizes["peer_micro_batch"], num_rows), 1}):
-        settings = own | {"micro_batch": micro_batch}
-        name = f"{PEER}, {micro_batch} at once"
-        subjects[name] = Subject("rsearch.bench.peers", settings, "make_update")
-    found = compare(subjects, bench.repeats, one_at_a_time=True)
+        subjects[f"{PEER}, {micro_batch} at once"] = Subject(
+            "rsearch.bench.peers",
+            settings | {"micro_batch": micro_batch},
+            "make_update",
+        )
+    results = compare(subjects, bench.repeats, one_at_a_time=True)
     case = f"update, {num_rows} x {num_tokens} tokens"
-    rows = _rows(case, found, num_rows * num_tokens, ("loss", "grad_norm"))
-    spec = read_spec(model)
-    flops, moved = update_work(spec, num_rows, num_tokens)
+    rows = _make_rows(case, results, num_rows * num_tokens, ("loss", "grad_norm"))
+    work = update_work(read_spec(model), num_rows, num_tokens)
     return [
         row
         if row.missing
-        else bounded(
-            row,
-            bench.machine,
-            num_rows * num_tokens / row.value,
-            (flops, moved),
-            dtype=dtype,
+        else with_bound(
+            row, bench.machine, num_rows * num_tokens / row.value, work, dtype=dtype
         )
         for row in rows
     ]
 
 
-def _with_many_ids(bench: Bench, model, dtype, sizes) -> list[Row]:
-    """The memory of an update of a network that is little more than its vocabulary."""
+def _measure_logits(bench: Bench, model, dtype, sizes) -> list[Row]:
+    """Return the memory of an update of a network that is mostly vocabulary."""
     tokens = sizes["vocabulary_tokens"]
     settings = {
         "model": model,
@@ -143,100 +155,101 @@ def _with_many_ids(bench: Bench, model, dtype, sizes) -> list[Row]:
         "micro_batch": 1,
         "logit_chunk": min(sizes["vocabulary_chunk"], tokens),
     }
-    name = "rsearch.bench.train"
+    module = "rsearch.bench.train"
     subjects = {
-        OURS: Subject(name, settings, "make_update"),
-        "all logits at once": Subject(name, settings, "make_whole_logits"),
+        OURS: Subject(module, settings, "make_update"),
+        "all logits at once": Subject(module, settings, "make_full_logits_update"),
     }
-    found = compare(subjects, bench.repeats, one_at_a_time=True)
+    results = compare(subjects, bench.repeats, one_at_a_time=True)
     case = f"update, {sizes['vocabulary']} ids, {tokens} tokens"
-    return _rows(case, found, tokens, ("loss",))
+    return _make_rows(case, results, tokens, ("loss",))
 
 
-def _stepping(bench: Bench, sizes) -> list[Row]:
-    """Seconds of whole GRPO steps of a small Llama, beside google-tunix's."""
-    check_choices("grpo", CASES, sizes["grpo_shape"], "float32")
-    settings = {
-        "spec": dataclasses.asdict(SHAPES[sizes["grpo_shape"]]),
+def _measure_step(bench: Bench, sizes) -> list[Row]:
+    """Return seconds of GRPO steps of a small Llama, beside google-tunix's."""
+    parse_cases("grpo", CASES, sizes["grpo_shape"], "float32")
+    spec = SHAPES[sizes["grpo_shape"]]
+    step_sizes = {
         "num_questions": sizes["questions"],
         "group_size": sizes["group"],
         "num_prompt": sizes["prompt_tokens"],
         "num_new": sizes["new_tokens"],
     }
-    # Its micro-batches are of questions, this package's of rollouts.
-    own = {"micro_batch": sizes["questions"] * sizes["group"]}
-    python = sizes["tunix_python"] or sys.executable
+    settings = {"spec": dataclasses.asdict(spec), **step_sizes}
+    # google-tunix counts questions in a micro-batch, this package rollouts.
+    num_rollouts = sizes["questions"] * sizes["group"]
     subjects = {
-        OURS: Subject("rsearch.bench.train", settings | own, "make_step"),
+        OURS: Subject(
+            "rsearch.bench.train", settings | {"micro_batch": num_rollouts}, "make_step"
+        ),
         "google-tunix": Subject(
             "rsearch.bench.peers",
             settings | {"micro_batch": sizes["questions"]},
             "make_step",
-            python=python,
+            python=sizes["tunix_python"] or sys.executable,
         ),
     }
-    found = compare(subjects, bench.repeats)
+    results = compare(subjects, bench.repeats)
     case = "GRPO step, {questions} x {group} rollouts".format(**sizes)
     seconds = {
-        name: told if isinstance(told, str) else [one["seconds"] for one in told]
-        for name, told in found.items()
+        name: runs if isinstance(runs, str) else [run["seconds"] for run in runs]
+        for name, runs in results.items()
     }
-    ours = statistics.median(one["rollout seconds"] for one in found[OURS])
-    spec, rows = SHAPES[sizes["grpo_shape"]], []
-    phases = step_work(
-        spec,
-        num_questions=sizes["questions"],
-        group_size=sizes["group"],
-        num_prompt=sizes["prompt_tokens"],
-        num_new=sizes["new_tokens"],
-    )
+    rollout_seconds = median_of(results[OURS], "rollout seconds")
+    phases = step_work(spec, **step_sizes)
+    rows = []
     for name, values in seconds.items():
-        row = row_of(
+        row = make_row(
             case,
             name,
             "s",
             values,
             ours=seconds[OURS],
             more_is_better=False,
-            counts={"rollouts": ours} if name == OURS else {},
+            counts={"rollouts": rollout_seconds} if name == OURS else {},
         )
         if not row.missing:
-            row = bounded(row, bench.machine, row.value, *phases)
+            row = with_bound(row, bench.machine, row.value, *phases)
         rows.append(row)
     return rows
 
 
-def _rows(case, found, num_tokens, told_names) -> list[Row]:
-    """Tokens a second and peak memory of each subject."""
-    ours, rows = found[OURS], []
-    peak = statistics.median(one["peak_bytes"] for one in ours)
-    for name, told in found.items():
-        if isinstance(told, str):
-            rows.append(row_of(case, name, "tokens/s", told))
+def _make_rows(case, results, num_tokens, count_names) -> list[Row]:
+    """Return rows of tokens a second and peak memory, one for each subject."""
+    ours = results[OURS]
+    our_peak = median_of(ours, "peak_bytes")
+    rows = []
+    for subject, runs in results.items():
+        if isinstance(runs, str):
+            rows.append(make_row(case, subject, "tokens/s", runs))
             continue
-        own_peak = statistics.median(one["peak_bytes"] for one in told)
-        counts = {name: told[0][name] for name in told_names}
-        if name != OURS:
-            counts = {"rsearch's share of the memory": peak / own_peak} | counts
+        peak = median_of(runs, "peak_bytes")
+        counts = {name: runs[0][name] for name in count_names}
+        if subject != OURS:
+            counts = {"rsearch's share of the memory": our_peak / peak} | counts
         rows.append(
-            row_of(
+            make_row(
                 case,
-                name,
+                subject,
                 "tokens/s",
-                [num_tokens / one["seconds"] for one in told],
-                ours=[num_tokens / one["seconds"] for one in ours],
-                peak_bytes=own_peak,
+                [num_tokens / run["seconds"] for run in runs],
+                ours=[num_tokens / run["seconds"] for run in ours],
+                peak_bytes=peak,
                 counts=counts,
             )
         )
     return rows
 
 
-ADAMW = dict(lr=1e-5, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
+def _make_adamw():
+    """Return AdamW as the peers have it, with a constant learning rate."""
+    return make_optimizer(
+        **ADAMW, max_grad_norm=MAX_GRAD_NORM, warmup_steps=0, decay_steps=0
+    )
 
 
 def _batch(tokens) -> Batch:
-    """Rows that were written by somebody else, all but their first token."""
+    """Return a batch that imitates every token of its rows but the first."""
     shape = tokens.shape
     is_learnt = np.ones(shape, bool) & (np.arange(shape[1]) > 0)
     return Batch(
@@ -252,9 +265,16 @@ def _batch(tokens) -> Batch:
 
 
 def make_update(
-    *, model, num_rows, num_tokens, micro_batch, logit_chunk, dtype, remat=False
-):
-    """Forward, backward and AdamW on B rows of T tokens: the likelihood of them all.
+    *,
+    model: str,
+    num_rows: int,
+    num_tokens: int,
+    micro_batch: int,
+    logit_chunk: int,
+    dtype: str,
+    remat: bool = False,
+) -> Repetition:
+    """Return an update that raises the likelihood of B rows of T tokens, with AdamW.
 
     Args:
         model: Hugging Face directory.
@@ -264,11 +284,9 @@ def make_update(
         dtype: of computing; parameters and moments are float32.
         remat: layers are computed again in the backward pass.
     """
-    network, params, mesh = load(model, dtype)
+    network, params, mesh = load_network(model, dtype)
     network = dataclasses.replace(network, remat=remat)
-    optimizer = make_optimizer(
-        **ADAMW, max_grad_norm=MAX_GRAD_NORM, warmup_steps=0, decay_steps=0
-    )
+    optimizer = _make_adamw()
     update = make_policy_update(
         network,
         optimizer,
@@ -282,7 +300,7 @@ def make_update(
     tokens = token_rows(num_rows, num_tokens, network.spec.vocab_size)
     batch = put(cut(_batch(tokens), micro_batch), mesh)
 
-    def once():
+    def repeat():
         nonlocal state
         started = time.perf_counter()
         state, metrics = update(state, None, batch)
@@ -294,51 +312,48 @@ def make_update(
             "grad_norm": float(metrics["grad_norm"]),
         }
 
-    return once
+    return repeat
 
 
-def make_whole_logits(*, model, num_rows, num_tokens, dtype, **_):
-    """The same step as it is written first: [B, T, V] logits, and their softmax."""
-    network, params, mesh = load(model, dtype)
-    optimizer = make_optimizer(
-        **ADAMW, max_grad_norm=MAX_GRAD_NORM, warmup_steps=0, decay_steps=0
-    )
+def make_full_logits_update(
+    *, model: str, num_rows: int, num_tokens: int, dtype: str, **_
+) -> Repetition:
+    """Return the same update with all [B, T, V] logits at once, and their softmax."""
+    network, params, mesh = load_network(model, dtype)
+    optimizer = _make_adamw()
     state = create_state(params, optimizer, mesh)
     del params
     tokens = jnp.asarray(token_rows(num_rows, num_tokens, network.spec.vocab_size))
 
     def loss(params):
-        at = {"params": params}
+        variables = {"params": params}
         positions = jnp.broadcast_to(jnp.arange(num_tokens - 1), tokens[:, 1:].shape)
-        hidden, _ = network.apply(at, tokens[:, :-1], positions)
-        logits = network.apply(at, hidden, method="logits")
+        hidden, _ = network.apply(variables, tokens[:, :-1], positions)
+        logits = network.apply(variables, hidden, method="logits")
         logp = jax.nn.log_softmax(logits, axis=-1)
         return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1))
 
     def update(state):
-        found, grads = jax.value_and_grad(loss)(state.params)
+        value, grads = jax.value_and_grad(loss)(state.params)
         changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, changes)
-        return state._replace(params=params, opt_state=opt_state), found
+        return state._replace(params=params, opt_state=opt_state), value
 
     update = jax.jit(update, donate_argnums=0)
 
-    def once():
+    def repeat():
         nonlocal state
         started = time.perf_counter()
-        state, found = update(state)
-        found = float(found)
+        state, value = update(state)
+        value = float(value)
         jax.block_until_ready(state)
-        return {"seconds": time.perf_counter() - started, "loss": found}
+        return {"seconds": time.perf_counter() - started, "loss": value}
 
-    return once
-
-
-KL_COEF = 0.04  # google-tunix's
+    return repeat
 
 
-def _roll_out(network, mesh, *, num_rows, group_size, num_prompt, num_new):
-    """A rollout engine whose conversations are one turn of N tokens."""
+def _make_engine(network, mesh, *, num_rows, group_size, num_prompt, num_new):
+    """Return a rollout engine whose conversations are one turn of N tokens."""
     tokenizer = train_tokenizer(TEXT * 2)
     limits = Limits(
         max_searches=0,
@@ -361,12 +376,21 @@ def _roll_out(network, mesh, *, num_rows, group_size, num_prompt, num_new):
     return RolloutEngine(sampler, host, num_rows=num_rows, group_size=group_size)
 
 
-def make_step(*, spec, num_questions, group_size, num_prompt, num_new, micro_batch):
-    """Whole steps of GRPO: rollouts, the reference's scores, an update."""
+def make_step(
+    *,
+    spec: dict,
+    num_questions: int,
+    group_size: int,
+    num_prompt: int,
+    num_new: int,
+    micro_batch: int,
+) -> Repetition:
+    """Return steps of GRPO: rollouts, the reference's scores, an update."""
     multiply_in_full()
-    network, mesh = Decoder(DecoderSpec(**spec)), make_mesh(devices=jax.devices()[:1])
+    network = Decoder(DecoderSpec(**spec))
+    mesh = make_mesh(devices=jax.devices()[:1])
     params = jax.jit(functools.partial(init_params, network))(jax.random.key(0))
-    roll_out = _roll_out(
+    roll_out = _make_engine(
         network,
         mesh,
         num_rows=num_questions * group_size,
@@ -374,17 +398,16 @@ def make_step(*, spec, num_questions, group_size, num_prompt, num_new, micro_bat
         num_prompt=num_prompt,
         num_new=num_new,
     )
-    optimizer = make_optimizer(
-        **ADAMW, max_grad_norm=MAX_GRAD_NORM, warmup_steps=0, decay_steps=0
-    )
+    optimizer = _make_adamw()
     loss = objectives.policy_loss(
         clip_low=0.2, clip_high=0.2, kl_coef=KL_COEF, kl_kind="k3", entropy_coef=0.0
     )
     score = make_policy_scorer(network, mesh)
     update = make_policy_update(network, optimizer, mesh, loss=loss, loss_mean="token")
-    state, step = create_state(params, optimizer, mesh), 0
+    state = create_state(params, optimizer, mesh)
+    step = 0
 
-    def once():
+    def repeat():
         nonlocal state, step
         rows = prompt_rows(num_questions, num_prompt, network.spec.vocab_size, step)
         roll_out.prompt = lambda question: rows[int(question.id)]
@@ -403,7 +426,8 @@ def make_step(*, spec, num_questions, group_size, num_prompt, num_new, micro_bat
         )
         state, _ = update(state, None, batch)
         jax.block_until_ready(state)
-        ended, step = time.perf_counter(), step + 1
+        ended = time.perf_counter()
+        step += 1
         return {"seconds": ended - started, "rollout seconds": rolled - started}
 
-    return once
+    return repeat

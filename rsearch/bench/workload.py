@@ -1,6 +1,6 @@
 """Work that this package and its peers share: the same ids, lengths and rewards.
 
-It imports neither JAX nor the package's libraries: peers run without them.
+It imports NumPy alone at the top, since peers run without JAX.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ MAX_GRAD_NORM = 1.0
 
 
 def prompt_tokens(batch: int, num_tokens: int, vocab_size: int) -> np.ndarray:
-    """[B, P] int32 ids that every subject reads."""
+    """Return [B, P] int32 ids, the prompts that every subject reads."""
     rng = np.random.default_rng(0)
     return rng.integers(3, min(vocab_size, 256), (batch, num_tokens)).astype(np.int32)
 
@@ -18,13 +18,13 @@ def prompt_tokens(batch: int, num_tokens: int, vocab_size: int) -> np.ndarray:
 def turn_lengths(
     num_rollouts: int, num_turns: int, num_new: int, spread: float = 0.0
 ) -> np.ndarray:
-    """[R, turns] int32 tokens that each rollout writes in each of its turns.
+    """Return [R, turns] int32, the tokens that each rollout writes in each turn.
 
     Args:
-        num_rollouts, num_turns: R and how many turns of each.
-        num_new: tokens of a turn, in the middle.
-        spread: share of them that a turn may be longer or shorter, each length as
-            likely as the others; below 1.
+        num_rollouts, num_turns: R and the turns of each.
+        num_new: mean tokens of a turn.
+        spread: share by which a turn may be longer or shorter, each length as likely as
+            the others; below 1.
     """
     assert 0 <= spread < 1, spread
     rng = np.random.default_rng(2)
@@ -32,26 +32,28 @@ def turn_lengths(
     return np.maximum(1, np.round(num_new * share)).astype(np.int32)
 
 
-def prompt_rows(num_questions, num_prompt, vocab_size, step) -> np.ndarray:
-    """[Q, P] int32 ids of the prompts of a step."""
+def prompt_rows(
+    num_questions: int, num_prompt: int, vocab_size: int, step: int
+) -> np.ndarray:
+    """Return [Q, P] int32 ids, the prompts of a GRPO step."""
     rng = np.random.default_rng(step)
     return rng.integers(3, vocab_size, (num_questions, num_prompt)).astype(np.int32)
 
 
 def token_rows(num_rows: int, num_tokens: int, vocab_size: int) -> np.ndarray:
-    """[B, T] int32 ids that every subject learns from."""
+    """Return [B, T] int32 ids that every subject learns from."""
     rng = np.random.default_rng(1)
     return rng.integers(0, vocab_size, (num_rows, num_tokens)).astype(np.int32)
 
 
 def multiply_in_full(dtype: str = "float32") -> None:
-    """Has JAX multiply float32 numbers in float32, as torch does by itself.
+    """Make JAX multiply float32 numbers in float32, as torch does by default.
 
-    By itself JAX takes TF32 on a GPU and bfloat16 on a TPU. On a CPU it is float32
-    anyway, and nothing changes.
+    JAX's default is TF32 on a GPU and bfloat16 on a TPU. On a CPU it is float32, and
+    nothing changes.
 
     Args:
-        dtype: that the subject computes in; bfloat16 needs nothing.
+        dtype: that the subject computes in; bfloat16 needs no setting.
     """
     import jax
 

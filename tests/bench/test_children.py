@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rsearch.bench import child
-from rsearch.bench.comparison import ROOT, Subject, alone, compare
+from rsearch.bench.comparison import ROOT, Subject, compare, run_in_process
 from rsearch.config.recipes import is_for_users
 from tests.bench import echo
 from tests.models.tiny_bert import write_tiny_bert
@@ -110,13 +110,13 @@ def test_a_process_that_starts_others_uses_no_accelerator(tmp_path):
 
 
 def test_what_is_made_alone_is_made_elsewhere_and_refuses_as_here(tmp_path):
-    assert alone(os.getpid) != os.getpid()
+    assert run_in_process(os.getpid) != os.getpid()
     (tmp_path / "x").write_text("{")
     with pytest.raises(ValueError, match="x is not JSON") as refused:
-        alone(echo.refuse, tmp_path / "x")
+        run_in_process(echo.refuse, tmp_path / "x")
     assert is_for_users(refused.value)
     with pytest.raises(ValueError, match="badly formed") as failed:
-        alone(uuid.UUID, "a")
+        run_in_process(uuid.UUID, "a")
     assert not is_for_users(failed.value)
 
 
@@ -136,7 +136,7 @@ def test_memory_on_an_accelerator_is_its_own(monkeypatch):
         max_memory_allocated=lambda: 9,
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    child._forget_peak()
+    child._reset_peak()
     assert forgotten == [1] and child._peak_bytes() == 9
 
 

@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder):
-    networks.load(str(folder / "policy"), "float32")
+    networks.load_network(str(folder / "policy"), "float32")
 
 
 def search(folder):
@@ -60,5 +60,5 @@ def test_float32_is_multiplied_in_full_on_accelerators(make, platform, folder):
 
 def test_bfloat16_is_left_as_it_is(monkeypatch, folder):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    networks.load(str(folder / "policy"), "bfloat16")
+    networks.load_network(str(folder / "policy"), "bfloat16")
     assert jax.config.jax_default_matmul_precision is None

@@ -16,7 +16,7 @@ from rsearch.bench import child, neighbours, retrieval
 from rsearch.bench.child import Unmeasured
 from rsearch.bench.comparison import OURS, Bench
 from rsearch.bench.machine import Machine
-from rsearch.bench.neighbours import Searched, many_vectors, real_passages
+from rsearch.bench.neighbours import VectorSet, many_vectors, real_passages
 from rsearch.retrieval.encoder import load_encoder
 from tests.models.tiny_bert import write_tiny_bert
 
@@ -27,7 +27,7 @@ REAL = {"corpus": "", "encoder": "hashed", "family": "", "index": "", "questions
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Repetitions that search once."""
-    monkeypatch.setattr(neighbours, "SECONDS", 0.0)
+    monkeypatch.setattr(neighbours, "MIN_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,9 @@ def work(tmp_path_factory):
 @pytest.fixture
 def made_here(monkeypatch):
     """Vectors are made in this process."""
-    monkeypatch.setattr(neighbours, "alone", lambda function, *given: function(*given))
+    monkeypatch.setattr(
+        neighbours, "run_in_process", lambda function, *args: function(*args)
+    )
 
 
 def in_this_process(subjects, repeats, **_):
@@ -74,7 +76,7 @@ def test_searchers_are_compared_at_the_recall_that_is_asked_for(work, monkeypatc
     )
     cases = {row.case for row in rows}
     assert {"made vectors, 1,200 x 512"} < cases
-    for case in [case for case in cases if "reckoned" not in case]:
+    for case in [case for case in cases if "computed" not in case]:
         named = {row.subject: row for row in rows if row.case == case}
         assert {*named} == {*retrieval.SEARCHERS}
         ours = named.pop(OURS)
@@ -151,7 +153,7 @@ def test_an_encoder_and_an_index_are_known_by_what_they_hold(
     tmp_path, monkeypatch, made_here
 ):
     monkeypatch.setattr(neighbours, "_encode", lambda *_: (tmp_path / "real").mkdir())
-    monkeypatch.setattr(neighbours, "_read_searched", lambda folder: folder)
+    monkeypatch.setattr(neighbours, "_read_vector_set", lambda folder: folder)
     digests = {"one": 1, "moved": 1, "other": 2}
     manifest = lambda path: {"digest": digests[path.name]}  # noqa: E731
     monkeypatch.setattr(neighbours, "read_index_manifest", manifest)
@@ -203,10 +205,10 @@ def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path, monkeypatch)
         return find
 
     # The same, slower, and one that finds nothing.
-    other = neighbours.Opened(lambda a, _: search(a, 3), (3, 9, 10), coded=5)
-    empty = neighbours.Opened(lambda *_: search(0, 0), (0,))
-    index = neighbours.Opened(search, (3, 9, 10), (1, 30), 7.0, 2.0, coded=4)
-    once = neighbours._tuned(tmp_path, [other, index, empty], 4, 0.9)
+    other = neighbours.OpenIndex(lambda a, _: search(a, 3), (3, 9, 10), dims_per_code=5)
+    empty = neighbours.OpenIndex(lambda *_: search(0, 0), (0,))
+    index = neighbours.OpenIndex(search, (3, 9, 10), (1, 30), 7.0, 2.0, dims_per_code=4)
+    once = neighbours._tune(tmp_path, [other, index, empty], 4, 0.9)
     told = once()
     assert (told["searched"], told["reordered"]) == (9, 1)
     assert told["recall"] == pytest.approx(0.9) and told["queries"] == 8
@@ -215,11 +217,11 @@ def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path, monkeypatch)
     assert 1e6 < told["peak_bytes"] == pytest.approx(child.peak_bytes(), rel=0.1)
     assert not {(10, 1), (9, 30), (10, 30)} & set(calls)  # slower than what is enough
     calls.clear()
-    monkeypatch.setattr(neighbours, "SECONDS", 0.1)
+    monkeypatch.setattr(neighbours, "MIN_SECONDS", 0.1)
     assert once()["seconds"] == pytest.approx(0.002)
     assert len(calls) == pytest.approx(100, abs=2)  # all queries, again and again
     with pytest.raises(Unmeasured, match=r"^no setting has a recall of 1\.1$"):
-        neighbours._tuned(tmp_path, [other, empty], 4, 1.1)
+        neighbours._tune(tmp_path, [other, empty], 4, 1.1)
 
 
 def write(path, text):
@@ -240,31 +242,33 @@ def test_an_index_is_built_once_elsewhere_and_remembers_how_long_it_took(tmp_pat
 
 def test_work_is_what_no_search_can_do_without(tmp_path, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)  # each takes 128 of 256 queries
-    searched = Searched(tmp_path, 1_000_000, 384)
-    flat = retrieval._work("faiss Flat", searched, 256, {})
+    searched = VectorSet(tmp_path, 1_000_000, 384)
+    flat = retrieval.least_work("faiss Flat", searched, 256, {})
     assert flat == (768_000_000, 6_000_000)
     sizes = {"dimensions of a code": 2, "bytes of a compared feature": 4}
     told = {"searched": 44, "reordered": 100, **sizes}
     # 2000 centroids of 384 bytes and a million codes of 96, but for those of leaves
     # that none of the 128 drew as one of its 44; and 100 vectors of each.
-    ours = retrieval._work(OURS, searched, 256, told)
+    ours = retrieval.least_work(OURS, searched, 256, told)
     drawn = 1 - (1956 / 2000) ** 128
     shared = 768_000 + drawn * 96e6
     assert ours[1] == pytest.approx(shared / 128 + 100 * 1536)
     assert ours[0] == 2 * (2000 + 16 + 100) * 384
     # Coarser codes, of half the size, and vectors of a quarter.
     sizes = {"dimensions of a code": 4, "bytes of a compared feature": 1}
-    ours = retrieval._work(OURS, searched, 256, told | sizes)
+    ours = retrieval.least_work(OURS, searched, 256, told | sizes)
     shared = 768_000 + drawn * 48e6
     assert ours[1] == pytest.approx(shared / 128 + 100 * 384)
     # No centroids, 6000 codes of 48 bytes for four queries, 50 vectors in int8.
-    few = Searched(tmp_path, 6000, 384)
-    ours = retrieval._work(OURS, few, 256, {"searched": 1, "reordered": 50, **sizes})
+    few = VectorSet(tmp_path, 6000, 384)
+    ours = retrieval.least_work(
+        OURS, few, 256, {"searched": 1, "reordered": 50, **sizes}
+    )
     assert ours == (2 * 66 * 384, 6000 * 48 / 4 + 50 * 384)
-    assert retrieval._work("faiss HNSW32", searched, 256, told) is None
+    assert retrieval.least_work("faiss HNSW32", searched, 256, told) is None
 
 
-def test_memory_of_the_largest_corpus_is_reckoned_by_hand():
+def test_memory_of_the_largest_corpus_is_computed_by_hand():
     rows = {row.subject.rpartition("=")[2]: row for row in retrieval.large_rows()}
     # Codes of 256 bytes and 4, 2 or 1 bytes for each of 1024 features; and little more.
     for dtype, size in (("float32", 4), ("bfloat16", 2), ("int8", 1)):
@@ -285,7 +289,7 @@ def test_queries_of_a_turn_are_new_and_agree_within_groups_as_told():
 
 def test_memory_of_searching_is_the_hosts_of_all_processes(monkeypatch, tmp_path):
     held, forgotten = {"self": 3, 17: 40}, []
-    monkeypatch.setattr(retrieval, "forget_peak", forgotten.append)
+    monkeypatch.setattr(retrieval, "reset_peak", forgotten.append)
     monkeypatch.setattr(retrieval, "peak_bytes", held.get)
     encoding = {"encoder": "hashed", "family": ""}
     settings = {"folder": tmp_path, "num_rollouts": 8, "same_share": 0.0, **encoding}

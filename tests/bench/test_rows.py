@@ -2,20 +2,20 @@
 
 import pytest
 
-from rsearch.bench.comparison import HEADS, Row, bounded, cells, row_of
+from rsearch.bench.comparison import HEADS, Row, cells, make_row, with_bound
 from rsearch.bench.machine import Machine
 
 MACHINE = Machine("m", 2, flops=100.0, bandwidth=10.0, is_measured=True)
 
 
 def test_a_row_is_the_median_with_its_spread():
-    row = row_of("decode", "rsearch", "tokens/s", [5.0, 1.0, 9.0, 6.0, 4.0])
+    row = make_row("decode", "rsearch", "tokens/s", [5.0, 1.0, 9.0, 6.0, 4.0])
     assert (row.low, row.value, row.high, row.ratio) == (1.0, 5.0, 9.0, None)
 
 
 @pytest.mark.parametrize(("more_is_better", "ratio"), [(True, 2.0), (False, 0.5)])
 def test_a_ratio_above_one_is_in_our_favour(more_is_better, ratio):
-    row = row_of(
+    row = make_row(
         "c", "torch", "u", [3.0], ours=[6.0, 1.0, 7.0], more_is_better=more_is_better
     )
     assert row.ratio == ratio
@@ -30,19 +30,19 @@ def test_a_ratio_above_one_is_in_our_favour(more_is_better, ratio):
     ],
 )
 def test_the_bound_is_what_takes_the_longest_at_least(flops, moved, bound, share):
-    row = bounded(Row("c", "s", 1.0, "u"), MACHINE, 4.0, (flops, moved))
+    row = with_bound(Row("c", "s", 1.0, "u"), MACHINE, 4.0, (flops, moved))
     assert (row.bound, row.share) == (bound, pytest.approx(share))
 
 
 def test_phases_take_their_time_one_after_another():
     row = Row("c", "s", 1.0, "u")
-    row = bounded(row, MACHINE, 4.0, (0.0, 4.0), (200.0, 10.0))
+    row = with_bound(row, MACHINE, 4.0, (0.0, 4.0), (200.0, 10.0))
     assert (row.bound, row.share) == ("FLOPs", pytest.approx(0.6))
 
 
 def test_a_machine_that_no_table_knows_has_no_bound():
     unknown = Machine("m", 2, flops=None, bandwidth=None, is_measured=False)
-    row = bounded(Row("c", "s", 1.0, "u"), unknown, 4.0, (200.0, 10.0))
+    row = with_bound(Row("c", "s", 1.0, "u"), unknown, 4.0, (200.0, 10.0))
     assert (row.bound, row.share) == (None, None)
     assert cells(row)[HEADS.index("bound")] == cells(row)[HEADS.index("share")] == "-"
 
@@ -50,10 +50,10 @@ def test_a_machine_that_no_table_knows_has_no_bound():
 def test_an_accelerators_maker_tells_no_bound_of_float32():
     told = Machine("m", 2, flops=100.0, bandwidth=10.0, is_measured=False)
     phase, row = (200.0, 10.0), Row("c", "s", 1.0, "u")
-    assert bounded(row, told, 4.0, phase, dtype="bfloat16").share == 0.5
-    assert bounded(row, told, 4.0, phase, dtype="float32") == row
+    assert with_bound(row, told, 4.0, phase, dtype="bfloat16").share == 0.5
+    assert with_bound(row, told, 4.0, phase, dtype="float32") == row
 
 
 def test_a_missing_peer_is_a_line_that_says_why():
-    row = row_of("c", "faiss", "u", "faiss is not installed", ours=[1.0])
+    row = make_row("c", "faiss", "u", "faiss is not installed", ours=[1.0])
     assert row.value is None and cells(row)[HEADS.index("told")] == row.missing
