@@ -65,7 +65,7 @@ class ResultRow(NamedTuple):
     values: dict
 
 
-def main(argv) -> int:
+def main(argv: Sequence[str]) -> int:
     """Read the arguments and the runs, and print the table."""
     folders, words = [], []
     for word in argv:

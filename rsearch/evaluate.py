@@ -1,6 +1,7 @@
 """Answer held-out questions and score them: python -m rsearch.evaluate --config=..."""
 
 import sys
+from collections.abc import Sequence
 
 from rsearch.config.recipes import (
     REQUIRED,
@@ -19,7 +20,7 @@ from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params, trained_params
 
 
-def main(argv) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     flags = {
         "workdir": (REQUIRED, "a run's directory, or a new one for the results"),

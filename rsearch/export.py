@@ -5,6 +5,7 @@ new directory, which transformers loads and `model.source` of another run may na
 """
 
 import sys
+from collections.abc import Sequence
 
 from rsearch.config.recipes import (
     REQUIRED,
@@ -22,7 +23,7 @@ from rsearch.setup.weights import trained_params
 DTYPES = tuple(huggingface.EXPORT_DTYPES)
 
 
-def main(argv) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     flags = {
         "workdir": (REQUIRED, "the run's directory"),

@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 import tomllib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rsearch.config import recipes as configuration
@@ -197,7 +198,7 @@ def _lists(indexed):
     return "\n".join(rows) + "\n"
 
 
-def main(argv) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command.
 
     Raises:

@@ -19,6 +19,7 @@ service with --config.retrieval.url=http://127.0.0.1:8000.
 """
 
 import sys
+from collections.abc import Callable, Sequence
 
 from rsearch.config.recipes import (
     apply_overrides,
@@ -48,7 +49,9 @@ FLAGS = {
 }
 
 
-def routes_of(search, *, top_k: int, max_k: int, max_query_chars: int) -> dict:
+def routes_of(
+    search: Callable, *, top_k: int, max_k: int, max_query_chars: int
+) -> dict:
     """Return the routes of the service.
 
     Args:
@@ -158,7 +161,7 @@ def _scored(passage):
     return {"document": _document(passage), "score": passage.score}
 
 
-def main(argv) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     argv = list(argv)
     if not any(word.split("=")[0] == "--config" for word in argv):

@@ -15,6 +15,7 @@ is that of Search-R1 and R-Search.
 
 import json
 import sys
+from collections.abc import Sequence
 
 from rsearch.config.recipes import parse_flags, run_command
 from rsearch.data.records import check_record, check_text, shown
@@ -38,7 +39,7 @@ FLAGS = {
 }
 
 
-def main(argv):
+def main(argv: Sequence[str]):
     """Read the arguments, score the file, and print the table."""
     flags = parse_flags(argv, flags=FLAGS, positional=("FILE.jsonl",))
     normalizer = flags["normalizer"]

@@ -28,6 +28,8 @@ import itertools
 import json
 import sys
 import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -98,7 +100,7 @@ class SearchTool:
         config: ConfigDict,
         *,
         max_question_chars: int = 2000,
-        say=lambda text: None,
+        say: Callable[[str], None] = lambda text: None,
     ):
         setup = load_setup(config, say=say, only_policy=True)
         host = make_host(setup)
@@ -122,7 +124,7 @@ class SearchTool:
             return self._answer([self.check(question)])[0]
         return self._answer([self.check(q) for q in question]) if question else []
 
-    def check(self, question) -> str:
+    def check(self, question: Any) -> str:
         """Return the question as it will be asked.
 
         Raises:
@@ -210,13 +212,13 @@ def result_of(group: Group) -> dict:
 def tool_config(
     recipe: ConfigDict,
     *,
-    model="",
-    index="",
-    encoder="",
-    family="",
-    protocol="",
-    slots=8,
-    keeps_mesh=False,
+    model: str = "",
+    index: str = "",
+    encoder: str = "",
+    family: str = "",
+    protocol: str = "",
+    slots: int = 8,
+    keeps_mesh: bool = False,
 ) -> ConfigDict:
     """Return a recipe's configuration with this model and index.
 
@@ -292,7 +294,7 @@ def _checked(tool, question):
         raise RefusedError(422, str(error)) from None
 
 
-def main(argv) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     argv = list(argv)
     if not any(word.split("=")[0] == "--config" for word in argv):

@@ -46,7 +46,7 @@ from rsearch.stages import rl, sft
 from rsearch.stages.curate import run as curate
 from rsearch.stages.curate.rolling import DataStage
 from rsearch.stages.memory import MemorySet
-from rsearch.types import Rollout
+from rsearch.types import Params, Rollout
 
 MAX_LABEL = 100  # characters of a default workdir before it is cut
 BARS = "▁▂▃▄▅▆▇█"
@@ -226,7 +226,7 @@ def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
 
 
 def data_stage(
-    setup: Setup, params, folder: pathlib.Path, *, name: str = "curate"
+    setup: Setup, params: Params, folder: pathlib.Path, *, name: str = "curate"
 ) -> DataStage:
     """Return a data stage's objects.
 

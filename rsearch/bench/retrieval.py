@@ -140,7 +140,7 @@ def measure(
 
 
 def measure_searchers(
-    bench: Bench, name, vectors: VectorSet, batch, recall
+    bench: Bench, name: str, vectors: VectorSet, batch: int, recall: float
 ) -> list[Row]:
     """Measure the queries a second of each searcher."""
     case = f"{name}, {vectors.num:,} x {vectors.dim}"

@@ -6,6 +6,8 @@ function here refuses fields that do not fit each other, with the arithmetic.
 
 import math
 
+from ml_collections import ConfigDict
+
 from rsearch.config.fields import fields
 from rsearch.config.spec import base_fields
 from rsearch.config.stage_plan import ROLES, URLS, kinds, stage_configs
@@ -346,7 +348,7 @@ CROSS_CHECKS = (
 )
 
 
-def validate(config, *, num_devices=None):
+def validate(config: ConfigDict, *, num_devices: int | None = None) -> None:
     """Refuse a configuration that could not run as written.
 
     Args:

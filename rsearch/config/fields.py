@@ -11,6 +11,8 @@ import hashlib
 import json
 import operator
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -79,7 +81,7 @@ def rename_fields(config: dict) -> dict:
     return result
 
 
-def fields(config):
+def fields(config: ConfigDict | dict) -> dict[str, Any]:
     """Return {dotted name: value} of every field; an empty section is its own value."""
     values = {}
     for key, value in config.items():
@@ -90,7 +92,7 @@ def fields(config):
     return values
 
 
-def check_known(config, name, *, prefix="config."):
+def check_known(config: ConfigDict, name: str, *, prefix: str = "config.") -> None:
     """Refuse a dotted name that is neither a field nor a section of `config`.
 
     Raises:
@@ -111,7 +113,9 @@ def check_known(config, name, *, prefix="config."):
         node = node[key]
 
 
-def apply_overrides(config, overrides):
+def apply_overrides(
+    config: ConfigDict, overrides: Mapping[str, Any] | Sequence[str]
+) -> ConfigDict:
     """Return a copy of `config` with fields set.
 
     Args:
@@ -244,7 +248,7 @@ def _literal(name, text):
         raise ValueError(f"{name} = {text!r}: not a Python literal") from None
 
 
-def convert(name, value, kind, current=None):
+def convert(name: str, value: Any, kind: type, current: Any = None) -> Any:
     """Return a value as a `kind`: strings are read, an int may become a float."""
     try:
         if kind is bool:
@@ -285,18 +289,18 @@ def _items(name, value, current):
     return [item if kind is None else convert(name, item, kind) for item in value]
 
 
-def to_json(config):
+def to_json(config: ConfigDict | dict) -> str:
     """Return the configuration as indented JSON, the same text for the same values."""
     values = config.to_dict() if isinstance(config, ConfigDict) else config
     return json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
-def fingerprint(config):
+def fingerprint(config: ConfigDict | dict) -> str:
     """Return 16 hexadecimal digits that differ where any value differs."""
     return hashlib.blake2b(to_json(config).encode(), digest_size=8).hexdigest()
 
 
-def diff(old, new):
+def diff(old: ConfigDict | dict, new: ConfigDict | dict) -> list[tuple[str, Any, Any]]:
     """Return [(dotted name, old value, new value)] of the fields that differ, sorted.
 
     Either side may be a configuration or a dict from `json.loads(to_json(config))`;

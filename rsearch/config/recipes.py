@@ -19,6 +19,8 @@ import select
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -75,7 +77,7 @@ class StoppedError(RuntimeError):
     """The run has stopped itself, since its numbers have gone wrong."""
 
 
-def load(spec):
+def load(spec: str) -> ConfigDict:
     """Return the configuration that a recipe builds.
 
     Args:
@@ -189,19 +191,21 @@ def _where(path, error):
     return f"{path}:{lines[-1] if lines else 1}: {message}"
 
 
-def format_config(config):
+def format_config(config: ConfigDict) -> str:
     """Return one `config.a.b = value` line a field, sections in alphabetical order."""
     rows = sorted(fields(config).items())
     values = [(n, v.to_dict() if isinstance(v, ConfigDict) else v) for n, v in rows]
     return "".join(f"config.{name} = {value!r}\n" for name, value in values)
 
 
-def print_config(config):
+def print_config(config: ConfigDict) -> None:
     """Write `format_config` to stdout."""
     print(format_config(config), end="")
 
 
-def parse_command_line(argv, *, flags):
+def parse_command_line(
+    argv: Sequence[str], *, flags: Mapping[str, tuple]
+) -> tuple[ConfigDict, dict[str, Any]]:
     """Read a command that takes a configuration.
 
     Args:
@@ -229,7 +233,9 @@ def parse_command_line(argv, *, flags):
     return config, values
 
 
-def parse_flags(argv, *, flags, positional=()):
+def parse_flags(
+    argv: Sequence[str], *, flags: Mapping[str, tuple], positional: Sequence[str] = ()
+) -> dict[str, Any]:
     """Read a command without a configuration.
 
     Args:
@@ -327,7 +333,9 @@ def _help(flags, positional, takes_config):
     return "arguments:\n" + "".join(lines)
 
 
-def run_command(main, argv=None):
+def run_command(
+    main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None
+) -> int:
     """Run `main(argv)` and return the process's exit code.
 
     What the user did wrong (a ValueError raised by this package, a file that cannot be
@@ -426,7 +434,7 @@ def _tell(text):
         print(text, file=sys.stderr)
 
 
-def is_for_users(error) -> bool:
+def is_for_users(error: BaseException) -> bool:
     """Return whether a ValueError or OSError is about what the user did."""
     if isinstance(error, OSError):
         known = (*FULL, *TOO_MANY_FILES)

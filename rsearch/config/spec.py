@@ -60,7 +60,7 @@ class Section:
         members: {name: Field or Section}.
     """
 
-    def __init__(self, meaning: str, /, *, may_change=False, **members):
+    def __init__(self, meaning: str, /, *, may_change: bool = False, **members):
         self.meaning = meaning
         self.members: dict[str, Field | Section] = members
         if may_change:

@@ -7,6 +7,7 @@ the underscore is its kind. `config.overrides.<stage>` holds what differs in it:
     c.overrides = ConfigDict({"rl_retrieve": {"rl": {"steps": 8}, "reward": {...}}})
 """
 
+import os
 import pathlib
 import re
 from typing import NamedTuple
@@ -69,7 +70,7 @@ def roles_of(kind: str) -> tuple[str, ...]:
     return tuple(name for name, role in ROLES.items() if kind in role.kinds)
 
 
-def is_stage(name) -> bool:
+def is_stage(name: str) -> bool:
     """Return whether this can be the name of a stage."""
     return isinstance(name, str) and NAME.fullmatch(name) is not None
 
@@ -79,12 +80,12 @@ def kind_of(stage: str) -> str:
     return stage.partition("_")[0]
 
 
-def kinds(config) -> set[str]:
+def kinds(config: ConfigDict) -> set[str]:
     """Return the kinds of a configuration's stages."""
     return {kind_of(stage) for stage in config.stages}
 
 
-def stage_config(config, stage: str):
+def stage_config(config: ConfigDict, stage: str):
     """Return one stage's configuration: overrides applied, itself the only stage.
 
     Raises:
@@ -97,7 +98,7 @@ def stage_config(config, stage: str):
     return changed
 
 
-def stage_configs(config):
+def stage_configs(config: ConfigDict):
     """Return [(stage, its configuration)] in order.
 
     Raises:
@@ -112,7 +113,7 @@ def stage_configs(config):
     return [(stage, stage_config(config, stage)) for stage in config.stages]
 
 
-def earlier_stages(config) -> list[str]:
+def earlier_stages(config: ConfigDict) -> list[str]:
     """Return the stages whose files or weights a configuration's own stages read.
 
     They are named as "stage:<name>", in the STAGE_FIELDS that are of such a stage's
@@ -124,7 +125,7 @@ def earlier_stages(config) -> list[str]:
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
-def check_plan(config) -> None:
+def check_plan(config: ConfigDict) -> None:
     """Refuse stages that read what no earlier stage of the run will have left.
 
     Raises:
@@ -178,7 +179,7 @@ def _check_named(config_of_stage, field, kind, before, config, reader):
         raise ValueError(f"{problem}that leaves no such thing; name a stage of {right}")
 
 
-def stage_file(source: str, name: str, home) -> str:
+def stage_file(source: str, name: str, home: str | os.PathLike | None) -> str:
     """Return the path that a source means: "stage:x" is the file `name` of stage x.
 
     Args:

@@ -15,6 +15,9 @@ is one, the same is reckoned from the traced programs (--topology=a100x8).
 import dataclasses
 import json
 import pathlib
+from collections.abc import Sequence
+
+from ml_collections import ConfigDict
 
 from rsearch.config.checks import validate
 from rsearch.config.recipes import parse_command_line, print_config
@@ -42,7 +45,9 @@ ADVICE = (
 )
 
 
-def main(config, machine: Machine, *, only: str = "") -> dict[str, list[Estimate]]:
+def main(
+    config: ConfigDict, machine: Machine, *, only: str = ""
+) -> dict[str, list[Estimate]]:
     """Return {stage: the estimates of its programs}, in order.
 
     What evaluates an imitation stage is beside it, as "<stage>, evaluation". A data
@@ -131,7 +136,7 @@ def rows_of(
     return rows
 
 
-def show(rows: list[dict], config, machine: Machine) -> bool:
+def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
     """Print the tables; return whether all fits."""
     shown = [
         (
@@ -178,7 +183,7 @@ def show(rows: list[dict], config, machine: Machine) -> bool:
     return not full
 
 
-def command(argv) -> int:
+def command(argv: Sequence[str]) -> int:
     """Run the command; return 1 where the plan does not fit."""
     config, values = parse_command_line(argv, flags=FLAGS)
     if values["print_config"]:

@@ -6,6 +6,9 @@ moment is not in them.
 
 import dataclasses
 import pathlib
+from collections.abc import Iterable
+
+from ml_collections import ConfigDict
 
 from rsearch.config.stage_plan import IN_ROLLOUTS, STAGE, URLS, kind_of, roles_of
 from rsearch.learn.packing import piece_rows
@@ -61,7 +64,9 @@ class Memory:
         return max(largest, sum(self.evaluating.values()))
 
 
-def shape_of(source: str, c, *, section: str = "model") -> DecoderSpec | None:
+def shape_of(
+    source: str, c: ConfigDict, *, section: str = "model"
+) -> DecoderSpec | None:
     """Return the shape of a model by its source, without its weights.
 
     Args:
@@ -93,7 +98,7 @@ def shape_of(source: str, c, *, section: str = "model") -> DecoderSpec | None:
     return PUBLISHED[source]
 
 
-def limits_of(c, kind: str) -> tuple[Limits, Markup]:
+def limits_of(c: ConfigDict, kind: str) -> tuple[Limits, Markup]:
     """Return the limits of a stage's rollouts, and an observation's markup.
 
     The tags around observations are not counted: no tokenizer is read.
@@ -112,7 +117,7 @@ def limits_of(c, kind: str) -> tuple[Limits, Markup]:
     return limits, untagged_markup(protocol)
 
 
-def context_of(c, kind: str) -> tuple[str, int]:
+def context_of(c: ConfigDict, kind: str) -> tuple[str, int]:
     """Return how the longest sequence of a stage is made up, and its tokens.
 
     Raises:
@@ -134,7 +139,7 @@ def context_of(c, kind: str) -> tuple[str, int]:
     return terms, needed
 
 
-def check_context(c, stage: str, spec: DecoderSpec) -> None:
+def check_context(c: ConfigDict, stage: str, spec: DecoderSpec) -> None:
     """Refuse sequences beyond a model's context.
 
     Raises:
@@ -149,7 +154,7 @@ def check_context(c, stage: str, spec: DecoderSpec) -> None:
 
 
 def memory_of(
-    c, stage: str, spec: DecoderSpec, num_devices: int, *, host_devices: int
+    c: ConfigDict, stage: str, spec: DecoderSpec, num_devices: int, *, host_devices: int
 ) -> Memory:
     """Return bytes that a stage takes on each device.
 
@@ -210,7 +215,7 @@ def _num_trained(c, spec):
     return _params_here(c, spec) / c.mesh.fsdp
 
 
-def agents_memory(c, kind: str) -> dict[str, float]:
+def agents_memory(c: ConfigDict, kind: str) -> dict[str, float]:
     """Return {what: bytes} of models that a stage asks and that run here.
 
     Their weights in float32, from which these are made, do not stay.
@@ -222,7 +227,9 @@ def agents_memory(c, kind: str) -> dict[str, float]:
     }
 
 
-def asked_memory(c, names, host_devices: int) -> dict[str, float]:
+def asked_memory(
+    c: ConfigDict, names: Iterable[str], host_devices: int
+) -> dict[str, float]:
     """Return {what: bytes} while the largest of these models is asked, alone."""
     caches = {}
     for name, spec in _agents(c, names).items():

@@ -1,5 +1,7 @@
 """What a run would do and take, printed and checked before anything is loaded."""
 
+from ml_collections import ConfigDict
+
 from rsearch.config.checks import validate
 from rsearch.config.stage_plan import check_plan, kind_of, stage_configs
 from rsearch.plan.costs import (
@@ -17,7 +19,7 @@ HOST_DEVICES = 8  # of most hosts with GPUs; many with TPUs have 4
 
 
 def dry_run(
-    config,
+    config: ConfigDict,
     *,
     devices: int = 0,
     devices_per_host: int = HOST_DEVICES,

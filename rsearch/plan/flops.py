@@ -2,11 +2,12 @@
 
 import math
 import statistics
+from collections.abc import Callable, Sequence
 
 import jax
 
 
-def count_flops(function, args, *, rounds: float = 1) -> float:
+def count_flops(function: Callable, args: Sequence, *, rounds: float = 1) -> float:
     """Return the operations of all matrix products on all devices, at most.
 
     A branch counts as the dearest; in a kernel, whose blocks it chooses among, as the

@@ -123,7 +123,7 @@ def _balanced(text):
     raise ValueError(f"not a line of XLA's text: {text[:80]}")
 
 
-def array_bytes(shape: str, *, in_memory=True) -> float:
+def array_bytes(shape: str, *, in_memory: bool = True) -> float:
     """Return the bytes of a shape, for a tuple their sum.
 
     Args:

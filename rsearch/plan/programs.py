@@ -5,11 +5,12 @@ They are those that a run compiles; nothing of it is loaded, and no array is mad
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import ConfigDict
 
 from rsearch.config.stage_plan import IN_ROLLOUTS, kind_of
 from rsearch.hosts.offload import DEVICE, HOST, check_host_memory
@@ -69,7 +70,7 @@ class Program(NamedTuple):
     num_devices: int
 
 
-def device_bytes(tree) -> float:
+def device_bytes(tree: Any) -> float:
     """Return the bytes on each device of a tree of shapes with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -78,7 +79,7 @@ def device_bytes(tree) -> float:
     )
 
 
-def make_frame(config, stage: str, machine: Machine) -> ModelContext:
+def make_frame(config: ConfigDict, stage: str, machine: Machine) -> ModelContext:
     """Return what a stage's programs are compiled from, on a machine that is not here.
 
     Raises:

@@ -9,7 +9,7 @@ import jax
 from rsearch.plan.costs import Memory
 from rsearch.plan.flops import count_flops
 from rsearch.plan.hlo import Moved, moved, scaled
-from rsearch.plan.machines import Machine
+from rsearch.plan.machines import Chip, Machine
 from rsearch.plan.programs import ROLLING, STEP, Program, device_bytes
 
 PART_OF_A_SLICE = "device assignment should include all slice devices"
@@ -40,7 +40,7 @@ class Estimate(NamedTuple):
     moved: Moved
     compile_seconds: float
 
-    def seconds(self, chip) -> dict[str, float]:
+    def seconds(self, chip: Chip) -> dict[str, float]:
         """Return {bound: seconds} of a step, each as if it were alone."""
         return {
             "FLOPs": self.flops / chip.flops,

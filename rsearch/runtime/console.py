@@ -10,7 +10,7 @@ import errno
 import sys
 import time
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import (
@@ -30,7 +30,7 @@ PLAIN_WIDTH = 200  # columns of a table that goes to a file
 SECONDS_BETWEEN_LINES = 15.0  # of progress, where there is no terminal
 
 
-def clean(text):
+def clean(text: str) -> str:
     """Return `text` with every control character written out, as in a Python string.
 
     Line feeds and tabs stay. Escape sequences, carriage returns, C1 controls, marks
@@ -49,7 +49,7 @@ def _visible(character):
     return character
 
 
-def note(text):
+def note(text: str) -> None:
     """Print one line for people, with the time of day, on stderr."""
     console = _console(sys.stderr)
     stamp = time.strftime("%H:%M:%S")
@@ -84,14 +84,14 @@ def unless_full():
             raise
 
 
-def block(title, text):
+def block(title: str, text: str) -> None:
     """Print a titled text, such as a transcript, on stdout."""
     console = _console(sys.stdout)
     console.rule(Text(clean(title)), align="left", characters="-")
     console.print(Text(clean(text)), soft_wrap=True)
 
 
-def table(title, columns, rows):
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence]) -> None:
     """Print a table on stdout.
 
     Args:
@@ -121,7 +121,7 @@ def _cell(value):
     return f"{value:.4g}" if isinstance(value, float) else clean(value)
 
 
-def progress(items, label, *, total=None):
+def progress(items: Iterable, label: str, *, total: int | None = None) -> Iterator:
     """Yield the items, showing how far it has come.
 
     On a terminal this is a moving bar; elsewhere a line now and then and at the end.

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from typing import Any
 
 from rsearch.runtime.console import note
 
@@ -82,7 +83,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
             reason = getattr(error, "strerror", None) or error
             raise ValueError(f"cannot listen at {host}:{port}: {reason}") from None
 
-    def handle_error(self, request, client_address) -> None:
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """Note a connection that failed, unless the client has broken it off."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):

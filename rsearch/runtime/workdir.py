@@ -14,6 +14,10 @@ import json
 import os
 import pathlib
 import socket
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
 
 from rsearch.config.fields import ABSENT, diff, fields, rename_fields, to_json
 from rsearch.config.recipes import defaults, with_defaults
@@ -55,13 +59,13 @@ class Workdir:
 
     def __init__(
         self,
-        path,
-        config,
+        path: str | os.PathLike,
+        config: ConfigDict,
         *,
-        inputs=None,
-        is_reader=False,
-        is_primary=True,
-        accept=(),
+        inputs: Mapping[str, str] | None = None,
+        is_reader: bool = False,
+        is_primary: bool = True,
+        accept: Iterable[str] = (),
     ):
         self.path = pathlib.Path(path).absolute()
         self._lock, self._accept = None, frozenset(accept)
@@ -96,7 +100,7 @@ class Workdir:
             body = {MARK: FORMAT, "config": now, "inputs": {**before, **inputs}}
             write_json(self.path / CONFIG, body)
 
-    def add_inputs(self, inputs):
+    def add_inputs(self, inputs: Mapping[str, str]) -> None:
         """Bind the run to further {name: fingerprint}, those of a stage that begins.
 
         Raises:
@@ -108,7 +112,7 @@ class Workdir:
         if self._lock is not None and inputs.items() - before.items():
             write_json(self.path / CONFIG, {**body, "inputs": {**before, **inputs}})
 
-    def stage(self, name):
+    def stage(self, name: str) -> pathlib.Path:
         """Return the directory of a stage, made where it is missing."""
         assert name.isidentifier(), name
         folder = self.path / name
@@ -129,7 +133,7 @@ class Workdir:
         self.close()
 
 
-def open_workdir(path, config, **settings) -> Workdir:
+def open_workdir(path: str | os.PathLike, config: ConfigDict, **settings) -> Workdir:
     """Return the Workdir of a run of one or several hosts, of which the first holds it.
 
     Args:
@@ -140,7 +144,13 @@ def open_workdir(path, config, **settings) -> Workdir:
     return opened[0] if opened else Workdir(path, config, **settings, is_primary=False)
 
 
-def check_workdir(path, config, *, is_reader=False, accept=()):
+def check_workdir(
+    path: str | os.PathLike,
+    config: ConfigDict,
+    *,
+    is_reader: bool = False,
+    accept: Iterable[str] = (),
+):
     """Refuse a directory that `Workdir` would refuse; change nothing.
 
     Index, models and questions take minutes to load: this is asked before. What only
@@ -164,7 +174,7 @@ def check_workdir(path, config, *, is_reader=False, accept=()):
         _changes(path, json.loads(to_json(config)), is_reader, accept)
 
 
-def read_config(path):
+def read_config(path: str | os.PathLike) -> dict:
     """Return the configuration that a workdir belongs to, as a plain dict.
 
     A field that was added after the run had begun has its default.
@@ -193,7 +203,7 @@ def _read(path):
     return body
 
 
-def write_json(path, value):
+def write_json(path: str | os.PathLike, value: Any) -> None:
     """Write a JSON file atomically and durably, indented. NaN is refused: use None.
 
     Of several hosts the first one writes.
@@ -254,7 +264,7 @@ def _holder(descriptor):
     return os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
 
 
-def is_free(name):
+def is_free(name: str) -> bool:
     """Return whether a field may differ between two starts of a run."""
     return _changes_nothing(name) or (
         name.endswith(".steps") and name.split(".")[-2] in KINDS
