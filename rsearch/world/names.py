@@ -1,5 +1,6 @@
 """The names of the embedded world: two words each, from lists that share no word."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -69,14 +70,20 @@ def draw_names(kind: str, count: int, rng: np.random.Generator) -> tuple[str, ..
     Raises:
         ValueError: there are fewer names.
     """
+    names = _all_names(kind)
+    if count > len(names):
+        raise ValueError(
+            f"config.world.{PLURALS[kind]} = {count}: at most {len(names)}"
+        )
+    return tuple(names[i] for i in rng.permutation(len(names))[:count])
+
+
+@functools.cache  # pretraining texts draw hundreds of thousands of names
+def _all_names(kind):
+    """Return all names of a kind."""
     first, second, joint = PARTS[kind]
     parts = NAMES[first].split(), NAMES[second].split()
-    pairs = [joint.join(pair) for pair in itertools.product(*parts)]
-    if count > len(pairs):
-        raise ValueError(
-            f"config.world.{PLURALS[kind]} = {count}: at most {len(pairs)}"
-        )
-    return tuple(pairs[i] for i in rng.permutation(len(pairs))[:count])
+    return [joint.join(pair) for pair in itertools.product(*parts)]
 
 
 def family(name: str, kind: str) -> str:
