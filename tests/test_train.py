@@ -16,6 +16,7 @@ import pytest
 from rsearch import train
 from rsearch.config import recipes as configuration
 from rsearch.config.recipes import run_command
+from rsearch.hosts import preemption
 from rsearch.runtime import checkpoint
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.metrics import read_metrics
@@ -184,21 +185,36 @@ def assert_same_as_uninterrupted(workdir):
     assert ours == theirs
 
 
-@pytest.mark.fault(20, "in a save", "in a rename")
-def test_a_run_that_is_killed_again_and_again_ends_bit_identical(tmp_path):
+@pytest.mark.fault(20, "in a save", "in a rename", "in a deletion")
+@pytest.mark.fault(20, "in a journal's append")
+@pytest.mark.fault(40, "every stage")
+def test_a_run_that_is_interrupted_again_and_again_ends_bit_identical(tmp_path):
+    """Killed, told to stop once, and begun again after each of these."""
+    run = tmp_path / "run"
+    settings = {"checkpoint__rl_steps": 3}
     moments = (
         "fsync sft/checkpoints/40/tree$",  # within a save
+        "fsync sft/checkpoints/20$",  # while an old one is deleted
         "replace results.json",  # of the first method after the first stage
-        "replace rl/checkpoints/2/manifest.json",  # rl/metrics.jsonl is ahead
+        "appended rl/rollouts-0.journal",  # one of the first step's rollouts has ended
     )
     for moment in moments:
-        done = run_until(moment, tmp_path / "run")
+        done = run_until(moment, run, **settings)
         assert done.returncode == -signal.SIGKILL, done.stderr
-    assert checkpoint.steps(tmp_path / "run" / "rl" / "checkpoints") == [1]
-    done = run_until("never", tmp_path / "run")
+    done = run_until("SIGTERM@append rl/metrics", run, **settings)
+    assert "step 1: 1 rollouts had ended before" in done.stderr
+    assert done.returncode == preemption.EXIT_CODE, done.stderr
+    assert "Traceback" not in done.stderr and "saved after 1 steps" in done.stderr
+    assert len(read_metrics(run / "rl" / "metrics.jsonl")) == 1
+    # The rows of steps 2 and 3 are written, and no checkpoint has them.
+    done = run_until("replace rl/checkpoints/3/manifest.json", run, **settings)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert checkpoint.steps(run / "rl" / "checkpoints") == [1]
+    done = run_until("never", run, **settings)
     assert done.returncode == 0, done.stderr
     assert "goes on" in done.stderr
-    assert_same_as_uninterrupted(tmp_path / "run")
+    assert_same_as_uninterrupted(run)
+    assert not list(run.rglob("*.journal"))
 
 
 MOMENTS = (

@@ -8,12 +8,10 @@ from tests.test_train import assert_same_as_uninterrupted, run_until
 
 
 @pytest.mark.fault(20, "in a journal's append")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment, num_known",
-    [
-        ("appended rl/rollouts-0.journal", 1),
-        pytest.param("append rl/metrics.jsonl", 8, marks=pytest.mark.slow),
-    ],
+    [("appended rl/rollouts-0.journal", 1), ("append rl/metrics.jsonl", 8)],
 )
 def test_rollouts_that_had_ended_are_not_written_again(tmp_path, moment, num_known):
     """Those of steps that no checkpoint has, neither."""

@@ -1,4 +1,7 @@
-"""A short form of `python -m tests.chaos.resume`, and the whole as slow tests."""
+"""`python -m tests.chaos.resume` as slow tests.
+
+A fast test is `test_a_run_that_is_interrupted_again_and_again_ends_bit_identical`.
+"""
 
 import itertools
 
@@ -11,13 +14,6 @@ __all__ = ["quick_compilation"]
 
 
 @pytest.mark.fault(20, "in a save", "in a rename", "in a deletion")
-@pytest.mark.parametrize("algorithm", ["ppo"])
-def test_a_run_killed_a_few_times_ends_the_same(algorithm, tmp_path, capsys):
-    words = [f"--algorithm={algorithm}", "--kills=3", f"--workdir={tmp_path}"]
-    assert resume.main(words) == 0
-    assert "3 kills, equal to the bit" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", resume.ALGORITHMS)
 def test_a_run_killed_twenty_times_ends_the_same(algorithm, tmp_path, capsys):

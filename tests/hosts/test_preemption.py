@@ -99,10 +99,8 @@ def test_a_second_signal_ends_at_once(tmp_path, name):
 
 
 @pytest.mark.fault(40, "every stage")
-@pytest.mark.parametrize(
-    "moment",
-    ["append rl/metrics", pytest.param("append sft/metrics", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["append rl/metrics", "append sft/metrics"])
 def test_a_run_that_was_told_to_stop_goes_on_bit_identical(tmp_path, moment):
     """What it had not saved until then, for saves are seldom, is not done again."""
     own = arguments(tmp_path / "run", **SELDOM)
@@ -174,7 +172,8 @@ def test_two_hosts_save_together_whichever_is_told(tmp_path, asked):
 
 
 @pytest.mark.fault(41, "stopped")
-@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
 def test_a_host_that_hangs_ends_the_run_by_its_name(tmp_path, number):
     _, processes = begun(tmp_path)
     processes[number].send_signal(signal.SIGSTOP)

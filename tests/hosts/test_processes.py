@@ -286,6 +286,7 @@ def test_two_hosts_in_one_program_learn_the_same(runs, together):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_host_that_fails_in_a_shared_program_ends_the_others(tmp_path, monkeypatch):
     program = tmp_path / "program.py"
     program.write_text(

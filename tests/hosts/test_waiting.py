@@ -6,13 +6,14 @@ from tests.hosts.test_processes import run_hosts
 
 WORKING = """
 import os, sys, time
-os.environ["XLA_FLAGS"] += " --xla_cpu_collective_timeout_seconds=2"
-from rsearch.hosts import processes
+os.environ["XLA_FLAGS"] += " --xla_cpu_collective_timeout_seconds=1"
+from rsearch.hosts import peers, processes
+peers.GRACE_SECONDS = 2.0
 what, address, _, number = (word.rpartition("=")[2] for word in sys.argv[1:])
 
 def work(items):
     if number == "0":
-        time.sleep(5 if what == "long" else 300)
+        time.sleep(3 if what == "long" else 300)
     elif what == "fails":
         raise OSError("no space left")
     return items
@@ -21,7 +22,7 @@ with processes.connected(address, num_hosts=2, host=int(number), stall_seconds=6
     assert processes.map_hosts_json(work, [1, 2, 3]) == [1, 2, 3]
     processes.on_host0(lambda: work([]))
     if number == "0":
-        time.sleep(5)
+        time.sleep(3)
     processes.barrier("all have worked")
 print("worked")
 """

@@ -50,7 +50,14 @@ NAMES = {  # of the models of the default world: what runs and tables were made 
 }
 SHAPE = dict(width=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8)
 LITTLE = dataclasses.replace(
-    MODELS["base"], **SHAPE, mlp_width=16, steps=1, step_tokens=320
+    MODELS["base"],
+    **SHAPE,
+    mlp_width=16,
+    steps=1,
+    step_tokens=320,
+    shares=dataclasses.replace(
+        MODELS["base"].shares, comparisons=20, orderings=10, lookups=20
+    ),
 )
 
 
