@@ -52,3 +52,14 @@ def test_the_recipe_of_a_command_is_valid(line, num_devices):
     overrides = {name.removeprefix("config."): value for name, value in fields.items()}
     config = apply_overrides(config, overrides)
     validate(config, num_devices=num_devices)
+
+
+@pytest.mark.parametrize("name", ["README.md", "BUILD.md"])
+def test_the_files_that_a_document_names_exist(name):
+    """As they are written, or below rsearch/ or tests/; a user's are in code blocks."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    names = set(re.findall(r"`([\w./-]+/[\w./-]*\.(?:py|sh|md|txt|trials))`", text))
+    assert len(names) > 5
+    folders = (ROOT, ROOT / "rsearch", ROOT / "tests")
+    assert not [n for n in names if not any((f / n).is_file() for f in folders)]
