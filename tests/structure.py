@@ -5,6 +5,7 @@ aim is not reached yet it is what was measured last, and is lowered with it.
 """
 
 import ast
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -200,6 +201,31 @@ def public_functions(path: pathlib.Path) -> Iterator[ast.FunctionDef]:
                     yield member
 
 
+# Names that say the same in every module that defines them: a command's entry points, a
+# stage's loop, a protocol's two directions, a benchmark and its subjects.
+SHARED_NAMES = {
+    *("main", "command", "routes_of"),
+    *("run", "finish_step"),
+    *("parse", "render"),
+    *("measure", "make_decode", "make_turns", "make_update", "make_step"),
+}
+
+
+def ambiguous_names() -> list[str]:
+    """Return the public functions and classes that several modules define."""
+    kinds = ast.FunctionDef | ast.ClassDef
+    modules = collections.defaultdict(list)
+    for module, path in MODULES.items():
+        for node in tree(path).body:
+            if isinstance(node, kinds) and not node.name.startswith("_"):
+                modules[node.name].append(module)
+    return [
+        f"{name}: {', '.join(where)}"
+        for name, where in sorted(modules.items())
+        if len(where) > 1 and name not in SHARED_NAMES
+    ]
+
+
 def unannotated() -> tuple[list[str], int]:
     """Return the public arguments without an annotation, and how many there are."""
     bare, total = [], 0
@@ -386,6 +412,7 @@ BUDGETS = (
         "comments in 100 lines of drivers", comments_per_100_lines, 8, 8, is_least=True
     ),
     Budget("annotated public arguments", _annotated_share, 0.9, 0.9, is_least=True),
+    Budget("names with two meanings", lambda: len(ambiguous_names()), 0, 0),
     Budget("banned names", lambda: len(banned_names()), 0, 0),
     Budget(
         "docstrings that open with no verb",
@@ -396,6 +423,7 @@ BUDGETS = (
 )
 DETAILS = {
     "circles of imports": cycles,
+    "names with two meanings": ambiguous_names,
     "imports that go up": wrong_imports,
     "configuration below setup": config_below_setup,
     "root modules that are no command": root_modules,

@@ -8,10 +8,10 @@ import pytest
 
 from rsearch.bench import __main__ as bench
 from rsearch.bench import networks, rollout, train
-from rsearch.bench.machine import Machine
+from rsearch.bench.machine import MachineBounds
 
 TINY = ("--shape=tiny", "--repeats=1")
-MACHINE = Machine("m", 2, flops=1e15, bandwidth=1e15, is_measured=True)
+MACHINE = MachineBounds("m", 2, flops=1e15, bandwidth=1e15, is_measured=True)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def in_this_process(monkeypatch):
             found[name] = [once() | {"peak_bytes": 1} for _ in range(repeats)]
         return found
 
-    monkeypatch.setattr(bench, "find_machine", lambda: MACHINE)
+    monkeypatch.setattr(bench, "measure_machine", lambda: MACHINE)
     for module in (rollout, train):
         monkeypatch.setattr(module, "compare", compare)
     monkeypatch.setattr(
@@ -150,7 +150,7 @@ def test_whole_steps_are_measured_beside_a_peer_that_need_not_be_there(
     ],
 )
 def test_what_the_machine_can_do_is_told_before(flops, is_measured, says):
-    machine = Machine("m", 2, flops, flops and 3e10, is_measured)
+    machine = MachineBounds("m", 2, flops, flops and 3e10, is_measured)
     assert bench.describe_bounds(machine).startswith(says)
 
 

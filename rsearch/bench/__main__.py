@@ -14,8 +14,16 @@ import sys
 from collections.abc import Sequence
 
 from rsearch.bench import retrieval, rollout, step, train
-from rsearch.bench.comparison import HEADS, OURS, Bench, Row, Subject, cells, compare
-from rsearch.bench.machine import CHIP_NAMES, Machine
+from rsearch.bench.comparison import (
+    HEADS,
+    OURS,
+    Bench,
+    Measurement,
+    Subject,
+    cells,
+    compare,
+)
+from rsearch.bench.machine import CHIP_NAMES, MachineBounds
 from rsearch.config.recipes import (
     parse_command_line,
     parse_flags,
@@ -60,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     repeats = values.pop("repeats")
     if out:
         files.check_output("out", out)
-    machine = find_machine()
+    machine = measure_machine()
     console.note(f"{machine.name}, {machine.cores} cores: {describe_bounds(machine)}")
     rows = measure(Bench(machine, repeats), **values)
     console.table(f"bench {kind}", HEADS, [cells(row) for row in rows])
@@ -71,17 +79,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def find_machine() -> Machine:
+def measure_machine() -> MachineBounds:
     """Return the bounds of this machine, measured in another process.
 
     This process must not begin to use an accelerator, which it would hold to its end.
     """
     probed = compare({OURS: Subject("rsearch.bench.machine")}, 1)[OURS][0]
-    names = [field.name for field in dataclasses.fields(Machine)]
-    return Machine(**{name: probed[name] for name in names})
+    names = [field.name for field in dataclasses.fields(MachineBounds)]
+    return MachineBounds(**{name: probed[name] for name in names})
 
 
-def describe_bounds(machine: Machine) -> str:
+def describe_bounds(machine: MachineBounds) -> str:
     """Return a line for people that says what the machine can do at best."""
     if machine.flops is None:
         known = ", ".join(CHIP_NAMES)
@@ -92,7 +100,7 @@ def describe_bounds(machine: Machine) -> str:
     return f"{flops:,.0f} GFLOP/s, {bandwidth:,.1f} GB/s, {source}"
 
 
-def as_json(machine: Machine, rows: list[Row]) -> dict:
+def as_json(machine: MachineBounds, rows: list[Measurement]) -> dict:
     """Return the content of --out: the machine, and the rows as in the table."""
     return {
         "machine": dataclasses.asdict(machine),

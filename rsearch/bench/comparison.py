@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from rsearch.bench.machine import Machine
+from rsearch.bench.machine import MachineBounds
 from rsearch.config.recipes import is_for_users
 from rsearch.runtime.console import progress
 
@@ -188,12 +188,12 @@ class Bench:
         repeats: repetitions of each measurement, of which the median counts.
     """
 
-    machine: Machine
+    machine: MachineBounds
     repeats: int = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Measurement:
     """One number.
 
     Attributes:
@@ -237,7 +237,7 @@ def make_row(
     more_is_better: bool = True,
     peak_bytes: float | None = None,
     counts: dict | None = None,
-) -> Row:
+) -> Measurement:
     """Return the row of one subject's repetitions.
 
     Args:
@@ -247,13 +247,13 @@ def make_row(
         more_is_better: of these numbers.
     """
     if isinstance(values, str):
-        return Row(case, subject, None, unit, missing=values)
+        return Measurement(case, subject, None, unit, missing=values)
     value = statistics.median(values)
     ratio = None
     if subject != OURS and len(ours):
         ours = statistics.median(ours)
         ratio = ours / value if more_is_better else value / ours
-    return Row(
+    return Measurement(
         case,
         subject,
         value,
@@ -272,12 +272,12 @@ def median_of(runs: Sequence[dict], name: str) -> float:
 
 
 def with_bound(
-    row: Row,
-    machine: Machine,
+    row: Measurement,
+    machine: MachineBounds,
     seconds: float,
     *phases: tuple[float, float],
     dtype: str = "float32",
-) -> Row:
+) -> Measurement:
     """Return the row with its bound, and with the share of it that it reaches.
 
     Where the bounds of the machine with such numbers are unknown, return the row as it
@@ -302,7 +302,7 @@ def with_bound(
     return dataclasses.replace(row, bound=max(least)[1], share=share)
 
 
-def cells(row: Row) -> tuple:
+def cells(row: Measurement) -> tuple:
     """Return the row's columns, in the order of HEADS, for people."""
     counts = ", ".join(f"{name} {value:,.6g}" for name, value in row.counts.items())
     peak = None if row.peak_bytes is None else round(row.peak_bytes / 1e9, 3)

@@ -31,7 +31,7 @@ CHIP_NAMES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class MachineBounds:
     """Bounds of the devices that are measured on.
 
     Attributes:
@@ -59,18 +59,20 @@ def make() -> Repetition:
     return lambda: dataclasses.asdict(probe())
 
 
-def probe() -> Machine:
+def probe() -> MachineBounds:
     """Return the machine's bounds: from a table for accelerators, measured for CPUs."""
     devices = jax.devices()
     kind = devices[0].device_kind
     cores = len(os.sched_getaffinity(0))
     if devices[0].platform == "cpu":
         name = platform.processor() or kind
-        return Machine(name, cores, _measured_flops(), _measured_bandwidth(), True)
+        return MachineBounds(
+            name, cores, _measured_flops(), _measured_bandwidth(), True
+        )
     if kind not in CHIP_NAMES:
-        return Machine(kind, cores, None, None, False)
+        return MachineBounds(kind, cores, None, None, False)
     chip = CHIPS[CHIP_NAMES[kind]]
-    return Machine(kind, cores, chip.flops, chip.bandwidth, False)
+    return MachineBounds(kind, cores, chip.flops, chip.bandwidth, False)
 
 
 def _best(run) -> float:

@@ -41,7 +41,7 @@ from rsearch.bench.workload import (
 TORCH_DTYPES = ("float32", "bfloat16")
 
 
-def load(model: str, dtype: str) -> tuple[types.ModuleType, Any]:
+def load_peer(model: str, dtype: str) -> tuple[types.ModuleType, Any]:
     """Return (torch, the model on the GPU, or on the CPU where there is none)."""
     import torch
     import transformers
@@ -93,7 +93,7 @@ def make_decode(
     *, model: str, batch: int, num_prompt: int, num_new: int, dtype: str = "float32"
 ) -> Repetition:
     """Prepare greedy decoding; the time until the first token is the prefill."""
-    torch, network = load(model, dtype)
+    torch, network = load_peer(model, dtype)
     prompts = _prompts(torch, network, batch, num_prompt)
 
     def once():
@@ -128,7 +128,7 @@ def make_turns(
     are padded on the left, and a turn lasts until the longest text of the batch ends.
     The arguments are those of `rsearch.bench.rollout.make_turns`.
     """
-    torch, network = load(model, dtype)
+    torch, network = load_peer(model, dtype)
     lengths = turn_lengths(num_rollouts, num_turns, num_new, spread)
     prompts = _prompts(torch, network, num_rollouts // group_size, num_prompt)
     prompts = prompts.repeat_interleave(group_size, dim=0)
@@ -182,7 +182,7 @@ def make_update(
     The log-probability of a token is its logit less a logsumexp, as in TRL's
     `selective_log_softmax`. The optimizer is torch's fused one.
     """
-    torch, network = load(model, "float32")
+    torch, network = load_peer(model, "float32")
     network.train()
     network.config.use_cache = False
     # Norms do not decay, as in this package.

@@ -26,7 +26,7 @@ from rsearch.bench.child import Repetition, peak_bytes, reset_peak
 from rsearch.bench.comparison import (
     OURS,
     Bench,
-    Row,
+    Measurement,
     Subject,
     compare,
     make_row,
@@ -96,7 +96,7 @@ def measure(
     noise: float,
     rollouts: int,
     work: str,
-) -> list[Row]:
+) -> list[Measurement]:
     """Measure the wanted cases, and return the rows of the table; see FLAGS.
 
     Raises:
@@ -141,7 +141,7 @@ def measure(
 
 def measure_searchers(
     bench: Bench, name: str, vectors: VectorSet, batch: int, recall: float
-) -> list[Row]:
+) -> list[Measurement]:
     """Measure the queries a second of each searcher."""
     case = f"{name}, {vectors.num:,} x {vectors.dim}"
     settings = {"folder": str(vectors.folder), "batch": batch, "recall": recall}
@@ -216,7 +216,7 @@ def least_work(
     return 2 * (centroids + NUM_CODES + result["reordered"]) * dim, moved
 
 
-def measure_turns(bench: Bench, settings: dict) -> list[Row]:
+def measure_turns(bench: Bench, settings: dict) -> list[Measurement]:
     """Measure the queries a second of rollouts that search at the same time."""
     case = f"{settings['num_rollouts']} rollouts search"
     if settings["same_share"]:
@@ -264,7 +264,7 @@ def measure_turns(bench: Bench, settings: dict) -> list[Row]:
     return rows
 
 
-def large_rows() -> list[Row]:
+def large_rows() -> list[Measurement]:
     """Return the computed memory of the largest corpus in use, in all and a host."""
     num, dim = LARGE
     rows = []

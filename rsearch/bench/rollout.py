@@ -13,7 +13,7 @@ from rsearch.bench.child import Repetition
 from rsearch.bench.comparison import (
     OURS,
     Bench,
-    Row,
+    Measurement,
     Subject,
     compare,
     make_row,
@@ -96,7 +96,7 @@ def measure(
     slots: int,
     rollouts: int,
     delay: int,
-) -> list[Row]:
+) -> list[Measurement]:
     """Return the rows of the chosen cases; see FLAGS.
 
     Raises:
@@ -166,7 +166,7 @@ def _compare_with_peer(bench, make, settings):
     return compare(subjects, bench.repeats)
 
 
-def _measure_decode(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
+def _measure_decode(bench: Bench, spec: DecoderSpec, settings) -> list[Measurement]:
     """Return tokens a second of decoding and of prefill, each by both subjects."""
     batch = settings["batch"]
     num_new = settings["num_new"]
@@ -207,7 +207,7 @@ def _measure_decode(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
     return sorted(rows, key=lambda row: row.case)
 
 
-def _measure_turns(bench: Bench, spec: DecoderSpec, settings) -> list[Row]:
+def _measure_turns(bench: Bench, spec: DecoderSpec, settings) -> list[Measurement]:
     """Return tokens written a second in conversations of several turns."""
     case = "{num_turns} turns, {num_rollouts} rollouts on {batch} rows"
     case = case.format(**settings)
@@ -246,7 +246,7 @@ def _equal_share(rows, other_rows) -> float:
 
 def measure_delay(
     bench: Bench, *, shape: str, slots: int, rollouts: int, milliseconds: int
-) -> list[Row]:
+) -> list[Measurement]:
     """Return tokens a second with every search delayed, beside those without delay.
 
     A rollout that waits for a search keeps its slot. While one waits for its searches
@@ -295,7 +295,7 @@ def measure_delay(
 
 def measure_straggler(
     bench: Bench, *, shape: str, slots: int, rollouts: int
-) -> list[Row]:
+) -> list[Measurement]:
     """Return seconds of rollouts with one ten times longer, beside those without.
 
     Both have the budgets that the long one needs, as in one configuration.
@@ -443,7 +443,7 @@ def turns_protocol() -> Protocol:
     )
 
 
-def make_search(text: str, seconds: float) -> Callable:
+def make_fixed_search(text: str, seconds: float) -> Callable:
     """Return a SearchFn that finds this text, after a delay like that of a service."""
 
     def search(queries):
@@ -500,7 +500,9 @@ def make_turns(
         max_observation_tokens=num_observed,
     )
 
-    host = Host(tokenizer, turns_protocol(), make_search(text, delay_seconds), limits)
+    host = Host(
+        tokenizer, turns_protocol(), make_fixed_search(text, delay_seconds), limits
+    )
     sampler = CountedSampler(
         network,
         mesh,

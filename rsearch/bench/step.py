@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from rsearch.bench.comparison import OURS, Bench, Row, make_row
+from rsearch.bench.comparison import OURS, Bench, Measurement, make_row
 from rsearch.config.stage_plan import kind_of, stage_configs
 from rsearch.data.order import take
 from rsearch.rewards.group import reward_groups
@@ -53,7 +53,7 @@ class Clock:
             setattr(owner, method, self.timed(name, getattr(owner, method)))
 
 
-def measure(bench: Bench, config: ConfigDict, *, stage: str) -> list[Row]:
+def measure(bench: Bench, config: ConfigDict, *, stage: str) -> list[Measurement]:
     """Return seconds of the parts of a step, by the median of several steps.
 
     A policy with random weights is first trained by the recipe's supervised stage, so

@@ -14,7 +14,7 @@ from rsearch.bench.child import Repetition
 from rsearch.bench.comparison import (
     OURS,
     Bench,
-    Row,
+    Measurement,
     Subject,
     compare,
     make_row,
@@ -85,7 +85,7 @@ KL_COEF = 0.04  # google-tunix's
 
 def measure(
     bench: Bench, *, model: str, shape: str, dtype: str, cases: str, **sizes
-) -> list[Row]:
+) -> list[Measurement]:
     """Return the rows of the chosen cases; see FLAGS.
 
     Raises:
@@ -111,7 +111,7 @@ def measure(
     return rows
 
 
-def _measure_update(bench: Bench, model, dtype, sizes) -> list[Row]:
+def _measure_update(bench: Bench, model, dtype, sizes) -> list[Measurement]:
     """Return tokens a second of an update, one subject after the other."""
     num_rows = sizes["rows"]
     num_tokens = sizes["tokens"]
@@ -144,7 +144,7 @@ def _measure_update(bench: Bench, model, dtype, sizes) -> list[Row]:
     ]
 
 
-def _measure_logits(bench: Bench, model, dtype, sizes) -> list[Row]:
+def _measure_logits(bench: Bench, model, dtype, sizes) -> list[Measurement]:
     """Return the memory of an update of a network that is mostly vocabulary."""
     tokens = sizes["vocabulary_tokens"]
     settings = {
@@ -165,7 +165,7 @@ def _measure_logits(bench: Bench, model, dtype, sizes) -> list[Row]:
     return _make_rows(case, results, tokens, ("loss",))
 
 
-def _measure_step(bench: Bench, sizes) -> list[Row]:
+def _measure_step(bench: Bench, sizes) -> list[Measurement]:
     """Return seconds of GRPO steps of a small Llama, beside google-tunix's."""
     parse_cases("grpo", CASES, sizes["grpo_shape"], "float32")
     spec = SHAPES[sizes["grpo_shape"]]
@@ -214,7 +214,7 @@ def _measure_step(bench: Bench, sizes) -> list[Row]:
     return rows
 
 
-def _make_rows(case, results, num_tokens, count_names) -> list[Row]:
+def _make_rows(case, results, num_tokens, count_names) -> list[Measurement]:
     """Return rows of tokens a second and peak memory, one for each subject."""
     ours = results[OURS]
     our_peak = median_of(ours, "peak_bytes")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from rsearch.learn.packing import Layout
+from rsearch.learn.packing import PackedLayout
 from rsearch.types import Group, Segment, Source
 
 
@@ -44,7 +44,7 @@ class Batch(NamedTuple):
     values: jax.Array | None = None
     returns: jax.Array | None = None
     length: jax.Array | None = None
-    layout: Layout | None = None
+    layout: PackedLayout | None = None
 
 
 def pack_segments(rows: Sequence[Sequence[Segment]], num_tokens: int) -> Batch:

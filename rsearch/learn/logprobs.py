@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rsearch.learn.packing import Layout, piecewise
+from rsearch.learn.packing import PackedLayout, piecewise
 from rsearch.models.decoder import Decoder
 from rsearch.models.sharding import DECODING_RULES, num_shards, param_shardings
 
@@ -15,7 +15,7 @@ def token_logprobs(
     model: Decoder,
     params: Any,
     tokens: jax.Array,
-    layout: Layout | None = None,
+    layout: PackedLayout | None = None,
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
@@ -176,7 +176,7 @@ def _logit_gradient(
 
 
 def token_values(
-    model: Decoder, params: Any, tokens: jax.Array, layout: Layout | None = None
+    model: Decoder, params: Any, tokens: jax.Array, layout: PackedLayout | None = None
 ) -> jax.Array:
     """Return [B, T] float32 the value of the state that each token was chosen in.
 

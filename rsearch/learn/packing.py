@@ -22,7 +22,7 @@ import numpy as np
 PIECES = 8
 
 
-class Layout(NamedTuple):
+class PackedLayout(NamedTuple):
     """The positions of the tokens of [b, T] conversations in K pieces of [p, T] rows.
 
     Attributes:
@@ -67,7 +67,7 @@ def packed(batch: Any, *, multiple: int = 1):
     k = -(-b // p)
     if k == 1:
         return batch
-    layout = Layout(
+    layout = PackedLayout(
         source=np.zeros((m, k, p, t), np.int32),
         positions=np.zeros((m, k, p, t), np.int32),
         piece_index=np.full((m, b), -1, np.int32),
@@ -107,7 +107,7 @@ def _fill(lengths: np.ndarray, room: int) -> list[list[int]]:
     return rows or [[]]
 
 
-def piecewise(run: Callable, tokens: jax.Array, layout: Layout) -> tuple:
+def piecewise(run: Callable, tokens: jax.Array, layout: PackedLayout) -> tuple:
     """Apply `run` to [b, T] tokens, piece by piece.
 
     A gradient through this would store the residuals of every piece, full or empty:
@@ -146,7 +146,7 @@ def piecewise(run: Callable, tokens: jax.Array, layout: Layout) -> tuple:
     )
 
 
-def num_pieces(layout: Layout) -> int:
+def num_pieces(layout: PackedLayout) -> int:
     """Return K, the pieces of each micro-batch of a [M, ...] batch's layout."""
     return layout.source.shape[1]
 
@@ -178,7 +178,7 @@ def only_piece(rows: Any, number: jax.Array):
     return rows, ~jnp.any(is_here & counts)
 
 
-def _folded(add: Callable, total, layout: Layout, counted: jax.Array):
+def _folded(add: Callable, total, layout: PackedLayout, counted: jax.Array):
     """Return `total` after every piece, one after another, skipping those without rows.
 
     Args:

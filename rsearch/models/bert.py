@@ -202,7 +202,7 @@ def embed(
 
     Args:
         model: the Bert.
-        params: from `load`.
+        params: from `load_bert`.
         token_ids: [B, T] int32, padded on the right.
         num_tokens: [B] int32, tokens of each row that count.
         pooling: "mean" or "cls".
@@ -243,7 +243,7 @@ def score(
     return model.apply({"params": params}, token_ids, is_token, types)
 
 
-def read_spec(directory: str | os.PathLike) -> BertSpec:
+def read_bert_spec(directory: str | os.PathLike) -> BertSpec:
     """Return the shape that a Hugging Face config.json describes.
 
     Raises:
@@ -290,7 +290,7 @@ def read_spec(directory: str | os.PathLike) -> BertSpec:
     return spec
 
 
-def load(directory: str | os.PathLike) -> tuple[BertSpec, dict]:
+def load_bert(directory: str | os.PathLike) -> tuple[BertSpec, dict]:
     """Load a BERT from a Hugging Face directory.
 
     Returns:
@@ -303,7 +303,7 @@ def load(directory: str | os.PathLike) -> tuple[BertSpec, dict]:
             mis-shaped tensor.
     """
     directory = pathlib.Path(directory)
-    spec = read_spec(directory)
+    spec = read_bert_spec(directory)
     return spec, _load_params(directory, Bert(spec), _UNUSED)
 
 
@@ -311,13 +311,13 @@ def load_cross_encoder(directory: str | os.PathLike) -> tuple[BertSpec, dict]:
     """Load a BertForSequenceClassification of one label from a directory.
 
     Returns:
-        (BertSpec, parameters as float32 NumPy arrays), as `load` does.
+        (BertSpec, parameters as float32 NumPy arrays), as `load_bert` does.
 
     Raises:
-        ValueError: as `load`; and more labels than one, or one type of tokens.
+        ValueError: as `load_bert`; and more labels than one, or one type of tokens.
     """
     directory = pathlib.Path(directory)
-    spec = read_spec(directory)
+    spec = read_bert_spec(directory)
     if spec.num_types < 2:
         raise ValueError(
             f"{directory / 'config.json'}: type_vocab_size={spec.num_types}, expected "

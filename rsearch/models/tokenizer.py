@@ -17,7 +17,7 @@ import jinja2.sandbox
 import numpy as np
 
 from rsearch.models.hf.directory import read_object
-from rsearch.models.vocabulary import body_tokenizer, parse, token_bytes
+from rsearch.models.vocabulary import body_tokenizer, parse_tokenizer, token_bytes
 from rsearch.types import Messages
 
 
@@ -44,7 +44,7 @@ class Tokenizer:
         name: str = "tokenizer",
     ):
         self._name, self._json = name, tokenizer_json
-        self._full = parse(tokenizer_json, name)
+        self._full = parse_tokenizer(tokenizer_json, name)
         self._full.no_truncation()
         self._full.no_padding()
         parsed = json.loads(tokenizer_json)
@@ -244,7 +244,7 @@ def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
         text = path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a tokenizer: {error}") from None
-    tokenizer = parse(text, path)
+    tokenizer = parse_tokenizer(text, path)
     settings = _settings(directory / "tokenizer_config.json")
     generation = _settings(directory / "generation_config.json")
     tokens = {

@@ -22,7 +22,7 @@ MAX_SPARSITY = 2  # ids for each token, and
 MAX_UNUSED = 1 << 16  # this many further ids without a token
 
 
-def parse(text: str, name: str | os.PathLike) -> tokenizers.Tokenizer:
+def parse_tokenizer(text: str, name: str | os.PathLike) -> tokenizers.Tokenizer:
     """Make the tokenizer of a tokenizer.json.
 
     Raises:
@@ -72,7 +72,7 @@ def body_tokenizer(parsed: dict, name: str) -> tokenizers.Tokenizer:
         "truncation": None,
         "padding": None,
     }
-    return parse(json.dumps(body), name)
+    return parse_tokenizer(json.dumps(body), name)
 
 
 def _merged(pair) -> str:

@@ -32,7 +32,7 @@ PASSAGE_TOKENS = 4096  # a batch of passages has about as many, padding included
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class EncoderFamily:
     """A family of models: prefixes of its inputs, pooling of its outputs."""
 
     query_prefix: str
@@ -42,13 +42,13 @@ class Family:
 
 FAMILIES = {
     # intfloat/e5-*: arXiv 2212.03533
-    "e5": Family("query: ", "passage: ", "mean"),
+    "e5": EncoderFamily("query: ", "passage: ", "mean"),
     # BAAI/bge-*-en-v1.5: arXiv 2309.07597. The space at the end changes no token.
-    "bge": Family(
+    "bge": EncoderFamily(
         "Represent this sentence for searching relevant passages: ", "", "cls"
     ),
     # sentence-transformers/all-MiniLM-L6-v2
-    "minilm": Family("", "", "mean"),
+    "minilm": EncoderFamily("", "", "mean"),
 }
 
 
@@ -114,7 +114,7 @@ class BertEncoder:
         dtype: Any = jnp.float32,
     ):
         directory = pathlib.Path(directory)
-        spec, params = bert.load(directory)
+        spec, params = bert.load_bert(directory)
         self.family = FAMILIES[family]
         default = _max_tokens(directory, spec)
         self.max_query_tokens = max_query_tokens or default

@@ -61,11 +61,11 @@ class MetricsLog:
         assert "step" not in values, values
         if not processes.is_host0():
             return
-        row = to_json(values)
+        row = metrics_to_json(values)
         text = json.dumps({"step": int(step), **row}, allow_nan=False)
         files.append(self._file, f"{text}\n".encode())
         if self._curves:
-            self._curves.write(step, from_json(row))
+            self._curves.write(step, metrics_from_json(row))
 
     def rewind(self, step: float) -> None:
         """Drop the rows of `step` and later, and a torn last line."""
@@ -75,7 +75,9 @@ class MetricsLog:
         if self.path.exists():
             rows = read_metrics(self.path)
             rows = [row for row in rows if row["step"] < step]
-            lines = [json.dumps(to_json(row), allow_nan=False) + "\n" for row in rows]
+            lines = [
+                json.dumps(metrics_to_json(row), allow_nan=False) + "\n" for row in rows
+            ]
             text = "".join(lines).encode()
             if text != self.path.read_bytes():
                 files.replace(self.path, text)
@@ -111,22 +113,22 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
     return read_jsonl(path, torn="drop", parse=_parse_row, on_bad=warn)
 
 
-def to_json(values: dict) -> dict:
+def metrics_to_json(values: dict) -> dict:
     """Return the values of `MetricsLog.write` as valid JSON."""
     return _spell_non_finite(
         {name: _to_scalar(name, value) for name, value in values.items()}
     )
 
 
-def from_json(row: dict) -> dict:
-    """Return the values that `to_json` was given."""
+def metrics_from_json(row: dict) -> dict:
+    """Return the values that `metrics_to_json` was given."""
     return {name: _number(value) for name, value in row.items()}
 
 
 def _parse_row(row):
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         raise ValueError("not a row of metrics")
-    return from_json(row)
+    return metrics_from_json(row)
 
 
 def _number(value):

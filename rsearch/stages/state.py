@@ -13,7 +13,12 @@ from rsearch.learn.train_state import TrainState
 from rsearch.learn.trainer import Trainer
 from rsearch.runtime import checkpoint, console
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
-from rsearch.runtime.metrics import MetricsLog, from_json, read_metrics, to_json
+from rsearch.runtime.metrics import (
+    MetricsLog,
+    metrics_from_json,
+    metrics_to_json,
+    read_metrics,
+)
 from rsearch.stages.guards import Collapse, Guards
 from rsearch.types import Params
 
@@ -74,7 +79,7 @@ class StageState:
         else:
             self.done, self.train_state, meta = newest
             if PENDING in meta:
-                self.pending_metrics = from_json(meta[PENDING])
+                self.pending_metrics = metrics_from_json(meta[PENDING])
             if GUARDS in meta:  # earlier versions had none
                 self.guards.restore(meta[GUARDS])
         self._saved = self.done
@@ -170,7 +175,7 @@ class StageState:
         # Rows of the undone steps are kept apart, so that curves have no step twice.
         self.roll_backs += 1
         undone = [row for row in read_metrics(metrics.path) if row["step"] >= before]
-        rows = [to_json(row) | {"roll_back": self.roll_backs} for row in undone]
+        rows = [metrics_to_json(row) | {"roll_back": self.roll_backs} for row in undone]
         processes.barrier("rows read")  # before the first host drops them
         old = read_jsonl(self._rolled_back) if self._rolled_back.exists() else []
         write_jsonl(self._rolled_back, old + rows)
@@ -240,7 +245,7 @@ class StageState:
             return
         meta = {GUARDS: self.guards.state()}
         if self.pending_metrics is not None:
-            meta[PENDING] = to_json(self.pending_metrics)
+            meta[PENDING] = metrics_to_json(self.pending_metrics)
         # A host that does not see a checkpoint yet would otherwise wait for a save that
         # the others skip.
         common = set.intersection(*checkpoint.steps_by_host(self._folder))

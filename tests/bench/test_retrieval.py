@@ -15,12 +15,12 @@ import pytest
 from rsearch.bench import child, neighbours, retrieval
 from rsearch.bench.child import Unmeasured
 from rsearch.bench.comparison import OURS, Bench
-from rsearch.bench.machine import Machine
+from rsearch.bench.machine import MachineBounds
 from rsearch.bench.neighbours import VectorSet, many_vectors, real_passages
 from rsearch.retrieval.encoder import load_encoder
 from tests.models.tiny_bert import write_tiny_bert
 
-MACHINE = Machine("m", 2, flops=1e15, bandwidth=1e14, is_measured=True)
+MACHINE = MachineBounds("m", 2, flops=1e15, bandwidth=1e14, is_measured=True)
 REAL = {"corpus": "", "encoder": "hashed", "family": "", "index": "", "questions": ""}
 
 

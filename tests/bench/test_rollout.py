@@ -6,10 +6,10 @@ import pytest
 
 from rsearch.bench import networks, rollout
 from rsearch.bench.comparison import OURS, Bench
-from rsearch.bench.machine import Machine
+from rsearch.bench.machine import MachineBounds
 from rsearch.bench.networks import SHAPES
 
-TOLD = Machine("m", 2, flops=1e15, bandwidth=1e15, is_measured=False)
+TOLD = MachineBounds("m", 2, flops=1e15, bandwidth=1e15, is_measured=False)
 DECODE = {"model": "", "batch": 2, "num_prompt": 4, "num_new": 2}
 TURNS = {"num_rollouts": 2, "group_size": 1, "spread": 0.0, "num_turns": 2}
 ONE = {

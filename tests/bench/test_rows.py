@@ -2,10 +2,10 @@
 
 import pytest
 
-from rsearch.bench.comparison import HEADS, Row, cells, make_row, with_bound
-from rsearch.bench.machine import Machine
+from rsearch.bench.comparison import HEADS, Measurement, cells, make_row, with_bound
+from rsearch.bench.machine import MachineBounds
 
-MACHINE = Machine("m", 2, flops=100.0, bandwidth=10.0, is_measured=True)
+MACHINE = MachineBounds("m", 2, flops=100.0, bandwidth=10.0, is_measured=True)
 
 
 def test_a_row_is_the_median_with_its_spread():
@@ -30,26 +30,26 @@ def test_a_ratio_above_one_is_in_our_favour(more_is_better, ratio):
     ],
 )
 def test_the_bound_is_what_takes_the_longest_at_least(flops, moved, bound, share):
-    row = with_bound(Row("c", "s", 1.0, "u"), MACHINE, 4.0, (flops, moved))
+    row = with_bound(Measurement("c", "s", 1.0, "u"), MACHINE, 4.0, (flops, moved))
     assert (row.bound, row.share) == (bound, pytest.approx(share))
 
 
 def test_phases_take_their_time_one_after_another():
-    row = Row("c", "s", 1.0, "u")
+    row = Measurement("c", "s", 1.0, "u")
     row = with_bound(row, MACHINE, 4.0, (0.0, 4.0), (200.0, 10.0))
     assert (row.bound, row.share) == ("FLOPs", pytest.approx(0.6))
 
 
 def test_a_machine_that_no_table_knows_has_no_bound():
-    unknown = Machine("m", 2, flops=None, bandwidth=None, is_measured=False)
-    row = with_bound(Row("c", "s", 1.0, "u"), unknown, 4.0, (200.0, 10.0))
+    unknown = MachineBounds("m", 2, flops=None, bandwidth=None, is_measured=False)
+    row = with_bound(Measurement("c", "s", 1.0, "u"), unknown, 4.0, (200.0, 10.0))
     assert (row.bound, row.share) == (None, None)
     assert cells(row)[HEADS.index("bound")] == cells(row)[HEADS.index("share")] == "-"
 
 
 def test_an_accelerators_maker_tells_no_bound_of_float32():
-    told = Machine("m", 2, flops=100.0, bandwidth=10.0, is_measured=False)
-    phase, row = (200.0, 10.0), Row("c", "s", 1.0, "u")
+    told = MachineBounds("m", 2, flops=100.0, bandwidth=10.0, is_measured=False)
+    phase, row = (200.0, 10.0), Measurement("c", "s", 1.0, "u")
     assert with_bound(row, told, 4.0, phase, dtype="bfloat16").share == 0.5
     assert with_bound(row, told, 4.0, phase, dtype="float32") == row
 

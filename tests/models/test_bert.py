@@ -25,7 +25,7 @@ def edit_config(directory, **fields):
 
 
 def run(directory, tokens, counts, **settings):
-    spec, params = bert.load(directory)
+    spec, params = bert.load_bert(directory)
     return np.asarray(bert.embed(bert.Bert(spec), params, tokens, counts, **settings))
 
 
@@ -42,7 +42,7 @@ def test_hidden_states_agree_with_transformers(tiny):
 
     tokens, counts = ragged_batch(np.random.default_rng(1))
     is_token = np.arange(tokens.shape[1])[None, :] < counts[:, None]
-    spec, params = bert.load(tiny)
+    spec, params = bert.load_bert(tiny)
     ours = bert.Bert(spec).apply({"params": params}, tokens, is_token)
     reference = BertModel.from_pretrained(tiny, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -91,8 +91,8 @@ def test_the_names_may_have_a_prefix(tiny, tmp_path, pooling):
 def test_bfloat16_weights_are_read_exactly(tmp_path):
     half = write_tiny_bert(tmp_path / "half", dtype=ml_dtypes.bfloat16)
     full = write_tiny_bert(tmp_path / "full")
-    _, a = bert.load(half)
-    _, b = bert.load(full)
+    _, a = bert.load_bert(half)
+    _, b = bert.load_bert(full)
     jax.tree.map(
         lambda x, y: np.testing.assert_array_equal(x, y.astype(x.dtype)),
         a,
@@ -110,7 +110,7 @@ def test_every_tensor_that_does_not_fit_is_in_one_table(tmp_path):
     }
     directory = write_tiny_bert(tmp_path, changed=changed)
     with pytest.raises(ValueError) as caught:
-        bert.load(directory)
+        bert.load_bert(directory)
     lines = str(caught.value).splitlines()
     assert "4 tensors" in lines[0]
     table = {line.split()[0]: line.split()[1:] for line in lines[2:]}
@@ -127,7 +127,7 @@ def test_pickled_weights_are_refused_with_the_command_that_converts_them(tmp_pat
     directory = write_tiny_bert(tmp_path)
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"weights_only=True.*pytorch_model\.bin"):
-        bert.load(directory)
+        bert.load_bert(directory)
 
 
 @pytest.mark.parametrize(
@@ -146,19 +146,19 @@ def test_an_unsupported_configuration_is_named(tmp_path, fields, message):
     directory = write_tiny_bert(tmp_path)
     edit_config(directory, **fields)
     with pytest.raises(ValueError, match=message):
-        bert.read_spec(directory)
+        bert.read_bert_spec(directory)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null"])
 def test_a_damaged_configuration_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json"):
-        bert.read_spec(tmp_path)
+        bert.read_bert_spec(tmp_path)
 
 
 def test_a_directory_without_configuration_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
-        bert.load(tmp_path)
+        bert.load_bert(tmp_path)
 
 
 def real_cosines(shared_data, real_models, num):
@@ -169,7 +169,7 @@ def real_cosines(shared_data, real_models, num):
     with gzip.open(shared_data / "hotpotqa" / "corpus.jsonl.gz", "rt") as lines:
         texts = [json.loads(line)["contents"] for line, _ in zip(lines, range(num))]
     directory = real_models / "minilm"
-    spec, params = bert.load(directory)
+    spec, params = bert.load_bert(directory)
     front = WordPiece(directory)
     theirs = BertTokenizer.from_pretrained(directory)
     reference = BertModel.from_pretrained(directory).eval()
@@ -252,7 +252,7 @@ def test_an_encoder_is_no_cross_encoder_and_the_other_way_round(tiny, tmp_path):
         bert.load_cross_encoder(tiny)
     directory = write_tiny_bert(tmp_path, cross_encoder=True)
     with pytest.raises(ValueError, match=r"classifier\.weight +extra"):
-        bert.load(directory)
+        bert.load_bert(directory)
 
 
 def test_a_classifier_of_two_labels_or_one_type_of_tokens_is_refused(tmp_path):

@@ -67,7 +67,7 @@ def test_shapes_do_not_grow_with_the_input(tiny):
 )
 def test_a_family_sets_prefixes_and_pooling(tiny, family, query, passage, pooling):
     encoder = BertEncoder(tiny, family=family)
-    spec, params = bert.load(tiny)
+    spec, params = bert.load_bert(tiny)
     for encode, prefix in (
         (encoder.encode_queries, query),
         (encoder.encode_passages, passage),
