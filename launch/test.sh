@@ -7,5 +7,5 @@ rsearch_environment tests/requirements.txt
 ruff check .
 ruff format --check .
 # Two at a time: most of a test is compilation, on one core.
-if [ $# = 0 ]; then set -- -n 2; fi
+if [ $# = 0 ]; then set -- -n 2 --dist loadfile; fi
 exec python -m pytest "$@"

@@ -1,12 +1,12 @@
 """A run small enough for a test: the quickstart's parts, each as little as can be."""
 
 import dataclasses
+import fcntl
 import functools
 import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 
 import jax
 import pytest
@@ -15,10 +15,13 @@ from jax.experimental.compilation_cache import compilation_cache
 from rsearch.config import recipes as configuration
 from rsearch.models.sharding import make_mesh
 from rsearch.setup import load
+from tests.session import SESSION_FOLDER, make_session_folder
 from tests.xla import xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-_folder = tempfile.TemporaryDirectory(prefix="rsearch-small-run-")
+# Shared by all processes of a pytest session; outside of one, a folder of this process.
+_own_folder = None if SESSION_FOLDER in os.environ else make_session_folder()
+SESSION = pathlib.Path(os.environ[SESSION_FOLDER])
 
 SIZES = {
     "name": "small",
@@ -93,7 +96,7 @@ def quick_compilation():
     """As in child processes: not optimised, and compiled once in a session."""
     settings = {
         "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": f"{_folder.name}/compiled",
+        "jax_compilation_cache_dir": f"{SESSION}/compiled",
         "jax_persistent_cache_min_compile_time_secs": 0,
     }
     before = {name: jax.config.values[name] for name in settings}
@@ -112,10 +115,13 @@ def finished():
     It ran where neither tensorflow nor torch can be imported, and read no pickle. Copy
     it to change it.
     """
-    workdir = pathlib.Path(_folder.name) / "finished"
-    done = run_python("-m", "tests.interrupted_run", "", *arguments(workdir))
-    assert done.returncode == 0, done.stderr
-    (workdir.parent / "stdout").write_text(done.stdout)
+    workdir, output = SESSION / "finished", SESSION / "stdout"
+    with (SESSION / "finished.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not output.exists():
+            done = run_python("-m", "tests.interrupted_run", "", *arguments(workdir))
+            assert done.returncode == 0, done.stderr
+            output.write_text(done.stdout)
     return workdir
 
 
@@ -157,7 +163,7 @@ def child_environment(devices=1):
     return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags(devices),
-        "JAX_COMPILATION_CACHE_DIR": f"{_folder.name}/compiled",
+        "JAX_COMPILATION_CACHE_DIR": f"{SESSION}/compiled",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     }

@@ -73,7 +73,7 @@ def test_test_requirements_are_installed_beside_the_others(checkout):
         ["pip tests/requirements.txt", "-m pytest -m slow"],
     ), error
     assert checkout.run("quickstart.sh")[2] == [TRAIN]
-    assert checkout.run("test.sh")[2] == ["-m pytest -n 2"]
+    assert checkout.run("test.sh")[2] == ["-m pytest -n 2 --dist loadfile"]
 
 
 def test_a_failed_installation_is_tried_again(checkout):

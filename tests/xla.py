@@ -13,5 +13,6 @@ def xla_flags(num_devices: int) -> str:
             f"--xla_force_host_platform_device_count={num_devices}",
             "--xla_backend_optimization_level=0",
             "--xla_cpu_use_fusion_emitters=false",
+            "--xla_cpu_parallel_codegen_split_count=1",  # tests fill all cores
         ]
     )
