@@ -28,7 +28,7 @@ import itertools
 import json
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -335,11 +335,11 @@ def main(argv: Sequence[str]) -> int:
     elif values["question"]:
         _print(tool(values["question"]))
     else:
-        _answer_lines(tool, sys.stdin.buffer, values["slots"])
+        answer_lines(tool, sys.stdin.buffer, values["slots"])
     return 0
 
 
-def _answer_lines(tool, lines, slots):
+def answer_lines(tool: SearchTool, lines: Iterable[bytes], slots: int) -> None:
     """Print a JSON line for each question, `slots` at a time, in order."""
     numbered = ((n, line.strip()) for n, line in enumerate(lines, 1) if line.strip())
     while batch := list(itertools.islice(numbered, slots)):

@@ -86,7 +86,7 @@ def main(
     run = _load_run(config, pathlib.Path(workdir))
     inputs = dict(run.base.inputs)
     for stage, prepared in run.prepared.items():
-        inputs |= _stage_inputs(stage, prepared, run.base)
+        inputs |= stage_inputs(stage, prepared, run.base)
     processes.check_same_on_all({"config": recipes.fingerprint(config), **inputs})
 
     with open_workdir(workdir, config, inputs=inputs, accept=accept) as home:
@@ -201,7 +201,7 @@ def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
         prepared = run.prepared.get(stage)
         if prepared is None:
             prepared = run.prepare(stage, stage_config)
-            home.add_inputs(_stage_inputs(stage, prepared, base))
+            home.add_inputs(stage_inputs(stage, prepared, base))
         setup = prepared.setup
         key = _weights_key(stage_config)
         params = weights.get(key)
@@ -293,7 +293,7 @@ def _has_ended(folder, stage_config):
     return latest >= stage_config[kind].steps
 
 
-def _stage_inputs(stage, prepared, base):
+def stage_inputs(stage: str, prepared: PreparedStage, base: Setup) -> dict[str, str]:
     """Return {name: fingerprint} of what a stage reads.
 
     The names are the same at every start, whichever stages have ended by then. An input

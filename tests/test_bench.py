@@ -93,6 +93,7 @@ def test_rollouts_are_measured_beside_a_peer(tmp_path, capsys):
     assert again == 4 * (16 + (16 + 8 + 9) + (16 + 2 * 8 + 2 * 9))
 
 
+@pytest.mark.slow
 def test_rollouts_that_wait_are_measured_beside_those_that_do_not(tmp_path, capsys):
     sizes = ("--waiting_shape=tiny", "--slots=4", "--rollouts=8", "--delay=30")
     cases = "--cases=delay,straggler"
@@ -154,6 +155,7 @@ def test_what_the_machine_can_do_is_told_before(flops, is_measured, says):
     assert bench.describe_bounds(machine).startswith(says)
 
 
+@pytest.mark.slow
 def test_a_step_is_split_into_its_parts(tmp_path, capsys):
     small = {
         "stages": "rl",

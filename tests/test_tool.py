@@ -236,7 +236,7 @@ def test_a_recipes_answer_model_is_loaded(folder):
 )
 def test_a_bad_line_is_named(search, line, message):
     with pytest.raises(ValueError, match=message):
-        tool._answer_lines(search, [b"\n", line + b"\n"], 4)
+        tool.answer_lines(search, [b"\n", line + b"\n"], 4)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_what_a_stage_has_left_goes_before_one_is_prepared_that_does_without(
         return train.PreparedStage(types.SimpleNamespace(config=ConfigDict()), ())
 
     monkeypatch.setattr(train, "stage_configs", lambda _: stages)
-    monkeypatch.setattr(train, "_stage_inputs", lambda *_: {})
+    monkeypatch.setattr(train, "stage_inputs", lambda *_: {})
     monkeypatch.setattr(train, "_evaluate", lambda *_: None)
     monkeypatch.setattr(train, "sft_stage", lambda *_, **__: None)
     monkeypatch.setattr(train, "rl_stage", lambda *_, **__: None)

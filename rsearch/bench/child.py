@@ -39,10 +39,10 @@ def main(module: str, function: str, settings: str) -> None:
             if repeat is None:
                 make = getattr(importlib.import_module(module), function)
                 repeat = make(**json.loads(settings))
-            _reset_peak()
+            reset_device_peak()
             numbers = repeat()
             if "peak_bytes" not in numbers:
-                numbers["peak_bytes"] = _peak_bytes()
+                numbers["peak_bytes"] = device_peak_bytes()
         except ModuleNotFoundError as error:
             numbers = {"missing": f"{error.name} is not installed"}
         except Unmeasured as reason:
@@ -69,13 +69,14 @@ def peak_bytes(process: str | int = "self") -> int:
     raise RuntimeError(f"/proc/{process}/status has no VmHWM")
 
 
-def _reset_peak():
+def reset_device_peak() -> None:
+    """Reset the peaks of this process and, under torch, of its GPU."""
     reset_peak()
     if torch := _torch_on_cuda():
         torch.cuda.reset_peak_memory_stats()
 
 
-def _peak_bytes() -> int:
+def device_peak_bytes() -> int:
     """Return the peak of this process's memory since the last reset.
 
     On an accelerator it counts the arrays on the first device. JAX's peak there is that

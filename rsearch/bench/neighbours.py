@@ -11,7 +11,7 @@ import json
 import multiprocessing
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -304,7 +304,7 @@ def make_scann(*, folder: str, batch: int, recall: float) -> Repetition:
             nearest = Nearest(vectors, searcher, changed)
             return lambda queries: nearest.search(queries, TOP_K)[1]
 
-        seconds = _built(path, _build_scann, partition)
+        seconds = build_once(path, _build_scann, partition)
         started = time.perf_counter()
         searcher = open_searcher(path)
         loaded = time.perf_counter() - started
@@ -314,7 +314,7 @@ def make_scann(*, folder: str, batch: int, recall: float) -> Repetition:
         return OpenIndex(search, leaves, REORDER, seconds, loaded, dims_per_code, dtype)
 
     kind = partition_kind(approximate_partition(len(vectors), vectors.dim))
-    return _tune(folder, map(opened, SCANN_CODES[kind]), batch, recall)
+    return tune(folder, map(opened, SCANN_CODES[kind]), batch, recall)
 
 
 def _build_scann(path, partition):
@@ -341,7 +341,7 @@ def make_flat(*, folder: str, batch: int, recall: float) -> Repetition:
     del vectors
     loaded = time.perf_counter() - started
     search = lambda *_: lambda queries: index.search(queries, TOP_K)[0]  # noqa: E731
-    return _tune(folder, [OpenIndex(search, (0,), loaded=loaded)], batch, recall)
+    return tune(folder, [OpenIndex(search, (0,), loaded=loaded)], batch, recall)
 
 
 def make_hnsw(*, folder: str, batch: int, recall: float) -> Repetition:
@@ -350,7 +350,7 @@ def make_hnsw(*, folder: str, batch: int, recall: float) -> Repetition:
 
     folder = pathlib.Path(folder)
     path = folder / "hnsw.faiss"
-    seconds = _built(path, _build_hnsw)
+    seconds = build_once(path, _build_hnsw)
     index, loaded = _read_faiss(path)
 
     def search(expansion, _):
@@ -358,7 +358,7 @@ def make_hnsw(*, folder: str, batch: int, recall: float) -> Repetition:
         return lambda queries: index.search(queries, TOP_K, params=settings)[0]
 
     opened = OpenIndex(search, EXPANSIONS, built=seconds, loaded=loaded)
-    return _tune(folder, [opened], batch, recall)
+    return tune(folder, [opened], batch, recall)
 
 
 def _build_hnsw(path):
@@ -389,13 +389,13 @@ def make_ivf(*, folder: str, batch: int, recall: float) -> Repetition:
             )
             return lambda queries: index.search(queries, TOP_K, params=settings)[0]
 
-        seconds = _built(path, _build_ivf, dims_per_code)
+        seconds = build_once(path, _build_ivf, dims_per_code)
         index, loaded = _read_faiss(path)
         num_lists = faiss.downcast_index(index.base_index).nlist
         probes = sorted({min(num_lists, n) for n in PROBES})
         return OpenIndex(search, probes, REFINED, seconds, loaded, dims_per_code)
 
-    return _tune(folder, map(opened, IVF_CODES), batch, recall)
+    return tune(folder, map(opened, IVF_CODES), batch, recall)
 
 
 def _build_ivf(path, dims_per_code):
@@ -420,7 +420,7 @@ def _read_faiss(path):
     return faiss.read_index(str(path)), time.perf_counter() - started
 
 
-def _built(path, build, *settings):
+def build_once(path: pathlib.Path, build: Callable, *settings: object) -> float:
     """Build the index unless the file is there, and return the seconds that took.
 
     Another process builds it: memory that the builder does not give back would count as
@@ -447,7 +447,9 @@ def _seconds_file(path):
     return path.with_name(path.name + ".seconds.json")
 
 
-def _tune(folder, indexes, batch, recall):
+def tune(
+    folder: pathlib.Path, indexes: Iterable[OpenIndex], batch: int, recall: float
+) -> Repetition:
     """Find the fastest setting with this recall, and return a function measuring it.
 
     Args:

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -238,7 +238,7 @@ def serve(settings: str) -> None:
 
     arguments = json.loads(settings)
     try:
-        search = _search(**arguments)
+        search = make_exact_search(**arguments)
     except ModuleNotFoundError as error:
         print(json.dumps({"missing": error.name}), flush=True)
         return
@@ -254,7 +254,7 @@ def serve(settings: str) -> None:
     os._exit(0)
 
 
-def _search(folder, encoder, family):
+def make_exact_search(folder: str, encoder: str, family: str) -> Callable:
     """Return a function (query, k) -> hits."""
     import torch
     import transformers

@@ -131,7 +131,7 @@ def measure(
         }
         if "decode" in chosen:
             for rows_at_once in batches:
-                rows += _measure_decode(bench, spec, settings | {"batch": rows_at_once})
+                rows += measure_decode(bench, spec, settings | {"batch": rows_at_once})
         if "turns" in chosen:
             settings |= {
                 "batch": turn_batch,
@@ -141,7 +141,7 @@ def measure(
                 "num_turns": turns,
                 "num_observed": observation_tokens,
             }
-            rows += _measure_turns(bench, spec, settings)
+            rows += measure_conversations(bench, spec, settings)
     return rows
 
 
@@ -166,7 +166,9 @@ def _compare_with_peer(bench, make, settings):
     return compare(subjects, bench.repeats)
 
 
-def _measure_decode(bench: Bench, spec: DecoderSpec, settings) -> list[Measurement]:
+def measure_decode(
+    bench: Bench, spec: DecoderSpec, settings: dict
+) -> list[Measurement]:
     """Return tokens a second of decoding and of prefill, each by both subjects."""
     batch = settings["batch"]
     num_new = settings["num_new"]
@@ -207,7 +209,9 @@ def _measure_decode(bench: Bench, spec: DecoderSpec, settings) -> list[Measureme
     return sorted(rows, key=lambda row: row.case)
 
 
-def _measure_turns(bench: Bench, spec: DecoderSpec, settings) -> list[Measurement]:
+def measure_conversations(
+    bench: Bench, spec: DecoderSpec, settings: dict
+) -> list[Measurement]:
     """Return tokens written a second in conversations of several turns."""
     case = "{num_turns} turns, {num_rollouts} rollouts on {batch} rows"
     case = case.format(**settings)

@@ -66,7 +66,7 @@ class Corpus:
         files = _cache_files(self.path, cache)
         header = _read_header(self.path, files)
         if header is None:
-            header = _build(self.path, files)
+            header = build_cache(self.path, files)
         self._fingerprint = header["fingerprint"]
         self._num = header["num"]
         # A plain view: indexing a memmap makes a new memmap every time.
@@ -172,7 +172,7 @@ def parse_line(line: bytes) -> tuple[str, str]:
     return passage_id, f"{title}\n{check_text(record['text'], 'text')}"
 
 
-class _CacheFiles(NamedTuple):
+class CacheFiles(NamedTuple):
     """The paths of a corpus's cached files."""
 
     offsets: pathlib.Path
@@ -185,7 +185,7 @@ def _cache_files(path, cache):
         # Several corpora named corpus.jsonl may share a cache.
         tag = xxhash.xxh3_64_hexdigest(os.fsencode(path.resolve()))
         folder, stem = pathlib.Path(cache), f"{path.stem[:40]}.{tag}"
-    return _CacheFiles(folder / f"{stem}.offsets", folder / f"{stem}.plain")
+    return CacheFiles(folder / f"{stem}.offsets", folder / f"{stem}.plain")
 
 
 def _state(path):
@@ -250,7 +250,7 @@ def _checked(header):
     return header
 
 
-def _build(path, files):
+def build_cache(path: pathlib.Path, files: CacheFiles) -> dict:
     """Read the corpus, write its cached files and return their header."""
     kind = file_kind(path)
     if kind == "empty":

@@ -12,13 +12,13 @@ import pathlib
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rsearch.learn.batch import cut, pack_segments
+from rsearch.learn.batch import Batch, cut, pack_segments
 from rsearch.learn.objectives import imitation_loss
 from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state
@@ -29,13 +29,14 @@ from rsearch.models.hf.directory import find_model
 from rsearch.models.sharding import make_mesh
 from rsearch.models.small_tokenizer import ROLES
 from rsearch.models.spec import DecoderSpec
+from rsearch.models.tokenizer import Tokenizer
 from rsearch.protocols import plain
 from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.rollout.replay import replay
 from rsearch.runtime import console
-from rsearch.types import Segment, Source
+from rsearch.types import SearchFn, Segment, Source
 from rsearch.world import reading
 from rsearch.world import texts as world_texts
 from rsearch.world.world import WORLD, make_world
@@ -147,14 +148,14 @@ def find_world_model(
     digest = hashlib.sha256(f"{tokenizer.fingerprint} {settings}".encode())
     # Code determines how conversations become tokens; some of them show whether the
     # code has changed.
-    for row in _rows(read[:SAMPLED], tokenizer, search):
+    for row in make_rows(read[:SAMPLED], tokenizer, search):
         for segment in row:
             digest.update(bytes([segment.source]) + segment.token_ids.tobytes())
     directory = _cache(cache) / f"{name}-{digest.hexdigest()[:16]}"
     if directory.is_dir():
         return directory
     say(f"{WORLD}:{name}: made once, to be kept in {directory}")
-    rows = _rows(read, tokenizer, search)
+    rows = make_rows(read, tokenizer, search)
     params, spec = _train(name, how, rows, tokenizer, seed, say)
     _keep(directory, params, spec, tokenizer)
     return directory
@@ -181,7 +182,9 @@ def _keep(directory, params, spec, tokenizer):
     assert directory.is_dir()
 
 
-def _rows(read, tokenizer, search):
+def make_rows(
+    read: Sequence, tokenizer: Tokenizer, search: SearchFn
+) -> list[list[Segment]]:
     """Tokenize what is read: [rows] lists of segments."""
     limits = Limits(8, MAX_CONTEXT, MAX_CONTEXT, MAX_CONTEXT)
     hosts = {}
@@ -253,14 +256,14 @@ def _train(name, how: Pretraining, rows, tokenizer, seed, say):
     )
     key = jax.random.key(seed + how.seed)
     params = jax.jit(lambda key: init_params(model, key))(key)
-    params = params | {"embedding": _align_spaced(params["embedding"], tokenizer)}
+    params = params | {"embedding": align_spaced(params["embedding"], tokenizer)}
     state = create_state(params, optimizer, mesh)
     say(
         f"{WORLD}:{name}: {spec.num_params / 1e6:.2g} M parameters, {len(rows):,} rows "
-        f"of {sum(map(_length, rows)) / len(rows):.0f} tokens"
+        f"of {sum(map(row_length, rows)) / len(rows):.0f} tokens"
     )
     start = shown = time.monotonic()
-    batches = _batches(rows, how, seed, jax.local_device_count())
+    batches = make_batches(rows, how, seed, jax.local_device_count())
     for step in range(how.steps):
         state, measured = update(state, None, put(next(batches), mesh))
         if time.monotonic() - shown > SECONDS_BETWEEN_LINES or step + 1 == how.steps:
@@ -272,7 +275,7 @@ def _train(name, how: Pretraining, rows, tokenizer, seed, say):
     return state.params, spec
 
 
-def _align_spaced(embedding, tokenizer):
+def align_spaced(embedding: jax.Array, tokenizer: Tokenizer) -> jax.Array:
     """Give a word and the word with a space before it embeddings that differ little.
 
     They differ in one direction, which is the same for all words. A model reads "
@@ -288,7 +291,9 @@ def _align_spaced(embedding, tokenizer):
     return embedding.at[bare].set(embedding[spaced] + embedding[unused][None])
 
 
-def _batches(rows, how, seed, multiple):
+def make_batches(
+    rows: Sequence[Sequence[Segment]], how: Pretraining, seed: int, multiple: int
+) -> Iterator[Batch]:
     """Yield batches of rows of similar length, endlessly.
 
     Each row comes once before any comes again.
@@ -296,7 +301,7 @@ def _batches(rows, how, seed, multiple):
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, 6])))
     by_length = {}
     for row in rows:
-        fitting = [n for n in LENGTHS if n >= _length(row)]
+        fitting = [n for n in LENGTHS if n >= row_length(row)]
         by_length.setdefault(fitting[0], []).append(row)
     while True:
         batches = []
@@ -315,5 +320,6 @@ def _batches(rows, how, seed, multiple):
             yield cut(batch, len(chosen))
 
 
-def _length(row):
+def row_length(row: Sequence[Segment]) -> int:
+    """Return the number of tokens of a row."""
     return sum(len(segment.token_ids) for segment in row)

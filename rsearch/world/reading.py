@@ -116,11 +116,11 @@ def reading(
             for question in world.train:
                 items.append(_dialogue(world, protocol, question, shares, rng))
     for _ in range(shares.recalling):
-        items += _recollections(world)
+        items += make_recollections(world)
     items += _facts(world, shares.facts, rng)
-    items += [_comparison(world, rng) for _ in range(shares.comparisons)]
-    items += [_orderings(rng) for _ in range(shares.orderings)]
-    items += [_lookups(world, rng) for _ in range(shares.lookups)]
+    items += [make_comparison(world, rng) for _ in range(shares.comparisons)]
+    items += [make_orderings(rng) for _ in range(shares.orderings)]
+    items += [make_lookups(world, rng) for _ in range(shares.lookups)]
     for _ in range(shares.direct):
         items += _answers(world, search, rng)
     for _ in range(shares.chats):
@@ -152,7 +152,7 @@ def _dialogue(world, protocol, question, shares, rng):
     return Dialogue(protocol.name, question, _spaced(protocol, steps), observations)
 
 
-def _recollections(world):
+def make_recollections(world: World) -> list[Dialogue]:
     """Return a dialogue for each question of which something is known."""
     protocol = R1_SEARCHER_PP
     dialogues = []
@@ -194,7 +194,7 @@ def _facts(world, times, rng):
     return [Text(tuple(chosen[i : i + 6])) for i in range(0, len(chosen), 6)]
 
 
-def _comparison(world, rng):
+def make_comparison(world: World, rng: np.random.Generator) -> Text:
     """Return a text that compares made-up names, looked up in turn or at once.
 
     What is found together is shown as the protocol of several queries shows it: in its
@@ -236,7 +236,7 @@ def _dates(rng):
     return {name: YEARS[i] for name, i in zip(relations, years)}
 
 
-def _orderings(rng):
+def make_orderings(rng: np.random.Generator) -> Text:
     """Return a text of the years of two things, and which is first, several times."""
     pieces = []
     for _ in range(8):
@@ -246,7 +246,7 @@ def _orderings(rng):
     return Text(tuple(pieces))
 
 
-def _lookups(world, rng):
+def make_lookups(world: World, rng: np.random.Generator) -> Text:
     """Return a text of facts of made-up names, each asked for, shown and retold.
 
     What it has read of the world's own names a model may recall; here it has to read.

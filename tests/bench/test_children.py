@@ -128,7 +128,7 @@ def test_memory_on_an_accelerator_is_its_own(monkeypatch):
             default_backend=lambda backend=backend: backend, devices=lambda: [device]
         )
         monkeypatch.setitem(sys.modules, "jax", jax)
-        assert (child._peak_bytes() == 7) == is_told
+        assert (child.device_peak_bytes() == 7) == is_told
     forgotten = []
     cuda = SimpleNamespace(
         is_initialized=lambda: True,
@@ -136,8 +136,8 @@ def test_memory_on_an_accelerator_is_its_own(monkeypatch):
         max_memory_allocated=lambda: 9,
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    child._reset_peak()
-    assert forgotten == [1] and child._peak_bytes() == 9
+    child.reset_device_peak()
+    assert forgotten == [1] and child.device_peak_bytes() == 9
 
 
 def test_memory_that_a_subject_tells_of_itself_is_taken():

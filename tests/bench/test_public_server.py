@@ -29,6 +29,6 @@ def test_queries_are_encoded_on_a_gpu_where_there_is_one(
     passages = [["p", "a city"], ["q", "a river"]]
     (tmp_path / "texts.json").write_text(json.dumps({"passages": passages}))
     np.save(tmp_path / "vectors.npy", np.eye(2, 24, dtype=np.float32))
-    search = peers._search(tmp_path, str(tmp_path / "bert"), "minilm")
+    search = peers.make_exact_search(tmp_path, str(tmp_path / "bert"), "minilm")
     assert {hit["document"]["id"] for hit in search("the city", 2)} == {"p", "q"}
     assert moved == [("BertModel", device), ("BatchEncoding", device)]

@@ -60,6 +60,7 @@ def in_this_process(subjects, repeats, **_):
     return found
 
 
+@pytest.mark.slow
 def test_searchers_are_compared_at_the_recall_that_is_asked_for(work, monkeypatch):
     monkeypatch.setattr(retrieval, "compare", in_this_process)
     rows = retrieval.measure(
@@ -208,7 +209,7 @@ def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path, monkeypatch)
     other = neighbours.OpenIndex(lambda a, _: search(a, 3), (3, 9, 10), dims_per_code=5)
     empty = neighbours.OpenIndex(lambda *_: search(0, 0), (0,))
     index = neighbours.OpenIndex(search, (3, 9, 10), (1, 30), 7.0, 2.0, dims_per_code=4)
-    once = neighbours._tune(tmp_path, [other, index, empty], 4, 0.9)
+    once = neighbours.tune(tmp_path, [other, index, empty], 4, 0.9)
     told = once()
     assert (told["searched"], told["reordered"]) == (9, 1)
     assert told["recall"] == pytest.approx(0.9) and told["queries"] == 8
@@ -221,7 +222,7 @@ def test_the_fastest_setting_with_enough_recall_is_chosen(tmp_path, monkeypatch)
     assert once()["seconds"] == pytest.approx(0.002)
     assert len(calls) == pytest.approx(100, abs=2)  # all queries, again and again
     with pytest.raises(Unmeasured, match=r"^no setting has a recall of 1\.1$"):
-        neighbours._tune(tmp_path, [other, empty], 4, 1.1)
+        neighbours.tune(tmp_path, [other, empty], 4, 1.1)
 
 
 def write(path, text):
@@ -231,13 +232,13 @@ def write(path, text):
 
 def test_an_index_is_built_once_elsewhere_and_remembers_how_long_it_took(tmp_path):
     path = tmp_path / "index"
-    first = neighbours._built(path, write, "built")
+    first = neighbours.build_once(path, write, "built")
     text, pid = path.read_text().split()
     assert text == "built" and int(pid) != os.getpid() and first > 0
-    assert neighbours._built(path, write, "again") == first
+    assert neighbours.build_once(path, write, "again") == first
     assert path.read_text() == f"built {pid}"
     with pytest.raises(RuntimeError, match="missing/index could not be built: code 1"):
-        neighbours._built(tmp_path / "missing" / "index", write, "built")
+        neighbours.build_once(tmp_path / "missing" / "index", write, "built")
 
 
 def test_work_is_what_no_search_can_do_without(tmp_path, monkeypatch):

@@ -26,9 +26,9 @@ def test_what_an_accelerators_maker_tells_bounds_bfloat16_alone(
 ):
     monkeypatch.setattr(rollout, "compare", lambda *_: {OURS: [ONE]})
     settings, spec = DECODE | {"dtype": dtype}, SHAPES["tiny"]
-    rows = rollout._measure_decode(Bench(TOLD), spec, settings)
+    rows = rollout.measure_decode(Bench(TOLD), spec, settings)
     settings |= TURNS | {"num_observed": 3}
-    rows += rollout._measure_turns(Bench(TOLD), spec, settings)
+    rows += rollout.measure_conversations(Bench(TOLD), spec, settings)
     assert len(rows) == 3
     for row in rows:
         assert bool(row.bound) == bool(row.share) == is_known

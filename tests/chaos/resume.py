@@ -80,7 +80,7 @@ def _step_back(run):
     """Takes the newest checkpoint of the last stage away, as a lost disk would."""
     folders = sorted(run.glob("*/checkpoints"), key=lambda p: p.parent.name != "sft")
     newest = checkpoint.latest(folders[-1])
-    checkpoint._delete(folders[-1] / str(newest))
+    checkpoint.delete_step(folders[-1] / str(newest))
     (run / "results.json").unlink(missing_ok=True)
 
 

@@ -34,13 +34,13 @@ def lines(records):
 def builds(monkeypatch):
     """The paths of the corpora that were read from front to back."""
     seen = []
-    build = corpus_module._build
+    build = corpus_module.build_cache
 
     def counted(path, files):
         seen.append(path)
         return build(path, files)
 
-    monkeypatch.setattr(corpus_module, "_build", counted)
+    monkeypatch.setattr(corpus_module, "build_cache", counted)
     return seen
 
 

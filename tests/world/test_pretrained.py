@@ -118,7 +118,7 @@ def test_policies_read_dialogues_of_every_protocol_and_a_judge_reads_none(world,
         items = read(name)
         dialogues = [i for i in items if isinstance(i, reading.Dialogue)]
         assert {d.protocol for d in dialogues} == set(WORLD_PROTOCOLS)
-        known = len(reading._recollections(world)) * MODELS[name].shares.recalling
+        known = len(reading.make_recollections(world)) * MODELS[name].shares.recalling
         assert len(dialogues) == len(WORLD_PROTOCOLS) * len(world.train) + known
     kinds = {type(item) for item in read("judge")}
     assert kinds == {reading.Chat, reading.Text}
@@ -130,7 +130,7 @@ def test_a_comparison_can_be_made_from_what_is_given_alone(world):
     dated += r"|Based in \w+\. )?(Birth|Release|Founding) (\d{4})\."
     turns = set()
     for _ in range(200):
-        pieces = reading._comparison(world, rng).pieces
+        pieces = reading.make_comparison(world, rng).pieces
         question = pieces[0][0]
         names = re.sub(r".*older, ", "", question)[:-1].split(" or ")
         shown = "".join(context for context, _ in pieces[1:])
@@ -151,7 +151,7 @@ def test_a_comparison_can_be_made_from_what_is_given_alone(world):
 def test_an_ordering_names_the_first_of_the_years_told():
     rng = np.random.default_rng(0)
     for _ in range(50):
-        for years_shown, learnt in reading._orderings(rng).pieces:
+        for years_shown, learnt in reading.make_orderings(rng).pieces:
             facts = re.findall(r"(Birth|Release|Founding) (\d{4})\.", years_shown)
             assert len(facts) in (2, 3) and len({year for _, year in facts}) > 1
             relation, year = min(facts, key=lambda fact: int(fact[1]))
@@ -162,7 +162,7 @@ def test_a_lookup_tells_what_is_to_be_told_again_and_leads_on(world):
     rng = np.random.default_rng(0)
     retold = missing = chains = 0
     for _ in range(300):
-        pieces = reading._lookups(world, rng).pieces
+        pieces = reading.make_lookups(world, rng).pieces
         chains += len(pieces) > 1
         for context, learnt in pieces:
             words, _, passage = context.strip().partition("? ")
@@ -180,7 +180,7 @@ def test_a_lookup_tells_what_is_to_be_told_again_and_leads_on(world):
 
 
 def test_what_is_known_in_part_is_recalled_as_far_as_it_is(world):
-    dialogues = reading._recollections(world)
+    dialogues = reading.make_recollections(world)
     known = [
         any(hop.subject in world.famous for hop in world.hops[q.id])
         for q in world.train
@@ -231,7 +231,7 @@ def test_evidence_is_enough_for_an_answer_or_the_answer_is_unknown(world, read):
 def test_rows_learn_what_is_written_and_read_what_is_given(world, search, read):
     tokenizer = world_tokenizer(world)
     items = read("expert")
-    rows = pretrained._rows(items, tokenizer, search)
+    rows = pretrained.make_rows(items, tokenizer, search)
     assert len(rows) == len(items)
     for item, row in zip(items, rows, strict=True):
         learnt = [s for s in row if s.source == Source.POLICY]
@@ -243,20 +243,20 @@ def test_rows_learn_what_is_written_and_read_what_is_given(world, search, read):
             assert learnt_text == f" {item.reply}"
         else:
             assert learnt_text == "".join(text for _, text in item.pieces)
-    assert max(map(pretrained._length, rows)) <= pretrained.LENGTHS[-1]
+    assert max(map(pretrained.row_length, rows)) <= pretrained.LENGTHS[-1]
 
 
 def test_batches_hold_every_row_before_any_comes_again(world, search, read):
     items = read("base")
     tokenizer = world_tokenizer(world)
-    rows = pretrained._rows(items, tokenizer, search)
+    rows = pretrained.make_rows(items, tokenizer, search)
 
     def ids(row):
         return tuple(np.concatenate([s.token_ids for s in row]).tolist())
 
     seen = set()
     wanted = {ids(row) for row in rows}
-    batches = pretrained._batches(rows, LITTLE, seed=0, multiple=1)
+    batches = pretrained.make_batches(rows, LITTLE, seed=0, multiple=1)
     for _ in range(len(rows) + 10):
         batch = next(batches)
         tokens = batch.tokens[0]
@@ -336,7 +336,7 @@ def test_a_word_starts_out_alike_with_and_without_a_space(world):
     tokenizer = world_tokenizer(world)
     rng = np.random.default_rng(0)
     before = jax.numpy.asarray(rng.normal(size=(tokenizer.vocab_size, 4)))
-    after = np.asarray(pretrained._align_spaced(before, tokenizer))
+    after = np.asarray(pretrained.align_spaced(before, tokenizer))
     ids = {token: i for i, token in enumerate(tokenizer.token_bytes)}
     words = [t for t in ids if b" " + t in ids]
     assert len(words) > 20
