@@ -83,6 +83,7 @@ def test_moments_that_rest_with_the_hosts_are_counted_where_they_step():
     assert peaks["update's step"] == 5 * whole != peaks["update's gradient"]
 
 
+@pytest.mark.slow
 def test_a_data_stage_and_an_evaluation_are_planned_as_the_dry_run_counts_them(
     tmp_path, capsys
 ):
@@ -131,6 +132,7 @@ def test_a_chain_reads_all_that_stands_before_each_step(tmp_path):
     assert rows["prefill"]["flops"] > 2 * params * prompts / 8 * 0.9
 
 
+@pytest.mark.slow
 def test_a_slice_compiles_a_data_stage(slice_of_four):
     c = recipe(stages=("curate", "rl"))
     (found,) = plan.main(c, slice_of_four, only="curate").values()

@@ -1,6 +1,7 @@
 """Sweeps: which trials they are, and how these are run, stopped and gone on with."""
 
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -329,8 +330,12 @@ def sweep_of_two(folder, before):
     return process, [int(log.read_text().split()[0]) for log in logs]
 
 
-@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
-@pytest.mark.parametrize("how", SIGNALS, ids=lambda name: name.name)
+@pytest.mark.parametrize(
+    ("how", "before"),
+    # Each signal, and each way in which a shell leaves SIGINT.
+    zip(SIGNALS, itertools.cycle([signal.SIG_DFL, signal.SIG_IGN])),
+    ids=lambda value: value.name,
+)
 def test_what_runs_is_stopped_with_the_sweep(tmp_path, how, before):
     """On a real process, as a shell starts it in the foreground or the background."""
     handlers = {signal.SIGINT: before, signal.SIGHUP: signal.SIG_DFL}

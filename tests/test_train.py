@@ -392,7 +392,7 @@ def test_what_stages_read_has_the_same_names_whichever_have_ended():
 
     def named(stage, **inputs):
         setup = types.SimpleNamespace(inputs={"tokenizer": "t"} | inputs)
-        return train._stage_inputs(stage, train.PreparedStage(setup, ()), base)
+        return train.stage_inputs(stage, train.PreparedStage(setup, ()), base)
 
     plain = {"tokenizer": "t", "data.train": "asked"}
     assert named("curate", **{"data.train": "asked"}) == plain

@@ -8,8 +8,8 @@ from tests.chaos import files
 
 
 def test_changed_files_load_or_are_refused_in_words(capsys):
-    assert files.main(["--files=240"]) == 0
-    assert "240 changed samples" in capsys.readouterr().out
+    assert files.main(["--files=120"]) == 0
+    assert "120 changed samples" in capsys.readouterr().out
 
 
 @pytest.mark.slow

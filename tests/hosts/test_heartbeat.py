@@ -30,7 +30,7 @@ def compiled():
     """(when it began, seconds) of the compilation of a long program."""
 
     def program(x):
-        for i in range(120):
+        for i in range(500):
             x = jnp.sin(x) @ x + i
         return x
 

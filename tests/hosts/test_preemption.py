@@ -159,7 +159,8 @@ def ended(processes, seconds):
     return [(p.returncode, t) for p, t in zip(processes, told, strict=True)]
 
 
-@pytest.mark.parametrize("asked", [pytest.param((0, 1), marks=pytest.mark.slow), (1,)])
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [(0, 1), (1,)])
 def test_two_hosts_save_together_whichever_is_told(tmp_path, asked):
     run, processes = begun(tmp_path)
     for number in asked:
@@ -185,6 +186,7 @@ def test_a_host_that_hangs_ends_the_run_by_its_name(tmp_path, number):
 
 
 @pytest.mark.fault(41, "killed")
+@pytest.mark.slow
 def test_a_host_that_is_killed_ends_the_run_by_its_name(tmp_path):
     """Not in the words of the exchange that fails for want of it."""
     _, processes = begun(tmp_path)

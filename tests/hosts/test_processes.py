@@ -271,6 +271,7 @@ def together(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_two_hosts_in_one_program_learn_the_same(runs, together):
     """Their rollouts are to the token; log-probabilities are to rounding."""
     one, _, _ = runs

