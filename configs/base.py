@@ -356,7 +356,7 @@ ROLLOUT = Section(
 )
 
 CURATE = Section(
-    "Data stage: roll out train's questions with the stage's model and keep some.",
+    "Data stage: keep some of train's questions, by the model's rollouts of them.",
     method=Field(
         "segments",
         "a key of METHODS in rsearch/stages/curate/run.py, or your own",
@@ -385,7 +385,7 @@ CURATE = Section(
     max_kept=Field(0, "questions kept, drawn by config.seed; 0 = all", at_least(0)),
     first=Field(
         "",
-        "'answerable': 'stage:<name>' takes that stage's rollouts as the first",
+        "'stage:<name>' takes that stage's rollouts as the first",
         Bound(lambda x: x == "" or x.startswith(STAGE), "'' or 'stage:<name>'"),
     ),
     retry_temperature=Field(
@@ -407,18 +407,20 @@ CURATE = Section(
         between(0, 1),
     ),
     easy_below=Field(
-        10, "'difficulty': rollouts until right; fewer are easy", at_least(1)
+        10, "'difficulty', 'mix': rollouts until right; fewer are easy", at_least(1)
     ),
     hard_above=Field(
-        20, "'difficulty': more are hard, those between are medium", at_least(1)
+        20, "'difficulty', 'mix': more are hard, those between are medium", at_least(1)
     ),
     keep_unsolved=Field(
-        True, "'difficulty': a question never right is hard; False leaves it out"
+        True,
+        "'difficulty', 'mix': a question never right is hard; False leaves it out",
     ),
     mix=Field(
         ("easy 0:", "medium 0:", "hard 0:"),
-        "'mix': '[dataset] difficulty number' each: 'medium 200', 'hotpotqa hard 2000',"
-        " 'easy 0.5' for a share, 'medium 200:350' for those after the first 200",
+        "'difficulty', 'mix': '[dataset] difficulty number' each: 'medium 200', "
+        "'hotpotqa hard 2000', 'easy 0.5' for a share, 'medium 200:350' for those "
+        "after the first 200",
         matching(
             MIX,
             "texts such as 'medium 200', 'hotpotqa hard 2000', 'easy 0.5', "
@@ -513,7 +515,7 @@ RL = Section(
     ),
     old_logprobs=Field(
         "sampler",
-        "of the surrogate's ratio: the 'sampler's, or 'recompute' with the trainer",
+        "the ratio's denominator: of the 'sampler', or 'recompute' by the trainer",
         one_of(("sampler", "recompute")),
     ),
     tis_cap=Field(
@@ -530,7 +532,7 @@ RL = Section(
     clip_high=Field(0.2, "the ratio is kept below 1 + clip_high", above(0)),
     dual_clip=Field(
         0.0,
-        "a bad token's loss is at most this x -advantage; 0 = unbounded",
+        "if advantage < 0, loss <= this x -advantage; 0 = unbounded",
         or_value(0, above(1)),
     ),
     kl_coef=Field(
@@ -557,7 +559,7 @@ RL = Section(
     loss_mean=Field(
         "token",
         "mean over all tokens, per 'sequence' first, per micro-batch first "
-        "('micro_token'), or 'constant': a sum over rows x loss_tokens",
+        "('micro_token'), or 'constant': sum / (rows x loss_tokens)",
         one_of(("token", "sequence", "constant", "micro_token")),
     ),
     loss_tokens=Field(
@@ -622,7 +624,8 @@ def _role(name: str, meaning: str) -> Section:
             16,
             "chats answered at once",
             at_least(1),
-            may_change=name == "judge",  # the others' replies depend on the batch
+            may_change=name
+            == "judge",  # the rewriter's and writer's replies depend on the batch
         ),
         max_prompt_tokens=Field(
             1024, "a longer chat counts as a failed call", at_least(1)
@@ -646,7 +649,7 @@ def _role(name: str, meaning: str) -> Section:
 MODELS = Section(
     "The models beside the policy, by their roles.",
     judge=_role("judge", "Reward terms such as evidence_f1 ask it."),
-    rewriter=_role("rewriter", "It words as recalled what passages have taught."),
+    rewriter=_role("rewriter", "It rewrites retrieved facts as recalled ones."),
     writer=_role("writer", "It writes observations; '' = passages are shown."),
     answerer=_role("answerer", "It words the final answer; '' = as the policy did."),
     reader=_role("reader", "It reads the policy's evidence; see eval.methods."),
@@ -694,7 +697,7 @@ GUARDS = Section(
         one_of(("warn", "stop", "roll_back")),
     ),
     max_roll_backs=Field(2, "of a stage; it stops then", at_least(0)),
-    patience=Field(3, "steps in a row that a measure is beyond it", at_least(1)),
+    patience=Field(3, "steps in a row beyond bounds before acting", at_least(1)),
     min_entropy=Field(
         None, "of the policy, nats a token", or_value(None, at_least(0.0)), kind=float
     ),

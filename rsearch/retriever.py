@@ -31,8 +31,8 @@ from rsearch.config.recipes import (
 from rsearch.protocols.tagged import whole_characters
 from rsearch.runtime import console
 from rsearch.runtime.calls import read_api_key
+from rsearch.runtime.openapi import TEXT, list_of, record, with_description
 from rsearch.runtime.server import JsonServer, RefusedError
-from rsearch.serve.openapi import TEXT, list_of, record, with_description
 from rsearch.setup.policy import has_world
 from rsearch.setup.search import open_search
 from rsearch.world.world import make_world

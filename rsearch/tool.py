@@ -46,8 +46,8 @@ from rsearch.protocols.tagged import whole_characters
 from rsearch.runtime import console
 from rsearch.runtime.calls import read_api_key
 from rsearch.runtime.jsonl import decode_json
+from rsearch.runtime.openapi import TEXT, list_of, record, with_description
 from rsearch.runtime.server import JsonServer, RefusedError
-from rsearch.serve.openapi import TEXT, list_of, record, with_description
 from rsearch.setup.agents import load_agent
 from rsearch.setup.load import load_setup
 from rsearch.setup.rollouts import make_host, make_rollouts
@@ -73,7 +73,7 @@ FLAGS = {
     "encoder": ("", "of the index: a directory, a hub id or 'hashed' (likewise)"),
     "family": ("", "of the encoder: minilm, e5 or bge (likewise)"),
     "protocol": ("", "how the policy was trained to search (likewise)"),
-    "slots": (8, "questions answered at once"),
+    "max_concurrent": (8, "questions answered at once"),
     "max_question_chars": (2000, "a longer question is refused"),
     "question": ("", "answers this one and ends"),
     "serve": (False, "serves POST /search over HTTP; GET /openapi.json says how"),
@@ -217,7 +217,7 @@ def tool_config(
     encoder: str = "",
     family: str = "",
     protocol: str = "",
-    slots: int = 8,
+    max_concurrent: int = 8,
     keeps_mesh: bool = False,
 ) -> ConfigDict:
     """Return a recipe's configuration with this model and index.
@@ -225,7 +225,7 @@ def tool_config(
     Args:
         recipe: any, which is left as it is; what it says of its last stage counts.
         model, index, encoder, family, protocol: see FLAGS; "" keeps the recipe's.
-        slots: questions answered at once.
+        max_concurrent: questions answered at once.
         keeps_mesh: whether devices are used as the recipe says, whose mesh is that of
             the machines that trained it; else each of them holds the whole model.
 
@@ -236,7 +236,7 @@ def tool_config(
         # Nothing is trained: no rule of the training stages applies.
         "stages": ("curate",),
         "rollout.group_size": 1,
-        "rollout.max_concurrent": slots,
+        "rollout.max_concurrent": max_concurrent,
     }
     if not keeps_mesh:
         changes |= {"mesh.data": -1, "mesh.fsdp": 1, "mesh.tensor": 1}
@@ -302,12 +302,12 @@ def main(argv: Sequence[str]) -> int:
     recipe, values = parse_command_line(argv, flags=FLAGS)
     if values["serve"] and values["question"]:
         raise ValueError("--serve and --question=... do not go together: name one")
-    names = ("model", "index", "encoder", "family", "protocol", "slots")
+    names = ("model", "index", "encoder", "family", "protocol", "max_concurrent")
     keeps_mesh = any(word.startswith("--config.mesh.") for word in argv)
     flags = {word.partition("=")[0] for word in argv}
     chosen = {name: values[name] for name in names}
-    if "--config.rollout.max_concurrent" in flags and "--slots" not in flags:
-        chosen["slots"] = recipe.rollout.max_concurrent
+    if "--config.rollout.max_concurrent" in flags and "--max_concurrent" not in flags:
+        chosen["max_concurrent"] = recipe.rollout.max_concurrent
     config = tool_config(recipe, **chosen, keeps_mesh=keeps_mesh)
     if values["print_config"]:
         print_config(config)
@@ -335,14 +335,14 @@ def main(argv: Sequence[str]) -> int:
     elif values["question"]:
         _print(tool(values["question"]))
     else:
-        answer_lines(tool, sys.stdin.buffer, values["slots"])
+        answer_lines(tool, sys.stdin.buffer, values["max_concurrent"])
     return 0
 
 
-def answer_lines(tool: SearchTool, lines: Iterable[bytes], slots: int) -> None:
-    """Print a JSON line for each question, `slots` at a time, in order."""
+def answer_lines(tool: SearchTool, lines: Iterable[bytes], at_once: int) -> None:
+    """Print a JSON line for each question, `at_once` at a time, in order."""
     numbered = ((n, line.strip()) for n, line in enumerate(lines, 1) if line.strip())
-    while batch := list(itertools.islice(numbered, slots)):
+    while batch := list(itertools.islice(numbered, at_once)):
         for result in tool([_read_line(tool, n, line) for n, line in batch]):
             _print(result)
 

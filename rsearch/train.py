@@ -382,13 +382,13 @@ def command(argv: Sequence[str]) -> int:
     """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
     flags = {
         "workdir": (None, "directory of the run (default: below runs/)"),
-        "accept": ("", "inputs and config.fields, with commas, that may have changed"),
+        "accept": ("", "comma-separated inputs and config.fields allowed to change"),
         "dry_run": (False, "prints stages, budgets and memory, checks them and ends"),
         "devices": (0, "of the dry run; 0 = as few as config.mesh allows"),
         "devices_per_host": (HOST_DEVICES, "of them at most: 4 on most TPU slices"),
         "device_memory_gb": (0.0, "of each, that a dry run must fit; 0 = unchecked"),
         **processes.FLAGS,
-        "stall_seconds": (12.0, "of several hosts: one silent for so long ends all"),
+        "stall_seconds": (12.0, "with several hosts: one silent this long ends all"),
     }
     config, values = recipes.parse_command_line(argv, flags=flags)
     if values["print_config"]:

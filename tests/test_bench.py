@@ -95,7 +95,7 @@ def test_rollouts_are_measured_beside_a_peer(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_rollouts_that_wait_are_measured_beside_those_that_do_not(tmp_path, capsys):
-    sizes = ("--waiting_shape=tiny", "--slots=4", "--rollouts=8", "--delay=30")
+    sizes = ("--waiting_shape=tiny", "--max_concurrent=4", "--rollouts=8", "--delay=30")
     cases = "--cases=delay,straggler"
     rows, _ = run(tmp_path, capsys, "rollout", *TINY, *sizes, cases)
     plain, delayed, even, longer = rows

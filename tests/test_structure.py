@@ -293,3 +293,21 @@ def test_pytest_finds_every_test(pytestconfig):
         assert not hidden, f"{shown(path)}: pytest passes over {hidden[0]!r}"
         has_tests = re.search(r"^def test_", path.read_text(), re.MULTILINE)
         assert not has_tests or path.name.startswith("test_"), shown(path)
+
+
+@pytest.mark.parametrize(
+    "room", [room for rooms in structure.ROOMS for room in rooms][1:]
+)
+def test_a_room_says_which_rooms_it_imports(room):
+    """In one sentence of its docstring; every room imports `types`."""
+    doc = " ".join(
+        ast.get_docstring(structure.tree(MODULES[f"rsearch.{room}"])).split()
+    )
+    named = set(re.findall(r"`(\w+)`", re.search(r"Imports (.*?)\. ", doc)[1]))
+    imported = {
+        structure.room_of(name)
+        for module in MODULES
+        if structure.room_of(module) == room
+        for name in structure.imports_of(module)
+    }
+    assert named == imported - {room, "types"}

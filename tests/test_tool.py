@@ -50,9 +50,16 @@ def folder(tmp_path_factory):
     return folder
 
 
+def make_tool(recipe, folder):
+    settings = tool.tool_config(recipe, model=str(folder), max_concurrent=4)
+    return tool.SearchTool(settings)
+
+
 @pytest.fixture(scope="module")
 def search(folder):
-    return tool.SearchTool(tool.tool_config(config(), model=str(folder), slots=4))
+    return tool.SearchTool(
+        tool.tool_config(config(), model=str(folder), max_concurrent=4)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +164,7 @@ def test_the_command_writes_one_json_line_for_each_question(
     assert json.loads(capsys.readouterr().out) == search(questions[0])
     lines = [questions[1], "", json.dumps({"question": questions[0]}), questions[2]]
     done = subprocess.run(
-        [sys.executable, *command(folder, "--slots=2")],
+        [sys.executable, *command(folder, "--max_concurrent=2")],
         input="\n".join(lines),
         cwd=ROOT,
         env={**os.environ, **child_environment()},
@@ -220,7 +227,9 @@ def test_a_recipes_answer_model_is_loaded(folder):
         "models.answerer.timeout_seconds": 1.0,
     }
     recipe = apply_overrides(recipe, settings)
-    made = tool.SearchTool(tool.tool_config(recipe, model=str(folder), slots=4))
+    made = tool.SearchTool(
+        tool.tool_config(recipe, model=str(folder), max_concurrent=4)
+    )
     assert made._answerer is not None and made._answer_from == "finish"
     assert made._answerer([[{"role": "user", "content": "Who?"}]]) == [None]
 
@@ -249,7 +258,7 @@ def test_a_bad_line_is_named(search, line, message):
         (["--serve", "--host=0.0.0.0"], "--token_env=NAME"),
         (["--token_env=NOT_SET_AT_ALL"], "'NOT_SET_AT_ALL' is not set"),
         (["--config.protocol.name=x"], "config.protocol.name = 'x'"),
-        (["--slots=0"], "config.rollout.max_concurrent = 0"),
+        (["--max_concurrent=0"], "config.rollout.max_concurrent = 0"),
     ],
 )
 def test_a_wrong_command_ends_with_one_line_and_code_2(folder, capsys, given, message):
@@ -263,7 +272,7 @@ def test_a_wrong_command_ends_with_one_line_and_code_2(folder, capsys, given, me
 
 @pytest.mark.parametrize(
     ("given", "slots"),
-    [([], 8), (["--slots=3"], 3), (["--config.rollout.max_concurrent=5"], 5)],
+    [([], 8), (["--max_concurrent=3"], 3), (["--config.rollout.max_concurrent=5"], 5)],
 )
 def test_questions_at_once_are_those_that_were_asked_for(given, slots, capsys):
     words = ["--model=m", "--index=i", "--print_config"]

@@ -58,7 +58,7 @@ FLAGS = {
     "turns": (4, "of a conversation"),
     "observation_tokens": (300, "read between two turns"),
     "waiting_shape": ("quickstart", "of random weights, for delay and straggler"),
-    "slots": (256, "rollouts open at once, likewise"),
+    "max_concurrent": (256, "rollouts open at once, likewise"),
     "rollouts": (256, "of a repetition, likewise"),
     "delay": (200, "milliseconds that each search takes, for delay"),
 }
@@ -93,7 +93,7 @@ def measure(
     turns: int,
     observation_tokens: int,
     waiting_shape: str,
-    slots: int,
+    max_concurrent: int,
     rollouts: int,
     delay: int,
 ) -> list[Measurement]:
@@ -114,7 +114,11 @@ def measure(
         raise ValueError(f"--turn_spread={turn_spread}: must be 0 or more, below 1")
     batches = _parse_numbers("batch", batch)
     rows = []
-    waiting = {"shape": waiting_shape, "slots": slots, "rollouts": rollouts}
+    waiting = {
+        "shape": waiting_shape,
+        "max_concurrent": max_concurrent,
+        "rollouts": rollouts,
+    }
     if "delay" in chosen:
         rows += measure_delay(bench, **waiting, milliseconds=delay)
     if "straggler" in chosen:
@@ -249,28 +253,28 @@ def _equal_share(rows, other_rows) -> float:
 
 
 def measure_delay(
-    bench: Bench, *, shape: str, slots: int, rollouts: int, milliseconds: int
+    bench: Bench, *, shape: str, max_concurrent: int, rollouts: int, milliseconds: int
 ) -> list[Measurement]:
     """Return tokens a second with every search delayed, beside those without delay.
 
     A rollout that waits for a search keeps its slot. While one waits for its searches
-    and writes (in turns with the rollouts of the other slots), at most `slots` rollouts
-    finish. The count "most" is the share of the tokens a second that this leaves at
-    best, whatever else is done meanwhile.
+    and writes (in turns with the rollouts of the other rows), at most
+    `max_concurrent` rollouts finish. The count "most" is the share of the tokens a
+    second that this leaves at best, whatever else is done meanwhile.
 
     Args:
         bench: machine and repetitions.
         shape: a key of SHAPES.
-        slots: rollouts open at once.
+        max_concurrent: rollouts open at once.
         rollouts: of each repetition.
         milliseconds: that each search takes.
     """
-    settings = WAITING | {"batch": slots, "num_rollouts": rollouts}
+    settings = WAITING | {"batch": max_concurrent, "num_rollouts": rollouts}
     delayed = f"{OURS}, searches of {milliseconds} ms"
     seconds = milliseconds / 1e3
     changes = {OURS: {}, delayed: {"delay_seconds": seconds}}
     results = _compare_changes(bench, shape, settings, changes)
-    case = f"delay, {slots} slots, {rollouts} rollouts"
+    case = f"delay, {max_concurrent} at once, {rollouts} rollouts"
     rates = {
         name: [run["written"] / run["seconds"] for run in runs]
         for name, runs in results.items()
@@ -279,7 +283,7 @@ def measure_delay(
     undelayed_rate = statistics.median(rates[OURS])
     waited = seconds * (WAITING["num_turns"] - 1)
     writing = num_tokens * results[OURS][0]["writing at once"] / undelayed_rate
-    best_rate = slots * num_tokens / (waited + writing)
+    best_rate = max_concurrent * num_tokens / (waited + writing)
     counts = {
         "share of without": statistics.median(rates[delayed]) / undelayed_rate,
         "most": min(1.0, best_rate / undelayed_rate),
@@ -298,16 +302,16 @@ def measure_delay(
 
 
 def measure_straggler(
-    bench: Bench, *, shape: str, slots: int, rollouts: int
+    bench: Bench, *, shape: str, max_concurrent: int, rollouts: int
 ) -> list[Measurement]:
     """Return seconds of rollouts with one ten times longer, beside those without.
 
     Both have the budgets that the long one needs, as in one configuration.
 
     Args:
-        bench, shape, slots, rollouts: as in `measure_delay`.
+        bench, shape, max_concurrent, rollouts: as in `measure_delay`.
     """
-    settings = WAITING | {"batch": slots, "num_rollouts": rollouts}
+    settings = WAITING | {"batch": max_concurrent, "num_rollouts": rollouts}
     longer = f"{OURS}, one {TIMES_LONGER} times longer"
     changes = {
         OURS: {"room": TIMES_LONGER},
@@ -315,7 +319,7 @@ def measure_straggler(
     }
     results = _compare_changes(bench, shape, settings, changes)
     seconds = {name: [r["seconds"] for r in runs] for name, runs in results.items()}
-    case = f"straggler, {slots} slots, {rollouts} rollouts"
+    case = f"straggler, {max_concurrent} at once, {rollouts} rollouts"
     return [
         make_row(case, name, "s", values, ours=seconds[OURS], more_is_better=False)
         for name, values in seconds.items()
@@ -478,7 +482,7 @@ def make_turns(
 
     Args:
         model, dtype: of the policy.
-        batch: slots.
+        batch: rows.
         num_prompt, num_new, num_observed: tokens of a prompt, a turn, an observation.
         num_turns: of each rollout; it searches in all but the last.
         num_rollouts: in all.

@@ -1,4 +1,4 @@
 """Configurations: load a recipe, override its fields, check them, plan its stages.
 
-Imports `text` and `runtime.console`. Begin with `recipes.py`.
+Imports `text`, `hosts` and `runtime`. Begin with `recipes.py`.
 """

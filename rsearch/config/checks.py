@@ -45,12 +45,12 @@ def _check_world(c):
             )
 
 
-def _check_sharing(c):
+def _check_search(c):
     r = c.retrieval
     if r.fetch_pages and not (r.url and r.api == "serper"):
         raise ValueError(
             "config.retrieval.fetch_pages = True reads the pages that a web search "
-            f"finds: config.retrieval.api = {r.api!r} is none"
+            f"finds: api = {r.api!r}, url = {r.url!r} is none"
         )
     for name in ("url", "index"):
         if r.engine and r[name]:
@@ -70,8 +70,8 @@ def _check_sharing(c):
         )
     if r.url and r.search_seconds <= r.outage_seconds + r.timeout_seconds:
         raise ValueError(
-            f"config.retrieval.search_seconds = {r.search_seconds} ends a run before "
-            f"its service may be away for outage_seconds = {r.outage_seconds}, and "
+            f"config.retrieval.search_seconds = {r.search_seconds} ends too soon for "
+            f"its service to be away for outage_seconds = {r.outage_seconds}, and "
             f"answer in timeout_seconds = {r.timeout_seconds}"
         )
 
@@ -265,7 +265,7 @@ def _check_offload(c):
     if c.model.lora_rank and "reference" in c.model.offload:
         raise ValueError(
             f"config.model.offload = {c.model.offload}: with config.model.lora_rank = "
-            f"{c.model.lora_rank} the reference is what the adapters stand beside, "
+            f"{c.model.lora_rank} the reference is the adapters' frozen base, "
             "which is always in use: leave 'reference' out"
         )
 
@@ -328,7 +328,7 @@ def _check_mesh(c, num_devices):
 CROSS_CHECKS = (
     _check_sources,
     _check_world,
-    _check_sharing,
+    _check_search,
     _check_reranker,
     _check_endpoints,
     _check_reader,

@@ -1,8 +1,7 @@
 """What a field of a configuration is: its default, its meaning and its bound.
 
 configs/base.py writes all of them down, each once. `validate` holds a configuration
-against the bounds, a resumed run may change the fields that say so, and the reference
-of all fields is made from the meanings.
+against the bounds, and a resumed run may change the fields that say so.
 """
 
 import functools

@@ -1,4 +1,4 @@
 """Questions, corpora and demonstrations: read from files, checked, selected, ordered.
 
-Imports `models` and `protocols`. Begin with `questions.py`.
+Imports `text`, `runtime`, `protocols` and `tools`. Begin with `questions.py`.
 """

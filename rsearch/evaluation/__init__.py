@@ -1,4 +1,5 @@
 """Answers to held-out questions: who gives them, how they are scored and shown.
 
-Imports `setup` and everything below it. Begin with `evaluator.py`.
+Imports `text`, `hosts`, `runtime`, `protocols`, `data` and `rollout`. Begin with
+`evaluator.py`.
 """

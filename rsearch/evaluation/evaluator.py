@@ -84,7 +84,7 @@ class Evaluator:
         self._last = None
 
     def is_current(self, row: dict, *, stage: str, step: int | None) -> bool:
-        """Return whether an earlier row of results.json would be measured again."""
+        """Return whether a row of results.json still holds for this evaluation."""
         now = {
             "stage": stage,
             "step": step,
@@ -292,7 +292,7 @@ def run_methods(
         if suspicious:
             console.note(
                 f"{stage}: {method}: {len(suspicious)} passages hold tags, control "
-                f"words or orders, such as {min(suspicious)!r}: see 'suspicious' in "
+                f"words or commands, as in {min(suspicious)!r}: see 'suspicious' in "
                 "transcripts.jsonl"
             )
         rows.append(row)

@@ -1,4 +1,4 @@
 """The processes of one run: collectives, preemption, heartbeats, host memory.
 
-Imports nothing else of the package. Begin with `processes.py`.
+Imports no other room. Begin with `processes.py`.
 """

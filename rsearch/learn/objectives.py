@@ -1,4 +1,4 @@
-"""What an update lowers: of rows, their scores and weights, a loss and its metrics."""
+"""The losses that an update minimises, and the metrics logged with them."""
 
 import functools
 from collections.abc import Callable
@@ -53,8 +53,8 @@ def policy_loss(
 
     Returns:
         (logp, entropy, rows, weights, kl_coef=None) -> (loss, metrics), both summed
-        with `weights`; a `kl_coef` that is given, a [] array, takes the place of the
-        number here where that is not 0.
+        with `weights`; its `kl_coef`, a [] array, if given, replaces the number here
+        unless the latter is 0.
     """
 
     measures_kl = bool(kl_coef) if measures_kl is None else measures_kl

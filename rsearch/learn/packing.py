@@ -182,8 +182,8 @@ def _folded(add: Callable, total, layout: PackedLayout, counted: jax.Array):
     """Return `total` after every piece, one after another, skipping those without rows.
 
     Args:
-        add: (total, Layout) -> total; the Layout has one piece, in which the rows of
-            other pieces do not lie.
+        add: (total, PackedLayout) -> total; the layout holds one piece, and rows in
+            others are marked by -1.
         total: to begin with; a tree of arrays.
         layout: of all pieces.
         counted: [b] bool, the rows that count.

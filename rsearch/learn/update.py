@@ -53,15 +53,15 @@ def accumulate(
     """Return gradient and metrics of a sum over micro-batches, one at a time.
 
     Where the batch has a layout, each micro-batch goes through the network in pieces,
-    and the gradient of a piece is taken as soon as it went forward: nothing of it is
-    kept or computed again for what the other pieces add. A conversation lies in one
+    and each piece is differentiated right after its forward pass: no activations are
+    kept or recomputed for the other pieces. A conversation lies in one
     piece, so that a sum over tokens under the masks of a batch is the sum of those of
     its pieces.
 
     Args:
         loss: (params, rows, weights, *context) -> (loss, metrics), all summed over the
-            masks of the rows with weights that are of the whole update, so that what is
-            added up is its gradient exactly.
+            masks of the rows; weights are normalised over the whole update, so that the
+            sum is its exact gradient.
         params: of the network.
         batch: [M, b, ...].
         weights: [M, b, T].
@@ -279,8 +279,8 @@ def make_policy_update(
 ) -> Callable:
     """Return a policy's update, see `make_update`.
 
-    Its `memory` is a [M', b, ...] batch of rows whose own tokens' likelihood, by mean
-    over the tokens, grows beside: R1-Searcher++'s set T (arXiv 2505.17005 eq. 8-9).
+    `memory`, [M', b, ...], has rows whose policy tokens' mean log-likelihood is also
+    maximised: R1-Searcher++'s set T (arXiv 2505.17005 eq. 8-9).
 
     Args:
         model: policy network.
@@ -392,7 +392,7 @@ def make_value_update(
         return loss(values(params, rows.tokens, rows.layout), rows, weights)
 
     def weigh(batch):
-        # As verl's critic, which learns values of retrieved tokens too.
+        # over_response: like verl's critic, also on retrieved tokens.
         mask = batch.in_response if over_response else batch.from_policy
         return row_weights(mask, loss_mean)
 
@@ -408,7 +408,7 @@ def make_value_update(
 def critic_params(params: dict) -> dict:
     """Return the parameters of a value model that begins as this policy; its head is 0.
 
-    What makes the policy's logits, if it is a matrix of its own, is left out.
+    An untied unembedding matrix is left out.
     """
     width = params["final_norm"]["scale"].shape
     # With a head of zeros the first advantages are the returns themselves.

@@ -1,4 +1,4 @@
 """Models that are asked for text beside the policy: local ones and endpoints.
 
-Imports `rollout` and `models`. Begin with `endpoint.py`.
+Imports `runtime`, `models`, `protocols` and `rollout`. Begin with `endpoint.py`.
 """

@@ -58,7 +58,7 @@ def remote_generator(
             connection, too slow, status 408, 429 or 5xx, or no reply of the right form.
         concurrency: calls that may run at once.
         first_wait_seconds: before the second call; see
-            `rsearch.runtime.calls.repeated`.
+            `rsearch.runtime.calls.with_retries`.
         say: called with one line if any chats failed for good.
 
     Returns:

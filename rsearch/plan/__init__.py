@@ -1,4 +1,5 @@
 """What a run would take: memory, FLOPs and seconds, without the machine.
 
-Imports everything but commands. Begin with `command.py`.
+Imports `hosts`, `config`, `runtime`, `models`, `protocols`, `rollout`, `learn` and
+`setup`. Begin with `command.py`.
 """

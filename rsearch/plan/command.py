@@ -8,7 +8,7 @@ for these chips; nothing is loaded, and no array is made. Told are the memory of
 device against what it has, operations, bytes moved and sent, and the least time that
 these allow (the roofline). A step is taken at its longest: every rollout writes and
 reads all that its budgets allow. Of a data stage, and of the evaluation of what was
-imitated, a step fills all slots once. For GPUs, which XLA compiles for only where there
+imitated, a step fills all rows once. For GPUs, which XLA compiles for only where there
 is one, the same is reckoned from the traced programs (--topology=a100x8).
 """
 

@@ -135,7 +135,7 @@ def stage_programs(frame: ModelContext, stage: str, machine: Machine) -> list[Pr
 
 
 def filled_once(frame: ModelContext, kind: str, machine: Machine) -> list[Program]:
-    """Return the programs that fill all slots of each host once.
+    """Return the programs that fill all rows of each host once.
 
     Args:
         frame: with the limits of these rollouts.

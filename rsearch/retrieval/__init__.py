@@ -1,4 +1,5 @@
 """From queries to passages: encoders, ScaNN, indexes, reranking, services, the web.
 
-Imports `models` and `runtime`. Begin with `engine.py`.
+Imports `text`, `hosts`, `runtime`, `models`, `protocols` and `tools`. Begin with
+`engine.py`.
 """

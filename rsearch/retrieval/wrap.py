@@ -1,6 +1,6 @@
-"""The layers around a search, in the order in which a query passes through them.
+"""The layers around a search, in the order in which its results pass through them.
 
-Each layer is a SearchFn that calls the next one, so any of them can be left out.
+Each layer is a SearchFn that calls the one before it, so any of them can be left out.
 """
 
 from collections.abc import Callable
@@ -30,14 +30,14 @@ def wrap_search(
 ) -> SearchFn:
     """Return the search with these layers around it, the innermost first.
 
-    A run calls this three times, each time with later layers: when the engine is
-    opened (pages, reranker), when a stage begins (journal, or retries for
-    demonstrations) and when a protocol's conversations are opened (writer). The order
-    is the same as of one call with all of them.
+    A run calls this several times, each time with later layers: when the engine is
+    opened (pages, reranker), when a stage begins (journal, or retries) and when a
+    protocol's conversations are opened (writer). The order is the same as of one call
+    with all of them.
 
     Args:
-        search: an engine or a service. It has the first cache: equal queries of all
-            rollouts are searched once, whatever stands around it.
+        search: an engine or a service, which has a cache of its own (a user's may have
+            none): equal queries of all rollouts are searched once.
         page_chars: replace each hit by so many characters of the web page that its id
             names; 0 leaves hits as they are.
         page_seconds: for each page.
@@ -62,7 +62,7 @@ def wrap_search(
             top_k=top_k,
             cache_size=cache_size,
         )
-    # Failures are repeated before anything is stored or written from them.
+    # Failed searches are retried before results are stored or rewritten.
     if retry:
         search = retry_failed_searches(search)
     # The journal holds what the policy is shown of a service: pages fetched and

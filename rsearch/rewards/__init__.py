@@ -1,4 +1,4 @@
 """Reward terms: what a rollout earns, and how terms are weighed and summed.
 
-Imports `protocols` and `text`. Begin with `group.py`, then `terms.py`.
+Imports `text` and `protocols`. Begin with `group.py`, then `terms.py`.
 """

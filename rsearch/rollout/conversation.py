@@ -71,7 +71,7 @@ class Markup(NamedTuple):
         tags: tokens of an observation's tags.
         message: tokens of the invalid-action message.
         parts: contents of one observation that each have the observation's budget.
-        echoes: how often an observation repeats the words of its turn.
+        echoes: 1 if an observation repeats its turn's queries, else 0.
     """
 
     tags: int
@@ -81,7 +81,7 @@ class Markup(NamedTuple):
 
 
 def markup_tokens(tokenizer: Tokenizer, protocol: Protocol) -> Markup:
-    """Return the most tokens of an observation's tags, and of the invalid message."""
+    """Return the protocol's Markup, with the largest tag count of any observation."""
     message = len(tokenizer.encode(protocol.invalid_message or ""))
     # Empty results have everything that is there whatever is retrieved: tags, and what
     # stands between the parts of a protocol that shows JSON.
@@ -294,7 +294,7 @@ class Host:
         final: bool,
         recorded: Mapping[int, str] | None = None,
     ) -> dict[int, np.ndarray]:
-        """Parse what each policy wrote; the calls of one tool go to it in one batch.
+        """Parse the turn of each row; run the calls of each tool as one batch.
 
         Args:
             wave: row -> conversation.
@@ -345,7 +345,7 @@ class Host:
                     if name == SEARCH:
                         arguments = arguments[: self.protocol.max_queries]
                     calls[i] = ToolCall(name, arguments)
-                case ToolCall():  # in the forced last turn, which was to answer
+                case ToolCall():  # forced last turn, or max_searches is 0
                     conversation.outcome = Outcome.TRUNCATED
                 case Malformed():
                     conversation.num_malformed += 1

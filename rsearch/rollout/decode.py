@@ -39,9 +39,9 @@ from rsearch.rollout.sampling import row_keys, sample
 
 # On a TPU the cache's slots lie in tiles of 16 in bfloat16.
 SLOT_TILE = 16
-# A step of decoding costs an accelerator, or a CPU with a large model, the reading of
-# all parameters, however many rows decode. A small model on a CPU costs what each row
-# costs. There the same tokens take the same time in small blocks, and the first rows
+# A decoding step on an accelerator, or of a large model on a CPU, is bound by reading
+# all parameters, however many rows decode. A small model on a CPU has a cost per row.
+# There the same tokens take the same time in small blocks, and the first rows
 # end their turns sooner: their searches then run while others decode, instead of all
 # rows waiting for all searches.
 BLOCK_SIZE = 16  # rows of a small model that a CPU decodes at once
@@ -483,7 +483,7 @@ class Sampler:
                 block_keys, budget, table = jax.tree.map(
                     lambda x: x[slots], (keys, request.budget, request.table)
                 )
-                # Arrays of a few numbers a row are gathered; the cache stays in place.
+                # All per-row arrays but the cache are gathered; it stays in place.
                 block = gather_rows(rows, slots)
                 block = self._step(params, block, block_keys, budget, table, slots)
                 return scatter_rows(rows, block, slots)

@@ -37,7 +37,7 @@ from rsearch.types import (
     ToolCall,
 )
 
-# Of the rows that decode: so many turns end before a call of `decode` returns. With one
+# Share of decoding rows whose turns must end for `decode` to return early. With one
 # at a time the host would be asked too often; with all, every row would wait for the
 # longest turn.
 FINISHED_SHARE = 1 / 4
@@ -103,7 +103,7 @@ def admission_sizes(
 def decoding_order(
     num_turns: Mapping[int, int], free_slots: Sequence[int], *, is_draining: bool
 ) -> np.ndarray:
-    """Return [B] int32 all slots, those that should decode first first.
+    """Return [B] int32 all slots, in descending decoding priority.
 
     Args:
         num_turns: slot -> turns that its row has written, in the order of admission.
@@ -112,7 +112,7 @@ def decoding_order(
     """
     order = list(num_turns)
     if is_draining:
-        # A row with most turns before it finishes last, so it must not be late as well.
+        # The row with the most turns to go ends last, so it must not start late, too.
         # The row admitted first stays first: it may well be the longest.
         order[1:] = sorted(order[1:], key=lambda slot: num_turns[slot])
     return np.array([*order, *free_slots], np.int32)
@@ -157,7 +157,7 @@ class RolloutScheduler:
         )
         # A row's draws follow from its question's name and its number in the group,
         # never from its slot, so that they are the same whatever runs beside it.
-        self.question_names = [
+        self.question_hashes = [
             zlib.crc32(q.id.encode("utf-8", "replace")) for q in questions
         ]
         self.row_names = np.zeros((num_rows, 2), np.uint32)
@@ -181,8 +181,8 @@ class RolloutScheduler:
             row_pages=sampler.row_pages,
             num_shards=self.num_shards,
         )
-        # Calls that wait for a thread, and those of each running future, since when.
-        self.queued_calls: list[int] = []
+        # Slots whose calls wait for a thread; and {future: its slots, start time}.
+        self.queued_slots: list[int] = []
         self.running_calls: dict[concurrent.futures.Future, tuple[list, float]] = {}
 
         # The device's state, and what the host must know of it.
@@ -307,7 +307,7 @@ class RolloutScheduler:
         # The host keeps all that the row reads and writes; ids are never re-encoded.
         conversation = self.host.open(self.prompts[question])
         self.rows[slot] = Row(question, sample, conversation)
-        self.row_names[slot] = self.question_names[question], sample
+        self.row_names[slot] = self.question_hashes[question], sample
         self.begins[slot] = True
         self._reserve(slot)
 
@@ -356,7 +356,7 @@ class RolloutScheduler:
         self.device_rows = device_rows
         self.begins = np.zeros(self.num_rows, bool)
         self.count = turn.count
-        # Rows whose turn goes on are in the middle of it with the next call.
+        # Rows with an unfinished turn continue it in the next call.
         turns = {}
         for slot in sorted(decoding):
             if not turn.active[slot]:
@@ -366,14 +366,14 @@ class RolloutScheduler:
 
     def _parse_turns(self, turns: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:
         """Parse turns that have ended: slot -> its ids and log-probabilities."""
-        # After its last turn a row reads nothing more, and may not be let to search.
+        # After its last turn a row reads nothing more; its call might not be run.
         last = self.host.limits.num_turns - 1
-        slots_by_kind = {False: [], True: []}  # whether the turn was the last
+        slots_by_is_last = {False: [], True: []}  # whether the turn was the last
         for slot in turns:
             row = self.rows[slot]
             row.is_last_turn = row.conversation.num_turns == last
-            slots_by_kind[row.is_last_turn].append(slot)
-        for is_last, slots in slots_by_kind.items():
+            slots_by_is_last[row.is_last_turn].append(slot)
+        for is_last, slots in slots_by_is_last.items():
             calls, observations = self.host.read_turns(
                 {slot: self.rows[slot].conversation for slot in slots},
                 {slot: turns[slot] for slot in slots},
@@ -381,7 +381,7 @@ class RolloutScheduler:
             )
             for slot, call in calls.items():
                 self.rows[slot].state, self.rows[slot].call = RowState.TOOL, call
-            self.queued_calls += calls
+            self.queued_slots += calls
             self._observe([s for s in slots if s not in calls], observations)
         self._start_calls()
 
@@ -421,9 +421,9 @@ class RolloutScheduler:
         """Run all queued tool calls as one batch, if a thread is free."""
         # A batch is one call of the search, which encodes and scores its queries at
         # once; calls that find no thread free wait, and make the next batch larger.
-        if not self.queued_calls or len(self.running_calls) >= self.searches_at_once:
+        if not self.queued_slots or len(self.running_calls) >= self.searches_at_once:
             return
-        slots, self.queued_calls = self.queued_calls, []
+        slots, self.queued_slots = self.queued_slots, []
         # A batch holds its rows: the thread must not look into what changes meanwhile.
         rows = {slot: self.rows[slot] for slot in slots}
         future = self.threads.submit(self._run_calls, rows)
@@ -557,7 +557,7 @@ class RolloutEngine:
             num_rows: B, conversations decoded at once.
             group_size: G, rollouts of each question.
             messages: the chat that opens a question's rollouts; None is the protocol's.
-            cache_tokens: that the caches of all rows hold; where that is too little,
+            cache_tokens: capacity of the KV cache of all rows; if it is too small,
                 some rows wait, and in the end the latest restart. 0 is as much as the
                 longest conversations need.
             search_seconds: a search that takes longer ends the run with OutageError:

@@ -1,4 +1,4 @@
-"""What a run leans on: files, the workdir, checkpoints, journals, metrics, the console.
+"""What a run leans on: the workdir, checkpoints, journals, metrics, console, HTTP.
 
-Imports `config` and `hosts`. Begin with `workdir.py`.
+Imports `hosts` and `config`. Begin with `workdir.py`.
 """

@@ -43,7 +43,7 @@ def load_agent(
     *,
     find: Callable[[str], pathlib.Path] | None = None,
     workdir: str | os.PathLike | None = None,
-    is_late: bool = False,
+    is_lazy: bool = False,
 ) -> GenerateFn | None:
     """Load the model that a section of a configuration names; None if it names none.
 
@@ -55,7 +55,7 @@ def load_agent(
         find: source -> directory, of a model that is neither a stage nor an endpoint;
             by default `find_source`.
         workdir: of the run whose stages "stage:<name>" means.
-        is_late: it is loaded, and found to be missing, when it is first asked.
+        is_lazy: it is loaded, and found to be missing, when it is first asked.
 
     Raises:
         ValueError: there is no such model, or its context is too small for the section.
@@ -64,7 +64,7 @@ def load_agent(
     find = find or functools.partial(find_source, c)
     if not s.source:
         return None
-    if is_late:
+    if is_lazy:
         make = functools.partial(load_agent, c, name, mesh, find=find, workdir=workdir)
         loaded = functools.cache(make)
         return lambda chats: loaded()(chats)

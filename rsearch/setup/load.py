@@ -67,8 +67,8 @@ def load_setup(
         home: the run's directory, if "stage:..." is to mean a stage of it.
         shared: objects that other setups of the run have made; these are not said
             again.
-        is_over: of a stage that seems to have ended: on one host the models beside the
-            policy are loaded only if they are asked after all.
+        is_over: the stage seems to have ended: on one host the models other than the
+            policy are then loaded lazily, on first use.
 
     Raises:
         ValueError: a value or a file that cannot be used.
@@ -120,13 +120,13 @@ def load_setup(
         )
         _check_questions(c, train, dev, only_dev, say)
 
-    # The models beside the policy. Hosts load together, and may not all come to ask.
+    # The models beside the policy. Several hosts load jointly, so never lazily.
     def make_agent(name):
-        is_late = is_over and processes.num_hosts() == 1
+        is_lazy = is_over and processes.num_hosts() == 1
         return memoise(
             (name, is_over),
             [c.models[name], c.model, c.mesh],
-            lambda: load_agent(c, name, mesh, workdir=home, is_late=is_late),
+            lambda: load_agent(c, name, mesh, workdir=home, is_lazy=is_lazy),
         )
 
     inputs = _fingerprints(tokenizer, search, source, None if only_dev else train)

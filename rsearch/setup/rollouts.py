@@ -197,8 +197,8 @@ def replay_demonstrations(
 ) -> list[Rollout]:
     """Return the demonstrations as rollouts, each within its budget.
 
-    Of those that a stage of this run has made, those too long here are left out with a
-    note: no user could shorten them.
+    If a stage of this run made them, unusable ones (see Raises) are left out with a
+    note: no user could fix them.
 
     Args:
         setup: of the run.

@@ -78,7 +78,7 @@ def load_rewriter(
         is_over: see `load_setup`.
     """
     rewrite = load_agent(
-        setup.config, "rewriter", setup.mesh, workdir=setup.home, is_late=is_over
+        setup.config, "rewriter", setup.mesh, workdir=setup.home, is_lazy=is_over
     )
     if is_over:
         return rewrite

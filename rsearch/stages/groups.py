@@ -9,7 +9,7 @@ from rsearch.rollout.records import Rewarded
 from rsearch.text.suspicion import suspects
 from rsearch.types import Group, Outcome, Question, Rollout, Source
 
-SEEDS = 1 << 32  # seeds of runs: a step taken again draws from beyond these
+SEED_STRIDE = 1 << 32  # above the seeds of runs; added for each attempt
 
 
 def sample_groups(
@@ -43,24 +43,24 @@ def sample_groups(
     # As many further questions as all rounds can ask for, however few are needed: a
     # step's share of the stream does not depend on what was rolled out.
     count = min(num_questions * (1 + rounds), max(len(questions), num_questions))
-    seed += attempt * SEEDS
+    seed += attempt * SEED_STRIDE
     stream = [questions[i] for i in take(len(questions), count, seed=seed, step=step)]
     groups, rewards, metrics = summarize(play(stream[:num_questions]))
     if not rounds:
         return groups, rewards, metrics
     waiting, num_asked = stream[num_questions:], num_questions
     for _ in range(rounds):
-        without = np.flatnonzero(~has_reward_variance(groups, rewards))
+        uniform = np.flatnonzero(~has_reward_variance(groups, rewards))
         # One new question for each group without variance, and no more: a round costs
         # at most as much as the first.
-        batch, waiting = waiting[: len(without)], waiting[len(without) :]
+        batch, waiting = waiting[: len(uniform)], waiting[len(uniform) :]
         if not batch:
             break
         more, more_rewards, _ = summarize(play(batch))
         num_asked += len(batch)
         good = np.flatnonzero(has_reward_variance(more, more_rewards))
-        # Where fewer are good than are without, the last of these stay as they were.
-        for slot, i in zip(without, good):
+        # If too few new groups have variance, the last old ones stay as they were.
+        for slot, i in zip(uniform, good):
             groups[slot], rewards[slot] = more[i], more_rewards[i]
     metrics["questions_asked"] = num_asked
     metrics["groups_learnt_from"] = _mean(has_reward_variance(groups, rewards))

@@ -35,8 +35,8 @@ def update_policy(
 ) -> tuple[TrainState, dict[str, float]]:
     """Take the optimizer steps of one step's rollouts.
 
-    Where none of an update's rollouts is valid, or a reward is not finite, there is no
-    update: the optimizer's momentum would move the policy all the same.
+    Updates with no token in the loss are skipped, or all if a reward is not finite:
+    the optimizer's momentum would move the policy all the same.
 
     Args:
         c: of the stage.
@@ -72,7 +72,7 @@ def update_policy(
     # Updates without a token in the loss are skipped below, each by itself.
     is_useful = [p.from_policy.any() for p in parts(rows, s.updates_per_step)]
     if not any(is_useful):
-        console.note("rl: no rollout of this step is a signal; nothing is learnt")
+        console.note("rl: no rollout of this step is in the loss; no update")
         return train_state, {"in_loss": 0.0}
     # A reward that is not finite would make every advantage of its group NaN.
     largest = float(np.max(np.abs(rewards[valid_rollouts(groups)]), initial=0.0))
@@ -101,7 +101,7 @@ def update_policy(
     if trainer.update_values is not None:
         values = trainer.score_values(train_state.critic.params, base, batch)
         batch = batch._replace(values=values)
-    # Over all rows, before they are split: whitening and groups span the updates.
+    # Over all rows, before they are split: whitening spans all of the updates.
     batch = add_advantages(s, batch, train_state.kl_coef, len(groups[0].rollouts))
     memory = None
     if s.memorise_coef:

@@ -1,6 +1,6 @@
 """Reinforcement stage: roll out, reward, compare, update.
 
-`run` is the loop, top to bottom. What a step does stands in `stages.groups` (which
+`run` is the loop, top to bottom. The parts of a step are in `stages.groups` (which
 questions, and what is measured of their rollouts) and `stages.policy_update` (from
 groups and rewards to optimizer steps).
 """
@@ -53,7 +53,7 @@ class RLStage:
         inputs: {name: fingerprint} of what rollouts depend on beside the configuration.
         name: of the stage.
         evaluate: params -> {"em", "f1", "searches"} on held-out questions.
-        memory: what is memorised beside (see `rsearch.stages.memory`), or None.
+        memory: the set T to memorise (see `rsearch.stages.memory`), or None.
     """
 
     config: ConfigDict
@@ -99,7 +99,7 @@ def run(stage: RLStage, params: Params):
         if state.pending_metrics is not None:  # stopped before this row was written
             finish_step(stage, state, base, journal, log)
         while state.done < c.rl.steps:
-            state.begin_step()
+            state.stop_if_preempted()
             # A step taken again after a roll-back has other questions and rollouts.
             step, attempt, timer = state.done, state.roll_backs, LapTimer()
 
@@ -109,14 +109,16 @@ def run(stage: RLStage, params: Params):
             decoding = stage.rollouts.place_params(
                 trainer.for_decoding(state.train_state.params, base)
             )
-            ended = RolloutCache(
+            rollout_cache = RolloutCache(
                 journal, [made_from, step, attempt, params_fingerprint(decoding)]
             )
             # A function of seed, stage and step: what is drawn does not depend on how
             # often the run was interrupted.
             key = step_key(c.seed, stage.name, step, attempt)
             num_restarts = stage.rollouts.num_restarts
-            roll_out = functools.partial(play, stage, decoding, key, ended, timer, step)
+            roll_out = functools.partial(
+                play, stage, decoding, key, rollout_cache, timer, step
+            )
             # Hosts roll out different questions and then all have all groups: each
             # computes the same batch, so that no host has to send it.
             if processes.num_hosts() > 1:
@@ -131,14 +133,14 @@ def run(stage: RLStage, params: Params):
                 attempt=attempt,
             )
             del decoding  # the update needs its room
-            if ended.num_reused:
+            if rollout_cache.num_reused:
                 console.note(
-                    f"{stage.name}: step {step + 1}: {ended.num_reused} rollouts had "
-                    "ended before"
+                    f"{stage.name}: step {step + 1}: {rollout_cache.num_reused} "
+                    "rollouts had ended before"
                 )
             # The update reuses the state's buffers: once begun it must come to its end.
             processes.check_preempted(on_all_hosts=True)
-            # With a KV cache smaller than the longest rollouts, some were begun again.
+            # If the KV cache is too small for all rows, some rollouts restart.
             if c.rollout.cache_tokens:
                 metrics["restarts"] = stage.rollouts.num_restarts - num_restarts
 
@@ -188,7 +190,7 @@ def play(
     stage: RLStage,
     params: Params,
     key: jax.Array,
-    ended: RolloutCache,
+    rollout_cache: RolloutCache,
     timer: LapTimer,
     step: int,
     questions: Sequence[Question],
@@ -201,7 +203,9 @@ def play(
         )
     )
     # Sampling on the devices, tools on the host; see rollout.scheduler.
-    groups = stage.rollouts(params, questions, key, on_done=on_done, finished=ended)
+    groups = stage.rollouts(
+        params, questions, key, on_done=on_done, finished=rollout_cache
+    )
     timer.lap("rollout")
     rewarded = with_rewards(*stage.score(groups))
     timer.lap("reward")
@@ -224,7 +228,7 @@ def finish_step(
     journal: AppendLog,
     log: MetricsLog,
 ) -> None:
-    """Evaluate, log, guard and save what the last step has come to."""
+    """Evaluate, log, check and save the last step."""
     # Evaluation may take minutes: a stop in it saves the step with the metrics so
     # far, and the next start comes back here (`pending_metrics`).
     c, metrics, done = stage.config, state.pending_metrics, state.done
@@ -249,7 +253,7 @@ def step_line(name: str, done: int, num_steps: int, metrics: dict) -> str:
     """Return one line on a step, for people."""
     seconds = sum(v for key, v in metrics.items() if key.endswith("_seconds"))
     dev = f", dev EM {metrics['dev_em']:.3f}" if "dev_em" in metrics else ""
-    # No update of the policy, as while the critic is trained alone, has no entropy.
+    # Without a policy update, as in critic pretraining, there is no entropy.
     entropy = f"{metrics['entropy']:.3f}" if "entropy" in metrics else "-"
     return (
         f"{name}: step {done}/{num_steps} reward {metrics['reward']:.3f}, "

@@ -60,7 +60,7 @@ def run(stage: SFTStage, params: Params):
             finish_step(state, log)
         steps = range(state.done, c.sft.steps)
         for step in console.progress(steps, "sft: steps", total=len(steps)):
-            state.begin_step()
+            state.stop_if_preempted()
             start = time.monotonic()
             # Which demonstrations a step sees is a function of seed and step alone.
             chosen = take(len(rows), c.sft.batch_size, seed=c.seed, step=step)

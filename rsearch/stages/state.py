@@ -27,7 +27,10 @@ from rsearch.types import Params
 PENDING = "owed"
 GUARDS = "guards"
 ROLLED_BACK = "rolled_back.jsonl"  # of a stage: rows of metrics of steps undone
-WAITS = 1.0, 60.0  # seconds until a disk that refuses is asked again, at first and last
+RETRY_WAITS = (
+    1.0,
+    60.0,
+)  # seconds until a disk that refuses is asked again, at first and last
 
 
 class StageState:
@@ -37,8 +40,8 @@ class StageState:
         guards: see `rsearch.stages.guards`.
         train_state: the TrainState after `done` steps.
         done: steps taken; at first those of the newest good checkpoint.
-        pending_metrics: what was measured in the last step, where the stage was told to
-            stop before all of it was; else None.
+        pending_metrics: metrics of the last step until it is evaluated and logged;
+            then None.
         roll_backs: how often the stage has gone back to an earlier step.
     """
 
@@ -111,10 +114,10 @@ class StageState:
 
     @contextlib.contextmanager
     def save_on_preemption(self):
-        """Save what the steps within have come to, if the run is told to stop.
+        """Save the newest state if the run is told to stop within this block.
 
         Raises:
-            PreemptedError: the run was told to stop, and all of it is saved.
+            PreemptedError: told to stop; its message says if saving failed.
         """
         # A signal is noted and the step goes on to where the state is consistent.
         with preemption.defer_exit():
@@ -141,7 +144,7 @@ class StageState:
         checkpoints set aside.
 
         Args:
-            collapse: what has.
+            collapse: details.
             metrics: of the stage; its rows of these steps are dropped.
 
         Raises:
@@ -188,7 +191,7 @@ class StageState:
         self.done = self._saved = before
         console.note(f"{collapse.message}; rolled back to step {before}")
 
-    def begin_step(self) -> None:
+    def stop_if_preempted(self) -> None:
         """End the stage here if the hosts have been told to stop."""
         processes.check_preempted(on_all_hosts=True)
 
@@ -200,7 +203,7 @@ class StageState:
         self.done += 1
 
     def retry_io(self, write: Callable[[], None]) -> None:
-        """Write to a disk, and again while it refuses, until it has been mended.
+        """Write to disk; retry a failed write until it succeeds or time is up.
 
         A full disk ends no run: someone makes room, and no step is lost. Several hosts
         do not wait: each would have to know of the other's disk.
@@ -209,11 +212,11 @@ class StageState:
             write: may be called again where it has failed.
 
         Raises:
-            OSError: it has refused for config.checkpoint.retry_seconds.
+            OSError: failed for retry_seconds, or once on several hosts.
             PreemptedError: it refuses, and the run was told to stop.
         """
         # Waits double: a disk that stays full should not fill the log as well.
-        wait, longest_wait = WAITS
+        wait, longest_wait = RETRY_WAITS
         end = time.monotonic() + self._config.checkpoint.retry_seconds
         while True:
             try:

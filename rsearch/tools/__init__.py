@@ -1,5 +1,5 @@
 """Tools: what a policy can call. A tool is (calls) -> results, batched.
 
-Imports `types` and `text` alone. Begin with `search.py`; a tool takes its own file and
-a line of `table.py`.
+Imports `text`. Begin with `search.py`; a tool takes its own file and a line of
+`table.py`.
 """

@@ -29,7 +29,7 @@ from rsearch.runtime.metrics import read_metrics
 from tests.chaos.faulty_retriever import FAULTS, JUNK, KILLED, Proxy, Retriever
 from tests.small_run import ROOT
 
-RECORDED_EM, POINTS = 0.980, 0.03  # README.md's table, and how far below is still fine
+RECORDED_EM, POINTS = 0.975, 0.03  # README.md's table, and how far below is still fine
 MAX_STALL = 30.0  # seconds
 QUICKSTART = ["--config=configs/quickstart.py"]
 ASKING = ["--config.retrieval.cache_size=0"]  # it would soon know all that is found

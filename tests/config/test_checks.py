@@ -139,7 +139,7 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
         ({"retrieval__sharded": True}, "config.retrieval.index = '' names none"),
         (
             {"retrieval__url": "http://x", "retrieval__search_seconds": 325.0},
-            "config.retrieval.search_seconds = 325.0 ends a run before its service may",
+            "config.retrieval.search_seconds = 325.0 ends too soon for its service to",
         ),
         (
             {"stages": ("rl",), "rollout__top_p": 0.9},
@@ -190,7 +190,7 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
         ),
         (
             {"model__lora_rank": 4, "model__offload": ("optimizer", "reference")},
-            "with config.model.lora_rank = 4 the reference is what the adapters stand",
+            "with config.model.lora_rank = 4 the reference is the adapters' frozen",
         ),
         (
             {"guards__max_kl": 1.0, "rl__kl_coef": 0.0},

@@ -175,10 +175,10 @@ def test_a_late_model_is_loaded_once_when_it_is_first_asked(folder):
         return folder
 
     c = asking("judge", "world:judge")
-    ask = agents.load_agent(c, "judge", mesh(), find=find, is_late=True)
+    ask = agents.load_agent(c, "judge", mesh(), find=find, is_lazy=True)
     assert found == []
     assert ask([LONG]) == ask([LONG]) == [None] and found == ["world:judge"]
-    assert agents.load_agent(config(), "judge", mesh(), is_late=True) is None
+    assert agents.load_agent(config(), "judge", mesh(), is_lazy=True) is None
 
 
 def test_a_context_that_is_too_small_is_refused(folder):

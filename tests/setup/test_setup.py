@@ -119,20 +119,20 @@ def test_what_cannot_be_set_up_is_refused(changes, message):
         load_setup(config(**changes))
 
 
-@pytest.mark.parametrize(("num_hosts", "is_late"), [(1, True), (2, False)])
+@pytest.mark.parametrize(("num_hosts", "is_lazy"), [(1, True), (2, False)])
 def test_several_hosts_load_a_model_together_whoever_comes_to_ask(
-    monkeypatch, num_hosts, is_late
+    monkeypatch, num_hosts, is_lazy
 ):
     """One that loads it when it is asked would wait for the others, who are not."""
     asked = []
 
-    def load_agent(*given, is_late, **_):
-        asked.append(is_late)
+    def load_agent(*given, is_lazy, **_):
+        asked.append(is_lazy)
 
     monkeypatch.setattr(load, "load_agent", load_agent)
     monkeypatch.setattr(processes, "num_hosts", lambda: num_hosts)
     load_setup(config(models__writer__source="/no/writer"), only_dev=True, is_over=True)
-    assert asked == [is_late]
+    assert asked == [is_lazy]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ CODES = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES]
 @pytest.fixture
 def progress(tmp_path, monkeypatch):
     """Of a stage that has taken one step, and saves each."""
-    monkeypatch.setattr(state, "WAITS", (0.01, 0.02))
+    monkeypatch.setattr(state, "RETRY_WAITS", (0.01, 0.02))
     setup = load_setup(config(checkpoint__sft_steps=1, checkpoint__retry_seconds=30.0))
     params = initial_params(setup)
     found = state_of(setup, "sft", params, tmp_path)
@@ -169,7 +169,7 @@ def test_it_ends_when_its_time_is_over_and_what_was_there_is_whole(
 
 def test_who_is_told_to_stop_meanwhile_does_not_wait(progress, tmp_path, monkeypatch):
     refuse(monkeypatch, PLACES["data"], errno.ENOSPC, 10**9)
-    monkeypatch.setattr(state, "WAITS", (30.0, 30.0))
+    monkeypatch.setattr(state, "RETRY_WAITS", (30.0, 30.0))
     monkeypatch.setattr(preemption, "is_stop_requested", lambda: True)
     began = time.monotonic()
     with (

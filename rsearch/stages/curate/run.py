@@ -221,7 +221,7 @@ def _difficulty(stage: DataStage) -> Selection:
 
 
 def _remix(stage: DataStage) -> Selection:
-    """Another mix of questions whose difficulty is known; nothing is rolled out.
+    """Select another mix of questions whose difficulty is known, without rollouts.
 
     It is in their metadata, or in the rollouts of the stage config.curate.first.
     """
