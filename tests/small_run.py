@@ -77,8 +77,8 @@ PPO = {  # with a value model, a KL in the rewards, and a coefficient that moves
 def config(**overrides):
     """The quickstart at these sizes; two underscores in a name are a dot."""
     changes = {name.replace("__", "."): value for name, value in overrides.items()}
-    whole = configuration.load(str(ROOT / "configs" / "quickstart.py"))
-    return configuration.apply_overrides(whole, SIZES | changes)
+    recipe = configuration.load(str(ROOT / "configs" / "quickstart.py"))
+    return configuration.apply_overrides(recipe, SIZES | changes)
 
 
 def arguments(workdir, **overrides):

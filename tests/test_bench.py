@@ -19,16 +19,16 @@ def in_this_process(monkeypatch):
     """Subjects without their processes (see tests/bench), which start slowly."""
 
     def compare(subjects, repeats, **_):
-        found = {}
+        actual = {}
         for name, subject in subjects.items():
             module = importlib.import_module(subject.module)
             try:
                 once = getattr(module, subject.make)(**subject.settings)
             except ModuleNotFoundError as error:
-                found[name] = f"{error.name} is not installed"
+                actual[name] = f"{error.name} is not installed"
                 continue
-            found[name] = [once() | {"peak_bytes": 1} for _ in range(repeats)]
-        return found
+            actual[name] = [once() | {"peak_bytes": 1} for _ in range(repeats)]
+        return actual
 
     monkeypatch.setattr(bench, "measure_machine", lambda: MACHINE)
     for module in (rollout, train):

@@ -21,9 +21,11 @@ def test_the_command_lists_what_there_is(saved, capsys):
     (saved / "3").mkdir()
     shutil.copytree(saved / "1", saved / "0.damaged")
     assert command("ls", saved) == 0
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     for name, state in (("0.damaged", "damaged"), ("2", "whole"), ("3", "torn")):
-        assert any(name in line and state in line for line in told.splitlines()), told
+        assert any(name in line and state in line for line in message.splitlines()), (
+            message
+        )
 
 
 def test_the_command_verifies_and_changes_nothing(saved, capsys):
@@ -64,12 +66,12 @@ def test_the_command_finds_the_checkpoints_of_every_stage(
     for stage in ("sft", "rl"):
         shutil.copytree(saved, run / stage / "checkpoints")
     assert command("ls", run) == 0
-    told = capsys.readouterr().out
-    assert "sft" in told and "rl" in told
+    message = capsys.readouterr().out
+    assert "sft" in message and "rl" in message
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("list", "."), "must be one of ls, verify, gc"),
         (("ls", "nowhere"), "no such directory"),
@@ -78,10 +80,10 @@ def test_the_command_finds_the_checkpoints_of_every_stage(
         (("ls",), "directory is missing"),
     ],
 )
-def test_the_command_refuses_what_makes_no_sense(tmp_path, capsys, words, told):
+def test_the_command_refuses_what_makes_no_sense(tmp_path, capsys, words, message):
     words = [str(tmp_path) if word == "EMPTY" else word for word in words]
     assert command(*words) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_nothing_is_deleted_beside_a_run(saved, tmp_path, capsys):

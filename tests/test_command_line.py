@@ -32,7 +32,7 @@ def test_command_line_gives_configuration_and_flags():
 
 @pytest.mark.fault(2, "misspelt --config", "unknown flag")
 @pytest.mark.parametrize(
-    "argv, told",
+    "argv, message",
     [
         (["--config=configs/base.py"], "--workdir=... is missing"),
         (["--workdir=w"], "--config=... is missing"),
@@ -45,15 +45,15 @@ def test_command_line_gives_configuration_and_flags():
         (["--config.seed=1", "--config.seed=2"], "conflicting overrides"),
     ],
 )
-def test_bad_command_line_is_refused(argv, told):
+def test_bad_command_line_is_refused(argv, message):
     full = [
         flag
         for flag in ("--config=configs/base.py", "--workdir=w")
-        if "missing" not in told or flag in argv
+        if "missing" not in message or flag in argv
     ]
     with pytest.raises(ValueError) as caught:
         parse(*[f for f in full if f not in argv], *argv)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_help_lists_the_flags(capsys):
@@ -66,8 +66,8 @@ def test_help_lists_the_flags(capsys):
 
 def test_positional_arguments_are_required_in_order():
     flags = {"json": (False, "as JSON")}
-    found = configs.parse_flags(["a.jsonl", "--json"], flags=flags, positional=("f",))
-    assert found == {"json": True, "f": "a.jsonl"}
+    actual = configs.parse_flags(["a.jsonl", "--json"], flags=flags, positional=("f",))
+    assert actual == {"json": True, "f": "a.jsonl"}
     with pytest.raises(ValueError, match="f is missing"):
         configs.parse_flags([], flags=flags, positional=("f",))
 
@@ -117,7 +117,7 @@ sys.exit(code)
 @pytest.mark.fault(1, "exit 2 in one line")
 @pytest.mark.fault(2, "exit 2")
 @pytest.mark.parametrize(
-    "override, told",
+    "override, message",
     [
         ("--config.rl.stepz=1", "unknown field config.rl.stepz"),
         ("--config.seed=one", "config.seed = 'one': expected int"),
@@ -125,7 +125,7 @@ sys.exit(code)
         ("--confg.seed=1", "unknown flag --confg.seed; did you mean --config?"),
     ],
 )
-def test_process_ends_with_code_2_and_one_line(override, told):
+def test_process_ends_with_code_2_and_one_line(override, message):
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, "--config=configs/base.py", override],
         cwd=configs.ROOT,
@@ -135,4 +135,4 @@ def test_process_ends_with_code_2_and_one_line(override, told):
     )
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {told}")
+    assert line.startswith(f"error: {message}")

@@ -35,8 +35,8 @@ def said(capsys):
 
     def run(*argv):
         code = run_command(compare.main, [*map(str, argv)])
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return run
 
@@ -75,8 +75,8 @@ def test_a_row_stands_beside_what_the_same_method_began_with(said, tmp_path):
     columns, values = cells(said(tmp_path, "--markdown", "--group")[1])
     assert values[columns.index("EM before")] == "15.0 ± 7.1"
     columns, *lines = cells(said(tmp_path / "0", "--markdown", "--by_kind")[1])
-    found = {line[2]: line[columns.index("EM before")] for line in lines}
-    assert found == {"single": "5.0", "bridge": "-"}
+    actual = {line[2]: line[columns.index("EM before")] for line in lines}
+    assert actual == {"single": "5.0", "bridge": "-"}
     for stage in ("start", "rl"):
         columns, *_ = cells(said(tmp_path, "--markdown", f"--stage={stage}")[1])
         assert ("EM before" in columns) == (stage == "rl")
@@ -112,8 +112,8 @@ def test_seeds_are_grouped_and_what_differs_in_more_is_not(said, tmp_path):
     make(tmp_path / "short", row(em=0.2), rl={"steps": 3, "kl": 1})
     code, out, _ = said(tmp_path, "--group", "--markdown")
     assert code == 0
-    found = {line[0]: line[2:6] for line in cells(out)[1:]}
-    assert found == {
+    actual = {line[0]: line[2:6] for line in cells(out)[1:]}
+    assert actual == {
         "r_search rl.kl=1 rl.steps=9": ["3", "200", "60.0 ± 10.0", "62.5 ± 0.0"],
         "r_search rl.kl=0 rl.steps=9": ["1", "200", "10.0", "62.5"],
         "r_search rl.kl=1 rl.steps=3": ["1", "200", "20.0", "62.5"],
@@ -175,7 +175,7 @@ def test_a_name_cannot_break_the_markdown(said, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "message"),
     [
         ("em", "x", "row 2: em = 'x': expected a number or null"),
         ("n", True, "row 2: n = True: expected a number"),
@@ -190,12 +190,12 @@ def test_a_name_cannot_break_the_markdown(said, tmp_path):
     ],
 )
 def test_damaged_results_are_refused_by_row_and_field(
-    said, tmp_path, field, value, told
+    said, tmp_path, field, value, message
 ):
     run = make(tmp_path / "run", row(), {**row("sft"), field: value})
     for flags in ([], ["--group"], ["--by_kind"], ["--markdown"]):
         code, out, err = said(run, *flags)
-        assert (code, out) == (2, "") and told in err and "results.json" in err
+        assert (code, out) == (2, "") and message in err and "results.json" in err
 
 
 def test_a_run_that_is_named_twice_counts_once(said, tmp_path):

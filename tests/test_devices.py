@@ -293,8 +293,8 @@ def model():
     cache = pathlib.Path(_folder.name) / "models"
     done = run_python("-m", "tests.test_devices", cache)
     assert done.returncode == 0, done.stderr
-    (found,) = cache.iterdir()
-    return found
+    (actual,) = cache.iterdir()
+    return actual
 
 
 def arguments(recipe, workdir, mesh):

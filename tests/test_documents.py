@@ -22,15 +22,15 @@ MACHINES = {  # what names the devices of a command, and how many they are
 
 def commands():
     """(command of one line, devices or None) of those that name a recipe."""
-    found = []
+    actual = []
     for name in ("README.md", "BUILD.md"):
         text = (ROOT / name).read_text(encoding="utf-8")
         for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 # A sweep's fields have several values each.
                 if "--config=configs/" in line and "sweep.py" not in line:
-                    found.append((" ".join(line.split()), devices_of(line)))
-    return found
+                    actual.append((" ".join(line.split()), devices_of(line)))
+    return actual
 
 
 def devices_of(line):

@@ -273,9 +273,9 @@ def test_kinds_are_a_second_table_where_there_are_several(capsys):
     assert KINDS not in capsys.readouterr().out
     split = {"single": part, "bridge": {**part, "em": 1.0}}
     evaluate.show_results([old, {**old, "by_kind": split}], config())
-    told = capsys.readouterr().out
-    assert KINDS in told and "judge_error" not in told
-    assert "100 / 1.25" in told and "50 / 1.25" in told
+    message = capsys.readouterr().out
+    assert KINDS in message and "judge_error" not in message
+    assert "100 / 1.25" in message and "50 / 1.25" in message
     evaluate.show_results([{**old, "judge_error": 3}], config())
     assert "judge_error" in capsys.readouterr().out
 
@@ -353,8 +353,8 @@ def test_a_model_may_be_what_a_stage_of_the_run_has_trained(tmp_path, capsys):
         "--config.models.answerer.source=stage:sft_x",
     ]
     assert evaluate_here(*arguments(folder), *given) == 2
-    told = capsys.readouterr().err
-    assert f"'stage:sft_x': the run in {folder} has the stages sft, rl" in told
+    message = capsys.readouterr().err
+    assert f"'stage:sft_x': the run in {folder} has the stages sft, rl" in message
 
 
 @pytest.mark.parametrize(

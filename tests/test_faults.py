@@ -93,18 +93,18 @@ FAULTS = """
 def table():
     """{row: (title, [items])} of FAULTS."""
     lines = re.sub(r"\n +", " ", FAULTS.strip()).splitlines()
-    found = {}
+    actual = {}
     for line in lines:
         row, title, items = re.fullmatch(r"(\d+) ([^:]+): (.+)", line).groups()
-        assert int(row) not in found, line
-        found[int(row)] = title, items.split("; ")
-    return found
+        assert int(row) not in actual, line
+        actual[int(row)] = title, items.split("; ")
+    return actual
 
 
 @functools.cache
 def marks():
     """[(row, item, file, test)] of the markers at tests, read without importing."""
-    found = []
+    actual = []
     for path in sorted(FOLDER.rglob("test_*.py")):
         name = path.relative_to(FOLDER).as_posix()
         tree = ast.parse(path.read_text())
@@ -115,21 +115,21 @@ def marks():
                     assert node.name.startswith("test_"), f"{name}: {node.name}"
                     row, *items = map(ast.literal_eval, call.args)
                     assert items, f"{name}: {node.name}: row {row} without an item"
-                    found += [(row, item, name, node.name) for item in items]
-    return found
+                    actual += [(row, item, name, node.name) for item in items]
+    return actual
 
 
 def left_out():
     """{(row, item): why} of faults_left_out.md."""
-    found = {}
+    actual = {}
     for line in LEFT_OUT.read_text().splitlines():
         if not line.startswith("- "):
             continue
         row, items, why = re.fullmatch(r"- (\d+) ([^:]+): (.+\.)", line).groups()
         for item in items.split("; "):
-            assert (int(row), item) not in found, line
-            found[int(row), item] = why
-    return found
+            assert (int(row), item) not in actual, line
+            actual[int(row), item] = why
+    return actual
 
 
 def all_items():

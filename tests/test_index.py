@@ -64,18 +64,18 @@ def test_it_builds_and_prints_what_it_measured(files, capsys):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("quantized", "all codes, 7 reordered"),
         ("partitioned", "4 of 4 leaves, 7 reordered"),
     ],
 )
-def test_it_prints_how_an_index_is_searched(files, capsys, kind, told):
+def test_it_prints_how_an_index_is_searched(files, capsys, kind, message):
     rows = [{"id": str(i), "contents": f"City {i}"} for i in range(17)]
     (files / "corpus.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     assert command(files, f"--kind={kind}", "--reorder=7", "--dims_per_block=5") == 0
     shown = cells(capsys.readouterr().out)
-    assert (shown["search"], shown["dimensions of a code"]) == (told, "5")
+    assert (shown["search"], shown["dimensions of a code"]) == (message, "5")
 
 
 def test_it_may_be_run_again_and_builds_nothing_twice(files, capsys):

@@ -120,10 +120,10 @@ def test_most_of_a_gpu_is_taken_unless_the_user_says_how_much(checkout, own, fra
 def test_a_job_that_was_told_to_stop_is_queued_again(checkout, code):
     on_gpus(checkout)
     job = {"SLURM_SUBMIT_DIR": str(checkout.repo), "SLURM_JOB_ID": "77"}
-    found, error, log = checkout.run(
+    actual, error, log = checkout.run(
         "slurm.sbatch", "--config=x", FAKE_SRUN_CODE=str(code), **job
     )
-    assert found == code, error
+    assert actual == code, error
     assert log[-1] == "scontrol requeue 77" if code == 75 else "srun" in log[-1]
 
 

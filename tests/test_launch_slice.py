@@ -78,11 +78,13 @@ COPY = "tpu-vm scp /tmp/rsearch-pod.tgz pod:rsearch.tgz --zone=z --worker=all"
 def kinds(log):
     """What was done, in words."""
     words = {"create": "create", "delete": "delete", "scp": "copy"}
-    found = []
+    actual = []
     for line in log:
         verb = line.split()[1]
-        found.append(words.get(verb) or ("train" if "rsearch.train" in line else "set"))
-    return found
+        actual.append(
+            words.get(verb) or ("train" if "rsearch.train" in line else "set")
+        )
+    return actual
 
 
 def test_a_slice_is_asked_for_used_and_deleted(cloud):

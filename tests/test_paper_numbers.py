@@ -254,8 +254,8 @@ def test_no_other_stage_asks_with_a_teachers_prompt():
 @pytest.mark.parametrize("spec", REWARDS)
 def test_a_recipe_pays_what_its_paper_pays(spec):
     stages = dict(stage_configs(loaded(spec)))
-    found = {stage: stages[stage].reward.to_dict() for stage in REWARDS[spec]}
-    assert found == REWARDS[spec]
+    actual = {stage: stages[stage].reward.to_dict() for stage in REWARDS[spec]}
+    assert actual == REWARDS[spec]
 
 
 def test_search_r1_pays_for_what_was_found_where_its_paper_does():
@@ -274,13 +274,13 @@ def test_search_r1_pays_for_what_was_found_where_its_paper_does():
 )
 def test_what_normalises_to_nothing_is_equal_under_parity_alone(spec):
     for is_parity in (False, True):
-        found = [
+        actual = [
             settings.get("empty_matches", False)
             for _, own in stage_configs(loaded(spec + ",parity" * is_parity))
             for name, settings in own.reward.items()
             if "empty_matches" in inspect.signature(TERMS[name]).parameters
         ]
-        assert found and set(found) == {is_parity}
+        assert actual and set(actual) == {is_parity}
 
 
 def test_r1_searcher_pp_pays_for_the_fewest_searches_up_to_two():

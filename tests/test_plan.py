@@ -76,8 +76,8 @@ def test_a_gpu_node_is_reckoned_without_a_compiler_for_it(tmp_path, capsys):
 def test_moments_that_rest_with_the_hosts_are_counted_where_they_step():
     away = {"mesh.tensor": 1, "model.offload": ("optimizer",)}
     config, machine = recipe(**away), find_machine("a100x1")
-    (found,) = plan.main(config, machine, only="rl").values()
-    peaks = {one.name: one.peak for one in found}
+    (actual,) = plan.main(config, machine, only="rl").values()
+    peaks = {one.name: one.peak for one in actual}
     whole = 4 * shape_of("", config).num_params
     # Weights, what they began as, gradients and two moments.
     assert peaks["update's step"] == 5 * whole != peaks["update's gradient"]
@@ -93,12 +93,12 @@ def test_a_data_stage_and_an_evaluation_are_planned_as_the_dry_run_counts_them(
     assert plan.command([*argv, slots]) == 1
     rows = json.loads(out.read_text())
     rolling = ["prefill", "admit", "extend", "decode"]
-    found = {}
+    actual = {}
     for row in rows:
-        found.setdefault(row["stage"], []).append(row["program"])
-    assert [*found] == ["curate_sft", "sft", "sft, evaluation", "curate_rl", "rl"]
+        actual.setdefault(row["stage"], []).append(row["program"])
+    assert [*actual] == ["curate_sft", "sft", "sft, evaluation", "curate_rl", "rl"]
     for name in ("curate_sft", "sft, evaluation", "curate_rl"):
-        assert found[name] == rolling
+        assert actual[name] == rolling
     said = capsys.readouterr()
     assert "does not fit: curate_rl, decode" in said.out + said.err
     c = configuration.load("configs/rag_r1.py")
@@ -135,9 +135,9 @@ def test_a_chain_reads_all_that_stands_before_each_step(tmp_path):
 @pytest.mark.slow
 def test_a_slice_compiles_a_data_stage(slice_of_four):
     c = recipe(stages=("curate", "rl"))
-    (found,) = plan.main(c, slice_of_four, only="curate").values()
-    assert [one.name for one in found] == ["prefill", "admit", "extend", "decode"]
-    assert all(one.peak > 0 and one.moved.memory > 0 for one in found)
+    (actual,) = plan.main(c, slice_of_four, only="curate").values()
+    assert [one.name for one in actual] == ["prefill", "admit", "extend", "decode"]
+    assert all(one.peak > 0 and one.moved.memory > 0 for one in actual)
 
 
 def test_a_token_never_moves_the_cache_of_all_layers(slice_of_four):
@@ -146,10 +146,10 @@ def test_a_token_never_moves_the_cache_of_all_layers(slice_of_four):
     frame = make_frame(own, "rl", slice_of_four)
     programs = stage_programs(frame, "rl", slice_of_four)
     (decode,) = [p for p in programs if p.name == "decode"]
-    found = plan.estimate(decode, slice_of_four)
+    actual = plan.estimate(decode, slice_of_four)
     params, rows = decode.args[:2]
     read = device_bytes(params) + device_bytes(rows.context)
-    assert found.moved.memory / decode.rounds < 3 * read
+    assert actual.moved.memory / decode.rounds < 3 * read
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,12 @@ def test_a_run_finds_the_same_in_every_dialect(api):
     with serving() as url:
         search = RemoteSearch(url, api=api, top_k=2)
         search.check()
-        found = search(["a", " ", "b", "a"])
-    contents = [[p.contents for p in own] for own in found]
+        actual = search(["a", " ", "b", "a"])
+    contents = [[p.contents for p in own] for own in actual]
     two = [p.contents for p in PASSAGES[:2]]
     assert contents == [two, [], two, two]
     if api != "r1_searcher":  # which tells neither ids nor scores
-        assert found[0] == tuple(PASSAGES[:2])
+        assert actual[0] == tuple(PASSAGES[:2])
 
 
 def test_more_queries_than_a_service_takes_in_a_call_are_all_answered():
@@ -66,8 +66,8 @@ def test_more_queries_than_a_service_takes_in_a_call_are_all_answered():
         return [(Passage(q, f"{q}\n.", 1.0),) for q in queries]
 
     with serving(echo) as url:
-        found = RemoteSearch(url, api="search_r1", top_k=1)(asked)
-    assert [own[0].id for own in found] == asked
+        actual = RemoteSearch(url, api="search_r1", top_k=1)(asked)
+    assert [own[0].id for own in actual] == asked
 
 
 def test_search_r1_is_answered_as_its_server_does():
@@ -156,8 +156,8 @@ def test_the_command_that_starts_a_service_has_the_flags_it_is_told_with():
 )
 def test_what_makes_no_sense_is_refused(path, body, status):
     with serving() as url:
-        found, reply = ask(url, path, body)
-        assert found == status and reply.keys() == {"error"}
+        actual, reply = ask(url, path, body)
+        assert actual == status and reply.keys() == {"error"}
         assert ask(url, "/retrieve", {"queries": ["a"]})[0] == 200  # it goes on
 
 

@@ -188,8 +188,8 @@ def test_a_run_leaves_the_keys_of_its_services_nowhere(tmp_path, capfd):
     assert all(number > 4 * len(LEAKS) for number in numbers.values()), numbers
     assert seen and (tmp_path / "run" / "results.json").exists()
     compare.main([str(tmp_path / "run")])
-    told = capfd.readouterr()
-    named = [("stdout", told.out.encode()), ("stderr", told.err.encode())]
+    captured = capfd.readouterr()
+    named = [("stdout", captured.out.encode()), ("stderr", captured.err.encode())]
     assert not holding([*seen.items(), *named, *files_below(tmp_path)])
 
 
@@ -217,9 +217,16 @@ def test_what_is_said_of_a_service_that_fails_holds_no_key(api, capfd):
             ]
         numbers["/retrieve"] = numbers["/search"] = -1
         assert search(["a"]) == [None]
-    told = capfd.readouterr()
+    captured = capfd.readouterr()
     assert len(said) > 3 * len(LEAKS)
-    texts = [*said, told.out, told.err, str(search), repr(search), search.fingerprint]
+    texts = [
+        *said,
+        captured.out,
+        captured.err,
+        str(search),
+        repr(search),
+        search.fingerprint,
+    ]
     assert not holding([(text, text.encode()) for text in texts])
 
 

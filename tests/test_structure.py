@@ -254,9 +254,9 @@ NOT_IMPORTED = {"transformers"}
 
 def pins(file):
     """{library as it is imported: version} of a file of requirements."""
-    found = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / file).read_text(), re.M)
+    actual = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / file).read_text(), re.M)
     names = {"orbax-checkpoint": "orbax", "Jinja2": "jinja2"}
-    return {names.get(n, n).replace("-", "_"): version for n, version in found}
+    return {names.get(n, n).replace("-", "_"): version for n, version in actual}
 
 
 def test_every_requirement_is_used_and_pinned_once():

@@ -196,8 +196,8 @@ def test_trials_of_one_name_and_fields_set_twice_are_refused(tmp_path, capsys):
 def test_a_trial_that_is_killed_is_told_with_what_mostly_does_that(pretended, capsys):
     code, asked, compared = pretended(f"--config={RECIPE}", "--config.seed=6,1")
     assert (code, len(asked), len(compared)) == (1, 2, 1)
-    told = "seed=6: exit code -9, killed, mostly for want of memory, see "
-    assert told in capsys.readouterr().err
+    message = "seed=6: exit code -9, killed, mostly for want of memory, see "
+    assert message in capsys.readouterr().err
 
 
 def test_every_trial_is_checked_before_any_begins(pretended, tmp_path, capsys):

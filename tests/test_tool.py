@@ -69,21 +69,21 @@ def questions():
 
 
 def test_a_question_gets_what_the_policy_found(search, questions):
-    found = search(questions)
-    assert [f["question"] for f in found] == questions
-    assert all(f.keys() == KEYS for f in found)
-    assert all(f["evidence"] is None for f in found)  # search_r1 writes none
-    assert all(bool(f["queries"]) == bool(f["passages"]) for f in found)
-    assert search(questions[0]) == found[0]
+    actual = search(questions)
+    assert [f["question"] for f in actual] == questions
+    assert all(f.keys() == KEYS for f in actual)
+    assert all(f["evidence"] is None for f in actual)  # search_r1 writes none
+    assert all(bool(f["queries"]) == bool(f["passages"]) for f in actual)
+    assert search(questions[0]) == actual[0]
     assert search([]) == []
-    json.dumps(found, allow_nan=False)
+    json.dumps(actual, allow_nan=False)
 
 
 @pytest.mark.parametrize("question", HOSTILE)
 def test_a_hostile_question_is_only_text(search, question):
-    found = search(question)
-    assert found.keys() == KEYS and found["outcome"] in {o.value for o in Outcome}
-    json.dumps(found).encode()
+    actual = search(question)
+    assert actual.keys() == KEYS and actual["outcome"] in {o.value for o in Outcome}
+    json.dumps(actual).encode()
 
 
 @pytest.mark.parametrize(
@@ -192,29 +192,29 @@ def test_a_saved_index_finds_what_the_world_in_memory_does(
     assert json.loads(capsys.readouterr().out) == search(questions[0])
     other = [word.replace("hashed_dim=512", "hashed_dim=8") for word in argv]
     assert run_command(tool.main, other) == 2
-    told = capsys.readouterr().err
-    assert "encoder.dim: 512 in the index, 8 here" in told
-    assert "family, max_query_tokens" in told
+    message = capsys.readouterr().err
+    assert "encoder.dim: 512 in the index, 8 here" in message
+    assert "family, max_query_tokens" in message
 
 
 def test_the_answer_is_worded_as_the_recipe_says(search, questions, monkeypatch):
-    asked = []
+    calls = []
 
     def answerer(chats):
-        asked.extend(chats)
+        calls.extend(chats)
         return [f" Word {i} " for i in range(len(chats))]
 
     plain = search(questions)
     monkeypatch.setattr(search, "_answerer", answerer)
-    found = search(questions)
+    actual = search(questions)
     answers = [f["answer"] for f in plain if f["answer"] is not None]
-    assert len(asked) == len(answers)
-    for chat, answer in zip(asked, answers, strict=True):
+    assert len(calls) == len(answers)
+    for chat, answer in zip(calls, answers, strict=True):
         assert f"[Reference answer]\n{answer}\n" in chat[0]["content"]
-    told = [f["answer"] for f in found if f["answer"] is not None]
+    told = [f["answer"] for f in actual if f["answer"] is not None]
     assert told == [f"Word {i}" for i in range(len(answers))]
     unworded = {"answer", "outcome"}
-    for one, other in zip(plain, found, strict=True):
+    for one, other in zip(plain, actual, strict=True):
         assert all(one[name] == other[name] for name in KEYS - unworded)
 
 
@@ -289,14 +289,14 @@ def server(search):
 
 def test_a_question_over_http_gets_what_a_call_gets(server, search, questions):
     assert ask(server, "GET", "/health") == (200, {"status": "ok"})
-    status, found = ask(server, body={"question": questions[0]})
-    assert status == 200 and found == search(questions[0])
-    status, found = ask(server, body={"questions": questions[:3]})
-    assert status == 200 and found == {"results": search(questions[:3])}
+    status, actual = ask(server, body={"question": questions[0]})
+    assert status == 200 and actual == search(questions[0])
+    status, actual = ask(server, body={"questions": questions[:3]})
+    assert status == 200 and actual == {"results": search(questions[:3])}
     assert ask(server, body={"questions": []}) == (200, {"results": []})
     for question in HOSTILE:
-        status, found = ask(server, body={"question": question})
-        assert status == 200 and found == search(question)
+        status, actual = ask(server, body={"question": question})
+        assert status == 200 and actual == search(question)
 
 
 @pytest.mark.parametrize(
@@ -325,8 +325,8 @@ def test_a_question_over_http_gets_what_a_call_gets(server, search, questions):
 def test_what_cannot_be_answered_is_refused_with_a_reason(
     server, request_, status, message
 ):
-    found = ask(server, **request_)
-    assert found[0] == status and message in found[1]["error"]
+    actual = ask(server, **request_)
+    assert actual[0] == status and message in actual[1]["error"]
     assert ask(server, "GET", "/health")[0] == 200
 
 

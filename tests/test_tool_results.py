@@ -22,7 +22,7 @@ from tests.small_run import config
 def test_what_a_policy_of_r_search_finds_is_told_whole():
     setup = load_setup(config(protocol__name="r_search"), only_dev=True)
     name = setup.world.entities["person"][0]
-    (found,) = setup.search([name])
+    (actual,) = setup.search([name])
     turns = [
         f"<search> {name} </search>",
         "<original_evidence> It is so. </original_evidence> <answer> Yes </answer>",
@@ -34,7 +34,7 @@ def test_what_a_policy_of_r_search_finds_is_told_whole():
         "evidence": "It is so.",
         "answer": "Yes",
         "queries": [name],
-        "passages": [{"id": p.id, "title": p.title, "text": p.text} for p in found],
+        "passages": [{"id": p.id, "title": p.title, "text": p.text} for p in actual],
         "outcome": "answered",
     }
 

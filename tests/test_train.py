@@ -129,9 +129,9 @@ def test_another_configuration_is_refused_with_one_line_each(copy, capsys):
     before = files(copy)
     changed = arguments(copy, rl__lr=0.5, seed=3)
     assert run_command(train.command, changed) == 2
-    told = capsys.readouterr().err
-    assert "error:" in told and "Traceback" not in told
-    assert "config.rl.lr" in told and "config.seed" in told
+    message = capsys.readouterr().err
+    assert "error:" in message and "Traceback" not in message
+    assert "config.rl.lr" in message and "config.seed" in message
     assert files(copy) == before
 
 
@@ -387,8 +387,8 @@ def test_a_plan_that_cannot_be_followed_is_refused_before_there_is_a_workdir(tmp
 def test_what_stages_read_has_the_same_names_whichever_have_ended():
     """Else a run that goes on behind a data stage would see that stage's questions."""
     own = {"rl": {"data": {"train": "stage:curate"}}}
-    whole = config(stages=("curate", "sft", "rl"), overrides=own)
-    base = types.SimpleNamespace(config=whole, inputs={"tokenizer": "t"})
+    recipe = config(stages=("curate", "sft", "rl"), overrides=own)
+    base = types.SimpleNamespace(config=recipe, inputs={"tokenizer": "t"})
 
     def named(stage, **inputs):
         setup = types.SimpleNamespace(inputs={"tokenizer": "t"} | inputs)

@@ -28,9 +28,9 @@ def test_what_a_stage_has_left_goes_before_one_is_prepared_that_does_without(
     ]
 
     def made(*_, **__):
-        found = Weights()
-        left.append(weakref.ref(found))
-        return found
+        actual = Weights()
+        left.append(weakref.ref(actual))
+        return actual
 
     def prepared(stage, *_, **__):
         alive.append([one() is not None for one in left])

@@ -40,16 +40,16 @@ if __name__ == "__main__":
 """
 
 
-def numbers(told):
-    return [one["number"] for one in told]
+def numbers(message):
+    return [one["number"] for one in message]
 
 
 def test_subjects_take_turns_in_processes_of_their_own(tmp_path, capsys):
     log = tmp_path / "log"
     one = Subject(ECHO, {"log": str(log)})
-    found = compare({"rsearch": one, "torch": one}, 3)
+    actual = compare({"rsearch": one, "torch": one}, 3)
     # The first repetition, which compiles, does not count.
-    assert numbers(found["rsearch"]) == numbers(found["torch"]) == [2, 3, 4]
+    assert numbers(actual["rsearch"]) == numbers(actual["torch"]) == [2, 3, 4]
     ran = log.read_text().split()
     assert ran[0] != ran[1] and ran[2:] == ran[:2] * 3
     assert "repetitions of rsearch and torch 8/8" in capsys.readouterr().err
@@ -64,7 +64,7 @@ def test_one_at_a_time_ends_before_the_next_begins(tmp_path):
 
 
 def test_peers_that_are_not_there_or_fail_leave_a_word():
-    found = compare(
+    actual = compare(
         {
             "rsearch": Subject(ECHO),
             "faiss": Subject(ECHO, make="make_missing"),
@@ -73,18 +73,18 @@ def test_peers_that_are_not_there_or_fail_leave_a_word():
         },
         2,
     )
-    assert numbers(found["rsearch"]) == [2, 3]
-    assert found["faiss"] == "a_library_that_nobody_has is not installed"
-    assert "no more" in found["tunix"]
-    assert found["hnsw"] == "no setting will do"
+    assert numbers(actual["rsearch"]) == [2, 3]
+    assert actual["faiss"] == "a_library_that_nobody_has is not installed"
+    assert "no more" in actual["tunix"]
+    assert actual["hnsw"] == "no setting will do"
 
 
 @pytest.mark.parametrize("settings", [{}, {"fails_at": 2}])
 def test_a_subject_whose_threads_wait_for_more_ends(settings):
     waiting = Subject(ECHO, settings, make="make_waiting")
-    found = compare({"rsearch": Subject(ECHO), "tunix": waiting}, 2)
-    assert numbers(found["rsearch"]) == [2, 3]
-    assert ("no more" in found["tunix"]) if settings else numbers(found["tunix"])
+    actual = compare({"rsearch": Subject(ECHO), "tunix": waiting}, 2)
+    assert numbers(actual["rsearch"]) == [2, 3]
+    assert ("no more" in actual["tunix"]) if settings else numbers(actual["tunix"])
 
 
 def test_this_package_may_not_fail():

@@ -9,11 +9,11 @@ from rsearch.bench import machine
 def test_a_processors_bounds_are_measured(monkeypatch):
     monkeypatch.setattr(machine, "SIDE", 256)
     monkeypatch.setattr(machine, "COPIED", 2**22)
-    found = machine.probe()
-    assert found.is_measured and found.cores >= 1
+    actual = machine.probe()
+    assert actual.is_measured and actual.cores >= 1
     # A core does 1e8 to 1e12 operations a second, and memory 1e8 to 1e13 bytes.
-    assert 1e8 < found.flops < 1e12 * found.cores
-    assert 1e8 < found.bandwidth < 1e13
+    assert 1e8 < actual.flops < 1e12 * actual.cores
+    assert 1e8 < actual.bandwidth < 1e13
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,13 @@ def test_an_accelerators_are_its_makers_for_one_device(
         platform, device_kind = "accelerator", kind
 
     monkeypatch.setattr(jax, "devices", lambda: [Device()] * count)
-    found = machine.probe()
-    assert (found.flops, found.bandwidth, found.is_measured) == (
+    actual = machine.probe()
+    assert (actual.flops, actual.bandwidth, actual.is_measured) == (
         flops,
         bandwidth,
         False,
     )
     for other in ("Abacus", "NVIDIA L40S", "NVIDIA A100-SXM4-40GB"):
         Device.device_kind = other
-        found = machine.probe()
-        assert (found.name, found.flops, found.bandwidth) == (other, None, None)
+        actual = machine.probe()
+        assert (actual.name, actual.flops, actual.bandwidth) == (other, None, None)

@@ -48,16 +48,16 @@ def made_here(monkeypatch):
 
 def in_this_process(subjects, repeats, **_):
     """Subjects without their processes; a peer that is not installed drops out."""
-    found = {}
+    actual = {}
     for name, subject in subjects.items():
         module = importlib.import_module(subject.module)
         try:
             once = getattr(module, subject.make)(**subject.settings)
-            found[name] = [once() | {"peak_bytes": 1} for _ in range(repeats)]
+            actual[name] = [once() | {"peak_bytes": 1} for _ in range(repeats)]
         except ModuleNotFoundError as error:
             assert name != OURS
-            found[name] = f"{error.name} is not installed"
-    return found
+            actual[name] = f"{error.name} is not installed"
+    return actual
 
 
 @pytest.mark.slow

@@ -104,11 +104,11 @@ def attempt(folder: pathlib.Path, kind: str, seed: int, number: int) -> dict:
             if paths:
                 changed.append(damage(rng.choice(paths), rng))
         size = sum(p.stat().st_size for p in place.rglob("*") if p.is_file())
-        found = read(KINDS[kind][1], place)
-        if found["outcome"] != "failed" and found["bytes"] > 2 * size + SPARE_BYTES:
-            told = f"took {found['bytes'] >> 20} MiB of memory for {size} bytes"
-            found = {**found, "outcome": "failed", "told": told}
-        return {**found, "changed": changed}
+        actual = read(KINDS[kind][1], place)
+        if actual["outcome"] != "failed" and actual["bytes"] > 2 * size + SPARE_BYTES:
+            message = f"took {actual['bytes'] >> 20} MiB of memory for {size} bytes"
+            actual = {**actual, "outcome": "failed", "told": message}
+        return {**actual, "changed": changed}
 
 
 def read(load, place: pathlib.Path) -> dict:
@@ -151,8 +151,8 @@ def serve(folder: pathlib.Path) -> int:
     os.dup2(nowhere, 2)
     make(folder)
     for kind, (_, load) in KINDS.items():  # imports and compilations are over, then
-        found = read(load, folder / kind)
-        assert found["outcome"] == "loaded", (kind, found)
+        actual = read(load, folder / kind)
+        assert actual["outcome"] == "loaded", (kind, actual)
     most = _memory("VmSize") + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     print('"ready"', file=replies, flush=True)
@@ -170,14 +170,14 @@ def run(folder: pathlib.Path, count: int, seed: int, kinds) -> list[dict]:
     try:
         for number in console.progress(range(count), "changed samples"):
             kind = kinds[number % len(kinds)]
-            found = reader(kind, seed, number)
-            outcomes[kind][found["outcome"]] += 1
+            actual = reader(kind, seed, number)
+            outcomes[kind][actual["outcome"]] += 1
             outcomes[kind]["MiB"] = max(
-                outcomes[kind]["MiB"], found.get("bytes", 0) >> 20
+                outcomes[kind]["MiB"], actual.get("bytes", 0) >> 20
             )
-            if found["outcome"] == "failed":
-                failures.append({**found, "kind": kind, "number": number})
-                console.note(f"{kind} {number}: {found['told']}")
+            if actual["outcome"] == "failed":
+                failures.append({**actual, "kind": kind, "number": number})
+                console.note(f"{kind} {number}: {actual['told']}")
     finally:
         reader.close()
     columns = ("loaded", "refused", "failed", "MiB")
@@ -201,10 +201,10 @@ def main(argv) -> int:
         folder = pathlib.Path(folder)
         if given["only"] >= 0:
             reader = Reader(folder)
-            found = reader(kinds[0], given["seed"], given["only"])
+            actual = reader(kinds[0], given["seed"], given["only"])
             reader.close()
-            print("\n".join(f"{name}: {value}" for name, value in found.items()))
-            return int(found["outcome"] == "failed")
+            print("\n".join(f"{name}: {value}" for name, value in actual.items()))
+            return int(actual["outcome"] == "failed")
         failures = run(folder, given["files"], given["seed"], kinds)
     for failure in failures:
         again = f"--kind='{failure['kind']}' --seed={given['seed']}"

@@ -167,7 +167,7 @@ def _text(value):
     return json.dumps(value).encode()
 
 
-def _places(value, found=()):
+def _places(value):
     """Every (container, key) of a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in items:

@@ -157,9 +157,9 @@ def make_checkpoint(folder):
 
 def load_checkpoint(folder):
     like = jax.eval_shape(_tree)
-    found = checkpoint.newest_good(folder / "checkpoints", like)
-    if found is not None:  # what comes back is what was saved, or nothing
-        jax.tree.map(np.testing.assert_array_equal, found[1], _tree())
+    actual = checkpoint.newest_good(folder / "checkpoints", like)
+    if actual is not None:  # what comes back is what was saved, or nothing
+        jax.tree.map(np.testing.assert_array_equal, actual[1], _tree())
 
 
 def _run_config():

@@ -35,8 +35,8 @@ def test_what_a_loader_does_is_told_from_what_it_should_do(tmp_path, load, outco
 
 
 def test_memory_is_measured(tmp_path):
-    found = files.read(lambda place: len(bytearray(300 << 20)) and None, tmp_path)
-    assert 290 << 20 < found["bytes"] < 310 << 20
+    actual = files.read(lambda place: len(bytearray(300 << 20)) and None, tmp_path)
+    assert 290 << 20 < actual["bytes"] < 310 << 20
 
 
 def test_a_reader_that_dies_is_a_failure(tmp_path, monkeypatch):

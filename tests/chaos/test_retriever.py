@@ -21,8 +21,8 @@ SHORT = dict(
 
 @pytest.mark.slow
 def test_a_run_beside_a_retriever_that_fails_in_every_way_ends_well(tmp_path):
-    own = arguments(tmp_path / "run", **SHORT)
-    words = [word for word in own if not word.startswith("--workdir")]
+    command = arguments(tmp_path / "run", **SHORT)
+    words = [word for word in command if not word.startswith("--workdir")]
     server = Retriever(words, tmp_path / "retriever.log")
     proxy = Proxy(server, calm=(1, 0.0), most={"": 2}, rounds=1, lost=1.0)
     try:

@@ -109,7 +109,7 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
 
 @pytest.mark.fault(3, "group of one")
 @pytest.mark.parametrize(
-    "fields, told",
+    "fields, message",
     [
         (
             {"model__num_heads": 6, "model__num_kv_heads": 4},
@@ -206,8 +206,8 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
         ),
     ],
 )
-def test_fields_that_do_not_fit_together_are_refused(fields, told):
-    assert told in refusal(**fields)
+def test_fields_that_do_not_fit_together_are_refused(fields, message):
+    assert message in refusal(**fields)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])

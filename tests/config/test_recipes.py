@@ -69,7 +69,7 @@ def test_variant_goes_to_get_config(tmp_path):
 
 @pytest.mark.fault(6, "syntax error", "error while it runs")
 @pytest.mark.parametrize(
-    "body, told",
+    "body, message",
     [
         ("def get_config(:\n", r"mine\.py:4:\d+: invalid syntax"),
         ("def other(): pass\n", r"mine\.py: defines no function get_config"),
@@ -86,8 +86,8 @@ def test_variant_goes_to_get_config(tmp_path):
         ("import nonesuch\n", r"mine\.py:4: ModuleNotFoundError: .*nonesuch"),
     ],
 )
-def test_broken_recipe_is_named_by_file_and_line(tmp_path, body, told):
-    with pytest.raises(ValueError, match=told) as caught:
+def test_broken_recipe_is_named_by_file_and_line(tmp_path, body, message):
+    with pytest.raises(ValueError, match=message) as caught:
         configs.load(str(recipe(tmp_path, body)))
     assert "\n" not in str(caught.value)
 
@@ -128,8 +128,8 @@ def test_misspelt_field_names_the_nearest(wrong, right):
 def test_right_name_in_the_wrong_section_finds_its_sections():
     with pytest.raises(ValueError) as caught:
         configs.apply_overrides(BASE, {"optim.lr": 3e-6})
-    told = "did you mean config.critic.lr or config.rl.lr or config.sft.lr?"
-    assert told in str(caught.value)
+    message = "did you mean config.critic.lr or config.rl.lr or config.sft.lr?"
+    assert message in str(caught.value)
     with pytest.raises(ValueError, match=r"did you mean config\.rollout\.group_size\?"):
         configs.apply_overrides(BASE, {"rl.group_size": 4})
 
@@ -180,8 +180,8 @@ def test_field_takes_its_own_value_from_python_and_as_text(name):
 )
 def test_text_is_read_as_the_fields_type(text, value):
     changed = configs.apply_overrides(BASE, [text])
-    found = configs.fields(changed)[text.partition("=")[0]]
-    assert found == value and type(found) is type(value)
+    actual = configs.fields(changed)[text.partition("=")[0]]
+    assert actual == value and type(actual) is type(value)
 
 
 def test_overrides_leave_the_original_and_may_be_nested():
@@ -273,8 +273,8 @@ def test_fingerprint_differs_where_any_field_differs():
         }.get(kind, lambda v: (v or 0) + 1)(value)
         changed = configs.apply_overrides(BASE, {name: new})
         prints.add(configs.fingerprint(changed))
-        ((found, _, _),) = configs.diff(BASE, changed)
-        assert found == name
+        ((actual, _, _),) = configs.diff(BASE, changed)
+        assert actual == name
     assert len(prints) == len(CLOSED) + 1
 
 

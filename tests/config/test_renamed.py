@@ -22,7 +22,7 @@ def test_every_renamed_field_or_section_exists():
 
 
 @pytest.mark.parametrize(
-    "name, told",
+    "name, message",
     [
         ("rollout.slots", "config.rollout.max_concurrent"),
         ("judge.slots", "config.models.judge.max_concurrent"),
@@ -31,8 +31,8 @@ def test_every_renamed_field_or_section_exists():
         ("overrides.rl.rl.refill_rounds", "overrides.rl.rl.dynamic_sampling_rounds"),
     ],
 )
-def test_an_earlier_name_is_refused_with_todays(name, told):
-    with pytest.raises(ValueError, match=f"config.{name} is now .*{told}"):
+def test_an_earlier_name_is_refused_with_todays(name, message):
+    with pytest.raises(ValueError, match=f"config.{name} is now .*{message}"):
         configs.apply_overrides(BASE, [f"{name}=1"])
 
 

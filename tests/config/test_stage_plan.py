@@ -100,8 +100,8 @@ def test_a_source_is_a_path_or_the_file_of_a_stage(tmp_path):
         stage_file("stage:curate", "questions.jsonl", tmp_path)
     (tmp_path / "curate").mkdir()
     (tmp_path / "curate" / "questions.jsonl").write_text("{}\n")
-    found = stage_file("stage:curate", "questions.jsonl", tmp_path)
-    assert found == str(tmp_path / "curate" / "questions.jsonl")
+    actual = stage_file("stage:curate", "questions.jsonl", tmp_path)
+    assert actual == str(tmp_path / "curate" / "questions.jsonl")
 
 
 def test_a_plan_in_order_is_accepted():
@@ -121,7 +121,7 @@ def test_a_plan_in_order_is_accepted():
 
 
 @pytest.mark.parametrize(
-    "stages, fields, told",
+    "stages, fields, message",
     [
         (
             ("curate", "sft"),
@@ -180,9 +180,9 @@ def test_a_plan_in_order_is_accepted():
     ],
 )
 def test_what_no_earlier_stage_leaves_is_refused_before_anything_runs(
-    stages, fields, told
+    stages, fields, message
 ):
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         check_plan(planned(*stages, **fields))
 
 

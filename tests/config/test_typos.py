@@ -14,12 +14,12 @@ TWINS = ({"optim.b1", "optim.b2"}, {"writer", "rewriter"})
 
 def slips(name):
     """Names with one letter less, one more, or two in each other's place."""
-    found = set()
+    actual = set()
     for i, letter in enumerate(name):
         if letter != ".":
-            found |= {name[:i] + name[i + 1 :], f"{name[:i]}x{name[i:]}"}
-            found.add(name[:i] + name[i + 1 : i + 2] + letter + name[i + 2 :])
-    return sorted(found - {"", *FIELDS})
+            actual |= {name[:i] + name[i + 1 :], f"{name[:i]}x{name[i:]}"}
+            actual.add(name[:i] + name[i + 1 : i + 2] + letter + name[i + 2 :])
+    return sorted(actual - {"", *FIELDS})
 
 
 def is_twin(name):

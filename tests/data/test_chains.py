@@ -141,7 +141,7 @@ CONTEXT = GOLD["context"]
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"context": "France"}, r"field context: .* title and sent.* or a list of pai"),
         ({"context": [["France"]]}, r"context\[0\]: expected a list of two, a title"),
@@ -196,9 +196,9 @@ CONTEXT = GOLD["context"]
         ({"supporting_facts": {"title": ["Rome"]}}, "its gold passages are not known"),
     ],
 )
-def test_what_tells_gold_passages_is_refused_by_field(changed, told):
+def test_what_tells_gold_passages_is_refused_by_field(changed, message):
     question = Question("q", "?", ("x",), {**GOLD, **changed})
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         gold_passages(question, (), {})
 
 
@@ -234,7 +234,7 @@ def test_musiques_decomposition_is_read():
 
 
 @pytest.mark.parametrize(
-    ("told", "why"),
+    ("message", "why"),
     [
         ([], "its decomposition is not known"),
         ("a? b", r"field question_decomposition: .* got 'a\? b'"),
@@ -250,8 +250,8 @@ def test_musiques_decomposition_is_read():
         ),
     ],
 )
-def test_what_tells_the_parts_is_refused_by_field(told, why):
-    question = Question("q", "?", ("x",), {"question_decomposition": told})
+def test_what_tells_the_parts_is_refused_by_field(message, why):
+    question = Question("q", "?", ("x",), {"question_decomposition": message})
     with pytest.raises(ValueError, match=why):
         decomposition(question, ())
 

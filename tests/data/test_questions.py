@@ -265,9 +265,9 @@ def test_what_was_written_is_read(tmp_path_factory, questions):
         for q in questions
     ]
     path = jsonl(tmp_path_factory.mktemp("q"), records)
-    found, _ = load_questions(path)
-    assert found == questions
-    assert questions_fingerprint(found) == questions_fingerprint(questions)
+    actual, _ = load_questions(path)
+    assert actual == questions
+    assert questions_fingerprint(actual) == questions_fingerprint(questions)
 
 
 @given(questions_lists, questions_lists)

@@ -52,8 +52,8 @@ def listening(*replies):
     return ask, heard
 
 
-def ends(found):
-    return [(g.rollouts[0].answer, g.rollouts[0].outcome) for g in found]
+def ends(answered):
+    return [(g.rollouts[0].answer, g.rollouts[0].outcome) for g in answered]
 
 
 def test_the_final_answer_is_the_short_version_of_the_policys():
@@ -78,10 +78,10 @@ def test_the_final_answer_is_the_short_version_of_the_policys():
 
 def test_a_failed_answer_model_is_not_replaced_by_the_policy():
     answer, _ = listening(None, "b")
-    found = rephrase_answers(
+    actual = rephrase_answers(
         groups(rollout("A"), rollout("B")), answer, answer_from="finish"
     )
-    assert ends(found) == [(None, Outcome.JUDGE_ERROR), ("b", Outcome.ANSWERED)]
+    assert ends(actual) == [(None, Outcome.JUDGE_ERROR), ("b", Outcome.ANSWERED)]
 
 
 def test_from_the_log_the_policys_answer_is_not_shown():

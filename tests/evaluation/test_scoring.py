@@ -53,7 +53,7 @@ def test_interval_is_the_same_for_the_same_seed_only():
 
 def test_interval_agrees_with_scipy():
     values = np.random.default_rng(1).random(200) < 0.4
-    found = bootstrap_interval(values, resamples=4000)
+    actual = bootstrap_interval(values, resamples=4000)
     reference = scipy.stats.bootstrap(
         (values.astype(float),),
         np.mean,
@@ -61,7 +61,7 @@ def test_interval_agrees_with_scipy():
         method="percentile",
         rng=np.random.default_rng(2),
     ).confidence_interval
-    np.testing.assert_allclose(found, reference, atol=0.01)
+    np.testing.assert_allclose(actual, reference, atol=0.01)
 
 
 def test_interval_covers_the_true_mean_about_as_often_as_it_says():
@@ -104,8 +104,8 @@ def group(
     number, answer, golden, *, num_searches=0, outcome=Outcome.ANSWERED, **metadata
 ):
     """A rollout of 4 prompt tokens, 5 policy tokens and 3 for each search."""
-    found = (Passage("p", "Title\nText"),)
-    searches = (search_use((f"query {number}",), (found,)),) * num_searches
+    actual = (Passage("p", "Title\nText"),)
+    searches = (search_use((f"query {number}",), (actual,)),) * num_searches
     shown = [segment(Source.SEARCH, "abc")] * num_searches
     segments = (segment(Source.PROMPT, "What"), segment(Source.POLICY, "12345"), *shown)
     question = Question(f"q{number}", f"Question {number}?", golden, metadata)
@@ -143,8 +143,8 @@ def test_searches_are_counted_as_turns_and_as_queries_and_by_who_is_right():
     (parallel,) = group(0, "x", ("x",), num_searches=1).rollouts
     lookup = search_use(("a", "b", "c"), ((), (), ()))
     parallel = dataclasses.replace(parallel, tool_uses=(lookup, lookup))
-    found = score_groups([Group(GROUPS[0].question, (parallel,))], normalize="squad")
-    assert (found["searches"], found["queries"]) == (2, 6)
+    actual = score_groups([Group(GROUPS[0].question, (parallel,))], normalize="squad")
+    assert (actual["searches"], actual["queries"]) == (2, 6)
     none = score_groups(GROUPS[:1], normalize="squad")
     assert (none["searches_right"], none["searches_wrong"]) == (0, None)
 

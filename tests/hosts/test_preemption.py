@@ -117,8 +117,8 @@ def test_a_run_that_was_told_to_stop_goes_on_bit_identical(tmp_path, moment):
 
 
 def test_between_two_stages_it_ends_at_once(tmp_path):
-    own = arguments(tmp_path / "run")
-    done = run_python("-m", "tests.interrupted_run", "SIGINT@replace results", *own)
+    command = arguments(tmp_path / "run")
+    done = run_python("-m", "tests.interrupted_run", "SIGINT@replace results", *command)
     assert done.returncode == EXIT_CODE, done.stderr
     assert "Traceback" not in done.stderr
 
@@ -126,8 +126,8 @@ def test_between_two_stages_it_ends_at_once(tmp_path):
 def begun(tmp_path, **settings):
     """Two hosts in the middle of a long RL stage."""
     run = tmp_path / "run"
-    own = arguments(run, **SELDOM, **ALONE, rl__steps=1000, **settings)
-    processes = start_hosts("-m", "rsearch.train", *own)
+    command = arguments(run, **SELDOM, **ALONE, rl__steps=1000, **settings)
+    processes = start_hosts("-m", "rsearch.train", *command)
     rows = run / "rl" / "metrics.jsonl"
     end = time.monotonic() + 300
     while not rows.exists() or rows.read_bytes().count(b"\n") < 2:

@@ -88,8 +88,8 @@ def test_a_meeting_that_cannot_be_is_refused(given, wrong):
 def test_a_port_that_is_in_use_is_named_with_what_to_do():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
-        told = f"--coordinator={place}: Address already in use; name another port"
-        with pytest.raises(ValueError, match=told):
+        message = f"--coordinator={place}: Address already in use; name another port"
+        with pytest.raises(ValueError, match=message):
             processes.connect(place, num_hosts=2, host=0)
 
 
@@ -102,14 +102,14 @@ def pretended(monkeypatch):
         own = json.loads(payload) if payload.startswith(b"{") else {}
         return [json.dumps(own | first).encode(), payload]
 
-    asked = []
+    calls = []
     monkeypatch.setattr(processes, "_rank_and_size", processes._rank_and_size)
     monkeypatch.setattr(processes, "_coordinator", "")
     monkeypatch.setattr(processes, "allgather_bytes", exchange)
-    monkeypatch.setattr("jax.distributed.initialize", lambda *a: asked.append(a))
+    monkeypatch.setattr("jax.distributed.initialize", lambda *a: calls.append(a))
     monkeypatch.setattr("jax.process_index", lambda: 1)
     monkeypatch.setattr("jax.process_count", lambda: 2)
-    return first, asked
+    return first, calls
 
 
 @pytest.mark.fault(43, "versions")
@@ -118,8 +118,8 @@ def test_hosts_with_different_programs_are_refused_at_once(pretended, name):
     first, _ = pretended
     processes.connect("10.0.0.1:99", num_hosts=2, host=1)
     first[name] = "other"
-    told = f"^{name} is '.*' on host 1, 'other' on host 0; all need the same$"
-    with pytest.raises(ValueError, match=told):
+    message = f"^{name} is '.*' on host 1, 'other' on host 0; all need the same$"
+    with pytest.raises(ValueError, match=message):
         processes.connect("10.0.0.1:99", num_hosts=2, host=1)
 
 
@@ -213,9 +213,9 @@ def talk(argv):
         worked.extend(items)
         return [{"item": i, "by": here} for i in items]
 
-    found = processes.map_hosts_json(work, range(5))
-    assert [f["item"] for f in found] == list(range(5))
-    assert [f["by"] for f in found] == [0, 1, 0, 1, 0]
+    actual = processes.map_hosts_json(work, range(5))
+    assert [f["item"] for f in actual] == list(range(5))
+    assert [f["by"] for f in actual] == [0, 1, 0, 1, 0]
     assert worked == [i for i in range(5) if i % 2 == here]
     assert processes.map_hosts_json(work, [7]) == [{"item": 7, "by": 0}]
 
@@ -265,8 +265,8 @@ def together(tmp_path_factory):
     """Workdir of two hosts that roll out in one program, each with few pages."""
     run = tmp_path_factory.mktemp("hosts") / "together"
     paged = dict(rollout__page_tokens=16, rollout__cache_tokens=2048)
-    own = arguments(run, **SETTINGS, **paged, rollout__global_mesh=True)
-    for code, _, error in run_hosts("-m", "rsearch.train", *own):
+    command = arguments(run, **SETTINGS, **paged, rollout__global_mesh=True)
+    for code, _, error in run_hosts("-m", "rsearch.train", *command):
         assert code == 0, error
     return run
 
@@ -305,8 +305,8 @@ def test_a_host_that_fails_in_a_shared_program_ends_the_others(tmp_path, monkeyp
         "sys.exit(config.run_command(train.command, sys.argv[1:]))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    own = arguments(tmp_path / "run", **SETTINGS, rollout__global_mesh=True)
-    (first, _, other), (second, _, broken) = run_hosts(program, *own)
+    command = arguments(tmp_path / "run", **SETTINGS, rollout__global_mesh=True)
+    (first, _, other), (second, _, broken) = run_hosts(program, *command)
     assert first != 0 and "host 1 failed in its rollouts" in other
     assert second != 0 and "the index is gone" in broken
 
@@ -361,8 +361,8 @@ def test_of_two_hosts_the_first_talks(runs):
 def test_one_host_goes_on_where_two_have_stopped(runs):
     _, two, _ = runs
     before = (two / "results.json").read_bytes()
-    own = arguments(two, **SETTINGS)
-    done = run_python("-m", "rsearch.train", *own, devices=2)
+    command = arguments(two, **SETTINGS)
+    done = run_python("-m", "rsearch.train", *command, devices=2)
     assert done.returncode == 0 and "goes on in" in done.stderr, done.stderr
     assert (two / "results.json").read_bytes() == before
 

@@ -91,15 +91,15 @@ def step(batch, micro_batch=8, **settings):
 def test_a_value_is_of_the_tokens_before_it():
     critic, mesh, start = critic_of()
     batch = put(cut(rows(), 4), mesh)
-    found = np.asarray(critic.score(start().params, batch)).reshape(8, T)
+    actual = np.asarray(critic.score(start().params, batch)).reshape(8, T)
     expected = our_values(rows().tokens)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
     other = rows().tokens.copy()
     other[:, 6:] = (other[:, 6:] + 1) % V
     changed = critic.score(start().params, batch._replace(tokens=cut_of(other)))
     changed = np.asarray(changed).reshape(8, T)
-    np.testing.assert_allclose(changed[:, :7], found[:, :7], atol=1e-5)
-    assert (np.abs(changed - found)[:, 7:] > 1e-4).all()
+    np.testing.assert_allclose(changed[:, :7], actual[:, :7], atol=1e-5)
+    assert (np.abs(changed - actual)[:, 7:] > 1e-4).all()
 
 
 def cut_of(tokens):
@@ -252,9 +252,9 @@ def test_memorising_in_pieces_on_many_devices_is_the_same():
 
 def test_nothing_to_memorise_changes_nothing():
     batch = make_batch()
-    found, metrics = updated(SURROGATE, batch, pack_segments([()] * 8, T))
+    actual, metrics = updated(SURROGATE, batch, pack_segments([()] * 8, T))
     expected, _ = policy_step(batch)
-    assert_close(found, expected, 1e-6)
+    assert_close(actual, expected, 1e-6)
     assert metrics["memory_loss"] == 0
 
 

@@ -73,8 +73,8 @@ def test_moments_rest_in_the_hosts_memory_and_change_no_bit(tmp_path):
 def check_bits(mesh, folder):
     """Learn with moments on the device and in the host's memory, and compare."""
     _, _, expected = learn(mesh, False)
-    learner, state, found = learn(mesh, True)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    learner, state, actual = learn(mesh, True)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
     assert kinds(state.opt_state) == {HOST} and HOST not in kinds(state.params)
     assert learner.num_traces == 1  # of the gradient; the step is a program of its own
     shapes = jax.eval_shape(lambda: tiny.params(vocab_size=V))
@@ -107,8 +107,8 @@ def test_devices_without_their_hosts_memory_are_refused():
         device_kind="Abacus", addressable_memories=lambda: [memory]
     )
     mesh = types.SimpleNamespace(devices=np.array([device]))
-    told = r"model.offload = \('optimizer',\): Abacus has no memory 'pinned_host'"
-    with pytest.raises(ValueError, match=told):
+    message = r"model.offload = \('optimizer',\): Abacus has no memory 'pinned_host'"
+    with pytest.raises(ValueError, match=message):
         check_host_memory(mesh, "config.model.offload = ('optimizer',)")
 
 

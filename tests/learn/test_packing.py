@@ -110,16 +110,16 @@ def test_scores_and_updates_are_those_of_rows_of_their_own(devices):
     plain = batch_of(lengths, 16)
     dense = packed(plain, multiple=devices)
     assert dense.layout is not None
-    found = []
+    actual = []
     for batch in (plain, dense):
         batch = learner.put(batch)
         state = create_state(tiny.params(vocab_size=V), optimizer, mesh)
         scores = np.asarray(learner.score(state.params, batch))
         state, metrics = learner.update(state, batch)
         mask = plain.from_policy
-        found.append(jax.device_get((scores * mask, state.params, metrics)))
+        actual.append(jax.device_get((scores * mask, state.params, metrics)))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found[0], found[1]
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), actual[0], actual[1]
     )
 
 
@@ -133,12 +133,12 @@ def test_log_probabilities_are_those_of_all_logits():
     learner = Learner(
         MODEL, optimizer, mesh, loss=imitation_loss, loss_mean="token", chunk_tokens=16
     )
-    found = learner.score(tiny.params(vocab_size=V), learner.put(batch))[0]
+    actual = learner.score(tiny.params(vocab_size=V), learner.put(batch))[0]
     mask = np.arange(T) < batch.length[0][:, None]
     mask[:, 0] = False
-    assert mask.any() and not np.asarray(found)[~mask].any()
+    assert mask.any() and not np.asarray(actual)[~mask].any()
     np.testing.assert_allclose(
-        found[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], atol=1e-5
+        actual[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], atol=1e-5
     )
 
 
@@ -227,28 +227,28 @@ def test_the_gradients_of_pieces_add_up(dims, by_sequence, has_adapters):
     lengths = [3, 9, 4, 0, 2, 5, 3, 7, 10, 1, 2, 3, 4, 5, 6, 2, *[0] * 14, 10, 1]
     plain = with_numbers(batch_of(lengths, 16), 3)
     memory = batch_of([5, 0, 0, 1, 10, 3, 2, *[0] * 9], 16)
-    found = []
+    actual = []
     for lay in (lambda b: b, lambda b: packed(b, multiple=dims[0] * dims[1])):
         rows, recalled = learner.put(lay(plain)), learner.put(lay(memory))
-        assert (rows.layout is None) == (recalled.layout is None) == (not found)
-        found.append(learner.gradients(params, jnp.float32(0.1), base, rows, recalled))
-    metrics = found[0][1]
+        assert (rows.layout is None) == (recalled.layout is None) == (not actual)
+        actual.append(learner.gradients(params, jnp.float32(0.1), base, rows, recalled))
+    metrics = actual[0][1]
     assert min(metrics[n] for n in ("kl", "memory_loss", "clip_fraction")) > 0.01
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *actual
     )
 
 
 def test_the_gradients_of_a_critic_s_pieces_add_up():
     critic, _, start = critic_of(over_response=True)
     plain = with_numbers(batch_of([3, 9, 4, 0, 2, 5, 3, 7], 8), 4)
-    found = [
+    actual = [
         critic.update(start(), put(batch, one_device()))
         for batch in (plain, packed(plain))
     ]
-    assert found[0][1]["critic_loss"] > 0.1
+    assert actual[0][1]["critic_loss"] > 0.1
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *actual
     )
 
 
@@ -256,8 +256,8 @@ def gradients_of(model):
     """(params, batch) -> gradient and metrics of all its tokens' likelihood."""
 
     def loss(params, rows, weights):
-        found = token_logprobs(model, params, rows.tokens, rows.layout)
-        return imitation_loss(*found, rows, weights)
+        actual = token_logprobs(model, params, rows.tokens, rows.layout)
+        return imitation_loss(*actual, rows, weights)
 
     def gradients(params, batch):
         weights = row_weights(batch.from_policy, "token")

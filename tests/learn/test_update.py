@@ -309,16 +309,16 @@ def test_a_controllers_coefficient_is_in_the_state_and_acts_on_the_next_update()
         kl_gain=0.5,
     )
     params, rows = tiny.params(vocab_size=V), learner.put(cut(batch, 8))
-    found = {}
+    actual = {}
     for coef in (0.1, 0.3):
         state = create_state(params, optimizer, one_device(), kl_coef=coef)
         state, metrics = learner.update(state, rows)
         # The divergence is far above its target: 1 + 0.5 x 0.2.
         assert float(metrics["kl_coef"]) == pytest.approx(coef, rel=1e-6)
         assert float(state.kl_coef) == pytest.approx(1.1 * coef, rel=1e-6)
-        found[coef] = metrics
+        actual[coef] = metrics
     # The loss takes the state's: with 0.3 it is 0.2 times the divergence larger.
-    grown = float(found[0.3]["loss"] - found[0.1]["loss"])
+    grown = float(actual[0.3]["loss"] - actual[0.1]["loss"])
     assert grown == pytest.approx(0.2 * float(metrics["kl"]), rel=1e-3)
     assert learner.num_traces == 1
 
@@ -365,8 +365,8 @@ def test_a_capped_weight_scales_the_surrogate_and_nothing_else():
     expected, _ = policy_loss(**plain)(logp, entropy, batch, weights)
     for cap, factor in ((3.0, 2.0), (1.5, 1.5)):
         loss = policy_loss(**plain, tis_cap=cap)
-        found, metrics = loss(logp, entropy, rows, weights)
-        assert float(found) == pytest.approx(factor * float(expected), rel=1e-4)
+        actual, metrics = loss(logp, entropy, rows, weights)
+        assert float(actual) == pytest.approx(factor * float(expected), rel=1e-4)
         assert float(metrics["tis_weight"]) == pytest.approx(factor, rel=1e-5)
 
 
@@ -382,11 +382,11 @@ def test_a_constant_mean_divides_the_sum_and_tells_means_all_the_same():
         chunk_tokens=16,
     )
     state = create_state(tiny.params(vocab_size=V), optimizer, one_device())
-    _, found = learner.update(state, learner.put(cut(batch, 8)))
+    _, actual = learner.update(state, learner.put(cut(batch, 8)))
     _, by_token = step(batch)
     num_rows = (batch.from_policy.sum(1) > 0).sum()
     share = batch.from_policy.sum() / (num_rows * 50)
     expected = share * float(by_token["loss"])
-    assert float(found["loss"]) == pytest.approx(expected, rel=1e-4)
+    assert float(actual["loss"]) == pytest.approx(expected, rel=1e-4)
     for name in ("entropy", "kl", "logp_gap"):
-        assert float(found[name]) == pytest.approx(float(by_token[name]), rel=1e-4)
+        assert float(actual[name]) == pytest.approx(float(by_token[name]), rel=1e-4)

@@ -239,9 +239,9 @@ def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path):
         expected = theirs(**given).logits[:, 0].numpy()
     spec, params = bert.load_cross_encoder(directory)
     model = bert.CrossEncoder(spec)
-    found = bert.score(model, params, tokens, counts, firsts)
+    actual = bert.score(model, params, tokens, counts, firsts)
     assert np.std(expected) > 0.1
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
     # Both texts as one would be another score: the types matter.
     as_one = bert.score(model, params, tokens, counts, counts)
     assert np.abs(as_one - expected).min() > 1e-3

@@ -124,8 +124,8 @@ def test_logits_equal_those_of_transformers(family):
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
     assert np.std(expected) > 0.5  # Else agreement would say little.
-    found = reference.full_logits(model, params, tokens)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+    actual = reference.full_logits(model, params, tokens)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-4)
 
 
 def test_cached_steps_equal_the_full_pass(family):
@@ -135,14 +135,14 @@ def test_cached_steps_equal_the_full_pass(family):
 
     @jax.jit
     def run(params):
-        cache, found = empty_cache(model.spec, 2, 24, model.dtype), []
+        cache, actual = empty_cache(model.spec, 2, 24, model.dtype), []
         for low, high in ((0, 7), (7, 8), (8, 20), (20, 24)):
             positions = jnp.broadcast_to(jnp.arange(low, high)[None], (2, high - low))
             hidden, cache = model.apply(
                 {"params": params}, tokens[:, low:high], positions, cache
             )
-            found.append(model.apply({"params": params}, hidden, method="logits"))
-        return jnp.concatenate(found, 1)
+            actual.append(model.apply({"params": params}, hidden, method="logits"))
+        return jnp.concatenate(actual, 1)
 
     np.testing.assert_allclose(run(params), expected, atol=5e-5)
 
@@ -150,8 +150,8 @@ def test_cached_steps_equal_the_full_pass(family):
 def test_greedy_continuation_equals_that_of_transformers(family):
     theirs, model, params = family
     prompt = np.random.default_rng(1).integers(0, 160, 40, np.int32)
-    found = reference.greedy(model, params, prompt, 24)
-    assert found.tolist() == reference.reference_greedy(theirs, prompt, 24)
+    actual = reference.greedy(model, params, prompt, 24)
+    assert actual.tolist() == reference.reference_greedy(theirs, prompt, 24)
 
 
 @pytest.mark.parametrize("num", [4, pytest.param(20, marks=pytest.mark.slow)])
@@ -180,8 +180,8 @@ def test_smollm2_continues_as_transformers_does(smollm2, shared_data, num):
     theirs, tokenizer, model, params = smollm2
     text = reference.real_passages(shared_data, 3)[1]
     prompt = tokenizer(text, add_special_tokens=False).input_ids[:48]
-    found = reference.greedy(model, params, jnp.array(prompt), num)
-    assert found.tolist() == reference.reference_greedy(theirs, prompt, num)
+    actual = reference.greedy(model, params, jnp.array(prompt), num)
+    assert actual.tolist() == reference.reference_greedy(theirs, prompt, num)
 
 
 @jax.jit
@@ -201,7 +201,7 @@ def test_ragged_cached_decoding_equals_a_full_forward_pass(params, data):
     # Whatever is in a slot that was not written must not be read.
     cache = Cache(cache.k + 99.0, cache.v - 99.0)
     done = [0, 0, 0]
-    found = np.zeros((3, 20, 50))
+    actual = np.zeros((3, 20, 50))
     while done != lengths:
         # Each row takes some of its tokens, anywhere in a chunk of 4; the rest of the
         # chunk is padding: any id, at a position without a slot.
@@ -218,9 +218,9 @@ def test_ragged_cached_decoding_equals_a_full_forward_pass(params, data):
             done[row] += n
         logits, cache = extend(params, cache, jnp.array(chunk), jnp.array(positions))
         for row, column, position in taken:
-            found[row, position] = logits[row, column]
+            actual[row, position] = logits[row, column]
     for row, n in enumerate(lengths):
-        np.testing.assert_allclose(found[row, :n], expected[row, :n], atol=2e-5)
+        np.testing.assert_allclose(actual[row, :n], expected[row, :n], atol=2e-5)
         np.testing.assert_array_equal(cache.k[:, row, :, n:], 99.0)
 
 

@@ -66,11 +66,11 @@ def test_a_merged_matrix_is_the_sum_by_hand_and_is_cast_last():
     a, b = (np.float64(own["layers"]["attention"][f"k_{x}"]) for x in "ab")
     expected = np.float64(params["layers"]["attention"]["k"])
     expected = expected + SCALE * np.einsum("ldr,lrkc->ldkc", a, b)
-    found = merged(params, own, SCALE)["layers"]["attention"]["k"]
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    actual = merged(params, own, SCALE)["layers"]["attention"]["k"]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     half = merged(params, own, SCALE, dtype=jnp.bfloat16)
     np.testing.assert_array_equal(
-        half["layers"]["attention"]["k"], found.astype(jnp.bfloat16)
+        half["layers"]["attention"]["k"], actual.astype(jnp.bfloat16)
     )
     assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype("bfloat16")}
 
@@ -85,9 +85,9 @@ def test_gradients_follow_the_chain_rule_from_those_of_the_matrices(shape):
     def loss(params):
         return jnp.mean(jax.nn.logsumexp(logits(model, params), -1) ** 2)
 
-    found = jax.grad(lambda own: loss(joined(params, own, SCALE)))(own)["layers"]
+    actual = jax.grad(lambda own: loss(joined(params, own, SCALE)))(own)["layers"]
     plain = jax.grad(loss)(merged(params, own, SCALE))["layers"]
-    flat = {**found, **found["attention"]}
+    flat = {**actual, **actual["attention"]}
     leaves = {**own["layers"], **own["layers"]["attention"]}
     for name in MATRICES:
         a, b = leaves[f"{name}_a"], leaves[f"{name}_b"]

@@ -35,6 +35,6 @@ def test_it_is_what_jax_finds_by_the_definition(shape, dtype, near):
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, scale)
 
-    for found, expected in zip(*map(jax.tree.leaves, map(gradient, (ours, plain)))):
-        assert found.dtype == expected.dtype
-        np.testing.assert_allclose(found, expected, rtol=near, atol=near * 10)
+    for actual, expected in zip(*map(jax.tree.leaves, map(gradient, (ours, plain)))):
+        assert actual.dtype == expected.dtype
+        np.testing.assert_allclose(actual, expected, rtol=near, atol=near * 10)

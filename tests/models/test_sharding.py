@@ -106,8 +106,8 @@ def test_a_sharded_step_equals_an_unsharded_one(mesh, vocab_size):
     placed = jax.device_put(params, shardings)
     rows = jax.device_put(tokens, sharding.batch_sharding(mesh))
     assert {s.data.shape for s in rows.addressable_shards} == {(1, 8)}
-    (_, found), grad = step(placed, rows)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    (_, actual), grad = step(placed, rows)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
     for a, b in zip(jax.tree.leaves(grad), jax.tree.leaves(expected_grad)):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -134,8 +134,8 @@ def test_a_sharded_value_head_over_all_that_a_layer_may_have_equals_an_unsharded
     assert shardings["value"].spec == PartitionSpec("fsdp")
     placed = jax.device_put(params, shardings)
     rows = jax.device_put(tokens, sharding.batch_sharding(mesh))
-    (_, found), grad = step(placed, rows)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    (_, actual), grad = step(placed, rows)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
     for a, b in zip(jax.tree.leaves(grad), jax.tree.leaves(expected_grad)):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
@@ -156,12 +156,12 @@ def test_sharded_cached_decoding_equals_unsharded(params, mesh):
     expected = run(params, tokens, positions)
     shardings = sharding.param_shardings(params, mesh, sharding.DECODING_RULES)
     rows = sharding.batch_sharding(mesh)
-    found = run(
+    actual = run(
         jax.device_put(params, shardings),
         jax.device_put(tokens, rows),
         jax.device_put(positions, rows),
     )
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_a_mesh_takes_the_devices_that_are_left_as_data():

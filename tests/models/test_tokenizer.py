@@ -299,10 +299,10 @@ def test_saving_and_loading_keeps_a_tokenizer(small, tmp_path):
     expected = small.encode_prompt(chat).tolist()
     assert again.encode_prompt(chat).tolist() == expected
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    found = theirs.apply_chat_template(
+    actual = theirs.apply_chat_template(
         chat, add_generation_prompt=True, return_dict=False
     )
-    assert list(found) == expected
+    assert list(actual) == expected
 
 
 def test_the_fingerprint_knows_the_template(small):
@@ -346,5 +346,5 @@ def test_without_a_padding_token_rows_are_filled_with_the_end_of_text(small, tmp
     small.save(tmp_path)
     settings = tmp_path / "tokenizer_config.json"
     assert "pad_token" not in json.loads(settings.read_text())
-    found = load_tokenizer(tmp_path)
-    assert found.pad_id == found.eos_ids[0] == small.eos_ids[0]
+    actual = load_tokenizer(tmp_path)
+    assert actual.pad_id == actual.eos_ids[0] == small.eos_ids[0]

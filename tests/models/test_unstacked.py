@@ -30,11 +30,11 @@ def written(shape, params, mesh):
         hidden, cache = layers.extended(model, params, tokens, positions, cache)
         return layers.logits_behind(model, params, hidden[:, 0]), cache
 
-    found = []
+    actual = []
     for position, tokens in enumerate(np.arange(12).reshape(3, ROWS, 1)):
         logits, cache = step(params, tokens, position, cache)
-        found.append(logits)
-    return np.stack(found)
+        actual.append(logits)
+    return np.stack(actual)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=["one", "eight"])

@@ -61,10 +61,10 @@ def same_ids(ours, reference, texts, max_tokens=256):
         padding=False,
         split_special_tokens=True,
     )["input_ids"]
-    found = ours(texts, max_tokens=max_tokens)
+    actual = ours(texts, max_tokens=max_tokens)
     return [
         (text[:80], row.tolist()[:20], wanted[:20])
-        for text, row, wanted in zip(texts, found, expected)
+        for text, row, wanted in zip(texts, actual, expected)
         if row.tolist() != wanted
     ]
 

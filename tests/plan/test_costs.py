@@ -210,8 +210,8 @@ def test_the_backward_pass_keeps_what_one_layer_makes_or_all_do():
     rows, scores = 1, 4 * 51**2 * 4 * costs.SCORE_COPIES  # an eighth at once, or one
     kept = memory_of(config(), "rl", SPEC, 1)
     again = memory_of(config(**{"model.remat": True}), "rl", SPEC, 1)
-    for found in (kept, again):  # a row as short as this is one block
-        assert found.updating["attention scores"] == rows * scores
+    for actual in (kept, again):  # a row as short as this is one block
+        assert actual.updating["attention scores"] == rows * scores
     inside = "inside of a layer"
     assert kept.updating[inside] == 2 * again.updating[inside]
 

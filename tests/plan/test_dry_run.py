@@ -72,10 +72,10 @@ def test_a_peak_may_be_that_of_the_evaluation_of_what_was_imitated(capsys):
     words = ["--config=configs/rearag.py", "--config.rollout.max_concurrent=600"]
     assert run(*words) == 0
     table = rows(capsys.readouterr().out)
-    found = {row[1]: row[2] for row in table if row[0] == "sft" and len(row) == 3}
-    parts = [float(size) for what, size in found.items() if "evaluation: " in what]
+    actual = {row[1]: row[2] for row in table if row[0] == "sft" and len(row) == 3}
+    parts = [float(size) for what, size in actual.items() if "evaluation: " in what]
     assert len(parts) == 4
-    assert float(found["peak on each of 8 devices"]) == pytest.approx(sum(parts))
+    assert float(actual["peak on each of 8 devices"]) == pytest.approx(sum(parts))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_batches_that_do_not_divide_are_refused(capsys):
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ("protocol.name=r_serch", "config.protocol.name = 'r_serch': must be one of"),
         ("reward.evidence_f1.weigth=1", "config.reward.evidence_f1.weigth"),
@@ -144,10 +144,10 @@ def test_batches_that_do_not_divide_are_refused(capsys):
         ),
     ],
 )
-def test_names_that_there_are_not_are_refused(capsys, word, told):
+def test_names_that_there_are_not_are_refused(capsys, word, message):
     assert run("--config=configs/r_search.py", f"--config.{word}") == 2
     error = capsys.readouterr().err
-    assert told in error and "Traceback" not in error
+    assert message in error and "Traceback" not in error
 
 
 def test_devices_that_the_mesh_does_not_divide_are_refused(capsys):
@@ -156,13 +156,13 @@ def test_devices_that_the_mesh_does_not_divide_are_refused(capsys):
 
 
 def test_hosts_of_half_the_devices_hold_twice_on_each(capsys):
-    found = []
+    actual = []
     for number in (8, 4):
         words = ["--config=configs/search_r1.py", "--devices=16"]
         assert run(*words, f"--devices_per_host={number}") == 0
         table = rows(capsys.readouterr().out)
-        found += [float(row[2]) for row in table if row[1].endswith("keys and values")]
-    assert found[1] == pytest.approx(2 * found[0], abs=0.02) and found[0] > 1
+        actual += [float(row[2]) for row in table if row[1].endswith("keys and values")]
+    assert actual[1] == pytest.approx(2 * actual[0], abs=0.02) and actual[0] > 1
     assert run(*words, "--devices_per_host=0") == 2
     assert "--devices_per_host=0: must be 1 or more" in capsys.readouterr().err
 

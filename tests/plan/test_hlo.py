@@ -84,19 +84,19 @@ ARRAY = 32 * 32 * 4
 
 @pytest.mark.parametrize("rounds", [1, 7])
 def test_a_program_moves_what_its_lines_say_as_often_as_they_run(rounds):
-    found = moved(PROGRAM, rounds=rounds)
+    actual = moved(PROGRAM, rounds=rounds)
     # A layer: its slice and the activations read, the result written, and the index.
     layer = 3 * ARRAY + 4
     # In place: the change read and written, and the index; what stays is not moved.
     change = 2 * ARRAY + 4
     # To the smaller memory it is read once; what is computed there is free.
     copied, branch = ARRAY, 2 * ARRAY
-    assert found.memory == rounds * 5 * layer + change + copied + branch
-    assert found.links == {
+    assert actual.memory == rounds * 5 * layer + change + copied + branch
+    assert actual.links == {
         "all-reduce": (rounds * 5, rounds * 5 * 2 * ARRAY),
         "all-gather": (1, 2 * ARRAY),
     }
-    assert found.sent == rounds * 5 * 2 * ARRAY + 2 * ARRAY
+    assert actual.sent == rounds * 5 * 2 * ARRAY + 2 * ARRAY
 
 
 def test_bytes_of_shapes():

@@ -57,7 +57,7 @@ def test_braces_in_questions_and_documents_are_only_text(question, document):
 
 
 @pytest.mark.parametrize(
-    "text, found",
+    "text, expected",
     [
         ("", []),
         (f"{BEGIN} a {END} then {BEGIN}b\n{END}", [" a ", "b\n"]),
@@ -69,8 +69,8 @@ def test_braces_in_questions_and_documents_are_only_text(question, document):
         (f"{BEGIN} a {END}{END} b {BEGIN}", None),
     ],
 )
-def test_internal_tags_pair_one_by_one(text, found):
-    assert recollections(text) == found
+def test_internal_tags_pair_one_by_one(text, expected):
+    assert recollections(text) == expected
 
 
 BOX = r"\boxed{Rome}"

@@ -139,8 +139,11 @@ def ask(url, seconds=5.0, token="secret"):
     ],
 )
 def test_an_answer_that_cannot_be_right_is_no_answer(wrong):
-    told = "host 1 answered a search with something else"
-    with answering(lambda _: wrong) as url, pytest.raises(IndexPartError, match=told):
+    message = "host 1 answered a search with something else"
+    with (
+        answering(lambda _: wrong) as url,
+        pytest.raises(IndexPartError, match=message),
+    ):
         ask(url)
 
 
@@ -158,17 +161,17 @@ def test_an_endless_answer_is_cut_off():
 
 
 def test_a_host_that_is_busy_is_asked_again():
-    asked = []
+    calls = []
 
     def busy(_):
-        asked.append(time.monotonic())
-        if len(asked) < 3:
+        calls.append(time.monotonic())
+        if len(calls) < 3:
             raise RefusedError(503, "too many at once")
         return reply()
 
     with answering(busy) as url:
         ask(url)
-    assert len(asked) == 3
+    assert len(calls) == 3
 
 
 def test_a_host_that_refuses_is_not_asked_again():
@@ -225,8 +228,8 @@ def test_a_bad_question_is_refused_and_the_host_goes_on(rows, body):
         told = httpx.post(url, json=body, headers=headers, trust_env=False)
         assert told.status_code == 400 and "must be" in told.json()["error"]
         remote = RemoteNearest(1, url, "secret", 90)
-        found, _ = remote.search(rows[:1], 1, time.monotonic() + 9)
-        np.testing.assert_array_equal(found, [[0]])
+        actual, _ = remote.search(rows[:1], 1, time.monotonic() + 9)
+        np.testing.assert_array_equal(actual, [[0]])
 
 
 def talk(argv):
@@ -244,8 +247,8 @@ def talk(argv):
     time.sleep(0.3 * processes.host_index())
     queries = [f"city {i}" for i in range(processes.host_index(), 40, 2)]
     halves = search(queries[:7]) + search(queries[7:])
-    found = [[(p.id, p.score) for p in passages] for passages in halves]
-    print(json.dumps({"len": len(search), "found": found}))
+    actual = [[(p.id, p.score) for p in passages] for passages in halves]
+    print(json.dumps({"len": len(search), "found": actual}))
     processes.barrier("all have searched")
 
 

@@ -92,7 +92,7 @@ def test_vectors_are_those_of_the_models_own_examples(tiny, family):
     texts = ["the river, unwanted?", "a b cc the city", "ab " * 40]
     encoder = BertEncoder(tiny, family=family)
     ours = encoder.encode_queries(texts), encoder.encode_passages(texts)
-    for prefix, found in zip(prefixes, ours):
+    for prefix, actual in zip(prefixes, ours):
         given = tokenizer(
             [prefix + text for text in texts],
             max_length=32,
@@ -108,7 +108,7 @@ def test_vectors_are_those_of_the_models_own_examples(tiny, family):
         else:
             pooled = hidden[:, 0]
         expected = torch.nn.functional.normalize(pooled, p=2, dim=1).numpy()
-        np.testing.assert_allclose(found, expected, atol=2e-6)
+        np.testing.assert_allclose(actual, expected, atol=2e-6)
 
 
 @given(st.text(max_size=30))
@@ -136,19 +136,19 @@ def test_queries_and_passages_are_cut_at_lengths_of_their_own(tiny):
 def test_the_fingerprint_changes_with_all_that_changes_a_vector(tiny, tmp_path):
     first = BertEncoder(tiny, family="e5")
     assert BertEncoder(tiny, family="e5").fingerprint == first.fingerprint
-    found = {first.fingerprint}
-    found.add(BertEncoder(tiny, family="bge").fingerprint)
-    found.add(BertEncoder(tiny, family="e5", max_query_tokens=16).fingerprint)
-    found.add(BertEncoder(tiny, family="e5", max_passage_tokens=16).fingerprint)
+    actual = {first.fingerprint}
+    actual.add(BertEncoder(tiny, family="bge").fingerprint)
+    actual.add(BertEncoder(tiny, family="e5", max_query_tokens=16).fingerprint)
+    actual.add(BertEncoder(tiny, family="e5", max_passage_tokens=16).fingerprint)
     copy = write_tiny_bert(tmp_path)
     assert BertEncoder(copy, family="e5").fingerprint == first.fingerprint
     weights = load_file(copy / "model.safetensors")
     weights["embeddings.LayerNorm.bias"][0] += 1
     save_file(weights, copy / "model.safetensors")
-    found.add(BertEncoder(copy, family="e5").fingerprint)
+    actual.add(BertEncoder(copy, family="e5").fingerprint)
     (copy / "tokenizer_config.json").write_text('{"do_lower_case": false}')
-    found.add(BertEncoder(copy, family="e5").fingerprint)
-    assert len(found) == 6
+    actual.add(BertEncoder(copy, family="e5").fingerprint)
+    assert len(actual) == 6
 
 
 def test_the_longest_input_is_that_of_sentence_transformers(tmp_path):
@@ -246,7 +246,7 @@ def test_every_entity_of_the_embedded_world_is_found_by_its_name(seed):
     )
     search = engine_in_memory(world.passages, HashedNgrams(), top_k=1)
     titles = [passage.title for passage in world.passages]
-    assert [found[0].title for found in search(titles)] == titles
+    assert [actual[0].title for actual in search(titles)] == titles
     asked = search([f"Who directed {title.strip(chr(34))}?" for title in titles])
-    right = [found[0].title == title for found, title in zip(asked, titles)]
+    right = [actual[0].title == title for actual, title in zip(asked, titles)]
     assert np.mean(right) >= 0.99

@@ -25,12 +25,12 @@ def ids(results):
 
 def test_the_passage_with_the_queries_vector_comes_first_with_its_score():
     search, _ = engine()
-    found = search(["t7", "t0"])
-    assert [passages[0].id for passages in found] == ["p7", "p0"]
-    assert [len(passages) for passages in found] == [3, 3]
-    assert found[0][0].score == pytest.approx(1.0)
-    assert found[0][0].contents == "t7\ntext 7"
-    scores = [passage.score for passage in found[0]]
+    actual = search(["t7", "t0"])
+    assert [passages[0].id for passages in actual] == ["p7", "p0"]
+    assert [len(passages) for passages in actual] == [3, 3]
+    assert actual[0][0].score == pytest.approx(1.0)
+    assert actual[0][0].contents == "t7\ntext 7"
+    scores = [passage.score for passage in actual[0]]
     assert scores == sorted(scores, reverse=True)
 
 
@@ -56,10 +56,10 @@ def test_no_queries_find_nothing():
 
 def test_a_repeated_query_is_encoded_once():
     search, encoder = engine()
-    found = search(["t1", "t2", "t1"])
+    actual = search(["t1", "t2", "t1"])
     assert encoder.batches == [["t1", "t2"]]
-    assert found[0] == found[2]
-    assert search(["t2", "t3"])[0] == found[1]
+    assert actual[0] == actual[2]
+    assert search(["t2", "t3"])[0] == actual[1]
     assert encoder.batches == [["t1", "t2"], ["t3"]]
 
 
@@ -107,8 +107,8 @@ def test_threads_may_share_an_engine():
     def work(offset):
         for start in range(60):
             part = [f"t{(offset + start + j) % 60}" for j in range(4)]
-            found = search(part)
-            wrong.extend(q for q, p in zip(part, found) if p[0].id != expected[q])
+            actual = search(part)
+            wrong.extend(q for q, p in zip(part, actual) if p[0].id != expected[q])
 
     threads = [threading.Thread(target=work, args=(7 * i,)) for i in range(8)]
     for thread in threads:

@@ -40,8 +40,8 @@ class Web:
         self.backend = OpenBackend(self, self.resolve)
 
     def resolve(self, host, port):
-        found = self.names.get(host, [])
-        return found.pop(0) if found and isinstance(found[0], list) else found
+        actual = self.names.get(host, [])
+        return actual.pop(0) if actual and isinstance(actual[0], list) else actual
 
     def connect_tcp(self, host, port, timeout, **settings):
         self.connected.append((host, port))
@@ -155,8 +155,8 @@ def test_what_is_no_page_is_refused(reply, why):
 
 
 def test_a_long_page_is_cut():
-    found = Web([page(b"y" * 5000, kind="text/plain")]).fetch(max_bytes=1000)
-    assert found.text == "y" * 1000
+    actual = Web([page(b"y" * 5000, kind="text/plain")]).fetch(max_bytes=1000)
+    assert actual.text == "y" * 1000
 
 
 def test_what_a_page_shows_is_read():
@@ -164,8 +164,8 @@ def test_what_a_page_shows_is_read():
         b"<html><head><title>T</title><style>p {}</style></head><body><p>Caf\xc3\xa9 "
         b"&amp; bar</p><script>alert('x')</script><p>  two\n words </p></body></html>"
     )
-    found = Web([page(body)]).fetch("http://site.org/a?b=c#d")
-    assert found == ("http://site.org/a?b=c", "Caf\u00e9 & bar\ntwo words")
+    actual = Web([page(body)]).fetch("http://site.org/a?b=c#d")
+    assert actual == ("http://site.org/a?b=c", "Caf\u00e9 & bar\ntwo words")
 
 
 def test_the_deadline_holds_for_all_of_it(monkeypatch):

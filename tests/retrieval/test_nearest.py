@@ -128,8 +128,8 @@ def test_approximate_results_do_not_depend_on_the_batch(seed, copies, kind):
     for size in (1, 3, 7):
         parts = [queries[i : i + size] for i in range(0, len(queries), size)]
         apart = zip(*[nearest.search(part, 9) for part in parts], strict=True)
-        for found, own in zip(together, apart, strict=True):
-            np.testing.assert_array_equal(found, np.concatenate(own))
+        for actual, own in zip(together, apart, strict=True):
+            np.testing.assert_array_equal(actual, np.concatenate(own))
 
 
 def test_partitions_too_small_for_the_question_are_made_up_for():
@@ -209,8 +209,8 @@ def test_exact_scores_are_those_of_a_sort_over_all_blocks():
     vectors = Vectors([rows[:20], rows[20:40], rows[40:]])
     expected = -np.sort(-(queries @ rows.T), axis=1)
     for top_k in (1, 7, 50, 99):
-        found = exact_scores(vectors, queries, top_k)
-        np.testing.assert_allclose(found, expected[:, :top_k], atol=1e-6)
+        actual = exact_scores(vectors, queries, top_k)
+        np.testing.assert_allclose(actual, expected[:, :top_k], atol=1e-6)
 
 
 @pytest.mark.parametrize("dim", [1, 3, 6, 32])
@@ -218,8 +218,8 @@ def test_exact_scores_are_those_of_a_sort_over_all_blocks():
 @pytest.mark.parametrize("num", [1, 2, 3, 15, 16, 17])
 def test_the_smallest_indexes_find_what_all_vectors_compared_give(num, kind, dim):
     rows = unit_rows(np.random.default_rng(7), num, dim)
-    found = approximate(rows, kind, reorder=200).search(rows, num)
-    for ours, expected in zip(found, brute_force(rows).search(rows, num), strict=True):
+    actual = approximate(rows, kind, reorder=200).search(rows, num)
+    for ours, expected in zip(actual, brute_force(rows).search(rows, num), strict=True):
         np.testing.assert_array_equal(ours, expected)
 
 

@@ -55,7 +55,7 @@ class Longest:
 
 
 def ids(results):
-    return [None if found is None else [p.id for p in found] for found in results]
+    return [None if actual is None else [p.id for p in actual] for actual in results]
 
 
 def test_scores_are_those_of_transformers(directory, scores_of):
@@ -75,9 +75,9 @@ def test_scores_are_those_of_transformers(directory, scores_of):
     )
     with torch.no_grad():
         expected = model(**given).logits[:, 0].numpy()
-    found = scores_of("want the city?", passages)
-    assert found.dtype == np.float32 and np.std(expected) > 0.1
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    actual = scores_of("want the city?", passages)
+    assert actual.dtype == np.float32 and np.std(expected) > 0.1
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
 @given(TEXTS, st.lists(TEXTS, max_size=12))
@@ -163,11 +163,11 @@ def test_the_fingerprint_changes_with_all_that_changes_an_order(directory, tmp_p
         load_reranker(directory, max_tokens=16),
         load_reranker(other),
     ]
-    found = {reranker.fingerprint for reranker in rerankers}
+    actual = {reranker.fingerprint for reranker in rerankers}
     for number in (2, 3):
         search = reranked(Found("a"), rerankers[0], top_k_retrieval=number, top_k=1)
-        found.add(search.fingerprint)
-    assert len(found) == 5
+        actual.add(search.fingerprint)
+    assert len(actual) == 5
     assert load_reranker(directory).fingerprint == rerankers[0].fingerprint
 
 

@@ -53,7 +53,7 @@ def test_it_is_used_where_another_has_imported_scann(is_used):
 
 
 @pytest.mark.parametrize(
-    ("told", "is_right"),
+    ("message", "is_right"),
     [
         ("processor\t: 0\nflags\t\t: fpu avx avx2 fma\n\nflags\t\t: fpu\n", True),
         ("flags\t\t: fpu avx fma\n", False),
@@ -63,8 +63,10 @@ def test_it_is_used_where_another_has_imported_scann(is_used):
         ("", False),
     ],
 )
-def test_only_a_processor_that_has_it(is_used, told, is_right, tmp_path, monkeypatch):
-    processor(tmp_path, monkeypatch, told)
+def test_only_a_processor_that_has_it(
+    is_used, message, is_right, tmp_path, monkeypatch
+):
+    processor(tmp_path, monkeypatch, message)
     is_used.value = False
     enable_avx2(library())
     assert is_used.value == is_right

@@ -229,8 +229,8 @@ def test_hits_without_a_finite_score_and_repeated_ones_are_left_out():
     body = rows([*padding, HIT, HIT, other, HIT])
 
     with serving(lambda h, q, n: send(h, body)) as service:
-        (found,) = asking(service.url)(["q"])
-    assert [(p.id, p.score) for p in found] == [("a", 1.0), ("b", 0.5)]
+        (actual,) = asking(service.url)(["q"])
+    assert [(p.id, p.score) for p in actual] == [("a", 1.0), ("b", 0.5)]
 
 
 def test_the_open_web_is_asked_with_its_own_key(monkeypatch):
@@ -245,11 +245,11 @@ def test_the_open_web_is_asked_with_its_own_key(monkeypatch):
 
     with serving(behave) as service:
         search = asking(service.url, api="serper", api_key_env="SERPER_KEY")
-        (found,) = search(["q"])
+        (actual,) = search(["q"])
     assert seen == [("/search", "canary-0123")]
     assert service.bodies == [{"q": "q", "num": 2}]
-    assert [p.contents for p in found] == ['"T"\ns', '"U"\n']
-    assert [p.id for p in found] == ["https://site.org/t", "https://site.org/u"]
+    assert [p.contents for p in actual] == ['"T"\ns', '"U"\n']
+    assert [p.id for p in actual] == ["https://site.org/t", "https://site.org/u"]
 
 
 def test_equal_and_blank_queries_are_not_sent_twice_and_what_failed_is_not_kept():
@@ -273,8 +273,8 @@ def test_a_call_of_several_that_fails_costs_its_own_queries_alone(monkeypatch):
         send(handler, right(queries), 404 if "c" in queries else 200)
 
     with serving(behave) as service:
-        found = asking(service.url)(["a", "b", "c", "d", "e"])
-    assert [own and own[0].id for own in found] == ["a", "b", None, None, "e"]
+        actual = asking(service.url)(["a", "b", "c", "d", "e"])
+    assert [own and own[0].id for own in actual] == ["a", "b", None, None, "e"]
     sent = sorted(body["queries"] for body in service.bodies)
     assert sent == [["a", "b"], ["c", "d"], ["e"]]
 
@@ -290,8 +290,8 @@ def test_searches_overlap_as_far_as_the_dialect_has_many_queries_a_call():
         search = asking(service.url, max_retries=0, timeout_seconds=60)
         assert search.searches_at_once > 1
         with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(search, [["a"], ["b"]]))
-    assert [own[0].contents for (own,) in found] == ["a\n.", "b\n."]
+            actual = list(pool.map(search, [["a"], ["b"]]))
+    assert [own[0].contents for (own,) in actual] == ["a\n.", "b\n."]
     assert asking(service.url, api="rearag").searches_at_once == 1
 
 
@@ -353,7 +353,7 @@ def test_a_service_that_is_not_there_is_told_at_once_with_what_to_do():
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "message"),
     [
         ("here:80", "config.retrieval.url 'here:80' must be an http"),
         ("ftp://host/", "must be an http"),
@@ -361,7 +361,7 @@ def test_a_service_that_is_not_there_is_told_at_once_with_what_to_do():
         ("http://host/?key=hunter2", "must hold no password, query"),
     ],
 )
-def test_an_address_that_is_none_or_holds_a_secret_is_refused(url, told):
+def test_an_address_that_is_none_or_holds_a_secret_is_refused(url, message):
     with pytest.raises(ValueError) as error:
         asking(url)
-    assert told in str(error.value) and "hunter2" not in str(error.value)
+    assert message in str(error.value) and "hunter2" not in str(error.value)

@@ -45,8 +45,8 @@ HOSTILE = (
 class Engine:
     """A search engine that keeps what it was asked; `found` maps queries to hits."""
 
-    def __init__(self, found=None, default=(FOUND,)):
-        self.calls, self._found, self._default = [], found or {}, default
+    def __init__(self, actual=None, default=(FOUND,)):
+        self.calls, self._found, self._default = [], actual or {}, default
 
     def __call__(self, queries):
         self.calls.append(list(queries))

@@ -94,8 +94,8 @@ def test_manifest_says_what_was_saved(saved):
 def test_meta_comes_back_as_json_has_it(tmp_path):
     meta = {"x": 0.1, "nested": {"a": [1, None, True]}, "é": "ü", 3: (4,)}
     checkpoint.save(tmp_path, 0, {"w": jnp.ones(2)}, meta, keep=1)
-    found = checkpoint.read_manifest(tmp_path, 0)["meta"]
-    assert found == {"x": 0.1, "nested": {"a": [1, None, True]}, "é": "ü", "3": [4]}
+    actual = checkpoint.read_manifest(tmp_path, 0)["meta"]
+    assert actual == {"x": 0.1, "nested": {"a": [1, None, True]}, "é": "ü", "3": [4]}
 
 
 def test_digest_does_not_depend_on_sharding(tmp_path):
@@ -105,8 +105,8 @@ def test_digest_does_not_depend_on_sharding(tmp_path):
     for step, spec in enumerate(specs):
         tree = {"x": jax.device_put(x, NamedSharding(mesh, spec))}
         checkpoint.save(tmp_path, step, tree, {}, keep=5)
-    found = [checkpoint.read_manifest(tmp_path, s)["leaves"]["x"] for s in range(3)]
-    assert found[0] == found[1] == found[2]
+    actual = [checkpoint.read_manifest(tmp_path, s)["leaves"]["x"] for s in range(3)]
+    assert actual[0] == actual[1] == actual[2]
 
 
 @pytest.mark.fault(24, "devices")
@@ -246,8 +246,8 @@ def test_damaged_step_is_set_aside_and_the_one_before_is_used(saved, capsys):
     step, tree, meta = checkpoint.newest_good(saved, make_tree(0))
     assert (step, meta) == (1, {"seen": 10})
     assert_same_bits(tree, make_tree(1))
-    told = capsys.readouterr().err
-    assert victim.name in told and "set aside as 2.damaged" in told
+    message = capsys.readouterr().err
+    assert victim.name in message and "set aside as 2.damaged" in message
     moved = saved / "2.damaged" / victim.relative_to(saved / "2")
     assert moved.read_bytes() == damaged
     assert checkpoint.steps(saved) == [1]
@@ -273,8 +273,8 @@ def test_hosts_go_on_from_the_latest_step_that_all_of_them_see(
     assert step == 1
     assert_same_bits(tree, make_tree(1))
     number = 1 if mine == [1, 2] else 0
-    told = capsys.readouterr().err
-    assert f"2: not seen by hosts [{number}]; goes on from 1" in told
+    message = capsys.readouterr().err
+    assert f"2: not seen by hosts [{number}]; goes on from 1" in message
     assert (saved / "2.damaged" / "manifest.json").exists()
 
 
@@ -302,14 +302,14 @@ def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(saved):
 def test_another_schema_is_refused_and_left_alone(saved, schema):
     body = {**checkpoint.read_manifest(saved, 2), "schema": schema}
     (saved / "2" / "manifest.json").write_bytes(encode(body))
-    told = f"2/manifest.json: schema {schema}, but this program reads schema 1"
-    with pytest.raises(ValueError, match=told):
+    message = f"2/manifest.json: schema {schema}, but this program reads schema 1"
+    with pytest.raises(ValueError, match=message):
         checkpoint.newest_good(saved, make_tree(0))
     assert checkpoint.steps(saved) == [1, 2]
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, message",
     [
         (lambda t: t.pop("count"), "count is only in the checkpoint"),
         (lambda t: t.update(new=jnp.ones(1)), "new is not in the checkpoint"),
@@ -323,18 +323,20 @@ def test_another_schema_is_refused_and_left_alone(saved, schema):
         ),
     ],
 )
-def test_different_structure_is_refused_by_leaf_and_is_no_damage(saved, change, told):
+def test_different_structure_is_refused_by_leaf_and_is_no_damage(
+    saved, change, message
+):
     like = make_tree(0)
     change(like)
     with pytest.raises(ValueError) as caught:
         checkpoint.newest_good(saved, like)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert not isinstance(caught.value, checkpoint.DamagedError)
     assert checkpoint.steps(saved) == [1, 2]
 
 
 @pytest.mark.parametrize(
-    "leaf, told",
+    "leaf, message",
     [
         (3, "leaf a.0 is a int, not an array"),
         (jax.random.key(0), "save jax.random.key_data"),
@@ -342,8 +344,8 @@ def test_different_structure_is_refused_by_leaf_and_is_no_damage(saved, change, 
         (np.array(["x"]), "which JAX does not hold"),
     ],
 )
-def test_leaf_that_would_not_come_back_is_refused(tmp_path, leaf, told):
-    with pytest.raises(ValueError, match=told):
+def test_leaf_that_would_not_come_back_is_refused(tmp_path, leaf, message):
+    with pytest.raises(ValueError, match=message):
         checkpoint.save(tmp_path, 0, {"a": [leaf]}, {}, keep=1)
     assert not any(tmp_path.iterdir())
 

@@ -65,5 +65,5 @@ def test_results_that_find_no_room_are_an_error_in_one_line(tmp_path, full, how)
 def test_too_few_files_are_an_error_in_one_line(tmp_path):
     done = run("files", tmp_path / "done")
     assert done.returncode == 2
-    told = "error: Too many open files: /dev/null; ulimit -n allows more\n"
-    assert done.stderr == told
+    message = "error: Too many open files: /dev/null; ulimit -n allows more\n"
+    assert done.stderr == message

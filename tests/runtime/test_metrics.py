@@ -138,24 +138,24 @@ def events(folder):
     from tensorboardX.proto.event_pb2 import Event
 
     (path,) = (folder / "tensorboard").iterdir()
-    raw, found = path.read_bytes(), []
+    raw, actual = path.read_bytes(), []
     while raw:  # length, its checksum, the event, its checksum
         (size,) = struct.unpack("<Q", raw[:8])
-        found.append(Event.FromString(raw[12 : 12 + size]))
+        actual.append(Event.FromString(raw[12 : 12 + size]))
         raw = raw[16 + size :]
-    return found
+    return actual
 
 
 def test_curves_hold_the_numbers_at_their_steps(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.write(5, {"loss": 0.25, "name": "grpo", "reward": 1})
         log.write(6, {"loss": 0.125})
-    found = [
+    actual = [
         (event.step, value.tag, value.simple_value)
         for event in events(tmp_path)
         for value in event.summary.value
     ]
-    assert found == [(5, "loss", 0.25), (5, "reward", 1.0), (6, "loss", 0.125)]
+    assert actual == [(5, "loss", 0.25), (5, "reward", 1.0), (6, "loss", 0.125)]
 
 
 def test_curves_start_again_where_the_run_resumes(tmp_path):

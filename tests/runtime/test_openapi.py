@@ -97,7 +97,7 @@ def schema(request):
 
 
 def operations(schema):
-    return [found.ok() for found in schema.get_all_operations()]
+    return [actual.ok() for actual in schema.get_all_operations()]
 
 
 @pytest.mark.fault(49, "body", "numbers")

@@ -30,10 +30,10 @@ def recorded(folder, version):
 
 def test_a_later_start_is_shown_the_same_text(tmp_path):
     search, _ = recorded(tmp_path, "first")
-    found = search(["a", "b", "a"])
-    assert found[0] == found[2] == (Passage("a", "a\nfirst \ud800", 0.5),)
+    actual = search(["a", "b", "a"])
+    assert actual[0] == actual[2] == (Passage("a", "a\nfirst \ud800", 0.5),)
     search, service = recorded(tmp_path, "second")
-    assert search(["b", "c", "a"])[::2] == [found[1], found[0]]
+    assert search(["b", "c", "a"])[::2] == [actual[1], actual[0]]
     assert search(["c"])[0][0].text == "second \ud800"
     assert service.asked == [["c"]]
 
@@ -47,11 +47,11 @@ def test_one_start_asks_once_for_a_query(tmp_path):
 def test_searches_that_overlap_are_told_the_same_and_so_is_a_later_start(tmp_path):
     """A service that says something else each time, asked for one query twice."""
     begun, may_answer = threading.Event(), threading.Event()
-    asked = []
+    calls = []
 
     def search(queries):
-        asked.append(list(queries))
-        version = len(asked)
+        calls.append(list(queries))
+        version = len(calls)
         begun.set()
         assert may_answer.wait(20)
         return [(Passage(q, f"{q}\n{version}", 0.5),) for q in queries]
@@ -61,8 +61,8 @@ def test_searches_that_overlap_are_told_the_same_and_so_is_a_later_start(tmp_pat
         first = pool.submit(kept, ["a"])
         assert begun.wait(20)
         second = pool.submit(kept, ["a", "b"])
-        while ["b"] not in asked:  # its own, before it waits for the first's
-            assert not second.done() and ["a", "b"] not in asked
+        while ["b"] not in calls:  # its own, before it waits for the first's
+            assert not second.done() and ["a", "b"] not in calls
             time.sleep(0.01)
         may_answer.set()
     assert second.result()[0] == first.result()[0]
@@ -87,20 +87,20 @@ def test_as_many_searches_overlap_as_the_service_takes(tmp_path):
 
 
 def test_a_query_that_finds_nothing_is_kept(tmp_path):
-    asked = []
+    calls = []
 
     def search(queries):
-        asked.append(queries)
+        calls.append(queries)
         return [()] * len(queries)
 
     kept = record_search(search, AppendLog(tmp_path, "searches"))
-    assert kept(["a"]) == kept(["a"]) == [()] and len(asked) == 1
+    assert kept(["a"]) == kept(["a"]) == [()] and len(calls) == 1
 
 
 def test_a_model_at_an_endpoint_is_asked_once_for_each_chat(tmp_path):
     def generate(version):
         def reply(chats):
-            asked.append([chat[-1]["content"] for chat in chats])
+            calls.append([chat[-1]["content"] for chat in chats])
             texts = [chat[-1]["content"] for chat in chats]
             return [None if t == "down" else f"{t} {version} \ud800" for t in texts]
 
@@ -109,11 +109,11 @@ def test_a_model_at_an_endpoint_is_asked_once_for_each_chat(tmp_path):
     def chats(*texts):
         return [[{"role": "user", "content": text}] for text in texts]
 
-    asked = []
+    calls = []
     first = generate(1)(chats("a", "down", "", "a"))
     assert first == ["a 1 \ud800", None, " 1 \ud800", "a 1 \ud800"]
     assert generate(2)(chats("", "b", "down")) == [" 1 \ud800", "b 2 \ud800", None]
-    assert asked == [["a", "down", ""], ["b", "down"]]
+    assert calls == [["a", "down", ""], ["b", "down"]]
     # The role counts, too.
     other = [[{"role": "system", "content": "a"}]]
     assert generate(3)(other) == ["a 3 \ud800"]

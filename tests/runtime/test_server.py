@@ -35,9 +35,9 @@ def ask(server, method="POST", path="/search", body=None, **headers):
     sent |= {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, raw if method == "POST" else None, sent)
     reply = connection.getresponse()
-    found = reply.status, json.loads(reply.read())
+    actual = reply.status, json.loads(reply.read())
     connection.close()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def held(**settings):
 @pytest.mark.fault(49, "many at once")
 def test_more_requests_than_there_is_room_for_are_refused_at_once():
     with held(max_waiting=1) as (server, is_answering, go_on):
-        found = []
+        actual = []
         asking = threading.Thread(
-            target=lambda: found.append(ask(server, "GET", "/slow"))
+            target=lambda: actual.append(ask(server, "GET", "/slow"))
         )
         asking.start()
         assert is_answering.wait(30)
@@ -112,7 +112,7 @@ def test_more_requests_than_there_is_room_for_are_refused_at_once():
         assert {status for status, _ in many} == {503}
         go_on.set()
         asking.join(30)
-        assert found == [(200, {"status": "late"})]
+        assert actual == [(200, {"status": "late"})]
         assert ask(server, "GET", "/health")[0] == 200  # its place is free again
 
 
@@ -133,17 +133,17 @@ def test_a_client_that_leaves_before_its_reply_leaves_its_place_too(capsys):
 
 
 def test_a_request_under_way_is_answered_before_the_service_ends():
-    found = []
+    actual = []
     with held() as (server, is_answering, go_on):
         asking = threading.Thread(
-            target=lambda: found.append(ask(server, "GET", "/slow"))
+            target=lambda: actual.append(ask(server, "GET", "/slow"))
         )
         asking.start()
         assert is_answering.wait(30)
         server.shutdown()
         go_on.set()
     asking.join(30)
-    assert found == [(200, {"status": "late"})]
+    assert actual == [(200, {"status": "late"})]
 
 
 def test_a_body_that_does_not_come_is_not_waited_for():

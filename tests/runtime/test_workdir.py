@@ -101,11 +101,11 @@ def test_killed_process_leaves_no_lock_behind(tmp_path, capsys):
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    told = f"was in use by process {process.pid} on "
+    message = f"was in use by process {process.pid} on "
     with Workdir(tmp_path, base) as work:
         assert work.is_resumed
     (line,) = capsys.readouterr().err.splitlines()
-    assert told in line and "taken over" in line
+    assert message in line and "taken over" in line
     Workdir(tmp_path, base).close()  # of one that has let go nothing is told
     assert not capsys.readouterr().err
 
@@ -358,9 +358,9 @@ def test_what_has_changed_is_accepted_by_name(config, tmp_path, capsys):
     both = ("config.rl.lr", "data.train")
     check_workdir(run, own, accept=both)
     Workdir(run, own, inputs=now, accept=both).close()
-    told = capsys.readouterr().err
-    assert "data.train has changed: its fingerprint was old, now new" in told
-    assert "config.rl.lr is now 0.5" in told
+    message = capsys.readouterr().err
+    assert "data.train has changed: its fingerprint was old, now new" in message
+    assert "config.rl.lr is now 0.5" in message
     Workdir(run, own, inputs=now).close()  # it is that run's now
 
 

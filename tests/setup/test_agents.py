@@ -141,8 +141,8 @@ def test_an_endpoint_that_cannot_be_spoken_with_gives_none(url, why, capsys):
     with listening(reset) as port:
         ask = at_endpoint(url.format(port=port), max_retries=0)
         assert ask([CHAT, CHAT]) == [None, None]
-    told = capsys.readouterr().err
-    assert "2 of 2 chats failed" in told and re.search(why, told)
+    message = capsys.readouterr().err
+    assert "2 of 2 chats failed" in message and re.search(why, message)
 
 
 @pytest.mark.fault(32, "Retry-After as a date")
@@ -168,16 +168,16 @@ def test_a_date_to_come_back_at_is_no_reason_to_wait_long(monkeypatch):
 
 
 def test_a_late_model_is_loaded_once_when_it_is_first_asked(folder):
-    found = []
+    actual = []
 
     def find(source):
-        found.append(source)
+        actual.append(source)
         return folder
 
     c = asking("judge", "world:judge")
     ask = agents.load_agent(c, "judge", mesh(), find=find, is_lazy=True)
-    assert found == []
-    assert ask([LONG]) == ask([LONG]) == [None] and found == ["world:judge"]
+    assert actual == []
+    assert ask([LONG]) == ask([LONG]) == [None] and actual == ["world:judge"]
     assert agents.load_agent(config(), "judge", mesh(), is_lazy=True) is None
 
 

@@ -114,17 +114,17 @@ def test_a_search_that_fails_now_and_then_stops_neither_prompts_nor_demonstratio
     setup,
 ):
     """Of each two searches in a row one fails, as of a service that is overloaded."""
-    asked = []
+    calls = []
 
     def search(queries):
-        asked.append(queries)
-        found = setup.search(queries)
-        return found if len(asked) % 2 == 0 else [None, *found[1:]]
+        calls.append(queries)
+        actual = setup.search(queries)
+        return actual if len(calls) % 2 == 0 else [None, *actual[1:]]
 
     failing = dataclasses.replace(setup, search=search)
     shown = [chats(own, "rag", setup.dev)[1] for own in (failing, setup)]
     assert shown[0] == shown[1]
-    assert asked[1:] == [asked[0][:1]]  # only what had failed is asked again
+    assert calls[1:] == [calls[0][:1]]  # only what had failed is asked again
     ours, theirs = map(replay_demonstrations, (failing, setup))
     assert [r.searches for r in ours] == [r.searches for r in theirs]
 
@@ -238,11 +238,11 @@ def from_stage(setup, home, *turns):
 
 def test_what_a_stage_has_made_too_long_is_left_out_and_told(setup, tmp_path, capsys):
     good, long = "<answer> A </answer>", f"{'x ' * 99}<answer> A </answer>"
-    found = from_stage(setup, tmp_path, good, long, good)
-    assert [rollout.policy_texts for rollout in found] == [(good,)] * 2
-    told = capsys.readouterr().err
-    assert "stage:curate: 1 of 3 demonstrations are left out" in told
-    assert "tokens in a turn > 24" in told
+    actual = from_stage(setup, tmp_path, good, long, good)
+    assert [rollout.policy_texts for rollout in actual] == [(good,)] * 2
+    message = capsys.readouterr().err
+    assert "stage:curate: 1 of 3 demonstrations are left out" in message
+    assert "tokens in a turn > 24" in message
     with pytest.raises(
         ValueError, match=r"1 of 1 demonstrations cannot be learnt; .*24"
     ):

@@ -131,8 +131,8 @@ def test_questions_come_from_the_world_or_from_a_file(tmp_path):
     with pytest.raises(ValueError, match=r"q\.jsonl:3: "):
         read_questions(config(data__train=path), "train", None, said.append)
     skipping = config(data__train=path, data__on_bad="skip", data__max_train=3)
-    found = read_questions(skipping, "train", None, said.append)
-    assert [q.id for q in found] == ["q0", "q1", "q2"]
+    actual = read_questions(skipping, "train", None, said.append)
+    assert [q.id for q in actual] == ["q0", "q1", "q2"]
     (told,) = said
     assert told.startswith("left out of train: ") and "q.jsonl:3: " in told
     other = [{"ask": "Q?", "say": ["x"], "n": 7}]
@@ -167,8 +167,8 @@ def test_questions_of_chains_must_tell_what_these_are_made_from(tmp_path):
             read_questions(config(**fields), "train", None, print)
     said = []
     skipping = config(**gold_only, data__on_bad="skip")
-    found = read_questions(skipping, "train", None, said.append)
-    assert [q.id for q in found] == ["q0", "q1", "q3", "q4"] and len(said) == 1
+    actual = read_questions(skipping, "train", None, said.append)
+    assert [q.id for q in actual] == ["q0", "q1", "q3", "q4"] and len(said) == 1
     # Nothing of it is read where the engine answers, or where no chain is made.
     for fields in (own, {**gold_only, "stages": ("rl",)}):
         assert len(read_questions(config(**fields), "train", None, print)) == 5
@@ -206,8 +206,8 @@ def test_records_with_gold_passages_are_read_as_published(tmp_path):
     own = dict(stages=("curate",), curate__method="chains", curate__observations="gold")
     path = write(tmp_path / "q.jsonl", PUBLISHED[:3])
     c = config(**own, data__train=path)
-    found = read_questions(c, "train", None, print)
-    for question in found:
+    actual = read_questions(c, "train", None, print)
+    for question in actual:
         (passage,) = gold_passages(question, (), {})
         assert passage.contents == "T\ns."
     parted = config(
@@ -221,13 +221,13 @@ def test_records_with_gold_passages_are_read_as_published(tmp_path):
 def test_a_record_without_gold_passages_is_a_bad_one(tmp_path):
     own = dict(stages=("curate",), curate__method="chains", curate__observations="gold")
     own["data__train"] = write(tmp_path / "q.jsonl", [*PUBLISHED[2:], PUBLISHED[1]])
-    told = r"q\.jsonl:2: question nq_0: its gold passages are not known"
-    with pytest.raises(ValueError, match=told):
+    message = r"q\.jsonl:2: question nq_0: its gold passages are not known"
+    with pytest.raises(ValueError, match=message):
         read_questions(config(**own), "train", None, print)
     said = []
     skipping = config(**own, data__on_bad="skip")
-    found = read_questions(skipping, "train", None, said.append)
-    assert [q.id for q in found] == ["train_0", "2hop__1_2"]
+    actual = read_questions(skipping, "train", None, said.append)
+    assert [q.id for q in actual] == ["train_0", "2hop__1_2"]
     (line,) = said
     assert line.startswith("left out of train: ") and "q.jsonl:2: question nq_0" in line
 
@@ -266,8 +266,8 @@ def test_a_saved_index_is_searched_and_another_encoder_refused(tmp_path):
     named = dict(retrieval__corpus=corpus, retrieval__index=str(out))
     for changes in (named, {**named, "retrieval__corpus": ""}):
         search = open_search(config(**changes, retrieval__top_k=2), None)
-        (found,) = search(["T4 word4"])
-        assert found[0].id == "c4" and len(found) == 2
+        (actual,) = search(["T4 word4"])
+        assert actual[0].id == "c4" and len(actual) == 2
     with pytest.raises(ValueError, match="encoder"):
         open_search(config(**named, retrieval__hashed_dim=64), None)
     with pytest.raises(ValueError, match=r"build one: python -m rsearch\.index"):
@@ -279,9 +279,9 @@ def test_passages_of_the_world_are_found_by_name():
     world = world_of(c)
     search = open_search(c, world)
     assert len(search) == len(world.passages)
-    (found,) = search([world.entities["person"][0]])
-    assert isinstance(found[0], Passage) and len(found) == 2
-    assert found[0].title == world.entities["person"][0]
+    (actual,) = search([world.entities["person"][0]])
+    assert isinstance(actual[0], Passage) and len(actual) == 2
+    assert actual[0].title == world.entities["person"][0]
 
 
 def test_a_named_reranker_orders_what_the_search_finds(tmp_path):
@@ -292,9 +292,9 @@ def test_a_named_reranker_orders_what_the_search_finds(tmp_path):
     (candidates,) = open_search(plain, world)([query])
     named = dict(retrieval__reranker=str(directory), retrieval__rerank_from=4)
     search = open_search(config(**named, retrieval__top_k=2), world)
-    (found,) = search([query])
+    (actual,) = search([query])
     scores = load_reranker(directory)(query, [p.contents for p in candidates])
-    assert [p.id for p in found] == [candidates[i].id for i in (-scores).argsort()[:2]]
+    assert [p.id for p in actual] == [candidates[i].id for i in (-scores).argsort()[:2]]
 
 
 @pytest.mark.parametrize("top_k, is_right", [(4, True), (5, False)])

@@ -124,15 +124,15 @@ def test_several_hosts_load_a_model_together_whoever_comes_to_ask(
     monkeypatch, num_hosts, is_lazy
 ):
     """One that loads it when it is asked would wait for the others, who are not."""
-    asked = []
+    calls = []
 
     def load_agent(*given, is_lazy, **_):
-        asked.append(is_lazy)
+        calls.append(is_lazy)
 
     monkeypatch.setattr(load, "load_agent", load_agent)
     monkeypatch.setattr(processes, "num_hosts", lambda: num_hosts)
     load_setup(config(models__writer__source="/no/writer"), only_dev=True, is_over=True)
-    assert asked == [is_lazy]
+    assert calls == [is_lazy]
 
 
 @pytest.mark.parametrize(

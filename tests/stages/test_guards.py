@@ -41,12 +41,12 @@ def test_updates_left_out_are_counted_in_a_row_and_then_it_stops(tmp_path, capsy
     assert "2 updates in a row" in str(error.value)
     assert "all parameters are finite" in str(error.value)
     assert "since step 3" in str(error.value)
-    told = capsys.readouterr().err
-    assert "grad_norm = nan; all parameters are finite; this update is left" in told
+    message = capsys.readouterr().err
+    assert "grad_norm = nan; all parameters are finite; this update is left" in message
     kept = sorted((tmp_path / FOLDER).glob("*.npz"))
     assert [path.name for path in kept] == ["0-1.npz", "2-1.npz"]
-    with np.load(kept[0], allow_pickle=False) as found:
-        np.testing.assert_array_equal(found["tokens"], batch["tokens"])
+    with np.load(kept[0], allow_pickle=False) as actual:
+        np.testing.assert_array_equal(actual["tokens"], batch["tokens"])
 
 
 def test_the_parameter_that_is_not_finite_is_named(tmp_path):
@@ -76,12 +76,12 @@ def test_a_policy_that_collapses_is_told_of_or_stopped(
         assert own.on_step(0, values) is None
     assert "config.guards" not in capsys.readouterr().err
     assert own.on_step(1, measured) is None
-    told = f"config.guards.{next(iter(bound))} = 0.5"
-    assert told in capsys.readouterr().err
+    message = f"config.guards.{next(iter(bound))} = 0.5"
+    assert message in capsys.readouterr().err
     own = guards(tmp_path, patience=2, on_collapse="stop", **bound)
     assert own.on_step(6, measured) is None
     collapse = own.on_step(7, measured)
-    assert told in collapse.message and "for 2 steps in a row" in collapse.message
+    assert message in collapse.message and "for 2 steps in a row" in collapse.message
     assert collapse.first_step == 6
 
 
@@ -209,8 +209,8 @@ def test_a_policy_whose_logits_are_not_finite_samples_and_teaches_nothing(
     params = initial_params(setup)
     scale = params["layers"]["attention"]["q"]
     params["layers"]["attention"]["q"] = scale.at[0, 0].set(np.nan)
-    told = r"the first that is not finite is the parameter layers\.attention\.q"
-    with pytest.raises(StoppedError, match=told):
+    message = r"the first that is not finite is the parameter layers\.attention\.q"
+    with pytest.raises(StoppedError, match=message):
         run_rl(setup, None, params, tmp_path)
     first = capsys.readouterr().err
-    assert f"rl: step 1: grad_norm = nan; {told}".replace("\\", "") in first
+    assert f"rl: step 1: grad_norm = nan; {message}".replace("\\", "") in first

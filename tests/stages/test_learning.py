@@ -106,10 +106,10 @@ def playing(setup, *, good, size, rounds):
         good: ids of the questions whose rollouts earn different rewards.
         size, rounds: questions a step, and rounds of further ones.
     """
-    asked = []
+    calls = []
 
     def play(questions):
-        asked.append([q.id for q in questions])
+        calls.append([q.id for q in questions])
         played = groups(*[[rollout("x"), rollout("y")]] * len(questions))
         return [
             Rewarded(
@@ -120,10 +120,10 @@ def playing(setup, *, good, size, rounds):
             for question, group in zip(questions, played)
         ]
 
-    found, rewards, measured = sample_groups(
+    actual, rewards, measured = sample_groups(
         play, setup.train, num_questions=size, rounds=rounds, seed=0, step=3
     )
-    return [g.question.id for g in found], rewards, measured, asked
+    return [g.question.id for g in actual], rewards, measured, calls
 
 
 def test_groups_without_spread_give_way_to_those_of_further_questions(setup):
@@ -134,9 +134,9 @@ def test_groups_without_spread_give_way_to_those_of_further_questions(setup):
     assert len({*own, *further}) == 16
     # Two of four have spread; then one of two further ones; then neither of two more.
     good = {own[0], own[2], further[1]}
-    found, rewards, measured, asked = playing(setup, good=good, size=4, rounds=3)
+    actual, rewards, measured, asked = playing(setup, good=good, size=4, rounds=3)
     assert asked == [own, further[:2], further[2:3], further[3:4]]
-    assert found == [own[0], further[1], own[2], own[3]]
+    assert actual == [own[0], further[1], own[2], own[3]]
     np.testing.assert_array_equal(rewards, [[1, 0]] * 3 + [[1, 1]])
     # Of the step's own questions, two have different rewards.
     assert measured["groups_with_spread"] == 0.5 and measured["reward"] == 0.75
@@ -145,8 +145,8 @@ def test_groups_without_spread_give_way_to_those_of_further_questions(setup):
 
 
 def test_without_refills_a_step_plays_its_own_questions_alone(setup):
-    found, rewards, measured, asked = playing(setup, good=(), size=4, rounds=0)
-    assert asked == [found] and (rewards == 1).all()
+    actual, rewards, measured, asked = playing(setup, good=(), size=4, rounds=0)
+    assert asked == [actual] and (rewards == 1).all()
     assert measured["reward"] == 1 and "questions_asked" not in measured
 
 
@@ -195,8 +195,8 @@ def test_an_update_that_would_break_the_policy_is_left_out_and_told(
     state, measured = learn(state, played, rewards, step=4)
     assert largest_change(params, state.params) == 0
     assert not np.isfinite(measured["grad_norm"])
-    told = capsys.readouterr().err
-    assert "rl: step 5: grad_norm = nan; all parameters are finite; this" in told
+    message = capsys.readouterr().err
+    assert "rl: step 5: grad_norm = nan; all parameters are finite; this" in message
 
 
 def test_stages_draw_differently_and_the_plain_one_as_ever():

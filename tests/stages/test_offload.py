@@ -18,18 +18,18 @@ BRIEF = dict(
 
 @pytest.mark.slow  # tests/learn/test_offload.py shows it of one update
 def test_a_run_whose_reference_and_moments_rest_elsewhere_is_bit_identical(tmp_path):
-    found = []
+    actual = []
     for offload in ("()", "reference,optimizer"):
-        workdir = tmp_path / str(len(found))
+        workdir = tmp_path / str(len(actual))
         told = arguments(workdir, model__offload=offload, **BRIEF)
         done = run_python("-m", "rsearch.train", *told)
         assert done.returncode == 0, done.stderr
         stages = (("sft", 2), ("rl", 1))
-        found.append(
+        actual.append(
             [
                 checkpoint.read_manifest(workdir / name / "checkpoints", step)["leaves"]
                 for name, step in stages
             ]
         )
-    assert found[0] == found[1]
-    assert any(".mu." in name for name in found[0][1])
+    assert actual[0] == actual[1]
+    assert any(".mu." in name for name in actual[0][1])

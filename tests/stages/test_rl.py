@@ -269,9 +269,9 @@ def test_every_setting_runs_and_measures_finite_numbers(tmp_path, settings):
 )
 def test_the_samplers_gap_is_told_however_the_old_policy_is_measured(setup, settings):
     """Its rollouts say -2 of each token that was sampled."""
-    found = dataclasses.replace(segment(Source.SEARCH, [7, 8]), logp=np.zeros(2))
+    actual = dataclasses.replace(segment(Source.SEARCH, [7, 8]), logp=np.zeros(2))
     one = rollout("x")
-    one = dataclasses.replace(one, segments=(*one.segments, found))
+    one = dataclasses.replace(one, segments=(*one.segments, actual))
     played = groups(*[[one, rollout("y")]] * 4)
     rewards = np.array([[1, 0]] * 4, np.float32)
     before, _, measured = learn_from(setup, played, rewards, **settings)
@@ -326,11 +326,11 @@ def test_r_search_learns_from_its_judge(tmp_path, setup):
         rl__kl_coef=0.001,
     )
     judged = load_setup(c)
-    asked = []
+    calls = []
 
     def judge(chats):
         replies = judged.judge(chats)
-        asked.extend(replies)
+        calls.extend(replies)
         return replies
 
     judging = dataclasses.replace(judged, judge=judge)
@@ -340,6 +340,6 @@ def test_r_search_learns_from_its_judge(tmp_path, setup):
     assert all(np.isfinite(v) for v in row.values())
     # This policy writes no evidence; a rollout that does is judged like this.
     _, rewards, measured = scored(judging, groups([box("a"), box("b")]))
-    assert len(asked) == 2 and all(isinstance(reply, str) for reply in asked)
+    assert len(calls) == 2 and all(isinstance(reply, str) for reply in calls)
     assert measured["judge_error"] == 0 and np.isfinite(rewards).all()
     json.dumps(measured, allow_nan=False)

@@ -122,8 +122,8 @@ def test_what_may_be_gone_back_to_stays_however_long_that_is(
     setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond, **own)
     run_rl(setup, None, params, tmp_path)
     assert [step for step, _ in taken] == [*range(5), *range(2, 6)]
-    found = checkpoint.steps(tmp_path / CHECKPOINTS)
-    assert found == [*range(7 - keep, 7)]  # and goes when it is over
+    actual = checkpoint.steps(tmp_path / CHECKPOINTS)
+    assert actual == [*range(7 - keep, 7)]  # and goes when it is over
 
 
 def test_a_step_that_is_saved_before_it_is_looked_at_may_be_gone_back_from(

@@ -44,11 +44,11 @@ def progress(tmp_path, monkeypatch):
     monkeypatch.setattr(state, "RETRY_WAITS", (0.01, 0.02))
     setup = load_setup(config(checkpoint__sft_steps=1, checkpoint__retry_seconds=30.0))
     params = initial_params(setup)
-    found = state_of(setup, "sft", params, tmp_path)
-    found.advance(found.train_state)
-    found.save_if_due()
-    found.advance(found.train_state)
-    return found
+    actual = state_of(setup, "sft", params, tmp_path)
+    actual.advance(actual.train_state)
+    actual.save_if_due()
+    actual.advance(actual.train_state)
+    return actual
 
 
 def walked(value, name=""):
@@ -92,8 +92,8 @@ def test_all_that_changes_in_a_stage_has_a_place_that_outlives_it(
     ((progress, at_first),) = made
     at_last = walked(vars(progress))
     changed = {name for name in at_last if at_last[name] != at_first.get(name)}
-    found = walked(vars(state_of(setup, "rl", params, tmp_path)))
-    assert {name for name in changed if found.get(name) != at_last[name]} == set()
+    actual = walked(vars(state_of(setup, "rl", params, tmp_path)))
+    assert {name for name in changed if actual.get(name) != at_last[name]} == set()
     names = [name for name in changed if name.startswith(".train_state")]
     for leaf in (".params", ".opt_state", ".critic", ".kl_coef"):
         assert any(leaf in name for name in names), leaf
@@ -136,10 +136,10 @@ def test_a_save_is_tried_again_until_the_disk_takes_it(
     folder = tmp_path / CHECKPOINTS
     assert progress.is_saved and checkpoint.steps(folder) == [1, 2]
     checkpoint.verify(folder, 2)
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(progress.train_state))
-    assert told.count(os.strerror(code)) == 3 and "2 steps kept" in told
-    assert f"{size:,} bytes" in told and str(folder / "2") in told
+    assert message.count(os.strerror(code)) == 3 and "2 steps kept" in message
+    assert f"{size:,} bytes" in message and str(folder / "2") in message
 
 
 def test_a_disk_that_refuses_to_delete_an_old_one_keeps_it(

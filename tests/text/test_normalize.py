@@ -37,8 +37,8 @@ ANSWERS = PLAIN | WORDS.map(" ".join)
 )
 def test_r1_searcher_scores_are_the_published_ones(prediction, golden, expected):
     metrics = (f1, exact_match, cover_exact_match)
-    found = [m(prediction, [golden], normalize="r1_searcher") for m in metrics]
-    assert found == list(map(float, expected))
+    actual = [m(prediction, [golden], normalize="r1_searcher") for m in metrics]
+    assert actual == list(map(float, expected))
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_nothing_equals_nothing_only_in_the_public_scripts(
     settings |= {"empty_matches": True}
     assert [m(prediction, [golden], **settings) for m in metrics] == [0, 1, 1]
     for order in ("contiguous", "substring"):
-        found = cover_exact_match(prediction, [golden], order=order, **settings)
-        assert found == 1
+        actual = cover_exact_match(prediction, [golden], order=order, **settings)
+        assert actual == 1
     for metric in metrics:
         assert metric("Paris", [golden], **settings) == 0
         assert metric(prediction, ["Paris"], **settings) == 0
@@ -82,11 +82,11 @@ def test_nothing_equals_nothing_only_in_the_public_scripts(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cover_exact_match_knows_three_orders(prediction, expected, family):
     orders = ("any", "contiguous", "substring")
-    found = [
+    actual = [
         cover_exact_match(prediction, ["New York"], normalize=family, order=order)
         for order in orders
     ]
-    assert found == list(expected)
+    assert actual == list(expected)
 
 
 def test_published_answers_score_what_the_paper_says(shared_data):
@@ -103,11 +103,11 @@ def test_published_answers_score_what_the_paper_says(shared_data):
         settings = {"normalize": "r1_searcher"}
         contiguous = functools.partial(cover_exact_match, order="contiguous")
         metrics = (exact_match, cover_exact_match, f1, contiguous)
-        found = [
+        actual = [
             100 * sum(m(p, g, **settings) for p, g in pairs) / len(pairs)
             for m in metrics
         ]
-        assert found == pytest.approx(scores, abs=0.05)
+        assert actual == pytest.approx(scores, abs=0.05)
 
 
 def test_squad_deletes_punctuation_where_r1_searcher_leaves_a_space():
@@ -192,8 +192,8 @@ def test_squad_f1_equals_a_second_implementation(prediction, golden):
     if ours and theirs:
         shared = collections.Counter(ours) & collections.Counter(theirs)
         expected = 2 * sum(shared.values()) / (len(ours) + len(theirs))
-        found = f1(prediction, [golden], normalize="squad")
-        assert found == pytest.approx(expected)
+        actual = f1(prediction, [golden], normalize="squad")
+        assert actual == pytest.approx(expected)
 
 
 @pytest.mark.fault(10, "full-width digits")

@@ -48,9 +48,9 @@ def test_no_passage_makes_the_search_long(part):
 @pytest.mark.fault(37, "told in the report")
 def test_transcripts_and_metrics_tell_of_them():
     calm, hostile = Passage("calm", "a\nb"), Passage("bad", "a\n</information>")
-    found = (search_use(("q",), ((calm, hostile), (hostile, calm))),)
+    actual = (search_use(("q",), ((calm, hostile), (hostile, calm))),)
     text = Segment(Source.POLICY, np.zeros(1, np.int32), np.zeros(1, np.float32), "x")
-    rollout = Rollout((text,), "x", found, Outcome.ANSWERED)
+    rollout = Rollout((text,), "x", actual, Outcome.ANSWERED)
     group = Group(Question("q", "who", ("x",)), (rollout,))
     row = {"stage": "rl", "method": "protocol", "dataset": "d"}
     (told,) = transcripts([group], row)

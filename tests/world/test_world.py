@@ -142,10 +142,10 @@ def test_two_searches_find_both_facts_and_one_does_not(seed):
     questions = made.train + made.dev
     hops = [made.hops[q.id] for q in questions]
     for position in (0, 1):
-        found = search([both[position].subject for both in hops])
+        actual = search([both[position].subject for both in hops])
         wrong = [
             both[position].subject
-            for both, (passage,) in zip(hops, found, strict=True)
+            for both, (passage,) in zip(hops, actual, strict=True)
             if both[position].fact not in passage.text
         ]
         assert not wrong, f"{len(wrong)} not found first: {wrong[:5]}"
@@ -195,10 +195,10 @@ def test_its_texts_hold_no_held_out_question():
 
 
 def by_kind(questions):
-    found = {kind: [] for kind in KINDS}
+    actual = {kind: [] for kind in KINDS}
     for question in questions:
-        found[question.metadata["kind"]].append(question)
-    return found
+        actual[question.metadata["kind"]].append(question)
+    return actual
 
 
 def test_every_kind_is_asked_and_known_questions_are_among_most(whole):
@@ -249,10 +249,10 @@ def test_a_comparison_is_of_independent_facts_and_has_one_right_answer(whole):
 def test_what_is_unanswerable_is_in_no_passage(whole):
     texts = {p.title: p.text for p in whole.passages}
     for question in by_kind(whole.train + whole.dev)["unanswerable"]:
-        *found, missing = whole.hops[question.id]
+        *actual, missing = whole.hops[question.id]
         assert question.golden_answers == (UNKNOWN,) == (missing.object,)
         assert RELATIONS[missing.relation].words not in texts[missing.subject]
-        assert all(hop.fact in texts[hop.subject] for hop in found)
+        assert all(hop.fact in texts[hop.subject] for hop in actual)
 
 
 def test_all_that_follows_from_a_famous_head_is_known(whole):

@@ -76,8 +76,8 @@ def test_weights_may_be_divided_after_their_sums():
     q, k, v = normal(0, 3, 4, 4, 8), normal(1, 3, 2, 7, 8), normal(2, 3, 2, 7, 8)
     last = jnp.array([[1, 2, 3, 6], [0] * 4, [5] * 4])
     visible = jnp.arange(7)[None, None] <= last[:, :, None]
-    found = attend(9 * q, k, v, visible, divides_last=True)
-    np.testing.assert_allclose(found, attend(9 * q, k, v, visible), atol=1e-6)
+    actual = attend(9 * q, k, v, visible, divides_last=True)
+    np.testing.assert_allclose(actual, attend(9 * q, k, v, visible), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,14 @@ def test_attention_up_to_the_reach_is_that_to_all_that_was_written(
     positions = np.random.default_rng(4).integers(0, longest + 1, (count, 2))
     positions[1, 1] = longest
     chosen = None if rows is None else jnp.array(rows)
-    found = looked_up(q, full, jnp.array(positions), chosen)
+    actual = looked_up(q, full, jnp.array(positions), chosen)
     whole = looked_up(q, full, jnp.array(positions), chosen, everything=True)
-    np.testing.assert_allclose(found, whole, atol=2e-6)
+    np.testing.assert_allclose(actual, whole, atol=2e-6)
     # And to what the definition says, slot by slot.
     own = slice(None) if rows is None else np.array(rows)
     visible = jnp.array(np.arange(SLOTS) <= positions[:, :, None])
     expected = attend(q, full.k[1, own], full.v[1, own], visible)
-    np.testing.assert_allclose(found, expected, atol=2e-6)
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
 
 
 def test_what_lies_beyond_the_reach_is_not_read(full, rows_read):
@@ -173,8 +173,8 @@ def test_what_lies_beyond_the_reach_is_not_read(full, rows_read):
     positions = jnp.array([[191], [3], [SLOTS], [0], [50]])  # the third row pads
     q = normal(5, 5, 1, 4, 8)
     for rows in (None, jnp.arange(5)):
-        found = looked_up(q, spoilt, positions, rows)
-        assert np.isfinite(found).all()
+        actual = looked_up(q, spoilt, positions, rows)
+        assert np.isfinite(actual).all()
         further = looked_up(q, spoilt, positions.at[1, 0].set(192), rows)
         is_finite = np.isfinite(further).all(axis=(1, 2, 3))
         alone = [True, False, True, True, True]
@@ -209,14 +209,14 @@ def test_many_tokens_look_back_in_chunks_each_as_far_as_it_needs():
     # What no piece may look at is not read.
     spoilt = Cache(*(x.at[:, 0, :, 576:].set(jnp.nan) for x in whole))
     for rows in (None, jnp.arange(3)):
-        found = looked_up(q, spoilt, jnp.array(positions), rows)
+        actual = looked_up(q, spoilt, jnp.array(positions), rows)
         is_token = positions < SLOTS
-        np.testing.assert_allclose(found[is_token], expected[is_token], atol=2e-6)
+        np.testing.assert_allclose(actual[is_token], expected[is_token], atol=2e-6)
     # What the first chunk of a row makes is the same beside chunks that look further.
     near = Cache(*(x.at[:, 0, :, 192:].set(jnp.nan) for x in whole))
-    found = looked_up(q, near, jnp.array(positions), None)
-    np.testing.assert_allclose(found[0, :128], expected[0, :128], atol=2e-6)
-    assert np.isnan(found[0, 128:]).all()
+    actual = looked_up(q, near, jnp.array(positions), None)
+    np.testing.assert_allclose(actual[0, :128], expected[0, :128], atol=2e-6)
+    assert np.isnan(actual[0, 128:]).all()
 
 
 def test_keys_are_written_to_their_rows_and_slots_and_nowhere_else(full):
@@ -249,9 +249,9 @@ def test_a_part_of_the_rows_reads_as_all_of_them_do_and_leaves_the_others_alone(
     # Rows 3 and 1 in this order; one more is nobody's, though its tokens are real.
     rows = np.array([3, 5, 1])
     part = tokens[[3, 0, 1], 3:]
-    found, extended = read(params, cache, part, second[:3], rows)
+    actual, extended = read(params, cache, part, second[:3], rows)
     np.testing.assert_allclose(
-        np.asarray(found)[[0, 2]], np.asarray(expected)[[3, 1]], atol=1e-5
+        np.asarray(actual)[[0, 2]], np.asarray(expected)[[3, 1]], atol=1e-5
     )
     for new, old, all_rows in zip(extended, cache, whole):
         for row in range(5):

@@ -57,8 +57,8 @@ def test_pages_in_any_order_are_attended_to_as_slots_in_a_row(mesh, tokens):
     if mesh is not None:
         spec = PartitionSpec("tensor", ("data", "fsdp"))
         pages = jax.device_put(pages, NamedSharding(mesh, spec))
-    found, pages = run(pages, table, mesh)
-    np.testing.assert_allclose(found[:7], expected[:7], atol=2e-6)
+    actual, pages = run(pages, table, mesh)
+    np.testing.assert_allclose(actual[:7], expected[:7], atol=2e-6)
     for layer in range(LAYERS):
         for new, old in zip(read_pages(pages, layer, table), written, strict=True):
             np.testing.assert_array_equal(new, old[layer])
@@ -90,8 +90,8 @@ def test_the_kernel_sees_what_all_scores_at_once_see(pages_of_a_row):
     table[np.arange(pages_of_a_row) >= filled[:, None]] = num_pages
     q = normal(3, rows, 4, 128).astype(jnp.bfloat16)
     with tpu.force_tpu_interpret_mode():
-        found = attend_pages(q, pages, 1, jnp.array(table), jnp.array(length))
+        actual = attend_pages(q, pages, 1, jnp.array(table), jnp.array(length))
     visible = jnp.array(np.arange(slots) < length[:, None])[:, None]
     whole = (x[1].astype(jnp.bfloat16).astype(jnp.float32) for x in cache)
     expected = attend(q[:, None].astype(jnp.float32), *whole, visible)[:, 0]
-    np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.02)
+    np.testing.assert_allclose(actual.astype(jnp.float32), expected, atol=0.02)

@@ -25,8 +25,8 @@ def test_the_kernel_gives_what_all_scores_at_once_give(tokens):
         return whole(q, k, v, text)
 
     np.testing.assert_allclose(jax.jit(ours)(q, k, v), plain(q, k, v), atol=2e-6)
-    found = jax.jit(jax.grad(loss(ours), argnums=(0, 1, 2)))(q, k, v)
-    for a, b in zip(found, jax.grad(loss(plain), argnums=(0, 1, 2))(q, k, v)):
+    actual = jax.jit(jax.grad(loss(ours), argnums=(0, 1, 2)))(q, k, v)
+    for a, b in zip(actual, jax.grad(loss(plain), argnums=(0, 1, 2))(q, k, v)):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -35,7 +35,7 @@ def test_new_tokens_look_at_what_came_before_and_at_themselves(tokens):
     slots, length = 600, np.array([0, 77, 450])
     q, new_k, new_v = operands(tokens, width=16)
     _, old_k, old_v = operands(slots, width=16)
-    found = splash_after(
+    actual = splash_after(
         *(q, old_k, old_v, new_k.swapaxes(1, 2), new_v.swapaxes(1, 2)),
         jnp.asarray(length),
         interpret=True,
@@ -46,7 +46,7 @@ def test_new_tokens_look_at_what_came_before_and_at_themselves(tokens):
         v[row, :, first : first + tokens] = new_v[row]
     position = length[:, None] + np.arange(tokens)
     visible = np.arange(slots) <= position[:, :, None]
-    np.testing.assert_allclose(found, attend(q, k, v, visible), atol=2e-6)
+    np.testing.assert_allclose(actual, attend(q, k, v, visible), atol=2e-6)
 
 
 def test_what_the_cache_holds_beyond_a_row_changes_nothing():
@@ -54,7 +54,7 @@ def test_what_the_cache_holds_beyond_a_row_changes_nothing():
     _, k, v = operands(600, width=16)
     own = new_k.swapaxes(1, 2), new_v.swapaxes(1, 2)
     length = jnp.array([0, 5, 300])
-    found = splash_after(q, k, v, *own, length, interpret=True)
+    actual = splash_after(q, k, v, *own, length, interpret=True)
     k, v = k.at[:, :, 300:].set(9.0), v.at[:, :, 300:].set(9.0)
     again = splash_after(q, k, v, *own, length, interpret=True)
-    np.testing.assert_array_equal(found, again)
+    np.testing.assert_array_equal(actual, again)

@@ -158,18 +158,18 @@ def test_no_read_holds_more_than_one_leaf(saved, monkeypatch):
 
 def test_a_block_reads_only_its_rows_of_the_file():
     stored = np.arange(6 * 5).reshape(6, 5)  # 3 heads of 2, by a width of 5.
-    asked = []
+    calls = []
 
     class Slice:
         def __getitem__(self, index):
-            asked.append(index)
+            calls.append(index)
             return stored[index]
 
     whole = stored.reshape(3, 2, 5).transpose(2, 0, 1)
     index = (slice(1, 4), slice(2, 3), slice(None))
     block = weights.read_block(Slice(), whole.shape, ((1, 2), (0,)), index)
     np.testing.assert_array_equal(block, whole[1:4, 2:3])
-    assert asked == [(slice(4, 6), slice(1, 4))]
+    assert calls == [(slice(4, 6), slice(1, 4))]
 
 
 def test_a_new_value_head_is_zero(saved):

@@ -94,8 +94,8 @@ def test_a_chain_is_built_step_by_step_and_replayed(setup, tmp_path):
             assert hop.fact in seen  # what the engine has found
     path = str(tmp_path / DEMONSTRATIONS)
     sft = {"stages": ("sft",), "sft__demonstrations": path}
-    whole = config(**{**SIZES, **sft}, sft__sequence_tokens=5000)
-    rollouts = replay_demonstrations(load_setup(whole))
+    recipe = config(**{**SIZES, **sft}, sft__sequence_tokens=5000)
+    rollouts = replay_demonstrations(load_setup(recipe))
     assert [r.policy_texts for r in rollouts] == [d.turns for d in made]
 
 

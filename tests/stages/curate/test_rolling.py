@@ -30,7 +30,7 @@ def test_waves_come_back_by_pass_and_round(tmp_path):
     journal.append("retry", 0, ["b"], [[RECORD]])
     again = WaveLog(tmp_path)
     assert again.rows == journal.rows
-    assert {name: len(found) for name, found in again.of("first").items()} == {
+    assert {name: len(actual) for name, actual in again.of("first").items()} == {
         "a": 3,
         "b": 0,
     }

@@ -114,12 +114,12 @@ def test_segments_are_written_replayed_and_add_up(setup, tmp_path, capsys):
     assert len(made) == summary["demonstrations"]
     assert all(d.context_turns == len(d.turns) - 1 for d in made)
     path = str(tmp_path / DEMONSTRATIONS)
-    whole = config(
+    recipe = config(
         **{**SIZES, "stages": ("sft",)},
         sft__demonstrations=path,
         sft__sequence_tokens=999,
     )
-    rollouts = replay_demonstrations(load_setup(whole))
+    rollouts = replay_demonstrations(load_setup(recipe))
     learnt = [r.policy_texts for r in rollouts]
     assert learnt == [(d.turns[-1],) for d in made]
     # What a last search would find is no part of the segment.
@@ -219,9 +219,9 @@ def test_questions_whose_tools_failed_are_neither_right_nor_wrong(setup, tmp_pat
 
     def search(queries):
         heard.extend(queries)
-        found = setup.search(queries)
+        actual = setup.search(queries)
         fails = [q == ever or (q == once and heard.count(q) > 1) for q in queries]
-        return [None if f else hits for f, hits in zip(fails, found, strict=True)]
+        return [None if f else hits for f, hits in zip(fails, actual, strict=True)]
 
     own = with_fields(setup, curate__method="answerable", curate__retry_rollouts=2)
     own = dataclasses.replace(own, search=search)
@@ -261,8 +261,8 @@ def test_a_stage_may_go_on_with_other_slots(setup, tmp_path):
     for folder, other in (("b", more), ("c", most)):
         with pytest.raises(Stopped):
             run(own, tmp_path / folder, Script(say, 3))
-        found = run(other, tmp_path / folder, Script(say))
-        assert all(found[name] == wanted[name] for name in (QUESTIONS, SUMMARY))
+        actual = run(other, tmp_path / folder, Script(say))
+        assert all(actual[name] == wanted[name] for name in (QUESTIONS, SUMMARY))
 
 
 def test_first_rollouts_are_taken_over_from_another_stage(setup, tmp_path):
@@ -312,9 +312,9 @@ def test_difficulty_counts_rollouts_and_another_mix_needs_none(setup, tmp_path):
     run(again, tmp_path / "curate_b", script, stage="curate_b")
     assert not script.made
     taken, _ = load_questions(tmp_path / "curate_b" / QUESTIONS)
-    found = [q.metadata["difficulty"] for q in taken]
-    assert found.count("hard") == 1
-    assert found.count("medium") == levels.count("medium") == len(found) - 1
+    actual = [q.metadata["difficulty"] for q in taken]
+    assert actual.count("hard") == 1
+    assert actual.count("medium") == levels.count("medium") == len(actual) - 1
     (note,) = summary_of(tmp_path / "curate_b")["notes"]
     assert f"there are {levels.count('medium')} such" in note
 
