@@ -624,8 +624,8 @@ def _role(name: str, meaning: str) -> Section:
             16,
             "chats answered at once",
             at_least(1),
-            may_change=name
-            == "judge",  # the rewriter's and writer's replies depend on the batch
+            # Replies of the rewriter and the writer depend on the batch.
+            may_change=name == "judge",
         ),
         max_prompt_tokens=Field(
             1024, "a longer chat counts as a failed call", at_least(1)

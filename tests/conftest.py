@@ -9,9 +9,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("XLA_FLAGS", xla_flags(8))
 # The first process of a session makes the folder, which ends with it.
 _session_folder = None if SESSION_FOLDER in os.environ else make_session_folder()
-# What one test has compiled, others load.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{os.environ[SESSION_FOLDER]}/compiled"
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import pathlib
 import subprocess

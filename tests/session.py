@@ -7,7 +7,14 @@ SESSION_FOLDER = "RSEARCH_TEST_SESSION"  # environment variable
 
 
 def make_session_folder() -> tempfile.TemporaryDirectory:
-    """Make the folder, and name it in the environment that child processes inherit."""
+    """Make the folder; the environment names it to JAX and to child processes.
+
+    What one process of the session has compiled, the others load.
+    """
     folder = tempfile.TemporaryDirectory(prefix="rsearch-tests-")
-    os.environ[SESSION_FOLDER] = folder.name
+    os.environ |= {
+        SESSION_FOLDER: folder.name,
+        "JAX_COMPILATION_CACHE_DIR": f"{folder.name}/compiled",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     return folder

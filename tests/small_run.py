@@ -10,7 +10,6 @@ import sys
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from rsearch.config import recipes as configuration
 from rsearch.models.sharding import make_mesh
@@ -93,19 +92,11 @@ def arguments(workdir, **overrides):
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
-    """As in child processes: not optimised, and compiled once in a session."""
-    settings = {
-        "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": f"{SESSION}/compiled",
-        "jax_persistent_cache_min_compile_time_secs": 0,
-    }
-    before = {name: jax.config.values[name] for name in settings}
-    for changed in (settings, before):
-        for name, value in changed.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        if changed is settings:
-            yield
+    """As in child processes, which load what is compiled here: not optimised."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @functools.cache
@@ -163,7 +154,5 @@ def child_environment(devices=1):
     return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": xla_flags(devices),
-        "JAX_COMPILATION_CACHE_DIR": f"{SESSION}/compiled",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     }

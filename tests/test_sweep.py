@@ -330,10 +330,17 @@ def sweep_of_two(folder, before):
     return process, [int(log.read_text().split()[0]) for log in logs]
 
 
+LEFT_BY_SHELLS = (signal.SIG_DFL, signal.SIG_IGN)
+FAST = set(zip(SIGNALS, itertools.cycle(LEFT_BY_SHELLS)))
+
+
 @pytest.mark.parametrize(
     ("how", "before"),
-    # Each signal, and each way in which a shell leaves SIGINT.
-    zip(SIGNALS, itertools.cycle([signal.SIG_DFL, signal.SIG_IGN])),
+    [
+        # Each signal and each way in which a shell leaves SIGINT; all pairs are slow.
+        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+        for case in itertools.product(SIGNALS, LEFT_BY_SHELLS)
+    ],
     ids=lambda value: value.name,
 )
 def test_what_runs_is_stopped_with_the_sweep(tmp_path, how, before):

@@ -241,7 +241,7 @@ def make_row(
     """Return the row of one subject's repetitions.
 
     Args:
-        case, subject, unit, peak_bytes, counts: of the Row.
+        case, subject, unit, peak_bytes, counts: of the Measurement.
         values: of the repetitions, or why there are none.
         ours: rsearch's repetitions of the same case, to compare a peer's with.
         more_is_better: of these numbers.

@@ -48,7 +48,7 @@ from rsearch.world.world import make_world
 
 TOP_K = 10  # neighbours that recall counts
 SETTINGS_FILE = "made_from.json"  # in a folder of vectors, whose settings it tells
-NOISE_ROWS_AT_ONCE = 50_000  # rows of noise
+NOISE_ROWS_AT_ONCE = 50_000
 WORLD = {
     **dict(people=400, films=300, companies=60, cities=60, train_questions=1400),
     **dict(dev_questions=200, kinds=("single", "bridge"), known_share=0.0),

@@ -12,7 +12,6 @@ import concurrent.futures
 import contextlib
 import json
 import pathlib
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from rsearch.bench.comparison import (
     Subject,
     compare,
     make_row,
+    median_of,
     with_bound,
 )
 from rsearch.bench.neighbours import (
@@ -169,16 +169,12 @@ def measure_searchers(
                 repetition["queries"] / repetition["seconds"]
                 for repetition in results[OURS]
             ],
-            peak_bytes=statistics.median(
-                repetition["peak_bytes"] for repetition in repetitions
-            ),
+            peak_bytes=median_of(repetitions, "peak_bytes"),
             counts={name: repetitions[0][name] for name in names},
         )
         work = least_work(subject, vectors, batch, repetitions[0])
         if work is not None:
-            seconds = statistics.median(
-                repetition["seconds"] for repetition in repetitions
-            )
+            seconds = median_of(repetitions, "seconds")
             flops, moved = (amount * repetitions[0]["queries"] for amount in work)
             row = with_bound(row, bench.machine, seconds, (flops, moved))
         rows.append(row)
@@ -255,9 +251,7 @@ def measure_turns(bench: Bench, settings: dict) -> list[Measurement]:
                 "queries/s",
                 [num / r["seconds"] for r in repetitions],
                 ours=[num / r["seconds"] for r in results[OURS]],
-                peak_bytes=statistics.median(
-                    repetition["peak_bytes"] for repetition in repetitions
-                ),
+                peak_bytes=median_of(repetitions, "peak_bytes"),
                 counts=counts,
             )
         )

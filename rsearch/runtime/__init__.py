@@ -1,4 +1,4 @@
-"""What a run leans on: the workdir, checkpoints, journals, metrics, console, HTTP.
+"""The workdir, checkpoints, journals, metrics, console and HTTP of a run.
 
 Imports `hosts` and `config`. Begin with `workdir.py`.
 """

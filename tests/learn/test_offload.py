@@ -58,12 +58,14 @@ def learn(mesh, offloads, num_updates=2):
     return learner, state, states
 
 
-def test_moments_rest_in_the_hosts_memory_and_change_no_bit(tmp_path):
+@pytest.mark.parametrize("name", ["one", pytest.param("eight", marks=pytest.mark.slow)])
+def test_moments_rest_in_the_hosts_memory_and_change_no_bit(tmp_path, name):
     # In a process with the flags that runs have: with those of tests.xla, the step
     # rounds otherwise as a program of its own than as a part of the update.
-    environment = os.environ | {"XLA_FLAGS": ""}
+    flags = f"--xla_force_host_platform_device_count={8 if name == 'eight' else 1}"
+    environment = os.environ | {"XLA_FLAGS": flags}
     subprocess.run(
-        [sys.executable, "-m", "tests.learn.test_offload", str(tmp_path)],
+        [sys.executable, "-m", "tests.learn.test_offload", name, str(tmp_path)],
         env=environment,
         check=True,
         timeout=300,
@@ -113,4 +115,5 @@ def test_devices_without_their_hosts_memory_are_refused():
 
 
 if __name__ == "__main__":
-    check_bits(one_device(), pathlib.Path(sys.argv[1]))
+    makers = {"one": one_device, "eight": eight_devices}
+    check_bits(makers[sys.argv[1]](), pathlib.Path(sys.argv[2]))

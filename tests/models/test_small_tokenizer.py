@@ -46,8 +46,11 @@ print(make()[1].fingerprint)
 """
 
 
-def test_it_is_the_same_in_every_process(tokenizer):
-    environment = dict(RAYON_NUM_THREADS="4", PYTHONHASHSEED="2")
+@pytest.mark.parametrize(
+    ("threads", "seed"), [("4", "2"), pytest.param("1", "1", marks=pytest.mark.slow)]
+)
+def test_it_is_the_same_in_every_process(tokenizer, threads, seed):
+    environment = dict(RAYON_NUM_THREADS=threads, PYTHONHASHSEED=seed)
     done = run_python("-c", FINGERPRINT, **environment)
     assert done.stdout.strip() == tokenizer.fingerprint, done.stderr
 

@@ -121,11 +121,17 @@ PLACES = {
 }
 
 
+FAST = set(zip(itertools.cycle(PLACES), CODES))
+
+
 @pytest.mark.fault(21, "full", "read-only", "quota", "permission denied", "retried")
 @pytest.mark.parametrize(
     ("place", "code"),
-    # Each error, and each place.
-    zip(itertools.cycle(PLACES), CODES),
+    [
+        # Each error and each place; all pairs are slow.
+        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+        for case in itertools.product(PLACES, CODES)
+    ],
     ids=lambda value: errno.errorcode.get(value, value),
 )
 def test_a_save_is_tried_again_until_the_disk_takes_it(

@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,9 +41,16 @@ def whole(q, k, v, text):
     return attend(q, k, v, visible & (token[None] <= token[:, None])[None])
 
 
+LENGTHS = (SHORT + 1, 3 * BLOCK, 4 * BLOCK + 15, 1300)
+FAST = {(SHORT + 1, 1), (3 * BLOCK, 2), (4 * BLOCK + 15, 4), (1300, 2)}
+
+
 @pytest.mark.parametrize(
     ("tokens", "kv_heads"),
-    [(SHORT + 1, 1), (3 * BLOCK, 2), (4 * BLOCK + 15, 4), (1300, 2)],
+    [
+        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+        for case in itertools.product(LENGTHS, (1, 2, 4))
+    ],
 )
 def test_blocks_give_what_all_scores_at_once_give(tokens, kv_heads):
     q, k, v = operands(tokens, kv_heads=kv_heads)
