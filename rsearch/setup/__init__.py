@@ -3,6 +3,5 @@
 Imports `text`, `hosts`, `config`, `runtime`, `models`, `protocols`, `tools`, `data`,
 `retrieval`, `rollout`, `rewards`, `llm`, `learn` and `world`. Commands call
 `load.load_setup`, and hand what the modules here make from it to the stages and to
-evaluation, which import none of them. Begin with
-`context.py`, then `load.py`.
+evaluation, which import none of them. Begin with `context.py`, then `load.py`.
 """

@@ -27,10 +27,7 @@ from rsearch.types import Params
 PENDING = "owed"
 GUARDS = "guards"
 ROLLED_BACK = "rolled_back.jsonl"  # of a stage: rows of metrics of steps undone
-RETRY_WAITS = (
-    1.0,
-    60.0,
-)  # seconds until a disk that refuses is asked again, at first and last
+RETRY_WAITS = 1.0, 60.0  # first and longest seconds between tries to write
 
 
 class StageState:
