@@ -14,7 +14,16 @@ from rsearch.config.recipes import parse_flags, run_command
 from rsearch.runtime import files
 from rsearch.runtime.checkpoint import ASIDE, FOLDER, delete_step, verify
 from rsearch.runtime.console import note, table
-from rsearch.runtime.manifest import MANIFEST, DamagedError, step_folders, steps
+from rsearch.runtime.manifest import (
+    MANIFEST,
+    DamagedError,
+    ForeignError,
+    check_made_by,
+    read_manifest,
+    step_folders,
+    steps,
+)
+from rsearch.runtime.workdir import CONFIG, read_run_id
 
 FLAGS = {
     "step": (-1, "verify: this one alone"),
@@ -26,7 +35,7 @@ FLAGS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 1 where something is damaged."""
+    """Run the command; return 1 where something is damaged, or of another run."""
     flags = parse_flags(argv, flags=FLAGS, positional=("action", "directory"))
     actions = {"ls": _list, "verify": _verify_all, "gc": _collect}
     if flags["action"] not in actions:
@@ -81,11 +90,20 @@ def _verify_all(root, directories, flags):
         for step in chosen:
             try:
                 verify(directory, step)
+                _check_made_by(directory, step)
                 note(f"{directory / str(step)}: verified")
-            except DamagedError as error:
+            except (DamagedError, ForeignError) as error:
                 num_damaged += 1
                 note(str(error))
     return 1 if num_damaged else 0
+
+
+def _check_made_by(directory, step):
+    """Raise ForeignError where another run or stage has made a checkpoint."""
+    stage = directory.parent
+    run_id = read_run_id(stage.parent) if (stage.parent / CONFIG).is_file() else ""
+    expected = {"run": run_id, "stage": stage.name if run_id else ""}
+    check_made_by(directory / str(step), read_manifest(directory, step), expected)
 
 
 def _collect(root, directories, flags):

@@ -11,9 +11,11 @@ from rsearch.config.recipes import (
     run_command,
 )
 from rsearch.config.recipes import fingerprint as fingerprint_config
+from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.evaluator import Evaluator, run_methods, show_results
 from rsearch.hosts import processes
 from rsearch.runtime import console
+from rsearch.runtime.identity import record_start
 from rsearch.runtime.workdir import check_workdir, open_workdir
 from rsearch.setup.load import load_setup
 from rsearch.setup.stages import evaluation_parts
@@ -48,6 +50,12 @@ def _evaluate(config, changed, values):
     inputs = {} if values["model"] else setup.inputs
     processes.check_same_on_all({"config": fingerprint_config(changed), **inputs})
     with open_workdir(where, config, inputs=inputs, is_reader=True) as workdir:
+        every_input = setup.inputs | {"data.dev": questions_fingerprint(setup.dev)}
+        processes.on_host0(
+            lambda: record_start(
+                workdir.path, "evaluate", changed, inputs=every_input, bound=inputs
+            )
+        )
         if values["model"]:
             stage, step, params = values["model"], None, initial_params(setup)
         else:

@@ -24,6 +24,7 @@ from rsearch.config.stage_plan import (
     kind_of,
     stage_configs,
 )
+from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.evaluator import (
     Evaluator,
     read_results,
@@ -33,9 +34,16 @@ from rsearch.evaluation.evaluator import (
 from rsearch.hosts import preemption, processes
 from rsearch.plan.dry_run import HOST_DEVICES, dry_run
 from rsearch.runtime import checkpoint, console
+from rsearch.runtime.identity import record_start, refuse_changes
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.metrics import read_metrics
-from rsearch.runtime.workdir import Workdir, check_workdir, is_free, open_workdir
+from rsearch.runtime.workdir import (
+    Workdir,
+    check_workdir,
+    is_free,
+    open_workdir,
+    read_run_id,
+)
 from rsearch.setup import stages as parts
 from rsearch.setup.context import Setup
 from rsearch.setup.learners import make_trainer, offload_reference
@@ -57,6 +65,7 @@ def main(
     workdir: str | pathlib.Path,
     *,
     accept: Sequence[str] = (),
+    strict: bool = False,
 ) -> list[dict]:
     """Run the stages of a configuration, or those that remain of them.
 
@@ -66,6 +75,8 @@ def main(
             {"config": "configs/quickstart.py", "rl.lr": 3e-4}.
         workdir: directory of this run; made where it is missing.
         accept: inputs and fields that may have changed; see `Workdir`.
+        strict: refuse to go on with other code, libraries, variables or devices than
+            those of the run's last start, which are noted otherwise.
 
     Returns:
         The rows of results.json.
@@ -83,6 +94,8 @@ def main(
     # First what can fail: a workdir is bound to its configuration for good.
     check_plan(config)
     processes.on_host0(lambda: check_workdir(workdir, config, accept=accept))
+    if strict:
+        processes.on_host0(lambda: refuse_changes(workdir, config, inputs={}))
     run = _load_run(config, pathlib.Path(workdir))
     inputs = dict(run.base.inputs)
     for stage, prepared in run.prepared.items():
@@ -90,6 +103,17 @@ def main(
     processes.check_same_on_all({"config": recipes.fingerprint(config), **inputs})
 
     with open_workdir(workdir, config, inputs=inputs, accept=accept) as home:
+        # Other held-out questions end no run: their rows of results are made anew.
+        every_input = inputs | {"data.dev": questions_fingerprint(run.base.dev)}
+        if strict:
+            processes.on_host0(
+                lambda: refuse_changes(home.path, config, inputs=every_input)
+            )
+        processes.on_host0(
+            lambda: record_start(
+                home.path, "train", config, inputs=every_input, bound=inputs
+            )
+        )
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         has_begun = any((home.path / stage).exists() for stage in config.stages)
         verb = "goes on" if has_begun else "begins"
@@ -212,13 +236,22 @@ def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
             curate.run(data_stage(setup, params, folder, name=stage))
             continue
         params = weights[key] = offload_reference(setup, params)
+        run_id = read_run_id(home.path)
         if kind_of(stage) == "sft":
-            params = sft.run(sft_stage(setup, prepared.demonstrations, folder), params)
-        else:
-            is_over = stage in run.finished
-            params = rl.run(
-                rl_stage(setup, evaluator, folder, name=stage, is_over=is_over), params
+            stage_parts = sft_stage(
+                setup, prepared.demonstrations, folder, run_id=run_id
             )
+            params = sft.run(stage_parts, params)
+        else:
+            stage_parts = rl_stage(
+                setup,
+                evaluator,
+                folder,
+                name=stage,
+                run_id=run_id,
+                is_over=stage in run.finished,
+            )
+            params = rl.run(stage_parts, params)
         weights[key] = params
         if stage_config.trains == "policy":
             steps = stage_config[kind_of(stage)].steps
@@ -240,11 +273,22 @@ def data_stage(
 
 
 def sft_stage(
-    setup: Setup, demonstrations: Sequence[Rollout], folder: pathlib.Path
+    setup: Setup,
+    demonstrations: Sequence[Rollout],
+    folder: pathlib.Path,
+    *,
+    run_id: str = "",
 ) -> sft.SFTStage:
-    """Return a supervised stage's objects."""
+    """Return a supervised stage's objects.
+
+    Args:
+        setup: of the stage.
+        demonstrations: rollouts to imitate.
+        folder: of the stage.
+        run_id: of the run, for its checkpoints.
+    """
     trainer = make_trainer(setup, "sft")
-    return sft.SFTStage(setup.config, folder, trainer, demonstrations)
+    return sft.SFTStage(setup.config, folder, trainer, demonstrations, run_id)
 
 
 def rl_stage(
@@ -253,6 +297,7 @@ def rl_stage(
     folder: pathlib.Path,
     *,
     name: str = "rl",
+    run_id: str = "",
     is_over: bool = False,
 ) -> rl.RLStage:
     """Return a reinforcement stage's objects.
@@ -262,6 +307,7 @@ def rl_stage(
         evaluator: of held-out questions; None where none are asked on the way.
         folder: of the stage.
         name: of the stage.
+        run_id: of the run, for its checkpoints.
         is_over: see `load_setup`.
     """
     memory = None
@@ -271,6 +317,7 @@ def rl_stage(
     return rl.RLStage(
         **parts.rl_parts(setup, folder),
         name=name,
+        run_id=run_id,
         evaluate=lambda params: evaluator(params, "protocol")[0],
         memory=memory,
     )
@@ -387,6 +434,7 @@ def command(argv: Sequence[str]) -> int:
         "devices": (0, "of the dry run; 0 = as few as config.mesh allows"),
         "devices_per_host": (HOST_DEVICES, "of them at most: 4 on most TPU slices"),
         "device_memory_gb": (0.0, "of each, that a dry run must fit; 0 = unchecked"),
+        "strict": (False, "refuses other code, libraries or devices than before"),
         **processes.FLAGS,
         "stall_seconds": (12.0, "with several hosts: one silent this long ends all"),
     }
@@ -405,7 +453,8 @@ def command(argv: Sequence[str]) -> int:
     meeting = processes.connected(**host_flags)
     with preemption.handle_signals(config.checkpoint.grace_seconds), meeting:
         workdir = values["workdir"] or default_workdir(unchanged, config)
-        main(config, workdir, accept=tuple(filter(None, values["accept"].split(","))))
+        accept = tuple(filter(None, values["accept"].split(",")))
+        main(config, workdir, accept=accept, strict=values["strict"])
     return 0
 
 

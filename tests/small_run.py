@@ -128,7 +128,7 @@ def without_times(rows):
         {
             name: value
             for name, value in row.items()
-            if not name.endswith("seconds") and name != "compiles"
+            if not name.endswith("seconds") and name not in ("compiles", "start")
         }
         for row in rows
     ]

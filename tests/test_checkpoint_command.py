@@ -6,9 +6,11 @@ from unittest import mock
 import pytest
 
 from rsearch import checkpoint as checkpoint_command
+from rsearch.config import recipes
 from rsearch.config.recipes import run_command
 from rsearch.runtime import checkpoint, files, storage
-from tests.runtime.test_checkpoint import all_files, flip_bit, saved
+from rsearch.runtime.workdir import Workdir
+from tests.runtime.test_checkpoint import all_files, flip_bit, make_tree, saved
 
 __all__ = ["saved"]
 
@@ -111,3 +113,15 @@ def test_what_is_set_aside_goes_only_where_it_is_asked_for(saved, why, capsys):
     assert (saved / f"1.{why}").exists()
     assert command("gc", saved, f"--{why}") == 0
     assert sorted(p.name for p in saved.iterdir()) == ["2"]
+
+
+@pytest.mark.fault(83, "verified")
+def test_a_checkpoint_of_another_run_is_no_verified_one(tmp_path, capsys):
+    with Workdir(tmp_path / "run", recipes.load("configs/base.py")) as home:
+        folder = home.stage("rl") / checkpoint.FOLDER
+    for step, run in enumerate([home.run_id, "beef"], 1):
+        made_by = {"run": run, "stage": "rl"}
+        checkpoint.save(folder, step, make_tree(step), {}, keep=2, made_by=made_by)
+    assert command("verify", home.path) == 1
+    verified, foreign = capsys.readouterr().err.splitlines()
+    assert "verified" in verified and "'beef'" in foreign and home.run_id in foreign

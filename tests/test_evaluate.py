@@ -32,7 +32,8 @@ from tests.small_run import (
 
 __all__ = ["quick_compilation"]
 FIELDS = {
-    *("stage", "step", "method", "dataset", "questions", "normalize", "n", "skipped"),
+    *("stage", "step", "method", "dataset", "questions", "normalize", "n"),
+    *("skipped", "start"),
     "seconds",
     *("searches", "queries", "searches_right", "searches_wrong"),
     *("policy_tokens", "tokens", "by_kind", "by_known", "asks"),

@@ -86,6 +86,9 @@ FAULTS = """
   long; signs of patterns
 49 a service under fuzz: strangers; body; numbers; many at once; client gone; SIGTERM
 50 MCP: unknown tool; argument types; stdout
+83 what a result follows from: checkpoint of another run; of another stage;
+  code; user function; library; variable; device; held-out questions; strict;
+  recorded; verified
 """
 
 
@@ -159,9 +162,9 @@ def test_an_item_stands_once_in_its_row():
 def test_the_rows_are_those_that_are_known():
     if not KNOWN.is_file():
         pytest.skip("the list that the rows are of is not beside this checkout")
-    numbers = re.findall(r"(?<!\S)(\d+)\. ", KNOWN.read_text())
-    # The second round, from 60 on, is not covered yet.
-    assert set(table()) == {n for n in map(int, numbers) if 0 < n < 60}
+    numbers = {int(n) for n in re.findall(r"(?<!\S)(\d+)\. ", KNOWN.read_text())}
+    # Of the second round, from 60 on, some are not covered yet.
+    assert {n for n in numbers if 0 < n < 60} <= set(table()) <= numbers
 
 
 def main():

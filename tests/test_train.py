@@ -47,8 +47,9 @@ def results(workdir):
 
 
 def files(workdir):
-    """{path: bytes} of what a run leaves; its lock names the last process."""
-    paths = [p for p in sorted(workdir.rglob("*")) if p.is_file() and p.name != "lock"]
+    """{path: bytes} of what a run leaves, the records of its processes aside."""
+    paths = [p for p in sorted(workdir.rglob("*")) if p.is_file()]
+    paths = [p for p in paths if p.name not in ("lock", "run.json")]
     return {p.relative_to(workdir): p.read_bytes() for p in paths}
 
 
@@ -56,6 +57,24 @@ def files(workdir):
 def copy(tmp_path):
     """A copy of the finished run."""
     return pathlib.Path(shutil.copytree(finished(), tmp_path / "run"))
+
+
+@pytest.mark.fault(83, "code", "checkpoint of another run")
+def test_a_run_goes_on_with_other_code_but_not_from_another_runs_checkpoint(
+    copy, capsys
+):
+    record = json.loads((copy / "run.json").read_text())
+    assert all(row["start"] == len(record["starts"]) for row in results(copy))
+    record["starts"][-1]["code"]["files"]["rewards/form.py"] = "0"
+    (copy / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"rewards/form\.py"):
+        train.main(config(), copy, strict=True)
+    train.main(config(), copy)
+    assert "rewards/form.py" in capsys.readouterr().err
+    body = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**body, "run": "beef"}))
+    with pytest.raises(ValueError, match=f"{body['run']}.*beef"):
+        train.main(config(), copy)
 
 
 def test_a_run_without_tensorflow_torch_and_pickles_leaves_all_that_it_should():
@@ -346,7 +365,7 @@ def test_without_a_workdir_the_command_makes_the_default_one(tmp_path, monkeypat
     """And a sweep gives a plain dict in place of a configuration."""
     made = []
     monkeypatch.setattr(
-        train, "main", lambda config, workdir, accept: made.append(workdir)
+        train, "main", lambda config, workdir, **_: made.append(workdir)
     )
     recipe = f"--config={ROOT}/configs/quickstart.py"
     assert run_command(train.command, [recipe, "--config.seed", "3"]) == 0

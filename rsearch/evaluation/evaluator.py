@@ -29,6 +29,7 @@ from rsearch.hosts import processes
 from rsearch.rollout.records import share_groups
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console, files
+from rsearch.runtime.identity import num_starts
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.runtime.workdir import write_json
 from rsearch.text.suspicion import suspects
@@ -280,7 +281,8 @@ def run_methods(
     rows = []
     for method in methods:
         row, groups = evaluator(params, method)
-        row = {"stage": stage, "step": step, **row}
+        # Which code, libraries and inputs measured it: an entry of run.json, from 1.
+        row = {"stage": stage, "step": step, "start": num_starts(folder), **row}
         rollouts = transcripts(groups, row)
         if processes.is_host0():
             record_results(folder, row, rollouts)

@@ -31,9 +31,11 @@ AUTO = "auto"
 ALL_DEVICES = ()  # of a host: by itself JAX gives each SLURM task one of them
 MULTISLICE_PREFIX = "MEGASCALE_"  # of variables that libtpu reads in a multislice job
 LIBRARIES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
-LIBRARIES += ("flax", "optax", "numpy")
+LIBRARIES += ("flax", "optax", "numpy", "orbax-checkpoint", "ml_dtypes", "safetensors")
+LIBRARIES += ("transformers", "tokenizers", "datasets", "scann", "tensorflow-text")
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64")
-VARIABLES += ("JAX_DEFAULT_MATMUL_PRECISION",)
+VARIABLES += ("JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL")
+VARIABLES += ("JAX_THREEFRY_PARTITIONABLE", "NVIDIA_TF32_OVERRIDE")
 
 FLAGS = {
     "coordinator": ("", "of several hosts: HOST:PORT of the first, or auto"),

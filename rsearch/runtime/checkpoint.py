@@ -16,6 +16,7 @@ import os
 import pathlib
 import platform
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ from rsearch.runtime.manifest import (
     check_files,
     check_leaf,
     check_leaves,
+    check_made_by,
     check_structure,
     describe,
     describe_files,
@@ -62,6 +64,7 @@ def save(
     *,
     keep: int,
     spare: int | None = None,
+    made_by: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint, then delete old ones.
 
@@ -74,6 +77,7 @@ def save(
         keep: number of checkpoints to keep, this one included. Older ones are deleted
             once the new manifest is durable.
         spare: a step whose checkpoint is kept as well.
+        made_by: {"run": id, "stage": name, ...} for the manifest, in JSON values.
 
     Raises:
         ValueError: a leaf that would not come back as it is, a step already there, or a
@@ -90,6 +94,7 @@ def save(
         "step": int(step),
         "meta": json.loads(json.dumps(meta, allow_nan=False)),  # as it will be read
         "leaves": described,
+        "made_by": dict(made_by or {}),
         "versions": _versions(),
     }
     folder = pathlib.Path(directory).absolute() / str(step)
@@ -133,7 +138,12 @@ def _disk_errors(folder, size):
 
 
 def restore(
-    directory: str | os.PathLike, step: int, like: Any, *, is_part: bool = False
+    directory: str | os.PathLike,
+    step: int,
+    like: Any,
+    *,
+    is_part: bool = False,
+    made_by: Mapping[str, Any] | None = None,
 ) -> Any:
     """Restore the arrays of a checkpoint, and verify them.
 
@@ -144,18 +154,21 @@ def restore(
             as jax.ShapeDtypeStruct. Where a leaf has a sharding, the restored array has
             it too, whatever it was saved with; else it is on the first local device.
         is_part: whether the checkpoint may hold more than `like` asks for.
+        made_by: {"run": id, "stage": name} that must have made it; see `check_made_by`.
 
     Returns:
         A tree of jax arrays with the structure of `like`, bit-identical to those saved.
 
     Raises:
         ValueError: structure, shapes or dtypes differ; the leaves are named.
+        ForeignError: another run or stage has made it.
         DamagedError: a file or a leaf does not match its digest, on any of the hosts.
     """
     folder = path_of(pathlib.Path(directory).absolute(), step).parent
     wanted = named(like)
     with processes.same_error_on_all(DamagedError):
         body = read_manifest(directory, step)
+        check_made_by(folder, body, made_by or {})
         leaves = body["leaves"]
         if is_part:
             leaves = {name: leaves[name] for name in wanted.keys() & leaves}
@@ -183,7 +196,11 @@ def _read(folder, wanted):
 
 
 def newest_good(
-    directory: str | os.PathLike, like: Any, *, is_part: bool = False
+    directory: str | os.PathLike,
+    like: Any,
+    *,
+    is_part: bool = False,
+    made_by: Mapping[str, Any] | None = None,
 ) -> tuple[int, Any, dict] | None:
     """Restore the newest checkpoint that verifies; set newer, damaged ones aside.
 
@@ -191,6 +208,7 @@ def newest_good(
         directory: of all the checkpoints of one stage.
         like: as for `restore`.
         is_part: as for `restore`.
+        made_by: as for `restore`.
 
     Returns:
         (step, tree, meta), or None where there is no checkpoint.
@@ -199,11 +217,12 @@ def newest_good(
         ValueError: structure, shapes or dtypes differ; or there were checkpoints and
             all of them are damaged, or no host sees those of another: starting again
             from nothing is the user's decision.
+        ForeignError: another run or stage has made one.
     """
     known_steps = _agreed_steps(directory)
     for step in reversed(known_steps):
         try:
-            tree = restore(directory, step, like, is_part=is_part)
+            tree = restore(directory, step, like, is_part=is_part, made_by=made_by)
             return step, tree, read_manifest(directory, step)["meta"]
         except DamagedError as error:
             aside = set_aside(directory, step)

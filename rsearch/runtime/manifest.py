@@ -7,6 +7,7 @@ does. Digests are xxh3-128.
 import json
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,6 +26,10 @@ class DamagedError(ValueError):
     """A checkpoint that is not as it was saved."""
 
 
+class ForeignError(ValueError):
+    """A checkpoint that another run or another stage has made."""
+
+
 def steps(directory: str | os.PathLike) -> list[int]:
     """Return the sorted steps of the checkpoints that exist in a directory, if any."""
     folder = pathlib.Path(directory)
@@ -37,7 +42,9 @@ def latest(directory: str | os.PathLike) -> int | None:
 
 
 def read_manifest(directory: str | os.PathLike, step: int) -> dict:
-    """Return the manifest of a step: schema, step, meta, leaves, versions and files.
+    """Return the manifest of a step.
+
+    Its keys are schema, step, meta, leaves, made_by, versions and files.
 
     Raises:
         DamagedError: it is not as it was written.
@@ -149,6 +156,30 @@ def named(tree: Any) -> dict[str, Any]:
     if len(named) != len(pairs):
         raise ValueError("two leaves of the tree have the same dotted name")
     return named
+
+
+def check_made_by(
+    folder: pathlib.Path, body: dict, expected: Mapping[str, Any]
+) -> None:
+    """Refuse a checkpoint that another run or another stage has made.
+
+    Args:
+        folder: of the step.
+        body: its manifest. One of an earlier version does not say who made it.
+        expected: {"run": id, "stage": name}; an id of "" is not compared, nor is what
+            is missing.
+
+    Raises:
+        ForeignError: names both.
+    """
+    made_by = body.get("made_by", {})
+    for name in ("run", "stage"):
+        saved, wanted = made_by.get(name, ""), expected.get(name, "")
+        if saved and wanted and saved != wanted:
+            raise ForeignError(
+                f"{folder}: {name} {saved!r} made this checkpoint, not {name} "
+                f"{wanted!r}; move it out of {folder.parent}"
+            )
 
 
 def check_leaf(name: str, leaf: Any) -> None:

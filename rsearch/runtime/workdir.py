@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import pathlib
+import secrets
 import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -51,6 +52,8 @@ class Workdir:
     Attributes:
         path: the directory, absolute.
         is_resumed: whether an earlier start had made it.
+        run_id: hexadecimal, drawn at the first start: names the run in its checkpoints.
+            "" where an earlier version began it, and on hosts other than the first.
 
     Raises:
         ValueError: another run holds it, it belongs to a different configuration, or it
@@ -69,6 +72,7 @@ class Workdir:
     ):
         self.path = pathlib.Path(path).absolute()
         self._lock, self._accept = None, frozenset(accept)
+        self.run_id = ""
         _check_is_ours(self.path)
         self.is_resumed = (self.path / CONFIG).exists()
         if not is_primary:
@@ -89,15 +93,23 @@ class Workdir:
         if self.is_resumed:
             changes = _changes(self.path, now, is_reader, self._accept)
             # After the fields, which say more about why the inputs differ.
-            before = _read(self.path).get("inputs", {})
+            body = _read(self.path)
+            before = body.get("inputs", {})
             _check_inputs(self.path, before, inputs, self._accept)
+            self.run_id = body.get("run", "")
             if is_reader:
                 return
         for name, old, new in changes:
             note(f"{self.path.name}: config.{name} is now {new!r}, was {old!r}")
         # Evaluation may have opened it first, and had no training data to name.
-        if changes or not self.is_resumed or inputs.items() - before.items():
-            body = {MARK: FORMAT, "config": now, "inputs": {**before, **inputs}}
+        if changes or not self.run_id or inputs.items() - before.items():
+            self.run_id = self.run_id or secrets.token_hex(8)
+            body = {
+                MARK: FORMAT,
+                "run": self.run_id,
+                "config": now,
+                "inputs": {**before, **inputs},
+            }
             write_json(self.path / CONFIG, body)
 
     def add_inputs(self, inputs: Mapping[str, str]) -> None:
@@ -185,8 +197,17 @@ def read_config(path: str | os.PathLike) -> dict:
     return with_defaults(_read(path)["config"])
 
 
+def read_run_id(path: str | os.PathLike) -> str:
+    """Return the id of the run in a workdir; "" where an earlier version began it.
+
+    Raises:
+        ValueError: the directory is no workdir, or its config.json cannot be read.
+    """
+    return _read(path).get("run", "")
+
+
 def _read(path):
-    """Return config.json: {MARK: format, "config": ..., "inputs": ...}."""
+    """Return config.json: {MARK: format, "run": ..., "config": ..., "inputs": ...}."""
     file = pathlib.Path(path) / CONFIG
     if not file.is_file():
         raise ValueError(f"{path}: not a workdir: it has no {CONFIG}")
@@ -194,6 +215,7 @@ def _read(path):
         body = files.read_json(file)
         version, _ = body[MARK], body["config"].keys()
         body.get("inputs", {}).keys()
+        body.get("run", "").encode()
         json.dumps(body, allow_nan=False)
         body["config"] = rename_fields(body["config"])
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -52,6 +52,7 @@ class RLStage:
         num_tokens: T, of the longest conversation.
         inputs: {name: fingerprint} of what rollouts depend on beside the configuration.
         name: of the stage.
+        run_id: of the run, which its checkpoints name.
         evaluate: params -> {"em", "f1", "searches"} on held-out questions.
         memory: the set T to memorise (see `rsearch.stages.memory`), or None.
     """
@@ -65,6 +66,7 @@ class RLStage:
     num_tokens: int
     inputs: dict[str, str]
     name: str = "rl"
+    run_id: str = ""
     evaluate: Callable | None = None
     memory: object = None
 
@@ -82,7 +84,15 @@ def run(stage: RLStage, params: Params):
     """
     # The newest checkpoint, or a fresh state that copies the policy.
     c, trainer = stage.config, stage.trainer
-    state = StageState(c, "rl", trainer, params, stage.folder, name=stage.name)
+    state = StageState(
+        c,
+        "rl",
+        trainer,
+        params,
+        stage.folder,
+        name=stage.name,
+        run_id=stage.run_id,
+    )
     base = trainer.base_of(params)
     if state.is_over:
         return trainer.final_weights(state.train_state.params, base)

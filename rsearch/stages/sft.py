@@ -27,12 +27,14 @@ class SFTStage:
         folder: of the stage: checkpoints, metrics.jsonl, curves.
         trainer: compiled updates.
         demonstrations: rollouts to imitate.
+        run_id: of the run, which its checkpoints name.
     """
 
     config: ConfigDict
     folder: pathlib.Path
     trainer: Trainer
     demonstrations: Sequence[Rollout]
+    run_id: str = ""
 
 
 def run(stage: SFTStage, params: Params):
@@ -48,7 +50,7 @@ def run(stage: SFTStage, params: Params):
     """
     # The newest checkpoint, or a fresh state that copies the policy.
     c, trainer = stage.config, stage.trainer
-    state = StageState(c, "sft", trainer, params, stage.folder)
+    state = StageState(c, "sft", trainer, params, stage.folder, run_id=stage.run_id)
     base = trainer.base_of(params)
     if state.is_over:
         return trainer.final_weights(state.train_state.params, base)

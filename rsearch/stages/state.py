@@ -1,12 +1,14 @@
 """The state of a stage: where it stands, what is saved of it, how it goes back."""
 
 import contextlib
+import json
 import pathlib
 import time
 from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
+from rsearch.config.fields import to_json
 from rsearch.config.recipes import StoppedError
 from rsearch.hosts import preemption, processes
 from rsearch.learn.train_state import TrainState
@@ -51,6 +53,7 @@ class StageState:
         folder: pathlib.Path,
         *,
         name: str = "",
+        run_id: str = "",
     ):
         """Restore the newest good checkpoint, or begin afresh.
 
@@ -61,6 +64,7 @@ class StageState:
             params: of the policy before the stage; a fresh state copies them.
             folder: of the stage.
             name: of the stage, where it is not its kind.
+            run_id: of the run, as run.json has it; "" is not compared.
         """
         self._config, self._kind = config, kind
         self._trainer, self._params = trainer, params
@@ -72,7 +76,10 @@ class StageState:
         undone = read_jsonl(self._rolled_back) if self._rolled_back.exists() else []
         self.roll_backs = max((row["roll_back"] for row in undone), default=0)
         # A damaged checkpoint is passed over for the one before it.
-        newest = checkpoint.newest_good(self._folder, trainer.state_shapes)
+        self._made_by = {"run": run_id, "stage": name or kind}
+        newest = checkpoint.newest_good(
+            self._folder, trainer.state_shapes, made_by=self._made_by
+        )
         if newest is None:
             self.done = 0
             self.train_state = trainer.fresh_state(params)
@@ -258,6 +265,7 @@ class StageState:
                 meta,
                 keep=self._config.checkpoint.keep,
                 spare=self._spare(common),
+                made_by=self._made_by | {"config": json.loads(to_json(self._config))},
             )
         self._saved = self.done
 

@@ -6,6 +6,7 @@ module in its place. Importing a module runs its code. References are therefore 
 from configurations and command lines alone, never from data or from a model's output.
 """
 
+import ast
 import hashlib
 import importlib
 import os
@@ -20,6 +21,7 @@ from rsearch.text.spelling import did_you_mean
 
 REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 SPELLING = "'package.module:name'"
+LIBRARY = __name__.partition(".")[0]
 CODE = "code:"  # before a module's name, among the inputs of a run
 
 
@@ -94,14 +96,45 @@ def code_inputs(references: Sequence[Any]) -> dict[str, str]:
     """Return {"code:<module>": digest of its source} of the references among values.
 
     A run is bound to these inputs, so that a resumed one says which code has changed.
+    Modules of the user's that a referenced module imports are inputs as well.
     """
     modules = {m[1] for r in references if (m := REFERENCE.fullmatch(str(r)))}
-    inputs = {}
-    for name in sorted(modules):
+    inputs, pending = {}, sorted(modules)
+    while pending:
+        name = pending.pop()
+        if CODE + name in inputs:
+            continue
         module = _import(name, name)
         source = pathlib.Path(module.__file__).read_bytes()
         inputs[CODE + name] = hashlib.sha256(source).hexdigest()[:16]
-    return inputs
+        pending += _imported_beside(module, source)
+    return dict(sorted(inputs.items()))
+
+
+def _imported_beside(module, source: bytes) -> list[str]:
+    """Return the names of modules in the same folder tree that a module imports."""
+    package = sys.modules[module.__name__.partition(".")[0]]
+    root = pathlib.Path(package.__file__ or module.__file__).parent
+    anchor = module.__spec__.parent if module.__spec__ else ""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = anchor.split(".")[: len(anchor.split(".")) - node.level + 1]
+                base = ".".join(filter(None, [*parents, base]))
+            # `from package import name` may import a module or take an object of one.
+            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    imported = []
+    for name in sorted(names):
+        file = pathlib.Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        # An environment may stand in the working directory, as this package may.
+        is_library = "site-packages" in file.parts or name.partition(".")[0] == LIBRARY
+        if file.suffix == ".py" and file.is_relative_to(root) and not is_library:
+            imported.append(name)
+    return imported
 
 
 def _import(what: str, name: str):

@@ -97,6 +97,7 @@ def train(folder, *more, **overrides):
     )
 
 
+@pytest.mark.fault(83, "user function")
 def test_a_module_outside_the_package_adds_to_every_table(tmp_path):
     (tmp_path / "my_parts.py").write_text(MODULE)
     done = train(tmp_path)
@@ -240,6 +241,32 @@ def test_the_source_of_a_module_is_an_input(module, tmp_path):
     file = tmp_path / f"{module}.py"
     file.write_text(file.read_text() + "\n# changed\n")
     assert code_inputs([f"{module}:find"]) != before
+
+
+@pytest.mark.fault(83, "user function")
+def test_the_modules_that_a_users_module_imports_are_inputs(tmp_path, monkeypatch):
+    package = tmp_path / "lab_parts"
+    package.mkdir()
+    sources = {
+        "__init__": "",
+        "term": "import json\nimport numpy\nfrom lab_parts import far\n"
+        "from .near import weight\nfrom rsearch.types import Answer\n"
+        "def pay(): return weight\n",
+        "near": "weight = 1\n",
+        "far": "from . import farther\n",
+        "farther": "",
+        "unused": "",
+    }
+    for name, source in sources.items():
+        (package / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = code_inputs(["lab_parts.term:pay"])
+    used = ("", ".far", ".farther", ".near", ".term")
+    assert list(before) == [f"code:lab_parts{name}" for name in used]
+    (package / "near.py").write_text("weight = 2\n")
+    after = code_inputs(["lab_parts.term:pay"])
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"code:lab_parts.near"}
 
 
 @pytest.mark.parametrize(

@@ -402,3 +402,24 @@ def test_moved_checkpoint_restores(saved, tmp_path_factory):
 def test_manifest_is_json_for_anyone(saved):
     text = (saved / "2" / "manifest.json").read_text()
     assert json.loads(text)["leaves"]["count"]["shape"] == []
+
+
+@pytest.mark.fault(83, "checkpoint of another run", "of another stage")
+@pytest.mark.parametrize(
+    "field, other", [("run", "beef"), ("stage", "sft")], ids=["run", "stage"]
+)
+def test_a_checkpoint_of_another_run_or_stage_is_refused(tmp_path, field, other):
+    made_by = {"run": "cafe", "stage": "rl", "config": {"seed": 1}}
+    tree = make_tree(1)
+    checkpoint.save(tmp_path, 1, tree, {}, keep=2, made_by={**made_by, field: other})
+    assert checkpoint.read_manifest(tmp_path, 1)["made_by"]["config"] == {"seed": 1}
+    with pytest.raises(ValueError, match=f"{other}.*{made_by[field]}"):
+        checkpoint.newest_good(tmp_path, shapes_of(tree), made_by=made_by)
+    assert checkpoint.steps(tmp_path) == [1]  # neither deleted nor set aside
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_in_any_run(tmp_path):
+    tree = make_tree(1)
+    checkpoint.save(tmp_path, 1, tree, {}, keep=2)
+    made_by = {"run": "cafe", "stage": "rl"}
+    assert checkpoint.newest_good(tmp_path, shapes_of(tree), made_by=made_by)[0] == 1

@@ -1,0 +1,250 @@
+"""Record what a run's results follow from, in run.json, and compare it at each start.
+
+config.json says what a run was asked to do; run.json says with what it was done: the
+run's id, and for each of its starts the code, the libraries, the variables, the devices
+and every input. Starts that differ in nothing are one entry, with their number.
+
+Other code does not end a run: a mended bug or a new library is a reason to go on. But
+it is never passed over in silence, and `--strict` refuses it.
+"""
+
+import datetime
+import hashlib
+import os
+import pathlib
+import socket
+import subprocess
+from collections.abc import Collection, Mapping
+
+import jax
+from ml_collections import ConfigDict
+
+from rsearch.config.recipes import fingerprint
+from rsearch.hosts import processes
+from rsearch.runtime import files
+from rsearch.runtime.console import note
+from rsearch.runtime.workdir import read_run_id, write_json
+
+FORMAT = 1
+MARK = "rsearch_run"  # of run.json, with its format
+FILE = "run.json"
+MAX_NAMED = 6  # files of code that one line names
+GIT_SECONDS = 10.0  # on a file system that hangs the commit stays unknown
+PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+
+
+def describe_program() -> dict[str, str]:
+    """Return {name: value} of libraries, variables and devices: all change numbers."""
+    versions = processes.program_versions()
+    del versions["rsearch"]  # the code is told file by file
+    kinds = sorted({device.device_kind for device in jax.devices()})
+    devices = f"{jax.device_count()} x {', '.join(kinds)}"
+    return versions | {"devices": devices, "hosts": str(processes.num_hosts())}
+
+
+def record_start(
+    folder: str | os.PathLike,
+    command: str,
+    config: ConfigDict,
+    *,
+    inputs: Mapping[str, str],
+    bound: Collection[str] = (),
+) -> None:
+    """Add a start to run.json, and note what differs from the run's last start.
+
+    The file is made where it is missing.
+
+    Args:
+        folder: of the run.
+        command: that starts, such as "train".
+        config: of the run.
+        inputs: {name: fingerprint} of everything that is read.
+        bound: names of inputs that `Workdir` compares.
+
+    Raises:
+        ValueError: run.json is damaged.
+        OSError: the disk refuses.
+    """
+    folder = pathlib.Path(folder)
+    start = _describe_start(command, config, inputs)
+    record = _read(folder) or {MARK: FORMAT, "starts": []}
+    record["run"] = read_run_id(folder)
+    starts = record["starts"]
+    for line in _compare(starts[-1], start, bound) if starts else ():
+        note(f"{folder.name}: {line}")
+    if starts and _is_same(starts[-1], start):
+        starts[-1]["count"] += 1
+    else:
+        starts.append({**start, "count": 1})
+    diff = _git_diff() if start["code"]["diff"] else b""
+    if diff and _digest(diff) == start["code"]["diff"]:
+        path = folder / f"code-{start['code']['diff']}.diff"
+        if not path.exists():
+            files.replace(path, diff)
+    write_json(folder / FILE, record)
+
+
+def num_starts(folder: str | os.PathLike) -> int:
+    """Return the number of entries of run.json, of which the last is the present start.
+
+    It is 0 where there is none.
+    """
+    record = _read(pathlib.Path(folder))
+    return len(record["starts"]) if record else 0
+
+
+def refuse_changes(
+    folder: str | os.PathLike, config: ConfigDict, *, inputs: Mapping[str, str]
+) -> None:
+    """Refuse a start that differs from the run's last one; change nothing.
+
+    Args:
+        folder: of the run, or of one that has not begun.
+        config: of the run.
+        inputs: {name: fingerprint} of what is read, as far as it is known.
+
+    Raises:
+        ValueError: says what differs.
+    """
+    record = _read(pathlib.Path(folder))
+    if record and record["starts"]:
+        start = _describe_start("", config, inputs)
+        differences = _compare(record["starts"][-1], start)
+        if differences:
+            raise ValueError(f"{folder}: --strict: {'; '.join(differences)}")
+
+
+def _describe_start(command, config, inputs) -> dict:
+    return {
+        "command": command,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "config": fingerprint(config),
+        "code": _describe_code(),
+        "program": describe_program(),
+        "inputs": dict(inputs),
+    }
+
+
+def _compare(before, now, bound=()) -> list[str]:
+    """Return sentences that say how a start differs from an earlier one."""
+    lines = []
+    changed = _different(before["code"]["files"], now["code"]["files"])
+    if changed:
+        named = ", ".join(changed[:MAX_NAMED])
+        more = len(changed) - MAX_NAMED
+        commits = [_commit(start["code"]) for start in (before, now)]
+        lines.append(
+            f"rsearch's code has changed since the last start, {commits[0]} -> "
+            f"{commits[1]}: {named}" + (f" and {more} files more" if more > 0 else "")
+        )
+    old, new = before["program"], now["program"]
+    lines += [
+        f"{name} is now {new.get(name, 'not there')!r}, was "
+        f"{old.get(name, 'not there')!r} at the last start"
+        for name in _different(old, new)
+    ]
+    old, new = before["inputs"], now["inputs"]
+    lines += [
+        f"{name} has changed since the last start: its fingerprint was {old[name]}, "
+        f"now {new[name]}"
+        for name in _different(old, new)
+        if name in old and name in new and name not in bound
+    ]
+    return lines
+
+
+def _different(old, new) -> list[str]:
+    return [n for n in sorted({*old, *new}) if old.get(n) != new.get(n)]
+
+
+def _is_same(before, now) -> bool:
+    names = ("command", "config", "code", "program", "inputs")
+    return all(before[name] == now[name] for name in names)
+
+
+def _commit(code) -> str:
+    """Return a commit as people read it; "+" marks changes that are not committed."""
+    return (code["commit"][:10] or "no commit") + "+" * bool(code["diff"])
+
+
+def _describe_code() -> dict:
+    """Return commit, digest of what is not committed, and {file: digest} of rsearch."""
+    is_tracked = _git("ls-files", "--error-unmatch", "__init__.py") is not None
+    commit = (_git("rev-parse", "HEAD") or b"").decode().strip() if is_tracked else ""
+    diff = _git_diff() if commit else b""
+    return {
+        "commit": commit,
+        "diff": _digest(diff) if diff else "",
+        "files": {
+            path.relative_to(PACKAGE).as_posix(): _digest(path.read_bytes())
+            for path in sorted(PACKAGE.rglob("*.py"))
+        },
+    }
+
+
+def _git_diff() -> bytes:
+    return _git("diff", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".") or b""
+
+
+def _git(*arguments: str) -> bytes | None:
+    """Return the output of a git command in the package; None where it fails."""
+    command = ["git", "-C", str(PACKAGE), "-c", "core.fsmonitor=false", *arguments]
+    try:
+        result = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=GIT_SECONDS,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout if result.returncode == 0 else None
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=6).hexdigest()
+
+
+def _read(folder) -> dict | None:
+    """Return run.json, checked; None where there is none."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    record = files.read_json(path)
+    if not _is_record(record):
+        raise ValueError(
+            f"{path}: not the record of a run; move it away, and the next start makes "
+            "one"
+        )
+    return record
+
+
+def _is_record(record) -> bool:
+    """Return whether a value has the form of run.json."""
+
+    def is_table(value):
+        return isinstance(value, dict) and all(
+            isinstance(x, str) for x in value.values()
+        )
+
+    def is_start(start):
+        return (
+            isinstance(start, dict)
+            and isinstance(start.get("code"), dict)
+            and all(isinstance(start["code"].get(n), str) for n in ("commit", "diff"))
+            and is_table(start["code"].get("files"))
+            and is_table(start.get("program"))
+            and is_table(start.get("inputs"))
+            and isinstance(start.get("command"), str)
+            and isinstance(start.get("config"), str)
+            and type(start.get("count")) is int
+        )
+
+    return (
+        isinstance(record, dict)
+        and record.get(MARK) == FORMAT
+        and isinstance(record.get("starts"), list)
+        and all(map(is_start, record["starts"]))
+    )

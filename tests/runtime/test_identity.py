@@ -1,0 +1,133 @@
+"""run.json says what results follow from, and each start says what has changed."""
+
+import copy
+import json
+
+import pytest
+
+from rsearch.config import recipes
+from rsearch.runtime.identity import num_starts, record_start, refuse_changes
+from rsearch.runtime.workdir import Workdir
+
+INPUTS = {"tokenizer": "1234", "data.dev": "abcd"}
+
+
+@pytest.fixture(scope="module")
+def config():
+    return recipes.load("configs/base.py")
+
+
+@pytest.fixture
+def run(tmp_path, config):
+    """The folder of a run that has started once."""
+    with Workdir(tmp_path / "run", config) as home:
+        record_start(home.path, "train", config, inputs=INPUTS)
+    return home.path
+
+
+def read(run):
+    return json.loads((run / "run.json").read_text())
+
+
+def change_last_start(run, change):
+    """Let the last start have been made with something else."""
+    record = read(run)
+    change(record["starts"][-1])
+    (run / "run.json").write_text(json.dumps(record))
+
+
+@pytest.mark.fault(83, "recorded")
+def test_a_start_is_recorded_with_code_libraries_devices_and_inputs(run):
+    record = read(run)
+    (start,) = record["starts"]
+    assert record["run"] == json.loads((run / "config.json").read_text())["run"]
+    assert start["code"]["files"].keys() >= {"train.py", "stages/rl.py"}
+    assert start["program"].keys() >= {"jax", "tokenizers", "XLA_FLAGS", "devices"}
+    assert start["inputs"] == INPUTS and start["count"] == 1
+
+
+def test_equal_starts_are_one_entry_and_others_are_added(run, config, capsys):
+    record_start(run, "train", config, inputs=INPUTS)
+    assert [start["count"] for start in read(run)["starts"]] == [2]
+    record_start(run, "evaluate", config, inputs=INPUTS)
+    assert num_starts(run) == 2
+    assert not capsys.readouterr().err
+
+
+CHANGES = {
+    "code": (
+        lambda start: start["code"]["files"].update({"rewards/form.py": "0"}),
+        ["rewards/form.py"],
+    ),
+    "library": (
+        lambda start: start["program"].update(jax="0.0.1"),
+        ["jax", "'0.0.1'"],
+    ),
+    "variable": (
+        lambda start: start["program"].update(XLA_FLAGS="--xla_x"),
+        ["XLA_FLAGS", "'--xla_x'"],
+    ),
+    "device": (
+        lambda start: start["program"].update(devices="8 x TPU v5"),
+        ["devices", "'8 x TPU v5'"],
+    ),
+    "held-out questions": (
+        lambda start: start["inputs"].update({"data.dev": "ffff"}),
+        ["data.dev", "ffff", "abcd"],
+    ),
+}
+
+
+@pytest.mark.fault(
+    83, "code", "library", "variable", "device", "held-out questions", "strict"
+)
+@pytest.mark.parametrize("change, words", CHANGES.values(), ids=CHANGES)
+def test_a_start_with_something_else_says_so_and_strict_refuses(
+    run, config, capsys, change, words
+):
+    change_last_start(run, change)
+    before = copy.deepcopy(read(run))
+    with pytest.raises(ValueError) as refused:
+        refuse_changes(run, config, inputs=INPUTS)
+    assert all(word in str(refused.value) for word in [str(run), *words])
+    assert read(run) == before
+    record_start(run, "train", config, inputs=INPUTS)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in words)
+    assert num_starts(run) == 2
+    refuse_changes(run, config, inputs=INPUTS)  # the next start is the same
+
+
+def test_strict_refuses_nothing_in_a_new_run(tmp_path, config):
+    refuse_changes(tmp_path / "new", config, inputs=INPUTS)
+
+
+def test_a_run_of_an_earlier_version_gets_an_id_and_keeps_it(run, config):
+    body = json.loads((run / "config.json").read_text())
+    del body["run"]
+    (run / "config.json").write_text(json.dumps(body))
+    (run / "run.json").unlink()
+    with Workdir(run, config) as first:
+        assert first.run_id
+        record_start(run, "train", config, inputs=INPUTS)
+    with Workdir(run, config) as second:
+        assert second.run_id == first.run_id == read(run)["run"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"rsearch_run": 2, "starts": []}',
+        '{"rsearch_run": 1, "starts": [{"code": 1}]}',
+        '{"rsearch_run": 1, "starts": {"a": NaN}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_damaged_record_is_refused_by_name_and_stays(run, config, text):
+    (run / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run\.json"):
+        record_start(run, "train", config, inputs=INPUTS)
+    assert (run / "run.json").read_text() == text
