@@ -166,7 +166,8 @@ DATA = Section(
     decontaminate=Field(False, "leave out training questions that dev asks, too"),
     on_bad=Field(
         "raise",
-        "a bad record ends the run with its line ('raise') or is counted ('skip')",
+        "a bad record of questions, demonstrations or the corpus ends the run with its "
+        "line ('raise') or is counted ('skip')",
         one_of(("raise", "skip")),
     ),
 )

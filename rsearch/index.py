@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from rsearch.config.recipes import REQUIRED, parse_flags, run_command
 from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
+from rsearch.data.records import say_left_out
 from rsearch.hosts import processes
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine
@@ -41,6 +42,10 @@ FLAGS = {
     "max_passage_tokens": (0, "of an encoded passage; 0 = the model's"),
     "hashed_dim": (512, "features of the hashed encoder's vectors"),
     "cache": ("", "directory for the corpus's offsets; default: beside the corpus"),
+    "on_bad": (
+        "raise",
+        "a bad record of the corpus or the questions is an error, or is counted: skip",
+    ),
     "kind": ("auto", "brute_force, quantized or partitioned; auto chooses by size"),
     "leaves_to_search": (
         0,
@@ -87,8 +92,10 @@ def _build(flags, worker, lengths):
     """Encode the corpus, build its index, and print what was built."""
     started = time.monotonic()
     # Questions that cannot be read are refused before hours of encoding.
-    questions = _questions(flags["questions"])
-    corpus = Corpus(flags["corpus"], cache=flags["cache"] or None)
+    questions = _questions(flags["questions"], flags["on_bad"])
+    corpus = Corpus(
+        flags["corpus"], cache=flags["cache"] or None, on_bad=flags["on_bad"]
+    )
     encoder = load_encoder(
         flags["encoder"],
         family=flags["family"] or None,
@@ -112,6 +119,8 @@ def _build(flags, worker, lengths):
     if not processes.is_host0():
         return
     rows = _rows(manifest)
+    if corpus.num_skipped:
+        rows.append(("bad records left out", str(corpus.num_skipped)))
     if questions:
         nearest = open_index(out, corpus=corpus, encoder=encoder, verify=False).nearest
         engine = SearchEngine(nearest, encoder, corpus, top_k=flags["top_k"])
@@ -146,10 +155,11 @@ def _is_last(corpus, encoder, out, settings, worker, num_workers):
     return not num_missing
 
 
-def _questions(source):
+def _questions(source, on_bad):
     if not source:
         return []
-    questions, _ = load_questions(source)
+    questions, problems = load_questions(source, on_bad=on_bad)
+    say_left_out(source, problems, note)
     return questions
 
 

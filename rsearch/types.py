@@ -6,10 +6,13 @@ decoded from them and never the other way round.
 
 import dataclasses
 import enum
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+LINE_END = re.compile(r"\r\n?|\n")
 
 Params = Any
 """A tree of arrays: the parameters of a network, as Flax nests them."""
@@ -36,12 +39,12 @@ class Passage:
     @property
     def title(self) -> str:
         """Return the first line, as the corpus writes it (the quotes stay)."""
-        return self.contents.partition("\n")[0]
+        return LINE_END.split(self.contents, maxsplit=1)[0]
 
     @property
     def text(self) -> str:
         """Return everything after the first line."""
-        return self.contents.partition("\n")[2]
+        return "".join(LINE_END.split(self.contents, maxsplit=1)[1:])
 
 
 SEARCH = "search"

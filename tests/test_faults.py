@@ -89,6 +89,10 @@ FAULTS = """
 83 what a result follows from: checkpoint of another run; of another stage;
   code; user function; library; variable; device; held-out questions; strict;
   recorded; verified
+63 one bad record of millions: a title or a text alone; public layouts;
+  blank last lines; on_bad=skip of a corpus; demonstrations
+64 text that was written on another system: CRLF inside contents
+65 a small file of gigabytes: gzip checked while it is unpacked; gzip of questions
 """
 
 

@@ -144,6 +144,7 @@ def test_hosts_that_meet_build_what_one_builds(files, capsys):
         (["--top_k=0"], "--top_k=0, expected at least 1"),
         (["--reorder=-1"], "--reorder=-1, expected 0 or more"),
         (["--dims_per_block=-1"], "--dims_per_block=-1, expected 0 or more"),
+        (["--on_bad=ignore"], "on_bad='ignore'"),
         (["--kind=flat"], "kind='flat', expected 'auto'"),
         (["--encoder=none/such", "--family=e5"], "model 'none/such'"),
         (["--encoder=none/such"], "expected one of bge, e5, minilm"),
@@ -169,12 +170,21 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(files, capsys, flags, message
     assert "Traceback" not in text
 
 
-def test_a_bad_record_is_named_by_its_line(files, capsys):
+@pytest.mark.fault(63, "on_bad=skip of a corpus")
+def test_a_bad_record_is_named_by_its_line_or_left_out(files, capsys):
     with open(files / "corpus.jsonl", "a") as file:
-        file.write('{"id": "c10"}\n')
+        file.write('{"id": "c10"}\n{"id": "c11", "title": "Kar", "text": ""}\n\n')
     assert command(files) == 2
     assert "corpus.jsonl:11" in capsys.readouterr().err
     assert not (files / "index").exists()
+    with open(files / "questions.jsonl", "a") as file:
+        file.write("{}\n")
+    measured = f"--questions={files / 'questions.jsonl'}"
+    assert command(files, measured, "--on_bad=skip") == 0
+    out, error = capsys.readouterr()
+    assert "corpus.jsonl:11" in error and "questions.jsonl:3" in error
+    printed = cells(out)
+    assert (printed["passages"], printed["bad records left out"]) == ("11", "1")
 
 
 @pytest.mark.slow

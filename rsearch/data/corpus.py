@@ -1,22 +1,24 @@
 """Read the passages of a corpus by offset: opening millions of them needs no memory.
 
 The first opening reads the whole file once. It checks every record, takes the digest of
-the bytes and writes where each line begins to an offsets file; later openings map that
-file and are instant. A gzip corpus cannot be read at an offset, so its first opening
-also unpacks it, next to the offsets.
+the bytes and writes where each record begins to an offsets file; later openings map
+that file and read no more than it. A gzip corpus cannot be read at an offset, so its
+first opening also unpacks it, next to the offsets.
 
 Layout of the offsets file: a JSON header, padded with blanks to 4096 bytes, then
-num + 1 little-endian uint64: the first byte of every line, and the size of the file.
+num + 1 little-endian uint64: the first byte of every record's line, and where the last
+of these lines ends. Bad lines that were left out lie behind the line of a record.
 """
 
 import array
 import contextlib
-import gzip
 import itertools
 import json
 import operator
 import os
 import pathlib
+import shlex
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -25,14 +27,24 @@ import numpy as np
 import xxhash
 
 from rsearch.data.records import (
+    MAX_NAMED,
     check_id,
+    check_on_bad,
     check_text,
     check_unicode,
     decode_record,
+    say_left_out,
     shown,
 )
 from rsearch.runtime.console import note, progress
-from rsearch.runtime.jsonl import BOM, GZIP_ERRORS, MAX_LINE_BYTES, file_kind
+from rsearch.runtime.files import sync_directory
+from rsearch.runtime.jsonl import (
+    BOM,
+    GZIP_ERRORS,
+    MAX_LINE_BYTES,
+    file_kind,
+    open_text,
+)
 from rsearch.types import Passage
 
 VERSION = 1
@@ -41,17 +53,38 @@ CHUNK_BYTES = 1 << 20  # read at once; progress counts these
 NUM_SAMPLES = 16  # blocks of the corpus that are compared at every opening
 SAMPLE_BYTES = 4096
 LINES_AT_ONCE = 256  # read at once when going through the corpus in order
+IDS = ("id", "_id", "docid", "doc_id")  # FlashRAG, BEIR, Tevatron, SciFact; best first
+
+# Programs for `python -c` that write other layouts as JSON Lines. The second takes the
+# names of the columns from the first line, as DPR's file has them. The third reads
+# "1<tab>Title: A Text: B", as R1-Searcher has it, and "1<tab>A   B", as RAG-R1 has it.
+CONVERT_LIST = "import json; [print(json.dumps(row)) for row in json.load(open(0))]"
+CONVERT_COLUMNS = (
+    "import csv, json; csv.field_size_limit(1 << 24); [print(json.dumps(row)) "
+    r'for row in csv.DictReader(open(0, newline=""), delimiter="\t")]'
+)
+CONVERT_NUMBERED = (
+    'import json, re; [print(json.dumps({"id": number, "contents": re.sub('
+    r'"^Title: (.*?) Text: +|^(.*?)   |^", r"\1\2\n", text.rstrip("\r\n"))})) '
+    r'for number, text in (line.split("\t", 1) for line in open(0, newline="\n"))]'
+)
 
 
 class Corpus:
     """Passages by their position; reading is safe from several threads.
 
     Args:
-        path: JSON Lines, plain or gzip, of {"id", "contents"}, where the first line of
-            the contents is the title, or of {"id", "title", "text"}, which are joined
-            by a line feed. Ids are text or whole numbers. Line ends may be CRLF.
+        path: JSON Lines, plain or gzip, of the records that `parse_line` reads. Line
+            ends may be CRLF, and blank lines may follow the last record.
         cache: directory for the offsets file and, of a gzip corpus, the unpacked text;
-            made where it is missing. Default: the corpus's own directory.
+            made where it is missing. Offsets that lie beside the corpus are used, too.
+            Default: the corpus's own directory.
+        on_bad: a bad record is an error with "raise"; with "skip" it is left out, and
+            the first of them and their number are printed.
+
+    Attributes:
+        path: of the corpus.
+        num_skipped: bad records that were left out.
 
     Raises:
         ValueError: a bad record or an id used twice, as file:line: field; an empty or
@@ -60,13 +93,25 @@ class Corpus:
     """
 
     def __init__(
-        self, path: str | os.PathLike, *, cache: str | os.PathLike | None = None
+        self,
+        path: str | os.PathLike,
+        *,
+        cache: str | os.PathLike | None = None,
+        on_bad: str = "raise",
     ):
+        check_on_bad(on_bad)
         self.path = pathlib.Path(path)
-        files = _cache_files(self.path, cache)
+        files = _cache_files(self.path, cache, on_bad)
         header = _read_header(self.path, files)
+        if header is None and cache is not None:
+            beside = _cache_files(self.path, None, on_bad)
+            header = _read_header(self.path, beside)
+            files = files if header is None else beside
         if header is None:
             header = build_cache(self.path, files)
+        elif header["skipped"]:
+            note(f"left out of {path}: {header['skipped']:,} bad records")
+        self.num_skipped = header["skipped"]
         self._fingerprint = header["fingerprint"]
         self._num = header["num"]
         # A plain view: indexing a memmap makes a new memmap every time.
@@ -122,10 +167,12 @@ class Corpus:
 
     def _decode(self, line, index):
         try:
-            passage_id, contents = parse_line(line)
+            passage_id, contents = parse_line(line.partition(b"\n")[0])
         except ValueError as error:
+            # Where records were left out, lines are not numbered as passages are.
+            where = f" passage {index}" if self.num_skipped else index + 1
             raise ValueError(
-                f"{self.path}:{index + 1}: {error}; the corpus was changed after its "
+                f"{self.path}:{where}: {error}; the corpus was changed after its "
                 "offsets were read"
             ) from None
         return Passage(passage_id, contents)
@@ -151,41 +198,76 @@ class Corpus:
 def parse_line(line: bytes) -> tuple[str, str]:
     """Return the (id, contents) of one line of a corpus.
 
+    A record is one of
+        - {"id", "contents"}: FlashRAG, Search-R1, R-Search, Pyserini. The first line of
+          the contents is the title; fields beside them are not read, as there.
+        - {"id", "title", "text"}: BEIR, Tevatron, DPR in JSON, Atlas. They are joined
+          by a line feed. Of title and text one may be empty or null, and the title may
+          be missing; Atlas' "section" is appended to the title, as there.
+    An id, a text or a whole number, is the first of `IDS` that is there. Other fields,
+    such as BEIR's "metadata" or "url", are no part of a passage.
+
     Raises:
         ValueError: names the field that is wrong.
     """
     record = decode_record(line)
-    if "id" not in record:
+    name = next((name for name in IDS if record.get(name) is not None), "id")
+    if name not in record and record.keys().isdisjoint(IDS):
         raise ValueError(f"field id: missing; the fields are {shown(list(record))}")
-    passage_id = check_id(record["id"], "id")
-    if "contents" in record:
-        return passage_id, check_text(record["contents"], "contents")
-    if "title" not in record or "text" not in record:
+    passage_id = check_id(record.get(name), name)
+    if "text" not in record and "contents" not in record:
         raise ValueError(
-            "field contents: missing, and there is no title with text either; "
-            f"the fields are {shown(list(record))}"
+            "field contents: missing, and there is no text either; the fields are "
+            f"{shown(list(record))}"
         )
-    title = record["title"]
-    if not isinstance(title, str):
-        raise ValueError(f"field title: expected text, got {shown(title)}")
-    check_unicode(title, "title")
-    return passage_id, f"{title}\n{check_text(record['text'], 'text')}"
+    if "text" not in record or not _is_empty(record.get("contents")):
+        return passage_id, check_text(record["contents"], "contents")
+    title = _title(record)
+    text = record["text"]
+    if isinstance(text, list):
+        raise ValueError(
+            f"field text: expected text, got list {shown(text)}; sentences, as of "
+            "HotpotQA's abstracts, must be joined first, and the paragraphs of an "
+            "article, as KILT has them, made a record each"
+        )
+    if not _is_empty(text):
+        check_text(text, "text")
+    elif not title.strip():
+        raise ValueError(f"field text: expected text, got {text!r}, and no title")
+    return passage_id, f"{title}\n{text or ''}"
+
+
+def _is_empty(value):
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def _title(record):
+    """Return the title of a record in one line; "" where it has none."""
+    names = [n for n in ("title", "section") if record.get(n) not in (None, "")]
+    for name in names:
+        if not isinstance(record[name], str):
+            raise ValueError(f"field {name}: expected text, got {shown(record[name])}")
+        check_unicode(record[name], name)
+    title = ": ".join(record[name] for name in names)
+    # A line end within it would move what follows it into the text.
+    return " ".join(title.split()) if "\n" in title or "\r" in title else title
 
 
 class CacheFiles(NamedTuple):
-    """The paths of a corpus's cached files."""
+    """The paths of a corpus's cached files, and what they do with bad records."""
 
     offsets: pathlib.Path
     unpacked: pathlib.Path
+    on_bad: str = "raise"
 
 
-def _cache_files(path, cache):
+def _cache_files(path, cache, on_bad):
     folder, stem = path.parent, path.name
     if cache is not None:
         # Several corpora named corpus.jsonl may share a cache.
         tag = xxhash.xxh3_64_hexdigest(os.fsencode(path.resolve()))
         folder, stem = pathlib.Path(cache), f"{path.stem[:40]}.{tag}"
-    return CacheFiles(folder / f"{stem}.offsets", folder / f"{stem}.plain")
+    return CacheFiles(folder / f"{stem}.offsets", folder / f"{stem}.plain", on_bad)
 
 
 def _state(path):
@@ -204,18 +286,16 @@ def _state(path):
     }
 
 
-def _unpacked_state(path):
-    status = path.stat()
-    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
-
-
 def _read_header(path, files):
     """Return the header of the offsets file; None where it is missing or outdated."""
     state = _state(path)
     try:
         with open(files.offsets, "rb") as file:
             header = _checked(json.loads(file.read(HEADER_BYTES)))
-            file_bytes = os.fstat(file.fileno()).st_size
+            offsets = xxhash.xxh3_64()
+            while chunk := file.read(CHUNK_BYTES):
+                offsets.update(chunk)
+            file_bytes = file.tell()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, RecursionError):
@@ -224,16 +304,26 @@ def _read_header(path, files):
     if header.get("version") != VERSION or header.get("source") != state:
         note(f"{path} was changed: reading it again")
         return None
-    if file_bytes != HEADER_BYTES + 8 * (header["num"] + 1):
+    # Those of an earlier program have no digest.
+    is_intact = header.get("offsets") in (None, offsets.hexdigest())
+    if not is_intact or file_bytes != HEADER_BYTES + 8 * (header["num"] + 1):
         note(f"{files.offsets} is damaged: reading {path} again")
         return None
-    state = header["plain"]
-    if state and not (
-        files.unpacked.is_file() and _unpacked_state(files.unpacked) == state
-    ):
+    if header["plain"] and not _is_unpacked(files.unpacked, header["plain"]):
         note(f"{files.unpacked} is missing or was changed: unpacking {path} again")
         return None
+    if header["skipped"] and files.on_bad == "raise":
+        return None  # reading it again names the first of them
     return header
+
+
+def _is_unpacked(path, state):
+    """Return whether the unpacked text is there in this state."""
+    if not path.is_file():
+        return False
+    actual = _state(path)
+    # That of an earlier program has no samples.
+    return all(actual.get(name) == value for name, value in state.items())
 
 
 def _checked(header):
@@ -244,7 +334,8 @@ def _checked(header):
         type(header.get("num")) is int
         and header["num"] > 0
         and isinstance(header.get("fingerprint"), str)
-        and "plain" in header
+        and isinstance(header.get("plain", 0), dict | None)
+        and type(header.setdefault("skipped", 0)) is int
     ):
         raise ValueError("a field is missing or of another kind")
     return header
@@ -257,31 +348,79 @@ def build_cache(path: pathlib.Path, files: CacheFiles) -> dict:
         raise ValueError(f"{path}: the corpus is empty")
     if kind == "parquet":
         raise ValueError(f"{path}: a Parquet file; a corpus is JSON Lines")
+    _check_is_jsonl(path)
     _check_writable(path, files.offsets.parent)
     before = _state(path)
-    unpacked = path
-    if kind == "gzip":
-        _unpack(path, files.unpacked)
-        unpacked = files.unpacked
-    try:
-        offsets, fingerprint = _scan(path, unpacked)
-    except ValueError:
+    bad = _BadRecords(path, files.on_bad)
+    with contextlib.ExitStack() as stack:
+        # Records are checked while the text is unpacked: a bad one ends both.
+        unpacked = None
         if kind == "gzip":
-            unpacked.unlink()
-        raise
-    if _state(path) != before:
-        raise ValueError(f"{path}: was changed while it was being read")
+            unpacked = stack.enter_context(_replacing(files.unpacked))
+        offsets, fingerprint = _scan(path, unpacked, bad)
+        if _state(path) != before:
+            raise ValueError(f"{path}: was changed while it was being read")
+    say_left_out(path, bad.problems, note, count=bad.num)
     header = {
         "version": VERSION,
         "num": len(offsets) - 1,
         "fingerprint": fingerprint,
         "source": before,
-        "plain": _unpacked_state(unpacked) if kind == "gzip" else None,
+        "plain": _state(files.unpacked) if kind == "gzip" else None,
+        "offsets": xxhash.xxh3_64_hexdigest(offsets.data),
+        "skipped": bad.num,
     }
     with _replacing(files.offsets) as file:
         file.write(json.dumps(header).encode().ljust(HEADER_BYTES))
-        file.write(offsets.astype("<u8", copy=False).data)
+        file.write(offsets.data)
     return header
+
+
+class _BadRecords:
+    """The bad records of a corpus: the first is an error, or they are counted."""
+
+    def __init__(self, path, on_bad):
+        self._path, self._on_bad = path, on_bad
+        self.num = 0
+        self.problems = []  # of the first
+
+    def add(self, line, error):
+        """Count the record on a line, or raise an error that names it."""
+        problem = f"{self._path}:{line}: {error}"
+        if self._on_bad == "raise":
+            raise ValueError(problem) from None
+        self.num += 1
+        if self.num <= MAX_NAMED:
+            self.problems.append(problem)
+
+
+def _check_is_jsonl(path):
+    """Refuse other layouts by name, with what converts them."""
+    try:
+        with open_text(path) as file:
+            first = file.readline(CHUNK_BYTES).removeprefix(BOM).strip()
+    except GZIP_ERRORS:
+        return  # the scan says where
+    columns = first.lower().split(b"\t")
+    if first.startswith(b"["):
+        layout, program = "a JSON list", CONVERT_LIST
+    elif len(columns) == 1 or first.startswith((b"{", b'"')):
+        return
+    elif {b"id", b"text"} <= {*columns}:
+        layout, program = "tab-separated values", CONVERT_COLUMNS
+    elif len(columns) == 2:
+        layout, program = "tab-separated values", CONVERT_NUMBERED
+    else:
+        raise ValueError(
+            f"{path}: tab-separated values; a corpus is JSON Lines of id, title, text"
+        )
+    program = shlex.quote(program)
+    reader = "zcat" if file_kind(path) == "gzip" else "cat"
+    raise ValueError(
+        f"{path}: {layout}; a corpus is JSON Lines: "
+        f"{reader} < {shlex.quote(str(path))} | python -X utf8 -c {program} "
+        "> corpus.jsonl"
+    )
 
 
 def _check_writable(path, folder):
@@ -300,92 +439,141 @@ def _check_writable(path, folder):
         )
 
 
-def _unpack(path, unpacked):
-    done = 0
-    chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
-    with gzip.open(path, "rb") as file, _replacing(unpacked) as out:
-        try:
-            for chunk in progress(chunks, f"unpacking {path.name}, MiB"):
-                out.write(chunk)
-                done += len(chunk)
-        except GZIP_ERRORS as error:
-            raise ValueError(
-                f"{path}: truncated or damaged gzip data after {done} bytes of text: "
-                f"{error}"
-            ) from None
+def _scan(path, unpacked, bad):
+    """Check all records of a corpus.
 
+    Args:
+        path: of the corpus.
+        unpacked: a file that gets the text of a gzip corpus; None of a plain one.
+        bad: gets the bad records.
 
-def _scan(path, unpacked):
-    """Check all records; return ([num + 1] offsets, digest of all bytes)."""
-    size = unpacked.stat().st_size
+    Returns:
+        ([num + 1] <u8 offsets, digest of all bytes of the text).
+    """
     digest = xxhash.xxh3_128()
-    # 16 bytes a passage: texts of 29 million ids would need gigabytes.
+    # 20 bytes a passage: texts of 29 million ids would need gigabytes.
     offsets, id_hashes = array.array("Q"), array.array("Q")
-    position = 0
-    for line in _lines(unpacked, size, digest, f"reading {path.name}, MiB"):
-        skipped = len(BOM) if not offsets and line.startswith(BOM) else 0
-        try:
-            passage_id, _ = parse_line(line[skipped:])
-        except ValueError as error:
-            raise ValueError(f"{path}:{len(offsets) + 1}: {error}") from None
-        offsets.append(position + skipped)
-        id_hashes.append(xxhash.xxh3_64_intdigest(passage_id.encode()))
+    lines = array.array("I")  # the line of each passage, from 1
+    position = end = number = num_blank = 0
+    for number, line in enumerate(_lines(path, unpacked, digest), 1):
+        start = position
         position += len(line)
+        if number == 1 and line.startswith(BOM):
+            line = line.removeprefix(BOM)
+            start += len(BOM)
+        if not line.strip():
+            num_blank += 1
+            continue
+        # Blank lines after the last record are none.
+        for blank in range(number - num_blank, number):
+            bad.add(blank, "blank line")
+        num_blank = 0
+        try:
+            passage_id, _ = parse_line(line)
+        except ValueError as error:
+            bad.add(number, error)
+            continue
+        offsets.append(start)
+        id_hashes.append(xxhash.xxh3_64_intdigest(passage_id.encode()))
+        lines.append(number)
+        end = position
+    if not offsets and bad.num:
+        raise ValueError(
+            f"{path}: all {bad.num:,} records are bad; first {bad.problems[0]}"
+        )
     if not offsets:
-        raise ValueError(f"{path}: the corpus is empty")
-    if position != size:
-        raise ValueError(f"{path}: was changed while it was being read")
-    offsets.append(size)
+        where = f"{path}:1: blank line" if number else path
+        raise ValueError(f"{where}: the corpus is empty")
     offsets = np.frombuffer(offsets, np.uint64)
-    _check_ids_differ(path, unpacked, offsets, np.frombuffer(id_hashes, np.uint64))
-    return offsets, digest.hexdigest()
+    id_hashes = np.frombuffer(id_hashes, np.uint64)
+    repeats = []
+    for row, passage_id, earlier in _repeated_ids(path, unpacked, offsets, id_hashes):
+        repeats.append(row)
+        used = f"{shown(passage_id)} was used on line {lines[earlier]} already"
+        bad.add(lines[row], f"field id: {used}")
+    offsets = np.append(np.delete(offsets, repeats), np.uint64(end))
+    return offsets.astype("<u8", copy=False), digest.hexdigest()
 
 
-def _lines(unpacked, size, digest, label):
-    """Yield the lines of a file with their ends, and digest all bytes meanwhile."""
+def _lines(path, unpacked, digest):
+    """Yield the lines of the text with their ends; digest its bytes, and write them.
+
+    Args:
+        path, unpacked: see `_scan`.
+        digest: of all bytes.
+    """
+    label, total = f"reading {path.name}, MiB", -(-path.stat().st_size // CHUNK_BYTES)
+    if unpacked is not None:
+        label, total = f"unpacking {path.name}, MiB", None
+        room = shutil.disk_usage(unpacked.fileno()).free * 9 // 10
+    done = 0
     rest = b""
-    with open(unpacked, "rb") as file:
-        for _ in progress(range(-(-size // CHUNK_BYTES)), label):
-            chunk = file.read(CHUNK_BYTES)
-            digest.update(chunk)
-            # Not splitlines: a lone carriage return ends no line.
-            lines = (rest + chunk).split(b"\n")
-            rest = lines.pop()
-            for line in lines:
-                yield line + b"\n"
-            if len(rest) > MAX_LINE_BYTES:
-                raise ValueError(
-                    f"{unpacked}: a line has more than {MAX_LINE_BYTES} bytes"
-                )
+    try:
+        with open_text(path) as file:
+            chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
+            for chunk in progress(chunks, label, total=total):
+                digest.update(chunk)
+                # Not splitlines: a lone carriage return ends no line.
+                lines = (rest + chunk).split(b"\n")
+                rest = lines.pop()
+                for line in lines:
+                    yield line + b"\n"
+                if len(rest) > MAX_LINE_BYTES:
+                    raise ValueError(
+                        f"{path}: a line has more than {MAX_LINE_BYTES} bytes"
+                    )
+                done += len(chunk)
+                if unpacked is not None:
+                    if done > room:
+                        raise ValueError(
+                            f"{path}: its text has more than {room} bytes, nine tenths "
+                            "of what is free on the disk of its offsets"
+                        )
+                    unpacked.write(chunk)
+    except GZIP_ERRORS as error:
+        raise ValueError(
+            f"{path}: truncated or damaged gzip data after {done} bytes of text: "
+            f"{error}"
+        ) from None
     if rest:
         yield rest
 
 
-def _check_ids_differ(path, unpacked, offsets, id_hashes):
-    """Refuse an id used twice; equal hashes are compared as text."""
+def _repeated_ids(path, unpacked, offsets, id_hashes):
+    """Yield (row, id, first row) of ids used again; equal hashes are compared as text.
+
+    Args:
+        path, unpacked: see `_scan`.
+        offsets: [num] of the records in the text.
+        id_hashes: [num].
+    """
     ordered = np.sort(id_hashes)
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     if not len(repeated):
         return
-    first_line = {}
-    with open(unpacked, "rb") as file:
+    text = path
+    if unpacked is not None:
+        unpacked.flush()
+        text = unpacked.fileno()
+    first_row = {}
+    with open(text, "rb", closefd=unpacked is None) as file:
         for row in np.flatnonzero(np.isin(id_hashes, repeated)).tolist():
             file.seek(int(offsets[row]))
             passage_id, _ = parse_line(file.readline())
-            earlier = first_line.setdefault(passage_id, row + 1)
-            if earlier != row + 1:
-                raise ValueError(
-                    f"{path}:{row + 1}: field id: {shown(passage_id)} was used on line "
-                    f"{earlier} already"
-                )
+            earlier = first_row.setdefault(passage_id, row)
+            if earlier != row:
+                yield row, passage_id, earlier
 
 
 @contextlib.contextmanager
 def _replacing(path):
-    """Yield a file that replaces `path` once it is completely written."""
+    """Yield a file that replaces `path` once it is completely written.
+
+    Its temporary name is unique: tasks of an array all open a new corpus at once.
+    """
     handle, temporary = tempfile.mkstemp(prefix=".partial.", dir=path.parent)
     try:
-        with open(handle, "wb") as file:
+        with open(handle, "w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -395,3 +583,4 @@ def _replacing(path):
     except BaseException:
         os.unlink(temporary)
         raise
+    sync_directory(path.parent)

@@ -10,13 +10,16 @@ from collections.abc import Mapping
 
 from rsearch.data.records import (
     check_id,
+    check_on_bad,
     check_record,
     check_text,
     decode_record,
+    say_left_out,
     shown,
 )
 from rsearch.data.sources import read_records
 from rsearch.protocols.base import Protocol, Step
+from rsearch.runtime.console import note
 from rsearch.types import Question
 
 PROTOCOL, DIRECT, RAG = "protocol", "direct", "rag"
@@ -46,23 +49,39 @@ class Demonstration:
     is_segment: bool = False
 
 
-def load_demonstrations(path: str | os.PathLike) -> list[Demonstration]:
+def load_demonstrations(
+    path: str | os.PathLike, *, on_bad: str = "raise"
+) -> list[Demonstration]:
     """Load the demonstrations of a JSONL file.
 
     A record holds "question" and "turns" (texts), and may hold "id", "context_turns",
     "observations" (texts, one for each turn but the last), "messages"
-    ([{"role", "content"}, ...]) and "is_segment"; see `Demonstration`.
+    ([{"role", "content"}, ...]) and "is_segment"; see `Demonstration`. Null is the same
+    as a missing field.
+
+    Args:
+        path: the file.
+        on_bad: a bad record is an error with "raise"; with "skip" it is left out, and
+            the first of them and their number are printed.
 
     Raises:
         ValueError: a bad record, as file:line: field; no record at all.
     """
-    demonstrations = []
+    check_on_bad(on_bad)
+    demonstrations, problems = [], []
     for location, raw in read_records(path):
         try:
             record = decode_record(raw) if isinstance(raw, bytes) else raw
             demonstrations.append(_demonstration(check_record(record), str(location)))
         except ValueError as error:
-            raise ValueError(f"{location}: {error}") from None
+            problem = f"{location}: {error}"
+            if on_bad == "raise":
+                raise ValueError(problem) from None
+            problems.append(problem)
+    if not demonstrations and problems:
+        count = len(problems)
+        raise ValueError(f"{path}: all {count} records are bad; first {problems[0]}")
+    say_left_out(path, problems, note)
     if not demonstrations:
         raise ValueError(f"{path}: holds no demonstration")
     return demonstrations
@@ -70,6 +89,7 @@ def load_demonstrations(path: str | os.PathLike) -> list[Demonstration]:
 
 def _demonstration(record, location):
     """Return the Demonstration of one record; its location stands in for an id."""
+    record = {name: value for name, value in record.items() if value is not None}
     text = check_text(record.get("question"), "question")
     turns = _texts(record.get("turns"), "turns")
     if not turns:

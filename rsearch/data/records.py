@@ -4,9 +4,12 @@ None of these functions knows which file and line it looks at: callers put that 
 of the message.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rsearch.runtime.jsonl import decode_json
+
+MAX_NAMED = 5  # bad records named when they are left out
 
 
 def decode_record(line: bytes) -> dict:
@@ -67,3 +70,31 @@ def shown(value: Any, *, max_characters: int = 60) -> str:
     """Return a value as an error message shows it, cut to `max_characters`."""
     text = repr(value)
     return text if len(text) <= max_characters else text[: max_characters - 3] + "..."
+
+
+def check_on_bad(on_bad: str) -> None:
+    """Refuse any way to treat bad records but 'raise' and 'skip'."""
+    if on_bad not in ("raise", "skip"):
+        raise ValueError(f"{on_bad=}: expected 'raise' or 'skip'")
+
+
+def say_left_out(
+    source: Any,
+    problems: Sequence[str],
+    say: Callable[[str], None],
+    *,
+    count: int | None = None,
+) -> None:
+    """Tell `say` of the first bad records that were left out, and of their number.
+
+    Args:
+        source: what they were left out of.
+        problems: what was wrong with each, or with the first of them.
+        say: called with each line.
+        count: of the records; None is the number of problems.
+    """
+    count = len(problems) if count is None else count
+    for problem in problems[:MAX_NAMED]:
+        say(f"left out of {source}: {problem}")
+    if count > MAX_NAMED:
+        say(f"left out of {source}: {count:,} bad records in all")

@@ -60,14 +60,12 @@ def replace(path: str | os.PathLike, data: bytes | memoryview) -> None:
     """Write `data` to `path`, atomically and durably.
 
     When this returns, the new contents survive a power cut; if it does not return, the
-    old ones are still there. A leftover `<name>.tmp` is overwritten.
+    old ones are still there. A leftover `<name>.tmp` is removed first, and nothing is
+    written where it leads.
     """
     path = pathlib.Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    _write_new(temporary, data)
     os.replace(temporary, path)
     sync_directory(path.parent)
 
@@ -81,10 +79,7 @@ def create(path: str | os.PathLike, data: bytes) -> bool:
     path = pathlib.Path(path)
     process = f"{socket.gethostname()}-{os.getpid()}"
     temporary = path.with_name(f"{path.name}.{process}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    _write_new(temporary, data)
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -93,6 +88,18 @@ def create(path: str | os.PathLike, data: bytes) -> bool:
         temporary.unlink()
     sync_directory(path.parent)
     return True
+
+
+def _write_new(path, data):
+    """Write a new file durably, in place of one that is left over."""
+    path.unlink(missing_ok=True)
+    # Its name can be guessed, and another user of the directory might put a link to a
+    # file of ours there.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o666), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ on deep nesting, and here all three are errors of that record.
 """
 
 import gzip
+import io
 import json
 import os
 import pathlib
@@ -19,6 +20,15 @@ from rsearch.runtime import files
 
 BOM = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 1 << 24  # a small gzip file may hold gigabytes without a line end
+# Text packs to a third, repetitive records to a fiftieth; zeros to a thousandth.
+MAX_RATIO = 200
+MIN_UNPACKED_BYTES = 1 << 26  # that any packed file may hold, however small it is
+PACKED = {  # by the first bytes of a file, besides gzip's
+    b"BZh": "bzip2",
+    b"\xfd7zX": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+}
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)  # of truncated or damaged data
 
 
@@ -37,7 +47,7 @@ def read_jsonl(
         path: the file, plain or gzip, in UTF-8, with or without a byte order mark.
         torn: "drop" leaves out a last line without its line feed, as a crash leaves it;
             "read" reads it as any other line.
-        blank: "skip" leaves out blank lines.
+        blank: "skip" leaves out blank lines; those at the end never count.
         strict: refuse a key given twice in one object, NaN, the infinities, and lines
             of more than MAX_LINE_BYTES.
         parse: (value) -> what is returned for it; its ValueError makes the line a bad
@@ -73,14 +83,15 @@ def jsonl_lines(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield (line number from 1, bytes with their line end) of a plain or gzip file.
 
-    Lines are not parsed, so that one bad line does not hide those after it. How the
-    file begins tells whether it is compressed, not its name.
+    Lines are not parsed, so that one bad line does not hide those after it. Blank lines
+    at the end of the file are left out. How the file begins tells whether it is
+    compressed, not its name.
 
     Raises:
         ValueError: a line of more than `max_line_bytes`, or damaged gzip data.
         OSError: the file cannot be read.
     """
-    number = 0
+    number = num_blank = 0
     try:
         with open_text(path) as file:
             # One byte more than the limit tells a line that is too long from others.
@@ -93,23 +104,66 @@ def jsonl_lines(
                     )
                 if torn == "drop" and not raw.endswith(b"\n"):
                     return
-                yield number, raw.removeprefix(BOM) if number == 1 else raw
+                line = raw.removeprefix(BOM) if number == 1 else raw
+                if not line.strip():
+                    num_blank += 1
+                    continue
+                for blank in range(number - num_blank, number):
+                    yield blank, b"\n"
+                num_blank = 0
+                yield number, line
     except GZIP_ERRORS as error:
         raise ValueError(
             f"{path}: truncated or damaged gzip data after line {number}: {error}"
         ) from None
 
 
-def open_text(path: str | os.PathLike):
-    """Open a plain or gzip file for reading its uncompressed bytes."""
-    opener = gzip.open if file_kind(path) == "gzip" else open
-    return opener(path, "rb")
+def open_text(path: str | os.PathLike) -> io.BufferedReader:
+    """Open a plain or gzip file for reading its uncompressed bytes.
+
+    Reading raises one of GZIP_ERRORS where packed data is damaged, or holds more than
+    `max_unpacked_bytes`.
+    """
+    if file_kind(path) == "gzip":
+        return io.BufferedReader(_BoundedGzip(path), 1 << 18)
+    return open(path, "rb")
+
+
+def max_unpacked_bytes(path: str | os.PathLike) -> int:
+    """Return how much a packed file may hold; more is an attack, or damage."""
+    return max(MIN_UNPACKED_BYTES, MAX_RATIO * os.path.getsize(path))
+
+
+class _BoundedGzip(io.RawIOBase):
+    """The unpacked bytes of a gzip file, as long as they are not too many."""
+
+    def __init__(self, path):
+        self._file = gzip.open(path, "rb")  # noqa: SIM115 - closed with this one
+        self._limit = self._room = max_unpacked_bytes(path)
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        count = self._file.readinto(buffer)
+        self._room -= count
+        if self._room < 0:
+            raise gzip.BadGzipFile(
+                f"it unpacks to more than {self._limit} bytes, far more than such a "
+                "file of text; unpack it yourself if that is right"
+            )
+        return count
+
+    def close(self):
+        self._file.close()
+        super().close()
 
 
 def file_kind(path: str | os.PathLike) -> str:
     """Return 'gzip', 'parquet', 'empty' or 'text', by the first bytes of the file.
 
     Raises:
+        ValueError: it is packed in another way, or in UTF-16.
         OSError: it is missing, unreadable or a directory.
     """
     with open(path, "rb") as file:
@@ -118,6 +172,11 @@ def file_kind(path: str | os.PathLike) -> str:
         return "gzip"
     if head == b"PAR1":
         return "parquet"
+    for start, name in PACKED.items():
+        if head.startswith(start):
+            raise ValueError(f"{path}: {name} data; unpack it, or pack it with gzip")
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError(f"{path}: UTF-16 text; it must be in UTF-8")
     return "text" if head else "empty"
 
 

@@ -9,14 +9,13 @@ from ml_collections import ConfigDict
 from rsearch.config.stage_plan import QUESTIONS, kinds, stage_file
 from rsearch.data.chains import decomposition, gold_passages
 from rsearch.data.questions import load_questions
+from rsearch.data.records import MAX_NAMED, say_left_out
 from rsearch.models.tokenizer import Tokenizer
 from rsearch.protocols.base import Protocol
 from rsearch.rollout.conversation import Limits, prompt_ids
 from rsearch.text.normalize import normalize_squad
 from rsearch.types import Question
 from rsearch.world.world import WORLD, World
-
-MAX_NAMED = 5  # questions and records named when they are left out
 
 
 def read_questions(
@@ -51,10 +50,7 @@ def read_questions(
     questions, problems = load_questions(
         source, fields=fields, limit=limit, on_bad=c.data.on_bad, check=check
     )
-    for problem in problems[:MAX_NAMED]:
-        say(f"left out of {split}: {problem}")
-    if len(problems) > MAX_NAMED:
-        say(f"left out of {split}: {len(problems):,} bad records in all")
+    say_left_out(split, problems, say)
     return tuple(questions)
 
 

@@ -189,7 +189,7 @@ def _demonstrations(setup: Setup):
             recall_share=s.recall_share,
         )
     file = stage_file(s.demonstrations, DEMONSTRATIONS, setup.home)
-    return load_demonstrations(file)
+    return load_demonstrations(file, on_bad=setup.config.data.on_bad)
 
 
 def replay_demonstrations(

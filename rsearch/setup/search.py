@@ -69,7 +69,11 @@ def _open_engine(c, world, top_k):
             "config.retrieval.index is empty; build one: python -m rsearch.index "
             f"--corpus={r.corpus} --encoder={r.encoder} --family={r.family} --out=DIR"
         )
-    corpus = Corpus(r.corpus or corpus_path(r.index), cache=r.corpus_cache or None)
+    corpus = Corpus(
+        r.corpus or corpus_path(r.index),
+        cache=r.corpus_cache or None,
+        on_bad=c.data.on_bad,
+    )
     opening = functools.partial(open_index, r.index, corpus=corpus, encoder=encoder)
     if r.sharded and processes.num_hosts() > 1:
         shard = dict(host=processes.host_index(), num_hosts=processes.num_hosts())

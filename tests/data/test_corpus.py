@@ -220,6 +220,8 @@ def test_the_fingerprint_is_of_the_text_not_of_its_packing(tmp_path):
     [
         lambda data: b"",
         lambda data: data[:-8],
+        lambda data: data[:-8] + bytes(8),
+        lambda data: data[:-16] + bytes([data[-16] ^ 1]) + data[-15:],
         lambda data: b"\xff" + data[1:],
         lambda data: data.replace(b'"version": 1', b'"version": 0'),
         lambda data: data.replace(b'"num": 2', b'"num":"2'),
@@ -253,10 +255,10 @@ def test_a_line_without_end_is_not_waited_for(tmp_path, pack):
 @pytest.mark.parametrize("value", [1 << 62, 10**6, 0])
 def test_an_offset_beyond_the_corpus_reads_nothing_and_is_named(tmp_path, value):
     path = written(tmp_path, TWO)
-    Corpus(path)
-    offsets = tmp_path / "corpus.jsonl.offsets"
-    offsets.write_bytes(offsets.read_bytes()[:-8] + value.to_bytes(8, "little"))
     with Corpus(path) as corpus:
+        with open(tmp_path / "corpus.jsonl.offsets", "r+b") as offsets:
+            offsets.seek(-8, os.SEEK_END)
+            offsets.write(value.to_bytes(8, "little"))
         for read in (lambda: list(corpus), lambda: corpus.passage(1)):
             with pytest.raises(ValueError, match=r"offsets is damaged: .* delete it"):
                 read()
@@ -365,3 +367,225 @@ def test_real_passages_are_as_json_reads_them(tmp_path, shared_data):
             for p, row in zip(corpus, rows, strict=True)
         )
         assert corpus.passage(16_000).contents == rows[16_000]["contents"]
+
+
+ROW = {"id": "x", "title": "Nile", "text": "A river."}
+LAYOUTS = {
+    "FlashRAG": ({"id": "x", "contents": "Nile\nA river."}, "Nile\nA river."),
+    "FlashRAG with more": ({**ROW, "contents": '"N"\nA.'}, '"N"\nA.'),
+    "Search-R1": ({"id": "x", "contents": '"Nile"\nA river.'}, '"Nile"\nA river.'),
+    "contents of null": ({**ROW, "contents": None}, "Nile\nA river."),
+    "BEIR": (
+        {"_id": "x", "title": "Nile", "text": "A river.", "metadata": {"url": "u"}},
+        "Nile\nA river.",
+    ),
+    "BEIR without titles": ({"_id": "x", "text": "A river."}, "\nA river."),
+    "Tevatron": ({"docid": "x", "title": "Nile", "text": "A."}, "Nile\nA."),
+    "Atlas": ({**ROW, "section": "Delta"}, "Nile: Delta\nA river."),
+    "Atlas, no section": ({**ROW, "section": ""}, "Nile\nA river."),
+    "null title": ({**ROW, "title": None}, "\nA river."),
+    "empty title": ({**ROW, "title": ""}, "\nA river."),
+    "empty text": ({**ROW, "text": ""}, "Nile\n"),
+    "null text": ({**ROW, "text": None}, "Nile\n"),
+    "title with a line end": ({**ROW, "title": "The\r\nNile\n"}, "The Nile\nA river."),
+}
+
+
+@pytest.mark.fault(63, "a title or a text alone", "public layouts")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_public_layouts_are_read_with_all_that_a_passage_is(tmp_path, name):
+    record, contents = LAYOUTS[name]
+    with Corpus(written(tmp_path, lines([record]))) as corpus:
+        assert list(corpus) == [Passage("x", contents)]
+
+
+@pytest.mark.parametrize(
+    "record, field",
+    [
+        ({"id": "x", "title": "", "text": ""}, "field text"),
+        ({"id": "x", "title": None, "text": " "}, "field text"),
+        ({"_id": "x", "title": "", "text": None, "metadata": {}}, "field text"),
+        ({"id": "x", "contents": "", "title": "", "text": ""}, "field text"),
+        ({"_id": "1", "wikipedia_id": "1", "text": ["A", "B"]}, "field text.*KILT"),
+        ({"id": "x", "title": "A", "text": [["A"]]}, "field text"),
+        ({"id": "x", "title": ["A"], "text": "b"}, "field title"),
+        ({"id": "x", "title": "A", "section": 3, "text": "b"}, "field section"),
+        ({"pid": 3, "passage": "A river."}, "field id.*pid"),
+        ({"docid": "x", "segment": "A river."}, "field contents.*segment"),
+        ({"id": None, "contents": "A"}, "field id"),
+        ({"_id": 1.5, "text": "A"}, "field _id"),
+    ],
+)
+def test_records_that_are_no_passage_are_refused_by_field(tmp_path, record, field):
+    with pytest.raises(ValueError, match=rf"corpus\.jsonl:1: {field}"):
+        Corpus(written(tmp_path, lines([record])))
+
+
+DPR = 'id\ttext\ttitle\n1\t"A ""long"" river."\tNile\n2\tA city.\tCairo\n'
+R1 = "1\tTitle: Nile Text:  A river.\n2\tCairo   A city.\n3\tno title\n"
+
+
+@pytest.mark.fault(63, "public layouts")
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (DPR, ['Nile\nA "long" river.', "Cairo\nA city."]),
+        (R1, ["Nile\nA river.", "Cairo\nA city.", "\nno title"]),
+        (json.dumps([ROW]), ["Nile\nA river."]),
+        ("1\tA river.\tNile\n", None),
+    ],
+)
+def test_other_layouts_are_refused_with_a_command_that_converts_them(
+    tmp_path, pack, text, expected
+):
+    path = written(tmp_path, pack(text.encode()), "a corpus")
+    with pytest.raises(ValueError, match="JSON Lines") as error:
+        Corpus(path, on_bad="skip")
+    message = str(error.value)
+    assert message.startswith(f"{path}: ") and "\n" not in message
+    if expected is None:
+        return
+    command = message.partition("JSON Lines: ")[2].replace("python", sys.executable)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    with Corpus(tmp_path / "corpus.jsonl") as corpus:
+        assert [passage.contents for passage in corpus] == expected
+
+
+@pytest.mark.parametrize(
+    "data, name",
+    [
+        (b"BZh91AY&SY", "bzip2"),
+        (b"\xfd7zXZ\x00", "xz"),
+        (b"\x28\xb5\x2f\xfd\x04", "zstd"),
+        (b"PK\x03\x04", "zip"),
+        (TWO.decode().encode("utf-16"), "UTF-16"),
+    ],
+)
+def test_data_packed_in_another_way_is_named(tmp_path, data, name):
+    path = written(tmp_path, data)
+    with pytest.raises(ValueError, match=name) as error:
+        Corpus(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.fault(63, "blank last lines")
+@pytest.mark.parametrize("end", [b"\n", b"\r\n\r\n", b"  \n\t\n", b" ", b"\n" * 999])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_blank_lines_at_the_end_are_no_records(tmp_path, pack, end):
+    path = written(tmp_path, pack(TWO + end))
+    for _ in range(2):
+        with Corpus(path) as corpus:
+            assert list(corpus) == PASSAGES == corpus.passages([0, 1])
+
+
+@pytest.mark.fault(64, "CRLF inside contents")
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"id": "x", "contents": "Nile\r\nA river."},
+        {"id": "x", "contents": "Nile\rA river."},
+        {"id": "x", "title": "Nile\r", "text": "A river."},
+        {"id": "x", "title": "Nile\r\n", "text": "A river."},
+    ],
+)
+def test_no_carriage_return_is_left_in_a_title(tmp_path, record):
+    with Corpus(written(tmp_path, lines([record]))) as corpus:
+        passage = corpus.passage(0)
+    assert (passage.title, passage.text) == ("Nile", "A river.")
+
+
+@pytest.mark.fault(63, "on_bad=skip of a corpus")
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_bad_records_are_left_out_counted_and_listed(tmp_path, capsys, builds, pack):
+    bad = [b"{", b"", *list(BAD)[4:6], b'{"id": "7", "contents": "b"}', b"{}", b"[1]"]
+    first, second = TWO.splitlines(keepends=True)
+    data = b"\n".join([b"x", first + second + b"\n".join(bad), b"{", lines([ROW])])
+    path = written(tmp_path, pack(data))
+    for number in (1, 2):
+        with Corpus(path, on_bad="skip") as corpus:
+            assert len(builds) == 1
+            assert corpus.num_skipped == 9
+            assert [p.id for p in corpus] == ["a", "7", "x"]
+            assert [corpus.passage(i).id for i in range(3)] == ["a", "7", "x"]
+        told = capsys.readouterr().err
+        assert "9 bad records" in told
+        if number == 1:
+            assert f"{path}:1: " in told and f"{path}:4: " in told
+    # What was left out then is no corpus for who asks for every record.
+    with pytest.raises(ValueError, match=r"corpus\.jsonl:1: "):
+        Corpus(path)
+    with Corpus(path, on_bad="skip") as corpus:
+        assert len(corpus) == 3
+
+
+def test_skipping_changes_nothing_where_no_record_is_bad(tmp_path, builds):
+    path = written(tmp_path, TWO)
+    with Corpus(path) as strict, Corpus(path, on_bad="skip") as lenient:
+        assert lenient.fingerprint == strict.fingerprint
+        assert list(lenient) == list(strict)
+        assert lenient.num_skipped == 0
+    assert len(builds) == 1
+
+
+def test_a_corpus_of_bad_records_alone_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="all 2 records are bad"):
+        Corpus(written(tmp_path, b"{}\n{}\n"), on_bad="skip")
+    with pytest.raises(ValueError, match="on_bad='ignore'"):
+        Corpus(written(tmp_path, TWO), on_bad="ignore")
+
+
+def largest_file(monkeypatch, folder):
+    """A list that gets the size of the largest file there whenever some is removed."""
+    sizes = []
+    unlink = os.unlink
+
+    def measured(path, **options):
+        sizes.append(max((p.stat().st_size for p in folder.iterdir()), default=0))
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", measured)
+    return sizes
+
+
+@pytest.mark.fault(65, "gzip checked while it is unpacked")
+def test_a_small_gzip_file_of_gigabytes_is_refused_early(tmp_path, monkeypatch):
+    block = gzip.compress(lines([{"id": "x", "contents": "y" * (8 << 20)}]))
+    path = written(tmp_path, block * 10)  # of 80 MiB
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    sizes = largest_file(monkeypatch, cache)
+    with pytest.raises(ValueError, match=r"corpus\.jsonl"):
+        Corpus(path, cache=cache, on_bad="skip")
+    assert max(sizes) <= 64 << 20
+    assert not os.listdir(cache)
+
+
+@pytest.mark.fault(65, "gzip checked while it is unpacked")
+def test_a_bad_record_ends_the_unpacking(tmp_path, monkeypatch):
+    rest = lines({"id": i, "contents": "y" * 4000} for i in range(4000))
+    path = written(tmp_path, gzip.compress(TWO + b"{}\n" + rest))
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    sizes = largest_file(monkeypatch, cache)
+    with pytest.raises(ValueError, match=r"corpus\.jsonl:3: "):
+        Corpus(path, cache=cache)
+    assert max(sizes) < 1 << 20
+    assert not os.listdir(cache)
+
+
+def test_a_text_larger_than_the_disk_is_refused(tmp_path, monkeypatch):
+    path = written(tmp_path, gzip.compress(TWO * 50))
+    usage = corpus_module.shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(corpus_module.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ValueError, match="more than 90 bytes"):
+        Corpus(path, on_bad="skip")
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_offsets_beside_a_corpus_spare_making_others(tmp_path, builds):
+    path = written(tmp_path, TWO)
+    Corpus(path)
+    assert list(Corpus(path, cache=tmp_path / "cache")) == PASSAGES
+    assert len(builds) == 1
+    assert not (tmp_path / "cache").exists()

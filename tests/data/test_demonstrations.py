@@ -163,7 +163,6 @@ def test_a_file_is_read_in_order(tmp_path):
         ({"question": "q", "turns": ["a", " "]}, r"field turns\[1\]: .* ' '"),
         ({"question": "q", "turns": ["\ud800"]}, r"field turns\[0\]: half a surrogate"),
         ("{", "invalid JSON"),
-        ("", "blank line"),
         ("[]", r"expected a JSON object, got list \[\]"),
         ('"text"', "expected a JSON object, got str"),
         ('{"question": "q", "question": "r", "turns": ["a"]}', "field question: given"),
@@ -172,6 +171,12 @@ def test_a_file_is_read_in_order(tmp_path):
 def test_what_is_wrong_is_named_with_file_line_and_field(tmp_path, row, message):
     path = write(tmp_path / "d.jsonl", GOOD, row)
     with pytest.raises(ValueError, match=rf"d\.jsonl:2: {message}"):
+        load_demonstrations(path)
+
+
+def test_a_blank_line_between_others_is_refused(tmp_path):
+    path = write(tmp_path / "d.jsonl", GOOD, "", GOOD)
+    with pytest.raises(ValueError, match=r"d\.jsonl:2: blank line"):
         load_demonstrations(path)
 
 
@@ -285,3 +290,27 @@ def test_those_that_stop_early_search_less_and_are_seldom_right(whole, name):
         if d.question.metadata["kind"] != "comparison":
             right.append(last.text == d.question.golden_answers[0])
     assert sum(right) / len(right) < 0.05
+
+
+@pytest.mark.fault(63, "demonstrations")
+def test_null_is_a_missing_field_and_blank_last_lines_are_none(tmp_path):
+    nulls = dict.fromkeys(
+        ("id", "context_turns", "observations", "messages", "is_segment")
+    )
+    path = write(tmp_path / "d.jsonl", GOOD, {**GOOD, **nulls}, "", "  ")
+    first, second = load_demonstrations(path)
+    assert first.turns == second.turns
+    assert (second.context_turns, second.is_segment) == (0, False)
+
+
+@pytest.mark.fault(63, "demonstrations")
+def test_bad_demonstrations_are_left_out_counted_and_listed(tmp_path, capsys):
+    bad = [{"question": "q"}, "", "{", {"turns": ["a"]}, "[]", {}, GOOD]
+    path = write(tmp_path / "d.jsonl", GOOD, *bad)
+    assert len(load_demonstrations(path, on_bad="skip")) == 2
+    told = capsys.readouterr().err
+    assert f"{path}:2: " in told and "6 bad records" in told
+    with pytest.raises(ValueError, match=r"all 1 records are bad; first .*:1: "):
+        load_demonstrations(write(path, "{}"), on_bad="skip")
+    with pytest.raises(ValueError, match="on_bad='ignore'"):
+        load_demonstrations(path, on_bad="ignore")

@@ -77,6 +77,24 @@ def test_packing_and_byte_order_marks_change_nothing(path, pack):
     assert list(jsonl_lines(path)) == [(1, b"1\r\n"), (2, b"2\n")]
 
 
+@pytest.mark.fault(63, "blank last lines")
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("end", [b"\n", b"\n\n", b"\r\n \t\r\n", b" "])
+def test_blank_lines_at_the_end_are_no_lines(path, pack, end):
+    path.write_bytes(pack(b"1\n\n2\n" + end))
+    assert list(jsonl_lines(path)) == [(1, b"1\n"), (2, b"\n"), (3, b"2\n")]
+    path.write_bytes(pack(end))
+    assert list(jsonl_lines(path)) == []
+
+
+@pytest.mark.fault(65, "gzip of questions")
+def test_a_small_gzip_file_of_gigabytes_of_lines_is_not_read_on(path):
+    path.write_bytes(gzip.compress(b"1" + b" " * (1 << 20) + b"\n") * 70)
+    with pytest.raises(ValueError, match=r"rows\.jsonl: .* after line 6\d"):
+        for _ in jsonl_lines(path):
+            pass
+
+
 def test_a_line_beyond_the_limit_is_named(path):
     path.write_text(json.dumps("x" * 50) + "\n")
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .* 40 bytes"):
