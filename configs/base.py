@@ -265,7 +265,9 @@ RETRIEVAL = Section(
         "hashed", "'hashed' n-grams, or a directory or hub id of a BERT model"
     ),
     family=Field(
-        "minilm", "prefixes and pooling of the encoder", one_of(("minilm", "e5", "bge"))
+        "minilm",
+        "prefixes and pooling of the encoder; 'declared' = as its directory says",
+        one_of(("minilm", "e5", "bge", "declared")),
     ),
     max_query_tokens=Field(
         0, "a longer question is cut before encoding; 0 = the model's", at_least(0)

@@ -37,7 +37,7 @@ FLAGS = {
     "corpus": (REQUIRED, "JSONL of passages, plain or gzip: {id, contents}"),
     "encoder": (REQUIRED, 'directory or hub id of a BERT model, or "hashed"'),
     "out": (REQUIRED, "directory of the index; goes on with one left unfinished"),
-    "family": ("", "prefixes and pooling of the model: e5, bge or minilm"),
+    "family": ("", "prefixes and pooling: e5, bge, minilm or declared"),
     "max_query_tokens": (0, "of an encoded question; 0 = the model's"),
     "max_passage_tokens": (0, "of an encoded passage; 0 = the model's"),
     "hashed_dim": (512, "features of the hashed encoder's vectors"),

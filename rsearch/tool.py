@@ -71,7 +71,7 @@ FLAGS = {
     "model": ("", "Hugging Face directory or hub id (default: the recipe's)"),
     "index": ("", "a directory that rsearch.index made (default: the recipe's)"),
     "encoder": ("", "of the index: a directory, a hub id or 'hashed' (likewise)"),
-    "family": ("", "of the encoder: minilm, e5 or bge (likewise)"),
+    "family": ("", "of the encoder: minilm, e5, bge, declared (likewise)"),
     "protocol": ("", "how the policy was trained to search (likewise)"),
     "max_concurrent": (8, "questions answered at once"),
     "max_question_chars": (2000, "a longer question is refused"),

@@ -93,6 +93,8 @@ FAULTS = """
   blank last lines; on_bad=skip of a corpus; demonstrations
 64 text that was written on another system: CRLF inside contents
 65 a small file of gigabytes: gzip checked while it is unpacked; gzip of questions
+68 an encoder's declaration: declared pooling; declared prompts; layouts;
+  what is not computed; prompts that differ
 """
 
 
@@ -169,6 +171,10 @@ def test_the_rows_are_those_that_are_known():
     numbers = {int(n) for n in re.findall(r"(?<!\S)(\d+)\. ", KNOWN.read_text())}
     # Of the second round, from 60 on, some are not covered yet.
     assert {n for n in numbers if 0 < n < 60} <= set(table()) <= numbers
+    numbers = re.findall(r"(?<!\S)(\d+)\. ", KNOWN.read_text())
+    known = {n for n in map(int, numbers) if n > 0}
+    # The second round, from 60 on, may not be covered completely.
+    assert {n for n in known if n < 60} <= set(table()) <= known
 
 
 def main():

@@ -56,7 +56,7 @@ from rsearch.retrieval.vectors import Vectors
 FLAGS = {
     "corpus": ("", "JSONL of passages (default: the index's, or the embedded world)"),
     "encoder": ("hashed", 'directory or hub id of a BERT model, or "hashed"'),
-    "family": ("minilm", "prefixes and pooling of the model: e5, bge or minilm"),
+    "family": ("minilm", "prefixes and pooling: e5, bge, minilm or declared"),
     "index": ("", "of rsearch.index, whose vectors are taken; else they are encoded"),
     "questions": ("", "file of questions to search for, before passages' titles"),
     "cases": ("real,made,rollouts", "which to measure"),

@@ -26,7 +26,7 @@ from rsearch.models.hf.directory import (
     refuse_misfits,
 )
 
-POOLINGS = ("mean", "cls")
+POOLINGS = ("mean", "cls", "max", "lasttoken")
 
 # Leaf of the parameters -> the tensor that stores it. Matrices are [out, in] on disk.
 _EMBEDDINGS = {
@@ -164,20 +164,26 @@ def _norm(spec, dtype, name):
 
 
 def pool(hidden: jax.Array, is_token: jax.Array, *, pooling: str) -> jax.Array:
-    """Return one vector a text: the mean over its tokens, or its first token's state.
+    """Return one vector a text, from the states of its tokens.
 
     Args:
         hidden: [B, T, D].
-        is_token: [B, T] bool; special tokens count as tokens.
-        pooling: "mean" or "cls".
+        is_token: [B, T] bool, padded on the right; special tokens count as tokens.
+        pooling: "mean" or "max" over the tokens, the first ("cls") or "lasttoken".
 
     Returns:
-        [B, D] float32.
+        [B, D] float32; a row without tokens is finite.
     """
     assert pooling in POOLINGS, pooling
     hidden = hidden.astype(jnp.float32)
     if pooling == "cls":
         return hidden[:, 0]
+    if pooling == "lasttoken":
+        last = jnp.maximum(is_token.sum(axis=1) - 1, 0)
+        return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    if pooling == "max":
+        lowest = jnp.finfo(jnp.float32).min
+        return jnp.where(is_token[:, :, None], hidden, lowest).max(axis=1)
     weight = is_token[:, :, None].astype(jnp.float32)
     return (hidden * weight).sum(axis=1) / jnp.maximum(weight.sum(axis=1), 1.0)
 
@@ -205,7 +211,7 @@ def embed(
         params: from `load_bert`.
         token_ids: [B, T] int32, padded on the right.
         num_tokens: [B] int32, tokens of each row that count.
-        pooling: "mean" or "cls".
+        pooling: one of POOLINGS.
         normalize: scale every vector to length 1.
 
     Returns:
@@ -271,7 +277,13 @@ def read_bert_spec(directory: str | os.PathLike) -> BertSpec:
     only("model_type", "bert", None)
     only("hidden_act", "gelu", "gelu")
     only("position_embedding_type", "absolute", "absolute")
-    only("is_decoder", False, False)
+    # Absent or null as in most files, these change nothing; else the model is another.
+    for field in ("is_decoder", "is_encoder_decoder", "add_cross_attention"):
+        only(field, False, False)
+    for field in ("quantization_config", "auto_map"):
+        only(field, None, None)
+    if config.get("pruned_heads"):
+        only("pruned_heads", {}, {})
     spec = BertSpec(
         vocab_size=number("vocab_size"),
         width=number("hidden_size"),

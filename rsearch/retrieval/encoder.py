@@ -2,7 +2,8 @@
 
 An encoder has `dim`, `fingerprint`, `encode_queries(texts)` and
 `encode_passages(texts)`, both [n, dim] float32 of length 1. Families of BERT models
-differ in prefixes and pooling; `HashedNgrams` needs no model.
+differ in prefixes and pooling; what a model's directory declares must agree with the
+family, or is the family ("declared"). `HashedNgrams` needs no model.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ import numpy as np
 from rsearch.models import bert
 from rsearch.models.hf.directory import find_model
 from rsearch.models.wordpiece import WordPiece
-from rsearch.runtime import files
+from rsearch.retrieval.encoder_files import Declared, read_declared
 
 # Tokens a row is padded to: the shapes that compile. The model's limit is one more.
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
@@ -50,6 +51,7 @@ FAMILIES = {
     # sentence-transformers/all-MiniLM-L6-v2
     "minilm": EncoderFamily("", "", "mean"),
 }
+DECLARED = "declared"  # the family that the model's directory describes
 
 
 def load_encoder(
@@ -64,7 +66,7 @@ def load_encoder(
 
     Args:
         source: "hashed", or a directory or hub id of a BERT model.
-        family: a key of FAMILIES; not used by "hashed".
+        family: a key of FAMILIES, or DECLARED; not used by "hashed".
         dim: width of the hashed encoder's vectors; a model has its own.
         max_query_tokens, max_passage_tokens: see BertEncoder; not used by "hashed".
 
@@ -73,8 +75,9 @@ def load_encoder(
     """
     if source == "hashed":
         return HashedNgrams(dim)
-    if family not in FAMILIES:
-        raise ValueError(f"{family=}, expected one of {', '.join(sorted(FAMILIES))}")
+    if family not in FAMILIES and family != DECLARED:
+        choices = ", ".join(sorted(FAMILIES))
+        raise ValueError(f"{family=}, expected one of {choices}, or {DECLARED}")
     return BertEncoder(
         find_model(source),
         family=family,
@@ -91,10 +94,11 @@ class BertEncoder:
 
     Args:
         directory: a Hugging Face directory; see rsearch.models.bert and wordpiece.
-        family: a key of FAMILIES.
+        family: a key of FAMILIES, which the files of sentence-transformers in the
+            directory must not contradict; or DECLARED, which takes their word.
         max_query_tokens: of the longest question, prefix and special tokens included;
             longer ones are cut. 0 takes sentence_bert_config.json's
-            max_seq_length, else the model's number of positions.
+            max_seq_length, else what tokenizer and positions allow.
         max_passage_tokens: likewise, of a passage.
         dtype: of the computation.
 
@@ -114,9 +118,19 @@ class BertEncoder:
         dtype: Any = jnp.float32,
     ):
         directory = pathlib.Path(directory)
+        declared = read_declared(directory)
+        self.family = _agreed_family(directory, family, declared)
+        directory = declared.model
         spec, params = bert.load_bert(directory)
-        self.family = FAMILIES[family]
-        default = _max_tokens(directory, spec)
+        for path, field, value in declared.widths:
+            if value != spec.width:
+                raise ValueError(
+                    f"{path}: {field}={value!r}, but the model's vectors have "
+                    f"{spec.width} numbers"
+                )
+        default = declared.max_tokens
+        if default is None:
+            default = min(declared.tokenizer_tokens, spec.max_positions)
         self.max_query_tokens = max_query_tokens or default
         self.max_passage_tokens = max_passage_tokens or default
         for name in ("max_query_tokens", "max_passage_tokens"):
@@ -134,9 +148,15 @@ class BertEncoder:
             )
         self._model = bert.Bert(spec, dtype=dtype)
         self._params = jax.device_put(params)
+        # A tokenizer that lower-cases itself needs no help.
+        self._lowers = declared.lower_case and not self._tokenizer.lower_case
         settings = [family, self.max_passage_tokens, jnp.dtype(dtype).name]
         if self.max_query_tokens != self.max_passage_tokens:
             settings.append(self.max_query_tokens)
+        if family == DECLARED:
+            settings.append(dataclasses.astuple(self.family))
+        if self._lowers:
+            settings.append("lower-cased")
         self.fingerprint = fingerprint_of(directory, settings)
 
     def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
@@ -159,6 +179,8 @@ class BertEncoder:
 
     def _encode(self, texts, prefix, max_tokens, rows_of):
         texts = [prefix + text for text in texts]
+        if self._lowers:
+            texts = [text.lower() for text in texts]
         ids = self._tokenizer(texts, max_tokens=max_tokens)
         vectors = np.empty((len(texts), self.dim), np.float32)
         pad_id = self._tokenizer.pad_id
@@ -206,19 +228,43 @@ def fixed_batches(
             yield indices, tokens, counts
 
 
-def _max_tokens(directory, spec):
-    path = directory / "sentence_bert_config.json"
-    if not path.is_file():
-        return spec.max_positions
-    try:
-        value = files.read_json(path).get("max_seq_length")
-    except AttributeError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if value is None:
-        return spec.max_positions
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{path}: max_seq_length={value!r}, expected a whole number")
-    return value
+def _agreed_family(
+    directory: pathlib.Path, name: str, declared: Declared
+) -> EncoderFamily:
+    """Return the family of a name; refuse it where the directory says otherwise."""
+    if name == DECLARED:
+        if declared.pooling is None:
+            raise ValueError(
+                f"{directory}: family={name!r}, but neither modules.json nor "
+                f"1_Pooling/config.json declares a pooling; name one of "
+                f"{', '.join(sorted(FAMILIES))}"
+            )
+        _, query, passage = declared.prompts or (None, "", "")
+        family = EncoderFamily(query, passage, declared.pooling[1])
+    else:
+        family = FAMILIES[name]
+    if declared.pooling is not None and declared.pooling[1] != family.pooling:
+        path, pooling = declared.pooling
+        raise ValueError(
+            f"{path}: the model's pooling is {pooling!r}, but family={name!r} means "
+            f"{family.pooling!r}; name a family of its pooling, or {DECLARED!r}"
+        )
+    prefixes = family.query_prefix, family.passage_prefix
+    if declared.prompts is not None:
+        path, *prompts = declared.prompts
+        # White space at a prompt's ends changes no token: families end in colons.
+        if [p.split() for p in prompts] != [p.split() for p in prefixes]:
+            raise ValueError(
+                f"{path}: the model's prompts for queries and passages are {prompts}, "
+                f"but family={name!r} means {[*prefixes]}; name a family of its "
+                f"prompts, or {DECLARED!r}"
+            )
+    if any(prefixes) and not declared.includes_prompt:
+        raise ValueError(
+            f"{declared.pooling[0]}: include_prompt=False is not computed here, where "
+            f"the tokens of the prompts {[*prefixes]} are pooled too"
+        )
+    return family
 
 
 def fingerprint_of(directory: pathlib.Path, settings: Sequence) -> str:

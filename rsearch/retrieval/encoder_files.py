@@ -1,0 +1,264 @@
+"""Read how an encoder's directory says that its vectors are made.
+
+sentence-transformers writes beside a model which modules it is made of (modules.json),
+how token states are pooled (1_Pooling/config.json), where texts are cut
+(sentence_bert_config.json) and what is written before them
+(config_sentence_transformers.json). Every field of these files is used, is known to
+change no vector, or is refused: a model of another pooling computes vectors all the
+same, only worse ones.
+"""
+
+import dataclasses
+import pathlib
+
+from rsearch.models.hf.directory import MAX_NUMBER, Fields, read_object
+from rsearch.runtime import files
+
+MODULES = "modules.json"
+PROMPTS = "config_sentence_transformers.json"
+_POOLINGS = {  # a mode of sentence-transformers -> the pooling of rsearch.models.bert
+    "mean": "mean",
+    # Longer by the root of the number of tokens; vectors are scaled to length 1.
+    "mean_sqrt_len_tokens": "mean",
+    "cls": "cls",
+    "max": "max",
+    "lasttoken": "lasttoken",
+}
+_POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_WIDTHS = {"word_embedding_dimension", "embedding_dimension"}
+_TRANSFORMER_FILES = [
+    f"sentence_{name}_config.json"
+    for name in (
+        *("bert", "roberta", "distilbert", "camembert"),
+        *("albert", "xlm-roberta", "xlnet"),
+    )
+]
+_FORWARD = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+# Fields that must hold the value of a text encoder.
+_TRANSFORMER_VALUES = {
+    "transformer_task": (None, "feature-extraction"),
+    "module_output_name": (None, "token_embeddings"),
+    "modality_config": (None, _FORWARD),
+    "query_length": (None,),
+    "document_length": (None,),
+    "query_expansion": (None,),
+    "unpad_inputs": (None, False, True),
+}
+# Arguments for transformers' loaders, and those among them that change no vector.
+_ARGUMENTS = (
+    *("model_args", "config_args", "tokenizer_args", "processing_kwargs"),
+    *("model_kwargs", "config_kwargs", "processor_kwargs", "tokenizer_kwargs"),
+)
+_HARMLESS_ARGUMENTS = {
+    *("trust_remote_code", "attn_implementation", "torch_dtype", "dtype", "use_cache"),
+    *("device_map", "low_cpu_mem_usage", "add_pooling_layer"),
+}
+_PASSAGE_PROMPTS = ("document", "passage", "corpus")  # the first that says something
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """What an encoder's directory declares; None where it declares nothing.
+
+    Attributes:
+        model: the directory with its config.json, weights and vocabulary.
+        pooling: (file that says so, a pooling of rsearch.models.bert).
+        includes_prompt: whether the tokens of a prompt are pooled with the text's.
+        prompts: (file that says so, text before a query, text before a passage).
+        widths: [(file, field, value)] of numbers that must be the model's width.
+        max_tokens: of a text, special tokens included.
+        tokenizer_tokens: the most that the tokenizer says its model reads.
+        lower_case: whether texts are lower-cased before they are tokenized.
+    """
+
+    model: pathlib.Path
+    pooling: tuple[pathlib.Path, str] | None
+    includes_prompt: bool
+    prompts: tuple[pathlib.Path, str, str] | None
+    widths: tuple[tuple[pathlib.Path, str, object], ...]
+    max_tokens: int | None
+    tokenizer_tokens: int
+    lower_case: bool
+
+
+def read_declared(directory: pathlib.Path) -> Declared:
+    """Return what the files of sentence-transformers in a directory say.
+
+    Raises:
+        ValueError: names the file and the module or field that is not computed here.
+    """
+    modules = _modules(directory)
+    model, pooling, includes_prompt, is_normalized = directory, None, True, False
+    widths = []
+    for number, (kind, path, where) in enumerate(modules):
+        if kind == "Transformer" and number == 0:
+            model = path
+        elif kind == "Pooling" and not pooling:
+            fields = Fields(path / "config.json", read_object(path / "config.json"))
+            pooling = fields.path, _read_pooling(fields)
+            includes_prompt = fields.get("include_prompt") is not False
+            widths += [
+                (fields.path, n, fields.get(n)) for n in _WIDTHS & {*fields.values}
+            ]
+        elif kind == "Normalize" and pooling:
+            _check_normalize(path / "config.json")
+            is_normalized = True
+        elif kind != "Dropout":  # which does nothing outside training
+            raise ValueError(
+                f"{where}: module {number} is {kind!r}, which is not computed here: an "
+                "encoder is a Transformer, one Pooling and at most a Normalize"
+            )
+    if modules and not pooling:
+        raise ValueError(
+            f"{modules[0][2]}: it names no Pooling, so no vectors of texts"
+        )
+    prompts = None
+    if (directory / PROMPTS).is_file():
+        fields = Fields(directory / PROMPTS, read_object(directory / PROMPTS))
+        prompts = _read_prompts(fields, is_normalized)
+        if fields.get("truncate_dim") is not None:
+            widths.append((fields.path, "truncate_dim", fields.get("truncate_dim")))
+    fields = _read_transformer(model)
+    max_tokens = fields.get("max_seq_length")
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | None):
+        raise ValueError(
+            f"{fields.path}: max_seq_length={max_tokens!r}, expected a whole number"
+        )
+    return Declared(
+        model,
+        pooling,
+        includes_prompt,
+        prompts,
+        tuple(widths),
+        max_tokens,
+        _tokenizer_tokens(model / "tokenizer_config.json"),
+        fields.get("do_lower_case") is True,
+    )
+
+
+def _modules(directory):
+    """Return [(class, its folder, the file or folder that says so)] of the modules."""
+    path = directory / MODULES
+    if not path.is_file():
+        # Without the list, as when files were copied by hand, folders show it.
+        folders = sorted(
+            p for p in directory.glob("[0-9]_[A-Z]*") if (p / "config.json").is_file()
+        )
+        modules = [(p.name.partition("_")[2], p, p) for p in folders]
+        if modules and modules[0][0] != "Transformer":
+            modules.insert(0, ("Transformer", directory, directory))
+        return modules
+    entries = files.read_json(path)
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{path}: expected a list of modules")
+    modules = []
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise ValueError(f"{path}: module {number} is {entry!r}, not an object")
+        fields = Fields(path, entry, prefix=f"module {number}: ")
+        _check_known(fields, {"idx", "name", "path", "type", "kwargs"})
+        fields.check("kwargs", (None, []))
+        kind, folder = entry.get("type"), entry.get("path", "")
+        names = kind.split(".") if isinstance(kind, str) else [""]
+        if names[0] != "sentence_transformers":
+            supported = "it must be a module of sentence_transformers"
+            raise fields.refusal("type", kind, supported)
+        parts = pathlib.PurePath(folder).parts if isinstance(folder, str) else ("..",)
+        if ".." in parts or pathlib.PurePath(folder).is_absolute():
+            raise fields.refusal("path", folder, "it must be a folder beside it")
+        modules.append((names[-1], directory / folder, path))
+    return modules
+
+
+def _read_pooling(fields):
+    """Return the pooling that a Pooling's config.json names."""
+    _check_known(fields, {"pooling_mode", "include_prompt", *_POOLING_FLAGS, *_WIDTHS})
+    for flag in (*_POOLING_FLAGS, "include_prompt"):
+        fields.check(flag, (None, False, True))
+    mode = fields.get("pooling_mode")
+    modes = mode if isinstance(mode, list) else [mode]
+    if mode is None:
+        flags = [flag for flag in _POOLING_FLAGS if flag in fields.values]
+        modes = [_POOLING_FLAGS[flag] for flag in flags if fields.get(flag)]
+        if not flags:
+            modes = ["mean"]  # sentence-transformers' default
+    if len(modes) != 1 or str(modes[0]) not in _POOLINGS:
+        said = " and ".join(map(repr, modes)) or "none"
+        raise ValueError(
+            f"{fields.path}: its pooling is {said}, which is not computed here; "
+            f"expected one of {', '.join(_POOLINGS)}"
+        )
+    return _POOLINGS[modes[0]]
+
+
+def _check_normalize(path):
+    """Refuse a Normalize of something other than the pooled vector."""
+    if path.is_file():
+        fields = Fields(path, read_object(path))
+        for name in fields.values:
+            fields.check(name, (None, "sentence_embedding"))
+
+
+def _read_prompts(fields, is_normalized):
+    """Return (file, text before queries, text before passages); None without either.
+
+    Empty texts declare nothing: new versions write them beside every model.
+    """
+    known = {"prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim"}
+    _check_known(fields, {"__version__", "model_type", *known})
+    fields.check("model_type", (None, "SentenceTransformer"))
+    # Vectors here have length 1, so that their product is their cosine.
+    products = ("dot", "dot_score") if is_normalized else ()
+    fields.check("similarity_fn_name", (None, "cosine", "cos_sim", *products))
+    prompts = fields.get("prompts") or {}
+    texts = [*prompts.values()] if isinstance(prompts, dict) else [prompts]
+    if not all(isinstance(text, str | None) for text in texts):
+        raise fields.refusal("prompts", prompts, "it must be an object of texts")
+    default = fields.get("default_prompt_name")
+    if default is not None and (default not in prompts):
+        supported = f"it must name one of the prompts, {sorted(prompts)}"
+        raise fields.refusal("default_prompt_name", default, supported)
+    query = prompts.get("query") or prompts.get(default) or ""
+    # A default that is named after queries is not for passages.
+    default = None if default == "query" else default
+    named = (prompts.get(name) for name in (*_PASSAGE_PROMPTS, default))
+    passage = next(filter(None, named), "")
+    return (fields.path, query, passage) if query or passage else None
+
+
+def _read_transformer(model):
+    """Return the checked fields of a Transformer's file, none if it has no file."""
+    path = next((model / n for n in _TRANSFORMER_FILES if (model / n).is_file()), None)
+    fields = Fields(path or model, read_object(path) if path else {})
+    known = {"max_seq_length", "do_lower_case", *_TRANSFORMER_VALUES, *_ARGUMENTS}
+    _check_known(fields, known)
+    for name, values in _TRANSFORMER_VALUES.items():
+        fields.check(name, values)
+    for name in _ARGUMENTS:
+        value = fields.get(name) or {}
+        if not isinstance(value, dict) or value.keys() - _HARMLESS_ARGUMENTS:
+            raise fields.refusal(name, value, "it must be empty")
+    fields.check("do_lower_case", (None, False, True))
+    return fields
+
+
+def _tokenizer_tokens(path):
+    """Return model_max_length, which newer versions write for max_seq_length."""
+    length = read_object(path).get("model_max_length") if path.is_file() else None
+    # Absent or absurdly large, it says that nobody has set it.
+    is_set = isinstance(length, int) and not isinstance(length, bool) and length > 0
+    return length if is_set else MAX_NUMBER[int]
+
+
+def _check_known(fields, known):
+    """Refuse fields that no version of sentence-transformers is known to write."""
+    for name in sorted(fields.values.keys() - known):
+        supported = f"it is not among the known fields {', '.join(sorted(known))}"
+        raise fields.refusal(name, fields.get(name), supported)
