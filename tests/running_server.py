@@ -1,7 +1,17 @@
-"""A server that answers while a test asks it."""
+"""A server that answers while a test asks it, and what the two services answer."""
 
 import contextlib
 import threading
+from collections.abc import Callable
+
+from rsearch import retriever, tool
+from rsearch.protocols.tagged import SEARCH_R1
+from rsearch.rollout.conversation import Limits
+from rsearch.tools.search import search_call
+from rsearch.types import Answer, Group, Passage
+from tests.rewards.play import play
+
+PASSAGES = tuple(Passage(f"p{i}", f"T{i}\ntext", 1.0 - i / 10) for i in range(4))
 
 
 @contextlib.contextmanager
@@ -16,3 +26,42 @@ def running(server):
         server.server_close()
         thread.join(10)
         assert not thread.is_alive()
+
+
+class Engine:
+    """Stands in for a RolloutEngine: one search, then an answer."""
+
+    def __init__(self, search):
+        self._search = search
+
+    def prompt(self, question):
+        return question.text.split()
+
+    def __call__(self, params, questions, key):
+        turns = [SEARCH_R1.render(a) for a in (search_call("q"), Answer("Paris"))]
+        found = self._search([q.text for q in questions])
+        pairs = zip(questions, found, strict=True)
+        return [Group(q, (play(SEARCH_R1, turns, hits, q),)) for q, hits in pairs]
+
+
+class Tool(tool.SearchTool):
+    """The tool around that engine, which no model is loaded for."""
+
+    def __init__(self, search):
+        self._engine, self._params, self._answerer = Engine(search), None, None
+        self._limits, self._max_chars = Limits(1, 50, 50, 50), 200
+        self._running = tool.threading.Lock()
+        self._waiting_lock, self._waiting = tool.threading.Lock(), []
+
+
+def find(queries):
+    """Four passages for each query."""
+    return [PASSAGES for _ in queries]
+
+
+def routes(name: str, search: Callable = find) -> dict:
+    """Of the service "tool" or "retriever", around a search."""
+    if name == "tool":
+        return tool.routes_of(Tool(search))
+    sizes = dict(top_k=3, max_k=4, max_query_chars=50)
+    return retriever.routes_of(search, **sizes)

@@ -95,6 +95,10 @@ FAULTS = """
 65 a small file of gigabytes: gzip checked while it is unpacked; gzip of questions
 68 an encoder's declaration: declared pooling; declared prompts; layouts;
   what is not computed; prompts that differ
+91 the wire of public clients: public clients; replies without scores; no queries;
+  many queries; many passages; long queries; queries of a single text; named routes;
+  reasons in the status line; only what searching needs;
+  passages as the client shows them
 """
 
 

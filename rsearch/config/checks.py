@@ -29,11 +29,6 @@ def _check_world(c):
             f"config.tokenizer.source = 'world' does not belong to "
             f"config.model.source = {c.model.source!r}; '' takes the model's own"
         )
-    if c.retrieval.index and c.retrieval.corpus == "world":
-        raise ValueError(
-            f"config.retrieval.index = {c.retrieval.index!r} is no index of "
-            "config.retrieval.corpus = 'world'; '' takes the index's own corpus"
-        )
     named = {"data.train": c.data.train, "data.dev": c.data.dev}
     if "sft" in kinds(c):
         named["sft.demonstrations"] = c.sft.demonstrations
@@ -47,6 +42,11 @@ def _check_world(c):
 
 def _check_search(c):
     r = c.retrieval
+    if r.index and r.corpus == "world":
+        raise ValueError(
+            f"config.retrieval.index = {r.index!r} is no index of "
+            "config.retrieval.corpus = 'world'; '' takes the index's own corpus"
+        )
     if r.fetch_pages and not (r.url and r.api == "serper"):
         raise ValueError(
             "config.retrieval.fetch_pages = True reads the pages that a web search "
@@ -368,20 +368,47 @@ def validate(config: ConfigDict, *, num_devices: int | None = None) -> None:
                 raise ValueError(f"config.overrides.{stage}: {error}") from None
 
 
+def searches_world(config: ConfigDict) -> bool:
+    """Return whether the passages of the embedded world are what is searched."""
+    r = config.retrieval
+    return r.corpus == "world" and not (r.url or r.engine)
+
+
+def validate_search(config: ConfigDict) -> None:
+    """Refuse a configuration whose search could not be opened as written.
+
+    Raises:
+        ValueError: as `validate`, of the fields that a search engine needs.
+    """
+    world = ["seed", "world"] if searches_world(config) else []
+    _check_bounds(config, ["retrieval", *world])
+    _check_search(config)
+    _check_reranker(config)
+
+
 def _validate_stage(config, num_devices):
     """Check the configuration of one stage, its overrides applied."""
+    _check_bounds(config)
+    for check in CROSS_CHECKS:
+        check(config)
+    if num_devices is not None:
+        _check_mesh(config, num_devices)
+
+
+def _check_bounds(config, sections=None):
+    """Refuse a field that is out of its bound; None checks those of all sections."""
+
+    def is_checked(name):
+        return sections is None or name.partition(".")[0] in sections
+
     bounds = {name: f.bound for name, f in base_fields().items() if f.bound}
     for name, value in fields(config).items():
-        if isinstance(value, float) and not math.isfinite(value):
+        if is_checked(name) and isinstance(value, float) and not math.isfinite(value):
             bound = bounds.get(name)
             right = bound.description if bound else "a finite number"
             raise ValueError(f"config.{name} = {value!r}: must be {right}")
     for name, bound in bounds.items():
         value = config[name]
-        if not bound.allows(value):
+        if is_checked(name) and not bound.allows(value):
             shown = value.to_dict() if hasattr(value, "to_dict") else value
             raise ValueError(f"config.{name} = {shown!r}: must be {bound.description}")
-    for check in CROSS_CHECKS:
-        check(config)
-    if num_devices is not None:
-        _check_mesh(config, num_devices)

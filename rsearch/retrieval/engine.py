@@ -75,6 +75,17 @@ class SearchEngine:
         """Return a short description of the corpus."""
         return f"{len(self):,} passages"
 
+    def with_top_k(self, top_k: int) -> "SearchEngine":
+        """Return an engine over the same passages that finds another number of them."""
+        return SearchEngine(
+            self._nearest,
+            self._encoder,
+            self._corpus,
+            top_k=top_k,
+            cache_size=self._cache_size,
+            fingerprint=self.fingerprint,
+        )
+
     def __call__(self, queries: Sequence[str]) -> list[tuple[Passage, ...] | None]:
         """Return the passages of each query, best first, with their scores.
 

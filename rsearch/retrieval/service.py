@@ -7,8 +7,10 @@ ends with code 75.
 """
 
 import collections
+import functools
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +39,7 @@ CHECK_SECONDS = 5.0  # that a service may take for its first answer
 MAX_PASSAGE_BYTES = 1 << 16  # of each in a reply; JSON escapes included
 ENVELOPE_BYTES = 1 << 16
 CONCURRENCY = 16  # calls at once, of one search
-QUERIES_A_CALL = 256  # at most; this package's own service refuses more than 512
+QUERIES_A_CALL = 256  # at most; some services refuse many more
 OVERLAPPING = 8  # searches at once, where a call takes many queries
 
 
@@ -59,7 +61,10 @@ class _SearchR1:
 
 
 class _R1Searcher:
-    """POST /queries {"queries", "k"}, as R1-Searcher's: texts without id or score."""
+    """POST /queries {"queries", "k"}, as R1-Searcher's: texts without id or score.
+
+    Its server's texts begin with their line number, which its client drops, too.
+    """
 
     path, is_batched = "/queries", True
 
@@ -69,7 +74,8 @@ class _R1Searcher:
 
     @staticmethod
     def hits(reply):
-        return [[_passage(text) for text in row] for row in reply["answers"]]
+        drop = functools.partial(re.sub, r"^\d+\s+", "")
+        return [[_passage(drop(text)) for text in row] for row in reply["answers"]]
 
 
 class _ReaRAG:

@@ -1,5 +1,6 @@
 """What a JSON service says of itself at GET /openapi.json, for people and programs."""
 
+import re
 from collections.abc import Mapping
 
 PATH = "/openapi.json"
@@ -7,7 +8,7 @@ ERRORS = {  # of every route that takes a body, by status
     400: "the body is no JSON, or not as described",
     408: "the body did not come in time",
     411: "Content-Length is missing",
-    413: "the body is too long",
+    413: "the body is too long, or the reply would be",
     415: "Content-Type is not application/json",
     422: "a text that is too long, or that cannot be asked",
 }
@@ -18,6 +19,7 @@ COMMON = {  # of every route
 }
 WITH_TOKEN = {401: "Authorization: Bearer ... is missing or wrong"}
 TEXT = {"type": "string"}
+NAME = {**TEXT, "pattern": "^[A-Za-z0-9._-]{1,64}$"}  # in a path
 HEALTH = {
     "type": "object",
     "required": ["status"],
@@ -48,7 +50,17 @@ def with_description(routes: Mapping, title: str, described: Mapping) -> dict:
     }
     paths = {}
     for (method, path), (summary, body, reply) in operations.items():
-        paths.setdefault(path, {})[method.lower()] = _operation(summary, body, reply)
+        operation = _operation(summary, body, reply)
+        if names := re.findall(r"\{(\w+)\}", path):
+            operation["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": NAME}
+                for name in names
+            ]
+            operation["responses"]["404"] = {
+                "description": "the path holds no such name",
+                "content": _json({"$ref": "#/components/schemas/Error"}),
+            }
+        paths.setdefault(path, {})[method.lower()] = operation
     document = {
         "openapi": "3.1.0",
         "info": {"title": title, "version": "1"},

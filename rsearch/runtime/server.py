@@ -2,14 +2,20 @@
 
 Each request has a thread; what it asks of the program must be safe to ask from several.
 Nothing that a client sends can do more than get an error with a JSON body:
-{"error": "..."}.
+{"error": "..."}. The reason stands in the status line, too, since most clients show
+that and no body.
 """
 
+import contextlib
+import errno
 import hmac
 import http.server
 import io
 import ipaddress
 import json
+import os
+import re
+import resource
 import signal
 import socket
 import sys
@@ -22,7 +28,13 @@ from typing import Any
 from rsearch.runtime.console import note
 
 JSON = "application/json"
+HEALTH = "/health"  # answered however many requests are under way
+SEGMENT = re.compile("[A-Za-z0-9._-]{1,64}")  # that the {name} of a route stands for
+PHRASE_CHARS = 200  # of a reason in the status line
 LINGER_SECONDS, LINGER_BYTES = 1.0, 1 << 25  # for a body that is refused unread
+STALE_SHARE = 1 / 30  # of a client's time; then it may be closed for another's sake
+READING, ANSWERING, REPLYING = "reading", "answering", "replying"
+CLOSING, ABANDONED = "closing", "abandoned"  # by the server, without and with a reply
 
 
 class RefusedError(Exception):
@@ -40,19 +52,24 @@ class JsonServer(http.server.ThreadingHTTPServer):
     Args:
         host, port: to listen at; port 0 takes a free one.
         routes: {("GET", "/health"): answer}: `answer` gets the body's JSON object, {}
-            for GET, and returns one, or raises RefusedError.
+            for GET, and returns one, or raises RefusedError. A path may end in a
+            {name}, which stands for any name.
         token: that each request has to carry as "Authorization: Bearer ..."; "" = none.
         max_body_bytes: a longer body is refused unread.
-        max_waiting: requests under way at once; further ones are refused at once.
+        max_reply_bytes: a longer reply is refused before it is built.
+        max_waiting: requests being answered at once; further ones are refused at once.
+        max_connections: open at once; further ones wait until another ends. A client
+            that has been slow to ask or to read for STALE_SHARE of its time ends then.
         timeout_seconds: how long a client may take for its request, head and body.
+        stop_seconds: for requests under way when the server is closed.
 
     Raises:
         ValueError: a host other machines can reach, without a token; a host or port
             that cannot be listened at.
     """
 
-    request_queue_size = 128  # connections that wait to be taken, of a burst
-    daemon_threads = False  # those under way end before the process does
+    request_queue_size = 1024  # connections that wait to be taken, of a burst
+    daemon_threads = True  # server_close waits for them, but not without end
 
     def __init__(
         self,
@@ -62,8 +79,11 @@ class JsonServer(http.server.ThreadingHTTPServer):
         *,
         token: str = "",
         max_body_bytes: int = 1 << 16,
+        max_reply_bytes: int = 1 << 28,
         max_waiting: int = 64,
+        max_connections: int = 512,
         timeout_seconds: float = 30.0,
+        stop_seconds: float = 8.0,
     ):
         if not token and not is_loopback(host):
             raise ValueError(
@@ -73,8 +93,21 @@ class JsonServer(http.server.ThreadingHTTPServer):
         self.routes = routes
         self.token = token
         self.max_body_bytes = max_body_bytes
+        self.max_reply_bytes = max_reply_bytes
         self.timeout_seconds = timeout_seconds
+        self.stop_seconds = stop_seconds
+        # The rest of the descriptors is for the index and whatever else is open.
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if descriptors != resource.RLIM_INFINITY:
+            max_connections = min(max_connections, max(2, descriptors // 2))
+        self.max_connections = max_connections
+        # Fewer than connections, so that one more can always ask for /health.
+        max_waiting = max(1, min(max_waiting, max_connections // 2))
         self.waiting = threading.BoundedSemaphore(max_waiting)
+        self._connections: dict[socket.socket, tuple[str, float]] = {}
+        self._changed = threading.Condition()  # held to read or change them
+        self._is_stopping = False
+        self._num_abandoned = 0
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -88,6 +121,66 @@ class JsonServer(http.server.ThreadingHTTPServer):
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             note(f"a connection failed: {error!r}")
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; make room where the process has no descriptor left."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                with self._changed:
+                    self._close_stale()
+                time.sleep(0.05)  # or the loop would spin until one is closed
+            raise
+
+    def process_request(self, request: socket.socket, client_address: Any) -> None:
+        """Start the connection's thread, once there is room for it."""
+        with self._changed:
+            while self._num_live() >= self.max_connections and not self._is_stopping:
+                if not self._close_stale():
+                    self._changed.wait(0.05)
+            self._connections[request] = READING, time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: socket.socket) -> None:
+        """Close a connection that is over."""
+        super().shutdown_request(request)
+        with self._changed:
+            self._connections.pop(request, None)
+            self._changed.notify_all()
+
+    def _num_live(self):
+        states = (state for state, _ in self._connections.values())
+        return sum(state != CLOSING for state in states)
+
+    def _close_stale(self):
+        """Close the oldest connection that keeps the server waiting, if any does."""
+        latest = time.monotonic() - STALE_SHARE * self.timeout_seconds
+        for request, (state, since) in self._connections.items():
+            if state in (READING, REPLYING) and since < latest:
+                self._close(request, socket.SHUT_RDWR)
+                return True
+        return False
+
+    def _close(self, request, how):
+        """Wake the connection's thread, which then ends."""
+        self._connections[request] = CLOSING, time.monotonic()
+        with contextlib.suppress(OSError):  # the client has gone
+            request.shutdown(how)
+
+    def enter(self, request: socket.socket, state: str) -> bool:
+        """Note what a connection does now; False if it has been given up."""
+        with self._changed:
+            old, _ = self._connections[request]
+            if old != ABANDONED:
+                self._connections[request] = state, time.monotonic()
+                self._changed.notify_all()
+            return old != ABANDONED
+
+    def is_closing(self, request: socket.socket) -> bool:
+        """Return whether the server reads no more of a connection."""
+        with self._changed:
+            return self._connections[request][0] == CLOSING
 
     def serve(self) -> None:
         """Serve until SIGINT or SIGTERM; then let requests under way end."""
@@ -104,6 +197,66 @@ class JsonServer(http.server.ThreadingHTTPServer):
             for name, handler in before.items():
                 signal.signal(name, handler)
             self.server_close()
+        if self._num_abandoned:
+            note(f"ended before {self._num_abandoned} requests were answered")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # what they compute cannot be stopped otherwise
+
+    def shutdown(self) -> None:
+        """End `serve_forever`."""
+        self._is_stopping = True
+        super().shutdown()
+
+    def server_close(self) -> None:
+        """Stop listening, and end every connection within `stop_seconds`.
+
+        Connections that have not sent their request get an eighth of that; requests
+        that are not answered by its end are refused.
+        """
+        self._is_stopping = True
+        end = time.monotonic() + self.stop_seconds
+        self._accept_waiting()
+        super().server_close()
+
+        def in_state(*states):
+            connections = list(self._connections.items())
+            return [request for request, (s, _) in connections if s in states]
+
+        with self._changed:
+            grace = self.stop_seconds / 8
+            self._changed.wait_for(lambda: not in_state(READING), grace)
+            for request in in_state(READING):
+                self._close(request, socket.SHUT_RD)
+            remaining = end - time.monotonic()
+            self._changed.wait_for(lambda: not self._connections, remaining)
+            for request in in_state(REPLYING, CLOSING):
+                self._close(request, socket.SHUT_RDWR)
+            abandoned = in_state(ANSWERING)
+            for request in abandoned:
+                self._connections[request] = ABANDONED, time.monotonic()
+        self._num_abandoned = len(abandoned)
+        for request in abandoned:
+            _refuse_stopped(request)
+
+    def _accept_waiting(self):
+        """Take the connections that the system has accepted; to close resets them."""
+        with contextlib.suppress(OSError):  # there are no more
+            self.socket.settimeout(0)
+            while True:
+                self.process_request(*self.socket.accept())
+
+
+def _refuse_stopped(request):
+    """Reply to a request whose thread still computes its answer."""
+    reason = "the service has stopped"
+    body = _error(reason)
+    head = [f"HTTP/1.0 503 {reason}", f"Content-Type: {JSON}"]
+    head += [f"Content-Length: {len(body)}", "Connection: close", "", body]
+    with contextlib.suppress(OSError):  # the client has gone
+        request.settimeout(0.1)
+        request.sendall("\r\n".join(head).encode())
+        request.shutdown(socket.SHUT_WR)
 
 
 def is_loopback(host: str) -> bool:
@@ -139,7 +292,35 @@ def _no_constant(name):
 
 
 def _error(reason):
-    return json.dumps({"error": str(reason)})
+    return json.dumps({"error": reason})
+
+
+def _phrase(reason):
+    """Return a reason as the status line may hold it: one line of ASCII."""
+    line = " ".join(reason[: 2 * PHRASE_CHARS].split())[:PHRASE_CHARS]
+    return "".join(c if " " <= c <= "~" else "?" for c in line)
+
+
+def _is_path(known, path):
+    """Return whether a route's path, which may end in a {name}, is this one."""
+    prefix, brace, _ = known.partition("{")
+    if not brace:
+        return path == known
+    return path.startswith(prefix) and bool(SEGMENT.fullmatch(path, len(prefix)))
+
+
+def _is_longer(value, limit):
+    """Return whether the texts in a value of JSON have more characters than this."""
+    total, remaining = 0, [value]
+    while remaining and total <= limit:
+        item = remaining.pop()
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, Mapping):
+            remaining += item.values()
+        elif isinstance(item, list | tuple):
+            remaining += item
+    return total > limit
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -157,45 +338,57 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         """Answer a request of any method by its route, or say why there is none."""
-        self.has_unread = self.headers.get("Content-Length", "0") != "0"
+        length = self.headers.get("Content-Length", "0")
+        self.has_unread = length != "0" or "Transfer-Encoding" in self.headers
         self._answer()
 
     do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
     do_HEAD = do_OPTIONS = do_TRACE = do_GET
 
     def _answer(self):
-        headers = {}
-        if not self.server.waiting.acquire(blocking=False):
-            self._reply(503, _error("too many requests at once; try again later"))
-            return
         try:
-            status, reply = 200, json.dumps(self._route(), allow_nan=False)
+            reply = self._route()
         except RefusedError as refused:
-            status, reply = refused.status, _error(refused)
-            headers = refused.headers
+            self._refuse(refused.status, str(refused), refused.headers)
         except TimeoutError:
-            status, reply = 408, _error("the body did not come in time")
+            self._refuse(408, "the body did not come in time")
         except Exception as error:  # the service goes on; who runs it sees the fault
             self.log_error("%s %s: %r", self.command, self.path, error)
-            status, reply = 500, _error("internal error")
-        finally:
-            self.server.waiting.release()
-        self._reply(status, reply, headers)
+            self._refuse(500, "internal error")
+        else:
+            self._reply(200, reply)
 
     def _route(self):
         """Check the client, and return the reply of its route."""
+        self._check_client()
         path = self.path.partition("?")[0]
         routes = self.server.routes
-        self._check_client()
-        answer = routes.get((self.command, path))
-        if answer is None:
-            methods = [method for method, known in routes if known == path]
-            if methods:
-                reason = f"{path} takes {' or '.join(methods)}"
-                raise RefusedError(405, reason, Allow=", ".join(methods))
+        answers = {m: a for (m, known), a in routes.items() if _is_path(known, path)}
+        if not answers:
             known = ", ".join(f"{method} {known}" for method, known in routes)
             raise RefusedError(404, f"no such route; there is {known}")
-        return answer(self._body() if self.command == "POST" else {})
+        if self.command not in answers:
+            reason = f"{path} takes {' or '.join(answers)}"
+            raise RefusedError(405, reason, Allow=", ".join(answers))
+        answer = answers[self.command]
+        # All of the body comes first: a slow client keeps nobody else from an answer.
+        body = self._body() if self.command == "POST" else {}
+        if path == HEALTH:
+            return self._encode(answer(body))
+        if not self.server.waiting.acquire(blocking=False):
+            raise RefusedError(503, "too many requests at once; try again later")
+        try:
+            self.server.enter(self.connection, ANSWERING)
+            return self._encode(answer(body))
+        finally:
+            self.server.waiting.release()
+
+    def _encode(self, answer):
+        limit = self.server.max_reply_bytes
+        reply = "" if _is_longer(answer, limit) else json.dumps(answer, allow_nan=False)
+        if not reply or len(reply) > limit:
+            raise RefusedError(413, f"the reply may have {limit} bytes: ask for less")
+        return reply
 
     def _check_client(self):
         """Refuse clients without the token, and web pages that name a loopback."""
@@ -222,6 +415,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             raise RefusedError(413, f"the body may have {limit} bytes")
         raw = self.rfile.read(int(length))
         self.has_unread = False
+        if len(raw) < int(length):
+            if self.server.is_closing(self.connection):
+                raise RefusedError(503, "the service is stopping; try again later")
+            raise RefusedError(400, "the body is shorter than its Content-Length")
         try:
             body = json.loads(raw, parse_constant=_no_constant)
         except (ValueError, RecursionError):
@@ -230,12 +427,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             raise RefusedError(400, "the body must be a JSON object")
         return body
 
-    def _reply(self, status, reply, headers=None):
+    def _refuse(self, status, reason, headers=None):
+        self._reply(status, _error(reason), headers, _phrase(reason))
+
+    def _reply(self, status, reply, headers=None, phrase=None):
         data = reply.encode()
-        self.connection.settimeout(self.timeout)
         self.close_connection = True  # an unread body must not become a request
+        if not self.server.enter(self.connection, REPLYING):
+            return
         try:
-            self.send_response(status)
+            self.connection.settimeout(self.timeout)
+            self.send_response(status, phrase or None)
             self.send_header("Content-Type", JSON)
             self.send_header("Content-Length", str(len(data)))
             self.send_header("Connection", "close")
@@ -266,7 +468,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def send_error(self, code, message=None, explain=None):
         """Send errors of the HTTP protocol itself as JSON, too."""
-        self._reply(int(code), _error(message or HTTPStatus(code).phrase))
+        self.has_unread = True
+        self._refuse(int(code), message or HTTPStatus(code).phrase)
 
     def log_message(self, format, *args):
         """Log nothing but errors: questions are private."""

@@ -11,20 +11,9 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
-from rsearch import retriever, tool
-from rsearch.protocols.tagged import SEARCH_R1
-from rsearch.rollout.conversation import Limits
 from rsearch.runtime.server import JsonServer
-from rsearch.tools.search import search_call
-from rsearch.types import (
-    Answer,
-    Group,
-    Passage,
-)
-from tests.rewards.play import play
-from tests.running_server import running
+from tests.running_server import routes, running
 
-PASSAGES = tuple(Passage(f"p{i}", f"T{i}\ntext", 1.0 - i / 10) for i in range(4))
 TOKEN = "canary-0123"
 AUTHORISED = {"Authorization": f"Bearer {TOKEN}"}
 SETTINGS = settings(
@@ -42,35 +31,6 @@ CHECKS = [
     checks.negative_data_rejection,
     checks.unsupported_method,
 ]
-
-
-class Engine:
-    """Stands in for a RolloutEngine: one search, then an answer."""
-
-    def prompt(self, question):
-        return question.text.split()
-
-    def __call__(self, params, questions, key):
-        turns = [SEARCH_R1.render(a) for a in (search_call("q"), Answer("Paris"))]
-        return [Group(q, (play(SEARCH_R1, turns, PASSAGES, q),)) for q in questions]
-
-
-class Tool(tool.SearchTool):
-    """The tool around that engine, which no model is loaded for."""
-
-    def __init__(self):
-        self._engine, self._params, self._answerer = Engine(), None, None
-        self._limits, self._max_chars = Limits(1, 50, 50, 50), 200
-        self._running = tool.threading.Lock()
-        self._waiting_lock, self._waiting = tool.threading.Lock(), []
-
-
-def routes(name):
-    """Of one of the two services."""
-    if name == "tool":
-        return tool.routes_of(Tool())
-    sizes = dict(top_k=3, max_k=4, max_query_chars=50)
-    return retriever.routes_of(lambda queries: [PASSAGES for _ in queries], **sizes)
 
 
 @pytest.fixture(autouse=True, scope="module")
