@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from rsearch.config.recipes import parse_flags, run_command
-from rsearch.runtime import files
+from rsearch.runtime import files, held
 from rsearch.runtime.checkpoint import ASIDE, FOLDER, delete_step, verify
 from rsearch.runtime.console import note, table
 from rsearch.runtime.manifest import (
@@ -113,7 +113,7 @@ def _collect(root, directories, flags):
     """
     with contextlib.ExitStack() as locks:
         for run in {directory.absolute().parents[1] for directory in directories}:
-            lock = run / files.LOCK
+            lock = run / held.LOCK
             if lock.exists() and not locks.enter_context(files.locked(lock)):
                 raise ValueError(f"{run}: in use by a run; wait for it to end")
         return _delete(directories, flags)

@@ -127,6 +127,7 @@ def main(
             console.note(f"stopped; the same command goes on in {home.path}")
             raise
         processes.barrier("the results are written")
+        home.stop_if_lost()
         if processes.is_host0():
             _report(config, evaluator.dataset, home.path)
         return read_results(home.path)

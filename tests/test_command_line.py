@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from rsearch.config import recipes as configs
+from rsearch.runtime.held import LostDirectoryError
 
 BASE = configs.load("configs/base.py")
 
@@ -75,6 +76,7 @@ def test_positional_arguments_are_required_in_order():
 # Exit codes
 
 
+@pytest.mark.fault(82, "exit code")
 def test_faults_of_users_and_ours_are_told_apart(capsys):
     def wrong_value(argv):
         configs.apply_overrides(BASE, {"sede": 1})
@@ -88,10 +90,14 @@ def test_faults_of_users_and_ours_are_told_apart(capsys):
     def interrupted(argv):
         raise KeyboardInterrupt
 
+    def lost(argv):
+        raise LostDirectoryError("its directory")
+
     assert configs.run_command(lambda argv: None, []) == 0
     assert configs.run_command(wrong_value, []) == 2
     assert configs.run_command(no_file, []) == 2
     assert configs.run_command(interrupted, []) == 130
+    assert configs.run_command(lost, []) == 3
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "error: unknown field config.sede; did you mean config.seed?"
     assert lines[1] == "error: No such file or directory: /nonexistent/file"

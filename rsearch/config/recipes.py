@@ -41,6 +41,7 @@ from rsearch.config.fields import (
 from rsearch.config.spec import ROOT
 from rsearch.hosts.preemption import EXIT_CODE, PreemptedError
 from rsearch.runtime.console import FULL, clean, unless_full
+from rsearch.runtime.held import LostDirectoryError
 from rsearch.text.spelling import did_you_mean
 
 __all__ = [
@@ -413,7 +414,7 @@ def _exit_code(main, argv):
         reason = clean(str(error)) or "stopped"
         _tell(f"{reason}; the same command goes on")
         return EXIT_CODE
-    except StoppedError as error:
+    except (StoppedError, LostDirectoryError) as error:
         _tell(f"error: {clean(str(error))}")
         return STOPPED
     except (ValueError, OSError) as error:

@@ -28,7 +28,7 @@ from rsearch.evaluation.scoring import score_groups
 from rsearch.hosts import processes
 from rsearch.rollout.records import share_groups
 from rsearch.rollout.scheduler import RolloutEngine
-from rsearch.runtime import console, files
+from rsearch.runtime import console, files, held
 from rsearch.runtime.identity import num_starts
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.runtime.workdir import write_json
@@ -193,16 +193,23 @@ def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> Non
     """Put a row into results.json and its `transcripts` into transcripts.jsonl.
 
     An earlier row of the same stage, method and dataset is replaced.
+
+    Raises:
+        LostDirectoryError: the run has lost its directory; both files are in the one
+            that it is saved in.
     """
 
     def is_other(old):
         return any(old[n] != row[n] for n in ("stage", "method", "dataset"))
 
+    wanted, folder = folder, held.locate(folder)
+    folder.mkdir(exist_ok=True)
     path = folder / "transcripts.jsonl"
     others = read_jsonl(path) if path.exists() else []
     write_jsonl(path, [*filter(is_other, others), *rollouts])
     rows = [old for old in read_results(folder) if is_other(old)]
     write_json(folder / "results.json", [*rows, row])
+    held.stop_if_lost(wanted)
 
 
 def read_results(folder: pathlib.Path) -> list[dict]:

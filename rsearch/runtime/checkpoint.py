@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from rsearch.hosts import processes
-from rsearch.runtime import files, storage
+from rsearch.runtime import files, held, storage
 from rsearch.runtime.console import note
 from rsearch.runtime.manifest import (
     MANIFEST,
@@ -102,7 +102,9 @@ def save(
     if (folder / MANIFEST).exists():
         raise ValueError(f"{folder}: there is a checkpoint of this step already")
     with _disk_errors(folder, sum(leaf.nbytes for leaf in leaves.values())):
-        _write(folder, step, leaves, body, keep, spare)
+        is_alone = processes.num_hosts() == 1
+        anchored = held.anchor(folder) if is_alone else folder
+        _write(anchored, step, leaves, body, keep, spare)
 
 
 def _write(folder, step, leaves, body, keep, spare):
@@ -122,7 +124,7 @@ def _write(folder, step, leaves, body, keep, spare):
         try:
             _delete_old(folder.parent, step, keep, spare)
         except OSError as error:
-            note(f"{error}; older checkpoints than {folder} stay")
+            note(f"{error}; older checkpoints than of step {step} stay")
     _barrier(f"saved {step}")
 
 

@@ -11,8 +11,9 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from rsearch.runtime import held
+
 CHUNK_BYTES = 1 << 24
-LOCK = "lock"  # in the directory of a run: held while it writes there
 URLS = {"gs:", "s3:", "hdfs:", "http:", "https:"}  # as a path begins with them
 PATTERNS = "*?[\\"
 
@@ -62,12 +63,19 @@ def replace(path: str | os.PathLike, data: bytes | memoryview) -> None:
     When this returns, the new contents survive a power cut; if it does not return, the
     old ones are still there. A leftover `<name>.tmp` is removed first, and nothing is
     written where it leads.
+
+    Raises:
+        LostDirectoryError: `path` is of a run that has lost its directory; the data is
+            saved with the run.
     """
-    path = pathlib.Path(path)
+    wanted = pathlib.Path(path)
+    path = held.locate(wanted)
     temporary = path.with_name(path.name + ".tmp")
     _write_new(temporary, data)
     os.replace(temporary, path)
     sync_directory(path.parent)
+    if path != wanted:
+        held.stop_if_lost(wanted)
 
 
 def create(path: str | os.PathLike, data: bytes) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import xxhash
 
 from rsearch.hosts import processes
-from rsearch.runtime import console, files
+from rsearch.runtime import console, files, held
 
 HEADER = struct.Struct("<QQ16s")  # lengths of key and body, digest
 
@@ -73,7 +73,8 @@ class AppendLog:
         header = HEADER.pack(len(raw_key), len(body), _digest(raw_key, body))
         with self._lock:
             try:
-                with open(self._path, "ab", buffering=0) as file:
+                path = held.locate(self._path)
+                with open(path, "ab", buffering=0) as file:
                     end = file.seek(0, os.SEEK_END)
                     files.append(file, header + raw_key + body)
             except OSError as error:
@@ -82,13 +83,13 @@ class AppendLog:
                 self._has_failed = True
                 return
             start = end + HEADER.size + len(raw_key)
-            self._spans[name] = self._path, start, len(body)
+            self._spans[name] = path, start, len(body)
 
     def clear(self) -> None:
         """Delete this host's records, and files of hosts that the run no longer has."""
         with self._lock:
             self._spans.clear()
-            self._path.unlink(missing_ok=True)
+            held.locate(self._path).unlink(missing_ok=True)
         if processes.is_host0():
             for path in self._folder.glob(f"{self._name}-*.journal"):
                 host = path.stem.rpartition("-")[2]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from rsearch.hosts import processes
-from rsearch.runtime import files
+from rsearch.runtime import files, held
 
 BOM = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 1 << 24  # a small gzip file may hold gigabytes without a line end
@@ -216,11 +216,16 @@ def append_jsonl(path: str | os.PathLike, row: Any) -> None:
 
     Raises:
         OSError: the disk refuses; the file is as it was.
+        LostDirectoryError: as `files.replace`.
     """
     line = json.dumps(row, allow_nan=False) + "\n"
     if processes.is_host0():
-        with open(path, "ab", buffering=0) as file:
+        path = pathlib.Path(path)
+        located = held.locate(path)
+        with open(located, "ab", buffering=0) as file:
             files.append(file, line.encode())
+        if located != path:
+            held.stop_if_lost(path)
 
 
 def drop_torn_line(path: str | os.PathLike) -> None:

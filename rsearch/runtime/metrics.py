@@ -6,6 +6,7 @@ where a number is not finite: NaN and the infinities are written as the strings 
 their failure never stops a run.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -16,8 +17,8 @@ import warnings
 import numpy as np
 
 from rsearch.hosts import processes
-from rsearch.runtime import files
-from rsearch.runtime.jsonl import read_jsonl
+from rsearch.runtime import files, held
+from rsearch.runtime.jsonl import drop_torn_line, read_jsonl
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -42,7 +43,7 @@ class MetricsLog:
         self.directory = pathlib.Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.path = self.directory / "metrics.jsonl"
-        self._file = None
+        self._file = self._opened = None
         draws = tensorboard and processes.is_host0()
         self._curves = _Curves(self.directory / "tensorboard") if draws else None
         # Also without a step to go back to: the last line may be torn.
@@ -63,7 +64,15 @@ class MetricsLog:
             return
         row = metrics_to_json(values)
         text = json.dumps({"step": int(step), **row}, allow_nan=False)
-        files.append(self._file, f"{text}\n".encode())
+        self._follow()
+        try:
+            files.append(self._file, f"{text}\n".encode())
+        except OSError:
+            # A network disk that comes back knows nothing of files that were open.
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+            raise
         if self._curves:
             self._curves.write(step, metrics_from_json(row))
 
@@ -81,15 +90,34 @@ class MetricsLog:
             text = "".join(lines).encode()
             if text != self.path.read_bytes():
                 files.replace(self.path, text)
-        # Unbuffered: a row is in the file when `write` returns.
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+        self._follow()
         if self._curves and step != math.inf:
             self._curves.rewind(step)
+
+    def _follow(self):
+        """Open the file where the run's directory is now; rows so far go with it."""
+        path = held.locate(self.path)
+        if self._file is not None and path != self._opened:
+            with contextlib.suppress(OSError):  # it cannot be read: new rows alone
+                self._file.seek(0)
+                files.replace(path, self._file.read())
+            self._file.close()
+            self._file = None
+        if self._file is None:
+            if path.exists():  # a write that has failed may have left part of a row
+                drop_torn_line(path)
+            # Unbuffered: a row is in the file when `write` returns.
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
+            self._opened = path
 
     def close(self) -> None:
         """Close the files; a later `rewind` opens them again."""
         if self._file is not None:
+            with contextlib.suppress(OSError):  # a save has reported it
+                self._follow()
+        if self._file is not None:
             self._file.close()
+            self._file = None
         if self._curves:
             self._curves.close()
 

@@ -12,6 +12,8 @@ import orbax.checkpoint as ocp
 
 # Disk errors, which Orbax's exceptions quote in their text.
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES)
+# Of a network disk, or one that has been unmounted.
+_REFUSALS += (errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENOENT, errno.ETIMEDOUT)
 
 
 def write_tree(path: pathlib.Path, arrays: dict[str, Any]) -> None:

@@ -9,12 +9,10 @@ configs/base.py marks with `may_change`. Fields that have been renamed since it 
 are read by their names of today.
 """
 
-import fcntl
 import json
 import os
 import pathlib
 import secrets
-import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,7 +23,7 @@ from rsearch.config.recipes import defaults, with_defaults
 from rsearch.config.spec import base_fields
 from rsearch.config.stage_plan import KINDS, kind_of
 from rsearch.hosts import processes
-from rsearch.runtime import files
+from rsearch.runtime import files, held
 from rsearch.runtime.console import note
 
 FORMAT = 1
@@ -71,17 +69,22 @@ class Workdir:
         accept: Iterable[str] = (),
     ):
         self.path = pathlib.Path(path).absolute()
-        self._lock, self._accept = None, frozenset(accept)
         self.run_id = ""
+        self._held, self._accept = None, frozenset(accept)
+        self._is_primary = is_primary
         _check_is_ours(self.path)
         self.is_resumed = (self.path / CONFIG).exists()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._held = held.HeldDirectory(self.path, locks=is_primary)
         if not is_primary:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.path / files.LOCK)
+        if holder := self._held.taken_from:
+            problem = "which has ended without letting it go; taken over"
+            note(f"{self.path}: was in use by {holder}, {problem}")
         try:
             self.is_resumed = (self.path / CONFIG).exists()
             self._bind(config, inputs or {}, is_reader)
+            self._remember_config()
         except BaseException:
             self.close()
             raise
@@ -121,22 +124,35 @@ class Workdir:
         body = _read(self.path)
         before = body.get("inputs", {})
         _check_inputs(self.path, before, inputs, self._accept)
-        if self._lock is not None and inputs.items() - before.items():
+        if self._is_primary and inputs.items() - before.items():
             write_json(self.path / CONFIG, {**body, "inputs": {**before, **inputs}})
+            self._remember_config()
+
+    def _remember_config(self):
+        """Have a directory that takes this one's place begin with its config.json."""
+        self._held.contents[CONFIG] = (self.path / CONFIG).read_bytes()
+
+    def stop_if_lost(self) -> None:
+        """End the run if the directory is no longer at its path.
+
+        Raises:
+            LostDirectoryError: says what has happened, and where the run is saved.
+        """
+        self._held.stop_if_lost()
 
     def stage(self, name: str) -> pathlib.Path:
         """Return the directory of a stage, made where it is missing."""
         assert name.isidentifier(), name
+        self.stop_if_lost()  # nothing of another run's must be read or written
         folder = self.path / name
         folder.mkdir(exist_ok=True)
         return folder
 
     def close(self):
-        """Let others in. The lock file stays: removing it would race with them."""
-        if self._lock is not None:
-            os.ftruncate(self._lock, 0)  # what still names a process was not let go
-            os.close(self._lock)
-            self._lock = None
+        """Let others in."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def __enter__(self):
         return self
@@ -176,12 +192,7 @@ def check_workdir(
     """
     path = pathlib.Path(path).absolute()
     _check_is_ours(path)
-    if (path / files.LOCK).exists():
-        descriptor = os.open(path / files.LOCK, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _hold(descriptor, fcntl.LOCK_SH, path)
-        finally:
-            os.close(descriptor)
+    held.check_free(path)
     if (path / CONFIG).exists():
         _changes(path, json.loads(to_json(config)), is_reader, accept)
 
@@ -245,45 +256,12 @@ def _check_is_ours(path):
             read_config(path)
         return
     # A start that was killed before it wrote its config.json leaves these.
-    others = {p.name for p in path.iterdir()} - {files.LOCK, f"{CONFIG}.tmp"}
+    others = {p.name for p in path.iterdir()} - {held.LOCK, f"{CONFIG}.tmp"}
     if others:
         raise ValueError(
             f"{path}: not empty, and not a workdir (it holds {min(others)!r}); "
             "name an empty or a new directory"
         )
-
-
-def _lock(path):
-    """Return a descriptor that holds the lock until the process ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        _hold(descriptor, fcntl.LOCK_EX, path.parent)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    if holder := _holder(descriptor):
-        problem = "which has ended without letting it go; taken over"
-        note(f"{path.parent}: was in use by {holder}, {problem}")
-    os.ftruncate(descriptor, 0)
-    holder_line = f"process {os.getpid()} on {socket.gethostname()}\n"
-    os.pwrite(descriptor, holder_line.encode(), 0)
-    return descriptor
-
-
-def _hold(descriptor, how, path):
-    """Take the lock of the workdir at `path`; refused where another run has it."""
-    try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = _holder(descriptor) or "another process"
-        raise ValueError(
-            f"{path}: in use by {holder}; wait for it to end, or name another --workdir"
-        ) from None
-
-
-def _holder(descriptor):
-    """Return who a lock file names, '' where its last holder has released it."""
-    return os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
 
 
 def is_free(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from rsearch.config.recipes import StoppedError
 from rsearch.hosts import preemption, processes
 from rsearch.learn.train_state import TrainState
 from rsearch.learn.trainer import Trainer
-from rsearch.runtime import checkpoint, console
+from rsearch.runtime import checkpoint, console, held
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.runtime.metrics import (
     MetricsLog,
@@ -122,15 +123,15 @@ class StageState:
 
         Raises:
             PreemptedError: told to stop; its message says if saving failed.
+            LostDirectoryError: the run's directory is no longer at its path.
         """
         # A signal is noted and the step goes on to where the state is consistent.
         with preemption.defer_exit():
             try:
                 yield
-            except preemption.OutageError:
-                if (
-                    processes.num_hosts() == 1
-                ):  # others do not know of it, and save nothing
+            except (preemption.OutageError, held.LostDirectoryError):
+                # Of several hosts the others do not know of it, and save nothing.
+                if processes.num_hosts() == 1:
                     self._save()
                 raise
             except preemption.PreemptedError:
@@ -153,8 +154,12 @@ class StageState:
 
         Raises:
             StoppedError: config.guards has it stop, or no roll-back is left, or nothing
-                from before the collapse is kept.
+                from before the collapse is kept, or the run's directory is lost.
         """
+        try:  # what is set aside below may be another run's by now
+            held.stop_if_lost(self._folder)
+        except held.LostDirectoryError as error:
+            raise StoppedError(f"{collapse.message}; {error}") from error
         g, first = self._config.guards, collapse.first_step
         if g.on_collapse == "stop":
             raise StoppedError(collapse.message)
@@ -242,24 +247,35 @@ class StageState:
             wait = min(2 * wait, longest_wait)
 
     def save_if_due(self) -> None:
-        """Save where the configuration says so, and at the end."""
-        self.pending_metrics = None
-        if self.done % self._every == 0 or self.done == self.num_steps:
-            self.retry_io(self._save)
+        """Save where the configuration says so, and at the end.
 
-    def _save(self):
-        if self.is_saved:
+        Raises:
+            LostDirectoryError: the run's directory is no longer at its path. The state
+                is saved where it is now, or in a new one.
+        """
+        self.pending_metrics = None
+        is_due = self.done % self._every == 0 or self.done == self.num_steps
+        self.retry_io(lambda: self._save(only_if_lost=not is_due))
+
+    def _save(self, *, only_if_lost=False):
+        if only_if_lost and processes.num_hosts() > 1:
+            return  # asking the others takes time, in each step
+        # All hosts write where the first one does.
+        located = os.fsencode(held.locate(self._folder))
+        folder = pathlib.Path(os.fsdecode(processes.allgather_bytes(located)[0]))
+        is_lost = folder != self._folder
+        if (only_if_lost or self.is_saved) and not is_lost:
             return
         meta = {GUARDS: self.guards.state()}
         if self.pending_metrics is not None:
             meta[PENDING] = metrics_to_json(self.pending_metrics)
         # A host that does not see a checkpoint yet would otherwise wait for a save that
         # the others skip.
-        common = set.intersection(*checkpoint.steps_by_host(self._folder))
+        common = set.intersection(*checkpoint.steps_by_host(folder))
         # A disk may have refused the very last of what a save does.
         if self.done not in common:
             checkpoint.save(
-                self._folder,
+                folder,
                 self.done,
                 self.train_state,
                 meta,
@@ -268,6 +284,9 @@ class StageState:
                 made_by=self._made_by | {"config": json.loads(to_json(self._config))},
             )
         self._saved = self.done
+        if is_lost:
+            held.stop_if_lost(self._folder)
+            raise held.LostDirectoryError(f"{self._folder} is lost; saved in {folder}")
 
     def _spare(self, steps):
         """Return the checkpoint to go back to, should the guards see a collapse."""

@@ -14,14 +14,23 @@ import pytest
 
 from rsearch.hosts import preemption
 from rsearch.learn.trainer import Trainer
-from rsearch.runtime import checkpoint, storage
+from rsearch.runtime import checkpoint, held, storage
 from rsearch.runtime.checkpoint import FOLDER as CHECKPOINTS
 from rsearch.runtime.metrics import MetricsLog, read_metrics
+from rsearch.runtime.workdir import Workdir, read_config
 from rsearch.setup.rollouts import replay_demonstrations
 from rsearch.setup.weights import initial_params
 from rsearch.stages import rl, state
 from rsearch.stages.guards import Guards
 from rsearch.stages.state import StageState
+from tests.runtime.test_held import (
+    contents,
+    delete,
+    lock_again,
+    move,
+    replace_by_another,
+    where_it_is,
+)
 from tests.small_run import (
     PPO,
     arguments,
@@ -36,6 +45,7 @@ from tests.test_train import ROOT, assert_same_as_uninterrupted, child_environme
 
 __all__ = ["quick_compilation"]
 CODES = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES]
+CODES += [errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ENODEV]
 
 
 @pytest.fixture
@@ -124,6 +134,7 @@ PLACES = {
 FAST = set(zip(itertools.cycle(PLACES), CODES))
 
 
+@pytest.mark.fault(82, "network disk away")
 @pytest.mark.fault(21, "full", "read-only", "quota", "permission denied", "retried")
 @pytest.mark.parametrize(
     ("place", "code"),
@@ -146,6 +157,42 @@ def test_a_save_is_tried_again_until_the_disk_takes_it(
     size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(progress.train_state))
     assert message.count(os.strerror(code)) == 3 and "2 steps kept" in message
     assert f"{size:,} bytes" in message and str(folder / "2") in message
+
+
+@pytest.mark.fault(82, "moved", "deleted", "replaced", "next save")
+@pytest.mark.parametrize(
+    ("lose", "every"),
+    [
+        (delete, 9),
+        (replace_by_another, 1),
+        pytest.param(move, 9, marks=pytest.mark.slow),
+        pytest.param(lock_again, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_loses_its_directory_is_saved_at_its_next_step(
+    tmp_path, lose, every
+):
+    setup = load_setup(config(checkpoint__sft_steps=every))
+    run = tmp_path / "run"
+    with Workdir(run, setup.config) as home:
+        progress = state_of(setup, "sft", initial_params(setup), home.stage("sft"))
+        progress.advance(progress.train_state)
+        progress.save_if_due()
+        new_name = lose(run)
+        before = contents(run)
+        progress.advance(progress.train_state)
+        for _ in range(2):  # the second time as it is told to stop
+            lost = pytest.raises(held.LostDirectoryError, match=str(run))
+            with lost, progress.save_on_preemption():
+                progress.save_if_due()
+                raise preemption.PreemptedError
+        with pytest.raises(held.LostDirectoryError):
+            home.stage("rl")
+    assert contents(run) == before
+    aside = where_it_is(run, new_name)
+    assert checkpoint.latest(aside / "sft" / CHECKPOINTS) == 2
+    checkpoint.verify(aside / "sft" / CHECKPOINTS, 2)
+    assert read_config(aside)["name"] == setup.config.name  # it can be gone on with
 
 
 def test_a_disk_that_refuses_to_delete_an_old_one_keeps_it(

@@ -1,0 +1,297 @@
+"""Hold a run's directory: lock it, and notice when its path leads somewhere else.
+
+    <directory>/lock        locked while a run writes there; says who it is
+
+While a run trains for days its directory may be moved, deleted or replaced, or its file
+system unmounted. What is then written by the path goes into another run's directory, or
+nowhere. So a run opens its directory once, and whoever writes below it asks `locate`
+for the path of today: the same one, that of the directory where it has been moved to,
+or a new directory beside it, <directory>.saved-<host>-<process>. A run that has lost
+its directory saves and ends with LostDirectoryError: begun again, it would start from
+nothing, or in another run's directory.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import pathlib
+import shutil
+import socket
+import threading
+
+LOCK = "lock"
+DESCRIPTORS = pathlib.Path("/proc/self/fd")  # on Linux: what is open, as paths
+TAKEN = "another run has locked it"
+# Of file systems that lock files but no directories, as NFS.
+UNSUPPORTED = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+class LostDirectoryError(RuntimeError):
+    """The path of the run's directory leads somewhere else; the run is saved aside."""
+
+
+class HeldDirectory:
+    """A directory held open until `close`, and known to `locate` by its path.
+
+    Args:
+        path: of the directory, absolute.
+        locks: whether to lock it; False on the further hosts of a run.
+
+    Attributes:
+        path: of the directory.
+        taken_from: who had locked it, and has ended without letting it go; or "".
+        contents: {file name: bytes} that a directory made in its stead begins with.
+
+    Raises:
+        ValueError: another run has locked it.
+    """
+
+    def __init__(self, path: pathlib.Path, *, locks: bool = True):
+        self.path = path
+        self.contents: dict[str, bytes] = {}
+        self.taken_from = ""
+        self._mutex = threading.Lock()
+        self._substitute = None
+        self._lock = self._lock_identity = None
+        self._descriptor = _open_directory(path)
+        # No other directory gets this inode while it is open.
+        self._identity = os.fstat(self._descriptor)
+        try:
+            if locks:
+                # A lock file can be deleted and made again under a run, which its
+                # directory cannot; but some file systems lock files only.
+                _lock_directory(self._descriptor, fcntl.LOCK_EX, path)
+                self.taken_from = _holder(path)
+                self._lock, self._lock_identity = _open_lock(path)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        _held.append(self)
+
+    def close(self) -> None:
+        """Let others in. The lock file stays: removing it would race with them."""
+        _held.remove(self)
+        os.close(self._descriptor)
+        if self._lock is not None:
+            os.ftruncate(self._lock, 0)  # what still names a process was not let go
+            os.close(self._lock)
+
+    def find(self) -> pathlib.Path:
+        """Return where the directory is now, or one that is made in its stead.
+
+        Raises:
+            OSError: the file system does not answer.
+        """
+        with self._mutex:
+            if self._substitute is not None:
+                return self._substitute
+            if not self._problem():
+                return self.path
+            if (moved_to := self._moved_to()) is not None:
+                return moved_to
+            process = f"{socket.gethostname()}-{os.getpid()}"
+            made = self.path.with_name(f"{self.path.name}.saved-{process}")
+            made.mkdir(parents=True, exist_ok=True)
+            for name, data in self.contents.items():
+                (made / name).write_bytes(data)
+            self._substitute = made
+            return made
+
+    def stop_if_lost(self) -> None:
+        """End the run if it has lost the directory.
+
+        Raises:
+            LostDirectoryError: says what has happened, and where the run is saved.
+            OSError: the file system does not answer.
+        """
+        where = self.find()
+        if where == self.path:
+            return
+        problem, how = self._problem(), ""
+        if self._substitute is None:
+            problem = f"moved to {where}"
+        elif problem != TAKEN and self._lock is not None:
+            how = self._copy_rest()
+        raise LostDirectoryError(
+            f"{self.path}: {problem}; the run is saved in {where}{how}"
+        )
+
+    def anchor(self, path: pathlib.Path) -> pathlib.Path:
+        """Return a path below the directory as one that begins with its descriptor.
+
+        Raises:
+            FileNotFoundError: the path was that of the directory until just now.
+        """
+        where = self.find()
+        if where != self._substitute and path.is_relative_to(where):
+            return DESCRIPTORS / str(self._descriptor) / path.relative_to(where)
+        if where != self.path and path.is_relative_to(self.path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return path
+
+    def _problem(self):
+        """Return what has become of the directory; "" where all is as it was."""
+        if not _is_same(self.path, self._identity):
+            if self.path.exists():
+                return "another directory is in its place"
+            return "deleted or unmounted"
+        if self._lock is None or _is_same(self.path / LOCK, self._lock_identity):
+            return ""
+        if (self.path / LOCK).exists():
+            return TAKEN
+        try:  # only the lock file has been deleted
+            new_lock, self._lock_identity = _open_lock(self.path)
+        except ValueError:
+            return TAKEN
+        os.close(self._lock)
+        self._lock = new_lock
+        return ""
+
+    def _moved_to(self):
+        """Return the path that the directory has been moved to; None without one."""
+        try:
+            path = pathlib.Path(os.readlink(DESCRIPTORS / str(self._descriptor)))
+        except OSError:  # not Linux
+            return None
+        if _is_same(self.path, self._identity) or not _is_same(path, self._identity):
+            return None
+        return path
+
+    def _copy_rest(self):
+        """Copy what an unmounted directory holds, which may end with this process.
+
+        Returns what is to be said about it.
+        """
+        source = DESCRIPTORS / str(self._descriptor)
+        try:
+            for path in source.rglob("*"):
+                target = self._substitute / path.relative_to(source)
+                if path.is_file() and not target.exists():
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, target)
+        except OSError as error:
+            return f", without some of its files: {error}"
+        return ""
+
+
+_held: list[HeldDirectory] = []  # by this process
+
+
+def locate(path: str | os.PathLike) -> pathlib.Path:
+    """Return the path by which to write a file, or a folder, of a run now.
+
+    It is `path` itself unless this process holds a directory above it, and has lost
+    that; then the folder that the path is in is made.
+
+    Raises:
+        OSError: the file system does not answer.
+    """
+    path = pathlib.Path(path)
+    held = _above(path)
+    if held is None or (where := held.find()) == held.path:
+        return path
+    located = where / path.absolute().relative_to(held.path)
+    located.parent.mkdir(parents=True, exist_ok=True)
+    return located
+
+
+def stop_if_lost(path: str | os.PathLike) -> None:
+    """End the run that holds `path` or a directory above it, if it has lost that.
+
+    Raises:
+        LostDirectoryError: as `HeldDirectory.stop_if_lost`.
+        OSError: the file system does not answer.
+    """
+    if (held := _above(path)) is not None:
+        held.stop_if_lost()
+
+
+def anchor(path: pathlib.Path) -> pathlib.Path:
+    """Return a path of the same folder that stays true while a long save goes on.
+
+    It begins with the descriptor of the directory that is held, which may be moved or
+    replaced meanwhile. Where there are no such paths it is `path` itself. Each process
+    has its own descriptors, so that hosts cannot share the path.
+
+    Raises:
+        FileNotFoundError: the directory has been lost since it was located.
+    """
+    if DESCRIPTORS.is_dir():
+        for held in _held:
+            path = held.anchor(path)
+    return path
+
+
+def check_free(path: pathlib.Path) -> None:
+    """Refuse a directory that a run has locked.
+
+    Raises:
+        ValueError: names the process that has.
+    """
+    for name, lock in (("", _lock_directory), (LOCK, _lock)):
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(path / name, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                lock(descriptor, fcntl.LOCK_SH, path)
+            finally:
+                os.close(descriptor)
+
+
+def _above(path):
+    """Return the HeldDirectory that `path` is or is below; None without one."""
+    path = pathlib.Path(path).absolute()
+    return next((held for held in _held if path.is_relative_to(held.path)), None)
+
+
+def _is_same(path, identity):
+    """Return whether a path leads to what has this identity."""
+    try:
+        return os.path.samestat(os.stat(path), identity)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _open_directory(path):
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _open_lock(directory):
+    """Lock the file that says who writes in a directory; return (descriptor, stat)."""
+    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        _lock(descriptor, fcntl.LOCK_EX, directory)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.ftruncate(descriptor, 0)
+    holder_line = f"process {os.getpid()} on {socket.gethostname()}\n"
+    os.pwrite(descriptor, holder_line.encode(), 0)
+    return descriptor, os.fstat(descriptor)
+
+
+def _lock_directory(descriptor, kind, directory):
+    """Lock a directory itself, where its file system can."""
+    try:
+        _lock(descriptor, kind, directory)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+
+
+def _lock(descriptor, kind, directory):
+    """Lock a directory, or the file in it; refused where another run has it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{directory}: in use by {_holder(directory) or 'another process'}; wait "
+            "for it to end, or name another --workdir"
+        ) from None
+
+
+def _holder(directory):
+    """Return who a lock file names, "" where its last holder has released it."""
+    with contextlib.suppress(FileNotFoundError):
+        return (directory / LOCK).read_bytes()[:1000].decode(errors="replace").strip()
+    return ""

@@ -1,0 +1,225 @@
+"""A run whose directory is moved, deleted or replaced writes into no other."""
+
+import fcntl
+import os
+import pathlib
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from rsearch.runtime import checkpoint, files, held
+from rsearch.runtime.journal import AppendLog
+from rsearch.runtime.jsonl import append_jsonl
+from rsearch.runtime.metrics import MetricsLog, read_metrics
+
+
+def move(run):
+    run.rename(run.with_name("elsewhere"))
+    return "elsewhere"
+
+
+def move_parent(run):
+    run.parent.rename(run.parent.with_name("new parent"))
+    return "../new parent/run"
+
+
+def delete(run):
+    shutil.rmtree(run)
+
+
+def replace_by_copy(run):
+    """As some backups are played back."""
+    copy = run.with_name("copy")
+    shutil.copytree(run, copy)
+    shutil.rmtree(run)
+    copy.rename(run)
+
+
+def replace_by_another(run):
+    move(run)
+    run.mkdir()
+    (run / "config.json").write_text("of another run")
+    return "elsewhere"
+
+
+def put_a_file_there(run):
+    delete(run)
+    run.write_text("notes")
+
+
+def point_elsewhere(run):
+    """`run` itself is behind the symbolic link by which it is reached."""
+    target = run.resolve()
+    run.unlink()
+    run.symlink_to(run.parent)
+    return os.path.relpath(target, run.parent)
+
+
+def lock_again(run):
+    """Another run does, on a file system that locks no directories."""
+    (run / "lock").unlink()
+    (run / "lock").touch()
+
+
+LOSSES = [move, move_parent, delete, replace_by_copy, replace_by_another]
+LOSSES += [put_a_file_there, lock_again]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A HeldDirectory's path, with a file in it."""
+    path = tmp_path / "parent" / "run"
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    directory = held.HeldDirectory(path)
+    directory.contents["config.json"] = b"{}"
+    yield path
+    directory.close()
+
+
+def where_it_is(run, new_name):
+    """The directory that a lost run writes into."""
+    if new_name:
+        return (run.parent / new_name).resolve()
+    (made,) = run.parent.glob("run.saved-*")
+    return made
+
+
+def contents(folder):
+    """{path: bytes, or None of a directory} below a folder, or of a file."""
+    paths = [folder, *folder.rglob("*")] if folder.is_dir() else [folder]
+    return {p: p.is_file() and p.read_bytes() for p in paths if p.exists()}
+
+
+@pytest.mark.fault(82, "moved", "deleted", "replaced", "lock file made again")
+@pytest.mark.parametrize("lose", LOSSES)
+def test_what_is_written_goes_where_the_run_is_and_ends_it(run, lose):
+    log = MetricsLog(run / "rl", tensorboard=False)
+    journal = AppendLog(run / "rl", "rollouts")
+    log.write(0, {"reward": 0.5})
+    new_name = lose(run)
+    before = contents(run)
+    writers = (
+        ("results.json", lambda path: files.replace(path, b"[1]")),
+        ("rl/journal.jsonl", lambda path: append_jsonl(path, [2])),
+    )
+    for name, write in writers:
+        with pytest.raises(held.LostDirectoryError, match=str(run)) as caught:
+            write(run / name)
+        assert str(where_it_is(run, new_name)) in str(caught.value)
+    journal.add(["q"], b"body")
+    log.write(1, {"reward": 0.75})
+    log.close()
+    aside = where_it_is(run, new_name)
+    checkpoint.save(held.locate(run / "rl"), 3, {"x": np.float32([1, 2])}, {}, keep=2)
+    checkpoint.verify(aside / "rl", 3)
+    assert (aside / "results.json").read_bytes() == b"[1]"
+    assert (aside / "config.json").read_bytes() == b"{}"
+    assert (aside / "rl" / "journal.jsonl").read_bytes() == b"[2]\n"
+    assert [row["step"] for row in read_metrics(aside / "rl" / "metrics.jsonl")] == [
+        0,
+        1,
+    ]
+    assert (
+        AppendLog(aside / "rl", "rollouts").get(["q"]) == journal.get(["q"]) == b"body"
+    )
+    assert contents(run) == before
+
+
+@pytest.mark.fault(82, "symbolic link")
+def test_a_link_that_leads_elsewhere_is_noticed(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "run").symlink_to("real")
+    directory = held.HeldDirectory(tmp_path / "run")
+    new_name = point_elsewhere(tmp_path / "run")
+    with pytest.raises(held.LostDirectoryError):
+        files.replace(tmp_path / "run" / "results.json", b"[1]")
+    assert (tmp_path / new_name / "results.json").read_bytes() == b"[1]"
+    directory.close()
+
+
+@pytest.mark.fault(82, "lock file deleted")
+def test_a_lock_file_that_is_deleted_is_made_again_and_no_one_comes_in(run):
+    (run / "lock").unlink()
+    for enter in (held.check_free, held.HeldDirectory):
+        with pytest.raises(ValueError, match="in use"):
+            enter(run)
+    held.stop_if_lost(run / "rl")
+    with open(run / "lock") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert f"process {os.getpid()} " in (run / "lock").read_text()
+
+
+@pytest.mark.fault(82, "two paths to it")
+def test_it_is_locked_by_whatever_path_it_is_reached(run, tmp_path):
+    (tmp_path / "link").symlink_to(run)
+    for path in (tmp_path / "link", tmp_path / "parent" / ".." / "parent" / "run"):
+        for enter in (held.check_free, held.HeldDirectory):
+            with pytest.raises(ValueError, match=f"in use by process {os.getpid()} "):
+                enter(path)
+
+
+def test_a_directory_that_comes_back_is_no_loss(run):
+    run.rename(run.with_name("elsewhere"))
+    run.with_name("elsewhere").rename(run)
+    held.stop_if_lost(run)
+    files.replace(run / "results.json", b"[1]")
+    assert (run / "results.json").read_bytes() == b"[1]"
+    assert held.locate(run.with_name("results.json")) == run.with_name("results.json")
+
+
+@pytest.mark.fault(82, "moved in a save")
+def test_a_save_goes_on_where_the_directory_is_moved_to(run, monkeypatch):
+    real = checkpoint.storage.write_tree
+
+    def write_tree(path, arrays):
+        replace_by_another(run)
+        real(path, arrays)
+
+    monkeypatch.setattr(checkpoint.storage, "write_tree", write_tree)
+    checkpoint.save(run / "rl", 3, {"x": np.float32([1, 2])}, {}, keep=2)
+    checkpoint.verify(run.with_name("elsewhere") / "rl", 3)
+    assert [p.name for p in run.iterdir()] == ["config.json"]
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """Mount what a list of arguments says, on a directory, which is yielded."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def call(*words):
+        done = subprocess.run(["mount", *words, str(disk)], capture_output=True)
+        if done.returncode:
+            pytest.skip("mounting a disk is not permitted here")
+        return disk
+
+    yield call
+    subprocess.run(["umount", "-l", str(disk)], capture_output=True)
+
+
+@pytest.mark.fault(82, "unmounted")
+def test_an_unmounted_run_is_copied_before_it_is_gone(mount):
+    disk = mount("-t", "tmpfs", "none")
+    run = disk / "run"
+    run.mkdir()
+    directory = held.HeldDirectory(run)
+    (run / "sft").mkdir()
+    (run / "sft" / "weights").write_bytes(b"w")
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with pytest.raises(held.LostDirectoryError):
+        files.replace(run / "results.json", b"[1]")
+    directory.close()
+    (aside,) = disk.glob("run.saved-*")
+    names = {p.relative_to(aside).as_posix() for p in aside.rglob("*") if p.is_file()}
+    assert names == {"results.json", "sft/weights", "lock"}
+
+
+@pytest.mark.fault(82, "bind mount")
+def test_it_is_locked_through_a_bind_mount(run, mount):
+    disk = mount("--bind", str(run))
+    with pytest.raises(ValueError, match="in use"):
+        held.HeldDirectory(disk)
+    assert pathlib.Path(disk / "lock").exists()
