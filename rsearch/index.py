@@ -30,6 +30,7 @@ from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.index import open_index
 from rsearch.retrieval.index_build import build_index, encode_share, plan_index
+from rsearch.runtime.connections import check_source
 from rsearch.runtime.console import note, table
 from rsearch.types import Question, SearchFn
 
@@ -93,6 +94,7 @@ def _build(flags, worker, lengths):
     started = time.monotonic()
     # Questions that cannot be read are refused before hours of encoding.
     questions = _questions(flags["questions"], flags["on_bad"])
+    check_source(flags["encoder"], "--encoder")
     corpus = Corpus(
         flags["corpus"], cache=flags["cache"] or None, on_bad=flags["on_bad"]
     )

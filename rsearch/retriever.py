@@ -39,6 +39,7 @@ from rsearch.runtime import console
 from rsearch.runtime.calls import read_api_key
 from rsearch.runtime.openapi import TEXT, list_of, record, with_description
 from rsearch.runtime.server import JsonServer, RefusedError
+from rsearch.setup.preflight import check_search
 from rsearch.setup.search import open_search
 from rsearch.world.world import make_world
 
@@ -270,6 +271,7 @@ def main(argv: Sequence[str]) -> int:
         if isinstance(default, int) and values[name] < at_least:
             raise ValueError(f"--{name}={values[name]}: must be {at_least} or more")
     validate_search(config)
+    check_search(config)
     retrieval = config.retrieval
     top_k, max_k = retrieval.top_k, values["max_k"] or _default_max_k(retrieval)
     if max_k < top_k:

@@ -102,6 +102,8 @@ FAULTS = """
 82 a directory that is lost: moved; deleted; replaced; unmounted; moved in a save;
   next save; exit code; at random instants; two paths to it; symbolic link; bind mount;
   lock file deleted; lock file made again; network disk away
+78 proxy and certificate variables: proxy; certificate; hub id
+86 the shell around a run: no home; unwritable cache; full disk
 """
 
 

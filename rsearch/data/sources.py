@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from rsearch.runtime.connections import check_hub, describe_hub
 from rsearch.runtime.jsonl import (
     BOM,
     GZIP_ERRORS,
@@ -127,15 +128,18 @@ def _hub_name(source):
 
 def _hub_records(source, name, config, split):
     """Yield (source: row n, record) through `datasets`."""
-    # Not streamed: streaming imports torch where it is installed.
+    is_local = pathlib.Path(name).is_dir()
+    if not is_local:
+        check_hub(f"data set {source!r}")
     import datasets
 
     try:
+        # Not streamed: streaming imports torch where it is installed.
         rows = datasets.load_dataset(name, config, split=split)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+    except Exception as error:  # of the hub, of httpx, or of a damaged file
         text = " ".join(str(error).split())
-        is_local = pathlib.Path(name).is_dir()
         hint = "" if is_local else f" (nor is {source} a file or directory here)"
+        hint += "" if is_local else describe_hub(text)
         raise ValueError(
             f"{source}: {type(error).__name__}: {text.rstrip('.')}{hint}"
         ) from None

@@ -11,7 +11,6 @@ import errno
 import hmac
 import http.server
 import io
-import ipaddress
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
+from rsearch.runtime.connections import is_loopback
 from rsearch.runtime.console import note
 
 JSON = "application/json"
@@ -257,16 +257,6 @@ def _refuse_stopped(request):
         request.settimeout(0.1)
         request.sendall("\r\n".join(head).encode())
         request.shutdown(socket.SHUT_WR)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the host."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class _Received(io.RawIOBase):

@@ -26,6 +26,7 @@ from rsearch.setup.policy import (
     policy_protocol,
     rollout_limits,
 )
+from rsearch.setup.preflight import check_machine
 from rsearch.setup.questions import decontaminate, drop_long_prompts, read_questions
 from rsearch.setup.search import open_search
 from rsearch.text.extension import code_inputs
@@ -75,6 +76,7 @@ def load_setup(
     """
     validate(config, num_devices=jax.device_count())
     check_names(config)
+    check_machine(config, home=home, say=say)
     c, memoise = config, (shared or Shared()).memoise
 
     # Devices and the embedded world.

@@ -10,6 +10,7 @@ import hashlib
 import os
 import pathlib
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from rsearch.world import texts as world_texts
 from rsearch.world.world import WORLD, make_world
 
 CACHE = "RSEARCH_CACHE"  # the environment variable that names another cache
+MODEL_BYTES = 1 << 23  # that a model takes there, at most
 MAX_CONTEXT = 2048  # tokens that a model says it can read
 LENGTHS = (40, 64, 96, 144, 208, 320)  # tokens of a row: the first one that fits
 SAMPLED = 200  # conversations whose tokens are part of a model's digest
@@ -151,9 +153,11 @@ def find_world_model(
     for row in make_rows(read[:SAMPLED], tokenizer, search):
         for segment in row:
             digest.update(bytes([segment.source]) + segment.token_ids.tobytes())
-    directory = _cache(cache) / f"{name}-{digest.hexdigest()[:16]}"
+    folder = find_cache() if cache is None else pathlib.Path(cache)
+    directory = folder / f"{name}-{digest.hexdigest()[:16]}"
     if directory.is_dir():
         return directory
+    _check_writable(folder)
     say(f"{WORLD}:{name}: made once, to be kept in {directory}")
     rows = make_rows(read, tokenizer, search)
     params, spec = _train(name, how, rows, tokenizer, seed, say)
@@ -161,12 +165,34 @@ def find_world_model(
     return directory
 
 
-def _cache(cache) -> pathlib.Path:
-    """Return the directory of the models."""
-    if cache is not None:
-        return pathlib.Path(cache)
-    home = os.environ.get(CACHE) or pathlib.Path.home() / ".cache" / "rsearch"
-    return pathlib.Path(home).expanduser() / WORLD
+def find_cache() -> pathlib.Path:
+    """Return the directory of all such models, which may not have been made yet.
+
+    Raises:
+        ValueError: no variable names one, and there is no home.
+    """
+    try:
+        home = os.environ.get(CACHE) or pathlib.Path.home() / ".cache" / "rsearch"
+        return pathlib.Path(home).expanduser() / WORLD
+    except RuntimeError:  # no HOME, and no entry in the list of users
+        value = os.environ.get(CACHE, "")
+        raise ValueError(
+            f"{CACHE}={value!r}: the user has no home; name a directory for the "
+            f"models of {WORLD}, {CACHE}=/DIR"
+        ) from None
+
+
+def _check_writable(folder):
+    """Refuse a cache that could not be written after minutes of training."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, MODEL_BYTES)
+    except OSError as error:
+        raise ValueError(
+            f"{CACHE}={os.environ.get(CACHE, '')!r}: {folder} cannot be written: "
+            f"{error.strerror}; name another directory, {CACHE}=/DIR"
+        ) from None
 
 
 def _keep(directory, params, spec, tokenizer):

@@ -14,6 +14,7 @@ import huggingface_hub
 from safetensors import SafetensorError, safe_open
 
 from rsearch.runtime import files
+from rsearch.runtime.connections import check_hub, describe_hub
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -45,18 +46,19 @@ def find_model(source: str | os.PathLike) -> pathlib.Path:
     directory = pathlib.Path(source).expanduser()
     if directory.is_dir():
         return directory
+    check_hub(f"model {str(source)!r}")
     try:
         directory = huggingface_hub.snapshot_download(
             str(source),
             allow_patterns=list(_FETCHED),
             ignore_patterns=["*/*.safetensors"],
         )
-    # The hub's own errors are OSErrors and ValueErrors; so are those of the network.
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of the hub, of httpx, or of the disk
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"model {str(source)!r} is neither a directory here nor a Hugging Face hub "
             f"id that could be fetched ({type(error).__name__}: {reason})"
+            f"{describe_hub(reason)}"
         ) from error
     directory = pathlib.Path(directory)
     if not any(directory.glob("*.safetensors")):
