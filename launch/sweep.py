@@ -174,7 +174,8 @@ def listed(path) -> list[tuple[str, list[str]]]:
     if not path:
         return [("", [])]
     found = []
-    for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), 1):
+    text = pathlib.Path(path).read_text("utf-8")
+    for number, line in enumerate(text.splitlines(), 1):
         where = f"{path}:{number}"
         try:
             words = shlex.split(line, comments=True)

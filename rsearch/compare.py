@@ -20,6 +20,7 @@ from rsearch.config.recipes import ABSENT, fingerprint, parse_flags, run_command
 from rsearch.config.stage_plan import START
 from rsearch.evaluation.evaluator import read_results
 from rsearch.runtime.console import table
+from rsearch.runtime.files import expand
 from rsearch.runtime.workdir import CONFIG, is_free, read_config
 from rsearch.text.spelling import did_you_mean
 
@@ -106,7 +107,7 @@ def find_runs(folders: Iterable[str | os.PathLike]) -> list[pathlib.Path]:
         ValueError: one that is no run and holds none.
     """
     runs = []
-    for folder in map(pathlib.Path, folders):
+    for folder in map(expand, folders):
         if (folder / CONFIG).is_file():
             runs.append(folder)
             continue

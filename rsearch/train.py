@@ -33,7 +33,7 @@ from rsearch.evaluation.evaluator import (
 )
 from rsearch.hosts import preemption, processes
 from rsearch.plan.dry_run import HOST_DEVICES, dry_run
-from rsearch.runtime import checkpoint, console
+from rsearch.runtime import checkpoint, console, files
 from rsearch.runtime.identity import record_start, refuse_changes
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.metrics import read_metrics
@@ -92,11 +92,12 @@ def main(
         config = recipes.apply_overrides(recipe, overrides)
 
     # First what can fail: a workdir is bound to its configuration for good.
+    workdir = files.expand(workdir)
     check_plan(config)
     processes.on_host0(lambda: check_workdir(workdir, config, accept=accept))
     if strict:
         processes.on_host0(lambda: refuse_changes(workdir, config, inputs={}))
-    run = _load_run(config, pathlib.Path(workdir))
+    run = _load_run(config, workdir)
     inputs = dict(run.base.inputs)
     for stage, prepared in run.prepared.items():
         inputs |= stage_inputs(stage, prepared, run.base)

@@ -1,11 +1,13 @@
 """A command takes what is right, and says in one line what is not."""
 
+import io
 import subprocess
 import sys
 
 import pytest
 
 from rsearch.config import recipes as configs
+from rsearch.runtime import console
 from rsearch.runtime.held import LostDirectoryError
 
 BASE = configs.load("configs/base.py")
@@ -73,7 +75,74 @@ def test_positional_arguments_are_required_in_order():
         configs.parse_flags([], flags=flags, positional=("f",))
 
 
+@pytest.mark.fault(86, "colon in a config path", "home in a path")
+def test_a_path_may_hold_colons_and_a_home(tmp_path, monkeypatch):
+    recipe = (configs.ROOT / "configs" / "search_r1.py").read_text()
+    folder = tmp_path / "with:colon" / "x.py:y"
+    folder.mkdir(parents=True)
+    (folder / "z.py").write_text(recipe)
+    (folder.parent / "x.py").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (folder / "z.py", "~/with:colon/x.py:y/z.py"):
+        assert configs.load(f"{path}").rl.algorithm == "ppo"
+        assert configs.load(f"{path}:grpo").rl.algorithm == "grpo"
+    missing = f"{tmp_path}/with:colon/x.py:y/gone.py"
+    with pytest.raises(ValueError, match="with:colon"):
+        configs.load(f"{missing}:grpo")
+    _, flags = parse("--config=configs/base.py", "--workdir=~/run")
+    assert flags["workdir"] == str(tmp_path / "run")
+    flags = configs.parse_flags(["~", "--a=~/b"], flags={"a": ("", "")}, positional="f")
+    assert flags == {"f": str(tmp_path), "a": f"{tmp_path}/b"}
+
+
 # Exit codes
+
+
+@pytest.mark.fault(86, "encoding of the output")
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_a_command_ends_well_in_any_encoding(monkeypatch, encoding):
+    out = io.TextIOWrapper(io.BytesIO(), encoding)
+    error = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", error)
+
+    def work(argv):
+        console.table("▁▂ 漢", ("a", "▁"), [("漢", 1.0)])
+        console.note("▁▂")
+        print("\udcff", "▁")
+
+    assert configs.run_command(work, []) == 0
+    lines = out.buffer.getvalue().decode(encoding).splitlines()
+    assert "\\u2581\\u2582 \\u6f22" in lines[0] and lines[-1] == "\\udcff \\u2581"
+    assert len({len(line) for line in lines[1:-1]}) == 1  # columns are in line
+    assert b"\\u2581\\u2582" in error.buffer.getvalue()
+
+
+CLOSED = """
+import os, sys
+from rsearch.config import recipes
+from rsearch.runtime import console
+
+def work(argv):
+    console.table("t", ("a",), [("b",)])
+    console.note("n")
+    print("p", sys.stdin.read())
+    file = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)
+    os.write(1, b"of a library")
+    os.write(2, b"of a library")
+    os.close(file)
+
+sys.exit(recipes.run_command(work, []))
+"""
+
+
+@pytest.mark.fault(86, "closed streams")
+def test_streams_that_are_closed_are_no_files_of_the_run(tmp_path):
+    file = tmp_path / "file"
+    words = [sys.executable, "-c", CLOSED, str(file)]
+    shell = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *words]
+    done = subprocess.run(shell, cwd=configs.ROOT, timeout=120)
+    assert (done.returncode, file.read_bytes()) == (0, b"")
 
 
 @pytest.mark.fault(82, "exit code")

@@ -103,7 +103,9 @@ FAULTS = """
   next save; exit code; at random instants; two paths to it; symbolic link; bind mount;
   lock file deleted; lock file made again; network disk away
 78 proxy and certificate variables: proxy; certificate; hub id
-86 the shell around a run: no home; unwritable cache; full disk
+86 the shell around a run: no home; unwritable cache; full disk; home in a path;
+  colon in a config path; encoding of the output; closed streams; path of no encoding;
+  python without asserts; umask
 """
 
 

@@ -40,7 +40,8 @@ from rsearch.config.fields import (
 )
 from rsearch.config.spec import ROOT
 from rsearch.hosts.preemption import EXIT_CODE, PreemptedError
-from rsearch.runtime.console import FULL, clean, unless_full
+from rsearch.runtime import files
+from rsearch.runtime.console import FULL, clean, open_streams, unless_full
 from rsearch.runtime.held import LostDirectoryError
 from rsearch.text.spelling import did_you_mean
 
@@ -89,8 +90,7 @@ def load(spec: str) -> ConfigDict:
     Raises:
         ValueError: a file that is missing or broken, as file:line:column.
     """
-    name, _, variant = spec.partition(":")
-    path = _find(name)
+    path, variant = _split(spec)
     try:
         module = _import(path)
     except SyntaxError as error:
@@ -145,21 +145,38 @@ def with_defaults(config: dict) -> dict:
     return fill(config, default)
 
 
-def _find(name):
-    """Return the file that a recipe's path or dotted name means."""
-    if not name:
+def _split(spec):
+    """Return (file, variant) of a spec; a path may have colons, as a variant may.
+
+    Of all readings the one with the longest path to a file counts.
+    """
+    if not spec or spec.startswith(":"):
         raise ValueError("config is empty: write configs/<recipe>.py[:variant]")
-    if not name.endswith(".py") and "/" not in name:
-        name = name.replace(".", "/") + ".py"
-    tried = [pathlib.Path.cwd() / name, ROOT / name]
-    for path in tried:
-        if path.is_file():
-            return path
+    words = spec.split(":")
+    for count in range(len(words), 0, -1):
+        for path in _candidates(":".join(words[:count])):
+            if os.path.isfile(path):  # False too for a name that is too long
+                return path, ":".join(words[count:])
+    # A misspelt path is named up to its suffix.
+    name = re.match(r"(?:.*?\.py(?=:|$))|[^:]*", spec)[0]
+    tried = _candidates(name)
+    name = _file_name(name)
     near = [str(p.relative_to(ROOT)) for p in (ROOT / "configs").glob("[!_]*.py")]
     places = " and ".join(dict.fromkeys(str(p.parent) for p in tried))
     raise ValueError(
         f"config file {name} not found in {places}{did_you_mean(name, near)}"
     )
+
+
+def _candidates(name):
+    """Return the paths that a recipe's path or dotted name may mean."""
+    name = files.expand(_file_name(name))
+    return [pathlib.Path.cwd() / name, ROOT / name]
+
+
+def _file_name(name):
+    is_dotted = not name.endswith(".py") and "/" not in name
+    return name.replace(".", "/") + ".py" if is_dotted else name
 
 
 def _import(path):
@@ -266,7 +283,7 @@ def _parse(argv, flags, *, positional, takes_config):
         if not word.startswith("--"):
             if len(rest) == len(positional):
                 raise ValueError(f"unexpected argument {word!r}; flags start with --")
-            rest.append(word)
+            rest.append(_expand(word))
             continue
         name, equals, value = word[2:].partition("=")
         is_field = takes_config and name.startswith("config.")
@@ -283,7 +300,7 @@ def _parse(argv, flags, *, positional, takes_config):
         if is_field:
             overrides.append(f"{name}={value}")
         else:
-            values_given[name] = value
+            values_given[name] = _expand(value)
     values = {}
     for name, (default, _) in flags.items():
         if name not in values_given and default is REQUIRED:
@@ -298,14 +315,19 @@ def _parse(argv, flags, *, positional, takes_config):
     return values, overrides, rest
 
 
+def _expand(value):
+    """Return a flag's value with ~ expanded, as a shell does for a word of its own."""
+    return str(files.expand(value)) if value.startswith("~") else value
+
+
 def _recipe_of(words):
     """Return docstring and variants of the recipe that --config names, if any does."""
     for i, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == "--config":
             value = value if equals else "".join(words[i + 1 : i + 2])
-            path = _find(value.partition(":")[0])
-            docstring = ast.get_docstring(ast.parse(path.read_text(), str(path)))
+            path, _ = _split(value)
+            docstring = ast.get_docstring(ast.parse(path.read_bytes(), str(path)))
             text = f"{path}: {docstring or 'no docstring'}\n"
             return f"{text}\nvariants: {_variants_of(path) or 'none'}\n"
     return None
@@ -345,11 +367,13 @@ def run_command(
     stop (see `rsearch.hosts.preemption`) 75, one that has stopped itself 3. Where what
     is printed goes to a program that has ended, such as head, it ends quietly with 141.
     """
+    open_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         try:
             if "--help" in argv or "-h" in argv:  # what the flags are comes after it
-                print(inspect.getdoc(sys.modules[main.__module__]), end="\n\n")
+                # Python's -OO leaves no docstrings.
+                print(inspect.getdoc(sys.modules[main.__module__]) or "", end="\n\n")
             code = _exit_code(main, argv)
         except SystemExit:  # after --help
             if not _flush():

@@ -37,7 +37,7 @@ from rsearch.data.records import (
     shown,
 )
 from rsearch.runtime.console import note, progress
-from rsearch.runtime.files import sync_directory
+from rsearch.runtime.files import expand, sync_directory
 from rsearch.runtime.jsonl import (
     BOM,
     GZIP_ERRORS,
@@ -100,7 +100,7 @@ class Corpus:
         on_bad: str = "raise",
     ):
         check_on_bad(on_bad)
-        self.path = pathlib.Path(path)
+        self.path = expand(path)
         files = _cache_files(self.path, cache, on_bad)
         header = _read_header(self.path, files)
         if header is None and cache is not None:
@@ -266,7 +266,7 @@ def _cache_files(path, cache, on_bad):
     if cache is not None:
         # Several corpora named corpus.jsonl may share a cache.
         tag = xxhash.xxh3_64_hexdigest(os.fsencode(path.resolve()))
-        folder, stem = pathlib.Path(cache), f"{path.stem[:40]}.{tag}"
+        folder, stem = expand(cache), f"{path.stem[:40]}.{tag}"
     return CacheFiles(folder / f"{stem}.offsets", folder / f"{stem}.plain", on_bad)
 
 

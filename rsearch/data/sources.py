@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rsearch.runtime.connections import check_hub, describe_hub
+from rsearch.runtime.files import expand
 from rsearch.runtime.jsonl import (
     BOM,
     GZIP_ERRORS,
@@ -47,7 +48,7 @@ def read_records(source: str | os.PathLike) -> Iterator[tuple[str, Any]]:
             that the hub refuses.
         OSError: the file cannot be read.
     """
-    source = str(source)
+    source = str(expand(source))
     path = pathlib.Path(source)
     if path.is_file():
         return _file_records(path)

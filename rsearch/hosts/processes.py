@@ -310,7 +310,7 @@ def map_hosts(
             raise  # now: the other hosts' work may take days
         # Without heartbeats the others would wait for ever: send them the error.
         failure = error
-        payload = b"\0" + f"{type(error).__name__}: {error}".encode()
+        payload = b"\0" + _bytes_of(f"{type(error).__name__}: {error}")
     wait_for_all_hosts()
     replies = allgather_bytes(payload)
     if failure is not None:
@@ -349,7 +349,7 @@ def on_host0(work: Callable[[], None]) -> None:
         except Exception as error:
             kind = b"\1" if type(error) is ValueError else b"\0"
             failure = error
-            message = kind + f"{error}".encode()
+            message = kind + _bytes_of(error)
     if num_hosts() > 1:
         wait_for_all_hosts()
     message = allgather_bytes(message)[0]
@@ -358,6 +358,11 @@ def on_host0(work: Callable[[], None]) -> None:
     if message:
         kind = ValueError if message[:1] == b"\1" else RuntimeError
         raise kind(f"host 0: {message[1:].decode()}")
+
+
+def _bytes_of(error) -> bytes:
+    """Return an error's text, in which a path may have lone surrogates."""
+    return str(error).encode(errors="backslashreplace")
 
 
 @contextlib.contextmanager
@@ -376,7 +381,8 @@ def same_error_on_all(kind: type[Exception]) -> Iterator[None]:
         yield
     except kind as error:
         failure = error
-    message = b"" if failure is None else f"host {host_index()}: {failure}".encode()
+    here = f"host {host_index()}"
+    message = b"" if failure is None else _bytes_of(f"{here}: {failure}")
     messages = allgather_bytes(message)
     if failure is not None:
         raise failure

@@ -5,7 +5,6 @@ moment is not in them.
 """
 
 import dataclasses
-import pathlib
 from collections.abc import Iterable
 
 from ml_collections import ConfigDict
@@ -24,6 +23,7 @@ from rsearch.rollout.conversation import (
     explain_conversation_tokens,
     untagged_markup,
 )
+from rsearch.runtime.files import expand
 from rsearch.setup.limits import configured_limits
 
 GB = 1e9
@@ -87,8 +87,8 @@ def shape_of(
         m = c.model
         names = [f.name for f in dataclasses.fields(DecoderSpec) if f.name in m]
         return DecoderSpec(**{n: m[n] for n in names}) if m.vocab_size else None
-    if (pathlib.Path(source) / "config.json").is_file():
-        return read_spec(source)
+    if (directory := expand(source)).joinpath("config.json").is_file():
+        return read_spec(directory)
     if source not in PUBLISHED:
         raise ValueError(
             f"config.{section}.source = {source!r}: its shape is not known without its "

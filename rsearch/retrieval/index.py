@@ -78,7 +78,7 @@ def open_index(
             the manifest, or another corpus or encoder than it was built with; each
             difference is named.
     """
-    path = pathlib.Path(path)
+    path = files.expand(path)
     manifest = read_index_manifest(path)
     expected = {
         "corpus": {"fingerprint": corpus.fingerprint, "num_passages": len(corpus)},
@@ -115,7 +115,7 @@ def corpus_path(path: str | os.PathLike) -> pathlib.Path:
     Raises:
         ValueError: no finished index, or no file there.
     """
-    path = pathlib.Path(path)
+    path = files.expand(path)
     corpus = pathlib.Path(
         os.path.normpath(path / read_index_manifest(path)["corpus_path"])
     )

@@ -7,6 +7,8 @@ are written out instead of obeyed.
 
 import contextlib
 import errno
+import io
+import os
 import sys
 import time
 import unicodedata
@@ -47,6 +49,27 @@ def _visible(character):
     if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
         return character.encode("unicode_escape", "backslashreplace").decode()
     return character
+
+
+def open_streams() -> None:
+    """Make stdin, stdout and stderr fit for any text, and for being closed.
+
+    What an encoding lacks is written out as in a Python string. A descriptor that the
+    shell has closed becomes /dev/null: the next file to be opened would take its number
+    and receive what libraries print.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            assert opened == number, (opened, number)
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def note(text: str) -> None:
@@ -100,7 +123,13 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence]) -> None:
         rows: sequences of n values; numbers are aligned right, floats get four digits,
             None becomes '-'.
     """
-    grid = Table(title=Text(clean(title)), title_justify="left")
+    # Widths are those of what an 8-bit encoding leaves of a text; see `open_streams`.
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+
+    def fitted(text):
+        return Text(text.encode(encoding, "backslashreplace").decode(encoding))
+
+    grid = Table(title=fitted(clean(title)), title_justify="left")
     rows = [list(row) for row in rows]
     for position, heading in enumerate(columns):
         values = [row[position] for row in rows]
@@ -108,10 +137,10 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence]) -> None:
             value is None or isinstance(value, int | float) for value in values
         )
         justify = "right" if is_number else "left"
-        grid.add_column(Text(clean(heading)), justify=justify, overflow="fold")
+        grid.add_column(fitted(clean(heading)), justify=justify, overflow="fold")
     for row in rows:
         assert len(row) == len(columns), (row, columns)
-        grid.add_row(*(Text(_cell(value)) for value in row))
+        grid.add_row(*(fitted(_cell(value)) for value in row))
     _console(sys.stdout).print(grid)
 
 

@@ -18,6 +18,18 @@ URLS = {"gs:", "s3:", "hdfs:", "http:", "https:"}  # as a path begins with them
 PATTERNS = "*?[\\"
 
 
+def expand(path: str | os.PathLike) -> pathlib.Path:
+    """Return a path with ~ and ~user at its beginning expanded, as a shell does.
+
+    Raises:
+        ValueError: the user has no home directory.
+    """
+    expanded = pathlib.Path(os.path.expanduser(path))
+    if expanded.parts[:1] == ("~",):  # no HOME, and no entry in the list of users
+        raise ValueError(f"{path}: HOME is not set; write the path without ~")
+    return expanded
+
+
 def check_path(path: str | os.PathLike) -> None:
     """Refuse a directory from which Orbax could not read its checkpoints back.
 
@@ -25,9 +37,15 @@ def check_path(path: str | os.PathLike) -> None:
     but finds nothing there, and does not say so.
 
     Raises:
-        ValueError: it is a URL, or holds a character of glob patterns.
+        ValueError: it is a URL, or holds a character of glob patterns, or bytes that
+            are no text to Python.
     """
     path = pathlib.Path(path)
+    if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
+        raise ValueError(
+            f"{path} is not written in the locale's encoding; checkpoints want a path "
+            "in UTF-8, and a locale such as C.UTF-8"
+        )
     if URLS & {*path.parts}:
         raise ValueError(f"{path} is a URL; mount the bucket, and name a directory")
     if signs := sorted({*PATTERNS} & {*str(path)}):

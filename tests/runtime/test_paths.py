@@ -1,5 +1,7 @@
 """Where a run may lie: under any name that the file system takes."""
 
+import os
+
 import jax.numpy as jnp
 import pytest
 
@@ -10,6 +12,7 @@ from rsearch.runtime import checkpoint
 from rsearch.runtime.metrics import MetricsLog, read_metrics
 from rsearch.runtime.workdir import Workdir, check_workdir
 from tests.data.test_questions import GOOD, jsonl
+from tests.small_run import arguments, run_python
 
 BASE = configs.load("configs/base.py")
 NAMES = {
@@ -85,3 +88,36 @@ def test_a_name_that_is_a_pattern_is_refused_before_anything_is_saved(tmp_path, 
     with pytest.raises(ValueError, match="could not be read back"):
         checkpoint.save(tmp_path / name, 1, {"w": jnp.ones(3)}, {}, keep=1)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.fault(86, "path of no encoding")
+def test_a_name_that_is_no_text_is_refused(tmp_path):
+    """Tensorstore, which writes checkpoints, takes UTF-8 alone."""
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/run\xff")
+    with pytest.raises(ValueError, match="encoding"):
+        check_workdir(folder, BASE)
+
+
+@pytest.mark.fault(86, "home in a path")
+def test_data_may_be_named_from_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    jsonl(tmp_path, [GOOD], "questions.jsonl")
+    jsonl(tmp_path, [{"id": "a", "contents": "a\nb"}], "corpus.jsonl")
+    questions, _ = load_questions("~/questions.jsonl")
+    corpus = Corpus("~/corpus.jsonl", cache="~/cache")
+    assert (len(questions), len(corpus)) == (1, 1)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.fault(86, "python without asserts", "umask")
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["-O", "-OO", "umask"])
+def test_a_run_ends_well_without_asserts_and_with_files_of_its_user(tmp_path, how):
+    umask = os.umask(0o077 if how == "umask" else 0o022)
+    try:
+        words = arguments(tmp_path / "run", sft__steps=2, rl__steps=1)
+        flag = [how] if how != "umask" else []
+        done = run_python(*flag, "-m", "rsearch.train", *words)
+    finally:
+        os.umask(umask)
+    assert done.returncode == 0, done.stderr

@@ -43,7 +43,7 @@ def find_model(source: str | os.PathLike) -> pathlib.Path:
         ValueError: neither a directory nor a hub id that could be fetched, or one
             without safetensors weights.
     """
-    directory = pathlib.Path(source).expanduser()
+    directory = files.expand(source)
     if directory.is_dir():
         return directory
     check_hub(f"model {str(source)!r}")
