@@ -4,13 +4,15 @@ Each line of the file, plain or gzip, is one question:
 
     {"question": "...", "golden_answers": ["..."], "prediction": "..."}
 
-`golden_answers` may be a single string, `prediction` is null where there is no answer,
-and other fields are ignored. The names of R1-Searcher's published files are read too:
-`golden_answer` or `answer` for the golden answers, `predicted_answer` or `pred_ans` for
-the prediction. Where a line has several, the first of this list counts.
+Golden answers are read as those of question files are, aliases such as
+`answer_aliases` included; `prediction` is null where there is no answer; other fields
+are ignored. The names of published files are read too: `golden_answer`, `answer`,
+`possible_answers` or `answers` for the golden answers; `predicted_answer`, `pred_ans`
+or, as in FlashRAG's intermediate_data.json, `output.pred` for the prediction. Where a
+record has several, the first of this list counts. A JSON list does for lines.
 
 The default normaliser is R1-Searcher's, which reproduces its published numbers; "squad"
-is that of Search-R1 and R-Search.
+is that of Search-R1 and R-Search, and "flashrag" has that package's F1.
 """
 
 import json
@@ -18,16 +20,24 @@ import sys
 from collections.abc import Sequence
 
 from rsearch.config.recipes import parse_flags, run_command
-from rsearch.data.records import check_record, check_text, shown
+from rsearch.data.golden import golden_answers
+from rsearch.data.records import (
+    NO_VALUE,
+    check_record,
+    check_text,
+    decode_record,
+    field_value,
+    shown,
+)
+from rsearch.data.sources import json_records
 from rsearch.evaluation.scoring import bootstrap_interval, score_rows, scores_of_rows
 from rsearch.runtime.console import table
-from rsearch.runtime.jsonl import read_jsonl
 from rsearch.text.normalize import NORMALIZERS
 from rsearch.text.spelling import did_you_mean
 
 QUESTION = ("question",)
-GOLDEN = ("golden_answers", "golden_answer", "answer")
-PREDICTION = ("prediction", "predicted_answer", "pred_ans")
+GOLDEN = ("golden_answers", "golden_answer", "answer", "possible_answers", "answers")
+PREDICTION = ("prediction", "predicted_answer", "pred_ans", "output.pred")
 
 HEADINGS = {"em": "exact match", "cover_em": "cover exact match", "f1": "F1"}
 
@@ -35,7 +45,10 @@ RUN = ("stage", "method", "dataset")  # what tells rsearch.evaluate's rows apart
 
 FLAGS = {
     "json": (False, "prints one JSON object, fractions from 0 to 1, and no table"),
-    "normalizer": ("r1_searcher", "how answers are normalised: squad or r1_searcher"),
+    "normalizer": (
+        "r1_searcher",
+        "how answers are normalised: squad, r1_searcher or flashrag",
+    ),
 }
 
 
@@ -66,22 +79,26 @@ def read_predictions(path: str) -> list[dict]:
     """Return the rows of a file: `question`, `golden_answers` and `prediction` of each.
 
     Args:
-        path: JSON lines, plain or gzip, in UTF-8; blank lines are skipped.
+        path: JSON lines or a JSON list, plain or gzip, in UTF-8; blank lines are
+            skipped.
 
     Raises:
-        ValueError: a bad line, as file:line: field, no line at all, or rows of several
-            stages, methods or datasets, as a run's transcripts.jsonl has them.
+        ValueError: a bad record, as file:line: field, no record at all, or rows of
+            several stages, methods or datasets, as a run's transcripts.jsonl has them.
     """
-    runs = []
-
-    def parse(record):
-        row, run = _parse_row(record)
-        runs.append(run)
-        if run != runs[0]:
-            raise ValueError(_mixed(runs[0], run))
-        return row
-
-    rows = read_jsonl(path, torn="read", blank="skip", strict=True, parse=parse)
+    rows, first = [], None
+    for origin, raw in json_records(path):
+        if isinstance(raw, bytes) and not raw.strip():
+            continue
+        try:
+            record = decode_record(raw) if isinstance(raw, bytes) else check_record(raw)
+            row, run = _parse_row(record)
+            first = first or run
+            if run != first:
+                raise ValueError(_mixed(first, run))
+        except ValueError as error:
+            raise ValueError(f"{origin}: {error}") from None
+        rows.append(row)
     if not rows:
         raise ValueError(f"{path}: no rows to score")
     return rows
@@ -89,17 +106,19 @@ def read_predictions(path: str) -> list[dict]:
 
 def _parse_row(record):
     """Return (row, run) of one record; errors name the field."""
-    check_record(record)
     question = check_text(record[_field(record, QUESTION)], QUESTION[0])
-    golden = _field(record, GOLDEN)
-    prediction = _field(record, PREDICTION)
-    predicted = record[prediction]
-    if predicted is not None and not isinstance(predicted, str):
-        raise _wrong(prediction, "text or null", predicted)
+    golden = golden_answers(record, (_field(record, GOLDEN),))
+    name = _field(record, PREDICTION)
+    prediction = field_value(record, name)
+    if prediction is not None and not isinstance(prediction, str):
+        kind = type(prediction).__name__
+        raise ValueError(
+            f"field {name}: expected text or null, got {kind} {shown(prediction)}"
+        )
     row = {
         "question": question,
-        "golden_answers": _golden_answers(golden, record[golden]),
-        "prediction": predicted,
+        "golden_answers": list(golden),
+        "prediction": prediction,
     }
     return row, tuple(record.get(name) for name in RUN)
 
@@ -115,27 +134,13 @@ def _mixed(first, second):
     )
 
 
-def _golden_answers(field, value):
-    answers = [value] if isinstance(value, str) else value
-    if not isinstance(answers, list):
-        raise _wrong(field, "text or a list of texts", value)
-    if not answers:
-        raise ValueError(f"field {field}: expected at least one golden answer, got []")
-    return [check_text(answer, field) for answer in answers]
-
-
 def _field(record, names):
     """Return the first of these names that the record has."""
     for name in names:
-        if name in record:
+        if field_value(record, name) is not NO_VALUE:
             return name
     hint = f" (or {' or '.join(names[1:])})" if names[1:] else ""
     raise ValueError(f"field {names[0]}{hint}: missing")
-
-
-def _wrong(field, expected, value):
-    kind = type(value).__name__
-    return ValueError(f"field {field}: expected {expected}, got {kind} {shown(value)}")
 
 
 if __name__ == "__main__":

@@ -106,6 +106,11 @@ FAULTS = """
 86 the shell around a run: no home; unwritable cache; full disk; home in a path;
   colon in a config path; encoding of the output; closed streams; path of no encoding;
   python without asserts; umask
+60 golden answers of public files: aliases in thirty layouts; aliases not known;
+  questions without an answer; id under another name; predictions
+61 a list of answers as text: JSON; Python; array; text in brackets; no list of texts;
+  Parquet columns
+64 files of other programs: few-shot prompt; intermediate_data.json; save_to_disk
 """
 
 

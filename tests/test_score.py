@@ -80,6 +80,26 @@ def test_published_names_are_read_and_ours_come_first(tmp_path):
     assert read_predictions(write(tmp_path / "x.jsonl", *rows)) == [expected] * 3
 
 
+@pytest.mark.fault(64, "intermediate_data.json")
+def test_the_predictions_that_flashrag_saves_are_scored(tmp_path, capsys):
+    item = {
+        "id": "test_0",
+        "question": "Who?",
+        "golden_answers": ["Ada"],
+        "metadata": {"answer_aliases": ["A. L."]},
+        "output": {"raw_pred": "A. L.!", "pred": "A. L.", "metric_score": {"em": 0.0}},
+    }
+    path = tmp_path / "intermediate_data.json"
+    path.write_text(json.dumps([item, {**item, "output": {"pred": None}}], indent=4))
+    assert main([str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["em"] == 0.5
+    path.write_text(json.dumps([item, {**item, "output": {"raw_pred": "Ada"}}]))
+    with pytest.raises(
+        ValueError, match=r"data\.json: record 2: field prediction \(or"
+    ):
+        read_predictions(str(path))
+
+
 def test_gzip_marks_line_ends_and_blank_lines_make_no_difference(tmp_path):
     line = json.dumps(GOOD).encode()
     plain = tmp_path / "misnamed.gz"
@@ -101,10 +121,13 @@ def test_gzip_marks_line_ends_and_blank_lines_make_no_difference(tmp_path):
         (GOOD | {"question": 3}, "field question: expected text, got int 3"),
         ({"question": "q", "prediction": "x"}, "field golden_answers (or "),
         ({"question": "q", "answer": "x"}, "field prediction (or predicted_answer"),
-        (GOOD | {"golden_answers": []}, "field golden_answers: expected at least one"),
-        (GOOD | {"golden_answers": [" "]}, "field golden_answers: expected text"),
+        (GOOD | {"golden_answers": []}, "field golden_answers: holds no answer"),
+        (GOOD | {"golden_answers": [" "]}, "field golden_answers[0]: expected text"),
         (GOOD | {"golden_answers": ["x", 1.5]}, "expected text, got float 1.5"),
-        (GOOD | {"golden_answers": {"x": 1}}, "field golden_answers: expected text or"),
+        (
+            GOOD | {"golden_answers": {"x": 1}},
+            "field golden_answers: expected a text or",
+        ),
         (
             GOOD | {"prediction": 7},
             "field prediction: expected text or null, got",

@@ -11,46 +11,88 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
+from rsearch.data.golden import golden_answers, unpack_text
 from rsearch.data.records import (
     check_id,
     check_record,
     check_text,
     decode_record,
+    field_value,
+    find_field,
     shown,
 )
 from rsearch.data.sources import read_records
 from rsearch.types import Question
 
+IDS = ("id", "_id", "qid", "question_id", "query_id")
 FORMATS = {
     "verl": {
-        "has": ("reward_model",),
         "question": ("question", "extra_info.question", "prompt"),
-        "answers": ("reward_model.ground_truth.target", "reward_model.ground_truth"),
+        "answers": ("reward_model.ground_truth", "reward_spec.ground_truth"),
         "id": ("id", "extra_info.index"),
     },
-    "flashrag": {
-        "has": ("question", "golden_answers"),
-        "question": ("question",),
-        "answers": ("golden_answers",),
-        "id": ("id",),
-    },
+    "flashrag": {"question": ("question",), "answers": ("golden_answers",), "id": IDS},
+    # HotpotQA, 2WikiMultiHopQA, MuSiQue, TriviaQA, NQ-open and Bamboogle, too.
     "r1_searcher": {
-        "has": ("question", "answer"),
         "question": ("question",),
         "answers": ("answer",),
-        "id": ("idx", "id"),
+        "further": ("answers",),
+        "id": ("idx", *IDS),
+    },
+    "popqa": {
+        "question": ("question",),
+        "answers": ("possible_answers",),
+        "further": ("obj",),
+        "id": IDS,
+    },
+    # DPR, WebQuestions and SQuAD; tevatron has a query, LongBench an input.
+    "dpr": {
+        "question": ("question", "query", "input"),
+        "answers": ("answers",),
+        "id": IDS,
+    },
+    "frames": {  # SimpleQA has a problem, CRAG a query
+        "question": ("prompt", "problem", "query"),
+        "answers": ("answer",),
+        "id": (*IDS, "interaction_id"),
+    },
+    "kilt": {"question": ("input",), "answers": ("output",), "id": IDS},
+    "ircot": {
+        "question": ("question_text",),
+        "answers": ("answers_objects",),
+        "id": IDS,
+    },
+    "freshqa": {
+        "question": ("question",),
+        "answers": ("answer_0",),
+        "further": tuple(f"answer_{i}" for i in range(1, 10)),
+        "id": IDS,
+    },
+    "gold": {
+        "question": ("question", "query"),
+        "answers": (
+            "golden_answer",
+            "gold_answers",
+            "gold_answer",
+            "ground_truths",
+            "ground_truth",
+            "final answer",
+        ),
+        "id": (*IDS, "task_id"),
     },
 }
-"""Format -> the fields that identify it, and the fields of each role, best first.
+"""Format -> the fields of each role, best first; `further` joins the golden answers.
 
-A dot leads into a nested field.
+A record is of the first format that has both its question and its answers, whatever
+the case of their letters. A dot leads into a nested field.
 """
 
 FIELD_ROLES = ("question", "answers", "id")
 GOLD = ("paragraphs", "question_decomposition", "context", "supporting_facts")
 """Fields of a question beside its answer in MuSiQue and HotpotQA, as published."""
 MAX_DEPTH = 50  # of metadata, which is copied and digested by recursion
-NO_VALUE = object()
+AS_TEXT = ("reward_model", "reward_spec", "extra_info", "prompt")
+"""Columns that some files hold as the text of their JSON."""
 
 
 def load_questions(
@@ -89,13 +131,14 @@ def load_questions(
     fields = _check_fields(fields)
     questions = []
     problems = []
-    names_of = None
+    names_of: dict = {}
     origin_of_id = {}
     for row, (origin, raw) in enumerate(read_records(source)):
         try:
             record = decode_record(raw) if isinstance(raw, bytes) else raw
             check_record(record)
-            if names_of is None:
+            record |= {n: unpack_text(record[n]) for n in AS_TEXT if n in record}
+            if not names_of:
                 names_of = _recognise(record, fields)
             question = _question(record, row, names_of)
             if check is not None:
@@ -146,21 +189,35 @@ def _check_fields(fields):
 
 def _recognise(record, fields):
     """Return {role: names of its fields} of a source, by its first record."""
-    known = next(
-        (f for f in FORMATS.values() if all(name in record for name in f["has"])), None
-    )
+    known = next((f for f in FORMATS.values() if _has_format(record, f, fields)), None)
     if known is None:
         if not {"question", "answers"} <= fields.keys():
-            formats = [f"{'+'.join(f['has'])} ({n})" for n, f in FORMATS.items()]
+            pairs = (
+                f"{f['question'][0]} and {f['answers'][0]}" for f in FORMATS.values()
+            )
             have = shown(list(record), max_characters=200)
             raise ValueError(
-                f"no known format: expected the fields {' or '.join(formats)}, or the "
-                f"names of those with question and answers; the fields are {have}"
+                f"no known format: expected {', or '.join(dict.fromkeys(pairs))}, or "
+                "the names of the fields with question and answers; the fields are "
+                f"{have}"
             )
         known = FORMATS["flashrag"]
-    names_of = {role: known[role] for role in FIELD_ROLES}
-    names_of.update({role: (name,) for role, name in fields.items()})
-    return {**names_of, "id_required": "id" in fields}
+    spelling = {name.lower(): name for name in reversed(record)}
+    names_of = {
+        role: tuple(
+            name if name in record else spelling.get(name, name) for name in names
+        )
+        for role, names in known.items()
+    }
+    names_of |= {role: (name,) for role, name in fields.items()}
+    return {"further": (), **names_of, "id_required": "id" in fields}
+
+
+def _has_format(record, known, fields):
+    """Return whether a record has answers, and a question if `fields` names none."""
+    have = {name.lower() for name in record}
+    roles = ["answers"] if "question" in fields else ["answers", "question"]
+    return all(any(name.split(".")[0] in have for name in known[r]) for r in roles)
 
 
 def _question(record, row, names_of):
@@ -171,78 +228,43 @@ def _question(record, row, names_of):
         row: its number from 0, which stands in for an id.
         names_of: from `_recognise`.
     """
-    name, value = _find(record, names_of["question"])
+    name, value = find_field(record, names_of["question"])
     text = check_text(_from_chat(value, name), name)
-    name, value = _find(record, names_of["answers"])
-    answers = _answers(value, name)
-    name, value = _find(record, names_of["id"], required=names_of["id_required"])
+    answers = golden_answers(record, names_of["answers"], names_of["further"])
+    name, value = find_field(record, names_of["id"], required=names_of["id_required"])
     question_id = f"row_{row}" if value is None else check_id(value, name)
     source = record.get("data_source")
-    if "reward_model" in record and isinstance(source, str) and source:
+    is_verl = "reward_model" in record or "reward_spec" in record
+    if is_verl and isinstance(source, str) and source:
         # verl files join data sets whose ids and indices each start anew.
-        split = _lookup(record, "extra_info.split")
+        split = field_value(record, "extra_info.split")
         is_index = name == "extra_info.index" and isinstance(split, str)
         middle = f"{split}_" if is_index else ""
         question_id = f"{source}_{middle}{question_id}"
     return Question(question_id, text, answers, _metadata(record))
 
 
-def _find(record, names, *, required=True):
-    """Return (name, value) of the first of `names` whose value is not None."""
-    for name in names:
-        value = _lookup(record, name)
-        if value is not NO_VALUE and value is not None:
-            return name, value
-    if required:
-        have = shown(list(record))
-        raise ValueError(f"field {' or '.join(names)}: missing; the fields are {have}")
-    return names[0], None
-
-
-def _lookup(record, name):
-    """Return the value of a field, nested where its name has dots, or ABSENT."""
-    if name in record:
-        return record[name]
-    for key in name.split("."):
-        if not isinstance(record, dict) or key not in record:
-            return NO_VALUE
-        record = record[key]
-    return record
-
-
 def _from_chat(value, name):
-    """Return the question of a chat: the text after 'Question:' in its last message.
+    """Return the question of a verl prompt: the text after its last 'Question:'.
 
-    Search-R1's message is an instruction that ends so; R-Search's is the question.
+    Search-R1's message is an instruction that ends so, after examples if there are any;
+    R-Search's is the question.
     """
-    if name != "prompt" or not isinstance(value, list | tuple | np.ndarray):
+    if name != "prompt":
         return value
-    said = [
-        message.get("content")
-        for message in value
-        if isinstance(message, dict) and message.get("role") == "user"
-    ]
-    if not said or not isinstance(said[-1], str):
-        raise ValueError(f"field prompt: holds no user message: {shown(value)}")
-    instruction, mark, question = said[-1].partition("Question:")
-    return question.strip() if mark else instruction
-
-
-def _answers(value, name):
-    """Return golden answers as a tuple; a single text is one answer."""
-    if isinstance(value, str):
-        return (check_text(value, name),)
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if not isinstance(value, list | tuple):
-        kind = type(value).__name__
-        raise ValueError(
-            f"field {name}: expected a text or a list of them, got {kind} "
-            f"{shown(value)}"
-        )
-    if not value:
-        raise ValueError(f"field {name}: holds no answer")
-    return tuple(check_text(text, f"{name}[{i}]") for i, text in enumerate(value))
+    if isinstance(value, list | tuple | np.ndarray):
+        said = [
+            message.get("content")
+            for message in value
+            if isinstance(message, dict) and message.get("role") == "user"
+        ]
+        if not said or not isinstance(said[-1], str):
+            raise ValueError(f"field prompt: holds no user message: {shown(value)}")
+        value = said[-1]
+    if not isinstance(value, str) or "Question:" not in value:
+        return value
+    question = value.rpartition("Question:")[2].strip()
+    return question.removesuffix("\nAnswer:").strip()
 
 
 def _metadata(record):

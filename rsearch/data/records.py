@@ -10,6 +10,7 @@ from typing import Any
 from rsearch.runtime.jsonl import decode_json
 
 MAX_NAMED = 5  # bad records named when they are left out
+NO_VALUE = object()
 
 
 def decode_record(line: bytes) -> dict:
@@ -64,6 +65,40 @@ def check_id(value: Any, field: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return check_text(value, field)
+
+
+def find_field(
+    record: dict, names: Sequence[str], *, required: bool = True
+) -> tuple[str, Any]:
+    """Return (name, value) of the first of `names` whose value is not None.
+
+    Args:
+        record: dict.
+        names: of fields, best first; a dot leads into a nested one.
+        required: False returns (the first name, None) where there is none.
+
+    Raises:
+        ValueError: there is none, and it is required.
+    """
+    for name in names:
+        value = field_value(record, name)
+        if value is not NO_VALUE and value is not None:
+            return name, value
+    if required:
+        have = shown(list(record))
+        raise ValueError(f"field {' or '.join(names)}: missing; the fields are {have}")
+    return names[0], None
+
+
+def field_value(record: dict, name: str) -> Any:
+    """Return the value of a field, nested where its name has dots, or NO_VALUE."""
+    if name in record:
+        return record[name]
+    for key in name.split("."):
+        if not isinstance(record, dict) or key not in record:
+            return NO_VALUE
+        record = record[key]
+    return record
 
 
 def shown(value: Any, *, max_characters: int = 60) -> str:

@@ -24,6 +24,7 @@ from rsearch.runtime.jsonl import (
 
 MAX_LIST_BYTES = 1 << 31  # of a JSON list, which is read whole
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+SAVED = "state.json"  # of a directory that `Dataset.save_to_disk` wrote
 ON_HUB = re.compile(r"(.+?)(?::([\w.-]+))?(?:@([^@]+))?")
 
 
@@ -37,7 +38,8 @@ def read_records(source: str | os.PathLike) -> Iterator[tuple[str, Any]]:
             - 'owner/name:config@split' on the hub, where config and split may be left
               out and the split is then 'train', for example
               'RUC-NLPIR/FlashRAG_datasets:hotpotqa@dev';
-            - a directory laid out as on the hub, in place of 'owner/name'.
+            - a directory laid out as on the hub, in place of 'owner/name', or one that
+              `save_to_disk` wrote, where '@split' names one of several.
 
     Yields:
         (place, record): where it came from, and its value; a line of JSON Lines is
@@ -69,10 +71,10 @@ def _file_records(path):
         raise ValueError(f"{path}: {wrong}")
     if is_parquet:
         return _parquet_records(path)
-    return _json_records(path)
+    return json_records(path)
 
 
-def _json_records(path):
+def json_records(path: str | os.PathLike) -> Iterator[tuple[str, Any]]:
     """Yield (file:line, bytes) of JSON Lines, or (file: record n, value) of a list."""
     try:
         with open_text(path) as file:
@@ -134,6 +136,10 @@ def _hub_records(source, name, config, split):
         check_hub(f"data set {source!r}")
     import datasets
 
+    folder = _saved_folder(source, name, config, split)
+    if folder is not None:
+        yield from _saved_records(source, folder)
+        return
     try:
         # Not streamed: streaming imports torch where it is installed.
         rows = datasets.load_dataset(name, config, split=split)
@@ -146,3 +152,28 @@ def _hub_records(source, name, config, split):
         ) from None
     for row, record in enumerate(rows, 1):
         yield f"{source}: row {row}", record
+
+
+def _saved_folder(source, name, config, split):
+    """Return the directory that `Dataset.save_to_disk` wrote, or None."""
+    folder = pathlib.Path(name)
+    if (folder / SAVED).is_file():
+        if config is not None or split != "train":
+            raise ValueError(f"{source}: {name} is one data set, which has no splits")
+        return folder
+    is_split = config is None and (folder / split / SAVED).is_file()
+    return folder / split if is_split else None
+
+
+def _saved_records(source, folder):
+    import datasets
+
+    row = 0
+    try:
+        # Without the format that it was saved with, which may be of torch.
+        rows = datasets.load_from_disk(folder).with_format(None)
+        for row, record in enumerate(rows, 1):
+            yield f"{source}: row {row}", record
+    except Exception as error:  # whatever the files hold: no list of these is complete
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{source}: damaged after row {row}: {text}") from None

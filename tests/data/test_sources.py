@@ -104,6 +104,37 @@ def test_a_damaged_parquet_file_is_refused(tmp_path, place):
         load_questions(path)
 
 
+@pytest.fixture
+def saved(tmp_path):
+    """Directories that `datasets` saves: one data set, and two by their names."""
+    import datasets
+
+    rows = datasets.Dataset.from_list([GOOD, {**GOOD, "id": "q2"}])
+    rows.with_format("numpy").save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": rows, "dev": rows}).save_to_disk(tmp_path / "two")
+    return tmp_path
+
+
+@pytest.mark.fault(64, "save_to_disk")
+def test_what_save_to_disk_wrote_is_read(saved):
+    for source in ("one", "one@train", "two", "two@train", "two@dev"):
+        questions, _ = load_questions(f"{saved}/{source}")
+        assert [q.id for q in questions] == ["q1", "q2"]
+        assert questions[0].golden_answers == ("Ada", "A. L.")
+    for source in ("one@dev", "one:nq", "two@test"):
+        with pytest.raises(ValueError, match=f"{saved}/{source}: "):
+            load_questions(f"{saved}/{source}")
+
+
+@pytest.mark.fault(64, "save_to_disk")
+@pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"\xff" * 99])
+@pytest.mark.parametrize("name", ["state.json", "data-00000-of-00001.arrow"])
+def test_a_damaged_saved_data_set_is_refused(saved, name, data):
+    (saved / "one" / name).write_bytes(data)
+    with pytest.raises(ValueError, match=rf"{saved}/one: damaged after row 0: \w+"):
+        load_questions(saved / "one")
+
+
 @pytest.mark.parametrize(
     "source, parts",
     [

@@ -1,0 +1,255 @@
+"""Read the golden answers of a record, in whatever layout they were published.
+
+An answer is a text, a list of texts, or an object such as TriviaQA's and SQuAD's. Any
+of these may itself be written as text, as columns of CSV and Parquet files have them.
+Aliases beside it count as golden answers too. What looks like a list, an alias or a
+mark of a question without an answer, and is not understood, is refused.
+"""
+
+import ast
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rsearch.data.records import check_text, find_field, shown
+from rsearch.runtime.jsonl import decode_json
+
+ALIASES = re.compile(
+    r"((gold(en)?|o|obj|object)?(answers?|targets?)?alias(es)?)"
+    r"|((alt|alternate|alternative|other|acceptable|accepted|possible|valid"
+    r"|additional|equivalent|human)ans(wers?)?(alias(es)?)?)"
+)
+"""Fields beside an answer that hold further golden answers, named as by `_folded`."""
+
+OTHER_ALIASES = re.compile(
+    r"(s|subj|subject|question|query|entity|entities|title|wiki|page|passage|document"
+    r"|normalized|normalised)(answers?)?alias(es)?"
+)
+"""Aliases of something else, or answers that their publisher normalised."""
+
+ANSWERABLE = ("answerable", "isanswerable")
+UNANSWERABLE = ("unanswerable", "isunanswerable", "impossible", "isimpossible")
+UNANSWERABLE += ("noanswer", "hasnoanswer", "isnoanswer")
+TRUE, FALSE = ("true", "yes", "1", "1.0"), ("false", "no", "0", "0.0")
+NESTED = ("metadata", "extra_info")  # hold further fields of a record
+VALUES = ("value", "target", "golden_answers", "answer", "answers", "text", "spans")
+"""Fields of an object that hold the answer, best first."""
+HIDDEN = "<unk>"  # in place of the answers of TriviaQA's test set
+
+_ESCAPE = r"\\(?:[\\'\"nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})"
+_QUOTED = rf"""(?:'(?:[^'\\\n]|{_ESCAPE})*+'|"(?:[^"\\\n]|{_ESCAPE})*+")"""
+# An array's repr has line ends or blanks between its texts, and no commas.
+_LIST = rf"\[\s*{_QUOTED}(?:(?:\s*,\s*|\s+){_QUOTED})*+\s*,?\s*\]"
+PYTHON_LIST = re.compile(
+    rf"{_LIST}|array\({_LIST}(?:,\s*dtype=[^()]*)?\)"
+    rf"|\(\s*{_QUOTED}(?:\s*,\s*{_QUOTED})*+\s*,\s*\)"
+    rf"|[({{]\s*{_QUOTED}(?:\s*,\s*{_QUOTED})++\s*[)}}]"
+)
+LIST_START = re.compile(r"""array\(|[\[{][\s\[({]*[bur]?["']""")
+LITERALS = ("None", "True", "False", "nan", "null")
+
+
+def golden_answers(
+    record: dict, names: Sequence[str], further: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return the golden answers of a record, then the aliases that are not among them.
+
+    Args:
+        record: dict.
+        names: fields of the answer, dotted where nested; the first that is there
+            counts.
+        further: fields that hold further golden answers in this layout.
+
+    Raises:
+        ValueError: there is no answer, or it is neither text nor a list of texts; the
+            record says that its question has none; a field of aliases is not known.
+    """
+    for prefix, fields in _levels(record):
+        _check_answerable(fields, prefix)
+    name, value = find_field(record, names)
+    answers = _texts(value, name)
+    for alias, value in _aliases(record, name, further):
+        texts = dict.fromkeys(_texts(value, alias))
+        answers += [text for text in texts if text not in answers]
+    return tuple(answers)
+
+
+def unpack_text(value: Any) -> Any:
+    """Return the object or list whose JSON a text is; other values unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        with contextlib.suppress(ValueError):
+            return decode_json(value.encode())
+    return value
+
+
+def _levels(record):
+    """Return [(prefix of names, fields)] of a record: its fields, and those nested."""
+    nested = [(f"{n}.", record.get(n)) for n in NESTED]
+    return [("", record), *((p, f) for p, f in nested if isinstance(f, dict))]
+
+
+def _folded(name):
+    """Return a field's name as letters and digits: answerAliases, Answer Aliases."""
+    return re.sub(r"[^a-z0-9]", "", str(name).lower())
+
+
+def _check_answerable(fields, prefix):
+    """Refuse a record whose question has no answer in its passages."""
+    for field, value in fields.items():
+        folded = _folded(field)
+        if folded not in ANSWERABLE + UNANSWERABLE or _is_empty(value):
+            continue
+        said = str(value).strip().lower()
+        if said not in TRUE + FALSE:
+            raise ValueError(
+                f"field {prefix}{field}: expected true or false, got {shown(value)}"
+            )
+        if (said in TRUE) != (folded in ANSWERABLE):
+            raise ValueError(
+                f"field {prefix}{field}: {value!r}: the question has no answer"
+            )
+
+
+def _aliases(record, main, further) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of the fields with further golden answers that have any."""
+    for prefix, fields in _levels(record):
+        for field, value in fields.items():
+            folded = _folded(field)
+            # Below metadata, "aliases" alone may be those of anything.
+            is_of_answer = not prefix or "ans" in folded
+            if f"{prefix}{field}" == main or _is_empty(value) or not is_of_answer:
+                continue
+            if ALIASES.fullmatch(folded) or (not prefix and field in further):
+                yield f"{prefix}{field}", value
+            elif "alias" in folded and not OTHER_ALIASES.fullmatch(folded):
+                raise ValueError(
+                    f"field {prefix}{field}: not known whether these are golden "
+                    f"answers, which answer_aliases are: {shown(value)}"
+                )
+
+
+def _is_empty(value):
+    return value is None or (hasattr(value, "__len__") and not len(value))
+
+
+def _texts(value, name):
+    """Return the texts of an answer, at least one."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, str):
+        value = _unpack_answer(check_text(value, name), name)
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return _of_object(value, name)
+    if not isinstance(value, list | tuple):
+        kind = type(value).__name__
+        raise ValueError(
+            f"field {name}: expected a text or a list of them, got {kind} "
+            f"{shown(value)}"
+        )
+    texts = [t for i, item in enumerate(value) for t in _of_item(item, f"{name}[{i}]")]
+    if not texts:
+        raise ValueError(f"field {name}: holds no answer")
+    return texts
+
+
+def _of_item(item, name):
+    """Return the texts of an item of a list of answers."""
+    if isinstance(item, dict):
+        if "provenance" in item and item.get("answer") is None:
+            return []  # of KILT: where answers were seen, and none
+        return _of_object(item, name)
+    text = check_text(item, name)
+    return [check_text(t, name) for t in _list_in(text) or [text]]
+
+
+def _of_object(value, name):
+    """Return the answer of an object, then its aliases.
+
+    TriviaQA has {"value", "aliases", ...}, SQuAD {"text": [...], "answer_start": ...},
+    IIRC {"type", "answer_spans" or "answer_value" and "answer_unit"}, DROP {"number",
+    "date", "spans"}; a ground truth of verl is {"target": ...}.
+    """
+    _check_answerable(value, f"{name}.")
+    if value.get("type") == "none":  # of IIRC
+        raise ValueError(f"field {name}.type: 'none': the question has no answer")
+    spans = value.get("answer_spans", value.get("spans"))
+    if isinstance(spans, list) and len(spans) > 1:
+        raise ValueError(
+            f"field {name}: {len(spans)} spans make one answer; write it as one text: "
+            f"{shown(spans)}"
+        )
+    date = value.get("date")
+    if not _is_empty(value.get("answer_value")):
+        unit = value.get("answer_unit") or ""
+        answer = check_text(value["answer_value"], f"{name}.answer_value")
+        return [f"{answer} {unit}".strip()]
+    if not _is_empty(value.get("number")):
+        return [check_text(value["number"], f"{name}.number")]
+    if not spans and isinstance(date, dict) and any(date.values()):
+        return [" ".join(str(date[n]) for n in ("day", "month", "year") if date.get(n))]
+    main = next(
+        (n for n in ("answer_spans", *VALUES) if value.get(n) is not None), None
+    )
+    if main is None:
+        raise ValueError(
+            f"field {name}: expected a text or a list of them, got dict {shown(value)}"
+        )
+    texts = _texts(value[main], f"{name}.{main}")
+    if texts == [HIDDEN]:
+        raise ValueError(
+            f"field {name}.{main}: {HIDDEN!r}: the answer is not published"
+        )
+    for alias, inner in _aliases(value, main, ()):
+        texts += _texts(inner, f"{name}.{alias}")
+    return list(dict.fromkeys(texts))
+
+
+def _unpack_answer(text, name):
+    """Return the list or object that a text holds, or the text where it is one answer.
+
+    Raises:
+        ValueError: it begins as a list of texts does, and cannot be read as one.
+    """
+    value = unpack_text(text)
+    if isinstance(value, list | dict):
+        return value
+    texts = _list_in(text)
+    if texts is not None:
+        return texts
+    start = text.lstrip()
+    words = start.strip().strip("[]").replace(",", " ").split()
+    has_only_literals = start.startswith("[") and all(map(_is_literal, words))
+    if LIST_START.match(start) or has_only_literals:
+        raise ValueError(
+            f"field {name}: begins as a list and is no list of texts: {shown(text)}"
+        )
+    return text
+
+
+def _is_literal(word):
+    try:
+        float(word)
+    except ValueError:
+        return word in LITERALS
+    return True
+
+
+def _list_in(text):
+    """Return the texts of a list that is written as text, or None where it is none."""
+    text = text.strip()
+    value = unpack_text(text)
+    if isinstance(value, list) and value and all(isinstance(t, str) for t in value):
+        return value
+    if not text.startswith(("[", "(", "{", "array(")) or not PYTHON_LIST.fullmatch(
+        text
+    ):
+        return None
+    try:
+        return [ast.literal_eval(quoted) for quoted in re.findall(_QUOTED, text)]
+    except (SyntaxError, ValueError):  # \U00110000 is no character
+        return None
