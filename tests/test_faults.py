@@ -95,6 +95,9 @@ FAULTS = """
 65 a small file of gigabytes: gzip checked while it is unpacked; gzip of questions
 68 an encoder's declaration: declared pooling; declared prompts; layouts;
   what is not computed; prompts that differ
+90 a service under load: idle connections; slow bodies; bounded connections;
+  fewer than the descriptors; the body comes first; health; capped replies; SIGTERM;
+  an answer that takes too long
 91 the wire of public clients: public clients; replies without scores; no queries;
   many queries; many passages; long queries; queries of a single text; named routes;
   reasons in the status line; only what searching needs;

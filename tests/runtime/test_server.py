@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from rsearch.runtime.server import JsonServer
+from rsearch.runtime.server import JsonServer, RefusedError
 from tests.running_server import running
 from tests.small_run import ROOT
 
@@ -202,6 +202,90 @@ def test_sigterm_lets_a_request_under_way_end():
     finally:
         process.kill()
         process.stdout.close()
+
+
+@pytest.mark.fault(90, "an answer that takes too long")
+def test_sigterm_refuses_a_request_that_cannot_be_answered_in_time():
+    script = (
+        "import time; from rsearch.runtime.server import JsonServer\n"
+        "def slow(body): print('asked', flush=True); time.sleep(60)\n"
+        "routes = {('GET', '/slow'): slow}\n"
+        "server = JsonServer('127.0.0.1', 0, routes, stop_seconds=0.4)\n"
+        "print(server.server_address[1], flush=True); server.serve()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            port = int(process.stdout.readline())
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+                client.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert process.stdout.readline() == "asked\n"
+                process.send_signal(signal.SIGTERM)
+                received = b"".join(iter(lambda: client.recv(1000), b""))
+            assert received.startswith(b"HTTP/1.0 503 the service")
+            assert json.loads(received.partition(b"\r\n\r\n")[2]).keys() == {"error"}
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("reason", "phrase"),
+    [
+        ("one\r\nSet-Cookie: a=b", "one Set-Cookie: a=b"),
+        ("caf\u00e9 \U0001f600 \x00\x1b[2J \ud83d", "caf? ? ??[2J ?"),
+        ("x" * 5000, "x" * 200),
+        ("", "Bad Request"),
+    ],
+)
+def test_a_reason_is_a_line_of_the_status(reason, phrase):
+    def refuse(body):
+        raise RefusedError(400, reason)
+
+    with serving({("GET", "/x"): refuse}) as server:
+        connection = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
+        connection.request("GET", "/x")
+        reply = connection.getresponse()
+        assert (reply.status, reply.reason) == (400, phrase)
+        assert reply.getheader("Set-Cookie") is None
+        assert json.loads(reply.read()) == {"error": reason}
+        connection.close()
+
+
+def test_a_route_that_ends_in_a_name_takes_any_name():
+    routes = {("POST", "/of_{name}"): lambda body: {"a": 1}}
+    with serving(routes) as server:
+        for path, status in {
+            "/of_wiki-18": 200,
+            "/of_a.b_c?x=1": 200,
+            "/of_": 404,
+            "/of_a/b": 404,
+            "/of_%2e": 404,
+            "/of_" + "a" * 65: 404,
+        }.items():
+            assert ask(server, path=path, body={})[0] == status, path
+        assert ask(server, "GET", "/of_a")[0] == 405
+
+
+def test_a_body_in_chunks_is_refused_with_the_reason():
+    with serving({("POST", "/x"): dict}) as server:
+        connection = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
+        chunks = iter([b"x" * 100_000] * 20)
+        head = {"Content-Type": "application/json"}
+        connection.request("POST", "/x", chunks, head, encode_chunked=True)
+        assert connection.getresponse().status == 411
+        connection.close()
+
+
+def test_a_body_that_ends_early_is_refused():
+    with serving({("POST", "/x"): dict}) as server:
+        client = socket.create_connection(server.server_address[:2], timeout=30)
+        head = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
+        client.sendall(head + b"Content-Type: application/json\r\n\r\n{}")
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(100).startswith(b"HTTP/1.0 400 the body is shorter")
+        client.close()
 
 
 def test_a_fault_is_an_internal_error_that_tells_clients_nothing(capsys):
