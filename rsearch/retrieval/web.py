@@ -7,8 +7,8 @@ Fetching must not reach anything but the open web, though whoever writes a page 
 where its links and redirects lead. So an address counts after its name is resolved, for
 each connection anew, and the connection goes to the very address that was judged: a
 name that resolves to something else the next time changes nothing. All that is not
-global is refused: private, loopback, link-local and metadata addresses, also inside of
-IPv6 forms that carry an IPv4 one.
+global is refused by a table of this module: private, loopback, link-local and metadata
+addresses, also inside of IPv6 forms that carry an IPv4 one.
 
 Reading must take a time that grows with a page's length alone: html.parser of the
 standard library takes hours for a megabyte of tags that are never closed, and raises an
@@ -44,7 +44,47 @@ HEADERS = {
     "User-Agent": "rsearch",
     "Connection": "close",
 }
-NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# All that is no address of a host on the open internet: IANA's registries of special
+# addresses (RFC 6890 and its updates), and what clouds answer their machines at. Python
+# has a table as well, which differs from one patch level to the next.
+CLOSED_V4 = tuple(
+    map(
+        ipaddress.IPv4Network,
+        (
+            "0.0.0.0/8",  # this network
+            "10.0.0.0/8",  # private
+            "100.64.0.0/10",  # carrier-grade NAT; Alibaba's metadata
+            "127.0.0.0/8",  # loopback
+            "168.63.129.16/32",  # Azure's WireServer
+            "169.254.0.0/16",  # link-local; metadata of most clouds
+            "172.16.0.0/12",  # private
+            "192.0.0.0/24",  # protocol assignments; Oracle's metadata
+            "192.0.2.0/24",  # documentation
+            "192.88.99.0/24",  # 6to4 relays
+            "192.168.0.0/16",  # private
+            "198.18.0.0/15",  # benchmarks
+            "198.51.100.0/24",  # documentation
+            "203.0.113.0/24",  # documentation
+            "224.0.0.0/4",  # multicast
+            "240.0.0.0/4",  # reserved, broadcast
+        ),
+    )
+)
+GLOBAL_V6 = ipaddress.IPv6Network("2000::/3")  # the only global unicast addresses
+CLOSED_V6 = tuple(
+    map(
+        ipaddress.IPv6Network,
+        (
+            "2001::/23",  # protocol assignments: Teredo, ORCHID, benchmarks
+            "2001:db8::/32",  # documentation
+            "3ffe::/16",  # the former 6bone
+            "3fff::/20",  # documentation
+        ),
+    )
+)
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+SIX_TO_FOUR = ipaddress.IPv6Network("2002::/16")
+ISATAP = b"\x00\x00\x5e\xfe", b"\x02\x00\x5e\xfe"  # before an IPv4 address
 
 HIDDEN = ("noscript", "template", "head", "svg", "iframe")
 RAW = {  # elements whose content is no markup, and where it ends
@@ -72,21 +112,31 @@ class Page(NamedTuple):
 
 
 def is_open(address: str) -> bool:
-    """Return whether an IP address is global: on the open internet."""
+    """Return whether an IP address is one of a host on the open internet.
+
+    An IPv6 address that carries an IPv4 address leads there, and is judged by it.
+    """
     try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
+        ip = ipaddress.ip_address(address)
     except ValueError:
         return False
-    if ip.version == 6:
-        if ip in NAT64:
-            return is_open(str(ipaddress.IPv4Address(ip.packed[-4:])))
-        inner = ip.ipv4_mapped or ip.sixtofour
-        if inner is not None:
-            return is_open(str(inner))
-        if ip.teredo is not None or not any(ip.packed[:12]):
-            return False
-    is_special = ip.is_multicast or ip.is_reserved or ip.is_unspecified
-    return ip.is_global and not is_special
+    if ip.version == 4:
+        return not any(ip in network for network in CLOSED_V4)
+    if ip.scope_id is not None:  # of a link
+        return False
+    if ip.ipv4_mapped is not None:
+        return is_open(str(ip.ipv4_mapped))
+    if ip in NAT64:
+        return is_open(_ipv4(ip.packed[12:]))
+    if ip not in GLOBAL_V6 or any(ip in network for network in CLOSED_V6):
+        return False
+    if ip in SIX_TO_FOUR and not is_open(_ipv4(ip.packed[2:6])):
+        return False
+    return ip.packed[8:12] not in ISATAP or is_open(_ipv4(ip.packed[12:]))
+
+
+def _ipv4(packed) -> str:
+    return str(ipaddress.IPv4Address(packed))
 
 
 def normalize_url(url: str) -> str:
@@ -163,7 +213,7 @@ class OpenBackend(httpcore.NetworkBackend):
 def _resolve(host, port):
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
+    except (OSError, ValueError):  # ValueError: a name that is none
         return []
     return list(dict.fromkeys(sockaddr[0] for *_, sockaddr in infos))
 
@@ -188,7 +238,17 @@ def fetch(
         PageRefusedError: it cannot be fetched; says why in few words.
     """
     end = time.monotonic() + seconds
-    backend = backend or OpenBackend()
+    try:
+        return _follow(url, backend or OpenBackend(), end, max_bytes)
+    except PageRefusedError:
+        raise
+    # A server chooses each byte of head and page: nothing that it sends ends a run.
+    except Exception as error:
+        raise PageRefusedError(type(error).__name__) from None
+
+
+def _follow(url, backend, end, max_bytes) -> Page:
+    """Return the page that a URL leads to."""
     for _ in range(MAX_REDIRECTS + 1):
         url = normalize_url(url)
         target = _request(url, backend, end, max_bytes)
@@ -207,34 +267,29 @@ def _request(url, backend, end, max_bytes) -> Page | str:
     if remaining <= 0:
         raise PageRefusedError("too slow")
     timeouts = dict.fromkeys(("connect", "read", "write", "pool"), remaining)
-    try:
-        with (
-            httpcore.ConnectionPool(network_backend=backend) as pool,
-            pool.stream(
-                "GET", url, headers=HEADERS, extensions={"timeout": timeouts}
-            ) as reply,
-        ):
-            headers = {name.lower(): value for name, value in reply.headers}
-            if reply.status in REDIRECTS:
-                return headers.get(b"location", b"").decode("latin-1")
-            if reply.status != 200:
-                raise PageRefusedError(f"HTTP {reply.status}")
-            kind = headers.get(b"content-type", b"").decode("latin-1").lower()
-            if kind.partition(";")[0].strip() not in TYPES:
-                raise PageRefusedError(f"a page of type {kind[:40]!r}")
-            if headers.get(b"content-encoding", b"identity") != b"identity":
-                raise PageRefusedError("a packed page")
-            received = bytearray()
-            for chunk in reply.iter_stream():
-                received += chunk
-                if len(received) > max_bytes:
-                    break
-                if time.monotonic() > end:
-                    raise PageRefusedError("too slow")
-    except (httpcore.NetworkError, httpcore.TimeoutException) as error:
-        raise PageRefusedError(type(error).__name__) from None
-    except (httpcore.ProtocolError, httpcore.UnsupportedProtocol) as error:
-        raise PageRefusedError(type(error).__name__) from None
+    with (
+        httpcore.ConnectionPool(network_backend=backend) as pool,
+        pool.stream(
+            "GET", url, headers=HEADERS, extensions={"timeout": timeouts}
+        ) as reply,
+    ):
+        headers = {name.lower(): value for name, value in reply.headers}
+        if reply.status in REDIRECTS:
+            return headers.get(b"location", b"").decode("latin-1")
+        if reply.status != 200:
+            raise PageRefusedError(f"HTTP {reply.status}")
+        kind = headers.get(b"content-type", b"").decode("latin-1").lower()
+        if kind.partition(";")[0].strip() not in TYPES:
+            raise PageRefusedError(f"a page of type {kind[:40]!r}")
+        if headers.get(b"content-encoding", b"identity") != b"identity":
+            raise PageRefusedError("a packed page")
+        received = bytearray()
+        for chunk in reply.iter_stream():
+            received += chunk
+            if len(received) > max_bytes:
+                break
+            if time.monotonic() > end:
+                raise PageRefusedError("too slow")
     text = _decode(bytes(received[:max_bytes]), kind)
     return Page(url, text if kind.startswith("text/plain") else html_to_text(text))
 

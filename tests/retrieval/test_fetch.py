@@ -62,7 +62,37 @@ def page(body, kind="text/html", status="200 OK", **headers):
     return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
-@pytest.mark.parametrize("address", CLOSED)
+EMBEDDED = [
+    f"{prefix}{inner}"
+    for inner in ("7f00:1", "a9fe:a9fe", "a83f:8110", "6440:1", "a00:1", "c0a8:101")
+    for prefix in ("::ffff:", "64:ff9b::", "64:ff9b:1::", "::", "::ffff:0:")
+] + [
+    *("2002:a83f:8110::1", "2002:a9fe:a9fe::", "2002:c000:c0::", "2002:e000:1::"),
+    *("2001:0:5db8:d822::a9fe:a9fe", "2606:4700::5efe:10.0.0.1"),
+    *("2606:4700::200:5efe:169.254.169.254", "::ffff:168.63.129.16"),
+]
+SPECIAL = [
+    *("168.63.129.16", "0.1.2.3", "100.127.255.255", "192.0.0.192", "192.88.99.1"),
+    *("198.19.255.255", "192.0.0.9", "192.0.0.170", "224.0.0.251", "233.252.0.1"),
+    *("fd00:ec2::254", "fec0::1", "100::1", "2001:2::1", "2001:10::1", "2001:20::1"),
+    *("2001:db8:ffff::1", "3fff::1", "5f00::1", "3ffe::1", "4000::1", "fe80::a%1"),
+]
+OPEN_ADDRESSES = [
+    *("1.1.1.1", "8.8.8.8", "100.63.255.255", "100.128.0.1", "168.63.129.17"),
+    *("172.32.0.1", "169.253.0.1", "223.255.255.255", "2606:4700:4700::1111"),
+    *("2001:4860:4860::8888", "2a00:1450:4001::5", "::ffff:8.8.8.8"),
+    *("64:ff9b::808:808", "2002:808:808::1"),
+]
+
+
+@pytest.mark.fault(80, "table of networks")
+@pytest.mark.parametrize("address", OPEN_ADDRESSES)
+def test_hosts_of_the_open_web_are_open(address):
+    assert is_open(address)
+
+
+@pytest.mark.fault(80, "table of networks", "embedded addresses")
+@pytest.mark.parametrize("address", [*CLOSED, *SPECIAL, *EMBEDDED])
 def test_nobody_behind_the_open_web_is_connected_to(address):
     web = Web([page(b"secret")], {"inside.org": [address]})
     with pytest.raises(PageRefusedError):
