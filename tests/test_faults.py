@@ -114,6 +114,8 @@ FAULTS = """
 61 a list of answers as text: JSON; Python; array; text in brackets; no list of texts;
   Parquet columns
 64 files of other programs: few-shot prompt; intermediate_data.json; save_to_disk
+65 a small file of gigabytes: gzip checked while it is unpacked; gzip of questions;
+  Parquet of gigabytes
 """
 
 

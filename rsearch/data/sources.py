@@ -4,6 +4,7 @@ The hub is read through `datasets`; files are read here, because an error must n
 line, and because `datasets` leaves a copy of every file it reads in the user's home.
 """
 
+import itertools
 import os
 import pathlib
 import re
@@ -19,6 +20,7 @@ from rsearch.runtime.jsonl import (
     decode_json,
     file_kind,
     jsonl_lines,
+    max_unpacked_bytes,
     open_text,
 )
 
@@ -105,14 +107,81 @@ def _parquet_records(path):
 
     row = 0
     try:
+        _check_parquet(path)
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
                 for record in batch.to_pylist():
                     row += 1
                     yield f"{path}: row {row}", record
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    # A damaged file may say anything, such as a date of the year 300,000.
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        OverflowError,
+        MemoryError,
+    ) as error:
         text = " ".join(str(error).split())
         raise ValueError(f"{path}: damaged after row {row}: {text}") from None
+
+
+def _check_parquet(path):
+    """Refuse a Parquet file with a column twice, or with far too much for its size."""
+    import pyarrow.parquet as pq
+
+    room = limit = max_unpacked_bytes(path)
+    with pq.ParquetFile(path) as file:
+        columns = [file.schema.column(i) for i in range(len(file.schema))]
+        room -= _declared_bytes(file.metadata)
+    paths = [column.path for column in columns]
+    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+        raise ValueError(f"field {twice[0]}: given twice")
+    # A text that a million rows share is stored once. Read so, it costs nothing to say
+    # what the rows will take.
+    texts = [c.path for c in columns if c.physical_type == "BYTE_ARRAY"]
+    if room >= 0:
+        room = limit
+        with pq.ParquetFile(path, read_dictionary=texts) as file:
+            # Arrow cannot join the nested texts of two groups in one batch.
+            groups = ([group] for group in range(file.num_row_groups))
+            for batch in itertools.chain.from_iterable(
+                file.iter_batches(row_groups=group) for group in groups
+            ):
+                room -= sum(map(_value_bytes, batch.columns))
+                if room < 0:
+                    break
+    if room < 0:
+        raise ValueError(
+            f"its values take more than {limit} bytes, far more than such a file of "
+            "texts holds; write them as JSON Lines if that is right"
+        )
+
+
+def _declared_bytes(metadata):
+    """Return what a Parquet file's columns take, by its own word, texts stored once."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    chunks = [group.column(i) for group in groups for i in range(metadata.num_columns)]
+    return sum(max(c.total_uncompressed_size, 8 * c.num_values) for c in chunks)
+
+
+def _value_bytes(array):
+    """Return what an Arrow array's values take where no two rows share one."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if isinstance(array, pa.DictionaryArray):
+        lengths = pc.binary_length(array.dictionary)
+        return pc.sum(pc.take(lengths, array.indices)).as_py() or 0
+    if isinstance(array, pa.StructArray):
+        return sum(map(_value_bytes, array.flatten()))
+    if isinstance(array, pa.MapArray):
+        # Unlike those of other arrays, they are of all rows even where it has some.
+        start, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
+        parts = array.keys, array.items
+        return sum(_value_bytes(part.slice(start, end - start)) for part in parts)
+    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+        return _value_bytes(array.flatten())
+    return array.nbytes
 
 
 def _hub_name(source):

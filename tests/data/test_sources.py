@@ -6,11 +6,13 @@ import pathlib
 import subprocess
 import sys
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rsearch.data import sources
 from rsearch.data.questions import load_questions
-from rsearch.data.sources import _hub_name
+from rsearch.data.sources import _hub_name, read_records
 from rsearch.runtime.jsonl import MAX_LINE_BYTES
 from tests.data.test_questions import GOOD, jsonl, parquet, verl
 
@@ -133,6 +135,88 @@ def test_a_damaged_saved_data_set_is_refused(saved, name, data):
     (saved / "one" / name).write_bytes(data)
     with pytest.raises(ValueError, match=rf"{saved}/one: damaged after row 0: \w+"):
         load_questions(saved / "one")
+
+
+def shared_text():
+    """40,000 rows of one text of 900 kB."""
+    rows = pa.array([0] * 40_000, pa.int32())
+    return pa.DictionaryArray.from_arrays(rows, ["x" * 900_000])
+
+
+ENDS = pa.array([0, 20_000, 40_000], pa.int32())
+KEYS = ["k"] * 40_000
+PARQUET_BOMBS = {
+    "texts": shared_text,
+    "lists": lambda: pa.ListArray.from_arrays(ENDS, shared_text()),
+    "nested": lambda: pa.StructArray.from_arrays([shared_text()], ["content"]),
+    "maps": lambda: pa.MapArray.from_arrays(ENDS, pa.array(KEYS), shared_text()),
+    "declared": lambda: pa.array(["x" * (7 << 20)] * 10),
+    "numbers": lambda: pa.nulls(9_000_000, pa.int8()).fill_null(1),
+    "nulls": lambda: pa.nulls(9_000_000, pa.string()),
+}
+
+
+@pytest.fixture
+def arrow_memory():
+    """A pool of memory that tells what Arrow has taken."""
+    before = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    yield pool
+    pa.set_memory_pool(before)
+
+
+@pytest.mark.fault(65, "Parquet of gigabytes")
+@pytest.mark.parametrize("name", PARQUET_BOMBS)
+def test_a_small_parquet_file_of_gigabytes_is_refused_before_it_is_read(
+    tmp_path, name, arrow_memory
+):
+    path = tmp_path / "q.parquet"
+    table = pa.table({"question": PARQUET_BOMBS[name]()})
+    pq.write_table(table, path, compression="zstd")
+    assert path.stat().st_size < 1 << 18
+    pa.set_memory_pool(arrow_memory)
+    with pytest.raises(ValueError, match=r"q\.parquet: .* 67108864 bytes"):
+        list(read_records(path))
+    assert arrow_memory.max_memory() < 64 << 20
+
+
+def test_a_parquet_file_of_every_type_is_read(tmp_path):
+    maps = pa.array([[("a", "b")], None, []], pa.map_(pa.string(), pa.string()))
+    table = pa.table(
+        {
+            "text": ["a", None, "\u00e9"],
+            "category": pa.array(["a", "b", "a"]).dictionary_encode(),
+            "map": maps,
+            "list": [[], None, [None, "c"]],
+            "pair": pa.array([["a", "b"]] * 3, pa.list_(pa.string(), 2)),
+            "nested": [{"x": [{"y": "z"}]}, None, {"x": []}],
+            "bytes": [b"\xff", b"", None],
+        }
+    )
+    pq.write_table(table, tmp_path / "q.parquet", row_group_size=2)
+    records = [record for _, record in read_records(tmp_path / "q.parquet")]
+    assert records == table.to_pylist()
+
+
+@pytest.mark.fault(65, "Parquet of gigabytes")
+@pytest.mark.parametrize(
+    "table, reason",
+    [
+        (
+            pa.Table.from_arrays([pa.array(["a"])] * 2, ["q", "q"]),
+            "field q: given twice",
+        ),
+        (pa.table({"q": pa.array([2**62], pa.timestamp("us"))}), "out of range"),
+        (
+            pa.table({"q": pa.array([2**31 - 1]).cast(pa.int32()).cast(pa.date32())}),
+            "row 0",
+        ),
+    ],
+)
+def test_a_parquet_file_that_cannot_be_meant_is_refused(tmp_path, table, reason):
+    pq.write_table(table, tmp_path / "q.parquet")
+    with pytest.raises(ValueError, match=rf"q\.parquet: .*{reason}"):
+        list(read_records(tmp_path / "q.parquet"))
 
 
 @pytest.mark.parametrize(
