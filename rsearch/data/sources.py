@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from rsearch.runtime.boundary import REQUESTS, describe_error
 from rsearch.runtime.connections import check_hub, describe_hub
 from rsearch.runtime.files import expand
 from rsearch.runtime.jsonl import (
@@ -102,7 +103,6 @@ def json_records(path: str | os.PathLike) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_records(path):
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     row = 0
@@ -113,16 +113,12 @@ def _parquet_records(path):
                 for record in batch.to_pylist():
                     row += 1
                     yield f"{path}: row {row}", record
+    except REQUESTS:
+        raise
     # A damaged file may say anything, such as a date of the year 300,000.
-    except (
-        pa.ArrowException,
-        OSError,
-        ValueError,
-        OverflowError,
-        MemoryError,
-    ) as error:
-        text = " ".join(str(error).split())
-        raise ValueError(f"{path}: damaged after row {row}: {text}") from None
+    except BaseException as error:
+        message = describe_error(error)
+        raise ValueError(f"{path}: damaged after row {row}: {message}") from None
 
 
 def _check_parquet(path):
@@ -212,7 +208,9 @@ def _hub_records(source, name, config, split):
     try:
         # Not streamed: streaming imports torch where it is installed.
         rows = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # of the hub, of httpx, or of a damaged file
+    except REQUESTS:
+        raise
+    except BaseException as error:  # of the hub, of httpx, or of a damaged file
         text = " ".join(str(error).split())
         hint = "" if is_local else f" (nor is {source} a file or directory here)"
         hint += "" if is_local else describe_hub(text)

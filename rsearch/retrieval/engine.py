@@ -16,6 +16,7 @@ from rsearch.retrieval.nearest import (
     build_searcher,
 )
 from rsearch.retrieval.vectors import Vectors
+from rsearch.runtime.boundary import boundary
 from rsearch.runtime.console import note
 from rsearch.types import Passage
 
@@ -148,14 +149,16 @@ class SearchEngine:
         return None if position is None else self._corpus.passage(position)
 
     def _search(self, queries):
-        vectors = self._encoder.encode_queries(queries)
+        with boundary("the encoder of queries"):
+            vectors = self._encoder.encode_queries(queries)
         bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(bad):
             raise ValueError(
                 f"the encoder gave query {queries[bad[0]]!r} a vector that is not "
                 "finite: its weights are damaged"
             )
-        positions, scores = self._nearest.search(vectors, self._top_k)
+        with boundary("the index"):
+            positions, scores = self._nearest.search(vectors, self._top_k)
         results = []
         for row, row_scores in zip(positions.tolist(), scores.tolist()):
             passages = self._corpus.passages(row)

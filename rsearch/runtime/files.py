@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from rsearch.runtime import held
+from rsearch.runtime.boundary import boundary
 
 CHUNK_BYTES = 1 << 24
 URLS = {"gs:", "s3:", "hdfs:", "http:", "https:"}  # as a path begins with them
@@ -89,9 +90,10 @@ def replace(path: str | os.PathLike, data: bytes | memoryview) -> None:
     wanted = pathlib.Path(path)
     path = held.locate(wanted)
     temporary = path.with_name(path.name + ".tmp")
-    _write_new(temporary, data)
-    os.replace(temporary, path)
-    sync_directory(path.parent)
+    with boundary(str(path)):
+        _write_new(temporary, data)
+        os.replace(temporary, path)
+        sync_directory(path.parent)
     if path != wanted:
         held.stop_if_lost(wanted)
 
@@ -174,15 +176,16 @@ def append(file: BinaryIO, data: bytes) -> None:
     Raises:
         OSError: the disk refuses; the file has its old length again.
     """
-    size = file.seek(0, os.SEEK_END)
-    try:
-        rest = memoryview(data)
-        # A disk that fills up takes some bytes first, and refuses the next write.
-        while rest:
-            rest = rest[file.write(rest) :]
-    except OSError:
-        file.truncate(size)
-        raise
+    with boundary(str(file.name)):
+        size = file.seek(0, os.SEEK_END)
+        try:
+            rest = memoryview(data)
+            # A disk that fills up takes some bytes first, and refuses the next write.
+            while rest:
+                rest = rest[file.write(rest) :]
+        except BaseException:
+            file.truncate(size)
+            raise
 
 
 def sync_directory(path: str | os.PathLike) -> None:

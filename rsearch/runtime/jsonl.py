@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from rsearch.hosts import processes
 from rsearch.runtime import files, held
+from rsearch.runtime.boundary import REQUESTS, describe_error
 
 BOM = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 1 << 24  # a small gzip file may hold gigabytes without a line end
@@ -202,6 +203,11 @@ def decode_json(data: bytes, *, strict: bool = True) -> Any:
         raise ValueError(f"invalid JSON at {where}: {error.msg}") from None
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
+    except REQUESTS:
+        raise
+    except BaseException as error:
+        # No boundary, which each of a million lines would pay for.
+        raise ValueError(f"not read as JSON: {describe_error(error)}") from None
 
 
 def write_jsonl(path: str | os.PathLike, rows: Iterable) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from rsearch.runtime.boundary import boundary
+
 # Disk errors, which Orbax's exceptions quote in their text.
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES)
 # Of a network disk, or one that has been unmounted.
@@ -27,11 +29,12 @@ def write_tree(path: pathlib.Path, arrays: dict[str, Any]) -> None:
     try:
         with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
             writer.save(path, args=ocp.args.PyTreeSave(arrays))
-    except Exception as error:
+    except BaseException as error:
         for code in _REFUSALS:
             if os.strerror(code) in str(error):
                 raise OSError(code, os.strerror(code), str(path)) from error
-        raise
+        with boundary(str(path)):
+            raise
 
 
 def read_tree(
@@ -53,7 +56,8 @@ def read_tree(
     args = ocp.args.PyTreeRestore(
         item=dict(wanted), restore_args=restore_args, partial_restore=True
     )
-    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    handler = ocp.PyTreeCheckpointHandler()
+    with boundary(str(path)), _quiet(), ocp.Checkpointer(handler) as reader:
         return reader.restore(path, args=args)
 
 

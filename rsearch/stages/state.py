@@ -7,6 +7,7 @@ import pathlib
 import time
 from collections.abc import Callable
 
+import jax
 from ml_collections import ConfigDict
 
 from rsearch.config.fields import to_json
@@ -119,7 +120,7 @@ class StageState:
 
     @contextlib.contextmanager
     def save_on_preemption(self):
-        """Save the newest state if the run is told to stop within this block.
+        """Save the newest state if the run stops or fails within this block.
 
         Raises:
             PreemptedError: told to stop; its message says if saving failed.
@@ -141,6 +142,26 @@ class StageState:
                     raise preemption.PreemptedError(f"not saved: {error}") from error
                 console.note(f"saved after {self.done} steps, in {self._folder}")
                 raise
+            except StoppedError:
+                raise  # its numbers have gone wrong: they are not worth keeping
+            except BaseException:
+                self._save_before_failing()
+                raise
+
+    def _save_before_failing(self):
+        """Save what no checkpoint has yet, if that is possible; note if it is not."""
+        # Other hosts do not know of the failure, and would save nothing.
+        if self.is_saved or processes.num_hosts() > 1:
+            return
+        arrays = jax.tree.leaves(self.train_state)
+        if not arrays or any(array.is_deleted() for array in arrays):
+            return  # in the middle of an update, which takes its state's buffers
+        try:
+            self._save()
+        except Exception as error:
+            console.note(f"not saved after {self.done} steps: {error}")
+        else:
+            console.note(f"saved after {self.done} steps, in {self._folder}")
 
     def handle_collapse(self, collapse: Collapse, metrics: MetricsLog) -> None:
         """Stop where a policy has collapsed, or go back to before that.
