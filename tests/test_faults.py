@@ -116,6 +116,8 @@ FAULTS = """
 64 files of other programs: few-shot prompt; intermediate_data.json; save_to_disk
 65 a small file of gigabytes: gzip checked while it is unpacked; gzip of questions;
   Parquet of gigabytes
+66 paths that others have chosen: corpus path that leads elsewhere;
+  temporary files through no link
 """
 
 

@@ -435,7 +435,7 @@ def _check_writable(path, folder):
     if not is_writable:
         raise ValueError(
             f"{folder} cannot be written: name another directory for the offsets of "
-            f"{path} (cache=...)"
+            f"{path} (--cache of rsearch.index, config.retrieval.corpus_cache of a run)"
         )
 
 

@@ -173,8 +173,8 @@ def _value_bytes(array):
     if isinstance(array, pa.MapArray):
         # Unlike those of other arrays, they are of all rows even where it has some.
         start, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
-        parts = array.keys, array.items
-        return sum(_value_bytes(part.slice(start, end - start)) for part in parts)
+        both = [child.slice(start, end - start) for child in (array.keys, array.items)]
+        return sum(map(_value_bytes, both))
     if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
         return _value_bytes(array.flatten())
     return array.nbytes

@@ -112,16 +112,34 @@ def open_index(
 def corpus_path(path: str | os.PathLike) -> pathlib.Path:
     """Return the path of an index's corpus, relative to where the index is now.
 
+    One that does not lie beside the index is printed.
+
     Raises:
         ValueError: no finished index, or no file there.
     """
     path = files.expand(path)
-    corpus = pathlib.Path(
-        os.path.normpath(path / read_index_manifest(path)["corpus_path"])
-    )
+    stored = read_index_manifest(path).get("corpus_path")
+    if not isinstance(stored, str) or not stored or "\0" in stored:
+        raise ValueError(f"{path / MANIFEST}: corpus_path={stored!r} is no path")
+    corpus = pathlib.Path(os.path.normpath(path / stored))
     if not corpus.is_file():
         raise ValueError(f"the corpus of {path} is not at {corpus}: say where it is")
+    if not lies_beside(path, corpus):
+        note(
+            f"the corpus of {path} is not beside it, but {corpus.resolve()}: that is "
+            "what its manifest says"
+        )
     return corpus
+
+
+def lies_beside(path: str | os.PathLike, corpus: str | os.PathLike) -> bool:
+    """Return whether a corpus lies in the directory that its index lies in.
+
+    A manifest, which may come from anyone, can lead to any file on this machine.
+    Symbolic links are followed.
+    """
+    folder = pathlib.Path(path).resolve().parent
+    return pathlib.Path(corpus).resolve().is_relative_to(folder)
 
 
 def plan_with_defaults(plan: dict) -> dict:

@@ -9,7 +9,7 @@ from rsearch.hosts import processes
 from rsearch.retrieval.distributed import distribute_index
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine, engine_in_memory
-from rsearch.retrieval.index import corpus_path, open_index
+from rsearch.retrieval.index import corpus_path, lies_beside, open_index
 from rsearch.retrieval.rerank import RerankedSearch, load_reranker
 from rsearch.retrieval.service import RemoteSearch
 from rsearch.retrieval.user import UserSearch
@@ -69,11 +69,7 @@ def _open_engine(c, world, top_k):
             "config.retrieval.index is empty; build one: python -m rsearch.index "
             f"--corpus={r.corpus} --encoder={r.encoder} --family={r.family} --out=DIR"
         )
-    corpus = Corpus(
-        r.corpus or corpus_path(r.index),
-        cache=r.corpus_cache or None,
-        on_bad=c.data.on_bad,
-    )
+    corpus = _open_corpus(c)
     opening = functools.partial(open_index, r.index, corpus=corpus, encoder=encoder)
     if r.sharded and processes.num_hosts() > 1:
         shard = dict(host=processes.host_index(), num_hosts=processes.num_hosts())
@@ -84,3 +80,14 @@ def _open_engine(c, world, top_k):
         nearest, manifest = index.nearest, index.manifest
     fingerprint = f"index {manifest['digest']}"
     return SearchEngine(nearest, encoder, corpus, fingerprint=fingerprint, **settings)
+
+
+def _open_corpus(c):
+    """Open the corpus that the configuration names, or else the index."""
+    r = c.retrieval
+    path, cache = r.corpus, r.corpus_cache
+    if not path:
+        path = corpus_path(r.index)
+        if not lies_beside(r.index, path):
+            cache = cache or r.index  # nobody here has named that other directory
+    return Corpus(path, cache=cache or None, on_bad=c.data.on_bad)

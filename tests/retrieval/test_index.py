@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rsearch.retrieval.engine import SearchEngine
-from rsearch.retrieval.index import corpus_path, open_index
+from rsearch.retrieval.index import corpus_path, digest_of, open_index
 from rsearch.retrieval.index_build import build_index
 from tests.retrieval.fakes import FileCorpus, TableEncoder, numbered
 
@@ -57,6 +57,18 @@ def test_the_corpus_is_found_where_it_lies_beside_a_moved_index(corpus, tmp_path
     expected.unlink()
     with pytest.raises(ValueError, match=r"the corpus of .* is not at"):
         corpus_path(tmp_path / "moved" / "index")
+
+
+@pytest.mark.fault(66, "corpus path that leads elsewhere")
+@pytest.mark.parametrize("value", [None, 3, "", "a\0b", ["c.jsonl"], "/dev/null"])
+def test_a_corpus_path_that_is_none_is_named(corpus, tmp_path, value):
+    build_index(corpus, TableEncoder(), tmp_path / "i")
+    path = tmp_path / "i" / "manifest.json"
+    manifest = {**json.loads(path.read_text()), "corpus_path": value}
+    del manifest["digest"]
+    path.write_text(json.dumps({**manifest, "digest": digest_of(manifest)}))
+    with pytest.raises(ValueError, match="corpus"):
+        corpus_path(tmp_path / "i")
 
 
 def test_a_finished_index_is_left_as_it_is(corpus, tmp_path):

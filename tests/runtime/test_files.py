@@ -1,6 +1,7 @@
 """A file has its old contents or its new ones."""
 
 import os
+import socket
 import threading
 
 import pytest
@@ -30,6 +31,34 @@ def test_failed_replacement_keeps_the_old_contents(tmp_path, monkeypatch, step):
     with pytest.raises(OSError, match="No space left"):
         files.replace(path, b"new")
     assert path.read_bytes() == b"old"
+
+
+@pytest.mark.fault(66, "temporary files through no link")
+@pytest.mark.parametrize("leads_to", ["a file", "nothing"])
+@pytest.mark.parametrize("write", [files.replace, files.create])
+def test_nothing_is_written_where_a_link_in_place_of_a_temporary_file_leads(
+    tmp_path, write, leads_to
+):
+    path, target = tmp_path / "a", tmp_path / "target"
+    if leads_to == "a file":
+        target.write_bytes(b"precious")
+    process = f"{socket.gethostname()}-{os.getpid()}"
+    for name in ("a.tmp", f"a.{process}.tmp"):
+        (tmp_path / name).symlink_to(target)
+    write(path, b"new")
+    assert path.read_bytes() == b"new" and not path.is_symlink()
+    assert target.exists() == (leads_to == "a file")
+    assert not target.exists() or target.read_bytes() == b"precious"
+
+
+def test_a_leftover_temporary_file_is_written_over(tmp_path):
+    for write in (files.replace, files.create):
+        path = tmp_path / write.__name__
+        process = f"{socket.gethostname()}-{os.getpid()}"
+        for name in (f"{path.name}.tmp", f"{path.name}.{process}.tmp"):
+            (tmp_path / name).write_bytes(b"torn by a crash")
+        write(path, b"new")
+        assert path.read_bytes() == b"new"
 
 
 class Stingy:

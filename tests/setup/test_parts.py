@@ -10,6 +10,7 @@ from rsearch.config.recipes import run_command
 from rsearch.data.chains import gold_passages
 from rsearch.models.spec import DecoderSpec
 from rsearch.protocols.table import PROTOCOLS
+from rsearch.retrieval.index import digest_of
 from rsearch.retrieval.rerank import load_reranker
 from rsearch.setup.load import load_setup
 from rsearch.setup.policy import (
@@ -272,6 +273,45 @@ def test_a_saved_index_is_searched_and_another_encoder_refused(tmp_path):
         open_search(config(**named, retrieval__hashed_dim=64), None)
     with pytest.raises(ValueError, match=r"build one: python -m rsearch\.index"):
         open_search(config(retrieval__corpus=corpus), None)
+
+
+@pytest.mark.fault(66, "corpus path that leads elsewhere")
+@pytest.mark.parametrize("way", ["absolute", "relative", "link", "named cache"])
+def test_nothing_is_written_beside_a_corpus_that_only_the_manifest_names(
+    tmp_path, capsys, way
+):
+    rows = [{"id": f"c{i}", "contents": f"T{i}\nword{i} here"} for i in range(9)]
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    corpus, out = write(home / "c.jsonl", rows), home / "index"
+    flags = [f"--corpus={corpus}", "--encoder=hashed", f"--out={out}"]
+    assert run_command(index_command.main, flags) == 0
+    target = elsewhere / "c.jsonl"
+    (home / "c.jsonl").rename(target)
+    (home / "c.jsonl.offsets").unlink()
+    if way == "link":
+        (home / "c.jsonl").symlink_to(target)
+    else:
+        manifest = json.loads((out / "manifest.json").read_text())
+        is_relative = way == "relative"
+        stored = "../../elsewhere/c.jsonl" if is_relative else str(target)
+        manifest |= {"corpus_path": stored}
+        del manifest["digest"]
+        manifest["digest"] = digest_of(manifest)
+        (out / "manifest.json").write_text(json.dumps(manifest))
+    before = {p.name for p in home.iterdir()}
+    capsys.readouterr()
+    named = dict(retrieval__corpus="", retrieval__index=str(out), retrieval__top_k=2)
+    if way == "named cache":
+        named["retrieval__corpus_cache"] = str(tmp_path / "cache")
+    for _ in range(2):
+        search = open_search(config(**named), None)
+        assert search(["T4 word4"])[0][0].id == "c4"
+        assert str(target) in capsys.readouterr().err
+    assert [p.name for p in elsewhere.iterdir()] == ["c.jsonl"]
+    assert {p.name for p in home.iterdir()} == before
+    assert (tmp_path / "cache").exists() == (way == "named cache")
 
 
 def test_passages_of_the_world_are_found_by_name():
