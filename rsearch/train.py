@@ -5,6 +5,11 @@ The same command on the same workdir resumes where it stopped. From Python:
 `rsearch.config.recipes`.
 """
 
+from rsearch.hosts import preemption
+
+if __name__ == "__main__":
+    preemption.exit_on_signals()  # now: the imports below take seconds
+
 import itertools
 import pathlib
 import re
@@ -31,7 +36,7 @@ from rsearch.evaluation.evaluator import (
     run_methods,
     show_results,
 )
-from rsearch.hosts import preemption, processes
+from rsearch.hosts import processes
 from rsearch.plan.dry_run import HOST_DEVICES, dry_run
 from rsearch.runtime import checkpoint, console, files
 from rsearch.runtime.identity import record_start, refuse_changes

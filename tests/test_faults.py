@@ -118,6 +118,8 @@ FAULTS = """
   Parquet of gigabytes
 66 paths that others have chosen: corpus path that leads elsewhere;
   temporary files through no link
+89 an interrupt while a run starts: imports; loading; first step; after the run;
+  handlers are exchanged
 """
 
 

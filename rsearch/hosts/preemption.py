@@ -39,6 +39,7 @@ class _SignalState:
 
 
 _state = _SignalState()
+_release = None  # refers to what `exit_on_signals` has opened, which thus stays open
 _exit_callback = None  # called before `exit_process` ends the process
 
 
@@ -53,32 +54,57 @@ def handle_signals(grace_seconds: float) -> Iterator[None]:
         grace_seconds: from the first signal until the process ends unsaved.
     """
     global _state
-    _state = state = _SignalState()
+    state = _SignalState()
+    release = _take_signals(state, grace_seconds)
+    _state = state
+    try:
+        yield
+    finally:
+        release()
+        if state.grace_timer is not None:
+            state.grace_timer.cancel()
+        _state = _SignalState()
+
+
+def exit_on_signals() -> None:
+    """End the process with EXIT_CODE on a signal, from now on.
+
+    A command calls this in its main thread before slow imports, in which a signal would
+    end it with another code. A block of `handle_signals` takes over while it lasts.
+    """
+    global _release
+    _release = _take_signals(_SignalState(), 0.0)
+
+
+def _take_signals(state, grace_seconds):
+    """Have a thread read the signals; return a function that undoes this.
+
+    No signal is lost on the way: at any moment this thread reads it, or whoever had it
+    before.
+    """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    handlers = {name: signal.getsignal(name) for name in SIGNALS}
-    if handlers[signal.SIGHUP] == signal.SIG_IGN:  # under nohup
-        del handlers[signal.SIGHUP]
-    for name in handlers:
-        # A handler must exist for the wake-up descriptor to be written to.
-        signal.signal(name, lambda *_: None)
-    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     listener = threading.Thread(
         target=_listen, args=(reader, state, grace_seconds), daemon=True
     )
     listener.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(wakeup)
+    handlers = {name: signal.getsignal(name) for name in SIGNALS}
+    if handlers[signal.SIGHUP] == signal.SIG_IGN:  # under nohup
+        del handlers[signal.SIGHUP]
+    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    for name in handlers:
+        # A handler must exist for the wake-up descriptor to be written to.
+        signal.signal(name, lambda *_: None)
+
+    def release():
         for name, handler in handlers.items():
             signal.signal(name, handler)
+        signal.set_wakeup_fd(wakeup)
         writer.close()  # which ends the thread
         listener.join()
         reader.close()
-        if state.grace_timer is not None:
-            state.grace_timer.cancel()
-        _state = _SignalState()
+
+    return release
 
 
 def _listen(reader, state, grace_seconds):

@@ -1,5 +1,6 @@
 """Runs that are told to stop: what they have is saved, and they end soon."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -121,6 +122,62 @@ def test_between_two_stages_it_ends_at_once(tmp_path):
     done = run_python("-m", "tests.interrupted_run", "SIGINT@replace results", *command)
     assert done.returncode == EXIT_CODE, done.stderr
     assert "Traceback" not in done.stderr
+
+
+STARTING = """
+import sys, threading, time
+from rsearch.hosts import preemption
+preemption.exit_on_signals()
+print("ready", flush=True)
+if sys.argv[1] == "imports":
+    time.sleep(60)
+while sys.argv[1] == "handlers are exchanged":
+    with preemption.handle_signals(60.0):
+        pass
+while sys.argv[1] == "busy":
+    sum(range(100))
+with preemption.handle_signals(60.0):
+    pass
+time.sleep(60)
+"""
+
+
+@pytest.mark.fault(89, "imports", "handlers are exchanged", "after the run")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+def test_a_signal_while_a_command_starts_ends_it_with_75(name):
+    for moment in ("imports", "handlers are exchanged", "busy", "after the run"):
+        process = subprocess.Popen(
+            [sys.executable, "-c", STARTING, moment],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        )
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.Signals[name])
+        _, told = process.communicate(timeout=10)
+        assert process.returncode == EXIT_CODE and name in told, (moment, told)
+
+
+@pytest.mark.fault(89, "imports", "loading", "first step")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0, 4.0, 8.0, 12.0])
+def test_a_signal_to_a_run_that_starts_ends_it_with_75(tmp_path, name, seconds):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rsearch.train", *arguments(tmp_path / "run")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(seconds)
+    process.send_signal(signal.Signals[name])
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == EXIT_CODE and "Traceback" not in told, told
+    config = tmp_path / "run" / "config.json"
+    assert not config.exists() or json.loads(config.read_text())
 
 
 def begun(tmp_path, **settings):
