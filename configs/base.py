@@ -203,8 +203,8 @@ RETRIEVAL = Section(
     ),
     corpus_cache=Field(
         "",
-        "directory for the corpus's offsets; '' = beside the corpus, or in an index that "
-        "leads to one in another directory",
+        "directory for the corpus's offsets; '' = beside the corpus, or in an index "
+        "that leads to one in another directory",
         may_change=True,
     ),
     index=Field(
@@ -244,6 +244,11 @@ RETRIEVAL = Section(
     api_key_env=Field(
         "", "environment variable with the service's key; '' = none", may_change=True
     ),
+    key_over_http=Field(
+        False,
+        "send the key to another machine without encryption, too",
+        may_change=True,
+    ),
     max_retries=Field(
         3,
         "further calls after one that failed in a way that may pass",
@@ -252,7 +257,8 @@ RETRIEVAL = Section(
     ),
     outage_seconds=Field(
         300.0,
-        "that the service may be away before the run is saved and ends",
+        "that the service, or a model at an endpoint, may be away before the run is "
+        "saved and ends",
         at_least(0),
         may_change=True,
     ),
@@ -642,6 +648,9 @@ def _role(name: str, meaning: str) -> Section:
             1.0, "smallest probability mass kept when sampling; 1 = all", up_to(0, 1)
         ),
         api_key_env=Field("", "environment variable with the key; '' = none"),
+        key_over_http=Field(
+            False, "send the key to another machine without encryption, too"
+        ),
         timeout_seconds=Field(60.0, "of one call of an endpoint", above(0)),
         max_retries=Field(
             4, "of a call that failed; then it counts as failed", at_least(0)

@@ -162,14 +162,14 @@ def _description(max_queries, *, max_k, max_query_chars):
     k = {"type": ["integer", "null"], "minimum": 0, "maximum": max_k}
     flag = {"type": ["boolean", "null"]}
     document = record({"id": TEXT, "contents": TEXT})
-    score = {"type": "number"}
-    scored = record({"document": document, "score": score})
+    scored = record({"document": document}, {"score": {"type": "number"}})
+    scores = list_of({"type": ["number", "null"]})
 
     def with_scores(documents, scores):
         pair = list_of({"anyOf": [documents, scores]}, minItems=2, maxItems=2)
         return {"anyOf": [documents, pair]}
 
-    documents, scores = list_of(document), list_of(score)
+    documents = list_of(document)
     settings = {"top_n": k, "return_score": flag}
     # Their clients send one of the two.
     absent = {"type": "null"}
@@ -218,7 +218,8 @@ def _document(passage):
 
 
 def _scored(passage):
-    return {"document": _document(passage), "score": passage.score}
+    hit = {"document": _document(passage)}
+    return hit if passage.score is None else {**hit, "score": passage.score}
 
 
 def _numbered(passage):

@@ -30,11 +30,17 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-    """A retrieved, hostile text: its title is the first line of `contents`."""
+    """A retrieved, hostile text: its title is the first line of `contents`.
+
+    Attributes:
+        id: of the corpus or the service.
+        contents: the title, a line feed and the text.
+        score: of the search; None where a service gives none.
+    """
 
     id: str
     contents: str
-    score: float = 0.0
+    score: float | None = 0.0
 
     @property
     def title(self) -> str:

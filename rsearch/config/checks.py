@@ -99,7 +99,7 @@ def _check_endpoints(c):
         if not c.models[name].name:
             raise ValueError(
                 f"config.models.{name}.name = '': an endpoint has several models, and "
-                f"config.models.{name}.source = {source!r} is one: name the model"
+                f"config.models.{name}.source is one: name the model"
             )
 
 

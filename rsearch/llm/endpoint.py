@@ -3,24 +3,27 @@
 A call that fails is retried a bounded number of times, later each time. A call that
 fails for good gives a reply of None, never an empty one, and the rollout that needed it
 is no learning signal. Nothing from the endpoint is trusted: a reply must have the right
-shape and a sensible size.
+shape and a sensible size, and its thoughts are no part of it. A model that answers
+nothing is waited for as a retrieval service is; see `runtime.calls.OutageWatch`.
 """
 
-import collections
 import json
+import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
-
+from rsearch.llm.thoughts import answer_after_thoughts, say_failures
 from rsearch.protocols.tagged import whole_characters
 from rsearch.runtime import console
 from rsearch.runtime.calls import (
-    HEADERS,
-    check_url,
+    OTHER_SHAPE,
+    PROBE_SECONDS,
+    OutageWatch,
+    Reply,
+    Service,
     parse_json,
     post,
-    read_api_key,
     with_retries,
 )
 from rsearch.types import GenerateFn, Messages
@@ -28,6 +31,13 @@ from rsearch.types import GenerateFn, Messages
 PATH = "/chat/completions"
 BYTES_PER_TOKEN = 64  # a longer reply is refused; JSON escapes included
 ENVELOPE_BYTES = 65_536  # around the reply's text
+CHECK_SECONDS = 10.0  # that an endpoint may take for its first answer
+CHECK_CHAT = ({"role": "user", "content": "Where?"},)
+UNFINISHED = {  # finish_reason of a reply that is no answer: why
+    "content_filter": "a reply that is filtered",
+    "abort": "a reply that is broken off",
+    "error": "a reply that is broken off",
+}
 
 
 def remote_generator(
@@ -41,7 +51,10 @@ def remote_generator(
     timeout_seconds: float,
     max_retries: int,
     concurrency: int,
+    key_over_http: bool = False,
     first_wait_seconds: float = 0.5,
+    outage_seconds: float = math.inf,
+    field: str = "the endpoint",
     say: Callable[[str], None] = console.note,
 ) -> GenerateFn:
     """Make a GenerateFn that asks an endpoint.
@@ -57,23 +70,31 @@ def remote_generator(
         max_retries: further calls after one that failed in a way that may pass: no
             connection, too slow, status 408, 429 or 5xx, or no reply of the right form.
         concurrency: calls that may run at once.
+        key_over_http: see `rsearch.runtime.calls.Service`.
         first_wait_seconds: before the second call; see
             `rsearch.runtime.calls.with_retries`.
+        outage_seconds: that the endpoint may be away before the run ends.
+        field: the name of `url` in errors, such as "config.models.judge.source".
         say: called with one line if any chats failed for good.
 
     Returns:
-        The function. A chat that fails has None for a reply.
+        The function. A chat that fails has None for a reply. Its attribute `check` asks
+        the endpoint once, and raises a ValueError where it refuses.
 
     Raises:
-        ValueError: `url` is no http(s) URL or holds a password, `model` is empty, or
-            the environment variable is not set.
+        ValueError: `url` is no http(s) URL or holds a secret, `model` is empty, the
+            environment variable is not set, or its key would be sent openly.
     """
-    target = _target(url)
+    service = Service(
+        url,
+        field=field,
+        path=lambda path: path.rstrip("/").removesuffix(PATH) + PATH,
+        api_key_env=api_key_env,
+        key_over_http=key_over_http,
+    )
     if not model:
-        raise ValueError(f"the endpoint {url} has several models: name one")
-    headers = dict(HEADERS)
-    if api_key_env:
-        headers["Authorization"] = f"Bearer {read_api_key(api_key_env)}"
+        shown = service.shown.removesuffix(PATH)
+        raise ValueError(f"the endpoint {shown} has several models: name one")
     settings = {
         "model": model,
         "max_tokens": max_reply_tokens,
@@ -81,53 +102,68 @@ def remote_generator(
         "top_p": top_p,
         "stream": False,
     }
-    certificates = httpx.create_ssl_context()  # takes 30 ms, once
     max_bytes = ENVELOPE_BYTES + BYTES_PER_TOKEN * max_reply_tokens
+    watch = OutageWatch(
+        service.shown,
+        outage_seconds=outage_seconds,
+        probe_seconds=PROBE_SECONDS,
+        say=say,
+    )
 
-    def ask(client, chat):
-        """Return (reply or None, why it failed)."""
+    def ask_once(client, chat, **more) -> Reply:
         body = json.dumps({**settings, "messages": _sendable(chat)}).encode()
+        return post(
+            client,
+            service.target,
+            body,
+            read=_content,
+            max_bytes=max_bytes,
+            **{"seconds": timeout_seconds, **more},
+        )
 
-        def call():
-            return post(
-                client,
-                target,
-                body,
-                read=_content,
-                max_bytes=max_bytes,
-                seconds=timeout_seconds,
+    def ask_all(chats) -> list[Reply]:
+        """Ask all chats at once, each with its retries."""
+        # While the endpoint is away, one call tells as much as several.
+        retries = 0 if watch.is_away else max_retries
+
+        def ask(chat):
+            return with_retries(
+                lambda: ask_once(client, chat),
+                max_retries=retries,
+                first_wait=first_wait_seconds,
             )
 
-        reply = with_retries(
-            call, max_retries=max_retries, first_wait=first_wait_seconds
-        )
-        return reply.value, reply.why
+        threads = ThreadPoolExecutor(min(concurrency, len(chats)))
+        with service.client(max_connections=concurrency) as client, threads:
+            replies = list(threads.map(ask, chats))
+        if not watch.is_away:
+            failed = [reply.why for reply in replies if reply.value is None]
+            say_failures(service.shown, failed, len(chats), say)
+        return replies
 
     def generate(chats: Sequence[Messages]) -> list[str | None]:
         if not chats:
             return []
-        client = httpx.Client(
-            headers=headers,
-            limits=httpx.Limits(max_connections=concurrency),
-            verify=certificates,
-        )
-        threads = ThreadPoolExecutor(min(concurrency, len(chats)))
-        with client, threads:
-            results = list(threads.map(lambda chat: ask(client, chat), chats))
-        failures = collections.Counter(why for reply, why in results if reply is None)
-        if failures:
-            reasons = ", ".join(f"{why} ({n})" for why, n in failures.most_common(3))
-            num = failures.total()
-            say(f"{target}: {num} of {len(chats)} chats failed: {reasons}")
-        return [reply for reply, _ in results]
+        return [reply.value for reply in watch.ask(lambda: ask_all(chats))]
 
+    def check() -> None:
+        """Ask once; refuse what asking again would not mend, say what may pass."""
+        deadline = time.monotonic() + CHECK_SECONDS
+        seconds = min(timeout_seconds, CHECK_SECONDS)
+        with service.client() as client:
+            reply = ask_once(
+                client, CHECK_CHAT, seconds=seconds, deadline=deadline, is_quoted=True
+            )
+        if reply.value is not None:
+            return
+        failure = f"{field}: {service.shown}: {service.describe(reply)}"
+        if reply.wait is None or reply.why == OTHER_SHAPE:
+            raise ValueError(failure)
+        # An endpoint may still be starting, and a model need not know an answer.
+        say(f"{failure}; going on")
+
+    generate.check = check
     return generate
-
-
-def _target(url):
-    """Return the URL that chats are posted to, which may not hold a secret."""
-    base = str(check_url(url, "the endpoint"))
-    return base.rstrip("/").removesuffix(PATH) + PATH
 
 
 def _sendable(chat):
@@ -135,10 +171,30 @@ def _sendable(chat):
     return [{k: whole_characters(v) for k, v in message.items()} for message in chat]
 
 
-def _content(received):
-    """Return choices[0].message.content of a JSON reply, None without such a text."""
+def _content(received) -> Reply | None:
+    """Return the answer in a JSON reply, None where it has another shape."""
     try:
-        content = parse_json(received)["choices"][0]["message"]["content"]
-    except (LookupError, TypeError):
+        choice = parse_json(received)["choices"][0]
+        message, end = choice["message"], choice.get("finish_reason")
+        content, refusal = message.get("content"), message.get("refusal")
+    except (LookupError, TypeError, AttributeError):
         return None
-    return whole_characters(content) if isinstance(content, str) else None
+    why = UNFINISHED.get(end, "") if isinstance(end, str) else ""
+    if isinstance(refusal, str) and refusal.strip():
+        why = "a refusal"
+    # A server that reads thoughts itself puts them elsewhere ("reasoning_content"), and
+    # has no content where the reply was cut within them.
+    if content is None and (why or end == "length" or _has_thought(message)):
+        content = ""
+    if not isinstance(content, str):
+        return None
+    answer = None
+    if not why:
+        text = whole_characters(content)
+        answer, why = answer_after_thoughts(text, is_cut=end == "length")
+    return Reply(answer, why, is_own_fault=bool(why))
+
+
+def _has_thought(message) -> bool:
+    names = "reasoning_content", "reasoning"
+    return any(isinstance(message.get(name), str) for name in names)

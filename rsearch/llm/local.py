@@ -1,5 +1,6 @@
 """A model on this machine's devices as a GenerateFn: chats in, replies out."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,13 +8,21 @@ import numpy as np
 import xxhash
 from jax.sharding import Mesh
 
+from rsearch.llm.thoughts import (
+    MARKS,
+    answer_after_thoughts,
+    begins_in_thought,
+    say_failures,
+)
 from rsearch.models.decoder import Decoder
 from rsearch.models.tokenizer import Tokenizer
 from rsearch.rollout.decode import Sampler
 from rsearch.rollout.interface import DecodeRequest
 from rsearch.rollout.stop_strings import token_automaton
+from rsearch.runtime import console
 from rsearch.types import GenerateFn
 
+TAIL = 16  # tokens of a prompt that its last words are in
 SHRINK = 4  # a smaller batch has 1/4 of the rows of the next larger one
 
 
@@ -29,6 +38,8 @@ def local_generator(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    name: str = "a local model",
+    say: Callable[[str], None] = console.note,
 ) -> GenerateFn:
     """Make a GenerateFn that samples this model's replies.
 
@@ -41,10 +52,13 @@ def local_generator(
         mesh: devices that it runs on.
         num_rows: chats answered at once; fewer run in one of a few smaller batches.
         max_prompt_tokens: a longer chat has None for a reply.
-        max_reply_tokens: a reply is cut there.
+        max_reply_tokens: a reply is cut there. One without an answer is None, see
+            `rsearch.llm.thoughts`.
         temperature: of sampling; 0 takes the most likely token.
         top_p: smallest probability mass kept when sampling; 1 is everything.
         seed: of the random keys.
+        name: of the model in what is said.
+        say: called with one line if any chats failed.
     """
     sampler = Sampler(
         model,
@@ -62,7 +76,12 @@ def local_generator(
     sizes = batch_sizes(num_rows)
 
     def reply_to(ids, names):
-        """Return replies to at most `num_rows` prompts, sampled by these row names."""
+        """Return (answer or None, why there is none) to at most `num_rows` prompts.
+
+        Args:
+            ids: of the prompts.
+            names: of the rows, which the random keys follow from.
+        """
         size = min(s for s in sizes if s >= len(ids))
         tokens = np.zeros((size, max_prompt_tokens), np.int32)
         count = np.ones(size, np.int32)
@@ -78,25 +97,30 @@ def local_generator(
         request = DecodeRequest(row_names, begins, budget, size, max_reply_tokens)
         rows = sampler.decode(params, rows, key, request)
         turn = sampler.turns_on_host(rows)
-        return [
-            tokenizer.decode(_without_eos(turn.tokens[i, : turn.count[i]]))
-            for i in range(len(ids))
-        ]
+        replies = [turn.tokens[i, : turn.count[i]] for i in range(len(ids))]
+        return [_answer(*pair) for pair in zip(ids, replies, strict=True)]
 
-    def _without_eos(ids):
-        return ids[:-1] if len(ids) and ids[-1] in tokenizer.eos_ids else ids
+    def _answer(prompt, reply):
+        has_ended = len(reply) and reply[-1] in tokenizer.eos_ids
+        text = tokenizer.decode(reply[:-1] if has_ended else reply)
+        if begins_in_thought(tokenizer.decode(prompt[-TAIL:])):
+            text = f"{MARKS[0][0]}{text}"
+        return answer_after_thoughts(text, is_cut=not has_ended)
 
     def generate(chats):
         prompts = [tokenizer.encode_prompt(chat) for chat in chats]
         names = _names(prompts)
         fitting = [i for i, p in enumerate(prompts) if len(p) <= max_prompt_tokens]
-        replies: list[str | None] = [None] * len(chats)
+        too_long = f"a chat of more than {max_prompt_tokens} tokens"
+        replies: list = [(None, too_long)] * len(chats)
         for start in range(0, len(fitting), num_rows):
             batch = fitting[start : start + num_rows]
-            texts = reply_to([prompts[i] for i in batch], [names[i] for i in batch])
-            for i, text in zip(batch, texts, strict=True):
-                replies[i] = text
-        return replies
+            answers = reply_to([prompts[i] for i in batch], [names[i] for i in batch])
+            for i, answer in zip(batch, answers, strict=True):
+                replies[i] = answer
+        failed = [why for answer, why in replies if answer is None]
+        say_failures(name, failed, len(chats), say)
+        return [answer for answer, _ in replies]
 
     return generate
 

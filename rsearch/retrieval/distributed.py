@@ -29,15 +29,17 @@ from rsearch.retrieval.nearest import (
     Nearest,
     merge_best,
 )
-from rsearch.runtime.server import JSON, JsonServer, RefusedError
+from rsearch.runtime.calls import HEADERS, Reply, parse_json, post, with_retries
+from rsearch.runtime.server import JsonServer, RefusedError
 
 PATH = "/nearest"
 MAX_BODY_BYTES = 1 << 26  # of a request: 12 thousand queries of 1024 features
 MAX_BATCH = 1024  # of a request
 ENVELOPE_BYTES = 1 << 16  # of a reply, around its numbers
 MAX_TOP_K = 10_000
-RETRIED = (408, 503)  # statuses of a host that may answer later
 FIRST_WAIT, MAX_WAIT = 0.05, 2.0  # seconds before a host is asked again
+SOMETHING_ELSE = "answered a search with something else"
+MAX_RETRIES = 1000  # the deadline of a search is met long before
 
 
 def distribute_index(
@@ -149,8 +151,9 @@ class RemoteNearest:
         self._num = num
         # Hosts share a network: no proxy of the environment leads there.
         self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {token}", "Content-Type": JSON},
+            headers={**HEADERS, "Authorization": f"Bearer {token}"},
             trust_env=False,
+            verify=False,  # the addresses are http://
         )
 
     def __len__(self) -> int:
@@ -171,52 +174,39 @@ class RemoteNearest:
         """
         body = json.dumps({"queries": _encode_array(queries), "top_k": top_k}).encode()
         shape = len(queries), min(top_k, self._num)
-        wait = FIRST_WAIT
-        why = "too slow"
-        while time.monotonic() < end:
-            try:
-                status, reply = self._ask(body, shape, end)
-            except httpx.HTTPError as error:  # it may be back in time
-                status = RETRIED[0]
-                why = type(error).__name__
-            else:
-                why = f"HTTP {status}"
-            if status == 200:
-                return self._check(reply, shape)
-            if status not in RETRIED:
-                break
-            time.sleep(max(0.0, min(wait, end - time.monotonic())))
-            wait = min(2 * wait, MAX_WAIT)
-        raise IndexPartError(f"host {self._host} did not answer a search: {why}")
-
-    def _ask(self, body, shape, end):
-        """Return (status, bytes of the reply)."""
         # A position and a score take 12 bytes, base64 less than twice as many.
-        limit = ENVELOPE_BYTES + 2 * 12 * shape[0] * shape[1]
-        timeout = max(0.001, end - time.monotonic())
-        with self._client.stream(
-            "POST", self._url, content=body, timeout=timeout
-        ) as reply:
-            received = bytearray()
-            for chunk in reply.iter_raw():
-                received += chunk
-                if len(received) > limit:
-                    raise IndexPartError(
-                        f"host {self._host} answered {limit} bytes or more"
-                    )
-                # httpx's limit is on each read: a slow trickle never meets it.
-                if time.monotonic() > end:
-                    raise httpx.ReadTimeout("")
-            return reply.status_code, bytes(received)
+        max_bytes = ENVELOPE_BYTES + 2 * 12 * shape[0] * shape[1]
 
-    def _check(self, reply, shape):
-        """Return the reply's positions and scores; refuse what cannot be right."""
-        try:
-            payload = json.loads(reply)
-            positions = _decode_array(payload["positions"], "<i8")
-            scores = _decode_array(payload["scores"], "<f4")
-        except (ValueError, KeyError, TypeError, RecursionError):
-            positions = scores = None
+        def call() -> Reply:
+            return post(
+                self._client,
+                self._url,
+                body,
+                read=lambda received: self._read(received, shape),
+                max_bytes=max_bytes,
+                seconds=max(0.001, end - time.monotonic()),
+                deadline=end,
+            )
+
+        # A host that is busy or away may be back in time.
+        reply = with_retries(
+            call,
+            max_retries=MAX_RETRIES,
+            first_wait=FIRST_WAIT,
+            max_wait=MAX_WAIT,
+            deadline=end,
+        )
+        if reply.value is not None:
+            return reply.value
+        failure = "" if reply.why == SOMETHING_ELSE else "did not answer a search: "
+        raise IndexPartError(f"host {self._host} {failure}{reply.why}")
+
+    def _read(self, received, shape) -> Reply:
+        """Return positions and scores; None of them where they cannot be right."""
+        payload = parse_json(received)
+        arrays = payload if isinstance(payload, dict) else {}
+        positions = _decode_array(arrays.get("positions"), "<i8")
+        scores = _decode_array(arrays.get("scores"), "<f4")
         size = shape[0] * shape[1]
         is_right = (
             positions is not None
@@ -231,10 +221,8 @@ class RemoteNearest:
             is_right = bool((np.diff(scores, axis=1) <= 0).all())
             is_right &= bool((np.diff(in_order, axis=1) > 0).all())
         if not is_right:
-            raise IndexPartError(
-                f"host {self._host} answered a search with something else"
-            )
-        return positions, scores
+            return Reply(None, SOMETHING_ELSE, None)  # it would answer so again
+        return Reply((positions, scores))
 
 
 class DistributedNearest:

@@ -1,13 +1,12 @@
 """Search with a retrieval service over HTTP, in the published dialects.
 
 A failed search is not an empty one: its queries get None, and the rollouts that asked
-end as tool errors, out of the loss. After FAILURES_IN_A_ROW failed searches the next
-one waits for the service to come back, and after `outage_seconds` the run is saved and
-ends with code 75.
+end as tool errors, out of the loss. A reply is judged query by query and hit by hit:
+what is malformed fails alone, and a query that the service refuses costs no other. A
+service that is away is waited for, see `rsearch.runtime.calls.OutageWatch`.
 """
 
 import collections
-import functools
 import json
 import math
 import re
@@ -16,37 +15,39 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
-
-from rsearch.hosts.preemption import OutageError
 from rsearch.protocols.tagged import whole_characters
 from rsearch.runtime import console
 from rsearch.runtime.calls import (
-    HEADERS,
+    PROBE_SECONDS,
+    OutageWatch,
     Reply,
-    check_url,
+    Service,
     parse_json,
     post,
-    read_api_key,
     with_retries,
 )
+from rsearch.runtime.jsonl import MAX_LINE_BYTES
 from rsearch.runtime.recorded import SingleFlight
 from rsearch.types import Passage
 
-FAILURES_IN_A_ROW = 3  # searches, until the next one waits for the service
-PROBE_SECONDS = 2.0  # between two calls while the service is away
 CHECK_SECONDS = 5.0  # that a service may take for its first answer
-MAX_PASSAGE_BYTES = 1 << 16  # of each in a reply; JSON escapes included
+MAX_PASSAGE_BYTES = MAX_LINE_BYTES  # as of a corpus that is a file
+USUAL_PASSAGE_BYTES = 1 << 16  # a reply has room for these, and for a largest
 ENVELOPE_BYTES = 1 << 16
 CONCURRENCY = 16  # calls at once, of one search
 QUERIES_A_CALL = 256  # at most; some services refuse many more
 OVERLAPPING = 8  # searches at once, where a call takes many queries
 
 
+# Each dialect has the body of a call, and three readers of its reply: `rows` of all
+# queries, `hits` of a row, the `passage` of a hit. They raise anything on other shapes.
+
+
 class _SearchR1:
     """POST /retrieve {"queries", "topk", "return_scores"}, as Search-R1's server has.
 
-    Its reply is {"result": [[{"document": {"id", "contents"}, "score"}]]}.
+    Its reply is {"result": [[{"document": {"id", "contents"}, "score"}]]}. Servers of a
+    web search give neither id nor score.
     """
 
     path, is_batched = "/retrieve", True
@@ -56,8 +57,16 @@ class _SearchR1:
         return {"queries": list(queries), "topk": top_k, "return_scores": True}
 
     @staticmethod
-    def hits(reply):
-        return [[_scored(hit) for hit in row] for row in reply["result"]]
+    def rows(reply):
+        return _list(reply["result"])
+
+    @staticmethod
+    def hits(row):
+        return _list(row)
+
+    @staticmethod
+    def passage(hit):
+        return _passage_of(_dict(_dict(hit)["document"]), hit.get("score"))
 
 
 class _R1Searcher:
@@ -73,9 +82,17 @@ class _R1Searcher:
         return {"queries": list(queries), "k": top_k}
 
     @staticmethod
-    def hits(reply):
-        drop = functools.partial(re.sub, r"^\d+\s+", "")
-        return [[_passage(drop(text)) for text in row] for row in reply["answers"]]
+    def rows(reply):
+        return _list(reply["answers"])
+
+    @staticmethod
+    def hits(row):
+        return _list(row)
+
+    @staticmethod
+    def passage(hit):
+        text = re.sub(r"^\d+\s+", "", hit) if isinstance(hit, str) else hit
+        return _passage_of({"contents": text}, None)
 
 
 class _ReaRAG:
@@ -91,10 +108,19 @@ class _ReaRAG:
         return {"query": queries[0], "top_n": top_k, "return_score": True}
 
     @staticmethod
-    def hits(reply):
-        documents, scores = reply
-        pairs = zip(documents, scores, strict=True)
-        return [[_scored({"document": d, "score": s}) for d, s in pairs]]
+    def rows(reply):
+        return [_list(reply)]
+
+    @staticmethod
+    def hits(row):
+        documents, scores = row
+        scores = [None] * len(_list(documents)) if scores is None else _list(scores)
+        return list(zip(documents, scores, strict=True))
+
+    @staticmethod
+    def passage(hit):
+        document, score = hit
+        return _passage_of(_dict(document), score)
 
 
 class _Serper:
@@ -111,8 +137,19 @@ class _Serper:
         return {"q": queries[0], "num": top_k}
 
     @staticmethod
-    def hits(reply):
-        return [[_linked(hit) for hit in reply["organic"]]]
+    def rows(reply):
+        return [_list(reply["organic"])]
+
+    @staticmethod
+    def hits(row):
+        return row
+
+    @staticmethod
+    def passage(hit):
+        snippet = _dict(hit).get("snippet")
+        title, snippet = _text(hit["title"]), "" if snippet is None else _text(snippet)
+        document = {"id": _text(hit["link"]), "contents": f'"{title}"\n{snippet}'}
+        return _passage_of(document, None)
 
 
 APIS = {
@@ -123,30 +160,41 @@ APIS = {
 }
 
 
-def _scored(hit) -> Passage:
-    """Return a hit's passage; servers of a web search give neither id nor score."""
-    document = hit["document"]
-    score = hit.get("score", 0.0)
-    if isinstance(score, bool) or not isinstance(score, int | float):
-        raise TypeError("a score is no number")
-    passage = _passage(document["contents"])
-    name = str(document["id"]) if "id" in document else passage.id
-    return Passage(whole_characters(name), passage.contents, float(score))
+def _list(value) -> list:
+    # A text and a dict can be gone through, too, and would be taken for their parts.
+    if not isinstance(value, list):
+        raise TypeError("no list")
+    return value
 
 
-def _linked(hit) -> Passage:
-    texts = [hit["title"], hit["link"], hit.get("snippet", "")]
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError("a hit is no text")
-    title, link, snippet = map(whole_characters, texts)
-    return Passage(link, f'"{title}"\n{snippet}')
+def _dict(value) -> dict:
+    if not isinstance(value, dict):
+        raise TypeError("no object")
+    return value
 
 
-def _passage(contents) -> Passage:
-    if not isinstance(contents, str):
-        raise TypeError("a passage is no text")
-    text = whole_characters(contents)
-    return Passage(text.partition("\n")[0][:80], text)
+def _text(value) -> str:
+    if not isinstance(value, str):
+        raise TypeError("no text")
+    return whole_characters(value)
+
+
+def _passage_of(document, score) -> Passage:
+    """Return the passage of a hit; one without an id is named after its first line.
+
+    A hit without a score has none: 0 would be a rank among those of other hits.
+    """
+    contents, name = _text(document["contents"]), document.get("id")
+    if len(contents.encode()) > MAX_PASSAGE_BYTES:
+        raise ValueError("a longer passage than a corpus may have")
+    if isinstance(name, int) and not isinstance(name, bool):
+        name = str(name)
+    name = "" if name is None else _text(name)
+    if score is not None:
+        if isinstance(score, bool) or not isinstance(score, int | float):
+            raise TypeError("a score is no number")
+        score = float(score)  # raises OverflowError for hundreds of digits
+    return Passage(name or contents.partition("\n")[0][:80], contents, score)
 
 
 class RemoteSearch:
@@ -158,6 +206,7 @@ class RemoteSearch:
         top_k: passages a query, at most.
         cache_size: queries whose passages are cached, the latest used; 0 = none.
         api_key_env: the environment variable with its key; "" sends none.
+        key_over_http: see `rsearch.runtime.calls.Service`.
         timeout_seconds: for the search of a query, retries included, once it has begun;
             CONCURRENCY calls of one search run at once.
         max_retries: further calls after a transient failure.
@@ -169,7 +218,8 @@ class RemoteSearch:
             time is waiting; 1 where a call already makes several requests at once.
 
     Raises:
-        ValueError: the URL is none, or holds a secret; the key is not set.
+        ValueError: the URL is none, or holds a secret; the key is not set, or would be
+            sent openly.
     """
 
     def __init__(
@@ -180,38 +230,39 @@ class RemoteSearch:
         top_k: int,
         cache_size: int = 10_000,
         api_key_env: str = "",
+        key_over_http: bool = False,
         timeout_seconds: float = 25.0,
         max_retries: int = 3,
         outage_seconds: float = 300.0,
         say: Callable[[str], None] = console.note,
     ):
         self._api, self._top_k, self._cache_size = APIS[api], top_k, cache_size
-        parsed = check_url(url, "config.retrieval.url")
-        path = parsed.path if parsed.path.strip("/") else self._api.path
-        self._target = str(parsed.copy_with(path=path))
-        self._headers = dict(HEADERS)
-        if api_key_env:
-            key = read_api_key(api_key_env)
-            if api == "serper":
-                self._headers |= {"X-API-KEY": key}
-            else:
-                self._headers |= {"Authorization": f"Bearer {key}"}
-        self._certificates = httpx.create_ssl_context()  # takes 30 ms, once
+        self._service = Service(
+            url,
+            field="config.retrieval.url",
+            path=lambda path: path if path.strip("/") else self._api.path,
+            api_key_env=api_key_env,
+            key_header="X-API-KEY" if api == "serper" else "Authorization",
+            key_over_http=key_over_http,
+        )
+        self._watch = OutageWatch(
+            self._service.shown,
+            outage_seconds=outage_seconds,
+            probe_seconds=PROBE_SECONDS,
+            say=say,
+        )
         self._seconds = timeout_seconds
-        self._outage = outage_seconds
         self._say = say
         self._retries = max_retries
         self._cache: collections.OrderedDict = collections.OrderedDict()
         self._lock = threading.Lock()
         self._single_flight = SingleFlight()
-        self._failures = 0
-        self._away_since = None
         self.searches_at_once = OVERLAPPING if self._api.is_batched else 1
         self.fingerprint = f"service {api}"
 
     def __str__(self) -> str:
         """Return a short description of the service."""
-        return f"the service {self._target}"
+        return f"the service {self._service.shown}"
 
     def check(self) -> None:
         """Search once, so that a wrong address is refused before anything is loaded.
@@ -219,13 +270,16 @@ class RemoteSearch:
         Raises:
             ValueError: nobody answers in time, or not in this dialect.
         """
-        with self._client() as client:
+        with self._service.client() as client:
             deadline = time.monotonic() + CHECK_SECONDS
-            reply = self._call(client, ["Where?"], deadline)
+            reply = self._call(client, ["Where?"], deadline, is_quoted=True)
+        if reply.value is not None:
+            (reply,) = reply.value
         if reply.value is None:
             raise ValueError(
-                f"config.retrieval.url: {self._target}: {reply.why}; start one, for "
-                "example: python -m rsearch.retriever --config=configs/search_r1.py "
+                f"config.retrieval.url: {self._service.shown}: "
+                f"{self._service.describe(reply)}; start one, for example: python -m "
+                "rsearch.retriever --config=configs/search_r1.py "
                 "--config.retrieval.index=DIR"
             )
 
@@ -258,108 +312,106 @@ class RemoteSearch:
 
     def _search(self, queries):
         """Return passages or None of each query; wait while the service is away."""
-        while True:
-            began = time.monotonic()
-            results = self._ask(queries)
-            with self._lock:
-                if self._is_final(results, began):
-                    pairs = zip(queries, results, strict=True)
-                    self._add_to_cache((q, r) for q, r in pairs if r is not None)
-                    return results
-            time.sleep(PROBE_SECONDS)
+        replies = self._watch.ask(lambda: self._ask(queries))
+        results = [reply.value for reply in replies]
+        with self._lock:
+            pairs = zip(queries, results, strict=True)
+            self._add_to_cache((q, r) for q, r in pairs if r is not None)
+        return results
 
-    def _is_final(self, results, began) -> bool:
-        """Return whether these are the results; False while the service is away."""
-        if any(result is not None for result in results):
-            if self._failures >= FAILURES_IN_A_ROW:
-                self._say(f"{self._target}: is back")
-            self._failures = 0
-            self._away_since = None
-            return True
-        self._failures += 1
-        if self._away_since is None:
-            self._away_since = began
-        if self._failures < FAILURES_IN_A_ROW:
-            return True
-        away = time.monotonic() - self._away_since
-        if away > self._outage:
-            raise OutageError(f"{self._target}: away for {away:.0f} s")
-        if self._failures == FAILURES_IN_A_ROW:
-            self._say(f"{self._target}: away; waiting for it to come back")
-        return False
-
-    def _ask(self, queries):
-        """Return passages or None of each query, with all calls and retries."""
+    def _ask(self, queries) -> list[Reply]:
+        """Return the reply to each query, with all calls and retries."""
+        is_away = self._watch.is_away
+        retries = 0 if is_away else self._retries
         last_answer = time.monotonic()
 
-        def ask(client, batch) -> Reply:
-            nonlocal last_answer
+        def ask(client, batch) -> list[Reply]:
             began = time.monotonic()
             # The calls before this one waited in vain: do not spend as long again.
             if began - last_answer > self._seconds:
-                return Reply(None, "too slow")
-            deadline = began + self._seconds
+                return [Reply(None, "too slow")] * len(batch)
+            return ask_until(client, batch, began + self._seconds)
 
-            def call():
-                return self._call(client, batch, deadline)
-
-            retries = self._retries if self._failures < FAILURES_IN_A_ROW else 0
+        def ask_until(client, batch, deadline) -> list[Reply]:
+            nonlocal last_answer
             reply = with_retries(
-                call, max_retries=retries, first_wait=0.5, deadline=deadline
+                lambda: self._call(client, batch, deadline),
+                max_retries=retries,
+                first_wait=0.5,
+                deadline=deadline,
             )
             if reply.value is not None:
                 last_answer = time.monotonic()
-            return reply
+                return reply.value
+            # A service refuses all queries of a call for any of them.
+            if reply.is_own_fault and len(batch) > 1 and time.monotonic() < deadline:
+                half = len(batch) // 2
+                halves = batch[:half], batch[half:]
+                return [r for b in halves for r in ask_until(client, b, deadline)]
+            return [reply] * len(batch)
 
         size = QUERIES_A_CALL if self._api.is_batched else 1
         batches = [queries[i : i + size] for i in range(0, len(queries), size)]
         with (
-            self._client() as client,
+            self._service.client() as client,
             ThreadPoolExecutor(min(CONCURRENCY, len(batches))) as pool,
         ):
-            replies = list(pool.map(lambda batch: ask(client, batch), batches))
-        failed = collections.Counter(r.why for r in replies if r.value is None)
-        if failed and self._failures < FAILURES_IN_A_ROW:
-            reasons = ", ".join(f"{why} ({n})" for why, n in failed.most_common(3))
-            self._say(f"{self._target}: searches failed: {reasons}")
-        results = []
-        for batch, reply in zip(batches, replies, strict=True):
-            results += reply.value if reply.value is not None else [None] * len(batch)
-        return results
+            lists = list(pool.map(lambda batch: ask(client, batch), batches))
+        replies = [reply for batch in lists for reply in batch]
+        problems = collections.Counter(reply.why for reply in replies if reply.why)
+        if problems and not is_away:
+            reasons = ", ".join(f"{why} ({n})" for why, n in problems.most_common(3))
+            self._say(f"{self._service.shown}: searches failed: {reasons}")
+        return replies
 
-    def _client(self):
-        return httpx.Client(headers=self._headers, verify=self._certificates)
-
-    def _call(self, client, queries, deadline) -> Reply:
+    def _call(self, client, queries, deadline, *, is_quoted=False) -> Reply:
+        """Make one call; the value of its reply is a Reply to each query."""
         sent = [whole_characters(query) for query in queries]
         body = json.dumps(self._api.body(sent, self._top_k))
-        limit = ENVELOPE_BYTES + len(queries) * self._top_k * MAX_PASSAGE_BYTES
+        usual = len(queries) * self._top_k * USUAL_PASSAGE_BYTES
         return post(
             client,
-            self._target,
+            self._service.target,
             body.encode(),
             read=lambda received: self._read(received, len(queries)),
-            max_bytes=limit,
+            max_bytes=ENVELOPE_BYTES + MAX_PASSAGE_BYTES + usual,
             seconds=self._seconds,
             deadline=deadline,
+            is_quoted=is_quoted,
         )
 
-    def _read(self, received, count):
-        """Return [count] tuples of passages, or None where the reply is malformed.
+    def _read(self, received, count) -> list[Reply] | None:
+        """Return [count] replies, or None where the reply to all is malformed."""
+        try:
+            rows = self._api.rows(parse_json(received))
+        except Exception:  # nothing that a service sends may end a run
+            return None
+        return [self._read_row(row) for row in rows] if len(rows) == count else None
+
+    def _read_row(self, row) -> Reply:
+        """Return the passages of one query; None where none of its hits can be read.
 
         Hits whose score is not finite, which some libraries pad with, are left out; so
-        are repeated passages.
+        are repeated and blank passages.
         """
         try:
-            rows = self._api.hits(parse_json(received))
-        except (LookupError, TypeError, ValueError, AttributeError):
-            return None
-        if len(rows) != count:
-            return None
-        results = []
-        for row in rows:
-            finite = [hit for hit in row if math.isfinite(hit.score)]
-            unique = {(hit.id, hit.contents): hit for hit in reversed(finite)}
-            ordered = [hit for hit in finite if unique[hit.id, hit.contents] is hit]
-            results.append(tuple(ordered[: self._top_k]))
-        return results
+            hits = self._api.hits(row)
+        except Exception:
+            return Reply(None, "a malformed list of hits", None, is_own_fault=True)
+        passages: dict[tuple, Passage] = {}
+        num_malformed = 0
+        for hit in hits:
+            if len(passages) == self._top_k:
+                break
+            try:
+                passage = self._api.passage(hit)
+            except Exception:
+                num_malformed += 1
+                continue
+            is_finite = passage.score is None or math.isfinite(passage.score)
+            if is_finite and passage.contents.strip():
+                passages.setdefault((passage.id, passage.contents), passage)
+        why = "a malformed hit" if num_malformed else ""
+        if num_malformed and not passages:
+            return Reply(None, why, None, is_own_fault=True)
+        return Reply(tuple(passages.values()), why)

@@ -211,7 +211,7 @@ def _record_of(rollout: Rollout) -> dict:
             [
                 list(search.call.arguments),
                 [
-                    [[p.id, p.contents, float(p.score)] for p in hits]
+                    [[p.id, p.contents, _number(p.score)] for p in hits]
                     for hits in search.result.data
                 ],
             ]
@@ -221,6 +221,11 @@ def _record_of(rollout: Rollout) -> dict:
         "num_malformed": rollout.num_malformed,
         **other_calls(rollout.tool_uses),
     }
+
+
+def _number(score) -> float | None:
+    """Return a score as a value of JSON."""
+    return None if score is None else float(score)
 
 
 def _rollout_of(record: dict, segments: Sequence[Segment]) -> Rollout:

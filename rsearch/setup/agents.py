@@ -69,17 +69,7 @@ def load_agent(
         loaded = functools.cache(make)
         return lambda chats: loaded()(chats)
     if s.source.startswith(URLS):
-        return remote_generator(
-            s.source,
-            s.name,
-            api_key_env=s.api_key_env,
-            max_reply_tokens=s.max_reply_tokens,
-            temperature=s.temperature,
-            top_p=s.top_p,
-            timeout_seconds=s.timeout_seconds,
-            max_retries=s.max_retries,
-            concurrency=s.max_concurrent,
-        )
+        return _endpoint(c, name)
     if s.source.startswith(STAGE):
         stage = s.source.removeprefix(STAGE)
         model, tokenizer, params = stage_model(stage, mesh, workdir=workdir, find=find)
@@ -103,6 +93,40 @@ def load_agent(
         temperature=s.temperature,
         top_p=s.top_p,
         seed=c.seed,
+        name=f"config.models.{name}",
+    )
+
+
+def check_endpoint(c: ConfigDict, name: str) -> None:
+    """Ask the endpoint of a model beside the policy once; nothing where it has none.
+
+    Args:
+        c: the configuration.
+        name: its role, a key of ROLES.
+
+    Raises:
+        ValueError: the endpoint refuses; says so with its first words.
+    """
+    if c.models[name].source.startswith(URLS):
+        _endpoint(c, name).check()
+
+
+def _endpoint(c, name):
+    """Return the GenerateFn of a role whose model is at an endpoint."""
+    s = c.models[name]
+    return remote_generator(
+        s.source,
+        s.name,
+        api_key_env=s.api_key_env,
+        key_over_http=s.key_over_http,
+        max_reply_tokens=s.max_reply_tokens,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        timeout_seconds=s.timeout_seconds,
+        max_retries=s.max_retries,
+        concurrency=s.max_concurrent,
+        outage_seconds=c.retrieval.outage_seconds,
+        field=f"config.models.{name}.source",
     )
 
 

@@ -10,13 +10,14 @@ from ml_collections import ConfigDict
 from rsearch.config.checks import validate
 from rsearch.config.fields import to_json
 from rsearch.config.stage_plan import kinds
+from rsearch.data.demonstrations import DIRECT, PROTOCOL, RAG
 from rsearch.data.questions import questions_fingerprint
 from rsearch.hosts import processes
 from rsearch.hosts.offload import check_host_memory
 from rsearch.models.sharding import make_mesh
 from rsearch.rewards.group import needs_judge
 from rsearch.runtime import files
-from rsearch.setup.agents import load_agent
+from rsearch.setup.agents import check_endpoint, load_agent
 from rsearch.setup.checks import check_layout, check_names
 from rsearch.setup.context import Setup
 from rsearch.setup.policy import (
@@ -78,6 +79,17 @@ def load_setup(
     check_names(config)
     check_machine(config, home=home, say=say)
     c, memoise = config, (shared or Shared()).memoise
+    only_dev = only_dev or only_policy
+    asks_judge = needs_judge(c.reward) and "rl" in kinds(c) and not only_dev
+
+    # Endpoints answer before anything heavy is loaded, and not after hours of a run.
+    if not is_over:
+        for name in _asked_models(c, asks_judge, only_dev, only_policy):
+            memoise(
+                f"endpoint of {name}",
+                [c.models[name]],
+                lambda name=name: check_endpoint(c, name),
+            )
 
     # Devices and the embedded world.
     mesh = memoise("mesh", [c.mesh], lambda: make_mesh(**c.mesh))
@@ -108,7 +120,6 @@ def load_setup(
     search = memoise("search", [c.retrieval, c.world, seed], make_search)
 
     # The questions.
-    only_dev = only_dev or only_policy
     train, dev, num_long = (), (), 0
     if not only_dev:
         train = read_questions(c, "train", world, say, home)
@@ -133,7 +144,6 @@ def load_setup(
 
     inputs = _fingerprints(tokenizer, search, source, None if only_dev else train)
     inputs |= code_inputs(_references(c, only_dev=only_dev))
-    asks_judge = needs_judge(c.reward) and "rl" in kinds(c) and not only_dev
     return Setup(
         config=c,
         home=None if home is None else pathlib.Path(home),
@@ -153,6 +163,20 @@ def load_setup(
         limits=limits,
         num_tokens=num_tokens,
     )
+
+
+def _asked_models(c, asks_judge, only_dev, only_policy) -> list[str]:
+    """Return the roles of the models beside the policy that are asked."""
+    is_asked = {
+        "judge": asks_judge,
+        "rewriter": bool(c.rl.memorise_coef) and "rl" in kinds(c) and not only_dev,
+        "writer": True,
+        "answerer": only_dev,
+        "reader": only_dev
+        and not only_policy
+        and not {PROTOCOL, DIRECT, RAG}.issuperset(c.eval.methods),
+    }
+    return [name for name, is_needed in is_asked.items() if is_needed]
 
 
 def _fingerprints(tokenizer, search, source, train):

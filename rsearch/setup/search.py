@@ -57,7 +57,8 @@ def _open_engine(c, world, top_k):
     if r.engine:
         return UserSearch("config.retrieval.engine", r.engine, top_k=top_k)
     if r.url:
-        names = "api", "api_key_env", "timeout_seconds", "max_retries", "outage_seconds"
+        names = "api", "api_key_env", "key_over_http", "timeout_seconds"
+        names += "max_retries", "outage_seconds"
         search = RemoteSearch(r.url, **settings, **{name: r[name] for name in names})
         search.check()
         return search

@@ -9,6 +9,7 @@ import types
 
 import pytest
 
+from rsearch.hosts.preemption import OutageError
 from rsearch.llm import endpoint as remote
 from rsearch.llm.endpoint import remote_generator
 from rsearch.runtime import calls
@@ -218,9 +219,67 @@ def test_a_reply_of_another_shape_is_none(body, asking, said):
     assert len(endpoint.requests) == 2 and "another shape" in said[0]
 
 
-def test_an_empty_reply_is_a_reply(asking):
-    with serving(lambda number, body: reply("")) as endpoint:
-        assert asking(endpoint.url)([CHAT]) == [""]
+THOUGHT = "<think>Lyon? No. <b>Nice</b>?</think>"
+
+
+@pytest.mark.fault(74, "thought left out")
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (f"{THOUGHT}\n\nParis", "Paris"),
+        ("no opening tag: Lyon?</think>Paris", "Paris"),
+        (f"{THOUGHT}Nice{THOUGHT} Paris\n", "Paris\n"),
+        ("<THINKING>x</Thinking>Paris", "Paris"),
+        ("[THINK]x[/THINK]Paris", "Paris"),
+        (" Paris, I think\n", " Paris, I think\n"),
+    ],
+)
+def test_the_answer_of_a_reply_stands_behind_its_last_thought(text, answer, asking):
+    with serving(lambda number, body: reply(text)) as endpoint:
+        assert asking(endpoint.url)([CHAT]) == [answer]
+
+
+def ending(content, end, **message):
+    message = {"role": "assistant", "content": content, **message}
+    choice = {"index": 0, "message": message, "finish_reason": end}
+    return 200, json.dumps({"choices": [choice]}).encode(), {}
+
+
+NO_ANSWERS = {
+    "a thought without an end": ending("<think>Lyon?", "stop"),
+    "a thought after the answer": ending("Paris <think>Or", "stop"),
+    "cut within a thought": ending("<think>Lyon?", "length"),
+    "cut after a thought": ending(f"{THOUGHT}\n", "length"),
+    "cut elsewhere": ending(None, "length", reasoning_content="Lyon?"),
+    "only thoughts": ending(None, "stop", reasoning="Lyon?"),
+    "empty": ending("", "stop", reasoning_content="Paris"),
+    "blank": ending(" \n", "stop"),
+    "refused": ending(None, "stop", refusal="I cannot help with that."),
+    "filtered": ending("Par", "content_filter"),
+    "broken off": ending("Par", "abort"),
+}
+
+
+@pytest.mark.fault(
+    74, "unclosed thought", "nothing left", "empty text", "refusal", "counted"
+)
+def test_a_reply_without_an_answer_is_a_failed_call_and_is_counted(asking, said):
+    def behave(number, body):
+        name = body["messages"][0]["content"]
+        return NO_ANSWERS.get(name) or reply("Paris")
+
+    chats = [[{"role": "user", "content": name}] for name in [*NO_ANSWERS, "good"]]
+    with serving(behave) as endpoint:
+        ask = asking(endpoint.url, max_retries=0)
+        assert ask(chats) == [None] * len(NO_ANSWERS) + ["Paris"]
+    (line,) = said
+    assert f"{len(NO_ANSWERS)} of {len(chats)} chats failed" in line
+    assert "cut" in line or "thought" in line or "empty" in line
+
+
+def test_an_answer_that_is_cut_is_one(asking):
+    with serving(lambda number, body: ending("Paris is the", "length")) as endpoint:
+        assert asking(endpoint.url)([CHAT]) == ["Paris is the"]
 
 
 def test_half_a_character_in_a_reply_is_replaced(asking):
@@ -326,3 +385,68 @@ def test_a_key_must_be_there_and_be_one(asking, monkeypatch):
             max_retries=0,
             concurrency=1,
         )
+
+
+@pytest.mark.fault(77, "refused at the start", "first characters", "masked")
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 301])
+def test_an_endpoint_that_refuses_at_the_start_is_refused_with_what_it_says(
+    status, asking, said
+):
+    body = f'{{"error": "no\x1b model for {KEY}: {"x" * 999}"}}'.encode()
+    with serving(lambda number, _: (status, body, {})) as endpoint:
+        ask = asking(endpoint.url, field="config.models.judge.source")
+        with pytest.raises(ValueError, match=r"config\.models\.judge\.source") as error:
+            ask.check()
+    message = str(error.value)
+    assert f"HTTP {status}" in message and "no model for" in message
+    assert KEY not in message and message.isprintable() and len(message) < 400
+    assert len(endpoint.requests) == 1 and not said
+
+
+@pytest.mark.fault(77, "refused at the start")
+def test_what_is_no_endpoint_is_refused_at_the_start(asking):
+    page = (200, b"<html>Welcome</html>", {})
+    with (
+        serving(lambda number, _: page) as endpoint,
+        pytest.raises(ValueError, match="Welcome"),
+    ):
+        asking(endpoint.url).check()
+
+
+@pytest.mark.fault(77, "transient at the start")
+@pytest.mark.parametrize("answer", [(503, b"loading", {}), (429, b"", {}), None])
+def test_an_endpoint_that_still_starts_is_said_and_not_refused(answer, asking, said):
+    with serving(lambda number, _: answer or ending("<think>x", "length")) as endpoint:
+        asking(endpoint.url).check()
+        assert len(endpoint.requests) == 1 and endpoint.url in said[0]
+    asking(endpoint.url).check()
+    assert "ConnectError" in said[1]
+
+
+def test_an_endpoint_that_answers_is_asked_once_and_nothing_is_said(asking, said):
+    with serving(lambda number, _: reply("Here.")) as endpoint:
+        asking(endpoint.url).check()
+    assert len(endpoint.requests) == 1 and not said
+
+
+@pytest.mark.fault(77, "outage")
+def test_a_model_that_answers_nothing_is_waited_for_and_ends_the_run(
+    asking, said, monkeypatch
+):
+    monkeypatch.setattr(remote, "PROBE_SECONDS", 0.01)
+    answers = iter([(503, b"", {})] * 4)
+    with serving(lambda number, _: next(answers, None) or reply("Paris")) as endpoint:
+        ask = asking(endpoint.url, max_retries=0, outage_seconds=60.0)
+        assert [ask([CHAT]) for _ in range(3)] == [[None], [None], ["Paris"]]
+        assert len(endpoint.requests) == 5
+    ask = asking(endpoint.url, max_retries=0, outage_seconds=0.0)
+    with pytest.raises(OutageError):
+        for _ in range(4):
+            ask([CHAT])
+
+
+@pytest.mark.fault(76, "no outage")
+def test_a_chat_that_is_refused_is_no_outage(asking):
+    with serving(lambda number, _: (400, b"too long", {})) as endpoint:
+        ask = asking(endpoint.url, max_retries=0, outage_seconds=0.0)
+        assert [ask([CHAT]) for _ in range(5)] == [[None]] * 5

@@ -70,6 +70,41 @@ def test_a_chat_that_is_too_long_has_no_reply_and_the_others_have_theirs(generat
     assert generate([LONG]) == [None]
 
 
+class Speaking:
+    """A tokenizer whose decoded replies are texts of the test, one after the other."""
+
+    def __init__(self, replies, opening=""):
+        self._inner, self._replies = tiny.tokenizer(), iter(replies)
+        self._opening = opening
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def decode(self, ids):
+        is_prompt = len(ids) > REPLY
+        return f"user: <think>\n{self._opening}" if is_prompt else next(self._replies)
+
+
+@pytest.mark.fault(74, "local model")
+def test_a_local_model_that_thinks_is_read_as_an_endpoint_is():
+    said = []
+    words = ["<think>x</think> Paris", "<think>x", "x</think>", " ", "Paris"]
+    speaking = Speaking(words, opening="assistant: ")
+    ask = make(num_rows=1, tokenizer=speaking, name="judge", say=said.append)
+    chats = [chat(f"who is {i}, of the river and the city") for i in range(5)]
+    assert ask(chats) == ["Paris", None, None, None, "Paris"]
+    (line,) = said
+    assert "judge" in line and "3 of 5" in line
+
+
+@pytest.mark.fault(74, "local model")
+def test_a_template_may_open_the_thought():
+    speaking = Speaking(["x", "x</think>Paris"], opening="assistant: <think>\n")
+    ask = make(num_rows=1, tokenizer=speaking, say=lambda _: None)
+    chats = [chat(f"who is {i}, of the river and the city") for i in range(2)]
+    assert ask(chats) == [None, "Paris"]
+
+
 def test_a_chat_of_exactly_the_budget_is_answered(generate):
     tokenizer = tiny.tokenizer()
     words = PROMPT - len(tokenizer.encode_prompt(chat("")))

@@ -155,7 +155,7 @@ def test_an_answer_that_is_right_is_taken():
 
 
 def test_an_endless_answer_is_cut_off():
-    endless, told = {"positions": "A" * 200_000}, r"host 1 answered \d+ bytes or more"
+    endless, told = {"positions": "A" * 200_000}, r"host 1 .* \d+ bytes"
     with answering(lambda _: endless) as url, pytest.raises(IndexPartError, match=told):
         ask(url)
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from rsearch.data.corpus import Corpus
 from rsearch.hosts.preemption import OutageError
 from rsearch.retrieval import service as remote
 from rsearch.retrieval.service import RemoteSearch
@@ -194,6 +195,200 @@ def test_of_a_service_that_is_stuck_the_rest_of_a_search_is_not_asked(monkeypatc
         assert search(list("abcdefghijkl")) == [None] * 12
         assert time.monotonic() - began < 2
         assert len(service.bodies) < 12
+
+
+def raw(head):
+    """A reply whose first lines are these bytes, with a proper body."""
+
+    def behave(handler, queries, number):
+        handler.wfile.write(head + b"\r\n\r\n" + right(queries))
+
+    return behave
+
+
+HUGE_NUMBERS = {
+    "score of 400 digits": rows([HIT | {"score": 10**400}]),
+    "score of 5000 digits": rows([HIT]).replace(b"1}", b"7" * 5000 + b"}"),
+    "length of 400 digits": raw(b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 400),
+    "negative length": raw(b"HTTP/1.1 200 OK\r\nContent-Length: -5"),
+    "chunk of 400 digits": raw(
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 400
+    ),
+    "status of 40 digits": raw(b"HTTP/1.1 " + b"2" * 40 + b" OK"),
+    **{
+        f"Retry-After: {value}": raw(
+            b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nRetry-After: " + value.encode()
+        )
+        for value in (
+            "9" * 400,
+            "-1",
+            "Mon, 01 Jan 99999999999999999999 00:00:00 GMT",
+            "Mon, 01 Jan 0001 00:00:00 +9999",
+            "Mon, 31 Dec 9999 23:59:59 -9999",
+            "Mon, 99 Jan 2030 99:99:99 +" + "9" * 30,
+        )
+    },
+}
+
+
+@pytest.mark.fault(73, "score", "lengths", "dates")
+@pytest.mark.parametrize("name", HUGE_NUMBERS)
+def test_a_number_that_is_absurd_is_a_failed_search(name):
+    reply = HUGE_NUMBERS[name]
+    behave = reply if callable(reply) else lambda h, q, n: send(h, reply)
+    with serving(behave) as service:
+        search = asking(service.url, max_retries=0, top_k=1)
+        assert search(["a"]) == [None]
+        assert search(["b"]) == [None]  # and no state is damaged
+
+
+TEXTS = {  # of a dialect: replies with a text or an object where a list belongs
+    "search_r1": [
+        {"result": "ab"},
+        {"result": {"0": [HIT]}},
+        {"result": [HIT["document"]["contents"]]},
+        {"result": [{"a": HIT}]},
+        {"result": [["contents"]]},
+        {"result": [[{"document": "contents", "score": 1}]]},
+        {"result": [None]},
+    ],
+    "r1_searcher": [
+        {"answers": "Paris"},
+        {"answers": ["Paris"]},
+        {"answers": {"0": ["Paris"]}},
+        {"answers": [{"Paris": 1}]},
+        {"answers": [[["Paris"]]]},
+    ],
+    "rearag": [
+        {"a": 1, "b": 2},
+        "ab",
+        ["ab", [1, 2]],
+        [[{"contents": "a\n."}], "1"],
+        [[{"contents": "a\n."}], [1, 2]],
+        [[{"contents": "a\n."}], {"0": 1}],
+        [{"contents": 1, "id": 2}, [1, 2]],
+    ],
+    "serper": [
+        {"organic": "ab"},
+        {"organic": {"title": "T", "link": "http://a"}},
+        {"organic": [{"title": ["T"], "link": "http://a"}]},
+        {"organic": [{"title": "T", "link": None}]},
+    ],
+}
+
+
+@pytest.mark.fault(75, "text for a list", "object for a list")
+@pytest.mark.parametrize("api", TEXTS)
+def test_a_text_where_a_list_belongs_is_no_list_of_letters(api):
+    replies = iter(TEXTS[api])
+    with serving(lambda h, q, n: send(h, json.dumps(next(replies)).encode())) as s:
+        for _ in TEXTS[api]:
+            assert asking(s.url, api=api, max_retries=0)(["query"]) == [None]
+
+
+@pytest.mark.fault(75, "null id", "missing score", "score of another type")
+def test_an_id_or_a_score_of_null_is_none_and_a_hit_of_another_type_is_left_out():
+    def hit(contents, **fields):
+        document = {"contents": contents}
+        if "id" in fields:
+            document["id"] = fields.pop("id")
+        return {"document": document, **fields}
+
+    body = rows(
+        [
+            hit("scored\n.", id=7, score=0.5),
+            hit("without\n."),
+            hit("null\n.", id=None, score=None),
+            hit("blank id\n.", id="", score=2),
+            *(hit("bad\n.", id="x", score=bad) for bad in (True, "0.9", [1], {})),
+            *(hit("bad\n.", id=bad, score=1) for bad in (True, 1.5, ["x"], {})),
+            hit(" \n", id="blank", score=1),
+        ]
+    )
+    with serving(lambda h, q, n: send(h, body)) as service:
+        (actual,) = asking(service.url, top_k=9)(["q"])
+    assert [(p.id, p.score) for p in actual] == [
+        ("7", 0.5),
+        ("without", None),
+        ("null", None),
+        ("blank id", 2.0),
+    ]
+
+
+@pytest.mark.fault(75, "missing score")
+@pytest.mark.parametrize("api", ["r1_searcher", "rearag", "serper"])
+def test_passages_of_a_dialect_without_scores_have_none_and_keep_their_order(api):
+    reply = {
+        "r1_searcher": {"answers": [["b\n.", "a\n."]]},
+        "rearag": [[{"contents": "b\n."}, {"contents": "a\n."}], None],
+        "serper": {"organic": [{"title": t, "link": t} for t in "ba"]},
+    }[api]
+    with serving(lambda h, q, n: send(h, json.dumps(reply).encode())) as service:
+        (actual,) = asking(service.url, api=api)(["q"])
+    assert [(p.id, p.score) for p in actual] == [("b", None), ("a", None)]
+
+
+def refusing(is_bad, status=400):
+    """Refuses a call if any of its queries is bad, as servers do."""
+
+    def behave(handler, queries, number):
+        if any(map(is_bad, queries)):
+            return send(handler, b'{"error": "a query is too long"}', status)
+        send(handler, right(queries))
+
+    return behave
+
+
+@pytest.mark.fault(76, "question too long", "no outage")
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_query_that_is_refused_costs_no_other_and_is_no_outage(status):
+    with serving(refusing(lambda q: len(q) > 99, status)) as service:
+        search = asking(service.url, max_retries=0, outage_seconds=0.0)
+        queries = [*"abcdefg", "long" * 99, *"hij"]
+        assert [r is None for r in search(queries)] == [len(q) > 99 for q in queries]
+        assert len(service.bodies) < 11
+        for number in range(4):  # of themselves, they say nothing of the service
+            assert search([f"{number}" * 100]) == [None]
+
+
+@pytest.mark.fault(76, "malformed hit", "malformed row")
+def test_a_malformed_hit_or_row_costs_no_other():
+    bad = {"document": {"id": "b"}, "score": 1}
+    latin = HIT | {"document": {"id": "l", "contents": "caf\u00e9\n."}}
+    body = rows([HIT, bad], [bad], "no list", [], [latin]).replace(b"\\u00e9", b"\xe9")
+    with serving(lambda h, q, n: send(h, body)) as service:
+        actual = asking(service.url, max_retries=0)(list("abcde"))
+    assert actual[:4] == [(Passage("a", "a\n.", 1.0),), None, None, ()]
+    assert actual[4][0].id == "l"
+    assert len(service.bodies) == 1
+
+
+@pytest.mark.fault(76, "long passage", "same bounds")
+def test_a_long_passage_is_taken_as_from_a_file_and_a_longer_one_fails_alone(
+    tmp_path, monkeypatch
+):
+    long = "title\n" + "x" * 200_000
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "a", "contents": long}))
+    (local,) = Corpus(tmp_path / "corpus.jsonl")
+
+    def behave(handler, queries, number):
+        hits = [[{"document": {"id": "a", "contents": long}}], [HIT]]
+        send(handler, rows(*hits))
+
+    with serving(behave) as service:
+        actual = asking(service.url, top_k=1)(["a", "b"])
+        assert actual[0][0].contents == local.contents == long
+        monkeypatch.setattr(remote, "MAX_PASSAGE_BYTES", 100_000)
+        actual = asking(service.url, top_k=1)(["a", "b"])
+        assert actual[0] is None and actual[1][0].id == "a"
+
+
+def test_a_service_that_refuses_all_of_several_queries_is_away():
+    with serving(refusing(lambda q: True)) as service:
+        search = asking(service.url, max_retries=0, outage_seconds=0.0)
+        with pytest.raises(OutageError):
+            for _ in range(5):
+                search(["a", "b"])
 
 
 @pytest.mark.fault(32, "5xx", "reset")

@@ -22,6 +22,7 @@ from rsearch.setup.load import load_setup
 from rsearch.setup.rollouts import make_host
 from rsearch.setup.weights import initial_params, trained_params
 from rsearch.types import Outcome
+from tests.llm.test_endpoint import serving
 from tests.small_run import config, finished, quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -202,7 +203,8 @@ def test_a_stage_is_the_model_that_it_has_trained(setup):
     assert not all(jax.tree.leaves(same))
     asked = asking("rewriter", "stage:sft")
     ask = agents.load_agent(asked, "rewriter", mesh(), workdir=finished())
-    assert isinstance(ask([CHAT])[0], str)
+    # So small a model may not come to the end of its thought.
+    assert isinstance(ask([CHAT])[0], str | None)
 
 
 def test_a_stage_that_is_not_there_is_named(tmp_path):
@@ -229,6 +231,37 @@ def test_a_judge_is_loaded_where_a_term_asks_one(folder):
     named = {"source": str(folder), "max_prompt_tokens": 64, "max_reply_tokens": 3}
     fields = {f"models__judge__{name}": value for name, value in named.items()}
     assert load_setup(config(reward=JUDGED, **fields)).judge is not None
+
+
+@pytest.mark.fault(77, "refused at the start")
+@pytest.mark.parametrize(
+    ("name", "changes", "settings"),
+    [
+        ("judge", {"reward": JUDGED}, {}),
+        ("writer", {}, {}),
+        ("answerer", {}, {"only_dev": True}),
+        ("answerer", {}, {"only_policy": True}),
+        ("reader", {"eval__methods": ("reader_direct",)}, {"only_dev": True}),
+    ],
+)
+def test_an_endpoint_that_refuses_is_refused_before_anything_is_loaded(
+    name, changes, settings
+):
+    with serving(lambda number, body: (404, b"no such model", {})) as endpoint:
+        at = {f"models__{name}__source": endpoint.url, f"models__{name}__name": "m"}
+        said = []
+        with pytest.raises(ValueError, match=f"models.{name}.source.*no such model"):
+            load_setup(config(**changes, **at), say=said.append, **settings)
+    assert len(endpoint.requests) == 1 and not said
+
+
+def test_a_model_that_is_not_asked_need_not_answer():
+    with serving(lambda number, body: (404, b"", {})) as endpoint:
+        at = {"source": endpoint.url, "name": "m"}
+        names = [(role, n) for role in ("judge", "rewriter", "reader") for n in at]
+        fields = {f"models__{role}__{n}": at[n] for role, n in names}
+        load_setup(config(**fields), only_dev=True)
+    assert not endpoint.requests
 
 
 def test_a_term_that_asks_a_judge_without_one_is_refused():
