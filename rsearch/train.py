@@ -407,7 +407,8 @@ def _report(config, dataset, folder):
         console.block(title, "".join(s["text"] for s in row["segments"]))
     for stage in trained:
         file = folder / stage / "metrics.jsonl"
-        rewards = [row["reward"] for row in _rows_of(file) if "reward" in row]
+        measured = [row.get("reward") for row in _rows_of(file)]
+        rewards = [reward for reward in measured if reward is not None]
         if rewards:
             title = "reward by step" + ("" if stage == "rl" else f", {stage}")
             bars = sparkline(rewards)

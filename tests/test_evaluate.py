@@ -281,6 +281,18 @@ def test_kinds_are_a_second_table_where_there_are_several(capsys):
     assert "judge_error" in capsys.readouterr().out
 
 
+@pytest.mark.fault(77, "mean over nothing")
+def test_scores_of_nothing_are_a_dash(capsys):
+    nothing = dict.fromkeys(SCORES)
+    row = {name: 7 for name in evaluate.COLUMNS} | nothing
+    row |= {"stage": "sft", "method": "rag", "dataset": "d", "em_95": None}
+    part = {"n": 9, **nothing, "searches": 1.25}
+    row |= {"judge_error": 9, "by_kind": {"single": part, "bridge": part}}
+    evaluate.show_results([row], config())
+    message = capsys.readouterr().out
+    assert "- / 1.25" in message and " - " in message
+
+
 @pytest.fixture
 def asking():
     """(evaluator, parameters, what its answerer and reader are asked), R-Search's."""

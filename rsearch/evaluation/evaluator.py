@@ -231,6 +231,8 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
     title = f"{config.name}: percent, answers normalised as {config.eval.normalize}"
 
     def cell(row, name):
+        if row[name] is None:
+            return "-"
         if name == "em_95":
             low, high = row["em_95"]
             return f"{100 * low:.1f} - {100 * high:.1f}"
@@ -257,7 +259,8 @@ def _show_kinds(rows):
     def cell(scores):
         if scores is None:
             return "-"
-        return f"{100 * scores['em']:.0f} / {scores['searches']:.2f}"
+        em = "-" if scores["em"] is None else f"{100 * scores['em']:.0f}"
+        return f"{em} / {scores['searches']:.2f}"
 
     cells = [
         [row["stage"], row["method"], *(cell(by_kind.get(kind)) for kind in kinds)]
@@ -293,8 +296,9 @@ def run_methods(
         rollouts = transcripts(groups, row)
         if processes.is_host0():
             record_results(folder, row, rollouts)
+        em = "-" if row["em"] is None else f"{100 * row['em']:.1f}"
         console.note(
-            f"{stage}: {method} EM {100 * row['em']:.1f} on {row['n']} questions, "
+            f"{stage}: {method} EM {em} on {row['n']} questions, "
             f"{row['searches']:.2f} searches, {row['seconds']:.1f} s"
         )
         suspicious = {name for r in rollouts for name in r["suspicious"]}

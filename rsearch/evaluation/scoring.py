@@ -60,22 +60,25 @@ def score_groups(groups: Sequence[Group], *, normalize: str) -> dict:
 
     Returns:
         A dict of JSON values: `n` rollouts; the scores of METRICS as fractions, each
-        with its interval as `<score>_95`; means over rollouts of `searches` (turns that
-        searched), `queries`, `searches_right` and `searches_wrong` (over those whose
-        answer is an exact match, and the others; None without any), `policy_tokens` and
-        `tokens`; a count for each outcome; and the first few of these again for each
-        kind of question in `by_kind` and `by_known`, which are empty where questions
-        have no such metadata.
+        with its interval as `<score>_95`, None where tools or judge failed in all of
+        them (where they failed in some, these count as wrong); means over rollouts of
+        `searches` (turns that searched), `queries`, `searches_right` and
+        `searches_wrong` (over those whose answer is an exact match, and the others;
+        None without any), `policy_tokens` and `tokens`; a count for each outcome; and
+        the first few of these again for each kind of question in `by_kind` and
+        `by_known`, which are empty where questions have no such metadata.
     """
     pairs = [(g.question, r) for g in groups for r in g.rollouts]
     rows = [
         {"prediction": r.answer, "golden_answers": q.golden_answers} for q, r in pairs
     ]
     scores = scores_of_rows(rows, normalize)
+    is_signal = np.array([r.outcome.is_signal for _, r in pairs], bool)
     summary: dict = {"n": len(rows)}
     for name, values in scores.items():
-        summary[name] = float(values.mean())
-        summary[f"{name}_95"] = list(bootstrap_interval(values))
+        has_mean = is_signal.any()
+        summary[name] = float(values.mean()) if has_mean else None
+        summary[f"{name}_95"] = list(bootstrap_interval(values)) if has_mean else None
     searches = np.array([len(r.searches) for _, r in pairs], np.float64)
     is_right = scores["em"] == 1
     summary["searches"] = float(searches.mean())
@@ -87,27 +90,28 @@ def score_groups(groups: Sequence[Group], *, normalize: str) -> dict:
     summary["tokens"] = float(np.mean([r.num_tokens for _, r in pairs]))
     for outcome in Outcome:
         summary[outcome.value] = sum(r.outcome == outcome for _, r in pairs)
-    columns = {**scores, "searches": searches}
     kinds = [q.metadata.get("kind") for q, _ in pairs]
-    summary["by_kind"] = _split(columns, kinds)
+    summary["by_kind"] = _split(scores, searches, is_signal, kinds)
     known = [q.metadata.get("known") for q, _ in pairs]
     words = {True: "known", False: "not known"}
-    summary["by_known"] = _split(columns, [words.get(k) for k in known])
+    known = [words.get(k) for k in known]
+    summary["by_known"] = _split(scores, searches, is_signal, known)
     return summary
 
 
-def _split(columns, labels):
-    """Return {label: {"n", mean of each column}} over the rows that have this label."""
+def _split(scores, searches, is_signal, labels):
+    """Return {label: {"n", means}} over the rows that have this label."""
     labels = np.array([label if isinstance(label, str) else "" for label in labels])
-    return {
-        label: {
-            "n": int((labels == label).sum()),
-            **{
-                name: _mean(values[labels == label]) for name, values in columns.items()
-            },
+    split = {}
+    for label in sorted(set(labels.tolist()) - {""}):
+        rows = labels == label
+        means = {
+            name: _mean(values[rows]) if is_signal[rows].any() else None
+            for name, values in scores.items()
         }
-        for label in sorted(set(labels.tolist()) - {""})
-    }
+        means["searches"] = _mean(searches[rows])
+        split[label] = {"n": int(rows.sum()), **means}
+    return split
 
 
 def _mean(values):

@@ -21,7 +21,7 @@ def sample_groups(
     seed: int,
     step: int,
     attempt: int = 0,
-) -> tuple[list[Group], np.ndarray, dict[str, float]]:
+) -> tuple[list[Group], np.ndarray, dict[str, float | None]]:
     """Return the groups that a step learns from.
 
     With `rounds`, groups whose rollouts all earn the same give way to those of further
@@ -83,10 +83,10 @@ def with_rewards(
 
 def summarize(
     scored: Sequence[Rewarded],
-) -> tuple[list[Group], np.ndarray, dict[str, float]]:
-    """Return the groups, their [Q, G] rewards, and {metric: number}.
+) -> tuple[list[Group], np.ndarray, dict[str, float | None]]:
+    """Return the groups, their [Q, G] rewards, and {metric: number or None}.
 
-    Means of rewards are over valid rollouts.
+    Means of rewards are over valid rollouts; a mean over nothing is None.
     """
     groups = [r.group for r in scored]
     rewards = np.stack([r.rewards for r in scored])
@@ -105,7 +105,7 @@ def summarize(
     metrics["tokens"] = _mean([r.num_tokens for r in rollouts])
     metrics["empty_answers"] = _mean([not (r.answer or "").strip() for r in rollouts])
     suspicious = [suspects(passage) for r in rollouts for passage in r.passages]
-    metrics["suspicious_passages"] = _mean(suspicious)
+    metrics["suspicious_passages"] = _mean(suspicious or [False])  # none of none is
     metrics["repeated_text"] = _mean([_repeats_a_turn(r) for r in rollouts])
     for outcome in Outcome:
         metrics[outcome.value] = _mean([r.outcome == outcome for r in rollouts])
@@ -160,6 +160,6 @@ def _repeats_a_turn(rollout: Rollout) -> bool:
     return len(set(turns)) < len(turns)
 
 
-def _mean(values) -> float:
-    """Return the mean; 0 of nothing: a step without signal is counted, not NaN."""
-    return float(np.mean(values)) if len(values) else 0.0
+def _mean(values) -> float | None:
+    """Return the mean; None of nothing, which is no reward of 0."""
+    return float(np.mean(values)) if len(values) else None

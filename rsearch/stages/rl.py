@@ -262,11 +262,14 @@ def finish_step(
 def step_line(name: str, done: int, num_steps: int, metrics: dict) -> str:
     """Return one line on a step, for people."""
     seconds = sum(v for key, v in metrics.items() if key.endswith("_seconds"))
-    dev = f", dev EM {metrics['dev_em']:.3f}" if "dev_em" in metrics else ""
-    # Without a policy update, as in critic pretraining, there is no entropy.
-    entropy = f"{metrics['entropy']:.3f}" if "entropy" in metrics else "-"
+
+    def shown(name):
+        # Without an update there is no entropy, without a valid rollout no reward.
+        return "-" if metrics.get(name) is None else f"{metrics[name]:.3f}"
+
+    dev = f", dev EM {shown('dev_em')}" if "dev_em" in metrics else ""
     return (
-        f"{name}: step {done}/{num_steps} reward {metrics['reward']:.3f}, "
+        f"{name}: step {done}/{num_steps} reward {shown('reward')}, "
         f"{metrics['searches']:.2f} searches, {metrics['policy_tokens']:.0f} tokens, "
-        f"entropy {entropy}{dev} ({seconds:.1f} s)"
+        f"entropy {shown('entropy')}{dev} ({seconds:.1f} s)"
     )

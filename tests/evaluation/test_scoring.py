@@ -170,6 +170,28 @@ def test_a_summary_is_split_by_kind_of_question():
     assert bare["by_kind"] == {} == bare["by_known"]
 
 
+@pytest.mark.fault(77, "mean over nothing")
+def test_where_all_have_failed_there_is_no_mean():
+    def failed(number, outcome, kind):
+        (rollout,) = group(0, None, ("x",)).rollouts
+        rollout = dataclasses.replace(rollout, outcome=outcome, answer=None)
+        question = Question(str(number), "?", ("x",), {"kind": kind})
+        return Group(question, (rollout,))
+
+    all_failed = [
+        failed(0, Outcome.JUDGE_ERROR, "bridge"),
+        failed(1, Outcome.TOOL_ERROR, "bridge"),
+    ]
+    row = score_groups(all_failed, normalize="squad")
+    assert [row[name] for name in SCORES] == [None] * len(SCORES)
+    assert row["em_95"] is None and (row["n"], row["judge_error"]) == (2, 1)
+    wrong = failed(2, Outcome.MALFORMED, "single")
+    row = score_groups([*all_failed, wrong], normalize="squad")
+    assert row["em"] == 0.0
+    assert [row["by_kind"][kind]["em"] for kind in ("bridge", "single")] == [None, 0.0]
+    json.dumps(row, allow_nan=False)
+
+
 def test_a_summary_of_equal_scores_has_an_interval_of_no_width():
     row = score_groups([GROUPS[0]] * 3, normalize="squad")
     assert row["em_95"] == [1.0, 1.0]

@@ -13,7 +13,7 @@ from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.learners import fresh_state, state_shapes
 from rsearch.setup.weights import initial_params
 from rsearch.stages import rl
-from rsearch.stages.groups import rollouts_in_loss, sample_groups
+from rsearch.stages.groups import rollouts_in_loss, sample_groups, summarize
 from rsearch.stages.guards import Guards
 from rsearch.types import Outcome, Source
 from tests import small_run
@@ -142,6 +142,17 @@ def test_groups_without_spread_give_way_to_those_of_further_questions(setup):
     assert measured["groups_with_spread"] == 0.5 and measured["reward"] == 0.75
     assert measured["questions_asked"] == 8
     assert measured["groups_learnt_from"] == 0.75
+
+
+@pytest.mark.fault(77, "mean over nothing")
+def test_the_reward_of_a_step_without_a_valid_rollout_is_none_and_not_0():
+    (group,) = groups([TOOL, TOOL])
+    parts = {"answer_em": np.full(2, np.nan, np.float32)}
+    _, _, measured = summarize([Rewarded(group, np.zeros(2, np.float32), parts)])
+    assert measured["reward"] is None and measured["reward_answer_em"] is None
+    assert measured["groups_with_spread"] is None and measured["tool_error"] == 1
+    line = rl.step_line("rl", 1, 2, measured)
+    assert "reward -," in line and "entropy -" in line
 
 
 def test_without_refills_a_step_plays_its_own_questions_alone(setup):
