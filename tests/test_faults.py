@@ -131,6 +131,8 @@ FAULTS = """
   first characters; masked; outage; mean over nothing
 79 where a key goes: proxy to loopback; plain http; key in a path
 80 addresses of pages: table of networks; embedded addresses
+84 what a crash or a disk damages: rows durable before the checkpoint; gap in the rows;
+  damaged row; damaged journal record; later good records; damaged wave of rollouts
 """
 
 

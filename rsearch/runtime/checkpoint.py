@@ -113,6 +113,7 @@ def _write(folder, step, leaves, body, keep, spare):
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
+        files.sync_directory(folder.parent.parent)
     _barrier(f"made {step}")
     storage.write_tree(folder / TREE, {n: x for n, x in leaves.items() if x.size})
     _barrier(f"written {step}")

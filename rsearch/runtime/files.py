@@ -98,6 +98,21 @@ def replace(path: str | os.PathLike, data: bytes | memoryview) -> None:
         held.stop_if_lost(wanted)
 
 
+def keep_damaged(path: str | os.PathLike, data: bytes | memoryview) -> pathlib.Path:
+    """Append what is damaged in a file to `<path>.damaged`; return that path.
+
+    It is durable then, and may be taken out of the file itself.
+    """
+    path = held.locate(path)
+    aside = path.with_name(f"{path.name}.damaged")
+    with open(aside, "ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(aside.parent)
+    return aside
+
+
 def create(path: str | os.PathLike, data: bytes) -> bool:
     """Write `data` to `path` unless the file exists; return whether it was written.
 
@@ -188,6 +203,15 @@ def append(file: BinaryIO, data: bytes) -> None:
             raise
 
 
+def sync(path: str | os.PathLike) -> None:
+    """Make a file's contents durable, whoever has written them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sync_directory(path: str | os.PathLike) -> None:
     """Make the entries of a directory durable: files created, renamed or removed."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -201,11 +225,7 @@ def sync_tree(path: str | os.PathLike) -> None:
     """Make a directory durable with everything in it."""
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
-            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(os.path.join(folder, name))
         sync_directory(folder)
 
 

@@ -1,16 +1,20 @@
 """Append records to a file so that a crash loses none that was written before it.
 
 A file holds records one after the other: the lengths of key and body, a digest of both,
-the key in JSON, the body. A process that dies while it writes leaves a torn end, which
-is no record; reading stops at a record whose digest is wrong.
+the key in JSON, the body. A process that dies while it writes leaves a torn end, and a
+disk may damage what is before it. Whatever is no record with its digest moves to
+<file>.damaged, and the records behind it count.
 
 A log spares work, and keeps the replies of services that cannot be asked for again. A
 run is right without it, too: where the disk refuses, it says so and goes on.
 """
 
+import itertools
 import json
+import mmap
 import os
 import pathlib
+import re
 import struct
 import threading
 from collections.abc import Sequence
@@ -21,6 +25,8 @@ from rsearch.hosts import processes
 from rsearch.runtime import console, files, held
 
 HEADER = struct.Struct("<QQ16s")  # lengths of key and body, digest
+# Where a header may begin, behind damage: lengths below 2^40, then a list in JSON.
+MAYBE_HEADER = re.compile(rb"(?=.{5}\0{3}.{5}\0{3}.{16}\[)", re.DOTALL)
 
 
 class AppendLog:
@@ -44,9 +50,9 @@ class AppendLog:
         paths = folder.glob(f"{name}-*.journal")
         # This host's file comes last: of equal keys the last one read counts.
         for path in sorted(paths, key=lambda p: (p == self._path, p.name)):
-            end = self._read(path)
-            if path == self._path and end < path.stat().st_size:
-                os.truncate(path, end)
+            damaged = self._read(path)
+            if path == self._path and damaged:
+                self._set_aside(damaged)
 
     def __len__(self) -> int:
         """Return the number of records that can be read."""
@@ -56,7 +62,7 @@ class AppendLog:
         """Return the body that was added with this key, or None.
 
         Args:
-            key: a JSON value, such as a list of text and numbers.
+            key: a list of JSON values.
         """
         span = self._spans.get(json.dumps(key))
         if span is None:
@@ -96,24 +102,56 @@ class AppendLog:
                 if not host.isdecimal() or int(host) >= processes.num_hosts():
                     path.unlink(missing_ok=True)
 
-    def _read(self, path) -> int:
-        """Index the records of a file; return the end of the last intact one."""
-        end = 0
-        file_size = path.stat().st_size
+    def _read(self, path) -> list[tuple[int, int]]:
+        """Index the records of a file; return the spans of bytes between them."""
+        damaged, position = [], 0
         with open(path, "rb") as file:
-            while len(header := file.read(HEADER.size)) == HEADER.size:
-                key_size, body_size, digest = HEADER.unpack(header)
-                start = end + HEADER.size + key_size
-                # Lengths of a damaged header may ask for more memory than there is.
-                if start + body_size > file_size:
-                    break
-                raw_key = file.read(key_size)
-                body = file.read(body_size)
-                if _digest(raw_key, body) != digest:
-                    break
-                self._spans[raw_key.decode()] = path, start, body_size
-                end = start + body_size
-        return end
+            if not (size := os.fstat(file.fileno()).st_size):
+                return []
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                while position < size:
+                    record = _record_at(data, position)
+                    begin = position
+                    while record is None and position < size:
+                        maybe = MAYBE_HEADER.search(data, position + 1)
+                        position = maybe.start() if maybe else size
+                        record = _record_at(data, position)
+                    if begin < position:
+                        damaged.append((begin, position))
+                    if record is not None:
+                        key, start, position = record
+                        self._spans[key] = path, start, position - start
+        return damaged
+
+    def _set_aside(self, damaged):
+        """Move spans of bytes of this host's file to <file>.damaged."""
+        data = memoryview(self._path.read_bytes())
+        ends = [0, *itertools.chain(*damaged), len(data)]
+        good = [data[a:b] for a, b in zip(ends[::2], ends[1::2], strict=True)]
+        bad = b"".join(data[a:b] for a, b in damaged)
+        aside = files.keep_damaged(self._path, bad)
+        files.replace(self._path, b"".join(good))
+        console.note(
+            f"{self._path}: {len(bad)} bytes from byte {damaged[0][0]} on are no "
+            f"records: set aside in {aside.name}"
+        )
+        self._read(self._path)
+
+
+def _record_at(data, position):
+    """Return (key, start of the body, end) of the record there; None without one."""
+    start = position + HEADER.size
+    if start > len(data):
+        return None
+    key_size, body_size, digest = HEADER.unpack_from(data, position)
+    end = start + key_size + body_size
+    # Lengths of a damaged header may ask for more memory than there is.
+    if end > len(data):
+        return None
+    raw_key, body = data[start : start + key_size], data[start + key_size : end]
+    if _digest(raw_key, body) != digest:
+        return None
+    return raw_key.decode(errors="replace"), start + key_size, end
 
 
 def _digest(raw_key, body):

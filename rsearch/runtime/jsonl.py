@@ -234,12 +234,43 @@ def append_jsonl(path: str | os.PathLike, row: Any) -> None:
             held.stop_if_lost(path)
 
 
-def drop_torn_line(path: str | os.PathLike) -> None:
-    """Cut off a last line without its line feed, on host 0, before lines are added."""
-    data = pathlib.Path(path).read_bytes()
-    size = data.rfind(b"\n") + 1
-    if size < len(data) and processes.is_host0():
-        files.replace(path, data[:size])
+def recover_jsonl(
+    path: str | os.PathLike,
+    *,
+    parse: Callable[[Any], Any] | None = None,
+    on_bad: Callable[[str], None],
+) -> list:
+    """Return the values of a file that a run has appended to, before it goes on.
+
+    Lines that are no values, and a last one without its line feed, as a crash leaves
+    it, move to <path>.damaged, on host 0. All others stay as they are.
+
+    Args:
+        path: a JSON Lines file.
+        parse: as in `read_jsonl`.
+        on_bad: called once, with a message, if there are such lines.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    values, good, bad, problem = [], [], [], ""
+    for number, line in enumerate(io.BytesIO(pathlib.Path(path).read_bytes()), 1):
+        try:
+            if not line.endswith(b"\n"):
+                raise ValueError("cut short")
+            body = line.removeprefix(BOM) if number == 1 else line
+            value = decode_json(body.rstrip(b"\r\n"), strict=False)
+            values.append(value if parse is None else parse(value))
+            good.append(line)
+        except ValueError as error:
+            bad.append(line.removesuffix(b"\n") + b"\n")
+            problem = problem or f"{path}:{number}: {error}"
+    if bad and processes.is_host0():
+        aside = files.keep_damaged(path, b"".join(bad))
+        files.replace(path, b"".join(good))
+        more = f" (and {len(bad) - 1} more lines)" if len(bad) > 1 else ""
+        on_bad(f"{problem}{more}: set aside in {aside.name}")
+    return values
 
 
 def _unique_keys(pairs):

@@ -11,15 +11,17 @@ import json
 import math
 import os
 import pathlib
+import sys
 import time
 import warnings
 
 import numpy as np
 
 from rsearch.hosts import processes
-from rsearch.runtime import files, held
-from rsearch.runtime.jsonl import drop_torn_line, read_jsonl
+from rsearch.runtime import console, files, held
+from rsearch.runtime.jsonl import read_jsonl, recover_jsonl, write_jsonl
 
+METRICS = "metrics.jsonl"  # of a stage
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -42,7 +44,7 @@ class MetricsLog:
     ):
         self.directory = pathlib.Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.path = self.directory / "metrics.jsonl"
+        self.path = self.directory / METRICS
         self._file = self._opened = None
         draws = tensorboard and processes.is_host0()
         self._curves = _Curves(self.directory / "tensorboard") if draws else None
@@ -77,20 +79,26 @@ class MetricsLog:
             self._curves.write(step, metrics_from_json(row))
 
     def rewind(self, step: float) -> None:
-        """Drop the rows of `step` and later, and a torn last line."""
+        """Drop the rows of `step` and later; set damaged ones aside.
+
+        If rows before it are missing, a note says which.
+        """
         self.close()
         if not processes.is_host0():
             return
-        if self.path.exists():
-            rows = read_metrics(self.path)
-            rows = [row for row in rows if row["step"] < step]
-            lines = [
-                json.dumps(metrics_to_json(row), allow_nan=False) + "\n" for row in rows
-            ]
-            text = "".join(lines).encode()
-            if text != self.path.read_bytes():
-                files.replace(self.path, text)
-        self._follow()
+        rows = self._recover(self.path)
+        before = [row for row in rows if row["step"] < step]
+        if len(before) < len(rows):
+            write_jsonl(self.path, map(metrics_to_json, before))
+        missing = set() if step == math.inf else set(range(step))
+        missing -= {row["step"] for row in before}
+        if missing:
+            console.note(
+                f"{self.path}: {len(missing)} of the rows before step {step} are "
+                f"missing, of step {min(missing)}"
+                + (f" to {max(missing)}" if len(missing) > 1 else "")
+            )
+        self._open(self.path)
         if self._curves and step != math.inf:
             self._curves.rewind(step)
 
@@ -104,11 +112,19 @@ class MetricsLog:
             self._file.close()
             self._file = None
         if self._file is None:
-            if path.exists():  # a write that has failed may have left part of a row
-                drop_torn_line(path)
-            # Unbuffered: a row is in the file when `write` returns.
-            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
-            self._opened = path
+            self._recover(path)  # a write that has failed may have left part of a row
+            self._open(path)
+
+    def _open(self, path):
+        # Unbuffered: a row is in the file when `write` returns.
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
+        self._opened = path
+
+    def _recover(self, path):
+        """Return the rows of the file; set damaged ones aside."""
+        if not path.exists():
+            return []
+        return recover_jsonl(path, parse=_parse_row, on_bad=console.note)
 
     def close(self) -> None:
         """Close the files; a later `rewind` opens them again."""
@@ -154,9 +170,15 @@ def metrics_from_json(row: dict) -> dict:
 
 
 def _parse_row(row):
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
+    is_row = isinstance(row, dict) and type(row.get("step")) is int
+    if not is_row or not all(map(_is_scalar, row.values())):
         raise ValueError("not a row of metrics")
     return metrics_from_json(row)
+
+
+def _is_scalar(value):
+    is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return value is None or isinstance(value, str | bool) or is_number
 
 
 def _number(value):
@@ -233,8 +255,9 @@ class _Curves:
         if self._writer is None:
             from tensorboardX.event_file_writer import EventsWriter
 
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._writer = EventsWriter(str(self.directory / "events"))
+            directory = held.locate(self.directory)
+            directory.mkdir(parents=True, exist_ok=True)
+            self._writer = EventsWriter(str(directory / "events"))
         event.wall_time = time.time()
         self._writer.write_event(event)
 

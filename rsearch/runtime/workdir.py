@@ -146,6 +146,7 @@ class Workdir:
         self.stop_if_lost()  # nothing of another run's must be read or written
         folder = self.path / name
         folder.mkdir(exist_ok=True)
+        files.sync_directory(self.path)  # it may have been made just now
         return folder
 
     def close(self):

@@ -15,9 +15,10 @@ from rsearch.config.recipes import StoppedError
 from rsearch.hosts import preemption, processes
 from rsearch.learn.train_state import TrainState
 from rsearch.learn.trainer import Trainer
-from rsearch.runtime import checkpoint, console, held
+from rsearch.runtime import checkpoint, console, files, held
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.runtime.metrics import (
+    METRICS,
     MetricsLog,
     metrics_from_json,
     metrics_to_json,
@@ -293,6 +294,11 @@ class StageState:
         # A host that does not see a checkpoint yet would otherwise wait for a save that
         # the others skip.
         common = set.intersection(*checkpoint.steps_by_host(folder))
+        # A run that goes on from the checkpoint does not measure its steps again.
+        rows = folder.with_name(METRICS)
+        if processes.is_host0() and rows.exists():
+            files.sync(rows)
+            files.sync_directory(rows.parent)
         # A disk may have refused the very last of what a save does.
         if self.done not in common:
             checkpoint.save(

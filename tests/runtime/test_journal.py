@@ -1,6 +1,8 @@
 """Journals: what was added is found, whole and by anyone, or not at all."""
 
 import errno
+import os
+import random
 
 import pytest
 from hypothesis import given
@@ -55,8 +57,42 @@ def test_what_is_damaged_is_not_found(tmp_path):
         (tmp_path / "words-0.journal").write_bytes(damaged)
         opened = AppendLog(tmp_path, "words")
         assert (opened.get([0]), opened.get([1])) == (b"first", None)
+        with open(tmp_path / "words-0.journal.damaged", "rb") as aside:
+            aside.seek(first - len(whole), os.SEEK_END)
+            assert aside.read() == damaged[first:]
     (tmp_path / "words-0.journal").write_bytes(HEADER.pack(2**63, 2**63, b"x" * 16))
     assert len(AppendLog(tmp_path, "words")) == 0
+
+
+@pytest.mark.fault(84, "damaged journal record", "later good records")
+def test_records_behind_damage_are_found_and_what_is_added_to_them(tmp_path):
+    journal, path = AppendLog(tmp_path, "words"), tmp_path / "words-0.journal"
+    starts, rng = [], random.Random(0)
+    bodies = [b"body" * i + bytes(40) for i in range(5)]
+    for i, body in enumerate(bodies):
+        starts.append(path.stat().st_size if i else 0)
+        journal.add([i], body)
+    whole = path.read_bytes()
+    for number in range(60):
+        damaged = bytearray(whole)
+        hit = rng.randrange(1, 4)
+        begin = rng.randrange(starts[hit], starts[hit + 1])
+        if number % 3 == 0:  # bytes are missing
+            del damaged[begin : starts[hit + 1] - rng.randrange(2)]
+        elif number % 3 == 1:
+            damaged[begin] ^= 1 << rng.randrange(8)
+        else:
+            damaged[begin:begin] = whole[:20]
+        path.write_bytes(damaged)
+        opened = AppendLog(tmp_path, "words")
+        opened.add([9], b"new")
+        aside = path.with_name("words-0.journal.damaged").read_bytes()
+        for journal in (opened, AppendLog(tmp_path, "words")):
+            intact = {i for i in range(5) if journal.get([i]) == bodies[i]}
+            assert set(range(5)) - {hit} <= intact
+            assert len(journal) == len(intact) + 1 and journal.get([9]) == b"new"
+        # What has been set aside once is no longer in the file.
+        assert path.with_name("words-0.journal.damaged").read_bytes() == aside
 
 
 def test_what_other_hosts_have_added_is_found_and_ones_own_counts(

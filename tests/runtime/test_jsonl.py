@@ -7,9 +7,9 @@ import pytest
 
 from rsearch.runtime.jsonl import (
     append_jsonl,
-    drop_torn_line,
     jsonl_lines,
     read_jsonl,
+    recover_jsonl,
     write_jsonl,
 )
 
@@ -29,9 +29,10 @@ def test_a_torn_last_line_is_dropped_or_read_as_the_caller_says(path):
     path.write_text('{"a": 1}\n{"a": 2}')
     assert read_jsonl(path, torn="drop") == [{"a": 1}]
     assert read_jsonl(path, torn="read") == [{"a": 1}, {"a": 2}]
-    drop_torn_line(path)
+    recover_jsonl(path, on_bad=print)
     append_jsonl(path, {"a": 3})
     assert read_jsonl(path) == [{"a": 1}, {"a": 3}]
+    assert path.with_name("rows.jsonl.damaged").read_bytes() == b'{"a": 2}\n'
 
 
 @pytest.mark.parametrize("line", ["not json", "", "[" * 100_000, "\udcff"])

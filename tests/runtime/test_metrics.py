@@ -120,6 +120,34 @@ def test_bad_line_is_left_out_and_named(tmp_path, line):
     assert rows == [{"step": 0}, {"step": 2}]
 
 
+@pytest.mark.fault(84, "damaged row", "gap in the rows", "later good records")
+def test_a_damaged_row_is_set_aside_and_a_gap_is_noted(tmp_path, capsys):
+    path, bad = tmp_path / "metrics.jsonl", b'{"step": 1, "lo\xff}\n[1]\n'
+    torn = b'{"step": 5, "lo'
+    good = [b'{"step": %d, "loss": 0.5}\n' % step for step in (0, 2, 4)]
+    path.write_bytes(good[0] + bad + good[1] + good[2] + torn)
+    with MetricsLog(tmp_path, first_step=4, tensorboard=False) as log:
+        log.write(4, {"loss": 0.25})
+    assert [row["step"] for row in read_metrics(path)] == [0, 2, 4]
+    assert path.with_name("metrics.jsonl.damaged").read_bytes() == bad + torn + b"\n"
+    damage, gap = capsys.readouterr().err.splitlines()
+    assert f"{path}:2: " in damage and "2 more" in damage
+    assert f"{path}: 2 of the rows before step 4" in gap and "step 1 to 3" in gap
+    with MetricsLog(tmp_path, first_step=1, tensorboard=False):
+        assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"x": [1]}, {"x": {}}, {"x": 10**400}, {"x": math.nan}, {"x": -math.inf}],
+)
+def test_a_row_of_values_that_nobody_logs_is_left_out(tmp_path, values):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 0} | values) + "\n")
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl:1: "):
+        assert read_metrics(path) == []
+
+
 def test_full_disk_raises_and_leaves_whole_rows(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(tmp_path, tensorboard=False) as log:

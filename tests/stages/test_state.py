@@ -159,6 +159,23 @@ def test_a_save_is_tried_again_until_the_disk_takes_it(
     assert f"{size:,} bytes" in message and str(folder / "2") in message
 
 
+@pytest.mark.fault(84, "rows durable before the checkpoint")
+def test_rows_are_durable_before_the_manifest_of_their_checkpoint(
+    progress, tmp_path, monkeypatch
+):
+    durable, real = [], os.fsync
+
+    def fsync(descriptor):
+        durable.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write(1, {"loss": 0.5})
+        progress.save_if_due()
+    assert durable.index("metrics.jsonl") < durable.index("manifest.json.tmp")
+
+
 @pytest.mark.fault(82, "moved", "deleted", "replaced", "next save")
 @pytest.mark.parametrize(
     ("lose", "every"),

@@ -27,7 +27,7 @@ from rsearch.rollout.conversation import (
 )
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console
-from rsearch.runtime.jsonl import append_jsonl, drop_torn_line, read_jsonl
+from rsearch.runtime.jsonl import append_jsonl, recover_jsonl
 from rsearch.types import Question, SearchFn
 from rsearch.world.world import World
 
@@ -48,9 +48,10 @@ class WaveLog:
         self._path = folder / JOURNAL
         self.rows = []
         if self._path.exists():
-            self.rows = read_jsonl(self._path, torn="drop", parse=_check_wave)
-            # A stop may have cut the last line: that wave is rolled out again.
-            drop_torn_line(self._path)
+            # What a stop has cut, or a disk damaged, is rolled out again.
+            self.rows = recover_jsonl(
+                self._path, parse=_check_wave, on_bad=console.note
+            )
 
     def append(
         self, name: str, number: int, ids: Sequence[str], records: Sequence[list]
@@ -75,14 +76,12 @@ def _check_wave(row):
     try:
         for _, records in zip(row["ids"], row["records"], strict=True):
             list(map(from_record, records))
-        is_wave = isinstance(row["pass"], str) and type(row["round"]) is int
-    except (LookupError, TypeError, ValueError):
+        texts = [row["pass"], *row["ids"]]
+        is_wave = type(row["round"]) is int and all(isinstance(t, str) for t in texts)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
         is_wave = False
     if not is_wave:
-        raise ValueError(
-            "not a wave of rollouts; cut the file there, and what follows is rolled "
-            "out again"
-        )
+        raise ValueError("not a wave of rollouts; it is rolled out again")
     return row
 
 
