@@ -29,6 +29,7 @@ import numpy as np
 
 from rsearch.config.recipes import is_for_users, parse_flags, run_command
 from rsearch.runtime import console
+from rsearch.stages.state import StageState
 from tests.chaos.resume import ALGORITHMS, SHORT, differences
 from tests.small_run import arguments, run_python
 
@@ -276,7 +277,7 @@ def matrix(folder: pathlib.Path, errors=None) -> tuple[int, list[str]]:
     return count, wrong
 
 
-# Calls of the run that fail: {name: (module, class or "", function)}.
+# Calls of which one ends a start: {name: (module, class or "", function)}.
 CALLS = {
     "tokenizer": ("rsearch.models.tokenizer", "Tokenizer", "encode"),
     "prompt": ("rsearch.models.tokenizer", "Tokenizer", "encode_prompt"),
@@ -290,29 +291,64 @@ CALLS = {
     "batch": ("rsearch.learn.trainer", "Trainer", "put"),
     "reward": ("rsearch.stages.rl", "", "with_rewards"),
 }
+# Calls that are repeated where a disk refuses them, within StageState.retry_io.
+WRITES = ("orbax", "rename", "fsync", "append")
+SHARE, MAX_REFUSALS = 0.3, 25  # of these calls, and of a start
 GAPS = {"tokenizer": 200, "fsync": 60, "rename": 20, "append": 20, "device_get": 100}
 
 
 @contextlib.contextmanager
 def injected(seed: str, log: pathlib.Path) -> Iterator[None]:
-    """Let one call in this process fail, which call and how being drawn; log it."""
-    rng = random.Random(seed)
-    name = rng.choice(sorted(CALLS))
-    number = rng.randrange(GAPS.get(name, 8))
-    kind, error = rng.choice(list(exceptions().items()))
-    module, owner, function = CALLS[name]
-    target = importlib.import_module(module)
-    target = getattr(target, owner) if owner else target
-    real, numbers = getattr(target, function), itertools.count()
+    """Let calls in this process fail, which and how being drawn; log them.
 
-    def failing(*args, **settings):
-        if next(numbers) == number:
+    The disk refuses some writes that are tried again, and one call of any kind fails.
+    """
+    rng = random.Random(seed)
+    last = rng.choice(sorted(CALLS))
+    last_number = rng.randrange(GAPS.get(last, 8))
+    errors = exceptions()
+    refusals = [kind for kind in errors if kind.startswith("OSError")]
+    is_retried, num_refused = False, 0
+    real_retry = StageState.retry_io
+
+    def retry_io(self, write):
+        nonlocal is_retried
+        is_retried = True
+        try:
+            return real_retry(self, write)
+        finally:
+            is_retried = False
+
+    def failing(name, real):
+        numbers = itertools.count()
+
+        def call(*args, **settings):
+            nonlocal num_refused
+            kind, number = None, next(numbers)
+            if name == last and number == last_number:
+                kind = rng.choice(list(errors))
+            elif (
+                name in WRITES
+                and is_retried
+                and num_refused < MAX_REFUSALS
+                and rng.random() < SHARE
+            ):
+                kind, num_refused = rng.choice(refusals), num_refused + 1
+            if kind is None:
+                return real(*args, **settings)
             with open(log, "a") as file:
                 file.write(json.dumps([seed, name, number, kind]) + "\n")
-            raise error
-        return real(*args, **settings)
+            raise errors[kind]
 
-    with mock.patch.object(target, function, failing):
+        return call
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(StageState, "retry_io", retry_io))
+        for name, (module, owner, function) in CALLS.items():
+            target = importlib.import_module(module)
+            target = getattr(target, owner) if owner else target
+            call = failing(name, getattr(target, function))
+            patches.enter_context(mock.patch.object(target, function, call))
         yield
 
 
@@ -334,8 +370,7 @@ def train(folder: pathlib.Path, seeds: list[str]) -> int:
 
 
 def _settings():
-    # A disk that refuses is asked again for a short time only.
-    return {**SHORT, **ALGORITHMS["grpo"], "checkpoint__retry_seconds": 1.5}
+    return {**SHORT, **ALGORITHMS["grpo"], "checkpoint__retry_seconds": 30}
 
 
 def _step_back(run):
