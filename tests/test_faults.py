@@ -133,6 +133,12 @@ FAULTS = """
 80 addresses of pages: table of networks; embedded addresses
 84 what a crash or a disk damages: rows durable before the checkpoint; gap in the rows;
   damaged row; damaged journal record; later good records; damaged wave of rollouts
+67 tokens beside tokenizer.json: families; added_tokens_decoder; older files; settings;
+  unknown field; end-of-turn ids; template list without a default
+69 what templates do: generation blocks; thoughts of earlier turns; contents rewritten;
+  helpers of templates
+70 a program of somebody else's: endless template; number format of a billion;
+  pattern that backtracks; long passages cut before they are encoded
 """
 
 

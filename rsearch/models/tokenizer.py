@@ -6,19 +6,30 @@ can become a control token. Ids are decoded through one table of their bytes, wh
 people, parsers and the stop automaton share.
 """
 
+import functools
 import hashlib
 import json
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-import jinja2
-import jinja2.sandbox
 import numpy as np
 
-from rsearch.models.hf.directory import read_object
-from rsearch.models.vocabulary import body_tokenizer, parse_tokenizer, token_bytes
+from rsearch.models.chat_template import ChatTemplate
+from rsearch.models.tokenizer_files import EXTRA_TOKENS, read_tokenizer_files
+from rsearch.models.vocabulary import (
+    body_tokenizer,
+    parse_tokenizer,
+    token_bytes,
+    typed_errors,
+)
 from rsearch.types import Messages
+
+# What tokenizers strips around an added token: Unicode's White_Space.
+_SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
+    chr(c) for c in range(0x2000, 0x200B)
+)
+SLACK = 1 << 13  # characters that a text is read beyond what may matter
 
 
 class Tokenizer:
@@ -49,10 +60,20 @@ class Tokenizer:
         self._full.no_padding()
         parsed = json.loads(tokenizer_json)
         self._body = body_tokenizer(parsed, name)
-        added = {t["content"]: t["id"] for t in parsed.get("added_tokens") or []}
+        # Some put a space before the first word of a text. A prompt's text behind a
+        # control token is not the first.
+        self._inner = self._body
+        later = _without_first_space(parsed)
+        if later is not parsed:
+            self._inner = body_tokenizer(later, name)
+        tokens = parsed.get("added_tokens") or []
+        added = {t["content"]: t["id"] for t in tokens}
         self.control_ids = frozenset(added.values())
+        self._strips_left = {t["id"] for t in tokens if t.get("lstrip")}
+        self._strips_right = {t["id"] for t in tokens if t.get("rstrip")}
         self.token_bytes = token_bytes(parsed, self._full, added, name)
         self.vocab_size = len(self.token_bytes)
+        self._longest = max(map(len, self.token_bytes))
         missing = [t for t in eos_tokens if self._full.token_to_id(t) is None]
         if missing or not eos_tokens:
             raise ValueError(
@@ -62,7 +83,14 @@ class Tokenizer:
         self.pad_id = self.eos_ids[0]
         self._template_tokens = {"eos_token": eos_tokens[0], **(template_tokens or {})}
         self._template_source = chat_template
-        self._template = _compile_template(chat_template, name)
+        self._template = None
+        if chat_template is not None:
+            try:
+                self._template = ChatTemplate(chat_template)
+            except ValueError as error:
+                raise ValueError(f"{name}: chat template: {error}") from error
+        # Where the contents stand depends on the roles alone.
+        self._marked = functools.lru_cache(maxsize=256)(self._render_marks)
         digest = hashlib.sha256(tokenizer_json.encode())
         digest.update((chat_template or "").encode())
         digest.update(json.dumps(self.eos_ids).encode())
@@ -74,8 +102,29 @@ class Tokenizer:
         Unpaired surrogates, which no UTF-8 text holds, become U+FFFD first. Bytes that
         the vocabulary lacks (SmolLM2's has no 0x04) are dropped, as transformers does.
         """
+        return self._encode(self._body, text)
+
+    def encode_start(self, text: str, limit: int) -> np.ndarray:
+        """Return the ids of a text; of a long one, more than `limit` from its start.
+
+        The first `limit` ids are those of the full text. A long text is only read as
+        far as these can reach: `limit` of the longest tokens, and SLACK characters,
+        farther than a splitting pattern looks ahead in any text but one run of blanks,
+        or one word, of that length.
+        """
+        size = limit * self._longest + SLACK
+        while size < len(text):
+            ids = self.encode(text[:size])
+            if len(ids) > limit:
+                return ids
+            # A text of characters that make no id, or less than one each.
+            size *= 4
+        return self.encode(text)
+
+    def _encode(self, tokenizer, text: str) -> np.ndarray:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        ids = self._body.encode(text, add_special_tokens=False).ids
+        with typed_errors(f"{self._name}: {len(text)} characters cannot be encoded"):
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert self.control_ids.isdisjoint(ids)
         return np.asarray(ids, np.int32)
 
@@ -110,24 +159,17 @@ class Tokenizer:
             contents = "\n".join(m["content"] for m in messages)
             return self._encode_pieces([(contents, False), (opening, True)])
         # Contents are rendered as opaque marks and put back afterwards, so that control
-        # tokens are looked for in the template's text only. The em spaces show whether
-        # the template strips its contents.
-        marks = [f"\u2003\ue000{i}\ue001\u2003" for i in range(len(messages))]
-        text = self._render(messages, marks)
-        pieces, rendered = [], set()
-        split = re.split("(\u2003?\ue000[0-9]+\ue001\u2003?)", text)
-        for template_text, mark in zip(split[::2], [*split[1::2], ""]):
-            pieces.append((template_text, True))
-            if mark:
-                i = int(mark.strip("\u2003\ue000\ue001"))
-                content = messages[i]["content"]
-                content = content if mark.startswith("\u2003") else content.lstrip()
-                content = content if mark.endswith("\u2003") else content.rstrip()
-                pieces.append((content, False))
-                rendered.add(i)
-        if dropped := [m["role"] for i, m in enumerate(messages) if i not in rendered]:
-            raise ValueError(f"{self._name}: chat template drops messages of {dropped}")
-        return self._encode_pieces([*pieces, (opening, True)])
+        # tokens are looked for in the template's text only. A template that looks at
+        # contents treats the marks in another way: hence the second rendering.
+        rendered = self._render(messages)
+        for reading in _readings(messages):
+            pieces = self._pieces(reading)
+            if "".join(text for text, _ in pieces) == rendered:
+                return self._encode_pieces([*pieces, (opening, True)])
+        raise ValueError(
+            f"{self._name}: chat template rewrites what messages of "
+            f"{[m['role'] for m in messages]} say, in a way that is not supported"
+        )
 
     @property
     def has_template(self) -> bool:
@@ -144,51 +186,122 @@ class Tokenizer:
         """
         if self._template is None:
             return None
-        chat = [{"role": r, "content": ""} for r in ("user", "assistant", role)]
-        marks = [f"\ue000{i}\ue001" for i in range(len(chat))]
+        marks = [f"\ue000{i}\ue001" for i in range(3)]
+        roles = ("user", "assistant", role)
+        chat = [{"role": r, "content": mark} for r, mark in zip(roles, marks)]
         try:
-            text = self._render(chat, marks)
+            text = self._render(chat)
         except ValueError:
             return None
         _, _, text = text.partition(marks[1])
         before, mark, after = text.partition(marks[2])
-        first, second = (self._encode_pieces([(t, True)]) for t in (before, after))
+        first, second = (
+            self._encode_pieces([(t, True)], is_first=False) for t in (before, after)
+        )
         is_framed = not self.control_ids.isdisjoint(first.tolist())
         return (first, second) if mark and role in before and is_framed else None
 
-    def _render(self, messages: Messages, contents: Sequence[str]) -> str:
-        """Render the template with these messages and other contents."""
-        marked = [{**m, "content": content} for m, content in zip(messages, contents)]
+    def _render(self, messages: Messages) -> str:
+        """Return what the template writes, with the variables of transformers."""
         try:
             return self._template.render(
-                messages=marked, add_generation_prompt=True, **self._template_tokens
+                {
+                    "messages": list(messages),
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": True,
+                    **self._template_tokens,
+                }
             )
-        except Exception as error:  # The template is a program of somebody else's.
+        except ValueError as error:
             roles = [m["role"] for m in messages]
             raise ValueError(
                 f"{self._name}: chat template refuses roles {roles}: {error}"
             ) from error
 
-    def _encode_pieces(self, pieces) -> np.ndarray:
+    def _pieces(self, messages: Messages) -> list[tuple[str, bool]]:
+        """Return the template's text (True) and the messages' (False), in their order.
+
+        Raises:
+            ValueError: the template refuses the roles, or loses a message.
+        """
+        fields = [(f, t) for m in messages for f, t in m.items() if t and f != "role"]
+        shape = tuple(
+            (m["role"], *(f for f in m if m[f] and f != "role")) for m in messages
+        )
+        pieces = []
+        for text, i, strips in self._marked(shape):
+            pieces.append((text, True))
+            if i is not None:
+                content = fields[i][1]
+                content = content.lstrip() if strips[0] else content
+                pieces.append((content.rstrip() if strips[1] else content, False))
+        return pieces
+
+    def _render_marks(self, shape: tuple) -> list[tuple]:
+        """Return the template's texts, each with what stands behind it.
+
+        Args:
+            shape: of each message the role and the names of the fields that say
+                something.
+
+        Returns:
+            Rows of a text, the number of the field behind it, and whether that field is
+            stripped at its beginning and its end. The last row has no field.
+        """
+        chat, num_fields, contents = [], 0, {}
+        for role, *names in shape:
+            message = {"role": role, "content": ""}
+            for name in names:
+                if name == "content":
+                    contents[num_fields] = role
+                # The em spaces show whether the template strips its contents.
+                message[name] = f"\u2003\ue000{num_fields}\ue001\u2003"
+                num_fields += 1
+            chat.append(message)
+        split = re.split("(\u2003?\ue000[0-9]+\ue001\u2003?)", self._render(chat))
+        rows = []
+        for text, mark in zip(split[::2], split[1::2]):
+            i = int(mark.strip("\u2003\ue000\ue001"))
+            contents.pop(i, None)
+            rows.append((text, i, (mark[0] != "\u2003", mark[-1] != "\u2003")))
+        if contents:
+            raise ValueError(
+                f"{self._name}: chat template drops messages of "
+                f"{list(contents.values())}"
+            )
+        return [*rows, (split[-1], None, None)]
+
+    def _encode_pieces(self, pieces, *, is_first: bool = True) -> np.ndarray:
         """Encode pieces (text, whether it may hold control tokens): [n] int32 ids.
 
         Text on both sides of a border between pieces is encoded in one go, as a full
         prompt would be; only control tokens separate it.
         """
         ids, pending = [], ""
+        strips = False  # whether blanks belong to the control token before them
+        tokenizer = self._body if is_first else self._inner
         for text, trusted in pieces:
             if not trusted:
                 pending += text
                 continue
-            encoding = self._full.encode(text, add_special_tokens=False)
+            with typed_errors(f"{self._name}: the template's text cannot be encoded"):
+                encoding = self._full.encode(text, add_special_tokens=False)
             end = 0
             for token, (start, stop) in zip(encoding.ids, encoding.offsets):
-                if token in self.control_ids:
-                    ids += self.encode(pending + text[end:start]).tolist()
-                    ids.append(token)
-                    pending, end = "", stop
+                if token not in self.control_ids:
+                    continue
+                pending += text[end:start]
+                pending = pending.lstrip(_SPACE) if strips else pending
+                if token in self._strips_left:
+                    pending = pending.rstrip(_SPACE)
+                ids += self._encode(tokenizer, pending).tolist()
+                ids.append(token)
+                pending, end, tokenizer = "", stop, self._inner
+                strips = token in self._strips_right
             pending += text[end:]
-        ids += self.encode(pending).tolist()
+        pending = pending.lstrip(_SPACE) if strips else pending
+        ids += self._encode(tokenizer, pending).tolist()
         return np.asarray(ids, np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -214,8 +327,11 @@ class Tokenizer:
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
-            **self._template_tokens,
         }
+        for name, token in self._template_tokens.items():
+            is_field = name.endswith("_token")
+            target = settings if is_field else settings.setdefault(EXTRA_TOKENS, {})
+            target[name] = token
         if self._template_source is not None:
             settings["chat_template"] = self._template_source
         files = {
@@ -231,109 +347,49 @@ def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
     """Load the tokenizer of a Hugging Face model directory.
 
     Raises:
-        ValueError: tokenizer.json is missing or unreadable, or names no end of text.
+        ValueError: a file is missing or unreadable, or says what is not supported; see
+            tokenizer_files.
     """
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(
-            f"{directory}: no tokenizer.json; one is made from a SentencePiece model "
-            f'by: python -c "from transformers import AutoTokenizer as T; '
-            f"T.from_pretrained('{directory}').save_pretrained('{directory}')\""
-        )
-    try:
-        text = path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not a tokenizer: {error}") from None
-    tokenizer = parse_tokenizer(text, path)
-    settings = _settings(directory / "tokenizer_config.json")
-    generation = _settings(directory / "generation_config.json")
-    tokens = {
-        name: _content(directory, name, settings[name])
-        for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-        if settings.get(name) is not None
-    }
-    eos = [tokens["eos_token"]] if "eos_token" in tokens else []
-    for i in _eos_ids(directory, generation):
-        token = tokenizer.id_to_token(i)
-        if token is not None and token not in eos:
-            eos.append(token)
-    if not eos:
-        raise ValueError(
-            f"{directory}: neither tokenizer_config.json (eos_token) nor "
-            f"generation_config.json (eos_token_id) names an end of text"
-        )
+    read = read_tokenizer_files(directory)
     return Tokenizer(
-        text,
-        eos_tokens=eos,
-        chat_template=_chat_template(directory, settings),
-        template_tokens=tokens,
+        read.tokenizer_json,
+        eos_tokens=read.eos_tokens,
+        chat_template=read.chat_template,
+        template_tokens=read.named_tokens,
         name=str(directory),
     )
 
 
-def _settings(path: pathlib.Path) -> dict:
-    """Return the object in a JSON file, {} if there is no file."""
-    return read_object(path) if path.is_file() else {}
+def _readings(messages: Messages) -> Iterator[Messages]:
+    """Yield a chat, and then the chats that a template may make of it.
+
+    Templates differ in what they show of an assistant's thought: nothing, or a thought
+    apart from the answer, from which they strip line feeds or blanks.
+    """
+    yield messages
+    yield [{**m, "content": m["content"].strip("\n")} for m in messages]
+    strips = (str, lambda t: t.lstrip("\n"), lambda t: t.strip("\n"), str.strip)
+    for shows_thought in (False, True):
+        for strip in strips:
+            yield [_without_thought(m, strip, shows_thought) for m in messages]
 
 
-def _chat_template(directory, settings) -> str | None:
-    """Return the template beside the tokenizer, else the one in its settings."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not a template: {error}") from None
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # Templates with names, an older layout.
-        named = [t for t in template if isinstance(t, dict)]
-        defaults = [t.get("template") for t in named if t.get("name") == "default"]
-        template = defaults[-1] if defaults else None
-    if not isinstance(template, str | None):
-        raise ValueError(
-            f"{directory / 'tokenizer_config.json'}: chat_template is a "
-            f"{type(template).__name__}, expected text"
-        )
-    return template
+def _without_thought(message, strip, shows_thought: bool):
+    """Return an assistant's message without its thought, or with it in a field."""
+    if message["role"] != "assistant" or "</think>" not in message["content"]:
+        return message
+    thought, *_, answer = message["content"].split("</think>")
+    message = {**message, "content": strip(answer)}
+    if shows_thought:
+        message["reasoning_content"] = thought.rpartition("<think>")[2].strip("\n")
+    return message
 
 
-def _content(directory, name, token) -> str:
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
-        raise ValueError(
-            f"{directory / 'tokenizer_config.json'}: {name}={token!r}, expected text"
-        )
-    return text
-
-
-def _eos_ids(directory, generation) -> list[int]:
-    """Return the ids of eos_token_id, which may be one, several or none."""
-    ids = generation.get("eos_token_id")
-    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        path = directory / "generation_config.json"
-        raise ValueError(f"{path}: eos_token_id={ids!r}, expected ids from 0 on")
-    return ids
-
-
-def _compile_template(source: str | None, name: str):
-    """Compile a chat template in a sandbox, with the names that templates expect."""
-    if source is None:
-        return None
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-
-    def raise_exception(message):
-        raise jinja2.TemplateError(message)
-
-    environment.globals["raise_exception"] = raise_exception
-    # Templates that print today's date would make prompts differ from run to run.
-    environment.globals["strftime_now"] = lambda _: "26 Jul 2024"
-    environment.filters["tojson"] = lambda value, **kw: json.dumps(
-        value, **{"ensure_ascii": False, **kw}
-    )
-    try:
-        return environment.from_string(source)
-    except Exception as error:  # RecursionError, too
-        raise ValueError(f"{name}: chat template does not parse: {error}") from error
+def _without_first_space(parsed: dict) -> dict:
+    """Return a tokenizer.json that puts no space before the first word of a text."""
+    splits = json.dumps(parsed.get("pre_tokenizer"))
+    scheme = '"prepend_scheme": "{}"'.format
+    changed = splits.replace(scheme("first"), scheme("never"))
+    if changed == splits:
+        return parsed
+    return {**parsed, "pre_tokenizer": json.loads(changed)}

@@ -203,7 +203,7 @@ def decode_json(data: bytes, *, strict: bool = True) -> Any:
         raise ValueError(f"invalid JSON at {where}: {error.msg}") from None
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
-    except REQUESTS:
+    except (ValueError, *REQUESTS):
         raise
     except BaseException as error:
         # No boundary, which each of a million lines would pay for.

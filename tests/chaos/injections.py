@@ -124,7 +124,8 @@ def _parquet(folder):
 def _hub(folder):
     from rsearch.data.questions import load_questions
 
-    return _patch("datasets.load_dataset"), lambda: load_questions("owner/name@dev")
+    # A directory laid out as on the hub: of a name the network would be looked at first.
+    return _patch("datasets.load_dataset"), lambda: load_questions(folder)
 
 
 def _tokenizer():

@@ -79,3 +79,170 @@ def test_a_token_that_looks_like_a_byte_and_is_none_is_text(folder):
 
     changed(folder, "tokenizer.json", add)
     assert b"<0xZZ>" in load_tokenizer(folder).token_bytes
+
+
+@pytest.mark.fault(67, "settings", "unknown field")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("split_special_tokens", True),
+        ("do_lower_case", True),
+        ("fix_mistral_regex", True),
+        ("sp_model_kwargs", {"enable_sampling": True}),
+        ("errors", "strict"),
+        ("init_inputs", ["x"]),
+        ("auto_map", {"AutoTokenizer": ["x.Y", None]}),
+        ("fast_tokenizer_files", ["tokenizer.4.0.0.json", "tokenizer.json"]),
+        ("tokenizer_class", "T5Tokenizer"),
+        ("tokenizer_class", 7),
+        ("tokenizer_class", "LlamaTokenizerFast"),  # replaces a byte-level pipeline
+        ("tokenizer_class", "GPT2Tokenizer"),
+        ("tokenizer_class", "Qwen2Tokenizer"),
+        ("added_tokens_decoder", []),
+        ("added_tokens_decoder", {"x": {"content": "<x>"}}),
+        ("added_tokens_decoder", {"9999": {"content": "<x>"}}),
+        ("added_tokens_decoder", {"9": {"content": 7}}),
+        ("added_tokens_decoder", {"9": {"content": "<x>", "single_word": True}}),
+        ("added_tokens_decoder", {"9": {"content": "<x>", "lstrip": "yes"}}),
+        ("added_tokens_decoder", {"9": {"content": "<x>", "colour": True}}),
+        ("extra_special_tokens", "<x>"),
+        ("extra_special_tokens", [7]),
+        ("mask_token", 7),
+        ("image_token", 7),
+        ("colour", "blue"),
+        ("separators", [1, 2]),
+    ],
+)
+def test_a_setting_that_is_not_followed_is_refused(folder, field, value):
+    changed(folder, "tokenizer_config.json", lambda s: s.update({field: value}))
+    with pytest.raises(ValueError, match=field) as refused:
+        load_tokenizer(folder)
+    assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
+
+
+@pytest.mark.fault(67, "settings")
+def test_settings_that_change_nothing_are_harmless(folder):
+    expected = load_tokenizer(folder)
+    harmless = {
+        "add_bos_token": True,  # the post-processor stands in tokenizer.json
+        "add_eos_token": True,
+        "add_prefix_space": True,
+        "clean_up_tokenization_spaces": True,
+        "legacy": None,
+        "model_max_length": 10**30,
+        "processor_class": "X",
+        "_from_auto": True,
+        "auto_map": {"AutoProcessor": "x.Y"},
+        "backend": "tokenizers",
+        "padding_side": "left",
+    }
+    changed(folder, "tokenizer_config.json", lambda s: s.update(harmless))
+    assert load_tokenizer(folder).fingerprint == expected.fingerprint
+
+
+@pytest.mark.fault(67, "settings")
+def test_a_class_is_used_as_filed_for_families_that_always_are(folder):
+    expected = load_tokenizer(folder).encode("the end").tolist()
+    name = {"tokenizer_class": "LlamaTokenizer"}
+    changed(folder, "tokenizer_config.json", lambda s: s.update(name))
+    (folder / "config.json").write_text('{"model_type": "glm4"}')
+    assert load_tokenizer(folder).encode("the end").tolist() == expected
+
+
+@pytest.mark.fault(67, "older files")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("added_tokens.json", {"<x>": 9999}),
+        ("added_tokens.json", {"<x>": "9"}),
+        ("added_tokens.json", []),
+        ("special_tokens_map.json", {"colour": "blue"}),
+        ("special_tokens_map.json", {"eos_token": 7}),
+        ("special_tokens_map.json", {"eos_token": "<none>"}),
+        ("special_tokens_map.json", []),
+    ],
+)
+def test_an_older_file_that_is_not_followed_is_refused(folder, name, value):
+    (folder / name).write_text(json.dumps(value))
+    with pytest.raises(ValueError, match=str(folder)):
+        load_tokenizer(folder)
+
+
+@pytest.mark.fault(67, "end-of-turn ids")
+def test_ends_of_turns_come_from_the_models_files(folder):
+    table = load_tokenizer(folder).token_bytes
+    names = (b"<|end|>", b"<|user|>", b"<|observation|>")
+    end, user, observation = map(table.index, names)
+    model, generation = folder / "config.json", folder / "generation_config.json"
+    model.write_text(json.dumps({"eos_token_id": [user]}))
+    generation.write_text(json.dumps({"eos_token_id": [end, observation]}))
+    assert load_tokenizer(folder).eos_ids == (end, observation)
+    generation.write_text(json.dumps({"bos_token_id": end}))
+    assert load_tokenizer(folder).eos_ids == (end, user)
+    generation.unlink()
+    assert load_tokenizer(folder).eos_ids == (end, user)
+    changed(folder, "tokenizer_config.json", lambda s: s.pop("eos_token"))
+    assert load_tokenizer(folder).eos_ids == (user,)
+    model.write_text(json.dumps({"eos_token_id": 99999}))
+    with pytest.raises(ValueError, match="eos_token_id=99999"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.fault(67, "template list without a default")
+@pytest.mark.parametrize(
+    ("templates", "names"),
+    [
+        ([{"name": "tool_use", "template": LOOP}], "'tool_use'"),
+        ({"rag": LOOP, "tool_use": LOOP}, "'rag', 'tool_use'"),
+        ([], "none"),
+        ([LOOP], "name and template"),
+        ([{"name": "default", "template": 7}], "'default'"),
+    ],
+)
+def test_templates_without_a_default_are_refused(folder, templates, names):
+    changed(
+        folder, "tokenizer_config.json", lambda s: s.update(chat_template=templates)
+    )
+    with pytest.raises(ValueError, match=f"chat_template.*{names}"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.fault(67, "template list without a default")
+def test_the_default_template_is_the_one_of_transformers(folder):
+    def text():
+        tokenizer = load_tokenizer(folder)
+        return tokenizer.decode(tokenizer.encode_prompt(CHAT))
+
+    named = [{"name": "rag", "template": "r"}, {"name": "default", "template": LOOP}]
+    changed(folder, "tokenizer_config.json", lambda s: s.update(chat_template=named))
+    assert text() == "Who?"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text(LOOP + "r")
+    with pytest.raises(ValueError, match="'rag'"):  # files replace the settings
+        load_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(LOOP + "!")
+    assert text() == "Who?!"
+    (folder / "additional_chat_templates" / "default.jinja").write_text(LOOP + "?")
+    assert text() == "Who??"
+
+
+@pytest.mark.fault(70, "pattern that backtracks")
+def test_a_panic_of_the_library_is_a_users_error(folder):
+    def backtrack(value):
+        value["pre_tokenizer"] = {
+            "type": "Split",
+            "pattern": {"Regex": "(a+)+$"},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+
+    changed(folder, "tokenizer.json", backtrack)
+    tokenizer = load_tokenizer(folder)
+    with pytest.raises(ValueError, match="10001 characters"):
+        tokenizer.encode("a" * 10_000 + "b")
+    with pytest.raises(ValueError, match=str(folder)):
+        tokenizer.encode_prompt([{"role": "user", "content": "a" * 10_000 + "b"}])
+    for broken in ({"type": "Split"}, {"type": "Split", "pattern": {"Regex": "("}}, 7):
+        changed(folder, "tokenizer.json", lambda v, b=broken: v.update(pre_tokenizer=b))
+        with pytest.raises(ValueError, match="not a tokenizer"):
+            load_tokenizer(folder)

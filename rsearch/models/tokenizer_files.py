@@ -1,0 +1,646 @@
+"""Read the files of a tokenizer as transformers' AutoTokenizer reads them.
+
+tokenizer.json is not all: tokenizer_config.json and older files beside it add tokens,
+and its `tokenizer_class` may name a class of transformers 5 that keeps the vocabulary
+alone and replaces the rest. What such files say is followed here, or refused. Every
+field of tokenizer_config.json has its place in one of the tables below.
+"""
+
+import fnmatch
+import json
+import pathlib
+import reprlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken
+
+from rsearch.models.hf.directory import Fields, read_object
+from rsearch.models.vocabulary import parse_tokenizer
+
+SETTINGS = "tokenizer_config.json"
+EXTRA_TOKENS = "extra_special_tokens"
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+# The fields of tokenizer_config.json. Used are these, and those that end in _token.
+_USED = {
+    *NAMED_TOKENS,
+    *("add_prefix_space", "added_tokens_decoder", "additional_special_tokens"),
+    *("auto_map", "chat_template", EXTRA_TOKENS, "fast_tokenizer_files"),
+    *("legacy", "model_specific_special_tokens", "tokenizer_class"),
+}
+_CHECKED = {  # field -> its values with which transformers reads as this module does
+    "backend": (None, "tokenizers"),
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": (
+        None,
+        False,
+    ),
+    "do_lower_case": (None, False),
+    "errors": (None, "replace"),
+    "fix_mistral_regex": (None, False),
+    "init_inputs": (None, []),
+    "keep_accents": (None, False),
+    "remove_space": (None, False),
+    "sp_model_kwargs": (None, {}),
+    "split_special_tokens": (None, False),
+}
+# Transformers does not read them, or not where text becomes ids; beside a
+# tokenizer.json, which has a post-processor, it drops add_bos_token and add_eos_token.
+_HARMLESS = {
+    *("add_bos_token", "add_eos_token", "clean_up_tokenization_spaces", "device_map"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "files_loaded"),
+    *("from_slow", "is_local", "local_files_only", "max_len", "max_length", "padding"),
+    *("max_position_embeddings", "merges_file", "model_input_names", "model_type"),
+    *("model_max_length", "name_or_path", "pad_to_multiple_of", "pad_token_type_id"),
+    *("padding_side", "processor_class", "response_schema", "response_template"),
+    *("return_token_type_ids", "slow_tokenizer_class", "spaces_between_special_tokens"),
+    *("special_tokens_map_file", "stride", "tokenizer_file", "transformers_version"),
+    *("truncation", "truncation_side", "truncation_strategy", "trust_remote_code"),
+    *("use_default_system_prompt", "use_fast", "verbose", "vocab_file", "vocab_size"),
+}
+
+# Classes for which a tokenizer.json is used as it stands.
+_AS_FILED = (
+    None,
+    "PreTrainedTokenizer",
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+)
+# Model types for which it is, whatever the class.
+_AS_FILED_TYPES = {
+    *("deepseek_v2", "deepseek_v3", "glm", "glm4", "glm4_moe", "mistral", "olmo2"),
+    *("phi3", "phimoe"),
+}
+# Model types whose class this is where the files name none, and for the first one also
+# where they name another class that is not of _AS_FILED.
+_CLASS_OF_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+_ALWAYS = ("qwen2",)
+# Models whose published tokenizer_class is wrong, by their hub ids: tokenizer.json is
+# the tokenizer that they were trained with.
+_WRONG_CLASS = (
+    "deepseek-ai/deepseek-r1-distill-llama-*",
+    "deepseek-ai/deepseek-r1-0528-qwen3-*",
+    "huggingfacetb/smollm2-*",
+)
+_QWEN2_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEFAULT_TOKENS = {
+    "Qwen2Tokenizer": dict.fromkeys(
+        ("unk_token", "eos_token", "pad_token"), "<|endoftext|>"
+    ),
+    "LlamaTokenizer": {
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    },
+    "GPT2Tokenizer": dict.fromkeys(
+        ("unk_token", "bos_token", "eos_token"), "<|endoftext|>"
+    ),
+}
+
+_PLAIN_MODEL = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "ignore_merges": False,
+}
+
+
+class TokenizerFiles(NamedTuple):
+    """What a directory says about its tokenizer.
+
+    Attributes:
+        tokenizer_json: the text of a tokenizer.json with all tokens.
+        eos_tokens: the tokens that end a turn; eos_token first.
+        chat_template: the default template; None where there is none.
+        named_tokens: {name: token}, which templates may use: "bos_token" and others.
+    """
+
+    tokenizer_json: str
+    eos_tokens: list[str]
+    chat_template: str | None
+    named_tokens: dict[str, str]
+
+
+def read_tokenizer_files(directory: pathlib.Path) -> TokenizerFiles:
+    """Read a tokenizer's files, as transformers does.
+
+    Raises:
+        ValueError: a file is missing or unreadable, a field has a value that is not
+            supported or is not known, or no end of text is named.
+    """
+    text, parsed = _read_tokenizer(directory)
+    settings = Fields(directory / SETTINGS, _read(directory / SETTINGS))
+    model = _read(directory / "config.json")
+    _check_fields(settings, parsed)
+    name = _find_class(directory, settings, model)
+    tokens = _read_tokens(directory, settings, parsed, name)
+    _check_eos(directory, tokens, parsed)
+    pipeline = parsed if name is None else _rebuild(name, settings, parsed)
+    added = _tokens_to_add(tokens, parsed, name)
+    if pipeline is not parsed or not _has_tokens(parsed, added, name):
+        base = pipeline if name is None else {**pipeline, "added_tokens": []}
+        tokenizer = parse_tokenizer(json.dumps(base), directory / "tokenizer.json")
+        tokenizer.add_tokens(added)
+        text = tokenizer.to_str()
+        parsed = json.loads(text)
+    _check_ids(directory, tokens.declared, parsed)
+    named = {key: str(token) for key, token in tokens.named.items()}
+    eos = _eos_tokens(directory, model, parsed, named.get("eos_token"))
+    return TokenizerFiles(text, eos, _chat_template(directory, settings), named)
+
+
+def _read_tokenizer(directory):
+    """Return the text of tokenizer.json, and the object in it."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{directory}: no tokenizer.json; one is made from a SentencePiece model "
+            f'by: python -c "from transformers import AutoTokenizer as T; '
+            f"T.from_pretrained('{directory}').save_pretrained('{directory}')\""
+        )
+    try:
+        text = path.read_text("utf-8")
+        parsed = json.loads(text)
+        model, added = parsed["model"], parsed.get("added_tokens") or []
+        usable = isinstance(model["vocab"], dict | list)
+        usable = usable and all(type(t["id"]) is int for t in added)
+        usable = usable and all(isinstance(t["content"], str) for t in added)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not a tokenizer: {error!r}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not a tokenizer: it is nested too deep") from None
+    if not usable:
+        raise ValueError(f"{path}: not a tokenizer: no vocabulary by name and id")
+    if single := [t["content"] for t in added if t.get("single_word")]:
+        raise ValueError(f"{path}: single_word=true of {single[0]!r} is not supported")
+    return text, parsed
+
+
+def _read(path: pathlib.Path) -> dict:
+    """Return the object in a JSON file, {} if there is no file."""
+    return read_object(path) if path.is_file() else {}
+
+
+def _check_fields(settings: Fields, parsed: dict) -> None:
+    """Refuse fields that are not known, or that ask for what is not computed."""
+    for field, value in settings.values.items():
+        if field in _CHECKED:
+            settings.check(field, _CHECKED[field])
+        elif field not in _USED | _HARMLESS and field[:1] != "_":
+            if field.endswith("_token") and isinstance(value, str | dict | None):
+                continue  # a token with a name
+            raise ValueError(
+                f"{settings.path}: {field}={reprlib.repr(value)} is not known, and may "
+                f"change the tokenizer; delete the field if it does not"
+            )
+    if parsed["model"].get("type") not in (None, "BPE"):
+        settings.check("clean_up_tokenization_spaces", (None, False))
+    code = settings.get("auto_map")
+    if isinstance(code, list) or (isinstance(code, dict) and code.get("AutoTokenizer")):
+        raise settings.refusal("auto_map", code, "code of a model is not run")
+    for name in settings.get("fast_tokenizer_files") or []:
+        if name != "tokenizer.json":
+            supported = "only tokenizer.json is read"
+            raise settings.refusal("fast_tokenizer_files", [name], supported)
+
+
+def _find_class(directory, settings: Fields, model: dict) -> str | None:
+    """Return the class that replaces the pipeline of tokenizer.json, None if none does.
+
+    Raises:
+        ValueError: a class that is not supported.
+    """
+    name = settings.get("tokenizer_class") or model.get("tokenizer_class")
+    model_type = model.get("model_type")
+    if not isinstance(name, str | None):
+        raise settings.refusal("tokenizer_class", name, "it must be text")
+    if model_type in _AS_FILED_TYPES or _has_wrong_class(directory):
+        return None
+    name = name or _CLASS_OF_TYPE.get(model_type)
+    if name in _AS_FILED:
+        return None
+    name = name.removesuffix("Fast")
+    if model_type in _ALWAYS:
+        return _CLASS_OF_TYPE[model_type]
+    if name not in _DEFAULT_TOKENS:
+        supported = (
+            f"it must be PreTrainedTokenizerFast or {' or '.join(_DEFAULT_TOKENS)}"
+        )
+        raise settings.refusal("tokenizer_class", name, supported)
+    return name
+
+
+def _has_wrong_class(directory) -> bool:
+    """Return whether a directory is the hub's copy of a model of _WRONG_CLASS."""
+    names = [n for n in directory.parts if n.startswith("models--")]
+    hub_ids = [n.removeprefix("models--").replace("--", "/").lower() for n in names]
+    return any(fnmatch.fnmatch(i, p) for i in hub_ids for p in _WRONG_CLASS)
+
+
+class _Tokens(NamedTuple):
+    """The tokens that are declared outside the vocabulary.
+
+    Attributes:
+        named: {name: token}, such as "bos_token"; in transformers' order.
+        extra: further special tokens.
+        declared: {id: token} of all added tokens.
+    """
+
+    named: dict[str, AddedToken]
+    extra: list[AddedToken]
+    declared: dict[int, AddedToken]
+
+
+def _read_tokens(directory, settings: Fields, parsed, class_name) -> _Tokens:
+    """Read the tokens of tokenizer_config.json, else those of the older files."""
+    values = dict(settings.values)
+    extra = values.pop("additional_special_tokens", None)
+    values.setdefault(EXTRA_TOKENS, extra)
+    filed = {t["id"]: _filed_token(t) for t in parsed.get("added_tokens") or []}
+    path = directory / "added_tokens.json"
+    encoder: dict = {}
+    if (decoder := values.get("added_tokens_decoder")) is None:
+        # Before there was this field, tokens stood in two other files.
+        _merge_special_tokens(directory / "special_tokens_map.json", values)
+        encoder = _read(path)
+    elif not isinstance(decoder, dict):
+        raise settings.refusal("added_tokens_decoder", decoder, "it must be an object")
+    named = _named_tokens(settings, values, parsed, class_name)
+    extra = _extra_tokens(settings, values)
+    special = {str(token) for token in (*named.values(), *extra)}
+    declared = {}
+    for content, i in encoder.items():
+        if type(i) is not int or i < 0:
+            raise ValueError(f"{path}: {content!r} has the id {i!r}, expected a number")
+        is_special = content in special
+        declared[i] = AddedToken(content, normalized=not is_special, special=is_special)
+    if decoder is None:
+        declared |= filed
+    for key, value in (decoder or {}).items():
+        if not (key.isdecimal() and len(key) < 10):
+            raise settings.refusal("added_tokens_decoder", key, "it must be an id")
+        where = f"added_tokens_decoder.{key}"
+        declared[int(key)] = _token(settings, where, value, special=False)
+    return _Tokens(named, extra, declared)
+
+
+def _filed_token(token: Mapping) -> AddedToken:
+    """Return the token of an entry in tokenizer.json."""
+    flags = {flag: token[flag] for flag in _TOKEN_FLAGS if flag in token}
+    return AddedToken(token["content"], **flags)
+
+
+def _merge_special_tokens(path, values: dict) -> None:
+    """Let special_tokens_map.json override the settings, as transformers does."""
+    fields = Fields(path, _read(path))
+    for field, value in fields.values.items():
+        if field == EXTRA_TOKENS and isinstance(value, list):
+            known = values.get(field) or []
+            if isinstance(known, list):
+                value = [*known, *(v for v in value if v not in known)]
+        elif field == "additional_special_tokens":
+            # Settings that have such a list win.
+            if values.get(EXTRA_TOKENS) is None:
+                values[EXTRA_TOKENS] = value
+            continue
+        elif field != EXTRA_TOKENS and not field.endswith("_token"):
+            raise fields.refusal(field, value, "it must name a token")
+        if isinstance(value, dict) and field.endswith("_token"):
+            value = {**value, "special": True}
+        values[field] = value
+
+
+def _named_tokens(settings, values, parsed, class_name) -> dict[str, AddedToken]:
+    padding = parsed.get("padding") or {}
+    defaults = dict(_DEFAULT_TOKENS.get(class_name, {}))
+    if "pad_token" in padding:
+        defaults.setdefault("pad_token", padding["pad_token"])
+    custom = [f for f in values if f.endswith("_token") and f not in NAMED_TOKENS]
+    named = {}
+    for field in (*NAMED_TOKENS, *custom):
+        value = values[field] if field in values else defaults.get(field)
+        if value is not None and field not in _HARMLESS:
+            named[field] = _token(settings, field, value, special=True)
+    for field in (EXTRA_TOKENS, "model_specific_special_tokens"):
+        if isinstance(values.get(field), dict):
+            for name, value in values[field].items():
+                where = f"{field}.{name}"
+                named[name] = _token(settings, where, value, special=True)
+    return named
+
+
+def _extra_tokens(settings, values) -> list[AddedToken]:
+    field = EXTRA_TOKENS
+    value = values.get(field)
+    if isinstance(value, dict | None):
+        return []
+    if not isinstance(value, list):
+        raise settings.refusal(field, value, "it must be a list of tokens")
+    return [_token(settings, field, token, special=True) for token in value]
+
+
+def _token(settings: Fields, field: str, value: Any, *, special: bool) -> AddedToken:
+    """Return the token of a field: text, or an object with content and flags.
+
+    Args:
+        settings: that hold it.
+        field: names it, for error messages.
+        value: of the field.
+        special: whether text makes a special token.
+    """
+    if isinstance(value, str) and special:
+        return AddedToken(value, special=True)
+    content = value.get("content") if isinstance(value, dict) else None
+    if not isinstance(content, str):
+        raise ValueError(f"{settings.path}: {field}={value!r}, expected text")
+    flags = {k: v for k, v in value.items() if k not in ("content", "__type", "id")}
+    for flag, setting in flags.items():
+        if flag not in _TOKEN_FLAGS or not isinstance(setting, bool):
+            supported = "it must be true or false, of " + ", ".join(_TOKEN_FLAGS)
+            raise settings.refusal(f"{field}.{flag}", setting, supported)
+    if flags.get("single_word"):
+        raise settings.refusal(f"{field}.single_word", True, "it must be False")
+    return AddedToken(content, **flags)
+
+
+def _tokens_to_add(tokens: _Tokens, parsed, class_name) -> list[AddedToken]:
+    """Return the tokens that transformers adds to a tokenizer, in its order."""
+    filed = [_filed_token(t) for t in parsed.get("added_tokens") or []]
+    present = [] if class_name else filed
+    states = {_state(token) for token in present}
+    names = {str(token) for token in tokens.named.values()}
+    added = [t for _, t in sorted(tokens.declared.items()) if _state(t) not in states]
+    known = {str(token) for token in (*present, *added)}
+    for token in (*tokens.named.values(), *tokens.extra):
+        if str(token) not in known:
+            added.append(token)
+            known.add(str(token))
+    for token in added:
+        token.special = token.special or str(token) in names
+    if class_name == "Qwen2Tokenizer":
+        special = (*tokens.named.values(), *tokens.extra)
+        contents = dict.fromkeys(map(str, special))
+        added += [AddedToken(content, special=True) for content in contents]
+    return added
+
+
+def _check_eos(directory, tokens: _Tokens, parsed: dict) -> None:
+    """Refuse an end of text without an id: no model has learned to write a new one."""
+    eos = tokens.named.get("eos_token")
+    known = {str(token) for token in tokens.declared.values()}
+    known |= {token for token, _ in _vocabulary(parsed) if token == str(eos)}
+    if eos is not None and str(eos) not in known:
+        raise ValueError(
+            f"{directory}: eos token {[str(eos)]} is not in vocabulary; eos_token must "
+            f"be one of its tokens"
+        )
+
+
+def _state(token: AddedToken) -> tuple:
+    """Return the content and the flags of a token."""
+    return str(token), *(getattr(token, flag) for flag in _TOKEN_FLAGS)
+
+
+def _has_tokens(parsed: dict, added: list[AddedToken], class_name) -> bool:
+    """Return whether a tokenizer.json already is as it would be with these tokens."""
+    filed = {t["content"]: t for t in parsed.get("added_tokens") or []}
+    final = {str(token): _state(token) for token in added}
+    if any(
+        content not in filed or _state(_filed_token(filed[content])) != state
+        for content, state in final.items()
+    ):
+        return False
+    if class_name is None:
+        return True
+    # A class starts without tokens, and gives new ids in the order of their addition.
+    vocab = parsed["model"]["vocab"]
+    new = [content for content in final if content not in vocab]
+    ids = {content: len(vocab) + i for i, content in enumerate(new)}
+    return filed.keys() == final.keys() and all(
+        token["id"] == ids.get(content, vocab.get(content))
+        for content, token in filed.items()
+    )
+
+
+def _check_ids(directory, declared: Mapping, parsed: dict) -> None:
+    """Refuse a declared id that the token does not get: the model learned that one."""
+    ids = {t["content"]: t["id"] for t in parsed.get("added_tokens") or []}
+    for i, token in declared.items():
+        if ids[str(token)] != i:
+            raise ValueError(
+                f"{directory}: added_tokens_decoder or added_tokens.json gives "
+                f"{str(token)!r} the id {i}, but it gets {ids[str(token)]}; save the "
+                f"tokenizer with transformers again"
+            )
+
+
+def _rebuild(class_name: str, settings: Fields, parsed: dict) -> dict:
+    """Return tokenizer.json with the pipeline that a class of transformers gives it.
+
+    Raises:
+        ValueError: the file has a pipeline of another kind, so that the two differ in
+            more than how they write the same thing.
+    """
+    prefix = settings.get("add_prefix_space")
+    if not isinstance(prefix, bool | None):
+        raise settings.refusal("add_prefix_space", prefix, "it must be true or false")
+    if class_name == "LlamaTokenizer":
+        scheme = "always" if settings.get("legacy", False) else "first"
+        pipeline = _llama_pipeline("never" if prefix is False else scheme)
+    else:
+        pipeline = _byte_level_pipeline(class_name, bool(prefix))
+    model = parsed["model"]
+    rebuilt = {**parsed, **pipeline, "model": {**model, **pipeline["model"]}}
+    if _canonical(rebuilt) == _canonical(parsed):
+        return parsed
+    if class_name == "LlamaTokenizer" and _is_sentencepiece(parsed):
+        return rebuilt
+    raise ValueError(
+        f"{settings.path}: tokenizer_class={class_name!r} makes another tokenizer than "
+        f"tokenizer.json describes; name 'PreTrainedTokenizerFast' if tokenizer.json "
+        f"is right"
+    )
+
+
+def _llama_pipeline(scheme: str) -> dict:
+    """Return what LlamaTokenizer puts around its vocabulary."""
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Metaspace",
+            "replacement": "\u2581",
+            "prepend_scheme": scheme,
+            "split": False,
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *([] if scheme == "never" else [strip]),
+            ],
+        },
+        "model": {**_PLAIN_MODEL, "fuse_unk": True, "byte_fallback": True},
+    }
+
+
+def _byte_level_pipeline(class_name: str, prefix: bool) -> dict:
+    """Return what Qwen2Tokenizer or GPT2Tokenizer puts around its vocabulary."""
+    is_qwen2 = class_name == "Qwen2Tokenizer"
+    pieces = {"type": "ByteLevel", "add_prefix_space": prefix, "use_regex": True}
+    if is_qwen2:
+        split = {"type": "Split", "pattern": {"Regex": _QWEN2_PIECES}}
+        split |= {"behavior": "Isolated", "invert": False}
+        pieces = [split, {**pieces, "use_regex": False}]
+        pieces = {"type": "Sequence", "pretokenizers": pieces}
+    return {
+        "normalizer": {"type": "NFC"} if is_qwen2 else None,
+        "pre_tokenizer": pieces,
+        "decoder": {"type": "ByteLevel"},
+        "model": {**_PLAIN_MODEL, "fuse_unk": False, "byte_fallback": False},
+    }
+
+
+def _canonical(parsed: dict) -> dict:
+    """Return the settings of a tokenizer.json that change ids, written in one way."""
+    model = {key: parsed["model"].get(key) or None for key in _PLAIN_MODEL}
+    model["type"] = model["type"] or "BPE"
+    model["byte_fallback"] = bool(parsed["model"].get("byte_fallback"))
+    kinds = {}
+    for section, steps in (
+        ("normalizer", "normalizers"),
+        ("pre_tokenizer", "pretokenizers"),
+        ("decoder", "decoders"),
+    ):
+        step = parsed.get(section)
+        listed = step.get(steps) if isinstance(step, dict) else None
+        listed = listed if listed is not None else [] if step is None else [step]
+        kinds[section] = [_canonical_step(section, s) for s in listed]
+    return {"model": model, **kinds}
+
+
+def _canonical_step(section, step):
+    if not isinstance(step, dict) or step.get("type") != "ByteLevel":
+        return step
+    if section == "decoder":
+        return "ByteLevel"
+    return ("ByteLevel", step.get("add_prefix_space"), step.get("use_regex", True))
+
+
+def _is_sentencepiece(parsed: dict) -> bool:
+    """Return whether a tokenizer.json is of Llama 2's kind, however it is written."""
+    steps = _canonical(parsed)
+    replaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    prepends = {"type": "Prepend", "prepend": "\u2581"}
+    splits = steps["pre_tokenizer"]
+    return (
+        steps["model"]["type"] == "BPE"
+        and steps["model"]["byte_fallback"]
+        and steps["normalizer"] in ([], [replaces], [prepends, replaces])
+        and all(isinstance(s, dict) and s.get("type") == "Metaspace" for s in splits)
+    )
+
+
+def _eos_tokens(
+    directory, model: dict, parsed: dict, declared: str | None
+) -> list[str]:
+    """Return the tokens that end a turn: the tokenizer's, and the model's.
+
+    Transformers ends generation by generation_config.json, else by config.json.
+    """
+    for name, values in (
+        ("generation_config.json", _read(directory / "generation_config.json")),
+        ("config.json", model),
+    ):
+        ids = _eos_ids(directory / name, values)
+        if ids:
+            break
+    contents = {i: t for t, i in _vocabulary(parsed) if i in ids}
+    eos = [] if declared is None else [declared]
+    for i in ids:
+        if i not in contents:
+            raise ValueError(
+                f"{directory / name}: eos_token_id={i} is the id of no token in "
+                f"tokenizer.json"
+            )
+        if contents[i] not in eos:
+            eos.append(contents[i])
+    if not eos:
+        raise ValueError(
+            f"{directory}: neither {SETTINGS} (eos_token) nor generation_config.json "
+            f"nor config.json (eos_token_id) names an end of text"
+        )
+    return eos
+
+
+def _vocabulary(parsed: dict) -> Iterator[tuple[str, int]]:
+    """Yield the tokens and their ids, the added ones last."""
+    vocab = parsed["model"]["vocab"]
+    if isinstance(vocab, dict):
+        yield from vocab.items()
+    else:
+        yield from ((entry[0], i) for i, entry in enumerate(vocab))
+    for token in parsed.get("added_tokens") or []:
+        yield token["content"], token["id"]
+
+
+def _eos_ids(path: pathlib.Path, values: dict) -> list[int]:
+    """Return the ids of eos_token_id, which may be one, several or none."""
+    ids = values.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise ValueError(f"{path}: eos_token_id={ids!r}, expected ids from 0 on")
+    return ids
+
+
+def _chat_template(directory: pathlib.Path, settings: Fields) -> str | None:
+    """Return the default template: that of a file, else that of the settings.
+
+    Raises:
+        ValueError: a template that is no text, or templates without a default.
+    """
+    path = directory / "chat_template.jinja"
+    files = {"default": path} if path.is_file() else {}
+    for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        files[file.stem] = file
+    try:
+        templates = {name: file.read_text("utf-8") for name, file in files.items()}
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a template: {error}") from None
+    if not templates:
+        templates = settings.get("chat_template")
+        if isinstance(templates, str | None):
+            return templates
+        if isinstance(templates, list):  # templates with names, an older layout
+            if not all(isinstance(t, dict) and "name" in t for t in templates):
+                supported = "it must be a list of objects with name and template"
+                raise settings.refusal("chat_template", templates, supported)
+            templates = {str(t["name"]): t.get("template") for t in templates}
+        if not isinstance(templates, dict):
+            raise ValueError(
+                f"{settings.path}: chat_template is a {type(templates).__name__}, "
+                f"expected text"
+            )
+    if not isinstance(templates.get("default"), str):
+        names = ", ".join(map(repr, sorted(templates))) or "none"
+        raise ValueError(
+            f"{directory}: chat_template has no template 'default', which is what a "
+            f"chat without tools is written by; it has {names}"
+        )
+    return templates["default"]
