@@ -81,6 +81,7 @@ FLAGS = {
     "port": (8000, "to listen at; 0 takes a free one"),
     "token_env": ("", "environment variable with the token that requests must carry"),
     "max_body_bytes": (1 << 18, "a longer request is refused"),
+    "max_reply_bytes": (1 << 26, "a longer reply is refused"),
 }
 
 
@@ -322,6 +323,7 @@ def main(argv: Sequence[str]) -> int:
             {},
             token=token,
             max_body_bytes=values["max_body_bytes"],
+            max_reply_bytes=values["max_reply_bytes"],
         )
     tool = SearchTool(
         config, max_question_chars=values["max_question_chars"], say=console.note

@@ -30,6 +30,7 @@ from rsearch.runtime.console import note
 JSON = "application/json"
 HEALTH = "/health"  # answered however many requests are under way
 SEGMENT = re.compile("[A-Za-z0-9._-]{1,64}")  # that the {name} of a route stands for
+STOPPING = "the service is stopping; try again later"
 PHRASE_CHARS = 200  # of a reason in the status line
 LINGER_SECONDS, LINGER_BYTES = 1.0, 1 << 25  # for a body that is refused unread
 STALE_SHARE = 1 / 30  # of a client's time; then it may be closed for another's sake
@@ -183,7 +184,10 @@ class JsonServer(http.server.ThreadingHTTPServer):
             return self._connections[request][0] == CLOSING
 
     def serve(self) -> None:
-        """Serve until SIGINT or SIGTERM; then let requests under way end."""
+        """Serve until SIGINT or SIGTERM; then let requests under way end.
+
+        Where some do not end within `stop_seconds`, the process does.
+        """
 
         def stop(*_):
             # From a thread, since shutdown waits for the loop that this interrupts.
@@ -407,7 +411,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.has_unread = False
         if len(raw) < int(length):
             if self.server.is_closing(self.connection):
-                raise RefusedError(503, "the service is stopping; try again later")
+                raise RefusedError(503, STOPPING)
             raise RefusedError(400, "the body is shorter than its Content-Length")
         try:
             body = json.loads(raw, parse_constant=_no_constant)
@@ -459,6 +463,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def send_error(self, code, message=None, explain=None):
         """Send errors of the HTTP protocol itself as JSON, too."""
         self.has_unread = True
+        self.request_version = "HTTP/1.0"  # of a line without one: it gets a head, too
+        if self.server.is_closing(self.connection):
+            code, message = 503, STOPPING
         self._refuse(int(code), message or HTTPStatus(code).phrase)
 
     def log_message(self, format, *args):
