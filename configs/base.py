@@ -203,8 +203,8 @@ RETRIEVAL = Section(
     ),
     corpus_cache=Field(
         "",
-        "directory for the corpus's offsets; '' = beside the corpus, or in an index "
-        "that leads to one in another directory",
+        "directory for the corpus's offsets; '' = beside the corpus, or in the index "
+        "where that alone names a corpus in another directory",
         may_change=True,
     ),
     index=Field(

@@ -139,6 +139,8 @@ FAULTS = """
   helpers of templates
 70 a program of somebody else's: endless template; number format of a billion;
   pattern that backtracks; long passages cut before they are encoded
+84 what a power cut leaves: fsynced before their rename; damaged export;
+  damaged offsets of a corpus
 """
 
 
