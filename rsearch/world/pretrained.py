@@ -25,7 +25,7 @@ from rsearch.learn.optimizer import make_optimizer
 from rsearch.learn.train_state import create_state
 from rsearch.learn.update import make_policy_update, put
 from rsearch.models.decoder import Decoder, init_params
-from rsearch.models.hf.checkpoint import export
+from rsearch.models.hf.checkpoint import check_export, export
 from rsearch.models.hf.directory import find_model
 from rsearch.models.sharding import make_mesh
 from rsearch.models.small_tokenizer import ROLES
@@ -37,6 +37,7 @@ from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.rollout.replay import replay
 from rsearch.runtime import console
+from rsearch.runtime.files import sync_directory
 from rsearch.types import SearchFn, Segment, Source
 from rsearch.world import reading
 from rsearch.world import texts as world_texts
@@ -155,7 +156,7 @@ def find_world_model(
             digest.update(bytes([segment.source]) + segment.token_ids.tobytes())
     folder = find_cache() if cache is None else pathlib.Path(cache)
     directory = folder / f"{name}-{digest.hexdigest()[:16]}"
-    if directory.is_dir():
+    if directory.is_dir() and _is_intact(directory, say):
         return directory
     _check_writable(folder)
     say(f"{WORLD}:{name}: made once, to be kept in {directory}")
@@ -195,6 +196,19 @@ def _check_writable(folder):
         ) from None
 
 
+def _is_intact(directory, say):
+    """Return whether a cached model is as it was written; set a damaged one aside."""
+    try:
+        check_export(directory)
+    except ValueError as error:
+        aside = directory.with_name(f"{directory.name}.damaged-{uuid.uuid4().hex[:8]}")
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            os.rename(directory, aside)
+        say(f"{error}; it is now {aside}, and made again")
+        return False
+    return True
+
+
 def _keep(directory, params, spec, tokenizer):
     """Write the model; one that another process has written meanwhile is as good."""
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -203,6 +217,7 @@ def _keep(directory, params, spec, tokenizer):
         export(unfinished, params, spec, tokenizer)
         with contextlib.suppress(OSError):
             os.rename(unfinished, directory)
+            sync_directory(directory.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     assert directory.is_dir()

@@ -31,7 +31,14 @@ from rsearch.models.hf.directory import (
 from rsearch.models.hf.families import find_family, make_config, read_family
 from rsearch.models.spec import DecoderSpec
 from rsearch.models.tokenizer import Tokenizer
+from rsearch.runtime.files import (
+    read_json,
+    sampled_digest,
+    sync_directory,
+    sync_tree,
+)
 
+DIGESTS = "rsearch_digests.json"  # of the files of an export, beside them
 EXPORT_DTYPES = {
     "float32": np.float32,
     "bfloat16": ml_dtypes.bfloat16,
@@ -71,6 +78,7 @@ def load_params(
             that is missing, extra or mis-shaped.
     """
     directory = pathlib.Path(directory)
+    check_export(directory, suffix=".safetensors")
     tensors = open_tensors(directory)
     layout = read_family(directory).layout
     _check_tensors(tensors, layout, spec, directory)
@@ -154,8 +162,9 @@ def export(
 ) -> None:
     """Write a checkpoint that `transformers` and `load_params` can read.
 
-    The directory appears under its name when it is complete. A value head is not
-    written. If the mesh spans hosts, every host must call this; the first one writes.
+    The directory appears under its name when it is complete and durable, with a digest
+    of each file for `check_export`. A value head is not written. If the mesh spans
+    hosts, every host must call this; the first one writes.
 
     Args:
         directory: to be made; may exist if it is empty.
@@ -198,12 +207,50 @@ def export(
         if is_writer:
             if len(shards) > 1:
                 _write_index(unfinished / INDEX_FILE, shards)
+            digests = {p.name: sampled_digest(p) for p in unfinished.iterdir()}
+            (unfinished / DIGESTS).write_text(json.dumps(digests, indent=1) + "\n")
+            sync_tree(unfinished)
             os.replace(unfinished, directory)
+            sync_directory(directory.parent)
     finally:
         if is_writer:
             shutil.rmtree(unfinished, ignore_errors=True)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"export {directory}")
+
+
+def check_export(directory: pathlib.Path, *, suffix: str = "") -> None:
+    """Compare the files of a directory that `export` wrote with their digests.
+
+    The digests are of samples, so that opening a large model stays quick; of a file up
+    to 4 MiB they cover every byte.
+
+    Args:
+        directory: of a model; one without digests passes.
+        suffix: of the names of the files that are compared.
+
+    Raises:
+        ValueError: names each file that is missing or differs.
+    """
+    try:
+        digests = read_json(directory / DIGESTS)
+    except FileNotFoundError:
+        return
+    names = digests if isinstance(digests, dict) else {"": None}
+    if not all(name and pathlib.PurePath(name).name == name for name in names):
+        raise ValueError(f"{directory / DIGESTS} holds no digests of files beside it")
+    names = [name for name in names if name.endswith(suffix)]
+    damaged = [
+        name
+        for name in names
+        if not (directory / name).is_file()
+        or sampled_digest(directory / name) != digests[name]
+    ]
+    if damaged:
+        raise ValueError(
+            f"{directory}: {', '.join(damaged)} missing or not as exported; export the "
+            f"model again, or delete {DIGESTS} if the change is meant"
+        )
 
 
 def _plan_shards(params, spec, layout, dtype, max_bytes):
@@ -242,7 +289,7 @@ def _plan_shards(params, spec, layout, dtype, max_bytes):
 
 
 def _fetch(leaf, layer, groups, dtype):
-    """Fetch one tensor to the host, in the layout on disk."""
+    """Fetch one tensor to the host, in the layout on"""
     value = leaf if layer is None else leaf[layer]
     stored = weights.to_stored(collectives.gather_array(value), groups).astype(dtype)
     return np.ascontiguousarray(stored)

@@ -341,6 +341,41 @@ def test_export_never_overwrites(saved, tmp_path):
     assert (empty / "model.safetensors").is_file()
 
 
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.fault(84, "damaged export")
+@pytest.mark.parametrize("max_shard_bytes", [60_000, 5_000_000_000])
+def test_an_export_is_verified_when_it_is_opened(saved, tmp_path, max_shard_bytes):
+    model, params = reference.load(saved)
+    out = tmp_path / "out"
+    huggingface.export(out, params, model.spec, max_shard_bytes=max_shard_bytes)
+    (out / "config.json").write_text((out / "config.json").read_text() + " ")
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        huggingface.load_params(out, model.spec),
+        params,
+    )
+    shard = max(out.glob("*.safetensors"))
+    flip(shard)
+    with pytest.raises(ValueError, match=rf"{shard.name} .*not as exported"):
+        huggingface.load_params(out, model.spec)
+    (out / huggingface.DIGESTS).unlink()
+    huggingface.load_params(out, model.spec)
+
+
+@pytest.mark.parametrize("digests", ["[]", "{", '{"../x.safetensors": "0"}', "null"])
+def test_digests_that_name_no_files_are_refused(saved, tmp_path, digests):
+    model, params = reference.load(saved)
+    huggingface.export(tmp_path / "out", params, model.spec)
+    (tmp_path / "out" / huggingface.DIGESTS).write_text(digests)
+    with pytest.raises(ValueError, match=huggingface.DIGESTS):
+        huggingface.load_params(tmp_path / "out", model.spec)
+
+
 def test_a_failed_export_leaves_nothing(saved, tmp_path, monkeypatch):
     model, params = reference.load(saved)
 
