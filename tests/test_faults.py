@@ -141,6 +141,9 @@ FAULTS = """
   pattern that backtracks; long passages cut before they are encoded
 84 what a power cut leaves: fsynced before their rename; damaged export;
   damaged offsets of a corpus
+71 another tool's checkpoint: FSDP and verl; PEFT; DeepSpeed; Megatron; distcp; GGUF;
+  TensorFlow, Flax, ONNX; git-lfs pointers; partial downloads; folders;
+  quantised weights; pickled shards
 """
 
 

@@ -25,6 +25,7 @@ from rsearch.models.hf.directory import (
     read_object,
     refuse_misfits,
 )
+from rsearch.models.hf.layouts import refuse_quantized
 
 POOLINGS = ("mean", "cls", "max", "lasttoken")
 
@@ -280,8 +281,8 @@ def read_bert_spec(directory: str | os.PathLike) -> BertSpec:
     # Absent or null as in most files, these change nothing; else the model is another.
     for field in ("is_decoder", "is_encoder_decoder", "add_cross_attention"):
         only(field, False, False)
-    for field in ("quantization_config", "auto_map"):
-        only(field, None, None)
+    only("auto_map", None, None)
+    refuse_quantized(path, config.get("quantization_config"))
     if config.get("pruned_heads"):
         only("pruned_heads", {}, {})
     spec = BertSpec(

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from rsearch.models.hf.directory import Fields
+from rsearch.models.hf.layouts import refuse_quantized
 from rsearch.models.hf.weights import DECODER_LAYOUT, Layout
 from rsearch.models.spec import DecoderSpec, LinearScaling, RopeScaling
 
@@ -15,7 +16,6 @@ from rsearch.models.spec import DecoderSpec, LinearScaling, RopeScaling
 SUPPORTED = {
     "hidden_act": (None, "silu", "swish"),
     "mlp_bias": (None, False),
-    "quantization_config": (None,),
     "use_sliding_window": (None, False),
     "use_mrope": (None, False),
     "rope_interleaved": (None, False),
@@ -58,6 +58,7 @@ def check_fields(fields: Fields, allowed: Mapping[str, tuple]) -> None:
     Raises:
         ValueError: names the field, its value and what is supported.
     """
+    refuse_quantized(fields.path, fields.get("quantization_config"))
     for name, values in {**SUPPORTED, **allowed}.items():
         fields.check(name, values)
     layer_types = fields.get("layer_types") or ()

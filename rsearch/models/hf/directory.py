@@ -13,25 +13,17 @@ from collections.abc import Iterable, Mapping
 import huggingface_hub
 from safetensors import SafetensorError, safe_open
 
+from rsearch.models.hf import layouts
 from rsearch.runtime import files
 from rsearch.runtime.connections import check_hub, describe_hub
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = ("F32", "BF16", "F16")
+_FIRST_READ = ("config.json", "modules.json", "tokenizer.json", "vocab.txt")
 MAX_NUMBER = {int: 2**31, float: 1e38}  # an int32 and a float32 hold what is below
 # What a download holds: configuration, tokenizer, and safetensors of the top folder.
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-_NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
-_CONVERT = (
-    "import os, sys, torch; from safetensors.torch import save_file; "
-    "out, *files = sys.argv[1:]; w = {}; "
-    '[w.update(torch.load(f, map_location="cpu", weights_only=True)) for f in files]; '
-    'w = w.get("state_dict", w); '
-    "w = {k: t.clone().contiguous() for k, t in w.items()}; "
-    'save_file(w, out + ".part", {"format": "pt"}); os.replace(out + ".part", out)'
-)
 
 
 def find_model(source: str | os.PathLike) -> pathlib.Path:
@@ -40,11 +32,15 @@ def find_model(source: str | os.PathLike) -> pathlib.Path:
     Downloads are kept in huggingface_hub's cache.
 
     Raises:
-        ValueError: neither a directory nor a hub id that could be fetched, or one
-            without safetensors weights.
+        ValueError: neither a directory nor a hub id that could be fetched, one without
+            safetensors weights, or a directory of another tool's checkpoint.
     """
     directory = files.expand(source)
     if directory.is_dir():
+        # The tokenizer is looked for first: without one this is said before it.
+        is_model = any((directory / name).is_file() for name in _FIRST_READ)
+        if not is_model and (layout := layouts.describe_layout(directory)):
+            raise ValueError(layout)
         return directory
     check_hub(f"model {str(source)!r}")
     try:
@@ -62,13 +58,11 @@ def find_model(source: str | os.PathLike) -> pathlib.Path:
         ) from error
     directory = pathlib.Path(directory)
     if not any(directory.glob("*.safetensors")):
-        command = convert_command("model/model.safetensors", [])
         raise ValueError(
-            f"model {str(source)!r} has no safetensors weights on the hub, and pickles "
-            f"are not fetched, for they can run code; if you trust them, convert them "
-            f"yourself (needs torch) and give the directory instead:\n"
-            f"hf download {source} --local-dir model && {command} "
-            f"model/pytorch_model*.bin"
+            f"model {str(source)!r} has no safetensors weights on the hub, and only "
+            "these are fetched; download all and name the directory, model: then it is "
+            "said what converts its files\n"
+            f"hf download {shlex.quote(str(source))} --local-dir model"
         )
     return directory
 
@@ -82,9 +76,10 @@ def read_object(path: pathlib.Path) -> dict:
     try:
         value = files.read_json(path)
     except FileNotFoundError:
-        raise ValueError(
-            f"{path} does not exist, so its directory holds no model"
-        ) from None
+        problem = f"{path} does not exist, so its directory holds no model"
+        if path.name == "config.json" and (reason := _explain(path.parent)):
+            problem += f": {reason}"
+        raise ValueError(problem) from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, not an object")
     return value
@@ -157,12 +152,19 @@ def open_tensors(directory: pathlib.Path) -> dict:
             that cannot be read, or a tensor stored twice.
     """
     tensors = {}
+    if _is_adapted(directory):
+        raise ValueError(
+            f"{directory} holds adapter_config.json beside a model's weights: with it "
+            "transformers loads the adapter upon another model; move the adapter away, "
+            "or the weights"
+        )
     for file in _weight_files(directory):
         handle = _open_file(file)
         for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no dict
             if name in tensors:
                 raise ValueError(f"{file}: {name} is stored in an earlier shard too")
             tensors[name] = handle.get_slice(name)
+    layouts.refuse_quantized_tensors(directory, tensors)
     return tensors
 
 
@@ -223,12 +225,6 @@ def refuse_misfits(
         raise ValueError(title + "\n" + _table(rows))
 
 
-def convert_command(out: str | pathlib.Path, files: Iterable) -> str:
-    """Return a shell line that turns pickled weights into one safetensors file."""
-    args = " ".join(shlex.quote(str(file)) for file in (out, *files))
-    return f"python -c {shlex.quote(_CONVERT)} {args}"
-
-
 def _weight_files(directory):
     """Return the safetensors files that make up a checkpoint, in order."""
     if (directory / SINGLE_FILE).is_file():
@@ -248,7 +244,7 @@ def _weight_files(directory):
             num_tensors = sum(file == name for file in weight_map.values())
             raise ValueError(
                 f"{directory / name} is missing; {index.name} says that it holds "
-                f"{num_tensors} tensors"
+                f"{num_tensors} tensors{layouts.missing_hint(directory)}"
             )
     return [directory / name for name in names]
 
@@ -259,33 +255,41 @@ def _open_file(file):
     except SafetensorError as error:
         with open(file, "rb") as stream:
             start = stream.read(8)
-        if start.startswith(b"PK\x03\x04") or re.match(rb"\x80[\x00-\x05]", start):
-            command = convert_command(file, [file])
+        if layouts.is_pickled(start):
+            command = layouts.convert_command(file, [file])
             raise ValueError(
                 f"{file} is a pickle under another name, and pickles can run code; if "
                 f"you trust it, convert it yourself (needs torch):\n{command}"
             ) from None
-        hint = ""
-        if start == b"version ":
-            hint = "; it looks like a git-lfs pointer: run `git lfs pull`"
+        hint = layouts.missing_hint(file.parent)
+        if layouts.is_pointer(file):
+            folder = shlex.quote(str(file.parent))
+            hint = (
+                f"; it is a git-lfs pointer (git lfs pull):\ngit -C {folder} lfs pull"
+            )
         raise ValueError(f"{file} is damaged or incomplete: {error}{hint}") from None
+
+
+def _is_adapted(directory):
+    """Return whether an adapter lies beside full weights."""
+    names = (SINGLE_FILE, INDEX_FILE)
+    has_weights = any((directory / name).is_file() for name in names)
+    return has_weights and (directory / "adapter_config.json").is_file()
+
+
+def _explain(directory):
+    """Return why a directory holds no model, where its files say so; else None."""
+    if not directory.is_dir():
+        return None
+    reason = layouts.describe_layout(directory)
+    return reason or layouts.describe_inside(directory)
 
 
 def _no_weights(directory):
     """Explain why a directory without model.safetensors cannot be loaded."""
-    names = sorted(file.name for file in directory.iterdir())
-    pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
-    pickles = [name for name in pickles if not name.startswith(_NOT_WEIGHTS)]
-    pickles = [n for n in pickles if n.startswith("pytorch_model")] or pickles
-    if pickles:
-        files = [directory / name for name in pickles]
-        command = convert_command(directory / SINGLE_FILE, files)
-        return (
-            f"{directory} holds pickled weights only ({', '.join(pickles)}), and "
-            f"pickles can run code; if you trust them, convert them yourself (needs "
-            f"torch):\n{command}"
-        )
-    content = ", ".join(names) or "nothing"
+    if reason := _explain(directory):
+        return reason
+    content = ", ".join(sorted(file.name for file in directory.iterdir())) or "nothing"
     return f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; it has {content}"
 
 
