@@ -124,7 +124,7 @@ def _parquet(folder):
 def _hub(folder):
     from rsearch.data.questions import load_questions
 
-    # A directory laid out as on the hub: of a name the network would be looked at first.
+    # A directory laid out as on the hub; of a name the network would be asked first.
     return _patch("datasets.load_dataset"), lambda: load_questions(folder)
 
 
