@@ -24,6 +24,7 @@ from typing import NamedTuple
 import httpx
 
 from rsearch.hosts.preemption import OutageError
+from rsearch.runtime.boundary import REQUESTS
 
 MAX_SEARCHES = 3  # of a query whose search fails, where nothing else can be done
 RETRIED = frozenset({408, 429, *range(500, 600)})  # statuses of transient failures
@@ -373,7 +374,9 @@ def post(
         )
     except httpx.TimeoutException:
         return Reply(None, "too slow")
-    except Exception as error:  # its text could quote what was sent
+    except REQUESTS:
+        raise
+    except BaseException as error:  # its text could quote what was sent
         return Reply(None, type(error).__name__)
 
 

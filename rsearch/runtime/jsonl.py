@@ -203,8 +203,10 @@ def decode_json(data: bytes, *, strict: bool = True) -> Any:
         raise ValueError(f"invalid JSON at {where}: {error.msg}") from None
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
-    except (ValueError, *REQUESTS):
+    except REQUESTS:
         raise
+    except ValueError as error:
+        raise ValueError(" ".join(str(error).split())) from None
     except BaseException as error:
         # No boundary, which each of a million lines would pay for.
         raise ValueError(f"not read as JSON: {describe_error(error)}") from None

@@ -28,7 +28,9 @@ from unittest import mock
 import numpy as np
 
 from rsearch.config.recipes import is_for_users, parse_flags, run_command
+from rsearch.hosts.preemption import PreemptedError
 from rsearch.runtime import console
+from rsearch.stages import state
 from rsearch.stages.state import StageState
 from tests.chaos.resume import ALGORITHMS, SHORT, differences
 from tests.small_run import arguments, run_python
@@ -73,9 +75,13 @@ def _service(folder):
     from rsearch.retrieval.service import RemoteSearch
 
     search = RemoteSearch(
-        "http://127.0.0.1:9", api="search_r1", top_k=1, max_retries=0, say=_drop
+        "http://127.0.0.1:9",
+        api="search_r1",
+        top_k=1,
+        max_retries=0,
+        outage_seconds=0.0,
+        say=_drop,
     )
-    search.__class__ = type("Patient", (RemoteSearch,), {"_is_final": lambda *_: True})
     return _patch("httpx.Client.stream"), lambda: search(["who?"]) == [None]
 
 
@@ -96,6 +102,7 @@ def _judge(folder):
         timeout_seconds=1.0,
         max_retries=0,
         concurrency=1,
+        outage_seconds=0.0,
         say=_drop,
     )
     chat = [{"role": "user", "content": "?"}]
@@ -244,6 +251,8 @@ def outcome(call: Callable) -> str:
     """
     try:
         result = call()
+    except PreemptedError:  # after an outage: the run is saved and ends with 75
+        return ""
     except BaseException as error:
         if is_for_users(error) and "\n" not in str(error):
             return ""
@@ -345,6 +354,7 @@ def injected(seed: str, log: pathlib.Path) -> Iterator[None]:
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(StageState, "retry_io", retry_io))
+        patches.enter_context(mock.patch.object(state, "RETRY_WAITS", (0.02, 0.1)))
         for name, (module, owner, function) in CALLS.items():
             target = importlib.import_module(module)
             target = getattr(target, owner) if owner else target

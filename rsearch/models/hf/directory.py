@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from rsearch.models.hf import layouts
 from rsearch.runtime import files
+from rsearch.runtime.boundary import boundary
 from rsearch.runtime.connections import check_hub, describe_hub
 
 SINGLE_FILE = "model.safetensors"
@@ -159,11 +160,12 @@ def open_tensors(directory: pathlib.Path) -> dict:
             "or the weights"
         )
     for file in _weight_files(directory):
-        handle = _open_file(file)
-        for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no dict
-            if name in tensors:
-                raise ValueError(f"{file}: {name} is stored in an earlier shard too")
-            tensors[name] = handle.get_slice(name)
+        with boundary(str(file)):
+            handle = _open_file(file)
+            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - it is no dict
+        if twice := sorted(tensors.keys() & slices):
+            raise ValueError(f"{file}: {twice[0]} is stored in an earlier shard too")
+        tensors |= slices
     layouts.refuse_quantized_tensors(directory, tensors)
     return tensors
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
+from rsearch.runtime.boundary import boundary
+
 # Which axes of a parameter, its layer axis left out, make up each axis of a tensor.
 Groups = tuple[tuple[int, ...], ...]
 # Leaf of the parameter tree -> (name of the tensor that stores it, groups of axes).
@@ -109,7 +111,8 @@ def read_block(
         sizes += [high - low] + [shape[axis] for axis in others]
         rest += [slice(None)] + [slice(*bounds[axis]) for axis in others]
     order = [axis for group in groups for axis in group]
-    block = tensor[tuple(ranges)].reshape(sizes)[tuple(rest)]
+    with boundary("a tensor of the weights"):
+        block = tensor[tuple(ranges)].reshape(sizes)[tuple(rest)]
     return block.transpose(np.argsort(order))
 
 
