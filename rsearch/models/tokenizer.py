@@ -107,26 +107,30 @@ class Tokenizer:
     def encode_start(self, text: str, limit: int) -> np.ndarray:
         """Return the ids of a text; of a long one, more than `limit` from its start.
 
-        The first `limit` ids are those of the full text. A long text is only read as
-        far as these can reach: `limit` of the longest tokens, and SLACK characters,
-        farther than a splitting pattern looks ahead in any text but one run of blanks,
-        or one word, of that length.
+        The first `limit` ids are those of the full text. A long text is read until they
+        end SLACK characters before what was read, farther than a splitting pattern
+        looks ahead, unless a run of blanks or one word is as long.
         """
         size = limit * self._longest + SLACK
+        if len(text) <= size:
+            return self.encode(text)
+        text = _paired(text)
         while size < len(text):
-            ids = self.encode(text[:size])
-            if len(ids) > limit:
-                return ids
-            # A text of characters that make no id, or less than one each.
-            size *= 4
+            encoding = self._encoding(self._body, text[:size])
+            # What lies before the first id that is not wanted belongs to wanted ones.
+            if len(encoding) > limit and encoding.offsets[limit][0] <= size - SLACK:
+                return np.asarray(encoding.ids, np.int32)
+            size *= 4  # characters that make no id, or less than one each
         return self.encode(text)
 
     def _encode(self, tokenizer, text: str) -> np.ndarray:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        with typed_errors(f"{self._name}: {len(text)} characters cannot be encoded"):
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._encoding(tokenizer, _paired(text)).ids
         assert self.control_ids.isdisjoint(ids)
         return np.asarray(ids, np.int32)
+
+    def _encoding(self, tokenizer, text: str):
+        with typed_errors(f"{self._name}: {len(text)} characters cannot be encoded"):
+            return tokenizer.encode(text, add_special_tokens=False)
 
     def encode_raw(self, text: str, opening: str = "") -> np.ndarray:
         """Return the [n] int32 ids of start tokens and a prompt without template.
@@ -358,6 +362,11 @@ def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
         template_tokens=read.named_tokens,
         name=str(directory),
     )
+
+
+def _paired(text: str) -> str:
+    """Return a text in which unpaired surrogates are U+FFFD, and pairs a character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _readings(messages: Messages) -> Iterator[Messages]:

@@ -25,6 +25,7 @@ from rsearch.models.hf.directory import read_object
 from rsearch.runtime import files
 
 MAX_WORD_CHARACTERS = 100  # longer words are unknown, as in BertTokenizer
+START = 32  # characters of a text that are encoded first, for each token it may have
 
 # RE2 patterns. White space is all but the separators that cleaning removes as controls.
 _REMOVED = r"[\x00-\x08\x0B\x0C\x0E-\x1F\x7F-\x9F\x{FFFD}\p{Cf}\p{Co}]"
@@ -115,7 +116,7 @@ class WordPiece:
         first, last = [self.first_id], [self.last_id]
         return [
             np.concatenate([first, ids[: max_tokens - 2], last]).astype(np.int32)
-            for ids in self._encode(texts)
+            for ids in self._encode_starts(texts, max_tokens)
         ]
 
     def pairs(
@@ -141,7 +142,14 @@ class WordPiece:
         assert len(firsts) == len(seconds), (len(firsts), len(seconds))
         if not firsts:
             return [], []
-        encoded = self._encode([*firsts, *seconds])
+        texts = [*firsts, *seconds]
+        encoded = self._encode_starts(texts, max_tokens)
+        # Where both are cut, an odd token goes to the longer one: both are read.
+        for i, (first, second) in enumerate(zip(firsts, seconds)):
+            j = i + len(firsts)
+            is_cut = max(len(first), len(second)) > START * max_tokens
+            if is_cut and 2 * min(len(encoded[i]), len(encoded[j])) > max_tokens - 3:
+                encoded[i], encoded[j] = self._encode([first, second])
         start, end = [self.first_id], [self.last_id]
         rows, counts = [], []
         for first, second in zip(encoded[: len(firsts)], encoded[len(firsts) :]):
@@ -151,6 +159,23 @@ class WordPiece:
             rows.append(row.astype(np.int32))
             counts.append(len(first) + 2)
         return rows, counts
+
+    def _encode_starts(self, texts, limit):
+        """Return for each text its ids, or of a long one more than `limit` first ids.
+
+        A long text is cut before it is encoded, which can change the ids of the word
+        that is cut, and of no other. A word has at most MAX_WORD_CHARACTERS ids: a
+        longer one is unknown, and so is its start if that is longer, too.
+        """
+        size = START * limit
+        encoded = self._encode([text[:size] for text in texts])
+        for i, (text, ids) in enumerate(zip(texts, encoded)):
+            start = size
+            while start < len(text) and len(ids) < limit + MAX_WORD_CHARACTERS:
+                start *= 4  # long words, or characters that make no id
+                ids = self._encode([text[:start]])[0]
+            encoded[i] = ids
+        return encoded
 
     def _encode(self, texts):
         """Return the ids of each text, without special tokens."""

@@ -441,7 +441,7 @@ class Host:
 
     def _cut(self, cut: Cut, limit: int) -> np.ndarray:
         """Return [n <= limit] ids of a piece, cut where its text may end."""
-        ids = self.tokenizer.encode(cut.text)
+        ids = self.tokenizer.encode_start(cut.text, limit)
         if len(ids) <= limit:
             return ids
         while limit and not cut.may_end(self.tokenizer.decode(ids[:limit])):

@@ -156,9 +156,9 @@ def make_baseline(
         for question, passages in zip(questions, results, strict=True):
             if passages is None:
                 raise ValueError(f"the search for question {question.id} failed")
-            ids = tokenizer.encode(plain.write_passages(passages))
-            cut = ids[: c.rollout.max_observation_tokens]
-            shown[question.id] = tokenizer.decode(cut)
+            limit = c.rollout.max_observation_tokens
+            ids = tokenizer.encode_start(plain.write_passages(passages), limit)
+            shown[question.id] = tokenizer.decode(ids[:limit])
     chats = {
         q.id: plain.messages_with_passages(protocol, q.text, shown[q.id])
         for q in questions

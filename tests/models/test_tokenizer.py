@@ -348,3 +348,29 @@ def test_without_a_padding_token_rows_are_filled_with_the_end_of_text(small, tmp
     assert "pad_token" not in json.loads(settings.read_text())
     actual = load_tokenizer(tmp_path)
     assert actual.pad_id == actual.eos_ids[0] == small.eos_ids[0]
+
+
+LONG = {
+    "words": "the end of <search> the user \n" * 3_000,
+    "blanks": " " * 60_000 + "end",
+    "line feeds": "\n" * 60_000,
+    "letters": "end" * 20_000,
+    "characters without ids": "\x04" * 60_000 + "the end",
+    "composed": "e\u0301\u0323" * 20_000,
+    "surrogates": "\ud83d\ude00\ud800" * 20_000,
+    "a late word": "ab " * 9_000 + "c" * 20_000,
+}
+
+
+@pytest.mark.fault(70, "long passages cut before they are encoded")
+@pytest.mark.parametrize("name", LONG)
+def test_the_start_of_a_long_text_has_the_ids_of_all_of_it(either, name):
+    ids = either.encode(LONG[name]).tolist()
+    for limit in (0, 1, 7, 500):
+        start = either.encode_start(LONG[name], limit).tolist()
+        assert start[:limit] == ids[:limit]
+        assert min(len(ids), limit + 1) <= len(start) <= len(ids)
+
+
+def test_the_start_of_a_short_text_is_all_of_it(small):
+    assert small.encode_start("the end", 1).tolist() == small.encode("the end").tolist()

@@ -253,6 +253,39 @@ def pair_front(tmp_path_factory):
     return WordPiece(directory), transformers.BertTokenizer.from_pretrained(directory)
 
 
+LONG = {
+    "words": "the River " * 2_000,
+    "one word": "x" * 10_000 + " the river",
+    "blanks": " \n" * 10_000 + "the river",
+    "marks": "e" + "\u0301" * 10_000 + " the river",
+    "nothing": "\x00" * 10_000,
+    "long words": ("x" * 500 + " ") * 40,
+    "ideographs": "\u4e2d" * 5_000,
+}
+
+
+@pytest.mark.fault(70, "long passages cut before they are encoded")
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_text_is_encoded_as_if_it_were_read_to_its_end(tiny, name):
+    tokenizer, text = WordPiece(tiny), LONG[name]
+    for max_tokens in (3, 8, 64):
+        ids = tokenizer([text, "the river"], max_tokens=max_tokens)
+        full = tokenizer([text], max_tokens=10**5)[0]
+        expected = (
+            full if len(full) <= max_tokens else [*full[: max_tokens - 1], full[-1]]
+        )
+        assert ids[0].tolist() == list(expected)
+    pairs = [("the river", text), (text, "the river"), (text, text)]
+    for first, second in pairs:
+        rows, counts = tokenizer.pairs([first], [second], max_tokens=16)
+        full, before = tokenizer.pairs([first], [second], max_tokens=10**5)
+        assert len(rows[0]) == min(16, len(full[0]))
+        # A text has the same first ids, however many of them remain.
+        assert rows[0][: counts[0] - 1].tolist() == full[0][: counts[0] - 1].tolist()
+        second_ids = rows[0][counts[0] : -1].tolist()
+        assert second_ids == full[0][before[0] :][: len(second_ids)].tolist()
+
+
 def test_a_pair_has_three_special_tokens(pair_front):
     front, _ = pair_front
     assert front.pairs([], [], max_tokens=5) == ([], [])
