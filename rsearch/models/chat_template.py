@@ -21,6 +21,8 @@ import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
 
+from rsearch.runtime.boundary import REQUESTS
+
 MAX_SOURCE = 1 << 18  # characters of a template; published ones have up to 2 ** 15
 MAX_VALUE = 1 << 20  # characters of a value; an element of a list counts as 8
 MAX_OUTPUT = 1 << 24  # characters of all that a rendering writes, its macros included
@@ -79,7 +81,9 @@ class ChatTemplate:
         try:
             meter.start(_weigh(variables, float("inf")))
             return self._template.render(variables)
-        except Exception as error:  # the template is somebody else's program
+        except REQUESTS:
+            raise
+        except BaseException as error:  # the template is somebody else's program
             raise ValueError(_line(error)) from error
 
 

@@ -21,8 +21,8 @@ from rsearch.models.vocabulary import (
     body_tokenizer,
     parse_tokenizer,
     token_bytes,
-    typed_errors,
 )
+from rsearch.runtime.boundary import boundary
 from rsearch.types import Messages
 
 # What tokenizers strips around an added token: Unicode's White_Space.
@@ -129,7 +129,7 @@ class Tokenizer:
         return np.asarray(ids, np.int32)
 
     def _encoding(self, tokenizer, text: str):
-        with typed_errors(f"{self._name}: {len(text)} characters cannot be encoded"):
+        with boundary(f"{self._name}: {len(text)} characters cannot be encoded"):
             return tokenizer.encode(text, add_special_tokens=False)
 
     def encode_raw(self, text: str, opening: str = "") -> np.ndarray:
@@ -289,7 +289,7 @@ class Tokenizer:
             if not trusted:
                 pending += text
                 continue
-            with typed_errors(f"{self._name}: the template's text cannot be encoded"):
+            with boundary(f"{self._name}: the template's text cannot be encoded"):
                 encoding = self._full.encode(text, add_special_tokens=False)
             end = 0
             for token, (start, stop) in zip(encoding.ids, encoding.offsets):

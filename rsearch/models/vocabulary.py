@@ -1,12 +1,13 @@
 """A tokenizer.json: the bytes of its tokens, and a copy without added tokens."""
 
-import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import tokenizers
+
+from rsearch.runtime.boundary import boundary
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -29,23 +30,8 @@ def parse_tokenizer(text: str, name: str | os.PathLike) -> tokenizers.Tokenizer:
     Raises:
         ValueError: the library refuses it.
     """
-    with typed_errors(f"{name}: not a tokenizer"):
+    with boundary(f"{name}: not a tokenizer"):
         return tokenizers.Tokenizer.from_str(text)
-
-
-@contextlib.contextmanager
-def typed_errors(message: str) -> Iterator[None]:
-    """Turn what the tokenizers library raises within the block into a ValueError.
-
-    It raises bare Exception; a panic of its Rust code, such as a splitting pattern that
-    backtracks without end, is a BaseException, which no handler of errors expects.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ValueError(f"{message}: {error}") from error
-        raise
 
 
 def body_tokenizer(parsed: dict, name: str) -> tokenizers.Tokenizer:
