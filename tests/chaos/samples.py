@@ -8,9 +8,13 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
+from rsearch.compare import read_run
 from rsearch.config.recipes import load, parse_command_line, validate
 from rsearch.data.corpus import Corpus
+from rsearch.data.demonstrations import load_demonstrations
 from rsearch.data.questions import load_questions
 from rsearch.evaluation.evaluator import read_results
 from rsearch.models.hf import checkpoint as huggingface
@@ -20,6 +24,8 @@ from rsearch.retrieval.encoder import HashedNgrams, load_encoder
 from rsearch.retrieval.index import open_index
 from rsearch.retrieval.index_build import build_index
 from rsearch.runtime import checkpoint
+from rsearch.runtime.identity import record_start
+from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.metrics import read_metrics
 from rsearch.runtime.workdir import Workdir
@@ -32,6 +38,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] | trim }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+MODULES = "sentence_transformers.models"
 WORDS = ["river", "city", "harbour", "tower", "bridge", "museum", "garden", "lake"]
 ARGUMENTS = [
     "--config.rl.lr=1e-6",
@@ -77,6 +84,44 @@ def make_bert(folder):
     (folder / "bert" / "sentence_bert_config.json").write_text(json.dumps(told))
 
 
+def make_sentence_encoder(folder):
+    """An encoder in the layout of sentence-transformers."""
+    make_bert(folder)
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": f"{MODULES}.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{MODULES}.Pooling"},
+        {"idx": 2, "name": "2", "path": "2_Normalize", "type": f"{MODULES}.Normalize"},
+    ]
+    (folder / "bert" / "modules.json").write_text(json.dumps(modules))
+    (folder / "bert" / "1_Pooling").mkdir()
+    width = json.loads((folder / "bert" / "config.json").read_text())["hidden_size"]
+    pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
+    (folder / "bert" / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    settings = {"prompts": {}, "similarity_fn_name": "cosine"}
+    path = folder / "bert" / "config_sentence_transformers.json"
+    path.write_text(json.dumps(settings))
+
+
+def make_tokenizer(folder):
+    """A tokenizer of whose tokens and templates some stand beside tokenizer.json."""
+    tiny.tokenizer().save(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings["chat_template"] = [{"name": "default", "template": TEMPLATE}]
+    path.write_text(json.dumps(settings))
+    names = {"eos_token": settings["eos_token"]}
+    (folder / "special_tokens_map.json").write_text(json.dumps(names))
+    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    added = {token["content"]: token["id"] for token in tokens}
+    (folder / "added_tokens.json").write_text(json.dumps(added))
+
+
+def load_tokenizer_of(folder):
+    tokenizer = load_tokenizer(folder)
+    tokenizer.encode_prompt(CHAT)
+    tokenizer.encode("river and harbour")
+
+
 def load_bert(folder):
     load_encoder(folder / "bert", family="minilm").encode_queries(["the city"])
 
@@ -94,6 +139,46 @@ def make_packed_corpus(folder):
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "corpus.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+
+
+def make_layouts(folder):
+    """Questions and corpora in layouts of public data sets."""
+    musique = {"id": "2hop__1", "question": "Who?", "answer": "Ann"}
+    musique |= {"answer_aliases": ["A. B."], "answerable": True, "paragraphs": []}
+    _write_lines(folder / "musique.jsonl", [musique])
+    popqa = {"id": 4, "question": "Who?", "possible_answers": '["Ann", "A."]'}
+    _write_lines(folder / "popqa.jsonl", [popqa])
+    answer = {"value": "Ann", "aliases": ["A. B."], "normalized_aliases": ["a b"]}
+    trivia = {"question_id": "tc_2", "question": "Who?", "answer": answer}
+    _write_lines(folder / "triviaqa.jsonl", [trivia])
+    rows = [{"question": f"Who {i}?", "golden_answers": ["Ann"]} for i in range(20)]
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, folder / "questions.parquet", row_group_size=7)
+    beir = [{"_id": f"d{i}", "title": "", "text": t} for i, t in enumerate(_texts(9))]
+    _write_lines(folder / "corpus.jsonl", beir)
+
+
+def load_layouts(folder):
+    for name in ("musique.jsonl", "popqa.jsonl", "triviaqa.jsonl", "questions.parquet"):
+        load_questions(folder / name)
+    load_corpus(folder)
+
+
+def make_demonstrations(folder):
+    rows = [
+        {
+            "id": f"d{i}",
+            "question": "Who?",
+            "turns": ["<search> it </search>", "<answer> Ann </answer>"],
+            "observations": ["Ann built it."],
+        }
+        for i in range(9)
+    ]
+    _write_lines(folder / "demonstrations.jsonl", rows)
+
+
+def load_demonstrations_of(folder):
+    load_demonstrations(folder / "demonstrations.jsonl")
 
 
 def load_corpus(folder):
@@ -169,6 +254,12 @@ def _run_config():
 def make_run(folder):
     with Workdir(folder / "run", _run_config(), inputs={"train": "abc"}) as run:
         rl = run.stage("rl")
+        record_start(run.path, "train", _run_config(), inputs={"train": "abc"})
+    journal = AppendLog(rl, "rollouts")
+    for number in range(4):
+        journal.add(["key", number], b"body" * number)
+    undone = [{"step": 1, "reward": 0.5, "roll_back": 1}]
+    _write_lines(rl / "rolled_back.jsonl", undone)
     rows = [{"step": i, "reward": 0.5, "seconds": 1.0} for i in range(5)]
     _write_lines(rl / "metrics.jsonl", rows)
     key = {"stage": "rl", "method": "protocol", "dataset": "dev"}
@@ -179,7 +270,12 @@ def make_run(folder):
 
 def load_run(folder):
     with Workdir(folder / "run", _run_config(), inputs={"train": "abc"}) as run:
+        record_start(run.path, "train", _run_config(), inputs={"train": "abc"})
         read_metrics(run.path / "rl" / "metrics.jsonl")
+        journal = AppendLog(run.path / "rl", "rollouts")
+        for number in range(4):  # what is there is what was written
+            assert journal.get(["key", number]) in (None, b"body" * number)
+    read_run(folder / "run")
     read_results(folder / "run")
     if (folder / "run" / "transcripts.jsonl").exists():
         read_jsonl(folder / "run" / "transcripts.jsonl")
@@ -210,6 +306,10 @@ KINDS = {
     "weights": (make_weights, load_weights),
     "shards": (lambda f: make_weights(f, max_shard_bytes=20_000), load_weights),
     "encoder": (make_bert, load_bert),
+    "sentence encoder": (make_sentence_encoder, load_bert),
+    "tokenizer": (make_tokenizer, load_tokenizer_of),
+    "layouts": (make_layouts, load_layouts),
+    "demonstrations": (make_demonstrations, load_demonstrations_of),
     "index": (make_index, load_index),
     "corpus": (make_corpus, load_corpus),
     "packed corpus": (make_packed_corpus, load_corpus),
