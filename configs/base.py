@@ -33,7 +33,7 @@ from rsearch.config.stage_plan import ROLES, STAGE, is_stage
 
 MIN_TEMPERATURE = 1e-6  # logits divided by less overflow
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a decoder block
-NORMALIZERS = ("squad", "r1_searcher")
+NORMALIZERS = ("squad", "r1_searcher", "flashrag")
 DTYPES = ("float32", "bfloat16")
 WORLD_KINDS = ("single", "bridge", "three_hop", "four_hop", "comparison")
 WORLD_KINDS += ("unanswerable",)  # no passage answers these
@@ -556,6 +556,12 @@ RL = Section(
         "only adds noise",
         one_of(("k1", "k2", "k3")),
     ),
+    kl_cap=Field(
+        0.0,
+        "'k3': most that one token counts, and beyond which it has no gradient; verl's "
+        "is 10. 0 = e^20, of which one token is the update",
+        at_least(0),
+    ),
     kl_place=Field("loss", "where the divergence acts", one_of(("loss", "reward"))),
     kl_controller=Field(
         "fixed",
@@ -569,7 +575,8 @@ RL = Section(
     loss_mean=Field(
         "token",
         "mean over all tokens, per 'sequence' first, per micro-batch first "
-        "('micro_token'), or 'constant': sum / (rows x loss_tokens)",
+        "('micro_token'), or 'constant': sum / (rows x loss_tokens), as in Tunix and "
+        "TRL; verl does not divide by rows: its lr is of a sum that many times larger",
         one_of(("token", "sequence", "constant", "micro_token")),
     ),
     loss_tokens=Field(

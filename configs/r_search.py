@@ -105,9 +105,12 @@ def parity(c, words):
     c.rollout.top_p = 0.95
     c.rl.update(old_logprobs="recompute", entropy_coef=0.001, loss_mean="micro_token")
     c.rl.update(advantage_mask="response", lr_first_step_zero=True)
+    if c.rl.kl_kind == "k3":
+        c.rl.kl_cap = 10.0
     reward = c.reward.to_dict()
     whole = {"scope": "transcript"}
-    reward["answer_f1"] |= whole | {"decimals": 2}
+    f1 = {"decimals": 2, "empty_matches": True}
+    reward["answer_f1"] |= whole | f1
     tags = whole | {"indicator": "tags"}
     reward["r_search_format"] |= tags | {
         "unsearched_evidence_pays": False,
@@ -115,7 +118,7 @@ def parity(c, words):
         "forged_pays": True,
     }
     if "evidence_f1" in reward:
-        reward["evidence_f1"] |= tags | {"decimals": 2}
+        reward["evidence_f1"] |= tags | f1
     with c.unlocked():
         c.reward = ConfigDict(reward)
     if not words.tiny:

@@ -127,6 +127,8 @@ def parity(c, words):
     c.rollout.top_p = 0.95
     c.rl.update(old_logprobs="recompute", entropy_coef=0.001, loss_mean="micro_token")
     c.rl.update(advantage_mask="response", lr_first_step_zero=True)
+    if c.rl.kl_kind == "k3":
+        c.rl.kl_cap = 10.0
     c.eval.normalize = "r1_searcher"
     with c.unlocked():
         whole = {"scope": "transcript", "empty_matches": True}

@@ -91,6 +91,8 @@ def parity(c, words):
     is_ppo = words.algorithm == "ppo"
     c.rl.update(old_logprobs="recompute", entropy_coef=0.001, loss_mean="micro_token")
     c.rl.update(advantage_mask="response", lr_first_step_zero=True)
+    if c.rl.kl_kind == "k3":
+        c.rl.kl_cap = 10.0
     c.rollout.cut_tags = True
     if not is_ppo:
         c.rollout.top_p = 0.95  # of the scripts, only v0.2's with PPO set 1

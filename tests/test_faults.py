@@ -113,6 +113,7 @@ FAULTS = """
   questions without an answer; id under another name; predictions
 61 a list of answers as text: JSON; Python; array; text in brackets; no list of texts;
   Parquet columns
+62 an answer that normalises to nothing: articles; punctuation alone
 64 files of other programs: few-shot prompt; intermediate_data.json; save_to_disk
 65 a small file of gigabytes: gzip checked while it is unpacked; gzip of questions;
   Parquet of gigabytes
@@ -144,6 +145,9 @@ FAULTS = """
 71 another tool's checkpoint: FSDP and verl; PEFT; DeepSpeed; Megatron; distcp; GGUF;
   TensorFlow, Flax, ONNX; git-lfs pointers; partial downloads; folders;
   quantised weights; pickled shards
+81 long runs of combining marks: same form; linear time; words of a passage
+92 numbers of the public functions: answers of nothing in R-Search; FlashRAG's F1;
+  an empty golden answer as a substring; cap of k3
 """
 
 

@@ -268,6 +268,7 @@ def test_search_r1_pays_for_what_was_found_where_its_paper_does():
     "spec",
     [
         *("search_r1:ppo", "search_r1:format", "rag_r1:mq", "rag_r1:sq"),
+        *("r_search:grpo", "r_search:ppo", "r_search:no_evidence"),
         *(f"r1_searcher:qwen,{answer}" for answer in ("f1", "cem", "em")),
         *(f"r1_searcher:llama,{answer}" for answer in ("f1", "cem", "em")),
     ],
@@ -281,6 +282,13 @@ def test_what_normalises_to_nothing_is_equal_under_parity_alone(spec):
             if "empty_matches" in inspect.signature(TERMS[name]).parameters
         ]
         assert actual and set(actual) == {is_parity}
+
+
+@pytest.mark.fault(92, "cap of k3")
+@pytest.mark.parametrize("spec", ["search_r1", "rag_r1", "r_search"])
+def test_the_cap_of_k3_is_that_of_verl_under_parity_alone(spec):
+    for words, cap in (("grpo", 0), ("grpo,parity", 10), ("ppo,parity", 0)):
+        assert loaded(f"{spec}:{words}").rl.kl_cap == cap
 
 
 def test_r1_searcher_pp_pays_for_the_fewest_searches_up_to_two():

@@ -160,6 +160,7 @@ def gae(
         "lam",
         "over_response",
         "kl_kind",
+        "kl_cap",
     ),
 )
 def with_advantages(
@@ -175,14 +176,18 @@ def with_advantages(
     over_response: bool = False,
     kl_coef: float | jax.Array | None = None,
     kl_kind: str = "k1",
+    kl_cap: float = 0.0,
 ) -> Batch:
     """Return the batch with an advantage on each policy token, and returns.
 
     "grpo" and "rloo" give all tokens of a rollout one number, compared in its group.
     "reinforce_pp" (arXiv 2501.03262) sums each token's rewards from it on, and takes
     the z-score over all policy tokens; "reinforce_pp_baseline" takes the group's mean
-    off the reward first (R1-Searcher's trainer). "ppo" is `gae`, whitened likewise.
-    Where the KL is in the reward, it is that of single tokens in the last three.
+    off the reward first (R1-Searcher's trainer). Both sum over the policy's tokens, as
+    OpenRLHF's code does; verl's sets the sum back to 0 wherever an observation stands
+    between turns, so that earlier turns see no later reward. "ppo" is `gae`, whitened
+    likewise. Where the KL is in the reward, it is that of single tokens in the last
+    three.
 
     Args:
         batch: all rows of a step, [Q x G, ...] or cut into micro-batches; groups are
@@ -195,12 +200,12 @@ def with_advantages(
             the critic's loss, as in Search-R1's public code.
         kl_coef: weight of the KL in the reward, a number or a [] array; None where it
             is in the loss or nowhere.
-        kl_kind: see `kl_estimate`.
+        kl_kind, kl_cap: see `kl_estimate`.
     """
     policy = batch.from_policy
     kl = jnp.zeros_like(batch.behavior_logp)
     if kl_coef is not None:
-        kl = kl_estimate(batch.behavior_logp, batch.reference_logp, kl_kind)
+        kl = kl_estimate(batch.behavior_logp, batch.reference_logp, kl_kind, cap=kl_cap)
         kl = kl_coef * jnp.where(policy, kl, 0.0)
     is_signal = batch.is_signal.reshape(-1, group_size)
     reward = batch.reward.reshape(-1, group_size)

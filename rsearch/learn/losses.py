@@ -24,7 +24,9 @@ def row_weights(mask: jax.Array, kind: str, *, num_tokens: int = 1) -> jax.Array
             "sequence", every row with tokens counts alike, by the mean over its own
             (DeepSeekMath, arXiv 2402.03300 eq. 3);
             "constant", the sum over the rows with tokens x `num_tokens` (Dr. GRPO,
-            arXiv 2503.20783): the weights then need not sum to 1;
+            arXiv 2503.20783): the weights then need not sum to 1. Tunix and TRL divide
+            by the rows too; verl's "seq-mean-token-sum-norm" by tokens alone, so that
+            its loss, and a gradient that no norm clips, grows with the rows;
             "micro_token", every micro-batch with tokens counts alike, by the mean over
             its own (what verl's public code does).
         num_tokens: of "constant".
@@ -43,13 +45,26 @@ def row_weights(mask: jax.Array, kind: str, *, num_tokens: int = 1) -> jax.Array
     return counts / jnp.maximum(lengths, 1.0) / num_rows
 
 
-def kl_estimate(logp: jax.Array, reference_logp: jax.Array, kind: str) -> jax.Array:
+def kl_estimate(
+    logp: jax.Array, reference_logp: jax.Array, kind: str, *, cap: float = 0.0
+) -> jax.Array:
     """Estimate KL(policy || reference) from each sampled token, as [B, T].
 
     k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 with d = reference_logp - logp.
-    d is kept in [-20, 20], so that exp(d) is finite.
+    d is kept in [-20, 20], so that exp(d) is finite. The gradient of k3 is 1 - exp(d):
+    a token that the policy all but excludes, with d = 20, weighs as much as 10^8 others
+    and, once the norm is clipped, is the whole update. With `cap` it has no gradient
+    where its k3 is larger, so that the KL no longer pulls it back.
+
+    Public code bounds other things: verl k3's value to 10 and d in k3 alone, OpenRLHF
+    the value of each kind to [-10, 10]. Where d is within 2.5 nats, all agree.
 
     Source: J. Schulman, "Approximating KL divergence" (2020).
+
+    Args:
+        logp, reference_logp: [B, T] log-probabilities of the tokens.
+        kind: "k1", "k2" or "k3".
+        cap: of k3's value, > 0; 0 is none.
     """
     d = jnp.clip(reference_logp - logp, -20.0, 20.0)
     if kind == "k1":
@@ -57,7 +72,8 @@ def kl_estimate(logp: jax.Array, reference_logp: jax.Array, kind: str) -> jax.Ar
     if kind == "k2":
         return d**2 / 2
     assert kind == "k3", kind
-    return jnp.exp(d) - d - 1
+    value = jnp.exp(d) - d - 1
+    return jnp.minimum(value, cap) if cap else value
 
 
 def adapted_coefficient(coef: jax.Array, kl: jax.Array, *, target: float, gain: float):
@@ -76,6 +92,8 @@ def sequence_gap(gap: jax.Array, mask: jax.Array) -> jax.Array:
 
     GSPO-token's s_it = sg[s_i] x p / sg[p]. With one advantage a row and a mean by
     sequence its gradient is that of GSPO's s_i.
+
+    `clipped_surrogate` keeps this logarithm in [-20, 20], verl's GSPO at most at 10.
 
     Source: arXiv 2507.18071 eq. 7 and eq. 14.
 

@@ -34,6 +34,7 @@ def policy_loss(
     clip_high: float,
     kl_coef: float,
     kl_kind: str,
+    kl_cap: float = 0.0,
     entropy_coef: float,
     measures_kl: bool | None = None,
     dual_clip: float = 0.0,
@@ -45,7 +46,7 @@ def policy_loss(
     Args:
         clip_low, clip_high, dual_clip, by_sequence: see `clipped_surrogate`.
         kl_coef: weight of the KL in the loss; 0 where it is in the reward, or nowhere.
-        kl_kind: see `kl_estimate`.
+        kl_kind, kl_cap: see `kl_estimate`.
         entropy_coef: weight of the entropy bonus.
         measures_kl: whether there is a reference, so that the metrics have a KL to it;
             by default where it is in the loss.
@@ -91,7 +92,7 @@ def policy_loss(
             total = total * weight
             metrics["tis_weight"] = mean(weight)
         total = total - entropy_coef * entropy
-        kl = kl_estimate(logp, reference_logp, kl_kind)
+        kl = kl_estimate(logp, reference_logp, kl_kind, cap=kl_cap)
         if kl_coef:
             total = total + (kl_coef if adapted is None else adapted) * kl
         if measures_kl:

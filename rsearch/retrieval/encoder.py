@@ -25,6 +25,7 @@ from rsearch.models import bert
 from rsearch.models.hf.directory import find_model
 from rsearch.models.wordpiece import WordPiece
 from rsearch.retrieval.encoder_files import Declared, read_declared
+from rsearch.text.normalize import normalize_unicode
 
 # Tokens a row is padded to: the shapes that compile. The model's limit is one more.
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
@@ -357,6 +358,6 @@ class HashedNgrams:
 
 def _words(text):
     """Return the words of a text in lower case and without accents."""
-    text = unicodedata.normalize("NFKD", text).casefold()
+    text = normalize_unicode("NFKD", text).casefold()
     text = "".join(c for c in text if not unicodedata.combining(c))
     return re.findall(r"\w+", text)

@@ -25,6 +25,7 @@ def evidence_f1(
     decimals: int | None = None,
     indicator: Literal["executed", "tags"] = "executed",
     scope: Literal["policy", "transcript"] = "policy",
+    empty_matches: bool = False,
 ) -> list[float]:
     """Return [G] F1 of a judge's answer from the evidence; R-Search's equation 4.
 
@@ -37,6 +38,7 @@ def evidence_f1(
         judge: the cross-family model; all evidence is sent to it in one call.
         normalize, decimals: as in `answer_f1`.
         indicator, scope: what counts as a search and as a box, as in `r_search_format`.
+        empty_matches: as in `rsearch.text.normalize.f1`.
 
     Returns:
         [G] in [0, 1]; NaN where the judge could not be asked.
@@ -57,7 +59,12 @@ def evidence_f1(
         if reply is None:
             values[position] = math.nan
             continue
-        value = text.f1(reply, question.golden_answers, normalize=normalize)
+        value = text.f1(
+            reply,
+            question.golden_answers,
+            normalize=normalize,
+            empty_matches=empty_matches,
+        )
         values[position] = rounded(value, decimals)
     return values
 

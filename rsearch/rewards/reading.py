@@ -14,7 +14,7 @@ from typing import Literal
 from rsearch.protocols.tagged import boxes, spans
 from rsearch.types import Rollout, Source
 
-Normalize = Literal["squad", "r1_searcher"]  # see rsearch.text.normalize
+Normalize = Literal["squad", "r1_searcher", "flashrag"]  # see rsearch.text.normalize
 Order = Literal["any", "contiguous", "substring"]  # of words
 AnswerScope = Literal["policy", "transcript", "response"]
 

@@ -144,6 +144,7 @@ def policy_settings(setup: Setup) -> dict:
         dual_clip=s.dual_clip,
         kl_coef=s.kl_coef if s.kl_place == "loss" else 0.0,
         kl_kind=s.kl_kind,
+        kl_cap=s.kl_cap,
         entropy_coef=s.entropy_coef,
         measures_kl=s.kl_coef > 0,
         tis_cap=s.tis_cap,

@@ -154,4 +154,5 @@ def add_advantages(
         over_response=s.advantage_mask == "response",
         kl_coef=in_reward,
         kl_kind=s.kl_kind,
+        kl_cap=s.kl_cap,
     )

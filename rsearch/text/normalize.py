@@ -1,49 +1,95 @@
 """How an answer is compared with the golden ones; rewards and evaluation share it.
 
-Two families of normalisation are in use, named by the keys of NORMALIZERS:
+Three families of normalisation are in use, named by the keys of NORMALIZERS:
 
 - "squad" deletes punctuation (SQuAD's script; Search-R1, RAG-R1, R-Search, ReaRAG).
-- "r1_searcher" puts a space in its place, underscores and curly quotes included, and
-  reads True and False as yes and no (R1-Searcher's evaluation).
+- "flashrag" does so too, and its F1 knows closed answers (FlashRAG's evaluation).
+- "r1_searcher" puts a space in its place, underscores and curly quotes included, reads
+  True and False as yes and no, and knows closed answers (R1-Searcher's evaluation).
 
 Every score is the best over the golden answers, and 0 for a prediction of None. A text
-of which normalisation leaves nothing ("The The", "!!!") is compared as it stands, in
-lower case, so that an empty prediction never matches it and no prediction covers it by
-default; the public scripts compare what normalisation leaves, and nothing equals
-nothing: `empty_matches`.
+of which normalisation leaves nothing keeps its articles ("A." is "A"), or all of it
+where it is punctuation alone ("!!!"). An empty prediction then never matches it, and no
+prediction of other words covers it. The public scripts compare what normalisation
+leaves: nothing equals nothing, and is a part of everything: `empty_matches`. They do
+not compose accents either; here texts are compared in Unicode's form NFC.
 """
 
+import itertools
 import re
 import string
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _SPACE_FOR_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))
 _TRUTH = {"True": "yes", "False": "no"}
+_FEW_MARKS = 256  # that `unicodedata` may order in the square of their number
+_HIDDEN_MARKS = "\u0f73\u0f75\u0f81"  # class 0, and two marks once decomposed
+
+
+def normalize_unicode(form: Literal["NFC", "NFD", "NFKC", "NFKD"], text: str) -> str:
+    """Return the text in a form of Unicode, in time about linear in its length.
+
+    `unicodedata` orders a run of combining marks by insertion, in the square of its
+    length. Here long runs are sorted by class first, as the form demands.
+    """
+    if len(text) <= _FEW_MARKS or text.isascii():
+        return unicodedata.normalize(form, text)
+    num_marks = sum(map(bool, map(unicodedata.combining, text)))
+    num_marks += sum(map(text.count, _HIDDEN_MARKS))
+    if num_marks > _FEW_MARKS:
+        decomposed = "NFKD" if "K" in form else "NFD"
+        letters = "".join(unicodedata.normalize(decomposed, c) for c in text)
+        runs = itertools.groupby(letters, lambda c: unicodedata.combining(c) > 0)
+        text = "".join(
+            "".join(sorted(run, key=unicodedata.combining) if is_marks else run)
+            for is_marks, run in runs
+        )
+    return unicodedata.normalize(form, text)
 
 
 def normalize_squad(text: str) -> str:
     """Lower case; no ASCII punctuation, no articles; words joined by one space."""
-    text = unicodedata.normalize("NFC", text).lower().translate(_DELETE_PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", text).split())
+    return _without_articles(_words_squad(text))
 
 
 def normalize_r1_searcher(text: str) -> str:
     """Normalise as `normalize_squad`, with spaces for punctuation; True is yes."""
     # Only the bare word: the published scores read ' False ' as the word false.
-    text = _TRUTH.get(text, text)
-    text = unicodedata.normalize("NFC", text).lower().translate(_SPACE_FOR_PUNCTUATION)
+    return _without_articles(_words_r1_searcher(_TRUTH.get(text, text)))
+
+
+def _words_squad(text):
+    return normalize_unicode("NFC", text).lower().translate(_DELETE_PUNCTUATION)
+
+
+def _words_r1_searcher(text):
+    return normalize_unicode("NFC", text).lower().translate(_SPACE_FOR_PUNCTUATION)
+
+
+def _without_articles(text):
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
-NORMALIZERS = {"squad": normalize_squad, "r1_searcher": normalize_r1_searcher}
+NORMALIZERS = {
+    "squad": normalize_squad,
+    "r1_searcher": normalize_r1_searcher,
+    "flashrag": normalize_squad,
+}
+_WORDS = {
+    "squad": _words_squad,
+    "r1_searcher": _words_r1_searcher,
+    "flashrag": _words_squad,
+}
 
 CLOSED_ANSWERS = {  # where one side is such an answer, F1 wants the other to equal it
     "squad": frozenset(),
     "r1_searcher": frozenset({"yes", "no", "noanswer"}),
+    "flashrag": frozenset({"yes", "no", "noanswer"}),
 }
 
 
@@ -75,8 +121,9 @@ def f1(
 ) -> float:
     """Harmonic mean of the precision and recall of words, in [0, 1].
 
-    Words count as often as they occur. Under "r1_searcher" an answer that is one of
-    CLOSED_ANSWERS shares nothing with any other text, as in HotpotQA's script. With
+    Words count as often as they occur. Under "r1_searcher" and "flashrag" an answer
+    that is one of CLOSED_ANSWERS shares nothing with any other text, as in HotpotQA's
+    script. With
     `empty_matches` a text of which normalisation leaves nothing has no words to share,
     not even with itself.
     """
@@ -101,7 +148,8 @@ def cover_exact_match(
             R1-Searcher reports as cover exact match. "contiguous": they must follow
             one another as in the golden answer. "substring": the same of characters,
             so that "art" is found in "party"; the other variant that R1-Searcher's
-            evaluation computes, and Search-R1's substring match.
+            evaluation computes, and Search-R1's substring match. With `empty_matches`
+            every prediction holds a golden answer of which nothing is left.
     """
     measure = {"any": _covers, "contiguous": _contains, "substring": _is_part}[order]
     return _best(measure, prediction, golden_answers, normalize, empty_matches)
@@ -112,20 +160,30 @@ def _best(measure, prediction, golden_answers, family, empty_matches):
     if prediction is None:
         return 0.0
     if empty_matches and measure is not _overlap:
-        empty = not NORMALIZERS[family](prediction)
+        empty = measure is _is_part or not NORMALIZERS[family](prediction)
         if empty and any(not NORMALIZERS[family](g) for g in golden_answers):
             return 1.0
     comparable = NORMALIZERS[family] if empty_matches else _comparable(family)
     predicted = comparable(prediction)
-    return max(
-        (measure(predicted, comparable(g), family) for g in golden_answers),
-        default=0.0,
-    )
+
+    def score(golden):
+        # Of an answer that is an article, "a", nearly every text has the characters.
+        is_word = measure is _is_part and not NORMALIZERS[family](golden)
+        return (_contains if is_word else measure)(
+            predicted, comparable(golden), family
+        )
+
+    return max(map(score, golden_answers), default=0.0)
 
 
 def _comparable(family):
-    """Text -> its normal form, or the text itself in lower case where that is empty."""
-    return lambda text: NORMALIZERS[family](text) or " ".join(text.lower().split())
+    """Text -> its normal form; where that is empty, with its articles or unchanged."""
+    normalize, words = NORMALIZERS[family], _WORDS[family]
+    return lambda text: (
+        normalize(text)
+        or " ".join(words(text).split())
+        or " ".join(normalize_unicode("NFC", text).lower().split())
+    )
 
 
 def _equal(predicted, golden, family):

@@ -147,6 +147,15 @@ def test_kl_in_the_reward_counts_from_its_token_on():
     np.testing.assert_allclose(actual.advantage, expected, atol=1e-6)
 
 
+@pytest.mark.fault(92, "cap of k3")
+def test_the_kl_in_the_reward_has_the_cap():
+    """Two tokens of 10 against one."""
+    batch = batch_of([[0, 1, 0, 1], [0, 1, 0, 0]], [0, 0], reference=5.0)
+    settings = {"algorithm": "rloo", "group_size": 2, "kl_coef": 1.0, "kl_kind": "k3"}
+    capped = with_advantages(batch, kl_cap=10.0, **settings)
+    np.testing.assert_allclose(capped.advantage[:, 1], [-10, 10])
+
+
 def test_leave_one_out_by_hand():
     """1 - (0 + 5) / 2, 0 - (1 + 5) / 2, 5 - (1 + 0) / 2."""
     signal = jnp.array([[True, True, True, False]])

@@ -81,6 +81,26 @@ def test_divergence_stays_finite(kind):
     assert np.isfinite(kl_estimate(logp, reference, kind)).all()
 
 
+@pytest.mark.fault(92, "cap of k3")
+def test_a_cap_bounds_what_one_token_adds_and_takes_its_gradient():
+    """k3 of d = 2 is e^2 - 3, of d = 20 some 10^8; slopes are 1 - e^d."""
+    logp = jnp.array([-3.0, -21.0])
+
+    def total(x, cap):
+        values = kl_estimate(x, jnp.full(2, -1.0), "k3", cap=cap)
+        return values.sum(), values
+
+    slopes, values = jax.grad(total, has_aux=True)(logp, 10.0)
+    np.testing.assert_allclose(values, [np.e**2 - 3, 10], rtol=1e-6)
+    np.testing.assert_allclose(slopes, [1 - np.e**2, 0], rtol=1e-6)
+    slopes, values = jax.grad(total, has_aux=True)(logp, 0.0)
+    np.testing.assert_allclose(values, [np.e**2 - 3, np.e**20 - 21], rtol=1e-5)
+    for kind in ("k1", "k2"):
+        uncapped = kl_estimate(logp, jnp.full(2, -1.0), kind)
+        capped = kl_estimate(logp, jnp.full(2, -1.0), kind, cap=10.0)
+        np.testing.assert_array_equal(capped, uncapped)
+
+
 # (ratio, advantage): loss, slope of the loss by logp, whether the clip holds.
 SURROGATE = [
     (1.0, 2.0, -2.0, -2.0, False),

@@ -210,6 +210,13 @@ def test_hashed_vectors_are_the_same_on_every_machine():
     )
 
 
+@pytest.mark.fault(81, "words of a passage")
+def test_a_passage_of_combining_marks_is_encoded_in_time():
+    # In the square of their number it would take minutes.
+    vectors = HashedNgrams().encode_passages(["a" + "\u0301\u0316" * 100_000, "a"])
+    np.testing.assert_array_equal(vectors[0], vectors[1])
+
+
 def test_hashed_words_ignore_case_accents_and_punctuation():
     a, b = HashedNgrams().encode_queries(["Café, Berlin?", "CAFE berlin"])
     np.testing.assert_array_equal(a, b)

@@ -22,8 +22,8 @@ HALF = "Paris France city"  # F1 of 0.5 against Paris
 TAGS = {"scope": "transcript", "indicator": "tags"}
 PAPER = [(answer_f1, {}), (evidence_f1, {"judge": True}), (r_search_format, {})]
 PARITY = [
-    (answer_f1, {"decimals": 2, "scope": "transcript"}),
-    (evidence_f1, {"judge": True, "decimals": 2} | TAGS),
+    (answer_f1, {"decimals": 2, "scope": "transcript", "empty_matches": True}),
+    (evidence_f1, {"judge": True, "decimals": 2, "empty_matches": True} | TAGS),
     (
         r_search_format,
         {
@@ -84,6 +84,18 @@ def test_a_prompt_without_tags_takes_the_public_sum_away():
     rollout = play(bare, [RIGHT])
     assert total(rollout, PARITY) == pytest.approx(0.2)
     assert total(rollout, PAPER) == pytest.approx(1.4)
+
+
+@pytest.mark.fault(92, "answers of nothing in R-Search")
+def test_an_answer_of_nothing_has_no_words_to_share_in_the_public_code():
+    question = Question("q", "?", ("The",))
+    rollout = play(R_SEARCH, [SEARCHES, EVIDENCE + "<answer> The </answer>"], DOCS)
+    judge = Judge("The")
+    assert earned(PARITY, question, rollout, judge) == pytest.approx(0.4)
+    assert earned(PAPER, question, rollout, judge) == pytest.approx(2.4)
+    rollout = play(R_SEARCH, ["<answer> The </answer>"])
+    assert earned(PARITY, question, rollout, judge) == pytest.approx(0.4)
+    assert earned(PAPER, question, rollout, judge) == pytest.approx(1.4)
 
 
 @pytest.mark.parametrize("turns", [[], [""], ["It is Paris."]])

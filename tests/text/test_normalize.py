@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.text.normalize import NORMALIZERS, cover_exact_match, exact_match, f1
+from rsearch.text.normalize import (
+    NORMALIZERS,
+    cover_exact_match,
+    exact_match,
+    f1,
+    normalize_unicode,
+)
 
 FAMILIES = sorted(NORMALIZERS)
 PLAIN = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -151,6 +157,82 @@ def test_a_golden_answer_that_normalises_to_nothing_is_no_gift(metric, family, g
         assert metric(prediction, [golden], normalize=family) == 0
     if golden.strip():
         assert metric(golden.upper(), [golden], normalize=family) == 1
+
+
+@pytest.mark.fault(62, "articles", "punctuation alone")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("prediction", "golden", "matches"),
+    [
+        *(("A.", "A", True), ("(a)", "A", True), (" A !", "a", True)),
+        *(("the, the", "The The", True), ("“A”", "A", False), ("the", "A", False)),
+        *(("The", "The The", False), ("a the", "The A", False), ("", "A", False)),
+        *(("!!!", " !!! ", True), ("!!!", "???", False), ("!", "A!", False)),
+        *(("", "!!!", False), ("A.", "!!!", False), ("Vitamin A", "A", False)),
+    ],
+)
+def test_a_text_of_articles_loses_its_punctuation_like_all_others(
+    family, prediction, golden, matches
+):
+    assert exact_match(prediction, [golden], normalize=family) == matches
+    if matches:
+        for metric in (f1, cover_exact_match):
+            assert metric(prediction, [golden], normalize=family) == 1
+
+
+@pytest.mark.fault(92, "an empty golden answer as a substring")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_text_holds_an_empty_substring_in_the_public_scripts(family):
+    for golden in ("The", "!!!", "a"):
+        for prediction in ("Paris", "", "the"):
+            settings = {"normalize": family, "order": "substring"}
+            args = (prediction, ["Rome", golden])
+            assert cover_exact_match(*args, empty_matches=True, **settings) == 1
+            assert cover_exact_match(None, ["a"], empty_matches=True, **settings) == 0
+        assert cover_exact_match("Paris", [golden], **settings) == 0
+
+
+@pytest.mark.fault(92, "FlashRAG's F1")
+@pytest.mark.parametrize(
+    ("prediction", "golden", "expected"),
+    [
+        ("yes it is", "yes", 0),
+        ("Yes.", "yes", 1),
+        ("no", "no one", 0),
+        ("noanswer", "no answer", 0),
+        ("New-York City", "newyork", 2 / 3),  # punctuation is deleted
+        ("New-York", "New York", 0),
+        ("True", "yes", 0),
+        ("the", "The", 0),
+    ],
+)
+def test_flashrags_f1_deletes_punctuation_and_knows_closed_answers(
+    prediction, golden, expected
+):
+    score = f1(prediction, [golden], normalize="flashrag", empty_matches=True)
+    assert score == pytest.approx(expected)
+    assert f1(prediction, [golden, prediction + " x"], normalize="flashrag") >= score
+
+
+MARKS = "\u0301\u0316\u0f73\u0f75\u0f81\uff9e\u3099\u0344é가ﬁx "
+
+
+@pytest.mark.fault(81, "same form")
+@pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
+@given(text=st.text(MARKS, min_size=1, max_size=40))
+def test_a_long_text_has_the_form_that_unicode_gives(form, text):
+    for whole in (text, text * 40):
+        assert normalize_unicode(form, whole) == unicodedata.normalize(form, whole)
+
+
+@pytest.mark.fault(81, "linear time")
+@pytest.mark.parametrize("run", ["\u0301\u0316", "\u0f73", "\u3099\u0301", "é\u0316"])
+def test_long_runs_of_marks_are_normalised_in_time(run):
+    # In the square of their number it would take minutes.
+    text = "a" + run * 100_000
+    for family in FAMILIES:
+        assert exact_match(text, [text], normalize=family) == 1
+    assert len(normalize_unicode("NFKD", text)) >= len(text)
 
 
 @pytest.mark.fault(10, "NFC and NFD")
