@@ -148,6 +148,8 @@ FAULTS = """
 81 long runs of combining marks: same form; linear time; words of a passage
 92 numbers of the public functions: answers of nothing in R-Search; FlashRAG's F1;
   an empty golden answer as a substring; cap of k3
+72 the identity of models: every byte; no second read; damaged cache; an older run;
+  every directory; configuration and template
 """
 
 

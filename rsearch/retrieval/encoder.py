@@ -25,6 +25,7 @@ from rsearch.models import bert
 from rsearch.models.hf.directory import find_model
 from rsearch.models.wordpiece import WordPiece
 from rsearch.retrieval.encoder_files import Declared, read_declared
+from rsearch.runtime import digests
 from rsearch.text.normalize import normalize_unicode
 
 # Tokens a row is padded to: the shapes that compile. The model's limit is one more.
@@ -275,10 +276,19 @@ def fingerprint_of(directory: pathlib.Path, settings: Sequence) -> str:
     names += sorted(path.name for path in directory.glob("*.safetensors"))
     for name in names:
         if (directory / name).is_file():
-            with open(directory / name, "rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
+            # Small files are read faster than the cache.
+            is_large = name.endswith(".safetensors")
+            path = directory / name
+            content = (
+                digests.cached(path, "sha256", _sha256) if is_large else _sha256(path)
+            )
             digest.update(f"{name} {content}\n".encode())
     return f"bert:{digest.hexdigest()[:32]}"
+
+
+def _sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # Words that say little about the subject of a text; they count for a quarter.

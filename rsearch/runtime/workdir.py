@@ -25,6 +25,7 @@ from rsearch.config.stage_plan import KINDS, kind_of
 from rsearch.hosts import processes
 from rsearch.runtime import files, held
 from rsearch.runtime.console import note
+from rsearch.runtime.digests import earlier_form
 
 FORMAT = 1
 MARK = "rsearch_workdir"  # tells our config.json from a model's
@@ -340,7 +341,8 @@ def _users(name, stages):
 def _check_inputs(path, before, now, accept):
     """Refuse inputs whose contents have changed since the run began."""
     for name in sorted(before.keys() & now.keys()):
-        if before[name] == now[name]:
+        # Weights that an earlier version has sampled are known by the samples.
+        if before[name] in (now[name], earlier_form(now[name])):
             continue
         problem = f"its fingerprint was {before[name]}, now {now[name]}"
         if name not in accept:

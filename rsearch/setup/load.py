@@ -1,5 +1,6 @@
 """Load everything that a configuration names."""
 
+import functools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +17,10 @@ from rsearch.hosts import processes
 from rsearch.hosts.offload import check_host_memory
 from rsearch.models.sharding import make_mesh
 from rsearch.rewards.group import needs_judge
-from rsearch.runtime import files
 from rsearch.setup.agents import check_endpoint, load_agent
 from rsearch.setup.checks import check_layout, check_names
 from rsearch.setup.context import Setup
+from rsearch.setup.models import model_sources, start_fingerprint
 from rsearch.setup.policy import (
     has_world,
     load_policy_tokenizer,
@@ -109,6 +110,15 @@ def load_setup(
     model = policy_model(c, tokenizer, source)
     check_layout(c, model.spec)
     limits, num_tokens = rollout_limits(c, tokenizer, protocol, model.spec)
+
+    def start_reading(field, source, find):
+        start = functools.partial(start_fingerprint, field, find)
+        return memoise(("fingerprint", field, source), [seed, c.world], start)
+
+    # Weights take the longest: they are read while all else is loaded.
+    pending = []
+    if source is not None:
+        pending.append(start_reading("model.source", c.model.source, lambda: source))
     say(f"model: {model.spec.num_params / 1e6:.3g} M parameters, {c.model.dtype}")
 
     # What answers searches.
@@ -142,7 +152,22 @@ def load_setup(
             lambda: load_agent(c, name, mesh, workdir=home, is_lazy=is_lazy),
         )
 
-    inputs = _fingerprints(tokenizer, search, source, None if only_dev else train)
+    judge = make_agent("judge") if asks_judge else None
+    writer = make_agent("writer")
+
+    # What a result follows from. A stage that is over may never ask its models: they
+    # are not downloaded for their fingerprints.
+    named = model_sources(c, only_dev=only_dev, asks_judge=asks_judge)
+    pending += [
+        start_reading(field, name, functools.partial(find_source, c, name))
+        for field, name in named.items()
+        if not is_over or pathlib.Path(name).expanduser().is_dir()
+    ]
+    inputs = {"tokenizer": tokenizer.fingerprint, "retrieval": search.fingerprint}
+    if not only_dev:
+        inputs["data.train"] = questions_fingerprint(train)
+    for wait in pending:
+        inputs |= wait()
     inputs |= code_inputs(_references(c, only_dev=only_dev))
     return Setup(
         config=c,
@@ -158,8 +183,8 @@ def load_setup(
         dev=dev,
         num_long=num_long,
         inputs=inputs,
-        judge=make_agent("judge") if asks_judge else None,
-        writer=make_agent("writer"),
+        judge=judge,
+        writer=writer,
         limits=limits,
         num_tokens=num_tokens,
     )
@@ -177,18 +202,6 @@ def _asked_models(c, asks_judge, only_dev, only_policy) -> list[str]:
         and not {PROTOCOL, DIRECT, RAG}.issuperset(c.eval.methods),
     }
     return [name for name, is_needed in is_asked.items() if is_needed]
-
-
-def _fingerprints(tokenizer, search, source, train):
-    """Return {name: fingerprint} of what a configuration names."""
-    inputs = {"tokenizer": tokenizer.fingerprint, "retrieval": search.fingerprint}
-    if train is not None:
-        inputs["data.train"] = questions_fingerprint(train)
-    if source is not None:
-        weight_files = sorted(source.glob("*.safetensors"))
-        digests = [f"{f.name} {files.sampled_digest(f)}" for f in weight_files]
-        inputs["model.source"] = ", ".join(digests)
-    return inputs
 
 
 def _references(c, *, only_dev: bool) -> list[str]:

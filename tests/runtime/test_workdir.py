@@ -402,3 +402,23 @@ def test_terms_and_overrides_of_a_run_are_not_filled_up(tmp_path, config):
     run_config = changed(config, reward={"answer_f1": {}}, overrides={"rl": {}})
     Workdir(tmp_path, run_config).close()
     assert read_config(tmp_path)["reward"] == {"answer_f1": {}}
+
+
+@pytest.mark.fault(72, "an older run")
+def test_weights_that_an_earlier_version_sampled_are_recognised(tmp_path, config):
+    full = "a.safetensors 12 xxh3:{}, b.safetensors 34 xxh3:{}"
+    sampled = {"model.source": "a.safetensors 12, b.safetensors 34"}
+    now = {"model.source": full.format("a" * 32, "b" * 32), "model.source.config": "c"}
+    Workdir(tmp_path, config, inputs=sampled).close()
+    other = {"model.source": now["model.source"].replace(" 34 ", " 35 ")}
+    with pytest.raises(ValueError, match=r"model\.source has changed"):
+        Workdir(tmp_path, config, inputs=other)
+    Workdir(tmp_path, config, inputs=now, is_reader=True).close()
+    assert inputs_of(tmp_path) == sampled
+    with Workdir(tmp_path, config, inputs=now) as work:
+        assert inputs_of(tmp_path) == now
+        work.add_inputs(now)
+    # From now on every byte counts.
+    with pytest.raises(ValueError, match=r"model\.source has changed"):
+        changed_bytes = {"model.source": full.format("a" * 32, "c" * 32)}
+        Workdir(tmp_path, config, inputs=changed_bytes)

@@ -1,0 +1,118 @@
+"""Fingerprints of the model directories that a configuration names.
+
+Every byte of their weights counts. They are read in the background, while all else is
+loaded, and only if their digests are not in the cache of rsearch.runtime.digests.
+"""
+
+import concurrent.futures
+import functools
+import pathlib
+import threading
+from collections.abc import Callable
+from multiprocessing.pool import ThreadPool
+
+import xxhash
+from ml_collections import ConfigDict
+
+from rsearch.config.stage_plan import ROLES, STAGE, URLS, kinds
+from rsearch.runtime import console, digests, files
+from rsearch.world.world import WORLD
+
+READERS = 4  # files of a directory read at once: one does not keep a disk busy
+# What shapes a model's inputs and outputs, beside its weights.
+CONFIG_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json"),
+    *("vocab.txt", "vocab.json", "merges.txt", "modules.json", "1_Pooling/config.json"),
+    *("sentence_bert_config.json", "config_sentence_transformers.json"),
+)
+NO_WEIGHTS = ("tokenizer.source",)  # fields of which no weights are used
+
+
+def model_sources(c: ConfigDict, *, only_dev: bool, asks_judge: bool) -> dict[str, str]:
+    """Return {field: source} of the models, beside the policy's, read from directories.
+
+    Stages and endpoints are none. A model of the embedded world follows from the fields
+    of the configuration.
+
+    Args:
+        c: the configuration.
+        only_dev: for evaluation alone.
+        asks_judge: whether the judge is asked.
+    """
+    r, roles = c.retrieval, {*ROLES}
+    if not asks_judge:
+        roles -= {"judge"}
+    if only_dev or "rl" not in kinds(c) or not c.rl.memorise_coef:
+        roles -= {"rewriter"}
+    sources = {f"models.{role}.source": c.models[role].source for role in sorted(roles)}
+    sources["tokenizer.source"] = c.tokenizer.source
+    sources["retrieval.reranker"] = r.reranker
+    if not (r.engine or r.url or r.encoder == "hashed"):
+        sources["retrieval.encoder"] = r.encoder
+    others = (STAGE, *URLS, f"{WORLD}:")
+    return {
+        field: source
+        for field, source in sources.items()
+        if source and source != WORLD and not source.startswith(others)
+    }
+
+
+def start_fingerprint(
+    field: str, find: Callable[[], pathlib.Path]
+) -> Callable[[], dict[str, str]]:
+    """Begin to read a model's directory; return a function that waits for the result.
+
+    Args:
+        field: of the configuration that names the model.
+        find: returns its directory.
+
+    Returns:
+        A function () -> {field: fingerprint of the weights, field.config: that of its
+        configuration, tokenizer and template}, empty where there is no such model:
+        what loads it says so. Raises a ValueError where a file cannot be read.
+    """
+    future = concurrent.futures.Future()
+
+    def run():
+        try:
+            directory = find()
+        except ValueError:
+            future.set_result({})
+            return
+        try:
+            future.set_result(_fingerprints(field, directory))
+        except BaseException as error:  # raised where the result is waited for
+            future.set_exception(error)
+
+    # A daemon: a start that is interrupted does not wait for it.
+    threading.Thread(target=run, daemon=True).start()
+    return future.result
+
+
+def _fingerprints(field, directory):
+    """Return {name: fingerprint} of a model's directory."""
+    digest = xxhash.xxh3_128()
+    try:
+        for name in CONFIG_FILES:
+            if (directory / name).is_file():
+                content = files.digest_file(directory / name)
+                digest.update(f"{name} {content}\n".encode())
+        fingerprints = {f"{field}.config": digests.WHOLE + digest.hexdigest()}
+        weights = sorted(directory.glob("*.safetensors"))
+        if field in NO_WEIGHTS or not weights:
+            return fingerprints
+        tick = console.note_now_and_then(
+            lambda path, done, size: (
+                f"{field}: the digest of {path} is made once: {done / 2**30:.1f} of "
+                f"{size / 2**30:.1f} GiB"
+            )
+        )
+        read = functools.partial(digests.weights_digest, progress=tick)
+        with ThreadPool(READERS) as readers:
+            contents = readers.map(read, weights, chunksize=1)
+    except OSError as error:
+        raise ValueError(f"config.{field}: {error}") from error
+    named = (f"{path.name} {c}" for path, c in zip(weights, contents, strict=True))
+    return fingerprints | {field: ", ".join(named)}
