@@ -86,70 +86,66 @@ FAULTS = """
   long; signs of patterns
 49 a service under fuzz: strangers; body; numbers; many at once; client gone; SIGTERM
 50 MCP: unknown tool; argument types; stdout
-83 what a result follows from: checkpoint of another run; of another stage;
-  code; user function; library; variable; device; held-out questions; strict;
-  recorded; verified
-63 one bad record of millions: a title or a text alone; public layouts;
-  blank last lines; on_bad=skip of a corpus; demonstrations
-64 text that was written on another system: CRLF inside contents
-65 a small file of gigabytes: gzip checked while it is unpacked; gzip of questions
-68 an encoder's declaration: declared pooling; declared prompts; layouts;
-  what is not computed; prompts that differ
-90 a service under load: idle connections; slow bodies; bounded connections;
-  fewer than the descriptors; the body comes first; health; capped replies; SIGTERM;
-  an answer that takes too long
-91 the wire of public clients: public clients; replies without scores; no queries;
-  many queries; many passages; long queries; queries of a single text; named routes;
-  reasons in the status line; only what searching needs;
-  passages as the client shows them
-82 a directory that is lost: moved; deleted; replaced; unmounted; moved in a save;
-  next save; exit code; at random instants; two paths to it; symbolic link; bind mount;
-  lock file deleted; lock file made again; network disk away
-78 proxy and certificate variables: proxy; certificate; hub id
-86 the shell around a run: no home; unwritable cache; full disk; home in a path;
-  colon in a config path; encoding of the output; closed streams; path of no encoding;
-  python without asserts; umask
 60 golden answers of public files: aliases in thirty layouts; aliases not known;
   questions without an answer; id under another name; predictions
 61 a list of answers as text: JSON; Python; array; text in brackets; no list of texts;
   Parquet columns
 62 an answer that normalises to nothing: articles; punctuation alone
-64 files of other programs: few-shot prompt; intermediate_data.json; save_to_disk
+63 one bad record of millions: a title or a text alone; public layouts; blank last
+  lines; on_bad=skip of a corpus; demonstrations
+64 files of other systems and programs: CRLF inside contents; few-shot prompt;
+  intermediate_data.json; save_to_disk
 65 a small file of gigabytes: gzip checked while it is unpacked; gzip of questions;
   Parquet of gigabytes
-66 paths that others have chosen: corpus path that leads elsewhere;
-  temporary files through no link
-89 an interrupt while a run starts: imports; loading; first step; after the run;
-  handlers are exchanged
+66 paths that others have chosen: corpus path that leads elsewhere; temporary files
+  through no link
+67 tokens beside tokenizer.json: families; added_tokens_decoder; older files; settings;
+  unknown field; end-of-turn ids; template list without a default
+68 an encoder's declaration: declared pooling; declared prompts; layouts; what is not
+  computed; prompts that differ
+69 what templates do: generation blocks; thoughts of earlier turns; contents rewritten;
+  helpers of templates
+70 a program of somebody else's: endless template; number format of a billion; pattern
+  that backtracks; long passages cut before they are encoded
+71 another tool's checkpoint: FSDP and verl; PEFT; DeepSpeed; Megatron; distcp; GGUF;
+  TensorFlow, Flax, ONNX; git-lfs pointers; partial downloads; folders; quantised
+  weights; pickled shards
+72 the identity of models: every byte; no second read; damaged cache; an older run;
+  every directory; configuration and template
 73 absurd numbers from a service: score; lengths; dates; anything that is raised
-74 replies of a judge, writer or reader: thought left out; unclosed thought;
-  nothing left; empty text; refusal; counted; local model
+74 replies of a judge, writer or reader: thought left out; unclosed thought; nothing
+  left; empty text; refusal; counted; local model
 75 a reply of another type: text for a list; object for a list; null id; missing score;
   score of another type
 76 an element of a batch: malformed hit; malformed row; long passage; same bounds;
   question too long; no outage
-77 a model beside the policy: refused at the start; transient at the start;
-  first characters; masked; outage; mean over nothing
+77 a model beside the policy: refused at the start; transient at the start; first
+  characters; masked; outage; mean over nothing
+78 proxy and certificate variables: proxy; certificate; hub id
 79 where a key goes: proxy to loopback; plain http; key in a path
 80 addresses of pages: table of networks; embedded addresses
-84 what a crash or a disk damages: rows durable before the checkpoint; gap in the rows;
-  damaged row; damaged journal record; later good records; damaged wave of rollouts
-67 tokens beside tokenizer.json: families; added_tokens_decoder; older files; settings;
-  unknown field; end-of-turn ids; template list without a default
-69 what templates do: generation blocks; thoughts of earlier turns; contents rewritten;
-  helpers of templates
-70 a program of somebody else's: endless template; number format of a billion;
-  pattern that backtracks; long passages cut before they are encoded
-84 what a power cut leaves: fsynced before their rename; damaged export;
-  damaged offsets of a corpus
-71 another tool's checkpoint: FSDP and verl; PEFT; DeepSpeed; Megatron; distcp; GGUF;
-  TensorFlow, Flax, ONNX; git-lfs pointers; partial downloads; folders;
-  quantised weights; pickled shards
 81 long runs of combining marks: same form; linear time; words of a passage
-92 numbers of the public functions: answers of nothing in R-Search; FlashRAG's F1;
-  an empty golden answer as a substring; cap of k3
-72 the identity of models: every byte; no second read; damaged cache; an older run;
-  every directory; configuration and template
+82 a directory that is lost: moved; deleted; replaced; unmounted; moved in a save; next
+  save; exit code; at random instants; two paths to it; symbolic link; bind mount; lock
+  file deleted; lock file made again; network disk away
+83 what a result follows from: checkpoint of another run; of another stage; code; user
+  function; library; variable; device; held-out questions; strict; recorded; verified
+84 what a crash, a disk or a power cut damages: rows durable before the checkpoint; gap
+  in the rows; damaged row; damaged journal record; later good records; damaged wave of
+  rollouts; fsynced before their rename; damaged export; damaged offsets of a corpus
+86 the shell around a run: no home; unwritable cache; full disk; home in a path; colon
+  in a config path; encoding of the output; closed streams; path of no encoding; python
+  without asserts; umask
+89 an interrupt while a run starts: imports; loading; first step; after the run;
+  handlers are exchanged
+90 a service under load: idle connections; slow bodies; bounded connections; fewer than
+  the descriptors; the body comes first; health; capped replies; SIGTERM; an answer that
+  takes too long
+91 the wire of public clients: public clients; replies without scores; no queries; many
+  queries; many passages; long queries; queries of a single text; named routes; reasons
+  in the status line; only what searching needs; passages as the client shows them
+92 numbers of the public functions: answers of nothing in R-Search; FlashRAG's F1; an
+  empty golden answer as a substring; cap of k3
 """
 
 
