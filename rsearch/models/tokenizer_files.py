@@ -465,10 +465,15 @@ def _rebuild(class_name: str, settings: Fields, parsed: dict) -> dict:
         pipeline = _byte_level_pipeline(class_name, bool(prefix))
     model = parsed["model"]
     rebuilt = {**parsed, **pipeline, "model": {**model, **pipeline["model"]}}
-    if _canonical(rebuilt) == _canonical(parsed):
+    expected, actual = _canonical(rebuilt), _canonical(parsed)
+    if actual == expected:
         return parsed
     if class_name == "LlamaTokenizer" and _is_sentencepiece(parsed):
         return rebuilt
+    if not actual["normalizer"] and actual | {"normalizer": expected["normalizer"]} == (
+        expected
+    ):
+        return rebuilt  # the class composes characters, too
     raise ValueError(
         f"{settings.path}: tokenizer_class={class_name!r} makes another tokenizer than "
         f"tokenizer.json describes; name 'PreTrainedTokenizerFast' if tokenizer.json "

@@ -120,7 +120,7 @@ def families():
     yield (
         "r1-distill-qwen",
         "qwen2",
-        qwen2,
+        byte_level(QWEN2),
         of_qwen2
         | {
             "tokenizer_class": "LlamaTokenizerFast",
