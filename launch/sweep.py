@@ -43,7 +43,7 @@ from rsearch.config.recipes import (
 from rsearch.config.stage_plan import check_plan
 from rsearch.hosts.preemption import EXIT_CODE, SIGNALS
 from rsearch.runtime import console, files
-from rsearch.runtime.jsonl import read_jsonl
+from rsearch.runtime.jsonl import read_jsonl, recover_jsonl
 
 RECORD = "sweep.jsonl"  # in OUT, a line for each trial that has ended
 FIELD = "--config."
@@ -99,6 +99,8 @@ def main(argv) -> int:
         console.table(str(out), ("trial", "arguments", "is over"), rows)
         return 0
     out.mkdir(parents=True, exist_ok=True)
+    if (out / RECORD).exists():  # a crash may have cut its last line
+        recover_jsonl(out / RECORD, on_bad=console.note)
     left = [trial for trial in trials if trial not in over]
     console.note(f"{len(trials)} trials in {out}, {len(trials) - len(left)} are over")
     failed = run(left, out, at_once=at_once, gpus=gpus)
@@ -265,10 +267,20 @@ def command(trial, out, *, python=sys.executable) -> list[str]:
 def finished(out) -> set[Trial]:
     """The trials that have ended well."""
     record = out / RECORD
-    rows = read_jsonl(record) if record.exists() else []
-    return {
-        Trial(r["name"], tuple(r["words"])) for r in rows if r.get("exit_code") == 0
-    }
+    rows = read_jsonl(record, parse=_parse_end) if record.exists() else []
+    return {Trial(r["name"], tuple(r["words"])) for r in rows if r["exit_code"] == 0}
+
+
+def _parse_end(row):
+    """Return a line of the record; refuse one that `_record` cannot have written."""
+    try:
+        is_end = type(row["exit_code"]) is int
+        texts = [row["name"], *row["words"]]
+    except (TypeError, LookupError):
+        is_end = False
+    if not is_end or not all(isinstance(text, str) for text in texts):
+        raise ValueError("not a trial's name, words and exit_code; delete the line")
+    return row
 
 
 def shares_of_gpus(at_once, each) -> list[str]:

@@ -6,10 +6,10 @@ choose others, or "all". Runs that differ in more than their seed are told apart
 fields that differ, behind the recipe's name.
 """
 
-import math
 import os
 import pathlib
 import re
+import reprlib
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -134,48 +134,21 @@ def read_run(path: pathlib.Path) -> ComparedRun:
         raise ValueError(f"{path}/{CONFIG}: has no field {min(missing)!r}")
     name, stages = config["name"], config["stages"]
     if not isinstance(name, str):
-        raise ValueError(f"{path}/{CONFIG}: name = {name!r}: expected text")
+        raise ValueError(f"{path}/{CONFIG}: name = {reprlib.repr(name)}: expected text")
     if not isinstance(stages, list) or not all(isinstance(s, str) for s in stages):
-        raise ValueError(f"{path}/{CONFIG}: stages = {stages!r}: expected names")
+        raise ValueError(
+            f"{path}/{CONFIG}: stages = {reprlib.repr(stages)}: expected names"
+        )
+    if type(config["seed"]) is not int:
+        raise ValueError(
+            f"{path}/{CONFIG}: seed = {reprlib.repr(config['seed'])}: expected int"
+        )
     rows = read_results(path)
     if not rows:
         raise ValueError(
             f"{path}: has no results yet; python -m rsearch.evaluate makes them"
         )
-    for number, row in enumerate(rows, start=1):
-        if wrong := _wrong_field(row):
-            raise ValueError(f"{path}/results.json: row {number}: {wrong}")
     return ComparedRun(path, config, rows)
-
-
-def _wrong_field(row):
-    """Return what is wrong with a field of results or of its kinds; or ""."""
-    for name in ("stage", "method", "dataset"):
-        if not isinstance(row[name], str):
-            return f"{name} = {row[name]!r}: expected text"
-    scores = {"": row}
-    for name in ("by_kind", "by_known"):
-        kinds = row.get(name, {})
-        if not isinstance(kinds, dict):
-            return f"{name} = {kinds!r}: expected an object"
-        scores |= {f"{name}.{kind}": values for kind, values in kinds.items()}
-    for field, values in scores.items():
-        if not isinstance(values, dict):
-            return f"{field} = {values!r}: expected an object"
-        for name in ("n", *SCORES, *COUNTS):
-            if not _is_number_or_none(values.get(name)):
-                full = f"{field}.{name}".lstrip(".")
-                return f"{full} = {values[name]!r}: expected a number or null"
-        pair = values.get("em_95")
-        is_pair = isinstance(pair, list) and len(pair) == 2 and None not in pair
-        if pair is not None and not (is_pair and all(map(_is_number_or_none, pair))):
-            return f"em_95 = {pair!r}: expected two numbers"
-    return ""
-
-
-def _is_number_or_none(value):
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value is None or (is_number and math.isfinite(value))
 
 
 def label_runs(runs: Sequence[ComparedRun]) -> list[str]:

@@ -11,6 +11,7 @@ if __name__ == "__main__":
     preemption.exit_on_signals()  # now: the imports below take seconds
 
 import itertools
+import math
 import pathlib
 import re
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.evaluator import (
     Evaluator,
     read_results,
+    read_transcripts,
     run_methods,
     show_results,
 )
@@ -40,7 +42,6 @@ from rsearch.hosts import processes
 from rsearch.plan.dry_run import HOST_DEVICES, dry_run
 from rsearch.runtime import checkpoint, console, files
 from rsearch.runtime.identity import record_start, refuse_changes
-from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.metrics import read_metrics
 from rsearch.runtime.workdir import (
     Workdir,
@@ -400,15 +401,15 @@ def _report(config, dataset, folder):
     trained = [s for s, c in stage_configs(config) if c.trains == "policy"]
     trained = [s for s in trained if kind_of(s) != "curate"] or [START]
     last = (trained[-1], "protocol", dataset)
-    rows = read_jsonl(folder / "transcripts.jsonl")
+    rows = read_transcripts(folder)
     mine = [r for r in rows if (r["stage"], r["method"], r["dataset"]) == last]
     for row in mine[: config.eval.examples]:
-        title = f"{row['id']}: {row['question']} -> {row['prediction']}"
+        title = f"{row['id']}: {row['question']} -> {row.get('prediction')}"
         console.block(title, "".join(s["text"] for s in row["segments"]))
     for stage in trained:
         file = folder / stage / "metrics.jsonl"
-        measured = [row.get("reward") for row in _rows_of(file)]
-        rewards = [reward for reward in measured if reward is not None]
+        values = [row.get("reward") for row in _rows_of(file)]
+        rewards = [x for x in values if isinstance(x, int | float) and math.isfinite(x)]
         if rewards:
             title = "reward by step" + ("" if stage == "rl" else f", {stage}")
             bars = sparkline(rewards)

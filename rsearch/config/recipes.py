@@ -471,7 +471,7 @@ def is_for_users(error: BaseException) -> bool:
     ours = [ROOT / "rsearch", ROOT / "configs", ROOT / "launch"]
     is_ours = any(raised_in.is_relative_to(folder) for folder in ours)
     by_jax = any("JAX" in note for note in getattr(error, "__notes__", ()))
-    is_typed = type(error) is ValueError or type(error).__module__.startswith(
-        "rsearch."
+    is_value_error = type(error) is ValueError or (
+        isinstance(error, ValueError) and type(error).__module__.startswith("rsearch.")
     )
-    return is_typed and is_ours and not by_jax
+    return is_value_error and is_ours and not by_jax

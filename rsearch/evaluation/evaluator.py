@@ -9,6 +9,8 @@ under what the policy has written down as evidence (R-Search's Figure 2);
 
 import functools
 import pathlib
+import reprlib
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,7 +32,7 @@ from rsearch.rollout.records import share_groups
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console, files, held
 from rsearch.runtime.identity import num_starts
-from rsearch.runtime.jsonl import read_jsonl, write_jsonl
+from rsearch.runtime.jsonl import read_jsonl, recover_jsonl, write_jsonl
 from rsearch.runtime.workdir import write_json
 from rsearch.text.suspicion import suspects
 from rsearch.types import GenerateFn, Group, Params, Question, SearchFn
@@ -38,8 +40,10 @@ from rsearch.types import GenerateFn, Group, Params, Question, SearchFn
 COLUMNS = ("stage", "method", "dataset", "n", "em", "em_95", "f1", "cover_em")
 COLUMNS += ("searches", "policy_tokens", "answered", "malformed", "truncated")
 COLUMNS += ("tool_error", "skipped", "seconds")
+NUMBERS = (*COLUMNS[3:5], *COLUMNS[6:], "queries", "searches_right", "searches_wrong")
+NUMBERS += ("judge_error",)
 
-
+RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 EVIDENCE = "evidence"
 READER_RAG = "reader_rag"
 READER_METHODS = (EVIDENCE, "reader_direct", READER_RAG)
@@ -204,26 +208,90 @@ def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> Non
 
     wanted, folder = folder, held.locate(folder)
     folder.mkdir(exist_ok=True)
-    path = folder / "transcripts.jsonl"
-    others = read_jsonl(path) if path.exists() else []
+    path = folder / TRANSCRIPTS
+    others = []
+    if path.exists():  # what took hours to measure is not lost for what is damaged
+        others = recover_jsonl(path, parse=_parse_transcript, on_bad=console.note)
     write_jsonl(path, [*filter(is_other, others), *rollouts])
     rows = [old for old in read_results(folder) if is_other(old)]
-    write_json(folder / "results.json", [*rows, row])
+    write_json(folder / RESULTS, [*rows, row])
     held.stop_if_lost(wanted)
 
 
 def read_results(folder: pathlib.Path) -> list[dict]:
-    """Return the rows of a run's results.json, oldest first; [] without one."""
-    path = folder / "results.json"
+    """Return the rows of a run's results.json, oldest first; [] without one.
+
+    Raises:
+        ValueError: names file, row and field that no evaluation has written.
+        OSError: it cannot be read.
+    """
+    path = folder / RESULTS
     if not path.exists():
         return []
     rows = files.read_json(path)
-    names = {"stage", "method", "dataset"}
-    if not isinstance(rows, list) or not all(
-        isinstance(row, dict) and names <= row.keys() for row in rows
-    ):
+    if not isinstance(rows, list):
         raise ValueError(f"{path}: not the results of a run; remove it")
+    for number, row in enumerate(rows, start=1):
+        if wrong := _wrong_field(row):
+            raise ValueError(f"{path}: row {number}: {wrong}")
     return rows
+
+
+def _wrong_field(row):
+    """Return what is wrong with a field of results or of its kinds; or ""."""
+    names = ("stage", "method", "dataset")
+    if not isinstance(row, dict) or not row.keys() >= set(names):
+        return f"{reprlib.repr(row)}: not the results of a run; remove it"
+    for name in names:
+        if not isinstance(row[name], str):
+            return f"{name} = {reprlib.repr(row[name])}: expected text"
+    scores = {"": row}
+    for name in ("by_kind", "by_known"):
+        kinds = row.get(name, {})
+        if not isinstance(kinds, dict):
+            return f"{name} = {reprlib.repr(kinds)}: expected an object"
+        scores |= {f"{name}.{kind}": values for kind, values in kinds.items()}
+    for field, values in scores.items():
+        if not isinstance(values, dict):
+            return f"{field} = {reprlib.repr(values)}: expected an object"
+        for name in NUMBERS:
+            if values.get(name) is not None and not _is_number(values[name]):
+                full, value = f"{field}.{name}".lstrip("."), reprlib.repr(values[name])
+                return f"{full} = {value}: expected a number or null"
+        pair = values.get("em_95")
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        if pair is not None and not (is_pair and all(map(_is_number, pair))):
+            return f"em_95 = {reprlib.repr(pair)}: expected two numbers"
+    return ""
+
+
+def _is_number(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max  # NaN is not
+
+
+def read_transcripts(folder: pathlib.Path) -> list[dict]:
+    """Return the rollouts of a run's transcripts.jsonl; see `transcripts`.
+
+    Raises:
+        ValueError: names the file and the line that no evaluation has written.
+        OSError: it cannot be read.
+    """
+    return read_jsonl(folder / TRANSCRIPTS, parse=_parse_transcript)
+
+
+def _parse_transcript(row):
+    if not isinstance(row, dict):
+        raise ValueError(f"{reprlib.repr(row)}: expected an object")
+    for name in ("stage", "method", "dataset", "id", "question"):
+        if not isinstance(row.get(name), str):
+            raise ValueError(f"{name} = {reprlib.repr(row.get(name))}: expected text")
+    segments = row.get("segments")
+    if not isinstance(segments, list) or not all(
+        isinstance(s, dict) and isinstance(s.get("text"), str) for s in segments
+    ):
+        raise ValueError(f"segments = {reprlib.repr(segments)}: expected texts")
+    return row
 
 
 def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
@@ -231,8 +299,8 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
     title = f"{config.name}: percent, answers normalised as {config.eval.normalize}"
 
     def cell(row, name):
-        if row[name] is None:
-            return "-"
+        if row.get(name) is None:  # of an earlier version's row
+            return None
         if name == "em_95":
             low, high = row["em_95"]
             return f"{100 * low:.1f} - {100 * high:.1f}"
@@ -242,7 +310,8 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
             return row[name].rpartition("/")[2]
         return row[name]
 
-    failed = ("judge_error",) if any(row["judge_error"] for row in rows) else ()
+    has_failed = any(row.get("judge_error") for row in rows)
+    failed = ("judge_error",) if has_failed else ()
     columns = COLUMNS[:-2] + failed + COLUMNS[-2:]
     cells = [[cell(row, name) for name in columns] for row in rows]
     console.table(title, columns, cells)
@@ -257,9 +326,10 @@ def _show_kinds(rows):
         return
 
     def cell(scores):
-        if scores is None:
+        scores = scores or {}
+        if scores.get("searches") is None:
             return "-"
-        em = "-" if scores["em"] is None else f"{100 * scores['em']:.0f}"
+        em = "-" if scores.get("em") is None else f"{100 * scores['em']:.0f}"
         return f"{em} / {scores['searches']:.2f}"
 
     cells = [
@@ -288,6 +358,7 @@ def run_methods(
         methods: see `Evaluator`.
         folder: of results.json.
     """
+    read_results(folder)  # refused now rather than after hours
     rows = []
     for method in methods:
         row, groups = evaluator(params, method)

@@ -56,8 +56,16 @@ def decode_groups(
     """Decode the result of `encode_groups`; the questions are those of its groups.
 
     Raises:
-        ValueError: it was cut short, or is of another number of questions.
+        ValueError: it was cut short, is of another number of questions, or another
+            version has written it.
     """
+    try:
+        return _decode_groups(data, questions)
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+        raise ValueError("not rollouts as this version writes them") from None
+
+
+def _decode_groups(data, questions):
     records, arrays = _split(data)
     # All ids come first, then as many log-probabilities of the same width.
     middle = len(arrays) // 2
@@ -147,7 +155,7 @@ class RolloutCache:
             return None
         try:
             (group,) = decode_groups(body, [question])
-        except (LookupError, TypeError, ValueError):  # another version wrote it
+        except ValueError:  # another version wrote it
             return None
         self.num_reused += 1
         return group.rollouts[0]
@@ -237,6 +245,12 @@ def _rollout_of(record: dict, segments: Sequence[Segment]) -> Rollout:
         )
         for queries, passages in record["searches"]
     ]
+    texts = [s.text for s in segments]
+    if record["answer"] is not None:
+        texts.append(record["answer"])
+    is_text = all(isinstance(text, str) for text in texts)
+    if not is_text or type(record["num_malformed"]) is not int:
+        raise TypeError("not a rollout's texts and counts")
     return Rollout(
         segments=tuple(segments),
         answer=record["answer"],

@@ -99,7 +99,7 @@ def save(
     }
     folder = pathlib.Path(directory).absolute() / str(step)
     files.check_path(folder)
-    if (folder / MANIFEST).exists():
+    if (folder / MANIFEST).is_file():
         raise ValueError(f"{folder}: there is a checkpoint of this step already")
     with _disk_errors(folder, sum(leaf.nbytes for leaf in leaves.values())):
         is_alone = processes.num_hosts() == 1

@@ -231,7 +231,7 @@ def _read(path):
         body.get("run", "").encode()
         json.dumps(body, allow_nan=False)
         body["config"] = rename_fields(body["config"])
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{file}: not the {CONFIG} of a workdir") from None
     if version != FORMAT:
         raise ValueError(f"{file}: format {version}, this program reads {FORMAT}")
@@ -316,7 +316,7 @@ def _may_change(row, config, started):
         return True
     stages = config["stages"]
     if name == "stages":
-        return list(new[: len(old)]) == list(old)
+        return isinstance(old, list) and list(new[: len(old)]) == old
     users = [s for s in _users(name, stages) if s in started]
     if _users(name, KINDS + tuple(stages)) and not users:
         return True

@@ -6,6 +6,7 @@ R1-Searcher++ (arXiv 2505.17005) section 4.2.2.
 """
 
 import pathlib
+import reprlib
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class MemorySet:
         correct = correct or {}
         self._correct = {n: correct.get(n, value) for n, value in CORRECT.items()}
         self._file = folder / FILE
-        self._rows = read_jsonl(self._file) if self._file.exists() else []
+        self._rows = read_memory(self._file)
         self._segments: dict[tuple, Rollout] = {}
 
     def rows(self, step: int) -> list:
@@ -147,3 +148,23 @@ class MemorySet:
             question = Question(row["id"], row["question"], ())
             self._segments[key] = replay(self._host, question, (row["text"],))
         return self._segments[key]
+
+
+def read_memory(path: pathlib.Path) -> list[dict]:
+    """Return the rows of the set T that a stage has memorised; [] without any.
+
+    Raises:
+        ValueError: names the file and the line that no stage has written. It is not
+            left out: what a step memorises is drawn from all of them.
+        OSError: it cannot be read.
+    """
+
+    def parse(row):
+        is_row = isinstance(row, dict) and type(row.get("step")) is int
+        texts = ("id", "question", "text")
+        if not is_row or not all(isinstance(row.get(name), str) for name in texts):
+            names = ", ".join(texts)
+            raise ValueError(f"{reprlib.repr(row)}: expected step, {names}")
+        return row
+
+    return read_jsonl(path, parse=parse) if path.exists() else []

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import reprlib
 import time
 from collections.abc import Callable
 
@@ -76,7 +77,7 @@ class StageState:
         self.guards = Guards(config, name or kind, folder)
         self.pending_metrics = None
         # The count of roll-backs enters the random keys: it must survive a restart.
-        undone = read_jsonl(self._rolled_back) if self._rolled_back.exists() else []
+        undone = read_undone(self._rolled_back)
         self.roll_backs = max((row["roll_back"] for row in undone), default=0)
         # A damaged checkpoint is passed over for the one before it.
         self._made_by = {"run": run_id, "stage": name or kind}
@@ -211,8 +212,7 @@ class StageState:
         undone = [row for row in read_metrics(metrics.path) if row["step"] >= before]
         rows = [metrics_to_json(row) | {"roll_back": self.roll_backs} for row in undone]
         processes.barrier("rows read")  # before the first host drops them
-        old = read_jsonl(self._rolled_back) if self._rolled_back.exists() else []
-        write_jsonl(self._rolled_back, old + rows)
+        write_jsonl(self._rolled_back, read_undone(self._rolled_back) + rows)
         # Set aside, not deleted: whoever looks into the collapse needs them.
         for step in sorted(set.union(*seen)):
             if step > before:
@@ -323,6 +323,24 @@ class StageState:
         if first is None and self.pending_metrics is not None:  # not looked at yet
             first = self.done - 1
         return None if first is None else _newest(steps, first)
+
+
+def read_undone(path: pathlib.Path) -> list[dict]:
+    """Return the rows of a rolled_back.jsonl, each with its number, `roll_back`.
+
+    Raises:
+        ValueError: names the file and the line that no roll-back has written. It is
+            not left out: random keys follow from how often a stage has rolled back.
+        OSError: it cannot be read.
+    """
+
+    def parse(row):
+        is_row = isinstance(row, dict) and type(row.get("roll_back")) is int
+        if not is_row or row["roll_back"] < 1:
+            raise ValueError(f"{reprlib.repr(row)}: expected a row with its roll_back")
+        return row
+
+    return read_jsonl(path, parse=parse) if path.exists() else []
 
 
 def _newest(steps, last):
