@@ -136,6 +136,8 @@ FAULTS = """
 86 the shell around a run: no home; unwritable cache; full disk; home in a path; colon
   in a config path; encoding of the output; closed streams; path of no encoding; python
   without asserts; umask
+88 a file of ours with absurd content: results; configuration; record of a sweep;
+  metrics; transcripts; manifest; undone rows; memory; journal; directory in its place
 89 an interrupt while a run starts: imports; loading; first step; after the run;
   handlers are exchanged
 90 a service under load: idle connections; slow bodies; bounded connections; fewer than
@@ -146,13 +148,6 @@ FAULTS = """
   in the status line; only what searching needs; passages as the client shows them
 92 numbers of the public functions: answers of nothing in R-Search; FlashRAG's F1; an
   empty golden answer as a substring; cap of k3
-82 a directory that is lost: moved; deleted; replaced; unmounted; moved in a save;
-  next save; exit code; at random instants; two paths to it; symbolic link; bind mount;
-  lock file deleted; lock file made again; network disk away
-84 what a crash or a disk damages: rows durable before the checkpoint; gap in the rows;
-  damaged row; damaged journal record; later good records; damaged wave of rollouts
-88 a file of ours with absurd content: results; configuration; record of a sweep;
-  metrics; transcripts; manifest; undone rows; memory; journal; directory in its place
 """
 
 
