@@ -16,7 +16,7 @@ from rsearch.config.recipes import load, parse_command_line, validate
 from rsearch.data.corpus import Corpus
 from rsearch.data.demonstrations import load_demonstrations
 from rsearch.data.questions import load_questions
-from rsearch.evaluation.evaluator import read_results
+from rsearch.evaluation.evaluator import read_results, read_transcripts
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf.families import read_spec
 from rsearch.models.tokenizer import load_tokenizer
@@ -26,7 +26,6 @@ from rsearch.retrieval.index_build import build_index
 from rsearch.runtime import checkpoint
 from rsearch.runtime.identity import record_start
 from rsearch.runtime.journal import AppendLog
-from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.metrics import read_metrics
 from rsearch.runtime.workdir import Workdir
 from tests.models.tiny_bert import write_tiny_bert
@@ -265,7 +264,9 @@ def make_run(folder):
     key = {"stage": "rl", "method": "protocol", "dataset": "dev"}
     results = [{**key, "n": 4, "em": 50.0}]
     (folder / "run" / "results.json").write_text(json.dumps(results))
-    _write_lines(folder / "run" / "transcripts.jsonl", [{**key, "id": "q", "n": 1}])
+    segments = [{"source": "policy", "text": "<answer> Ann </answer>"}]
+    row = {**key, "id": "q", "question": "Who?", "segments": segments}
+    _write_lines(folder / "run" / "transcripts.jsonl", [row])
 
 
 def load_run(folder):
@@ -278,7 +279,7 @@ def load_run(folder):
     read_run(folder / "run")
     read_results(folder / "run")
     if (folder / "run" / "transcripts.jsonl").exists():
-        read_jsonl(folder / "run" / "transcripts.jsonl")
+        read_transcripts(folder / "run")
 
 
 def make_arguments(folder):
