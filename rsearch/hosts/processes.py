@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from rsearch.hosts import preemption
+from rsearch.hosts import meeting, preemption
 from rsearch.hosts.peers import PREEMPTED, Peers, wait_for_all_hosts
 from rsearch.hosts.preemption import OutageError, PreemptedError
 
@@ -41,6 +41,7 @@ FLAGS = {
     "coordinator": ("", "of several hosts: HOST:PORT of the first, or auto"),
     "num_hosts": (0, "with HOST:PORT: how many there are"),
     "host": (-1, "with HOST:PORT: the number of this one, from 0"),
+    "bind": ("", "with HOST:PORT: address that host 0 listens at (default: HOST)"),
 }
 
 
@@ -53,7 +54,9 @@ _peers: Peers | None = None  # the heartbeat, within `connected`
 _coordinator = ""  # the first host's name, where the user gave it
 
 
-def connect(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> None:
+def connect(
+    coordinator: str = "", *, num_hosts: int = 0, host: int = -1, bind: str = ""
+) -> None:
     """Connect to the other hosts; call this before anything asks for devices.
 
     Args:
@@ -63,16 +66,18 @@ def connect(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> Non
             reads variables that an earlier job may have left.
         num_hosts: number of hosts, where the coordinator is an address.
         host: number of this host, from 0, where the coordinator is an address.
+        bind: address that host 0 listens at; "" = the coordinator's.
 
     Raises:
         ValueError: an address without the other two, or these without an address; a
-            port that is in use; hosts with different programs.
+            port that is in use; a host's number that has come before, or hosts that do
+            not come; hosts with different programs.
     """
     import jax  # not at the top: commands without a model load this module too
 
     global _rank_and_size, _coordinator
-    if coordinator in ("", AUTO) and (num_hosts or host >= 0):
-        raise ValueError("--num_hosts and --host want --coordinator=HOST:PORT")
+    if coordinator in ("", AUTO) and (num_hosts or host >= 0 or bind):
+        raise ValueError("--num_hosts, --host and --bind want --coordinator=HOST:PORT")
     if not coordinator:
         for name in [name for name in os.environ if name.startswith(MULTISLICE_PREFIX)]:
             del os.environ[name]  # libtpu would wait for the other slices
@@ -92,26 +97,27 @@ def connect(coordinator: str = "", *, num_hosts: int = 0, host: int = -1) -> Non
                 f"--num_hosts={num_hosts} --host={host}: with --coordinator=HOST:PORT "
                 "every host is told how many there are, and its own number from 0"
             )
+        bound = None
         if host == 0:
-            _check_free(address, int(port))
-        jax.distributed.initialize(coordinator, num_hosts, host, ALL_DEVICES)
+            listener, bound = meeting.listen(address, int(port), bind=bind)
+            meeting.receive_hosts(listener, num_hosts)
+        else:
+            meeting.join(address, int(port), host=host, num_hosts=num_hosts)
+        # JAX's channel would go through a proxy of the environment, for ever.
+        os.environ["no_grpc_proxy"] = address.strip("[]")  # noqa: SIM112
+        jax.config.update("jax_check_proxy_envs", False)
+        jax.distributed.initialize(
+            coordinator,
+            num_hosts,
+            host,
+            ALL_DEVICES,
+            coordinator_bind_address=bound,
+        )
         _coordinator = address.strip("[]")
     _rank_and_size = jax.process_index(), jax.process_count()
     for size in SIZES:  # compile here, not in the middle of a run
         allgather_bytes(bytes(size))
     check_same_on_all(program_versions())
-
-
-def _check_free(address, port):
-    """Refuse a port that another process listens at: JAX would wait for it."""
-    try:
-        socket.create_server(("", port)).close()
-    except (OSError, OverflowError) as error:
-        reason = os.strerror(error.errno) if isinstance(error, OSError) else error
-        raise ValueError(
-            f"--coordinator={address}:{port}: {reason}; name another port on all "
-            f"hosts, --coordinator={address}:PORT"
-        ) from None
 
 
 def program_versions() -> dict[str, str]:
@@ -133,6 +139,7 @@ def connected(
     *,
     num_hosts: int = 0,
     host: int = -1,
+    bind: str = "",
     stall_seconds: float = 0.0,
 ) -> Iterator[None]:
     """Connect the hosts within the block, and end all of them where one fails.
@@ -143,7 +150,7 @@ def connected(
     not 0, ends the others with code 75.
     """
     global _peers
-    connect(coordinator, num_hosts=num_hosts, host=host)
+    connect(coordinator, num_hosts=num_hosts, host=host, bind=bind)
     if _rank_and_size[1] == 1:
         yield
         return

@@ -4,14 +4,20 @@ Hosts search when their rollouts need it, from threads, never all at the same mo
 each serves its parts over HTTP to the others, which learn its address and its token
 when the index is opened, over `rsearch.hosts.processes`:
 
-    POST /nearest {"queries": base64 of float32 [n, D], "top_k": k}
+    POST /nearest {"queries": base64 of float32 [n, D], "top_k": k, "stamp", "mac"}
     {"positions": base64 of int64 [n, k], "scores": base64 of float32 [n, k]}
+
+A token is "<bearer>.<key>". The bearer goes over the network in the clear, the key does
+not: it signs a request with its stamp, the asking client's name and a number, which
+counts once. Who repeats what was heard on the network is refused.
 
 A search has the answers of all hosts, or it fails for all parts within its time.
 """
 
 import base64
 import concurrent.futures
+import hmac
+import itertools
 import json
 import secrets
 import threading
@@ -35,6 +41,7 @@ from rsearch.runtime.server import JsonServer, RefusedError
 PATH = "/nearest"
 MAX_BODY_BYTES = 1 << 26  # of a request: 12 thousand queries of 1024 features
 MAX_BATCH = 1024  # of a request
+MAX_REORDERED = 1024  # requests of a client that may come after a later one
 ENVELOPE_BYTES = 1 << 16  # of a reply, around its numbers
 MAX_TOP_K = 10_000
 FIRST_WAIT, MAX_WAIT = 0.05, 2.0  # seconds before a host is asked again
@@ -65,7 +72,7 @@ def distribute_index(
     def serve(items):
         index = open_local()
         opened.append(index)
-        token = secrets.token_urlsafe(32)
+        token = f"{secrets.token_urlsafe(32)}.{secrets.token_urlsafe(32)}"
         server = NearestServer(processes.host_address(), index.nearest, token)
         return [
             {
@@ -97,7 +104,7 @@ class NearestServer:
     Args:
         host: address to listen at, on a free port.
         nearest: has len and search.
-        token: that each request must carry.
+        token: whose bearer each request must carry, and be signed with its key.
 
     Attributes:
         url: that it is asked at.
@@ -105,11 +112,14 @@ class NearestServer:
 
     def __init__(self, host: str, nearest: Nearest | MergedParts, token: str):
         self._nearest = nearest
+        bearer, _, self._key = token.partition(".")
+        self._lock = threading.Lock()
+        self._used: dict[str, set[int]] = {}  # client -> its latest numbers
         self._server = JsonServer(
             host,
             0,
             {("POST", PATH): self._answer},
-            token=token,
+            token=bearer,
             max_body_bytes=MAX_BODY_BYTES,
             max_waiting=4 * processes.num_hosts(),
         )
@@ -123,6 +133,24 @@ class NearestServer:
         self._server.shutdown()
         self._server.server_close()
 
+    def _check_stamp(self, body):
+        """Refuse a request that is not signed, or whose stamp has come before."""
+        stamp, mac = body.get("stamp"), body.get("mac")
+        expected = _mac(self._key, stamp, body)
+        if not isinstance(mac, str) or not hmac.compare_digest(
+            mac.encode(errors="replace"), expected.encode()
+        ):
+            raise RefusedError(401, "the request is not signed with the key")
+        client, number = stamp  # signed by one of the hosts: of the right shape
+        with self._lock:
+            used = self._used.setdefault(client, set())
+            oldest = max(used, default=0) - MAX_REORDERED
+            if number in used or number < oldest:
+                raise RefusedError(401, "the request has come before")
+            used.add(number)
+            if len(used) > 2 * MAX_REORDERED:
+                self._used[client] = {n for n in used if n >= oldest}
+
     def _answer(self, body):
         top_k = body.get("top_k")
         if type(top_k) is not int or not 1 <= top_k <= MAX_TOP_K:
@@ -131,6 +159,7 @@ class NearestServer:
         dim = self._nearest.dim
         if queries is None or len(queries) % dim or not np.isfinite(queries).all():
             raise RefusedError(400, f"queries must be finite float32 rows of {dim}")
+        self._check_stamp(body)
         positions, scores = self._nearest.search(queries.reshape(-1, dim), top_k)
         return {"positions": _encode_array(positions), "scores": _encode_array(scores)}
 
@@ -141,17 +170,20 @@ class RemoteNearest:
     Args:
         host: its number, for messages.
         url: of its NearestServer.
-        token: that its server expects.
+        token: of its server.
         num: vectors that it has.
     """
 
     def __init__(self, host: int, url: str, token: str, num: int):
         self._host = host
         self._url = url
+        bearer, _, self._key = token.partition(".")
+        self._name = secrets.token_hex(8)
+        self._numbers = itertools.count(1)
         self._num = num
         # Hosts share a network: no proxy of the environment leads there.
         self._client = httpx.Client(
-            headers={**HEADERS, "Authorization": f"Bearer {token}"},
+            headers={**HEADERS, "Authorization": f"Bearer {bearer}"},
             trust_env=False,
             verify=False,  # the addresses are http://
         )
@@ -172,7 +204,7 @@ class RemoteNearest:
         Raises:
             IndexPartError: no answer in time, or one that cannot be right.
         """
-        body = json.dumps({"queries": _encode_array(queries), "top_k": top_k}).encode()
+        request = {"queries": _encode_array(queries), "top_k": top_k}
         shape = len(queries), min(top_k, self._num)
         # A position and a score take 12 bytes, base64 less than twice as many.
         max_bytes = ENVELOPE_BYTES + 2 * 12 * shape[0] * shape[1]
@@ -181,7 +213,7 @@ class RemoteNearest:
             return post(
                 self._client,
                 self._url,
-                body,
+                self._signed(request),  # each answer is given once
                 read=lambda received: self._read(received, shape),
                 max_bytes=max_bytes,
                 seconds=max(0.001, end - time.monotonic()),
@@ -200,6 +232,12 @@ class RemoteNearest:
             return reply.value
         failure = "" if reply.why == SOMETHING_ELSE else "did not answer a search: "
         raise IndexPartError(f"host {self._host} {failure}{reply.why}")
+
+    def _signed(self, request):
+        """Return the bytes of a request, which its server answers once."""
+        stamp = [self._name, next(self._numbers)]
+        mac = _mac(self._key, stamp, request)
+        return json.dumps({**request, "stamp": stamp, "mac": mac}).encode()
 
     def _read(self, received, shape) -> Reply:
         """Return positions and scores; None of them where they cannot be right."""
@@ -284,6 +322,12 @@ class DistributedNearest:
             for number, first in enumerate(self._firsts)
         ]
         return merge_best(shifted, top_k)
+
+
+def _mac(key, stamp, request):
+    """Return the signature of a request, in hexadecimal."""
+    signed = json.dumps([stamp, request.get("queries"), request.get("top_k")])
+    return hmac.new(key.encode(), signed.encode(), "sha256").hexdigest()
 
 
 def _encode_array(array):

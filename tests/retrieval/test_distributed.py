@@ -182,6 +182,35 @@ def test_a_host_that_refuses_is_not_asked_again():
         ask(url, token="another")
 
 
+@pytest.mark.fault(85, "replayed token")
+def test_what_was_heard_on_the_network_is_refused(rows):
+    """A stranger has the bearer and requests, and no key."""
+    heard = []
+
+    def overhear(body):
+        heard.append(body)
+        return reply()
+
+    with answering(overhear) as url:
+        ask(url, token="secret.key")
+    with serving(exact(rows[:, :4]), token="secret.key") as url:
+        headers = {"Authorization": "Bearer secret"}
+
+        def post(body):
+            return httpx.post(url, json=body, headers=headers, trust_env=False)
+
+        assert post(heard[0]).status_code == 200  # the first time it comes
+        stamp = [heard[0]["stamp"][0], 2]
+        changed = ({}, {"stamp": stamp}, {"top_k": 2}, {"mac": "x"}, {"mac": None})
+        for change in (*changed, {"stamp": 3}, {"stamp": None}):
+            assert post({**heard[0], **change}).status_code == 401
+        unsigned = {name: heard[0][name] for name in ("queries", "top_k")}
+        assert post(unsigned).status_code == 401
+        part = RemoteNearest(1, url, "secret.key", 90)
+        for _ in range(3):
+            part.search(np.ones((1, 4), np.float32), 3, time.monotonic() + 5)
+
+
 @pytest.mark.fault(41, "slow")
 def test_a_slow_host_is_waited_for_until_the_end_and_no_longer():
     with answering(lambda _: time.sleep(1.5) or reply()) as url:
