@@ -133,16 +133,13 @@ FAULTS = """
 84 what a crash, a disk or a power cut damages: rows durable before the checkpoint; gap
   in the rows; damaged row; damaged journal record; later good records; damaged wave of
   rollouts; fsynced before their rename; damaged export; damaged offsets of a corpus
+85 the ports of several hosts: address; host twice; stranger's connection; replayed
+  token; proxy
 86 the shell around a run: no home; unwritable cache; full disk; home in a path; colon
   in a config path; encoding of the output; closed streams; path of no encoding; python
   without asserts; umask
 88 a file of ours with absurd content: results; configuration; record of a sweep;
   metrics; transcripts; manifest; undone rows; memory; journal; directory in its place
-85 the ports of several hosts: address; host twice; stranger's connection;
-  replayed token; proxy
-86 the shell around a run: no home; unwritable cache; full disk; home in a path;
-  colon in a config path; encoding of the output; closed streams; path of no encoding;
-  python without asserts; umask
 89 an interrupt while a run starts: imports; loading; first step; after the run;
   handlers are exchanged
 90 a service under load: idle connections; slow bodies; bounded connections; fewer than
