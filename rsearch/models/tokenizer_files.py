@@ -6,7 +6,6 @@ alone and replaces the rest. What such files say is followed here, or refused. E
 field of tokenizer_config.json has its place in one of the tables below.
 """
 
-import fnmatch
 import json
 import pathlib
 import reprlib
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken
 
 from rsearch.models.hf.directory import Fields, read_object
+from rsearch.models.tokenizer_class import DEFAULT_TOKENS, find_class, rebuild
 from rsearch.models.vocabulary import parse_tokenizer
 
 SETTINGS = "tokenizer_config.json"
@@ -68,56 +68,6 @@ _HARMLESS = {
     *("use_default_system_prompt", "use_fast", "verbose", "vocab_file", "vocab_size"),
 }
 
-# Classes for which a tokenizer.json is used as it stands.
-_AS_FILED = (
-    None,
-    "PreTrainedTokenizer",
-    "PreTrainedTokenizerFast",
-    "TokenizersBackend",
-)
-# Model types for which it is, whatever the class.
-_AS_FILED_TYPES = {
-    *("deepseek_v2", "deepseek_v3", "glm", "glm4", "glm4_moe", "mistral", "olmo2"),
-    *("phi3", "phimoe"),
-}
-# Model types whose class this is where the files name none, and for the first one also
-# where they name another class that is not of _AS_FILED.
-_CLASS_OF_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
-_ALWAYS = ("qwen2",)
-# Models whose published tokenizer_class is wrong, by their hub ids: tokenizer.json is
-# the tokenizer that they were trained with.
-_WRONG_CLASS = (
-    "deepseek-ai/deepseek-r1-distill-llama-*",
-    "deepseek-ai/deepseek-r1-0528-qwen3-*",
-    "huggingfacetb/smollm2-*",
-)
-_QWEN2_PIECES = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DEFAULT_TOKENS = {
-    "Qwen2Tokenizer": dict.fromkeys(
-        ("unk_token", "eos_token", "pad_token"), "<|endoftext|>"
-    ),
-    "LlamaTokenizer": {
-        "unk_token": "<unk>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-    },
-    "GPT2Tokenizer": dict.fromkeys(
-        ("unk_token", "bos_token", "eos_token"), "<|endoftext|>"
-    ),
-}
-
-_PLAIN_MODEL = {
-    "type": "BPE",
-    "dropout": None,
-    "unk_token": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "ignore_merges": False,
-}
-
 
 class TokenizerFiles(NamedTuple):
     """What a directory says about its tokenizer.
@@ -146,10 +96,10 @@ def read_tokenizer_files(directory: pathlib.Path) -> TokenizerFiles:
     settings = Fields(directory / SETTINGS, _read(directory / SETTINGS))
     model = _read(directory / "config.json")
     _check_fields(settings, parsed)
-    name = _find_class(directory, settings, model)
+    name = find_class(directory, settings, model)
     tokens = _read_tokens(directory, settings, parsed, name)
     _check_eos(directory, tokens, parsed)
-    pipeline = parsed if name is None else _rebuild(name, settings, parsed)
+    pipeline = parsed if name is None else rebuild(name, settings, parsed)
     added = _tokens_to_add(tokens, parsed, name)
     if pipeline is not parsed or not _has_tokens(parsed, added, name):
         base = pipeline if name is None else {**pipeline, "added_tokens": []}
@@ -216,39 +166,6 @@ def _check_fields(settings: Fields, parsed: dict) -> None:
         if name != "tokenizer.json":
             supported = "only tokenizer.json is read"
             raise settings.refusal("fast_tokenizer_files", [name], supported)
-
-
-def _find_class(directory, settings: Fields, model: dict) -> str | None:
-    """Return the class that replaces the pipeline of tokenizer.json, None if none does.
-
-    Raises:
-        ValueError: a class that is not supported.
-    """
-    name = settings.get("tokenizer_class") or model.get("tokenizer_class")
-    model_type = model.get("model_type")
-    if not isinstance(name, str | None):
-        raise settings.refusal("tokenizer_class", name, "it must be text")
-    if model_type in _AS_FILED_TYPES or _has_wrong_class(directory):
-        return None
-    name = name or _CLASS_OF_TYPE.get(model_type)
-    if name in _AS_FILED:
-        return None
-    name = name.removesuffix("Fast")
-    if model_type in _ALWAYS:
-        return _CLASS_OF_TYPE[model_type]
-    if name not in _DEFAULT_TOKENS:
-        supported = (
-            f"it must be PreTrainedTokenizerFast or {' or '.join(_DEFAULT_TOKENS)}"
-        )
-        raise settings.refusal("tokenizer_class", name, supported)
-    return name
-
-
-def _has_wrong_class(directory) -> bool:
-    """Return whether a directory is the hub's copy of a model of _WRONG_CLASS."""
-    names = [n for n in directory.parts if n.startswith("models--")]
-    hub_ids = [n.removeprefix("models--").replace("--", "/").lower() for n in names]
-    return any(fnmatch.fnmatch(i, p) for i in hub_ids for p in _WRONG_CLASS)
 
 
 class _Tokens(NamedTuple):
@@ -326,7 +243,7 @@ def _merge_special_tokens(path, values: dict) -> None:
 
 def _named_tokens(settings, values, parsed, class_name) -> dict[str, AddedToken]:
     padding = parsed.get("padding") or {}
-    defaults = dict(_DEFAULT_TOKENS.get(class_name, {}))
+    defaults = dict(DEFAULT_TOKENS.get(class_name, {}))
     if "pad_token" in padding:
         defaults.setdefault("pad_token", padding["pad_token"])
     custom = [f for f in values if f.endswith("_token") and f not in NAMED_TOKENS]
@@ -446,120 +363,6 @@ def _check_ids(directory, declared: Mapping, parsed: dict) -> None:
                 f"{str(token)!r} the id {i}, but it gets {ids[str(token)]}; save the "
                 f"tokenizer with transformers again"
             )
-
-
-def _rebuild(class_name: str, settings: Fields, parsed: dict) -> dict:
-    """Return tokenizer.json with the pipeline that a class of transformers gives it.
-
-    Raises:
-        ValueError: the file has a pipeline of another kind, so that the two differ in
-            more than how they write the same thing.
-    """
-    prefix = settings.get("add_prefix_space")
-    if not isinstance(prefix, bool | None):
-        raise settings.refusal("add_prefix_space", prefix, "it must be true or false")
-    if class_name == "LlamaTokenizer":
-        scheme = "always" if settings.get("legacy", False) else "first"
-        pipeline = _llama_pipeline("never" if prefix is False else scheme)
-    else:
-        pipeline = _byte_level_pipeline(class_name, bool(prefix))
-    model = parsed["model"]
-    rebuilt = {**parsed, **pipeline, "model": {**model, **pipeline["model"]}}
-    expected, actual = _canonical(rebuilt), _canonical(parsed)
-    if actual == expected:
-        return parsed
-    if class_name == "LlamaTokenizer" and _is_sentencepiece(parsed):
-        return rebuilt
-    if not actual["normalizer"] and actual | {"normalizer": expected["normalizer"]} == (
-        expected
-    ):
-        return rebuilt  # the class composes characters, too
-    raise ValueError(
-        f"{settings.path}: tokenizer_class={class_name!r} makes another tokenizer than "
-        f"tokenizer.json describes; name 'PreTrainedTokenizerFast' if tokenizer.json "
-        f"is right"
-    )
-
-
-def _llama_pipeline(scheme: str) -> dict:
-    """Return what LlamaTokenizer puts around its vocabulary."""
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    return {
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Metaspace",
-            "replacement": "\u2581",
-            "prepend_scheme": scheme,
-            "split": False,
-        },
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-                *([] if scheme == "never" else [strip]),
-            ],
-        },
-        "model": {**_PLAIN_MODEL, "fuse_unk": True, "byte_fallback": True},
-    }
-
-
-def _byte_level_pipeline(class_name: str, prefix: bool) -> dict:
-    """Return what Qwen2Tokenizer or GPT2Tokenizer puts around its vocabulary."""
-    is_qwen2 = class_name == "Qwen2Tokenizer"
-    pieces = {"type": "ByteLevel", "add_prefix_space": prefix, "use_regex": True}
-    if is_qwen2:
-        split = {"type": "Split", "pattern": {"Regex": _QWEN2_PIECES}}
-        split |= {"behavior": "Isolated", "invert": False}
-        pieces = [split, {**pieces, "use_regex": False}]
-        pieces = {"type": "Sequence", "pretokenizers": pieces}
-    return {
-        "normalizer": {"type": "NFC"} if is_qwen2 else None,
-        "pre_tokenizer": pieces,
-        "decoder": {"type": "ByteLevel"},
-        "model": {**_PLAIN_MODEL, "fuse_unk": False, "byte_fallback": False},
-    }
-
-
-def _canonical(parsed: dict) -> dict:
-    """Return the settings of a tokenizer.json that change ids, written in one way."""
-    model = {key: parsed["model"].get(key) or None for key in _PLAIN_MODEL}
-    model["type"] = model["type"] or "BPE"
-    model["byte_fallback"] = bool(parsed["model"].get("byte_fallback"))
-    kinds = {}
-    for section, steps in (
-        ("normalizer", "normalizers"),
-        ("pre_tokenizer", "pretokenizers"),
-        ("decoder", "decoders"),
-    ):
-        step = parsed.get(section)
-        listed = step.get(steps) if isinstance(step, dict) else None
-        listed = listed if listed is not None else [] if step is None else [step]
-        kinds[section] = [_canonical_step(section, s) for s in listed]
-    return {"model": model, **kinds}
-
-
-def _canonical_step(section, step):
-    if not isinstance(step, dict) or step.get("type") != "ByteLevel":
-        return step
-    if section == "decoder":
-        return "ByteLevel"
-    return ("ByteLevel", step.get("add_prefix_space"), step.get("use_regex", True))
-
-
-def _is_sentencepiece(parsed: dict) -> bool:
-    """Return whether a tokenizer.json is of Llama 2's kind, however it is written."""
-    steps = _canonical(parsed)
-    replaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-    prepends = {"type": "Prepend", "prepend": "\u2581"}
-    splits = steps["pre_tokenizer"]
-    return (
-        steps["model"]["type"] == "BPE"
-        and steps["model"]["byte_fallback"]
-        and steps["normalizer"] in ([], [replaces], [prepends, replaces])
-        and all(isinstance(s, dict) and s.get("type") == "Metaspace" for s in splits)
-    )
 
 
 def _eos_tokens(

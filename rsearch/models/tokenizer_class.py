@@ -1,0 +1,210 @@
+"""What transformers' tokenizer classes make of a tokenizer.json.
+
+A class of transformers 5 with an initialiser of its own takes the vocabulary from
+tokenizer.json and replaces what stands around it: normalizer, splitting and decoder.
+For some published models that is wrong, and for others it is the same thing in other
+words. It is followed where it can be meant, and else refused.
+"""
+
+import fnmatch
+import pathlib
+
+from rsearch.models.hf.directory import Fields
+
+# Classes for which a tokenizer.json is used as it stands.
+_AS_FILED = (
+    None,
+    "PreTrainedTokenizer",
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+)
+# Model types for which it is, whatever the class.
+_AS_FILED_TYPES = {
+    *("deepseek_v2", "deepseek_v3", "glm", "glm4", "glm4_moe", "mistral", "olmo2"),
+    *("phi3", "phimoe"),
+}
+# Model types whose class this is where the files name none, and for the first one also
+# where they name another class that is not of _AS_FILED.
+_CLASS_OF_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+_ALWAYS = ("qwen2",)
+# Models whose published tokenizer_class is wrong, by their hub ids: tokenizer.json is
+# the tokenizer that they were trained with.
+_WRONG_CLASS = (
+    "deepseek-ai/deepseek-r1-distill-llama-*",
+    "deepseek-ai/deepseek-r1-0528-qwen3-*",
+    "huggingfacetb/smollm2-*",
+)
+_QWEN2_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEFAULT_TOKENS = {
+    "Qwen2Tokenizer": dict.fromkeys(
+        ("unk_token", "eos_token", "pad_token"), "<|endoftext|>"
+    ),
+    "LlamaTokenizer": {
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    },
+    "GPT2Tokenizer": dict.fromkeys(
+        ("unk_token", "bos_token", "eos_token"), "<|endoftext|>"
+    ),
+}
+
+_PLAIN_MODEL = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "ignore_merges": False,
+}
+
+
+def find_class(directory: pathlib.Path, settings: Fields, model: dict) -> str | None:
+    """Return the class that replaces the pipeline of tokenizer.json, None if none does.
+
+    Raises:
+        ValueError: a class that is not supported.
+    """
+    name = settings.get("tokenizer_class") or model.get("tokenizer_class")
+    model_type = model.get("model_type")
+    if not isinstance(name, str | None):
+        raise settings.refusal("tokenizer_class", name, "it must be text")
+    if model_type in _AS_FILED_TYPES or _has_wrong_class(directory):
+        return None
+    name = name or _CLASS_OF_TYPE.get(model_type)
+    if name in _AS_FILED:
+        return None
+    name = name.removesuffix("Fast")
+    if model_type in _ALWAYS:
+        return _CLASS_OF_TYPE[model_type]
+    if name not in DEFAULT_TOKENS:
+        supported = (
+            f"it must be PreTrainedTokenizerFast or {' or '.join(DEFAULT_TOKENS)}"
+        )
+        raise settings.refusal("tokenizer_class", name, supported)
+    return name
+
+
+def _has_wrong_class(directory) -> bool:
+    """Return whether a directory is the hub's copy of a model of _WRONG_CLASS."""
+    names = [n for n in directory.parts if n.startswith("models--")]
+    hub_ids = [n.removeprefix("models--").replace("--", "/").lower() for n in names]
+    return any(fnmatch.fnmatch(i, p) for i in hub_ids for p in _WRONG_CLASS)
+
+
+def rebuild(class_name: str, settings: Fields, parsed: dict) -> dict:
+    """Return tokenizer.json with the pipeline that a class of transformers gives it.
+
+    Raises:
+        ValueError: the file has a pipeline of another kind, so that the two differ in
+            more than how they write the same thing.
+    """
+    prefix = settings.get("add_prefix_space")
+    if not isinstance(prefix, bool | None):
+        raise settings.refusal("add_prefix_space", prefix, "it must be true or false")
+    if class_name == "LlamaTokenizer":
+        scheme = "always" if settings.get("legacy", False) else "first"
+        pipeline = _llama_pipeline("never" if prefix is False else scheme)
+    else:
+        pipeline = _byte_level_pipeline(class_name, bool(prefix))
+    model = parsed["model"]
+    rebuilt = {**parsed, **pipeline, "model": {**model, **pipeline["model"]}}
+    expected, actual = _canonical(rebuilt), _canonical(parsed)
+    if actual == expected:
+        return parsed
+    if class_name == "LlamaTokenizer" and _is_sentencepiece(parsed):
+        return rebuilt
+    if not actual["normalizer"] and actual | {"normalizer": expected["normalizer"]} == (
+        expected
+    ):
+        return rebuilt  # the class composes characters, too
+    raise ValueError(
+        f"{settings.path}: tokenizer_class={class_name!r} makes another tokenizer than "
+        f"tokenizer.json describes; name 'PreTrainedTokenizerFast' if tokenizer.json "
+        f"is right"
+    )
+
+
+def _llama_pipeline(scheme: str) -> dict:
+    """Return what LlamaTokenizer puts around its vocabulary."""
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Metaspace",
+            "replacement": "\u2581",
+            "prepend_scheme": scheme,
+            "split": False,
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *([] if scheme == "never" else [strip]),
+            ],
+        },
+        "model": {**_PLAIN_MODEL, "fuse_unk": True, "byte_fallback": True},
+    }
+
+
+def _byte_level_pipeline(class_name: str, prefix: bool) -> dict:
+    """Return what Qwen2Tokenizer or GPT2Tokenizer puts around its vocabulary."""
+    is_qwen2 = class_name == "Qwen2Tokenizer"
+    level = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True}
+    level["use_regex"] = not is_qwen2
+    splits = level
+    if is_qwen2:
+        split = {"type": "Split", "pattern": {"Regex": _QWEN2_PIECES}}
+        split |= {"behavior": "Isolated", "invert": False}
+        splits = {"type": "Sequence", "pretokenizers": [split, level]}
+    return {
+        "normalizer": {"type": "NFC"} if is_qwen2 else None,
+        "pre_tokenizer": splits,
+        "decoder": level,
+        "model": {**_PLAIN_MODEL, "fuse_unk": False, "byte_fallback": False},
+    }
+
+
+def _canonical(parsed: dict) -> dict:
+    """Return the settings of a tokenizer.json that change ids, written in one way."""
+    model = {key: parsed["model"].get(key) or None for key in _PLAIN_MODEL}
+    model["type"] = model["type"] or "BPE"
+    model["byte_fallback"] = bool(parsed["model"].get("byte_fallback"))
+    kinds = {}
+    for section, steps in (
+        ("normalizer", "normalizers"),
+        ("pre_tokenizer", "pretokenizers"),
+        ("decoder", "decoders"),
+    ):
+        step = parsed.get(section)
+        listed = step.get(steps) if isinstance(step, dict) else None
+        listed = listed if listed is not None else [] if step is None else [step]
+        kinds[section] = [_canonical_step(section, s) for s in listed]
+    return {"model": model, **kinds}
+
+
+def _canonical_step(section, step):
+    if not isinstance(step, dict) or step.get("type") != "ByteLevel":
+        return step
+    if section == "decoder":
+        return "ByteLevel"
+    return ("ByteLevel", step.get("add_prefix_space"), step.get("use_regex", True))
+
+
+def _is_sentencepiece(parsed: dict) -> bool:
+    """Return whether a tokenizer.json is of Llama 2's kind, however it is written."""
+    steps = _canonical(parsed)
+    replaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    prepends = {"type": "Prepend", "prepend": "\u2581"}
+    splits = steps["pre_tokenizer"]
+    return (
+        steps["model"]["type"] == "BPE"
+        and steps["model"]["byte_fallback"]
+        and steps["normalizer"] in ([], [replaces], [prepends, replaces])
+        and all(isinstance(s, dict) and s.get("type") == "Metaspace" for s in splits)
+    )
