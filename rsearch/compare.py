@@ -19,7 +19,7 @@ from rsearch.config.fields import fields
 from rsearch.config.recipes import ABSENT, fingerprint, parse_flags, run_command
 from rsearch.config.stage_plan import START
 from rsearch.evaluation.evaluator import read_results
-from rsearch.runtime.console import table
+from rsearch.runtime.console import clean_line, table
 from rsearch.runtime.files import expand
 from rsearch.runtime.workdir import CONFIG, is_free, read_config
 from rsearch.text.spelling import did_you_mean
@@ -307,7 +307,7 @@ def _interval(pair):
 
 
 def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; no cell can end its column."""
+    """Return a Markdown table; a cell is its text, whatever marks that holds."""
     is_number = [
         all(re.fullmatch(r"[-\d.± ]+", line[i]) for line in lines)
         for i in range(len(columns))
@@ -315,10 +315,15 @@ def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rule = ["---:" if right else "---" for right in is_number]
 
     def joined(cells):
-        escaped = [" ".join(str(c).split()).replace("|", "\\|") for c in cells]
-        return f"| {' | '.join(escaped)} |\n"
+        return f"| {' | '.join(map(_markdown_text, cells))} |\n"
 
     return joined(columns) + joined(rule) + "".join(map(joined, lines))
+
+
+def _markdown_text(value):
+    """Return a text on one line, without columns, markup, HTML or links in it."""
+    text = clean_line(" ".join(str(value).split()))
+    return re.sub(r"([\\`*|<>\[\]&~]|:(?=//)|(?<=www)\.)", r"\\\1", text)
 
 
 def _nothing(runs, chosen):

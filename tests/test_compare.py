@@ -2,6 +2,7 @@
 
 import json
 import re
+import unicodedata
 
 import pytest
 
@@ -172,6 +173,37 @@ def test_a_name_cannot_break_the_markdown(said, tmp_path):
     run = make(tmp_path / "run", row(stage="a|b\nc"))
     lines = said(run, "--markdown", "--stage=all")[1].splitlines()
     assert len(lines) == 3 and "a\\|b c" in lines[2]
+
+
+HOSTILE = "\x1b]0;t\x07 \u202etxet\u2066 a\\|b [x](http://x) ![](//y) <img src=x>"
+HOSTILE += " `|` **b** &#124; www.z.org \u2028 \x9b2J \ud800 ~~c~~"
+
+
+@pytest.mark.fault(87, "control characters", "Markdown")
+@pytest.mark.parametrize("field", ["stage", "method", "dataset", "kind", "name"])
+def test_text_of_other_peoples_runs_is_shown_and_obeyed_by_nobody(
+    said, tmp_path, field
+):
+    kinds = {"by_kind": {HOSTILE if field == "kind" else "one": {"em": 0.5}}}
+    rows = [row(**kinds), row(dataset="other", **kinds)]
+    fields = {"name": HOSTILE} if field == "name" else {}
+    if field in rows[0]:
+        rows[0][field] = HOSTILE
+    run = make(tmp_path / "run", *rows, **fields)
+    words = [run, "--stage=all", "--method=all"]
+    words += ["--by_kind"] if field == "kind" else []
+    for flags in ([], ["--markdown"], ["--group"]):
+        code, out, _ = said(*words, *flags)
+        assert code == 0
+        categories = {unicodedata.category(c) for c in set(out) - {"\n"}}
+        assert not categories & {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    markdown = said(*words, "--markdown")[1]
+    assert len(markdown.splitlines()) == 4 and "x1b" in markdown
+    # Nothing that Markdown would act on is without a backslash before it.
+    marked = re.sub(r"\\[^\w\s]", "", "\n".join(markdown.splitlines()[2:]))
+    assert not re.search(r"[\\`*<>\[\]&~]|://|www\.", marked)
+    bars = [line.count("|") for line in marked.splitlines()]
+    assert bars == [markdown.splitlines()[0].count("|")] * 2
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,12 @@ FAULTS = """
 86 the shell around a run: no home; unwritable cache; full disk; home in a path; colon
   in a config path; encoding of the output; closed streams; path of no encoding; python
   without asserts; umask
+82 a directory that is lost: moved; deleted; replaced; unmounted; moved in a save;
+  next save; exit code; at random instants; two paths to it; symbolic link; bind mount;
+  lock file deleted; lock file made again; network disk away
+84 what a crash or a disk damages: rows durable before the checkpoint; gap in the rows;
+  damaged row; damaged journal record; later good records; damaged wave of rollouts
+87 text of other people's runs: control characters; Markdown
 88 a file of ours with absurd content: results; configuration; record of a sweep;
   metrics; transcripts; manifest; undone rows; memory; journal; directory in its place
 89 an interrupt while a run starts: imports; loading; first step; after the run;

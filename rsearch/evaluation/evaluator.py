@@ -31,6 +31,7 @@ from rsearch.hosts import processes
 from rsearch.rollout.records import share_groups
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console, files, held
+from rsearch.runtime.console import clean_line
 from rsearch.runtime.identity import num_starts
 from rsearch.runtime.jsonl import read_jsonl, recover_jsonl, write_jsonl
 from rsearch.runtime.workdir import write_json
@@ -250,7 +251,8 @@ def _wrong_field(row):
         kinds = row.get(name, {})
         if not isinstance(kinds, dict):
             return f"{name} = {reprlib.repr(kinds)}: expected an object"
-        scores |= {f"{name}.{kind}": values for kind, values in kinds.items()}
+        # Their names are text of the data set: no line of a message can end in one.
+        scores |= {f"{name}.{clean_line(k)}": v for k, v in kinds.items()}
     for field, values in scores.items():
         if not isinstance(values, dict):
             return f"{field} = {reprlib.repr(values)}: expected an object"

@@ -125,7 +125,17 @@ def _listen(reader, state, grace_seconds):
 
 
 def write_stderr(text: str) -> None:
-    """Write one line to stderr, from any thread: rich's console may be in use."""
+    """Write one line to stderr, from any thread: rich's console may be in use.
+
+    Control characters are written out: another host's error may quote a page.
+    """
+
+    def visible(character):
+        if character.isprintable():
+            return character
+        return character.encode("unicode_escape", "backslashreplace").decode()
+
+    text = "".join(map(visible, text))
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

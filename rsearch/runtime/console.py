@@ -42,6 +42,14 @@ def clean(text: str) -> str:
     return "".join(_visible(character) for character in str(text))
 
 
+def clean_line(text: str) -> str:
+    """Return `clean` text on one line: line feeds and tabs are written out, too.
+
+    Text of others could otherwise add a row to a table, or a line to a log.
+    """
+    return clean(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def _visible(character):
     if character in "\n\t" or character.isprintable():
         return character
@@ -77,7 +85,7 @@ def note(text: str) -> None:
     console = _console(sys.stderr)
     stamp = time.strftime("%H:%M:%S")
     with unless_full():
-        console.print(Text(f"{stamp} {clean(text)}"), soft_wrap=True)
+        console.print(Text(f"{stamp} {clean_line(text)}"), soft_wrap=True)
 
 
 def note_now_and_then(text: Callable[..., str]) -> Callable[..., None]:
@@ -110,7 +118,7 @@ def unless_full():
 def block(title: str, text: str) -> None:
     """Print a titled text, such as a transcript, on stdout."""
     console = _console(sys.stdout)
-    console.rule(Text(clean(title)), align="left", characters="-")
+    console.rule(Text(clean_line(title)), align="left", characters="-")
     console.print(Text(clean(text)), soft_wrap=True)
 
 
@@ -129,7 +137,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence]) -> None:
     def fitted(text):
         return Text(text.encode(encoding, "backslashreplace").decode(encoding))
 
-    grid = Table(title=fitted(clean(title)), title_justify="left")
+    grid = Table(title=fitted(clean_line(title)), title_justify="left")
     rows = [list(row) for row in rows]
     for position, heading in enumerate(columns):
         values = [row[position] for row in rows]
@@ -137,7 +145,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence]) -> None:
             value is None or isinstance(value, int | float) for value in values
         )
         justify = "right" if is_number else "left"
-        grid.add_column(fitted(clean(heading)), justify=justify, overflow="fold")
+        grid.add_column(fitted(clean_line(heading)), justify=justify, overflow="fold")
     for row in rows:
         assert len(row) == len(columns), (row, columns)
         grid.add_row(*(fitted(_cell(value)) for value in row))
@@ -147,7 +155,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence]) -> None:
 def _cell(value):
     if value is None:
         return "-"
-    return f"{value:.4g}" if isinstance(value, float) else clean(value)
+    return f"{value:.4g}" if isinstance(value, float) else clean_line(value)
 
 
 def progress(items: Iterable, label: str, *, total: int | None = None) -> Iterator:
@@ -164,9 +172,9 @@ def progress(items: Iterable, label: str, *, total: int | None = None) -> Iterat
         total = len(items)
     console = _console(sys.stderr)
     if console.is_terminal:
-        yield from _bar(items, clean(label), total, console)
+        yield from _bar(items, clean_line(label), total, console)
     else:
-        yield from _lines(items, clean(label), total)
+        yield from _lines(items, clean_line(label), total)
 
 
 def _bar(items, label, total, console):

@@ -24,7 +24,7 @@ from rsearch.config.spec import base_fields
 from rsearch.config.stage_plan import KINDS, kind_of
 from rsearch.hosts import processes
 from rsearch.runtime import files, held
-from rsearch.runtime.console import note
+from rsearch.runtime.console import clean_line, note
 from rsearch.runtime.digests import earlier_form
 
 FORMAT = 1
@@ -356,7 +356,9 @@ def _check_inputs(path, before, now, accept):
 def _refusal(path, rows):
     """Return what differs, as a table."""
     table = [("field", "there", "now")]
-    table += [(f"config.{name}", repr(old), repr(new)) for name, old, new in rows]
+    table += [
+        (clean_line(f"config.{name}"), repr(old), repr(new)) for name, old, new in rows
+    ]
     widths = [max(len(row[i]) for row in table) for i in (0, 1)]
     lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table]
     return "\n".join(

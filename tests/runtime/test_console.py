@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rsearch.hosts import preemption
 from rsearch.runtime import console
 
 
@@ -50,6 +51,23 @@ def test_table_aligns_numbers_and_keeps_hostile_cells_plain(capsys):
     assert "0.1235" in out and "\x1b" not in out
     line = next(line for line in out.splitlines() if "direct" in line)
     assert re.search(r"direct\s+│\s+0\.1235 │\s+7 │\s+- │", line)
+
+
+@pytest.mark.fault(87, "control characters")
+def test_text_of_others_adds_no_line_to_a_table_or_a_log(capsys):
+    forged = "a\n12:00:00 verified\tb\r"
+    console.table(forged, [forged], [[forged], ["b"]])
+    plain = capsys.readouterr().out
+    console.table("a", ["a"], [["a"], ["b"]])
+    assert plain.count("\n") == capsys.readouterr().out.count("\n")
+    assert plain.count("a\\n12:00:00 verified\\tb\\r") == 3
+    console.note(forged)
+    list(console.progress([1], forged))
+    assert capsys.readouterr().err.count("\n") == 2
+    preemption.write_stderr(f"error: host 1 {forged}\x1b[2J")
+    assert capsys.readouterr().err == (
+        "error: host 1 a\\n12:00:00 verified\\tb\\r\\x1b[2J\n"
+    )
 
 
 def test_table_without_rows_and_ragged_tables(capsys):
