@@ -138,11 +138,6 @@ FAULTS = """
 86 the shell around a run: no home; unwritable cache; full disk; home in a path; colon
   in a config path; encoding of the output; closed streams; path of no encoding; python
   without asserts; umask
-82 a directory that is lost: moved; deleted; replaced; unmounted; moved in a save;
-  next save; exit code; at random instants; two paths to it; symbolic link; bind mount;
-  lock file deleted; lock file made again; network disk away
-84 what a crash or a disk damages: rows durable before the checkpoint; gap in the rows;
-  damaged row; damaged journal record; later good records; damaged wave of rollouts
 87 text of other people's runs: control characters; Markdown
 88 a file of ours with absurd content: results; configuration; record of a sweep;
   metrics; transcripts; manifest; undone rows; memory; journal; directory in its place
@@ -229,19 +224,8 @@ def test_an_item_stands_once_in_its_row():
 def test_the_rows_are_those_that_are_known():
     if not KNOWN.is_file():
         pytest.skip("the list that the rows are of is not beside this checkout")
-    numbers = {int(n) for n in re.findall(r"(?<!\S)(\d+)\. ", KNOWN.read_text())}
-    # Of the second round, from 60 on, some are not covered yet.
-    assert {n for n in numbers if 0 < n < 60} <= set(table()) <= numbers
-    numbers = re.findall(r"(?<!\S)(\d+)\. ", KNOWN.read_text())
-    known = {n for n in map(int, numbers) if n > 0}
-    # The second round, from 60 on, may not be covered completely.
-    assert {n for n in known if n < 60} <= set(table()) <= known
-    # The second round, from 60 on, is covered row by row.
-    assert {n for n in numbers if 0 < n < 60} <= set(table()) <= numbers
-    known = set(map(int, numbers)) - {0}
-    # The second round, from 60 on, is not covered in full yet.
-    # The second round, from 60 on, is covered row by row.
-    assert {n for n in known if n < 60} <= set(table()) <= known
+    numbers = map(int, re.findall(r"(?<!\S)(\d+)\. ", KNOWN.read_text()))
+    assert set(table()) == {n for n in numbers if n > 0}
 
 
 def main():
