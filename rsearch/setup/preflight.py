@@ -32,7 +32,9 @@ def check_machine(
         ValueError: names the variable or the directory, and its value.
     """
     sources = {}
-    for c in (config, *(stage_config for _, stage_config in stage_configs(config))):
+    # Without overrides the stages name nothing else; copying them is slow.
+    stages = stage_configs(config) if config.overrides else ()
+    for c in (config, *(stage_config for _, stage_config in stages)):
         sources |= {(field, source): None for field, source in _sources(c).items()}
     unread = {}
     for field, source in sources:
