@@ -8,6 +8,7 @@ mark of a question without an answer, and is not understood, is refused.
 
 import ast
 import contextlib
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ ALIASES = re.compile(
     r"|((alt|alternate|alternative|other|acceptable|accepted|possible|valid"
     r"|additional|equivalent|human)ans(wers?)?(alias(es)?)?)"
 )
-"""Fields beside an answer that hold further golden answers, named as by `_folded`."""
+"""Fields beside an answer that hold further golden answers; names as in `_role`."""
 
 OTHER_ALIASES = re.compile(
     r"(s|subj|subject|question|query|entity|entities|title|wiki|page|passage|document"
@@ -34,7 +35,8 @@ ANSWERABLE = ("answerable", "isanswerable")
 UNANSWERABLE = ("unanswerable", "isunanswerable", "impossible", "isimpossible")
 UNANSWERABLE += ("noanswer", "hasnoanswer", "isnoanswer")
 TRUE, FALSE = ("true", "yes", "1", "1.0"), ("false", "no", "0", "0.0")
-NESTED = ("metadata", "extra_info")  # hold further fields of a record
+NESTED = ("metadata", "extra_info", "reward_model", "reward_spec")
+"""Objects of a record that hold further fields, as they are or as text."""
 VALUES = ("value", "target", "golden_answers", "answer", "answers", "text", "spans")
 """Fields of an object that hold the answer, best first."""
 HIDDEN = "<unk>"  # in place of the answers of TriviaQA's test set
@@ -67,11 +69,15 @@ def golden_answers(
         ValueError: there is no answer, or it is neither text nor a list of texts; the
             record says that its question has none; a field of aliases is not known.
     """
-    for prefix, fields in _levels(record):
+    levels = [("", record)]
+    for name in NESTED:
+        if name in record and isinstance(fields := unpack_text(record[name]), dict):
+            levels.append((f"{name}.", fields))
+    for prefix, fields in levels:
         _check_answerable(fields, prefix)
     name, value = find_field(record, names)
     answers = _texts(value, name)
-    for alias, value in _aliases(record, name, further):
+    for alias, value in _aliases(levels, name, further):
         texts = dict.fromkeys(_texts(value, alias))
         answers += [text for text in texts if text not in answers]
     return tuple(answers)
@@ -85,49 +91,51 @@ def unpack_text(value: Any) -> Any:
     return value
 
 
-def _levels(record):
-    """Return [(prefix of names, fields)] of a record: its fields, and those nested."""
-    nested = [(f"{n}.", record.get(n)) for n in NESTED]
-    return [("", record), *((p, f) for p, f in nested if isinstance(f, dict))]
-
-
-def _folded(name):
-    """Return a field's name as letters and digits: answerAliases, Answer Aliases."""
-    return re.sub(r"[^a-z0-9]", "", str(name).lower())
+@functools.lru_cache(maxsize=1024)
+def _role(field):
+    """Return what a field beside an answer means, by its letters and digits."""
+    folded = re.sub(r"[^a-z0-9]", "", str(field).lower())
+    if folded in ANSWERABLE + UNANSWERABLE:
+        return "answerable" if folded in ANSWERABLE else "unanswerable"
+    if ALIASES.fullmatch(folded):
+        # Below metadata, "aliases" alone may be those of anything.
+        return "answer aliases" if "ans" in folded else "aliases"
+    if "alias" in folded and not OTHER_ALIASES.fullmatch(folded):
+        return "unknown aliases"
+    return None
 
 
 def _check_answerable(fields, prefix):
     """Refuse a record whose question has no answer in its passages."""
     for field, value in fields.items():
-        folded = _folded(field)
-        if folded not in ANSWERABLE + UNANSWERABLE or _is_empty(value):
+        role = _role(field)
+        if role not in ("answerable", "unanswerable") or _is_empty(value):
             continue
         said = str(value).strip().lower()
         if said not in TRUE + FALSE:
             raise ValueError(
                 f"field {prefix}{field}: expected true or false, got {shown(value)}"
             )
-        if (said in TRUE) != (folded in ANSWERABLE):
+        if (said in TRUE) != (role == "answerable"):
             raise ValueError(
                 f"field {prefix}{field}: {value!r}: the question has no answer"
             )
 
 
-def _aliases(record, main, further) -> Iterator[tuple[str, Any]]:
+def _aliases(levels, main, further) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of the fields with further golden answers that have any."""
-    for prefix, fields in _levels(record):
+    for prefix, fields in levels:
         for field, value in fields.items():
-            folded = _folded(field)
-            # Below metadata, "aliases" alone may be those of anything.
-            is_of_answer = not prefix or "ans" in folded
-            if f"{prefix}{field}" == main or _is_empty(value) or not is_of_answer:
+            role = "answer aliases" if field in further and not prefix else _role(field)
+            if role is None or f"{prefix}{field}" == main or _is_empty(value):
                 continue
-            if ALIASES.fullmatch(folded) or (not prefix and field in further):
+            if role == "answer aliases" or (role == "aliases" and not prefix):
                 yield f"{prefix}{field}", value
-            elif "alias" in folded and not OTHER_ALIASES.fullmatch(folded):
+            # A number counts them.
+            if role == "unknown aliases" and not (prefix or isinstance(value, int)):
                 raise ValueError(
-                    f"field {prefix}{field}: not known whether these are golden "
-                    f"answers, which answer_aliases are: {shown(value)}"
+                    f"field {field}: not known whether these are golden answers, which "
+                    f"answer_aliases are: {shown(value)}"
                 )
 
 
@@ -204,7 +212,7 @@ def _of_object(value, name):
         raise ValueError(
             f"field {name}.{main}: {HIDDEN!r}: the answer is not published"
         )
-    for alias, inner in _aliases(value, main, ()):
+    for alias, inner in _aliases([("", value)], main, ()):
         texts += _texts(inner, f"{name}.{alias}")
     return list(dict.fromkeys(texts))
 

@@ -137,7 +137,9 @@ def load_questions(
         try:
             record = decode_record(raw) if isinstance(raw, bytes) else raw
             check_record(record)
-            record |= {n: unpack_text(record[n]) for n in AS_TEXT if n in record}
+            for name in AS_TEXT:
+                if name in record:
+                    record[name] = unpack_text(record[name])
             if not names_of:
                 names_of = _recognise(record, fields)
             question = _question(record, row, names_of)

@@ -403,7 +403,7 @@ def test_a_public_layout_is_read_with_its_aliases(tmp_path, name):
         *("answer_aliases", "answer_alias", "aliases", "alias", "answerAliases"),
         *("Answer Aliases", "gold_aliases", "alt_answers", "alternative_answers"),
         *("acceptable_answers", "other_answers", "possible_answers", "answers"),
-        "metadata.answer_aliases",
+        *("metadata.answer_aliases", "extra_info.answer_aliases"),
     ],
 )
 @pytest.mark.parametrize("value", [["US", "Ada", "US"], '["US"]', "['US']", "US"])
@@ -431,7 +431,7 @@ def test_aliases_of_something_else_are_no_answers_and_unknown_ones_refused(tmp_p
         "num_aliases": 3,
         "spouse_aliases": [],
     }
-    path = jsonl(tmp_path, [GOOD | others | {"num_aliases": None}])
+    path = jsonl(tmp_path, [GOOD | others])
     assert load_questions(path)[0][0].golden_answers == ("Ada", "A. L.")
     for field in ("spouse_aliases", "aliases_en"):
         for value in (["x"], "x", {"a": "x"}):
@@ -457,6 +457,7 @@ UNANSWERABLE = [
     {"no_answer": True},
     {"answerable": "perhaps"},
     {"metadata": {"answerable": False}},
+    {"metadata": '{"answerable": false}'},
     {"extra_info": {"is_impossible": True}},
     {"answer": {"type": "none"}},
     {"answer": {"value": "<unk>", "aliases": []}},
