@@ -225,7 +225,7 @@ def test_the_rows_are_those_that_are_known():
     if not KNOWN.is_file():
         pytest.skip("the list that the rows are of is not beside this checkout")
     numbers = map(int, re.findall(r"(?<!\S)(\d+)\. ", KNOWN.read_text()))
-    assert set(table()) == {n for n in numbers if n > 0}
+    assert set(table()) == {n for n in numbers if 0 < n < 100}
 
 
 def main():
