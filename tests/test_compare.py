@@ -184,8 +184,8 @@ HOSTILE += " `|` **b** &#124; www.z.org \u2028 \x9b2J \ud800 ~~c~~"
 def test_text_of_other_peoples_runs_is_shown_and_obeyed_by_nobody(
     said, tmp_path, field
 ):
-    kinds = {"by_kind": {HOSTILE if field == "kind" else "one": {"em": 0.5}}}
-    rows = [row(**kinds), row(dataset="other", **kinds)]
+    kind = HOSTILE if field == "kind" else "one"
+    rows = [row(by_kind={kind: {"em": 0.5}}), row(by_kind={"two": {}}, dataset="e")]
     fields = {"name": HOSTILE} if field == "name" else {}
     if field in rows[0]:
         rows[0][field] = HOSTILE
