@@ -246,7 +246,7 @@ questions_lists = st.lists(
         plain_text,
         plain_text,
         st.lists(plain_text, min_size=1, max_size=3).map(tuple),
-        # No names that say something about the answer: of these is test_question_layouts.
+        # No names that mean something: these are in test_question_layouts.
         st.dictionaries(
             plain_text.map("key {}".format), st.integers() | plain_text, max_size=2
         ),
