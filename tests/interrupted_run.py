@@ -9,7 +9,6 @@ empty one matches nothing, and every moment is printed.
 """
 
 import os
-import pathlib
 import pickle
 import re
 import signal
@@ -40,11 +39,14 @@ def watch(pattern, workdir):
     from rsearch.hosts import preemption
     from rsearch.runtime import files
 
-    workdir = str(pathlib.Path(workdir).absolute())
+    workdir = os.path.realpath(workdir)
     name, _, pattern = pattern.rpartition("@")
     left = [signal.Signals[name or "SIGKILL"]]
 
     def about_to(what, path):
+        # A save goes by the descriptor of the directory: /proc/self/fd/N/rl/...
+        folder, name = os.path.split(path)
+        path = os.path.join(os.path.realpath(folder), name)
         moment = f"{what} {os.path.relpath(path, workdir)}"
         if pattern and left and re.search(pattern, moment):
             os.kill(os.getpid(), left.pop())
