@@ -48,7 +48,6 @@ from rsearch.runtime.workdir import (
     check_workdir,
     is_free,
     open_workdir,
-    read_run_id,
 )
 from rsearch.setup import stages as parts
 from rsearch.setup.context import Setup
@@ -244,10 +243,9 @@ def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
             curate.run(data_stage(setup, params, folder, name=stage))
             continue
         params = weights[key] = offload_reference(setup, params)
-        run_id = read_run_id(home.path)
         if kind_of(stage) == "sft":
             stage_parts = sft_stage(
-                setup, prepared.demonstrations, folder, run_id=run_id
+                setup, prepared.demonstrations, folder, run_id=home.run_id
             )
             params = sft.run(stage_parts, params)
         else:
@@ -256,7 +254,7 @@ def run_stages(run: Run, evaluator: Evaluator, home: Workdir) -> None:
                 evaluator,
                 folder,
                 name=stage,
-                run_id=run_id,
+                run_id=home.run_id,
                 is_over=stage in run.finished,
             )
             params = rl.run(stage_parts, params)

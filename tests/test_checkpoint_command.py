@@ -8,7 +8,7 @@ import pytest
 from rsearch import checkpoint as checkpoint_command
 from rsearch.config import recipes
 from rsearch.config.recipes import run_command
-from rsearch.runtime import checkpoint, files, storage
+from rsearch.runtime import checkpoint, files, held, storage
 from rsearch.runtime.workdir import Workdir
 from tests.runtime.test_checkpoint import all_files, flip_bit, make_tree, saved
 
@@ -92,7 +92,7 @@ def test_nothing_is_deleted_beside_a_run(saved, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(saved, run / "rl" / "checkpoints")
     (run / "rl" / "checkpoints" / "3").mkdir()  # a save under way
-    lock = run / files.LOCK
+    lock = run / held.LOCK
     with files.locked(lock) as is_held:
         assert is_held
         for place in (run, run / "rl", run / "rl" / "checkpoints"):

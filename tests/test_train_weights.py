@@ -47,7 +47,10 @@ def test_what_a_stage_has_left_goes_before_one_is_prepared_that_does_without(
     monkeypatch.setattr(train.rl, "run", made)
     config = ConfigDict({"model": {"source": "world:base"}, "eval": {"at_start": True}})
     home = types.SimpleNamespace(
-        path=tmp_path, stage=lambda name: tmp_path / name, add_inputs=lambda _: None
+        path=tmp_path,
+        run_id="",
+        stage=lambda name: tmp_path / name,
+        add_inputs=lambda _: None,
     )
     base = types.SimpleNamespace(config=config)
     train.run_stages(train.Run(base, {}, prepared, set()), None, home)

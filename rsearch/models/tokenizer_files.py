@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 from rsearch.models.hf.directory import Fields, read_object
 from rsearch.models.tokenizer_class import DEFAULT_TOKENS, find_class, rebuild
 from rsearch.models.vocabulary import parse_tokenizer
+from rsearch.runtime.boundary import boundary
 
 SETTINGS = "tokenizer_config.json"
 EXTRA_TOKENS = "extra_special_tokens"
@@ -97,7 +98,8 @@ def read_tokenizer_files(directory: pathlib.Path) -> TokenizerFiles:
     model = _read(directory / "config.json")
     _check_fields(settings, parsed)
     name = find_class(directory, settings, model)
-    tokens = _read_tokens(directory, settings, parsed, name)
+    with boundary(f"{directory}: its tokens"):
+        tokens = _read_tokens(directory, settings, parsed, name)
     _check_eos(directory, tokens, parsed)
     pipeline = parsed if name is None else rebuild(name, settings, parsed)
     added = _tokens_to_add(tokens, parsed, name)

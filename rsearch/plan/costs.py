@@ -24,7 +24,7 @@ from rsearch.rollout.conversation import (
     untagged_markup,
 )
 from rsearch.runtime.files import expand
-from rsearch.setup.limits import configured_limits
+from rsearch.setup.policy import configured_limits
 
 GB = 1e9
 BYTES = {"float32": 4, "bfloat16": 2}

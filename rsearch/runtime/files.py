@@ -191,7 +191,7 @@ def append(file: BinaryIO, data: bytes) -> None:
     Raises:
         OSError: the disk refuses; the file has its old length again.
     """
-    with boundary(str(file.name)):
+    with boundary(str(getattr(file, "name", "an open file"))):
         size = file.seek(0, os.SEEK_END)
         try:
             rest = memoryview(data)

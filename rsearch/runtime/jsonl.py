@@ -20,6 +20,7 @@ from rsearch.runtime import files, held
 from rsearch.runtime.boundary import REQUESTS, describe_error
 
 BOM = b"\xef\xbb\xbf"
+GZIP = b"\x1f\x8b"  # how such a file begins
 MAX_LINE_BYTES = 1 << 24  # a small gzip file may hold gigabytes without a line end
 # Text packs to a third, repetitive records to a fiftieth; zeros to a thousandth.
 MAX_RATIO = 200
@@ -125,7 +126,9 @@ def open_text(path: str | os.PathLike) -> io.BufferedReader:
     Reading raises one of GZIP_ERRORS where packed data is damaged, or holds more than
     `max_unpacked_bytes`.
     """
-    if file_kind(path) == "gzip":
+    with open(path, "rb") as file:
+        is_packed = file.read(2) == GZIP
+    if is_packed:
         return io.BufferedReader(_BoundedGzip(path), 1 << 18)
     return open(path, "rb")
 
@@ -169,7 +172,7 @@ def file_kind(path: str | os.PathLike) -> str:
     """
     with open(path, "rb") as file:
         head = file.read(4)
-    if head.startswith(b"\x1f\x8b"):
+    if head.startswith(GZIP):
         return "gzip"
     if head == b"PAR1":
         return "parquet"

@@ -52,7 +52,7 @@ class Workdir:
         path: the directory, absolute.
         is_resumed: whether an earlier start had made it.
         run_id: hexadecimal, drawn at the first start: names the run in its checkpoints.
-            "" where an earlier version began it, and on hosts other than the first.
+            "" where an earlier version began it.
 
     Raises:
         ValueError: another run holds it, it belongs to a different configuration, or it
@@ -78,6 +78,7 @@ class Workdir:
         self.path.mkdir(parents=True, exist_ok=True)
         self._held = held.HeldDirectory(self.path, locks=is_primary)
         if not is_primary:
+            self.run_id = read_run_id(self.path) if self.is_resumed else ""
             return
         if holder := self._held.taken_from:
             problem = "which has ended without letting it go; taken over"

@@ -22,7 +22,6 @@ from rsearch.rollout.conversation import (
     explain_conversation_tokens,
     markup_tokens,
 )
-from rsearch.setup.limits import configured_limits
 from rsearch.tools.table import tool_name
 from rsearch.world.reading import world_tokenizer
 from rsearch.world.world import WORLD, World
@@ -125,3 +124,16 @@ def rollout_limits(
             f"{sum_of_tokens}, but the model's context is {spec.max_context}"
         )
     return limits, num_tokens
+
+
+def configured_limits(c: ConfigDict) -> Limits:
+    """Return the limits of a rollout that config.rollout sets."""
+    r = c.rollout
+    return Limits(
+        max_searches=r.max_searches,
+        max_prompt_tokens=r.max_prompt_tokens,
+        max_turn_tokens=r.max_turn_tokens,
+        max_observation_tokens=r.max_observation_tokens,
+        forced_final_turn=r.forced_final_turn,
+        cuts_tags=r.cut_tags,
+    )

@@ -221,4 +221,4 @@ def test_people_and_programs_read_a_passage_as_it_is_and_nothing_obeys_it(
         assert all(word in printed for word in printable), case.name
         for passage, hostile in zip(result_of(group)["passages"], case.hostile):
             record = json.loads(json.dumps(passage))
-            assert f"{record['title']}\n{record['text']}" == hostile.contents
+            assert (record["title"], record["text"]) == (hostile.title, hostile.text)

@@ -152,7 +152,7 @@ def test_a_step_in_which_everything_failed_changes_nothing(setup):
     before = jax.device_get(state)
     played = groups(*[[TOOL, TOOL]] * 4)
     _, rewards, measured = scored(setup, played)
-    assert measured["reward"] == 0 and measured["tool_error"] == 1
+    assert measured["reward"] is None and measured["tool_error"] == 1
     assert measured["groups_with_spread"] == 0
     after, measured = learning(setup)(state, played, rewards)
     assert measured == {"in_loss": 0}

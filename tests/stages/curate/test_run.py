@@ -73,7 +73,8 @@ def run(setup, folder, script, *, stage="curate"):
     """The stage with this script; its files as {name: bytes}."""
     folder.mkdir(parents=True, exist_ok=True)
     run_data(setup, {}, folder, name=stage, make_rollouts=script)
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    paths = [path for path in folder.iterdir() if path.suffix != ".damaged"]
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def summary_of(folder):
