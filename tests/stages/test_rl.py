@@ -153,7 +153,7 @@ def test_a_step_in_which_everything_failed_changes_nothing(setup):
     played = groups(*[[TOOL, TOOL]] * 4)
     _, rewards, measured = scored(setup, played)
     assert measured["reward"] is None and measured["tool_error"] == 1
-    assert measured["groups_with_spread"] == 0
+    assert measured["groups_with_spread"] is None
     after, measured = learning(setup)(state, played, rewards)
     assert measured == {"in_loss": 0}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
