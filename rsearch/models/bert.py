@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsearch.models.hf.directory import (
-    MAX_NUMBER,
     check_layers,
     describe_extra,
     find_misfits,
@@ -25,6 +24,7 @@ from rsearch.models.hf.directory import (
     read_object,
     refuse_misfits,
 )
+from rsearch.models.hf.fields import MAX_NUMBER
 from rsearch.models.hf.layouts import refuse_quantized
 
 POOLINGS = ("mean", "cls", "max", "lasttoken")

@@ -93,7 +93,7 @@ def _line(error: Exception) -> str:
 
 
 class _Meter(threading.local):
-    """What the rendering of this thread may still use."""
+    """The bounds that the rendering of this thread has left."""
 
     def __init__(self):
         self.start(0)

@@ -1,4 +1,4 @@
-"""What transformers' tokenizer classes make of a tokenizer.json.
+"""Rebuild a tokenizer.json as transformers' tokenizer classes do.
 
 A class of transformers 5 with an initialiser of its own takes the vocabulary from
 tokenizer.json and replaces what stands around it: normalizer, splitting and decoder.
@@ -9,7 +9,7 @@ words. It is followed where it can be meant, and else refused.
 import fnmatch
 import pathlib
 
-from rsearch.models.hf.directory import Fields
+from rsearch.models.hf.fields import Fields
 
 # Classes for which a tokenizer.json is used as it stands.
 _AS_FILED = (

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 
-from rsearch.models.hf.directory import Fields, read_object
+from rsearch.models.hf.directory import read_object
+from rsearch.models.hf.fields import Fields
 from rsearch.models.tokenizer_class import DEFAULT_TOKENS, find_class, rebuild
 from rsearch.models.vocabulary import parse_tokenizer
 from rsearch.runtime.boundary import boundary
@@ -71,7 +72,7 @@ _HARMLESS = {
 
 
 class TokenizerFiles(NamedTuple):
-    """What a directory says about its tokenizer.
+    """The tokenizer that the files of a directory describe.
 
     Attributes:
         tokenizer_json: the text of a tokenizer.json with all tokens.

@@ -11,7 +11,8 @@ same, only worse ones.
 import dataclasses
 import pathlib
 
-from rsearch.models.hf.directory import MAX_NUMBER, Fields, read_object
+from rsearch.models.hf.directory import read_object
+from rsearch.models.hf.fields import MAX_NUMBER, Fields
 from rsearch.runtime import files
 
 MODULES = "modules.json"
@@ -65,7 +66,7 @@ _PASSAGE_PROMPTS = ("document", "passage", "corpus")  # the first that says some
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """What an encoder's directory declares; None where it declares nothing.
+    """The declarations of an encoder's directory; None where it declares nothing.
 
     Attributes:
         model: the directory with its config.json, weights and vocabulary.

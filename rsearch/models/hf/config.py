@@ -6,7 +6,7 @@ A field with a value that `Decoder` does not compute is refused, never passed ov
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from rsearch.models.hf.directory import Fields
+from rsearch.models.hf.fields import Fields
 from rsearch.models.hf.layouts import refuse_quantized
 from rsearch.models.hf.weights import DECODER_LAYOUT, Layout
 from rsearch.models.spec import DecoderSpec, LinearScaling, RopeScaling

@@ -8,7 +8,8 @@ import pathlib
 
 from rsearch.models.hf import glm, llama, qwen2, qwen3
 from rsearch.models.hf.config import Family, write_decoder
-from rsearch.models.hf.directory import Fields, read_object
+from rsearch.models.hf.directory import read_object
+from rsearch.models.hf.fields import Fields
 from rsearch.models.spec import DecoderSpec
 
 FAMILIES = {  # config.json's model_type -> the family

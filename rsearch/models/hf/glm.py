@@ -6,7 +6,7 @@ GLM-4 of April 2025 (0414), with a norm on what attention and MLP add.
 """
 
 from rsearch.models.hf.config import Family, check_fields, read_decoder
-from rsearch.models.hf.directory import Fields
+from rsearch.models.hf.fields import Fields
 from rsearch.models.spec import DecoderSpec
 
 _DEFAULTS = {

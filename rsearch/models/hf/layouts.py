@@ -4,12 +4,13 @@ Only safetensors are read here. What a training or quantisation tool has left in
 recognised by the names of its files, never opened: pickles run code.
 """
 
-import json
 import os
 import pathlib
 import re
 import shlex
 from collections.abc import Iterable
+
+from rsearch.runtime import files
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _NOT_WEIGHTS = (
@@ -227,18 +228,11 @@ def _incomplete(directory):
     return text + f"let it end:\nhf download {in_cache[1].replace('--', '/')}"
 
 
-def _read_json(path):
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path} is not JSON") from None
-
-
 def _adapter(directory):
     path = directory / "adapter_config.json"
     if not path.is_file():
         return None
-    config = _read_json(path)
+    config = files.read_json(path)
     config = config if isinstance(config, dict) else {}
     base, kind = config.get("base_model_name_or_path"), config.get("peft_type")
     text = f"{directory} holds a PEFT adapter ({kind}) of {base!r}, not a model; "
@@ -393,7 +387,7 @@ def _pickled(directory):
         names = ["pytorch_model.bin"]
     elif index.is_file():
         try:
-            weight_map = _read_json(index)["weight_map"]
+            weight_map = files.read_json(index)["weight_map"]
             names = sorted(map(os.fspath, {*weight_map.values()}))
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             return f"{index}: no weight_map could be read: {error!r}"
@@ -503,7 +497,7 @@ def _other_frameworks(directory):
 def _architecture(directory):
     """Return transformers' class of a model that config.json names, else AutoModel."""
     path = directory / "config.json"
-    config = _read_json(path) if path.is_file() else {}
+    config = files.read_json(path) if path.is_file() else {}
     names = config.get("architectures") if isinstance(config, dict) else None
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w{0,99}", name):

@@ -6,7 +6,7 @@ from rsearch.models.hf.config import (
     read_decoder,
     rotates_all,
 )
-from rsearch.models.hf.directory import Fields
+from rsearch.models.hf.fields import Fields
 from rsearch.models.spec import DecoderSpec
 
 _DEFAULTS = {
