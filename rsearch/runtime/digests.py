@@ -19,6 +19,16 @@ CACHE = "RSEARCH_CACHE"  # the environment variable that names another cache
 WHOLE = "xxh3:"  # before the digest of all bytes of a file
 
 
+def find_cache() -> pathlib.Path:
+    """Return the directory of all that is cached, which may not have been made yet.
+
+    Raises:
+        RuntimeError: no variable names one, and the user has no home.
+    """
+    home = os.environ.get(CACHE) or pathlib.Path.home() / ".cache" / "rsearch"
+    return pathlib.Path(home).expanduser()
+
+
 def weights_digest(
     path: str | os.PathLike,
     *,
@@ -82,8 +92,7 @@ def _identity(path):
 def _entry(kind, identity):
     """Return the file of a digest; None without a home."""
     try:
-        home = os.environ.get(CACHE) or pathlib.Path.home() / ".cache" / "rsearch"
-        folder = pathlib.Path(home).expanduser() / "digests"
+        folder = find_cache() / "digests"
     except RuntimeError:
         return None
     return folder / xxhash.xxh3_128_hexdigest(_packed([kind, *identity]))

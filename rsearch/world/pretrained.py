@@ -37,13 +37,13 @@ from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.rollout.replay import replay
 from rsearch.runtime import console
+from rsearch.runtime.digests import CACHE, find_cache
 from rsearch.runtime.files import sync_directory
 from rsearch.types import SearchFn, Segment, Source
 from rsearch.world import reading
 from rsearch.world import texts as world_texts
 from rsearch.world.world import WORLD, make_world
 
-CACHE = "RSEARCH_CACHE"  # the environment variable that names another cache
 MODEL_BYTES = 1 << 23  # that a model takes there, at most
 MAX_CONTEXT = 2048  # tokens that a model says it can read
 LENGTHS = (40, 64, 96, 144, 208, 320)  # tokens of a row: the first one that fits
@@ -154,7 +154,7 @@ def find_world_model(
     for row in make_rows(read[:SAMPLED], tokenizer, search):
         for segment in row:
             digest.update(bytes([segment.source]) + segment.token_ids.tobytes())
-    folder = find_cache() if cache is None else pathlib.Path(cache)
+    folder = find_models() if cache is None else pathlib.Path(cache)
     directory = folder / f"{name}-{digest.hexdigest()[:16]}"
     if directory.is_dir() and _is_intact(directory, say):
         return directory
@@ -166,15 +166,14 @@ def find_world_model(
     return directory
 
 
-def find_cache() -> pathlib.Path:
+def find_models() -> pathlib.Path:
     """Return the directory of all such models, which may not have been made yet.
 
     Raises:
         ValueError: no variable names one, and there is no home.
     """
     try:
-        home = os.environ.get(CACHE) or pathlib.Path.home() / ".cache" / "rsearch"
-        return pathlib.Path(home).expanduser() / WORLD
+        return find_cache() / WORLD
     except RuntimeError:  # no HOME, and no entry in the list of users
         value = os.environ.get(CACHE, "")
         raise ValueError(
