@@ -66,7 +66,7 @@ def record_start(
         OSError: the disk refuses.
     """
     folder = pathlib.Path(folder)
-    start = _describe_start(command, config, inputs)
+    start, diff = _describe_start(command, config, inputs)
     record = _read(folder) or {MARK: FORMAT, "starts": []}
     record["run"] = read_run_id(folder)
     starts = record["starts"]
@@ -76,8 +76,7 @@ def record_start(
         starts[-1]["count"] += 1
     else:
         starts.append({**start, "count": 1})
-    diff = _git_diff() if start["code"]["diff"] else b""
-    if diff and _digest(diff) == start["code"]["diff"]:
+    if diff:
         path = folder / f"code-{start['code']['diff']}.diff"
         if not path.exists():
             files.replace(path, diff)
@@ -108,22 +107,25 @@ def refuse_changes(
     """
     record = _read(pathlib.Path(folder))
     if record and record["starts"]:
-        start = _describe_start("", config, inputs)
+        start, _ = _describe_start("", config, inputs)
         differences = _compare(record["starts"][-1], start)
         if differences:
             raise ValueError(f"{folder}: --strict: {'; '.join(differences)}")
 
 
-def _describe_start(command, config, inputs) -> dict:
-    return {
+def _describe_start(command, config, inputs) -> tuple[dict, bytes]:
+    """Return what a start follows from, and the changes that are not committed."""
+    code, diff = _describe_code()
+    start = {
         "command": command,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "config": fingerprint(config),
-        "code": _describe_code(),
+        "code": code,
         "program": describe_program(),
         "inputs": dict(inputs),
     }
+    return start, diff
 
 
 def _compare(before, now, bound=()) -> list[str]:
@@ -168,12 +170,13 @@ def _commit(code) -> str:
     return (code["commit"][:10] or "no commit") + "+" * bool(code["diff"])
 
 
-def _describe_code() -> dict:
-    """Return commit, digest of what is not committed, and {file: digest} of rsearch."""
+def _describe_code() -> tuple[dict, bytes]:
+    """Return commit, digest of what is not committed and digests of files; the diff."""
     is_tracked = _git("ls-files", "--error-unmatch", "__init__.py") is not None
     commit = (_git("rev-parse", "HEAD") or b"").decode().strip() if is_tracked else ""
-    diff = _git_diff() if commit else b""
-    return {
+    changed = ("diff", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".")
+    diff = (_git(*changed) or b"") if commit else b""
+    code = {
         "commit": commit,
         "diff": _digest(diff) if diff else "",
         "files": {
@@ -181,10 +184,7 @@ def _describe_code() -> dict:
             for path in sorted(PACKAGE.rglob("*.py"))
         },
     }
-
-
-def _git_diff() -> bytes:
-    return _git("diff", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".") or b""
+    return code, diff
 
 
 def _git(*arguments: str) -> bytes | None:
