@@ -14,6 +14,7 @@ import xxhash
 from rsearch.data.golden import golden_answers, unpack_text
 from rsearch.data.records import (
     check_id,
+    check_on_bad,
     check_record,
     check_text,
     decode_record,
@@ -124,8 +125,7 @@ def load_questions(
             file; anything that the hub refuses.
         OSError: the file cannot be read.
     """
-    if on_bad not in ("raise", "skip"):
-        raise ValueError(f"{on_bad=}: expected 'raise' or 'skip'")
+    check_on_bad(on_bad)
     if limit < 0:
         raise ValueError(f"{limit=} must not be negative; 0 reads all")
     fields = _check_fields(fields)
