@@ -219,11 +219,12 @@ def _read_prompts(fields, is_normalized):
     products = ("dot", "dot_score") if is_normalized else ()
     fields.check("similarity_fn_name", (None, "cosine", "cos_sim", *products))
     prompts = fields.get("prompts") or {}
-    texts = [*prompts.values()] if isinstance(prompts, dict) else [prompts]
-    if not all(isinstance(text, str | None) for text in texts):
+    if not isinstance(prompts, dict) or not all(
+        isinstance(text, str | None) for text in prompts.values()
+    ):
         raise fields.refusal("prompts", prompts, "it must be an object of texts")
     default = fields.get("default_prompt_name")
-    if default is not None and (default not in prompts):
+    if default is not None and default not in list(prompts):  # a list has no hash
         supported = f"it must name one of the prompts, {sorted(prompts)}"
         raise fields.refusal("default_prompt_name", default, supported)
     query = prompts.get("query") or prompts.get(default) or ""

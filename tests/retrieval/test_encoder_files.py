@@ -224,6 +224,8 @@ ABOVE = [{**modules("Transformer")[0], "path": "../other"}]
         (layout(last=(), similarity_fn_name="dot"), "minilm", ("'dot'",)),
         (layout(default_prompt_name="query"), "minilm", ("default_prompt_name",)),
         (layout(prompts=["query: "]), "minilm", ("prompts",)),
+        (layout(prompts="query: "), "minilm", ("prompts", "object of texts")),
+        (layout(default_prompt_name=["query"]), "minilm", ("default_prompt_name",)),
         (layout(model_type="SparseEncoder"), "minilm", ("model_type",)),
         (layout(prompt="query: "), "e5", ("prompt=", "not supported")),
         (layout(limits={"query_length": 32}), "minilm", ("query_length=32",)),
