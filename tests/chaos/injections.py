@@ -409,13 +409,14 @@ def disturb(folder: pathlib.Path, injections: int, seed: int) -> list[str]:
         command = ("-m", "tests.chaos.injections", "once", folder, seeds)
         done = run_python(*command)
         assert done.returncode == 0, done.stderr
-        codes.update(line.partition(": ")[2] for line in done.stdout.splitlines())
+        lines = [line.partition(": code ") for line in done.stdout.splitlines()]
+        codes.update(code for begun, _, code in lines if begun in seeds.split(","))
         counts = ", ".join(f"{code} ({n})" for code, n in codes.most_common())
-        console.note(f"{count} injections: {counts}")
+        console.note(f"{count} injections; ends of starts by code: {counts}")
     last = arguments(folder / "disturbed", **_settings())
     done = run_python("-m", "rsearch.train", *last)
     assert done.returncode == 0, done.stderr
-    return differences(folder / "disturbed", whole)
+    return differences(folder / "disturbed", whole, saves_more=True)
 
 
 def main(argv) -> int:

@@ -96,16 +96,26 @@ def _at(run):
     return ", ".join(f"{stage} {step}" for stage, step in sorted(steps.items()))
 
 
-def differences(ours: pathlib.Path, theirs: pathlib.Path) -> list[str]:
-    """What two runs do not have in common; [] where all is the same to the bit."""
+def differences(
+    ours: pathlib.Path, theirs: pathlib.Path, saves_more: bool = False
+) -> list[str]:
+    """What two runs do not have in common; [] where all is the same to the bit.
+
+    Args:
+        ours: a run's directory.
+        theirs: that of the undisturbed run.
+        saves_more: whether ours has saved steps of its own, as a failing run does
+            before it ends; then the steps that both have are compared, and the last.
+    """
     wrong = []
     folders = sorted(p.relative_to(theirs) for p in theirs.glob("*/checkpoints"))
     for folder in folders:
         steps = checkpoint.steps(ours / folder), checkpoint.steps(theirs / folder)
-        if steps[0] != steps[1]:
+        last = slice(-1, None) if saves_more else slice(None)
+        if steps[0][last] != steps[1][last]:
             wrong.append(f"{folder}: steps {steps[0]}, not {steps[1]}")
             continue
-        for step in steps[0]:
+        for step in sorted({*steps[0]} & {*steps[1]}):
             one, other = (
                 checkpoint.read_manifest(run / folder, step) for run in (ours, theirs)
             )
