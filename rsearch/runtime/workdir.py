@@ -228,8 +228,8 @@ def _read(path):
     try:
         body = files.read_json(file)
         version, _ = body[MARK], body["config"].keys()
-        body.get("inputs", {}).keys()
-        body.get("run", "").encode()
+        for text in (body.get("run", ""), *body.get("inputs", {}).values()):
+            text.encode()
         json.dumps(body, allow_nan=False)
         body["config"] = rename_fields(body["config"])
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):

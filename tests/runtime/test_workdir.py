@@ -115,6 +115,7 @@ def test_killed_process_leaves_no_lock_behind(tmp_path, capsys):
     [
         lambda text: text.replace('"seed": 0', '"seed": NaN'),
         lambda text: text.replace('"inputs": {', '"inputs": [], "x": {'),
+        lambda text: text.replace('"inputs": {', '"inputs": {"x": {}'),
         lambda text: "[" * 100_000,
     ],
 )
