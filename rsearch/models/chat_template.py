@@ -26,9 +26,9 @@ from rsearch.runtime.boundary import REQUESTS
 MAX_SOURCE = 1 << 18  # characters of a template; published ones have up to 2 ** 15
 MAX_VALUE = 1 << 20  # characters of a value; an element of a list counts as 8
 MAX_OUTPUT = 1 << 24  # characters of all that a rendering writes, its macros included
-MAX_SECONDS = 2.0  # of the thread's processor time, for one rendering
+MAX_SECONDS = 2.0  # of the thread's processor time, from the first look at the clock
 GROWTH = 16  # what a bound gains with each character of the chat
-STEPS = 16  # between two looks at the clock
+STEPS = 16  # before the first look at the clock, and between two
 
 # Methods and filters whose result may be larger than their arguments together.
 _MULTIPLY = {
@@ -102,7 +102,7 @@ class _Meter(threading.local):
         """Begin a rendering of a chat with this many characters."""
         self.max_value = MAX_VALUE + GROWTH * num_characters
         self.output = MAX_OUTPUT + GROWTH * num_characters
-        self.deadline = time.thread_time() + MAX_SECONDS
+        self.deadline = None  # most renderings end before the clock is read
         self.steps = STEPS
 
     def step(self, num_characters: int = 0) -> None:
@@ -117,7 +117,10 @@ class _Meter(threading.local):
         self.steps -= 1
         if self.steps < 0:
             self.steps = STEPS
-            if time.thread_time() > self.deadline:
+            now = time.thread_time()
+            if self.deadline is None:
+                self.deadline = now + MAX_SECONDS
+            elif now > self.deadline:
                 raise TemplateBoundError(f"it runs for more than {MAX_SECONDS:g} s")
 
     def check_size(self, size: float, name: str) -> None:
