@@ -75,6 +75,16 @@ def test_positional_arguments_are_required_in_order():
         configs.parse_flags([], flags=flags, positional=("f",))
 
 
+def test_the_last_positional_argument_may_be_several():
+    def files_of(*argv):
+        return configs.parse_flags(argv, flags={}, positional=("out", "f..."))
+
+    assert files_of("x", "a") == {"out": "x", "f": ["a"]}
+    assert files_of("x", "a", "b", "c") == {"out": "x", "f": ["a", "b", "c"]}
+    with pytest.raises(ValueError, match="f is missing"):
+        files_of("x")
+
+
 @pytest.mark.fault(86, "colon in a config path", "home in a path")
 def test_a_path_may_hold_colons_and_a_home(tmp_path, monkeypatch):
     recipe = (configs.ROOT / "configs" / "search_r1.py").read_text()

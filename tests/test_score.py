@@ -5,8 +5,12 @@ import json
 
 import pytest
 
+from rsearch.config import recipes
 from rsearch.config.recipes import run_command
-from rsearch.score import main, read_predictions
+from rsearch.evaluation.predictions import read_predictions
+from rsearch.evaluation.statistics import macro_mean, wilson_interval
+from rsearch.score import main
+from rsearch.text.normalize import DEFAULT_NORMALIZER
 
 GOOD = {"question": "q?", "golden_answers": ["Paris"], "prediction": "Paris"}
 
@@ -36,16 +40,17 @@ def refusal(capsys):
 )
 def test_published_predictions_score_as_published(shared_data, capsys, name, expected):
     path = str(shared_data / "published" / f"r1_searcher_{name}_qwen.jsonl.gz")
-    assert run_command(main, [path, "--json"]) == 0
+    flags = [path, "--normalizer=r1_searcher"]
+    assert run_command(main, [*flags, "--json"]) == 0
     scores = json.loads(capsys.readouterr().out)
-    assert list(scores) == ["n", "em", "cover_em", "f1"]
+    assert (scores["file"], scores["normalize"]) == (path, "r1_searcher")
     assert scores["n"] == {"hotpotqa": 500, "bamboogle": 125}[name]
     percent = [f"{100 * scores[k]:.1f}" for k in ("em", "cover_em", "f1")]
     assert percent == expected.split()
 
-    assert run_command(main, [path]) == 0
+    assert run_command(main, flags) == 0
     table = capsys.readouterr().out
-    assert all(number in table for number in expected.split())
+    assert all(number in table for number in (*expected.split(), "r1_searcher"))
 
 
 def test_json_is_one_object_of_fractions(tmp_path, capsys):
@@ -54,14 +59,24 @@ def test_json_is_one_object_of_fractions(tmp_path, capsys):
     assert main([path, "--json", "--normalizer=squad"]) == 0
     scores = json.loads(capsys.readouterr().out)
     expected = {"n": 3, "em": 1 / 3, "cover_em": 2 / 3, "f1": (1 + 2 / 5) / 3}
-    assert scores == pytest.approx(expected)
+    assert {name: scores[name] for name in expected} == pytest.approx(expected)
+    assert scores["em_95"] == [*wilson_interval(1, 3)]
 
 
 def test_table_shows_percent_and_interval(tmp_path, capsys):
     path = write(tmp_path / "x.jsonl", GOOD, GOOD, GOOD | {"prediction": "Rome"})
     assert main([path]) == 0
     out = capsys.readouterr().out
-    assert "66.7" in out and "0.0 to 100.0" in out and "3 questions" in out
+    low, high = (f"{100 * x:.1f}" for x in wilson_interval(2, 3))
+    assert f"66.7 ({low} to {high})" in out and DEFAULT_NORMALIZER in out
+
+
+def test_the_default_normaliser_is_that_of_evaluation(tmp_path, capsys):
+    assert recipes.load("configs/base.py").eval.normalize == DEFAULT_NORMALIZER
+    row = GOOD | {"golden_answers": ["New York"], "prediction": "New-York"}
+    assert main([write(tmp_path / "x.jsonl", row), "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert (scores["normalize"], scores["em"]) == (DEFAULT_NORMALIZER, 0)
 
 
 def test_published_names_are_read_and_ours_come_first(tmp_path):
@@ -77,7 +92,8 @@ def test_published_names_are_read_and_ours_come_first(tmp_path):
         },
     ]
     expected = {"question": "q", "golden_answers": ["Paris"], "prediction": "Rome"}
-    assert read_predictions(write(tmp_path / "x.jsonl", *rows)) == [expected] * 3
+    (actual,) = read_predictions(write(tmp_path / "x.jsonl", *rows)).values()
+    assert actual == [expected] * 3
 
 
 @pytest.mark.fault(64, "intermediate_data.json")
@@ -106,7 +122,8 @@ def test_gzip_marks_line_ends_and_blank_lines_make_no_difference(tmp_path):
     plain.write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line)
     packed = tmp_path / "misnamed.jsonl"
     packed.write_bytes(gzip.compress(line + b"\n" + line + b"\n"))
-    assert read_predictions(plain) == read_predictions(packed) == [GOOD, GOOD]
+    for path in (plain, packed):
+        assert read_predictions(path) == {(None, None, None): [GOOD, GOOD]}
 
 
 @pytest.mark.parametrize(
@@ -132,6 +149,7 @@ def test_gzip_marks_line_ends_and_blank_lines_make_no_difference(tmp_path):
             GOOD | {"prediction": 7},
             "field prediction: expected text or null, got",
         ),
+        (GOOD | {"stage": ["rl"]}, "field stage: expected text, got list"),
     ],
 )
 def test_bad_rows_are_named_by_file_line_and_field(tmp_path, refusal, row, message):
@@ -163,10 +181,48 @@ def test_files_and_flags_that_cannot_be_used_are_named(tmp_path, refusal):
     assert "FILE.jsonl is missing" in refusal("--json")
 
 
-def test_rows_of_two_stages_have_no_mean(tmp_path):
-    path = tmp_path / "transcripts.jsonl"
-    row = {"question": "q", "golden_answers": ["a"], "prediction": "a"}
-    lines = [json.dumps({**row, "stage": stage}) for stage in ("sft", "rl")]
-    path.write_text("\n".join(lines))
-    with pytest.raises(ValueError, match=r"jsonl:2: field stage: 'rl' after .* 'sft'"):
-        read_predictions(path)
+def transcripts(path, **rights):
+    """A run's file: of each stage and data set, 4 questions, so many of them right."""
+    rows = []
+    for name, num_right in rights.items():
+        stage, dataset = name.split("_")
+        about = {"stage": stage, "method": "protocol", "dataset": dataset}
+        for i in range(4):
+            prediction = "Paris" if i < num_right else None
+            rows.append({**GOOD, **about, "id": f"{i}", "prediction": prediction})
+    return write(path, *rows[::2], *rows[1::2])  # in any order
+
+
+def test_a_run_s_transcripts_have_a_row_a_stage_method_and_dataset(tmp_path, capsys):
+    run = transcripts(tmp_path / "transcripts.jsonl", sft_nq=1, rl_nq=2, rl_web=4)
+    other = write(tmp_path / "x.jsonl", GOOD)
+    assert main([run, other, run, "--json"]) == 0  # named twice, it counts once
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    names = ("file", "stage", "method", "dataset", "n", "em")
+    assert [tuple(row.get(name) for name in names) for row in rows] == [
+        (run, "sft", "protocol", "nq", 4, 0.25),
+        (run, "rl", "protocol", "nq", 4, 0.5),
+        (run, "rl", "protocol", "web", 4, 1.0),
+        (other, None, None, None, 1, 1.0),
+    ]
+    assert main([run]) == 0
+    out = capsys.readouterr().out
+    assert "dataset" in out and "method" not in out and "transcripts" not in out
+
+
+def test_a_macro_mean_stands_below_the_sets_of_a_system(tmp_path, capsys):
+    run = transcripts(tmp_path / "transcripts.jsonl", sft_nq=1, rl_nq=2, rl_web=4)
+    assert main([run, "--json", "--macro"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (len(rows), rows[-1]["stage"], rows[-1]["n"]) == (4, "rl", 8)
+    intervals = [wilson_interval(2, 4), wilson_interval(4, 4)]
+    expected = macro_mean([0.5, 1.0], intervals)
+    assert (rows[-1]["em"], tuple(rows[-1]["em_95"])) == expected
+
+
+def test_sets_that_have_no_macro_mean_are_refused(tmp_path, refusal):
+    first = transcripts(tmp_path / "a.jsonl", rl_nq=2, sft_web=2)
+    second = transcripts(tmp_path / "b.jsonl", rl_nq=4)
+    assert "no two data sets" in refusal(first, "--macro")
+    line = refusal(first, second, "--macro")
+    assert "dataset nq" in line and first in line and second in line

@@ -67,6 +67,7 @@ __all__ = [
 ]
 
 REQUIRED = object()
+SEVERAL = "..."  # ends the name of an argument that takes one value or more
 STOPPED = 3  # exit code
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 HELP = """\
@@ -259,15 +260,19 @@ def parse_flags(
     Args:
         argv: the arguments, without the program's name.
         flags: as in `parse_command_line`.
-        positional: names of the arguments without dashes, all required, in order.
+        positional: names of the arguments without dashes, all required, in order. A
+            last name that ends in "..." takes one or more, and names a list without it.
 
     Returns:
         {name: value} of flags and positional arguments.
     """
     values, _, rest = _parse(argv, flags, positional=positional, takes_config=False)
-    if len(rest) < len(positional):
-        raise ValueError(f"{positional[len(rest)]} is missing; --help shows the usage")
-    return {**values, **dict(zip(positional, rest, strict=True))}
+    names = [name.removesuffix(SEVERAL) for name in positional]
+    if len(rest) < len(names):
+        raise ValueError(f"{names[len(rest)]} is missing; --help shows the usage")
+    if positional and positional[-1].endswith(SEVERAL):
+        rest = [*rest[: len(names) - 1], rest[len(names) - 1 :]]
+    return {**values, **dict(zip(names, rest, strict=True))}
 
 
 def _parse(argv, flags, *, positional, takes_config):
@@ -281,7 +286,8 @@ def _parse(argv, flags, *, positional, takes_config):
             print(recipe or _help(flags, positional, takes_config), end="")
             raise SystemExit(0)
         if not word.startswith("--"):
-            if len(rest) == len(positional):
+            is_last = len(rest) >= len(positional)
+            if is_last and not "".join(positional[-1:]).endswith(SEVERAL):
                 raise ValueError(f"unexpected argument {word!r}; flags start with --")
             rest.append(_expand(word))
             continue

@@ -80,6 +80,7 @@ NORMALIZERS = {
     "r1_searcher": normalize_r1_searcher,
     "flashrag": normalize_squad,
 }
+DEFAULT_NORMALIZER = "squad"  # as config.eval.normalize of configs/base.py
 _WORDS = {
     "squad": _words_squad,
     "r1_searcher": _words_r1_searcher,

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rsearch.data.questions import load_questions
-from rsearch.score import read_predictions
+from rsearch.evaluation.predictions import read_predictions
 from tests.data.test_questions import GOOD, jsonl, parquet, verl
 
 Q = "Which river runs through Ulm?"
@@ -418,7 +418,8 @@ def test_aliases_join_the_golden_answers_once(tmp_path, field, value):
     assert load_questions(path)[0][0].golden_answers == ("Ada",)
     if field != "answers":  # of a prediction, perhaps
         path = jsonl(tmp_path, [{**record, "prediction": "US"}])
-        assert read_predictions(path)[0]["golden_answers"] == ["Ada", "US"]
+        ((row,),) = read_predictions(path).values()
+        assert row["golden_answers"] == ["Ada", "US"]
 
 
 @pytest.mark.fault(60, "aliases not known")
@@ -528,9 +529,8 @@ def test_a_list_written_as_text_is_the_list(tmp_path, text):
             load_questions(jsonl(tmp_path, [record]))[0][0].golden_answers == expected
         )
     rows = [{**r, "prediction": "x"} for r in records]
-    assert read_predictions(jsonl(tmp_path, rows))[1]["golden_answers"] == list(
-        expected
-    )
+    (predictions,) = read_predictions(jsonl(tmp_path, rows)).values()
+    assert predictions[1]["golden_answers"] == list(expected)
     path = parquet(tmp_path, [verl(0, target=text)])
     assert load_questions(path)[0][0].golden_answers == expected
     if expected != (text,) and not text.startswith('{"'):

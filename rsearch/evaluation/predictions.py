@@ -1,0 +1,82 @@
+"""Read predictions and golden answers from files, anybody's or of our evaluations."""
+
+import os
+
+from rsearch.data.golden import golden_answers
+from rsearch.data.records import (
+    NO_VALUE,
+    check_record,
+    check_text,
+    decode_record,
+    field_value,
+    shown,
+)
+from rsearch.data.sources import json_records
+
+QUESTION = ("question",)
+GOLDEN = ("golden_answers", "golden_answer", "answer", "possible_answers", "answers")
+PREDICTION = ("prediction", "predicted_answer", "pred_ans", "output.pred")
+
+RUN = ("stage", "method", "dataset")  # what tells rsearch.evaluate's rows apart
+
+
+def read_predictions(path: str | os.PathLike) -> dict[tuple, list[dict]]:
+    """Return the rows of a file, by the stage, method and data set that they name.
+
+    Args:
+        path: JSON lines or a JSON list, plain or gzip, in UTF-8; blank lines are
+            skipped. See `rsearch.score` for the names of the fields.
+
+    Returns:
+        {(stage, method, dataset): rows}, in the file's order, None for what a row does
+        not name; `question`, `golden_answers` and `prediction` of each row.
+
+    Raises:
+        ValueError: a bad record, as file:line: field, or no record at all.
+    """
+    sets: dict[tuple, list[dict]] = {}
+    for origin, raw in json_records(path):
+        if isinstance(raw, bytes) and not raw.strip():
+            continue
+        try:
+            record = decode_record(raw) if isinstance(raw, bytes) else check_record(raw)
+            row, run = _parse_row(record)
+        except ValueError as error:
+            raise ValueError(f"{origin}: {error}") from None
+        sets.setdefault(run, []).append(row)
+    if not sets:
+        raise ValueError(f"{path}: no rows to score")
+    return sets
+
+
+def _parse_row(record):
+    """Return (row, run) of one record; errors name the field."""
+    question = check_text(record[_field(record, QUESTION)], QUESTION[0])
+    golden = golden_answers(record, (_field(record, GOLDEN),))
+    name = _field(record, PREDICTION)
+    prediction = field_value(record, name)
+    if prediction is not None and not isinstance(prediction, str):
+        kind = type(prediction).__name__
+        raise ValueError(
+            f"field {name}: expected text or null, got {kind} {shown(prediction)}"
+        )
+    row = {
+        "question": question,
+        "golden_answers": list(golden),
+        "prediction": prediction,
+    }
+    run = tuple(record.get(name) for name in RUN)
+    for name, value in zip(RUN, run, strict=True):
+        if not isinstance(value, str | int | None):
+            kind = type(value).__name__
+            raise ValueError(f"field {name}: expected text, got {kind} {shown(value)}")
+    return row, run
+
+
+def _field(record, names):
+    """Return the first of these names that the record has."""
+    for name in names:
+        if field_value(record, name) is not NO_VALUE:
+            return name
+    hint = f" (or {' or '.join(names[1:])})" if names[1:] else ""
+    raise ValueError(f"field {names[0]}{hint}: missing")
