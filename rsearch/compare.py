@@ -4,6 +4,10 @@ Each DIR is a run's directory, or a folder of such directories. A row is the las
 that trained the policy, asked by its own protocol; --stage, --method and --dataset
 choose others, or "all". Runs that differ in more than their seed are told apart by the
 fields that differ, behind the recipe's name.
+
+Rows on the same questions are compared with the first of them, question by question:
+the difference with its 95 % interval (paired bootstrap) and the p of McNemar's exact
+test, each pair for itself. Of rows without a pair, stderr says why.
 """
 
 import os
@@ -12,6 +16,7 @@ import re
 import reprlib
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -19,7 +24,8 @@ from rsearch.config.fields import fields
 from rsearch.config.recipes import ABSENT, fingerprint, parse_flags, run_command
 from rsearch.config.stage_plan import START
 from rsearch.evaluation.evaluator import read_results
-from rsearch.runtime.console import clean_line, table
+from rsearch.evaluation.pairs import pair_rows
+from rsearch.runtime.console import clean_line, note, table
 from rsearch.runtime.files import expand
 from rsearch.runtime.workdir import CONFIG, is_free, read_config
 from rsearch.text.spelling import did_you_mean
@@ -79,17 +85,20 @@ def main(argv: Sequence[str]) -> int:
     runs = [read_run(path) for path in find_runs(folders)]
     labels = label_runs(runs)
     chosen = {name: flags[name] for name in ("stage", "method", "dataset")}
-    rows = []
+    rows, sources = [], []
     for run, label in zip(runs, labels, strict=True):
         for row in choose(run, **chosen):
             row = _with_start(run, row)
             for kind, values in _kinds(row, flags["by_kind"]):
                 about = (label, row["stage"], row["method"], row["dataset"], kind)
                 rows.append((about, run.config["seed"], values))
+                sources.append((run.path, row))
     if not rows:
         raise ValueError(_nothing(runs, chosen))
     rows = grouped(rows) if flags["group"] else [_single(*row) for row in rows]
     _print(rows, flags, num_runs=len(runs))
+    if len(rows) > 1 and not flags["group"] and not flags["by_kind"]:
+        _print_pairs(rows, sources, is_markdown=flags["markdown"])
     return 0
 
 
@@ -284,6 +293,49 @@ def _print(rows, flags, *, num_runs):
     table(title.rstrip(": "), columns, lines)
 
 
+def _print_pairs(rows, sources, *, is_markdown):
+    """Print the differences of rows on the same questions, and which have none.
+
+    Args:
+        rows: of the table.
+        sources: (run's directory, row of results.json) of each.
+        is_markdown: prints a Markdown table.
+    """
+    pairs, unpaired = pair_rows(sources)
+    names = _names_of(rows, [path for path, _ in sources])
+    lines = []
+    for pair in pairs:
+        line = [names[pair.row], names[pair.baseline], str(pair.n)]
+        line += _difference(*pair.differences["em"])
+        line.append(f"{pair.p:.4f}" if pair.p >= 0.0001 else "< 0.0001")
+        lines.append(line + _difference(*pair.differences["f1"]))
+    interval = "95 % interval"
+    columns = ["row", "minus", "n", "EM difference", interval, "McNemar's p"]
+    columns += ["F1 difference", interval]
+    if lines and is_markdown:
+        print("\n" + markdown(columns, lines), end="")
+    elif lines:
+        table("differences on the same questions, in points of percent", columns, lines)
+    for reason, count in Counter(unpaired.values()).items():
+        note(f"{count} of {len(rows)} rows are not paired: {reason}")
+
+
+def _names_of(rows, paths):
+    """Return what tells each row from the others, its recipe if nothing else does."""
+    values = [(*row.about[:-1], f"seed {row.about[-1]}") for row in rows]
+    differing = [i for i in range(len(values[0])) if len({v[i] for v in values}) > 1]
+    names = [" ".join(value[i] for i in differing or [0]) for value in values]
+    return [
+        f"{name} ({path.name})" if names.count(name) > 1 else name
+        for name, path in zip(names, paths, strict=True)
+    ]
+
+
+def _difference(value, interval):
+    low, high = interval
+    return [f"{100 * value:+.1f}", f"{100 * low:+.1f} to {100 * high:+.1f}"]
+
+
 def _shown(name, value):
     """Format a number, or mean +- deviation, for the table."""
     if isinstance(value, tuple):
@@ -309,7 +361,7 @@ def _interval(pair):
 def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table; a cell is its text, whatever marks that holds."""
     is_number = [
-        all(re.fullmatch(r"[-\d.± ]+", line[i]) for line in lines)
+        all(re.fullmatch(r"[-+\d.± ]+", line[i]) for line in lines)
         for i in range(len(columns))
     ]
     rule = ["---:" if right else "---" for right in is_number]

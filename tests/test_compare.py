@@ -42,6 +42,21 @@ def said(capsys):
     return run
 
 
+def evaluated(folder, dataset="d", rights="1100", lines=None, **more):
+    """A run whose questions are right where a digit says so, with its transcripts."""
+    about = {"stage": "rl", "method": "protocol", "dataset": dataset}
+    items = [
+        {**about, "question": f"{i}?", "golden_answers": ["x"], "prediction": text}
+        for i, text in enumerate(("x" if digit == "1" else None) for digit in rights)
+    ]
+    em = rights.count("1") / len(rights)
+    counted = {"n": len(rights), "em": em, "questions": "f1", "normalize": "squad"}
+    run = make(folder, row(dataset=dataset, **counted | more), seed=ord(folder.name[0]))
+    lines = [json.dumps(item) for item in items] if lines is None else lines
+    (run / "transcripts.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return run
+
+
 def cells(markdown):
     lines = markdown.splitlines()
     split = [[c.strip() for c in line.strip("|").split("|")] for line in lines]
@@ -173,6 +188,66 @@ def test_a_name_cannot_break_the_markdown(said, tmp_path):
     run = make(tmp_path / "run", row(stage="a|b\nc"))
     lines = said(run, "--markdown", "--stage=all")[1].splitlines()
     assert len(lines) == 3 and "a\\|b c" in lines[2]
+
+
+def test_rows_on_the_same_questions_are_compared_by_question(said, tmp_path):
+    """Of 40, 6 are right for the second run alone and none for the first alone."""
+    first = evaluated(tmp_path / "a", rights="1" * 10 + "0" * 30)
+    second = evaluated(tmp_path / "b", rights="1" * 16 + "0" * 24)
+    code, out, err = said(first, second, "--markdown")
+    assert (code, err) == (0, "")
+    columns, line = cells(out.partition("\n\n")[2])
+    assert columns[:4] == ["row", "minus", "n", "EM difference"]
+    assert line[2:4] == ["40", "+15.0"] and line[0] != line[1]
+    low, high = (float(x) for x in line[4].split(" to "))
+    assert 0 < low < 15 < high < 30
+    assert line[5] == f"{2 / 2**6:.4f}" and line[6] == "+15.0"
+    assert "-15.0" in said(second, first)[1]
+    for flag in ("--group", "--by_kind"):
+        assert "McNemar" not in said(first, second, flag)[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"questions": "f2"}, "2 of 2 rows are not paired: no other row"),
+        ({"normalize": "r1_searcher"}, "2 of 2 rows are not paired: no other row"),
+        ({"normalize": ["x"]}, "do not name the questions"),
+        ({"questions": None}, "do not name the questions"),
+        ({"em": None}, "failed in all"),
+        ({"em": 0.25}, "transcripts.jsonl and results.json differ on rl, protocol"),
+        ({"n": 5}, "transcripts.jsonl and results.json differ on rl, protocol"),
+        ({"lines": ["{"]}, "transcripts.jsonl:1: invalid JSON"),
+        (
+            {
+                "lines": [
+                    '{"stage": "rl", "method": "protocol", "dataset": "d", '
+                    f'"question": "{i}", "golden_answers": "x", "prediction": "{x}"}}'
+                    for i, x in enumerate("xxyy")
+                ]
+            },
+            "has other questions",
+        ),
+    ],
+)
+def test_rows_without_a_pair_are_shown_and_said(said, tmp_path, changes, reason):
+    runs = evaluated(tmp_path / "a"), evaluated(tmp_path / "b", **changes)
+    code, out, err = said(*runs, "--markdown")
+    assert code == 0 and len(cells(out)) == 3
+    assert reason in err and "rows are not paired" in err
+
+
+def test_each_set_of_questions_has_its_first_row(said, tmp_path):
+    runs = [
+        evaluated(tmp_path / str(i), dataset, questions=dataset)
+        for i, dataset in enumerate("dede")
+    ]
+    (runs[3] / "transcripts.jsonl").unlink()
+    code, out, err = said(*runs, "--markdown")
+    (line,) = cells(out.partition("\n\n")[2])[1:]
+    assert code == 0 and line[2:4] == ["4", "+0.0"] and line[5] == "1.0000"
+    assert "1 of 4 rows are not paired: the other rows" in err
+    assert "transcripts.jsonl is not there" in err
 
 
 HOSTILE = "\x1b]0;t\x07 \u202etxet\u2066 a\\|b [x](http://x) ![](//y) <img src=x>"
