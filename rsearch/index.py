@@ -1,6 +1,7 @@
-"""Encode the passages of a corpus and build their ScaNN index.
+"""Encode the passages of a corpus and build their ScaNN index, or index their words.
 
     python -m rsearch.index --corpus=FILE --encoder=MODEL --out=DIRECTORY
+    python -m rsearch.index --corpus=FILE --kind=bm25 --out=DIRECTORY
 
 The same command resumes where it was stopped. It prints what was built, the recall
 against exact search and, with --questions, the recall of their supporting passages.
@@ -26,17 +27,26 @@ from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions
 from rsearch.data.records import say_left_out
 from rsearch.hosts import processes
+from rsearch.retrieval.bm25 import open_bm25
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine
-from rsearch.retrieval.index import open_index
-from rsearch.retrieval.index_build import build_index, encode_share, plan_index
+from rsearch.retrieval.index import BM25, open_index
+from rsearch.retrieval.index_build import (
+    build_bm25,
+    build_index,
+    encode_share,
+    plan_index,
+)
 from rsearch.runtime.connections import check_source
 from rsearch.runtime.console import note, table
 from rsearch.types import Question, SearchFn
 
 FLAGS = {
     "corpus": (REQUIRED, "JSONL of passages, plain or gzip: {id, contents}"),
-    "encoder": (REQUIRED, 'directory or hub id of a BERT model, or "hashed"'),
+    "encoder": (
+        "",
+        'directory or hub id of a BERT model, or "hashed"; --kind=bm25 alone has none',
+    ),
     "out": (REQUIRED, "directory of the index; goes on with one left unfinished"),
     "family": ("", "prefixes and pooling: e5, bge, minilm or declared"),
     "max_query_tokens": (0, "of an encoded question; 0 = the model's"),
@@ -47,7 +57,12 @@ FLAGS = {
         "raise",
         "a bad record of the corpus or the questions is an error, or is counted: skip",
     ),
-    "kind": ("auto", "brute_force, quantized or partitioned; auto chooses by size"),
+    "kind": (
+        "auto",
+        "brute_force, quantized or partitioned; auto chooses by size; bm25 = of words",
+    ),
+    "bm25_k1": (1.5, "how slowly repetitions of a word in a passage stop to count"),
+    "bm25_b": (0.75, "how much the length of a passage counts, 0 to 1"),
     "leaves_to_search": (
         0,
         "parts a query looks at, of a partitioned index; 0 chooses",
@@ -68,9 +83,18 @@ FLAGS = {
 }
 
 
+# The flags that an index of words shares with one of vectors.
+SHARED = ("corpus", "out", "cache", "on_bad", "kind", "questions", "top_k")
+OF_WORDS = ("bm25_k1", "bm25_b")
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command; see --help."""
     flags = parse_flags(argv, flags=FLAGS)
+    _check_flags(flags)
+    if flags["kind"] == BM25:
+        _build_bm25(flags)
+        return 0
     lengths = ("max_query_tokens", "max_passage_tokens")
     settings = ("leaves_to_search", "reorder", "dims_per_block", "shard_size")
     for name in (*settings, *lengths):
@@ -89,15 +113,52 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _check_flags(flags):
+    """Raise a ValueError for a flag that the kind of index has no use for."""
+    is_of_words = flags["kind"] == BM25
+    unused = FLAGS.keys() - {*SHARED, *OF_WORDS} if is_of_words else OF_WORDS
+    for name in FLAGS:
+        if name in unused and flags[name] != FLAGS[name][0]:
+            kind = f"--kind={flags['kind']}"
+            raise ValueError(f"--{name}={flags[name]} has no meaning with {kind}")
+    if not (is_of_words or flags["encoder"]):
+        raise ValueError("--encoder=... is missing; --help shows the flags")
+
+
+def _build_bm25(flags):
+    """Build an index of words, and print what was built."""
+    started = time.monotonic()
+    if flags["top_k"] < 1:
+        raise ValueError(f"--top_k={flags['top_k']}, expected at least 1")
+    questions = _questions(flags["questions"], flags["on_bad"])
+    corpus = _open_corpus(flags)
+    k1, b = (flags[name] for name in OF_WORDS)
+    manifest = build_bm25(corpus, flags["out"], k1=k1, b=b)
+    rows = [
+        ("passages", str(len(corpus))),
+        ("search", "BM25, {variant}, k1 = {k1}, b = {b}".format(**manifest["bm25"])),
+        ("seconds to build", str(manifest["seconds"])),
+    ]
+    engine = None
+    if questions:
+        words, _ = open_bm25(flags["out"], corpus=corpus, verify=False)
+        engine = SearchEngine(
+            words, None, corpus, top_k=flags["top_k"], fingerprint=manifest["digest"]
+        )
+    _print_table(flags, rows, corpus, engine, questions, started)
+
+
+def _open_corpus(flags):
+    return Corpus(flags["corpus"], cache=flags["cache"] or None, on_bad=flags["on_bad"])
+
+
 def _build(flags, worker, lengths):
     """Encode the corpus, build its index, and print what was built."""
     started = time.monotonic()
     # Questions that cannot be read are refused before hours of encoding.
     questions = _questions(flags["questions"], flags["on_bad"])
     check_source(flags["encoder"], "--encoder")
-    corpus = Corpus(
-        flags["corpus"], cache=flags["cache"] or None, on_bad=flags["on_bad"]
-    )
+    corpus = _open_corpus(flags)
     encoder = load_encoder(
         flags["encoder"],
         family=flags["family"] or None,
@@ -120,17 +181,23 @@ def _build(flags, worker, lengths):
     manifest = build_index(corpus, encoder, out, waits=bool(worker), **settings)
     if not processes.is_host0():
         return
-    rows = _rows(manifest)
-    if corpus.num_skipped:
-        rows.append(("bad records left out", str(corpus.num_skipped)))
+    engine = None
     if questions:
         nearest = open_index(out, corpus=corpus, encoder=encoder, verify=False).nearest
         engine = SearchEngine(nearest, encoder, corpus, top_k=flags["top_k"])
+    _print_table(flags, _rows(manifest), corpus, engine, questions, started)
+
+
+def _print_table(flags, rows, corpus, engine, questions, started):
+    """Print what was built, and what `engine` finds for the questions if there are."""
+    if corpus.num_skipped:
+        rows.append(("bad records left out", str(corpus.num_skipped)))
+    if questions:
         recall, num = supporting_recall(engine, questions, top_k=flags["top_k"])
         name = f"recall@{flags['top_k']} of supporting passages"
         rows.append((name, f"{recall:.4f} ({num} questions)"))
     rows.append(("seconds of this run", f"{time.monotonic() - started:.1f}"))
-    table(f"Index {out}", ("", "value"), rows)
+    table(f"Index {flags['out']}", ("", "value"), rows)
 
 
 def _worker(text):

@@ -78,6 +78,42 @@ def test_it_prints_how_an_index_is_searched(files, capsys, kind, message):
     assert (shown["search"], shown["dimensions of a code"]) == (message, "5")
 
 
+def test_an_index_of_words_needs_no_encoder(files, capsys):
+    flags = [f"--corpus={files / 'corpus.jsonl'}", f"--out={files / 'index'}"]
+    flags += [
+        "--kind=bm25",
+        "--bm25_k1=0.9",
+        f"--questions={files / 'questions.jsonl'}",
+    ]
+    assert run_command(main, [*flags, "--top_k=1"]) == 0
+    printed = cells(capsys.readouterr().out)
+    assert printed["passages"] == "10"
+    assert printed["recall@1 of supporting passages"] == "1.0000 (2 questions)"
+    manifest = json.loads((files / "index" / "manifest.json").read_text())
+    assert (manifest["kind"], manifest["bm25"]["k1"]) == ("bm25", 0.9)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--kind=bm25", "--encoder=hashed"], "--encoder=hashed"),
+        (["--kind=bm25", "--parts=2"], "--parts=2"),
+        (["--kind=bm25", "--worker=0/2"], "--worker=0/2"),
+        (["--kind=bm25", "--coordinator=auto"], "--coordinator=auto"),
+        (["--kind=bm25", "--bm25_b=2"], "b=2.0"),
+        (["--kind=bm25", "--top_k=0"], "--top_k=0"),
+        (["--encoder=hashed", "--bm25_b=0.5"], "--bm25_b=0.5"),
+        ([], "--encoder"),
+    ],
+)
+def test_flags_of_another_kind_are_refused(files, capsys, flags, named):
+    out = files / "index"
+    given = [f"--corpus={files / 'corpus.jsonl'}", f"--out={out}", *flags]
+    assert run_command(main, given) == 2
+    assert named in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_it_may_be_run_again_and_builds_nothing_twice(files, capsys):
     assert command(files) == 0
     first = (files / "index" / "manifest.json").read_bytes()

@@ -29,7 +29,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 SCRIPTS = sorted((ROOT / "launch").glob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PICKLES = ("pickle", "dill", "marshal", "shelve", "joblib", "cloudpickle", "_pickle")
-HEAVY = ("tensorflow", "tensorflow_text", "torch", "transformers", "scann")
+HEAVY = ("tensorflow", "tensorflow_text", "torch", "transformers", "scann", "bm25s")
 PEERS = ("torch", "transformers", "faiss", "tunix")  # measured where installed
 TREES = {path: structure.tree(path) for path in SOURCES + CONFIGS + SCRIPTS}
 

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,14 +21,27 @@ from rsearch.runtime.console import note
 from rsearch.types import Passage
 
 
+class WordsFn(Protocol):
+    """The interface of `rsearch.retrieval.bm25.WordIndex`."""
+
+    def __len__(self) -> int:
+        """Return the number of passages."""
+
+    def search(
+        self, queries: Sequence[str], top_k: int
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return the positions and scores of the best passages of each query."""
+
+
 class SearchEngine:
     """A SearchFn over one corpus; safe to call from several threads.
 
     What a query finds depends on the query alone, not on the batch it comes in.
 
     Args:
-        nearest: a Nearest, or several merged, over one vector a passage.
-        encoder: has encode_queries.
+        nearest: a Nearest, or several merged, over one vector a passage; or an index
+            of words.
+        encoder: has encode_queries; None for an index of words.
         corpus: has len and passages(indices).
         top_k: passages a query, fewer only where the corpus has fewer.
         cache_size: queries whose passages are cached, the latest used; 0 = none.
@@ -40,7 +53,7 @@ class SearchEngine:
 
     def __init__(
         self,
-        nearest: NearestFn,
+        nearest: NearestFn | WordsFn,
         encoder: Any,
         corpus: Any,
         *,
@@ -62,6 +75,7 @@ class SearchEngine:
             collections.OrderedDict()
         )
         if fingerprint is None:
+            assert encoder is not None, "an index of words has a digest"
             fingerprint = f"{corpus.fingerprint} {encoder.fingerprint}"
         self.fingerprint = fingerprint
         self._positions: dict[str, int] | None = None
@@ -96,8 +110,9 @@ class SearchEngine:
             queries: texts; one that occurs several times is searched once.
 
         Returns:
-            [queries] tuples of min(top_k, corpus) Passages; None where the hosts that
-            share the index did not all answer.
+            [queries] tuples of min(top_k, corpus) Passages, or of fewer where not so
+            many have a word of the query in an index of words; None where the hosts
+            that share the index did not all answer.
 
         Raises:
             ValueError: a query that is not text.
@@ -149,6 +164,21 @@ class SearchEngine:
         return None if position is None else self._corpus.passage(position)
 
     def _search(self, queries):
+        vectors = queries if self._encoder is None else self._encode(queries)
+        with boundary("the index"):
+            positions, scores = self._nearest.search(vectors, self._top_k)
+        results = []
+        for row, row_scores in zip(positions, scores):
+            passages = self._corpus.passages(row.tolist())
+            results.append(
+                tuple(
+                    dataclasses.replace(passage, score=score)
+                    for passage, score in zip(passages, row_scores.tolist())
+                )
+            )
+        return results
+
+    def _encode(self, queries):
         with boundary("the encoder of queries"):
             vectors = self._encoder.encode_queries(queries)
         bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
@@ -157,18 +187,7 @@ class SearchEngine:
                 f"the encoder gave query {queries[bad[0]]!r} a vector that is not "
                 "finite: its weights are damaged"
             )
-        with boundary("the index"):
-            positions, scores = self._nearest.search(vectors, self._top_k)
-        results = []
-        for row, row_scores in zip(positions.tolist(), scores.tolist()):
-            passages = self._corpus.passages(row)
-            results.append(
-                tuple(
-                    dataclasses.replace(passage, score=score)
-                    for passage, score in zip(passages, row_scores)
-                )
-            )
-        return results
+        return vectors
 
 
 class PassageList:

@@ -7,7 +7,8 @@
     manifest.json  the plan, digests of all files, measured recall: written last
 
 An index exists once its manifest does, and a part of it, a ScaNN index over some
-consecutive shards, once its record does. Brute force needs no files in scann/.
+consecutive shards, once its record does. Brute force needs no files in scann/. An index
+of words has bm25/ in place of both; see rsearch.retrieval.bm25.
 `rsearch.retrieval.index_build` makes an index.
 """
 
@@ -34,7 +35,7 @@ from rsearch.runtime import files
 from rsearch.runtime.console import note
 
 FORMAT = 1
-VECTORS, SCANN = "vectors", "scann"
+VECTORS, SCANN, BM25 = "vectors", "scann", "bm25"
 PLAN, MANIFEST = "plan.json", "manifest.json"
 
 
@@ -80,6 +81,8 @@ def open_index(
     """
     path = files.expand(path)
     manifest = read_index_manifest(path)
+    if manifest.get("kind") == BM25:
+        raise ValueError(f"{path} is of kind={BM25}: it has no vectors to search")
     expected = {
         "corpus": {"fingerprint": corpus.fingerprint, "num_passages": len(corpus)},
         "encoder": {"fingerprint": encoder.fingerprint, "dim": encoder.dim},
@@ -107,6 +110,32 @@ def open_index(
     if len(parts) > 1:
         nearest = MergedParts([first - firsts[0] for first in firsts], parts)
     return Index(nearest, firsts[0], manifest)
+
+
+def is_bm25(path: str | os.PathLike) -> bool:
+    """Return whether there is a finished index of words, not of vectors.
+
+    Raises:
+        ValueError: its manifest was changed.
+    """
+    path = files.expand(path)
+    if not (path / MANIFEST).is_file():
+        return False
+    return read_index_manifest(path).get("kind") == BM25
+
+
+def check_corpus(path: pathlib.Path, manifest: dict, corpus: Any) -> None:
+    """Raise a ValueError where an index was built of another corpus.
+
+    Args:
+        path: of the index.
+        manifest: of the index.
+        corpus: has len and fingerprint.
+    """
+    expected = {"fingerprint": corpus.fingerprint, "num_passages": len(corpus)}
+    differing = differences(manifest["corpus"], expected, "corpus.")
+    if differing:
+        raise ValueError(f"{path} was not built for this input:\n{differing}")
 
 
 def corpus_path(path: str | os.PathLike) -> pathlib.Path:
@@ -150,13 +179,14 @@ def plan_with_defaults(plan: dict) -> dict:
 
 
 def file_digests(out: pathlib.Path, *, known: dict[str, str]) -> dict[str, str]:
-    """Return {path in out: digest} of every file of vectors/ and scann/."""
+    """Return {path in out: digest} of all files of vectors/, scann/ and bm25/."""
     names = _file_names(out)
     return {n: known.get(n) or files.digest_file(out / n) for n in names}
 
 
 def _file_names(out):
-    paths = [p for d in (VECTORS, SCANN) for p in (out / d).rglob("*") if p.is_file()]
+    folders = (out / name for name in (VECTORS, SCANN, BM25))
+    paths = [p for folder in folders for p in folder.rglob("*") if p.is_file()]
     return sorted(path.relative_to(out).as_posix() for path in paths)
 
 

@@ -11,6 +11,7 @@ number; the process that then finds no shard missing calls `build_index`.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -21,7 +22,9 @@ from typing import Any
 import numpy as np
 
 from rsearch.hosts import processes
+from rsearch.retrieval.bm25 import TOKENIZER, VARIANT, write_postings
 from rsearch.retrieval.index import (
+    BM25,
     FORMAT,
     MANIFEST,
     PLAN,
@@ -264,6 +267,57 @@ def build_index(
             "seconds": round(time.monotonic() - started, 1),
         }
         processes.on_host0(lambda: _finish(out, manifest, digests))
+    return read_index_manifest(out)
+
+
+def build_bm25(
+    corpus: Any, out: str | os.PathLike, *, k1: float = 1.5, b: float = 0.75
+) -> dict:
+    """Build an index of the words of a corpus, on this host alone.
+
+    Args:
+        corpus: has len, fingerprint and path, and gives its passages in order.
+        out: directory, missing, empty or left by an earlier call with the same plan.
+        k1, b: of BM25, see `write_postings`.
+
+    Returns:
+        The manifest, a dict.
+
+    Raises:
+        ValueError: a bad setting, a corpus without words, `out` holds something else,
+            or another process is building there.
+    """
+    out = pathlib.Path(out)
+    if not 0 <= k1 < math.inf:
+        raise ValueError(f"{k1=}, expected a number of at least 0")
+    if not 0 <= b <= 1:
+        raise ValueError(f"{b=}, expected 0 to 1")
+    if not len(corpus):
+        raise ValueError(f"{corpus.path}: the corpus has no passages")
+    plan = {
+        "format": FORMAT,
+        "kind": BM25,
+        "corpus": {"fingerprint": corpus.fingerprint, "num_passages": len(corpus)},
+        "bm25": {"k1": k1, "b": b, "variant": VARIANT, "tokenizer": TOKENIZER},
+        # An index of vectors has these in its plan, too, and the two are compared.
+        "partition": None,
+        "num_parts": 1,
+    }
+    with _claimed(out, plan, waits=False):
+        if (out / MANIFEST).exists():
+            note(f"{out} is finished already")
+            manifest = read_index_manifest(out)
+            check_index_files(out, manifest)
+            return manifest
+        started = time.monotonic()
+        # Reading words takes minutes where encoding takes hours: nothing is resumed.
+        write_postings(out / BM25, corpus, k1=k1, b=b)
+        manifest = {
+            **plan,
+            "corpus_path": _relative(corpus.path, out),
+            "seconds": round(time.monotonic() - started, 1),
+        }
+        _finish(out, manifest, [])
     return read_index_manifest(out)
 
 

@@ -15,6 +15,7 @@ import xxhash
 from ml_collections import ConfigDict
 
 from rsearch.config.stage_plan import ROLES, STAGE, URLS, kinds
+from rsearch.retrieval.index import is_bm25
 from rsearch.runtime import console, digests, files
 from rsearch.world.world import WORLD
 
@@ -49,7 +50,7 @@ def model_sources(c: ConfigDict, *, only_dev: bool, asks_judge: bool) -> dict[st
     sources = {f"models.{role}.source": c.models[role].source for role in sorted(roles)}
     sources["tokenizer.source"] = c.tokenizer.source
     sources["retrieval.reranker"] = r.reranker
-    if not (r.engine or r.url or r.encoder == "hashed"):
+    if not (r.engine or r.url or r.encoder == "hashed" or searches_words(c)):
         sources["retrieval.encoder"] = r.encoder
     others = (STAGE, *URLS, f"{WORLD}:")
     return {
@@ -57,6 +58,17 @@ def model_sources(c: ConfigDict, *, only_dev: bool, asks_judge: bool) -> dict[st
         for field, source in sources.items()
         if source and source != WORLD and not source.startswith(others)
     }
+
+
+def searches_words(c: ConfigDict) -> bool:
+    """Return whether the index that is searched is one of words, without an encoder.
+
+    Raises:
+        ValueError: the manifest of the index was changed.
+    """
+    r = c.retrieval
+    uses_index = r.index and r.corpus != WORLD and not (r.engine or r.url)
+    return bool(uses_index) and is_bm25(r.index)
 
 
 def start_fingerprint(

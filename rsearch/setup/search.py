@@ -6,6 +6,7 @@ from ml_collections import ConfigDict
 
 from rsearch.data.corpus import Corpus
 from rsearch.hosts import processes
+from rsearch.retrieval.bm25 import open_bm25
 from rsearch.retrieval.distributed import distribute_index
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine, engine_in_memory
@@ -14,6 +15,7 @@ from rsearch.retrieval.rerank import RerankedSearch, load_reranker
 from rsearch.retrieval.service import RemoteSearch
 from rsearch.retrieval.user import UserSearch
 from rsearch.retrieval.wrap import wrap_search
+from rsearch.setup.models import searches_words
 from rsearch.world.world import WORLD, World
 
 
@@ -62,6 +64,16 @@ def _open_engine(c, world, top_k):
         search = RemoteSearch(r.url, **settings, **{name: r[name] for name in names})
         search.check()
         return search
+    if searches_words(c):
+        if r.sharded and processes.num_hosts() > 1:
+            raise ValueError(
+                f"config.retrieval.sharded=True, but {r.index} is of kind=bm25, which "
+                "every host opens by itself: expected False"
+            )
+        corpus = _open_corpus(c)
+        words, manifest = open_bm25(r.index, corpus=corpus)
+        fingerprint = f"index {manifest['digest']}"
+        return SearchEngine(words, None, corpus, fingerprint=fingerprint, **settings)
     encoder = open_encoder(c)
     if r.corpus == WORLD:
         return engine_in_memory(world.passages, encoder, **settings)

@@ -13,6 +13,7 @@ from rsearch.protocols.table import PROTOCOLS
 from rsearch.retrieval.index import digest_of
 from rsearch.retrieval.rerank import load_reranker
 from rsearch.setup.load import load_setup
+from rsearch.setup.models import model_sources
 from rsearch.setup.policy import (
     has_world,
     load_policy_tokenizer,
@@ -273,6 +274,27 @@ def test_a_saved_index_is_searched_and_another_encoder_refused(tmp_path):
         open_search(config(**named, retrieval__hashed_dim=64), None)
     with pytest.raises(ValueError, match=r"build one: python -m rsearch\.index"):
         open_search(config(retrieval__corpus=corpus), None)
+
+
+def test_an_index_of_words_is_searched_without_the_encoder(tmp_path):
+    rows = [{"id": f"c{i}", "contents": f"T{i}\nword{i} here"} for i in range(9)]
+    corpus, out = write(tmp_path / "c.jsonl", rows), tmp_path / "index"
+    flags = [f"--corpus={corpus}", "--kind=bm25", f"--out={out}"]
+    assert run_command(index_command.main, flags) == 0
+    digest = json.loads((out / "manifest.json").read_text())["digest"]
+    named = dict(retrieval__index=str(out), retrieval__encoder="no/such/encoder")
+    for of_corpus in ("", corpus):
+        c = config(**named, retrieval__corpus=of_corpus, retrieval__top_k=3)
+        search = open_search(c, None)
+        assert search.fingerprint == f"index {digest}"
+        found = [[p.id for p in row] for row in search(["T4 WORD4", "here", "?"])]
+        assert found == [["c4"], ["c0", "c1", "c2"], []]
+        assert "retrieval.encoder" not in model_sources(
+            c, only_dev=True, asks_judge=False
+        )
+    assert "retrieval.encoder" in model_sources(
+        config(**named), only_dev=True, asks_judge=False
+    )  # the world is searched, not the index
 
 
 @pytest.mark.fault(66, "corpus path that leads elsewhere")

@@ -1,0 +1,231 @@
+"""Search a corpus by its words with BM25: without an encoder or an accelerator.
+
+    bm25/words.json     the W words of the corpus; their numbers are their positions
+    bm25/starts.npy     [W + 1] int64: the first posting of each word, then P
+    bm25/passages.npy   [P] int32: positions of the passages that have the word
+    bm25/scores.npy     [P] float32: what the word adds to that passage's score
+
+These scores are Lucene's BM25, computed by bm25s (arXiv 2407.03618) as the index is
+built. A search sums them over the words of a query, which NumPy does by itself:
+importing bm25s makes JAX look for its devices, so only a build imports it.
+"""
+
+import array
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rsearch.retrieval.index import (
+    BM25,
+    check_corpus,
+    check_index_files,
+    read_index_manifest,
+)
+from rsearch.runtime import files
+from rsearch.runtime.console import progress
+
+WORD = re.compile(r"\w+")
+WORDS = "words.json"
+ARRAYS = {"starts": np.int64, "passages": np.int32, "scores": np.float32}
+# What an index says of its words; another rule for them needs another name.
+TOKENIZER = r"lower-case \w+"
+VARIANT = "lucene"
+
+
+class WordIndex:
+    """Passages by their words; what a query finds depends on the query alone.
+
+    Args:
+        words: [W] distinct words.
+        starts: [W + 1] int64, the first posting of each word, and their number P.
+        passages: [P] int32 positions of passages, distinct for each word.
+        scores: [P] float32, above 0.
+        num_passages: of the corpus.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        starts: np.ndarray,
+        passages: np.ndarray,
+        scores: np.ndarray,
+        *,
+        num_passages: int,
+    ):
+        self._numbers = {word: number for number, word in enumerate(words)}
+        self._starts, self._passages, self._scores = starts, passages, scores
+        self._num_passages = num_passages
+
+    def __len__(self) -> int:
+        """Return the number of passages."""
+        return self._num_passages
+
+    def search(
+        self, queries: Sequence[str], top_k: int
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return the positions and scores of the passages with words of each query.
+
+        Equal scores are in the order of the corpus. A word that a query repeats counts
+        as often as it is there, as in Lucene.
+
+        Args:
+            queries: texts.
+            top_k: passages a query at most: one without any of its words is no result.
+        """
+        results = [self._search(query, top_k) for query in queries]
+        return [row for row, _ in results], [scores for _, scores in results]
+
+    def _search(self, query, top_k):
+        totals = np.zeros(len(self), np.float32)
+        for word in words_of(query):
+            number = self._numbers.get(word)
+            if number is not None:
+                postings = slice(*self._starts[number : number + 2])
+                totals[self._passages[postings]] += self._scores[postings]
+        positions = np.flatnonzero(totals)
+        scores = totals[positions]
+        if len(scores) > top_k:
+            # All that equal the last score stay, so that the sort decides among them.
+            is_candidate = scores >= np.partition(scores, -top_k)[-top_k]
+            positions, scores = positions[is_candidate], scores[is_candidate]
+        order = np.argsort(-scores, kind="stable")[:top_k]
+        return positions[order], scores[order]
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text in order: lower-case runs of letters and digits."""
+    return WORD.findall(text.lower())
+
+
+def write_postings(folder: pathlib.Path, corpus: Any, *, k1: float, b: float) -> None:
+    """Write the words of a corpus and their scores into a directory.
+
+    Args:
+        folder: replaced if it is there.
+        corpus: has len, path and passages in order.
+        k1: how slowly repetitions of a word in a passage stop to count.
+        b: how much the length of a passage counts, 0 to 1.
+
+    Raises:
+        ValueError: the corpus has no words.
+    """
+    import bm25s
+
+    numbers: dict[str, int] = {}
+    rows = []
+    for passage in progress(corpus, "reading the words of passages"):
+        words = words_of(passage.contents)
+        row = (numbers.setdefault(word, len(numbers)) for word in words)
+        rows.append(array.array("i", row))  # a list takes twice the memory
+    if not numbers:
+        raise ValueError(f"{corpus.path}: no passage has a word")
+    model = bm25s.BM25(k1=k1, b=b, method=VARIANT)
+    tokenized = bm25s.tokenization.Tokenized(ids=rows, vocab=numbers)
+    model.index(tokenized, create_empty_token=False, show_progress=False)
+    values = {
+        "starts": model.scores["indptr"],
+        "passages": model.scores["indices"],
+        "scores": model.scores["data"],
+    }
+    shutil.rmtree(folder, ignore_errors=True)  # of a build that was stopped
+    folder.mkdir()
+    (folder / WORDS).write_text(json.dumps([*numbers]))
+    for name, dtype in ARRAYS.items():
+        stored = np.asarray(values[name], dtype)
+        np.save(folder / f"{name}.npy", stored, allow_pickle=False)
+    files.sync_tree(folder)
+
+
+def open_bm25(
+    path: str | os.PathLike, *, corpus: Any, verify: bool = True
+) -> tuple[WordIndex, dict]:
+    """Open a finished index of words for this corpus; return it and its manifest.
+
+    Its arrays are mapped: memory is used where they are read.
+
+    Args:
+        path: the directory; it may have been moved since it was built.
+        corpus: has len and fingerprint.
+        verify: compare every file's digest; reads all of them.
+
+    Raises:
+        ValueError: no such index, files that differ from the manifest or do not
+            fit together, or another corpus than it was built with.
+    """
+    path = files.expand(path)
+    manifest = read_index_manifest(path)
+    if manifest.get("kind") != BM25:
+        raise ValueError(f"{path} is an index of vectors, not of kind={BM25}")
+    check_corpus(path, manifest, corpus)
+    wording = manifest["bm25"].get("tokenizer"), manifest["bm25"].get("variant")
+    if wording != (TOKENIZER, VARIANT):
+        raise ValueError(
+            f"{path}: its tokenizer and variant are {wording}, this program has "
+            f"{(TOKENIZER, VARIANT)}; build the index again"
+        )
+    if verify:
+        check_index_files(path, manifest)
+    folder = path / BM25
+    arrays = {
+        name: _open_array(folder / f"{name}.npy", ARRAYS[name]) for name in ARRAYS
+    }
+    words = _read_words(folder / WORDS)
+    _check_postings(folder, words, **arrays, num_passages=len(corpus))
+    return WordIndex(words, **arrays, num_passages=len(corpus)), manifest
+
+
+def _open_array(path, dtype):
+    try:
+        # Unlike np.load it reads .npy alone, and never objects, which are pickles.
+        values = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if values.dtype != dtype or values.ndim != 1:
+        raise ValueError(
+            f"{path} is damaged: {values.dtype} of shape {values.shape}, expected one "
+            f"dimension of {np.dtype(dtype)}"
+        )
+    return np.asarray(values)
+
+
+def _read_words(path):
+    try:
+        words = files.read_json(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(words, list) or not all(isinstance(w, str) for w in words):
+        raise ValueError(f"{path} is damaged: expected a JSON list of words")
+    return words
+
+
+def _check_postings(folder, words, *, starts, passages, scores, num_passages):
+    """Raise a ValueError where the files of an index do not fit together."""
+    if len(set(words)) != len(words):
+        raise ValueError(f"{folder / WORDS} is damaged: a word is there twice")
+    if len(starts) != len(words) + 1:
+        raise ValueError(
+            f"{folder / 'starts.npy'} is damaged: {len(starts)} values for "
+            f"{len(words)} words, expected {len(words) + 1}"
+        )
+    num = len(passages)
+    if len(scores) != num or starts[0] != 0 or starts[-1] != num:
+        raise ValueError(
+            f"{folder} is damaged: {num} passages.npy, {len(scores)} scores.npy, and "
+            f"starts.npy from {starts[0]} to {starts[-1]}"
+        )
+    if (np.diff(starts) < 1).any():
+        raise ValueError(f"{folder / 'starts.npy'} is damaged: values do not rise")
+    if passages.min() < 0 or passages.max() >= num_passages:
+        raise ValueError(
+            f"{folder / 'passages.npy'} is damaged: positions from {passages.min()} to "
+            f"{passages.max()} in a corpus of {num_passages} passages"
+        )
+    # A comparison with NaN is False.
+    if not (scores.min() > 0 and scores.max() < np.inf):
+        raise ValueError(f"{folder / 'scores.npy'} is damaged: expected values above 0")
