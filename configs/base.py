@@ -212,6 +212,12 @@ RETRIEVAL = Section(
         "directory written by rsearch.index; the world needs none",
         may_change=True,  # a run is bound to the fingerprint of what is in it
     ),
+    bm25_index=Field(
+        "",
+        "directory written by rsearch.index --kind=bm25; its passages are merged with "
+        "the index's by reciprocal rank; '' = none",
+        may_change=True,  # as that of the index
+    ),
     sharded=Field(
         False,
         "several hosts: each holds its share of the index's parts",

@@ -63,6 +63,11 @@ def _check_search(c):
             f"config.retrieval.url = {r.url!r} and config.retrieval.index = "
             f"{r.index!r}: name one of them"
         )
+    if r.bm25_index and not r.index:
+        raise ValueError(
+            f"config.retrieval.bm25_index = {r.bm25_index!r} is merged with an index "
+            "of vectors: config.retrieval.index = '' names none"
+        )
     if r.sharded and not r.index:
         raise ValueError(
             "config.retrieval.sharded = True shares the parts of an index among hosts: "

@@ -22,7 +22,7 @@ from rsearch.types import Passage
 
 
 class WordsFn(Protocol):
-    """The interface of `rsearch.retrieval.bm25.WordIndex`."""
+    """The interface of what searches texts, as `rsearch.retrieval.bm25.WordIndex`."""
 
     def __len__(self) -> int:
         """Return the number of passages."""
@@ -39,9 +39,8 @@ class SearchEngine:
     What a query finds depends on the query alone, not on the batch it comes in.
 
     Args:
-        nearest: a Nearest, or several merged, over one vector a passage; or an index
-            of words.
-        encoder: has encode_queries; None for an index of words.
+        nearest: a Nearest, or several merged, over one vector a passage; or a WordsFn.
+        encoder: has encode_queries; None for a WordsFn.
         corpus: has len and passages(indices).
         top_k: passages a query, fewer only where the corpus has fewer.
         cache_size: queries whose passages are cached, the latest used; 0 = none.
@@ -164,7 +163,9 @@ class SearchEngine:
         return None if position is None else self._corpus.passage(position)
 
     def _search(self, queries):
-        vectors = queries if self._encoder is None else self._encode(queries)
+        vectors = queries
+        if self._encoder is not None:
+            vectors = encode_queries(self._encoder, queries)
         with boundary("the index"):
             positions, scores = self._nearest.search(vectors, self._top_k)
         results = []
@@ -178,16 +179,22 @@ class SearchEngine:
             )
         return results
 
-    def _encode(self, queries):
-        with boundary("the encoder of queries"):
-            vectors = self._encoder.encode_queries(queries)
-        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-        if len(bad):
-            raise ValueError(
-                f"the encoder gave query {queries[bad[0]]!r} a vector that is not "
-                "finite: its weights are damaged"
-            )
-        return vectors
+
+def encode_queries(encoder: Any, queries: Sequence[str]) -> np.ndarray:
+    """Return [n, D] vectors of texts.
+
+    Raises:
+        ValueError: the encoder failed, or gave a vector that is not finite.
+    """
+    with boundary("the encoder of queries"):
+        vectors = encoder.encode_queries(queries)
+    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    if len(bad):
+        raise ValueError(
+            f"the encoder gave query {queries[bad[0]]!r} a vector that is not finite: "
+            "its weights are damaged"
+        )
+    return vectors
 
 
 class PassageList:

@@ -10,6 +10,7 @@ from rsearch.retrieval.bm25 import open_bm25
 from rsearch.retrieval.distributed import distribute_index
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine, engine_in_memory
+from rsearch.retrieval.fused import FINGERPRINT, FusedIndex
 from rsearch.retrieval.index import corpus_path, lies_beside, open_index
 from rsearch.retrieval.rerank import RerankedSearch, load_reranker
 from rsearch.retrieval.service import RemoteSearch
@@ -65,6 +66,11 @@ def _open_engine(c, world, top_k):
         search.check()
         return search
     if searches_words(c):
+        if r.bm25_index:
+            raise ValueError(
+                f"config.retrieval.bm25_index={r.bm25_index!r} is merged with an index "
+                f"of vectors, but config.retrieval.index={r.index!r} is of kind=bm25"
+            )
         if r.sharded and processes.num_hosts() > 1:
             raise ValueError(
                 f"config.retrieval.sharded=True, but {r.index} is of kind=bm25, which "
@@ -92,6 +98,10 @@ def _open_engine(c, world, top_k):
         index = opening()
         nearest, manifest = index.nearest, index.manifest
     fingerprint = f"index {manifest['digest']}"
+    if r.bm25_index:
+        words, manifest = open_bm25(r.bm25_index, corpus=corpus)
+        fingerprint += f" {manifest['digest']} {FINGERPRINT}"
+        nearest, encoder = FusedIndex(nearest, encoder, words), None
     return SearchEngine(nearest, encoder, corpus, fingerprint=fingerprint, **settings)
 
 

@@ -136,6 +136,7 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             {"retrieval__index": "x", "retrieval__corpus": "world"},
             "retrieval.index = 'x' is no index of config.retrieval.corpus",
         ),
+        ({"retrieval__bm25_index": "x"}, "config.retrieval.index = '' names none"),
         ({"retrieval__sharded": True}, "config.retrieval.index = '' names none"),
         (
             {"retrieval__url": "http://x", "retrieval__search_seconds": 325.0},

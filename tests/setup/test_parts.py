@@ -297,6 +297,31 @@ def test_an_index_of_words_is_searched_without_the_encoder(tmp_path):
     )  # the world is searched, not the index
 
 
+def test_indexes_of_vectors_and_of_words_are_merged(tmp_path):
+    rows = [{"id": f"c{i}", "contents": f"T{i}\nword{i} here"} for i in range(9)]
+    corpus = write(tmp_path / "c.jsonl", rows)
+    vectors, words = tmp_path / "vectors", tmp_path / "words"
+    for flags in (["--encoder=hashed", f"--out={vectors}"], [f"--out={words}"]):
+        kind = [] if "--encoder=hashed" in flags else ["--kind=bm25"]
+        assert (
+            run_command(index_command.main, [f"--corpus={corpus}", *flags, *kind]) == 0
+        )
+    named = dict(retrieval__corpus="", retrieval__top_k=2)
+    both = dict(retrieval__index=str(vectors), retrieval__bm25_index=str(words))
+    search = open_search(config(**named, **both), None)
+    alone = open_search(config(**named, retrieval__index=str(vectors)), None)
+    assert search.fingerprint.startswith(alone.fingerprint + " ")
+    (passages,) = search(["T4 word4"])
+    assert passages[0].id == "c4" and len(passages) == 2
+    assert passages[0].score == pytest.approx(2 / 61)
+    swapped = dict(retrieval__index=str(words), retrieval__bm25_index=str(vectors))
+    with pytest.raises(ValueError, match="bm25_index"):
+        open_search(config(**named, **swapped), None)
+    both["retrieval__bm25_index"] = str(vectors)
+    with pytest.raises(ValueError, match="kind=bm25"):
+        open_search(config(**named, **both), None)
+
+
 @pytest.mark.fault(66, "corpus path that leads elsewhere")
 @pytest.mark.parametrize("way", ["absolute", "relative", "link", "named cache"])
 def test_nothing_is_written_beside_a_corpus_that_only_the_manifest_names(
