@@ -679,6 +679,7 @@ MODELS = Section(
     writer=_role("writer", "It writes observations; '' = passages are shown."),
     answerer=_role("answerer", "It words the final answer; '' = as the policy did."),
     reader=_role("reader", "It reads the policy's evidence; see eval.methods."),
+    eval_judge=_role("eval_judge", "It judges the answers of the evaluations."),
 )
 
 MESH = Section(
@@ -772,6 +773,17 @@ EVAL = Section(
         "finish",
         "what models.answerer words: the text of 'finish', or the whole 'log'",
         one_of(("finish", "log")),
+    ),
+    judge_prompt=Field(
+        "r1_searcher",
+        "of models.eval_judge: 'r1_searcher' takes True or False; 'graded' 0, 0.5 or 1",
+        one_of(("r1_searcher", "graded")),
+    ),
+    judge_golds=Field(
+        "list",
+        "'list' shows the judge all golden answers at once; 'any' asks for each of "
+        "them and takes the best score",
+        one_of(("list", "any")),
     ),
     max_questions=Field(0, "of dev; 0 = all", at_least(0)),
     normalize=Field("squad", "of answers", one_of(NORMALIZERS)),

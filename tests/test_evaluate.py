@@ -359,6 +359,71 @@ def test_the_policys_rollouts_are_made_once_for_itself_and_its_reader(asking):
     assert evaluator.rolled_out == ["protocol"] * 2
 
 
+def test_a_judge_scores_the_answers_and_its_replies_are_recorded(tmp_path, capsys):
+    names = {"models__eval_judge__source": "j", "models__reader__source": "r"}
+    settings = {"protocol__name": "r_search", "eval__methods": ("reader_direct",)}
+    asked = [{"question": f"Who {i}?", "golden_answers": ["Ada"]} for i in range(6)]
+    path = tmp_path / "dev.jsonl"
+    path.write_text("\n".join(map(json.dumps, asked)))
+    settings |= names | {"data__dev": str(path)}
+    setup = load_setup(config(**settings), only_dev=True)
+    answers = ["Ada", "Ada L.", "Ada", "Bob", " ", None]
+    replies = {
+        "Who 0": "True",
+        "Who 1": "true.",
+        "Who 2": "False",
+        "Who 3": "\x1b[31mHm\u202e",
+    }
+    chats = []
+
+    def judge(asked):
+        texts = [chat[0]["content"] for chat in asked]
+        chats.extend(texts)
+        return [next(r for q, r in replies.items() if q in text) for text in texts]
+
+    models = {"reader": lambda chats: answers, "eval_judge": judge}
+    parts = evaluation_parts(setup) | {"load_model": models.get}
+    evaluator, at = evaluate.Evaluator(**parts), {"stage": "s", "step": 1}
+    methods, folder = ["reader_direct"], tmp_path / "run"
+    evaluate.run_methods(
+        evaluator, initial_params(setup), methods=methods, folder=folder, **at
+    )
+    message = capsys.readouterr().err
+    assert "no verdict" in message and not {"\x1b", "\u202e"} & set(message)
+    (row,) = evaluate.read_results(folder)
+    assert len(chats) == 4 and row["em"] == pytest.approx(2 / 6)
+    assert {name: row[name] for name in evaluate.JUDGE_NUMBERS} == {
+        "judge": pytest.approx(2 / 6),
+        "judge_agreement": pytest.approx(3 / 5),
+        "judge_unparsed": 1,
+        "judge_failed": 0,
+        "judge_right_em_wrong": 1,
+        "judge_wrong_em_right": 1,
+    }
+    rows = evaluate.read_transcripts(folder)
+    expected = [*([reply] for reply in replies.values()), [], []]
+    assert [r["judge"]["replies"] for r in rows] == expected
+    assert [r["judge"]["score"] for r in rows] == [1, 1, 0, 0, 0, 0]
+
+    assert evaluator.is_current(row, **at)
+    for change in (
+        {"models__eval_judge__source": ""},
+        {"models__eval_judge__name": "other"},
+        {"eval__judge_prompt": "graded"},
+        {"eval__judge_golds": "any"},
+    ):
+        other = parts | {"config": config(**settings | change)}
+        assert not evaluate.Evaluator(**other).is_current(row, **at), change
+
+
+@pytest.mark.parametrize("value", ["0.5", [1], True])
+def test_a_judges_number_that_is_none_is_refused(tmp_path, value):
+    row = {"stage": "s", "method": "rag", "dataset": "d", "judge": value}
+    (tmp_path / "results.json").write_text(json.dumps([row]))
+    with pytest.raises(ValueError, match=r"results\.json: row 1: judge = "):
+        evaluate.read_results(tmp_path)
+
+
 def test_a_model_may_be_what_a_stage_of_the_run_has_trained(tmp_path, capsys):
     folder = shutil.copytree(finished(), tmp_path / "run")
     given = [

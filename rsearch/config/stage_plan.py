@@ -47,6 +47,7 @@ ROLES = {  # sections of config.models
     "writer": Role(KINDS, is_in_rollouts=True),
     "answerer": Role(WEIGHTS, is_only_evaluated=True),
     "reader": Role(WEIGHTS, is_only_evaluated=True),
+    "eval_judge": Role(WEIGHTS, is_only_evaluated=True),
 }
 IN_ROLLOUTS = tuple(name for name, role in ROLES.items() if role.is_in_rollouts)
 STAGE_FIELDS = {  # field that may name a stage -> kinds of it, kinds that read it

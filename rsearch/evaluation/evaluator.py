@@ -26,7 +26,13 @@ from rsearch.evaluation.answers import (
     reader_messages,
     rephrase_answers,
 )
-from rsearch.evaluation.scoring import score_groups
+from rsearch.evaluation.judge import (
+    Prediction,
+    Verdict,
+    judge_answers,
+    summarize_verdicts,
+)
+from rsearch.evaluation.scoring import score_groups, scores_of_rows
 from rsearch.hosts import processes
 from rsearch.rollout.records import share_groups
 from rsearch.rollout.scheduler import RolloutEngine
@@ -42,7 +48,9 @@ COLUMNS = ("stage", "method", "dataset", "n", "em", "em_95", "f1", "cover_em")
 COLUMNS += ("searches", "policy_tokens", "answered", "malformed", "truncated")
 COLUMNS += ("tool_error", "skipped", "seconds")
 NUMBERS = (*COLUMNS[3:5], *COLUMNS[6:], "queries", "searches_right", "searches_wrong")
-NUMBERS += ("judge_error",)
+JUDGED = ("judge", "judge_agreement", "judge_unparsed", "judge_failed")
+JUDGE_NUMBERS = (*JUDGED, "judge_right_em_wrong", "judge_wrong_em_right")
+NUMBERS += ("judge_error", *JUDGE_NUMBERS)
 
 RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 EVIDENCE = "evidence"
@@ -75,7 +83,8 @@ class Evaluator:
             num_skipped: how many more there are whose prompts are too long.
             search: of the run, for readers.
             make_engine: makes the greedy rollouts of one of the policy's methods.
-            load_model: loads "reader" or "answerer", a model beside the policy.
+            load_model: loads "reader", "answerer" or "eval_judge", a model beside the
+                policy.
         """
         self._config = config
         self._questions = questions
@@ -99,7 +108,9 @@ class Evaluator:
             "questions": questions_fingerprint(self._questions),
         }
         is_same_model = row.get("asks", "") == self._asks(row["method"])
-        return is_same_model and all(row.get(name) == x for name, x in now.items())
+        is_same_judge = row.get("judged_by", {}) == self._judged_by()
+        is_same = is_same_model and is_same_judge
+        return is_same and all(row.get(name) == x for name, x in now.items())
 
     def __call__(self, params: Params, method: str) -> tuple[dict, list[Group]]:
         """Score greedy rollouts on the held-out questions.
@@ -126,6 +137,52 @@ class Evaluator:
         row["asks"] = self._asks(method)
         row["seconds"] = time.monotonic() - start
         return {"method": method, "dataset": self.dataset, **row}, groups
+
+    def judge(self, groups: Sequence[Group]) -> tuple[dict, list[Verdict]]:
+        """Ask config.models.eval_judge about the answers; all hosts call this together.
+
+        It is a call of its own: the dev scores between the steps of a stage do not wait
+        for a judge.
+
+        Args:
+            groups: of all questions, the same on all hosts.
+
+        Returns:
+            Further fields of the row, see `summarize_verdicts`, where `judged_by` names
+            the judge and what it is asked; and a verdict on each rollout. ({}, [])
+            without a judge; no verdicts and numbers of None where tools or models
+            failed in all rollouts.
+        """
+        c, judged_by = self._config.eval, self._judged_by()
+        if not judged_by:
+            return {}, []
+        pairs = [(g.question, r) for g in groups for r in g.rollouts]
+        if not any(r.outcome.is_signal for _, r in pairs):
+            return {"judged_by": judged_by, **dict.fromkeys(JUDGE_NUMBERS)}, []
+        verdicts = judge_answers(
+            [Prediction(q.text, tuple(q.golden_answers), r.answer) for q, r in pairs],
+            functools.partial(processes.map_hosts_json, self._load_model("eval_judge")),
+            prompt=c.judge_prompt,
+            golds=c.judge_golds,
+        )
+        rows = [
+            {"prediction": r.answer, "golden_answers": q.golden_answers}
+            for q, r in pairs
+        ]
+        exact = scores_of_rows(rows, c.normalize)["em"].tolist()
+        return {"judged_by": judged_by, **summarize_verdicts(verdicts, exact)}, verdicts
+
+    def _judged_by(self) -> dict[str, str]:
+        """Return what judges the answers; {} without a judge."""
+        c = self._config
+        if not c.models.eval_judge.source:
+            return {}
+        return {
+            "source": c.models.eval_judge.source,
+            "name": c.models.eval_judge.name,
+            "prompt": c.eval.judge_prompt,
+            "golds": c.eval.judge_golds,
+        }
 
     def _asks(self, method) -> str:
         """Return the source of the model that gives a method's answers, or ""."""
@@ -171,10 +228,18 @@ class Evaluator:
         return groups
 
 
-def transcripts(groups: Sequence[Group], row: dict) -> list[dict]:
-    """Return one JSON object a rollout, for transcripts.jsonl."""
+def transcripts(
+    groups: Sequence[Group], row: dict, verdicts: Sequence[Verdict] = ()
+) -> list[dict]:
+    """Return one JSON object a rollout, for transcripts.jsonl.
+
+    Args:
+        groups: of the row.
+        row: of results.json.
+        verdicts: on each rollout; none without a judge.
+    """
     key = {name: row[name] for name in ("stage", "method", "dataset")}
-    return [
+    rows = [
         {
             **key,
             "id": group.question.id,
@@ -191,6 +256,12 @@ def transcripts(groups: Sequence[Group], row: dict) -> list[dict]:
         }
         for group in groups
         for rollout in group.rollouts
+    ]
+    if not verdicts:
+        return rows
+    return [
+        {**row, "judge": {"score": v.score, "replies": list(v.replies)}}
+        for row, v in zip(rows, verdicts, strict=True)
     ]
 
 
@@ -306,7 +377,7 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
         if name == "em_95":
             low, high = row["em_95"]
             return f"{100 * low:.1f} - {100 * high:.1f}"
-        if name in ("em", "f1", "cover_em"):
+        if name in ("em", "f1", "cover_em", "judge", "judge_agreement"):
             return f"{100 * row[name]:.1f}"
         if name == "dataset":
             return row[name].rpartition("/")[2]
@@ -314,7 +385,8 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
 
     has_failed = any(row.get("judge_error") for row in rows)
     failed = ("judge_error",) if has_failed else ()
-    columns = COLUMNS[:-2] + failed + COLUMNS[-2:]
+    judged = JUDGED if any("judge" in row for row in rows) else ()
+    columns = COLUMNS[:8] + judged + COLUMNS[8:-2] + failed + COLUMNS[-2:]
     cells = [[cell(row, name) for name in columns] for row in rows]
     console.table(title, columns, cells)
     _show_kinds(rows)
@@ -364,9 +436,11 @@ def run_methods(
     rows = []
     for method in methods:
         row, groups = evaluator(params, method)
+        judged, verdicts = evaluator.judge(groups)
         # Which code, libraries and inputs measured it: an entry of run.json, from 1.
         row = {"stage": stage, "step": step, "start": num_starts(folder), **row}
-        rollouts = transcripts(groups, row)
+        row |= judged
+        rollouts = transcripts(groups, row, verdicts)
         if processes.is_host0():
             record_results(folder, row, rollouts)
         em = "-" if row["em"] is None else f"{100 * row['em']:.1f}"
@@ -374,6 +448,14 @@ def run_methods(
             f"{stage}: {method} EM {em} on {row['n']} questions, "
             f"{row['searches']:.2f} searches, {row['seconds']:.1f} s"
         )
+        unparsed = [v.replies for v in verdicts if not v.is_parsed]
+        if unparsed:
+            # What a model writes is hostile: shown short, and escaped by its repr.
+            console.note(
+                f"{stage}: {method}: the judge's replies to {len(unparsed)} answers "
+                f"are no verdict, as in {reprlib.repr(unparsed[0])}: see 'judge' in "
+                "transcripts.jsonl"
+            )
         suspicious = {name for r in rollouts for name in r["suspicious"]}
         if suspicious:
             console.note(

@@ -1,4 +1,4 @@
-"""The models beside the policy: judge, rewriter, writer, answerer and reader.
+"""The models beside the policy: judge, rewriter, writer and those of evaluation.
 
 Each is a GenerateFn, and what asks it cannot tell where it runs. A section of the
 configuration (config.models, see configs/base.py) names its source: a Hugging Face

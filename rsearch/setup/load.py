@@ -200,6 +200,7 @@ def _asked_models(c, asks_judge, only_dev, only_policy) -> list[str]:
         "reader": only_dev
         and not only_policy
         and not {PROTOCOL, DIRECT, RAG}.issuperset(c.eval.methods),
+        "eval_judge": only_dev and not only_policy,
     }
     return [name for name, is_needed in is_asked.items() if is_needed]
 

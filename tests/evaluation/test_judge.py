@@ -6,13 +6,15 @@ import random
 
 import pytest
 
+from rsearch.config.spec import base_fields
 from rsearch.evaluation.judge import (
+    GOLDS,
     Prediction,
     judge_answers,
     parse_reply,
     summarize_verdicts,
 )
-from rsearch.protocols.judging import judging_messages
+from rsearch.protocols.judging import PROMPTS, judging_messages
 
 PARIS = Prediction("Where {golden}?", ("Paris", "Lutetia"), "paris, France")
 
@@ -99,6 +101,13 @@ def test_any_takes_the_best_of_a_call_for_each_golden_answer(
 
 def test_a_failed_call_is_no_verdict():
     assert verdict(None).score is None
+
+
+@pytest.mark.parametrize(
+    ("field", "values"), [("eval.judge_prompt", PROMPTS), ("eval.judge_golds", GOLDS)]
+)
+def test_the_configuration_can_name_all_that_there_is(field, values):
+    assert all(map(base_fields()[field].bound.allows, values))
 
 
 def test_the_prompt_is_the_published_one_and_texts_are_not_read_as_fields():

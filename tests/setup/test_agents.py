@@ -242,6 +242,7 @@ def test_a_judge_is_loaded_where_a_term_asks_one(folder):
         ("answerer", {}, {"only_dev": True}),
         ("answerer", {}, {"only_policy": True}),
         ("reader", {"eval__methods": ("reader_direct",)}, {"only_dev": True}),
+        ("eval_judge", {}, {"only_dev": True}),
     ],
 )
 def test_an_endpoint_that_refuses_is_refused_before_anything_is_loaded(
