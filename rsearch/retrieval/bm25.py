@@ -206,6 +206,8 @@ def _read_words(path):
 
 def _check_postings(folder, words, *, starts, passages, scores, num_passages):
     """Raise a ValueError where the files of an index do not fit together."""
+    if not words:
+        raise ValueError(f"{folder / WORDS} is damaged: it has no words")
     if len(set(words)) != len(words):
         raise ValueError(f"{folder / WORDS} is damaged: a word is there twice")
     if len(starts) != len(words) + 1:

@@ -146,6 +146,7 @@ def test_kinds_and_corpora_are_not_confused(tmp_path):
     ("name", "value"),
     [
         ("words.json", {"sun": 0}),
+        ("words.json", []),
         ("words.json", ["sun", "moon", 3]),
         ("words.json", ["sun", "moon", "sun"]),
         ("words.json", ["sun", "moon"]),
