@@ -71,7 +71,13 @@ def test_a_service_does_as_it_says(schema, mode):
         nonlocal num_refused
         operation = data.draw(st.sampled_from(operations(schema)))
         case = data.draw(operation.as_strategy(generation_mode=mode))
-        reply = case.call_and_validate(headers=AUTHORISED, checks=CHECKS, timeout=20)
+        reply = case.call(headers=AUTHORISED, timeout=20)
+        # Schemathesis does not count 413, of a body that is too long, as a refusal.
+        is_long = reply.status_code == 413
+        refuses = checks.negative_data_rejection
+        case.validate_response(
+            reply, checks=[c for c in CHECKS if not (is_long and c is refuses)]
+        )
         if schema.name == "retriever" and mode == GenerationMode.POSITIVE:
             assert reply.status_code == 200, reply.text
         if reply.status_code >= 400:
