@@ -32,7 +32,7 @@ from rsearch.evaluation.judge import (
     judge_answers,
     summarize_verdicts,
 )
-from rsearch.evaluation.scoring import score_groups, scores_of_rows
+from rsearch.evaluation.scoring import score_groups, scores_of_groups
 from rsearch.hosts import processes
 from rsearch.rollout.records import share_groups
 from rsearch.rollout.scheduler import RolloutEngine
@@ -141,8 +141,8 @@ class Evaluator:
     def judge(self, groups: Sequence[Group]) -> tuple[dict, list[Verdict]]:
         """Ask config.models.eval_judge about the answers; all hosts call this together.
 
-        It is a call of its own: the dev scores between the steps of a stage do not wait
-        for a judge.
+        Scoring does not call this, so that the dev scores between the steps of a stage
+        do not wait for a judge.
 
         Args:
             groups: of all questions, the same on all hosts.
@@ -165,11 +165,7 @@ class Evaluator:
             prompt=c.judge_prompt,
             golds=c.judge_golds,
         )
-        rows = [
-            {"prediction": r.answer, "golden_answers": q.golden_answers}
-            for q, r in pairs
-        ]
-        exact = scores_of_rows(rows, c.normalize)["em"].tolist()
+        exact = scores_of_groups(groups, c.normalize)["em"].tolist()
         return {"judged_by": judged_by, **summarize_verdicts(verdicts, exact)}, verdicts
 
     def _judged_by(self) -> dict[str, str]:

@@ -28,7 +28,7 @@ class Prediction(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a judge says of one prediction.
+    """The score that a judge gives one prediction.
 
     Attributes:
         score: from 0 to 1; None where a call has failed, and the score hangs on it.
@@ -53,7 +53,7 @@ def judge_answers(
 
     Args:
         predictions: a blank one is wrong without a call, and equal ones are asked once.
-        ask: the judge; all are asked in one call.
+        ask: the judge; one call has all chats.
         prompt: a key of `rsearch.protocols.judging.PROMPTS`.
         golds: "list" shows all golden answers at once; "any" asks for each of them and
             takes the best score.

@@ -54,56 +54,50 @@ def pair_rows(
             same.setdefault((questions, normalize), []).append(i)
     files: dict[pathlib.Path, dict] = {}
     pairs = []
-    for (_, normalize), members in same.items():
+    for members in same.values():
         if len(members) == 1:
             unpaired[members[0]] = "no other row has their questions and normaliser"
             continue
-        baseline, first = None, []
+        baseline, first_questions, first = None, [], {}
         for i in members:
             folder, row = rows[i]
             try:
-                predictions = _predictions_of(folder, row, files)
+                questions, scores = _scores_of(folder, row, files)
             except ValueError as error:
                 unpaired[i] = str(error)
                 continue
             if baseline is None:
-                baseline, first = i, predictions
+                baseline, first_questions, first = i, questions, scores
                 continue
-            if [p["question"] for p in predictions] != [p["question"] for p in first]:
+            if questions != first_questions:
                 unpaired[i] = f"{folder / TRANSCRIPTS} has other questions"
                 continue
-            pairs.append(_pair(i, baseline, predictions, first, normalize))
+            differences = {
+                name: paired_difference(scores[name], first[name])
+                for name in ("em", "f1")
+            }
+            p = mcnemar_p(scores["em"], first["em"])
+            pairs.append(PairedRows(i, baseline, len(questions), differences, p))
         if baseline is not None and all(pair.baseline != baseline for pair in pairs):
             unpaired[baseline] = "the other rows with their questions have no pair"
     return pairs, unpaired
 
 
-def _predictions_of(folder, row, files):
-    """Return the row's predictions; ValueError where they are not those it counts."""
+def _scores_of(folder, row, files):
+    """Return a row's questions and scores of each; ValueError for others' transcripts.
+
+    `files` holds what was read before, {path: predictions}.
+    """
     path = folder / TRANSCRIPTS
     if path not in files:
         if not path.is_file():
             raise ValueError(f"{path} is not there")
         files[path] = read_predictions(path)
     predictions = files[path].get(tuple(row[name] for name in RUN), [])
+    scores = scores_of_rows(predictions, row["normalize"])
     # A run that was stopped between its two files has an older one.
-    if len(predictions) != row.get("n") or not _has_em(predictions, row):
+    is_same = len(predictions) == row.get("n")
+    if not is_same or abs(scores["em"].mean() - row["em"]) >= 1e-9:
         about = ", ".join(row[name] for name in RUN)
         raise ValueError(f"{path} and results.json differ on {about}")
-    return predictions
-
-
-def _has_em(predictions, row):
-    scores = scores_of_rows(predictions, row["normalize"])
-    return abs(scores["em"].mean() - row["em"]) < 1e-9
-
-
-def _pair(row, baseline, predictions, first, normalize):
-    ours, theirs = (scores_of_rows(x, normalize) for x in (predictions, first))
-    return PairedRows(
-        row,
-        baseline,
-        len(predictions),
-        {name: paired_difference(ours[name], theirs[name]) for name in ("em", "f1")},
-        mcnemar_p(ours["em"], theirs["em"]),
-    )
+    return [p["question"] for p in predictions], scores

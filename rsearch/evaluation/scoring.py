@@ -38,6 +38,21 @@ def scores_of_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, np.ndar
     }
 
 
+def scores_of_groups(groups: Sequence[Group], normalize: str) -> dict[str, np.ndarray]:
+    """Return {score of METRICS: [n] of the rollouts of all groups, in order}.
+
+    Args:
+        groups: any number.
+        normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
+    """
+    rows = [
+        {"prediction": r.answer, "golden_answers": g.question.golden_answers}
+        for g in groups
+        for r in g.rollouts
+    ]
+    return scores_of_rows(rows, normalize)
+
+
 def score_rows(rows: Sequence[Mapping], normalize: str) -> dict:
     """Return means over rows with their intervals, as in `scores_of_rows`.
 
@@ -90,12 +105,9 @@ def score_groups(groups: Sequence[Group], *, normalize: str) -> dict:
         `by_known`, which are empty where questions have no such metadata.
     """
     pairs = [(g.question, r) for g in groups for r in g.rollouts]
-    rows = [
-        {"prediction": r.answer, "golden_answers": q.golden_answers} for q, r in pairs
-    ]
-    scores = scores_of_rows(rows, normalize)
+    scores = scores_of_groups(groups, normalize)
     is_signal = np.array([r.outcome.is_signal for _, r in pairs], bool)
-    summary: dict = {"n": len(rows)}
+    summary: dict = {"n": len(pairs)}
     for name, values in scores.items():
         has_mean = is_signal.any()
         summary[name] = float(values.mean()) if has_mean else None

@@ -239,7 +239,7 @@ def join(
     end, taken_since, reason = time.monotonic() + seconds, None, "no answer"
     while (now := time.monotonic()) < end:
         try:
-            # None of the environment's proxies is asked: hosts share a network.
+            # Not through the environment's proxies: hosts share a network.
             connection = socket.create_connection(
                 (address.strip("[]"), port), timeout=end - now
             )

@@ -52,7 +52,7 @@ class ChatTemplate:
 
     It has what transformers gives to templates: `raise_exception`, `strftime_now`,
     `tojson` without HTML escapes, loop controls and {% generation %} blocks. Today's
-    date is always the same one, so that prompts do not differ from run to run.
+    date is a fixed one, so that prompts do not differ from run to run.
 
     Args:
         source: of the template.

@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 from rsearch.types import Messages
 
-_SLOTS = "\n\nQuestion: {question}\n\nGolden Answer: {golden}\n\nPredicted Answer: "
-
 
 class JudgePrompt(NamedTuple):
-    """What a judge is asked, and what its replies are worth.
+    """An instruction to a judge, and the scores that its replies stand for.
 
     Attributes:
         instruction: before the question, the golden answer and the prediction.
@@ -53,8 +51,9 @@ def judging_messages(
         prediction: the answer that is judged.
         prompt: a key of PROMPTS.
     """
-    head, _, rest = _SLOTS.partition("{question}")
-    between, _, tail = rest.partition("{golden}")
-    # Not str.format: any of the texts may hold braces.
-    slots = head + question + between + " or ".join(golden_answers) + tail + prediction
-    return [{"role": "user", "content": PROMPTS[prompt].instruction + slots}]
+    content = (
+        f"{PROMPTS[prompt].instruction}\n\nQuestion: {question}\n\n"
+        f"Golden Answer: {' or '.join(golden_answers)}\n\n"
+        f"Predicted Answer: {prediction}"
+    )
+    return [{"role": "user", "content": content}]
