@@ -37,7 +37,6 @@ NORMALIZERS = ("squad", "r1_searcher", "flashrag")
 DTYPES = ("float32", "bfloat16")
 WORLD_KINDS = ("single", "bridge", "three_hop", "four_hop", "comparison")
 WORLD_KINDS += ("unanswerable",)  # no passage answers these
-METHODS = ("protocol", "direct", "rag", "evidence", "reader_direct", "reader_rag")
 CURATE_METHODS = ("segments", "answerable", "difficulty", "mix", "both_knowledge")
 CURATE_METHODS += ("rewriter", "chains", "no_reasoning")
 ALGORITHMS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo")
@@ -765,9 +764,26 @@ EVAL = Section(
     ),
     methods=Field(
         ("protocol", "direct", "rag"),
-        "after each stage: the policy's 'protocol', 'direct' and 'rag'; with "
-        "models.reader also 'evidence', 'reader_direct' and 'reader_rag'",
-        some_of(METHODS),
+        "after each stage: the policy's 'protocol' and the methods of "
+        "rsearch/methods/table.py, 'name:setting=value' with settings, or "
+        "'package.module:name'; with models.reader also 'evidence', 'reader_direct' "
+        "and 'reader_rag'",
+        Bound(lambda x: 0 < len(x) == len(set(x)), "names, each once"),
+    ),
+    answer_tokens=Field(
+        0,
+        "of a method's reply that is an answer alone; 0 = rollout.max_turn_tokens",
+        at_least(0),
+    ),
+    thought_tokens=Field(
+        0,
+        "of a method's reply, or step, that reasons; 0 = rollout.max_turn_tokens",
+        at_least(0),
+    ),
+    max_prompt_tokens=Field(
+        0,
+        "of a method: a longer prompt counts as wrong; 0 = what a rollout may hold",
+        at_least(0),
     ),
     answer_from=Field(
         "finish",

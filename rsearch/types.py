@@ -212,6 +212,7 @@ class Rollout:
         tool_uses: the calls that were executed, in order.
         outcome: how it ended.
         num_malformed: turns that held no valid action.
+        num_scored: tokens that a model read to score texts, beside the segments.
     """
 
     segments: tuple[Segment, ...]
@@ -219,6 +220,7 @@ class Rollout:
     tool_uses: tuple[ToolUse, ...]
     outcome: Outcome
     num_malformed: int = 0
+    num_scored: int = 0
 
     @property
     def policy_texts(self) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ ROOMS = (  # lowest first: a module imports from its own room and from lower lin
     ("rollout", "rewards"),
     ("llm", "learn"),
     ("world",),
+    ("methods",),
     ("setup",),
     ("evaluation",),
     ("stages",),

@@ -12,6 +12,7 @@ from rsearch import evaluate as evaluate_command
 from rsearch import export, train
 from rsearch.config.recipes import run_command
 from rsearch.evaluation import evaluator as evaluate
+from rsearch.evaluation.scoring import COSTS
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.runtime import checkpoint, storage
 from rsearch.runtime.jsonl import read_jsonl
@@ -36,7 +37,7 @@ FIELDS = {
     *("skipped", "start"),
     "seconds",
     *("searches", "queries", "searches_right", "searches_wrong"),
-    *("policy_tokens", "tokens", "by_kind", "by_known", "asks"),
+    *("policy_tokens", "tokens", "by_kind", "by_known", "asks", *COSTS),
     *SCORES,
     *(f"{name}_95" for name in SCORES),
     *OUTCOMES,
@@ -116,14 +117,13 @@ def test_every_row_of_a_run_has_every_field_and_every_question_its_transcript():
         assert t["question"] in t["segments"][0]["text"]
         assert t["segments"][1]["source"] == "policy"
         assert len(t["golden_answers"]) == 1 and t["outcome"] in OUTCOMES
-        shown = [s for s in t["segments"] if s["source"] == "search"]
-        assert len([s for s in shown if "<information>" in s["text"]]) == len(
-            t["queries"]
-        )
-        if t["method"] == "rag":
-            assert "Doc 1(Title: " in t["segments"][0]["text"]
-        if t["method"] != "protocol":
-            assert t["queries"] == [] and len(t["segments"]) == 2
+        if t["method"] == "protocol":
+            shown = [s["text"] for s in t["segments"] if s["source"] == "search"]
+            assert sum("<information>" in s for s in shown) == len(t["queries"])
+            continue
+        assert len(t["segments"]) == 2
+        assert t["queries"] == ([t["question"]] if t["method"] == "rag" else [])
+        assert ("Doc 1(Title: " in t["segments"][0]["text"]) == (t["method"] == "rag")
     for row in rows:
         mine = [
             t
@@ -208,7 +208,10 @@ def evaluate_here(*command):
     [
         ("--modle=x", "unknown flag --modle; did you mean --model?"),
         ("--model=/nowhere/at/all", "/nowhere/at/all"),
-        ("--config.eval.methods=rags", "config.eval.methods = ('rags',): must be each"),
+        ("--config.eval.methods=rags", "config.eval.methods = 'rags': must be one of"),
+        ("--config.eval.methods=rag,rag", "must be names, each once"),
+        ("--config.eval.methods=rag:k=3", "rag has the settings top_k, not 'k'"),
+        ("--config.eval.methods=rag:top_k=x", "top_k = 'x': must be a whole number"),
         ("--config.data.dev=none.jsonl", "none.jsonl: there is no such file"),
     ],
 )
@@ -315,11 +318,11 @@ def asking():
     own = evaluation_parts(setup) | {"load_model": model}
     make_engine = own["make_engine"]
 
-    def counting(method):
-        engine = make_engine(method)
+    def counting():
+        engine = make_engine()
 
         def roll_out(*args, **settings):
-            engines.append(method)
+            engines.append("protocol")
             return engine(*args, **settings)
 
         roll_out.place_params = engine.place_params

@@ -1,10 +1,10 @@
 """Answer held-out questions with each method, and score the answers.
 
 Rollouts are greedy. Methods, all on the same weights: `protocol`, as the policy was
-trained; `direct`, the question alone; `rag`, the question under the passages of one
-search with it. And of config.models.reader, another model: `evidence`, the question
-under what the policy has written down as evidence (R-Search's Figure 2);
-`reader_direct` and `reader_rag`, as above.
+trained, and the programs of `rsearch.methods`. And of config.models.reader, another
+model: `evidence`, the question under what the policy has written down as evidence
+(R-Search's Figure 2); `reader_direct`, the question alone; `reader_rag`, the question
+under the passages of one search with it.
 """
 
 import functools
@@ -34,11 +34,16 @@ from rsearch.evaluation.judge import (
 )
 from rsearch.evaluation.scoring import score_groups, scores_of_groups
 from rsearch.hosts import processes
-from rsearch.rollout.records import share_groups
+from rsearch.llm.local import LocalModel
+from rsearch.methods.base import Kit
+from rsearch.methods.runner import run_program
+from rsearch.methods.table import READER_METHODS, make_program
+from rsearch.rollout.records import RolloutCache, params_fingerprint, share_groups
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console, files, held
 from rsearch.runtime.console import clean_line
 from rsearch.runtime.identity import num_starts
+from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.jsonl import read_jsonl, recover_jsonl, write_jsonl
 from rsearch.runtime.workdir import write_json
 from rsearch.text.suspicion import suspects
@@ -55,7 +60,7 @@ NUMBERS += ("judge_error", *JUDGE_NUMBERS)
 RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 EVIDENCE = "evidence"
 READER_RAG = "reader_rag"
-READER_METHODS = (EVIDENCE, "reader_direct", READER_RAG)
+JOURNAL = "answers"  # of the questions that are answered before a row is written
 
 
 class Evaluator:
@@ -72,7 +77,10 @@ class Evaluator:
         *,
         num_skipped: int,
         search: SearchFn,
-        make_engine: Callable[[str], RolloutEngine],
+        make_engine: Callable[[], RolloutEngine],
+        make_model: Callable[[], LocalModel],
+        kit: Kit,
+        made_from: Sequence,
         load_model: Callable[[str], GenerateFn],
     ):
         """Prepare an evaluation; nothing is compiled or loaded before it is needed.
@@ -81,8 +89,12 @@ class Evaluator:
             config: of the run.
             questions: held out.
             num_skipped: how many more there are whose prompts are too long.
-            search: of the run, for readers.
-            make_engine: makes the greedy rollouts of one of the policy's methods.
+            search: of the run, for readers and methods.
+            make_engine: makes the greedy rollouts of the policy's protocol.
+            make_model: makes the model that methods ask, without parameters.
+            kit: of the methods.
+            made_from: values of JSON that, with the parameters, tell all that an answer
+                follows from.
             load_model: loads "reader", "answerer" or "eval_judge", a model beside the
                 policy.
         """
@@ -93,6 +105,8 @@ class Evaluator:
         limit = config.eval.max_questions
         self.dataset = config.data.dev + (f"[:{limit}]" if limit else "")
         self._make_engine = functools.cache(make_engine)
+        self._make_model = functools.cache(make_model)
+        self._kit, self._made_from = kit, list(made_from)
         self._load_model = functools.cache(load_model)
         # (weak reference to a leaf of the parameters, their protocol rollouts): a
         # reader uses the rollouts that the protocol's own row was measured on.
@@ -112,12 +126,16 @@ class Evaluator:
         is_same = is_same_model and is_same_judge
         return is_same and all(row.get(name) == x for name, x in now.items())
 
-    def __call__(self, params: Params, method: str) -> tuple[dict, list[Group]]:
+    def __call__(
+        self, params: Params, method: str, *, journal: AppendLog | None = None
+    ) -> tuple[dict, list[Group]]:
         """Score greedy rollouts on the held-out questions.
 
         Args:
             params: of the policy.
             method: one of config.eval.methods.
+            journal: of the answers so far; an evaluation that was killed goes on from
+                it.
 
         Returns:
             A row for results.json (fractions from 0 to 1, tokens and searches as means
@@ -127,7 +145,12 @@ class Evaluator:
             gave the answers, "" without one), and a group of one rollout a question.
         """
         start = time.monotonic()
-        answer = functools.partial(self._answer, params, method)
+        cache = None
+        if journal is not None:
+            made_from = [*self._made_from, questions_fingerprint(self._questions)]
+            made_from += [params_fingerprint(params), method]
+            cache = RolloutCache(journal, made_from)
+        answer = functools.partial(self._answer, params, method, cache)
         groups = share_groups(answer, self._questions)
         normalize = self._config.eval.normalize
         row = score_groups(groups, normalize=normalize)
@@ -187,12 +210,12 @@ class Evaluator:
             return c.models.reader.source
         return c.models.answerer.source if method == PROTOCOL else ""
 
-    def _answer(self, params, method, questions) -> list[Group]:
+    def _answer(self, params, method, cache, questions) -> list[Group]:
         """Return a group of one rollout for each of these questions."""
         c = self._config
         direct = c.protocol.direct
         if method == EVIDENCE:
-            groups = self._roll_out(params, PROTOCOL, questions)
+            groups = self._roll_out(params, None, questions)
             chat = functools.partial(reader_messages, direct=direct)
             return read_evidence(groups, self._load_model("reader"), without=chat)
         if method in READER_METHODS:
@@ -201,27 +224,49 @@ class Evaluator:
             return answer_without_policy(
                 questions, reader, direct=direct, search=search
             )
-        groups = self._roll_out(params, method, questions)
-        if method == PROTOCOL and c.models.answerer.source:
+        if method != PROTOCOL:
+            model = self._make_model()
+            model.load(params)
+            return run_program(
+                make_program(method),
+                questions,
+                kit=self._kit,
+                model=model,
+                search=self._search,
+                cache=cache,
+                on_done=_progress(method, len(questions)),
+            )
+        groups = self._roll_out(params, cache, questions)
+        if c.models.answerer.source:
             return rephrase_answers(
                 groups, self._load_model("answerer"), answer_from=c.eval.answer_from
             )
         return groups
 
-    def _roll_out(self, params, method, questions) -> list[Group]:
-        """Return the policy's rollouts; the protocol's also serve the reader."""
+    def _roll_out(self, params, cache, questions) -> list[Group]:
+        """Return the policy's rollouts, which also serve the reader."""
         first = jax.tree.leaves(params)[0]
-        if self._last is not None and method == PROTOCOL and self._last[0]() is first:
+        if self._last is not None and self._last[0]() is first:
             return self._last[1]
-        engine = self._make_engine(method)
-        on_done = console.note_now_and_then(
-            lambda done: f"evaluate {method}: {done}/{len(questions)} questions"
-        )
+        engine = self._make_engine()
         key = jax.random.key(self._config.seed)  # Greedy: never drawn from.
-        groups = engine(engine.place_params(params), questions, key, on_done=on_done)
-        if method == PROTOCOL and EVIDENCE in self._config.eval.methods:
+        groups = engine(
+            engine.place_params(params),
+            questions,
+            key,
+            on_done=_progress(PROTOCOL, len(questions)),
+            finished=cache,
+        )
+        if EVIDENCE in self._config.eval.methods:
             self._last = weakref.ref(first), groups
         return groups
+
+
+def _progress(method: str, num_questions: int) -> Callable[[int], None]:
+    """Return what says now and then how many questions are answered."""
+    return console.note_now_and_then(
+        lambda done: f"evaluate {method}: {done}/{num_questions} questions"
+    )
 
 
 def transcripts(
@@ -429,9 +474,9 @@ def run_methods(
         folder: of results.json.
     """
     read_results(folder)  # refused now rather than after hours
-    rows = []
+    journal, rows = AppendLog(folder, JOURNAL), []
     for method in methods:
-        row, groups = evaluator(params, method)
+        row, groups = evaluator(params, method, journal=journal)
         judged, verdicts = evaluator.judge(groups)
         # Which code, libraries and inputs measured it: an entry of run.json, from 1.
         row = {"stage": stage, "step": step, "start": num_starts(folder), **row}
@@ -460,4 +505,5 @@ def run_methods(
                 "transcripts.jsonl"
             )
         rows.append(row)
+    journal.clear()  # results.json has it all
     return rows

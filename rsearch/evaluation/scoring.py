@@ -13,6 +13,9 @@ METRICS = {
     "cover_em": text.cover_exact_match,
     "f1": text.f1,
 }
+# What an answer costs: calls of the model, tokens that it read and scored beside those
+# that it wrote (`policy_tokens`), passages read, words of the answer.
+COSTS = ("model_calls", "prompt_tokens", "scored_tokens", "documents", "answer_words")
 BINARY = ("em", "cover_em")  # of a question either 0 or 1
 
 
@@ -100,9 +103,9 @@ def score_groups(groups: Sequence[Group], *, normalize: str) -> dict:
         failed in all of them (where they failed in some, these count as wrong); means
         over rollouts of `searches` (turns that searched), `queries`, `searches_right`
         and `searches_wrong` (over those whose answer is an exact match, and the others;
-        None without any), `policy_tokens` and `tokens`; a count for each outcome; and
-        the first few of these again for each kind of question in `by_kind` and
-        `by_known`, which are empty where questions have no such metadata.
+        None without any), `policy_tokens`, `tokens` and the costs of COSTS; a count for
+        each outcome; and the first few of these again for each kind of question in
+        `by_kind` and `by_known`, which are empty where questions have no such metadata.
     """
     pairs = [(g.question, r) for g in groups for r in g.rollouts]
     scores = scores_of_groups(groups, normalize)
@@ -121,6 +124,7 @@ def score_groups(groups: Sequence[Group], *, normalize: str) -> dict:
     summary["queries"] = float(np.mean(num_queries))
     summary["policy_tokens"] = float(np.mean([r.num_policy_tokens for _, r in pairs]))
     summary["tokens"] = float(np.mean([r.num_tokens for _, r in pairs]))
+    summary |= {name: float(np.mean(x)) for name, x in _costs(pairs).items()}
     for outcome in Outcome:
         summary[outcome.value] = sum(r.outcome == outcome for _, r in pairs)
     kinds = [q.metadata.get("kind") for q, _ in pairs]
@@ -130,6 +134,18 @@ def score_groups(groups: Sequence[Group], *, normalize: str) -> dict:
     known = [words.get(k) for k in known]
     summary["by_known"] = _split(scores, searches, is_signal, known)
     return summary
+
+
+def _costs(pairs) -> dict[str, list[int]]:
+    """Return {name of COSTS: of each rollout}."""
+    rollouts = [rollout for _, rollout in pairs]
+    return {
+        "model_calls": [len(r.policy_texts) for r in rollouts],
+        "prompt_tokens": [r.num_tokens - r.num_policy_tokens for r in rollouts],
+        "scored_tokens": [r.num_scored for r in rollouts],
+        "documents": [len(r.passages) for r in rollouts],
+        "answer_words": [len((r.answer or "").split()) for r in rollouts],
+    }
 
 
 def _split(scores, searches, is_signal, labels):

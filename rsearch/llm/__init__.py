@@ -1,4 +1,5 @@
 """Models that are asked for text beside the policy: local ones and endpoints.
 
-Imports `runtime`, `models`, `protocols` and `rollout`. Begin with `endpoint.py`.
+Imports `runtime`, `models`, `protocols`, `rollout` and `learn`. Begin with
+`requests.py`.
 """

@@ -1,13 +1,27 @@
-"""A model on this machine's devices as a GenerateFn: chats in, replies out."""
+"""A model on this machine's devices that answers requests, each on its own."""
 
-from collections.abc import Callable
+import collections
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import xxhash
 from jax.sharding import Mesh
 
+from rsearch.learn.logprobs import token_logprobs
+from rsearch.llm.requests import (
+    CUT,
+    STOPPED,
+    Completion,
+    Generate,
+    Mix,
+    Score,
+    Scored,
+    token_pieces,
+)
 from rsearch.llm.thoughts import (
     MARKS,
     answer_after_thoughts,
@@ -15,15 +29,371 @@ from rsearch.llm.thoughts import (
     say_failures,
 )
 from rsearch.models.decoder import Decoder
+from rsearch.models.sharding import place_for_decoding
 from rsearch.models.tokenizer import Tokenizer
 from rsearch.rollout.decode import Sampler
 from rsearch.rollout.interface import DecodeRequest
-from rsearch.rollout.stop_strings import token_automaton
+from rsearch.rollout.multihost import MultihostSampler
+from rsearch.rollout.stop_strings import StopSets, token_automaton
 from rsearch.runtime import console
-from rsearch.types import GenerateFn
+from rsearch.types import GenerateFn, Messages, Params
 
 TAIL = 16  # tokens of a prompt that its last words are in
 SHRINK = 4  # a smaller batch has 1/4 of the rows of the next larger one
+NOT_SHARED = (
+    "config.eval.methods names a method that needs stop strings, log-probabilities or "
+    "mixtures, which a model that all hosts share does not give; "
+    "config.rollout.global_mesh = True"
+)
+SCORED_WIDTH = 64  # the shortest row of tokens that are scored; others are 2, 4, ... x
+
+
+class LocalModel:
+    """Compiled functions that continue and score texts, for parameters of one shape.
+
+    A completion follows from the seed, the prompt, and how often an equal prompt
+    precedes it in the same call: other requests, batches and devices change nothing,
+    and a prompt that occurs n times in one call has n samples.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        mesh: Mesh,
+        *,
+        num_rows: int,
+        max_prompt_tokens: int,
+        max_reply_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        is_shared: bool = False,
+    ):
+        """Prepare the functions; each is compiled when it is first needed.
+
+        Args:
+            model: the network.
+            tokenizer: of its texts.
+            mesh: devices that it runs on.
+            num_rows: prompts that are continued at once; a few run in one of a few
+                smaller batches.
+            max_prompt_tokens: a longer prompt has no completion.
+            max_reply_tokens: a completion is cut there.
+            temperature: of sampling; 0 takes the most likely token.
+            top_p: smallest probability mass kept when sampling; 1 is everything.
+            seed: of the random keys.
+            is_shared: whether the mesh is that of all hosts, which then call `generate`
+                together, each with as many requests as it has. Stop strings, mixtures
+                and scores want devices of the host's own.
+        """
+        self._tokenizer, self._mesh, self._is_shared = tokenizer, mesh, is_shared
+        sampler = Sampler(
+            model,
+            mesh,
+            stop_table=token_automaton((), tokenizer.token_bytes),
+            eos_ids=tokenizer.eos_ids,
+            num_slots=max_prompt_tokens + max_reply_tokens,
+            max_turn_tokens=max_reply_tokens,
+            chunk=min(128, max_prompt_tokens),
+            temperature=temperature,
+            top_p=top_p,
+        )
+        self._sampler = MultihostSampler(sampler, mesh) if is_shared else sampler
+        self._stops = StopSets(tokenizer.token_bytes, model.spec.vocab_size)
+        self.num_rows = num_rows
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_reply_tokens = max_reply_tokens
+        self._key = jax.random.key(seed)
+        scorer = functools.partial(token_logprobs, model.clone(mesh=mesh))
+        self._logprobs = jax.jit(lambda params, tokens: scorer(params, tokens)[0])
+        self._choose = jax.jit(_choose_of_mixtures)
+
+    def load(self, params: Params) -> None:
+        """Take the parameters that answers come from from now on.
+
+        Args:
+            params: of the model, laid out over any mesh that contains this one.
+        """
+        if not self._is_shared:
+            self._params = place_for_decoding(params, self._mesh)
+        self._decoding_params = self._sampler.place_params(params)
+
+    def on_any_host(self, value: object) -> bool:
+        """Return whether the value is true on a host that this model is shared with."""
+        return bool(self._sampler.all_gather(bool(value)).any())
+
+    def generate(self, requests: Sequence[Generate]) -> list[Completion | None]:
+        """Continue each prompt; None where it has more than `max_prompt_tokens`.
+
+        Raises:
+            ValueError: the model is shared, and a request has stop strings or wants
+                log-probabilities.
+        """
+        for request in requests:
+            if self._is_shared and (request.stop or request.wants_logp):
+                raise ValueError(NOT_SHARED)
+        prompts = [self._encode(r.prompt, r.continued) for r in requests]
+        names = _names(prompts)
+        fits = [i for i, p in enumerate(prompts) if len(p) <= self.max_prompt_tokens]
+        outputs = self._continue_all(
+            [prompts[i] for i in fits],
+            [names[i] for i in fits],
+            [min(requests[i].max_tokens, self.max_reply_tokens) for i in fits],
+            [self._stops.first_state(requests[i].stop) for i in fits],
+        )
+        wants = [j for j, i in enumerate(fits) if requests[i].wants_logp]
+        # The sampler's are those of the distribution that was drawn from.
+        logps = dict(
+            zip(
+                wants,
+                self._score_ids([(prompts[fits[j]], outputs[j]) for j in wants]),
+                strict=True,
+            )
+        )
+        completions: list[Completion | None] = [None] * len(requests)
+        for j, i in enumerate(fits):
+            completions[i] = self._completion(
+                prompts[i], outputs[j], requests[i].stop, logps.get(j)
+            )
+        return completions
+
+    def score(self, requests: Sequence[Score]) -> list[Scored | None]:
+        """Score each text; None where it does not fit in the context with its prefix.
+
+        A prefix and a text are encoded apart, so that no token spans their border.
+
+        Raises:
+            ValueError: the model is shared.
+        """
+        if self._is_shared:
+            raise ValueError(NOT_SHARED)
+        pairs = [
+            (self._encode(r.prefix), self._tokenizer.encode(r.text)) for r in requests
+        ]
+        # A text at the beginning has something before it, that it is conditional on.
+        start = np.array([self._tokenizer.eos_ids[0]], np.int32)
+        pairs = [(prefix if len(prefix) else start, text) for prefix, text in pairs]
+        longest = self.max_prompt_tokens + self.max_reply_tokens
+        fits = [i for i, (a, b) in enumerate(pairs) if len(a) + len(b) <= longest]
+        logps = self._score_ids([pairs[i] for i in fits])
+        scored: list[Scored | None] = [None] * len(requests)
+        for i, logp in zip(fits, logps, strict=True):
+            prefix, text = pairs[i]
+            scored[i] = Scored(self._pieces(text), logp, len(prefix) + len(text))
+        return scored
+
+    def mix(self, requests: Sequence[Mix]) -> list[Completion | None]:
+        """Continue the mixtures; None where a prompt has more than the budget.
+
+        Raises:
+            ValueError: a mixture has more prompts than there are rows, or the model is
+                shared.
+        """
+        if self._is_shared:
+            raise ValueError(NOT_SHARED)
+        completions: list[Completion | None] = [None] * len(requests)
+        batch: list[int] = []
+        encoded = [[self._encode(p) for p in r.prompts] for r in requests]
+        sizes = [len(prompts) for prompts in encoded]
+        for i, prompts in enumerate(encoded):
+            if sizes[i] > self.num_rows:
+                raise ValueError(
+                    f"a mixture of {sizes[i]} prompts, but {self.num_rows} are "
+                    "continued at once (config.rollout.max_concurrent)"
+                )
+            if max(map(len, prompts)) > self.max_prompt_tokens:
+                continue
+            if sum(sizes[j] for j in batch) + sizes[i] > self.num_rows:
+                self._mix_batch(requests, encoded, batch, completions)
+                batch = []
+            batch.append(i)
+        if batch:
+            self._mix_batch(requests, encoded, batch, completions)
+        return completions
+
+    def _encode(self, prompt: Messages | str, continued: str = "") -> np.ndarray:
+        """Return the ids of a prompt; no word of it becomes a control token."""
+        if isinstance(prompt, str):
+            return self._tokenizer.encode_raw(prompt)
+        ids = self._tokenizer.encode_prompt(prompt)
+        if not continued:
+            return ids
+        return np.concatenate([ids, self._tokenizer.encode(continued)])
+
+    def _pieces(self, ids) -> tuple[str, ...]:
+        table, size = self._tokenizer.token_bytes, len(self._tokenizer.token_bytes)
+        return token_pieces([table[i] if i < size else b"" for i in ids])
+
+    def _completion(self, prompt, ids, stop, logp) -> Completion:
+        """Return what was written, without the end of text or the stop string."""
+        has_ended = len(ids) > 0 and ids[-1] in self._tokenizer.eos_ids
+        words = ids[:-1] if has_ended else ids
+        text, pieces = self._tokenizer.decode(words), self._pieces(words)
+        ends = [at for at in (text.find(s) for s in stop) if at >= 0]
+        end = STOPPED if has_ended or ends else CUT
+        if ends:
+            text, pieces = text[: min(ends)], _cut_pieces(pieces, min(ends))
+        logp = np.zeros(0, np.float32) if logp is None else logp[: len(pieces)]
+        prompt_text = self._tokenizer.decode(prompt)
+        return Completion(text, end, pieces, logp, prompt, ids, prompt_text)
+
+    def _continue_all(self, prompts, names, budgets, states) -> list[np.ndarray]:
+        """Return the tokens that continue each prompt.
+
+        Args:
+            prompts: ids of each.
+            names: of each prompt, which the random keys follow from.
+            budgets: tokens of each completion.
+            states: of `StopSets` that each begins in.
+        """
+        size = self._batch_size(min(len(prompts), self.num_rows))
+        waiting = collections.deque(range(len(prompts)))
+        # Of each row: which prompt it continues; -1 is none.
+        running = np.full(size, -1)
+        row_names = np.zeros((size, 2), np.uint32)
+        row_budget = np.ones(size, np.int32)
+        row_state = np.zeros(size, np.uint8)
+        outputs: list = [None] * len(prompts)
+        rows = self._sampler.empty(size)
+        while self.on_any_host(waiting or (running >= 0).any()):
+            free = np.flatnonzero(running < 0)[: len(waiting)]
+            begins = np.zeros(size, bool)
+            began = [waiting.popleft() for _ in free]
+            if began:
+                running[free], begins[free] = began, True
+                row_names[free] = [names[i] for i in began]
+                row_budget[free] = [budgets[i] for i in began]
+                row_state[free] = [states[i] for i in began]
+            if self.on_any_host(began):
+                rows = self._admit(rows, size, free, [prompts[i] for i in began])
+            request = DecodeRequest(
+                row_names,
+                begins,
+                row_budget,
+                # A few at a time are read in: prompts cost less in larger batches.
+                min(-(-size // SHRINK), int((running >= 0).sum())),
+                self.max_reply_tokens,
+                stop_table=None if self._is_shared else self._stops.table,
+                stop_states=None if self._is_shared else row_state,
+            )
+            rows = self._sampler.decode(self._decoding_params, rows, self._key, request)
+            turn = self._sampler.turns_on_host(rows)
+            for row in np.flatnonzero((running >= 0) & ~turn.active):
+                outputs[running[row]] = turn.tokens[row, : turn.count[row]]
+                running[row] = -1
+        return outputs
+
+    def _batch_size(self, num: int) -> int:
+        """Return the compiled number of rows for this many, the same on all hosts."""
+        num = int(self._sampler.all_gather(num).max())
+        return min(size for size in batch_sizes(self.num_rows) if size >= num)
+
+    def _admit(self, rows, num_rows, slots, prompts):
+        """Return the `num_rows` rows, where row slots[i] has read prompts[i]."""
+        num = self._batch_size(len(prompts))
+        tokens = np.zeros((num, self.max_prompt_tokens), np.int32)
+        count = np.ones(num, np.int32)
+        for i, prompt in enumerate(prompts):
+            tokens[i, : len(prompt)], count[i] = prompt, len(prompt)
+        contexts = self._sampler.prefill(self._decoding_params, tokens, count)
+        # Padding is a row beyond the last.
+        target = np.full(num, num_rows, np.int32)
+        target[: len(slots)] = slots
+        source = np.arange(num, dtype=np.int32)
+        return self._sampler.admit(rows, contexts, target, source)
+
+    def _score_ids(self, pairs) -> list[np.ndarray]:
+        """Return [n] log-probabilities of each second text, behind the first."""
+        widths = collections.defaultdict(list)
+        for i, (prefix, text) in enumerate(pairs):
+            width = SCORED_WIDTH
+            while width < len(prefix) + len(text):
+                width *= 2
+            widths[width].append(i)
+        longest = self.max_prompt_tokens + self.max_reply_tokens
+        scored: list = [None] * len(pairs)
+        for width, members in sorted(widths.items()):
+            # As many tokens at once as in the cache of all rows, at most.
+            num = max(1, min(self.num_rows, self.num_rows * longest // width))
+            for start in range(0, len(members), num):
+                batch = members[start : start + num]
+                tokens = np.zeros((num, width), np.int32)
+                for row, i in enumerate(batch):
+                    ids = np.concatenate(pairs[i])
+                    tokens[row, : len(ids)] = ids
+                logp = np.asarray(self._logprobs(self._params, tokens))
+                for row, i in enumerate(batch):
+                    first, size = len(pairs[i][0]), len(pairs[i][1])
+                    scored[i] = logp[row, first : first + size]
+        return scored
+
+    def _mix_batch(self, requests, encoded, batch, completions) -> None:
+        """Continue the mixtures of one batch, and set their completions.
+
+        The rows of a mixture read the same token after each step; the host chooses none
+        itself, so that [rows, V] logits stay on the device.
+        """
+        prompts = [p for i in batch for p in encoded[i]]
+        size = self._batch_size(len(prompts))
+        group = np.zeros(size, np.int32)
+        log_weight = np.full(size, -np.inf, np.float32)
+        owner = [n for n, i in enumerate(batch) for _ in encoded[i]]
+        group[: len(owner)] = owner
+        weights = [w for i in batch for w in requests[i].weights]
+        log_weight[: len(weights)] = np.log(weights)
+        slots = np.arange(size, dtype=np.int32)
+        rows = self._sampler.empty(size)
+        rows = self._admit(rows, size, slots[: len(prompts)], prompts)
+        budgets = [min(requests[i].max_tokens, self.max_reply_tokens) for i in batch]
+        outputs: list[list[int]] = [[] for _ in batch]
+        goes_on = np.array([budget > 0 for budget in budgets])
+        while goes_on.any():
+            chosen = self._choose(rows.context.logits, group, log_weight)
+            chosen = np.asarray(chosen)[: len(batch)]
+            for n in np.flatnonzero(goes_on):
+                outputs[n].append(int(chosen[n]))
+                has_ended = chosen[n] in self._tokenizer.eos_ids
+                goes_on[n] = not has_ended and len(outputs[n]) < budgets[n]
+            if goes_on.any():
+                is_read = (slots < len(prompts)) & goes_on[group]
+                targets = np.where(is_read, slots, size).astype(np.int32)
+                tokens = chosen[group][:, None].astype(np.int32)
+                count = np.ones(size, np.int32)
+                rows = self._sampler.extend(
+                    self._decoding_params, rows, targets, tokens, count
+                )
+        for n, i in enumerate(batch):
+            ids = np.array(outputs[n], np.int32)
+            read = np.concatenate(encoded[i])
+            completions[i] = self._completion(read, ids, (), None)
+
+
+def _choose_of_mixtures(logits, group, log_weight):
+    """Return [B] the likeliest token of each group's mixture of distributions.
+
+    Args:
+        logits: [B, V] of rows.
+        group: [B] int32 of each row, in [0, B).
+        log_weight: [B] of each row in its group; -inf is no row.
+    """
+    logp = jax.nn.log_softmax(logits) + log_weight[:, None]
+    num = len(group)
+    highest = jax.ops.segment_max(logp, group, num)
+    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
+    mass = jax.ops.segment_sum(jnp.exp(logp - highest[group]), group, num)
+    return jnp.argmax(highest + jnp.log(mass), axis=-1)
+
+
+def _cut_pieces(pieces, size):
+    """Return the pieces of the first `size` characters."""
+    cut, total = [], 0
+    for text in pieces:
+        if total >= size:
+            break
+        cut.append(text[: size - total])
+        total += len(text)
+    return tuple(cut)
 
 
 def local_generator(
@@ -41,86 +411,46 @@ def local_generator(
     name: str = "a local model",
     say: Callable[[str], None] = console.note,
 ) -> GenerateFn:
-    """Make a GenerateFn that samples this model's replies.
-
-    A reply follows from the seed, the chat, and how often the same chat precedes it in
-    the same call: other chats, batches and devices change nothing, and a chat that
-    occurs n times in one call gets n samples.
+    """Make a GenerateFn that samples this model's replies; see `LocalModel`.
 
     Args:
         model, params, tokenizer: the model.
         mesh: devices that it runs on.
-        num_rows: chats answered at once; fewer run in one of a few smaller batches.
-        max_prompt_tokens: a longer chat has None for a reply.
+        num_rows, max_prompt_tokens: see `LocalModel`; a longer chat has None for a
+            reply.
         max_reply_tokens: a reply is cut there. One without an answer is None, see
             `rsearch.llm.thoughts`.
-        temperature: of sampling; 0 takes the most likely token.
-        top_p: smallest probability mass kept when sampling; 1 is everything.
-        seed: of the random keys.
+        temperature, top_p, seed: of sampling, see `LocalModel`.
         name: of the model in what is said.
         say: called with one line if any chats failed.
     """
-    sampler = Sampler(
+    local = LocalModel(
         model,
+        tokenizer,
         mesh,
-        stop_table=token_automaton((), tokenizer.token_bytes),
-        eos_ids=tokenizer.eos_ids,
-        num_slots=max_prompt_tokens + max_reply_tokens,
-        max_turn_tokens=max_reply_tokens,
-        chunk=min(128, max_prompt_tokens),
+        num_rows=num_rows,
+        max_prompt_tokens=max_prompt_tokens,
+        max_reply_tokens=max_reply_tokens,
         temperature=temperature,
         top_p=top_p,
+        seed=seed,
     )
-    params = sampler.place_params(params)
-    key = jax.random.key(seed)
-    sizes = batch_sizes(num_rows)
+    local.load(params)
 
-    def reply_to(ids, names):
-        """Return (answer or None, why there is none) to at most `num_rows` prompts.
-
-        Args:
-            ids: of the prompts.
-            names: of the rows, which the random keys follow from.
-        """
-        size = min(s for s in sizes if s >= len(ids))
-        tokens = np.zeros((size, max_prompt_tokens), np.int32)
-        count = np.ones(size, np.int32)
-        row_names = np.zeros((size, 2), np.uint32)
-        for i, (prompt, name) in enumerate(zip(ids, names, strict=True)):
-            tokens[i, : len(prompt)] = prompt
-            count[i], row_names[i] = len(prompt), name
-        prompts = sampler.prefill(params, tokens, count)
-        slots = np.arange(size, dtype=np.int32)
-        rows = sampler.admit(sampler.empty(size), prompts, slots, slots)
-        begins = slots < len(ids)  # the other rows are padding
-        budget = np.full(size, max_reply_tokens, np.int32)
-        request = DecodeRequest(row_names, begins, budget, size, max_reply_tokens)
-        rows = sampler.decode(params, rows, key, request)
-        turn = sampler.turns_on_host(rows)
-        replies = [turn.tokens[i, : turn.count[i]] for i in range(len(ids))]
-        return [_answer(*pair) for pair in zip(ids, replies, strict=True)]
-
-    def _answer(prompt, reply):
-        has_ended = len(reply) and reply[-1] in tokenizer.eos_ids
-        text = tokenizer.decode(reply[:-1] if has_ended else reply)
-        if begins_in_thought(tokenizer.decode(prompt[-TAIL:])):
+    def answer(completion: Completion | None) -> tuple[str | None, str]:
+        if completion is None:
+            return None, f"a chat of more than {max_prompt_tokens} tokens"
+        text = completion.text
+        if begins_in_thought(tokenizer.decode(completion.prompt_ids[-TAIL:])):
             text = f"{MARKS[0][0]}{text}"
-        return answer_after_thoughts(text, is_cut=not has_ended)
+        return answer_after_thoughts(text, is_cut=completion.end == CUT)
 
     def generate(chats):
-        prompts = [tokenizer.encode_prompt(chat) for chat in chats]
-        names = _names(prompts)
-        fitting = [i for i, p in enumerate(prompts) if len(p) <= max_prompt_tokens]
-        too_long = f"a chat of more than {max_prompt_tokens} tokens"
-        replies: list = [(None, too_long)] * len(chats)
-        for start in range(0, len(fitting), num_rows):
-            batch = fitting[start : start + num_rows]
-            answers = reply_to([prompts[i] for i in batch], [names[i] for i in batch])
-            for i, answer in zip(batch, answers, strict=True):
-                replies[i] = answer
-        failed = [why for answer, why in replies if answer is None]
+        requests = [Generate(chat, max_reply_tokens) for chat in chats]
+        answers = [answer(completion) for completion in local.generate(requests)]
+        failed = [why for text, why in answers if text is None]
         say_failures(name, failed, len(chats), say)
-        return [answer for answer, _ in replies]
+        return [text for text, _ in answers]
 
     return generate
 

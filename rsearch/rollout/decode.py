@@ -75,20 +75,26 @@ def row_shardings(x: Rows | Context, mesh: Mesh) -> Rows | Context:
     return shardings
 
 
-def start_turns(turn: Turn, begins: jax.Array, budget: jax.Array) -> Turn:
+def start_turns(
+    turn: Turn,
+    begins: jax.Array,
+    budget: jax.Array,
+    states: jax.Array | int = 0,
+) -> Turn:
     """Return the turns with an empty one in each row that begins.
 
     Args:
         turn: of B rows.
         begins: [B] bool.
         budget: [B] int32 tokens; a turn without any has ended at once.
+        states: [B] uint8 of the stop strings' automaton, where turns begin.
     """
     is_new = begins[:, None]
     return Turn(
         jnp.where(is_new, 0, turn.tokens),
         jnp.where(is_new, 0.0, turn.logp),
         jnp.where(begins, 0, turn.count),
-        jnp.where(begins, 0, turn.state).astype(jnp.uint8),
+        jnp.where(begins, states, turn.state).astype(jnp.uint8),
         jnp.where(begins, budget > 0, turn.active),
     )
 
@@ -449,8 +455,11 @@ class Sampler:
             request: see `DecodeRequest`.
         """
         num_rows = len(request.begins)
+        stop_table, states = self._stop_table, 0
+        if request.stop_table is not None:
+            stop_table, states = request.stop_table, request.stop_states
         rows = rows._replace(
-            turn=start_turns(rows.turn, request.begins, request.budget)
+            turn=start_turns(rows.turn, request.begins, request.budget, states)
         )
         # Turns that had ended before this call do not count as finished in it.
         max_active = jnp.maximum(jnp.sum(rows.turn.active) - request.min_finished, 0)
@@ -469,7 +478,9 @@ class Sampler:
 
         def decode_all(carry):
             step, rows = carry
-            rows = self._step(params, rows, keys, request.budget, request.table)
+            rows = self._step(
+                params, rows, keys, request.budget, stop_table, request.table
+            )
             return step + 1, rows
 
         def decode_blocks(carry):
@@ -485,7 +496,9 @@ class Sampler:
                 )
                 # All per-row arrays but the cache are gathered; it stays in place.
                 block = gather_rows(rows, slots)
-                block = self._step(params, block, block_keys, budget, table, slots)
+                block = self._step(
+                    params, block, block_keys, budget, stop_table, table, slots
+                )
                 return scatter_rows(rows, block, slots)
 
             # The number of blocks is read on the device: the host is not asked for it.
@@ -497,7 +510,9 @@ class Sampler:
         _, rows = jax.lax.while_loop(goes_on, step, (jnp.int32(0), rows))
         return self._constrain(rows)
 
-    def _step(self, params, rows: Rows, keys, budget, table=None, slots=None) -> Rows:
+    def _step(
+        self, params, rows: Rows, keys, budget, stop_table, table=None, slots=None
+    ) -> Rows:
         """Return the rows after one more token of each that is active.
 
         Args:
@@ -505,6 +520,7 @@ class Sampler:
             rows: all, or those of `gather_rows`.
             keys: [E] of their names.
             budget: [E].
+            stop_table: [states, V] uint8.
             slots: [E] int32 of these rows; None is all.
         """
         context, turn = rows
@@ -523,8 +539,8 @@ class Sampler:
         column = jnp.where(active, turn.count, self._max_turn_tokens)
         count = turn.count + active
         # One lookup a token finds stop strings wherever token boundaries fall.
-        state = jnp.where(active, self._stop_table[turn.state, tokens], turn.state)
-        is_stop = state == len(self._stop_table) - 1  # the automaton's last state
+        state = jnp.where(active, stop_table[turn.state, tokens], turn.state)
+        is_stop = state == len(stop_table) - 1  # the automaton's last state
         has_ended = is_stop | self._is_eos[tokens] | (count >= budget)
         # The token that ends a turn is read too: the cache holds all that was written.
         out_of_bounds = self.row_pages * self.page_tokens

@@ -67,6 +67,9 @@ class DecodeRequest(NamedTuple):
         table: [B, n] int32 pages of each row; None where rows share none.
         queue: [B] int32 all rows, the first to decode first; see `queue_size`. None is
             the order of the rows.
+        stop_table: [S, V] uint8 of `stop_strings.StopSets`, where rows stop at
+            different strings; None is the sampler's.
+        stop_states: [B] uint8 the state of the table that a row's turn begins in.
     """
 
     names: jax.Array | np.ndarray
@@ -76,6 +79,8 @@ class DecodeRequest(NamedTuple):
     max_steps: jax.Array | int
     table: jax.Array | np.ndarray | None = None
     queue: jax.Array | np.ndarray | None = None
+    stop_table: jax.Array | np.ndarray | None = None
+    stop_states: jax.Array | np.ndarray | None = None
 
 
 class SamplerLike(Protocol):

@@ -227,6 +227,8 @@ def _record_of(rollout: Rollout) -> dict:
         ],
         "outcome": rollout.outcome.value,
         "num_malformed": rollout.num_malformed,
+        # A protocol's rollouts score nothing: their records stay as they were.
+        **({"num_scored": rollout.num_scored} if rollout.num_scored else {}),
         **other_calls(rollout.tool_uses),
     }
 
@@ -257,4 +259,5 @@ def _rollout_of(record: dict, segments: Sequence[Segment]) -> Rollout:
         tool_uses=with_other_calls(searches, record),
         outcome=Outcome(record["outcome"]),
         num_malformed=record["num_malformed"],
+        num_scored=int(record.get("num_scored", 0)),
     )

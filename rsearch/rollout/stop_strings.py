@@ -82,3 +82,50 @@ def token_automaton(stops: Sequence[str], token_bytes: Sequence[bytes]) -> np.nd
         position += 1
         remaining = remaining[: np.count_nonzero(lengths[remaining] > position)]
     return states
+
+
+class StopSets:
+    """The automata of several sets of stop strings in one table of a fixed shape.
+
+    Rows that stop at different strings decode in one compiled program: each begins in
+    the first state of its own set, and all sets share the state of a match, the last.
+
+    Attributes:
+        table: [256, V] uint8 the state after each token.
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes], vocab_size: int):
+        """Begin without a set.
+
+        Args:
+            token_bytes: the bytes that each token id stands for.
+            vocab_size: V, ids of the model; further ids than tokens keep the state.
+        """
+        states = np.arange(256, dtype=np.uint8)[:, None]
+        self.table = np.repeat(states, vocab_size, axis=1)
+        self._token_bytes = token_bytes
+        self._starts: dict[tuple[str, ...], int] = {}
+        self._num_states = 0
+
+    def first_state(self, stops: Sequence[str]) -> int:
+        """Return the state that a turn begins in which stops at these strings.
+
+        Raises:
+            ValueError: an empty string, or all sets together have too many states.
+        """
+        key = tuple(stops)
+        if key not in self._starts:
+            automaton = token_automaton(key, self._token_bytes)
+            size, start = len(automaton) - 1, self._num_states
+            last = len(self.table) - 1
+            if start + size > last:
+                raise ValueError(
+                    f"the stop strings {list(key)} and those before them need "
+                    f"{start + size} states, more than the {last} there are"
+                )
+            moved = np.where(automaton[:size] == size, last, automaton[:size] + start)
+            # A copy: what is decoding may still read the old one.
+            self.table = self.table.copy()
+            self.table[start : start + size, : automaton.shape[1]] = moved
+            self._starts[key], self._num_states = start, start + size
+        return self._starts[key]

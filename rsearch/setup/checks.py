@@ -3,6 +3,7 @@
 from ml_collections import ConfigDict
 
 from rsearch.config.stage_plan import stage_configs
+from rsearch.methods.table import OTHER_METHODS, make_program
 from rsearch.models.spec import DecoderSpec
 from rsearch.retrieval.user import SIGNATURE
 from rsearch.rewards.group import check_terms
@@ -29,6 +30,9 @@ def _check_names(c):
     check_terms(c.reward, has_judge=bool(c.models.judge.source))
     protocol = policy_protocol(c)
     check_tools(c.protocol.tools)
+    for method in c.eval.methods:
+        if method not in OTHER_METHODS:
+            make_program(method)
     if "evidence" in c.eval.methods and protocol.evidence_tag is None:
         raise ValueError(
             "config.eval.methods names 'evidence', which only a protocol with evidence "

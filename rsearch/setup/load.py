@@ -11,10 +11,10 @@ from ml_collections import ConfigDict
 from rsearch.config.checks import validate
 from rsearch.config.fields import to_json
 from rsearch.config.stage_plan import kinds
-from rsearch.data.demonstrations import DIRECT, PROTOCOL, RAG
 from rsearch.data.questions import questions_fingerprint
 from rsearch.hosts import processes
 from rsearch.hosts.offload import check_host_memory
+from rsearch.methods.table import READER_METHODS, split_name
 from rsearch.models.sharding import make_mesh
 from rsearch.rewards.group import needs_judge
 from rsearch.setup.agents import check_endpoint, load_agent
@@ -199,7 +199,7 @@ def _asked_models(c, asks_judge, only_dev, only_policy) -> list[str]:
         "answerer": only_dev,
         "reader": only_dev
         and not only_policy
-        and not {PROTOCOL, DIRECT, RAG}.issuperset(c.eval.methods),
+        and any(method in READER_METHODS for method in c.eval.methods),
         "eval_judge": only_dev and not only_policy,
     }
     return [name for name, is_needed in is_asked.items() if is_needed]
@@ -208,6 +208,7 @@ def _asked_models(c, asks_judge, only_dev, only_policy) -> list[str]:
 def _references(c, *, only_dev: bool) -> list[str]:
     """Return the names in a configuration that may be of a user's functions."""
     references = [c.protocol.name, c.retrieval.engine, *c.protocol.tools]
+    references += [split_name(method)[0] for method in c.eval.methods]
     if not only_dev and "rl" in kinds(c):
         references += [settings.get("term", "") for settings in c.reward.values()]
     if not only_dev and "curate" in kinds(c):

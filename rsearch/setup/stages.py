@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import pathlib
 
-from rsearch.data.demonstrations import PROTOCOL
+from rsearch.config.recipes import fingerprint
+from rsearch.hosts import processes
 from rsearch.retrieval.wrap import wrap_search
 from rsearch.rewards.group import reward_groups
 from rsearch.rollout.scheduler import RolloutEngine
@@ -12,7 +13,8 @@ from rsearch.runtime.journal import AppendLog
 from rsearch.setup.agents import load_agent, recorded_agent
 from rsearch.setup.context import Setup
 from rsearch.setup.learners import make_trainer
-from rsearch.setup.rollouts import make_baseline, make_host, make_rollouts
+from rsearch.setup.methods import make_kit, make_local_model
+from rsearch.setup.rollouts import make_host, make_rollouts
 from rsearch.setup.search import open_encoder
 from rsearch.types import GenerateFn
 
@@ -118,18 +120,9 @@ def data_parts(setup: Setup) -> dict:
 def evaluation_parts(setup: Setup) -> dict:
     """Return the arguments of an Evaluator."""
 
-    def make_engine(method: str) -> RolloutEngine:
-        messages = None
-        if method == PROTOCOL:
-            host = make_host(setup)
-        else:
-            host, chats = make_baseline(setup, method, setup.dev)
-
-            def messages(question):
-                return chats[question.id]
-
+    def make_engine() -> RolloutEngine:
         return make_rollouts(
-            setup, host, temperature=0.0, top_p=1.0, group_size=1, messages=messages
+            setup, make_host(setup), temperature=0.0, top_p=1.0, group_size=1
         )
 
     def load_model(name: str) -> GenerateFn:
@@ -141,5 +134,12 @@ def evaluation_parts(setup: Setup) -> dict:
         num_skipped=setup.num_long,
         search=setup.search,
         make_engine=make_engine,
+        make_model=functools.partial(make_local_model, setup),
+        kit=make_kit(setup),
+        made_from=[
+            fingerprint(setup.config),
+            setup.inputs,
+            processes.program_versions(),
+        ],
         load_model=load_model,
     )

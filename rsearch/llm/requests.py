@@ -1,0 +1,136 @@
+"""What a method asks a language model, and what it is answered.
+
+A backend answers many requests in one call, each on its own: what else is in the call
+changes no answer. See `local.LocalModel`.
+"""
+
+import codecs
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from rsearch.types import Messages
+
+STOPPED, CUT = "stopped", "cut"
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Continue a prompt.
+
+    Attributes:
+        prompt: a chat, which the model's template writes, or a raw text.
+        max_tokens: of the completion; a backend may have a lower limit.
+        stop: strings that end the completion, which then ends before the string.
+        continued: what the assistant of a chat has written so far; it is no part of the
+            completion.
+        wants_logp: whether the tokens' log-probabilities are needed.
+    """
+
+    prompt: Messages | str
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    continued: str = ""
+    wants_logp: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """Continue several prompts with the same tokens, drawn from their mixture.
+
+    The next token is the likeliest under sum_k weights[k] p(token | prompts[k], tokens
+    so far), as REPLUG (arXiv 2301.12652, equation 2) has it.
+
+    Attributes:
+        prompts: [K] chats or raw texts.
+        weights: [K] positive numbers that add up to 1.
+        max_tokens: of the completion.
+    """
+
+    prompts: tuple[Messages | str, ...]
+    weights: tuple[float, ...]
+    max_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What a model has written.
+
+    Attributes:
+        text: before the stop string, if one ended it.
+        end: STOPPED at a stop string or by the model itself; CUT at its budget.
+        tokens: the text in pieces, one of each token; they add up to it.
+        logp: [tokens] float32 log-probability of each at temperature 1, in nats; empty
+            unless it was asked for.
+        prompt_ids, ids: [n] int32 tokens that were read and written; a mixture has read
+            those of all its prompts. Empty where the backend does not say.
+        prompt_text: as it was read.
+    """
+
+    text: str
+    end: str
+    tokens: tuple[str, ...]
+    logp: np.ndarray
+    prompt_ids: np.ndarray
+    ids: np.ndarray
+    prompt_text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Ask for the log-probability of a text behind another one.
+
+    Attributes:
+        prefix: a chat, or a raw text; "" is the beginning of a text.
+        text: one token of it at least.
+    """
+
+    prefix: Messages | str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """The log-probabilities of a text.
+
+    Attributes:
+        tokens: [n] pieces of the text, one of each token; they add up to it.
+        logp: [n] float32 in nats.
+        num_read: tokens that were read, the prefix among them.
+    """
+
+    tokens: tuple[str, ...]
+    logp: np.ndarray
+    num_read: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Ask for passages.
+
+    Attributes:
+        queries: texts.
+        top_k: passages of each that are wanted; None is as many as the search returns.
+    """
+
+    queries: tuple[str, ...]
+    top_k: int | None = None
+
+
+Request = Generate | Mix | Score | Search
+
+
+def token_pieces(token_bytes: Sequence[bytes]) -> tuple[str, ...]:
+    """Return the text in pieces, one of each token, that add up to the decoded whole.
+
+    A character of several tokens belongs to the last of them.
+
+    Args:
+        token_bytes: [n] of the tokens.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    pieces = [decoder.decode(raw) for raw in token_bytes]
+    if pieces:
+        pieces[-1] += decoder.decode(b"", final=True)
+    return tuple(pieces)

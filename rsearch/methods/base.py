@@ -1,0 +1,67 @@
+"""What a method is: a program that yields requests and returns an answer.
+
+    def twice(question, kit, *, rounds=2):
+        '''Search again with the first answer.'''
+        answer = ""
+        for _ in range(rounds):
+            (passages,) = yield Search((f"{answer} {question.text}".strip(),))
+            chat = rag_messages(kit, question.text, passages)
+            answer = yield from ask_chat(chat, kit.answer_tokens)
+        return answer
+
+One runner drives the programs of all questions at once (`runner.py`). A program may
+yield one request, or a list of them that do not wait for each other; it is sent the
+result of each. It returns its answer, None where what the model wrote holds none.
+"""
+
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from rsearch.llm.requests import CUT, Completion, Generate, Request
+from rsearch.llm.thoughts import answer_after_thoughts
+from rsearch.types import Messages
+
+Program = Callable[..., Generator[Request | Sequence[Request], Any, str | None]]
+"""(question, kit, **settings) -> the generator that answers one question.
+
+The question has no golden answers: a program cannot look at them.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kit:
+    """What all programs of an evaluation share.
+
+    Attributes:
+        answer_tokens: of a reply that is an answer alone.
+        thought_tokens: of a reply that reasons, or of a step of reasoning.
+        top_k: passages that a search returns, at most.
+        shorten: (text of passages) -> as much of its beginning as a model is shown.
+        direct: replaces the words that ask without passages, where it is not ""; holds
+            {question}.
+        rag: replaces those that ask with passages; holds {question} and {passages}.
+    """
+
+    answer_tokens: int
+    thought_tokens: int
+    top_k: int
+    shorten: Callable[[str], str]
+    direct: str | None = None
+    rag: str | None = None
+
+
+def ask_chat(
+    messages: Messages, max_tokens: int
+) -> Generator[Generate, Completion, str | None]:
+    """Ask a chat, and return the answer in the reply; None where there is none.
+
+    What a model thinks before it answers is no part of it; see `llm.thoughts`.
+
+    Args:
+        messages: the chat.
+        max_tokens: of the reply.
+    """
+    completion = yield Generate(messages, max_tokens)
+    answer, _ = answer_after_thoughts(completion.text, is_cut=completion.end == CUT)
+    return None if answer is None else answer.strip()

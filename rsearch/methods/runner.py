@@ -1,0 +1,239 @@
+"""Drive the programs of all questions at once, and answer their requests in batches.
+
+The programs that wait make one request or several each; those of a kind go to the model
+or the index in one call, and every program goes on with its results. What a program is
+sent depends on its requests alone, so that neither the order of questions nor the size
+of a batch changes an answer.
+"""
+
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rsearch.hosts.processes import check_preempted
+from rsearch.llm.requests import (
+    CUT,
+    Completion,
+    Generate,
+    Mix,
+    Request,
+    Score,
+    Scored,
+    Search,
+)
+from rsearch.methods.base import Kit, Program
+from rsearch.rollout.records import RolloutCache
+from rsearch.tools.search import search_use
+from rsearch.types import (
+    Group,
+    Outcome,
+    Question,
+    Rollout,
+    SearchFn,
+    Segment,
+    Source,
+    ToolUse,
+)
+
+WAITING_PER_ROW = 4  # programs that run at once for each prompt that is continued
+
+
+class Model(Protocol):
+    """What the requests to a model need; see `rsearch.llm.local.LocalModel`.
+
+    Each method returns a result for each request, None where its prompt is too long.
+    """
+
+    num_rows: int
+
+    def on_any_host(self, value: object) -> bool:
+        """Return whether the value is true on any host that calls it together."""
+
+    def generate(self, requests: Sequence[Generate]) -> list[Completion | None]:
+        """Continue prompts."""
+
+    def mix(self, requests: Sequence[Mix]) -> list[Completion | None]:
+        """Continue mixtures of prompts."""
+
+    def score(self, requests: Sequence[Score]) -> list[Scored | None]:
+        """Score texts."""
+
+
+@dataclasses.dataclass
+class _Run:
+    """A program on its way.
+
+    Attributes:
+        question: that it answers.
+        steps: the program.
+        requests: those that it waits for.
+        is_list: whether it has yielded them as a list.
+        segments, uses, num_scored: of its rollout so far.
+        is_cut: whether the last completion was.
+    """
+
+    question: Question
+    steps: Generator
+    requests: Sequence[Request] = ()
+    is_list: bool = False
+    segments: list[Segment] = dataclasses.field(default_factory=list)
+    uses: list[ToolUse] = dataclasses.field(default_factory=list)
+    num_scored: int = 0
+    is_cut: bool = False
+
+
+def run_program(
+    program: Program,
+    questions: Sequence[Question],
+    *,
+    kit: Kit,
+    model: Model,
+    search: SearchFn,
+    cache: RolloutCache | None = None,
+    on_done: Callable[[int], None] = lambda done: None,
+) -> list[Group]:
+    """Answer questions with a method.
+
+    Args:
+        program: see `methods.base`, with its settings.
+        questions: any number.
+        kit: handed to each program.
+        model: answers what they ask.
+        search: finds what they search for; each batch is one call.
+        cache: of the rollouts that had finished before, and where these are stored.
+        on_done: called with the number of questions that are done.
+
+    Returns:
+        A group of one rollout for each question. Its segments are what the model read
+        and wrote, call by call; its outcome is ANSWERED with an answer, TOOL_ERROR
+        where a search failed, TRUNCATED where a prompt was too long or the last reply
+        was cut before an answer, and MALFORMED where it holds none.
+
+    Raises:
+        ValueError: a program asks for more passages than a search returns.
+    """
+    done: dict[int, Rollout] = {}
+    if cache is not None:
+        reused = {i: cache.get(q, 0) for i, q in enumerate(questions)}
+        done = {i: r for i, r in reused.items() if r is not None}
+    waiting = [i for i in range(len(questions)) if i not in done]
+    waiting.reverse()
+    running: dict[int, _Run] = {}
+    while model.on_any_host(waiting or running):
+        check_preempted()
+        while waiting and len(running) < WAITING_PER_ROW * model.num_rows:
+            i = waiting.pop()
+            shown = dataclasses.replace(questions[i], golden_answers=())
+            running[i] = run = _Run(questions[i], program(shown, kit))
+            _advance(run, None, i, running, done)
+        pending = [(i, r) for i, run in running.items() for r in run.requests]
+        results = _answer_all([r for _, r in pending], kit, model, search)
+        by_run: dict[int, list] = {i: [] for i in running}
+        for (i, _), result in zip(pending, results, strict=True):
+            by_run[i].append(result)
+        for i, answers in by_run.items():
+            run = running[i]
+            failure = _record(run, answers)
+            if failure is None:
+                sent = answers if run.is_list else answers[0]
+                _advance(run, sent, i, running, done)
+            else:
+                run.steps.close()
+                done[i] = _rollout(run, None, failure)
+                del running[i]
+        for i in by_run:
+            if cache is not None and i not in running:
+                cache.put(questions[i], 0, done[i])
+        on_done(len(done))
+    return [Group(q, (done[i],)) for i, q in enumerate(questions)]
+
+
+def _advance(run: _Run, sent: Any, i: int, running: dict, done: dict) -> None:
+    """Send a program its results; it asks again, or is done."""
+    try:
+        requests = run.steps.send(sent)
+    except StopIteration as end:
+        outcome = Outcome.ANSWERED
+        if end.value is None:
+            outcome = Outcome.TRUNCATED if run.is_cut else Outcome.MALFORMED
+        done[i] = _rollout(run, end.value, outcome)
+        del running[i]
+        return
+    run.is_list = not isinstance(requests, Request)
+    run.requests = requests if run.is_list else [requests]
+
+
+def _answer_all(requests: Sequence[Request], kit: Kit, model: Model, search: SearchFn):
+    """Return the result of each request; one call for each kind."""
+
+    def search_all(searches: Sequence[Search]) -> list[list | None]:
+        for request in searches:
+            if (request.top_k or 0) > kit.top_k:
+                raise ValueError(
+                    f"a method asks for {request.top_k} passages of a query, but "
+                    f"config.retrieval.top_k = {kit.top_k}"
+                )
+        all_hits = search([query for r in searches for query in r.queries])
+        results, start = [], 0
+        for request in searches:
+            hits = all_hits[start : start + len(request.queries)]
+            start += len(request.queries)
+            if any(passages is None for passages in hits):
+                results.append(None)
+            else:
+                results.append([tuple(p[: request.top_k]) for p in hits])
+        return results
+
+    kinds = {
+        Search: search_all,
+        Generate: model.generate,
+        Mix: model.mix,
+        Score: model.score,
+    }
+    results: list[Any] = [None] * len(requests)
+    for kind, answer in kinds.items():
+        members = [i for i, r in enumerate(requests) if isinstance(r, kind)]
+        # Hosts that share a model call it together, those without a request too.
+        if model.on_any_host(members) if kind is Generate else members:
+            answers = answer([requests[i] for i in members])
+            for i, result in zip(members, answers, strict=True):
+                results[i] = result
+    return results
+
+
+def _record(run: _Run, results: Sequence[Any]) -> Outcome | None:
+    """Add what was asked and answered to a rollout; return how it failed, or None."""
+    failure = None
+    for request, result in zip(run.requests, results, strict=True):
+        if result is None:
+            is_search = isinstance(request, Search)
+            failure = Outcome.TOOL_ERROR if is_search else Outcome.TRUNCATED
+        elif isinstance(request, Search):
+            run.uses.append(search_use(request.queries, tuple(result)))
+        elif isinstance(result, Scored):
+            run.num_scored += result.num_read
+        else:
+            run.is_cut = result.end == CUT
+            run.segments += [
+                _segment(Source.PROMPT, result.prompt_ids, result.prompt_text),
+                _segment(Source.POLICY, result.ids, result.text),
+            ]
+    return failure
+
+
+def _segment(source: Source, ids: np.ndarray, text: str) -> Segment:
+    """Return a segment that nobody trains on."""
+    return Segment(source, ids, np.zeros(len(ids), np.float32), text)
+
+
+def _rollout(run: _Run, answer: str | None, outcome: Outcome) -> Rollout:
+    """Return what a program has done as a rollout."""
+    return Rollout(
+        segments=tuple(run.segments),
+        answer=answer,
+        tool_uses=tuple(run.uses),
+        outcome=outcome,
+        num_scored=run.num_scored,
+    )

@@ -1,0 +1,83 @@
+"""The methods by name; "package.module:name" names one of the user's own."""
+
+import contextlib
+import functools
+import inspect
+
+from rsearch.methods.base import Program
+from rsearch.methods.iterating import iter_retgen
+from rsearch.methods.reading import cot, direct, rag, rag_cot
+from rsearch.text.extension import lookup
+from rsearch.text.spelling import did_you_mean
+
+FIELD = "config.eval.methods"
+METHODS: dict[str, Program] = {
+    "direct": direct,
+    "cot": cot,
+    "rag": rag,
+    "rag_cot": rag_cot,
+    "iter_retgen": iter_retgen,
+}
+
+
+READER_METHODS = ("evidence", "reader_direct", "reader_rag")
+# Those that are no programs: the policy's own protocol, and what a reader is asked.
+OTHER_METHODS = ("protocol", *READER_METHODS)
+
+
+def split_name(spelling: str) -> tuple[str, list[str]]:
+    """Return the name of a method and its settings, as `make_program` spells them."""
+    parts = spelling.split(":")
+    name = ":".join(word for word in parts if "=" not in word)
+    return name, [word for word in parts if "=" in word]
+
+
+def make_program(spelling: str) -> Program:
+    """Return a method with its settings.
+
+    Args:
+        spelling: a key of METHODS or "package.module:name" of a program, and then any
+            number of ":setting=value": keyword arguments of the method, see its
+            docstring. A value is of the type of the argument's default.
+
+    Raises:
+        ValueError: there is no such method, it has no such setting, or the value is of
+            another type.
+    """
+    name, settings = split_name(spelling)
+    program = lookup(FIELD, name, METHODS)
+    if not inspect.isgeneratorfunction(program):
+        raise ValueError(
+            f"{FIELD} = {name!r}: is no generator function (question, kit, **settings)"
+        )
+    accepted = {
+        parameter.name: parameter.default
+        for parameter in inspect.signature(program).parameters.values()
+        if parameter.kind == inspect.Parameter.KEYWORD_ONLY
+    }
+    values = {}
+    for assignment in settings:
+        setting, _, text = assignment.partition("=")
+        if setting not in accepted:
+            hint = did_you_mean(setting, accepted)
+            raise ValueError(
+                f"{FIELD} = {spelling!r}: {name} has the settings "
+                f"{', '.join(accepted) or 'none'}, not {setting!r}{hint}"
+            )
+        values[setting] = _parse(spelling, setting, text, type(accepted[setting]))
+    return functools.partial(program, **values)
+
+
+def _parse(spelling: str, setting: str, text: str, kind: type) -> int | float | str:
+    """Return a setting's value; the default's type says how it is written."""
+    if kind is bool and text in ("true", "false"):
+        return text == "true"
+    if kind is str:
+        return text
+    if kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    wanted = {bool: "true or false", int: "a whole number", float: "a number"}
+    raise ValueError(
+        f"{FIELD} = {spelling!r}: {setting} = {text!r}: must be {wanted[kind]}"
+    )

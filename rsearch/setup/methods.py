@@ -1,0 +1,59 @@
+"""Make what the methods of an evaluation are handed."""
+
+from rsearch.hosts import processes
+from rsearch.llm.local import LocalModel
+from rsearch.methods.base import Kit
+from rsearch.models.sharding import own_mesh
+from rsearch.setup.context import Setup
+
+
+def make_kit(setup: Setup) -> Kit:
+    """Return the budgets and words that all methods of a run share."""
+    c, limits, tokenizer = setup.config, setup.limits, setup.tokenizer
+
+    def shorten(text: str) -> str:
+        limit = limits.max_observation_tokens
+        return tokenizer.decode(tokenizer.encode_start(text, limit)[:limit])
+
+    return Kit(
+        answer_tokens=c.eval.answer_tokens or limits.max_turn_tokens,
+        thought_tokens=c.eval.thought_tokens or limits.max_turn_tokens,
+        top_k=c.retrieval.top_k,
+        shorten=shorten,
+        direct=c.protocol.direct,
+        rag=c.protocol.rag,
+    )
+
+
+def make_local_model(setup: Setup) -> LocalModel:
+    """Return the policy as methods ask it, without parameters.
+
+    It is on this host's devices or, with config.rollout.global_mesh, on those of all
+    hosts.
+
+    Raises:
+        ValueError: the budgets of config.eval are more than the model's context.
+    """
+    c, limits = setup.config, setup.limits
+    kit = make_kit(setup)
+    reply = max(kit.answer_tokens, kit.thought_tokens)
+    room = setup.model.spec.max_context - reply
+    # By default what a conversation may hold, or the passages of one search.
+    shown = limits.max_prompt_tokens + limits.max_observation_tokens
+    prompt = c.eval.max_prompt_tokens or min(room, max(setup.num_tokens - reply, shown))
+    if not 0 < prompt <= room:
+        raise ValueError(
+            f"config.eval.max_prompt_tokens = {prompt} beside replies of {reply} "
+            f"tokens: the model's context is {setup.model.spec.max_context}"
+        )
+    is_shared = c.rollout.global_mesh and processes.num_hosts() > 1
+    return LocalModel(
+        setup.model,
+        setup.tokenizer,
+        setup.mesh if is_shared else own_mesh(setup.mesh),
+        num_rows=c.rollout.max_concurrent,
+        max_prompt_tokens=prompt,
+        max_reply_tokens=reply,
+        seed=c.seed,
+        is_shared=is_shared,
+    )

@@ -1,0 +1,151 @@
+"""Completions that stop at strings, scores and mixtures of a local model."""
+
+import jax
+import numpy as np
+import pytest
+
+from rsearch.llm.local import LocalModel
+from rsearch.llm.requests import CUT, STOPPED, Generate, Mix, Score, token_pieces
+from rsearch.models.sharding import make_mesh
+from tests.rollout import tiny
+
+PROMPT, REPLY = 40, 12
+TEXTS = ["who was born", "river lies", "the city film", "x", "director company", "a"]
+
+
+def make(num_rows=4):
+    model = LocalModel(
+        tiny.model(),
+        tiny.tokenizer(),
+        make_mesh(devices=jax.devices()[:1]),
+        num_rows=num_rows,
+        max_prompt_tokens=PROMPT,
+        max_reply_tokens=REPLY,
+    )
+    model.load(tiny.params())
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make()
+
+
+def log_softmax(logits):
+    logits = np.asarray(logits, np.float64)
+    return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+
+
+def greedy(ids, size=REPLY):
+    """[size] ids, one full forward pass each."""
+    ids = list(ids)
+    for _ in range(size):
+        ids.append(int(np.argmax(tiny.full_logits(ids)[-1])))
+    return ids[-size:]
+
+
+def test_each_completion_ends_at_its_own_stop_string(model):
+    free = model.generate([Generate(text, REPLY) for text in TEXTS])
+    assert [c.end for c in free] == [CUT] * len(TEXTS)
+    # Of each reply some characters in its middle, which a token's border may cut.
+    stops = [c.text[len(c.text) // 2 :][:2] for c in free]
+    mixed = [Generate(t, REPLY, (s,)) for t, s in zip(TEXTS, stops, strict=True)]
+    mixed[1:1] = [Generate(TEXTS[0], REPLY)]
+    first, alone, *others = model.generate(mixed)
+    assert alone.text == free[0].text
+    for stopped, whole, stop in zip([first, *others], free, stops, strict=True):
+        assert stopped.end == STOPPED
+        assert stopped.text == whole.text[: whole.text.index(stop)]
+        assert "".join(stopped.tokens) == stopped.text
+        assert len(stopped.ids) <= len(whole.ids)
+    assert model.generate([Generate(TEXTS[0], 3)])[0].ids.tolist() == greedy(
+        tiny.tokenizer().encode_raw(TEXTS[0]), 3
+    )
+
+
+def test_rows_and_order_change_no_completion(model):
+    requests = [Generate(t, REPLY, (("e",), ())[i % 2]) for i, t in enumerate(TEXTS)]
+    expected = [c.text for c in model.generate(requests)]
+    assert [c.text for c in make(num_rows=2).generate(requests[::-1])] == expected[::-1]
+
+
+def test_log_probabilities_of_what_was_written(model):
+    (free,) = model.generate([Generate(TEXTS[0], REPLY, wants_logp=True)])
+    ids = free.prompt_ids.tolist() + free.ids.tolist()
+    start = len(free.prompt_ids)
+    expected = [
+        log_softmax(tiny.full_logits(ids[:i])[-1])[ids[i]]
+        for i in range(start, len(ids))
+    ]
+    assert free.logp == pytest.approx(expected, abs=1e-4)
+    assert len(free.tokens) == len(free.logp)
+
+
+def test_a_chat_goes_on_with_what_the_assistant_has_written(model):
+    chat = [{"role": "user", "content": "who"}]
+    whole, went_on = model.generate(
+        [Generate(chat, REPLY), Generate(chat, 4, continued="the river")]
+    )
+    tokenizer = tiny.tokenizer()
+    ids = [*tokenizer.encode_prompt(chat), *tokenizer.encode("the river")]
+    assert went_on.prompt_ids.tolist() == ids
+    assert whole.prompt_ids.tolist() == ids[: len(whole.prompt_ids)]
+    control = "<|im_end|>"
+    (safe,) = model.generate([Generate(chat, 4, continued=control)])
+    added = safe.prompt_ids[len(whole.prompt_ids) :].tolist()
+    assert len(added) > 1 and not tokenizer.control_ids & set(added)
+
+
+def test_scores_are_those_of_the_full_forward_pass(model):
+    tokenizer = tiny.tokenizer()
+    pairs = [("who was", " born in the"), ("", "river city"), ("a" * 20, "b" * 30)]
+    scored = model.score([Score(*pair) for pair in pairs])
+    for (prefix, text), result in zip(pairs, scored, strict=True):
+        first = tokenizer.encode_raw(prefix).tolist() or [tokenizer.eos_ids[0]]
+        ids = [*first, *tokenizer.encode(text)]
+        expected = [
+            log_softmax(tiny.full_logits(ids[:i])[-1])[ids[i]]
+            for i in range(len(first), len(ids))
+        ]
+        assert result.logp == pytest.approx(expected, abs=1e-4)
+        assert "".join(result.tokens) == text and result.num_read == len(ids)
+    assert model.score([Score("", "a" * 60)]) == [None]
+
+
+def test_a_mixture_of_one_prompt_is_its_greedy_completion(model):
+    mixes = [Mix((text,), (1.0,), REPLY) for text in TEXTS]
+    alone = model.generate([Generate(text, REPLY) for text in TEXTS])
+    mixed = model.mix(mixes)
+    assert [c.ids.tolist() for c in mixed] == [c.ids.tolist() for c in alone]
+
+
+def test_a_mixture_takes_the_likeliest_token_of_the_weighted_probabilities(model):
+    tokenizer, weights = tiny.tokenizer(), (0.6652, 0.2447, 0.0901)
+    mix = Mix(tuple(TEXTS[:3]), weights, 5)
+    rows = [tokenizer.encode_raw(text).tolist() for text in mix.prompts]
+    expected = []
+    for _ in range(5):
+        probs = [np.exp(log_softmax(tiny.full_logits(row)[-1])) for row in rows]
+        token = int(np.argmax(sum(w * p for w, p in zip(weights, probs, strict=True))))
+        expected.append(token)
+        rows = [[*row, token] for row in rows]
+    # Beside others, in more batches than one.
+    results = model.mix([mix, Mix(("x", "a"), (0.5, 0.5), 5), mix])
+    assert results[0].ids.tolist() == results[2].ids.tolist() == expected
+    assert len(results[0].prompt_ids) == sum(len(r) - 5 for r in rows)
+
+
+def test_what_does_not_fit_has_no_completion(model):
+    long = "a" * (PROMPT + 1)
+    assert model.generate([Generate(long, 4)]) == [None]
+    assert model.mix([Mix((long, "a"), (0.5, 0.5), 4)]) == [None]
+    with pytest.raises(ValueError, match="mixture of 5 prompts, but 4"):
+        model.mix([Mix(("a",) * 5, (0.2,) * 5, 4)])
+
+
+def test_pieces_add_up_to_the_text_wherever_characters_are_cut():
+    raw = [b"a", "é".encode()[:1], "é".encode()[1:] + b"b", b"\xf0\x9f"]
+    pieces = token_pieces(raw)
+    assert pieces == ("a", "", "éb", "\ufffd")
+    assert "".join(pieces) == b"".join(raw).decode("utf-8", "replace")
+    assert token_pieces([]) == ()

@@ -1,0 +1,98 @@
+"""A model whose replies a test writes, and a search whose passages it knows."""
+
+import numpy as np
+
+from rsearch.llm.requests import CUT, STOPPED, Completion, Scored
+from rsearch.methods.base import Kit
+from rsearch.methods.runner import run_program
+from rsearch.types import Passage, Question
+
+NONE = np.zeros(0, np.float32)
+
+
+def kit(**changes):
+    """Budgets and words of a test."""
+    fields = dict(answer_tokens=8, thought_tokens=16, top_k=3, shorten=lambda x: x)
+    return Kit(**fields | changes)
+
+
+def completion(text, *, is_cut=False, tokens=(), logp=NONE, prompt=""):
+    """What a model has written, without ids."""
+    end, ids = (CUT if is_cut else STOPPED), np.zeros(0, np.int32)
+    logp = np.asarray(logp, np.float32)
+    return Completion(text, end, tuple(tokens), logp, ids, ids, prompt)
+
+
+class ScriptedModel:
+    """Answers each prompt by a function of the test, and remembers what it was asked.
+
+    Attributes:
+        num_rows: of a batch.
+        requests: all that it was asked, in order.
+        batches: how many of a call.
+    """
+
+    def __init__(self, reply, *, score=None, num_rows=4):
+        self._reply, self._score, self.num_rows = reply, score, num_rows
+        self.requests, self.batches = [], []
+
+    def on_any_host(self, value):
+        return bool(value)
+
+    def _ask(self, requests, answer):
+        self.requests += requests
+        self.batches.append(len(requests))
+        return [answer(request) for request in requests]
+
+    def generate(self, requests):
+        def answer(request):
+            said = self._reply(request)
+            return completion(said) if isinstance(said, str) else said
+
+        return self._ask(requests, answer)
+
+    mix = generate
+
+    def score(self, requests):
+        def answer(request):
+            tokens, logp = self._score(request)
+            return Scored(tuple(tokens), np.asarray(logp, np.float32), len(tokens))
+
+        return self._ask(requests, answer)
+
+
+class Searched:
+    """A search that finds "<query> 1", "<query> 2", ... and remembers its queries."""
+
+    def __init__(self, num=3):
+        self._num, self.queries = num, []
+
+    def __call__(self, queries):
+        self.queries += queries
+        return [
+            tuple(
+                Passage(f"{query}-{i}", f"{query} {i}\ntext {i}", 1.0 - i / 10)
+                for i in range(1, self._num + 1)
+            )
+            for query in queries
+        ]
+
+
+def shown(request):
+    """Everything that a model reads of a request."""
+    if isinstance(request.prompt, str):
+        return request.prompt
+    return "\n".join(m["content"] for m in request.prompt) + request.continued
+
+
+def answer_one(program, model, *, text="Who is X?", search=None, used=None, **settings):
+    """The rollout of one question."""
+    question = Question("q", text, ("gold",))
+    (group,) = run_program(
+        lambda q, k: program(q, k, **settings),
+        [question],
+        kit=used or kit(),
+        model=model,
+        search=search or Searched(),
+    )
+    return group.rollouts[0]

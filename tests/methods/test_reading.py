@@ -1,0 +1,75 @@
+"""Methods that ask once, and their wording."""
+
+import pytest
+
+from rsearch.methods import reading
+from rsearch.protocols import plain
+from rsearch.types import Outcome
+from tests.methods.scripted import (
+    ScriptedModel,
+    Searched,
+    answer_one,
+    completion,
+    kit,
+    shown,
+)
+
+
+def test_direct_asks_in_the_words_of_the_configuration():
+    model = ScriptedModel(lambda r: " Paris ")
+    rollout = answer_one(reading.direct, model)
+    assert (rollout.answer, rollout.outcome) == ("Paris", Outcome.ANSWERED)
+    (request,) = model.requests
+    assert request.max_tokens == 8
+    assert request.prompt[0]["content"] == plain.DIRECT.system
+    assert request.prompt[1]["content"] == "Question: Who is X?"
+    answer_one(reading.direct, model, used=kit(direct="Say: {question}"))
+    (message,) = model.requests[-1].prompt
+    assert message == {"role": "user", "content": "Say: Who is X?"}
+
+
+def test_rag_shows_the_passages_of_one_search():
+    model, search = ScriptedModel(lambda r: "Paris"), Searched()
+    short = kit(shorten=lambda text: text[:50])
+    rollout = answer_one(reading.rag, model, search=search, used=short)
+    assert search.queries == ["Who is X?"]
+    assert len(rollout.passages) == 3 and len(rollout.searches) == 1
+    text = "Doc 1(Title: Who is X? 1) text 1\nDoc 2(Title: Who is X? 2) text 2"
+    assert shown(model.requests[0]).count(text[:50]) == 1
+    assert text[:51] not in shown(model.requests[0])
+    rollout = answer_one(reading.rag, model, top_k=1)
+    assert [p.id for p in rollout.passages] == ["Who is X?-1"]
+
+
+def test_thoughts_without_passages_are_plain_thoughts():
+    """At temperature 0 the same prompt has the same answer."""
+    asked = []
+    for program, search in ((reading.cot, None), (reading.rag_cot, Searched(0))):
+        model = ScriptedModel(lambda r: "x. So the answer is: Paris.")
+        assert answer_one(program, model, search=search).answer == "Paris"
+        asked.append(model.requests)
+    assert asked[0] == asked[1] and asked[0][0].max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("So the answer is: no.", "no"),
+        ("so the answer is A\nSo the final answer is: St. Louis.\nBye", "St. Louis"),
+        ("So the answer is:\nParis", "Paris"),
+        ("The answer is Paris", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_the_last_mark_counts(reply, answer):
+    assert reading.marked_answer(reply) == answer
+
+
+def test_an_answer_that_is_missing_was_cut_or_is_malformed():
+    for is_cut, outcome in ((True, Outcome.TRUNCATED), (False, Outcome.MALFORMED)):
+        model = ScriptedModel(lambda r, cut=is_cut: completion("Hm", is_cut=cut))
+        rollout = answer_one(reading.cot, model)
+        assert (rollout.answer, rollout.outcome) == (None, outcome)
+    thinking = ScriptedModel(lambda r: "<think>Paris")
+    assert answer_one(reading.direct, thinking).outcome == Outcome.MALFORMED

@@ -1,0 +1,171 @@
+"""One runner drives the programs of all questions, in batches."""
+
+import json
+import random
+
+import pytest
+
+from rsearch.llm.requests import Generate, Search
+from rsearch.methods.runner import run_program
+from rsearch.methods.table import METHODS, make_program
+from rsearch.rollout.records import RolloutCache, decode_groups, encode_groups
+from rsearch.runtime.journal import AppendLog
+from rsearch.types import Group, Outcome, Question
+from tests.methods.scripted import ScriptedModel, Searched, kit, shown
+
+QUESTIONS = [Question(str(i), f"Who is {i}?", ("gold",)) for i in range(30)]
+
+
+def wandering(question, kit, *, rounds=3):
+    """Ask and search as often as the reply says, several at once now and then."""
+    trail = question.text
+    for _ in range(rounds):
+        first, second = yield [Generate(trail, 8), Search((trail,), 2)]
+        trail = f"{first.text}|{second[0][0].id}"
+        if hash_of(trail) % 3 == 0:
+            break
+    (last,) = yield [Generate(trail, 8)]
+    return last.text or None
+
+
+def hash_of(text):
+    return sum(map(ord, text))
+
+
+def reply(request):
+    return f"r{hash_of(shown(request)) % 1000}"
+
+
+def run(program=wandering, questions=QUESTIONS, **settings):
+    fields = dict(kit=kit(), model=ScriptedModel(reply), search=Searched())
+    return run_program(program, questions, **fields | settings)
+
+
+def answers(groups):
+    return {g.question.id: g.rollouts[0].answer for g in groups}
+
+
+def test_neither_order_nor_rows_change_an_answer():
+    expected = answers(run())
+    assert len(set(expected.values())) > 10
+    for num_rows in (1, 3, 64):
+        mixed = random.Random(num_rows).sample(QUESTIONS, len(QUESTIONS))
+        model = ScriptedModel(reply, num_rows=num_rows)
+        assert answers(run(questions=mixed, model=model)) == expected
+        assert max(model.batches) == min(4 * num_rows, len(QUESTIONS))
+
+
+def test_requests_of_a_kind_go_out_in_one_call():
+    model = ScriptedModel(reply, num_rows=64)
+    run(model=model)
+    assert model.batches[0] == 30 and len(model.batches) <= 4
+
+
+def test_a_program_does_not_see_the_golden_answers():
+    seen = []
+
+    def looking(question, kit):
+        seen.append(question.golden_answers)
+        return (yield Generate(question.text, 8)).text
+
+    groups = run(looking)
+    assert set(seen) == {()} and groups[0].question.golden_answers == ("gold",)
+
+
+def test_a_rollout_has_what_was_read_and_written_and_found():
+    (group,) = run(questions=QUESTIONS[:1])
+    (rollout,) = group.rollouts
+    assert len(rollout.policy_texts) == len(rollout.searches) + 1
+    assert all(len(use.result.data[0]) == 2 for use in rollout.searches)
+    assert rollout.outcome == Outcome.ANSWERED
+
+
+def test_a_failed_search_and_a_long_prompt_end_one_question():
+    def search(queries):
+        hits = Searched()(queries)
+        return [None if "is 3?" in q else h for q, h in zip(queries, hits, strict=True)]
+
+    def long(request):
+        return None if "is 4?" in shown(request) else reply(request)
+
+    groups = run(model=ScriptedModel(long), search=search)
+    outcomes = [g.rollouts[0].outcome for g in groups]
+    assert outcomes[3] == Outcome.TOOL_ERROR and outcomes[4] == Outcome.TRUNCATED
+    assert [o for i, o in enumerate(outcomes) if i not in (3, 4)] == [
+        Outcome.ANSWERED
+    ] * 28
+    expected = answers(run())
+    assert {**answers(groups), "3": expected["3"], "4": expected["4"]} == expected
+
+
+def test_more_passages_than_a_search_returns_are_refused():
+    with pytest.raises(ValueError, match=r"4 passages of a query.*top_k = 3"):
+        run(make_program("rag:top_k=4"))
+
+
+def test_an_evaluation_that_was_killed_goes_on(tmp_path):
+    """What had been answered is not asked again, and nothing else changes."""
+    expected = encode_groups(run())
+
+    class Killed(Exception):
+        pass
+
+    def until(limit):
+        left = [limit]
+
+        def answer(request):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return reply(request)
+
+        return ScriptedModel(answer, num_rows=2)
+
+    asked = []
+    for limit in (20, 30, 10**6):
+        cache = RolloutCache(AppendLog(tmp_path, "answers"), ["rag", 1])
+        model = until(limit)
+        try:
+            groups = run(model=model, cache=cache)
+        except Killed:
+            groups = None
+        asked.append(cache.num_reused)
+    assert encode_groups(groups) == expected
+    assert asked[0] == 0 < asked[1] < asked[2]
+    other = RolloutCache(AppendLog(tmp_path, "answers"), ["rag", 2])
+    assert other.get(QUESTIONS[0], 0) is None
+
+
+def test_scored_tokens_survive_the_journal():
+    (group,) = run(questions=QUESTIONS[:1])
+    rollout = group.rollouts[0]
+    import dataclasses
+
+    scored = Group(group.question, (dataclasses.replace(rollout, num_scored=7),))
+    (decoded,) = decode_groups(encode_groups([scored]), [group.question])
+    assert decoded.rollouts[0].num_scored == 7
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_settings_of_a_kind_that_a_command_line_can_say(name):
+    import inspect
+
+    for parameter in inspect.signature(METHODS[name]).parameters.values():
+        if parameter.kind == inspect.Parameter.KEYWORD_ONLY:
+            assert isinstance(parameter.default, bool | int | float | str), parameter
+    assert json.dumps(name) and make_program(name)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "words"),
+    [
+        ("ragg", "did you mean 'rag'"),
+        ("rag:k=3", "rag has the settings top_k, not 'k'"),
+        ("rag:top_k=three", "must be a whole number"),
+        ("json:loads", "is no generator function"),
+    ],
+)
+def test_methods_and_settings_that_are_not_there_are_refused(spelling, words):
+    with pytest.raises(ValueError, match=r"config\.eval\.methods = ") as refused:
+        make_program(spelling)
+    assert words in str(refused.value)
