@@ -823,6 +823,11 @@ FIELDS = Section(
     overrides=Field(
         {}, "{stage: {section: {field: value}}} of what differs in a stage"
     ),
+    sets=Field(
+        {},
+        "{name: {section: {field: value}}} of what differs where rsearch.evaluate "
+        "--sets=name asks other questions: data.dev, and the index that they need",
+    ),
     trains=Field(
         "policy", "whose weights a stage trains", one_of(("policy", "rewriter"))
     ),

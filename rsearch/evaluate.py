@@ -1,11 +1,23 @@
-"""Answer held-out questions and score them: python -m rsearch.evaluate --config=..."""
+"""Answer held-out questions and score them: python -m rsearch.evaluate --workdir=RUN
 
+The configuration is the run's, or that of --config. What training asked, searched and
+sampled may differ from it in the evaluation, such as the index or the number of
+passages: each row of results.json says what does.
+"""
+
+import os
+import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
 
 from rsearch.config.recipes import (
     REQUIRED,
     apply_overrides,
+    diff,
+    from_json,
     parse_command_line,
     print_config,
     run_command,
@@ -14,12 +26,21 @@ from rsearch.config.recipes import fingerprint as fingerprint_config
 from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.evaluator import Evaluator, run_methods, show_results
 from rsearch.hosts import processes
+from rsearch.methods.table import METHODS
 from rsearch.runtime import console
 from rsearch.runtime.identity import record_start
-from rsearch.runtime.workdir import check_workdir, open_workdir
-from rsearch.setup.load import load_setup
+from rsearch.runtime.workdir import CONFIG, check_workdir, open_workdir, read_config
+from rsearch.setup.load import Shared, load_setup
 from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params, trained_params
+
+ALL = "all"
+# Sections that an evaluation may change: how a policy is asked, not what it is.
+ASKED = ("data", "eval", "models", "protocol", "retrieval", "rollout", "sets")
+NAMED = tuple(section for section in ASKED if section != "sets")
+# Fields of these that change no answer, or that a row names anyway.
+UNNAMED = ("data.dev", "eval.at_start", "eval.every_steps", "eval.examples")
+UNNAMED += ("eval.max_questions", "eval.methods", "eval.normalize")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,49 +48,127 @@ def main(argv: Sequence[str]) -> int:
     flags = {
         "workdir": (REQUIRED, "a run's directory, or a new one for the results"),
         "model": ("", "a Hugging Face model to evaluate in place of the run's"),
+        "methods": ("", "in place of config.eval.methods; 'all' is every one"),
+        "sets": ("", "names of config.sets, or values of config.data.dev, a,b,..."),
         **processes.FLAGS,
     }
-    config, values = parse_command_line(argv, flags=flags)
+    config, values = parse_command_line(argv, flags=flags, default=_config_of_run)
+    if values["methods"]:
+        methods = values["methods"]
+        methods = ",".join(["protocol", *METHODS]) if methods == ALL else methods
+        config = apply_overrides(config, [f"eval.methods={methods}"])
     if values["print_config"]:
         print_config(config)
         return 0
-    changed = config
-    if values["model"]:
-        overrides = {"model.source": values["model"], "tokenizer.source": ""}
-        changed = apply_overrides(config, overrides)
     with processes.connected(**{name: values[name] for name in processes.FLAGS}):
-        _evaluate(config, changed, values)
+        _evaluate(config, values)
     return 0
 
 
-def _evaluate(config, changed, values):
-    """Evaluate the run of `config`, or the model that has `changed` it."""
-    where = values["workdir"]
-    processes.on_host0(lambda: check_workdir(where, config, is_reader=True))
-    setup = load_setup(changed, say=console.note, only_dev=True, home=values["workdir"])
-    inputs = {} if values["model"] else setup.inputs
-    processes.check_same_on_all({"config": fingerprint_config(changed), **inputs})
-    with open_workdir(where, config, inputs=inputs, is_reader=True) as workdir:
-        every_input = setup.inputs | {"data.dev": questions_fingerprint(setup.dev)}
-        processes.on_host0(
-            lambda: record_start(
-                workdir.path, "evaluate", changed, inputs=every_input, bound=inputs
+def _config_of_run(values: dict[str, Any]) -> ConfigDict:
+    """Return the configuration of the run in --workdir."""
+    if not _is_run(values["workdir"]):
+        raise ValueError(f"--config=... is missing: {values['workdir']} holds no run")
+    return from_json(read_config(values["workdir"]))
+
+
+def _is_run(workdir: str) -> bool:
+    return os.path.exists(pathlib.Path(workdir) / CONFIG)
+
+
+def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
+    """Evaluate the run in --workdir, or --model, on each of --sets."""
+    where, model = values["workdir"], values["model"]
+    bound, changes = config, {}
+    if _is_run(where):
+        bound, changes = _as_run(config, read_config(where))
+    processes.on_host0(lambda: check_workdir(where, bound, is_reader=True))
+    for name, value in changes.items():
+        console.note(f"evaluated with config.{name} = {value!r}")
+    shared, rows = Shared(), []
+    for name, overrides in _sets(config, values["sets"]).items():
+        asked = apply_overrides(config, overrides)
+        if model:
+            changed = {"model.source": model, "tokenizer.source": ""}
+            asked = apply_overrides(asked, changed)
+        setup = load_setup(
+            asked, say=console.note, only_dev=True, home=where, shared=shared
+        )
+        # A run's own index and questions are those that it is bound to.
+        is_own = not (model or changes or overrides)
+        inputs = setup.inputs if is_own else {}
+        processes.check_same_on_all(
+            {"config": fingerprint_config(asked), **setup.inputs}
+        )
+        with open_workdir(where, bound, inputs=inputs, is_reader=True) as workdir:
+            dev = {"data.dev": questions_fingerprint(setup.dev)}
+            processes.on_host0(
+                lambda asked=asked, every=setup.inputs | dev, inputs=inputs: (
+                    record_start(
+                        workdir.path, "evaluate", asked, inputs=every, bound=inputs
+                    )
+                )
             )
-        )
-        if values["model"]:
-            stage, step, params = values["model"], None, initial_params(setup)
-        else:
-            stage, step, params = trained_params(setup, workdir.path)
-        rows = run_methods(
-            Evaluator(**evaluation_parts(setup)),
-            params,
-            stage=stage,
-            step=step,
-            methods=config.eval.methods,
-            folder=workdir.path,
-        )
-        show_results(rows, config)
-        console.note(f"written: {workdir.path}/results.json and transcripts.jsonl")
+            if model:
+                stage, step, params = model, None, initial_params(setup)
+            else:
+                stage, step, params = trained_params(setup, workdir.path)
+            setting = ", ".join(f"{field}={value}" for field, value in changes.items())
+            evaluator = Evaluator(
+                **evaluation_parts(setup), dataset=name, setting=setting
+            )
+            rows += run_methods(
+                evaluator,
+                params,
+                stage=stage,
+                step=step,
+                methods=asked.eval.methods,
+                folder=workdir.path,
+            )
+            written = workdir.path
+    show_results(rows, config)
+    console.note(f"written: {written}/results.json and transcripts.jsonl")
+
+
+def _as_run(config: ConfigDict, run: dict) -> tuple[ConfigDict, dict[str, Any]]:
+    """Return a configuration as the run has it, and what it changes.
+
+    Args:
+        config: of the evaluation.
+        run: of the run, as a plain dict; see `read_config`.
+
+    Returns:
+        The configuration with the run's sections ASKED, and {field: value} of those of
+        its fields that may change an answer.
+    """
+    old = from_json(run)
+    changes = {
+        name: new
+        for name, _, new in diff(old, config)
+        if name.partition(".")[0] in NAMED and name not in UNNAMED
+    }
+    bound = apply_overrides(config, {})
+    with bound.unlocked():
+        for section in ASKED:
+            bound[section] = old[section]
+    return bound.lock(), changes
+
+
+def _sets(config: ConfigDict, names: str) -> dict[str, dict]:
+    """Return {name: overrides} of the sets of --sets; {"": {}} without any.
+
+    Raises:
+        ValueError: a name that stands twice.
+    """
+    listed = [name for name in names.split(",") if name]
+    if len(listed) > len(set(listed)):
+        raise ValueError(f"--sets={names}: each name once")
+    if not listed:
+        return {"": {}}
+    return {
+        name: config.sets[name].to_dict() if name in config.sets else {"data.dev": name}
+        for name in listed
+    }
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def macro_rows(rows: Sequence[dict]) -> list[dict]:
         if len(sets) < 2:
             continue
         several = list(sets.values())
-        row = {"file": MACRO, "stage": stage, "method": method, "dataset": None}
+        row = {"file": MACRO, **dict.fromkeys(RUN), "stage": stage, "method": method}
         row["normalize"] = several[0]["normalize"]
         row["n"] = sum(r["n"] for r in several)
         for name in METRICS:

@@ -34,7 +34,7 @@ from tests.small_run import (
 __all__ = ["quick_compilation"]
 FIELDS = {
     *("stage", "step", "method", "dataset", "questions", "normalize", "n"),
-    *("skipped", "start"),
+    *("skipped", "start", "setting"),
     "seconds",
     *("searches", "queries", "searches_right", "searches_wrong"),
     *("policy_tokens", "tokens", "by_kind", "by_known", "asks", *COSTS),
@@ -471,3 +471,51 @@ def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(tmp_path):
     path.write_text(json.dumps(asked[1]))
     with pytest.raises(ValueError, match=r"longer than config\.rollout\.max_prompt"):
         load_setup(long, only_dev=True)
+
+
+def test_the_run_s_own_configuration_is_evaluated(copy, capsys):
+    """Without --config; what is set differs from the run's, and stands in the row."""
+    before = evaluate.read_results(copy)
+    asked = [
+        f"--workdir={copy}",
+        "--methods=rag:top_k=1,iter_retgen:rounds=1",
+        "--sets=world:bridge,short",
+        "--config.retrieval.top_k=2",
+        "--config.eval.max_questions=2",
+        "--config.sets={'short': {'data': {'dev': 'world:dev'}}}",
+    ]
+    assert evaluate_here(*asked) == 0
+    assert "evaluated with config.retrieval.top_k = 2" in capsys.readouterr().err
+    rows = evaluate.read_results(copy)
+    assert rows[: len(before)] == before
+    new = rows[len(before) :]
+    assert [(r["dataset"], r["method"]) for r in new] == [
+        (name, method)
+        for name in ("world:bridge[:2]", "short[:2]")
+        for method in ("rag:top_k=1", "iter_retgen:rounds=1")
+    ]
+    assert {r["setting"] for r in new} == {"retrieval.top_k=2"}
+    assert [r["documents"] for r in new] == [1, 2, 1, 2]
+    assert [(r["model_calls"], r["searches"]) for r in new] == [(1, 1)] * 4
+    assert not (copy / "answers-0.journal").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--config.model.width=64", "config.model.width"),
+        ("--sets=a,a", "--sets=a,a: each name once"),
+        ("--sets=nowhere.jsonl", "nowhere.jsonl: there is no such file"),
+        ("--methods=ragg", "did you mean 'rag'?"),
+    ],
+)
+def test_what_a_run_is_cannot_be_changed(copy, capsys, given, message):
+    before = (copy / "results.json").read_bytes()
+    assert evaluate_here(f"--workdir={copy}", given) == 2
+    assert message in capsys.readouterr().err
+    assert (copy / "results.json").read_bytes() == before
+
+
+def test_without_a_run_a_configuration_must_be_given(tmp_path, capsys):
+    assert evaluate_here(f"--workdir={tmp_path}") == 2
+    assert "holds no run" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def test_gzip_marks_line_ends_and_blank_lines_make_no_difference(tmp_path):
     packed = tmp_path / "misnamed.jsonl"
     packed.write_bytes(gzip.compress(line + b"\n" + line + b"\n"))
     for path in (plain, packed):
-        assert read_predictions(path) == {(None, None, None): [GOOD, GOOD]}
+        assert read_predictions(path) == {(None, None, None, None): [GOOD, GOOD]}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from rsearch.text.spelling import did_you_mean
 
-OPEN_SECTIONS = ("reward", "overrides")
+OPEN_SECTIONS = ("reward", "overrides", "sets")
 """Sections whose keys are the recipe's own: they are replaced as a whole."""
 
 ABSENT = "(absent)"

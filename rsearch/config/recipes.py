@@ -27,7 +27,6 @@ from ml_collections import ConfigDict
 from rsearch.config.checks import validate
 from rsearch.config.fields import (
     ABSENT,
-    OPEN_SECTIONS,
     RENAMED,
     apply_overrides,
     check_known,
@@ -56,6 +55,7 @@ __all__ = [
     "fields",
     "fingerprint",
     "format_config",
+    "from_json",
     "load",
     "parse_command_line",
     "parse_flags",
@@ -125,6 +125,11 @@ def defaults() -> dict:
     return json.loads(to_json(load(str(ROOT / "configs" / "base.py"))))
 
 
+def from_json(config: dict) -> ConfigDict:
+    """Return the configuration of a run, of which these are the JSON values."""
+    return apply_overrides(load(str(ROOT / "configs" / "base.py")), config)
+
+
 def with_defaults(config: dict) -> dict:
     """Return a configuration of JSON values, its absent fields at their defaults.
 
@@ -141,7 +146,7 @@ def with_defaults(config: dict) -> dict:
         return {**section, **inner, **missing}
 
     # Every version had a name and stages: without them it is no configuration.
-    recipe_fields = {"name", "stages", *OPEN_SECTIONS}
+    recipe_fields = {"name", "stages", "reward", "overrides"}
     default = {k: v for k, v in defaults().items() if k not in recipe_fields}
     return fill(config, default)
 
@@ -223,7 +228,10 @@ def print_config(config: ConfigDict) -> None:
 
 
 def parse_command_line(
-    argv: Sequence[str], *, flags: Mapping[str, tuple]
+    argv: Sequence[str],
+    *,
+    flags: Mapping[str, tuple],
+    default: Callable[[dict[str, Any]], ConfigDict] | None = None,
 ) -> tuple[ConfigDict, dict[str, Any]]:
     """Read a command that takes a configuration.
 
@@ -232,6 +240,8 @@ def parse_command_line(
         flags: {name: (default, help)}; a flag has its default's type, str for None, and
             a bool flag may stand without a value. One whose default is `REQUIRED` must
             be given. `print_config` is always there.
+        default: ({flag: value}) -> the configuration where none is given; None: it must
+            be given.
 
     Returns:
         (config, {flag: value}). The configuration is loaded and overridden, and not yet
@@ -243,13 +253,14 @@ def parse_command_line(
         SystemExit: after --help.
     """
     flags = {
-        "config": (REQUIRED, None),
+        "config": (REQUIRED if default is None else "", None),
         "print_config": (False, "prints the configuration and ends"),
         **flags,
     }
     values, overrides, _ = _parse(argv, flags, positional=(), takes_config=True)
-    config = apply_overrides(load(values.pop("config")), overrides)
-    return config, values
+    recipe = values.pop("config")
+    config = load(recipe) if recipe or default is None else default(values)
+    return apply_overrides(config, overrides), values
 
 
 def parse_flags(

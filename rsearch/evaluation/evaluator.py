@@ -32,6 +32,7 @@ from rsearch.evaluation.judge import (
     judge_answers,
     summarize_verdicts,
 )
+from rsearch.evaluation.predictions import RUN
 from rsearch.evaluation.scoring import score_groups, scores_of_groups
 from rsearch.hosts import processes
 from rsearch.llm.local import LocalModel
@@ -82,6 +83,8 @@ class Evaluator:
         kit: Kit,
         made_from: Sequence,
         load_model: Callable[[str], GenerateFn],
+        dataset: str = "",
+        setting: str = "",
     ):
         """Prepare an evaluation; nothing is compiled or loaded before it is needed.
 
@@ -97,13 +100,17 @@ class Evaluator:
                 follows from.
             load_model: loads "reader", "answerer" or "eval_judge", a model beside the
                 policy.
+            dataset: the name of the questions in results.json; "" is that of
+                config.data.dev.
+            setting: how the evaluation differs from the run's configuration, in words.
         """
         self._config = config
         self._questions = questions
         self._num_skipped = num_skipped
         self._search = search
         limit = config.eval.max_questions
-        self.dataset = config.data.dev + (f"[:{limit}]" if limit else "")
+        self.dataset = (dataset or config.data.dev) + (f"[:{limit}]" if limit else "")
+        self._setting = setting
         self._make_engine = functools.cache(make_engine)
         self._make_model = functools.cache(make_model)
         self._kit, self._made_from = kit, list(made_from)
@@ -118,12 +125,14 @@ class Evaluator:
             "stage": stage,
             "step": step,
             "dataset": self.dataset,
+            "setting": self._setting,
             "normalize": self._config.eval.normalize,
             "questions": questions_fingerprint(self._questions),
         }
         is_same_model = row.get("asks", "") == self._asks(row["method"])
         is_same_judge = row.get("judged_by", {}) == self._judged_by()
         is_same = is_same_model and is_same_judge
+        row = {"setting": "", **row}  # an earlier version's row has none
         return is_same and all(row.get(name) == x for name, x in now.items())
 
     def __call__(
@@ -159,7 +168,8 @@ class Evaluator:
         row["skipped"] = self._num_skipped
         row["asks"] = self._asks(method)
         row["seconds"] = time.monotonic() - start
-        return {"method": method, "dataset": self.dataset, **row}, groups
+        names = {"method": method, "dataset": self.dataset, "setting": self._setting}
+        return {**names, **row}, groups
 
     def judge(self, groups: Sequence[Group]) -> tuple[dict, list[Verdict]]:
         """Ask config.models.eval_judge about the answers; all hosts call this together.
@@ -279,7 +289,7 @@ def transcripts(
         row: of results.json.
         verdicts: on each rollout; none without a judge.
     """
-    key = {name: row[name] for name in ("stage", "method", "dataset")}
+    key = {name: row[name] for name in RUN if name in row}
     rows = [
         {
             **key,
@@ -309,7 +319,7 @@ def transcripts(
 def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> None:
     """Put a row into results.json and its `transcripts` into transcripts.jsonl.
 
-    An earlier row of the same stage, method and dataset is replaced.
+    An earlier row of the same stage, method, dataset and setting is replaced.
 
     Raises:
         LostDirectoryError: the run has lost its directory; both files are in the one
@@ -317,7 +327,7 @@ def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> Non
     """
 
     def is_other(old):
-        return any(old[n] != row[n] for n in ("stage", "method", "dataset"))
+        return any(old.get(n, "") != row.get(n, "") for n in RUN)
 
     wanted, folder = folder, held.locate(folder)
     folder.mkdir(exist_ok=True)
@@ -355,7 +365,7 @@ def _wrong_field(row):
     names = ("stage", "method", "dataset")
     if not isinstance(row, dict) or not row.keys() >= set(names):
         return f"{reprlib.repr(row)}: not the results of a run; remove it"
-    for name in names:
+    for name in (*names, *(["setting"] if "setting" in row else ())):
         if not isinstance(row[name], str):
             return f"{name} = {reprlib.repr(row[name])}: expected text"
     scores = {"": row}

@@ -93,11 +93,11 @@ def _scores_of(folder, row, files):
         if not path.is_file():
             raise ValueError(f"{path} is not there")
         files[path] = read_predictions(path)
-    predictions = files[path].get(tuple(row[name] for name in RUN), [])
+    predictions = files[path].get(tuple(row.get(name) or None for name in RUN), [])
     scores = scores_of_rows(predictions, row["normalize"])
     # A run that was stopped between its two files has an older one.
     is_same = len(predictions) == row.get("n")
     if not is_same or abs(scores["em"].mean() - row["em"]) >= 1e-9:
-        about = ", ".join(row[name] for name in RUN)
+        about = ", ".join(row[name] for name in RUN if row.get(name))
         raise ValueError(f"{path} and results.json differ on {about}")
     return [p["question"] for p in predictions], scores

@@ -17,7 +17,8 @@ QUESTION = ("question",)
 GOLDEN = ("golden_answers", "golden_answer", "answer", "possible_answers", "answers")
 PREDICTION = ("prediction", "predicted_answer", "pred_ans", "output.pred")
 
-RUN = ("stage", "method", "dataset")  # what tells rsearch.evaluate's rows apart
+# What tells rsearch.evaluate's rows apart.
+RUN = ("stage", "method", "dataset", "setting")
 
 
 def read_predictions(path: str | os.PathLike) -> dict[tuple, list[dict]]:
@@ -28,7 +29,7 @@ def read_predictions(path: str | os.PathLike) -> dict[tuple, list[dict]]:
             skipped. See `rsearch.score` for the names of the fields.
 
     Returns:
-        {(stage, method, dataset): rows}, in the file's order, None for what a row does
+        {values of RUN: rows}, in the file's order, None for what a row does
         not name; `question`, `golden_answers` and `prediction` of each row.
 
     Raises:
@@ -65,7 +66,7 @@ def _parse_row(record):
         "golden_answers": list(golden),
         "prediction": prediction,
     }
-    run = tuple(record.get(name) for name in RUN)
+    run = tuple(record.get(name) or None for name in RUN)
     for name, value in zip(RUN, run, strict=True):
         if not isinstance(value, str | int | None):
             kind = type(value).__name__

@@ -37,13 +37,15 @@ def read_questions(
     source = stage_file(source, QUESTIONS, home)
     if source.startswith(f"{WORLD}:"):
         world_split = source.removeprefix(f"{WORLD}:")
-        if world_split not in ("train", "dev"):
-            raise ValueError(
-                f"config.data.{split} = {source!r}: the world has world:train and "
-                "world:dev"
-            )
-        questions = getattr(world, world_split)
-        return questions[: limit or None]
+        splits = {"train": world.train, "dev": world.dev}
+        if split == "dev":
+            for question in world.dev:  # and its dev questions of each kind
+                kind = question.metadata["kind"]
+                splits[kind] = (*splits.get(kind, ()), question)
+        if world_split not in splits:
+            names = ", ".join(f"{WORLD}:{name}" for name in splits)
+            raise ValueError(f"config.data.{split} = {source!r}: the world has {names}")
+        return splits[world_split][: limit or None]
     names = ("question", "answers", "id")
     fields = {n: c.data[f"fields_{n}"] for n in names if c.data[f"fields_{n}"]}
     check = _check_for_chains(c, world) if split == "train" else None

@@ -29,7 +29,9 @@ def kind_of(name):
     return node.get_type(leaf)
 
 
-CLOSED = [name for name in FIELDS if not name.startswith(("reward.", "overrides"))]
+CLOSED = [
+    name for name in FIELDS if not name.startswith(("reward.", "overrides", "sets"))
+]
 WRONG = {
     int: ("x", "1.5", 1.5, True, None, [1], ""),
     float: ("x", True, None, [1.0], ""),

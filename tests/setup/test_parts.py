@@ -256,7 +256,7 @@ def test_a_question_of_the_world_need_not_tell_what_the_world_knows(tmp_path):
 
 def test_the_world_has_two_splits_only():
     c = config(data__dev="world:all")
-    with pytest.raises(ValueError, match="world:train and world:dev"):
+    with pytest.raises(ValueError, match="world:train, world:dev, world:"):
         read_questions(c, "dev", world_of(c), print)
 
 
