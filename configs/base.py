@@ -751,6 +751,36 @@ GUARDS = Section(
         or_value(None, between(0, 1)),
         kind=float,
     ),
+    max_copied_queries=Field(
+        None,
+        "share of queries that are the question",
+        or_value(None, between(0, 1)),
+        kind=float,
+    ),
+    max_repeated_queries=Field(
+        None,
+        "share of queries that were made before in the same rollout",
+        or_value(None, between(0, 1)),
+        kind=float,
+    ),
+    max_forged=Field(
+        None,
+        "share of rollouts with an observation's tag that the policy wrote",
+        or_value(None, between(0, 1)),
+        kind=float,
+    ),
+    max_unsupported=Field(
+        None,
+        "share of answers after searches that are in no passage found",
+        or_value(None, between(0, 1)),
+        kind=float,
+    ),
+    min_supporting_recall=Field(
+        None,
+        "share of the supporting passages that rollouts find, where they are known",
+        or_value(None, between(0, 1)),
+        kind=float,
+    ),
 )
 
 EVAL = Section(

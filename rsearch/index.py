@@ -20,11 +20,11 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from rsearch.config.recipes import REQUIRED, parse_flags, run_command
 from rsearch.data.corpus import Corpus
-from rsearch.data.questions import load_questions
+from rsearch.data.questions import load_questions, supporting_passages
 from rsearch.data.records import say_left_out
 from rsearch.hosts import processes
 from rsearch.retrieval.bm25 import open_bm25
@@ -260,9 +260,8 @@ def supporting_recall(
 
     Args:
         search: called with the questions' texts.
-        questions: their metadata names the supporting passages as
-            `supporting_ids`, `supporting_titles`, or FlashRAG's `supporting_facts` with
-            a list `title`. Questions that name none do not count.
+        questions: their metadata names the supporting passages, see
+            `supporting_passages`. Questions that name none do not count.
         top_k: passages a question that count.
 
     Returns:
@@ -276,29 +275,13 @@ def supporting_recall(
     if not rows:
         raise ValueError(
             "none of the questions names its supporting passages: expected metadata "
-            "with supporting_ids, supporting_titles or supporting_facts"
+            "with supporting_ids, supporting_titles, supporting_facts or paragraphs"
         )
     total = 0.0
     for (_, key, expected), passages in zip(rows, search([row[0] for row in rows])):
         retrieved = {key(passage) for passage in (passages or ())[:top_k]}
         total += len(expected & retrieved) / len(expected)
     return total / len(rows), len(rows)
-
-
-def supporting_passages(question: Question) -> tuple[Callable, set[str]]:
-    """Return (a passage's key, keys of the passages that the question rests on)."""
-    metadata = question.metadata
-    if metadata.get("supporting_ids"):
-        return (lambda passage: passage.id), set(metadata["supporting_ids"])
-    titles = metadata.get("supporting_titles")
-    facts = metadata.get("supporting_facts")
-    if not titles and isinstance(facts, dict):
-        titles = facts.get("title")
-    return _title_of, {title.strip('" ') for title in titles or ()}
-
-
-def _title_of(passage):
-    return passage.title.strip('" ')
 
 
 if __name__ == "__main__":

@@ -213,6 +213,7 @@ class Rollout:
         outcome: how it ended.
         num_malformed: turns that held no valid action.
         num_scored: tokens that a model read to score texts, beside the segments.
+        num_cut_observations: of its calls, how many results were cut to their budget.
     """
 
     segments: tuple[Segment, ...]
@@ -221,6 +222,7 @@ class Rollout:
     outcome: Outcome
     num_malformed: int = 0
     num_scored: int = 0
+    num_cut_observations: int = 0
 
     @property
     def policy_texts(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from rsearch.config.recipes import run_command
 from rsearch.evaluation import evaluator as evaluate
 from rsearch.evaluation.scoring import COSTS
 from rsearch.models.hf import checkpoint as huggingface
+from rsearch.rollout.health import BY_TURN, HEALTH, NEEDLESS
 from rsearch.runtime import checkpoint, storage
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.runtime.manifest import named
@@ -38,6 +39,9 @@ FIELDS = {
     "seconds",
     *("searches", "queries", "searches_right", "searches_wrong"),
     *("policy_tokens", "tokens", "by_kind", "by_known", "asks", *COSTS),
+    *("policy_tokens", "tokens", "by_kind", "by_known", "asks"),
+    *HEALTH,
+    BY_TURN,
     *SCORES,
     *(f"{name}_95" for name in SCORES),
     *OUTCOMES,
@@ -89,6 +93,39 @@ def test_a_row_of_the_same_kind_is_replaced_and_its_transcripts_too(tmp_path):
     assert len(told) == 2 * 4
     keys = [tuple(t[n] for n in ("stage", "method", "dataset", "id")) for t in told]
     assert len(set(keys)) == 8
+
+
+@pytest.mark.parametrize("order", [("protocol", "direct"), ("direct", "protocol")])
+def test_searches_are_needless_by_what_direct_answers_on_the_same_questions(
+    tmp_path, order
+):
+    """Direct is right on the first two questions; only the second was searched for."""
+    asked = {
+        "protocol": GROUPS,  # searched for all but the first
+        "direct": [group(i, a, ("Paris",)) for i, a in enumerate(["paris", "Paris"])],
+    }
+    same = {"normalize": "squad", "questions": "x"}
+    for method in order:
+        row = row_of(method=method, **same)
+        evaluate.record_results(tmp_path, row, evaluate.transcripts(asked[method], row))
+    rows = {r["method"]: r for r in evaluate.read_results(tmp_path)}
+    assert rows["protocol"][NEEDLESS] == 1 / 2 and NEEDLESS not in rows["direct"]
+    for change in ({"questions": "y"}, {"step": 2}, {"normalize": "flashrag"}):
+        row = row_of(method="direct", **same) | change
+        told = evaluate.transcripts(asked["direct"], row)
+        rows = evaluate.record_results(tmp_path, row, told)
+        assert rows[0][NEEDLESS] is None, change
+
+
+def test_notable_searches_are_a_table(capsys):
+    row = {name: 0 for name in evaluate.COLUMNS} | dict.fromkeys(HEALTH, 0.0)
+    row |= {"stage": "rl", "method": "protocol", "dataset": "d", "em_95": [0, 1]}
+    title = "searches, percent"
+    evaluate.show_results([row, {**row, "supporting_recall": 1.0}], config())
+    assert title not in capsys.readouterr().out
+    evaluate.show_results([row, {**row, "repeated_queries": 0.37}], config())
+    _, _, message = capsys.readouterr().out.partition(title)
+    assert message.count("protocol") == 1 and "37" in message
 
 
 def test_what_a_policy_writes_cannot_break_the_files(tmp_path):

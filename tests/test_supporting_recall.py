@@ -34,6 +34,24 @@ def test_passages_are_named_by_title_or_by_flashrags_facts():
     assert supporting_recall(first(2), questions, top_k=2) == (0.75, 2)
 
 
+def test_passages_are_named_as_hotpotqa_and_musique_were_published():
+    paragraphs = [
+        {"title": f"Title {i}", "is_supporting": i in (0, 3)} for i in range(4)
+    ]
+    questions = ask(
+        {"supporting_facts": [["Title 0", 1], ["Title 4", 0], ["Title 0", 2]]},
+        {"paragraphs": paragraphs},
+    )
+    assert supporting_recall(first(2), questions, top_k=2) == (0.5, 2)
+    assert supporting_recall(first(4), questions, top_k=4) == (0.75, 2)
+
+
+def test_names_in_no_known_form_are_none():
+    others = [{"supporting_facts": "x"}, {"paragraphs": [3]}, {"supporting_ids": {}}]
+    questions = ask({"supporting_ids": ["p0"]}, *others, {"supporting_facts": [[]]})
+    assert supporting_recall(first(1), questions, top_k=1) == (1.0, 1)
+
+
 def test_questions_that_name_none_do_not_count():
     questions = ask({}, {"supporting_ids": ["p0"]}, {"supporting_ids": []})
     assert supporting_recall(first(1), questions, top_k=1) == (1.0, 1)

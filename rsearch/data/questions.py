@@ -23,7 +23,7 @@ from rsearch.data.records import (
     shown,
 )
 from rsearch.data.sources import read_records
-from rsearch.types import Question
+from rsearch.types import Passage, Question
 
 IDS = ("id", "_id", "qid", "question_id", "query_id")
 FORMATS = {
@@ -178,6 +178,45 @@ def questions_fingerprint(questions: Sequence[Question]) -> str:
         # A line each: JSON holds no raw line feed, so no two lists share one digest.
         digest.update(json.dumps(values, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
+
+
+def supporting_passages(
+    question: Question,
+) -> tuple[Callable[[Passage], str], set[str]]:
+    """Return (a passage's key, keys of the passages that the question rests on).
+
+    The metadata names them by `supporting_ids`, by `supporting_titles`, by HotpotQA's
+    `supporting_facts` (pairs as published, or FlashRAG's object), or by those of
+    MuSiQue's `paragraphs` that have `is_supporting`. Where it names none, or in another
+    form, the set is empty: nothing may end here that was rolled out for hours.
+    """
+    metadata = question.metadata
+    if ids := _texts_of(metadata.get("supporting_ids")):
+        return (lambda passage: passage.id), set(ids)
+    titles = _texts_of(metadata.get("supporting_titles"))
+    facts = metadata.get("supporting_facts")
+    if not titles and isinstance(facts, dict):
+        titles = _texts_of(facts.get("title"))
+    elif not titles and isinstance(facts, list):
+        titles = _texts_of(
+            [fact[0] for fact in facts if isinstance(fact, list) and fact]
+        )
+    paragraphs = metadata.get("paragraphs")
+    if not titles and isinstance(paragraphs, list):
+        objects = [x for x in paragraphs if isinstance(x, dict)]
+        titles = _texts_of([x.get("title") for x in objects if x.get("is_supporting")])
+    return bare_title, {title.strip('" ') for title in titles}
+
+
+def _texts_of(values):
+    """Return the texts of a list; [] of anything else."""
+    values = values if isinstance(values, list | tuple) else ()
+    return [value for value in values if isinstance(value, str)]
+
+
+def bare_title(passage: Passage) -> str:
+    """Return a passage's title without the quotes that some corpora put around it."""
+    return passage.title.strip('" ')
 
 
 def _check_fields(fields):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import jax
 from ml_collections import ConfigDict
 
-from rsearch.data.demonstrations import PROTOCOL
+from rsearch.data.demonstrations import DIRECT, PROTOCOL
 from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.answers import (
     answer_without_policy,
@@ -33,12 +33,13 @@ from rsearch.evaluation.judge import (
     summarize_verdicts,
 )
 from rsearch.evaluation.predictions import RUN
-from rsearch.evaluation.scoring import score_groups, scores_of_groups
+from rsearch.evaluation.scoring import score_groups, scores_of_groups, scores_of_rows
 from rsearch.hosts import processes
 from rsearch.llm.local import LocalModel
 from rsearch.methods.base import Kit
 from rsearch.methods.runner import run_program
 from rsearch.methods.table import READER_METHODS, make_program
+from rsearch.rollout.health import HEALTH, NEEDLESS, NOTABLE, needless_searches
 from rsearch.rollout.records import RolloutCache, params_fingerprint, share_groups
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console, files, held
@@ -47,6 +48,7 @@ from rsearch.runtime.identity import num_starts
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.jsonl import read_jsonl, recover_jsonl, write_jsonl
 from rsearch.runtime.workdir import write_json
+from rsearch.text.normalize import NORMALIZERS
 from rsearch.text.suspicion import suspects
 from rsearch.types import GenerateFn, Group, Params, Question, SearchFn
 
@@ -56,7 +58,7 @@ COLUMNS += ("tool_error", "skipped", "seconds")
 NUMBERS = (*COLUMNS[3:5], *COLUMNS[6:], "queries", "searches_right", "searches_wrong")
 JUDGED = ("judge", "judge_agreement", "judge_unparsed", "judge_failed")
 JUDGE_NUMBERS = (*JUDGED, "judge_right_em_wrong", "judge_wrong_em_right")
-NUMBERS += ("judge_error", *JUDGE_NUMBERS)
+NUMBERS += ("judge_error", *JUDGE_NUMBERS, *HEALTH)
 
 RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 EVIDENCE = "evidence"
@@ -83,6 +85,7 @@ class Evaluator:
         kit: Kit,
         made_from: Sequence,
         load_model: Callable[[str], GenerateFn],
+        health: Callable[[Sequence[Group]], dict],
         dataset: str = "",
         setting: str = "",
     ):
@@ -100,6 +103,7 @@ class Evaluator:
                 follows from.
             load_model: loads "reader", "answerer" or "eval_judge", a model beside the
                 policy.
+            health: measures how groups search, see `rsearch.rollout.health`.
             dataset: the name of the questions in results.json; "" is that of
                 config.data.dev.
             setting: how the evaluation differs from the run's configuration, in words.
@@ -115,6 +119,7 @@ class Evaluator:
         self._make_model = functools.cache(make_model)
         self._kit, self._made_from = kit, list(made_from)
         self._load_model = functools.cache(load_model)
+        self._health = health
         # (weak reference to a leaf of the parameters, their protocol rollouts): a
         # reader uses the rollouts that the protocol's own row was measured on.
         self._last = None
@@ -151,7 +156,8 @@ class Evaluator:
             over rollouts, outcomes as counts; `questions` is their fingerprint,
             `skipped` counts those whose prompts are too long for the protocol, which no
             method is asked; `asks` is the source of the model beside the policy that
-            gave the answers, "" without one), and a group of one rollout a question.
+            gave the answers, "" without one; `search_health` has its numbers), and a
+            group of one rollout a question.
         """
         start = time.monotonic()
         cache = None
@@ -162,7 +168,8 @@ class Evaluator:
         answer = functools.partial(self._answer, params, method, cache)
         groups = share_groups(answer, self._questions)
         normalize = self._config.eval.normalize
-        row = score_groups(groups, normalize=normalize)
+        row = score_groups(groups, normalize=normalize) | self._health(groups)
+        row[NEEDLESS] = None  # known when `direct` has been asked, see record_results
         row["normalize"] = normalize
         row["questions"] = questions_fingerprint(self._questions)
         row["skipped"] = self._num_skipped
@@ -316,10 +323,15 @@ def transcripts(
     ]
 
 
-def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> None:
+def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> list[dict]:
     """Put a row into results.json and its `transcripts` into transcripts.jsonl.
 
-    An earlier row of the same stage, method, dataset and setting is replaced.
+    An earlier row of the same stage, method, dataset and setting is replaced. The row
+    of the policy's protocol gets its `needless_searches` as soon as there is one of `direct`
+    on the same questions.
+
+    Returns:
+        All rows.
 
     Raises:
         LostDirectoryError: the run has lost its directory; both files are in the one
@@ -327,7 +339,7 @@ def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> Non
     """
 
     def is_other(old):
-        return any(old.get(n, "") != row.get(n, "") for n in RUN)
+        return _key(old) != _key(row)
 
     wanted, folder = folder, held.locate(folder)
     folder.mkdir(exist_ok=True)
@@ -335,10 +347,52 @@ def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> Non
     others = []
     if path.exists():  # what took hours to measure is not lost for what is damaged
         others = recover_jsonl(path, parse=_parse_transcript, on_bad=console.note)
-    write_jsonl(path, [*filter(is_other, others), *rollouts])
-    rows = [old for old in read_results(folder) if is_other(old)]
-    write_json(folder / RESULTS, [*rows, row])
+    rollouts = [*filter(is_other, others), *rollouts]
+    write_jsonl(path, rollouts)
+    rows = [*filter(is_other, read_results(folder)), row]
+    # A row of `direct` tells of the protocol's, whichever of both comes first.
+    rows = [
+        _with_needless(r, rows, rollouts)
+        if r["method"] == PROTOCOL
+        and (r["stage"], r["dataset"]) == (row["stage"], row["dataset"])
+        else r
+        for r in rows
+    ]
+    write_json(folder / RESULTS, rows)
     held.stop_if_lost(wanted)
+    return rows
+
+
+def _with_needless(row, rows, rollouts):
+    """Return a row of the protocol with its `needless_searches`.
+
+    Args:
+        row: of results.json.
+        rows: all of them.
+        rollouts: all of transcripts.jsonl.
+    """
+    same = ("stage", "step", "dataset", "setting", "questions", "normalize")
+    direct = [r for r in rows if r["method"] == DIRECT]
+    is_known = any(all(r.get(n) == row.get(n) for n in same) for r in direct)
+    if not is_known or row.get("normalize") not in NORMALIZERS:
+        return {**row, NEEDLESS: None}
+
+    def of_method(method):
+        key = _key({**row, "method": method})
+        return [r for r in rollouts if _key(r) == key]
+
+    answers = [r for r in of_method(DIRECT) if _has_answers(r)]
+    em = scores_of_rows(answers, row["normalize"])["em"]
+    is_right = {r["id"]: score == 1 for r, score in zip(answers, em, strict=True)}
+    searched = {r["id"]: bool(r.get("queries")) for r in of_method(PROTOCOL)}
+    return {**row, NEEDLESS: needless_searches(searched, is_right)}
+
+
+def _has_answers(rollout):
+    """Return whether a line of transcripts.jsonl has what an exact match compares."""
+    prediction, golden = rollout.get("prediction"), rollout.get("golden_answers")
+    is_list = isinstance(golden, list) and all(isinstance(g, str) for g in golden)
+    return is_list and isinstance(prediction, str | None)
 
 
 def read_results(folder: pathlib.Path) -> list[dict]:
@@ -419,7 +473,10 @@ def _parse_transcript(row):
 
 
 def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
-    """Print the table of results, scores in percent, and one by kind of question."""
+    """Print the table of results, scores in percent, and one by kind of question.
+
+    A third table has the rows whose searches are to be looked at, see NOTABLE.
+    """
     title = f"{config.name}: percent, answers normalised as {config.eval.normalize}"
 
     def cell(row, name):
@@ -441,6 +498,28 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
     cells = [[cell(row, name) for name in columns] for row in rows]
     console.table(title, columns, cells)
     _show_kinds(rows)
+    _show_health(rows)
+
+
+def _show_health(rows):
+    """Print, in percent, how the rows search of which any number is notable."""
+    notable = [
+        row
+        for row in rows
+        if any((row.get(name) or 0) >= bound for name, bound in NOTABLE.items())
+    ]
+    if not notable:
+        return
+
+    def cell(row, name):
+        return None if row.get(name) is None else f"{100 * row[name]:.0f}"
+
+    cells = [
+        [row["stage"], row["method"], *(cell(row, name) for name in HEALTH)]
+        for row in notable
+    ]
+    headings = [name.partition("_")[0] for name in HEALTH]
+    console.table("searches, percent", ("stage", "method", *headings), cells)
 
 
 def _show_kinds(rows):
@@ -484,7 +563,7 @@ def run_methods(
         folder: of results.json.
     """
     read_results(folder)  # refused now rather than after hours
-    journal, rows = AppendLog(folder, JOURNAL), []
+    journal, rows, recorded = AppendLog(folder, JOURNAL), [], []
     for method in methods:
         row, groups = evaluator(params, method, journal=journal)
         judged, verdicts = evaluator.judge(groups)
@@ -493,7 +572,7 @@ def run_methods(
         row |= judged
         rollouts = transcripts(groups, row, verdicts)
         if processes.is_host0():
-            record_results(folder, row, rollouts)
+            recorded = record_results(folder, row, rollouts)
         em = "-" if row["em"] is None else f"{100 * row['em']:.1f}"
         console.note(
             f"{stage}: {method} EM {em} on {row['n']} questions, "
@@ -516,4 +595,11 @@ def run_methods(
             )
         rows.append(row)
     journal.clear()  # results.json has it all
-    return rows
+    # What host 0 has recorded may tell more of a row than was known when it was made.
+    newest = {_key(row): row for row in recorded}
+    return [newest.get(_key(row), row) for row in rows]
+
+
+def _key(row: dict) -> tuple:
+    """Return what tells a row of results.json, or of its transcripts, from others."""
+    return tuple(row.get(name, "") for name in RUN)

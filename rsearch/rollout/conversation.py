@@ -202,6 +202,7 @@ class Conversation:
         self.answer: str | None = None
         self.outcome: Outcome | None = None
         self.num_malformed = 0
+        self.num_cut_observations = 0
         self.num_turns = 0
 
     @property
@@ -218,6 +219,7 @@ class Conversation:
             tuple(self.tool_uses),
             self.outcome,
             self.num_malformed,
+            self.num_cut_observations,
         )
 
 
@@ -428,25 +430,30 @@ class Host:
         if last and last == before[:1].tolist() and last[0] in self.tokenizer.eos_ids:
             before = before[1:]  # The policy itself has ended its turn so.
         limit, echo = self.limits.max_observation_tokens, self.limits.max_turn_tokens
-        id_parts = []
+        id_parts, is_cut = [], False
         for cut in observation.pieces or (Cut(observation.content),):
             if isinstance(cut, str):
                 ids = self.tokenizer.encode(cut)
             else:
-                ids = self._cut(cut, echo if cut.is_echo else limit)
+                ids, was_cut = self._cut(cut, echo if cut.is_echo else limit)
+                is_cut |= was_cut
                 echo -= len(ids) if cut.is_echo else 0
             id_parts.append(ids)
         ids_shown = np.concatenate([before, *id_parts, after])
-        return ids_shown[:limit] if self.limits.cuts_tags else ids_shown
+        if self.limits.cuts_tags:
+            is_cut |= len(ids_shown) > limit
+            ids_shown = ids_shown[:limit]
+        conversation.num_cut_observations += is_cut
+        return ids_shown
 
-    def _cut(self, cut: Cut, limit: int) -> np.ndarray:
-        """Return [n <= limit] ids of a piece, cut where its text may end."""
+    def _cut(self, cut: Cut, limit: int) -> tuple[np.ndarray, bool]:
+        """Return [n <= limit] ids of a piece, cut where its text may end, if it is."""
         ids = self.tokenizer.encode_start(cut.text, limit)
         if len(ids) <= limit:
-            return ids
+            return ids, False
         while limit and not cut.may_end(self.tokenizer.decode(ids[:limit])):
             limit -= 1
-        return ids[:limit]
+        return ids[:limit], True
 
 
 def _host_segment(source: Source, ids: np.ndarray, text: str) -> Segment:

@@ -227,8 +227,8 @@ def _record_of(rollout: Rollout) -> dict:
         ],
         "outcome": rollout.outcome.value,
         "num_malformed": rollout.num_malformed,
-        # A protocol's rollouts score nothing: their records stay as they were.
-        **({"num_scored": rollout.num_scored} if rollout.num_scored else {}),
+        "num_scored": rollout.num_scored,
+        "num_cut": rollout.num_cut_observations,
         **other_calls(rollout.tool_uses),
     }
 
@@ -251,13 +251,18 @@ def _rollout_of(record: dict, segments: Sequence[Segment]) -> Rollout:
     if record["answer"] is not None:
         texts.append(record["answer"])
     is_text = all(isinstance(text, str) for text in texts)
-    if not is_text or type(record["num_malformed"]) is not int:
+    counts = {
+        "num_malformed": record["num_malformed"],
+        # Earlier versions did not count these.
+        "num_scored": record.get("num_scored", 0),
+        "num_cut_observations": record.get("num_cut", 0),
+    }
+    if not is_text or {type(count) for count in counts.values()} != {int}:
         raise TypeError("not a rollout's texts and counts")
     return Rollout(
         segments=tuple(segments),
         answer=record["answer"],
         tool_uses=with_other_calls(searches, record),
         outcome=Outcome(record["outcome"]),
-        num_malformed=record["num_malformed"],
-        num_scored=int(record.get("num_scored", 0)),
+        **counts,
     )

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Callable, Sequence
 
 from rsearch.config.recipes import fingerprint
 from rsearch.hosts import processes
 from rsearch.retrieval.wrap import wrap_search
 from rsearch.rewards.group import reward_groups
+from rsearch.rollout.health import search_health
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime.journal import AppendLog
 from rsearch.setup.agents import load_agent, recorded_agent
@@ -16,7 +18,7 @@ from rsearch.setup.learners import make_trainer
 from rsearch.setup.methods import make_kit, make_local_model
 from rsearch.setup.rollouts import make_host, make_rollouts
 from rsearch.setup.search import open_encoder
-from rsearch.types import GenerateFn
+from rsearch.types import GenerateFn, Group
 
 
 def rl_parts(setup: Setup, folder: pathlib.Path) -> dict:
@@ -47,9 +49,20 @@ def rl_parts(setup: Setup, folder: pathlib.Path) -> dict:
         trainer=make_trainer(setup, "rl"),
         rollouts=rollouts,
         score=score,
+        health=measure_health(setup),
         questions=setup.train,
         num_tokens=setup.num_tokens,
         inputs=setup.inputs,
+    )
+
+
+def measure_health(setup: Setup) -> Callable[[Sequence[Group]], dict]:
+    """Return `search_health` for the run's protocol and, if it has one, its world."""
+    hops = {} if setup.world is None else setup.world.hops
+    return functools.partial(
+        search_health,
+        tags=setup.protocol.observation_tags(),
+        titles={name: {hop.subject for hop in plan} for name, plan in hops.items()},
     )
 
 
@@ -142,4 +155,5 @@ def evaluation_parts(setup: Setup) -> dict:
             processes.program_versions(),
         ],
         load_model=load_model,
+        health=measure_health(setup),
     )

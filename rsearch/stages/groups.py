@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rsearch.data.order import take
+from rsearch.rollout.health import BY_TURN
 from rsearch.rollout.records import Rewarded
 from rsearch.text.suspicion import suspects
 from rsearch.types import Group, Outcome, Question, Rollout, Source
@@ -21,6 +22,7 @@ def sample_groups(
     seed: int,
     step: int,
     attempt: int = 0,
+    health: Callable[[Sequence[Group]], dict] | None = None,
 ) -> tuple[list[Group], np.ndarray, dict[str, float | None]]:
     """Return the groups that a step learns from.
 
@@ -36,6 +38,7 @@ def sample_groups(
         seed: of the run.
         step: from 0.
         attempt: how often the step was taken before, and undone by a roll-back.
+        health: measures how groups search, see `rsearch.rollout.health`.
 
     Returns:
         Q groups, [Q, G] rewards, and what was measured on the step's own questions.
@@ -46,6 +49,11 @@ def sample_groups(
     seed += attempt * SEED_STRIDE
     stream = [questions[i] for i in take(len(questions), count, seed=seed, step=step)]
     groups, rewards, metrics = summarize(play(stream[:num_questions]))
+    if health is not None:
+        measured = health(groups)
+        # A curve of the run needs a number: the recall after each search has its name.
+        by_turn = enumerate(measured.pop(BY_TURN), start=1)
+        metrics |= measured | {f"supporting_recall_{t}": x for t, x in by_turn}
     if not rounds:
         return groups, rewards, metrics
     waiting, num_asked = stream[num_questions:], num_questions

@@ -30,6 +30,11 @@ BOUNDS = {  # field of config.guards: (what is measured, whether more of it is w
     "max_repeated": ("repeated_text", True),
     "max_kl": ("kl", True),
     "max_clipped": ("clip_fraction", True),
+    "max_copied_queries": ("copied_queries", True),
+    "max_repeated_queries": ("repeated_queries", True),
+    "max_forged": ("forged_observations", True),
+    "max_unsupported": ("unsupported_answers", True),
+    "min_supporting_recall": ("supporting_recall", False),
 }
 
 
@@ -130,6 +135,8 @@ class Guards:
         Returns:
             What has collapsed, unless config.guards.on_collapse is to tell alone.
         """
+        # None is a mean over nothing, such as over the queries of a step without any.
+        measured = {name: x for name, x in measured.items() if x is not None}
         beyond = {
             field: f"{what} = {measured[what]:.4g}, config.guards.{field} = {bound}"
             for field, (what, more_is_worse) in BOUNDS.items()

@@ -48,6 +48,7 @@ class RLStage:
         trainer: compiled updates.
         rollouts: (params, questions, key) -> groups.
         score: groups -> ([Q, G] rewards, {term: [Q, G]}, groups).
+        health: groups -> how they search, see `rsearch.rollout.health`.
         questions: to learn from.
         num_tokens: T, of the longest conversation.
         inputs: {name: fingerprint} of what rollouts depend on beside the configuration.
@@ -62,6 +63,7 @@ class RLStage:
     trainer: Trainer
     rollouts: RolloutEngine
     score: Callable
+    health: Callable
     questions: Sequence[Question]
     num_tokens: int
     inputs: dict[str, str]
@@ -141,6 +143,7 @@ def run(stage: RLStage, params: Params):
                 seed=c.seed,
                 step=step,
                 attempt=attempt,
+                health=stage.health,
             )
             del decoding  # the update needs its room
             if rollout_cache.num_reused:

@@ -53,6 +53,7 @@ ROLLOUTS = st.builds(
     tool_uses=st.lists(LOOKUPS, max_size=2).map(tuple),
     outcome=st.sampled_from(Outcome),
     num_malformed=st.integers(0, 9),
+    num_cut_observations=st.integers(0, 9),
 )
 
 

@@ -65,6 +65,11 @@ def test_the_parameter_that_is_not_finite_is_named(tmp_path):
         ({"max_repeated": 0.5}, {"repeated_text": 0.6}),
         ({"max_kl": 0.5}, {"kl": 0.6}),
         ({"max_clipped": 0.5}, {"clip_fraction": 0.6}),
+        ({"max_copied_queries": 0.5}, {"copied_queries": 0.6}),
+        ({"max_repeated_queries": 0.5}, {"repeated_queries": 0.6}),
+        ({"max_forged": 0.5}, {"forged_observations": 0.6}),
+        ({"max_unsupported": 0.5}, {"unsupported_answers": 0.6}),
+        ({"min_supporting_recall": 0.5}, {"supporting_recall": 0.4}),
     ],
 )
 def test_a_policy_that_collapses_is_told_of_or_stopped(
@@ -106,6 +111,14 @@ def test_steps_within_what_was_beyond_end_the_count(tmp_path):
     for step, measured in [(4, {"empty_answers": 0.9}), (5, {"entropy": 0.6})]:
         assert own.on_step(step, measured) is None
     assert own.on_step(6, {"entropy": 0.4}).first_step == 4  # what was empty may be yet
+
+
+def test_a_share_of_nothing_is_within_no_bound_and_beyond_none(tmp_path):
+    """Such as of the queries in a step without any."""
+    own = guards(tmp_path, patience=2, on_collapse="stop", max_copied_queries=0.5)
+    for step, share in enumerate([0.9, None]):
+        assert own.on_step(step, {"copied_queries": share}) is None
+    assert own.on_step(2, {"copied_queries": 0.9}).first_step == 0
 
 
 def test_a_count_of_an_earlier_version_begins_anew(tmp_path):

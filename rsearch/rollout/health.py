@@ -1,0 +1,164 @@
+"""Numbers that say whether a policy searches well, for steps and for evaluations.
+
+All of it is work on the host's strings, linear in their length. Texts are compared in
+the normal form of `rsearch.text.normalize.DEFAULT_NORMALIZER`, whatever a run's answers
+are scored with, so that the numbers of all runs can be compared.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from rsearch.data.questions import bare_title, supporting_passages
+from rsearch.text.normalize import CLOSED_ANSWERS, DEFAULT_NORMALIZER, NORMALIZERS
+from rsearch.types import Group, Question, Rollout
+
+BY_TURN = "supporting_by_turn"
+NEEDLESS = "needless_searches"
+NOTABLE = {  # number of `search_health` or of `needless_searches`: from here on it is
+    "copied_queries": 0.5,
+    "repeated_queries": 0.1,
+    "unsupported_answers": 0.5,
+    "forged_observations": 0.01,
+    "cut_observations": 0.25,
+    NEEDLESS: 0.5,
+}
+HEALTH = ("supporting_recall", *NOTABLE)
+
+_CLOSED = CLOSED_ANSWERS["flashrag"]  # such as "yes", which no passage has to say
+
+
+def search_health(
+    groups: Sequence[Group],
+    *,
+    tags: Sequence[re.Pattern] = (),
+    titles: Mapping[str, Collection[str]] | None = None,
+) -> dict[str, float | list[float] | None]:
+    """Return shares from 0 to 1 over the rollouts of all groups.
+
+    A share of nothing is None. Failed rollouts count like the others.
+
+    Args:
+        groups: any number.
+        tags: of observations, see `Protocol.observation_tags`.
+        titles: {question id: titles of its supporting passages}, where something else
+            than the question's metadata tells them.
+
+    Returns:
+        A dict of
+        `copied_queries`: of all queries, those that are the question, normalised;
+        `repeated_queries`: of all queries, those that an earlier query of the same
+        rollout equals, normalised;
+        `unsupported_answers`: of the answers after searches that have found any
+        passage, those whose words, normalised, do not stand in a row in one of these
+        passages. Empty answers, yes and no are left out;
+        `forged_observations`: of the rollouts in which the policy wrote anything, those
+        in which it wrote a tag of an observation itself;
+        `cut_observations`: of all executed calls, those whose observation was cut to
+        its budget, so that the policy has not read the end of what was found;
+        `supporting_recall`: of the supporting passages of a question, those that any
+        search of a rollout has found, as a mean over the rollouts of questions whose
+        supporting passages are known; a rollout without searches counts 0; and
+        `supporting_by_turn`: a list, the same after the first search, after the second
+        and so on, up to the most searches of any of these rollouts. One with fewer
+        stays at what it has found.
+    """
+    pairs = [(g.question, r) for g in groups for r in g.rollouts]
+    copied, repeated = [], []
+    for question, rollout in pairs:
+        queries = _queries(rollout)
+        normal_question = _normal(question.text)
+        copied += [query == normal_question for query in queries]
+        repeated += [query in queries[:i] for i, query in enumerate(queries)]
+    wrote = [rollout.policy_texts for _, rollout in pairs if rollout.policy_texts]
+    forged = [
+        any(tag.search(text) for tag in tags for text in texts) for texts in wrote
+    ]
+    num_calls = sum(len(rollout.tool_uses) for _, rollout in pairs)
+    num_cut = sum(rollout.num_cut_observations for _, rollout in pairs)
+    curves = [
+        curve
+        for question, rollout in pairs
+        if (curve := _recall_curve(question, rollout, titles or {})) is not None
+    ]
+    return {
+        "copied_queries": _mean(copied),
+        "repeated_queries": _mean(repeated),
+        "unsupported_answers": _unsupported_answers([r for _, r in pairs]),
+        "forged_observations": _mean(forged),
+        "cut_observations": num_cut / num_calls if num_calls else None,
+        "supporting_recall": _mean([curve[-1] for curve in curves]),
+        # The first point of a curve is that before any search.
+        BY_TURN: [
+            float(np.mean([curve[min(turn, len(curve) - 1)] for curve in curves]))
+            for turn in range(1, max(map(len, curves), default=0))
+        ],
+    }
+
+
+def needless_searches(
+    has_searched: Mapping[str, bool], direct_is_right: Mapping[str, bool]
+) -> float | None:
+    """Return the share of searched questions among those that need no search.
+
+    Args:
+        has_searched: {question id: whether the policy searched for it}.
+        direct_is_right: {question id: whether the same policy's answer without any
+            search is an exact match}.
+
+    Returns:
+        Of the questions in both that are answered right without a search, the share
+        that was searched for; None if there are none.
+    """
+    known = [name for name, is_right in direct_is_right.items() if is_right]
+    return _mean([has_searched[name] for name in known if name in has_searched])
+
+
+def _queries(rollout: Rollout) -> list[str]:
+    """Return the normal forms of all queries, in order."""
+    return [_normal(query) for use in rollout.searches for query in use.call.arguments]
+
+
+def _normal(text):
+    """Return a text's normal form; the text itself if nothing is left of it."""
+    return NORMALIZERS[DEFAULT_NORMALIZER](text) or text.strip()
+
+
+def _unsupported_answers(rollouts):
+    """Return `unsupported_answers` of `search_health`."""
+    # The rollouts of a group find the same passages again and again.
+    normal_forms: dict[str, str] = {}
+    unsupported = []
+    for rollout in rollouts:
+        answer = _normal(rollout.answer or "")
+        contents = {passage.contents for passage in rollout.passages}
+        if not answer or answer in _CLOSED or not contents:
+            continue
+        for text in contents - normal_forms.keys():
+            normal_forms[text] = f" {_normal(text)} "
+        # Spaces at both ends: "art" does not stand in "party".
+        words = f" {answer} "
+        unsupported.append(not any(words in normal_forms[text] for text in contents))
+    return _mean(unsupported)
+
+
+def _recall_curve(
+    question: Question, rollout: Rollout, titles: Mapping[str, Collection[str]]
+) -> list[float] | None:
+    """Return the recall before any search and after each; None without support."""
+    if question.id in titles:
+        key, expected = bare_title, set(titles[question.id])
+    else:
+        key, expected = supporting_passages(question)
+    if not expected:
+        return None
+    curve, retrieved = [0.0], set()
+    for use in rollout.searches:
+        retrieved |= {key(passage) for hits in use.result.data for passage in hits}
+        curve.append(len(expected & retrieved) / len(expected))
+    return curve
+
+
+def _mean(values):
+    return float(np.mean(values)) if values else None
