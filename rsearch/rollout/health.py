@@ -5,6 +5,7 @@ the normal form of `rsearch.text.normalize.DEFAULT_NORMALIZER`, whatever a run's
 are scored with, so that the numbers of all runs can be compared.
 """
 
+import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 
@@ -127,20 +128,21 @@ def _normal(text):
 
 def _unsupported_answers(rollouts):
     """Return `unsupported_answers` of `search_health`."""
+
     # The rollouts of a group find the same passages again and again.
-    normal_forms: dict[str, str] = {}
-    unsupported = []
-    for rollout in rollouts:
-        answer = _normal(rollout.answer or "")
-        contents = {passage.contents for passage in rollout.passages}
-        if not answer or answer in _CLOSED or not contents:
-            continue
-        for text in contents - normal_forms.keys():
-            normal_forms[text] = f" {_normal(text)} "
+    @functools.cache
+    def words(text):
         # Spaces at both ends: "art" does not stand in "party".
-        words = f" {answer} "
-        unsupported.append(not any(words in normal_forms[text] for text in contents))
-    return _mean(unsupported)
+        return f" {_normal(text)} "
+
+    return _mean(
+        [
+            not any(f" {answer} " in words(p.contents) for p in rollout.passages)
+            for rollout in rollouts
+            if (answer := _normal(rollout.answer or "")) not in {"", *_CLOSED}
+            and rollout.passages
+        ]
+    )
 
 
 def _recall_curve(

@@ -53,7 +53,9 @@ def sample_groups(
         measured = health(groups)
         # A curve of the run needs a number: the recall after each search has its name.
         by_turn = enumerate(measured.pop(BY_TURN), start=1)
-        metrics |= measured | {f"supporting_recall_{t}": x for t, x in by_turn}
+        measured |= {f"supporting_recall_{t}": x for t, x in by_turn}
+        # A share of nothing is left out, so that it is within no bound and beyond none.
+        metrics |= {name: x for name, x in measured.items() if x is not None}
     if not rounds:
         return groups, rewards, metrics
     waiting, num_asked = stream[num_questions:], num_questions

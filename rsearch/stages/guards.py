@@ -135,8 +135,6 @@ class Guards:
         Returns:
             What has collapsed, unless config.guards.on_collapse is to tell alone.
         """
-        # None is a mean over nothing, such as over the queries of a step without any.
-        measured = {name: x for name, x in measured.items() if x is not None}
         beyond = {
             field: f"{what} = {measured[what]:.4g}, config.guards.{field} = {bound}"
             for field, (what, more_is_worse) in BOUNDS.items()

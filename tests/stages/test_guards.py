@@ -113,14 +113,6 @@ def test_steps_within_what_was_beyond_end_the_count(tmp_path):
     assert own.on_step(6, {"entropy": 0.4}).first_step == 4  # what was empty may be yet
 
 
-def test_a_share_of_nothing_is_within_no_bound_and_beyond_none(tmp_path):
-    """Such as of the queries in a step without any."""
-    own = guards(tmp_path, patience=2, on_collapse="stop", max_copied_queries=0.5)
-    for step, share in enumerate([0.9, None]):
-        assert own.on_step(step, {"copied_queries": share}) is None
-    assert own.on_step(2, {"copied_queries": 0.9}).first_step == 0
-
-
 def test_a_count_of_an_earlier_version_begins_anew(tmp_path):
     """It did not tell since when, and all would be undone."""
     own = guards(tmp_path, patience=3, on_collapse="roll_back", max_kl=0.5)
