@@ -8,6 +8,10 @@ fields that differ, behind the recipe's name.
 Rows on the same questions are compared with the first of them, question by question:
 the difference with its 95 % interval (paired bootstrap) and the p of McNemar's exact
 test, each pair for itself. Of rows without a pair, stderr says why.
+
+Rows of one data set that were measured otherwise, with other questions, retrieval,
+normaliser or judge, are refused, or with --allow=FIELD marked. What else differs in how
+they were made, such as weights, budgets and code, is a table below.
 """
 
 import os
@@ -23,10 +27,23 @@ from typing import NamedTuple
 from rsearch.config.fields import fields
 from rsearch.config.recipes import ABSENT, fingerprint, parse_flags, run_command
 from rsearch.config.stage_plan import START
+from rsearch.evaluation.comparability import (
+    JUDGE_FIELDS,
+    JUDGED_BY,
+    MUST_BE_EQUAL,
+    WORLD,
+    RowFacts,
+    disagreements,
+    row_facts,
+    shown_fields,
+    value_text,
+)
 from rsearch.evaluation.evaluator import read_results
 from rsearch.evaluation.pairs import pair_rows
+from rsearch.evaluation.predictions import RUN
 from rsearch.runtime.console import clean_line, note, table
 from rsearch.runtime.files import expand
+from rsearch.runtime.identity import describe_start
 from rsearch.runtime.workdir import CONFIG, is_free, read_config
 from rsearch.text.spelling import did_you_mean
 
@@ -34,14 +51,22 @@ ALL, LAST = "all", "last"
 MAX_WORDS = 4  # fields behind a recipe's name
 SCORES = ("em", "f1", "cover_em")
 BEFORE = "em_before"  # the exact match of the same method at the run's start
-PERCENT = (*SCORES, BEFORE)
+JUDGED = ("judge", "judge_agreement")
+JUDGE_COUNTS = ("judge_unparsed", "judge_failed")
+PERCENT = (*SCORES, BEFORE, *JUDGED)
 COUNTS = ("searches", "queries", "searches_right", "searches_wrong")
+REQUIRED = (*MUST_BE_EQUAL, *(f"{JUDGED_BY}.{name}" for name in JUDGE_FIELDS))
+NUMBERS = ("n", *PERCENT, *JUDGE_COUNTS, *COUNTS)
 HEADINGS = {
     "n": "n",
     "em": "EM",
     BEFORE: "EM before",
     "f1": "F1",
     "cover_em": "cover-EM",
+    "judge": "judge",
+    "judge_agreement": "judge = EM",
+    "judge_unparsed": "unparsed",
+    "judge_failed": "failed",
     "searches": "searches",
     "queries": "queries",
     "searches_right": "when right",
@@ -54,7 +79,12 @@ FLAGS = {
     "by_kind": (False, "a row for each kind of question"),
     "group": (False, "mean +- standard deviation over runs that differ in their seed"),
     "markdown": (False, "prints a Markdown table"),
+    "allow": (
+        "",
+        "fields in which rows may differ that must be equal, or 'all'; marks such rows",
+    ),
 }
+MARKS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class ComparedRun(NamedTuple):
@@ -83,22 +113,34 @@ def main(argv: Sequence[str]) -> int:
             "name at least one run's directory: python -m rsearch.compare DIR DIR..."
         )
     runs = [read_run(path) for path in find_runs(folders)]
-    labels = label_runs(runs)
     chosen = {name: flags[name] for name in ("stage", "method", "dataset")}
-    rows, sources = [], []
-    for run, label in zip(runs, labels, strict=True):
-        for row in choose(run, **chosen):
-            row = _with_start(run, row)
-            for kind, values in _kinds(row, flags["by_kind"]):
-                about = (label, row["stage"], row["method"], row["dataset"], kind)
-                rows.append((about, run.config["seed"], values))
-                sources.append((run.path, row))
+    measured = [
+        (run, label, row)
+        for run, label in zip(runs, label_runs(runs), strict=True)
+        for row in choose(run, **chosen)
+    ]
+    facts = [_facts(run, row) for run, _, row in measured]
+    marks, footnotes = _marks(measured, facts, flags["allow"])
+    rows, sources, made_by = [], [], {}
+    for (run, label, row), mark, made in zip(measured, marks, facts, strict=True):
+        row = _with_start(run, row, made)
+        for kind, values in _kinds(row, flags["by_kind"]):
+            name = f"{label} {mark}".rstrip()
+            about = (name, row["stage"], row["method"], row["dataset"], kind)
+            made_by.setdefault(about if flags["group"] else len(rows), []).append(made)
+            rows.append((about, run.config["seed"], values))
+            sources.append((run.path, row))
     if not rows:
         raise ValueError(_nothing(runs, chosen))
     rows = grouped(rows) if flags["group"] else [_single(*row) for row in rows]
     _print(rows, flags, num_runs=len(runs))
-    if len(rows) > 1 and not flags["group"] and not flags["by_kind"]:
-        _print_pairs(rows, sources, is_markdown=flags["markdown"])
+    for text in footnotes:
+        print(f"\n{_markdown_text(text) if flags['markdown'] else clean_line(text)}")
+    if len(rows) > 1 and not flags["by_kind"]:
+        names = _names_of(rows, sources, is_grouped=flags["group"])
+        _print_made_by(names, [*made_by.values()], is_markdown=flags["markdown"])
+        if not flags["group"]:
+            _print_pairs(names, sources, is_markdown=flags["markdown"])
     return 0
 
 
@@ -198,17 +240,23 @@ def choose(run: ComparedRun, *, stage: str, method: str, dataset: str) -> list[d
     ]
 
 
-def _with_start(run, row):
-    """Return a row, and its kinds, beside the exact match that the run began with."""
+def _with_start(run, row, facts):
+    """Return a row, and its kinds, beside the exact match that the run began with.
+
+    One that was measured otherwise than the row is left out.
+    """
     if row["stage"] == START:
         return row
     same = ("method", "dataset")
-    starts = [
-        other
-        for other in choose(run, stage=START, method=ALL, dataset=ALL)
-        if all(other[name] == row[name] for name in same)
-    ]
-    start = starts[0] if starts else {}
+    start = {}
+    for other in choose(run, stage=START, method=ALL, dataset=ALL):
+        if all(other[name] == row[name] for name in same):
+            start = other
+            break
+    if start and (unlike := disagreements([facts, _facts(run, start)])[1]):
+        about = clean_line(", ".join(row[name] for name in same))
+        note(f"{run.path}: {about}: no {HEADINGS[BEFORE]}: at the start, {unlike[0]}")
+        start = {}
     compared = {**row, BEFORE: start.get("em")}
     for name in ("by_kind", "by_known"):
         before = start.get(name, {})
@@ -217,6 +265,72 @@ def _with_start(run, row):
             for kind, values in row.get(name, {}).items()
         }
     return compared
+
+
+def _facts(run, row) -> RowFacts:
+    """Return what a row and its entry of run.json say of how it was measured."""
+    facts = row_facts(row, run.config)
+    start = describe_start(run.path, row.get("start"))
+    return facts._replace(shown={**facts.shown, **start})
+
+
+def _marks(measured, facts, allow):
+    """Return a mark for each row, "" for most, and the footnotes of the marks.
+
+    Args:
+        measured: (run, label, row) of each row.
+        facts: of each row.
+        allow: the flag's value.
+
+    Raises:
+        ValueError: a row differs in what must be equal and is not allowed to.
+    """
+    allowed = [word.strip() for word in allow.split(",") if word.strip()]
+    world = {name for f in facts for name in f.required if name.startswith(WORLD)}
+    _check_allowed(allowed, [*REQUIRED, *sorted(world)])
+    unlike = disagreements(facts)
+    refused = [
+        (i, difference)
+        for i, several in enumerate(unlike)
+        for difference in several
+        if not _is_allowed(difference.field, allowed)
+    ]
+    if refused:
+        i, first = refused[0]
+        rows = [
+            f"{run.path} ({', '.join(value_text(row[name]) for name in RUN)})"
+            for run, _, row in (measured[i], measured[first.position])
+        ]
+        fields = ",".join(dict.fromkeys(d.field for _, d in refused))
+        raise ValueError(
+            f"{first.field} = {value_text(first.value)} in {rows[0]}, "
+            f"{value_text(first.other)} in {rows[1]}: must be equal in one table; "
+            f"--allow={fields} marks what differs"
+        )
+    marks, texts = [], {}
+    for several, made in zip(unlike, facts, strict=True):
+        reasons = [str(difference) for difference in several]
+        if made.missing:
+            reasons.append(f"not recorded: {', '.join(made.missing)}")
+        number = texts.setdefault("; ".join(reasons), len(texts) + 1) if reasons else ""
+        marks.append(str(number).translate(MARKS))
+    footnotes = [f"{str(n).translate(MARKS)} {text}" for text, n in texts.items()]
+    return marks, footnotes
+
+
+def _check_allowed(words, names):
+    """Refuse a word of --allow that names no field that must be equal."""
+    sections = {name.partition(".")[0] for name in names}
+    known = sorted({ALL, WORLD, *names, *sections})
+    for word in words:
+        if word not in known:
+            hint = did_you_mean(word, known)
+            raise ValueError(f"--allow={word}: expected of {', '.join(known)}{hint}")
+
+
+def _is_allowed(field, words):
+    """Return whether a field, its section or all are among the words of --allow."""
+    return not {ALL, field, field.partition(".")[0]}.isdisjoint(words)
 
 
 def _kinds(row, by_kind):
@@ -228,7 +342,7 @@ def _kinds(row, by_kind):
 
 def _single(about, seed, values) -> ResultRow:
     """Return one run's row; numbers that older results lack are None."""
-    numbers = {name: values.get(name) for name in ("n", *PERCENT, *COUNTS)}
+    numbers = {name: values.get(name) for name in NUMBERS}
     return ResultRow((*about, seed), {**numbers, "em_95": values.get("em_95")})
 
 
@@ -248,7 +362,7 @@ def grouped(rows: Sequence[tuple]) -> list[ResultRow]:
     means = []
     for about, several in by_about.items():
         values = {}
-        for name in ("n", *PERCENT, *COUNTS):
+        for name in NUMBERS:
             known = [v[name] for v in several if v.get(name) is not None]
             mean = statistics.fmean(known) if known else None
             values[name] = mean, statistics.stdev(known) if len(known) > 1 else None
@@ -271,7 +385,9 @@ def _print(rows, flags, *, num_runs):
     columns = [names[i] for i in shown_columns] + ["n"]
     columns += [HEADINGS[BEFORE]] if shows_start else []
     columns += ["EM", "95 % interval"] if shows_interval else ["EM"]
-    measured = [*SCORES[1:], *COUNTS]
+    is_judged = any(_mean_of(row.values[JUDGED[0]]) is not None for row in rows)
+    judged = [*JUDGED, *JUDGE_COUNTS] if is_judged else []
+    measured = [*SCORES[1:], *judged, *COUNTS]
     if flags["by_kind"]:
         measured = [*SCORES[1:], COUNTS[0]]
     columns += [HEADINGS[name] for name in measured]
@@ -293,16 +409,41 @@ def _print(rows, flags, *, num_runs):
     table(title.rstrip(": "), columns, lines)
 
 
-def _print_pairs(rows, sources, *, is_markdown):
+def _print_made_by(names, made_by, *, is_markdown):
+    """Print what rows were made by, as far as it differs and no column tells it.
+
+    Args:
+        names: of the rows.
+        made_by: what each row's runs say of it.
+        is_markdown: prints a Markdown table.
+    """
+    columns = {}
+    for field in shown_fields([facts for several in made_by for facts in several]):
+        column = [_values_of(field, several) for several in made_by]
+        if len({*column}) > 1:  # seeds alone may differ
+            columns[field] = column
+    lines = [list(line) for line in zip(names, *columns.values(), strict=True)]
+    if columns and is_markdown:
+        print("\n" + markdown(["row", *columns], lines), end="")
+    elif columns:
+        table("what else differs", ["row", *columns], lines)
+
+
+def _values_of(field, facts):
+    """Return the value that a field has in one row's runs, or how many it has."""
+    values = {value_text(f.shown[field]) for f in facts if field in f.shown}
+    return f"{len(values)} values" if len(values) > 1 else "".join(values) or "-"
+
+
+def _print_pairs(names, sources, *, is_markdown):
     """Print the differences of rows on the same questions, and which have none.
 
     Args:
-        rows: of the table.
+        names: of the rows.
         sources: (run's directory, row of results.json) of each.
         is_markdown: prints a Markdown table.
     """
     pairs, unpaired = pair_rows(sources)
-    names = _names_of(rows, [path for path, _ in sources])
     lines = []
     for pair in pairs:
         line = [names[pair.row], names[pair.baseline], str(pair.n)]
@@ -317,17 +458,22 @@ def _print_pairs(rows, sources, *, is_markdown):
     elif lines:
         table("differences on the same questions, in points of percent", columns, lines)
     for reason, count in Counter(unpaired.values()).items():
-        note(f"{count} of {len(rows)} rows are not paired: {reason}")
+        note(f"{count} of {len(names)} rows are not paired: {reason}")
 
 
-def _names_of(rows, paths):
+def _names_of(rows, sources, *, is_grouped):
     """Return what tells each row from the others, its recipe if nothing else does."""
-    values = [(*row.about[:-1], f"seed {row.about[-1]}") for row in rows]
+    values = [row.about[:-1] for row in rows]
+    if not is_grouped:
+        seeds = [(f"seed {row.about[-1]}",) for row in rows]
+        values = [a + b for a, b in zip(values, seeds, strict=True)]
     differing = [i for i in range(len(values[0])) if len({v[i] for v in values}) > 1]
     names = [" ".join(value[i] for i in differing or [0]) for value in values]
+    if is_grouped:  # no two of them are about the same
+        return names
     return [
         f"{name} ({path.name})" if names.count(name) > 1 else name
-        for name, path in zip(names, paths, strict=True)
+        for name, (path, _) in zip(names, sources, strict=True)
     ]
 
 
@@ -345,7 +491,7 @@ def _shown(name, value):
         return f"{_shown(name, mean)} ± {_shown(name, deviation)}"
     if value is None:
         return "-"
-    if name == "n":
+    if name == "n" or (name in JUDGE_COUNTS and value == int(value)):
         return f"{value:.0f}"
     return f"{100 * value:.1f}" if name in PERCENT else f"{value:.2f}"
 

@@ -16,6 +16,11 @@ def row(stage="rl", method="protocol", dataset="d", **more):
     counts = {"searches": 1.5, "queries": 2.0}
     counts |= {"searches_right": 1.25, "searches_wrong": None}
     about = {"stage": stage, "step": 1, "method": method, "dataset": dataset, "n": 200}
+    about |= {
+        "questions": "f1",
+        "normalize": "squad",
+        "made_by": {"retrieval.top_k": 1},
+    }
     return {**about, **SCORES, "em_95": [0.4321, 0.5678], **counts, **more}
 
 
@@ -50,7 +55,7 @@ def evaluated(folder, dataset="d", rights="1100", lines=None, **more):
         for i, text in enumerate(("x" if digit == "1" else None) for digit in rights)
     ]
     em = rights.count("1") / len(rights)
-    counted = {"n": len(rights), "em": em, "questions": "f1", "normalize": "squad"}
+    counted = {"n": len(rights), "em": em}
     run = make(folder, row(dataset=dataset, **counted | more), seed=ord(folder.name[0]))
     lines = [json.dumps(item) for item in items] if lines is None else lines
     (run / "transcripts.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -232,8 +237,8 @@ def test_rows_on_the_same_questions_are_compared_by_question(said, tmp_path):
 )
 def test_rows_without_a_pair_are_shown_and_said(said, tmp_path, changes, reason):
     runs = evaluated(tmp_path / "a"), evaluated(tmp_path / "b", **changes)
-    code, out, err = said(*runs, "--markdown")
-    assert code == 0 and len(cells(out)) == 3
+    code, out, err = said(*runs, "--markdown", "--allow=questions,normalize")
+    assert code == 0 and len(cells(out.partition("\n\n")[0])) == 3
     assert reason in err and "rows are not paired" in err
 
 
@@ -248,6 +253,109 @@ def test_each_set_of_questions_has_its_first_row(said, tmp_path):
     assert code == 0 and line[2:4] == ["4", "+0.0"] and line[5] == "1.0000"
     assert "1 of 4 rows are not paired: the other rows" in err
     assert "transcripts.jsonl is not there" in err
+
+
+def made(**more):
+    """A row with another value of what it was made by."""
+    return row(made_by={"retrieval.top_k": 1} | more)
+
+
+JUDGE = {"source": "j", "name": "", "temperature": 0.0, "top_p": 1.0}
+JUDGE |= {"max_prompt_tokens": 9, "max_reply_tokens": 9, "prompt": "x", "golds": "any"}
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "other", "unrelated"),
+    [
+        ("retrieval.top_k", "13", made(**{"retrieval.top_k": 3}), "world"),
+        ("questions", ("f1", "f2"), row(questions="f2"), "retrieval"),
+        ("normalize", ("squad", "flashrag"), row(normalize="flashrag"), "judged_by"),
+    ],
+)
+def test_rows_that_were_measured_otherwise_are_refused_or_marked(
+    said, tmp_path, field, values, other, unrelated
+):
+    a, b = make(tmp_path / "a", row()), make(tmp_path / "b", other, seed=1)
+    for flags in ([], ["--group"], [f"--allow={unrelated}"]):
+        code, out, err = said(a, b, *flags)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert f"--allow={field}" in err
+        assert all(x in err for x in (f"{field} = ", str(a), str(b), *values))
+    for allow in (field, "all", f"sampling, {field}"):
+        code, out, _ = said(a, b, "--markdown", f"--allow={allow}")
+        lines = cells(out.partition("\n\n")[0])[1:]
+        assert code == 0 and [line[0] for line in lines] == ["r_search", "r_search ¹"]
+        assert f"\n¹ {field} = {values[1]}, not {values[0]}\n" in out
+    # Rows that are not measured alike have no mean.
+    lines = cells(said(a, b, "--group", "--markdown", "--allow=all")[1])
+    assert [line[2] for line in lines[1:3]] == ["1", "1"]
+
+
+def test_a_word_of_allow_must_be_a_field(said, tmp_path):
+    run = make(tmp_path / "run", row())
+    code, out, err = said(run, "--allow=retrieval.topk")
+    assert (code, out) == (2, "") and "--allow=retrieval.topk" in err
+    assert "did you mean retrieval.top_k?" in err
+
+
+def test_rows_of_older_runs_are_marked_and_not_refused(said, tmp_path):
+    old = row()
+    del old["made_by"]
+    a, b = make(tmp_path / "a", row()), make(tmp_path / "b", old, seed=1)
+    code, out, _ = said(a, b, "--markdown")
+    lines = cells(out.partition("\n\n")[0])[1:]
+    assert code == 0 and [line[0] for line in lines] == ["r_search", "r_search ¹"]
+    assert "\n¹ not recorded: made_by\n" in out
+
+
+def test_what_else_differs_is_a_table(said, tmp_path):
+    few, many = {"rollout.max_searches": 2}, {"rollout.max_searches": 4}
+    runs = [
+        make(tmp_path / name, made(**more) | {"start": 1}, seed=seed)
+        for seed, (name, more) in enumerate(zip("abc", (few, few, many), strict=True))
+    ]
+    start = {"command": "train", "config": "", "inputs": {}, "count": 1}
+    for run, commit in zip(runs, ("1" * 40, "2" * 40, ""), strict=True):
+        code = {"commit": commit, "diff": "", "files": {}}
+        starts = [start | {"code": code, "program": {"jax": "1.0"}}]
+        (run / "run.json").write_text(json.dumps({"rsearch_run": 1, "starts": starts}))
+    columns, *lines = cells(said(*runs, "--markdown")[1].split("\n\n")[1])
+    assert columns == ["row", "rollout.max_searches", "code"]
+    assert [line[:2] for line in lines] == [
+        *(["seed 0", "2"], ["seed 1", "2"]),
+        ["seed 2", "4"],
+    ]
+    assert [line[2] for line in lines[:2]] == ["1" * 10, "2" * 10]
+    assert "max_searches" not in said(*runs[:2], "--markdown")[1]
+    # Of seeds that are grouped the number is shown, and only if it tells rows apart.
+    assert "max_searches" not in said(*runs, "--group", "--markdown")[1]
+
+
+def test_a_start_that_was_measured_otherwise_is_no_em_before(said, tmp_path):
+    for top_k, before in ((1, "50.0"), (2, None)):
+        start = made(**{"retrieval.top_k": top_k}) | {"stage": "start"}
+        run = make(tmp_path / str(top_k), start, row())
+        code, out, err = said(run, "--markdown")
+        columns, line = cells(out)
+        actual = dict(zip(columns, line, strict=True)).get("EM before")
+        assert (code, actual) == (0, before)
+        assert ("retrieval.top_k = 2, not 1" in err) == (before is None)
+
+
+def test_verdicts_of_a_judge_have_columns_where_there_are_any(said, tmp_path):
+    numbers = {"judge": 0.625, "judge_agreement": 0.9, "judge_unparsed": 3}
+    judged = row(judged_by=JUDGE, judge_failed=0, **numbers)
+    a, b = make(tmp_path / "a", row()), make(tmp_path / "b", judged, seed=1)
+    columns, *lines = cells(said(a, b, "--markdown")[1])
+    at = columns.index("judge")
+    assert columns[at : at + 4] == ["judge", "judge = EM", "unparsed", "failed"]
+    shown = [line[at : at + 4] for line in lines]
+    assert shown == [["-"] * 4, ["62.5", "90.0", "3", "0"]]
+    assert "judge" not in said(a, "--markdown")[1]
+    hot = row(judged_by={**JUDGE, "temperature": 0.5}, judge=0.5)
+    c = make(tmp_path / "c", hot, seed=2)
+    code, _, err = said(b, c)
+    assert code == 2 and "judged_by.temperature = 0.5" in err
 
 
 HOSTILE = "\x1b]0;t\x07 \u202etxet\u2066 a\\|b [x](http://x) ![](//y) <img src=x>"

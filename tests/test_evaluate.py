@@ -35,11 +35,10 @@ from tests.small_run import (
 __all__ = ["quick_compilation"]
 FIELDS = {
     *("stage", "step", "method", "dataset", "questions", "normalize", "n"),
-    *("skipped", "start", "setting"),
+    *("skipped", "start", "setting", "made_by"),
     "seconds",
     *("searches", "queries", "searches_right", "searches_wrong"),
     *("policy_tokens", "tokens", "by_kind", "by_known", "asks", *COSTS),
-    *("policy_tokens", "tokens", "by_kind", "by_known", "asks"),
     *HEALTH,
     BY_TURN,
     *SCORES,
@@ -228,6 +227,9 @@ def test_an_exported_policy_scores_what_it_scored(exported, tmp_path):
     assert [(r["stage"], r["step"]) for r in rows] == [(str(exported), None)] * 3
     before = [r for r in evaluate.read_results(finished()) if r["stage"] == "rl"]
     for row, other in zip(without_times(rows), without_times(before), strict=True):
+        made_by, of_other = row.pop("made_by"), other.pop("made_by")
+        changed = {"model.source", "model.weights"}
+        assert {n for n, v in made_by.items() if of_other.get(n) != v} == changed
         assert {**row, "stage": "rl", "step": 3} == other
     told, others = (
         [t["segments"] for t in read_jsonl(folder / "transcripts.jsonl")]
@@ -451,6 +453,9 @@ def test_a_judge_scores_the_answers_and_its_replies_are_recorded(tmp_path, capsy
         {"models__eval_judge__name": "other"},
         {"eval__judge_prompt": "graded"},
         {"eval__judge_golds": "any"},
+        {"models__eval_judge__temperature": 0.5},
+        {"models__eval_judge__max_reply_tokens": 8},
+        {"models__reader__max_reply_tokens": 8},
     ):
         other = parts | {"config": config(**settings | change)}
         assert not evaluate.Evaluator(**other).is_current(row, **at), change
@@ -505,6 +510,12 @@ def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(tmp_path):
     row = {"stage": "s", "step": 0, **row}
     assert evaluator.is_current(row, stage="s", step=0)
     assert not evaluator.is_current(row, stage="s", step=1)
+    # What the method does not use may change.
+    uses = {"rollout__max_turn_tokens": True, "retrieval__top_k": False}
+    for name, is_used in uses.items():
+        changed = config(data__dev=str(path), **{name: 7})
+        other = evaluate.Evaluator(**evaluation_parts(setup) | {"config": changed})
+        assert other.is_current(row, stage="s", step=0) != is_used, name
     path.write_text(json.dumps(asked[1]))
     with pytest.raises(ValueError, match=r"longer than config\.rollout\.max_prompt"):
         load_setup(long, only_dev=True)

@@ -13,7 +13,7 @@ import reprlib
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from ml_collections import ConfigDict
@@ -25,6 +25,14 @@ from rsearch.evaluation.answers import (
     read_evidence,
     reader_messages,
     rephrase_answers,
+)
+from rsearch.evaluation.comparability import (
+    JUDGED_BY,
+    MADE_BY,
+    is_same_manifest,
+    judge_manifest,
+    row_manifest,
+    wrong_manifest,
 )
 from rsearch.evaluation.judge import (
     Prediction,
@@ -86,6 +94,8 @@ class Evaluator:
         made_from: Sequence,
         load_model: Callable[[str], GenerateFn],
         health: Callable[[Sequence[Group]], dict],
+        inputs: Mapping[str, str],
+        sampling: Mapping[str, float],
         dataset: str = "",
         setting: str = "",
     ):
@@ -104,6 +114,7 @@ class Evaluator:
             load_model: loads "reader", "answerer" or "eval_judge", a model beside the
                 policy.
             health: measures how groups search, see `rsearch.rollout.health`.
+            inputs, sampling: see `row_manifest`.
             dataset: the name of the questions in results.json; "" is that of
                 config.data.dev.
             setting: how the evaluation differs from the run's configuration, in words.
@@ -120,6 +131,10 @@ class Evaluator:
         self._kit, self._made_from = kit, list(made_from)
         self._load_model = functools.cache(load_model)
         self._health = health
+        self._made_by = functools.partial(
+            row_manifest, config, inputs=inputs, sampling=sampling
+        )
+        self._judged_by = judge_manifest(config, inputs)
         # (weak reference to a leaf of the parameters, their protocol rollouts): a
         # reader uses the rollouts that the protocol's own row was measured on.
         self._last = None
@@ -134,11 +149,15 @@ class Evaluator:
             "normalize": self._config.eval.normalize,
             "questions": questions_fingerprint(self._questions),
         }
-        is_same_model = row.get("asks", "") == self._asks(row["method"])
-        is_same_judge = row.get("judged_by", {}) == self._judged_by()
-        is_same = is_same_model and is_same_judge
         row = {"setting": "", **row}  # an earlier version's row has none
-        return is_same and all(row.get(name) == x for name, x in now.items())
+        judged_by, method = row.get(JUDGED_BY, {}), row["method"]
+        return (
+            all(row.get(name) == value for name, value in now.items())
+            and row.get("asks", "") == self._asks(method)
+            and is_same_manifest(row.get(MADE_BY, {}), self._made_by(method))
+            and bool(judged_by) == bool(self._judged_by)
+            and is_same_manifest(judged_by, self._judged_by)
+        )
 
     def __call__(
         self, params: Params, method: str, *, journal: AppendLog | None = None
@@ -156,8 +175,8 @@ class Evaluator:
             over rollouts, outcomes as counts; `questions` is their fingerprint,
             `skipped` counts those whose prompts are too long for the protocol, which no
             method is asked; `asks` is the source of the model beside the policy that
-            gave the answers, "" without one; `search_health` has its numbers), and a
-            group of one rollout a question.
+            gave the answers, "" without one; `search_health` has its numbers; `made_by`
+            is the method's `row_manifest`), and a group of one rollout a question.
         """
         start = time.monotonic()
         cache = None
@@ -173,7 +192,7 @@ class Evaluator:
         row["normalize"] = normalize
         row["questions"] = questions_fingerprint(self._questions)
         row["skipped"] = self._num_skipped
-        row["asks"] = self._asks(method)
+        row["asks"], row[MADE_BY] = self._asks(method), self._made_by(method)
         row["seconds"] = time.monotonic() - start
         names = {"method": method, "dataset": self.dataset, "setting": self._setting}
         return {**names, **row}, groups
@@ -193,12 +212,12 @@ class Evaluator:
             without a judge; no verdicts and numbers of None where tools or models
             failed in all rollouts.
         """
-        c, judged_by = self._config.eval, self._judged_by()
+        c, judged_by = self._config.eval, self._judged_by
         if not judged_by:
             return {}, []
         pairs = [(g.question, r) for g in groups for r in g.rollouts]
         if not any(r.outcome.is_signal for _, r in pairs):
-            return {"judged_by": judged_by, **dict.fromkeys(JUDGE_NUMBERS)}, []
+            return {JUDGED_BY: judged_by, **dict.fromkeys(JUDGE_NUMBERS)}, []
         verdicts = judge_answers(
             [Prediction(q.text, tuple(q.golden_answers), r.answer) for q, r in pairs],
             functools.partial(processes.map_hosts_json, self._load_model("eval_judge")),
@@ -206,19 +225,7 @@ class Evaluator:
             golds=c.judge_golds,
         )
         exact = scores_of_groups(groups, c.normalize)["em"].tolist()
-        return {"judged_by": judged_by, **summarize_verdicts(verdicts, exact)}, verdicts
-
-    def _judged_by(self) -> dict[str, str]:
-        """Return what judges the answers; {} without a judge."""
-        c = self._config
-        if not c.models.eval_judge.source:
-            return {}
-        return {
-            "source": c.models.eval_judge.source,
-            "name": c.models.eval_judge.name,
-            "prompt": c.eval.judge_prompt,
-            "golds": c.eval.judge_golds,
-        }
+        return {JUDGED_BY: judged_by, **summarize_verdicts(verdicts, exact)}, verdicts
 
     def _asks(self, method) -> str:
         """Return the source of the model that gives a method's answers, or ""."""
@@ -327,8 +334,8 @@ def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> lis
     """Put a row into results.json and its `transcripts` into transcripts.jsonl.
 
     An earlier row of the same stage, method, dataset and setting is replaced. The row
-    of the policy's protocol gets its `needless_searches` as soon as there is one of `direct`
-    on the same questions.
+    of the policy's protocol gets its `needless_searches` as soon as there is one of
+    `direct` on the same questions.
 
     Returns:
         All rows.
@@ -440,7 +447,7 @@ def _wrong_field(row):
         is_pair = isinstance(pair, list) and len(pair) == 2
         if pair is not None and not (is_pair and all(map(_is_number, pair))):
             return f"em_95 = {reprlib.repr(pair)}: expected two numbers"
-    return ""
+    return wrong_manifest(row)
 
 
 def _is_number(value):

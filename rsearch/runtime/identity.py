@@ -15,6 +15,7 @@ import pathlib
 import socket
 import subprocess
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -90,6 +91,28 @@ def num_starts(folder: str | os.PathLike) -> int:
     """
     record = _read(pathlib.Path(folder))
     return len(record["starts"]) if record else 0
+
+
+def describe_start(folder: str | os.PathLike, number: Any) -> dict[str, str]:
+    """Return {name: value} of an entry's code, libraries, variables and devices.
+
+    Args:
+        folder: of the run.
+        number: of the entry of run.json, from 1; {} is returned for any other value.
+
+    Raises:
+        ValueError: run.json is damaged.
+    """
+    record = _read(pathlib.Path(folder))
+    starts = record["starts"] if record else []
+    if type(number) is not int or not 0 < number <= len(starts):
+        return {}
+    start = starts[number - 1]
+    code = start["code"]
+    # Without git the files themselves tell versions apart.
+    names = [_commit(code) if code["commit"] else fingerprint(code["files"])]
+    names += [code["diff"]] if code["diff"] else []
+    return {"code": " ".join(names), **start["program"]}
 
 
 def refuse_changes(

@@ -132,11 +132,10 @@ def data_parts(setup: Setup) -> dict:
 
 def evaluation_parts(setup: Setup) -> dict:
     """Return the arguments of an Evaluator."""
+    greedy = {"temperature": 0.0, "top_p": 1.0}
 
     def make_engine() -> RolloutEngine:
-        return make_rollouts(
-            setup, make_host(setup), temperature=0.0, top_p=1.0, group_size=1
-        )
+        return make_rollouts(setup, make_host(setup), **greedy, group_size=1)
 
     def load_model(name: str) -> GenerateFn:
         return load_agent(setup.config, name, setup.mesh, workdir=setup.home)
@@ -156,4 +155,6 @@ def evaluation_parts(setup: Setup) -> dict:
         ],
         load_model=load_model,
         health=measure_health(setup),
+        inputs=setup.inputs,
+        sampling=greedy,
     )

@@ -1,0 +1,302 @@
+"""Record what a row of results was measured with, and say how rows differ in it.
+
+Rows of one table were measured on the same questions and by the same rules: the fields
+of MUST_BE_EQUAL, and those of the judge where there is one. They may differ in all
+else, such as weights, method and budgets, which is what a table compares. What a method
+does not use, such as the retriever of one that does not search, is no field of its row.
+
+The embedded world's questions and passages are drawn by config.seed. Runs of different
+seeds have different ones, and stand side by side if they are draws from one world.
+"""
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from rsearch.config.fields import fields, fingerprint
+from rsearch.methods.table import split_name
+from rsearch.runtime.console import clean_line
+
+MADE_BY, JUDGED_BY = "made_by", "judged_by"  # objects in a row
+QUESTIONS, RETRIEVAL, ENCODER = "questions", "retrieval", "retrieval.encoder"
+WORLD = "world"
+IN_MEMORY = "memory:"  # begins the digest of passages that are in no file
+ADDRESSES = ("retrieval.url",)  # the same service may have another on another day
+MUST_BE_EQUAL = (
+    *(QUESTIONS, "normalize", "eval.answer_from"),
+    *(RETRIEVAL, "retrieval.url", "retrieval.top_k"),
+    *("sampling.temperature", "sampling.top_p"),
+)
+MODEL_FIELDS = ("source", "name", "temperature", "top_p")
+MODEL_FIELDS += ("max_prompt_tokens", "max_reply_tokens")
+JUDGE_FIELDS = (*MODEL_FIELDS, "prompt", "golds")
+WEIGHTS = "weights"  # of the judge, too, where they were read from a directory
+MAX_SHOWN = 80  # characters of a value in a message
+
+# The methods by what answers, and of what the answer follows. Any other method is a
+# program that asks the policy and searches.
+PROGRAM = ("policy", "search")
+USES = {
+    "protocol": ("policy", "search", "conversation", "writer", "answerer"),
+    "direct": ("policy",),
+    "cot": ("policy",),
+    "evidence": ("policy", "search", "conversation", "writer", "reader"),
+    "reader_direct": ("reader",),
+    "reader_rag": ("search", "reader"),
+}
+FIELDS = {
+    "policy": (
+        *("model.source", "model.dtype", "protocol.direct", "protocol.rag"),
+        *("rollout.max_turn_tokens", "rollout.max_observation_tokens"),
+    ),
+    "search": ("retrieval.url", "retrieval.top_k", ENCODER, "retrieval.reranker"),
+    "conversation": (
+        *("protocol.name", "protocol.tools", "protocol.max_queries"),
+        *("protocol.quotes_keep_commas", "protocol.json_ascii"),
+        *("protocol.instruction", "protocol.system", "protocol.invalid_message"),
+        *("rollout.max_searches", "rollout.forced_final_turn", "rollout.on_invalid"),
+        "rollout.cut_tags",
+    ),
+    "writer": ("retrieval.writer_prompt",),
+    "answerer": ("eval.answer_from",),
+    "reader": ("protocol.direct",),
+}
+MODELS = ("writer", "answerer", "reader")  # beside the policy
+# Fields of config.eval that change no answer, or that a row has under other names. All
+# others count, those of later versions too.
+NO_SETTINGS = ("at_start", "every_steps", "methods", "max_questions", "examples")
+NO_SETTINGS += ("normalize", "judge_prompt", "judge_golds", "answer_from")
+
+
+def row_manifest(
+    config: ConfigDict,
+    method: str,
+    *,
+    inputs: Mapping[str, str],
+    sampling: Mapping[str, float],
+) -> dict[str, Any]:
+    """Return {field: JSON value} of what the answers of a method follow from.
+
+    Code, libraries and devices are in run.json, in the entry that a row's `start`
+    names; stage and step are fields of the row.
+
+    Args:
+        config: of the evaluation.
+        method: of config.eval.methods.
+        inputs: {name: fingerprint} of what the configuration names.
+        sampling: of the policy's tokens: {"temperature", "top_p"}.
+
+    Returns:
+        Values by the names of the configuration's fields; "tokenizer" (with its chat
+        template) and "retrieval" (corpus, index and encoder) are fingerprints, and so
+        are the "weights" of models that were read from a directory.
+    """
+    uses, values = USES.get(split_name(method)[0], PROGRAM), fields(config)
+    unused = {role for role in MODELS if not values[f"models.{role}.source"]}
+    uses = tuple(group for group in uses if group not in unused)
+    names = [name for group in uses for name in FIELDS[group]]
+    roles = [role for role in MODELS if role in uses]
+    names += [f"models.{role}.{name}" for role in roles for name in MODEL_FIELDS]
+    names += [
+        name
+        for name in values
+        if name.startswith("eval.") and name.partition(".")[2] not in NO_SETTINGS
+    ]
+    manifest = {name: values[name] for name in ("seed", *names)}
+    if "search" in uses:
+        manifest[RETRIEVAL] = inputs["retrieval"]
+    if "policy" in uses:
+        manifest["tokenizer"] = inputs["tokenizer"]
+        manifest |= {f"sampling.{name}": value for name, value in sampling.items()}
+    sections = ["model"] if "policy" in uses else []
+    for section in [*sections, *(f"models.{role}" for role in roles)]:
+        if digest := _weights(inputs, section):
+            manifest[f"{section}.{WEIGHTS}"] = digest
+    # As JSON reads them again.
+    return {n: [*v] if isinstance(v, tuple) else v for n, v in manifest.items()}
+
+
+def judge_manifest(config: ConfigDict, inputs: Mapping[str, str]) -> dict[str, Any]:
+    """Return what judges the answers; {} without a judge.
+
+    Args:
+        config: of the evaluation.
+        inputs: as of `row_manifest`.
+
+    Returns:
+        Values by the names of JUDGE_FIELDS, and "weights" where a directory has them.
+    """
+    judge, c = config.models.eval_judge, config.eval
+    if not judge.source:
+        return {}
+    manifest = {name: judge[name] for name in MODEL_FIELDS}
+    manifest |= {"prompt": c.judge_prompt, "golds": c.judge_golds}
+    if digest := _weights(inputs, "models.eval_judge"):
+        manifest[WEIGHTS] = digest
+    return manifest
+
+
+def _weights(inputs, section):
+    """Return one digest of the files of a model's weights; "" where none were read."""
+    digests = inputs.get(f"{section}.source", "")
+    return fingerprint({"files": digests}) if digests else ""
+
+
+def is_same_manifest(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether what was recorded then is as it is now.
+
+    Fields that only one of both has are no difference: an earlier version recorded
+    fewer, and a start that loads no models does not read their weights. Addresses of
+    services may change.
+
+    Args:
+        before, now: of `row_manifest`, or of `judge_manifest`.
+    """
+    both = (before.keys() & now.keys()) - {*ADDRESSES}
+    return all(before[name] == now[name] for name in both)
+
+
+def wrong_manifest(row: Mapping[str, Any]) -> str:
+    """Return which field of a row's manifests has no value of their kinds; or ""."""
+    for name in (MADE_BY, JUDGED_BY):
+        manifest = row.get(name, {})
+        if not isinstance(manifest, dict):
+            return f"{name} = {reprlib.repr(manifest)}: expected an object"
+        for field, value in manifest.items():
+            values = value if isinstance(value, list) else [value]
+            if not all(map(_is_scalar, values)):
+                shown = reprlib.repr(field), reprlib.repr(value)
+                return f"{name}[{shown[0]}] = {shown[1]}: expected text or a number"
+    return ""
+
+
+def _is_scalar(value):
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return is_finite and isinstance(value, str | int | float | None)
+
+
+class RowFacts(NamedTuple):
+    """What a row of results says of how it was measured.
+
+    Attributes:
+        dataset: rows of different ones are not compared.
+        seed: of its run.
+        required: {field: value} of what must be equal; the world's settings, between
+            rows of different seeds.
+        shown: {field: value} of all else.
+        drawn: the fields of `required` whose values the seed draws.
+        missing: names of what the row does not record, but must.
+    """
+
+    dataset: str
+    seed: int
+    required: dict[str, Any]
+    shown: dict[str, Any]
+    drawn: frozenset[str]
+    missing: tuple[str, ...]
+
+
+class Difference(NamedTuple):
+    """A field that must be equal, and is not.
+
+    Attributes:
+        field: its name.
+        value: of the row.
+        other: of the row that it is compared with.
+        position: of that row.
+    """
+
+    field: str
+    value: Any
+    other: Any
+    position: int
+
+    def __str__(self) -> str:
+        """Return the difference in words."""
+        return f"{self.field} = {value_text(self.value)}, not {value_text(self.other)}"
+
+
+def row_facts(row: Mapping[str, Any], config: Mapping[str, Any]) -> RowFacts:
+    """Return what a row says of how it was measured.
+
+    Args:
+        row: of results.json.
+        config: {dotted name: value} of the run.
+    """
+    made_by, judged_by = row.get(MADE_BY, {}), row.get(JUDGED_BY, {})
+    names = (QUESTIONS, "normalize")
+    recorded = {n: row[n] for n in names if isinstance(row.get(n), str)}
+    missing = {*names} - recorded.keys()
+    missing |= set() if made_by else {MADE_BY}
+    recorded |= made_by
+    required = {name: recorded[name] for name in MUST_BE_EQUAL if name in recorded}
+    if judged_by:
+        missing |= {f"{JUDGED_BY}.{n}" for n in JUDGE_FIELDS if n not in judged_by}
+        names = [n for n in (*JUDGE_FIELDS, WEIGHTS) if n in judged_by]
+        required |= {f"{JUDGED_BY}.{n}": judged_by[n] for n in names}
+    drawn = {QUESTIONS} if row["dataset"].startswith(f"{WORLD}:") else set()
+    digest, _, encoder = str(required.get(RETRIEVAL, "")).partition(" ")
+    if digest.startswith(IN_MEMORY):
+        required |= {RETRIEVAL: digest, ENCODER: encoder}
+        drawn.add(RETRIEVAL)
+    if drawn:
+        settings = {n: v for n, v in config.items() if n.startswith(f"{WORLD}.")}
+        settings.pop(f"{WORLD}.train_questions", None)  # which nobody is asked here
+        required |= settings
+    shown = {n: v for n, v in recorded.items() if n not in required and n != "seed"}
+    if row.get("asks"):
+        shown["asks"] = row["asks"]
+    return RowFacts(
+        row["dataset"],
+        config["seed"],
+        required,
+        shown,
+        frozenset(drawn),
+        tuple(sorted(missing)),
+    )
+
+
+def disagreements(rows: Sequence[RowFacts]) -> list[list[Difference]]:
+    """Return how each row differs from the first that it must equal, field by field.
+
+    Args:
+        rows: that are to stand side by side. Each is compared with the first row of its
+            data set that records the field; where the seed draws a value, with the
+            first of its seed.
+    """
+    first: dict[tuple, int] = {}
+    results = []
+    for i, row in enumerate(rows):
+        results.append([])
+        for name, value in row.required.items():
+            position = first.setdefault((row.dataset, name), i)
+            if name in row.drawn and name in rows[position].drawn:
+                position = first.setdefault((row.dataset, name, row.seed), i)
+            other = rows[position].required[name]
+            # Worlds of one seed are compared by what they have drawn.
+            is_same_seed = row.seed == rows[position].seed
+            if is_same_seed and name.startswith(f"{WORLD}."):
+                continue
+            if value != other:
+                results[-1].append(Difference(name, value, other, position))
+    return results
+
+
+def value_text(value: Any) -> str:
+    """Return a recorded value as it stands in a message or a table, at most a line."""
+    if isinstance(value, str):
+        value = clean_line(value)
+    text = str(value) if isinstance(value, str) and value else repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def shown_fields(rows: Sequence[RowFacts]) -> list[str]:
+    """Return the names of what need not be equal, and differs between these rows."""
+    values: dict[str, list] = {}
+    for row in rows:
+        for name, value in row.shown.items():
+            values.setdefault(name, []).append(value)
+    return [name for name, seen in values.items() if any(v != seen[0] for v in seen)]

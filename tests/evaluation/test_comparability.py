@@ -1,0 +1,148 @@
+"""Which rows may stand side by side, and what of them is recorded."""
+
+import pytest
+
+from rsearch.config import recipes
+from rsearch.evaluation.comparability import (
+    MUST_BE_EQUAL,
+    disagreements,
+    judge_manifest,
+    row_facts,
+    row_manifest,
+    shown_fields,
+)
+
+INPUTS = {"tokenizer": "t", "retrieval": "index i", "model.source": "m"}
+GREEDY = {"temperature": 0.0, "top_p": 1.0}
+
+
+def facts(seed=0, dataset="d", people=400, judged_by=None, made_by=(), **more):
+    row = {"dataset": dataset, "questions": "q", "normalize": "squad", **more}
+    row |= {"made_by": {"retrieval.top_k": 1, **dict(made_by)}}
+    row |= {"judged_by": judged_by} if judged_by else {}
+    return row_facts(row, {"seed": seed, "world.people": people})
+
+
+def drawn(seed, digest, **more):
+    made_by = {"retrieval": f"memory:{digest} hashed:512"} | more.pop("made_by", {})
+    return facts(seed, "world:dev", questions=digest, made_by=made_by, **more)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "fields"),
+    [
+        (facts(), facts(), []),
+        (facts(), facts(seed=1), []),
+        (facts(), facts(questions="r"), ["questions"]),
+        (facts(), facts(questions="r", dataset="e"), []),
+        (facts(), facts(normalize="flashrag"), ["normalize"]),
+        (facts(), facts(made_by={"retrieval.top_k": 3}), ["retrieval.top_k"]),
+        (facts(), facts(made_by={"retrieval": "index j"}), []),
+        (
+            facts(made_by={"retrieval": "index i"}),
+            facts(made_by={"retrieval": "index j"}),
+            ["retrieval"],
+        ),
+        (
+            facts(made_by={"retrieval.url": "http://a"}),
+            facts(made_by={"retrieval.url": "http://b"}),
+            ["retrieval.url"],
+        ),
+        (
+            facts(made_by={"sampling.temperature": 0.0}),
+            facts(made_by={"sampling.temperature": 0.7}),
+            ["sampling.temperature"],
+        ),
+        (
+            facts(made_by={"rollout.max_searches": 1}),
+            facts(made_by={"rollout.max_searches": 2}),
+            [],
+        ),
+        (facts(), facts(judged_by={"prompt": "x"}), []),
+        (
+            facts(judged_by={"prompt": "x", "source": "j"}),
+            facts(judged_by={"prompt": "y", "source": "j"}),
+            ["judged_by.prompt"],
+        ),
+        # The embedded world: each seed draws its questions and passages.
+        (drawn(0, "a"), drawn(1, "b"), []),
+        (drawn(0, "a"), drawn(0, "b"), ["questions", "retrieval"]),
+        (drawn(0, "a"), drawn(0, "a", people=9), []),
+        (drawn(0, "a"), drawn(1, "b", people=9), ["world.people"]),
+        (
+            drawn(0, "a"),
+            drawn(1, "b", made_by={"retrieval": "memory:b hashed:64"}),
+            ["retrieval.encoder"],
+        ),
+        (
+            drawn(0, "a"),
+            drawn(1, "b", made_by={"retrieval": "index i"}),
+            ["retrieval"],
+        ),
+    ],
+)
+def test_rows_differ_in_what_must_be_equal(one, two, fields):
+    first, second = disagreements([one, two])
+    assert first == [] and [d.field for d in second] == fields
+    assert all(d.position == 0 and d.field in str(d) for d in second)
+
+
+def test_each_row_is_compared_with_the_first_that_records_the_field():
+    urls = [{}, *({"retrieval.url": url} for url in "aba")]
+    several = disagreements([facts(made_by=made_by) for made_by in urls])
+    actual = [[(d.field, d.position) for d in of_row] for of_row in several]
+    assert actual == [[], [], [("retrieval.url", 1)], []]
+    rows = [drawn(0, "a"), drawn(1, "b"), drawn(1, "c")]
+    assert [d.position for d in disagreements(rows)[2]] == [1, 1]
+
+
+def test_what_is_not_recorded_is_named():
+    old = row_facts({"dataset": "d"}, {"seed": 0})
+    assert old.missing == ("made_by", "normalize", "questions")
+    assert facts().missing == ()
+    assert "judged_by.temperature" in facts(judged_by={"source": "j"}).missing
+
+
+@pytest.mark.parametrize(
+    ("method", "recorded", "others"),
+    [
+        ("protocol", {"retrieval.top_k", "rollout.max_searches", "tokenizer"}, set()),
+        ("direct", {"rollout.max_turn_tokens", "sampling.top_p"}, {"retrieval"}),
+        ("rag", {"retrieval", "retrieval.top_k"}, {"rollout.max_searches"}),
+        ("reader_direct", {"models.reader.source"}, {"tokenizer", "retrieval.top_k"}),
+        ("reader_rag", {"models.reader.name", "retrieval"}, {"model.weights"}),
+    ],
+)
+def test_a_row_records_what_its_method_uses(method, recorded, others):
+    config = recipes.load("configs/base.py")
+    config = recipes.apply_overrides(config, {"models.reader.source": "r"})
+    manifest = row_manifest(config, method, inputs=INPUTS, sampling=GREEDY)
+    assert recorded <= manifest.keys() and not others & manifest.keys()
+    assert manifest["seed"] == 0
+
+
+def test_budgets_and_weights_may_differ_and_are_shown():
+    config = recipes.load("configs/base.py")
+    rows = []
+    for searches, weights in ((1, "m"), (2, "n")):
+        changed = recipes.apply_overrides(config, {"rollout.max_searches": searches})
+        made_by = row_manifest(
+            changed,
+            "protocol",
+            inputs=INPUTS | {"model.source": weights},
+            sampling=GREEDY,
+        )
+        assert not set(MUST_BE_EQUAL[2:]) - {"eval.answer_from"} - made_by.keys()
+        rows.append(facts(made_by=made_by))
+    assert disagreements(rows) == [[], []]
+    assert {*shown_fields(rows)} == {"rollout.max_searches", "model.weights"}
+
+
+def test_a_judge_is_recorded_with_what_it_is_asked():
+    config = recipes.load("configs/base.py")
+    assert judge_manifest(config, {}) == {}
+    judged = {"models.eval_judge.source": "j", "models.eval_judge.temperature": 0.5}
+    manifest = judge_manifest(recipes.apply_overrides(config, judged), {})
+    assert manifest["temperature"] == 0.5 and manifest["source"] == "j"
+    assert manifest.keys() >= {"prompt", "golds", "max_reply_tokens"}
+    assert not facts(judged_by=manifest).missing
