@@ -66,6 +66,7 @@ FLAGS = {
     "gpus_each": (0, "GPUs that a trial has to itself; 0 = all that there are"),
     "commands": (False, "prints a command for each trial, runs none"),
     "group": (False, "the table: mean and deviation over seeds"),
+    "allow": ("", "the table: fields in which rows may differ; see rsearch.compare"),
     "dry_run": (False, "shows the trials, having checked them, runs none"),
 }
 
@@ -83,6 +84,7 @@ def main(argv) -> int:
     flags = parse_flags(rest, flags=FLAGS)
     if flags["at_once"] < 1 or flags["gpus_each"] < 0:
         raise ValueError("--at_once is at least 1, --gpus_each at least 0")
+    compare.parse_allow(flags["allow"])  # refused now rather than after hours
     at_once = flags["at_once"]
     gpus = shares_of_gpus(at_once, flags["gpus_each"]) if flags["gpus_each"] else None
     out = pathlib.Path(flags["out"])
@@ -105,11 +107,13 @@ def main(argv) -> int:
     console.note(f"{len(trials)} trials in {out}, {len(trials) - len(left)} are over")
     failed = run(left, out, at_once=at_once, gpus=gpus)
     done = [str(out / t.name) for t in trials if t.name not in failed]
-    if done:
-        compare.main([*done, *(["--group"] if flags["group"] else [])])
     for name, code in failed.items():
         why = ", killed, mostly for want of memory" if code in KILLED else ""
         console.note(f"{name}: exit code {code}{why}, see {out / name}.log")
+    if done:  # last, since it refuses runs that were measured otherwise
+        words = ["--group"] if flags["group"] else []
+        words += [f"--allow={flags['allow']}"] if flags["allow"] else []
+        compare.main([*done, *words])
     return 1 if failed else 0
 
 

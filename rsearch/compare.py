@@ -28,9 +28,11 @@ from rsearch.config.fields import fields
 from rsearch.config.recipes import ABSENT, fingerprint, parse_flags, run_command
 from rsearch.config.stage_plan import START
 from rsearch.evaluation.comparability import (
+    ENCODER,
     JUDGE_FIELDS,
     JUDGED_BY,
     MUST_BE_EQUAL,
+    WEIGHTS,
     WORLD,
     RowFacts,
     disagreements,
@@ -55,7 +57,8 @@ JUDGED = ("judge", "judge_agreement")
 JUDGE_COUNTS = ("judge_unparsed", "judge_failed")
 PERCENT = (*SCORES, BEFORE, *JUDGED)
 COUNTS = ("searches", "queries", "searches_right", "searches_wrong")
-REQUIRED = (*MUST_BE_EQUAL, *(f"{JUDGED_BY}.{name}" for name in JUDGE_FIELDS))
+REQUIRED = (*MUST_BE_EQUAL, ENCODER)
+REQUIRED += tuple(f"{JUDGED_BY}.{name}" for name in (*JUDGE_FIELDS, WEIGHTS))
 NUMBERS = ("n", *PERCENT, *JUDGE_COUNTS, *COUNTS)
 HEADINGS = {
     "n": "n",
@@ -120,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
         for row in choose(run, **chosen)
     ]
     facts = [_facts(run, row) for run, _, row in measured]
-    marks, footnotes = _marks(measured, facts, flags["allow"])
+    marks, footnotes = _marks(measured, facts, parse_allow(flags["allow"]))
     rows, sources, made_by = [], [], {}
     for (run, label, row), mark, made in zip(measured, marks, facts, strict=True):
         row = _with_start(run, row, made)
@@ -274,20 +277,17 @@ def _facts(run, row) -> RowFacts:
     return facts._replace(shown={**facts.shown, **start})
 
 
-def _marks(measured, facts, allow):
+def _marks(measured, facts, allowed):
     """Return a mark for each row, "" for most, and the footnotes of the marks.
 
     Args:
         measured: (run, label, row) of each row.
         facts: of each row.
-        allow: the flag's value.
+        allowed: see `parse_allow`.
 
     Raises:
         ValueError: a row differs in what must be equal and is not allowed to.
     """
-    allowed = [word.strip() for word in allow.split(",") if word.strip()]
-    world = {name for f in facts for name in f.required if name.startswith(WORLD)}
-    _check_allowed(allowed, [*REQUIRED, *sorted(world)])
     unlike = disagreements(facts)
     refused = [
         (i, difference)
@@ -318,14 +318,20 @@ def _marks(measured, facts, allow):
     return marks, footnotes
 
 
-def _check_allowed(words, names):
-    """Refuse a word of --allow that names no field that must be equal."""
-    sections = {name.partition(".")[0] for name in names}
-    known = sorted({ALL, WORLD, *names, *sections})
+def parse_allow(text: str) -> list[str]:
+    """Return the words of --allow.
+
+    Raises:
+        ValueError: one names no field, or section of fields, that must be equal.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    sections = {name.partition(".")[0] for name in REQUIRED}
+    known = sorted({ALL, WORLD, *REQUIRED, *sections})
     for word in words:
-        if word not in known:
+        if word not in known and not word.startswith(f"{WORLD}."):
             hint = did_you_mean(word, known)
             raise ValueError(f"--allow={word}: expected of {', '.join(known)}{hint}")
+    return words
 
 
 def _is_allowed(field, words):

@@ -265,6 +265,9 @@ def test_trials_are_run_once_and_failed_ones_again(
     (argv,) = compared
     assert argv == [*(str(out / f"seed={n}") for n in (1, 2, 4)), "--group"]
     assert pretended(*sweep_)[1] == []
+    (argv,) = pretended(*sweep_, "--allow=normalize")[2]
+    assert argv[-1] == "--allow=normalize"
+    assert pretended(*sweep_, "--allow=normalise")[::2] == (2, [])
 
 
 def test_a_trial_that_was_told_to_stop_goes_on(pretended, tmp_path, capsys):
