@@ -27,6 +27,14 @@ def test_wilsons_interval_is_the_formula(num_right, n):
     assert wilson_interval(num_right, n) == pytest.approx(expected, abs=1e-6)
 
 
+def test_wilsons_interval_is_scipys_to_the_bit():
+    for n in (1, 2, 7, 200, 7405):
+        for num_right in {0, 1, n // 3, n - 1, n}:
+            test = scipy.stats.binomtest(num_right, n)
+            expected = test.proportion_ci(0.95, method="wilson")
+            assert wilson_interval(num_right, n) == (expected.low, expected.high)
+
+
 def test_none_of_eight_right_is_no_certainty():
     assert wilson_interval(0, 8) == (0.0, pytest.approx(3.8415 / (8 + 3.8415), 1e-4))
 

@@ -1,5 +1,6 @@
 """What an encoder's directory declares is computed, or refused by name."""
 
+import functools
 import json
 import shutil
 
@@ -63,15 +64,20 @@ def write(directory, files):
         (directory / name).write_text(json.dumps(content))
 
 
-def pooled(directory, text, pooling):
-    """[D] the vector of a text: transformers' states, pooled by hand."""
+@functools.cache
+def states_of(directory, text):
+    """[T, D] what transformers' model makes of a text's tokens."""
     torch = pytest.importorskip("torch")
     from transformers import BertModel, BertTokenizer
 
     tokens = BertTokenizer.from_pretrained(directory)(text, return_tensors="pt")
     with torch.no_grad():
         model = BertModel.from_pretrained(directory).eval()
-        states = model(**tokens).last_hidden_state[0].numpy()
+        return model(**tokens).last_hidden_state[0].numpy()
+
+
+def pooled(states, pooling):
+    """[D] the vector of a text, pooled by hand."""
     by_hand = {
         "mean": lambda: states.sum(axis=0) / len(states),
         "cls": lambda: states[0],
@@ -172,7 +178,7 @@ NEW_LAYOUT = {
     }.values(),
 )
 def test_vectors_are_those_that_the_directory_declares(
-    directory, files, family, pooling, query, passage
+    tiny, directory, files, family, pooling, query, passage
 ):
     write(directory, files)
     encoder = BertEncoder(directory, family=family)
@@ -181,7 +187,7 @@ def test_vectors_are_those_that_the_directory_declares(
         (encoder.encode_queries, query),
         (encoder.encode_passages, passage),
     ):
-        expected = pooled(directory, prefix + text, pooling)
+        expected = pooled(states_of(tiny, prefix + text), pooling)
         np.testing.assert_allclose(encode([text])[0], expected, atol=2e-6)
 
 

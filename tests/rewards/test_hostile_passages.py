@@ -8,7 +8,7 @@ import typing
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsearch.protocols.table import PROTOCOLS
@@ -113,14 +113,19 @@ def rewards_of(rollouts, terms, protocol):
         requests.extend(chats)
         return ["Paris" if "Paris" in c[-1]["content"] else "Lyon" for c in chats]
 
-    check_terms(terms)
     totals, parts, _ = reward_group(
         Group(PARIS, tuple(rollouts)), terms, protocol=protocol, judge=judge
     )
     return totals.tolist(), {k: v.tolist() for k, v in parts.items()}, requests
 
 
+@pytest.mark.parametrize("terms", [DEFAULTS, VARIANTS])
+def test_a_configuration_may_have_these_terms(terms):
+    check_terms(terms)
+
+
 @pytest.mark.parametrize("name", PROTOCOLS)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), hostile=PASSAGES)
 def test_no_passage_changes_a_reward_an_action_or_the_mask(name, data, hostile):
     protocol = PROTOCOLS[name]

@@ -1,6 +1,7 @@
 """How conversations open and what frames the observations, for each protocol."""
 
 import dataclasses
+import functools
 import json
 
 import numpy as np
@@ -62,6 +63,7 @@ def make_host(protocol, search=None, tokenizer=None, **limits):
     return Host(tokenizer or tiny.tokenizer(), protocol, search or Engine(), limits)
 
 
+@functools.cache
 def with_template(template):
     return Tokenizer(
         tiny.tokenizer()._json, eos_tokens=["<|end|>"], chat_template=template
@@ -99,7 +101,7 @@ def test_a_rollout_is_opened_by_its_chat_or_raw_text_and_its_first_words(name):
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.sampled_from(HOSTILE), max_size=8), st.text(max_size=5))
 def test_a_hostile_passage_is_data_in_every_protocol(name, parts, noise):
     protocol = PROTOCOLS[name]
