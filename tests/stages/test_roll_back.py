@@ -1,5 +1,6 @@
 """Roll-backs: what has collapsed is undone, and gone on from before it."""
 
+import dataclasses
 import gc
 import shutil
 
@@ -9,6 +10,7 @@ import pytest
 
 from rsearch.config.recipes import StoppedError
 from rsearch.hosts.preemption import PreemptedError
+from rsearch.rollout.records import Rewarded
 from rsearch.runtime import checkpoint
 from rsearch.runtime.checkpoint import FOLDER as CHECKPOINTS
 from rsearch.runtime.jsonl import read_jsonl
@@ -18,33 +20,43 @@ from rsearch.setup.weights import initial_params
 from rsearch.stages import rl
 from tests.small_run import config, load_setup, quick_compilation
 from tests.stages.running import run_rl, state_of
-from tests.stages.test_rl import ONE_STEP
+from tests.stages.test_rl import ONE_STEP, groups, rollout
 
 __all__ = ["quick_compilation"]
 STEPS = {"rl__steps": 6, "checkpoint__rl_steps": 1, "checkpoint__keep": 9}
 BOUND = {"guards__max_empty": 0.5, "guards__patience": 2}
 
 
-def collapsing(monkeypatch, beyond):
+def made_up(questions):
+    """Of each question a group of which one rollout is right: no policy is asked."""
+    played = groups(*[[rollout("x"), rollout("y")]] * len(questions))
+    return [
+        Rewarded(dataclasses.replace(group, question=question), np.float32([1, 0]), {})
+        for question, group in zip(questions, played, strict=True)
+    ]
+
+
+def collapsing(monkeypatch, beyond, *, rolls_out=False):
     """Has steps be beyond the bound: beyond(step, how often it was taken before)."""
     taken, real = [], rl.sample_groups
 
     def sample_groups(play, questions, *, step, **settings):
-        groups, rewards, metrics = real(play, questions, step=step, **settings)
+        play = play if rolls_out else made_up
+        played, rewards, metrics = real(play, questions, step=step, **settings)
         before = sum(earlier == step for earlier, _ in taken)
-        taken.append((step, [group.question.id for group in groups]))
+        taken.append((step, [group.question.id for group in played]))
         metrics["empty_answers"] = 0.9 if beyond(step, before) else 0.1
-        return groups, rewards, metrics
+        return played, rewards, metrics
 
     monkeypatch.setattr(rl, "sample_groups", sample_groups)
     return taken
 
 
-def collapse_of(monkeypatch, tmp_path, beyond, **settings):
+def collapse_of(monkeypatch, tmp_path, beyond, *, rolls_out=False, **settings):
     """Steps that were taken, in order, of a stage that rolls back."""
     own = ONE_STEP | STEPS | BOUND | {"guards__on_collapse": "roll_back"} | settings
     setup = load_setup(config(**own))
-    taken = collapsing(monkeypatch, beyond)
+    taken = collapsing(monkeypatch, beyond, rolls_out=rolls_out)
     params = initial_params(setup)
     return setup, params, taken
 
@@ -182,7 +194,7 @@ def test_a_roll_back_that_is_interrupted_ends_alike(tmp_path, monkeypatch):
     def beyond(step, before):
         return step in (2, 3) and not before
 
-    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond)
+    setup, params, taken = collapse_of(monkeypatch, tmp_path, beyond, rolls_out=True)
     whole = run_rl(setup, None, params, tmp_path / "whole")
     taken.clear()
     real = checkpoint.save
