@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import functools
 import io
 import pathlib
 import re
@@ -42,8 +43,13 @@ def where(path, node):
     return f"{shown(path)}:{node.lineno}"
 
 
+@functools.cache
 def imports(parsed):
-    """(node, dotted name) of every import, however deep inside functions."""
+    """[(node, dotted name)] of every import, however deep inside functions."""
+    return list(_imports(parsed))
+
+
+def _imports(parsed):
     for node in ast.walk(parsed):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
@@ -261,7 +267,7 @@ def pins(file):
 
 def test_every_requirement_is_used_and_pinned_once():
     def used(paths):
-        trees = [ast.parse(path.read_text()) for path in paths]
+        trees = [structure.tree(path) for path in paths]
         return {module.split(".")[0] for t in trees for _, module in imports(t)}
 
     ours, theirs = pins("requirements.txt"), pins("tests/requirements.txt")

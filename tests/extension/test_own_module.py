@@ -15,6 +15,7 @@ from rsearch.setup.checks import check_names
 from rsearch.setup.policy import policy_protocol
 from rsearch.stages.curate.summary import Selection, check_selection
 from rsearch.text.extension import code_inputs, load_reference
+from rsearch.train import command as train_command
 from tests.small_run import ROOT, arguments, child_environment, config
 
 MODULE = '''
@@ -98,7 +99,9 @@ def train(folder, *more, **overrides):
 
 
 @pytest.mark.fault(83, "user function")
-def test_a_module_outside_the_package_adds_to_every_table(tmp_path):
+def test_a_module_outside_the_package_adds_to_every_table(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "my_parts.py").write_text(MODULE)
     done = train(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -119,9 +122,11 @@ def test_a_module_outside_the_package_adds_to_every_table(tmp_path):
     assert inputs["code:my_parts"] in inputs["retrieval"]
     # A run that goes on with other code says so, and may be told to.
     (tmp_path / "my_parts.py").write_text(MODULE.replace("bonus * any", "2 * any"))
-    refused = train(tmp_path, rl__steps=2)
-    assert refused.returncode == 2
-    assert "code:my_parts" in refused.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    words = arguments(run, **SETTINGS | {"rl__steps": 2})
+    assert configuration.run_command(train_command, words) == 2
+    assert "code:my_parts" in capsys.readouterr().err
+    del sys.modules["my_parts"]  # what else is loaded has names of its own
     accepted = train(tmp_path, "--accept=code:my_parts,retrieval", rl__steps=2)
     assert accepted.returncode == 0, accepted.stderr
     assert "code:my_parts has changed" in accepted.stderr + accepted.stdout

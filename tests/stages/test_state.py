@@ -1,5 +1,6 @@
 """A disk that refuses costs no step: it is asked again, and earlier saves stay."""
 
+import dataclasses
 import errno
 import itertools
 import os
@@ -48,12 +49,23 @@ CODES = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES]
 CODES += [errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ENODEV]
 
 
+SAVES = dict(checkpoint__sft_steps=1, checkpoint__retry_seconds=30.0)
+
+
+@pytest.fixture(scope="module")
+def begun():
+    """(setup, first parameters) of a stage that saves each step."""
+    setup = load_setup(config(**SAVES))
+    return setup, initial_params(setup)
+
+
 @pytest.fixture
-def progress(tmp_path, monkeypatch):
+def progress(begun, tmp_path, monkeypatch):
     """Of a stage that has taken one step, and saves each."""
     monkeypatch.setattr(state, "RETRY_WAITS", (0.01, 0.02))
-    setup = load_setup(config(checkpoint__sft_steps=1, checkpoint__retry_seconds=30.0))
-    params = initial_params(setup)
+    setup, params = begun
+    setup = dataclasses.replace(setup, config=config(**SAVES))  # that tests change
+    params = jax.tree.map(lambda x: x.copy(), params)
     actual = state_of(setup, "sft", params, tmp_path)
     actual.advance(actual.train_state)
     actual.save_if_due()

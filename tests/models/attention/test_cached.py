@@ -116,14 +116,15 @@ def test_an_index_takes_the_shortest_reach_that_covers_every_slot_written(positi
     assert written or place.reach == -1
 
 
-@pytest.fixture(params=["together", "one by one"])
-def rows_read(request, monkeypatch):
+@pytest.fixture(scope="module", params=["together", "one by one"])
+def rows_read(request):
     """Rows of a cache that are read together, as accelerators do, and as a CPU does."""
-    if request.param == "together":
-        monkeypatch.setattr(attention, "platform_of", lambda mesh: "gpu")
-    looked_up.clear_cache(), read.clear_cache()
-    yield request.param
-    looked_up.clear_cache(), read.clear_cache()
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param == "together":
+            patched.setattr(attention, "platform_of", lambda mesh: "gpu")
+        looked_up.clear_cache(), read.clear_cache()
+        yield request.param
+        looked_up.clear_cache(), read.clear_cache()
 
 
 @functools.partial(jax.jit, static_argnames="everything")
