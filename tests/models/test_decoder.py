@@ -191,7 +191,7 @@ def extend(params, cache, tokens, positions):
     return Decoder(SPEC).apply({"params": params}, hidden, method="logits"), cache
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_ragged_cached_decoding_equals_a_full_forward_pass(params, data):
     lengths = data.draw(st.lists(st.integers(1, 20), min_size=3, max_size=3))
@@ -248,8 +248,12 @@ def test_only_distances_between_positions_matter(params):
     tokens = jnp.array([[1, 2, 3, 4, 5]])
     model = Decoder(SPEC)
     positions = jnp.arange(5)[None]
-    near, _ = model.apply({"params": params}, tokens, positions)
-    far, _ = model.apply({"params": params}, tokens, positions + 1000)
+
+    @jax.jit
+    def hidden_at(positions):
+        return model.apply({"params": params}, tokens, positions)[0]
+
+    near, far = hidden_at(positions), hidden_at(positions + 1000)
     np.testing.assert_allclose(near, far, atol=1e-3)
 
 

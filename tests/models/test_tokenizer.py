@@ -152,7 +152,7 @@ def test_a_prompt_holds_the_templates_control_tokens_alone(smollm2):
 
 
 @settings(
-    max_examples=300,
+    max_examples=120,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
