@@ -164,8 +164,9 @@ LITTLE = {
 LEARNING = [
     ("rearag:tiny", "sft"),
     ("search_r1:tiny,grpo,parity", "rl"),
-    ("rag_r1:tiny", "rl"),
-    # Slow as all recipes are together: the three before show each kind of update.
+    # Slow as all recipes are together: the two before show each kind of update, and
+    # tests/learn/test_critic.py that of a value model.
+    pytest.param("rag_r1:tiny", "rl", marks=pytest.mark.slow),
     pytest.param("r1_searcher:tiny,select", "rl_answer", marks=pytest.mark.slow),
     pytest.param("r1_searcher_pp:tiny", "rl", marks=pytest.mark.slow),
     pytest.param("r_search:tiny", "rl", marks=pytest.mark.slow),

@@ -206,6 +206,7 @@ def test_a_run_that_is_told_to_stop_while_it_rolls_out_begins_no_update(
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
+VALUE_MODEL = "by a value model that at first learns alone"
 LOTS = dict(rl__kl_coef=0.1, rl__updates_per_step=2, rl__micro_batch=8)
 SETTINGS = {
     "in the loss, scored, by sequence, in two updates": dict(
@@ -226,7 +227,7 @@ SETTINGS = {
         rollout__top_p=0.9,
         rl__old_logprobs="recompute",
     ),
-    "by a value model that at first learns alone": dict(
+    VALUE_MODEL: dict(
         rl__algorithm="ppo",
         rl__kl_place="reward",
         rl__kl_kind="k1",
@@ -238,7 +239,14 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # tests/stages/test_learning.py shows a value model that learns alone, by hand.
+        pytest.param(s, id=name, marks=pytest.mark.slow if name == VALUE_MODEL else ())
+        for name, s in SETTINGS.items()
+    ],
+)
 def test_every_setting_runs_and_measures_finite_numbers(tmp_path, settings):
     setup = load_setup(config(**ONE_STEP | settings | dict(rl__steps=2)))
     before = initial_params(setup)
