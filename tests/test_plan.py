@@ -36,6 +36,8 @@ def slice_of_four():
     return find_machine("v5e:2x2")
 
 
+# Below, a slice's decoding is compiled, and the command plans for GPUs.
+@pytest.mark.slow
 def test_a_recipe_is_compiled_for_a_slice_and_fits(slice_of_four, tmp_path, capsys):
     flags = [f"--config.{name}={value}" for name, value in SHAPE.items()]
     out = tmp_path / "plan.json"
