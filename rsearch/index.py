@@ -2,6 +2,11 @@
 
     python -m rsearch.index --corpus=FILE --encoder=MODEL --out=DIRECTORY
     python -m rsearch.index --corpus=FILE --kind=bm25 --out=DIRECTORY
+    python -m rsearch.index --corpus=FILE --encoder=MODEL --vectors=FILE --out=DIRECTORY
+
+With --vectors the passages are not encoded: the file has the vector of each, as
+FILE.npy, a flat index of faiss, or Parquet with columns id and vector. The encoder,
+which must be the one that made them, encodes the queries.
 
 The same command resumes where it was stopped. It prints what was built, the recall
 against exact search and, with --questions, the recall of their supporting passages.
@@ -37,6 +42,7 @@ from rsearch.retrieval.index_build import (
     encode_share,
     plan_index,
 )
+from rsearch.retrieval.vector_files import VectorFile
 from rsearch.runtime.connections import check_source
 from rsearch.runtime.console import note, table
 from rsearch.types import Question, SearchFn
@@ -46,6 +52,10 @@ FLAGS = {
     "encoder": (
         "",
         'directory or hub id of a BERT model, or "hashed"; --kind=bm25 alone has none',
+    ),
+    "vectors": (
+        "",
+        "the passages' vectors, not encoded again: .npy, flat faiss index or Parquet",
     ),
     "out": (REQUIRED, "directory of the index; goes on with one left unfinished"),
     "family": ("", "prefixes and pooling: e5, bge, minilm or declared"),
@@ -165,6 +175,7 @@ def _build(flags, worker, lengths):
         dim=flags["hashed_dim"],
         **lengths,
     )
+    vector_file = VectorFile(flags["vectors"]) if flags["vectors"] else None
     out = pathlib.Path(flags["out"])
     settings = {
         "kind": flags["kind"],
@@ -175,6 +186,7 @@ def _build(flags, worker, lengths):
         "vector_dtype": flags["vector_dtype"],
         "shard_size": flags["shard_size"] or None,
         "num_parts": flags["parts"],
+        "vector_file": vector_file,
     }
     if worker and not _is_last(corpus, encoder, out, settings, *worker):
         return
@@ -214,7 +226,13 @@ def _is_last(corpus, encoder, out, settings, worker, num_workers):
     """Encode a worker's share; return whether no shard is missing then."""
     plan = plan_index(corpus, encoder, **settings)
     num_missing = encode_share(
-        corpus, encoder, out, plan, worker=worker, num_workers=num_workers
+        corpus,
+        encoder,
+        out,
+        plan,
+        worker=worker,
+        num_workers=num_workers,
+        vector_file=settings["vector_file"],
     )
     if num_missing:
         note(
@@ -234,10 +252,11 @@ def _questions(source, on_bad):
 
 def _rows(manifest):
     recall, partition = manifest["recall"], manifest["partition"]
+    vectors = manifest["vectors"]
     rows = [
         ("passages", str(manifest["corpus"]["num_passages"])),
         ("dimensions", str(manifest["encoder"]["dim"])),
-        ("vectors", manifest["vectors"]["dtype"]),
+        ("vectors", vectors["dtype"] + (" of --vectors" if "file" in vectors else "")),
     ]
     if partition is None:
         rows.append(("search", "brute force"))

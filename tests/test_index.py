@@ -98,6 +98,7 @@ def test_an_index_of_words_needs_no_encoder(files, capsys):
     [
         (["--kind=bm25", "--encoder=hashed"], "--encoder=hashed"),
         (["--kind=bm25", "--parts=2"], "--parts=2"),
+        (["--kind=bm25", "--vectors=a.npy"], "--vectors=a.npy"),
         (["--kind=bm25", "--worker=0/2"], "--worker=0/2"),
         (["--kind=bm25", "--coordinator=auto"], "--coordinator=auto"),
         (["--kind=bm25", "--bm25_b=2"], "b=2.0"),
@@ -126,6 +127,23 @@ def contents(folder):
     """{name: bytes} of all that an index's vectors are."""
     paths = sorted((folder / "vectors").iterdir())
     return {path.name: path.read_bytes() for path in paths}
+
+
+def test_vectors_of_a_file_are_not_encoded_again(files, capsys):
+    assert command(files, "--shard_size=10") == 0
+    vectors = files / "index" / "vectors" / "00000.npy"
+    measured = [f"--questions={files / 'questions.jsonl'}", "--top_k=1"]
+    more = [f"--out={files / 'i'}", f"--vectors={vectors}", "--worker=0/1", *measured]
+    capsys.readouterr()
+    assert command(files, *more) == 0
+    printed = cells(capsys.readouterr().out)
+    assert printed["vectors"] == "float32 of --vectors"
+    assert printed["recall@1 of supporting passages"] == "1.0000 (2 questions)"
+    more = [f"--out={files / 'j'}", f"--vectors={vectors}", "--hashed_dim=64"]
+    assert command(files, *more) == 2
+    error = capsys.readouterr().err
+    assert str(vectors) in error and "512" in error and "64" in error
+    assert not (files / "j").exists()
 
 
 SHARED = ("--shard_size=1", "--parts=3")

@@ -48,6 +48,7 @@ from rsearch.retrieval.nearest import (
     recall_of,
     split_evenly,
 )
+from rsearch.retrieval.vector_files import VectorFile
 from rsearch.retrieval.vectors import (
     DTYPES,
     count_shards,
@@ -76,6 +77,7 @@ def plan_index(
     vector_dtype: str = "float32",
     shard_size: int | None = None,
     num_parts: int = 1,
+    vector_file: VectorFile | None = None,
 ) -> dict:
     """Return what an index is made from and how, the same dict on all that build it.
 
@@ -87,9 +89,10 @@ def plan_index(
         vector_dtype: of the vectors on disk, "float32" or "float16".
         shard_size: passages encoded between two saves; None chooses.
         num_parts: slices of the corpus with a ScaNN index each, which hosts can share.
+        vector_file: the passages' vectors; None encodes the passages.
 
     Raises:
-        ValueError: a bad setting, or an empty corpus.
+        ValueError: a bad setting, an empty corpus, or vectors that do not fit it.
     """
     num = len(corpus)
     if not num:
@@ -98,6 +101,8 @@ def plan_index(
         raise ValueError(f"{vector_dtype=}, expected one of {', '.join(DTYPES)}")
     if not 1 <= num_parts <= num:
         raise ValueError(f"{num_parts=}, expected 1 to {num}, the number of passages")
+    if vector_file is not None:
+        vector_file.check_fits(corpus, encoder)
     # About 64 shards: a stop loses little, and small corpora have no tiny files.
     limit = min(max(1024, num // 64), MAX_SHARD)
     shard_size = shard_size or min(limit, -(-num // num_parts))
@@ -122,11 +127,14 @@ def plan_index(
     )
     # Everything that changes a byte of the index, and nothing else: two plans that
     # are equal may share a directory.
+    vectors = {"dtype": vector_dtype, "shard_size": shard_size}
+    if vector_file is not None:
+        vectors["file"] = vector_file.digest
     return {
         "format": FORMAT,
         "corpus": {"fingerprint": corpus.fingerprint, "num_passages": num},
         "encoder": {"fingerprint": encoder.fingerprint, "dim": encoder.dim},
-        "vectors": {"dtype": vector_dtype, "shard_size": shard_size},
+        "vectors": vectors,
         "partition": partition and dataclasses.asdict(partition),
         "num_parts": num_parts,
     }
@@ -140,6 +148,7 @@ def encode_share(
     *,
     worker: int,
     num_workers: int,
+    vector_file: VectorFile | None = None,
 ) -> int:
     """Encode a worker's share of the shards: every num_workers-th, from its number on.
 
@@ -150,6 +159,7 @@ def encode_share(
         plan: as `plan_index` makes it.
         worker: from 0.
         num_workers: workers that share the work.
+        vector_file: as `plan` was made with.
 
     Returns:
         The number of shards that are still missing, over all workers.
@@ -181,7 +191,7 @@ def encode_share(
         if not is_held:
             raise ValueError(_busy(out))
         (out / LOCKS).mkdir(exist_ok=True)
-        settings = _shard_settings(plan)
+        settings = _shard_settings(plan, vector_file)
         numbers = all_shards(plan)
         # Every num_workers-th, not a run of neighbours: a corpus may be sorted by
         # length, and all workers should take about the same time.
@@ -200,6 +210,7 @@ def build_index(
     num_recall_queries: int = 200,
     recall_queries: Sequence[str] | None = None,
     waits: bool = False,
+    vector_file: VectorFile | None = None,
     **settings,
 ) -> dict:
     """Encode a corpus and build its index; resume where an earlier call stopped.
@@ -214,17 +225,18 @@ def build_index(
         recall_queries: texts to measure recall with instead.
         waits: wait for another process that is building there; the index is finished
             afterwards.
+        vector_file: the passages' vectors; None encodes the passages.
         **settings: see `plan_index`.
 
     Returns:
         The manifest, a dict.
 
     Raises:
-        ValueError: a bad setting, an empty corpus, `out` holds something else, or
-            another process is building there.
+        ValueError: a bad setting, an empty corpus, vectors that do not fit it, `out`
+            holds something else, or another process is building there.
     """
     out = pathlib.Path(out)
-    plan = plan_index(corpus, encoder, **settings)
+    plan = plan_index(corpus, encoder, vector_file=vector_file, **settings)
     # Hosts that planned differently would write different shards into one directory.
     processes.check_same_on_all({"index": plan})
     with _locks_of_all_hosts() as stack:
@@ -244,7 +256,11 @@ def build_index(
         # 1. Vectors. Finished shards are reused, so a stop loses one at most.
         digests = processes.map_hosts_json(
             lambda numbers: encode_shards(
-                corpus, encoder, out / VECTORS, numbers, **_shard_settings(plan)
+                corpus,
+                encoder,
+                out / VECTORS,
+                numbers,
+                **_shard_settings(plan, vector_file),
             ),
             all_shards(plan),
         )
@@ -386,10 +402,12 @@ def _kind(plan):
     return partition_kind(plan["partition"] and Partition(**plan["partition"]))
 
 
-def _shard_settings(plan):
+def _shard_settings(plan, vector_file):
     # Vectors depend on these sections alone: other parts need no encoding.
     sections = {name: plan[name] for name in ("corpus", "encoder", "vectors")}
-    return {**plan["vectors"], "made_from": json.dumps(sections, sort_keys=True)}
+    settings = {name: plan["vectors"][name] for name in ("dtype", "shard_size")}
+    made_from = json.dumps(sections, sort_keys=True)
+    return {**settings, "made_from": made_from, "vector_file": vector_file}
 
 
 def _scores(nearest, queries, top_k):

@@ -102,6 +102,7 @@ def encode_shards(
     shard_size: int,
     dtype: str,
     made_from: str,
+    vector_file: Any | None = None,
     lock: Callable[[str], AbstractContextManager] = contextlib.nullcontext,
 ) -> list[str]:
     """Encode those of these shards that are not encoded yet.
@@ -114,18 +115,22 @@ def encode_shards(
         shard_size: passages a shard.
         dtype: one of DTYPES, of the vectors on disk.
         made_from: text that is equal for equal corpus, encoder and settings.
+        vector_file: the passages' vectors, which are then not encoded; see
+            `rsearch.retrieval.vector_files.VectorFile`.
         lock: name of a shard -> context in which no other process writes it.
 
     Returns:
         [len(numbers)] digests of these shards.
 
     Raises:
-        ValueError: a passage that the encoder gave no finite vector.
+        ValueError: a passage that the encoder gave no finite vector, or a row of
+            `vector_file` that is no vector of the encoder.
     """
     directory = pathlib.Path(directory)
     directory.mkdir(exist_ok=True)
     digests, num_reused = [], 0
-    label = f"encoding shards of {shard_size} passages"
+    verb = "encoding" if vector_file is None else "copying"
+    label = f"{verb} shards of {shard_size} passages"
     for number in progress(numbers, label):
         path = directory / shard_name(number)
         with lock(path.stem):
@@ -134,7 +139,10 @@ def encode_shards(
             if digest is None:
                 start = number * shard_size
                 stop = min(start + shard_size, len(corpus))
-                vectors = _encode(encoder, corpus.passages(range(start, stop)))
+                if vector_file is None:
+                    vectors = _encode(encoder, corpus.passages(range(start, stop)))
+                else:
+                    vectors = vector_file.rows(corpus, start, stop)
                 digest = _write(path, vectors.astype(dtype), made_from)
         digests.append(digest)
     if num_reused:
