@@ -15,6 +15,7 @@ COMMANDS = {
     "score": "score anybody's predictions",
     "export": "write the trained policy as a Hugging Face model",
     "tool": "answer questions with a trained policy, in a shell or as a service",
+    "corpus": "write a corpus from public ones, or of articles cut into passages",
     "index": "encode the passages of a corpus and build their ScaNN index",
     "retriever": "serve an index over HTTP, as the published systems ask it",
     "checkpoint": "list, verify or delete the checkpoints of a run",

@@ -19,7 +19,6 @@ import os
 import pathlib
 import shlex
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -37,7 +36,7 @@ from rsearch.data.records import (
     shown,
 )
 from rsearch.runtime.console import note, progress
-from rsearch.runtime.files import expand, sync_directory
+from rsearch.runtime.files import expand, replacing
 from rsearch.runtime.jsonl import (
     BOM,
     GZIP_ERRORS,
@@ -54,20 +53,6 @@ NUM_SAMPLES = 16  # blocks of the corpus that are compared at every opening
 SAMPLE_BYTES = 4096
 LINES_AT_ONCE = 256  # read at once when going through the corpus in order
 IDS = ("id", "_id", "docid", "doc_id")  # FlashRAG, BEIR, Tevatron, SciFact; best first
-
-# Programs for `python -c` that write other layouts as JSON Lines. The second takes the
-# names of the columns from the first line, as DPR's file has them. The third reads
-# "1<tab>Title: A Text: B", as R1-Searcher has it, and "1<tab>A   B", as RAG-R1 has it.
-CONVERT_LIST = "import json; [print(json.dumps(row)) for row in json.load(open(0))]"
-CONVERT_COLUMNS = (
-    "import csv, json; csv.field_size_limit(1 << 24); [print(json.dumps(row)) "
-    r'for row in csv.DictReader(open(0, newline=""), delimiter="\t")]'
-)
-CONVERT_NUMBERED = (
-    'import json, re; [print(json.dumps({"id": number, "contents": re.sub('
-    r'"^Title: (.*?) Text: +|^(.*?)   |^", r"\1\2\n", text.rstrip("\r\n"))})) '
-    r'for number, text in (line.split("\t", 1) for line in open(0, newline="\n"))]'
-)
 
 
 class Corpus:
@@ -210,7 +195,15 @@ def parse_line(line: bytes) -> tuple[str, str]:
     Raises:
         ValueError: names the field that is wrong.
     """
-    record = decode_record(line)
+    return parse_record(decode_record(line))
+
+
+def parse_record(record: dict) -> tuple[str, str]:
+    """Return the (id, contents) of a record, as `parse_line` has them.
+
+    Raises:
+        ValueError: names the field that is wrong.
+    """
     name = next((name for name in IDS if record.get(name) is not None), "id")
     if name not in record and record.keys().isdisjoint(IDS):
         raise ValueError(f"field id: missing; the fields are {shown(list(record))}")
@@ -226,9 +219,9 @@ def parse_line(line: bytes) -> tuple[str, str]:
     text = record["text"]
     if isinstance(text, list):
         raise ValueError(
-            f"field text: expected text, got list {shown(text)}; sentences, as of "
-            "HotpotQA's abstracts, must be joined first, and the paragraphs of an "
-            "article, as KILT has them, made a record each"
+            f"field text: expected text, got list {shown(text)}; of the sentences or "
+            "paragraphs of an article, as HotpotQA and KILT have them, "
+            "python -m rsearch.corpus --words=100 makes passages"
         )
     if not _is_empty(text):
         check_text(text, "text")
@@ -347,16 +340,16 @@ def build_cache(path: pathlib.Path, files: CacheFiles) -> dict:
     if kind == "empty":
         raise ValueError(f"{path}: the corpus is empty")
     if kind == "parquet":
-        raise ValueError(f"{path}: a Parquet file; a corpus is JSON Lines")
+        raise ValueError(_not_jsonl(path, "a Parquet file"))
     _check_is_jsonl(path)
     _check_writable(path, files.offsets.parent)
     before = _state(path)
-    bad = _BadRecords(path, files.on_bad)
+    bad = BadRecords(files.on_bad)
     with contextlib.ExitStack() as stack:
         # Records are checked while the text is unpacked: a bad one ends both.
         unpacked = None
         if kind == "gzip":
-            unpacked = stack.enter_context(_replacing(files.unpacked))
+            unpacked = stack.enter_context(replacing(files.unpacked))
         offsets, fingerprint = _scan(path, unpacked, bad)
         if _state(path) != before:
             raise ValueError(f"{path}: was changed while it was being read")
@@ -370,23 +363,32 @@ def build_cache(path: pathlib.Path, files: CacheFiles) -> dict:
         "offsets": xxhash.xxh3_64_hexdigest(offsets.data),
         "skipped": bad.num,
     }
-    with _replacing(files.offsets) as file:
+    with replacing(files.offsets) as file:
         file.write(json.dumps(header).encode().ljust(HEADER_BYTES))
         file.write(offsets.data)
     return header
 
 
-class _BadRecords:
-    """The bad records of a corpus: the first is an error, or they are counted."""
+class BadRecords:
+    """The bad records of a corpus: the first is an error, or they are counted.
 
-    def __init__(self, path, on_bad):
-        self._path, self._on_bad = path, on_bad
+    Args:
+        on_bad: "raise" or "skip".
+
+    Attributes:
+        num: of the records.
+        problems: what was wrong with the first of them.
+    """
+
+    def __init__(self, on_bad: str):
+        check_on_bad(on_bad)
+        self._on_bad = on_bad
         self.num = 0
-        self.problems = []  # of the first
+        self.problems = []
 
-    def add(self, line, error):
-        """Count the record on a line, or raise an error that names it."""
-        problem = f"{self._path}:{line}: {error}"
+    def add(self, origin: str, error: ValueError | str) -> None:
+        """Count the record of an origin, or raise a ValueError that names it."""
+        problem = f"{origin}: {error}"
         if self._on_bad == "raise":
             raise ValueError(problem) from None
         self.num += 1
@@ -401,25 +403,16 @@ def _check_is_jsonl(path):
             first = file.readline(CHUNK_BYTES).removeprefix(BOM).strip()
     except GZIP_ERRORS:
         return  # the scan says where
-    columns = first.lower().split(b"\t")
     if first.startswith(b"["):
-        layout, program = "a JSON list", CONVERT_LIST
-    elif len(columns) == 1 or first.startswith((b"{", b'"')):
-        return
-    elif {b"id", b"text"} <= {*columns}:
-        layout, program = "tab-separated values", CONVERT_COLUMNS
-    elif len(columns) == 2:
-        layout, program = "tab-separated values", CONVERT_NUMBERED
-    else:
-        raise ValueError(
-            f"{path}: tab-separated values; a corpus is JSON Lines of id, title, text"
-        )
-    program = shlex.quote(program)
-    reader = "zcat" if file_kind(path) == "gzip" else "cat"
-    raise ValueError(
-        f"{path}: {layout}; a corpus is JSON Lines: "
-        f"{reader} < {shlex.quote(str(path))} | python -X utf8 -c {program} "
-        "> corpus.jsonl"
+        raise ValueError(_not_jsonl(path, "a JSON list"))
+    if b"\t" in first and not first.startswith((b"{", b'"')):
+        raise ValueError(_not_jsonl(path, "tab-separated values"))
+
+
+def _not_jsonl(path, layout):
+    return (
+        f"{path}: {layout}; a corpus is JSON Lines: python -m rsearch.corpus "
+        f"{shlex.quote(str(path))} --out=corpus.jsonl"
     )
 
 
@@ -466,12 +459,12 @@ def _scan(path, unpacked, bad):
             continue
         # Blank lines after the last record are none.
         for blank in range(number - num_blank, number):
-            bad.add(blank, "blank line")
+            bad.add(f"{path}:{blank}", "blank line")
         num_blank = 0
         try:
             passage_id, _ = parse_line(line)
         except ValueError as error:
-            bad.add(number, error)
+            bad.add(f"{path}:{number}", error)
             continue
         offsets.append(start)
         id_hashes.append(xxhash.xxh3_64_intdigest(passage_id.encode()))
@@ -490,7 +483,7 @@ def _scan(path, unpacked, bad):
     for row, passage_id, earlier in _repeated_ids(path, unpacked, offsets, id_hashes):
         repeats.append(row)
         used = f"{shown(passage_id)} was used on line {lines[earlier]} already"
-        bad.add(lines[row], f"field id: {used}")
+        bad.add(f"{path}:{lines[row]}", f"field id: {used}")
     offsets = np.append(np.delete(offsets, repeats), np.uint64(end))
     return offsets.astype("<u8", copy=False), digest.hexdigest()
 
@@ -563,24 +556,3 @@ def _repeated_ids(path, unpacked, offsets, id_hashes):
             earlier = first_row.setdefault(passage_id, row)
             if earlier != row:
                 yield row, passage_id, earlier
-
-
-@contextlib.contextmanager
-def _replacing(path):
-    """Yield a file that replaces `path` once it is completely written.
-
-    Its temporary name is unique: tasks of an array all open a new corpus at once.
-    """
-    handle, temporary = tempfile.mkstemp(prefix=".partial.", dir=path.parent)
-    try:
-        with open(handle, "w+b") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp allows the owner alone; others may share this cache.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    sync_directory(path.parent)

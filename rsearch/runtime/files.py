@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
@@ -131,6 +132,39 @@ def create(path: str | os.PathLike, data: bytes) -> bool:
         temporary.unlink()
     sync_directory(path.parent)
     return True
+
+
+@contextlib.contextmanager
+def replacing(
+    path: str | os.PathLike, *, overwrites: bool = True
+) -> Iterator[BinaryIO]:
+    """Yield a file that takes the place of `path` once it is completely written.
+
+    Its temporary name is unique: several processes may write the same file at once.
+
+    Args:
+        path: the file.
+        overwrites: False leaves a file alone that is there already.
+
+    Raises:
+        FileExistsError: `path` is there, and stays as it was.
+    """
+    path = pathlib.Path(path)
+    handle, temporary = tempfile.mkstemp(prefix=".partial.", dir=path.parent)
+    try:
+        with open(handle, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp allows the owner alone; others may share the file.
+        os.chmod(temporary, 0o644)
+        if overwrites:
+            os.replace(temporary, path)
+        else:
+            os.link(temporary, path)
+    finally:
+        pathlib.Path(temporary).unlink(missing_ok=True)
+    sync_directory(path.parent)
 
 
 def _write_new(path, data):

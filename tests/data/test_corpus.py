@@ -422,35 +422,20 @@ def test_records_that_are_no_passage_are_refused_by_field(tmp_path, record, fiel
         Corpus(written(tmp_path, lines([record])))
 
 
-DPR = 'id\ttext\ttitle\n1\t"A ""long"" river."\tNile\n2\tA city.\tCairo\n'
-R1 = "1\tTitle: Nile Text:  A river.\n2\tCairo   A city.\n3\tno title\n"
-
-
 @pytest.mark.fault(63, "public layouts")
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 @pytest.mark.parametrize(
-    "text, expected",
-    [
-        (DPR, ['Nile\nA "long" river.', "Cairo\nA city."]),
-        (R1, ["Nile\nA river.", "Cairo\nA city.", "\nno title"]),
-        (json.dumps([ROW]), ["Nile\nA river."]),
-        ("1\tA river.\tNile\n", None),
-    ],
+    "text", ["id\ttext\ttitle\n1\tA river.\tNile\n", "1\tA river.\n", "[]"]
 )
-def test_other_layouts_are_refused_with_a_command_that_converts_them(
-    tmp_path, pack, text, expected
+def test_other_layouts_are_refused_with_the_command_that_converts_them(
+    tmp_path, pack, text
 ):
     path = written(tmp_path, pack(text.encode()), "a corpus")
-    with pytest.raises(ValueError, match="JSON Lines") as error:
+    with pytest.raises(
+        ValueError, match=r"python -m rsearch\.corpus '.*a corpus'"
+    ) as e:
         Corpus(path, on_bad="skip")
-    message = str(error.value)
-    assert message.startswith(f"{path}: ") and "\n" not in message
-    if expected is None:
-        return
-    command = message.partition("JSON Lines: ")[2].replace("python", sys.executable)
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
-    with Corpus(tmp_path / "corpus.jsonl") as corpus:
-        assert [passage.contents for passage in corpus] == expected
+    assert str(e.value).startswith(f"{path}: ") and "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize(

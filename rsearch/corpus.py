@@ -1,0 +1,68 @@
+"""Write a corpus from public ones: python -m rsearch.corpus FILE... --out=corpus.jsonl
+
+    python -m rsearch.corpus psgs_w100.tsv --out=corpus.jsonl
+    python -m rsearch.corpus kilt_knowledgesource.json --words=100 --out=corpus.jsonl
+    python -m rsearch.corpus wiki.jsonl news.jsonl --prefixes=wiki-,news- --out=...
+
+A FILE, plain or gzip, is a table as DPR's and KILT's, JSON Lines or a JSON list of
+{id, contents} or {_id, title, text} as BEIR's corpus.jsonl, Parquet, or a data set on
+the hub. With --words each record is an article, such as a page of Wikipedia or KILT,
+and is cut into passages of so many words; the last has what remains. Their ids are the
+article's id, "-" and a number from 0; an article without an id has its title for one.
+Two passages of one id are refused, and --prefixes tells several corpora apart.
+
+What is written has a line {"id", "contents"} a passage, the title on the first line of
+its contents. A file that exists is left alone.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from rsearch.config.recipes import REQUIRED, parse_flags, run_command
+from rsearch.data.corpus_sources import write_corpus
+from rsearch.data.records import say_left_out
+from rsearch.runtime.console import note, table
+from rsearch.runtime.files import check_output
+
+FLAGS = {
+    "out": (REQUIRED, "the file that is written; there must be none of that name"),
+    "words": (0, "of a passage, cut from articles; 0 = the records are passages"),
+    "prefixes": ("", "what the ids of each FILE begin with, separated by commas"),
+    "on_bad": ("raise", "a bad record is an error, or is left out and counted: skip"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the arguments, write the corpus, and print what it holds."""
+    started = time.monotonic()
+    flags = parse_flags(argv, flags=FLAGS, positional=("FILE...",))
+    sources, out = flags["FILE"], flags["out"]
+    prefixes = flags["prefixes"].split(",") if flags["prefixes"] else []
+    if flags["words"] < 0:
+        raise ValueError(f"--words={flags['words']}, expected 0 or more")
+    if prefixes and len(prefixes) != len(sources):
+        raise ValueError(
+            f"--prefixes={flags['prefixes']}: {len(prefixes)} of {len(sources)} files"
+        )
+    check_output("out", out)
+    if os.path.lexists(out):
+        raise ValueError(f"--out={out} is there already; it is not overwritten")
+    if out.endswith(".gz"):
+        raise ValueError(f"--out={out}: what is written is not packed")
+    num, bad = write_corpus(
+        sources, out, words=flags["words"], prefixes=prefixes, on_bad=flags["on_bad"]
+    )
+    say_left_out(", ".join(sources), bad.problems, note, count=bad.num)
+    rows = [
+        ("passages", str(num)),
+        ("bad records left out", str(bad.num)),
+        ("seconds", f"{time.monotonic() - started:.1f}"),
+    ]
+    table(f"Corpus {out}", ("", "value"), rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

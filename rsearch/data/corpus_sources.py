@@ -1,0 +1,227 @@
+"""Write a corpus from those that others publish, in the layouts that they have.
+
+A source is one of
+    - JSON Lines, a JSON list, Parquet or a data set on the hub, see
+      `rsearch.data.sources`, of records that `rsearch.data.corpus` reads;
+    - a table of tab-separated values whose first line names the columns, among them id
+      and text, as DPR's and KILT's of 100-word passages;
+    - lines "1<tab>Title: A Text: B", as R1-Searcher has them, or "1<tab>A   B", as
+      RAG-R1 has them; a text without a title is one, too.
+
+Articles, such as Wikipedia's pages or KILT's lists of paragraphs, are cut into passages
+of a number of words, as white space separates them.
+"""
+
+import array
+import csv
+import itertools
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from rsearch.data.corpus import IDS, BadRecords, parse_record
+from rsearch.data.records import check_record, check_text, decode_record, shown
+from rsearch.data.sources import json_records, read_records
+from rsearch.runtime.console import progress
+from rsearch.runtime.files import replacing
+from rsearch.runtime.jsonl import (
+    BOM,
+    GZIP_ERRORS,
+    MAX_LINE_BYTES,
+    file_kind,
+    jsonl_lines,
+    open_text,
+)
+
+NUMBERED = re.compile(r"^Title: (.*?) Text: +|^(.*?)   |^")
+HEADING, BULLET = "Section::::", "BULLET::::-"  # KILT's marks of a paragraph
+
+
+def write_corpus(
+    sources: Sequence[str],
+    out: str | os.PathLike,
+    *,
+    words: int = 0,
+    prefixes: Sequence[str] = (),
+    on_bad: str = "raise",
+) -> tuple[int, BadRecords]:
+    """Write the passages of these sources into one file, in their order.
+
+    Args:
+        sources: at least one.
+        out: the file, JSON Lines of {"id", "contents"}; there must be none yet. It is
+            there once it is complete.
+        words: of a passage; each record is then an article. 0 takes records as they
+            are.
+        prefixes: [len(sources)] what the ids of each begin with; empty for none.
+        on_bad: a bad record is an error with "raise", or left out with "skip".
+
+    Returns:
+        The number of passages, and the bad records.
+
+    Raises:
+        ValueError: a bad record, two passages of one id, or no passage at all.
+        OSError: a source cannot be read, or `out` is there or cannot be written.
+    """
+    starts = list(zip(sources, prefixes or itertools.repeat("")))
+    bad = BadRecords(on_bad)
+    # 8 bytes a passage: texts of 29 million ids would need gigabytes.
+    hashes = array.array("Q")
+    with replacing(out, overwrites=False) as file:
+        passages = _passages(starts, words, bad)
+        for _, passage_id, line in progress(passages, "writing passages"):
+            hashes.append(xxhash.xxh3_64_intdigest(passage_id.encode()))
+            file.write(line)
+        if not hashes:
+            first = f"; first {bad.problems[0]}" if bad.num else ""
+            raise ValueError(f"{', '.join(sources)}: not one passage{first}")
+        ordered = np.sort(np.frombuffer(hashes, np.uint64))
+        repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(repeated):
+            _refuse_repeated(_passages(starts, words, BadRecords(on_bad)), repeated)
+    return len(hashes), bad
+
+
+def _refuse_repeated(passages, hashes):
+    """Raise a ValueError for the first id that is used twice among these hashes."""
+    hashes, origins = set(hashes.tolist()), {}
+    for origin, passage_id, _ in passages:
+        if xxhash.xxh3_64_intdigest(passage_id.encode()) in hashes:
+            earlier = origins.setdefault(passage_id, origin)
+            if earlier != origin:
+                raise ValueError(
+                    f"{origin}: field id: {shown(passage_id)} was used at {earlier} "
+                    "already; of several corpora, give --prefixes"
+                )
+
+
+def _passages(starts, words, bad):
+    """Yield (origin, id, line of the corpus) of all passages."""
+    for source, prefix in starts:
+        for origin, raw in _records(source, bad):
+            try:
+                record = decode_record(raw) if isinstance(raw, bytes) else raw
+                passages = _of_record(check_record(record), words)
+                rows = [(prefix + name, contents) for name, contents in passages]
+                lines = [_line(*row) for row in rows]
+            except ValueError as error:
+                bad.add(origin, error)
+                continue
+            for number, ((passage_id, _), line) in enumerate(zip(rows, lines)):
+                yield (
+                    f"{origin} passage {number}" if words else origin,
+                    passage_id,
+                    line,
+                )
+
+
+def _line(passage_id, contents):
+    row = {"id": passage_id, "contents": contents}
+    line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"a passage of {len(line)} bytes, more than {MAX_LINE_BYTES}")
+    return line
+
+
+def _of_record(record: dict, words: int) -> list[tuple[str, str]]:
+    """Return the (id, contents) of a record's passages."""
+    if not words:
+        return [parse_record(record)]
+    article_id, contents = parse_record(_article(record))
+    title, _, text = contents.partition("\n")
+    text_words = text.split()
+    if not text_words:
+        raise ValueError(f"field text: the article {shown(title)} has no words")
+    texts = [
+        " ".join(text_words[start : start + words])
+        for start in range(0, len(text_words), words)
+    ]
+    return [(f"{article_id}-{n}", f"{title}\n{text}") for n, text in enumerate(texts)]
+
+
+def _article(record: dict[str, Any]) -> dict[str, Any]:
+    """Return an article as a record whose text is one; KILT's has paragraphs.
+
+    An article without an id has its title for one.
+    """
+    record = dict(record)
+    if record.get("title") is None and "wikipedia_title" in record:
+        record["title"] = record["wikipedia_title"]
+    if all(record.get(name) is None for name in IDS):
+        record["id"] = check_text(record.get("title"), "id or title")
+    paragraphs = record.get("text")
+    if isinstance(paragraphs, list):
+        for number, paragraph in enumerate(paragraphs):
+            if not isinstance(paragraph, str):
+                raise ValueError(
+                    f"field text[{number}]: expected text, got {shown(paragraph)}"
+                )
+        # The first paragraph of KILT's articles is their title.
+        is_title = paragraphs and paragraphs[0].strip() == record.get("title")
+        texts = [p for p in paragraphs[is_title:] if not p.startswith(HEADING)]
+        record["text"] = " ".join(text.removeprefix(BULLET) for text in texts)
+    return record
+
+
+def _records(source: str, bad: BadRecords) -> Iterator[tuple[str, Any]]:
+    """Yield (origin, record) of a source; a line of JSON Lines is bytes."""
+    path = pathlib.Path(source)
+    if not path.is_file() or file_kind(path) in ("empty", "parquet"):
+        return read_records(source)
+    try:
+        with open_text(path) as file:
+            first = file.readline(MAX_LINE_BYTES + 1).removeprefix(BOM).strip()
+    except GZIP_ERRORS as error:
+        raise ValueError(f"{path}: truncated or damaged gzip data: {error}") from None
+    columns = first.decode("utf-8", "replace").lower().split("\t")
+    if first.startswith((b"{", b"[")):
+        return json_records(path)
+    if {"id", "text"} <= {*columns}:
+        return _table_records(path, bad)
+    if len(columns) == 2:
+        return _numbered_records(path, bad)
+    raise ValueError(
+        f"{path}:1: neither JSON nor a table whose columns are id, text and title: "
+        f"{shown(columns)}"
+    )
+
+
+def _table_records(path, bad):
+    """Yield (file:line, record) of a table; a quoted field may have line ends."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    lines = (line.decode("utf-8", "surrogateescape") for _, line in jsonl_lines(path))
+    rows = csv.reader(lines, delimiter="\t", strict=True)
+    names = [name.lower() for name in next(rows)]
+    if len({*names}) < len(names):
+        raise ValueError(f"{path}:1: a column is there twice: {shown(names)}")
+    while True:
+        origin = f"{path}:{rows.line_num + 1}"
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            bad.add(origin, str(error))
+            continue
+        if row is None:
+            return
+        if len(row) != len(names):
+            bad.add(origin, f"{len(row)} columns, expected {len(names)}: {shown(row)}")
+            continue
+        yield origin, dict(zip(names, row))
+
+
+def _numbered_records(path, bad):
+    """Yield (file:line, record) of lines that are a number, a tab and a passage."""
+    for number, line in jsonl_lines(path):
+        text = line.decode("utf-8", "surrogateescape").rstrip("\r\n")
+        passage_id, tab, text = text.partition("\t")
+        if not tab:
+            bad.add(f"{path}:{number}", "expected a number, a tab and a passage")
+            continue
+        contents = NUMBERED.sub(r"\1\2\n", text)
+        yield f"{path}:{number}", {"id": passage_id, "contents": contents}
