@@ -153,7 +153,9 @@ DATA = Section(
     "Questions.",
     train=Field("world:train", "questions to learn from: file, hub id or world:train"),
     dev=Field(
-        "world:dev", "held-out questions: file, hub id or world:dev", may_change=True
+        "world:dev",
+        "held-out questions: file, hub id, set:NAME or world:dev",
+        may_change=True,
     ),
     fields_question=Field("", "a record's question field; '' = as its format says"),
     fields_answers=Field("", "a record's golden answers; '' = as its format says"),

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from rsearch.data.sets import PREFIX, find_set
 from rsearch.runtime.boundary import REQUESTS, describe_error
 from rsearch.runtime.connections import check_hub, describe_hub
 from rsearch.runtime.files import expand
@@ -41,6 +42,7 @@ def read_records(source: str | os.PathLike) -> Iterator[tuple[str, Any]]:
             - 'owner/name:config@split' on the hub, where config and split may be left
               out and the split is then 'train', for example
               'RUC-NLPIR/FlashRAG_datasets:hotpotqa@dev';
+            - 'set:NAME' or 'set:NAME=FILE', a published set of `rsearch.data.sets`;
             - a directory laid out as on the hub, in place of 'owner/name', or one that
               `save_to_disk` wrote, where '@split' names one of several.
 
@@ -49,17 +51,29 @@ def read_records(source: str | os.PathLike) -> Iterator[tuple[str, Any]]:
         bytes, still to be parsed, so that one bad line does not hide the others.
 
     Raises:
-        ValueError: a source that is none of these, an empty or damaged file, anything
-            that the hub refuses.
+        ValueError: a source that is none of these, an empty or damaged file, a set of
+            another size than was published, anything that the hub refuses.
         OSError: the file cannot be read.
     """
     source = str(expand(source))
+    if source.startswith(PREFIX):
+        return _set_records(source, *find_set(source))
     path = pathlib.Path(source)
     if path.is_file():
         return _file_records(path)
     if source.endswith(SUFFIXES):
         raise ValueError(f"{source}: there is no such file")
     return _hub_records(source, *_hub_name(source))
+
+
+def _set_records(source, inner, size):
+    """Yield the records of a published set; refuse fewer or more than it has."""
+    count = 0
+    for record in read_records(inner):
+        yield record
+        count += 1
+    if size not in (None, count):
+        raise ValueError(f"{source}: {inner} has {count} questions, expected {size}")
 
 
 def _file_records(path):

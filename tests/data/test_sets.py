@@ -1,0 +1,90 @@
+"""Published sets by their names: read from the hub or a copy, and complete."""
+
+import json
+
+import pytest
+
+from rsearch.data.questions import load_questions
+from rsearch.data.sets import SETS
+from rsearch.data.sources import read_records
+
+FLASHRAG = "RUC-NLPIR/FlashRAG_datasets"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """{(name, configuration, split): records} of a hub that has these alone."""
+    data = {}
+    monkeypatch.setattr(
+        "datasets.load_dataset", lambda name, config, split: data[name, config, split]
+    )
+    return data
+
+
+def rows(num):
+    return [
+        {"id": f"q{i}", "question": "Who?", "golden_answers": ["Ann", "A."]}
+        for i in range(num)
+    ]
+
+
+def test_a_set_is_read_from_the_hub_with_its_aliases(hub):
+    hub[FLASHRAG, "bamboogle", "test"] = rows(125)
+    questions, problems = load_questions("set:bamboogle")
+    assert (len(questions), problems) == (125, [])
+    assert questions[3].golden_answers == ("Ann", "A.")
+    hub["google/frames-benchmark", None, "test"] = [
+        {"Unnamed: 0": i, "Prompt": "Who?", "Answer": "Ann"} for i in range(824)
+    ]
+    questions, _ = load_questions("set:frames")
+    assert len(questions) == 824 and questions[0].golden_answers == ("Ann",)
+
+
+@pytest.mark.parametrize("num", [124, 126])
+def test_a_set_of_another_size_is_refused(hub, tmp_path, num):
+    hub[FLASHRAG, "bamboogle", "test"] = rows(num)
+    path = tmp_path / "copy.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows(num)))
+    for source in ("set:bamboogle", f"set:bamboogle={path}"):
+        with pytest.raises(ValueError) as caught:
+            load_questions(source)
+        for text in (source, str(num), "125"):
+            assert text in str(caught.value)
+        assert len(load_questions(source, limit=9)[0]) == 9
+
+
+def test_sets_on_no_hub_are_read_from_a_file(tmp_path):
+    path = tmp_path / "test_subsampled.jsonl"
+    answer = {"number": "", "date": {}, "spans": ["Ann"]}
+    row = {"question_text": "Who?", "answers_objects": [answer]}
+    lines = [json.dumps({**row, "question_id": f"q{i}"}) + "\n" for i in range(500)]
+    path.write_text("".join(lines))
+    questions, _ = load_questions(f"set:ircot_musique={path}")
+    assert len(questions) == 500 and questions[7].golden_answers == ("Ann",)
+    # How many there are is not known of it.
+    path.write_text(json.dumps({"question": "Who?", "answer": {"type": "span"}}) + "\n")
+    assert len(list(read_records(f"set:iirc={path}"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("set:hotpot_qa", "hotpotqa"),
+        ("set:x", ", ".join(SETS)),
+        ("set:", "no set ''"),
+        ("set:nq=", "no file"),
+        ("set:r1_searcher_hotpotqa", "hotpotqa_500.jsonl"),
+        ("set:ircot_iirc", "iirc/test_subsampled.jsonl"),
+        ("set:nq=missing.jsonl", "missing.jsonl"),
+    ],
+)
+def test_what_names_no_set_is_refused(source, named):
+    with pytest.raises(ValueError) as caught:
+        load_questions(source)
+    assert named in str(caught.value)
+
+
+def test_every_set_says_where_it_is():
+    for name, published in SETS.items():
+        assert published.answers and (published.size or name == "iirc")
+        assert ("@" in published.source) != bool(published.publisher)
