@@ -4,6 +4,7 @@ import gzip
 import json
 import pathlib
 import shutil
+import struct
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +15,19 @@ import pyarrow.parquet as pq
 from rsearch.compare import read_run
 from rsearch.config.recipes import load, parse_command_line, validate
 from rsearch.data.corpus import Corpus
+from rsearch.data.corpus_sources import write_corpus
 from rsearch.data.demonstrations import load_demonstrations
 from rsearch.data.questions import load_questions
 from rsearch.evaluation.evaluator import read_results, read_transcripts
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf.families import read_spec
 from rsearch.models.tokenizer import load_tokenizer
+from rsearch.retrieval.bm25 import open_bm25
 from rsearch.retrieval.encoder import HashedNgrams, load_encoder
+from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.index import open_index
-from rsearch.retrieval.index_build import build_index
+from rsearch.retrieval.index_build import build_bm25, build_index
+from rsearch.retrieval.vector_files import VectorFile
 from rsearch.runtime import checkpoint
 from rsearch.runtime.identity import record_start
 from rsearch.runtime.journal import AppendLog
@@ -202,6 +207,60 @@ def load_index(folder):
         index.nearest.search(encoder.encode_queries(["river 3"]), 3)
 
 
+def make_bm25(folder):
+    make_corpus(folder)
+    with Corpus(folder / "corpus.jsonl") as corpus:
+        build_bm25(corpus, folder / "index")
+
+
+def load_bm25(folder):
+    with Corpus(folder / "corpus.jsonl") as corpus:
+        index, manifest = open_bm25(folder / "index", corpus=corpus)
+        engine = SearchEngine(
+            index, None, corpus, top_k=3, fingerprint=manifest["digest"]
+        )
+        engine(["river 3"])
+
+
+def make_vectors(folder):
+    """The vectors of a corpus in each layout that an index is built of."""
+    make_corpus(folder)
+    with Corpus(folder / "corpus.jsonl") as corpus:
+        ids = [passage.id for passage in corpus]
+        rows = HashedNgrams(DIM).encode_passages([p.contents for p in corpus])
+    np.save(folder / "vectors.npy", rows)
+    head = struct.pack("<4siqqq?iQ", b"IxFI", DIM, len(ids), 0, 0, True, 0, rows.size)
+    (folder / "vectors.faiss").write_bytes(head + rows.tobytes())
+    table = pa.table({"id": ids, "vector": rows.tolist()})
+    pq.write_table(table, folder / "vectors.parquet", row_group_size=15)
+
+
+def load_vectors(folder):
+    with Corpus(folder / "corpus.jsonl") as corpus:
+        for name in ("vectors.npy", "vectors.faiss", "vectors.parquet"):
+            vectors = VectorFile(folder / name)
+            vectors.check_fits(corpus, HashedNgrams(DIM))
+            vectors.rows(corpus, 0, len(corpus))
+
+
+def make_tables(folder):
+    """Corpora in layouts that are converted."""
+    rows = [text.split("\n") for text in _texts(20)]
+    lines = [f'{i}\t"{text}"\t{title}\n' for i, (title, text) in enumerate(rows)]
+    (folder / "dpr.tsv").write_text("id\ttext\ttitle\n" + "".join(lines))
+    lines = [f"{i}\tTitle: {a} Text: {b}\n" for i, (a, b) in enumerate(rows)]
+    (folder / "numbered.tsv").write_text("".join(lines))
+    pages = [{"_id": a, "wikipedia_title": a, "text": [a, b]} for a, b in rows]
+    _write_lines(folder / "pages.jsonl", pages)
+
+
+def load_tables(folder):
+    for name, words in (("dpr.tsv", 0), ("numbered.tsv", 0), ("pages.jsonl", 4)):
+        out = folder / f"{name}.out"
+        write_corpus([str(folder / name)], out, words=words)
+        out.unlink()
+
+
 def make_questions(folder):
     rows = [
         {"id": f"q{i}", "question": f"Who built it {i}?", "golden_answers": ["Ann"]}
@@ -312,7 +371,10 @@ KINDS = {
     "layouts": (make_layouts, load_layouts),
     "demonstrations": (make_demonstrations, load_demonstrations_of),
     "index": (make_index, load_index),
+    "words": (make_bm25, load_bm25),
+    "vectors": (make_vectors, load_vectors),
     "corpus": (make_corpus, load_corpus),
+    "tables": (make_tables, load_tables),
     "packed corpus": (make_packed_corpus, load_corpus),
     "questions": (make_questions, load_questions_of),
     "checkpoint": (make_checkpoint, load_checkpoint),
