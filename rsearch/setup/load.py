@@ -17,6 +17,7 @@ from rsearch.hosts.offload import check_host_memory
 from rsearch.methods.table import READER_METHODS, split_name
 from rsearch.models.sharding import make_mesh
 from rsearch.rewards.group import needs_judge
+from rsearch.rollout.conversation import prompt_ids
 from rsearch.setup.agents import check_endpoint, load_agent
 from rsearch.setup.checks import check_layout, check_names
 from rsearch.setup.context import Setup
@@ -105,7 +106,11 @@ def load_setup(
 
     # The policy. Its limits are checked before anything large is read.
     source = find_source(c, c.model.source) if c.model.source else None
-    tokenizer = load_policy_tokenizer(c, world, source)
+    tokenizer = memoise(
+        ("tokenizer", source),
+        [c.tokenizer, seed, c.world],
+        lambda: load_policy_tokenizer(c, world, source),
+    )
     protocol = policy_protocol(c)
     model = policy_model(c, tokenizer, source)
     check_layout(c, model.spec)
@@ -136,11 +141,23 @@ def load_setup(
     if not only_policy:
         dev = read_questions(c, "dev", world, say, home)
     train = decontaminate(train, dev, say, drops=c.data.decontaminate)
-    train, _ = drop_long_prompts(train, "train", protocol, tokenizer, limits, say)
+    # Most stages ask the same questions, and tokenizing them takes the longest here.
+    count_tokens = memoise(
+        ("prompt tokens", source),
+        [c.protocol, c.tokenizer, seed, c.world],
+        lambda: functools.cache(
+            lambda text: len(prompt_ids(tokenizer, protocol, protocol.messages(text)))
+        ),
+    )
+    drop_long = functools.partial(
+        drop_long_prompts,
+        count_tokens=count_tokens,
+        max_tokens=limits.max_prompt_tokens,
+        say=say,
+    )
+    train, _ = drop_long(train, "train")
     if not only_policy:
-        dev, num_long = drop_long_prompts(
-            dev, "dev", protocol, tokenizer, limits, say, limit=c.eval.max_questions
-        )
+        dev, num_long = drop_long(dev, "dev", limit=c.eval.max_questions)
         _check_questions(c, train, dev, only_dev, say)
 
     # The models beside the policy. Several hosts load jointly, so never lazily.

@@ -10,9 +10,6 @@ from rsearch.config.stage_plan import QUESTIONS, kinds, stage_file
 from rsearch.data.chains import decomposition, gold_passages
 from rsearch.data.questions import load_questions
 from rsearch.data.records import MAX_NAMED, say_left_out
-from rsearch.models.tokenizer import Tokenizer
-from rsearch.protocols.base import Protocol
-from rsearch.rollout.conversation import Limits, prompt_ids
 from rsearch.text.normalize import normalize_squad
 from rsearch.types import Question
 from rsearch.world.world import WORLD, World
@@ -105,34 +102,30 @@ def decontaminate(
 def drop_long_prompts(
     questions: Sequence[Question],
     split: str,
-    protocol: Protocol,
-    tokenizer: Tokenizer,
-    limits: Limits,
-    say: Callable[[str], None],
     *,
+    count_tokens: Callable[[str], int],
+    max_tokens: int,
+    say: Callable[[str], None],
     limit: int = 0,
 ) -> tuple[tuple[Question, ...], int]:
     """Return the questions whose prompts are within their budget.
 
     Args:
         questions: of "train" or "dev", the `split`.
-        protocol: gives the prompt.
-        tokenizer: counts its tokens.
-        limits: its budget.
+        count_tokens: a question's text -> the tokens of its prompt.
+        max_tokens: the budget of a prompt.
         say: called with a line on the first questions left out, and on their number.
         limit: how many are wanted; 0 is all that fit.
 
     Returns:
         The questions, and how many before the last of them were left out.
     """
-    max_tokens = limits.max_prompt_tokens
     short: list[Question] = []
     num_long = 0
     for question in questions:
         if limit and len(short) == limit:
             break
-        chat = protocol.messages(question.text)
-        count = len(prompt_ids(tokenizer, protocol, chat))
+        count = count_tokens(question.text)
         if count <= max_tokens:
             short.append(question)
             continue

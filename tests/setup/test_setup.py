@@ -58,6 +58,32 @@ def test_training_questions_that_do_not_fit_are_left_out_and_listed(tmp_path):
     load_setup(config(**train, stages=("sft",)))
 
 
+def test_stages_share_the_tokenizer_and_count_each_prompt_in_its_own_words(tmp_path):
+    rows = [
+        {"id": name, "question": text, "golden_answers": ["a"]}
+        for name, text in (
+            ("short", "Who?"),
+            ("long", "Who " * 60),
+            ("too", "Is it the cat?"),
+        )
+    ]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = dict(data__train=str(path), data__dev=str(path), stages=("sft",))
+    fields["rollout__max_prompt_tokens"] = 20
+    shared, setups, said = load.Shared(), [], []
+    for words in ("{question}", "{question}", "Who " * 4 + "{question}"):
+        c = config(**fields, protocol__instruction=words)
+        said.append([])
+        setups.append(load_setup(c, say=said[-1].append, shared=shared))
+    assert len({id(setup.tokenizer) for setup in setups}) == 1
+    assert [q.id for q in setups[0].train] == ["short", "too"]
+    assert setups[1].train == setups[0].train
+    assert [q.id for q in setups[2].train] == ["short"]
+    left_out = [[s for s in lines if s.startswith("left out")] for lines in said]
+    assert left_out[0] == left_out[1] and len(left_out[0]) == 2
+
+
 def test_the_protocol_speaks_in_the_configurations_words():
     c = config(protocol__system="Go.", protocol__instruction="Now: {question}")
     setup = load_setup(c, only_dev=True)
