@@ -41,6 +41,11 @@ _WIDTHS = re.compile(r"%[^%a-zA-Z]*\*|\{[^{}]*:[^{}]*\{")
 # Names of Jinja that no chat template can need: random ones, for a prompt must not
 # differ from run to run, and those that take quadratic time.
 _LEFT_OUT = ("pprint", "random", "striptags", "urlize", "wordwrap")
+# Tuples, as `isinstance` is slow for unions and for abstract classes.
+_TEXTS = (str, bytes)
+_NUMBERS = (int, float)
+_COLLECTIONS = (list, tuple, set, frozenset)
+_MAPPINGS = (dict, Mapping)
 
 
 class TemplateBoundError(jinja2.TemplateError):
@@ -173,17 +178,19 @@ def _weigh(value: Any, limit: float, by_value: bool = False) -> int:
         limit: beyond which nothing is counted.
         by_value: whether a number counts as much as its value, and not its digits.
     """
+    if isinstance(value, str):
+        return 8 + len(value)
     size, waiting = 0, [value]
     while waiting and size <= limit:
         value = waiting.pop()
         size += 8  # a reference
-        if isinstance(value, str | bytes):
+        if isinstance(value, _TEXTS):
             size += len(value)
         elif isinstance(value, int):
             size += abs(value) if by_value else value.bit_length() >> 6
-        elif isinstance(value, list | tuple | set | frozenset):
+        elif isinstance(value, _COLLECTIONS):
             waiting.extend(value)
-        elif isinstance(value, Mapping):
+        elif isinstance(value, _MAPPINGS):
             waiting.extend(value.keys())
             waiting.extend(value.values())
     return size
@@ -274,6 +281,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(self, context, function, *values, **settings):
         """Call a function or a method that the template names."""
+        if getattr(function, "__self__", None) is self:  # put there by `_count_blocks`
+            return function(*values)
         self.meter.step()
         name = getattr(function, "__name__", type(function).__name__)
         if name in _MULTIPLY:
@@ -287,7 +296,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call_binop(self, context, operator, first, second):
         """Return the result of an operator whose result may be large."""
-        numbers = isinstance(first, int | float) and isinstance(second, int | float)
+        numbers = isinstance(first, _NUMBERS) and isinstance(second, _NUMBERS)
         limit = self.meter.max_value
         if operator == "+":
             size = 0 if numbers else _weigh(first, limit) + _weigh(second, limit)

@@ -30,6 +30,8 @@ _SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join
     chr(c) for c in range(0x2000, 0x200B)
 )
 SLACK = 1 << 13  # characters that a text is read beyond what may matter
+RECURRING = 32  # characters of a text that is likely to recur, such as a tag
+NUM_RECURRING = 4096  # of such texts, the last ones used, whose ids are cached
 
 
 class Tokenizer:
@@ -91,6 +93,8 @@ class Tokenizer:
                 raise ValueError(f"{name}: chat template: {error}") from error
         # Where the contents stand depends on the roles alone.
         self._marked = functools.lru_cache(maxsize=256)(self._render_marks)
+        self._controls = functools.lru_cache(maxsize=256)(self._find_controls)
+        self._recurring = functools.lru_cache(NUM_RECURRING)(self._body_ids)
         digest = hashlib.sha256(tokenizer_json.encode())
         digest.update((chat_template or "").encode())
         digest.update(json.dumps(self.eos_ids).encode())
@@ -102,7 +106,7 @@ class Tokenizer:
         Unpaired surrogates, which no UTF-8 text holds, become U+FFFD first. Bytes that
         the vocabulary lacks (SmolLM2's has no 0x04) are dropped, as transformers does.
         """
-        return self._encode(self._body, text)
+        return np.asarray(self._encode(self._body, text), np.int32)
 
     def encode_start(self, text: str, limit: int) -> np.ndarray:
         """Return the ids of a text; of a long one, more than `limit` from its start.
@@ -123,10 +127,15 @@ class Tokenizer:
             size *= 4  # characters that make no id, or less than one each
         return self.encode(text)
 
-    def _encode(self, tokenizer, text: str) -> np.ndarray:
+    def _encode(self, tokenizer, text: str) -> Sequence[int]:
+        """Return the ids of text by the body tokenizer, or by that of later text."""
+        is_short = len(text) <= RECURRING
+        return (self._recurring if is_short else self._body_ids)(tokenizer, text)
+
+    def _body_ids(self, tokenizer, text: str) -> Sequence[int]:
         ids = self._encoding(tokenizer, _paired(text)).ids
         assert self.control_ids.isdisjoint(ids)
-        return np.asarray(ids, np.int32)
+        return ids
 
     def _encoding(self, tokenizer, text: str):
         with boundary(f"{self._name}: {len(text)} characters cannot be encoded"):
@@ -289,30 +298,43 @@ class Tokenizer:
             if not trusted:
                 pending += text
                 continue
-            with boundary(f"{self._name}: the template's text cannot be encoded"):
-                encoding = self._full.encode(text, add_special_tokens=False)
-            end = 0
-            for token, (start, stop) in zip(encoding.ids, encoding.offsets):
-                if token not in self.control_ids:
-                    continue
-                pending += text[end:start]
+            controls, rest = self._controls(text)
+            for before, token in controls:
+                pending += before
                 pending = pending.lstrip(_SPACE) if strips else pending
                 if token in self._strips_left:
                     pending = pending.rstrip(_SPACE)
-                ids += self._encode(tokenizer, pending).tolist()
+                ids += self._encode(tokenizer, pending)
                 ids.append(token)
-                pending, end, tokenizer = "", stop, self._inner
+                pending, tokenizer = "", self._inner
                 strips = token in self._strips_right
-            pending += text[end:]
+            pending += rest
         pending = pending.lstrip(_SPACE) if strips else pending
-        ids += self._encode(tokenizer, pending).tolist()
+        ids += self._encode(tokenizer, pending)
         return np.asarray(ids, np.int32)
+
+    def _find_controls(self, text: str) -> tuple[list[tuple[str, int]], str]:
+        """Return the control tokens of a template's text.
+
+        Returns:
+            Rows of the text before a control token and its id, and the text behind the
+            last of them.
+        """
+        with boundary(f"{self._name}: the template's text cannot be encoded"):
+            encoding = self._full.encode(text, add_special_tokens=False)
+        controls, end = [], 0
+        for token, (start, stop) in zip(encoding.ids, encoding.offsets):
+            if token in self.control_ids:
+                controls.append((text[end:start], token))
+                end = stop
+        return controls, text[end:]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
         # A model may have more rows than its tokenizer has tokens.
         table, size = self.token_bytes, len(self.token_bytes)
-        return b"".join(table[i] for i in ids if i < size).decode("utf-8", "replace")
+        ids = np.asarray(ids).tolist()  # Python's numbers are faster to look up by
+        return b"".join([table[i] for i in ids if i < size]).decode("utf-8", "replace")
 
     @property
     def special_ids(self) -> dict:
@@ -366,6 +388,8 @@ def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
 
 def _paired(text: str) -> str:
     """Return a text in which unpaired surrogates are U+FFFD, and pairs a character."""
+    if text.isascii():
+        return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
