@@ -5,10 +5,13 @@ The same command on the same workdir resumes where it stopped. From Python:
 `rsearch.config.recipes`.
 """
 
+import gc
+
 from rsearch.hosts import preemption
 
 if __name__ == "__main__":
     preemption.exit_on_signals()  # now: the imports below take seconds
+    gc.disable()  # until they are done: modules are no garbage
 
 import itertools
 import math
@@ -495,4 +498,6 @@ def default_workdir(recipe: ConfigDict, config: ConfigDict) -> pathlib.Path:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # no collection looks at the modules again
+    gc.enable()
     preemption.exit_process(recipes.run_command(command))
