@@ -30,8 +30,8 @@ _SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join
     chr(c) for c in range(0x2000, 0x200B)
 )
 SLACK = 1 << 13  # characters that a text is read beyond what may matter
-RECURRING = 32  # characters of a text that is likely to recur, such as a tag
-NUM_RECURRING = 4096  # of such texts, the last ones used, whose ids are cached
+RECURRING = 256  # characters of a text that may recur: a tag, a question, a turn
+NUM_RECURRING = 8192  # of such texts, the last ones used, whose ids are cached
 
 
 class Tokenizer:
@@ -106,7 +106,7 @@ class Tokenizer:
         Unpaired surrogates, which no UTF-8 text holds, become U+FFFD first. Bytes that
         the vocabulary lacks (SmolLM2's has no 0x04) are dropped, as transformers does.
         """
-        return np.asarray(self._encode(self._body, text), np.int32)
+        return self._encode(self._body, text).copy()
 
     def encode_start(self, text: str, limit: int) -> np.ndarray:
         """Return the ids of a text; of a long one, more than `limit` from its start.
@@ -127,15 +127,18 @@ class Tokenizer:
             size *= 4  # characters that make no id, or less than one each
         return self.encode(text)
 
-    def _encode(self, tokenizer, text: str) -> Sequence[int]:
-        """Return the ids of text by the body tokenizer, or by that of later text."""
+    def _encode(self, tokenizer, text: str) -> np.ndarray:
+        """Return the ids of text by the body tokenizer, or by that of later text.
+
+        They may be those of the cache, which must not be written to.
+        """
         is_short = len(text) <= RECURRING
         return (self._recurring if is_short else self._body_ids)(tokenizer, text)
 
-    def _body_ids(self, tokenizer, text: str) -> Sequence[int]:
+    def _body_ids(self, tokenizer, text: str) -> np.ndarray:
         ids = self._encoding(tokenizer, _paired(text)).ids
         assert self.control_ids.isdisjoint(ids)
-        return ids
+        return np.asarray(ids, np.int32)
 
     def _encoding(self, tokenizer, text: str):
         with boundary(f"{self._name}: {len(text)} characters cannot be encoded"):
@@ -304,13 +307,13 @@ class Tokenizer:
                 pending = pending.lstrip(_SPACE) if strips else pending
                 if token in self._strips_left:
                     pending = pending.rstrip(_SPACE)
-                ids += self._encode(tokenizer, pending)
+                ids += self._encode(tokenizer, pending).tolist()
                 ids.append(token)
                 pending, tokenizer = "", self._inner
                 strips = token in self._strips_right
             pending += rest
         pending = pending.lstrip(_SPACE) if strips else pending
-        ids += self._encode(tokenizer, pending)
+        ids += self._encode(tokenizer, pending).tolist()
         return np.asarray(ids, np.int32)
 
     def _find_controls(self, text: str) -> tuple[list[tuple[str, int]], str]:
