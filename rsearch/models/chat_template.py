@@ -75,6 +75,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except Exception as error:  # RecursionError and MemoryError, too
             raise ValueError(f"it does not parse: {_line(error)}") from error
+        # Each rendering copies them, which takes long where they are a chain of dicts.
+        self._template.globals = dict(self._template.globals)
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Return what the template writes.
