@@ -221,6 +221,7 @@ class _Curves:
     """
 
     def __init__(self, directory):
+        _import_tensorboardx()
         self.directory = directory
         self._writer = None
         self._has_failed = False
@@ -274,6 +275,21 @@ class _Curves:
                 "metrics.jsonl goes on",
                 stacklevel=3,
             )
+
+
+def _import_tensorboardx():
+    """Import tensorboardX without torch, which it imports where that is installed.
+
+    That takes seconds, and numbers need no torch to be drawn.
+    """
+    is_absent = "torch" not in sys.modules
+    if is_absent:
+        sys.modules["torch"] = None  # importing it raises an ImportError
+    try:
+        import tensorboardX  # noqa: F401
+    finally:
+        if is_absent:
+            del sys.modules["torch"]
 
 
 class LapTimer:

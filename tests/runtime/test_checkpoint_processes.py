@@ -24,10 +24,13 @@ RESTORE = """
 import sys
 import jax, numpy as np
 from rsearch.runtime import checkpoint
+from rsearch.runtime.metrics import MetricsLog
 assert jax.device_count() == 2
 like = {"w": jax.ShapeDtypeStruct((16, 8), "float32")}
 tree = checkpoint.restore(sys.argv[1], 0, like)
 np.testing.assert_array_equal(tree["w"], np.arange(128.0).reshape(16, 8))
+with MetricsLog(sys.argv[2]) as log:
+    log.write(0, {"loss": 1.0})
 assert not {"tensorflow", "torch", "transformers"} & sys.modules.keys()
 """
 
@@ -41,16 +44,15 @@ def run_python(code, *arguments, devices=2):
     )
 
 
-def test_process_with_two_devices_restores_and_imports_neither_torch_nor_tensorflow(
-    tmp_path,
-):
+def test_process_restores_and_logs_and_imports_neither_torch_nor_tensorflow(tmp_path):
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
     w = jax.device_put(jnp.arange(128.0).reshape(16, 8), sharding)
-    checkpoint.save(tmp_path, 0, {"w": w}, {}, keep=1)
-    process = run_python(RESTORE, tmp_path)
+    checkpoint.save(tmp_path / "run", 0, {"w": w}, {}, keep=1)
+    process = run_python(RESTORE, tmp_path / "run", tmp_path / "log")
     process.communicate(timeout=120)
     assert process.returncode == 0
+    assert list((tmp_path / "log" / "tensorboard").glob("events*"))
 
 
 DESCRIBE = """
