@@ -286,5 +286,11 @@ def init_params(model: Decoder, key: jax.Array) -> dict:
 
 def param_shapes(spec: DecoderSpec, *, value_head: bool = False) -> dict:
     """Return the tree of `init_params` as ShapeDtypeStructs; compute nothing."""
+    # The dicts of the result are the caller's, who may change them.
+    return jax.tree.map(lambda shape: shape, _traced_shapes(spec, value_head))
+
+
+@functools.lru_cache(maxsize=16)  # a run asks for the same ones again and again
+def _traced_shapes(spec, value_head):
     model = Decoder(spec, value_head=value_head)
     return jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))
