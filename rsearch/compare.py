@@ -298,7 +298,7 @@ def _marks(measured, facts, allowed):
     if refused:
         i, first = refused[0]
         rows = [
-            f"{run.path} ({', '.join(value_text(row[name]) for name in RUN)})"
+            f"{run.path} ({', '.join(value_text(row[n]) for n in RUN if row.get(n))})"
             for run, _, row in (measured[i], measured[first.position])
         ]
         fields = ",".join(dict.fromkeys(d.field for _, d in refused))

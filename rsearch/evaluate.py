@@ -35,7 +35,7 @@ from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params, trained_params
 
 ALL = "all"
-# Sections that an evaluation may change: how a policy is asked, not what it is.
+# Sections that an evaluation may change: how a policy is variant, not what it is.
 ASKED = ("data", "eval", "models", "protocol", "retrieval", "rollout", "sets")
 NAMED = tuple(section for section in ASKED if section != "sets")
 # Fields of these that change no answer, or that a row names anyway.
@@ -85,27 +85,27 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
     processes.on_host0(lambda: check_workdir(where, bound, is_reader=True))
     for name, value in changes.items():
         console.note(f"evaluated with config.{name} = {value!r}")
-    shared, rows = Shared(), []
+    shared, rows, folder = Shared(), [], pathlib.Path(where).absolute()
     for name, overrides in _sets(config, values["sets"]).items():
-        asked = apply_overrides(config, overrides)
+        variant = apply_overrides(config, overrides)
         if model:
             changed = {"model.source": model, "tokenizer.source": ""}
-            asked = apply_overrides(asked, changed)
+            variant = apply_overrides(variant, changed)
         setup = load_setup(
-            asked, say=console.note, only_dev=True, home=where, shared=shared
+            variant, say=console.note, only_dev=True, home=where, shared=shared
         )
         # A run's own index and questions are those that it is bound to.
         is_own = not (model or changes or overrides)
         inputs = setup.inputs if is_own else {}
         processes.check_same_on_all(
-            {"config": fingerprint_config(asked), **setup.inputs}
+            {"config": fingerprint_config(variant), **setup.inputs}
         )
         with open_workdir(where, bound, inputs=inputs, is_reader=True) as workdir:
             dev = {"data.dev": questions_fingerprint(setup.dev)}
             processes.on_host0(
-                lambda asked=asked, every=setup.inputs | dev, inputs=inputs: (
+                lambda variant=variant, every=setup.inputs | dev, inputs=inputs: (
                     record_start(
-                        workdir.path, "evaluate", asked, inputs=every, bound=inputs
+                        workdir.path, "evaluate", variant, inputs=every, bound=inputs
                     )
                 )
             )
@@ -122,12 +122,11 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
                 params,
                 stage=stage,
                 step=step,
-                methods=asked.eval.methods,
+                methods=variant.eval.methods,
                 folder=workdir.path,
             )
-            written = workdir.path
     show_results(rows, config)
-    console.note(f"written: {written}/results.json and transcripts.jsonl")
+    console.note(f"written: {folder}/results.json and transcripts.jsonl")
 
 
 def _as_run(config: ConfigDict, run: dict) -> tuple[ConfigDict, dict[str, Any]]:

@@ -4,10 +4,10 @@
 
 takes small files of each kind that the program reads (weights, indices, vectors,
 corpora, questions, checkpoints, runs, arguments), changes one or two at random places,
-and reads them by what the program reads them by. It must load or end as a command does for a
-user's mistake: with code 2 and a message that is no traceback. The memory that it takes
-meanwhile is at most twice the files and a constant. Readers run in a process of their
-own, so that one that dies is a failure, too.
+and reads them by what the program reads them by. It must load or end as a command does
+for a user's mistake: with code 2 and a message that is no traceback. The memory that it
+takes meanwhile is at most twice the files and a constant. Readers run in a process of
+their own, so that one that dies is a failure, too.
 
     python -m tests.chaos.files --kind=weights --only=17
 
