@@ -1,0 +1,76 @@
+"""Split a text into sentences by rules; no model and no list of a language but English.
+
+A sentence ends at white space behind ".", "!" or "?", with closing quotes or brackets,
+or at a blank line. A point behind an abbreviation or an initial ends none.
+"""
+
+import re
+
+PARAGRAPH_END = re.compile(r"\n\s*\n")
+OPENING, CLOSING = "\"'([{“‘«", "\"')]}”’»"
+MARKS = ".!?…"
+DOTTED = re.compile(r"[^\W\d_]{1,3}(\.[^\W\d_]{1,3})+")  # U.S, a.m, Ph.D
+INITIAL = re.compile(r"[A-Z]|[A-Z]\.?-[A-Z]")
+# A name, a number or the rest of the sentence follows these.
+_NEVER_LAST = """
+mr mrs ms messrs dr prof rev hon fr st ste mt ft gen col maj capt cmdr lt sgt cpl pvt
+adm gov sen rep pres supt det insp e.g i.e cf vs v viz ca c al approx est esp incl
+jan feb mar apr jun jul aug sep sept oct nov dec dept
+"""
+_BEFORE_NUMBER = "no nos vol vols fig figs p pp art ch sec op"
+# These may end a sentence: then the next one opens with a word that names nothing.
+_MAY_BE_LAST = "jr sr inc ltd co corp bros etc esq ave blvd rd"
+_OPENERS = """
+a an the this that these those it its he his she her they their we our you your i there
+here then thus so hence therefore however but and or nor yet as at after although
+because before by during for from if in into like of on since to under until when where
+which while who with also both each most not what why how
+"""
+NEVER_LAST = frozenset(_NEVER_LAST.split())
+BEFORE_NUMBER = frozenset(_BEFORE_NUMBER.split())
+MAY_BE_LAST = frozenset(_MAY_BE_LAST.split())
+OPENERS = frozenset(_OPENERS.split())
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a text.
+
+    Joined with single spaces they are the text, up to white space.
+
+    Args:
+        text: any; the text without white space around it is not empty, or there are
+            none.
+    """
+    found = []
+    for paragraph in PARAGRAPH_END.split(text):
+        words, start = paragraph.split(), 0
+        for i in range(len(words)):
+            is_last = i + 1 == len(words)
+            if is_last or _ends(words[i], words[i + 1], is_first=i == start):
+                found.append(" ".join(words[start : i + 1]))
+                start = i + 1
+    return found
+
+
+def _ends(word: str, following: str, *, is_first: bool) -> bool:
+    """Return whether a sentence ends behind a word that another one follows."""
+    body = word.rstrip(CLOSING)
+    stem = body.rstrip(MARKS)
+    mark = body[len(stem) :]
+    if not mark:
+        return False
+    opening = following.lstrip(OPENING)
+    if opening[:1].islower() and (body != word or len(mark) > 1 or mark == "…"):
+        return False  # "Really?" he said
+    if mark != ".":
+        return True
+    stem = stem.lstrip(OPENING)
+    lower = stem.lower()
+    if lower in NEVER_LAST or INITIAL.fullmatch(stem):
+        return False
+    if lower in BEFORE_NUMBER or (stem.isdigit() and is_first):
+        return not (opening[:1].isdigit() or stem.isdigit())
+    if lower in MAY_BE_LAST or DOTTED.fullmatch(stem):
+        bare = re.match(r"\w*", opening)[0]
+        return opening[:1].isupper() and bare.lower() in OPENERS
+    return True
