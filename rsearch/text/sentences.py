@@ -41,15 +41,15 @@ def sentences(text: str) -> list[str]:
         text: any; the text without white space around it is not empty, or there are
             none.
     """
-    found = []
+    result = []
     for paragraph in PARAGRAPH_END.split(text):
         words, start = paragraph.split(), 0
         for i in range(len(words)):
             is_last = i + 1 == len(words)
             if is_last or _ends(words[i], words[i + 1], is_first=i == start):
-                found.append(" ".join(words[start : i + 1]))
+                result.append(" ".join(words[start : i + 1]))
                 start = i + 1
-    return found
+    return result
 
 
 def _ends(word: str, following: str, *, is_first: bool) -> bool:
