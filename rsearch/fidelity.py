@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from rsearch.config import recipes as configuration
 from rsearch.config.stage_plan import stage_configs
+from rsearch.methods.table import METHODS
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.rewards.terms import TERMS
 
@@ -28,9 +29,11 @@ SYSTEMS = (  # in the page's order: file of rules, heading
     ("r1_searcher_pp", "R1-Searcher++"),
     ("r_search", "R-Search"),
     ("rearag", "ReaRAG"),
+    ("methods", "Evaluation methods"),
 )
 KEYS = {"rule", "paper", "code", "fields", "variant", "stage", "same", "why", "lists"}
 PROTOCOL = "protocol:"  # before an attribute of the recipe's protocol value
+METHOD = "method:"  # before "<name>.<setting>" of an evaluation method
 ABSENT = "-"
 HEAD = """\
 # Fidelity
@@ -38,9 +41,10 @@ HEAD = """\
 Written by `python -m rsearch.fidelity`; a test keeps it current. One row a rule: what
 the paper says, what the public code does where that is known to differ, and what we do
 by default and under the recipe's word `parity`, both computed from the recipe. A field
-is `config.<field>` of the stage that is named, `reward.<term>.<setting>`, or an
-attribute of the protocol value. What the public code does that we do not is said with
-its reason. "D n" and "S n" are the numbers of the two lists at the end.
+is `config.<field>` of the stage that is named, `reward.<term>.<setting>`, an attribute
+of the protocol value, or `method:<name>.<setting>` with its default. What the public
+code does that we do not is said with its reason. "D n" and "S n" are the numbers of the
+two lists at the end.
 """
 
 
@@ -92,6 +96,9 @@ def value_of(system: str, rule: Rule, field: str, *, parity: bool):
     Raises:
         ValueError: no such field or stage.
     """
+    if field.startswith(METHOD):
+        name, _, setting = field.removeprefix(METHOD).partition(".")
+        return _default(METHODS[name], f"the method {name}", setting)
     words = [w for w in (rule.variant, "parity" if parity else "") if w]
     spec = f"configs/{system}.py" + (f":{','.join(words)}" if words else "")
     stages = _loaded(spec)
@@ -128,10 +135,20 @@ def _setting(reward, name):
         return ABSENT
     if not setting:
         return "on"
-    parameters = inspect.signature(TERMS[term]).parameters
+    default = _default(TERMS[term], f"the reward term {term}", setting)
+    return reward[term].get(setting, default)
+
+
+def _default(function, name, setting):
+    """Return the default of a function's setting.
+
+    Raises:
+        ValueError: it has no such setting.
+    """
+    parameters = inspect.signature(function).parameters
     if setting not in parameters:
-        raise ValueError(f"the reward term {term} has no setting {setting!r}")
-    return reward[term].get(setting, parameters[setting].default)
+        raise ValueError(f"{name} has no setting {setting!r}")
+    return parameters[setting].default
 
 
 def page() -> str:

@@ -58,6 +58,7 @@ def test_a_field_that_does_not_exist_is_refused():
     for field, text in {
         "rl.algoritm": "unknown field config.rl.algoritm",
         "reward.answer_em.scop": "no setting 'scop'",
+        "method:rag.topk": "no setting 'topk'",
     }.items():
         with pytest.raises(ValueError, match=text):
             fidelity.value_of("search_r1", rule, field, parity=False)

@@ -15,6 +15,8 @@ result of each. It returns its answer, None where what the model wrote holds non
 """
 
 import dataclasses
+import functools
+import pathlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -49,6 +51,20 @@ class Kit:
     shorten: Callable[[str], str]
     direct: str | None = None
     rag: str | None = None
+
+
+@functools.cache
+def few_shot(method: str) -> str:
+    """Return the worked examples that lead a method's raw-text prompt.
+
+    They are ours, after questions of the training splits of HotpotQA and
+    2WikiMultiHopQA, and no question that is evaluated is among them.
+
+    Args:
+        method: that the file in `examples` is named after.
+    """
+    folder = pathlib.Path(__file__).parent / "examples"
+    return (folder / f"{method}.txt").read_text("utf-8").rstrip("\n")
 
 
 def ask_chat(

@@ -1,11 +1,25 @@
 """Methods that search again with what the model has written."""
 
-from rsearch.llm.requests import Search
-from rsearch.methods.base import Kit, ask_chat
-from rsearch.methods.reading import rag_messages
-from rsearch.types import Question
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Literal
 
-ANSWER_FIRST, QUESTION_FIRST = "answer_first", "question_first"
+from rsearch.llm.requests import Generate, Search
+from rsearch.methods.base import Kit, ask_chat, few_shot
+from rsearch.methods.reading import rag_messages
+from rsearch.text.sentences import sentences
+from rsearch.types import Passage, Question
+
+# IRCoT's rules, as its authors' code has them.
+CONCLUSION = re.compile(r".* answer is:? (.*)", re.IGNORECASE)
+REASONING = re.compile(r"thus[ ,]|so[ ,]|that is,|therefore|hence", re.IGNORECASE)
+SUM = re.compile(r"\d [+-] \d([\d,.]*\d)? = \d")
+_QUESTION_WORDS = "who what when where why which how does is"
+QUESTION_WORDS = frozenset(_QUESTION_WORDS.split())
+SIMILAR = 0.9  # titles and texts of the same passage, at least
+MAX_WORDS, MAX_SHOWN_WORDS = 600, 350  # of a passage that is collected, and of it shown
+MAX_TITLE = 200  # characters that are compared
 
 
 def iter_retgen(
@@ -13,7 +27,7 @@ def iter_retgen(
     kit: Kit,
     *,
     rounds: int = 3,
-    query_order: str = ANSWER_FIRST,
+    query_order: Literal["answer_first", "question_first"] = "answer_first",
     top_k: int = 0,
 ):
     """Search with the last answer and the question, and answer again.
@@ -32,10 +46,111 @@ def iter_retgen(
     answer = ""
     for _ in range(rounds):
         words = [answer or "", question.text]
-        if query_order == QUESTION_FIRST:
+        if query_order == "question_first":
             words.reverse()
         query = " ".join(filter(None, words))
         (passages,) = yield Search((query,), top_k or None)
         messages = rag_messages(kit, question.text, passages)
         answer = yield from ask_chat(messages, kit.answer_tokens)
     return answer
+
+
+def ircot(
+    question: Question,
+    kit: Kit,
+    *,
+    rounds: int = 10,
+    answers: Literal["reader", "chain"] = "reader",
+    max_passages: int = 15,
+    drops_question_words: bool = True,
+    top_k: int = 0,
+):
+    """Search with each sentence of a chain of thought, and read what was collected.
+
+    IRCoT (Trivedi et al., arXiv 2212.10509), with its authors' rules and 4 examples of
+    ours for their 20. A chain ends with "... answer is", with an empty
+    sentence, or after its rounds; the reader is `rag`'s, on the passages of all
+    searches. Without rounds it reads those of the question. FlashRAG's port cuts
+    thoughts at every point, searches once more at the end, and has no reader.
+
+    Args:
+        question: that is answered.
+        kit: of the evaluation.
+        rounds: sentences of the chain, at most.
+        answers: "reader", or "chain": what its last sentence says, if it says it.
+        max_passages: that are collected.
+        drops_question_words: whether who, is and such are left out of queries.
+        top_k: passages of each search that are collected; 0 is all that it returns.
+    """
+    collected: list[Passage] = []
+    context, chain = [few_shot("ircot") + "\n"], []
+    query = question.text
+    for searches in range(max(rounds, 1)):
+        words = _without_question_words(query) if drops_question_words else ""
+        (passages,) = yield Search((words or query,), top_k or None)
+        before = len(collected)
+        for passage in passages:
+            if len(collected) < max_passages and _is_new(passage, collected):
+                collected.append(passage)
+        if searches == rounds:
+            break
+        context += filter(None, [kit.shorten(_paragraphs(collected[before:]))])
+        thoughts = " ".join(["A:", *chain])
+        prompt = "\n\n".join([*context, f"Q: {question.text}\n{thoughts}"])
+        completion = yield Generate(prompt, kit.thought_tokens, stop=("\n",))
+        sentence = next(iter(sentences(completion.text)), "")
+        chain.append(sentence)
+        if not sentence or CONCLUSION.match(sentence):
+            break
+        factual = [x for x in chain if not is_reasoning(x)]
+        query = factual[-1] if factual else question.text
+    if answers == "chain":
+        return concluded(chain[-1]) if chain else None
+    messages = rag_messages(kit, question.text, collected)
+    return (yield from ask_chat(messages, kit.answer_tokens))
+
+
+def concluded(sentence: str) -> str | None:
+    """Return the answer that a sentence of a chain says, without its full stop."""
+    match = CONCLUSION.match(sentence)
+    return match[1].removesuffix(".") if match else None
+
+
+def is_reasoning(sentence: str) -> bool:
+    """Return whether a sentence of a chain concludes, and so makes no query."""
+    return bool(REASONING.match(sentence) or SUM.search(sentence))
+
+
+def _without_question_words(text: str) -> str:
+    return " ".join(w for w in text.split() if w.lower() not in QUESTION_WORDS)
+
+
+def _is_new(passage: Passage, collected: Sequence[Passage]) -> bool:
+    """Return whether a passage is short and like none that is collected.
+
+    Titles are compared by characters, texts by words, which bounds the time.
+    """
+    words = passage.text.split()
+    if len(words) > MAX_WORDS:
+        return False
+
+    def are_similar(sequence, other):
+        if sequence == other:
+            return True
+        matcher = difflib.SequenceMatcher(None, sequence, other, autojunk=False)
+        bounds = (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)
+        return all(bound() >= SIMILAR for bound in bounds)
+
+    return not any(
+        are_similar(passage.title[:MAX_TITLE], other.title[:MAX_TITLE])
+        and are_similar(words, other.text.split())
+        for other in collected
+    )
+
+
+def _paragraphs(passages: Sequence[Passage]) -> str:
+    """Return passages as IRCoT's examples have them."""
+    return "\n\n".join(
+        f"Wikipedia Title: {p.title}\n{' '.join(p.text.split()[:MAX_SHOWN_WORDS])}"
+        for p in passages
+    )

@@ -3,9 +3,10 @@
 import contextlib
 import functools
 import inspect
+import typing
 
 from rsearch.methods.base import Program
-from rsearch.methods.iterating import iter_retgen
+from rsearch.methods.iterating import ircot, iter_retgen
 from rsearch.methods.reading import cot, direct, rag, rag_cot
 from rsearch.text.extension import lookup
 from rsearch.text.spelling import did_you_mean
@@ -17,8 +18,8 @@ METHODS: dict[str, Program] = {
     "rag": rag,
     "rag_cot": rag_cot,
     "iter_retgen": iter_retgen,
+    "ircot": ircot,
 }
-
 
 READER_METHODS = ("evidence", "reader_direct", "reader_rag")
 # Those that are no programs: the policy's own protocol, and what a reader is asked.
@@ -38,7 +39,8 @@ def make_program(spelling: str) -> Program:
     Args:
         spelling: a key of METHODS or "package.module:name" of a program, and then any
             number of ":setting=value": keyword arguments of the method, see its
-            docstring. A value is of the type of the argument's default.
+            docstring. A value is of the type of the argument's default, and one of
+            those that a Literal in its annotation lists.
 
     Raises:
         ValueError: there is no such method, it has no such setting, or the value is of
@@ -51,7 +53,7 @@ def make_program(spelling: str) -> Program:
             f"{FIELD} = {name!r}: is no generator function (question, kit, **settings)"
         )
     accepted = {
-        parameter.name: parameter.default
+        parameter.name: parameter
         for parameter in inspect.signature(program).parameters.values()
         if parameter.kind == inspect.Parameter.KEYWORD_ONLY
     }
@@ -64,7 +66,14 @@ def make_program(spelling: str) -> Program:
                 f"{FIELD} = {spelling!r}: {name} has the settings "
                 f"{', '.join(accepted) or 'none'}, not {setting!r}{hint}"
             )
-        values[setting] = _parse(spelling, setting, text, type(accepted[setting]))
+        value = _parse(spelling, setting, text, type(accepted[setting].default))
+        choices = typing.get_args(accepted[setting].annotation)
+        if choices and value not in choices:
+            raise ValueError(
+                f"{FIELD} = {spelling!r}: {setting} = {text!r}: must be "
+                f"{' or '.join(map(str, choices))}{did_you_mean(text, choices)}"
+            )
+        values[setting] = value
     return functools.partial(program, **values)
 
 

@@ -1,7 +1,8 @@
 """Split a text into sentences by rules; no model and no list of a language but English.
 
 A sentence ends at white space behind ".", "!" or "?", with closing quotes or brackets,
-or at a blank line. A point behind an abbreviation or an initial ends none.
+or at a blank line. A point behind an abbreviation or an initial ends none, unless the
+next word opens a sentence, as He does.
 """
 
 import re
@@ -18,7 +19,7 @@ adm gov sen rep pres supt det insp e.g i.e cf vs v viz ca c al approx est esp in
 jan feb mar apr jun jul aug sep sept oct nov dec dept
 """
 _BEFORE_NUMBER = "no nos vol vols fig figs p pp art ch sec op"
-# These may end a sentence: then the next one opens with a word that names nothing.
+# These may end a sentence, as initials may, where the next word names nothing.
 _MAY_BE_LAST = "jr sr inc ltd co corp bros etc esq ave blvd rd"
 _OPENERS = """
 a an the this that these those it its he his she her they their we our you your i there
@@ -66,11 +67,11 @@ def _ends(word: str, following: str, *, is_first: bool) -> bool:
         return True
     stem = stem.lstrip(OPENING)
     lower = stem.lower()
-    if lower in NEVER_LAST or INITIAL.fullmatch(stem):
+    if lower in NEVER_LAST:
         return False
     if lower in BEFORE_NUMBER or (stem.isdigit() and is_first):
         return not (opening[:1].isdigit() or stem.isdigit())
-    if lower in MAY_BE_LAST or DOTTED.fullmatch(stem):
-        bare = re.match(r"\w*", opening)[0]
+    if lower in MAY_BE_LAST or DOTTED.fullmatch(stem) or INITIAL.fullmatch(stem):
+        bare = re.match(r"\w*\.?", opening)[0]  # "A." is one more initial
         return opening[:1].isupper() and bare.lower() in OPENERS
     return True

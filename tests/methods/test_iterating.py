@@ -1,7 +1,23 @@
 """Methods that search again."""
 
+import pathlib
+import time
+import tomllib
+
+import pytest
+
 from rsearch.methods import iterating, reading
-from tests.methods.scripted import ScriptedModel, Searched, answer_one
+from rsearch.types import Outcome, Passage
+from tests.methods.scripted import (
+    ScriptedModel,
+    Searched,
+    answer_one,
+    completion,
+    kit,
+    shown,
+)
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 
 def test_one_round_of_iter_retgen_is_rag():
@@ -36,3 +52,143 @@ def test_an_empty_answer_asks_the_same_again():
     search = Searched()
     answer_one(iterating.iter_retgen, ScriptedModel(lambda r: ""), search=search)
     assert search.queries == ["Who is X?"] * 3
+
+
+def chained(*thoughts, answer="Paris"):
+    """A model that thinks these thoughts of a raw text, and answers chats."""
+    waiting = list(thoughts)
+    return ScriptedModel(
+        lambda r: waiting.pop(0) if isinstance(r.prompt, str) else answer
+    )
+
+
+def test_ircot_without_rounds_is_its_reader_on_the_passages_of_the_question():
+    asked = []
+    for program, settings in (
+        (reading.rag, {}),
+        (iterating.ircot, {"rounds": 0, "drops_question_words": False}),
+    ):
+        model, search = ScriptedModel(lambda r: "Paris"), Searched()
+        rollout = answer_one(program, model, search=search, **settings)
+        asked.append((model.requests, search.queries, rollout.answer))
+    assert asked[0] == asked[1]
+
+
+def test_ircot_searches_with_its_last_factual_sentence_until_it_concludes():
+    model = chained(
+        " Al was born. Bo wrote it.",
+        " Thus, Bo it is.",
+        " x",
+        " SO THE ANSWER IS: St. Louis. Q: y",
+    )
+    search = Searched()
+    rollout = answer_one(
+        iterating.ircot, model, text="Who is X of Y?", search=search, top_k=2
+    )
+    assert search.queries == ["X of Y?", "Al was born.", "Al was born.", "x"]
+    *steps, last = model.requests
+    assert [r.stop for r in steps] == [("\n",)] * 4
+    assert {r.max_tokens for r in steps} == {16}
+    assert last.max_tokens == 8 and rollout.answer == "Paris"
+    end = "\n\nQ: Who is X of Y?\nA: Al was born. Thus, Bo it is. x"
+    assert shown(steps[3]).endswith(f"Wikipedia Title: x 2\ntext 2{end}")
+    for title in (
+        "X of Y? 1",
+        "X of Y? 2",
+        "Al was born. 1",
+        "Al was born. 2",
+        "x 1",
+        "x 2",
+    ):
+        assert shown(steps[3]).count(f"Title: {title}\n") == 1
+        assert shown(last).count(f"Title: {title})") == 1
+    assert len(rollout.searches) == 4
+
+
+def test_ircot_answers_by_its_chain():
+    for thoughts, answer, outcome in (
+        (["So the answer is: no. Yes."], "no", Outcome.ANSWERED),
+        (["It is.", ""], None, Outcome.MALFORMED),
+        (["It is."] * 3, None, Outcome.MALFORMED),
+        ([completion("It is", is_cut=True)] * 3, None, Outcome.TRUNCATED),
+    ):
+        model = chained(*thoughts)
+        rollout = answer_one(iterating.ircot, model, answers="chain", rounds=3)
+        assert (rollout.answer, rollout.outcome) == (answer, outcome)
+        assert len(model.requests) == len(rollout.searches) == len(thoughts)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "is_reasoning", "answer"),
+    [
+        ("Thus, they differ.", True, None),
+        ("So the answer is: no.", True, "no"),
+        ("1990 + 5 = 1995", True, None),
+        ("Hence it is.", True, None),
+        ("Sonny was born.", False, None),
+        ("The answer is: St. Louis.", False, "St. Louis"),
+        ("Answer: Paris", False, None),
+        ("answer is: Paris.", False, None),
+    ],
+)
+def test_sentences_of_a_chain_are_read_as_by_the_authors(
+    sentence, is_reasoning, answer
+):
+    assert iterating.is_reasoning(sentence) == is_reasoning
+    assert iterating.concluded(sentence) == answer
+
+
+def test_question_words_are_no_part_of_a_query():
+    for text, query in (
+        (
+            "Who is the mother of the director of Jaws?",
+            "the mother of the director of Jaws?",
+        ),
+        ("Who is", "Who is"),
+    ):
+        search = Searched()
+        answer_one(iterating.ircot, chained(), text=text, search=search, rounds=0)
+        assert search.queries == [query]
+
+
+def test_ircot_collects_no_passage_twice_none_that_is_long_and_at_most_so_many():
+    words = " ".join(f"w{i}" for i in range(400))
+    contents = [f"A title\n{words}", f"A title.\n{words} x", "A\n" + "w " * 601]
+    contents += [f"{c * 9}\ntext" for c in "abc"] + [f"Other\n{words}"]
+    found = tuple(Passage(str(i), text) for i, text in enumerate(contents))
+    model = chained("It is.", "So the answer is: no.")
+    answer_one(
+        iterating.ircot, model, search=lambda q: [found] * len(q), max_passages=4
+    )
+    _, second, reader = map(shown, model.requests)
+    titles = ["A title", "a" * 9, "b" * 9, "c" * 9]
+    lines = second.split("Kazakhstan. Thus")[1].splitlines()
+    assert [x[17:] for x in lines if x.startswith("Wikipedia")] == titles
+    assert "w349" in second and "w350" not in second and "w399" in reader
+    start = time.monotonic()
+    hostile = Passage("x", "a" * 9**5 + "\n" + "a " * 600)
+    near = Passage("y", "a" * 9**5 + "\n" + "a " * 560 + "b c " * 20)
+    many = (hostile, near) * 3
+    answer_one(iterating.ircot, chained(), search=lambda q: [many], rounds=0)
+    assert time.monotonic() - start < 2
+
+
+def test_passages_of_each_search_are_cut_to_a_budget():
+    model = chained("It is.", "So the answer is: no.")
+    answer_one(iterating.ircot, model, used=kit(shorten=lambda text: text[:24]))
+    end = "Wikipedia Title: X? 1\nte\n\nWikipedia Title: It is. "
+    assert f"{end}\n\nQ: Who is X?" in shown(model.requests[1])
+
+
+def test_examples_are_in_the_package():
+    """Four of each method; the last one asks nothing: the question follows."""
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (pattern,) = table["tool"]["setuptools"]["package-data"]["rsearch.methods"]
+    folder = ROOT / "rsearch" / "methods"
+    files = {p.name for p in folder.glob(pattern)}
+    assert files == {p.name for p in (folder / "examples").iterdir()}
+    examples = iterating.few_shot("ircot").split("\n\n\n")
+    assert len(examples) == 4
+    for example in examples:
+        chain = example.rpartition("\nA: ")[2]
+        assert iterating.concluded(iterating.sentences(chain)[-1])

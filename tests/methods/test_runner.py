@@ -162,6 +162,7 @@ def test_every_method_has_settings_of_a_kind_that_a_command_line_can_say(name):
         ("ragg", "did you mean 'rag'"),
         ("rag:k=3", "rag has the settings top_k, not 'k'"),
         ("rag:top_k=three", "must be a whole number"),
+        ("ircot:answers=chains", "answers = 'chains': must be reader or chain"),
         ("json:loads", "is no generator function"),
     ],
 )

@@ -28,6 +28,7 @@ from rsearch.text.sentences import sentences
         ['"Is it?" he said.', 'She said "No."', "He left (in 1990.)", "So?!", "Ok..."],
         ["Well... perhaps.", "He met Sammy Davis Jr.", "He liked Acme Inc. of Texas."],
         ["At 5 p.m. they left.", "At 6 p.m.", "They came back."],
+        ["It was plan B.", "He and J. A. Smith made it."],
         ["then he left.", "she did not."],
         ["Born in 1990.", "5 people came.", "“Yes.”", "He went."],
     ],
