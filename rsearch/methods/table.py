@@ -8,6 +8,7 @@ import typing
 from rsearch.methods.base import Program
 from rsearch.methods.iterating import ircot, iter_retgen
 from rsearch.methods.reading import cot, direct, rag, rag_cot
+from rsearch.methods.self_ask import self_ask
 from rsearch.text.extension import lookup
 from rsearch.text.spelling import did_you_mean
 
@@ -19,6 +20,7 @@ METHODS: dict[str, Program] = {
     "rag_cot": rag_cot,
     "iter_retgen": iter_retgen,
     "ircot": ircot,
+    "self_ask": self_ask,
 }
 
 READER_METHODS = ("evidence", "reader_direct", "reader_rag")
