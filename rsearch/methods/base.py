@@ -78,6 +78,23 @@ def ask_chat(
         messages: the chat.
         max_tokens: of the reply.
     """
-    completion = yield Generate(messages, max_tokens)
+    return _answer_in((yield Generate(messages, max_tokens)))
+
+
+def ask_chats(
+    chats: Sequence[Messages], max_tokens: int, stop: tuple[str, ...] = ()
+) -> Generator[list[Generate], list[Completion], list[str | None]]:
+    """Ask several chats at once; see `ask_chat`.
+
+    Args:
+        chats: any number.
+        max_tokens: of each reply.
+        stop: strings that end a reply.
+    """
+    completions = yield [Generate(messages, max_tokens, stop) for messages in chats]
+    return [_answer_in(completion) for completion in completions]
+
+
+def _answer_in(completion: Completion) -> str | None:
     answer, _ = answer_after_thoughts(completion.text, is_cut=completion.end == CUT)
     return None if answer is None else answer.strip()

@@ -9,6 +9,7 @@ from rsearch.methods.base import Program
 from rsearch.methods.iterating import ircot, iter_retgen
 from rsearch.methods.reading import cot, direct, rag, rag_cot
 from rsearch.methods.self_ask import self_ask
+from rsearch.methods.sure import sure
 from rsearch.text.extension import lookup
 from rsearch.text.spelling import did_you_mean
 
@@ -21,6 +22,7 @@ METHODS: dict[str, Program] = {
     "iter_retgen": iter_retgen,
     "ircot": ircot,
     "self_ask": self_ask,
+    "sure": sure,
 }
 
 READER_METHODS = ("evidence", "reader_direct", "reader_rag")
