@@ -8,6 +8,7 @@ import typing
 from rsearch.methods.base import Program
 from rsearch.methods.iterating import ircot, iter_retgen
 from rsearch.methods.reading import cot, direct, rag, rag_cot
+from rsearch.methods.search_o1 import search_o1
 from rsearch.methods.self_ask import self_ask
 from rsearch.methods.sure import sure
 from rsearch.text.extension import lookup
@@ -23,6 +24,7 @@ METHODS: dict[str, Program] = {
     "ircot": ircot,
     "self_ask": self_ask,
     "sure": sure,
+    "search_o1": search_o1,
 }
 
 READER_METHODS = ("evidence", "reader_direct", "reader_rag")
