@@ -9,6 +9,7 @@ from rsearch.methods.base import Program
 from rsearch.methods.iterating import ircot, iter_retgen
 from rsearch.methods.reading import cot, direct, rag, rag_cot
 from rsearch.methods.search_o1 import search_o1
+from rsearch.methods.searchain import searchain
 from rsearch.methods.self_ask import self_ask
 from rsearch.methods.sure import sure
 from rsearch.text.extension import lookup
@@ -25,6 +26,7 @@ METHODS: dict[str, Program] = {
     "self_ask": self_ask,
     "sure": sure,
     "search_o1": search_o1,
+    "searchain": searchain,
 }
 
 READER_METHODS = ("evidence", "reader_direct", "reader_rag")

@@ -1,0 +1,115 @@
+"""Verify a chain of queries: SearChain (Xu et al., arXiv 2304.14732)."""
+
+import re
+
+from rsearch.llm.requests import Search
+from rsearch.methods.base import Kit, ask_chat, few_shot
+from rsearch.methods.reading import rag_messages
+from rsearch.protocols.plain import write_passages
+from rsearch.text.normalize import normalize_squad
+from rsearch.types import Messages, Question
+
+# The authors' words; the examples are ours.
+CONSTRUCT = (
+    'Construct a global reasoning chain for this complex [Question]: "{question}" You '
+    "should generate a query to the search engine based on what you already know at "
+    "each step of the reasoning chain, starting with [Query]. If you know the answer "
+    "for [Query], generate it starting with [Answer]. You can try to generate the "
+    "final answer for the [Question] by referring to the [Query]-[Answer] pairs, starting "
+    "with [Final Content]. If you don't know the answer, generate a query to search "
+    "engine based on what you already know and do not know, starting with [Unsolved "
+    "Query].\nFor example:\n{examples}\n\n[Question]: {question}"
+)
+FEEDBACK = (
+    'According to this Reference, the answer for "{query}" should be "{answer}", you '
+    "can {verb} your answer based on the Reference and continue constructing the "
+    "reasoning chain to give the final answer for [Question]: {question}\nReference: "
+    "{reference}"
+)
+QUERY = re.compile(r"\[(unsolved )?query[^\]\n]*\]:?(.*)", re.IGNORECASE)
+ANSWER = re.compile(r"\[answer[^\]\n]*\]:?(.*)", re.IGNORECASE)
+FINAL, CONCLUSION = "[Final Content]", "answer is"
+
+
+def searchain(question: Question, kit: Kit, *, rounds: int = 5, min_score: float = 0.0):
+    """Let a model write a chain of queries, and correct or complete it from passages.
+
+    Each query that is new, or unsolved, is searched; a reader answers it from the best
+    passage. An unsolved query is completed, and an answer that does not hold the
+    reader's is corrected where the passage is relevant; then the model writes its chain
+    anew. Two worked examples. `rag`'s reader stands in for the authors' trained one, a
+    passage's score for their reader's, and a query is new unless it was searched in
+    the same words, where they have a classifier of duplicates.
+
+    Args:
+        question: that is answered.
+        kit: of the evaluation.
+        rounds: chains that are written, at most.
+        min_score: of a passage that corrects an answer, which is above it. The authors'
+            1.5 is on their reader's scale: choose it for a retriever on training
+            questions; 0 corrects by all passages of positive score.
+    """
+    examples, seen = few_shot("searchain"), set()
+    text = CONSTRUCT.format(question=question.text, examples=examples)
+    messages: Messages = [{"role": "user", "content": text}]
+    answer = None
+    for turn in range(1, rounds + 1):
+        chain = (yield from ask_chat(messages, kit.thought_tokens)) or ""
+        answer, feedback = final_answer(chain), None
+        for query, is_unsolved, claim in read_chain(chain) if turn < rounds else ():
+            if normalize_squad(query) in seen and not is_unsolved:
+                continue
+            seen.add(normalize_squad(query))
+            (passages,) = yield Search((query,), 1)
+            if not (passages and (is_unsolved or (passages[0].score or 0) > min_score)):
+                continue
+            chat = rag_messages(kit, query, passages)
+            reading = yield from ask_chat(chat, kit.answer_tokens)
+            if reading and (is_unsolved or not _holds(claim, reading)):
+                feedback = FEEDBACK.format(
+                    query=query,
+                    answer=reading,
+                    verb="give" if is_unsolved else "change",
+                    question=question.text,
+                    reference=kit.shorten(write_passages(passages)),
+                )
+                break
+        if feedback is None:
+            break
+        messages = [
+            *messages,
+            {"role": "assistant", "content": chain},
+            {"role": "user", "content": feedback},
+        ]
+    return answer
+
+
+def read_chain(chain: str) -> list[tuple[str, bool, str]]:
+    """Return the queries of a chain: (query, whether it is unsolved, its answer).
+
+    The answer is the next one in the chain, "" without any.
+    """
+    lines = chain.splitlines()
+    queries = []
+    for i, line in enumerate(lines):
+        match = QUERY.search(line)
+        if match is not None and match[2].strip():
+            answers = filter(None, map(ANSWER.search, lines[i + 1 :]))
+            first = next(answers, None)
+            claim = first[1].strip() if first else ""
+            queries.append((match[2].strip(), match[1] is not None, claim))
+    return queries
+
+
+def final_answer(chain: str) -> str | None:
+    """Return what stands behind the last "answer is" of a chain's final content."""
+    _, mark, content = chain.rpartition(FINAL)
+    _, said, answer = content.rpartition(CONCLUSION)
+    if not (mark and said):
+        return None
+    line = answer.removeprefix(":").strip().partition("\n")[0]
+    return line.strip().removesuffix(".") or None
+
+
+def _holds(claim: str, reading: str) -> bool:
+    return normalize_squad(reading) in normalize_squad(claim)
