@@ -1,4 +1,4 @@
-"""Text of answers: normalisers, EM, F1, cover-EM, and signs of hostile passages.
+"""Text of answers: normalisers, EM, F1, cover-EM; sentences, and signs of hostility.
 
 Imports no other room. Begin with `normalize.py`.
 """
