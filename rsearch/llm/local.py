@@ -107,7 +107,7 @@ class LocalModel:
         self._key = jax.random.key(seed)
         scorer = functools.partial(token_logprobs, model.clone(mesh=mesh))
         self._logprobs = jax.jit(lambda params, tokens: scorer(params, tokens)[0])
-        self._choose = jax.jit(_choose_of_mixtures)
+        self._choose = jax.jit(likeliest_of_mixtures)
 
     def load(self, params: Params) -> None:
         """Take the parameters that answers come from from now on.
@@ -369,7 +369,9 @@ class LocalModel:
             completions[i] = self._completion(read, ids, (), None)
 
 
-def _choose_of_mixtures(logits, group, log_weight):
+def likeliest_of_mixtures(
+    logits: jax.Array, group: jax.Array, log_weight: jax.Array
+) -> jax.Array:
     """Return [B] the likeliest token of each group's mixture of distributions.
 
     Args:

@@ -70,15 +70,13 @@ def few_shot(method: str) -> str:
 def ask_chat(
     messages: Messages, max_tokens: int
 ) -> Generator[Generate, Completion, str | None]:
-    """Ask a chat, and return the answer in the reply; None where there is none.
-
-    What a model thinks before it answers is no part of it; see `llm.thoughts`.
+    """Ask a chat, and return the answer in the reply; see `answer_of`.
 
     Args:
         messages: the chat.
         max_tokens: of the reply.
     """
-    return _answer_in((yield Generate(messages, max_tokens)))
+    return answer_of((yield Generate(messages, max_tokens)))
 
 
 def ask_chats(
@@ -92,9 +90,13 @@ def ask_chats(
         stop: strings that end a reply.
     """
     completions = yield [Generate(messages, max_tokens, stop) for messages in chats]
-    return [_answer_in(completion) for completion in completions]
+    return [answer_of(completion) for completion in completions]
 
 
-def _answer_in(completion: Completion) -> str | None:
+def answer_of(completion: Completion) -> str | None:
+    """Return the answer in a reply; None where there is none.
+
+    What a model thinks before it answers is no part of it; see `llm.thoughts`.
+    """
     answer, _ = answer_after_thoughts(completion.text, is_cut=completion.end == CUT)
     return None if answer is None else answer.strip()

@@ -6,10 +6,15 @@ import inspect
 import typing
 
 from rsearch.methods.base import Program
+from rsearch.methods.flare import flare
 from rsearch.methods.iterating import ircot, iter_retgen
+from rsearch.methods.longllmlingua import longllmlingua
+from rsearch.methods.rag_rerank import rag_rerank
 from rsearch.methods.reading import cot, direct, rag, rag_cot
+from rsearch.methods.replug import replug
 from rsearch.methods.search_o1 import search_o1
 from rsearch.methods.searchain import searchain
+from rsearch.methods.selective_context import selective_context
 from rsearch.methods.self_ask import self_ask
 from rsearch.methods.sure import sure
 from rsearch.text.extension import lookup
@@ -27,6 +32,11 @@ METHODS: dict[str, Program] = {
     "sure": sure,
     "search_o1": search_o1,
     "searchain": searchain,
+    "replug": replug,
+    "rag_rerank": rag_rerank,
+    "selective_context": selective_context,
+    "longllmlingua": longllmlingua,
+    "flare": flare,
 }
 
 READER_METHODS = ("evidence", "reader_direct", "reader_rag")

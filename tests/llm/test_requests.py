@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch.llm.local import LocalModel
+from rsearch.llm.local import LocalModel, likeliest_of_mixtures
 from rsearch.llm.requests import CUT, STOPPED, Generate, Mix, Score, token_pieces
 from rsearch.models.sharding import make_mesh
 from tests.rollout import tiny
@@ -133,6 +133,23 @@ def test_a_mixture_takes_the_likeliest_token_of_the_weighted_probabilities(model
     results = model.mix([mix, Mix(("x", "a"), (0.5, 0.5), 5), mix])
     assert results[0].ids.tolist() == results[2].ids.tolist() == expected
     assert len(results[0].prompt_ids) == sum(len(r) - 5 for r in rows)
+
+
+def test_probabilities_are_averaged_not_their_logarithms():
+    """Vectors of REPLUG; the mean of the second's logarithms chooses token 1."""
+    for weights, probs, token in (
+        (
+            [0.6652, 0.2447, 0.0900],
+            [[0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6]],
+            0,
+        ),
+        ([0.5, 0.5], [[0.90, 0.0999, 0.0001], [0.0001, 0.50, 0.4999]], 0),
+        ([0.2, 0.8], [[0.90, 0.0999, 0.0001], [0.0001, 0.50, 0.4999]], 1),
+    ):
+        chosen = likeliest_of_mixtures(
+            np.log(probs), np.zeros(len(probs), np.int32), np.log(weights)
+        )
+        assert chosen[0] == token
 
 
 def test_what_does_not_fit_has_no_completion(model):

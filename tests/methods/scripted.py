@@ -56,7 +56,9 @@ class ScriptedModel:
     def score(self, requests):
         def answer(request):
             tokens, logp = self._score(request)
-            return Scored(tuple(tokens), np.asarray(logp, np.float32), len(tokens))
+            read = request.prefix.split() if isinstance(request.prefix, str) else ()
+            num_read = len(read) + len(tokens)
+            return Scored(tuple(tokens), np.asarray(logp, np.float32), num_read)
 
         return self._ask(requests, answer)
 

@@ -1,0 +1,101 @@
+"""FLARE: search with the next sentence where the model is unsure of it.
+
+Jiang et al., arXiv 2305.06983, with 4 examples of ours for their 8. FlashRAG's port has
+no first search, thresholds of 0.2, and asks for the bare answer: it rarely searches.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rsearch.llm.requests import STOPPED, Generate, Search
+from rsearch.methods.base import Kit, few_shot
+from rsearch.methods.reading import MARKED, marked_answer
+from rsearch.protocols import plain
+from rsearch.text.sentences import sentences
+from rsearch.types import Question
+
+
+def flare(
+    question: Question,
+    kit: Kit,
+    *,
+    theta: float = 0.8,
+    beta: float = 0.4,
+    always: bool = False,
+    draft_tokens: int = 64,
+    max_tokens: int = 256,
+    top_k: int = 0,
+):
+    """Draft each sentence, and write it anew behind a search where it is doubtful.
+
+    Args:
+        question: that is answered.
+        kit: of the evaluation.
+        theta: a sentence is doubtful if a token's probability is at most this; at 0
+            none is.
+        beta: tokens of at most this probability are no part of the query.
+        always: whether every sentence is doubtful.
+        draft_tokens: of a draft.
+        max_tokens: of all sentences, after which none is written.
+        top_k: passages of each search that are shown; 0 is all that it returns.
+    """
+    (passages,) = yield Search((question.text,), top_k or None)
+    chain, num_tokens = "", 0
+    while num_tokens < max_tokens:
+
+        def draft(passages=passages, chain=chain):
+            shown = kit.shorten(plain.write_passages(passages))
+            end = f"Question: {question.text}\nAnswer:{chain}"
+            prompt = "\n\n".join(filter(None, [few_shot("flare"), shown, end]))
+            return Generate(prompt, draft_tokens, stop=("\n",), wants_logp=True)
+
+        completion = yield draft()
+        tokens = first_sentence(completion.tokens)
+        probs = np.exp(completion.logp[: len(tokens)])
+        if tokens and (always or not is_confident(probs, theta)):
+            query = masked_query(tokens, probs, beta) or question.text
+            (passages,) = yield Search((query,), top_k or None)
+            completion = yield draft(passages)
+            tokens = first_sentence(completion.tokens)
+        sentence = "".join(tokens).strip()
+        if not sentence:
+            break
+        chain += f" {sentence}"
+        num_tokens += len(tokens)
+        is_last = len(tokens) == len(completion.tokens) and completion.end == STOPPED
+        if is_last or MARKED.search(sentence):
+            break
+    return marked_answer(chain)
+
+
+def is_confident(probs: Sequence[float], theta: float) -> bool:
+    """Return whether the probability of each token is above a threshold."""
+    return all(p > theta for p in probs)
+
+
+def masked_query(tokens: Sequence[str], probs: Sequence[float], beta: float) -> str:
+    """Return a sentence with a space for each token that is unlikely; "" of none.
+
+    Args:
+        tokens: [n] pieces of the sentence.
+        probs: [n] of each.
+        beta: the probability that a token must exceed.
+    """
+    words = (t if p > beta else " " for t, p in zip(tokens, probs, strict=True))
+    return "".join(words).strip()
+
+
+def first_sentence(tokens: Sequence[str]) -> tuple[str, ...]:
+    """Return the tokens of the first sentence of a text.
+
+    Args:
+        tokens: pieces of the text.
+    """
+    first = next(iter(sentences("".join(tokens))), "")
+    # The sentence's white space is not that of the text.
+    size, end = len("".join(first.split())), 0
+    while size > 0:
+        size -= len("".join(tokens[end].split()))
+        end += 1
+    return tuple(tokens[:end])

@@ -1,0 +1,187 @@
+"""LongLLMLingua: show what the question makes likelier, by passage and by token.
+
+Jiang et al., arXiv 2310.06839, by its authors' code. FlashRAG's port shows the question
+twice: at the end of the compressed passages, and where it asks.
+"""
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+
+from rsearch.llm.requests import Score, Search
+from rsearch.methods.base import Kit, ask_chat
+from rsearch.methods.reading import text_messages
+from rsearch.protocols import plain
+from rsearch.types import Question
+
+CUE = " We can get the answer to this question in the given documents."
+SLACK = 100  # tokens above the target that whole passages may have
+SEGMENT = 200  # tokens that are compressed at once
+SEPARATOR = 2  # tokens that a passage counts beside its text
+
+
+def longllmlingua(
+    question: Question,
+    kit: Kit,
+    *,
+    rate: float = 0.55,
+    spread: float = 0.3,
+    top_k: int = 0,
+):
+    """Order passages by how likely they make the question, and compress them.
+
+    At a rate of 1 without a spread it is `rag` on passages in that order; the rule
+    alone would still drop tokens.
+
+    Args:
+        question: that is answered.
+        kit: of the evaluation.
+        rate: tokens that are shown, of those of the question and the passages.
+        spread: D, added to the ratio of the first passage and taken off the last's.
+        top_k: passages of the search that are used; 0 is all that it returns.
+    """
+    (passages,) = yield Search((question.text,), top_k or None)
+    texts = [kit.shorten(plain.write_passages((p,))) for p in passages]
+    scored_text = f" {question.text}{CUE}"
+    size, *scored = yield [
+        Score("", question.text),
+        *(Score(text, scored_text) for text in texts),
+    ]
+    order = np.argsort([-s.logp.mean() for s in scored], kind="stable").tolist()
+    lengths = [scored[i].num_read - len(scored[i].tokens) for i in order]
+    target = target_tokens(len(size.tokens), lengths, rate)
+    num = num_within_budget(lengths, target + SLACK)
+    ranked = [passages[i] for i in order[:num]]
+    shown = kit.shorten(plain.write_passages(ranked))
+    if shown and not (rate >= 1 and spread == 0):
+        ends = [len(plain.write_passages(ranked[:i])) + 1 for i in range(1, num + 1)]
+        ratios = passage_ratios(lengths[:num], target, spread)
+        shown = yield from _compress(question.text, shown, ends, ratios)
+    messages = text_messages(kit, question.text, shown)
+    return (yield from ask_chat(messages, kit.answer_tokens))
+
+
+def _compress(question: str, text: str, ends: Sequence[int], ratios: Sequence[float]):
+    """Return a text without the tokens that the question makes no likelier.
+
+    Args:
+        question: that is answered.
+        text: passages.
+        ends: [K] characters of the text at which each passage ends.
+        ratios: [K] of the tokens of each that stay.
+    """
+    front = f"{question}\n\n"
+    alone, behind = yield [Score("", text), Score(front, text)]
+    tokens, later = alone.tokens, contrast(alone.logp, behind.logp)
+    starts = np.cumsum([0, *map(len, tokens)])[:-1]
+    owners = [min(bisect.bisect(ends, at), len(ends) - 1) for at in starts]
+    counts = np.bincount(owners, minlength=len(ends)).tolist()
+    compressed, before, start = "", np.zeros(0), 0
+    for segment in segment_plan(counts, ratios):
+        size = sum(n for n, _ in segment)
+        words, values = tokens[start : start + size], later[:size]
+        start, later = start + size, later[size:]
+        if compressed and any(words):
+            # Its context is what is left of the text before it.
+            alone, behind = yield [
+                Score(prefix, "".join(words))
+                for prefix in (compressed, front + compressed)
+            ]
+            words, values = alone.tokens, contrast(alone.logp, behind.logp)
+        bounds = np.cumsum([n for n, _ in segment]).tolist()
+        # Encoded alone, a segment may have a token more or fewer.
+        bounds[-1] = len(words)
+        begin = 0
+        for bound, (_, ratio) in zip(bounds, segment, strict=True):
+            rest = np.concatenate([before, values[begin:], later])
+            stays = values[begin:bound] > contrast_threshold(rest, ratio)
+            compressed += "".join(
+                w for w, s in zip(words[begin:bound], stays, strict=True) if s
+            )
+            before = np.concatenate([before, values[begin:bound][stays]])
+            begin = max(begin, bound)
+    return compressed
+
+
+def contrast(alone: np.ndarray, behind: np.ndarray) -> np.ndarray:
+    """Return [n] how much likelier the question makes each token, in nats.
+
+    Args:
+        alone: [n] log-probability of each token without the question.
+        behind: [n] the same, behind it.
+    """
+    return behind - alone
+
+
+def target_tokens(question: int, lengths: Sequence[int], rate: float) -> float:
+    """Return how many tokens of passages are to be shown beside the question's.
+
+    Args:
+        question: its tokens, and those of an instruction.
+        lengths: tokens of each passage.
+        rate: of all tokens that are shown.
+    """
+    return rate * (question + sum(lengths)) - question
+
+
+def num_within_budget(lengths: Sequence[int], budget: float) -> int:
+    """Return how many first passages stay; the one that crosses the budget does."""
+    num = 0
+    while num < len(lengths) and budget >= 0:
+        budget -= lengths[num]
+        num += 1
+    return num
+
+
+def rank_deltas(num: int, spread: float) -> list[float]:
+    """Return [num] numbers from +spread to -spread in equal steps; 0 where it is 1."""
+    return np.linspace(spread, -spread, num).tolist() if num > 1 else [0.0] * num
+
+
+def passage_ratios(lengths: Sequence[int], target: float, spread: float) -> list[float]:
+    """Return the ratio of tokens that stay, of each passage.
+
+    Args:
+        lengths: [K] tokens, best passage first.
+        target: tokens of all.
+        spread: D of `longllmlingua`.
+    """
+    ratio = target / (sum(n + SEPARATOR for n in lengths) + 1)
+    deltas = np.array(rank_deltas(len(lengths), spread))
+    return np.clip(ratio + deltas, 0, 1).tolist()
+
+
+def segment_plan(
+    lengths: Sequence[int], ratios: Sequence[float], size: int = SEGMENT
+) -> list[list[tuple[int, float]]]:
+    """Return the segments, each of (tokens, ratio) pairs.
+
+    Args:
+        lengths: [K] tokens of each passage.
+        ratios: [K] of each.
+        size: tokens of a segment; the first has one fewer, a start of text.
+    """
+    plan, room = [[]], size - 1
+    for length, ratio in zip(lengths, ratios, strict=True):
+        while length > 0:
+            if not room:
+                plan.append([])
+                room = size
+            count = min(length, room)
+            plan[-1].append((count, ratio))
+            length, room = length - count, room - count
+    return [segment for segment in plan if segment]
+
+
+def contrast_threshold(values: np.ndarray, ratio: float) -> float:
+    """Return what a token's contrast must exceed: the value at place int(n ratio).
+
+    Args:
+        values: [n] of all tokens, in any order.
+        ratio: that stays; 1 keeps every token.
+    """
+    if ratio >= 1:
+        return -np.inf
+    rank = min(max(int(len(values) * ratio) - 1, 0), len(values) - 1)
+    return float(np.sort(values)[::-1][rank])

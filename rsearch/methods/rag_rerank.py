@@ -1,0 +1,64 @@
+"""Show the passages that the model itself finds relevant.
+
+RankRAG (Yu et al., arXiv 2407.02485) tunes one model to rank passages by P("True") and
+then to answer; here the model is as it is, and says Yes or No.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rsearch.llm.requests import Score, Search
+from rsearch.methods.base import Kit, ask_chat
+from rsearch.methods.reading import rag_messages
+from rsearch.protocols import plain
+from rsearch.types import Messages, Passage, Question
+
+JUDGE = plain.reworded(
+    plain.DIRECT,
+    user="{passages}\n\nQuestion: {question}\nDoes the document help to answer the "
+    "question? Only say Yes or No.",
+)
+
+
+def rag_rerank(question: Question, kit: Kit, *, candidates: int = 0, top_k: int = 0):
+    """Rank passages by the log-odds of Yes against No, and show the first ones.
+
+    Args:
+        question: that is answered.
+        kit: of the evaluation.
+        candidates: passages that are ranked; 0 is all that the search returns.
+        top_k: of these that are shown; 0 is all.
+
+    Raises:
+        ValueError: more passages are to be shown than are ranked.
+    """
+    if top_k > (candidates or kit.top_k):
+        raise ValueError(
+            f"config.eval.methods: rag_rerank: top_k = {top_k}: must be at most the "
+            f"{candidates or kit.top_k} candidates"
+        )
+    (passages,) = yield Search((question.text,), candidates or None)
+    chats = [relevance_messages(kit, question.text, p) for p in passages]
+    words = "Yes", "No"
+    scored = yield [Score(chat, word) for chat in chats for word in words]
+    logp = np.array([s.logp.sum() for s in scored]).reshape(len(chats), len(words))
+    best = log_odds_order(logp[:, 0], logp[:, 1])[: top_k or None]
+    messages = rag_messages(kit, question.text, [passages[i] for i in best])
+    return (yield from ask_chat(messages, kit.answer_tokens))
+
+
+def relevance_messages(kit: Kit, question: str, passage: Passage) -> Messages:
+    """Return the chat that asks whether a passage helps."""
+    shown = kit.shorten(plain.write_passages((passage,)))
+    return plain.messages_with_passages(JUDGE, question, shown)
+
+
+def log_odds_order(yes: Sequence[float], no: Sequence[float]) -> list[int]:
+    """Return the indices by falling log-odds; equal ones as they were.
+
+    Args:
+        yes, no: [n] log-probabilities.
+    """
+    odds = np.asarray(yes) - np.asarray(no)
+    return np.argsort(-odds, kind="stable").tolist()

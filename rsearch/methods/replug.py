@@ -1,0 +1,71 @@
+"""REPLUG: a mixture of what a model says to each passage alone.
+
+Shi et al., arXiv 2301.12652; the retriever is not tuned (their second method, LSR).
+FlashRAG's port averages logits with weights score / sum(score), which may be negative,
+and chooses other tokens.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rsearch.llm.requests import Mix, Search
+from rsearch.methods.base import Kit, answer_of
+from rsearch.methods.reading import rag_messages
+from rsearch.types import Passage, Question
+
+
+def replug(question: Question, kit: Kit, *, temperature: float = 1.0, top_k: int = 0):
+    """Continue one prompt for each passage with the tokens likeliest under all of them.
+
+    The probability of a token is the mean of those behind each passage, weighted by
+    the passages' scores. With one passage it is `rag`.
+
+    Args:
+        question: that is answered.
+        kit: of the evaluation.
+        temperature: of the softmax over the scores of a search. Those of a dense
+            retriever differ by little, and at 1 weigh its passages almost equally.
+        top_k: passages that are read; 0 is all that the search returns.
+
+    Raises:
+        ValueError: a passage has no score, or the temperature is not positive.
+    """
+    (passages,) = yield Search((question.text,), top_k or None)
+    weights = mixture_weights(passages, temperature)
+    # Beside scores that are far higher a weight may be 0.
+    weighed = [(p, w) for p, w in zip(passages, weights, strict=True) if w > 0]
+    prompts = [rag_messages(kit, question.text, (p,)) for p, _ in weighed]
+    completion = yield Mix(
+        tuple(prompts) or (rag_messages(kit, question.text, ()),),
+        tuple(w for _, w in weighed) or (1.0,),
+        kit.answer_tokens,
+    )
+    return answer_of(completion)
+
+
+def mixture_weights(passages: Sequence[Passage], temperature: float) -> list[float]:
+    """Return the softmax over the scores of passages, divided by a temperature.
+
+    Args:
+        passages: of one search.
+        temperature: above 0.
+
+    Raises:
+        ValueError: a passage has no score, or the temperature is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(
+            f"config.eval.methods: replug: temperature = {temperature}: must be above 0"
+        )
+    for passage in passages:
+        if passage.score is None:
+            raise ValueError(
+                "config.eval.methods names 'replug', which weighs passages by their "
+                f"scores, but the search gives passage {passage.id!r} none"
+            )
+    if not passages:
+        return []
+    scaled = np.array([p.score for p in passages], np.float64) / temperature
+    weights = np.exp(scaled - scaled.max())
+    return (weights / weights.sum()).tolist()

@@ -1,0 +1,112 @@
+"""Selective-Context: leave out what the model could have guessed.
+
+Li et al., arXiv 2310.06201. FlashRAG's port compresses the formatted passages, their
+numbers and titles too; here these stay.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from rsearch.llm.requests import Score, Search
+from rsearch.methods.base import Kit, ask_chat
+from rsearch.methods.reading import rag_messages
+from rsearch.text.sentences import sentences
+from rsearch.types import Question
+
+
+def selective_context(
+    question: Question,
+    kit: Kit,
+    *,
+    ratio: float = 0.5,
+    level: Literal["sentence", "word", "token"] = "word",
+    unit_value: Literal["mean", "sum"] = "mean",
+    top_k: int = 0,
+):
+    """Show the passages of one search without their least informative units.
+
+    Each sentence is scored on its own, and all passages share one threshold. With a
+    ratio of 0 it is `rag`, up to white space.
+
+    Args:
+        question: that is answered.
+        kit: of the evaluation.
+        ratio: of the units that are left out, at most.
+        level: the units. The paper's phrases need a parser that finds noun chunks;
+            there are words in their place.
+        unit_value: of the information of a unit's tokens: "mean" as in the authors'
+            code; the paper's text adds it up.
+        top_k: passages that are shown; 0 is all that the search returns.
+
+    Raises:
+        ValueError: the ratio is not in [0, 1].
+    """
+    if not 0 <= ratio <= 1:
+        raise ValueError(
+            f"config.eval.methods: selective_context: ratio = {ratio}: must be from 0 "
+            "to 1"
+        )
+    (passages,) = yield Search((question.text,), top_k or None)
+    texts = [
+        (i, s) for i, p in enumerate(passages) for s in sentences(kit.shorten(p.text))
+    ]
+    scored = yield [Score("", sentence) for _, sentence in texts]
+    units, owners = [], []  # all units, and the passage of each
+    for (i, _), scores in zip(texts, scored, strict=True):
+        split = split_units(scores.tokens, -scores.logp, level, unit_value)
+        units += [
+            (" " * (n == 0) + text, value) for n, (text, value) in enumerate(split)
+        ]
+        owners += [i] * len(split)
+    stays = informative([value for _, value in units], ratio)
+    shown = [""] * len(passages)
+    for i, (text, _), is_kept in zip(owners, units, stays, strict=True):
+        shown[i] += text if is_kept else ""
+    reduced = [
+        dataclasses.replace(p, contents=f"{p.title}\n{' '.join(text.split())}")
+        for p, text in zip(passages, shown, strict=True)
+    ]
+    messages = rag_messages(kit, question.text, reduced)
+    return (yield from ask_chat(messages, kit.answer_tokens))
+
+
+def split_units(
+    tokens: Sequence[str], information: Sequence[float], level: str, unit_value: str
+) -> list[tuple[str, float]]:
+    """Return (text, value) of the units of a sentence.
+
+    A token that holds a space within it belongs to the word that it begins in.
+
+    Args:
+        tokens: [n] pieces of the sentence.
+        information: [n] of each, -ln p.
+        level: "sentence", "word" or "token".
+        unit_value: "mean" or "sum" over the tokens of a unit.
+    """
+    groups: list[list[int]] = []
+    for i, token in enumerate(tokens):
+        begins = level == "token" or (level == "word" and token[:1].isspace())
+        if begins or not groups:
+            groups.append([])
+        groups[-1].append(i)
+    combine = np.mean if unit_value == "mean" else np.sum
+    return [
+        ("".join(tokens[i] for i in g), float(combine([information[i] for i in g])))
+        for g in groups
+    ]
+
+
+def informative(values: Sequence[float], ratio: float) -> list[bool]:
+    """Return whether each unit stays: those at the percentile of the ratio, or above.
+
+    Args:
+        values: [n] of the units; NaN counts for nothing and stays.
+        ratio: in [0, 1], of the percentile, which is interpolated.
+    """
+    if not len(values):
+        return []
+    threshold = np.nanpercentile(values, 100 * ratio)
+    return [not value < threshold for value in values]

@@ -1,0 +1,132 @@
+"""Passages by how likely they make the question, without what it makes no likelier."""
+
+import numpy as np
+import pytest
+
+from rsearch.methods import longllmlingua as lingua
+from rsearch.methods.reading import rag
+from rsearch.types import Passage
+from tests.methods.scripted import ScriptedModel, Searched, answer_one, shown
+
+
+@pytest.mark.parametrize(
+    "deltas", [[], [0], [0.3, -0.3], [0.3, 0, -0.3], [0.3, 0.15, 0, -0.15, -0.3]]
+)
+def test_deltas_fall_with_the_rank(deltas):
+    assert lingua.rank_deltas(len(deltas), 0.3) == pytest.approx(deltas)
+
+
+def test_ratios_and_segments_of_three_passages():
+    ratios = lingua.passage_ratios([98] * 3, 150.5, 0.3)
+    assert ratios == pytest.approx([0.8, 0.5, 0.2])
+    assert lingua.passage_ratios([98] * 3, 300, 0.3)[0] == 1
+    assert lingua.passage_ratios([98] * 3, -5, 0.0) == [0] * 3
+    assert lingua.segment_plan([100] * 3, [0.8, 0.5, 0.2]) == [
+        [(100, 0.8), (99, 0.5)],
+        [(1, 0.5), (100, 0.2)],
+    ]
+    assert lingua.segment_plan([0, 599, 1], [1, 0.5, 0]) == [
+        [(199, 0.5)],
+        [(200, 0.5)],
+        [(200, 0.5)],
+        [(1, 0)],
+    ]
+
+
+def test_the_budget_keeps_the_passage_that_crosses_it():
+    target = lingua.target_tokens(13, [100] * 5, 0.55)
+    assert target == pytest.approx(269.15)
+    assert lingua.num_within_budget([100] * 5, target + lingua.SLACK) == 4
+    assert (
+        lingua.num_within_budget([100] * 5, lingua.target_tokens(9, [100] * 5, 1)) == 5
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "threshold", "kept"),
+    [
+        (0.6, 0.5, [2, 1]),
+        (0.4, 1, [2]),
+        (0.2, 2, []),
+        (0, 2, []),
+        (1, -np.inf, [0.1, 2, 0.5, -0.3, 1]),
+    ],
+)
+def test_tokens_above_the_threshold_stay(ratio, threshold, kept):
+    values = np.array([0.1, 2, 0.5, -0.3, 1])
+    assert lingua.contrast_threshold(values, ratio) == threshold
+    assert values[values > threshold].tolist() == kept
+
+
+def test_the_contrast_is_positive_where_the_question_makes_a_token_likelier():
+    assert lingua.contrast(np.array([-2.0, -1]), np.array([-0.5, -3])).tolist() == [
+        1.5,
+        -2,
+    ]
+
+
+def model_of(likely=()):
+    """Words are tokens; passage 2, then 3 and 1, make the question likely."""
+
+    def score(request):
+        first, *rest = request.text.split(" ")
+        tokens = [first, *(f" {word}" for word in rest)]
+        if lingua.CUE in request.text:
+            order = ["X? 2)", "X? 3)", "X? 1)"]
+            rank = [i for i, x in enumerate(order) if x in request.prefix]
+            return tokens, [-1.0 - rank[0]] * len(tokens)
+        is_asked = request.prefix.startswith("Who is X?\n\n")
+        # No two alike: only what is above the threshold stays.
+        return tokens, [
+            -1.0 - i / 1e4 if is_asked and t.strip() in likely else -2.0 - i / 1e5
+            for i, t in enumerate(tokens)
+        ]
+
+    return ScriptedModel(lambda r: "Paris", score=score)
+
+
+def test_everything_is_rag_in_the_order_of_the_ranks():
+    def again(queries):
+        first, second, third = Searched()(queries)[0]
+        return [(second, third, first)]
+
+    asked = []
+    for program, search, settings in (
+        (lingua.longllmlingua, Searched(), {"rate": 1.0, "spread": 0.0}),
+        (rag, again, {}),
+    ):
+        model = model_of()
+        answer_one(program, model, search=search, **settings)
+        asked.append(model.requests[-1])
+    assert asked[0] == asked[1]
+
+
+def test_words_that_the_question_makes_likelier_stay():
+    model = model_of({"text", "3)"})
+    rollout = answer_one(lingua.longllmlingua, model, rate=0.9, spread=0.0)
+    text = shown(model.requests[-1])
+    assert "text" in text and "Title" not in text and rollout.answer == "Paris"
+    assert text.count("Who is X?") == 1 and rollout.num_scored > 0
+
+
+def test_later_segments_are_scored_behind_what_is_left():
+    passage = Passage("1", "X? 2)\n" + "dull good " * 150)
+
+    def search(queries):
+        return [(passage,)]
+
+    model = model_of({"good"})
+    answer_one(lingua.longllmlingua, model, search=search, rate=0.6)
+    *_, alone, behind, asked = model.requests
+    assert behind.prefix == "Who is X?\n\n" + alone.prefix and "good" in alone.prefix
+    assert "dull" not in alone.prefix and "dull" in alone.text
+    assert "dull" not in shown(asked) and "good" in shown(asked)
+
+
+def test_nothing_found_is_rag():
+    asked = []
+    for program in (lingua.longllmlingua, rag):
+        model = model_of()
+        answer_one(program, model, search=Searched(0))
+        asked.append(model.requests[-1])
+    assert asked[0] == asked[1]
