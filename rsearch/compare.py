@@ -40,9 +40,9 @@ from rsearch.evaluation.comparability import (
     shown_fields,
     value_text,
 )
-from rsearch.evaluation.evaluator import read_results
 from rsearch.evaluation.pairs import pair_rows
 from rsearch.evaluation.predictions import RUN
+from rsearch.evaluation.results import read_results
 from rsearch.runtime.console import clean_line, note, table
 from rsearch.runtime.files import expand
 from rsearch.runtime.identity import describe_start

@@ -24,7 +24,8 @@ from rsearch.config.recipes import (
 )
 from rsearch.config.recipes import fingerprint as fingerprint_config
 from rsearch.data.questions import questions_fingerprint
-from rsearch.evaluation.evaluator import Evaluator, run_methods, show_results
+from rsearch.evaluation.evaluator import Evaluator, run_methods
+from rsearch.evaluation.results import show_results
 from rsearch.hosts import processes
 from rsearch.methods.table import METHODS
 from rsearch.runtime import console

@@ -34,13 +34,8 @@ from rsearch.config.stage_plan import (
     stage_configs,
 )
 from rsearch.data.questions import questions_fingerprint
-from rsearch.evaluation.evaluator import (
-    Evaluator,
-    read_results,
-    read_transcripts,
-    run_methods,
-    show_results,
-)
+from rsearch.evaluation.evaluator import Evaluator, run_methods
+from rsearch.evaluation.results import read_results, read_transcripts, show_results
 from rsearch.hosts import processes
 from rsearch.plan.dry_run import HOST_DEVICES, dry_run
 from rsearch.runtime import checkpoint, console, files

@@ -12,6 +12,7 @@ from rsearch import evaluate as evaluate_command
 from rsearch import export, train
 from rsearch.config.recipes import run_command
 from rsearch.evaluation import evaluator as evaluate
+from rsearch.evaluation import results
 from rsearch.evaluation.scoring import COSTS
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.rollout.health import BY_TURN, HEALTH, NEEDLESS
@@ -52,7 +53,7 @@ def row_of(stage="rl", method="rag", dataset="d", **more):
 
 
 def test_transcripts_hold_the_whole_conversation():
-    first, second = evaluate.transcripts(GROUPS[:2], row_of())
+    first, second = results.transcripts(GROUPS[:2], row_of())
     assert first == {
         "stage": "rl",
         "method": "rag",
@@ -84,9 +85,9 @@ def test_a_row_of_the_same_kind_is_replaced_and_its_transcripts_too(tmp_path):
         row_of(dataset="e"),
     ]
     for number, row in enumerate([*kinds, row_of()]):
-        told = evaluate.transcripts(GROUPS[:2], row)
-        evaluate.record_results(tmp_path, {**row, "number": number}, told)
-    rows = evaluate.read_results(tmp_path)
+        told = results.transcripts(GROUPS[:2], row)
+        results.record_results(tmp_path, {**row, "number": number}, told)
+    rows = results.read_results(tmp_path)
     assert [r["number"] for r in rows] == [1, 2, 3, 4]
     told = read_jsonl(tmp_path / "transcripts.jsonl")
     assert len(told) == 2 * 4
@@ -106,23 +107,23 @@ def test_searches_are_needless_by_what_direct_answers_on_the_same_questions(
     same = {"normalize": "squad", "questions": "x"}
     for method in order:
         row = row_of(method=method, **same)
-        evaluate.record_results(tmp_path, row, evaluate.transcripts(asked[method], row))
-    rows = {r["method"]: r for r in evaluate.read_results(tmp_path)}
+        results.record_results(tmp_path, row, results.transcripts(asked[method], row))
+    rows = {r["method"]: r for r in results.read_results(tmp_path)}
     assert rows["protocol"][NEEDLESS] == 1 / 2 and NEEDLESS not in rows["direct"]
     for change in ({"questions": "y"}, {"step": 2}, {"normalize": "flashrag"}):
         row = row_of(method="direct", **same) | change
-        told = evaluate.transcripts(asked["direct"], row)
-        rows = evaluate.record_results(tmp_path, row, told)
+        told = results.transcripts(asked["direct"], row)
+        rows = results.record_results(tmp_path, row, told)
         assert rows[0][NEEDLESS] is None, change
 
 
 def test_notable_searches_are_a_table(capsys):
-    row = {name: 0 for name in evaluate.COLUMNS} | dict.fromkeys(HEALTH, 0.0)
+    row = {name: 0 for name in results.COLUMNS} | dict.fromkeys(HEALTH, 0.0)
     row |= {"stage": "rl", "method": "protocol", "dataset": "d", "em_95": [0, 1]}
     title = "searches, percent"
-    evaluate.show_results([row, {**row, "supporting_recall": 1.0}], config())
+    results.show_results([row, {**row, "supporting_recall": 1.0}], config())
     assert title not in capsys.readouterr().out
-    evaluate.show_results([row, {**row, "repeated_queries": 0.37}], config())
+    results.show_results([row, {**row, "repeated_queries": 0.37}], config())
     _, _, message = capsys.readouterr().out.partition(title)
     assert message.count("protocol") == 1 and "37" in message
 
@@ -130,20 +131,20 @@ def test_notable_searches_are_a_table(capsys):
 def test_what_a_policy_writes_cannot_break_the_files(tmp_path):
     asked = [group(0, 'a"\n\x00\u2028\ufffd', ("{}",))]
     for row in (row_of(), row_of(method="direct")):
-        evaluate.record_results(tmp_path, row, evaluate.transcripts(asked, row))
+        results.record_results(tmp_path, row, results.transcripts(asked, row))
     told = read_jsonl(tmp_path / "transcripts.jsonl")
     assert [t["prediction"] for t in told] == ['a"\n\x00\u2028\ufffd'] * 2
 
 
 def test_results_that_are_no_results_are_refused(tmp_path):
-    assert evaluate.read_results(tmp_path) == []
+    assert results.read_results(tmp_path) == []
     (tmp_path / "results.json").write_text("[{")
     with pytest.raises(ValueError, match=r"results\.json is not JSON"):
-        evaluate.read_results(tmp_path)
+        results.read_results(tmp_path)
 
 
 def test_every_row_of_a_run_has_every_field_and_every_question_its_transcript():
-    rows = evaluate.read_results(finished())
+    rows = results.read_results(finished())
     assert all(row.keys() == FIELDS for row in rows)
     assert all(row["n"] == 6 == sum(row[o] for o in OUTCOMES) for row in rows)
     told = read_jsonl(finished() / "transcripts.jsonl")
@@ -181,14 +182,14 @@ def test_the_command_measures_the_newest_checkpoint_and_training_measures_again(
     done = run_python("-m", "rsearch.evaluate", *arguments(copy))
     assert done.returncode == 0, done.stderr
     assert "│ rl" in done.stdout and "│ sft" not in done.stdout
-    rows = evaluate.read_results(copy)
+    rows = results.read_results(copy)
     assert len(rows) == 9
     assert [r["step"] for r in rows if r["stage"] == "rl"] == [2, 2, 2]
     assert [r["step"] for r in rows if r["stage"] == "sft"] == [60, 60, 60]
     done = run_python("-m", "rsearch.train", *arguments(copy))
     assert done.returncode == 0, done.stderr
-    assert without_times(evaluate.read_results(copy)) == without_times(
-        evaluate.read_results(finished())
+    assert without_times(results.read_results(copy)) == without_times(
+        results.read_results(finished())
     )
 
 
@@ -223,9 +224,9 @@ def test_an_exported_policy_scores_what_it_scored(exported, tmp_path):
     command = [*arguments(tmp_path / "run"), f"--model={exported}"]
     done = run_python("-m", "rsearch.evaluate", *command)
     assert done.returncode == 0, done.stderr
-    rows = evaluate.read_results(tmp_path / "run")
+    rows = results.read_results(tmp_path / "run")
     assert [(r["stage"], r["step"]) for r in rows] == [(str(exported), None)] * 3
-    before = [r for r in evaluate.read_results(finished()) if r["stage"] == "rl"]
+    before = [r for r in results.read_results(finished()) if r["stage"] == "rl"]
     for row, other in zip(without_times(rows), without_times(before), strict=True):
         made_by, of_other = row.pop("made_by"), other.pop("made_by")
         changed = {"model.source", "model.weights"}
@@ -310,27 +311,27 @@ KINDS = "percent EM / searches, by kind"
 
 def test_kinds_are_a_second_table_where_there_are_several(capsys):
     part = {"n": 9, **dict.fromkeys(SCORES, 0.5), "searches": 1.25}
-    old = {name: 0 for name in evaluate.COLUMNS} | {"em_95": [0, 1], "judge_error": 0}
+    old = {name: 0 for name in results.COLUMNS} | {"em_95": [0, 1], "judge_error": 0}
     old |= {"stage": "sft", "method": "rag", "dataset": "d"}
-    evaluate.show_results([{**old, "by_kind": {"single": part}}], config())
+    results.show_results([{**old, "by_kind": {"single": part}}], config())
     assert KINDS not in capsys.readouterr().out
     split = {"single": part, "bridge": {**part, "em": 1.0}}
-    evaluate.show_results([old, {**old, "by_kind": split}], config())
+    results.show_results([old, {**old, "by_kind": split}], config())
     message = capsys.readouterr().out
     assert KINDS in message and "judge_error" not in message
     assert "100 / 1.25" in message and "50 / 1.25" in message
-    evaluate.show_results([{**old, "judge_error": 3}], config())
+    results.show_results([{**old, "judge_error": 3}], config())
     assert "judge_error" in capsys.readouterr().out
 
 
 @pytest.mark.fault(77, "mean over nothing")
 def test_scores_of_nothing_are_a_dash(capsys):
     nothing = dict.fromkeys(SCORES)
-    row = {name: 7 for name in evaluate.COLUMNS} | nothing
+    row = {name: 7 for name in results.COLUMNS} | nothing
     row |= {"stage": "sft", "method": "rag", "dataset": "d", "em_95": None}
     part = {"n": 9, **nothing, "searches": 1.25}
     row |= {"judge_error": 9, "by_kind": {"single": part, "bridge": part}}
-    evaluate.show_results([row], config())
+    results.show_results([row], config())
     message = capsys.readouterr().out
     assert "- / 1.25" in message and " - " in message
 
@@ -432,9 +433,9 @@ def test_a_judge_scores_the_answers_and_its_replies_are_recorded(tmp_path, capsy
     )
     message = capsys.readouterr().err
     assert "no verdict" in message and not {"\x1b", "\u202e"} & set(message)
-    (row,) = evaluate.read_results(folder)
+    (row,) = results.read_results(folder)
     assert len(chats) == 4 and row["em"] == pytest.approx(2 / 6)
-    assert {name: row[name] for name in evaluate.JUDGE_NUMBERS} == {
+    assert {name: row[name] for name in results.JUDGE_NUMBERS} == {
         "judge": pytest.approx(2 / 6),
         "judge_agreement": pytest.approx(3 / 5),
         "judge_unparsed": 1,
@@ -442,7 +443,7 @@ def test_a_judge_scores_the_answers_and_its_replies_are_recorded(tmp_path, capsy
         "judge_right_em_wrong": 1,
         "judge_wrong_em_right": 1,
     }
-    rows = evaluate.read_transcripts(folder)
+    rows = results.read_transcripts(folder)
     expected = [*([reply] for reply in replies.values()), [], []]
     assert [r["judge"]["replies"] for r in rows] == expected
     assert [r["judge"]["score"] for r in rows] == [1, 1, 0, 0, 0, 0]
@@ -466,7 +467,7 @@ def test_a_judges_number_that_is_none_is_refused(tmp_path, value):
     row = {"stage": "s", "method": "rag", "dataset": "d", "judge": value}
     (tmp_path / "results.json").write_text(json.dumps([row]))
     with pytest.raises(ValueError, match=r"results\.json: row 1: judge = "):
-        evaluate.read_results(tmp_path)
+        results.read_results(tmp_path)
 
 
 def test_a_model_may_be_what_a_stage_of_the_run_has_trained(tmp_path, capsys):
@@ -523,7 +524,7 @@ def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(tmp_path):
 
 def test_the_run_s_own_configuration_is_evaluated(copy, capsys):
     """Without --config; what is set differs from the run's, and stands in the row."""
-    before = evaluate.read_results(copy)
+    before = results.read_results(copy)
     asked = [
         f"--workdir={copy}",
         "--methods=rag:top_k=1,iter_retgen:rounds=1",
@@ -534,7 +535,7 @@ def test_the_run_s_own_configuration_is_evaluated(copy, capsys):
     ]
     assert evaluate_here(*asked) == 0
     assert "evaluated with config.retrieval.top_k = 2" in capsys.readouterr().err
-    rows = evaluate.read_results(copy)
+    rows = results.read_results(copy)
     assert rows[: len(before)] == before
     new = rows[len(before) :]
     assert [(r["dataset"], r["method"]) for r in new] == [

@@ -10,7 +10,6 @@ under the passages of one search with it.
 import functools
 import pathlib
 import reprlib
-import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from ml_collections import ConfigDict
 
-from rsearch.data.demonstrations import DIRECT, PROTOCOL
+from rsearch.data.demonstrations import PROTOCOL
 from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.answers import (
     answer_without_policy,
@@ -32,7 +31,6 @@ from rsearch.evaluation.comparability import (
     is_same_manifest,
     judge_manifest,
     row_manifest,
-    wrong_manifest,
 )
 from rsearch.evaluation.judge import (
     Prediction,
@@ -40,35 +38,27 @@ from rsearch.evaluation.judge import (
     judge_answers,
     summarize_verdicts,
 )
-from rsearch.evaluation.predictions import RUN
-from rsearch.evaluation.scoring import score_groups, scores_of_groups, scores_of_rows
+from rsearch.evaluation.results import (
+    JUDGE_NUMBERS,
+    read_results,
+    record_results,
+    row_key,
+    transcripts,
+)
+from rsearch.evaluation.scoring import score_groups, scores_of_groups
 from rsearch.hosts import processes
 from rsearch.llm.local import LocalModel
 from rsearch.methods.base import Kit
 from rsearch.methods.runner import run_program
 from rsearch.methods.table import READER_METHODS, make_program
-from rsearch.rollout.health import HEALTH, NEEDLESS, NOTABLE, needless_searches
+from rsearch.rollout.health import NEEDLESS
 from rsearch.rollout.records import RolloutCache, params_fingerprint, share_groups
 from rsearch.rollout.scheduler import RolloutEngine
-from rsearch.runtime import console, files, held
-from rsearch.runtime.console import clean_line
+from rsearch.runtime import console
 from rsearch.runtime.identity import num_starts
 from rsearch.runtime.journal import AppendLog
-from rsearch.runtime.jsonl import read_jsonl, recover_jsonl, write_jsonl
-from rsearch.runtime.workdir import write_json
-from rsearch.text.normalize import NORMALIZERS
-from rsearch.text.suspicion import suspects
 from rsearch.types import GenerateFn, Group, Params, Question, SearchFn
 
-COLUMNS = ("stage", "method", "dataset", "n", "em", "em_95", "f1", "cover_em")
-COLUMNS += ("searches", "policy_tokens", "answered", "malformed", "truncated")
-COLUMNS += ("tool_error", "skipped", "seconds")
-NUMBERS = (*COLUMNS[3:5], *COLUMNS[6:], "queries", "searches_right", "searches_wrong")
-JUDGED = ("judge", "judge_agreement", "judge_unparsed", "judge_failed")
-JUDGE_NUMBERS = (*JUDGED, "judge_right_em_wrong", "judge_wrong_em_right")
-NUMBERS += ("judge_error", *JUDGE_NUMBERS, *HEALTH)
-
-RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 EVIDENCE = "evidence"
 READER_RAG = "reader_rag"
 JOURNAL = "answers"  # of the questions that are answered before a row is written
@@ -293,264 +283,6 @@ def _progress(method: str, num_questions: int) -> Callable[[int], None]:
     )
 
 
-def transcripts(
-    groups: Sequence[Group], row: dict, verdicts: Sequence[Verdict] = ()
-) -> list[dict]:
-    """Return one JSON object a rollout, for transcripts.jsonl.
-
-    Args:
-        groups: of the row.
-        row: of results.json.
-        verdicts: on each rollout; none without a judge.
-    """
-    key = {name: row[name] for name in RUN if name in row}
-    rows = [
-        {
-            **key,
-            "id": group.question.id,
-            "question": group.question.text,
-            "golden_answers": list(group.question.golden_answers),
-            "prediction": rollout.answer,
-            "outcome": rollout.outcome.value,
-            "queries": [q for s in rollout.searches for q in s.call.arguments],
-            "suspicious": sorted({p.id for p in rollout.passages if suspects(p)}),
-            "segments": [
-                {"source": s.source.name.lower(), "text": s.text}
-                for s in rollout.segments
-            ],
-        }
-        for group in groups
-        for rollout in group.rollouts
-    ]
-    if not verdicts:
-        return rows
-    return [
-        {**row, "judge": {"score": v.score, "replies": list(v.replies)}}
-        for row, v in zip(rows, verdicts, strict=True)
-    ]
-
-
-def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> list[dict]:
-    """Put a row into results.json and its `transcripts` into transcripts.jsonl.
-
-    An earlier row of the same stage, method, dataset and setting is replaced. The row
-    of the policy's protocol gets its `needless_searches` as soon as there is one of
-    `direct` on the same questions.
-
-    Returns:
-        All rows.
-
-    Raises:
-        LostDirectoryError: the run has lost its directory; both files are in the one
-            that it is saved in.
-    """
-
-    def is_other(old):
-        return _key(old) != _key(row)
-
-    wanted, folder = folder, held.locate(folder)
-    folder.mkdir(exist_ok=True)
-    path = folder / TRANSCRIPTS
-    others = []
-    if path.exists():  # what took hours to measure is not lost for what is damaged
-        others = recover_jsonl(path, parse=_parse_transcript, on_bad=console.note)
-    rollouts = [*filter(is_other, others), *rollouts]
-    write_jsonl(path, rollouts)
-    rows = [*filter(is_other, read_results(folder)), row]
-    # A row of `direct` tells of the protocol's, whichever of both comes first.
-    rows = [
-        _with_needless(r, rows, rollouts)
-        if r["method"] == PROTOCOL
-        and (r["stage"], r["dataset"]) == (row["stage"], row["dataset"])
-        else r
-        for r in rows
-    ]
-    write_json(folder / RESULTS, rows)
-    held.stop_if_lost(wanted)
-    return rows
-
-
-def _with_needless(row, rows, rollouts):
-    """Return a row of the protocol with its `needless_searches`.
-
-    Args:
-        row: of results.json.
-        rows: all of them.
-        rollouts: all of transcripts.jsonl.
-    """
-    same = ("stage", "step", "dataset", "setting", "questions", "normalize")
-    direct = [r for r in rows if r["method"] == DIRECT]
-    is_known = any(all(r.get(n) == row.get(n) for n in same) for r in direct)
-    if not is_known or row.get("normalize") not in NORMALIZERS:
-        return {**row, NEEDLESS: None}
-
-    def of_method(method):
-        key = _key({**row, "method": method})
-        return [r for r in rollouts if _key(r) == key]
-
-    answers = [r for r in of_method(DIRECT) if _has_answers(r)]
-    em = scores_of_rows(answers, row["normalize"])["em"]
-    is_right = {r["id"]: score == 1 for r, score in zip(answers, em, strict=True)}
-    searched = {r["id"]: bool(r.get("queries")) for r in of_method(PROTOCOL)}
-    return {**row, NEEDLESS: needless_searches(searched, is_right)}
-
-
-def _has_answers(rollout):
-    """Return whether a line of transcripts.jsonl has what an exact match compares."""
-    prediction, golden = rollout.get("prediction"), rollout.get("golden_answers")
-    is_list = isinstance(golden, list) and all(isinstance(g, str) for g in golden)
-    return is_list and isinstance(prediction, str | None)
-
-
-def read_results(folder: pathlib.Path) -> list[dict]:
-    """Return the rows of a run's results.json, oldest first; [] without one.
-
-    Raises:
-        ValueError: names file, row and field that no evaluation has written.
-        OSError: it cannot be read.
-    """
-    path = folder / RESULTS
-    if not path.exists():
-        return []
-    rows = files.read_json(path)
-    if not isinstance(rows, list):
-        raise ValueError(f"{path}: not the results of a run; remove it")
-    for number, row in enumerate(rows, start=1):
-        if wrong := _wrong_field(row):
-            raise ValueError(f"{path}: row {number}: {wrong}")
-    return rows
-
-
-def _wrong_field(row):
-    """Return what is wrong with a field of results or of its kinds; or ""."""
-    names = ("stage", "method", "dataset")
-    if not isinstance(row, dict) or not row.keys() >= set(names):
-        return f"{reprlib.repr(row)}: not the results of a run; remove it"
-    for name in (*names, *(["setting"] if "setting" in row else ())):
-        if not isinstance(row[name], str):
-            return f"{name} = {reprlib.repr(row[name])}: expected text"
-    scores = {"": row}
-    for name in ("by_kind", "by_known"):
-        kinds = row.get(name, {})
-        if not isinstance(kinds, dict):
-            return f"{name} = {reprlib.repr(kinds)}: expected an object"
-        # Their names are text of the data set: no line of a message can end in one.
-        scores |= {f"{name}.{clean_line(k)}": v for k, v in kinds.items()}
-    for field, values in scores.items():
-        if not isinstance(values, dict):
-            return f"{field} = {reprlib.repr(values)}: expected an object"
-        for name in NUMBERS:
-            if values.get(name) is not None and not _is_number(values[name]):
-                full, value = f"{field}.{name}".lstrip("."), reprlib.repr(values[name])
-                return f"{full} = {value}: expected a number or null"
-        pair = values.get("em_95")
-        is_pair = isinstance(pair, list) and len(pair) == 2
-        if pair is not None and not (is_pair and all(map(_is_number, pair))):
-            return f"em_95 = {reprlib.repr(pair)}: expected two numbers"
-    return wrong_manifest(row)
-
-
-def _is_number(value):
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max  # NaN is not
-
-
-def read_transcripts(folder: pathlib.Path) -> list[dict]:
-    """Return the rollouts of a run's transcripts.jsonl; see `transcripts`.
-
-    Raises:
-        ValueError: names the file and the line that no evaluation has written.
-        OSError: it cannot be read.
-    """
-    return read_jsonl(folder / TRANSCRIPTS, parse=_parse_transcript)
-
-
-def _parse_transcript(row):
-    if not isinstance(row, dict):
-        raise ValueError(f"{reprlib.repr(row)}: expected an object")
-    for name in ("stage", "method", "dataset", "id", "question"):
-        if not isinstance(row.get(name), str):
-            raise ValueError(f"{name} = {reprlib.repr(row.get(name))}: expected text")
-    segments = row.get("segments")
-    if not isinstance(segments, list) or not all(
-        isinstance(s, dict) and isinstance(s.get("text"), str) for s in segments
-    ):
-        raise ValueError(f"segments = {reprlib.repr(segments)}: expected texts")
-    return row
-
-
-def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
-    """Print the table of results, scores in percent, and one by kind of question.
-
-    A third table has the rows whose searches are to be looked at, see NOTABLE.
-    """
-    title = f"{config.name}: percent, answers normalised as {config.eval.normalize}"
-
-    def cell(row, name):
-        if row.get(name) is None:  # of an earlier version's row
-            return None
-        if name == "em_95":
-            low, high = row["em_95"]
-            return f"{100 * low:.1f} - {100 * high:.1f}"
-        if name in ("em", "f1", "cover_em", "judge", "judge_agreement"):
-            return f"{100 * row[name]:.1f}"
-        if name == "dataset":
-            return row[name].rpartition("/")[2]
-        return row[name]
-
-    has_failed = any(row.get("judge_error") for row in rows)
-    failed = ("judge_error",) if has_failed else ()
-    judged = JUDGED if any("judge" in row for row in rows) else ()
-    columns = COLUMNS[:8] + judged + COLUMNS[8:-2] + failed + COLUMNS[-2:]
-    cells = [[cell(row, name) for name in columns] for row in rows]
-    console.table(title, columns, cells)
-    _show_kinds(rows)
-    _show_health(rows)
-
-
-def _show_health(rows):
-    """Print, in percent, how the rows search of which any number is notable."""
-    notable = [
-        row
-        for row in rows
-        if any((row.get(name) or 0) >= bound for name, bound in NOTABLE.items())
-    ]
-    if not notable:
-        return
-
-    def cell(row, name):
-        return None if row.get(name) is None else f"{100 * row[name]:.0f}"
-
-    cells = [
-        [row["stage"], row["method"], *(cell(row, name) for name in HEALTH)]
-        for row in notable
-    ]
-    headings = [name.partition("_")[0] for name in HEALTH]
-    console.table("searches, percent", ("stage", "method", *headings), cells)
-
-
-def _show_kinds(rows):
-    """Print exact match and searches, one column for each kind of question."""
-    split = [{**row.get("by_kind", {}), **row.get("by_known", {})} for row in rows]
-    kinds = sorted({kind for by_kind in split for kind in by_kind})
-    if len(kinds) < 2:
-        return
-
-    def cell(scores):
-        scores = scores or {}
-        if scores.get("searches") is None:
-            return "-"
-        em = "-" if scores.get("em") is None else f"{100 * scores['em']:.0f}"
-        return f"{em} / {scores['searches']:.2f}"
-
-    cells = [
-        [row["stage"], row["method"], *(cell(by_kind.get(kind)) for kind in kinds)]
-        for row, by_kind in zip(rows, split, strict=True)
-    ]
-    title = "percent EM / searches, by kind"
-    console.table(title, ("stage", "method", *kinds), cells)
-
-
 def run_methods(
     evaluator: Evaluator,
     params: Params,
@@ -603,10 +335,5 @@ def run_methods(
         rows.append(row)
     journal.clear()  # results.json has it all
     # What host 0 has recorded may tell more of a row than was known when it was made.
-    newest = {_key(row): row for row in recorded}
-    return [newest.get(_key(row), row) for row in rows]
-
-
-def _key(row: dict) -> tuple:
-    """Return what tells a row of results.json, or of its transcripts, from others."""
-    return tuple(row.get(name, "") for name in RUN)
+    newest = {row_key(row): row for row in recorded}
+    return [newest.get(row_key(row), row) for row in rows]

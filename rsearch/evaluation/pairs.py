@@ -4,8 +4,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rsearch.evaluation.evaluator import TRANSCRIPTS
 from rsearch.evaluation.predictions import RUN, read_predictions
+from rsearch.evaluation.results import TRANSCRIPTS
 from rsearch.evaluation.scoring import scores_of_rows
 from rsearch.evaluation.statistics import mcnemar_p, paired_difference
 from rsearch.text.normalize import NORMALIZERS

@@ -23,7 +23,7 @@ import time
 from typing import NamedTuple
 
 from rsearch.config.recipes import parse_flags, run_command
-from rsearch.evaluation.evaluator import read_results
+from rsearch.evaluation.results import read_results
 from rsearch.runtime import console
 from rsearch.runtime.metrics import read_metrics
 from tests.chaos.faulty_retriever import FAULTS, JUNK, KILLED, Proxy, Retriever

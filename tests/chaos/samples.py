@@ -18,7 +18,7 @@ from rsearch.data.corpus import Corpus
 from rsearch.data.corpus_sources import write_corpus
 from rsearch.data.demonstrations import load_demonstrations
 from rsearch.data.questions import load_questions
-from rsearch.evaluation.evaluator import read_results, read_transcripts
+from rsearch.evaluation.results import read_results, read_transcripts
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf.families import read_spec
 from rsearch.models.tokenizer import load_tokenizer

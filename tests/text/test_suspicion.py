@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from rsearch.evaluation.evaluator import transcripts
+from rsearch.evaluation.results import transcripts
 from rsearch.rollout.records import Rewarded
 from rsearch.stages.groups import summarize
 from rsearch.text.suspicion import suspects
