@@ -9,7 +9,7 @@ import pytest
 from launch import sweep
 from rsearch import compare
 from rsearch.config import recipes
-from rsearch.evaluation.evaluator import (
+from rsearch.evaluation.results import (
     read_results,
     read_transcripts,
     record_results,

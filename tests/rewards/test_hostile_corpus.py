@@ -11,7 +11,7 @@ import unicodedata
 import numpy as np
 import pytest
 
-from rsearch.evaluation.evaluator import transcripts
+from rsearch.evaluation.results import transcripts
 from rsearch.models.small_tokenizer import train_tokenizer
 from rsearch.models.tokenizer import load_tokenizer
 from rsearch.protocols.table import PROTOCOLS
