@@ -3,13 +3,17 @@
 import math
 import pathlib
 import re
+import shlex
 
 import pytest
 
 from rsearch.config.checks import validate
 from rsearch.config.recipes import apply_overrides, load
+from rsearch.evaluate import main
+from rsearch.methods.table import METHODS
 
 ROOT = pathlib.Path(__file__).parent.parent
+PAGES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))
 MACHINES = {  # what names the devices of a command, and how many they are
     r"--devices=(\d+)": int,
     r"--topology=[^:\s]+:([\dx]+)": lambda size: math.prod(map(int, size.split("x"))),
@@ -23,7 +27,7 @@ MACHINES = {  # what names the devices of a command, and how many they are
 def commands():
     """(command of one line, devices or None) of those that name a recipe."""
     actual = []
-    for name in ("README.md", "BUILD.md"):
+    for name in ("README.md", "BUILD.md", *PAGES):
         text = (ROOT / name).read_text(encoding="utf-8")
         for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
@@ -31,6 +35,27 @@ def commands():
                 if "--config=configs/" in line and "sweep.py" not in line:
                     actual.append((" ".join(line.split()), devices_of(line)))
     return actual
+
+
+def test_a_page_is_linked_and_short():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in PAGES:
+        assert f"({name})" in readme and (ROOT / name).stat().st_size <= 8192
+
+
+def test_the_page_on_evaluation_has_every_method_and_commands_that_are_understood():
+    text = (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"\| method \|.*?\n\n", text, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", table)) == set(METHODS)
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ")
+    commands = re.split(r"\n(?=python)", lines.strip())
+    evaluations = [shlex.split(c)[3:] for c in commands if "rsearch.evaluate" in c]
+    assert len(evaluations) == 5
+    for arguments in evaluations:
+        flags = [x for x in arguments if not x.startswith("--workdir")]
+        recipe = "--config=configs/search_r1.py:tiny"
+        assert main([recipe, "--workdir=x", *flags, "--print_config"]) == 0
 
 
 def devices_of(line):

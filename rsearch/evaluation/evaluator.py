@@ -81,7 +81,7 @@ class Evaluator:
         make_engine: Callable[[], RolloutEngine],
         make_model: Callable[[], LocalModel],
         kit: Kit,
-        made_from: Sequence,
+        made_from: Callable[[], list],
         load_model: Callable[[str], GenerateFn],
         health: Callable[[Sequence[Group]], dict],
         inputs: Mapping[str, str],
@@ -99,8 +99,8 @@ class Evaluator:
             make_engine: makes the greedy rollouts of the policy's protocol.
             make_model: makes the model that methods ask, without parameters.
             kit: of the methods.
-            made_from: values of JSON that, with the parameters, tell all that an answer
-                follows from.
+            made_from: returns values of JSON that, with the parameters, tell all that
+                an answer follows from.
             load_model: loads "reader", "answerer" or "eval_judge", a model beside the
                 policy.
             health: measures how groups search, see `rsearch.rollout.health`.
@@ -118,7 +118,7 @@ class Evaluator:
         self._setting = setting
         self._make_engine = functools.cache(make_engine)
         self._make_model = functools.cache(make_model)
-        self._kit, self._made_from = kit, list(made_from)
+        self._kit, self._made_from = kit, made_from
         self._load_model = functools.cache(load_model)
         self._health = health
         self._made_by = functools.partial(
@@ -171,7 +171,7 @@ class Evaluator:
         start = time.monotonic()
         cache = None
         if journal is not None:
-            made_from = [*self._made_from, questions_fingerprint(self._questions)]
+            made_from = [*self._made_from(), questions_fingerprint(self._questions)]
             made_from += [params_fingerprint(params), method]
             cache = RolloutCache(journal, made_from)
         answer = functools.partial(self._answer, params, method, cache)

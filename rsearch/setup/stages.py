@@ -140,6 +140,9 @@ def evaluation_parts(setup: Setup) -> dict:
     def load_model(name: str) -> GenerateFn:
         return load_agent(setup.config, name, setup.mesh, workdir=setup.home)
 
+    def made_from() -> list:
+        return [fingerprint(setup.config), setup.inputs, processes.program_versions()]
+
     return dict(
         config=setup.config,
         questions=setup.dev,
@@ -148,11 +151,7 @@ def evaluation_parts(setup: Setup) -> dict:
         make_engine=make_engine,
         make_model=functools.partial(make_local_model, setup),
         kit=make_kit(setup),
-        made_from=[
-            fingerprint(setup.config),
-            setup.inputs,
-            processes.program_versions(),
-        ],
+        made_from=made_from,
         load_model=load_model,
         health=measure_health(setup),
         inputs=setup.inputs,
