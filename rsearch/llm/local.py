@@ -20,6 +20,8 @@ from rsearch.llm.requests import (
     Mix,
     Score,
     Scored,
+    cut_at_stop,
+    cut_pieces,
     token_pieces,
 )
 from rsearch.llm.thoughts import (
@@ -229,14 +231,12 @@ class LocalModel:
         """Return what was written, without the end of text or the stop string."""
         has_ended = len(ids) > 0 and ids[-1] in self._tokenizer.eos_ids
         words = ids[:-1] if has_ended else ids
-        text, pieces = self._tokenizer.decode(words), self._pieces(words)
-        ends = [at for at in (text.find(s) for s in stop) if at >= 0]
-        end = STOPPED if has_ended or ends else CUT
-        if ends:
-            text, pieces = text[: min(ends)], _cut_pieces(pieces, min(ends))
+        text, ended_by = cut_at_stop(self._tokenizer.decode(words), stop)
+        pieces = cut_pieces(self._pieces(words), len(text))
+        end = STOPPED if has_ended or ended_by else CUT
         logp = np.zeros(0, np.float32) if logp is None else logp[: len(pieces)]
         prompt_text = self._tokenizer.decode(prompt)
-        return Completion(text, end, pieces, logp, prompt, ids, prompt_text)
+        return Completion(text, end, pieces, logp, prompt, ids, prompt_text, ended_by)
 
     def _continue_all(self, prompts, names, budgets, states) -> list[np.ndarray]:
         """Return the tokens that continue each prompt.
@@ -385,17 +385,6 @@ def likeliest_of_mixtures(
     highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
     mass = jax.ops.segment_sum(jnp.exp(logp - highest[group]), group, num)
     return jnp.argmax(highest + jnp.log(mass), axis=-1)
-
-
-def _cut_pieces(pieces, size):
-    """Return the pieces of the first `size` characters."""
-    cut, total = [], 0
-    for text in pieces:
-        if total >= size:
-            break
-        cut.append(text[: size - total])
-        total += len(text)
-    return tuple(cut)
 
 
 def local_generator(

@@ -1,7 +1,7 @@
 """What a method asks a language model, and what it is answered.
 
 A backend answers many requests in one call, each on its own: what else is in the call
-changes no answer. See `local.LocalModel`.
+changes no answer. See `local.LocalModel` and `remote_model.RemoteModel`.
 """
 
 import codecs
@@ -66,6 +66,8 @@ class Completion:
         prompt_ids, ids: [n] int32 tokens that were read and written; a mixture has read
             those of all its prompts. Empty where the backend does not say.
         prompt_text: as it was read.
+        stop: the string that ended it; "" where none did, None where the backend does
+            not say.
     """
 
     text: str
@@ -75,6 +77,20 @@ class Completion:
     prompt_ids: np.ndarray
     ids: np.ndarray
     prompt_text: str
+    stop: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """The result of a request that a backend could not answer.
+
+    It says nothing about the model. A prompt that is too long has None.
+
+    Attributes:
+        why: in few words.
+    """
+
+    why: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,3 +150,31 @@ def token_pieces(token_bytes: Sequence[bytes]) -> tuple[str, ...]:
     if pieces:
         pieces[-1] += decoder.decode(b"", final=True)
     return tuple(pieces)
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """Return the text before the first stop string in it, and that string or "".
+
+    Args:
+        text: that a model has written.
+        stop: strings that end it.
+    """
+    ends = [(at, string) for string in stop if (at := text.find(string)) >= 0]
+    at, string = min(ends, default=(len(text), ""))
+    return text[:at], string
+
+
+def cut_pieces(pieces: Sequence[str], size: int) -> tuple[str, ...]:
+    """Return the pieces of the first `size` characters.
+
+    Args:
+        pieces: of a text.
+        size: any number of characters.
+    """
+    cut, total = [], 0
+    for text in pieces:
+        if total >= size:
+            break
+        cut.append(text[: size - total])
+        total += len(text)
+    return tuple(cut)

@@ -16,6 +16,7 @@ from rsearch.hosts.processes import check_preempted
 from rsearch.llm.requests import (
     CUT,
     Completion,
+    Failed,
     Generate,
     Mix,
     Request,
@@ -43,7 +44,8 @@ WAITING_PER_ROW = 4  # programs that run at once for each prompt that is continu
 class Model(Protocol):
     """What the requests to a model need; see `rsearch.llm.local.LocalModel`.
 
-    Each method returns a result for each request, None where its prompt is too long.
+    Each method returns a result for each request: None where its prompt is too long,
+    Failed where the model could not be asked.
     """
 
     num_rows: int
@@ -51,13 +53,15 @@ class Model(Protocol):
     def on_any_host(self, value: object) -> bool:
         """Return whether the value is true on any host that calls it together."""
 
-    def generate(self, requests: Sequence[Generate]) -> list[Completion | None]:
+    def generate(
+        self, requests: Sequence[Generate]
+    ) -> list[Completion | Failed | None]:
         """Continue prompts."""
 
-    def mix(self, requests: Sequence[Mix]) -> list[Completion | None]:
+    def mix(self, requests: Sequence[Mix]) -> list[Completion | Failed | None]:
         """Continue mixtures of prompts."""
 
-    def score(self, requests: Sequence[Score]) -> list[Scored | None]:
+    def score(self, requests: Sequence[Score]) -> list[Scored | Failed | None]:
         """Score texts."""
 
 
@@ -108,8 +112,9 @@ def run_program(
     Returns:
         A group of one rollout for each question. Its segments are what the model read
         and wrote, call by call; its outcome is ANSWERED with an answer, TOOL_ERROR
-        where a search failed, TRUNCATED where a prompt was too long or the last reply
-        was cut before an answer, and MALFORMED where it holds none.
+        where a search failed, JUDGE_ERROR where the model could not be asked, TRUNCATED
+        where a prompt was too long or the last reply was cut before an answer, and
+        MALFORMED where it holds none.
 
     Raises:
         ValueError: a program asks for more passages than a search returns.
@@ -210,6 +215,8 @@ def _record(run: _Run, results: Sequence[Any]) -> Outcome | None:
         if result is None:
             is_search = isinstance(request, Search)
             failure = Outcome.TOOL_ERROR if is_search else Outcome.TRUNCATED
+        elif isinstance(result, Failed):
+            failure = Outcome.JUDGE_ERROR
         elif isinstance(request, Search):
             run.uses.append(search_use(request.queries, tuple(result)))
         elif isinstance(result, Scored):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rsearch.llm.requests import Generate, Search
+from rsearch.llm.requests import Failed, Generate, Search
 from rsearch.methods.runner import run_program
 from rsearch.methods.table import METHODS, make_program
 from rsearch.rollout.records import RolloutCache, decode_groups, encode_groups
@@ -96,6 +96,16 @@ def test_a_failed_search_and_a_long_prompt_end_one_question():
     ] * 28
     expected = answers(run())
     assert {**answers(groups), "3": expected["3"], "4": expected["4"]} == expected
+
+
+def test_a_model_that_could_not_be_asked_is_no_answer_of_its():
+    def failing(request):
+        return Failed("HTTP 503") if "is 5?" in shown(request) else reply(request)
+
+    groups = run(model=ScriptedModel(failing))
+    outcomes = [g.rollouts[0].outcome for g in groups]
+    assert outcomes.pop(5) == Outcome.JUDGE_ERROR
+    assert {*outcomes} == {Outcome.ANSWERED}
 
 
 def test_more_passages_than_a_search_returns_are_refused():

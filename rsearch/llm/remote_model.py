@@ -1,0 +1,246 @@
+"""A model at an OpenAI-compatible endpoint that answers the requests of methods.
+
+Such an endpoint continues one prompt at a time: it neither mixes prompts nor scores a
+text. Nothing from it is trusted, see `endpoint.py`.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rsearch.llm.endpoint import (
+    BYTES_PER_TOKEN,
+    CHECK_CHAT,
+    PATH,
+    Call,
+    Endpoint,
+    first_choice,
+    message_text,
+    sendable,
+    why_unfinished,
+)
+from rsearch.llm.requests import (
+    CUT,
+    STOPPED,
+    Completion,
+    Failed,
+    Generate,
+    Mix,
+    Score,
+    Scored,
+    cut_at_stop,
+    cut_pieces,
+    token_pieces,
+)
+from rsearch.protocols.tagged import whole_characters
+from rsearch.runtime.calls import Reply
+
+RAW_PATH = "/completions"
+LOGP_BYTES_PER_TOKEN = 1024  # a token, its bytes, and the likeliest beside it
+ENDS = ("stop_reason", "matched_stop")  # what stopped a reply, in vLLM and in SGLang
+LOGPROBS = ("content", "tokens")  # of a chat and of raw text, in "logprobs"
+MIN_LOGP = -1e9
+NO_LOGP = Failed("no log-probabilities")
+NO_IDS = np.zeros(0, np.int32)
+NEEDS = "a method of config.eval.methods needs: name a model that runs here"
+
+
+class RemoteModel:
+    """The requests of methods, each a call of an endpoint.
+
+    A completion has no ids, and its log-probabilities are the endpoint's: whether they
+    are of temperature 1 is up to it.
+
+    Attributes:
+        num_rows: calls that run at once.
+    """
+
+    def __init__(self, url: str, model: str, *, concurrency: int, **settings: Any):
+        """Prepare calls; none is made.
+
+        Args:
+            url, model: of the endpoint, see `Endpoint`.
+            concurrency: calls that may run at once.
+            **settings: of the `Endpoint`.
+
+        Raises:
+            ValueError: see `Endpoint`.
+        """
+        self._endpoint = Endpoint(url, model, concurrency=concurrency, **settings)
+        self.num_rows = concurrency
+
+    def check(self) -> None:
+        """Ask once; see `Endpoint.check`."""
+        self._endpoint.check(_call(Generate(CHECK_CHAT, 1)))
+
+    def on_any_host(self, value: object) -> bool:
+        """Return whether the value is true: each host asks by itself."""
+        return bool(value)
+
+    def generate(self, requests: Sequence[Generate]) -> list[Completion | Failed]:
+        """Continue each prompt; Failed where its calls failed for good.
+
+        Raises:
+            ValueError: a reply has no log-probabilities, and a request wants them.
+            OutageError: the endpoint has been away for too long.
+        """
+        replies = self._endpoint.ask([_call(request) for request in requests])
+        if any(reply.value is NO_LOGP for reply in replies):
+            raise self._lacks("log-probabilities of a reply's tokens")
+        return [
+            Failed(reply.why) if reply.value is None else reply.value
+            for reply in replies
+        ]
+
+    def mix(self, requests: Sequence[Mix]) -> list[Completion | Failed]:
+        """Refuse mixtures of prompts.
+
+        Raises:
+            ValueError: always.
+        """
+        raise self._lacks("mixtures of prompts")
+
+    def score(self, requests: Sequence[Score]) -> list[Scored | Failed]:
+        """Refuse to score texts.
+
+        Raises:
+            ValueError: always.
+        """
+        raise self._lacks("log-probabilities of a text that it is shown")
+
+    def _lacks(self, what) -> ValueError:
+        endpoint = self._endpoint
+        return ValueError(
+            f"{endpoint.field}: {endpoint.shown} gives no {what}, {NEEDS}"
+        )
+
+
+def _call(request: Generate) -> Call:
+    """Return the call that a request makes."""
+    is_raw = isinstance(request.prompt, str)
+    body: dict[str, Any] = {"max_tokens": request.max_tokens}
+    if is_raw:
+        body["prompt"] = whole_characters(request.prompt)
+    else:
+        body["messages"] = sendable(request.prompt)
+    if request.continued and not is_raw:
+        written = {"role": "assistant", "content": whole_characters(request.continued)}
+        body["messages"].append(written)
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    if request.stop:
+        body["stop"] = list(request.stop)
+    if request.wants_logp:
+        body["logprobs"] = 1 if is_raw else True
+    return Call(
+        RAW_PATH if is_raw else PATH,
+        body,
+        functools.partial(_completion, request),
+        LOGP_BYTES_PER_TOKEN if request.wants_logp else BYTES_PER_TOKEN,
+    )
+
+
+def _completion(request: Generate, received: bytes) -> Reply | None:
+    """Return the Completion in a reply to a request; None where it has another shape.
+
+    A reply without the log-probabilities that are wanted is NO_LOGP.
+    """
+    choice = first_choice(received)
+    if choice is None:
+        return None
+    if isinstance(request.prompt, str):
+        text, why = choice.get("text"), why_unfinished(choice)
+        if not isinstance(text, str):
+            return None
+        text = whole_characters(text)
+    elif (read := message_text(choice)) is not None:
+        text, why = read
+    else:
+        return None
+    if why:
+        return Reply(None, why, is_own_fault=True)
+    text, stop = cut_at_stop(text, request.stop)
+    tokens, logp = (), np.zeros(0, np.float32)
+    if request.wants_logp:
+        logprobs = choice.get("logprobs")
+        given = logprobs if isinstance(logprobs, dict) else {}
+        if not any(isinstance(given.get(name), list) for name in LOGPROBS):
+            return Reply(NO_LOGP)
+        scored = _token_logps(given)
+        if scored is None:
+            return None
+        # The tokens of a stop string and of the end of text may follow.
+        tokens = cut_pieces(scored[0], len(text))
+        logp = scored[1][: len(tokens)]
+        if "".join(tokens) != text:
+            return Reply(None, "log-probabilities of another text", is_own_fault=True)
+    is_cut = choice.get("finish_reason") == "length" and not stop
+    return Reply(
+        Completion(
+            text=text,
+            end=CUT if is_cut else STOPPED,
+            tokens=tokens,
+            logp=logp,
+            prompt_ids=NO_IDS,
+            ids=NO_IDS,
+            prompt_text=_prompt_text(request),
+            stop=stop or _stop_of(choice, request.stop),
+        )
+    )
+
+
+def _stop_of(choice, stop) -> str | None:
+    """Return the stop string that an endpoint names; None where it names none."""
+    if choice.get("finish_reason") == "length":
+        return ""
+    said = [choice[name] for name in ENDS if name in choice]
+    if not said:
+        return None
+    return said[0] if said[0] in stop else ""
+
+
+def _token_logps(logprobs) -> tuple[tuple[str, ...], np.ndarray] | None:
+    """Return ([n] pieces, [n] float32) of tokens; None where they have another shape.
+
+    A chat has [{"token", "logprob", "bytes"}] as "content", raw text has "tokens" and
+    "token_logprobs".
+    """
+    rows, texts = logprobs.get("content"), logprobs.get("tokens")
+    if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+        tokens = [_token_bytes(row) for row in rows]
+        values = [row.get("logprob") for row in rows]
+    elif isinstance(texts, list):
+        tokens = [_utf8(text) for text in texts]
+        values = logprobs.get("token_logprobs")
+    else:
+        return None
+    is_right = isinstance(values, list) and len(values) == len(tokens)
+    if not is_right or None in tokens or not all(map(_is_logp, values)):
+        return None
+    return token_pieces(tokens), np.array(values, np.float32)
+
+
+def _token_bytes(row) -> bytes | None:
+    """Return the bytes of a chat's token; of several a character may be made."""
+    raw = row.get("bytes")
+    is_bytes = isinstance(raw, list) and all(
+        type(byte) is int and 0 <= byte < 256 for byte in raw
+    )
+    return bytes(raw) if is_bytes else _utf8(row.get("token"))
+
+
+def _utf8(text) -> bytes | None:
+    return whole_characters(text).encode() if isinstance(text, str) else None
+
+
+def _is_logp(value) -> bool:
+    return type(value) in (int, float) and MIN_LOGP <= value <= 0
+
+
+def _prompt_text(request) -> str:
+    """Return what the model was shown; a chat as its messages, without a template."""
+    if isinstance(request.prompt, str):
+        return request.prompt
+    shown = [f"{m['role']}: {m['content']}" for m in request.prompt]
+    return "\n".join(shown) + request.continued

@@ -1,0 +1,198 @@
+"""A model at an endpoint that methods ask: what it is sent, and what is made of it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rsearch.llm.remote_model import RemoteModel
+from rsearch.llm.requests import CUT, STOPPED, Failed, Generate, Mix, Score
+from tests.llm.test_endpoint import serving
+
+CHAT = [{"role": "user", "content": "Who? \ud83d"}]
+
+
+def asking(url, **changed):
+    settings = dict(
+        api_key_env="",
+        temperature=0.0,
+        top_p=1.0,
+        timeout_seconds=5.0,
+        max_retries=0,
+        concurrency=4,
+        first_wait_seconds=0.01,
+        field="config.models.subject.source",
+        say=lambda line: None,
+    )
+    return RemoteModel(url, "m", **settings | changed)
+
+
+def choice(end="stop", said=None, **fields):
+    """(status, body, headers) of a reply with these fields of its choice."""
+    if said is not None:
+        fields["message"] = {"role": "assistant", "content": said}
+    choices = [{"index": 0, "finish_reason": end, **fields}]
+    return 200, json.dumps({"choices": choices}).encode(), {}
+
+
+def ask(answer, *requests, **changed):
+    """(completions, bodies of the calls) of an endpoint that gives this answer."""
+    with serving(lambda number, body: answer) as endpoint:
+        completions = asking(endpoint.url, **changed).generate(requests)
+    return completions, endpoint.requests
+
+
+def token(text, logp, raw=None):
+    return {"token": text, "logprob": logp, "bytes": raw}
+
+
+def test_a_chat_is_sent_with_what_continues_it():
+    request = Generate(CHAT, 8, ("</s>", "\n"), continued="So far")
+    (completion,), ((path, body),) = ask(choice(said=" Bo"), request)
+    assert path == "/v1/chat/completions" and completion.text == " Bo"
+    assert body == {
+        "model": "m",
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "stream": False,
+        "max_tokens": 8,
+        "stop": ["</s>", "\n"],
+        "messages": [
+            {"role": "user", "content": "Who? \N{REPLACEMENT CHARACTER}"},
+            {"role": "assistant", "content": "So far"},
+        ],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
+    assert "Who?" in completion.prompt_text and "So far" in completion.prompt_text
+    assert len(completion.ids) == len(completion.prompt_ids) == 0
+
+
+def test_a_raw_text_is_sent_as_it_is():
+    answer = choice("length", text=" Bo")
+    (completion,), ((path, body),) = ask(answer, Generate("Q:", 8))
+    assert path == "/v1/completions" and body["prompt"] == "Q:"
+    assert not {"messages", "stop", "logprobs"} & body.keys()
+    assert (completion.text, completion.end) == (" Bo", CUT)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "end", "stop"),
+    [
+        (choice(said="a"), "a", STOPPED, None),
+        (choice(said="a", stop_reason=None), "a", STOPPED, ""),
+        (choice(said="a", stop_reason=151645), "a", STOPPED, ""),
+        (choice(said="a", stop_reason="</x>"), "a", STOPPED, "</x>"),
+        (choice(said="a", matched_stop="</y>"), "a", STOPPED, "</y>"),
+        (choice(said="a", matched_stop=["</y>"]), "a", STOPPED, ""),
+        (choice("length", said="a"), "a", CUT, ""),
+        # An endpoint that goes on behind a stop string, or shows it.
+        (choice("length", said="a</y>b</x>"), "a", STOPPED, "</y>"),
+        (choice(said=""), "", STOPPED, None),
+    ],
+)
+def test_a_completion_ends_before_a_stop_string_that_may_be_named(
+    answer, text, end, stop
+):
+    (completion,), _ = ask(answer, Generate(CHAT, 8, ("</x>", "</y>")))
+    assert (completion.text, completion.end, completion.stop) == (text, end, stop)
+
+
+def test_log_probabilities_are_those_of_the_text():
+    rows = [
+        token("a", -0.5),
+        token("?", -1, [0xC3]),
+        token("?", -0.25, [0xA9]),
+        token("<end>", -2.0),
+    ]
+    answer = choice(said="a\u00e9", logprobs={"content": rows})
+    request = Generate(CHAT, 8, wants_logp=True)
+    (completion,), ((_, body),) = ask(answer, request)
+    assert body["logprobs"] is True and "".join(completion.tokens) == "a\u00e9"
+    np.testing.assert_array_equal(completion.logp, np.float32([-0.5, -1, -0.25]))
+    logprobs = {"tokens": ["x", "y"], "token_logprobs": [-1.0, -2.0]}
+    answer = choice(text="xy", logprobs=logprobs)
+    (completion,), ((_, body),) = ask(answer, Generate("Q", 8, wants_logp=True))
+    assert body["logprobs"] == 1 and completion.tokens == ("x", "y")
+    (completion,), _ = ask(choice(said="", logprobs={"content": []}), request)
+    assert completion.tokens == () and completion.logp.shape == (0,)
+
+
+@pytest.mark.parametrize("logprobs", [None, 7, {}, {"content": None}, {"content": "a"}])
+def test_an_endpoint_without_log_probabilities_is_named(logprobs):
+    with pytest.raises(ValueError, match=r"models\.subject\.source.*log-probabilities"):
+        ask(choice(said="a", logprobs=logprobs), Generate(CHAT, 8, wants_logp=True))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [token("a", 0.5)],
+        [token("a", None)],
+        [token("a", float("nan"))],
+        [token("a", -1e300)],
+        [token("a", True)],
+        [token(7, -1.0)],
+        [token("b", -1.0)],
+        [7],
+    ],
+)
+def test_log_probabilities_that_cannot_be_are_a_failed_call(rows):
+    answer = choice(said="a", logprobs={"content": rows})
+    (result,), _ = ask(answer, Generate(CHAT, 8, wants_logp=True))
+    assert isinstance(result, Failed)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (400, b"too long", {}),
+        (503, b"", {}),
+        (200, b"[]", {}),
+        (200, b'{"choices": [7]}', {}),
+        (200, b'{"choices": [{"message": {"content": 7}}]}', {}),
+        choice("content_filter", said="Par"),
+        choice("abort", said="Par"),
+        choice(message={"content": None, "refusal": "No."}),
+    ],
+)
+def test_a_call_that_fails_for_good_says_so(answer):
+    (result,), _ = ask(answer, Generate(CHAT, 8))
+    assert isinstance(result, Failed) and result.why
+
+
+def test_a_thought_that_the_endpoint_cuts_is_a_cut_completion():
+    message = {"content": None, "reasoning_content": "Hm"}
+    (completion,), _ = ask(choice("length", message=message), Generate(CHAT, 8))
+    assert (completion.text, completion.end) == ("", CUT)
+
+
+def test_requests_keep_their_order_and_nothing_is_asked_about_nothing():
+    def behave(number, body):
+        return choice(said=body["messages"][0]["content"])
+
+    requests = [Generate([{"role": "user", "content": str(i)}], 8) for i in range(9)]
+    with serving(behave) as endpoint:
+        model = asking(endpoint.url)
+        assert [c.text for c in model.generate(requests)] == list("012345678")
+        assert model.generate([]) == [] and len(endpoint.requests) == 9
+    assert model.on_any_host([1]) and not model.on_any_host([]) and model.num_rows == 4
+
+
+def test_what_an_endpoint_cannot_do_is_refused_by_name():
+    model = asking("http://127.0.0.1:9/v1")
+    with pytest.raises(ValueError, match=r"subject\.source.*127.*mixtures"):
+        model.mix([Mix((CHAT,), (1.0,), 8)])
+    with pytest.raises(ValueError, match=r"subject\.source.*127.*log-probabilities"):
+        model.score([Score(CHAT, "a")])
+
+
+def test_an_endpoint_that_refuses_is_refused_at_the_start():
+    with (
+        serving(lambda number, body: (404, b"no such model", {})) as endpoint,
+        pytest.raises(ValueError, match=r"models\.subject\.source.*no such model"),
+    ):
+        asking(endpoint.url).check()
+    with serving(lambda number, body: choice("length", said="He")) as endpoint:
+        asking(endpoint.url).check()
+    assert len(endpoint.requests) == 1
