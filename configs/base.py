@@ -634,15 +634,23 @@ OPTIM = Section(
 
 def _role(name: str, meaning: str) -> Section:
     """Return the section of a model beside the policy that gets chats and replies."""
-    is_only_evaluated = ROLES[name].is_only_evaluated
+    role = ROLES[name]
+    source = "the URL of an OpenAI-compatible endpoint; '' = none"
+    budgets = {}
+    if not role.is_at_endpoint:
+        source = (
+            "directory, hub id, 'world:judge' and such, 'stage:<name>' = what a stage "
+            f"of this run trained, or {source}"
+        )
+        budgets = dict(
+            max_prompt_tokens=Field(
+                1024, "a longer chat counts as a failed call", at_least(1)
+            ),
+            max_reply_tokens=Field(64, "replies are cut there", at_least(1)),
+        )
     return Section(
         meaning,
-        source=Field(
-            "",
-            "directory, hub id, 'world:judge' and such, 'stage:<name>' = what a stage "
-            "of this run trained, or the URL of an OpenAI-compatible endpoint; '' = "
-            "none",
-        ),
+        source=Field("", source),
         name=Field("", "of the model at an endpoint"),
         max_concurrent=Field(
             16,
@@ -651,10 +659,7 @@ def _role(name: str, meaning: str) -> Section:
             # Replies of the rewriter and the writer depend on the batch.
             may_change=name == "judge",
         ),
-        max_prompt_tokens=Field(
-            1024, "a longer chat counts as a failed call", at_least(1)
-        ),
-        max_reply_tokens=Field(64, "replies are cut there", at_least(1)),
+        **budgets,
         temperature=Field(
             0.0, "of sampling; 0 = greedy", or_value(0, at_least(MIN_TEMPERATURE))
         ),
@@ -669,7 +674,7 @@ def _role(name: str, meaning: str) -> Section:
         max_retries=Field(
             4, "of a call that failed; then it counts as failed", at_least(0)
         ),
-        may_change=is_only_evaluated,
+        may_change=role.is_only_evaluated,
     )
 
 
@@ -681,6 +686,7 @@ MODELS = Section(
     answerer=_role("answerer", "It words the final answer; '' = as the policy did."),
     reader=_role("reader", "It reads the policy's evidence; see eval.methods."),
     eval_judge=_role("eval_judge", "It judges the answers of the evaluations."),
+    subject=_role("subject", "Methods ask it in place of the policy."),
 )
 
 MESH = Section(

@@ -24,6 +24,7 @@ from rsearch.setup.load import load_setup
 from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params, trained_params
 from tests.evaluation.test_scoring import GROUPS, OUTCOMES, SCORES, group
+from tests.llm.test_endpoint import reply, serving
 from tests.small_run import (
     arguments,
     config,
@@ -390,6 +391,25 @@ def test_a_reader_is_asked_every_question_beside_the_policy(asking):
     row = {"stage": "s", "step": 1, **rows["evidence"]}
     assert evaluator.is_current(row, stage="s", step=1)
     assert not evaluator.is_current({**row, "asks": "b"}, stage="s", step=1)
+
+
+def test_methods_ask_a_subject_in_place_of_the_policy():
+    def behave(number, body):
+        return reply(f"answer {body['messages'][-1]['content'][-9:]}")
+
+    with serving(behave) as endpoint:
+        at = {"models__subject__source": endpoint.url, "models__subject__name": "m"}
+        setup = load_setup(config(eval__methods=("direct", "replug"), **at))
+        params = initial_params(setup)
+        evaluator = evaluate.Evaluator(**evaluation_parts(setup))
+        row, groups = evaluator(params, "direct")
+        answers = [g.rollouts[0].answer for g in groups]
+        assert all(answer.startswith("answer ") for answer in answers)
+        assert (row["n"], row["asks"]) == (6, endpoint.url)
+        assert len(endpoint.requests) == 6
+        named = r"eval\.methods = 'replug'.*models\.subject\.source.*mixtures"
+        with pytest.raises(ValueError, match=named):
+            evaluator(params, "replug")
 
 
 def test_the_policys_rollouts_are_made_once_for_itself_and_its_reader(asking):

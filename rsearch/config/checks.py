@@ -108,6 +108,15 @@ def _check_endpoints(c):
             )
 
 
+def _check_subject(c):
+    source = c.models.subject.source
+    if source and not source.startswith(URLS):
+        raise ValueError(
+            f"config.models.subject.source = {source!r}: must be the http(s):// URL of "
+            "an OpenAI-compatible endpoint"
+        )
+
+
 def _check_reader(c):
     methods = [m for m in c.eval.methods if m == "evidence" or m.startswith("reader_")]
     if methods and not c.models.reader.source:
@@ -341,6 +350,7 @@ CROSS_CHECKS = (
     _check_retrieved,
     _check_shape,
     _check_global_mesh,
+    _check_subject,
     _check_groups,
     _check_rl_batch,
     _check_rl_settings,

@@ -34,11 +34,14 @@ class Role(NamedTuple):
         kinds: of the stages that ask it, in their steps or in their evaluation.
         is_in_rollouts: it is asked while rollouts go on, not when they have ended.
         is_only_evaluated: the evaluation after a stage alone asks it.
+        is_at_endpoint: it is never on this machine's devices; who asks it sets the
+            budgets of its replies.
     """
 
     kinds: tuple[str, ...]
     is_in_rollouts: bool = False
     is_only_evaluated: bool = False
+    is_at_endpoint: bool = False
 
 
 ROLES = {  # sections of config.models
@@ -48,6 +51,7 @@ ROLES = {  # sections of config.models
     "answerer": Role(WEIGHTS, is_only_evaluated=True),
     "reader": Role(WEIGHTS, is_only_evaluated=True),
     "eval_judge": Role(WEIGHTS, is_only_evaluated=True),
+    "subject": Role(WEIGHTS, is_only_evaluated=True, is_at_endpoint=True),
 }
 IN_ROLLOUTS = tuple(name for name, role in ROLES.items() if role.is_in_rollouts)
 STAGE_FIELDS = {  # field that may name a stage -> kinds of it, kinds that read it

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from rsearch.config.fields import fields, fingerprint
-from rsearch.methods.table import split_name
+from rsearch.methods.table import OTHER_METHODS, split_name
 from rsearch.runtime.console import clean_line
 
 MADE_BY, JUDGED_BY = "made_by", "judged_by"  # objects in a row
@@ -63,8 +63,12 @@ FIELDS = {
     "writer": ("retrieval.writer_prompt",),
     "answerer": ("eval.answer_from",),
     "reader": ("protocol.direct",),
+    "subject": (
+        *("protocol.direct", "protocol.rag"),
+        *("rollout.max_turn_tokens", "rollout.max_observation_tokens"),
+    ),
 }
-MODELS = ("writer", "answerer", "reader")  # beside the policy
+MODELS = ("writer", "answerer", "reader", "subject")  # beside the policy
 # Fields of config.eval that change no answer, or that a row has under other names. All
 # others count, those of later versions too.
 NO_SETTINGS = ("at_start", "every_steps", "methods", "max_questions", "examples")
@@ -94,12 +98,16 @@ def row_manifest(
         template) and "retrieval" (corpus, index and encoder) are fingerprints, and so
         are the "weights" of models that were read from a directory.
     """
-    uses, values = USES.get(split_name(method)[0], PROGRAM), fields(config)
+    name, values = split_name(method)[0], fields(config)
+    uses = USES.get(name, PROGRAM)
+    if name not in OTHER_METHODS and values["models.subject.source"]:
+        uses = tuple("subject" if group == "policy" else group for group in uses)
     unused = {role for role in MODELS if not values[f"models.{role}.source"]}
     uses = tuple(group for group in uses if group not in unused)
     names = [name for group in uses for name in FIELDS[group]]
     roles = [role for role in MODELS if role in uses]
-    names += [f"models.{role}.{name}" for role in roles for name in MODEL_FIELDS]
+    of_roles = [f"models.{role}.{name}" for role in roles for name in MODEL_FIELDS]
+    names += [name for name in of_roles if name in values]  # a subject has no budgets
     names += [
         name
         for name in values
@@ -108,8 +116,9 @@ def row_manifest(
     manifest = {name: values[name] for name in ("seed", *names)}
     if "search" in uses:
         manifest[RETRIEVAL] = inputs["retrieval"]
-    if "policy" in uses:
+    if {"policy", "subject"} & {*uses}:  # passages are cut to its tokens
         manifest["tokenizer"] = inputs["tokenizer"]
+    if "policy" in uses:
         manifest |= {f"sampling.{name}": value for name, value in sampling.items()}
     sections = ["model"] if "policy" in uses else []
     for section in [*sections, *(f"models.{role}" for role in roles)]:

@@ -49,7 +49,7 @@ from rsearch.evaluation.scoring import score_groups, scores_of_groups
 from rsearch.hosts import processes
 from rsearch.llm.local import LocalModel
 from rsearch.methods.base import Kit
-from rsearch.methods.runner import run_program
+from rsearch.methods.runner import Model, run_program
 from rsearch.methods.table import READER_METHODS, make_program
 from rsearch.rollout.health import NEEDLESS
 from rsearch.rollout.records import RolloutCache, params_fingerprint, share_groups
@@ -79,7 +79,7 @@ class Evaluator:
         num_skipped: int,
         search: SearchFn,
         make_engine: Callable[[], RolloutEngine],
-        make_model: Callable[[], LocalModel],
+        make_model: Callable[[], Model],
         kit: Kit,
         made_from: Callable[[], list],
         load_model: Callable[[str], GenerateFn],
@@ -97,7 +97,8 @@ class Evaluator:
             num_skipped: how many more there are whose prompts are too long.
             search: of the run, for readers and methods.
             make_engine: makes the greedy rollouts of the policy's protocol.
-            make_model: makes the model that methods ask, without parameters.
+            make_model: makes the model that methods ask: the policy without parameters,
+                or config.models.subject.
             kit: of the methods.
             made_from: returns values of JSON that, with the parameters, tell all that
                 an answer follows from.
@@ -222,7 +223,8 @@ class Evaluator:
         c = self._config
         if method in READER_METHODS:
             return c.models.reader.source
-        return c.models.answerer.source if method == PROTOCOL else ""
+        model = c.models.answerer if method == PROTOCOL else c.models.subject
+        return model.source
 
     def _answer(self, params, method, cache, questions) -> list[Group]:
         """Return a group of one rollout for each of these questions."""
@@ -239,17 +241,22 @@ class Evaluator:
                 questions, reader, direct=direct, search=search
             )
         if method != PROTOCOL:
-            model = self._make_model()
-            model.load(params)
-            return run_program(
-                make_program(method),
-                questions,
-                kit=self._kit,
-                model=model,
-                search=self._search,
-                cache=cache,
-                on_done=_progress(method, len(questions)),
-            )
+            program, model = make_program(method), self._make_model()
+            if isinstance(model, LocalModel):
+                model.load(params)
+            try:
+                return run_program(
+                    program,
+                    questions,
+                    kit=self._kit,
+                    model=model,
+                    search=self._search,
+                    cache=cache,
+                    on_done=_progress(method, len(questions)),
+                )
+            except ValueError as error:
+                named = f"config.eval.methods = {method!r}"
+                raise ValueError(f"{named}: {error}") from error
         groups = self._roll_out(params, cache, questions)
         if c.models.answerer.source:
             return rephrase_answers(

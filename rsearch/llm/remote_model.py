@@ -126,8 +126,8 @@ def _call(request: Generate) -> Call:
     else:
         body["messages"] = sendable(request.prompt)
     if request.continued and not is_raw:
-        written = {"role": "assistant", "content": whole_characters(request.continued)}
-        body["messages"].append(written)
+        so_far = {"role": "assistant", "content": whole_characters(request.continued)}
+        body["messages"].append(so_far)
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     if request.stop:
         body["stop"] = list(request.stop)
@@ -164,10 +164,11 @@ def _completion(request: Generate, received: bytes) -> Reply | None:
     tokens, logp = (), np.zeros(0, np.float32)
     if request.wants_logp:
         logprobs = choice.get("logprobs")
-        given = logprobs if isinstance(logprobs, dict) else {}
-        if not any(isinstance(given.get(name), list) for name in LOGPROBS):
+        if not isinstance(logprobs, dict):
+            logprobs = {}
+        if not any(isinstance(logprobs.get(name), list) for name in LOGPROBS):
             return Reply(NO_LOGP)
-        scored = _token_logps(given)
+        scored = _token_logps(logprobs)
         if scored is None:
             return None
         # The tokens of a stop string and of the end of text may follow.

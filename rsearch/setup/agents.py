@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from rsearch.config.stage_plan import STAGE, URLS
 from rsearch.llm.endpoint import remote_generator
 from rsearch.llm.local import local_generator
+from rsearch.llm.remote_model import RemoteModel
 from rsearch.models.decoder import Decoder, param_shapes
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf.families import read_spec
@@ -108,7 +109,18 @@ def check_endpoint(c: ConfigDict, name: str) -> None:
         ValueError: the endpoint refuses; says so with its first words.
     """
     if c.models[name].source.startswith(URLS):
-        _endpoint(c, name).check()
+        model = load_subject(c) if name == "subject" else _endpoint(c, name)
+        model.check()
+
+
+def load_subject(c: ConfigDict) -> RemoteModel:
+    """Return the model that methods ask in place of the policy.
+
+    Raises:
+        ValueError: its key is not there, or would be sent openly.
+    """
+    s = c.models.subject
+    return RemoteModel(s.source, s.name, **_endpoint_settings(c, "subject"))
 
 
 def _endpoint(c, name):
@@ -117,9 +129,17 @@ def _endpoint(c, name):
     return remote_generator(
         s.source,
         s.name,
+        max_reply_tokens=s.max_reply_tokens,
+        **_endpoint_settings(c, name),
+    )
+
+
+def _endpoint_settings(c, name) -> dict:
+    """Return the settings of a role's Endpoint."""
+    s = c.models[name]
+    return dict(
         api_key_env=s.api_key_env,
         key_over_http=s.key_over_http,
-        max_reply_tokens=s.max_reply_tokens,
         temperature=s.temperature,
         top_p=s.top_p,
         timeout_seconds=s.timeout_seconds,

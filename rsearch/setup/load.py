@@ -14,7 +14,7 @@ from rsearch.config.stage_plan import kinds
 from rsearch.data.questions import questions_fingerprint
 from rsearch.hosts import processes
 from rsearch.hosts.offload import check_host_memory
-from rsearch.methods.table import READER_METHODS, split_name
+from rsearch.methods.table import OTHER_METHODS, READER_METHODS, split_name
 from rsearch.models.sharding import make_mesh
 from rsearch.rewards.group import needs_judge
 from rsearch.rollout.conversation import prompt_ids
@@ -218,6 +218,9 @@ def _asked_models(c, asks_judge, only_dev, only_policy) -> list[str]:
         and not only_policy
         and any(method in READER_METHODS for method in c.eval.methods),
         "eval_judge": only_dev and not only_policy,
+        "subject": only_dev
+        and not only_policy
+        and any(method not in OTHER_METHODS for method in c.eval.methods),
     }
     return [name for name, is_needed in is_asked.items() if is_needed]
 

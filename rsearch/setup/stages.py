@@ -12,7 +12,7 @@ from rsearch.rewards.group import reward_groups
 from rsearch.rollout.health import search_health
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime.journal import AppendLog
-from rsearch.setup.agents import load_agent, recorded_agent
+from rsearch.setup.agents import load_agent, load_subject, recorded_agent
 from rsearch.setup.context import Setup
 from rsearch.setup.learners import make_trainer
 from rsearch.setup.methods import make_kit, make_local_model
@@ -143,13 +143,16 @@ def evaluation_parts(setup: Setup) -> dict:
     def made_from() -> list:
         return [fingerprint(setup.config), setup.inputs, processes.program_versions()]
 
+    make_model = functools.partial(make_local_model, setup)
+    if setup.config.models.subject.source:
+        make_model = functools.partial(load_subject, setup.config)
     return dict(
         config=setup.config,
         questions=setup.dev,
         num_skipped=setup.num_long,
         search=setup.search,
         make_engine=make_engine,
-        make_model=functools.partial(make_local_model, setup),
+        make_model=make_model,
         kit=make_kit(setup),
         made_from=made_from,
         load_model=load_model,

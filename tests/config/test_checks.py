@@ -87,6 +87,11 @@ def test_a_shared_program_leaves_no_host_devices_of_its_own(name):
     assert f"config.models.{name}.source = 'org/model' would run on" in refusal(**asked)
 
 
+def test_a_subject_is_at_an_endpoint():
+    refused = refusal(models__subject__source="org/model")
+    assert refused.startswith("config.models.subject.source = 'org/model'")
+
+
 @pytest.mark.parametrize("stages", [(), ("rl", "rl"), ("rl", "ppo")])
 def test_stages_are_known_and_given_once(stages):
     assert refusal(stages=stages).startswith("config.stages = ")

@@ -121,6 +121,20 @@ def test_a_row_records_what_its_method_uses(method, recorded, others):
     assert manifest["seed"] == 0
 
 
+@pytest.mark.parametrize(
+    ("method", "asked"), [("rag", "subject"), ("cot", "subject"), ("protocol", "model")]
+)
+def test_methods_that_ask_a_subject_follow_from_it_and_not_from_the_policy(
+    method, asked
+):
+    config = recipes.load("configs/base.py")
+    config = recipes.apply_overrides(config, {"models.subject.source": "http://a/v1"})
+    manifest = row_manifest(config, method, inputs=INPUTS, sampling=GREEDY)
+    assert ("models.subject.source" in manifest) == (asked == "subject")
+    assert ("model.weights" in manifest) == (asked == "model")
+    assert "tokenizer" in manifest
+
+
 def test_budgets_and_weights_may_differ_and_are_shown():
     config = recipes.load("configs/base.py")
     rows = []

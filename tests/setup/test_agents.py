@@ -28,6 +28,7 @@ from tests.small_run import config, finished, quick_compilation
 __all__ = ["quick_compilation"]
 JUDGED = {"evidence_f1": {}, "answer_em": {}}
 CHAT = [{"role": "user", "content": "Who?"}]
+ROLES_NOT_ASKED = ("judge", "rewriter", "reader", "subject")
 LONG = [{"role": "user", "content": "x y" * 99}]
 
 
@@ -243,6 +244,7 @@ def test_a_judge_is_loaded_where_a_term_asks_one(folder):
         ("answerer", {}, {"only_policy": True}),
         ("reader", {"eval__methods": ("reader_direct",)}, {"only_dev": True}),
         ("eval_judge", {}, {"only_dev": True}),
+        ("subject", {"eval__methods": ("protocol", "rag")}, {"only_dev": True}),
     ],
 )
 def test_an_endpoint_that_refuses_is_refused_before_anything_is_loaded(
@@ -259,9 +261,9 @@ def test_an_endpoint_that_refuses_is_refused_before_anything_is_loaded(
 def test_a_model_that_is_not_asked_need_not_answer():
     with serving(lambda number, body: (404, b"", {})) as endpoint:
         at = {"source": endpoint.url, "name": "m"}
-        names = [(role, n) for role in ("judge", "rewriter", "reader") for n in at]
+        names = [(role, n) for role in ROLES_NOT_ASKED for n in at]
         fields = {f"models__{role}__{n}": at[n] for role, n in names}
-        load_setup(config(**fields), only_dev=True)
+        load_setup(config(eval__methods=("protocol",), **fields), only_dev=True)
     assert not endpoint.requests
 
 
