@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from rsearch.config.fields import fields, fingerprint
-from rsearch.methods.table import OTHER_METHODS, split_name
+from rsearch.methods.names import OTHER_METHODS, split_name
 from rsearch.runtime.console import clean_line
 
 MADE_BY, JUDGED_BY = "made_by", "judged_by"  # objects in a row

@@ -49,8 +49,9 @@ from rsearch.evaluation.scoring import score_groups, scores_of_groups
 from rsearch.hosts import processes
 from rsearch.llm.local import LocalModel
 from rsearch.methods.base import Kit
+from rsearch.methods.names import READER_METHODS
 from rsearch.methods.runner import Model, run_program
-from rsearch.methods.table import READER_METHODS, make_program
+from rsearch.methods.table import make_program
 from rsearch.rollout.health import NEEDLESS
 from rsearch.rollout.records import RolloutCache, params_fingerprint, share_groups
 from rsearch.rollout.scheduler import RolloutEngine

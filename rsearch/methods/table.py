@@ -6,9 +6,11 @@ import inspect
 import typing
 
 from rsearch.methods.base import Program
+from rsearch.methods.conversing import converse
 from rsearch.methods.flare import flare
 from rsearch.methods.iterating import ircot, iter_retgen
 from rsearch.methods.longllmlingua import longllmlingua
+from rsearch.methods.names import split_name
 from rsearch.methods.rag_rerank import rag_rerank
 from rsearch.methods.reading import cot, direct, rag, rag_cot
 from rsearch.methods.replug import replug
@@ -37,18 +39,8 @@ METHODS: dict[str, Program] = {
     "selective_context": selective_context,
     "longllmlingua": longllmlingua,
     "flare": flare,
+    "converse": converse,
 }
-
-READER_METHODS = ("evidence", "reader_direct", "reader_rag")
-# Those that are no programs: the policy's own protocol, and what a reader is asked.
-OTHER_METHODS = ("protocol", *READER_METHODS)
-
-
-def split_name(spelling: str) -> tuple[str, list[str]]:
-    """Return the name of a method and its settings, as `make_program` spells them."""
-    parts = spelling.split(":")
-    name = ":".join(word for word in parts if "=" not in word)
-    return name, [word for word in parts if "=" in word]
 
 
 def make_program(spelling: str) -> Program:

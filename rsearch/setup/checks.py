@@ -3,7 +3,8 @@
 from ml_collections import ConfigDict
 
 from rsearch.config.stage_plan import stage_configs
-from rsearch.methods.table import OTHER_METHODS, make_program
+from rsearch.methods.names import OTHER_METHODS
+from rsearch.methods.table import make_program
 from rsearch.models.spec import DecoderSpec
 from rsearch.retrieval.user import SIGNATURE
 from rsearch.rewards.group import check_terms

@@ -14,7 +14,7 @@ from rsearch.config.stage_plan import kinds
 from rsearch.data.questions import questions_fingerprint
 from rsearch.hosts import processes
 from rsearch.hosts.offload import check_host_memory
-from rsearch.methods.table import OTHER_METHODS, READER_METHODS, split_name
+from rsearch.methods.names import OTHER_METHODS, READER_METHODS, split_name
 from rsearch.models.sharding import make_mesh
 from rsearch.rewards.group import needs_judge
 from rsearch.rollout.conversation import prompt_ids

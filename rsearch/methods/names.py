@@ -1,0 +1,16 @@
+"""How the methods of an evaluation are named, and which of them are no programs."""
+
+READER_METHODS = ("evidence", "reader_direct", "reader_rag")
+# Those that are no programs: the policy's own protocol, and what a reader is asked.
+OTHER_METHODS = ("protocol", *READER_METHODS)
+
+
+def split_name(spelling: str) -> tuple[str, list[str]]:
+    """Return the name of a method and its settings, as `make_program` spells them.
+
+    Args:
+        spelling: an element of config.eval.methods.
+    """
+    parts = spelling.split(":")
+    name = ":".join(word for word in parts if "=" not in word)
+    return name, [word for word in parts if "=" in word]
