@@ -9,7 +9,7 @@ from rsearch.config import recipes as configs
 BASE = configs.load("configs/base.py")
 FIELDS = sorted(configs.fields(BASE))
 # So near to each other that a slip in one is as near to another.
-TWINS = ({"optim.b1", "optim.b2"}, {"writer", "rewriter"})
+TWINS = ({"optim.b1", "optim.b2"}, {"writer", "rewriter"}, {"sets", "stages"})
 
 
 def slips(name):
