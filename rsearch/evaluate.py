@@ -27,7 +27,7 @@ from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.evaluator import Evaluator, run_methods
 from rsearch.evaluation.results import show_results
 from rsearch.hosts import processes
-from rsearch.methods.table import METHODS
+from rsearch.methods.table import DEMANDING, METHODS
 from rsearch.runtime import console
 from rsearch.runtime.identity import record_start
 from rsearch.runtime.workdir import CONFIG, check_workdir, open_workdir, read_config
@@ -49,14 +49,20 @@ def main(argv: Sequence[str]) -> int:
     flags = {
         "workdir": (REQUIRED, "a run's directory, or a new one for the results"),
         "model": ("", "a Hugging Face model to evaluate in place of the run's"),
-        "methods": ("", "in place of config.eval.methods; 'all' is every one"),
+        "methods": (
+            "",
+            "in place of config.eval.methods; 'all' is every one that wants neither "
+            "labels nor paragraphs",
+        ),
         "sets": ("", "names of config.sets, or values of config.data.dev, a,b,..."),
         **processes.FLAGS,
     }
     config, values = parse_command_line(argv, flags=flags, default=_config_of_run)
     if values["methods"]:
         methods = values["methods"]
-        methods = ",".join(["protocol", *METHODS]) if methods == ALL else methods
+        if methods == ALL:
+            modest = [name for name in METHODS if name not in DEMANDING]
+            methods = ",".join(["protocol", *modest])
         config = apply_overrides(config, [f"eval.methods={methods}"])
     if values["print_config"]:
         print_config(config)

@@ -214,6 +214,7 @@ class Rollout:
         num_malformed: turns that held no valid action.
         num_scored: tokens that a model read to score texts, beside the segments.
         num_cut_observations: of its calls, how many results were cut to their budget.
+        left_out: share of the documents of a prompt that it has no room for.
     """
 
     segments: tuple[Segment, ...]
@@ -223,6 +224,7 @@ class Rollout:
     num_malformed: int = 0
     num_scored: int = 0
     num_cut_observations: int = 0
+    left_out: float = 0.0
 
     @property
     def policy_texts(self) -> tuple[str, ...]:

@@ -131,9 +131,12 @@ def gold_passages(
     if titles:
         passages = [known[title] for title in dict.fromkeys(titles) if title in known]
     else:
-        texts = _supporting_paragraphs(question.metadata.get("paragraphs"))
-        texts = texts or _from_context(question.metadata)
-        passages = [Passage(f"gold {i}", text) for i, text in texts]
+        marked = marked_paragraphs(question)
+        passages = [
+            Passage(f"gold {i}", text)
+            for i, (text, is_gold) in enumerate(marked)
+            if is_gold
+        ]
     if not passages:
         raise ValueError(
             f"question {question.id}: its gold passages are not known: expected "
@@ -144,8 +147,28 @@ def gold_passages(
     return tuple(passages)
 
 
-def _supporting_paragraphs(paragraphs):
-    """Return [(number, contents)] of those marked as MuSiQue does; [] of None."""
+def marked_paragraphs(question: Question) -> list[tuple[str, bool]]:
+    """Return (contents, whether it is gold) of the paragraphs of a question.
+
+    Args:
+        question: with metadata as in `gold_passages`.
+
+    Returns:
+        All paragraphs, in order; none where nothing marks any as gold.
+
+    Raises:
+        ValueError: a field is not as it should be.
+    """
+    for read in (_from_paragraphs, _from_context):
+        marked = read(question.metadata)
+        if any(is_gold for _, is_gold in marked):
+            return marked
+    return []
+
+
+def _from_paragraphs(metadata):
+    """Return (contents, whether it is gold) of MuSiQue's; [] without any."""
+    paragraphs = metadata.get("paragraphs")
     if paragraphs is None:
         return []
     field, names = "paragraphs", ("title", "paragraph_text", "is_supporting")
@@ -154,7 +177,7 @@ def _supporting_paragraphs(paragraphs):
             f"field {field}: expected a list of objects with {', '.join(names)}, got "
             f"{shown(paragraphs)}"
         )
-    numbered = []
+    marked = []
     for i, paragraph in enumerate(paragraphs):
         _check_object(paragraph, f"{field}[{i}]", names)
         title, text = (_text(paragraph[n], f"{field}[{i}].{n}") for n in names[:2])
@@ -164,16 +187,15 @@ def _supporting_paragraphs(paragraphs):
                 f"field {field}[{i}].is_supporting: expected true or false, got "
                 f"{shown(is_supporting)}"
             )
-        if is_supporting:
-            numbered.append((i, f"{title}\n{text.strip()}"))
-    return numbered
+        marked.append((f"{title}\n{text.strip()}", is_supporting))
+    return marked
 
 
 def _from_context(metadata):
-    """Return [(number, contents)] of the supporting ones in `context`; [] without it.
+    """Return (contents, whether it is gold) of those in `context`; [] without it.
 
-    Each of the two is an object of lists, as in FlashRAG, or a list of pairs, as it was
-    published.
+    Context and facts are objects of lists, as in FlashRAG, or lists of pairs, as they
+    were published.
     """
     context, facts = metadata.get("context"), metadata.get("supporting_facts")
     if context is None or facts is None:
@@ -185,9 +207,8 @@ def _from_context(metadata):
         _check_object(facts, "supporting_facts", ("title",), PAIRS)
         wanted = set(_texts(facts["title"], "supporting_facts.title"))
     return [
-        (i, f"{title}\n{' '.join(map(str.strip, lines))}")
-        for i, (title, lines) in enumerate(_titled(context))
-        if title in wanted
+        (f"{title}\n{' '.join(map(str.strip, lines))}", title in wanted)
+        for title, lines in _titled(context)
     ]
 
 

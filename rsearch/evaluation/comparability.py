@@ -43,6 +43,7 @@ USES = {
     "protocol": ("policy", "search", "conversation", "writer", "answerer"),
     "direct": ("policy",),
     "cot": ("policy",),
+    "in_context": ("policy",),
     "evidence": ("policy", "search", "conversation", "writer", "reader"),
     "reader_direct": ("reader",),
     "reader_rag": ("search", "reader"),

@@ -14,8 +14,10 @@ METRICS = {
     "f1": text.f1,
 }
 # What an answer costs: calls of the model, tokens that it read and scored beside those
-# that it wrote (`policy_tokens`), passages read, words of the answer.
+# that it wrote (`policy_tokens`), passages read, words of the answer; and
+# the share of documents that prompts had no room for.
 COSTS = ("model_calls", "prompt_tokens", "scored_tokens", "documents", "answer_words")
+COSTS += ("left_out",)
 BINARY = ("em", "cover_em")  # of a question either 0 or 1
 
 
@@ -136,7 +138,7 @@ def score_groups(groups: Sequence[Group], *, normalize: str) -> dict:
     return summary
 
 
-def _costs(pairs) -> dict[str, list[int]]:
+def _costs(pairs) -> dict[str, list[float]]:
     """Return {name of COSTS: of each rollout}."""
     rollouts = [rollout for _, rollout in pairs]
     return {
@@ -145,6 +147,7 @@ def _costs(pairs) -> dict[str, list[int]]:
         "scored_tokens": [r.num_scored for r in rollouts],
         "documents": [len(r.passages) for r in rollouts],
         "answer_words": [len((r.answer or "").split()) for r in rollouts],
+        "left_out": [r.left_out for r in rollouts],
     }
 
 

@@ -26,6 +26,8 @@ class Generate:
         continued: what the assistant of a chat has written so far; it is no part of the
             completion.
         wants_logp: whether the tokens' log-probabilities are needed.
+        left_out: the share of its documents that the prompt has no room for; recorded,
+            no backend reads it.
     """
 
     prompt: Messages | str
@@ -33,6 +35,7 @@ class Generate:
     stop: tuple[str, ...] = ()
     continued: str = ""
     wants_logp: bool = False
+    left_out: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,6 +40,7 @@ class Kit:
         thought_tokens: of a reply that reasons, or of a step of reasoning.
         top_k: passages that a search returns, at most.
         shorten: (text of passages) -> as much of its beginning as a model is shown.
+        fits: whether a chat is no longer than a prompt may be.
         direct: replaces the words that ask without passages, where it is not ""; holds
             {question}.
         rag: replaces those that ask with passages; holds {question} and {passages}.
@@ -49,6 +50,7 @@ class Kit:
     thought_tokens: int
     top_k: int
     shorten: Callable[[str], str]
+    fits: Callable[[Messages], bool]
     direct: str | None = None
     rag: str | None = None
 

@@ -74,7 +74,7 @@ class _Run:
         steps: the program.
         requests: those that it waits for.
         is_list: whether it has yielded them as a list.
-        segments, uses, num_scored: of its rollout so far.
+        segments, uses, num_scored, left_out: of its rollout so far.
         is_cut: whether the last completion was.
     """
 
@@ -85,6 +85,7 @@ class _Run:
     segments: list[Segment] = dataclasses.field(default_factory=list)
     uses: list[ToolUse] = dataclasses.field(default_factory=list)
     num_scored: int = 0
+    left_out: float = 0.0
     is_cut: bool = False
 
 
@@ -212,6 +213,8 @@ def _record(run: _Run, results: Sequence[Any]) -> Outcome | None:
     """Add what was asked and answered to a rollout; return how it failed, or None."""
     failure = None
     for request, result in zip(run.requests, results, strict=True):
+        if isinstance(request, Generate):
+            run.left_out = max(run.left_out, request.left_out)
         if result is None:
             is_search = isinstance(request, Search)
             failure = Outcome.TOOL_ERROR if is_search else Outcome.TRUNCATED
@@ -243,4 +246,5 @@ def _rollout(run: _Run, answer: str | None, outcome: Outcome) -> Rollout:
         tool_uses=tuple(run.uses),
         outcome=outcome,
         num_scored=run.num_scored,
+        left_out=run.left_out,
     )

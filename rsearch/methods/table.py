@@ -8,6 +8,7 @@ import typing
 from rsearch.methods.base import Program
 from rsearch.methods.conversing import converse
 from rsearch.methods.flare import flare
+from rsearch.methods.in_context import in_context
 from rsearch.methods.iterating import ircot, iter_retgen
 from rsearch.methods.longllmlingua import longllmlingua
 from rsearch.methods.names import split_name
@@ -40,7 +41,10 @@ METHODS: dict[str, Program] = {
     "longllmlingua": longllmlingua,
     "flare": flare,
     "converse": converse,
+    "in_context": in_context,
 }
+# Those that want more than a question and a search.
+DEMANDING = ("in_context",)
 
 
 def make_program(spelling: str) -> Program:

@@ -229,6 +229,7 @@ def _record_of(rollout: Rollout) -> dict:
         "num_malformed": rollout.num_malformed,
         "num_scored": rollout.num_scored,
         "num_cut": rollout.num_cut_observations,
+        "left_out": rollout.left_out,
         **other_calls(rollout.tool_uses),
     }
 
@@ -257,12 +258,16 @@ def _rollout_of(record: dict, segments: Sequence[Segment]) -> Rollout:
         "num_scored": record.get("num_scored", 0),
         "num_cut_observations": record.get("num_cut", 0),
     }
+    left_out = record.get("left_out", 0.0)
     if not is_text or {type(count) for count in counts.values()} != {int}:
         raise TypeError("not a rollout's texts and counts")
+    if not isinstance(left_out, int | float):
+        raise TypeError("not a rollout's share of documents")
     return Rollout(
         segments=tuple(segments),
         answer=record["answer"],
         tool_uses=with_other_calls(searches, record),
         outcome=Outcome(record["outcome"]),
         **counts,
+        left_out=left_out,
     )

@@ -14,6 +14,7 @@ from rsearch.config.stage_plan import kinds
 from rsearch.data.questions import questions_fingerprint
 from rsearch.hosts import processes
 from rsearch.hosts.offload import check_host_memory
+from rsearch.methods.in_context import check_paragraphs
 from rsearch.methods.names import OTHER_METHODS, READER_METHODS, split_name
 from rsearch.models.sharding import make_mesh
 from rsearch.rewards.group import needs_judge
@@ -243,6 +244,8 @@ def _check_questions(config, train, dev, only_dev, say):
             "every held-out prompt is longer than config.rollout.max_prompt_tokens = "
             f"{config.rollout.max_prompt_tokens}"
         )
+    if any(split_name(m)[0] == "in_context" for m in config.eval.methods):
+        check_paragraphs(dev)
     if only_dev:
         say(f"questions: {len(dev):,} held out")
         return

@@ -5,6 +5,7 @@ from rsearch.llm.local import LocalModel
 from rsearch.methods.base import Kit
 from rsearch.models.sharding import own_mesh
 from rsearch.setup.context import Setup
+from rsearch.types import Messages
 
 
 def make_kit(setup: Setup) -> Kit:
@@ -15,14 +16,44 @@ def make_kit(setup: Setup) -> Kit:
         limit = limits.max_observation_tokens
         return tokenizer.decode(tokenizer.encode_start(text, limit)[:limit])
 
+    def fits(messages: Messages) -> bool:
+        return len(tokenizer.encode_prompt(messages)) <= prompt_budget(setup)
+
     return Kit(
         answer_tokens=c.eval.answer_tokens or limits.max_turn_tokens,
         thought_tokens=c.eval.thought_tokens or limits.max_turn_tokens,
         top_k=c.retrieval.top_k,
         shorten=shorten,
+        fits=fits,
         direct=c.protocol.direct,
         rag=c.protocol.rag,
     )
+
+
+def reply_budget(setup: Setup) -> int:
+    """Return the tokens of the longest reply to a method."""
+    budgets = setup.config.eval.answer_tokens, setup.config.eval.thought_tokens
+    return max(budget or setup.limits.max_turn_tokens for budget in budgets)
+
+
+def prompt_budget(setup: Setup) -> int:
+    """Return the tokens of the longest prompt of a method.
+
+    Raises:
+        ValueError: the budgets of config.eval are more than the model's context.
+    """
+    c, limits = setup.config, setup.limits
+    reply = reply_budget(setup)
+    room = setup.model.spec.max_context - reply
+    # By default what a conversation may hold, or the passages of one search.
+    shown = limits.max_prompt_tokens + limits.max_observation_tokens
+    prompt = c.eval.max_prompt_tokens or min(room, max(setup.num_tokens - reply, shown))
+    if not 0 < prompt <= room:
+        raise ValueError(
+            f"config.eval.max_prompt_tokens = {prompt} beside replies of {reply} "
+            f"tokens: the model's context is {setup.model.spec.max_context}"
+        )
+    return prompt
 
 
 def make_local_model(setup: Setup) -> LocalModel:
@@ -34,26 +65,15 @@ def make_local_model(setup: Setup) -> LocalModel:
     Raises:
         ValueError: the budgets of config.eval are more than the model's context.
     """
-    c, limits = setup.config, setup.limits
-    kit = make_kit(setup)
-    reply = max(kit.answer_tokens, kit.thought_tokens)
-    room = setup.model.spec.max_context - reply
-    # By default what a conversation may hold, or the passages of one search.
-    shown = limits.max_prompt_tokens + limits.max_observation_tokens
-    prompt = c.eval.max_prompt_tokens or min(room, max(setup.num_tokens - reply, shown))
-    if not 0 < prompt <= room:
-        raise ValueError(
-            f"config.eval.max_prompt_tokens = {prompt} beside replies of {reply} "
-            f"tokens: the model's context is {setup.model.spec.max_context}"
-        )
+    c = setup.config
     is_shared = c.rollout.global_mesh and processes.num_hosts() > 1
     return LocalModel(
         setup.model,
         setup.tokenizer,
         setup.mesh if is_shared else own_mesh(setup.mesh),
         num_rows=c.rollout.max_concurrent,
-        max_prompt_tokens=prompt,
-        max_reply_tokens=reply,
+        max_prompt_tokens=prompt_budget(setup),
+        max_reply_tokens=reply_budget(setup),
         seed=c.seed,
         is_shared=is_shared,
     )

@@ -13,6 +13,7 @@ NONE = np.zeros(0, np.float32)
 def kit(**changes):
     """Budgets and words of a test."""
     fields = dict(answer_tokens=8, thought_tokens=16, top_k=3, shorten=lambda x: x)
+    fields["fits"] = lambda messages: True
     return Kit(**fields | changes)
 
 
@@ -87,9 +88,18 @@ def shown(request):
     return "\n".join(m["content"] for m in request.prompt) + request.continued
 
 
-def answer_one(program, model, *, text="Who is X?", search=None, used=None, **settings):
+def answer_one(
+    program,
+    model,
+    *,
+    text="Who is X?",
+    search=None,
+    used=None,
+    metadata=None,
+    **settings,
+):
     """The rollout of one question."""
-    question = Question("q", text, ("gold",))
+    question = Question("q", text, ("gold",), metadata or {})
     (group,) = run_program(
         lambda q, k: program(q, k, **settings),
         [question],

@@ -1,0 +1,74 @@
+"""The paragraphs that come with a question, in place of a search."""
+
+import pytest
+
+from rsearch.methods.in_context import check_paragraphs, in_context
+from rsearch.methods.reading import rag_messages
+from rsearch.types import Outcome, Passage, Question
+from tests.methods.scripted import ScriptedModel, Searched, answer_one, kit, shown
+
+MUSIQUE = {
+    "paragraphs": [
+        {"title": f"T{i}", "paragraph_text": f"text {i}", "is_supporting": i in (1, 4)}
+        for i in range(5)
+    ]
+}
+HOTPOT = {
+    "context": {"title": ["T0", "T1"], "sentences": [["text", "0"], ["text", "1"]]},
+    "supporting_facts": {"title": ["T1"], "sent_id": [0]},
+}
+
+
+def passages(*numbers):
+    return [Passage(str(i), f"T{i}\ntext {i}") for i in numbers]
+
+
+def fitting(num):
+    """A kit whose prompts have room for this many paragraphs."""
+    return kit(fits=lambda messages: messages[0]["content"].count("Title:") <= num)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "room", "settings", "numbers", "left_out"),
+    [
+        (MUSIQUE, 5, {}, (0, 1, 2, 3, 4), 0),
+        (MUSIQUE, 4, {}, (0, 1, 2, 4), 1 / 5),
+        (MUSIQUE, 3, {}, (0, 1, 4), 2 / 5),
+        (MUSIQUE, 2, {}, (1, 4), 3 / 5),
+        (MUSIQUE, 1, {}, (1, 4), 3 / 5),
+        (MUSIQUE, 5, {"only_gold": True}, (1, 4), 3 / 5),
+        (HOTPOT, 2, {}, (0, 1), 0),
+        (HOTPOT, 1, {}, (1,), 1 / 2),
+    ],
+)
+def test_gold_stays_where_the_room_ends(metadata, room, settings, numbers, left_out):
+    model, search, used = ScriptedModel(lambda r: "Paris"), Searched(), fitting(room)
+    rollout = answer_one(
+        in_context, model, search=search, used=used, metadata=metadata, **settings
+    )
+    (request,) = model.requests
+    assert request.prompt == rag_messages(used, "Who is X?", passages(*numbers))
+    assert (rollout.answer, rollout.left_out) == ("Paris", left_out)
+    assert search.queries == [] and request.max_tokens == 8
+
+
+def test_a_prompt_that_is_too_long_with_gold_alone_is_truncated():
+    model = ScriptedModel(lambda r: None)
+    rollout = answer_one(in_context, model, used=fitting(0), metadata=MUSIQUE)
+    assert (rollout.outcome, rollout.left_out) == (Outcome.TRUNCATED, 3 / 5)
+    assert "text 4" in shown(model.requests[0])
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({}, "in_context.*question q has no paragraphs"),
+        ({"paragraphs": [{**MUSIQUE["paragraphs"][0]}]}, "question q has no parag"),
+        ({"paragraphs": 3}, "question q: field paragraphs: .* got 3"),
+    ],
+)
+def test_a_question_without_paragraphs_is_refused(metadata, words):
+    known = Question("p", "Who?", ("x",), MUSIQUE)
+    check_paragraphs([known])
+    with pytest.raises(ValueError, match=words):
+        check_paragraphs([known, Question("q", "Who?", ("x",), metadata)])
