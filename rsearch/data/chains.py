@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from rsearch.data.curation import Attempt, first_step, is_right
 from rsearch.data.demonstrations import Demonstration
-from rsearch.data.records import check_text, check_unicode, shown
+from rsearch.data.paragraphs import marked_paragraphs
+from rsearch.data.records import check_object, check_string, check_text, shown
 from rsearch.protocols.base import Protocol
 from rsearch.tools.search import search_use
 from rsearch.types import (
@@ -28,7 +29,6 @@ THOUGHT = re.compile(r"^[^\S\n]*Thought\s+(\d+):", re.MULTILINE)
 STEP = re.compile(r"^Thought\s+\d+:", re.MULTILINE)
 OBSERVATION = re.compile(r"^Observation\s+\d+:", re.MULTILINE)
 COMPLETED = "<|completed|>"
-PAIRS = " or a list of pairs"  # what else a field may be, in what it is refused with
 
 INSTRUCTION = """\
 You are given Question, Ground-truth answer, and Decompositions, your task is to give \
@@ -131,7 +131,7 @@ def gold_passages(
     if titles:
         passages = [known[title] for title in dict.fromkeys(titles) if title in known]
     else:
-        marked = marked_paragraphs(question)
+        marked = marked_paragraphs(question.metadata)
         passages = [
             Passage(f"gold {i}", text)
             for i, (text, is_gold) in enumerate(marked)
@@ -145,129 +145,6 @@ def gold_passages(
             "observations = 'engine'; config.data.on_bad = 'skip' leaves it out"
         )
     return tuple(passages)
-
-
-def marked_paragraphs(question: Question) -> list[tuple[str, bool]]:
-    """Return (contents, whether it is gold) of the paragraphs of a question.
-
-    Args:
-        question: with metadata as in `gold_passages`.
-
-    Returns:
-        All paragraphs, in order; none where nothing marks any as gold.
-
-    Raises:
-        ValueError: a field is not as it should be.
-    """
-    for read in (_from_paragraphs, _from_context):
-        marked = read(question.metadata)
-        if any(is_gold for _, is_gold in marked):
-            return marked
-    return []
-
-
-def _from_paragraphs(metadata):
-    """Return (contents, whether it is gold) of MuSiQue's; [] without any."""
-    paragraphs = metadata.get("paragraphs")
-    if paragraphs is None:
-        return []
-    field, names = "paragraphs", ("title", "paragraph_text", "is_supporting")
-    if not isinstance(paragraphs, list):
-        raise ValueError(
-            f"field {field}: expected a list of objects with {', '.join(names)}, got "
-            f"{shown(paragraphs)}"
-        )
-    marked = []
-    for i, paragraph in enumerate(paragraphs):
-        _check_object(paragraph, f"{field}[{i}]", names)
-        title, text = (_text(paragraph[n], f"{field}[{i}].{n}") for n in names[:2])
-        is_supporting = paragraph["is_supporting"]
-        if not isinstance(is_supporting, bool):
-            raise ValueError(
-                f"field {field}[{i}].is_supporting: expected true or false, got "
-                f"{shown(is_supporting)}"
-            )
-        marked.append((f"{title}\n{text.strip()}", is_supporting))
-    return marked
-
-
-def _from_context(metadata):
-    """Return (contents, whether it is gold) of those in `context`; [] without it.
-
-    Context and facts are objects of lists, as in FlashRAG, or lists of pairs, as they
-    were published.
-    """
-    context, facts = metadata.get("context"), metadata.get("supporting_facts")
-    if context is None or facts is None:
-        return []
-    if isinstance(facts, list):
-        pairs = _pairs(facts, "supporting_facts")
-        wanted = {_text(t, f"supporting_facts[{i}][0]") for i, (t, _) in pairs}
-    else:
-        _check_object(facts, "supporting_facts", ("title",), PAIRS)
-        wanted = set(_texts(facts["title"], "supporting_facts.title"))
-    return [
-        (f"{title}\n{' '.join(map(str.strip, lines))}", title in wanted)
-        for title, lines in _titled(context)
-    ]
-
-
-def _titled(context):
-    """Return [(title, its sentences)] of all passages of `context`."""
-    if isinstance(context, list):
-        return [
-            (_text(title, f"context[{i}][0]"), _texts(lines, f"context[{i}][1]"))
-            for i, (title, lines) in _pairs(context, "context")
-        ]
-    # FlashRAG's two names: HotpotQA has sentences, 2WikiMultiHopQA has content.
-    is_other = isinstance(context, dict) and "content" in context
-    name = "content" if is_other else "sentences"
-    _check_object(context, "context", ("title", name), PAIRS)
-    titles = _texts(context["title"], "context.title")
-    sentences = context[name]
-    if not isinstance(sentences, list) or len(sentences) != len(titles):
-        raise ValueError(
-            f"field context.{name}: expected a list of {len(titles)} lists of texts, "
-            f"one for each title, got {shown(sentences)}"
-        )
-    return [
-        (title, _texts(lines, f"context.{name}[{i}]"))
-        for i, (title, lines) in enumerate(zip(titles, sentences))
-    ]
-
-
-def _pairs(value, field):
-    """Return [(number, pair)] of a list; refuse one that is not all pairs."""
-    for i, pair in enumerate(value):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(
-                f"field {field}[{i}]: expected a list of two, a title first, got "
-                f"{shown(pair)}"
-            )
-    return list(enumerate(value))
-
-
-def _check_object(value, field, names, otherwise=""):
-    if not isinstance(value, dict) or any(name not in value for name in names):
-        raise ValueError(
-            f"field {field}: expected an object with {' and '.join(names)}{otherwise}, "
-            f"got {shown(value)}"
-        )
-
-
-def _texts(value, field):
-    """Return `value`; refuse what is no list of texts, which may be empty."""
-    if not isinstance(value, list):
-        raise ValueError(f"field {field}: expected a list of texts, got {shown(value)}")
-    return [_text(text, f"{field}[{i}]") for i, text in enumerate(value)]
-
-
-def _text(value, field):
-    """Return `value`; refuse what is no text, which may be empty."""
-    if not isinstance(value, str):
-        raise ValueError(f"field {field}: expected text, got {shown(value)}")
-    check_unicode(value, field)
-    return value
 
 
 def decomposition(question: Question, known: Sequence[tuple]) -> list[dict]:
@@ -302,9 +179,9 @@ def decomposition(question: Question, known: Sequence[tuple]) -> list[dict]:
 
 def _sub_question(record, field):
     """Return a sub-question with its answer and its context."""
-    _check_object(record, field, ("question", "answer"))
+    check_object(record, field, ("question", "answer"))
     texts = {n: check_text(record[n], f"{field}.{n}") for n in ("question", "answer")}
-    context = _text(record.get("context") or "", f"{field}.context")
+    context = check_string(record.get("context") or "", f"{field}.context")
     return {**texts, "context": context}
 
 

@@ -60,6 +60,32 @@ def check_unicode(value: str, field: str) -> None:
         ) from None
 
 
+def check_object(
+    value: Any, field: str, names: Sequence[str], otherwise: str = ""
+) -> None:
+    """Refuse what is no object with these keys.
+
+    Args:
+        value: of a record.
+        field: its name.
+        names: of the keys.
+        otherwise: what else would be right, in the message.
+    """
+    if not isinstance(value, dict) or any(name not in value for name in names):
+        raise ValueError(
+            f"field {field}: expected an object with {' and '.join(names)}{otherwise}, "
+            f"got {shown(value)}"
+        )
+
+
+def check_string(value: Any, field: str) -> str:
+    """Return `value`; refuse what is no text, which may be empty."""
+    if not isinstance(value, str):
+        raise ValueError(f"field {field}: expected text, got {shown(value)}")
+    check_unicode(value, field)
+    return value
+
+
 def check_id(value: Any, field: str) -> str:
     """Return an id as text; whole numbers are accepted."""
     if isinstance(value, int) and not isinstance(value, bool):

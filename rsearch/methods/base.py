@@ -20,6 +20,8 @@ import pathlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import numpy as np
+
 from rsearch.llm.requests import CUT, Completion, Generate, Request
 from rsearch.llm.thoughts import answer_after_thoughts
 from rsearch.types import Messages
@@ -41,6 +43,9 @@ class Kit:
         top_k: passages that a search returns, at most.
         shorten: (text of passages) -> as much of its beginning as a model is shown.
         fits: whether a chat is no longer than a prompt may be.
+        embed: (questions) -> [n, D] vectors of length 1.
+        normalize: answers before they are compared with golden ones, a key of
+            `rsearch.text.normalize.NORMALIZERS`.
         direct: replaces the words that ask without passages, where it is not ""; holds
             {question}.
         rag: replaces those that ask with passages; holds {question} and {passages}.
@@ -51,6 +56,8 @@ class Kit:
     top_k: int
     shorten: Callable[[str], str]
     fits: Callable[[Messages], bool]
+    embed: Callable[[Sequence[str]], np.ndarray]
+    normalize: str
     direct: str | None = None
     rag: str | None = None
 

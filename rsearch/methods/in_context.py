@@ -6,7 +6,7 @@ contexts with paragraphs of other questions; here there are those of the questio
 
 from collections.abc import Sequence
 
-from rsearch.data.chains import marked_paragraphs
+from rsearch.data.paragraphs import marked_paragraphs
 from rsearch.llm.requests import Generate
 from rsearch.methods.base import Kit, answer_of
 from rsearch.methods.reading import text_messages
@@ -30,7 +30,7 @@ def in_context(question: Question, kit: Kit, *, only_gold: bool = False):
         ValueError: the question has no paragraphs, see `check_paragraphs`.
     """
     check_paragraphs((question,))
-    marked = marked_paragraphs(question)
+    marked = marked_paragraphs(question.metadata)
     others = [i for i, (_, is_gold) in enumerate(marked) if not is_gold]
 
     def shown_with(num_others: int) -> Messages:
@@ -63,7 +63,7 @@ def check_paragraphs(questions: Sequence[Question]) -> None:
     """
     for question in questions:
         try:
-            marked = marked_paragraphs(question)
+            marked = marked_paragraphs(question.metadata)
         except ValueError as error:
             raise ValueError(f"question {question.id}: {error}") from None
         if not marked:

@@ -7,10 +7,12 @@ OTHER_METHODS = ("protocol", *READER_METHODS)
 
 def split_name(spelling: str) -> tuple[str, list[str]]:
     """Return the name of a method and its settings, as `make_program` spells them.
-
-    Args:
-        spelling: an element of config.eval.methods.
-    """
-    parts = spelling.split(":")
-    name = ":".join(word for word in parts if "=" not in word)
-    return name, [word for word in parts if "=" in word]
+    name, settings = [], []
+    for word in spelling.split(":"):
+        if "=" in word:
+            settings.append(word)
+        elif settings:  # a value may hold colons
+            settings[-1] += f":{word}"
+        else:
+            name.append(word)
+    return ":".join(name), settings

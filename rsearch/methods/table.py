@@ -4,11 +4,13 @@ import contextlib
 import functools
 import inspect
 import typing
+from collections.abc import Sequence
 
+from rsearch.methods.adaptive import STRATEGIES, labels_digest, read_labels, skr
 from rsearch.methods.base import Program
 from rsearch.methods.conversing import converse
 from rsearch.methods.flare import flare
-from rsearch.methods.in_context import in_context
+from rsearch.methods.in_context import check_paragraphs, in_context
 from rsearch.methods.iterating import ircot, iter_retgen
 from rsearch.methods.longllmlingua import longllmlingua
 from rsearch.methods.names import split_name
@@ -22,6 +24,7 @@ from rsearch.methods.self_ask import self_ask
 from rsearch.methods.sure import sure
 from rsearch.text.extension import lookup
 from rsearch.text.spelling import did_you_mean
+from rsearch.types import Question
 
 FIELD = "config.eval.methods"
 METHODS: dict[str, Program] = {
@@ -42,9 +45,38 @@ METHODS: dict[str, Program] = {
     "flare": flare,
     "converse": converse,
     "in_context": in_context,
+    "skr": skr,
 }
 # Those that want more than a question and a search.
-DEMANDING = ("in_context",)
+DEMANDING = ("in_context", *STRATEGIES)
+
+
+def demanded_inputs(
+    methods: Sequence[str], questions: Sequence[Question]
+) -> dict[str, str]:
+    """Check what methods want beside a question and a search.
+
+    Args:
+        methods: of config.eval.methods.
+        questions: that they will answer.
+
+    Returns:
+        {name: digest} of the files that they read.
+
+    Raises:
+        ValueError: a question has no paragraphs, or the labels cannot be used.
+        OSError: a file cannot be read.
+    """
+    inputs = {}
+    for spelling in methods:
+        name, _ = split_name(spelling)
+        if name == "in_context":
+            check_paragraphs(questions)
+        elif name in STRATEGIES:
+            chosen = make_program(spelling).keywords
+            labels = chosen.get("labels", ""), chosen.get("dataset", "")
+            inputs[f"eval.{name}"] = labels_digest(read_labels(name, *labels))
+    return inputs
 
 
 def make_program(spelling: str) -> Program:

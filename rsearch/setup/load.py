@@ -14,8 +14,8 @@ from rsearch.config.stage_plan import kinds
 from rsearch.data.questions import questions_fingerprint
 from rsearch.hosts import processes
 from rsearch.hosts.offload import check_host_memory
-from rsearch.methods.in_context import check_paragraphs
 from rsearch.methods.names import OTHER_METHODS, READER_METHODS, split_name
+from rsearch.methods.table import demanded_inputs
 from rsearch.models.sharding import make_mesh
 from rsearch.rewards.group import needs_judge
 from rsearch.rollout.conversation import prompt_ids
@@ -186,6 +186,8 @@ def load_setup(
         inputs["data.train"] = questions_fingerprint(train)
     for wait in pending:
         inputs |= wait()
+    if not only_policy:
+        inputs |= demanded_inputs(c.eval.methods, dev)
     inputs |= code_inputs(_references(c, only_dev=only_dev))
     return Setup(
         config=c,
@@ -244,8 +246,6 @@ def _check_questions(config, train, dev, only_dev, say):
             "every held-out prompt is longer than config.rollout.max_prompt_tokens = "
             f"{config.rollout.max_prompt_tokens}"
         )
-    if any(split_name(m)[0] == "in_context" for m in config.eval.methods):
-        check_paragraphs(dev)
     if only_dev:
         say(f"questions: {len(dev):,} held out")
         return

@@ -5,6 +5,7 @@ from rsearch.llm.local import LocalModel
 from rsearch.methods.base import Kit
 from rsearch.models.sharding import own_mesh
 from rsearch.setup.context import Setup
+from rsearch.setup.search import question_encoder
 from rsearch.types import Messages
 
 
@@ -25,6 +26,8 @@ def make_kit(setup: Setup) -> Kit:
         top_k=c.retrieval.top_k,
         shorten=shorten,
         fits=fits,
+        embed=question_encoder(c),
+        normalize=c.eval.normalize,
         direct=c.protocol.direct,
         rag=c.protocol.rag,
     )

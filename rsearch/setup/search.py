@@ -1,7 +1,9 @@
 """Open the search engine that a configuration names."""
 
 import functools
+from collections.abc import Callable, Sequence
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from rsearch.data.corpus import Corpus
@@ -9,7 +11,7 @@ from rsearch.hosts import processes
 from rsearch.retrieval.bm25 import open_bm25
 from rsearch.retrieval.distributed import distribute_index
 from rsearch.retrieval.encoder import load_encoder
-from rsearch.retrieval.engine import SearchEngine, engine_in_memory
+from rsearch.retrieval.engine import SearchEngine, encode_queries, engine_in_memory
 from rsearch.retrieval.fused import FINGERPRINT, FusedIndex
 from rsearch.retrieval.index import corpus_path, lies_beside, open_index
 from rsearch.retrieval.rerank import RerankedSearch, load_reranker
@@ -18,6 +20,9 @@ from rsearch.retrieval.user import UserSearch
 from rsearch.retrieval.wrap import wrap_search
 from rsearch.setup.models import searches_words
 from rsearch.world.world import WORLD, World
+
+NO_ENCODER = " has no encoder, which a method of config.eval.methods ('skr') compares "
+NO_ENCODER += "questions by"
 
 
 def open_search(
@@ -51,6 +56,25 @@ def open_encoder(c: ConfigDict):
         max_query_tokens=r.max_query_tokens,
         max_passage_tokens=r.max_passage_tokens,
     )
+
+
+def question_encoder(c: ConfigDict) -> Callable[[Sequence[str]], np.ndarray]:
+    """Return what embeds questions as the search does; it is loaded on first use.
+
+    The function raises ValueError where the search has no encoder.
+    """
+
+    @functools.cache
+    def load():
+        r = c.retrieval
+        for name in ("engine", "url"):
+            if r[name]:
+                raise ValueError(f"config.retrieval.{name} = {r[name]!r}{NO_ENCODER}")
+        if searches_words(c):
+            raise ValueError(f"config.retrieval.index = {r.index!r}{NO_ENCODER}")
+        return open_encoder(c)
+
+    return lambda texts: encode_queries(load(), texts)
 
 
 def _open_engine(c, world, top_k):

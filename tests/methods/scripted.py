@@ -13,7 +13,7 @@ NONE = np.zeros(0, np.float32)
 def kit(**changes):
     """Budgets and words of a test."""
     fields = dict(answer_tokens=8, thought_tokens=16, top_k=3, shorten=lambda x: x)
-    fields["fits"] = lambda messages: True
+    fields |= dict(fits=lambda m: True, embed=embed_letters, normalize="squad")
     return Kit(**fields | changes)
 
 
@@ -22,6 +22,11 @@ def completion(text, *, is_cut=False, tokens=(), logp=NONE, prompt=""):
     end, ids = (CUT if is_cut else STOPPED), np.zeros(0, np.int32)
     logp = np.asarray(logp, np.float32)
     return Completion(text, end, tuple(tokens), logp, ids, ids, prompt)
+
+
+def embed_letters(texts):
+    """Unit vectors along the axis of a text's last letter."""
+    return np.array([np.eye(128, dtype=np.float32)[ord(text[-1])] for text in texts])
 
 
 class ScriptedModel:

@@ -1,0 +1,228 @@
+"""Choose how to answer by which strategies were right on similar training questions.
+
+The labels are rows of a run's transcripts.jsonl: exact matches of each strategy, by the
+model that is evaluated. They go stale where it learns; evaluate the strategies again:
+
+    python -m rsearch.evaluate --workdir=RUN --methods=direct,rag --sets=world:train
+    python -m rsearch.evaluate --workdir=RUN \\
+        --methods=skr:labels=RUN/transcripts.jsonl:dataset=world:train
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from rsearch.methods.base import Kit
+from rsearch.methods.reading import direct, rag
+from rsearch.runtime.jsonl import read_jsonl
+from rsearch.text.normalize import exact_match
+from rsearch.types import Question
+
+STRATEGIES = {"skr": ("direct", "rag")}  # whose rows each method wants
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelled:
+    """A training question, and what strategies answered.
+
+    Attributes:
+        question: its text.
+        golden_answers: those that count as right.
+        answers: of each strategy; None where it gave none.
+    """
+
+    question: str
+    golden_answers: tuple[str, ...]
+    answers: tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSet:
+    """What is known of training questions.
+
+    Attributes:
+        texts: of the questions.
+        right: [n, strategies] bool, whether each answer is an exact match.
+        vectors: [n, D] of length 1.
+    """
+
+    texts: frozenset[str]
+    right: np.ndarray
+    vectors: np.ndarray
+
+
+def skr(
+    question: Question,
+    kit: Kit,
+    *,
+    labels: str = "",
+    dataset: str = "",
+    k: int = 5,
+    neighbours: Literal["different", "all"] = "different",
+    top_k: int = 0,
+):
+    """Search where that helped with the most similar training questions.
+
+    SKR (Wang et al., arXiv 2310.05002), its rule of nearest neighbours. Replaced are
+    its labels, by our own of the model that is evaluated, and SimCSE, by the encoder of
+    the run's search.
+
+    Args:
+        question: that is answered.
+        kit: of the evaluation.
+        labels: a transcripts.jsonl with rows of `direct` and `rag`.
+        dataset: whose rows are read; "" where those of both are of one.
+        k: neighbours; all where there are fewer.
+        neighbours: "different" are those whose answers were not both right or both
+            wrong, as in the authors' code; "all" as in FlashRAG.
+        top_k: passages that are shown; 0 is all that the search returns.
+
+    Raises:
+        ValueError: see `training_set` and `vector_of`.
+    """
+    if k < 1:
+        raise ValueError(f"config.eval.methods: skr: k = {k}: must be at least 1")
+    training = training_set("skr", labels, dataset, kit.embed, kit.normalize)
+    vector = vector_of(question, training, kit)
+    without, with_search = training.right.T
+    gains = with_search.astype(int) - without
+    indexed = np.arange(len(gains)) if neighbours == "all" else np.flatnonzero(gains)
+    similarity = training.vectors[indexed] @ vector
+    near = gains[indexed[np.argsort(-similarity, kind="stable")[:k]]]
+    searches = is_search_better(
+        int(gains.sum()),
+        len(gains),
+        min(k, len(indexed)),
+        int((near > 0).sum()),
+        int((near < 0).sum()),
+    )
+    if searches:
+        return (yield from rag(question, kit, top_k=top_k))
+    return (yield from direct(question, kit))
+
+
+def is_search_better(lead: int, num: int, k: int, better: int, worse: int) -> bool:
+    """Return whether SKR searches.
+
+    Args:
+        lead: training questions that a search made right, less those it made wrong.
+        num: training questions.
+        k: neighbours.
+        better, worse: neighbours that a search made right, and wrong.
+    """
+    margin = abs(lead) * k // num
+    if lead < 0:
+        return not (worse > better and worse - better >= margin)
+    return better > worse and better - worse >= margin
+
+
+def read_labels(method: str, path: str, dataset: str) -> tuple[Labelled, ...]:
+    """Return the training questions of a file, in its order.
+
+    Args:
+        method: a key of STRATEGIES.
+        path: of a transcripts.jsonl.
+        dataset: whose rows are read; "" where those of the strategies are of one.
+
+    Raises:
+        ValueError: a bad line, no rows, rows of several data sets or runs, or a
+            question that some strategy has not answered.
+        OSError: the file cannot be read.
+    """
+    strategies = STRATEGIES[method]
+    field = f"config.eval.methods: {method}: labels = {path!r}"
+    if not path:
+        raise ValueError(
+            f"{field}: expected a transcripts.jsonl of rsearch.evaluate with rows of "
+            f"{', '.join(strategies)} on training questions"
+        )
+    rows = [row for row in read_jsonl(path, parse=_parse_row) if row[0] in strategies]
+    rows = [row for row in rows if not dataset or row[1] == dataset]
+    datasets = sorted({row[1] for row in rows})
+    if len(datasets) != 1:
+        raise ValueError(
+            f"{field}, dataset = {dataset!r}: expected rows of {', '.join(strategies)} "
+            f"on one data set, got {', '.join(map(repr, datasets)) or 'none'}"
+        )
+    questions, answers = {}, {}
+    for strategy, _, name, text, golden, prediction in rows:
+        questions[name] = text, golden
+        if (name, strategy) in answers:
+            raise ValueError(
+                f"{field}: several rows of {strategy} on question {name!r}: expected "
+                "those of one stage and setting"
+            )
+        answers[name, strategy] = prediction
+    for name in questions:
+        for strategy in strategies:
+            if (name, strategy) not in answers:
+                raise ValueError(f"{field}: no row of {strategy} on question {name!r}")
+    return tuple(
+        Labelled(text, golden, tuple(answers[name, s] for s in strategies))
+        for name, (text, golden) in questions.items()
+    )
+
+
+def _parse_row(row):
+    """Return (strategy, data set, id, question, golden answers, prediction)."""
+    names = ("method", "dataset", "id", "question")
+    if not isinstance(row, dict) or any(not isinstance(row.get(n), str) for n in names):
+        raise ValueError(f"expected an object with texts as {', '.join(names)}")
+    golden, prediction = row.get("golden_answers"), row.get("prediction")
+    if not isinstance(golden, list) or any(not isinstance(g, str) for g in golden):
+        raise ValueError("golden_answers: expected a list of texts")
+    if not isinstance(prediction, str | None):
+        raise ValueError("prediction: expected text or null")
+    method, *fields = (row[n] for n in names)
+    return method.partition(":")[0], *fields, tuple(golden), prediction
+
+
+def labels_digest(labelled: Sequence[Labelled]) -> str:
+    """Return a digest of training questions and of what they were answered."""
+    values = [dataclasses.astuple(x) for x in labelled]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=4)
+def training_set(
+    method: str,
+    path: str,
+    dataset: str,
+    embed: Callable[[Sequence[str]], np.ndarray],
+    normalize: str,
+) -> TrainingSet:
+    """Read, score and embed the training questions of a file; made once.
+
+    Args:
+        method, path, dataset: see `read_labels`.
+        embed, normalize: of the evaluation's Kit.
+
+    Raises:
+        ValueError: see `read_labels`; or the run's search has no encoder.
+    """
+    labelled = read_labels(method, path, dataset)
+    texts = [x.question for x in labelled]
+    right = [
+        [exact_match(a, x.golden_answers, normalize=normalize) > 0 for a in x.answers]
+        for x in labelled
+    ]
+    return TrainingSet(frozenset(texts), np.array(right), embed(texts))
+
+
+def vector_of(question: Question, training: TrainingSet, kit: Kit) -> np.ndarray:
+    """Return the [D] vector of a question.
+
+    Raises:
+        ValueError: it is one of the training questions: its label is known.
+    """
+    if question.text in training.texts:
+        raise ValueError(
+            f"config.eval.methods: question {question.id} is among those that are "
+            "labelled: expected labels of training questions"
+        )
+    return kit.embed((question.text,))[0]
