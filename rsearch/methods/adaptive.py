@@ -18,12 +18,15 @@ from typing import Literal
 import numpy as np
 
 from rsearch.methods.base import Kit
+from rsearch.methods.iterating import ircot
 from rsearch.methods.reading import direct, rag
 from rsearch.runtime.jsonl import read_jsonl
 from rsearch.text.normalize import exact_match
 from rsearch.types import Question
 
-STRATEGIES = {"skr": ("direct", "rag")}  # whose rows each method wants
+# Whose rows each method wants, the cheapest strategy first.
+STRATEGIES = {"skr": ("direct", "rag"), "adaptive_rag": ("direct", "rag", "ircot")}
+STEPS = 1000  # of gradient descent, which has converged far before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Labelled:
     answers: tuple[str | None, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainingSet:
     """What is known of training questions.
 
@@ -119,6 +122,109 @@ def is_search_better(lead: int, num: int, k: int, better: int, worse: int) -> bo
     if lead < 0:
         return not (worse > better and worse - better >= margin)
     return better > worse and better - worse >= margin
+
+
+def adaptive_rag(
+    question: Question,
+    kit: Kit,
+    *,
+    labels: str = "",
+    dataset: str = "",
+    unsolved: Literal["drop", "rag", "ircot"] = "drop",
+    penalty: float = 1e-3,
+    rounds: int = 10,
+    top_k: int = 0,
+):
+    """Answer with the strategy that a classifier of questions chooses.
+
+    Adaptive-RAG (Jeong et al., arXiv 2403.14403). The label of a training question is
+    the cheapest of `direct`, `rag` and `ircot` that answers it. Replaced is the
+    classifier, a tuned T5: a softmax regression on the vectors of the encoder of the
+    run's search, of the labels of the model that is evaluated.
+
+    Args:
+        question: that is answered.
+        kit: of the evaluation.
+        labels: a transcripts.jsonl with rows of the three strategies.
+        dataset: whose rows are read; "" where those of all are of one.
+        unsolved: the label of questions that none answers; the paper takes "rag" in
+            sets of one hop and "ircot" in those of several.
+        penalty: on the squared weights of the classifier; above 0.
+        rounds: of `ircot`.
+        top_k: passages of each search that are used; 0 is all that it returns.
+
+    Raises:
+        ValueError: see `training_set`, `vector_of` and `fit_classes`.
+    """
+    if not 0 < penalty < np.inf:
+        raise ValueError(
+            f"config.eval.methods: adaptive_rag: penalty = {penalty}: must be above 0"
+        )
+    training = training_set("adaptive_rag", labels, dataset, kit.embed, kit.normalize)
+    weights = _fitted(training, unsolved, penalty)
+    scores = np.append(vector_of(question, training, kit), 1.0) @ weights
+    chosen = STRATEGIES["adaptive_rag"][int(scores.argmax())]
+    if chosen == "direct":
+        return (yield from direct(question, kit))
+    if chosen == "rag":
+        return (yield from rag(question, kit, top_k=top_k))
+    return (yield from ircot(question, kit, rounds=rounds, top_k=top_k))
+
+
+def silver_labels(right: np.ndarray, unsolved: str) -> np.ndarray:
+    """Return [n] the cheapest strategy that is right; -1 is no label.
+
+    Args:
+        right: [n, 3] bool, of `direct`, `rag` and `ircot`.
+        unsolved: "drop", or the strategy of those that none is right on.
+    """
+    strategies = STRATEGIES["adaptive_rag"]
+    otherwise = -1 if unsolved == "drop" else strategies.index(unsolved)
+    return np.where(right.any(axis=1), right.argmax(axis=1), otherwise)
+
+
+def fit_classes(vectors: np.ndarray, classes: np.ndarray, penalty: float) -> np.ndarray:
+    """Return [D + 1, 3] weights of a softmax regression, the bias last.
+
+    Classes that have no example have a bias of -inf: they are never the best.
+
+    Args:
+        vectors: [n, D] of length 1.
+        classes: [n] from 0 to 2; -1 is left out.
+        penalty: on half the squared weights, without the bias.
+
+    Raises:
+        ValueError: no vector has a class.
+    """
+    if not (classes >= 0).any():
+        raise ValueError(
+            "config.eval.methods: adaptive_rag: no strategy is right on any labelled "
+            "question; expected unsolved = 'rag' or 'ircot', or other labels"
+        )
+    inputs = np.pad(vectors[classes >= 0], ((0, 0), (0, 1)), constant_values=1)
+    inputs = inputs.astype(np.float64)
+    wanted = np.eye(3)[classes[classes >= 0]]
+    absent = np.where(wanted.any(axis=0), 0.0, -np.inf)
+    shrinks = np.append(np.full(vectors.shape[1], penalty), 0.0)[:, None]
+    weights = np.zeros((len(shrinks), 3))
+    # Inputs have a squared length of 2, so that the gradient's slope is at most this.
+    step = 1 / (1 + penalty)
+    for _ in range(STEPS):
+        scores = inputs @ weights + absent
+        probs = np.exp(scores - scores.max(axis=1, keepdims=True))
+        probs /= probs.sum(axis=1, keepdims=True)
+        gradient = inputs.T @ (probs - wanted) / len(inputs) + shrinks * weights
+        weights -= step * gradient
+    weights[-1] += absent
+    return weights
+
+
+@functools.lru_cache(maxsize=4)
+def _fitted(training, unsolved, penalty):
+    """Return the weights of `fit_classes`, made once for a training set."""
+    return fit_classes(
+        training.vectors, silver_labels(training.right, unsolved), penalty
+    )
 
 
 def read_labels(method: str, path: str, dataset: str) -> tuple[Labelled, ...]:

@@ -6,7 +6,13 @@ import inspect
 import typing
 from collections.abc import Sequence
 
-from rsearch.methods.adaptive import STRATEGIES, labels_digest, read_labels, skr
+from rsearch.methods.adaptive import (
+    STRATEGIES,
+    adaptive_rag,
+    labels_digest,
+    read_labels,
+    skr,
+)
 from rsearch.methods.base import Program
 from rsearch.methods.conversing import converse
 from rsearch.methods.flare import flare
@@ -46,6 +52,7 @@ METHODS: dict[str, Program] = {
     "converse": converse,
     "in_context": in_context,
     "skr": skr,
+    "adaptive_rag": adaptive_rag,
 }
 # Those that want more than a question and a search.
 DEMANDING = ("in_context", *STRATEGIES)

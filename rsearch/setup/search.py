@@ -21,8 +21,8 @@ from rsearch.retrieval.wrap import wrap_search
 from rsearch.setup.models import searches_words
 from rsearch.world.world import WORLD, World
 
-NO_ENCODER = " has no encoder, which a method of config.eval.methods ('skr') compares "
-NO_ENCODER += "questions by"
+NO_ENCODER = " has no encoder, which methods of config.eval.methods ('skr' and "
+NO_ENCODER += "'adaptive_rag') compare questions by"
 
 
 def open_search(

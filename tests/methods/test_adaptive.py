@@ -2,9 +2,17 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from rsearch.methods.adaptive import is_search_better, skr
+from rsearch.methods.adaptive import (
+    adaptive_rag,
+    fit_classes,
+    is_search_better,
+    silver_labels,
+    skr,
+)
+from rsearch.methods.iterating import ircot
 from rsearch.methods.reading import direct, rag
 from rsearch.methods.table import demanded_inputs
 from rsearch.types import Question
@@ -76,6 +84,49 @@ def test_skr_follows_the_most_similar_questions(tmp_path):
     assert asked(skr, "Who 2", **settings) == asked(direct, "Who 2")
 
 
+def test_the_cheapest_right_strategy_is_the_label():
+    right = np.array([(1, 1, 1), (0, 1, 1), (0, 0, 1), (0, 0, 0), (1, 0, 0)], bool)
+    for unsolved, label in (("drop", -1), ("rag", 1), ("ircot", 2)):
+        assert silver_labels(right, unsolved).tolist() == [0, 1, 2, label, 0]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "unsolved", "program"),
+    [
+        (("direct", "rag", "ircot"), "drop", direct),
+        (("rag", "ircot"), "drop", rag),
+        (("ircot",), "drop", ircot),
+        ((), "rag", rag),
+        ((), "ircot", ircot),
+    ],
+)
+def test_adaptive_rag_with_one_class_is_that_strategy(
+    tmp_path, chosen, unsolved, program
+):
+    path = write_labels(tmp_path / "t", ("A?", *chosen), ("B?", *chosen))
+    assert asked(adaptive_rag, labels=path, unsolved=unsolved) == asked(program)
+
+
+def test_adaptive_rag_follows_similar_questions(tmp_path):
+    kinds = [("1", "direct"), ("2", "rag"), ("3", "ircot"), ("3",)]
+    right = [(f"{x} {end}", *kind) for x in "ABC" for end, *kind in kinds]
+    path = write_labels(tmp_path / "t", *right)
+    for end, program in (("1", direct), ("2", rag), ("3", ircot)):
+        text = f"Who {end}"
+        assert asked(adaptive_rag, text, labels=path) == asked(program, text)
+
+
+def test_classes_are_told_apart_and_none_at_all_is_refused():
+    vectors = np.eye(4, dtype=np.float32)
+    weights = fit_classes(vectors, np.array([2, 0, 2, -1]), 1e-3)
+    scores = np.pad(vectors, ((0, 0), (0, 1)), constant_values=1) @ weights
+    # The last has no class: it is of the class that most are of.
+    assert scores.argmax(axis=1).tolist() == [2, 0, 2, 2]
+    assert np.isneginf(scores[:, 1]).all()
+    with pytest.raises(ValueError, match="adaptive_rag: no strategy is right"):
+        fit_classes(vectors, np.full(4, -1), 1e-3)
+
+
 @pytest.mark.parametrize(
     ("changes", "spelling", "words"),
     [
@@ -83,6 +134,11 @@ def test_skr_follows_the_most_similar_questions(tmp_path):
         ({}, "skr:labels={path}:dataset=world:dev", "'world:dev'.* got none"),
         ({"id": "0"}, "skr:labels={path}", "several rows of direct on question '0'"),
         ({"strategies": ("rag",)}, "skr:labels={path}", "no row of direct"),
+        (
+            {"strategies": ("direct", "rag")},
+            "adaptive_rag:labels={path}",
+            "no row of ircot",
+        ),
         ({"prediction": 3}, "skr:labels={path}", "labels:1.*prediction"),
         ({"golden_answers": "x"}, "skr:labels={path}", "labels:1.*golden_answers"),
         ({"id": 3}, "skr:labels={path}", "labels:1.*id"),
