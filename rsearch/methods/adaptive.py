@@ -26,7 +26,7 @@ from rsearch.types import Question
 
 # Whose rows each method wants, the cheapest strategy first.
 STRATEGIES = {"skr": ("direct", "rag"), "adaptive_rag": ("direct", "rag", "ircot")}
-STEPS = 1000  # of gradient descent, which has converged far before
+STEPS = 1000  # of gradient descent
 
 
 @dataclasses.dataclass(frozen=True)
