@@ -7,6 +7,10 @@ OTHER_METHODS = ("protocol", *READER_METHODS)
 
 def split_name(spelling: str) -> tuple[str, list[str]]:
     """Return the name of a method and its settings, as `make_program` spells them.
+
+    Args:
+        spelling: an element of config.eval.methods.
+    """
     name, settings = [], []
     for word in spelling.split(":"):
         if "=" in word:
