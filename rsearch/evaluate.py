@@ -36,7 +36,7 @@ from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params, trained_params
 
 ALL = "all"
-# Sections that an evaluation may change: how a policy is variant, not what it is.
+# Sections that an evaluation may change: how a policy is asked, not what it is.
 ASKED = ("data", "eval", "models", "protocol", "retrieval", "rollout", "sets")
 NAMED = tuple(section for section in ASKED if section != "sets")
 # Fields of these that change no answer, or that a row names anyway.
