@@ -132,7 +132,7 @@ class Script(SamplerLike):
         return num_rows
 
     def decode(self, params, rows, key, request: DecodeRequest):
-        names, begins, budget, min_finished, max_steps, table, queue = request
+        names, begins, budget, min_finished, max_steps, table, queue, *_ = request
         assert rows is self.current
         assert sorted(queue) == list(range(len(self.phase)))
         if table is not None:

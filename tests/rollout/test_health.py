@@ -21,7 +21,7 @@ def rollout(*searches, answer=None, wrote=("<think>",), num_cut=0):
     """`searches` are {query: passages}, one for each turn."""
     uses = tuple(search_use(tuple(s), tuple(s.values())) for s in searches)
     turns = tuple(Segment(Source.POLICY, NOTHING, NOTHING, text) for text in wrote)
-    return Rollout(turns, answer, uses, Outcome.ANSWERED, 0, num_cut)
+    return Rollout(turns, answer, uses, Outcome.ANSWERED, num_cut_observations=num_cut)
 
 
 def measure(*rollouts, titles=None, **metadata):
