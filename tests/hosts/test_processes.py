@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -287,6 +288,26 @@ def test_two_hosts_in_one_program_learn_the_same(runs, together):
             assert own == pytest.approx(other, rel=1e-4, abs=1e-6)
     texts = [read_jsonl(run / "transcripts.jsonl") for run in (together, one)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_methods_ask_a_model_that_hosts_share_as_one_host_asks_its_own(runs, tmp_path):
+    """Hosts with fewer questions, and with fewer rounds of them, call with none."""
+    asked = ["--methods=direct,iter_retgen", "--config.eval.max_questions=5"]
+    asked += ["--config.eval.at_start=False"]
+    command = ("-m", "rsearch.evaluate")
+    for name in ("one", "two"):
+        shutil.copytree(runs[0], tmp_path / name)
+    told = run_python(*command, f"--workdir={tmp_path / 'one'}", *asked, devices=2)
+    assert told.returncode == 0, told.stderr
+    shared = [f"--workdir={tmp_path / 'two'}", "--config.rollout.global_mesh=True"]
+    for code, _, error in run_hosts(*command, *shared, *asked):
+        assert code == 0, error
+    texts = [read_jsonl(tmp_path / n / "transcripts.jsonl") for n in ("one", "two")]
+    for rows in texts:
+        for row in rows:
+            del row["setting"]  # which names the mesh
+    assert texts[0][-10:] == texts[1][-10:]
 
 
 @pytest.mark.slow
