@@ -254,6 +254,7 @@ class Evaluator:
                     search=self._search,
                     cache=cache,
                     on_done=_progress(method, len(questions)),
+                    say=lambda line: console.note(f"evaluate {method}: {line}"),
                 )
             except ValueError as error:
                 named = f"config.eval.methods = {method!r}"

@@ -98,6 +98,7 @@ def run_program(
     search: SearchFn,
     cache: RolloutCache | None = None,
     on_done: Callable[[int], None] = lambda done: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[Group]:
     """Answer questions with a method.
 
@@ -109,6 +110,7 @@ def run_program(
         search: finds what they search for; each batch is one call.
         cache: of the rollouts that had finished before, and where these are stored.
         on_done: called with the number of questions that are done.
+        say: called with a line where prompts were too long.
 
     Returns:
         A group of one rollout for each question. Its segments are what the model read
@@ -127,6 +129,7 @@ def run_program(
     waiting = [i for i in range(len(questions)) if i not in done]
     waiting.reverse()
     running: dict[int, _Run] = {}
+    num_long = 0
     while model.on_any_host(waiting or running):
         check_preempted()
         while waiting and len(running) < WAITING_PER_ROW * model.num_rows:
@@ -146,6 +149,7 @@ def run_program(
                 sent = answers if run.is_list else answers[0]
                 _advance(run, sent, i, running, done)
             else:
+                num_long += failure == Outcome.TRUNCATED
                 run.steps.close()
                 done[i] = _rollout(run, None, failure)
                 del running[i]
@@ -153,6 +157,11 @@ def run_program(
             if cache is not None and i not in running:
                 cache.put(questions[i], 0, done[i])
         on_done(len(done))
+    if num_long:
+        say(
+            f"{num_long} of {len(questions)} questions had a prompt that is too long "
+            "for config.eval.max_prompt_tokens: they count as truncated"
+        )
     return [Group(q, (done[i],)) for i, q in enumerate(questions)]
 
 

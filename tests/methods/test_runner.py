@@ -88,7 +88,10 @@ def test_a_failed_search_and_a_long_prompt_end_one_question():
     def long(request):
         return None if "is 4?" in shown(request) else reply(request)
 
-    groups = run(model=ScriptedModel(long), search=search)
+    said = []
+    groups = run(model=ScriptedModel(long), search=search, say=said.append)
+    (line,) = said
+    assert line.startswith("1 of 30 questions") and "max_prompt_tokens" in line
     outcomes = [g.rollouts[0].outcome for g in groups]
     assert outcomes[3] == Outcome.TOOL_ERROR and outcomes[4] == Outcome.TRUNCATED
     assert [o for i, o in enumerate(outcomes) if i not in (3, 4)] == [
