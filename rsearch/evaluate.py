@@ -1,8 +1,8 @@
 """Answer held-out questions and score them: python -m rsearch.evaluate --workdir=RUN
 
-The configuration is the run's, or that of --config. What training asked, searched and
-sampled may differ from it in the evaluation, such as the index or the number of
-passages: each row of results.json says what does.
+The configuration is the run's, or that of --config. Fields that say how the policy is
+asked, such as the index or the number of passages, may differ from the run's: each row
+of results.json names those that do.
 """
 
 import os

@@ -189,7 +189,7 @@ def _is_scalar(value):
 
 
 class RowFacts(NamedTuple):
-    """What a row of results says of how it was measured.
+    """The settings that a row of results was measured with.
 
     Attributes:
         dataset: rows of different ones are not compared.

@@ -38,11 +38,11 @@ from rsearch.evaluation.judge import (
     judge_answers,
     summarize_verdicts,
 )
+from rsearch.evaluation.predictions import run_key
 from rsearch.evaluation.results import (
     JUDGE_NUMBERS,
     read_results,
     record_results,
-    row_key,
     transcripts,
 )
 from rsearch.evaluation.scoring import score_groups, scores_of_groups
@@ -344,5 +344,5 @@ def run_methods(
         rows.append(row)
     journal.clear()  # results.json has it all
     # What host 0 has recorded may tell more of a row than was known when it was made.
-    newest = {row_key(row): row for row in recorded}
-    return [newest.get(row_key(row), row) for row in rows]
+    newest = {run_key(row): row for row in recorded}
+    return [newest.get(run_key(row), row) for row in rows]

@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rsearch.evaluation.predictions import RUN, read_predictions
+from rsearch.evaluation.predictions import RUN, read_predictions, run_key
 from rsearch.evaluation.results import TRANSCRIPTS
 from rsearch.evaluation.scoring import scores_of_rows
 from rsearch.evaluation.statistics import mcnemar_p, paired_difference
@@ -93,7 +93,7 @@ def _scores_of(folder, row, files):
         if not path.is_file():
             raise ValueError(f"{path} is not there")
         files[path] = read_predictions(path)
-    predictions = files[path].get(tuple(row.get(name) or None for name in RUN), [])
+    predictions = files[path].get(run_key(row), [])
     scores = scores_of_rows(predictions, row["normalize"])
     # A run that was stopped between its two files has an older one.
     is_same = len(predictions) == row.get("n")

@@ -1,6 +1,7 @@
 """Read predictions and golden answers from files, anybody's or of our evaluations."""
 
 import os
+from collections.abc import Mapping
 
 from rsearch.data.golden import golden_answers
 from rsearch.data.records import (
@@ -50,6 +51,15 @@ def read_predictions(path: str | os.PathLike) -> dict[tuple, list[dict]]:
     return sets
 
 
+def run_key(row: Mapping) -> tuple:
+    """Return the values of RUN in a row; None for what it does not name.
+
+    Args:
+        row: of results.json, of transcripts.jsonl, or of anybody's predictions.
+    """
+    return tuple(row.get(name) or None for name in RUN)
+
+
 def _parse_row(record):
     """Return (row, run) of one record; errors name the field."""
     question = check_text(record[_field(record, QUESTION)], QUESTION[0])
@@ -66,7 +76,7 @@ def _parse_row(record):
         "golden_answers": list(golden),
         "prediction": prediction,
     }
-    run = tuple(record.get(name) or None for name in RUN)
+    run = run_key(record)
     for name, value in zip(RUN, run, strict=True):
         if not isinstance(value, str | int | None):
             kind = type(value).__name__

@@ -1,4 +1,4 @@
-"""Rows of results.json and the transcripts beside them: written, read and shown."""
+"""Write, read and show the rows of results.json and the transcripts beside them."""
 
 import pathlib
 import reprlib
@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from rsearch.data.demonstrations import DIRECT, PROTOCOL, RAG
 from rsearch.evaluation.comparability import wrong_manifest
 from rsearch.evaluation.judge import Verdict
-from rsearch.evaluation.predictions import RUN
+from rsearch.evaluation.predictions import RUN, run_key
 from rsearch.evaluation.scoring import COSTS, scores_of_rows
 from rsearch.rollout.health import HEALTH, NEEDLESS, NOTABLE, needless_searches
 from rsearch.runtime import console, files, held
@@ -84,7 +84,7 @@ def record_results(folder: pathlib.Path, row: dict, rollouts: list[dict]) -> lis
     """
 
     def is_other(old):
-        return row_key(old) != row_key(row)
+        return run_key(old) != run_key(row)
 
     wanted, folder = folder, held.locate(folder)
     folder.mkdir(exist_ok=True)
@@ -123,8 +123,8 @@ def _with_needless(row, rows, rollouts):
         return {**row, NEEDLESS: None}
 
     def of_method(method):
-        key = row_key({**row, "method": method})
-        return [r for r in rollouts if row_key(r) == key]
+        key = run_key({**row, "method": method})
+        return [r for r in rollouts if run_key(r) == key]
 
     answers = [r for r in of_method(DIRECT) if _has_answers(r)]
     em = scores_of_rows(answers, row["normalize"])["em"]
@@ -305,8 +305,3 @@ def _show_kinds(rows):
     ]
     title = "percent EM / searches, by kind"
     console.table(title, ("stage", "method", *kinds), cells)
-
-
-def row_key(row: dict) -> tuple:
-    """Return what tells a row of results.json, or of its transcripts, from others."""
-    return tuple(row.get(name, "") for name in RUN)

@@ -1,4 +1,4 @@
-"""What a method asks a language model, and what it is answered.
+"""The requests of a method to a language model, and their results.
 
 A backend answers many requests in one call, each on its own: what else is in the call
 changes no answer. See `local.LocalModel` and `remote_model.RemoteModel`.
@@ -58,7 +58,7 @@ class Mix:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What a model has written.
+    """The text that a model has written.
 
     Attributes:
         text: before the stop string, if one ended it.

@@ -46,7 +46,7 @@ class Labelled:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainingSet:
-    """What is known of training questions.
+    """Training questions with their labels and vectors.
 
     Attributes:
         texts: of the questions.

@@ -1,4 +1,4 @@
-"""What a method is: a program that yields requests and returns an answer.
+"""Methods are programs: generators that yield requests and return an answer.
 
     def twice(question, kit, *, rounds=2):
         '''Search again with the first answer.'''
@@ -35,7 +35,7 @@ The question has no golden answers: a program cannot look at them.
 
 @dataclasses.dataclass(frozen=True)
 class Kit:
-    """What all programs of an evaluation share.
+    """The budgets, words and functions that all programs of an evaluation share.
 
     Attributes:
         answer_tokens: of a reply that is an answer alone.

@@ -1,4 +1,4 @@
-"""How the methods of an evaluation are named, and which of them are no programs."""
+"""Names of the methods of an evaluation, and those that are no programs."""
 
 READER_METHODS = ("evidence", "reader_direct", "reader_rag")
 # Those that are no programs: the policy's own protocol, and what a reader is asked.

@@ -42,7 +42,7 @@ WAITING_PER_ROW = 4  # programs that run at once for each prompt that is continu
 
 
 class Model(Protocol):
-    """What the requests to a model need; see `rsearch.llm.local.LocalModel`.
+    """A backend that answers requests to a model; see `rsearch.llm.local.LocalModel`.
 
     Each method returns a result for each request: None where its prompt is too long,
     Failed where the model could not be asked.
