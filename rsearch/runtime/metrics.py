@@ -29,10 +29,13 @@ class MetricsLog:
     """The open metrics of one stage; a context manager. Host 0 writes.
 
     Args:
-        directory: the stage's directory; made where it is missing.
+        directory: the stage's directory; made where it is missing, its parent is not.
         first_step: rows of this step and later ones are dropped first, as left by a run
             that went on after its last checkpoint; None keeps all rows.
         tensorboard: False writes no curves.
+
+    Raises:
+        LostDirectoryError: the run's directory is no longer at its path.
     """
 
     def __init__(
@@ -43,7 +46,9 @@ class MetricsLog:
         tensorboard: bool = True,
     ):
         self.directory = pathlib.Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        # By its path the directory of a run that has been moved would be made anew.
+        held.stop_if_lost(self.directory)
+        held.anchor(self.directory).mkdir(exist_ok=True)
         self.path = self.directory / METRICS
         self._file = self._opened = None
         draws = tensorboard and processes.is_host0()
@@ -117,7 +122,7 @@ class MetricsLog:
 
     def _open(self, path):
         # Unbuffered: a row is in the file when `write` returns.
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
+        self._file = open(held.anchor(path), "a+b", buffering=0)  # noqa: SIM115
         self._opened = path
 
     def _recover(self, path):
@@ -257,7 +262,7 @@ class _Curves:
             from tensorboardX.event_file_writer import EventsWriter
 
             directory = held.locate(self.directory)
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(exist_ok=True)
             self._writer = EventsWriter(str(directory / "events"))
         event.wall_time = time.time()
         self._writer.write_event(event)

@@ -35,12 +35,17 @@ from tests.small_run import (
 
 LOSSES = [move, delete, replace_by_another, replace_by_copy, lock_again]
 BEGIN_SECONDS, END_SECONDS = 300.0, 300.0
-SPREAD_SECONDS = 12.0  # of the instants: about what the run takes from there
 STOPPED = 3
+# Rows of metrics after which a run loses its directory, at most, and for how long it
+# may then go on: in sft into the preparation of rl, in rl not to its last write.
+INSTANTS = {"sft": (60, 1.0), "rl": (4, 0.1)}
 
 
-def start(run, log):
-    """A process that trains in `run`, once it has its directory and compiled code."""
+def start(run, log, rng):
+    """A process that trains in `run`, at a random instant."""
+    stage = rng.choice(sorted(INSTANTS))
+    most_rows, most_seconds = INSTANTS[stage]
+    rows, metrics = rng.randint(0, most_rows), run / stage / "metrics.jsonl"
     with open(log, "wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "rsearch.train", *arguments(run, **SHORT)],
@@ -50,9 +55,11 @@ def start(run, log):
             stderr=file,
         )
     end = time.monotonic() + BEGIN_SECONDS
-    while not (run / "sft" / "metrics.jsonl").exists():
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < rows:
         assert process.poll() is None and time.monotonic() < end, log.read_text()
         time.sleep(0.02)
+    time.sleep(rng.uniform(0, most_seconds))
+    assert process.poll() is None, log.read_text()
     return process
 
 
@@ -90,16 +97,13 @@ def test_a_run_that_loses_its_directory_is_saved_and_goes_on(
     if number % 3 == 2:  # reached by a link
         path = tmp_path / "link"
         path.symlink_to(run)
-    process = start(path, log)
-    time.sleep(rng.uniform(0, SPREAD_SECONDS))
-    if process.poll() is not None:
-        pytest.skip("it had ended before")
+    process = start(path, log, rng)
     lose(run)
-    before = contents(run)
+    before = None if lose is lock_again else contents(run)
     code = process.wait(END_SECONDS)
     told = log.read_text()
     assert code == STOPPED and "Traceback" not in told, told
-    if not (lose is lock_again or code == 0):
+    if lose is not lock_again:  # in which it goes on until it notices
         assert contents(run) == before
     (aside,) = re.findall(r"saved in (.+)$", told, re.M)
     assert not list(tmp_path.rglob("*.tmp"))
@@ -117,9 +121,7 @@ def test_a_run_whose_disk_is_unmounted_is_saved_beside_it(tmp_path, undisturbed,
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a disk is not permitted here")
     try:
-        process = start(disk / "run", tmp_path / "log")
-        time.sleep(random.Random(seed).uniform(0, SPREAD_SECONDS))
-        assert process.poll() is None
+        process = start(disk / "run", tmp_path / "log", random.Random(seed))
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
     assert process.wait(END_SECONDS) == STOPPED, (tmp_path / "log").read_text()
