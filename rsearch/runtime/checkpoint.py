@@ -136,7 +136,9 @@ def _disk_errors(folder, size):
         yield
     except OSError as error:
         code = error.errno or errno.EIO
-        reason = f"{os.strerror(code)} (a checkpoint of {size:,} bytes)"
+        reason = (
+            f"{error.strerror or os.strerror(code)} (a checkpoint of {size:,} bytes)"
+        )
         raise OSError(code, reason, str(folder)) from error
 
 

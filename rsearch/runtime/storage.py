@@ -10,7 +10,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from rsearch.runtime.boundary import boundary
+from rsearch.runtime.boundary import boundary, describe_error
 
 # Disk errors, which Orbax's exceptions quote in their text.
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES)
@@ -33,6 +33,9 @@ def write_tree(path: pathlib.Path, arrays: dict[str, Any]) -> None:
         for code in _REFUSALS:
             if os.strerror(code) in str(error):
                 raise OSError(code, os.strerror(code), str(path)) from error
+        # The arrays have been checked: it is TensorStore's, of a file that it misses.
+        if isinstance(error, ValueError):
+            raise OSError(errno.EIO, describe_error(error), str(path)) from error
         with boundary(str(path)):
             raise
 

@@ -102,7 +102,8 @@ def test_a_run_that_loses_its_directory_is_saved_and_goes_on(
     before = None if lose is lock_again else contents(run)
     code = process.wait(END_SECONDS)
     told = log.read_text()
-    assert code == STOPPED and "Traceback" not in told, told
+    # Of what is deleted under a save a thread of Orbax may print a traceback.
+    assert code == STOPPED and f'File "{ROOT}' not in told, told
     if lose is not lock_again:  # in which it goes on until it notices
         assert contents(run) == before
     (aside,) = re.findall(r"saved in (.+)$", told, re.M)

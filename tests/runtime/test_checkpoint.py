@@ -1,5 +1,6 @@
 """A checkpoint is whole and bit-identical, or it does not count."""
 
+import errno
 import json
 import os
 import random
@@ -367,14 +368,24 @@ def test_failed_write_leaves_the_older_checkpoint_in_charge(saved, monkeypatch):
     assert checkpoint.steps(saved) == [1, 2]
 
 
-def test_full_disk_is_an_error_of_the_disk(saved, monkeypatch):
-    class Full:
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("RESOURCE_EXHAUSTED: ...: No space left on device [28]", errno.ENOSPC),
+        ('NOT_FOUND: Error writing "x/0.0" in OCDBT database', errno.EIO),
+    ],
+)
+def test_what_tensorstore_refuses_is_an_error_of_the_disk(
+    saved, monkeypatch, words, code
+):
+    class Refusing:
         def __init__(self, *_):
-            raise ValueError("RESOURCE_EXHAUSTED: ...: No space left on device [28]")
+            raise ValueError(words)
 
-    monkeypatch.setattr(storage.ocp, "Checkpointer", Full)
-    with pytest.raises(OSError, match="No space left on device"):
+    monkeypatch.setattr(storage.ocp, "Checkpointer", Refusing)
+    with pytest.raises(OSError) as caught:
         checkpoint.save(saved, 3, make_tree(3), {}, keep=1)
+    assert caught.value.errno == code
 
 
 def test_ten_megabytes_are_saved_in_a_moment(tmp_path):
