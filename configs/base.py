@@ -335,7 +335,9 @@ ROLLOUT = Section(
         0, "tokens of a whole rollout; 0 = what its limits can come to", at_least(0)
     ),
     temperature=Field(
-        1.0, "of sampling in training; evaluation is greedy", at_least(MIN_TEMPERATURE)
+        1.0,
+        "of sampling in training; eval.temperature is evaluation's",
+        at_least(MIN_TEMPERATURE),
     ),
     top_p=Field(
         1.0, "smallest probability mass kept when sampling; 1 = all", up_to(0, 1)
@@ -838,6 +840,25 @@ EVAL = Section(
         "'list' shows the judge all golden answers at once; 'any' asks for each of "
         "them and takes the best score",
         one_of(("list", "any")),
+    ),
+    temperature=Field(
+        0.0,
+        "of the policy's sampling in all evaluations, those between RL steps too; "
+        "0 = greedy. models.subject has its own",
+        or_value(0, at_least(MIN_TEMPERATURE)),
+    ),
+    top_p=Field(
+        1.0, "smallest probability mass kept when sampling; 1 = all", up_to(0, 1)
+    ),
+    samples=Field(
+        1,
+        "rollouts of a question with each seed; its scores are means over all of them",
+        at_least(1),
+    ),
+    seeds=Field(
+        1,
+        "of sampling: seed, seed + 1, ...; rows have the deviation between them",
+        between(1, 1000),
     ),
     max_questions=Field(0, "of dev; 0 = all", at_least(0)),
     normalize=Field("squad", "of answers", one_of(NORMALIZERS)),

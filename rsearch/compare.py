@@ -454,7 +454,8 @@ def _print_pairs(names, sources, *, is_markdown):
     for pair in pairs:
         line = [names[pair.row], names[pair.baseline], str(pair.n)]
         line += _difference(*pair.differences["em"])
-        line.append(f"{pair.p:.4f}" if pair.p >= 0.0001 else "< 0.0001")
+        p = "-" if pair.p is None else f"{pair.p:.4f}"
+        line.append("< 0.0001" if p == "0.0000" else p)
         lines.append(line + _difference(*pair.differences["f1"]))
     interval = "95 % interval"
     columns = ["row", "minus", "n", "EM difference", interval, "McNemar's p"]

@@ -212,6 +212,25 @@ def test_rows_on_the_same_questions_are_compared_by_question(said, tmp_path):
         assert "McNemar" not in said(first, second, flag)[1]
 
 
+def test_means_over_samples_are_compared_by_question(said, tmp_path):
+    """Of 4 questions with two samples each the second run has one sample more right."""
+    runs = []
+    for name, rights in (("a", "10000000"), ("b", "11000000")):
+        lines = [
+            {"stage": "rl", "method": "protocol", "dataset": "d", "id": str(i // 2)}
+            | {"question": f"{i // 2}?", "golden_answers": ["x"], "sample": i % 2}
+            | {"prediction": "x" if right == "1" else None}
+            for i, right in enumerate(rights)
+        ]
+        counted = {"n": 4, "em": rights.count("1") / 8}
+        lines = list(map(json.dumps, lines))
+        runs.append(evaluated(tmp_path / name, lines=lines, **counted))
+    code, out, err = said(*runs, "--markdown")
+    assert (code, err) == (0, "")
+    _, line = cells(out.partition("\n\n")[2])
+    assert line[2:4] == ["4", "+12.5"] and line[5] == "-"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

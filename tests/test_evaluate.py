@@ -516,32 +516,6 @@ def test_a_reader_must_be_named(tmp_path, capsys, given, message):
     assert "config.protocol.name = 'search_r1'" in capsys.readouterr().err
 
 
-@pytest.mark.fault(11, "left out and listed")
-def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(tmp_path):
-    asked = [{"question": "Who?", "golden_answers": ["x"]}]
-    asked += [{"question": "Who " * 60, "golden_answers": ["x"]}]
-    path, said = tmp_path / "dev.jsonl", []
-    path.write_text("\n".join(map(json.dumps, asked)))
-    long = config(data__dev=str(path), rollout__max_prompt_tokens=20)
-    setup = load_setup(long, only_dev=True, say=said.append)
-    assert sum(line.startswith("left out of dev: ") for line in said) == 1
-    evaluator = evaluate.Evaluator(**evaluation_parts(setup))
-    row, groups = evaluator(initial_params(setup), "direct")
-    assert (row["n"], row["skipped"], len(groups)) == (1, 1, 1)
-    row = {"stage": "s", "step": 0, **row}
-    assert evaluator.is_current(row, stage="s", step=0)
-    assert not evaluator.is_current(row, stage="s", step=1)
-    # What the method does not use may change.
-    uses = {"rollout__max_turn_tokens": True, "retrieval__top_k": False}
-    for name, is_used in uses.items():
-        changed = config(data__dev=str(path), **{name: 7})
-        other = evaluate.Evaluator(**evaluation_parts(setup) | {"config": changed})
-        assert other.is_current(row, stage="s", step=0) != is_used, name
-    path.write_text(json.dumps(asked[1]))
-    with pytest.raises(ValueError, match=r"longer than config\.rollout\.max_prompt"):
-        load_setup(long, only_dev=True)
-
-
 def test_the_run_s_own_configuration_is_evaluated(copy, capsys):
     """Without --config; what is set differs from the run's, and stands in the row."""
     before = results.read_results(copy)

@@ -53,6 +53,18 @@ def test_published_predictions_score_as_published(shared_data, capsys, name, exp
     assert all(number in table for number in (*expected.split(), "r1_searcher"))
 
 
+def test_samples_of_a_question_count_as_one(tmp_path, capsys):
+    rows = [
+        GOOD | {"id": name, "seed": 0, "sample": i, "prediction": text}
+        for name, texts in (("a", ("Paris", "x")), ("b", ("x", "x")))
+        for i, text in enumerate(texts)
+    ]
+    assert main([write(tmp_path / "x.jsonl", *rows), "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert (scores["n"], scores["em"]) == (2, 1 / 4)
+    assert main([write(tmp_path / "x.jsonl", GOOD | {"sample": 1}), "--json"]) == 0
+
+
 def test_json_is_one_object_of_fractions(tmp_path, capsys):
     wrong = GOOD | {"prediction": "Paris it is, city"}
     path = write(tmp_path / "x.jsonl", GOOD, wrong, GOOD | {"prediction": None})

@@ -126,6 +126,32 @@ def _check_reader(c):
         )
 
 
+def _check_sampling(c):
+    """Refuse samples of an evaluation that would all be the same."""
+    e, subject = c.eval, c.models.subject
+    if e.temperature == 0 and e.top_p < 1:
+        raise ValueError(
+            f"config.eval.top_p = {e.top_p} has no effect: config.eval.temperature = 0 "
+            "takes the likeliest token; a higher one samples"
+        )
+    if e.samples * e.seeds == 1:
+        return
+    counts = f"config.eval.samples = {e.samples} and config.eval.seeds = {e.seeds}"
+    for method in e.methods:
+        if method.startswith("reader_"):
+            raise ValueError(
+                f"{counts} are of the policy's rollouts, and config.eval.methods names "
+                f"{method!r}, which has none: leave it out"
+            )
+        asks_subject = subject.source and method not in ("protocol", "evidence")
+        field = "models.subject.temperature" if asks_subject else "eval.temperature"
+        if c[field] == 0:
+            raise ValueError(
+                f"{counts} would repeat the same rollouts of {method!r}: "
+                f"config.{field} = 0 takes the likeliest token; a higher one samples"
+            )
+
+
 def _check_retrieved(c):
     if "rl" in kinds(c) and not c.rl.mask_retrieved and c.rl.old_logprobs == "sampler":
         raise ValueError(
@@ -346,6 +372,7 @@ CROSS_CHECKS = (
     _check_reranker,
     _check_endpoints,
     _check_reader,
+    _check_sampling,
     _check_nucleus,
     _check_retrieved,
     _check_shape,

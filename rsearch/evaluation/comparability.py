@@ -74,6 +74,8 @@ MODELS = ("writer", "answerer", "reader", "subject")  # beside the policy
 # others count, those of later versions too.
 NO_SETTINGS = ("at_start", "every_steps", "methods", "max_questions", "examples")
 NO_SETTINGS += ("normalize", "judge_prompt", "judge_golds", "answer_from")
+NO_SETTINGS += ("temperature", "top_p", "samples", "seeds")
+SAMPLES, SEEDS = "sampling.samples", "sampling.seeds"  # only of rows with samples
 
 
 def row_manifest(
@@ -81,7 +83,7 @@ def row_manifest(
     method: str,
     *,
     inputs: Mapping[str, str],
-    sampling: Mapping[str, float],
+    sampling: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return {field: JSON value} of what the answers of a method follow from.
 
@@ -92,7 +94,8 @@ def row_manifest(
         config: of the evaluation.
         method: of config.eval.methods.
         inputs: {name: fingerprint} of what the configuration names.
-        sampling: of the policy's tokens: {"temperature", "top_p"}.
+        sampling: of the policy's tokens: {"temperature", "top_p"}; of rows with samples
+            also {"samples": of a question with each seed, "seeds": a list}.
 
     Returns:
         Values by the names of the configuration's fields; "tokenizer" (with its chat
@@ -119,8 +122,11 @@ def row_manifest(
         manifest[RETRIEVAL] = inputs["retrieval"]
     if {"policy", "subject"} & {*uses}:  # passages are cut to its tokens
         manifest["tokenizer"] = inputs["tokenizer"]
+    shown = {f"sampling.{name}": value for name, value in sampling.items()}
     if "policy" in uses:
-        manifest |= {f"sampling.{name}": value for name, value in sampling.items()}
+        manifest |= shown
+    elif "subject" in uses:  # which has a temperature of its own
+        manifest |= {name: shown[name] for name in (SAMPLES, SEEDS) if name in shown}
     sections = ["model"] if "policy" in uses else []
     for section in [*sections, *(f"models.{role}" for role in roles)]:
         if digest := _weights(inputs, section):
@@ -166,6 +172,9 @@ def is_same_manifest(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
         before, now: of `row_manifest`, or of `judge_manifest`.
     """
     both = (before.keys() & now.keys()) - {*ADDRESSES}
+    # Rows without samples do not have these, in any version.
+    if any(before.get(name) != now.get(name) for name in (SAMPLES, SEEDS)):
+        return False
     return all(before[name] == now[name] for name in both)
 
 

@@ -1,10 +1,11 @@
 """Answer held-out questions with each method, and score the answers.
 
-Rollouts are greedy. Methods, all on the same weights: `protocol`, as the policy was
-trained, and the programs of `rsearch.methods`. And of config.models.reader, another
-model: `evidence`, the question under what the policy has written down as evidence
-(R-Search's Figure 2); `reader_direct`, the question alone; `reader_rag`, the question
-under the passages of one search with it.
+Rollouts are greedy, or samples with several seeds: config.eval.temperature. Methods,
+all on the same weights: `protocol`, as the policy was trained, and the programs of
+`rsearch.methods`. And of config.models.reader, another model: `evidence`, the question
+under what the policy has written down as evidence (R-Search's Figure 2);
+`reader_direct`, the question alone; `reader_rag`, the question under the passages of
+one search with it.
 """
 
 import functools
@@ -13,6 +14,7 @@ import reprlib
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -86,7 +88,7 @@ class Evaluator:
         load_model: Callable[[str], GenerateFn],
         health: Callable[[Sequence[Group]], dict],
         inputs: Mapping[str, str],
-        sampling: Mapping[str, float],
+        sampling: Mapping[str, Any],
         dataset: str = "",
         setting: str = "",
     ):
@@ -97,7 +99,7 @@ class Evaluator:
             questions: held out.
             num_skipped: how many more there are whose prompts are too long.
             search: of the run, for readers and methods.
-            make_engine: makes the greedy rollouts of the policy's protocol.
+            make_engine: makes the rollouts of the policy's protocol.
             make_model: makes the model that methods ask: the policy without parameters,
                 or config.models.subject.
             kit: of the methods.
@@ -123,11 +125,14 @@ class Evaluator:
         self._kit, self._made_from = kit, made_from
         self._load_model = functools.cache(load_model)
         self._health = health
+        # Without samples there is one rollout a question, which nothing is drawn for.
+        self._samples = sampling.get("samples", 0)
+        self._seeds = sampling.get("seeds", [config.seed])
         self._made_by = functools.partial(
             row_manifest, config, inputs=inputs, sampling=sampling
         )
         self._judged_by = judge_manifest(config, inputs)
-        # (weak reference to a leaf of the parameters, their protocol rollouts): a
+        # (weak reference to a leaf of the parameters, {seed: protocol rollouts}): a
         # reader uses the rollouts that the protocol's own row was measured on.
         self._last = None
 
@@ -154,7 +159,7 @@ class Evaluator:
     def __call__(
         self, params: Params, method: str, *, journal: AppendLog | None = None
     ) -> tuple[dict, list[Group]]:
-        """Score greedy rollouts on the held-out questions.
+        """Score rollouts on the held-out questions.
 
         Args:
             params: of the policy.
@@ -168,18 +173,30 @@ class Evaluator:
             `skipped` counts those whose prompts are too long for the protocol, which no
             method is asked; `asks` is the source of the model beside the policy that
             gave the answers, "" without one; `search_health` has its numbers; `made_by`
-            is the method's `row_manifest`), and a group of one rollout a question.
+            is the method's `row_manifest`), and a group of one rollout a question, or
+            of its samples with the first seed, then of those with the second, and so
+            on.
         """
         start = time.monotonic()
-        cache = None
+        made_from = []
         if journal is not None:
             made_from = [*self._made_from(), questions_fingerprint(self._questions)]
             made_from += [params_fingerprint(params), method]
-            cache = RolloutCache(journal, made_from)
-        answer = functools.partial(self._answer, params, method, cache)
-        groups = share_groups(answer, self._questions)
+        by_seed = []
+        for seed in self._seeds:
+            cache = None
+            if journal is not None:
+                of_seed = [seed] if self._samples else []
+                cache = RolloutCache(journal, made_from + of_seed)
+            answer = functools.partial(self._answer, params, method, seed, cache)
+            by_seed.append(share_groups(answer, self._questions))
+        groups = [
+            Group(same[0].question, tuple(r for group in same for r in group.rollouts))
+            for same in zip(*by_seed, strict=True)
+        ]
         normalize = self._config.eval.normalize
-        row = score_groups(groups, normalize=normalize) | self._health(groups)
+        scores = score_groups(groups, normalize=normalize, num_seeds=len(self._seeds))
+        row = scores | self._health(groups)
         row[NEEDLESS] = None  # known when `direct` has been asked, see record_results
         row["normalize"] = normalize
         row["questions"] = questions_fingerprint(self._questions)
@@ -227,12 +244,12 @@ class Evaluator:
         model = c.models.answerer if method == PROTOCOL else c.models.subject
         return model.source
 
-    def _answer(self, params, method, cache, questions) -> list[Group]:
-        """Return a group of one rollout for each of these questions."""
+    def _answer(self, params, method, seed, cache, questions) -> list[Group]:
+        """Return the group of each of these questions with one seed."""
         c = self._config
         direct = c.protocol.direct
         if method == EVIDENCE:
-            groups = self._roll_out(params, None, questions)
+            groups = self._roll_out(params, seed, None, questions)
             chat = functools.partial(reader_messages, direct=direct)
             return read_evidence(groups, self._load_model("reader"), without=chat)
         if method in READER_METHODS:
@@ -252,6 +269,7 @@ class Evaluator:
                     kit=self._kit,
                     model=model,
                     search=self._search,
+                    draws=[(seed, i) for i in range(self._samples)] or [()],
                     cache=cache,
                     on_done=_progress(method, len(questions)),
                     say=lambda line: console.note(f"evaluate {method}: {line}"),
@@ -259,29 +277,31 @@ class Evaluator:
             except ValueError as error:
                 named = f"config.eval.methods = {method!r}"
                 raise ValueError(f"{named}: {error}") from error
-        groups = self._roll_out(params, cache, questions)
+        groups = self._roll_out(params, seed, cache, questions)
         if c.models.answerer.source:
             return rephrase_answers(
                 groups, self._load_model("answerer"), answer_from=c.eval.answer_from
             )
         return groups
 
-    def _roll_out(self, params, cache, questions) -> list[Group]:
+    def _roll_out(self, params, seed, cache, questions) -> list[Group]:
         """Return the policy's rollouts, which also serve the reader."""
         first = jax.tree.leaves(params)[0]
-        if self._last is not None and self._last[0]() is first:
-            return self._last[1]
+        if self._last is None or self._last[0]() is not first:
+            self._last = weakref.ref(first), {}
+        by_seed = self._last[1]
+        if seed in by_seed:
+            return by_seed[seed]
         engine = self._make_engine()
-        key = jax.random.key(self._config.seed)  # Greedy: never drawn from.
         groups = engine(
             engine.place_params(params),
             questions,
-            key,
+            jax.random.key(seed),
             on_done=_progress(PROTOCOL, len(questions)),
             finished=cache,
         )
         if EVIDENCE in self._config.eval.methods:
-            self._last = weakref.ref(first), groups
+            by_seed[seed] = groups
         return groups
 
 

@@ -4,9 +4,11 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from rsearch.evaluation.predictions import RUN, read_predictions, run_key
 from rsearch.evaluation.results import TRANSCRIPTS
-from rsearch.evaluation.scoring import scores_of_rows
+from rsearch.evaluation.scoring import scores_of_questions
 from rsearch.evaluation.statistics import mcnemar_p, paired_difference
 from rsearch.text.normalize import NORMALIZERS
 
@@ -18,14 +20,15 @@ class PairedRows(NamedTuple):
         row, baseline: positions; differences are those of `row` minus `baseline`.
         n: questions.
         differences: {"em", "f1": (difference, (low, high))}, fractions from -1 to 1.
-        p: of McNemar's exact test, by the exact match.
+        p: of McNemar's exact test, by the exact match; None where that is a mean over
+            samples.
     """
 
     row: int
     baseline: int
     n: int
     differences: dict
-    p: float
+    p: float | None
 
 
 def pair_rows(
@@ -76,7 +79,8 @@ def pair_rows(
                 name: paired_difference(scores[name], first[name])
                 for name in ("em", "f1")
             }
-            p = mcnemar_p(scores["em"], first["em"])
+            is_binary = np.isin([scores["em"], first["em"]], (0, 1)).all()
+            p = mcnemar_p(scores["em"], first["em"]) if is_binary else None
             pairs.append(PairedRows(i, baseline, len(questions), differences, p))
         if baseline is not None and all(pair.baseline != baseline for pair in pairs):
             unpaired[baseline] = "the other rows with their questions have no pair"
@@ -94,10 +98,12 @@ def _scores_of(folder, row, files):
             raise ValueError(f"{path} is not there")
         files[path] = read_predictions(path)
     predictions = files[path].get(run_key(row), [])
-    scores = scores_of_rows(predictions, row["normalize"])
+    scores = scores_of_questions(predictions, row["normalize"])
     # A run that was stopped between its two files has an older one.
-    is_same = len(predictions) == row.get("n")
+    is_same = len(scores["em"]) == row.get("n")
     if not is_same or abs(scores["em"].mean() - row["em"]) >= 1e-9:
         about = ", ".join(row[name] for name in RUN if row.get(name))
         raise ValueError(f"{path} and results.json differ on {about}")
-    return [p["question"] for p in predictions], scores
+    # The samples of a question are in a row, and have its words.
+    per_question = len(predictions) // len(scores["em"])
+    return [p["question"] for p in predictions[::per_question]], scores

@@ -31,7 +31,8 @@ def read_predictions(path: str | os.PathLike) -> dict[tuple, list[dict]]:
 
     Returns:
         {values of RUN: rows}, in the file's order, None for what a row does
-        not name; `question`, `golden_answers` and `prediction` of each row.
+        not name; `question`, `golden_answers` and `prediction` of each row, and as
+        `sample_of` the question's id in a row that is one of its samples.
 
     Raises:
         ValueError: a bad record, as file:line: field, or no record at all.
@@ -76,6 +77,8 @@ def _parse_row(record):
         "golden_answers": list(golden),
         "prediction": prediction,
     }
+    if isinstance(record.get("sample"), int) and isinstance(record.get("id"), str):
+        row["sample_of"] = record["id"]
     run = run_key(record)
     for name, value in zip(RUN, run, strict=True):
         if not isinstance(value, str | int | None):

@@ -1,14 +1,20 @@
 """Write, read and show the rows of results.json and the transcripts beside them."""
 
+import itertools
 import pathlib
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ml_collections import ConfigDict
 
 from rsearch.data.demonstrations import DIRECT, PROTOCOL, RAG
-from rsearch.evaluation.comparability import wrong_manifest
+from rsearch.evaluation.comparability import (
+    MADE_BY,
+    SAMPLES,
+    SEEDS,
+    wrong_manifest,
+)
 from rsearch.evaluation.judge import Verdict
 from rsearch.evaluation.predictions import RUN, run_key
 from rsearch.evaluation.scoring import COSTS, scores_of_rows
@@ -27,7 +33,8 @@ COLUMNS += ("tool_error", "skipped", "seconds")
 NUMBERS = (*COLUMNS[3:5], *COLUMNS[6:], "queries", "searches_right", "searches_wrong")
 JUDGED = ("judge", "judge_agreement", "judge_unparsed", "judge_failed")
 JUDGE_NUMBERS = (*JUDGED, "judge_right_em_wrong", "judge_wrong_em_right")
-NUMBERS += ("judge_error", *JUDGE_NUMBERS, *HEALTH, *COSTS)
+SAMPLED = ("rollouts", "em_sd")  # of rows with several samples, or seeds
+NUMBERS += ("judge_error", *JUDGE_NUMBERS, *HEALTH, *COSTS, *SAMPLED)
 RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 
 
@@ -36,16 +43,28 @@ def transcripts(
 ) -> list[dict]:
     """Return one JSON object a rollout, for transcripts.jsonl.
 
+    That of a sample has its `seed`, and its number among the question's with this seed
+    as `sample`.
+
     Args:
         groups: of the row.
         row: of results.json.
         verdicts: on each rollout; none without a judge.
     """
     key = {name: row[name] for name in RUN if name in row}
+    made_by = row.get(MADE_BY, {})
+    names: Iterable[dict] = itertools.repeat({})
+    if SAMPLES in made_by:
+        names = [
+            {"seed": seed, "sample": sample}
+            for seed in made_by[SEEDS]
+            for sample in range(made_by[SAMPLES])
+        ]
     rows = [
         {
             **key,
             "id": group.question.id,
+            **name,
             "question": group.question.text,
             "golden_answers": list(group.question.golden_answers),
             "prediction": rollout.answer,
@@ -58,7 +77,7 @@ def transcripts(
             ],
         }
         for group in groups
-        for rollout in group.rollouts
+        for rollout, name in zip(group.rollouts, names, strict=False)
     ]
     if not verdicts:
         return rows
@@ -127,10 +146,19 @@ def _with_needless(row, rows, rollouts):
         return [r for r in rollouts if run_key(r) == key]
 
     answers = [r for r in of_method(DIRECT) if _has_answers(r)]
-    em = scores_of_rows(answers, row["normalize"])["em"]
-    is_right = {r["id"]: score == 1 for r, score in zip(answers, em, strict=True)}
-    searched = {r["id"]: bool(r.get("queries")) for r in of_method(PROTOCOL)}
+    em = _means_by_id(answers, scores_of_rows(answers, row["normalize"])["em"])
+    is_right = {name: score == 1 for name, score in em.items()}  # in all samples
+    searching = of_method(PROTOCOL)
+    searched = _means_by_id(searching, [bool(r.get("queries")) for r in searching])
     return {**row, NEEDLESS: needless_searches(searched, is_right)}
+
+
+def _means_by_id(rollouts, values) -> dict[str, float]:
+    """Return {question id: mean over its rollouts}."""
+    by_id: dict[str, list] = {}
+    for rollout, value in zip(rollouts, values, strict=True):
+        by_id.setdefault(rollout["id"], []).append(value)
+    return {name: sum(several) / len(several) for name, several in by_id.items()}
 
 
 def _has_answers(rollout):
@@ -230,7 +258,7 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
         if name == "em_95":
             low, high = row["em_95"]
             return f"{100 * low:.1f} - {100 * high:.1f}"
-        if name in ("em", "f1", "cover_em", "judge", "judge_agreement"):
+        if name in ("em", "em_sd", "f1", "cover_em", "judge", "judge_agreement"):
             return f"{100 * row[name]:.1f}"
         if name == "dataset":
             return row[name].rpartition("/")[2]
@@ -239,7 +267,12 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
     has_failed = any(row.get("judge_error") for row in rows)
     failed = ("judge_error",) if has_failed else ()
     judged = JUDGED if any("judge" in row for row in rows) else ()
-    columns = COLUMNS[:8] + judged + COLUMNS[8:-2] + failed + COLUMNS[-2:]
+    rollouts, deviation = (
+        (name,) if any(row.get(name) is not None for row in rows) else ()
+        for name in SAMPLED
+    )
+    columns = COLUMNS[:4] + rollouts + COLUMNS[4:6] + deviation + COLUMNS[6:8]
+    columns += judged + COLUMNS[8:-2] + failed + COLUMNS[-2:]
     cells = [[cell(row, name) for name in columns] for row in rows]
     console.table(title, columns, cells)
     _show_costs(rows)

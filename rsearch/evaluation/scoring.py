@@ -43,6 +43,30 @@ def scores_of_rows(rows: Sequence[Mapping], normalize: str) -> dict[str, np.ndar
     }
 
 
+def scores_of_questions(
+    rows: Sequence[Mapping], normalize: str
+) -> dict[str, np.ndarray]:
+    """Return each question's scores: means over its rows, which are its samples.
+
+    Args:
+        rows: as of `scores_of_rows`; `sample_of` of several samples is their question's
+            id, and None, or not there, of a row that is its question's only one.
+        normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
+
+    Returns:
+        {"em", "cover_em", "f1"}, each [n] float64 in [0, 1], in the order of the
+        questions' first rows.
+    """
+    numbers: dict = {}
+    names = [row.get("sample_of") or i for i, row in enumerate(rows)]
+    of_rows = np.array([numbers.setdefault(name, len(numbers)) for name in names], int)
+    counts = np.bincount(of_rows)
+    return {
+        name: np.bincount(of_rows, values) / counts
+        for name, values in scores_of_rows(rows, normalize).items()
+    }
+
+
 def scores_of_groups(groups: Sequence[Group], normalize: str) -> dict[str, np.ndarray]:
     """Return {score of METRICS: [n] of the rollouts of all groups, in order}.
 
@@ -59,10 +83,10 @@ def scores_of_groups(groups: Sequence[Group], normalize: str) -> dict[str, np.nd
 
 
 def score_rows(rows: Sequence[Mapping], normalize: str) -> dict:
-    """Return means over rows with their intervals, as in `scores_of_rows`.
+    """Return means over questions with their intervals; see `scores_of_questions`.
 
     Returns:
-        {"n": int, "em", "cover_em", "f1": fractions from 0 to 1, and "<score>_95"
+        {"n": questions, "em", "cover_em", "f1": fractions from 0 to 1, and "<score>_95"
         of each: [low, high]}, see `score_interval`.
 
     Raises:
@@ -70,8 +94,9 @@ def score_rows(rows: Sequence[Mapping], normalize: str) -> dict:
     """
     if not rows:
         raise ValueError("no rows to score")
-    summary: dict = {"n": len(rows)}
-    for name, values in scores_of_rows(rows, normalize).items():
+    scores = scores_of_questions(rows, normalize)
+    summary: dict = {"n": len(scores["em"])}
+    for name, values in scores.items():
         summary[name] = float(values.mean())
         summary[f"{name}_95"] = list(score_interval(name, values))
     return summary
@@ -81,42 +106,61 @@ def score_interval(name: str, values: np.ndarray) -> tuple[float, float]:
     """Return the 95 % interval of the mean of a score.
 
     Args:
-        name: of METRICS. Those of BINARY have Wilson's interval, F1 the bootstrap's.
-        values: [n] of questions, at least one.
+        name: of METRICS. Those of BINARY have Wilson's interval; F1 and means over
+            samples have the bootstrap's.
+        values: [n] of questions, at least one; means over the samples of each, which
+            are no independent draws.
 
     Returns:
         (low, high), fractions from 0 to 1.
     """
-    if name in BINARY:
+    if name in BINARY and np.isin(values, (0, 1)).all():
         return wilson_interval(int(values.sum()), len(values))
     return bootstrap_interval(values)
 
 
-def score_groups(groups: Sequence[Group], *, normalize: str) -> dict:
+def score_groups(
+    groups: Sequence[Group], *, normalize: str, num_seeds: int = 1
+) -> dict:
     """Return means, intervals and counts over the rollouts of all groups.
 
     Args:
-        groups: at least one.
+        groups: at least one, all of as many rollouts.
         normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
+        num_seeds: that a group's rollouts were sampled with, those of a seed in a row.
 
     Returns:
-        A dict of JSON values: `n` rollouts; the scores of METRICS as fractions, each
-        with its interval (`score_interval`) as `<score>_95`, None where tools or judge
-        failed in all of them (where they failed in some, these count as wrong); means
-        over rollouts of `searches` (turns that searched), `queries`, `searches_right`
+        A dict of JSON values: `n` questions, and `rollouts` where a question has
+        several; the scores of METRICS as fractions, each with its interval over
+        questions (`score_interval`) as `<score>_95`, None where tools or judge failed
+        in all of them (where they failed in some, these count as wrong); means over
+        rollouts of `searches` (turns that searched), `queries`, `searches_right`
         and `searches_wrong` (over those whose answer is an exact match, and the others;
-        None without any), `policy_tokens`, `tokens` and the costs of COSTS; a count for
-        each outcome; and the first few of these again for each kind of question in
-        `by_kind` and `by_known`, which are empty where questions have no such metadata.
+        None without any), `policy_tokens`, `tokens` and the costs of COSTS; a count of
+        rollouts for each outcome; with several seeds `<score>_sd`, the sample standard
+        deviation of the score between them; and the first few of these again for each
+        kind of question in `by_kind` and `by_known`, which are empty where questions
+        have no such metadata.
     """
     pairs = [(g.question, r) for g in groups for r in g.rollouts]
     scores = scores_of_groups(groups, normalize)
     is_signal = np.array([r.outcome.is_signal for _, r in pairs], bool)
-    summary: dict = {"n": len(pairs)}
+
+    def by_question(values: np.ndarray) -> np.ndarray:
+        return values.reshape(len(groups), -1).mean(axis=1)
+
+    summary: dict = {"n": len(groups)}
+    if len(pairs) > len(groups):
+        summary["rollouts"] = len(pairs)
+    means = {name: by_question(values) for name, values in scores.items()}
     for name, values in scores.items():
         has_mean = is_signal.any()
-        summary[name] = float(values.mean()) if has_mean else None
-        summary[f"{name}_95"] = list(score_interval(name, values)) if has_mean else None
+        summary[name] = float(means[name].mean()) if has_mean else None
+        interval = score_interval(name, means[name]) if has_mean else ()
+        summary[f"{name}_95"] = list(interval) or None
+        if num_seeds > 1:
+            of_seeds = values.reshape(len(groups), num_seeds, -1).mean(axis=(0, 2))
+            summary[f"{name}_sd"] = float(of_seeds.std(ddof=1)) if has_mean else None
     searches = np.array([len(r.searches) for _, r in pairs], np.float64)
     is_right = scores["em"] == 1
     summary["searches"] = float(searches.mean())
@@ -129,12 +173,13 @@ def score_groups(groups: Sequence[Group], *, normalize: str) -> dict:
     summary |= {name: float(np.mean(x)) for name, x in _costs(pairs).items()}
     for outcome in Outcome:
         summary[outcome.value] = sum(r.outcome == outcome for _, r in pairs)
-    kinds = [q.metadata.get("kind") for q, _ in pairs]
-    summary["by_kind"] = _split(scores, searches, is_signal, kinds)
-    known = [q.metadata.get("known") for q, _ in pairs]
+    of_questions = means, by_question(searches), by_question(is_signal) > 0
+    kinds = [g.question.metadata.get("kind") for g in groups]
+    summary["by_kind"] = _split(*of_questions, kinds)
+    known = [g.question.metadata.get("known") for g in groups]
     words = {True: "known", False: "not known"}
     known = [words.get(k) for k in known]
-    summary["by_known"] = _split(scores, searches, is_signal, known)
+    summary["by_known"] = _split(*of_questions, known)
     return summary
 
 
@@ -152,7 +197,7 @@ def _costs(pairs) -> dict[str, list[float]]:
 
 
 def _split(scores, searches, is_signal, labels):
-    """Return {label: {"n", means}} over the rows that have this label."""
+    """Return {label: {"n", means}} over the questions that have this label."""
     labels = np.array([label if isinstance(label, str) else "" for label in labels])
     split = {}
     for label in sorted(set(labels.tolist()) - {""}):

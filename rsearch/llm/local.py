@@ -36,6 +36,7 @@ from rsearch.models.tokenizer import Tokenizer
 from rsearch.rollout.decode import Sampler
 from rsearch.rollout.interface import DecodeRequest
 from rsearch.rollout.multihost import MultihostSampler
+from rsearch.rollout.sampling import row_keys, sample
 from rsearch.rollout.stop_strings import StopSets, token_automaton
 from rsearch.runtime import console
 from rsearch.types import GenerateFn, Messages, Params
@@ -53,9 +54,10 @@ SCORED_WIDTH = 64  # the shortest row of tokens that are scored; others are 2, 4
 class LocalModel:
     """Compiled functions that continue and score texts, for parameters of one shape.
 
-    A completion follows from the seed, the prompt, and how often an equal prompt
-    precedes it in the same call: other requests, batches and devices change nothing,
-    and a prompt that occurs n times in one call has n samples.
+    A completion follows from the seed, the prompt, the request's `draw`, and how often
+    an equal prompt of that draw precedes it in the same call: other requests, batches
+    and devices change nothing, and a prompt that occurs n times in one call has n
+    samples.
     """
 
     def __init__(
@@ -109,7 +111,9 @@ class LocalModel:
         self._key = jax.random.key(seed)
         scorer = functools.partial(token_logprobs, model.clone(mesh=mesh))
         self._logprobs = jax.jit(lambda params, tokens: scorer(params, tokens)[0])
-        self._choose = jax.jit(likeliest_of_mixtures)
+        self._choose = jax.jit(
+            functools.partial(sample_mixtures, temperature=temperature, top_p=top_p)
+        )
 
     def load(self, params: Params) -> None:
         """Take the parameters that answers come from from now on.
@@ -136,7 +140,7 @@ class LocalModel:
             if self._is_shared and (request.stop or request.wants_logp):
                 raise ValueError(NOT_SHARED)
         prompts = [self._encode(r.prompt, r.continued) for r in requests]
-        names = _names(prompts)
+        names = _names(prompts, [request.draw for request in requests])
         fits = [i for i, p in enumerate(prompts) if len(p) <= self.max_prompt_tokens]
         outputs = self._continue_all(
             [prompts[i] for i in fits],
@@ -197,6 +201,9 @@ class LocalModel:
         completions: list[Completion | None] = [None] * len(requests)
         batch: list[int] = []
         encoded = [[self._encode(p) for p in r.prompts] for r in requests]
+        names = _names(
+            [np.concatenate(prompts) for prompts in encoded], [r.draw for r in requests]
+        )
         sizes = [len(prompts) for prompts in encoded]
         for i, prompts in enumerate(encoded):
             if sizes[i] > self.num_rows:
@@ -207,11 +214,11 @@ class LocalModel:
             if max(map(len, prompts)) > self.max_prompt_tokens:
                 continue
             if sum(sizes[j] for j in batch) + sizes[i] > self.num_rows:
-                self._mix_batch(requests, encoded, batch, completions)
+                self._mix_batch(requests, encoded, names, batch, completions)
                 batch = []
             batch.append(i)
         if batch:
-            self._mix_batch(requests, encoded, batch, completions)
+            self._mix_batch(requests, encoded, names, batch, completions)
         return completions
 
     def _encode(self, prompt: Messages | str, continued: str = "") -> np.ndarray:
@@ -328,7 +335,7 @@ class LocalModel:
                     scored[i] = logp[row, first : first + size]
         return scored
 
-    def _mix_batch(self, requests, encoded, batch, completions) -> None:
+    def _mix_batch(self, requests, encoded, names, batch, completions) -> None:
         """Continue the mixtures of one batch, and set their completions.
 
         The rows of a mixture read the same token after each step; the host chooses none
@@ -343,13 +350,18 @@ class LocalModel:
         weights = [w for i in batch for w in requests[i].weights]
         log_weight[: len(weights)] = np.log(weights)
         slots = np.arange(size, dtype=np.int32)
+        mixture_names = np.zeros((size, 2), np.uint32)
+        mixture_names[: len(batch)] = [names[i] for i in batch]
+        keys = row_keys(self._key, mixture_names)
         rows = self._sampler.empty(size)
         rows = self._admit(rows, size, slots[: len(prompts)], prompts)
         budgets = [min(requests[i].max_tokens, self.max_reply_tokens) for i in batch]
         outputs: list[list[int]] = [[] for _ in batch]
         goes_on = np.array([budget > 0 for budget in budgets])
+        step = 0
         while goes_on.any():
-            chosen = self._choose(rows.context.logits, group, log_weight)
+            chosen = self._choose(rows.context.logits, group, log_weight, keys, step)
+            step += 1
             chosen = np.asarray(chosen)[: len(batch)]
             for n in np.flatnonzero(goes_on):
                 outputs[n].append(int(chosen[n]))
@@ -369,22 +381,36 @@ class LocalModel:
             completions[i] = self._completion(read, ids, (), None)
 
 
-def likeliest_of_mixtures(
-    logits: jax.Array, group: jax.Array, log_weight: jax.Array
+def sample_mixtures(
+    logits: jax.Array,
+    group: jax.Array,
+    log_weight: jax.Array,
+    keys: jax.Array,
+    step: jax.Array,
+    *,
+    temperature: float,
+    top_p: float,
 ) -> jax.Array:
-    """Return [B] the likeliest token of each group's mixture of distributions.
+    """Return [B] a token of each group's mixture of distributions.
 
     Args:
         logits: [B, V] of rows.
         group: [B] int32 of each row, in [0, B).
         log_weight: [B] of each row in its group; -inf is no row.
+        keys: [B] random keys of the groups.
+        step: [] number of tokens that were drawn before.
+        temperature, top_p: see `rsearch.rollout.sampling.sample`.
     """
     logp = jax.nn.log_softmax(logits) + log_weight[:, None]
     num = len(group)
     highest = jax.ops.segment_max(logp, group, num)
     highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
     mass = jax.ops.segment_sum(jnp.exp(logp - highest[group]), group, num)
-    return jnp.argmax(highest + jnp.log(mass), axis=-1)
+    step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
+    tokens, _ = sample(
+        highest + jnp.log(mass), step_keys, temperature=temperature, top_p=top_p
+    )
+    return tokens
 
 
 def local_generator(
@@ -458,11 +484,12 @@ def batch_sizes(num_rows: int) -> list[int]:
     return sizes
 
 
-def _names(prompts):
-    """Return (digest of the ids, number of equal ones before) of each prompt."""
+def _names(prompts, draws):
+    """Return (digest of ids and draw, number of equal ones before) of each prompt."""
     seen, names = {}, []
-    for ids in prompts:
-        digest = xxhash.xxh32_intdigest(np.asarray(ids, "<i4").tobytes())
+    for ids, draw in zip(prompts, draws, strict=True):
+        salt = xxhash.xxh32_intdigest(np.array(draw, "<i8").tobytes()) if draw else 0
+        digest = xxhash.xxh32_intdigest(np.asarray(ids, "<i4").tobytes(), seed=salt)
         names.append((digest, seen.get(digest, 0)))
         seen[digest] = names[-1][1] + 1
     return names

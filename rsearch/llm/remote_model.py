@@ -4,11 +4,13 @@ Such an endpoint continues one prompt at a time: it neither mixes prompts nor sc
 text. Nothing from it is trusted, see `endpoint.py`.
 """
 
+import collections
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from rsearch.llm.endpoint import (
     BYTES_PER_TOKEN,
@@ -86,7 +88,13 @@ class RemoteModel:
             ValueError: a reply has no log-probabilities, and a request wants them.
             OutageError: the endpoint has been away for too long.
         """
-        replies = self._endpoint.ask([_call(request) for request in requests])
+        # An endpoint that is sent equal seeds may send equal replies.
+        seen: collections.Counter = collections.Counter()
+        calls = []
+        for request in requests:
+            calls.append(_call(request, number=seen[request.draw]))
+            seen[request.draw] += 1
+        replies = self._endpoint.ask(calls)
         if any(reply.value is NO_LOGP for reply in replies):
             raise self._lacks("log-probabilities of a reply's tokens")
         return [
@@ -117,8 +125,13 @@ class RemoteModel:
         )
 
 
-def _call(request: Generate) -> Call:
-    """Return the call that a request makes."""
+def _call(request: Generate, *, number: int = 0) -> Call:
+    """Return the call that a request makes.
+
+    Args:
+        request: its seed follows from its draw; without one no seed is sent.
+        number: of requests with the same draw before it.
+    """
     is_raw = isinstance(request.prompt, str)
     body: dict[str, Any] = {"max_tokens": request.max_tokens}
     if is_raw:
@@ -133,6 +146,9 @@ def _call(request: Generate) -> Call:
         body["stop"] = list(request.stop)
     if request.wants_logp:
         body["logprobs"] = 1 if is_raw else True
+    if request.draw:
+        name = np.array([*request.draw, number], "<i8").tobytes()
+        body["seed"] = xxhash.xxh32_intdigest(name) >> 1  # an int32 everywhere
     return Call(
         RAW_PATH if is_raw else PATH,
         body,

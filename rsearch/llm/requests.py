@@ -28,6 +28,8 @@ class Generate:
         wants_logp: whether the tokens' log-probabilities are needed.
         left_out: the share of its documents that the prompt has no room for; recorded,
             no backend reads it.
+        draw: numbers that name the sample where completions are sampled: with other
+            ones an equal prompt has a completion of its own. () is no name.
     """
 
     prompt: Messages | str
@@ -36,6 +38,7 @@ class Generate:
     continued: str = ""
     wants_logp: bool = False
     left_out: float = 0.0
+    draw: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,17 +46,19 @@ class Mix:
     """Continue several prompts with the same tokens, drawn from their mixture.
 
     The next token is the likeliest under sum_k weights[k] p(token | prompts[k], tokens
-    so far), as REPLUG (arXiv 2301.12652, equation 2) has it.
+    so far), as REPLUG (arXiv 2301.12652, equation 2) has it, or a sample of that.
 
     Attributes:
         prompts: [K] chats or raw texts.
         weights: [K] positive numbers that add up to 1.
         max_tokens: of the completion.
+        draw: see `Generate`.
     """
 
     prompts: tuple[Messages | str, ...]
     weights: tuple[float, ...]
     max_tokens: int
+    draw: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ of a batch changes an answer.
 """
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
@@ -72,6 +73,7 @@ class _Run:
     Attributes:
         question: that it answers.
         steps: the program.
+        draw: names the samples of its requests; see `Generate`.
         requests: those that it waits for.
         is_list: whether it has yielded them as a list.
         segments, uses, num_scored, left_out: of its rollout so far.
@@ -80,6 +82,7 @@ class _Run:
 
     question: Question
     steps: Generator
+    draw: tuple[int, ...] = ()
     requests: Sequence[Request] = ()
     is_list: bool = False
     segments: list[Segment] = dataclasses.field(default_factory=list)
@@ -96,6 +99,7 @@ def run_program(
     kit: Kit,
     model: Model,
     search: SearchFn,
+    draws: Sequence[tuple[int, ...]] = ((),),
     cache: RolloutCache | None = None,
     on_done: Callable[[int], None] = lambda done: None,
     say: Callable[[str], None] = lambda line: None,
@@ -108,64 +112,85 @@ def run_program(
         kit: handed to each program.
         model: answers what they ask.
         search: finds what they search for; each batch is one call.
+        draws: the numbers that name each sample of a question; by default a question
+            has one rollout, whose requests have no draw.
         cache: of the rollouts that had finished before, and where these are stored.
         on_done: called with the number of questions that are done.
         say: called with a line where prompts were too long.
 
     Returns:
-        A group of one rollout for each question. Its segments are what the model read
-        and wrote, call by call; its outcome is ANSWERED with an answer, TOOL_ERROR
-        where a search failed, JUDGE_ERROR where the model could not be asked, TRUNCATED
-        where a prompt was too long or the last reply was cut before an answer, and
-        MALFORMED where it holds none.
+        A group for each question, of one rollout for each draw. Its segments are what
+        the model read and wrote, call by call; its outcome is ANSWERED with an answer,
+        TOOL_ERROR where a search failed, JUDGE_ERROR where the model could not be
+        asked, TRUNCATED where a prompt was too long or the last reply was cut before an
+        answer, and MALFORMED where it holds none.
 
     Raises:
         ValueError: a program asks for more passages than a search returns.
     """
-    done: dict[int, Rollout] = {}
+    # Of each rollout: the numbers of its question and of its draw.
+    names = [(i, j) for i in range(len(questions)) for j in range(len(draws))]
+    done: dict[tuple[int, int], Rollout] = {}
     if cache is not None:
-        reused = {i: cache.get(q, 0) for i, q in enumerate(questions)}
-        done = {i: r for i, r in reused.items() if r is not None}
-    waiting = [i for i in range(len(questions)) if i not in done]
+        reused = {(i, j): cache.get(questions[i], j) for i, j in names}
+        done = {name: r for name, r in reused.items() if r is not None}
+    waiting = [name for name in names if name not in done]
     waiting.reverse()
-    running: dict[int, _Run] = {}
-    num_long = 0
+    running: dict[tuple[int, int], _Run] = {}
+    long_questions = set()
     while model.on_any_host(waiting or running):
         check_preempted()
         while waiting and len(running) < WAITING_PER_ROW * model.num_rows:
-            i = waiting.pop()
-            shown = dataclasses.replace(questions[i], golden_answers=())
-            running[i] = run = _Run(questions[i], program(shown, kit))
-            _advance(run, None, i, running, done)
-        pending = [(i, r) for i, run in running.items() for r in run.requests]
+            name = waiting.pop()
+            question = questions[name[0]]
+            shown = dataclasses.replace(question, golden_answers=())
+            draw = _draw(question, draws[name[1]])
+            running[name] = run = _Run(question, program(shown, kit), draw)
+            _advance(run, None, name, running, done)
+        pending = [(name, r) for name, run in running.items() for r in run.requests]
         results = _answer_all([r for _, r in pending], kit, model, search)
-        by_run: dict[int, list] = {i: [] for i in running}
-        for (i, _), result in zip(pending, results, strict=True):
-            by_run[i].append(result)
-        for i, answers in by_run.items():
-            run = running[i]
+        by_run: dict[tuple[int, int], list] = {name: [] for name in running}
+        for (name, _), result in zip(pending, results, strict=True):
+            by_run[name].append(result)
+        for name, answers in by_run.items():
+            run = running[name]
             failure = _record(run, answers)
             if failure is None:
                 sent = answers if run.is_list else answers[0]
-                _advance(run, sent, i, running, done)
+                _advance(run, sent, name, running, done)
             else:
-                num_long += failure == Outcome.TRUNCATED
+                if failure == Outcome.TRUNCATED:
+                    long_questions.add(name[0])
                 run.steps.close()
-                done[i] = _rollout(run, None, failure)
-                del running[i]
-        for i in by_run:
-            if cache is not None and i not in running:
-                cache.put(questions[i], 0, done[i])
-        on_done(len(done))
-    if num_long:
+                done[name] = _rollout(run, None, failure)
+                del running[name]
+        for i, j in by_run:
+            if cache is not None and (i, j) not in running:
+                cache.put(questions[i], j, done[i, j])
+        on_done(len(done) // len(draws))
+    if long_questions:
         say(
-            f"{num_long} of {len(questions)} questions had a prompt that is too long "
-            "for config.eval.max_prompt_tokens: they count as truncated"
+            f"{len(long_questions)} of {len(questions)} questions had a prompt that is "
+            "too long for config.eval.max_prompt_tokens: they count as truncated"
         )
-    return [Group(q, (done[i],)) for i, q in enumerate(questions)]
+    return [
+        Group(q, tuple(done[i, j] for j in range(len(draws))))
+        for i, q in enumerate(questions)
+    ]
 
 
-def _advance(run: _Run, sent: Any, i: int, running: dict, done: dict) -> None:
+def _draw(question: Question, draw: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the draw of a question's requests; () where there is none."""
+    if not draw:
+        return ()
+    # Two questions may make one prompt. Whether both are in one call depends on rows,
+    # hosts and what was answered before a run was killed; no sample may follow from it.
+    return (*draw, zlib.crc32(question.id.encode("utf-8", "replace")))
+
+
+def _advance(
+    run: _Run, sent: Any, name: tuple[int, int], running: dict, done: dict
+) -> None:
     """Send a program its results; it asks again, or is done."""
     try:
         requests = run.steps.send(sent)
@@ -173,11 +198,18 @@ def _advance(run: _Run, sent: Any, i: int, running: dict, done: dict) -> None:
         outcome = Outcome.ANSWERED
         if end.value is None:
             outcome = Outcome.TRUNCATED if run.is_cut else Outcome.MALFORMED
-        done[i] = _rollout(run, end.value, outcome)
-        del running[i]
+        done[name] = _rollout(run, end.value, outcome)
+        del running[name]
         return
     run.is_list = not isinstance(requests, Request)
     run.requests = requests if run.is_list else [requests]
+    if run.draw:
+        run.requests = [
+            dataclasses.replace(r, draw=run.draw)
+            if isinstance(r, Generate | Mix)
+            else r
+            for r in run.requests
+        ]
 
 
 def _answer_all(requests: Sequence[Request], kit: Kit, model: Model, search: SearchFn):

@@ -99,12 +99,13 @@ def search_health(
 
 
 def needless_searches(
-    has_searched: Mapping[str, bool], direct_is_right: Mapping[str, bool]
+    has_searched: Mapping[str, float], direct_is_right: Mapping[str, bool]
 ) -> float | None:
     """Return the share of searched questions among those that need no search.
 
     Args:
-        has_searched: {question id: whether the policy searched for it}.
+        has_searched: {question id: whether the policy searched for it, as 0 or 1; of
+            several samples the share that did}.
         direct_is_right: {question id: whether the same policy's answer without any
             search is an exact match}.
 

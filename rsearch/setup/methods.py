@@ -77,6 +77,8 @@ def make_local_model(setup: Setup) -> LocalModel:
         num_rows=c.rollout.max_concurrent,
         max_prompt_tokens=prompt_budget(setup),
         max_reply_tokens=reply_budget(setup),
+        temperature=c.eval.temperature,
+        top_p=c.eval.top_p,
         seed=c.seed,
         is_shared=is_shared,
     )

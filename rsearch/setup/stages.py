@@ -20,6 +20,8 @@ from rsearch.setup.rollouts import make_host, make_rollouts
 from rsearch.setup.search import open_encoder
 from rsearch.types import GenerateFn, Group
 
+NUM_SEEDS = 2**31  # that config.seed can be
+
 
 def rl_parts(setup: Setup, folder: pathlib.Path) -> dict:
     """Return the fields of an RLStage but for its name, evaluation and memory.
@@ -132,22 +134,29 @@ def data_parts(setup: Setup) -> dict:
 
 def evaluation_parts(setup: Setup) -> dict:
     """Return the arguments of an Evaluator."""
-    greedy = {"temperature": 0.0, "top_p": 1.0}
+    c = setup.config
+    sampler = {"temperature": c.eval.temperature, "top_p": c.eval.top_p}
+    samples = {}
+    if c.eval.temperature or c.eval.samples * c.eval.seeds > 1:
+        seeds = [(c.seed + i) % NUM_SEEDS for i in range(c.eval.seeds)]
+        samples = {"samples": c.eval.samples, "seeds": seeds}
 
     def make_engine() -> RolloutEngine:
-        return make_rollouts(setup, make_host(setup), **greedy, group_size=1)
+        return make_rollouts(
+            setup, make_host(setup), **sampler, group_size=c.eval.samples
+        )
 
     def load_model(name: str) -> GenerateFn:
-        return load_agent(setup.config, name, setup.mesh, workdir=setup.home)
+        return load_agent(c, name, setup.mesh, workdir=setup.home)
 
     def made_from() -> list:
-        return [fingerprint(setup.config), setup.inputs, processes.program_versions()]
+        return [fingerprint(c), setup.inputs, processes.program_versions()]
 
     make_model = functools.partial(make_local_model, setup)
-    if setup.config.models.subject.source:
-        make_model = functools.partial(load_subject, setup.config)
+    if c.models.subject.source:
+        make_model = functools.partial(load_subject, c)
     return dict(
-        config=setup.config,
+        config=c,
         questions=setup.dev,
         num_skipped=setup.num_long,
         search=setup.search,
@@ -158,5 +167,5 @@ def evaluation_parts(setup: Setup) -> dict:
         load_model=load_model,
         health=measure_health(setup),
         inputs=setup.inputs,
-        sampling=greedy,
+        sampling=sampler | samples,
     )

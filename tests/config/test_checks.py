@@ -65,6 +65,37 @@ def test_logits_are_divided_by_no_number_that_makes_them_infinite(name):
     assert told.startswith(f"config.{name} = 1e-38: must be ")
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (dict(eval__samples=2), "config.eval.temperature = 0"),
+        (dict(eval__seeds=2), "config.eval.temperature = 0"),
+        (dict(eval__top_p=0.5), "config.eval.top_p = 0.5"),
+        (
+            dict(
+                eval__samples=2,
+                eval__temperature=0.7,
+                models__subject__source="http://localhost/v1",
+                models__subject__name="m",
+            ),
+            "config.models.subject.temperature = 0",
+        ),
+        (
+            dict(
+                eval__samples=2,
+                eval__temperature=0.7,
+                eval__methods=("protocol", "reader_rag"),
+                models__reader__source="r",
+            ),
+            "'reader_rag'",
+        ),
+    ],
+)
+def test_samples_that_would_all_be_the_same_are_refused(fields, named):
+    assert named in refusal(**fields)
+    configs.validate(override(eval__samples=2, eval__seeds=2, eval__temperature=0.7))
+
+
 def test_word_is_refused_with_the_words_there_are():
     told = refusal(rl__kl_kind="nonsense")
     assert all(repr(word) in told for word in ("k1", "k2", "k3"))

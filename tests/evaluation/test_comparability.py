@@ -5,7 +5,10 @@ import pytest
 from rsearch.config import recipes
 from rsearch.evaluation.comparability import (
     MUST_BE_EQUAL,
+    SAMPLES,
+    SEEDS,
     disagreements,
+    is_same_manifest,
     judge_manifest,
     row_facts,
     row_manifest,
@@ -119,6 +122,25 @@ def test_a_row_records_what_its_method_uses(method, recorded, others):
     manifest = row_manifest(config, method, inputs=INPUTS, sampling=GREEDY)
     assert recorded <= manifest.keys() and not others & manifest.keys()
     assert manifest["seed"] == 0
+
+
+def test_samples_are_named_and_rows_of_other_ones_do_not_hold():
+    config = recipes.load("configs/base.py")
+    at_endpoint = {"models.subject.source": "http://a/v1"}
+    sampled = {"temperature": 0.7, "top_p": 1.0, "samples": 4, "seeds": [0, 1]}
+    for changes, method in (({}, "protocol"), (at_endpoint, "rag")):
+        changed = recipes.apply_overrides(config, changes)
+        greedy, four, two = (
+            row_manifest(changed, method, inputs=INPUTS, sampling=sampling)
+            for sampling in (GREEDY, sampled, sampled | {"samples": 2})
+        )
+        assert not {SAMPLES, SEEDS} & greedy.keys()
+        assert (four[SAMPLES], four[SEEDS]) == (4, [0, 1])
+        assert is_same_manifest(four, four) and is_same_manifest(greedy, greedy)
+        for others in ((four, two), (greedy, four), (four, greedy)):
+            assert not is_same_manifest(*others)
+        # How many samples a mean is of need not be equal in one table.
+        assert disagreements([facts(made_by=four), facts(made_by=two)])[1] == []
 
 
 @pytest.mark.parametrize(

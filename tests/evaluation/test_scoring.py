@@ -149,6 +149,42 @@ def test_a_summary_of_equal_scores_is_not_certain():
     assert row["f1_95"] == [pytest.approx(0.05 ** (1 / 7)), 1]
 
 
+def sampled(number, *answers, **metadata):
+    rollouts = [group(number, a, ("Paris",)).rollouts[0] for a in answers]
+    question = group(number, None, ("Paris",), **metadata).question
+    return Group(question, tuple(rollouts))
+
+
+def test_the_samples_of_a_question_are_no_questions():
+    """Two seeds of two samples each: EM 0.5 and 0.75 on two questions."""
+    groups = [
+        sampled(0, "Paris", "Paris", "Paris", "Paris", kind="a"),
+        sampled(1, "Rome", None, "Paris", "Rome", kind="b"),
+    ]
+    row = score_groups(groups, normalize="squad", num_seeds=2)
+    assert (row["n"], row["rollouts"], row["answered"]) == (2, 8, 8)
+    assert row["em"] == (1 + 1 / 4) / 2 and row["em_sd"] == pytest.approx(0.25 / 2**0.5)
+    assert row["em_95"] == [*bootstrap_interval([1, 1 / 4])]
+    assert {k: (v["n"], v["em"]) for k, v in row["by_kind"].items()} == {
+        "a": (1, 1.0),
+        "b": (1, 1 / 4),
+    }
+    lines = [
+        {
+            "prediction": r.answer,
+            "golden_answers": ["Paris"],
+            "sample_of": g.question.id,
+        }
+        for g in groups
+        for r in g.rollouts
+    ]
+    scored = score_rows(lines, "squad")
+    assert {name: row[name] for name in scored} == scored
+    one_seed = score_groups(groups, normalize="squad")
+    assert "em_sd" not in one_seed and one_seed["em_95"] == row["em_95"]
+    assert not {"rollouts", "em_sd"} & score_groups(GROUPS, normalize="squad").keys()
+
+
 def test_normalisation_is_the_one_that_is_named():
     asked = [group(0, "no-one", ("no one",))]
     assert score_groups(asked, normalize="squad")["em"] == 0

@@ -290,11 +290,17 @@ def test_two_hosts_in_one_program_learn_the_same(runs, together):
     assert texts[0] == texts[1]
 
 
+SAMPLED = [f"--config.eval.{x}" for x in ("temperature=1", "samples=2", "seeds=2")]
+
+
 @pytest.mark.slow
-def test_methods_ask_a_model_that_hosts_share_as_one_host_asks_its_own(runs, tmp_path):
+@pytest.mark.parametrize("sampling", [[], SAMPLED])
+def test_methods_ask_a_model_that_hosts_share_as_one_host_asks_its_own(
+    runs, tmp_path, sampling
+):
     """Hosts with fewer questions, and with fewer rounds of them, call with none."""
-    asked = ["--methods=direct,iter_retgen", "--config.eval.max_questions=5"]
-    asked += ["--config.eval.at_start=False"]
+    asked = ["--methods=direct,iter_retgen,protocol", "--config.eval.max_questions=5"]
+    asked += ["--config.eval.at_start=False", *sampling]
     command = ("-m", "rsearch.evaluate")
     for name in ("one", "two"):
         shutil.copytree(runs[0], tmp_path / name)
@@ -307,7 +313,9 @@ def test_methods_ask_a_model_that_hosts_share_as_one_host_asks_its_own(runs, tmp
     for rows in texts:
         for row in rows:
             del row["setting"]  # which names the mesh
-    assert texts[0][-10:] == texts[1][-10:]
+    num = 15 * (4 if sampling else 1)
+    assert texts[0][-num:] == texts[1][-num:]
+    assert len({row["method"] for row in texts[0][-num:]}) == 3
 
 
 @pytest.mark.slow

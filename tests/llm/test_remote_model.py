@@ -68,6 +68,19 @@ def test_a_chat_is_sent_with_what_continues_it():
     assert len(completion.ids) == len(completion.prompt_ids) == 0
 
 
+def test_each_sample_is_sent_a_seed_of_its_own():
+    draws = [(), (), (1, 0), (1, 1), (2, 0), (1, 0)]
+    requests = [Generate("Q:", 8, draw=draw) for draw in draws]
+
+    def seeds():
+        _, sent = ask(choice(text=" Bo"), *requests, concurrency=1)
+        return [body.get("seed") for _, body in sent]
+
+    none, others = seeds()[:2], seeds()[2:]
+    assert none == [None] * 2 and len({*others}) == 4
+    assert all(0 <= seed < 2**31 for seed in others) and seeds()[2:] == others
+
+
 def test_a_raw_text_is_sent_as_it_is():
     answer = choice("length", text=" Bo")
     (completion,), ((path, body),) = ask(answer, Generate("Q:", 8))

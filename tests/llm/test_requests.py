@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from rsearch.llm.local import LocalModel, likeliest_of_mixtures
+from rsearch.llm.local import LocalModel, sample_mixtures
 from rsearch.llm.requests import CUT, STOPPED, Generate, Mix, Score, token_pieces
 from rsearch.models.sharding import make_mesh
 from tests.rollout import tiny
@@ -13,7 +13,7 @@ PROMPT, REPLY = 40, 12
 TEXTS = ["who was born", "river lies", "the city film", "x", "director company", "a"]
 
 
-def make(num_rows=4):
+def make(num_rows=4, **settings):
     model = LocalModel(
         tiny.model(),
         tiny.tokenizer(),
@@ -21,6 +21,7 @@ def make(num_rows=4):
         num_rows=num_rows,
         max_prompt_tokens=PROMPT,
         max_reply_tokens=REPLY,
+        **settings,
     )
     model.load(tiny.params())
     return model
@@ -146,10 +147,36 @@ def test_probabilities_are_averaged_not_their_logarithms():
         ([0.5, 0.5], [[0.90, 0.0999, 0.0001], [0.0001, 0.50, 0.4999]], 0),
         ([0.2, 0.8], [[0.90, 0.0999, 0.0001], [0.0001, 0.50, 0.4999]], 1),
     ):
-        chosen = likeliest_of_mixtures(
-            np.log(probs), np.zeros(len(probs), np.int32), np.log(weights)
-        )
-        assert chosen[0] == token
+        group, keys = np.zeros(len(probs), np.int32), keys_of(len(probs))
+        mixed = np.log(probs), group, np.log(weights), keys, 0
+        assert sample_mixtures(*mixed, temperature=0.0, top_p=1.0)[0] == token
+
+
+def keys_of(num):
+    return jax.random.split(jax.random.key(1), num)
+
+
+def test_samples_of_a_mixture_have_its_probabilities():
+    num, weights, probs = 4000, [0.25, 0.75], [[0.8, 0.2, 0.0], [0.1, 0.3, 0.6]]
+    # Pad the groups: there are as many keys as rows, of which two make a group.
+    logits = np.log(np.tile(probs, (num, 1)) + 1e-30)
+    group = np.repeat(np.arange(num, dtype=np.int32), 2)
+    mixed = logits, group, np.log(np.tile(weights, num)), keys_of(2 * num), 0
+    drawn = sample_mixtures(*mixed, temperature=1.0, top_p=1.0)[:num]
+    shares = np.bincount(drawn, minlength=3) / num
+    assert shares == pytest.approx(np.average(probs, 0, weights), abs=0.03)
+
+
+def test_a_sample_follows_from_its_prompt_and_draw_alone():
+    model = make(num_rows=4, temperature=3.0)
+    draws = [(seed, sample) for seed in (1, 2) for sample in (0, 1)]
+    requests = [Generate(t, REPLY, draw=d) for t in TEXTS[:2] for d in draws]
+    mixes = [Mix((r.prompt, "x"), (0.5, 0.5), REPLY, draw=r.draw) for r in requests]
+    for ask, several in ((model.generate, requests), (model.mix, mixes)):
+        texts = [c.text for c in ask(several)]
+        assert len(set(texts)) == len(several)
+        assert [c.text for c in ask(several[::-1])] == texts[::-1]
+        assert [c.text for c in ask(several[3:6])] == texts[3:6]
 
 
 def test_what_does_not_fit_has_no_completion(model):

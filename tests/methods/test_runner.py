@@ -55,6 +55,35 @@ def test_neither_order_nor_rows_change_an_answer():
         assert max(model.batches) == min(4 * num_rows, len(QUESTIONS))
 
 
+def test_each_sample_of_a_question_has_draws_of_its_own(tmp_path):
+    """Whatever runs beside it, and whatever was answered before the run was killed."""
+
+    def drawn(request):
+        return f"{reply(request)} {hash(request.draw) % 1000}"
+
+    draws = [(7, 0), (7, 1)]
+    everything = run(model=ScriptedModel(drawn), draws=draws)
+    assert [len(group.rollouts) for group in everything] == [2] * len(QUESTIONS)
+    first = answers(everything)
+    assert first == answers(
+        run(model=ScriptedModel(drawn, num_rows=1), draws=draws[:1])
+    )
+    second = {g.question.id: g.rollouts[1].answer for g in everything}
+    assert all(second[name] != answer for name, answer in first.items())
+    # Two questions in the same words.
+    twins = [Question(name, "Who?", ("gold",)) for name in "ab"]
+    assert len({*answers(run(questions=twins, draws=draws)).values()}) == 1
+    model = ScriptedModel(drawn)
+    assert len({*answers(run(questions=twins, draws=draws, model=model)).values()}) == 2
+
+    cache = RolloutCache(AppendLog(tmp_path, "answers"), [7])
+    for i in (0, 5):
+        cache.put(QUESTIONS[i], 1, everything[i].rollouts[1])
+    cache = RolloutCache(AppendLog(tmp_path, "answers"), [7])
+    again = run(model=ScriptedModel(drawn), draws=draws, cache=cache)
+    assert cache.num_reused == 2 and encode_groups(again) == encode_groups(everything)
+
+
 def test_requests_of_a_kind_go_out_in_one_call():
     model = ScriptedModel(reply, num_rows=64)
     run(model=model)

@@ -1,0 +1,94 @@
+"""The evaluator: samples of several seeds, and questions that cannot be asked."""
+
+import json
+
+import pytest
+
+from rsearch.evaluation.evaluator import Evaluator
+from rsearch.evaluation.results import show_results
+from rsearch.rollout.records import encode_groups
+from rsearch.runtime.journal import AppendLog
+from rsearch.setup.load import load_setup
+from rsearch.setup.stages import evaluation_parts
+from rsearch.setup.weights import initial_params
+from rsearch.types import Group
+from tests.small_run import config, quick_compilation
+
+__all__ = ["quick_compilation"]
+
+
+class Answered:
+    """A model of methods that have nothing left to ask."""
+
+    num_rows = 1
+
+    def on_any_host(self, value):
+        assert not value
+        return False
+
+
+def test_a_sampled_evaluation_is_means_over_samples_of_each_seed(tmp_path, capsys):
+    """It goes on where it was killed, and a seed's samples are always the same."""
+    drawn = {"eval__temperature": 2.0, "eval__methods": ("protocol", "direct")}
+    drawn |= {"rollout__max_turn_tokens": 4, "seed": 3}
+    setups = [
+        load_setup(config(**drawn, eval__samples=2, eval__seeds=n), only_dev=True)
+        for n in (1, 2)
+    ]
+    params = initial_params(setups[0])
+    one, two = map(evaluation_parts, setups)
+    engine, model = one["make_engine"](), one["make_model"]()
+    engines = {"make_engine": lambda: engine, "make_model": lambda: model}
+    num_reused = []
+
+    def resumed(*args, finished, **settings):
+        groups = engine(*args, finished=finished, **settings)
+        num_reused.append(finished.num_reused)
+        return groups
+
+    resumed.place_params = engine.place_params
+    answered = {"make_engine": lambda: resumed, "make_model": lambda: Answered()}
+    journal = AppendLog(tmp_path, "answers")
+    for method in drawn["eval__methods"]:
+        first, of_one = Evaluator(**one | engines)(params, method)
+        evaluator = Evaluator(**two | engines)
+        row, groups = evaluator(params, method, journal=journal)
+        assert (first["n"], first["rollouts"]) == (6, 12) and "em_sd" not in first
+        assert (row["n"], row["rollouts"], row["em_sd"]) == (6, 24, 0.0)
+        assert row["made_by"]["sampling.seeds"] == [3, 4]
+        halves = [Group(g.question, g.rollouts[:2]) for g in groups]
+        assert encode_groups(halves) == encode_groups(of_one)
+        texts = [[r.policy_texts for r in g.rollouts] for g in groups]
+        assert all(len({*several}) > 2 for several in texts)
+        evaluator = Evaluator(**two | answered)
+        _, again = evaluator(params, method, journal=AppendLog(tmp_path, "answers"))
+        assert encode_groups(again) == encode_groups(groups)
+    assert num_reused == [12, 12]
+    show_results([{"stage": "rl", **r} for r in (first, row)], config())
+    assert "em_sd" in capsys.readouterr().out
+
+
+@pytest.mark.fault(11, "left out and listed")
+def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(tmp_path):
+    asked = [{"question": "Who?", "golden_answers": ["x"]}]
+    asked += [{"question": "Who " * 60, "golden_answers": ["x"]}]
+    path, said = tmp_path / "dev.jsonl", []
+    path.write_text("\n".join(map(json.dumps, asked)))
+    long = config(data__dev=str(path), rollout__max_prompt_tokens=20)
+    setup = load_setup(long, only_dev=True, say=said.append)
+    assert sum(line.startswith("left out of dev: ") for line in said) == 1
+    evaluator = Evaluator(**evaluation_parts(setup))
+    row, groups = evaluator(initial_params(setup), "direct")
+    assert (row["n"], row["skipped"], len(groups)) == (1, 1, 1)
+    row = {"stage": "s", "step": 0, **row}
+    assert evaluator.is_current(row, stage="s", step=0)
+    assert not evaluator.is_current(row, stage="s", step=1)
+    # What the method does not use may change.
+    uses = {"rollout__max_turn_tokens": True, "retrieval__top_k": False}
+    for name, is_used in uses.items():
+        changed = config(data__dev=str(path), **{name: 7})
+        other = Evaluator(**evaluation_parts(setup) | {"config": changed})
+        assert other.is_current(row, stage="s", step=0) != is_used, name
+    path.write_text(json.dumps(asked[1]))
+    with pytest.raises(ValueError, match=r"longer than config\.rollout\.max_prompt"):
+        load_setup(long, only_dev=True)

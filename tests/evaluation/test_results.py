@@ -1,0 +1,33 @@
+"""Rows of results.json and the transcripts beside them, of several samples."""
+
+from rsearch.evaluation import results
+from rsearch.rollout.health import NEEDLESS
+from rsearch.types import Group
+from tests.evaluation.test_scoring import GROUPS
+
+ROW = {"stage": "rl", "step": 1, "method": "rag", "dataset": "d"}
+
+
+def test_transcripts_name_seeds_and_samples():
+    (first, second) = GROUPS[:2]
+    asked = [Group(first.question, (*first.rollouts, *second.rollouts) * 2)]
+    made_by = {"sampling.samples": 2, "sampling.seeds": [5, 6]}
+    told = results.transcripts(asked, ROW | {"made_by": made_by})
+    assert [(t["seed"], t["sample"]) for t in told] == [(5, 0), (5, 1), (6, 0), (6, 1)]
+    assert len({t["id"] for t in told}) == 1
+
+
+def test_searches_of_samples_are_needless_where_direct_is_always_right(tmp_path):
+    same = {"normalize": "squad", "questions": "x"}
+    same["made_by"] = {"sampling.samples": 2, "sampling.seeds": [0]}
+    searching, other = GROUPS[1].rollouts[0], GROUPS[0].rollouts[0]
+    right, wrong = GROUPS[0].rollouts[0], GROUPS[2].rollouts[0]
+    asked = {
+        "direct": [(right, right), (right, wrong)],
+        "protocol": [(searching, other), (searching, searching)],
+    }
+    for method, rollouts in asked.items():
+        groups = [Group(g.question, r) for g, r in zip(GROUPS, rollouts, strict=False)]
+        row = ROW | same | {"method": method}
+        rows = results.record_results(tmp_path, row, results.transcripts(groups, row))
+    assert rows[1][NEEDLESS] == 1 / 2
