@@ -329,7 +329,10 @@ ROLLOUT = Section(
         False, "tags count as retrieved text, so that the cut takes the closing one"
     ),
     max_prompt_tokens=Field(
-        16, "questions with longer prompts are left out and listed", at_least(1)
+        16,
+        "questions with longer prompts are left out and listed; of dev see "
+        "eval.drop_long",
+        at_least(1),
     ),
     context_tokens=Field(
         0, "tokens of a whole rollout; 0 = what its limits can come to", at_least(0)
@@ -859,6 +862,11 @@ EVAL = Section(
         1,
         "of sampling: seed, seed + 1, ...; rows have the deviation between them",
         between(1, 1000),
+    ),
+    drop_long=Field(
+        False,
+        "leave questions out whose prompts are longer than rollout.max_prompt_tokens; "
+        "else they are wrong where the policy's protocol cannot ask them",
     ),
     max_questions=Field(0, "of dev; 0 = all", at_least(0)),
     normalize=Field("squad", "of answers", one_of(NORMALIZERS)),

@@ -37,7 +37,7 @@ from tests.small_run import (
 __all__ = ["quick_compilation"]
 FIELDS = {
     *("stage", "step", "method", "dataset", "questions", "normalize", "n"),
-    *("skipped", "start", "setting", "made_by"),
+    *("skipped", "too_long", "start", "setting", "made_by"),
     "seconds",
     *("searches", "queries", "searches_right", "searches_wrong"),
     *("policy_tokens", "tokens", "by_kind", "by_known", "asks", *COSTS),

@@ -74,7 +74,7 @@ MODELS = ("writer", "answerer", "reader", "subject")  # beside the policy
 # others count, those of later versions too.
 NO_SETTINGS = ("at_start", "every_steps", "methods", "max_questions", "examples")
 NO_SETTINGS += ("normalize", "judge_prompt", "judge_golds", "answer_from")
-NO_SETTINGS += ("temperature", "top_p", "samples", "seeds")
+NO_SETTINGS += ("temperature", "top_p", "samples", "seeds", "drop_long")
 SAMPLES, SEEDS = "sampling.samples", "sampling.seeds"  # only of rows with samples
 
 

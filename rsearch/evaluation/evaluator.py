@@ -60,7 +60,15 @@ from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console
 from rsearch.runtime.identity import num_starts
 from rsearch.runtime.journal import AppendLog
-from rsearch.types import GenerateFn, Group, Params, Question, SearchFn
+from rsearch.types import (
+    GenerateFn,
+    Group,
+    Outcome,
+    Params,
+    Question,
+    Rollout,
+    SearchFn,
+)
 
 EVIDENCE = "evidence"
 READER_RAG = "reader_rag"
@@ -79,7 +87,7 @@ class Evaluator:
         config: ConfigDict,
         questions: Sequence[Question],
         *,
-        num_skipped: int,
+        too_long: Sequence[Question],
         search: SearchFn,
         make_engine: Callable[[], RolloutEngine],
         make_model: Callable[[], Model],
@@ -97,7 +105,8 @@ class Evaluator:
         Args:
             config: of the run.
             questions: held out.
-            num_skipped: how many more there are whose prompts are too long.
+            too_long: those whose prompts the policy's protocol has no room for, among
+                the questions or left out of them.
             search: of the run, for readers and methods.
             make_engine: makes the rollouts of the policy's protocol.
             make_model: makes the model that methods ask: the policy without parameters,
@@ -115,7 +124,8 @@ class Evaluator:
         """
         self._config = config
         self._questions = questions
-        self._num_skipped = num_skipped
+        self._too_long = {question.id for question in too_long}
+        self._num_skipped = len(self._too_long - {q.id for q in questions})
         self._search = search
         limit = config.eval.max_questions
         self.dataset = (dataset or config.data.dev) + (f"[:{limit}]" if limit else "")
@@ -170,9 +180,9 @@ class Evaluator:
         Returns:
             A row for results.json (fractions from 0 to 1, tokens and searches as means
             over rollouts, outcomes as counts; `questions` is their fingerprint,
-            `skipped` counts those whose prompts are too long for the protocol, which no
-            method is asked; `asks` is the source of the model beside the policy that
-            gave the answers, "" without one; `search_health` has its numbers; `made_by`
+            `skipped` counts those that config.eval.drop_long has left out; `asks` is
+            the source of the model beside the policy that gave the answers, "" without
+            one; `search_health` has its numbers; `made_by`
             is the method's `row_manifest`), and a group of one rollout a question, or
             of its samples with the first seed, then of those with the second, and so
             on.
@@ -293,13 +303,21 @@ class Evaluator:
         if seed in by_seed:
             return by_seed[seed]
         engine = self._make_engine()
+        fitting = [q for q in questions if q.id not in self._too_long]
         groups = engine(
             engine.place_params(params),
-            questions,
+            fitting,
             jax.random.key(seed),
-            on_done=_progress(PROTOCOL, len(questions)),
+            on_done=_progress(PROTOCOL, len(fitting)),
             finished=cache,
         )
+        # Questions that nobody could be asked count as wrong.
+        unread = (Rollout((), None, (), Outcome.TRUNCATED),) * (self._samples or 1)
+        rolled_out = iter(groups)
+        groups = [
+            Group(q, unread) if q.id in self._too_long else next(rolled_out)
+            for q in questions
+        ]
         if EVIDENCE in self._config.eval.methods:
             by_seed[seed] = groups
         return groups

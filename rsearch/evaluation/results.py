@@ -34,7 +34,8 @@ NUMBERS = (*COLUMNS[3:5], *COLUMNS[6:], "queries", "searches_right", "searches_w
 JUDGED = ("judge", "judge_agreement", "judge_unparsed", "judge_failed")
 JUDGE_NUMBERS = (*JUDGED, "judge_right_em_wrong", "judge_wrong_em_right")
 SAMPLED = ("rollouts", "em_sd")  # of rows with several samples, or seeds
-NUMBERS += ("judge_error", *JUDGE_NUMBERS, *HEALTH, *COSTS, *SAMPLED)
+FAILED = ("judge_error", "too_long")  # columns where there are any
+NUMBERS += (*FAILED, *JUDGE_NUMBERS, *HEALTH, *COSTS, *SAMPLED)
 RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 
 
@@ -264,8 +265,7 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
             return row[name].rpartition("/")[2]
         return row[name]
 
-    has_failed = any(row.get("judge_error") for row in rows)
-    failed = ("judge_error",) if has_failed else ()
+    failed = tuple(name for name in FAILED if any(row.get(name) for row in rows))
     judged = JUDGED if any("judge" in row for row in rows) else ()
     rollouts, deviation = (
         (name,) if any(row.get(name) is not None for row in rows) else ()

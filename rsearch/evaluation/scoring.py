@@ -137,7 +137,8 @@ def score_groups(
         rollouts of `searches` (turns that searched), `queries`, `searches_right`
         and `searches_wrong` (over those whose answer is an exact match, and the others;
         None without any), `policy_tokens`, `tokens` and the costs of COSTS; a count of
-        rollouts for each outcome; with several seeds `<score>_sd`, the sample standard
+        rollouts for each outcome; `too_long`, how many questions had a prompt of which
+        nothing was read; with several seeds `<score>_sd`, the sample standard
         deviation of the score between them; and the first few of these again for each
         kind of question in `by_kind` and `by_known`, which are empty where questions
         have no such metadata.
@@ -171,6 +172,7 @@ def score_groups(
     summary["policy_tokens"] = float(np.mean([r.num_policy_tokens for _, r in pairs]))
     summary["tokens"] = float(np.mean([r.num_tokens for _, r in pairs]))
     summary |= {name: float(np.mean(x)) for name, x in _costs(pairs).items()}
+    summary["too_long"] = sum(all(map(_is_too_long, g.rollouts)) for g in groups)
     for outcome in Outcome:
         summary[outcome.value] = sum(r.outcome == outcome for _, r in pairs)
     of_questions = means, by_question(searches), by_question(is_signal) > 0
@@ -181,6 +183,11 @@ def score_groups(
     known = [words.get(k) for k in known]
     summary["by_known"] = _split(*of_questions, known)
     return summary
+
+
+def _is_too_long(rollout):
+    """Return whether the first prompt was longer than its budget."""
+    return rollout.outcome == Outcome.TRUNCATED and not rollout.policy_texts
 
 
 def _costs(pairs) -> dict[str, list[float]]:

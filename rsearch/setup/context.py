@@ -43,9 +43,10 @@ class Setup(ModelContext):
         tokenizer, protocol: of the policy.
         source: the directory that its weights come from; None if they are random.
         search: finds passages for queries.
-        train, dev: questions; those whose prompts are too long are left out of both.
-            Of the held-out ones the first config.eval.max_questions are kept.
-        num_long: how many held-out ones before the last were left out.
+        train, dev: questions; those whose prompts are too long are left out of the
+            first, and with config.eval.drop_long of both. Of the held-out ones the
+            first config.eval.max_questions are kept.
+        too_long: the held-out ones before the last whose prompts are too long.
         inputs: {name: fingerprint} of what the configuration names.
         judge: for reward terms that ask a judge.
         writer: writes the observations of the policy's protocol; None shows passages.
@@ -59,7 +60,7 @@ class Setup(ModelContext):
     search: SearchFn
     train: tuple[Question, ...]
     dev: tuple[Question, ...]
-    num_long: int
+    too_long: tuple[Question, ...]
     inputs: dict[str, str]
     judge: GenerateFn | None
     writer: GenerateFn | None

@@ -136,7 +136,7 @@ def load_setup(
     search = memoise("search", [c.retrieval, c.world, seed], make_search)
 
     # The questions.
-    train, dev, num_long = (), (), 0
+    train, dev, too_long = (), (), ()
     if not only_dev:
         train = read_questions(c, "train", world, say, home)
     if not only_policy:
@@ -158,7 +158,14 @@ def load_setup(
     )
     train, _ = drop_long(train, "train")
     if not only_policy:
-        dev, num_long = drop_long(dev, "dev", limit=c.eval.max_questions)
+        dev, too_long = drop_long(
+            dev, "dev", limit=c.eval.max_questions, are_kept=not c.eval.drop_long
+        )
+        if {q.id for q in dev} <= {q.id for q in too_long}:
+            raise ValueError(
+                "every held-out prompt is longer than config.rollout.max_prompt_tokens "
+                f"= {c.rollout.max_prompt_tokens}"
+            )
         _check_questions(c, train, dev, only_dev, say)
 
     # The models beside the policy. Several hosts load jointly, so never lazily.
@@ -201,7 +208,7 @@ def load_setup(
         search=search,
         train=train,
         dev=dev,
-        num_long=num_long,
+        too_long=too_long,
         inputs=inputs,
         judge=judge,
         writer=writer,
@@ -241,11 +248,6 @@ def _references(c, *, only_dev: bool) -> list[str]:
 
 def _check_questions(config, train, dev, only_dev, say):
     """Refuse too few questions; tell `say` how many there are."""
-    if not dev:
-        raise ValueError(
-            "every held-out prompt is longer than config.rollout.max_prompt_tokens = "
-            f"{config.rollout.max_prompt_tokens}"
-        )
     if only_dev:
         say(f"questions: {len(dev):,} held out")
         return

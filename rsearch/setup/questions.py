@@ -107,34 +107,36 @@ def drop_long_prompts(
     max_tokens: int,
     say: Callable[[str], None],
     limit: int = 0,
-) -> tuple[tuple[Question, ...], int]:
-    """Return the questions whose prompts are within their budget.
+    are_kept: bool = False,
+) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
+    """Return the questions whose prompts are within their budget, and the others.
 
     Args:
         questions: of "train" or "dev", the `split`.
         count_tokens: a question's text -> the tokens of its prompt.
         max_tokens: the budget of a prompt.
-        say: called with a line on the first questions left out, and on their number.
-        limit: how many are wanted; 0 is all that fit.
+        say: called with a line on the first questions with long prompts, and on their
+            number.
+        limit: how many are wanted; 0 is all that there are.
+        are_kept: whether those with long prompts are among the questions, too.
 
     Returns:
-        The questions, and how many before the last of them were left out.
+        The questions, and those before the last of them whose prompts are too long.
     """
-    short: list[Question] = []
-    num_long = 0
+    wanted: list[Question] = []
+    too_long: list[Question] = []
+    fate = f"in {split}, counts as wrong" if are_kept else f"left out of {split}"
     for question in questions:
-        if limit and len(short) == limit:
+        if limit and len(wanted) == limit:
             break
         count = count_tokens(question.text)
+        if count <= max_tokens or are_kept:
+            wanted.append(question)
         if count <= max_tokens:
-            short.append(question)
             continue
-        num_long += 1
-        if num_long <= MAX_NAMED:
-            say(
-                f"left out of {split}: {question.id}, "
-                f"prompt {count} > {max_tokens} tokens"
-            )
-    if num_long > MAX_NAMED:
-        say(f"left out of {split}: {num_long:,} questions with long prompts in all")
-    return tuple(short), num_long
+        too_long.append(question)
+        if len(too_long) <= MAX_NAMED:
+            say(f"{fate}: {question.id}, prompt {count} > {max_tokens} tokens")
+    if len(too_long) > MAX_NAMED:
+        say(f"{fate}: {len(too_long):,} questions with long prompts in all")
+    return tuple(wanted), tuple(too_long)

@@ -158,7 +158,7 @@ def evaluation_parts(setup: Setup) -> dict:
     return dict(
         config=c,
         questions=setup.dev,
-        num_skipped=setup.num_long,
+        too_long=setup.too_long,
         search=setup.search,
         make_engine=make_engine,
         make_model=make_model,

@@ -12,6 +12,7 @@ from rsearch.setup.load import load_setup
 from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params
 from rsearch.types import Group
+from tests.evaluation.test_scoring import GROUPS
 from tests.small_run import config, quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -68,25 +69,48 @@ def test_a_sampled_evaluation_is_means_over_samples_of_each_seed(tmp_path, capsy
     assert "em_sd" in capsys.readouterr().out
 
 
+class Reading:
+    """The policy's protocol, which is asked what its prompts have room for."""
+
+    def place_params(self, params):
+        return params
+
+    def __call__(self, params, questions, key, **settings):
+        return [Group(q, GROUPS[0].rollouts) for q in questions]
+
+
 @pytest.mark.fault(11, "left out and listed")
-def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(tmp_path):
+@pytest.mark.parametrize("drop_long", [False, True])
+def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(
+    tmp_path, drop_long
+):
     asked = [{"question": "Who?", "golden_answers": ["x"]}]
-    asked += [{"question": "Who " * 60, "golden_answers": ["x"]}]
+    asked += [{"question": "Who " * 12, "golden_answers": ["x"]}]
     path, said = tmp_path / "dev.jsonl", []
     path.write_text("\n".join(map(json.dumps, asked)))
-    long = config(data__dev=str(path), rollout__max_prompt_tokens=20)
+    settings = dict(rollout__max_prompt_tokens=20, eval__max_prompt_tokens=100)
+    settings |= dict(eval__drop_long=drop_long)
+    long = config(data__dev=str(path), **settings)
     setup = load_setup(long, only_dev=True, say=said.append)
-    assert sum(line.startswith("left out of dev: ") for line in said) == 1
-    evaluator = Evaluator(**evaluation_parts(setup))
-    row, groups = evaluator(initial_params(setup), "direct")
-    assert (row["n"], row["skipped"], len(groups)) == (1, 1, 1)
+    fate = "left out of dev: " if drop_long else "in dev, counts as wrong: "
+    assert sum(line.startswith(fate) for line in said) == 1
+    parts = evaluation_parts(setup) | {"make_engine": Reading}
+    params, counts = initial_params(setup), ("n", "skipped", "too_long", "truncated")
+    row, groups = Evaluator(**parts)(params, "protocol")
+    expected = (1, 1, 0, 0) if drop_long else (2, 0, 1, 1)
+    assert tuple(row[name] for name in counts) == expected
+    (last, *_) = groups[-1].rollouts
+    assert last.answer == ("Paris" if drop_long else None)
+    evaluator = Evaluator(**parts)
+    row, groups = evaluator(params, "direct")  # which has room for both
+    assert (row["n"], row["skipped"], row["too_long"]) == (*expected[:2], 0)
     row = {"stage": "s", "step": 0, **row}
     assert evaluator.is_current(row, stage="s", step=0)
     assert not evaluator.is_current(row, stage="s", step=1)
     # What the method does not use may change.
     uses = {"rollout__max_turn_tokens": True, "retrieval__top_k": False}
     for name, is_used in uses.items():
-        changed = config(data__dev=str(path), **{name: 7})
+        changed = config(data__dev=str(path), **settings | {name: 7})
         other = Evaluator(**evaluation_parts(setup) | {"config": changed})
         assert other.is_current(row, stage="s", step=0) != is_used, name
     path.write_text(json.dumps(asked[1]))
