@@ -19,6 +19,8 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from rsearch.config.fields import fingerprint
+from rsearch.config.stage_plan import URLS
 from rsearch.data.demonstrations import PROTOCOL
 from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.answers import (
@@ -60,6 +62,7 @@ from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console
 from rsearch.runtime.identity import num_starts
 from rsearch.runtime.journal import AppendLog
+from rsearch.runtime.recorded import record_replies
 from rsearch.types import (
     GenerateFn,
     Group,
@@ -73,6 +76,10 @@ from rsearch.types import (
 EVIDENCE = "evidence"
 READER_RAG = "reader_rag"
 JOURNAL = "answers"  # of the questions that are answered before a row is written
+JUDGE = "eval_judge"
+# A connection's calls of the judge between two times that replies are recorded. A stop
+# loses those; a slow call is waited for each time.
+JUDGED_AT_ONCE = 16
 
 
 class Evaluator:
@@ -216,7 +223,9 @@ class Evaluator:
         names = {"method": method, "dataset": self.dataset, "setting": self._setting}
         return {**names, **row}, groups
 
-    def judge(self, groups: Sequence[Group]) -> tuple[dict, list[Verdict]]:
+    def judge(
+        self, groups: Sequence[Group], folder: pathlib.Path
+    ) -> tuple[dict, list[Verdict]]:
         """Ask config.models.eval_judge about the answers; all hosts call this together.
 
         Scoring does not call this, so that the dev scores between the steps of a stage
@@ -224,6 +233,7 @@ class Evaluator:
 
         Args:
             groups: of all questions, the same on all hosts.
+            folder: of the replies that an endpoint gives.
 
         Returns:
             Further fields of the row, see `summarize_verdicts`, where `judged_by` names
@@ -239,12 +249,34 @@ class Evaluator:
             return {JUDGED_BY: judged_by, **dict.fromkeys(JUDGE_NUMBERS)}, []
         verdicts = judge_answers(
             [Prediction(q.text, tuple(q.golden_answers), r.answer) for q, r in pairs],
-            functools.partial(processes.map_hosts_json, self._load_model("eval_judge")),
+            functools.partial(processes.map_hosts_json, self._load_judge(folder)),
             prompt=c.judge_prompt,
             golds=c.judge_golds,
         )
         exact = scores_of_groups(groups, c.normalize)["em"].tolist()
         return {JUDGED_BY: judged_by, **summarize_verdicts(verdicts, exact)}, verdicts
+
+    def _load_judge(self, folder) -> GenerateFn:
+        """Return the judge; an endpoint is asked once for each chat, over all starts.
+
+        A reply that is no verdict is recorded, too: temperature 0 would repeat it, and
+        a judge that is asked until it gives a verdict is another judge. A call that has
+        failed is made again.
+        """
+        judge = self._load_model(JUDGE)
+        section = self._config.models.eval_judge
+        if not section.source.startswith(URLS):
+            return judge
+        # Opened for each method, as other hosts may have recorded replies meanwhile.
+        log = AppendLog(folder, JUDGE)
+        recorded = record_replies(judge, log, made_from=[fingerprint(self._judged_by)])
+        size = JUDGED_AT_ONCE * section.max_concurrent
+
+        def ask(chats):
+            batches = [chats[i : i + size] for i in range(0, len(chats), size)]
+            return [reply for batch in batches for reply in recorded(batch)]
+
+        return ask
 
     def _asks(self, method) -> str:
         """Return the source of the model that gives a method's answers, or ""."""
@@ -352,7 +384,7 @@ def run_methods(
     journal, rows, recorded = AppendLog(folder, JOURNAL), [], []
     for method in methods:
         row, groups = evaluator(params, method, journal=journal)
-        judged, verdicts = evaluator.judge(groups)
+        judged, verdicts = evaluator.judge(groups, folder)
         # Which code, libraries and inputs measured it: an entry of run.json, from 1.
         row = {"stage": stage, "step": step, "start": num_starts(folder), **row}
         row |= judged

@@ -39,23 +39,34 @@ def record_search(search: SearchFn, log: AppendLog) -> SearchFn:
     return recorded
 
 
-def record_replies(generate: GenerateFn, log: AppendLog) -> GenerateFn:
+def record_replies(
+    generate: GenerateFn, log: AppendLog, *, made_from: Sequence = ()
+) -> GenerateFn:
     """Return a GenerateFn that asks another once for each chat, over all starts.
 
     Args:
         generate: of an endpoint. A call that has failed, which is None, is not
             recorded.
-        log: of this model's replies in the stage, never cleared.
+        log: of this model's replies, never cleared.
+        made_from: JSON values that a reply follows from beside its chat. With others it
+            is asked for again; a stage's model has none, as the run is bound to it.
     """
-    return _record(generate, log, str, str)
+    return _record(generate, log, str, str, made_from=made_from)
 
 
-def _record(ask: Callable, log: AppendLog, to_json: Callable, from_json: Callable):
+def _record(
+    ask: Callable,
+    log: AppendLog,
+    to_json: Callable,
+    from_json: Callable,
+    *,
+    made_from: Sequence = (),
+):
     """Return `ask` behind a log of its answers, stored as `to_json` of each."""
     single_flight = SingleFlight()
 
     def read_log(keys):
-        bodies = {key: log.get([key]) for key in keys}
+        bodies = {key: log.get([*made_from, key]) for key in keys}
         return {k: from_json(json.loads(b)) for k, b in bodies.items() if b is not None}
 
     def ask_recorded(requests: Sequence) -> list:
@@ -66,7 +77,8 @@ def _record(ask: Callable, log: AppendLog, to_json: Callable, from_json: Callabl
             answers = ask([request_of[key] for key in new_keys])
             for key, answer in zip(new_keys, answers, strict=True):
                 if answer is not None:
-                    log.add([key], json.dumps(to_json(answer)).encode())
+                    body = json.dumps(to_json(answer)).encode()
+                    log.add([*made_from, key], body)
             return answers
 
         answers = single_flight(keys, known=read_log, ask=ask_and_record)

@@ -1,0 +1,97 @@
+"""A judge at an endpoint is paid for once for each answer that it has judged."""
+
+import pytest
+
+from rsearch.config import recipes
+from rsearch.evaluation.evaluator import Evaluator
+from tests.evaluation.test_scoring import group
+
+URL = "https://judge.example/v1"
+REPLIES = {"a": "True", "b": "False", "c": "No idea."}  # others fail
+
+
+class Judge:
+    """Replies by the predicted answer; hangs up where an answer is `stops_at`."""
+
+    def __init__(self, stops_at=None):
+        self.asked, self.stops_at = [], stops_at
+
+    def __call__(self, chats):
+        texts = [chat[0]["content"].rpartition(": ")[2] for chat in chats]
+        if self.stops_at in texts:
+            raise KeyboardInterrupt
+        self.asked += texts
+        return [REPLIES.get(text[0]) for text in texts]
+
+
+def judge(answers, folder, judging, **overrides):
+    """Score these answers in an evaluation that starts anew; return the verdicts."""
+    settings = {"source": URL, "name": "m", "max_concurrent": 1}
+    fields = {f"models.eval_judge.{name}": x for name, x in settings.items()}
+    named = {name.replace("__", "."): x for name, x in overrides.items()}
+    evaluator = Evaluator(
+        recipes.apply_overrides(recipes.load("configs/base.py"), fields | named),
+        [],
+        num_skipped=0,
+        search=None,
+        make_engine=dict,
+        make_model=dict,
+        kit=None,
+        made_from=None,
+        load_model=lambda role: judging,
+        health=None,
+        inputs={},
+        sampling={},
+    )
+    groups = [group(0, answer, ("Paris",)) for answer in answers]
+    return evaluator.judge(groups, folder)[1]
+
+
+def test_a_repeated_evaluation_asks_for_failed_calls_alone(tmp_path):
+    first, second = Judge(), Judge()
+    answers = ["a", "b", "c", "down", "a"]
+    verdicts = judge(answers, tmp_path, first)
+    assert [v.score for v in verdicts] == [1, 0, 0, None, 1]
+    assert first.asked == answers[:4]
+    assert judge([*answers, "a new one"], tmp_path, second)[:5] == verdicts
+    assert second.asked == ["down", "a new one"]
+
+
+def test_an_evaluation_that_is_killed_loses_only_the_calls_under_way(tmp_path):
+    answers = [f"a{i}" for i in range(100)]
+    first, second = Judge(stops_at="a70"), Judge()
+    with pytest.raises(KeyboardInterrupt):
+        judge(answers, tmp_path, first)
+    assert len(first.asked) >= 50
+    judge(answers, tmp_path, second)
+    assert first.asked + second.asked == answers
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"models__eval_judge__source": "https://other.example/v1"},
+        {"models__eval_judge__name": "other"},
+        {"models__eval_judge__temperature": 0.5},
+        {"models__eval_judge__top_p": 0.5},
+        {"models__eval_judge__max_reply_tokens": 8},
+        {"eval__judge_prompt": "graded"},
+        {"eval__judge_golds": "any"},
+        # Of a local model: it costs nothing, and its weights may have changed.
+        {"models__eval_judge__source": "stage:rl"},
+    ],
+)
+def test_another_judge_is_asked_and_the_first_is_not_forgotten(tmp_path, change):
+    for overrides, num_asked in (({}, 1), (change, 1), ({}, 0)):
+        judging = Judge()
+        judge(["a"], tmp_path, judging, **overrides)
+        assert len(judging.asked) == num_asked
+
+
+def test_how_a_judge_is_reached_may_change(tmp_path):
+    judge(["a"], tmp_path, Judge())
+    judging = Judge()
+    settings = {"max_concurrent": 2, "timeout_seconds": 1.0, "api_key_env": "KEY"}
+    changes = {f"models__eval_judge__{name}": x for name, x in settings.items()}
+    judge(["a"], tmp_path, judging, **changes)
+    assert judging.asked == []
