@@ -28,6 +28,7 @@ from rsearch.evaluation.evaluator import Evaluator, run_methods
 from rsearch.evaluation.results import show_results
 from rsearch.hosts import processes
 from rsearch.methods.table import DEMANDING, METHODS
+from rsearch.rollout.records import params_fingerprint
 from rsearch.runtime import console
 from rsearch.runtime.identity import record_start
 from rsearch.runtime.workdir import CONFIG, check_workdir, open_workdir, read_config
@@ -129,6 +130,7 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
                 params,
                 stage=stage,
                 step=step,
+                digest=params_fingerprint(params),
                 methods=variant.eval.methods,
                 folder=workdir.path,
             )

@@ -38,6 +38,7 @@ from rsearch.evaluation.evaluator import Evaluator, run_methods
 from rsearch.evaluation.results import read_results, read_transcripts, show_results
 from rsearch.hosts import processes
 from rsearch.plan.dry_run import HOST_DEVICES, dry_run
+from rsearch.rollout.records import params_fingerprint
 from rsearch.runtime import checkpoint, console, files
 from rsearch.runtime.identity import record_start, refuse_changes
 from rsearch.runtime.metrics import read_metrics
@@ -379,16 +380,23 @@ def _evaluate(config, evaluator, params, stage, step, folder):
     """Evaluate the methods that results.json does not have yet for this policy.
 
     A row of an earlier step is measured again: the stage may have got more steps, or
-    rsearch.evaluate was run before it had ended.
+    rsearch.evaluate was run before it had ended. So is one of other weights.
     """
+    digest = params_fingerprint(params)
     current = {
         row["method"]
         for row in read_results(folder)
-        if evaluator.is_current(row, stage=stage, step=step)
+        if evaluator.is_current(row, stage=stage, step=step, digest=digest)
     }
     methods = [m for m in config.eval.methods if m not in current]
     run_methods(
-        evaluator, params, stage=stage, step=step, methods=methods, folder=folder
+        evaluator,
+        params,
+        stage=stage,
+        step=step,
+        digest=digest,
+        methods=methods,
+        folder=folder,
     )
 
 

@@ -70,6 +70,9 @@ FIELDS = {
     ),
 }
 MODELS = ("writer", "answerer", "reader", "subject")  # beside the policy
+PARAMS = "params"  # of the policy; `model.weights` are those that training began with
+# What a table compares, and names in columns: the seeds and checkpoints of runs.
+COMPARED = ("seed", PARAMS)
 # Fields of config.eval that change no answer, or that a row has under other names. All
 # others count, those of later versions too.
 NO_SETTINGS = ("at_start", "every_steps", "methods", "max_questions", "examples")
@@ -84,6 +87,7 @@ def row_manifest(
     *,
     inputs: Mapping[str, str],
     sampling: Mapping[str, Any],
+    digest: str = "",
 ) -> dict[str, Any]:
     """Return {field: JSON value} of what the answers of a method follow from.
 
@@ -96,11 +100,14 @@ def row_manifest(
         inputs: {name: fingerprint} of what the configuration names.
         sampling: of the policy's tokens: {"temperature", "top_p"}; of rows with samples
             also {"samples": of a question with each seed, "seeds": a list}.
+        digest: fingerprint of the policy's parameters; "" records none.
 
     Returns:
         Values by the names of the configuration's fields; "tokenizer" (with its chat
         template) and "retrieval" (corpus, index and encoder) are fingerprints, and so
-        are the "weights" of models that were read from a directory.
+        are the "weights" of models that were read from a directory. "params" is the
+        digest, which tells the weights of one stage and step in two runs from each
+        other.
     """
     name, values = split_name(method)[0], fields(config)
     uses = USES.get(name, PROGRAM)
@@ -125,6 +132,7 @@ def row_manifest(
     shown = {f"sampling.{name}": value for name, value in sampling.items()}
     if "policy" in uses:
         manifest |= shown
+        manifest |= {PARAMS: digest} if digest else {}
     elif "subject" in uses:  # which has a temperature of its own
         manifest |= {name: shown[name] for name in (SAMPLES, SEEDS) if name in shown}
     sections = ["model"] if "policy" in uses else []
@@ -265,7 +273,11 @@ def row_facts(row: Mapping[str, Any], config: Mapping[str, Any]) -> RowFacts:
         settings = {n: v for n, v in config.items() if n.startswith(f"{WORLD}.")}
         settings.pop(f"{WORLD}.train_questions", None)  # which nobody is asked here
         required |= settings
-    shown = {n: v for n, v in recorded.items() if n not in required and n != "seed"}
+    shown = {
+        name: value
+        for name, value in recorded.items()
+        if name not in required and name not in COMPARED
+    }
     if row.get("asks"):
         shown["asks"] = row["asks"]
     return RowFacts(

@@ -57,7 +57,7 @@ from rsearch.methods.names import READER_METHODS
 from rsearch.methods.runner import Model, run_program
 from rsearch.methods.table import make_program
 from rsearch.rollout.health import NEEDLESS
-from rsearch.rollout.records import RolloutCache, params_fingerprint, share_groups
+from rsearch.rollout.records import RolloutCache, share_groups
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console
 from rsearch.runtime.identity import num_starts
@@ -153,8 +153,16 @@ class Evaluator:
         # reader uses the rollouts that the protocol's own row was measured on.
         self._last = None
 
-    def is_current(self, row: dict, *, stage: str, step: int | None) -> bool:
-        """Return whether a row of results.json still holds for this evaluation."""
+    def is_current(
+        self, row: dict, *, stage: str, step: int | None, digest: str
+    ) -> bool:
+        """Return whether a row of results.json still holds for this evaluation.
+
+        Args:
+            row: of results.json.
+            stage, step: that the policy comes from.
+            digest: `params_fingerprint` of its parameters.
+        """
         now = {
             "stage": stage,
             "step": step,
@@ -168,21 +176,30 @@ class Evaluator:
         return (
             all(row.get(name) == value for name, value in now.items())
             and row.get("asks", "") == self._asks(method)
-            and is_same_manifest(row.get(MADE_BY, {}), self._made_by(method))
+            and is_same_manifest(
+                row.get(MADE_BY, {}), self._made_by(method, digest=digest)
+            )
             and bool(judged_by) == bool(self._judged_by)
             and is_same_manifest(judged_by, self._judged_by)
         )
 
     def __call__(
-        self, params: Params, method: str, *, journal: AppendLog | None = None
+        self,
+        params: Params,
+        method: str,
+        *,
+        digest: str = "",
+        journal: AppendLog | None = None,
     ) -> tuple[dict, list[Group]]:
         """Score rollouts on the held-out questions.
 
         Args:
             params: of the policy.
             method: one of config.eval.methods.
+            digest: `params_fingerprint` of the parameters; "" between the steps of a
+                stage, where scores are no rows of results.json.
             journal: of the answers so far; an evaluation that was killed goes on from
-                it.
+                it. It takes a digest.
 
         Returns:
             A row for results.json (fractions from 0 to 1, tokens and searches as means
@@ -197,8 +214,9 @@ class Evaluator:
         start = time.monotonic()
         made_from = []
         if journal is not None:
+            assert digest, "answers of other parameters would be reused"
             made_from = [*self._made_from(), questions_fingerprint(self._questions)]
-            made_from += [params_fingerprint(params), method]
+            made_from += [digest, method]
         by_seed = []
         for seed in self._seeds:
             cache = None
@@ -218,7 +236,8 @@ class Evaluator:
         row["normalize"] = normalize
         row["questions"] = questions_fingerprint(self._questions)
         row["skipped"] = self._num_skipped
-        row["asks"], row[MADE_BY] = self._asks(method), self._made_by(method)
+        row["asks"] = self._asks(method)
+        row[MADE_BY] = self._made_by(method, digest=digest)
         row["seconds"] = time.monotonic() - start
         names = {"method": method, "dataset": self.dataset, "setting": self._setting}
         return {**names, **row}, groups
@@ -368,6 +387,7 @@ def run_methods(
     *,
     stage: str,
     step: int | None,
+    digest: str,
     methods: Sequence[str],
     folder: pathlib.Path,
 ) -> list[dict]:
@@ -377,13 +397,14 @@ def run_methods(
         evaluator: of the run.
         params: of the policy.
         stage, step: that these come from; None for the step of a foreign model.
+        digest: `params_fingerprint` of them.
         methods: see `Evaluator`.
         folder: of results.json.
     """
     read_results(folder)  # refused now rather than after hours
     journal, rows, recorded = AppendLog(folder, JOURNAL), [], []
     for method in methods:
-        row, groups = evaluator(params, method, journal=journal)
+        row, groups = evaluator(params, method, digest=digest, journal=journal)
         judged, verdicts = evaluator.judge(groups, folder)
         # Which code, libraries and inputs measured it: an entry of run.json, from 1.
         row = {"stage": stage, "step": step, "start": num_starts(folder), **row}

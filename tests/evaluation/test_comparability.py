@@ -160,18 +160,42 @@ def test_methods_that_ask_a_subject_follow_from_it_and_not_from_the_policy(
 def test_budgets_and_weights_may_differ_and_are_shown():
     config = recipes.load("configs/base.py")
     rows = []
-    for searches, weights in ((1, "m"), (2, "n")):
+    for searches, weights, digest in ((1, "m", "a"), (2, "n", "b")):
         changed = recipes.apply_overrides(config, {"rollout.max_searches": searches})
         made_by = row_manifest(
             changed,
             "protocol",
             inputs=INPUTS | {"model.source": weights},
             sampling=GREEDY,
+            digest=digest,
         )
+        assert made_by["params"] == digest
         assert not set(MUST_BE_EQUAL[2:]) - {"eval.answer_from"} - made_by.keys()
         rows.append(facts(made_by=made_by))
     assert disagreements(rows) == [[], []]
     assert {*shown_fields(rows)} == {"rollout.max_searches", "model.weights"}
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides", "hangs_on_policy"),
+    [
+        ("protocol", {}, True),
+        ("rag", {}, True),
+        ("evidence", {"models.reader.source": "r"}, True),
+        ("reader_direct", {"models.reader.source": "r"}, False),
+        ("rag", {"models.subject.source": "http://a/v1"}, False),
+    ],
+)
+def test_a_row_is_of_the_policys_parameters_where_it_asks_the_policy(
+    method, overrides, hangs_on_policy
+):
+    config = recipes.apply_overrides(recipes.load("configs/base.py"), overrides)
+    earlier, first, other = (
+        row_manifest(config, method, inputs=INPUTS, sampling=GREEDY, digest=digest)
+        for digest in ("", "a", "b")
+    )
+    assert is_same_manifest(first, other) != hangs_on_policy
+    assert is_same_manifest(first, dict(first)) and is_same_manifest(earlier, first)
 
 
 def test_a_judge_is_recorded_with_what_it_is_asked():

@@ -53,7 +53,7 @@ def test_a_sampled_evaluation_is_means_over_samples_of_each_seed(tmp_path, capsy
     for method in drawn["eval__methods"]:
         first, of_one = Evaluator(**one | engines)(params, method)
         evaluator = Evaluator(**two | engines)
-        row, groups = evaluator(params, method, journal=journal)
+        row, groups = evaluator(params, method, digest="d", journal=journal)
         assert (first["n"], first["rollouts"]) == (6, 12) and "em_sd" not in first
         assert (row["n"], row["rollouts"], row["em_sd"]) == (6, 24, 0.0)
         assert row["made_by"]["sampling.seeds"] == [3, 4]
@@ -62,7 +62,8 @@ def test_a_sampled_evaluation_is_means_over_samples_of_each_seed(tmp_path, capsy
         texts = [[r.policy_texts for r in g.rollouts] for g in groups]
         assert all(len({*several}) > 2 for several in texts)
         evaluator = Evaluator(**two | answered)
-        _, again = evaluator(params, method, journal=AppendLog(tmp_path, "answers"))
+        log = AppendLog(tmp_path, "answers")
+        _, again = evaluator(params, method, digest="d", journal=log)
         assert encode_groups(again) == encode_groups(groups)
     assert num_reused == [12, 12]
     show_results([{"stage": "rl", **r} for r in (first, row)], config())
@@ -104,15 +105,16 @@ def test_prompts_that_do_not_fit_are_counted_and_all_of_them_refused(
     evaluator = Evaluator(**parts)
     row, groups = evaluator(params, "direct")  # which has room for both
     assert (row["n"], row["skipped"], row["too_long"]) == (*expected[:2], 0)
-    row = {"stage": "s", "step": 0, **row}
-    assert evaluator.is_current(row, stage="s", step=0)
-    assert not evaluator.is_current(row, stage="s", step=1)
+    at = {"stage": "s", "step": 0, "digest": ""}
+    row = {**at, **row}
+    assert evaluator.is_current(row, **at)
+    assert not evaluator.is_current(row, **at | {"step": 1})
     # What the method does not use may change.
     uses = {"rollout__max_turn_tokens": True, "retrieval__top_k": False}
     for name, is_used in uses.items():
         changed = config(data__dev=str(path), **settings | {name: 7})
         other = Evaluator(**evaluation_parts(setup) | {"config": changed})
-        assert other.is_current(row, stage="s", step=0) != is_used, name
+        assert other.is_current(row, **at) != is_used, name
     path.write_text(json.dumps(asked[1]))
     with pytest.raises(ValueError, match=r"longer than config\.rollout\.max_prompt"):
         load_setup(long, only_dev=True)
