@@ -24,12 +24,18 @@ from rsearch.config.recipes import (
 )
 from rsearch.config.recipes import fingerprint as fingerprint_config
 from rsearch.data.questions import questions_fingerprint
-from rsearch.evaluation.evaluator import Evaluator, run_methods
+from rsearch.evaluation.evaluator import (
+    LABELS,
+    Evaluator,
+    record_labels,
+    run_methods,
+)
 from rsearch.evaluation.results import show_results
 from rsearch.hosts import processes
 from rsearch.methods.table import DEMANDING, METHODS
 from rsearch.rollout.records import params_fingerprint
 from rsearch.runtime import console
+from rsearch.runtime.files import check_output
 from rsearch.runtime.identity import record_start
 from rsearch.runtime.workdir import CONFIG, check_workdir, open_workdir, read_config
 from rsearch.setup.load import Shared, load_setup
@@ -55,6 +61,11 @@ def main(argv: Sequence[str]) -> int:
             "in place of config.eval.methods; 'all' is every one that wants neither "
             "labels nor paragraphs",
         ),
+        LABELS: (
+            "",
+            "a file: in place of answers, writes what the method recomp_extractive "
+            "learns from there; the sets are training questions",
+        ),
         "sets": ("", "names of config.sets, or values of config.data.dev, a,b,..."),
         **processes.FLAGS,
     }
@@ -65,6 +76,12 @@ def main(argv: Sequence[str]) -> int:
             modest = [name for name in METHODS if name not in DEMANDING]
             methods = ",".join(["protocol", *modest])
         config = apply_overrides(config, [f"eval.methods={methods}"])
+    if values[LABELS]:
+        if values["methods"]:
+            raise ValueError(f"--methods and --{LABELS} exclude each other")
+        check_output(LABELS, values[LABELS])
+        # No method is asked: those of the configuration may want files of their own.
+        config = apply_overrides(config, ["eval.methods=direct"])
     if values["print_config"]:
         print_config(config)
         return 0
@@ -125,15 +142,17 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
             evaluator = Evaluator(
                 **evaluation_parts(setup), dataset=name, setting=setting
             )
+            common = {"digest": params_fingerprint(params), "folder": workdir.path}
+            if path := values[LABELS]:
+                rows = record_labels(evaluator, params, rows=rows, path=path, **common)
+                continue
+            methods = variant.eval.methods
             rows += run_methods(
-                evaluator,
-                params,
-                stage=stage,
-                step=step,
-                digest=params_fingerprint(params),
-                methods=variant.eval.methods,
-                folder=workdir.path,
+                evaluator, params, stage=stage, step=step, methods=methods, **common
             )
+    if values[LABELS]:
+        console.note(f"written: {values[LABELS]}")
+        return
     show_results(rows, config)
     console.note(f"written: {folder}/results.json and transcripts.jsonl")
 

@@ -9,6 +9,7 @@ one search with it.
 """
 
 import functools
+import json
 import pathlib
 import reprlib
 import time
@@ -54,6 +55,7 @@ from rsearch.hosts import processes
 from rsearch.llm.local import LocalModel
 from rsearch.methods.base import Kit
 from rsearch.methods.names import READER_METHODS
+from rsearch.methods.recomp import label_sentences
 from rsearch.methods.runner import Model, run_program
 from rsearch.methods.table import make_program
 from rsearch.rollout.health import NEEDLESS
@@ -62,6 +64,7 @@ from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console
 from rsearch.runtime.identity import num_starts
 from rsearch.runtime.journal import AppendLog
+from rsearch.runtime.jsonl import write_jsonl
 from rsearch.runtime.recorded import record_replies
 from rsearch.types import (
     GenerateFn,
@@ -75,6 +78,7 @@ from rsearch.types import (
 
 EVIDENCE = "evidence"
 READER_RAG = "reader_rag"
+LABELS = "label_sentences"  # a flag of rsearch.evaluate, and the journal of its labels
 JOURNAL = "answers"  # of the questions that are answered before a row is written
 JUDGE = "eval_judge"
 # A connection's calls of the judge between two times that replies are recorded. A stop
@@ -212,17 +216,10 @@ class Evaluator:
             on.
         """
         start = time.monotonic()
-        made_from = []
-        if journal is not None:
-            assert digest, "answers of other parameters would be reused"
-            made_from = [*self._made_from(), questions_fingerprint(self._questions)]
-            made_from += [digest, method]
         by_seed = []
         for seed in self._seeds:
-            cache = None
-            if journal is not None:
-                of_seed = [seed] if self._samples else []
-                cache = RolloutCache(journal, made_from + of_seed)
+            of_seed = [seed] if self._samples else []
+            cache = self._cache(journal, digest, method, of_seed)
             answer = functools.partial(self._answer, params, method, seed, cache)
             by_seed.append(share_groups(answer, self._questions))
         groups = [
@@ -241,6 +238,39 @@ class Evaluator:
         row["seconds"] = time.monotonic() - start
         names = {"method": method, "dataset": self.dataset, "setting": self._setting}
         return {**names, **row}, groups
+
+    def label_sentences(
+        self, params: Params, *, digest: str, journal: AppendLog
+    ) -> list[dict]:
+        """Return what `recomp_extractive` learns from; see `rsearch.methods.recomp`.
+
+        All hosts call this together. A question whose sentences could not be scored is
+        left out.
+
+        Args:
+            params: of the policy, which scores the first golden answer of a question.
+            digest: `params_fingerprint` of them.
+            journal: of the labels so far.
+        """
+        golden = {q.id: q.golden_answers[0] for q in self._questions}
+        program = functools.partial(label_sentences, golden=golden)
+        cache = self._cache(journal, digest, LABELS)
+        label = functools.partial(
+            self._run, program, LABELS, f"--{LABELS}", params, [()], cache
+        )
+        groups = share_groups(label, self._questions)
+        lines = [rollout.answer for group in groups for rollout in group.rollouts]
+        rows = [json.loads(line) for line in lines if line is not None]
+        console.note(f"{LABELS}: {len(rows)} of {len(lines)} questions are labelled")
+        return rows
+
+    def _cache(self, journal, digest, name, of_seed=()) -> RolloutCache | None:
+        """Return the rollouts that a journal holds; None without a journal."""
+        if journal is None:
+            return None
+        assert digest, "answers of other parameters would be reused"
+        made_from = [*self._made_from(), questions_fingerprint(self._questions)]
+        return RolloutCache(journal, [*made_from, digest, name, *of_seed])
 
     def judge(
         self, groups: Sequence[Group], folder: pathlib.Path
@@ -320,30 +350,36 @@ class Evaluator:
                 questions, reader, direct=direct, search=search
             )
         if method != PROTOCOL:
-            program, model = make_program(method), self._make_model()
-            if isinstance(model, LocalModel):
-                model.load(params)
-            try:
-                return run_program(
-                    program,
-                    questions,
-                    kit=self._kit,
-                    model=model,
-                    search=self._search,
-                    draws=[(seed, i) for i in range(self._samples)] or [()],
-                    cache=cache,
-                    on_done=_progress(method, len(questions)),
-                    say=lambda line: console.note(f"evaluate {method}: {line}"),
-                )
-            except ValueError as error:
-                named = f"config.eval.methods = {method!r}"
-                raise ValueError(f"{named}: {error}") from error
+            named = f"config.eval.methods = {method!r}"
+            program = make_program(method)
+            draws = [(seed, i) for i in range(self._samples)] or [()]
+            return self._run(program, method, named, params, draws, cache, questions)
         groups = self._roll_out(params, seed, cache, questions)
         if c.models.answerer.source:
             return rephrase_answers(
                 groups, self._load_model("answerer"), answer_from=c.eval.answer_from
             )
         return groups
+
+    def _run(self, program, name, field, params, draws, cache, questions):
+        """Return what a program answers, a group a question; its errors name the field that asks for it."""
+        model = self._make_model()
+        if isinstance(model, LocalModel):
+            model.load(params)
+        try:
+            return run_program(
+                program,
+                questions,
+                kit=self._kit,
+                model=model,
+                search=self._search,
+                draws=draws,
+                cache=cache,
+                on_done=_progress(name, len(questions)),
+                say=lambda line: console.note(f"evaluate {name}: {line}"),
+            )
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from error
 
     def _roll_out(self, params, seed, cache, questions) -> list[Group]:
         """Return the policy's rollouts, which also serve the reader."""
@@ -379,6 +415,33 @@ def _progress(method: str, num_questions: int) -> Callable[[int], None]:
     return console.note_now_and_then(
         lambda done: f"evaluate {method}: {done}/{num_questions} questions"
     )
+
+
+def record_labels(
+    evaluator: Evaluator,
+    params: Params,
+    *,
+    digest: str,
+    rows: Sequence[dict],
+    path: str,
+    folder: pathlib.Path,
+) -> list[dict]:
+    """Write a file of labelled sentences; return its rows.
+
+    Args:
+        evaluator: of a run.
+        params: of the policy.
+        digest: `params_fingerprint` of them.
+        rows: that stand before the evaluator's questions, of other data sets.
+        path: of the file.
+        folder: of the run, where the labels are stored until they are all made.
+    """
+    journal = AppendLog(folder, LABELS)
+    labels = evaluator.label_sentences(params, digest=digest, journal=journal)
+    rows = [*rows, *labels]
+    write_jsonl(path, rows)
+    journal.clear()
+    return rows
 
 
 def run_methods(

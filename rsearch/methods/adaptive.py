@@ -12,8 +12,8 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence, Set
+from typing import Any, Literal
 
 import numpy as np
 
@@ -91,7 +91,7 @@ def skr(
     if k < 1:
         raise ValueError(f"config.eval.methods: skr: k = {k}: must be at least 1")
     training = training_set("skr", labels, dataset, kit.embed, kit.normalize)
-    vector = vector_of(question, training, kit)
+    vector = vector_of(question, training.texts, kit)
     without, with_search = training.right.T
     gains = with_search.astype(int) - without
     indexed = np.arange(len(gains)) if neighbours == "all" else np.flatnonzero(gains)
@@ -162,7 +162,7 @@ def adaptive_rag(
         )
     training = training_set("adaptive_rag", labels, dataset, kit.embed, kit.normalize)
     weights = _fitted(training, unsolved, penalty)
-    scores = np.append(vector_of(question, training, kit), 1.0) @ weights
+    scores = np.append(vector_of(question, training.texts, kit), 1.0) @ weights
     chosen = STRATEGIES["adaptive_rag"][int(scores.argmax())]
     if chosen == "direct":
         return (yield from direct(question, kit))
@@ -288,8 +288,8 @@ def _parse_row(row):
     return method.partition(":")[0], *fields, tuple(golden), prediction
 
 
-def labels_digest(labelled: Sequence[Labelled]) -> str:
-    """Return a digest of training questions and of what they were answered."""
+def labels_digest(labelled: Sequence[Any]) -> str:
+    """Return a digest of labels, instances of a dataclass."""
     values = [dataclasses.astuple(x) for x in labelled]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
@@ -320,13 +320,18 @@ def training_set(
     return TrainingSet(frozenset(texts), np.array(right), embed(texts))
 
 
-def vector_of(question: Question, training: TrainingSet, kit: Kit) -> np.ndarray:
+def vector_of(question: Question, labelled: Set[str], kit: Kit) -> np.ndarray:
     """Return the [D] vector of a question.
+
+    Args:
+        question: that is answered.
+        labelled: texts of the training questions.
+        kit: of the evaluation.
 
     Raises:
         ValueError: it is one of the training questions: its label is known.
     """
-    if question.text in training.texts:
+    if question.text in labelled:
         raise ValueError(
             f"config.eval.methods: question {question.id} is among those that are "
             "labelled: expected labels of training questions"

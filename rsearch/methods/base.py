@@ -44,6 +44,7 @@ class Kit:
         shorten: (text of passages) -> as much of its beginning as a model is shown.
         fits: whether a chat is no longer than a prompt may be.
         embed: (questions) -> [n, D] vectors of length 1.
+        embed_passages: (title, line feed, text of each) -> [n, D] vectors of length 1.
         normalize: answers before they are compared with golden ones, a key of
             `rsearch.text.normalize.NORMALIZERS`.
         direct: replaces the words that ask without passages, where it is not ""; holds
@@ -57,6 +58,7 @@ class Kit:
     shorten: Callable[[str], str]
     fits: Callable[[Messages], bool]
     embed: Callable[[Sequence[str]], np.ndarray]
+    embed_passages: Callable[[Sequence[str]], np.ndarray]
     normalize: str
     direct: str | None = None
     rag: str | None = None

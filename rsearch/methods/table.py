@@ -22,6 +22,8 @@ from rsearch.methods.longllmlingua import longllmlingua
 from rsearch.methods.names import split_name
 from rsearch.methods.rag_rerank import rag_rerank
 from rsearch.methods.reading import cot, direct, rag, rag_cot
+from rsearch.methods.recomp import read_labels as read_sentence_labels
+from rsearch.methods.recomp import recomp_extractive
 from rsearch.methods.replug import replug
 from rsearch.methods.search_o1 import search_o1
 from rsearch.methods.searchain import searchain
@@ -53,9 +55,10 @@ METHODS: dict[str, Program] = {
     "in_context": in_context,
     "skr": skr,
     "adaptive_rag": adaptive_rag,
+    "recomp_extractive": recomp_extractive,
 }
 # Those that want more than a question and a search.
-DEMANDING = ("in_context", *STRATEGIES)
+DEMANDING = ("in_context", *STRATEGIES, "recomp_extractive")
 
 
 def demanded_inputs(
@@ -83,6 +86,9 @@ def demanded_inputs(
             chosen = make_program(spelling).keywords
             labels = chosen.get("labels", ""), chosen.get("dataset", "")
             inputs[f"eval.{name}"] = labels_digest(read_labels(name, *labels))
+        elif name == "recomp_extractive":
+            path = make_program(spelling).keywords.get("labels", "")
+            inputs[f"eval.{name}"] = labels_digest(read_sentence_labels(path))
     return inputs
 
 

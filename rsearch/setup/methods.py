@@ -5,13 +5,14 @@ from rsearch.llm.local import LocalModel
 from rsearch.methods.base import Kit
 from rsearch.models.sharding import own_mesh
 from rsearch.setup.context import Setup
-from rsearch.setup.search import question_encoder
+from rsearch.setup.search import text_encoders
 from rsearch.types import Messages
 
 
 def make_kit(setup: Setup) -> Kit:
     """Return the budgets and words that all methods of a run share."""
     c, limits, tokenizer = setup.config, setup.limits, setup.tokenizer
+    embed, embed_passages = text_encoders(c)
 
     def shorten(text: str) -> str:
         limit = limits.max_observation_tokens
@@ -26,7 +27,8 @@ def make_kit(setup: Setup) -> Kit:
         top_k=c.retrieval.top_k,
         shorten=shorten,
         fits=fits,
-        embed=question_encoder(c),
+        embed=embed,
+        embed_passages=embed_passages,
         normalize=c.eval.normalize,
         direct=c.protocol.direct,
         rag=c.protocol.rag,

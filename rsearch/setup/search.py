@@ -21,8 +21,9 @@ from rsearch.retrieval.wrap import wrap_search
 from rsearch.setup.models import searches_words
 from rsearch.world.world import WORLD, World
 
-NO_ENCODER = " has no encoder, which methods of config.eval.methods ('skr' and "
-NO_ENCODER += "'adaptive_rag') compare questions by"
+Embed = Callable[[Sequence[str]], np.ndarray]
+NO_ENCODER = " has no encoder, which methods of config.eval.methods ('skr', "
+NO_ENCODER += "'adaptive_rag' and 'recomp_extractive') compare texts by"
 
 
 def open_search(
@@ -58,10 +59,11 @@ def open_encoder(c: ConfigDict):
     )
 
 
-def question_encoder(c: ConfigDict) -> Callable[[Sequence[str]], np.ndarray]:
-    """Return what embeds questions as the search does; it is loaded on first use.
+def text_encoders(c: ConfigDict) -> tuple[Embed, Embed]:
+    """Return what embeds questions, and passages, as the search does.
 
-    The function raises ValueError where the search has no encoder.
+    The encoder is loaded on first use. The functions raise ValueError where the search
+    has none.
     """
 
     @functools.cache
@@ -74,7 +76,10 @@ def question_encoder(c: ConfigDict) -> Callable[[Sequence[str]], np.ndarray]:
             raise ValueError(f"config.retrieval.index = {r.index!r}{NO_ENCODER}")
         return open_encoder(c)
 
-    return lambda texts: encode_queries(load(), texts)
+    def embed_passages(texts):
+        return load().encode_passages(texts)
+
+    return lambda texts: encode_queries(load(), texts), embed_passages
 
 
 def _open_engine(c, world, top_k):

@@ -13,7 +13,8 @@ NONE = np.zeros(0, np.float32)
 def kit(**changes):
     """Budgets and words of a test."""
     fields = dict(answer_tokens=8, thought_tokens=16, top_k=3, shorten=lambda x: x)
-    fields |= dict(fits=lambda m: True, embed=embed_letters, normalize="squad")
+    fields |= dict(embed=embed_letters, embed_passages=embed_letters)
+    fields |= dict(fits=lambda m: True, normalize="squad")
     return Kit(**fields | changes)
 
 

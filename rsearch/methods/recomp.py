@@ -1,0 +1,325 @@
+"""RECOMP, extractive: show the sentences that a trained dual encoder finds best.
+
+Xu et al., arXiv 2310.04408. The labels are log-probabilities of golden answers under
+each sentence, by the model that is evaluated. They go stale where it learns; make them
+again:
+
+    python -m rsearch.evaluate --workdir=RUN --sets=world:train --label_sentences=FILE
+    python -m rsearch.evaluate --workdir=RUN --methods=recomp_extractive:labels=FILE
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from rsearch.llm.requests import Score, Search
+from rsearch.methods.adaptive import vector_of
+from rsearch.methods.base import Kit, ask_chat
+from rsearch.methods.reading import direct, rag_messages
+from rsearch.runtime.jsonl import read_jsonl
+from rsearch.text.sentences import sentences as split_sentences
+from rsearch.types import Passage, Question
+
+BATCH = (
+    64  # questions whose sentences are each other's negatives, as in the authors' code
+)
+STEPS = 300  # of accelerated gradient descent
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledSentences:
+    """A training question, and the sentences of the passages that a search found.
+
+    Attributes:
+        question: its text.
+        sentences: each behind its passage's title and a line feed.
+        scores: ln p(golden answer | sentence, question) of each.
+    """
+
+    question: str
+    sentences: tuple[str, ...]
+    scores: tuple[float, ...]
+
+
+def recomp_extractive(
+    question: Question,
+    kit: Kit,
+    *,
+    labels: str = "",
+    sentences: int = 2,
+    margin: float = 0.0,
+    negatives: int = 5,
+    temperature: float = 0.05,
+    penalty: float = 1e-3,
+    top_k: int = 0,
+):
+    """Show the sentences of one search that are most similar to the question.
+
+    They keep their order and their passages' titles: with as many sentences as there
+    are it is `rag`, up to white space. Without any it is `direct`. Replaced is the
+    tuned Contriever: the encoder of the run's search is frozen, and a linear map of its
+    vectors of questions is trained with the paper's loss.
+
+    Args:
+        question: that is answered.
+        kit: of the evaluation.
+        labels: a file of `label_sentences`.
+        sentences: that are shown; 1 in the paper for questions of one hop, 2 for
+            HotpotQA.
+        margin: by which a negative's score is lower than the best, at least.
+        negatives: of a question, the most similar ones.
+        temperature: that similarities of the encoder are divided by at first.
+        penalty: on the squared change of the map; above 0.
+        top_k: passages that are used; 0 is all that the search returns.
+
+    Raises:
+        ValueError: a setting is out of range, or see `read_labels`,
+            `training_examples` and `adaptive.vector_of`.
+    """
+    for name, value, is_right, right in (
+        ("sentences", sentences, sentences >= 1, "at least 1"),
+        ("margin", margin, 0 <= margin < np.inf, "0 or above"),
+        ("negatives", negatives, negatives >= 1, "at least 1"),
+        ("temperature", temperature, 0 < temperature < np.inf, "above 0"),
+        ("penalty", penalty, 0 < penalty < np.inf, "above 0"),
+    ):
+        if not is_right:
+            raise ValueError(
+                f"config.eval.methods: recomp_extractive: {name} = {value}: must be "
+                f"{right}"
+            )
+    known, weights = _fitted(
+        labels, kit.embed, kit.embed_passages, margin, negatives, temperature, penalty
+    )
+    query = vector_of(question, known, kit) @ weights
+    (passages,) = yield Search((question.text,), top_k or None)
+    extracts = [(i, e) for i, p in enumerate(passages) for e in extracts_of(p, kit)]
+    if not extracts:
+        return (yield from direct(question, kit))
+    similarity = kit.embed_passages([e.contents for _, e in extracts]) @ query
+    best = np.argsort(-similarity, kind="stable")[:sentences]
+    texts: dict[int, list[str]] = {}
+    for n in sorted(best):
+        i, extract = extracts[n]
+        texts.setdefault(i, []).append(extract.text)
+    shown = [_with_text(passages[i], " ".join(chosen)) for i, chosen in texts.items()]
+    messages = rag_messages(kit, question.text, shown)
+    return (yield from ask_chat(messages, kit.answer_tokens))
+
+
+def extracts_of(passage: Passage, kit: Kit) -> list[Passage]:
+    """Return a passage for each sentence of a passage, with its title."""
+    texts = split_sentences(kit.shorten(passage.text))
+    return [_with_text(passage, text) for text in texts]
+
+
+def _with_text(passage, text):
+    return dataclasses.replace(passage, contents=f"{passage.title}\n{text}")
+
+
+def label_sentences(question: Question, kit: Kit, *, golden: Mapping[str, str]):
+    """Score each sentence that a search finds, and return a line of a labels file.
+
+    Args:
+        question: of the training split.
+        kit: of the evaluation.
+        golden: {id of a question: its golden answer}; a program sees none otherwise.
+    """
+    (passages,) = yield Search((question.text,))
+    extracts = [extract for p in passages for extract in extracts_of(p, kit)]
+    answer = golden[question.id]
+    scored = yield [
+        Score(rag_messages(kit, question.text, (extract,)), answer)
+        for extract in extracts
+    ]
+    row = LabelledSentences(
+        question.text,
+        tuple(extract.contents for extract in extracts),
+        tuple(float(s.logp.sum()) for s in scored),
+    )
+    return json.dumps(dataclasses.asdict(row), allow_nan=False)
+
+
+def read_labels(path: str) -> tuple[LabelledSentences, ...]:
+    """Return the rows of a file that `label_sentences` made.
+
+    Raises:
+        ValueError: a bad line, or no rows.
+        OSError: the file cannot be read.
+    """
+    field = f"config.eval.methods: recomp_extractive: labels = {path!r}"
+    expected = "expected a file of rsearch.evaluate --label_sentences"
+    if not path:
+        raise ValueError(f"{field}: {expected}")
+    rows = read_jsonl(path, torn="read", strict=True, parse=_parse_row)
+    if not rows:
+        raise ValueError(f"{field}: no rows: {expected}")
+    return tuple(rows)
+
+
+def _parse_row(row):
+    """Return the row of a line.
+
+    Raises:
+        ValueError: it has other fields, or a value of another type.
+    """
+    names = [field.name for field in dataclasses.fields(LabelledSentences)]
+    if not isinstance(row, dict) or sorted(row) != sorted(names):
+        raise ValueError(f"expected an object with the fields {', '.join(names)}")
+    question, texts, scores = (row[name] for name in names)
+    if not isinstance(question, str):
+        raise ValueError(f"question = {question!r}: expected a text")
+    if not isinstance(texts, list) or any(not isinstance(t, str) for t in texts):
+        raise ValueError("sentences: expected a list of texts")
+    are_numbers = isinstance(scores, list) and all(
+        type(s) in (int, float) and math.isfinite(s) for s in scores
+    )
+    if not are_numbers or len(scores) != len(texts):
+        raise ValueError("scores: expected a list of numbers, one for each sentence")
+    return LabelledSentences(question, tuple(texts), tuple(map(float, scores)))
+
+
+def contrast(
+    scores: np.ndarray, similarity: np.ndarray, *, margin: float, negatives: int
+) -> tuple[int, np.ndarray]:
+    """Return the best sentence of a question, and its negatives.
+
+    Args:
+        scores: [n] of the sentences; of equal ones the first is best.
+        similarity: [n] to the question, by the untrained encoder.
+        margin: by which a negative's score is lower, at least; it is lower anyway.
+        negatives: that are returned, at most: the most similar.
+    """
+    best = int(scores.argmax())
+    is_lower = (scores + margin <= scores[best]) & (scores < scores[best])
+    lower = np.flatnonzero(is_lower)
+    hardest = np.argsort(-similarity[lower], kind="stable")[:negatives]
+    return best, lower[hardest]
+
+
+def info_nce(
+    weights: np.ndarray,
+    queries: np.ndarray,
+    candidates: np.ndarray,
+    positives: np.ndarray,
+) -> tuple[float, np.ndarray]:
+    """Return the summed loss of a batch, and its gradient, [D, D].
+
+    The loss of a question is -ln softmax(query weights candidates^T) at its positive,
+    over the candidates of the batch.
+
+    Args:
+        weights: [D, D].
+        queries: [n, D].
+        candidates: [m, D] positives and negatives of all questions, each once.
+        positives: [n] which candidate is each question's.
+    """
+    logits = queries @ weights @ candidates.T
+    logits -= logits.max(axis=1, keepdims=True)
+    logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    rows = np.arange(len(queries))
+    error = np.exp(logp)
+    error[rows, positives] -= 1
+    return -float(logp[rows, positives].sum()), queries.T @ error @ candidates
+
+
+def training_examples(
+    labelled: Sequence[LabelledSentences],
+    queries: np.ndarray,
+    embed_passages: Callable[[Sequence[str]], np.ndarray],
+    *,
+    margin: float,
+    negatives: int,
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Return batches of queries, candidates and positives, as `info_nce` takes them.
+
+    A question without a negative is left out.
+
+    Args:
+        labelled: [n] questions.
+        queries: [n, D] their vectors.
+        embed_passages: (sentences) -> [m, D] vectors.
+        margin, negatives: see `contrast`.
+
+    Raises:
+        ValueError: no question has a negative.
+    """
+    texts = list(dict.fromkeys(text for x in labelled for text in x.sentences))
+    number = {text: i for i, text in enumerate(texts)}
+    vectors = embed_passages(texts) if texts else np.empty((0, queries.shape[1]))
+    examples = []
+    for i, x in enumerate(labelled):
+        if not x.sentences:
+            continue
+        sentences = np.array([number[text] for text in x.sentences])
+        best, lower = contrast(
+            np.array(x.scores),
+            vectors[sentences] @ queries[i],
+            margin=margin,
+            negatives=negatives,
+        )
+        if len(lower):
+            examples.append((i, sentences[best], sentences[lower]))
+    if not examples:
+        raise ValueError(
+            "config.eval.methods: recomp_extractive: no labelled question has a "
+            f"sentence whose score is lower than the best by margin = {margin}: "
+            "expected other labels"
+        )
+    batches = []
+    for start in range(0, len(examples), BATCH):
+        rows, best, lower = zip(*examples[start : start + BATCH], strict=True)
+        # Each sentence once: the positive of two questions is no negative of either.
+        candidates = np.unique(np.concatenate([best, *lower]))
+        positives = np.searchsorted(candidates, best)
+        batches.append((queries[list(rows)], vectors[candidates], positives))
+    return batches
+
+
+def fit_map(
+    batches: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    *,
+    temperature: float,
+    penalty: float,
+) -> np.ndarray:
+    """Return the [D, D] map of queries with the least mean loss.
+
+    The loss is convex, so that the result is nobody's seed. The first map is that of
+    the untrained encoder, the identity over the temperature.
+
+    Args:
+        batches: of `training_examples`, their vectors of length 1.
+        temperature: see above.
+        penalty: on half the squared distance from the first map.
+    """
+    batches = [(q.astype(np.float64), c.astype(np.float64), p) for q, c, p in batches]
+    num = sum(len(queries) for queries, _, _ in batches)
+    first = np.eye(batches[0][0].shape[1]) / temperature
+    weights = ahead = first
+    # Of vectors of length 1 the gradient's slope is at most 1 + penalty.
+    step = 1 / (1 + penalty)
+    root = math.sqrt(penalty * step)
+    momentum = (1 - root) / (1 + root)
+    for _ in range(STEPS):
+        gradient = penalty * (ahead - first)
+        for batch in batches:
+            gradient += info_nce(ahead, *batch)[1] / num
+        last, weights = weights, ahead - step * gradient
+        ahead = weights + momentum * (weights - last)
+    return weights
+
+
+@functools.lru_cache(maxsize=4)
+def _fitted(path, embed, embed_passages, margin, negatives, temperature, penalty):
+    """Return the texts of the labelled questions, and the map; made once for a file."""
+    labelled = read_labels(path)
+    texts = [x.question for x in labelled]
+    batches = training_examples(
+        labelled, embed(texts), embed_passages, margin=margin, negatives=negatives
+    )
+    weights = fit_map(batches, temperature=temperature, penalty=penalty)
+    return frozenset(texts), weights
