@@ -13,7 +13,10 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rsearch.llm.requests import Score, Search
@@ -78,7 +81,7 @@ def recomp_extractive(
 
     Raises:
         ValueError: a setting is out of range, or see `read_labels`,
-            `training_examples` and `adaptive.vector_of`.
+            `training_batches` and `adaptive.vector_of`.
     """
     for name, value, is_right, right in (
         ("sentences", sentences, sentences >= 1, "at least 1"),
@@ -202,42 +205,57 @@ def contrast(
 
 
 def info_nce(
-    weights: np.ndarray,
-    queries: np.ndarray,
-    candidates: np.ndarray,
-    positives: np.ndarray,
-) -> tuple[float, np.ndarray]:
-    """Return the summed loss of a batch, and its gradient, [D, D].
+    weights: jax.Array,
+    queries: jax.Array,
+    candidates: jax.Array,
+    positives: jax.Array,
+    is_candidate: jax.Array,
+) -> jax.Array:
+    """Return [n] the loss of each question of a batch.
 
-    The loss of a question is -ln softmax(query weights candidates^T) at its positive,
-    over the candidates of the batch.
+    It is -ln softmax(query weights candidates^T) at the question's positive, over the
+    candidates of the batch.
 
     Args:
         weights: [D, D].
         queries: [n, D].
         candidates: [m, D] positives and negatives of all questions, each once.
-        positives: [n] which candidate is each question's.
+        positives: [n] int32 which candidate is each question's.
+        is_candidate: [m] bool, False on padding.
     """
-    logits = queries @ weights @ candidates.T
-    logits -= logits.max(axis=1, keepdims=True)
-    logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    rows = np.arange(len(queries))
-    error = np.exp(logp)
-    error[rows, positives] -= 1
-    return -float(logp[rows, positives].sum()), queries.T @ error @ candidates
+    with jax.default_matmul_precision("highest"):
+        logits = queries @ weights @ candidates.T
+    logp = jax.nn.log_softmax(jnp.where(is_candidate, logits, -jnp.inf))
+    return -jnp.take_along_axis(logp, positives[:, None], axis=1)[:, 0]
 
 
-def training_examples(
+class Batches(NamedTuple):
+    """Training questions in batches of one shape.
+
+    Attributes:
+        queries: [b, n, D] float32; 0 is padding.
+        candidates: [b, m, D] float32; 0 is padding.
+        positives: [b, n] int32, see `info_nce`.
+        is_question: [b, n] bool, False on padding.
+        is_candidate: [b, m] bool, False on padding.
+    """
+
+    queries: np.ndarray
+    candidates: np.ndarray
+    positives: np.ndarray
+    is_question: np.ndarray
+    is_candidate: np.ndarray
+
+
+def training_batches(
     labelled: Sequence[LabelledSentences],
     queries: np.ndarray,
     embed_passages: Callable[[Sequence[str]], np.ndarray],
     *,
     margin: float,
     negatives: int,
-) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Return batches of queries, candidates and positives, as `info_nce` takes them.
-
-    A question without a negative is left out.
+) -> Batches:
+    """Return what the map is trained on; a question without a negative is left out.
 
     Args:
         labelled: [n] questions.
@@ -270,47 +288,65 @@ def training_examples(
             f"sentence whose score is lower than the best by margin = {margin}: "
             "expected other labels"
         )
-    batches = []
+    groups = []
     for start in range(0, len(examples), BATCH):
         rows, best, lower = zip(*examples[start : start + BATCH], strict=True)
         # Each sentence once: the positive of two questions is no negative of either.
-        candidates = np.unique(np.concatenate([best, *lower]))
-        positives = np.searchsorted(candidates, best)
-        batches.append((queries[list(rows)], vectors[candidates], positives))
+        groups.append((list(rows), best, np.unique(np.concatenate([best, *lower]))))
+    num, size = len(groups), len(groups[0][0])
+    widest = max(len(candidates) for _, _, candidates in groups)
+    batches = Batches(
+        np.zeros((num, size, queries.shape[1]), np.float32),
+        np.zeros((num, widest, queries.shape[1]), np.float32),
+        np.zeros((num, size), np.int32),
+        np.zeros((num, size), bool),
+        np.zeros((num, widest), bool),
+    )
+    for b, (rows, best, candidates) in enumerate(groups):
+        batches.queries[b, : len(rows)] = queries[rows]
+        batches.candidates[b, : len(candidates)] = vectors[candidates]
+        batches.positives[b, : len(rows)] = np.searchsorted(candidates, best)
+        batches.is_question[b, : len(rows)] = True
+        batches.is_candidate[b, : len(candidates)] = True
     return batches
 
 
-def fit_map(
-    batches: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
-    *,
-    temperature: float,
-    penalty: float,
-) -> np.ndarray:
+@jax.jit
+def fit_map(batches: Batches, temperature: float, penalty: float) -> jax.Array:
     """Return the [D, D] map of queries with the least mean loss.
 
-    The loss is convex, so that the result is nobody's seed. The first map is that of
-    the untrained encoder, the identity over the temperature.
+    The loss is convex: no seed and no order of the batches decides what is best. The
+    first map is that of the untrained encoder, the identity over the temperature.
 
     Args:
-        batches: of `training_examples`, their vectors of length 1.
+        batches: of vectors of length 1.
         temperature: see above.
         penalty: on half the squared distance from the first map.
     """
-    batches = [(q.astype(np.float64), c.astype(np.float64), p) for q, c, p in batches]
-    num = sum(len(queries) for queries, _, _ in batches)
-    first = np.eye(batches[0][0].shape[1]) / temperature
-    weights = ahead = first
-    # Of vectors of length 1 the gradient's slope is at most 1 + penalty.
-    step = 1 / (1 + penalty)
-    root = math.sqrt(penalty * step)
-    momentum = (1 - root) / (1 + root)
-    for _ in range(STEPS):
-        gradient = penalty * (ahead - first)
-        for batch in batches:
-            gradient += info_nce(ahead, *batch)[1] / num
-        last, weights = weights, ahead - step * gradient
-        ahead = weights + momentum * (weights - last)
-    return weights
+    first = jnp.eye(batches.queries.shape[-1]) / temperature
+
+    def loss(weights):
+        losses = jax.vmap(info_nce, in_axes=(None, 0, 0, 0, 0))(
+            weights,
+            batches.queries,
+            batches.candidates,
+            batches.positives,
+            batches.is_candidate,
+        )
+        distance = penalty / 2 * jnp.sum(jnp.square(weights - first))
+        return jnp.mean(losses, where=batches.is_question) + distance
+
+    # Of vectors of length 1 the gradient's slope is at most 1 + penalty; Nesterov's
+    # momentum for a function that is at least as curved as the penalty.
+    rate = 1 / (1 + penalty)
+    root = jnp.sqrt(penalty * rate)
+
+    def step(_, state):
+        weights, ahead = state
+        moved = ahead - rate * jax.grad(loss)(ahead)
+        return moved, moved + (1 - root) / (1 + root) * (moved - weights)
+
+    return jax.lax.fori_loop(0, STEPS, step, (first, first))[0]
 
 
 @functools.lru_cache(maxsize=4)
@@ -318,8 +354,8 @@ def _fitted(path, embed, embed_passages, margin, negatives, temperature, penalty
     """Return the texts of the labelled questions, and the map; made once for a file."""
     labelled = read_labels(path)
     texts = [x.question for x in labelled]
-    batches = training_examples(
+    batches = training_batches(
         labelled, embed(texts), embed_passages, margin=margin, negatives=negatives
     )
-    weights = fit_map(batches, temperature=temperature, penalty=penalty)
-    return frozenset(texts), weights
+    weights = fit_map(jax.device_put(batches), temperature, penalty)
+    return frozenset(texts), jax.device_get(weights)

@@ -10,6 +10,8 @@ import pytest
 
 from rsearch.methods.reading import direct, rag
 from rsearch.methods.recomp import (
+    BATCH,
+    Batches,
     LabelledSentences,
     contrast,
     fit_map,
@@ -17,7 +19,7 @@ from rsearch.methods.recomp import (
     label_sentences,
     read_labels,
     recomp_extractive,
-    training_examples,
+    training_batches,
 )
 from rsearch.methods.table import demanded_inputs
 from rsearch.types import Passage
@@ -135,15 +137,13 @@ def test_negatives_are_the_most_similar_sentences_of_lower_score(
 
 
 def test_the_loss_is_that_of_a_softmax_over_the_batch():
-    queries, candidates = np.eye(2), np.array([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
+    candidates = np.array([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8], [9.0, 9.0]])
     weights = np.array([[np.log(3), 0.0], [0.0, 0.0]])
-    # Of the first: probabilities 3, 1 and 3 ** 0.6; of the second equal ones.
-    total = 4 + 3**0.6
-    loss, gradient = info_nce(weights, queries, candidates, np.array([0, 1]))
-    assert loss == pytest.approx(np.log(total / 3) + np.log(3))
-    first = np.array([3 / total - 1, 1 / total, 3**0.6 / total]) @ candidates
-    second = np.array([1 / 3, -2 / 3, 1 / 3]) @ candidates
-    np.testing.assert_allclose(gradient, [first, second])
+    exists = np.array([True, True, True, False])
+    losses = info_nce(weights, np.eye(2), candidates, np.array([0, 1]), exists)
+    # Of the first the weights are 3, 1 and 3 ** 0.6; of the second equal ones.
+    expected = [np.log((4 + 3**0.6) / 3), np.log(3)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
 def test_a_sentence_that_is_best_for_two_questions_is_no_negative_of_either():
@@ -155,30 +155,53 @@ def test_a_sentence_that_is_best_for_two_questions_is_no_negative_of_either():
     ]
     queries = embed_letters("ABCD")
     settings = {"margin": 0.0, "negatives": 5}
-    ((q, c, positives),) = training_examples(
-        labelled, queries, embed_letters, **settings
-    )
-    np.testing.assert_array_equal(q, queries[:2])
-    np.testing.assert_array_equal(c, embed_letters("123"))
-    assert positives.tolist() == [0, 0]
+    batches = training_batches(labelled, queries, embed_letters, **settings)
+    np.testing.assert_array_equal(batches.queries, queries[None, :2])
+    np.testing.assert_array_equal(batches.candidates, embed_letters("123")[None])
+    assert batches.positives.tolist() == [[0, 0]]
+    assert batches.is_question.all() and batches.is_candidate.all()
     with pytest.raises(ValueError, match="margin = 0"):
-        training_examples(labelled[2:], queries[2:], embed_letters, **settings)
+        training_batches(labelled[2:], queries[2:], embed_letters, **settings)
+
+
+def test_questions_beyond_a_batch_are_in_another_one():
+    num = BATCH + 2
+    labelled = [
+        LabelledSentences(f"Q {i}", (f"{i} 1", f"{i} 2"), (0.0, -1.0))
+        for i in range(num)
+    ]
+    vectors = np.eye(3 * num, dtype=np.float32)
+    texts = [text for x in labelled for text in x.sentences]
+
+    def embed(sentences):
+        return vectors[[num + texts.index(text) for text in sentences]]
+
+    batches = training_batches(labelled, vectors[:num], embed, margin=0.0, negatives=1)
+    assert batches.is_question.sum(axis=1).tolist() == [BATCH, 2]
+    assert batches.is_candidate.sum(axis=1).tolist() == [2 * BATCH, 4]
+    np.testing.assert_array_equal(batches.queries[1, :2], vectors[num - 2 : num])
+    assert not batches.queries[1, 2:].any() and not batches.candidates[1, 4:].any()
+    best = batches.candidates[1][batches.positives[1, :2]]
+    np.testing.assert_array_equal(best, embed(texts[-4::2]))
 
 
 @pytest.mark.parametrize("penalty", [1e-3, 1e-1])
 def test_the_map_is_where_the_gradient_vanishes(penalty):
     rng = np.random.default_rng(0)
-    queries, candidates = rng.normal(size=(6, 4)), rng.normal(size=(9, 4))
-    queries /= np.linalg.norm(queries, axis=1, keepdims=True)
-    candidates /= np.linalg.norm(candidates, axis=1, keepdims=True)
-    batches = [
-        (queries[:4], candidates[:5], np.array([0, 1, 2, 2])),
-        (queries[4:], candidates[5:], np.array([3, 0])),
-    ]
-    weights = fit_map(batches, temperature=0.5, penalty=penalty)
-    gradient = penalty * (weights - 2 * np.eye(4))
-    gradient += sum(info_nce(weights, *batch)[1] for batch in batches) / 6
-    assert np.abs(gradient).max() < 1e-5
+    queries, candidates = rng.normal(size=(2, 4, 3)), rng.normal(size=(2, 5, 3))
+    queries /= np.linalg.norm(queries, axis=-1, keepdims=True)
+    candidates /= np.linalg.norm(candidates, axis=-1, keepdims=True)
+    positives = np.array([[0, 1, 2, 2], [2, 0, 0, 0]], np.int32)
+    is_question = np.array([[1, 1, 1, 1], [1, 1, 0, 0]], bool)
+    is_candidate = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], bool)
+    batches = Batches(queries, candidates, positives, is_question, is_candidate)
+    weights = np.asarray(fit_map(batches, 0.5, penalty), np.float64)
+    gradient = penalty * (weights - 2 * np.eye(3))
+    for q, c, best, is_q, is_c in zip(*batches, strict=True):
+        probs = np.exp(q @ weights @ c.T) * is_c
+        error = probs / probs.sum(axis=1, keepdims=True) - np.eye(5)[best]
+        gradient += q.T @ (error * is_q[:, None]) @ c / 6
+    assert np.abs(gradient).max() < 1e-4 * penalty**0.5
 
 
 ROW = {"question": "Who A", "sentences": ["T\nx 1"], "scores": [-1.5]}
