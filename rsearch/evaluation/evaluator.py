@@ -362,7 +362,7 @@ class Evaluator:
         return groups
 
     def _run(self, program, name, field, params, draws, cache, questions):
-        """Return what a program answers, a group a question; its errors name the field that asks for it."""
+        """Return a program's groups; its errors name the field that asks for it."""
         model = self._make_model()
         if isinstance(model, LocalModel):
             model.load(params)
