@@ -38,7 +38,7 @@ from rsearch.runtime import console
 from rsearch.runtime.files import check_output
 from rsearch.runtime.identity import record_start
 from rsearch.runtime.workdir import CONFIG, check_workdir, open_workdir, read_config
-from rsearch.setup.load import Shared, load_setup
+from rsearch.setup.load import Shared, check_inputs, load_setup
 from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params, trained_params
 
@@ -111,16 +111,20 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
     for name, value in changes.items():
         console.note(f"evaluated with config.{name} = {value!r}")
     shared, rows, folder = Shared(), [], pathlib.Path(where).absolute()
-    for name, overrides in _sets(config, values["sets"]).items():
-        variant = apply_overrides(config, overrides)
-        if model:
-            changed = {"model.source": model, "tokenizer.source": ""}
-            variant = apply_overrides(variant, changed)
+    sets = _sets(config, values["sets"])
+    variants = _variants(config, sets, model)
+    if len(variants) > 1:  # a wrong one is found now rather than after hours
+        for name, variant in variants.items():
+            try:
+                check_inputs(variant, home=where, shared=shared)
+            except ValueError as error:
+                raise ValueError(f"--sets: {name}: {error}") from None
+    for name, variant in variants.items():
         setup = load_setup(
             variant, say=console.note, only_dev=True, home=where, shared=shared
         )
         # A run's own index and questions are those that it is bound to.
-        is_own = not (model or changes or overrides)
+        is_own = not (model or changes or sets[name])
         inputs = setup.inputs if is_own else {}
         processes.check_same_on_all(
             {"config": fingerprint_config(variant), **setup.inputs}
@@ -179,6 +183,15 @@ def _as_run(config: ConfigDict, run: dict) -> tuple[ConfigDict, dict[str, Any]]:
         for section in ASKED:
             bound[section] = old[section]
     return bound.lock(), changes
+
+
+def _variants(config, sets, model) -> dict[str, ConfigDict]:
+    """Return {name: the configuration} of each set, of --model where there is one."""
+    changed = {"model.source": model, "tokenizer.source": ""} if model else {}
+    return {
+        name: apply_overrides(apply_overrides(config, overrides), changed)
+        for name, overrides in sets.items()
+    }
 
 
 def _sets(config: ConfigDict, names: str) -> dict[str, dict]:

@@ -559,10 +559,15 @@ def test_the_run_s_own_configuration_is_evaluated(copy, capsys):
         ("--config.model.width=64", "config.model.width"),
         ("--sets=a,a", "--sets=a,a: each name once"),
         ("--sets=nowhere.jsonl", "nowhere.jsonl: there is no such file"),
+        ("--sets=world:bridge,world:dew", "world:dew: config.data.dev"),
+        ("--sets=world:bridge,nowhere.jsonl", "nowhere.jsonl: there is no such file"),
         ("--methods=ragg", "did you mean 'rag'?"),
     ],
 )
-def test_what_a_run_is_cannot_be_changed(copy, capsys, given, message):
+def test_what_a_run_is_cannot_be_changed(copy, capsys, monkeypatch, given, message):
+    """Of several sets, a wrong one is refused before the first is evaluated."""
+    if "," in given:
+        monkeypatch.setattr(evaluate_command, "load_setup", lambda *a, **k: 1 / 0)
     before = (copy / "results.json").read_bytes()
     assert evaluate_here(f"--workdir={copy}", given) == 2
     assert message in capsys.readouterr().err

@@ -32,10 +32,10 @@ from rsearch.setup.policy import (
 )
 from rsearch.setup.preflight import check_machine
 from rsearch.setup.questions import decontaminate, drop_long_prompts, read_questions
-from rsearch.setup.search import open_search
+from rsearch.setup.search import check_index, open_search
 from rsearch.text.extension import code_inputs
 from rsearch.world.pretrained import find_source
-from rsearch.world.world import make_world
+from rsearch.world.world import World, make_world
 
 
 class Shared:
@@ -50,6 +50,27 @@ class Shared:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+def check_inputs(
+    config: ConfigDict, *, home: str | pathlib.Path, shared: Shared
+) -> None:
+    """Refuse an evaluation whose fields, questions or index cannot be used.
+
+    No model or index is opened: this is for what is asked hours later.
+
+    Args:
+        config: of the evaluation.
+        home, shared: see `load_setup`, which finds the world there that is made here.
+
+    Raises:
+        ValueError: a value or a file that cannot be used.
+    """
+    validate(config, num_devices=jax.device_count())
+    check_names(config)
+    check_index(config)
+    world = _make_world(config, shared) if has_world(config) else None
+    read_questions(config, "dev", world, lambda line: None, home)
 
 
 def load_setup(
@@ -81,7 +102,8 @@ def load_setup(
     validate(config, num_devices=jax.device_count())
     check_names(config)
     check_machine(config, home=home, say=say)
-    c, memoise = config, (shared or Shared()).memoise
+    shared = shared or Shared()
+    c, memoise = config, shared.memoise
     only_dev = only_dev or only_policy
     asks_judge = needs_judge(c.reward) and "rl" in kinds(c) and not only_dev
 
@@ -99,11 +121,7 @@ def load_setup(
     if c.model.offload:
         check_host_memory(mesh, f"config.model.offload = {c.model.offload}")
     seed = ConfigDict({"seed": c.seed})
-    world = None
-    if has_world(c):
-        world = memoise(
-            "world", [seed, c.world], lambda: make_world(seed=c.seed, **c.world)
-        )
+    world = _make_world(c, shared) if has_world(c) else None
 
     # The policy. Its limits are checked before anything large is read.
     source = find_source(c, c.model.source) if c.model.source else None
@@ -215,6 +233,12 @@ def load_setup(
         limits=limits,
         num_tokens=num_tokens,
     )
+
+
+def _make_world(c, shared) -> World:
+    """Return the embedded world, made once for a seed and its settings."""
+    sections = [ConfigDict({"seed": c.seed}), c.world]
+    return shared.memoise("world", sections, lambda: make_world(seed=c.seed, **c.world))
 
 
 def _asked_models(c, asks_judge, only_dev, only_policy) -> list[str]:

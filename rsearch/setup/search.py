@@ -13,11 +13,17 @@ from rsearch.retrieval.distributed import distribute_index
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine, encode_queries, engine_in_memory
 from rsearch.retrieval.fused import FINGERPRINT, FusedIndex
-from rsearch.retrieval.index import corpus_path, lies_beside, open_index
+from rsearch.retrieval.index import (
+    corpus_path,
+    lies_beside,
+    open_index,
+    read_index_manifest,
+)
 from rsearch.retrieval.rerank import RerankedSearch, load_reranker
 from rsearch.retrieval.service import RemoteSearch
 from rsearch.retrieval.user import UserSearch
 from rsearch.retrieval.wrap import wrap_search
+from rsearch.runtime.files import expand
 from rsearch.setup.models import searches_words
 from rsearch.world.world import WORLD, World
 
@@ -82,6 +88,24 @@ def text_encoders(c: ConfigDict) -> tuple[Embed, Embed]:
     return lambda texts: encode_queries(load(), texts), embed_passages
 
 
+def check_index(c: ConfigDict) -> None:
+    """Refuse an index that is not there, without opening it.
+
+    Raises:
+        ValueError: no index is named, or none that was finished.
+    """
+    r = c.retrieval
+    if r.engine or r.url or r.corpus == WORLD:
+        return
+    if not r.index:
+        raise ValueError(
+            "config.retrieval.index is empty; build one: python -m rsearch.index "
+            f"--corpus={r.corpus} --encoder={r.encoder} --family={r.family} --out=DIR"
+        )
+    for path in filter(None, (r.index, r.bm25_index)):
+        read_index_manifest(expand(path))
+
+
 def _open_engine(c, world, top_k):
     """Open the engine that finds `top_k` passages for a query."""
     r = c.retrieval
@@ -109,14 +133,10 @@ def _open_engine(c, world, top_k):
         words, manifest = open_bm25(r.index, corpus=corpus)
         fingerprint = f"index {manifest['digest']}"
         return SearchEngine(words, None, corpus, fingerprint=fingerprint, **settings)
+    check_index(c)
     encoder = open_encoder(c)
     if r.corpus == WORLD:
         return engine_in_memory(world.passages, encoder, **settings)
-    if not r.index:
-        raise ValueError(
-            "config.retrieval.index is empty; build one: python -m rsearch.index "
-            f"--corpus={r.corpus} --encoder={r.encoder} --family={r.family} --out=DIR"
-        )
     corpus = _open_corpus(c)
     opening = functools.partial(open_index, r.index, corpus=corpus, encoder=encoder)
     if r.sharded and processes.num_hosts() > 1:
