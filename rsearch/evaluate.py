@@ -79,12 +79,13 @@ def main(argv: Sequence[str]) -> int:
     if values[LABELS]:
         if values["methods"]:
             raise ValueError(f"--methods and --{LABELS} exclude each other")
-        check_output(LABELS, values[LABELS])
         # No method is asked: those of the configuration may want files of their own.
         config = apply_overrides(config, ["eval.methods=direct"])
     if values["print_config"]:
         print_config(config)
         return 0
+    if values[LABELS]:
+        check_output(LABELS, values[LABELS])
     with processes.connected(**{name: values[name] for name in processes.FLAGS}):
         _evaluate(config, values)
     return 0

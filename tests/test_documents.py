@@ -51,7 +51,7 @@ def test_the_page_on_evaluation_has_every_method_and_commands_that_are_understoo
     lines = "".join(blocks).replace("\\\n", " ")
     commands = re.split(r"\n(?=python)", lines.strip())
     evaluations = [shlex.split(c)[3:] for c in commands if "rsearch.evaluate" in c]
-    assert len(evaluations) == 9
+    assert len(evaluations) == 11
     for arguments in evaluations:
         flags = [x for x in arguments if not x.startswith("--workdir")]
         recipe = "--config=configs/search_r1.py:tiny"

@@ -553,6 +553,34 @@ def test_the_run_s_own_configuration_is_evaluated(copy, capsys):
     assert not (copy / "answers-0.journal").exists()
 
 
+@pytest.mark.slow
+def test_sentences_are_labelled_and_what_learns_from_them_is_evaluated(copy, capsys):
+    before = results.read_results(copy)
+    run, labels = f"--workdir={copy}", copy / "sentences.jsonl"
+    few = ("--config.eval.max_questions=4", "--config.retrieval.top_k=2")
+    label = [f"--label_sentences={labels}", "--sets=world:train,world:bridge"]
+    assert evaluate_here(run, *few, *label, "--methods=rag") == 2
+    assert "--methods" in capsys.readouterr().err and not labels.exists()
+    assert evaluate_here(run, *few, *label) == 0
+    assert results.read_results(copy) == before
+    assert not (copy / "label_sentences-0.journal").exists()
+    rows = read_jsonl(labels)
+    assert len(rows) == 8
+    for row in rows:
+        assert len(row["sentences"]) == len(row["scores"]) >= 2
+        assert all(text.count("\n") == 1 for text in row["sentences"])
+        assert max(row["scores"]) < 0
+    every = f"recomp_extractive:labels={labels}:sentences=99"
+    asked = [run, *few, "--sets=world:dev", f"--methods=rag,{every}"]
+    assert evaluate_here(*asked) == 2  # the second set's questions are of this one
+    assert "among those that are labelled" in capsys.readouterr().err
+    labels.write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
+    assert evaluate_here(*asked) == 0
+    told = read_jsonl(copy / "transcripts.jsonl")[-8:]
+    assert [t["method"] for t in told] == ["rag"] * 4 + [every] * 4
+    assert [t["segments"] for t in told[:4]] == [t["segments"] for t in told[4:]]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -562,6 +590,8 @@ def test_the_run_s_own_configuration_is_evaluated(copy, capsys):
         ("--sets=world:bridge,world:dew", "world:dew: config.data.dev"),
         ("--sets=world:bridge,nowhere.jsonl", "nowhere.jsonl: there is no such file"),
         ("--methods=ragg", "did you mean 'rag'?"),
+        ("--methods=recomp_extractive:labels=none.jsonl", "none.jsonl"),
+        ("--label_sentences=/nowhere/at/all", "there is no directory /nowhere/at"),
     ],
 )
 def test_what_a_run_is_cannot_be_changed(copy, capsys, monkeypatch, given, message):

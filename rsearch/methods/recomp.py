@@ -80,7 +80,7 @@ def recomp_extractive(
         top_k: passages that are used; 0 is all that the search returns.
 
     Raises:
-        ValueError: a setting is out of range, or see `read_labels`,
+        ValueError: a setting is out of range, or see `read_sentence_labels`,
             `training_batches` and `adaptive.vector_of`.
     """
     for name, value, is_right, right in (
@@ -147,7 +147,7 @@ def label_sentences(question: Question, kit: Kit, *, golden: Mapping[str, str]):
     return json.dumps(dataclasses.asdict(row), allow_nan=False)
 
 
-def read_labels(path: str) -> tuple[LabelledSentences, ...]:
+def read_sentence_labels(path: str) -> tuple[LabelledSentences, ...]:
     """Return the rows of a file that `label_sentences` made.
 
     Raises:
@@ -186,7 +186,7 @@ def _parse_row(row):
     return LabelledSentences(question, tuple(texts), tuple(map(float, scores)))
 
 
-def contrast(
+def best_and_negatives(
     scores: np.ndarray, similarity: np.ndarray, *, margin: float, negatives: int
 ) -> tuple[int, np.ndarray]:
     """Return the best sentence of a question, and its negatives.
@@ -261,7 +261,7 @@ def training_batches(
         labelled: [n] questions.
         queries: [n, D] their vectors.
         embed_passages: (sentences) -> [m, D] vectors.
-        margin, negatives: see `contrast`.
+        margin, negatives: see `best_and_negatives`.
 
     Raises:
         ValueError: no question has a negative.
@@ -274,7 +274,7 @@ def training_batches(
         if not x.sentences:
             continue
         sentences = np.array([number[text] for text in x.sentences])
-        best, lower = contrast(
+        best, lower = best_and_negatives(
             np.array(x.scores),
             vectors[sentences] @ queries[i],
             margin=margin,
@@ -352,7 +352,7 @@ def fit_map(batches: Batches, temperature: float, penalty: float) -> jax.Array:
 @functools.lru_cache(maxsize=4)
 def _fitted(path, embed, embed_passages, margin, negatives, temperature, penalty):
     """Return the texts of the labelled questions, and the map; made once for a file."""
-    labelled = read_labels(path)
+    labelled = read_sentence_labels(path)
     texts = [x.question for x in labelled]
     batches = training_batches(
         labelled, embed(texts), embed_passages, margin=margin, negatives=negatives

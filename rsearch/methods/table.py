@@ -22,8 +22,7 @@ from rsearch.methods.longllmlingua import longllmlingua
 from rsearch.methods.names import split_name
 from rsearch.methods.rag_rerank import rag_rerank
 from rsearch.methods.reading import cot, direct, rag, rag_cot
-from rsearch.methods.recomp import read_labels as read_sentence_labels
-from rsearch.methods.recomp import recomp_extractive
+from rsearch.methods.recomp import read_sentence_labels, recomp_extractive
 from rsearch.methods.replug import replug
 from rsearch.methods.search_o1 import search_o1
 from rsearch.methods.searchain import searchain

@@ -32,7 +32,7 @@ def judge(answers, folder, judging, **overrides):
     evaluator = Evaluator(
         recipes.apply_overrides(recipes.load("configs/base.py"), fields | named),
         [],
-        num_skipped=0,
+        too_long=[],
         search=None,
         make_engine=dict,
         make_model=dict,

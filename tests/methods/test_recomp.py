@@ -13,11 +13,11 @@ from rsearch.methods.recomp import (
     BATCH,
     Batches,
     LabelledSentences,
-    contrast,
+    best_and_negatives,
     fit_map,
     info_nce,
     label_sentences,
-    read_labels,
+    read_sentence_labels,
     recomp_extractive,
     training_batches,
 )
@@ -132,7 +132,9 @@ def test_negatives_are_the_most_similar_sentences_of_lower_score(
 ):
     scores = np.array([-2.0, -1.0, -1.0, -3.0, -2.5])
     similarity = np.array([0.5, 0.9, 0.8, 0.1, 0.7])
-    best, lower = contrast(scores, similarity, margin=margin, negatives=negatives)
+    best, lower = best_and_negatives(
+        scores, similarity, margin=margin, negatives=negatives
+    )
     assert (best, lower.tolist()) == (1, expected)
 
 
@@ -250,7 +252,7 @@ def test_inputs_are_the_labels_and_a_labelled_question_is_refused(tmp_path):
     spelling = f"recomp_extractive:labels={write_labels(tmp_path / 't')}"
     before = demanded_inputs([spelling], ())
     assert list(before) == ["eval.recomp_extractive"]
-    assert read_labels(tmp_path / "t")[0].scores == (-1.0, -2.0, -3.0)
+    assert read_sentence_labels(tmp_path / "t")[0].scores == (-1.0, -2.0, -3.0)
     with pytest.raises(ValueError, match="question q is among"):
         asked(recomp_extractive, "When B", labels=str(tmp_path / "t"))
     write_labels(tmp_path / "t", {"A": "123"})
