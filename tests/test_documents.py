@@ -1,19 +1,31 @@
-"""Commands in the documents: recipes that load, with fields that fit their machines."""
+"""Commands in the documents: the shell reads them, and the programs understand them."""
 
+import ast
+import contextlib
+import glob
+import importlib.util
+import json
 import math
 import pathlib
 import re
-import shlex
+import shutil
+import subprocess
+import tempfile
+from typing import NamedTuple
 
 import pytest
 
+from rsearch.__main__ import COMMANDS
 from rsearch.config.checks import validate
-from rsearch.config.recipes import apply_overrides, load
-from rsearch.evaluate import main
+from rsearch.config.recipes import apply_overrides, load, run_command
 from rsearch.methods.table import METHODS
+from rsearch.runtime.workdir import Workdir
+from rsearch.setup.checks import check_names
+from tests.small_run import ROOT, finished
 
-ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))
+DOCUMENTS = ("README.md", "BUILD.md", "configs/FIDELITY.md", *PAGES)
+CONFIGS = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "configs").glob("*.py"))
 MACHINES = {  # what names the devices of a command, and how many they are
     r"--devices=(\d+)": int,
     r"--topology=[^:\s]+:([\dx]+)": lambda size: math.prod(map(int, size.split("x"))),
@@ -22,40 +34,137 @@ MACHINES = {  # what names the devices of a command, and how many they are
     r"sbatch --nodes=(\d+)": lambda nodes: int(nodes) * 8,
     r"(rsearch.export .*--workdir=/shared)": lambda _: 1,  # on the machine `fill`
 }
+# No program is found, so that each command only says its words.
+SHELL = """
+command_not_found_handle() { printf '%s\\0' "$@" '' >&3; }
+exec 3>&1 >/dev/null
+for text; do (eval "$text"); done
+"""
+VARIABLES = {"DATA": "data", "MODELS": "models", "SLURM_ARRAY_TASK_ID": "1"}
+INLINE = re.compile(r"(?:python|bash|sbatch|rsearch) .*")
+RECIPE = "configs/search_r1.py:tiny"  # of runs/search_r1, and of "--config=..."
+FILLED = {
+    "--config=...": f"--config={RECIPE}",
+    "--config.FIELD=A,B": "--config.seed=1,2",
+    "--workdir=...": "--workdir=runs/search_r1",
+}
+CORPORA = {
+    "psgs_w100.tsv": "id\ttext\ttitle\n1\tLies in Pellia.\tGoldberg\n",
+    "kilt_knowledgesource.json": json.dumps(
+        {"_id": "1", "wikipedia_title": "Goldberg", "text": ["Goldberg", "A town."]}
+    ),
+    "wiki.jsonl": json.dumps({"id": "1", "title": "Goldberg", "text": "A town."}),
+    "FILE": json.dumps({"id": "1", "contents": "Goldberg\nA town."}),
+}
+
+# The functions that are not `main` of the module of the command's name.
+MAINS = {
+    "rsearch": ("rsearch.__main__", "main"),
+    "rsearch.bench": ("rsearch.bench.__main__", "main"),
+    "rsearch.plan": ("rsearch.plan.command", "command"),
+    "rsearch.train": ("rsearch.train", "command"),
+}
+# The flag with which a command ends as soon as it has understood the others; "--help"
+# leaves their values alone.
+PRINTS = ("train", "evaluate", "export", "tool", "retriever", "plan")
+ENDS_WITH = {f"rsearch.{name}": "--print_config" for name in PRINTS}
+ENDS_WITH["launch/sweep.py"] = "--commands"
+# Commands that end where the first file is missing, and the flags that name files.
+READS = {f"rsearch.{n}": () for n in ("corpus", "compare", "score", "checkpoint")}
+READS["rsearch.index"] = ("--corpus", "--questions")
+
+
+class Command(NamedTuple):
+    """A command of a document: the module or file that runs, and its arguments.
+
+    `text` is all of it, with the machines that it is for.
+    """
+
+    document: str
+    text: str
+    name: str
+    arguments: tuple
+
+
+def words_of(texts):
+    """The words of each command of these texts, as bash takes them apart."""
+    with tempfile.TemporaryDirectory() as empty:
+        done = subprocess.run(
+            [shutil.which("bash"), "-c", SHELL, "bash", *texts],
+            env={"PATH": empty, **VARIABLES},
+            cwd=empty,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=60,
+        )
+    words = []
+    for word in done.stdout.decode().split("\0")[:-1]:
+        if word:
+            words.append(word)
+        else:
+            yield words
+            words = []
+
+
+def texts_of(document):
+    """The code blocks of a document, and each command within its sentences."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    if document.endswith(".py"):
+        lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
+        return ["\n".join(line for line in lines if line.startswith("    "))]
+    texts = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    for line in filter(INLINE.fullmatch, [" ".join(span.split()) for span in spans]):
+        # A table's cell has its choices as ls\|verify; DIR... is one or several.
+        line = re.sub(r"(?<=\w)\.\.\.(?=\s|$)", "", line)
+        choices = re.search(r"\S+\\\|\S+", line)
+        for choice in choices[0].split("\\|") if choices else [""]:
+            texts.append(line.replace(choices[0], choice) if choices else line)
+    return texts
+
+
+def program_of(words):
+    """The name and the arguments of what runs; None for what is not the package's."""
+    first, *rest = words
+    if first == "python" and rest[:1] == ["-m"]:
+        _, name, *arguments = rest
+        if not name.startswith(("rsearch", "tests")):
+            return None
+    elif first == "python" and "".join(rest[:1]).startswith("launch/"):
+        name, *arguments = rest
+    elif first == "rsearch" and rest[0] in COMMANDS:
+        name, arguments = first, rest
+    elif first in ("bash", "sbatch") and "launch/" in " ".join(rest):
+        at = next(i for i, word in enumerate(rest) if word.startswith("launch/"))
+        name, arguments = rest[at], rest[at + 1 :]
+        assert (ROOT / name).is_file()
+        if "--" in arguments:
+            arguments = arguments[arguments.index("--") + 1 :]
+        if name == "launch/quickstart.sh":
+            arguments = ["--config=configs/quickstart.py", *arguments]
+        if not any(word.startswith("--config=") for word in arguments):
+            return None  # the tests, or a list of trials
+        name = "rsearch.train"
+    else:
+        return None
+    if name == "rsearch" and arguments:
+        name, *arguments = f"rsearch.{arguments[0]}", *arguments[1:]
+    return name, tuple(FILLED.get(word, word) for word in arguments if word != "...")
 
 
 def commands():
-    """(command of one line, devices or None) of those that name a recipe."""
-    actual = []
-    for name in ("README.md", "BUILD.md", *PAGES):
-        text = (ROOT / name).read_text(encoding="utf-8")
-        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
-                # A sweep's fields have several values each.
-                if "--config=configs/" in line and "sweep.py" not in line:
-                    actual.append((" ".join(line.split()), devices_of(line)))
-    return actual
-
-
-def test_a_page_is_linked_and_short():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in PAGES:
-        assert f"({name})" in readme and (ROOT / name).stat().st_size <= 8192
-
-
-def test_the_page_on_evaluation_has_every_method_and_commands_that_are_understood():
-    text = (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8")
-    (table,) = re.findall(r"\| method \| what.*?\n\n", text, re.DOTALL)
-    assert set(re.findall(r"`(\w+)`", table)) == set(METHODS)
-    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    lines = "".join(blocks).replace("\\\n", " ")
-    commands = re.split(r"\n(?=python)", lines.strip())
-    evaluations = [shlex.split(c)[3:] for c in commands if "rsearch.evaluate" in c]
-    assert len(evaluations) == 11
-    for arguments in evaluations:
-        flags = [x for x in arguments if not x.startswith("--workdir")]
-        recipe = "--config=configs/search_r1.py:tiny"
-        assert main([recipe, "--workdir=x", *flags, "--print_config"]) == 0
+    """All commands of the documents, each once."""
+    unique = {}
+    for document in (*DOCUMENTS, *CONFIGS):
+        several = [*words_of(texts_of(document))]
+        wrapped = [w[w.index("--wrap") + 1] for w in several if "--wrap" in w]
+        several += words_of(wrapped) if wrapped else []
+        for words in several:
+            if program := program_of(words):
+                command = Command(document, " ".join(words), *program)
+                unique.setdefault(command[1:], command)
+    return [*unique.values()]
 
 
 def devices_of(line):
@@ -66,17 +175,114 @@ def devices_of(line):
     return None
 
 
-def test_some_commands_name_their_machine():
-    assert {num for _, num in commands()} >= {None, 8, 16}
+COMMANDS_OF_DOCUMENTS = commands()
 
 
-@pytest.mark.parametrize(("line", "num_devices"), commands())
-def test_the_recipe_of_a_command_is_valid(line, num_devices):
-    fields = dict(re.findall(r"--(config[\w.]*)=([^\s\"]+)", line))
-    config = load(fields.pop("config"))
-    overrides = {name.removeprefix("config."): value for name, value in fields.items()}
-    config = apply_overrides(config, overrides)
-    validate(config, num_devices=num_devices)
+def test_every_command_is_in_the_documents_and_some_name_their_machine():
+    names = {command.name for command in COMMANDS_OF_DOCUMENTS if command.arguments}
+    assert names >= {f"rsearch.{name}" for name in COMMANDS} - {"rsearch.fidelity"}
+    assert "launch/sweep.py" in names
+    sizes = {devices_of(command.text) for command in COMMANDS_OF_DOCUMENTS}
+    assert sizes >= {None, 8, 16}
+
+
+@pytest.mark.parametrize(
+    "command", COMMANDS_OF_DOCUMENTS, ids=lambda c: f"{c.document}: {c.text[:60]}"
+)
+def test_a_command_is_understood(command, tmp_path, monkeypatch, capsys):
+    """All of its flags are known, and their values of the right kinds."""
+    main = main_of(command.name)
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("launch").symlink_to(ROOT / "launch")
+    if command.name == "rsearch.evaluate":
+        Workdir("runs/search_r1", load(RECIPE)).close()
+    if command.name in READS and command.arguments:
+        assert run_command(main, command.arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "--" not in line and any(f in line for f in files_of(command))
+        return
+    end = ENDS_WITH.get(command.name, "--help") if command.arguments else "--help"
+    with contextlib.suppress(SystemExit):  # of --help
+        assert run_command(main, [*command.arguments, end]) == 0
+    assert capsys.readouterr().out
+
+
+def main_of(name):
+    """The function that runs a command."""
+    if name.endswith(".py"):
+        spec = importlib.util.spec_from_file_location("launched", ROOT / name)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.main
+    module, function = MAINS.get(name, (name, "main"))
+    return getattr(importlib.import_module(module), function)
+
+
+def files_of(command):
+    """The words of a command that name files: those without dashes, and some flags."""
+    flags = READS[command.name]
+    has_action = command.name == "rsearch.checkpoint"  # ls, verify or gc
+    pairs = [word.partition("=") for word in command.arguments[has_action:]]
+    return [value or name for name, _, value in pairs if name in flags or not value]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        c
+        for c in COMMANDS_OF_DOCUMENTS
+        if "--config=configs/" in c.text or c.name == "rsearch.evaluate"
+        if c.name != "launch/sweep.py"  # checks its trials, of several values a field
+    ],
+    ids=lambda c: c.text[:60],
+)
+def test_the_fields_of_a_command_are_valid(command):
+    pairs = [word.partition("=") for word in command.arguments]
+    fields = {
+        name.removeprefix("--config."): value
+        for name, _, value in pairs
+        if name.startswith("--config.")
+    }
+    values = {name: value for name, _, value in pairs}
+    if values.get("--methods", "all") != "all":
+        fields["eval.methods"] = values["--methods"]
+    config = load(values.get("--config", RECIPE))
+    config = apply_overrides(config, fields)
+    validate(config, num_devices=devices_of(command.text))
+    if command.name == "rsearch.evaluate":
+        check_names(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [c for c in COMMANDS_OF_DOCUMENTS if c.name in READS and "index" not in c.name],
+    ids=lambda c: c.text[:60],
+)
+def test_a_command_that_takes_no_model_does_its_work(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/search_r1", "runs/r_search", "runs/x", "runs/lr/1", "DIR"):
+        shutil.copytree(finished(), folder)
+    shutil.copy("DIR/transcripts.jsonl", "FILE.jsonl")
+    for name, text in CORPORA.items():
+        pathlib.Path(name).write_text(text)
+    # As a shell does where files are there.
+    arguments = [
+        path for word in command.arguments for path in sorted(glob.glob(word)) or [word]
+    ]
+    assert run_command(main_of(command.name), arguments) == 0
+
+
+def test_a_page_is_linked_and_short():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in PAGES:
+        assert f"({name})" in readme and (ROOT / name).stat().st_size <= 8192
+
+
+def test_the_page_on_evaluation_has_every_method():
+    text = (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"\| method \| what.*?\n\n", text, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", table)) == set(METHODS)
 
 
 @pytest.mark.parametrize("name", ["README.md", "BUILD.md"])

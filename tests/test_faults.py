@@ -12,8 +12,11 @@ import collections
 import functools
 import pathlib
 import re
+import sys
 
 import pytest
+
+from rsearch.config.recipes import parse_flags, run_command
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 LEFT_OUT = FOLDER / "faults_left_out.md"
@@ -228,8 +231,9 @@ def test_the_rows_are_those_that_are_known():
     assert set(table()) == {n for n in numbers if 0 < n < 100}
 
 
-def main():
+def main(argv):
     """Prints each row with its items and the tests that show them."""
+    parse_flags(argv, flags={})
     shown = collections.defaultdict(list)
     for row, item, file, name in marks():
         shown[row, item].append(f"{file}::{name}")
@@ -242,4 +246,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))
