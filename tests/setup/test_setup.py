@@ -1,6 +1,7 @@
 """What all stages of a run share."""
 
 import json
+import pathlib
 
 import jax
 import numpy as np
@@ -33,6 +34,32 @@ def test_parameters_follow_from_the_seed_on_any_mesh():
     jax.tree.map(np.testing.assert_array_equal, made[0], made[1])
     assert (made[0]["embedding"] != made[2]["embedding"]).mean() > 0.99
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(made[0]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"data__dev": "world:dew"}, "config.data.dev = 'world:dew'"),
+        ({"data__dev": "questions.jsonl"}, "questions.jsonl:2: "),
+        ({"retrieval__corpus": "", "retrieval__index": "none"}, "none is not a dir"),
+        ({"retrieval__corpus": "x.jsonl"}, "config.retrieval.index is empty"),
+        ({"eval__methods": ("ragg",)}, "config.eval.methods = 'ragg'"),
+        ({"eval__top_p": 2.0}, "config.eval.top_p = 2.0"),
+    ],
+)
+def test_inputs_are_checked_without_loading_them(
+    tmp_path, monkeypatch, fields, message
+):
+    monkeypatch.chdir(tmp_path)
+    good = {"question": "Who?", "golden_answers": ["Ada"]}
+    pathlib.Path("good.jsonl").write_text(json.dumps(good))
+    pathlib.Path("questions.jsonl").write_text(json.dumps(good) + "\n{}\n")
+    shared, questions = load.Shared(), {"data__dev": "good.jsonl"}
+    questions |= {"data__train": "good.jsonl", "stages": ("rl",)}
+    load.check_inputs(config(**questions), home=tmp_path, shared=shared)
+    with pytest.raises(ValueError) as refused:
+        load.check_inputs(config(**questions | fields), home=tmp_path, shared=shared)
+    assert message in str(refused.value)
 
 
 @pytest.mark.fault(11, "left out and listed")
