@@ -1,10 +1,18 @@
-"""Methods that come to the same thing give the same answers, asked of a real run; slow.
+"""Methods asked of a real run, whatever it has learnt; slow.
 
-Each identity holds by the methods' definitions, whatever the policy has learnt.
+Those that come to the same thing by their definitions answer alike, and how many
+questions are asked at once, in which order and in how many starts changes no answer.
 """
 
+import json
+import os
 import pathlib
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -12,7 +20,13 @@ from rsearch import evaluate
 from rsearch.config.recipes import run_command
 from rsearch.evaluation import results
 from tests.methods.test_adaptive import write_labels
-from tests.small_run import finished, quick_compilation
+from tests.small_run import (
+    ROOT,
+    child_environment,
+    finished,
+    quick_compilation,
+    without_times,
+)
 
 __all__ = ["quick_compilation"]
 
@@ -31,11 +45,31 @@ ONE_SEARCH = "flare:theta=0"
 NO_SEARCH = "search_o1:max_searches=0"
 
 
+SETTINGS = ["--config.retrieval.top_k=3", "--config.eval.max_prompt_tokens=2000"]
+# Of one call and of several, with stop strings, log-probabilities and mixtures.
+KILLS = 3  # of an evaluation
+KINDS = "cot,ircot,flare,sure,replug,longllmlingua"
+
+
+def new_run(folder):
+    """A copy of the finished run, without results."""
+    run = pathlib.Path(shutil.copytree(finished(), folder / "run"))
+    for name in ("results.json", "transcripts.jsonl"):
+        (run / name).unlink()
+    return run
+
+
+def evaluated(run, methods, *flags):
+    """The transcripts of these methods."""
+    command = [f"--workdir={run}", f"--methods={methods}", *SETTINGS, *flags]
+    assert run_command(evaluate.main, command) == 0
+    return results.read_transcripts(run)
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """{method: [(prediction, queries) of each question]}, and the labels' paths."""
+    """{method: [(prediction, queries, outcome)] of its questions}; labels' paths."""
     folder = tmp_path_factory.mktemp("identities")
-    run = pathlib.Path(shutil.copytree(finished(), folder / "run"))
     paths = {
         "better": write_labels(folder / "better", ("A?", "rag")),
         "worse": write_labels(folder / "worse", ("A?", "direct")),
@@ -45,12 +79,7 @@ def answers(tmp_path_factory):
     }
     methods = {name.format(**paths) for pair in SAME for name in pair}
     methods = sorted(methods | {ONE_SEARCH, NO_SEARCH})
-    (run / "results.json").unlink()
-    (run / "transcripts.jsonl").unlink()
-    command = [f"--workdir={run}", f"--methods={','.join(methods)}"]
-    command += ["--config.retrieval.top_k=3", "--config.eval.max_prompt_tokens=2000"]
-    assert run_command(evaluate.main, command) == 0
-    rows = results.read_transcripts(run)
+    rows = evaluated(new_run(folder), ",".join(methods))
     found = {
         method: [
             (row["prediction"], row["queries"], row["outcome"])
@@ -76,3 +105,56 @@ def test_limits_of_searches_hold(answers):
     found, _ = answers
     assert all(len(queries) == 1 for _, queries, _ in found[ONE_SEARCH])
     assert all(not queries for _, queries, _ in found[NO_SEARCH])
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+    """A run whose methods KINDS are evaluated, and their transcripts."""
+    run = new_run(tmp_path_factory.mktemp("kinds"))
+    return run, evaluated(run, KINDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [4, 64])
+def test_neither_rows_nor_the_order_of_questions_change_an_answer(
+    kinds, tmp_path, num_rows
+):
+    questions = {r["id"]: r for r in kinds[1]}.values()
+    names = ("id", "question", "golden_answers")
+    lines = [json.dumps({name: r[name] for name in names}) for r in questions]
+    random.Random(num_rows).shuffle(lines)
+    path = tmp_path / "dev.jsonl"
+    path.write_text("\n".join(lines))
+    flags = (f"--sets={path}", f"--config.rollout.max_concurrent={num_rows}")
+    shuffled = evaluated(new_run(tmp_path), KINDS, *flags)
+    given, other = (
+        {(r["method"], r["id"]): r["segments"] for r in rows}
+        for rows in (kinds[1], shuffled)
+    )
+    assert given == other and list(given) != list(other)
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_goes_on_to_the_same_rows(kinds, tmp_path):
+    run, rng = new_run(tmp_path), random.Random(0)
+    environment = os.environ | child_environment()
+    command = [sys.executable, "-m", "rsearch.evaluate", f"--workdir={run}"]
+    command += [f"--methods={KINDS}", *SETTINGS]
+    for _ in range(KILLS):
+        sizes = _sizes(run)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment)
+        while process.poll() is None and _sizes(run) == sizes:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 1))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert subprocess.run(command, cwd=ROOT, env=environment).returncode == 0
+    rows, undisturbed = map(results.read_results, (run, kinds[0]))
+    assert without_times(rows) == without_times(undisturbed)
+    assert results.read_transcripts(run) == kinds[1]
+
+
+def _sizes(run):
+    """Bytes of what an evaluation writes when a question is answered."""
+    paths = [*run.glob("answers-*.journal"), *run.glob("transcripts.jsonl")]
+    return {p.name: p.stat().st_size for p in paths if p.exists()}
