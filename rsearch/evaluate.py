@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         "methods": (
             "",
             "in place of config.eval.methods; 'all' is every one that wants neither "
-            "labels nor paragraphs",
+            "labels nor paragraphs nor reflection tokens",
         ),
         LABELS: (
             "",

@@ -17,6 +17,7 @@ from rsearch.llm.requests import (
     STOPPED,
     Completion,
     Generate,
+    Marked,
     Mix,
     Score,
     Scored,
@@ -174,9 +175,14 @@ class LocalModel:
         """
         if self._is_shared:
             raise ValueError(NOT_SHARED)
-        pairs = [
-            (self._encode(r.prefix), self._tokenizer.encode(r.text)) for r in requests
+        tokenizer = self._tokenizer
+        texts = [
+            tokenizer.encode_inner(r.text, is_mark=True)
+            if r.is_mark
+            else tokenizer.encode(r.text)
+            for r in requests
         ]
+        pairs = [(self._encode(r.prefix), t) for r, t in zip(requests, texts)]
         # A text at the beginning has something before it, that it is conditional on.
         start = np.array([self._tokenizer.eos_ids[0]], np.int32)
         pairs = [(prefix if len(prefix) else start, text) for prefix, text in pairs]
@@ -221,10 +227,19 @@ class LocalModel:
             self._mix_batch(requests, encoded, names, batch, completions)
         return completions
 
-    def _encode(self, prompt: Messages | str, continued: str = "") -> np.ndarray:
-        """Return the ids of a prompt; no word of it becomes a control token."""
+    def _encode(
+        self, prompt: Messages | str | Marked, continued: str = ""
+    ) -> np.ndarray:
+        """Return the ids of a prompt; only its marks can become control tokens."""
         if isinstance(prompt, str):
             return self._tokenizer.encode_raw(prompt)
+        if isinstance(prompt, Marked):
+            first, *later = prompt.texts
+            ids = [
+                self._tokenizer.encode_inner(text, is_mark=i % 2 == 0)
+                for i, text in enumerate(later)
+            ]
+            return np.concatenate([self._tokenizer.encode_raw(first), *ids])
         ids = self._tokenizer.encode_prompt(prompt)
         if not continued:
             return ids

@@ -29,6 +29,7 @@ from rsearch.llm.requests import (
     Completion,
     Failed,
     Generate,
+    Marked,
     Mix,
     Score,
     Scored,
@@ -85,9 +86,12 @@ class RemoteModel:
         """Continue each prompt; Failed where its calls failed for good.
 
         Raises:
-            ValueError: a reply has no log-probabilities, and a request wants them.
+            ValueError: a reply has no log-probabilities, and a request wants them; or
+                a prompt has marks: which text becomes a control token is up to it.
             OutageError: the endpoint has been away for too long.
         """
+        if any(isinstance(request.prompt, Marked) for request in requests):
+            raise self._lacks("choice of what becomes a control token")
         # An endpoint that is sent equal seeds may send equal replies.
         seen: collections.Counter = collections.Counter()
         calls = []

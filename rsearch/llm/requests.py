@@ -16,6 +16,18 @@ STOPPED, CUT = "stopped", "cut"
 
 
 @dataclasses.dataclass(frozen=True)
+class Marked:
+    """A raw text with marks of the program, which may be control tokens.
+
+    Attributes:
+        texts: a text, a mark, a text, ... in turn, each encoded on its own. No text
+            becomes a control token; a mark that the tokenizer lacks is text.
+    """
+
+    texts: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Generate:
     """Continue a prompt.
 
@@ -32,7 +44,7 @@ class Generate:
             ones an equal prompt has a completion of its own. () is no name.
     """
 
-    prompt: Messages | str
+    prompt: Messages | str | Marked
     max_tokens: int
     stop: tuple[str, ...] = ()
     continued: str = ""
@@ -108,10 +120,12 @@ class Score:
     Attributes:
         prefix: a chat, or a raw text; "" is the beginning of a text.
         text: one token of it at least.
+        is_mark: whether it may be control tokens; see `Marked`.
     """
 
-    prefix: Messages | str
+    prefix: Messages | str | Marked
     text: str
+    is_mark: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rsearch.methods.adaptive import (
     STRATEGIES,
@@ -28,6 +28,7 @@ from rsearch.methods.search_o1 import search_o1
 from rsearch.methods.searchain import searchain
 from rsearch.methods.selective_context import selective_context
 from rsearch.methods.self_ask import self_ask
+from rsearch.methods.self_rag import check_tokens, self_rag
 from rsearch.methods.sure import sure
 from rsearch.text.extension import lookup
 from rsearch.text.spelling import did_you_mean
@@ -55,25 +56,30 @@ METHODS: dict[str, Program] = {
     "skr": skr,
     "adaptive_rag": adaptive_rag,
     "recomp_extractive": recomp_extractive,
+    "self_rag": self_rag,
 }
 # Those that want more than a question and a search.
-DEMANDING = ("in_context", *STRATEGIES, "recomp_extractive")
+DEMANDING = ("in_context", *STRATEGIES, "recomp_extractive", "self_rag")
 
 
 def demanded_inputs(
-    methods: Sequence[str], questions: Sequence[Question]
+    methods: Sequence[str],
+    questions: Sequence[Question],
+    control_tokens: Collection[str] = (),
 ) -> dict[str, str]:
     """Check what methods want beside a question and a search.
 
     Args:
         methods: of config.eval.methods.
         questions: that they will answer.
+        control_tokens: spellings of those of the tokenizer.
 
     Returns:
         {name: digest} of the files that they read.
 
     Raises:
-        ValueError: a question has no paragraphs, or the labels cannot be used.
+        ValueError: a question has no paragraphs, the labels cannot be used, or the
+            tokenizer lacks reflection tokens.
         OSError: a file cannot be read.
     """
     inputs = {}
@@ -81,6 +87,8 @@ def demanded_inputs(
         name, _ = split_name(spelling)
         if name == "in_context":
             check_paragraphs(questions)
+        elif name == "self_rag":
+            check_tokens(control_tokens)
         elif name in STRATEGIES:
             chosen = make_program(spelling).keywords
             labels = chosen.get("labels", ""), chosen.get("dataset", "")

@@ -156,6 +156,15 @@ class Tokenizer:
         ids = self._encode_pieces([(text, False), (opening, True)])
         return np.concatenate([np.asarray(encoding.ids[:start], np.int32), ids])
 
+    def encode_inner(self, text: str, *, is_mark: bool) -> np.ndarray:
+        """Return the [n] int32 ids of a text that is not the first of its prompt.
+
+        Args:
+            text: behind others.
+            is_mark: whether it is the program's, and may hold control tokens.
+        """
+        return self._encode_pieces([(text, is_mark)], is_first=False)
+
     def encode_prompt(self, messages: Messages, opening: str = "") -> np.ndarray:
         """Return the [n] int32 ids of a chat, written by the chat template.
 
@@ -338,6 +347,10 @@ class Tokenizer:
         table, size = self.token_bytes, len(self.token_bytes)
         ids = np.asarray(ids).tolist()  # Python's numbers are faster to look up by
         return b"".join([table[i] for i in ids if i < size]).decode("utf-8", "replace")
+
+    def control_tokens(self) -> frozenset[str]:
+        """Return the spellings of all added tokens."""
+        return frozenset(self.decode([i]) for i in self.control_ids)
 
     @property
     def special_ids(self) -> dict:

@@ -212,7 +212,7 @@ def load_setup(
     for wait in pending:
         inputs |= wait()
     if not only_policy:
-        inputs |= demanded_inputs(c.eval.methods, dev)
+        inputs |= demanded_inputs(c.eval.methods, dev, tokenizer.control_tokens())
     inputs |= code_inputs(_references(c, only_dev=only_dev))
     return Setup(
         config=c,

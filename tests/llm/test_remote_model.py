@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rsearch.llm.remote_model import RemoteModel
-from rsearch.llm.requests import CUT, STOPPED, Failed, Generate, Mix, Score
+from rsearch.llm.requests import CUT, STOPPED, Failed, Generate, Marked, Mix, Score
 from tests.llm.test_endpoint import serving
 
 CHAT = [{"role": "user", "content": "Who? \ud83d"}]
@@ -198,6 +198,8 @@ def test_what_an_endpoint_cannot_do_is_refused_by_name():
         model.mix([Mix((CHAT,), (1.0,), 8)])
     with pytest.raises(ValueError, match=r"subject\.source.*127.*log-probabilities"):
         model.score([Score(CHAT, "a")])
+    with pytest.raises(ValueError, match=r"subject\.source.*127.*control token"):
+        model.generate([Generate(Marked(("a", "b")), 8)])
 
 
 def test_an_endpoint_that_refuses_is_refused_at_the_start():

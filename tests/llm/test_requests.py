@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 
 from rsearch.llm.local import LocalModel, sample_mixtures
-from rsearch.llm.requests import CUT, STOPPED, Generate, Mix, Score, token_pieces
+from rsearch.llm.requests import (
+    CUT,
+    STOPPED,
+    Generate,
+    Marked,
+    Mix,
+    Score,
+    token_pieces,
+)
 from rsearch.models.sharding import make_mesh
 from tests.rollout import tiny
 
@@ -95,6 +103,24 @@ def test_a_chat_goes_on_with_what_the_assistant_has_written(model):
     (safe,) = model.generate([Generate(chat, 4, continued=control)])
     added = safe.prompt_ids[len(whole.prompt_ids) :].tolist()
     assert len(added) > 1 and not tokenizer.control_ids & set(added)
+
+
+def test_marks_alone_become_control_tokens(model):
+    tokenizer, mark = tiny.tokenizer(), "<|user|>"
+    (control,) = tokenizer.encode_inner(mark, is_mark=True).tolist()
+    spelt = tokenizer.encode(mark).tolist()
+    prompt = Marked(("who", mark, f"the {mark}", f"{mark} x"))
+    (reply,) = model.generate([Generate(prompt, 2)])
+    expected = [*tokenizer.encode("who"), control]
+    expected += [*tokenizer.encode("the "), *spelt, control, *tokenizer.encode(" x")]
+    assert reply.prompt_ids.tolist() == expected and control not in spelt
+    as_mark, as_text = model.score(
+        [Score(prompt, mark, is_mark=True), Score(prompt, mark)]
+    )
+    assert as_mark.num_read == len(expected) + 1
+    assert as_text.num_read == len(expected) + len(spelt)
+    logits = tiny.full_logits(expected)[-1]
+    assert as_mark.logp == pytest.approx([log_softmax(logits)[control]], abs=1e-4)
 
 
 def test_scores_are_those_of_the_full_forward_pass(model):
