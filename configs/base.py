@@ -38,7 +38,7 @@ DTYPES = ("float32", "bfloat16")
 WORLD_KINDS = ("single", "bridge", "three_hop", "four_hop", "comparison")
 WORLD_KINDS += ("unanswerable",)  # no passage answers these
 CURATE_METHODS = ("segments", "answerable", "difficulty", "mix", "both_knowledge")
-CURATE_METHODS += ("rewriter", "chains", "no_reasoning")
+CURATE_METHODS += ("rewriter", "chains", "no_reasoning", "self_rag")
 ALGORITHMS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo")
 MIX = r"(\S+ )?(easy|medium|hard) (\d+(:\d*)?|0?\.\d+)"  # an entry of curate.mix
 
@@ -457,6 +457,10 @@ CURATE = Section(
         "engine",
         "'chains': come from the search 'engine', or from the 'gold' passages",
         one_of(("engine", "gold")),
+    ),
+    labels=Field(
+        "",
+        "'self_rag': a transcripts.jsonl with rows of direct and rag on data.train",
     ),
 )
 

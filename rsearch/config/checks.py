@@ -321,7 +321,13 @@ def _check_guards(c):
 
 
 def _check_curate(c):
-    if "curate" not in kinds(c) or c.curate.method != "difficulty":
+    method = c.curate.method if "curate" in kinds(c) else None
+    if method == "self_rag" and not c.curate.labels:
+        raise ValueError(
+            "config.curate.labels = '': config.curate.method = 'self_rag' needs a "
+            "transcripts.jsonl with rows of direct and rag on config.data.train"
+        )
+    if method != "difficulty":
         return
     easy, hard, limit = (
         c.curate.easy_below,

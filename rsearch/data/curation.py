@@ -8,7 +8,7 @@ turn's action is read by `Protocol.parse`, and the tags of observations come fro
 import dataclasses
 import re
 
-from rsearch.data.demonstrations import Demonstration
+from rsearch.data.demonstrations import RAW, Demonstration
 from rsearch.protocols.base import Protocol, Step
 from rsearch.protocols.rewriting import recalled, recollections, rewriting_messages
 from rsearch.text.normalize import cover_exact_match, exact_match, f1
@@ -353,6 +353,8 @@ def demonstration_record(demonstration: Demonstration) -> dict:
         record["messages"] = [dict(message) for message in d.messages]
     if d.is_segment:
         record["is_segment"] = True
+    if d.method == RAW:
+        record["is_raw"] = True
     return record
 
 

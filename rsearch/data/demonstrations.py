@@ -22,7 +22,7 @@ from rsearch.protocols.base import Protocol, Step
 from rsearch.runtime.console import note
 from rsearch.types import Question
 
-PROTOCOL, DIRECT, RAG = "protocol", "direct", "rag"
+PROTOCOL, DIRECT, RAG, RAW = "protocol", "direct", "rag", "raw"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Demonstration:
     Attributes:
         question: that opens it.
         turns: what is written, each turn up to its action.
-        method: how it is opened: by the "protocol", or as one of the baselines.
+        method: how it is opened: by the "protocol", as one of the baselines, or with
+            its messages as "raw" text, without a template; the reply is then one turn.
         context_turns: how many of the first turns are given and not learnt.
         observations: what is shown after each turn but the last, in place of what the
             engine finds; None asks the engine.
@@ -56,8 +57,8 @@ def load_demonstrations(
 
     A record holds "question" and "turns" (texts), and may hold "id", "context_turns",
     "observations" (texts, one for each turn but the last), "messages"
-    ([{"role", "content"}, ...]) and "is_segment"; see `Demonstration`. Null is the same
-    as a missing field.
+    ([{"role", "content"}, ...]), "is_segment" and "is_raw" (its method is "raw"); see
+    `Demonstration`. Null is the same as a missing field.
 
     Args:
         path: the file.
@@ -112,19 +113,23 @@ def _demonstration(record, location):
     messages = record.get("messages")
     if messages is not None:
         messages = _chat(messages)
-    is_segment = record.get("is_segment", False)
-    if not isinstance(is_segment, bool):
-        raise ValueError(
-            f"field is_segment: expected true or false, got {shown(is_segment)}"
-        )
+    for field in ("is_segment", "is_raw"):
+        if not isinstance(record.get(field, False), bool):
+            raise ValueError(
+                f"field {field}: expected true or false, got {shown(record[field])}"
+            )
+    is_raw = record.get("is_raw", False)
+    if is_raw and (messages is None or len(turns) > 1):
+        raise ValueError("field is_raw: true: expected messages, and one turn")
     question = Question(name, text, ())
     return Demonstration(
         question,
         turns,
+        method=RAW if is_raw else PROTOCOL,
         context_turns=context,
         observations=observations,
         messages=messages,
-        is_segment=is_segment,
+        is_segment=record.get("is_segment", False),
     )
 
 

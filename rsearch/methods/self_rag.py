@@ -1,36 +1,31 @@
 """Self-RAG: a model that says whether to search, and grades passages and its answers.
 
 Asai et al., arXiv 2310.11511, the short form of its authors' code. It wants a model
-that has learnt their reflection tokens, as selfrag/selfrag_llama2_7b has: control
-tokens of its vocabulary.
+that has learnt their reflection tokens: selfrag/selfrag_llama2_7b, whose vocabulary has
+them as control tokens, or one that has learnt here to spell them, from what the data
+stage's method `self_rag` makes:
+
+    python -m rsearch.evaluate --workdir=RUN --methods=self_rag:spelled=true
 """
 
-import re
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from rsearch.llm.requests import Generate, Marked, Score, Search
 from rsearch.methods.base import Kit
-from rsearch.types import Question
-
-RETRIEVAL, NO_RETRIEVAL = "[Retrieval]", "[No Retrieval]"
-PARAGRAPH, END_OF_PARAGRAPH = "<paragraph>", "</paragraph>"
-# The tokens that grade a passage and an answer, each with its value.
-RELEVANCE = {"[Relevant]": 1.0, "[Irrelevant]": 0.0}
-SUPPORT = {
-    "[Fully supported]": 1.0,
-    "[Partially supported]": 0.5,
-    "[No support / Contradictory]": 0.0,
-}
-UTILITY = {f"[Utility:{i}]": (i - 3) / 2 for i in range(1, 6)}
-GRADES = (RELEVANCE, SUPPORT, UTILITY)
-TOKENS = (RETRIEVAL, NO_RETRIEVAL, PARAGRAPH, END_OF_PARAGRAPH)
-TOKENS += tuple(token for grade in GRADES for token in grade)
-# What is no part of an answer.
-REFLECTION = re.compile(
-    "|".join(map(re.escape, (*TOKENS, "[Continue to Use Evidence]")))
+from rsearch.protocols.self_rag import (
+    GRADES,
+    NO_RETRIEVAL,
+    RELEVANCE,
+    RETRIEVAL,
+    TOKENS,
+    answer_text,
+    opening,
+    opening_with,
+    opening_without,
 )
+from rsearch.types import Question
 
 
 def self_rag(
@@ -43,6 +38,7 @@ def self_rag(
     w_use: float = 1.0,
     max_tokens: int = 100,
     top_k: int = 0,
+    spelled: bool = False,
 ):
     """Answer behind each passage, if the model wants any, and return the best answer.
 
@@ -55,25 +51,34 @@ def self_rag(
             an answer, beside the mean likelihood of its tokens.
         max_tokens: of an answer with its reflection tokens.
         top_k: passages that are read; 0 is all that the search returns.
+        spelled: whether the model has learnt to spell reflection tokens: what is asked
+            is then the probability of their text, whatever the tokenizer has.
     """
-    prompt = f"### Instruction:\n{question.text}\n\n### Response:\n"
-    probes = yield [Score(prompt, t, is_mark=True) for t in (RETRIEVAL, NO_RETRIEVAL)]
+
+    def prompt(*texts: str) -> Marked | str:
+        return "".join(texts) if spelled else Marked(texts)
+
+    def score(texts: tuple[str, ...], said: str, token: str) -> Score:
+        if spelled:
+            return Score(Marked(("".join(texts), "", said)), token)
+        return Score(Marked((*texts[:-1], texts[-1] + said)), token, is_mark=True)
+
+    start = opening(question.text), ""
+    probes = yield [score(start, "", token) for token in (RETRIEVAL, NO_RETRIEVAL)]
     passages = ()
     if shares([probe.logp.sum() for probe in probes])[0] > threshold:
         (passages,) = yield Search((question.text,), top_k or None)
     if not passages:
-        completion = yield Generate(Marked((prompt, NO_RETRIEVAL)), max_tokens)
-        return answer_text(completion.text)
-    opening = prompt, RETRIEVAL + PARAGRAPH
-    fronts = [(*opening, kit.shorten(p.contents)) for p in passages]
+        without = prompt(*opening_without(question.text))
+        return answer_text((yield Generate(without, max_tokens)).text)
+    fronts = [opening_with(question.text, kit.shorten(p.contents)) for p in passages]
     completions = yield [
-        Generate(Marked((*front, END_OF_PARAGRAPH)), max_tokens, wants_logp=True)
-        for front in fronts
+        Generate(prompt(*front), max_tokens, wants_logp=True) for front in fronts
     ]
     # The text that each grade stands behind; None where an answer lacks that grade.
     befores = [[text_before(c.text, grade) for grade in GRADES] for c in completions]
     scored = yield [
-        Score(Marked((*front, END_OF_PARAGRAPH + text)), token, is_mark=True)
+        score(front, text, token)
         for front, texts in zip(fronts, befores)
         for text, grade in zip(texts, GRADES)
         if text is not None
@@ -138,11 +143,6 @@ def answer_score(
     return score
 
 
-def answer_text(text: str) -> str | None:
-    """Return an answer without its reflection tokens; None where nothing remains."""
-    return " ".join(REFLECTION.sub(" ", text).split()) or None
-
-
 def check_tokens(control_tokens: Collection[str]) -> None:
     """Refuse a tokenizer without reflection tokens.
 
@@ -157,5 +157,6 @@ def check_tokens(control_tokens: Collection[str]) -> None:
             raise ValueError(
                 f"config.eval.methods names 'self_rag', but the tokenizer has no token "
                 f"{token!r}: expected a model that has learnt reflection tokens, such "
-                "as selfrag/selfrag_llama2_7b"
+                "as selfrag/selfrag_llama2_7b, or 'self_rag:spelled=true' for one that "
+                "has learnt here to spell them"
             )

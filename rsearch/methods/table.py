@@ -10,7 +10,7 @@ from rsearch.methods.adaptive import (
     STRATEGIES,
     adaptive_rag,
     labels_digest,
-    read_labels,
+    labels_of,
     skr,
 )
 from rsearch.methods.base import Program
@@ -88,11 +88,12 @@ def demanded_inputs(
         if name == "in_context":
             check_paragraphs(questions)
         elif name == "self_rag":
-            check_tokens(control_tokens)
+            if not make_program(spelling).keywords.get("spelled"):
+                check_tokens(control_tokens)
         elif name in STRATEGIES:
             chosen = make_program(spelling).keywords
             labels = chosen.get("labels", ""), chosen.get("dataset", "")
-            inputs[f"eval.{name}"] = labels_digest(read_labels(name, *labels))
+            inputs[f"eval.{name}"] = labels_digest(labels_of(name, *labels))
         elif name == "recomp_extractive":
             path = make_program(spelling).keywords.get("labels", "")
             inputs[f"eval.{name}"] = labels_digest(read_sentence_labels(path))

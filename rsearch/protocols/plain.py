@@ -71,6 +71,12 @@ RAG = _baseline(
 )
 
 
+# A raw text in place of a chat, and what follows it.
+RAW = dataclasses.replace(
+    DIRECT, name="raw", system=None, user="{question}", is_chat=False
+)
+
+
 def evidence_messages(question: str, evidence: str) -> Messages:
     """Return the chat that asks for an answer from evidence; R-Search's Table 5.
 

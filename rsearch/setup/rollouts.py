@@ -8,6 +8,7 @@ from rsearch.data.demonstrations import (
     DIRECT,
     PROTOCOL,
     RAG,
+    RAW,
     load_demonstrations,
 )
 from rsearch.hosts import processes
@@ -213,7 +214,7 @@ def replay_demonstrations(
     # A demonstration cannot do without its passages, so a failed search is repeated.
     setup = dataclasses.replace(setup, search=wrap_search(setup.search, retry=True))
     host_by_method, chats = {PROTOCOL: make_host(setup)}, {}
-    for method in {d.method for d in demonstrations} - {PROTOCOL}:
+    for method in {d.method for d in demonstrations} - {PROTOCOL, RAW}:
         questions = [d.question for d in demonstrations if d.method == method]
         host_by_method[method], chats[method] = make_baseline(setup, method, questions)
     # A demonstration's own chat is no prompt of a rollout: it may hold passages.
@@ -221,10 +222,14 @@ def replay_demonstrations(
         setup.limits, max_prompt_tokens=setup.config.sft.sequence_tokens
     )
     chat_host = make_host(setup, limits=limits)
+    host_by_method[RAW] = make_host(
+        setup, plain.RAW, dataclasses.replace(limits, max_searches=0)
+    )
     rollouts, errors = [], []
     for demonstration in progress(demonstrations):
         method = demonstration.method
-        host = chat_host if demonstration.messages else host_by_method[method]
+        is_chat = demonstration.messages and method != RAW
+        host = chat_host if is_chat else host_by_method[method]
         chat = chats[method][demonstration.question.id] if method in chats else None
         try:
             rollouts.append(_replay_one(setup, host, demonstration, chat))

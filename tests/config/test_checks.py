@@ -184,6 +184,10 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
         ),
         ({"tokenizer__source": "", "model__source": ""}, "are both empty"),
         (
+            {"stages": ("curate",), "curate__method": "self_rag"},
+            "config.curate.labels = ''",
+        ),
+        (
             {
                 "stages": ("curate",),
                 "curate__method": "difficulty",

@@ -271,10 +271,12 @@ def test_what_was_not_searched_is_not_reworded():
 
 def test_demonstrations_are_read_as_they_were_written(tmp_path):
     question = Question("q7", "Where?", ())
+    chat = ({"role": "user", "content": "c"},)
     wanted = [
         Demonstration(question, ("a", "b"), context_turns=1, is_segment=True),
         Demonstration(question, ("a", "b"), observations=("",)),
-        Demonstration(question, ("a",), messages=({"role": "user", "content": "c"},)),
+        Demonstration(question, ("a",), messages=chat),
+        Demonstration(question, ("a",), method="raw", messages=chat),
     ]
     path = tmp_path / "demonstrations.jsonl"
     lines = [json.dumps(demonstration_record(d)) for d in wanted]
@@ -292,6 +294,9 @@ def test_demonstrations_are_read_as_they_were_written(tmp_path):
         ({"observations": [3]}, "observations"),
         ({"messages": []}, "messages"),
         ({"is_segment": 1}, "is_segment"),
+        ({"is_raw": 1}, "is_raw"),
+        ({"is_raw": True, "turns": ["a"]}, "is_raw"),
+        ({"is_raw": True, "messages": [{"role": "user", "content": "c"}]}, "is_raw"),
         ({"messages": [{"role": "user"}]}, "messages"),
     ],
 )

@@ -295,7 +295,7 @@ def test_those_that_stop_early_search_less_and_are_seldom_right(whole, name):
 @pytest.mark.fault(63, "demonstrations")
 def test_null_is_a_missing_field_and_blank_last_lines_are_none(tmp_path):
     nulls = dict.fromkeys(
-        ("id", "context_turns", "observations", "messages", "is_segment")
+        ("id", "context_turns", "observations", "messages", "is_segment", "is_raw")
     )
     path = write(tmp_path / "d.jsonl", GOOD, {**GOOD, **nulls}, "", "  ")
     first, second = load_demonstrations(path)

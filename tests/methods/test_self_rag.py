@@ -3,16 +3,10 @@
 import numpy as np
 import pytest
 
-from rsearch.llm.requests import Score
-from rsearch.methods.self_rag import (
-    GRADES,
-    TOKENS,
-    answer_score,
-    answer_text,
-    self_rag,
-    text_before,
-)
+from rsearch.llm.requests import Marked, Score
+from rsearch.methods.self_rag import answer_score, self_rag, text_before
 from rsearch.methods.table import demanded_inputs
+from rsearch.protocols.self_rag import GRADES, TOKENS, answer_text
 from rsearch.types import Outcome
 from tests.methods.scripted import ScriptedModel, Searched, answer_one, completion, kit
 
@@ -39,7 +33,8 @@ def grading(*answers, search=0.5, probs=PROBS):
         return int(texts[2].split("\n")[0].rsplit(" ", 1)[1]) if texts[2:] else 1
 
     def reply(request):
-        text, logp = answers[number(request.prompt.texts) - 1]
+        texts = () if isinstance(request.prompt, str) else request.prompt.texts
+        text, logp = answers[number(texts) - 1]
         return completion(text, tokens=("a", "b"), logp=[logp - 0.1, logp + 0.1])
 
     def score(request):
@@ -80,8 +75,8 @@ def test_it_searches_where_that_is_probable(probability, threshold, searches):
     assert search.queries == ["Who is X?"] * searches and rollout.answer == "Rome."
     probes, asked = model.requests[:2], model.requests[2]
     assert [(p.prefix, p.text, p.is_mark) for p in probes] == [
-        (PROMPT, "[Retrieval]", True),
-        (PROMPT, "[No Retrieval]", True),
+        (Marked((PROMPT, "")), "[Retrieval]", True),
+        (Marked((PROMPT, "")), "[No Retrieval]", True),
     ]
     behind = "[Retrieval]<paragraph>", "Who is X? 1\ntext 1", "</paragraph>"
     texts = (PROMPT, *(behind if searches else ["[No Retrieval]"]))
@@ -144,3 +139,16 @@ def test_a_tokenizer_without_reflection_tokens_is_refused(missing):
     with pytest.raises(ValueError, match="self_rag") as refused:
         demanded_inputs(["self_rag"], (), [t for t in TOKENS if t != missing])
     assert repr(missing) in str(refused.value)
+
+
+def test_a_model_that_spells_the_tokens_reads_them_as_text():
+    model = grading((RIGHT, -0.5))
+    rollout = answer_one(self_rag, model, search=Searched(1), spelled=True)
+    front = f"{PROMPT}[Retrieval]<paragraph>Who is X? 1\ntext 1</paragraph>"
+    *probes, asked = model.requests[:3]
+    scores = model.requests[3:]
+    assert rollout.answer == "Rome." and asked.prompt == front
+    assert [p.prefix for p in probes] == [Marked((PROMPT, "", ""))] * 2
+    assert scores[-1].prefix == Marked((front, "", RIGHT.partition("[Utility")[0]))
+    assert not any(s.is_mark for s in [*probes, *scores])
+    assert demanded_inputs(["self_rag:spelled=true"], ()) == {}

@@ -225,6 +225,20 @@ def test_a_chat_of_its_own_may_be_longer_than_a_rollouts_prompt(setup, tmp_path)
         from_file(setup, tmp_path, row, sft__sequence_tokens=50)
 
 
+def test_raw_text_is_learnt_without_a_template(setup, tmp_path):
+    chat = [{"role": "user", "content": "Q: who <|user|>?\nA:"}]
+    row = {"question": "who?", "turns": ["[Relevant] he"], "messages": chat}
+    (rollout,) = from_file(setup, tmp_path, {**row, "is_raw": True})
+    prompt, reply = rollout.segments
+    tokenizer = setup.tokenizer
+    ids = tokenizer.encode_raw(chat[0]["content"]).tolist()
+    assert prompt.token_ids.tolist() == ids
+    assert tokenizer.control_ids.isdisjoint(ids)
+    end = [*tokenizer.encode("[Relevant] he"), tokenizer.eos_ids[0]]
+    assert (reply.source.name, reply.token_ids.tolist()) == ("POLICY", end)
+    assert (prompt.source.name, rollout.answer) == ("PROMPT", "[Relevant] he")
+
+
 def from_stage(setup, home, *turns):
     """Rollouts of the demonstrations that a stage of this run has left."""
     folder = home / "curate"

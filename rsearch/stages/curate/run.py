@@ -25,6 +25,7 @@ from rsearch.runtime.jsonl import write_jsonl
 from rsearch.runtime.workdir import write_json
 from rsearch.stages.curate.chains import chains, no_reasoning
 from rsearch.stages.curate.rolling import FIRST, DataStage
+from rsearch.stages.curate.self_rag import gold_reflections
 from rsearch.stages.curate.summary import (
     Decision,
     Selection,
@@ -308,4 +309,5 @@ METHODS = {
     "rewriter": _rewriter,
     "chains": chains,
     "no_reasoning": no_reasoning,
+    "self_rag": gold_reflections,
 }

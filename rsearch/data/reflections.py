@@ -1,0 +1,91 @@
+"""Make what Self-RAG imitates (arXiv 2310.11511) of answers and gold passages."""
+
+from collections.abc import Sequence
+
+from rsearch.data.demonstrations import RAW, Demonstration
+from rsearch.protocols.self_rag import (
+    FULL,
+    IRRELEVANT,
+    NO_RETRIEVAL,
+    NO_SUPPORT,
+    PARTIAL,
+    RELEVANT,
+    RETRIEVAL,
+    UTILITY,
+    opening,
+    opening_with,
+    opening_without,
+)
+from rsearch.text.normalize import cover_exact_match, exact_match, f1
+from rsearch.types import Question
+
+ANSWER = "answer without a search"  # a kind of demonstrations
+
+
+def reflections(
+    question: Question,
+    direct: str | None,
+    rag: str | None,
+    passages: Sequence[tuple[str, bool]],
+    *,
+    normalize: str,
+) -> list[tuple[str, Demonstration]]:
+    """Return (kind, demonstration) of what a model should say about a question.
+
+    It searches iff `direct` is wrong and `rag` is right. Behind a gold passage, which
+    is relevant, stands the answer of `rag`; behind another one that of `direct`. A gold
+    passage supports an answer fully if it holds it, partially if it holds a word of it.
+    The utility is 5 iff the answer is an exact match, else 1. Only what the model says
+    is learnt: passages are part of the prompt.
+
+    Args:
+        question: with its golden answers.
+        direct, rag: the model's answers; None where there is none.
+        passages: (contents, whether it is gold) of those that a search finds.
+        normalize: a key of NORMALIZERS.
+    """
+
+    def is_right(answer: str | None) -> bool:
+        golden = question.golden_answers
+        return exact_match(answer, golden, normalize=normalize) > 0
+
+    def utility(answer: str) -> str:
+        return list(UTILITY)[-1 if is_right(answer) else 0]
+
+    def demonstration(texts: Sequence[str], said: str) -> Demonstration:
+        chat = ({"role": "user", "content": "".join(texts)},)
+        return Demonstration(question, (said,), method=RAW, messages=chat)
+
+    searches = not is_right(direct) and is_right(rag)
+    token = RETRIEVAL if searches else NO_RETRIEVAL
+    made = [(token, demonstration([opening(question.text)], token))]
+    if direct:
+        said = f"{direct}{utility(direct)}"
+        prompt = opening_without(question.text)
+        made.append((ANSWER, demonstration(prompt, said)))
+    for contents, is_gold in passages:
+        token, answer = (RELEVANT, rag) if is_gold else (IRRELEVANT, direct)
+        if not answer:
+            continue
+        support = support_of(answer, contents, normalize=normalize) if is_gold else ""
+        said = f"{token}{answer}{support}{utility(answer)}"
+        prompt = opening_with(question.text, contents)
+        made.append((token, demonstration(prompt, said)))
+    return made
+
+
+def support_of(answer: str, contents: str, *, normalize: str) -> str:
+    """Return the token that says how far a passage supports an answer.
+
+    Args:
+        answer: of the model.
+        contents: of the passage.
+        normalize: a key of NORMALIZERS.
+    """
+    held = cover_exact_match(
+        contents, (answer,), normalize=normalize, order="contiguous"
+    )
+    if held:
+        return FULL
+    shared = f1(contents, (answer,), normalize=normalize)
+    return PARTIAL if shared else NO_SUPPORT

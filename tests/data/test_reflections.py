@@ -1,0 +1,61 @@
+"""What Self-RAG imitates, labelled by golden answers and passages."""
+
+import pytest
+
+from rsearch.data.reflections import ANSWER, reflections, support_of
+from rsearch.protocols.self_rag import opening, opening_with, opening_without
+from rsearch.types import Question
+
+ASKED = Question("q", "Where?", ("Rome",))
+GOLD, OTHER = ("Rome\nIt is Rome.", True), ("Paris\nRome is far.", False)
+
+
+def made(direct, rag, *passages):
+    """[(kind, what it is behind, what is learnt)] of the question."""
+    rows = reflections(ASKED, direct, rag, passages, normalize="squad")
+    assert all(d.method == "raw" and d.question == ASKED for _, d in rows)
+    return [(kind, d.messages[0]["content"], *d.turns) for kind, d in rows]
+
+
+@pytest.mark.parametrize(
+    ("direct", "rag", "token"),
+    [
+        ("Oslo", "the Rome!", "[Retrieval]"),
+        (None, "Rome", "[Retrieval]"),
+        ("Rome", "Rome", "[No Retrieval]"),
+        ("Rome", "Oslo", "[No Retrieval]"),
+        ("Oslo", "Oslo", "[No Retrieval]"),
+        (None, None, "[No Retrieval]"),
+    ],
+)
+def test_it_searches_where_that_alone_is_right(direct, rag, token):
+    first, *others = made(direct, rag)
+    assert first == (token, opening("Where?"), token)
+    utility = "[Utility:5]" if direct == "Rome" else "[Utility:1]"
+    behind = "".join(opening_without("Where?"))
+    assert others == ([(ANSWER, behind, f"{direct}{utility}")] if direct else [])
+
+
+def test_gold_passages_are_relevant_and_others_are_not():
+    _, _, gold, other = made("Oslo", "Rome", GOLD, OTHER)
+    behind = ["".join(opening_with("Where?", text)) for text, _ in (GOLD, OTHER)]
+    said = "[Relevant]Rome[Fully supported][Utility:5]"
+    assert gold == ("[Relevant]", behind[0], said)
+    # What the model says without a passage is what it says behind an irrelevant one.
+    assert other == ("[Irrelevant]", behind[1], "[Irrelevant]Oslo[Utility:1]")
+    kinds = [kind for kind, *_ in made(None, "Rome", GOLD, OTHER)]
+    assert kinds == ["[Retrieval]", "[Relevant]"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "token"),
+    [
+        ("the river Po.", "[Fully supported]"),
+        ("Po river", "[Partially supported]"),
+        ("river Rhine", "[Partially supported]"),
+        ("Rhine", "[No support / Contradictory]"),
+        ("Pot", "[No support / Contradictory]"),
+    ],
+)
+def test_a_passage_supports_what_it_holds(answer, token):
+    assert support_of(answer, "Turin\nOn the river Po.", normalize="squad") == token

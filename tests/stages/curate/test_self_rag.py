@@ -1,0 +1,79 @@
+"""Self-RAG's data of a run's answers: which questions have some, and which are told."""
+
+import json
+import types
+
+import pytest
+
+from rsearch.models.small_tokenizer import train_tokenizer
+from rsearch.rollout.conversation import Limits
+from rsearch.stages.curate.self_rag import gold_reflections
+from rsearch.types import Passage, Question
+
+GOLD = {"supporting_titles": ["Rome"]}
+ASKED = [
+    Question("a", "A?", ("Rome",), GOLD),
+    Question("b", "B?", ("Rome",), {}),  # nothing says what it rests on
+    Question("c", "C?", ("Rome",), GOLD),  # nobody has answered it
+    Question("d", "D?", ("Rome",), GOLD),  # the search fails
+    Question("world", "E?", ("Rome",), {}),
+]
+FOUND = (Passage("1", '"Rome"\nIt is Rome.'), Passage("2", "Paris\nIt lies in France."))
+
+
+def stage(path, *, dataset="world:train", questions=ASKED, tokens=64):
+    """A data stage over these questions, whose labels the file has."""
+    answers = {"direct": "Oslo", "rag": "Rome"}
+    rows = [
+        {"stage": "s", "method": method, "dataset": dataset, "id": q.id}
+        | {"question": q.text, "golden_answers": ["Rome"], "prediction": answer}
+        for method, answer in answers.items()
+        for q in questions
+        if q.id != "c"
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curate = types.SimpleNamespace(labels=str(path), normalize="squad")
+    data = types.SimpleNamespace(train="world:train")
+    hop = types.SimpleNamespace(subject="Paris")
+    return types.SimpleNamespace(
+        config=types.SimpleNamespace(curate=curate, data=data),
+        questions=questions,
+        search=lambda queries: [None if q == "D?" else FOUND for q in queries],
+        world=types.SimpleNamespace(hops={"world": [hop]}),
+        tokenizer=train_tokenizer(["It is Rome. "] * 3, vocab_size=300),
+        limits=Limits(0, 64, 64, tokens),
+    )
+
+
+def test_questions_with_answers_and_gold_passages_are_reflected_on(tmp_path):
+    chosen = gold_reflections(stage(tmp_path / "t"))
+    names = [decision.name for decision in chosen.decisions]
+    assert names[0] == names[4] == "[Retrieval]"
+    assert names[1:4] == ["no gold passages", "not labelled", "search failed"]
+    assert [d.is_kept for d in chosen.decisions] == [True, False, False, False, True]
+    kinds = [
+        (kind, d.messages[0]["content"].partition("<paragraph>")[2])
+        for kind, d in chosen.demonstrations
+        if kind in ("[Relevant]", "[Irrelevant]") and d.question.id in ("a", "world")
+    ]
+    rome, paris = (f"{p.contents}</paragraph>" for p in FOUND)
+    assert kinds == [
+        ("[Relevant]", rome),
+        ("[Irrelevant]", paris),
+        # The world itself knows what its questions rest on.
+        ("[Irrelevant]", rome),
+        ("[Relevant]", paris),
+    ]
+
+
+def test_passages_are_cut_as_an_evaluation_cuts_them(tmp_path):
+    chosen = gold_reflections(stage(tmp_path / "t", questions=ASKED[:1], tokens=3))
+    kind, made = chosen.demonstrations[2]
+    cut = made.messages[0]["content"].partition("<paragraph>")[2]
+    assert kind == "[Relevant]" and made.turns[0].startswith("[Relevant]Rome")
+    assert cut.endswith("</paragraph>") and len(cut) < 20
+
+
+def test_labels_of_other_questions_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.curate\.labels = .*'world:train'"):
+        gold_reflections(stage(tmp_path / "t", dataset="world:dev"))
