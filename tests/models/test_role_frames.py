@@ -65,6 +65,7 @@ def test_raw_text_is_encoded_without_a_template(small):
     ids = small.encode_raw("the <|user|> end", "<think>")
     assert small.decode(ids) == "the <|user|> end<think>"
     assert small.control_ids.isdisjoint(ids.tolist())
+    assert "<|user|>" in small.control_tokens() and "the" not in small.control_tokens()
     assert small.encode_raw("a").tolist() == small.encode("a").tolist()
 
 
