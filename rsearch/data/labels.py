@@ -57,7 +57,7 @@ def read_labels(
         if (name, strategy) in answers:
             raise ValueError(
                 f"{field}: several rows of {strategy} on question {name!r}: expected "
-                "those of one stage and setting"
+                "those of one stage and setting, and no samples"
             )
         answers[name, strategy] = prediction
     for name in questions:

@@ -59,6 +59,10 @@ def test_a_sampled_evaluation_is_means_over_samples_of_each_seed(tmp_path, capsy
         assert row["made_by"]["sampling.seeds"] == [3, 4]
         halves = [Group(g.question, g.rollouts[:2]) for g in groups]
         assert encode_groups(halves) == encode_groups(of_one)
+        # As one of several hosts answers its share of the questions.
+        share = one | engines | {"questions": setups[0].dev[1::2]}
+        _, of_share = Evaluator(**share)(params, method)
+        assert encode_groups(of_share) == encode_groups(of_one[1::2])
         texts = [[r.policy_texts for r in g.rollouts] for g in groups]
         assert all(len({*several}) > 2 for several in texts)
         evaluator = Evaluator(**two | answered)
