@@ -38,6 +38,7 @@ from rsearch.runtime import console
 from rsearch.runtime.files import check_output
 from rsearch.runtime.identity import record_start
 from rsearch.runtime.workdir import CONFIG, check_workdir, open_workdir, read_config
+from rsearch.setup.checks import check_sampled
 from rsearch.setup.load import Shared, check_inputs, load_setup
 from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params, trained_params
@@ -61,11 +62,14 @@ def main(argv: Sequence[str]) -> int:
             "in place of config.eval.methods; 'all' is every one that wants neither "
             "labels nor paragraphs nor reflection tokens",
         ),
-        LABELS: (
-            "",
-            "a file: in place of answers, writes what the method recomp_extractive "
-            "learns from there; the sets are training questions",
-        ),
+        **{
+            name: (
+                "",
+                f"a file: in place of answers, writes what the method {method} learns "
+                "from there; the sets are training questions",
+            )
+            for name, (_, method) in LABELS.items()
+        },
         "sets": ("", "names of config.sets, or values of config.data.dev, a,b,..."),
         **processes.FLAGS,
     }
@@ -76,16 +80,20 @@ def main(argv: Sequence[str]) -> int:
             modest = [name for name in METHODS if name not in DEMANDING]
             methods = ",".join(["protocol", *modest])
         config = apply_overrides(config, [f"eval.methods={methods}"])
-    if values[LABELS]:
-        if values["methods"]:
-            raise ValueError(f"--methods and --{LABELS} exclude each other")
+    modes = [name for name in ("methods", *LABELS) if values[name]]
+    if len(modes) > 1:
+        raise ValueError(f"--{' and --'.join(modes)} exclude each other")
+    labels = _labels(values)
+    if labels:
         # No method is asked: those of the configuration may want files of their own.
         config = apply_overrides(config, ["eval.methods=direct"])
     if values["print_config"]:
         print_config(config)
         return 0
-    if values[LABELS]:
-        check_output(LABELS, values[LABELS])
+    if labels:
+        check_output(labels, values[labels])
+        if labels == "label_steps":
+            check_sampled(config, f"--{labels}")
     with processes.connected(**{name: values[name] for name in processes.FLAGS}):
         _evaluate(config, values)
     return 0
@@ -98,6 +106,11 @@ def _config_of_run(values: dict[str, Any]) -> ConfigDict:
     return from_json(read_config(values["workdir"]))
 
 
+def _labels(values: dict[str, Any]) -> str:
+    """Return the flag whose file of labels is written in place of answers, or ""."""
+    return next((name for name in LABELS if values[name]), "")
+
+
 def _is_run(workdir: str) -> bool:
     return os.path.exists(pathlib.Path(workdir) / CONFIG)
 
@@ -105,6 +118,7 @@ def _is_run(workdir: str) -> bool:
 def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
     """Evaluate the run in --workdir, or --model, on each of --sets."""
     where, model = values["workdir"], values["model"]
+    labels = _labels(values)
     bound, changes = config, {}
     if _is_run(where):
         bound, changes = _as_run(config, read_config(where))
@@ -148,15 +162,17 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
                 **evaluation_parts(setup), dataset=name, setting=setting
             )
             common = {"digest": params_fingerprint(params), "folder": workdir.path}
-            if path := values[LABELS]:
-                rows = record_labels(evaluator, params, rows=rows, path=path, **common)
+            if labels:
+                rows = record_labels(
+                    evaluator, params, labels, rows=rows, path=values[labels], **common
+                )
                 continue
             methods = variant.eval.methods
             rows += run_methods(
                 evaluator, params, stage=stage, step=step, methods=methods, **common
             )
-    if values[LABELS]:
-        console.note(f"written: {values[LABELS]}")
+    if labels:
+        console.note(f"written: {values[labels]}")
         return
     show_results(rows, config)
     console.note(f"written: {folder}/results.json and transcripts.jsonl")

@@ -57,6 +57,7 @@ from rsearch.methods.base import Kit
 from rsearch.methods.names import READER_METHODS
 from rsearch.methods.recomp import label_sentences
 from rsearch.methods.runner import Model, run_program
+from rsearch.methods.step_values import label_steps
 from rsearch.methods.table import make_program
 from rsearch.rollout.health import NEEDLESS
 from rsearch.rollout.records import RolloutCache, share_groups
@@ -78,7 +79,12 @@ from rsearch.types import (
 
 EVIDENCE = "evidence"
 READER_RAG = "reader_rag"
-LABELS = "label_sentences"  # a flag of rsearch.evaluate, and the journal of its labels
+# Flags of rsearch.evaluate, and journals of their labels: the program that makes them,
+# and the method that learns from them.
+LABELS = {
+    "label_sentences": (label_sentences, "recomp_extractive"),
+    "label_steps": (label_steps, "rearter"),
+}
 JOURNAL = "answers"  # of the questions that are answered before a row is written
 JUDGE = "eval_judge"
 # A connection's calls of the judge between two times that replies are recorded. A stop
@@ -239,29 +245,30 @@ class Evaluator:
         names = {"method": method, "dataset": self.dataset, "setting": self._setting}
         return {**names, **row}, groups
 
-    def label_sentences(
-        self, params: Params, *, digest: str, journal: AppendLog
+    def label(
+        self, params: Params, name: str, *, digest: str, journal: AppendLog
     ) -> list[dict]:
-        """Return what `recomp_extractive` learns from; see `rsearch.methods.recomp`.
+        """Return what a method learns from.
 
-        All hosts call this together. A question whose sentences could not be scored is
-        left out.
+        All hosts call this together. A question that could not be labelled is left out.
 
         Args:
-            params: of the policy, which scores the first golden answer of a question.
+            params: of the policy, which is shown no golden answer, but may score one.
+            name: a key of LABELS.
             digest: `params_fingerprint` of them.
             journal: of the labels so far.
         """
-        golden = {q.id: q.golden_answers[0] for q in self._questions}
-        program = functools.partial(label_sentences, golden=golden)
-        cache = self._cache(journal, digest, LABELS)
+        golden = {q.id: q.golden_answers for q in self._questions}
+        program = functools.partial(LABELS[name][0], golden=golden)
+        draws = [(self._seeds[0], 0)] if self._samples else [()]
+        cache = self._cache(journal, digest, name, draws[0][:1])
         label = functools.partial(
-            self._run, program, LABELS, f"--{LABELS}", params, [()], cache
+            self._run, program, name, f"--{name}", params, draws, cache
         )
         groups = share_groups(label, self._questions)
         lines = [rollout.answer for group in groups for rollout in group.rollouts]
         rows = [json.loads(line) for line in lines if line is not None]
-        console.note(f"{LABELS}: {len(rows)} of {len(lines)} questions are labelled")
+        console.note(f"{name}: {len(rows)} of {len(lines)} questions are labelled")
         return rows
 
     def _cache(self, journal, digest, name, of_seed=()) -> RolloutCache | None:
@@ -420,24 +427,26 @@ def _progress(method: str, num_questions: int) -> Callable[[int], None]:
 def record_labels(
     evaluator: Evaluator,
     params: Params,
+    name: str,
     *,
     digest: str,
     rows: Sequence[dict],
     path: str,
     folder: pathlib.Path,
 ) -> list[dict]:
-    """Write a file of labelled sentences; return its rows.
+    """Write a file of labels; return its rows.
 
     Args:
         evaluator: of a run.
         params: of the policy.
+        name: a key of LABELS.
         digest: `params_fingerprint` of them.
         rows: that stand before the evaluator's questions, of other data sets.
         path: of the file.
         folder: of the run, where the labels are stored until they are all made.
     """
-    journal = AppendLog(folder, LABELS)
-    labels = evaluator.label_sentences(params, digest=digest, journal=journal)
+    journal = AppendLog(folder, name)
+    labels = evaluator.label(params, name, digest=digest, journal=journal)
     rows = [*rows, *labels]
     write_jsonl(path, rows)
     journal.clear()

@@ -124,17 +124,20 @@ def _with_text(passage, text):
     return dataclasses.replace(passage, contents=f"{passage.title}\n{text}")
 
 
-def label_sentences(question: Question, kit: Kit, *, golden: Mapping[str, str]):
+def label_sentences(
+    question: Question, kit: Kit, *, golden: Mapping[str, Sequence[str]]
+):
     """Score each sentence that a search finds, and return a line of a labels file.
 
     Args:
         question: of the training split.
         kit: of the evaluation.
-        golden: {id of a question: its golden answer}; a program sees none otherwise.
+        golden: {id of a question: its golden answers}, of which the first counts; a
+            program sees none otherwise.
     """
     (passages,) = yield Search((question.text,))
     extracts = [extract for p in passages for extract in extracts_of(p, kit)]
-    answer = golden[question.id]
+    answer = golden[question.id][0]
     scored = yield [
         Score(rag_messages(kit, question.text, (extract,)), answer)
         for extract in extracts

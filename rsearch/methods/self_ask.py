@@ -1,9 +1,11 @@
 """Let a model ask itself: Self-Ask (Press et al., arXiv 2210.03350)."""
 
+import dataclasses
 import re
+from collections.abc import Sequence
 
 from rsearch.llm.requests import Generate, Search
-from rsearch.methods.base import Kit, ask_chat, few_shot
+from rsearch.methods.base import Kit, ask_chats, few_shot
 from rsearch.methods.reading import rag_messages
 from rsearch.types import Question
 
@@ -13,6 +15,24 @@ STEP = re.compile(
     r"follow up:[ \t]*(?P<query>\S.*)|so the final answer is:(?P<answer>.*)",
     re.IGNORECASE,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A question, and the steps towards its answer.
+
+    Attributes:
+        prompt: the raw text so far, which the model continues.
+        steps: a follow-up and its intermediate answer each; the last one may hold the
+            final answer, or words that lead no further.
+        answer: the final one; None without.
+        goes_on: whether a step may follow.
+    """
+
+    prompt: str
+    steps: tuple[str, ...] = ()
+    answer: str | None = None
+    goes_on: bool = True
 
 
 def self_ask(
@@ -38,27 +58,94 @@ def self_ask(
             as by the authors; otherwise there is none.
         top_k: passages of each search that are read; 0 is all that it returns.
     """
-    opening = f"Question: {question.text}\nAre follow up questions needed here:"
-    prompt = f"{few_shot('self_ask')}\n\n{opening}"
-    for searches in range(rounds + 1):
-        completion = yield Generate(prompt, kit.thought_tokens, STOP)
-        step = STEP.search(completion.text)
-        if step is not None and step["answer"] is not None:
-            return _stripped(step["answer"])
-        if step is None or searches == rounds:
-            prompt += completion.text.rstrip()
-            break
-        query = step["query"].strip()
-        (passages,) = yield Search((query,), top_k or None)
-        messages = rag_messages(kit, query, passages)
-        answer = yield from ask_chat(messages, kit.answer_tokens)
-        prompt += completion.text[: step.end()] + INTERMEDIATE
-        if answer:
-            prompt += f" {' '.join(answer.split()).removesuffix('.')}."
-    if not forces_answer:
-        return None
-    completion = yield Generate(prompt + FINAL, kit.answer_tokens, ("\n",))
+    chain = first_chain(question.text)
+    while chain.goes_on:
+        (chain,) = yield from extend([chain], kit, max_steps=rounds + 1, top_k=top_k)
+    if chain.answer is not None or not forces_answer:
+        return chain.answer
+    completion = yield Generate(chain.prompt + FINAL, kit.answer_tokens, ("\n",))
     return _stripped(completion.text) or None
+
+
+def first_chain(question: str) -> Chain:
+    """Return a chain without a step, behind the worked examples."""
+    opening = f"Question: {question}\nAre follow up questions needed here:"
+    return Chain(f"{few_shot('self_ask')}\n\n{opening}")
+
+
+def extend(chains: Sequence[Chain], kit: Kit, *, max_steps: int, top_k: int):
+    """Sample the next step of each chain that goes on; return all chains.
+
+    Args:
+        chains: of one question; equal ones have samples of their own.
+        kit: of the evaluation.
+        max_steps: of a chain; the last one is not searched.
+        top_k: passages of each search that are read; 0 is all that it returns.
+    """
+    running = [i for i, chain in enumerate(chains) if chain.goes_on]
+    if not running:
+        return list(chains)
+    completions = yield [
+        Generate(chains[i].prompt, kit.thought_tokens, STOP) for i in running
+    ]
+    extended = yield from take_steps(
+        [chains[i] for i in running],
+        [completion.text for completion in completions],
+        kit,
+        max_steps=max_steps,
+        top_k=top_k,
+    )
+    moved = dict(zip(running, extended, strict=True))
+    return [moved.get(i, chain) for i, chain in enumerate(chains)]
+
+
+def take_steps(
+    chains: Sequence[Chain],
+    texts: Sequence[str],
+    kit: Kit,
+    *,
+    max_steps: int,
+    top_k: int,
+):
+    """Answer the follow-up in each text; return the chains with these steps.
+
+    Args:
+        chains: that go on.
+        texts: that continue their prompts, with a step each.
+        kit, max_steps, top_k: see `extend`.
+    """
+    steps = [STEP.search(text) for text in texts]
+    asking = [
+        i
+        for i, (chain, step) in enumerate(zip(chains, steps, strict=True))
+        if step is not None and step["query"] and len(chain.steps) + 1 < max_steps
+    ]
+    queries = [steps[i]["query"].strip() for i in asking]
+    answers = {}
+    if asking:
+        found = yield [Search((query,), top_k or None) for query in queries]
+        chats = [
+            rag_messages(kit, query, passages)
+            for query, (passages,) in zip(queries, found, strict=True)
+        ]
+        read = yield from ask_chats(chats, kit.answer_tokens)
+        answers = dict(zip(asking, read, strict=True))
+    extended = []
+    for i, (chain, text, step) in enumerate(zip(chains, texts, steps, strict=True)):
+        # What stands before the step is no part of it; without a step, all is.
+        start = 0 if step is None else step.start()
+        goes_on, final = i in answers, None
+        if goes_on:
+            text = text[: step.end()] + INTERMEDIATE
+            if answer := answers[i]:
+                text += f" {' '.join(answer.split()).removesuffix('.')}."
+        elif step is not None and step["answer"] is not None:
+            text, final = text[: step.end()], _stripped(step["answer"])
+        else:
+            text = text.rstrip()
+        taken = (*chain.steps, text[start:].strip())
+        extended.append(Chain(chain.prompt + text, taken, final, goes_on))
+    return extended
 
 
 def _stripped(answer: str) -> str:

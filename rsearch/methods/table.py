@@ -22,6 +22,7 @@ from rsearch.methods.longllmlingua import longllmlingua
 from rsearch.methods.names import split_name
 from rsearch.methods.rag_rerank import rag_rerank
 from rsearch.methods.reading import cot, direct, rag, rag_cot
+from rsearch.methods.rearter import rearter
 from rsearch.methods.recomp import read_sentence_labels, recomp_extractive
 from rsearch.methods.replug import replug
 from rsearch.methods.search_o1 import search_o1
@@ -29,6 +30,7 @@ from rsearch.methods.searchain import searchain
 from rsearch.methods.selective_context import selective_context
 from rsearch.methods.self_ask import self_ask
 from rsearch.methods.self_rag import check_tokens, self_rag
+from rsearch.methods.step_values import read_labels as read_step_labels
 from rsearch.methods.sure import sure
 from rsearch.text.extension import lookup
 from rsearch.text.spelling import did_you_mean
@@ -57,9 +59,10 @@ METHODS: dict[str, Program] = {
     "adaptive_rag": adaptive_rag,
     "recomp_extractive": recomp_extractive,
     "self_rag": self_rag,
+    "rearter": rearter,
 }
 # Those that want more than a question and a search.
-DEMANDING = ("in_context", *STRATEGIES, "recomp_extractive", "self_rag")
+DEMANDING = ("in_context", *STRATEGIES, "recomp_extractive", "self_rag", "rearter")
 
 
 def demanded_inputs(
@@ -97,7 +100,20 @@ def demanded_inputs(
         elif name == "recomp_extractive":
             path = make_program(spelling).keywords.get("labels", "")
             inputs[f"eval.{name}"] = labels_digest(read_sentence_labels(path))
+        elif name == "rearter":
+            path = make_program(spelling).keywords.get("labels", "")
+            inputs[f"eval.{name}"] = labels_digest(read_step_labels(path))
     return inputs
+
+
+def needs_samples(spelling: str) -> bool:
+    """Return whether a method compares samples, which greedy answers are not.
+
+    Args:
+        spelling: see `make_program`.
+    """
+    name, _ = split_name(spelling)
+    return name == "rearter" and make_program(spelling).keywords.get("paths") != 1
 
 
 def make_program(spelling: str) -> Program:

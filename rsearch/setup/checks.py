@@ -4,7 +4,7 @@ from ml_collections import ConfigDict
 
 from rsearch.config.stage_plan import stage_configs
 from rsearch.methods.names import OTHER_METHODS
-from rsearch.methods.table import make_program
+from rsearch.methods.table import make_program, needs_samples
 from rsearch.models.spec import DecoderSpec
 from rsearch.retrieval.user import SIGNATURE
 from rsearch.rewards.group import check_terms
@@ -34,6 +34,8 @@ def _check_names(c):
     for method in c.eval.methods:
         if method not in OTHER_METHODS:
             make_program(method)
+            if needs_samples(method):
+                check_sampled(c, f"config.eval.methods = {method!r}")
     if "evidence" in c.eval.methods and protocol.evidence_tag is None:
         raise ValueError(
             "config.eval.methods names 'evidence', which only a protocol with evidence "
@@ -46,6 +48,24 @@ def _check_names(c):
         if is_reference(name):
             function = load_reference(f"config.{field}", name)
             check_callable(f"config.{field}", name, function, signature)
+
+
+def check_sampled(c: ConfigDict, field: str) -> None:
+    """Refuse a temperature of 0 where samples are compared.
+
+    Args:
+        c: configuration of the evaluation.
+        field: that compares them.
+
+    Raises:
+        ValueError: names both fields.
+    """
+    name = "models.subject" if c.models.subject.source else "eval"
+    if c[name].temperature == 0:
+        raise ValueError(
+            f"{field}: samples would all be the same with config.{name}.temperature = "
+            "0, which takes the likeliest token; a higher one samples"
+        )
 
 
 def check_layout(c: ConfigDict, spec: DecoderSpec) -> None:

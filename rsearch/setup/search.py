@@ -29,7 +29,7 @@ from rsearch.world.world import WORLD, World
 
 Embed = Callable[[Sequence[str]], np.ndarray]
 NO_ENCODER = " has no encoder, which methods of config.eval.methods ('skr', "
-NO_ENCODER += "'adaptive_rag' and 'recomp_extractive') compare texts by"
+NO_ENCODER += "'adaptive_rag', 'recomp_extractive' and 'rearter') compare texts by"
 
 
 def open_search(

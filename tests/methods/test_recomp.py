@@ -107,7 +107,7 @@ def test_labels_are_log_probabilities_of_the_golden_answer():
     model = ScriptedModel(
         None, score=lambda r: (r.text.split(), [-len(r.prefix[0]["content"]), -1.0])
     )
-    program = functools.partial(label_sentences, golden={"q": "New York"})
+    program = functools.partial(label_sentences, golden={"q": ("New York", "NY")})
     row = json.loads(answer_one(program, model, search=search).answer)
     chats = [request.prefix for request in model.requests]
     assert chats == [

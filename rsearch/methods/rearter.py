@@ -1,0 +1,152 @@
+"""Search among sampled steps by their value, and rewrite those of low value: ReARTeR.
+
+Sun et al., arXiv 2501.07861. The value is learnt from labels of training questions, of
+the model that is evaluated:
+
+    python -m rsearch.evaluate --workdir=RUN --sets=world:train --label_steps=FILE \\
+        --config.eval.temperature=1.0
+    python -m rsearch.evaluate --workdir=RUN --methods=rearter:labels=FILE \\
+        --config.eval.temperature=1.0
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rsearch.methods.adaptive import vector_of
+from rsearch.methods.base import Kit, ask_chat
+from rsearch.methods.self_ask import STEP, extend, first_chain, take_steps
+from rsearch.methods.step_values import MAX_STEPS, fitted_values
+from rsearch.types import Messages, Question
+
+RATE, RISE = 0.5, 0.05  # of the update of values, and of a value that goes up
+STATE = (
+    "Question: {question}\n\nSteps so far:\n{steps}\n\nNext step:\n{step}\n\n"
+    "Steps after it:\n{later}\n\n"
+)
+CRITICISE = (
+    "Say in a few sentences what is wrong with the next step: whether its question is "
+    "needed, whether its answer is right and complete, and what to do in its stead."
+)
+REWRITE = (
+    "A critic says of the next step:\n{criticism}\n\nWrite a better next step, in one "
+    "line: 'Follow up: ' and a question that is to be searched, or 'So the final "
+    "answer is: ' and the answer alone."
+)
+
+
+def rearter(
+    question: Question,
+    kit: Kit,
+    *,
+    labels: str = "",
+    paths: int = 3,
+    lookahead: int = 2,
+    steps: int = MAX_STEPS,
+    threshold: float = 0.5,
+    penalty: float = 1e-2,
+    top_k: int = 0,
+):
+    """Take the first step of the best of several paths, until the final answer.
+
+    Steps are those of `self_ask`; with one path and a threshold of 0 it is
+    `self_ask:rounds=4:forces_answer=false`. A path whose value is below the threshold
+    has its first step criticised and rewritten, once. Replaced are the process reward
+    model, a tuned Llama-3.1-8B, by a logistic regression on vectors of the run's
+    search encoder, and the explanation model by the model that is evaluated, which
+    learns nothing from either. Where no step has the final answer, there is none.
+
+    Args:
+        question: that is answered.
+        kit: of the evaluation.
+        labels: a file of `label_steps`.
+        paths: that are sampled before a step is taken.
+        lookahead: further steps of each path.
+        steps: that are taken, at most; the last one is not searched.
+        threshold: from 0, which rewrites nothing, to 1.
+        penalty: on the squared weights of the regression; above 0.
+        top_k: passages of each search that are read; 0 is all that it returns.
+
+    Raises:
+        ValueError: a setting is out of range, or see `step_values.read_labels` and
+            `adaptive.vector_of`.
+    """
+    for name, value, is_right, right in (
+        ("paths", paths, paths >= 1, "at least 1"),
+        ("lookahead", lookahead, lookahead >= 0, "at least 0"),
+        ("steps", steps, steps >= 1, "at least 1"),
+        ("threshold", threshold, 0 <= threshold <= 1, "from 0 to 1"),
+        ("penalty", penalty, 0 < penalty < np.inf, "above 0"),
+    ):
+        if not is_right:
+            raise ValueError(
+                f"config.eval.methods: rearter: {name} = {value}: must be {right}"
+            )
+    values = fitted_values(labels, kit.embed, kit.embed_passages, penalty)
+    vector = vector_of(question, values.questions, kit)
+    limits = dict(max_steps=steps, top_k=top_k)
+    chain = first_chain(question.text)
+    while chain.goes_on:
+        size = len(chain.steps)
+        nexts = yield from extend([chain] * paths, kit, **limits)
+        if paths == 1 and threshold == 0:  # nothing depends on a value
+            (chain,) = nexts
+            continue
+        ends = nexts
+        for _ in range(lookahead):
+            ends = yield from extend(ends, kit, **limits)
+        prefixes = [
+            end.steps[: i + 1] for end in ends for i in range(size, len(end.steps))
+        ]
+        sizes = [len(end.steps) - size for end in ends]
+        of_paths = np.split(values(vector, prefixes), np.cumsum(sizes)[:-1])
+        scores = [updated(of_path) for of_path in of_paths]
+        best, text = int(np.argmax(scores)), None
+        if scores[best] < threshold:
+            text = yield from _rewritten(question, ends[best].steps, size, kit)
+        if text is None:
+            chain = nexts[best]
+        else:
+            (chain,) = yield from take_steps([chain], [text], kit, **limits)
+    return chain.answer
+
+
+def updated(values: Sequence[float]) -> float:
+    """Return the value of a path's first step, moved towards those of later ones.
+
+    V_t <- V_t + RATE (V_{t+1} - V_t), from the last step back to the first. Steps are
+    later ones up to the first that is not RISE above the step before it.
+
+    Args:
+        values: of the path's steps, at least one.
+    """
+    rises = np.diff(values) >= RISE
+    last = len(rises) if rises.all() else int(rises.argmin()) + 1
+    value = values[last]
+    for t in reversed(range(last)):
+        value = values[t] + RATE * (value - values[t])
+    return float(value)
+
+
+def _rewritten(question, steps, size, kit):
+    """Return a better text of a path's step number `size`; None where there is none."""
+    state = STATE.format(
+        question=question.text,
+        steps="\n".join(steps[:size]) or "none",
+        step=steps[size],
+        later="\n".join(steps[size + 1 :]) or "none",
+    )
+    criticism = yield from ask_chat(_chat(state + CRITICISE), kit.thought_tokens)
+    if criticism is None:
+        return None
+    words = state + REWRITE.format(criticism=criticism)
+    reply = yield from ask_chat(_chat(words), kit.thought_tokens)
+    better = STEP.search(reply or "")
+    if better is None:
+        return None
+    # A chain begins with whether follow-ups are needed, as in the examples.
+    return f"\n{better[0]}" if size else f" Yes.\n{better[0]}"
+
+
+def _chat(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
