@@ -262,13 +262,17 @@ def evaluate_here(*command):
         ("--config.eval.methods=rag:k=3", "rag has the settings top_k, not 'k'"),
         ("--config.eval.methods=rag:top_k=x", "top_k = 'x': must be a whole number"),
         ("--config.data.dev=none.jsonl", "none.jsonl: there is no such file"),
+        ("--label_steps=s", "--label_steps: samples"),
+        ("--methods=rearter:labels=x", "config.eval.temperature = 0"),
+        ("--label_steps=s --label_sentences=s", "exclude each other"),
+        ("--label_steps=s --methods=rag", "exclude each other"),
     ],
 )
 def test_what_cannot_be_evaluated_ends_with_one_line_and_code_2(
     copy, capsys, given, message
 ):
     before = (copy / "results.json").read_bytes()
-    assert evaluate_here(*arguments(copy), given) == 2
+    assert evaluate_here(*arguments(copy), *given.split()) == 2
     told = capsys.readouterr().err
     assert message in told and "Traceback" not in told
     assert (copy / "results.json").read_bytes() == before

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rsearch.evaluation.evaluator import Evaluator
+from rsearch.evaluation.evaluator import Evaluator, record_labels
 from rsearch.evaluation.results import show_results
 from rsearch.rollout.records import encode_groups
 from rsearch.runtime.journal import AppendLog
@@ -13,6 +13,7 @@ from rsearch.setup.stages import evaluation_parts
 from rsearch.setup.weights import initial_params
 from rsearch.types import Group
 from tests.evaluation.test_scoring import GROUPS
+from tests.methods.scripted import ScriptedModel
 from tests.small_run import config, quick_compilation
 
 __all__ = ["quick_compilation"]
@@ -72,6 +73,32 @@ def test_a_sampled_evaluation_is_means_over_samples_of_each_seed(tmp_path, capsy
     assert num_reused == [12, 12]
     show_results([{"stage": "rl", **r} for r in (first, row)], config())
     assert "em_sd" in capsys.readouterr().out
+
+
+def test_steps_are_labelled_with_samples_of_each_question(tmp_path):
+    setup = load_setup(config(eval__temperature=1.0, seed=3), only_dev=True)
+    right = {f"Question: {q.text}\n": q.golden_answers[0] for q in setup.dev}
+
+    def reply(request):
+        answers = [a for q, a in right.items() if q in request.prompt]
+        return f" No.\nSo the final answer is: {answers[-1]}"
+
+    model, path = ScriptedModel(reply), tmp_path / "steps.jsonl"
+    parts = evaluation_parts(setup) | {"make_model": lambda: model}
+    rows = record_labels(
+        Evaluator(**parts),
+        initial_params(setup),
+        "label_steps",
+        digest="d",
+        rows=[],
+        path=str(path),
+        folder=tmp_path,
+    )
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    assert [row["question"] for row in rows] == [q.text for q in setup.dev]
+    assert all(row["success"] == [1.0] for row in rows)
+    draws = {request.draw for request in model.requests}
+    assert len(draws) == len(setup.dev) and {seed for seed, *_ in draws} == {3}
 
 
 class Reading:
