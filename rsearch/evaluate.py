@@ -24,15 +24,10 @@ from rsearch.config.recipes import (
 )
 from rsearch.config.recipes import fingerprint as fingerprint_config
 from rsearch.data.questions import questions_fingerprint
-from rsearch.evaluation.evaluator import (
-    LABELS,
-    Evaluator,
-    record_labels,
-    run_methods,
-)
+from rsearch.evaluation.evaluator import Evaluator, record_labels, run_methods
 from rsearch.evaluation.results import show_results
 from rsearch.hosts import processes
-from rsearch.methods.table import DEMANDING, METHODS
+from rsearch.methods.table import DEMANDING, LABELS, METHODS
 from rsearch.rollout.records import params_fingerprint
 from rsearch.runtime import console
 from rsearch.runtime.files import check_output

@@ -55,10 +55,8 @@ from rsearch.hosts import processes
 from rsearch.llm.local import LocalModel
 from rsearch.methods.base import Kit
 from rsearch.methods.names import READER_METHODS
-from rsearch.methods.recomp import label_sentences
 from rsearch.methods.runner import Model, run_program
-from rsearch.methods.step_values import label_steps
-from rsearch.methods.table import make_program
+from rsearch.methods.table import LABELS, make_program
 from rsearch.rollout.health import NEEDLESS
 from rsearch.rollout.records import RolloutCache, share_groups
 from rsearch.rollout.scheduler import RolloutEngine
@@ -79,12 +77,6 @@ from rsearch.types import (
 
 EVIDENCE = "evidence"
 READER_RAG = "reader_rag"
-# Flags of rsearch.evaluate, and journals of their labels: the program that makes them,
-# and the method that learns from them.
-LABELS = {
-    "label_sentences": (label_sentences, "recomp_extractive"),
-    "label_steps": (label_steps, "rearter"),
-}
 JOURNAL = "answers"  # of the questions that are answered before a row is written
 JUDGE = "eval_judge"
 # A connection's calls of the judge between two times that replies are recorded. A stop

@@ -68,7 +68,7 @@ def rearter(
         top_k: passages of each search that are read; 0 is all that it returns.
 
     Raises:
-        ValueError: a setting is out of range, or see `step_values.read_labels` and
+        ValueError: a setting is out of range, or see `step_values.read_step_labels` and
             `adaptive.vector_of`.
     """
     for name, value, is_right, right in (

@@ -123,10 +123,10 @@ def take_steps(
     queries = [steps[i]["query"].strip() for i in asking]
     answers = {}
     if asking:
-        found = yield [Search((query,), top_k or None) for query in queries]
+        results = yield [Search((query,), top_k or None) for query in queries]
         chats = [
             rag_messages(kit, query, passages)
-            for query, (passages,) in zip(queries, found, strict=True)
+            for query, (passages,) in zip(queries, results, strict=True)
         ]
         read = yield from ask_chats(chats, kit.answer_tokens)
         answers = dict(zip(asking, read, strict=True))

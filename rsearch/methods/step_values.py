@@ -71,7 +71,7 @@ def label_steps(question: Question, kit: Kit, *, golden: Mapping[str, Sequence[s
     return json.dumps(dataclasses.asdict(row), allow_nan=False)
 
 
-def read_labels(path: str) -> tuple[LabelledSteps, ...]:
+def read_step_labels(path: str) -> tuple[LabelledSteps, ...]:
     """Return the rows of a file that `label_steps` made.
 
     Raises:
@@ -85,8 +85,8 @@ def read_labels(path: str) -> tuple[LabelledSteps, ...]:
     rows = read_jsonl(path, torn="read", strict=True, parse=_parse_row)
     rates = {rate for row in rows for rate in row.success}
     if len(rates) < 2:
-        found = f"success = {rates.pop()} of all steps" if rates else "no steps"
-        raise ValueError(f"{field}: {found}: {expected} where some steps lead further")
+        shown = f"success = {rates.pop()} of all steps" if rates else "no steps"
+        raise ValueError(f"{field}: {shown}: {expected} where some steps lead further")
     return tuple(rows)
 
 
@@ -154,15 +154,15 @@ def fitted_values(
     """Return the value of steps, made once for a file of labels.
 
     Args:
-        path: see `read_labels`.
+        path: see `read_step_labels`.
         embed, embed_passages: of the evaluation's Kit.
         penalty: see `fit_logistic`.
 
     Raises:
-        ValueError: see `read_labels`; or the run's search has no encoder.
+        ValueError: see `read_step_labels`; or the run's search has no encoder.
         OSError: the file cannot be read.
     """
-    labelled = read_labels(path)
+    labelled = read_step_labels(path)
     texts = [x.question for x in labelled]
     questions = np.repeat(embed(texts), [len(x.chains) for x in labelled], axis=0)
     chains = embed_passages([_text(steps) for x in labelled for steps in x.chains])

@@ -23,14 +23,18 @@ from rsearch.methods.names import split_name
 from rsearch.methods.rag_rerank import rag_rerank
 from rsearch.methods.reading import cot, direct, rag, rag_cot
 from rsearch.methods.rearter import rearter
-from rsearch.methods.recomp import read_sentence_labels, recomp_extractive
+from rsearch.methods.recomp import (
+    label_sentences,
+    read_sentence_labels,
+    recomp_extractive,
+)
 from rsearch.methods.replug import replug
 from rsearch.methods.search_o1 import search_o1
 from rsearch.methods.searchain import searchain
 from rsearch.methods.selective_context import selective_context
 from rsearch.methods.self_ask import self_ask
 from rsearch.methods.self_rag import check_tokens, self_rag
-from rsearch.methods.step_values import read_labels as read_step_labels
+from rsearch.methods.step_values import label_steps, read_step_labels
 from rsearch.methods.sure import sure
 from rsearch.text.extension import lookup
 from rsearch.text.spelling import did_you_mean
@@ -63,6 +67,12 @@ METHODS: dict[str, Program] = {
 }
 # Those that want more than a question and a search.
 DEMANDING = ("in_context", *STRATEGIES, "recomp_extractive", "self_rag", "rearter")
+# Flags of rsearch.evaluate, and journals of their labels: the program that makes them,
+# and the method that learns from them.
+LABELS = {
+    "label_sentences": (label_sentences, "recomp_extractive"),
+    "label_steps": (label_steps, "rearter"),
+}
 
 
 def demanded_inputs(
