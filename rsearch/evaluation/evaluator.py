@@ -208,10 +208,9 @@ class Evaluator:
             over rollouts, outcomes as counts; `questions` is their fingerprint,
             `skipped` counts those that config.eval.drop_long has left out; `asks` is
             the source of the model beside the policy that gave the answers, "" without
-            one; `search_health` has its numbers; `made_by`
-            is the method's `row_manifest`), and a group of one rollout a question, or
-            of its samples with the first seed, then of those with the second, and so
-            on.
+            one; `search_health` has its numbers; `made_by` is the method's
+            `row_manifest`), and a group of one rollout a question, or of its samples
+            with the first seed, then of those with the second, and so on.
         """
         start = time.monotonic()
         by_seed = []
