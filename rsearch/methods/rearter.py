@@ -9,16 +9,23 @@ the model that is evaluated:
         --config.eval.temperature=1.0
 """
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from rsearch.methods.adaptive import vector_of
 from rsearch.methods.base import Kit, ask_chat
-from rsearch.methods.self_ask import STEP, extend, first_chain, take_steps
-from rsearch.methods.step_values import MAX_STEPS, fitted_values
+from rsearch.methods.self_ask import STEP, Chain, extend, first_chain, take_steps
+from rsearch.methods.step_values import fit_values
+from rsearch.runtime.jsonl import read_jsonl
+from rsearch.text.normalize import exact_match
 from rsearch.types import Messages, Question
 
+TRACES, CONTINUATIONS = 2, 4  # of a training question, and of each step of a trace
+MAX_STEPS = 5  # of a chain
 RATE, RISE = 0.5, 0.05  # of the update of values, and of a value that goes up
 STATE = (
     "Question: {question}\n\nSteps so far:\n{steps}\n\nNext step:\n{step}\n\n"
@@ -33,6 +40,21 @@ REWRITE = (
     "line: 'Follow up: ' and a question that is to be searched, or 'So the final "
     "answer is: ' and the answer alone."
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledSteps:
+    """A training question, and beginnings of chains towards its answer.
+
+    Attributes:
+        question: its text.
+        chains: the steps of each, see `Chain`.
+        success: the share of continuations of each that end in an exact match.
+    """
+
+    question: str
+    chains: tuple[tuple[str, ...], ...]
+    success: tuple[float, ...]
 
 
 def rearter(
@@ -53,8 +75,8 @@ def rearter(
     `self_ask:rounds=4:forces_answer=false`. A path whose value is below the threshold
     has its first step criticised and rewritten, once. Replaced are the process reward
     model, a tuned Llama-3.1-8B, by a logistic regression on vectors of the run's
-    search encoder, and the explanation model by the model that is evaluated, which
-    learns nothing from either. Where no step has the final answer, there is none.
+    search encoder, and the explanation model by the model that is evaluated, which is
+    not trained for it. Where no step has the final answer, there is none.
 
     Args:
         question: that is answered.
@@ -68,7 +90,7 @@ def rearter(
         top_k: passages of each search that are read; 0 is all that it returns.
 
     Raises:
-        ValueError: a setting is out of range, or see `step_values.read_step_labels` and
+        ValueError: a setting is out of range, or see `read_step_labels` and
             `adaptive.vector_of`.
     """
     for name, value, is_right, right in (
@@ -82,8 +104,8 @@ def rearter(
             raise ValueError(
                 f"config.eval.methods: rearter: {name} = {value}: must be {right}"
             )
-    values = fitted_values(labels, kit.embed, kit.embed_passages, penalty)
-    vector = vector_of(question, values.questions, kit)
+    known, values = _fitted(labels, kit.embed, kit.embed_passages, penalty)
+    vector = vector_of(question, known, kit)
     limits = dict(max_steps=steps, top_k=top_k)
     chain = first_chain(question.text)
     while chain.goes_on:
@@ -150,3 +172,91 @@ def _rewritten(question, steps, size, kit):
 
 def _chat(text: str) -> Messages:
     return [{"role": "user", "content": text}]
+
+
+def label_steps(question: Question, kit: Kit, *, golden: Mapping[str, Sequence[str]]):
+    """Sample chains and continuations of each step; return a line of a labels file.
+
+    Args:
+        question: of the training split.
+        kit: of the evaluation.
+        golden: {id of a question: its golden answers}; a program sees none otherwise.
+    """
+    traces = [first_chain(question.text)] * TRACES
+    labelled: dict[tuple[str, ...], Chain] = {}
+    while any(trace.goes_on for trace in traces):
+        traces = yield from extend(traces, kit, max_steps=MAX_STEPS, top_k=0)
+        labelled |= {trace.steps: trace for trace in traces}
+    # What is over has one end, which is its own.
+    counts = [CONTINUATIONS if c.goes_on else 1 for c in labelled.values()]
+    ends = [c for c, n in zip(labelled.values(), counts, strict=True) for _ in range(n)]
+    # All at once: equal prompts have other samples in one call, and the same in two.
+    while any(end.goes_on for end in ends):
+        ends = yield from extend(ends, kit, max_steps=MAX_STEPS, top_k=0)
+    is_right = [
+        exact_match(end.answer, golden[question.id], normalize=kit.normalize) > 0
+        for end in ends
+    ]
+    by_chain = np.split(np.array(is_right), np.cumsum(counts)[:-1])
+    row = LabelledSteps(
+        question.text, tuple(labelled), tuple(float(x.mean()) for x in by_chain)
+    )
+    return json.dumps(dataclasses.asdict(row), allow_nan=False)
+
+
+def read_step_labels(path: str) -> tuple[LabelledSteps, ...]:
+    """Return the rows of a file that `label_steps` made.
+
+    Raises:
+        ValueError: a bad line, no rows, or all chains are alike in success.
+        OSError: the file cannot be read.
+    """
+    field = f"config.eval.methods: rearter: labels = {path!r}"
+    expected = "expected a file of rsearch.evaluate --label_steps"
+    if not path:
+        raise ValueError(f"{field}: {expected}")
+    rows = read_jsonl(path, torn="read", strict=True, parse=_parse_row)
+    rates = {rate for row in rows for rate in row.success}
+    if len(rates) < 2:
+        fault = f"success = {rates.pop()} of all steps" if rates else "no steps"
+        raise ValueError(f"{field}: {fault}: {expected} where some steps lead further")
+    return tuple(rows)
+
+
+def _parse_row(row):
+    """Return the row of a line.
+
+    Raises:
+        ValueError: it has other fields, or a value of another type.
+    """
+    names = [field.name for field in dataclasses.fields(LabelledSteps)]
+    if not isinstance(row, dict) or sorted(row) != sorted(names):
+        raise ValueError(f"expected an object with the fields {', '.join(names)}")
+    question, chains, success = (row[name] for name in names)
+    if not isinstance(question, str):
+        raise ValueError(f"question = {question!r}: expected a text")
+    are_chains = isinstance(chains, list) and all(
+        isinstance(steps, list) and steps and all(isinstance(s, str) for s in steps)
+        for steps in chains
+    )
+    if not are_chains:
+        raise ValueError("chains: expected a list of lists of texts")
+    are_rates = isinstance(success, list) and all(
+        type(rate) in (int, float) and 0 <= rate <= 1 for rate in success
+    )
+    if not are_rates or len(success) != len(chains):
+        raise ValueError("success: expected a number from 0 to 1 for each chain")
+    steps = tuple(tuple(chain) for chain in chains)
+    return LabelledSteps(question, steps, tuple(map(float, success)))
+
+
+@functools.lru_cache(maxsize=4)
+def _fitted(path, embed, embed_passages, penalty):
+    """Return the texts of the labelled questions, and the value of steps; made once."""
+    labelled = read_step_labels(path)
+    texts = [x.question for x in labelled]
+    questions = np.repeat(embed(texts), [len(x.chains) for x in labelled], axis=0)
+    chains = [steps for x in labelled for steps in x.chains]
+    success = np.array([rate for x in labelled for rate in x.success])
+    values = fit_values(questions, chains, success, embed_passages, penalty)
+    return frozenset(texts), values

@@ -22,7 +22,7 @@ from rsearch.methods.longllmlingua import longllmlingua
 from rsearch.methods.names import split_name
 from rsearch.methods.rag_rerank import rag_rerank
 from rsearch.methods.reading import cot, direct, rag, rag_cot
-from rsearch.methods.rearter import rearter
+from rsearch.methods.rearter import label_steps, read_step_labels, rearter
 from rsearch.methods.recomp import (
     label_sentences,
     read_sentence_labels,
@@ -34,7 +34,6 @@ from rsearch.methods.searchain import searchain
 from rsearch.methods.selective_context import selective_context
 from rsearch.methods.self_ask import self_ask
 from rsearch.methods.self_rag import check_tokens, self_rag
-from rsearch.methods.step_values import label_steps, read_step_labels
 from rsearch.methods.sure import sure
 from rsearch.text.extension import lookup
 from rsearch.text.spelling import did_you_mean
@@ -67,9 +66,8 @@ METHODS: dict[str, Program] = {
 }
 # Those that want more than a question and a search.
 DEMANDING = ("in_context", *STRATEGIES, "recomp_extractive", "self_rag", "rearter")
-# Flags of rsearch.evaluate, and journals of their labels: the program that makes them,
-# and the method that learns from them.
-LABELS = {
+# Flags of rsearch.evaluate: the program that makes labels, and what learns from them.
+LABELS: dict[str, tuple[Program, str]] = {
     "label_sentences": (label_sentences, "recomp_extractive"),
     "label_steps": (label_steps, "rearter"),
 }

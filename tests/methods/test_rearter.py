@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from rsearch.methods.rearter import CRITICISE, rearter, updated
+from rsearch.methods.rearter import CRITICISE, label_steps, rearter, updated
 from rsearch.methods.self_ask import self_ask
-from rsearch.methods.step_values import features, fit_logistic, label_steps
+from rsearch.methods.step_values import features, fit_logistic
 from rsearch.methods.table import demanded_inputs, needs_samples
 from rsearch.types import Outcome
 from tests.methods.scripted import ScriptedModel, Searched, answer_one, kit, shown
