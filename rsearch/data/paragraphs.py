@@ -1,8 +1,9 @@
 """Read the paragraphs that published sets give their questions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rsearch.data.records import check_object, check_string, shown
+from rsearch.types import Question
 
 PAIRS = " or a list of pairs"  # what else a field may be, in what it is refused with
 
@@ -26,6 +27,15 @@ def marked_paragraphs(metadata: Mapping) -> list[tuple[str, bool]]:
         if any(is_gold for _, is_gold in marked):
             return marked
     return []
+
+
+def all_paragraphs(questions: Sequence[Question]) -> list[str]:
+    """Return the contents of all paragraphs of questions, each once, sorted.
+
+    Raises:
+        ValueError: as `marked_paragraphs`.
+    """
+    return sorted({t for q in questions for t, _ in marked_paragraphs(q.metadata)})
 
 
 def _from_paragraphs(metadata):

@@ -45,6 +45,8 @@ class Kit:
         fits: whether a chat is no longer than a prompt may be.
         embed: (questions) -> [n, D] vectors of length 1.
         embed_passages: (title, line feed, text of each) -> [n, D] vectors of length 1.
+        paragraphs: () -> those that come with the questions of the evaluation, each
+            once.
         normalize: answers before they are compared with golden ones, a key of
             `rsearch.text.normalize.NORMALIZERS`.
         direct: replaces the words that ask without passages, where it is not ""; holds
@@ -59,6 +61,7 @@ class Kit:
     fits: Callable[[Messages], bool]
     embed: Callable[[Sequence[str]], np.ndarray]
     embed_passages: Callable[[Sequence[str]], np.ndarray]
+    paragraphs: Callable[[], Sequence[str]]
     normalize: str
     direct: str | None = None
     rag: str | None = None

@@ -1,10 +1,10 @@
 """Show a question's own paragraphs in place of a search: in-context long documents.
 
-The baseline of ReaRAG (arXiv 2503.21729), whose prompt is not published. It fills its
-contexts with paragraphs of other questions; here there are those of the question alone.
+The baseline of ReaRAG (arXiv 2503.21729), whose prompt is not published.
 """
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 
 from rsearch.data.paragraphs import marked_paragraphs
 from rsearch.llm.requests import Generate
@@ -14,7 +14,9 @@ from rsearch.protocols import plain
 from rsearch.types import Messages, Passage, Question
 
 
-def in_context(question: Question, kit: Kit, *, only_gold: bool = False):
+def in_context(
+    question: Question, kit: Kit, *, only_gold: bool = False, filled: bool = False
+):
     """Show the paragraphs that come with a question, those with the answer among them.
 
     They stand as in the data. The last of the others are left out where the prompt has
@@ -25,34 +27,54 @@ def in_context(question: Question, kit: Kit, *, only_gold: bool = False):
         question: that is answered.
         kit: of the evaluation.
         only_gold: whether all others are left out, whatever the room.
+        filled: whether paragraphs of other questions fill the rest of the prompt, as
+            in the paper's contexts of 48 to 58 thousand tokens; which ones, and in
+            which order all stand, is drawn for each question.
 
     Raises:
         ValueError: the question has no paragraphs, see `check_paragraphs`.
     """
     check_paragraphs((question,))
     marked = marked_paragraphs(question.metadata)
-    others = [i for i, (_, is_gold) in enumerate(marked) if not is_gold]
+    gold = [text for text, is_gold in marked if is_gold]
+    # In the order in which they are left out, the last ones first.
+    spare = [] if only_gold else [text for text, is_gold in marked if not is_gold]
+    num_others = len(spare)
+    order = {text: i for i, (text, _) in enumerate(marked)}
+    if filled:
+        rng = random.Random(question.id)
+        foreign = [text for text in kit.paragraphs() if text not in order]
+        spare += rng.sample(foreign, len(foreign))
+        order = {text: rng.random() for text in gold + spare}
 
-    def shown_with(num_others: int) -> Messages:
-        dropped = set(others[num_others:])
-        passages = [
-            Passage(str(i), text, None)
-            for i, (text, _) in enumerate(marked)
-            if i not in dropped
-        ]
+    def shown_with(num: int) -> Messages:
+        texts = sorted(gold + spare[:num], key=order.__getitem__)
+        passages = [Passage(str(i), text, None) for i, text in enumerate(texts)]
         return text_messages(kit, question.text, plain.write_passages(passages))
 
-    # The most that fit: more paragraphs never make a prompt shorter.
-    num, end = 0, 0 if only_gold else len(others)
-    while num < end:
-        middle = (num + end + 1) // 2
-        if kit.fits(shown_with(middle)):
-            num = middle
-        else:
-            end = middle - 1
-    left_out = (len(others) - num) / len(marked)
+    num = _most_that_fit(len(spare), lambda num: kit.fits(shown_with(num)))
+    left_out = (len(marked) - len(gold) - min(num, num_others)) / len(marked)
     request = Generate(shown_with(num), kit.answer_tokens, left_out=left_out)
     return answer_of((yield request))
+
+
+def _most_that_fit(num: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest count up to `num` that fits, or 0.
+
+    A larger one fits no better. Counts are doubled first: there may be far more
+    paragraphs than a prompt has room for.
+    """
+    low, high = 0, 1
+    while high <= num and fits(high):
+        low, high = high, 2 * high
+    high = min(high - 1, num)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def check_paragraphs(questions: Sequence[Question]) -> None:

@@ -1,5 +1,8 @@
 """Make what the methods of an evaluation are handed."""
 
+import functools
+
+from rsearch.data.paragraphs import all_paragraphs
 from rsearch.hosts import processes
 from rsearch.llm.local import LocalModel
 from rsearch.methods.base import Kit
@@ -29,6 +32,7 @@ def make_kit(setup: Setup) -> Kit:
         fits=fits,
         embed=embed,
         embed_passages=embed_passages,
+        paragraphs=functools.cache(lambda: all_paragraphs(setup.dev)),
         normalize=c.eval.normalize,
         direct=c.protocol.direct,
         rag=c.protocol.rag,

@@ -14,7 +14,7 @@ def kit(**changes):
     """Budgets and words of a test."""
     fields = dict(answer_tokens=8, thought_tokens=16, top_k=3, shorten=lambda x: x)
     fields |= dict(embed=embed_letters, embed_passages=embed_letters)
-    fields |= dict(fits=lambda m: True, normalize="squad")
+    fields |= dict(fits=lambda m: True, paragraphs=tuple, normalize="squad")
     return Kit(**fields | changes)
 
 
@@ -99,13 +99,14 @@ def answer_one(
     model,
     *,
     text="Who is X?",
+    name="q",
     search=None,
     used=None,
     metadata=None,
     **settings,
 ):
     """The rollout of one question."""
-    question = Question("q", text, ("gold",), metadata or {})
+    question = Question(name, text, ("gold",), metadata or {})
     (group,) = run_program(
         lambda q, k: program(q, k, **settings),
         [question],

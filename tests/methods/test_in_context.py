@@ -1,5 +1,7 @@
 """The paragraphs that come with a question, in place of a search."""
 
+import dataclasses
+
 import pytest
 
 from rsearch.methods.in_context import check_paragraphs, in_context
@@ -50,6 +52,32 @@ def test_gold_stays_where_the_room_ends(metadata, room, settings, numbers, left_
     assert request.prompt == rag_messages(used, "Who is X?", passages(*numbers))
     assert (rollout.answer, rollout.left_out) == ("Paris", left_out)
     assert search.queries == [] and request.max_tokens == 8
+
+
+@pytest.mark.parametrize("room", [2, 3, 9, 50, 200])
+@pytest.mark.parametrize("only_gold", [False, True])
+def test_paragraphs_of_other_questions_fill_the_prompt(room, only_gold):
+    foreign = [f"U{i}\nforeign {i}" for i in range(100)]
+    fills = dataclasses.replace(
+        fitting(room), paragraphs=lambda: [*foreign, "T0\ntext 0"]
+    )
+    read, left_out = {}, []
+    for name in ("q", "r"):
+        model = ScriptedModel(lambda r: "Paris")
+        settings = {"only_gold": only_gold, "filled": True}
+        rollout = answer_one(
+            in_context, model, used=fills, metadata=MUSIQUE, name=name, **settings
+        )
+        text = shown(model.requests[0])
+        assert "text 1" in text and "text 4" in text
+        own, others = text.count(") text"), text.count("foreign")
+        assert own == min(2 if only_gold else 5, room)
+        assert own + others == min(room, 102 if only_gold else 105)
+        read[name] = text
+        left_out.append(rollout.left_out)
+    assert left_out == [0.0 if room >= 5 and not only_gold else (5 - own) / 5] * 2
+    if room > 3:  # another question has others, in another order
+        assert read["q"] != read["r"]
 
 
 def test_a_prompt_that_is_too_long_with_gold_alone_is_truncated():
