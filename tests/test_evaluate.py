@@ -38,7 +38,7 @@ __all__ = ["quick_compilation"]
 FIELDS = {
     *("stage", "step", "method", "dataset", "questions", "normalize", "n"),
     *("skipped", "too_long", "start", "setting", "made_by"),
-    "seconds",
+    *("seconds", "compile_seconds"),
     *("searches", "queries", "searches_right", "searches_wrong"),
     *("policy_tokens", "tokens", "by_kind", "by_known", "asks", *COSTS),
     *HEALTH,
@@ -546,6 +546,7 @@ def test_the_run_s_own_configuration_is_evaluated(copy, capsys):
     rows = results.read_results(copy)
     assert rows[: len(before)] == before
     new = rows[len(before) :]
+    assert new[0]["compile_seconds"] > 0 and min(r["seconds"] for r in new) > 0
     assert [(r["dataset"], r["method"]) for r in new] == [
         (name, method)
         for name in ("world:bridge[:2]", "short[:2]")

@@ -61,6 +61,7 @@ from rsearch.rollout.health import NEEDLESS
 from rsearch.rollout.records import RolloutCache, share_groups
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console
+from rsearch.runtime.compiles import compile_seconds
 from rsearch.runtime.identity import num_starts
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.jsonl import write_jsonl
@@ -209,10 +210,11 @@ class Evaluator:
             `skipped` counts those that config.eval.drop_long has left out; `asks` is
             the source of the model beside the policy that gave the answers, "" without
             one; `search_health` has its numbers; `made_by` is the method's
-            `row_manifest`), and a group of one rollout a question, or of its samples
+            `row_manifest`; `seconds` are without those of compiling, which are
+            `compile_seconds`), and a group of one rollout a question, or of its samples
             with the first seed, then of those with the second, and so on.
         """
-        start = time.monotonic()
+        start, compiled = time.monotonic(), compile_seconds()
         by_seed = []
         for seed in self._seeds:
             of_seed = [seed] if self._samples else []
@@ -232,7 +234,8 @@ class Evaluator:
         row["skipped"] = self._num_skipped
         row["asks"] = self._asks(method)
         row[MADE_BY] = self._made_by(method, digest=digest)
-        row["seconds"] = time.monotonic() - start
+        row["compile_seconds"] = compile_seconds() - compiled
+        row["seconds"] = time.monotonic() - start - row["compile_seconds"]
         names = {"method": method, "dataset": self.dataset, "setting": self._setting}
         return {**names, **row}, groups
 

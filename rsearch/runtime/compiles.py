@@ -1,16 +1,20 @@
-"""Count how often XLA has compiled a program in this process."""
+"""Count how often XLA has compiled a program in this process, and how long it took."""
 
 import jax
 
 EVENT = "/jax/core/compile/backend_compile_duration"
+LOWERING = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 _count = 0
+_seconds = 0.0
 
 
-def _listen(name, _seconds, **_):
-    global _count
+def _listen(name, seconds, **_):
+    global _count, _seconds
     if name == EVENT:
         _count += 1
+    if name in (EVENT, LOWERING):
+        _seconds += seconds
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)
@@ -19,3 +23,8 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 def num_compiles() -> int:
     """Return the programs compiled since this module was imported, or cached."""
     return _count
+
+
+def compile_seconds() -> float:
+    """Return the seconds in which these were compiled, or loaded from a cache."""
+    return _seconds
