@@ -455,7 +455,7 @@ def _print_pairs(names, sources, *, is_markdown):
         line = [names[pair.row], names[pair.baseline], str(pair.n)]
         line += _difference(*pair.differences["em"])
         p = "-" if pair.p is None else f"{pair.p:.4f}"
-        line.append("< 0.0001" if p == "0.0000" else p)
+        line.append("< 0.0001" if pair.p is not None and pair.p < 0.0001 else p)
         lines.append(line + _difference(*pair.differences["f1"]))
     interval = "95 % interval"
     columns = ["row", "minus", "n", "EM difference", interval, "McNemar's p"]
