@@ -137,8 +137,8 @@ def row_manifest(
         manifest |= {name: shown[name] for name in (SAMPLES, SEEDS) if name in shown}
     sections = ["model"] if "policy" in uses else []
     for section in [*sections, *(f"models.{role}" for role in roles)]:
-        if digest := _weights(inputs, section):
-            manifest[f"{section}.{WEIGHTS}"] = digest
+        if weights := _weights(inputs, section):
+            manifest[f"{section}.{WEIGHTS}"] = weights
     # As JSON reads them again.
     return {n: [*v] if isinstance(v, tuple) else v for n, v in manifest.items()}
 

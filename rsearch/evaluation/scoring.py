@@ -125,7 +125,7 @@ def score_groups(
     """Return means, intervals and counts over the rollouts of all groups.
 
     Args:
-        groups: at least one, all of as many rollouts.
+        groups: at least one; all have the same number of rollouts.
         normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
         num_seeds: that a group's rollouts were sampled with, those of a seed in a row.
 

@@ -340,8 +340,8 @@ class LocalModel:
             num = max(1, min(self.num_rows, self.num_rows * longest // width))
             for start in range(0, len(members), num):
                 batch = members[start : start + num]
-                size = min(n for n in batch_sizes(num) if n >= len(batch))
-                tokens = np.zeros((size, width), np.int32)
+                num_rows = min(n for n in batch_sizes(num) if n >= len(batch))
+                tokens = np.zeros((num_rows, width), np.int32)
                 for row, i in enumerate(batch):
                     ids = np.concatenate(pairs[i])
                     tokens[row, : len(ids)] = ids
