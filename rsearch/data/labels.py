@@ -1,7 +1,9 @@
-"""Read what strategies have answered training questions: a run's transcripts.jsonl."""
+"""Read the labels that methods learn from: answers of a run, and files made for it."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rsearch.runtime.jsonl import read_jsonl
 
@@ -82,3 +84,53 @@ def _parse_row(row):
         raise ValueError("prediction: expected text or null")
     method, *fields = (row[n] for n in names)
     return method.partition(":")[0], *fields, tuple(golden), prediction
+
+
+def read_made_labels(
+    path: str,
+    row_type: type,
+    *,
+    method: str,
+    flag: str,
+    convert: Callable[..., tuple],
+    fault: Callable[[Sequence[Any]], str],
+) -> tuple:
+    """Return the rows of a file of labels that rsearch.evaluate has made.
+
+    Args:
+        path: of the file.
+        row_type: a dataclass with the fields of a row: `question`, a text, comes first.
+        method: that learns from the file.
+        flag: of rsearch.evaluate that makes such files.
+        convert: (values of the other fields) -> those of the dataclass; it raises
+            ValueError where they cannot be used.
+        fault: (rows) -> what is wrong with them together, or "".
+
+    Raises:
+        ValueError: a bad line, or see `fault`.
+        OSError: the file cannot be read.
+    """
+    field = f"config.eval.methods: {method}: labels = {path!r}"
+    expected = f"expected a file of rsearch.evaluate --{flag}"
+    if not path:
+        raise ValueError(f"{field}: {expected}")
+    names = [f.name for f in dataclasses.fields(row_type)]
+
+    def parse(row):
+        if not isinstance(row, dict) or sorted(row) != sorted(names):
+            raise ValueError(f"expected an object with the fields {', '.join(names)}")
+        question, *values = (row[name] for name in names)
+        if not isinstance(question, str):
+            raise ValueError(f"question = {question!r}: expected a text")
+        return row_type(question, *convert(*values))
+
+    rows = read_jsonl(path, torn="read", strict=True, parse=parse)
+    if wrong := fault(rows):
+        raise ValueError(f"{field}: {wrong}: {expected}")
+    return tuple(rows)
+
+
+def is_list_of_numbers(value: Any, size: int) -> bool:
+    """Return whether a value of JSON is a list of this many finite numbers."""
+    is_list = isinstance(value, list) and len(value) == size
+    return is_list and all(type(x) in (int, float) and math.isfinite(x) for x in value)

@@ -1,5 +1,5 @@
 """The methods that trained policies are compared with: one program each.
 
-Imports `text`, `hosts`, `runtime`, `protocols`, `tools`, `data`, `rollout` and `llm`.
-Begin with `reading.py`.
+Imports `text`, `hosts`, `protocols`, `tools`, `data`, `rollout` and `llm`. Begin with
+`reading.py`.
 """

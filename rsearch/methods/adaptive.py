@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rsearch.data.labels import Labelled, read_labels
-from rsearch.methods.base import Kit
+from rsearch.methods.base import Kit, check_settings
 from rsearch.methods.iterating import ircot
 from rsearch.methods.reading import direct, rag
 from rsearch.text.normalize import exact_match
@@ -73,8 +73,7 @@ def skr(
     Raises:
         ValueError: see `training_set` and `vector_of`.
     """
-    if k < 1:
-        raise ValueError(f"config.eval.methods: skr: k = {k}: must be at least 1")
+    check_settings("skr", ("k", k, k >= 1, "at least 1"))
     training = training_set("skr", labels, dataset, kit.embed, kit.normalize)
     vector = vector_of(question, training.texts, kit)
     without, with_search = training.right.T
@@ -141,10 +140,8 @@ def adaptive_rag(
     Raises:
         ValueError: see `training_set`, `vector_of` and `fit_classes`.
     """
-    if not 0 < penalty < np.inf:
-        raise ValueError(
-            f"config.eval.methods: adaptive_rag: penalty = {penalty}: must be above 0"
-        )
+    is_right = 0 < penalty < np.inf
+    check_settings("adaptive_rag", ("penalty", penalty, is_right, "above 0"))
     training = training_set("adaptive_rag", labels, dataset, kit.embed, kit.normalize)
     weights = _fitted(training, unsolved, penalty)
     scores = np.append(vector_of(question, training.texts, kit), 1.0) @ weights

@@ -81,6 +81,23 @@ def few_shot(method: str) -> str:
     return (folder / f"{method}.txt").read_text("utf-8").rstrip("\n")
 
 
+def check_settings(method: str, *settings: tuple[str, Any, bool, str]) -> None:
+    """Refuse a setting of a method that is out of its range.
+
+    Args:
+        method: its name.
+        settings: (name, value, whether it is in its range, the range in words) each.
+
+    Raises:
+        ValueError: names the first that is not.
+    """
+    for name, value, is_right, words in settings:
+        if not is_right:
+            raise ValueError(
+                f"config.eval.methods: {method}: {name} = {value}: must be {words}"
+            )
+
+
 def ask_chat(
     messages: Messages, max_tokens: int
 ) -> Generator[Generate, Completion, str | None]:

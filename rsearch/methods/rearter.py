@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rsearch.data.labels import is_list_of_numbers, read_made_labels
 from rsearch.methods.adaptive import vector_of
-from rsearch.methods.base import Kit, ask_chat
+from rsearch.methods.base import Kit, ask_chat, check_settings
 from rsearch.methods.self_ask import STEP, Chain, extend, first_chain, take_steps
 from rsearch.methods.step_values import fit_values
-from rsearch.runtime.jsonl import read_jsonl
 from rsearch.text.normalize import exact_match
 from rsearch.types import Messages, Question
 
@@ -93,17 +93,14 @@ def rearter(
         ValueError: a setting is out of range, or see `read_step_labels` and
             `adaptive.vector_of`.
     """
-    for name, value, is_right, right in (
+    check_settings(
+        "rearter",
         ("paths", paths, paths >= 1, "at least 1"),
         ("lookahead", lookahead, lookahead >= 0, "at least 0"),
         ("steps", steps, steps >= 1, "at least 1"),
         ("threshold", threshold, 0 <= threshold <= 1, "from 0 to 1"),
         ("penalty", penalty, 0 < penalty < np.inf, "above 0"),
-    ):
-        if not is_right:
-            raise ValueError(
-                f"config.eval.methods: rearter: {name} = {value}: must be {right}"
-            )
+    )
     known, values = _fitted(labels, kit.embed, kit.embed_passages, penalty)
     vector = vector_of(question, known, kit)
     limits = dict(max_steps=steps, top_k=top_k)
@@ -208,46 +205,41 @@ def read_step_labels(path: str) -> tuple[LabelledSteps, ...]:
     """Return the rows of a file that `label_steps` made.
 
     Raises:
-        ValueError: a bad line, no rows, or all chains are alike in success.
+        ValueError: a bad line, no rows, or chains that all have the same success.
         OSError: the file cannot be read.
     """
-    field = f"config.eval.methods: rearter: labels = {path!r}"
-    expected = "expected a file of rsearch.evaluate --label_steps"
-    if not path:
-        raise ValueError(f"{field}: {expected}")
-    rows = read_jsonl(path, torn="read", strict=True, parse=_parse_row)
-    rates = {rate for row in rows for rate in row.success}
-    if len(rates) < 2:
-        fault = f"success = {rates.pop()} of all steps" if rates else "no steps"
-        raise ValueError(f"{field}: {fault}: {expected} where some steps lead further")
-    return tuple(rows)
+    return read_made_labels(
+        path,
+        LabelledSteps,
+        method="rearter",
+        flag="label_steps",
+        convert=_checked,
+        fault=_fault,
+    )
 
 
-def _parse_row(row):
-    """Return the row of a line.
-
-    Raises:
-        ValueError: it has other fields, or a value of another type.
-    """
-    names = [field.name for field in dataclasses.fields(LabelledSteps)]
-    if not isinstance(row, dict) or sorted(row) != sorted(names):
-        raise ValueError(f"expected an object with the fields {', '.join(names)}")
-    question, chains, success = (row[name] for name in names)
-    if not isinstance(question, str):
-        raise ValueError(f"question = {question!r}: expected a text")
+def _checked(chains, success):
+    """Return the fields of a row behind its question; ValueError for other types."""
     are_chains = isinstance(chains, list) and all(
         isinstance(steps, list) and steps and all(isinstance(s, str) for s in steps)
         for steps in chains
     )
     if not are_chains:
         raise ValueError("chains: expected a list of lists of texts")
-    are_rates = isinstance(success, list) and all(
-        type(rate) in (int, float) and 0 <= rate <= 1 for rate in success
-    )
-    if not are_rates or len(success) != len(chains):
+    is_list = is_list_of_numbers(success, len(chains))
+    if not is_list or not all(0 <= rate <= 1 for rate in success):
         raise ValueError("success: expected a number from 0 to 1 for each chain")
-    steps = tuple(tuple(chain) for chain in chains)
-    return LabelledSteps(question, steps, tuple(map(float, success)))
+    return tuple(map(tuple, chains)), tuple(map(float, success))
+
+
+def _fault(rows):
+    """Return why no value can be learnt from these rows; "" where one can."""
+    rates = {rate for row in rows for rate in row.success}
+    if not rates:
+        return "no steps"
+    if len(rates) > 1:
+        return ""
+    return f"success = {rates.pop()} of all steps, and none leads further than others"
 
 
 @functools.lru_cache(maxsize=4)

@@ -11,7 +11,6 @@ again:
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,17 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rsearch.data.labels import is_list_of_numbers, read_made_labels
 from rsearch.llm.requests import Score, Search
 from rsearch.methods.adaptive import vector_of
-from rsearch.methods.base import Kit, ask_chat
+from rsearch.methods.base import Kit, ask_chat, check_settings
 from rsearch.methods.reading import direct, rag_messages
-from rsearch.runtime.jsonl import read_jsonl
 from rsearch.text.sentences import sentences as split_sentences
 from rsearch.types import Passage, Question
 
-BATCH = (
-    64  # questions whose sentences are each other's negatives, as in the authors' code
-)
+# Questions whose sentences are each other's negatives, as in the authors' code.
+BATCH = 64
 STEPS = 300  # of accelerated gradient descent
 
 
@@ -83,18 +81,14 @@ def recomp_extractive(
         ValueError: a setting is out of range, or see `read_sentence_labels`,
             `training_batches` and `adaptive.vector_of`.
     """
-    for name, value, is_right, right in (
+    check_settings(
+        "recomp_extractive",
         ("sentences", sentences, sentences >= 1, "at least 1"),
         ("margin", margin, 0 <= margin < np.inf, "0 or above"),
         ("negatives", negatives, negatives >= 1, "at least 1"),
         ("temperature", temperature, 0 < temperature < np.inf, "above 0"),
         ("penalty", penalty, 0 < penalty < np.inf, "above 0"),
-    ):
-        if not is_right:
-            raise ValueError(
-                f"config.eval.methods: recomp_extractive: {name} = {value}: must be "
-                f"{right}"
-            )
+    )
     known, weights = _fitted(
         labels, kit.embed, kit.embed_passages, margin, negatives, temperature, penalty
     )
@@ -157,36 +151,25 @@ def read_sentence_labels(path: str) -> tuple[LabelledSentences, ...]:
         ValueError: a bad line, or no rows.
         OSError: the file cannot be read.
     """
-    field = f"config.eval.methods: recomp_extractive: labels = {path!r}"
-    expected = "expected a file of rsearch.evaluate --label_sentences"
-    if not path:
-        raise ValueError(f"{field}: {expected}")
-    rows = read_jsonl(path, torn="read", strict=True, parse=_parse_row)
-    if not rows:
-        raise ValueError(f"{field}: no rows: {expected}")
-    return tuple(rows)
-
-
-def _parse_row(row):
-    """Return the row of a line.
-
-    Raises:
-        ValueError: it has other fields, or a value of another type.
-    """
-    names = [field.name for field in dataclasses.fields(LabelledSentences)]
-    if not isinstance(row, dict) or sorted(row) != sorted(names):
-        raise ValueError(f"expected an object with the fields {', '.join(names)}")
-    question, texts, scores = (row[name] for name in names)
-    if not isinstance(question, str):
-        raise ValueError(f"question = {question!r}: expected a text")
-    if not isinstance(texts, list) or any(not isinstance(t, str) for t in texts):
-        raise ValueError("sentences: expected a list of texts")
-    are_numbers = isinstance(scores, list) and all(
-        type(s) in (int, float) and math.isfinite(s) for s in scores
+    return read_made_labels(
+        path,
+        LabelledSentences,
+        method="recomp_extractive",
+        flag="label_sentences",
+        convert=_checked,
+        fault=lambda rows: "" if rows else "no rows",
     )
-    if not are_numbers or len(scores) != len(texts):
+
+
+def _checked(sentences, scores):
+    """Return the fields of a row behind its question; ValueError for other types."""
+    if not isinstance(sentences, list) or not all(
+        isinstance(text, str) for text in sentences
+    ):
+        raise ValueError("sentences: expected a list of texts")
+    if not is_list_of_numbers(scores, len(sentences)):
         raise ValueError("scores: expected a list of numbers, one for each sentence")
-    return LabelledSentences(question, tuple(texts), tuple(map(float, scores)))
+    return tuple(sentences), tuple(map(float, scores))
 
 
 def best_and_negatives(
@@ -198,7 +181,7 @@ def best_and_negatives(
         scores: [n] of the sentences; of equal ones the first is best.
         similarity: [n] to the question, by the untrained encoder.
         margin: by which a negative's score is lower, at least; it is lower anyway.
-        negatives: that are returned, at most: the most similar.
+        negatives: how many are returned, at most, the most similar first.
     """
     best = int(scores.argmax())
     is_lower = (scores + margin <= scores[best]) & (scores < scores[best])
