@@ -199,7 +199,7 @@ def test_a_step_is_split_into_its_parts(tmp_path, capsys):
         ),
         (
             ["rollout", "--shape=large"],
-            "--shape=large: must be one of smollm2, quickstart, tiny",
+            "--shape=large: must be one of smollm2, qwen2.5-1.5b, quickstart, tiny",
         ),
         (["step", "--stage=sft"], "--stage=sft: stages that reinforce: rl"),
         (["rollout", "--dtype=int8"], "--dtype=int8: must be one of float32, bfloat16"),

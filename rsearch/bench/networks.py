@@ -40,6 +40,19 @@ SMOLLM2 = DecoderSpec(  # HuggingFaceTB/SmolLM2-135M
 )
 SHAPES = {
     "smollm2": SMOLLM2,
+    "qwen2.5-1.5b": DecoderSpec(  # Qwen/Qwen2.5-1.5B
+        vocab_size=151_936,
+        width=1536,
+        num_layers=28,
+        num_heads=12,
+        num_kv_heads=2,
+        head_dim=128,
+        mlp_width=8960,
+        rope_theta=1e6,
+        tie_embeddings=True,
+        qkv_bias=True,
+        max_context=131_072,
+    ),
     "quickstart": dataclasses.replace(  # configs/quickstart.py
         SMOLLM2,
         vocab_size=4096,
