@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rsearch.runtime.jsonl import read_jsonl
@@ -134,3 +134,31 @@ def is_list_of_numbers(value: Any, size: int) -> bool:
     """Return whether a value of JSON is a list of this many finite numbers."""
     is_list = isinstance(value, list) and len(value) == size
     return is_list and all(type(x) in (int, float) and math.isfinite(x) for x in value)
+
+
+def labelled_chains(chains: Any, success: Any) -> tuple[tuple, tuple[float, ...]]:
+    """Return chains of texts and the success of each, values of JSON, as tuples.
+
+    Raises:
+        ValueError: they are no such lists.
+    """
+    are_chains = isinstance(chains, list) and all(
+        isinstance(steps, list) and steps and all(isinstance(s, str) for s in steps)
+        for steps in chains
+    )
+    if not are_chains:
+        raise ValueError("chains: expected a list of lists of texts")
+    is_list = is_list_of_numbers(success, len(chains))
+    if not is_list or not all(0 <= rate <= 1 for rate in success):
+        raise ValueError("success: expected a number from 0 to 1 for each chain")
+    return tuple(map(tuple, chains)), tuple(map(float, success))
+
+
+def fault_of_success(success: Iterable[float]) -> str:
+    """Return why no value can be learnt from these rates; "" where one can."""
+    rates = set(success)
+    if not rates:
+        return "no steps"
+    if len(rates) > 1:
+        return ""
+    return f"success = {rates.pop()} of all steps, and none leads further than others"

@@ -12,13 +12,13 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from rsearch.data.labels import Labelled, read_labels
-from rsearch.methods.base import Kit, check_settings
+from rsearch.methods.base import Kit, check_settings, vector_of
 from rsearch.methods.iterating import ircot
 from rsearch.methods.reading import direct, rag
 from rsearch.text.normalize import exact_match
@@ -71,7 +71,7 @@ def skr(
         top_k: passages that are shown; 0 is all that the search returns.
 
     Raises:
-        ValueError: see `training_set` and `vector_of`.
+        ValueError: see `training_set` and `base.vector_of`.
     """
     check_settings("skr", ("k", k, k >= 1, "at least 1"))
     training = training_set("skr", labels, dataset, kit.embed, kit.normalize)
@@ -138,7 +138,7 @@ def adaptive_rag(
         top_k: passages of each search that are used; 0 is all that it returns.
 
     Raises:
-        ValueError: see `training_set`, `vector_of` and `fit_classes`.
+        ValueError: see `training_set`, `base.vector_of` and `fit_classes`.
     """
     is_right = 0 < penalty < np.inf
     check_settings("adaptive_rag", ("penalty", penalty, is_right, "above 0"))
@@ -250,22 +250,3 @@ def training_set(
         for x in labelled
     ]
     return TrainingSet(frozenset(texts), np.array(right), embed(texts))
-
-
-def vector_of(question: Question, labelled: Set[str], kit: Kit) -> np.ndarray:
-    """Return the [D] vector of a question.
-
-    Args:
-        question: that is answered.
-        labelled: texts of the training questions.
-        kit: of the evaluation.
-
-    Raises:
-        ValueError: it is one of the training questions: its label is known.
-    """
-    if question.text in labelled:
-        raise ValueError(
-            f"config.eval.methods: question {question.id} is among those that are "
-            "labelled: expected labels of training questions"
-        )
-    return kit.embed((question.text,))[0]

@@ -17,14 +17,14 @@ result of each. It returns its answer, None where what the model wrote holds non
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence, Set
 from typing import Any
 
 import numpy as np
 
 from rsearch.llm.requests import CUT, Completion, Generate, Request
 from rsearch.llm.thoughts import answer_after_thoughts
-from rsearch.types import Messages
+from rsearch.types import Messages, Question
 
 Program = Callable[..., Generator[Request | Sequence[Request], Any, str | None]]
 """(question, kit, **settings) -> the generator that answers one question.
@@ -96,6 +96,25 @@ def check_settings(method: str, *settings: tuple[str, Any, bool, str]) -> None:
             raise ValueError(
                 f"config.eval.methods: {method}: {name} = {value}: must be {words}"
             )
+
+
+def vector_of(question: Question, labelled: Set[str], kit: Kit) -> np.ndarray:
+    """Return the [D] vector of a question.
+
+    Args:
+        question: that is answered.
+        labelled: texts of the training questions.
+        kit: of the evaluation.
+
+    Raises:
+        ValueError: it is one of the training questions: its label is known.
+    """
+    if question.text in labelled:
+        raise ValueError(
+            f"config.eval.methods: question {question.id} is among those that are "
+            "labelled: expected labels of training questions"
+        )
+    return kit.embed((question.text,))[0]
 
 
 def ask_chat(

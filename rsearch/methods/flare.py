@@ -10,8 +10,7 @@ import numpy as np
 
 from rsearch.llm.requests import STOPPED, Generate, Search
 from rsearch.methods.base import Kit, few_shot
-from rsearch.methods.reading import MARKED, marked_answer
-from rsearch.protocols import plain
+from rsearch.methods.reading import MARKED, marked_answer, shown_passages
 from rsearch.text.sentences import sentences
 from rsearch.types import Question
 
@@ -45,7 +44,7 @@ def flare(
     while num_tokens < max_tokens:
 
         def draft(passages=passages, chain=chain):
-            shown = kit.shorten(plain.write_passages(passages))
+            shown = shown_passages(kit, passages)
             end = f"Question: {question.text}\nAnswer:{chain}"
             prompt = "\n\n".join(filter(None, [few_shot("flare"), shown, end]))
             return Generate(prompt, draft_tokens, stop=("\n",), wants_logp=True)

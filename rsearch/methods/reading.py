@@ -72,8 +72,18 @@ def rag_messages(kit: Kit, question: str, passages: Sequence[Passage]) -> Messag
         question: that is asked.
         passages: best first.
     """
-    shown = kit.shorten(plain.write_passages(passages))
-    return text_messages(kit, question, shown)
+    return text_messages(kit, question, shown_passages(kit, passages))
+
+
+def shown_passages(kit: Kit, passages: Sequence[Passage], *, first: int = 1) -> str:
+    """Return as much of the text of passages as a model is shown.
+
+    Args:
+        kit: of the evaluation.
+        passages: best first.
+        first: the number of the first.
+    """
+    return kit.shorten(plain.write_passages(passages, first=first))
 
 
 def text_messages(kit: Kit, question: str, shown: str) -> Messages:
@@ -96,7 +106,7 @@ def thinking_messages(kit: Kit, question: str, passages: Sequence[Passage]) -> M
         question: that is asked.
         passages: best first; without any the question is asked alone.
     """
-    shown = kit.shorten(plain.write_passages(passages))
+    shown = shown_passages(kit, passages)
     system = THINK_WITH_PASSAGES if passages else THINK
     wording = plain.reworded(plain.DIRECT, system=system)
     return plain.messages_with_passages(wording, question, shown)

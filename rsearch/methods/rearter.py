@@ -16,11 +16,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rsearch.data.labels import is_list_of_numbers, read_made_labels
-from rsearch.methods.adaptive import vector_of
-from rsearch.methods.base import Kit, ask_chat, check_settings
+from rsearch.data.labels import fault_of_success, labelled_chains, read_made_labels
+from rsearch.methods.base import Kit, ask_chat, check_settings, vector_of
 from rsearch.methods.self_ask import STEP, Chain, extend, first_chain, take_steps
-from rsearch.methods.step_values import fit_values
+from rsearch.methods.step_values import LabelledSteps, fit_values
 from rsearch.text.normalize import exact_match
 from rsearch.types import Messages, Question
 
@@ -40,21 +39,6 @@ REWRITE = (
     "line: 'Follow up: ' and a question that is to be searched, or 'So the final "
     "answer is: ' and the answer alone."
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class LabelledSteps:
-    """A training question, and beginnings of chains towards its answer.
-
-    Attributes:
-        question: its text.
-        chains: the steps of each, see `Chain`.
-        success: the share of continuations of each that end in an exact match.
-    """
-
-    question: str
-    chains: tuple[tuple[str, ...], ...]
-    success: tuple[float, ...]
 
 
 def rearter(
@@ -91,7 +75,7 @@ def rearter(
 
     Raises:
         ValueError: a setting is out of range, or see `read_step_labels` and
-            `adaptive.vector_of`.
+            `base.vector_of`.
     """
     check_settings(
         "rearter",
@@ -213,42 +197,14 @@ def read_step_labels(path: str) -> tuple[LabelledSteps, ...]:
         LabelledSteps,
         method="rearter",
         flag="label_steps",
-        convert=_checked,
-        fault=_fault,
+        convert=labelled_chains,
+        fault=lambda rows: fault_of_success(r for row in rows for r in row.success),
     )
-
-
-def _checked(chains, success):
-    """Return the fields of a row behind its question; ValueError for other types."""
-    are_chains = isinstance(chains, list) and all(
-        isinstance(steps, list) and steps and all(isinstance(s, str) for s in steps)
-        for steps in chains
-    )
-    if not are_chains:
-        raise ValueError("chains: expected a list of lists of texts")
-    is_list = is_list_of_numbers(success, len(chains))
-    if not is_list or not all(0 <= rate <= 1 for rate in success):
-        raise ValueError("success: expected a number from 0 to 1 for each chain")
-    return tuple(map(tuple, chains)), tuple(map(float, success))
-
-
-def _fault(rows):
-    """Return why no value can be learnt from these rows; "" where one can."""
-    rates = {rate for row in rows for rate in row.success}
-    if not rates:
-        return "no steps"
-    if len(rates) > 1:
-        return ""
-    return f"success = {rates.pop()} of all steps, and none leads further than others"
 
 
 @functools.lru_cache(maxsize=4)
 def _fitted(path, embed, embed_passages, penalty):
     """Return the texts of the labelled questions, and the value of steps; made once."""
     labelled = read_step_labels(path)
-    texts = [x.question for x in labelled]
-    questions = np.repeat(embed(texts), [len(x.chains) for x in labelled], axis=0)
-    chains = [steps for x in labelled for steps in x.chains]
-    success = np.array([rate for x in labelled for rate in x.success])
-    values = fit_values(questions, chains, success, embed_passages, penalty)
-    return frozenset(texts), values
+    values = fit_values(labelled, embed, embed_passages, penalty)
+    return frozenset(x.question for x in labelled), values

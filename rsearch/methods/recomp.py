@@ -20,8 +20,7 @@ import numpy as np
 
 from rsearch.data.labels import is_list_of_numbers, read_made_labels
 from rsearch.llm.requests import Score, Search
-from rsearch.methods.adaptive import vector_of
-from rsearch.methods.base import Kit, ask_chat, check_settings
+from rsearch.methods.base import Kit, ask_chat, check_settings, vector_of
 from rsearch.methods.reading import direct, rag_messages
 from rsearch.text.sentences import sentences as split_sentences
 from rsearch.types import Passage, Question
@@ -79,7 +78,7 @@ def recomp_extractive(
 
     Raises:
         ValueError: a setting is out of range, or see `read_sentence_labels`,
-            `training_batches` and `adaptive.vector_of`.
+            `training_batches` and `base.vector_of`.
     """
     check_settings(
         "recomp_extractive",

@@ -4,8 +4,7 @@ import re
 
 from rsearch.llm.requests import Search
 from rsearch.methods.base import Kit, ask_chat, few_shot
-from rsearch.methods.reading import rag_messages
-from rsearch.protocols.plain import write_passages
+from rsearch.methods.reading import rag_messages, shown_passages
 from rsearch.text.normalize import normalize_squad
 from rsearch.types import Messages, Question
 
@@ -72,7 +71,7 @@ def searchain(question: Question, kit: Kit, *, rounds: int = 5, min_score: float
                     answer=reading,
                     verb="give" if is_unsolved else "change",
                     question=question.text,
-                    reference=kit.shorten(write_passages(passages)),
+                    reference=shown_passages(kit, passages),
                 )
                 break
         if feedback is None:

@@ -1,11 +1,27 @@
 """Value chains of steps by a logistic regression on vectors of their texts."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 STEPS = 300  # of accelerated gradient descent
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledSteps:
+    """A training question, and beginnings of chains towards its answer.
+
+    Attributes:
+        question: its text.
+        chains: the steps of each.
+        success: the share of continuations of each that end in an exact match.
+    """
+
+    question: str
+    chains: tuple[tuple[str, ...], ...]
+    success: tuple[float, ...]
 
 
 class StepValues(NamedTuple):
@@ -34,22 +50,24 @@ class StepValues(NamedTuple):
 
 
 def fit_values(
-    questions: np.ndarray,
-    chains: Sequence[Sequence[str]],
-    success: np.ndarray,
+    labelled: Sequence[LabelledSteps],
+    embed: Callable[[Sequence[str]], np.ndarray],
     embed_passages: Callable[[Sequence[str]], np.ndarray],
     penalty: float,
 ) -> StepValues:
     """Return the value of steps that fits labelled chains best.
 
     Args:
-        questions: [n, D] vectors of length 1 of each chain's question.
-        chains: n lists of steps.
-        success: [n] from 0 to 1.
+        labelled: training questions with a chain at least, of all together.
+        embed: (questions) -> [n, D] vectors of length 1.
         embed_passages: see `StepValues`.
         penalty: see `fit_logistic`.
     """
-    inputs = features(questions, embed_passages([_text(steps) for steps in chains]))
+    questions = embed([x.question for x in labelled])
+    of_chains = np.repeat(questions, [len(x.chains) for x in labelled], axis=0)
+    texts = [_text(steps) for x in labelled for steps in x.chains]
+    success = np.array([rate for x in labelled for rate in x.success])
+    inputs = features(of_chains, embed_passages(texts))
     return StepValues(fit_logistic(inputs, success, penalty), embed_passages)
 
 

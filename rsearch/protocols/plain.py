@@ -92,9 +92,10 @@ def evidence_messages(question: str, evidence: str) -> Messages:
     ]
 
 
-def write_passages(passages: Sequence[Passage]) -> str:
-    """Return the passages as `rag` shows them, best first."""
-    lines = [f"Doc {i}(Title: {p.title}) {p.text}" for i, p in enumerate(passages, 1)]
+def write_passages(passages: Sequence[Passage], *, first: int = 1) -> str:
+    """Return the passages as `rag` shows them, best first, numbered from `first`."""
+    numbered = enumerate(passages, first)
+    lines = [f"Doc {i}(Title: {p.title}) {p.text}" for i, p in numbered]
     return "\n".join(lines)
 
 
