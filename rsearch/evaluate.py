@@ -27,7 +27,7 @@ from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.evaluator import Evaluator, record_labels, run_methods
 from rsearch.evaluation.results import show_results
 from rsearch.hosts import processes
-from rsearch.methods.table import DEMANDING, LABELS, METHODS
+from rsearch.methods.table import DEMANDING, LABELS, METHODS, needs_samples
 from rsearch.rollout.records import params_fingerprint
 from rsearch.runtime import console
 from rsearch.runtime.files import check_output
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if labels:
         check_output(labels, values[labels])
-        if labels == "label_steps":
+        if needs_samples(LABELS[labels][1]):
             check_sampled(config, f"--{labels}")
     with processes.connected(**{name: values[name] for name in processes.FLAGS}):
         _evaluate(config, values)

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rsearch.methods.adaptive import (
     STRATEGIES,
@@ -15,6 +15,11 @@ from rsearch.methods.adaptive import (
 )
 from rsearch.methods.base import Program
 from rsearch.methods.conversing import converse
+from rsearch.methods.cr_planner import (
+    cr_planner,
+    label_actions,
+    read_action_labels,
+)
 from rsearch.methods.flare import flare
 from rsearch.methods.in_context import check_paragraphs, in_context
 from rsearch.methods.iterating import ircot, iter_retgen
@@ -63,13 +68,23 @@ METHODS: dict[str, Program] = {
     "recomp_extractive": recomp_extractive,
     "self_rag": self_rag,
     "rearter": rearter,
+    "cr_planner": cr_planner,
+}
+# What reads the file of those that learn from labels made for them.
+READ_LABELS: dict[str, Callable[[str], Sequence]] = {
+    "recomp_extractive": read_sentence_labels,
+    "rearter": read_step_labels,
+    "cr_planner": read_action_labels,
 }
 # Those that want more than a question and a search.
-DEMANDING = ("in_context", *STRATEGIES, "recomp_extractive", "self_rag", "rearter")
+DEMANDING = ("in_context", *STRATEGIES, "self_rag", *READ_LABELS)
+# Settings that count the samples that a method compares.
+SAMPLES = {"rearter": "paths", "cr_planner": "candidates"}
 # Flags of rsearch.evaluate: the program that makes labels, and what learns from them.
 LABELS: dict[str, tuple[Program, str]] = {
     "label_sentences": (label_sentences, "recomp_extractive"),
     "label_steps": (label_steps, "rearter"),
+    "label_actions": (label_actions, "cr_planner"),
 }
 
 
@@ -105,12 +120,9 @@ def demanded_inputs(
             chosen = make_program(spelling).keywords
             labels = chosen.get("labels", ""), chosen.get("dataset", "")
             inputs[f"eval.{name}"] = labels_digest(labels_of(name, *labels))
-        elif name == "recomp_extractive":
+        elif name in READ_LABELS:
             path = make_program(spelling).keywords.get("labels", "")
-            inputs[f"eval.{name}"] = labels_digest(read_sentence_labels(path))
-        elif name == "rearter":
-            path = make_program(spelling).keywords.get("labels", "")
-            inputs[f"eval.{name}"] = labels_digest(read_step_labels(path))
+            inputs[f"eval.{name}"] = labels_digest(READ_LABELS[name](path))
     return inputs
 
 
@@ -121,7 +133,7 @@ def needs_samples(spelling: str) -> bool:
         spelling: see `make_program`.
     """
     name, _ = split_name(spelling)
-    return name == "rearter" and make_program(spelling).keywords.get("paths") != 1
+    return name in SAMPLES and make_program(spelling).keywords.get(SAMPLES[name]) != 1
 
 
 def make_program(spelling: str) -> Program:

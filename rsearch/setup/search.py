@@ -28,8 +28,10 @@ from rsearch.setup.models import searches_words
 from rsearch.world.world import WORLD, World
 
 Embed = Callable[[Sequence[str]], np.ndarray]
-NO_ENCODER = " has no encoder, which methods of config.eval.methods ('skr', "
-NO_ENCODER += "'adaptive_rag', 'recomp_extractive' and 'rearter') compare texts by"
+NO_ENCODER = (
+    " has no encoder, which methods of config.eval.methods ('skr', 'adaptive_rag', "
+    "'recomp_extractive', 'rearter' and 'cr_planner') compare texts by"
+)
 
 
 def open_search(

@@ -1,0 +1,366 @@
+"""Plan with critics of the next sub-goal and of what comes of it: CR-Planner.
+
+Li et al., arXiv 2410.01428. The critics learn from labels of training questions, of the
+model that is evaluated:
+
+    python -m rsearch.evaluate --workdir=RUN --sets=world:train --label_actions=FILE \\
+        --config.eval.temperature=0.7
+    python -m rsearch.evaluate --workdir=RUN --methods=cr_planner:labels=FILE \\
+        --config.eval.temperature=0.7
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rsearch.data.labels import fault_of_success, labelled_chains, read_made_labels
+from rsearch.llm.requests import Search
+from rsearch.methods.base import Kit, ask_chat, ask_chats, check_settings, vector_of
+from rsearch.methods.reading import (
+    MARK,
+    direct_messages,
+    marked_answer,
+    shown_passages,
+    text_messages,
+)
+from rsearch.methods.step_values import LabelledSteps, fit_values
+from rsearch.text.normalize import exact_match
+from rsearch.types import Question
+
+SUB_GOAL, RATIONALE, QUERY, DOCUMENT = "sub_goal", "rationale", "query", "document"
+CRITICS = (SUB_GOAL, RATIONALE, QUERY, DOCUMENT)
+# What each sub-goal observes, and its words, the authors'; of equal ones the first.
+SUB_GOALS = {
+    RATIONALE: "The next step is to generate a rationale",
+    QUERY: "The next step is to generate a query",
+    DOCUMENT: "The next step is to retrieve a document",
+}
+CANDIDATES, MAX_STEPS = 3, 8  # of a sub-goal, and of a plan
+SIMULATIONS, EXPLORATION = 48, 1.0  # of a training question; c of UCB1
+STATE = "Question: {question}\n\nSteps so far:\n{steps}\n\n"
+REASON = (
+    "Write the next step of reasoning towards the answer, in one or two sentences, and "
+    "no step after it. If it is the last one, end with one line that says "
+    f"'{MARK}' and the answer alone."
+)
+ASK = (
+    "More information is needed to take or to verify the next step of reasoning. Write "
+    "a query for a search engine that finds it, in one line, and do not output any "
+    "other words."
+)
+
+
+class Observation(NamedTuple):
+    """What a step has brought.
+
+    Attributes:
+        kind: of SUB_GOALS.
+        text: as the model and the critics read it.
+    """
+
+    kind: str
+    text: str
+
+
+State = tuple[Observation, ...]
+"""The observations so far, oldest first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledActions:
+    """A training question, and actions towards its answer.
+
+    Attributes:
+        question: its text.
+        critics: of CRITICS, the one that each action is for.
+        chains: what the critic reads of each, the action last.
+        success: the share of simulations behind each that end in an exact match.
+    """
+
+    question: str
+    critics: tuple[str, ...]
+    chains: tuple[tuple[str, ...], ...]
+    success: tuple[float, ...]
+
+
+def cr_planner(
+    question: Question,
+    kit: Kit,
+    *,
+    labels: str = "",
+    candidates: int = CANDIDATES,
+    steps: int = MAX_STEPS,
+    penalty: float = 1e-2,
+    top_k: int = 0,
+):
+    """Take the best sub-goal and the best of its outcomes, until the answer.
+
+    A critic chooses between a rationale, a query and a document, and one of each kind
+    between the samples of the model or the passages of a search. The search is with the
+    last query, or the question, once. A rationale with the mark of `cot` answers; after
+    the last step `rag`'s reader does, under the steps: without any step it is `direct`,
+    after a document alone `rag` of one passage. Replaced are the critics, each a tuned
+    Llama-3.1-8B, by logistic regressions on vectors of the run's search encoder, and
+    pairs of actions by the success of each.
+
+    Args:
+        question: that is answered.
+        kit: of the evaluation.
+        labels: a file of `label_actions`.
+        candidates: samples of a rationale or a query.
+        steps: sub-goals that are taken, at most.
+        penalty: on the squared weights of the regressions; above 0.
+        top_k: passages of a search that are candidates; 0 is all that it returns.
+
+    Raises:
+        ValueError: a setting is out of range, or see `read_action_labels` and
+            `base.vector_of`.
+    """
+    check_settings(
+        "cr_planner",
+        ("candidates", candidates, candidates >= 1, "at least 1"),
+        ("steps", steps, steps >= 0, "at least 0"),
+        ("penalty", penalty, 0 < penalty < np.inf, "above 0"),
+    )
+    known, values = _fitted(labels, kit.embed, kit.embed_passages, penalty)
+    vector = vector_of(question, known, kit)
+
+    def best(critic: str, state: State, texts: Sequence[str]) -> int:
+        if len(texts) == 1:
+            return 0
+        chains = [(*read_by(critic, state), text) for text in texts]
+        return int(np.argmax(values[critic](vector, chains)))
+
+    state: State = ()
+    for _ in range(steps):
+        kinds = allowed(state)
+        kind = kinds[best(SUB_GOAL, state, [SUB_GOALS[k] for k in kinds])]
+        texts = yield from _sampled(question, state, kind, kit, candidates, top_k)
+        state += (Observation(kind, texts[best(kind, state, texts)]),)
+        if (answer := _answer_in(state)) is not None:
+            return answer
+    return (yield from _concluded(question, state, kit))
+
+
+def allowed(state: State) -> list[str]:
+    """Return the kinds that may come next: of SUB_GOALS, in their order.
+
+    A query is searched once: its passages would be the same.
+    """
+    kinds = [x.kind for x in state if x.kind != RATIONALE]
+    is_searched = kinds[-1:] == [DOCUMENT]
+    return [kind for kind in SUB_GOALS if not (kind == DOCUMENT and is_searched)]
+
+
+def read_by(critic: str, state: State) -> tuple[str, ...]:
+    """Return what a critic reads before an action, besides the question.
+
+    Args:
+        critic: of CRITICS. All observations for a sub-goal, the rationales for a
+            rationale, the last one for a query, and that query too for a document.
+        state: in which the action is taken.
+    """
+    if critic == SUB_GOAL:
+        return tuple(x.text for x in state)
+    if critic == RATIONALE:
+        return tuple(x.text for x in state if x.kind == RATIONALE)
+    last = {x.kind: (x.text,) for x in state}
+    before = last.get(RATIONALE, ())
+    return before if critic == QUERY else before + last.get(QUERY, ())
+
+
+def _sampled(question, state, kind, kit, candidates, top_k):
+    """Return the texts of candidates for the next observation, at least one."""
+    if kind == DOCUMENT:
+        queries = [x.text for x in state if x.kind == QUERY]
+        query = queries[-1].removeprefix("Query:").strip() if queries else ""
+        (passages,) = yield Search((query or question.text,), top_k or None)
+        number = 1 + sum(x.kind == DOCUMENT for x in state)
+        texts = [shown_passages(kit, (p,), first=number) for p in passages]
+        return texts or ["Nothing was found."]
+    shown = "\n".join(x.text for x in state) or "none"
+    text = STATE.format(question=question.text, steps=shown)
+    text += REASON if kind == RATIONALE else ASK
+    chat = [{"role": "user", "content": text}]
+    replies = yield from ask_chats([chat] * candidates, kit.thought_tokens)
+    texts = [reply or "" for reply in replies]
+    if kind == RATIONALE:
+        return [f"Thought: {text}" for text in texts]
+    lines = [text.partition("\n")[0] for text in texts]
+    return [f"Query: {line}" for line in lines]
+
+
+def _answer_in(state):
+    """Return the answer that the last observation holds; None without."""
+    if state and state[-1].kind == RATIONALE:
+        return marked_answer(state[-1].text)
+    return None
+
+
+def _concluded(question, state, kit):
+    """Return the answer that the model gives under the observations so far."""
+    text = "\n".join(x.text for x in state)
+    if state:
+        messages = text_messages(kit, question.text, text)
+    else:
+        messages = direct_messages(kit, question.text)
+    return (yield from ask_chat(messages, kit.answer_tokens))
+
+
+@dataclasses.dataclass
+class Node:
+    """An action of a search tree.
+
+    Attributes:
+        critic: of CRITICS, the one that it is for; "" of the root.
+        chain: what the critic reads, the action last.
+        state: behind the action.
+        kind: that a sub-goal observes next; "" behind an observation.
+        children: its actions; () before they are known, or at the end of a plan.
+        visits: simulations behind it.
+        successes: of these.
+    """
+
+    critic: str
+    chain: tuple[str, ...]
+    state: State
+    kind: str = ""
+    children: Sequence["Node"] = ()
+    visits: int = 0
+    successes: int = 0
+
+
+def label_actions(question: Question, kit: Kit, *, golden: Mapping[str, Sequence[str]]):
+    """Search a tree of actions by UCB1; return a line of a labels file.
+
+    A simulation asks for the answer under the observations of a leaf.
+
+    Args:
+        question: of the training split.
+        kit: of the evaluation.
+        golden: {id of a question: its golden answers}; a program sees none otherwise.
+    """
+    root = Node("", (), ())
+    nodes: list[Node] = []
+    for _ in range(SIMULATIONS):
+        path = [root]
+        while True:
+            node = path[-1]
+            is_new = node.critic and not node.kind and not node.visits
+            if not node.children and not is_new:
+                node.children = yield from _children(node, question, kit)
+                nodes += node.children
+            if not node.children:
+                break
+            path.append(max(node.children, key=functools.partial(ucb1, node.visits)))
+        # What is over has one end: the same prompt would have the same sample.
+        if node.visits:
+            is_right = node.successes > 0
+        else:
+            answer = _answer_in(node.state)
+            if answer is None:
+                answer = yield from _concluded(question, node.state, kit)
+            right = golden[question.id]
+            is_right = exact_match(answer, right, normalize=kit.normalize) > 0
+        for node in path:
+            node.visits += 1
+            node.successes += is_right
+    seen = [node for node in nodes if node.visits]
+    row = LabelledActions(
+        question.text,
+        tuple(node.critic for node in seen),
+        tuple(node.chain for node in seen),
+        tuple(node.successes / node.visits for node in seen),
+    )
+    return json.dumps(dataclasses.asdict(row), allow_nan=False)
+
+
+def ucb1(parent_visits: int, node: Node) -> float:
+    """Return the upper confidence bound of a node's success; inf without visits."""
+    if not node.visits:
+        return math.inf
+    bonus = EXPLORATION * math.sqrt(math.log(parent_visits) / node.visits)
+    return node.successes / node.visits + bonus
+
+
+def _children(node, question, kit):
+    """Return the actions that follow a node; none at the end of a plan."""
+    state = node.state
+    if node.kind:
+        texts = yield from _sampled(question, state, node.kind, kit, CANDIDATES, 0)
+        before = read_by(node.kind, state)
+        return [
+            Node(node.kind, (*before, text), (*state, Observation(node.kind, text)))
+            for text in texts
+        ]
+    if len(state) == MAX_STEPS or _answer_in(state) is not None:
+        return ()
+    before = read_by(SUB_GOAL, state)
+    return [
+        Node(SUB_GOAL, (*before, SUB_GOALS[kind]), state, kind)
+        for kind in allowed(state)
+    ]
+
+
+def read_action_labels(path: str) -> tuple[LabelledActions, ...]:
+    """Return the rows of a file that `label_actions` made.
+
+    Raises:
+        ValueError: a bad line, or a critic without actions, or whose actions all have
+            the same success.
+        OSError: the file cannot be read.
+    """
+    return read_made_labels(
+        path,
+        LabelledActions,
+        method="cr_planner",
+        flag="label_actions",
+        convert=_checked,
+        fault=_fault,
+    )
+
+
+def _checked(critics, chains, success):
+    """Return the fields of a row behind its question; ValueError for other types."""
+    chains, success = labelled_chains(chains, success)
+    is_list = isinstance(critics, list) and len(critics) == len(chains)
+    if not is_list or not all(critic in CRITICS for critic in critics):
+        raise ValueError(
+            f"critics: expected {', '.join(CRITICS)}, one of them for each chain"
+        )
+    return tuple(critics), chains, success
+
+
+def _fault(rows):
+    """Return which critic cannot learn from these rows, and why; "" where all can."""
+    for critic in CRITICS:
+        if fault := fault_of_success(r for x in rows for r in _of(x, critic).success):
+            return f"{critic}: {fault}"
+    return ""
+
+
+def _of(row, critic):
+    """Return the labels of a row that are for this critic."""
+    pairs = zip(row.critics, row.chains, row.success, strict=True)
+    members = [(chain, rate) for name, chain, rate in pairs if name == critic]
+    return LabelledSteps(
+        row.question,
+        tuple(chain for chain, _ in members),
+        tuple(rate for _, rate in members),
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def _fitted(path, embed, embed_passages, penalty):
+    """Return the texts of the labelled questions, and the critics; made once."""
+    rows = read_action_labels(path)
+    values = {}
+    for critic in CRITICS:
+        labelled = [_of(x, critic) for x in rows]
+        values[critic] = fit_values(labelled, embed, embed_passages, penalty)
+    return frozenset(x.question for x in rows), values
