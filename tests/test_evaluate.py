@@ -263,6 +263,7 @@ def evaluate_here(*command):
         ("--config.eval.methods=rag:top_k=x", "top_k = 'x': must be a whole number"),
         ("--config.data.dev=none.jsonl", "none.jsonl: there is no such file"),
         ("--label_steps=s", "--label_steps: samples"),
+        ("--label_actions=s", "--label_actions: samples"),
         ("--methods=rearter:labels=x", "config.eval.temperature = 0"),
         ("--label_steps=s --label_sentences=s", "exclude each other"),
         ("--label_steps=s --methods=rag", "exclude each other"),

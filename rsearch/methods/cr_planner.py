@@ -55,8 +55,8 @@ ASK = (
 )
 
 
-class Observation(NamedTuple):
-    """What a step has brought.
+class PlanStep(NamedTuple):
+    """A step of a plan: what it has observed.
 
     Attributes:
         kind: of SUB_GOALS.
@@ -67,7 +67,7 @@ class Observation(NamedTuple):
     text: str
 
 
-State = tuple[Observation, ...]
+State = tuple[PlanStep, ...]
 """The observations so far, oldest first."""
 
 
@@ -141,7 +141,7 @@ def cr_planner(
         kinds = allowed(state)
         kind = kinds[best(SUB_GOAL, state, [SUB_GOALS[k] for k in kinds])]
         texts = yield from _sampled(question, state, kind, kit, candidates, top_k)
-        state += (Observation(kind, texts[best(kind, state, texts)]),)
+        state += (PlanStep(kind, texts[best(kind, state, texts)]),)
         if (answer := _answer_in(state)) is not None:
             return answer
     return (yield from _concluded(question, state, kit))
@@ -295,7 +295,7 @@ def _children(node, question, kit):
         texts = yield from _sampled(question, state, node.kind, kit, CANDIDATES, 0)
         before = read_by(node.kind, state)
         return [
-            Node(node.kind, (*before, text), (*state, Observation(node.kind, text)))
+            Node(node.kind, (*before, text), (*state, PlanStep(node.kind, text)))
             for text in texts
         ]
     if len(state) == MAX_STEPS or _answer_in(state) is not None:

@@ -17,7 +17,7 @@ from rsearch.methods.cr_planner import (
     SUB_GOAL,
     SUB_GOALS,
     Node,
-    Observation,
+    PlanStep,
     allowed,
     cr_planner,
     label_actions,
@@ -189,11 +189,11 @@ def test_critics_that_are_constant_take_the_first_of_all(tmp_path, candidates):
 
 
 SEEN = (
-    Observation(RATIONALE, "Thought: 1"),
-    Observation(QUERY, "Query: 2"),
-    Observation(DOCUMENT, "Doc 3"),
-    Observation(RATIONALE, "Thought: 4"),
-    Observation(QUERY, "Query: 5"),
+    PlanStep(RATIONALE, "Thought: 1"),
+    PlanStep(QUERY, "Query: 2"),
+    PlanStep(DOCUMENT, "Doc 3"),
+    PlanStep(RATIONALE, "Thought: 4"),
+    PlanStep(QUERY, "Query: 5"),
 )
 
 
