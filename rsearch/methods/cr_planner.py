@@ -34,7 +34,7 @@ from rsearch.types import Question
 
 SUB_GOAL, RATIONALE, QUERY, DOCUMENT = "sub_goal", "rationale", "query", "document"
 CRITICS = (SUB_GOAL, RATIONALE, QUERY, DOCUMENT)
-# What each sub-goal observes, and its words, the authors'; of equal ones the first.
+# What each sub-goal observes, and the authors' words for it. Ties go to the first.
 SUB_GOALS = {
     RATIONALE: "The next step is to generate a rationale",
     QUERY: "The next step is to generate a query",

@@ -19,6 +19,8 @@ import pytest
 from rsearch import evaluate
 from rsearch.config.recipes import run_command
 from rsearch.evaluation import results
+from rsearch.methods.cr_planner import DOCUMENT, SUB_GOALS
+from tests.methods import test_cr_planner
 from tests.methods.test_adaptive import write_labels
 from tests.small_run import (
     ROOT,
@@ -40,6 +42,8 @@ SAME = [
     ("direct", "adaptive_rag:labels={a}"),
     ("rag", "adaptive_rag:labels={b}"),
     ("ircot", "adaptive_rag:labels={c}"),
+    ("direct", "cr_planner:labels={actions}:candidates=1:steps=0"),
+    ("rag:top_k=1", "cr_planner:labels={actions}:candidates=1:steps=1:top_k=1"),
 ]
 ONE_SEARCH = "flare:theta=0"
 NO_SEARCH = "search_o1:max_searches=0"
@@ -76,6 +80,11 @@ def answers(tmp_path_factory):
         "a": write_labels(folder / "a", ("A?", "direct", "rag", "ircot")),
         "b": write_labels(folder / "b", ("A?", "rag", "ircot")),
         "c": write_labels(folder / "c", ("A?", "ircot")),
+        "actions": test_cr_planner.write_labels(
+            folder / "actions",
+            {("", kind): float(kind == DOCUMENT) for kind in SUB_GOALS},
+            test_cr_planner.RATES,
+        ),
     }
     methods = {name.format(**paths) for pair in SAME for name in pair}
     methods = sorted(methods | {ONE_SEARCH, NO_SEARCH})
