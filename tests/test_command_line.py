@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from rsearch.config import recipes as configs
@@ -172,16 +173,26 @@ def test_faults_of_users_and_ours_are_told_apart(capsys):
     def lost(argv):
         raise LostDirectoryError("its directory")
 
+    def full(argv):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    def internal(argv):
+        raise jax.errors.JaxRuntimeError("INTERNAL: RESOURCE_EXHAUSTED")
+
     assert configs.run_command(lambda argv: None, []) == 0
     assert configs.run_command(wrong_value, []) == 2
     assert configs.run_command(no_file, []) == 2
     assert configs.run_command(interrupted, []) == 130
     assert configs.run_command(lost, []) == 3
+    assert configs.run_command(full, []) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "error: unknown field config.sede; did you mean config.seed?"
     assert lines[1] == "error: No such file or directory: /nonexistent/file"
+    assert "config.rollout.max_concurrent" in lines[-1]
     with pytest.raises(ValueError, match="outside"):
         configs.run_command(ours, [])
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        configs.run_command(internal, [])
 
 
 COMMAND = """

@@ -70,6 +70,10 @@ REQUIRED = object()
 SEVERAL = "..."  # ends the name of an argument that takes one value or more
 STOPPED = 3  # exit code
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+LESS_MEMORY = (
+    "less is held at once with a lower config.rollout.max_concurrent, "
+    "config.eval.max_prompt_tokens or micro_batch of a stage"
+)
 HELP = """\
   --config=FILE[:VARIANT]    the recipe, for example configs/quickstart.py
   --config.FIELD=VALUE       sets one of its fields; --print_config lists them
@@ -379,10 +383,11 @@ def run_command(
     """Run `main(argv)` and return the process's exit code.
 
     What the user did wrong (a ValueError raised by this package, a file that cannot be
-    read or written) becomes one `error: ...` on stderr and code 2. Everything else is a
-    fault of ours and keeps its traceback. Control-C gives 130, a run that was told to
-    stop (see `rsearch.hosts.preemption`) 75, one that has stopped itself 3. Where what
-    is printed goes to a program that has ended, such as head, it ends quietly with 141.
+    read or written), and a device without enough memory, becomes one `error: ...` on
+    stderr and code 2. Everything else is a fault of ours and keeps its traceback.
+    Control-C gives 130, a run that was told to stop (see `rsearch.hosts.preemption`)
+    75, one that has stopped itself 3. Where what is printed goes to a program that has
+    ended, such as head, it ends quietly with 141.
     """
     open_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -468,6 +473,17 @@ def _exit_code(main, argv):
             message += "; ulimit -n allows more"
         _tell(f"error: {clean(message)}")
         return 2
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        _tell(f"error: {clean(str(error).splitlines()[0])}; {LESS_MEMORY}")
+        return 2
+
+
+def _is_out_of_memory(error):
+    """Return whether JAX says that a device has no memory left."""
+    is_jax = type(error).__module__.partition(".")[0] in ("jax", "jaxlib")
+    return is_jax and str(error).startswith("RESOURCE_EXHAUSTED")
 
 
 def _tell(text):
