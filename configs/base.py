@@ -200,7 +200,15 @@ WORLD = Section(
 RETRIEVAL = Section(
     "The corpus, its index and how it is searched.",
     corpus=Field(
-        "world", "JSONL of {'id', 'contents'}; '' = the index's; 'world' = embedded"
+        "world",
+        "JSONL of {'id', 'contents'}; '' = the index's; 'world' = embedded; "
+        "'paragraphs' = in an evaluation, those that come with each question",
+    ),
+    corpus_words=Field(
+        0,
+        "'paragraphs': words of a question's corpus, which others' paragraphs fill up; "
+        "0 adds none",
+        at_least(0),
     ),
     corpus_cache=Field(
         "",
@@ -210,7 +218,8 @@ RETRIEVAL = Section(
     ),
     index=Field(
         "",
-        "directory written by rsearch.index; the world needs none",
+        "directory written by rsearch.index; the world needs none; 'paragraphs' are "
+        "searched by the encoder's vectors (''), or by 'bm25'",
         may_change=True,  # a run is bound to the fingerprint of what is in it
     ),
     bm25_index=Field(

@@ -32,7 +32,7 @@ from rsearch.data.corpus import Corpus
 from rsearch.data.questions import load_questions, supporting_passages
 from rsearch.data.records import say_left_out
 from rsearch.hosts import processes
-from rsearch.retrieval.bm25 import open_bm25
+from rsearch.retrieval.bm25 import K1, B, open_bm25
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine
 from rsearch.retrieval.index import BM25, open_index
@@ -71,8 +71,8 @@ FLAGS = {
         "auto",
         "brute_force, quantized or partitioned; auto chooses by size; bm25 = of words",
     ),
-    "bm25_k1": (1.5, "how slowly repetitions of a word in a passage stop to count"),
-    "bm25_b": (0.75, "how much the length of a passage counts, 0 to 1"),
+    "bm25_k1": (K1, "how slowly repetitions of a word in a passage stop to count"),
+    "bm25_b": (B, "how much the length of a passage counts, 0 to 1"),
     "leaves_to_search": (
         0,
         "parts a query looks at, of a partitioned index; 0 chooses",

@@ -267,7 +267,8 @@ SearchFn = Callable[[Sequence[str]], list[tuple[Passage, ...] | None]]
 """(queries) -> passages for each, best first; None where that search failed.
 
 Any such function is one; nothing can tell where it runs. Calls overlap where it has an
-attribute `searches_at_once` above 1, and no others do.
+attribute `searches_at_once` above 1, and no others do. Where it has a true attribute
+`wants_question_ids`, it takes (queries, ids of the questions that ask).
 """
 
 Tool = Callable[[Sequence[ToolCall]], list[ToolResult]]

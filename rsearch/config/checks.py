@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from rsearch.config.fields import fields
 from rsearch.config.spec import base_fields
-from rsearch.config.stage_plan import ROLES, URLS, kinds, stage_configs
+from rsearch.config.stage_plan import PARAGRAPHS, ROLES, URLS, kinds, stage_configs
 
 MOST_BFLOAT16_DECAY = 0.996  # 1 - 2^-8, half of a bfloat16's last bit
 
@@ -78,6 +78,36 @@ def _check_search(c):
             f"config.retrieval.search_seconds = {r.search_seconds} ends too soon for "
             f"its service to be away for outage_seconds = {r.outage_seconds}, and "
             f"answer in timeout_seconds = {r.timeout_seconds}"
+        )
+
+
+def _check_paragraphs(c):
+    """Refuse settings that a search of each question's paragraphs does not have."""
+    r = c.retrieval
+    if r.corpus != PARAGRAPHS:
+        if r.corpus_words:
+            raise ValueError(
+                f"config.retrieval.corpus_words = {r.corpus_words} is of "
+                "config.retrieval.corpus = 'paragraphs', which here is "
+                f"{r.corpus!r}"
+            )
+        return
+    wrong = {"engine": "", "url": "", "bm25_index": "", "sharded": False}
+    for name, right in wrong.items():
+        if r[name] != right:
+            raise ValueError(
+                f"config.retrieval.{name} = {r[name]!r} is not used by "
+                f"config.retrieval.corpus = 'paragraphs': must be {right!r}"
+            )
+    if r.index not in ("", "bm25"):
+        raise ValueError(
+            f"config.retrieval.index = {r.index!r}: config.retrieval.corpus = "
+            "'paragraphs' has indexes in memory: must be '' (vectors) or 'bm25'"
+        )
+    if c.protocol.tools:
+        raise ValueError(
+            f"config.protocol.tools = {c.protocol.tools}: with config.retrieval.corpus "
+            "= 'paragraphs' a policy can only search: must be ()"
         )
 
 
@@ -374,6 +404,7 @@ def _check_mesh(c, num_devices):
 CROSS_CHECKS = (
     _check_sources,
     _check_world,
+    _check_paragraphs,
     _check_search,
     _check_reranker,
     _check_endpoints,

@@ -23,6 +23,7 @@ SUMMARY = "summary.json"  # what it kept and why; written last
 START = "start"  # names the policy before all stages, in results
 STAGE = "stage:"  # before a stage's name, where a file or a model is named
 URLS = ("http://", "https://")  # an endpoint's
+PARAGRAPHS = "paragraphs"  # of each question, as the corpus that an evaluation searches
 NAME = re.compile(rf"({'|'.join(KINDS)})(_[a-z0-9_]+)?")
 FILES, WEIGHTS = ("curate",), ("sft", "rl")  # the kinds of stages that leave them
 

@@ -1,9 +1,10 @@
 """Read the paragraphs that published sets give their questions."""
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 
 from rsearch.data.records import check_object, check_string, shown
-from rsearch.types import Question
+from rsearch.types import Passage, Question
 
 PAIRS = " or a list of pairs"  # what else a field may be, in what it is refused with
 
@@ -27,6 +28,85 @@ def marked_paragraphs(metadata: Mapping) -> list[tuple[str, bool]]:
         if any(is_gold for _, is_gold in marked):
             return marked
     return []
+
+
+def question_paragraphs(metadata: Mapping) -> list[tuple[str, bool]]:
+    """Return (contents, whether it is gold) of a question's paragraphs, marked or not.
+
+    Args:
+        metadata: as of `marked_paragraphs`, which needs marks; here `context` may come
+            without `supporting_facts`, and no paragraph is then gold.
+
+    Raises:
+        ValueError: there are none, or a field is not as it should be.
+    """
+    paragraphs = _from_paragraphs(metadata)
+    if not paragraphs:
+        paragraphs = _from_context(metadata, needs_facts=False)
+    if not paragraphs:
+        raise ValueError(
+            "the question has no paragraphs: expected field paragraphs (MuSiQue) or "
+            "context (HotpotQA, 2WikiMultiHopQA)"
+        )
+    return paragraphs
+
+
+def draw_corpora(
+    questions: Sequence[Question], pool: Sequence[Question], *, num_words: int
+) -> tuple[list[Passage], dict[str, list[int]]]:
+    """Return the passages that are searched, and which of them each question may.
+
+    A question has its paragraphs, and then others', drawn while they fit into its
+    words: distractors first, and gold ones of other questions where these are used up,
+    as ReaRAG's corpora are made (arXiv 2503.21729, section 4.2). What is drawn follows
+    from the question's id and from the pool alone.
+
+    Args:
+        questions: that are asked, all of them in the pool.
+        pool: whose paragraphs are drawn.
+        num_words: of a corpus, separated by white space; its question's paragraphs are
+            never left out. 0 adds none.
+
+    Returns:
+        Passages, each once, sorted, with ids that count them; and {question id: their
+        rising positions}.
+
+    Raises:
+        ValueError: see `question_paragraphs`.
+    """
+    marked = {q.id: question_paragraphs(q.metadata) for q in pool}
+    every = sorted({text for texts in marked.values() for text, _ in texts})
+    gold = {text for texts in marked.values() for text, is_gold in texts if is_gold}
+    fillers = [t for t in every if t not in gold], [t for t in every if t in gold]
+    sizes = {text: len(text.split()) for text in every}
+    corpora = {}
+    for question in questions:
+        corpora[question.id] = corpus = {text for text, _ in marked[question.id]}
+        rng = random.Random(question.id.encode("utf-8", "replace"))
+        room = num_words - sum(map(sizes.get, corpus))
+        for texts in fillers:
+            for text in _in_random_order(rng, texts) if room > 0 else ():
+                if text in corpus:
+                    continue
+                room -= sizes[text]
+                if room < 0:
+                    break
+                corpus.add(text)
+    used = sorted(set().union(*corpora.values()))
+    positions = {text: i for i, text in enumerate(used)}
+    passages = [Passage(str(i), text) for i, text in enumerate(used)]
+    return passages, {
+        name: sorted(map(positions.get, corpus)) for name, corpus in corpora.items()
+    }
+
+
+def _in_random_order(rng: random.Random, items: Sequence) -> Iterator:
+    """Yield the items, shuffled. The first of many are cheap: the others stay."""
+    moved: dict[int, int] = {}  # Fisher and Yates's swaps: position -> index
+    for i in range(len(items)):
+        j = rng.randrange(i, len(items))
+        yield items[moved.get(j, j)]
+        moved[j] = moved.get(i, i)
 
 
 def all_paragraphs(questions: Sequence[Question]) -> list[str]:
@@ -65,16 +145,18 @@ def _from_paragraphs(metadata):
     return marked
 
 
-def _from_context(metadata):
+def _from_context(metadata, *, needs_facts=True):
     """Return (contents, whether it is gold) of those in `context`; [] without it.
 
     Context and facts are objects of lists, as in FlashRAG, or lists of pairs, as they
     were published.
     """
     context, facts = metadata.get("context"), metadata.get("supporting_facts")
-    if context is None or facts is None:
+    if context is None or (facts is None and needs_facts):
         return []
-    if isinstance(facts, list):
+    if facts is None:
+        wanted = set()
+    elif isinstance(facts, list):
         pairs = _pairs(facts, "supporting_facts")
         wanted = {check_string(t, f"supporting_facts[{i}][0]") for i, (t, _) in pairs}
     else:

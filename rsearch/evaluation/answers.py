@@ -12,6 +12,7 @@ import numpy as np
 from rsearch.protocols import plain
 from rsearch.protocols.concluding import finish_messages
 from rsearch.protocols.tagged import EVIDENCE_TAG, boxes
+from rsearch.tools.search import search_for
 from rsearch.types import (
     GenerateFn,
     Group,
@@ -140,7 +141,8 @@ def answer_without_policy(
     chats = [reader_messages(question, direct=direct) for question in questions]
     failed = set()
     if search is not None:
-        results = search([question.text for question in questions])
+        texts, ids = [q.text for q in questions], [q.id for q in questions]
+        results = search_for(search, texts, ids)
         failed = {i for i, passages in enumerate(results) if passages is None}
         chats = [
             plain.evidence_messages(q.text, plain.write_passages(passages or ()))

@@ -150,10 +150,12 @@ class Search:
     Attributes:
         queries: texts.
         top_k: passages of each that are wanted; None is as many as the search returns.
+        question_id: of the question that asks, which the runner knows.
     """
 
     queries: tuple[str, ...]
     top_k: int | None = None
+    question_id: str = ""
 
 
 Request = Generate | Mix | Score | Search

@@ -27,7 +27,7 @@ from rsearch.llm.requests import (
 )
 from rsearch.methods.base import Kit, Program
 from rsearch.rollout.records import RolloutCache
-from rsearch.tools.search import search_use
+from rsearch.tools.search import search_for, search_use
 from rsearch.types import (
     Group,
     Outcome,
@@ -202,14 +202,17 @@ def _advance(
         del running[name]
         return
     run.is_list = not isinstance(requests, Request)
-    run.requests = requests if run.is_list else [requests]
-    if run.draw:
-        run.requests = [
-            dataclasses.replace(r, draw=run.draw)
-            if isinstance(r, Generate | Mix)
-            else r
-            for r in run.requests
-        ]
+    requests = requests if run.is_list else [requests]
+    run.requests = [_named(request, run) for request in requests]
+
+
+def _named(request: Request, run: _Run) -> Request:
+    """Return a request that says which question or which sample it is of."""
+    if isinstance(request, Search):
+        return dataclasses.replace(request, question_id=run.question.id)
+    if run.draw and isinstance(request, Generate | Mix):
+        return dataclasses.replace(request, draw=run.draw)
+    return request
 
 
 def _answer_all(requests: Sequence[Request], kit: Kit, model: Model, search: SearchFn):
@@ -222,7 +225,9 @@ def _answer_all(requests: Sequence[Request], kit: Kit, model: Model, search: Sea
                     f"a method asks for {request.top_k} passages of a query, but "
                     f"config.retrieval.top_k = {kit.top_k}"
                 )
-        all_hits = search([query for r in searches for query in r.queries])
+        queries = [query for r in searches for query in r.queries]
+        question_ids = [r.question_id for r in searches for _ in r.queries]
+        all_hits = search_for(search, queries, question_ids)
         results, start = [], 0
         for request in searches:
             hits = all_hits[start : start + len(request.queries)]

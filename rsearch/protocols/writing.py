@@ -64,17 +64,21 @@ def write_observations(
     if prompt not in PROMPTS:
         raise ValueError(f"{prompt=}: must be one of {', '.join(PROMPTS)}")
 
-    def observe(queries):
-        unique = list(dict.fromkeys(queries))
-        hits = dict(zip(unique, search(unique), strict=True))
-        answerable = [query for query in unique if hits[query]]
-        chats = [writing_messages(q, hits[q], prompt=prompt) for q in answerable]
+    def observe(*columns):  # queries, and the questions that ask where search wants it
+        # Two questions may ask one query of two corpora.
+        rows = list(zip(*columns, strict=True))
+        unique = list(dict.fromkeys(rows))
+        passages = search(*([row[i] for row in unique] for i in range(len(columns))))
+        hits = dict(zip(unique, passages, strict=True))
+        answerable = [row for row in unique if hits[row]]
+        chats = [writing_messages(r[0], hits[r], prompt=prompt) for r in answerable]
         replies = write(chats) if chats else []
-        results = {query: hits[query] for query in unique if not hits[query]}
-        for query, reply in zip(answerable, replies, strict=True):
-            results[query] = None if reply is None else _observed(reply, hits[query])
-        return [results[query] for query in queries]
+        results = {row: hits[row] for row in unique if not hits[row]}
+        for row, reply in zip(answerable, replies, strict=True):
+            results[row] = None if reply is None else _observed(reply, hits[row])
+        return [results[row] for row in rows]
 
+    observe.wants_question_ids = getattr(search, "wants_question_ids", False)
     return observe
 
 

@@ -12,11 +12,12 @@ importing bm25s makes JAX look for its devices, so only a build imports it.
 
 import array
 import json
+import logging
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ ARRAYS = {"starts": np.int64, "passages": np.int32, "scores": np.float32}
 # What an index says of its words; another rule for them needs another name.
 TOKENIZER = r"lower-case \w+"
 VARIANT = "lucene"
+K1, B = 1.5, 0.75  # where nothing else is said
+FINGERPRINT = f"{BM25} {K1} {B} {VARIANT} {TOKENIZER}"  # of indexes in memory
 
 
 class WordIndex:
@@ -103,28 +106,31 @@ def words_of(text: str) -> list[str]:
     return WORD.findall(text.lower())
 
 
-def write_postings(folder: pathlib.Path, corpus: Any, *, k1: float, b: float) -> None:
-    """Write the words of a corpus and their scores into a directory.
+def postings_of(
+    passages: Iterable, *, k1: float = K1, b: float = B
+) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Return the words of passages, and the arrays of a WordIndex over them.
 
     Args:
-        folder: replaced if it is there.
-        corpus: has len, path and passages in order.
+        passages: in order, which have contents.
         k1: how slowly repetitions of a word in a passage stop to count.
         b: how much the length of a passage counts, 0 to 1.
 
-    Raises:
-        ValueError: the corpus has no words.
+    Returns:
+        [W] words, none where no passage has one; and {name of ARRAYS: array}.
     """
     import bm25s
 
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # a line for each index
     numbers: dict[str, int] = {}
     rows = []
-    for passage in progress(corpus, "reading the words of passages"):
+    for passage in passages:
         words = words_of(passage.contents)
         row = (numbers.setdefault(word, len(numbers)) for word in words)
         rows.append(array.array("i", row))  # a list takes twice the memory
     if not numbers:
-        raise ValueError(f"{corpus.path}: no passage has a word")
+        empty = {name: np.zeros(0, dtype) for name, dtype in ARRAYS.items()}
+        return [], empty
     model = bm25s.BM25(k1=k1, b=b, method=VARIANT)
     tokenized = bm25s.tokenization.Tokenized(ids=rows, vocab=numbers)
     model.index(tokenized, create_empty_token=False, show_progress=False)
@@ -133,12 +139,36 @@ def write_postings(folder: pathlib.Path, corpus: Any, *, k1: float, b: float) ->
         "passages": model.scores["indices"],
         "scores": model.scores["data"],
     }
+    arrays = {name: np.asarray(values[name], dtype) for name, dtype in ARRAYS.items()}
+    return [*numbers], arrays
+
+
+def index_words(passages: Sequence) -> WordIndex:
+    """Return an index of passages in memory, where their words are counted."""
+    words, arrays = postings_of(passages)
+    return WordIndex(words, **arrays, num_passages=len(passages))
+
+
+def write_postings(folder: pathlib.Path, corpus: Any, *, k1: float, b: float) -> None:
+    """Write the words of a corpus and their scores into a directory.
+
+    Args:
+        folder: replaced if it is there.
+        corpus: has len, path and passages in order.
+        k1, b: see `postings_of`.
+
+    Raises:
+        ValueError: the corpus has no words.
+    """
+    passages = progress(corpus, "reading the words of passages")
+    words, arrays = postings_of(passages, k1=k1, b=b)
+    if not words:
+        raise ValueError(f"{corpus.path}: no passage has a word")
     shutil.rmtree(folder, ignore_errors=True)  # of a build that was stopped
     folder.mkdir()
-    (folder / WORDS).write_text(json.dumps([*numbers]))
-    for name, dtype in ARRAYS.items():
-        stored = np.asarray(values[name], dtype)
-        np.save(folder / f"{name}.npy", stored, allow_pickle=False)
+    (folder / WORDS).write_text(json.dumps(words))
+    for name, values in arrays.items():
+        np.save(folder / f"{name}.npy", values, allow_pickle=False)
     files.sync_tree(folder)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rsearch.retrieval.nearest import (
+    ExactSearcher,
     IndexPartError,
     Nearest,
     NearestFn,
@@ -17,8 +18,10 @@ from rsearch.retrieval.nearest import (
 )
 from rsearch.retrieval.vectors import Vectors
 from rsearch.runtime.boundary import boundary
-from rsearch.runtime.console import note
+from rsearch.runtime.console import note, progress
 from rsearch.types import Passage
+
+ENCODED_AT_ONCE = 1024  # passages, between two signs of progress
 
 
 class WordsFn(Protocol):
@@ -31,6 +34,10 @@ class WordsFn(Protocol):
         self, queries: Sequence[str], top_k: int
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return the positions and scores of the best passages of each query."""
+
+
+Index = NearestFn | WordsFn
+"""What finds positions of passages, for vectors or for texts."""
 
 
 class SearchEngine:
@@ -52,7 +59,7 @@ class SearchEngine:
 
     def __init__(
         self,
-        nearest: NearestFn | WordsFn,
+        nearest: Index,
         encoder: Any,
         corpus: Any,
         *,
@@ -116,10 +123,7 @@ class SearchEngine:
         Raises:
             ValueError: a query that is not text.
         """
-        for query in queries:
-            if not isinstance(query, str):
-                kind = type(query).__name__
-                raise ValueError(f"a query is {query!r}, a {kind}: expected text")
+        check_queries(queries)
         results = {}
         with self._lock:
             for query in dict.fromkeys(queries):
@@ -180,6 +184,18 @@ class SearchEngine:
         return results
 
 
+def check_queries(queries: Sequence[str]) -> None:
+    """Refuse a query that is not text.
+
+    Raises:
+        ValueError: names the query.
+    """
+    for query in queries:
+        if not isinstance(query, str):
+            kind = type(query).__name__
+            raise ValueError(f"a query is {query!r}, a {kind}: expected text")
+
+
 def encode_queries(encoder: Any, queries: Sequence[str]) -> np.ndarray:
     """Return [n, D] vectors of texts.
 
@@ -195,6 +211,40 @@ def encode_queries(encoder: Any, queries: Sequence[str]) -> np.ndarray:
             "its weights are damaged"
         )
     return vectors
+
+
+def encode_passages(
+    encoder: Any, texts: Sequence[str], *, label: str = ""
+) -> np.ndarray:
+    """Return [n, D] vectors of the contents of passages, n > 0.
+
+    Args:
+        encoder: has encode_passages.
+        texts: [n] contents.
+        label: says what is encoded, where progress is to be seen.
+
+    Raises:
+        ValueError: the encoder gave a vector that is not finite.
+    """
+    step = ENCODED_AT_ONCE if label else len(texts)
+    starts = range(0, len(texts), step)
+    vectors = np.concatenate(
+        [
+            encoder.encode_passages(texts[start : start + step])
+            for start in (progress(starts, label) if label else starts)
+        ]
+    )
+    if not np.isfinite(vectors).all():
+        raise ValueError("the encoder gave a vector that is not finite")
+    return vectors
+
+
+def exact_index(vectors: np.ndarray) -> Nearest:
+    """Return the exact search of [N, D] vectors, without ScaNN: quickly made.
+
+    It finds what ScaNN's brute force finds, in more time.
+    """
+    return Nearest(Vectors([vectors]), ExactSearcher(vectors), None)
 
 
 class PassageList:
@@ -250,8 +300,6 @@ def engine_in_memory(
     corpus = PassageList(passages)
     if not len(corpus):
         raise ValueError("there are no passages to search")
-    vectors = encoder.encode_passages([passage.contents for passage in corpus])
-    if not np.isfinite(vectors).all():
-        raise ValueError("the encoder gave a vector that is not finite")
+    vectors = encode_passages(encoder, [passage.contents for passage in corpus])
     nearest = Nearest(Vectors([vectors]), build_searcher(vectors, None), None)
     return SearchEngine(nearest, encoder, corpus, top_k=top_k, cache_size=cache_size)

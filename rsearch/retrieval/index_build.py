@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from rsearch.hosts import processes
-from rsearch.retrieval.bm25 import TOKENIZER, VARIANT, write_postings
+from rsearch.retrieval.bm25 import K1, TOKENIZER, VARIANT, B, write_postings
 from rsearch.retrieval.index import (
     BM25,
     FORMAT,
@@ -287,14 +287,14 @@ def build_index(
 
 
 def build_bm25(
-    corpus: Any, out: str | os.PathLike, *, k1: float = 1.5, b: float = 0.75
+    corpus: Any, out: str | os.PathLike, *, k1: float = K1, b: float = B
 ) -> dict:
     """Build an index of the words of a corpus, on this host alone.
 
     Args:
         corpus: has len, fingerprint and path, and gives its passages in order.
         out: directory, missing, empty or left by an earlier call with the same plan.
-        k1, b: of BM25, see `write_postings`.
+        k1, b: of BM25, see `postings_of`.
 
     Returns:
         The manifest, a dict.

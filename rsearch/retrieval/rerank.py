@@ -142,6 +142,7 @@ class RerankedSearch:
     Attributes:
         fingerprint: equal ones find the same.
         read: that of `search`, or None.
+        wants_question_ids: as `search` does.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class RerankedSearch:
         self._search = search
         self._rerank = rerank
         self.read = getattr(search, "read", None)
+        self.wants_question_ids = getattr(search, "wants_question_ids", False)
         self._top_k_retrieval = top_k_retrieval
         self._top_k = top_k
         self._order = functools.lru_cache(maxsize=cache_size)(self._ordered)
@@ -167,7 +169,9 @@ class RerankedSearch:
         """Return a short description of what is searched."""
         return f"{self._search}, reranked"
 
-    def __call__(self, queries: Sequence[str]) -> list[tuple[Passage, ...] | None]:
+    def __call__(
+        self, queries: Sequence[str], *question_ids: Sequence[str]
+    ) -> list[tuple[Passage, ...] | None]:
         """Return the passages of each query, the highest score first.
 
         Equal scores are in the order of the search. A passage's score is the
@@ -175,6 +179,7 @@ class RerankedSearch:
 
         Args:
             queries: texts.
+            question_ids: a list of those that ask, for a search that wants them.
 
         Returns:
             [queries] tuples of passages; None where the search failed.
@@ -182,7 +187,7 @@ class RerankedSearch:
         Raises:
             ValueError: a query that is not text, or a score that is not finite.
         """
-        results = self._search(queries)
+        results = self._search(queries, *question_ids)
         return [
             None if hits is None else self._order(query, tuple(hits))
             for query, hits in zip(queries, results, strict=True)

@@ -194,9 +194,10 @@ def prompt_ids(
 
 
 class Conversation:
-    """One rollout in the making."""
+    """One rollout in the making; its searches are made for the question of an id."""
 
-    def __init__(self, prompt: np.ndarray, text: str):
+    def __init__(self, prompt: np.ndarray, text: str, question_id: str = ""):
+        self.question_id = question_id
         self.segments = [_host_segment(Source.PROMPT, prompt, text)]
         self.tool_uses: list[ToolUse] = []
         self.answer: str | None = None
@@ -284,9 +285,14 @@ class Host:
         """
         return self._start if number == 0 or self._role_frame is not None else ""
 
-    def open(self, prompt: np.ndarray) -> Conversation:
-        """Return a conversation that has its prompt."""
-        return Conversation(prompt, self.tokenizer.decode(prompt))
+    def open(self, prompt: np.ndarray, question_id: str = "") -> Conversation:
+        """Return a conversation that has its prompt.
+
+        Args:
+            prompt: [n] int32 ids.
+            question_id: for a search that wants it.
+        """
+        return Conversation(prompt, self.tokenizer.decode(prompt), question_id)
 
     def answer_turns(
         self,
@@ -403,7 +409,8 @@ class Host:
         live = {i: call for i, call in calls.items() if i not in recorded}
         for name in dict.fromkeys(call.name for call in live.values()):
             rows = [i for i, call in live.items() if call.name == name]
-            batch = self.tools[name]([live[i] for i in rows])
+            named = ([wave[i].question_id for i in rows],) if name == SEARCH else ()
+            batch = self.tools[name]([live[i] for i in rows], *named)
             results |= zip(rows, batch, strict=True)
         observations = {}
         for i, call in calls.items():

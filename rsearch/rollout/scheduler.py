@@ -305,7 +305,8 @@ class RolloutScheduler:
         """Open a conversation in a free slot."""
         self.free_slots.remove(slot)
         # The host keeps all that the row reads and writes; ids are never re-encoded.
-        conversation = self.host.open(self.prompts[question])
+        question_id = self.questions[question].id
+        conversation = self.host.open(self.prompts[question], question_id)
         self.rows[slot] = Row(question, sample, conversation)
         self.row_names[slot] = self.question_hashes[question], sample
         self.begins[slot] = True

@@ -22,7 +22,11 @@ from rsearch.rollout.conversation import prompt_ids
 from rsearch.setup.agents import check_endpoint, load_agent
 from rsearch.setup.checks import check_layout, check_names
 from rsearch.setup.context import Setup
-from rsearch.setup.models import model_sources, start_fingerprint
+from rsearch.setup.models import (
+    model_sources,
+    searches_paragraphs,
+    start_fingerprint,
+)
 from rsearch.setup.policy import (
     has_world,
     load_policy_tokenizer,
@@ -32,7 +36,7 @@ from rsearch.setup.policy import (
 )
 from rsearch.setup.preflight import check_machine
 from rsearch.setup.questions import decontaminate, drop_long_prompts, read_questions
-from rsearch.setup.search import check_index, open_search
+from rsearch.setup.search import check_index, open_paragraphs, open_search
 from rsearch.text.extension import code_inputs
 from rsearch.world.pretrained import find_source
 from rsearch.world.world import World, make_world
@@ -146,12 +150,17 @@ def load_setup(
     say(f"model: {model.spec.num_params / 1e6:.3g} M parameters, {c.model.dtype}")
 
     # What answers searches.
-    def make_search():
-        search = open_search(c, world)
+    def say_search(search):
         say(f"retrieval: {search}, top {c.retrieval.top_k}")
         return search
 
-    search = memoise("search", [c.retrieval, c.world, seed], make_search)
+    asks_corpora = searches_paragraphs(c) and only_dev and not only_policy
+    if not asks_corpora:  # which are made from the questions
+        search = memoise(
+            "search",
+            [c.retrieval, c.world, seed],
+            lambda: say_search(open_search(c, world)),
+        )
 
     # The questions.
     train, dev, too_long = (), (), ()
@@ -176,6 +185,7 @@ def load_setup(
     )
     train, _ = drop_long(train, "train")
     if not only_policy:
+        pool = dev
         dev, too_long = drop_long(
             dev, "dev", limit=c.eval.max_questions, are_kept=not c.eval.drop_long
         )
@@ -185,6 +195,8 @@ def load_setup(
                 f"= {c.rollout.max_prompt_tokens}"
             )
         _check_questions(c, train, dev, only_dev, say)
+        if asks_corpora:
+            search = say_search(open_paragraphs(c, dev, pool))
 
     # The models beside the policy. Several hosts load jointly, so never lazily.
     def make_agent(name):

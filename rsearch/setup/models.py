@@ -14,8 +14,8 @@ from multiprocessing.pool import ThreadPool
 import xxhash
 from ml_collections import ConfigDict
 
-from rsearch.config.stage_plan import ROLES, STAGE, URLS, kinds
-from rsearch.retrieval.index import is_bm25
+from rsearch.config.stage_plan import PARAGRAPHS, ROLES, STAGE, URLS, kinds
+from rsearch.retrieval.index import BM25, is_bm25
 from rsearch.runtime import console, digests, files
 from rsearch.world.world import WORLD
 
@@ -67,8 +67,15 @@ def searches_words(c: ConfigDict) -> bool:
         ValueError: the manifest of the index was changed.
     """
     r = c.retrieval
+    if searches_paragraphs(c):
+        return r.index == BM25
     uses_index = r.index and r.corpus != WORLD and not (r.engine or r.url)
     return bool(uses_index) and is_bm25(r.index)
+
+
+def searches_paragraphs(c: ConfigDict) -> bool:
+    """Return whether each question searches the paragraphs that come with it."""
+    return c.retrieval.corpus == PARAGRAPHS
 
 
 def start_fingerprint(

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
-from rsearch.config.stage_plan import QUESTIONS, kinds, stage_file
+from rsearch.config.stage_plan import PARAGRAPHS, QUESTIONS, kinds, stage_file
 from rsearch.data.chains import decomposition, gold_passages
+from rsearch.data.paragraphs import question_paragraphs
 from rsearch.data.questions import load_questions
 from rsearch.data.records import MAX_NAMED, say_left_out
 from rsearch.text.normalize import normalize_squad
@@ -45,7 +46,10 @@ def read_questions(
         return splits[world_split][: limit or None]
     names = ("question", "answers", "id")
     fields = {n: c.data[f"fields_{n}"] for n in names if c.data[f"fields_{n}"]}
-    check = _check_for_chains(c, world) if split == "train" else None
+    if split == "train":
+        check = _check_for_chains(c, world)
+    else:
+        check = _check_for_corpora(c)
     questions, problems = load_questions(
         source, fields=fields, limit=limit, on_bad=c.data.on_bad, check=check
     )
@@ -68,6 +72,13 @@ def _check_for_chains(c, world):
             read_metadata(question, ())
 
     return check
+
+
+def _check_for_corpora(c):
+    """Return a check that a question has paragraphs, where these are searched."""
+    if c.retrieval.corpus != PARAGRAPHS:
+        return None
+    return lambda question: question_paragraphs(question.metadata)
 
 
 def decontaminate(

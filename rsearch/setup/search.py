@@ -7,8 +7,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rsearch.data.corpus import Corpus
+from rsearch.data.paragraphs import draw_corpora
 from rsearch.hosts import processes
-from rsearch.retrieval.bm25 import open_bm25
+from rsearch.retrieval.bm25 import FINGERPRINT as BY_WORDS
+from rsearch.retrieval.bm25 import index_words, open_bm25
 from rsearch.retrieval.distributed import distribute_index
 from rsearch.retrieval.encoder import load_encoder
 from rsearch.retrieval.engine import SearchEngine, encode_queries, engine_in_memory
@@ -19,12 +21,13 @@ from rsearch.retrieval.index import (
     open_index,
     read_index_manifest,
 )
+from rsearch.retrieval.per_question import QuestionCorpora, encoded_corpora
 from rsearch.retrieval.rerank import RerankedSearch, load_reranker
 from rsearch.retrieval.service import RemoteSearch
 from rsearch.retrieval.user import UserSearch
 from rsearch.retrieval.wrap import wrap_search
 from rsearch.runtime.files import expand
-from rsearch.setup.models import searches_words
+from rsearch.setup.models import searches_paragraphs, searches_words
 from rsearch.world.world import WORLD, World
 
 Embed = Callable[[Sequence[str]], np.ndarray]
@@ -42,8 +45,46 @@ def open_search(
     Raises:
         ValueError: no index is named, or it was built for something else.
     """
+    return _wrapped(c, _open_engine(c, world, _num_retrieved(c)))
+
+
+def open_paragraphs(
+    c: ConfigDict, questions: Sequence, pool: Sequence
+) -> QuestionCorpora | RerankedSearch:
+    """Open the engine over a corpus for each question, see `draw_corpora`.
+
+    Args:
+        c: the configuration.
+        questions: Questions that are asked.
+        pool: all that config.data.dev names, whose paragraphs fill the corpora.
+
+    Raises:
+        ValueError: a question has no paragraphs, or the encoder cannot be used.
+    """
+    num_words = c.retrieval.corpus_words
+    passages, corpora = draw_corpora(questions, pool, num_words=num_words)
+    top_k = _num_retrieved(c)
+    if not searches_words(c):
+        engine = encoded_corpora(open_encoder(c), passages, corpora, top_k=top_k)
+        return _wrapped(c, engine)
+
+    def make_index(rows):
+        return index_words([passages[row] for row in rows])
+
+    settings = dict(top_k=top_k, made_by=BY_WORDS)
+    engine = QuestionCorpora(make_index, None, passages, corpora, **settings)
+    return _wrapped(c, engine)
+
+
+def _num_retrieved(c) -> int:
+    """Return the passages that the engine finds for a query."""
     r = c.retrieval
-    engine = _open_engine(c, world, r.rerank_from if r.reranker else r.top_k)
+    return r.rerank_from if r.reranker else r.top_k
+
+
+def _wrapped(c, engine):
+    """Return an engine with what the configuration puts around it."""
+    r = c.retrieval
     return wrap_search(
         engine,
         page_chars=r.page_chars if r.url and r.fetch_pages else 0,
@@ -97,7 +138,7 @@ def check_index(c: ConfigDict) -> None:
         ValueError: no index is named, or none that was finished.
     """
     r = c.retrieval
-    if r.engine or r.url or r.corpus == WORLD:
+    if r.engine or r.url or r.corpus == WORLD or searches_paragraphs(c):
         return
     if not r.index:
         raise ValueError(
@@ -112,6 +153,11 @@ def _open_engine(c, world, top_k):
     """Open the engine that finds `top_k` passages for a query."""
     r = c.retrieval
     settings = dict(top_k=top_k, cache_size=r.cache_size)
+    if searches_paragraphs(c):
+        raise ValueError(
+            "config.retrieval.corpus = 'paragraphs' is searched by rsearch.evaluate "
+            "alone, for the questions of config.data.dev: name another corpus"
+        )
     if r.engine:
         return UserSearch("config.retrieval.engine", r.engine, top_k=top_k)
     if r.url:

@@ -14,12 +14,18 @@ def make_search(resources: Resources) -> Tool:
 def search_tool(search: SearchFn) -> Tool:
     """Return the tool whose data are the passages of a call's queries.
 
-    All queries of all calls go to the search in one batch.
+    All queries of all calls go to the search in one batch. The tool may be called with
+    the ids of the questions that the calls are made for, see `search_for`.
     """
 
-    def run(calls: Sequence[ToolCall]) -> list[ToolResult]:
+    def run(
+        calls: Sequence[ToolCall], question_ids: Sequence[str] = ()
+    ) -> list[ToolResult]:
         queries = [query for call in calls for query in call.arguments]
-        passages = search(queries) if queries else []
+        askers = [
+            name for call, name in zip(calls, question_ids) for _ in call.arguments
+        ]
+        passages = search_for(search, queries, askers) if queries else []
         assert len(passages) == len(queries), f"{len(passages)} results of {queries}"
         results, start = [], 0
         for call in calls:
@@ -31,6 +37,21 @@ def search_tool(search: SearchFn) -> Tool:
         return results
 
     return run
+
+
+def search_for(
+    search: SearchFn, queries: Sequence[str], question_ids: Sequence[str]
+) -> list[tuple[Passage, ...] | None]:
+    """Search; a search with a corpus for each question hears which ones ask.
+
+    Args:
+        search: takes the ids where it has a true attribute `wants_question_ids`.
+        queries: texts.
+        question_ids: of the question that each query is asked for.
+    """
+    if getattr(search, "wants_question_ids", False):
+        return search(queries, question_ids)
+    return search(queries)
 
 
 def search_call(*queries: str) -> ToolCall:

@@ -10,6 +10,8 @@ from rsearch.stages.curate import run
 BASE = configs.load("configs/base.py")
 VALUES = {n: v for n, v in configs.fields(BASE).items() if not n.startswith("reward.")}
 NUMBERS = sorted(n for n, v in VALUES.items() if type(v) in (int, float))
+PARAGRAPHS = {"data__dev": "q.jsonl", "data__train": "q.jsonl", "stages": ("rl",)}
+PARAGRAPHS |= {"retrieval__corpus": "paragraphs"}
 
 
 def override(**fields):
@@ -173,6 +175,17 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             "retrieval.index = 'x' is no index of config.retrieval.corpus",
         ),
         ({"retrieval__bm25_index": "x"}, "config.retrieval.index = '' names none"),
+        (
+            {"retrieval__corpus_words": 9},
+            "corpus_words = 9 is of config.retrieval.corp",
+        ),
+        (PARAGRAPHS | {"retrieval__index": "x"}, "retrieval.index = 'x'"),
+        (PARAGRAPHS | {"retrieval__url": "http://x"}, "retrieval.url = 'http://x'"),
+        (PARAGRAPHS | {"retrieval__engine": "a.b:c"}, "retrieval.engine = 'a.b:c'"),
+        (PARAGRAPHS | {"retrieval__sharded": True}, "retrieval.sharded = True"),
+        (PARAGRAPHS | {"retrieval__bm25_index": "x"}, "retrieval.bm25_index = 'x'"),
+        (PARAGRAPHS | {"protocol__tools": ("open",)}, "protocol.tools = ('open',)"),
+        (PARAGRAPHS | {"data__dev": "world:dev"}, "data.dev = 'world:dev'"),
         ({"retrieval__sharded": True}, "config.retrieval.index = '' names none"),
         (
             {"retrieval__url": "http://x", "retrieval__search_seconds": 325.0},

@@ -1,5 +1,6 @@
 """One runner drives the programs of all questions, in batches."""
 
+import dataclasses
 import json
 import random
 
@@ -212,3 +213,18 @@ def test_methods_and_settings_that_are_not_there_are_refused(spelling, words):
     with pytest.raises(ValueError, match=r"config\.eval\.methods = ") as refused:
         make_program(spelling)
     assert words in str(refused.value)
+
+
+def test_a_search_that_wants_it_hears_which_question_asks():
+    def search(queries, question_ids):
+        hits = Searched()(queries)
+        return [
+            [dataclasses.replace(p, id=f"{name}: {p.id}") for p in row]
+            for row, name in zip(hits, question_ids, strict=True)
+        ]
+
+    search.wants_question_ids = True
+    for group in run(search=search):
+        (rollout,) = group.rollouts
+        assert rollout.passages
+        assert all(p.id.startswith(f"{group.question.id}: ") for p in rollout.passages)

@@ -423,3 +423,19 @@ def test_a_sampled_token_is_at_most_eight_frames_below_the_call(monkeypatch):
     # The call and all below it, `sample` included.
     assert max(map(len, stacks)) + 1 <= 8
     assert sampler.queue_size(32) < 32
+
+
+def test_a_search_that_wants_it_hears_which_question_asks():
+    pairs = []
+
+    def search(queries, question_ids):
+        pairs.extend(zip(queries, question_ids, strict=True))
+        return [(Passage(name, f"Title\n{name}"),) for name in question_ids]
+
+    search.wants_question_ids = True
+    turns = [[SEARCHES, ANSWERS], [SEARCHES, SEARCHES, ANSWERS]]
+    groups, _ = play(turns, people(5), num_rows=4, host=make_host(search))
+    for group in groups:
+        name = group.question.id
+        assert [p.id for r in group.rollouts for p in r.passages] == [name] * 3
+    assert len(pairs) == 15 and len({query for query, _ in pairs}) == 1

@@ -411,3 +411,57 @@ def test_the_protocol_has_the_words_and_settings_of_its_configuration():
     assert protocol.parse('<search>"a, b"</search>') == search_call('"a', 'b"')
     assert "\\u00e9" in protocol.show_passages(["é"], [()]).content
     assert protocol.messages("x")[0]["content"].startswith("ask x")
+
+
+def paragraphs_file(tmp_path, num=4):
+    """Questions with HotpotQA's paragraphs; the titles of each name it."""
+    rows = [
+        {
+            "id": f"q{i}",
+            "question": f"Who made {i}?",
+            "golden_answers": ["x"],
+            "metadata": {
+                "context": [[f"T{i}-{j}", [f"made {i}."]] for j in range(3)],
+                "supporting_facts": [[f"T{i}-0", 0]],
+            },
+        }
+        for i in range(num)
+    ]
+    return write(tmp_path / "q.jsonl", rows)
+
+
+@pytest.mark.parametrize("index", ["", "bm25"])
+def test_each_question_searches_its_paragraphs_and_those_drawn_for_it(tmp_path, index):
+    path = paragraphs_file(tmp_path)
+    fields = dict(data__dev=path, data__train=path, stages=("rl",), retrieval__top_k=99)
+    fields |= dict(retrieval__corpus="paragraphs", retrieval__index=index)
+    fingerprints = set()
+    for words, num in ((0, 3), (15, 5), (999, 12)):
+        fields["retrieval__corpus_words"] = words
+        setup = load_setup(config(**fields), only_dev=True)
+        ids = [question.id for question in setup.dev]
+        rows = setup.search(["made"] * len(ids), ids)
+        titles = [sorted(passage.title for passage in row) for row in rows]
+        for name, row in zip(ids, titles, strict=True):
+            assert {f"T{name[1]}-{j}" for j in range(3)} <= {*row}
+            assert len({*row}) == len(row) == num
+        fingerprints.add(setup.inputs["retrieval"])
+        # Where fewer are asked, each has the corpus that it has among all.
+        few = load_setup(config(**fields, eval__max_questions=2), only_dev=True)
+        for name, row in zip(ids[:2], few.search(["made"] * 2, ids[:2]), strict=True):
+            assert sorted(passage.title for passage in row) == titles[ids.index(name)]
+    assert len(fingerprints) == 3
+    uses_encoder = "retrieval.encoder" in model_sources(
+        config(**fields, retrieval__encoder="x"), only_dev=True, asks_judge=False
+    )
+    assert uses_encoder == (index == "")
+
+
+def test_paragraphs_are_searched_in_an_evaluation_alone(tmp_path):
+    path = paragraphs_file(tmp_path)
+    fields = dict(data__dev=path, data__train=path, retrieval__corpus="paragraphs")
+    for settings in ({}, {"only_policy": True}):
+        with pytest.raises(
+            ValueError, match=r"config\.retrieval\.corpus = 'paragraphs'"
+        ):
+            load_setup(config(**fields, stages=("rl",)), **settings)

@@ -41,6 +41,7 @@ def test_parameters_follow_from_the_seed_on_any_mesh():
     [
         ({"data__dev": "world:dew"}, "config.data.dev = 'world:dew'"),
         ({"data__dev": "questions.jsonl"}, "questions.jsonl:2: "),
+        ({"retrieval__corpus": "paragraphs"}, "good.jsonl:1: the question has no para"),
         ({"retrieval__corpus": "", "retrieval__index": "none"}, "none is not a dir"),
         ({"retrieval__corpus": "x.jsonl"}, "config.retrieval.index is empty"),
         ({"eval__methods": ("ragg",)}, "config.eval.methods = 'ragg'"),

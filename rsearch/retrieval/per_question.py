@@ -1,0 +1,134 @@
+"""Search a corpus for each question: its paragraphs, by indexes in memory."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rsearch.retrieval.engine import (
+    Index,
+    PassageList,
+    check_queries,
+    encode_passages,
+    encode_queries,
+    exact_index,
+)
+from rsearch.types import Passage
+
+INDEXES = 256  # of questions that are in memory; another is made from its passages
+
+
+class QuestionCorpora:
+    """A SearchFn in which each query looks in the corpus of the question that asks it.
+
+    What a query finds depends on it and its question alone.
+
+    Args:
+        make_index: [n] positions of passages -> what searches these.
+        encoder: has encode_queries; None where an index searches texts.
+        passages: of all corpora, at least one.
+        corpora: {question id: rising positions of its passages}.
+        top_k: passages a query, fewer only where the corpus has fewer.
+        made_by: the fingerprint of what compares queries with passages.
+
+    Attributes:
+        fingerprint: equal ones find the same.
+        wants_question_ids: see `rsearch.types.SearchFn`.
+    """
+
+    wants_question_ids = True
+
+    def __init__(
+        self,
+        make_index: Callable[[np.ndarray], Index],
+        encoder: Any,
+        passages: Sequence[Passage],
+        corpora: Mapping[str, Sequence[int]],
+        *,
+        top_k: int,
+        made_by: str,
+    ):
+        self._passages = PassageList(passages)
+        self._corpora = {name: np.array(rows) for name, rows in corpora.items()}
+        self._encoder, self._top_k = encoder, top_k
+        self._index = functools.lru_cache(maxsize=INDEXES)(
+            lambda name: make_index(self._corpora[name])
+        )
+        digest = hashlib.sha256(self._passages.fingerprint.encode())
+        digest.update(json.dumps([*map(list, corpora.items())]).encode())
+        self.fingerprint = f"paragraphs:{digest.hexdigest()[:32]} {made_by}"
+
+    def __str__(self) -> str:
+        """Return a short description of the corpora."""
+        sizes = [len(rows) for rows in self._corpora.values()]
+        return (
+            f"{len(sizes):,} questions' corpora of {min(sizes):,} to {max(sizes):,} "
+            f"passages, {len(self._passages):,} in all"
+        )
+
+    def __call__(
+        self, queries: Sequence[str], question_ids: Sequence[str]
+    ) -> list[tuple[Passage, ...]]:
+        """Return the passages of each query, best first, with their scores.
+
+        Equal scores are in the order of the passages. A blank query finds nothing.
+
+        Args:
+            queries: texts; all are encoded in one call.
+            question_ids: of the question that asks each query.
+
+        Raises:
+            ValueError: a query that is not text.
+        """
+        check_queries(queries)
+        encoded = dict.fromkeys(query for query in queries if query.strip())
+        if self._encoder is None:
+            encoded = {query: query for query in encoded}
+        elif encoded:
+            encoded = dict(zip(encoded, encode_queries(self._encoder, [*encoded])))
+        pairs = zip(queries, question_ids, strict=True)
+        return [
+            self._search(encoded[query], name) if query.strip() else ()
+            for query, name in pairs
+        ]
+
+    def _search(self, query, question_id) -> tuple[Passage, ...]:
+        """Return what a vector, or a text, finds in the corpus of a question."""
+        ((positions,), (scores,)) = self._index(question_id).search(
+            [query] if self._encoder is None else query[None], self._top_k
+        )
+        passages = self._passages.passages(self._corpora[question_id][positions])
+        return tuple(
+            dataclasses.replace(passage, score=score)
+            for passage, score in zip(passages, scores.tolist())
+        )
+
+
+def encoded_corpora(
+    encoder: Any,
+    passages: Sequence[Passage],
+    corpora: Mapping[str, Sequence[int]],
+    *,
+    top_k: int,
+) -> QuestionCorpora:
+    """Return QuestionCorpora over vectors, which are encoded now and compared exactly.
+
+    Args:
+        encoder: has fingerprint, encode_passages and encode_queries.
+        passages, corpora, top_k: see QuestionCorpora. A passage of several corpora is
+            encoded once.
+    """
+    texts = [passage.contents for passage in passages]
+    vectors = encode_passages(encoder, texts, label="encoding paragraphs, batches")
+    return QuestionCorpora(
+        lambda rows: exact_index(vectors[rows]),
+        encoder,
+        passages,
+        corpora,
+        top_k=top_k,
+        made_by=encoder.fingerprint,
+    )

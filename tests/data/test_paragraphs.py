@@ -1,0 +1,83 @@
+"""Paragraphs that come with questions, and the corpora that are drawn from them."""
+
+import pytest
+
+from rsearch.data.paragraphs import draw_corpora, question_paragraphs
+from rsearch.types import Question
+
+
+def context(*pairs):
+    """HotpotQA's context, as it was published."""
+    return [[title, [f"{text}. ", "End."]] for title, text in pairs]
+
+
+def question(number, num_distractors=3):
+    """A question with a gold paragraph and distractors, each of four words."""
+    pairs = [(f"G{number}", "gold of")]
+    pairs += [(f"D{number}-{i}", "far away") for i in range(num_distractors)]
+    metadata = {"context": context(*pairs), "supporting_facts": [[f"G{number}", 0]]}
+    return Question(f"q{number}", "Who?", ("x",), metadata)
+
+
+def titles(drawn):
+    """{question id: the titles of its corpus}."""
+    passages, corpora = drawn
+    assert [p.id for p in passages] == [str(i) for i in range(len(passages))]
+    return {name: [passages[i].title for i in rows] for name, rows in corpora.items()}
+
+
+def test_paragraphs_need_no_marks():
+    unmarked = {"context": context(("A", "a"), ("B", "b"))}
+    assert question_paragraphs(unmarked) == [
+        ("A\na. End.", False),
+        ("B\nb. End.", False),
+    ]
+    marked = {**unmarked, "supporting_facts": [["B", 0]]}
+    assert [is_gold for _, is_gold in question_paragraphs(marked)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({}, "field paragraphs"),
+        ({"context": []}, "field paragraphs"),
+        ({"context": "text"}, "field context: .* got 'text'"),
+    ],
+)
+def test_a_question_without_paragraphs_is_refused(metadata, words):
+    with pytest.raises(ValueError, match=words):
+        question_paragraphs(metadata)
+
+
+def test_a_corpus_is_a_questions_paragraphs_and_distractors_of_others_within_words():
+    pool = [question(i) for i in range(6)]
+    words = 4 + 3 * 4  # of each question's four paragraphs, their titles among them
+    alone = titles(draw_corpora(pool, pool, num_words=0))
+    assert alone == {
+        f"q{i}": [*(f"D{i}-{j}" for j in range(3)), f"G{i}"] for i in range(6)
+    }
+    assert alone == titles(draw_corpora(pool, pool, num_words=words + 3))
+    filled = titles(draw_corpora(pool, pool, num_words=words + 21))
+    for i, corpus in enumerate(filled.values()):
+        others = {*corpus} - {*alone[f"q{i}"]}
+        assert {*alone[f"q{i}"]} < {*corpus} and len(others) == 5
+        assert all(title[0] == "D" for title in others)
+    # Of another pool's questions, or of fewer that are asked, nothing else is drawn.
+    some = titles(draw_corpora(pool[2:3], pool, num_words=words + 21))
+    assert some == {"q2": filled["q2"]}
+    assert filled["q0"] != filled["q1"]
+
+
+def test_gold_paragraphs_of_others_fill_what_distractors_leave():
+    pool = [question(i, num_distractors=1) for i in range(4)]
+    words = 2 * 4 + 3 * 4
+    (corpus,) = titles(draw_corpora(pool[:1], pool, num_words=words + 8)).values()
+    assert {"D1-0", "D2-0", "D3-0"} < {*corpus} and len(corpus) == 2 + 5
+    (every,) = titles(draw_corpora(pool[:1], pool, num_words=10**6)).values()
+    assert len(every) == 8
+
+
+def test_only_paragraphs_of_a_corpus_are_searched():
+    pool = [question(i) for i in range(50)]
+    passages, corpora = draw_corpora(pool[:1], pool, num_words=0)
+    assert len(passages) == 4 and corpora == {"q0": [0, 1, 2, 3]}
