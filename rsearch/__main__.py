@@ -12,6 +12,7 @@ COMMANDS = {
     "train": "train and evaluate the stages of a recipe, or go on with them",
     "evaluate": "answer held-out questions with a run's policy, and score them",
     "compare": "print one table over several runs",
+    "tables": "show a paper's table, and this package's rows beside it",
     "score": "score anybody's predictions",
     "export": "write the trained policy as a Hugging Face model",
     "tool": "answer questions with a trained policy, in a shell or as a service",

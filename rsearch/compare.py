@@ -122,8 +122,8 @@ def main(argv: Sequence[str]) -> int:
         for run, label in zip(runs, label_runs(runs), strict=True)
         for row in choose(run, **chosen)
     ]
-    facts = [_facts(run, row) for run, _, row in measured]
-    marks, footnotes = _marks(measured, facts, parse_allow(flags["allow"]))
+    facts = [facts_of(run, row) for run, _, row in measured]
+    marks, footnotes = marks_of(measured, facts, parse_allow(flags["allow"]))
     rows, sources, made_by = [], [], {}
     for (run, label, row), mark, made in zip(measured, marks, facts, strict=True):
         row = _with_start(run, row, made)
@@ -256,7 +256,7 @@ def _with_start(run, row, facts):
         if all(other[name] == row[name] for name in same):
             start = other
             break
-    if start and (unlike := disagreements([facts, _facts(run, start)])[1]):
+    if start and (unlike := disagreements([facts, facts_of(run, start)])[1]):
         about = clean_line(", ".join(row[name] for name in same))
         note(f"{run.path}: {about}: no {HEADINGS[BEFORE]}: at the start, {unlike[0]}")
         start = {}
@@ -270,14 +270,16 @@ def _with_start(run, row, facts):
     return compared
 
 
-def _facts(run, row) -> RowFacts:
+def facts_of(run: ComparedRun, row: dict) -> RowFacts:
     """Return what a row and its entry of run.json say of how it was measured."""
     facts = row_facts(row, run.config)
     start = describe_start(run.path, row.get("start"))
     return facts._replace(shown={**facts.shown, **start})
 
 
-def _marks(measured, facts, allowed):
+def marks_of(
+    measured: Sequence[tuple], facts: Sequence[RowFacts], allowed: Sequence[str]
+) -> tuple[list[str], list[str]]:
     """Return a mark for each row, "" for most, and the footnotes of the marks.
 
     Args:

@@ -1,0 +1,1 @@
+"""The tables of the papers, as data: see `rsearch.evaluation.tables`."""

@@ -1,0 +1,131 @@
+"""Describe the tables of papers, as configs/tables/ holds them, and read them.
+
+A table is data: what is printed, and how this package makes each row. A file of that
+folder is a paper's, and names a dict TABLES of {"the table's number": PaperTable}.
+"""
+
+import dataclasses
+import runpy
+
+from rsearch.config.spec import ROOT
+from rsearch.text.spelling import did_you_mean
+
+FOLDER = ROOT / "configs" / "tables"
+NO_NUMBER = "-"  # in PaperRow.printed
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperColumn:
+    """A column of numbers.
+
+    Attributes:
+        name: as printed, with its metric.
+        metric: a score of results.json, or its "searches"; "" of an average.
+        set: a key of `rsearch.data.sets.SETS`; "" of an average.
+        mean_of: names of the columns that an average is over.
+    """
+
+    name: str
+    metric: str = ""
+    set: str = ""
+    mean_of: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperRow:
+    """A row: its numbers, and how this package makes it.
+
+    Attributes:
+        key: names the row within its table.
+        label: as printed.
+        printed: the numbers of the columns, as printed, with spaces between them;
+            NO_NUMBER where there is none.
+        model: that answers, or that training begins with: its name on the hub, or at
+            its endpoint.
+        method: of config.eval.methods, asked of the model as it is; "" of a recipe.
+        recipe: a configuration whose policy is asked by its own protocol.
+        stage: of the recipe, after which it is asked.
+        settings: "field=value" of the recipe or evaluation, where this row needs them.
+        reason: why no method and no recipe makes it.
+    """
+
+    key: str
+    label: str
+    printed: str
+    model: str
+    method: str = ""
+    recipe: str = ""
+    stage: str = ""
+    settings: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether this package makes the row."""
+        return not self.reason
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The printed numbers, one a column."""
+        return tuple(self.printed.split())
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperSlip:
+    """A printed number that cannot be right, or cannot be read.
+
+    Attributes:
+        row: its key; "" of a column.
+        columns: their names; () of a row.
+        text: what is wrong.
+    """
+
+    row: str
+    columns: tuple[str, ...]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperTable:
+    """A table of a paper.
+
+    Attributes:
+        source: of the paper.
+        caption: what was measured and how, in our words.
+        columns: in their order.
+        rows: in their order.
+        slips: numbers to be read with care.
+        is_percent: scores are printed in percent, else as fractions from 0 to 1.
+    """
+
+    source: str
+    caption: str
+    columns: tuple[PaperColumn, ...]
+    rows: tuple[PaperRow, ...]
+    slips: tuple[PaperSlip, ...] = ()
+    is_percent: bool = False
+
+
+def read_tables() -> dict[str, PaperTable]:
+    """Return {"paper:number": table} of every file in configs/tables."""
+    tables = {}
+    for path in sorted(FOLDER.glob("[!_]*.py")):
+        for number, table in runpy.run_path(str(path))["TABLES"].items():
+            tables[f"{path.stem}:{number}"] = table
+    return tables
+
+
+def find_table(name: str) -> PaperTable:
+    """Return a table by its name.
+
+    Args:
+        name: "paper:number", such as "rag_r1:3".
+
+    Raises:
+        ValueError: there is no such table.
+    """
+    tables = read_tables()
+    if name not in tables:
+        hint = did_you_mean(name, [*tables]) or f"; there are {', '.join(tables)}"
+        raise ValueError(f"table {name!r}: not in configs/tables{hint}")
+    return tables[name]

@@ -1,0 +1,412 @@
+"""Show a paper's table, and this package's rows beside it: python -m rsearch.tables
+
+    python -m rsearch.tables --list
+    python -m rsearch.tables rag_r1:3
+    python -m rsearch.tables rag_r1:3 --runs=runs/baselines,mq=runs/rag_r1 --out=3.md
+
+The tables are data, in configs/tables. With --runs, lines of ours stand below each of
+the paper's: the score, its 95 % interval where results.json has one, and the number of
+questions. A cell that no run has measured is empty. docs/tables.md says which rows of
+results.json count for which row of the table.
+"""
+
+import csv
+import io
+import pathlib
+import re
+import shutil
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rsearch.config.recipes import load, parse_flags, run_command
+from rsearch.data.sets import PREFIX, SETS
+from rsearch.evaluation.tables import (
+    NO_NUMBER,
+    PaperColumn,
+    PaperRow,
+    PaperTable,
+    find_table,
+    read_tables,
+)
+from rsearch.methods.names import OTHER_METHODS, split_name
+from rsearch.runtime import console, files
+from rsearch.text.spelling import did_you_mean
+
+FORMATS = (".md", ".csv", ".tex")
+FLAGS = {
+    "list": (False, "prints every table: rows that this package makes, of all"),
+    "runs": (
+        "",
+        "directories of runs, a,b,...; KEY=DIR is read for the row KEY alone",
+    ),
+    "setting": ("", "of two rows of a run that differ in their setting, this one"),
+    "allow": ("", "as of rsearch.compare: marks rows that differ in these fields"),
+    "out": ("", f"a file that the table is written to: {', '.join(FORMATS)}"),
+}
+PROTOCOL = OTHER_METHODS[0]
+START = "start"
+OURS = ("ours", "95 %", "n")  # lines below a row of the paper
+# A model's parameters under other names, of the policy and of one in its place.
+MODEL_FIELDS = ("model.source", "models.subject.name", "models.subject.source")
+CSV_COLUMNS = ("row", "label", "model", "made_by", "column", "set", "metric", "paper")
+CSV_COLUMNS += ("ours", "low", "high", "n", "note")
+SPECIAL = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {"\\": "\\textbackslash{}"})
+
+
+class Cell(NamedTuple):
+    """What a run has measured for a cell, as fractions or counts.
+
+    Attributes:
+        value: None where results.json has none.
+        interval: of 95 %, or None.
+        n: questions; 0 of an average.
+        mark: "" or the sign of a note.
+    """
+
+    value: float | None
+    interval: tuple[float, float] | None = None
+    n: int = 0
+    mark: str = ""
+
+
+class Ours(NamedTuple):
+    """All that runs have measured of a table.
+
+    Attributes:
+        cells: {(row's key, column's name): cell}.
+        notes: {mark: what differs}.
+    """
+
+    cells: dict[tuple[str, str], Cell]
+    notes: dict[str, str]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; `argv` as in `rsearch.config.recipes.parse_flags`."""
+    positional = () if "--list" in argv else ("table",)
+    flags = parse_flags(argv, flags=FLAGS, positional=positional)
+    if flags["list"]:
+        _print_list()
+        return 0
+    name, out = flags["table"], flags["out"]
+    table = find_table(name)
+    if out and pathlib.Path(out).suffix not in FORMATS:
+        raise ValueError(f"--out={out}: expected a name that ends in {FORMATS}")
+    if out:
+        files.check_output("out", out)
+    runs = parse_runs(flags["runs"], table)
+    ours = None
+    if runs:
+        ours = _measure(table, runs, setting=flags["setting"], allow=flags["allow"])
+    if out:
+        files.replace(out, _FORMATTERS[pathlib.Path(out).suffix](table, ours).encode())
+        console.note(f"written: {out}")
+        return 0
+    _print(name, table, ours)
+    return 0
+
+
+def _print_list():
+    """Print a line for each table."""
+    rows = [
+        [name, f"{sum(r.is_runnable for r in t.rows)} / {len(t.rows)}", t.caption]
+        for name, t in read_tables().items()
+    ]
+    console.table("tables of the papers", ["table", "rows we make", "measured"], rows)
+
+
+def parse_runs(text: str, table: PaperTable) -> list[tuple[str, str]]:
+    """Return the (row's key or "", directory) pairs of --runs.
+
+    Args:
+        text: of the flag. A path with "=" in it needs a "/" before.
+        table: whose rows are named.
+
+    Raises:
+        ValueError: no such row.
+    """
+    pairs, keys = [], [row.key for row in table.rows]
+    for word in filter(None, text.split(",")):
+        key, equals, folder = word.partition("=")
+        if not equals or "/" in key:
+            pairs.append(("", word))
+        elif key not in keys:
+            hint = did_you_mean(key, keys) or f"; there are {', '.join(keys)}"
+            raise ValueError(f"--runs={word}: the table has no row {key!r}{hint}")
+        else:
+            pairs.append((key, folder))
+    return pairs
+
+
+def _measure(table, runs, *, setting, allow) -> Ours:
+    """Return what runs have measured of a table.
+
+    Args:
+        table: of the paper.
+        runs: (row's key or "", directory) pairs.
+        setting: of the rows that count; "" of all.
+        allow: see `rsearch.compare.parse_allow`.
+
+    Raises:
+        ValueError: two rows count for one cell, or rows differ in what must be equal.
+    """
+    from rsearch import compare  # with jax, which no help should wait for
+
+    read = [
+        (key, compare.read_run(path))
+        for key, folder in runs
+        for path in compare.find_runs([folder])
+    ]
+    sets = list(dict.fromkeys(column.set for column in table.columns if column.set))
+    found = {}
+    for row in table.rows:
+        for name in sets:
+            if chosen := _choose(row, name, read, setting):
+                found[row.key, name] = chosen
+    facts = [
+        compare.facts_of(run, result)._replace(dataset=name)
+        for (_, name), (run, result) in found.items()
+    ]
+    measured = [(run, "", result) for run, result in found.values()]
+    allowed = compare.parse_allow(allow)
+    marks, footnotes = compare.marks_of(measured, facts, allowed)
+    cells = {}
+    for ((key, name), (_, result)), mark in zip(found.items(), marks, strict=True):
+        for column in table.columns:
+            if column.set == name and result.get(column.metric) is not None:
+                interval = result.get(f"{column.metric}_95")
+                cell = Cell(result[column.metric], interval, result["n"], mark)
+                cells[key, column.name] = cell
+    for column in table.columns:
+        for row in table.rows if column.mean_of else ():
+            parts = [cells.get((row.key, name)) for name in column.mean_of]
+            if all(parts):
+                mean = statistics.fmean(part.value for part in parts)
+                cells[row.key, column.name] = Cell(mean)
+    return Ours(cells, dict(text.split(" ", 1) for text in footnotes))
+
+
+def _choose(row, name, read, setting):
+    """Return the (run, row of results.json) that a cell is read from, or None."""
+    candidates = []
+    for key, run in read:
+        several = [
+            result
+            for result in run.rows
+            if key in ("", row.key)
+            and setting in ("", result.get("setting", ""))
+            and is_of_set(result["dataset"], name)
+            and is_of_row(result, run.config, row, is_named=bool(key))
+        ]
+        # All questions rather than the first N of them.
+        largest = max((result["n"] for result in several), default=0)
+        candidates += [(run, r) for r in several if r["n"] == largest]
+    if len(candidates) > 1:
+        rows = [
+            f"{run.path} ({', '.join(r[n] for n in ('stage', 'setting') if r.get(n))})"
+            for run, r in candidates[:2]
+        ]
+        raise ValueError(
+            f"--runs: {rows[0]} and {rows[1]} both have {name} of the row "
+            f"{row.key!r}: name one run, or one --setting"
+        )
+    return candidates[0] if candidates else None
+
+
+def is_of_set(dataset: str, name: str) -> bool:
+    """Return whether a row of results.json is about a published set.
+
+    Args:
+        dataset: of the row: the set's name, "set:NAME", "set:NAME=FILE" or its source
+            on the hub; "[:N]" behind it is for its first N questions.
+        name: a key of `rsearch.data.sets.SETS`.
+    """
+    dataset = re.sub(r"\[:\d+\]$", "", dataset)
+    return dataset.startswith(f"{PREFIX}{name}=") or dataset in (
+        name,
+        f"{PREFIX}{name}",
+        SETS[name].source,
+    )
+
+
+def is_of_row(
+    result: Mapping, config: Mapping, row: PaperRow, *, is_named: bool
+) -> bool:
+    """Return whether a row of results.json is one of a table.
+
+    A method's row is one of a model that this run has not trained. That of a recipe
+    comes after its stage, or where the run is named for the row, from the model of
+    --model. Unless the run is named, its recipe and model are those of the table.
+
+    Args:
+        result: of results.json.
+        config: {dotted name: value} of its run.
+        row: of the table.
+        is_named: whether --runs names the run for this row.
+    """
+    is_untrained = result["stage"] not in config["stages"]
+    name, settings = split_name(result["method"])
+    if row.method:
+        method, needed = split_name(row.method)
+        if name != method or not {*needed} <= {*settings} or not is_untrained:
+            return False
+    elif not row.recipe or name != PROTOCOL:
+        return False
+    elif result["stage"] != row.stage:
+        return is_named and is_untrained and result["stage"] != START
+    elif not is_named and config["name"] != load(row.recipe).name:
+        return False
+    made_by = result.get("made_by", {})
+    return is_named or row.model in [made_by.get(name) for name in MODEL_FIELDS]
+
+
+def _scale(table, column):
+    """Return what a value of ours is multiplied by, to be in the table's unit."""
+    names = {c.name: c for c in table.columns}
+    metric = names[column.mean_of[0]].metric if column.mean_of else column.metric
+    return 100 if table.is_percent and metric != "searches" else 1
+
+
+def _digits(table, column):
+    """Return the decimals that the column is printed with."""
+    position = table.columns.index(column)
+    texts = [row.numbers[position] for row in table.rows]
+    return max(len(text.partition(".")[2]) for text in texts)
+
+
+def _ours_of(table, row, column, ours):
+    """Return the texts of OURS of a cell."""
+    cell = ours.cells.get((row.key, column.name))
+    if cell is None:
+        return "", "", ""
+    scale, digits = _scale(table, column), _digits(table, column)
+    value = f"{scale * cell.value:.{digits}f}{cell.mark}"
+    bounds = [f"{scale * bound:.{digits}f}" for bound in cell.interval or ()]
+    return value, "-".join(bounds), str(cell.n or "")
+
+
+def _lines(table, ours):
+    """Yield (row, which line, texts of the columns) of the table."""
+    for row in table.rows:
+        numbers = ["" if n == NO_NUMBER else n for n in row.numbers]
+        yield row, "paper", numbers
+        if ours is None:
+            continue
+        texts = [_ours_of(table, row, column, ours) for column in table.columns]
+        for name, values in zip(OURS, zip(*texts, strict=True), strict=True):
+            if any(values):
+                yield row, name, list(values)
+
+
+def _print(name, table, ours):
+    """Print a table on the terminal, columns that do not fit in tables below."""
+    console.block(f"{name}, {table.source}", table.caption)
+    lines = [
+        ((row.key if which == "paper" else "", which), texts)
+        for row, which, texts in _lines(table, ours)
+    ]
+    heads = ["row", "of"] if ours else ["row"]
+    for start, end in _blocks(table.columns, heads, lines):
+        names = [column.name for column in table.columns[start:end]]
+        rows = [[*about[: len(heads)], *texts[start:end]] for about, texts in lines]
+        console.table("", [*heads, *names], rows)
+    made = [[row.key, row.label, row.model, made_by_text(row)] for row in table.rows]
+    console.table("rows", ["row", "as printed", "model", "made by"], made)
+    for text in _remarks(table, ours):
+        print(console.clean_line(text))
+
+
+def _blocks(columns: Sequence[PaperColumn], heads, lines):
+    """Yield (start, end) of the columns that stand side by side on the terminal."""
+    width = shutil.get_terminal_size().columns
+    width = width if sys.stdout.isatty() else console.PLAIN_WIDTH
+    about = [max(len(a[i]) for a, _ in lines) + 3 for i in range(len(heads))]
+    room = width - sum(about) - 1
+    start, used = 0, 0
+    for i, column in enumerate(columns):
+        words = [*column.name.split(), *(texts[i] for _, texts in lines)]
+        needed = max(map(len, words)) + 3
+        if used + needed > room and i > start:
+            yield start, i
+            start, used = i, 0
+        used += needed
+    yield start, len(columns)
+
+
+def made_by_text(row: PaperRow) -> str:
+    """Return how this package makes a row, or why it does not."""
+    made = f"{row.recipe} after {row.stage}" if row.recipe else row.method
+    return ", ".join([made, *row.settings]) if row.is_runnable else f"- {row.reason}"
+
+
+def _remarks(table, ours):
+    """Yield a line for each slip, and for each mark."""
+    for slip in table.slips:
+        about = ", ".join(filter(None, [slip.row, *slip.columns]))
+        yield f"slip: {about}: {slip.text}"
+    for mark, text in ours.notes.items() if ours else ():
+        yield f"{mark} {text}"
+
+
+def _grid(table, ours):
+    """Return the headings and lines of a file: labels and models as printed."""
+    heads = ["row", "model", *(["of"] if ours else [])]
+    lines = [
+        [*([row.label, row.model, which][: len(heads)]), *texts]
+        for row, which, texts in _lines(table, ours)
+    ]
+    return [*heads, *(column.name for column in table.columns)], lines
+
+
+def _markdown(table, ours):
+    """Return the table in Markdown, with its caption and remarks."""
+    from rsearch import compare
+
+    remarks = "".join(f"\n{text}\n" for text in _remarks(table, ours))
+    grid = compare.markdown(*_grid(table, ours))
+    return f"{table.source}. {table.caption}\n\n{grid}{remarks}"
+
+
+def _latex(table, ours):
+    """Return the table in LaTeX, with its caption and remarks."""
+    columns, lines = _grid(table, ours)
+    num_texts = len(columns) - len(table.columns)
+    shape = "l" * num_texts + "r" * len(table.columns)
+    rows = [
+        " & ".join(text.translate(SPECIAL) for text in line) + r" \\"
+        for line in [columns, *lines]
+    ]
+    about = [f"{table.source}. {table.caption}", *_remarks(table, ours)]
+    about = [text.translate(SPECIAL) + r"\par" for text in about]
+    body = [rf"\begin{{tabular}}{{{shape}}}", rows[0], r"\hline", *rows[1:]]
+    return "\n".join([*body, r"\end{tabular}\par", *about, ""])
+
+
+def _csv(table, ours):
+    """Return a line for each cell, scores of ours in the table's unit."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for row in table.rows:
+        for column, number in zip(table.columns, row.numbers, strict=True):
+            about = [row.key, row.label, row.model, made_by_text(row)]
+            about += [column.name, column.set, column.metric]
+            about.append("" if number == NO_NUMBER else number)
+            cell = ours.cells.get((row.key, column.name)) if ours else None
+            measured = [""] * 5
+            if cell:
+                scale = _scale(table, column)
+                bounds = [scale * bound for bound in cell.interval or ()] or ["", ""]
+                note = ours.notes.get(cell.mark, "")
+                measured = [scale * cell.value, *bounds, cell.n or "", note]
+            writer.writerow(about + measured)
+    return stream.getvalue()
+
+
+_FORMATTERS = {".md": _markdown, ".csv": _csv, ".tex": _latex}
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,247 @@
+"""Tables of the papers: printed as in the texts, made as they say, ours beside them."""
+
+import csv
+import re
+import statistics
+
+import pytest
+
+from rsearch import tables
+from rsearch.config.recipes import (
+    apply_overrides,
+    defaults,
+    from_json,
+    load,
+    run_command,
+)
+from rsearch.data.sets import SETS
+from rsearch.evaluation.tables import find_table, read_tables
+from rsearch.methods.table import make_program
+from tests.small_run import ROOT
+from tests.test_compare import make, row
+
+PAPERS = ROOT.parent / "shared" / "papers"
+TABLES = read_tables()
+ALL_ROWS = [(name, r) for name, table in TABLES.items() for r in table.rows]
+QWEN = "Qwen/Qwen2.5-7B-Instruct"
+
+
+def flat(text):
+    """A paper's text without markup and line breaks, words apart by one space."""
+    return " ".join(re.sub(r"</?(table|tr|td|u)\b[^<>]*>", " ", text).split())
+
+
+def test_the_main_tables_are_all_there():
+    numbers = {name: len(table.rows) for name, table in TABLES.items()}
+    main = {"rag_r1:3": 8, "r1_searcher:2": 30, "r1_searcher_pp:1": 12}
+    main |= {"r_search:2": 18, "rearag:1": 9}
+    assert numbers.items() >= main.items() and sum(main.values()) == 77
+
+
+@pytest.mark.skipif(not PAPERS.is_dir(), reason="the papers' texts are not here")
+@pytest.mark.parametrize("name", TABLES)
+def test_every_number_stands_in_the_paper_behind_its_label(name):
+    text = flat((PAPERS / f"{name.partition(':')[0]}.txt").read_text())
+    before = ("", "")
+    for printed in TABLES[name].rows:
+        numbers = " ".join(printed.numbers)
+        if set(printed.numbers) == {"-"}:
+            continue
+        # A label may span the rows of two models.
+        spans = [f"{printed.label} {numbers}"]
+        if before[0] == printed.label:
+            spans.append(f"{printed.label} {before[1]} {numbers}")
+        assert any(span in text for span in spans), printed
+        before = printed.label, numbers
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_consistent(name):
+    table = TABLES[name]
+    columns = [column.name for column in table.columns]
+    keys = [printed.key for printed in table.rows]
+    assert len({*columns}) == len(columns) and len({*keys}) == len(keys)
+    for column in table.columns:
+        assert bool(column.mean_of) != (column.set in SETS), column
+        assert not column.mean_of or {*column.mean_of} <= {*columns}
+        metrics = ("em", "f1", "cover_em", "judge", "searches")
+        assert column.mean_of or column.metric in metrics
+    for slip in table.slips:
+        assert slip.row in ("", *keys) and {*slip.columns} <= {*columns}, slip
+    for printed in table.rows:
+        assert len(printed.numbers) == len(columns), printed
+        assert printed.is_runnable == bool(printed.method or printed.recipe)
+        assert not (printed.method and printed.recipe)
+        assert all(n == "-" or float(n) >= 0 for n in printed.numbers)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_an_average_is_one_unless_it_is_a_slip(name):
+    table = TABLES[name]
+    names = [column.name for column in table.columns]
+    slips = {(slip.row, column) for slip in table.slips for column in slip.columns}
+    for printed in table.rows:
+        values = dict(zip(names, printed.numbers, strict=True))
+        for column in table.columns:
+            text = values[column.name]
+            is_slip = slips & {(printed.key, column.name), ("", column.name)}
+            if not column.mean_of or text == "-" or is_slip:
+                continue
+            mean = statistics.fmean(float(values[n]) for n in column.mean_of)
+            unit = 10 ** -len(text.partition(".")[2])
+            assert abs(mean - float(text)) <= 1.01 * unit, (printed, column)
+
+
+def test_every_method_and_every_recipe_of_a_row_is_understood():
+    for method in {r.method for _, r in ALL_ROWS if r.method}:
+        make_program(method)
+    for recipe in {(r.recipe, r.stage, r.model, r.settings) for _, r in ALL_ROWS}:
+        spec, stage, model, settings = recipe
+        if spec:
+            config = apply_overrides(load(spec), settings)
+            assert stage in config.stages and config.model.source == model, recipe
+        else:
+            apply_overrides(from_json(defaults()), settings)
+
+
+@pytest.fixture
+def said(capsys):
+    """Runs the command and gives (exit code, stdout, stderr)."""
+
+    def run(*argv):
+        code = run_command(tables.main, [*map(str, argv)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def asked(stage, method="protocol", dataset="set:nq", model=QWEN, **more):
+    made_by = {"model.source": model, "retrieval.top_k": 3}
+    return row(stage, method, dataset, made_by=made_by, f1_95=None, **more)
+
+
+def cells(said, name, runs, *flags):
+    """{(row, column): (ours, low, high, n)} of what the CSV has of ours."""
+    code, _, err = said(name, f"--runs={runs}", "--out=out.csv", *flags)
+    assert code == 0, err
+    with open("out.csv") as file:
+        lines = [*csv.DictReader(file)]
+    names = ("ours", "low", "high", "n")
+    values = {(x["row"], x["column"]): tuple(x[n] for n in names) for x in lines}
+    return {about: cell for about, cell in values.items() if any(cell)}
+
+
+def test_the_list_counts_the_rows_that_can_be_made(said):
+    code, out, _ = said("--list")
+    assert code == 0 and "24 / 30" in out and all(name in out for name in TABLES)
+
+
+def test_a_table_is_printed_with_its_slips(said):
+    code, out, _ = said("r1_searcher_pp:1")
+    assert code == 0 and "64.2" in out and "25.0 %" in out
+
+
+def test_rows_of_a_run_stand_beside_those_of_its_recipe_and_methods(
+    said, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        asked("rl", em=0.4),
+        asked("rl", dataset="set:popqa[:500]", em=0.3, n=500),
+        asked("sft", em=0.1),
+        asked("rl", "ircot", em=0.2),  # of the trained policy
+        asked("start", "ircot:rounds=4", em=0.25),
+        asked("start", "ircot", "world:dev"),
+        asked("start", "rag", model="another/model"),
+    ]
+    make(tmp_path / "run", *rows, name="rag_r1", stages=["sft", "rl"])
+    interval = ("0.4321", "0.5678")
+    assert cells(said, "rag_r1:3", "run") == {
+        ("mq", "NQ"): ("0.4", *interval, "200"),
+        ("mq", "PopQA"): ("0.3", *interval, "500"),
+        ("ircot", "NQ"): ("0.25", *interval, "200"),
+    }
+    code, out, _ = said("rag_r1:3", "--runs=run")
+    assert code == 0 and "0.432-0.568" in out and "0.400" in out
+
+
+def test_a_named_run_counts_for_its_row_alone_whatever_its_recipe(
+    said, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "a", asked("rl", em=0.4), asked("start", "rag"), name="mine")
+    make(tmp_path / "b", asked("their/model", em=0.5, model="x"), name="mine")
+    assert cells(said, "rag_r1:3", "a") == {
+        ("rag", "NQ"): ("0.5", "0.4321", "0.5678", "200")
+    }
+    named = cells(said, "rag_r1:3", "mq=a,sq=b")
+    assert {about: cell[0] for about, cell in named.items()} == {
+        ("mq", "NQ"): "0.4",
+        ("sq", "NQ"): "0.5",
+    }
+
+
+def test_an_average_of_ours_needs_all_of_its_columns(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = find_table("r_search:2")
+    sets = list(dict.fromkeys(c.set for c in table.columns if c.set))
+    rows = [asked("rl", dataset=f"set:{name}", em=0.5, f1=0.75) for name in sets]
+    make(tmp_path / "run", *rows[:-1])
+    ours = cells(said, "r_search:2", "run")
+    assert ours["ours_7b", "Avg. multi-hop"] == ("62.5", "", "", "")
+    assert ("ours_7b", "Overall Avg.") not in ours
+    assert ours["ours_7b", "HotpotQA F1"] == ("75.0", "", "", "200")
+
+
+def test_more_questions_count_and_two_settings_are_refused(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = asked("rl", dataset="set:nq[:50]", n=50, em=0.1)
+    make(tmp_path / "a", first, asked("rl"), name="rag_r1")
+    assert cells(said, "rag_r1:3", "a")["mq", "NQ"][3] == "200"
+    both = [asked("rl"), asked("rl", setting="retrieval.top_k=5", em=0.7)]
+    make(tmp_path / "b", *both, name="rag_r1")
+    code, _, err = said("rag_r1:3", "--runs=b")
+    assert code == 2 and "'mq'" in err and "--setting" in err
+    chosen = cells(said, "rag_r1:3", "b", "--setting=retrieval.top_k=5")
+    assert chosen["mq", "NQ"][0] == "0.7"
+
+
+def test_rows_that_differ_in_what_must_be_equal_are_refused_or_marked(
+    said, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "a", asked("rl"), name="rag_r1")
+    make(tmp_path / "b", asked("rl", normalize="flashrag"), name="rag_r1_sq")
+    code, _, err = said("rag_r1:3", "--runs=a,b")
+    assert code == 2 and "normalize" in err
+    code, out, _ = said("rag_r1:3", "--runs=a,b", "--allow=normalize")
+    assert code == 0 and "0.500¹" in out and "¹ normalize" in out
+
+
+@pytest.mark.parametrize(
+    "argv, named",
+    [
+        (["rag_r1:9"], "rag_r1:9"),
+        (["rag_r1:3", "--runs=nq=x"], "nq"),
+        (["rag_r1:3", "--out=x.pdf"], "x.pdf"),
+        (["rag_r1:3", "--runs=missing"], "missing"),
+        ([], "table"),
+    ],
+)
+def test_what_is_not_understood_is_refused(said, tmp_path, monkeypatch, argv, named):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = said(*argv)
+    assert (code, out) == (2, "") and named in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("suffix", [".md", ".tex"])
+def test_a_file_has_the_papers_numbers_and_ours(said, tmp_path, monkeypatch, suffix):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "run", asked("rl", em=0.4), name="rag_r1")
+    assert said("rag_r1:3", "--runs=run", f"--out=t{suffix}")[0] == 0
+    text = (tmp_path / f"t{suffix}").read_text()
+    (paper,) = [
+        line for line in text.splitlines() if "RAG-R1-mq" in line and "0.423" in line
+    ]
+    assert "0.400" in text and paper.count("|" if suffix == ".md" else "&") > 8
