@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
     rows = grouped(rows) if flags["group"] else [_single(*row) for row in rows]
     _print(rows, flags, num_runs=len(runs))
     for text in footnotes:
-        print(f"\n{_markdown_text(text) if flags['markdown'] else clean_line(text)}")
+        print(f"\n{markdown_text(text) if flags['markdown'] else clean_line(text)}")
     if len(rows) > 1 and not flags["by_kind"]:
         names = _names_of(rows, sources, is_grouped=flags["group"])
         _print_made_by(names, [*made_by.values()], is_markdown=flags["markdown"])
@@ -522,12 +522,12 @@ def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rule = ["---:" if right else "---" for right in is_number]
 
     def joined(cells):
-        return f"| {' | '.join(map(_markdown_text, cells))} |\n"
+        return f"| {' | '.join(map(markdown_text, cells))} |\n"
 
     return joined(columns) + joined(rule) + "".join(map(joined, lines))
 
 
-def _markdown_text(value):
+def markdown_text(value: object) -> str:
     """Return a text on one line, without columns, markup, HTML or links in it."""
     text = clean_line(" ".join(str(value).split()))
     return re.sub(r"([\\`*|<>\[\]&~]|:(?=//)|(?<=www)\.)", r"\\\1", text)

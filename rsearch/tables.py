@@ -21,18 +21,19 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rsearch.config.recipes import load, parse_flags, run_command
+from rsearch.config.stage_plan import START
 from rsearch.data.sets import PREFIX, SETS
 from rsearch.evaluation.tables import (
     NO_NUMBER,
     PaperColumn,
     PaperRow,
     PaperTable,
+    find_row,
     find_table,
     read_tables,
 )
-from rsearch.methods.names import OTHER_METHODS, split_name
+from rsearch.methods.names import split_name
 from rsearch.runtime import console, files
-from rsearch.text.spelling import did_you_mean
 
 FORMATS = (".md", ".csv", ".tex")
 FLAGS = {
@@ -45,14 +46,17 @@ FLAGS = {
     "allow": ("", "as of rsearch.compare: marks rows that differ in these fields"),
     "out": ("", f"a file that the table is written to: {', '.join(FORMATS)}"),
 }
-PROTOCOL = OTHER_METHODS[0]
-START = "start"
+PROTOCOL = "protocol"  # the method of a recipe's rows
 OURS = ("ours", "95 %", "n")  # lines below a row of the paper
 # A model's parameters under other names, of the policy and of one in its place.
 MODEL_FIELDS = ("model.source", "models.subject.name", "models.subject.source")
 CSV_COLUMNS = ("row", "label", "model", "made_by", "column", "set", "metric", "paper")
 CSV_COLUMNS += ("ours", "low", "high", "n", "note")
-SPECIAL = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {"\\": "\\textbackslash{}"})
+SPECIAL = str.maketrans(
+    {c: f"\\{c}" for c in "&%$#_{}"}
+    | {c: f"\\textsuperscript{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+)
 
 
 class Cell(NamedTuple):
@@ -62,13 +66,13 @@ class Cell(NamedTuple):
         value: None where results.json has none.
         interval: of 95 %, or None.
         n: questions; 0 of an average.
-        mark: "" or the sign of a note.
+        marks: the signs of notes.
     """
 
     value: float | None
     interval: tuple[float, float] | None = None
     n: int = 0
-    mark: str = ""
+    marks: tuple[str, ...] = ()
 
 
 class Ours(NamedTuple):
@@ -98,6 +102,9 @@ def main(argv: Sequence[str]) -> int:
         files.check_output("out", out)
     runs = parse_runs(flags["runs"], table)
     ours = None
+    for flag in ("setting", "allow"):
+        if flags[flag] and not runs:
+            raise ValueError(f"--{flag}={flags[flag]}: is of --runs, which are missing")
     if runs:
         ours = _measure(table, runs, setting=flags["setting"], allow=flags["allow"])
     if out:
@@ -127,16 +134,11 @@ def parse_runs(text: str, table: PaperTable) -> list[tuple[str, str]]:
     Raises:
         ValueError: no such row.
     """
-    pairs, keys = [], [row.key for row in table.rows]
+    pairs = []
     for word in filter(None, text.split(",")):
         key, equals, folder = word.partition("=")
-        if not equals or "/" in key:
-            pairs.append(("", word))
-        elif key not in keys:
-            hint = did_you_mean(key, keys) or f"; there are {', '.join(keys)}"
-            raise ValueError(f"--runs={word}: the table has no row {key!r}{hint}")
-        else:
-            pairs.append((key, folder))
+        is_named = equals and "/" not in key
+        pairs.append((find_row(table, key).key, folder) if is_named else ("", word))
     return pairs
 
 
@@ -160,32 +162,49 @@ def _measure(table, runs, *, setting, allow) -> Ours:
         for path in compare.find_runs([folder])
     ]
     sets = list(dict.fromkeys(column.set for column in table.columns if column.set))
-    found = {}
+    sources = {}
     for row in table.rows:
         for name in sets:
             if chosen := _choose(row, name, read, setting):
-                found[row.key, name] = chosen
+                sources[row.key, name] = chosen
     facts = [
         compare.facts_of(run, result)._replace(dataset=name)
-        for (_, name), (run, result) in found.items()
+        for (_, name), (run, result) in sources.items()
     ]
-    measured = [(run, "", result) for run, result in found.values()]
+    measured = [(run, "", result) for run, result in sources.values()]
     allowed = compare.parse_allow(allow)
     marks, footnotes = compare.marks_of(measured, facts, allowed)
+    notes = {text.partition(" ")[2]: text.partition(" ")[0] for text in footnotes}
     cells = {}
-    for ((key, name), (_, result)), mark in zip(found.items(), marks, strict=True):
+    for ((key, name), (_, result)), mark in zip(sources.items(), marks, strict=True):
+        signs = [mark] if mark else []
+        if unlike := _unlike_paper(table, result):
+            next_mark = str(len(notes) + 1).translate(compare.MARKS)
+            signs.append(notes.setdefault(unlike, next_mark))
         for column in table.columns:
             if column.set == name and result.get(column.metric) is not None:
                 interval = result.get(f"{column.metric}_95")
-                cell = Cell(result[column.metric], interval, result["n"], mark)
-                cells[key, column.name] = cell
+                value, n = result[column.metric], result.get("n") or 0
+                cells[key, column.name] = Cell(value, interval, n, tuple(signs))
     for column in table.columns:
         for row in table.rows if column.mean_of else ():
-            parts = [cells.get((row.key, name)) for name in column.mean_of]
-            if all(parts):
-                mean = statistics.fmean(part.value for part in parts)
-                cells[row.key, column.name] = Cell(mean)
-    return Ours(cells, dict(text.split(" ", 1) for text in footnotes))
+            averaged = [cells.get((row.key, name)) for name in column.mean_of]
+            if all(averaged):
+                marks = dict.fromkeys(m for cell in averaged for m in cell.marks)
+                mean = statistics.fmean(cell.value for cell in averaged)
+                cells[row.key, column.name] = Cell(mean, marks=tuple(marks))
+    return Ours(cells, {mark: text for text, mark in notes.items()})
+
+
+def _unlike_paper(table, result):
+    """Return in which of the paper's settings a row of results.json differs, or ""."""
+    made_by = result.get("made_by", {})
+    differing = [
+        f"{name} = {console.clean_line(str(made_by[name]))}, {value} in the paper"
+        for name, value in table.settings.items()
+        if name in made_by and made_by[name] != value
+    ]
+    return "; ".join(differing)
 
 
 def _choose(row, name, read, setting):
@@ -201,8 +220,8 @@ def _choose(row, name, read, setting):
             and is_of_row(result, run.config, row, is_named=bool(key))
         ]
         # All questions rather than the first N of them.
-        largest = max((result["n"] for result in several), default=0)
-        candidates += [(run, r) for r in several if r["n"] == largest]
+        largest = max((result.get("n") or 0 for result in several), default=0)
+        candidates += [(run, r) for r in several if (r.get("n") or 0) == largest]
     if len(candidates) > 1:
         rows = [
             f"{run.path} ({', '.join(r[n] for n in ('stage', 'setting') if r.get(n))})"
@@ -282,7 +301,7 @@ def _ours_of(table, row, column, ours):
     if cell is None:
         return "", "", ""
     scale, digits = _scale(table, column), _digits(table, column)
-    value = f"{scale * cell.value:.{digits}f}{cell.mark}"
+    value = f"{scale * cell.value:.{digits}f}{','.join(cell.marks)}"
     bounds = [f"{scale * bound:.{digits}f}" for bound in cell.interval or ()]
     return value, "-".join(bounds), str(cell.n or "")
 
@@ -326,8 +345,7 @@ def _blocks(columns: Sequence[PaperColumn], heads, lines):
     room = width - sum(about) - 1
     start, used = 0, 0
     for i, column in enumerate(columns):
-        words = [*column.name.split(), *(texts[i] for _, texts in lines)]
-        needed = max(map(len, words)) + 3
+        needed = max(map(len, (column.name, *(texts[i] for _, texts in lines)))) + 3
         if used + needed > room and i > start:
             yield start, i
             start, used = i, 0
@@ -364,7 +382,8 @@ def _markdown(table, ours):
     """Return the table in Markdown, with its caption and remarks."""
     from rsearch import compare
 
-    remarks = "".join(f"\n{text}\n" for text in _remarks(table, ours))
+    texts = map(compare.markdown_text, _remarks(table, ours))
+    remarks = "".join(f"\n{text}\n" for text in texts)
     grid = compare.markdown(*_grid(table, ours))
     return f"{table.source}. {table.caption}\n\n{grid}{remarks}"
 
@@ -399,7 +418,7 @@ def _csv(table, ours):
             if cell:
                 scale = _scale(table, column)
                 bounds = [scale * bound for bound in cell.interval or ()] or ["", ""]
-                note = ours.notes.get(cell.mark, "")
+                note = "; ".join(ours.notes[mark] for mark in cell.marks)
                 measured = [scale * cell.value, *bounds, cell.n or "", note]
             writer.writerow(about + measured)
     return stream.getvalue()

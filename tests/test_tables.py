@@ -15,6 +15,7 @@ from rsearch.config.recipes import (
     run_command,
 )
 from rsearch.data.sets import SETS
+from rsearch.evaluation import comparability
 from rsearch.evaluation.tables import find_table, read_tables
 from rsearch.methods.table import make_program
 from tests.small_run import ROOT
@@ -66,6 +67,8 @@ def test_a_table_is_consistent(name):
         assert not column.mean_of or {*column.mean_of} <= {*columns}
         metrics = ("em", "f1", "cover_em", "judge", "searches")
         assert column.mean_of or column.metric in metrics
+    fields = {*comparability.FIELDS["search"], "sampling.temperature"}
+    assert {*table.settings} <= fields
     for slip in table.slips:
         assert slip.row in ("", *keys) and {*slip.columns} <= {*columns}, slip
     for printed in table.rows:
@@ -219,6 +222,17 @@ def test_rows_that_differ_in_what_must_be_equal_are_refused_or_marked(
     assert code == 0 and "0.500¹" in out and "¹ normalize" in out
 
 
+def test_rows_that_differ_from_what_the_paper_says_are_marked(
+    said, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "run", asked("rl", dataset="nq"))
+    code, out, _ = said("r_search:2", "--runs=run")
+    (note,) = [line for line in out.splitlines() if line.startswith("¹")]
+    assert code == 0 and "50.0¹" in out
+    assert "retrieval.top_k = 3" in note and "5" in note
+
+
 @pytest.mark.parametrize(
     "argv, named",
     [
@@ -226,6 +240,7 @@ def test_rows_that_differ_in_what_must_be_equal_are_refused_or_marked(
         (["rag_r1:3", "--runs=nq=x"], "nq"),
         (["rag_r1:3", "--out=x.pdf"], "x.pdf"),
         (["rag_r1:3", "--runs=missing"], "missing"),
+        (["rag_r1:3", "--allow=normalize"], "--runs"),
         ([], "table"),
     ],
 )

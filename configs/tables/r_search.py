@@ -219,6 +219,7 @@ TABLE_2 = PaperTable(
             "all is 40.5 with the former, and the printed 38.0 with the latter",
         ),
     ),
+    settings={"retrieval.top_k": 5, "sampling.temperature": 0.1},
     is_percent=True,
 )
 

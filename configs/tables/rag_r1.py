@@ -87,6 +87,7 @@ TABLE_3 = PaperTable(
             stage="rl",
         ),
     ),
+    settings={"retrieval.top_k": 3},
 )
 
 TABLES = {"3": TABLE_3}

@@ -36,6 +36,7 @@ JUDGE_NUMBERS = (*JUDGED, "judge_right_em_wrong", "judge_wrong_em_right")
 SAMPLED = ("rollouts", "em_sd")  # of rows with several samples, or seeds
 FAILED = ("judge_error", "too_long")  # columns where there are any
 NUMBERS += (*FAILED, *JUDGE_NUMBERS, *HEALTH, *COSTS, *SAMPLED)
+INTERVALS = ("em_95", "f1_95", "cover_em_95")
 RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 
 
@@ -210,10 +211,11 @@ def _wrong_field(row):
             if values.get(name) is not None and not _is_number(values[name]):
                 full, value = f"{field}.{name}".lstrip("."), reprlib.repr(values[name])
                 return f"{full} = {value}: expected a number or null"
-        pair = values.get("em_95")
-        is_pair = isinstance(pair, list) and len(pair) == 2
-        if pair is not None and not (is_pair and all(map(_is_number, pair))):
-            return f"em_95 = {reprlib.repr(pair)}: expected two numbers"
+        for name in INTERVALS:
+            pair = values.get(name)
+            is_pair = isinstance(pair, list) and len(pair) == 2
+            if pair is not None and not (is_pair and all(map(_is_number, pair))):
+                return f"{name} = {reprlib.repr(pair)}: expected two numbers"
     return wrong_manifest(row)
 
 

@@ -6,6 +6,7 @@ folder is a paper's, and names a dict TABLES of {"the table's number": PaperTabl
 
 import dataclasses
 import runpy
+from collections.abc import Mapping
 
 from rsearch.config.spec import ROOT
 from rsearch.text.spelling import did_you_mean
@@ -95,6 +96,8 @@ class PaperTable:
         columns: in their order.
         rows: in their order.
         slips: numbers to be read with care.
+        settings: {a name of `made_by` in results.json: its value} that the paper says
+            all rows were measured with.
         is_percent: scores are printed in percent, else as fractions from 0 to 1.
     """
 
@@ -103,6 +106,7 @@ class PaperTable:
     columns: tuple[PaperColumn, ...]
     rows: tuple[PaperRow, ...]
     slips: tuple[PaperSlip, ...] = ()
+    settings: Mapping[str, float] = dataclasses.field(default_factory=dict)
     is_percent: bool = False
 
 
@@ -129,3 +133,16 @@ def find_table(name: str) -> PaperTable:
         hint = did_you_mean(name, [*tables]) or f"; there are {', '.join(tables)}"
         raise ValueError(f"table {name!r}: not in configs/tables{hint}")
     return tables[name]
+
+
+def find_row(table: PaperTable, key: str) -> PaperRow:
+    """Return a row of a table by its key.
+
+    Raises:
+        ValueError: there is no such row.
+    """
+    rows = {row.key: row for row in table.rows}
+    if key not in rows:
+        hint = did_you_mean(key, [*rows]) or f"; there are {', '.join(rows)}"
+        raise ValueError(f"row {key!r}: not in the table{hint}")
+    return rows[key]
