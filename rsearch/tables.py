@@ -42,11 +42,12 @@ FLAGS = {
         "",
         "directories of runs, a,b,...; KEY=DIR is read for the row KEY alone",
     ),
-    "setting": ("", "of two rows of a run that differ in their setting, this one"),
+    "setting": ("", "rows with this `setting` alone; '-' is the run's configuration"),
     "allow": ("", "as of rsearch.compare: marks rows that differ in these fields"),
     "out": ("", f"a file that the table is written to: {', '.join(FORMATS)}"),
 }
 PROTOCOL = "protocol"  # the method of a recipe's rows
+RUNS_SETTING = "-"  # of --setting, for rows that have none
 OURS = ("ours", "95 %", "n")  # lines below a row of the paper
 # A model's parameters under other names, of the policy and of one in its place.
 MODEL_FIELDS = ("model.source", "models.subject.name", "models.subject.source")
@@ -209,29 +210,29 @@ def _unlike_paper(table, result):
 
 def _choose(row, name, read, setting):
     """Return the (run, row of results.json) that a cell is read from, or None."""
+    wanted = row.key if any(key == row.key for key, _ in read) else ""
     candidates = []
     for key, run in read:
-        several = [
-            result
-            for result in run.rows
-            if key in ("", row.key)
-            and setting in ("", result.get("setting", ""))
-            and is_of_set(result["dataset"], name)
-            and is_of_row(result, run.config, row, is_named=bool(key))
-        ]
-        # All questions rather than the first N of them.
-        largest = max((result.get("n") or 0 for result in several), default=0)
-        candidates += [(run, r) for r in several if (r.get("n") or 0) == largest]
+        largest: dict[tuple, dict] = {}  # all questions rather than the first N of them
+        for result in run.rows if key == wanted else ():
+            about = result["stage"], result["method"], result.get("setting", "")
+            is_chosen = setting in ("", about[2] or RUNS_SETTING)
+            if not is_chosen or not is_of_set(result["dataset"], name):
+                continue
+            if is_of_row(result, run.config, row, is_named=bool(key)):
+                several = (result, largest.get(about, result))
+                largest[about] = max(several, key=lambda r: r.get("n") or 0)
+        candidates += [(run, about, r) for about, r in largest.items()]
     if len(candidates) > 1:
         rows = [
-            f"{run.path} ({', '.join(r[n] for n in ('stage', 'setting') if r.get(n))})"
-            for run, r in candidates[:2]
+            f"{run.path} ({', '.join(filter(None, about))})"
+            for run, about, _ in candidates[:2]
         ]
         raise ValueError(
             f"--runs: {rows[0]} and {rows[1]} both have {name} of the row "
-            f"{row.key!r}: name one run, or one --setting"
+            f"{row.key!r}: name one run for it, or one --setting"
         )
-    return candidates[0] if candidates else None
+    return (candidates[0][0], candidates[0][2]) if candidates else None
 
 
 def is_of_set(dataset: str, name: str) -> bool:

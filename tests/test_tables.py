@@ -178,7 +178,8 @@ def test_a_named_run_counts_for_its_row_alone_whatever_its_recipe(
     assert cells(said, "rag_r1:3", "a") == {
         ("rag", "NQ"): ("0.5", "0.4321", "0.5678", "200")
     }
-    named = cells(said, "rag_r1:3", "mq=a,sq=b")
+    make(tmp_path / "c", asked("rl", em=0.6), name="rag_r1")
+    named = cells(said, "rag_r1:3", "c,mq=a,sq=b")
     assert {about: cell[0] for about, cell in named.items()} == {
         ("mq", "NQ"): "0.4",
         ("sq", "NQ"): "0.5",
@@ -208,6 +209,7 @@ def test_more_questions_count_and_two_settings_are_refused(said, tmp_path, monke
     assert code == 2 and "'mq'" in err and "--setting" in err
     chosen = cells(said, "rag_r1:3", "b", "--setting=retrieval.top_k=5")
     assert chosen["mq", "NQ"][0] == "0.7"
+    assert cells(said, "rag_r1:3", "b", "--setting=-")["mq", "NQ"][0] == "0.5"
 
 
 def test_rows_that_differ_in_what_must_be_equal_are_refused_or_marked(
