@@ -153,7 +153,8 @@ def _measure(table, runs, *, setting, allow) -> Ours:
         allow: see `rsearch.compare.parse_allow`.
 
     Raises:
-        ValueError: two rows count for one cell, or rows differ in what must be equal.
+        ValueError: no row counts, two do for one cell, or rows differ in what must be
+            equal.
     """
     from rsearch import compare  # with jax, which no help should wait for
 
@@ -168,6 +169,13 @@ def _measure(table, runs, *, setting, allow) -> Ours:
         for name in sets:
             if chosen := _choose(row, name, read, setting):
                 sources[row.key, name] = chosen
+    used = {run.path for run, _ in sources.values()}
+    unused = [str(run.path) for _, run in read if run.path not in used]
+    why = "no row of its results counts for this table; docs/tables.md says which do"
+    if not used:
+        raise ValueError(f"--runs: {', '.join(unused)}: {why}")
+    for path in unused:
+        console.note(f"{path}: {why}")
     facts = [
         compare.facts_of(run, result)._replace(dataset=name)
         for (_, name), (run, result) in sources.items()
@@ -330,7 +338,11 @@ def _print(name, table, ours):
     heads = ["row", "of"] if ours else ["row"]
     for start, end in _blocks(table.columns, heads, lines):
         names = [column.name for column in table.columns[start:end]]
-        rows = [[*about[: len(heads)], *texts[start:end]] for about, texts in lines]
+        rows = [
+            [*about[: len(heads)], *texts[start:end]]
+            for about, texts in lines
+            if about[0] or any(texts[start:end])
+        ]
         console.table("", [*heads, *names], rows)
     made = [[row.key, row.label, row.model, made_by_text(row)] for row in table.rows]
     console.table("rows", ["row", "as printed", "model", "made by"], made)
@@ -418,11 +430,16 @@ def _csv(table, ours):
             measured = [""] * 5
             if cell:
                 scale = _scale(table, column)
-                bounds = [scale * bound for bound in cell.interval or ()] or ["", ""]
+                bounds = [_rounded(scale * x) for x in cell.interval or ()] or ["", ""]
                 note = "; ".join(ours.notes[mark] for mark in cell.marks)
-                measured = [scale * cell.value, *bounds, cell.n or "", note]
+                measured = [_rounded(scale * cell.value), *bounds, cell.n or "", note]
             writer.writerow(about + measured)
     return stream.getvalue()
+
+
+def _rounded(value):
+    """Return a number without the noise of binary fractions, for a file."""
+    return round(value, 6)
 
 
 _FORMATTERS = {".md": _markdown, ".csv": _csv, ".tex": _latex}

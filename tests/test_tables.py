@@ -186,6 +186,16 @@ def test_a_named_run_counts_for_its_row_alone_whatever_its_recipe(
     }
 
 
+def test_a_run_that_counts_for_no_row_is_named(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "tiny", asked("rl", dataset="world:dev"), name="rag_r1")
+    make(tmp_path / "run", asked("rl"), name="rag_r1")
+    code, _, err = said("rag_r1:3", "--runs=tiny")
+    assert code == 2 and "tiny" in err
+    code, _, err = said("rag_r1:3", "--runs=tiny,run")
+    assert code == 0 and "tiny:" in err and "/run:" not in err
+
+
 def test_an_average_of_ours_needs_all_of_its_columns(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     table = find_table("r_search:2")
