@@ -148,20 +148,15 @@ class LocalModel:
             [names[i] for i in fits],
             [min(requests[i].max_tokens, self.max_reply_tokens) for i in fits],
             [self._stops.first_state(requests[i].stop) for i in fits],
-        )
-        wants = [j for j, i in enumerate(fits) if requests[i].wants_logp]
-        # The sampler's are those of the distribution that was drawn from.
-        logps = dict(
-            zip(
-                wants,
-                self._score_ids([(prompts[fits[j]], outputs[j]) for j in wants]),
-                strict=True,
-            )
+            [requests[i].wants_logp for i in fits],
         )
         completions: list[Completion | None] = [None] * len(requests)
-        for j, i in enumerate(fits):
+        for i, (ids, logp) in zip(fits, outputs, strict=True):
             completions[i] = self._completion(
-                prompts[i], outputs[j], requests[i].stop, logps.get(j)
+                prompts[i],
+                ids,
+                requests[i].stop,
+                logp if requests[i].wants_logp else None,
             )
         return completions
 
@@ -260,14 +255,17 @@ class LocalModel:
         prompt_text = self._tokenizer.decode(prompt)
         return Completion(text, end, pieces, logp, prompt, ids, prompt_text, ended_by)
 
-    def _continue_all(self, prompts, names, budgets, states) -> list[np.ndarray]:
-        """Return the tokens that continue each prompt.
+    def _continue_all(
+        self, prompts, names, budgets, states, wants_logp
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the tokens that continue each prompt, and their log-probabilities.
 
         Args:
             prompts: ids of each.
             names: of each prompt, which the random keys follow from.
             budgets: tokens of each completion.
             states: of `StopSets` that each begins in.
+            wants_logp: whether log-probabilities are to be those at temperature 1.
         """
         size = self._batch_size(min(len(prompts), self.num_rows))
         waiting = collections.deque(range(len(prompts)))
@@ -276,6 +274,7 @@ class LocalModel:
         row_names = np.zeros((size, 2), np.uint32)
         row_budget = np.ones(size, np.int32)
         row_state = np.zeros(size, np.uint8)
+        row_wants = np.zeros(size, bool)
         outputs: list = [None] * len(prompts)
         rows = self._sampler.empty(size)
         while self.on_any_host(waiting or (running >= 0).any()):
@@ -287,6 +286,7 @@ class LocalModel:
                 row_names[free] = [names[i] for i in began]
                 row_budget[free] = [budgets[i] for i in began]
                 row_state[free] = [states[i] for i in began]
+                row_wants[free] = [wants_logp[i] for i in began]
             if self.on_any_host(began):
                 rows = self._admit(rows, size, free, [prompts[i] for i in began])
             request = DecodeRequest(
@@ -298,11 +298,13 @@ class LocalModel:
                 self.max_reply_tokens,
                 stop_table=None if self._is_shared else self._stops.table,
                 stop_states=None if self._is_shared else row_state,
+                unscaled_logp=row_wants if any(wants_logp) else None,
             )
             rows = self._sampler.decode(self._decoding_params, rows, self._key, request)
             turn = self._sampler.turns_on_host(rows)
             for row in np.flatnonzero((running >= 0) & ~turn.active):
-                outputs[running[row]] = turn.tokens[row, : turn.count[row]]
+                count = turn.count[row]
+                outputs[running[row]] = turn.tokens[row, :count], turn.logp[row, :count]
                 running[row] = -1
         return outputs
 

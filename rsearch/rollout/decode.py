@@ -35,7 +35,7 @@ from rsearch.models.unstacked import (
     with_layers_apart,
 )
 from rsearch.rollout.interface import Context, DecodeRequest, Rows, Turn
-from rsearch.rollout.sampling import row_keys, sample
+from rsearch.rollout.sampling import row_keys, sample, unscaled_logp
 
 # On a TPU the cache's slots lie in tiles of 16 in bfloat16.
 SLOT_TILE = 16
@@ -479,7 +479,13 @@ class Sampler:
         def decode_all(carry):
             step, rows = carry
             rows = self._step(
-                params, rows, keys, request.budget, stop_table, request.table
+                params,
+                rows,
+                keys,
+                request.budget,
+                stop_table,
+                request.table,
+                request.unscaled_logp,
             )
             return step + 1, rows
 
@@ -491,13 +497,21 @@ class Sampler:
 
             def decode_block(i, rows):
                 slots = jax.lax.dynamic_slice_in_dim(order, i * block_size, block_size)
-                block_keys, budget, table = jax.tree.map(
-                    lambda x: x[slots], (keys, request.budget, request.table)
+                by_row = keys, request.budget, request.table, request.unscaled_logp
+                block_keys, budget, table, unscaled = jax.tree.map(
+                    lambda x: x[slots], by_row
                 )
                 # All per-row arrays but the cache are gathered; it stays in place.
                 block = gather_rows(rows, slots)
                 block = self._step(
-                    params, block, block_keys, budget, stop_table, table, slots
+                    params,
+                    block,
+                    block_keys,
+                    budget,
+                    stop_table,
+                    table,
+                    unscaled,
+                    slots,
                 )
                 return scatter_rows(rows, block, slots)
 
@@ -511,7 +525,15 @@ class Sampler:
         return self._constrain(rows)
 
     def _step(
-        self, params, rows: Rows, keys, budget, stop_table, table=None, slots=None
+        self,
+        params,
+        rows: Rows,
+        keys,
+        budget,
+        stop_table,
+        table=None,
+        unscaled=None,
+        slots=None,
     ) -> Rows:
         """Return the rows after one more token of each that is active.
 
@@ -521,6 +543,7 @@ class Sampler:
             keys: [E] of their names.
             budget: [E].
             stop_table: [states, V] uint8.
+            unscaled: [E] bool of `DecodeRequest.unscaled_logp`, or None.
             slots: [E] int32 of these rows; None is all.
         """
         context, turn = rows
@@ -534,6 +557,8 @@ class Sampler:
             temperature=self._temperature,
             top_p=self._top_p,
         )
+        if unscaled is not None:
+            logp = jnp.where(unscaled, unscaled_logp(context.logits, tokens), logp)
         # Rows that do not decode compute too; what they compute is dropped: column N
         # of a turn and a position beyond all slots are out of bounds.
         column = jnp.where(active, turn.count, self._max_turn_tokens)

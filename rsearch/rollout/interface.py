@@ -35,7 +35,8 @@ class Turn(NamedTuple):
 
     Attributes:
         tokens: [B, N] int32; the first `count` of a row are valid.
-        logp: [B, N] float32 log-probability under the distribution sampled from.
+        logp: [B, N] float32 log-probability under the distribution sampled from, or as
+            `DecodeRequest.unscaled_logp` says.
         count: [B] int32.
         state: [B] uint8 of the stop strings' automaton.
         active: [B] bool, the rows whose turn has not ended.
@@ -70,6 +71,8 @@ class DecodeRequest(NamedTuple):
         stop_table: [S, V] uint8 of `stop_strings.StopSets`, where rows stop at
             different strings; None is the sampler's.
         stop_states: [B] uint8 the state of the table that a row's turn begins in.
+        unscaled_logp: [B] bool, the rows whose log-probabilities are at temperature 1
+            and of all tokens, however tokens are drawn; None is none.
     """
 
     names: jax.Array | np.ndarray
@@ -81,6 +84,7 @@ class DecodeRequest(NamedTuple):
     queue: jax.Array | np.ndarray | None = None
     stop_table: jax.Array | np.ndarray | None = None
     stop_states: jax.Array | np.ndarray | None = None
+    unscaled_logp: jax.Array | np.ndarray | None = None
 
 
 class SamplerLike(Protocol):

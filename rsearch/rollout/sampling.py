@@ -75,6 +75,17 @@ def sample(
     return tokens, jnp.take_along_axis(logp, tokens[:, None], axis=-1)[:, 0]
 
 
+def unscaled_logp(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Return [B] float32 log-probability of each token at temperature 1.
+
+    Args:
+        logits: [B, V] float32.
+        tokens: [B] int32.
+    """
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
 def row_keys(key: jax.Array, names: jax.Array) -> jax.Array:
     """Return [B] random keys that follow from a key and each row's two names.
 

@@ -40,6 +40,12 @@ def model():
     return make()
 
 
+@pytest.fixture(scope="module")
+def sampling():
+    """A model whose tokens are drawn."""
+    return make(temperature=3.0, top_p=0.9)
+
+
 def log_softmax(logits):
     logits = np.asarray(logits, np.float64)
     return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
@@ -78,8 +84,12 @@ def test_rows_and_order_change_no_completion(model):
     assert [c.text for c in make(num_rows=2).generate(requests[::-1])] == expected[::-1]
 
 
-def test_log_probabilities_of_what_was_written(model):
-    (free,) = model.generate([Generate(TEXTS[0], REPLY, wants_logp=True)])
+@pytest.mark.parametrize("name", ["model", "sampling"])
+def test_log_probabilities_of_what_was_written(name, request):
+    asked = Generate(TEXTS[0], REPLY, wants_logp=True)
+    beside = Generate(TEXTS[1], REPLY)
+    free, other = request.getfixturevalue(name).generate([asked, beside])
+    assert len(other.ids) and not len(other.logp)
     ids = free.prompt_ids.tolist() + free.ids.tolist()
     start = len(free.prompt_ids)
     expected = [
@@ -193,12 +203,11 @@ def test_samples_of_a_mixture_have_its_probabilities():
     assert shares == pytest.approx(np.average(probs, 0, weights), abs=0.03)
 
 
-def test_a_sample_follows_from_its_prompt_and_draw_alone():
-    model = make(num_rows=4, temperature=3.0)
+def test_a_sample_follows_from_its_prompt_and_draw_alone(sampling):
     draws = [(seed, sample) for seed in (1, 2) for sample in (0, 1)]
     requests = [Generate(t, REPLY, draw=d) for t in TEXTS[:2] for d in draws]
     mixes = [Mix((r.prompt, "x"), (0.5, 0.5), REPLY, draw=r.draw) for r in requests]
-    for ask, several in ((model.generate, requests), (model.mix, mixes)):
+    for ask, several in ((sampling.generate, requests), (sampling.mix, mixes)):
         texts = [c.text for c in ask(several)]
         assert len(set(texts)) == len(several)
         assert [c.text for c in ask(several[::-1])] == texts[::-1]
