@@ -12,6 +12,7 @@ import xxhash
 from jax.sharding import Mesh
 
 from rsearch.learn.logprobs import token_logprobs
+from rsearch.llm.prefixes import SharedPrefixes
 from rsearch.llm.requests import (
     CUT,
     STOPPED,
@@ -32,9 +33,9 @@ from rsearch.llm.thoughts import (
     say_failures,
 )
 from rsearch.models.decoder import Decoder
-from rsearch.models.sharding import place_for_decoding
+from rsearch.models.sharding import place_for_decoding, platform_of
 from rsearch.models.tokenizer import Tokenizer
-from rsearch.rollout.decode import Sampler
+from rsearch.rollout.decode import Sampler, even_chunk
 from rsearch.rollout.interface import DecodeRequest
 from rsearch.rollout.multihost import MultihostSampler
 from rsearch.rollout.sampling import row_keys, sample
@@ -43,6 +44,9 @@ from rsearch.runtime import console
 from rsearch.types import GenerateFn, Messages, Params
 
 TAIL = 16  # tokens of a prompt that its last words are in
+CHUNK = 128  # tokens of a prompt that are read at a time, at most
+CPU_CHUNK = 32  # on CPUs, where padding costs what tokens do
+LOOK_STEPS = 8  # tokens between two looks at whether a text is enough
 SHRINK = 4  # a smaller batch has 1/4 of the rows of the next larger one
 NOT_SHARED = (
     "config.eval.methods names a method that needs stop strings, log-probabilities or "
@@ -93,6 +97,7 @@ class LocalModel:
                 and scores want devices of the host's own.
         """
         self._tokenizer, self._mesh, self._is_shared = tokenizer, mesh, is_shared
+        max_chunk = CPU_CHUNK if platform_of(mesh) == "cpu" else CHUNK
         sampler = Sampler(
             model,
             mesh,
@@ -100,11 +105,13 @@ class LocalModel:
             eos_ids=tokenizer.eos_ids,
             num_slots=max_prompt_tokens + max_reply_tokens,
             max_turn_tokens=max_reply_tokens,
-            chunk=min(128, max_prompt_tokens),
+            chunk=max_chunk,
             temperature=temperature,
             top_p=top_p,
         )
         self._sampler = MultihostSampler(sampler, mesh) if is_shared else sampler
+        chunk = even_chunk(max_prompt_tokens, max_chunk)
+        self._prefixes = SharedPrefixes(chunk, self._read_prefix)
         self._stops = StopSets(tokenizer.token_bytes, model.spec.vocab_size)
         self.num_rows = num_rows
         self.max_prompt_tokens = max_prompt_tokens
@@ -125,6 +132,7 @@ class LocalModel:
         if not self._is_shared:
             self._params = place_for_decoding(params, self._mesh)
         self._decoding_params = self._sampler.place_params(params)
+        self._prefixes.clear()
 
     def on_any_host(self, value: object) -> bool:
         """Return whether the value is true on a host that this model is shared with."""
@@ -144,11 +152,9 @@ class LocalModel:
         names = _names(prompts, [request.draw for request in requests])
         fits = [i for i, p in enumerate(prompts) if len(p) <= self.max_prompt_tokens]
         outputs = self._continue_all(
+            [requests[i] for i in fits],
             [prompts[i] for i in fits],
             [names[i] for i in fits],
-            [min(requests[i].max_tokens, self.max_reply_tokens) for i in fits],
-            [self._stops.first_state(requests[i].stop) for i in fits],
-            [requests[i].wants_logp for i in fits],
         )
         completions: list[Completion | None] = [None] * len(requests)
         for i, (ids, logp) in zip(fits, outputs, strict=True):
@@ -244,10 +250,25 @@ class LocalModel:
         table, size = self._tokenizer.token_bytes, len(self._tokenizer.token_bytes)
         return token_pieces([table[i] if i < size else b"" for i in ids])
 
+    def _without_end(self, ids):
+        """Return the ids of a reply without the end of text."""
+        return ids[:-1] if len(ids) and ids[-1] in self._tokenizer.eos_ids else ids
+
+    def _num_enough(self, ids, is_enough) -> int | None:
+        """Return the tokens of a reply that are enough; None where none are yet."""
+
+        def holds(size):
+            return is_enough(self._tokenizer.decode(self._without_end(ids[:size])))
+
+        if is_enough is None or not holds(len(ids)):
+            return None
+        # The fewest, so that they do not follow from when the text is looked at.
+        return next(size for size in range(len(ids) + 1) if holds(size))
+
     def _completion(self, prompt, ids, stop, logp) -> Completion:
         """Return what was written, without the end of text or the stop string."""
-        has_ended = len(ids) > 0 and ids[-1] in self._tokenizer.eos_ids
-        words = ids[:-1] if has_ended else ids
+        words = self._without_end(ids)
+        has_ended = len(words) < len(ids)
         text, ended_by = cut_at_stop(self._tokenizer.decode(words), stop)
         pieces = cut_pieces(self._pieces(words), len(text))
         end = STOPPED if has_ended or ended_by else CUT
@@ -256,17 +277,19 @@ class LocalModel:
         return Completion(text, end, pieces, logp, prompt, ids, prompt_text, ended_by)
 
     def _continue_all(
-        self, prompts, names, budgets, states, wants_logp
+        self, requests, prompts, names
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the tokens that continue each prompt, and their log-probabilities.
 
         Args:
+            requests: each.
             prompts: ids of each.
             names: of each prompt, which the random keys follow from.
-            budgets: tokens of each completion.
-            states: of `StopSets` that each begins in.
-            wants_logp: whether log-probabilities are to be those at temperature 1.
         """
+        budgets = [min(r.max_tokens, self.max_reply_tokens) for r in requests]
+        states = [self._stops.first_state(r.stop) for r in requests]
+        wants_logp = any(r.wants_logp for r in requests)
+        may_be_enough = any(r.is_enough is not None for r in requests)
         size = self._batch_size(min(len(prompts), self.num_rows))
         waiting = collections.deque(range(len(prompts)))
         # Of each row: which prompt it continues; -1 is none.
@@ -286,7 +309,7 @@ class LocalModel:
                 row_names[free] = [names[i] for i in began]
                 row_budget[free] = [budgets[i] for i in began]
                 row_state[free] = [states[i] for i in began]
-                row_wants[free] = [wants_logp[i] for i in began]
+                row_wants[free] = [requests[i].wants_logp for i in began]
             if self.on_any_host(began):
                 rows = self._admit(rows, size, free, [prompts[i] for i in began])
             request = DecodeRequest(
@@ -295,17 +318,24 @@ class LocalModel:
                 row_budget,
                 # A few at a time are read in: prompts cost less in larger batches.
                 min(-(-size // SHRINK), int((running >= 0).sum())),
-                self.max_reply_tokens,
+                LOOK_STEPS if may_be_enough else self.max_reply_tokens,
                 stop_table=None if self._is_shared else self._stops.table,
                 stop_states=None if self._is_shared else row_state,
-                unscaled_logp=row_wants if any(wants_logp) else None,
+                unscaled_logp=row_wants if wants_logp else None,
             )
             rows = self._sampler.decode(self._decoding_params, rows, self._key, request)
             turn = self._sampler.turns_on_host(rows)
-            for row in np.flatnonzero((running >= 0) & ~turn.active):
-                count = turn.count[row]
-                outputs[running[row]] = turn.tokens[row, :count], turn.logp[row, :count]
+            for row in np.flatnonzero(running >= 0):
+                i, count = running[row], turn.count[row]
+                enough = self._num_enough(
+                    turn.tokens[row, :count], requests[i].is_enough
+                )
+                if enough is None and turn.active[row]:
+                    continue
+                count = count if enough is None else enough
+                outputs[i] = turn.tokens[row, :count], turn.logp[row, :count]
                 running[row] = -1
+                row_budget[row] = 0  # ends a turn that is still active
         return outputs
 
     def _batch_size(self, num: int) -> int:
@@ -315,17 +345,51 @@ class LocalModel:
 
     def _admit(self, rows, num_rows, slots, prompts):
         """Return the `num_rows` rows, where row slots[i] has read prompts[i]."""
+        if self._is_shared:  # all hosts make the same calls, whatever they share
+            return self._admit_unread(rows, num_rows, slots, prompts)
+        for members, prefix, size in self._prefixes.groups(prompts):
+            texts = [prompts[i][size:] for i in members]
+            if prefix is None:
+                rows = self._admit_unread(rows, num_rows, slots[members], texts)
+            else:
+                rows = self._admit_behind(prefix, rows, num_rows, slots[members], texts)
+        return rows
+
+    def _admit_unread(self, rows, num_rows, slots, prompts):
+        """Return the rows, where row slots[i] has read prompts[i] and shares none."""
         num = self._batch_size(len(prompts))
-        tokens = np.zeros((num, self.max_prompt_tokens), np.int32)
-        count = np.ones(num, np.int32)
-        for i, prompt in enumerate(prompts):
-            tokens[i, : len(prompt)], count[i] = prompt, len(prompt)
+        tokens, count = self._padded(num, range(len(prompts)), prompts)
         contexts = self._sampler.prefill(self._decoding_params, tokens, count)
         # Padding is a row beyond the last.
         target = np.full(num, num_rows, np.int32)
         target[: len(slots)] = slots
         source = np.arange(num, dtype=np.int32)
         return self._sampler.admit(rows, contexts, target, source)
+
+    def _admit_behind(self, prefix, rows, num_rows, slots, texts):
+        """Return the rows, where row slots[i] has read a prefix and then texts[i]."""
+        num, lines = self._batch_size(len(texts)), np.arange(len(texts))
+        if self._sampler.row_shards(num_rows) > 1:
+            num, lines = num_rows, slots  # a shard reads for rows of its own
+        target = np.full(num, num_rows, np.int32)
+        target[lines] = slots
+        rows = self._sampler.admit(rows, prefix, target, np.zeros(num, np.int32))
+        tokens, count = self._padded(num, lines, texts)
+        return self._sampler.extend(self._decoding_params, rows, target, tokens, count)
+
+    def _read_prefix(self, ids):
+        """Return the context of one row that has read these ids."""
+        return self._sampler.prefill(
+            self._decoding_params, *self._padded(1, [0], [ids])
+        )
+
+    def _padded(self, num, lines, texts):
+        """Return [num, P] tokens, where texts[i] is in lines[i], and [num] counts."""
+        tokens = np.zeros((num, self.max_prompt_tokens), np.int32)
+        count = np.ones(num, np.int32)
+        for line, text in zip(lines, texts, strict=True):
+            tokens[line, : len(text)], count[line] = text, len(text)
+        return tokens, count
 
     def _score_ids(self, pairs) -> list[np.ndarray]:
         """Return [n] log-probabilities of each second text, behind the first."""

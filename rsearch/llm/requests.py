@@ -6,7 +6,7 @@ changes no answer. See `local.LocalModel` and `remote_model.RemoteModel`.
 
 import codecs
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -38,6 +38,8 @@ class Generate:
         continued: what the assistant of a chat has written so far; it is no part of the
             completion.
         wants_logp: whether the tokens' log-probabilities are needed.
+        is_enough: (text of the completion so far) -> whether the rest is not needed,
+            whatever follows. A backend may then cut the completion there.
         left_out: the share of its documents that the prompt has no room for; recorded,
             no backend reads it.
         draw: numbers that name the sample where completions are sampled: with other
@@ -49,6 +51,7 @@ class Generate:
     stop: tuple[str, ...] = ()
     continued: str = ""
     wants_logp: bool = False
+    is_enough: Callable[[str], bool] | None = None
     left_out: float = 0.0
     draw: tuple[int, ...] = ()
 
@@ -79,7 +82,8 @@ class Completion:
 
     Attributes:
         text: before the stop string, if one ended it.
-        end: STOPPED at a stop string or by the model itself; CUT at its budget.
+        end: STOPPED at a stop string or by the model itself; CUT at its budget,
+            or where it was enough.
         tokens: the text in pieces, one of each token; they add up to it.
         logp: [tokens] float32 log-probability of each at temperature 1, in nats; empty
             unless it was asked for.

@@ -11,7 +11,7 @@ import numpy as np
 from rsearch.llm.requests import STOPPED, Generate, Search
 from rsearch.methods.base import Kit, few_shot
 from rsearch.methods.reading import MARKED, marked_answer, shown_passages
-from rsearch.text.sentences import sentences
+from rsearch.text.sentences import has_first_sentence, sentences
 from rsearch.types import Question
 
 
@@ -47,7 +47,13 @@ def flare(
             shown = shown_passages(kit, passages)
             end = f"Question: {question.text}\nAnswer:{chain}"
             prompt = "\n\n".join(filter(None, [few_shot("flare"), shown, end]))
-            return Generate(prompt, draft_tokens, stop=("\n",), wants_logp=True)
+            return Generate(
+                prompt,
+                draft_tokens,
+                stop=("\n",),
+                wants_logp=True,
+                is_enough=has_first_sentence,
+            )
 
         completion = yield draft()
         tokens = first_sentence(completion.tokens)

@@ -8,7 +8,7 @@ from typing import Literal
 from rsearch.llm.requests import Generate, Search
 from rsearch.methods.base import Kit, ask_chat, few_shot
 from rsearch.methods.reading import rag_messages
-from rsearch.text.sentences import sentences
+from rsearch.text.sentences import has_first_sentence, sentences
 from rsearch.types import Passage, Question
 
 # IRCoT's rules, as its authors' code has them.
@@ -97,7 +97,9 @@ def ircot(
         context += filter(None, [kit.shorten(_paragraphs(collected[before:]))])
         thoughts = " ".join(["A:", *chain])
         prompt = "\n\n".join([*context, f"Q: {question.text}\n{thoughts}"])
-        completion = yield Generate(prompt, kit.thought_tokens, stop=("\n",))
+        completion = yield Generate(
+            prompt, kit.thought_tokens, stop=("\n",), is_enough=has_first_sentence
+        )
         sentence = next(iter(sentences(completion.text)), "")
         chain.append(sentence)
         if not sentence or CONCLUSION.match(sentence):

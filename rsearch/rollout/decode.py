@@ -132,6 +132,20 @@ def scatter_rows(rows: Rows, updated: Rows, slots: jax.Array) -> Rows:
     return Rows(context, jax.tree.map(put, rows.turn, updated.turn))
 
 
+def even_chunk(num_tokens: int, max_chunk: int) -> int:
+    """Return how many of a row's tokens are read at a time.
+
+    Args:
+        num_tokens: of the row, with its padding.
+        max_chunk: the most that are read at a time.
+    """
+    max_chunk = min(max_chunk, num_tokens)
+    # Chunks of equal size, so that there is little padding, rounded up to an
+    # accelerator's tiles of 8.
+    even = -(-num_tokens // -(-num_tokens // max_chunk))
+    return min(max_chunk, -(-even // 8) * 8)
+
+
 def decode_block_size(model: Decoder, mesh: Mesh, num_rows: int) -> int:
     """Return how many of B rows decode at once.
 
@@ -401,11 +415,7 @@ class Sampler:
 
     def _read(self, params, context: Context, tokens, count, slots=None, table=None):
         """Return the cache after [E, O] tokens, and [E, V] logits behind the last."""
-        max_chunk = min(self._chunk, tokens.shape[1])
-        # Chunks of equal size, so that there is little padding, rounded up to an
-        # accelerator's tiles of 8.
-        even_chunk = -(-tokens.shape[1] // -(-tokens.shape[1] // max_chunk))
-        chunk = min(max_chunk, -(-even_chunk // 8) * 8)
+        chunk = even_chunk(tokens.shape[1], self._chunk)
         tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
         # A short observation ends the loop early, whatever the padded shape is.
         # It is computed on the device, so that the host need not wait for it.

@@ -53,6 +53,17 @@ def sentences(text: str) -> list[str]:
     return result
 
 
+def has_first_sentence(text: str) -> bool:
+    """Return whether a text holds its first sentence, whatever follows.
+
+    That takes the next word too, which says whether a point ends the sentence.
+
+    Args:
+        text: the beginning of a longer one; its last word may be cut.
+    """
+    return len(sentences(text.rpartition(" ")[0])) > 1
+
+
 def _ends(word: str, following: str, *, is_first: bool) -> bool:
     """Return whether a sentence ends behind a word that another one follows."""
     body = word.rstrip(CLOSING)

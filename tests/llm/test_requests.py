@@ -41,6 +41,11 @@ def model():
 
 
 @pytest.fixture(scope="module")
+def small():
+    return make(num_rows=2)
+
+
+@pytest.fixture(scope="module")
 def sampling():
     """A model whose tokens are drawn."""
     return make(temperature=3.0, top_p=0.9)
@@ -78,10 +83,10 @@ def test_each_completion_ends_at_its_own_stop_string(model):
     )
 
 
-def test_rows_and_order_change_no_completion(model):
+def test_rows_and_order_change_no_completion(model, small):
     requests = [Generate(t, REPLY, (("e",), ())[i % 2]) for i, t in enumerate(TEXTS)]
     expected = [c.text for c in model.generate(requests)]
-    assert [c.text for c in make(num_rows=2).generate(requests[::-1])] == expected[::-1]
+    assert [c.text for c in small.generate(requests[::-1])] == expected[::-1]
 
 
 @pytest.mark.parametrize("name", ["model", "sampling"])
@@ -98,6 +103,43 @@ def test_log_probabilities_of_what_was_written(name, request):
     ]
     assert free.logp == pytest.approx(expected, abs=1e-4)
     assert len(free.tokens) == len(free.logp)
+
+
+def test_prompts_that_share_their_beginning_are_answered_as_each_alone(model, small):
+    """The prompts are longer than a chunk, whose 24 tokens they share."""
+    first, second = "who was born in the river " * 3, "the city film director " * 4
+    texts = [f"{first}a", f"{second}x", f"{first}the", f"{first}lies", second]
+    tokenizer = tiny.tokenizer()
+    assert all(24 < len(tokenizer.encode_raw(text)) <= PROMPT for text in texts)
+    requests = [Generate(text, REPLY, wants_logp=True) for text in texts]
+    alone = [small.generate([request])[0] for request in requests]
+    for asked, answers in (
+        (requests, alone),
+        (requests[::-1], alone[::-1]),
+        (requests[3:4], alone[3:4]),
+    ):
+        for completion, other in zip(model.generate(asked), answers, strict=True):
+            np.testing.assert_array_equal(completion.ids, other.ids)
+            assert completion.logp == pytest.approx(other.logp, abs=1e-5)
+    np.testing.assert_array_equal(completion.logp, other.logp)  # batches of one
+
+
+def test_a_completion_ends_where_it_is_enough(model, small):
+    free = model.generate([Generate(text, REPLY) for text in TEXTS])
+    sizes = [len(c.text) // (i + 1) for i, c in enumerate(free)]
+    requests = [
+        Generate(t, REPLY, is_enough=lambda text, size=size: len(text) >= size)
+        for t, size in zip(TEXTS, sizes, strict=True)
+    ]
+    requests[2:2] = [Generate(TEXTS[0], REPLY)]
+    for asks in (model, small):
+        first, second, beside, *others = asks.generate(requests)
+        assert beside.text == free[0].text
+        for cut, whole, size in zip([first, second, *others], free, sizes, strict=True):
+            assert cut.end == CUT
+            assert cut.ids.tolist() == whole.ids[: len(cut.ids)].tolist()
+            assert len(cut.text) >= size
+            assert len("".join(cut.tokens[:-1])) < size or not cut.tokens
 
 
 def test_a_chat_goes_on_with_what_the_assistant_has_written(model):

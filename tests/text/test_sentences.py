@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from rsearch.text.sentences import sentences
+from rsearch.text.sentences import has_first_sentence, sentences
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,25 @@ def test_sentences_end_where_a_reader_would_end_them(expected):
     text = " ".join(expected)
     assert sentences(text) == expected
     assert sentences(f"\n {text.replace(' ', '  ')}\t") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "shortest"),
+    [
+        ("He left. She did not.", "He left. She "),
+        ("He is Mr. X of Y. She is not.", "He is Mr. X of Y. She "),
+        ("He lives in the U.S. He is old.", "He lives in the U.S. He "),
+        ("He lives in the U.S. Hermann is old.", None),
+        ("He left.", None),
+        ("", None),
+    ],
+)
+def test_a_first_sentence_is_there_where_no_more_text_changes_it(text, shortest):
+    prefixes = [text[:size] for size in range(len(text) + 1)]
+    held = [prefix for prefix in prefixes if has_first_sentence(prefix)]
+    assert held[:1] == ([] if shortest is None else [shortest])
+    assert held == prefixes[len(prefixes) - len(held) :]
+    assert all(sentences(prefix)[0] == sentences(text)[0] for prefix in held)
 
 
 def test_a_blank_line_ends_a_sentence():

@@ -1,0 +1,72 @@
+"""Prefixes that prompts share are read once, a few of them, in whole chunks."""
+
+import numpy as np
+import pytest
+
+from rsearch.llm.prefixes import MAX_PREFIXES, SharedPrefixes
+from rsearch.models.attention.cached import Cache
+from rsearch.rollout.interface import Context
+
+CHUNK = 4
+
+
+@pytest.fixture
+def reads():
+    return []
+
+
+@pytest.fixture
+def prefixes(reads):
+    def read(ids):
+        reads.append("".join(map(chr, ids)))
+        cached = np.pad(ids, (0, 5))[
+            None, None, None, :, None
+        ]  # longer, as prompts are
+        return Context(Cache(cached, cached), np.array([len(ids)]), np.zeros((1, 2)))
+
+    return SharedPrefixes(CHUNK, read)
+
+
+def groups(prefixes, *texts):
+    """[(texts, their prefix)] as the contexts hold it."""
+    prompts = [np.array([ord(c) for c in text], np.int32) for text in texts]
+    result = []
+    for numbers, context, size in prefixes.groups(prompts):
+        prefix = ""
+        if context is not None:
+            prefix = "".join(map(chr, context.cache.k[0, 0, 0, :, 0]))
+            assert context.length.tolist() == [len(prefix)]
+        assert len(prefix) == size
+        result.append(([texts[i] for i in numbers], prefix))
+    return result
+
+
+def test_prompts_share_whole_chunks_and_keep_a_token_of_their_rest(prefixes, reads):
+    texts = ["abcdefghij", "abcdefghix", "bcde", "abcd", "abcdefgh"]
+    assert groups(prefixes, *texts) == [
+        (["abcdefghij", "abcdefghix", "abcdefgh"], "abcd"),
+        (["bcde", "abcd"], ""),
+    ]
+    assert reads == ["abcd"]
+
+
+def test_a_prefix_is_read_once_and_becomes_shorter_where_less_is_shared(
+    prefixes, reads
+):
+    assert groups(prefixes, "abcdefghi", "abcdefghj")[0][1] == "abcdefgh"
+    assert groups(prefixes, "abcdefghk") == [(["abcdefghk"], "abcdefgh")]
+    assert groups(prefixes, "abcdeFghk") == [(["abcdeFghk"], "abcd")]
+    assert groups(prefixes, "abcdefghk") == [(["abcdefghk"], "abcd")]
+    assert reads == ["abcdefgh"]
+    prefixes.clear()
+    assert groups(prefixes, "abcdefghk") == [(["abcdefghk"], "")]
+
+
+def test_few_prefixes_are_held(prefixes, reads):
+    pairs = [(f"{i}abcx", f"{i}abcy") for i in range(MAX_PREFIXES + 1)]
+    for pair in pairs:
+        groups(prefixes, *pair)
+        groups(prefixes, *pairs[1])  # used all the time
+    assert groups(prefixes, pairs[0][0])[0][1] == ""
+    assert groups(prefixes, pairs[1][0])[0][1] == "1abc"
+    assert len(reads) == len(pairs)
