@@ -327,12 +327,12 @@ class LocalModel:
             turn = self._sampler.turns_on_host(rows)
             for row in np.flatnonzero(running >= 0):
                 i, count = running[row], turn.count[row]
-                enough = self._num_enough(
+                num_enough = self._num_enough(
                     turn.tokens[row, :count], requests[i].is_enough
                 )
-                if enough is None and turn.active[row]:
+                if num_enough is None and turn.active[row]:
                     continue
-                count = count if enough is None else enough
+                count = count if num_enough is None else num_enough
                 outputs[i] = turn.tokens[row, :count], turn.logp[row, :count]
                 running[row] = -1
                 row_budget[row] = 0  # ends a turn that is still active

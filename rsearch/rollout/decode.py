@@ -415,6 +415,7 @@ class Sampler:
 
     def _read(self, params, context: Context, tokens, count, slots=None, table=None):
         """Return the cache after [E, O] tokens, and [E, V] logits behind the last."""
+        # One size for a number of columns, wherever a row's tokens begin.
         chunk = even_chunk(tokens.shape[1], self._chunk)
         tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
         # A short observation ends the loop early, whatever the padded shape is.
@@ -567,6 +568,8 @@ class Sampler:
             temperature=self._temperature,
             top_p=self._top_p,
         )
+        # Training never asks for these, and its program computes none: None is static.
+        # At temperature 0 a draw's probability is 1, and says nothing of the model.
         if unscaled is not None:
             logp = jnp.where(unscaled, unscaled_logp(context.logits, tokens), logp)
         # Rows that do not decode compute too; what they compute is dropped: column N
