@@ -125,7 +125,9 @@ def test_the_end_of_text_ends_a_reply_and_is_no_part_of_it():
 
 def test_a_model_spread_over_devices_replies_alike(generate):
     spread = make(num_rows=4, devices=4)
-    assert spread(CHATS) == generate(CHATS)
+    # These share the first of two chunks.
+    shared = [chat(f"{'river lies ' * 8}{word}") for word in "abc"]
+    assert spread(CHATS + shared) == generate(CHATS + shared)
 
 
 @pytest.fixture(scope="module")
