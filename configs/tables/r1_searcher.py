@@ -7,7 +7,6 @@ LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 QWEN = "Qwen/Qwen2.5-7B"
 NO_SCORES = "an endpoint gives no probabilities of a given text"
 NO_MIXTURE = "an endpoint mixes no prompts token by token"
-NO_CODE = "neither code nor critics of CR-Planner are public"
 SETS = {
     "HotpotQA": "r1_searcher_hotpotqa",
     "2Wiki": "r1_searcher_2wikimultihopqa",
@@ -112,7 +111,7 @@ TABLE_2 = PaperTable(
             "CR-Planner",
             "0.404 0.416 0.520 0.478 0.488 0.524 0.272 0.262",
             GPT,
-            reason=NO_CODE,
+            method="cr_planner",
         ),
         PaperRow(
             "rearter_gpt",
@@ -203,7 +202,7 @@ TABLE_2 = PaperTable(
             "CR-Planer",
             "0.332 0.350 0.420 0.350 0.304 0.336 0.144 0.098",
             LLAMA,
-            reason=NO_CODE,
+            method="cr_planner",
         ),
         PaperRow(
             "rearter_llama",

@@ -92,7 +92,7 @@ TABLE_1 = PaperTable(
             "44.4 33.6 2.40 48.2 22.0 2.54 35.2 34.4 2.96 12.2 11.4 2.72 32.0 "
             "25.4 2.66",
             QWEN,
-            reason="neither code nor critics of CR-Planner are public",
+            method="cr_planner",
         ),
         PaperRow(
             "search_o1",
