@@ -38,7 +38,7 @@ DTYPES = ("float32", "bfloat16")
 WORLD_KINDS = ("single", "bridge", "three_hop", "four_hop", "comparison")
 WORLD_KINDS += ("unanswerable",)  # no passage answers these
 CURATE_METHODS = ("segments", "answerable", "difficulty", "mix", "both_knowledge")
-CURATE_METHODS += ("rewriter", "chains", "no_reasoning", "self_rag")
+CURATE_METHODS += ("rewriter", "chains", "no_reasoning", "self_rag", "oracle")
 ALGORITHMS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo")
 MIX = r"(\S+ )?(easy|medium|hard) (\d+(:\d*)?|0?\.\d+)"  # an entry of curate.mix
 
@@ -400,7 +400,7 @@ CURATE = Section(
     ),
     order=Field(
         "any",
-        "of the words of an answer in 'cover_em'",
+        "of the words of an answer in 'cover_em', and in the passages of 'oracle'",
         one_of(("any", "contiguous", "substring")),
     ),
     max_words=Field(
@@ -466,6 +466,12 @@ CURATE = Section(
         "engine",
         "'chains': come from the search 'engine', or from the 'gold' passages",
         one_of(("engine", "gold")),
+    ),
+    recover_share=Field(
+        0.25,
+        "'oracle': of the questions kept; they first search with the question itself "
+        "and miss a gold passage",
+        between(0, 1),
     ),
     labels=Field(
         "",

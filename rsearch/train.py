@@ -405,7 +405,9 @@ def _report(config, dataset, folder):
     trained = [s for s, c in stage_configs(config) if c.trains == "policy"]
     trained = [s for s in trained if kind_of(s) != "curate"] or [START]
     last = (trained[-1], "protocol", dataset)
-    rows = read_transcripts(folder)
+    results = read_results(folder)
+    # Data stages alone are evaluated nowhere.
+    rows = read_transcripts(folder) if results else []
     mine = [r for r in rows if (r["stage"], r["method"], r["dataset"]) == last]
     for row in mine[: config.eval.examples]:
         title = f"{row['id']}: {row['question']} -> {row.get('prediction')}"
@@ -418,7 +420,8 @@ def _report(config, dataset, folder):
             title = "reward by step" + ("" if stage == "rl" else f", {stage}")
             bars = sparkline(rewards)
             console.block(title, f"{bars} {rewards[0]:.2f} -> {rewards[-1]:.2f}")
-    show_results(read_results(folder), config)
+    if results:
+        show_results(results, config)
     console.note(f"results, transcripts and checkpoints: {folder}")
     console.note(f"curves: tensorboard --logdir {folder}")
 

@@ -357,6 +357,11 @@ def _check_curate(c):
             "config.curate.labels = '': config.curate.method = 'self_rag' needs a "
             "transcripts.jsonl with rows of direct and rag on config.data.train"
         )
+    if method == "oracle" and c.models.writer.source:
+        raise ValueError(
+            f"config.models.writer.source = {c.models.writer.source!r}: config.curate."
+            "method = 'oracle' asks no model, and shows the passages themselves"
+        )
     if method != "difficulty":
         return
     easy, hard, limit = (

@@ -81,6 +81,10 @@ class Attempt:
         return list({p.contents: p for p in passages}.values())
 
 
+NO_ATTEMPT = Attempt((), (), (), None, Outcome.TRUNCATED)
+"""What there is of a question that nothing was written for."""
+
+
 def attempt_of(protocol: Protocol, rollout: Rollout) -> Attempt:
     """Return the rollout as text; see `first_step` for how a turn is cut."""
     turns, shown = [], []

@@ -190,9 +190,17 @@ def supporting_passages(
     MuSiQue's `paragraphs` that have `is_supporting`. Where it names none, or in another
     form, the set is empty: nothing may end here that was rolled out for hours.
     """
-    metadata = question.metadata
-    if ids := _texts_of(metadata.get("supporting_ids")):
+    if ids := _texts_of(question.metadata.get("supporting_ids")):
         return (lambda passage: passage.id), set(ids)
+    return bare_title, set(supporting_titles(question))
+
+
+def supporting_titles(question: Question) -> list[str]:
+    """Return the titles of `supporting_passages`, each once, without quotes.
+
+    They are in the order in which the metadata first names them.
+    """
+    metadata = question.metadata
     titles = _texts_of(metadata.get("supporting_titles"))
     facts = metadata.get("supporting_facts")
     if not titles and isinstance(facts, dict):
@@ -205,7 +213,7 @@ def supporting_passages(
     if not titles and isinstance(paragraphs, list):
         objects = [x for x in paragraphs if isinstance(x, dict)]
         titles = _texts_of([x.get("title") for x in objects if x.get("is_supporting")])
-    return bare_title, {title.strip('" ') for title in titles}
+    return list(dict.fromkeys(title.strip('" ') for title in titles))
 
 
 def _texts_of(values):

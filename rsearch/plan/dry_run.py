@@ -132,6 +132,7 @@ def _num_requests(curate):
         "mix": 0,  # their difficulty is known
         "no_reasoning": 1,
         "self_rag": 0,  # the labels have the model's answers
+        "oracle": 0,  # gold annotations say what to search for
     }
     if curate.method == "chains":
         return "turns of a chain", f"at most {curate.max_steps + curate.max_retries}"

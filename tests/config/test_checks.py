@@ -203,6 +203,14 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
         (
             {
                 "stages": ("curate",),
+                "curate__method": "oracle",
+                "models__writer__source": "model",
+            },
+            "config.models.writer.source = 'model'",
+        ),
+        (
+            {
+                "stages": ("curate",),
                 "curate__method": "difficulty",
                 "curate__rollouts": 19,
             },

@@ -16,7 +16,6 @@ from rsearch.data.chains import (
     split_chain,
 )
 from rsearch.data.curation import KEPT, attempt_of, first_step, from_record, to_record
-from rsearch.hosts import processes
 from rsearch.protocols import plain
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Conversation, Host
@@ -43,18 +42,8 @@ def chains(stage: DataStage) -> Selection:
     config.curate.max_retries times in a chain; a chain has at most config.curate.
     max_steps steps.
     """
-    c = stage.config
-    done = stage.journal.of(STEPS, 0)
-    new = [q for q in stage.questions if q.id not in done]
-    waves = _waves(new, c.rollout.max_concurrent)
-    # Nothing is compiled where the journal already has every chain.
-    builder = _ChainBuilder(stage) if waves else None
-    for wave in (
-        console.progress(waves, f"{stage.name}: chains, waves") if waves else ()
-    ):
-        records = [[r] for r in processes.map_hosts_json(builder, wave)]
-        stage.journal.append(STEPS, 0, [q.id for q in wave], records)
-    return _filter(stage, stage.journal.of(STEPS, 0))
+    records = stage.in_waves(STEPS, "chains", lambda: _ChainBuilder(stage))
+    return _filter(stage, records)
 
 
 def _filter(stage, records):
@@ -150,8 +139,8 @@ class _ChainBuilder:
         )
         self._params = self._engine.place_params(stage.params)
 
-    def __call__(self, questions) -> list[dict]:
-        """Return the record of each question's chain."""
+    def __call__(self, questions) -> list[list[dict]]:
+        """Return the record of each question's chain, alone in a list."""
         wave = [self._open(question) for question in questions]
         note_progress = console.note_now_and_then(
             lambda: (
@@ -163,7 +152,7 @@ class _ChainBuilder:
         while going := [chain for chain in wave if chain.is_going]:
             self._take(going, self._ask(going))
             note_progress()
-        return [self._record(made) for made in wave]
+        return [[self._record(made)] for made in wave]
 
     def _open(self, question):
         host, search = self._host, self._stage.search
@@ -276,21 +265,12 @@ def no_reasoning(stage: DataStage) -> Selection:
     The model is told the answer and the sub-questions with their answers, and words
     thoughts, actions and observations around them.
     """
-    c = stage.config
-    done = stage.journal.of(ABLATION, 0)
-    new = [q for q in stage.questions if q.id not in done]
-    waves = _waves(new, c.rollout.max_concurrent)
-    roll = _ablation_roller(stage) if waves else None
-    for wave in (
-        console.progress(waves, f"{stage.name}: chains, waves") if waves else ()
-    ):
-        records = [[r] for r in processes.map_hosts_json(roll, wave)]
-        stage.journal.append(ABLATION, 0, [q.id for q in wave], records)
-    return _filter(stage, stage.journal.of(ABLATION, 0))
+    records = stage.in_waves(ABLATION, "chains", lambda: _ablation_roller(stage))
+    return _filter(stage, records)
 
 
 def _ablation_roller(stage):
-    """Return questions -> the record of the chain that the model writes for each."""
+    """Return questions -> [the record of the chain that the model writes] for each."""
     c = stage.config
     # The model writes the observations too, so nothing stops it and nothing is parsed
     # before the whole chain is there.
@@ -313,7 +293,7 @@ def _ablation_roller(stage):
         records = []
         for group in engine(placed, questions, key):
             attempt = split_chain(stage.protocol, group.rollouts[0].policy_texts[0])
-            records.append({**to_record(attempt), "asked": 1, "gave_up": ""})
+            records.append([{**to_record(attempt), "asked": 1, "gave_up": ""}])
         return records
 
     return roll
@@ -334,7 +314,3 @@ def _sub_questions(stage, question):
             if hop.subject in known
         ],
     )
-
-
-def _waves(questions, size):
-    return [questions[i : i + size] for i in range(0, len(questions), size)]

@@ -208,6 +208,32 @@ class DataStage:
             for q in questions
         ]
 
+    def in_waves(
+        self,
+        name: str,
+        label: str,
+        make_work: Callable[[], Callable[[Sequence[Question]], list[list[dict]]]],
+    ) -> dict:
+        """Return {question id: records} of a pass that journals wave after wave.
+
+        Args:
+            name: of the pass.
+            label: of what is made, for the line of progress.
+            make_work: returns (questions) -> the records of each, JSON values that
+                `from_record` reads. It is called only if a question lacks its records.
+        """
+        done = self.journal.of(name, 0)
+        new = [q for q in self.questions if q.id not in done]
+        size = self.config.rollout.max_concurrent
+        waves = [new[i : i + size] for i in range(0, len(new), size)]
+        # Nothing is compiled where the journal already has every record.
+        work = make_work() if waves else None
+        label = f"{self.name}: {label}, waves"
+        for wave in console.progress(waves, label) if waves else ():
+            records = processes.map_hosts_json(work, wave)
+            self.journal.append(name, 0, [q.id for q in wave], records)
+        return self.journal.of(name, 0)
+
     def _roller(self, group_size, temperature, max_searches):
         """Return (questions, key) -> records of the attempts at each."""
         c = self.config

@@ -24,6 +24,7 @@ from rsearch.data.selection import LEVELS, difficulty, mixed, share
 from rsearch.runtime.jsonl import write_jsonl
 from rsearch.runtime.workdir import write_json
 from rsearch.stages.curate.chains import chains, no_reasoning
+from rsearch.stages.curate.oracle import gold_searches
 from rsearch.stages.curate.rolling import FIRST, DataStage
 from rsearch.stages.curate.self_rag import gold_reflections
 from rsearch.stages.curate.summary import (
@@ -310,4 +311,5 @@ METHODS = {
     "chains": chains,
     "no_reasoning": no_reasoning,
     "self_rag": gold_reflections,
+    "oracle": gold_searches,
 }

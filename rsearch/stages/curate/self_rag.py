@@ -4,14 +4,11 @@ The answers are the model's: rows of `direct` and `rag` of an evaluation on the 
 questions. What GPT-4 would judge follows from golden answers and passages instead.
 """
 
-from collections.abc import Callable
-
 from rsearch.data.labels import read_labels
 from rsearch.data.questions import bare_title, supporting_passages
 from rsearch.data.reflections import reflections
 from rsearch.stages.curate.rolling import DataStage
 from rsearch.stages.curate.summary import Decision, Selection
-from rsearch.types import Passage, Question
 
 STRATEGIES = ("direct", "rag")  # whose answers are graded
 
@@ -55,9 +52,7 @@ def gold_reflections(stage: DataStage) -> Selection:
     return Selection(decisions, demonstrations)
 
 
-def _gold(
-    stage: DataStage, question: Question
-) -> tuple[Callable[[Passage], str], set[str]]:
+def _gold(stage, question):
     """Return (a passage's key, keys of the gold ones); see `supporting_passages`."""
     if stage.world is not None and question.id in stage.world.hops:
         return bare_title, {hop.subject for hop in stage.world.hops[question.id]}

@@ -1,0 +1,240 @@
+"""Plan the searches of a policy that knows which passages a question rests on.
+
+The plans are made of gold annotations and of what the engine really finds; no model is
+asked. For the embedded world `rsearch.world.plans` knows more, and plans better.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+from rsearch.data.questions import bare_title, supporting_titles
+from rsearch.protocols.base import Step
+from rsearch.text.normalize import cover_exact_match
+from rsearch.types import SEARCH, Answer, Passage, Question, ToolCall
+
+WORD = re.compile(r"\w+")
+QUALIFIER = re.compile(r"\s*\([^()]*\)$")  # of titles: "Inferno (1953 film)"
+CLOSED = ("yes", "no")  # answers that no passage holds
+NAMED = 0.5  # share of a name's words in a text that names it
+LEAD = 8  # words of a passage's text; where they are shown it was not cut off
+OPENING = "I need to find the answer to the question."
+LOST = "This does not help."
+
+
+@dataclasses.dataclass(frozen=True)
+class GoldHop:
+    """A passage that a question rests on, and what is sought in it.
+
+    Attributes:
+        title: of the passage, without quotes.
+        relation: to look up, "" where the annotation has none.
+        object: what the passage says of it, "" likewise.
+    """
+
+    title: str
+    relation: str = ""
+    object: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return the title without the words in brackets that tell it from others."""
+        return QUALIFIER.sub("", self.title) or self.title
+
+    @property
+    def queries(self) -> tuple[str, ...]:
+        """Return what to search for, most telling first."""
+        qualified = " ".join(re.sub("[()]", " ", self.title).split())
+        related = f"{self.name} {self.relation}".strip()
+        return tuple(dict.fromkeys([related, self.name, qualified]))
+
+    @property
+    def need(self) -> str:
+        """Return the thought before the search."""
+        sought = f"the {self.relation} of " if self.relation else ""
+        return f"I need to find {sought}{self.name}."
+
+
+def gold_hops(question: Question) -> list[GoldHop]:
+    """Return what a question rests on, in the order of its annotation.
+
+    The titles are those of `supporting_titles`. 2WikiMultiHopQA's `evidences`, triples
+    of subject, relation and object, name the relations: a title has the first triple
+    whose subject it is, or else the first whose subject's words are mostly its words
+    and which is of no other title.
+    """
+    titles = supporting_titles(question)
+    evidences = question.metadata.get("evidences")
+    triples = [
+        triple
+        for triple in (evidences if isinstance(evidences, list) else ())
+        if isinstance(triple, list)
+        and len(triple) == 3
+        and all(isinstance(text, str) for text in triple)
+    ]
+    subjects = {title.casefold() for title in titles}
+    hops = []
+    for title in titles:
+        same = [t for t in triples if t[0].casefold() == title.casefold()]
+        near = [
+            t
+            for t in triples
+            if t[0].casefold() not in subjects and overlap(t[0], title) > NAMED
+        ]
+        _, relation, value = next(iter(same or near), ("", "", ""))
+        hops.append(GoldHop(title, relation.strip(), value.strip()))
+    return hops
+
+
+def plan_queries(question: Question, hops: Sequence[GoldHop]) -> list[str]:
+    """Return all queries that a plan may search for, each once."""
+    queries = [query for hop in hops for query in hop.queries]
+    return list(dict.fromkeys([question.text.strip(), *queries]))
+
+
+def overlap(name: str, text: str) -> float:
+    """Return the share of a name's words that a text has."""
+    words = WORD.findall(name.casefold())
+    known = set(WORD.findall(text.casefold()))
+    return sum(word in known for word in words) / max(len(words), 1)
+
+
+def plan(
+    question: Question,
+    hops: Sequence[GoldHop],
+    hits_of: Mapping[str, Sequence[Passage] | None],
+    *,
+    recovers: bool,
+    normalize: str,
+    order: str,
+) -> tuple[list[Step], str]:
+    """Return the steps that find every gold passage, and "" or why there are none.
+
+    What the question names is sought first, then what the passages read so far name. A
+    passage that an earlier search has found is not sought again.
+
+    Args:
+        question: with its golden answers.
+        hops: from `gold_hops`.
+        hits_of: query -> passages, for `plan_queries`; None where the search failed.
+        recovers: whether the question itself is searched first, which must miss a gold
+            passage. Otherwise it is searched only where it names no gold title.
+        normalize: a key of NORMALIZERS.
+        order: of the words of an answer, see `cover_exact_match`.
+    """
+    if not hops:
+        return [], "no gold titles"
+    asked = question.text.strip()
+    if any(hits_of[query] is None for query in plan_queries(question, hops)):
+        return [], "search failed"
+
+    def holds(text: str, phrase: str, order: str = order) -> bool:
+        return cover_exact_match(text, (phrase,), normalize=normalize, order=order) > 0
+
+    def finding(hop: GoldHop, passage: Passage, pending: Sequence[GoldHop]) -> str:
+        """Return what a gold passage says, in few words."""
+        if hop.object and holds(passage.text, hop.object):
+            return f"The {hop.relation} of {hop.name} is {hop.object}."
+        sought = [*(other.name for other in pending), *question.golden_answers]
+        for name in sought:
+            is_new = name not in (hop.name, hop.title)
+            if is_new and holds(passage.text, name, order="contiguous"):
+                return f"The passage on {hop.name} mentions {name}."
+        return f"I have read about {hop.name}."
+
+    steps: list[Step] = []
+    read: list[Passage] = []
+    findings: list[str] = []
+    pending = list(hops)
+
+    def search(thought: str, query: str) -> None:
+        nonlocal findings, pending
+        said = " ".join([*findings, thought])
+        steps.append(Step(len(steps) + 1, said, ToolCall(SEARCH, (query,))))
+        read.extend(hits_of[query])
+        ranks = {hop: _rank(hits_of[query], hop.title) for hop in pending}
+        pending = [hop for hop in pending if ranks[hop] is None]
+        findings = [
+            finding(hop, hits_of[query][rank], pending)
+            for hop, rank in ranks.items()
+            if rank is not None
+        ] or [LOST]
+
+    by_question = [_rank(hits_of[asked], hop.title) is not None for hop in hops]
+    if recovers:
+        if all(by_question):
+            return [], "answered by the question"
+        search(OPENING, asked)
+    while pending:
+        text = " ".join([question.text, *(passage.contents for passage in read)])
+        # Of equals the first is the annotation's.
+        hop = max(
+            pending,
+            key=lambda h: (
+                overlap(h.name, question.text) > NAMED,
+                overlap(h.name, text),
+            ),
+        )
+        # Nobody could know the words of such a query; only the question is there.
+        if overlap(hop.name, text) < NAMED:
+            if steps or not any(by_question):
+                return [], "gold title named nowhere"
+            search(OPENING, asked)
+            continue
+        ranks = [(_rank(hits_of[query], hop.title), query) for query in hop.queries]
+        finds = [(rank, query) for rank, query in ranks if rank is not None]
+        if not finds:
+            return [], "gold passage not found"
+        _, query = min(finds, key=lambda pair: pair[0])
+        search(hop.need, query)
+    # The last step: an answer that was read.
+    closed = [a for a in question.golden_answers if a.strip().casefold() in CLOSED]
+    held = [
+        answer
+        for answer in question.golden_answers
+        if any(holds(passage.contents, answer) for passage in read)
+    ]
+    if not closed and not held:
+        return [], "answer in no passage"
+    answer = (closed or held)[0].strip()
+    said = " ".join([*findings, f"The answer is {answer}."])
+    return [*steps, Step(len(steps) + 1, said, Answer(answer))], ""
+
+
+def is_shown(
+    hops: Sequence[GoldHop],
+    passages: Sequence[Passage],
+    answer: str,
+    text: str,
+    *,
+    normalize: str,
+    order: str,
+) -> bool:
+    """Return whether a text has the gold passages' first words, and the answer.
+
+    Args:
+        hops: from `gold_hops`.
+        passages: that were found.
+        answer: of the last step.
+        text: what was shown, cut to its budgets.
+        normalize, order: see `plan`.
+    """
+    titles = {hop.title for hop in hops}
+    leads = [
+        " ".join(passage.text.split()[:LEAD])
+        for passage in passages
+        if bare_title(passage) in titles
+    ]
+    is_closed = answer.casefold() in CLOSED
+    phrases = [(lead, "contiguous") for lead in leads if lead]
+    phrases += [] if is_closed else [(answer, order)]
+    return all(
+        cover_exact_match(text, (phrase,), normalize=normalize, order=order) > 0
+        for phrase, order in phrases
+    )
+
+
+def _rank(passages, title):
+    """Return the position of the first passage with this title, or None."""
+    titles = [bare_title(passage) for passage in passages]
+    return titles.index(title) if title in titles else None

@@ -1,0 +1,134 @@
+"""Write demonstrations of searching from gold annotations; the model is never asked.
+
+What is searched is really searched, and what the engine finds is what is read.
+"""
+
+import dataclasses
+
+from rsearch.data.curation import (
+    ESCAPED_SPACE,
+    KEPT,
+    NO_ATTEMPT,
+    attempt_of,
+    from_record,
+    to_record,
+)
+from rsearch.data.demonstrations import Demonstration
+from rsearch.data.oracle import GoldHop, gold_hops, is_shown, plan, plan_queries
+from rsearch.data.selection import drawn
+from rsearch.rollout.replay import replay
+from rsearch.stages.curate.rolling import DataStage
+from rsearch.stages.curate.summary import Decision, Selection
+
+PLANS = "oracle"  # the pass in the journal
+
+
+def gold_searches(stage: DataStage) -> Selection:
+    """Choose the questions whose gold passages and answer can be searched for and read.
+
+    Of those a share of config.curate.recover_share first searches with the question
+    itself, which misses a gold passage, and goes on as the others do.
+
+    Raises:
+        ValueError: the protocol wants more than annotations can say.
+    """
+    c, protocol = stage.config, stage.protocol
+    if protocol.evidence_tag is not None:
+        raise ValueError(
+            f"config.protocol.name = {c.protocol.name!r}: config.curate.method = "
+            f"'oracle' cannot write its <{protocol.evidence_tag}>; name a protocol "
+            "without it"
+        )
+    records = stage.in_waves(PLANS, "gold searches", lambda: _writer(stage))
+    usable = [q for q in stage.questions if not records[q.id][0]["fault"]]
+    # A question's second record is its plan with a search that misses a gold passage.
+    able = [q for q in usable if len(records[q.id]) > 1]
+    wanted = round(c.curate.recover_share * len(usable))
+    # Drawn of those that can. Few find none of them: these come first.
+    order = drawn(able, seed=c.seed, name="recover ")
+    order.sort(key=lambda i: -_num_more(records[able[i].id]))
+    recovering = {able[i].id for i in order[:wanted]}
+    decisions, demonstrations = [], []
+    for question in stage.questions:
+        record = records[question.id][question.id in recovering]
+        wrong = record["fault"]
+        decisions.append(Decision(wrong or KEPT, not wrong, 0))
+        if not wrong:
+            attempt = from_record(record)
+            kind = f"searches: {len(attempt.searches)}"
+            kind += ", recovered" if question.id in recovering else ""
+            demonstrations.append((kind, Demonstration(question, attempt.turns)))
+    notes = []
+    if len(able) < wanted:
+        notes.append(
+            f"config.curate.recover_share = {c.curate.recover_share}: of {len(usable)} "
+            f"questions only {len(able)} miss a gold passage by their own words"
+        )
+    return Selection(decisions, demonstrations, notes=notes)
+
+
+def _num_more(records):
+    """Return how many searches the plan that recovers has beyond the direct one."""
+    direct, recovering = (len(record["searches"]) for record in records)
+    return recovering - direct
+
+
+def _writer(stage):
+    """Return questions -> the records of each: a plan, and one that recovers."""
+    hits_of: dict = {}
+    host = stage.make_host(search=lambda queries: [hits_of[query] for query in queries])
+
+    def write(questions):
+        hops = {q.id: _hops(stage, q) for q in questions}
+        queries = [text for q in questions for text in plan_queries(q, hops[q.id])]
+        queries = list(dict.fromkeys(queries))
+        # One batch a wave: plans are made of results, and replays look them up.
+        hits_of.clear()
+        hits_of.update(zip(queries, stage.search(queries), strict=True))
+        rows = []
+        for question in questions:
+            row = [_record(stage, host, question, hops[question.id], hits_of, False)]
+            again = _record(stage, host, question, hops[question.id], hits_of, True)
+            # Without a plan of its own it is not one that recovers.
+            is_other = not again["fault"] and again["turns"] != row[0]["turns"]
+            rows.append([*row, again] if is_other else row)
+        return rows
+
+    return write
+
+
+def _hops(stage, question):
+    """Return what a question rests on: its metadata says, or the embedded world."""
+    if stage.world is not None and question.id in stage.world.hops:
+        return [GoldHop(hop.subject) for hop in stage.world.hops[question.id]]
+    return gold_hops(question)
+
+
+def _record(stage, host, question, hops, hits_of, recovers):
+    """Return the journal's record of a plan, with its "fault" or ""."""
+    c, protocol, limits = stage.config.curate, stage.protocol, stage.limits
+    measure = {"normalize": c.normalize, "order": c.order}
+    faulty = to_record(NO_ATTEMPT)
+    steps, fault = plan(question, hops, hits_of, recovers=recovers, **measure)
+    if not fault and len(steps) > limits.num_turns:
+        fault = "too many searches"
+    if fault:
+        return {**faulty, "fault": fault}
+    try:
+        turns = tuple(protocol.write(step) for step in steps)
+    except ValueError:  # a tag in a title, say
+        return {**faulty, "fault": "cannot be written"}
+    try:
+        # As the supervised stage reads it, within the same budgets.
+        attempt = attempt_of(protocol, replay(host, question, turns))
+    except ValueError:
+        return {**faulty, "fault": "too long"}
+    text = ESCAPED_SPACE.sub(" ", " ".join(attempt.shown))
+    for tag in protocol.observation_tags():
+        text = tag.sub(" ", text)  # it touches the last word
+    answer = steps[-1].action.text
+    if not is_shown(hops, attempt.passages(), answer, text, **measure):
+        return {**faulty, "fault": "cut off"}
+    # A replay's turns begin with the template's space, which a demonstration lacks.
+    attempt = dataclasses.replace(attempt, turns=turns)
+    return {**to_record(attempt), "fault": ""}

@@ -1,0 +1,152 @@
+"""Plans of gold annotations: what is searched in which order, and what is dropped."""
+
+import dataclasses
+
+import pytest
+
+from rsearch.data.oracle import GoldHop, gold_hops, is_shown, plan, plan_queries
+from rsearch.types import Answer, Passage, Question
+
+KARL = Passage("1", '"Karl (prince)"\nKarl, a prince, was the son of Emich Leiningen.')
+EMICH = Passage("2", '"Emich Leiningen"\nEmich was born on January 18, 1866.')
+SILENT = Passage("1", '"Karl (prince)"\nKarl was a prince.')
+OTHER = Passage("3", '"Paris"\nParis lies in France.')
+GOLD = {"supporting_titles": ["Emich Leiningen", "Karl (prince)"]}
+TRIPLES = [
+    ["Karl (prince)", "father", "Emich"],
+    ["Emich Leiningen", "date of birth", "18 January 1866"],
+]
+BORN = Question("q", "When was Karl's father born?", ("18 January 1866",), GOLD)
+TRIED = Question("q", BORN.text, BORN.golden_answers, {**GOLD, "evidences": TRIPLES})
+
+
+def planned(question, lookup, *, recovers=False, default=(OTHER,)):
+    """The plan over an engine that has these results, and `default` elsewhere."""
+    hops = gold_hops(question)
+    hits = {q: lookup.get(q, default) for q in plan_queries(question, hops)}
+    steps, fault = plan(
+        question, hops, hits, recovers=recovers, normalize="squad", order="any"
+    )
+    said = [
+        a.text if isinstance(a, Answer) else a.arguments[0]
+        for a in (step.action for step in steps)
+    ]
+    assert [step.number for step in steps] == list(range(1, len(steps) + 1))
+    return said, fault, " ".join(step.thought for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("question", "lookup", "expected"),
+    [
+        (  # what the question names comes first, whatever the annotation's order
+            BORN,
+            {"Karl": (KARL,), "Emich Leiningen": (EMICH,)},
+            ["Karl", "Emich Leiningen", "18 January 1866"],
+        ),
+        (  # triples give relations
+            TRIED,
+            {
+                "Karl father": (KARL,),
+                "Emich Leiningen date of birth": (OTHER, EMICH),
+            },
+            ["Karl father", "Emich Leiningen date of birth", "18 January 1866"],
+        ),
+        (  # of a passage's queries the one that finds it best
+            TRIED,
+            {
+                "Karl prince": (KARL,),
+                "Emich Leiningen date of birth": (OTHER, EMICH),
+                "Emich Leiningen": (EMICH,),
+            },
+            ["Karl prince", "Emich Leiningen", "18 January 1866"],
+        ),
+        # What has been read is not searched again.
+        (BORN, {"Karl": (KARL, EMICH)}, ["Karl", "18 January 1866"]),
+    ],
+)
+def test_gold_passages_are_searched_in_an_order_that_a_reader_could_follow(
+    question, lookup, expected
+):
+    queries, fault, _ = planned(question, lookup)
+    assert (queries, fault) == (expected, "")
+
+
+def test_thoughts_say_what_was_read_and_what_is_sought():
+    lookup = {"Karl father": (KARL,), "Emich Leiningen date of birth": (EMICH,)}
+    _, _, thoughts = planned(TRIED, lookup)
+    assert "I need to find the father of Karl." in thoughts
+    assert "The father of Karl is Emich." in thoughts
+    assert "The date of birth of Emich Leiningen is 18 January 1866." in thoughts
+
+
+def test_a_question_that_names_no_title_is_searched_itself():
+    lost = dataclasses.replace(BORN, text="When was his father born?")
+    lookup = {lost.text: (KARL,), "Emich Leiningen": (EMICH,)}
+    queries, fault, _ = planned(lost, lookup)
+    assert queries == [lost.text, "Emich Leiningen", "18 January 1866"]
+    assert not fault
+
+
+def test_a_plan_recovers_from_a_search_that_misses():
+    lookup = {"Karl": (KARL,), "Emich Leiningen": (EMICH,)}
+    queries, fault, _ = planned(BORN, lookup, recovers=True)
+    assert queries == [BORN.text, "Karl", "Emich Leiningen", "18 January 1866"]
+    assert not fault
+    # One of two is found: the other is sought next.
+    queries, _, _ = planned(BORN, lookup | {BORN.text: (KARL,)}, recovers=True)
+    assert queries == [BORN.text, "Emich Leiningen", "18 January 1866"]
+    queries, fault, _ = planned(
+        BORN, lookup | {BORN.text: (KARL, EMICH)}, recovers=True
+    )
+    assert not queries and fault
+
+
+@pytest.mark.parametrize(
+    ("question", "lookup", "reason"),
+    [
+        (dataclasses.replace(BORN, metadata={}), {}, "no gold titles"),
+        (BORN, {"Karl": None}, "search failed"),
+        (BORN, {}, "gold passage not found"),
+        (BORN, {"Karl": (SILENT,)}, "gold title named nowhere"),
+        (
+            dataclasses.replace(BORN, golden_answers=("1912",)),
+            {"Karl": (KARL, EMICH)},
+            "answer in no passage",
+        ),
+    ],
+)
+def test_what_cannot_be_found_or_read_is_dropped(question, lookup, reason):
+    queries, fault, _ = planned(question, lookup)
+    assert (queries, fault) == ([], reason)
+
+
+def test_yes_and_no_need_no_passage():
+    question = dataclasses.replace(BORN, golden_answers=("No",))
+    queries, fault, _ = planned(question, {"Karl": (KARL, EMICH)})
+    assert (queries, fault) == (["Karl", "No"], "")
+
+
+@pytest.mark.parametrize(
+    ("evidences", "relations"),
+    [
+        (TRIPLES, ["date of birth", "father"]),
+        ([["Karl Prince", "father", "Emich"]], ["", "father"]),  # nearly the title
+        ([["Otto", "father", "Emich"]], ["", ""]),
+        ([["Karl (prince)", "father"], 7], ["", ""]),
+        ("text", ["", ""]),
+    ],
+)
+def test_relations_are_those_of_the_title(evidences, relations):
+    question = dataclasses.replace(BORN, metadata={**GOLD, "evidences": evidences})
+    assert [hop.relation for hop in gold_hops(question)] == relations
+
+
+def test_what_is_cut_off_was_not_read():
+    hops = [GoldHop("Karl (prince)"), GoldHop("Emich Leiningen")]
+    settings = {"normalize": "squad", "order": "any"}
+    shown = f"{KARL.text} {EMICH.text}"
+    passages = (KARL, OTHER, EMICH)
+    assert is_shown(hops, passages, "18 January 1866", shown, **settings)
+    assert is_shown(hops, passages, "yes", shown, **settings)
+    assert not is_shown(hops, passages, "1912", shown, **settings)
+    assert not is_shown(hops, passages, "yes", KARL.text, **settings)

@@ -1,0 +1,139 @@
+"""The data stage that writes gold searches: its files, a stop, what it refuses."""
+
+import json
+
+import pytest
+
+from configs import base
+from rsearch.config.stage_plan import DEMONSTRATIONS, SUMMARY
+from rsearch.data.demonstrations import load_demonstrations
+from rsearch.models.small_tokenizer import train_tokenizer
+from rsearch.protocols.table import PROTOCOLS
+from rsearch.rollout.conversation import Host, Limits
+from rsearch.rollout.replay import replay
+from rsearch.stages.curate import run as curate
+from rsearch.stages.curate.rolling import JOURNAL, DataStage
+from rsearch.types import Answer, Passage, Question, ToolCall
+
+NAMES = ["Anna Berg", "Olof Dahl", "Ida Falk", "Nils Gran"]
+PASSAGES = {
+    title: Passage(title, f'"{title}"\n{text}')
+    for name in NAMES
+    for title, text in [
+        (name, f"{name} was a painter, whose mother was Eva {name.split()[1]}."),
+        (f"Eva {name.split()[1]}", f"She was born in {name[:2]}stad by the sea."),
+    ]
+}
+QUESTIONS = [
+    Question(
+        name,
+        f"Where was the mother of {name} born?",
+        (f"{name[:2]}stad",),
+        {"supporting_titles": [name, f"Eva {name.split()[1]}"]},
+    )
+    for name in NAMES
+]
+
+
+def search(queries):
+    """Passages whose title is the query; of a question, none that helps."""
+    other = (Passage("0", '"Paris"\nParis lies in France.'),)
+    return [(PASSAGES[q],) if q in PASSAGES else other for q in queries]
+
+
+def stage(folder, *, protocol="search_r1", find=search, turn=200, shown=200, **fields):
+    """The stage over these questions; one of them makes a wave."""
+    config = base.get_config()
+    config.protocol.name = protocol
+    config.rollout.max_concurrent = 1
+    config.curate.method = "oracle"
+    config.curate.recover_share = 0.5
+    config.curate.update(fields)
+    tokenizer = train_tokenizer(["She was born. "] * 3, vocab_size=300)
+    limits = Limits(3, 4000, turn, shown)
+    protocol = PROTOCOLS[protocol]
+    return DataStage(
+        config=config,
+        name="curate",
+        folder=folder,
+        params=None,
+        questions=QUESTIONS,
+        protocol=protocol,
+        tokenizer=tokenizer,
+        limits=limits,
+        num_tokens=0,
+        max_context=0,
+        world=None,
+        search=find,
+        open_encoder=None,
+        make_host=lambda search: Host(tokenizer, protocol, search, limits),
+        make_rollouts=None,
+    )
+
+
+def summary_of(folder):
+    return json.loads((folder / SUMMARY).read_bytes())
+
+
+CAN = [name for name, protocol in PROTOCOLS.items() if protocol.evidence_tag is None]
+
+
+@pytest.mark.parametrize("protocol", CAN)
+def test_gold_searches_are_demonstrated_in_any_protocol(tmp_path, protocol):
+    made = stage(tmp_path, protocol=protocol)
+    curate.run(made)
+    kinds = summary_of(tmp_path)["demonstration_kinds"]
+    assert kinds == {"searches: 2": 2, "searches: 3, recovered": 2}
+    host = made.make_host(search)
+    for question, demonstration in zip(
+        QUESTIONS, load_demonstrations(tmp_path / DEMONSTRATIONS), strict=True
+    ):
+        rollout = replay(host, question, demonstration.turns)
+        assert rollout.answer == question.golden_answers[0]
+        titles = {p.title.strip('"') for p in rollout.passages}
+        assert titles >= set(question.metadata["supporting_titles"])
+        *calls, answer = map(made.protocol.parse, demonstration.turns)
+        assert all(isinstance(call, ToolCall) for call in calls)
+        assert isinstance(answer, Answer)
+
+
+def test_a_stage_that_was_stopped_searches_for_the_rest_and_ends_the_same(tmp_path):
+    searched = []
+
+    def stopping(queries):
+        if len(searched) == 2:
+            raise KeyboardInterrupt
+        searched.append(queries)
+        return search(queries)
+
+    for name in ("first", "again"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        curate.run(stage(tmp_path / "first", find=stopping))
+    searched.clear()
+    curate.run(stage(tmp_path / "first", find=stopping))
+    assert len(searched) == 2  # of four waves
+    curate.run(stage(tmp_path / "again"))
+    for name in (DEMONSTRATIONS, SUMMARY, JOURNAL):
+        first, again = (tmp_path / x / name for x in ("first", "again"))
+        assert first.read_bytes() == again.read_bytes()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_a_share_recovers(tmp_path, share):
+    curate.run(stage(tmp_path, recover_share=share))
+    kinds = summary_of(tmp_path)["demonstration_kinds"]
+    assert kinds.get("searches: 3, recovered", 0) == 4 * share
+
+
+@pytest.mark.parametrize(
+    ("budgets", "reason"), [({"turn": 9}, "too long"), ({"shown": 20}, "cut off")]
+)
+def test_what_does_not_fit_its_budgets_is_counted(tmp_path, budgets, reason):
+    with pytest.raises(ValueError, match=f"none of 4 questions: {reason} 4"):
+        curate.run(stage(tmp_path, **budgets))
+
+
+def test_a_protocol_that_wants_evidence_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.protocol\.name = 'r_search'"):
+        curate.run(stage(tmp_path, protocol="r_search"))
