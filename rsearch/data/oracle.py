@@ -228,8 +228,14 @@ def is_shown(
     is_closed = answer.casefold() in CLOSED
     phrases = [(lead, "contiguous") for lead in leads if lead]
     phrases += [] if is_closed else [(answer, order)]
+
+    def words(text: str) -> str:
+        """Return words with spaces between them: a tag touches the last one."""
+        return " ".join(WORD.findall(text))
+
+    shown = words(text)
     return all(
-        cover_exact_match(text, (phrase,), normalize=normalize, order=order) > 0
+        cover_exact_match(shown, (words(phrase),), normalize=normalize, order=order) > 0
         for phrase, order in phrases
     )
 

@@ -124,8 +124,6 @@ def _record(stage, host, question, hops, hits_of, recovers):
     except ValueError:
         return {**faulty, "fault": "too long"}
     text = ESCAPED_SPACE.sub(" ", " ".join(attempt.shown))
-    for tag in protocol.observation_tags():
-        text = tag.sub(" ", text)  # it touches the last word
     answer = steps[-1].action.text
     if not is_shown(hops, attempt.passages(), answer, text, **measure):
         return {**faulty, "fault": "cut off"}
