@@ -1,0 +1,40 @@
+"""SmolLM2-135M learns to search hop by hop: gold searches, their imitation, then RL.
+
+    python -m rsearch.index --corpus=corpus.jsonl --kind=bm25 --out=index
+    python -m rsearch.train --config=configs/smollm2_multihop.py \\
+        --workdir=runs/multihop --config.retrieval.index=index \\
+        --config.data.train=train.jsonl --config.data.dev=dev.jsonl
+
+The sizes and the reward are those of configs/smollm2_hotpotqa.py, with room for the
+four searches of 2WikiMultiHopQA's longest questions. The demonstrations come from gold
+titles and relations, which the training questions must have, and from what the index
+really finds: no teacher is asked. Learning rate and steps of the supervised stage are
+usual values for a model of this size; they are not tuned.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import smollm2_hotpotqa
+
+
+def get_config():
+    """The recipe."""
+    c = smollm2_hotpotqa.get_config()
+    c.name = "smollm2_multihop"
+    c.stages = ("curate", "sft", "rl")
+    c.rollout.update(max_searches=4, max_observation_tokens=256)
+    # Some of the questions are enough to learn the format; RL sees all of them.
+    c.curate.update(method="oracle", max_kept=1000)
+    with c.unlocked():
+        c.overrides = ConfigDict({"curate": {"data": {"max_train": 5000}}})
+    c.sft.update(
+        demonstrations="stage:curate",
+        steps=120,
+        batch_size=16,
+        micro_batch=4,
+        sequence_tokens=1536,
+        lr=1e-4,
+        warmup_steps=10,
+    )
+    c.checkpoint.sft_steps = 20
+    return c
