@@ -43,10 +43,13 @@ class GoldHop:
 
     @property
     def queries(self) -> tuple[str, ...]:
-        """Return what to search for, most telling first."""
-        qualified = " ".join(re.sub("[()]", " ", self.title).split())
-        related = f"{self.name} {self.relation}".strip()
-        return tuple(dict.fromkeys([related, self.name, qualified]))
+        """Return what to search for: the name with the relation, and without."""
+        return (f"{self.name} {self.relation}".strip(), self.name)
+
+    @property
+    def full_query(self) -> str:
+        """Return the title with all its words, some of which nobody may have read."""
+        return " ".join(re.sub("[()]", " ", self.title).split())
 
     @property
     def need(self) -> str:
@@ -88,7 +91,7 @@ def gold_hops(question: Question) -> list[GoldHop]:
 
 def plan_queries(question: Question, hops: Sequence[GoldHop]) -> list[str]:
     """Return all queries that a plan may search for, each once."""
-    queries = [query for hop in hops for query in hop.queries]
+    queries = [query for hop in hops for query in (*hop.queries, hop.full_query)]
     return list(dict.fromkeys([question.text.strip(), *queries]))
 
 
@@ -181,12 +184,15 @@ def plan(
                 return [], "gold title named nowhere"
             search(OPENING, asked)
             continue
-        ranks = [(_rank(hits_of[query], hop.title), query) for query in hop.queries]
-        finds = [(rank, query) for rank, query in ranks if rank is not None]
-        if not finds:
+        ranks = {
+            query: _rank(hits_of[query], hop.title)
+            for query in (*hop.queries, hop.full_query)
+        }
+        finding_it = [query for query in hop.queries if ranks[query] is not None]
+        if not finding_it and ranks[hop.full_query] is None:
             return [], "gold passage not found"
-        _, query = min(finds, key=lambda pair: pair[0])
-        search(hop.need, query)
+        best = min(finding_it, key=ranks.get, default=hop.full_query)
+        search(hop.need, best)
     # The last step: an answer that was read.
     closed = [a for a in question.golden_answers if a.strip().casefold() in CLOSED]
     held = [

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from configs import base
+from rsearch import train
 from rsearch.config.stage_plan import DEMONSTRATIONS, SUMMARY
 from rsearch.data.demonstrations import load_demonstrations
 from rsearch.models.small_tokenizer import train_tokenizer
@@ -14,6 +15,9 @@ from rsearch.rollout.replay import replay
 from rsearch.stages.curate import run as curate
 from rsearch.stages.curate.rolling import JOURNAL, DataStage
 from rsearch.types import Answer, Passage, Question, ToolCall
+from tests.small_run import config, quick_compilation
+
+__all__ = ["quick_compilation"]
 
 NAMES = ["Anna Berg", "Olof Dahl", "Ida Falk", "Nils Gran"]
 PASSAGES = {
@@ -33,6 +37,7 @@ QUESTIONS = [
     )
     for name in NAMES
 ]
+TOKENIZER = train_tokenizer(["She was born. "] * 3, vocab_size=300)
 
 
 def search(queries):
@@ -43,30 +48,29 @@ def search(queries):
 
 def stage(folder, *, protocol="search_r1", find=search, turn=200, shown=200, **fields):
     """The stage over these questions; one of them makes a wave."""
-    config = base.get_config()
-    config.protocol.name = protocol
-    config.rollout.max_concurrent = 1
-    config.curate.method = "oracle"
-    config.curate.recover_share = 0.5
-    config.curate.update(fields)
-    tokenizer = train_tokenizer(["She was born. "] * 3, vocab_size=300)
+    recipe = base.get_config()
+    recipe.protocol.name = protocol
+    recipe.rollout.max_concurrent = 1
+    recipe.curate.method = "oracle"
+    recipe.curate.recover_share = 0.5
+    recipe.curate.update(fields)
     limits = Limits(3, 4000, turn, shown)
     protocol = PROTOCOLS[protocol]
     return DataStage(
-        config=config,
+        config=recipe,
         name="curate",
         folder=folder,
         params=None,
         questions=QUESTIONS,
         protocol=protocol,
-        tokenizer=tokenizer,
+        tokenizer=TOKENIZER,
         limits=limits,
         num_tokens=0,
         max_context=0,
         world=None,
         search=find,
         open_encoder=None,
-        make_host=lambda search: Host(tokenizer, protocol, search, limits),
+        make_host=lambda search: Host(TOKENIZER, protocol, search, limits),
         make_rollouts=None,
     )
 
@@ -132,6 +136,20 @@ def test_a_share_recovers(tmp_path, share):
 def test_what_does_not_fit_its_budgets_is_counted(tmp_path, budgets, reason):
     with pytest.raises(ValueError, match=f"none of 4 questions: {reason} 4"):
         curate.run(stage(tmp_path, **budgets))
+
+
+@pytest.mark.slow
+def test_a_run_of_this_stage_alone_ends_without_results(tmp_path):
+    sizes = {"turn_tokens": 90, "observation_tokens": 60, "searches": 4}
+    recipe = config(
+        stages=("curate",),
+        curate__method="oracle",
+        eval__at_start=False,
+        **{f"rollout__max_{name}": size for name, size in sizes.items()},
+    )
+    assert train.main(recipe, tmp_path) == []
+    # The embedded world says itself what its questions rest on.
+    assert summary_of(tmp_path / "curate")["kept"] > 0
 
 
 def test_a_protocol_that_wants_evidence_is_refused(tmp_path):
