@@ -127,7 +127,7 @@ def plan(
     """
     if not hops:
         return [], "no gold titles"
-    asked = question.text.strip()
+    first_query = question.text.strip()
     if any(hits_of[query] is None for query in plan_queries(question, hops)):
         return [], "search failed"
 
@@ -163,11 +163,11 @@ def plan(
             if rank is not None
         ] or [LOST]
 
-    by_question = [_rank(hits_of[asked], hop.title) is not None for hop in hops]
+    by_question = [_rank(hits_of[first_query], hop.title) is not None for hop in hops]
     if recovers:
         if all(by_question):
             return [], "answered by the question"
-        search(OPENING, asked)
+        search(OPENING, first_query)
     while pending:
         text = " ".join([question.text, *(passage.contents for passage in read)])
         # Of equals the first is the annotation's.
@@ -182,7 +182,7 @@ def plan(
         if overlap(hop.name, text) < NAMED:
             if steps or not any(by_question):
                 return [], "gold title named nowhere"
-            search(OPENING, asked)
+            search(OPENING, first_query)
             continue
         ranks = {
             query: _rank(hits_of[query], hop.title)

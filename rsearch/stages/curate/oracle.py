@@ -33,6 +33,8 @@ def gold_searches(stage: DataStage) -> Selection:
         ValueError: the protocol wants more than annotations can say.
     """
     c, protocol = stage.config, stage.protocol
+    # Original words of passages, which no annotation marks: a demonstration without
+    # them would teach to leave them out.
     if protocol.evidence_tag is not None:
         raise ValueError(
             f"config.protocol.name = {c.protocol.name!r}: config.curate.method = "
@@ -52,11 +54,13 @@ def gold_searches(stage: DataStage) -> Selection:
     for question in stage.questions:
         record = records[question.id][question.id in recovering]
         wrong = record["fault"]
+        # Nothing is rolled out, so no decision counts rollouts.
         decisions.append(Decision(wrong or KEPT, not wrong, 0))
         if not wrong:
             attempt = from_record(record)
             kind = f"searches: {len(attempt.searches)}"
             kind += ", recovered" if question.id in recovering else ""
+            # Turns alone: the supervised stage searches again, and finds the same.
             demonstrations.append((kind, Demonstration(question, attempt.turns)))
     notes = []
     if len(able) < wanted:
@@ -109,6 +113,7 @@ def _record(stage, host, question, hops, hits_of, recovers):
     c, protocol, limits = stage.config.curate, stage.protocol, stage.limits
     measure = {"normalize": c.normalize, "order": c.order}
     faulty = to_record(NO_ATTEMPT)
+    # The plan sees passages in full; whether they are read is seen in the replay.
     steps, fault = plan(question, hops, hits_of, recovers=recovers, **measure)
     if not fault and len(steps) > limits.num_turns:
         fault = "too many searches"
