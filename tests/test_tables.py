@@ -272,3 +272,13 @@ def test_a_file_has_the_papers_numbers_and_ours(said, tmp_path, monkeypatch, suf
         line for line in text.splitlines() if "RAG-R1-mq" in line and "0.423" in line
     ]
     assert "0.400" in text and paper.count("|" if suffix == ".md" else "&") > 8
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("X = 1 / 0", ":1: ZeroDivisionError"), ("X =", ":1:"), ("X = 1", "TABLES")],
+)
+def test_a_broken_file_of_tables_is_named(tmp_path, text, line):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ValueError, match=f"mine.py.*{line}"):
+        read_tables(tmp_path)

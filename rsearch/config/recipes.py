@@ -19,6 +19,7 @@ import select
 import signal
 import sys
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ __all__ = [
     "fingerprint",
     "format_config",
     "from_json",
+    "import_file",
     "load",
     "parse_command_line",
     "parse_flags",
@@ -96,13 +98,7 @@ def load(spec: str) -> ConfigDict:
         ValueError: a file that is missing or broken, as file:line:column.
     """
     path, variant = _split(spec)
-    try:
-        module = _import(path)
-    except SyntaxError as error:
-        where = f"{error.filename}:{error.lineno}:{error.offset}"
-        raise ValueError(f"{where}: {error.msg}") from error
-    except Exception as error:
-        raise ValueError(_where(path, error)) from error
+    module = import_file(path)
     build = getattr(module, "get_config", None)
     if build is None:
         raise ValueError(f"{path}: defines no function get_config")
@@ -189,14 +185,25 @@ def _file_name(name):
     return name.replace(".", "/") + ".py" if is_dotted else name
 
 
-def _import(path):
+def import_file(path: pathlib.Path) -> types.ModuleType:
+    """Return the module of a Python file, which is run.
+
+    Raises:
+        ValueError: a file that is missing or broken, as file:line:column.
+    """
     module_spec = importlib.util.spec_from_file_location(
         f"rsearch_recipe_{path.stem}", path
     )
     if module_spec is None:
         raise ValueError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except SyntaxError as error:
+        where = f"{error.filename}:{error.lineno}:{error.offset}"
+        raise ValueError(f"{where}: {error.msg}") from error
+    except Exception as error:
+        raise ValueError(_where(path, error)) from error
     return module
 
 

@@ -5,9 +5,10 @@ folder is a paper's, and names a dict TABLES of {"the table's number": PaperTabl
 """
 
 import dataclasses
-import runpy
+import pathlib
 from collections.abc import Mapping
 
+from rsearch.config.recipes import import_file
 from rsearch.config.spec import ROOT
 from rsearch.text.spelling import did_you_mean
 
@@ -110,12 +111,21 @@ class PaperTable:
     is_percent: bool = False
 
 
-def read_tables() -> dict[str, PaperTable]:
-    """Return {"paper:number": table} of every file in configs/tables."""
+def read_tables(folder: pathlib.Path = FOLDER) -> dict[str, PaperTable]:
+    """Return {"paper:number": table} of every file in a folder.
+
+    Args:
+        folder: whose files are named after their papers.
+
+    Raises:
+        ValueError: a file that is broken, or has no TABLES.
+    """
     tables = {}
-    for path in sorted(FOLDER.glob("[!_]*.py")):
-        for number, table in runpy.run_path(str(path))["TABLES"].items():
-            tables[f"{path.stem}:{number}"] = table
+    for path in sorted(folder.glob("[!_]*.py")):
+        paper = getattr(import_file(path), "TABLES", None)
+        if not isinstance(paper, dict):
+            raise ValueError(f"{path}: defines no dict TABLES")
+        tables |= {f"{path.stem}:{number}": table for number, table in paper.items()}
     return tables
 
 
