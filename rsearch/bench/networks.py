@@ -17,7 +17,7 @@ from rsearch.bench.comparison import run_in_process
 from rsearch.bench.workload import multiply_in_full
 from rsearch.models.decoder import Decoder, init_params, param_shapes
 from rsearch.models.hf.checkpoint import export, load_params
-from rsearch.models.hf.families import read_spec
+from rsearch.models.hf.families import PUBLISHED, read_spec
 from rsearch.models.sharding import make_mesh, param_shardings
 from rsearch.models.small_tokenizer import train_tokenizer
 from rsearch.models.spec import DecoderSpec
@@ -40,19 +40,7 @@ SMOLLM2 = DecoderSpec(  # HuggingFaceTB/SmolLM2-135M
 )
 SHAPES = {
     "smollm2": SMOLLM2,
-    "qwen2.5-1.5b": DecoderSpec(  # Qwen/Qwen2.5-1.5B
-        vocab_size=151_936,
-        width=1536,
-        num_layers=28,
-        num_heads=12,
-        num_kv_heads=2,
-        head_dim=128,
-        mlp_width=8960,
-        rope_theta=1e6,
-        tie_embeddings=True,
-        qkv_bias=True,
-        max_context=131_072,
-    ),
+    "qwen2.5-1.5b": PUBLISHED["Qwen/Qwen2.5-1.5B"],
     "quickstart": dataclasses.replace(  # configs/quickstart.py
         SMOLLM2,
         vocab_size=4096,

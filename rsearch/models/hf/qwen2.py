@@ -49,6 +49,7 @@ def _shape(width, layers, heads, kv_heads, mlp_width, vocab, *, context, tied=Fa
     )
 
 
+_1_5B = (1536, 28, 12, 2, 8960, 151_936)
 _3B = (2048, 36, 16, 2, 11008, 151_936)
 _7B = (3584, 28, 28, 4, 18_944, 152_064)
 _14B = (5120, 48, 40, 8, 13_824, 152_064)
@@ -61,6 +62,7 @@ FAMILY = Family(
     fits=_fits,
     write=_write,
     published={
+        "Qwen/Qwen2.5-1.5B": _shape(*_1_5B, context=131_072, tied=True),
         "Qwen/Qwen2.5-3B": _shape(*_3B, context=32_768, tied=True),
         "Qwen/Qwen2.5-3B-Instruct": _shape(*_3B, context=32_768, tied=True),
         "Qwen/Qwen2.5-7B": _shape(*_7B, context=131_072),

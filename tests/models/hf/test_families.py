@@ -80,6 +80,7 @@ def test_a_file_and_a_line_of_the_table_make_a_family(tmp_path, monkeypatch):
 
 
 BILLIONS = {  # of parameters, by the model cards
+    "Qwen/Qwen2.5-1.5B": 1.54,
     "Qwen/Qwen2.5-3B": 3.09,
     "Qwen/Qwen2.5-3B-Instruct": 3.09,
     "Qwen/Qwen2.5-7B": 7.62,
