@@ -5,12 +5,13 @@
     python -m rsearch.tables rag_r1:3 --runs=runs/baselines,mq=runs/rag_r1 --out=3.md
 
 The tables are data, in configs/tables. With --runs, lines of ours stand below each of
-the paper's: the score, its 95 % interval where results.json has one, and the number of
-questions. A cell that no run has measured is empty. docs/tables.md says which rows of
-results.json count for which row of the table.
+the paper's: the score, its 95 % interval where results.json states it, and the number
+of questions. A cell that no run has measured is empty. docs/tables.md says which rows
+of results.json count for which row of the table.
 """
 
 import csv
+import functools
 import io
 import pathlib
 import re
@@ -49,7 +50,7 @@ FLAGS = {
 PROTOCOL = "protocol"  # the method of a recipe's rows
 RUNS_SETTING = "-"  # of --setting, for rows that have none
 OURS = ("ours", "95 %", "n")  # lines below a row of the paper
-# A model's parameters under other names, of the policy and of one in its place.
+# Fields that name the model which answers: the policy, or the model of an endpoint.
 MODEL_FIELDS = ("model.source", "models.subject.name", "models.subject.source")
 CSV_COLUMNS = ("row", "label", "model", "made_by", "column", "set", "metric", "paper")
 CSV_COLUMNS += ("ours", "low", "high", "n", "note")
@@ -61,7 +62,7 @@ SPECIAL = str.maketrans(
 
 
 class Cell(NamedTuple):
-    """What a run has measured for a cell, as fractions or counts.
+    """A measurement of a run for a cell, as a fraction or a count.
 
     Attributes:
         value: None where results.json has none.
@@ -284,10 +285,16 @@ def is_of_row(
         return False
     elif result["stage"] != row.stage:
         return is_named and is_untrained and result["stage"] != START
-    elif not is_named and config["name"] != load(row.recipe).name:
+    elif not is_named and config["name"] != _recipe_name(row.recipe):
         return False
     made_by = result.get("made_by", {})
     return is_named or row.model in [made_by.get(name) for name in MODEL_FIELDS]
+
+
+@functools.cache
+def _recipe_name(recipe):
+    """Return the name that runs of a recipe have."""
+    return load(recipe).name
 
 
 def _scale(table, column):

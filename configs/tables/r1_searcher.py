@@ -1,6 +1,6 @@
 """R1-Searcher's tables (arXiv 2503.05592)."""
 
-from rsearch.evaluation.tables import PaperColumn, PaperRow, PaperSlip, PaperTable
+from rsearch.evaluation.tables import PaperRow, PaperSlip, PaperTable, columns_of
 
 GPT = "gpt-4o-mini"  # of config.models.subject, at its endpoint
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -23,11 +23,7 @@ TABLE_2 = PaperTable(
         "Bamboogle. R1-Searcher reads the 5 best passages (KILT's Wikipedia, "
         "BGE-large); baselines follow ReARTeR's framework."
     ),
-    columns=tuple(
-        PaperColumn(f"{name} {shown}", metric, key)
-        for name, key in SETS.items()
-        for shown, metric in METRICS.items()
-    ),
+    columns=columns_of(SETS, METRICS),
     rows=(
         PaperRow(
             "direct_gpt",

@@ -1,6 +1,12 @@
 """R1-Searcher++'s tables (arXiv 2505.17005)."""
 
-from rsearch.evaluation.tables import PaperColumn, PaperRow, PaperSlip, PaperTable
+from rsearch.evaluation.tables import (
+    PaperColumn,
+    PaperRow,
+    PaperSlip,
+    PaperTable,
+    columns_of,
+)
 
 QWEN = "Qwen/Qwen2.5-7B-Instruct"
 SETS = {
@@ -19,11 +25,7 @@ TABLE_1 = PaperTable(
         "Bamboogle. Passages are KILT's Wikipedia (100 words each, BGE-large)."
     ),
     columns=(
-        *(
-            PaperColumn(f"{name} {shown}", metric, key)
-            for name, key in SETS.items()
-            for shown, metric in METRICS.items()
-        ),
+        *columns_of(SETS, METRICS),
         *(
             PaperColumn(
                 f"Avg {shown}", mean_of=tuple(f"{name} {shown}" for name in SETS)

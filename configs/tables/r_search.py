@@ -1,6 +1,12 @@
 """R-Search's tables (arXiv 2506.04185)."""
 
-from rsearch.evaluation.tables import PaperColumn, PaperRow, PaperSlip, PaperTable
+from rsearch.evaluation.tables import (
+    PaperColumn,
+    PaperRow,
+    PaperSlip,
+    PaperTable,
+    columns_of,
+)
 
 QWEN_3B = "Qwen/Qwen2.5-3B-Instruct"
 QWEN_7B = "Qwen/Qwen2.5-7B-Instruct"
@@ -23,21 +29,12 @@ AS_R_SEARCH = (
 )
 
 
-def _columns(sets):
-    """Two columns for each set."""
-    return tuple(
-        PaperColumn(f"{name} {shown}", metric, key)
-        for name, key in sets.items()
-        for shown, metric in METRICS.items()
-    )
-
-
 def _mean(name, columns):
     """The average over columns, exact match and F1 alike."""
     return PaperColumn(name, mean_of=tuple(column.name for column in columns))
 
 
-MULTI, SINGLE = _columns(MULTI_HOP), _columns(SINGLE_HOP)
+MULTI, SINGLE = columns_of(MULTI_HOP, METRICS), columns_of(SINGLE_HOP, METRICS)
 
 TABLE_2 = PaperTable(
     source="arXiv 2506.04185",

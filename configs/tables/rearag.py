@@ -1,6 +1,6 @@
 """ReaRAG's tables (arXiv 2503.21729)."""
 
-from rsearch.evaluation.tables import PaperColumn, PaperRow, PaperSlip, PaperTable
+from rsearch.evaluation.tables import PaperRow, PaperSlip, PaperTable, columns_of
 
 GLM_9B = "zai-org/glm-4-9b-chat-hf"
 GLM_32B = "GLM-4-32B"  # of config.models.subject, at its endpoint
@@ -14,14 +14,10 @@ TABLE_1 = PaperTable(
         "Verdicts of GPT-4o in steps of one half (ACC_L) and exact match in percent, "
         "of 100 questions drawn from each set and 200 of IIRC. Each question has a "
         "corpus of 48,000 to 58,000 tokens: its gold passages among those of others. "
-        "config.retrieval.corpus = 'paragraphs' gives each of ours one, with 35,000 of "
-        "config.retrieval.corpus_words."
+        "Our evaluation searches such corpora with config.retrieval.corpus = "
+        "'paragraphs' and config.retrieval.corpus_words = 35000."
     ),
-    columns=tuple(
-        PaperColumn(f"{name} {shown}", metric, key)
-        for name, key in SETS.items()
-        for shown, metric in METRICS.items()
-    ),
+    columns=columns_of(SETS, METRICS),
     rows=(
         PaperRow(
             "in_context_9b",

@@ -33,6 +33,22 @@ class PaperColumn:
     mean_of: tuple[str, ...] = ()
 
 
+def columns_of(
+    sets: Mapping[str, str], metrics: Mapping[str, str]
+) -> tuple[PaperColumn, ...]:
+    """Return a column for each metric of each set.
+
+    Args:
+        sets: {name as printed: key of SETS}.
+        metrics: {name as printed: score of results.json}.
+    """
+    return tuple(
+        PaperColumn(f"{name} {shown}", metric, key)
+        for name, key in sets.items()
+        for shown, metric in metrics.items()
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class PaperRow:
     """A row: its numbers, and how this package makes it.
