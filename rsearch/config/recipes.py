@@ -390,8 +390,8 @@ def run_command(
     """Run `main(argv)` and return the process's exit code.
 
     What the user did wrong (a ValueError raised by this package, a file that cannot be
-    read or written), and a device without enough memory, becomes one `error: ...` on
-    stderr and code 2. Everything else is a fault of ours and keeps its traceback.
+    read or written), and a device without enough memory, ends with a line `error: ...`
+    on stderr and code 2. Everything else is a fault of ours and keeps its traceback.
     Control-C gives 130, a run that was told to stop (see `rsearch.hosts.preemption`)
     75, one that has stopped itself 3. Where what is printed goes to a program that has
     ended, such as head, it ends quietly with 141.

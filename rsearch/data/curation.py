@@ -82,7 +82,7 @@ class Attempt:
 
 
 NO_ATTEMPT = Attempt((), (), (), None, Outcome.TRUNCATED)
-"""What there is of a question that nothing was written for."""
+"""The attempt at a question for which nothing could be written."""
 
 
 def attempt_of(protocol: Protocol, rollout: Rollout) -> Attempt:

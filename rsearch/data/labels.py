@@ -104,7 +104,7 @@ def read_made_labels(
         flag: of rsearch.evaluate that makes such files.
         convert: (values of the other fields) -> those of the dataclass; it raises
             ValueError where they cannot be used.
-        fault: (rows) -> what is wrong with them together, or "".
+        fault: (all rows) -> why they cannot be learnt from, or "".
 
     Raises:
         ValueError: a bad line, or see `fault`.

@@ -62,7 +62,7 @@ def draw_corpora(
     from the question's id and from the pool alone.
 
     Args:
-        questions: that are asked, all of them in the pool.
+        questions: that are asked; the pool has them all.
         pool: whose paragraphs are drawn.
         num_words: of a corpus, separated by white space; its question's paragraphs are
             never left out. 0 adds none.

@@ -180,7 +180,7 @@ def best_and_negatives(
         scores: [n] of the sentences; of equal ones the first is best.
         similarity: [n] to the question, by the untrained encoder.
         margin: by which a negative's score is lower, at least; it is lower anyway.
-        negatives: how many are returned, at most, the most similar first.
+        negatives: the number that is returned at most; the most similar come first.
     """
     best = int(scores.argmax())
     is_lower = (scores + margin <= scores[best]) & (scores < scores[best])

@@ -37,7 +37,7 @@ class WordsFn(Protocol):
 
 
 Index = NearestFn | WordsFn
-"""What finds positions of passages, for vectors or for texts."""
+"""A search for the positions of passages, by vectors or by texts."""
 
 
 class SearchEngine:
