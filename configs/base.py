@@ -467,10 +467,16 @@ CURATE = Section(
         "'chains': come from the search 'engine', or from the 'gold' passages",
         one_of(("engine", "gold")),
     ),
+    searches=Field(
+        "gold",
+        "'oracle': what demonstrations search for, 'gold' passages one by one, the "
+        "'question' alone, or nothing ('none'); the questions are the same",
+        one_of(("gold", "question", "none")),
+    ),
     recover_share=Field(
         0.25,
-        "'oracle': of the questions kept; they first search with the question itself "
-        "and miss a gold passage",
+        "'oracle', 'gold' searches: of the questions kept; they first search with the "
+        "question itself and miss a gold passage",
         between(0, 1),
     ),
     labels=Field(

@@ -5,6 +5,10 @@
         --workdir=runs/multihop --config.retrieval.index=index \\
         --config.data.train=train.jsonl --config.data.dev=dev.jsonl
 
+Words after the colon: `search` (the default) searches for each gold passage; its
+controls learn from the same questions in as many steps: `rag` searches once, with the
+question, and `direct` answers at once.
+
 The sizes and the reward are those of configs/smollm2_hotpotqa.py, with room for the
 four searches of 2WikiMultiHopQA's longest questions. The demonstrations come from gold
 titles and relations, which the training questions must have, and from what the index
@@ -14,19 +18,29 @@ usual values for a model of this size; they are not tuned.
 
 from ml_collections import ConfigDict
 
-from configs import smollm2_hotpotqa
+from configs import smollm2_hotpotqa, variants
+
+CHOICES = {"searches": ("search", "rag", "direct")}
+MAX_SEARCHES = {"search": 4, "rag": 1, "direct": 0}
+DEMONSTRATED = {"search": "gold", "rag": "question", "direct": "none"}
 
 
-def get_config():
-    """The recipe."""
+def get_config(variant=""):
+    """The recipe; the words of `variant` are above."""
+    word = variants.chosen(variant, choices=CHOICES).searches
     c = smollm2_hotpotqa.get_config()
-    c.name = "smollm2_multihop"
+    c.name = f"smollm2_multihop_{word}"
     c.stages = ("curate", "sft", "rl")
-    c.rollout.update(max_searches=4, max_observation_tokens=256)
-    # Some of the questions are enough to learn the format; RL sees all of them.
-    c.curate.update(method="oracle", max_kept=1000)
+    c.rollout.update(max_searches=MAX_SEARCHES[word], max_observation_tokens=256)
+    # Half of the questions are enough to learn the format; RL sees all of them.
+    c.curate.update(method="oracle", max_kept=640, searches=DEMONSTRATED[word])
+    # Whatever is written, the questions are those that gold searches can answer.
+    curate = {
+        "data": {"max_train": 5000},
+        "rollout": {"max_searches": MAX_SEARCHES["search"]},
+    }
     with c.unlocked():
-        c.overrides = ConfigDict({"curate": {"data": {"max_train": 5000}}})
+        c.overrides = ConfigDict({"curate": curate})
     c.sft.update(
         demonstrations="stage:curate",
         steps=120,

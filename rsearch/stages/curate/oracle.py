@@ -27,7 +27,9 @@ def gold_searches(stage: DataStage) -> Selection:
     """Choose the questions whose gold passages and answer can be searched for and read.
 
     Of those a share of config.curate.recover_share first searches with the question
-    itself, which misses a gold passage, and goes on as the others do.
+    itself, which misses a gold passage, and goes on as the others do. With other
+    config.curate.searches than "gold" the questions are the same, and what is written
+    searches less.
 
     Raises:
         ValueError: the protocol wants more than annotations can say.
@@ -43,7 +45,8 @@ def gold_searches(stage: DataStage) -> Selection:
         )
     records = stage.in_waves(PLANS, "gold searches", lambda: _writer(stage))
     usable = [q for q in stage.questions if not records[q.id][0]["fault"]]
-    # A question's second record is its plan with a search that misses a gold passage.
+    # A question's second record is its plan with a search that misses a gold passage;
+    # only "gold" searches have such plans.
     able = [q for q in usable if len(records[q.id]) > 1]
     wanted = round(c.curate.recover_share * len(usable))
     # Drawn of those that can. Few find none of them: these come first.
@@ -63,7 +66,7 @@ def gold_searches(stage: DataStage) -> Selection:
             # Turns alone: the supervised stage searches again, and finds the same.
             demonstrations.append((kind, Demonstration(question, attempt.turns)))
     notes = []
-    if len(able) < wanted:
+    if c.curate.searches == "gold" and len(able) < wanted:
         notes.append(
             f"config.curate.recover_share = {c.curate.recover_share}: of {len(usable)} "
             f"questions only {len(able)} miss a gold passage by their own words"
@@ -92,10 +95,12 @@ def _writer(stage):
         rows = []
         for question in questions:
             row = [_record(stage, host, question, hops[question.id], hits_of, False)]
-            again = _record(stage, host, question, hops[question.id], hits_of, True)
-            # Without a plan of its own it is not one that recovers.
-            is_other = not again["fault"] and again["turns"] != row[0]["turns"]
-            rows.append([*row, again] if is_other else row)
+            if stage.config.curate.searches == "gold":
+                again = _record(stage, host, question, hops[question.id], hits_of, True)
+                # Without a plan of its own it is not one that recovers.
+                is_other = not again["fault"] and again["turns"] != row[0]["turns"]
+                row += [again] if is_other else []
+            rows.append(row)
         return rows
 
     return write
@@ -110,28 +115,47 @@ def _hops(stage, question):
 
 def _record(stage, host, question, hops, hits_of, recovers):
     """Return the journal's record of a plan, with its "fault" or ""."""
-    c, protocol, limits = stage.config.curate, stage.protocol, stage.limits
+    c = stage.config.curate
     measure = {"normalize": c.normalize, "order": c.order}
     faulty = to_record(NO_ATTEMPT)
     # The plan sees passages in full; whether they are read is seen in the replay.
     steps, fault = plan(question, hops, hits_of, recovers=recovers, **measure)
-    if not fault and len(steps) > limits.num_turns:
-        fault = "too many searches"
+    attempt, fault = _replayed(stage, host, question, steps, fault)
     if fault:
         return {**faulty, "fault": fault}
-    try:
-        turns = tuple(protocol.write(step) for step in steps)
-    except ValueError:  # a tag in a title, say
-        return {**faulty, "fault": "cannot be written"}
-    try:
-        # As the supervised stage reads it, within the same budgets.
-        attempt = attempt_of(protocol, replay(host, question, turns))
-    except ValueError:
-        return {**faulty, "fault": "too long"}
     text = ESCAPED_SPACE.sub(" ", " ".join(attempt.shown))
     answer = steps[-1].action.text
     if not is_shown(hops, attempt.passages(), answer, text, **measure):
         return {**faulty, "fault": "cut off"}
-    # A replay's turns begin with the template's space, which a demonstration lacks.
-    attempt = dataclasses.replace(attempt, turns=turns)
+    if c.searches != "gold":
+        steps, fault = plan(question, hops, hits_of, searches=c.searches, **measure)
+        attempt, fault = _replayed(stage, host, question, steps, fault)
+        if fault:
+            return {**faulty, "fault": fault}
     return {**to_record(attempt), "fault": ""}
+
+
+def _replayed(stage, host, question, steps, fault):
+    """Return the attempt that steps make within the stage's budgets, and its fault.
+
+    Args:
+        stage, host, question: whose steps they are.
+        steps: from `plan`.
+        fault: why there are none; it is returned as it is.
+    """
+    protocol = stage.protocol
+    if not fault and len(steps) > stage.limits.num_turns:
+        fault = "too many searches"
+    if fault:
+        return NO_ATTEMPT, fault
+    try:
+        turns = tuple(protocol.write(step) for step in steps)
+    except ValueError:  # a tag in a title, say
+        return NO_ATTEMPT, "cannot be written"
+    try:
+        # As the supervised stage reads it, within the same budgets.
+        attempt = attempt_of(protocol, replay(host, question, turns))
+    except ValueError:
+        return NO_ATTEMPT, "too long"
+    # A replay's turns begin with the template's space, which a demonstration lacks.
+    return dataclasses.replace(attempt, turns=turns), ""

@@ -131,6 +131,24 @@ def test_a_share_recovers(tmp_path, share):
 
 
 @pytest.mark.parametrize(
+    ("searches", "queries"), [("question", [QUESTIONS[0].text]), ("none", [])]
+)
+def test_controls_answer_the_same_questions_with_fewer_searches(
+    tmp_path, searches, queries
+):
+    # The question does not find the answer's passage, and is answered all the same.
+    made = stage(tmp_path, searches=searches)
+    curate.run(made)
+    demonstrations = load_demonstrations(tmp_path / DEMONSTRATIONS)
+    assert [d.question.id for d in demonstrations] == [q.id for q in QUESTIONS]
+    actions = [made.protocol.parse(turn) for turn in demonstrations[0].turns]
+    assert actions == [
+        *(ToolCall("search", (query,)) for query in queries),
+        Answer(QUESTIONS[0].golden_answers[0]),
+    ]
+
+
+@pytest.mark.parametrize(
     ("budgets", "reason"), [({"turn": 9}, "too long"), ({"shown": 20}, "cut off")]
 )
 def test_what_does_not_fit_its_budgets_is_counted(tmp_path, budgets, reason):
