@@ -206,11 +206,11 @@ def step_work(
 ) -> list[tuple[float, float]]:
     """Return the least work of each phase of a GRPO step in float32.
 
-    Prompts are read once a group. The reference scores every token of all rollouts, and
-    the policy learns from it.
+    Prompts are read once a group. The reference scores the new tokens of all rollouts,
+    and the policy learns from them.
     """
     num_rows = num_questions * group_size
-    flops, moved = update_work(spec, num_rows, num_prompt + num_new)
+    flops, moved = update_work(spec, num_rows, num_prompt + num_new, num_new)
     return [
         read_work(spec, num_questions * num_prompt, "float32"),
         decode_work(
@@ -226,17 +226,21 @@ def step_work(
 
 
 def update_work(
-    spec: DecoderSpec, num_rows: int, num_tokens: int
+    spec: DecoderSpec, num_rows: int, num_tokens: int, num_learnt: int
 ) -> tuple[float, float]:
     """Return the least work of an update with float32 moments.
 
-    The backward pass costs twice the forward pass; a token attends to half of its row
-    on average. Parameters are read for both passes, gradients written, and AdamW reads
-    and writes parameters and both moments. Of an input table that is not tied few rows
-    are read and have gradients, but AdamW changes all of them.
+    Only the tokens that are learnt from, so many of each row, need logits. The backward
+    pass costs twice the forward pass; a token attends to half of its row on average.
+    Parameters are read for both passes, gradients written, and AdamW reads and writes
+    parameters and both moments. Of an input table that is not tied few rows are read
+    and have gradients, but AdamW changes all of them.
     """
     num_params = num_multiplied(spec)
     tokens = num_rows * num_tokens
     heads = 4 * spec.num_layers * spec.num_heads * spec.head_dim
-    flops = 3 * (2 * tokens * num_params + tokens * heads * num_tokens / 2)
+    table = spec.vocab_size * spec.width
+    unscored = num_rows * (num_tokens - num_learnt) * table
+    products = 2 * (tokens * num_params - unscored)
+    flops = 3 * (products + tokens * heads * num_tokens / 2)
     return flops, 4.0 * (num_params * (2 + 1) + spec.num_params * (1 + 6))

@@ -173,14 +173,16 @@ def make_update(
     model: str,
     num_rows: int,
     num_tokens: int,
+    num_learnt: int,
     micro_batch: int,
     dtype: str,
     **_: object,
 ) -> Repetition:
     """Prepare an update on the likelihood of B rows of T tokens: torch and AdamW.
 
-    The log-probability of a token is its logit less a logsumexp, as in TRL's
-    `selective_log_softmax`. The optimizer is torch's fused one.
+    Of a row the last tokens are learnt from, and they alone have logits. A token's
+    log-probability is its logit less a logsumexp, as in TRL's `selective_log_softmax`.
+    The optimizer is torch's fused one.
     """
     torch, network = load_peer(model, "float32")
     network.train()
@@ -199,10 +201,10 @@ def make_update(
         )
 
     def mean_loss(rows):
-        logits = network(rows).logits[:, :-1]
-        chosen = logits.gather(-1, rows[:, 1:, None])[..., 0]
+        logits = network(rows, logits_to_keep=num_learnt + 1).logits[:, :-1]
+        chosen = logits.gather(-1, rows[:, -num_learnt:, None])[..., 0]
         parts = [torch.logsumexp(row, dim=-1) for row in logits]
-        return (torch.stack(parts) - chosen).sum() / (num_rows * (num_tokens - 1))
+        return (torch.stack(parts) - chosen).sum() / (num_rows * num_learnt)
 
     def once():
         started = time.perf_counter()

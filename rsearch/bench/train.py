@@ -64,6 +64,7 @@ FLAGS = {
     "cases": ("update,logits,grpo", "which to measure"),
     "rows": (8, "of an update"),
     "tokens": (1024, "of each row"),
+    "learnt": (1.0, "share of a row's tokens, its last ones, that are learnt from"),
     "micro_batch": (1, "rows that go through the network at once"),
     "peer_micro_batch": (8, "... of the peer, which is measured with 1, too"),
     "logit_chunk": (512, "tokens whose logits exist at once"),
@@ -98,6 +99,8 @@ def measure(
             f"--rows={sizes['rows']}: must be a multiple of "
             f"--micro_batch={sizes['micro_batch']}"
         )
+    if not 0 < sizes["learnt"] <= 1:
+        raise ValueError(f"--learnt={sizes['learnt']}: must be above 0, at most 1")
     rows = []
     if "update" in chosen:
         with model_directory(model, SHAPES[shape]) as directory:
@@ -120,6 +123,7 @@ def _measure_update(bench: Bench, model, dtype, sizes) -> list[Measurement]:
         "dtype": dtype,
         "num_rows": num_rows,
         "num_tokens": num_tokens,
+        "num_learnt": max(1, min(num_tokens - 1, round(sizes["learnt"] * num_tokens))),
         "micro_batch": min(sizes["micro_batch"], num_rows),
     }
     chunk = {"logit_chunk": sizes["logit_chunk"]}
@@ -131,9 +135,12 @@ def _measure_update(bench: Bench, model, dtype, sizes) -> list[Measurement]:
             "make_update",
         )
     results = compare(subjects, bench.repeats, one_at_a_time=True)
+    num_learnt = settings["num_learnt"]
     case = f"update, {num_rows} x {num_tokens} tokens"
+    if num_learnt < num_tokens - 1:
+        case += f", {num_learnt} learnt"
     rows = _make_rows(case, results, num_rows * num_tokens, ("loss", "grad_norm"))
-    work = update_work(read_spec(model), num_rows, num_tokens)
+    work = update_work(read_spec(model), num_rows, num_tokens, num_learnt)
     return [
         row
         if row.missing
@@ -248,10 +255,10 @@ def _make_adamw():
     )
 
 
-def _batch(tokens) -> Batch:
-    """Return a batch that imitates every token of its rows but the first."""
+def _batch(tokens, num_learnt) -> Batch:
+    """Return a batch that imitates so many tokens at the end of its rows."""
     shape = tokens.shape
-    is_learnt = np.ones(shape, bool) & (np.arange(shape[1]) > 0)
+    is_learnt = np.ones(shape, bool) & (np.arange(shape[1]) >= shape[1] - num_learnt)
     return Batch(
         tokens=tokens,
         from_policy=is_learnt,
@@ -272,6 +279,7 @@ def make_update(
     micro_batch: int,
     logit_chunk: int,
     dtype: str,
+    num_learnt: int = 0,
     remat: bool = False,
 ) -> Repetition:
     """Return an update that raises the likelihood of B rows of T tokens, with AdamW.
@@ -282,6 +290,7 @@ def make_update(
         micro_batch: rows that go through the network at once.
         logit_chunk: tokens whose logits exist at once; 0 = all of a micro-batch.
         dtype: of computing; parameters and moments are float32.
+        num_learnt: of a row's tokens, the last ones; 0 = all but its first.
         remat: layers are computed again in the backward pass.
     """
     network, params, mesh = load_network(model, dtype)
@@ -298,7 +307,7 @@ def make_update(
     state = create_state(params, optimizer, mesh)
     del params
     tokens = token_rows(num_rows, num_tokens, network.spec.vocab_size)
-    batch = put(cut(_batch(tokens), micro_batch), mesh)
+    batch = put(cut(_batch(tokens, num_learnt or num_tokens - 1), micro_batch), mesh)
 
     def repeat():
         nonlocal state

@@ -17,6 +17,7 @@ def token_logprobs(
     tokens: jax.Array,
     layout: PackedLayout | None = None,
     *,
+    wanted: jax.Array | None = None,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
@@ -24,7 +25,9 @@ def token_logprobs(
 
     Hidden states become logits a chunk of columns at a time, and again in the backward
     pass, so that the memory is chunk_tokens x V and not B x T x V. A chunk holds all
-    rows: rows that are spread over devices stay where they are.
+    rows: rows that are spread over devices stay where they are. Of a policy that reads
+    far more than it writes few tokens are learnt from; with `wanted` only these become
+    logits, as many chunks as the row with most of them takes.
 
     Args:
         model: the network.
@@ -32,13 +35,15 @@ def token_logprobs(
         tokens: [B, T] int32.
         layout: in which they go through the network; None as they are. For gradients
             of one piece, see `packing.only_piece`.
+        wanted: [B, T] bool, the tokens that are scored; None scores all.
         temperature: logits are divided by it, as the sampler did.
         chunk_tokens: tokens whose logits exist at once on each device, but at least
             one a row.
 
     Returns:
         [B, T] float32 log-probabilities and [B, T] float32 entropies in nats; the first
-        column, which nothing precedes, is 0; with a layout, so is padding.
+        column, which nothing precedes, is 0; so are tokens that are not wanted and,
+        with a layout, padding.
     """
     run = functools.partial(
         _row_logprobs,
@@ -48,11 +53,13 @@ def token_logprobs(
         chunk_tokens=chunk_tokens,
     )
     if layout is not None:
-        return piecewise(run, tokens, layout)
-    return run(tokens, _from_zero(tokens))
+        return piecewise(run, tokens, layout, wanted=wanted)
+    return run(tokens, _from_zero(tokens), wanted)
 
 
-def _row_logprobs(model, params, tokens, positions, *, temperature, chunk_tokens):
+def _row_logprobs(
+    model, params, tokens, positions, wanted, *, temperature, chunk_tokens
+):
     """Return (logp, entropy) of rows as they are; see `token_logprobs`."""
     b, t = tokens.shape
     hidden, _ = model.apply({"params": params}, tokens[:, :-1], positions[:, :-1])
@@ -60,6 +67,14 @@ def _row_logprobs(model, params, tokens, positions, *, temperature, chunk_tokens
     num_chunks = -(-(t - 1) // max(chunk_tokens // device_rows, 1))
     kernel = _logits_kernel(model, params)
     columns = -(-(t - 1) // num_chunks)
+    target, num_needed = tokens[:, 1:], num_chunks
+    if wanted is not None:
+        wanted = wanted[:, 1:]
+        # Those that are wanted come first in each row: the other chunks stay empty.
+        order = jnp.argsort(~wanted, axis=1, stable=True)
+        hidden = jnp.take_along_axis(hidden, order[..., None], axis=1)
+        target = jnp.take_along_axis(target, order, axis=1)
+        num_needed = -(-jnp.max(jnp.sum(wanted, axis=1)) // columns)
 
     def to_chunks(x):
         """Return [chunks, B, columns, ...] of [B, T - 1, ...]."""
@@ -68,12 +83,15 @@ def _row_logprobs(model, params, tokens, positions, *, temperature, chunk_tokens
         return x.reshape(b, num_chunks, columns, *x.shape[2:]).swapaxes(0, 1)
 
     logp, entropy = _score(
-        kernel, to_chunks(hidden), to_chunks(tokens[:, 1:]), temperature
+        kernel, to_chunks(hidden), to_chunks(target), num_needed, temperature
     )
 
     def to_rows(x):
         """Return [B, T] of [chunks, B, columns]; the first column is 0."""
         x = x.swapaxes(0, 1).reshape(b, num_chunks * columns)[:, : t - 1]
+        if wanted is not None:
+            x = jnp.take_along_axis(x, jnp.argsort(order, axis=1), axis=1)
+            x = jnp.where(wanted, x, 0.0)
         return jnp.pad(x, ((0, 0), (1, 0)))
 
     return to_rows(logp), to_rows(entropy)
@@ -90,8 +108,8 @@ def _logits_kernel(model, params):
     return kernel[name].T if model.spec.tie_embeddings else kernel[name]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _score(kernel, states, target, temperature):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _score(kernel, states, target, num_needed, temperature):
     """Return log-probabilities of tokens and entropies, chunk by chunk.
 
     The backward pass makes logits again, and then their gradient directly: with p their
@@ -102,37 +120,65 @@ def _score(kernel, states, target, temperature):
         kernel: [D, V].
         states: [chunks, B, columns, D], of the same dtype.
         target: [chunks, B, columns] int32, the token after each.
+        num_needed: the first so many chunks are scored, the others are 0.
         temperature: logits are divided by it.
 
     Returns:
         [chunks, B, columns] float32, twice.
     """
-    return _score_forward(kernel, states, target, temperature)[0]
+    return _score_forward(kernel, states, target, num_needed, temperature)[0]
 
 
-def _score_forward(kernel, states, target, temperature):
-    def score_chunk(_, chunk):
-        flat = jax.tree.map(_flatten_rows, chunk)
+def _score_forward(kernel, states, target, num_needed, temperature):
+    def score_chunk(_, states, target):
+        flat = _flatten_rows(states), _flatten_rows(target)
         scores = _score_chunk(kernel, *flat, temperature)
-        return None, jax.tree.map(lambda x: x.reshape(chunk[1].shape), scores)
+        return None, tuple(x.reshape(target.shape) for x in scores)
 
-    _, (logp, log_mass, entropy) = jax.lax.scan(score_chunk, None, (states, target))
-    return (logp, entropy), (kernel, states, target, log_mass, entropy)
+    _, (logp, log_mass, entropy) = _scan_first(
+        score_chunk, None, (states, target), num_needed
+    )
+    residuals = kernel, num_needed, states, target, log_mass, entropy
+    return (logp, entropy), residuals
 
 
 def _score_backward(temperature, residuals, d_out):
-    kernel, *chunk_residuals = residuals
+    kernel, num_needed, *chunk_residuals = residuals
 
-    def add_chunk(d_kernel, chunk):
-        states, *rest = jax.tree.map(_flatten_rows, chunk)
+    def add_chunk(d_kernel, *chunk):
+        states, *rest = map(_flatten_rows, chunk)
         d_logits = _logit_gradient(kernel, states, *rest, temperature)
         d_kernel += jnp.matmul(states.T, d_logits, preferred_element_type=jnp.float32)
         return d_kernel, (d_logits @ kernel.T).reshape(chunk[0].shape)
 
     chunks = (*chunk_residuals, *d_out)
     start = jnp.zeros(kernel.shape, jnp.float32)
-    d_kernel, d_states = jax.lax.scan(add_chunk, start, chunks)
-    return d_kernel.astype(kernel.dtype), d_states, None
+    d_kernel, d_states = _scan_first(add_chunk, start, chunks, num_needed)
+    return d_kernel.astype(kernel.dtype), d_states, None, None
+
+
+def _scan_first(run, start, chunks, num_needed):
+    """Return what `jax.lax.scan` does, of the first chunks alone.
+
+    Args:
+        run: (carry, *chunk) -> (carry, outputs).
+        start: the first carry.
+        chunks: arrays of [chunks, ...].
+        num_needed: chunks that are run; those after them cost nothing, leave the carry
+            as it is and have outputs of 0.
+    """
+    first = [x[0] for x in chunks]
+    _, shapes = jax.eval_shape(run, start, *first)
+
+    def step(carry, numbered):
+        number, *chunk = numbered
+        skipped = carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return jax.lax.cond(
+            number < num_needed, lambda: run(carry, *chunk), lambda: skipped
+        )
+
+    numbers = jnp.arange(len(chunks[0]))
+    return jax.lax.scan(step, start, (numbers, *chunks))
 
 
 _score.defvjp(_score_forward, _score_backward)
@@ -189,7 +235,7 @@ def token_values(
         layout: as in `token_logprobs`.
     """
 
-    def run(tokens, positions):
+    def run(tokens, positions, _wanted=None):
         hidden, _ = model.apply({"params": params}, tokens[:, :-1], positions[:, :-1])
         values = model.apply({"params": params}, hidden, method="values")
         return (jnp.pad(values, ((0, 0), (1, 0))),)

@@ -107,16 +107,24 @@ def _fill(lengths: np.ndarray, room: int) -> list[list[int]]:
     return rows or [[]]
 
 
-def piecewise(run: Callable, tokens: jax.Array, layout: PackedLayout) -> tuple:
+def piecewise(
+    run: Callable,
+    tokens: jax.Array,
+    layout: PackedLayout,
+    *,
+    wanted: jax.Array | None = None,
+) -> tuple:
     """Apply `run` to [b, T] tokens, piece by piece.
 
     A gradient through this would store the residuals of every piece, full or empty:
     `only_piece` gives the layout of one piece at a time to what is differentiated.
 
     Args:
-        run: ([p, T] tokens, [p, T] positions) -> a tuple of [p, T] float32 arrays.
+        run: ([p, T] tokens, [p, T] positions, [p, T] wanted or None) -> a tuple of
+            [p, T] float32 arrays.
         tokens: [b, T] int32.
         layout: of these tokens.
+        wanted: [b, T] bool, the tokens that are asked about; None asks about all.
 
     Returns:
         The arrays, each brought back to [b, T]; 0 on first tokens, which nothing
@@ -129,9 +137,12 @@ def piecewise(run: Callable, tokens: jax.Array, layout: PackedLayout) -> tuple:
 
     def run_piece(layout):
         is_here = follows & (layout.piece_index == 0)[:, None]
+        source, positions = layout.source[0], layout.positions[0]
+        # Padding has the position of a first token, about which nobody asks.
+        marks = None if wanted is None else wanted.reshape(-1)[source] & (positions > 0)
         return tuple(
             jnp.where(is_here, x.reshape(-1).at[index].get(mode="clip"), 0.0)
-            for x in run(flat[layout.source[0]], layout.positions[0])
+            for x in run(flat[source], positions, marks)
         )
 
     if len(layout.source) == 1:

@@ -237,6 +237,8 @@ def make_policy_scorer(
 ) -> Callable:
     """Return the compiled (params, base, batch) -> [M, b, T] log-probabilities.
 
+    They are those of the policy's tokens, and 0 elsewhere.
+
     Args:
         model: policy network.
         mesh: as for `make_update`.
@@ -251,14 +253,21 @@ def make_policy_scorer(
         chunk_tokens=chunk_tokens,
     )
 
-    # Tokens and layout alone are arguments: rewards and masks change from step to
-    # step in dtype or presence, and would compile the program again.
+    # Not the whole batch is an argument: rewards and values change from step to step
+    # in dtype or presence, and would compile the program again.
     @jax.jit
-    def score(params, base, tokens, layout):
+    def score(params, base, tokens, layout, wanted):
         params = _network_params(params, base, adapter_scale)
-        return jax.lax.map(lambda rows: logprobs(params, *rows)[0], (tokens, layout))
 
-    return lambda params, base, batch: score(params, base, batch.tokens, batch.layout)
+        def score_rows(rows):
+            tokens, layout, wanted = rows
+            return logprobs(params, tokens, layout, wanted=wanted)[0]
+
+        return jax.lax.map(score_rows, (tokens, layout, wanted))
+
+    return lambda params, base, batch: score(
+        params, base, batch.tokens, batch.layout, batch.from_policy
+    )
 
 
 def make_policy_update(
@@ -300,14 +309,18 @@ def make_policy_update(
         params = _network_params(params, base, adapter_scale)
         # At the sampling temperature: the ratio compares one distribution with itself.
         logp, entropy = logprobs(
-            params, rows.tokens, rows.layout, temperature=temperature
+            params,
+            rows.tokens,
+            rows.layout,
+            wanted=rows.from_policy,
+            temperature=temperature,
         )
         return loss(logp, entropy, rows, weights, kl_coef)
 
     def recall_loss(params, rows, weights, base):
         # At temperature 1, as demonstrations are imitated.
         params = _network_params(params, base, adapter_scale)
-        logp, _ = logprobs(params, rows.tokens, rows.layout)
+        logp, _ = logprobs(params, rows.tokens, rows.layout, wanted=rows.from_policy)
         nll = -masked_sum(logp * weights, rows.from_policy)
         return memorise_coef * nll, {"memory_loss": nll}
 

@@ -50,7 +50,7 @@ def test_the_rows_of_an_input_table_that_nobody_reads_are_no_work():
         inner = tied.num_params - table
         assert networks.read_work(spec, 3, "bfloat16") == (6 * inner, 2 * inner)
         assert networks.step_work(spec, **steps)[2][1] == 4 * tied.num_params
-    more = [networks.update_work(spec, 2, 4) for spec in (tied, apart)]
+    more = [networks.update_work(spec, 2, 4, 4) for spec in (tied, apart)]
     assert more[0][0] == more[1][0] == 3 * (2 * 8 * tied.num_params + 8 * 384 * 2)
     assert more[0][1] == 4 * 10 * tied.num_params
     assert more[1][1] == more[0][1] + 4 * 7 * table

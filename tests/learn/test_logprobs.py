@@ -68,6 +68,29 @@ def test_the_gradient_is_that_of_all_logits_at_once():
     jax.tree.map(close, result, expected)
 
 
+@pytest.mark.parametrize("chunk_tokens", [3, 9, 1000])
+def test_what_is_not_wanted_is_0_and_changes_nothing_else(chunk_tokens):
+    wanted = np.random.default_rng(3).random(TOKENS.shape) < 0.4
+    wanted[1] = False  # a row of which nothing is learnt
+    settings = dict(temperature=0.7, chunk_tokens=chunk_tokens)
+
+    def masked(*args, **settings):
+        return tuple(
+            jnp.where(wanted, x, 0.0) for x in token_logprobs(*args, **settings)
+        )
+
+    for ours, theirs in zip(
+        run(token_logprobs, wanted=wanted, **settings), run(masked, **settings)
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4)  # noqa: E731
+    jax.tree.map(
+        close,
+        gradient(token_logprobs, wanted=wanted, **settings),
+        gradient(masked, **settings),
+    )
+
+
 def test_in_bfloat16_chunks_add_up_in_float32():
     """As a sum in bfloat16 the gradient of the embedding would hang on their number."""
     tokens = np.random.default_rng(2).integers(0, V, (2, 513)).astype(np.int32)

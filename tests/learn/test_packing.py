@@ -134,8 +134,8 @@ def test_log_probabilities_are_those_of_all_logits():
         MODEL, optimizer, mesh, loss=imitation_loss, loss_mean="token", chunk_tokens=16
     )
     actual = learner.score(tiny.params(vocab_size=V), learner.put(batch))[0]
-    mask = np.arange(T) < batch.length[0][:, None]
-    mask[:, 0] = False
+    mask = batch.from_policy[0].copy()
+    mask[:, 0] = False  # nothing precedes it
     assert mask.any() and not np.asarray(actual)[~mask].any()
     np.testing.assert_allclose(
         actual[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], atol=1e-5
