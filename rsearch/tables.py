@@ -21,7 +21,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rsearch.config.recipes import load, parse_flags, run_command
+from rsearch.config.fields import fields
+from rsearch.config.recipes import (
+    apply_overrides,
+    defaults,
+    from_json,
+    load,
+    parse_flags,
+    run_command,
+)
 from rsearch.config.stage_plan import START
 from rsearch.data.sets import PREFIX, SETS
 from rsearch.evaluation.tables import (
@@ -50,8 +58,12 @@ FLAGS = {
 PROTOCOL = "protocol"  # the method of a recipe's rows
 RUNS_SETTING = "-"  # of --setting, for rows that have none
 OURS = ("ours", "95 %", "n")  # lines below a row of the paper
+SCORES = ("em", "f1", "cover_em", "judge")  # which a table may print in percent
 # Fields that name the model which answers: the policy, or the model of an endpoint.
 MODEL_FIELDS = ("model.source", "models.subject.name", "models.subject.source")
+MODEL_FIELDS += ("models.reader.name", "models.reader.source")
+# Settings that say where files lie, or how long a run goes on.
+FREE = (".train", ".index", ".url", ".steps")
 CSV_COLUMNS = ("row", "label", "model", "made_by", "column", "set", "metric", "paper")
 CSV_COLUMNS += ("ours", "low", "high", "n", "note")
 SPECIAL = str.maketrans(
@@ -120,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
 def _print_list():
     """Print a line for each table."""
     rows = [
-        [name, f"{sum(r.is_runnable for r in t.rows)} / {len(t.rows)}", t.caption]
+        [name, f"{sum(r.is_runnable for r in t.rows)} / {len(t.rows)}", t.title]
         for name, t in read_tables().items()
     ]
     console.table("tables of the papers", ["table", "rows we make", "measured"], rows)
@@ -168,7 +180,7 @@ def _measure(table, runs, *, setting, allow) -> Ours:
     sources = {}
     for row in table.rows:
         for name in sets:
-            if chosen := _choose(row, name, read, setting):
+            if chosen := _choose(table, row, name, read, setting):
                 sources[row.key, name] = chosen
     used = {run.path for run, _ in sources.values()}
     unused = [str(run.path) for _, run in read if run.path not in used]
@@ -192,18 +204,29 @@ def _measure(table, runs, *, setting, allow) -> Ours:
             next_mark = str(len(notes) + 1).translate(compare.MARKS)
             signs.append(notes.setdefault(unlike, next_mark))
         for column in table.columns:
-            if column.set == name and result.get(column.metric) is not None:
+            value = _value(result, column.metric) if column.set == name else None
+            if value is not None:
                 interval = result.get(f"{column.metric}_95")
-                value, n = result[column.metric], result.get("n") or 0
+                n = result.get("n") or 0
                 cells[key, column.name] = Cell(value, interval, n, tuple(signs))
     for column in table.columns:
         for row in table.rows if column.mean_of else ():
             averaged = [cells.get((row.key, name)) for name in column.mean_of]
             if all(averaged):
                 marks = dict.fromkeys(m for cell in averaged for m in cell.marks)
-                mean = statistics.fmean(cell.value for cell in averaged)
+                weights = [c.n for c in averaged] if column.by_questions else None
+                mean = statistics.fmean([c.value for c in averaged], weights)
                 cells[row.key, column.name] = Cell(mean, marks=tuple(marks))
     return Ours(cells, {mark: text for text, mark in notes.items()})
+
+
+def _value(result, metric):
+    """Return a number of a row of results.json, its seconds for a question, or None."""
+    value = result.get(metric)
+    if metric != "seconds" or value is None:
+        return value
+    rollouts = result.get("rollouts") or result.get("n")
+    return value / rollouts if rollouts else None
 
 
 def _unlike_paper(table, result):
@@ -217,9 +240,10 @@ def _unlike_paper(table, result):
     return "; ".join(differing)
 
 
-def _choose(row, name, read, setting):
+def _choose(table, row, name, read, setting):
     """Return the (run, row of results.json) that a cell is read from, or None."""
     wanted = row.key if any(key == row.key for key, _ in read) else ""
+    settings = settings_of(table, row)
     candidates = []
     for key, run in read:
         largest: dict[tuple, dict] = {}  # all questions rather than the first N of them
@@ -228,7 +252,8 @@ def _choose(row, name, read, setting):
             is_chosen = setting in ("", about[2] or RUNS_SETTING)
             if not is_chosen or not is_of_set(result["dataset"], name):
                 continue
-            if is_of_row(result, run.config, row, is_named=bool(key)):
+            is_row = is_of_row(result, run.config, row, is_named=bool(key))
+            if is_row and (key or has_settings(result, run.config, settings)):
                 several = (result, largest.get(about, result))
                 largest[about] = max(several, key=lambda r: r.get("n") or 0)
         candidates += [(run, about, r) for about, r in largest.items()]
@@ -265,9 +290,9 @@ def is_of_row(
 ) -> bool:
     """Return whether a row of results.json is one of a table.
 
-    A method's row is one of a model that this run has not trained. That of a recipe
-    comes after its stage, or where the run is named for the row, from the model of
-    --model. Unless the run is named, its recipe and model are those of the table.
+    A row without a recipe is one of a model that this run has not trained. That of a
+    recipe comes after its stage, or where the run is named for the row, from the model
+    of --model. Unless the run is named, its recipe and model are those of the table.
 
     Args:
         result: of results.json.
@@ -277,31 +302,79 @@ def is_of_row(
     """
     is_untrained = result["stage"] not in config["stages"]
     name, settings = split_name(result["method"])
-    if row.method:
-        method, needed = split_name(row.method)
-        if name != method or not {*needed} <= {*settings} or not is_untrained:
-            return False
-    elif not row.recipe or name != PROTOCOL:
+    method, needed = split_name(row.method or PROTOCOL)
+    if not row.is_runnable or name != method or not {*needed} <= {*settings}:
         return False
+    if not row.recipe:
+        if not is_untrained:
+            return False
     elif result["stage"] != row.stage:
         return is_named and is_untrained and result["stage"] != START
-    elif not is_named and config["name"] != _recipe_name(row.recipe):
+    elif not is_named and config["name"] != _fields(row.recipe, row.settings)["name"]:
         return False
     made_by = result.get("made_by", {})
     return is_named or row.model in [made_by.get(name) for name in MODEL_FIELDS]
 
 
+def settings_of(table: PaperTable, row: PaperRow) -> dict[str, dict]:
+    """Return what tells a row's runs from those of other rows.
+
+    Args:
+        table: of the row.
+        row: of a recipe or a method.
+
+    Returns:
+        {field or section: {field: value}} of the row's settings and, of a recipe's row,
+        of what the table's other rows set of that recipe; without those of FREE.
+    """
+    rows = [r for r in table.rows if r.recipe == row.recipe] if row.recipe else [row]
+    names = dict.fromkeys(text.partition("=")[0] for r in rows for text in r.settings)
+    values = _fields(row.recipe, row.settings) if names else {}
+    return {n: _below(values, n) for n in names if not n.endswith(FREE)}
+
+
+def has_settings(
+    result: Mapping, config: Mapping, settings: Mapping[str, Mapping]
+) -> bool:
+    """Return whether a row of results.json was measured with these settings.
+
+    Args:
+        result: of results.json.
+        config: {dotted name: value} of its run.
+        settings: see `settings_of`.
+    """
+    words = result.get("setting", "").split(", ")
+    changed = {name: value for name, _, value in (w.partition("=") for w in words)}
+    values = {**config, **result.get("made_by", {})}
+    return all(
+        changed[name] == str(wanted.get(name))
+        if name in changed
+        else _below(values, name) == wanted
+        for name, wanted in settings.items()
+    )
+
+
 @functools.cache
-def _recipe_name(recipe):
-    """Return the name that runs of a recipe have."""
-    return load(recipe).name
+def _fields(recipe, settings):
+    """Return {dotted name: value} of a recipe, or of the defaults, with settings."""
+    config = load(recipe) if recipe else from_json(defaults())
+    return fields(apply_overrides(config, settings))
+
+
+def _below(values, name):
+    """Return {field: value as JSON has it} of a field, or of those of a section."""
+    return {
+        field: [*value] if isinstance(value, tuple) else value
+        for field, value in values.items()
+        if field == name or field.startswith(f"{name}.")
+    }
 
 
 def _scale(table, column):
     """Return what a value of ours is multiplied by, to be in the table's unit."""
     names = {c.name: c for c in table.columns}
     metric = names[column.mean_of[0]].metric if column.mean_of else column.metric
-    return 100 if table.is_percent and metric != "searches" else 1
+    return 100 if table.is_percent and metric in SCORES else 1
 
 
 def _digits(table, column):

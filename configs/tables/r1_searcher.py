@@ -16,6 +16,7 @@ SETS = {
 METRICS = {"ACC_R": "cover_em", "ACC_L": "judge"}
 
 TABLE_2 = PaperTable(
+    title="cover EM and judge of all methods on four sets",
     source="arXiv 2503.05592",
     caption=(
         "Cover exact match (ACC_R) and the verdicts of GPT-4o-mini (ACC_L) as "

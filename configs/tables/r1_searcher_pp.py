@@ -1,10 +1,10 @@
 """R1-Searcher++'s tables (arXiv 2505.17005)."""
 
 from rsearch.evaluation.tables import (
-    PaperColumn,
     PaperRow,
     PaperSlip,
     PaperTable,
+    average_of,
     columns_of,
 )
 
@@ -18,6 +18,7 @@ SETS = {
 METRICS = {"F1": "f1", "LasJ": "judge", "RC": "searches"}
 
 TABLE_1 = PaperTable(
+    title="F1, judge and searches of all methods on four sets",
     source="arXiv 2505.17005",
     caption=(
         "F1 and the verdicts of GPT-4o-mini (LasJ) in percent, and searches a question "
@@ -27,10 +28,8 @@ TABLE_1 = PaperTable(
     columns=(
         *columns_of(SETS, METRICS),
         *(
-            PaperColumn(
-                f"Avg {shown}", mean_of=tuple(f"{name} {shown}" for name in SETS)
-            )
-            for shown in METRICS
+            average_of(f"Avg {shown}", columns_of(SETS, {shown: metric}))
+            for shown, metric in METRICS.items()
         ),
     ),
     rows=(

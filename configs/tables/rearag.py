@@ -9,6 +9,7 @@ SETS = {"MuSiQue": "musique", "HotpotQA": "hotpotqa", "IIRC": "iirc", "NQ": "nq"
 METRICS = {"ACC_L": "judge", "EM": "em"}
 
 TABLE_1 = PaperTable(
+    title="judge and EM of all methods on four sets",
     source="arXiv 2503.21729",
     caption=(
         "Verdicts of GPT-4o in steps of one half (ACC_L) and exact match in percent, "

@@ -1,12 +1,13 @@
 """Describe the tables of papers, as configs/tables/ holds them, and read them.
 
 A table is data: what is printed, and how this package makes each row. A file of that
-folder is a paper's, and names a dict TABLES of {"the table's number": PaperTable}.
+folder is a paper's, and names a dict TABLES of {"the table's number": PaperTable}; the
+number of a figure is such as "fig3".
 """
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rsearch.config.recipes import import_file
 from rsearch.config.spec import ROOT
@@ -22,15 +23,18 @@ class PaperColumn:
 
     Attributes:
         name: as printed, with its metric.
-        metric: a score of results.json, or its "searches"; "" of an average.
-        set: a key of `rsearch.data.sets.SETS`; "" of an average.
+        metric: a number of results.json, whose `seconds` are divided by its questions;
+            "" of an average, and of what results.json does not have.
+        set: a key of `rsearch.data.sets.SETS`; "" where the metric is.
         mean_of: names of the columns that an average is over.
+        by_questions: the average is over all questions, else over the columns.
     """
 
     name: str
     metric: str = ""
     set: str = ""
     mean_of: tuple[str, ...] = ()
+    by_questions: bool = False
 
 
 def columns_of(
@@ -40,13 +44,21 @@ def columns_of(
 
     Args:
         sets: {name as printed: key of SETS}.
-        metrics: {name as printed: score of results.json}.
+        metrics: {name as printed: number of results.json}.
     """
     return tuple(
         PaperColumn(f"{name} {shown}", metric, key)
         for name, key in sets.items()
         for shown, metric in metrics.items()
     )
+
+
+def average_of(
+    name: str, columns: Sequence[PaperColumn], *, by_questions: bool = False
+) -> PaperColumn:
+    """Return a column of the average over others; see `PaperColumn`."""
+    names = tuple(column.name for column in columns)
+    return PaperColumn(name, mean_of=names, by_questions=by_questions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +72,9 @@ class PaperRow:
             NO_NUMBER where there is none.
         model: that answers, or that training begins with: its name on the hub, or at
             its endpoint.
-        method: of config.eval.methods, asked of the model as it is; "" of a recipe.
-        recipe: a configuration whose policy is asked by its own protocol.
+        method: of config.eval.methods, asked of the model as it is, or of a recipe's
+            policy; "" is a recipe's own protocol.
+        recipe: a configuration whose policy is asked; "" of an untrained model.
         stage: of the recipe, after which it is asked.
         settings: "field=value" of the recipe or evaluation, where this row needs them.
         reason: why no method and no recipe makes it.
@@ -108,6 +121,7 @@ class PaperTable:
     """A table of a paper.
 
     Attributes:
+        title: a few words for the list of tables.
         source: of the paper.
         caption: what was measured and how, in our words.
         columns: in their order.
@@ -118,6 +132,7 @@ class PaperTable:
         is_percent: scores are printed in percent, else as fractions from 0 to 1.
     """
 
+    title: str
     source: str
     caption: str
     columns: tuple[PaperColumn, ...]
