@@ -362,11 +362,11 @@ def _fields(recipe, settings):
 
 
 def _below(values, name):
-    """Return {field: value as JSON has it} of a field, or of those of a section."""
+    """Return {field: value as JSON has it} of a field or a section, without FREE."""
     return {
         field: [*value] if isinstance(value, tuple) else value
         for field, value in values.items()
-        if field == name or field.startswith(f"{name}.")
+        if f"{field}.".startswith(f"{name}.") and not field.endswith(FREE)
     }
 
 

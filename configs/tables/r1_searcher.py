@@ -1,6 +1,13 @@
 """R1-Searcher's tables (arXiv 2503.05592)."""
 
-from rsearch.evaluation.tables import PaperRow, PaperSlip, PaperTable, columns_of
+from rsearch.evaluation.tables import (
+    PaperColumn,
+    PaperRow,
+    PaperSlip,
+    PaperTable,
+    average_of,
+    columns_of,
+)
 
 GPT = "gpt-4o-mini"  # of config.models.subject, at its endpoint
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -14,6 +21,55 @@ SETS = {
     "Musique": "r1_searcher_musique",
 }
 METRICS = {"ACC_R": "cover_em", "ACC_L": "judge"}
+# Columns of all tables of section 4.
+THREE_SETS = {name: SETS[name] for name in ("HotpotQA", "2Wiki", "Bamboogle")}
+THREE_SCORES = (
+    *columns_of(THREE_SETS, {"EM": "em", "CEM": "cover_em", "F1": "f1"}),
+    average_of("Avg (CEM)", columns_of(THREE_SETS, {"CEM": "cover_em"})),
+)
+MEASURED = (
+    "Exact match, cover exact match and F1 in percent, of the questions of table 2. "
+)
+RECIPE, LLAMA_RECIPE = "configs/r1_searcher.py", "configs/r1_searcher.py:llama"
+# Right rollouts of the chat model; batch and rate are those that R1-Searcher++ prints.
+SFT = (
+    "stages=curate_sft,sft",
+    "overrides={'curate_sft': {'model': {'source': 'Qwen/Qwen2.5-7B-Instruct'}, "
+    "'protocol': {'name': 'r1_searcher_chat'}, "
+    "'data': {'train': 'data/hotpotqa_2wikimultihopqa_train.jsonl'}, "
+    "'curate': {'method': 'segments', 'max_kept': 4768}}}",
+    "sft.demonstrations=stage:curate_sft",
+    "sft.batch_size=64",
+    "sft.micro_batch=4",
+    "sft.sequence_tokens=8192",
+    "sft.lr=2e-5",
+    "sft.steps=670",  # three epochs of about three turns of each
+)
+# Medium questions in place of the hard ones of table 1.
+NOT_DIFFICULT = (
+    "overrides.curate_answer.curate.mix="
+    "hotpotqa medium 200:4761,2wikimultihopqa medium 150:3737",
+)
+# The mixture's questions of one of both sets, in one epoch.
+HOTPOTQA_ALONE = (
+    "overrides.curate_retrieve.curate.mix=hotpotqa medium 200",
+    "overrides.curate_answer.curate.mix=hotpotqa medium 200:2761,hotpotqa hard 2000",
+    "overrides.rl_retrieve.rl.steps=3",
+    "rl.steps=71",
+)
+TWOWIKI_ALONE = (
+    "overrides.curate_retrieve.curate.mix=2wikimultihopqa medium 150",
+    "overrides.curate_answer.curate.mix="
+    "2wikimultihopqa medium 150:1237,2wikimultihopqa hard 2500",
+    "overrides.rl_retrieve.rl.steps=2",
+    "rl.steps=56",
+)
+ONLINE = (
+    "retrieval.api=serper",
+    "retrieval.url=https://google.serper.dev",
+    "retrieval.index=",
+    "retrieval.fetch_pages=True",
+)
 
 TABLE_2 = PaperTable(
     title="cover EM and judge of all methods on four sets",
@@ -251,4 +307,283 @@ TABLE_2 = PaperTable(
     ),
 )
 
-TABLES = {"2": TABLE_2}
+TABLE_3 = PaperTable(
+    title="GRPO against Reinforce++",
+    source="arXiv 2503.05592",
+    caption=MEASURED + ("Both train the chat model in two stages, with a KL of 1e-4."),
+    columns=THREE_SCORES,
+    rows=(
+        PaperRow(
+            "grpo",
+            "GRPO",
+            "53.0 60.5 68.6 58.0 60.5 63.0 48.0 56.0 60.5 59.0",
+            LLAMA,
+            recipe="configs/r1_searcher.py:llama,grpo",
+            stage="rl_answer",
+        ),
+        PaperRow(
+            "reinforce_pp",
+            "Reinforce++",
+            "58.4 64.8 70.6 57.5 61.5 62.9 44.0 50.4 57.1 58.9",
+            LLAMA,
+            recipe=LLAMA_RECIPE,
+            stage="rl_answer",
+        ),
+    ),
+    slips=(
+        PaperSlip(
+            "reinforce_pp",
+            ("2Wiki EM", "2Wiki CEM", "2Wiki F1"),
+            "the same model has 55.0, 59.4 and 61.2 in table 4, and 59.4 in table 2",
+        ),
+        PaperSlip(
+            "reinforce_pp",
+            ("2Wiki EM", "2Wiki CEM"),
+            "57.5 and 61.5 are no shares of 500 questions",
+        ),
+        PaperSlip(
+            "grpo",
+            ("HotpotQA CEM", "2Wiki CEM"),
+            "60.5 is no share of 500 questions",
+        ),
+    ),
+    is_percent=True,
+)
+
+TABLE_4 = PaperTable(
+    title="reinforcement against supervised training",
+    source="arXiv 2503.05592",
+    caption=MEASURED
+    + (
+        "Supervised training is on 4,768 right paths of Qwen2.5-7B-Instruct, of which "
+        "4,268 search, for three epochs; ours learns each turn of such paths once an "
+        "epoch."
+    ),
+    columns=THREE_SCORES,
+    rows=(
+        PaperRow(
+            "qwen_rl",
+            "Qwen-Base-RL",
+            "58.0 65.4 71.9 55.4 63.6 63.7 45.6 52.8 57.7 60.6",
+            QWEN,
+            recipe=RECIPE,
+            stage="rl_answer",
+        ),
+        PaperRow(
+            "qwen_sft",
+            "Qwen-Base-SFT",
+            "37.0 49.5 51.3 42.5 54.5 51.3 40.8 46.4 51.0 50.1",
+            QWEN,
+            recipe=RECIPE,
+            stage="sft",
+            settings=SFT,
+        ),
+        PaperRow(
+            "llama_rl",
+            "Llama-Instruct-RL",
+            "58.4 64.8 70.6 55.0 59.4 61.2 44.0 50.4 57.1 58.2",
+            LLAMA,
+            recipe=LLAMA_RECIPE,
+            stage="rl_answer",
+        ),
+        PaperRow(
+            "llama_sft",
+            "Llama-Instruct-SFT",
+            "36.0 47.0 50.4 38.0 51.0 48.3 39.4 46.6 48.2 48.2",
+            LLAMA,
+            recipe=LLAMA_RECIPE,
+            stage="sft",
+            settings=SFT,
+        ),
+    ),
+    slips=(
+        PaperSlip(
+            "qwen_sft",
+            ("HotpotQA CEM", "2Wiki EM", "2Wiki CEM"),
+            "49.5, 42.5 and 54.5 are no shares of 500 questions",
+        ),
+        PaperSlip(
+            "llama_sft",
+            ("Bamboogle EM", "Bamboogle CEM"),
+            "39.4 and 46.6 are no shares of 125 questions",
+        ),
+    ),
+    is_percent=True,
+)
+
+TABLE_5 = PaperTable(
+    title="the answer's reward: EM, cover EM or F1",
+    source="arXiv 2503.05592",
+    caption=MEASURED
+    + ("The rewards are F1, or 1 and -1 by exact match or cover exact match."),
+    columns=THREE_SCORES,
+    rows=(
+        PaperRow(
+            "em",
+            "EM",
+            "55.0 62.0 69.3 29.0 29.0 30.0 24.8 28.0 33.2 39.7",
+            QWEN,
+            recipe="configs/r1_searcher.py:em",
+            stage="rl_answer",
+        ),
+        PaperRow(
+            "cem",
+            "CEM",
+            "53.4 65.0 68.8 51.8 59.2 61.7 46.4 54.4 59.0 59.5",
+            QWEN,
+            recipe="configs/r1_searcher.py:cem",
+            stage="rl_answer",
+        ),
+        PaperRow(
+            "f1",
+            "F1",
+            "58.0 65.4 71.9 55.4 63.6 63.7 45.6 52.8 57.7 60.6",
+            QWEN,
+            recipe=RECIPE,
+            stage="rl_answer",
+        ),
+    ),
+    is_percent=True,
+)
+
+TABLE_6 = PaperTable(
+    title="training with and without difficult questions",
+    source="arXiv 2503.05592",
+    caption=MEASURED
+    + (
+        "Without them, questions that need 10 to 20 rollouts stand in place of those "
+        "that need more."
+    ),
+    columns=THREE_SCORES,
+    rows=(
+        PaperRow(
+            "not_difficult",
+            "w/o Difficult",
+            "54.8 61.8 69.3 55.4 63.6 63.7 44.8 51.2 56.9 58.8",
+            QWEN,
+            recipe="configs/r1_searcher.py:select",
+            stage="rl_answer",
+            settings=NOT_DIFFICULT,
+        ),
+        PaperRow(
+            "difficult",
+            "w. Difficult",
+            "58.0 65.4 71.9 54.8 64.2 63.8 45.6 52.8 57.7 60.8",
+            QWEN,
+            recipe=RECIPE,
+            stage="rl_answer",
+        ),
+    ),
+    slips=(
+        PaperSlip(
+            "",
+            ("2Wiki EM", "2Wiki CEM", "2Wiki F1"),
+            "the model of the second row has the first row's numbers in tables 4, 5 "
+            "and 7: 55.4, 63.6 and 63.7",
+        ),
+    ),
+    is_percent=True,
+)
+
+TABLE_7 = PaperTable(
+    title="training on one set or on both",
+    source="arXiv 2503.05592",
+    caption=MEASURED
+    + (
+        "How many questions of one set were taken is not printed; ours are those that "
+        "the mixture has of it."
+    ),
+    columns=THREE_SCORES,
+    rows=(
+        PaperRow(
+            "hotpotqa",
+            "HotpotQA",
+            "53.8 59.2 67.2 46.7 54.3 54.7 44.0 50.4 55.1 54.6",
+            QWEN,
+            recipe="configs/r1_searcher.py:select",
+            stage="rl_answer",
+            settings=HOTPOTQA_ALONE,
+        ),
+        PaperRow(
+            "2wiki",
+            "2Wiki",
+            "46.0 50.5 58.7 45.0 47.5 48.2 31.2 32.8 39.4 43.6",
+            QWEN,
+            recipe="configs/r1_searcher.py:select",
+            stage="rl_answer",
+            settings=TWOWIKI_ALONE,
+        ),
+        PaperRow(
+            "mixture",
+            "Mixture",
+            "58.0 65.4 71.9 55.4 63.6 63.7 45.6 52.8 57.7 60.6",
+            QWEN,
+            recipe=RECIPE,
+            stage="rl_answer",
+        ),
+    ),
+    slips=(
+        PaperSlip(
+            "hotpotqa",
+            ("2Wiki EM", "2Wiki CEM"),
+            "46.7 and 54.3 are no shares of 500 questions",
+        ),
+        PaperSlip(
+            "2wiki",
+            ("HotpotQA CEM", "2Wiki CEM"),
+            "50.5 and 47.5 are no shares of 500 questions",
+        ),
+    ),
+    is_percent=True,
+)
+
+FIGURE_6 = PaperTable(
+    title="online search on Bamboogle",
+    source="arXiv 2503.05592",
+    caption=(
+        "Cover exact match. The figure has bars without numbers: local search and "
+        "online search with one model, and Search-o1, online, with a model of 32B "
+        "parameters. The text says that online search is 18.2 % above local search, "
+        "and 11.4 % above Search-o1. The paper's pages are summed up by GPT-4o-mini; "
+        "ours are cut to config.retrieval.page_chars."
+    ),
+    columns=(PaperColumn("Bamboogle CEM", "cover_em", "bamboogle"),),
+    rows=(
+        PaperRow(
+            "search_o1",
+            "Search-o1, online",
+            "-",
+            "Qwen/QwQ-32B-Preview",
+            method="search_o1",
+            settings=ONLINE,
+        ),
+        PaperRow(
+            "local",
+            "R1-Searcher, local",
+            "-",
+            QWEN,
+            recipe=RECIPE,
+            stage="rl_answer",
+        ),
+        PaperRow(
+            "online",
+            "R1-Searcher, online",
+            "-",
+            QWEN,
+            recipe=RECIPE,
+            stage="rl_answer",
+            settings=ONLINE,
+        ),
+    ),
+    is_percent=True,
+)
+
+TABLES = {
+    "2": TABLE_2,
+    "3": TABLE_3,
+    "4": TABLE_4,
+    "5": TABLE_5,
+    "6": TABLE_6,
+    "7": TABLE_7,
+    "fig6": FIGURE_6,
+}
