@@ -21,10 +21,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rsearch.config.fields import fields
 from rsearch.config.recipes import (
     apply_overrides,
     defaults,
+    fields,
     from_json,
     load,
     parse_flags,
@@ -212,7 +212,7 @@ def _measure(table, runs, *, setting, allow) -> Ours:
     for column in table.columns:
         for row in table.rows if column.mean_of else ():
             averaged = [cells.get((row.key, name)) for name in column.mean_of]
-            if all(averaged):
+            if all(averaged) and all(c.n for c in averaged):
                 marks = dict.fromkeys(m for cell in averaged for m in cell.marks)
                 weights = [c.n for c in averaged] if column.by_questions else None
                 mean = statistics.fmean([c.value for c in averaged], weights)
@@ -370,18 +370,24 @@ def _below(values, name):
     }
 
 
-def _scale(table, column):
-    """Return what a value of ours is multiplied by, to be in the table's unit."""
+def _is_percent(table, column):
+    """Return whether the column has scores in percent."""
     names = {c.name: c for c in table.columns}
     metric = names[column.mean_of[0]].metric if column.mean_of else column.metric
-    return 100 if table.is_percent and metric in SCORES else 1
+    return table.is_percent and metric in SCORES
+
+
+def _scale(table, column):
+    """Return what a value of ours is multiplied by, to be in the table's unit."""
+    return 100 if _is_percent(table, column) else 1
 
 
 def _digits(table, column):
     """Return the decimals that the column is printed with."""
     position = table.columns.index(column)
     texts = [row.numbers[position] for row in table.rows]
-    return max(len(text.partition(".")[2]) for text in texts)
+    decimals = [len(t.partition(".")[2]) for t in texts if t != NO_NUMBER]
+    return max(decimals, default=1 if _is_percent(table, column) else 2)
 
 
 def _ours_of(table, row, column, ours):

@@ -103,9 +103,10 @@ def test_an_average_is_one_unless_it_is_a_slip(name):
         for column in table.columns:
             text = values[column.name]
             is_slip = slips & {(printed.key, column.name), ("", column.name)}
-            if not column.mean_of or text == "-" or is_slip:
+            texts = [values[n] for n in column.mean_of]
+            if "-" in (text, *texts) or not texts or is_slip:
                 continue
-            mean = statistics.fmean(float(values[n]) for n in column.mean_of)
+            mean = statistics.fmean(map(float, texts))
             unit = 10 ** -len(text.partition(".")[2])
             assert abs(mean - float(text)) <= 1.01 * unit, (printed, column)
 
@@ -264,6 +265,22 @@ def test_an_average_of_ours_needs_all_of_its_columns(said, tmp_path, monkeypatch
     assert ours["ours_7b", "Avg. multi-hop"] == ("62.5", "", "", "")
     assert ("ours_7b", "Overall Avg.") not in ours
     assert ours["ours_7b", "HotpotQA F1"] == ("75.0", "", "", "200")
+
+
+def test_an_average_over_questions_weighs_its_sets(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    counts = {"hotpotqa": 500, "2wikimultihopqa": 500, "bamboogle": 125, "musique": 500}
+    rows = [
+        asked("rl", dataset=f"set:{name}", n=n, searches=1.0 if n == 500 else 14.0)
+        for name, n in counts.items()
+    ]
+    make(tmp_path / "run", *rows, name="r1_searcher_pp")
+    ours = cells(said, "r1_searcher_pp:4", "run")
+    assert ours["ours", "Overall RC"] == ("2.0", "", "", "")
+    assert ours["ours", "Bamboogle RC"] == ("14.0", "", "", "125")
+    assert ("ours", "Correct") not in ours
+    out = said("r1_searcher_pp:4", "--runs=run")[1]
+    assert "14.00" in out and "2.00" in out
 
 
 def test_more_questions_count_and_two_settings_are_refused(said, tmp_path, monkeypatch):

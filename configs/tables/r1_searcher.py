@@ -1,5 +1,6 @@
 """R1-Searcher's tables (arXiv 2503.05592)."""
 
+from configs.tables import ONLINE
 from rsearch.evaluation.tables import (
     PaperColumn,
     PaperRow,
@@ -63,12 +64,6 @@ TWOWIKI_ALONE = (
     "2wikimultihopqa medium 150:1237,2wikimultihopqa hard 2500",
     "overrides.rl_retrieve.rl.steps=2",
     "rl.steps=56",
-)
-ONLINE = (
-    "retrieval.api=serper",
-    "retrieval.url=https://google.serper.dev",
-    "retrieval.index=",
-    "retrieval.fetch_pages=True",
 )
 
 TABLE_2 = PaperTable(

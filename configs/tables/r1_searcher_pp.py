@@ -1,6 +1,8 @@
 """R1-Searcher++'s tables (arXiv 2505.17005)."""
 
+from configs.tables import ONLINE
 from rsearch.evaluation.tables import (
+    PaperColumn,
     PaperRow,
     PaperSlip,
     PaperTable,
@@ -16,6 +18,9 @@ SETS = {
     "Musique": "musique",
 }
 METRICS = {"F1": "f1", "LasJ": "judge", "RC": "searches"}
+RECIPE = "configs/r1_searcher_pp.py"
+AS_INSTRUCT = (f"model.source={QWEN}",)
+RC_OF_SETS = columns_of(SETS, {"RC": "searches"})
 
 TABLE_1 = PaperTable(
     title="F1, judge and searches of all methods on four sets",
@@ -111,7 +116,7 @@ TABLE_1 = PaperTable(
             QWEN,
             recipe="configs/r1_searcher.py:llama",
             stage="rl_answer",
-            settings=(f"model.source={QWEN}",),
+            settings=AS_INSTRUCT,
         ),
         PaperRow(
             "search_r1",
@@ -145,4 +150,164 @@ TABLE_1 = PaperTable(
     is_percent=True,
 )
 
-TABLES = {"1": TABLE_1}
+TABLE_2 = PaperTable(
+    title="without stages, group reward or memorisation",
+    source="arXiv 2505.17005",
+    caption="F1, LasJ and RC as in table 1, with one element or two left out.",
+    columns=columns_of(
+        {name: SETS[name] for name in ("Bamboogle", "Musique")}, METRICS
+    ),
+    rows=(
+        PaperRow(
+            "ours",
+            "Ours",
+            "60.8 59.2 1.74 33.8 32.8 2.06",
+            QWEN,
+            recipe=RECIPE,
+            stage="rl",
+        ),
+        PaperRow(
+            "no_stage_1",
+            "w/o Stage-1",
+            "56.9 56.8 1.96 32.7 31.6 2.49",
+            QWEN,
+            recipe="configs/r1_searcher_pp.py:stage2",
+            stage="rl",
+        ),
+        PaperRow(
+            "no_stage_2",
+            "w/o Stage-2",
+            "47.4 45.6 0.94 23.0 19.4 1.03",
+            QWEN,
+            recipe=RECIPE,
+            stage="sft",
+        ),
+        PaperRow(
+            "no_group",
+            "w/o R_group",
+            "58.3 56.8 1.91 33.1 32.4 2.37",
+            QWEN,
+            recipe="configs/r1_searcher_pp.py:no_group",
+            stage="rl",
+        ),
+        PaperRow(
+            "no_memory",
+            "w/o L_M",
+            "58.1 57.2 1.84 31.0 29.4 2.09",
+            QWEN,
+            recipe="configs/r1_searcher_pp.py:no_memory",
+            stage="rl",
+        ),
+        PaperRow(
+            "neither",
+            "w/o R_group and L_M",
+            "56.2 54.4 1.92 32.2 31.2 2.40",
+            QWEN,
+            recipe="configs/r1_searcher_pp.py:no_group,no_memory",
+            stage="rl",
+        ),
+    ),
+    is_percent=True,
+)
+
+TABLE_3 = PaperTable(
+    title="online search on Bamboogle and Frames",
+    source="arXiv 2505.17005",
+    caption=(
+        "F1, LasJ and RC as in table 1, of searches by Google, whose pages GPT-4o-mini "
+        "sums up. Ours are cut to config.retrieval.page_chars."
+    ),
+    columns=columns_of({"Bamboogle": "bamboogle", "Frames": "frames"}, METRICS),
+    rows=(
+        PaperRow(
+            "ours",
+            "Ours",
+            "77.5 76.0 1.70 33.8 39.0 1.77",
+            QWEN,
+            recipe=RECIPE,
+            stage="rl",
+            settings=ONLINE,
+        ),
+        PaperRow(
+            "search_o1",
+            "Search-o1",
+            "52.9 52.0 1.18 26.1 30.7 1.56",
+            QWEN,
+            method="search_o1",
+            settings=ONLINE,
+        ),
+        PaperRow(
+            "r1_searcher",
+            "R1-Searcher",
+            "67.5 68.8 1.72 33.3 38.0 1.86",
+            QWEN,
+            recipe="configs/r1_searcher.py:llama",
+            stage="rl_answer",
+            settings=(*AS_INSTRUCT, *ONLINE),
+        ),
+        PaperRow(
+            "search_r1",
+            "Search-R1",
+            "69.3 67.2 1.92 33.3 36.0 2.38",
+            QWEN,
+            recipe="configs/search_r1.py:instruct",
+            stage="rl",
+            settings=ONLINE,
+        ),
+    ),
+    slips=(
+        PaperSlip(
+            "search_o1",
+            ("Bamboogle F1", "Bamboogle LasJ", "Bamboogle RC"),
+            "the numbers of local search in table 1",
+        ),
+    ),
+    is_percent=True,
+)
+
+TABLE_4 = PaperTable(
+    title="retrievals of right and wrong answers",
+    source="arXiv 2505.17005",
+    caption=(
+        "Questions and mean retrievals (RC) of all four sets, by the verdict of "
+        "GPT-4o-mini. The overall mean is over questions, not over sets as in table 1. "
+        "results.json splits searches by exact match (searches_right, searches_wrong), "
+        "not by a verdict: only the overall mean has a number of ours, from those of "
+        "the sets."
+    ),
+    columns=(
+        *map(PaperColumn, ("Correct", "Correct RC", "Incorrect", "Incorrect RC")),
+        PaperColumn("Overall"),
+        average_of("Overall RC", RC_OF_SETS, by_questions=True),
+        *RC_OF_SETS,
+    ),
+    rows=(
+        PaperRow(
+            "r1_searcher",
+            "R1-Searcher",
+            "853 2.16 772 2.52 1625 2.33 - - - -",
+            QWEN,
+            recipe="configs/r1_searcher.py:llama",
+            stage="rl_answer",
+            settings=AS_INSTRUCT,
+        ),
+        PaperRow(
+            "search_r1",
+            "Search-R1",
+            "761 3.30 864 3.60 1625 3.46 - - - -",
+            QWEN,
+            recipe="configs/search_r1.py:instruct",
+            stage="rl",
+        ),
+        PaperRow(
+            "ours",
+            "R1-Searcher++",
+            "881 1.41 744 1.78 1625 1.58 - - - -",
+            QWEN,
+            recipe=RECIPE,
+            stage="rl",
+        ),
+    ),
+)
+
+TABLES = {"1": TABLE_1, "2": TABLE_2, "3": TABLE_3, "4": TABLE_4}
