@@ -454,8 +454,11 @@ def _blocks(columns: Sequence[PaperColumn], heads, lines):
 
 def made_by_text(row: PaperRow) -> str:
     """Return how this package makes a row, or why it does not."""
-    made = f"{row.recipe} after {row.stage}" if row.recipe else row.method
-    return ", ".join([made, *row.settings]) if row.is_runnable else f"- {row.reason}"
+    if not row.is_runnable:
+        return f"- {row.reason}"
+    policy = f"{row.recipe} after {row.stage}" if row.recipe else ""
+    made = " of ".join(filter(None, [row.method, policy]))
+    return ", ".join([made, *row.settings])
 
 
 def _remarks(table, ours):

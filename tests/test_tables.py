@@ -216,6 +216,18 @@ def test_runs_of_one_recipe_count_for_the_rows_whose_settings_they_have(
     }
 
 
+def test_a_row_of_a_reader_is_that_of_its_model(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    reads = asked("rl", "evidence", dataset="ircot_musique", em=0.25)
+    reader = reads["made_by"] | {"models.reader.name": "glm-4-plus"}
+    rows = [asked("rl", dataset="ircot_musique"), {**reads, "made_by": reader}]
+    make(tmp_path / "run", *rows)
+    ours = cells(said, "r_search:fig2", "run")
+    assert ours["evidence_glm", "MuSiQue EM"][0] == "25.0"
+    assert {row for row, _ in ours} == {"evidence_glm"}
+    assert "evidence of configs/r_search.py" in said("r_search:fig2")[1]
+
+
 def test_seconds_are_those_of_a_question_answered_alone(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     alone = {"setting": "rollout.max_concurrent=1", "seconds": 1300.0, "n": 200}
