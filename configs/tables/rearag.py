@@ -1,12 +1,26 @@
 """ReaRAG's tables (arXiv 2503.21729)."""
 
-from rsearch.evaluation.tables import PaperRow, PaperSlip, PaperTable, columns_of
+from rsearch.evaluation.tables import (
+    PaperColumn,
+    PaperRow,
+    PaperSlip,
+    PaperTable,
+    columns_of,
+)
 
 GLM_9B = "zai-org/glm-4-9b-chat-hf"
 GLM_32B = "GLM-4-32B"  # of config.models.subject, at its endpoint
 QWQ = "Qwen/QwQ-32B-Preview"
 SETS = {"MuSiQue": "musique", "HotpotQA": "hotpotqa", "IIRC": "iirc", "NQ": "nq"}
 METRICS = {"ACC_L": "judge", "EM": "em"}
+HALF_STEPS = (
+    PaperSlip(
+        "",
+        tuple(f"{name} ACC_L" for name in SETS),
+        "the judge gives 0, 0.5 or 1, so that half a percent is possible of 100 "
+        "questions; a judge that says True or False gives another number",
+    ),
+)
 
 TABLE_1 = PaperTable(
     title="judge and EM of all methods on four sets",
@@ -85,15 +99,111 @@ TABLE_1 = PaperTable(
             stage="sft",
         ),
     ),
-    slips=(
-        PaperSlip(
-            "",
-            tuple(f"{name} ACC_L" for name in SETS),
-            "the judge gives 0, 0.5 or 1, so that 23.50 is possible of 100 questions; "
-            "a judge that says True or False gives another number",
+    slips=HALF_STEPS,
+    is_percent=True,
+)
+
+TABLE_2 = PaperTable(
+    title="invalid replies of Search-o1's model",
+    source="arXiv 2503.21729",
+    caption=(
+        "Questions in percent of which QwQ-32B does not write the tokens that make "
+        "Search-o1 search."
+    ),
+    columns=tuple(PaperColumn(f"{name} invalid") for name in SETS),
+    rows=(
+        PaperRow(
+            "search_o1",
+            "Invalid rate (%)",
+            "19.00 28.00 23.00 25.00",
+            QWQ,
+            reason="results.json does not count questions without a search",
         ),
     ),
     is_percent=True,
 )
 
-TABLES = {"1": TABLE_1}
+TABLE_3 = PaperTable(
+    title="closed book",
+    source="arXiv 2503.21729",
+    caption="ACC_L and exact match in percent, as in table 1, without any passage.",
+    columns=columns_of(SETS, METRICS),
+    rows=(
+        PaperRow(
+            "glm_9b",
+            "GLM-4-9B (128k)",
+            "3.50 0.00 29.50 23.00 17.00 15.00 27.50 16.00",
+            GLM_9B,
+            method="direct",
+        ),
+        PaperRow(
+            "glm_32b",
+            "GLM-4-32B (128k)",
+            "6.50 1.00 40.00 28.00 17.00 11.50 44.50 25.00",
+            GLM_32B,
+            method="direct",
+        ),
+        PaperRow(
+            "qwq",
+            "QwQ-32B",
+            "11.00 2.00 35.00 10.00 21.25 14.50 37.50 12.00",
+            QWQ,
+            method="direct",
+        ),
+    ),
+    slips=HALF_STEPS,
+    is_percent=True,
+)
+
+TABLE_4 = PaperTable(
+    title="without a reasoning model's chains",
+    source="arXiv 2503.21729",
+    caption=(
+        "ACC_L and exact match in percent, as in table 1. Without reasoning, chains "
+        "are made by the policy's model from golden decompositions and answers."
+    ),
+    columns=columns_of(SETS, METRICS),
+    rows=(
+        PaperRow(
+            "no_reasoning",
+            "-w/o reasoning",
+            "60.00 43.00 68.00 50.00 31.00 21.50 45.00 24.00",
+            GLM_9B,
+            recipe="configs/rearag.py:no_reasoning",
+            stage="sft",
+        ),
+        PaperRow(
+            "ours",
+            "-w/ reasoning",
+            "66.00 40.00 75.50 56.00 42.75 29.00 52.00 25.00",
+            GLM_9B,
+            recipe="configs/rearag.py",
+            stage="sft",
+        ),
+    ),
+    slips=HALF_STEPS,
+    is_percent=True,
+)
+
+NO_STEPS = "results.json has no steps of the answers that a judge finds right"
+FIGURE_3 = PaperTable(
+    title="steps to an answer with a full score",
+    source="arXiv 2503.21729",
+    caption=(
+        "Mean steps of the answers with an ACC_L of 1; the figure has their "
+        "distribution, from 2 to 15."
+    ),
+    columns=tuple(PaperColumn(f"{name} steps") for name in [*SETS][:3]),
+    rows=(
+        PaperRow("search_o1", "Search-o1", "6.89 5.69 8.29", QWQ, reason=NO_STEPS),
+        PaperRow("ours", "Ours", "4.33 4.03 5.32", GLM_9B, reason=NO_STEPS),
+    ),
+)
+
+TABLES = {
+    "1": TABLE_1,
+    "2": TABLE_2,
+    "3": TABLE_3,
+    "4": TABLE_4,
+    "fig3": FIGURE_3,
+}
