@@ -349,7 +349,7 @@ def has_settings(
     return all(
         changed[name] == str(wanted.get(name))
         if name in changed
-        else _below(values, name) == wanted
+        else (_below(values, name) or _below(_fields("", ()), name)) == wanted
         for name, wanted in settings.items()
     )
 
