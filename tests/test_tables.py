@@ -216,6 +216,21 @@ def test_runs_of_one_recipe_count_for_the_rows_whose_settings_they_have(
     }
 
 
+def test_local_and_online_search_of_a_run_are_two_rows(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [asked("rl_answer", dataset="bamboogle", model="Qwen/Qwen2.5-7B")]
+    setting = "retrieval.index=, retrieval.api=serper, retrieval.fetch_pages=True"
+    made_by = rows[0]["made_by"] | {"retrieval.url": "https://search"}
+    online = {"setting": setting, "cover_em": 0.5, "made_by": made_by}
+    stages = ["rl_retrieve", "rl_answer"]
+    make(tmp_path / "run", *rows, rows[0] | online, name="r1_searcher", stages=stages)
+    ours = cells(said, "r1_searcher:fig6", "run", "--allow=retrieval")
+    assert {row: cell[0] for (row, _), cell in ours.items()} == {
+        "local": "75.0",
+        "online": "50.0",
+    }
+
+
 def test_a_row_of_a_reader_is_that_of_its_model(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     reads = asked("rl", "evidence", dataset="ircot_musique", em=0.25)
