@@ -505,6 +505,26 @@ SFT = Section(
         at_least(0),
     ),
     decay=Field(False, "fall linearly to a tenth of lr at the last step"),
+    loss_mean=Field(
+        "token",
+        "mean over all tokens of a step, or per 'sequence' first",
+        one_of(("token", "sequence")),
+    ),
+    validation_share=Field(
+        0.0,
+        "of the demonstrations' questions, drawn by config.seed and not learnt from: "
+        "their loss is in metrics.jsonl; 0 = none",
+        Bound(lambda x: 0 <= x < 1, "a number >= 0 and < 1"),
+    ),
+    validate_every=Field(
+        100, "steps between two validation losses; the last step has one", at_least(1)
+    ),
+    keep=Field(
+        "last",
+        "weights that the stage ends with: after its 'last' step, or of the "
+        "'lowest_loss' on the validation questions",
+        one_of(("last", "lowest_loss")),
+    ),
     repeats=Field(
         2, "of each world question, each with its own flaw or none", at_least(1)
     ),

@@ -98,10 +98,14 @@ def at_full_scale(c, words):
     # Warm-up: 0.285 and 0.015 of 500 steps, in optimiser steps.
     c.rl.update(lr=1e-6, warmup_steps=142 * 4)
     c.critic.update(lr=1e-5, warmup_steps=7 * 4)
-    # 5 epochs of 19,303 (mq) or 18,994 (sq) segments; batch and rate are not published.
+    # 5 epochs of 19,303 (mq) or 18,994 (sq) segments, after which the checkpoint of the
+    # lowest validation loss counts; batch and rate are not published, and the share
+    # that is held out is RL's.
     samples = 19_303 if is_mq else 18_994
+    epoch = samples * 95 // 100 // 64
     c.sft.update(batch_size=64, micro_batch=2, sequence_tokens=8192 + 2048)
-    c.sft.update(steps=5 * samples // 64, lr=1e-5, warmup_steps=100, decay=True)
+    c.sft.update(steps=5 * epoch, lr=1e-5, warmup_steps=100, decay=True)
+    c.sft.update(validation_share=0.05, validate_every=epoch, keep="lowest_loss")
     teacher = {
         "model": {"source": TEACHER},
         "mesh": {"fsdp": 1, "tensor": 8},

@@ -89,10 +89,12 @@ PAPER = {  # (recipe and words, stage) -> {field: number in the paper}
         "curate.right_share": 0.25,
     },
     ("rag_r1", "sft"): {  # appendix A
-        "sft.steps": 5 * 19_303 // 64,
+        "sft.steps": 5 * (19_303 * 95 // 100 // 64),
         "sft.sequence_tokens": 8192 + 2048,
+        "sft.validation_share": 0.05,
+        "sft.keep": "lowest_loss",
     },
-    ("rag_r1:sq", "sft"): {"sft.steps": 5 * 18_994 // 64},
+    ("rag_r1:sq", "sft"): {"sft.steps": 5 * (18_994 * 95 // 100 // 64)},
     ("rag_r1", "rl"): {  # appendix A
         "model.source": QWEN_7B_CHAT,
         "rl.algorithm": "ppo",

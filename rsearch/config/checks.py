@@ -318,6 +318,11 @@ def _check_sft_batch(c):
             f"config.sft.warmup_steps = {c.sft.warmup_steps} leaves no room for the "
             f"decay in config.sft.steps = {c.sft.steps}"
         )
+    if c.sft.keep == "lowest_loss" and not c.sft.validation_share:
+        raise ValueError(
+            "config.sft.keep = 'lowest_loss' needs config.sft.validation_share > 0: "
+            "without questions held out there is no validation loss"
+        )
 
 
 def _check_moments(c):

@@ -10,6 +10,7 @@ epoch is still a permutation and no step repeats a question.
 """
 
 import functools
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -99,3 +100,28 @@ def _without_repeats(order, already, num_wanted):
     is_new = ~np.isin(order, already)
     front = np.flatnonzero(is_new)[:num_wanted]
     return np.concatenate([order[front], np.delete(order, front)])
+
+
+def hold_out(
+    keys: Sequence[Hashable], share: float, *, seed: int
+) -> tuple[list[int], list[int]]:
+    """Return the indices of items to learn from, and of those held out.
+
+    Items of equal keys stay together: a share of the distinct keys is held out, at
+    least one of them where the share is not 0.
+
+    Raises:
+        ValueError: none would be left to learn from.
+    """
+    if not share:
+        return list(range(len(keys))), []
+    distinct = list(dict.fromkeys(keys))
+    count = max(1, round(share * len(distinct)))
+    if count >= len(distinct):
+        raise ValueError(
+            f"holding out {share} of {len(distinct)} leaves none to learn from"
+        )
+    order = epoch_order(len(distinct), seed=seed, epoch=0)
+    held_out = {distinct[i] for i in order[:count]}
+    learnt = [i for i, key in enumerate(keys) if key not in held_out]
+    return learnt, [i for i, key in enumerate(keys) if key in held_out]

@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from rsearch.learn.batch import Batch, cut
 from rsearch.learn.packing import packed
 from rsearch.learn.train_state import TrainState
-from rsearch.learn.update import put
+from rsearch.learn.update import mean_loss, put
 from rsearch.models.sharding import num_shards
 from rsearch.types import Params
 
@@ -69,3 +70,11 @@ class Trainer:
         """Return rows on the devices, as packed micro-batches of so many rows."""
         batch = packed(cut(batch, micro_batch), multiple=num_shards(self.mesh))
         return put(batch, self.mesh)
+
+    def imitation_loss(
+        self, params: Params, base: Params | None, batch: Batch, *, kind: str
+    ) -> tuple[float, int]:
+        """Return the imitation loss of rows without an update; see `mean_loss`."""
+        logp = self.score(params, base, batch)
+        mean, size = jax.device_get(mean_loss(logp, batch, kind=kind))
+        return float(mean), int(size)

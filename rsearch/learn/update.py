@@ -270,6 +270,22 @@ def make_policy_scorer(
     )
 
 
+@functools.partial(jax.jit, static_argnames="kind")
+def mean_loss(logp: jax.Array, rows: Batch, *, kind: str):
+    """Return the mean negative log-likelihood of rows, and its size.
+
+    The mean of several such means, weighed by their sizes, is that of all their rows.
+
+    Args:
+        logp: [..., T], of a scorer.
+        rows: those without tokens of the policy count for nothing.
+        kind: "token" or "sequence", see `row_weights`; the size is in those.
+    """
+    mask = rows.from_policy
+    counted = mask if kind == "token" else jnp.any(mask, axis=-1)
+    return -masked_sum(logp * row_weights(mask, kind), mask), jnp.sum(counted)
+
+
 def make_policy_update(
     model: Decoder,
     optimizer: optax.GradientTransformation,

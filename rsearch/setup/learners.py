@@ -28,7 +28,7 @@ def make_trainer(setup: Setup, kind: str) -> Trainer:
     c = setup.config
     learning = dict(adapter_scale=_adapter_scale(c))
     if kind == "sft":
-        settings = dict(loss=objectives.imitation_loss, loss_mean="token")
+        settings = dict(loss=objectives.imitation_loss, loss_mean=c.sft.loss_mean)
         reading = dict(chunk_tokens=c.model.logit_chunk)
     else:
         settings = policy_settings(setup)

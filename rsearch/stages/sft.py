@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 from ml_collections import ConfigDict
 
-from rsearch.data.order import take
+from rsearch.data.order import hold_out, take
 from rsearch.learn.batch import pack_segments
 from rsearch.learn.trainer import Trainer
 from rsearch.runtime import console
@@ -54,7 +54,7 @@ def run(stage: SFTStage, params: Params):
     base = trainer.base_of(params)
     if state.is_over:
         return trainer.final_weights(state.train_state.params, base)
-    rows = [rollout.segments for rollout in stage.demonstrations]
+    rows, held_out = split_rows(stage)
     log = MetricsLog(stage.folder, first_step=state.num_rows)
 
     with state.save_on_preemption(), log:
@@ -73,11 +73,63 @@ def run(stage: SFTStage, params: Params):
             # Waits for the device: guards must see a bad gradient before the next step.
             metrics = jax.device_get(metrics)
             state.guards.on_update(step, metrics, batch, train_state.params)
+            if held_out and is_validation_due(c, step):
+                params = train_state.params
+                loss = validation_loss(stage, params, base, held_out)
+                metrics["validation_loss"] = loss
+                if c.sft.keep == "lowest_loss":
+                    state.record_loss(loss)
+                    # Before the last step is saved: whoever reads the stage's newest
+                    # checkpoint has the weights that the stage ends with.
+                    if step + 1 == c.sft.steps:
+                        train_state = state.with_lowest_loss(train_state)
             metrics["seconds"] = time.monotonic() - start
             metrics["compiles"] = num_compiles()
             state.advance(train_state, pending_metrics=metrics)
             finish_step(state, log)
     return trainer.final_weights(state.train_state.params, base)
+
+
+def split_rows(stage: SFTStage) -> tuple[list, list]:
+    """Return the rows of segments to learn from, and those that are held out.
+
+    Demonstrations that open alike, as all segments of a rollout do, are on one side.
+
+    Raises:
+        ValueError: the share that is held out leaves none to learn from.
+    """
+    c, rows = stage.config, [rollout.segments for rollout in stage.demonstrations]
+    openings = [segments[0].text for segments in rows]
+    try:
+        learnt, held_out = hold_out(openings, c.sft.validation_share, seed=c.seed)
+    except ValueError as error:
+        raise ValueError(
+            f"config.sft.validation_share = {c.sft.validation_share}: {error}"
+        ) from None
+    return [rows[i] for i in learnt], [rows[i] for i in held_out]
+
+
+def is_validation_due(c: ConfigDict, step: int) -> bool:
+    """Return whether the validation loss is measured after a step, from 0."""
+    return (step + 1) % c.sft.validate_every == 0 or step + 1 == c.sft.steps
+
+
+def validation_loss(
+    stage: SFTStage, params: Params, base: Params | None, rows: Sequence
+) -> float:
+    """Return the loss of the held-out rows, as config.sft.loss_mean has it."""
+    c, trainer = stage.config, stage.trainer
+    total, size = 0.0, 0
+    for start in range(0, len(rows), c.sft.batch_size):
+        chosen = rows[start : start + c.sft.batch_size]
+        # Empty rows fill the last batch: no other shape is compiled.
+        chosen = [*chosen, *[()] * (c.sft.batch_size - len(chosen))]
+        batch = trainer.put(
+            pack_segments(chosen, c.sft.sequence_tokens), c.sft.micro_batch
+        )
+        mean, count = trainer.imitation_loss(params, base, batch, kind=c.sft.loss_mean)
+        total, size = total + mean * count, size + count
+    return total / size
 
 
 def finish_step(state: StageState, log: MetricsLog) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import reprlib
@@ -29,9 +30,10 @@ from rsearch.stages.guards import Collapse, Guards
 from rsearch.types import Params
 
 # Keys of a checkpoint's meta: metrics of its last step that are not all measured yet,
-# and what the guards have counted.
+# what the guards have counted, and the step of the lowest validation loss.
 PENDING = "owed"
 GUARDS = "guards"
+LOWEST = "lowest"
 ROLLED_BACK = "rolled_back.jsonl"  # of a stage: rows of metrics of steps undone
 RETRY_WAITS = 1.0, 60.0  # first and longest seconds between tries to write
 
@@ -46,6 +48,8 @@ class StageState:
         pending_metrics: metrics of the last step until it is evaluated and logged;
             then None.
         roll_backs: how often the stage has gone back to an earlier step.
+        lowest: (steps taken, validation loss) where that loss was lowest; None where
+            none is recorded.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class StageState:
         self._folder = folder / checkpoint.FOLDER
         self._rolled_back = folder / ROLLED_BACK
         self.guards = Guards(config, name or kind, folder)
-        self.pending_metrics = None
+        self.pending_metrics, self.lowest = None, None
         # The count of roll-backs enters the random keys: it must survive a restart.
         undone = read_undone(self._rolled_back)
         self.roll_backs = max((row["roll_back"] for row in undone), default=0)
@@ -93,6 +97,8 @@ class StageState:
                 self.pending_metrics = metrics_from_json(meta[PENDING])
             if GUARDS in meta:  # earlier versions had none
                 self.guards.restore(meta[GUARDS])
+            if LOWEST in meta:
+                self.lowest = tuple(meta[LOWEST])
         self._saved = self.done
 
     @property
@@ -233,6 +239,33 @@ class StageState:
         self.train_state, self.pending_metrics = train_state, pending_metrics
         self.done += 1
 
+    def record_loss(self, loss: float) -> None:
+        """Record the validation loss of the step after `done`, before it is counted.
+
+        A checkpoint of the lowest is due then, and stays until there is a lower one.
+        """
+        if loss < (math.inf if self.lowest is None else self.lowest[1]):
+            self.lowest = self.done + 1, loss
+
+    def with_lowest_loss(self, train_state: TrainState) -> TrainState:
+        """Return the state with the parameters of the lowest recorded loss.
+
+        It is the state after `done` + 1 steps, whose buffers may be reused.
+        """
+        # Without one, no loss was finite.
+        step, loss = self.lowest or (self.done + 1, math.nan)
+        if step == self.done + 1:
+            return train_state
+        console.note(
+            f"{self._kind}: weights of step {step}, validation loss {loss:.4g}"
+        )
+        jax.tree.map(lambda x: x.delete(), train_state.params)
+        shapes = self._trainer.state_shapes
+        params = checkpoint.restore(
+            self._folder, step, {"params": shapes.params}, is_part=True
+        )
+        return train_state._replace(**params)
+
     def retry_io(self, write: Callable[[], None]) -> None:
         """Write to disk; retry a failed write until it succeeds or time is up.
 
@@ -277,6 +310,7 @@ class StageState:
         """
         self.pending_metrics = None
         is_due = self.done % self._every == 0 or self.done == self.num_steps
+        is_due |= self.lowest is not None and self.lowest[0] == self.done
         self.retry_io(lambda: self._save(only_if_lost=not is_due))
 
     def _save(self, *, only_if_lost=False):
@@ -291,6 +325,8 @@ class StageState:
         meta = {GUARDS: self.guards.state()}
         if self.pending_metrics is not None:
             meta[PENDING] = metrics_to_json(self.pending_metrics)
+        if self.lowest is not None:
+            meta[LOWEST] = list(self.lowest)
         # A host that does not see a checkpoint yet would otherwise wait for a save that
         # the others skip.
         common = set.intersection(*checkpoint.steps_by_host(folder))
@@ -316,7 +352,9 @@ class StageState:
             raise held.LostDirectoryError(f"{self._folder} is lost; saved in {folder}")
 
     def _spare(self, steps):
-        """Return the checkpoint to go back to, should the guards see a collapse."""
+        """Return the checkpoint to end with, or to go back to after a collapse."""
+        if self.lowest is not None:
+            return self.lowest[0]
         if self._config.guards.on_collapse != "roll_back":
             return None
         first = self.guards.first_beyond

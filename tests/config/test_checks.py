@@ -167,6 +167,10 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             "sft.warmup_steps = 5 leaves no room for the decay in config.sft.steps",
         ),
         (
+            {"sft__keep": "lowest_loss", "stages": ("sft",)},
+            "sft.keep = 'lowest_loss' needs config.sft.validation_share > 0",
+        ),
+        (
             {"model__source": "x", "tokenizer__source": "world"},
             "'world' does not belong to config.model.source = 'x'",
         ),

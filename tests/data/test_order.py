@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.data.order import epoch_order, take
+from rsearch.data.order import epoch_order, hold_out, take
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**70)
@@ -100,3 +100,16 @@ def test_a_straddling_step_changes_only_the_first_places_of_its_epoch():
 def test_impossible_orders_are_refused(call):
     with pytest.raises(ValueError, match=r"=(0|-1)"):
         call()
+
+
+@given(st.lists(st.integers(0, 9), max_size=30), st.floats(0.0, 0.99), seeds)
+def test_items_of_one_key_are_learnt_or_held_out(keys, share, seed):
+    count = max(1, round(share * len(set(keys)))) if share else 0
+    if share and count >= len(set(keys)):
+        with pytest.raises(ValueError, match=str(share)):
+            hold_out(keys, share, seed=seed)
+        return
+    learnt, held_out = hold_out(keys, share, seed=seed)
+    assert sorted(learnt + held_out) == list(range(len(keys)))
+    sides = [{keys[i] for i in side} for side in (learnt, held_out)]
+    assert sides[0].isdisjoint(sides[1]) and len(sides[1]) == count

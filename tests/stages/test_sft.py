@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rsearch import train
 from rsearch.data.order import take
+from rsearch.runtime import checkpoint
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.rollouts import replay_demonstrations
 from rsearch.setup.weights import initial_params
+from rsearch.stages import sft
 from rsearch.types import Source
 from tests.small_run import config, load_setup, quick_compilation
 from tests.stages.running import run_sft
@@ -53,3 +56,55 @@ def test_more_rows_than_demonstrations_are_filled_with_repeats(tmp_path):
     run_sft(setup, rollouts, initial_params(setup), tmp_path)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert np.isfinite(row["loss"]) and row["loss"] > 0
+
+
+def rows_of(segments):
+    """[n] ids, and [n] bool: written by the policy."""
+    ids = np.concatenate([s.token_ids for s in segments])
+    source = [[s.source == Source.POLICY] * len(s.token_ids) for s in segments]
+    return ids, np.concatenate(source)
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence"])
+def test_the_validation_loss_is_the_mean_of_what_is_held_out(tmp_path, kind):
+    whole = dict(sft__steps=2, sft__lr=0.0, optim__weight_decay=0.0)
+    whole |= dict(sft__validation_share=0.4, sft__validate_every=1)
+    setup = load_setup(config(sft__loss_mean=kind, **whole, **ALONE))
+    params = initial_params(setup)
+    stage = train.sft_stage(setup, replay_demonstrations(setup), tmp_path)
+    learnt, held_out = sft.split_rows(stage)
+    assert {r[0].text for r in learnt}.isdisjoint(r[0].text for r in held_out)
+    assert len(held_out) > 8  # more than one batch
+    losses = []
+    for segments in held_out:
+        ids, own = rows_of(segments)
+        losses.append(-log_likelihoods(setup.model, params, ids)[own])
+    expected = np.mean([x.mean() for x in losses])
+    if kind == "token":
+        expected = np.concatenate(losses).mean()
+    sft.run(stage, params)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    found = [row["validation_loss"] for row in rows]
+    assert found == pytest.approx([expected] * 2, rel=1e-4)
+
+
+def test_a_stage_ends_with_the_weights_of_the_lowest_validation_loss(tmp_path):
+    # A rate so high that the loss soon rises again.
+    whole = dict(sft__steps=4, sft__lr=1.0, checkpoint__keep=1)
+    whole |= dict(sft__validation_share=0.2, sft__validate_every=1)
+    setup = load_setup(config(sft__keep="lowest_loss", **whole, **ALONE))
+    rollouts = replay_demonstrations(setup)
+    trained = run_sft(setup, rollouts, initial_params(setup), tmp_path)
+    losses = [r["validation_loss"] for r in read_metrics(tmp_path / "metrics.jsonl")]
+    best = int(np.argmin(losses)) + 1
+    assert best < 4, losses
+    folder = tmp_path / checkpoint.FOLDER
+    assert set(checkpoint.steps(folder)) == {best, 4}
+    stage = train.sft_stage(setup, rollouts, tmp_path)
+    _, held_out = sft.split_rows(stage)
+    again = sft.validation_loss(stage, trained, None, held_out)
+    assert again == pytest.approx(min(losses), rel=1e-5)
+    # A later start of the stage reads the same weights.
+    resumed = run_sft(setup, rollouts, initial_params(setup), tmp_path)
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), trained, resumed)
+    assert all(jax.tree.leaves(same))
