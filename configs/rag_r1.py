@@ -5,8 +5,10 @@
 
 Words after the colon: `mq` asks up to three queries a turn (the default) and `sq` one;
 `ppo` (the default) or `grpo`; `stage1` is format learning alone and `stage2` the
-reinforcement alone, from the released questions; `parity` does what the public code
-does; `tiny` is the embedded world. Source: arXiv 2507.02962, section 3, appendix A.
+reinforcement alone, from the released questions; `no_filter` reinforces with all
+questions that were wrong, answerable or not (the paper's "w/o Filter"); `parity` does
+what the public code does; `tiny` is the embedded world. Source: arXiv 2507.02962,
+section 3, appendix A.
 
 At full scale the questions are HotpotQA's and the corpus is indexed first:
 
@@ -24,6 +26,7 @@ CHOICES = {
     "algorithm": ("ppo", "grpo"),
     "stage": ("all", "stage1", "stage2"),
 }
+FLAGS = ("no_filter", "parity", "tiny")
 STAGES = {
     "all": ("curate_sft", "sft", "curate_rl", "rl"),
     "stage1": ("curate_sft", "sft"),
@@ -34,7 +37,9 @@ TEACHER = "Qwen/Qwen2.5-72B-Instruct"
 
 def get_config(variant=""):
     """The recipe; the words of `variant` are above."""
-    words = variants.chosen(variant, choices=CHOICES, flags=("parity", "tiny"))
+    # The filter is of the data stage between the two.
+    clashes = (("no_filter", "stage1"), ("no_filter", "stage2"))
+    words = variants.chosen(variant, choices=CHOICES, flags=FLAGS, clashes=clashes)
     c = base.get_config()
     c.name = "_".join(["rag_r1", *variant.split(",")]) if variant else "rag_r1"
     c.stages = STAGES[words.stage]
@@ -58,7 +63,8 @@ def method(c, words):
                         "method": "answerable",
                         "first": "stage:curate_sft",
                         "retry_temperature": 1.2,
-                        "retry_rollouts": 10,
+                        # 0 keeps all that were wrong, as in Table 4's ablation.
+                        "retry_rollouts": 0 if words.no_filter else 10,
                         "retry_searches": 10,
                         "right_share": 0.25,
                     }
@@ -165,7 +171,9 @@ def tiny(c, words):
     stages["curate_sft"] |= teacher
     stages["curate_rl"] |= teacher
     # A solution has at most four searches; two more tries of each take a minute.
-    stages["curate_rl"]["curate"] |= {"retry_rollouts": 2, "retry_searches": 4}
+    stages["curate_rl"]["curate"]["retry_searches"] = 4
+    if not words.no_filter:
+        stages["curate_rl"]["curate"]["retry_rollouts"] = 2
     if words.stage == "stage2":
         stages["rl"] = {"data": {"train": "world:train"}}
     with c.unlocked():

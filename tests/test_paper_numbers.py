@@ -88,6 +88,14 @@ PAPER = {  # (recipe and words, stage) -> {field: number in the paper}
         "curate.retry_rollouts": 10,
         "curate.right_share": 0.25,
     },
+    ("rag_r1:no_filter", "curate_rl"): {  # section 5
+        "curate.retry_rollouts": 0,
+        "curate.right_share": 0.25,
+    },
+    ("rag_r1:tiny,no_filter", "curate_rl"): {
+        "curate.retry_rollouts": 0,
+        "curate.right_share": 0.25,
+    },
     ("rag_r1", "sft"): {  # appendix A
         "sft.steps": 5 * (19_303 * 95 // 100 // 64),
         "sft.sequence_tokens": 8192 + 2048,
