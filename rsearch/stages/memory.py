@@ -8,8 +8,6 @@ R1-Searcher++ (arXiv 2505.17005) section 4.2.2.
 import pathlib
 import reprlib
 
-import numpy as np
-
 from rsearch.data.order import take
 from rsearch.hosts import processes
 from rsearch.protocols.rewriting import recalled, rewriting_messages
@@ -71,38 +69,39 @@ class MemorySet:
         chosen = take(len(known), count, seed=self._seed, step=step)
         return [self._replayed(known[i]).segments for i in chosen]
 
-    def collect(
-        self, step: int, groups: list[Group], rewards: np.ndarray
-    ) -> dict[str, float]:
+    def collect(self, step: int, groups: list[Group]) -> dict[str, float]:
         """Rewrite this step's correct searches; keep what is right and fits.
 
         Args:
             step: that the groups come from.
-            groups: Q groups.
-            rewards: [Q, G]; the best correct rollout of each question is reworded.
+            groups: Q groups; every correct rollout that searched is reworded.
 
         Returns:
             How many were asked for, kept, and are in T.
         """
         # A step that is taken again after a restart replaces what it had added.
         self._rows = [row for row in self._rows if row["step"] < step]
-        chosen = [
-            (group.question, best)
-            for group, earned in zip(groups, rewards, strict=True)
-            if (best := self._best(group, earned)) is not None
-        ]
-        # A question is memorised once, in the words of the step that first solved it.
-        known = {row["id"] for row in self._rows}
-        chosen = [(q, r) for q, r in chosen if q.id not in known]
-        chats = [self._chat(question, rollout) for question, rollout in chosen]
+        # Rollouts of a question that found the same passages ask the rewriter the same.
+        unique = {}
+        for group in groups:
+            for rollout in filter(self._qualifies(group.question), group.rollouts):
+                chat = self._chat(group.question, rollout)
+                unique[group.question.id, chat[0]["content"]] = group.question, chat
+        chosen = list(unique.values())
+        chats = [chat for _, chat in chosen]
         # Each host's rewriter words its share; all hosts then have all replies.
         replies = processes.map_hosts_json(self._rewrite, chats) if chats else []
+        # The same words for the same question are in T once, whichever step found them.
+        known = {(row["id"], row["text"]) for row in self._rows}
         num_kept = 0
         for (question, _), text in zip(chosen, replies, strict=True):
             row = {"step": step, "id": question.id, "question": question.text}
             row |= {"text": text}
-            if text is not None and self._is_right(question, row):
+            if text is None or (question.id, text) in known:
+                continue
+            if self._is_right(question, row):
                 self._rows.append(row)
+                known.add((question.id, text))
                 num_kept += 1
         write_jsonl(self._file, self._rows)
         return {
@@ -111,16 +110,13 @@ class MemorySet:
             "memory_size": float(len(self._rows)),
         }
 
-    def _best(self, group, earned):
-        """Return the correct rollout that searched and earned the most, or None."""
-        right = [
-            (earned[i], -i)
-            for i, rollout in enumerate(group.rollouts)
-            if rollout.searches
+    def _qualifies(self, question):
+        """Return rollout -> whether it searched and is correct."""
+        return lambda rollout: (
+            bool(rollout.searches)
             and rollout.outcome.is_signal
-            and self._is_correct(group.question, rollout)
-        ]
-        return group.rollouts[-max(right)[1]] if right else None
+            and self._is_correct(question, rollout)
+        )
 
     def _chat(self, question, rollout):
         # Several searches may find one passage; the prompt shows it once.

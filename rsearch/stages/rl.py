@@ -160,7 +160,7 @@ def run(stage: RLStage, params: Params):
             # R1-Searcher++ memorises what this step's correct searches have found.
             memory_rows = []
             if stage.memory is not None:
-                metrics |= stage.memory.collect(step, groups, rewards)
+                metrics |= stage.memory.collect(step, groups)
                 memory_rows = stage.memory.rows(step)
                 timer.lap("memory")
 

@@ -88,8 +88,7 @@ def collected(setup, folder, groups, *, replies=None, step=0):
     """(what is told, rows of T, the rewriter) after one step of a fresh memory."""
     rewriter = Rewriter(setup, replies or {})
     memory = memory_of(setup, rewriter, folder)
-    rewards = np.ones((len(groups), len(groups[0].rollouts)), np.float32)
-    told = memory.collect(step, groups, rewards)
+    told = memory.collect(step, groups)
     return told, read_jsonl(folder / FILE), rewriter
 
 
@@ -148,11 +147,11 @@ def test_what_is_not_verified_is_refused_and_asked_for_again(setup, tmp_path, ca
     assert told == {"memory_asked": 2, "memory_kept": 1, "memory_size": 1}
     assert [row["id"] for row in rows] == [other.id]
     memory = memory_of(setup, Rewriter(setup), tmp_path)
-    told = memory.collect(1, groups, np.ones((2, 1)))
-    assert told == {"memory_asked": 1, "memory_kept": 1, "memory_size": 2}
+    told = memory.collect(1, groups)
+    assert told == {"memory_asked": 2, "memory_kept": 1, "memory_size": 2}
 
 
-def test_the_best_correct_rollout_that_searched_is_reworded(setup, tmp_path):
+def test_every_correct_rollout_that_searched_is_reworded(setup, tmp_path):
     question = setup.train[0]
     golden = question.golden_answers[0]
     long = f"1 2 3 4 5 6 7 8 9 0 {golden}"
@@ -161,17 +160,19 @@ def test_the_best_correct_rollout_that_searched_is_reworded(setup, tmp_path):
         rollout("nobody at all", "wrong"),
         rollout(long, "too many words"),
         rollout(golden, "failed", outcome=Outcome.TOOL_ERROR),
-        rollout(golden, "fair"),
-        rollout(golden, "best"),
-        rollout(golden, "as good"),
+        rollout(golden, "one"),
+        rollout(golden, "two"),
+        rollout(golden, "one"),  # asks the same
         rollout(None, "none", outcome=Outcome.TRUNCATED),
     )
     rewriter = Rewriter(setup)
     memory = memory_of(setup, rewriter, tmp_path)
-    rewards = np.array([[9, 9, 9, 9, 1, 2, 2, 9]], np.float32)
-    memory.collect(0, [Group(question, rollouts)], rewards)
-    ((system, _),) = rewriter.chats
-    assert "Matrix: best Now" in system["content"]
+    told = memory.collect(0, [Group(question, rollouts)])
+    shown = [system["content"] for system, _ in rewriter.chats]
+    found = [text.partition("Matrix: ")[2].partition(" Now")[0] for text in shown]
+    assert found == ["one", "two"]
+    # Both are answered in the same words, which are in the set once.
+    assert told == {"memory_asked": 2, "memory_kept": 1, "memory_size": 1}
 
 
 def test_where_nothing_is_correct_nobody_is_asked(setup, tmp_path):
@@ -193,14 +194,19 @@ def test_what_is_right_is_what_the_reward_says(setup, tmp_path):
     assert told["memory_kept"] == 1
 
 
-def test_a_question_in_the_memory_is_not_asked_about_again(setup, tmp_path):
+def test_a_question_is_asked_about_again_and_its_words_kept_once(setup, tmp_path):
     rewriter = Rewriter(setup)
     memory = memory_of(setup, rewriter, tmp_path)
     groups = [right(q, "A\na") for q in setup.train[:3]]
-    memory.collect(0, groups[:2], np.ones((2, 1)))
-    told = memory.collect(1, groups, np.ones((3, 1)))
-    assert told == {"memory_asked": 1, "memory_kept": 1, "memory_size": 3}
-    assert len(rewriter.chats) == 3
+    memory.collect(0, groups[:2])
+    told = memory.collect(1, groups)
+    assert told == {"memory_asked": 3, "memory_kept": 1, "memory_size": 3}
+    other = setup.protocol.write(
+        Step(1, "", Answer(groups[0].question.golden_answers[0]), "I know.")
+    )
+    rewriter.replies = {groups[0].question.text: other}
+    told = memory.collect(2, groups[:1])
+    assert told == {"memory_asked": 1, "memory_kept": 1, "memory_size": 4}
 
 
 def texts(memory, step):
@@ -211,9 +217,9 @@ def test_rows_are_drawn_by_step_and_no_more_than_asked_for(setup, tmp_path):
     memory = memory_of(setup, Rewriter(setup), tmp_path)
     assert memory.rows(0) == []
     groups = [right(q, "A\na") for q in setup.train[:20]]
-    memory.collect(0, groups[:3], np.ones((3, 1)))
+    memory.collect(0, groups[:3])
     assert len(memory.rows(0)) == 3
-    memory.collect(1, groups[3:], np.ones((17, 1)))
+    memory.collect(1, groups[3:])
     everything = {reworded(setup, group.question) for group in groups}
     draws = [texts(memory, step) for step in (1, 2, 3)]
     assert all(len(drawn) == 8 and set(drawn) <= everything for drawn in draws)
@@ -227,7 +233,7 @@ def test_a_run_that_is_killed_collects_and_draws_the_same_again(setup, tmp_path)
 
     def step(memory, number):
         part = groups[4 * number : 4 * number + 4]
-        told = memory.collect(number, part, np.ones((4, 1)))
+        told = memory.collect(number, part)
         return told, texts(memory, number)
 
     memory = memory_of(setup, Rewriter(setup), tmp_path)
@@ -239,7 +245,7 @@ def test_a_run_that_is_killed_collects_and_draws_the_same_again(setup, tmp_path)
     assert (tmp_path / FILE).read_bytes() == bytes_of
     # Killed before that checkpoint, and on the way through the first step.
     again = memory_of(setup, Rewriter(setup), tmp_path)
-    again.collect(0, groups[:4], np.ones((4, 1)))
+    again.collect(0, groups[:4])
     assert [row["step"] for row in read_jsonl(tmp_path / FILE)] == [0] * 4
 
 
