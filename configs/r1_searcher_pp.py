@@ -136,7 +136,8 @@ def tiny(c, words):
     tiny_world.sizes(c)
     c.rollout.update(group_size=8)
     # What is memorised moves the habits of a model this small too, and its world's
-    # comparisons can be guessed without a search: both count less.
+    # comparisons can be guessed without a search. With the paper's mu (0.1) and weight
+    # (1) it stops searching: both count less.
     c.rl.update(memorise_rows=c.rl.micro_batch, steps=28)
     if not words.no_memory:
         c.rl.memorise_coef = 0.002

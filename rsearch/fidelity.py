@@ -135,6 +135,8 @@ def _setting(reward, name):
         return ABSENT
     if not setting:
         return "on"
+    if setting == "weight":  # of every term, in the sum
+        return reward[term].get(setting, 1.0)
     default = _default(TERMS[term], f"the reward term {term}", setting)
     return reward[term].get(setting, default)
 
