@@ -8,7 +8,8 @@ Words after the colon: `grpo` (the default) or `ppo`; `7b` (the default) or `3b`
 `parity` does what the public code does; `tiny` is the embedded world.
 Source: arXiv 2506.04185.
 
-The questions are 2WikiMultiHopQA's, the corpus its paragraphs:
+The questions are 2WikiMultiHopQA's 167,454 of training, its authors' train.json (what
+FlashRAG has of them is 15,000), the corpus its paragraphs:
 
     python -m rsearch.index --corpus=2wikimultihopqa.jsonl --family=e5 \\
         --encoder=intfloat/e5-base-v2 --out=indexes/2wikimultihopqa_e5_base \\
@@ -76,7 +77,7 @@ def at_full_scale(c, words):
     full_scale.verl_adamw(c)
     full_scale.eight_devices(c, tensor=2 if words.size == "3b" else 4)
     full_scale.rare_saves(c, rl_steps=15)
-    c.data.train = full_scale.questions("2wikimultihopqa", "train")
+    c.data.train = "data/2wikimultihopqa/train.json"
     c.data.dev = full_scale.questions("2wikimultihopqa", "dev")
     c.rollout.update(
         max_prompt_tokens=1024,

@@ -166,6 +166,7 @@ PAPER = {  # (recipe and words, stage) -> {field: number in the paper}
         "retrieval.encoder": BGE,
     },
     ("r_search", "rl"): {  # section 4.3
+        "data.train": "data/2wikimultihopqa/train.json",
         "rl.algorithm": "grpo",
         "rl.steps": 195,
         "rl.questions_per_step": 256,

@@ -22,7 +22,7 @@ SEVEN = (  # the public code wants all of these equally often
 IDEOGRAPH = re.compile("[\u4e00-\u9fff]")
 MAX_ANSWER_WORDS = 10
 CHECKS = {  # who checks what; the letters are those of `r1_searcher_format`
-    "paper": "acdg",
+    "paper": "acdefg",
     "qwen": "abcdefg",
     "llama_stage1": "cd",
     "llama_stage2": "acdg",
@@ -63,7 +63,9 @@ def r1_searcher_format(
 ) -> list[float]:
     """Return [G] `good` where the rollout passes every check, else `bad`.
 
-    R1-Searcher's equations 2 (0.5 and 0) and 3 (0 and -2). The checks:
+    R1-Searcher's equations 2 (0.5 and 0) and 3 (0 and -2). The paper allows "only the
+    final short answer" in the answer's tag, which (e) and (f) check with the public
+    code's number of words. The checks:
 
     a) every query was searched for and the policy wrote no documents;
     b) the word "assistant" does not occur ("Assistant" neither);

@@ -75,11 +75,11 @@ VECTORS = {
     "docs None": ([SEARCH, END], (), (-1, 1.5, 0), (1, 1)),
     # Nor is what a passage says.
     "assistant in a doc": ([SEARCH, END], SPOKEN, (-1, 2, 1), (1, 1)),
-    # One word is an article: 10 are left, F1 = 2 / 11. The paper has no limit.
-    "11 words": ([boxed(f"the {TEN}")], (), (-20 / 11, 1.5, 2 / 11), (0.5, 2 / 11)),
+    # One word is an article: 10 are left, F1 = 2 / 11. It is no short answer.
+    "11 words": ([boxed(f"the {TEN}")], (), (-20 / 11, 1.5, 2 / 11), (0, -20 / 11)),
     "10 words": ([boxed(f"the {TEN[:-2]}")], (), (0.2, 1.5, 0.2), (0.5, 0.2)),
     # Four words after normalisation: F1 = 2 / 5.
-    "tag in answer": ([boxed(TAGGED)], (), (-1.6, 1.5, 0.4), (0.5, 0.4)),
+    "tag in answer": ([boxed(TAGGED)], (), (-1.6, 1.5, 0.4), (0, -1.6)),
     "garbled": ([f"\u5df4\u9ece {END}"], (), (-1, 1.5, 0), (0, -1)),
     "garbled docs": ([SEARCH, END], CHINESE, (1, 2, 1), (1, 1)),
     "kana": ([f"\u3071\u308a {END}"], (), (1, 1.5, 1), (0.5, 1)),
