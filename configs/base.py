@@ -620,6 +620,12 @@ RL = Section(
         at_least(0),
     ),
     kl_place=Field("loss", "where the divergence acts", one_of(("loss", "reward"))),
+    kl_credit=Field(
+        "group",
+        "'grpo', 'rloo': a divergence in the reward is compared within the 'group', or "
+        "each 'token' has that from it on, as OpenRLHF has it",
+        one_of(("group", "token")),
+    ),
     kl_controller=Field(
         "fixed",
         "'adaptive' moves kl_coef towards kl_target",

@@ -173,7 +173,7 @@ def parity(c, words):
             | whole,
         }
         first = retrieve.setdefault("rl", {})
-        first |= {"algorithm": "grpo", "std_eps": 1e-9}
+        first |= {"algorithm": "grpo", "std_eps": 1e-9, "kl_credit": "token"}
         if not words.tiny:
             # 15 in the code, which has updates share a question's rollouts.
             first |= {"questions_per_step": 16}

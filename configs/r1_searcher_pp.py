@@ -109,7 +109,7 @@ def at_full_scale(c, words):
     c.rl.old_logprobs = "recompute"
     # 805 demonstrations: 720 of HotpotQA, 85 of 2WikiMultiHopQA; six epochs.
     c.sft.update(batch_size=64, micro_batch=4, steps=6 * 805 // 64, lr=2e-5)
-    c.sft.update(sequence_tokens=8192, warmup_steps=0)
+    c.sft.update(sequence_tokens=8192, warmup_steps=0, loss_mean="sequence")  # Eq. 2
     c.models.rewriter.update(
         max_prompt_tokens=6144, max_reply_tokens=2048, max_concurrent=32
     )

@@ -161,6 +161,7 @@ def gae(
         "over_response",
         "kl_kind",
         "kl_cap",
+        "kl_credit",
     ),
 )
 def with_advantages(
@@ -177,6 +178,7 @@ def with_advantages(
     kl_coef: float | jax.Array | None = None,
     kl_kind: str = "k1",
     kl_cap: float = 0.0,
+    kl_credit: str = "group",
 ) -> Batch:
     """Return the batch with an advantage on each policy token, and returns.
 
@@ -201,6 +203,9 @@ def with_advantages(
         kl_coef: weight of the KL in the reward, a number or a [] array; None where it
             is in the loss or nowhere.
         kl_kind, kl_cap: see `kl_estimate`.
+        kl_credit: of "grpo" and "rloo". "group": a rollout's KL is compared in its
+            group, as its reward is; "token": each token has the KL from it on, as in
+            OpenRLHF's trainer, compared with nothing.
     """
     policy = batch.from_policy
     kl = jnp.zeros_like(batch.behavior_logp)
@@ -215,15 +220,20 @@ def with_advantages(
         has_kl = is_signal & jnp.any(policy, axis=-1).reshape(-1, group_size)
         if algorithm == "rloo":
             advantage = leave_one_out(reward, is_signal)
-            advantage -= leave_one_out(row_kl, has_kl)
+            in_group = leave_one_out(row_kl, has_kl)
         else:
             # The KL is not divided by the standard deviation: in a group whose answers
             # are all right, or all wrong, that would scale the estimate's noise up to
             # the size of a signal.
             advantage = group_advantages(
                 reward, is_signal, normalize_std=normalize_std, eps=eps, ddof=ddof
-            ) - group_advantages(row_kl, has_kl, normalize_std=False, eps=eps)
+            )
+            in_group = group_advantages(row_kl, has_kl, normalize_std=False, eps=eps)
+        if kl_credit == "group":
+            advantage -= in_group
         advantage = advantage.reshape(batch.reward.shape)[..., None]
+        if kl_credit == "token":
+            advantage -= returns_to_go(kl, policy)
         return batch._replace(advantage=jnp.where(policy, advantage, 0.0))
     if algorithm == "reinforce_pp_baseline":
         reward = group_advantages(reward, is_signal, normalize_std=False, eps=eps)

@@ -155,4 +155,5 @@ def add_advantages(
         kl_coef=in_reward,
         kl_kind=s.kl_kind,
         kl_cap=s.kl_cap,
+        kl_credit=s.kl_credit,
     )

@@ -294,6 +294,14 @@ def test_kl_in_the_reward_by_hand():
     expected = [[0, -1.25, -1.25], [0, 1.25, 0]]
     np.testing.assert_allclose(result.advantage, expected, atol=1e-6)
     np.testing.assert_array_equal(result.reward, [1, 3])
+    settings = dict(group_size=2, normalize_std=False, eps=0.0, kl_coef=0.5)
+    expected = [[0, -1 - 0.5 * 2, -1 - 0.5 * 1.5], [0, 1 - 0.5, 0]]
+    for algorithm, scale in (("grpo", 1), ("rloo", 2)):
+        result = with_advantages(
+            batch, algorithm=algorithm, kl_credit="token", **settings
+        )
+        rewards = (scale - 1) * np.array([[0, -1, -1], [0, 1, 0]])
+        np.testing.assert_allclose(result.advantage, expected + rewards, atol=1e-6)
     result = with_advantages(batch, group_size=2, normalize_std=False, eps=0.0)
     np.testing.assert_array_equal(result.advantage, [[0, -1, -1], [0, 1, 0]])
 
