@@ -334,6 +334,11 @@ ROLLOUT = Section(
     max_observation_tokens=Field(
         22, "tokens of retrieved text for one query", at_least(1)
     ),
+    max_written_tokens=Field(
+        0,
+        "tokens of an observation that models.writer wrote; 0 = max_observation_tokens",
+        at_least(0),
+    ),
     cut_tags=Field(
         False, "tags count as retrieved text, so that the cut takes the closing one"
     ),
@@ -872,6 +877,12 @@ EVAL = Section(
     thought_tokens=Field(
         0,
         "of a method's reply, or step, that reasons; 0 = rollout.max_turn_tokens",
+        at_least(0),
+    ),
+    passage_tokens=Field(
+        0,
+        "of retrieved text that a method shows at once; 0 = "
+        "rollout.max_observation_tokens",
         at_least(0),
     ),
     max_prompt_tokens=Field(

@@ -182,9 +182,11 @@ def at_full_scale(c, words):
         max_prompt_tokens=1024,
         max_turn_tokens=1024,
         max_observation_tokens=256,
+        max_written_tokens=1024,  # all that the writer may write
         max_concurrent=32,
         extend_chunk=256,
     )
+    c.eval.passage_tokens = 2048  # three passages of any length for 'rag'
     # About 20,000 chains, two epochs; neither rate nor epochs are published.
     c.sft.update(batch_size=64, micro_batch=4, steps=2 * 20_000 // 64)
     c.sft.update(lr=1e-5, warmup_steps=30, decay=True, sequence_tokens=8192)
@@ -204,6 +206,7 @@ def at_full_scale(c, words):
                 "max_turn_tokens": 256,
                 "max_prompt_tokens": 4096,  # P_d with its example
                 "max_searches": 24,
+                "max_written_tokens": 896,  # 24 of them fit the teacher's context
             },
         }
     with c.unlocked():

@@ -61,7 +61,7 @@ FIELDS = {
         *("rollout.max_searches", "rollout.forced_final_turn", "rollout.on_invalid"),
         "rollout.cut_tags",
     ),
-    "writer": ("retrieval.writer_prompt",),
+    "writer": ("retrieval.writer_prompt", "rollout.max_written_tokens"),
     "answerer": ("eval.answer_from",),
     "reader": ("protocol.direct",),
     "subject": (

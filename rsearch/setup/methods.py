@@ -2,6 +2,8 @@
 
 import functools
 
+from ml_collections import ConfigDict
+
 from rsearch.data.paragraphs import all_paragraphs
 from rsearch.hosts import processes
 from rsearch.llm.local import LocalModel
@@ -18,7 +20,7 @@ def make_kit(setup: Setup) -> Kit:
     embed, embed_passages = text_encoders(c)
 
     def shorten(text: str) -> str:
-        limit = limits.max_observation_tokens
+        limit = passage_budget(c)
         return tokenizer.decode(tokenizer.encode_start(text, limit)[:limit])
 
     def fits(messages: Messages) -> bool:
@@ -39,6 +41,11 @@ def make_kit(setup: Setup) -> Kit:
     )
 
 
+def passage_budget(c: ConfigDict) -> int:
+    """Return the tokens of retrieved text that a method shows at once."""
+    return c.eval.passage_tokens or c.rollout.max_observation_tokens
+
+
 def reply_budget(setup: Setup) -> int:
     """Return the tokens of the longest reply to a method."""
     budgets = setup.config.eval.answer_tokens, setup.config.eval.thought_tokens
@@ -55,7 +62,7 @@ def prompt_budget(setup: Setup) -> int:
     reply = reply_budget(setup)
     room = setup.model.spec.max_context - reply
     # By default what a conversation may hold, or the passages of one search.
-    shown = limits.max_prompt_tokens + limits.max_observation_tokens
+    shown = limits.max_prompt_tokens + passage_budget(c)
     prompt = c.eval.max_prompt_tokens or min(room, max(setup.num_tokens - reply, shown))
     if not 0 < prompt <= room:
         raise ValueError(

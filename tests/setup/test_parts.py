@@ -1,5 +1,6 @@
 """The parts that a configuration names, and what it may not name."""
 
+import dataclasses
 import json
 
 import pytest
@@ -13,6 +14,7 @@ from rsearch.protocols.table import PROTOCOLS
 from rsearch.retrieval.index import digest_of
 from rsearch.retrieval.rerank import load_reranker
 from rsearch.setup.load import load_setup
+from rsearch.setup.methods import make_kit
 from rsearch.setup.models import model_sources
 from rsearch.setup.policy import (
     has_world,
@@ -77,6 +79,26 @@ def test_budgets_are_the_longest_conversation_token_for_token(setup):
     short = config(rollout__context_tokens=num_tokens - 1, **shape(c))
     with pytest.raises(ValueError, match=rf"context_tokens = .* = {num_tokens} tokens"):
         rollout_limits(short, tokenizer, setup.protocol, spec)
+
+
+def test_what_a_writer_writes_has_a_budget_of_its_own(setup):
+    budgets = dict(rollout__max_observation_tokens=9, rollout__max_written_tokens=31)
+    shown = [config(**budgets, models__writer__source=s) for s in ("", "world:expert")]
+    shown.append(config(rollout__max_observation_tokens=9, models__writer__source="x"))
+    spec = setup.model.spec
+    limits = [rollout_limits(c, setup.tokenizer, setup.protocol, spec) for c in shown]
+    assert [each.max_observation_tokens for each, _ in limits] == [9, 31, 9]
+    assert limits[1][1] > limits[0][1] == limits[2][1]
+
+
+def test_passages_of_a_method_have_a_budget_of_their_own(setup):
+    text = "a b c d e f g h i j k l m n o p q r s t"
+    sizes = []
+    for tokens in (0, 12):
+        c = config(rollout__max_observation_tokens=5, eval__passage_tokens=tokens)
+        kit = make_kit(dataclasses.replace(setup, config=c))
+        sizes.append(len(setup.tokenizer.encode(kit.shorten(text))))
+    assert sizes == [5, 12]
 
 
 def shape(c):

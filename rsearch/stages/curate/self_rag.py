@@ -22,7 +22,7 @@ def gold_reflections(stage: DataStage) -> Selection:
     Raises:
         ValueError: see `read_labels`.
     """
-    c, limit = stage.config, stage.limits.max_observation_tokens
+    c, limit = stage.config, stage.config.rollout.max_observation_tokens
     # Labels are of the data set that the stage's questions are of.
     labelled = read_labels(
         STRATEGIES, c.curate.labels, c.data.train, field="config.curate.labels"
