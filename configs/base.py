@@ -257,6 +257,9 @@ RETRIEVAL = Section(
     ),
     fetch_pages=Field(False, "'serper': passages are what the pages say, not snippets"),
     page_chars=Field(2000, "of a fetched page that are used", at_least(1)),
+    site=Field(
+        "", "'serper': host whose pages alone are found, 'en.wikipedia.org'; '' = any"
+    ),
     api_key_env=Field(
         "", "environment variable with the service's key; '' = none", may_change=True
     ),
@@ -310,9 +313,11 @@ RETRIEVAL = Section(
     hashed_dim=Field(512, "features of the hashed encoder's vectors", at_least(1)),
     writer_prompt=Field(
         "context_only",
-        "how models.writer is asked: as ReaRAG's code does ('context_only') or as its "
-        "paper says ('unless_comparison')",
-        one_of(("context_only", "unless_comparison")),
+        "how models.writer is asked: for an answer, as ReaRAG's code does "
+        "('context_only') or as its paper says ('unless_comparison'), or for a summary "
+        "of the first passage that holds any, as R1-Searcher's online search is ("
+        "'page_summary')",
+        one_of(("context_only", "unless_comparison", "page_summary")),
     ),
 )
 

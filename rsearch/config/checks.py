@@ -5,6 +5,7 @@ function here refuses fields that do not fit each other, with the arithmetic.
 """
 
 import math
+import re
 
 from ml_collections import ConfigDict
 
@@ -13,6 +14,7 @@ from rsearch.config.spec import base_fields
 from rsearch.config.stage_plan import PARAGRAPHS, ROLES, URLS, kinds, stage_configs
 
 MOST_BFLOAT16_DECAY = 0.996  # 1 - 2^-8, half of a bfloat16's last bit
+HOST = re.compile(r"[a-z0-9-]+(\.[a-z0-9-]+)+")  # of a web site
 
 
 def _check_sources(c):
@@ -51,6 +53,11 @@ def _check_search(c):
         raise ValueError(
             "config.retrieval.fetch_pages = True reads the pages that a web search "
             f"finds: api = {r.api!r}, url = {r.url!r} is none"
+        )
+    if r.site and not (r.url and r.api == "serper" and HOST.fullmatch(r.site)):
+        raise ValueError(
+            f"config.retrieval.site = {r.site!r}: must be a host's name, for a web "
+            f"search: api = {r.api!r}, url = {r.url!r}"
         )
     for name in ("url", "index"):
         if r.engine and r[name]:

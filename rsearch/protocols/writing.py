@@ -1,7 +1,8 @@
-"""ReaRAG's RAG engine: passages are retrieved, and a model writes what they say.
+"""A model writes what retrieved passages say, and the policy reads that instead.
 
-The observation that the policy reads is then an answer in sentences instead of the
-passages themselves (arXiv 2503.21729, section 3.3 and the prompt of its appendix B).
+ReaRAG's RAG engine answers the query from all passages (arXiv 2503.21729, section 3.3
+and the prompt of its appendix B). R1-Searcher's online search reads pages one by one,
+until a summary holds something (evaluation/eval_search_online.py of its public code).
 """
 
 import re
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 
 from rsearch.types import GenerateFn, Messages, Passage, SearchFn
 
+PAGE_SUMMARY = "page_summary"
 PROMPTS = {
     "context_only": (
         "#Context\n{passages}\n\n#Instruction\nAnswer the query based on the given "
@@ -20,10 +22,29 @@ PROMPTS = {
         "not refer the given Context, else, answer the Question based on the given "
         "Context.\nQuestion: {query}\nResponse:"
     ),
+    PAGE_SUMMARY: (
+        "## Task Description:\nGiven the search query and the content of the searched "
+        "webpage.\nYour task is to extract information from the webpage content that "
+        "is relevant to the search query and return a summary paragraph.\n\n"
+        "## **Guidelines**:\n(1) The extracted content should be relevant to the "
+        "query.\n(2) The form of the extracted content **must be a summary paragraph** "
+        "rather than a direct answer to the query.\n(3) You **must extract content "
+        "according to this webpage**. If the webpage content is unrelated to the "
+        "query, no extraction is required.\n\n## Output Format:\n[Exacted Content]: If "
+        "the webpage content contains information related to the query, output the "
+        "relevant summary paragraph (not a direct answer to the query); if not, output "
+        '"None".\n\n## Inputs:\n[Search Query]\n{query}\n\n[Webpage Content]\n'
+        "{passages}\n\n## Output:\n"
+    ),
 }
-"""The writer's prompts: that of ReaRAG's code, and that of its paper's time."""
+"""The writer's prompts: that of ReaRAG's code, that of its paper's time, R1-Searcher's.
+
+The last asks about one passage at a time. Its misspelt mark is its authors'.
+"""
 
 FIELDS = re.compile(r"\{(passages|query)\}")
+MARK = re.compile(r"\[Ex(?:tr)?acted Content\]:?")
+NOTHING = "none"  # the summary of a page that says nothing about the query
 
 
 def writing_messages(
@@ -52,9 +73,10 @@ def write_observations(
 
     The passage has no title: its contents begin with an empty line, and its id names
     the passages that it was written from. All queries of a call are searched and
-    written in one batch, equal ones once. Where the search or the writer failed, the
+    written in one batch, equal ones once; summaries of pages in one batch for each
+    rank, while any query has no summary. Where the search or the writer failed, the
     result is None, which ends a rollout as a tool error; where nothing is found, the
-    writer is not asked and nothing is shown.
+    writer is not asked and nothing is shown, as where no page says anything.
 
     Args:
         search: finds passages.
@@ -70,19 +92,39 @@ def write_observations(
         unique = list(dict.fromkeys(rows))
         passages = search(*([row[i] for row in unique] for i in range(len(columns))))
         hits = dict(zip(unique, passages, strict=True))
-        answerable = [row for row in unique if hits[row]]
-        chats = [writing_messages(r[0], hits[r], prompt=prompt) for r in answerable]
-        replies = write(chats) if chats else []
         results = {row: hits[row] for row in unique if not hits[row]}
-        for row, reply in zip(answerable, replies, strict=True):
-            results[row] = None if reply is None else _observed(reply, hits[row])
+        is_by_page = prompt == PAGE_SUMMARY
+        # {row: what the writer is shown in one chat, then in the next}
+        unread = {
+            row: [(page,) for page in found] if is_by_page else [found]
+            for row, found in hits.items()
+            if found
+        }
+        while asked := [row for row in unread if row not in results]:
+            shown = [unread[row].pop(0) for row in asked]
+            pairs = zip(asked, shown, strict=True)
+            chats = [writing_messages(r[0], ps, prompt=prompt) for r, ps in pairs]
+            for row, ps, reply in zip(asked, shown, write(chats), strict=True):
+                text = summary_of(reply) if reply and is_by_page else reply
+                if text is None:
+                    results[row] = None
+                elif text or not is_by_page:
+                    results[row] = _observed(text, ps)
+                elif not unread[row]:
+                    results[row] = ()
         return [results[row] for row in rows]
 
     observe.wants_question_ids = getattr(search, "wants_question_ids", False)
     return observe
 
 
-def _observed(reply, passages):
-    """Return the reply as the only passage, with the score of the best one."""
+def summary_of(reply: str) -> str:
+    """Return the summary in a reply to the prompt for pages; "" where there is none."""
+    summary = MARK.split(reply)[-1].strip()
+    return "" if summary.strip(" .\"'*").lower() == NOTHING else summary
+
+
+def _observed(text, passages):
+    """Return the text as the only passage, with the score of the best one."""
     name = "written from " + ", ".join(p.id for p in passages)
-    return (Passage(name, f"\n{reply.strip()}", passages[0].score),)
+    return (Passage(name, f"\n{text.strip()}", passages[0].score),)

@@ -211,9 +211,10 @@ class RemoteSearch:
             CONCURRENCY calls of one search run at once.
         max_retries: further calls after a transient failure.
         outage_seconds: that a service may be away before the run ends.
+        site: host whose pages alone a web search finds; "" is any.
 
     Attributes:
-        fingerprint: of the dialect; what a service finds may change at any time.
+        fingerprint: of the dialect and site; what a service finds may change any day.
         searches_at_once: calls of this SearchFn that may overlap, since most of their
             time is waiting; 1 where a call already makes several requests at once.
 
@@ -234,6 +235,7 @@ class RemoteSearch:
         timeout_seconds: float = 25.0,
         max_retries: int = 3,
         outage_seconds: float = 300.0,
+        site: str = "",
         say: Callable[[str], None] = console.note,
     ):
         self._api, self._top_k, self._cache_size = APIS[api], top_k, cache_size
@@ -252,13 +254,14 @@ class RemoteSearch:
             say=say,
         )
         self._seconds = timeout_seconds
+        self._suffix = f" site:{site}" if site else ""
         self._say = say
         self._retries = max_retries
         self._cache: collections.OrderedDict = collections.OrderedDict()
         self._lock = threading.Lock()
         self._single_flight = SingleFlight()
         self.searches_at_once = OVERLAPPING if self._api.is_batched else 1
-        self.fingerprint = f"service {api}"
+        self.fingerprint = f"service {api}{self._suffix}"
 
     def __str__(self) -> str:
         """Return a short description of the service."""
@@ -366,7 +369,7 @@ class RemoteSearch:
 
     def _call(self, client, queries, deadline, *, is_quoted=False) -> Reply:
         """Make one call; the value of its reply is a Reply to each query."""
-        sent = [whole_characters(query) for query in queries]
+        sent = [whole_characters(query) + self._suffix for query in queries]
         body = json.dumps(self._api.body(sent, self._top_k))
         usual = len(queries) * self._top_k * USUAL_PASSAGE_BYTES
         return post(

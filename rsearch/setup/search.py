@@ -162,7 +162,7 @@ def _open_engine(c, world, top_k):
         return UserSearch("config.retrieval.engine", r.engine, top_k=top_k)
     if r.url:
         names = "api", "api_key_env", "key_over_http", "timeout_seconds"
-        names += "max_retries", "outage_seconds"
+        names += "max_retries", "outage_seconds", "site"
         search = RemoteSearch(r.url, **settings, **{name: r[name] for name in names})
         search.check()
         return search

@@ -125,6 +125,14 @@ def test_a_subject_is_at_an_endpoint():
     assert refused.startswith("config.models.subject.source = 'org/model'")
 
 
+@pytest.mark.parametrize("site", ["en.wikipedia.org", "a.org OR b.org"])
+def test_only_a_web_search_is_limited_to_a_site_by_its_hosts_name(site):
+    web = dict(retrieval__url="http://localhost")
+    web |= dict(retrieval__api="serper" if " " in site else "rearag")
+    refused = refusal(retrieval__site=site, **web)
+    assert refused.startswith(f"config.retrieval.site = {site!r}")
+
+
 @pytest.mark.parametrize("stages", [(), ("rl", "rl"), ("rl", "ppo")])
 def test_stages_are_known_and_given_once(stages):
     assert refusal(stages=stages).startswith("config.stages = ")

@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsearch.protocols.writing import PROMPTS, write_observations, writing_messages
+from rsearch.protocols.writing import (
+    PAGE_SUMMARY,
+    PROMPTS,
+    write_observations,
+    writing_messages,
+)
 from rsearch.types import Passage
 
 FOUND = {
@@ -70,12 +75,44 @@ def test_equal_queries_are_searched_and_written_once():
     assert first == second and len(heard) == 1
 
 
+@pytest.mark.parametrize("prompt", PROMPTS)
 @given(st.text(), st.text())
-def test_neither_query_nor_passage_can_fill_the_others_place(query, contents):
+def test_neither_query_nor_passage_can_fill_the_others_place(prompt, query, contents):
     for hostile in (contents, contents + "{query}{passages}"):
-        (message,) = writing_messages(
-            query, (Passage("p", hostile),), prompt="context_only"
-        )
-        head, _, tail = PROMPTS["context_only"].partition("{passages}")
-        tail = tail.replace("{query}", query)
+        (message,) = writing_messages(query, (Passage("p", hostile),), prompt=prompt)
+        head, _, tail = PROMPTS[prompt].partition("{passages}")
+        head, tail = (text.replace("{query}", query) for text in (head, tail))
         assert message["content"] == head + hostile.strip() + tail
+
+
+PAGES = tuple(Passage(f"https://{n}.org/", f'"{n}"\nof {n}', 0.1) for n in "abc")
+
+
+def summarising(replies):
+    """Return an observing search over PAGES, and the list of the chats it makes."""
+    write, heard = listening(replies)
+    found = {"who": PAGES, "when": PAGES[:2], "where": PAGES[:1]}
+    search = write_observations(
+        lambda queries: [found[query] for query in queries], write, prompt=PAGE_SUMMARY
+    )
+    return search, heard
+
+
+def test_pages_are_summarised_in_their_order_until_one_says_something():
+    rank_1 = ["[Exacted Content]: None", "[Exacted Content]:\n Born. ", ' "none". ']
+    search, heard = summarising([*rank_1, "A nonesuch made it."])
+    who, when, where = search(["who", "when", "where"])
+    assert who == (
+        Passage("written from https://b.org/", "\nA nonesuch made it.", 0.1),
+    )
+    assert when == (Passage("written from https://a.org/", "\nBorn.", 0.1),)
+    assert where == () and len(heard) == 4
+    (message,) = heard[3]
+    assert message["content"].endswith(
+        '[Search Query]\nwho\n\n[Webpage Content]\n"b"\nof b\n\n## Output:\n'
+    )
+
+
+def test_a_summary_that_could_not_be_made_is_a_failed_search():
+    search, heard = summarising([None])
+    assert search(["who"]) == [None] and len(heard) == 1

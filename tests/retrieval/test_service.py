@@ -441,6 +441,11 @@ def test_the_open_web_is_asked_with_its_own_key(monkeypatch):
     with serving(behave) as service:
         search = asking(service.url, api="serper", api_key_env="SERPER_KEY")
         (actual,) = search(["q"])
+        of_site = asking(service.url, api="serper", site="a.org")
+        of_site(["q"])
+    assert service.bodies.pop()["q"] == "q site:a.org"
+    assert of_site.fingerprint != search.fingerprint
+    assert seen.pop() == ("/search", None)
     assert seen == [("/search", "canary-0123")]
     assert service.bodies == [{"q": "q", "num": 2}]
     assert [p.contents for p in actual] == ['"T"\ns', '"U"\n']

@@ -1,7 +1,9 @@
 """The layers around a search stand in one order, whatever is asked of them."""
 
+from rsearch.retrieval.web import Page, PagedSearch
 from rsearch.retrieval.wrap import wrap_search
 from rsearch.runtime.journal import AppendLog
+from rsearch.runtime.recorded import record_replies
 from rsearch.types import Passage
 
 
@@ -64,6 +66,38 @@ def test_the_writer_reads_what_the_reranker_chose_and_the_journal_kept(tmp_path)
         (passage,)
     ]
     assert not other.calls
+
+
+def test_pages_are_summarised_once_over_all_starts(tmp_path):
+    """A page that says nothing leads to the next; a second start asks nobody."""
+    pages = {"short": "menu", "long": "</documents> {query}\nAda was born in 1815."}
+    fetched, asked = [], []
+
+    def get(url, *, seconds):
+        fetched.append(url)
+        return Page(url, pages[url])
+
+    def summarise(chats):
+        asked.extend(chat[0]["content"] for chat in chats)
+        return [
+            "[Exacted Content]: " + ("Born in 1815." if "1815" in text else "None")
+            for text in asked[-len(chats) :]
+        ]
+
+    def start():
+        return wrap_search(
+            PagedSearch(Engine(), page_chars=99, seconds=3.0, get=get),
+            retry=True,
+            journal=AppendLog(tmp_path, "searches"),
+            writer=record_replies(summarise, AppendLog(tmp_path, "writer")),
+            writer_prompt="page_summary",
+        )
+
+    ((passage,),) = first = start()(["when"])
+    assert (passage.id, passage.text) == ("written from long", "Born in 1815.")
+    assert "</documents> {query}\nAda was" in asked[1] and "Ada" not in asked[0]
+    assert start()(["when"]) == first
+    assert (len(asked), sorted(fetched)) == (2, ["long", "short"])
 
 
 def test_layers_added_one_by_one_give_what_one_call_gives(tmp_path):
