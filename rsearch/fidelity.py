@@ -29,9 +29,12 @@ SYSTEMS = (  # in the page's order: file of rules, heading
     ("r1_searcher_pp", "R1-Searcher++"),
     ("r_search", "R-Search"),
     ("rearag", "ReaRAG"),
+    ("evaluation", "Evaluation"),
     ("methods", "Evaluation methods"),
 )
 KEYS = {"rule", "paper", "code", "fields", "variant", "stage", "same", "why", "lists"}
+KEYS |= {"recipe", "held"}
+LISTS = ("fields", "lists", "held")  # the keys with several values
 PROTOCOL = "protocol:"  # before an attribute of the recipe's protocol value
 METHOD = "method:"  # before "<name>.<setting>" of an evaluation method
 ABSENT = "-"
@@ -43,8 +46,9 @@ the paper says, what the public code does where that is known to differ, and wha
 by default and under the recipe's word `parity`, both computed from the recipe. A field
 is `config.<field>` of the stage that is named, `reward.<term>.<setting>`, an attribute
 of the protocol value, or `method:<name>.<setting>` with its default. What the public
-code does that we do not is said with its reason. "D n" and "S n" are the numbers of the
-two lists at the end.
+code does that we do not is said with its reason. Rows about evaluation end with what
+holds them: a test, or the command that measures as the row says. "D n" and "S n" are
+the numbers of the two lists at the end.
 """
 
 
@@ -61,6 +65,8 @@ class Rule(NamedTuple):
         same: parity changes nothing: no field is meant to differ.
         why: what a reader should know, such as why the code is not followed.
         lists: entries of the lists of known differences, such as "D 3".
+        recipe: whose fields are shown; "" is the system's.
+        held: tests and commands that hold what is said of ours.
     """
 
     rule: str
@@ -72,6 +78,8 @@ class Rule(NamedTuple):
     same: bool = False
     why: str = ""
     lists: tuple[str, ...] = ()
+    recipe: str = ""
+    held: tuple[str, ...] = ()
 
 
 def read_rules(system: str) -> list[Rule]:
@@ -85,7 +93,7 @@ def read_rules(system: str) -> list[Rule]:
     for number, entry in enumerate(tomllib.loads(path.read_text())["rule"], 1):
         if not {"rule", "paper", "code"} <= set(entry) <= KEYS:
             raise ValueError(f"{path}: rule {number} has the keys {sorted(entry)}")
-        lists = {key: tuple(entry.get(key, ())) for key in ("fields", "lists")}
+        lists = {key: tuple(entry.get(key, ())) for key in LISTS}
         rules.append(Rule(**entry | lists))
     return rules
 
@@ -100,7 +108,8 @@ def value_of(system: str, rule: Rule, field: str, *, parity: bool):
         name, _, setting = field.removeprefix(METHOD).partition(".")
         return _default(METHODS[name], f"the method {name}", setting)
     words = [w for w in (rule.variant, "parity" if parity else "") if w]
-    spec = f"configs/{system}.py" + (f":{','.join(words)}" if words else "")
+    spec = f"configs/{rule.recipe or system}.py"
+    spec += f":{','.join(words)}" if words else ""
     stages = _loaded(spec)
     if field == "stages":
         return list(stages)
@@ -163,7 +172,8 @@ def page() -> str:
         for rule in read_rules(system):
             rows.append(_row(system, rule))
             for entry in rule.lists:
-                indexed.setdefault(entry, []).append(f"{title}: {rule.rule}")
+                named = rule.rule if rule.recipe else f"{title}: {rule.rule}"
+                indexed.setdefault(entry, []).append(named)
         parts.append(f"## {title}\n\n" + "\n".join(rows) + "\n")
     parts.append(_lists(indexed))
     return "\n".join(parts)
@@ -178,7 +188,7 @@ def _row(system, rule):
     words = ", ".join(w for w in (rule.stage, rule.variant and f":{rule.variant}") if w)
     what = f"{rule.rule} ({words})" if words else rule.rule
     fields = [f"`{name}`" for name in rule.fields] or ["none"]
-    shown = [*ours, rule.why] if rule.why else ours
+    shown = [*ours, *filter(None, [rule.why]), *(f"`{text}`" for text in rule.held)]
     cells = [[what], [rule.paper], [rule.code], fields, shown, theirs]
     return "| " + " | ".join(_cell(lines or [ABSENT]) for lines in cells) + " |"
 
@@ -187,7 +197,7 @@ def _text(value):
     """Return a value as the page shows it."""
     if isinstance(value, tuple | list):
         return ", ".join(map(str, value)) or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value) or "''"
 
 
 def _cell(lines):

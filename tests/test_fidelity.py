@@ -4,6 +4,7 @@ import pytest
 
 from rsearch import fidelity
 from rsearch.config.recipes import run_command
+from rsearch.config.spec import ROOT
 
 NUM_DIFFERENCES, NUM_SWITCHES = 17, 25
 RULES = [
@@ -36,6 +37,23 @@ def test_parity_differs_where_the_row_says_so_and_nowhere_else(system, rule):
 @pytest.mark.parametrize("system, rule", RULES)
 def test_a_row_without_a_field_says_why(system, rule):
     assert rule.fields or rule.why
+
+
+def test_every_system_says_how_it_is_evaluated_and_what_holds_that():
+    """Commands are run by test_documents, which reads the page."""
+    topics = {"test sets", "judge", "baselines", "corpora", "online search", "prompts"}
+    titles = dict(fidelity.SYSTEMS)
+    rows = {}
+    for rule in fidelity.read_rules("evaluation"):
+        title, _, topic = rule.rule.partition(": ")
+        assert title == titles[rule.recipe] and rule.fields, rule.rule
+        rows.setdefault(title, set()).add(topic)
+        assert rule.held, rule.rule
+        for text in rule.held:
+            path, _, name = text.partition("::")
+            is_test = name and f"def {name}(" in (ROOT / path).read_text()
+            assert is_test or text.startswith("python -m rsearch."), text
+    assert len(rows) == 6 and all(topics <= said for said in rows.values())
 
 
 def test_every_known_difference_and_switch_has_a_row():
