@@ -24,8 +24,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rsearch.config.fields import fields
-from rsearch.config.recipes import ABSENT, fingerprint, parse_flags, run_command
+from rsearch.config.recipes import (
+    ABSENT,
+    fields,
+    fingerprint,
+    parse_flags,
+    run_command,
+)
 from rsearch.config.stage_plan import START
 from rsearch.evaluation.comparability import (
     ENCODER,

@@ -3,6 +3,7 @@
     python -m rsearch.tables --list
     python -m rsearch.tables rag_r1:3
     python -m rsearch.tables rag_r1:3 --runs=runs/baselines,mq=runs/rag_r1 --out=3.md
+    python -m rsearch.tables rag_r1:3 --dry_run --topology=a100x8
 
 The tables are data, in configs/tables. With --runs, lines of ours stand below each of
 the paper's: the score, its 95 % interval where results.json states it, and the number
@@ -53,8 +54,12 @@ FLAGS = {
     ),
     "setting": ("", "rows with this `setting` alone; '-' is the run's configuration"),
     "allow": ("", "as of rsearch.compare: marks rows that differ in these fields"),
+    "dry_run": (False, "lists the runs and evaluations that all rows need"),
+    "topology": ("", "of --dry_run: adds hours on a machine, a100x8, v5p-32, ..."),
+    "max_questions": (0, "of --dry_run: of a set at most; 0 = all of them"),
     "out": ("", f"a file that the table is written to: {', '.join(FORMATS)}"),
 }
+OF_DRY_RUN = ("topology", "max_questions")
 PROTOCOL = "protocol"  # the method of a recipe's rows
 RUNS_SETTING = "-"  # of --setting, for rows that have none
 OURS = ("ours", "95 %", "n")  # lines below a row of the paper
@@ -115,6 +120,13 @@ def main(argv: Sequence[str]) -> int:
     if out:
         files.check_output("out", out)
     runs = parse_runs(flags["runs"], table)
+    _check_dry_run(flags)
+    if flags["dry_run"]:
+        from rsearch.plan.table_runs import show_runs  # with jax, as below
+
+        settings = {flag: flags[flag] for flag in OF_DRY_RUN}
+        show_runs(name, table, **settings)
+        return 0
     ours = None
     for flag in ("setting", "allow"):
         if flags[flag] and not runs:
@@ -127,6 +139,17 @@ def main(argv: Sequence[str]) -> int:
         return 0
     _print(name, table, ours)
     return 0
+
+
+def _check_dry_run(flags):
+    """Refuse flags that a dry run does not read, and those that it alone reads."""
+    is_dry = flags["dry_run"]
+    for flag in ("runs", "out") if is_dry else OF_DRY_RUN:
+        if flags[flag]:
+            why = "is not read with --dry_run" if is_dry else "is of --dry_run"
+            raise ValueError(f"--{flag}={flags[flag]}: {why}")
+    if flags["max_questions"] < 0:
+        raise ValueError(f"--max_questions={flags['max_questions']}: must be 0 or more")
 
 
 def _print_list():

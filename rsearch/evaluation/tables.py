@@ -9,8 +9,7 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from rsearch.config.recipes import import_file
-from rsearch.config.spec import ROOT
+from rsearch.config.recipes import ROOT, import_file
 from rsearch.text.spelling import did_you_mean
 
 FOLDER = ROOT / "configs" / "tables"

@@ -9,20 +9,35 @@ device against what it has, operations, bytes moved and sent, and the least time
 these allow (the roofline). A step is taken at its longest: every rollout writes and
 reads all that its budgets allow. Of a data stage, and of the evaluation of what was
 imitated, a step fills all rows once. For GPUs, which XLA compiles for only where there
-is one, the same is reckoned from the traced programs (--topology=a100x8).
+is one, and for a slice named by its type, the same is reckoned from the traced programs
+(--topology=a100x8, --topology=v5p-32).
 """
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from rsearch.config.checks import validate
-from rsearch.config.recipes import parse_command_line, print_config
-from rsearch.config.stage_plan import check_plan, kind_of, stage_configs
-from rsearch.plan.costs import GB, check_context, memory_of, shape_of
+from rsearch.config.recipes import (
+    apply_overrides,
+    parse_command_line,
+    print_config,
+    validate,
+)
+from rsearch.config.stage_plan import WEIGHTS, check_plan, kind_of, stage_configs
+from rsearch.plan.costs import (
+    GB,
+    HOST_DEVICES,
+    check_context,
+    fewest_devices,
+    memory_of,
+    rollouts_of_question,
+    shape_of,
+)
 from rsearch.plan.machines import GPU_SHARE, Machine, find_machine
 from rsearch.plan.programs import filled_once, make_frame, stage_programs
 from rsearch.plan.roofline import Estimate, estimate, reckoned
@@ -34,6 +49,7 @@ FLAGS = {
     "stage": ("", "the stage to plan; every one where not given"),
     "out": ("", "file for the same numbers as JSON"),
 }
+EVALUATION = "evaluation"  # in place of a stage
 HEADS = (
     *("stage", "program", "calls", "GB in use", "of", "PFLOPs", "TB moved", "GB sent"),
     *("least seconds", "bound by"),
@@ -43,6 +59,124 @@ ADVICE = (
     "fewer config.rollout.max_concurrent, config.model.remat=True, a smaller "
     "micro_batch, or config.model.dtype=bfloat16"
 )
+
+
+class Cost(NamedTuple):
+    """What a stage, or an evaluation, takes on a machine.
+
+    Attributes:
+        steps: of a stage; times that all rows are filled, of one that changes no
+            weights. None where the number of its questions is not known before.
+        devices: of the machine, or as few as the mesh allows.
+        gb: 10^9 bytes of each device at its peak; None of an unknown model.
+        seconds: that a step takes at least; None without a machine.
+        settings: fields that the machine wants otherwise; none changes a result.
+        problem: why the machine cannot run it; "" where it can.
+    """
+
+    steps: int | None
+    devices: int
+    gb: float | None = None
+    seconds: float | None = None
+    settings: tuple[str, ...] = ()
+    problem: str = ""
+
+    @property
+    def hours(self) -> float | None:
+        """Of all steps, at least; None where steps or seconds are not known."""
+        if self.steps is None or self.seconds is None:
+            return 0.0 if self.steps == 0 else None
+        return self.steps * self.seconds / 3600
+
+
+def stage_costs(
+    config: ConfigDict, machine: Machine | None, *, last: str
+) -> list[tuple[str, Cost]]:
+    """Return (stage, what it takes) of the stages of a run, in order.
+
+    Args:
+        config: of the run.
+        machine: that is reckoned with; None takes as few devices as each mesh allows.
+        last: stage, the last that counts.
+    """
+    costs = []
+    for stage, c in stage_configs(config):
+        kind = kind_of(stage)
+        steps = c[kind].steps if kind != "curate" else None
+        if kind == "curate" and (
+            c.data.max_train or not rollouts_of_question(c.curate)
+        ):
+            steps = _fills(
+                c, c.data.max_train * rollouts_of_question(c.curate), machine
+            )
+        costs.append((stage, _cost(c, stage, machine, steps)))
+        if stage == last:
+            break
+    return costs
+
+
+def evaluation_cost(c: ConfigDict, machine: Machine | None, num_questions: int) -> Cost:
+    """Return what it takes to ask a policy questions by its protocol.
+
+    Args:
+        c: of the evaluation.
+        machine: see `stage_costs`.
+        num_questions: of all sets together.
+    """
+    c = apply_overrides(c, {"rollout.group_size": 1, "trains": "policy"})
+    fills = _fills(c, num_questions, machine)
+    return _cost(c, EVALUATION, machine, fills)
+
+
+def _fills(c, num_rollouts, machine):
+    """Return how often all rows of all hosts are filled."""
+    hosts = machine.num_hosts if machine else 1
+    return math.ceil(num_rollouts / (hosts * c.rollout.max_concurrent))
+
+
+def _cost(c, stage, machine, steps):
+    """Return the Cost of a stage, or of EVALUATION."""
+    devices, is_evaluation = fewest_devices(c), stage == EVALUATION
+    try:
+        if machine is None:
+            return Cost(steps, devices, _peak_gb(c, stage, devices))
+        devices = machine.num_devices
+        settings = _settings_of_machine(c, stage, machine)
+        c = apply_overrides(c, settings)
+        if not is_evaluation:
+            validate(c, num_devices=devices)
+        estimate_programs = _of_evaluation if is_evaluation else _of_stage
+        estimates = estimate_programs(c, stage, machine)
+    except ValueError as error:
+        return Cost(steps, devices, problem=str(error))
+    seconds = sum(max(e.seconds(machine.chip).values()) for e in estimates)
+    peak = max(e.peak for e in estimates)
+    names = tuple(f"{name}={value}" for name, value in settings.items())
+    is_full = peak > machine.chip.memory
+    problem = f"more than {machine.chip.memory / GB:.1f} GB" if is_full else ""
+    return Cost(steps, devices, peak / GB, seconds, names, problem)
+
+
+def _peak_gb(c, stage, devices):
+    """Return 10^9 bytes of each device at the peak; None of an unknown model."""
+    spec = shape_of(c.model.source, c)
+    if spec is None:
+        return None
+    here, is_evaluation = min(devices, HOST_DEVICES), stage == EVALUATION
+    kind = "sft" if is_evaluation else stage
+    memory = memory_of(c, kind, spec, devices, host_devices=here)
+    return (sum(memory.evaluating.values()) if is_evaluation else memory.peak) / GB
+
+
+def _settings_of_machine(c, stage, machine):
+    """Return {field: value} of what a machine wants otherwise, and no result shows."""
+    settings, kind = {}, kind_of(stage)
+    shards = machine.num_devices // c.mesh.tensor or 1
+    if kind in WEIGHTS and c[kind].micro_batch % shards:
+        settings[f"{kind}.micro_batch"] = math.lcm(c[kind].micro_batch, shards)
+    if machine.host_devices % c.mesh.tensor:
+        settings["rollout.global_mesh"] = True
+    return settings
 
 
 def main(
@@ -82,22 +216,63 @@ def main(
             and shape_of(config_of_stage.model.source, config_of_stage) is None
         ):
             continue
-        frame = make_frame(config_of_stage, stage, machine)
-        spec = frame.model.spec
-        check_context(config_of_stage, stage, spec)
-        check_layout(config_of_stage, spec)
-        size, here = machine.num_devices, machine.host_devices
-        memory = memory_of(config_of_stage, stage, spec, size, host_devices=here)
-        programs = stage_programs(frame, stage, machine)
-        estimates[stage] = _estimates(programs, memory, machine, stage)
-        if memory.evaluating:
+        estimates[stage] = _of_stage(config_of_stage, stage, machine)
+        if _memory(config_of_stage, stage, machine).evaluating:
             name = f"{stage}, evaluation"
-            programs = filled_once(
-                make_frame(config_of_stage, "rl", machine), "sft", machine
-            )
-            memory = dataclasses.replace(memory, resident={}, rolling=memory.evaluating)
-            estimates[name] = _estimates(programs, memory, machine, name)
+            estimates[name] = _of_evaluation(config_of_stage, name, machine)
     return estimates
+
+
+def _of_stage(c, stage, machine):
+    """Return the estimates of a stage's programs."""
+    c, framed = _on_one_host(c, machine)
+    frame = make_frame(c, stage, framed)
+    spec = frame.model.spec
+    check_context(c, stage, spec)
+    check_layout(c, spec)
+    memory = _memory(c, stage, framed)
+    return _estimates(stage_programs(frame, stage, framed), memory, machine, stage)
+
+
+def _of_evaluation(c, name, machine):
+    """Return the estimates of the programs that evaluate a policy."""
+    c, framed = _on_one_host(c, machine)
+    memory = _memory(c, "sft", framed)
+    memory = dataclasses.replace(memory, resident={}, rolling=memory.evaluating)
+    programs = filled_once(make_frame(c, "rl", framed), "sft", framed)
+    return _estimates(programs, memory, machine, name)
+
+
+def _memory(c, stage, machine):
+    """Return what a stage takes on each device of a machine."""
+    spec = shape_of(c.model.source, c)
+    size, here = machine.num_devices, machine.host_devices
+    return memory_of(c, stage, spec, size, host_devices=here)
+
+
+def _on_one_host(c, machine):
+    """Return (configuration, machine) where devices that stand for hosts are one host.
+
+    It has the rows of all hosts, and the models beside the policy as many.
+
+    Raises:
+        ValueError: tensor reaches over hosts that each roll out on their own devices.
+    """
+    hosts = machine.hosts
+    if hosts < 2:
+        return c, machine
+    if machine.host_devices % c.mesh.tensor and not c.rollout.global_mesh:
+        raise ValueError(
+            f"config.mesh.tensor = {c.mesh.tensor}: must divide the "
+            f"{machine.host_devices} devices of each host, which rolls out on its own"
+        )
+    rows = {
+        f"rollout.{name}": hosts * c.rollout[name]
+        for name in ("max_concurrent", "cache_tokens")
+    }
+    for name, section in c.models.items():
+        rows[f"models.{name}.max_concurrent"] = hosts * section.max_concurrent
+    return apply_overrides(c, rows), dataclasses.replace(machine, hosts=1)
 
 
 def _estimates(programs, memory, machine, name):
@@ -154,7 +329,7 @@ def show(rows: list[dict], config: ConfigDict, machine: Machine) -> bool:
         for row in rows
     ]
     chips = f"{machine.num_devices} devices on {machine.num_hosts} hosts"
-    if not machine.is_compiled_for:
+    if not (machine.is_compiled_for or machine.hosts):
         chips += f", {GPU_SHARE:.0%} of their memory"
     console.table(f"{config.name} on {machine.name}: {chips}, each", HEADS, shown)
     for stage in dict.fromkeys(row["stage"] for row in rows):

@@ -27,6 +27,7 @@ from rsearch.runtime.files import expand
 from rsearch.setup.policy import configured_limits
 
 GB = 1e9
+HOST_DEVICES = 8  # of most hosts with GPUs; many with TPUs have 4
 BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32 = BYTES["float32"]
 MADE_LATER = ("world:", STAGE)  # sources of models that a run makes itself
@@ -151,6 +152,28 @@ def check_context(c: ConfigDict, stage: str, spec: DecoderSpec) -> None:
             f"{stage}: {parts} = {tokens:,} tokens, but the context of "
             f"{c.model.source or 'config.model'} is {spec.max_context:,}"
         )
+
+
+def fewest_devices(c: ConfigDict) -> int:
+    """Return the devices of the smallest mesh that a configuration allows."""
+    return max(c.mesh.data, 1) * c.mesh.fsdp * c.mesh.tensor
+
+
+def rollouts_of_question(curate: ConfigDict) -> int:
+    """Return how often a data stage rolls out one question, at most.
+
+    Args:
+        curate: the section of the stage. A chain counts as one rollout.
+    """
+    first = 0 if curate.first else curate.rollouts
+    return {
+        "answerable": first + curate.retry_rollouts,
+        "mix": 0,  # their difficulty is known
+        "no_reasoning": 1,
+        "chains": 1,
+        "self_rag": 0,  # the labels have the model's answers
+        "oracle": 0,  # gold annotations say what to search for
+    }.get(curate.method, first)
 
 
 def memory_of(

@@ -6,16 +6,18 @@ from rsearch.config.checks import validate
 from rsearch.config.stage_plan import check_plan, kind_of, stage_configs
 from rsearch.plan.costs import (
     GB,
+    HOST_DEVICES,
     check_context,
     context_of,
+    fewest_devices,
     memory_of,
+    rollouts_of_question,
     shape_of,
 )
 from rsearch.runtime import console
 from rsearch.setup.checks import check_layout, check_names
 
 COLUMNS = ("stage", "what", "value")
-HOST_DEVICES = 8  # of most hosts with GPUs; many with TPUs have 4
 
 
 def dry_run(
@@ -53,7 +55,7 @@ def dry_run(
     too_big = []
     plans, budgets, memories = [], [], []
     for stage, config_of_stage in stages:
-        num_devices = devices or _fewest(config_of_stage)
+        num_devices = devices or fewest_devices(config_of_stage)
         spec = shape_of(config_of_stage.model.source, config_of_stage)
         plans.append((stage, *_plan(config_of_stage, stage, spec)))
         budgets += [(stage, *row) for row in _budget(config_of_stage, stage, spec)]
@@ -80,11 +82,6 @@ def dry_run(
             "config.rollout.max_concurrent, a smaller micro_batch, or "
             "config.model.remat"
         )
-
-
-def _fewest(c) -> int:
-    """Return the devices of the smallest mesh that a configuration allows."""
-    return max(c.mesh.data, 1) * c.mesh.fsdp * c.mesh.tensor
 
 
 def _plan(c, stage, spec):
@@ -126,18 +123,9 @@ def _budget(c, stage, spec):
 
 def _num_requests(curate):
     """Return (what, value) of how often the model is asked about one question."""
-    first = 0 if curate.first else curate.rollouts
-    rollouts = {
-        "answerable": first + curate.retry_rollouts,
-        "mix": 0,  # their difficulty is known
-        "no_reasoning": 1,
-        "self_rag": 0,  # the labels have the model's answers
-        "oracle": 0,  # gold annotations say what to search for
-    }
     if curate.method == "chains":
         return "turns of a chain", f"at most {curate.max_steps + curate.max_retries}"
-    max_requests = rollouts.get(curate.method, first)
-    return "rollouts of a question", f"at most {max_requests}"
+    return "rollouts of a question", f"at most {rollouts_of_question(curate)}"
 
 
 def _sft_budget(c, tokens):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import math
 import os
 import re
 
@@ -10,6 +11,8 @@ import jax
 
 SLICE = re.compile(r"(v4|v5e|v5p|v6e):(\d+x\d+(?:x\d+)?)")
 NODE = re.compile(r"(a100|h100|h200)x([1-8])")
+TYPE = re.compile(r"(v4|v5e|v5p|v6e)-(\d+)")
+TWO_CORES = ("v4", "v5p")  # whose types count cores, two a chip
 # Of a GPU's memory: what JAX may take, as launch/ has it do. The rest is left to CUDA,
 # its kernels and NCCL's buffers.
 GPU_SHARE = 0.92
@@ -58,15 +61,17 @@ class Machine:
     Attributes:
         name: as it was asked for.
         chip: of each device.
-        devices: what JAX compiles for, those of a host side by side; of a GPU node
-            devices that stand for them.
+        devices: what JAX compiles for, those of a host side by side; of a GPU node, or
+            a slice named by its type, devices that stand for them.
         is_compiled_for: XLA compiles for GPUs only where there is one.
+        hosts: that the devices stand for; 0 is what they say themselves.
     """
 
     name: str
     chip: Chip
     devices: tuple
     is_compiled_for: bool = True
+    hosts: int = 0
 
     @property
     def num_devices(self) -> int:
@@ -76,7 +81,7 @@ class Machine:
     @property
     def num_hosts(self) -> int:
         """That the devices belong to."""
-        return len({d.process_index for d in self.devices})
+        return self.hosts or len({d.process_index for d in self.devices})
 
     @property
     def host_devices(self) -> int:
@@ -87,9 +92,13 @@ class Machine:
 def find_machine(name: str) -> Machine:
     """Return the TPU slice of a name, such as "v5e:4x4" chips, or a GPU node: "a100x8".
 
+    A slice named by its type, "v5p-32", is reckoned with as a GPU node is.
+
     Raises:
         ValueError: no such machine, or libtpu, which compiles for TPUs, is missing.
     """
+    if slice_type := TYPE.fullmatch(name):
+        return _slice_of_type(name, slice_type[1], int(slice_type[2]))
     if node := NODE.fullmatch(name):
         all_chips = CHIPS[node[1]]
         chip = dataclasses.replace(all_chips, memory=GPU_SHARE * all_chips.memory)
@@ -98,12 +107,28 @@ def find_machine(name: str) -> Machine:
     if not slice_name:
         raise ValueError(
             f"--topology={name}: must be a TPU slice such as v5e:2x4, v6e:2x2, "
-            "v5p:2x2x4 or v4:2x2x2, or a GPU node such as a100x8"
+            "v5p:2x2x4 or v4:2x2x2, its type, such as v5p-32, or a GPU node such as "
+            "a100x8"
         )
     kind, shape = slice_name[1], [int(n) for n in slice_name[2].split("x")]
     devices = _tpu_devices(name, kind, shape)
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
     return Machine(name, CHIPS[kind], tuple(devices))
+
+
+def _slice_of_type(name, kind, number):
+    """Return the slice of a type, such as "v5p" and 32, with stand-ins for devices."""
+    cores = 2 if kind in TWO_CORES else 1
+    chips, odd = divmod(number, cores)
+    at_host = math.prod(HOST_CHIPS)
+    is_lone = chips <= (at_host if kind in TWO_CORES else math.prod(LONE_HOST))
+    if not chips or odd or not (is_lone or chips % at_host == 0):
+        raise ValueError(
+            f"--topology={name}: must be the type of a TPU slice of one host or of "
+            f"several with {at_host} chips each, such as v5p-32"
+        )
+    hosts = 1 if is_lone else chips // at_host
+    return Machine(name, CHIPS[kind], _stand_ins(name, chips), False, hosts)
 
 
 def _tpu_devices(name, kind, shape):

@@ -96,15 +96,15 @@ def write_observations(
         is_by_page = prompt == PAGE_SUMMARY
         # {row: what the writer is shown in one chat, then in the next}
         unread = {
-            row: [(page,) for page in found] if is_by_page else [found]
-            for row, found in hits.items()
-            if found
+            row: [(page,) for page in pages] if is_by_page else [pages]
+            for row, pages in hits.items()
+            if pages
         }
-        while asked := [row for row in unread if row not in results]:
-            shown = [unread[row].pop(0) for row in asked]
-            pairs = zip(asked, shown, strict=True)
+        while pending := [row for row in unread if row not in results]:
+            shown = [unread[row].pop(0) for row in pending]
+            pairs = zip(pending, shown, strict=True)
             chats = [writing_messages(r[0], ps, prompt=prompt) for r, ps in pairs]
-            for row, ps, reply in zip(asked, shown, write(chats), strict=True):
+            for row, ps, reply in zip(pending, shown, write(chats), strict=True):
                 text = summary_of(reply) if reply and is_by_page else reply
                 if text is None:
                     results[row] = None

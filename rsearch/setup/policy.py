@@ -129,12 +129,12 @@ def rollout_limits(
 def configured_limits(c: ConfigDict) -> Limits:
     """Return the limits of a rollout that config.rollout sets."""
     r = c.rollout
-    written = r.max_written_tokens if c.models.writer.source else 0
+    num_written = r.max_written_tokens if c.models.writer.source else 0
     return Limits(
         max_searches=r.max_searches,
         max_prompt_tokens=r.max_prompt_tokens,
         max_turn_tokens=r.max_turn_tokens,
-        max_observation_tokens=written or r.max_observation_tokens,
+        max_observation_tokens=num_written or r.max_observation_tokens,
         forced_final_turn=r.forced_final_turn,
         cuts_tags=r.cut_tags,
     )

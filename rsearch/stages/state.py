@@ -12,8 +12,7 @@ from collections.abc import Callable
 import jax
 from ml_collections import ConfigDict
 
-from rsearch.config.fields import to_json
-from rsearch.config.recipes import StoppedError
+from rsearch.config.recipes import StoppedError, to_json
 from rsearch.hosts import preemption, processes
 from rsearch.learn.train_state import TrainState
 from rsearch.learn.trainer import Trainer

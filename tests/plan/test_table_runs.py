@@ -1,0 +1,103 @@
+"""What a table needs: each run once, each row's questions, and what they take."""
+
+import pytest
+
+from rsearch import tables
+from rsearch.config.recipes import apply_overrides, load, run_command
+from rsearch.evaluation.tables import PaperRow, PaperTable, columns_of
+from rsearch.plan import command as plan
+from rsearch.plan.machines import find_machine
+from rsearch.plan.table_runs import runs_of, show_runs
+
+QWEN = "Qwen/Qwen2.5-7B-Instruct"
+RAG_R1 = "configs/rag_r1.py:sq"
+TABLE = PaperTable(
+    source="",
+    caption="",
+    columns=columns_of({"A": "bamboogle", "B": "hotpotqa"}, {"J": "judge", "E": "em"}),
+    rows=(
+        PaperRow("rag", "", "1 1 1 1", QWEN, method="rag"),
+        PaperRow("gpt", "", "1 1 1 1", "gpt-4o-mini", method="rag"),
+        PaperRow("sft", "", "1 1 1 1", QWEN, recipe=RAG_R1, stage="sft"),
+        PaperRow(
+            *("rl", "", "1 1 1 1", QWEN),
+            recipe=RAG_R1,
+            stage="rl",
+            settings=("eval.judge_golds=any",),
+        ),
+        PaperRow("no", "", "1 1 1 1", QWEN, reason="no code"),
+    ),
+)
+
+
+def test_rows_after_stages_of_a_recipe_share_its_run():
+    (run,) = runs_of(TABLE)
+    assert (run.recipe, run.settings) == (RAG_R1, ())
+    assert [row.key for row in run.rows] == ["sft", "rl"]
+
+
+def test_stages_and_questions_are_listed_without_a_machine(capsys):
+    show_runs("rag_r1:0", TABLE, topology="", max_questions=500)
+    said = capsys.readouterr()
+    lines = [line for line in said.out.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    stages = {row[1]: row[2:] for row in cells if len(row) == 6 and row[1] in STAGES}
+    assert [*stages] == list(STAGES)
+    assert stages["rl"][:3] == ["rl", "500", "8"] and stages["sft"][1] == "1483"
+    asked = {row[0]: row[2] for row in cells if len(row) == 6 and row[0] in KEYS}
+    assert asked == dict.fromkeys(KEYS, "625")
+    assert "endpoint" in said.out and f"{4 * 625:,} times" in said.err
+
+
+STAGES = ("curate_sft", "sft", "curate_rl", "rl")
+KEYS = ("rag", "gpt", "sft", "rl")
+
+
+def small(**overrides):
+    shape = {
+        "model.vocab_size": 512,
+        "model.dtype": "bfloat16",
+        "mesh.tensor": 2,
+        "rollout.max_concurrent": 16,
+        "stages": ("rl",),
+    }
+    return apply_overrides(load("configs/quickstart.py"), shape | overrides)
+
+
+def test_a_stages_hours_are_those_of_its_steps_on_all_hosts():
+    seconds, peaks = [], []
+    for name in ("v5p-8", "v5p-16"):
+        machine = find_machine(name)
+        ((stage, cost),) = plan.stage_costs(small(), machine, last="rl")
+        assert (stage, cost.problem) == ("rl", "")
+        assert cost.hours == pytest.approx(cost.steps * cost.seconds / 3600)
+        seconds.append(cost.seconds)
+        peaks.append(cost.gb)
+    (estimates,) = plan.main(small(), machine, only="rl").values()
+    assert seconds[1] == sum(max(e.seconds(machine.chip).values()) for e in estimates)
+    # Twice the hosts decode twice the rows at once, on as much memory each.
+    assert seconds[1] < 0.6 * seconds[0]
+    assert peaks[1] <= peaks[0]
+
+
+def test_a_machine_says_what_it_wants_otherwise_or_why_it_cannot():
+    machine = find_machine("v5p-16")
+    c = small(**{"rl.micro_batch": 2, "mesh.tensor": 8, "model.num_kv_heads": 3})
+    ((_, cost),) = plan.stage_costs(c, machine, last="rl")
+    assert cost.hours is None and cost.settings == () and cost.problem
+    assert plan.evaluation_cost(small(), None, 100).steps == 7  # of 16 rows
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--topology=a100x8"], "--topology=a100x8"),
+        (["--max_questions=5"], "--max_questions=5"),
+        (["--dry_run", "--runs=x"], "--runs=x"),
+        (["--dry_run", "--max_questions=-1"], "--max_questions=-1"),
+        (["--dry_run", "--topology=b100x8"], "--topology=b100x8"),
+    ],
+)
+def test_what_is_no_dry_run_is_refused(argv, named, capsys):
+    assert run_command(tables.main, ["rag_r1:3", *argv]) == 2
+    assert named in capsys.readouterr().err
