@@ -7,7 +7,7 @@ from rsearch.plan.machines import find_machine
 
 @pytest.mark.parametrize(
     ("name", "devices", "hosts"),
-    [("v5p-8", 4, 1), ("v5p-16", 8, 2), ("v4-2", 1, 1), ("v5e-8", 8, 1)],
+    [("v5p-8", 4, 1), ("v4-2", 1, 1), ("v5e-4", 4, 1)],
 )
 def test_a_slice_is_reckoned_with_by_its_type(name, devices, hosts):
     machine = find_machine(name)
