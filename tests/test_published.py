@@ -301,11 +301,22 @@ def layout(source, **more):
         ("r_search_7b_grpo", {"qkv_bias": True}),
         ("r1_searcher_qwen", {"qkv_bias": True}),
         ("r1_searcher_llama", {}),
+        (
+            "rearag_9b",
+            {
+                "qkv_bias": True,
+                "rotary_dim": 4,
+                "rotary_pairs": "neighbours",
+                "fused_mlp": True,
+            },
+        ),
     ],
 )
 def test_a_directory_of_the_same_layout_answers(name, features, tmp_path):
     layout(tmp_path / "model", **features)
     tiny = TINY | {"model.source": tmp_path / "model", "data.dev": "world:dev"}
+    tiny |= {"tokenizer.source": tmp_path / "model"}
+    tiny |= {"models.writer.source": "", "models.answerer.source": ""}
     command = [f"--config=configs/published.py:{name}", f"--workdir={tmp_path / 'run'}"]
     command += [f"--config.{field}={value}" for field, value in tiny.items()]
     assert run_command(evaluate.main, command) == 0

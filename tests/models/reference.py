@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from safetensors.numpy import save_file
 
 from rsearch.models.attention.cached import empty_cache
 from rsearch.models.decoder import Decoder, param_shapes
@@ -87,6 +88,57 @@ CONFIGS = {
         rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0},
     ),
 }
+
+
+def save_chatglm(model, directory, **changes):
+    """Write transformers' Glm as the repositories of "chatglm" have it.
+
+    Names and layout are those of their modeling_chatglm.py.
+    """
+    c, stored = model.config, {}
+    for name, tensor in model.state_dict().items():
+        for ours, theirs in (
+            ("model.embed_tokens", "transformer.embedding.word_embeddings"),
+            ("model.norm", "transformer.encoder.final_layernorm"),
+            ("model.layers", "transformer.encoder.layers"),
+            ("lm_head", "transformer.output_layer"),
+            ("self_attn.o_proj", "self_attention.dense"),
+            ("mlp.gate_up_proj", "mlp.dense_h_to_4h"),
+            ("mlp.down_proj", "mlp.dense_4h_to_h"),
+        ):
+            name = name.replace(ours, theirs)
+        stored[name] = tensor.numpy()
+    for query in [name for name in stored if "self_attn.q_proj" in name]:
+        fused = query.replace("self_attn.q_proj", "self_attention.query_key_value")
+        heads = [query.replace("q_proj", f"{x}_proj") for x in "qkv"]
+        stored[fused] = np.concatenate([stored.pop(name) for name in heads])
+    half = c.head_dim // 4
+    stored["transformer.rotary_pos_emb.inv_freq"] = np.zeros(half, np.float32)
+    config = {
+        "model_type": "chatglm",
+        "architectures": ["ChatGLMModel"],
+        "add_bias_linear": False,
+        "add_qkv_bias": True,
+        "ffn_hidden_size": c.intermediate_size,
+        "hidden_size": c.hidden_size,
+        "kv_channels": c.head_dim,
+        "layernorm_epsilon": c.rms_norm_eps,
+        "multi_query_attention": True,
+        "multi_query_group_num": c.num_key_value_heads,
+        "num_attention_heads": c.num_attention_heads,
+        "num_hidden_layers": c.num_hidden_layers,
+        "num_layers": c.num_hidden_layers,
+        "original_rope": True,
+        "padded_vocab_size": c.vocab_size,
+        "post_layer_norm": True,
+        "rmsnorm": True,
+        "rope_ratio": c.rope_parameters["rope_theta"] / 10_000,
+        "seq_length": c.max_position_embeddings,
+        "tie_word_embeddings": False,
+    }
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    save_file(stored, directory / "model.safetensors")
 
 
 def random_reference(family, seed=0):

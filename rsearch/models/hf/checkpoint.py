@@ -46,7 +46,10 @@ EXPORT_DTYPES = {
 }
 
 # Rotary tables, which old checkpoints hold although configuration alone gives them.
-_RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_RECOMPUTED = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+    r"|transformer\.rotary_pos_emb\.inv_freq"
+)
 
 
 def load_params(
@@ -79,8 +82,8 @@ def load_params(
     """
     directory = pathlib.Path(directory)
     check_export(directory, suffix=".safetensors")
-    tensors = open_tensors(directory)
-    layout = read_family(directory).layout
+    family = read_family(directory)
+    tensors, layout = family.view(open_tensors(directory), spec), family.layout
     _check_tensors(tensors, layout, spec, directory)
     shapes = param_shapes(spec, value_head=value_head)
     if shardings is None:

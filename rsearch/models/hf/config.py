@@ -35,6 +35,8 @@ class Family:
         fits: whether transformers' class computes a decoder of that shape.
         write: returns the fields of config.json that only this family has.
         layout: the tensor that stores each parameter, see `weights.DECODER_LAYOUT`.
+        view: returns a directory's tensors under the names of the layout, where one
+            stores several parameters.
         published: {hub id: shape} of its models, for plans made without their files.
             Of the rotation only what the sizes of weights and caches do not depend on
             is left out.
@@ -45,6 +47,7 @@ class Family:
     fits: Callable[[DecoderSpec], bool]
     write: Callable[[DecoderSpec], dict]
     layout: Layout = dataclasses.field(default_factory=lambda: DECODER_LAYOUT)
+    view: Callable[[dict, DecoderSpec], dict] = lambda tensors, spec: tensors
     published: Mapping[str, DecoderSpec] = dataclasses.field(default_factory=dict)
 
 

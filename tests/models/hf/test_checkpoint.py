@@ -82,6 +82,27 @@ def test_export_loads_in_transformers_agrees_and_reloads_bit_identical(
     jax.tree.map(np.testing.assert_array_equal, same, params)
 
 
+def test_a_chatglm_computes_what_transformers_does_of_the_same_weights_as_a_glm(
+    tmp_path,
+):
+    theirs = reference.random_reference("glm")
+    reference.save_chatglm(theirs, tmp_path / "chatglm")
+    model, params = reference.load(tmp_path / "chatglm")
+    logits = reference.full_logits(model, params, TOKENS)
+    np.testing.assert_allclose(logits, logits_of(theirs, TOKENS), atol=2e-5)
+    huggingface.export(tmp_path / "glm", params, model.spec)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "glm")
+    np.testing.assert_array_equal(logits_of(again, TOKENS), logits_of(theirs, TOKENS))
+
+
+def test_a_fused_matrix_of_another_height_is_refused_by_its_name(tmp_path):
+    theirs = reference.random_reference("glm")
+    reference.save_chatglm(theirs, tmp_path / "chatglm", multi_query_group_num=3)
+    text = refusal(tmp_path / "chatglm")
+    assert re.search(r"query_key_value\.weight +extra", text)
+    assert re.search(r"query_key_value\[q\]\.weight +missing", text)
+
+
 @pytest.mark.fault(17, "dtype")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_files_become_float32_exactly(dtype, saved, tmp_path):

@@ -10,6 +10,13 @@ from rsearch.models.hf.families import make_config, read_spec
 from rsearch.models.spec import DecoderSpec, LinearScaling, RopeScaling
 
 GLM = {"model_type": "glm4", "head_dim": 16}
+CHATGLM = {
+    "model_type": "chatglm",
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "kv_channels": 16,
+    "padded_vocab_size": 64,
+}
 # config.json of published models, shortened to what shapes them; and the parameters
 # that their model cards count.
 PUBLISHED = {
@@ -224,7 +231,11 @@ def test_rope_is_read_in_its_old_and_its_new_spelling(tmp_path):
         ({"vocab_size": 2**31}, "below 2147483648"),
         ({"rope_theta": 10**400}, "below 1e+38"),
         ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf"),
-        ({"model_type": "chatglm"}, "in the repository ...-hf"),
+        (CHATGLM | {"multi_query_attention": "absent"}, "multi_query_attention=None"),
+        (CHATGLM | {"multi_query_group_num": 3}, "multi_query_group_num=3"),
+        (CHATGLM | {"kv_channels": 18}, "kv_channels=18"),
+        (CHATGLM | {"original_rope": False}, "original_rope=False"),
+        (CHATGLM | {"padded_vocab_size": None}, "padded_vocab_size=None"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True"),
         ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window"),
         ({"model_type": "qwen3_moe"}, "model_type='qwen3_moe'"),
