@@ -6,7 +6,7 @@ A new family is a file beside this one and a line in FAMILIES.
 import os
 import pathlib
 
-from rsearch.models.hf import chatglm, glm, llama, qwen2, qwen3
+from rsearch.models.hf import glm, llama, qwen2, qwen3
 from rsearch.models.hf.config import Family, write_decoder
 from rsearch.models.hf.directory import read_object
 from rsearch.models.hf.fields import Fields
@@ -18,7 +18,7 @@ FAMILIES = {  # config.json's model_type -> the family
     "llama": llama.FAMILY,
     "glm": glm.GLM,
     "glm4": glm.GLM4,
-    "chatglm": chatglm.FAMILY,
+    "chatglm": glm.CHATGLM,
 }
 
 # A model that is loaded is shaped by its own config.json, never by this table.

@@ -3,7 +3,14 @@
 It stores gate and up as one. Two families of transformers differ in two norms only:
 "glm" is GLM-4-9B, in the layout of the repositories whose names end in "-hf"; "glm4" is
 GLM-4 of April 2025 (0414), with a norm on what attention and MLP add.
+
+"chatglm" is GLM-4-9B in its first repositories, which transformers computes only by
+their code: the network of "glm" under other names, with queries, keys and values in one
+matrix. It is read, and exported as a "glm". These repositories have no tokenizer.json;
+that of zai-org/glm-4-9b-chat-hf has the same vocabulary.
 """
+
+from collections.abc import Mapping, Sequence
 
 from rsearch.models.hf.config import Family, check_fields, read_decoder
 from rsearch.models.hf.fields import Fields
@@ -14,6 +21,30 @@ _DEFAULTS = {
     "max_position_embeddings": 131_072,
     "num_key_value_heads": 2,
     "head_dim": 128,
+}
+_NAMES = {  # of a "glm" -> of a "chatglm"
+    "model.embed_tokens": "transformer.embedding.word_embeddings",
+    "model.layers": "transformer.encoder.layers",
+    "model.norm": "transformer.encoder.final_layernorm",
+    "lm_head": "transformer.output_layer",
+    "self_attn.o_proj": "self_attention.dense",
+    "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+    **{f"self_attn.{x}_proj": f"self_attention.query_key_value[{x}]" for x in "qkv"},
+}
+# What would change the network, and the values that leave it as a "glm" computes it.
+_CHATGLM = {
+    "add_bias_linear": (None, False),
+    "add_qkv_bias": (None, False, True),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "fp32_residual_connection": (None, False),
+    "interleaved_qkv": (None, False),
+    "multi_query_attention": (True,),
+    "original_rope": (None, True),
+    "post_layer_norm": (None, True),
+    "pre_seq_len": (None,),
+    "rmsnorm": (None, True),
+    "tie_word_embeddings": (None, False),
 }
 
 
@@ -45,6 +76,80 @@ def _write(spec: DecoderSpec) -> dict:
     }
 
 
+class _Rows:
+    """Some rows of a stored tensor, read as a safetensors slice is."""
+
+    def __init__(self, tensor: object, start: int, stop: int):
+        self._tensor, self._start, self._stop = tensor, start, stop
+
+    def get_shape(self) -> list[int]:
+        return [self._stop - self._start, *self._tensor.get_shape()[1:]]
+
+    def get_dtype(self) -> str:
+        return self._tensor.get_dtype()
+
+    def __getitem__(self, index: Sequence[slice]):
+        first, *others = index
+        start, stop, _ = first.indices(self._stop - self._start)
+        rows = slice(self._start + start, self._start + stop)
+        return self._tensor[(rows, *others)]
+
+
+def _read_chatglm(fields: Fields) -> DecoderSpec:
+    check_fields(fields, _CHATGLM)
+    heads = fields.number("num_attention_heads")
+    kv_heads = fields.number("multi_query_group_num")
+    if heads % kv_heads:
+        supported = f"it must divide num_attention_heads={heads}"
+        raise fields.refusal("multi_query_group_num", kv_heads, supported)
+    head_dim = fields.number("kv_channels")
+    if head_dim % 4:
+        supported = "neighbours of its first half are rotated: a multiple of 4"
+        raise fields.refusal("kv_channels", head_dim, supported)
+    return DecoderSpec(
+        vocab_size=fields.number("padded_vocab_size"),
+        width=fields.number("hidden_size"),
+        num_layers=fields.number("num_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_width=fields.number("ffn_hidden_size"),
+        rope_theta=10_000.0 * fields.number("rope_ratio", float, 1.0),
+        norm_eps=fields.number("layernorm_epsilon", float),
+        qkv_bias=fields.get("add_qkv_bias") is True,
+        max_context=fields.number("seq_length"),
+        rotary_dim=head_dim // 2,
+        rotary_pairs="neighbours",
+        fused_mlp=True,
+    )
+
+
+def _split(tensors: Mapping[str, object], spec: DecoderSpec) -> dict[str, object]:
+    """Return the tensors with rows of their own for queries, keys and values.
+
+    A fused matrix of another height stays as it is, and fits nothing.
+    """
+    split = {}
+    sizes = [n * spec.head_dim for n in (spec.num_heads, *[spec.num_kv_heads] * 2)]
+    for name, tensor in tensors.items():
+        layer, fused, kind = name.partition("query_key_value.")
+        if not fused or tensor.get_shape()[:1] != [sum(sizes)]:
+            split[name] = tensor
+            continue
+        start = 0
+        for letter, size in zip("qkv", sizes):
+            rows = _Rows(tensor, start, start + size)
+            split[f"{layer}query_key_value[{letter}].{kind}"] = rows
+            start += size
+    return split
+
+
+def _rename(name: str) -> str:
+    for theirs, ours in _NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
 _9B = DecoderSpec(
     vocab_size=151_552,
     width=4096,
@@ -73,4 +178,12 @@ GLM4 = Family(
     read=lambda fields: _read(fields, post_norms=True),
     fits=lambda spec: _is_glm(spec) and spec.post_norms,
     write=_write,
+)
+CHATGLM = Family(
+    architecture="ChatGLMModel",
+    read=_read_chatglm,
+    fits=lambda spec: False,  # exported as a "glm"
+    write=lambda spec: {},
+    layout={leaf: (_rename(name), axes) for leaf, (name, axes) in GLM.layout.items()},
+    view=_split,
 )
