@@ -37,8 +37,9 @@ NORMALIZERS = ("squad", "r1_searcher", "flashrag")
 DTYPES = ("float32", "bfloat16")
 WORLD_KINDS = ("single", "bridge", "three_hop", "four_hop", "comparison")
 WORLD_KINDS += ("unanswerable",)  # no passage answers these
-CURATE_METHODS = ("segments", "answerable", "difficulty", "mix", "both_knowledge")
-CURATE_METHODS += ("rewriter", "chains", "no_reasoning", "self_rag", "oracle")
+CURATE_METHODS = ("segments", "whole", "answerable", "difficulty", "mix")
+CURATE_METHODS += ("both_knowledge", "rewriter", "chains", "no_reasoning", "self_rag")
+CURATE_METHODS += ("oracle",)
 ALGORITHMS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo")
 MIX = r"(\S+ )?(easy|medium|hard) (\d+(:\d*)?|0?\.\d+)"  # an entry of curate.mix
 

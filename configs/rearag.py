@@ -195,7 +195,10 @@ def at_full_scale(c, words):
     c.models.writer.max_prompt_tokens = 4096
     c.models.answerer.update(temperature=0.8, top_p=0.7, max_reply_tokens=64, **asked)
     stages = c.overrides.to_dict()
-    if not words.no_reasoning:
+    if words.no_reasoning:
+        # P_ablat, its example, and a paragraph for each sub-question.
+        stages["curate"]["rollout"] = {"max_prompt_tokens": 4096}
+    else:
         stages["curate"] |= {
             "model": {"source": TEACHER},
             "protocol": {"system": CHAINS_SYSTEM + CHAINS_EXAMPLE},

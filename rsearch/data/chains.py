@@ -69,8 +69,44 @@ process and give the final answer. The reasoning process is completed after this
 }
 
 After 'finish' function being called, the reasoning process is completed, then marked \
-with <|completed|>. Please follow the format strictly."""
-"""The words of P_ablat, but for its in-context example, which the paper shortens."""
+with <|completed|>. Please follow the format strictly.
+
+Here are in-context examples:
+"""
+"""The words of P_ablat."""
+
+REASONING = """\
+Thought 1: I need the county of Yuma's Library District.
+Action 1: {"function": "search", "parameters": {"query": "Yuma located in the \
+administrative territorial entity"}}
+Observation 1: Yuma County
+Thought 2: Next is the state in which Yuma County lies.
+Action 2: {"function": "search", "parameters": {"query": "state of Yuma County"}}
+Observation 2: Arizona
+Thought 3: Now I need the second largest city of Arizona.
+Action 3: {"function": "search", "parameters": {"query": "second largest city in \
+Arizona"}}
+Observation 3: Tucson
+Thought 4: What is left is the wettest year of Tucson.
+Action 4: {"function": "search", "parameters": {"query": "Tucson's wettest year"}}
+Observation 4: 1905
+Thought 5: The wettest year was 1905.
+Action 5: {"function": "finish", "parameters": {"answer": "1905"}}
+<|completed|>"""
+EXAMPLE_PARTS = (
+    ("Yuma located in the administrative territorial entity", "Yuma County"),
+    ("Yuma County located in the administrative territorial entity", "Arizona"),
+    ("What is the second largest city in Arizona?", "Tucson"),
+    ("Tucson's wettest year?", "1905"),
+)
+EXAMPLE = Question(
+    "example",
+    "What was the wettest year in the second largest city in the state where Yuma's "
+    "Library District is located?",
+    ("1905",),
+)
+"""P_ablat's example. Of its parts the paper prints the first and the last, and neither
+their contexts nor the reasoning: the rest is written for this prompt."""
 
 
 def chain_fault(
@@ -187,16 +223,23 @@ def _sub_question(record, field):
 
 def ablation_messages(question: Question, parts: Sequence[dict]) -> Messages:
     """Return the chat that asks for a chain, given its answer and decomposition."""
-    user = (
+    names = ("question", "answer", "context")
+    shown = [dict(zip(names, (*pair, "Some context"))) for pair in EXAMPLE_PARTS]
+    system = INSTRUCTION + _task(EXAMPLE, shown) + REASONING
+    return [
+        {"role": "system", "content": system},
+        {"role": "user", "content": _task(question, parts)},
+    ]
+
+
+def _task(question, parts):
+    """Return what a chain is asked for with, as P_ablat's example has it."""
+    return (
         f"Question:\n{question.text}\nGround-truth answer:\n"
         f"{question.golden_answers[0]}\nDecompositions:\n"
         f"{json.dumps(list(parts), ensure_ascii=False, indent=1)}\n"
         "Reasoning process with function call:\n"
     )
-    return [
-        {"role": "system", "content": INSTRUCTION},
-        {"role": "user", "content": user},
-    ]
 
 
 def split_chain(protocol: Protocol, reply: str) -> Attempt:

@@ -220,7 +220,12 @@ def test_the_ablation_is_told_the_answer_and_the_parts():
     assert json.loads(expected) == [
         {"question": "Which country?", "answer": "France", "context": "A land."}
     ]
-    assert "<|completed|>" in system["content"]
+    # Its example is a chain that would be learnt.
+    example = system["content"].rpartition("Reasoning process with function call:")[2]
+    shown = split_chain(REARAG, example.strip())
+    question = Question("example", "?", ("1905",))
+    assert chain_fault(REARAG, question, shown, normalize="squad") == ""
+    assert shown.shown[0] == "Yuma County"
 
 
 def test_musiques_decomposition_is_read():

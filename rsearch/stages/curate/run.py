@@ -123,6 +123,21 @@ def _segments(stage: DataStage) -> Selection:
     return _demonstrations(stage, _until(c, keep), keep)
 
 
+def _uncut(stage: DataStage) -> Selection:
+    """Choose correct rollouts as they are, every turn of which is learnt.
+
+    R1-Searcher's SFT, which it compares RL with, imitates such paths (its Table 4).
+    """
+    c, protocol = stage.config.curate, stage.protocol
+
+    def keep(question, attempt):
+        wrong = fault(protocol, question, attempt, **_measure(c))
+        made = [(f"{len(attempt.turns)} turns", Demonstration(question, attempt.turns))]
+        return ([] if wrong else made), wrong
+
+    return _demonstrations(stage, _until(c, keep), keep)
+
+
 def _both_knowledge(stage: DataStage) -> Selection:
     """Choose R1-Searcher++'s cold start: correct rollouts that recall and search."""
     c, protocol = stage.config.curate, stage.protocol
@@ -303,6 +318,7 @@ def _until(c, keep):
 
 METHODS = {
     "segments": _segments,
+    "whole": _uncut,
     "answerable": _answerable,
     "difficulty": _difficulty,
     "mix": _remix,

@@ -127,6 +127,23 @@ def test_segments_are_written_replayed_and_add_up(setup, tmp_path, capsys):
     assert all(r.segments[-1].source == Source.POLICY for r in rollouts)
 
 
+def test_rollouts_kept_uncut_are_learnt_turn_by_turn(setup, tmp_path):
+    own = with_fields(setup, curate__method="whole", curate__rollouts=2)
+    run(own, tmp_path, Script(answers(setup, often)))
+    summary = summary_of(tmp_path)
+    check_sums(summary, 14)
+    made = load_demonstrations(tmp_path / DEMONSTRATIONS)
+    assert len(made) == summary["kept"] > 0
+    assert all(d.context_turns == 0 and not d.is_segment for d in made)
+    recipe = config(
+        **{**SIZES, "stages": ("sft",)},
+        sft__demonstrations=str(tmp_path / DEMONSTRATIONS),
+        sft__sequence_tokens=999,
+    )
+    rollouts = replay_demonstrations(load_setup(recipe))
+    assert [r.policy_texts for r in rollouts] == [d.turns for d in made]
+
+
 METHODS = {
     "segments": {"rollouts": 3},
     "answerable": {"retry_rollouts": 3, "retry_searches": 4},
