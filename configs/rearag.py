@@ -174,7 +174,8 @@ def at_full_scale(c, words):
     full_scale.eight_devices(c, tensor=2)
     full_scale.rare_saves(c, rl_steps=10)
     c.optim.update(b1=0.9, b2=0.95, weight_decay=0.1)
-    # Training questions of MuSiQue, HotpotQA and NQ with their gold passages.
+    # Training questions of MuSiQue, HotpotQA and NQ with their gold passages: DPR's
+    # files have those of NQ.
     c.data.train = "data/musique_hotpotqa_nq_train.jsonl"
     c.data.dev = full_scale.questions("hotpotqa", "dev")
     c.rollout.update(

@@ -154,9 +154,9 @@ def gold_passages(
 
     Args:
         question: its metadata may hold the passages themselves: as MuSiQue's
-            `paragraphs`, or as HotpotQA's `context` of titles and sentences with
+            `paragraphs`, as HotpotQA's `context` of titles and sentences with
             `supporting_facts`, in pairs as they were published or in FlashRAG's
-            objects.
+            objects, or as DPR's `positive_ctxs`.
         titles: of the passages, where they are known otherwise.
         known: title -> Passage, of those.
 
@@ -177,8 +177,9 @@ def gold_passages(
         raise ValueError(
             f"question {question.id}: its gold passages are not known: expected "
             "paragraphs of which some have is_supporting (MuSiQue), context and "
-            "supporting_facts that share a title (HotpotQA), or config.curate."
-            "observations = 'engine'; config.data.on_bad = 'skip' leaves it out"
+            "supporting_facts that share a title (HotpotQA), positive_ctxs (DPR's NQ), "
+            "or config.curate.observations = 'engine'; config.data.on_bad = 'skip' "
+            "leaves it out"
         )
     return tuple(passages)
 

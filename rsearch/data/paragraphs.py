@@ -13,9 +13,9 @@ def marked_paragraphs(metadata: Mapping) -> list[tuple[str, bool]]:
     """Return (contents, whether it is gold) of the paragraphs of a question.
 
     Args:
-        metadata: of the question. It may hold MuSiQue's `paragraphs`, or HotpotQA's
+        metadata: of the question. It may hold MuSiQue's `paragraphs`, HotpotQA's
             `context` of titles and sentences with `supporting_facts`, in pairs as they
-            were published or in FlashRAG's objects.
+            were published or in FlashRAG's objects, or DPR's `positive_ctxs`.
 
     Returns:
         All paragraphs, in order; none where nothing marks any as gold.
@@ -23,7 +23,7 @@ def marked_paragraphs(metadata: Mapping) -> list[tuple[str, bool]]:
     Raises:
         ValueError: a field is not as it should be.
     """
-    for read in (_from_paragraphs, _from_context):
+    for read in (_from_paragraphs, _from_context, _from_positives):
         marked = read(metadata)
         if any(is_gold for _, is_gold in marked):
             return marked
@@ -166,6 +166,25 @@ def _from_context(metadata, *, needs_facts=True):
         (f"{title}\n{' '.join(map(str.strip, lines))}", title in wanted)
         for title, lines in _titled(context)
     ]
+
+
+def _from_positives(metadata):
+    """Return (contents, True) of DPR's positive passages; [] without any."""
+    passages = metadata.get("positive_ctxs")
+    if passages is None:
+        return []
+    field, names = "positive_ctxs", ("title", "text")
+    if not isinstance(passages, list):
+        raise ValueError(
+            f"field {field}: expected a list of objects with {', '.join(names)}, got "
+            f"{shown(passages)}"
+        )
+    marked = []
+    for i, passage in enumerate(passages):
+        check_object(passage, f"{field}[{i}]", names)
+        title, text = (check_string(passage[n], f"{field}[{i}].{n}") for n in names)
+        marked.append((f"{title}\n{text.strip()}", True))
+    return marked
 
 
 def _titled(context):

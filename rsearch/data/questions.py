@@ -90,7 +90,9 @@ the case of their letters. A dot leads into a nested field.
 
 FIELD_ROLES = ("question", "answers", "id")
 GOLD = ("paragraphs", "question_decomposition", "context", "supporting_facts")
-"""Fields of a question beside its answer in MuSiQue and HotpotQA, as published."""
+GOLD += ("positive_ctxs",)
+"""Fields of a question beside its answer in MuSiQue, HotpotQA and DPR's sets of NQ and
+others, as published."""
 MAX_DEPTH = 50  # of metadata, which is copied and digested by recursion
 AS_TEXT = ("reward_model", "reward_spec", "extra_info", "prompt")
 """Columns that some files hold as the text of their JSON."""

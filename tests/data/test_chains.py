@@ -16,6 +16,7 @@ from rsearch.data.chains import (
     split_chain,
 )
 from rsearch.data.curation import attempt_of
+from rsearch.data.questions import load_questions
 from rsearch.protocols.base import Step
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.tools.search import search_call
@@ -91,6 +92,20 @@ def test_gold_passages_are_the_supporting_ones_of_the_metadata():
     question = Question("q", "?", ("x",), GOLD)
     contents = [p.contents for p in gold_passages(question, (), {})]
     assert contents == ["France\nA land. In Europe.", "Paris\nA city."]
+
+
+def test_gold_passages_of_nq_are_dprs_positive_ones(tmp_path):
+    record = {"id": "nq_1", "question": "who?", "golden_answers": ["x"]}
+    positive = {"title": "Paris", "text": " A city. ", "score": 1000}
+    path = tmp_path / "nq.jsonl"
+    path.write_text(json.dumps({**record, "positive_ctxs": [positive]}) + "\n")
+    ((question,), _) = load_questions(path)
+    (passage,) = gold_passages(question, (), {})
+    assert passage.contents == "Paris\nA city."
+    for bad, field in ((["x"], r"positive_ctxs\[0\]"), ("x", "positive_ctxs")):
+        wrong = dataclasses.replace(question, metadata={"positive_ctxs": bad})
+        with pytest.raises(ValueError, match=field):
+            gold_passages(wrong, (), {})
 
 
 def test_passages_of_2wikimultihopqa_have_their_sentences_under_content():
