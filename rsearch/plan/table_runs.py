@@ -82,12 +82,18 @@ def show_runs(
     heads = ["recipe", "stage", "rows", *columns]
     console.table(f"{name}: runs{where}", heads, lines)
     evaluations, lines, known = [], [], {}
-    recipe = f"configs/{name.partition(':')[0]}.py"
     rows = [row for row in table.rows if row.is_runnable]
+    # A method is asked within the budgets of the paper's own recipe, if there is one
+    # for its model.
+    paper_recipe = f"configs/{name.partition(':')[0]}.py"
+    trained = sorted(
+        (r for r in rows if r.recipe), key=lambda r: paper_recipe in r.recipe
+    )
+    recipes = {row.model: row.recipe for row in trained}
     sets = dict.fromkeys(column.set for column in table.columns if column.set)
     num_questions = _num_questions(sets, max_questions)
     for row in console.progress(rows, f"{name}: evaluations"):
-        config = _asked_config(row, recipe)
+        config = _asked_config(row, recipes.get(row.model, paper_recipe))
         key = None if config is None else fingerprint(config)
         if key not in known:
             known[key] = config and _evaluation_cost(config, machine, num_questions)
@@ -97,10 +103,12 @@ def show_runs(
         evaluations.append((row.key, known[key]))
     heads = ["row", "made by", "questions", *columns]
     console.table(f"{name}: evaluations{where}", heads, lines)
+    notes: dict[str, list[str]] = {}
     for what, cost in [*costs, *evaluations]:
         for text in (", ".join(cost.settings), cost.problem) if cost else ():
-            if text:
-                console.note(f"{what}: {text}")
+            notes.setdefault(text, []).append(what)
+    for text in filter(None, notes):
+        console.note(f"{'; '.join(notes[text])}: {text}")
     if machine:
         console.note(f"runs: {_total(costs)}")
         console.note(f"evaluations: {_total(evaluations)}")
@@ -160,4 +168,4 @@ def _cells(cost: Cost | None) -> list:
     gb = UNKNOWN if cost.gb is None else f"{cost.gb:.1f}"
     if hours is None:
         return [steps, cost.devices, gb, UNKNOWN, UNKNOWN]
-    return [steps, cost.devices, gb, f"{hours:.1f}", f"{hours * cost.devices:.0f}"]
+    return [steps, cost.devices, gb, f"{hours:.2f}", f"{hours * cost.devices:.1f}"]
