@@ -200,12 +200,11 @@ def test_runs_of_one_recipe_count_for_the_rows_whose_settings_they_have(
 ):
     monkeypatch.chdir(tmp_path)
     every = ["curate_sft", "sft", "curate_rl", "rl"]
-    tries = "overrides.curate_rl.curate.retry_rollouts"
-    runs = {"a": (0.1, every, 10), "b": (0.2, every, 0)}
-    runs["c"] = (0.3, [stage for stage in every if stage != "sft"], 10)
-    for name, (em, stages, rollouts) in runs.items():
+    runs = {"a": (0.1, every, "rag_r1"), "b": (0.2, every, "rag_r1_no_filter")}
+    runs["c"] = (0.3, [stage for stage in every if stage != "sft"], "rag_r1")
+    for name, (em, stages, recipe) in runs.items():
         measured = asked("rl", dataset="set:hotpotqa", em=em)
-        more = {"name": "rag_r1", "stages": stages, tries: rollouts}
+        more = {"name": recipe, "stages": stages}
         make(tmp_path / name, measured, {**measured, "stage": "sft", "em": 0.4}, **more)
     ours = cells(said, "rag_r1:4", "a,b,c")
     assert {row: cell[0] for (row, _), cell in ours.items()} == {

@@ -26,8 +26,6 @@ TIME, RC = (
 )
 # The reinforcement learns from the same questions as behind the first stage.
 NO_SFT = ("stages=curate_sft,curate_rl,rl",)
-# No further tries: what was wrong is taken, whether answerable or not.
-NO_FILTER = ("overrides.curate_rl.curate.retry_rollouts=0",)
 # Seconds are those of one question after another.
 ONE_BY_ONE = ("rollout.max_concurrent=1",)
 
@@ -145,9 +143,8 @@ TABLE_4 = PaperTable(
             "RAG-R1-sq w/o Filter",
             "0.452 0.442 0.159 0.408 0.365",
             QWEN,
-            recipe="configs/rag_r1.py:sq",
+            recipe="configs/rag_r1.py:sq,no_filter",
             stage="rl",
-            settings=NO_FILTER,
         ),
         PaperRow(
             "mq",
@@ -179,9 +176,8 @@ TABLE_4 = PaperTable(
             "RAG-R1-mq w/o Filter",
             "0.491 0.543 0.186 0.424 0.411",
             QWEN,
-            recipe="configs/rag_r1.py",
+            recipe="configs/rag_r1.py:no_filter",
             stage="rl",
-            settings=NO_FILTER,
         ),
     ),
     settings={"retrieval.top_k": 3},

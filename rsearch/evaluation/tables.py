@@ -9,7 +9,8 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from rsearch.config.recipes import ROOT, import_file
+from rsearch.config.recipes import import_file
+from rsearch.config.spec import ROOT
 from rsearch.text.spelling import did_you_mean
 
 FOLDER = ROOT / "configs" / "tables"

@@ -54,6 +54,7 @@ def run(stage: SFTStage, params: Params):
     base = trainer.base_of(params)
     if state.is_over:
         return trainer.final_weights(state.train_state.params, base)
+    # No question is both learnt from and held out.
     rows, held_out = split_rows(stage)
     log = MetricsLog(stage.folder, first_step=state.num_rows)
 
