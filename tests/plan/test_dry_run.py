@@ -69,7 +69,7 @@ def test_imitation_is_counted_in_demonstrations(capsys):
 
 
 def test_a_peak_may_be_that_of_the_evaluation_of_what_was_imitated(capsys):
-    words = ["--config=configs/rearag.py", "--config.rollout.max_concurrent=600"]
+    words = ["--config=configs/rearag.py", "--config.rollout.max_concurrent=400"]
     assert run(*words) == 0
     table = rows(capsys.readouterr().out)
     actual = {row[1]: row[2] for row in table if row[0] == "sft" and len(row) == 3}
@@ -99,6 +99,7 @@ def test_a_data_stage_says_how_often_its_model_is_asked(
 def test_a_chains_steps_count_as_its_searches(capsys):
     """Each but the last may search, whatever a rollout of other stages may do."""
     words = ["--config.overrides.curate.curate.max_steps=30"]
+    words += ["--config.overrides.curate.rollout.max_written_tokens=256"]
     assert run("--config=configs/rearag.py", *words) == 0
     assert "+ 30 turns x 256 + 29 observations" in capsys.readouterr().out
 
