@@ -501,6 +501,17 @@ SFT = Section(
     demonstrations=Field(
         "world", "JSONL of {'question', 'turns'}, or 'world' = the embedded ones"
     ),
+    chats=Field(
+        "",
+        "JSONL of {'messages'}, general chats mixed in, of which the last reply is "
+        "learnt; '' = none",
+    ),
+    chats_share=Field(
+        0.5,
+        "of what is imitated; chats are drawn by config.seed, and repeated where there "
+        "are too few",
+        inside(0, 1),
+    ),
     steps=Field(360, "optimiser steps", at_least(0)),
     batch_size=Field(64, "demonstrations a step", at_least(1)),
     micro_batch=Field(

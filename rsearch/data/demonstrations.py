@@ -5,8 +5,11 @@ when it is replayed, by the same code that answers a rollout, so that both look 
 """
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import xxhash
 
 from rsearch.data.records import (
     check_id,
@@ -23,6 +26,7 @@ from rsearch.runtime.console import note
 from rsearch.types import Question
 
 PROTOCOL, DIRECT, RAG, RAW = "protocol", "direct", "rag", "raw"
+CHAT = "chat"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +37,8 @@ class Demonstration:
         question: that opens it.
         turns: what is written, each turn up to its action.
         method: how it is opened: by the "protocol", as one of the baselines, or with
-            its messages as "raw" text, without a template; the reply is then one turn.
+            its messages as "raw" text, without a template, or as a "chat" like any
+            other; the reply is then one turn.
         context_turns: how many of the first turns are given and not learnt.
         observations: what is shown after each turn but the last, in place of what the
             engine finds; None asks the engine.
@@ -68,12 +73,47 @@ def load_demonstrations(
     Raises:
         ValueError: a bad record, as file:line: field; no record at all.
     """
+    return _load(path, on_bad, _demonstration)
+
+
+def load_chats(
+    path: str | os.PathLike, *, on_bad: str = "raise"
+) -> list[Demonstration]:
+    """Load general chats, each as the demonstration of its last reply.
+
+    A record holds "messages" ([{"role", "content"}, ...]), the last of which is the
+    assistant's, and may hold "id".
+
+    Args:
+        path: the file.
+        on_bad: as in `load_demonstrations`.
+
+    Raises:
+        ValueError: as in `load_demonstrations`.
+    """
+    return _load(path, on_bad, _chat_demonstration)
+
+
+def draw_chats(
+    chats: Sequence[Demonstration], count: int, *, seed: int
+) -> list[Demonstration]:
+    """Return so many chats in a random order; all again where there are too few."""
+
+    def rank(chat):
+        text = f"{seed} {chat.question.id}".encode("utf-8", "replace")
+        return xxhash.xxh3_64_intdigest(text)
+
+    return list(itertools.islice(itertools.cycle(sorted(chats, key=rank)), count))
+
+
+def _load(path, on_bad, read):
+    """Return what `read` makes of each record of a file and its location."""
     check_on_bad(on_bad)
     demonstrations, problems = [], []
     for location, raw in read_records(path):
         try:
             record = decode_record(raw) if isinstance(raw, bytes) else raw
-            demonstrations.append(_demonstration(check_record(record), str(location)))
+            demonstrations.append(read(check_record(record), str(location)))
         except ValueError as error:
             problem = f"{location}: {error}"
             if on_bad == "raise":
@@ -86,6 +126,22 @@ def load_demonstrations(
     if not demonstrations:
         raise ValueError(f"{path}: holds no demonstration")
     return demonstrations
+
+
+def _chat_demonstration(record, location):
+    """Return the Demonstration of a chat's record."""
+    *opening, last = _chat(record.get("messages"))
+    if last["role"] != "assistant" or not opening:
+        raise ValueError(
+            "field messages: expected a chat that ends with a reply of the assistant, "
+            f"got {len(opening) + 1} messages, the last of role {last['role']!r}"
+        )
+    name = record.get("id")
+    question = Question(
+        location if name is None else check_id(name, "id"), opening[-1]["content"], ()
+    )
+    chat = tuple(opening)
+    return Demonstration(question, (last["content"],), method=CHAT, messages=chat)
 
 
 def _demonstration(record, location):

@@ -5,10 +5,13 @@ from collections.abc import Callable, Sequence
 
 from rsearch.config.stage_plan import DEMONSTRATIONS, STAGE, stage_file
 from rsearch.data.demonstrations import (
+    CHAT,
     DIRECT,
     PROTOCOL,
     RAG,
     RAW,
+    draw_chats,
+    load_chats,
     load_demonstrations,
 )
 from rsearch.hosts import processes
@@ -176,7 +179,18 @@ def make_baseline(
 
 
 def _demonstrations(setup: Setup):
-    """Return what the supervised stage imitates."""
+    """Return what the supervised stage imitates, general chats mixed in."""
+    c, demonstrations = setup.config, _searching(setup)
+    if not c.sft.chats:
+        return demonstrations
+    chats = load_chats(c.sft.chats, on_bad=c.data.on_bad)
+    share = c.sft.chats_share
+    count = max(1, round(len(demonstrations) * share / (1 - share)))
+    return [*demonstrations, *draw_chats(chats, count, seed=c.seed)]
+
+
+def _searching(setup):
+    """Return the demonstrations of how to search."""
     s = setup.config.sft
     if s.demonstrations == WORLD:
         return world_demonstrations(
@@ -209,12 +223,12 @@ def replay_demonstrations(
         ValueError: one does not follow its protocol, searches too often, or is too
             long; or none of a stage's remains.
     """
-    source = setup.config.sft.demonstrations
+    c, source = setup.config, setup.config.sft.demonstrations
     demonstrations = _demonstrations(setup)
     # A demonstration cannot do without its passages, so a failed search is repeated.
     setup = dataclasses.replace(setup, search=wrap_search(setup.search, retry=True))
     host_by_method, chats = {PROTOCOL: make_host(setup)}, {}
-    for method in {d.method for d in demonstrations} - {PROTOCOL, RAW}:
+    for method in {d.method for d in demonstrations} - {PROTOCOL, RAW, CHAT}:
         questions = [d.question for d in demonstrations if d.method == method]
         host_by_method[method], chats[method] = make_baseline(setup, method, questions)
     # A demonstration's own chat is no prompt of a rollout: it may hold passages.
@@ -225,16 +239,25 @@ def replay_demonstrations(
     host_by_method[RAW] = make_host(
         setup, plain.RAW, dataclasses.replace(limits, max_searches=0)
     )
+    # Whatever a general chat's reply says is no search.
+    host_by_method[CHAT] = make_host(
+        setup,
+        plain.DIRECT,
+        dataclasses.replace(
+            limits, max_searches=0, max_turn_tokens=limits.max_prompt_tokens
+        ),
+    )
     rollouts, errors = [], []
     for demonstration in progress(demonstrations):
         method = demonstration.method
-        is_chat = demonstration.messages and method != RAW
+        is_chat = demonstration.messages and method not in (RAW, CHAT)
         host = chat_host if is_chat else host_by_method[method]
         chat = chats[method][demonstration.question.id] if method in chats else None
         try:
             rollouts.append(_replay_one(setup, host, demonstration, chat))
         except ValueError as error:
-            if not source.startswith(STAGE):
+            is_made = source.startswith(STAGE) and method != CHAT
+            if not is_made and not (method == CHAT and c.data.on_bad == "skip"):
                 raise
             errors.append(error)
     if errors:

@@ -239,6 +239,34 @@ def test_raw_text_is_learnt_without_a_template(setup, tmp_path):
     assert (prompt.source.name, rollout.answer) == ("PROMPT", "[Relevant] he")
 
 
+def test_general_chats_are_mixed_in_by_their_share(setup, tmp_path):
+    turns = ["<answer> A </answer>"]
+    rows = [{"question": f"Q{i}?", "turns": turns} for i in range(6)]
+    reply = "<search> no search </search> " + "word " * 30
+    chats = [
+        [
+            {"role": "user", "content": f"Hi {i}"},
+            {"role": "assistant", "content": reply},
+        ]
+        for i in range(2)
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in chats))
+    own = dict(sft__chats=str(path), sft__chats_share=1 / 3)
+    rollouts = from_file(setup, tmp_path, *rows, **own)
+    assert len(rollouts) == 6 + 3
+    mixed = rollouts[6:]
+    assert all(r.policy_texts[0].startswith("<search> no search") for r in mixed)
+    assert {r.segments[0].text.count(f"Hi {i}") for r in mixed for i in (0, 1)} == {
+        0,
+        1,
+    }
+    assert all(len(r.segments) == 2 and not r.tool_uses for r in mixed)
+    path.write_text(json.dumps({"messages": chats[0][:1]}) + "\n")
+    with pytest.raises(ValueError, match=r"chats\.jsonl:1: field messages"):
+        from_file(setup, tmp_path, *rows, **own)
+
+
 def from_stage(setup, home, *turns):
     """Rollouts of the demonstrations that a stage of this run has left."""
     folder = home / "curate"
