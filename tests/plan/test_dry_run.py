@@ -69,13 +69,14 @@ def test_imitation_is_counted_in_demonstrations(capsys):
 
 
 def test_a_peak_may_be_that_of_the_evaluation_of_what_was_imitated(capsys):
-    words = ["--config=configs/rearag.py", "--config.rollout.max_concurrent=400"]
+    words = ["--config=configs/rearag.py", "--config.rollout.max_concurrent=600"]
     assert run(*words) == 0
     table = rows(capsys.readouterr().out)
     actual = {row[1]: row[2] for row in table if row[0] == "sft" and len(row) == 3}
     parts = [float(size) for what, size in actual.items() if "evaluation: " in what]
     assert len(parts) == 4
-    assert float(actual["peak on each of 8 devices"]) == pytest.approx(sum(parts))
+    peak = float(actual["peak on each of 8 devices"])  # shown with fewer digits
+    assert peak == pytest.approx(sum(parts), rel=1e-3)
 
 
 @pytest.mark.parametrize(
