@@ -214,7 +214,7 @@ def made_up_step(c, step):
 class MadeUpMemory:
     """Rows to memorise, as a Memory has them."""
 
-    def collect(self, step, groups, rewards):
+    def collect(self, step, groups):
         return {}
 
     def rows(self, step):

@@ -228,9 +228,9 @@ class Recorder:
         own = segment(Source.POLICY, range(3, 9))
         return [(segment(Source.PROMPT, [1, 2]), own)] if step else []
 
-    def collect(self, step, groups, rewards):
+    def collect(self, step, groups):
         """Counts the rollouts."""
-        self.seen.append((step, len(groups), rewards.shape))
+        self.seen.append((step, len(groups), len(groups[0].rollouts)))
         return {"memory_size": step}
 
 
@@ -252,7 +252,7 @@ def test_a_memory_is_asked_each_step_and_learnt_from(tmp_path):
     memory = Recorder()
     params = initial_params(setup)
     run_rl(setup, None, params, tmp_path, stage="rl_recall", memory=memory)
-    assert memory.seen == [(i, 4, (4, 2)) for i in range(3)]
+    assert memory.seen == [(i, 4, 2) for i in range(3)]
     rows = read_metrics(tmp_path / "metrics.jsonl")
     losses = [row.get("memory_loss", 0.0) for row in rows]
     assert losses[0] == 0 and losses[1] > losses[2] > 0
