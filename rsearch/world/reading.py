@@ -20,7 +20,7 @@ from rsearch.protocols.r1_searcher_pp import R1_SEARCHER_PP
 from rsearch.protocols.rag_r1 import RAG_R1_MQ
 from rsearch.protocols.rearag import REARAG
 from rsearch.protocols.rewriting import rewriting_messages
-from rsearch.protocols.writing import PROMPTS, writing_messages
+from rsearch.protocols.writing import PAGE_SUMMARY, PROMPTS, writing_messages
 from rsearch.types import Answer, Messages, Passage, Question, SearchFn
 from rsearch.world import plans as world_plans
 from rsearch.world import texts as world_texts
@@ -377,7 +377,9 @@ def _judgements(world, rng):
 def prompts() -> list[str]:
     """Return the words of the chats, for a tokenizer to learn from."""
     chats = [finish_messages("", ""), plain.evidence_messages("", "")]
-    return [*PROMPTS.values(), *(chat[0]["content"] for chat in chats)]
+    # No model of the world is asked to sum up a page.
+    writers = [text for name, text in PROMPTS.items() if name != PAGE_SUMMARY]
+    return [*writers, *(chat[0]["content"] for chat in chats)]
 
 
 def world_tokenizer(world: World) -> Tokenizer:
