@@ -22,7 +22,9 @@ def gold_reflections(stage: DataStage) -> Selection:
     Raises:
         ValueError: see `read_labels`.
     """
-    c, limit = stage.config, stage.config.rollout.max_observation_tokens
+    c = stage.config
+    # As a method of an evaluation shows it.
+    limit = c.eval.passage_tokens or c.rollout.max_observation_tokens
     # Labels are of the data set that the stage's questions are of.
     labelled = read_labels(
         STRATEGIES, c.curate.labels, c.data.train, field="config.curate.labels"
@@ -41,7 +43,7 @@ def gold_reflections(stage: DataStage) -> Selection:
             continue
         shown = []
         for passage in passages:
-            # As an evaluation shortens it: the model reads what it was trained on.
+            # The model reads what it was trained on.
             ids = stage.tokenizer.encode_start(passage.contents, limit)[:limit]
             shown.append((stage.tokenizer.decode(ids), key(passage) in gold))
         made = reflections(

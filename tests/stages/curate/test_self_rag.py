@@ -6,7 +6,6 @@ import types
 import pytest
 
 from rsearch.models.small_tokenizer import train_tokenizer
-from rsearch.rollout.conversation import Limits
 from rsearch.stages.curate.self_rag import gold_reflections
 from rsearch.types import Passage, Question
 
@@ -35,13 +34,16 @@ def stage(path, *, dataset="world:train", questions=ASKED, tokens=64):
     curate = types.SimpleNamespace(labels=str(path), normalize="squad")
     data = types.SimpleNamespace(train="world:train")
     hop = types.SimpleNamespace(subject="Paris")
+    budgets = {
+        "eval": types.SimpleNamespace(passage_tokens=0),
+        "rollout": types.SimpleNamespace(max_observation_tokens=tokens),
+    }
     return types.SimpleNamespace(
-        config=types.SimpleNamespace(curate=curate, data=data),
+        config=types.SimpleNamespace(curate=curate, data=data, **budgets),
         questions=questions,
         search=lambda queries: [None if q == "D?" else FOUND for q in queries],
         world=types.SimpleNamespace(hops={"world": [hop]}),
         tokenizer=train_tokenizer(["It is Rome. "] * 3, vocab_size=300),
-        limits=Limits(0, 64, 64, tokens),
     )
 
 
