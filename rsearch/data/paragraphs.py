@@ -120,28 +120,16 @@ def all_paragraphs(questions: Sequence[Question]) -> list[str]:
 
 def _from_paragraphs(metadata):
     """Return (contents, whether it is gold) of MuSiQue's; [] without any."""
-    paragraphs = metadata.get("paragraphs")
-    if paragraphs is None:
-        return []
-    field, names = "paragraphs", ("title", "paragraph_text", "is_supporting")
-    if not isinstance(paragraphs, list):
-        raise ValueError(
-            f"field {field}: expected a list of objects with {', '.join(names)}, got "
-            f"{shown(paragraphs)}"
-        )
+    names = "title", "paragraph_text", "is_supporting"
     marked = []
-    for i, paragraph in enumerate(paragraphs):
-        check_object(paragraph, f"{field}[{i}]", names)
-        title, text = (
-            check_string(paragraph[name], f"{field}[{i}].{name}") for name in names[:2]
-        )
+    for field, paragraph, contents in _objects(metadata, "paragraphs", names):
         is_supporting = paragraph["is_supporting"]
         if not isinstance(is_supporting, bool):
             raise ValueError(
-                f"field {field}[{i}].is_supporting: expected true or false, got "
+                f"field {field}.is_supporting: expected true or false, got "
                 f"{shown(is_supporting)}"
             )
-        marked.append((f"{title}\n{text.strip()}", is_supporting))
+        marked.append((contents, is_supporting))
     return marked
 
 
@@ -170,21 +158,31 @@ def _from_context(metadata, *, needs_facts=True):
 
 def _from_positives(metadata):
     """Return (contents, True) of DPR's positive passages; [] without any."""
-    passages = metadata.get("positive_ctxs")
-    if passages is None:
-        return []
-    field, names = "positive_ctxs", ("title", "text")
-    if not isinstance(passages, list):
+    passages = _objects(metadata, "positive_ctxs", ("title", "text"))
+    return [(contents, True) for _, _, contents in passages]
+
+
+def _objects(metadata, field, names):
+    """Yield (name in messages, object, contents) of a field's list; none without it.
+
+    Args:
+        metadata: of the question.
+        field: that has the list.
+        names: of an object's fields; the first two have title and text.
+    """
+    values = metadata.get(field)
+    if values is None:
+        return
+    if not isinstance(values, list):
         raise ValueError(
             f"field {field}: expected a list of objects with {', '.join(names)}, got "
-            f"{shown(passages)}"
+            f"{shown(values)}"
         )
-    marked = []
-    for i, passage in enumerate(passages):
-        check_object(passage, f"{field}[{i}]", names)
-        title, text = (check_string(passage[n], f"{field}[{i}].{n}") for n in names)
-        marked.append((f"{title}\n{text.strip()}", True))
-    return marked
+    for i, value in enumerate(values):
+        name = f"{field}[{i}]"
+        check_object(value, name, names)
+        title, text = (check_string(value[n], f"{name}.{n}") for n in names[:2])
+        yield name, value, f"{title}\n{text.strip()}"
 
 
 def _titled(context):
