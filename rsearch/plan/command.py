@@ -62,7 +62,7 @@ ADVICE = (
 
 
 class Cost(NamedTuple):
-    """What a stage, or an evaluation, takes on a machine.
+    """The cost of a stage, or of an evaluation, on a machine.
 
     Attributes:
         steps: of a stage; times that all rows are filled, of one that changes no
@@ -83,7 +83,7 @@ class Cost(NamedTuple):
 
     @property
     def hours(self) -> float | None:
-        """Of all steps, at least; None where steps or seconds are not known."""
+        """Return what all steps take at least; None where that is not known."""
         if self.steps is None or self.seconds is None:
             return 0.0 if self.steps == 0 else None
         return self.steps * self.seconds / 3600
@@ -101,14 +101,10 @@ def stage_costs(
     """
     costs = []
     for stage, c in stage_configs(config):
-        kind = kind_of(stage)
+        kind, per_question = kind_of(stage), rollouts_of_question(c.curate)
         steps = c[kind].steps if kind != "curate" else None
-        if kind == "curate" and (
-            c.data.max_train or not rollouts_of_question(c.curate)
-        ):
-            steps = _fills(
-                c, c.data.max_train * rollouts_of_question(c.curate), machine
-            )
+        if kind == "curate" and (c.data.max_train or not per_question):
+            steps = _fills(c, c.data.max_train * per_question, machine)
         costs.append((stage, _cost(c, stage, machine, steps)))
         if stage == last:
             break
