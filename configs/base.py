@@ -259,7 +259,7 @@ RETRIEVAL = Section(
     fetch_pages=Field(False, "'serper': passages are what the pages say, not snippets"),
     page_chars=Field(2000, "of a fetched page that are used", at_least(1)),
     site=Field(
-        "", "'serper': host whose pages alone are found, 'en.wikipedia.org'; '' = any"
+        "", "'serper': the only host searched, such as 'en.wikipedia.org'; '' = all"
     ),
     api_key_env=Field(
         "", "environment variable with the service's key; '' = none", may_change=True
@@ -480,8 +480,8 @@ CURATE = Section(
     ),
     searches=Field(
         "gold",
-        "'oracle': what demonstrations search for, 'gold' passages one by one, the "
-        "'question' alone, or nothing ('none'); the questions are the same",
+        "'oracle': demonstrations search for each 'gold' passage, for the 'question' "
+        "alone, or for nothing ('none'); the questions are the same",
         one_of(("gold", "question", "none")),
     ),
     recover_share=Field(

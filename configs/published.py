@@ -278,7 +278,7 @@ def as_rag_r1(c):
 def as_r_search(c):
     """As its evaluation script, which has no limit of searches: 8 are far beyond any.
 
-    Three sets have corpora of their own, as in the paper.
+    HotpotQA, 2WikiMultiHopQA and MuSiQue each have a separate corpus, as in the paper.
     """
     c.protocol.system = R_SEARCH_SYSTEM
     c.retrieval.top_k = 5
@@ -305,7 +305,6 @@ def as_rearag(c):
     c.retrieval.reranker = ""
     for role in (c.models.writer, c.models.answerer):
         role.update(source=GLM, name="")
-    c.rollout.max_observation_tokens = c.models.writer.max_reply_tokens
     c.eval.update(temperature=1.0, top_p=0.85, max_questions=100)
     c.eval.judge_prompt = "graded"
     _sets(c, {name: {} for name in ("musique", "hotpotqa", "nq")})

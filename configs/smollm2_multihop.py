@@ -34,7 +34,7 @@ def get_config(variant=""):
     c.rollout.update(max_searches=MAX_SEARCHES[word], max_observation_tokens=256)
     # Half of the questions are enough to learn the format; RL sees all of them.
     c.curate.update(method="oracle", max_kept=640, searches=DEMONSTRATED[word])
-    # Whatever is written, the questions are those that gold searches can answer.
+    # All variants learn from the questions that gold searches can answer.
     curate = {
         "data": {"max_train": 5000},
         "rollout": {"max_searches": MAX_SEARCHES["search"]},

@@ -199,7 +199,7 @@ def plan(
             return [], "gold passage not found"
         best = min(finding_it, key=ranks.get, default=hop.full_query)
         search(hop.need, best)
-    # The last step: an answer that was read, unless that is not to be expected.
+    # The last step: an answer, which gold searches must have read.
     closed = [a for a in question.golden_answers if a.strip().casefold() in CLOSED]
     held = [
         answer

@@ -108,7 +108,7 @@ def hold_out(
     """Return the indices of items to learn from, and of those held out.
 
     Items of equal keys stay together: a share of the distinct keys is held out, at
-    least one of them where the share is not 0.
+    least a single key unless the share is 0.
 
     Raises:
         ValueError: none would be left to learn from.

@@ -1,4 +1,4 @@
-"""What a paper's table needs: its runs and its evaluations, and what they would take.
+"""List the runs and evaluations that a paper's table needs, and what these would take.
 
 Nothing is loaded or run. Gigabytes follow from the configurations alone; hours need a
 machine, whose programs are reckoned as `rsearch.plan` does for one that is not here. A
