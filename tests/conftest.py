@@ -16,6 +16,8 @@ import subprocess
 import jax
 import pytest
 
+from rsearch.runtime.files import locked
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 
@@ -36,10 +38,17 @@ def real_models():
     out = pathlib.Path(
         os.environ.get("RSEARCH_TEST_MODELS", ROOT / "build" / "test_models")
     )
-    names = ("smollm2-135m-instruct", "minilm")
-    if not all((out / name / "model.safetensors").is_file() for name in names):
-        script = SHARED / "tools" / "make_models.sh"
-        if not script.is_file():
-            pytest.skip("real models are not here, nor the script that makes them")
+    files = [
+        out / name / "model.safetensors" for name in ("smollm2-135m-instruct", "minilm")
+    ]
+    if all(file.is_file() for file in files):
+        return out
+    script = SHARED / "tools" / "make_models.sh"
+    if not script.is_file():
+        pytest.skip("real models are not here, nor the script that makes them")
+    out.mkdir(parents=True, exist_ok=True)
+    # The workers of a session ask at once. The script does nothing where another
+    # worker has made the models meanwhile.
+    with locked(out / "lock", waits=True):
         subprocess.run(["bash", str(script), str(out)], check=True, timeout=600)
     return out
