@@ -355,7 +355,10 @@ ROLLOUT = Section(
         at_least(1),
     ),
     context_tokens=Field(
-        0, "tokens of a whole rollout; 0 = what its limits can come to", at_least(0)
+        0,
+        "tokens of a whole rollout, which ends where no further turn would fit; 0 = "
+        "what its limits can come to",
+        at_least(0),
     ),
     temperature=Field(
         1.0,

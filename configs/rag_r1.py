@@ -128,6 +128,8 @@ def at_full_scale(c, words):
     stages["curate_rl"] |= teacher | asked | {"rollout": fewer | shorter}
     if words.stage == "stage2":
         stages["rl"] = {"data": {"train": f"data/rag_r1_{words.mode}_train.json"}}
+    if is_mq:  # all budgets together would be 17,524
+        stages["rl"] |= {"rollout": {"context_tokens": 8192}}
     with c.unlocked():
         c.overrides = ConfigDict(stages)
 

@@ -161,7 +161,7 @@ def test_another_configuration_is_refused_with_one_line_each(copy, capsys):
         ("--config.rl.micro_batch=3", "config.rl.micro_batch = 3 does not fit"),
         ("--config.world.people=100000", "config.world.people = 100000: at most"),
         ("--config.data.dev=world:test", "'world:test': the world has world:train"),
-        ("--config.rollout.context_tokens=121", "context_tokens = 121 is too small"),
+        ("--config.rollout.context_tokens=60", "context_tokens = 60 is too small"),
         ("--config.protocol.name=none", "must be one of search_r1, r_search"),
         ("--config.model.vocab_size=100", "the model's embedding only 100 rows"),
         (

@@ -19,6 +19,7 @@ from rsearch.protocols.table import make_protocol
 from rsearch.rollout.conversation import (
     Limits,
     Markup,
+    check_max_tokens,
     conversation_tokens,
     explain_conversation_tokens,
     untagged_markup,
@@ -122,22 +123,16 @@ def context_of(c: ConfigDict, kind: str) -> tuple[str, int]:
     """Return how the longest sequence of a stage is made up, and its tokens.
 
     Raises:
-        ValueError: config.rollout.context_tokens cannot hold it.
+        ValueError: config.rollout.context_tokens is too small.
     """
     if kind == "sft":
         return "sequence", c.sft.sequence_tokens
     limits, markup = limits_of(c, kind)
-    needed = conversation_tokens(limits, markup)
+    check_max_tokens(limits, markup)
+    if limits.max_tokens:
+        return "config.rollout.context_tokens", limits.max_tokens
     terms = explain_conversation_tokens(limits, markup)
-    num_tokens = c.rollout.context_tokens
-    if 0 < num_tokens < needed:
-        raise ValueError(
-            f"config.rollout.context_tokens = {num_tokens} is too small: {terms} = "
-            f"{needed} tokens, and the tags around observations; 0 has it computed"
-        )
-    if num_tokens > needed:
-        return "config.rollout.context_tokens", num_tokens
-    return terms, needed
+    return terms, conversation_tokens(limits, markup)
 
 
 def check_context(c: ConfigDict, stage: str, spec: DecoderSpec) -> None:

@@ -94,7 +94,7 @@ def make_frame(config: ConfigDict, stage: str, machine: Machine) -> ModelContext
         )
     kind = kind_of(stage)
     limits, markup = limits_of(config, kind)
-    tokens = max(conversation_tokens(limits, markup), config.rollout.context_tokens)
+    tokens = limits.max_tokens or conversation_tokens(limits, markup)
     if _is_chained(config, kind):
         max_prompt_tokens = tokens - limits.max_turn_tokens
         limits = dataclasses.replace(

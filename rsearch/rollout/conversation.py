@@ -49,6 +49,8 @@ class Limits:
         forced_final_turn: False where that last turn does not follow: the results of
             the last search are never read.
         cuts_tags: whether tags count as content, so that the cut takes the closing one.
+        max_tokens: of a rollout; one in which no further turn would fit after what it
+            is to read next ends there. 0 = what the other limits come to.
     """
 
     max_searches: int
@@ -57,6 +59,7 @@ class Limits:
     max_observation_tokens: int
     forced_final_turn: bool = True
     cuts_tags: bool = False
+    max_tokens: int = 0
 
     @property
     def num_turns(self) -> int:
@@ -160,7 +163,25 @@ def conversation_tokens(limits: Limits, markup: Markup) -> int:
     """Return the tokens of the longest conversation that these limits allow."""
     turns = limits.num_turns * limits.max_turn_tokens
     shown = (limits.num_turns - 1) * shown_tokens(limits, markup)
-    return limits.max_prompt_tokens + turns + shown
+    num_tokens = limits.max_prompt_tokens + turns + shown
+    return min(num_tokens, limits.max_tokens or num_tokens)
+
+
+def check_max_tokens(limits: Limits, markup: Markup) -> None:
+    """Refuse a limit of tokens that leaves no room for a search and an answer.
+
+    Raises:
+        ValueError: names config.rollout.context_tokens, and the terms of the sum.
+    """
+    one = dataclasses.replace(
+        limits, max_searches=min(1, limits.max_searches), max_tokens=0
+    )
+    fewest = conversation_tokens(one, markup)
+    if 0 < limits.max_tokens < fewest:
+        raise ValueError(
+            f"config.rollout.context_tokens = {limits.max_tokens} is too small for one "
+            f"search: {explain_conversation_tokens(one, markup)} = {fewest} tokens"
+        )
 
 
 def explain_conversation_tokens(limits: Limits, markup: Markup) -> str:
@@ -210,6 +231,11 @@ class Conversation:
     def searches(self) -> list[ToolUse]:
         """Return the searches so far, in order."""
         return [use for use in self.tool_uses if use.call.name == SEARCH]
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens so far, the prompt's among them."""
+        return sum(len(segment.token_ids) for segment in self.segments)
 
     def rollout(self) -> Rollout:
         """Return the rollout of a conversation that has ended."""
@@ -362,11 +388,9 @@ class Host:
                             Outcome.TRUNCATED if is_cut else Outcome.MALFORMED
                         )
                     else:
-                        shown[i] = self._invalid
                         message = self.protocol.invalid_message
-                        conversation.segments.append(
-                            _host_segment(Source.SEARCH, self._invalid, message)
-                        )
+                        if self._show(conversation, self._invalid, message):
+                            shown[i] = self._invalid
         return calls, shown
 
     def run_tools(
@@ -383,10 +407,23 @@ class Host:
             if final:
                 wave[i].outcome = Outcome.TRUNCATED
                 continue
-            shown[i] = self._encode(observation, wave[i])
-            text = self.tokenizer.decode(shown[i])
-            wave[i].segments.append(_host_segment(Source.SEARCH, shown[i], text))
+            ids = self._encode(observation, wave[i])
+            if self._show(wave[i], ids, self.tokenizer.decode(ids)):
+                shown[i] = ids
         return shown
+
+    def _show(self, conversation: Conversation, ids: np.ndarray, text: str) -> bool:
+        """Append what the policy reads next, or end a rollout that has no room for it.
+
+        Returns:
+            Whether the rollout goes on.
+        """
+        num_tokens = conversation.num_tokens + len(ids) + self.limits.max_turn_tokens
+        if 0 < self.limits.max_tokens < num_tokens:
+            conversation.outcome = Outcome.TRUNCATED
+            return False
+        conversation.segments.append(_host_segment(Source.SEARCH, ids, text))
+        return True
 
     def _without_eos(self, ids: np.ndarray) -> np.ndarray:
         """Return a turn without the end of text, which is no part of what it says."""

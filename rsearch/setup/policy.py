@@ -18,6 +18,7 @@ from rsearch.protocols.table import make_protocol
 from rsearch.protocols.tools import add_tools
 from rsearch.rollout.conversation import (
     Limits,
+    check_max_tokens,
     conversation_tokens,
     explain_conversation_tokens,
     markup_tokens,
@@ -106,22 +107,20 @@ def rollout_limits(
     """Return the limits of a rollout, and the tokens of the longest conversation.
 
     Raises:
-        ValueError: config.rollout.context_tokens or the model's context cannot hold it;
+        ValueError: config.rollout.context_tokens is too small, or the model's context;
             the message shows how the length is made up.
     """
     limits = configured_limits(c)
     markup = markup_tokens(tokenizer, protocol)
-    needed = conversation_tokens(limits, markup)
-    num_tokens = c.rollout.context_tokens or needed
-    sum_of_tokens = f"{explain_conversation_tokens(limits, markup)} = {needed} tokens"
-    if num_tokens < needed:
-        raise ValueError(
-            f"config.rollout.context_tokens = {num_tokens} is too small: "
-            f"{sum_of_tokens}"
-        )
+    check_max_tokens(limits, markup)
+    num_tokens = limits.max_tokens or conversation_tokens(limits, markup)
     if num_tokens > spec.max_context:
+        terms = "config.rollout.context_tokens"
+        if not limits.max_tokens:
+            terms = explain_conversation_tokens(limits, markup)
         raise ValueError(
-            f"{sum_of_tokens}, but the model's context is {spec.max_context}"
+            f"{terms} = {num_tokens} tokens, but the model's context is "
+            f"{spec.max_context}"
         )
     return limits, num_tokens
 
@@ -137,4 +136,5 @@ def configured_limits(c: ConfigDict) -> Limits:
         max_observation_tokens=num_written or r.max_observation_tokens,
         forced_final_turn=r.forced_final_turn,
         cuts_tags=r.cut_tags,
+        max_tokens=r.context_tokens,
     )

@@ -80,15 +80,17 @@ def test_questions_tried_again_may_search_more_often():
 
 @pytest.mark.fault(4, "context", "arithmetic shown")
 def test_a_context_that_is_too_small_is_refused_with_the_sum():
-    c = config(**{"rollout.context_tokens": 50})
+    c = config(**{"rollout.context_tokens": 26})
     with pytest.raises(ValueError) as caught:
         costs.context_of(c, "rl")
-    for term in ("context_tokens = 50", "10", "4 turns x 5", "3 obs", "= 51 tokens"):
+    for term in ("context_tokens = 26", "10", "2 turns x 5", "1 obs", "= 27 tokens"):
         assert term in str(caught.value)
 
 
-def test_a_larger_context_that_is_named_counts():
-    assert costs.context_of(config(**{"rollout.context_tokens": 99}), "rl")[1] == 99
+@pytest.mark.parametrize("num_tokens", [27, 50, 99])
+def test_a_context_that_is_named_counts(num_tokens):
+    c = config(**{"rollout.context_tokens": num_tokens})
+    assert costs.context_of(c, "rl")[1] == num_tokens
     assert costs.context_of(config(**{"sft.sequence_tokens": 33}), "sft")[1] == 33
 
 

@@ -346,6 +346,29 @@ def test_markup_and_the_longest_conversation_by_hand():
     assert markup_tokens(tiny.tokenizer(), silent) == Markup(tags, 0)
 
 
+@pytest.mark.parametrize("room", [0, -1])
+@pytest.mark.parametrize("turn", ["so <search> river </search>", "nothing"])
+def test_a_rollout_ends_where_no_turn_would_fit_after_what_it_reads(turn, room):
+    free = make_host()
+    wave = opened(free)
+    write(free, wave, {0: turn})
+    num_tokens = wave[0].num_tokens + LIMITS.max_turn_tokens
+    limited = make_host(max_tokens=num_tokens + room)
+    wave = opened(limited)
+    shown = write(limited, wave, {0: turn})
+    assert set(shown) == (set() if room else {0})
+    assert wave[0].outcome == (Outcome.TRUNCATED if room else None)
+    assert len(wave[0].segments) == (2 if room else 3)
+    assert len(wave[0].searches) == turn.count("river")
+
+
+def test_a_limit_of_tokens_bounds_the_longest_conversation():
+    limits = Limits(3, 100, 20, 50, max_tokens=200)
+    assert conversation_tokens(limits, Markup(4, 30)) == 200
+    roomy = dataclasses.replace(limits, max_tokens=1000)
+    assert conversation_tokens(roomy, Markup(4, 30)) == 100 + 4 * 20 + 3 * 54
+
+
 def test_an_observation_is_cut_in_its_content_alone():
     protocol = dataclasses.replace(
         tiny.LETTERS,

@@ -76,8 +76,12 @@ def test_budgets_are_the_longest_conversation_token_for_token(setup):
     assert (limits.max_searches, limits.max_observation_tokens) == (2, 30)
     exact = config(rollout__context_tokens=num_tokens, **shape(c))
     assert rollout_limits(exact, tokenizer, setup.protocol, spec)[1] == num_tokens
-    short = config(rollout__context_tokens=num_tokens - 1, **shape(c))
-    with pytest.raises(ValueError, match=rf"context_tokens = .* = {num_tokens} tokens"):
+    fewest = 10 + 2 * 7 + 30 + tags
+    short = config(rollout__context_tokens=fewest, **shape(c))
+    limits, num_tokens = rollout_limits(short, tokenizer, setup.protocol, spec)
+    assert limits.max_tokens == num_tokens == fewest
+    short.rollout.context_tokens -= 1
+    with pytest.raises(ValueError, match=rf"context_tokens = .* = {fewest} tokens"):
         rollout_limits(short, tokenizer, setup.protocol, spec)
 
 
