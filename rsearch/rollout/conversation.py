@@ -173,14 +173,14 @@ def check_max_tokens(limits: Limits, markup: Markup) -> None:
     Raises:
         ValueError: names config.rollout.context_tokens, and the terms of the sum.
     """
-    one = dataclasses.replace(
+    shortest = dataclasses.replace(
         limits, max_searches=min(1, limits.max_searches), max_tokens=0
     )
-    fewest = conversation_tokens(one, markup)
+    fewest = conversation_tokens(shortest, markup)
     if 0 < limits.max_tokens < fewest:
         raise ValueError(
             f"config.rollout.context_tokens = {limits.max_tokens} is too small for one "
-            f"search: {explain_conversation_tokens(one, markup)} = {fewest} tokens"
+            f"search: {explain_conversation_tokens(shortest, markup)} = {fewest} tokens"
         )
 
 

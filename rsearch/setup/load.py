@@ -19,6 +19,7 @@ from rsearch.methods.table import demanded_inputs
 from rsearch.models.sharding import make_mesh
 from rsearch.rewards.group import needs_judge
 from rsearch.rollout.conversation import prompt_ids
+from rsearch.runtime.programs import keep_programs
 from rsearch.setup.agents import check_endpoint, load_agent
 from rsearch.setup.checks import check_layout, check_names
 from rsearch.setup.context import Setup
@@ -106,6 +107,7 @@ def load_setup(
     validate(config, num_devices=jax.device_count())
     check_names(config)
     check_machine(config, home=home, say=say)
+    keep_programs()
     shared = shared or Shared()
     c, memoise = config, shared.memoise
     only_dev = only_dev or only_policy
