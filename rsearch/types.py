@@ -28,6 +28,10 @@ class Question:
     metadata: Mapping = dataclasses.field(default_factory=dict)
 
 
+ParagraphsOf = Callable[[Question], Sequence[tuple[str, bool]]]
+"""(question) -> (contents, whether it is gold) of each of its paragraphs, in order."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Passage:
     """A retrieved, hostile text: its title is the first line of `contents`.

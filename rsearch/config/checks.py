@@ -35,7 +35,8 @@ def _check_world(c):
     if "sft" in kinds(c):
         named["sft.demonstrations"] = c.sft.demonstrations
     for name, value in named.items():
-        if value.partition(":")[0] == "world" and c.retrieval.corpus != "world":
+        is_asked = value.partition(":")[0] == "world"
+        if is_asked and c.retrieval.corpus not in ("world", PARAGRAPHS):
             raise ValueError(
                 f"config.{name} = {value!r} asks about a world that "
                 f"config.retrieval.corpus = {c.retrieval.corpus!r} does not hold"

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from rsearch.data.records import check_object, check_string, shown
-from rsearch.types import Passage, Question
+from rsearch.types import ParagraphsOf, Passage, Question
 
 PAIRS = " or a list of pairs"  # what else a field may be, in what it is refused with
 
@@ -40,7 +40,7 @@ def question_paragraphs(metadata: Mapping) -> list[tuple[str, bool]]:
     Raises:
         ValueError: there are none, or a field is not as it should be.
     """
-    paragraphs = _from_paragraphs(metadata)
+    paragraphs = marked_paragraphs(metadata) or _from_paragraphs(metadata)
     if not paragraphs:
         paragraphs = _from_context(metadata, needs_facts=False)
     if not paragraphs:
@@ -52,7 +52,11 @@ def question_paragraphs(metadata: Mapping) -> list[tuple[str, bool]]:
 
 
 def draw_corpora(
-    questions: Sequence[Question], pool: Sequence[Question], *, num_words: int
+    questions: Sequence[Question],
+    pool: Sequence[Question],
+    paragraphs_of: ParagraphsOf,
+    *,
+    num_words: int,
 ) -> tuple[list[Passage], dict[str, list[int]]]:
     """Return the passages that are searched, and which of them each question may.
 
@@ -64,6 +68,7 @@ def draw_corpora(
     Args:
         questions: that are asked; the pool has them all.
         pool: whose paragraphs are drawn.
+        paragraphs_of: reads them.
         num_words: of a corpus, separated by white space; its question's paragraphs are
             never left out. 0 adds none.
 
@@ -72,9 +77,9 @@ def draw_corpora(
         rising positions}.
 
     Raises:
-        ValueError: see `question_paragraphs`.
+        ValueError: a question has no paragraphs.
     """
-    marked = {q.id: question_paragraphs(q.metadata) for q in pool}
+    marked = {question.id: paragraphs_of(question) for question in pool}
     every = sorted({text for texts in marked.values() for text, _ in texts})
     gold = {text for texts in marked.values() for text, is_gold in texts if is_gold}
     fillers = [t for t in every if t not in gold], [t for t in every if t in gold]
@@ -107,15 +112,6 @@ def _in_random_order(rng: random.Random, items: Sequence) -> Iterator:
         j = rng.randrange(i, len(items))
         yield items[moved.get(j, j)]
         moved[j] = moved.get(i, i)
-
-
-def all_paragraphs(questions: Sequence[Question]) -> list[str]:
-    """Return the contents of all paragraphs of questions, each once, sorted.
-
-    Raises:
-        ValueError: as `marked_paragraphs`.
-    """
-    return sorted({t for q in questions for t, _ in marked_paragraphs(q.metadata)})
 
 
 def _from_paragraphs(metadata):

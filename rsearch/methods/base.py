@@ -24,7 +24,7 @@ import numpy as np
 
 from rsearch.llm.requests import CUT, Completion, Generate, Request
 from rsearch.llm.thoughts import answer_after_thoughts
-from rsearch.types import Messages, Question
+from rsearch.types import Messages, ParagraphsOf, Question
 
 Program = Callable[..., Generator[Request | Sequence[Request], Any, str | None]]
 """(question, kit, **settings) -> the generator that answers one question.
@@ -45,8 +45,9 @@ class Kit:
         fits: whether a chat is no longer than a prompt may be.
         embed: (questions) -> [n, D] vectors of length 1.
         embed_passages: (title, line feed, text of each) -> [n, D] vectors of length 1.
-        paragraphs: () -> those that come with the questions of the evaluation, each
-            once.
+        paragraphs_of: (question) -> (contents, whether it is gold) of each of its
+            paragraphs; ValueError where it has none.
+        paragraphs: () -> those of all questions of the evaluation, each once.
         normalize: answers before they are compared with golden ones, a key of
             `rsearch.text.normalize.NORMALIZERS`.
         direct: replaces the words that ask without passages, where it is not ""; holds
@@ -61,6 +62,7 @@ class Kit:
     fits: Callable[[Messages], bool]
     embed: Callable[[Sequence[str]], np.ndarray]
     embed_passages: Callable[[Sequence[str]], np.ndarray]
+    paragraphs_of: ParagraphsOf
     paragraphs: Callable[[], Sequence[str]]
     normalize: str
     direct: str | None = None

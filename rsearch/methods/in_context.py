@@ -6,12 +6,11 @@ The baseline of ReaRAG (arXiv 2503.21729), whose prompt is not published.
 import random
 from collections.abc import Callable, Sequence
 
-from rsearch.data.paragraphs import marked_paragraphs
 from rsearch.llm.requests import Generate
 from rsearch.methods.base import Kit, answer_of
 from rsearch.methods.reading import text_messages
 from rsearch.protocols import plain
-from rsearch.types import Messages, Passage, Question
+from rsearch.types import Messages, ParagraphsOf, Passage, Question
 
 
 def in_context(
@@ -22,20 +21,21 @@ def in_context(
     They stand as in the data. The last of the others are left out where the prompt has
     no room for all; the row's `left_out` is their mean share. Gold ones never are: a
     prompt that is too long for them alone is not answered, and counts as truncated.
+    Where the data marks none as gold, all are others.
 
     Args:
         question: that is answered.
         kit: of the evaluation.
-        only_gold: whether all others are left out, whatever the room.
+        only_gold: whether all others are left out, whatever the room; the data must
+            mark which are gold.
         filled: whether paragraphs of other questions fill the rest of the prompt, as
             in the paper's contexts of 48 to 58 thousand tokens; which ones, and in
             which order all stand, is drawn for each question.
 
     Raises:
-        ValueError: the question has no paragraphs, see `check_paragraphs`.
+        ValueError: the question has no paragraphs.
     """
-    check_paragraphs((question,))
-    marked = marked_paragraphs(question.metadata)
+    marked = kit.paragraphs_of(question)
     gold = [text for text, is_gold in marked if is_gold]
     # In the order in which they are left out, the last ones first.
     spare = [] if only_gold else [text for text, is_gold in marked if not is_gold]
@@ -77,21 +77,28 @@ def _most_that_fit(num: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def check_paragraphs(questions: Sequence[Question]) -> None:
-    """Refuse questions that come without paragraphs of which some are gold.
+def check_paragraphs(
+    questions: Sequence[Question], paragraphs_of: ParagraphsOf, *, only_gold: bool
+) -> None:
+    """Refuse questions that come without paragraphs.
+
+    Args:
+        questions: that will be answered.
+        paragraphs_of: reads their paragraphs.
+        only_gold: see `in_context`; whether some must be gold.
 
     Raises:
         ValueError: names the first such question, or the field that is wrong.
     """
     for question in questions:
+        named = f"config.eval.methods names 'in_context': question {question.id}: "
         try:
-            marked = marked_paragraphs(question.metadata)
+            marked = paragraphs_of(question)
         except ValueError as error:
-            raise ValueError(f"question {question.id}: {error}") from None
-        if not marked:
+            raise ValueError(f"{named}{error}") from None
+        if only_gold and not any(is_gold for _, is_gold in marked):
             raise ValueError(
-                f"config.eval.methods names 'in_context', but question {question.id} "
-                "has no paragraphs: expected metadata with paragraphs of which some "
-                "have is_supporting (MuSiQue), or context and supporting_facts that "
-                "share a title (HotpotQA)"
+                f"{named}only_gold = true, but none of its paragraphs is gold: "
+                "expected some with is_supporting (MuSiQue), or context and "
+                "supporting_facts that share a title (HotpotQA)"
             )

@@ -42,7 +42,7 @@ from rsearch.methods.self_rag import check_tokens, self_rag
 from rsearch.methods.sure import sure
 from rsearch.text.extension import lookup
 from rsearch.text.spelling import did_you_mean
-from rsearch.types import Question
+from rsearch.types import ParagraphsOf, Question
 
 FIELD = "config.eval.methods"
 METHODS: dict[str, Program] = {
@@ -91,6 +91,7 @@ LABELS: dict[str, tuple[Program, str]] = {
 def demanded_inputs(
     methods: Sequence[str],
     questions: Sequence[Question],
+    paragraphs_of: ParagraphsOf,
     control_tokens: Collection[str] = (),
 ) -> dict[str, str]:
     """Check what methods want beside a question and a search.
@@ -98,6 +99,7 @@ def demanded_inputs(
     Args:
         methods: of config.eval.methods.
         questions: that they will answer.
+        paragraphs_of: reads their paragraphs.
         control_tokens: spellings of those of the tokenizer.
 
     Returns:
@@ -112,7 +114,8 @@ def demanded_inputs(
     for spelling in methods:
         name, _ = split_name(spelling)
         if name == "in_context":
-            check_paragraphs(questions)
+            only_gold = make_program(spelling).keywords.get("only_gold", False)
+            check_paragraphs(questions, paragraphs_of, only_gold=only_gold)
         elif name == "self_rag":
             if not make_program(spelling).keywords.get("spelled"):
                 check_tokens(control_tokens)

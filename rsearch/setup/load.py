@@ -36,7 +36,12 @@ from rsearch.setup.policy import (
     rollout_limits,
 )
 from rsearch.setup.preflight import check_machine
-from rsearch.setup.questions import decontaminate, drop_long_prompts, read_questions
+from rsearch.setup.questions import (
+    decontaminate,
+    drop_long_prompts,
+    paragraph_reader,
+    read_questions,
+)
 from rsearch.setup.search import check_index, open_paragraphs, open_search
 from rsearch.text.extension import code_inputs
 from rsearch.world.pretrained import find_source
@@ -198,7 +203,8 @@ def load_setup(
             )
         _check_questions(c, train, dev, only_dev, say)
         if asks_corpora:
-            search = say_search(open_paragraphs(c, dev, pool))
+            paragraphs_of = paragraph_reader(c, world)
+            search = say_search(open_paragraphs(c, dev, pool, paragraphs_of))
 
     # The models beside the policy. Several hosts load jointly, so never lazily.
     def make_agent(name):
@@ -226,7 +232,9 @@ def load_setup(
     for wait in pending:
         inputs |= wait()
     if not only_policy:
-        inputs |= demanded_inputs(c.eval.methods, dev, tokenizer.control_tokens())
+        inputs |= demanded_inputs(
+            c.eval.methods, dev, paragraph_reader(c, world), tokenizer.control_tokens()
+        )
     inputs |= code_inputs(_references(c, only_dev=only_dev))
     return Setup(
         config=c,

@@ -4,12 +4,12 @@ import functools
 
 from ml_collections import ConfigDict
 
-from rsearch.data.paragraphs import all_paragraphs
 from rsearch.hosts import processes
 from rsearch.llm.local import LocalModel
 from rsearch.methods.base import Kit
 from rsearch.models.sharding import own_mesh
 from rsearch.setup.context import Setup
+from rsearch.setup.questions import paragraph_reader
 from rsearch.setup.search import text_encoders
 from rsearch.types import Messages
 
@@ -18,6 +18,7 @@ def make_kit(setup: Setup) -> Kit:
     """Return the budgets and words that all methods of a run share."""
     c, limits, tokenizer = setup.config, setup.limits, setup.tokenizer
     embed, embed_passages = text_encoders(c)
+    paragraphs_of = paragraph_reader(c, setup.world)
 
     def shorten(text: str) -> str:
         limit = passage_budget(c)
@@ -25,6 +26,10 @@ def make_kit(setup: Setup) -> Kit:
 
     def fits(messages: Messages) -> bool:
         return len(tokenizer.encode_prompt(messages)) <= prompt_budget(setup)
+
+    @functools.cache
+    def paragraphs() -> list[str]:
+        return sorted({text for q in setup.dev for text, _ in paragraphs_of(q)})
 
     return Kit(
         answer_tokens=c.eval.answer_tokens or limits.max_turn_tokens,
@@ -34,7 +39,8 @@ def make_kit(setup: Setup) -> Kit:
         fits=fits,
         embed=embed,
         embed_passages=embed_passages,
-        paragraphs=functools.cache(lambda: all_paragraphs(setup.dev)),
+        paragraphs_of=paragraphs_of,
+        paragraphs=paragraphs,
         normalize=c.eval.normalize,
         direct=c.protocol.direct,
         rag=c.protocol.rag,

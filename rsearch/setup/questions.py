@@ -12,8 +12,8 @@ from rsearch.data.paragraphs import question_paragraphs
 from rsearch.data.questions import load_questions
 from rsearch.data.records import MAX_NAMED, say_left_out
 from rsearch.text.normalize import normalize_squad
-from rsearch.types import Question
-from rsearch.world.world import WORLD, World
+from rsearch.types import ParagraphsOf, Question
+from rsearch.world.world import WORLD, World, make_paragraphs
 
 
 def read_questions(
@@ -33,7 +33,7 @@ def read_questions(
     """
     source, limit = c.data[split], c.data[f"max_{split}"]
     source = stage_file(source, QUESTIONS, home)
-    if source.startswith(f"{WORLD}:"):
+    if _is_of_world(source):
         world_split = source.removeprefix(f"{WORLD}:")
         splits = {"train": world.train, "dev": world.dev}
         if split == "dev":
@@ -79,6 +79,21 @@ def _check_for_corpora(c):
     if c.retrieval.corpus != PARAGRAPHS:
         return None
     return lambda question: question_paragraphs(question.metadata)
+
+
+def paragraph_reader(c: ConfigDict, world: World | None) -> ParagraphsOf:
+    """Return what reads the paragraphs of the held-out questions.
+
+    Those of the embedded world, whose questions come without, are made here, when they
+    are wanted: no digest of its questions depends on them.
+    """
+    if _is_of_world(c.data.dev):
+        return make_paragraphs(world)
+    return lambda question: question_paragraphs(question.metadata)
+
+
+def _is_of_world(source):
+    return source.startswith(f"{WORLD}:")
 
 
 def decontaminate(

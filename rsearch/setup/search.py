@@ -49,7 +49,7 @@ def open_search(
 
 
 def open_paragraphs(
-    c: ConfigDict, questions: Sequence, pool: Sequence
+    c: ConfigDict, questions: Sequence, pool: Sequence, paragraphs_of: Callable
 ) -> QuestionCorpora | RerankedSearch:
     """Open the engine over a corpus for each question, see `draw_corpora`.
 
@@ -57,12 +57,15 @@ def open_paragraphs(
         c: the configuration.
         questions: Questions that are asked.
         pool: all that config.data.dev names, whose paragraphs fill the corpora.
+        paragraphs_of: a ParagraphsOf that reads them.
 
     Raises:
         ValueError: a question has no paragraphs, or the encoder cannot be used.
     """
     num_words = c.retrieval.corpus_words
-    passages, corpora = draw_corpora(questions, pool, num_words=num_words)
+    passages, corpora = draw_corpora(
+        questions, pool, paragraphs_of, num_words=num_words
+    )
     top_k = _num_retrieved(c)
     if not searches_words(c):
         engine = encoded_corpora(open_encoder(c), passages, corpora, top_k=top_k)

@@ -7,11 +7,12 @@ passages only.
 """
 
 import dataclasses
+import random
 from collections.abc import Sequence
 
 import numpy as np
 
-from rsearch.types import Passage, Question
+from rsearch.types import ParagraphsOf, Passage, Question
 from rsearch.world import facts as world_facts
 from rsearch.world.facts import RELATIONS, UNKNOWN, Hop
 from rsearch.world.names import COUNTRIES, PLURALS, YEARS, draw_names
@@ -20,6 +21,7 @@ from rsearch.world.questions import KINDS, UNANSWERABLE, ask, relations_of
 __all__ = ["KINDS", "RELATIONS", "UNKNOWN", "WORLD", "Hop", "World", "make_world"]
 
 WORLD = "world"  # names it as a source in a configuration
+NUM_PARAGRAPHS = 10  # of a question, gold ones and distractors, as HotpotQA has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +109,28 @@ def make_world(
     train, hops = ask("train", train_questions, kinds, seen, facts, famous, rng)
     dev, dev_hops = ask("dev", dev_questions, kinds, unseen, facts, famous, rng)
     return World(entities, tuple(passages), train, dev, hops | dev_hops, famous, facts)
+
+
+def make_paragraphs(world: World) -> ParagraphsOf:
+    """Return a function that makes the paragraphs of one of the world's questions.
+
+    It returns (contents, whether it is gold) of the passages behind the question, and
+    of distractors up to NUM_PARAGRAPHS, which are behind other held-out questions.
+    Which of these, and in which order all stand, is drawn by the question's words.
+    """
+    contents = {passage.title: passage.contents for passage in world.passages}
+    subjects = {hop.subject for q in world.dev for hop in world.hops[q.id]}
+
+    def paragraphs(question: Question) -> list[tuple[str, bool]]:
+        gold = {hop.subject for hop in world.hops[question.id]}
+        others = sorted(subjects - gold)
+        rng = random.Random(question.text)
+        num = min(max(0, NUM_PARAGRAPHS - len(gold)), len(others))
+        titles = [*sorted(gold), *rng.sample(others, num)]
+        rng.shuffle(titles)
+        return [(contents[title], title in gold) for title in titles]
+
+    return paragraphs
 
 
 def _stream(seed, number):

@@ -197,7 +197,6 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
         (PARAGRAPHS | {"retrieval__sharded": True}, "retrieval.sharded = True"),
         (PARAGRAPHS | {"retrieval__bm25_index": "x"}, "retrieval.bm25_index = 'x'"),
         (PARAGRAPHS | {"protocol__tools": ("open",)}, "protocol.tools = ('open',)"),
-        (PARAGRAPHS | {"data__dev": "world:dev"}, "data.dev = 'world:dev'"),
         ({"retrieval__sharded": True}, "config.retrieval.index = '' names none"),
         (
             {"retrieval__url": "http://x", "retrieval__search_seconds": 325.0},

@@ -19,6 +19,10 @@ def question(number, num_distractors=3):
     return Question(f"q{number}", "Who?", ("x",), metadata)
 
 
+def paragraphs_of(question):
+    return question_paragraphs(question.metadata)
+
+
 def titles(drawn):
     """{question id: the titles of its corpus}."""
     passages, corpora = drawn
@@ -34,6 +38,9 @@ def test_paragraphs_need_no_marks():
     ]
     marked = {**unmarked, "supporting_facts": [["B", 0]]}
     assert [is_gold for _, is_gold in question_paragraphs(marked)] == [False, True]
+    # DPR's files have gold ones alone.
+    positives = {"positive_ctxs": [{"title": "A", "text": "a"}]}
+    assert question_paragraphs(positives) == [("A\na", True)]
 
 
 @pytest.mark.parametrize(
@@ -52,18 +59,18 @@ def test_a_question_without_paragraphs_is_refused(metadata, words):
 def test_a_corpus_is_a_questions_paragraphs_and_distractors_of_others_within_words():
     pool = [question(i) for i in range(6)]
     words = 4 + 3 * 4  # of each question's four paragraphs, their titles among them
-    alone = titles(draw_corpora(pool, pool, num_words=0))
+    alone = titles(draw_corpora(pool, pool, paragraphs_of, num_words=0))
     assert alone == {
         f"q{i}": [*(f"D{i}-{j}" for j in range(3)), f"G{i}"] for i in range(6)
     }
-    assert alone == titles(draw_corpora(pool, pool, num_words=words + 3))
-    filled = titles(draw_corpora(pool, pool, num_words=words + 21))
+    assert alone == titles(draw_corpora(pool, pool, paragraphs_of, num_words=words + 3))
+    filled = titles(draw_corpora(pool, pool, paragraphs_of, num_words=words + 21))
     for i, corpus in enumerate(filled.values()):
         others = {*corpus} - {*alone[f"q{i}"]}
         assert {*alone[f"q{i}"]} < {*corpus} and len(others) == 5
         assert all(title[0] == "D" for title in others)
     # Of another pool's questions, or of fewer that are asked, nothing else is drawn.
-    some = titles(draw_corpora(pool[2:3], pool, num_words=words + 21))
+    some = titles(draw_corpora(pool[2:3], pool, paragraphs_of, num_words=words + 21))
     assert some == {"q2": filled["q2"]}
     assert filled["q0"] != filled["q1"]
 
@@ -71,13 +78,17 @@ def test_a_corpus_is_a_questions_paragraphs_and_distractors_of_others_within_wor
 def test_gold_paragraphs_of_others_fill_what_distractors_leave():
     pool = [question(i, num_distractors=1) for i in range(4)]
     words = 2 * 4 + 3 * 4
-    (corpus,) = titles(draw_corpora(pool[:1], pool, num_words=words + 8)).values()
+    (corpus,) = titles(
+        draw_corpora(pool[:1], pool, paragraphs_of, num_words=words + 8)
+    ).values()
     assert {"D1-0", "D2-0", "D3-0"} < {*corpus} and len(corpus) == 2 + 5
-    (every,) = titles(draw_corpora(pool[:1], pool, num_words=10**6)).values()
+    (every,) = titles(
+        draw_corpora(pool[:1], pool, paragraphs_of, num_words=10**6)
+    ).values()
     assert len(every) == 8
 
 
 def test_only_paragraphs_of_a_corpus_are_searched():
     pool = [question(i) for i in range(50)]
-    passages, corpora = draw_corpora(pool[:1], pool, num_words=0)
+    passages, corpora = draw_corpora(pool[:1], pool, paragraphs_of, num_words=0)
     assert len(passages) == 4 and corpora == {"q0": [0, 1, 2, 3]}

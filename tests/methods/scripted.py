@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from rsearch.data.paragraphs import question_paragraphs
 from rsearch.llm.requests import CUT, STOPPED, Completion, Scored
 from rsearch.methods.base import Kit
 from rsearch.methods.runner import run_program
@@ -14,8 +15,14 @@ def kit(**changes):
     """Budgets and words of a test."""
     fields = dict(answer_tokens=8, thought_tokens=16, top_k=3, shorten=lambda x: x)
     fields |= dict(embed=embed_letters, embed_passages=embed_letters)
-    fields |= dict(fits=lambda m: True, paragraphs=tuple, normalize="squad")
+    fields |= dict(fits=lambda m: True, paragraphs=tuple)
+    fields |= dict(paragraphs_of=paragraphs_beside, normalize="squad")
     return Kit(**fields | changes)
+
+
+def paragraphs_beside(question):
+    """The paragraphs that come with a question."""
+    return question_paragraphs(question.metadata)
 
 
 def completion(text, *, is_cut=False, tokens=(), logp=NONE, prompt=""):

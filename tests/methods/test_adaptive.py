@@ -149,7 +149,7 @@ def test_labels_that_cannot_be_used_are_refused(tmp_path, changes, spelling, wor
     if changes is not None:
         write_labels(path, ("A?", "rag"), ("B?", "rag"), **changes)
     with pytest.raises(ValueError, match=words):
-        demanded_inputs([spelling.format(path=path)], ())
+        demanded_inputs([spelling.format(path=path)], (), list)
 
 
 def test_a_question_whose_label_is_known_is_refused(tmp_path):
@@ -161,10 +161,12 @@ def test_a_question_whose_label_is_known_is_refused(tmp_path):
 def test_inputs_are_the_labels_and_nothing_else_of_the_file(tmp_path):
     spelling = f"skr:labels={tmp_path}/t:dataset=world:train"
     write_labels(tmp_path / "t", ("A?", "rag"))
-    before = demanded_inputs(["rag", spelling], [Question("q", "Who?", ("x",))])
+    before = demanded_inputs(["rag", spelling], [Question("q", "Who?", ("x",))], list)
     rows = (tmp_path / "t").read_text()
     write_labels(tmp_path / "t", ("B?", "direct"), dataset="world:dev")
     (tmp_path / "t").write_text(rows + (tmp_path / "t").read_text())
-    assert demanded_inputs([spelling], ()) == before and list(before) == ["eval.skr"]
+    assert demanded_inputs([spelling], (), list) == before and list(before) == [
+        "eval.skr"
+    ]
     write_labels(tmp_path / "t", ("A?", "direct"))
-    assert demanded_inputs([spelling], ()) != before
+    assert demanded_inputs([spelling], (), list) != before

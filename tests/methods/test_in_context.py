@@ -7,7 +7,14 @@ import pytest
 from rsearch.methods.in_context import check_paragraphs, in_context
 from rsearch.methods.reading import rag_messages
 from rsearch.types import Outcome, Passage, Question
-from tests.methods.scripted import ScriptedModel, Searched, answer_one, kit, shown
+from tests.methods.scripted import (
+    ScriptedModel,
+    Searched,
+    answer_one,
+    kit,
+    paragraphs_beside,
+    shown,
+)
 
 MUSIQUE = {
     "paragraphs": [
@@ -41,6 +48,7 @@ def fitting(num):
         (MUSIQUE, 5, {"only_gold": True}, (1, 4), 3 / 5),
         (HOTPOT, 2, {}, (0, 1), 0),
         (HOTPOT, 1, {}, (1,), 1 / 2),
+        ({"context": HOTPOT["context"]}, 1, {}, (0,), 1 / 2),
     ],
 )
 def test_gold_stays_where_the_room_ends(metadata, room, settings, numbers, left_out):
@@ -87,16 +95,22 @@ def test_a_prompt_that_is_too_long_with_gold_alone_is_truncated():
     assert "text 4" in shown(model.requests[0])
 
 
+UNMARKED = {"paragraphs": [{**MUSIQUE["paragraphs"][0]}]}
+
+
 @pytest.mark.parametrize(
-    ("metadata", "words"),
+    ("metadata", "only_gold", "words"),
     [
-        ({}, "in_context.*question q has no paragraphs"),
-        ({"paragraphs": [{**MUSIQUE["paragraphs"][0]}]}, "question q has no parag"),
-        ({"paragraphs": 3}, "question q: field paragraphs: .* got 3"),
+        ({}, False, "in_context.*question q: the question has no paragraphs"),
+        ({"paragraphs": 3}, False, "question q: field paragraphs: .* got 3"),
+        (UNMARKED, True, "question q: only_gold = true, but .* supporting_facts"),
     ],
 )
-def test_a_question_without_paragraphs_is_refused(metadata, words):
+def test_a_question_without_paragraphs_is_refused(metadata, only_gold, words):
     known = Question("p", "Who?", ("x",), MUSIQUE)
-    check_paragraphs([known])
+    check_paragraphs([known], paragraphs_beside, only_gold=True)
+    unmarked = Question("p", "Who?", ("x",), UNMARKED)
+    check_paragraphs([unmarked], paragraphs_beside, only_gold=False)
+    questions = [known, Question("q", "Who?", ("x",), metadata)]
     with pytest.raises(ValueError, match=words):
-        check_paragraphs([known, Question("q", "Who?", ("x",), metadata)])
+        check_paragraphs(questions, paragraphs_beside, only_gold=only_gold)

@@ -9,6 +9,7 @@ from rsearch import index as index_command
 from rsearch.config.checks import validate
 from rsearch.config.recipes import run_command
 from rsearch.data.chains import gold_passages
+from rsearch.data.questions import questions_fingerprint
 from rsearch.models.spec import DecoderSpec
 from rsearch.protocols.table import PROTOCOLS
 from rsearch.retrieval.index import digest_of
@@ -29,7 +30,7 @@ from rsearch.tools.search import search_call
 from rsearch.types import (
     Passage,
 )
-from rsearch.world.world import make_world
+from rsearch.world.world import NUM_PARAGRAPHS, make_world
 from tests.models.tiny_bert import write_tiny_bert
 from tests.small_run import config, quick_compilation
 
@@ -491,3 +492,22 @@ def test_paragraphs_are_searched_in_an_evaluation_alone(tmp_path):
             ValueError, match=r"config\.retrieval\.corpus = 'paragraphs'"
         ):
             load_setup(config(**fields, stages=("rl",)), **settings)
+
+
+def test_the_worlds_questions_have_paragraphs_where_these_are_wanted():
+    fields = dict(data__dev="world:bridge", eval__methods=("in_context",))
+    setup = load_setup(config(**fields), only_dev=True)
+    asked = load_setup(config(data__dev="world:bridge"), only_dev=True).dev
+    assert questions_fingerprint(setup.dev) == questions_fingerprint(asked)
+    kit = make_kit(setup)
+    of_questions = [kit.paragraphs_of(question) for question in setup.dev]
+    assert len(of_questions) == 6
+    assert all(any(is_gold for _, is_gold in marked) for marked in of_questions)
+    every = {text for marked in of_questions for text, _ in marked}
+    assert kit.paragraphs() == sorted(every) and len(every) >= NUM_PARAGRAPHS
+    # As a corpus they are all that a question's queries find.
+    search = dict(retrieval__corpus="paragraphs", retrieval__top_k=99)
+    setup = load_setup(config(**fields, **search), only_dev=True)
+    ids = [question.id for question in setup.dev]
+    for marked, found in zip(of_questions, setup.search(["Who?"] * len(ids), ids)):
+        assert sorted(p.contents for p in found) == sorted(text for text, _ in marked)

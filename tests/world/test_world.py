@@ -13,7 +13,14 @@ from rsearch.retrieval.engine import engine_in_memory
 from rsearch.world.facts import DATED
 from rsearch.world.names import COUNTRIES, NAMES, PARTS, family
 from rsearch.world.questions import CHAINS, COMPARED
-from rsearch.world.world import KINDS, RELATIONS, UNKNOWN, make_world
+from rsearch.world.world import (
+    KINDS,
+    NUM_PARAGRAPHS,
+    RELATIONS,
+    UNKNOWN,
+    make_paragraphs,
+    make_world,
+)
 from tests.small_run import run_python
 
 SIZES = dict(
@@ -325,3 +332,39 @@ def test_what_is_asked_of_one_kind_has_that_kind_alone():
 def test_too_many_near_homonyms_are_refused():
     with pytest.raises(ValueError, match=r"world.distractors = 701: .* 700"):
         world(**{**ALL, "distractors": 701})
+
+
+def test_paragraphs_are_the_passages_of_a_question_and_of_other_held_out_ones(whole):
+    before, paragraphs_of = digest(whole), make_paragraphs(whole)
+    contents = {passage.contents for passage in whole.passages}
+    behind = {hop.subject for q in whole.dev for hop in whole.hops[q.id]}
+    gold_first = 0
+    for question in (*whole.dev, *whole.train[:20]):
+        marked = paragraphs_of(question)
+        titles = [text.partition("\n")[0] for text, _ in marked]
+        gold = {title for title, (_, is_gold) in zip(titles, marked) if is_gold}
+        assert gold == {hop.subject for hop in whole.hops[question.id]}
+        assert len({*titles}) == len(titles) == NUM_PARAGRAPHS
+        assert {text for text, _ in marked} <= contents
+        assert {*titles} - gold <= behind
+        gold_first += marked[0][1]
+    # Neither which others stand there nor where gold stands tells the answer.
+    assert 0 < gold_first < 100
+    drawn = [paragraphs_of(question) for question in whole.dev]
+    assert len({tuple(sorted(marked)) for marked in drawn}) == len(drawn)
+    assert [make_paragraphs(whole)(question) for question in whole.dev] == drawn
+    assert digest(whole) == before
+
+
+def test_a_small_world_has_fewer_paragraphs():
+    small = world(**FEW)
+    (first, second), paragraphs_of = small.dev, make_paragraphs(small)
+    titles = {
+        hop.subject
+        for hops in map(small.hops.get, (first.id, second.id))
+        for hop in hops
+    }
+    for question in small.dev:
+        marked = paragraphs_of(question)
+        assert {text.partition("\n")[0] for text, _ in marked} == titles
+        assert sum(is_gold for _, is_gold in marked) == 2
