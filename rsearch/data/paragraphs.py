@@ -1,12 +1,15 @@
 """Read the paragraphs that published sets give their questions."""
 
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from rsearch.data.records import check_object, check_string, shown
 from rsearch.types import ParagraphsOf, Passage, Question
 
 PAIRS = " or a list of pairs"  # what else a field may be, in what it is refused with
+HEADER = re.compile(r"^Passage ([0-9]{1,6}):[ \t\r]*$", re.MULTILINE)
+"""The line above each passage in LongBench's contexts, which are one text each."""
 
 
 def marked_paragraphs(metadata: Mapping) -> list[tuple[str, bool]]:
@@ -15,7 +18,8 @@ def marked_paragraphs(metadata: Mapping) -> list[tuple[str, bool]]:
     Args:
         metadata: of the question. It may hold MuSiQue's `paragraphs`, HotpotQA's
             `context` of titles and sentences with `supporting_facts`, in pairs as they
-            were published or in FlashRAG's objects, or DPR's `positive_ctxs`.
+            were published, in FlashRAG's objects or in LongBench's text, or DPR's
+            `positive_ctxs`.
 
     Returns:
         All paragraphs, in order; none where nothing marks any as gold.
@@ -46,7 +50,7 @@ def question_paragraphs(metadata: Mapping) -> list[tuple[str, bool]]:
     if not paragraphs:
         raise ValueError(
             "the question has no paragraphs: expected field paragraphs (MuSiQue) or "
-            "context (HotpotQA, 2WikiMultiHopQA)"
+            "context (HotpotQA, 2WikiMultiHopQA, LongBench)"
         )
     return paragraphs
 
@@ -133,7 +137,7 @@ def _from_context(metadata, *, needs_facts=True):
     """Return (contents, whether it is gold) of those in `context`; [] without it.
 
     Context and facts are objects of lists, as in FlashRAG, or lists of pairs, as they
-    were published.
+    were published; LongBench's context is a text.
     """
     context, facts = metadata.get("context"), metadata.get("supporting_facts")
     if context is None or (facts is None and needs_facts):
@@ -183,6 +187,8 @@ def _objects(metadata, field, names):
 
 def _titled(context):
     """Return [(title, its sentences)] of all passages of `context`."""
+    if isinstance(context, str):
+        return _split_passages(check_string(context, "context"))
     if isinstance(context, list):
         return [
             (check_string(title, f"context[{i}][0]"), _texts(lines, f"context[{i}][1]"))
@@ -203,6 +209,35 @@ def _titled(context):
         (title, _texts(lines, f"context.{name}[{i}]"))
         for i, (title, lines) in enumerate(zip(titles, sentences))
     ]
+
+
+def _split_passages(context):
+    """Return [(title, [text])] of the passages of LongBench's text.
+
+    Each stands below a line with its number; its first line is the title. Numbers that
+    do not count from 1 are refused: a passage is missing there, or a line of a text was
+    taken for the next one.
+    """
+    headers = list(HEADER.finditer(context))
+    if not headers or context[: headers[0].start()].strip():
+        raise ValueError(
+            "field context: expected an object with title and sentences or a list of "
+            "pairs, or a text of passages below lines 'Passage 1:', 'Passage 2:' and "
+            f"so on, got {shown(context)}"
+        )
+    passages = []
+    ends = [*(header.start() for header in headers[1:]), len(context)]
+    for number, (header, end) in enumerate(zip(headers, ends, strict=True), 1):
+        if int(header[1]) != number:
+            raise ValueError(
+                f"field context: expected 'Passage {number}:', got "
+                f"'Passage {header[1]}:' at character {header.start() + 1}"
+            )
+        title, _, text = context[header.end() : end].strip().partition("\n")
+        if not title:
+            raise ValueError(f"field context: 'Passage {number}:' has no text")
+        passages.append((title.strip(), [text]))
+    return passages
 
 
 def _pairs(value, field):

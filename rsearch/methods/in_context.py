@@ -4,13 +4,13 @@ The baseline of ReaRAG (arXiv 2503.21729), whose prompt is not published.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rsearch.llm.requests import Generate
 from rsearch.methods.base import Kit, answer_of
 from rsearch.methods.reading import text_messages
 from rsearch.protocols import plain
-from rsearch.types import Messages, ParagraphsOf, Passage, Question
+from rsearch.types import Messages, Passage, Question
 
 
 def in_context(
@@ -75,30 +75,3 @@ def _most_that_fit(num: int, fits: Callable[[int], bool]) -> int:
         else:
             high = middle - 1
     return low
-
-
-def check_paragraphs(
-    questions: Sequence[Question], paragraphs_of: ParagraphsOf, *, only_gold: bool
-) -> None:
-    """Refuse questions that come without paragraphs.
-
-    Args:
-        questions: that will be answered.
-        paragraphs_of: reads their paragraphs.
-        only_gold: see `in_context`; whether some must be gold.
-
-    Raises:
-        ValueError: names the first such question, or the field that is wrong.
-    """
-    for question in questions:
-        named = f"config.eval.methods names 'in_context': question {question.id}: "
-        try:
-            marked = paragraphs_of(question)
-        except ValueError as error:
-            raise ValueError(f"{named}{error}") from None
-        if only_gold and not any(is_gold for _, is_gold in marked):
-            raise ValueError(
-                f"{named}only_gold = true, but none of its paragraphs is gold: "
-                "expected some with is_supporting (MuSiQue), or context and "
-                "supporting_facts that share a title (HotpotQA)"
-            )

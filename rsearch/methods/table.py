@@ -21,7 +21,7 @@ from rsearch.methods.cr_planner import (
     read_action_labels,
 )
 from rsearch.methods.flare import flare
-from rsearch.methods.in_context import check_paragraphs, in_context
+from rsearch.methods.in_context import in_context
 from rsearch.methods.iterating import ircot, iter_retgen
 from rsearch.methods.longllmlingua import longllmlingua
 from rsearch.methods.names import split_name
@@ -42,7 +42,6 @@ from rsearch.methods.self_rag import check_tokens, self_rag
 from rsearch.methods.sure import sure
 from rsearch.text.extension import lookup
 from rsearch.text.spelling import did_you_mean
-from rsearch.types import ParagraphsOf, Question
 
 FIELD = "config.eval.methods"
 METHODS: dict[str, Program] = {
@@ -90,33 +89,25 @@ LABELS: dict[str, tuple[Program, str]] = {
 
 def demanded_inputs(
     methods: Sequence[str],
-    questions: Sequence[Question],
-    paragraphs_of: ParagraphsOf,
     control_tokens: Collection[str] = (),
 ) -> dict[str, str]:
     """Check what methods want beside a question and a search.
 
     Args:
         methods: of config.eval.methods.
-        questions: that they will answer.
-        paragraphs_of: reads their paragraphs.
         control_tokens: spellings of those of the tokenizer.
 
     Returns:
         {name: digest} of the files that they read.
 
     Raises:
-        ValueError: a question has no paragraphs, the labels cannot be used, or the
-            tokenizer lacks reflection tokens.
+        ValueError: the labels cannot be used, or the tokenizer lacks reflection tokens.
         OSError: a file cannot be read.
     """
     inputs = {}
     for spelling in methods:
         name, _ = split_name(spelling)
-        if name == "in_context":
-            only_gold = make_program(spelling).keywords.get("only_gold", False)
-            check_paragraphs(questions, paragraphs_of, only_gold=only_gold)
-        elif name == "self_rag":
+        if name == "self_rag":
             if not make_program(spelling).keywords.get("spelled"):
                 check_tokens(control_tokens)
         elif name in STRATEGIES:

@@ -232,9 +232,7 @@ def load_setup(
     for wait in pending:
         inputs |= wait()
     if not only_policy:
-        inputs |= demanded_inputs(
-            c.eval.methods, dev, paragraph_reader(c, world), tokenizer.control_tokens()
-        )
+        inputs |= demanded_inputs(c.eval.methods, tokenizer.control_tokens())
     inputs |= code_inputs(_references(c, only_dev=only_dev))
     return Setup(
         config=c,

@@ -11,6 +11,7 @@ from rsearch.data.chains import decomposition, gold_passages
 from rsearch.data.paragraphs import question_paragraphs
 from rsearch.data.questions import load_questions
 from rsearch.data.records import MAX_NAMED, say_left_out
+from rsearch.methods.names import split_name
 from rsearch.text.normalize import normalize_squad
 from rsearch.types import ParagraphsOf, Question
 from rsearch.world.world import WORLD, World, make_paragraphs
@@ -49,7 +50,7 @@ def read_questions(
     if split == "train":
         check = _check_for_chains(c, world)
     else:
-        check = _check_for_corpora(c)
+        check = _check_for_paragraphs(c)
     questions, problems = load_questions(
         source, fields=fields, limit=limit, on_bad=c.data.on_bad, check=check
     )
@@ -74,11 +75,25 @@ def _check_for_chains(c, world):
     return check
 
 
-def _check_for_corpora(c):
-    """Return a check that a question has paragraphs, where these are searched."""
-    if c.retrieval.corpus != PARAGRAPHS:
+def _check_for_paragraphs(c):
+    """Return a check that a question has paragraphs, if these are searched or shown."""
+    methods = map(split_name, c.eval.methods)
+    shown = [settings for name, settings in methods if name == "in_context"]
+    if not shown and c.retrieval.corpus != PARAGRAPHS:
         return None
-    return lambda question: question_paragraphs(question.metadata)
+    needs_gold = any("only_gold=true" in settings for settings in shown)
+
+    def check(question):
+        marked = question_paragraphs(question.metadata)
+        if needs_gold and not any(is_gold for _, is_gold in marked):
+            raise ValueError(
+                "none of the question's paragraphs is gold, and config.eval.methods = "
+                "'in_context:only_gold=true': expected some with is_supporting "
+                "(MuSiQue), or context and supporting_facts that share a title "
+                "(HotpotQA)"
+            )
+
+    return check
 
 
 def paragraph_reader(c: ConfigDict, world: World | None) -> ParagraphsOf:

@@ -49,11 +49,43 @@ def test_paragraphs_need_no_marks():
         ({}, "field paragraphs"),
         ({"context": []}, "field paragraphs"),
         ({"context": "text"}, "field context: .* got 'text'"),
+        ({"context": ""}, "field context: .* got ''"),
+        ({"context": 7}, "field context: .* got 7"),
+        ({"context": "Intro.\nPassage 1:\nUlm"}, "field context: .* got 'Intro"),
+        ({"context": "Passage 1: Ulm"}, "field context: .* got 'Passage 1: Ulm'"),
+        ({"context": "Passage 2:\nUlm"}, "'Passage 1:', got 'Passage 2:' at char"),
+        (
+            {"context": "Passage 1:\nUlm\nPassage 3:\nLinz"},
+            "'Passage 2:', got 'Passage 3:' at character 16",
+        ),
+        ({"context": "Passage 1:\n \nPassage 2:\nLinz"}, "'Passage 1:' has no text"),
+        ({"context": "Passage 1:\nUlm \ud800"}, "field context: half a surrogate"),
     ],
 )
 def test_a_question_without_paragraphs_is_refused(metadata, words):
     with pytest.raises(ValueError, match=words):
         question_paragraphs(metadata)
+
+
+LONGBENCH = "Passage 1:\nUlm\nOn the Danube.\n\nIn Swabia.\n\nPassage 2:\nLinz\nOn it."
+
+
+def test_longbenchs_text_is_split_at_its_numbered_lines():
+    marked = question_paragraphs({"context": LONGBENCH})
+    assert marked == [
+        ("Ulm\nOn the Danube.\n\nIn Swabia.", False),
+        ("Linz\nOn it.", False),
+    ]
+    windows = {"context": "\n" + LONGBENCH.replace("\n", "\r\n") + "\r\n"}
+    texts = [text.replace("\r", "") for text, _ in question_paragraphs(windows)]
+    assert texts == [text for text, _ in marked]
+    # A title may stand alone, and a text may name passages.
+    named = {"context": "Passage 1:\nUlm\nPassage 2:\nLinz\nSee Passage 7: it is long."}
+    assert [text for text, _ in question_paragraphs(named)] == [
+        *("Ulm\n", "Linz\nSee Passage 7: it is long.")
+    ]
+    facts = {"context": LONGBENCH, "supporting_facts": [["Linz", 0]]}
+    assert [is_gold for _, is_gold in question_paragraphs(facts)] == [False, True]
 
 
 def test_a_corpus_is_a_questions_paragraphs_and_distractors_of_others_within_words():

@@ -15,7 +15,6 @@ from rsearch.methods.adaptive import (
 from rsearch.methods.iterating import ircot
 from rsearch.methods.reading import direct, rag
 from rsearch.methods.table import demanded_inputs
-from rsearch.types import Question
 from tests.methods.scripted import ScriptedModel, Searched, answer_one
 
 
@@ -149,7 +148,7 @@ def test_labels_that_cannot_be_used_are_refused(tmp_path, changes, spelling, wor
     if changes is not None:
         write_labels(path, ("A?", "rag"), ("B?", "rag"), **changes)
     with pytest.raises(ValueError, match=words):
-        demanded_inputs([spelling.format(path=path)], (), list)
+        demanded_inputs([spelling.format(path=path)])
 
 
 def test_a_question_whose_label_is_known_is_refused(tmp_path):
@@ -161,12 +160,10 @@ def test_a_question_whose_label_is_known_is_refused(tmp_path):
 def test_inputs_are_the_labels_and_nothing_else_of_the_file(tmp_path):
     spelling = f"skr:labels={tmp_path}/t:dataset=world:train"
     write_labels(tmp_path / "t", ("A?", "rag"))
-    before = demanded_inputs(["rag", spelling], [Question("q", "Who?", ("x",))], list)
+    before = demanded_inputs(["rag", spelling])
     rows = (tmp_path / "t").read_text()
     write_labels(tmp_path / "t", ("B?", "direct"), dataset="world:dev")
     (tmp_path / "t").write_text(rows + (tmp_path / "t").read_text())
-    assert demanded_inputs([spelling], (), list) == before and list(before) == [
-        "eval.skr"
-    ]
+    assert demanded_inputs([spelling]) == before and list(before) == ["eval.skr"]
     write_labels(tmp_path / "t", ("A?", "direct"))
-    assert demanded_inputs([spelling], (), list) != before
+    assert demanded_inputs([spelling]) != before

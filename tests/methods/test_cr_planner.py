@@ -303,7 +303,7 @@ def test_labels_that_cannot_be_used_are_refused(tmp_path, row, words):
         path.write_text(row if row == "" else json.dumps(row))
     spelling = "cr_planner" + ("" if row is None else f":labels={path}")
     with pytest.raises(ValueError, match=words):
-        demanded_inputs([spelling], (), list)
+        demanded_inputs([spelling])
 
 
 @pytest.mark.parametrize(
@@ -318,12 +318,12 @@ def test_settings_out_of_range_are_refused(tmp_path, setting):
 
 def test_inputs_are_the_labels_and_a_labelled_question_is_refused(tmp_path):
     labels = write_labels(tmp_path / "t", GOALS, RATES)
-    before = demanded_inputs([f"cr_planner:labels={labels}"], (), list)
+    before = demanded_inputs([f"cr_planner:labels={labels}"])
     assert list(before) == ["eval.cr_planner"]
     with pytest.raises(ValueError, match="question q is among"):
         answer_one(cr_planner, planning(), text="When?", used=KIT, labels=labels)
     write_labels(tmp_path / "t", GOALS, {1: 0.0, 2: 1.0})
-    assert demanded_inputs([f"cr_planner:labels={labels}"], (), list) != before
+    assert demanded_inputs([f"cr_planner:labels={labels}"]) != before
 
 
 def test_several_candidates_need_samples():

@@ -4,17 +4,10 @@ import dataclasses
 
 import pytest
 
-from rsearch.methods.in_context import check_paragraphs, in_context
+from rsearch.methods.in_context import in_context
 from rsearch.methods.reading import rag_messages
-from rsearch.types import Outcome, Passage, Question
-from tests.methods.scripted import (
-    ScriptedModel,
-    Searched,
-    answer_one,
-    kit,
-    paragraphs_beside,
-    shown,
-)
+from rsearch.types import Outcome, Passage
+from tests.methods.scripted import ScriptedModel, Searched, answer_one, kit, shown
 
 MUSIQUE = {
     "paragraphs": [
@@ -93,24 +86,3 @@ def test_a_prompt_that_is_too_long_with_gold_alone_is_truncated():
     rollout = answer_one(in_context, model, used=fitting(0), metadata=MUSIQUE)
     assert (rollout.outcome, rollout.left_out) == (Outcome.TRUNCATED, 3 / 5)
     assert "text 4" in shown(model.requests[0])
-
-
-UNMARKED = {"paragraphs": [{**MUSIQUE["paragraphs"][0]}]}
-
-
-@pytest.mark.parametrize(
-    ("metadata", "only_gold", "words"),
-    [
-        ({}, False, "in_context.*question q: the question has no paragraphs"),
-        ({"paragraphs": 3}, False, "question q: field paragraphs: .* got 3"),
-        (UNMARKED, True, "question q: only_gold = true, but .* supporting_facts"),
-    ],
-)
-def test_a_question_without_paragraphs_is_refused(metadata, only_gold, words):
-    known = Question("p", "Who?", ("x",), MUSIQUE)
-    check_paragraphs([known], paragraphs_beside, only_gold=True)
-    unmarked = Question("p", "Who?", ("x",), UNMARKED)
-    check_paragraphs([unmarked], paragraphs_beside, only_gold=False)
-    questions = [known, Question("q", "Who?", ("x",), metadata)]
-    with pytest.raises(ValueError, match=words):
-        check_paragraphs(questions, paragraphs_beside, only_gold=only_gold)

@@ -217,7 +217,7 @@ def test_labels_that_cannot_be_used_are_refused(tmp_path, row, words):
         path.write_text(row if row == "" else json.dumps(row))
     spelling = "rearter" + ("" if row is None else f":labels={path}")
     with pytest.raises(ValueError, match=words):
-        demanded_inputs([spelling], (), list)
+        demanded_inputs([spelling])
 
 
 @pytest.mark.parametrize(
@@ -239,14 +239,14 @@ def test_settings_out_of_range_are_refused(tmp_path, setting):
 
 def test_inputs_are_the_labels_and_a_labelled_question_is_refused(tmp_path):
     spelling = f"rearter:labels={write_labels(tmp_path / 't')}"
-    before = demanded_inputs([spelling], (), list)
+    before = demanded_inputs([spelling])
     assert list(before) == ["eval.rearter"]
     with pytest.raises(ValueError, match="question q is among"):
         answer_one(
             rearter, asking(), text="When?", used=KIT, labels=str(tmp_path / "t")
         )
     write_labels(tmp_path / "t", {1: 0.0, 2: 1.0})
-    assert demanded_inputs([spelling], (), list) != before
+    assert demanded_inputs([spelling]) != before
 
 
 def test_several_paths_need_samples():

@@ -229,7 +229,7 @@ def test_labels_that_cannot_be_used_are_refused(tmp_path, row, words):
         path.write_text(row if row == "" else json.dumps(row))
     spelling = "recomp_extractive" + ("" if row is None else f":labels={path}")
     with pytest.raises(ValueError, match=words):
-        demanded_inputs([spelling], (), list)
+        demanded_inputs([spelling])
 
 
 @pytest.mark.parametrize(
@@ -250,10 +250,10 @@ def test_settings_out_of_range_are_refused(tmp_path, setting):
 
 def test_inputs_are_the_labels_and_a_labelled_question_is_refused(tmp_path):
     spelling = f"recomp_extractive:labels={write_labels(tmp_path / 't')}"
-    before = demanded_inputs([spelling], (), list)
+    before = demanded_inputs([spelling])
     assert list(before) == ["eval.recomp_extractive"]
     assert read_sentence_labels(tmp_path / "t")[0].scores == (-1.0, -2.0, -3.0)
     with pytest.raises(ValueError, match="question q is among"):
         asked(recomp_extractive, "When B", labels=str(tmp_path / "t"))
     write_labels(tmp_path / "t", {"A": "123"})
-    assert demanded_inputs([spelling], (), list) != before
+    assert demanded_inputs([spelling]) != before

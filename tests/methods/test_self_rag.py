@@ -135,9 +135,9 @@ def test_reflection_tokens_are_no_part_of_an_answer():
 
 @pytest.mark.parametrize("missing", TOKENS)
 def test_a_tokenizer_without_reflection_tokens_is_refused(missing):
-    assert demanded_inputs(["self_rag:threshold=0.1"], (), list, TOKENS) == {}
+    assert demanded_inputs(["self_rag:threshold=0.1"], TOKENS) == {}
     with pytest.raises(ValueError, match="self_rag") as refused:
-        demanded_inputs(["self_rag"], (), list, [t for t in TOKENS if t != missing])
+        demanded_inputs(["self_rag"], [t for t in TOKENS if t != missing])
     assert repr(missing) in str(refused.value)
 
 
@@ -151,4 +151,4 @@ def test_a_model_that_spells_the_tokens_reads_them_as_text():
     assert [p.prefix for p in probes] == [Marked((PROMPT, "", ""))] * 2
     assert scores[-1].prefix == Marked((front, "", RIGHT.partition("[Utility")[0]))
     assert not any(s.is_mark for s in [*probes, *scores])
-    assert demanded_inputs(["self_rag:spelled=true"], (), list) == {}
+    assert demanded_inputs(["self_rag:spelled=true"]) == {}

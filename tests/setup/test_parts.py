@@ -484,6 +484,21 @@ def test_each_question_searches_its_paragraphs_and_those_drawn_for_it(tmp_path, 
     assert uses_encoder == (index == "")
 
 
+def test_longbenchs_questions_search_the_passages_of_their_text(tmp_path):
+    passages = [f"Passage {i}:\nT{i}\nIt was made {i}.\n" for i in range(1, 4)]
+    row = {"input": "Who made it?", "context": "\n".join(passages), "answers": ["x"]}
+    row |= {"_id": "b", "length": 9, "dataset": "hotpotqa", "all_classes": None}
+    path = write(tmp_path / "q.jsonl", [row])
+    fields = dict(data__dev=path, data__train=path, stages=("rl",), retrieval__top_k=9)
+    fields |= dict(retrieval__corpus="paragraphs", eval__methods=("in_context",))
+    setup = load_setup(config(**fields), only_dev=True)
+    ((question,), kit) = setup.dev, make_kit(setup)
+    (found,) = setup.search(["made"], [question.id])
+    texts = [f"T{i}\nIt was made {i}." for i in range(1, 4)]
+    assert sorted(passage.contents for passage in found) == texts
+    assert kit.paragraphs_of(question) == [(text, False) for text in texts]
+
+
 def test_paragraphs_are_searched_in_an_evaluation_alone(tmp_path):
     path = paragraphs_file(tmp_path)
     fields = dict(data__dev=path, data__train=path, retrieval__corpus="paragraphs")

@@ -17,6 +17,9 @@ from tests.small_run import config, quick_compilation
 __all__ = ["quick_compilation"]
 
 
+ONLY_GOLD = ("in_context:only_gold=true",)
+
+
 def host(tree):
     return jax.tree.map(np.asarray, tree)
 
@@ -42,6 +45,15 @@ def test_parameters_follow_from_the_seed_on_any_mesh():
         ({"data__dev": "world:dew"}, "config.data.dev = 'world:dew'"),
         ({"data__dev": "questions.jsonl"}, "questions.jsonl:2: "),
         ({"retrieval__corpus": "paragraphs"}, "good.jsonl:1: the question has no para"),
+        ({"eval__methods": ("in_context",)}, "good.jsonl:1: the question has no para"),
+        (
+            {"data__dev": "long.jsonl", "eval__methods": ONLY_GOLD},
+            "long.jsonl:1: none of the question's paragraphs is gold",
+        ),
+        (
+            {"data__dev": "long.jsonl", "retrieval__corpus": "paragraphs"},
+            "long.jsonl:2: field context: expected 'Passage 1:', got 'Passage 3:'",
+        ),
         ({"retrieval__corpus": "", "retrieval__index": "none"}, "none is not a dir"),
         ({"retrieval__corpus": "x.jsonl"}, "config.retrieval.index is empty"),
         ({"eval__methods": ("ragg",)}, "config.eval.methods = 'ragg'"),
@@ -55,6 +67,10 @@ def test_inputs_are_checked_without_loading_them(
     good = {"question": "Who?", "golden_answers": ["Ada"]}
     pathlib.Path("good.jsonl").write_text(json.dumps(good))
     pathlib.Path("questions.jsonl").write_text(json.dumps(good) + "\n{}\n")
+    long = [{"input": "Who?", "answers": ["Ada"], "_id": name} for name in "ab"]
+    for number, row in zip((1, 3), long, strict=True):
+        row["context"] = f"Passage {number}:\nAda\nIt is she."
+    pathlib.Path("long.jsonl").write_text("\n".join(map(json.dumps, long)))
     shared, questions = load.Shared(), {"data__dev": "good.jsonl"}
     questions |= {"data__train": "good.jsonl", "stages": ("rl",)}
     load.check_inputs(config(**questions), home=tmp_path, shared=shared)
