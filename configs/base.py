@@ -955,6 +955,17 @@ EVAL = Section(
     examples=Field(3, "transcripts printed at the end", at_least(0)),
 )
 
+LOG = Section(
+    "What a run stores for people to look at.",
+    may_change=True,
+    rollouts=Field(
+        4,
+        "groups of each RL step that rsearch.show shows; rsearch.replay wants all, "
+        "rl.questions_per_step; 0 = none",
+        at_least(0),
+    ),
+)
+
 FIELDS = Section(
     "A run.",
     name=Field("base", "the recipe's name, in reports"),
@@ -1006,6 +1017,7 @@ FIELDS = Section(
     checkpoint=CHECKPOINT,
     guards=GUARDS,
     eval=EVAL,
+    log=LOG,
     log_every=Field(
         1,
         "RL steps between printed lines; metrics.jsonl has every step",

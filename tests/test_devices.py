@@ -13,6 +13,7 @@ import pytest
 from rsearch.config import recipes as configuration
 from rsearch.config.stage_plan import kind_of, stage_config
 from rsearch.models.sharding import make_mesh
+from rsearch.rollout.records import Rewarded
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.load import load_setup
 from rsearch.setup.weights import initial_params
@@ -194,7 +195,7 @@ def made_up(rng, lengths):
 
 
 def made_up_step(c, step):
-    """Groups of such rollouts and their rewards."""
+    """Groups of such rollouts with their rewards, and their metrics."""
     rng = np.random.default_rng(step)
     size = c.rl.questions_per_step, c.rollout.group_size
     told = dict.fromkeys(("reward", "searches", "policy_tokens"), 0.0)
@@ -208,7 +209,8 @@ def made_up_step(c, step):
         )
         for i in range(size[0])
     ]
-    return groups, rng.choice(np.float32([0, 0.5, 1]), size), told
+    rewards = rng.choice(np.float32([0, 0.5, 1]), size)
+    return [Rewarded(g, r, {}) for g, r in zip(groups, rewards, strict=True)], told
 
 
 class MadeUpMemory:

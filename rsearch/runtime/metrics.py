@@ -169,6 +169,15 @@ def metrics_to_json(values: dict) -> dict:
     )
 
 
+def number_to_json(value: float) -> float | str:
+    """Return a number as valid JSON: the name of one that is not finite."""
+    if math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
 def metrics_from_json(row: dict) -> dict:
     """Return the values that `metrics_to_json` was given."""
     return {name: _number(value) for name, value in row.items()}
@@ -205,17 +214,9 @@ def _to_scalar(name, value):
 def _spell_non_finite(row):
     """Return the row with its non-finite numbers as strings."""
     return {
-        name: _name_of(value)
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
+        name: number_to_json(value) if isinstance(value, float) else value
         for name, value in row.items()
     }
-
-
-def _name_of(value):
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
 
 
 class _Curves:

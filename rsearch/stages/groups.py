@@ -23,7 +23,7 @@ def sample_groups(
     step: int,
     attempt: int = 0,
     health: Callable[[Sequence[Group]], dict] | None = None,
-) -> tuple[list[Group], np.ndarray, dict[str, float | None]]:
+) -> tuple[list[Rewarded], dict[str, float | None]]:
     """Return the groups that a step learns from.
 
     With `rounds`, groups whose rollouts all earn the same give way to those of further
@@ -41,40 +41,42 @@ def sample_groups(
         health: measures how groups search, see `rsearch.rollout.health`.
 
     Returns:
-        Q groups, [Q, G] rewards, and what was measured on the step's own questions.
+        Q groups with their rewards, and what was measured on the step's own questions.
     """
     # As many further questions as all rounds can ask for, however few are needed: a
     # step's share of the stream does not depend on what was rolled out.
     count = min(num_questions * (1 + rounds), max(len(questions), num_questions))
     seed += attempt * SEED_STRIDE
     stream = [questions[i] for i in take(len(questions), count, seed=seed, step=step)]
-    groups, rewards, metrics = summarize(play(stream[:num_questions]))
+    scored = play(stream[:num_questions])
+    metrics = summarize(scored)
     if health is not None:
-        measured = health(groups)
+        measured = health([r.group for r in scored])
         # A curve of the run needs a number: the recall after each search has its name.
         by_turn = enumerate(measured.pop(BY_TURN), start=1)
         measured |= {f"supporting_recall_{t}": x for t, x in by_turn}
         # A share of nothing is left out, so that it is within no bound and beyond none.
         metrics |= {name: x for name, x in measured.items() if x is not None}
     if not rounds:
-        return groups, rewards, metrics
+        return scored, metrics
     waiting, num_asked = stream[num_questions:], num_questions
     for _ in range(rounds):
-        uniform = np.flatnonzero(~has_reward_variance(groups, rewards))
+        uniform = np.flatnonzero(~has_reward_variance(*groups_and_rewards(scored)))
         # One new question for each group without variance, and no more: a round costs
         # at most as much as the first.
         batch, waiting = waiting[: len(uniform)], waiting[len(uniform) :]
         if not batch:
             break
-        more, more_rewards, _ = summarize(play(batch))
+        more = play(batch)
         num_asked += len(batch)
-        good = np.flatnonzero(has_reward_variance(more, more_rewards))
+        good = np.flatnonzero(has_reward_variance(*groups_and_rewards(more)))
         # If too few new groups have variance, the last old ones stay as they were.
         for slot, i in zip(uniform, good):
-            groups[slot], rewards[slot] = more[i], more_rewards[i]
+            scored[slot] = more[i]
     metrics["questions_asked"] = num_asked
-    metrics["groups_learnt_from"] = _mean(has_reward_variance(groups, rewards))
-    return groups, rewards, metrics
+    has_variance = has_reward_variance(*groups_and_rewards(scored))
+    metrics["groups_learnt_from"] = _mean(has_variance)
+    return scored, metrics
 
 
 def with_rewards(
@@ -91,15 +93,19 @@ def with_rewards(
     ]
 
 
-def summarize(
+def groups_and_rewards(
     scored: Sequence[Rewarded],
-) -> tuple[list[Group], np.ndarray, dict[str, float | None]]:
-    """Return the groups, their [Q, G] rewards, and {metric: number or None}.
+) -> tuple[list[Group], np.ndarray]:
+    """Return the Q groups and their [Q, G] rewards."""
+    return [r.group for r in scored], np.stack([r.rewards for r in scored])
+
+
+def summarize(scored: Sequence[Rewarded]) -> dict[str, float | None]:
+    """Return {metric: number or None} of groups.
 
     Means of rewards are over valid rollouts; a mean over nothing is None.
     """
-    groups = [r.group for r in scored]
-    rewards = np.stack([r.rewards for r in scored])
+    groups, rewards = groups_and_rewards(scored)
     # Counts are over all rollouts, means of rewards over the valid ones.
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     is_valid = valid_rollouts(groups)
@@ -119,7 +125,7 @@ def summarize(
     metrics["repeated_text"] = _mean([_repeats_a_turn(r) for r in rollouts])
     for outcome in Outcome:
         metrics[outcome.value] = _mean([r.outcome == outcome for r in rollouts])
-    return groups, rewards, metrics
+    return metrics
 
 
 def valid_rollouts(groups: Sequence[Group]) -> np.ndarray:

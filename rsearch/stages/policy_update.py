@@ -1,7 +1,7 @@
 """From a step's groups and rewards to optimizer steps of policy and critic."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ def update_policy(
     reference: Params | None = None,
     memory_rows: Sequence = (),
     guards: Guards | None = None,
+    record: Callable[[Batch | None, jax.Array | None], None] | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
     """Take the optimizer steps of one step's rollouts.
 
@@ -51,6 +52,9 @@ def update_policy(
             memory.
         memory_rows: rows of segments to memorise, config.rl.memorise_rows at most.
         guards: see each update; None without.
+        record: called before the first update with the batch, its advantages included,
+            and the trainer's log-probabilities where they are computed; with None for
+            both if nothing is learnt from the step.
 
     Returns:
         The state, and the mean metrics of the updates; `in_loss` is the share of
@@ -73,26 +77,30 @@ def update_policy(
     is_useful = [p.from_policy.any() for p in parts(rows, s.updates_per_step)]
     if not any(is_useful):
         console.note("rl: no rollout of this step is in the loss; no update")
+        if record is not None:
+            record(None, None)
         return train_state, {"in_loss": 0.0}
     # A reward that is not finite would make every advantage of its group NaN.
     largest = float(np.max(np.abs(rewards[valid_rollouts(groups)]), initial=0.0))
     if guards is not None and not math.isfinite(largest):
+        if record is not None:
+            record(None, None)
         guards.on_update(step, {"reward": largest}, rows, train_state.params)
         return train_state, {"in_loss": 0.0}
 
     # All rows are scored before the first update: it reuses the policy's buffers.
     batch = trainer.put(rows, s.micro_batch)
     trains_policy = trainer.update_values is None or step >= c.critic.pretrain_steps
-    gap = None
+    gap = trainer_logp = None
     # The sampler's log-probabilities differ from the trainer's by rounding (other
     # kernels, bfloat16 copy): recomputing makes the first ratio exactly 1.
     if s.old_logprobs == "recompute" or not trains_policy:
-        logp = trainer.score(train_state.params, base, batch)
-        gap = sampler_gap(logp, batch, with_retrieved=not s.mask_retrieved)
+        trainer_logp = trainer.score(train_state.params, base, batch)
+        gap = sampler_gap(trainer_logp, batch, with_retrieved=not s.mask_retrieved)
     if s.old_logprobs == "recompute":
         if s.tis_cap:  # truncated importance sampling compares with the sampler's
             batch = batch._replace(sampled_logp=batch.behavior_logp)
-        batch = batch._replace(behavior_logp=logp)
+        batch = batch._replace(behavior_logp=trainer_logp)
     # It may rest in host memory, and visits the devices for this one pass.
     if reference is not None:
         logp = trainer.score(on_device(reference), None, batch)
@@ -103,6 +111,9 @@ def update_policy(
         batch = batch._replace(values=values)
     # Over all rows, before they are split: whitening spans all of the updates.
     batch = add_advantages(s, batch, train_state.kl_coef, len(groups[0].rollouts))
+    # Before the updates: the state can still be saved if the disk refuses.
+    if record is not None:
+        record(batch, trainer_logp)
     memory = None
     if s.memorise_coef:
         # Always as many rows, so that nothing compiles anew while the set grows.

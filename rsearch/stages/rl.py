@@ -25,12 +25,13 @@ from rsearch.rollout.records import (
     params_fingerprint,
     share_rewarded,
 )
+from rsearch.rollout.rollout_log import RolloutLog
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime import console
 from rsearch.runtime.compiles import num_compiles
 from rsearch.runtime.journal import AppendLog
 from rsearch.runtime.metrics import LapTimer, MetricsLog
-from rsearch.stages.groups import sample_groups, with_rewards
+from rsearch.stages.groups import groups_and_rewards, sample_groups, with_rewards
 from rsearch.stages.policy_update import update_policy
 from rsearch.stages.state import StageState
 from rsearch.types import Params, Question
@@ -102,10 +103,12 @@ def run(stage: RLStage, params: Params):
     reference = params if c.rl.kl_coef else None
     journal = AppendLog(stage.folder, "rollouts")  # those since the last checkpoint
     # Rollouts in the journal count only for the configuration and inputs that made
-    # them: a changed one rolls out again.
-    made_from = json.dumps(stage.inputs, sort_keys=True) + to_json(c)
+    # them: a changed one rolls out again. What is stored for people makes none.
+    settings = {name: value for name, value in c.to_dict().items() if name != "log"}
+    made_from = json.dumps(stage.inputs, sort_keys=True) + to_json(settings)
     made_from = xxhash.xxh3_128(made_from.encode("utf-8", "surrogatepass")).hexdigest()
     log = MetricsLog(stage.folder, first_step=state.num_rows)
+    rollout_log = RolloutLog(stage.folder, c.log.rollouts)
 
     with state.save_on_preemption(), log:
         if state.pending_metrics is not None:  # stopped before this row was written
@@ -121,8 +124,9 @@ def run(stage: RLStage, params: Params):
             decoding = stage.rollouts.place_params(
                 trainer.for_decoding(state.train_state.params, base)
             )
+            fingerprint = params_fingerprint(decoding)
             rollout_cache = RolloutCache(
-                journal, [made_from, step, attempt, params_fingerprint(decoding)]
+                journal, [made_from, step, attempt, fingerprint]
             )
             # A function of seed, stage and step: what is drawn does not depend on how
             # often the run was interrupted.
@@ -135,7 +139,7 @@ def run(stage: RLStage, params: Params):
             # computes the same batch, so that no host has to send it.
             if processes.num_hosts() > 1:
                 roll_out = functools.partial(play_on_all_hosts, roll_out, timer)
-            groups, rewards, metrics = sample_groups(
+            scored, metrics = sample_groups(
                 roll_out,
                 stage.questions,
                 num_questions=c.rl.questions_per_step,
@@ -157,12 +161,20 @@ def run(stage: RLStage, params: Params):
             if c.rollout.cache_tokens:
                 metrics["restarts"] = stage.rollouts.num_restarts - num_restarts
 
+            groups, rewards = groups_and_rewards(scored)
+
             # R1-Searcher++ memorises what this step's correct searches have found.
             memory_rows = []
             if stage.memory is not None:
                 metrics |= stage.memory.collect(step, groups)
                 memory_rows = stage.memory.rows(step)
                 timer.lap("memory")
+
+            # For people: some groups with what is learnt from them, see rollout_log.
+            def record(batch, logp, step=step, scored=scored, params=fingerprint):
+                state.retry_io(
+                    lambda: rollout_log.write(step, scored, batch, logp, params=params)
+                )
 
             # The gradient: advantages, loss and optimizer steps, see policy_update.
             train_state, update_metrics = update_policy(
@@ -177,6 +189,7 @@ def run(stage: RLStage, params: Params):
                 reference=reference,
                 memory_rows=memory_rows,
                 guards=state.guards,
+                record=record,
             )
             timer.lap("update")
             metrics |= update_metrics | timer.seconds | {"compiles": num_compiles()}

@@ -10,7 +10,7 @@ from rsearch.setup.learners import make_trainer
 from rsearch.setup.stages import rl_parts
 from rsearch.stages import rl, sft
 from rsearch.stages.curate import run as curate
-from rsearch.stages.groups import summarize, with_rewards
+from rsearch.stages.groups import groups_and_rewards, summarize, with_rewards
 from rsearch.stages.policy_update import update_policy
 from rsearch.stages.state import StageState
 
@@ -65,11 +65,10 @@ def learning(setup, *, reference=None, guards=None):
 def scored(setup, groups):
     """(groups, rewards, metrics) of rollouts that are rewarded as configured."""
     terms = setup.config.reward.to_dict()
-    return summarize(
-        with_rewards(
-            *reward_groups(groups, terms, protocol=setup.protocol, judge=setup.judge)
-        )
+    rewarded = with_rewards(
+        *reward_groups(groups, terms, protocol=setup.protocol, judge=setup.judge)
     )
+    return *groups_and_rewards(rewarded), summarize(rewarded)
 
 
 def run_data(setup, params, folder, *, name="curate", make_rollouts=None):

@@ -14,7 +14,12 @@ from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.learners import fresh_state, state_shapes
 from rsearch.setup.weights import initial_params
 from rsearch.stages import rl
-from rsearch.stages.groups import rollouts_in_loss, sample_groups, summarize
+from rsearch.stages.groups import (
+    groups_and_rewards,
+    rollouts_in_loss,
+    sample_groups,
+    summarize,
+)
 from rsearch.stages.guards import Guards
 from rsearch.types import Outcome, Source
 from tests import small_run
@@ -121,9 +126,10 @@ def playing(setup, *, good, size, rounds):
             for question, group in zip(questions, played)
         ]
 
-    actual, rewards, measured = sample_groups(
+    scored, measured = sample_groups(
         play, setup.train, num_questions=size, rounds=rounds, seed=0, step=3
     )
+    actual, rewards = groups_and_rewards(scored)
     return [g.question.id for g in actual], rewards, measured, calls
 
 
@@ -149,7 +155,7 @@ def test_groups_without_spread_give_way_to_those_of_further_questions(setup):
 def test_the_reward_of_a_step_without_a_valid_rollout_is_none_and_not_0():
     (group,) = groups([TOOL, TOOL])
     parts = {"answer_em": np.full(2, np.nan, np.float32)}
-    _, _, measured = summarize([Rewarded(group, np.zeros(2, np.float32), parts)])
+    measured = summarize([Rewarded(group, np.zeros(2, np.float32), parts)])
     assert measured["reward"] is None and measured["reward_answer_em"] is None
     assert measured["groups_with_spread"] is None and measured["tool_error"] == 1
     line = rl.step_line("rl", 1, 2, measured)

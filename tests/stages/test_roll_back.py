@@ -42,11 +42,11 @@ def collapsing(monkeypatch, beyond, *, rolls_out=False):
 
     def sample_groups(play, questions, *, step, **settings):
         play = play if rolls_out else made_up
-        played, rewards, metrics = real(play, questions, step=step, **settings)
+        scored, metrics = real(play, questions, step=step, **settings)
         before = sum(earlier == step for earlier, _ in taken)
-        taken.append((step, [group.question.id for group in played]))
+        taken.append((step, [r.group.question.id for r in scored]))
         metrics["empty_answers"] = 0.9 if beyond(step, before) else 0.1
-        return played, rewards, metrics
+        return scored, metrics
 
     monkeypatch.setattr(rl, "sample_groups", sample_groups)
     return taken

@@ -55,7 +55,7 @@ def test_transcripts_and_metrics_tell_of_them():
     row = {"stage": "rl", "method": "protocol", "dataset": "d"}
     (told,) = transcripts([group], row)
     assert told["suspicious"] == ["bad"]
-    _, _, measured = summarize([Rewarded(group, np.zeros(1, np.float32), {})])
+    measured = summarize([Rewarded(group, np.zeros(1, np.float32), {})])
     assert measured["suspicious_passages"] == 0.5
 
 

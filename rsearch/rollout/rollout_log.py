@@ -1,0 +1,234 @@
+"""Store some rollouts of each step of a stage, with what was learnt from them.
+
+    <stage>/rollouts/step_000012.jsonl.gz    a rollout a line
+
+`step` counts from 0, as in metrics.jsonl: step 12 starts from the checkpoint 12. The
+files are for people and for `rsearch.replay`; no run reads them.
+"""
+
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rsearch.hosts import collectives
+from rsearch.runtime import held
+from rsearch.runtime.jsonl import read_jsonl, write_jsonl
+from rsearch.runtime.metrics import number_to_json
+from rsearch.types import Group, Rollout, Source
+
+FOLDER = "rollouts"  # of a stage
+NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
+
+
+class RolloutLog:
+    """The files of one stage; host 0 writes.
+
+    Args:
+        stage_folder: of the stage.
+        num_groups: that are stored of each step, its first ones; 0 stores none.
+    """
+
+    def __init__(self, stage_folder: pathlib.Path, num_groups: int):
+        self._folder = stage_folder / FOLDER
+        self._num_groups = num_groups
+
+    def write(
+        self,
+        step: int,
+        scored: Sequence[tuple[Group, np.ndarray, dict]],
+        batch: Any,
+        logp: jax.Array | None,
+        *,
+        params: str,
+    ) -> None:
+        """Write the file of a step, and delete those of later steps.
+
+        These are taken again: the run has gone back to an earlier checkpoint. The same
+        step gives the same bytes. All hosts call this together.
+
+        Args:
+            step: from 0; as many steps the policy has learnt from.
+            scored: (group, [G] rewards, {term: [G]}) of each group of the step.
+            batch: the rsearch.learn.batch.Batch of all its rollouts, [M, b, T], with
+                advantages; None where nothing is learnt from the step.
+            logp: [M, b, T] log-probabilities under the trainer's policy before the
+                update; None where they are not computed.
+            params: `params_fingerprint` of the policy that sampled.
+
+        Raises:
+            OSError: the disk refuses.
+            LostDirectoryError: as `files.replace`.
+        """
+        for number, path in _step_files(held.locate(self._folder)).items():
+            if number > step:  # any host may: none writes before all come to that step
+                path.unlink(missing_ok=True)
+        if not self._num_groups:
+            return
+        learnt = {} if batch is None else _by_row(batch, logp)
+        rows = []
+        for number, (group, rewards, parts) in enumerate(scored[: self._num_groups]):
+            for i, rollout in enumerate(group.rollouts):
+                row = number * len(group.rollouts) + i
+                rows.append(
+                    {
+                        "step": step,
+                        **question_record(group),
+                        "group": number,
+                        "rollout": i,
+                        "policy_version": step,
+                        "params": params,
+                        "outcome": rollout.outcome.value,
+                        "answer": rollout.answer,
+                        **reward_record(i, rewards, parts),
+                        **search_record(rollout),
+                        **_learnt_record(
+                            rollout, {name: x[row] for name, x in learnt.items()}
+                        ),
+                    }
+                )
+        held.locate(self._folder).mkdir(exist_ok=True)
+        write_jsonl(self._folder / f"step_{step:06}.jsonl.gz", rows)
+
+
+def stored_steps(stage_folder: pathlib.Path) -> list[int]:
+    """Return the steps whose rollouts a stage has stored, in order."""
+    return sorted(_step_files(stage_folder / FOLDER))
+
+
+def read_rollouts(stage_folder: pathlib.Path, step: int) -> list[dict]:
+    """Return the lines of a step's file.
+
+    Raises:
+        ValueError: names the line that no run has written.
+        OSError: it cannot be read.
+    """
+    path = stage_folder / FOLDER / f"step_{step:06}.jsonl.gz"
+    return read_jsonl(path, parse=_parse_rollout)
+
+
+def question_record(group: Group) -> dict:
+    """Return what a record says of the question."""
+    question = group.question
+    kind = question.metadata.get("kind")
+    return {
+        "question_id": question.id,
+        "question": question.text,
+        "answers": list(question.golden_answers),
+        **({} if kind is None else {"kind": kind}),
+    }
+
+
+def reward_record(
+    number: int, rewards: np.ndarray, terms: Mapping[str, np.ndarray]
+) -> dict:
+    """Return the reward of a rollout of a group, and the terms before their weights.
+
+    Args:
+        number: of the rollout in the group.
+        rewards: [G].
+        terms: {name: [G]}.
+    """
+    return {
+        "reward": _numbers(rewards)[number],
+        "reward_parts": {name: _numbers(x)[number] for name, x in terms.items()},
+    }
+
+
+def search_record(rollout: Rollout) -> dict:
+    """Return the queries of all searches, and the passages of each search."""
+    return {
+        "queries": [q for s in rollout.searches for q in s.call.arguments],
+        "passages": [
+            [
+                {
+                    "id": passage.id,
+                    "title": passage.title,
+                    "score": None
+                    if passage.score is None
+                    else number_to_json(float(passage.score)),
+                }
+                for hits in search.result.data
+                for passage in hits
+            ]
+            for search in rollout.searches
+        ],
+    }
+
+
+def _by_row(batch, logp):
+    """Return {name: [B, T]} of what the step's batch says of its rollouts."""
+    arrays = {"advantage": batch.advantage, "from_policy": batch.from_policy}
+    if logp is not None:
+        arrays["log_probs"] = logp
+    gathered = {name: collectives.gather_array(x) for name, x in arrays.items()}
+    return {name: x.reshape(-1, x.shape[-1]) for name, x in gathered.items()}
+
+
+def _learnt_record(rollout, learnt):
+    """Return a rollout's advantage and segments.
+
+    Args:
+        rollout: its tokens.
+        learnt: {name: [T]} of its row of the batch; {} where nothing is learnt.
+    """
+    # Of a rollout out of the loss the trainer computes no log-probabilities.
+    in_loss = bool(learnt) and bool(learnt["from_policy"].any())
+    logp = learnt.get("log_probs") if in_loss else None
+    segments, advantages, start = [], [], 0
+    for segment in rollout.segments:
+        end = start + len(segment.token_ids)
+        record = {
+            "source": segment.source.name.lower(),
+            "text": segment.text,
+            "ids": np.asarray(segment.token_ids).tolist(),
+        }
+        if segment.source == Source.POLICY:
+            record["sampler_log_probs"] = _numbers(segment.logp)
+            if logp is not None:
+                record["log_probs"] = _numbers(logp[start:end])
+            if learnt:
+                advantages.append(learnt["advantage"][start:end])
+        segments.append(record)
+        start = end
+    advantage = None
+    if advantages:
+        values = np.concatenate(advantages)
+        is_same = len(values) and (values == values[0]).all()
+        advantage = _numbers(values[:1])[0] if is_same else _numbers(values)
+    return {
+        "in_loss": in_loss,
+        "advantage": advantage,
+        "searches": len(rollout.searches),
+        "segments": segments,
+    }
+
+
+def _numbers(values) -> list:
+    """Return float32 numbers in their shortest decimal form, to the last bit."""
+    shortest = np.asarray(values, np.float32).astype(str).astype(np.float64)
+    return [number_to_json(value) for value in shortest.tolist()]
+
+
+def _step_files(folder):
+    """Return {step: path} of the files of a folder that need not be there."""
+    if not folder.is_dir():
+        return {}
+    matches = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    return {int(match[1]): path for match, path in matches if match}
+
+
+def _parse_rollout(row):
+    kinds = {"step": int, "question_id": str, "question": str, "segments": list}
+    if not isinstance(row, dict):
+        raise ValueError("expected an object")
+    for name, kind in kinds.items():
+        if not isinstance(row.get(name), kind):
+            raise ValueError(f"{name} = {row.get(name)!r:.60}: expected {kind}")
+    for segment in row["segments"]:
+        if not isinstance(segment, dict) or not isinstance(segment.get("text"), str):
+            raise ValueError(f"segments: {segment!r:.60}: expected a text")
+    return row
