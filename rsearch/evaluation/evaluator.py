@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from rsearch.config.fields import fingerprint
@@ -105,6 +106,7 @@ class Evaluator:
         made_from: Callable[[], list],
         load_model: Callable[[str], GenerateFn],
         health: Callable[[Sequence[Group]], dict],
+        score: Callable | None,
         inputs: Mapping[str, str],
         sampling: Mapping[str, Any],
         dataset: str = "",
@@ -127,6 +129,8 @@ class Evaluator:
             load_model: loads "reader", "answerer" or "eval_judge", a model beside the
                 policy.
             health: measures how groups search, see `rsearch.rollout.health`.
+            score: groups -> ([Q, G] rewards, {term: [Q, G]}, groups), as the policy was
+                trained; None where that needs a judge, or it was not.
             inputs, sampling: see `row_manifest`.
             dataset: the name of the questions in results.json; "" is that of
                 config.data.dev.
@@ -144,7 +148,7 @@ class Evaluator:
         self._make_model = functools.cache(make_model)
         self._kit, self._made_from = kit, made_from
         self._load_model = functools.cache(load_model)
-        self._health = health
+        self._health, self._score = health, score
         # Without samples there is one rollout a question, which nothing is drawn for.
         self._samples = sampling.get("samples", 0)
         self._seeds = sampling.get("seeds", [config.seed])
@@ -272,6 +276,34 @@ class Evaluator:
         assert digest, "answers of other parameters would be reused"
         made_from = [*self._made_from(), questions_fingerprint(self._questions)]
         return RolloutCache(journal, [*made_from, digest, name, *of_seed])
+
+    def rewards(
+        self, stage: str, method: str, groups: Sequence[Group]
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
+        """Return the rewards of the policy's rollouts, as it was trained.
+
+        A term that compares rollouts has those of the evaluation, its samples.
+
+        Args:
+            stage: that the policy comes from; no rewards if its own differ from the
+                run's.
+            method: whose rollouts they are; the recipe rewards its protocol alone.
+            groups: of the method.
+
+        Returns:
+            [Q, G] rewards and {term: [Q, G]}; None where they are not computed.
+        """
+        c = self._config
+        is_other = method != PROTOCOL or "reward" in c.overrides.get(stage, {})
+        if self._score is None or is_other or c.models.answerer.source:
+            return None
+        try:
+            totals, terms, _ = self._score(groups)
+        except Exception as error:  # of a user's term: the answers are worth more
+            reason = f"{type(error).__name__}: {error}"
+            console.note(f"no rewards are in transcripts.jsonl: {reason}")
+            return None
+        return totals, terms
 
     def judge(
         self, groups: Sequence[Group], folder: pathlib.Path
@@ -475,7 +507,8 @@ def run_methods(
         # Which code, libraries and inputs measured it: an entry of run.json, from 1.
         row = {"stage": stage, "step": step, "start": num_starts(folder), **row}
         row |= judged
-        rollouts = transcripts(groups, row, verdicts)
+        rewards = evaluator.rewards(stage, method, groups)
+        rollouts = transcripts(groups, row, verdicts, rewards)
         if processes.is_host0():
             recorded = record_results(folder, row, rollouts)
         em = "-" if row["em"] is None else f"{100 * row['em']:.1f}"

@@ -4,8 +4,9 @@ import itertools
 import pathlib
 import reprlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from rsearch.data.demonstrations import DIRECT, PROTOCOL, RAG
@@ -19,6 +20,7 @@ from rsearch.evaluation.judge import Verdict
 from rsearch.evaluation.predictions import RUN, run_key
 from rsearch.evaluation.scoring import COSTS, scores_of_rows
 from rsearch.rollout.health import HEALTH, NEEDLESS, NOTABLE, needless_searches
+from rsearch.rollout.rollout_log import kind_record, reward_record, search_record
 from rsearch.runtime import console, files, held
 from rsearch.runtime.console import clean_line
 from rsearch.runtime.jsonl import read_jsonl, recover_jsonl, write_jsonl
@@ -41,7 +43,10 @@ RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
 
 
 def transcripts(
-    groups: Sequence[Group], row: dict, verdicts: Sequence[Verdict] = ()
+    groups: Sequence[Group],
+    row: dict,
+    verdicts: Sequence[Verdict] = (),
+    rewards: tuple[np.ndarray, Mapping[str, np.ndarray]] | None = None,
 ) -> list[dict]:
     """Return one JSON object a rollout, for transcripts.jsonl.
 
@@ -52,6 +57,7 @@ def transcripts(
         groups: of the row.
         row: of results.json.
         verdicts: on each rollout; none without a judge.
+        rewards: [Q, G], and {term: [Q, G]}; None where none are computed.
     """
     key = {name: row[name] for name in RUN if name in row}
     made_by = row.get(MADE_BY, {})
@@ -66,12 +72,13 @@ def transcripts(
         {
             **key,
             "id": group.question.id,
+            **kind_record(group.question),
             **name,
             "question": group.question.text,
             "golden_answers": list(group.question.golden_answers),
             "prediction": rollout.answer,
             "outcome": rollout.outcome.value,
-            "queries": [q for s in rollout.searches for q in s.call.arguments],
+            **search_record(rollout),
             "suspicious": sorted({p.id for p in rollout.passages if suspects(p)}),
             "segments": [
                 {"source": s.source.name.lower(), "text": s.text}
@@ -81,6 +88,14 @@ def transcripts(
         for group in groups
         for rollout, name in zip(group.rollouts, names, strict=False)
     ]
+    if rewards is not None:
+        totals, terms = rewards
+        records = [
+            reward_record(i, totals[q], {name: x[q] for name, x in terms.items()})
+            for q, group in enumerate(groups)
+            for i in range(len(group.rollouts))
+        ]
+        rows = [r | record for r, record in zip(rows, records, strict=True)]
     if not verdicts:
         return rows
     return [

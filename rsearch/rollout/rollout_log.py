@@ -18,7 +18,7 @@ from rsearch.hosts import collectives
 from rsearch.runtime import held
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.runtime.metrics import number_to_json
-from rsearch.types import Group, Rollout, Source
+from rsearch.types import Group, Question, Rollout, Source
 
 FOLDER = "rollouts"  # of a stage
 NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
@@ -71,12 +71,16 @@ class RolloutLog:
         learnt = {} if batch is None else _by_row(batch, logp)
         rows = []
         for number, (group, rewards, parts) in enumerate(scored[: self._num_groups]):
+            question = group.question
             for i, rollout in enumerate(group.rollouts):
                 row = number * len(group.rollouts) + i
                 rows.append(
                     {
                         "step": step,
-                        **question_record(group),
+                        "question_id": question.id,
+                        "question": question.text,
+                        "answers": list(question.golden_answers),
+                        **kind_record(question),
                         "group": number,
                         "rollout": i,
                         "policy_version": step,
@@ -110,16 +114,10 @@ def read_rollouts(stage_folder: pathlib.Path, step: int) -> list[dict]:
     return read_jsonl(path, parse=_parse_rollout)
 
 
-def question_record(group: Group) -> dict:
-    """Return what a record says of the question."""
-    question = group.question
+def kind_record(question: Question) -> dict:
+    """Return the kind of a question, {} where it has none."""
     kind = question.metadata.get("kind")
-    return {
-        "question_id": question.id,
-        "question": question.text,
-        "answers": list(question.golden_answers),
-        **({} if kind is None else {"kind": kind}),
-    }
+    return {} if kind is None else {"kind": kind}
 
 
 def reward_record(

@@ -6,9 +6,10 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 from rsearch.config.recipes import fingerprint
+from rsearch.config.stage_plan import kinds
 from rsearch.hosts import processes
 from rsearch.retrieval.wrap import wrap_search
-from rsearch.rewards.group import reward_groups
+from rsearch.rewards.group import needs_judge, reward_groups
 from rsearch.rollout.health import search_health
 from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime.journal import AppendLog
@@ -39,22 +40,26 @@ def rl_parts(setup: Setup, folder: pathlib.Path) -> dict:
         top_p=c.rollout.top_p,
         group_size=c.rollout.group_size,
     )
-    score = functools.partial(
-        reward_groups,
-        terms=c.reward.to_dict(),
-        protocol=setup.protocol,
-        judge=setup.judge,
-    )
     return dict(
         config=c,
         folder=folder,
         trainer=make_trainer(setup, "rl"),
         rollouts=rollouts,
-        score=score,
+        score=make_score(setup),
         health=measure_health(setup),
         questions=setup.train,
         num_tokens=setup.num_tokens,
         inputs=setup.inputs,
+    )
+
+
+def make_score(setup: Setup) -> Callable:
+    """Return `reward_groups` with the recipe's terms, its protocol and its judge."""
+    return functools.partial(
+        reward_groups,
+        terms=setup.config.reward.to_dict(),
+        protocol=setup.protocol,
+        judge=setup.judge,
     )
 
 
@@ -155,6 +160,7 @@ def evaluation_parts(setup: Setup) -> dict:
     make_model = functools.partial(make_local_model, setup)
     if c.models.subject.source:
         make_model = functools.partial(load_subject, c)
+    is_rewarded = "rl" in kinds(c) and not needs_judge(c.reward)
     return dict(
         config=c,
         questions=setup.dev,
@@ -166,6 +172,7 @@ def evaluation_parts(setup: Setup) -> dict:
         made_from=made_from,
         load_model=load_model,
         health=measure_health(setup),
+        score=make_score(setup) if is_rewarded else None,
         inputs=setup.inputs,
         sampling=sampler | samples,
     )

@@ -40,6 +40,7 @@ def judge(answers, folder, judging, **overrides):
         made_from=None,
         load_model=lambda role: judging,
         health=None,
+        score=None,
         inputs={},
         sampling={},
     )
