@@ -31,7 +31,7 @@ from rsearch.methods.table import DEMANDING, LABELS, METHODS, needs_samples
 from rsearch.rollout.records import params_fingerprint
 from rsearch.runtime import console
 from rsearch.runtime.files import check_output
-from rsearch.runtime.identity import record_start
+from rsearch.runtime.identity import recorded_start
 from rsearch.runtime.workdir import CONFIG, check_workdir, open_workdir, read_config
 from rsearch.setup.checks import check_sampled
 from rsearch.setup.load import Shared, check_inputs, load_setup
@@ -139,15 +139,13 @@ def _evaluate(config: ConfigDict, values: dict[str, Any]) -> None:
         processes.check_same_on_all(
             {"config": fingerprint_config(variant), **setup.inputs}
         )
-        with open_workdir(where, bound, inputs=inputs, is_reader=True) as workdir:
-            dev = {"data.dev": questions_fingerprint(setup.dev)}
-            processes.on_host0(
-                lambda variant=variant, every=setup.inputs | dev, inputs=inputs: (
-                    record_start(
-                        workdir.path, "evaluate", variant, inputs=every, bound=inputs
-                    )
-                )
-            )
+        every = setup.inputs | {"data.dev": questions_fingerprint(setup.dev)}
+        with (
+            open_workdir(where, bound, inputs=inputs, is_reader=True) as workdir,
+            recorded_start(
+                workdir.path, "evaluate", variant, inputs=every, bound=inputs
+            ),
+        ):
             if model:
                 stage, step, params = model, None, initial_params(setup)
             else:

@@ -40,7 +40,7 @@ from rsearch.hosts import processes
 from rsearch.plan.dry_run import HOST_DEVICES, dry_run
 from rsearch.rollout.records import params_fingerprint
 from rsearch.runtime import checkpoint, console, files
-from rsearch.runtime.identity import record_start, refuse_changes
+from rsearch.runtime.identity import recorded_start, refuse_changes
 from rsearch.runtime.metrics import read_metrics
 from rsearch.runtime.workdir import (
     Workdir,
@@ -107,18 +107,14 @@ def main(
         inputs |= stage_inputs(stage, prepared, run.base)
     processes.check_same_on_all({"config": recipes.fingerprint(config), **inputs})
 
-    with open_workdir(workdir, config, inputs=inputs, accept=accept) as home:
-        # Other held-out questions end no run: their rows of results are made anew.
-        every_input = inputs | {"data.dev": questions_fingerprint(run.base.dev)}
-        if strict:
-            processes.on_host0(
-                lambda: refuse_changes(home.path, config, inputs=every_input)
-            )
-        processes.on_host0(
-            lambda: record_start(
-                home.path, "train", config, inputs=every_input, bound=inputs
-            )
-        )
+    # Other held-out questions end no run: their rows of results are made anew.
+    every_input = inputs | {"data.dev": questions_fingerprint(run.base.dev)}
+    with (
+        open_workdir(workdir, config, inputs=inputs, accept=accept) as home,
+        recorded_start(
+            home.path, "train", config, inputs=every_input, bound=inputs, strict=strict
+        ),
+    ):
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         has_begun = any((home.path / stage).exists() for stage in config.stages)
         verb = "goes on" if has_begun else "begins"

@@ -71,6 +71,8 @@ __all__ = [
 REQUIRED = object()
 SEVERAL = "..."  # ends the name of an argument that takes one value or more
 STOPPED = 3  # exit code
+FAILED = 1  # exit code of an error that is a fault of ours
+BROKEN_PIPE = 128 + signal.SIGPIPE  # what a shell says of a program that it ended
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 LESS_MEMORY = (
     "less is held at once with a lower config.rollout.max_concurrent, "
@@ -412,7 +414,7 @@ def run_command(
     except BrokenPipeError:
         if not _drop_output():
             raise
-        return 128 + signal.SIGPIPE  # what a shell says of one that the signal ended
+        return BROKEN_PIPE
 
 
 def _flush():
@@ -460,36 +462,48 @@ def _exit_code(main, argv):
     """Run main, and return the exit code that its outcome stands for."""
     try:
         return int(main(argv) or 0)
-    except KeyboardInterrupt:
-        _tell("interrupted")
+    except BaseException as error:
+        code = exit_code_of(error)
+        if code in (FAILED, BROKEN_PIPE):
+            raise
+        _tell(_last_line(error))
+        return code
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a command that ends with this error."""
+    if isinstance(error, KeyboardInterrupt):
         return 130
-    except PreemptedError as error:
-        reason = clean(str(error)) or "stopped"
-        _tell(f"{reason}; the same command goes on")
+    if isinstance(error, PreemptedError):
         return EXIT_CODE
-    except (StoppedError, LostDirectoryError) as error:
-        _tell(f"error: {clean(str(error))}")
+    if isinstance(error, StoppedError | LostDirectoryError):
         return STOPPED
-    except (ValueError, OSError) as error:
-        if not is_for_users(error):
-            raise
-        message = str(error)
-        if isinstance(error, OSError) and error.strerror:
-            message = f"{error.strerror}: {error.filename or 'no file named'}"
-        if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
-            message += "; ulimit -n allows more"
-        _tell(f"error: {clean(message)}")
-        return 2
-    except RuntimeError as error:
-        if not _is_out_of_memory(error):
-            raise
-        _tell(f"error: {clean(str(error).splitlines()[0])}; {LESS_MEMORY}")
-        return 2
+    if isinstance(error, BrokenPipeError):
+        return BROKEN_PIPE
+    is_users = isinstance(error, ValueError | OSError) and is_for_users(error)
+    return 2 if is_users or _is_out_of_memory(error) else FAILED
+
+
+def _last_line(error):
+    """Return what a command says of the error that ends it."""
+    message = str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, PreemptedError):
+        return f"{clean(message) or 'stopped'}; the same command goes on"
+    if _is_out_of_memory(error):
+        return f"error: {clean(message.splitlines()[0])}; {LESS_MEMORY}"
+    if isinstance(error, OSError) and error.strerror:
+        message = f"{error.strerror}: {error.filename or 'no file named'}"
+    if isinstance(error, OSError) and error.errno in TOO_MANY_FILES:
+        message += "; ulimit -n allows more"
+    return f"error: {clean(message)}"
 
 
 def _is_out_of_memory(error):
     """Return whether JAX says that a device has no memory left."""
-    is_jax = type(error).__module__.partition(".")[0] in ("jax", "jaxlib")
+    is_jax = isinstance(error, RuntimeError)
+    is_jax &= type(error).__module__.partition(".")[0] in ("jax", "jaxlib")
     return is_jax and str(error).startswith("RESOURCE_EXHAUSTED")
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rsearch.config.fields import fingerprint
-from rsearch.config.stage_plan import URLS
+from rsearch.config.stage_plan import URLS, kinds
 from rsearch.data.demonstrations import PROTOCOL
 from rsearch.data.questions import questions_fingerprint
 from rsearch.evaluation.answers import (
@@ -130,7 +130,7 @@ class Evaluator:
                 policy.
             health: measures how groups search, see `rsearch.rollout.health`.
             score: groups -> ([Q, G] rewards, {term: [Q, G]}, groups), as the policy was
-                trained; None where that needs a judge, or it was not.
+                trained; None where that needs a judge.
             inputs, sampling: see `row_manifest`.
             dataset: the name of the questions in results.json; "" is that of
                 config.data.dev.
@@ -295,7 +295,8 @@ class Evaluator:
         """
         c = self._config
         is_other = method != PROTOCOL or "reward" in c.overrides.get(stage, {})
-        if self._score is None or is_other or c.models.answerer.source:
+        is_learnt = "rl" in kinds(c)
+        if not (is_learnt and self._score) or is_other or c.models.answerer.source:
             return None
         try:
             totals, terms, _ = self._score(groups)

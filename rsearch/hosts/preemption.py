@@ -34,7 +34,7 @@ class _SignalState:
         self.stop_requested = threading.Event()
         self.lock = threading.Lock()
         self.num_deferring = 0  # open blocks of `defer_exit`
-        self.callback = None  # called before a signal ends this process
+        self.callbacks = []  # called before a signal ends this process
         self.grace_timer = None
 
 
@@ -144,9 +144,9 @@ def write_stderr(text: str) -> None:
 def _end(state, text):
     """End the process, whatever its other threads are doing."""
     write_stderr(text)
-    if state.callback is not None:
+    for callback in reversed(state.callbacks):
         with contextlib.suppress(Exception):
-            state.callback()
+            callback()
     os._exit(EXIT_CODE)
 
 
@@ -202,6 +202,12 @@ def set_exit_callback(callback: Callable[[], None]) -> None:
     _exit_callback = callback
 
 
-def set_signal_callback(callback: Callable[[], None]) -> None:
-    """Have `callback()` called before a signal ends the process without exception."""
-    _state.callback = callback
+@contextlib.contextmanager
+def before_signal_exit(callback: Callable[[], None]) -> Iterator[None]:
+    """Have `callback()` called if a signal ends the process within the block."""
+    callbacks = _state.callbacks
+    callbacks.append(callback)
+    try:
+        yield
+    finally:
+        callbacks.remove(callback)

@@ -7,6 +7,7 @@ sharded over the devices of all hosts (see `rsearch.models.sharding`).
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -158,9 +159,9 @@ def connected(
     from jax._src import distributed  # its key-value store has no public name
 
     peers = Peers(distributed.global_state.client, host_index(), stall_seconds)
-    preemption.set_signal_callback(lambda: peers.report_failure(PREEMPTED))
     _peers = peers
-    with peers.heartbeat():
+    report = functools.partial(peers.report_failure, PREEMPTED)
+    with preemption.before_signal_exit(report), peers.heartbeat():
         try:
             yield
         except OutageError:  # on this host alone

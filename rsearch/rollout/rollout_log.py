@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from rsearch.hosts import collectives
-from rsearch.runtime import held
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.runtime.metrics import number_to_json
 from rsearch.types import Group, Question, Rollout, Source
@@ -35,6 +34,8 @@ class RolloutLog:
     def __init__(self, stage_folder: pathlib.Path, num_groups: int):
         self._folder = stage_folder / FOLDER
         self._num_groups = num_groups
+        if num_groups:
+            self._folder.mkdir(parents=True, exist_ok=True)
 
     def write(
         self,
@@ -63,9 +64,6 @@ class RolloutLog:
             OSError: the disk refuses.
             LostDirectoryError: as `files.replace`.
         """
-        for number, path in _step_files(held.locate(self._folder)).items():
-            if number > step:  # any host may: none writes before all come to that step
-                path.unlink(missing_ok=True)
         if not self._num_groups:
             return
         learnt = {} if batch is None else _by_row(batch, logp)
@@ -94,8 +92,12 @@ class RolloutLog:
                         ),
                     }
                 )
-        held.locate(self._folder).mkdir(exist_ok=True)
+        # First: where the run's directory is lost, this says so, and nothing is deleted
+        # of a run that has taken its place.
         write_jsonl(self._folder / f"step_{step:06}.jsonl.gz", rows)
+        for number, path in _step_files(self._folder).items():
+            if number > step:  # any host may: none writes before all come to that step
+                path.unlink(missing_ok=True)
 
 
 def stored_steps(stage_folder: pathlib.Path) -> list[int]:

@@ -2,26 +2,32 @@
 
 config.json says what a run was asked to do; run.json says with what it was done: the
 run's id, and for each of its starts the code, the libraries, the variables, the devices
-and every input. Starts that differ in nothing are one entry, with their number.
+and every input. Starts that differ in nothing are one entry, with their number; the
+list `launches` has each of them, with command line, host, times and exit code. One that
+was killed has no end, and the next start says so of it.
 
 Other code does not end a run: a mended bug or a new library is a reason to go on. But
 it is never passed over in silence, and `--strict` refuses it.
 """
 
+import contextlib
 import datetime
 import hashlib
+import importlib.metadata
 import os
 import pathlib
 import socket
 import subprocess
-from collections.abc import Collection, Mapping
+import sys
+import threading
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
-from rsearch.config.recipes import fingerprint
-from rsearch.hosts import processes
+from rsearch.config.recipes import exit_code_of, fingerprint
+from rsearch.hosts import preemption, processes
 from rsearch.runtime import files
 from rsearch.runtime.console import note
 from rsearch.runtime.workdir import read_run_id, write_json
@@ -31,7 +37,11 @@ MARK = "rsearch_run"  # of run.json, with its format
 FILE = "run.json"
 MAX_NAMED = 6  # files of code that one line names
 GIT_SECONDS = 10.0  # on a file system that hangs the commit stays unknown
+WRITE_SECONDS = 5.0  # likewise the end of a start that a signal ends
+MAX_DIFF_BYTES = 1 << 22  # of changes that are not committed; larger ones are no code
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+BESIDE = ("../configs", "../launch")  # of the package: what a run may be started by
+_lock = threading.Lock()  # held while this process changes run.json
 
 
 def describe_program() -> dict[str, str]:
@@ -43,6 +53,56 @@ def describe_program() -> dict[str, str]:
     return versions | {"devices": devices, "hosts": str(processes.num_hosts())}
 
 
+@contextlib.contextmanager
+def recorded_start(
+    folder: str | os.PathLike,
+    command: str,
+    config: ConfigDict,
+    *,
+    inputs: Mapping[str, str],
+    bound: Collection[str] = (),
+    strict: bool = False,
+) -> Iterator[None]:
+    """Record a start, and its exit code when the block ends; all hosts call this.
+
+    Args:
+        folder, command, config, inputs, bound: see `record_start`.
+        strict: refuse a start that differs from the last one, see `refuse_changes`.
+
+    Raises:
+        ValueError: as of these two.
+    """
+    numbers = []
+
+    def record():
+        if strict:
+            refuse_changes(folder, config, inputs=inputs)
+        numbers.append(
+            record_start(folder, command, config, inputs=inputs, bound=bound)
+        )
+
+    def record_end(exit_code):
+        for number in numbers:  # of host 0 alone
+            _record_end(pathlib.Path(folder), number, exit_code)
+
+    def record_signal():
+        # A file system that hangs must not keep the process from ending.
+        writer = threading.Thread(
+            target=record_end, args=(preemption.EXIT_CODE,), daemon=True
+        )
+        writer.start()
+        writer.join(WRITE_SECONDS)
+
+    processes.on_host0(record)
+    with preemption.before_signal_exit(record_signal):
+        try:
+            yield
+        except BaseException as error:
+            record_end(exit_code_of(error))
+            raise
+    record_end(0)
+
+
 def record_start(
     folder: str | os.PathLike,
     command: str,
@@ -50,7 +110,7 @@ def record_start(
     *,
     inputs: Mapping[str, str],
     bound: Collection[str] = (),
-) -> None:
+) -> int:
     """Add a start to run.json, and note what differs from the run's last start.
 
     The file is made where it is missing.
@@ -62,26 +122,83 @@ def record_start(
         inputs: {name: fingerprint} of everything that is read.
         bound: names of inputs that `Workdir` compares.
 
+    Returns:
+        The number of its entry in `launches`, from 0.
+
     Raises:
         ValueError: run.json is damaged.
         OSError: the disk refuses.
     """
     folder = pathlib.Path(folder)
     start, diff = _describe_start(command, config, inputs)
-    record = _read(folder) or {MARK: FORMAT, "starts": []}
-    record["run"] = read_run_id(folder)
-    starts = record["starts"]
-    for line in _compare(starts[-1], start, bound) if starts else ():
-        note(f"{folder.name}: {line}")
-    if starts and _is_same(starts[-1], start):
-        starts[-1]["count"] += 1
-    else:
-        starts.append({**start, "count": 1})
     if diff:
         path = folder / f"code-{start['code']['diff']}.diff"
-        if not path.exists():
+        if len(diff) > MAX_DIFF_BYTES:
+            size = f"{len(diff)} bytes, more than {MAX_DIFF_BYTES}"
+            note(f"{folder.name}: changes that are not committed: {size}: not stored")
+        elif not path.exists():
             files.replace(path, diff)
-    write_json(folder / FILE, record)
+    with _lock:
+        record = _read(folder) or {MARK: FORMAT, "starts": []}
+        record["run"] = read_run_id(folder)
+        starts = record["starts"]
+        for line in _compare(starts[-1], start, bound) if starts else ():
+            note(f"{folder.name}: {line}")
+        if starts and _is_same(starts[-1], start):
+            starts[-1]["count"] += 1
+        else:
+            starts.append({**start, "count": 1})
+        launches = record.setdefault("launches", [])
+        # Whoever starts here holds the directory: nobody else is still at work.
+        for launch in launches:
+            launch["killed"] = launch["ended"] is None
+        launches.append(_describe_launch(len(starts)))
+        write_json(folder / FILE, record)
+        return len(launches) - 1
+
+
+def _describe_launch(number) -> dict:
+    """Return what tells a start from others of the same entry of `starts`."""
+    version = None  # where the checkout is not installed
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("rsearch")
+    return {
+        "start": number,
+        "argv": sys.orig_argv,
+        "directory": os.getcwd(),
+        "version": version,
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "began": _now(),
+        "ended": None,
+        "exit_code": None,
+        "killed": False,
+    }
+
+
+def _record_end(folder, number, exit_code):
+    """Write when a start has ended, and how. A disk that refuses ends no run."""
+    try:
+        with _lock:
+            record = _read(folder) or {}
+            launches = record.get("launches", [])
+            # The directory may be lost, and another run's be at its path.
+            is_ours = len(launches) > number and _is_here(launches[number])
+            if is_ours:
+                launches[number] |= {"ended": _now(), "exit_code": exit_code}
+                write_json(folder / FILE, record)
+    except Exception as error:
+        note(f"{folder / FILE}: the end of this start is not recorded: {error}")
+
+
+def _is_here(launch) -> bool:
+    """Return whether this process has made a launch's entry."""
+    here = {"host": socket.gethostname(), "process": os.getpid()}
+    return all(launch.get(name) == value for name, value in here.items())
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def num_starts(folder: str | os.PathLike) -> int:
@@ -141,7 +258,7 @@ def _describe_start(command, config, inputs) -> tuple[dict, bytes]:
     code, diff = _describe_code()
     start = {
         "command": command,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "time": _now(),
         "host": socket.gethostname(),
         "config": fingerprint(config),
         "code": code,
@@ -190,18 +307,21 @@ def _is_same(before, now) -> bool:
 
 def _commit(code) -> str:
     """Return a commit as people read it; "+" marks changes that are not committed."""
-    return (code["commit"][:10] or "no commit") + "+" * bool(code["diff"])
+    return (code["commit"] or "no commit")[:10] + "+" * bool(code["diff"])
 
 
 def _describe_code() -> tuple[dict, bytes]:
-    """Return commit, digest of what is not committed and digests of files; the diff."""
+    """Return commit, digest of what is not committed and digests of files; the diff.
+
+    Commit and digest are None without git.
+    """
     is_tracked = _git("ls-files", "--error-unmatch", "__init__.py") is not None
     commit = (_git("rev-parse", "HEAD") or b"").decode().strip() if is_tracked else ""
-    changed = ("diff", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".")
-    diff = (_git(*changed) or b"") if commit else b""
+    changed = ("diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--")
+    diff = (_git(*changed, ".", *BESIDE) or b"") if commit else b""
     code = {
-        "commit": commit,
-        "diff": _digest(diff) if diff else "",
+        "commit": commit or None,
+        "diff": _digest(diff) if diff else "" if commit else None,
         "files": {
             path.relative_to(PACKAGE).as_posix(): _digest(path.read_bytes())
             for path in sorted(PACKAGE.rglob("*.py"))
@@ -256,7 +376,10 @@ def _is_record(record) -> bool:
         return (
             isinstance(start, dict)
             and isinstance(start.get("code"), dict)
-            and all(isinstance(start["code"].get(n), str) for n in ("commit", "diff"))
+            and all(
+                isinstance(start["code"].get(name), str | None)
+                for name in ("commit", "diff")
+            )
             and is_table(start["code"].get("files"))
             and is_table(start.get("program"))
             and is_table(start.get("inputs"))
@@ -265,9 +388,21 @@ def _is_record(record) -> bool:
             and type(start.get("count")) is int
         )
 
+    def is_launch(launch):
+        return (
+            isinstance(launch, dict)
+            and isinstance(launch.get("argv"), list)
+            and all(isinstance(word, str) for word in launch["argv"])
+            and isinstance(launch.get("directory"), str)
+            and type(launch.get("start")) is int
+            and "ended" in launch
+        )
+
     return (
         isinstance(record, dict)
         and record.get(MARK) == FORMAT
         and isinstance(record.get("starts"), list)
         and all(map(is_start, record["starts"]))
+        and isinstance(record.get("launches", []), list)
+        and all(map(is_launch, record.get("launches", [])))
     )

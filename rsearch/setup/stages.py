@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 from rsearch.config.recipes import fingerprint
-from rsearch.config.stage_plan import kinds
 from rsearch.hosts import processes
 from rsearch.retrieval.wrap import wrap_search
 from rsearch.rewards.group import needs_judge, reward_groups
@@ -160,7 +159,6 @@ def evaluation_parts(setup: Setup) -> dict:
     make_model = functools.partial(make_local_model, setup)
     if c.models.subject.source:
         make_model = functools.partial(load_subject, c)
-    is_rewarded = "rl" in kinds(c) and not needs_judge(c.reward)
     return dict(
         config=c,
         questions=setup.dev,
@@ -172,7 +170,7 @@ def evaluation_parts(setup: Setup) -> dict:
         made_from=made_from,
         load_model=load_model,
         health=measure_health(setup),
-        score=make_score(setup) if is_rewarded else None,
+        score=None if needs_judge(c.reward) else make_score(setup),
         inputs=setup.inputs,
         sampling=sampler | samples,
     )

@@ -1,12 +1,21 @@
 """run.json says what results follow from, and each start says what has changed."""
 
+import contextlib
 import copy
 import json
+import os
+import sys
 
 import pytest
 
 from rsearch.config import recipes
-from rsearch.runtime.identity import num_starts, record_start, refuse_changes
+from rsearch.hosts.preemption import PreemptedError
+from rsearch.runtime.identity import (
+    num_starts,
+    record_start,
+    recorded_start,
+    refuse_changes,
+)
 from rsearch.runtime.workdir import Workdir
 
 INPUTS = {"tokenizer": "1234", "data.dev": "abcd"}
@@ -114,9 +123,64 @@ def test_a_run_of_an_earlier_version_gets_an_id_and_keeps_it(run, config):
         assert second.run_id == first.run_id == read(run)["run"]
 
 
+ENDS = {
+    "finished": (None, 0),
+    "a user's mistake": (ValueError("of the package"), 1),  # raised here, in a test
+    "stopped by itself": (recipes.StoppedError("collapsed"), 3),
+    "told to stop": (PreemptedError(), 75),
+    "interrupted": (KeyboardInterrupt(), 130),
+    "a fault": (KeyError("x"), 1),
+}
+
+
+@pytest.mark.parametrize("error, code", ENDS.values(), ids=ENDS)
+def test_a_start_has_its_command_line_and_its_end(tmp_path, config, error, code):
+    def start():
+        with recorded_start(home.path, "train", config, inputs=INPUTS):
+            (launch,) = read(home.path)["launches"]
+            assert launch["ended"] is None and launch["exit_code"] is None
+            if error is not None:
+                raise error
+
+    with Workdir(tmp_path / "run", config) as home, contextlib.ExitStack() as stack:
+        if error is not None:
+            stack.enter_context(pytest.raises(type(error)))
+        start()
+    (launch,) = read(home.path)["launches"]
+    assert (launch["start"], launch["exit_code"], launch["killed"]) == (1, code, False)
+    assert launch["argv"] == sys.orig_argv and launch["process"] == os.getpid()
+    assert launch["began"] <= launch["ended"]
+
+
+def test_a_start_that_was_killed_is_recognised_by_the_next(run, config):
+    with recorded_start(run, "train", config, inputs=INPUTS):
+        killed, present = read(run)["launches"]
+        assert killed["killed"] and killed["exit_code"] is killed["ended"] is None
+        assert not present["killed"]
+    record_start(run, "train", config, inputs=INPUTS)
+    assert [x["killed"] for x in read(run)["launches"]] == [True, False, False]
+
+
+def test_the_record_of_another_run_at_its_path_is_left_alone(run, config):
+    with recorded_start(run, "train", config, inputs=INPUTS):
+        record = read(run)
+        record["launches"][-1]["process"] += 1
+        (run / "run.json").write_text(json.dumps(record))
+    assert read(run) == record
+
+
+def test_a_record_of_an_earlier_version_goes_on(run, config):
+    record = read(run)
+    del record["launches"]
+    (run / "run.json").write_text(json.dumps(record))
+    assert record_start(run, "train", config, inputs=INPUTS) == 0
+    assert read(run)["starts"][0]["count"] == 2
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        '{"rsearch_run": 1, "starts": [], "launches": [{"argv": "x"}]}',
         "",
         "[]",
         "{}",
