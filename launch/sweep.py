@@ -15,17 +15,13 @@ one value is every trial's. The same command goes on where it was stopped; trial
 have ended well are not run again.
 """
 
-import collections
 import itertools
 import json
 import os
 import pathlib
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -41,23 +37,13 @@ from rsearch.config.recipes import (
     validate,
 )
 from rsearch.config.stage_plan import check_plan
-from rsearch.hosts.preemption import EXIT_CODE, SIGNALS
 from rsearch.runtime import console, files
+from rsearch.runtime.children import Job, run_jobs, say_failed
 from rsearch.runtime.jsonl import read_jsonl, recover_jsonl
 
 RECORD = "sweep.jsonl"  # in OUT, a line for each trial that has ended
 FIELD = "--config."
 MAX_NAME = 120  # characters of a directory's name
-SECONDS_BETWEEN_LOOKS = 0.2
-GPU_FRACTION = 0.92  # of a GPU's memory, for the trials on it
-GPU_MEMORY = (  # where a user may have said something else
-    "XLA_CLIENT_MEM_FRACTION",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION",
-    "XLA_PYTHON_CLIENT_PREALLOCATE",
-    "XLA_PYTHON_CLIENT_ALLOCATOR",
-)
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-MAX_STOPS = 5  # of a trial that was told to stop, until it counts as failed
 FLAGS = {
     "config": (None, "the recipe, FILE[:VARIANT], of trials that name none themselves"),
     "out": (REQUIRED, "directory of the sweep, with a run in it for each trial"),
@@ -107,9 +93,7 @@ def main(argv) -> int:
     console.note(f"{len(trials)} trials in {out}, {len(trials) - len(left)} are over")
     failed = run(left, out, at_once=at_once, gpus=gpus)
     done = [str(out / t.name) for t in trials if t.name not in failed]
-    for name, code in failed.items():
-        why = ", killed, mostly for want of memory" if code in KILLED else ""
-        console.note(f"{name}: exit code {code}{why}, see {out / name}.log")
+    say_failed(failed, out)
     if done:  # last, since it refuses runs that were measured otherwise
         words = ["--group"] if flags["group"] else []
         words += [f"--allow={flags['allow']}"] if flags["allow"] else []
@@ -311,70 +295,14 @@ def run(trials, out, *, at_once, gpus=None) -> dict[str, int]:
     """Runs the trials; returns {name: exit code} of those that failed.
 
     Each of those that run at the same time has the GPUs of one of `gpus`, if given.
-    What is still running when this is interrupted is interrupted too, and waited for.
     """
-    waiting, running, failed, number = list(trials), {}, {}, 0
-    stops = collections.Counter()
-    together = 1 if gpus else min(at_once, len(waiting))  # on one GPU
-    # A shell's background jobs ignore SIGINT, and so would the trials.
-    for name in SIGNALS:
-        if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:  # nohup
-            signal.signal(name, signal.default_int_handler)
-    try:
-        while waiting or running:
-            for place in range(at_once):
-                if waiting and place not in running:
-                    number += 1
-                    trial = waiting.pop(0)
-                    started = _start(trial, out, gpus and gpus[place], together)
-                    running[place] = (trial, started, time.monotonic())
-                    console.note(f"{trial.name} begins ({number} of {len(trials)})")
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-            for place, (trial, process, since) in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[place]
-                seconds = time.monotonic() - since
-                stops[trial.name] += process.returncode == EXIT_CODE
-                if process.returncode == EXIT_CODE and stops[trial.name] < MAX_STOPS:
-                    console.note(f"{trial.name} was stopped, and goes on later")
-                    waiting.append(trial)
-                    number -= 1
-                    continue
-                _record(out, trial, process.returncode, seconds)
-                how = "ends" if process.returncode == 0 else "FAILS"
-                console.note(f"{trial.name} {how} after {seconds / 60:.1f} minutes")
-                if process.returncode:
-                    failed[trial.name] = process.returncode
-    finally:
-        for _, process, _ in running.values():
-            process.send_signal(signal.SIGINT)
-        for _, process, _ in running.values():
-            process.wait()
-    return failed
+    by_name = {trial.name: trial for trial in trials}
+    jobs = [Job(trial.name, (tuple(command(trial, out)),)) for trial in trials]
 
+    def record(job, exit_code, seconds):
+        _record(out, by_name[job.name], exit_code, seconds)
 
-def _start(trial, out, gpus, together):
-    """The process of a trial, of which the terminal's signals reach this one alone."""
-    environment = dict(os.environ)
-    # Each takes its part of a GPU at once, and the second would find no room.
-    if not any(environment.get(name) for name in GPU_MEMORY):
-        environment[GPU_MEMORY[0]] = f"{GPU_FRACTION / together:.3f}"
-    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = gpus
-        # Without it JAX would go on on the CPU where there is no such GPU.
-        environment.setdefault("JAX_PLATFORMS", "cuda")
-    with open(out / f"{trial.name}.log", "ab") as log:
-        return subprocess.Popen(
-            command(trial, out),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+    return run_jobs(jobs, out, at_once=at_once, gpus=gpus, on_end=record)
 
 
 def _record(out, trial, exit_code, seconds):

@@ -16,6 +16,7 @@ import pytest
 from rsearch.config.recipes import parse_command_line, run_command
 from rsearch.config.stage_plan import stage_configs
 from rsearch.hosts.preemption import SIGNALS
+from rsearch.runtime.children import GPU_MEMORY
 from tests.small_run import arguments, run_python
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -237,7 +238,7 @@ def test_trials_share_the_gpus_that_the_sweep_was_given(pretended, monkeypatch, 
 def test_trials_on_one_gpu_share_its_memory(
     pretended, tmp_path, monkeypatch, how, own, share
 ):
-    for name in ("CUDA_VISIBLE_DEVICES", *sweep.GPU_MEMORY):
+    for name in ("CUDA_VISIBLE_DEVICES", *GPU_MEMORY):
         monkeypatch.delenv(name, raising=False)
     for name, value in own.items():
         monkeypatch.setenv(name, value)

@@ -1,0 +1,144 @@
+"""Run commands of this package as child processes, several at a time."""
+
+import collections
+import os
+import pathlib
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rsearch.config.spec import ROOT
+from rsearch.hosts.preemption import EXIT_CODE, SIGNALS
+from rsearch.runtime import console
+
+SECONDS_BETWEEN_LOOKS = 0.2
+GPU_FRACTION = 0.92  # of a GPU's memory, for the jobs on it
+GPU_MEMORY = (  # where a user may have said something else
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+)
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+MAX_STOPS = 5  # of a job that was told to stop, until it counts as failed
+
+
+class Job(NamedTuple):
+    """Commands that run one after another, each if the one before has ended well.
+
+    Attributes:
+        name: of its log, NAME.log.
+        commands: the arguments of each process.
+    """
+
+    name: str
+    commands: tuple[tuple[str, ...], ...]
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    out: pathlib.Path,
+    *,
+    at_once: int,
+    gpus: Sequence[str] | None = None,
+    on_end: Callable[[Job, int, float], None] = lambda *_: None,
+) -> dict[str, int]:
+    """Run jobs; those still running when this is interrupted are stopped, too.
+
+    A job that was told to stop goes on later, behind the others.
+
+    Args:
+        jobs: of different names.
+        out: directory of the logs; it exists.
+        at_once: jobs that run at the same time.
+        gpus: CUDA_VISIBLE_DEVICES of each of these; None: of this process.
+        on_end: called with a job that has ended, its exit code and its seconds.
+
+    Returns:
+        {name: exit code} of the jobs that failed.
+    """
+    waiting, running, failed, number = list(jobs), {}, {}, 0
+    stops = collections.Counter()
+    num_on_gpu = 1 if gpus else min(at_once, len(waiting))
+    # A shell's background jobs ignore SIGINT, and so would the children.
+    for name in SIGNALS:
+        if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:  # nohup
+            signal.signal(name, signal.default_int_handler)
+
+    def start(slot, job, commands, since):
+        log, own_gpus = out / f"{job.name}.log", gpus and gpus[slot]
+        process = _start(commands[0], log, own_gpus, num_on_gpu)
+        running[slot] = job, process, commands[1:], since
+
+    try:
+        while waiting or running:
+            for slot in range(at_once):
+                if waiting and slot not in running:
+                    number += 1
+                    job = waiting.pop(0)
+                    console.note(f"{job.name} begins ({number} of {len(jobs)})")
+                    start(slot, job, job.commands, time.monotonic())
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+            for slot, (job, process, later, since) in list(running.items()):
+                code = process.poll()
+                if code is None:
+                    continue
+                del running[slot]
+                if code == 0 and later:
+                    start(slot, job, later, since)
+                    continue
+                stops[job.name] += code == EXIT_CODE
+                if code == EXIT_CODE and stops[job.name] < MAX_STOPS:
+                    console.note(f"{job.name} was stopped, and goes on later")
+                    waiting.append(job)
+                    number -= 1
+                    continue
+                seconds = time.monotonic() - since
+                on_end(job, code, seconds)
+                how = "ends" if code == 0 else "FAILS"
+                console.note(f"{job.name} {how} after {seconds / 60:.1f} minutes")
+                if code:
+                    failed[job.name] = code
+    finally:
+        for _, process, *_ in running.values():
+            process.send_signal(signal.SIGINT)
+        for _, process, *_ in running.values():
+            process.wait()
+    return failed
+
+
+def say_failed(failed: dict[str, int], out: pathlib.Path) -> None:
+    """Print a line for each job that failed.
+
+    Args:
+        failed: see `run_jobs`.
+        out: directory of the logs.
+    """
+    for name, code in failed.items():
+        why = ", killed, mostly for want of memory" if code in KILLED else ""
+        console.note(f"{name}: exit code {code}{why}, see {out / name}.log")
+
+
+def _start(command, log, gpus, num_on_gpu):
+    """Return the process of a command; the terminal's signals reach this one alone."""
+    environment = dict(os.environ)
+    # Each takes its part of a GPU at once, and the second would find no room.
+    if not any(environment.get(name) for name in GPU_MEMORY):
+        environment[GPU_MEMORY[0]] = f"{GPU_FRACTION / num_on_gpu:.3f}"
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
+        # Without it JAX would go on on the CPU where there is no such GPU.
+        environment.setdefault("JAX_PLATFORMS", "cuda")
+    with open(log, "ab") as file:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
