@@ -12,27 +12,21 @@ of results.json count for which row of the table.
 """
 
 import csv
-import functools
 import io
 import pathlib
-import re
 import shutil
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from rsearch.config.recipes import (
-    apply_overrides,
-    defaults,
-    fields,
-    from_json,
-    load,
-    parse_flags,
-    run_command,
+from rsearch.config.recipes import parse_flags, run_command
+from rsearch.evaluation.table_rows import (
+    has_settings,
+    is_of_row,
+    is_of_set,
+    settings_of,
 )
-from rsearch.config.stage_plan import START
-from rsearch.data.sets import PREFIX, SETS
 from rsearch.evaluation.tables import (
     NO_NUMBER,
     PaperColumn,
@@ -42,7 +36,6 @@ from rsearch.evaluation.tables import (
     find_table,
     read_tables,
 )
-from rsearch.methods.names import split_name
 from rsearch.runtime import console, files
 
 FORMATS = (".md", ".csv", ".tex")
@@ -60,15 +53,9 @@ FLAGS = {
     "out": ("", f"a file that the table is written to: {', '.join(FORMATS)}"),
 }
 OF_DRY_RUN = ("topology", "max_questions")
-PROTOCOL = "protocol"  # the method of a recipe's rows
 RUNS_SETTING = "-"  # of --setting, for rows that have none
 OURS = ("ours", "95 %", "n")  # lines below a row of the paper
 SCORES = ("em", "f1", "cover_em", "judge")  # which a table may print in percent
-# Fields that name the model which answers: the policy, or the model of an endpoint.
-MODEL_FIELDS = ("model.source", "models.subject.name", "models.subject.source")
-MODEL_FIELDS += ("models.reader.name", "models.reader.source")
-# Settings that say where files lie, or how long a run goes on.
-FREE = (".train", ".index", ".url", ".steps")
 CSV_COLUMNS = ("row", "label", "model", "made_by", "column", "set", "metric", "paper")
 CSV_COLUMNS += ("ours", "low", "high", "n", "note")
 SPECIAL = str.maketrans(
@@ -292,107 +279,6 @@ def _choose(table, row, name, read, setting):
     return (candidates[0][0], candidates[0][2]) if candidates else None
 
 
-def is_of_set(dataset: str, name: str) -> bool:
-    """Return whether a row of results.json is about a published set.
-
-    Args:
-        dataset: of the row: the set's name, "set:NAME", "set:NAME=FILE" or its source
-            on the hub; "[:N]" behind it is for its first N questions.
-        name: a key of `rsearch.data.sets.SETS`.
-    """
-    dataset = re.sub(r"\[:\d+\]$", "", dataset)
-    return dataset.startswith(f"{PREFIX}{name}=") or dataset in (
-        name,
-        f"{PREFIX}{name}",
-        SETS[name].source,
-    )
-
-
-def is_of_row(
-    result: Mapping, config: Mapping, row: PaperRow, *, is_named: bool
-) -> bool:
-    """Return whether a row of results.json is one of a table.
-
-    A row without a recipe is one of a model that this run has not trained. That of a
-    recipe comes after its stage, or where the run is named for the row, from the model
-    of --model. Unless the run is named, its recipe and model are those of the table.
-
-    Args:
-        result: of results.json.
-        config: {dotted name: value} of its run.
-        row: of the table.
-        is_named: whether --runs names the run for this row.
-    """
-    is_untrained = result["stage"] not in config["stages"]
-    name, settings = split_name(result["method"])
-    method, needed = split_name(row.method or PROTOCOL)
-    if not row.is_runnable or name != method or not {*needed} <= {*settings}:
-        return False
-    if not row.recipe:
-        if not is_untrained:
-            return False
-    elif result["stage"] != row.stage:
-        return is_named and is_untrained and result["stage"] != START
-    elif not is_named and config["name"] != _fields(row.recipe, row.settings)["name"]:
-        return False
-    made_by = result.get("made_by", {})
-    return is_named or row.model in [made_by.get(name) for name in MODEL_FIELDS]
-
-
-def settings_of(table: PaperTable, row: PaperRow) -> dict[str, dict]:
-    """Return what tells a row's runs from those of other rows.
-
-    Args:
-        table: of the row.
-        row: of a recipe or a method.
-
-    Returns:
-        {field or section: {field: value}} of the row's settings and, of a recipe's row,
-        of what the table's other rows set of that recipe; without those of FREE.
-    """
-    rows = [r for r in table.rows if r.recipe == row.recipe] if row.recipe else [row]
-    names = dict.fromkeys(text.partition("=")[0] for r in rows for text in r.settings)
-    values = _fields(row.recipe, row.settings) if names else {}
-    return {n: _below(values, n) for n in names if not n.endswith(FREE)}
-
-
-def has_settings(
-    result: Mapping, config: Mapping, settings: Mapping[str, Mapping]
-) -> bool:
-    """Return whether a row of results.json was measured with these settings.
-
-    Args:
-        result: of results.json.
-        config: {dotted name: value} of its run.
-        settings: see `settings_of`.
-    """
-    words = result.get("setting", "").split(", ")
-    changed = {name: value for name, _, value in (w.partition("=") for w in words)}
-    values = {**config, **result.get("made_by", {})}
-    return all(
-        changed[name] == str(wanted.get(name))
-        if name in changed
-        else (_below(values, name) or _below(_fields("", ()), name)) == wanted
-        for name, wanted in settings.items()
-    )
-
-
-@functools.cache
-def _fields(recipe, settings):
-    """Return {dotted name: value} of a recipe, or of the defaults, with settings."""
-    config = load(recipe) if recipe else from_json(defaults())
-    return fields(apply_overrides(config, settings))
-
-
-def _below(values, name):
-    """Return {field: value as JSON has it} of a field or a section, without FREE."""
-    return {
-        field: [*value] if isinstance(value, tuple) else value
-        for field, value in values.items()
-        if f"{field}.".startswith(f"{name}.") and not field.endswith(FREE)
-    }
-
-
 def _is_percent(table, column):
     """Return whether the column has scores in percent."""
     names = {c.name: c for c in table.columns}
@@ -481,7 +367,7 @@ def made_by_text(row: PaperRow) -> str:
         return f"- {row.reason}"
     policy = f"{row.recipe} after {row.stage}" if row.recipe else ""
     made = " of ".join(filter(None, [row.method, policy]))
-    return ", ".join([made, *row.settings])
+    return ", ".join([made, *row.settings, *row.asked])
 
 
 def _remarks(table, ours):

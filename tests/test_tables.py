@@ -121,16 +121,17 @@ def test_every_method_and_every_recipe_of_a_row_is_understood():
     validated = set()
     for _, printed in ALL_ROWS:
         config = configs[printed.recipe]
-        if printed.settings:
-            config = apply_overrides(config, printed.settings)
+        settings = printed.settings + printed.asked
+        if settings:
+            config = apply_overrides(config, settings)
         if printed.recipe:
             is_read = printed.method in READER_METHODS  # by another model
             assert is_read or config.model.source == printed.model, printed
             assert printed.stage in config.stages, printed
-        if printed.recipe and printed.settings not in ((), *validated):
+        if printed.recipe and settings not in ((), *validated):
             validate(config)
             check_plan(config)
-            validated.add(printed.settings)
+            validated.add(settings)
 
 
 @pytest.fixture

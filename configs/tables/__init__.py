@@ -7,3 +7,5 @@ ONLINE = (
     "retrieval.index=",
     "retrieval.fetch_pages=True",
 )
+# Why they are no settings of the embedded world.
+NOT_ONLINE = "the embedded world has no open web"

@@ -1,11 +1,12 @@
 """R1-Searcher's tables (arXiv 2503.05592)."""
 
-from configs.tables import ONLINE
+from configs.tables import NOT_ONLINE, ONLINE
 from rsearch.evaluation.tables import (
     PaperColumn,
     PaperRow,
     PaperSlip,
     PaperTable,
+    TinyRow,
     average_of,
     columns_of,
 )
@@ -46,11 +47,24 @@ SFT = (
     "sft.lr=2e-5",
     "sft.steps=670",  # three epochs of about three turns of each
 )
+TINY_SFT = TinyRow(
+    settings=(
+        "stages=curate_sft,sft",
+        "overrides={'curate_sft': {'model': {'source': 'world:expert'}, "
+        "'curate': {'method': 'segments'}}}",
+        "sft.demonstrations=stage:curate_sft",
+    )
+)
 # Medium questions in place of the hard ones of table 1.
 NOT_DIFFICULT = (
     "overrides.curate_answer.curate.mix="
     "hotpotqa medium 200:4761,2wikimultihopqa medium 150:3737",
 )
+# By the rollouts of the model that is trained: none of its questions is easy, either.
+TINY_SELECT, TINY_MIX = "configs/r1_searcher.py:tiny,select", "curate_answer.curate.mix"
+TINY_NOT_DIFFICULT = TinyRow(settings=(f"overrides.{TINY_MIX}=medium 0:",))
+TINY_DIFFICULT = TinyRow(TINY_SELECT, (f"overrides.{TINY_MIX}=medium 0:,hard 0:",))
+ONE_SET = TinyRow(reason="the embedded world's questions are of one set")
 # The mixture's questions of one of both sets, in one epoch.
 HOTPOTQA_ALONE = (
     "overrides.curate_retrieve.curate.mix=hotpotqa medium 200",
@@ -372,6 +386,7 @@ TABLE_4 = PaperTable(
             recipe=RECIPE,
             stage="sft",
             settings=SFT,
+            tiny=TINY_SFT,
         ),
         PaperRow(
             "llama_rl",
@@ -389,6 +404,7 @@ TABLE_4 = PaperTable(
             recipe=LLAMA_RECIPE,
             stage="sft",
             settings=SFT,
+            tiny=TINY_SFT,
         ),
     ),
     slips=(
@@ -459,6 +475,7 @@ TABLE_6 = PaperTable(
             recipe="configs/r1_searcher.py:select",
             stage="rl_answer",
             settings=NOT_DIFFICULT,
+            tiny=TINY_NOT_DIFFICULT,
         ),
         PaperRow(
             "difficult",
@@ -467,6 +484,7 @@ TABLE_6 = PaperTable(
             QWEN,
             recipe=RECIPE,
             stage="rl_answer",
+            tiny=TINY_DIFFICULT,
         ),
     ),
     slips=(
@@ -498,6 +516,7 @@ TABLE_7 = PaperTable(
             recipe="configs/r1_searcher.py:select",
             stage="rl_answer",
             settings=HOTPOTQA_ALONE,
+            tiny=ONE_SET,
         ),
         PaperRow(
             "2wiki",
@@ -507,6 +526,7 @@ TABLE_7 = PaperTable(
             recipe="configs/r1_searcher.py:select",
             stage="rl_answer",
             settings=TWOWIKI_ALONE,
+            tiny=ONE_SET,
         ),
         PaperRow(
             "mixture",
@@ -550,7 +570,8 @@ FIGURE_6 = PaperTable(
             "-",
             "Qwen/QwQ-32B-Preview",
             method="search_o1",
-            settings=ONLINE,
+            asked=ONLINE,
+            tiny=TinyRow(reason=NOT_ONLINE),
         ),
         PaperRow(
             "local",
@@ -567,7 +588,8 @@ FIGURE_6 = PaperTable(
             QWEN,
             recipe=RECIPE,
             stage="rl_answer",
-            settings=ONLINE,
+            asked=ONLINE,
+            tiny=TinyRow(reason=NOT_ONLINE),
         ),
     ),
     is_percent=True,

@@ -1,11 +1,12 @@
 """R1-Searcher++'s tables (arXiv 2505.17005)."""
 
-from configs.tables import ONLINE
+from configs.tables import NOT_ONLINE, ONLINE
 from rsearch.evaluation.tables import (
     PaperColumn,
     PaperRow,
     PaperSlip,
     PaperTable,
+    TinyRow,
     average_of,
     columns_of,
 )
@@ -117,6 +118,7 @@ TABLE_1 = PaperTable(
             recipe="configs/r1_searcher.py:llama",
             stage="rl_answer",
             settings=AS_INSTRUCT,
+            tiny=TinyRow(),
         ),
         PaperRow(
             "search_r1",
@@ -226,7 +228,8 @@ TABLE_3 = PaperTable(
             QWEN,
             recipe=RECIPE,
             stage="rl",
-            settings=ONLINE,
+            asked=ONLINE,
+            tiny=TinyRow(reason=NOT_ONLINE),
         ),
         PaperRow(
             "search_o1",
@@ -234,7 +237,8 @@ TABLE_3 = PaperTable(
             "52.9 52.0 1.18 26.1 30.7 1.56",
             QWEN,
             method="search_o1",
-            settings=ONLINE,
+            asked=ONLINE,
+            tiny=TinyRow(reason=NOT_ONLINE),
         ),
         PaperRow(
             "r1_searcher",
@@ -243,7 +247,9 @@ TABLE_3 = PaperTable(
             QWEN,
             recipe="configs/r1_searcher.py:llama",
             stage="rl_answer",
-            settings=(*AS_INSTRUCT, *ONLINE),
+            settings=AS_INSTRUCT,
+            asked=ONLINE,
+            tiny=TinyRow(reason=NOT_ONLINE),
         ),
         PaperRow(
             "search_r1",
@@ -252,7 +258,8 @@ TABLE_3 = PaperTable(
             QWEN,
             recipe="configs/search_r1.py:instruct",
             stage="rl",
-            settings=ONLINE,
+            asked=ONLINE,
+            tiny=TinyRow(reason=NOT_ONLINE),
         ),
     ),
     slips=(
@@ -290,6 +297,7 @@ TABLE_4 = PaperTable(
             recipe="configs/r1_searcher.py:llama",
             stage="rl_answer",
             settings=AS_INSTRUCT,
+            tiny=TinyRow(),
         ),
         PaperRow(
             "search_r1",

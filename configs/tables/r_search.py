@@ -4,6 +4,7 @@ from rsearch.evaluation.tables import (
     PaperRow,
     PaperSlip,
     PaperTable,
+    TinyRow,
     average_of,
     columns_of,
 )
@@ -111,6 +112,7 @@ TABLE_2 = PaperTable(
             recipe="configs/search_r1.py:grpo,3b,instruct",
             stage="rl",
             settings=AS_R_SEARCH,
+            tiny=TinyRow(),
         ),
         PaperRow(
             "ours_3b",
@@ -186,6 +188,7 @@ TABLE_2 = PaperTable(
             recipe="configs/search_r1.py:grpo,instruct",
             stage="rl",
             settings=AS_R_SEARCH,
+            tiny=TinyRow(),
         ),
         PaperRow(
             "ours_7b",
@@ -329,6 +332,15 @@ TABLE_7 = PaperTable(
     is_percent=True,
 )
 
+# The judge of the tiny recipe is a model that has learnt to read evidence.
+TINY_READER = TinyRow(
+    asked=(
+        "models.reader.source=world:judge",
+        "models.reader.max_concurrent=128",
+        "models.reader.max_prompt_tokens=128",
+        "models.reader.max_reply_tokens=16",
+    )
+)
 GLM, LLAMA = "glm-4-plus", "meta-llama/Llama-3.2-3B-Instruct"
 READERS = {
     "vanilla_glm": ("Vanilla + GLM-4-Plus", GLM, "reader_rag"),
@@ -357,6 +369,7 @@ FIGURE_2 = PaperTable(
             method=method,
             recipe="configs/r_search.py",
             stage="rl",
+            tiny=TINY_READER if model == LLAMA else None,
         )
         for key, (label, model, method) in READERS.items()
     ),

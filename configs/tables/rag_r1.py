@@ -4,6 +4,7 @@ from rsearch.evaluation.tables import (
     PaperColumn,
     PaperRow,
     PaperTable,
+    TinyRow,
     average_of,
     columns_of,
 )
@@ -83,6 +84,7 @@ TABLE_3 = PaperTable(
             recipe="configs/r1_searcher.py:llama",
             stage="rl_answer",
             settings=(f"model.source={QWEN}",),
+            tiny=TinyRow(),
         ),
         PaperRow(
             "sq",
@@ -203,7 +205,7 @@ TABLE_5 = PaperTable(
             QWEN,
             recipe="configs/search_r1.py:instruct",
             stage="rl",
-            settings=ONE_BY_ONE,
+            asked=ONE_BY_ONE,
         ),
         PaperRow(
             "r1_searcher",
@@ -212,7 +214,9 @@ TABLE_5 = PaperTable(
             QWEN,
             recipe="configs/r1_searcher.py:llama",
             stage="rl_answer",
-            settings=(f"model.source={QWEN}", *ONE_BY_ONE),
+            settings=(f"model.source={QWEN}",),
+            asked=ONE_BY_ONE,
+            tiny=TinyRow(asked=ONE_BY_ONE),
         ),
         PaperRow(
             "sq",
@@ -221,7 +225,7 @@ TABLE_5 = PaperTable(
             QWEN,
             recipe="configs/rag_r1.py:sq",
             stage="rl",
-            settings=ONE_BY_ONE,
+            asked=ONE_BY_ONE,
         ),
         PaperRow(
             "mq",
@@ -230,7 +234,7 @@ TABLE_5 = PaperTable(
             QWEN,
             recipe="configs/rag_r1.py",
             stage="rl",
-            settings=ONE_BY_ONE,
+            asked=ONE_BY_ONE,
         ),
     ),
     settings={"retrieval.top_k": 3},

@@ -62,6 +62,23 @@ def average_of(
 
 
 @dataclasses.dataclass(frozen=True)
+class TinyRow:
+    """A row on the embedded world, where its recipe's `tiny` is not all that differs.
+
+    Attributes:
+        recipe: "" is the row's, with the word `tiny`.
+        settings: in place of the row's.
+        asked: in place of the row's.
+        reason: why the embedded world has no such row.
+    """
+
+    recipe: str = ""
+    settings: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class PaperRow:
     """A row: its numbers, and how this package makes it.
 
@@ -76,8 +93,11 @@ class PaperRow:
             policy; "" is a recipe's own protocol.
         recipe: a configuration whose policy is asked; "" of an untrained model.
         stage: of the recipe, after which it is asked.
-        settings: "field=value" of the recipe or evaluation, where this row needs them.
+        settings: "field=value" of the recipe, where this row needs them.
+        asked: "field=value" of the evaluation alone.
         reason: why no method and no recipe makes it.
+        tiny: the row on the embedded world; None: of the recipe's `tiny`, with the same
+            settings.
     """
 
     key: str
@@ -88,7 +108,9 @@ class PaperRow:
     recipe: str = ""
     stage: str = ""
     settings: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()
     reason: str = ""
+    tiny: TinyRow | None = None
 
     @property
     def is_runnable(self) -> bool:

@@ -22,7 +22,6 @@ from rsearch.runtime import console
 UNKNOWN = "?"
 ENDPOINT = "endpoint"
 JUDGE = "judge"  # the metric of columns that a judge fills
-OF_EVALUATION = ("eval.", "sets")  # settings of a row that no training looks at
 HEADS = ("steps", "devices", "GB each", "hours", "device hours")
 NUM_WITHOUT_HOURS = 3  # of HEADS
 
@@ -46,8 +45,7 @@ def runs_of(table: PaperTable) -> list[TableRun]:
     rows_of: dict[tuple, list[PaperRow]] = {}
     for row in table.rows:
         if row.recipe and row.is_runnable:
-            settings = (s for s in row.settings if not s.startswith(OF_EVALUATION))
-            rows_of.setdefault((row.recipe, tuple(settings)), []).append(row)
+            rows_of.setdefault((row.recipe, row.settings), []).append(row)
     return [TableRun(*key, tuple(rows)) for key, rows in rows_of.items()]
 
 
@@ -138,7 +136,7 @@ def _num_questions(sets, max_questions) -> int | None:
 def _asked_config(row, recipe) -> ConfigDict | None:
     """Return what a row's policy or model is asked with; None of one at an endpoint."""
     if row.recipe:
-        return apply_overrides(load(row.recipe), row.settings)
+        return apply_overrides(load(row.recipe), row.settings + row.asked)
     if "/" not in row.model:
         return None
     c = apply_overrides(load(recipe), {"model.source": row.model})
