@@ -4,11 +4,14 @@
     python -m rsearch.tables rag_r1:3
     python -m rsearch.tables rag_r1:3 --runs=runs/baselines,mq=runs/rag_r1 --out=3.md
     python -m rsearch.tables rag_r1:3 --dry_run --topology=a100x8
+    python -m rsearch.tables rag_r1:3,rag_r1:4 --size=tiny --at_once=2
 
 The tables are data, in configs/tables. With --runs, lines of ours stand below each of
 the paper's: the score, its 95 % interval where results.json states it, and the number
 of questions. A cell that no run has measured is empty. docs/tables.md says which rows
-of results.json count for which row of the table.
+of results.json count for which row of the table. With --size=tiny the recipes of all
+rows are trained and asked on the embedded world, as far as that is not done yet; the
+same command goes on where it was stopped. --config.FIELD=VALUE then holds for all runs.
 """
 
 import csv
@@ -25,6 +28,7 @@ from rsearch.evaluation.table_rows import (
     has_settings,
     is_of_row,
     is_of_set,
+    number_of,
     settings_of,
 )
 from rsearch.evaluation.tables import (
@@ -39,6 +43,7 @@ from rsearch.evaluation.tables import (
 from rsearch.runtime import console, files
 
 FORMATS = (".md", ".csv", ".tex")
+FULL, TINY = "full", "tiny"  # of --size
 FLAGS = {
     "list": (False, "prints every table: rows that this package makes, of all"),
     "runs": (
@@ -47,16 +52,32 @@ FLAGS = {
     ),
     "setting": ("", "rows with this `setting` alone; '-' is the run's configuration"),
     "allow": ("", "as of rsearch.compare: marks rows that differ in these fields"),
+    "size": (FULL, "'tiny': trains and asks on the embedded world what rows need"),
+    "workdir": ("runs/tables", "of --size=tiny: has a directory for each run"),
+    "at_once": (1, "of --size=tiny: runs at the same time"),
     "dry_run": (False, "lists the runs and evaluations that all rows need"),
     "topology": ("", "of --dry_run: adds hours on a machine, a100x8, v5p-32, ..."),
-    "max_questions": (0, "of --dry_run: of a set at most; 0 = all of them"),
-    "out": ("", f"a file that the table is written to: {', '.join(FORMATS)}"),
+    "max_questions": (
+        0,
+        "of --dry_run and --size=tiny: of a set at most; 0 = all of them",
+    ),
+    "out": ("", f"a file that the tables are written to: {', '.join(FORMATS)}"),
 }
-OF_DRY_RUN = ("topology", "max_questions")
+FIELD = "--config."  # begins an argument for all runs
 RUNS_SETTING = "-"  # of --setting, for rows that have none
 OURS = ("ours", "95 %", "n")  # lines below a row of the paper
 SCORES = ("em", "f1", "cover_em", "judge")  # which a table may print in percent
-CSV_COLUMNS = ("row", "label", "model", "made_by", "column", "set", "metric", "paper")
+CSV_COLUMNS = (
+    "table",
+    "row",
+    "label",
+    "model",
+    "made_by",
+    "column",
+    "set",
+    "metric",
+    "paper",
+)
 CSV_COLUMNS += ("ours", "low", "high", "n", "note")
 SPECIAL = str.maketrans(
     {c: f"\\{c}" for c in "&%$#_{}"}
@@ -87,56 +108,102 @@ class Ours(NamedTuple):
     Attributes:
         cells: {(row's key, column's name): cell}.
         notes: {mark: what differs}.
+        remarks: what holds for all cells.
     """
 
     cells: dict[tuple[str, str], Cell]
     notes: dict[str, str]
+    remarks: tuple[str, ...] = ()
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` as in `rsearch.config.recipes.parse_flags`."""
     positional = () if "--list" in argv else ("table",)
-    flags = parse_flags(argv, flags=FLAGS, positional=positional)
+    settings = [word for word in argv if word.startswith(FIELD)]
+    words = [word for word in argv if word not in settings]
+    flags = parse_flags(words, flags=FLAGS, positional=positional)
     if flags["list"]:
         _print_list()
         return 0
-    name, out = flags["table"], flags["out"]
-    table = find_table(name)
+    tables = {name: find_table(name) for name in flags["table"].split(",")}
+    out = flags["out"]
     if out and pathlib.Path(out).suffix not in FORMATS:
         raise ValueError(f"--out={out}: expected a name that ends in {FORMATS}")
     if out:
         files.check_output("out", out)
-    runs = parse_runs(flags["runs"], table)
-    _check_dry_run(flags)
-    if flags["dry_run"]:
-        from rsearch.plan.table_runs import show_runs  # with jax, as below
+    _check_flags(flags, settings, tables)
+    failed, ours = {}, dict.fromkeys(tables)
+    if flags["size"] == TINY:
+        from rsearch.plan import tiny_tables  # with jax, as below
 
-        settings = {flag: flags[flag] for flag in OF_DRY_RUN}
-        show_runs(name, table, **settings)
+        tables = {n: tiny_tables.tiny_table(n, t) for n, t in tables.items()}
+        texts = [setting.removeprefix(FIELD) for setting in settings]
+        runs = tiny_tables.tiny_runs([*tables.values()], texts)
+        workdir, limit = files.expand(flags["workdir"]), flags["max_questions"]
+        if flags["dry_run"]:
+            tiny_tables.show_jobs(runs, workdir, max_questions=limit)
+            return 0
+        failed = tiny_tables.fill(
+            runs, workdir, at_once=flags["at_once"], max_questions=limit
+        )
+        for name, table in tables.items():
+            sources = tiny_tables.find_results(table, texts, workdir, limit)
+            ours[name] = _measure_tiny(table, sources, allow=flags["allow"])
+    elif flags["dry_run"]:
+        from rsearch.plan.table_runs import show_runs
+
+        which = {n: flags[n] for n in ("topology", "max_questions")}
+        for name, table in tables.items():
+            show_runs(name, table, **which)
         return 0
-    ours = None
-    for flag in ("setting", "allow"):
-        if flags[flag] and not runs:
-            raise ValueError(f"--{flag}={flags[flag]}: is of --runs, which are missing")
-    if runs:
-        ours = _measure(table, runs, setting=flags["setting"], allow=flags["allow"])
+    elif flags["runs"]:
+        ((name, table),) = tables.items()
+        named = parse_runs(flags["runs"], table)
+        which = {n: flags[n] for n in ("setting", "allow")}
+        ours[name] = _measure(table, named, **which)
     if out:
-        files.replace(out, _FORMATTERS[pathlib.Path(out).suffix](table, ours).encode())
+        text = _FORMATTERS[pathlib.Path(out).suffix](tables, ours)
+        files.replace(out, text.encode())
         console.note(f"written: {out}")
-        return 0
-    _print(name, table, ours)
-    return 0
+    for name, table in {} if out else tables.items():
+        _print(name, table, ours[name])
+    return 1 if failed else 0
 
 
-def _check_dry_run(flags):
-    """Refuse flags that a dry run does not read, and those that it alone reads."""
-    is_dry = flags["dry_run"]
-    for flag in ("runs", "out") if is_dry else OF_DRY_RUN:
-        if flags[flag]:
-            why = "is not read with --dry_run" if is_dry else "is of --dry_run"
+def _check_flags(flags, settings, tables):
+    """Refuse flags that are not read with the others."""
+    size, is_dry = flags["size"], flags["dry_run"]
+    if size not in (FULL, TINY):
+        raise ValueError(f"--size={size}: expected {FULL} or {TINY}")
+    is_tiny = size == TINY
+    read_with = {
+        "runs": not is_dry and not is_tiny,
+        "setting": bool(flags["runs"]),
+        "allow": bool(flags["runs"]) or is_tiny,
+        "out": not is_dry,
+        "topology": is_dry and not is_tiny,
+        "max_questions": is_dry or is_tiny,
+        "workdir": is_tiny,
+        "at_once": is_tiny,
+    }
+    needs = {"setting": "--runs", "allow": "--runs or --size=tiny"}
+    needs |= dict.fromkeys(("workdir", "at_once"), "--size=tiny")
+    needs |= {"topology": "--dry_run", "max_questions": "--dry_run or --size=tiny"}
+    for flag, is_read in read_with.items():
+        if not is_read and flags[flag] != FLAGS[flag][0]:
+            why = f"is of {needs[flag]}" if flag in needs else "is not read with "
+            if flag not in needs:
+                why += "--dry_run" if is_dry else "--size=tiny"
             raise ValueError(f"--{flag}={flags[flag]}: {why}")
-    if flags["max_questions"] < 0:
-        raise ValueError(f"--max_questions={flags['max_questions']}: must be 0 or more")
+    for flag, least in (("max_questions", 0), ("at_once", 1)):
+        if flags[flag] < least:
+            raise ValueError(f"--{flag}={flags[flag]}: must be {least} or more")
+    if settings and not is_tiny:
+        raise ValueError(f"{settings[0]}: is of --size=tiny")
+    if wrong := [word for word in settings if "=" not in word]:
+        raise ValueError(f"{wrong[0]} needs a value: {wrong[0]}=...")
+    if flags["runs"] and len(tables) > 1:
+        raise ValueError(f"--runs={flags['runs']}: is of one table, not {len(tables)}")
 
 
 def _print_list():
@@ -203,18 +270,14 @@ def _measure(table, runs, *, setting, allow) -> Ours:
         compare.facts_of(run, result)._replace(dataset=name)
         for (_, name), (run, result) in sources.items()
     ]
-    measured = [(run, "", result) for run, result in sources.values()]
-    allowed = compare.parse_allow(allow)
-    marks, footnotes = compare.marks_of(measured, facts, allowed)
-    notes = {text.partition(" ")[2]: text.partition(" ")[0] for text in footnotes}
+    marks, notes = _marks([*sources.values()], facts, allow)
     cells = {}
     for ((key, name), (_, result)), mark in zip(sources.items(), marks, strict=True):
         signs = [mark] if mark else []
         if unlike := _unlike_paper(table, result):
-            next_mark = str(len(notes) + 1).translate(compare.MARKS)
-            signs.append(notes.setdefault(unlike, next_mark))
+            signs.append(_sign(notes, unlike))
         for column in table.columns:
-            value = _value(result, column.metric) if column.set == name else None
+            value = number_of(result, column.metric) if column.set == name else None
             if value is not None:
                 interval = result.get(f"{column.metric}_95")
                 n = result.get("n") or 0
@@ -230,13 +293,58 @@ def _measure(table, runs, *, setting, allow) -> Ours:
     return Ours(cells, {mark: text for text, mark in notes.items()})
 
 
-def _value(result, metric):
-    """Return a number of a row of results.json, its seconds for a question, or None."""
-    value = result.get(metric)
-    if metric != "seconds" or value is None:
-        return value
-    rollouts = result.get("rollouts") or result.get("n")
-    return value / rollouts if rollouts else None
+def _marks(sources, facts, allow):
+    """Return a mark for each (run, row of results.json), "" for most, and {note: mark}.
+
+    Raises:
+        ValueError: rows differ in what must be equal.
+    """
+    from rsearch import compare
+
+    measured = [(run, "", result) for run, result in sources]
+    marks, footnotes = compare.marks_of(measured, facts, compare.parse_allow(allow))
+    return marks, {t.partition(" ")[2]: t.partition(" ")[0] for t in footnotes}
+
+
+def _sign(notes, text):
+    """Return the mark of a note; a new one joins `notes`."""
+    from rsearch import compare
+
+    return notes.setdefault(text, str(len(notes) + 1).translate(compare.MARKS))
+
+
+def _measure_tiny(table, sources, *, allow) -> Ours:
+    """Return what has been measured of a table on the embedded world.
+
+    Args:
+        table: see `rsearch.plan.tiny_tables.tiny_table`.
+        sources: {row's key: (run's directory, row of results.json)}.
+        allow: see `rsearch.compare.parse_allow`.
+
+    Raises:
+        ValueError: rows differ in what must be equal.
+    """
+    from rsearch import compare
+    from rsearch.plan import tiny_tables
+
+    measured = [(compare.read_run(path), result) for path, result in sources.values()]
+    facts = [compare.facts_of(run, result) for run, result in measured]
+    marks, notes = _marks(measured, facts, allow)
+    cells, first = {}, {}
+    for (key, (path, result)), mark in zip(sources.items(), marks, strict=True):
+        signs = [mark] if mark else []
+        about = (path, *(result.get(name) for name in ("stage", "method", "setting")))
+        if (same := first.setdefault(about, key)) != key:
+            signs.append(_sign(notes, f"{same} and this row are the same run here"))
+        if too_long := result.get("too_long"):
+            text = f"{too_long} of {result['n']} questions have no room in the prompt"
+            signs.append(_sign(notes, text))
+        for column in table.columns:
+            if cell := tiny_tables.cell_of(result, column):
+                value, interval, n = cell
+                cells[key, column.name] = Cell(value, interval, n, tuple(signs))
+    notes = {mark: text for text, mark in notes.items()}
+    return Ours(cells, notes, tiny_tables.remarks_of(table))
 
 
 def _unlike_paper(table, result):
@@ -296,7 +404,8 @@ def _digits(table, column):
     position = table.columns.index(column)
     texts = [row.numbers[position] for row in table.rows]
     decimals = [len(t.partition(".")[2]) for t in texts if t != NO_NUMBER]
-    return max(decimals, default=1 if _is_percent(table, column) else 2)
+    default = 1 if _is_percent(table, column) else 3 if column.metric in SCORES else 2
+    return max(decimals, default=default)
 
 
 def _ours_of(table, row, column, ours):
@@ -367,7 +476,7 @@ def made_by_text(row: PaperRow) -> str:
         return f"- {row.reason}"
     policy = f"{row.recipe} after {row.stage}" if row.recipe else ""
     made = " of ".join(filter(None, [row.method, policy]))
-    return ", ".join([made, *row.settings, *row.asked])
+    return ", ".join([made, *row.settings, *row.asking])
 
 
 def _remarks(table, ours):
@@ -377,6 +486,7 @@ def _remarks(table, ours):
         yield f"slip: {about}: {slip.text}"
     for mark, text in ours.notes.items() if ours else ():
         yield f"{mark} {text}"
+    yield from ours.remarks if ours else ()
 
 
 def _grid(table, ours):
@@ -389,18 +499,27 @@ def _grid(table, ours):
     return [*heads, *(column.name for column in table.columns)], lines
 
 
-def _markdown(table, ours):
-    """Return the table in Markdown, with its caption and remarks."""
+def _markdown(tables, ours):
+    """Return the tables in Markdown, with their captions and remarks."""
     from rsearch import compare
 
-    texts = map(compare.markdown_text, _remarks(table, ours))
-    remarks = "".join(f"\n{text}\n" for text in texts)
-    grid = compare.markdown(*_grid(table, ours))
-    return f"{table.source}. {table.caption}\n\n{grid}{remarks}"
+    texts = []
+    for name, table in tables.items():
+        heading = f"## {name}: {table.title}\n\n" if len(tables) > 1 else ""
+        remarks = map(compare.markdown_text, _remarks(table, ours[name]))
+        remarks = "".join(f"\n{text}\n" for text in remarks)
+        grid = compare.markdown(*_grid(table, ours[name]))
+        about = f"{table.source}. {table.caption}"
+        texts.append(f"{heading}{about}\n\n{grid}{remarks}")
+    return "\n".join(texts)
 
 
-def _latex(table, ours):
-    """Return the table in LaTeX, with its caption and remarks."""
+def _latex(tables, ours):
+    """Return the tables in LaTeX, with their captions and remarks."""
+    return "\n".join(_latex_table(table, ours[n]) for n, table in tables.items())
+
+
+def _latex_table(table, ours):
     columns, lines = _grid(table, ours)
     num_texts = len(columns) - len(table.columns)
     shape = "l" * num_texts + "r" * len(table.columns)
@@ -414,25 +533,30 @@ def _latex(table, ours):
     return "\n".join([*body, r"\end{tabular}\par", *about, ""])
 
 
-def _csv(table, ours):
+def _csv(tables, ours):
     """Return a line for each cell, scores of ours in the table's unit."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
-    for row in table.rows:
-        for column, number in zip(table.columns, row.numbers, strict=True):
-            about = [row.key, row.label, row.model, made_by_text(row)]
-            about += [column.name, column.set, column.metric]
-            about.append("" if number == NO_NUMBER else number)
-            cell = ours.cells.get((row.key, column.name)) if ours else None
-            measured = [""] * 5
-            if cell:
-                scale = _scale(table, column)
-                bounds = [_rounded(scale * x) for x in cell.interval or ()] or ["", ""]
-                note = "; ".join(ours.notes[mark] for mark in cell.marks)
-                measured = [_rounded(scale * cell.value), *bounds, cell.n or "", note]
-            writer.writerow(about + measured)
+    for name, table in tables.items():
+        for row in table.rows:
+            for column, number in zip(table.columns, row.numbers, strict=True):
+                about = [name, row.key, row.label, row.model, made_by_text(row)]
+                about += [column.name, column.set, column.metric]
+                about.append("" if number == NO_NUMBER else number)
+                writer.writerow(about + _csv_cells(table, row, column, ours[name]))
     return stream.getvalue()
+
+
+def _csv_cells(table, row, column, ours):
+    """Return what a line has of ours."""
+    cell = ours.cells.get((row.key, column.name)) if ours else None
+    if cell is None:
+        return [""] * 5
+    scale = _scale(table, column)
+    bounds = [_rounded(scale * x) for x in cell.interval or ()] or ["", ""]
+    note = "; ".join(ours.notes[mark] for mark in cell.marks)
+    return [_rounded(scale * cell.value), *bounds, cell.n or "", note]
 
 
 def _rounded(value):

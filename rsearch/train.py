@@ -16,7 +16,6 @@ if __name__ == "__main__":
 import itertools
 import math
 import pathlib
-import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -60,7 +59,6 @@ from rsearch.stages.curate.rolling import DataStage
 from rsearch.stages.memory import MemorySet
 from rsearch.types import Params, Rollout
 
-MAX_LABEL = 100  # characters of a default workdir before it is cut
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -491,12 +489,7 @@ def default_workdir(recipe: ConfigDict, config: ConfigDict) -> pathlib.Path:
         for name, _, value in recipes.diff(recipe, config)
         if not is_free(name)
     ]
-    words = [re.sub(r"[^\w.=+-]+", "_", text) for text in changed]
-    label = "-".join([config.name, *words])
-    if len(label) > MAX_LABEL:
-        digest = recipes.fingerprint({"changed": changed})
-        label = f"{label[:MAX_LABEL]}-{digest}"
-    return pathlib.Path("runs") / label
+    return pathlib.Path("runs") / recipes.run_label(config.name, changed)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_every_method_and_every_recipe_of_a_row_is_understood():
     validated = set()
     for _, printed in ALL_ROWS:
         config = configs[printed.recipe]
-        settings = printed.settings + printed.asked
+        settings = printed.settings + printed.asking
         if settings:
             config = apply_overrides(config, settings)
         if printed.recipe:

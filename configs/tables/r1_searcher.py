@@ -60,10 +60,11 @@ NOT_DIFFICULT = (
     "overrides.curate_answer.curate.mix="
     "hotpotqa medium 200:4761,2wikimultihopqa medium 150:3737",
 )
-# By the rollouts of the model that is trained: none of its questions is easy, either.
-TINY_SELECT, TINY_MIX = "configs/r1_searcher.py:tiny,select", "curate_answer.curate.mix"
-TINY_NOT_DIFFICULT = TinyRow(settings=(f"overrides.{TINY_MIX}=medium 0:",))
-TINY_DIFFICULT = TinyRow(TINY_SELECT, (f"overrides.{TINY_MIX}=medium 0:,hard 0:",))
+# By rollouts of the model that is trained, in both stages.
+TINY_NOT_DIFFICULT = TinyRow(settings=("curate.mix=medium 0:",))
+TINY_DIFFICULT = TinyRow(
+    "configs/r1_searcher.py:tiny,select", settings=("curate.mix=medium 0:,hard 0:",)
+)
 ONE_SET = TinyRow(reason="the embedded world's questions are of one set")
 # The mixture's questions of one of both sets, in one epoch.
 HOTPOTQA_ALONE = (
@@ -570,7 +571,7 @@ FIGURE_6 = PaperTable(
             "-",
             "Qwen/QwQ-32B-Preview",
             method="search_o1",
-            asked=ONLINE,
+            asking=ONLINE,
             tiny=TinyRow(reason=NOT_ONLINE),
         ),
         PaperRow(
@@ -588,7 +589,7 @@ FIGURE_6 = PaperTable(
             QWEN,
             recipe=RECIPE,
             stage="rl_answer",
-            asked=ONLINE,
+            asking=ONLINE,
             tiny=TinyRow(reason=NOT_ONLINE),
         ),
     ),

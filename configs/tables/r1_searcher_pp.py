@@ -228,7 +228,7 @@ TABLE_3 = PaperTable(
             QWEN,
             recipe=RECIPE,
             stage="rl",
-            asked=ONLINE,
+            asking=ONLINE,
             tiny=TinyRow(reason=NOT_ONLINE),
         ),
         PaperRow(
@@ -237,7 +237,7 @@ TABLE_3 = PaperTable(
             "52.9 52.0 1.18 26.1 30.7 1.56",
             QWEN,
             method="search_o1",
-            asked=ONLINE,
+            asking=ONLINE,
             tiny=TinyRow(reason=NOT_ONLINE),
         ),
         PaperRow(
@@ -248,7 +248,7 @@ TABLE_3 = PaperTable(
             recipe="configs/r1_searcher.py:llama",
             stage="rl_answer",
             settings=AS_INSTRUCT,
-            asked=ONLINE,
+            asking=ONLINE,
             tiny=TinyRow(reason=NOT_ONLINE),
         ),
         PaperRow(
@@ -258,7 +258,7 @@ TABLE_3 = PaperTable(
             QWEN,
             recipe="configs/search_r1.py:instruct",
             stage="rl",
-            asked=ONLINE,
+            asking=ONLINE,
             tiny=TinyRow(reason=NOT_ONLINE),
         ),
     ),

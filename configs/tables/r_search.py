@@ -334,7 +334,7 @@ TABLE_7 = PaperTable(
 
 # The judge of the tiny recipe is a model that has learnt to read evidence.
 TINY_READER = TinyRow(
-    asked=(
+    asking=(
         "models.reader.source=world:judge",
         "models.reader.max_concurrent=128",
         "models.reader.max_prompt_tokens=128",

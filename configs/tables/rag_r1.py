@@ -205,7 +205,7 @@ TABLE_5 = PaperTable(
             QWEN,
             recipe="configs/search_r1.py:instruct",
             stage="rl",
-            asked=ONE_BY_ONE,
+            asking=ONE_BY_ONE,
         ),
         PaperRow(
             "r1_searcher",
@@ -215,8 +215,8 @@ TABLE_5 = PaperTable(
             recipe="configs/r1_searcher.py:llama",
             stage="rl_answer",
             settings=(f"model.source={QWEN}",),
-            asked=ONE_BY_ONE,
-            tiny=TinyRow(asked=ONE_BY_ONE),
+            asking=ONE_BY_ONE,
+            tiny=TinyRow(asking=ONE_BY_ONE),
         ),
         PaperRow(
             "sq",
@@ -225,7 +225,7 @@ TABLE_5 = PaperTable(
             QWEN,
             recipe="configs/rag_r1.py:sq",
             stage="rl",
-            asked=ONE_BY_ONE,
+            asking=ONE_BY_ONE,
         ),
         PaperRow(
             "mq",
@@ -234,7 +234,7 @@ TABLE_5 = PaperTable(
             QWEN,
             recipe="configs/rag_r1.py",
             stage="rl",
-            asked=ONE_BY_ONE,
+            asking=ONE_BY_ONE,
         ),
     ),
     settings={"retrieval.top_k": 3},

@@ -386,6 +386,24 @@ def _help(flags, positional, takes_config):
     return "arguments:\n" + "".join(lines)
 
 
+MAX_LABEL = 100  # characters of a directory's name before it is cut
+
+
+def run_label(name: str, changed: Sequence[str]) -> str:
+    """Return the name of a run's directory, such as quickstart-seed=1.
+
+    Args:
+        name: of its recipe.
+        changed: "field=value" of what differs from the recipe.
+    """
+    words = [re.sub(r"[^\w.=+-]+", "_", text) for text in changed]
+    label = "-".join([name, *words])
+    if len(label) > MAX_LABEL:
+        digest = fingerprint({"changed": [*changed]})
+        label = f"{label[:MAX_LABEL]}-{digest}"
+    return label
+
+
 def run_command(
     main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None
 ) -> int:

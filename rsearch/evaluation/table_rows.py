@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from rsearch.config.recipes import apply_overrides, defaults, fields, from_json, load
 from rsearch.config.stage_plan import START
-from rsearch.data.demonstrations import PROTOCOL
 from rsearch.data.sets import PREFIX, SETS
 from rsearch.evaluation.tables import PaperRow, PaperTable
 from rsearch.methods.names import split_name
 
+PROTOCOL = "protocol"  # the method of a recipe's rows
 # Fields that name the model which answers: the policy, or the model of an endpoint.
 MODEL_FIELDS = ("model.source", "models.subject.name", "models.subject.source")
 MODEL_FIELDS += ("models.reader.name", "models.reader.source")
@@ -77,9 +77,9 @@ def settings_of(table: PaperTable, row: PaperRow) -> dict[str, dict]:
         of what the table's other rows set of that recipe; without those of FREE.
     """
     rows = [r for r in table.rows if r.recipe == row.recipe] if row.recipe else [row]
-    texts = [text for r in rows for text in r.settings + r.asked]
+    texts = [text for r in rows for text in r.settings + r.asking]
     names = dict.fromkeys(text.partition("=")[0] for text in texts)
-    values = _fields(row.recipe, row.settings + row.asked) if names else {}
+    values = _fields(row.recipe, row.settings + row.asking) if names else {}
     return {n: _below(values, n) for n in names if not n.endswith(FREE)}
 
 
@@ -118,3 +118,17 @@ def _below(values, name):
         for field, value in values.items()
         if f"{field}.".startswith(f"{name}.") and not field.endswith(FREE)
     }
+
+
+def number_of(result: Mapping, metric: str) -> float | None:
+    """Return a number of a row of results.json, its seconds for a question, or None.
+
+    Args:
+        result: of results.json.
+        metric: of a column.
+    """
+    value = result.get(metric)
+    if metric != "seconds" or value is None:
+        return value
+    rollouts = result.get("rollouts") or result.get("n")
+    return value / rollouts if rollouts else None

@@ -68,13 +68,13 @@ class TinyRow:
     Attributes:
         recipe: "" is the row's, with the word `tiny`.
         settings: in place of the row's.
-        asked: in place of the row's.
+        asking: in place of the row's.
         reason: why the embedded world has no such row.
     """
 
     recipe: str = ""
     settings: tuple[str, ...] = ()
-    asked: tuple[str, ...] = ()
+    asking: tuple[str, ...] = ()
     reason: str = ""
 
 
@@ -94,7 +94,7 @@ class PaperRow:
         recipe: a configuration whose policy is asked; "" of an untrained model.
         stage: of the recipe, after which it is asked.
         settings: "field=value" of the recipe, where this row needs them.
-        asked: "field=value" of the evaluation alone.
+        asking: "field=value" of the evaluation alone.
         reason: why no method and no recipe makes it.
         tiny: the row on the embedded world; None: of the recipe's `tiny`, with the same
             settings.
@@ -108,7 +108,7 @@ class PaperRow:
     recipe: str = ""
     stage: str = ""
     settings: tuple[str, ...] = ()
-    asked: tuple[str, ...] = ()
+    asking: tuple[str, ...] = ()
     reason: str = ""
     tiny: TinyRow | None = None
 
@@ -152,6 +152,8 @@ class PaperTable:
         settings: {a name of `made_by` in results.json: its value} that the paper says
             all rows were measured with.
         is_percent: scores are printed in percent, else as fractions from 0 to 1.
+        curves: {name as printed: field of metrics.jsonl}, by step, of a figure that has
+            curves of training in place of columns.
     """
 
     title: str
@@ -162,6 +164,7 @@ class PaperTable:
     slips: tuple[PaperSlip, ...] = ()
     settings: Mapping[str, float] = dataclasses.field(default_factory=dict)
     is_percent: bool = False
+    curves: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def read_tables(folder: pathlib.Path = FOLDER) -> dict[str, PaperTable]:

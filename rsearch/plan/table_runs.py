@@ -136,7 +136,7 @@ def _num_questions(sets, max_questions) -> int | None:
 def _asked_config(row, recipe) -> ConfigDict | None:
     """Return what a row's policy or model is asked with; None of one at an endpoint."""
     if row.recipe:
-        return apply_overrides(load(row.recipe), row.settings + row.asked)
+        return apply_overrides(load(row.recipe), row.settings + row.asking)
     if "/" not in row.model:
         return None
     c = apply_overrides(load(recipe), {"model.source": row.model})

@@ -26,7 +26,7 @@ TABLE = PaperTable(
             *("rl", "", "1 1 1 1", QWEN),
             recipe=RAG_R1,
             stage="rl",
-            asked=("eval.judge_golds=any",),
+            asking=("eval.judge_golds=any",),
         ),
         PaperRow("no", "", "1 1 1 1", QWEN, reason="no code"),
     ),

@@ -1,0 +1,515 @@
+"""List the runs and evaluations that fill papers' tables on the embedded world.
+
+A row of a recipe is that of its `tiny`. A method is asked of the small model that the
+paper's recipe at this size has in place of the row's model. Rows of several tables that
+come to the same are measured once.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rsearch.config.recipes import (
+    apply_overrides,
+    fields,
+    load,
+    run_label,
+    validate,
+)
+from rsearch.config.stage_plan import check_plan, kind_of, stage_configs
+from rsearch.evaluation.results import read_results
+from rsearch.evaluation.statistics import wilson_interval
+from rsearch.evaluation.table_rows import PROTOCOL, number_of
+from rsearch.evaluation.tables import (
+    FOLDER,
+    PaperColumn,
+    PaperRow,
+    PaperTable,
+    TinyRow,
+)
+from rsearch.methods.names import READER_METHODS, split_name
+from rsearch.runtime import console
+from rsearch.runtime.children import Job, run_jobs, say_failed
+
+TINY = "tiny"  # the word of a recipe, and the size
+SOURCE, NAME, WORLD = ".source", ".name", "world:"
+DEV, TRAIN = "world:dev", "world:train"  # questions
+ASKS = "configs/search_r1.py:tiny"  # in whose budgets methods are asked
+# Worked examples are longer than a rollout.
+LONG_PROMPTS = "eval.max_prompt_tokens=1600"
+# Rows of one table have one normaliser; the world's answers are names and years, which
+# all of them leave alike.
+NORMALIZE = "eval.normalize=squad"
+TRAINING = ("eval.at_start=False", f"eval.methods={PROTOCOL}", NORMALIZE)
+NUM_LABELLED = 200  # training questions that a method learns from
+CHOOSERS = ("skr", "adaptive_rag")
+CHOOSE_FROM = ("direct", "rag", "ircot")
+RECOMP = "recomp_extractive"
+SAMPLED = "the labels that it learns from are sampled, see docs/learned_methods.md"
+UNMADE = {
+    "in_context": "the embedded world's questions come without paragraphs",
+    "self_rag": "no model of the embedded world has reflection tokens",
+    "rearter": SAMPLED,
+    "cr_planner": SAMPLED,
+}
+ALL = "all"
+METRICS = {"em": "EM", "cover_em": "CEM", "f1": "F1"}  # that a kind has
+METRICS |= {"searches": "searches"}
+COSTS = {"searches": "searches", "tokens": "tokens", "seconds": "seconds"}
+# Seconds of two CPU cores that run nothing else, compiling included.
+SECONDS = {"curate": 60.0, "sft": 90.0, "rl": 60.0}  # of a stage
+SECONDS_OF_STEP = {"curate": 0.0, "sft": 0.5, "rl": 10.0}
+SECONDS_OF_COMMAND = 40.0
+SECONDS_OF_METHOD = {"flare": 1.5, "ircot": 0.4, "": 0.1}  # of a question
+
+
+class TinyRun(NamedTuple):
+    """A directory: a run that is trained, or a model that methods are asked of.
+
+    Attributes:
+        name: of the directory.
+        recipe: its configuration.
+        settings: "field=value" of what differs from it.
+        model: that is asked untrained; "" of a run.
+    """
+
+    name: str
+    recipe: str
+    settings: tuple[str, ...] = ()
+    model: str = ""
+
+
+def tiny_table(name: str, table: PaperTable) -> PaperTable:
+    """Return a table whose rows say how the embedded world makes them.
+
+    Its columns are those of the paper, and of ours: the metrics of the paper's for each
+    kind of question ("world:KIND" is then the column's set), and what answers cost.
+
+    Args:
+        name: "paper:number".
+        table: of the paper.
+
+    Raises:
+        ValueError: a recipe has no variant `tiny`.
+    """
+    played = _played(name, table)
+    columns = () if table.curves else _columns(table)
+    return dataclasses.replace(
+        table,
+        columns=table.columns + columns,
+        rows=tuple(_tiny_row(row, played, len(columns)) for row in table.rows),
+        settings={},
+    )
+
+
+def _columns(table):
+    """Return the columns of ours."""
+    printed = {column.metric for column in table.columns}
+    names = [(ALL, m) for m in METRICS if m in printed]
+    kinds = (ALL, *load(ASKS).world.kinds)
+    names = [(kind, m) for _, m in names for kind in kinds]
+    names += [(ALL, metric) for metric in COSTS if (ALL, metric) not in names]
+    shown = METRICS | COSTS
+    return tuple(
+        PaperColumn(f"{kind} {shown[metric]}", metric, f"{WORLD}{kind}")
+        for kind, metric in names
+    )
+
+
+def _tiny_row(row, played, num_columns):
+    """Return a row with its recipe, model and settings of the embedded world."""
+    tiny = row.tiny or TinyRow(settings=row.settings, asking=row.asking)
+    model = played.get(row.model, "")
+    reason = row.reason or tiny.reason or UNMADE.get(split_name(row.method)[0], "")
+    if not reason and not model:
+        reason = f"the embedded world has nothing in place of {row.model}"
+    return dataclasses.replace(
+        row,
+        printed=" ".join([row.printed, *["-"] * num_columns]),
+        model="" if reason else model,
+        method="" if reason else row.method,
+        recipe="" if reason or not row.recipe else tiny_recipe(tiny.recipe, row),
+        settings=tiny.settings,
+        asking=tiny.asking,
+        reason=reason,
+    )
+
+
+def tiny_recipe(recipe: str, row: PaperRow) -> str:
+    """Return a row's recipe on the embedded world, without words that change nothing.
+
+    Args:
+        recipe: of a `TinyRow`; "" is the row's with `tiny`.
+        row: of a recipe.
+    """
+    path, _, variant = (recipe or row.recipe).partition(":")
+    words = [TINY, *(w for w in variant.split(",") if w not in ("", TINY))]
+    for word in words[1:]:
+        fewer = [w for w in words if w != word]
+        if _values(_spell(path, fewer)) == _values(_spell(path, words)):
+            words = fewer
+    return _spell(path, words)
+
+
+def _spell(path, words):
+    return f"{path}:{','.join(words)}"
+
+
+@functools.cache
+def _values(recipe, settings=()):
+    """Return {dotted name: value} of a recipe, without its name."""
+    return fields(apply_overrides(load(recipe), settings)) | {"name": ""}
+
+
+def _played(name, table):
+    """Return {model of the paper: what stands for it on the embedded world}."""
+    recipes = dict.fromkeys(row.recipe for row in table.rows if row.recipe)
+    paper = f"configs/{name.partition(':')[0]}.py"
+    if (FOLDER.parent.parent / paper).is_file():
+        recipes[paper] = None
+    played = {}
+    for recipe in recipes:
+        path, _, variant = recipe.partition(":")
+        full = _values(recipe)
+        tiny = _values(_spell(path, [TINY, *filter(None, variant.split(","))]))
+        for field, world in tiny.items():
+            if field.endswith(SOURCE) and str(world).startswith(WORLD):
+                section = field.removesuffix(SOURCE)
+                for model in (full.get(field), full.get(f"{section}{NAME}")):
+                    if model:
+                        played.setdefault(model, world)
+    for row in table.rows:
+        if row.recipe and row.method not in READER_METHODS:
+            played[row.model] = _values(tiny_recipe("", row))["model.source"]
+    return played
+
+
+def run_of(row: PaperRow, settings: Sequence[str] = ()) -> TinyRun:
+    """Return the directory in which a row is measured.
+
+    Args:
+        row: of a `tiny_table`, runnable.
+        settings: "field=value" of all rows.
+    """
+    if not row.recipe:
+        label = run_label(row.model.replace(":", "_"), settings)
+        return TinyRun(label, ASKS, tuple(settings), row.model)
+    settings = (*row.settings, *settings)
+    return TinyRun(run_label(load(row.recipe).name, settings), row.recipe, settings)
+
+
+def tiny_runs(
+    tables: Sequence[PaperTable], settings: Sequence[str] = ()
+) -> dict[TinyRun, list[PaperRow]]:
+    """Return the directories of all rows of several tables, with their rows.
+
+    Args:
+        tables: of `tiny_table`.
+        settings: "field=value" of all rows.
+
+    Raises:
+        ValueError: a configuration that could not be trained.
+    """
+    rows_of: dict[TinyRun, list[PaperRow]] = {}
+    for table in tables:
+        for row in table.rows:
+            if row.is_runnable:
+                rows_of.setdefault(run_of(row, settings), []).append(row)
+    for run in rows_of:
+        try:
+            config = _config(run)
+            validate(config)
+            check_plan(config)
+        except ValueError as error:
+            raise ValueError(f"{run.name}: {error}") from None
+    return rows_of
+
+
+def questions_name(max_questions: int, questions: str = DEV) -> str:
+    """Return the name of the questions in results.json.
+
+    Args:
+        max_questions: that are asked; 0 is all.
+        questions: of the world.
+    """
+    return f"{questions}[:{max_questions}]" if max_questions else questions
+
+
+def find_result(
+    results: Sequence[Mapping], row: PaperRow, dataset: str
+) -> Mapping | None:
+    """Return the row of results.json that a row of a table is read from, or None.
+
+    Args:
+        results: of the row's directory.
+        row: of a `tiny_table`.
+        dataset: see `questions_name`.
+    """
+    method, needed = split_name(row.method or PROTOCOL)
+    asking = dict(text.split("=", 1) for text in row.asking)
+    for result in results:
+        name, settings = split_name(result["method"])
+        words = filter(None, result.get("setting", "").split(", "))
+        is_row = (name, result["dataset"]) == (method, dataset) and (
+            {*needed} <= {*settings}
+            and result["stage"] == (row.stage or row.model)
+            and dict(word.partition("=")[::2] for word in words) == asking
+        )
+        if is_row:
+            return result
+    return None
+
+
+def job_of(
+    run: TinyRun, rows: Sequence[PaperRow], folder: pathlib.Path, max_questions: int
+) -> Job:
+    """Return the commands that a directory wants yet, none if it is over.
+
+    Args:
+        run: of the directory.
+        rows: that are measured there.
+        folder: the directory.
+        max_questions: of those held out that are asked; 0 is all.
+
+    Raises:
+        ValueError: results that no evaluation has written.
+    """
+    dataset, results = questions_name(max_questions), read_results(folder)
+    limit = (f"eval.max_questions={max_questions}",)
+    commands = []
+    if not run.model:
+        trained = [PaperRow("", "", "", "", stage=s) for s in _trained_stages(run)]
+        if any(find_result(results, row, dataset) is None for row in trained):
+            settings = (*run.settings, *TRAINING, *limit)
+            commands.append(_command("train", run, folder, settings))
+    methods: dict[tuple, dict] = {}
+    for row in rows:
+        if find_result(results, row, dataset) is None and (row.method or row.asking):
+            names = methods.setdefault(row.asking, {})
+            names[row.method or PROTOCOL] = None
+    for asking, names in methods.items():
+        settings = (*asking, *limit)
+        if run.model:
+            settings = (*run.settings, LONG_PROMPTS, *settings)
+        learned = (*CHOOSERS, RECOMP)
+        modest = [name for name in names if split_name(name)[0] not in learned]
+        if modest:
+            commands.append(_command("evaluate", run, folder, settings, modest))
+        commands += _learned(run, folder, results, settings, names)
+    return Job(run.name, tuple(commands))
+
+
+def _learned(run, folder, results, settings, names):
+    """Return commands that label training questions, and ask what learns from them."""
+    commands, labelled = [], f"eval.max_questions={NUM_LABELLED}"
+    label = (*(s for s in settings if not s.startswith("eval.max_q")), labelled)
+    choosers = [name for name in names if split_name(name)[0] in CHOOSERS]
+    questions = questions_name(NUM_LABELLED, TRAIN)
+    if choosers:
+        rows = [PaperRow("", "", "", run.model, method=m) for m in CHOOSE_FROM]
+        missing = [r.method for r in rows if not find_result(results, r, questions)]
+        if missing:
+            asks = _command("evaluate", run, folder, label, missing)
+            commands.append((*asks, f"--sets={TRAIN}"))
+        path = f"labels={folder / 'transcripts.jsonl'}:dataset={questions}"
+        learned = [f"{name}:{path}" for name in choosers]
+        commands.append(_command("evaluate", run, folder, settings, learned))
+    for name in names:
+        if split_name(name)[0] == RECOMP:
+            path = folder.with_name(f"{folder.name}-sentences.jsonl")
+            if not path.exists():
+                asks = _command("evaluate", run, folder, label)
+                commands.append((*asks, f"--sets={TRAIN}", f"--label_sentences={path}"))
+            learned = [f"{name}:labels={path}"]
+            commands.append(_command("evaluate", run, folder, settings, learned))
+    return commands
+
+
+def _command(module, run, folder, settings, methods=()):
+    """Return the arguments of a process of rsearch.train or rsearch.evaluate."""
+    words = [sys.executable, "-m", f"rsearch.{module}"]
+    if run.model or module == "train":  # an evaluation has the run's
+        words.append(f"--config={run.recipe}")
+    words += [f"--config.{text}" for text in settings]
+    words += [f"--model={run.model}"] if run.model else []
+    words += [f"--methods={','.join(methods)}"] if methods else []
+    return (*words, f"--workdir={folder}")
+
+
+def _config(run):
+    return apply_overrides(load(run.recipe), run.settings)
+
+
+def _trained_stages(run):
+    """Return the stages after which the policy is evaluated."""
+    return [
+        stage
+        for stage, c in stage_configs(_config(run))
+        if c.trains == "policy" and kind_of(stage) != "curate"
+    ]
+
+
+def hours_of(job: Job, run: TinyRun, max_questions: int) -> float:
+    """Return about how long a job takes on two cores that run nothing else.
+
+    Args:
+        job: of the run.
+        run: of the directory.
+        max_questions: see `job_of`.
+    """
+    num_questions = max_questions or NUM_LABELLED
+    seconds = SECONDS_OF_COMMAND * len(job.commands)
+    for command in job.commands:
+        if "rsearch.train" in command:
+            for stage, c in stage_configs(_config(run)):
+                kind = kind_of(stage)
+                steps = 0 if kind == "curate" else c[kind].steps
+                seconds += SECONDS[kind] + SECONDS_OF_STEP[kind] * steps
+        for word in command:
+            flag, _, methods = word.partition("=")
+            if flag == "--methods":
+                names = [split_name(name)[0] for name in methods.split(",")]
+                every = SECONDS_OF_METHOD
+                seconds += num_questions * sum(every.get(n, every[""]) for n in names)
+    return seconds / 3600
+
+
+def jobs_of(
+    runs: Mapping[TinyRun, Sequence[PaperRow]], out: pathlib.Path, max_questions: int
+) -> dict[TinyRun, Job]:
+    """Return the job of each directory; see `job_of`.
+
+    Args:
+        runs: see `tiny_runs`.
+        out: has the directories.
+        max_questions: see `job_of`.
+    """
+    return {
+        run: job_of(run, rows, out / run.name, max_questions)
+        for run, rows in runs.items()
+    }
+
+
+def fill(
+    runs: Mapping[TinyRun, Sequence[PaperRow]],
+    out: pathlib.Path,
+    *,
+    at_once: int,
+    max_questions: int,
+) -> dict[str, int]:
+    """Run what is missing.
+
+    Args:
+        runs: see `tiny_runs`.
+        out: has the directories, and their logs; made where it is missing.
+        at_once: jobs that run at the same time.
+        max_questions: see `job_of`.
+
+    Returns:
+        {directory's name: exit code} of the jobs that failed.
+    """
+    jobs = jobs_of(runs, out, max_questions).values()
+    missing = [job for job in jobs if job.commands]
+    console.note(f"{len(jobs)} parts in {out}, {len(jobs) - len(missing)} are over")
+    out.mkdir(parents=True, exist_ok=True)
+    failed = run_jobs(missing, out, at_once=at_once)
+    say_failed(failed, out)
+    return failed
+
+
+def show_jobs(
+    runs: Mapping[TinyRun, Sequence[PaperRow]], out: pathlib.Path, *, max_questions: int
+) -> None:
+    """Print the runs and evaluations of tables, and hours of what is missing.
+
+    Args:
+        runs: see `tiny_runs`.
+        out: has the directories.
+        max_questions: see `job_of`.
+    """
+    lines, total = [], 0.0
+    for run, job in jobs_of(runs, out, max_questions).items():
+        hours = hours_of(job, run, max_questions)
+        total += hours
+        methods = [split_name(row.method or PROTOCOL)[0] for row in runs[run]]
+        trained = "" if run.model else ", ".join(_config(run).stages)
+        state = f"{hours:.2f}" if job.commands else "is over"
+        lines.append([run.name, trained, ", ".join(dict.fromkeys(methods)), state])
+    heads = ["directory", "trains", "asks", "hours"]
+    console.table("runs and evaluations on the embedded world", heads, lines)
+    console.note(
+        f"about {total:.1f} hours on two cores, a part after another; before, the "
+        "small models of the world take about a quarter of an hour, once a seed"
+    )
+
+
+def find_results(
+    table: PaperTable, settings: Sequence[str], out: pathlib.Path, max_questions: int
+) -> dict[str, tuple[pathlib.Path, Mapping]]:
+    """Return {row's key: (directory, row of its results.json)} of what is measured.
+
+    Args:
+        table: of `tiny_table`.
+        settings: "field=value" of all rows.
+        out: has the directories.
+        max_questions: see `job_of`.
+    """
+    sources, dataset = {}, questions_name(max_questions)
+    for row in table.rows:
+        if row.is_runnable:
+            folder = out / run_of(row, settings).name
+            if result := find_result(read_results(folder), row, dataset):
+                sources[row.key] = folder, result
+    return sources
+
+
+def remarks_of(table: PaperTable) -> tuple[str, ...]:
+    """Return what must be known of the numbers of ours in a table.
+
+    Args:
+        table: of `tiny_table`.
+    """
+    texts = [
+        "ours: the embedded world, models of less than a million parameters; its kinds "
+        "of questions stand for none of the paper's sets, so that a number of ours "
+        "compares with no number of the paper's, only rows of ours with each other"
+    ]
+    metrics = {column.metric for column in table.columns}
+    if "judge" in metrics:
+        texts.append("ours: no judge; no model of this size can be one")
+    if "" in metrics and any(not c.mean_of and not c.metric for c in table.columns):
+        texts.append("ours: results.json has no number for some columns of the paper")
+    reasons: dict[str, list[str]] = {}
+    for row in table.rows:
+        if not row.is_runnable:
+            reasons.setdefault(row.reason, []).append(row.key)
+    texts += [f"not run: {', '.join(k)}: {why}" for why, k in reasons.items()]
+    return tuple(texts)
+
+
+def cell_of(
+    result: Mapping, column: PaperColumn
+) -> tuple[float, tuple[float, float] | None, int] | None:
+    """Return (value, its interval, questions) of a column of ours, or None.
+
+    A kind's interval is Wilson's; that of a mean of fractions, such as F1, is known for
+    all questions alone.
+
+    Args:
+        result: of results.json.
+        column: of `tiny_table`.
+    """
+    if not column.set.startswith(WORLD):
+        return None
+    kind, metric = column.set.removeprefix(WORLD), column.metric
+    values = result if kind == ALL else result.get("by_kind", {}).get(kind, {})
+    value, n = number_of(values, metric), values.get("n", 0)
+    if value is None or not n:
+        return None
+    interval = values.get(f"{metric}_95")
+    if kind != ALL and metric in ("em", "cover_em"):
+        interval = wilson_interval(round(value * n), n)
+    return value, interval, n
