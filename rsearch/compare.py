@@ -2,8 +2,12 @@
 
 Each DIR is a run's directory, or a folder of such directories. A row is the last stage
 that trained the policy, asked by its own protocol; --stage, --method and --dataset
-choose others, or "all". Runs that differ in more than their seed are told apart by the
-fields that differ, behind the recipe's name.
+choose others, or "all". A row has the name of its run's directory, and where recipes
+or their fields differ, the recipe with these; --group has a row for each of those.
+
+On a narrow terminal some columns are hidden: --wide shows them. --json, --csv,
+--markdown and --latex print in place of the tables, or write to --json=FILE beside
+them; CSV has the rows alone, and JSON fractions in place of percents.
 
 Rows on the same questions are compared with the first of them, question by question:
 the difference with its 95 % interval (paired bootstrap) and the p of McNemar's exact
@@ -14,23 +18,14 @@ normaliser or judge, are refused, or with --allow=FIELD marked. What else differ
 they were made, such as weights, budgets and code, is a table below.
 """
 
-import os
-import pathlib
-import re
-import reprlib
+import json
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from rsearch.config.recipes import (
-    ABSENT,
-    fields,
-    fingerprint,
-    parse_flags,
-    run_command,
-)
+from rsearch.config.recipes import parse_flags, run_command
 from rsearch.config.stage_plan import START
 from rsearch.evaluation.comparability import (
     ENCODER,
@@ -47,15 +42,29 @@ from rsearch.evaluation.comparability import (
 )
 from rsearch.evaluation.pairs import pair_rows
 from rsearch.evaluation.predictions import RUN
-from rsearch.evaluation.results import read_results
+from rsearch.evaluation.runs import (
+    ALL,
+    LAST,
+    ComparedRun,
+    choose,
+    config_difference,
+    find_runs,
+    label_runs,
+    read_run,
+    run_names,
+)
 from rsearch.runtime.console import clean_line, note, table
-from rsearch.runtime.files import expand
+from rsearch.runtime.files import check_output, replace
 from rsearch.runtime.identity import describe_start
-from rsearch.runtime.workdir import CONFIG, is_free, read_config
+from rsearch.runtime.markup import (
+    csv_table,
+    latex_table,
+    latex_text,
+    markdown_table,
+    markdown_text,
+)
 from rsearch.text.spelling import did_you_mean
 
-ALL, LAST = "all", "last"
-MAX_WORDS = 4  # fields behind a recipe's name
 SCORES = ("em", "f1", "cover_em")
 BEFORE = "em_before"  # the exact match of the same method at the run's start
 JUDGED = ("judge", "judge_agreement")
@@ -80,13 +89,22 @@ HEADINGS = {
     "searches_right": "when right",
     "searches_wrong": "when wrong",
 }
+FORMATS = (("json", "JSON"), ("csv", "CSV"), ("markdown", "Markdown tables"))
+FORMATS += (("latex", "LaTeX tables"),)
+HINT = "--wide shows them"
+STDOUT = "-"  # of a format without a file
+# Columns that a narrow terminal may lack, the most important first.
+OPTIONAL = ("searches", "F1", "EM before", "seed", "judge", "cover-EM", "recipe")
+OPTIONAL += ("queries", "judge = EM", "when right", "when wrong", "unparsed", "failed")
 FLAGS = {
     "stage": (LAST, "a stage, 'start', 'last' or 'all'"),
     "method": ("protocol", "of config.eval.methods, or 'all'"),
     "dataset": (ALL, "as in results.json, or 'all'"),
     "by_kind": (False, "a row for each kind of question"),
     "group": (False, "mean +- standard deviation over runs that differ in their seed"),
-    "markdown": (False, "prints a Markdown table"),
+    "diff": (False, "adds a table of the fields of config.json that differ"),
+    "wide": (False, "shows all columns, however wide the terminal is"),
+    **{name: ("", f"prints {text}, or writes it to =FILE") for name, text in FORMATS},
     "allow": (
         "",
         "fields in which rows may differ that must be equal, or 'all'; marks such rows",
@@ -95,12 +113,22 @@ FLAGS = {
 MARKS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-class ComparedRun(NamedTuple):
-    """A directory, its configuration's fields by dotted name, and its results."""
+class Grid(NamedTuple):
+    """A table of texts.
 
-    path: pathlib.Path
-    config: dict
-    rows: list
+    Attributes:
+        title: printed above it.
+        columns: headings.
+        lines: texts of the cells.
+        num_texts: columns that hold no numbers, from the left.
+        optional: headings that a narrow terminal may lack, the most important first.
+    """
+
+    title: str
+    columns: list[str]
+    lines: list[list[str]]
+    num_texts: int
+    optional: tuple = ()
 
 
 class ResultRow(NamedTuple):
@@ -114,42 +142,69 @@ def main(argv: Sequence[str]) -> int:
     """Read the arguments and the runs, and print the table."""
     folders, words = [], []
     for word in argv:
+        if word.removeprefix("--") in dict(FORMATS):  # without a value it is printed
+            word = f"{word}={STDOUT}"
         (words if word.startswith("-") or _is_value(words) else folders).append(word)
     flags = parse_flags(words, flags=FLAGS)
+    _check_outputs(flags)
     if not folders:
         raise ValueError(
             "name at least one run's directory: python -m rsearch.compare DIR DIR..."
         )
     runs = [read_run(path) for path in find_runs(folders)]
+    names = run_names([run.path for run in runs])
     chosen = {name: flags[name] for name in ("stage", "method", "dataset")}
     measured = [
-        (run, label, row)
-        for run, label in zip(runs, label_runs(runs), strict=True)
+        (run, (name, label), row)
+        for run, name, label in zip(runs, names, label_runs(runs), strict=True)
         for row in choose(run, **chosen)
     ]
     facts = [facts_of(run, row) for run, _, row in measured]
     marks, footnotes = marks_of(measured, facts, parse_allow(flags["allow"]))
+    is_grouped = flags["group"]
     rows, sources, made_by = [], [], {}
-    for (run, label, row), mark, made in zip(measured, marks, facts, strict=True):
+    for (run, labels, row), mark, made in zip(measured, marks, facts, strict=True):
         row = _with_start(run, row, made)
+        first, *others = labels[1:] if is_grouped else labels
         for kind, values in _kinds(row, flags["by_kind"]):
-            name = f"{label} {mark}".rstrip()
-            about = (name, row["stage"], row["method"], row["dataset"], kind)
-            made_by.setdefault(about if flags["group"] else len(rows), []).append(made)
+            about = (f"{first} {mark}".rstrip(), *others)
+            about += (row["stage"], row["method"], row["dataset"], kind)
+            made_by.setdefault(about if is_grouped else len(rows), []).append(made)
             rows.append((about, run.config["seed"], values))
             sources.append((run.path, row))
     if not rows:
         raise ValueError(_nothing(runs, chosen))
-    rows = grouped(rows) if flags["group"] else [_single(*row) for row in rows]
-    _print(rows, flags, num_runs=len(runs))
-    for text in footnotes:
-        print(f"\n{markdown_text(text) if flags['markdown'] else clean_line(text)}")
+    rows = grouped(rows) if is_grouped else [_single(*row) for row in rows]
+    grids = [_results_grid(rows, flags, num_runs=len(runs))]
+    pairs = []
     if len(rows) > 1 and not flags["by_kind"]:
-        names = _names_of(rows, sources, is_grouped=flags["group"])
-        _print_made_by(names, [*made_by.values()], is_markdown=flags["markdown"])
-        if not flags["group"]:
-            _print_pairs(names, sources, is_markdown=flags["markdown"])
+        row_names = _names_of(rows, is_grouped=is_grouped)
+        grids.append(_made_by_grid(row_names, [*made_by.values()]))
+        if not is_grouped:
+            pairs = _pairs(row_names, sources)
+            grids.append(_pairs_grid(row_names, pairs))
+    differing = config_difference(runs) if flags["diff"] else {}
+    if flags["diff"]:
+        grids.append(_config_grid(names, differing))
+    grids = [grid for grid in grids if grid.lines]
+    document = {
+        "rows": _records(rows, [path for path, _ in sources], is_grouped=is_grouped),
+        "notes": footnotes,
+        "differences": [pair._asdict() for pair in pairs],
+        "config": {field: dict(zip(names, v)) for field, v in differing.items()},
+    }
+    _show(grids, footnotes, document, flags)
     return 0
+
+
+def _check_outputs(flags):
+    """Refuse files that cannot be written, and two formats on one stdout."""
+    printed = [f"--{name}" for name, _ in FORMATS if flags[name] == STDOUT]
+    if len(printed) > 1:
+        raise ValueError(f"{' and '.join(printed)} would mix: name files, --csv=FILE")
+    for name in dict(FORMATS):
+        if flags[name] not in ("", STDOUT):
+            check_output(name, flags[name])
 
 
 def _is_value(words):
@@ -157,95 +212,6 @@ def _is_value(words):
     if not words or not words[-1].startswith("--") or "=" in words[-1]:
         return False
     return isinstance(FLAGS.get(words[-1][2:], (True,))[0], str)
-
-
-def find_runs(folders: Iterable[str | os.PathLike]) -> list[pathlib.Path]:
-    """Return the runs' directories: each folder itself, or those directly inside.
-
-    Raises:
-        ValueError: one that is no run and holds none.
-    """
-    runs = []
-    for folder in map(expand, folders):
-        if (folder / CONFIG).is_file():
-            runs.append(folder)
-            continue
-        inside = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
-        if not folder.is_dir():
-            what = "a file" if folder.exists() else "not there"
-            raise ValueError(f"{folder}: {what}; name a run's directory")
-        if not inside:
-            raise ValueError(
-                f"{folder}: not a run: neither it nor a directory in it has {CONFIG}"
-            )
-        runs += inside
-    return list(dict.fromkeys(runs))
-
-
-def read_run(path: pathlib.Path) -> ComparedRun:
-    """Read a run with its results.
-
-    Raises:
-        ValueError: no run, or one that has not been evaluated yet.
-    """
-    config = fields(read_config(path))
-    if missing := {"name", "seed", "stages"} - config.keys():
-        raise ValueError(f"{path}/{CONFIG}: has no field {min(missing)!r}")
-    name, stages = config["name"], config["stages"]
-    if not isinstance(name, str):
-        raise ValueError(f"{path}/{CONFIG}: name = {reprlib.repr(name)}: expected text")
-    if not isinstance(stages, list) or not all(isinstance(s, str) for s in stages):
-        raise ValueError(
-            f"{path}/{CONFIG}: stages = {reprlib.repr(stages)}: expected names"
-        )
-    if type(config["seed"]) is not int:
-        raise ValueError(
-            f"{path}/{CONFIG}: seed = {reprlib.repr(config['seed'])}: expected int"
-        )
-    rows = read_results(path)
-    if not rows:
-        raise ValueError(
-            f"{path}: has no results yet; python -m rsearch.evaluate makes them"
-        )
-    return ComparedRun(path, config, rows)
-
-
-def label_runs(runs: Sequence[ComparedRun]) -> list[str]:
-    """Return each run's recipe, with the fields in which runs of it differ."""
-    labels = []
-    for run in runs:
-        same = [r for r in runs if r.config["name"] == run.config["name"]]
-        names = {name for r in same for name in r.config}
-        differing = sorted(
-            name
-            for name in names - {"seed"}
-            # A run may get more steps, but then it is not another seed of the shorter.
-            if (not is_free(name) or name.endswith(".steps"))
-            and len({str(r.config.get(name, ABSENT)) for r in same}) > 1
-        )
-        words = [f"{n}={run.config[n]}" for n in differing if n in run.config]
-        if len(words) > MAX_WORDS:
-            digest = fingerprint({"words": words})[:4]
-            words = [
-                *words[:MAX_WORDS],
-                f"(and {len(words) - MAX_WORDS} more, {digest})",
-            ]
-        labels.append(" ".join([run.config["name"], *words]))
-    return labels
-
-
-def choose(run: ComparedRun, *, stage: str, method: str, dataset: str) -> list[dict]:
-    """Return the chosen rows of results.json, in their order."""
-    if stage == LAST:
-        order = [START, *run.config["stages"]]
-        known = [row["stage"] for row in run.rows if row["stage"] in order]
-        stage = max(known, key=order.index, default=run.rows[-1]["stage"])
-    wanted = {"stage": stage, "method": method, "dataset": dataset}
-    return [
-        row
-        for row in run.rows
-        if all(value in (ALL, row[name]) for name, value in wanted.items())
-    ]
 
 
 def _with_start(run, row, facts):
@@ -383,11 +349,16 @@ def grouped(rows: Sequence[tuple]) -> list[ResultRow]:
     return means
 
 
-def _print(rows, flags, *, num_runs):
-    """Print the table, without columns that say the same everywhere."""
+def _names_of_about(*, is_grouped):
+    """Return what the values of a row's `about` are."""
     names = ("recipe", "stage", "method", "dataset", "kind")
-    names += ("runs",) if flags["group"] else ("seed",)
-    always = ("recipe", "stage", names[-1])
+    return (*names, "runs") if is_grouped else ("run", *names, "seed")
+
+
+def _results_grid(rows, flags, *, num_runs) -> Grid:
+    """Return the table of results, without columns that say the same everywhere."""
+    names = _names_of_about(is_grouped=flags["group"])
+    always = (names[0], "stage", names[-1])
     shown_columns = [
         i
         for i, name in enumerate(names)
@@ -412,23 +383,81 @@ def _print(rows, flags, *, num_runs):
         if shows_interval:
             line.append(_interval(row.values["em_95"]))
         lines.append(line + [_shown(name, row.values[name]) for name in measured])
-    if flags["markdown"]:
-        print(markdown(columns, lines), end="")
-        return
     fixed = [
-        row for i, row in enumerate(rows[0].about[1:4]) if i + 1 not in shown_columns
+        rows[0].about[i]
+        for i, name in enumerate(names)
+        if name in ("method", "dataset") and i not in shown_columns
     ]
     title = f"{num_runs} runs, percent where it is a score: {', '.join(fixed)}"
-    table(title.rstrip(": "), columns, lines)
+    # A recipe's name is all that tells grouped rows apart.
+    optional = [c for c in OPTIONAL if c in columns and c != names[0]]
+    num_texts = len(shown_columns)
+    return Grid(title.removesuffix(": "), columns, lines, num_texts, tuple(optional))
 
 
-def _print_made_by(names, made_by, *, is_markdown):
-    """Print what rows were made by, as far as it differs and no column tells it.
+def _records(rows, paths, *, is_grouped):
+    """Return an object for each row, as it stands in JSON and CSV: fractions."""
+    names = _names_of_about(is_grouped=is_grouped)
+    records = []
+    for i, row in enumerate(rows):
+        record = dict(zip(names, row.about, strict=True))
+        if is_grouped:
+            for name, (mean, deviation) in row.values.items():
+                record |= {name: mean, f"{name}_sd": deviation}
+        else:
+            interval = row.values["em_95"] or (None, None)
+            record = {"directory": str(paths[i]), **record, **row.values}
+            del record["em_95"]
+            record |= dict(zip(("em_low", "em_high"), interval, strict=True))
+        records.append(record)
+    return records
+
+
+def _show(grids, footnotes, document, flags):
+    """Print the tables, or write them in the formats that flags name."""
+    formats = {
+        "json": lambda: json.dumps(document, indent=2, allow_nan=False) + "\n",
+        "csv": lambda: csv_table(
+            [*document["rows"][0]], [row.values() for row in document["rows"]]
+        ),
+        "markdown": lambda: _markdown(grids, footnotes),
+        "latex": lambda: _latex(grids, footnotes),
+    }
+    for name, text in formats.items():
+        if flags[name] == STDOUT:
+            print(text(), end="")
+        elif flags[name]:
+            replace(flags[name], text().encode())
+            note(f"written: {flags[name]}")
+    if STDOUT in [flags[name] for name in formats]:
+        return
+    for i, grid in enumerate(grids):
+        settings = {"optional": grid.optional, "is_wide": flags["wide"]}
+        table(grid.title, grid.columns, grid.lines, hint=HINT, **settings)
+        for text in footnotes if i == 0 else ():
+            print(f"\n{clean_line(text)}")
+
+
+def _markdown(grids, footnotes):
+    first, *others = (markdown_table(grid.columns, grid.lines) for grid in grids)
+    return "\n".join([first, *(f"{markdown_text(t)}\n" for t in footnotes), *others])
+
+
+def _latex(grids, footnotes):
+    first, *others = (
+        latex_table(grid.columns, grid.lines, num_texts=grid.num_texts)
+        for grid in grids
+    )
+    notes = (f"{latex_text(text)}\\par\n" for text in footnotes)
+    return "\n".join([first, *notes, *others])
+
+
+def _made_by_grid(names, made_by) -> Grid:
+    """Return what rows were made by, as far as it differs and no column tells it.
 
     Args:
         names: of the rows.
         made_by: what each row's runs say of it.
-        is_markdown: prints a Markdown table.
     """
     columns = {}
     for field in shown_fields([facts for several in made_by for facts in several]):
@@ -436,10 +465,17 @@ def _print_made_by(names, made_by, *, is_markdown):
         if len({*column}) > 1:  # seeds alone may differ
             columns[field] = column
     lines = [list(line) for line in zip(names, *columns.values(), strict=True)]
-    if columns and is_markdown:
-        print("\n" + markdown(["row", *columns], lines), end="")
-    elif columns:
-        table("what else differs", ["row", *columns], lines)
+    headings = ["row", *columns]
+    return Grid("what else differs", headings, lines if columns else [], len(headings))
+
+
+def _config_grid(names, differing) -> Grid:
+    """Return the table of the fields in which the runs' configurations differ."""
+    if not differing:
+        note("--diff: the configurations are the same")
+    lines = [[field, *map(value_text, v)] for field, v in differing.items()]
+    columns = ["field", *names]
+    return Grid("fields of config.json that differ", columns, lines, len(columns))
 
 
 def _values_of(field, facts):
@@ -448,15 +484,21 @@ def _values_of(field, facts):
     return f"{len(values)} values" if len(values) > 1 else "".join(values) or "-"
 
 
-def _print_pairs(names, sources, *, is_markdown):
-    """Print the differences of rows on the same questions, and which have none.
+def _pairs(names, sources):
+    """Return the pairs of rows on the same questions; note why others have none.
 
     Args:
         names: of the rows.
         sources: (run's directory, row of results.json) of each.
-        is_markdown: prints a Markdown table.
     """
     pairs, unpaired = pair_rows(sources)
+    for reason, count in Counter(unpaired.values()).items():
+        note(f"{count} of {len(names)} rows are not paired: {reason}")
+    return pairs
+
+
+def _pairs_grid(names, pairs) -> Grid:
+    """Return the table of the differences of rows on the same questions."""
     lines = []
     for pair in pairs:
         line = [names[pair.row], names[pair.baseline], str(pair.n)]
@@ -464,31 +506,24 @@ def _print_pairs(names, sources, *, is_markdown):
         p = "-" if pair.p is None else f"{pair.p:.4f}"
         line.append("< 0.0001" if pair.p is not None and pair.p < 0.0001 else p)
         lines.append(line + _difference(*pair.differences["f1"]))
-    interval = "95 % interval"
-    columns = ["row", "minus", "n", "EM difference", interval, "McNemar's p"]
-    columns += ["F1 difference", interval]
-    if lines and is_markdown:
-        print("\n" + markdown(columns, lines), end="")
-    elif lines:
-        table("differences on the same questions, in points of percent", columns, lines)
-    for reason, count in Counter(unpaired.values()).items():
-        note(f"{count} of {len(names)} rows are not paired: {reason}")
+    columns = ["row", "minus", "n", "EM difference", "95 % interval", "McNemar's p"]
+    optional = ("F1 difference", "F1 interval")
+    title = "differences on the same questions, in points of percent"
+    return Grid(title, [*columns, *optional], lines, 2, optional)
 
 
-def _names_of(rows, sources, *, is_grouped):
-    """Return what tells each row from the others, its recipe if nothing else does."""
-    values = [row.about[:-1] for row in rows]
-    if not is_grouped:
-        seeds = [(f"seed {row.about[-1]}",) for row in rows]
-        values = [a + b for a, b in zip(values, seeds, strict=True)]
-    differing = [i for i in range(len(values[0])) if len({v[i] for v in values}) > 1]
-    names = [" ".join(value[i] for i in differing or [0]) for value in values]
-    if is_grouped:  # no two of them are about the same
-        return names
-    return [
-        f"{name} ({path.name})" if names.count(name) > 1 else name
-        for name, (path, _) in zip(names, sources, strict=True)
+def _names_of(rows, *, is_grouped):
+    """Return what tells each row from the others: its run, or recipe, if nothing else.
+
+    Seeds, and of rows of runs the recipes, go with the runs.
+    """
+    skipped = () if is_grouped else ("recipe",)
+    shown = [
+        i
+        for i, name in enumerate(_names_of_about(is_grouped=is_grouped)[:-1])
+        if name not in skipped and len({row.about[i] for row in rows}) > 1
     ]
+    return [" ".join(row.about[i] for i in shown or [0]) for row in rows]
 
 
 def _difference(value, interval):
@@ -516,26 +551,6 @@ def _mean_of(value):
 
 def _interval(pair):
     return "-" if pair is None else f"{100 * pair[0]:.1f} - {100 * pair[1]:.1f}"
-
-
-def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; a cell is its text, whatever marks that holds."""
-    is_number = [
-        all(re.fullmatch(r"[-+\d.± ]+", line[i]) for line in lines)
-        for i in range(len(columns))
-    ]
-    rule = ["---:" if right else "---" for right in is_number]
-
-    def joined(cells):
-        return f"| {' | '.join(map(markdown_text, cells))} |\n"
-
-    return joined(columns) + joined(rule) + "".join(map(joined, lines))
-
-
-def markdown_text(value: object) -> str:
-    """Return a text on one line, without columns, markup, HTML or links in it."""
-    text = clean_line(" ".join(str(value).split()))
-    return re.sub(r"([\\`*|<>\[\]&~]|:(?=//)|(?<=www)\.)", r"\\\1", text)
 
 
 def _nothing(runs, chosen):

@@ -14,10 +14,7 @@ rows are trained and asked on the embedded world, as far as that is not done yet
 same command goes on where it was stopped. --config.FIELD=VALUE then holds for all runs.
 """
 
-import csv
-import io
 import pathlib
-import shutil
 import statistics
 import sys
 from collections.abc import Sequence
@@ -41,6 +38,13 @@ from rsearch.evaluation.tables import (
     read_tables,
 )
 from rsearch.runtime import console, files
+from rsearch.runtime.markup import (
+    csv_table,
+    latex_table,
+    latex_text,
+    markdown_table,
+    markdown_text,
+)
 
 FORMATS = (".md", ".csv", ".tex")
 FULL, TINY = "full", "tiny"  # of --size
@@ -79,11 +83,6 @@ CSV_COLUMNS = (
     "paper",
 )
 CSV_COLUMNS += ("ours", "low", "high", "n", "note")
-SPECIAL = str.maketrans(
-    {c: f"\\{c}" for c in "&%$#_{}"}
-    | {c: f"\\textsuperscript{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-)
 
 
 class Cell(NamedTuple):
@@ -246,12 +245,12 @@ def _measure(table, runs, *, setting, allow) -> Ours:
         ValueError: no row counts, two do for one cell, or rows differ in what must be
             equal.
     """
-    from rsearch import compare  # with jax, which no help should wait for
+    # With jax, which no help should wait for.
+    from rsearch import compare
+    from rsearch.evaluation.runs import find_runs, read_run
 
     read = [
-        (key, compare.read_run(path))
-        for key, folder in runs
-        for path in compare.find_runs([folder])
+        (key, read_run(path)) for key, folder in runs for path in find_runs([folder])
     ]
     sets = list(dict.fromkeys(column.set for column in table.columns if column.set))
     sources = {}
@@ -456,8 +455,7 @@ def _print(name, table, ours):
 
 def _blocks(columns: Sequence[PaperColumn], heads, lines):
     """Yield (start, end) of the columns that stand side by side on the terminal."""
-    width = shutil.get_terminal_size().columns
-    width = width if sys.stdout.isatty() else console.PLAIN_WIDTH
+    width = console.terminal_width() or console.PLAIN_WIDTH
     about = [max(len(a[i]) for a, _ in lines) + 3 for i in range(len(heads))]
     room = width - sum(about) - 1
     start, used = 0, 0
@@ -501,14 +499,12 @@ def _grid(table, ours):
 
 def _markdown(tables, ours):
     """Return the tables in Markdown, with their captions and remarks."""
-    from rsearch import compare
-
     texts = []
     for name, table in tables.items():
         heading = f"## {name}: {table.title}\n\n" if len(tables) > 1 else ""
-        remarks = map(compare.markdown_text, _remarks(table, ours[name]))
+        remarks = map(markdown_text, _remarks(table, ours[name]))
         remarks = "".join(f"\n{text}\n" for text in remarks)
-        grid = compare.markdown(*_grid(table, ours[name]))
+        grid = markdown_table(*_grid(table, ours[name]))
         about = f"{table.source}. {table.caption}"
         texts.append(f"{heading}{about}\n\n{grid}{remarks}")
     return "\n".join(texts)
@@ -522,30 +518,22 @@ def _latex(tables, ours):
 def _latex_table(table, ours):
     columns, lines = _grid(table, ours)
     num_texts = len(columns) - len(table.columns)
-    shape = "l" * num_texts + "r" * len(table.columns)
-    rows = [
-        " & ".join(text.translate(SPECIAL) for text in line) + r" \\"
-        for line in [columns, *lines]
-    ]
     about = [f"{table.source}. {table.caption}", *_remarks(table, ours)]
-    about = [text.translate(SPECIAL) + r"\par" for text in about]
-    body = [rf"\begin{{tabular}}{{{shape}}}", rows[0], r"\hline", *rows[1:]]
-    return "\n".join([*body, r"\end{tabular}\par", *about, ""])
+    remarks = "".join(latex_text(text) + "\\par\n" for text in about)
+    return latex_table(columns, lines, num_texts=num_texts) + remarks
 
 
 def _csv(tables, ours):
     """Return a line for each cell, scores of ours in the table's unit."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
+    lines = []
     for name, table in tables.items():
         for row in table.rows:
             for column, number in zip(table.columns, row.numbers, strict=True):
                 about = [name, row.key, row.label, row.model, made_by_text(row)]
                 about += [column.name, column.set, column.metric]
                 about.append("" if number == NO_NUMBER else number)
-                writer.writerow(about + _csv_cells(table, row, column, ours[name]))
-    return stream.getvalue()
+                lines.append(about + _csv_cells(table, row, column, ours[name]))
+    return csv_table(CSV_COLUMNS, lines)
 
 
 def _csv_cells(table, row, column, ours):

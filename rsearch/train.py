@@ -412,8 +412,11 @@ def _report(config, dataset, folder):
         rewards = [x for x in values if isinstance(x, int | float) and math.isfinite(x)]
         if rewards:
             title = "reward by step" + ("" if stage == "rl" else f", {stage}")
-            bars = sparkline(rewards)
-            console.block(title, f"{bars} {rewards[0]:.2f} -> {rewards[-1]:.2f}")
+            low, high = reward_scale(rewards)
+            bars = sparkline(rewards, low=low, high=high)
+            ends = f"{rewards[0]:.2f} -> {rewards[-1]:.2f}"
+            ends += f", lowest {min(rewards):.2f}, highest {max(rewards):.2f}"
+            console.block(title, f"{bars}\n{ends}, on a scale of {low:g} to {high:g}")
     if results:
         show_results(results, config)
     console.note(f"results, transcripts and checkpoints: {folder}")
@@ -425,13 +428,28 @@ def _rows_of(file):
     return read_metrics(file) if file.exists() else []
 
 
-def sparkline(values: Sequence[float], *, width: int = 60) -> str:
-    """Return at most `width` bars, each the mean of its share of the values."""
+def reward_scale(rewards: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of a scale: 0 and 1, or the whole numbers around all rewards.
+
+    A scale of the rewards' own range would draw noise as a rise or a collapse.
+    """
+    return min(0.0, math.floor(min(rewards))), max(1.0, math.ceil(max(rewards)))
+
+
+def sparkline(
+    values: Sequence[float], *, low: float, high: float, width: int = 60
+) -> str:
+    """Return at most `width` bars, each the mean of its share of the values.
+
+    Args:
+        values: within `low` and `high`.
+        low, high: what the lowest and the highest bar stand for.
+        width: in bars.
+    """
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    scale = (len(BARS) - 1) / ((high - low) or 1.0)
+    scale = (len(BARS) - 1) / (high - low)
     return "".join(BARS[round((m - low) * scale)] for m in means)
 
 

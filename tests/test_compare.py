@@ -1,7 +1,10 @@
 """One table over several runs: which rows, which labels, which numbers."""
 
+import csv
+import io
 import json
 import re
+import sys
 import unicodedata
 
 import pytest
@@ -47,6 +50,18 @@ def said(capsys):
     return run
 
 
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes stdout a terminal of a width."""
+
+    def resize(width):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        for name, value in {"COLUMNS": width, "TERM": "xterm", "NO_COLOR": 1}.items():
+            monkeypatch.setenv(name, str(value))
+
+    return resize
+
+
 def evaluated(folder, dataset="d", rights="1100", lines=None, **more):
     """A run whose questions are right where a digit says so, with its transcripts."""
     about = {"stage": "rl", "method": "protocol", "dataset": dataset}
@@ -76,11 +91,11 @@ def test_the_last_stage_by_its_own_protocol_is_shown(said, tmp_path):
     assert out.splitlines()[1] == "| --- | --- | ---: |" + " ---: |" * 10
     columns, values = cells(out)
     assert columns == [
-        *("recipe", "stage", "seed", "n", "EM before", "EM", "95 % interval"),
+        *("run", "stage", "seed", "n", "EM before", "EM", "95 % interval"),
         *("F1", "cover-EM", "searches", "queries", "when right", "when wrong"),
     ]
     assert values == [
-        *("r_search", "rl", "0", "200", "50.0", "90.0", "43.2 - 56.8", "62.5", "75.0"),
+        *("run", "rl", "0", "200", "50.0", "90.0", "43.2 - 56.8", "62.5", "75.0"),
         *("1.50", "2.00", "1.25", "-"),
     ]
 
@@ -163,7 +178,7 @@ def test_kinds_of_questions_get_a_row_each(said, tmp_path):
     known = {"known": {**part, "n": 5}}
     run = make(tmp_path / "run", row(by_kind=split, by_known=known))
     columns, *lines = cells(said(run, "--by_kind", "--markdown")[1])
-    assert " ".join(columns) == "recipe stage kind seed n EM F1 cover-EM searches"
+    assert " ".join(columns) == "run stage kind seed n EM F1 cover-EM searches"
     assert [line[2:6] for line in lines] == [
         *(["bridge", "0", "80", "50.0"], ["single", "0", "80", "100.0"]),
         ["known", "0", "5", "50.0"],
@@ -186,7 +201,7 @@ def test_results_of_older_runs_lack_some_numbers(said, tmp_path):
 
 def test_for_people_there_is_a_table(said, tmp_path):
     code, out, _ = said(make(tmp_path / "run", row()))
-    assert code == 0 and "1 runs, percent" in out and "│ r_search │ rl" in out
+    assert code == 0 and "1 runs, percent" in out and "│ run │ rl" in out
 
 
 def test_a_name_cannot_break_the_markdown(said, tmp_path):
@@ -303,7 +318,7 @@ def test_rows_that_were_measured_otherwise_are_refused_or_marked(
     for allow in (field, "all", f"sampling, {field}"):
         code, out, _ = said(a, b, "--markdown", f"--allow={allow}")
         lines = cells(out.partition("\n\n")[0])[1:]
-        assert code == 0 and [line[0] for line in lines] == ["r_search", "r_search ¹"]
+        assert code == 0 and [line[0] for line in lines] == ["a", "b ¹"]
         assert f"\n¹ {field} = {values[1]}, not {values[0]}\n" in out
     # Rows that are not measured alike have no mean.
     lines = cells(said(a, b, "--group", "--markdown", "--allow=all")[1])
@@ -323,7 +338,7 @@ def test_rows_of_older_runs_are_marked_and_not_refused(said, tmp_path):
     a, b = make(tmp_path / "a", row()), make(tmp_path / "b", old, seed=1)
     code, out, _ = said(a, b, "--markdown")
     lines = cells(out.partition("\n\n")[0])[1:]
-    assert code == 0 and [line[0] for line in lines] == ["r_search", "r_search ¹"]
+    assert code == 0 and [line[0] for line in lines] == ["a", "b ¹"]
     assert "\n¹ not recorded: made_by\n" in out
 
 
@@ -341,8 +356,8 @@ def test_what_else_differs_is_a_table(said, tmp_path):
     columns, *lines = cells(said(*runs, "--markdown")[1].split("\n\n")[1])
     assert columns == ["row", "rollout.max_searches", "code"]
     assert [line[:2] for line in lines] == [
-        *(["seed 0", "2"], ["seed 1", "2"]),
-        ["seed 2", "4"],
+        *(["a", "2"], ["b", "2"]),
+        ["c", "4"],
     ]
     assert [line[2] for line in lines[:2]] == ["1" * 10, "2" * 10]
     assert "max_searches" not in said(*runs[:2], "--markdown")[1]
@@ -394,6 +409,7 @@ def test_text_of_other_peoples_runs_is_shown_and_obeyed_by_nobody(
     run = make(tmp_path / "run", *rows, **fields)
     words = [run, "--stage=all", "--method=all"]
     words += ["--by_kind"] if field == "kind" else []
+    words += ["--group"] if field == "name" else []  # runs have their directories'
     for flags in ([], ["--markdown"], ["--group"]):
         code, out, _ = said(*words, *flags)
         assert code == 0
@@ -475,3 +491,93 @@ def test_what_is_no_run_is_refused(said, tmp_path):
     assert "has no results yet" in said(fresh)[2]
     assert "name at least one run" in said()[2]
     assert "did you mean --group?" in said(fresh, "--grup")[2]
+
+
+def runs_of_two_recipes(folder):
+    """Runs whose directories, fields and seeds differ, evaluated on 4 questions."""
+    start = {"command": "train", "config": "", "inputs": {}, "count": 1}
+    code = {"commit": "", "diff": "", "files": {}}
+    record = {"rsearch_run": 1, "starts": [start | {"code": code, "program": {}}]}
+    first = evaluated(folder / "a", rights="1100", judge=0.5, judged_by=JUDGE)
+    second = evaluated(folder / "b", rights="1110", judge=0.75, judged_by=JUDGE)
+    for run, lr in ((first, 0.001), (second, 0.0003)):
+        (run / "run.json").write_text(json.dumps(record))
+        body = json.loads((run / "config.json").read_text())
+        body["config"] |= {"rl": {"lr": lr}, "seed": 0}
+        (run / "config.json").write_text(json.dumps(body))
+    return first, second
+
+
+AT_80 = """\
+2 runs, percent where it is a score: protocol, d
+┏━━━━━┳━━━━━━━┳━━━━━━┳━━━┳━━━━━━┳━━━━━━━━━━━━━━━┳━━━━━━┳━━━━━━━┳━━━━━━━━━━┓
+┃ run ┃ stage ┃ seed ┃ n ┃   EM ┃ 95 % interval ┃   F1 ┃ judge ┃ searches ┃
+┡━━━━━╇━━━━━━━╇━━━━━━╇━━━╇━━━━━━╇━━━━━━━━━━━━━━━╇━━━━━━╇━━━━━━━╇━━━━━━━━━━┩
+│ a   │ rl    │    0 │ 4 │ 50.0 │   43.2 - 56.8 │ 62.5 │  50.0 │     1.50 │
+│ b   │ rl    │    0 │ 4 │ 75.0 │   43.2 - 56.8 │ 62.5 │  75.0 │     1.50 │
+└─────┴───────┴──────┴───┴──────┴───────────────┴──────┴───────┴──────────┘
+"""
+
+
+@pytest.mark.parametrize("width", [80, 140, 20])
+def test_a_table_fits_the_terminal_and_no_cell_is_cut(said, tmp_path, width, terminal):
+    runs = runs_of_two_recipes(tmp_path)
+    wide = said(*runs, "--wide", "--diff")[1]
+    terminal(width)
+    code, out, _ = said(*runs, "--diff")
+    out = re.sub(r"\x1b\[\d*m", "", out)  # headings are bold
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= width
+    assert ("…" in out, "hidden: " in out) == (False, True)
+    if width == 80:
+        assert "hidden" not in wide and out.startswith(AT_80)
+    if width >= 80:  # every word of a line is in the wide table, on one line, too
+        cells = [c.strip() for c in re.findall(r"[^│┃\n]*(?=[│┃])", out)]
+        assert all(cell in wide for cell in cells) and "rl.lr" in cells
+    else:
+        assert re.search(r"^EM +50.0$", re.sub(" +\n", "\n", out), re.MULTILINE)
+    out = said(*runs, "--wide", "--diff")[1]
+    assert re.sub(r"\x1b\[\d*m", "", out) == wide
+
+
+def test_what_is_compared_is_read_by_programs(said, tmp_path):
+    runs = runs_of_two_recipes(tmp_path)
+    document = json.loads(said(*runs, "--json", "--diff")[1])
+    first, second = document["rows"]
+    assert (
+        first["directory"] == str(runs[0])
+        and second["recipe"] == "r_search rl.lr=0.0003"
+    )
+    assert (first["em"], first["em_low"], second["em"]) == (0.5, 0.4321, 0.75)
+    assert document["config"] == {"rl.lr": {"a": 0.001, "b": 0.0003}}
+    (pair,) = document["differences"]
+    assert pair["differences"]["em"][0] == 0.25 and pair["n"] == 4
+    lines = list(csv.DictReader(io.StringIO(said(*runs, "--csv")[1])))
+    assert [line["em"] for line in lines] == ["0.5", "0.75"]
+    assert lines[0].keys() == first.keys()
+    (mean, _) = json.loads(said(*runs, "--json", "--group")[1])["rows"]
+    assert (mean["runs"], mean["em"], mean["em_sd"]) == (1, 0.5, None)
+    latex = said(*runs, "--latex", "--diff")[1]
+    assert latex.count(r"\begin{tabular}") == 3 and "when right" in latex
+    assert r"43.2 - 56.8 & 62.5" in latex and "rl.lr" in latex
+
+
+def test_formats_go_to_files_beside_the_table(said, tmp_path):
+    run = make(tmp_path / "run", row())
+    files = {name: tmp_path / f"t.{name}" for name in ("json", "csv", "markdown")}
+    code, out, _ = said(run, *(f"--{n}={path}" for n, path in files.items()))
+    assert code == 0 and "│ run │ rl" in out
+    for name, path in files.items():
+        assert path.read_text() == said(run, f"--{name}")[1]
+    for words in (["--json", "--csv"], ["--csv=missing/t"]):
+        code, out, err = said(run, *words)
+        assert (code, out, err.count("\n")) == (2, "", 1) and words[0] in err
+
+
+def test_directories_of_one_name_are_told_apart_by_their_parents(said, tmp_path):
+    for name in ("x", "y"):
+        make(tmp_path / name / "run", row(), seed=ord(name))
+    lines = cells(
+        said(tmp_path / "x", tmp_path / "y", "--markdown")[1].split("\n\n")[0]
+    )
+    assert [line[0] for line in lines[1:]] == ["x/run", "y/run"]

@@ -385,15 +385,17 @@ def test_a_sweep_gives_dotted_overrides_beside_its_recipe(copy):
 @pytest.mark.parametrize(
     ("values", "width", "bars"),
     [
-        ([1.0], 60, "▁"),
+        ([1.0], 60, "█"),
         ([0.0, 1.0], 60, "▁█"),
         ([0.0, 0.5, 1.0], 60, "▁▅█"),
-        ([3.0, 3.0], 60, "▁▁"),
-        ([0.0, 2.0, 6.0, 8.0], 2, "▁█"),  # means 1 and 7
+        ([0.01, 0.0], 60, "▁▁"),  # noise is no collapse
+        ([-1.0, 0.0, 1.0], 60, "▁▅█"),
+        ([0.0, 2.0, 6.0, 8.0], 2, "▂▇"),  # means 1 and 7 of 0 to 8
     ],
 )
-def test_a_sparkline_goes_from_the_lowest_to_the_highest_mean(values, width, bars):
-    assert train.sparkline(values, width=width) == bars
+def test_a_sparkline_has_a_fixed_scale(values, width, bars):
+    low, high = train.reward_scale(values)
+    assert train.sparkline(values, low=low, high=high, width=width) == bars
 
 
 def test_a_plan_that_cannot_be_followed_is_refused_before_there_is_a_workdir(tmp_path):

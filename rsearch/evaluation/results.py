@@ -32,6 +32,11 @@ from rsearch.types import Group
 COLUMNS = ("stage", "method", "dataset", "n", "em", "em_95", "f1", "cover_em")
 COLUMNS += ("searches", "policy_tokens", "answered", "malformed", "truncated")
 COLUMNS += ("tool_error", "skipped", "seconds")
+# A narrow terminal may lack these, the most important first.
+OPTIONAL = ("f1", "searches", "skipped", "em_sd", "judge", "tool_error", "judge_error")
+OPTIONAL += ("too_long", "cover_em", "policy_tokens", "answered", "malformed")
+OPTIONAL += ("truncated", "rollouts", "judge_agreement", "judge_unparsed")
+OPTIONAL += ("judge_failed", "seconds")
 NUMBERS = (*COLUMNS[3:5], *COLUMNS[6:], "queries", "searches_right", "searches_wrong")
 JUDGED = ("judge", "judge_agreement", "judge_unparsed", "judge_failed")
 JUDGE_NUMBERS = (*JUDGED, "judge_right_em_wrong", "judge_wrong_em_right")
@@ -40,6 +45,7 @@ FAILED = ("judge_error", "too_long")  # columns where there are any
 NUMBERS += (*FAILED, *JUDGE_NUMBERS, *HEALTH, *COSTS, *SAMPLED)
 INTERVALS = ("em_95", "f1_95", "cover_em_95")
 RESULTS, TRANSCRIPTS = "results.json", "transcripts.jsonl"
+HINT = f"see {RESULTS}"
 
 
 def transcripts(
@@ -291,7 +297,8 @@ def show_results(rows: Sequence[dict], config: ConfigDict) -> None:
     columns = COLUMNS[:4] + rollouts + COLUMNS[4:6] + deviation + COLUMNS[6:8]
     columns += judged + COLUMNS[8:-2] + failed + COLUMNS[-2:]
     cells = [[cell(row, name) for name in columns] for row in rows]
-    console.table(title, columns, cells)
+    optional = [name for name in OPTIONAL if name in columns]
+    console.table(title, columns, cells, optional=optional, hint=HINT)
     _show_costs(rows)
     _show_kinds(rows)
     _show_health(rows)
@@ -315,7 +322,8 @@ def _show_health(rows):
         for row in notable
     ]
     headings = [name.partition("_")[0] for name in HEALTH]
-    console.table("searches, percent", ("stage", "method", *headings), cells)
+    columns = ("stage", "method", *headings)
+    console.table("searches, percent", columns, cells, optional=headings, hint=HINT)
 
 
 def _show_costs(rows):
@@ -327,7 +335,8 @@ def _show_costs(rows):
         [x if isinstance(x := row.get(name), str) else _rounded(x) for name in columns]
         for row in rows
     ]
-    console.table("costs: means over questions", columns, cells)
+    title, optional = "costs: means over questions", columns[2:]
+    console.table(title, columns, cells, optional=optional, hint=HINT)
 
 
 def _rounded(value: float | None) -> str | None:
@@ -354,4 +363,5 @@ def _show_kinds(rows):
         for row, by_kind in zip(rows, split, strict=True)
     ]
     title = "percent EM / searches, by kind"
-    console.table(title, ("stage", "method", *kinds), cells)
+    columns = ("stage", "method", *kinds)
+    console.table(title, columns, cells, optional=kinds, hint=HINT)

@@ -8,12 +8,15 @@ are written out instead of obeyed.
 import contextlib
 import errno
 import io
+import math
 import os
+import re
 import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -28,7 +31,8 @@ from rich.text import Text
 from rsearch.hosts import processes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without room answers
-PLAIN_WIDTH = 200  # columns of a table that goes to a file
+PLAIN_WIDTH = 200  # columns of a rule that goes to a file
+NUMBER = re.compile(r"[-+\d.± ]*")  # in a table, with its deviation or interval
 SECONDS_BETWEEN_LINES = 15.0  # of progress, where there is no terminal
 
 
@@ -122,34 +126,84 @@ def block(title: str, text: str) -> None:
     console.print(Text(clean(text)), soft_wrap=True)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence]) -> None:
-    """Print a table on stdout.
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence],
+    *,
+    optional: Sequence[str] = (),
+    hint: str = "",
+    is_wide: bool = False,
+) -> None:
+    """Print a table on stdout, no cell of which is cut or folded.
+
+    On a terminal that is too narrow for it, optional columns are hidden, and a line
+    says which. If the others do not fit either, each row is printed as lines of its
+    headings and values. What goes to a file is printed as it is.
 
     Args:
         title: printed above it.
         columns: [n] headings.
         rows: sequences of n values; numbers are aligned right, floats get four digits,
             None becomes '-'.
+        optional: headings that may be hidden, the most important first.
+        hint: where hidden columns are to be seen.
+        is_wide: prints all columns, however wide the terminal is.
     """
     # Widths are those of what an 8-bit encoding leaves of a text; see `open_streams`.
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
 
     def fitted(text):
-        return Text(text.encode(encoding, "backslashreplace").decode(encoding))
+        return text.encode(encoding, "backslashreplace").decode(encoding)
 
-    grid = Table(title=fitted(clean_line(title)), title_justify="left")
-    rows = [list(row) for row in rows]
-    for position, heading in enumerate(columns):
-        values = [row[position] for row in rows]
-        is_number = bool(values) and all(
-            value is None or isinstance(value, int | float) for value in values
-        )
-        justify = "right" if is_number else "left"
-        grid.add_column(fitted(clean_line(heading)), justify=justify, overflow="fold")
-    for row in rows:
-        assert len(row) == len(columns), (row, columns)
-        grid.add_row(*(fitted(_cell(value)) for value in row))
-    _console(sys.stdout).print(grid)
+    headings = [fitted(clean_line(heading)) for heading in columns]
+    lines = [[fitted(_cell(value)) for value in row] for row in rows]
+    assert all(len(line) == len(columns) for line in lines), (columns, lines)
+    cells = list(zip(headings, *lines, strict=True))
+    widths = [max(map(cell_len, column)) + len(" │ ") for column in cells]
+    room = math.inf if is_wide else terminal_width() or math.inf
+    shown = _fitting_columns(columns, widths, optional, room - len("│"))
+    fits = sum(widths[i] for i in shown) < room
+    console = _console(sys.stdout, None if room < math.inf else sum(widths) + 1)
+    if title:
+        console.print(Text(fitted(clean_line(title))), soft_wrap=room == math.inf)
+    if fits:
+        grid = Table()
+        for i in shown:
+            is_number = bool(lines) and all(map(NUMBER.fullmatch, cells[i][1:]))
+            justify = "right" if is_number else "left"
+            grid.add_column(Text(headings[i]), justify=justify, no_wrap=True)
+        for line in lines:
+            grid.add_row(*(Text(line[i]) for i in shown))
+        console.print(grid)
+    else:
+        for line in lines:
+            record = Table.grid(padding=(0, 2))
+            record.add_column(no_wrap=True)
+            record.add_column(overflow="fold")
+            for i in shown:
+                record.add_row(Text(headings[i]), Text(line[i]))
+            console.rule(characters="-", style="")
+            console.print(record)
+    hidden = [headings[i] for i in range(len(columns)) if i not in shown]
+    if hidden:
+        console.print(Text(f"hidden: {', '.join(hidden)}; {clean_line(hint)}"))
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that stdout is; None where it is none."""
+    console = _console(sys.stdout)
+    return console.width if console.is_terminal else None
+
+
+def _fitting_columns(columns, widths, optional, room):
+    """Return the positions of the columns to show, in their order."""
+    shown = {i for i, heading in enumerate(columns) if heading not in optional}
+    for heading in optional:
+        i = columns.index(heading)
+        if sum(widths[j] for j in {*shown, i}) <= room:
+            shown.add(i)
+    return sorted(shown)
 
 
 def _cell(value):
@@ -214,12 +268,15 @@ class _Console(Console):
         raise
 
 
-def _console(stream):
-    """Return a console on the present stream; tests and services replace streams."""
+def _console(stream, width=None):
+    """Return a console on the present stream; tests and services replace streams.
+
+    Its width is the terminal's unless another is named.
+    """
     is_terminal = getattr(stream, "isatty", lambda: False)()
     return _Console(
         file=stream,
-        width=None if is_terminal else PLAIN_WIDTH,
+        width=width or (None if is_terminal else PLAIN_WIDTH),
         quiet=not processes.is_host0(),
         highlight=False,
         markup=False,

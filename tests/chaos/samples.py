@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rsearch.compare import read_run
 from rsearch.config.recipes import load, parse_command_line, validate
 from rsearch.data.corpus import Corpus
 from rsearch.data.corpus_sources import write_corpus
 from rsearch.data.demonstrations import load_demonstrations
 from rsearch.data.questions import load_questions
 from rsearch.evaluation.results import read_results, read_transcripts
+from rsearch.evaluation.runs import read_run
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf.families import read_spec
 from rsearch.models.tokenizer import load_tokenizer

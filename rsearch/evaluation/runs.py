@@ -1,0 +1,130 @@
+"""Read the runs that stand side by side: their configurations and their results."""
+
+import os
+import pathlib
+import reprlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from rsearch.config.fields import ABSENT, fields, fingerprint
+from rsearch.config.stage_plan import START
+from rsearch.evaluation.results import read_results
+from rsearch.runtime.files import expand
+from rsearch.runtime.workdir import CONFIG, is_free, read_config
+
+ALL, LAST = "all", "last"
+MAX_WORDS = 4  # fields behind a recipe's name
+
+
+class ComparedRun(NamedTuple):
+    """A directory, its configuration's fields by dotted name, and its results."""
+
+    path: pathlib.Path
+    config: dict
+    rows: list
+
+
+def find_runs(folders: Iterable[str | os.PathLike]) -> list[pathlib.Path]:
+    """Return the runs' directories: each folder itself, or those directly inside.
+
+    Raises:
+        ValueError: one that is no run and holds none.
+    """
+    runs = []
+    for folder in map(expand, folders):
+        if (folder / CONFIG).is_file():
+            runs.append(folder)
+            continue
+        inside = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+        if not folder.is_dir():
+            what = "a file" if folder.exists() else "not there"
+            raise ValueError(f"{folder}: {what}; name a run's directory")
+        if not inside:
+            raise ValueError(
+                f"{folder}: not a run: neither it nor a directory in it has {CONFIG}"
+            )
+        runs += inside
+    return list(dict.fromkeys(runs))
+
+
+def read_run(path: pathlib.Path) -> ComparedRun:
+    """Read a run with its results.
+
+    Raises:
+        ValueError: no run, or one that has not been evaluated yet.
+    """
+    config = fields(read_config(path))
+    if missing := {"name", "seed", "stages"} - config.keys():
+        raise ValueError(f"{path}/{CONFIG}: has no field {min(missing)!r}")
+    name, stages = config["name"], config["stages"]
+    if not isinstance(name, str):
+        raise ValueError(f"{path}/{CONFIG}: name = {reprlib.repr(name)}: expected text")
+    if not isinstance(stages, list) or not all(isinstance(s, str) for s in stages):
+        raise ValueError(
+            f"{path}/{CONFIG}: stages = {reprlib.repr(stages)}: expected names"
+        )
+    if type(config["seed"]) is not int:
+        raise ValueError(
+            f"{path}/{CONFIG}: seed = {reprlib.repr(config['seed'])}: expected int"
+        )
+    rows = read_results(path)
+    if not rows:
+        raise ValueError(
+            f"{path}: has no results yet; python -m rsearch.evaluate makes them"
+        )
+    return ComparedRun(path, config, rows)
+
+
+def run_names(paths: Sequence[pathlib.Path]) -> list[str]:
+    """Return the ends of paths that tell the runs apart: mostly their directories."""
+    parts = [path.absolute().parts for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len({*names}) == len(names):
+            break
+    return names
+
+
+def config_difference(runs: Sequence[ComparedRun]) -> dict[str, list]:
+    """Return {field: its value in each run, or ABSENT} of the fields that differ."""
+    names = sorted({name for run in runs for name in run.config})
+    values = {name: [run.config.get(name, ABSENT) for run in runs] for name in names}
+    return {n: v for n, v in values.items() if len({*map(str, v)}) > 1}
+
+
+def label_runs(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return each run's recipe, with the fields in which runs of it differ."""
+    labels = []
+    for run in runs:
+        same = [r for r in runs if r.config["name"] == run.config["name"]]
+        names = {name for r in same for name in r.config}
+        differing = sorted(
+            name
+            for name in names - {"seed"}
+            # A run may get more steps, but then it is not another seed of the shorter.
+            if (not is_free(name) or name.endswith(".steps"))
+            and len({str(r.config.get(name, ABSENT)) for r in same}) > 1
+        )
+        words = [f"{n}={run.config[n]}" for n in differing if n in run.config]
+        if len(words) > MAX_WORDS:
+            digest = fingerprint({"words": words})[:4]
+            words = [
+                *words[:MAX_WORDS],
+                f"(and {len(words) - MAX_WORDS} more, {digest})",
+            ]
+        labels.append(" ".join([run.config["name"], *words]))
+    return labels
+
+
+def choose(run: ComparedRun, *, stage: str, method: str, dataset: str) -> list[dict]:
+    """Return the chosen rows of results.json, in their order."""
+    if stage == LAST:
+        order = [START, *run.config["stages"]]
+        known = [row["stage"] for row in run.rows if row["stage"] in order]
+        stage = max(known, key=order.index, default=run.rows[-1]["stage"])
+    wanted = {"stage": stage, "method": method, "dataset": dataset}
+    return [
+        row
+        for row in run.rows
+        if all(value in (ALL, row[name]) for name, value in wanted.items())
+    ]
