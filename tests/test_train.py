@@ -19,6 +19,7 @@ from rsearch.config.recipes import run_command
 from rsearch.hosts import preemption
 from rsearch.runtime import checkpoint
 from rsearch.runtime.jsonl import read_jsonl
+from rsearch.runtime.metric_table import GROUPS, describe_metric
 from rsearch.runtime.metrics import read_metrics
 from tests.small_run import (
     ROOT,
@@ -93,6 +94,8 @@ def test_a_run_without_tensorflow_torch_and_pickles_leaves_all_that_it_should():
         for row in measured:
             assert all(np.isfinite(value) for value in row.values()), row
         assert list((workdir / stage / "tensorboard").glob("events*"))
+        fields = {name for row in measured for name in row} - {"step"}
+        assert not {f for f in fields if describe_metric(f)[0] not in GROUPS}
     shown = (workdir.parent / "stdout").read_text()
     assert "reward by step" in shown and "<|user|>" in shown
     assert shown.count("world-dev-") >= 3  # the example transcripts

@@ -20,6 +20,7 @@ import numpy as np
 from rsearch.hosts import processes
 from rsearch.runtime import console, files, held
 from rsearch.runtime.jsonl import read_jsonl, recover_jsonl, write_jsonl
+from rsearch.runtime.metric_table import curve_name
 
 METRICS = "metrics.jsonl"  # of a stage
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -220,7 +221,7 @@ def _spell_non_finite(row):
 
 
 class _Curves:
-    """An event file for TensorBoard, written in this thread.
+    """An event file for TensorBoard, written in this thread; tags have their group.
 
     tensorboardX's SummaryWriter writes from a thread of its own; when that thread dies
     of a full disk, the queue fills up and the run hangs. Its EventsWriter does not.
@@ -239,7 +240,7 @@ class _Curves:
         def add():
             for name, value in row.items():
                 if isinstance(value, int | float):
-                    summary = scalar(name, float(value))
+                    summary = scalar(curve_name(name), float(value))
                     self._add(Event(step=int(step), summary=summary))
             self._writer.flush()
 

@@ -1,5 +1,6 @@
 """metrics.jsonl holds what was measured, whatever happens to the run."""
 
+import ast
 import contextlib
 import json
 import math
@@ -13,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rsearch.runtime.metric_table import GROUPS, METRICS, metrics_page
 from rsearch.runtime.metrics import MetricsLog, read_metrics
+from tests.small_run import ROOT
 
 
 def strict(text):
@@ -177,13 +180,32 @@ def events(folder):
 def test_curves_hold_the_numbers_at_their_steps(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.write(5, {"loss": 0.25, "name": "grpo", "reward": 1})
-        log.write(6, {"loss": 0.125})
+        log.write(6, {"loss": 0.125, "reward_answer_em": 1, "mine": 2})
     actual = [
         (event.step, value.tag, value.simple_value)
         for event in events(tmp_path)
         for value in event.summary.value
     ]
-    assert actual == [(5, "loss", 0.25), (5, "reward", 1.0), (6, "loss", 0.125)]
+    assert actual == [
+        *((5, "optim/loss", 0.25), (5, "reward/reward", 1.0)),
+        *((6, "optim/loss", 0.125), (6, "reward/answer_em", 1.0)),
+        (6, "other/mine", 2.0),
+    ]
+
+
+def test_every_field_of_metrics_is_in_the_table_and_the_page():
+    """Each name of the table is in the code that measures, patterns left alone."""
+    texts = {
+        node.value
+        for folder in ("learn", "stages", "rollout", "")
+        for path in (ROOT / "rsearch" / folder).glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    texts |= {f"{text}_seconds" for text in texts} | {f"dev_{text}" for text in texts}
+    assert not {name for name in METRICS if "*" not in name} - texts
+    assert {group for group, _ in METRICS.values()} == GROUPS.keys()
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page()
 
 
 def test_curves_start_again_where_the_run_resumes(tmp_path):
