@@ -1,1 +1,31 @@
-"""Train and evaluate language models that reason and search, on JAX."""
+"""Train and evaluate language models that reason and search, on JAX.
+
+`load_policy`, `run_training`, `run_evaluation`, `load_questions` and the types that
+these take and return are imported on first use, so that `import rsearch` is instant.
+"""
+
+import importlib
+from typing import Any
+
+_MODULES = {
+    "load_policy": "rsearch.api",
+    "run_evaluation": "rsearch.evaluation.scoring",
+    "load_questions": "rsearch.data.questions",
+    **dict.fromkeys(
+        ("Passage", "Question", "Rollout", "Tool", "ToolCall", "ToolResult"),
+        "rsearch.types",
+    ),
+}
+__all__ = ["run_training", *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "run_training":
+        return importlib.import_module("rsearch.train").main
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

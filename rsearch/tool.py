@@ -52,7 +52,7 @@ from rsearch.setup.agents import load_agent
 from rsearch.setup.load import load_setup
 from rsearch.setup.rollouts import make_host, make_rollouts
 from rsearch.setup.weights import initial_params
-from rsearch.types import Group, Outcome, Question
+from rsearch.types import Group, Outcome, Question, Rollout, SearchFn
 
 RECIPE = "configs/r_search.py"
 MAX_QUESTIONS = 64  # in one request
@@ -94,6 +94,8 @@ class SearchTool:
         config: of the policy; see `tool_config`.
         max_question_chars: longer questions are refused.
         say: called with a line on each part that takes a while to load.
+        search: a SearchFn in place of the configuration's engine.
+        load_params: (setup) -> the policy's parameters.
     """
 
     def __init__(
@@ -102,13 +104,15 @@ class SearchTool:
         *,
         max_question_chars: int = 2000,
         say: Callable[[str], None] = lambda text: None,
+        search: SearchFn | None = None,
+        load_params: Callable = initial_params,
     ):
-        setup = load_setup(config, say=say, only_policy=True)
+        setup = load_setup(config, say=say, only_policy=True, search=search)
         host = make_host(setup)
         self._engine = make_rollouts(
             setup, host, temperature=0.0, top_p=1.0, group_size=1
         )
-        self._params = self._engine.place_params(initial_params(setup))
+        self._params = self._engine.place_params(load_params(setup))
         self._answerer = load_agent(config, "answerer", setup.mesh)
         self._answer_from = config.eval.answer_from
         self._limits, self._max_chars = setup.limits, max_question_chars
@@ -122,8 +126,22 @@ class SearchTool:
             ValueError: a question that is not text, is empty or too long.
         """
         if isinstance(question, str):
-            return self._answer([self.check(question)])[0]
-        return self._answer([self.check(q) for q in question]) if question else []
+            return result_of(self._answer([self.check(question)])[0])
+        return [result_of(g) for g in self._answer([self.check(q) for q in question])]
+
+    def rollout(self, question: str | list[str]) -> Rollout | list[Rollout]:
+        """Return the conversation that answers a question, or those of a list.
+
+        Its answer is the same as of a call; its segments are the text in order, each
+        with its source, token ids and log-probabilities.
+
+        Raises:
+            ValueError: a question that is not text, is empty or too long.
+        """
+        if isinstance(question, str):
+            return self.rollout([question])[0]
+        groups = self._answer([self.check(q) for q in question])
+        return [rollout for group in groups for rollout in group.rollouts]
 
     def check(self, question: Any) -> str:
         """Return the question as it will be asked.
@@ -148,7 +166,9 @@ class SearchTool:
         return question
 
     def _answer(self, questions):
-        """Return results in order; whoever runs next takes along all that wait."""
+        """Return groups in order; whoever runs next takes along all that wait."""
+        if not questions:
+            return []
         call = _Call(questions)
         with self._waiting_lock:
             self._waiting.append(call)
@@ -173,16 +193,16 @@ class SearchTool:
                 groups = rephrase_answers(
                     groups, self._answerer, answer_from=self._answer_from
                 )
-            results = iter([result_of(group) for group in groups])
+            groups = iter(groups)
             for call in calls:
-                call.results = list(itertools.islice(results, len(call.questions)))
+                call.results = list(itertools.islice(groups, len(call.questions)))
         except BaseException as error:  # Control-C too: nobody else can run these.
             for call in calls:
                 call.results = error
 
 
 class _Call:
-    """Questions of one caller, and what came of them: results, or an exception."""
+    """Questions of one caller, and what came of them: groups, or an exception."""
 
     def __init__(self, questions):
         self.questions, self.results = questions, None
@@ -229,9 +249,6 @@ def tool_config(
         max_concurrent: questions answered at once.
         keeps_mesh: whether devices are used as the recipe says, whose mesh is that of
             the machines that trained it; else each of them holds the whole model.
-
-    Raises:
-        ValueError: there is no model.
     """
     changes = {
         # Nothing is trained: no rule of the training stages applies.
@@ -255,8 +272,6 @@ def tool_config(
         config.protocol.name = protocol
         for name in ("instruction", "system", "invalid_message"):
             config.protocol[name] = None
-    if not config.model.source:
-        raise ValueError("--model=... is missing, and the recipe names no model")
     return config
 
 
@@ -310,6 +325,8 @@ def main(argv: Sequence[str]) -> int:
     if "--config.rollout.max_concurrent" in flags and "--max_concurrent" not in flags:
         chosen["max_concurrent"] = recipe.rollout.max_concurrent
     config = tool_config(recipe, **chosen, keeps_mesh=keeps_mesh)
+    if not config.model.source:
+        raise ValueError("--model=... is missing, and the recipe names no model")
     if values["print_config"]:
         print_config(config)
         return 0

@@ -1,8 +1,7 @@
 """Train and evaluate a recipe's stages: python -m rsearch.train --config=...
 
 The same command on the same workdir resumes where it stopped. From Python:
-`rsearch.train.main(config, workdir)` with `load` and `apply_overrides` of
-`rsearch.config.recipes`.
+`rsearch.train.main(config, workdir)`, which `rsearch.run_training` names, too.
 """
 
 import gc
@@ -63,7 +62,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def main(
-    config: ConfigDict | dict,
+    config: ConfigDict | dict | str,
     workdir: str | pathlib.Path,
     *,
     accept: Sequence[str] = (),
@@ -72,8 +71,7 @@ def main(
     """Run the stages of a configuration, or those that remain of them.
 
     Args:
-        config: as `load` and `apply_overrides` return it; or a dict with the
-            recipe as "config" and dotted overrides beside it, for sweeps:
+        config: as of `rsearch.config.recipes.resolve`, such as a dict for sweeps:
             {"config": "configs/quickstart.py", "rl.lr": 3e-4}.
         workdir: directory of this run; made where it is missing.
         accept: inputs and fields that may have changed; see `Workdir`.
@@ -86,13 +84,7 @@ def main(
     Raises:
         ValueError: the configuration, a file it names or the workdir cannot be used.
     """
-    if isinstance(config, dict):
-        overrides = dict(config)
-        if "config" not in overrides:
-            raise ValueError('a dict of overrides needs the recipe, as "config"')
-        recipe = recipes.load(overrides.pop("config"))
-        config = recipes.apply_overrides(recipe, overrides)
-
+    config = recipes.resolve(config)
     # First what can fail: a workdir is bound to its configuration for good.
     workdir = files.expand(workdir)
     check_plan(config)

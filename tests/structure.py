@@ -158,11 +158,11 @@ def config_below_setup() -> list[str]:
 
 
 def root_modules() -> list[str]:
-    """Return the modules at the package's root that are neither a command nor types."""
+    """Return the modules at the package's root that are no command, types or api."""
     return [
         name
         for name, path in MODULES.items()
-        if name.count(".") == 1 and path.stem != "__init__" and name != "rsearch.types"
+        if name.count(".") == 1 and path.stem not in ("__init__", "types", "api")
         if "main" not in {getattr(node, "name", "") for node in tree(path).body}
     ]
 

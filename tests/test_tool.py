@@ -135,7 +135,7 @@ def test_a_recipe_gives_the_words_unless_another_protocol_is_named(folder):
     assert other.protocol.name == "r_search"
     assert other.protocol.system is None and other.protocol.instruction is None
     with pytest.raises(ValueError, match=r"--model=\.\.\. is missing"):
-        tool.tool_config(recipe)
+        tool.main(["--config=configs/quickstart.py"])
     named = tool.tool_config(recipe, model="m", index="i", encoder="e", family="e5")
     assert (named.retrieval.corpus, named.retrieval.index) == ("", "i")
     assert (named.retrieval.encoder, named.retrieval.family) == ("e", "e5")

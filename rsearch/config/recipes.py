@@ -62,6 +62,7 @@ __all__ = [
     "parse_command_line",
     "parse_flags",
     "print_config",
+    "resolve",
     "run_command",
     "to_json",
     "validate",
@@ -115,6 +116,27 @@ def load(spec: str) -> ConfigDict:
         kind = type(config).__name__
         raise ValueError(f"{path}: get_config returned {kind}, not a ConfigDict")
     return config.lock()
+
+
+def resolve(config: ConfigDict | dict | str) -> ConfigDict:
+    """Return the configuration that a caller from Python names.
+
+    Args:
+        config: as `load` and `apply_overrides` return it; a recipe, as of `load`; or a
+            dict with the recipe as "config" and dotted overrides beside it:
+            {"config": "configs/quickstart.py", "rl.lr": 3e-4}.
+
+    Raises:
+        ValueError: there is no such recipe or field.
+    """
+    if isinstance(config, str):
+        return load(config)
+    if isinstance(config, dict):
+        if "config" not in config:
+            raise ValueError('a dict of overrides needs the recipe, as "config"')
+        overrides = {name: config[name] for name in config if name != "config"}
+        return apply_overrides(load(config["config"]), overrides)
+    return config
 
 
 @functools.cache

@@ -1,12 +1,12 @@
 """Scores of many predictions, and how far they could be from the truth by chance."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from rsearch.evaluation.statistics import bootstrap_interval, wilson_interval
 from rsearch.text import normalize as text
-from rsearch.types import Group, Outcome
+from rsearch.types import Group, Outcome, Question, Rollout
 
 METRICS = {
     "em": text.exact_match,
@@ -220,3 +220,30 @@ def _split(scores, searches, is_signal, labels):
 
 def _mean(values):
     return float(values.mean()) if len(values) else None
+
+
+def run_evaluation(
+    roll_out: Callable[[list[str]], list[Rollout]],
+    questions: Sequence[Question],
+    *,
+    normalize: str = "squad",
+) -> tuple[dict, list[Rollout]]:
+    """Answer questions and score the answers.
+
+    Args:
+        roll_out: (texts of questions) -> a Rollout for each, such as the method
+            `rollout` of what `rsearch.load_policy` returns.
+        questions: at least one, with golden answers.
+        normalize: a key of `rsearch.text.normalize.NORMALIZERS`.
+
+    Returns:
+        Means, intervals and counts, see `score_groups`, and the rollouts.
+
+    Raises:
+        ValueError: there are no questions, or one that cannot be answered.
+    """
+    if not questions:
+        raise ValueError("no questions to evaluate on")
+    rollouts = roll_out([question.text for question in questions])
+    groups = [Group(q, (r,)) for q, r in zip(questions, rollouts, strict=True)]
+    return score_groups(groups, normalize=normalize), rollouts

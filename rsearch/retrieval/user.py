@@ -8,7 +8,7 @@ from rsearch.text.extension import (
     load_reference,
 )
 from rsearch.tools.base import check_results
-from rsearch.types import Passage
+from rsearch.types import Passage, SearchFn
 
 SIGNATURE = "(queries) -> for each its passages, best first, or None"
 
@@ -19,8 +19,8 @@ class UserSearch:
     What a query finds must follow from the query alone: a resumed run asks again.
 
     Args:
-        field: the configuration's field that names the function, for messages.
-        reference: "package.module:name" of a SearchFn, see `rsearch.types`.
+        field: the configuration's field, or another name of the function, for messages.
+        search: a SearchFn, see `rsearch.types`, or its "package.module:name".
         top_k: passages a query; further ones are dropped.
 
     Attributes:
@@ -32,12 +32,16 @@ class UserSearch:
         ValueError: there is no such function.
     """
 
-    def __init__(self, field: str, reference: str, *, top_k: int):
-        self._search = load_reference(field, reference)
-        check_callable(field, reference, self._search, SIGNATURE)
-        self._name, self._top_k = f"{field} = {reference!r}", top_k
-        code = ", ".join(code_inputs([reference]).values())
-        self.fingerprint = f"{reference} {code}"
+    def __init__(self, field: str, search: str | SearchFn, *, top_k: int):
+        if isinstance(search, str):
+            self._search = load_reference(field, search)
+            self._name = f"{field} = {search!r}"
+            code = ", ".join(code_inputs([search]).values())
+            self.fingerprint = f"{search} {code}"
+        else:
+            self._search, self._name, self.fingerprint = search, field, repr(search)
+        check_callable(field, search, self._search, SIGNATURE)
+        self._top_k = top_k
         self.searches_at_once = getattr(self._search, "searches_at_once", 1)
         self.read = getattr(self._search, "read", None)
 

@@ -92,6 +92,7 @@ def load_setup(
     home: str | pathlib.Path | None = None,
     shared: Shared | None = None,
     is_over: bool = False,
+    search: Callable | None = None,
 ) -> Setup:
     """Load and check everything that a configuration names.
 
@@ -105,6 +106,7 @@ def load_setup(
             again.
         is_over: the stage seems to have ended: on one host the models other than the
             policy are then loaded lazily, on first use.
+        search: a user's SearchFn in place of the configuration's engine.
 
     Raises:
         ValueError: a value or a file that cannot be used.
@@ -157,16 +159,17 @@ def load_setup(
     say(f"model: {model.spec.num_params / 1e6:.3g} M parameters, {c.model.dtype}")
 
     # What answers searches.
-    def say_search(search):
-        say(f"retrieval: {search}, top {c.retrieval.top_k}")
-        return search
+    def say_search(engine):
+        say(f"retrieval: {engine}, top {c.retrieval.top_k}")
+        return engine
 
     asks_corpora = searches_paragraphs(c) and only_dev and not only_policy
+    engine = None
     if not asks_corpora:  # which are made from the questions
-        search = memoise(
-            "search",
+        engine = memoise(
+            ("search", id(search)),
             [c.retrieval, c.world, seed],
-            lambda: say_search(open_search(c, world)),
+            lambda: say_search(open_search(c, world, search)),
         )
 
     # The questions.
@@ -204,7 +207,7 @@ def load_setup(
         _check_questions(c, train, dev, only_dev, say)
         if asks_corpora:
             paragraphs_of = paragraph_reader(c, world)
-            search = say_search(open_paragraphs(c, dev, pool, paragraphs_of))
+            engine = say_search(open_paragraphs(c, dev, pool, paragraphs_of))
 
     # The models beside the policy. Several hosts load jointly, so never lazily.
     def make_agent(name):
@@ -226,7 +229,7 @@ def load_setup(
         for field, name in named.items()
         if not is_over or pathlib.Path(name).expanduser().is_dir()
     ]
-    inputs = {"tokenizer": tokenizer.fingerprint, "retrieval": search.fingerprint}
+    inputs = {"tokenizer": tokenizer.fingerprint, "retrieval": engine.fingerprint}
     if not only_dev:
         inputs["data.train"] = questions_fingerprint(train)
     for wait in pending:
@@ -243,7 +246,7 @@ def load_setup(
         protocol=protocol,
         model=model,
         source=source,
-        search=search,
+        search=engine,
         train=train,
         dev=dev,
         too_long=too_long,
@@ -285,6 +288,7 @@ def _references(c, *, only_dev: bool) -> list[str]:
     references += [split_name(method)[0] for method in c.eval.methods]
     if not only_dev and "rl" in kinds(c):
         references += [settings.get("term", "") for settings in c.reward.values()]
+        references.append(c.rl.loss)
     if not only_dev and "curate" in kinds(c):
         references.append(c.curate.method)
     return references

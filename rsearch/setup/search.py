@@ -38,13 +38,21 @@ NO_ENCODER = (
 
 
 def open_search(
-    c: ConfigDict, world: World | None
-) -> SearchEngine | RemoteSearch | RerankedSearch:
+    c: ConfigDict, world: World | None, search: Callable | None = None
+) -> SearchEngine | RemoteSearch | RerankedSearch | UserSearch:
     """Open the engine over the world's passages, a saved index or a service.
+
+    Args:
+        c: the configuration.
+        world: the embedded one, if the configuration searches it.
+        search: a user's SearchFn that is called in place of all these. The first
+            config.retrieval.top_k of its passages count, and no reranker orders these.
 
     Raises:
         ValueError: no index is named, or it was built for something else.
     """
+    if search is not None:
+        return UserSearch("search", search, top_k=c.retrieval.top_k)
     return _wrapped(c, _open_engine(c, world, _num_retrieved(c)))
 
 

@@ -1,0 +1,87 @@
+"""What `import rsearch` offers: loading a policy, its rollouts, their scores."""
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import rsearch
+from rsearch import train
+from rsearch.evaluation.results import read_transcripts
+from rsearch.models.hf import checkpoint as huggingface
+from rsearch.protocols.table import PROTOCOLS
+from rsearch.setup.load import load_setup
+from rsearch.setup.weights import initial_params
+from rsearch.tools.search import search_call
+from rsearch.types import Source
+from tests.small_run import ROOT, config, finished, quick_compilation
+
+__all__ = ["quick_compilation"]
+FIND = [rsearch.Passage("p1", "Title\nThe text that was found.")]
+# Whatever a policy writes is a search.
+EAGER = dataclasses.replace(
+    PROTOCOLS["search_r1"], name="eager", parse=lambda turn: search_call("x")
+)
+
+
+def find(queries):
+    """The same passage for every query, as a user's function."""
+    return [FIND for _ in queries]
+
+
+def test_the_package_imports_nothing_before_it_is_used():
+    check = (
+        "import sys, rsearch; names = dir(rsearch);"
+        "loaded = {'jax', 'numpy', 'ml_collections'} & {*sys.modules};"
+        "assert not loaded, loaded; assert {*rsearch.__all__} <= {*names}"
+    )
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=60)
+
+
+def test_every_name_is_there_and_commands_stay_modules():
+    assert all(getattr(rsearch, name) is not None for name in rsearch.__all__)
+    assert rsearch.train is train and rsearch.run_training is train.main
+    with pytest.raises(AttributeError, match="no_such_name"):
+        rsearch.no_such_name  # noqa: B018
+
+
+def test_a_run_answers_with_its_last_weights():
+    policy = rsearch.load_policy(finished(), search=find, max_concurrent=4)
+    questions = load_setup(config(), only_dev=True).dev
+    scores, rollouts = rsearch.run_evaluation(policy.rollout, questions)
+    assert scores["n"] == len(rollouts) == len(questions) and 0 <= scores["em"] <= 1
+    rows = [
+        row
+        for row in read_transcripts(finished())
+        if (row["stage"], row["method"]) == ("rl", "protocol")
+    ]
+    # This policy answers at once, so that what a search would find changes nothing.
+    for row, rollout in zip(rows, rollouts, strict=True):
+        expected = "".join(segment["text"] for segment in row["segments"])
+        assert "".join(segment.text for segment in rollout.segments) == expected
+    assert policy(questions[0].text)["answer"] == rollouts[0].answer
+    assert policy.rollout([]) == []
+    with pytest.raises(ValueError, match="no questions"):
+        rsearch.run_evaluation(policy.rollout, [])
+
+
+def test_a_model_searches_with_the_users_function(tmp_path, monkeypatch):
+    recipe = config(protocol__name="tests.test_api:EAGER")
+    setup = load_setup(config(), only_dev=True)
+    folder = tmp_path / "model"
+    huggingface.export(folder, initial_params(setup), setup.model.spec, setup.tokenizer)
+    with pytest.raises(ValueError, match=f"{folder}.*config="):
+        rsearch.load_policy(folder)
+    with pytest.raises(ValueError, match="search = 3"):
+        rsearch.load_policy(folder, config=recipe, search=3)
+    model = rsearch.load_policy(folder, config=recipe, search=find, max_concurrent=4)
+    rollout = model.rollout(setup.dev[0].text)
+    assert len(rollout.searches) == recipe.rollout.max_searches
+    assert rollout.passages == (FIND[0],) * len(rollout.searches)
+    written = [s for s in rollout.segments if s.source == Source.POLICY]
+    assert written and all(np.all(s.logp <= 0) for s in written)
+    monkeypatch.setattr(sys.modules[__name__], "FIND", ["text"])
+    with pytest.raises(ValueError, match="search returned 'text'"):
+        model.rollout(setup.dev[0].text)
