@@ -389,7 +389,7 @@ ROLLOUT = Section(
     global_mesh=Field(
         False,
         "several hosts: decode with one program over all devices, for a model that no "
-        "host can hold; see BUILD.md",
+        "host can hold; see docs/several_hosts.md",
         may_change=True,
     ),
     extend_chunk=Field(
@@ -614,6 +614,12 @@ RL = Section(
         0.0,
         "largest weight recomputed / sampled probability of a token; 0 = no weight",
         at_least(0),
+    ),
+    loss=Field(
+        "",
+        "'package.module:name' of your own loss of each token, a function like "
+        "clipped_surrogate of rsearch/learn/losses.py; '' = that one",
+        own_or(("",)),
     ),
     ratio=Field(
         "token",

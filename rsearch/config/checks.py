@@ -291,6 +291,12 @@ def _check_rl_settings(c):
     """Refuse settings that mean nothing without another."""
     if "rl" not in kinds(c):
         return
+    for name, unset in (("dual_clip", 0), ("ratio", "token")):
+        if c.rl.loss and c.rl[name] != unset:
+            raise ValueError(
+                f"config.rl.{name} = {c.rl[name]!r} is of the clipped surrogate, which "
+                f"config.rl.loss = {c.rl.loss!r} replaces: must be {unset!r}"
+            )
     if c.rl.tis_cap and c.rl.old_logprobs != "recompute":
         raise ValueError(
             f"config.rl.tis_cap = {c.rl.tis_cap} needs config.rl.old_logprobs = "

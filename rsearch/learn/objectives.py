@@ -40,8 +40,9 @@ def policy_loss(
     dual_clip: float = 0.0,
     tis_cap: float = 0.0,
     by_sequence: bool = False,
+    token_loss: Callable | None = None,
 ) -> Callable:
-    """Return the clipped surrogate with a KL to the reference and an entropy bonus.
+    """Return the loss of each token with a KL to the reference and an entropy bonus.
 
     Args:
         clip_low, clip_high, dual_clip, by_sequence: see `clipped_surrogate`.
@@ -51,6 +52,8 @@ def policy_loss(
         measures_kl: whether there is a reference, so that the metrics have a KL to it;
             by default where it is in the loss.
         tis_cap: see `truncated_weight`; 0 = the rows have no `sampled_logp`.
+        token_loss: a user's function in place of `clipped_surrogate`: (logp,
+            behavior_logp, advantage, from_policy, *, low, high) -> the same.
 
     Returns:
         (logp, entropy, rows, weights, kl_coef=None) -> (loss, metrics), both summed
@@ -59,6 +62,9 @@ def policy_loss(
     """
 
     measures_kl = bool(kl_coef) if measures_kl is None else measures_kl
+    token_loss = token_loss or functools.partial(
+        clipped_surrogate, dual=dual_clip, by_sequence=by_sequence
+    )
 
     def loss(logp, entropy, rows: Batch, weights, adapted=None):
         mask = rows.from_policy
@@ -70,15 +76,13 @@ def policy_loss(
         def mean(values):
             return masked_sum(values * weights, mask)
 
-        total, is_clipped = clipped_surrogate(
+        total, is_clipped = token_loss(
             logp,
             rows.behavior_logp,
             rows.advantage,
             mask,
             low=clip_low,
             high=clip_high,
-            dual=dual_clip,
-            by_sequence=by_sequence,
         )
         metrics = {
             "entropy": mean(entropy),

@@ -17,6 +17,7 @@ from rsearch.models.decoder import Decoder, param_shapes
 from rsearch.models.lora import adapter_shapes, init_adapters, make_merge
 from rsearch.models.sharding import laid_out
 from rsearch.setup.context import Setup
+from rsearch.text.extension import load_reference
 from rsearch.types import Params
 
 
@@ -138,6 +139,7 @@ def _adapters(c):
 def policy_settings(setup: Setup) -> dict:
     """Return the settings of an RL stage's update of the policy."""
     s, limits = setup.config.rl, setup.limits
+    token_loss = load_reference("config.rl.loss", s.loss) if s.loss else None
     loss = objectives.policy_loss(
         clip_low=s.clip_low,
         clip_high=s.clip_high,
@@ -149,6 +151,7 @@ def policy_settings(setup: Setup) -> dict:
         measures_kl=s.kl_coef > 0,
         tis_cap=s.tis_cap,
         by_sequence=s.ratio == "sequence",
+        token_loss=token_loss,
     )
     return dict(
         loss=loss,

@@ -1,7 +1,7 @@
 """Users' own code, named as "package.module:name" in a configuration.
 
 Wherever the configuration names an entry of a table (a reward term, a protocol, a tool,
-a curate method, a search engine), such a reference names an object of the user's own
+a method, a search engine, a loss), such a reference names an object of the user's own
 module in its place. Importing a module runs its code. References are therefore taken
 from configurations and command lines alone, never from data or from a model's output.
 """
@@ -114,7 +114,9 @@ def code_inputs(references: Sequence[Any]) -> dict[str, str]:
 def _imported_beside(module, source: bytes) -> list[str]:
     """Return the names of modules in the same folder tree that a module imports."""
     package = sys.modules[module.__name__.partition(".")[0]]
-    root = pathlib.Path(package.__file__ or module.__file__).parent
+    # A folder without __init__.py is a package without a file.
+    file = getattr(package, "__file__", None) or module.__file__
+    root = pathlib.Path(file).parent
     anchor = module.__spec__.parent if module.__spec__ else ""
     names = set()
     for node in ast.walk(ast.parse(source)):

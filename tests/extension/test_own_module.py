@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -19,7 +18,9 @@ from rsearch.train import command as train_command
 from tests.small_run import ROOT, arguments, child_environment, config
 
 MODULE = '''
-"""One of each: protocol, tool, search engine, curate method and reward term."""
+"""One of each: protocol, tool, engine, curate method, reward term and loss."""
+
+import jax.numpy as jnp
 
 from rsearch.data.demonstrations import Demonstration
 from rsearch.protocols.base import Step
@@ -64,6 +65,10 @@ def choose(stage):
 
 def asks(question, rollouts, *, pattern, bonus=1):
     return [bonus * any(pattern in t for t in r.policy_texts) for r in rollouts]
+
+
+def unclipped(logp, behavior_logp, advantage, from_policy, *, low, high):
+    return -jnp.exp(logp - behavior_logp) * advantage, from_policy
 '''
 SETTINGS = {
     "stages": "curate,sft,rl",
@@ -78,6 +83,7 @@ SETTINGS = {
     "eval__at_start": "false",
     "eval__methods": "protocol",
     "rl__steps": 1,
+    "rl__loss": "my_parts:unclipped",
     "reward": {
         "asks": {"term": "my_parts:asks", "pattern": "<ask>", "bonus": 0.5},
         "format_ok": {"good": 0.1, "bad": 0.0},
@@ -118,6 +124,8 @@ def test_a_module_outside_the_package_adds_to_every_table(
     # The reward term was paid for it.
     (row,) = read_metrics(run / "rl" / "metrics.jsonl")
     assert row["reward_asks"] > 0 and 0 < row["searches"] <= 1
+    # The loss calls every token clipped.
+    assert row["clip_fraction"] == pytest.approx(1.0)
     inputs = json.loads((run / "config.json").read_text())["inputs"]
     assert inputs["code:my_parts"] in inputs["retrieval"]
     # A run that goes on with other code says so, and may be told to.
@@ -150,6 +158,7 @@ FIELDS = {
     "curate.method": {"curate__method": "{}"},
     "protocol.tools": {"protocol__tools": ["{}"]},
     "reward.own.term": {"reward": {"own": {"term": "{}", "pattern": "x"}}},
+    "rl.loss": {"rl__loss": "{}"},
 }
 
 
@@ -179,7 +188,7 @@ def test_a_reference_that_names_nothing_is_refused(module, field, reference, rea
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("reference", ["os.path", "a:b:c", "a b:c", ":x", "x:", ""])
 def test_a_value_that_is_no_reference_is_refused(field, reference):
-    if (field, reference) == ("retrieval.engine", ""):
+    if reference == "" and field in ("retrieval.engine", "rl.loss"):
         return  # none of the user's own
     with pytest.raises(ValueError, match=f"config.{field}"):
         run_config = configured(field, reference)
@@ -195,6 +204,7 @@ def test_a_value_that_is_no_reference_is_refused(field, reference):
         ("curate.method", "choose"),
         ("protocol.tools", "shout"),
         ("reward.own.term", "asks"),
+        ("rl.loss", "nothing"),
     ],
 )
 def test_a_reference_is_accepted_where_a_name_of_its_table_is(module, field, name):
@@ -265,6 +275,10 @@ def test_the_modules_that_a_users_module_imports_are_inputs(tmp_path, monkeypatc
     for name, source in sources.items():
         (package / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
+    (package / "__init__.py").unlink()  # a folder is enough
+    assert [*code_inputs(["lab_parts.near:weight"])] == ["code:lab_parts.near"]
+    del sys.modules["lab_parts"], sys.modules["lab_parts.near"]
+    (package / "__init__.py").write_text("")
     before = code_inputs(["lab_parts.term:pay"])
     used = ("", ".far", ".farther", ".near", ".term")
     assert list(before) == [f"code:lab_parts{name}" for name in used]
@@ -327,28 +341,3 @@ def test_what_a_curate_method_returns_wrongly_is_named():
         with pytest.raises(ValueError, match=r"config\.curate\.method") as caught:
             check_selection("x:y", chosen, ["a question"])
         assert reason in str(caught.value)
-
-
-def test_the_module_and_the_command_of_the_documents_are_accepted(
-    tmp_path, monkeypatch
-):
-    text = (ROOT / "BUILD.md").read_text()
-    section = text.partition("## Your own parts\n")[2].partition("\n## ")[0]
-    (source,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    (command,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
-    name = f"parts_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    flags = command.replace("\\\n", " ").replace("my_parts:", f"{name}:").split()[3:]
-    run_config, _ = configuration.parse_command_line(
-        flags, flags={"workdir": (None, "directory of the run")}
-    )
-    configuration.validate(run_config)
-    check_names(run_config)
-    (_, mentions) = run_config.reward.items()
-    assert mentions[1].to_dict() == {"term": f"{name}:mentions", "pattern": "Rome"}
-    assert policy_protocol(run_config).stop_strings == (
-        "</ask>",
-        "</answer>",
-        "</shout>",
-    )

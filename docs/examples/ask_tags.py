@@ -1,0 +1,26 @@
+"""A protocol: <ask> query </ask> searches, and <found> ... </found> has the passages.
+
+`tagged` builds a protocol of text in tags. Its result is a frozen value: the prompt,
+the stop strings, the parser of a turn and the text that the policy is shown.
+"""
+
+from rsearch.protocols.tagged import listed, tagged
+
+
+def format_passage(number, passage):
+    """Return one passage as the policy reads it."""
+    return f"[{number}] {passage.title}: {passage.text}"
+
+
+ASK = tagged(
+    "ask",
+    system=None,
+    user=(
+        "Think, and search with <ask> query </ask> as often as you need. "
+        "End with <answer> answer </answer>. Question: {question}"
+    ),
+    add_question_mark=True,
+    search_tags=("<ask>", "</ask>"),
+    show_passages=listed("\n<found>", "</found>\n", format_passage),
+    invalid_message="\nWrite <ask> query </ask> or <answer> answer </answer>.\n",
+)
