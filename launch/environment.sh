@@ -2,7 +2,8 @@
 # requirements. Made once; installed again only where the requirements have changed.
 #
 #   RSEARCH_PYTHON   the Python to make it with (default: python3.11, 3.12 or python3)
-#   RSEARCH_VENV     where it is (default: .venv in the checkout)
+#   RSEARCH_VENV     where it is (default: .venv in the checkout; of tests .venv-tests)
+#   RSEARCH_INSTALLER  pip (the default) or uv, which must then be on the PATH
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
@@ -73,10 +74,25 @@ rsearch_make() {
       esac
     done
     echo "installing $requirements (minutes, the first time)"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-      -r "$requirements" || return
+    rsearch_install "$requirements" "$venv" || return
     touch "$stamp"
   fi
+}
+
+# rsearch_install FILE VENV: installs into an environment that is there.
+rsearch_install() {
+  case ${RSEARCH_INSTALLER:-pip} in
+    pip)
+      "$2/bin/python" -m pip install --quiet --disable-pip-version-check -r "$1"
+      ;;
+    uv)
+      uv pip install --quiet --python "$2/bin/python" -r "$1"
+      ;;
+    *)
+      echo "error: RSEARCH_INSTALLER=$RSEARCH_INSTALLER is neither pip nor uv" >&2
+      return 2
+      ;;
+  esac
 }
 
 # rsearch_gpu_memory: lets JAX take more of a GPU than its 75 %, unless the user has said

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -63,17 +64,41 @@ def test_changed_requirements_are_installed_again_and_so_are_the_old_ones(checko
         assert log == [TRAIN]
 
 
-def test_test_requirements_are_installed_beside_the_others(checkout):
+def test_test_requirements_are_installed_beside_the_others_if_named_so(checkout):
     checkout.python("python3.11", 11)
     (checkout.bin / "ruff").symlink_to("/bin/true")
     checkout.run("quickstart.sh")
-    code, error, log = checkout.run("test.sh", "-m", "slow")
+    code, error, log = checkout.run("test.sh", "-m", "slow", RSEARCH_VENV=".venv")
     assert (code, log) == (
         0,
         ["pip tests/requirements.txt", "-m pytest -m slow"],
     ), error
     assert checkout.run("quickstart.sh")[2] == [TRAIN]
+
+
+def test_tests_have_an_environment_of_their_own(checkout):
+    """The users' has nothing of what only tests need, libtpu above all."""
+    checkout.python("python3.11", 11)
+    (checkout.bin / "ruff").symlink_to("/bin/true")
+    checkout.run("quickstart.sh")
+    code, error, log = checkout.run("test.sh", "-m", "slow")
+    made = ["venv .venv-tests of 3.11", "pip tests/requirements.txt"]
+    assert (code, log) == (0, [*made, "-m pytest -m slow"]), error
+    assert checkout.run("quickstart.sh")[2] == [TRAIN]
     assert checkout.run("test.sh")[2] == ["-m pytest -n 2 --dist loadfile"]
+    for file in ("requirements.txt", "launch/cuda12.txt", "launch/cuda13.txt"):
+        assert "tpu" not in re.sub(r"#.*", "", (ROOT / file).read_text())
+
+
+@pytest.mark.parametrize(("name", "code"), [("uv", 0), ("pip", 0), ("conda", 2)])
+def test_the_installer_can_be_named(checkout, name, code):
+    checkout.python("python3.11", 11)
+    checkout.program("uv", '#!/bin/bash\necho "uv $*" >>"$FAKE_LOG"\n')
+    actual, error, log = checkout.run("quickstart.sh", RSEARCH_INSTALLER=name)
+    uv = "uv pip install --quiet --python .venv/bin/python -r requirements.txt"
+    expected = {"uv": [MADE[0], uv, TRAIN], "pip": [*MADE, TRAIN], "conda": MADE[:1]}
+    assert (actual, log) == (code, expected[name]), error
+    assert not code or "RSEARCH_INSTALLER=conda" in error
 
 
 def test_a_failed_installation_is_tried_again(checkout):
