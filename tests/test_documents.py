@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
+import rsearch
 from rsearch.__main__ import COMMANDS
 from rsearch.config.checks import validate
 from rsearch.config.recipes import apply_overrides, load, run_command
@@ -24,7 +25,8 @@ from rsearch.setup.checks import check_names
 from tests.small_run import ROOT, finished
 
 PAGES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))
-DOCUMENTS = ("README.md", "BUILD.md", "configs/FIDELITY.md", *PAGES)
+TEXTS = ("README.md", "BUILD.md", "CONTRIBUTING.md", "CHANGELOG.md", *PAGES)
+DOCUMENTS = (*TEXTS, "configs/FIDELITY.md")
 CONFIGS = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "configs").glob("*.py"))
 MACHINES = {  # what names the devices of a command, and how many they are
     r"--devices=(\d+)": int,
@@ -237,7 +239,8 @@ def files_of(command):
     ],
     ids=lambda c: c.text[:60],
 )
-def test_the_fields_of_a_command_are_valid(command):
+def test_the_fields_of_a_command_are_valid(command, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
     pairs = [word.partition("=") for word in command.arguments]
     fields = {
         name.removeprefix("--config."): value
@@ -276,8 +279,46 @@ def test_a_command_that_takes_no_model_does_its_work(command, tmp_path, monkeypa
 
 def test_a_page_is_linked_and_short():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in PAGES:
-        assert f"({name})" in readme and (ROOT / name).stat().st_size <= 8192
+    assert len(readme.splitlines()) <= 120
+    for name in (*PAGES, "BUILD.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        assert f"({name})" in readme, name
+        assert name not in PAGES or (ROOT / name).stat().st_size <= 8192, name
+
+
+def heading_anchors(path):
+    """The anchors of a document's headings, as GitHub makes them."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    headings = [line.lstrip("#").strip().lower() for line in lines if line[:1] == "#"]
+    return {re.sub(r"[^\w -]", "", text).replace(" ", "-") for text in headings}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_lead_somewhere(name):
+    text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    for link in links:
+        if link.startswith("https://"):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (ROOT / name).parent / target if target else ROOT / name
+        assert path.exists(), link
+        assert not anchor or anchor in heading_anchors(path), link
+
+
+def test_the_programs_in_the_documents_are_python():
+    for name in TEXTS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            for node in ast.walk(ast.parse(program)):
+                if isinstance(node, ast.Attribute):
+                    is_ours = ast.unparse(node.value) == "rsearch"
+                    assert not is_ours or hasattr(rsearch, node.attr), node.attr
+
+
+def test_the_table_of_commands_has_each_of_them():
+    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `python -m rsearch\.(\w+)", text, re.MULTILINE)
+    assert sorted(named) == sorted(COMMANDS)
 
 
 def test_the_page_on_evaluation_has_every_method():
@@ -286,12 +327,13 @@ def test_the_page_on_evaluation_has_every_method():
     assert set(re.findall(r"`(\w+)`", table)) == set(METHODS)
 
 
-@pytest.mark.parametrize("name", ["README.md", "BUILD.md"])
+@pytest.mark.parametrize("name", TEXTS)
 def test_the_files_that_a_document_names_exist(name):
     """As they are written, or below rsearch/ or tests/; a user's are in code blocks."""
     text = (ROOT / name).read_text(encoding="utf-8")
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     names = set(re.findall(r"`([\w./-]+/[\w./-]*\.(?:py|sh|md|txt|trials))`", text))
-    assert len(names) > 5
+    assert len(names) > 5 or name != "README.md"
     folders = (ROOT, ROOT / "rsearch", ROOT / "tests")
+    names = {n for n in names if "NAME" not in n}  # of any file
     assert not [n for n in names if not any((f / n).is_file() for f in folders)]

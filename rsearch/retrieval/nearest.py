@@ -114,7 +114,7 @@ def choose_partition(
     fifths of them are searched up to FINER_BEYOND vectors; beyond, leaves are half as
     large, and the number searched is constant. Coarser codes are read in less time, and
     find less. Codes of more than two dimensions weigh all errors the same, which finds
-    more. BUILD.md has the measurements.
+    more. docs/benchmarks_retrieval.md measures this.
 
     Args:
         num: how many vectors.

@@ -125,7 +125,7 @@ def test_a_module_outside_the_package_adds_to_every_table(
     (row,) = read_metrics(run / "rl" / "metrics.jsonl")
     assert row["reward_asks"] > 0 and 0 < row["searches"] <= 1
     # The loss calls every token clipped.
-    assert row["clip_fraction"] == pytest.approx(1.0)
+    assert row["clip_fraction"] == pytest.approx(1.0, abs=1e-4)
     inputs = json.loads((run / "config.json").read_text())["inputs"]
     assert inputs["code:my_parts"] in inputs["retrieval"]
     # A run that goes on with other code says so, and may be told to.
