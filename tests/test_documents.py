@@ -305,6 +305,19 @@ def test_links_lead_somewhere(name):
         assert not anchor or anchor in heading_anchors(path), link
 
 
+JARGON = re.compile(
+    r"\b(goes on|go on|told|reckon\w*|anew|at home|pretend\w*|want of|nor need"
+    r"|comes to nothing|whatever is|nobody's)\b"
+)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_documents_use_the_terms_of_the_field(name):
+    """Runs resume, requests fail, values are reported or estimated."""
+    text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+    assert not [text[m.start() - 30 : m.end() + 10] for m in JARGON.finditer(text)]
+
+
 def test_the_programs_in_the_documents_are_python():
     for name in TEXTS:
         text = (ROOT / name).read_text(encoding="utf-8")
