@@ -85,7 +85,7 @@ METRICS: dict[str, tuple[str, str]] = {  # name -> (group, meaning)
     ),
     "restarts": (
         "rollout",
-        "rollouts that began anew because `rollout.cache_tokens` were used up",
+        "rollouts that restarted because `rollout.cache_tokens` were used up",
     ),
     "memory_asked": ("rollout", "R1-Searcher++: rollouts passed to the rewriter"),
     "memory_kept": ("rollout", "R1-Searcher++: new rows of the set that is memorised"),
