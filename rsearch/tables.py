@@ -18,33 +18,40 @@ import pathlib
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from rsearch.config.recipes import parse_flags, run_command
+from rsearch.evaluation import figures
+from rsearch.evaluation.runs import find_runs, read_run
+from rsearch.evaluation.table_cells import (
+    Cell,
+    Ours,
+    csv_tables,
+    latex_tables,
+    made_by_text,
+    markdown_tables,
+    panels_of,
+    remark_lines,
+    table_lines,
+)
 from rsearch.evaluation.table_rows import (
     has_settings,
     is_of_row,
     is_of_set,
+    is_run_of_row,
     number_of,
     settings_of,
 )
 from rsearch.evaluation.tables import (
-    NO_NUMBER,
     PaperColumn,
-    PaperRow,
     PaperTable,
+    curve_means,
     find_row,
     find_table,
+    read_curves,
     read_tables,
+    with_curve_columns,
 )
 from rsearch.runtime import console, files
-from rsearch.runtime.markup import (
-    csv_table,
-    latex_table,
-    latex_text,
-    markdown_table,
-    markdown_text,
-)
 
 FORMATS = (".md", ".csv", ".tex")
 FULL, TINY = "full", "tiny"  # of --size
@@ -66,53 +73,10 @@ FLAGS = {
         "of --dry_run and --size=tiny: of a set at most; 0 = all of them",
     ),
     "out": ("", f"a file that the tables are written to: {', '.join(FORMATS)}"),
+    "plot": ("", f"a file of a figure of it: {', '.join(figures.SUFFIXES)}"),
 }
 FIELD = "--config."  # begins an argument for all runs
 RUNS_SETTING = "-"  # of --setting, for rows that have none
-OURS = ("ours", "95 %", "n")  # lines below a row of the paper
-SCORES = ("em", "f1", "cover_em", "judge")  # which a table may print in percent
-CSV_COLUMNS = (
-    "table",
-    "row",
-    "label",
-    "model",
-    "made_by",
-    "column",
-    "set",
-    "metric",
-    "paper",
-)
-CSV_COLUMNS += ("ours", "low", "high", "n", "note")
-
-
-class Cell(NamedTuple):
-    """A measurement of a run for a cell, as a fraction or a count.
-
-    Attributes:
-        value: None where results.json has none.
-        interval: of 95 %, or None.
-        n: questions; 0 of an average.
-        marks: the signs of notes.
-    """
-
-    value: float | None
-    interval: tuple[float, float] | None = None
-    n: int = 0
-    marks: tuple[str, ...] = ()
-
-
-class Ours(NamedTuple):
-    """All that runs have measured of a table.
-
-    Attributes:
-        cells: {(row's key, column's name): cell}.
-        notes: {mark: what differs}.
-        remarks: what holds for all cells.
-    """
-
-    cells: dict[tuple[str, str], Cell]
-    notes: dict[str, str]
-    remarks: tuple[str, ...] = ()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -124,13 +88,21 @@ def main(argv: Sequence[str]) -> int:
     if flags["list"]:
         _print_list()
         return 0
-    tables = {name: find_table(name) for name in flags["table"].split(",")}
-    out = flags["out"]
-    if out and pathlib.Path(out).suffix not in FORMATS:
-        raise ValueError(f"--out={out}: expected a name that ends in {FORMATS}")
-    if out:
-        files.check_output("out", out)
+    tables = {
+        name: with_curve_columns(find_table(name)) for name in flags["table"].split(",")
+    }
+    out, plot = flags["out"], flags["plot"]
+    for flag, suffixes in (("out", FORMATS), ("plot", figures.SUFFIXES)):
+        path = flags[flag]
+        if path and pathlib.Path(path).suffix not in suffixes:
+            raise ValueError(
+                f"--{flag}={path}: expected a name that ends in {suffixes}"
+            )
+        if path:
+            files.check_output(flag, path)
     _check_flags(flags, settings, tables)
+    if plot:
+        figures.check_library()
     failed, ours = {}, dict.fromkeys(tables)
     if flags["size"] == TINY:
         from rsearch.plan import tiny_tables  # with jax, as below
@@ -159,12 +131,20 @@ def main(argv: Sequence[str]) -> int:
         ((name, table),) = tables.items()
         named = parse_runs(flags["runs"], table)
         which = {n: flags[n] for n in ("setting", "allow")}
-        ours[name] = _measure(table, named, **which)
+        measure = _measure_curves if table.curves else _measure
+        ours[name] = measure(table, named, **which)
+    if plot:
+        ((name, table),) = tables.items()
+        panels = panels_of(table, ours[name])
+        if not panels:
+            raise ValueError(f"--plot={plot}: {name} has no number yet; see --runs")
+        figures.draw(pathlib.Path(plot), f"{name}: {table.title}", panels)
+        console.note(f"written: {plot}")
     if out:
         text = _FORMATTERS[pathlib.Path(out).suffix](tables, ours)
         files.replace(out, text.encode())
         console.note(f"written: {out}")
-    for name, table in {} if out else tables.items():
+    for name, table in {} if out or plot else tables.items():
         _print(name, table, ours[name])
     return 1 if failed else 0
 
@@ -180,6 +160,7 @@ def _check_flags(flags, settings, tables):
         "setting": bool(flags["runs"]),
         "allow": bool(flags["runs"]) or is_tiny,
         "out": not is_dry,
+        "plot": not is_dry,
         "topology": is_dry and not is_tiny,
         "max_questions": is_dry or is_tiny,
         "workdir": is_tiny,
@@ -187,12 +168,14 @@ def _check_flags(flags, settings, tables):
     }
     needs = {"setting": "--runs", "allow": "--runs or --size=tiny"}
     needs |= dict.fromkeys(("workdir", "at_once"), "--size=tiny")
-    needs |= {"topology": "--dry_run", "max_questions": "--dry_run or --size=tiny"}
+    needs |= {
+        "topology": "--dry_run alone",
+        "max_questions": "--dry_run or --size=tiny",
+    }
     for flag, is_read in read_with.items():
         if not is_read and flags[flag] != FLAGS[flag][0]:
-            why = f"is of {needs[flag]}" if flag in needs else "is not read with "
-            if flag not in needs:
-                why += "--dry_run" if is_dry else "--size=tiny"
+            other = "--dry_run" if is_dry else f"--size={TINY}"
+            why = f"is of {needs[flag]}" if flag in needs else f"not with {other}"
             raise ValueError(f"--{flag}={flags[flag]}: {why}")
     for flag, least in (("max_questions", 0), ("at_once", 1)):
         if flags[flag] < least:
@@ -201,8 +184,9 @@ def _check_flags(flags, settings, tables):
         raise ValueError(f"{settings[0]}: is of --size=tiny")
     if wrong := [word for word in settings if "=" not in word]:
         raise ValueError(f"{wrong[0]} needs a value: {wrong[0]}=...")
-    if flags["runs"] and len(tables) > 1:
-        raise ValueError(f"--runs={flags['runs']}: is of one table, not {len(tables)}")
+    for flag in ("runs", "plot"):
+        if flags[flag] and len(tables) > 1:
+            raise ValueError(f"--{flag}={flags[flag]}: of one table, not {len(tables)}")
 
 
 def _print_list():
@@ -292,6 +276,68 @@ def _measure(table, runs, *, setting, allow) -> Ours:
     return Ours(cells, {mark: text for text, mark in notes.items()})
 
 
+def _measure_curves(table, runs, *, setting, allow) -> Ours:
+    """Return the curves that runs have of a table.
+
+    Args:
+        table: of curves.
+        runs: (row's key or "", directory) pairs.
+        setting, allow: of rows of results.json, which no curve is read from.
+
+    Raises:
+        ValueError: no run is that of a row, or two are.
+    """
+    for flag, value in (("setting", setting), ("allow", allow)):
+        if value:
+            raise ValueError(f"--{flag}={value}: is not read for curves")
+    folders: dict[str, list] = {}
+    read = [
+        (key, read_run(path)) for key, folder in runs for path in find_runs([folder])
+    ]
+    for row in table.rows:
+        wanted = row.key if any(key == row.key for key, _ in read) else ""
+        settings = settings_of(table, row)
+        folders[row.key] = [
+            run.path
+            for key, run in read
+            if key == wanted and (key or is_run_of_row(run.config, row, settings))
+        ]
+        if len(folders[row.key]) > 1:
+            first, second = folders[row.key][:2]
+            raise ValueError(
+                f"--runs: {first} and {second} are both of the row {row.key!r}: name "
+                "one run for it"
+            )
+    ours = _curves_of(
+        table, {key: several[0] for key, several in folders.items() if several}
+    )
+    if not ours.curves:
+        raise ValueError("--runs: none of them is that of a row, with its metrics")
+    return ours
+
+
+def _curves_of(table, folders, remarks=()):
+    """Return the curves of a table, and their means as cells.
+
+    Args:
+        table: of curves.
+        folders: {row's key: run's directory}.
+        remarks: see `Ours`.
+    """
+    curves, cells, notes, first = {}, {}, {}, {}
+    for row in table.rows:
+        if row.key in folders:
+            curves[row.key] = read_curves(table, row, folders[row.key])
+            same = first.setdefault((folders[row.key], row.stage), row.key)
+            text = f"{same} and this row are the same run here"
+            marks = (_sign(notes, text),) if same != row.key else ()
+            for name, mean in curve_means(curves[row.key]).items():
+                cells[row.key, name] = Cell(mean, marks=marks)
+    notes = {mark: text for text, mark in notes.items()}
+    curves = {key: several for key, several in curves.items() if several}
+    return Ours(cells, notes, remarks, curves)
+
+
 def _marks(sources, facts, allow):
     """Return a mark for each (run, row of results.json), "" for most, and {note: mark}.
 
@@ -326,7 +372,11 @@ def _measure_tiny(table, sources, *, allow) -> Ours:
     from rsearch import compare
     from rsearch.plan import tiny_tables
 
-    measured = [(compare.read_run(path), result) for path, result in sources.values()]
+    remarks = tiny_tables.remarks_of(table)
+    if table.curves:
+        folders = {key: path for key, (path, _) in sources.items()}
+        return _curves_of(table, folders, remarks)
+    measured = [(read_run(path), result) for path, result in sources.values()]
     facts = [compare.facts_of(run, result) for run, result in measured]
     marks, notes = _marks(measured, facts, allow)
     cells, first = {}, {}
@@ -343,7 +393,7 @@ def _measure_tiny(table, sources, *, allow) -> Ours:
                 value, interval, n = cell
                 cells[key, column.name] = Cell(value, interval, n, tuple(signs))
     notes = {mark: text for text, mark in notes.items()}
-    return Ours(cells, notes, tiny_tables.remarks_of(table))
+    return Ours(cells, notes, remarks)
 
 
 def _unlike_paper(table, result):
@@ -386,60 +436,17 @@ def _choose(table, row, name, read, setting):
     return (candidates[0][0], candidates[0][2]) if candidates else None
 
 
-def _is_percent(table, column):
-    """Return whether the column has scores in percent."""
-    names = {c.name: c for c in table.columns}
-    metric = names[column.mean_of[0]].metric if column.mean_of else column.metric
-    return table.is_percent and metric in SCORES
-
-
-def _scale(table, column):
-    """Return what a value of ours is multiplied by, to be in the table's unit."""
-    return 100 if _is_percent(table, column) else 1
-
-
-def _digits(table, column):
-    """Return the decimals that the column is printed with."""
-    position = table.columns.index(column)
-    texts = [row.numbers[position] for row in table.rows]
-    decimals = [len(t.partition(".")[2]) for t in texts if t != NO_NUMBER]
-    default = 1 if _is_percent(table, column) else 3 if column.metric in SCORES else 2
-    return max(decimals, default=default)
-
-
-def _ours_of(table, row, column, ours):
-    """Return the texts of OURS of a cell."""
-    cell = ours.cells.get((row.key, column.name))
-    if cell is None:
-        return "", "", ""
-    scale, digits = _scale(table, column), _digits(table, column)
-    value = f"{scale * cell.value:.{digits}f}{','.join(cell.marks)}"
-    bounds = [f"{scale * bound:.{digits}f}" for bound in cell.interval or ()]
-    return value, "-".join(bounds), str(cell.n or "")
-
-
-def _lines(table, ours):
-    """Yield (row, which line, texts of the columns) of the table."""
-    for row in table.rows:
-        numbers = ["" if n == NO_NUMBER else n for n in row.numbers]
-        yield row, "paper", numbers
-        if ours is None:
-            continue
-        texts = [_ours_of(table, row, column, ours) for column in table.columns]
-        for name, values in zip(OURS, zip(*texts, strict=True), strict=True):
-            if any(values):
-                yield row, name, list(values)
-
-
 def _print(name, table, ours):
     """Print a table on the terminal, columns that do not fit in tables below."""
     console.block(f"{name}, {table.source}", table.caption)
     lines = [
         ((row.key if which == "paper" else "", which), texts)
-        for row, which, texts in _lines(table, ours)
+        for row, which, texts in table_lines(table, ours)
     ]
     heads = ["row", "of"] if ours else ["row"]
-    for start, end in _blocks(table.columns, heads, lines):
+    has_numbers = ours or not table.curves  # no paper prints those of curves
+    blocks = _blocks(table.columns, heads, lines) if has_numbers else ()
+    for start, end in blocks:
         names = [column.name for column in table.columns[start:end]]
         rows = [
             [*about[: len(heads)], *texts[start:end]]
@@ -449,7 +456,7 @@ def _print(name, table, ours):
         console.table("", [*heads, *names], rows)
     made = [[row.key, row.label, row.model, made_by_text(row)] for row in table.rows]
     console.table("rows", ["row", "as printed", "model", "made by"], made)
-    for text in _remarks(table, ours):
+    for text in remark_lines(table, ours):
         print(console.clean_line(text))
 
 
@@ -468,91 +475,7 @@ def _blocks(columns: Sequence[PaperColumn], heads, lines):
     yield start, len(columns)
 
 
-def made_by_text(row: PaperRow) -> str:
-    """Return how this package makes a row, or why it does not."""
-    if not row.is_runnable:
-        return f"- {row.reason}"
-    policy = f"{row.recipe} after {row.stage}" if row.recipe else ""
-    made = " of ".join(filter(None, [row.method, policy]))
-    return ", ".join([made, *row.settings, *row.asking])
-
-
-def _remarks(table, ours):
-    """Yield a line for each slip, and for each mark."""
-    for slip in table.slips:
-        about = ", ".join(filter(None, [slip.row, *slip.columns]))
-        yield f"slip: {about}: {slip.text}"
-    for mark, text in ours.notes.items() if ours else ():
-        yield f"{mark} {text}"
-    yield from ours.remarks if ours else ()
-
-
-def _grid(table, ours):
-    """Return the headings and lines of a file: labels and models as printed."""
-    heads = ["row", "model", *(["of"] if ours else [])]
-    lines = [
-        [*([row.label, row.model, which][: len(heads)]), *texts]
-        for row, which, texts in _lines(table, ours)
-    ]
-    return [*heads, *(column.name for column in table.columns)], lines
-
-
-def _markdown(tables, ours):
-    """Return the tables in Markdown, with their captions and remarks."""
-    texts = []
-    for name, table in tables.items():
-        heading = f"## {name}: {table.title}\n\n" if len(tables) > 1 else ""
-        remarks = map(markdown_text, _remarks(table, ours[name]))
-        remarks = "".join(f"\n{text}\n" for text in remarks)
-        grid = markdown_table(*_grid(table, ours[name]))
-        about = f"{table.source}. {table.caption}"
-        texts.append(f"{heading}{about}\n\n{grid}{remarks}")
-    return "\n".join(texts)
-
-
-def _latex(tables, ours):
-    """Return the tables in LaTeX, with their captions and remarks."""
-    return "\n".join(_latex_table(table, ours[n]) for n, table in tables.items())
-
-
-def _latex_table(table, ours):
-    columns, lines = _grid(table, ours)
-    num_texts = len(columns) - len(table.columns)
-    about = [f"{table.source}. {table.caption}", *_remarks(table, ours)]
-    remarks = "".join(latex_text(text) + "\\par\n" for text in about)
-    return latex_table(columns, lines, num_texts=num_texts) + remarks
-
-
-def _csv(tables, ours):
-    """Return a line for each cell, scores of ours in the table's unit."""
-    lines = []
-    for name, table in tables.items():
-        for row in table.rows:
-            for column, number in zip(table.columns, row.numbers, strict=True):
-                about = [name, row.key, row.label, row.model, made_by_text(row)]
-                about += [column.name, column.set, column.metric]
-                about.append("" if number == NO_NUMBER else number)
-                lines.append(about + _csv_cells(table, row, column, ours[name]))
-    return csv_table(CSV_COLUMNS, lines)
-
-
-def _csv_cells(table, row, column, ours):
-    """Return what a line has of ours."""
-    cell = ours.cells.get((row.key, column.name)) if ours else None
-    if cell is None:
-        return [""] * 5
-    scale = _scale(table, column)
-    bounds = [_rounded(scale * x) for x in cell.interval or ()] or ["", ""]
-    note = "; ".join(ours.notes[mark] for mark in cell.marks)
-    return [_rounded(scale * cell.value), *bounds, cell.n or "", note]
-
-
-def _rounded(value):
-    """Return a number without the noise of binary fractions, for a file."""
-    return round(value, 6)
-
-
-_FORMATTERS = {".md": _markdown, ".csv": _csv, ".tex": _latex}
+_FORMATTERS = {".md": markdown_tables, ".csv": csv_tables, ".tex": latex_tables}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Tables of the papers: printed as in the texts, made as they say, ours beside them."""
 
 import csv
+import json
 import re
 import statistics
+import sys
 
 import pytest
 
@@ -310,6 +312,57 @@ def test_an_average_over_questions_weighs_its_sets(said, tmp_path, monkeypatch):
     assert "14.00" in out and "2.00" in out
 
 
+def with_metrics(folder, **curves):
+    """Metrics of ten steps: {field: the first step's value}, one more each step."""
+    folder.mkdir()
+    lines = [
+        {"step": step} | {field: first + step for field, first in curves.items()}
+        for step in range(10)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+
+
+def test_curves_of_runs_are_means_over_fifths_of_the_steps(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stages = ["rl"]
+    for name, variant, first in (("a", "r_search", 0.0), ("b", "r_search_ppo", 10.0)):
+        model = {"model.source": QWEN, "stages": stages}
+        make(tmp_path / name, asked("rl"), name=variant, **model)
+        with_metrics(tmp_path / name / "rl", reward=first)
+    ours = cells(said, "r_search:fig3", "a,b")
+    assert {about: cell[0] for about, cell in ours.items()} == {
+        (row, f"Training reward {i + 1}/5"): str(first + 2 * i + 0.5)
+        for row, first in (("grpo_7b", 0), ("ppo_7b", 10))
+        for i in range(5)
+    }
+    code, _, err = said("r_search:fig3", "--runs=a,a/../a")
+    assert code == 2 and "grpo_7b" in err
+    assert "18.50" in said("r_search:fig3", "--runs=a,b")[1]
+    pytest.importorskip("matplotlib")
+    assert said("r_search:fig3", "--runs=a,b", "--plot=x.svg")[0] == 0
+    text = (tmp_path / "x.svg").read_text()
+    assert "R-Search (PPO)" in text and "Valid searches" not in text
+
+
+def test_a_figure_has_bars_of_the_paper_and_of_ours(said, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "run", asked("rl", dataset="bamboogle", cover_em=0.5))
+    for suffix in ("png", "svg"):
+        assert said("r_search:7", "--runs=run", f"--plot=x.{suffix}")[0] == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "x.svg").read_text()
+    assert "R-Search (GRPO) (grpo_7b)" in text and "(ppo_3b), paper" in text
+    assert said("r1_searcher:fig6", "--plot=x.svg")[0] == 2  # no number yet
+
+
+def test_a_figure_without_matplotlib_is_refused(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = said("rearag:fig3", "--plot=x.png")
+    assert (code, out) == (2, "") and "matplotlib" in err and err.count("\n") == 1
+
+
 def test_more_questions_count_and_two_settings_are_refused(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first = asked("rl", dataset="set:nq[:50]", n=50, em=0.1)
@@ -354,6 +407,8 @@ def test_rows_that_differ_from_what_the_paper_says_are_marked(
         (["rag_r1:3", "--runs=nq=x"], "nq"),
         (["rag_r1:3", "--out=x.pdf"], "x.pdf"),
         (["rag_r1:3", "--runs=missing"], "missing"),
+        (["rag_r1:3", "--plot=x.pdf"], "x.pdf"),
+        (["rag_r1:3,rag_r1:4", "--plot=x.png"], "x.png"),
         (["rag_r1:3", "--allow=normalize"], "--runs"),
         ([], "table"),
     ],

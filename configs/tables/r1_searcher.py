@@ -1,5 +1,7 @@
 """R1-Searcher's tables (arXiv 2503.05592)."""
 
+import dataclasses
+
 from configs.tables import NOT_ONLINE, ONLINE
 from rsearch.evaluation.tables import (
     PaperColumn,
@@ -553,6 +555,63 @@ TABLE_7 = PaperTable(
     is_percent=True,
 )
 
+# Tokens that the policy writes, and turns that search.
+CURVES = {
+    "Reward": "reward",
+    "Response length": "policy_tokens",
+    "Retrieval numbers": "searches",
+}
+
+
+def _curves(title, caption, table, labels):
+    """Return a figure of the curves of a table's rows.
+
+    Args:
+        title: see `PaperTable`.
+        caption: what the figure compares.
+        table: whose rows are those of the figure.
+        labels: {key of such a row: as the figure or its text has it}.
+    """
+    rows = {row.key: row for row in table.rows}
+    return PaperTable(
+        title=title,
+        source="arXiv 2503.05592",
+        caption=f"{caption} Curves by step of the second stage, without numbers.",
+        columns=(),
+        rows=tuple(
+            dataclasses.replace(rows[key], label=label, printed="")
+            for key, label in labels.items()
+        ),
+        curves=CURVES,
+    )
+
+
+FIGURE_2 = _curves(
+    "curves of GRPO and Reinforce++",
+    "Reward, response length and retrieval numbers of Llama-3.1-8B-Instruct.",
+    TABLE_3,
+    {"grpo": "GRPO", "reinforce_pp": "Reinforce++"},
+)
+FIGURE_3 = _curves(
+    "curves of the answer's rewards",
+    "Reward, response length and retrieval numbers of Qwen-2.5-7B-Base, rewarded by "
+    "F1, EM or CEM; one reward does not compare with another.",
+    TABLE_5,
+    {"em": "EM", "cem": "CEM", "f1": "F1"},
+)
+FIGURE_4 = _curves(
+    "curves with and without difficult questions",
+    "Reward, response length and retrieval numbers of Qwen-2.5-7B-Base.",
+    TABLE_6,
+    {"not_difficult": "w/o Difficult", "difficult": "w. Difficult"},
+)
+FIGURE_5 = _curves(
+    "curves of one set and of both",
+    "Reward, response length and retrieval numbers of Qwen-2.5-7B-Base.",
+    TABLE_7,
+    {"hotpotqa": "HotpotQA", "2wiki": "2Wiki", "mixture": "Mixture"},
+)
+
 FIGURE_6 = PaperTable(
     title="online search on Bamboogle",
     source="arXiv 2503.05592",
@@ -603,5 +662,9 @@ TABLES = {
     "5": TABLE_5,
     "6": TABLE_6,
     "7": TABLE_7,
+    "fig2": FIGURE_2,
+    "fig3": FIGURE_3,
+    "fig4": FIGURE_4,
+    "fig5": FIGURE_5,
     "fig6": FIGURE_6,
 }

@@ -318,4 +318,34 @@ TABLE_4 = PaperTable(
     ),
 )
 
-TABLES = {"1": TABLE_1, "2": TABLE_2, "3": TABLE_3, "4": TABLE_4}
+FIGURE_3 = PaperTable(
+    title="curves of R1-Searcher and R1-Searcher++",
+    source="arXiv 2505.17005",
+    caption=(
+        "Retrieval count and reward by step of the reinforcement, without numbers. The "
+        "rewards of the two are not the same."
+    ),
+    columns=(),
+    rows=(
+        PaperRow(
+            "r1_searcher",
+            "R1-Searcher",
+            "",
+            QWEN,
+            recipe="configs/r1_searcher.py:llama",
+            stage="rl_answer",
+            settings=AS_INSTRUCT,
+            tiny=TinyRow(),
+        ),
+        PaperRow("ours", "R1-Searcher++", "", QWEN, recipe=RECIPE, stage="rl"),
+    ),
+    curves={"Retrieval count": "searches", "Reward": "reward"},
+)
+
+TABLES = {
+    "1": TABLE_1,
+    "2": TABLE_2,
+    "3": TABLE_3,
+    "4": TABLE_4,
+    "fig3": FIGURE_3,
+}

@@ -377,6 +377,18 @@ FIGURE_2 = PaperTable(
     is_percent=True,
 )
 
+FIGURE_3 = PaperTable(
+    title="curves of PPO and GRPO",
+    source="arXiv 2506.04185",
+    caption=(
+        "Training reward and number of valid searches by step, without numbers, of "
+        "models of 3B and 7B parameters. Ours are turns that search."
+    ),
+    columns=(),
+    rows=_rows(ALGORITHMS, *[""] * len(ALGORITHMS)),
+    curves={"Training reward": "reward", "Valid searches": "searches"},
+)
+
 TABLES = {
     "2": TABLE_2,
     "3": TABLE_3,
@@ -384,4 +396,5 @@ TABLES = {
     "6": TABLE_6,
     "7": TABLE_7,
     "fig2": FIGURE_2,
+    "fig3": FIGURE_3,
 }

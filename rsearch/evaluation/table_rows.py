@@ -65,6 +65,24 @@ def is_of_row(
     return is_named or row.model in [made_by.get(name) for name in MODEL_FIELDS]
 
 
+def is_run_of_row(
+    config: Mapping, row: PaperRow, settings: Mapping[str, Mapping]
+) -> bool:
+    """Return whether a run has trained a row's recipe, from its model.
+
+    Args:
+        config: {dotted name: value} of the run.
+        row: of a recipe.
+        settings: see `settings_of`.
+    """
+    wanted = _fields(row.recipe, row.settings) if row.recipe else {}
+    return (
+        config["name"] == wanted.get("name")
+        and row.model == config.get("model.source")
+        and has_settings({}, config, settings)
+    )
+
+
 def settings_of(table: PaperTable, row: PaperRow) -> dict[str, dict]:
     """Return what tells a row's runs from those of other rows.
 

@@ -7,14 +7,17 @@ number of a figure is such as "fig3".
 
 import dataclasses
 import pathlib
+import statistics
 from collections.abc import Mapping, Sequence
 
 from rsearch.config.recipes import import_file
 from rsearch.config.spec import ROOT
+from rsearch.runtime.metrics import read_metrics
 from rsearch.text.spelling import did_you_mean
 
 FOLDER = ROOT / "configs" / "tables"
 NO_NUMBER = "-"  # in PaperRow.printed
+NUM_SPANS = 5  # of a curve, each with a column of its mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,3 +215,53 @@ def find_row(table: PaperTable, key: str) -> PaperRow:
         hint = did_you_mean(key, [*rows]) or f"; there are {', '.join(rows)}"
         raise ValueError(f"row {key!r}: not in the table{hint}")
     return rows[key]
+
+
+def with_curve_columns(table: PaperTable) -> PaperTable:
+    """Return a table of curves with columns of their means over fifths of the steps."""
+    if not table.curves:
+        return table
+    columns = tuple(
+        PaperColumn(f"{name} {span + 1}/{NUM_SPANS}")
+        for name in table.curves
+        for span in range(NUM_SPANS)
+    )
+    printed = " ".join([NO_NUMBER] * len(columns))
+    rows = tuple(dataclasses.replace(row, printed=printed) for row in table.rows)
+    return dataclasses.replace(table, columns=columns, rows=rows)
+
+
+def read_curves(
+    table: PaperTable, row: PaperRow, folder: pathlib.Path
+) -> dict[str, list[tuple[int, float]]]:
+    """Return {curve's name: (step, value) pairs} of a run; {} of one without metrics.
+
+    Args:
+        table: with curves.
+        row: of the table.
+        folder: of the run.
+    """
+    path = folder / row.stage / "metrics.jsonl"
+    lines = read_metrics(path) if path.exists() else []
+    curves = {
+        name: [(x["step"], x[field]) for x in lines if x.get(field) is not None]
+        for name, field in table.curves.items()
+    }
+    return {name: points for name, points in curves.items() if points}
+
+
+def curve_means(
+    curves: Mapping[str, Sequence[tuple[int, float]]],
+) -> dict[str, float]:
+    """Return {name of a column: mean over its steps} of curves.
+
+    Args:
+        curves: see `read_curves`. One with fewer steps than columns has none.
+    """
+    means = {}
+    for name, points in curves.items():
+        edges = [i * len(points) // NUM_SPANS for i in range(NUM_SPANS + 1)]
+        for span in range(NUM_SPANS if len(points) >= NUM_SPANS else 0):
+            values = [value for _, value in points[edges[span] : edges[span + 1]]]
+            means[f"{name} {span + 1}/{NUM_SPANS}"] = statistics.fmean(values)
+    return means

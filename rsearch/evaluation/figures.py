@@ -1,0 +1,161 @@
+"""Draw a paper's figure: bars of rows by column, or curves of training by step."""
+
+import importlib.util
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+SUFFIXES = (".png", ".svg")
+# Inches.
+PANEL_HEIGHT, BAR_WIDTH, MARKER_WIDTH, LETTER_WIDTH = 2.8, 0.13, 0.5, 0.065
+LINE_HEIGHT = 0.17  # of the legend
+LEAST_WIDTH, MAX_WIDTH = 4.0, 12.0  # of a panel; of a figure
+DPI = 150
+PAPER = {"alpha": 0.45, "hatch": "///"}  # bars of the paper's numbers
+
+
+class Bars(NamedTuple):
+    """The bars of a row, one for each group.
+
+    Attributes:
+        label: of the row.
+        color: number of the row, which has one color in all panels.
+        values: None where there is no bar.
+        intervals: (low, high) of each value, or None.
+        is_paper: the numbers are the paper's.
+    """
+
+    label: str
+    color: int
+    values: Sequence[float | None]
+    intervals: Sequence[tuple[float, float] | None]
+    is_paper: bool
+
+
+class Line(NamedTuple):
+    """A curve: a row's values by step."""
+
+    label: str
+    color: int
+    points: Sequence[tuple[int, float]]
+
+
+class Panel(NamedTuple):
+    """Axes of a figure, with bars or with lines.
+
+    Attributes:
+        title: what is measured.
+        groups: names of the groups of bars; () of lines.
+        series: the bars, or the lines.
+    """
+
+    title: str
+    groups: Sequence[str]
+    series: Sequence[Bars] | Sequence[Line]
+
+
+def check_library() -> None:
+    """Refuse to go on without matplotlib.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "--plot: needs matplotlib; pip install matplotlib, or this package with "
+            "its extra 'plot'"
+        )
+
+
+def draw(path: pathlib.Path, title: str, panels: Sequence[Panel]) -> None:
+    """Write a figure.
+
+    Args:
+        path: its name ends in one of SUFFIXES.
+        title: above all panels.
+        panels: at least one.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    widest = max(map(_width_of, panels))
+    num_columns = min(int(MAX_WIDTH // widest), len(panels))
+    num_rows = -(-len(panels) // num_columns)
+    width = widest * num_columns
+    # Text stays text in a .svg, and the same numbers give the same file.
+    settings = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 8}
+    with rc_context(settings):
+        figure = Figure(layout="constrained")
+        figure.suptitle(_literal(title))
+        for i, panel in enumerate(panels):
+            axes = figure.add_subplot(num_rows, num_columns, i + 1)
+            axes.set_title(_literal(panel.title))
+            (_draw_bars if panel.groups else _draw_lines)(axes, panel)
+        handles = {}
+        for axes in figure.axes:
+            handles |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+        longest = max(map(len, handles)) * LETTER_WIDTH + MARKER_WIDTH
+        columns = max(1, int(width // longest))
+        num_lines = -(-len(handles) // columns)
+        height = PANEL_HEIGHT * num_rows + LINE_HEIGHT * (num_lines + 2)
+        figure.set_size_inches(width, height)
+        figure.legend(
+            handles.values(), handles, loc="outside lower center", ncols=columns
+        )
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, dpi=DPI, metadata=metadata)
+
+
+def _width_of(panel):
+    """Return the inches that a panel wants."""
+    num_bars = sum(
+        value is not None
+        for bars in (panel.series if panel.groups else ())
+        for value in bars.values
+    )
+    width = BAR_WIDTH * (num_bars + len(panel.groups))
+    return min(max(LEAST_WIDTH, width), MAX_WIDTH)
+
+
+def _draw_bars(axes, panel):
+    """Draw groups of bars; a group has room for the bars that it has."""
+    from matplotlib import colormaps
+
+    colors, start, ticks = colormaps["tab20"].colors, 0.0, []
+    for group in range(len(panel.groups)):
+        present = [b for b in panel.series if b.values[group] is not None]
+        ticks.append(start + (len(present) - 1) / 2)
+        for i, bars in enumerate(present):
+            value, interval = bars.values[group], bars.intervals[group]
+            error = interval and [[value - interval[0]], [interval[1] - value]]
+            label = f"{bars.label}{', paper' if bars.is_paper else ''}"
+            axes.bar(
+                start + i,
+                value,
+                width=0.9,
+                yerr=error,
+                color=colors[bars.color % len(colors)],
+                label=_literal(label),
+                error_kw={"elinewidth": 0.6, "capsize": 1},
+                **(PAPER if bars.is_paper else {}),
+            )
+        start += len(present) + 1
+    names = map(_literal, panel.groups)
+    axes.set_xticks(ticks, names, rotation=30, ha="right", rotation_mode="anchor")
+
+
+def _draw_lines(axes, panel):
+    """Draw curves by step."""
+    from matplotlib import colormaps
+
+    colors = colormaps["tab10"].colors
+    for line in panel.series:
+        steps, values = zip(*line.points, strict=True)
+        color = colors[line.color % len(colors)]
+        axes.plot(steps, values, color=color, label=_literal(line.label))
+    axes.set_xlabel("step")
+
+
+def _literal(text):
+    """Return a text that matplotlib reads no formula in."""
+    return text.replace("$", r"\$")

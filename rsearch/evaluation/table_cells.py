@@ -1,0 +1,275 @@
+"""Put a paper's table and what runs have measured of it into lines, files, panels."""
+
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from rsearch.evaluation.figures import Bars, Line, Panel
+from rsearch.evaluation.tables import NO_NUMBER, PaperRow, PaperTable
+from rsearch.runtime import console
+from rsearch.runtime.markup import (
+    csv_table,
+    latex_table,
+    latex_text,
+    markdown_table,
+    markdown_text,
+)
+
+OURS = ("ours", "95 %", "n")  # lines below a row of the paper
+SCORES = ("em", "f1", "cover_em", "judge")  # which a table may print in percent
+CSV_COLUMNS = ("table", "row", "label", "model", "made_by", "column", "set", "metric")
+CSV_COLUMNS += ("paper", "ours", "low", "high", "n", "note")
+
+
+class Cell(NamedTuple):
+    """A measurement of a run for a cell, as a fraction or a count.
+
+    Attributes:
+        value: None where results.json has none.
+        interval: of 95 %, or None.
+        n: questions; 0 of an average.
+        marks: the signs of notes.
+    """
+
+    value: float | None
+    interval: tuple[float, float] | None = None
+    n: int = 0
+    marks: tuple[str, ...] = ()
+
+
+class Ours(NamedTuple):
+    """All that runs have measured of a table.
+
+    Attributes:
+        cells: {(row's key, column's name): cell}.
+        notes: {mark: what differs}.
+        remarks: what holds for all cells.
+        curves: {row's key: {curve's name: (step, value) pairs}}.
+    """
+
+    cells: dict[tuple[str, str], Cell]
+    notes: dict[str, str]
+    remarks: tuple[str, ...] = ()
+    curves: Mapping[str, Mapping[str, Sequence]] = types.MappingProxyType({})
+
+
+def _is_percent(table, column):
+    """Return whether the column has scores in percent."""
+    names = {c.name: c for c in table.columns}
+    metric = names[column.mean_of[0]].metric if column.mean_of else column.metric
+    return table.is_percent and metric in SCORES
+
+
+def _scale(table, column):
+    """Return what a value of ours is multiplied by, to be in the table's unit."""
+    return 100 if _is_percent(table, column) else 1
+
+
+def _digits(table, column):
+    """Return the decimals that the column is printed with."""
+    position = table.columns.index(column)
+    texts = [row.numbers[position] for row in table.rows]
+    decimals = [len(t.partition(".")[2]) for t in texts if t != NO_NUMBER]
+    default = 1 if _is_percent(table, column) else 3 if column.metric in SCORES else 2
+    return max(decimals, default=default)
+
+
+def _ours_of(table, row, column, ours):
+    """Return the texts of OURS of a cell."""
+    cell = ours.cells.get((row.key, column.name))
+    if cell is None:
+        return "", "", ""
+    scale, digits = _scale(table, column), _digits(table, column)
+    value = f"{scale * cell.value:.{digits}f}{','.join(cell.marks)}"
+    bounds = [f"{scale * bound:.{digits}f}" for bound in cell.interval or ()]
+    return value, "-".join(bounds), str(cell.n or "")
+
+
+def table_lines(
+    table: PaperTable, ours: Ours | None
+) -> Iterator[tuple[PaperRow, str, list[str]]]:
+    """Yield (row, which line, texts of the columns) of a table.
+
+    Args:
+        table: of the paper.
+        ours: measured; None yields the paper's lines alone.
+    """
+    for row in table.rows:
+        numbers = ["" if n == NO_NUMBER else n for n in row.numbers]
+        yield row, "paper", numbers
+        if ours is None:
+            continue
+        texts = [_ours_of(table, row, column, ours) for column in table.columns]
+        for name, values in zip(OURS, zip(*texts, strict=True), strict=True):
+            if any(values):
+                yield row, name, list(values)
+
+
+def made_by_text(row: PaperRow) -> str:
+    """Return how this package makes a row, or why it does not."""
+    if not row.is_runnable:
+        return f"- {row.reason}"
+    policy = f"{row.recipe} after {row.stage}" if row.recipe else ""
+    made = " of ".join(filter(None, [row.method, policy]))
+    return ", ".join([made, *row.settings, *row.asking])
+
+
+def remark_lines(table: PaperTable, ours: Ours | None) -> Iterator[str]:
+    """Yield a line for each slip, for each mark, and of what holds for all cells.
+
+    Args:
+        table: of the paper.
+        ours: measured, or None.
+    """
+    for slip in table.slips:
+        about = ", ".join(filter(None, [slip.row, *slip.columns]))
+        yield f"slip: {about}: {slip.text}"
+    for mark, text in ours.notes.items() if ours else ():
+        yield f"{mark} {text}"
+    yield from ours.remarks if ours else ()
+
+
+def grid_of(table: PaperTable, ours: Ours | None) -> tuple[list[str], list[list[str]]]:
+    """Return the headings and lines of a file: labels and models as printed.
+
+    Args:
+        table: of the paper.
+        ours: measured, or None.
+    """
+    heads = ["row", "model", *(["of"] if ours else [])]
+    lines = [
+        [*([row.label, row.model, which][: len(heads)]), *texts]
+        for row, which, texts in table_lines(table, ours)
+    ]
+    return [*heads, *(column.name for column in table.columns)], lines
+
+
+def markdown_tables(
+    tables: Mapping[str, PaperTable], ours: Mapping[str, Ours | None]
+) -> str:
+    """Return tables in Markdown, with their captions and remarks.
+
+    Args:
+        tables: {name: table}.
+        ours: what is measured of each.
+    """
+    texts = []
+    for name, table in tables.items():
+        heading = f"## {name}: {table.title}\n\n" if len(tables) > 1 else ""
+        lines = map(markdown_text, remark_lines(table, ours[name]))
+        remarks = "".join(f"\n{text}\n" for text in lines)
+        grid = markdown_table(*grid_of(table, ours[name]))
+        about = f"{table.source}. {table.caption}"
+        texts.append(f"{heading}{about}\n\n{grid}{remarks}")
+    return "\n".join(texts)
+
+
+def latex_tables(
+    tables: Mapping[str, PaperTable], ours: Mapping[str, Ours | None]
+) -> str:
+    """Return tables in LaTeX, with their captions and remarks.
+
+    Args:
+        tables: {name: table}.
+        ours: what is measured of each.
+    """
+    texts = []
+    for name, table in tables.items():
+        columns, lines = grid_of(table, ours[name])
+        num_texts = len(columns) - len(table.columns)
+        about = [f"{table.source}. {table.caption}", *remark_lines(table, ours[name])]
+        remarks = "".join(latex_text(text) + "\\par\n" for text in about)
+        texts.append(latex_table(columns, lines, num_texts=num_texts) + remarks)
+    return "\n".join(texts)
+
+
+def csv_tables(
+    tables: Mapping[str, PaperTable], ours: Mapping[str, Ours | None]
+) -> str:
+    """Return a line for each cell, scores of ours in the table's unit.
+
+    Args:
+        tables: {name: table}.
+        ours: what is measured of each.
+    """
+    lines = []
+    for name, table in tables.items():
+        for row in table.rows:
+            for column, number in zip(table.columns, row.numbers, strict=True):
+                about = [name, row.key, row.label, row.model, made_by_text(row)]
+                about += [column.name, column.set, column.metric]
+                about.append("" if number == NO_NUMBER else number)
+                lines.append(about + _measured_cells(table, row, column, ours[name]))
+    return csv_table(CSV_COLUMNS, lines)
+
+
+def _measured_cells(table, row, column, ours):
+    """Return what a line has of ours."""
+    cell = ours.cells.get((row.key, column.name)) if ours else None
+    if cell is None:
+        return [""] * 5
+    scale = _scale(table, column)
+    bounds = [_rounded(scale * x) for x in cell.interval or ()] or ["", ""]
+    note = "; ".join(ours.notes[mark] for mark in cell.marks)
+    return [_rounded(scale * cell.value), *bounds, cell.n or "", note]
+
+
+def _rounded(value):
+    """Return a number without the noise of binary fractions, for a file."""
+    return round(value, 6)
+
+
+def panels_of(table: PaperTable, ours: Ours | None) -> list[Panel]:
+    """Return the panels of a table's figure: one a curve, or one a metric.
+
+    Args:
+        table: of the paper.
+        ours: measured, or None.
+    """
+    rows = [*enumerate(table.rows)]
+    if table.curves:
+        several = ours.curves if ours else {}
+        lines = {
+            name: [
+                Line(console.clean_line(row.label), i, several[row.key][name])
+                for i, row in rows
+                if name in several.get(row.key, {})
+            ]
+            for name in table.curves
+        }
+        return [Panel(name, (), each) for name, each in lines.items() if each]
+    panels = []
+    columns = [column for column in table.columns if not column.mean_of]
+    for metric in dict.fromkeys(column.metric for column in columns):
+        same = [column for column in columns if column.metric == metric]
+        series = [
+            bars
+            for i, row in rows
+            for bars in _bars(table, i, row, same, ours)
+            if any(value is not None for value in bars.values)
+        ]
+        if series:
+            groups = [column.name for column in same]
+            panels.append(Panel(metric, groups, series))
+    return panels
+
+
+def _bars(table, number, row, columns, ours):
+    """Return a row's bars of the paper and of ours, in the table's unit."""
+    numbers = dict(zip(table.columns, row.numbers, strict=True))
+    paper = [None if numbers[c] == NO_NUMBER else float(numbers[c]) for c in columns]
+    values, intervals = [], []
+    for column in columns:
+        cell = ours.cells.get((row.key, column.name)) if ours else None
+        scale = _scale(table, column)
+        values.append(cell and scale * cell.value)
+        bounds = cell.interval if cell else None
+        intervals.append(bounds and tuple(scale * bound for bound in bounds))
+    label = console.clean_line(row.label)
+    if [r.label for r in table.rows].count(row.label) > 1:
+        label = f"{label} ({row.key})"
+    nothing = [None] * len(columns)
+    return (
+        Bars(label, number, paper, nothing, True),
+        Bars(label, number, values, intervals, False),
+    )
