@@ -277,10 +277,31 @@ def test_a_command_that_takes_no_model_does_its_work(command, tmp_path, monkeypa
     assert run_command(main_of(command.name), arguments) == 0
 
 
+@pytest.mark.slow
+def test_the_notebook_shows_a_policy_that_reads_what_it_finds(tmp_path, monkeypatch):
+    import nbclient
+    import nbformat
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "docs" / "first_steps.ipynb", as_version=4)
+    place = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=3600, resources=place).execute()
+    outputs = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
+    text = "".join(output.get("text", "") for output in outputs)
+    scores = dict(re.findall(r"^(with passages|without) +EM +([\d.]+)", text, re.M))
+    assert float(scores["with passages"]) > 80 and float(scores["without"]) < 20
+
+
 def test_a_page_is_linked_and_short():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme.splitlines()) <= 120
-    for name in (*PAGES, "BUILD.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in (
+        *PAGES,
+        "docs/first_steps.ipynb",
+        "BUILD.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+    ):
         assert f"({name})" in readme, name
         assert name not in PAGES or (ROOT / name).stat().st_size <= 8192, name
 

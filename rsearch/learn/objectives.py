@@ -106,6 +106,31 @@ def policy_loss(
     return loss
 
 
+def checked_token_loss(what: str, token_loss: Callable) -> Callable:
+    """Return a user's loss of each token, whose results are checked.
+
+    Args:
+        what: names the function, and begins the message.
+        token_loss: see `policy_loss`.
+
+    Raises:
+        ValueError: when it is traced, and has not returned two arrays [B, T].
+    """
+
+    def checked(logp, *arrays, **bounds):
+        result = token_loss(logp, *arrays, **bounds)
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        shapes = [jnp.shape(x) for x in result] if is_pair else type(result).__name__
+        if shapes != [logp.shape] * 2:
+            raise ValueError(
+                f"{what} returned {shapes}: must be (loss, is_clipped), both of the "
+                f"shape {logp.shape} of logp"
+            )
+        return result
+
+    return checked
+
+
 def value_loss(*, clip: float, over_response: bool) -> Callable:
     """Return a critic's clipped squared error.
 

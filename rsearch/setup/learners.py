@@ -139,7 +139,11 @@ def _adapters(c):
 def policy_settings(setup: Setup) -> dict:
     """Return the settings of an RL stage's update of the policy."""
     s, limits = setup.config.rl, setup.limits
-    token_loss = load_reference("config.rl.loss", s.loss) if s.loss else None
+    token_loss = None
+    if s.loss:
+        token_loss = objectives.checked_token_loss(
+            f"config.rl.loss = {s.loss!r}", load_reference("config.rl.loss", s.loss)
+        )
     loss = objectives.policy_loss(
         clip_low=s.clip_low,
         clip_high=s.clip_high,

@@ -245,6 +245,14 @@ def test_micro_batch_that_does_not_divide_is_told_with_the_remainder():
             "rl.tis_cap = 2.0 needs config.rl.old_logprobs = 'recompute'",
         ),
         (
+            {"stages": ("rl",), "rl__loss": "my_loss:f", "rl__dual_clip": 3.0},
+            "rl.dual_clip = 3.0 is of the clipped surrogate",
+        ),
+        (
+            {"stages": ("rl",), "rl__loss": "my_loss:f", "rl__ratio": "sequence"},
+            "rl.ratio = 'sequence' is of the clipped surrogate",
+        ),
+        (
             {"stages": ("rl",), "rl__kl_controller": "adaptive"},
             "'adaptive' needs config.rl.kl_coef > 0",
         ),

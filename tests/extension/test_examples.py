@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 import re
+import shlex
 import sys
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from rsearch.config import recipes
+from rsearch.learn.objectives import checked_token_loss
 from rsearch.retrieval.user import UserSearch
 from rsearch.setup.checks import check_names
 from rsearch.stages.curate.summary import check_selection
@@ -51,8 +53,6 @@ def test_every_example_is_short_and_used_by_a_command_of_the_page():
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda text: text.split("=")[-1])
 def test_the_functions_that_a_command_names_are_accepted(command):
-    import shlex
-
     module, *words = shlex.split(command)
     flags = {"workdir": ("", "of the run"), "methods": ("", "of an evaluation")}
     config, values = recipes.parse_command_line(words, flags=flags)
@@ -141,6 +141,20 @@ def test_the_loss_has_the_gradient_of_its_clipped_weight():
     grad, clipped = jax.grad(total, has_aux=True)(logp)
     np.testing.assert_allclose(grad, [[-2.0, -1.5, 0.0]])
     np.testing.assert_array_equal(clipped, [[False, True, False]])
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (jnp.zeros((1, 2)), "Array"),
+        ((jnp.zeros(()), jnp.zeros((1, 2))), r"\[\(\), \(1, 2\)\]"),
+        (None, "NoneType"),
+    ],
+)
+def test_what_a_loss_returns_wrongly_is_named(result, reason):
+    loss = checked_token_loss("config.rl.loss = 'x:y'", lambda *_, **__: result)
+    with pytest.raises(ValueError, match=f"config.rl.loss = 'x:y'.*{reason}"):
+        loss(jnp.zeros((1, 2)), low=0.2, high=0.2)
 
 
 def test_the_data_are_demonstrations_of_golden_answers():
