@@ -22,8 +22,8 @@ from ml_collections import ConfigDict
 
 from rsearch.config.recipes import from_json, resolve
 from rsearch.runtime.workdir import read_config
+from rsearch.serving.search_tool import SearchTool, tool_config
 from rsearch.setup.weights import trained_params
-from rsearch.tool import SearchTool, tool_config
 
 
 def load_policy(

@@ -1,16 +1,21 @@
 """A server that answers while a test asks it, and what the two services answer."""
 
+import collections
 import contextlib
 import threading
 from collections.abc import Callable
 
-from rsearch import retriever, tool
+from rsearch import retriever
 from rsearch.protocols.tagged import SEARCH_R1
 from rsearch.rollout.conversation import Limits
+from rsearch.runtime.prometheus import RequestMetrics
+from rsearch.serving import service
+from rsearch.serving.search_tool import SearchTool
 from rsearch.tools.search import search_call
 from rsearch.types import Answer, Group, Passage
 from tests.rewards.play import play
 
+MODEL = "a-policy"  # by which OpenAI's clients call the tool
 PASSAGES = tuple(Passage(f"p{i}", f"T{i}\ntext", 1.0 - i / 10) for i in range(4))
 
 
@@ -44,14 +49,14 @@ class Engine:
         return [Group(q, (play(SEARCH_R1, turns, hits, q),)) for q, hits in pairs]
 
 
-class Tool(tool.SearchTool):
+class Tool(SearchTool):
     """The tool around that engine, which no model is loaded for."""
 
     def __init__(self, search):
         self._engine, self._params, self._answerer = Engine(search), None, None
         self._limits, self._max_chars = Limits(1, 50, 50, 50), 200
-        self._running = tool.threading.Lock()
-        self._waiting_lock, self._waiting = tool.threading.Lock(), []
+        self._changed, self._is_running = threading.Condition(), False
+        self._waiting, self._batch, self._totals = [], [], collections.Counter()
 
 
 def find(queries):
@@ -62,6 +67,6 @@ def find(queries):
 def routes(name: str, search: Callable = find) -> dict:
     """Of the service "tool" or "retriever", around a search."""
     if name == "tool":
-        return tool.routes_of(Tool(search))
+        return service.routes_of(Tool(search), MODEL, RequestMetrics())
     sizes = dict(top_k=3, max_k=4, max_query_chars=50)
     return retriever.routes_of(search, **sizes)

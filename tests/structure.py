@@ -33,6 +33,7 @@ ROOMS = (  # lowest first: a module imports from its own room and from lower lin
     ("methods",),
     ("setup",),
     ("evaluation",),
+    ("serving",),
     ("stages",),
     ("plan",),
     ("bench",),

@@ -68,7 +68,7 @@ MAINS = {
 }
 # The flag with which a command ends as soon as it has understood the others; "--help"
 # leaves their values alone.
-PRINTS = ("train", "evaluate", "export", "tool", "retriever", "plan")
+PRINTS = ("train", "evaluate", "export", "tool", "serve", "retriever", "plan")
 ENDS_WITH = {f"rsearch.{name}": "--print_config" for name in PRINTS}
 ENDS_WITH["launch/sweep.py"] = "--commands"
 # Commands that end where the first file is missing, and the flags that name files.

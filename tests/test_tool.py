@@ -13,6 +13,8 @@ import pytest
 from rsearch import index, tool
 from rsearch.config.recipes import apply_overrides, load, run_command, validate
 from rsearch.models.hf import checkpoint as huggingface
+from rsearch.runtime.prometheus import RequestMetrics
+from rsearch.serving import service
 from rsearch.setup.load import load_setup
 from rsearch.setup.weights import initial_params
 from rsearch.types import Outcome
@@ -251,7 +253,7 @@ def test_a_bad_line_is_named(search, line, message):
         (["--modle=x"], "unknown flag --modle; did you mean --model?"),
         (["--model=/nowhere/at/all"], "/nowhere/at/all"),
         (["--serve", "--host=0.0.0.0"], "--token_env=NAME"),
-        (["--token_env=NOT_SET_AT_ALL"], "'NOT_SET_AT_ALL' is not set"),
+        (["--serve", "--token_env=NOT_SET_AT_ALL"], "'NOT_SET_AT_ALL' is not set"),
         (["--config.protocol.name=x"], "config.protocol.name = 'x'"),
         (["--max_concurrent=0"], "config.rollout.max_concurrent = 0"),
     ],
@@ -278,7 +280,8 @@ def test_questions_at_once_are_those_that_were_asked_for(given, slots, capsys):
 @pytest.fixture
 def server(search):
     """The service in a thread, with a small limit on bodies."""
-    with serving(tool.routes_of(search), max_body_bytes=4096) as server:
+    routes = service.routes_of(search, "a-policy", RequestMetrics())
+    with serving(routes, max_body_bytes=4096) as server:
         yield server
 
 

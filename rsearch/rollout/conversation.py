@@ -6,7 +6,7 @@ which are new text, are encoded, each on its own.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -258,6 +258,9 @@ class Host:
         search: retrieves passages.
         limits: of a rollout.
         tools: {name: tool} that the policy can call beside search.
+        on_change: called with a conversation after each of its turns, and after each
+            call's result, from the thread that made it; a false result ends the rollout
+            as truncated. None lets all go on.
     """
 
     def __init__(
@@ -267,8 +270,10 @@ class Host:
         search: SearchFn,
         limits: Limits,
         tools: Mapping[str, Tool] | None = None,
+        on_change: Callable[[Conversation], bool] | None = None,
     ):
         self.tokenizer, self.protocol = tokenizer, protocol
+        self._on_change = on_change
         self.limits = limits
         self.tools = {SEARCH: search_tool(search), **(tools or {})}
         # Calls of `run_tools` overlap where the search says so and is the only tool.
@@ -391,6 +396,9 @@ class Host:
                         message = self.protocol.invalid_message
                         if self._show(conversation, self._invalid, message):
                             shown[i] = self._invalid
+        for i in self._ended(wave, turns):
+            calls.pop(i, None)
+            shown.pop(i, None)
         return calls, shown
 
     def run_tools(
@@ -410,6 +418,8 @@ class Host:
             ids = self._encode(observation, wave[i])
             if self._show(wave[i], ids, self.tokenizer.decode(ids)):
                 shown[i] = ids
+        for i in self._ended(wave, calls):
+            shown.pop(i, None)
         return shown
 
     def _show(self, conversation: Conversation, ids: np.ndarray, text: str) -> bool:
@@ -424,6 +434,15 @@ class Host:
             return False
         conversation.segments.append(_host_segment(Source.SEARCH, ids, text))
         return True
+
+    def _ended(self, wave, rows: Iterable[int]) -> list[int]:
+        """Return the rows that `on_change` ends, their outcome set."""
+        if self._on_change is None:
+            return []
+        ended = [i for i in rows if not self._on_change(wave[i])]
+        for i in ended:
+            wave[i].outcome = wave[i].outcome or Outcome.TRUNCATED
+        return ended
 
     def _without_eos(self, ids: np.ndarray) -> np.ndarray:
         """Return a turn without the end of text, which is no part of what it says."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 
 PATH = "/openapi.json"
 ERRORS = {  # of every route that takes a body, by status
@@ -31,16 +32,29 @@ ERROR = {
     "properties": {"error": TEXT},
     "additionalProperties": False,
 }
+ERROR_REF = {"$ref": "#/components/schemas/Error"}
 
 
-def with_description(routes: Mapping, title: str, described: Mapping) -> dict:
+class Content(dict):
+    """The schema of each content type of a reply that is not JSON alone."""
+
+
+def with_description(
+    routes: Mapping,
+    title: str,
+    described: Mapping,
+    *,
+    errors: Mapping[str, tuple[Mapping, Mapping]] = MappingProxyType({}),
+) -> dict:
     """Return the routes, /health and the description of them all.
 
     Args:
         routes: as `rsearch.runtime.server.JsonServer` has them.
         title: of the service.
         described: {(method, path): (what it does, schema of the body, of the reply)} of
-            the same routes.
+            the same routes; of the reply also as Content.
+        errors: {start of a path: (schema of its refusals, {status: reason} beside the
+            common ones)}, where they are not as those of other paths.
     """
     assert routes.keys() == described.keys()
     operations = {
@@ -50,7 +64,9 @@ def with_description(routes: Mapping, title: str, described: Mapping) -> dict:
     }
     paths = {}
     for (method, path), (summary, body, reply) in operations.items():
-        operation = _operation(summary, body, reply)
+        starts = [start for start in errors if path.startswith(start)]
+        refusal, statuses = errors[starts[0]] if starts else (ERROR_REF, {})
+        operation = _operation(summary, body, reply, refusal, statuses)
         if names := re.findall(r"\{(\w+)\}", path):
             operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": NAME}
@@ -58,7 +74,7 @@ def with_description(routes: Mapping, title: str, described: Mapping) -> dict:
             ]
             operation["responses"]["404"] = {
                 "description": "the path holds no such name",
-                "content": _json({"$ref": "#/components/schemas/Error"}),
+                "content": _json(ERROR_REF),
             }
         paths.setdefault(path, {})[method.lower()] = operation
     document = {
@@ -90,21 +106,26 @@ def list_of(items: Mapping, **settings) -> dict:
     return {"type": "array", "items": items, **settings}
 
 
-def _operation(summary, body, reply):
-    errors = COMMON | WITH_TOKEN | (ERRORS if body is not None else {})
-    refused = {"$ref": "#/components/schemas/Error"}
+def _operation(summary, body, reply, refusal, statuses):
+    errors = COMMON | WITH_TOKEN | (ERRORS if body is not None else {}) | statuses
     replies = {200: ("what was asked for", reply)}
-    replies |= {status: (reason, refused) for status, reason in errors.items()}
+    replies |= {status: (reason, refusal) for status, reason in errors.items()}
     operation = {
         "summary": summary,
         "responses": {
-            str(status): {"description": reason, "content": _json(schema)}
+            str(status): {"description": reason, "content": _content(schema)}
             for status, (reason, schema) in sorted(replies.items())
         },
     }
     if body is not None:
         operation["requestBody"] = {"required": True, "content": _json(body)}
     return operation
+
+
+def _content(schema):
+    if isinstance(schema, Content):
+        return {kind: {"schema": inner} for kind, inner in schema.items()}
+    return _json(schema)
 
 
 def _json(schema):

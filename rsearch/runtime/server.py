@@ -3,7 +3,7 @@
 Each request has a thread; what it asks of the program must be safe to ask from several.
 Nothing that a client sends can do more than get an error with a JSON body:
 {"error": "..."}. The reason stands in the status line, too, since most clients show
-that and no body.
+that and no body. A reply is JSON, text, or a stream of server-sent events.
 """
 
 import contextlib
@@ -15,12 +15,13 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -28,13 +29,21 @@ from rsearch.runtime.connections import is_loopback
 from rsearch.runtime.console import note
 
 JSON = "application/json"
-HEALTH = "/health"  # answered however many requests are under way
+PLAIN = "text/plain; version=0.0.4; charset=utf-8"  # the version is Prometheus's
+EVENT_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "Connection": "close",
+}
+# Answered however many requests are under way.
+PROBES = ("/health", "/ready", "/metrics")
 SEGMENT = re.compile("[A-Za-z0-9._-]{1,64}")  # that the {name} of a route stands for
 STOPPING = "the service is stopping; try again later"
 PHRASE_CHARS = 200  # of a reason in the status line
 LINGER_SECONDS, LINGER_BYTES = 1.0, 1 << 25  # for a body that is refused unread
 STALE_SHARE = 1 / 30  # of a client's time; then it may be closed for another's sake
 READING, ANSWERING, REPLYING = "reading", "answering", "replying"
+STREAMING = "streaming"
 CLOSING, ABANDONED = "closing", "abandoned"  # by the server, without and with a reply
 
 
@@ -47,14 +56,34 @@ class RefusedError(Exception):
         self.headers = headers
 
 
+class PlainText(str):
+    """A reply that is no JSON but text."""
+
+
+def follows_client(answer: Callable) -> Callable:
+    """Mark the function of a route that takes (body, is_gone).
+
+    `is_gone` returns whether the client has closed its connection, so that what nobody
+    waits for need not be computed.
+    """
+    answer.follows_client = True
+    return answer
+
+
+def plain_error_body(path: str, refused: RefusedError) -> dict:
+    """Return the JSON object of a reply that refuses a request."""
+    return {"error": str(refused)}
+
+
 class JsonServer(http.server.ThreadingHTTPServer):
     """A server of routes, until `shutdown`.
 
     Args:
         host, port: to listen at; port 0 takes a free one.
         routes: {("GET", "/health"): answer}: `answer` gets the body's JSON object, {}
-            for GET, and returns one, or raises RefusedError. A path may end in a
-            {name}, which stands for any name.
+            for GET, and returns one, PlainText, or an iterator of the texts of events
+            that are sent as they come; or raises RefusedError. A path may end in a
+            {name}, which stands for any name. See also `follows_client`.
         token: that each request has to carry as "Authorization: Bearer ..."; "" = none.
         max_body_bytes: a longer body is refused unread.
         max_reply_bytes: a longer reply is refused before it is built.
@@ -63,6 +92,11 @@ class JsonServer(http.server.ThreadingHTTPServer):
             that has been slow to ask or to read for STALE_SHARE of its time ends then.
         timeout_seconds: how long a client may take for its request, head and body.
         stop_seconds: for requests under way when the server is closed.
+        error_body: (path, RefusedError) -> the JSON object that the client gets.
+
+    Attributes:
+        on_reply: called with the route's path ("" where there is none), the status and
+            the seconds of each request that ends.
 
     Raises:
         ValueError: a host other machines can reach, without a token; a host or port
@@ -85,6 +119,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
         max_connections: int = 512,
         timeout_seconds: float = 30.0,
         stop_seconds: float = 8.0,
+        error_body: Callable[[str, RefusedError], dict] = plain_error_body,
     ):
         if not token and not is_loopback(host):
             raise ValueError(
@@ -92,6 +127,8 @@ class JsonServer(http.server.ThreadingHTTPServer):
                 "environment variable that holds a token, --token_env=NAME"
             )
         self.routes = routes
+        self.error_body = error_body
+        self.on_reply: Callable[[str, int, float], None] = lambda *_: None
         self.token = token
         self.max_body_bytes = max_body_bytes
         self.max_reply_bytes = max_reply_bytes
@@ -183,23 +220,35 @@ class JsonServer(http.server.ThreadingHTTPServer):
         with self._changed:
             return self._connections[request][0] == CLOSING
 
-    def serve(self) -> None:
+    def serve(self, prepare: Callable[[], None] = lambda: None) -> None:
         """Serve until SIGINT or SIGTERM; then let requests under way end.
 
         Where some do not end within `stop_seconds`, the process does.
+
+        Args:
+            prepare: called when the first requests are answered already; sets the
+                routes that take a while to load. A signal meanwhile ends the process.
         """
+        is_prepared = threading.Event()
 
         def stop(*_):
-            # From a thread, since shutdown waits for the loop that this interrupts.
+            if not is_prepared.is_set():
+                raise KeyboardInterrupt
+            # From a thread, since shutdown waits for the loop.
             threading.Thread(target=self.shutdown).start()
 
         names = (signal.SIGINT, signal.SIGTERM)
         before = {name: signal.signal(name, stop) for name in names}
+        loop = threading.Thread(target=self.serve_forever, args=(0.1,))
+        loop.start()
         try:
-            self.serve_forever(poll_interval=0.1)
+            prepare()
+            is_prepared.set()
+            loop.join()
         finally:
             for name, handler in before.items():
                 signal.signal(name, handler)
+            self.shutdown()
             self.server_close()
         if self._num_abandoned:
             note(f"ended before {self._num_abandoned} requests were answered")
@@ -234,7 +283,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
                 self._close(request, socket.SHUT_RD)
             remaining = end - time.monotonic()
             self._changed.wait_for(lambda: not self._connections, remaining)
-            for request in in_state(REPLYING, CLOSING):
+            for request in in_state(REPLYING, STREAMING, CLOSING):
                 self._close(request, socket.SHUT_RDWR)
             abandoned = in_state(ANSWERING)
             for request in abandoned:
@@ -254,7 +303,7 @@ class JsonServer(http.server.ThreadingHTTPServer):
 def _refuse_stopped(request):
     """Reply to a request whose thread still computes its answer."""
     reason = "the service has stopped"
-    body = _error(reason)
+    body = json.dumps({"error": reason})
     head = [f"HTTP/1.0 503 {reason}", f"Content-Type: {JSON}"]
     head += [f"Content-Length: {len(body)}", "Connection: close", "", body]
     with contextlib.suppress(OSError):  # the client has gone
@@ -283,10 +332,6 @@ class _Received(io.RawIOBase):
 
 def _no_constant(name):
     raise ValueError(f"{name} is not JSON")
-
-
-def _error(reason):
-    return json.dumps({"error": reason})
 
 
 def _phrase(reason):
@@ -340,19 +385,29 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_OPTIONS = do_TRACE = do_GET
 
     def _answer(self):
-        try:
-            reply = self._route()
-        except RefusedError as refused:
-            self._refuse(refused.status, str(refused), refused.headers)
-        except TimeoutError:
-            self._refuse(408, "the body did not come in time")
-        except Exception as error:  # the service goes on; who runs it sees the fault
-            self.log_error("%s %s: %r", self.command, self.path, error)
-            self._refuse(500, "internal error")
-        else:
-            self._reply(200, reply)
+        self.route, self.status, started = "", 500, time.monotonic()
+        with contextlib.ExitStack() as until_sent:
+            try:
+                reply = self._route(until_sent)
+            except RefusedError as refused:
+                self._refuse(refused)
+            except TimeoutError:
+                self._refuse(RefusedError(408, "the body did not come in time"))
+            except Exception as error:  # the service goes on; who runs it sees it
+                self._log_fault(error)
+                self._refuse(RefusedError(500, "internal error"))
+            else:
+                if isinstance(reply, Iterator):
+                    self._stream(reply)
+                else:
+                    kind = PLAIN if isinstance(reply, PlainText) else JSON
+                    self._reply(200, reply, kind=kind)
+        self.server.on_reply(self.route, self.status, time.monotonic() - started)
 
-    def _route(self):
+    def _log_fault(self, error):
+        self.log_error("%s %s: %r", self.command, self.path, error)
+
+    def _route(self, until_sent):
         """Check the client, and return the reply of its route."""
         self._check_client()
         path = self.path.partition("?")[0]
@@ -365,19 +420,35 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             reason = f"{path} takes {' or '.join(answers)}"
             raise RefusedError(405, reason, Allow=", ".join(answers))
         answer = answers[self.command]
+        self.route = next(known for _, known in routes if _is_path(known, path))
         # All of the body comes first: a slow client keeps nobody else from an answer.
         body = self._body() if self.command == "POST" else {}
-        if path == HEALTH:
+        if path in PROBES:
             return self._encode(answer(body))
         if not self.server.waiting.acquire(blocking=False):
             raise RefusedError(503, "too many requests at once; try again later")
-        try:
+        with contextlib.ExitStack() as admission:
+            admission.callback(self.server.waiting.release)
             self.server.enter(self.connection, ANSWERING)
-            return self._encode(answer(body))
-        finally:
-            self.server.waiting.release()
+            follows = getattr(answer, "follows_client", False)
+            reply = answer(body, self._is_gone) if follows else answer(body)
+            if not isinstance(reply, Iterator):
+                return self._encode(reply)
+            until_sent.enter_context(admission.pop_all())
+            return reply
+
+    def _is_gone(self):
+        """Return whether the client has closed its connection."""
+        ready = select.poll()
+        ready.register(self.connection, select.POLLIN)
+        try:
+            return bool(ready.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     def _encode(self, answer):
+        if isinstance(answer, PlainText):
+            return answer
         limit = self.server.max_reply_bytes
         reply = "" if _is_longer(answer, limit) else json.dumps(answer, allow_nan=False)
         if not reply or len(reply) > limit:
@@ -421,10 +492,33 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             raise RefusedError(400, "the body must be a JSON object")
         return body
 
-    def _refuse(self, status, reason, headers=None):
-        self._reply(status, _error(reason), headers, _phrase(reason))
+    def _refuse(self, refused):
+        path = getattr(self, "path", "").partition("?")[0]
+        body = json.dumps(self.server.error_body(path, refused))
+        self._reply(refused.status, body, refused.headers, _phrase(str(refused)))
 
-    def _reply(self, status, reply, headers=None, phrase=None):
+    def _stream(self, events):
+        """Send the texts of events as they come, until they end or the client does."""
+        self.close_connection = True
+        self.status = 200
+        with contextlib.closing(events):
+            if not self.server.enter(self.connection, STREAMING):
+                return
+            try:
+                self.connection.settimeout(self.timeout)
+                self.send_response(200)
+                for name, value in EVENT_HEADERS.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                for text in events:
+                    self.wfile.write(f"data: {text}\n\n".encode())
+            except OSError:
+                pass  # the client has gone
+            except Exception as error:  # the events have said so to the client
+                self._log_fault(error)
+
+    def _reply(self, status, reply, headers=None, phrase=None, kind=JSON):
+        self.status = status
         data = reply.encode()
         self.close_connection = True  # an unread body must not become a request
         if not self.server.enter(self.connection, REPLYING):
@@ -432,7 +526,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         try:
             self.connection.settimeout(self.timeout)
             self.send_response(status, phrase or None)
-            self.send_header("Content-Type", JSON)
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
             self.send_header("Connection", "close")
             for name, value in (headers or {}).items():
@@ -466,7 +560,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.request_version = "HTTP/1.0"  # of a line without one: it gets a head, too
         if self.server.is_closing(self.connection):
             code, message = 503, STOPPING
-        self._refuse(int(code), message or HTTPStatus(code).phrase)
+        self._refuse(RefusedError(int(code), message or HTTPStatus(code).phrase))
 
     def log_message(self, format, *args):
         """Log nothing but errors: questions are private."""

@@ -20,6 +20,7 @@ from rsearch.protocols import plain
 from rsearch.protocols.base import Protocol
 from rsearch.retrieval.wrap import wrap_search
 from rsearch.rollout.conversation import (
+    Conversation,
     Host,
     Limits,
     conversation_tokens,
@@ -45,6 +46,7 @@ def make_host(
     limits: Limits | None = None,
     *,
     search: SearchFn | None = None,
+    on_change: Callable[[Conversation], bool] | None = None,
 ) -> Host:
     """Make the host's side of rollouts.
 
@@ -53,6 +55,7 @@ def make_host(
         protocol: None is the policy's, the only one whose observations a writer writes.
         limits: None is those of the configuration.
         search: None is that of the configuration.
+        on_change: see `Host`.
     """
     writer = setup.writer if protocol is None else None
     search = wrap_search(
@@ -65,7 +68,8 @@ def make_host(
     read = getattr(setup.search, "read", None)
     tools = make_tools(names, Resources(search, read))
     protocol = protocol or setup.protocol
-    return Host(setup.tokenizer, protocol, search, limits or setup.limits, tools)
+    limits = limits or setup.limits
+    return Host(setup.tokenizer, protocol, search, limits, tools, on_change)
 
 
 def make_rollouts(

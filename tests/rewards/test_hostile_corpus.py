@@ -18,7 +18,7 @@ from rsearch.protocols.table import PROTOCOLS
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.runtime import console
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
-from rsearch.tool import result_of
+from rsearch.serving.search_tool import result_of
 from rsearch.tools.search import search_call, search_tool
 from rsearch.types import (
     SEARCH,

@@ -12,6 +12,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
 from rsearch.runtime.server import JsonServer
+from rsearch.serving.chat import chat_error_body
 from tests.running_server import routes, running
 
 TOKEN = "canary-0123"
@@ -43,6 +44,7 @@ def no_proxy():
 @contextlib.contextmanager
 def serving(name, **settings_):
     """The address of a service."""
+    settings_ |= {"error_body": chat_error_body}
     with running(JsonServer("127.0.0.1", 0, routes(name), **settings_)) as server:
         yield f"http://127.0.0.1:{server.server_address[1]}"
 

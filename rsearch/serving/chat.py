@@ -1,0 +1,370 @@
+"""The OpenAI dialect of the service: /v1/models and /v1/chat/completions.
+
+The last message of a chat is the question, and the only one: a policy has learnt to
+answer questions, not to hold a dialogue, and its prompt is its protocol's. What the
+dialect has no field for stands in further ones, of the message or of a stream's deltas:
+
+    reasoning_content   what the policy wrote, turn by turn
+    tool_uses           the searches: [{"tool", "arguments", "passages": [id, title]}]
+    citations           the passages that it was shown: [{"id", "title", "text"}]
+    outcome             how it ended; `answer` of /search is the content
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rsearch.runtime.openapi import TEXT, Content, list_of, record
+from rsearch.runtime.server import RefusedError, follows_client, plain_error_body
+from rsearch.serving.search_tool import Progress, SearchTool, passage_values
+from rsearch.types import SEARCH, Group, Outcome, Rollout, ToolUse
+
+PREFIX = "/v1/"
+CHAT, MODELS = "/v1/chat/completions", "/v1/models"
+POLL_SECONDS = 0.1  # between two looks at whether the client is still there
+GONE = 499  # the client has closed its connection
+DONE = "[DONE]"
+NAMES = ("invalid_request_error", "authentication_error", "server_error")
+
+# Optional settings with the only values that a policy decoded greedily can honour.
+FIXED = {"n": 1, "temperature": 0, "top_p": 1}
+MESSAGE = record(
+    {
+        "role": {"const": "user"},
+        "content": {
+            "anyOf": [
+                {**TEXT, "minLength": 1},
+                list_of(
+                    record(
+                        {"type": {"const": "text"}, "text": {**TEXT, "minLength": 1}},
+                        additionalProperties=False,
+                    ),
+                    minItems=1,
+                ),
+            ]
+        },
+    },
+    {"name": {"type": ["string", "null"]}},
+    additionalProperties=False,
+)
+USAGE = record(
+    {
+        name: {"type": "integer"}
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+    }
+)
+REFUSAL = record(
+    {
+        "error": record(
+            {
+                "message": TEXT,
+                "type": {"enum": list(NAMES)},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            }
+        )
+    },
+    additionalProperties=False,
+)
+ERRORS = {PREFIX: (REFUSAL, {404: "no such model"})}
+
+
+class ChatError(RefusedError):
+    """A chat that is refused, with the field at fault and a code for programs."""
+
+    def __init__(
+        self, reason: str, param: str, code: str = "invalid_value", status: int = 400
+    ):
+        super().__init__(status, reason)
+        self.param, self.code = param, code
+
+
+def chat_error_body(path: str, refused: RefusedError) -> dict:
+    """Return the body of a refusal; that of a path of this dialect as clients want."""
+    if not path.startswith(PREFIX):
+        return plain_error_body(path, refused)
+    invalid, unauthorised, server = NAMES
+    kind = server if refused.status >= 500 else invalid
+    code = getattr(refused, "code", None)
+    if refused.status == 401:
+        kind, code = unauthorised, "invalid_api_key"
+    return {
+        "error": {
+            "message": str(refused),
+            "type": kind,
+            "param": getattr(refused, "param", None),
+            "code": code,
+        }
+    }
+
+
+def chat_routes(tool: SearchTool, model: str) -> tuple[dict, dict]:
+    """Return the routes of the dialect and their descriptions.
+
+    Args:
+        tool: answers.
+        model: the name that clients call it by.
+    """
+    created = int(time.time())
+
+    def models(body):
+        entry = {"id": model, "object": "model", "created": created}
+        return {"object": "list", "data": [{**entry, "owned_by": "rsearch"}]}
+
+    @follows_client
+    def chat(body, is_gone):
+        question, streams, wants_usage = _read_chat(body, model)
+        try:
+            question = tool.check(question)
+        except ValueError as error:
+            raise ChatError(str(error), "messages") from None
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
+        head["model"] = model
+        steps = follow(tool, question, is_gone)
+        if streams:
+            return _stream(steps, head, wants_usage)
+        *_, group = steps
+        return _completion(group, head)
+
+    routes = {("GET", MODELS): models, ("POST", CHAT): chat}
+    return routes, _described(model)
+
+
+def follow(
+    tool: SearchTool, question: str, is_gone: Callable[[], bool]
+) -> Iterator[Progress | Group]:
+    """Yield the steps of a question as they come, and at last its group.
+
+    Args:
+        tool: answers.
+        question: that has been checked.
+        is_gone: asked while nothing comes; a true result gives the question up, as the
+            end of the iterator does.
+
+    Raises:
+        RefusedError: nobody waits any more, or the search has failed.
+    """
+    items, given_up = queue.SimpleQueue(), threading.Event()
+
+    def run():
+        try:
+            items.put(
+                tool.ask(question, on_step=items.put, is_cancelled=given_up.is_set)
+            )
+        except BaseException as error:
+            items.put(error)
+
+    # The thread may go on with other callers' questions when this one's is answered.
+    threading.Thread(target=run).start()
+    try:
+        while True:
+            try:
+                item = items.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                if is_gone():
+                    raise RefusedError(GONE, "the client has gone") from None
+                continue
+            if isinstance(item, concurrent.futures.CancelledError):
+                raise RefusedError(GONE, "the question was given up")
+            if isinstance(item, BaseException):
+                raise item
+            if isinstance(item, Group):
+                (rollout,) = item.rollouts
+                if not rollout.outcome.is_signal:
+                    what = (
+                        "search" if rollout.outcome == Outcome.TOOL_ERROR else "model"
+                    )
+                    raise RefusedError(503, f"the {what} failed; try again later")
+                yield item
+                return
+            yield item
+    finally:
+        given_up.set()
+
+
+def _read_chat(body, model) -> tuple[str, bool, bool]:
+    """Return (question, whether it streams, whether with usage) of a request's body."""
+    known = {"model", "messages", "stream", "stream_options", "user", *FIXED}
+    for name in body:
+        if name not in known:
+            names = ", ".join(sorted(known))
+            reason = f"unsupported parameter {name!r}; there is {names}"
+            raise ChatError(reason, name, "unsupported_parameter")
+    name = body.get("model")
+    if not isinstance(name, str):
+        raise ChatError("model must be a text", "model")
+    if name != model:
+        reason = f"no model {name[:100]!r}; there is {model!r}"
+        raise ChatError(reason, "model", "model_not_found", status=404)
+    for name, value in FIXED.items():
+        actual = body.get(name)
+        is_number = type(actual) in (int, float)
+        if actual is not None and not (is_number and actual == value):
+            reason = f"{name} must be {value}: the model is decoded greedily, once"
+            raise ChatError(reason, name, "unsupported_value")
+    if not isinstance(body.get("user"), str | None):
+        raise ChatError("user must be a text", "user")
+    streams = body.get("stream")
+    if not isinstance(streams, bool | None):
+        raise ChatError("stream must be true or false", "stream")
+    options = body.get("stream_options")
+    if options is not None:
+        is_right = isinstance(options, dict) and options.keys() <= {"include_usage"}
+        if not is_right or not isinstance(options.get("include_usage"), bool | None):
+            reason = 'stream_options must be {"include_usage": true or false}'
+            raise ChatError(reason, "stream_options")
+        if not streams:
+            raise ChatError("stream_options want stream = true", "stream_options")
+    question = _read_question(body.get("messages"))
+    return question, bool(streams), bool((options or {}).get("include_usage"))
+
+
+def _read_question(messages: Any) -> str:
+    """Return the text of the only message, which is the user's."""
+    if not isinstance(messages, list) or len(messages) != 1:
+        raise ChatError(
+            "messages must be a list of one message, the question: the model answers "
+            "questions, each on its own, and its prompt is its protocol's",
+            "messages",
+        )
+    (message,) = messages
+    fields = {"role", "content", "name"}
+    if not isinstance(message, dict) or message.keys() - fields:
+        raise ChatError('a message must be {"role", "content"}', "messages[0]")
+    if message.get("role") != "user":
+        raise ChatError('role must be "user"', "messages[0].role")
+    if not isinstance(message.get("name"), str | None):
+        raise ChatError("name must be a text", "messages[0].name")
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    items = content if isinstance(content, list) else [content]
+    for item in items:
+        is_text = isinstance(item, dict) and item.keys() == {"type", "text"}
+        if not is_text or item["type"] != "text" or not isinstance(item["text"], str):
+            raise ChatError("content must be text", "messages[0].content")
+    return "".join(item["text"] for item in items)
+
+
+def _completion(group: Group, head: dict) -> dict:
+    """Return the reply to a chat that does not stream."""
+    (rollout,) = group.rollouts
+    message = {
+        "role": "assistant",
+        "content": rollout.answer,
+        "refusal": None,
+        "reasoning_content": "\n".join(rollout.policy_texts),
+        "tool_uses": [_tool_use(use) for use in rollout.tool_uses],
+        **_ending(rollout),
+    }
+    choice = {"index": 0, "message": message, "logprobs": None}
+    choices = [{**choice, "finish_reason": _finish_reason(rollout)}]
+    usage = _usage(rollout)
+    return {"object": "chat.completion", **head, "choices": choices, "usage": usage}
+
+
+def _stream(steps: Iterator, head: dict, wants_usage: bool) -> Iterator[str]:
+    """Yield the events of a chat that streams, as JSON."""
+    head = {"object": "chat.completion.chunk", **head}
+
+    def chunk(delta, finish_reason=None):
+        choice = {"index": 0, "delta": delta, "logprobs": None}
+        choices = [{**choice, "finish_reason": finish_reason}]
+        usage = {"usage": None} if wants_usage else {}
+        return json.dumps({**head, "choices": choices, **usage})
+
+    yield chunk({"role": "assistant", "content": ""})
+    try:
+        with contextlib.closing(steps):
+            for step in steps:
+                if isinstance(step, str):
+                    yield chunk({"reasoning_content": step})
+                elif isinstance(step, ToolUse):
+                    yield chunk({"tool_uses": [_tool_use(step)]})
+    except RefusedError as refused:
+        yield json.dumps(chat_error_body(PREFIX, refused))
+        return
+    except Exception:
+        fault = RefusedError(500, "internal error")
+        yield json.dumps(chat_error_body(PREFIX, fault))
+        raise
+    (rollout,) = step.rollouts  # the last of them is the group
+    content = {} if rollout.answer is None else {"content": rollout.answer}
+    yield chunk({**content, **_ending(rollout)})
+    yield chunk({}, _finish_reason(rollout))
+    if wants_usage:
+        yield json.dumps({**head, "choices": [], "usage": _usage(rollout)})
+    yield DONE
+
+
+def _ending(rollout: Rollout) -> dict:
+    return {"citations": passage_values(rollout), "outcome": rollout.outcome.value}
+
+
+def _tool_use(use: ToolUse) -> dict:
+    passages = []
+    if use.call.name == SEARCH:
+        hits = [p for passages in use.result.data for p in passages]
+        passages = [{"id": p.id, "title": p.title} for p in hits]
+    arguments = list(use.call.arguments)
+    return {"tool": use.call.name, "arguments": arguments, "passages": passages}
+
+
+def _finish_reason(rollout: Rollout) -> str:
+    return "length" if rollout.outcome == Outcome.TRUNCATED else "stop"
+
+
+def _usage(rollout: Rollout) -> dict:
+    """Return the tokens that the policy read, wrote, and both."""
+    num_written = rollout.num_policy_tokens
+    return {
+        "prompt_tokens": rollout.num_tokens - num_written,
+        "completion_tokens": num_written,
+        "total_tokens": rollout.num_tokens,
+    }
+
+
+def _described(model: str) -> dict:
+    """See `rsearch.runtime.openapi.with_description`."""
+
+    def or_null(schema):
+        return {"anyOf": [schema, {"type": "null"}]}
+
+    options = record({}, {"include_usage": or_null({"type": "boolean"})})
+    optional = {
+        "stream": or_null({"type": "boolean"}),
+        "user": or_null(TEXT),
+        **{name: {"enum": [value, None]} for name, value in FIXED.items()},
+    }
+    required = {
+        "model": {"const": model},
+        "messages": list_of(MESSAGE, minItems=1, maxItems=1),
+    }
+    streams = record(
+        {**required, "stream": {"const": True}},
+        {**optional, "stream_options": {**options, "additionalProperties": False}},
+        additionalProperties=False,
+    )
+    body = {"anyOf": [record(required, optional, additionalProperties=False), streams]}
+    choice = record({"index": {"type": "integer"}, "message": record({"role": TEXT})})
+    completion = record(
+        {"id": TEXT, "model": TEXT, "choices": list_of(choice), "usage": USAGE}
+    )
+    replies = Content({"application/json": completion, "text/event-stream": {}})
+    entry = record({"id": TEXT, "object": TEXT, "created": {"type": "integer"}})
+    models = record({"object": {"const": "list"}, "data": list_of(entry)})
+    return {
+        ("GET", MODELS): ("The model, as OpenAI lists it.", None, models),
+        ("POST", CHAT): (
+            "The answer to a question, as OpenAI's clients ask; a stream has the "
+            "policy's turns and searches as they happen.",
+            body,
+            replies,
+        ),
+    }

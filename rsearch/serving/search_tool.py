@@ -1,0 +1,334 @@
+"""The policy with its search engine as a function of questions.
+
+Questions that come from several threads are rolled out together: the first caller runs
+a batch, and whoever comes meanwhile joins the next.
+"""
+
+import collections
+import concurrent.futures
+import copy
+import pathlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from rsearch.config.fields import apply_overrides
+from rsearch.config.stage_plan import stage_config
+from rsearch.evaluation.answers import evidence_of, rephrase_answers
+from rsearch.protocols.tagged import whole_characters
+from rsearch.rollout.conversation import Conversation
+from rsearch.setup.agents import load_agent
+from rsearch.setup.load import load_setup
+from rsearch.setup.rollouts import make_host, make_rollouts
+from rsearch.setup.weights import initial_params
+from rsearch.types import Group, Question, Rollout, SearchFn, Source, ToolUse
+
+WARM_UP = "Who wrote it?"
+TOTALS = ("questions_total", "searches_total", "tokens_read_total")
+TOTALS += ("tokens_written_total",)
+
+Progress = str | ToolUse
+"""A turn that the policy has written, or a call that was executed."""
+
+
+class SearchTool:
+    """A policy with its search engine; safe to call from several threads.
+
+    Calls that come while others run are answered together, in the next batch.
+
+    Args:
+        config: of the policy; see `tool_config`.
+        max_question_chars: longer questions are refused.
+        say: called with a line on each part that takes a while to load.
+        search: a SearchFn in place of the configuration's engine.
+        load_params: (setup) -> the policy's parameters.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        *,
+        max_question_chars: int = 2000,
+        say: Callable[[str], None] = lambda text: None,
+        search: SearchFn | None = None,
+        load_params: Callable = initial_params,
+    ):
+        setup = load_setup(config, say=say, only_policy=True, search=search)
+        host = make_host(setup, on_change=self._follow)
+        self._engine = make_rollouts(
+            setup, host, temperature=0.0, top_p=1.0, group_size=1
+        )
+        self._params = self._engine.place_params(load_params(setup))
+        self._answerer = load_agent(config, "answerer", setup.mesh)
+        self._answer_from = config.eval.answer_from
+        self._limits, self._max_chars = setup.limits, max_question_chars
+        self._changed = threading.Condition()  # held to read or change what follows
+        self._waiting: list[_Call] = []  # for the next batch
+        self._batch: list[tuple[_Call, int]] = []  # of each question that runs
+        self._is_running = False
+        self._totals = collections.Counter()
+        # A service may be paid by the search.
+        self._warm_search = None if config.retrieval.url else setup.search
+
+    def warm_up(self) -> None:
+        """Compile what a question needs, so that the first one is not kept waiting."""
+        if self._warm_search is not None:
+            self._warm_search([WARM_UP])
+        self.ask(WARM_UP)
+        self._totals.clear()
+
+    def __call__(self, question: str | list[str]) -> dict | list[dict]:
+        """Return what the policy answers: a dict for a question, a list for a list.
+
+        Raises:
+            ValueError: a question that is not text, is empty or too long.
+        """
+        if isinstance(question, str):
+            return result_of(self.ask(question))
+        groups = self._answer(_Call([self.check(q) for q in question]))
+        return [result_of(group) for group in groups]
+
+    def rollout(self, question: str | list[str]) -> Rollout | list[Rollout]:
+        """Return the conversation that answers a question, or those of a list.
+
+        Its answer is the same as of a call; its segments are the text in order, each
+        with its source, token ids and log-probabilities.
+
+        Raises:
+            ValueError: a question that is not text, is empty or too long.
+        """
+        if isinstance(question, str):
+            return self.rollout([question])[0]
+        groups = self._answer(_Call([self.check(q) for q in question]))
+        return [rollout for group in groups for rollout in group.rollouts]
+
+    def ask(
+        self,
+        question: str,
+        *,
+        on_step: Callable[[Progress], None] | None = None,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> Group:
+        """Return the group of a question, which has one rollout.
+
+        Args:
+            question: any text that `check` lets pass.
+            on_step: called with each turn and each call as they come, from another
+                thread, which it must not hold up.
+            is_cancelled: asked after each of them; a true result ends the rollout.
+
+        Raises:
+            ValueError: a question that is not text, is empty or too long.
+            CancelledError: the question was cancelled.
+        """
+        call = _Call([self.check(question)], on_step, is_cancelled)
+        (group,) = self._answer(call)
+        return group
+
+    def check(self, question: Any) -> str:
+        """Return the question as it will be asked.
+
+        Raises:
+            ValueError: it is not text, is empty or too long.
+        """
+        if not isinstance(question, str) or not question.strip():
+            raise ValueError(f"a question must be text and not empty, got {question!r}")
+        if len(question) > self._max_chars:
+            raise ValueError(
+                f"a question may have {self._max_chars} characters, this one has "
+                f"{len(question)}"
+            )
+        question = whole_characters(question)
+        size = len(self._engine.prompt(Question("", question, ())))
+        if size > self._limits.max_prompt_tokens:
+            raise ValueError(
+                f"a question's prompt may have {self._limits.max_prompt_tokens} "
+                f"tokens, this one's has {size}"
+            )
+        return question
+
+    def counts(self) -> dict[str, int]:
+        """Return {name: number} of questions, tokens and searches, for a monitor."""
+        with self._changed:
+            waiting = sum(len(call.questions) for call in self._waiting)
+            running = len(self._batch) if self._is_running else 0
+            queue = {"questions_waiting": waiting, "questions_running": running}
+            return {**queue, **{name: self._totals[name] for name in TOTALS}}
+
+    def _answer(self, call):
+        """Return a call's groups in order; the caller runs a batch if nobody does."""
+        if not call.questions:
+            return []
+        calls = []
+        with self._changed:
+            self._waiting.append(call)
+            self._changed.wait_for(lambda: call.is_over or not self._is_running)
+            if not call.is_over:
+                self._is_running = True
+                calls, self._waiting = self._waiting, []
+        if calls:
+            try:
+                self._run(calls)
+            finally:
+                with self._changed:
+                    self._is_running = False
+                    self._changed.notify_all()
+        if call.error is not None:
+            raise call.error
+        return call.groups
+
+    def _run(self, calls):
+        """Set the groups of each call, or its error."""
+        for call in calls:
+            if call.is_cancelled():
+                call.error = concurrent.futures.CancelledError()
+        calls = [call for call in calls if call.error is None]
+        self._batch = [(c, i) for c in calls for i in range(len(c.questions))]
+        questions = [c.questions[i] for c, i in self._batch]
+        try:
+            groups = self._engine(
+                self._params,
+                [Question(str(i), text, ()) for i, text in enumerate(questions)],
+                jax.random.key(0),  # Greedy: never drawn from.
+            )
+            if self._answerer is not None:
+                groups = rephrase_answers(
+                    groups, self._answerer, answer_from=self._answer_from
+                )
+            for (call, i), group in zip(self._batch, groups, strict=True):
+                call.groups[i] = group
+            with self._changed:
+                for group in groups:
+                    self._totals += _totals_of(group)
+        except BaseException as error:  # Control-C too: nobody else can run these.
+            for call in calls:
+                call.error = None if call.is_over else error
+
+    def _follow(self, conversation: Conversation) -> bool:
+        """Tell a question's caller what is new; return whether the rollout goes on."""
+        call, i = self._batch[int(conversation.question_id)]
+        call.report(conversation)
+        is_over = conversation.outcome is not None
+        if is_over and self._answerer is None and not call.is_over:
+            # Nothing of the batch is waited for.
+            question = Question(conversation.question_id, call.questions[i], ())
+            with self._changed:
+                call.groups[i] = Group(question, (conversation.rollout(),))
+                self._changed.notify_all()
+        elif not is_over and call.is_cancelled():
+            with self._changed:
+                call.error = concurrent.futures.CancelledError()
+                self._changed.notify_all()
+            return False
+        return True
+
+
+class _Call:
+    """Questions of one caller, and what came of them: groups, or an exception."""
+
+    def __init__(self, questions, on_step=None, is_cancelled=None):
+        self.questions = questions
+        self.groups = [None] * len(questions)
+        self.error = None
+        self.is_cancelled = is_cancelled or (lambda: False)
+        self._on_step = on_step
+        self._num_turns = self._num_uses = 0  # that have been reported
+
+    @property
+    def is_over(self):
+        return self.error is not None or None not in self.groups
+
+    def report(self, conversation):
+        """Report what is new; a rollout that restarts repeats itself unheard."""
+        if self._on_step is None:
+            return
+        turns = [s.text for s in conversation.segments if s.source == Source.POLICY]
+        uses = conversation.tool_uses
+        for step in (*turns[self._num_turns :], *uses[self._num_uses :]):
+            self._on_step(step)
+        self._num_turns = max(self._num_turns, len(turns))
+        self._num_uses = max(self._num_uses, len(uses))
+
+
+def _totals_of(group):
+    """Return {name of TOTALS: number} of a question's rollout."""
+    (rollout,) = group.rollouts
+    num_written = rollout.num_policy_tokens
+    num_read = rollout.num_tokens - num_written
+    numbers = (1, len(rollout.searches), num_read, num_written)
+    return collections.Counter(dict(zip(TOTALS, numbers, strict=True)))
+
+
+def passage_values(rollout: Rollout) -> list[dict]:
+    """Return what the policy was shown, each passage once, as JSON values."""
+    # By their contents too: a writer's observations have no ids of their own.
+    shown = {(p.id, p.contents): p for p in rollout.passages}
+    return [{"id": p.id, "title": p.title, "text": p.text} for p in shown.values()]
+
+
+def result_of(group: Group) -> dict:
+    """Return what a caller gets of a question's only rollout, as JSON values."""
+    (rollout,) = group.rollouts
+    return {
+        "question": group.question.text,
+        "evidence": evidence_of(rollout),
+        "answer": rollout.answer,
+        "queries": [q for use in rollout.searches for q in use.call.arguments],
+        "passages": passage_values(rollout),
+        "outcome": rollout.outcome.value,
+    }
+
+
+def tool_config(
+    recipe: ConfigDict,
+    *,
+    model: str = "",
+    index: str = "",
+    encoder: str = "",
+    family: str = "",
+    protocol: str = "",
+    max_concurrent: int = 8,
+    keeps_mesh: bool = False,
+) -> ConfigDict:
+    """Return a recipe's configuration with this model and index.
+
+    Args:
+        recipe: any, which is left as it is; what it says of its last stage counts.
+        model, index, encoder, family, protocol: see FLAGS; "" keeps the recipe's.
+        max_concurrent: questions answered at once.
+        keeps_mesh: whether devices are used as the recipe says, whose mesh is that of
+            the machines that trained it; else each of them holds the whole model.
+    """
+    changes = {
+        # Nothing is trained: no rule of the training stages applies.
+        "stages": ("curate",),
+        "rollout.group_size": 1,
+        "rollout.max_concurrent": max_concurrent,
+    }
+    if not keeps_mesh:
+        changes |= {"mesh.data": -1, "mesh.fsdp": 1, "mesh.tensor": 1}
+    if model:
+        changes |= {"model.source": model, "tokenizer.source": ""}
+    if index:
+        changes |= {"retrieval.index": index, "retrieval.corpus": ""}
+        changes |= {"data.train": "", "data.dev": ""}
+    changes |= {"retrieval.encoder": encoder} if encoder else {}
+    changes |= {"retrieval.family": family} if family else {}
+    config = apply_overrides(stage_config(recipe, recipe.stages[-1]), changes)
+    if protocol and protocol != config.protocol.name:
+        # The recipe's words are those of its own protocol.
+        config = copy.deepcopy(config)
+        config.protocol.name = protocol
+        for name in ("instruction", "system", "invalid_message"):
+            config.protocol[name] = None
+    return config
+
+
+def model_name(config: ConfigDict) -> str:
+    """Return the name that clients call the policy by: a hub id, or its directory's."""
+    source = config.model.source
+    path = pathlib.Path(source)
+    return path.resolve().name if path.is_dir() else source

@@ -1,0 +1,144 @@
+"""The HTTP service of a policy: /search, the OpenAI dialect, and its description."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from rsearch.runtime import console
+from rsearch.runtime.calls import read_api_key
+from rsearch.runtime.openapi import (
+    TEXT,
+    Content,
+    list_of,
+    record,
+    with_description,
+)
+from rsearch.runtime.prometheus import RequestMetrics, counts_text
+from rsearch.runtime.server import JsonServer, PlainText, RefusedError
+from rsearch.serving.chat import ERRORS, chat_error_body, chat_routes
+from rsearch.serving.search_tool import SearchTool, model_name
+from rsearch.types import Outcome
+
+MAX_QUESTIONS = 64  # in one request
+OR_NULL = {"type": ["string", "null"]}
+RESULT = record(
+    {
+        "question": TEXT,
+        "evidence": OR_NULL,
+        "answer": OR_NULL,
+        "queries": list_of(TEXT),
+        "passages": list_of(record({"id": TEXT, "title": TEXT, "text": TEXT})),
+        "outcome": {"enum": [outcome.value for outcome in Outcome]},
+    }
+)
+STATUS = record({"status": {"const": "ok"}})
+FLAGS = {
+    "host": ("127.0.0.1", "to listen at; others than this machine need a token"),
+    "port": (8000, "to listen at; 0 takes a free one"),
+    "token_env": ("", "environment variable with the token that requests must carry"),
+    "max_waiting": (256, "requests under way, at most; further ones get a 503"),
+    "max_body_bytes": (1 << 18, "a longer request is refused"),
+    "max_reply_bytes": (1 << 26, "a longer reply is refused"),
+}
+
+
+def serve_policy(config: ConfigDict, values: Mapping[str, Any]) -> None:
+    """Load a policy, and serve it until Control-C.
+
+    Args:
+        config: of the policy; see `tool_config`.
+        values: {flag: value} of FLAGS, and `max_question_chars`.
+
+    Raises:
+        ValueError: a host or port that cannot be listened at, or no token; before
+            anything is loaded.
+    """
+    limits = {
+        n: values[n] for n in ("max_waiting", "max_body_bytes", "max_reply_bytes")
+    }
+    for name, value in limits.items():
+        if value < 1:
+            raise ValueError(f"--{name}={value}: must be 1 or more")
+
+    def not_ready(body):
+        raise RefusedError(503, "the model is being loaded; try again later")
+
+    probes = {("GET", "/health"): lambda body: {"status": "ok"}}
+    server = JsonServer(
+        values["host"],
+        values["port"],
+        {**probes, ("GET", "/ready"): not_ready},
+        token=read_api_key(values["token_env"]) if values["token_env"] else "",
+        error_body=chat_error_body,
+        **limits,
+    )
+    requests = RequestMetrics()
+    server.on_reply = requests.observe
+
+    def load():
+        max_chars = values["max_question_chars"]
+        tool = SearchTool(config, max_question_chars=max_chars, say=console.note)
+        tool.warm_up()
+        server.routes = routes_of(tool, model_name(config), requests)
+        host, port = server.server_address[:2]
+        console.note(f"POST http://{host}:{port}/search, until Control-C")
+
+    server.serve(load)
+    console.note("ended")
+
+
+def routes_of(tool: SearchTool, model: str, requests: RequestMetrics) -> dict:
+    """Return the routes of the HTTP service.
+
+    Args:
+        tool: answers.
+        model: the name that OpenAI's clients call it by.
+        requests: counted so far.
+    """
+
+    def search(body):
+        names = body.keys() & {"question", "questions"}
+        if len(names) != 1 or len(body) != 1:
+            raise RefusedError(400, 'the body must be {"question"} or {"questions"}')
+        if "question" in body:
+            return tool(_checked(tool, body["question"]))
+        questions = body["questions"]
+        if not isinstance(questions, list) or len(questions) > MAX_QUESTIONS:
+            reason = f'"questions" must be a list of at most {MAX_QUESTIONS}'
+            raise RefusedError(400, reason)
+        return {"results": tool([_checked(tool, q) for q in questions])}
+
+    def metrics(body):
+        return PlainText(requests.text() + counts_text(tool.counts()))
+
+    question = {**TEXT, "minLength": 1}
+    bodies = (
+        {"question": question},
+        {"questions": list_of(question, maxItems=MAX_QUESTIONS)},
+    )
+    body = {"oneOf": [record(fields, additionalProperties=False) for fields in bodies]}
+    reply = {"anyOf": [RESULT, record({"results": list_of(RESULT)})]}
+    routes, described = chat_routes(tool, model)
+    routes |= {
+        ("POST", "/search"): search,
+        ("GET", "/ready"): lambda body: {"status": "ok"},
+        ("GET", "/metrics"): metrics,
+    }
+    described |= {
+        ("POST", "/search"): ("What the policy finds and answers.", body, reply),
+        ("GET", "/ready"): ("Whether the model is loaded and compiled.", None, STATUS),
+        ("GET", "/metrics"): (
+            "Counts and latencies, as Prometheus reads them.",
+            None,
+            Content({"text/plain": TEXT}),
+        ),
+    }
+    return with_description(routes, "rsearch.serve", described, errors=ERRORS)
+
+
+def _checked(tool, question):
+    try:
+        return tool.check(question)
+    except ValueError as error:
+        raise RefusedError(422, str(error)) from None
