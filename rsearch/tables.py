@@ -101,8 +101,6 @@ def main(argv: Sequence[str]) -> int:
         if path:
             files.check_output(flag, path)
     _check_flags(flags, settings, tables)
-    if plot:
-        figures.check_library()
     failed, ours = {}, dict.fromkeys(tables)
     if flags["size"] == TINY:
         from rsearch.plan import tiny_tables  # with jax, as below

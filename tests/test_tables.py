@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import statistics
-import sys
 
 import pytest
 
@@ -338,14 +337,12 @@ def test_curves_of_runs_are_means_over_fifths_of_the_steps(said, tmp_path, monke
     code, _, err = said("r_search:fig3", "--runs=a,a/../a")
     assert code == 2 and "grpo_7b" in err
     assert "18.50" in said("r_search:fig3", "--runs=a,b")[1]
-    pytest.importorskip("matplotlib")
     assert said("r_search:fig3", "--runs=a,b", "--plot=x.svg")[0] == 0
     text = (tmp_path / "x.svg").read_text()
     assert "R-Search (PPO)" in text and "Valid searches" not in text
 
 
 def test_a_figure_has_bars_of_the_paper_and_of_ours(said, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "run", asked("rl", dataset="bamboogle", cover_em=0.5))
     for suffix in ("png", "svg"):
@@ -354,13 +351,6 @@ def test_a_figure_has_bars_of_the_paper_and_of_ours(said, tmp_path, monkeypatch)
     text = (tmp_path / "x.svg").read_text()
     assert "R-Search (GRPO) (grpo_7b)" in text and "(ppo_3b), paper" in text
     assert said("r1_searcher:fig6", "--plot=x.svg")[0] == 2  # no number yet
-
-
-def test_a_figure_without_matplotlib_is_refused(said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, out, err = said("rearag:fig3", "--plot=x.png")
-    assert (code, out) == (2, "") and "matplotlib" in err and err.count("\n") == 1
 
 
 def test_more_questions_count_and_two_settings_are_refused(said, tmp_path, monkeypatch):

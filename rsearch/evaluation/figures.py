@@ -1,6 +1,5 @@
 """Draw a paper's figure: bars of rows by column, or curves of training by step."""
 
-import importlib.util
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -52,19 +51,6 @@ class Panel(NamedTuple):
     title: str
     groups: Sequence[str]
     series: Sequence[Bars] | Sequence[Line]
-
-
-def check_library() -> None:
-    """Refuse to go on without matplotlib.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "--plot: needs matplotlib; pip install matplotlib, or this package with "
-            "its extra 'plot'"
-        )
 
 
 def draw(path: pathlib.Path, title: str, panels: Sequence[Panel]) -> None:
