@@ -47,6 +47,11 @@ _SPECIAL = {
 }
 
 
+def lower_cases(directory: pathlib.Path) -> bool:
+    """Return whether the WordPiece of a directory lower-cases texts, unopened."""
+    return _flag(directory, _read_config(directory), "do_lower_case", True)
+
+
 class WordPiece:
     """The tokenizer of one model; holds its vocabulary as a TensorFlow table.
 

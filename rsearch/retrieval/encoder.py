@@ -15,7 +15,7 @@ import pathlib
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import numpy as np
 
 from rsearch.models import bert
 from rsearch.models.hf.directory import find_model
-from rsearch.models.wordpiece import WordPiece
+from rsearch.models.wordpiece import WordPiece, lower_cases
 from rsearch.retrieval.encoder_files import Declared, read_declared
 from rsearch.runtime import digests
 from rsearch.text.normalize import normalize_unicode
@@ -77,15 +77,50 @@ def load_encoder(
     """
     if source == "hashed":
         return HashedNgrams(dim)
-    if family not in FAMILIES and family != DECLARED:
-        choices = ", ".join(sorted(FAMILIES))
-        raise ValueError(f"{family=}, expected one of {choices}, or {DECLARED}")
+    _check_family(family)
     return BertEncoder(
         find_model(source),
         family=family,
         max_query_tokens=max_query_tokens,
         max_passage_tokens=max_passage_tokens,
     )
+
+
+def _check_family(family):
+    if family not in FAMILIES and family != DECLARED:
+        choices = ", ".join(sorted(FAMILIES))
+        raise ValueError(f"{family=}, expected one of {choices}, or {DECLARED}")
+
+
+def encoder_fingerprint(
+    source: str,
+    *,
+    family: str | None,
+    dim: int,
+    max_query_tokens: int,
+    max_passage_tokens: int,
+) -> str | None:
+    """Return the fingerprint of the encoder that `load_encoder` loads.
+
+    The weights are not loaded: their digest is cached. None where they are not in a
+    directory here.
+
+    Args:
+        source, family, dim, max_query_tokens, max_passage_tokens: of `load_encoder`.
+
+    Raises:
+        ValueError: as `load_encoder`.
+    """
+    if source == "hashed":
+        return HashedNgrams(dim).fingerprint
+    _check_family(family)
+    if not pathlib.Path(source).expanduser().is_dir():
+        return None
+    design = _read_design(
+        find_model(source), family, max_query_tokens, max_passage_tokens
+    )
+    has_weights = any(design.directory.glob("*.safetensors"))
+    return design.fingerprint if has_weights else None
 
 
 class BertEncoder:
@@ -119,47 +154,22 @@ class BertEncoder:
         max_passage_tokens: int = 0,
         dtype: Any = jnp.float32,
     ):
-        directory = pathlib.Path(directory)
-        declared = read_declared(directory)
-        self.family = _agreed_family(directory, family, declared)
-        directory = declared.model
-        spec, params = bert.load_bert(directory)
-        for path, field, value in declared.widths:
-            if value != spec.width:
-                raise ValueError(
-                    f"{path}: {field}={value!r}, but the model's vectors have "
-                    f"{spec.width} numbers"
-                )
-        default = declared.max_tokens
-        if default is None:
-            default = min(declared.tokenizer_tokens, spec.max_positions)
-        self.max_query_tokens = max_query_tokens or default
-        self.max_passage_tokens = max_passage_tokens or default
-        for name in ("max_query_tokens", "max_passage_tokens"):
-            if not 3 <= getattr(self, name) <= spec.max_positions:
-                raise ValueError(
-                    f"{directory}: {name}={getattr(self, name)}, expected 3 to "
-                    f"{spec.max_positions}, the positions of the model"
-                )
-        self.dim = spec.width
-        self._tokenizer = WordPiece(directory)
+        design = _read_design(
+            pathlib.Path(directory), family, max_query_tokens, max_passage_tokens, dtype
+        )
+        spec, params = bert.load_bert(design.directory)
+        self.dim, self.family = spec.width, design.family
+        self.max_query_tokens = design.max_query_tokens
+        self.max_passage_tokens = design.max_passage_tokens
+        self.fingerprint, self._lowers = design.fingerprint, design.lowers
+        self._tokenizer = WordPiece(design.directory)
         if len(self._tokenizer.vocab) > spec.vocab_size:
             raise ValueError(
-                f"{directory}: the vocabulary has {len(self._tokenizer.vocab)} pieces, "
-                f"the model embeds {spec.vocab_size}"
+                f"{design.directory}: the vocabulary has {len(self._tokenizer.vocab)} "
+                f"pieces, the model embeds {spec.vocab_size}"
             )
         self._model = bert.Bert(spec, dtype=dtype)
         self._params = jax.device_put(params)
-        # A tokenizer that lower-cases itself needs no help.
-        self._lowers = declared.lower_case and not self._tokenizer.lower_case
-        settings = [family, self.max_passage_tokens, jnp.dtype(dtype).name]
-        if self.max_query_tokens != self.max_passage_tokens:
-            settings.append(self.max_query_tokens)
-        if family == DECLARED:
-            settings.append(dataclasses.astuple(self.family))
-        if self._lowers:
-            settings.append("lower-cased")
-        self.fingerprint = fingerprint_of(directory, settings)
 
     def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
         """Return [n, dim] float32 unit vectors of questions."""
@@ -193,6 +203,57 @@ class BertEncoder:
             )
             vectors[rows] = jax.device_get(embedded)[: len(rows)]
         return vectors
+
+
+class _Design(NamedTuple):
+    """All of an encoder but its weights; see BertEncoder."""
+
+    directory: pathlib.Path
+    family: EncoderFamily
+    max_query_tokens: int
+    max_passage_tokens: int
+    lowers: bool
+    fingerprint: str
+
+
+def _read_design(
+    directory, family, max_query_tokens, max_passage_tokens, dtype=jnp.float32
+):
+    """Return the _Design of the arguments of a BertEncoder; refuse what is none."""
+    declared = read_declared(directory)
+    agreed = _agreed_family(directory, family, declared)
+    directory = declared.model
+    spec = bert.read_bert_spec(directory)
+    for path, field, value in declared.widths:
+        if value != spec.width:
+            raise ValueError(
+                f"{path}: {field}={value!r}, but the model's vectors have "
+                f"{spec.width} numbers"
+            )
+    default = declared.max_tokens
+    if default is None:
+        default = min(declared.tokenizer_tokens, spec.max_positions)
+    limits = {
+        "max_query_tokens": max_query_tokens or default,
+        "max_passage_tokens": max_passage_tokens or default,
+    }
+    for name, limit in limits.items():
+        if not 3 <= limit <= spec.max_positions:
+            raise ValueError(
+                f"{directory}: {name}={limit}, expected 3 to {spec.max_positions}, the "
+                "positions of the model"
+            )
+    # A tokenizer that lower-cases itself needs no help.
+    lowers = declared.lower_case and not lower_cases(directory)
+    settings = [family, limits["max_passage_tokens"], jnp.dtype(dtype).name]
+    if limits["max_query_tokens"] != limits["max_passage_tokens"]:
+        settings.append(limits["max_query_tokens"])
+    if family == DECLARED:
+        settings.append(dataclasses.astuple(agreed))
+    if lowers:
+        settings.append("lower-cased")
+    fingerprint = fingerprint_of(directory, settings)
+    return _Design(directory, agreed, *limits.values(), lowers, fingerprint)
 
 
 def fixed_batches(

@@ -139,9 +139,22 @@ def check_corpus(path: pathlib.Path, manifest: dict, corpus: Any) -> None:
 
 
 def corpus_path(path: str | os.PathLike) -> pathlib.Path:
-    """Return the path of an index's corpus, relative to where the index is now.
+    """Return the path of an index's corpus; print one that is not beside the index.
 
-    One that does not lie beside the index is printed.
+    Raises:
+        ValueError: as `stored_corpus`.
+    """
+    corpus = stored_corpus(path)
+    if not lies_beside(path, corpus):
+        note(
+            f"the corpus of {path} is not beside it, but {corpus.resolve()}: that is "
+            "what its manifest says"
+        )
+    return corpus
+
+
+def stored_corpus(path: str | os.PathLike) -> pathlib.Path:
+    """Return the path of an index's corpus, relative to where the index is now.
 
     Raises:
         ValueError: no finished index, or no file there.
@@ -153,11 +166,6 @@ def corpus_path(path: str | os.PathLike) -> pathlib.Path:
     corpus = pathlib.Path(os.path.normpath(path / stored))
     if not corpus.is_file():
         raise ValueError(f"the corpus of {path} is not at {corpus}: say where it is")
-    if not lies_beside(path, corpus):
-        note(
-            f"the corpus of {path} is not beside it, but {corpus.resolve()}: that is "
-            "what its manifest says"
-        )
     return corpus
 
 

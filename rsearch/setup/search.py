@@ -12,14 +12,16 @@ from rsearch.hosts import processes
 from rsearch.retrieval.bm25 import FINGERPRINT as BY_WORDS
 from rsearch.retrieval.bm25 import index_words, open_bm25
 from rsearch.retrieval.distributed import distribute_index
-from rsearch.retrieval.encoder import load_encoder
+from rsearch.retrieval.encoder import encoder_fingerprint, load_encoder
 from rsearch.retrieval.engine import SearchEngine, encode_queries, engine_in_memory
 from rsearch.retrieval.fused import FINGERPRINT, FusedIndex
 from rsearch.retrieval.index import (
     corpus_path,
+    is_bm25,
     lies_beside,
     open_index,
     read_index_manifest,
+    stored_corpus,
 )
 from rsearch.retrieval.per_question import QuestionCorpora, encoded_corpora
 from rsearch.retrieval.rerank import RerankedSearch, load_reranker
@@ -109,14 +111,13 @@ def _wrapped(c, engine):
 
 def open_encoder(c: ConfigDict):
     """Load the encoder of queries and passages."""
-    r = c.retrieval
-    return load_encoder(
-        r.encoder,
-        family=r.family,
-        dim=r.hashed_dim,
-        max_query_tokens=r.max_query_tokens,
-        max_passage_tokens=r.max_passage_tokens,
-    )
+    return load_encoder(c.retrieval.encoder, **_encoder_settings(c.retrieval))
+
+
+def _encoder_settings(r):
+    """Return the settings of an encoder, by the names of `load_encoder`."""
+    names = "family", "max_query_tokens", "max_passage_tokens"
+    return {"dim": r.hashed_dim, **{name: r[name] for name in names}}
 
 
 def text_encoders(c: ConfigDict) -> tuple[Embed, Embed]:
@@ -143,10 +144,14 @@ def text_encoders(c: ConfigDict) -> tuple[Embed, Embed]:
 
 
 def check_index(c: ConfigDict) -> None:
-    """Refuse an index that is not there, without opening it.
+    """Refuse an index that does not fit its corpus, encoder or words.
+
+    Manifests and digests are compared: nothing is opened, and no weights are loaded. An
+    encoder that is not in a directory here is compared when it is.
 
     Raises:
-        ValueError: no index is named, or none that was finished.
+        ValueError: no index is named, none that was finished, no corpus behind it, or
+            one of another encoder, kind or corpus.
     """
     r = c.retrieval
     if r.engine or r.url or r.corpus == WORLD or searches_paragraphs(c):
@@ -156,8 +161,35 @@ def check_index(c: ConfigDict) -> None:
             "config.retrieval.index is empty; build one: python -m rsearch.index "
             f"--corpus={r.corpus} --encoder={r.encoder} --family={r.family} --out=DIR"
         )
-    for path in filter(None, (r.index, r.bm25_index)):
-        read_index_manifest(expand(path))
+    named = f"config.retrieval.index = {r.index!r}"
+    manifest = read_index_manifest(expand(r.index))
+    if not r.corpus:
+        stored_corpus(r.index)
+    elif not expand(r.corpus).is_file():
+        raise ValueError(f"config.retrieval.corpus = {r.corpus!r}: no such file")
+    is_of_words = searches_words(c)
+    if r.bm25_index:
+        merged = f"config.retrieval.bm25_index = {r.bm25_index!r}"
+        words = read_index_manifest(expand(r.bm25_index))
+        if is_of_words:
+            raise ValueError(
+                f"{merged} is merged with an index of vectors, but {named} is of "
+                "kind=bm25"
+            )
+        if not is_bm25(r.bm25_index):
+            raise ValueError(f"{merged} is an index of vectors, not of kind=bm25")
+        if words.get("corpus") != manifest.get("corpus"):
+            raise ValueError(f"{merged} and {named} were built of different corpora")
+    if is_of_words:
+        return
+    expected = encoder_fingerprint(r.encoder, **_encoder_settings(r))
+    stored = (manifest.get("encoder") or {}).get("fingerprint")
+    if expected not in (None, stored):
+        raise ValueError(
+            f"{named} was built with the encoder {stored}, not with "
+            f"config.retrieval.encoder = {r.encoder!r}, which is {expected} with the "
+            "family, hashed_dim, max_query_tokens and max_passage_tokens here"
+        )
 
 
 def _open_engine(c, world, top_k):
@@ -177,12 +209,8 @@ def _open_engine(c, world, top_k):
         search = RemoteSearch(r.url, **settings, **{name: r[name] for name in names})
         search.check()
         return search
+    check_index(c)
     if searches_words(c):
-        if r.bm25_index:
-            raise ValueError(
-                f"config.retrieval.bm25_index={r.bm25_index!r} is merged with an index "
-                f"of vectors, but config.retrieval.index={r.index!r} is of kind=bm25"
-            )
         if r.sharded and processes.num_hosts() > 1:
             raise ValueError(
                 f"config.retrieval.sharded=True, but {r.index} is of kind=bm25, which "
@@ -192,7 +220,6 @@ def _open_engine(c, world, top_k):
         words, manifest = open_bm25(r.index, corpus=corpus)
         fingerprint = f"index {manifest['digest']}"
         return SearchEngine(words, None, corpus, fingerprint=fingerprint, **settings)
-    check_index(c)
     encoder = open_encoder(c)
     if r.corpus == WORLD:
         return engine_in_memory(world.passages, encoder, **settings)

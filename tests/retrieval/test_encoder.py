@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from rsearch.models import bert
-from rsearch.retrieval.encoder import BertEncoder, HashedNgrams, load_encoder
+from rsearch.retrieval.encoder import (
+    BertEncoder,
+    HashedNgrams,
+    encoder_fingerprint,
+    load_encoder,
+)
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.types import Passage
 from rsearch.world.world import make_world
@@ -149,6 +154,16 @@ def test_the_fingerprint_changes_with_all_that_changes_a_vector(tiny, tmp_path):
     (copy / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     actual.add(BertEncoder(copy, family="e5").fingerprint)
     assert len(actual) == 6
+    # Without weights, all of it but their digest is known.
+    sizes = dict(dim=0, max_query_tokens=16, max_passage_tokens=0)
+    named = encoder_fingerprint(str(tiny), family="e5", **sizes)
+    assert named == BertEncoder(tiny, family="e5", max_query_tokens=16).fingerprint
+    (copy / "model.safetensors").unlink()
+    for absent in (copy, "no/such"):
+        assert encoder_fingerprint(str(absent), family="e5", **sizes) is None
+    sizes["dim"] = 64
+    made_by = encoder_fingerprint("hashed", family=None, **sizes)
+    assert made_by == HashedNgrams(64).fingerprint
 
 
 def test_the_longest_input_is_that_of_sentence_transformers(tmp_path):

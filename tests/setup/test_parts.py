@@ -12,6 +12,7 @@ from rsearch.data.chains import gold_passages
 from rsearch.data.questions import questions_fingerprint
 from rsearch.models.spec import DecoderSpec
 from rsearch.protocols.table import PROTOCOLS
+from rsearch.retrieval.encoder import encoder_fingerprint
 from rsearch.retrieval.index import digest_of
 from rsearch.retrieval.rerank import load_reranker
 from rsearch.setup.load import load_setup
@@ -25,7 +26,7 @@ from rsearch.setup.policy import (
     rollout_limits,
 )
 from rsearch.setup.questions import read_questions
-from rsearch.setup.search import open_search
+from rsearch.setup.search import check_index, open_search
 from rsearch.tools.search import search_call
 from rsearch.types import (
     Passage,
@@ -347,6 +348,70 @@ def test_indexes_of_vectors_and_of_words_are_merged(tmp_path):
     both["retrieval__bm25_index"] = str(vectors)
     with pytest.raises(ValueError, match="kind=bm25"):
         open_search(config(**named, **both), None)
+
+
+LIMITS = ("max_query_tokens", "max_passage_tokens")
+
+
+def test_what_lies_behind_an_index_is_checked_without_opening_it(tmp_path):
+    rows = [{"id": f"c{i}", "contents": f"T{i}\nword{i} here"} for i in range(9)]
+    paths = {"corpus": write(tmp_path / "c.jsonl", rows)}
+    paths["other"] = write(tmp_path / "o.jsonl", rows[:5])
+    for name, of_corpus, flag in (
+        ("ngrams", "corpus", "--encoder=hashed"),
+        ("words", "corpus", "--kind=bm25"),
+        ("others", "other", "--kind=bm25"),
+    ):
+        paths[name] = str(tmp_path / name)
+        given = [f"--corpus={paths[of_corpus]}", f"--out={paths[name]}", flag]
+        assert run_command(index_command.main, given) == 0
+    bert, settings = write_tiny_bert(tmp_path / "bert"), dict.fromkeys(LIMITS, 0)
+    made_by = encoder_fingerprint(str(bert), family="minilm", dim=0, **settings)
+    # As rsearch.index writes it: of vectors, which nothing reads here.
+    manifest = json.loads((tmp_path / "ngrams" / "manifest.json").read_text())
+    del manifest["digest"]
+    manifest["encoder"] = {"fingerprint": made_by, "dim": 24}
+    manifest["digest"] = digest_of(manifest)
+    paths["vectors"] = str(tmp_path / "vectors")
+    (tmp_path / "vectors").mkdir()
+    write(tmp_path / "vectors" / "manifest.json", [manifest])
+
+    def check(**fields):
+        fields = {"corpus": "", "encoder": "hashed", **fields}
+        c = config(**{f"retrieval__{n}": paths.get(v, v) for n, v in fields.items()})
+        check_index(c)
+
+    encoded = dict(index="vectors", encoder=str(bert))
+    for fields in (
+        dict(index="ngrams"),
+        dict(index="ngrams", corpus="corpus"),
+        dict(index="ngrams", bm25_index="words"),
+        dict(index="words", encoder="no/such"),
+        encoded,
+        encoded | {"encoder": "hub/id"},  # which is not here: compared when loaded
+    ):
+        check(**fields)
+    for fields, words in (
+        (dict(index="ngrams", corpus="x.jsonl"), r"corpus = 'x\.jsonl': no such file"),
+        (
+            dict(index="ngrams", hashed_dim=64),
+            "index = .*ngrams' was .*encoder = 'hashed'",
+        ),
+        (dict(index="vectors"), "index = .*vectors' was .*encoder = 'hashed'"),
+        (encoded | {"index": "ngrams"}, "index = .*ngrams' was .*encoder = .*bert'"),
+        (encoded | {"max_query_tokens": 8}, "encoder = .*max_query_tokens"),
+        (encoded | {"family": "e4"}, "family='e4'"),
+        (dict(index="words", bm25_index="words"), "index = .*words' is of kind=bm25"),
+        (dict(index="ngrams", bm25_index="vectors"), "vectors, not of kind=bm25"),
+        (dict(index="ngrams", bm25_index="others"), "different corpora"),
+    ):
+        with pytest.raises(ValueError, match=words) as refused:
+            check(**fields)
+        assert "\n" not in str(refused.value)
+    (tmp_path / "c.jsonl").unlink()
+    for index in ("ngrams", "words"):
+        with pytest.raises(ValueError, match=r"the corpus of .* is not at .*c\.jsonl"):
+            check(index=index)
 
 
 @pytest.mark.fault(66, "corpus path that leads elsewhere")
