@@ -14,6 +14,7 @@ COMMANDS = {
     "compare": "print one table over several runs",
     "tables": "show a paper's table, and this package's rows beside it",
     "score": "score anybody's predictions",
+    "show": "show a run's conversations and the rollouts that it learnt from",
     "export": "write the trained policy as a Hugging Face model",
     "tool": "answer questions with a trained policy, in a shell",
     "serve": "serve a trained policy over HTTP, to OpenAI's clients too",

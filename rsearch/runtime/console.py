@@ -17,7 +17,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -32,6 +32,7 @@ from rsearch.hosts import processes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without room answers
 PLAIN_WIDTH = 200  # columns of a rule that goes to a file
+FILE_COLUMNS = 80  # of a drawing that goes there
 NUMBER = re.compile(r"[-+\d.± ]*")  # in a table, with its deviation or interval
 SECONDS_BETWEEN_LINES = 15.0  # of progress, where there is no terminal
 
@@ -121,9 +122,19 @@ def unless_full():
 
 def block(title: str, text: str) -> None:
     """Print a titled text, such as a transcript, on stdout."""
-    console = _console(sys.stdout)
+    console = stdout_console()
     console.rule(Text(clean_line(title)), align="left", characters="-")
     console.print(Text(clean(text)), soft_wrap=True)
+
+
+def columns() -> int:
+    """Return the columns of the terminal on stdout; in a file, FILE_COLUMNS."""
+    return terminal_width() or FILE_COLUMNS
+
+
+def draw(renderable: RenderableType, *, width: int) -> None:
+    """Print an object of Rich on stdout. Its texts are clean, and none is markup."""
+    stdout_console().print(renderable, width=width)
 
 
 def table(
@@ -266,6 +277,11 @@ class _Console(Console):
     def on_broken_pipe(self):
         """Raise the BrokenPipeError; Rich would end the process here."""
         raise
+
+
+def stdout_console() -> Console:
+    """Return a console on the present stdout, for what Rich measures and wraps."""
+    return _console(sys.stdout)
 
 
 def _console(stream, width=None):

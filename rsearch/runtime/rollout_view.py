@@ -1,0 +1,189 @@
+"""Draw rollouts in a terminal: who wrote what, what was searched, what was learnt.
+
+What the policy wrote is plain, with its advantage in the margin and a bar along it;
+queries are bold. What it was shown, and never learns from, is dim: the prompt indented,
+what was retrieved in boxes. The drawing is the same without colours.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Group as Stack
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from rsearch.runtime import console
+from rsearch.runtime.console import clean, clean_line
+
+MARGIN = 8  # columns for a turn's advantage and the bar
+LABEL = 10  # columns of the words in the head
+BESIDE = 140  # columns in which two rollouts have room side by side
+LEARNT, NOT_LEARNT = "|", ":"  # the bar
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutView:
+    """A rollout as people look at it.
+
+    Attributes:
+        title: that tells it from others.
+        question: its text.
+        answers: that are right.
+        answer: the policy's; None where it gave none.
+        verdict: "right" or "wrong".
+        outcome: how it ended.
+        reward: its total, or None where there is none.
+        terms: {name: value} of it, before their weights.
+        in_loss: whether it was learnt from; None in an evaluation.
+        advantage: of all of the policy's tokens, or of each; None without one.
+        segments: (source, text, number of tokens) in order.
+        queries: of all searches, in order.
+        passages: of each search, (id, title, score).
+    """
+
+    title: str
+    question: str
+    answers: Sequence[str]
+    answer: str | None
+    verdict: str
+    outcome: str
+    reward: float | None
+    terms: dict[str, float]
+    in_loss: bool | None
+    advantage: float | Sequence[float] | None
+    segments: Sequence[tuple[str, str, int]]
+    queries: Sequence[str]
+    passages: Sequence[Sequence[tuple[str, str, float | None]]]
+
+
+def draw_rollouts(*views: RolloutView) -> None:
+    """Print one rollout, or several of a question: side by side if there is room."""
+    width = console.columns()
+    if len(views) == 1 or width < BESIDE:
+        for view in views:
+            console.draw(_stack(view, width), width=width)
+        return
+    share = (width - 2 * (len(views) - 1)) // len(views)
+    grid = Table.grid(padding=(0, 2))
+    for _ in views:
+        grid.add_column(width=share)
+    grid.add_row(*(_stack(view, share) for view in views))
+    console.draw(grid, width=width)
+
+
+def _stack(view, width) -> Stack:
+    title = Text(clean_line(view.title))
+    return Stack(
+        Rule(title, align="left", characters="-", style="bold"),
+        _head(view),
+        Text(""),
+        *_turns(view, width),
+        Text(""),
+    )
+
+
+def _head(view) -> Table:
+    """Return the lines above the conversation, a word and its text each."""
+    answer = "none" if view.answer is None else clean_line(view.answer)
+    style = "green" if view.verdict == "right" else "red"
+    lines = [
+        ("question", clean(view.question)),
+        ("expected", " | ".join(map(clean_line, view.answers))),
+        (view.verdict, Text(answer, style)),
+        ("outcome", f"{clean_line(view.outcome)}, {_count(len(view.passages))}"),
+    ]
+    if view.reward is not None:
+        terms = ", ".join(f"{clean_line(n)} {x:.4g}" for n, x in view.terms.items())
+        lines.append(("reward", f"{view.reward:.4g}: {terms}"))
+    if view.in_loss is False:
+        lines.append(("advantage", "out of the loss"))
+    elif isinstance(view.advantage, Sequence):
+        low, high = min(view.advantage), max(view.advantage)
+        lines.append(("advantage", f"{low:+.3f} to {high:+.3f}, by token"))
+    elif view.advantage is not None:
+        lines.append(("advantage", f"{view.advantage:+.3f}"))
+    grid = Table.grid()
+    grid.add_column(width=LABEL)
+    grid.add_column(overflow="fold")
+    for word, text in lines:
+        grid.add_row(Text(word, "dim"), text if isinstance(text, Text) else Text(text))
+    return grid
+
+
+def _count(searches) -> str:
+    return "1 search" if searches == 1 else f"{searches} searches"
+
+
+def _turns(view, width) -> Iterator:
+    """Yield the conversation, turn by turn."""
+    queries, passages = list(map(clean, view.queries)), list(view.passages)
+    num_tokens, asked = 0, []
+    for source, text, count in view.segments:
+        text = clean(text).strip("\n")
+        if source == "policy":
+            asked = _asked(text, queries)
+            del queries[: len(asked)]
+            advantage = _advantage_of(view, num_tokens, count)
+            num_tokens += count
+            yield from _policy_lines(text, asked, advantage, view.in_loss, width)
+        elif source == "search":
+            found = passages.pop(0) if asked and passages else ()
+            yield _box(text, asked, found)
+            asked = []
+        else:
+            lines = _wrap(Text(text, "dim"), width - MARGIN)
+            yield from (Text(" " * MARGIN) + line for line in lines)
+    for found in passages:  # of programs, whose queries stand in no turn
+        yield _box("", queries[:1], found)
+        del queries[:1]
+
+
+def _asked(text, queries) -> list[str]:
+    """Return the next of the queries that a turn of the policy holds."""
+    count = 0
+    while count < len(queries) and queries[count].strip() in text:
+        count += 1
+    return queries[:count]
+
+
+def _advantage_of(view, start, count) -> str:
+    """Return the mean advantage of a turn's tokens, "" where there is none."""
+    values = view.advantage
+    if isinstance(values, Sequence):
+        values = math.fsum(values[start : start + count]) / max(count, 1)
+    is_learnt = view.in_loss and values is not None
+    return f"{values:+.2f}" if is_learnt else ""
+
+
+def _policy_lines(text, asked, advantage, in_loss, width) -> Iterator[Text]:
+    """Yield the lines of a turn that the policy wrote, behind their margin."""
+    styled = Text(text)
+    for query in asked:
+        start = text.rfind(query.strip())
+        styled.stylize("bold", start, start + len(query.strip()))
+    bar = NOT_LEARNT if in_loss is False else LEARNT
+    for number, line in enumerate(_wrap(styled, width - MARGIN)):
+        margin = f"{advantage if number == 0 else '':>{MARGIN - 3}} {bar} "
+        yield Text(margin, "dim") + line
+
+
+def _box(text, asked, found) -> Panel:
+    """Return what the policy was shown, with what it came from."""
+    lines = [Text(text, "dim")] if text else []
+    for name, title, score in found:
+        number = "" if score is None else f"  {score:.3f}"
+        line = f"[{clean_line(name)}] {clean_line(title)}{number}"
+        lines.append(Text(line, "dim italic", no_wrap=True, overflow="ellipsis"))
+    title = Text(" | ".join(map(clean_line, asked)).strip(), "bold") if asked else None
+    return Panel(
+        Stack(*lines), title=title, title_align="left", box=box.SQUARE, style="dim"
+    )
+
+
+def _wrap(text, width) -> list[Text]:
+    """Return a text's lines in so many columns; long words are broken."""
+    return list(text.wrap(console.stdout_console(), max(width, 1), overflow="fold"))

@@ -1,0 +1,281 @@
+"""Show what a run wrote and learnt from: python -m rsearch.show RUN [--step=N] [...]
+
+Without --step these are the conversations of the last evaluated stage. With it they are
+rollouts that the step has learnt from, of which config.log.rollouts groups are stored:
+--step=12 as metrics.jsonl counts, --step=last or --step=all.
+
+What the policy wrote is plain behind a bar, its queries bold, its advantage beside it;
+what it was shown is dim, and what was retrieved in a box: neither is learnt from.
+Reward terms are those before their weights.
+
+    python -m rsearch.show runs/quickstart --wrong --searches=2
+    python -m rsearch.show runs/quickstart --step=last --outcome=malformed
+    python -m rsearch.show runs/quickstart --diff=runs/seed1 --kind=bridge
+"""
+
+import pathlib
+import reprlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rsearch.config.recipes import parse_flags, run_command
+from rsearch.evaluation.results import read_transcripts
+from rsearch.evaluation.scoring import scores_of_rows
+from rsearch.rollout.rollout_log import read_rollouts, stored_steps
+from rsearch.runtime.rollout_view import RolloutView, draw_rollouts
+from rsearch.runtime.workdir import read_config
+
+ALL, LAST = "all", "last"
+FLAGS = {
+    "stage": (LAST, "a stage, 'start', 'last' or 'all'"),
+    "step": ("", "rollouts of an RL step in place of evaluations; 'last', 'all'"),
+    "method": ("protocol", "of config.eval.methods, or 'all'"),
+    "outcome": ("", "answered, malformed, truncated, tool_error or judge_error"),
+    "wrong": (False, "only where the answer is no exact match"),
+    "kind": ("", "kind of question, such as bridge"),
+    "searches": (-1, "with so many searches"),
+    "id": ("", "of a question"),
+    "limit": (5, "how many, the first ones; 0 = all"),
+    "diff": ("", "another run: what it did with the same questions"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the arguments and the runs, and print rollouts."""
+    flags = parse_flags(argv, flags=FLAGS, positional=("RUN",))
+    for name, low in (("limit", 0), ("searches", -1)):
+        if flags[name] < low:
+            raise ValueError(f"--{name}={flags[name]}: must be at least {low}")
+    run = pathlib.Path(flags["RUN"])
+    rows = read_rows(run, flags)
+    chosen = [row for row in rows if _is_chosen(row, flags)]
+    if not chosen:
+        raise ValueError(_nothing(run, rows, flags))
+    others: dict[tuple, dict] = {}
+    if flags["diff"]:
+        other = pathlib.Path(flags["diff"])
+        others = {key_of(row): row for row in read_rows(other, flags)}
+        chosen = [row for row in chosen if key_of(row) in others]
+        if not chosen:
+            raise ValueError(f"--diff={other}: has none of these questions")
+    count = len(chosen) if flags["limit"] == 0 else min(flags["limit"], len(chosen))
+    for row in chosen[:count]:
+        views = [view_of(row, run)]
+        if others:
+            views.append(view_of(others[key_of(row)], other))
+        draw_rollouts(*views)
+    print(f"{count} of {len(chosen)} rollouts", end="")
+    print("" if count == len(chosen) else "; --limit=0 shows all of them")
+    return 0
+
+
+def read_rows(run: pathlib.Path, flags: dict[str, Any]) -> list[dict]:
+    """Return the rollouts of a run of which some are chosen.
+
+    Args:
+        run: its directory.
+        flags: of the command; stage, step and method count here.
+
+    Returns:
+        Lines of transcripts.jsonl, or those of steps with their `stage`, each with
+        `verdict`, "right" or "wrong".
+
+    Raises:
+        ValueError: no run, or one that has no such rollouts; a line of no run.
+    """
+    config = read_config(run)
+    if flags["step"]:
+        rows = _of_steps(run, flags, config["stages"])
+    else:
+        rows = _of_evaluations(run, flags, config["stages"])
+    answers = [
+        {
+            "golden_answers": _texts(row, "answers", "golden_answers"),
+            "prediction": _value(row, str | None, "answer", "prediction"),
+        }
+        for row in rows
+    ]
+    exact = scores_of_rows(answers, config["eval"]["normalize"])["em"] if rows else []
+    return [
+        row | {"verdict": "right" if em else "wrong"}
+        for row, em in zip(rows, exact, strict=True)
+    ]
+
+
+def _of_evaluations(run, flags, stages) -> list[dict]:
+    """Return the lines of transcripts.jsonl of the wanted stage and method.
+
+    Args:
+        run, flags, stages: see `_of_steps`.
+    """
+    if not (run / "transcripts.jsonl").exists():
+        raise ValueError(f"{run}: not evaluated yet; --step=last shows RL rollouts")
+    rows = read_transcripts(run)
+    for name in ("method", "stage"):
+        known = list(dict.fromkeys(row[name] for row in rows))
+        wanted = flags[name]
+        if wanted == LAST and known:
+            # Another stage may have been evaluated again after the last one was.
+            wanted = next((s for s in reversed(stages) if s in known), known[-1])
+        if wanted not in (ALL, *known):
+            names = ", ".join(known) or "none"
+            raise ValueError(f"--{name}={wanted}: {run} has evaluations of {names}")
+        rows = [row for row in rows if wanted in (ALL, row[name])]
+    return rows
+
+
+def _of_steps(run, flags, stages) -> list[dict]:
+    """Return the stored rollouts of the wanted stage and step.
+
+    Args:
+        run: its directory.
+        flags: of the command.
+        stages: of the run, in order.
+    """
+    steps = {name: stored_steps(run / name) for name in stages}
+    steps = {name: numbers for name, numbers in steps.items() if numbers}
+    if not steps:
+        raise ValueError(f"{run}: has no rollouts of steps; was config.log.rollouts 0?")
+    stage, step = flags["stage"], flags["step"]
+    if stage == LAST:
+        stage = list(steps)[-1]
+    if stage not in (ALL, *steps):
+        raise ValueError(f"--stage={stage}: {run} has steps of {', '.join(steps)}")
+    rows = []
+    for name in steps if stage == ALL else [stage]:
+        known = {str(number): number for number in steps[name]}
+        known[LAST] = steps[name][-1]
+        if step not in (ALL, *known):
+            first, last = steps[name][0], steps[name][-1]
+            raise ValueError(f"--step={step}: {name} has steps {first} to {last}")
+        for number in steps[name] if step == ALL else [known[step]]:
+            lines = read_rollouts(run / name, number)
+            rows += [line | {"stage": name} for line in lines]
+    return rows
+
+
+def key_of(row: dict) -> tuple:
+    """Return what two runs' rollouts of the same question have in common."""
+    names = ("step", "rollout", "method", "dataset", "seed", "sample")
+    return (_id_of(row), *(row.get(name) for name in names))
+
+
+def _id_of(row) -> str:
+    return _value(row, str, "question_id", "id")
+
+
+def _is_chosen(row, flags) -> bool:
+    wanted = {"outcome": flags["outcome"], "kind": flags["kind"]}
+    return (
+        all(value in ("", row.get(name)) for name, value in wanted.items())
+        and flags["id"] in ("", _id_of(row))
+        and flags["searches"] in (-1, _num_searches(row))
+        and not (flags["wrong"] and row["verdict"] == "right")
+    )
+
+
+def _num_searches(row) -> int:
+    """Return how often a rollout searched; an earlier version has its queries alone."""
+    return len(_value(row, list, "passages", "queries"))
+
+
+def _nothing(run, rows, flags) -> str:
+    """Return the message for filters that leave nothing."""
+    filters = ("outcome", "wrong", "kind", "searches", "id")
+    words = " ".join(f"--{n}={flags[n]}" for n in filters if flags[n] != FLAGS[n][0])
+    there = []
+    for name in ("outcome", "kind"):
+        values = sorted({str(row[name]) for row in rows if row.get(name) is not None})
+        there += [f"{name} {' or '.join(values)}"] if values else []
+    known = ", ".join(there)
+    return f"{run}: none of {len(rows)} rollouts has {words}; there is {known}"
+
+
+def view_of(row: dict, run: pathlib.Path) -> RolloutView:
+    """Return a line of either file as it is drawn.
+
+    Raises:
+        ValueError: a field that no run has written.
+    """
+    names = ["stage", "method", "dataset", "step", "kind", "group", "rollout"]
+    words = [_id_of(row)]
+    for name in [*names, "seed", "sample"]:
+        value = row.get(name)
+        if value is not None:
+            words.append(f"{name} {value}" if isinstance(value, int) else str(value))
+    advantage = row.get("advantage")
+    if isinstance(advantage, list):
+        advantage = [_number(x) for x in advantage] or None
+    elif advantage is not None:
+        advantage = _number(advantage)
+    reward = row.get("reward")
+    terms = _value(row, dict, "reward_parts") if reward is not None else {}
+    return RolloutView(
+        title="  ".join([*words, str(run)]),
+        question=_value(row, str, "question"),
+        answers=_texts(row, "answers", "golden_answers"),
+        answer=_value(row, str | None, "answer", "prediction"),
+        verdict=row["verdict"],
+        outcome=_value(row, str, "outcome"),
+        reward=None if reward is None else _number(reward),
+        terms={name: _number(value) for name, value in terms.items()},
+        in_loss=_value(row, bool, "in_loss") if "in_loss" in row else None,
+        advantage=advantage,
+        segments=[
+            (_value(s, str, "source"), s["text"], _num_tokens(s))
+            for s in row["segments"]
+        ],
+        queries=_texts(row, "queries"),
+        passages=[list(_hits(search)) for search in _searches(row)],
+    )
+
+
+def _num_tokens(segment) -> int:
+    """Return the tokens of a segment; those of an evaluation are not stored."""
+    return len(_value(segment, list, "ids", default=[]))
+
+
+def _searches(row) -> list:
+    """Return the passages of each search; an earlier version has written none."""
+    return _value(row, list, "passages", default=[])
+
+
+def _hits(search) -> Iterator[tuple[str, str, float | None]]:
+    """Yield (id, title, score) of the passages of a search."""
+    if not isinstance(search, list) or not all(isinstance(p, dict) for p in search):
+        raise ValueError(f"passages: {reprlib.repr(search)}: expected passages")
+    for passage in search:
+        score = passage.get("score")
+        score = None if score is None else _number(score)
+        yield _value(passage, str, "id"), _value(passage, str, "title"), score
+
+
+def _number(value) -> float:
+    """Return a number; one that is not finite is stored as its name."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{reprlib.repr(value)}: expected a number") from None
+
+
+def _texts(row, *names) -> list[str]:
+    """Return the list of texts that the first of these fields holds."""
+    values = _value(row, list, *names)
+    if not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{names[0]} = {reprlib.repr(values)}: expected texts")
+    return values
+
+
+def _value(row, kind, *names, default=None):
+    """Return the first of these fields that a row has, which must be of this type."""
+    name = next((name for name in names if name in row), names[0])
+    value = row.get(name, default)
+    if not isinstance(value, kind):
+        where = reprlib.repr(row.get("question_id", row.get("id")))
+        raise ValueError(f"{where}: {name} = {reprlib.repr(value)}: no run writes that")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

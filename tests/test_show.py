@@ -1,0 +1,232 @@
+"""What a run wrote and learnt from, in a terminal: filters, drawing, hostile text."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from rsearch import show
+from rsearch.config import recipes
+from rsearch.runtime import console
+from rsearch.runtime.jsonl import write_jsonl
+from rsearch.runtime.workdir import Workdir
+
+HOSTILE = "\x1b[31m[bold red]x[/]\x9b2J \u202eevil :smile:\r]8;;http://h\a"
+
+
+def transcript(name, answer, *, searches=1, kind="bridge", **fields):
+    """A line of transcripts.jsonl, its query that of its last turn."""
+    policy = {"source": "policy", "text": f"think <search>ask {name}</search>"}
+    shown = {"source": "search", "text": f"\n<info>what {name} is</info>\n"}
+    last = {"source": "policy", "text": f"<answer>{answer}</answer>"}
+    passage = {"id": f"p-{name}", "title": f"T {name}", "score": 0.75}
+    return {
+        "stage": "rl",
+        "method": "protocol",
+        "dataset": "d",
+        "id": name,
+        "kind": kind,
+        "question": f"Who is {name}?",
+        "golden_answers": ["Paris"],
+        "prediction": answer,
+        "outcome": "answered" if answer else "malformed",
+        "queries": [f"ask {name}"] * searches,
+        "passages": [[passage]] * searches,
+        "reward": 0.5,
+        "reward_parts": {"answer_em": 0.5, "judged": "NaN"},
+        "segments": [
+            {"source": "prompt", "text": "<|user|>?"},
+            *[policy, shown] * searches,
+            last,
+        ],
+    } | fields
+
+
+ROWS = [
+    transcript("right", "paris"),
+    transcript("wrong", "Rome", searches=2),
+    transcript("silent", None, searches=0, kind="single"),
+    transcript("early", "Rome", stage="start"),
+    transcript("plain", "Rome", method="rag"),
+]
+
+
+def rollout(step, number, **fields):
+    """A line of a step's file."""
+    evaluated = transcript("q", "Paris")
+    segments = [
+        {**s, "ids": [1, 2], "sampler_log_probs": [-0.5, -0.25]}
+        for s in evaluated["segments"]
+    ]
+    return {
+        "step": step,
+        "question_id": "q",
+        "question": "Who?",
+        "answers": ["Paris"],
+        "kind": "bridge",
+        "group": 0,
+        "rollout": number,
+        "outcome": "answered",
+        "answer": "Paris",
+        "queries": ["ask q"],
+        "passages": evaluated["passages"],
+        "reward": 1.0,
+        "reward_parts": {"answer_em": 1.0},
+        "in_loss": True,
+        "advantage": 0.5,
+        "segments": segments,
+    } | fields
+
+
+def make_run(folder, rows, **steps):
+    """A run's directory with these transcripts, and {step_N: lines} of its stage rl."""
+    config = recipes.apply_overrides(
+        recipes.load("configs/base.py"), {"stages": ("sft", "rl")}
+    )
+    with Workdir(folder, config):
+        write_jsonl(folder / "transcripts.jsonl", rows)
+        (folder / "rl" / "rollouts").mkdir(parents=True)
+        for step, lines in steps.items():
+            number = int(step.removeprefix("step_"))
+            name = f"step_{number:06}.jsonl.gz"
+            write_jsonl(folder / "rl" / "rollouts" / name, lines)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    steps = {
+        "step_0": [rollout(0, 0)],
+        "step_7": [
+            rollout(7, 0, advantage=[0.5, 1.5, -1, -2]),
+            rollout(7, 1, in_loss=False, advantage=0.0),
+        ],
+    }
+    return make_run(tmp_path_factory.mktemp("runs") / "run", ROWS, **steps)
+
+
+@pytest.fixture
+def shown(capsys):
+    """What the command prints of a run with these flags."""
+
+    def call(run, *flags):
+        assert show.main([str(run), *flags]) == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+def titles(text):
+    """The ids of the rollouts that are drawn, in order."""
+    return re.findall(r"^(\S+)  .* -+$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ((), ["right", "wrong", "silent"]),
+        (("--limit=1",), ["right"]),
+        (("--wrong",), ["wrong", "silent"]),
+        (("--outcome=malformed",), ["silent"]),
+        (("--kind=single",), ["silent"]),
+        (("--searches=2",), ["wrong"]),
+        (("--id=wrong",), ["wrong"]),
+        (("--stage=start",), ["early"]),
+        (("--method=rag",), ["plain"]),
+        (
+            ("--method=all", "--stage=all", "--wrong", "--searches=1"),
+            ["early", "plain"],
+        ),
+        (("--step=0",), ["q"]),
+        (("--step=last",), ["q", "q"]),
+        (("--step=all", "--stage=rl"), ["q"] * 3),
+    ],
+)
+def test_filters_choose_rollouts(run, shown, flags, expected):
+    assert titles(shown(run, *flags)) == expected
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--outcome=lost",), ["--outcome=lost", "answered", "malformed"]),
+        (("--stage=rl_x",), ["--stage=rl_x", "rl"]),
+        (("--method=ircot",), ["--method=ircot", "rag"]),
+        (("--step=3",), ["--step=3", "0", "7"]),
+        (("--step=0", "--stage=sft"), ["--stage=sft", "rl"]),
+        (("--limit=-1",), ["--limit=-1"]),
+        (("--diff=/nowhere",), ["/nowhere"]),
+    ],
+)
+def test_what_there_is_not_is_refused_by_its_flag(run, flags, words):
+    with pytest.raises(ValueError) as refused:
+        show.main([str(run), *flags])
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_a_rollout_has_its_searches_reward_and_advantage_beside_its_text(run, shown):
+    text = shown(run, "--step=7", "--limit=1")
+    assert "reward    1: answer_em 1" in text and "-2.000 to +1.500" in text
+    # The mean advantage of each turn stands in its margin.
+    assert re.search(r"^ *\+1\.00 \| think <search>ask q</search>$", text, re.MULTILINE)
+    assert re.search(r"^ *-1\.50 \| <answer>Paris</answer>$", text, re.MULTILINE)
+    box = text[text.index("┌─ ask q ") : text.index("┘")]
+    assert "<info>what q is</info>" in box and "[p-q] T q  0.750" in box
+    second = shown(run, "--step=7").split("rollout 1")[1]
+    assert "out of the loss" in second and " : think" in second
+
+
+@pytest.mark.parametrize("width", (40, 80, 200))
+def test_nothing_is_wider_than_the_terminal(run, shown, width, monkeypatch):
+    monkeypatch.setattr(console, "FILE_COLUMNS", width)
+    long = make_run(
+        run.with_name(f"long{width}"), [transcript("x" * 300, "word " * 99 + "y" * 300)]
+    )
+    for text in (shown(long), shown(run, "--step=all"), shown(run, f"--diff={run}")):
+        assert max(map(len, text.splitlines())) <= width
+
+
+def test_two_runs_answers_to_a_question_stand_together(run, shown, tmp_path):
+    rows = [transcript("silent", "Lyon"), transcript("right", "Nice")]
+    other = make_run(tmp_path / "other", rows)
+    text = shown(run, f"--diff={other}", "--limit=0")
+    assert titles(text) == ["right", "right", "silent", "silent"]
+    assert text.index("paris") < text.index("Nice") < text.index("Lyon")
+
+
+def test_hostile_text_stays_text(shown, tmp_path):
+    row = transcript(HOSTILE, HOSTILE, kind=HOSTILE, question=HOSTILE)
+    row |= {"golden_answers": [HOSTILE], "reward_parts": {HOSTILE: 1.0}}
+    text = shown(make_run(tmp_path / "run", [row]))
+    assert not re.search(r"[^\n\x20-\U0010ffff]|[\x7f-\x9f\u202e]", text)
+    for words in ("[bold red]x[/]", ":smile:", r"\x1b[31m", r"\u202eevil"):
+        assert words in text.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"outcome": 3},
+        {"passages": 3},
+        {"passages": [[{"id": 3}]]},
+        {"golden_answers": [3]},
+        {"reward": "x"},
+        {"reward_parts": [1]},
+        {"segments": [{"text": "x", "source": None}]},
+    ],
+    ids=lambda fields: json.dumps(fields),
+)
+def test_a_line_that_no_run_has_written_is_refused(tmp_path, fields):
+    folder = make_run(tmp_path / "run", [transcript("q", "x", **fields)])
+    with pytest.raises(ValueError):
+        show.main([str(folder)])
+
+
+def test_transcripts_of_an_earlier_version_are_shown(tmp_path, shown):
+    row = transcript("q", "Paris")
+    for name in ("passages", "reward", "reward_parts", "kind"):
+        del row[name]
+    text = shown(make_run(tmp_path / "run", [row]), "--searches=1")
+    assert "reward" not in text and "┌─ ask q " in text
+    np.testing.assert_equal(titles(text), ["q"])
