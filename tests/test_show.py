@@ -1,7 +1,9 @@
 """What a run wrote and learnt from, in a terminal: filters, drawing, hostile text."""
 
+import io
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -177,6 +179,17 @@ def test_a_rollout_has_its_searches_reward_and_advantage_beside_its_text(run, sh
     assert "out of the loss" in second and " : think" in second
 
 
+def test_a_query_that_is_repeated_has_a_box_for_each_of_its_searches(run, shown):
+    text = shown(run, "--id=wrong")
+    assert text.count("┌─ ask wrong ") == text.count("[p-wrong]") == 2
+
+
+def test_parallel_queries_have_one_box(shown, tmp_path):
+    row = transcript("q", "Paris", queries=["ask", "q"])
+    text = shown(make_run(tmp_path / "run", [row]))
+    assert "┌─ ask | q " in text and text.count("┌") == 1
+
+
 @pytest.mark.parametrize("width", (40, 80, 200))
 def test_nothing_is_wider_than_the_terminal(run, shown, width, monkeypatch):
     monkeypatch.setattr(console, "FILE_COLUMNS", width)
@@ -193,6 +206,24 @@ def test_two_runs_answers_to_a_question_stand_together(run, shown, tmp_path):
     text = shown(run, f"--diff={other}", "--limit=0")
     assert titles(text) == ["right", "right", "silent", "silent"]
     assert text.index("paris") < text.index("Nice") < text.index("Lyon")
+
+
+class Terminal(io.StringIO):
+    """A stdout that shows colours."""
+
+    def isatty(self):
+        return True
+
+
+def test_on_a_terminal_what_was_shown_is_dim_and_queries_are_bold(run, monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert show.main([str(run), "--id=right"]) == 0
+    text = sys.stdout.getvalue()
+    assert re.search(r"\x1b\[2m<info>what right is</info> *\x1b\[0m", text)
+    assert "<search>\x1b[1mask right\x1b[0m</search>" in text
 
 
 def test_hostile_text_stays_text(shown, tmp_path):

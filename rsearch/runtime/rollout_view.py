@@ -76,7 +76,7 @@ def draw_rollouts(*views: RolloutView) -> None:
 
 
 def _stack(view, width) -> Stack:
-    title = Text(clean_line(view.title))
+    title = Text(clean_line(view.title), "bold")
     return Stack(
         Rule(title, align="left", characters="-", style="bold"),
         _head(view),
@@ -121,31 +121,40 @@ def _count(searches) -> str:
 def _turns(view, width) -> Iterator:
     """Yield the conversation, turn by turn."""
     queries, passages = list(map(clean, view.queries)), list(view.passages)
-    num_tokens, asked = 0, []
+    num_tokens, pending = 0, []
     for source, text, count in view.segments:
         text = clean(text).strip("\n")
         if source == "policy":
-            asked = _asked(text, queries)
-            del queries[: len(asked)]
+            pending = _queries_in(text, queries, len(passages))
+            del queries[: len(pending)]
             advantage = _advantage_of(view, num_tokens, count)
             num_tokens += count
-            yield from _policy_lines(text, asked, advantage, view.in_loss, width)
+            yield from _policy_lines(text, pending, advantage, view.in_loss, width)
         elif source == "search":
-            found = passages.pop(0) if asked and passages else ()
-            yield _box(text, asked, found)
-            asked = []
+            hits = passages.pop(0) if pending and passages else ()
+            yield _box(text, pending, hits)
+            pending = []
         else:
             lines = _wrap(Text(text, "dim"), width - MARGIN)
             yield from (Text(" " * MARGIN) + line for line in lines)
-    for found in passages:  # of programs, whose queries stand in no turn
-        yield _box("", queries[:1], found)
+    for hits in passages:  # of programs, whose queries stand in no turn
+        yield _box("", queries[:1], hits)
         del queries[:1]
 
 
-def _asked(text, queries) -> list[str]:
-    """Return the next of the queries that a turn of the policy holds."""
-    count = 0
-    while count < len(queries) and queries[count].strip() in text:
+def _queries_in(text, queries, num_searches) -> list[str]:
+    """Return the next of the queries that a turn of the policy holds.
+
+    Args:
+        text: of the turn.
+        queries: that no earlier turn holds.
+        num_searches: that are left; where each has one query, a turn has one at most.
+    """
+    has_one_each = len(queries) == num_searches
+    limit = min(1, len(queries)) if has_one_each else len(queries)
+    count = end = 0
+    while count < limit and (start := text.find(queries[count].strip(), end)) >= 0:
+        end = start + len(queries[count].strip())
         count += 1
     return queries[:count]
 
@@ -159,28 +168,32 @@ def _advantage_of(view, start, count) -> str:
     return f"{values:+.2f}" if is_learnt else ""
 
 
-def _policy_lines(text, asked, advantage, in_loss, width) -> Iterator[Text]:
+def _policy_lines(text, pending, advantage, in_loss, width) -> Iterator[Text]:
     """Yield the lines of a turn that the policy wrote, behind their margin."""
     styled = Text(text)
-    for query in asked:
+    for query in pending:
         start = text.rfind(query.strip())
         styled.stylize("bold", start, start + len(query.strip()))
     bar = NOT_LEARNT if in_loss is False else LEARNT
     for number, line in enumerate(_wrap(styled, width - MARGIN)):
         margin = f"{advantage if number == 0 else '':>{MARGIN - 3}} {bar} "
-        yield Text(margin, "dim") + line
+        yield Text.assemble((margin, "dim"), line)
 
 
-def _box(text, asked, found) -> Panel:
+def _box(text, pending, hits) -> Panel:
     """Return what the policy was shown, with what it came from."""
     lines = [Text(text, "dim")] if text else []
-    for name, title, score in found:
+    for name, title, score in hits:
         number = "" if score is None else f"  {score:.3f}"
         line = f"[{clean_line(name)}] {clean_line(title)}{number}"
         lines.append(Text(line, "dim italic", no_wrap=True, overflow="ellipsis"))
-    title = Text(" | ".join(map(clean_line, asked)).strip(), "bold") if asked else None
+    title = " | ".join(clean_line(query).strip() for query in pending)
     return Panel(
-        Stack(*lines), title=title, title_align="left", box=box.SQUARE, style="dim"
+        Stack(*lines),
+        title=Text(title, "bold") if title else None,
+        title_align="left",
+        box=box.SQUARE,
+        style="dim",
     )
 
 
