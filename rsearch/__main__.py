@@ -15,6 +15,7 @@ COMMANDS = {
     "tables": "show a paper's table, and this package's rows beside it",
     "score": "score anybody's predictions",
     "show": "show a run's conversations and the rollouts that it learnt from",
+    "reproduce": "print the commands that made a run",
     "export": "write the trained policy as a Hugging Face model",
     "tool": "answer questions with a trained policy, in a shell",
     "serve": "serve a trained policy over HTTP, to OpenAI's clients too",

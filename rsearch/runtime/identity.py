@@ -210,6 +210,22 @@ def num_starts(folder: str | os.PathLike) -> int:
     return len(record["starts"]) if record else 0
 
 
+def read_launches(folder: str | os.PathLike) -> list[tuple[dict, dict]]:
+    """Return (entry of `starts`, entry of `launches`) of each start, oldest first.
+
+    Raises:
+        ValueError: there is no run.json, or it is damaged, or an earlier version wrote
+            it.
+    """
+    record = _read(pathlib.Path(folder))
+    if record is None:
+        raise ValueError(f"{folder}: not a run: it has no {FILE}")
+    if "launches" not in record:
+        raise ValueError(f"{folder}/{FILE}: an earlier version wrote no command lines")
+    starts, launches = record["starts"], record["launches"]
+    return [(starts[launch["start"] - 1], launch) for launch in launches]
+
+
 def describe_start(folder: str | os.PathLike, number: Any) -> dict[str, str]:
     """Return {name: value} of an entry's code, libraries, variables and devices.
 
@@ -393,7 +409,10 @@ def _is_record(record) -> bool:
             isinstance(launch, dict)
             and isinstance(launch.get("argv"), list)
             and all(isinstance(word, str) for word in launch["argv"])
-            and isinstance(launch.get("directory"), str)
+            and all(
+                isinstance(launch.get(name), str)
+                for name in ("directory", "began", "host")
+            )
             and type(launch.get("start")) is int
             and "ended" in launch
         )
@@ -405,4 +424,8 @@ def _is_record(record) -> bool:
         and all(map(is_start, record["starts"]))
         and isinstance(record.get("launches", []), list)
         and all(map(is_launch, record.get("launches", [])))
+        and all(
+            0 < launch["start"] <= len(record["starts"])
+            for launch in record.get("launches", [])
+        )
     )

@@ -11,6 +11,7 @@ from rsearch.evaluation.evaluator import Evaluator
 from rsearch.hosts import preemption
 from rsearch.learn.train_state import create_state
 from rsearch.models.hf import checkpoint as huggingface
+from rsearch.rollout.rollout_log import read_rollouts, stored_steps
 from rsearch.runtime.metrics import read_metrics
 from rsearch.setup.learners import policy_optimizer
 from rsearch.setup.stages import evaluation_parts
@@ -186,6 +187,13 @@ def test_a_step_measures_these_things(setup, tmp_path):
     # The first update is on the policy that sampled: the ratio is 1 everywhere.
     assert row["clip_fraction"] == 0 and row["logp_gap"] < 1e-4
     assert row["sampler_gap"] == row["logp_gap"]
+    # Its first groups are stored, with the reward that the row is the mean of.
+    assert stored_steps(tmp_path) == [0]
+    stored = read_rollouts(tmp_path, 0)
+    assert [(r["group"], r["rollout"]) for r in stored] == [
+        (group, i) for group in range(4) for i in range(2)
+    ]
+    assert np.mean([r["reward"] for r in stored]) == pytest.approx(row["reward"])
 
 
 def test_a_run_that_is_told_to_stop_while_it_rolls_out_begins_no_update(

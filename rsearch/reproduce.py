@@ -1,0 +1,74 @@
+"""Print the commands that made a run: python -m rsearch.reproduce RUN
+
+They check out the commit, with the changes that were not committed, install the
+versions of libraries, and train in a new directory, RUN-again. They come from run.json:
+one block for each code and command line that the run was trained with, in order. The
+devices are beside it; other ones round otherwise.
+"""
+
+import pathlib
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+
+from rsearch.config.recipes import parse_flags, run_command
+from rsearch.hosts.processes import LIBRARIES, VARIABLES
+from rsearch.runtime.console import clean
+from rsearch.runtime.identity import read_launches
+
+TRAIN = ("rsearch.train", "rsearch train")  # as a command line holds it
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the argument and run.json, and print the commands."""
+    run = pathlib.Path(parse_flags(argv, flags={}, positional=("RUN",))["RUN"])
+    blocks = {}
+    for start, launch in read_launches(run):
+        if start["command"] == "train":
+            # Starts that went on where the last one stopped are the same commands.
+            key = launch["start"], tuple(launch["argv"]), launch["directory"]
+            blocks.setdefault(key, (start, launch))
+    if not blocks:
+        raise ValueError(f"{run}/run.json: no start that trained has a command line")
+    for start, launch in blocks.values():
+        print(clean("\n".join(commands_of(run, start, launch))), end="\n\n")
+    return 0
+
+
+def commands_of(run: pathlib.Path, start: Mapping, launch: Mapping) -> list[str]:
+    """Return lines of a shell that make a start again.
+
+    Args:
+        run: directory of the run.
+        start: its entry of `starts` in run.json.
+        launch: its entry of `launches`.
+    """
+    code, program = start["code"], start["program"]
+    lines = [f"# {launch['began']} on {launch['host']}, {program.get('devices', '?')}"]
+    lines.append(f"cd {shlex.quote(launch['directory'])}")
+    if code["commit"]:
+        lines.append(f"git checkout {shlex.quote(code['commit'])}")
+    else:
+        lines.append("# no commit: digests of the code's files are in run.json")
+    if code["diff"]:
+        diff = run.absolute() / f"code-{code['diff']}.diff"
+        is_there = diff.exists()
+        lines.append(
+            f"git apply {shlex.quote(str(diff))}"
+            if is_there
+            else f"# changes that were not committed are not stored: {diff.name}"
+        )
+    pins = [f"{name}=={program[name]}" for name in LIBRARIES if name in program]
+    lines.append(f"# Python {program.get('python', '?')}")
+    lines.append(f"python -m pip install {shlex.join(pins)}")
+    variables = [f"{n}={shlex.quote(program[n])}" for n in VARIABLES if program.get(n)]
+    command = shlex.join(launch["argv"])
+    if any(words in command for words in TRAIN):  # the last of two values counts
+        again = run.absolute().with_name(f"{run.absolute().name}-again")
+        command += f" {shlex.quote(f'--workdir={again}')}"
+    lines.append(" ".join([*variables, command]))
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

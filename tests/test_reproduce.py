@@ -1,0 +1,75 @@
+"""The commands that made a run, as run.json has them."""
+
+import json
+import shlex
+
+import pytest
+
+from rsearch import reproduce
+from rsearch.config import recipes
+from rsearch.runtime.identity import record_start
+from rsearch.runtime.workdir import Workdir
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run that was trained in two starts and evaluated in one."""
+    config = recipes.load("configs/base.py")
+    with Workdir(tmp_path / "a run", config) as home:
+        for command in ("train", "train", "evaluate"):
+            record_start(home.path, command, config, inputs={})
+    change(home.path, argv=["python", "-m", "rsearch.train", "--config=a b.py"])
+    return home.path
+
+
+def change(run, *, code=None, program=None, **launch):
+    """Let all starts have been made with other things."""
+    record = json.loads((run / "run.json").read_text())
+    for entry in record["starts"]:
+        entry["code"] |= {"commit": "c" * 40, "diff": ""} | (code or {})
+        entry["program"] |= program or {}
+    for entry in record["launches"]:
+        entry |= launch
+    (run / "run.json").write_text(json.dumps(record))
+
+
+def commands(run, capsys):
+    """The words of each command that is printed for a run."""
+    assert reproduce.main([str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [shlex.split(line) for line in lines if line and not line.startswith("#")]
+
+
+def test_starts_of_one_command_line_are_its_commands_once(run, capsys):
+    change(run, program={"jax": "0.0.1", "XLA_FLAGS": "--a --b"}, directory="/x y")
+    cd, checkout, install, train = commands(run, capsys)
+    assert cd == ["cd", "/x y"] and checkout == ["git", "checkout", "c" * 40]
+    assert install[:4] == ["python", "-m", "pip", "install"]
+    assert "jax==0.0.1" in install and not any("XLA" in word for word in install)
+    # Into a directory of its own: in the run's the command would go on with the run.
+    again = f"--workdir={run}-again"
+    command = ["python", "-m", "rsearch.train", "--config=a b.py", again]
+    assert train == ["XLA_FLAGS=--a --b", *command]
+
+
+def test_changes_that_were_not_committed_are_applied_where_they_are_stored(run, capsys):
+    change(run, code={"diff": "abc"})
+    assert ["git", "apply"] not in [c[:2] for c in commands(run, capsys)]
+    (run / "code-abc.diff").write_text("")
+    applied = ["git", "apply", str(run / "code-abc.diff")]
+    assert applied in commands(run, capsys)
+
+
+def test_without_git_there_is_no_checkout(run, capsys):
+    change(run, code={"commit": None, "diff": None})
+    assert "git" not in [words[0] for words in commands(run, capsys)]
+
+
+def test_what_is_no_run_is_refused_by_its_name(run, tmp_path):
+    with pytest.raises(ValueError, match=r"run\.json"):
+        reproduce.main([str(tmp_path)])
+    record = json.loads((run / "run.json").read_text())
+    record["launches"][0]["start"] = 9
+    (run / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"run\.json"):
+        reproduce.main([str(run)])
