@@ -966,8 +966,7 @@ LOG = Section(
     may_change=True,
     rollouts=Field(
         4,
-        "groups of each RL step that rsearch.show shows; rsearch.replay wants all, "
-        "rl.questions_per_step; 0 = none",
+        "groups of each RL step, its first ones, that rsearch.show shows; 0 = none",
         at_least(0),
     ),
 )

@@ -3,7 +3,7 @@
     <stage>/rollouts/step_000012.jsonl.gz    a rollout a line
 
 `step` counts from 0, as in metrics.jsonl: step 12 starts from the checkpoint 12. The
-files are for people and for `rsearch.replay`; no run reads them.
+files are for people, as `rsearch.show` shows them; no run reads them.
 """
 
 import pathlib
