@@ -21,16 +21,19 @@ from collections.abc import Sequence
 
 from rsearch.config.recipes import parse_flags, run_command
 from rsearch.evaluation import figures
-from rsearch.evaluation.runs import find_runs, read_run
 from rsearch.evaluation.table_cells import (
+    OURS,
+    PAPER,
     Cell,
     Ours,
+    column_spans,
     csv_tables,
     latex_tables,
     made_by_text,
     markdown_tables,
     panels_of,
     remark_lines,
+    span_lines,
     table_lines,
 )
 from rsearch.evaluation.table_rows import (
@@ -42,7 +45,6 @@ from rsearch.evaluation.table_rows import (
     settings_of,
 )
 from rsearch.evaluation.tables import (
-    PaperColumn,
     PaperTable,
     curve_means,
     find_row,
@@ -59,7 +61,8 @@ FLAGS = {
     "list": (False, "prints every table: rows that this package makes, of all"),
     "runs": (
         "",
-        "directories of runs, a,b,...; KEY=DIR is read for the row KEY alone",
+        "directories of runs, a,b,...; KEY=DIR is read for the row KEY alone; with "
+        "--size=tiny: these are not trained again",
     ),
     "setting": ("", "rows with this `setting` alone; '-' is the run's configuration"),
     "allow": ("", "as of rsearch.compare: marks rows that differ in these fields"),
@@ -103,28 +106,14 @@ def main(argv: Sequence[str]) -> int:
     _check_flags(flags, settings, tables)
     failed, ours = {}, dict.fromkeys(tables)
     if flags["size"] == TINY:
-        from rsearch.plan import tiny_tables  # with jax, as below
-
-        tables = {n: tiny_tables.tiny_table(n, t) for n, t in tables.items()}
         texts = [setting.removeprefix(FIELD) for setting in settings]
-        runs = tiny_tables.tiny_runs([*tables.values()], texts)
-        workdir, limit = files.expand(flags["workdir"]), flags["max_questions"]
-        if flags["dry_run"]:
-            tiny_tables.show_jobs(runs, workdir, max_questions=limit)
-            return 0
-        failed = tiny_tables.fill(
-            runs, workdir, at_once=flags["at_once"], max_questions=limit
-        )
-        for name, table in tables.items():
-            sources = tiny_tables.find_results(table, texts, workdir, limit)
-            ours[name] = _measure_tiny(table, sources, allow=flags["allow"])
+        tables, ours, failed = _fill(tables, texts, flags)
     elif flags["dry_run"]:
-        from rsearch.plan.table_runs import show_runs
+        from rsearch.plan.table_runs import show_runs  # with jax, as below
 
         which = {n: flags[n] for n in ("topology", "max_questions")}
         for name, table in tables.items():
             show_runs(name, table, **which)
-        return 0
     elif flags["runs"]:
         ((name, table),) = tables.items()
         named = parse_runs(flags["runs"], table)
@@ -142,9 +131,54 @@ def main(argv: Sequence[str]) -> int:
         text = _FORMATTERS[pathlib.Path(out).suffix](tables, ours)
         files.replace(out, text.encode())
         console.note(f"written: {out}")
-    for name, table in {} if out or plot else tables.items():
+    is_shown = not (out or plot or flags["dry_run"])
+    for name, table in tables.items() if is_shown else ():
         _print(name, table, ours[name])
     return 1 if failed else 0
+
+
+def _fill(tables, settings, flags):
+    """Make what tables need on the embedded world, or list it in a dry run.
+
+    Args:
+        tables: {name: table} of papers.
+        settings: "field=value" of all runs.
+        flags: of the command.
+
+    Returns:
+        {name: table at this size}, {name: what is measured of it}, and {run's name:
+        exit code} of those that failed.
+
+    Raises:
+        ValueError: a run could not be trained, or rows differ in what must be equal.
+    """
+    from rsearch import compare
+    from rsearch.evaluation.runs import find_runs, is_same_run, read_run
+    from rsearch.plan import tiny_tables
+
+    compare.parse_allow(flags["allow"])  # refused now rather than after hours
+    tables = {n: tiny_tables.tiny_table(n, t) for n, t in tables.items()}
+    runs = tiny_tables.tiny_runs([*tables.values()], settings)
+    limit, workdir = flags["max_questions"], files.expand(flags["workdir"])
+    others = [*filter(None, flags["runs"].split(","))]
+    folders = tiny_tables.folders_of(
+        runs,
+        workdir,
+        {path: read_run(path).config for path in find_runs(others)},
+        max_questions=limit,
+        is_same=is_same_run,
+    )
+    if flags["dry_run"]:
+        tiny_tables.show_jobs(runs, folders, limit)
+        return tables, {}, {}
+    failed = tiny_tables.fill(
+        runs, folders, workdir, at_once=flags["at_once"], max_questions=limit
+    )
+    ours = {}
+    for name, table in tables.items():
+        sources = tiny_tables.find_results(table, settings, folders, limit)
+        ours[name] = _measure_tiny(table, sources, allow=flags["allow"])
+    return tables, ours, failed
 
 
 def _check_flags(flags, settings, tables):
@@ -154,7 +188,7 @@ def _check_flags(flags, settings, tables):
         raise ValueError(f"--size={size}: expected {FULL} or {TINY}")
     is_tiny = size == TINY
     read_with = {
-        "runs": not is_dry and not is_tiny,
+        "runs": is_tiny or not is_dry,
         "setting": bool(flags["runs"]),
         "allow": bool(flags["runs"]) or is_tiny,
         "out": not is_dry,
@@ -182,7 +216,7 @@ def _check_flags(flags, settings, tables):
         raise ValueError(f"{settings[0]}: is of --size=tiny")
     if wrong := [word for word in settings if "=" not in word]:
         raise ValueError(f"{wrong[0]} needs a value: {wrong[0]}=...")
-    for flag in ("runs", "plot"):
+    for flag in ("plot",) if is_tiny else ("plot", "runs"):
         if flags[flag] and len(tables) > 1:
             raise ValueError(f"--{flag}={flags[flag]}: of one table, not {len(tables)}")
 
@@ -285,6 +319,8 @@ def _measure_curves(table, runs, *, setting, allow) -> Ours:
     Raises:
         ValueError: no run is that of a row, or two are.
     """
+    from rsearch.evaluation.runs import find_runs, read_run
+
     for flag, value in (("setting", setting), ("allow", allow)):
         if value:
             raise ValueError(f"--{flag}={value}: is not read for curves")
@@ -368,6 +404,7 @@ def _measure_tiny(table, sources, *, allow) -> Ours:
         ValueError: rows differ in what must be equal.
     """
     from rsearch import compare
+    from rsearch.evaluation.runs import read_run
     from rsearch.plan import tiny_tables
 
     remarks = tiny_tables.remarks_of(table)
@@ -437,20 +474,15 @@ def _choose(table, row, name, read, setting):
 def _print(name, table, ours):
     """Print a table on the terminal, columns that do not fit in tables below."""
     console.block(f"{name}, {table.source}", table.caption)
-    lines = [
-        ((row.key if which == "paper" else "", which), texts)
-        for row, which, texts in table_lines(table, ours)
-    ]
     heads = ["row", "of"] if ours else ["row"]
     has_numbers = ours or not table.curves  # no paper prints those of curves
-    blocks = _blocks(table.columns, heads, lines) if has_numbers else ()
-    for start, end in blocks:
+    for start, end in _blocks(table, heads, ours) if has_numbers else ():
         names = [column.name for column in table.columns[start:end]]
-        rows = [
-            [*about[: len(heads)], *texts[start:end]]
-            for about, texts in lines
-            if about[0] or any(texts[start:end])
-        ]
+        rows, before = [], None
+        for row, which, texts in span_lines(table, ours, start, end):
+            key = row.key if row.key != before else ""
+            rows.append([*(key, which)[: len(heads)], *texts])
+            before = row.key
         console.table("", [*heads, *names], rows)
     made = [[row.key, row.label, row.model, made_by_text(row)] for row in table.rows]
     console.table("rows", ["row", "as printed", "model", "made by"], made)
@@ -458,19 +490,22 @@ def _print(name, table, ours):
         print(console.clean_line(text))
 
 
-def _blocks(columns: Sequence[PaperColumn], heads, lines):
+def _blocks(table, heads, ours):
     """Yield (start, end) of the columns that stand side by side on the terminal."""
     width = console.terminal_width() or console.PLAIN_WIDTH
-    about = [max(len(a[i]) for a, _ in lines) + 3 for i in range(len(heads))]
-    room = width - sum(about) - 1
-    start, used = 0, 0
-    for i, column in enumerate(columns):
-        needed = max(map(len, (column.name, *(texts[i] for _, texts in lines)))) + 3
-        if used + needed > room and i > start:
-            yield start, i
-            start, used = i, 0
-        used += needed
-    yield start, len(columns)
+    lines = [*table_lines(table, ours)]
+    about = [max(len(row.key) for row in table.rows), max(map(len, (PAPER, *OURS)))]
+    room = width - sum(n + 3 for n in about[: len(heads)]) - 1
+    for start, end in column_spans(table):
+        used = 0
+        for i, column in enumerate(table.columns[start:end], start):
+            texts = (texts[i] for _, _, texts in lines)
+            needed = max(map(len, (column.name, *texts))) + 3
+            if used + needed > room and i > start:
+                yield start, i
+                start, used = i, 0
+            used += needed
+        yield start, end
 
 
 _FORMATTERS = {".md": markdown_tables, ".csv": csv_tables, ".tex": latex_tables}

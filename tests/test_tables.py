@@ -62,7 +62,7 @@ def test_every_number_stands_in_the_paper_behind_its_label(name):
         if not numbers:
             continue
         # A label may span the rows of two models.
-        spans = [f"{printed.label} {numbers}"]
+        spans = [f"{printed.label} {numbers}", f"{printed.label} {printed.printed}"]
         if before[0] == printed.label:
             spans.append(f"{printed.label} {before[1]} {numbers}")
         # Figures have the numbers in their axes' names.

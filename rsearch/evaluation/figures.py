@@ -107,9 +107,12 @@ def _draw_bars(axes, panel):
     """Draw groups of bars; a group has room for the bars that it has."""
     from matplotlib import colormaps
 
-    colors, start, ticks = colormaps["tab20"].colors, 0.0, []
-    for group in range(len(panel.groups)):
+    colors, start, ticks, names = colormaps["tab20"].colors, 0.0, [], []
+    for group, name in enumerate(panel.groups):
         present = [b for b in panel.series if b.values[group] is not None]
+        if not present:
+            continue
+        names.append(_literal(name))
         ticks.append(start + (len(present) - 1) / 2)
         for i, bars in enumerate(present):
             value, interval = bars.values[group], bars.intervals[group]
@@ -126,7 +129,6 @@ def _draw_bars(axes, panel):
                 **(PAPER if bars.is_paper else {}),
             )
         start += len(present) + 1
-    names = map(_literal, panel.groups)
     axes.set_xticks(ticks, names, rotation=30, ha="right", rotation_mode="anchor")
 
 
@@ -140,8 +142,9 @@ def _draw_lines(axes, panel):
         color = colors[line.color % len(colors)]
         axes.plot(steps, values, color=color, label=_literal(line.label))
     axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _literal(text):
-    """Return a text that matplotlib reads no formula in."""
-    return text.replace("$", r"\$")
+    """Return a text on one line that matplotlib reads no formula in."""
+    return "".join(filter(str.isprintable, text)).replace("$", r"\$")

@@ -3,7 +3,7 @@
 import os
 import pathlib
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from rsearch.config.fields import ABSENT, fields, fingerprint
@@ -114,6 +114,21 @@ def label_runs(runs: Sequence[ComparedRun]) -> list[str]:
             ]
         labels.append(" ".join([run.config["name"], *words]))
     return labels
+
+
+def is_same_run(config: Mapping, other: Mapping) -> bool:
+    """Return whether two configurations differ in nothing but what a run may change.
+
+    Args:
+        config: {dotted name: JSON value}, as `ComparedRun` has it.
+        other: likewise.
+    """
+    return all(
+        config.get(name, ABSENT) == other.get(name, ABSENT)
+        for name in {*config, *other} - {"name"}
+        # With more steps it is another run.
+        if name.endswith(".steps") or not is_free(name)
+    )
 
 
 def choose(run: ComparedRun, *, stage: str, method: str, dataset: str) -> list[dict]:

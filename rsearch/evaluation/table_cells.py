@@ -1,12 +1,12 @@
 """Put a paper's table and what runs have measured of it into lines, files, panels."""
 
+import itertools
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rsearch.evaluation.figures import Bars, Line, Panel
-from rsearch.evaluation.tables import NO_NUMBER, PaperRow, PaperTable
-from rsearch.runtime import console
+from rsearch.evaluation.tables import NO_NUMBER, PaperColumn, PaperRow, PaperTable
 from rsearch.runtime.markup import (
     csv_table,
     latex_table,
@@ -15,6 +15,8 @@ from rsearch.runtime.markup import (
     markdown_text,
 )
 
+WORLD = "world"  # begins the set of a column of ours
+PAPER = "paper"  # the line of a row
 OURS = ("ours", "95 %", "n")  # lines below a row of the paper
 SCORES = ("em", "f1", "cover_em", "judge")  # which a table may print in percent
 CSV_COLUMNS = ("table", "row", "label", "model", "made_by", "column", "set", "metric")
@@ -51,6 +53,11 @@ class Ours(NamedTuple):
     notes: dict[str, str]
     remarks: tuple[str, ...] = ()
     curves: Mapping[str, Mapping[str, Sequence]] = types.MappingProxyType({})
+
+
+def is_ours(column: PaperColumn) -> bool:
+    """Return whether a column is of the embedded world, where no paper has numbers."""
+    return column.set.startswith(f"{WORLD}:")
 
 
 def _is_percent(table, column):
@@ -96,7 +103,7 @@ def table_lines(
     """
     for row in table.rows:
         numbers = ["" if n == NO_NUMBER else n for n in row.numbers]
-        yield row, "paper", numbers
+        yield row, PAPER, numbers
         if ours is None:
             continue
         texts = [_ours_of(table, row, column, ours) for column in table.columns]
@@ -109,7 +116,8 @@ def made_by_text(row: PaperRow) -> str:
     """Return how this package makes a row, or why it does not."""
     if not row.is_runnable:
         return f"- {row.reason}"
-    policy = f"{row.recipe} after {row.stage}" if row.recipe else ""
+    asked_model = row.tiny.model if row.tiny else ""
+    policy = f"{row.recipe} after {row.stage}" if row.recipe else asked_model
     made = " of ".join(filter(None, [row.method, policy]))
     return ", ".join([made, *row.settings, *row.asking])
 
@@ -129,19 +137,53 @@ def remark_lines(table: PaperTable, ours: Ours | None) -> Iterator[str]:
     yield from ours.remarks if ours else ()
 
 
-def grid_of(table: PaperTable, ours: Ours | None) -> tuple[list[str], list[list[str]]]:
+def column_spans(table: PaperTable) -> list[tuple[int, int]]:
+    """Return (start, end) of the columns of the paper, and of those that are ours.
+
+    Args:
+        table: of the paper.
+    """
+    columns = table.columns
+    edges = [
+        i
+        for i in range(1, len(columns))
+        if is_ours(columns[i]) != is_ours(columns[i - 1])
+    ]
+    return [*itertools.pairwise([0, *edges, len(columns)])]
+
+
+def span_lines(
+    table: PaperTable, ours: Ours | None, start: int, end: int
+) -> Iterator[tuple[PaperRow, str, list[str]]]:
+    """Yield the `table_lines` that have a text in some columns, or are a row's first.
+
+    Args:
+        table: of the paper.
+        ours: measured, or None.
+        start, end: of the columns.
+    """
+    every = table_lines(table, ours)
+    for _, several in itertools.groupby(every, key=lambda line: line[0].key):
+        lines = [(row, which, texts[start:end]) for row, which, texts in several]
+        yield from [line for line in lines if any(line[2])] or lines[:1]
+
+
+def grid_of(
+    table: PaperTable, ours: Ours | None, start: int, end: int
+) -> tuple[list[str], list[list[str]]]:
     """Return the headings and lines of a file: labels and models as printed.
 
     Args:
         table: of the paper.
         ours: measured, or None.
+        start, end: of the columns.
     """
     heads = ["row", "model", *(["of"] if ours else [])]
     lines = [
         [*([row.label, row.model, which][: len(heads)]), *texts]
-        for row, which, texts in table_lines(table, ours)
+        for row, which, texts in span_lines(table, ours, start, end)
     ]
-    return [*heads, *(column.name for column in table.columns)], lines
+    return [*heads, *(column.name for column in table.columns[start:end])], lines
 
 
 def markdown_tables(
@@ -158,9 +200,12 @@ def markdown_tables(
         heading = f"## {name}: {table.title}\n\n" if len(tables) > 1 else ""
         lines = map(markdown_text, remark_lines(table, ours[name]))
         remarks = "".join(f"\n{text}\n" for text in lines)
-        grid = markdown_table(*grid_of(table, ours[name]))
+        grids = "\n".join(
+            markdown_table(*grid_of(table, ours[name], *span))
+            for span in column_spans(table)
+        )
         about = f"{table.source}. {table.caption}"
-        texts.append(f"{heading}{about}\n\n{grid}{remarks}")
+        texts.append(f"{heading}{about}\n\n{grids}{remarks}")
     return "\n".join(texts)
 
 
@@ -175,11 +220,14 @@ def latex_tables(
     """
     texts = []
     for name, table in tables.items():
-        columns, lines = grid_of(table, ours[name])
-        num_texts = len(columns) - len(table.columns)
+        grids = []
+        for start, end in column_spans(table):
+            columns, lines = grid_of(table, ours[name], start, end)
+            num_texts = len(columns) - (end - start)
+            grids.append(latex_table(columns, lines, num_texts=num_texts))
         about = [f"{table.source}. {table.caption}", *remark_lines(table, ours[name])]
-        remarks = "".join(latex_text(text) + "\\par\n" for text in about)
-        texts.append(latex_table(columns, lines, num_texts=num_texts) + remarks)
+        remarks = [latex_text(text) + "\\par\n" for text in about]
+        texts.append("".join([*grids, *remarks]))
     return "\n".join(texts)
 
 
@@ -231,7 +279,7 @@ def panels_of(table: PaperTable, ours: Ours | None) -> list[Panel]:
         several = ours.curves if ours else {}
         lines = {
             name: [
-                Line(console.clean_line(row.label), i, several[row.key][name])
+                Line(_label(table, row), i, several[row.key][name])
                 for i, row in rows
                 if name in several.get(row.key, {})
             ]
@@ -254,6 +302,12 @@ def panels_of(table: PaperTable, ours: Ours | None) -> list[Panel]:
     return panels
 
 
+def _label(table, row):
+    """Return a row's label, with its key where several rows have it."""
+    several = [r.label for r in table.rows].count(row.label) > 1
+    return f"{row.label} ({row.key})" if several else row.label
+
+
 def _bars(table, number, row, columns, ours):
     """Return a row's bars of the paper and of ours, in the table's unit."""
     numbers = dict(zip(table.columns, row.numbers, strict=True))
@@ -265,9 +319,7 @@ def _bars(table, number, row, columns, ours):
         values.append(cell and scale * cell.value)
         bounds = cell.interval if cell else None
         intervals.append(bounds and tuple(scale * bound for bound in bounds))
-    label = console.clean_line(row.label)
-    if [r.label for r in table.rows].count(row.label) > 1:
-        label = f"{label} ({row.key})"
+    label = _label(table, row)
     nothing = [None] * len(columns)
     return (
         Bars(label, number, paper, nothing, True),

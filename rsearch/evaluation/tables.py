@@ -69,12 +69,14 @@ class TinyRow:
     """A row on the embedded world, where its recipe's `tiny` is not all that differs.
 
     Attributes:
+        model: in place of the row's; "" is the one that the recipes have at this size.
         recipe: "" is the row's, with the word `tiny`.
         settings: in place of the row's.
         asking: in place of the row's.
         reason: why the embedded world has no such row.
     """
 
+    model: str = ""
     recipe: str = ""
     settings: tuple[str, ...] = ()
     asking: tuple[str, ...] = ()

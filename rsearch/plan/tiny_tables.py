@@ -7,9 +7,11 @@ come to the same are measured once.
 
 import dataclasses
 import functools
+import json
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from rsearch.config.recipes import (
@@ -17,6 +19,7 @@ from rsearch.config.recipes import (
     fields,
     load,
     run_label,
+    to_json,
     validate,
 )
 from rsearch.config.stage_plan import check_plan, kind_of, stage_configs
@@ -31,7 +34,7 @@ from rsearch.evaluation.tables import (
     TinyRow,
 )
 from rsearch.methods.names import READER_METHODS, split_name
-from rsearch.runtime import console
+from rsearch.runtime import console, held
 from rsearch.runtime.children import Job, run_jobs, say_failed
 
 TINY = "tiny"  # the word of a recipe, and the size
@@ -56,14 +59,15 @@ UNMADE = {
     "cr_planner": SAMPLED,
 }
 ALL = "all"
-METRICS = {"em": "EM", "cover_em": "CEM", "f1": "F1"}  # that a kind has
-METRICS |= {"searches": "searches"}
-COSTS = {"searches": "searches", "tokens": "tokens", "seconds": "seconds"}
+SEARCHES = {"searches": "searches"}
+METRICS = {"em": "EM", "cover_em": "CEM", "f1": "F1", **SEARCHES}  # that a kind has
+COSTS = {**SEARCHES, "tokens": "tokens", "seconds": "seconds"}
+LOOKS_EVERY = 2.0  # seconds, at a directory that another process has locked
 # Seconds of two CPU cores that run nothing else, compiling included.
-SECONDS = {"curate": 60.0, "sft": 90.0, "rl": 60.0}  # of a stage
-SECONDS_OF_STEP = {"curate": 0.0, "sft": 0.5, "rl": 10.0}
-SECONDS_OF_COMMAND = 40.0
-SECONDS_OF_METHOD = {"flare": 1.5, "ircot": 0.4, "": 0.1}  # of a question
+SECONDS = {"curate": 40.0, "sft": 40.0, "rl": 30.0}  # of a stage
+SECONDS_OF_STEP = {"curate": 0.0, "sft": 0.5, "rl": 6.0}
+SECONDS_OF_COMMAND = 25.0
+SECONDS_OF_METHOD = {"flare": 1.5, "ircot": 0.3, "": 0.05}  # of a question
 
 
 class TinyRun(NamedTuple):
@@ -122,19 +126,19 @@ def _columns(table):
 def _tiny_row(row, played, num_columns):
     """Return a row with its recipe, model and settings of the embedded world."""
     tiny = row.tiny or TinyRow(settings=row.settings, asking=row.asking)
-    model = played.get(row.model, "")
+    model = tiny.model or played.get(row.model, "")
     reason = row.reason or tiny.reason or UNMADE.get(split_name(row.method)[0], "")
     if not reason and not model:
         reason = f"the embedded world has nothing in place of {row.model}"
     return dataclasses.replace(
         row,
         printed=" ".join([row.printed, *["-"] * num_columns]),
-        model="" if reason else model,
         method="" if reason else row.method,
         recipe="" if reason or not row.recipe else tiny_recipe(tiny.recipe, row),
         settings=tiny.settings,
         asking=tiny.asking,
         reason=reason,
+        tiny=dataclasses.replace(tiny, model=model),
     )
 
 
@@ -159,9 +163,9 @@ def _spell(path, words):
 
 
 @functools.cache
-def _values(recipe, settings=()):
+def _values(recipe):
     """Return {dotted name: value} of a recipe, without its name."""
-    return fields(apply_overrides(load(recipe), settings)) | {"name": ""}
+    return fields(load(recipe)) | {"name": ""}
 
 
 def _played(name, table):
@@ -195,8 +199,9 @@ def run_of(row: PaperRow, settings: Sequence[str] = ()) -> TinyRun:
         settings: "field=value" of all rows.
     """
     if not row.recipe:
-        label = run_label(row.model.replace(":", "_"), settings)
-        return TinyRun(label, ASKS, tuple(settings), row.model)
+        model = row.tiny.model
+        label = run_label(model.replace(":", "_"), settings)
+        return TinyRun(label, ASKS, tuple(settings), model)
     settings = (*row.settings, *settings)
     return TinyRun(run_label(load(row.recipe).name, settings), row.recipe, settings)
 
@@ -239,28 +244,47 @@ def questions_name(max_questions: int, questions: str = DEV) -> str:
 
 
 def find_result(
-    results: Sequence[Mapping], row: PaperRow, dataset: str
+    results: Sequence[Mapping],
+    dataset: str,
+    *,
+    stage: str,
+    method: str = PROTOCOL,
+    asking: Sequence[str] = (),
 ) -> Mapping | None:
-    """Return the row of results.json that a row of a table is read from, or None.
+    """Return a row of results.json, or None.
 
     Args:
-        results: of the row's directory.
-        row: of a `tiny_table`.
+        results: of a directory.
         dataset: see `questions_name`.
+        stage: after which the policy was asked, or the model that was.
+        method: with the settings that it must have.
+        asking: "field=value" of the evaluation alone.
     """
-    method, needed = split_name(row.method or PROTOCOL)
-    asking = dict(text.split("=", 1) for text in row.asking)
+    (wanted, needed), setting = (
+        split_name(method),
+        dict(t.split("=", 1) for t in asking),
+    )
     for result in results:
         name, settings = split_name(result["method"])
         words = filter(None, result.get("setting", "").split(", "))
-        is_row = (name, result["dataset"]) == (method, dataset) and (
-            {*needed} <= {*settings}
-            and result["stage"] == (row.stage or row.model)
-            and dict(word.partition("=")[::2] for word in words) == asking
-        )
-        if is_row:
+        if (
+            (name, result["dataset"], result["stage"]) == (wanted, dataset, stage)
+            and {*needed} <= {*settings}
+            and dict(word.partition("=")[::2] for word in words) == setting
+        ):
             return result
     return None
+
+
+def _result_of(results, dataset, row):
+    """Return the row of results.json that a row of a table is read from, or None."""
+    return find_result(
+        results,
+        dataset,
+        stage=row.stage or row.tiny.model,
+        method=row.method or PROTOCOL,
+        asking=row.asking,
+    )
 
 
 def job_of(
@@ -281,13 +305,13 @@ def job_of(
     limit = (f"eval.max_questions={max_questions}",)
     commands = []
     if not run.model:
-        trained = [PaperRow("", "", "", "", stage=s) for s in _trained_stages(run)]
-        if any(find_result(results, row, dataset) is None for row in trained):
+        stages = _trained_stages(run)
+        if not all(find_result(results, dataset, stage=stage) for stage in stages):
             settings = (*run.settings, *TRAINING, *limit)
             commands.append(_command("train", run, folder, settings))
     methods: dict[tuple, dict] = {}
     for row in rows:
-        if find_result(results, row, dataset) is None and (row.method or row.asking):
+        if not _result_of(results, dataset, row) and (row.method or row.asking):
             names = methods.setdefault(row.asking, {})
             names[row.method or PROTOCOL] = None
     for asking, names in methods.items():
@@ -309,8 +333,11 @@ def _learned(run, folder, results, settings, names):
     choosers = [name for name in names if split_name(name)[0] in CHOOSERS]
     questions = questions_name(NUM_LABELLED, TRAIN)
     if choosers:
-        rows = [PaperRow("", "", "", run.model, method=m) for m in CHOOSE_FROM]
-        missing = [r.method for r in rows if not find_result(results, r, questions)]
+        missing = [
+            method
+            for method in CHOOSE_FROM
+            if not find_result(results, questions, stage=run.model, method=method)
+        ]
         if missing:
             asks = _command("evaluate", run, folder, label, missing)
             commands.append((*asks, f"--sets={TRAIN}"))
@@ -377,24 +404,58 @@ def hours_of(job: Job, run: TinyRun, max_questions: int) -> float:
     return seconds / 3600
 
 
+def folders_of(
+    runs: Mapping[TinyRun, Sequence[PaperRow]],
+    out: pathlib.Path,
+    others: Mapping[pathlib.Path, Mapping],
+    *,
+    max_questions: int,
+    is_same: Callable[[Mapping, Mapping], bool],
+) -> dict[TinyRun, pathlib.Path]:
+    """Return the directory of each run: one of others that has all, or its name's.
+
+    Args:
+        runs: see `tiny_runs`.
+        out: has the directories that are made.
+        others: {directory: {dotted name: value}} of runs that are there.
+        max_questions: see `job_of`.
+        is_same: whether two configurations are those of one run.
+    """
+    folders = {}
+    for run, rows in runs.items():
+        config = {} if run.model else json.loads(to_json(_config(run)))
+        same = [
+            path
+            for path, values in others.items()
+            if config
+            and is_same(fields(config), values)
+            and not job_of(run, rows, path, max_questions).commands
+        ]
+        folders[run] = same[0] if same else out / run.name
+    return folders
+
+
 def jobs_of(
-    runs: Mapping[TinyRun, Sequence[PaperRow]], out: pathlib.Path, max_questions: int
+    runs: Mapping[TinyRun, Sequence[PaperRow]],
+    folders: Mapping[TinyRun, pathlib.Path],
+    max_questions: int,
 ) -> dict[TinyRun, Job]:
     """Return the job of each directory; see `job_of`.
 
     Args:
         runs: see `tiny_runs`.
-        out: has the directories.
+        folders: of the runs.
         max_questions: see `job_of`.
     """
     return {
-        run: job_of(run, rows, out / run.name, max_questions)
+        run: job_of(run, rows, folders[run], max_questions)
         for run, rows in runs.items()
     }
 
 
 def fill(
     runs: Mapping[TinyRun, Sequence[PaperRow]],
+    folders: Mapping[TinyRun, pathlib.Path],
     out: pathlib.Path,
     *,
     at_once: int,
@@ -404,14 +465,17 @@ def fill(
 
     Args:
         runs: see `tiny_runs`.
-        out: has the directories, and their logs; made where it is missing.
+        folders: of the runs.
+        out: of the logs; made where it is missing.
         at_once: jobs that run at the same time.
         max_questions: see `job_of`.
 
     Returns:
         {directory's name: exit code} of the jobs that failed.
     """
-    jobs = jobs_of(runs, out, max_questions).values()
+    for folder in folders.values():
+        _wait_for(folder)
+    jobs = jobs_of(runs, folders, max_questions).values()
     missing = [job for job in jobs if job.commands]
     console.note(f"{len(jobs)} parts in {out}, {len(jobs) - len(missing)} are over")
     out.mkdir(parents=True, exist_ok=True)
@@ -420,18 +484,33 @@ def fill(
     return failed
 
 
+def _wait_for(folder):
+    """Wait for a run that goes on since this command was killed without a signal."""
+    is_said = False
+    while folder.is_dir():
+        try:
+            return held.check_free(folder)
+        except ValueError as error:
+            if not is_said:
+                console.note(f"waits for another run: {error}")
+            is_said = True
+            time.sleep(LOOKS_EVERY)
+
+
 def show_jobs(
-    runs: Mapping[TinyRun, Sequence[PaperRow]], out: pathlib.Path, *, max_questions: int
+    runs: Mapping[TinyRun, Sequence[PaperRow]],
+    folders: Mapping[TinyRun, pathlib.Path],
+    max_questions: int,
 ) -> None:
     """Print the runs and evaluations of tables, and hours of what is missing.
 
     Args:
         runs: see `tiny_runs`.
-        out: has the directories.
+        folders: of the runs.
         max_questions: see `job_of`.
     """
     lines, total = [], 0.0
-    for run, job in jobs_of(runs, out, max_questions).items():
+    for run, job in jobs_of(runs, folders, max_questions).items():
         hours = hours_of(job, run, max_questions)
         total += hours
         methods = [split_name(row.method or PROTOCOL)[0] for row in runs[run]]
@@ -447,21 +526,24 @@ def show_jobs(
 
 
 def find_results(
-    table: PaperTable, settings: Sequence[str], out: pathlib.Path, max_questions: int
+    table: PaperTable,
+    settings: Sequence[str],
+    folders: Mapping[TinyRun, pathlib.Path],
+    max_questions: int,
 ) -> dict[str, tuple[pathlib.Path, Mapping]]:
     """Return {row's key: (directory, row of its results.json)} of what is measured.
 
     Args:
         table: of `tiny_table`.
         settings: "field=value" of all rows.
-        out: has the directories.
+        folders: of the runs.
         max_questions: see `job_of`.
     """
     sources, dataset = {}, questions_name(max_questions)
     for row in table.rows:
         if row.is_runnable:
-            folder = out / run_of(row, settings).name
-            if result := find_result(read_results(folder), row, dataset):
+            folder = folders[run_of(row, settings)]
+            if result := _result_of(read_results(folder), dataset, row):
                 sources[row.key] = folder, result
     return sources
 
@@ -480,7 +562,7 @@ def remarks_of(table: PaperTable) -> tuple[str, ...]:
     metrics = {column.metric for column in table.columns}
     if "judge" in metrics:
         texts.append("ours: no judge; no model of this size can be one")
-    if "" in metrics and any(not c.mean_of and not c.metric for c in table.columns):
+    if not table.curves and any(not c.mean_of and not c.metric for c in table.columns):
         texts.append("ours: results.json has no number for some columns of the paper")
     reasons: dict[str, list[str]] = {}
     for row in table.rows:

@@ -132,7 +132,7 @@ def columns() -> int:
     return terminal_width() or FILE_COLUMNS
 
 
-def draw(renderable: RenderableType, *, width: int) -> None:
+def print_renderable(renderable: RenderableType, *, width: int) -> None:
     """Print an object of Rich on stdout. Its texts are clean, and none is markup."""
     stdout_console().print(renderable, width=width)
 

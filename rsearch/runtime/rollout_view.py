@@ -65,14 +65,14 @@ def draw_rollouts(*views: RolloutView) -> None:
     width = console.columns()
     if len(views) == 1 or width < BESIDE:
         for view in views:
-            console.draw(_stack(view, width), width=width)
+            console.print_renderable(_stack(view, width), width=width)
         return
     share = (width - 2 * (len(views) - 1)) // len(views)
     grid = Table.grid(padding=(0, 2))
     for _ in views:
         grid.add_column(width=share)
     grid.add_row(*(_stack(view, share) for view in views))
-    console.draw(grid, width=width)
+    console.print_renderable(grid, width=width)
 
 
 def _stack(view, width) -> Stack:

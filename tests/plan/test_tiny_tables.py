@@ -1,27 +1,36 @@
 """Tables on the embedded world: which rows, made how, and what is missing of them."""
 
 import csv
+import functools
+import json
 import pathlib
+import time
 
 import pytest
 
 from rsearch import tables
-from rsearch.config.recipes import apply_overrides, load, run_command
+from rsearch.config.recipes import apply_overrides, load, run_command, to_json
 from rsearch.evaluation.tables import find_row, read_tables
 from rsearch.plan.tiny_tables import job_of, run_of, tiny_runs, tiny_table
+from rsearch.runtime.held import HeldDirectory
 from tests.test_compare import make, row
 
-TINY = {name: tiny_table(name, table) for name, table in read_tables().items()}
+TABLES = read_tables()
 RL = "search_r1_tiny"
 
 
+@functools.cache
+def tiny_of(name):
+    return tiny_table(name, TABLES[name])
+
+
 def test_every_row_is_made_of_what_can_be_trained_or_says_why_not():
-    runs = tiny_runs([*TINY.values()])
+    runs = tiny_runs([*map(tiny_of, TABLES)])
     assert len({run.name for run in runs}) == len(runs)
     for rows in runs.values():
-        assert all(r.model.startswith("world:") for r in rows)
-    for table in TINY.values():
-        for tiny in table.rows:
+        assert all(r.tiny.model.startswith("world:") for r in rows)
+    for name in TABLES:
+        for tiny in tiny_of(name).rows:
             assert tiny.is_runnable == bool(tiny.recipe or tiny.method), tiny
             if tiny.recipe:
                 config = apply_overrides(load(tiny.recipe), tiny.settings)
@@ -41,8 +50,8 @@ def test_every_row_is_made_of_what_can_be_trained_or_says_why_not():
     ],
 )
 def test_a_recipe_has_no_words_that_change_nothing(table, key, recipe):
-    tiny = find_row(TINY[table], key)
-    assert (tiny.recipe, tiny.model) == (recipe, "world:base")
+    tiny = find_row(tiny_of(table), key)
+    assert (tiny.recipe, tiny.tiny.model) == (recipe, "world:base")
 
 
 @pytest.mark.parametrize(
@@ -62,14 +71,14 @@ def test_a_recipe_has_no_words_that_change_nothing(table, key, recipe):
     ],
 )
 def test_a_method_is_asked_of_what_stands_for_its_model(table, key, model):
-    tiny = find_row(TINY[table], key)
-    assert tiny.model == model and bool(tiny.reason) == (not model)
+    tiny = find_row(tiny_of(table), key)
+    assert tiny.tiny.model == model if model else tiny.reason
 
 
 def test_rows_of_several_tables_share_their_runs():
-    names = [r.name for r in tiny_runs([TINY["rag_r1:3"], TINY["rag_r1:5"]])]
+    names = [r.name for r in tiny_runs([tiny_of("rag_r1:3"), tiny_of("rag_r1:5")])]
     assert names.count("rag_r1_tiny") == 1 and len(names) == 5
-    (run,) = tiny_runs([TINY["r_search:fig2"]], ["seed=1"])
+    (run,) = tiny_runs([tiny_of("r_search:fig2")], ["seed=1"])
     assert (run.name, run.settings) == ("r_search_tiny-seed=1", ("seed=1",))
 
 
@@ -81,7 +90,7 @@ def words(job):
 
 
 def test_what_is_missing_is_run_and_the_rest_is_over(tmp_path):
-    runs = tiny_runs([TINY["rag_r1:3"], TINY["rag_r1:5"]])
+    runs = tiny_runs([tiny_of("rag_r1:3"), tiny_of("rag_r1:5")])
     (run,) = (r for r in runs if r.name == RL)
     rows, folder = runs[run], tmp_path / RL
     (train, asks) = words(job_of(run, rows, folder, 0))
@@ -99,7 +108,7 @@ def test_what_is_missing_is_run_and_the_rest_is_over(tmp_path):
 
 
 def test_methods_that_learn_have_their_labels_made_before(tmp_path):
-    table = TINY["r1_searcher:2"]
+    table = tiny_of("r1_searcher:2")
     rows = [find_row(table, f"{n}_llama") for n in ("direct", "skr", "recomp")]
     run, folder = run_of(rows[0]), tmp_path / "world_base"
     made = words(job_of(run, rows, folder, 0))
@@ -156,6 +165,32 @@ def test_runs_that_are_there_are_shown_beside_the_paper(said, tmp_path, monkeypa
     assert code == 0 and out.count("is over") == 2
 
 
+def test_a_run_that_is_somewhere_else_is_not_trained_again(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipes = {"a": "configs/r_search.py:tiny,grpo", "b": "configs/r_search.py:tiny"}
+    for name, recipe in recipes.items():
+        config = json.loads(to_json(load(recipe)))
+        config |= {"seed": int(name == "b"), "name": name}
+        make(tmp_path / name, row(dataset="world:dev"), **config)
+    argv = ["r_search:4", "--size=tiny", "--runs=a,b", "--dry_run"]
+    code, out, _ = said(*argv)
+    lines = {x.split()[1]: x for x in out.splitlines() if "r_search_tiny" in x}
+    assert code == 0 and "is over" in lines["r_search_tiny"]
+    assert "is over" not in lines["r_search_tiny_ppo"]
+    assert "is over" not in said(*argv, "--max_questions=9")[1]
+    assert "is over" not in said(*argv, "--config.rl.steps=3")[1]
+
+
+def test_a_run_that_goes_on_alone_is_waited_for(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("r_search_tiny", "r_search_tiny_ppo"):
+        make(tmp_path / "t" / name, row(dataset="world:dev"))
+    other = HeldDirectory(tmp_path / "t" / name)
+    monkeypatch.setattr(time, "sleep", lambda _: other.close())
+    code, _, err = said("r_search:4", "--size=tiny", "--workdir=t", "--out=x.csv")
+    assert code == 0 and "2 are over" in err and name in err.split("2 parts")[0]
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
@@ -164,7 +199,7 @@ def test_runs_that_are_there_are_shown_beside_the_paper(said, tmp_path, monkeypa
         (["--at_once=2"], "--at_once=2"),
         (["--config.seed=1"], "--config.seed=1"),
         (["--size=tiny", "--at_once=0"], "--at_once=0"),
-        (["--size=tiny", "--runs=x"], "--runs=x"),
+        (["--size=tiny", "--runs=x"], "x: not there"),
         (["--size=tiny", "--topology=v5p-8"], "--topology=v5p-8"),
         (["--size=tiny", "--dry_run", "--out=x.md"], "--out=x.md"),
         (["--size=tiny", "--config.seed"], "--config.seed"),
