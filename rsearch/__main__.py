@@ -19,6 +19,7 @@ COMMANDS = {
     "export": "write the trained policy as a Hugging Face model",
     "tool": "answer questions with a trained policy, in a shell",
     "serve": "serve a trained policy over HTTP, to OpenAI's clients too",
+    "mcp": "offer a trained policy to other models over MCP",
     "corpus": "write a corpus from public ones, or of articles cut into passages",
     "index": "encode the passages of a corpus and build their ScaNN index",
     "retriever": "serve an index over HTTP, as the published systems ask it",

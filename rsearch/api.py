@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 
 from rsearch.config.recipes import from_json, resolve
 from rsearch.runtime.workdir import read_config
+from rsearch.serving.exported import read_export
 from rsearch.serving.search_tool import SearchTool, tool_config
 from rsearch.setup.weights import trained_params
 
@@ -40,9 +41,9 @@ def load_policy(
     returns the conversation. It takes lists of questions, too, and is greedy.
 
     Args:
-        directory: of a run, whose newest weights and configuration are loaded; with
-            `config` the directory or hub id of a Hugging Face model, such as
-            `rsearch.export` writes.
+        directory: of a run, whose newest weights and configuration are loaded, or of
+            what `rsearch.export` has written; with `config` the directory or hub id of
+            any Hugging Face model.
         config: of the model: the recipe that it was trained by, such as
             "configs/r_search.py:tiny", or as of `rsearch.config.recipes.resolve`.
         search: a SearchFn in place of the configuration's engine, which is not opened:
@@ -54,6 +55,8 @@ def load_policy(
         ValueError: the directory or the configuration cannot be used.
     """
     common = dict(say=say, search=search)
+    if config is None and (exported := read_export(str(directory))):
+        config = exported.config
     if config is not None:
         settings = tool_config(
             resolve(config), model=str(directory), max_concurrent=max_concurrent

@@ -1,14 +1,21 @@
-"""Write a trained policy as a Hugging Face model: python -m rsearch.export --config=...
+"""Write a trained policy as a Hugging Face model.
+
+    python -m rsearch.export --workdir=RUN --out=DIR
 
 The newest checkpoint of the last stage that has one is written with its tokenizer to a
-new directory, which transformers loads and `model.source` of another run may name.
+new directory, which transformers loads and `model.source` of another run may
+name. Beside them lie a model card and rsearch.json, with which rsearch.serve and
+rsearch.tool ask the policy as it was trained. The configuration is the run's.
 """
 
+import dataclasses
+import pathlib
 import sys
 from collections.abc import Sequence
 
 from rsearch.config.recipes import (
     REQUIRED,
+    from_json,
     parse_command_line,
     print_config,
     run_command,
@@ -17,6 +24,7 @@ from rsearch.config.stage_plan import START
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.runtime import console
 from rsearch.runtime.workdir import Workdir, check_workdir, read_config
+from rsearch.serving.exported import describe_export, export_files
 from rsearch.setup.load import load_setup
 from rsearch.setup.weights import trained_params
 
@@ -30,7 +38,11 @@ def main(argv: Sequence[str]) -> int:
         "out": (REQUIRED, "the model's directory; made, and never overwritten"),
         "dtype": ("float32", "of the weights on disk: " + ", ".join(DTYPES)),
     }
-    config, values = parse_command_line(argv, flags=flags)
+    config, values = parse_command_line(
+        argv,
+        flags=flags,
+        default=lambda values: from_json(read_config(values["workdir"])),
+    )
     if values["print_config"]:
         print_config(config)
         return 0
@@ -45,12 +57,15 @@ def main(argv: Sequence[str]) -> int:
         stage, step, params = trained_params(setup, workdir.path)
         if stage == START:
             raise ValueError(f"{workdir.path}: no stage has a checkpoint yet")
+        described = describe_export(setup, workdir.path, stage, step)
+        name, ids = pathlib.Path(values["out"]).name, setup.tokenizer.special_ids
         huggingface.export(
             values["out"],
             params,
-            setup.model.spec,
+            dataclasses.replace(setup.model.spec, max_context=described["max_context"]),
             setup.tokenizer,
             dtype=values["dtype"],
+            files=export_files(described, ids, name),
         )
     console.note(f"stage {stage} after step {step} is now in {values['out']}")
     return 0

@@ -25,11 +25,11 @@ FLAGS = {**POLICY_FLAGS, **service.FLAGS}
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
-    config, values = read_policy(argv, FLAGS)
+    config, load, values = read_policy(argv, FLAGS)
     if values["print_config"]:
         print_config(config)
-        return 0
-    service.serve_policy(config, values)
+    else:
+        service.serve_policy(load, values)
     return 0
 
 

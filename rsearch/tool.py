@@ -5,8 +5,8 @@
 
 The model is a Hugging Face directory or hub id, such as `rsearch.export` writes, the
 index one of `rsearch.index`. What else there is to know, prompt and budgets above all,
-is that of a recipe. Questions come one a line, as text or as {"question": "..."}; each
-gives one JSON object:
+is in the rsearch.json of an export, or that of a recipe (--config). Questions come one
+a line, as text or as {"question": "..."}; each gives one JSON object:
 
     {"question", "evidence", "answer", "queries", "passages", "outcome"}
 
@@ -24,24 +24,27 @@ for one with the encoder's own, --config.retrieval.max_query_tokens=0 and
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from rsearch.config.recipes import load as load_recipe
 from rsearch.config.recipes import parse_command_line, print_config, run_command
 from rsearch.runtime import console
 from rsearch.runtime.jsonl import decode_json
 from rsearch.serving import service
+from rsearch.serving.exported import RECIPE, RETRIEVAL, check_recipe, read_export
 from rsearch.serving.search_tool import SearchTool, tool_config
 
-RECIPE = "configs/r_search.py"
+DEFAULT = "configs/r_search.py"  # of a model that does not say its recipe
 POLICY_FLAGS = {
     "model": ("", "Hugging Face directory or hub id (default: the recipe's)"),
     "index": ("", "a directory that rsearch.index made (default: the recipe's)"),
     "encoder": ("", "of the index: a directory, a hub id or 'hashed' (likewise)"),
     "family": ("", "of the encoder: minilm, e5, bge, declared (likewise)"),
     "protocol": ("", "how the policy was trained to search (likewise)"),
+    "accept": ("", "differences from the model's training: recipe, retrieval or both"),
     "max_concurrent": (8, "questions answered at once"),
     "max_question_chars": (2000, "a longer question is refused"),
 }
@@ -55,49 +58,72 @@ FLAGS = {
 
 def read_policy(
     argv: Sequence[str], flags: Mapping[str, tuple]
-) -> tuple[ConfigDict, dict[str, Any]]:
-    """Return the configuration of a policy that answers, and {flag: value}.
+) -> tuple[ConfigDict, Callable[[], SearchTool], dict[str, Any]]:
+    """Read a command that asks a policy.
 
     Args:
         argv: as in `rsearch.config.recipes.parse_command_line`.
         flags: of the command, POLICY_FLAGS among them.
 
+    Returns:
+        The configuration, a function that loads the policy, and {flag: value}.
+
     Raises:
         ValueError: there is no model.
     """
-    argv = list(argv)
-    if not any(word.split("=")[0] == "--config" for word in argv):
-        argv = [f"--config={RECIPE}", *argv]
-    recipe, values = parse_command_line(argv, flags=flags)
+    recipe, values = parse_command_line(argv, flags=flags, default=_trained_recipe)
+    accepted = set(filter(None, values["accept"].split(",")))
+    if unknown := accepted - {RECIPE, RETRIEVAL}:
+        raise ValueError(
+            f"--accept={min(unknown)}: must be {RECIPE}, {RETRIEVAL} or both"
+        )
     names = ("model", "index", "encoder", "family", "protocol", "max_concurrent")
-    keeps_mesh = any(word.startswith("--config.mesh.") for word in argv)
-    words = {word.partition("=")[0] for word in argv}
+    words = {word.partition("=")[0].removeprefix("--config.") for word in argv}
     chosen = {name: values[name] for name in names}
-    if "--config.rollout.max_concurrent" in words and "--max_concurrent" not in words:
+    if "rollout.max_concurrent" in words and "--max_concurrent" not in words:
         chosen["max_concurrent"] = recipe.rollout.max_concurrent
+    keeps_mesh = any(word.startswith("mesh.") for word in words)
     config = tool_config(recipe, **chosen, keeps_mesh=keeps_mesh)
     if not config.model.source:
         raise ValueError("--model=... is missing, and the recipe names no model")
-    return config, values
+    exported, retrieval = read_export(values["model"]), None
+    if exported is not None and RECIPE not in accepted:
+        check_recipe(values["model"], exported, config, meant=words)
+    # Who names another kind of search by its field means it.
+    is_meant = any(word.startswith("retrieval.") for word in words)
+    if exported is not None and not is_meant and RETRIEVAL not in accepted:
+        retrieval = exported.retrieval
+
+    def load():
+        return SearchTool(
+            config,
+            max_question_chars=values["max_question_chars"],
+            retrieval=retrieval,
+            say=console.note,
+        )
+
+    return config, load, values
+
+
+def _trained_recipe(values):
+    """Return the configuration that --model was trained with, or else DEFAULT."""
+    exported = read_export(values["model"])
+    return load_recipe(DEFAULT) if exported is None else exported.config
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
-    config, values = read_policy(argv, FLAGS)
+    config, load, values = read_policy(argv, FLAGS)
     if values["serve"] and values["question"]:
         raise ValueError("--serve and --question=... do not go together: name one")
     if values["print_config"]:
         print_config(config)
-        return 0
-    if values["serve"]:
-        service.serve_policy(config, values)
-        return 0
-    max_chars = values["max_question_chars"]
-    tool = SearchTool(config, max_question_chars=max_chars, say=console.note)
-    if values["question"]:
-        _print(tool(values["question"]))
+    elif values["serve"]:
+        service.serve_policy(load, values)
+    elif values["question"]:
+        _print(load()(values["question"]))
     else:
-        answer_lines(tool, sys.stdin.buffer, values["max_concurrent"])
+        answer_lines(load(), sys.stdin.buffer, values["max_concurrent"])
     return 0
 
 

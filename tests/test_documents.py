@@ -68,7 +68,8 @@ MAINS = {
 }
 # The flag with which a command ends as soon as it has understood the others; "--help"
 # leaves their values alone.
-PRINTS = ("train", "evaluate", "export", "tool", "serve", "retriever", "plan")
+PRINTS = ("train", "evaluate", "export", "tool", "serve", "mcp")
+PRINTS += ("retriever", "plan")
 ENDS_WITH = {f"rsearch.{name}": "--print_config" for name in PRINTS}
 ENDS_WITH["launch/sweep.py"] = "--commands"
 # Commands that end where the first file is missing, and the flags that name files.
@@ -196,7 +197,8 @@ def test_a_command_is_understood(command, tmp_path, monkeypatch, capsys):
     main = main_of(command.name)
     monkeypatch.chdir(tmp_path)
     pathlib.Path("launch").symlink_to(ROOT / "launch")
-    if command.name == "rsearch.evaluate" and "--config=" not in command.text:
+    reads_run = command.name in ("rsearch.evaluate", "rsearch.export")
+    if reads_run and command.arguments and "--config=" not in command.text:
         (run,) = (x for x in command.arguments if x.startswith("--workdir="))
         Workdir(run.partition("=")[2], load(RECIPE)).close()
     if command.name in READS and command.arguments:

@@ -1,12 +1,14 @@
 """rsearch.export: a run's policy leaves it as it is."""
 
+import dataclasses
+import json
 import shutil
 
 import jax
 import numpy as np
 import pytest
 
-from rsearch import export
+from rsearch import export, tool
 from rsearch.config.recipes import run_command
 from rsearch.models.hf import checkpoint as huggingface
 from rsearch.models.hf.families import read_spec
@@ -27,13 +29,93 @@ def test_the_exported_policy_is_the_trained_one(run, tmp_path):
     assert run_command(export.main, [*arguments(run), f"--out={out}"]) == 0
     setup = load_setup(config())
     _, _, params = trained_params(setup, run)
-    assert read_spec(out) == setup.model.spec
+    context = dataclasses.replace(setup.model.spec, max_context=setup.num_tokens)
+    assert read_spec(out) == context
     loaded = huggingface.load_params(out, setup.model.spec)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     start = initial_params(setup)
     same = jax.tree.map(lambda a, b: bool((a == b).all()), loaded, start)
     assert not all(jax.tree.leaves(same))
     assert load_tokenizer(out).fingerprint == setup.tokenizer.fingerprint
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The directory of the run's policy, exported with the run's configuration."""
+    out = tmp_path_factory.mktemp("exported") / "policy"
+    run = shutil.copytree(finished(), out.with_name("run"))
+    assert run_command(export.main, [f"--workdir={run}", f"--out={out}"]) == 0
+    return out
+
+
+def test_an_export_says_how_it_was_trained(exported):
+    setup = load_setup(config())
+    body = json.loads((exported / "rsearch.json").read_text())
+    assert (body["stage"], body["step"]) == ("rl", 3)
+    assert body["inputs"]["retrieval"] == setup.inputs["retrieval"]
+    assert body["config"]["protocol"]["name"] == config().protocol.name
+    assert {row["method"] for row in body["evaluation"]} == {"protocol"}
+    generation = json.loads((exported / "generation_config.json").read_text())
+    assert generation["stop_strings"] == list(setup.protocol.stop_strings)
+    assert generation["max_length"] == body["max_context"] == setup.num_tokens
+    assert generation["eos_token_id"] == setup.tokenizer.eos_ids[0]
+    card = (exported / "README.md").read_text()
+    assert config().protocol.name in card and "| em |" in card
+    huggingface.check_export(exported)
+
+
+def test_an_export_alone_is_asked_as_it_was_trained(exported, capsys):
+    assert run_command(tool.main, [f"--model={exported}", "--print_config"]) == 0
+    printed = capsys.readouterr().out
+    trained = config()
+    for name in ("protocol.name", "rollout.max_turn_tokens", "retrieval.top_k"):
+        assert f"config.{name} = {trained[name]!r}\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "accept"),
+    [
+        (["--config=configs/r_search.py:tiny"], "config.protocol.name", "recipe"),
+        (["--protocol=r_search"], "config.protocol.name", "recipe"),
+        (["--config.seed=9", "--question=Who?"], "memory:", "retrieval"),
+        (["--accept=all"], "--accept=all", "recipe"),
+    ],
+)
+def test_another_recipe_or_retrieval_is_refused(exported, capsys, words, field, accept):
+    assert run_command(tool.main, [f"--model={exported}", *words]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert field in line and accept in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--config=configs/r_search.py:tiny", "--accept=recipe"],
+        ["--config.rollout.max_searches=1"],
+    ],
+)
+def test_what_is_accepted_or_set_by_its_field_is_meant(exported, capsys, words):
+    argv = [f"--model={exported}", *words, "--print_config"]
+    assert run_command(tool.main, argv) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not what rsearch.export writes"),
+        ("[]", "not what rsearch.export writes"),
+        ('{"format": 1, "config": {}}', "not what rsearch.export writes"),
+        (
+            '{"format": 9, "config": {"stages": []}, "inputs": {"retrieval": "x"}}',
+            "format 9, this program reads 1",
+        ),
+    ],
+)
+def test_a_damaged_description_is_refused(tmp_path, capsys, text, message):
+    (tmp_path / "rsearch.json").write_text(text)
+    assert run_command(tool.main, [f"--model={tmp_path}"]) == 2
+    assert f"{tmp_path}/rsearch.json: {message}" in capsys.readouterr().err
 
 
 def test_nothing_of_the_users_is_overwritten(run, tmp_path, capsys):

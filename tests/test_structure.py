@@ -235,6 +235,9 @@ def test_importing_any_module_loads_neither_tensorflow_nor_torch():
 
 def test_requirements_name_every_library_that_is_imported():
     pinned = (ROOT / "requirements.txt").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    pinned += "".join(f"{line}\n" for lines in extras for line in lines)
     known = {"optax", "flax", "jax", *re.findall(r"^(\w[\w-]*)==", pinned, re.M)}
     known = {name.lower().replace("-", "_") for name in known}
     names = {"orbax": "orbax_checkpoint", "tensorflow_text": "tensorflow_text"}

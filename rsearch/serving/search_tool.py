@@ -24,7 +24,15 @@ from rsearch.setup.agents import load_agent
 from rsearch.setup.load import load_setup
 from rsearch.setup.rollouts import make_host, make_rollouts
 from rsearch.setup.weights import initial_params
-from rsearch.types import Group, Question, Rollout, SearchFn, Source, ToolUse
+from rsearch.types import (
+    Group,
+    Passage,
+    Question,
+    Rollout,
+    SearchFn,
+    Source,
+    ToolUse,
+)
 
 WARM_UP = "Who wrote it?"
 TOTALS = ("questions_total", "searches_total", "tokens_read_total")
@@ -42,9 +50,16 @@ class SearchTool:
     Args:
         config: of the policy; see `tool_config`.
         max_question_chars: longer questions are refused.
+        retrieval: fingerprint of what the policy must search; None is anything.
         say: called with a line on each part that takes a while to load.
         search: a SearchFn in place of the configuration's engine.
         load_params: (setup) -> the policy's parameters.
+
+    Attributes:
+        name: that clients call the policy by: its hub id, or its directory's name.
+
+    Raises:
+        ValueError: a value or a file that cannot be used, or another retrieval.
     """
 
     def __init__(
@@ -52,11 +67,19 @@ class SearchTool:
         config: ConfigDict,
         *,
         max_question_chars: int = 2000,
+        retrieval: str | None = None,
         say: Callable[[str], None] = lambda text: None,
         search: SearchFn | None = None,
         load_params: Callable = initial_params,
     ):
         setup = load_setup(config, say=say, only_policy=True, search=search)
+        opened = setup.inputs["retrieval"]
+        if retrieval not in (None, opened):
+            raise ValueError(
+                f"{config.model.source}: trained to search {retrieval!r}, not "
+                f"{opened!r}; name its index by --index=DIR, or go on with "
+                "--accept=retrieval"
+            )
         host = make_host(setup, on_change=self._follow)
         self._engine = make_rollouts(
             setup, host, temperature=0.0, top_p=1.0, group_size=1
@@ -65,18 +88,20 @@ class SearchTool:
         self._answerer = load_agent(config, "answerer", setup.mesh)
         self._answer_from = config.eval.answer_from
         self._limits, self._max_chars = setup.limits, max_question_chars
+        source = pathlib.Path(config.model.source)
+        self.name = source.resolve().name if source.is_dir() else config.model.source
         self._changed = threading.Condition()  # held to read or change what follows
         self._waiting: list[_Call] = []  # for the next batch
         self._batch: list[tuple[_Call, int]] = []  # of each question that runs
         self._is_running = False
         self._totals = collections.Counter()
-        # A service may be paid by the search.
-        self._warm_search = None if config.retrieval.url else setup.search
+        self._search = setup.search
+        self._is_paid = bool(config.retrieval.url)  # by the search, perhaps
 
     def warm_up(self) -> None:
         """Compile what a question needs, so that the first one is not kept waiting."""
-        if self._warm_search is not None:
-            self._warm_search([WARM_UP])
+        if not self._is_paid:
+            self.search(WARM_UP)
         self.ask(WARM_UP)
         self._totals.clear()
 
@@ -128,6 +153,29 @@ class SearchTool:
         (group,) = self._answer(call)
         return group
 
+    def search(self, query: str) -> list[dict]:
+        """Return the passages that the policy would be shown for a query.
+
+        Raises:
+            ValueError: the query is empty or too long, or the search has failed.
+        """
+        if not query.strip() or len(query) > self._max_chars:
+            raise ValueError(
+                f"a query must have 1 to {self._max_chars} characters, this one has "
+                f"{len(query)}"
+            )
+        # Not beside a batch: an engine's searches may not overlap.
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_running)
+            self._is_running = True
+        try:
+            (passages,) = self._search([whole_characters(query)])
+        finally:
+            self._end_run()
+        if passages is None:
+            raise ValueError("the search failed; try again later")
+        return [passage_value(passage) for passage in passages]
+
     def check(self, question: Any) -> str:
         """Return the question as it will be asked.
 
@@ -154,7 +202,7 @@ class SearchTool:
         """Return {name: number} of questions, tokens and searches, for a monitor."""
         with self._changed:
             waiting = sum(len(call.questions) for call in self._waiting)
-            running = len(self._batch) if self._is_running else 0
+            running = len(self._batch)
             queue = {"questions_waiting": waiting, "questions_running": running}
             return {**queue, **{name: self._totals[name] for name in TOTALS}}
 
@@ -173,12 +221,15 @@ class SearchTool:
             try:
                 self._run(calls)
             finally:
-                with self._changed:
-                    self._is_running = False
-                    self._changed.notify_all()
+                self._end_run()
         if call.error is not None:
             raise call.error
         return call.groups
+
+    def _end_run(self):
+        with self._changed:
+            self._is_running, self._batch = False, []
+            self._changed.notify_all()
 
     def _run(self, calls):
         """Set the groups of each call, or its error."""
@@ -266,7 +317,12 @@ def passage_values(rollout: Rollout) -> list[dict]:
     """Return what the policy was shown, each passage once, as JSON values."""
     # By their contents too: a writer's observations have no ids of their own.
     shown = {(p.id, p.contents): p for p in rollout.passages}
-    return [{"id": p.id, "title": p.title, "text": p.text} for p in shown.values()]
+    return [passage_value(passage) for passage in shown.values()]
+
+
+def passage_value(passage: Passage) -> dict:
+    """Return a passage as JSON values."""
+    return {"id": passage.id, "title": passage.title, "text": passage.text}
 
 
 def result_of(group: Group) -> dict:
@@ -325,10 +381,3 @@ def tool_config(
         for name in ("instruction", "system", "invalid_message"):
             config.protocol[name] = None
     return config
-
-
-def model_name(config: ConfigDict) -> str:
-    """Return the name that clients call the policy by: a hub id, or its directory's."""
-    source = config.model.source
-    path = pathlib.Path(source)
-    return path.resolve().name if path.is_dir() else source

@@ -1,9 +1,7 @@
 """The HTTP service of a policy: /search, the OpenAI dialect, and its description."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from ml_collections import ConfigDict
 
 from rsearch.runtime import console
 from rsearch.runtime.calls import read_api_key
@@ -17,7 +15,7 @@ from rsearch.runtime.openapi import (
 from rsearch.runtime.prometheus import RequestMetrics, counts_text
 from rsearch.runtime.server import JsonServer, PlainText, RefusedError
 from rsearch.serving.chat import ERRORS, chat_error_body, chat_routes
-from rsearch.serving.search_tool import SearchTool, model_name
+from rsearch.serving.search_tool import SearchTool
 from rsearch.types import Outcome
 
 MAX_QUESTIONS = 64  # in one request
@@ -43,12 +41,12 @@ FLAGS = {
 }
 
 
-def serve_policy(config: ConfigDict, values: Mapping[str, Any]) -> None:
+def serve_policy(load: Callable[[], SearchTool], values: Mapping[str, Any]) -> None:
     """Load a policy, and serve it until Control-C.
 
     Args:
-        config: of the policy; see `tool_config`.
-        values: {flag: value} of FLAGS, and `max_question_chars`.
+        load: returns the policy.
+        values: {flag: value} of FLAGS.
 
     Raises:
         ValueError: a host or port that cannot be listened at, or no token; before
@@ -76,15 +74,14 @@ def serve_policy(config: ConfigDict, values: Mapping[str, Any]) -> None:
     requests = RequestMetrics()
     server.on_reply = requests.observe
 
-    def load():
-        max_chars = values["max_question_chars"]
-        tool = SearchTool(config, max_question_chars=max_chars, say=console.note)
+    def prepare():
+        tool = load()
         tool.warm_up()
-        server.routes = routes_of(tool, model_name(config), requests)
+        server.routes = routes_of(tool, tool.name, requests)
         host, port = server.server_address[:2]
         console.note(f"POST http://{host}:{port}/search, until Control-C")
 
-    server.serve(load)
+    server.serve(prepare)
     console.note("ended")
 
 

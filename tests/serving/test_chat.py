@@ -1,6 +1,5 @@
 """The OpenAI dialect: a scripted policy behind the service, and its clients."""
 
-import collections
 import concurrent.futures
 import contextlib
 import json
@@ -10,33 +9,18 @@ import time
 import httpx
 import pytest
 
-from rsearch.rollout.scheduler import RolloutEngine
 from rsearch.runtime.prometheus import RequestMetrics
 from rsearch.runtime.server import JsonServer
 from rsearch.serving import chat, service
-from rsearch.serving.search_tool import SearchTool
 from tests.rollout import scripted, tiny
 from tests.running_server import MODEL, running
+from tests.serving.scripted_tool import TURNS, ScriptedTool
 
 CITATIONS = [
     {"id": "c", "title": "city", "text": scripted.find([""])[0][0].text},
 ]
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "who was born"}]}
-TURNS = (scripted.SEARCHES, scripted.ANSWERS)
 NUM_TOKENS = sum(len(tiny.tokenizer().encode(turn)) for turn in TURNS)
-
-
-class ScriptedTool(SearchTool):
-    """The tool around a policy that writes these turns, whatever is asked."""
-
-    def __init__(self, turns=TURNS, search=scripted.find):
-        host = scripted.make_host(search, on_change=self._follow)
-        script = scripted.Script([turns])
-        self._engine = RolloutEngine(script, host, num_rows=4, group_size=1)
-        self._params, self._answerer = None, None
-        self._limits, self._max_chars = host.limits, 200
-        self._changed, self._is_running = threading.Condition(), False
-        self._waiting, self._batch, self._totals = [], [], collections.Counter()
 
 
 @contextlib.contextmanager

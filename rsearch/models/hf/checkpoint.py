@@ -7,6 +7,8 @@ import pathlib
 import re
 import shutil
 import uuid
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +164,7 @@ def export(
     *,
     dtype: str = "float32",
     max_shard_bytes: int = 5_000_000_000,
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a checkpoint that `transformers` and `load_params` can read.
 
@@ -176,6 +179,7 @@ def export(
         tokenizer: saved beside the weights; None leaves it out.
         dtype: on disk: float32, bfloat16 or float16.
         max_shard_bytes: bytes a file, unless one tensor alone is larger.
+        files: {name: text} of further files; they replace those of the tokenizer.
 
     Raises:
         ValueError: the directory holds something, an unknown dtype, or a shape that
@@ -198,6 +202,8 @@ def export(
                 tokenizer.save(unfinished)
                 config |= tokenizer.special_ids
             (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            for name, text in files.items():
+                (unfinished / name).write_text(text)
         for file, entries in shards.items():
             tensors = {
                 name: _fetch(leaf, layer, groups, EXPORT_DTYPES[dtype])

@@ -1,0 +1,104 @@
+"""Offer a trained policy to other models over MCP: python -m rsearch.mcp --model=DIR
+
+    rsearch mcp --model=DIR --index=DIR                stdin and stdout, for a program
+    rsearch mcp --model=DIR --index=DIR --http         http://127.0.0.1:8000/mcp
+
+It has two tools: `search` finds passages, and `research` lets the policy search and
+answer, as rsearch.tool does. It needs the extra: pip install 'rsearch[mcp]'. The model,
+its index and its recipe are named as for rsearch.tool.
+"""
+
+import asyncio
+import concurrent.futures
+import importlib.util
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from rsearch.config.recipes import print_config, run_command
+from rsearch.runtime import console
+from rsearch.serving.search_tool import SearchTool, result_of
+from rsearch.tool import POLICY_FLAGS, read_policy
+
+HOST = "127.0.0.1"  # MCP's tokens are those of OAuth, which is not offered here
+FLAGS = {
+    **POLICY_FLAGS,
+    "http": (False, "serves this machine over streamable HTTP in place of stdin"),
+    "port": (8000, "to listen at with --http"),
+}
+
+
+def make_server(tool: SearchTool) -> Any:
+    """Return the MCPServer of a policy."""
+    from mcp.server.mcpserver import MCPServer
+    from mcp.server.mcpserver.exceptions import ToolError
+
+    server = MCPServer("rsearch", log_level="WARNING")
+
+    async def run(function, *arguments, **settings):
+        """Run a function on a thread; what a caller did wrong is a tool's error."""
+        try:
+            return await asyncio.to_thread(function, *arguments, **settings)
+        except (ValueError, concurrent.futures.CancelledError) as error:
+            raise ToolError(str(error) or "cancelled") from None
+
+    @server.tool()
+    async def search(query: str) -> dict[str, Any]:
+        """Find the passages of the corpus that fit a query best."""
+        return {"passages": await run(tool.search, query)}
+
+    @server.tool()
+    async def research(question: str) -> dict[str, Any]:
+        """Answer a question by searching the corpus, with the passages that say so."""
+        is_given_up = threading.Event()
+        try:
+            group = await run(tool.ask, question, is_cancelled=is_given_up.is_set)
+        finally:
+            is_given_up.set()  # by the client too, which cancels this
+        result = result_of(group)
+        (rollout,) = group.rollouts
+        if not rollout.outcome.is_signal:
+            raise ToolError(f"ended as {rollout.outcome}; try again later")
+        return result
+
+    return server
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; `argv` as in `rsearch.config.recipes.parse_command_line`."""
+    config, load, values = read_policy(argv, FLAGS)
+    if values["print_config"]:
+        print_config(config)
+        return 0
+    if importlib.util.find_spec("mcp") is None:
+        raise ValueError("the package mcp is missing: pip install 'rsearch[mcp]'")
+    port = values["port"]
+    if values["http"]:
+        _check_port(port)
+    tool = load()
+    tool.warm_up()
+    server = make_server(tool)
+    if values["http"]:
+        console.note(f"MCP at http://{HOST}:{port}/mcp, until Control-C")
+        server.run("streamable-http", host=HOST, port=port)
+    else:
+        console.note("MCP on stdin and stdout, until its end")
+        server.run("stdio")
+    return 0
+
+
+def _check_port(port):
+    """Refuse a port that cannot be listened at, before anything is loaded."""
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"--port={port}: must be 1 to 65535")
+    try:
+        socket.create_server((HOST, port)).close()
+    except OSError as error:
+        reason = f"cannot listen at {HOST}:{port}: {error.strerror}"
+        raise ValueError(reason) from None
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,189 @@
+"""The file rsearch.json of an exported policy: how it was trained to search.
+
+run, stage, step   of the checkpoint that was exported
+config             of the stage: protocol, budgets, retrieval and all else
+inputs             fingerprints of what it searched, and of its tokenizer
+max_context        tokens of the longest conversation
+evaluation         rows of results.json of this stage's protocol
+versions           of the programs that wrote it
+"""
+
+import json
+import pathlib
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from rsearch.config.recipes import from_json, to_json, with_defaults
+from rsearch.config.stage_plan import stage_config
+from rsearch.evaluation.results import read_results
+from rsearch.hosts.processes import program_versions
+from rsearch.runtime.files import read_json
+from rsearch.runtime.workdir import read_run_id
+from rsearch.setup.context import Setup
+from rsearch.setup.policy import policy_protocol, rollout_limits
+
+FILE = "rsearch.json"
+FORMAT = 1
+RECIPE, RETRIEVAL = "recipe", "retrieval"  # that a user may accept as they are
+VERSIONS = ("rsearch", "python", "jax")
+# What a policy has learnt to write and to read; max_concurrent, say, it never sees.
+BUDGETS = ("max_searches", "max_prompt_tokens", "max_turn_tokens", "cut_tags")
+BUDGETS += ("max_observation_tokens", "forced_final_turn", "on_invalid")
+SCORES = ("dataset", "n", "em", "f1", "searches")  # of a row, in the model card
+
+
+class Exported(NamedTuple):
+    """The conditions that a policy was trained under.
+
+    Attributes:
+        config: of its stage.
+        retrieval: fingerprint of what it searched.
+    """
+
+    config: ConfigDict
+    retrieval: str
+
+
+def describe_export(setup: Setup, folder: pathlib.Path, stage: str, step: int) -> dict:
+    """Return what rsearch.json holds.
+
+    Args:
+        setup: of the run.
+        folder: of the run.
+        stage, step: of the checkpoint that is exported.
+    """
+    config = stage_config(setup.config, stage)
+    spec, tokenizer = setup.model.spec, setup.tokenizer
+    protocol = policy_protocol(config)
+    _, num_tokens = rollout_limits(config, tokenizer, protocol, spec)
+    rows = read_results(folder)
+    versions = program_versions()
+    return {
+        "format": FORMAT,
+        "run": read_run_id(folder),
+        "stage": stage,
+        "step": step,
+        "config": json.loads(to_json(config)),
+        "inputs": {name: setup.inputs[name] for name in (RETRIEVAL, "tokenizer")},
+        # A network that was never loaded from a model has no bound of its own.
+        "max_context": min(spec.max_context, num_tokens)
+        if setup.source is None
+        else spec.max_context,
+        "stop_strings": list(protocol.stop_strings),
+        "evaluation": [
+            row for row in rows if (row["stage"], row["method"]) == (stage, "protocol")
+        ],
+        "versions": {name: versions[name] for name in VERSIONS if name in versions},
+    }
+
+
+def export_files(described: dict, special_ids: dict, name: str) -> dict[str, str]:
+    """Return {file name: text} of what an export has beside weights and tokenizer.
+
+    Args:
+        described: of `describe_export`.
+        special_ids: of the tokenizer.
+        name: of the model's directory.
+    """
+    generation = {
+        **special_ids,
+        "do_sample": False,
+        "max_length": described["max_context"],
+        "stop_strings": described["stop_strings"],
+    }
+    return {
+        FILE: json.dumps(described, indent=1) + "\n",
+        "generation_config.json": json.dumps(generation, indent=2) + "\n",
+        "README.md": _model_card(described, name),
+    }
+
+
+def _model_card(described, name):
+    """Return the text that says what the model is and how it is asked."""
+    config = described["config"]
+    retrieval, rollout = config["retrieval"], config["rollout"]
+    facts = {
+        "recipe": config["name"],
+        "base model": config["model"]["source"] or "none: trained from random weights",
+        "stage": f"{described['stage']}, step {described['step']}",
+        "protocol": config["protocol"]["name"],
+        "searches of a question": rollout["max_searches"],
+        "tokens of a turn": rollout["max_turn_tokens"],
+        "tokens of an observation": rollout["max_observation_tokens"],
+        "tokens of a conversation": described["max_context"],
+        "passages of a search": retrieval["top_k"],
+        "encoder": retrieval["encoder"],
+    }
+    lines = [
+        *("---", "library_name: transformers", "---", "", f"# {name}", ""),
+        "A language model that answers questions with a search engine, trained by",
+        f"rsearch. {FILE} has its configuration.",
+        *("", "| | |", "|---|---|"),
+        *(f"| {fact} | {value} |" for fact, value in facts.items()),
+    ]
+    if described["evaluation"]:
+        lines += ["", f"| {' | '.join(SCORES)} |", "|---" * len(SCORES) + "|"]
+        for row in described["evaluation"]:
+            lines.append(f"| {' | '.join(_score(row.get(s)) for s in SCORES)} |")
+    lines += [
+        *("", "```bash", f"rsearch serve --model={name} --index=DIR", "```", ""),
+        "With transformers, `generate` needs `tokenizer=` for the stop strings.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _score(value):
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def read_export(model: str) -> Exported | None:
+    """Return the conditions of a model's training; None of one that has no such file.
+
+    Raises:
+        ValueError: the file is damaged, or of another version.
+    """
+    path = pathlib.Path(model).expanduser() / FILE
+    if not model or not path.is_file():
+        return None
+    try:
+        body = read_json(path)
+        version, config = body["format"], body["config"]
+        retrieval = body["inputs"][RETRIEVAL]
+        config["stages"], retrieval.encode()
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"{path}: not what rsearch.export writes") from None
+    if version != FORMAT:
+        raise ValueError(f"{path}: format {version}, this program reads {FORMAT}")
+    return Exported(from_json(with_defaults(config)), retrieval)
+
+
+def check_recipe(
+    model: str, exported: Exported, config: ConfigDict, meant: Collection[str]
+) -> None:
+    """Refuse a configuration that asks a policy otherwise than it was trained.
+
+    Args:
+        model: its directory, for the message.
+        exported: of `read_export`.
+        config: that it is to be asked with.
+        meant: names of fields that may differ.
+
+    Raises:
+        ValueError: names a field of protocol, budgets or top_k that differs.
+    """
+    names = ["protocol.name", *(f"protocol.{name}" for name in config.protocol)]
+    names += [*(f"rollout.{name}" for name in BUDGETS), "retrieval.top_k"]
+    rows: list[tuple[str, Any, Any]] = [
+        (name, exported.config[name], config[name])
+        for name in dict.fromkeys(names)
+        if config[name] != exported.config[name] and name not in meant
+    ]
+    if rows:
+        name, old, new = rows[0]
+        others = f" and {len(rows) - 1} more fields differ" if rows[1:] else ""
+        raise ValueError(
+            f"{model}: trained with config.{name} = {old!r}, here {new!r}{others}; "
+            f"leave --config and --protocol out, or go on with --accept={RECIPE}"
+        )

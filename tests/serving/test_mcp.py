@@ -1,0 +1,169 @@
+"""The tools that a policy offers over MCP, as the official client sees them."""
+
+import asyncio
+import contextlib
+import importlib.util
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from rsearch import mcp as command
+from rsearch.config.recipes import run_command
+from tests.rollout import scripted
+from tests.serving.scripted_tool import TURNS, ScriptedTool
+from tests.small_run import ROOT, child_environment
+
+SERVES = """
+import sys
+from rsearch.mcp import make_server
+from tests.serving.scripted_tool import ScriptedTool
+server = make_server(ScriptedTool())
+if sys.argv[1:]:
+    server.run("streamable-http", port=int(sys.argv[1]))
+server.run("stdio")
+"""
+
+
+@contextlib.asynccontextmanager
+async def connected(target):
+    """A client of an MCPServer, an address or a transport."""
+    pytest.importorskip("mcp")
+    from mcp.client.client import Client
+
+    async with Client(target) as client:
+        yield client
+
+
+async def check_tools(client):
+    listed = await client.list_tools()
+    assert {tool.name for tool in listed.tools} == {"search", "research"}
+    answered = await client.call_tool("research", {"question": "who was born"})
+    result = answered.structured_content
+    assert not answered.is_error
+    assert (result["answer"], result["queries"]) == ("city", ["river"])
+    assert [p["id"] for p in result["passages"]] == ["c"]
+    hits = await client.call_tool("search", {"query": "river"})
+    assert [p["id"] for p in hits.structured_content["passages"]] == ["c"]
+    for name, arguments in (
+        ("research", {"question": " "}),
+        ("research", {"question": "x" * 201}),
+        ("research", {}),
+        ("search", {"query": "x" * 201}),
+        ("search", {"query": "bad"}),
+    ):
+        refused = await client.call_tool(name, arguments)
+        assert refused.is_error and refused.content[0].text, arguments
+
+
+def server_of(tool):
+    pytest.importorskip("mcp")
+    return command.make_server(tool)
+
+
+def test_the_official_client_lists_calls_and_sees_errors():
+    async def run():
+        async with connected(server_of(ScriptedTool())) as client:
+            await check_tools(client)
+
+    asyncio.run(run())
+
+
+def test_a_search_that_fails_is_a_tools_error():
+    async def run():
+        tool = ScriptedTool(search=lambda queries: [None for _ in queries])
+        async with connected(server_of(tool)) as client:
+            reply = await client.call_tool("research", {"question": "who"})
+            assert reply.is_error and "tool_error" in reply.content[0].text
+
+    asyncio.run(run())
+
+
+def test_a_call_that_is_cancelled_ends_its_rollout():
+    is_searching, go_on, calls = threading.Event(), threading.Event(), []
+
+    def search(queries):
+        calls.append(queries)
+        is_searching.set()
+        assert go_on.wait(30)
+        return scripted.find(queries)
+
+    tool = ScriptedTool([scripted.SEARCHES, *TURNS], search)
+
+    async def run():
+        async with connected(server_of(tool)) as client:
+            call = asyncio.ensure_future(
+                client.call_tool("research", {"question": "who"})
+            )
+            assert await asyncio.to_thread(is_searching.wait, 30)
+            call.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await call
+            await asyncio.sleep(0.2)
+            go_on.set()
+            while tool.counts()["questions_running"]:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert len(calls) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["stdio", "http"])
+def test_the_official_client_is_answered_by_a_process(transport):
+    pytest.importorskip("mcp")
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+
+    async def ask_on_stdio():
+        parameters = StdioServerParameters(
+            command=sys.executable,
+            args=["-c", SERVES],
+            cwd=str(ROOT),
+            env=child_environment(),
+        )
+        async with connected(stdio_client(parameters)) as client:
+            await check_tools(client)
+
+    async def ask_over_http():
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        words = [sys.executable, "-c", SERVES, str(port)]
+        with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE) as process:
+            try:
+                end = time.monotonic() + 100
+                while time.monotonic() < end:
+                    with contextlib.suppress(OSError):
+                        socket.create_connection(("127.0.0.1", port)).close()
+                        break
+                    await asyncio.sleep(0.1)
+                async with connected(f"http://127.0.0.1:{port}/mcp") as client:
+                    await check_tools(client)
+            finally:
+                process.kill()
+
+    asyncio.run(ask_on_stdio() if transport == "stdio" else ask_over_http())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--http", "--port=0"], "--port=0"),
+        (["--http", "--port=70000"], "--port=70000"),
+        (["--model=m", "--accept=x"], "--accept=x"),
+    ],
+)
+def test_a_wrong_command_ends_with_one_line(words, message, capsys):
+    if "--http" in words:
+        pytest.importorskip("mcp")
+    assert run_command(command.main, ["--model=m", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mcp") is not None, reason="it is there")
+def test_without_the_extra_it_is_named(capsys):
+    assert run_command(command.main, ["--model=m"]) == 2
+    assert "rsearch[mcp]" in capsys.readouterr().err
