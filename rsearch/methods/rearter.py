@@ -198,7 +198,18 @@ def read_step_labels(path: str) -> tuple[LabelledSteps, ...]:
         method="rearter",
         flag="label_steps",
         convert=labelled_chains,
-        fault=lambda rows: fault_of_success(r for row in rows for r in row.success),
+        fault=_fault,
+    )
+
+
+def _fault(rows):
+    """Return why no value can be learnt from these rows; "" where one can."""
+    last = [steps[-1] for row in rows for steps in row.chains]
+    num = sum(STEP.search(step) is not None for step in last)
+    fault = fault_of_success(rate for row in rows for rate in row.success)
+    return fault and (
+        f"{fault}; {num} of {len(last)} are a follow-up or a final answer, which the "
+        "model learns from self_ask's examples"
     )
 
 

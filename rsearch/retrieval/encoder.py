@@ -11,6 +11,7 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import pathlib
 import re
 import unicodedata
@@ -114,7 +115,7 @@ def encoder_fingerprint(
     if source == "hashed":
         return HashedNgrams(dim).fingerprint
     _check_family(family)
-    if not pathlib.Path(source).expanduser().is_dir():
+    if not os.path.isdir(os.path.expanduser(source)):
         return None
     design = _read_design(
         find_model(source), family, max_query_tokens, max_passage_tokens

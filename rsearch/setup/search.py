@@ -183,7 +183,8 @@ def check_index(c: ConfigDict) -> None:
     if is_of_words:
         return
     expected = encoder_fingerprint(r.encoder, **_encoder_settings(r))
-    stored = (manifest.get("encoder") or {}).get("fingerprint")
+    made_by = manifest.get("encoder")
+    stored = made_by.get("fingerprint") if isinstance(made_by, dict) else made_by
     if expected not in (None, stored):
         raise ValueError(
             f"{named} was built with the encoder {stored}, not with "

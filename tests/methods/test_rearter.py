@@ -209,6 +209,10 @@ ROW = {"question": "Who", "chains": [["a"], ["b"]], "success": [0.5, 1]}
         ({**ROW, "success": [1]}, "labels:1.*success"),
         ({**ROW, "success": [True, 0]}, "labels:1.*success"),
         ({**ROW, "success": [1.5, 0]}, "labels:1.*success"),
+        (
+            {**ROW, "chains": [["so"], ["Follow up: x"]], "success": [0, 0]},
+            "success = 0.0 of all steps.*1 of 2 are a follow-up or a final answer",
+        ),
     ],
 )
 def test_labels_that_cannot_be_used_are_refused(tmp_path, row, words):
