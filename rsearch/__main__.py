@@ -12,6 +12,7 @@ COMMANDS = {
     "train": "train and evaluate the stages of a recipe, or go on with them",
     "evaluate": "answer held-out questions with a run's policy, and score them",
     "compare": "print one table over several runs",
+    "report": "draw runs on one page: curves, results, transcripts",
     "tables": "show a paper's table, and this package's rows beside it",
     "score": "score anybody's predictions",
     "show": "show a run's conversations and the rollouts that it learnt from",

@@ -52,6 +52,7 @@ from rsearch.evaluation.runs import (
     label_runs,
     read_run,
     run_names,
+    stages_of,
 )
 from rsearch.runtime.console import clean_line, note, table
 from rsearch.runtime.files import check_output, replace
@@ -92,6 +93,7 @@ HEADINGS = {
 FORMATS = (("json", "JSON"), ("csv", "CSV"), ("markdown", "Markdown tables"))
 FORMATS += (("latex", "LaTeX tables"),)
 HINT = "--wide shows them"
+PLOTS = (".png", ".svg")
 STDOUT = "-"  # of a format without a file
 # Columns that a narrow terminal may lack, the most important first.
 OPTIONAL = ("searches", "F1", "EM before", "seed", "judge", "cover-EM", "recipe")
@@ -105,6 +107,7 @@ FLAGS = {
     "diff": (False, "adds a table of the fields of config.json that differ"),
     "wide": (False, "shows all columns, however wide the terminal is"),
     **{name: ("", f"prints {text}, or writes it to =FILE") for name, text in FORMATS},
+    "plot": ("", f"a file that the runs' curves are drawn in: {', '.join(PLOTS)}"),
     "allow": (
         "",
         "fields in which rows may differ that must be equal, or 'all'; marks such rows",
@@ -194,6 +197,12 @@ def main(argv: Sequence[str]) -> int:
         "config": {field: dict(zip(names, v)) for field, v in differing.items()},
     }
     _show(grids, footnotes, document, flags)
+    if flags["plot"]:
+        from rsearch.evaluation.curves import plot_file  # with matplotlib
+
+        folders = {name: run.path for name, run in zip(names, runs, strict=True)}
+        plot_file(flags["plot"], folders, stages_of(runs))
+        note(f"written: {flags['plot']}")
     return 0
 
 
@@ -202,9 +211,11 @@ def _check_outputs(flags):
     printed = [f"--{name}" for name, _ in FORMATS if flags[name] == STDOUT]
     if len(printed) > 1:
         raise ValueError(f"{' and '.join(printed)} would mix: name files, --csv=FILE")
-    for name in dict(FORMATS):
+    for name in ("plot", *dict(FORMATS)):
         if flags[name] not in ("", STDOUT):
             check_output(name, flags[name])
+    if flags["plot"] and not flags["plot"].endswith(PLOTS):
+        raise ValueError(f"--plot={flags['plot']}: must end in {' or '.join(PLOTS)}")
 
 
 def _is_value(words):

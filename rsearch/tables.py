@@ -49,7 +49,7 @@ from rsearch.evaluation.tables import (
     curve_means,
     find_row,
     find_table,
-    read_curves,
+    read_row_curves,
     read_tables,
     with_curve_columns,
 )
@@ -361,7 +361,7 @@ def _curves_of(table, folders, remarks=()):
     curves, cells, notes, first = {}, {}, {}, {}
     for row in table.rows:
         if row.key in folders:
-            curves[row.key] = read_curves(table, row, folders[row.key])
+            curves[row.key] = read_row_curves(table, row, folders[row.key])
             same = first.setdefault((folders[row.key], row.stage), row.key)
             text = f"{same} and this row are the same run here"
             marks = (_sign(notes, text),) if same != row.key else ()

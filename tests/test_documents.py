@@ -73,7 +73,9 @@ PRINTS += ("retriever", "plan")
 ENDS_WITH = {f"rsearch.{name}": "--print_config" for name in PRINTS}
 ENDS_WITH["launch/sweep.py"] = "--commands"
 # Commands that end where the first file is missing, and the flags that name files.
-READS = {f"rsearch.{n}": () for n in ("corpus", "compare", "score", "checkpoint")}
+READS = {
+    f"rsearch.{n}": () for n in ("corpus", "compare", "report", "score", "checkpoint")
+}
 READS["rsearch.index"] = ("--corpus", "--questions")
 
 

@@ -30,7 +30,15 @@ CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 SCRIPTS = sorted((ROOT / "launch").glob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PICKLES = ("pickle", "dill", "marshal", "shelve", "joblib", "cloudpickle", "_pickle")
-HEAVY = ("tensorflow", "tensorflow_text", "torch", "transformers", "scann", "bm25s")
+HEAVY = (
+    "matplotlib",
+    "tensorflow",
+    "tensorflow_text",
+    "torch",
+    "transformers",
+    "scann",
+    "bm25s",
+)
 PEERS = ("torch", "transformers", "faiss", "tunix")  # measured where installed
 TREES = {path: structure.tree(path) for path in SOURCES + CONFIGS + SCRIPTS}
 
@@ -239,6 +247,7 @@ def test_requirements_name_every_library_that_is_imported():
     extras = project.get("optional-dependencies", {}).values()
     pinned += "".join(f"{line}\n" for lines in extras for line in lines)
     known = {"optax", "flax", "jax", *re.findall(r"^(\w[\w-]*)==", pinned, re.M)}
+    known.add("markupsafe")  # of jinja2
     known = {name.lower().replace("-", "_") for name in known}
     names = {"orbax": "orbax_checkpoint", "tensorflow_text": "tensorflow_text"}
     for path, tree in TREES.items():

@@ -47,11 +47,15 @@ def find_runs(folders: Iterable[str | os.PathLike]) -> list[pathlib.Path]:
     return list(dict.fromkeys(runs))
 
 
-def read_run(path: pathlib.Path) -> ComparedRun:
+def read_run(path: pathlib.Path, *, needs_results: bool = True) -> ComparedRun:
     """Read a run with its results.
 
+    Args:
+        path: its directory.
+        needs_results: refuses a run that has not been evaluated yet.
+
     Raises:
-        ValueError: no run, or one that has not been evaluated yet.
+        ValueError: no run, a damaged one, or one without results that needs them.
     """
     config = fields(read_config(path))
     if missing := {"name", "seed", "stages"} - config.keys():
@@ -68,7 +72,7 @@ def read_run(path: pathlib.Path) -> ComparedRun:
             f"{path}/{CONFIG}: seed = {reprlib.repr(config['seed'])}: expected int"
         )
     rows = read_results(path)
-    if not rows:
+    if needs_results and not rows:
         raise ValueError(
             f"{path}: has no results yet; python -m rsearch.evaluate makes them"
         )
@@ -83,6 +87,11 @@ def run_names(paths: Sequence[pathlib.Path]) -> list[str]:
         if len({*names}) == len(names):
             break
     return names
+
+
+def stages_of(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return the stages of all runs, in their order."""
+    return list(dict.fromkeys(stage for run in runs for stage in run.config["stages"]))
 
 
 def config_difference(runs: Sequence[ComparedRun]) -> dict[str, list]:

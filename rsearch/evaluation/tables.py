@@ -233,7 +233,7 @@ def with_curve_columns(table: PaperTable) -> PaperTable:
     return dataclasses.replace(table, columns=columns, rows=rows)
 
 
-def read_curves(
+def read_row_curves(
     table: PaperTable, row: PaperRow, folder: pathlib.Path
 ) -> dict[str, list[tuple[int, float]]]:
     """Return {curve's name: (step, value) pairs} of a run; {} of one without metrics.
@@ -258,7 +258,7 @@ def curve_means(
     """Return {name of a column: mean over its steps} of curves.
 
     Args:
-        curves: see `read_curves`. One with fewer steps than columns has none.
+        curves: see `read_row_curves`. One with fewer steps than columns has none.
     """
     means = {}
     for name, points in curves.items():

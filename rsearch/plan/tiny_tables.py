@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from rsearch.config.recipes import (
     apply_overrides,
+    diff,
     fields,
     load,
     run_label,
@@ -249,7 +250,7 @@ def find_result(
     *,
     stage: str,
     method: str = PROTOCOL,
-    asking: Sequence[str] = (),
+    setting: str = "",
 ) -> Mapping | None:
     """Return a row of results.json, or None.
 
@@ -258,32 +259,28 @@ def find_result(
         dataset: see `questions_name`.
         stage: after which the policy was asked, or the model that was.
         method: with the settings that it must have.
-        asking: "field=value" of the evaluation alone.
+        setting: of the evaluation, see `rsearch.evaluate`.
     """
-    (wanted, needed), setting = (
-        split_name(method),
-        dict(t.split("=", 1) for t in asking),
-    )
+    wanted, needed = split_name(method)
     for result in results:
         name, settings = split_name(result["method"])
-        words = filter(None, result.get("setting", "").split(", "))
-        if (
-            (name, result["dataset"], result["stage"]) == (wanted, dataset, stage)
-            and {*needed} <= {*settings}
-            and dict(word.partition("=")[::2] for word in words) == setting
-        ):
+        about = name, result["dataset"], result["stage"], result.get("setting", "")
+        is_wanted = about == (wanted, dataset, stage, setting)
+        if is_wanted and {*needed} <= {*settings}:
             return result
     return None
 
 
-def _result_of(results, dataset, row):
+def _result_of(results, dataset, run, row):
     """Return the row of results.json that a row of a table is read from, or None."""
+    config = _config(run)
+    changes = diff(config, apply_overrides(config, row.asking))
     return find_result(
         results,
         dataset,
         stage=row.stage or row.tiny.model,
         method=row.method or PROTOCOL,
-        asking=row.asking,
+        setting=", ".join(f"{name}={new}" for name, _, new in changes),
     )
 
 
@@ -311,7 +308,7 @@ def job_of(
             commands.append(_command("train", run, folder, settings))
     methods: dict[tuple, dict] = {}
     for row in rows:
-        if not _result_of(results, dataset, row) and (row.method or row.asking):
+        if not _result_of(results, dataset, run, row) and (row.method or row.asking):
             names = methods.setdefault(row.asking, {})
             names[row.method or PROTOCOL] = None
     for asking, names in methods.items():
@@ -366,7 +363,9 @@ def _command(module, run, folder, settings, methods=()):
     return (*words, f"--workdir={folder}")
 
 
+@functools.cache
 def _config(run):
+    """Return the configuration of a run, locked."""
     return apply_overrides(load(run.recipe), run.settings)
 
 
@@ -542,8 +541,9 @@ def find_results(
     sources, dataset = {}, questions_name(max_questions)
     for row in table.rows:
         if row.is_runnable:
-            folder = folders[run_of(row, settings)]
-            if result := _result_of(read_results(folder), dataset, row):
+            run = run_of(row, settings)
+            folder = folders[run]
+            if result := _result_of(read_results(folder), dataset, run, row):
                 sources[row.key] = folder, result
     return sources
 

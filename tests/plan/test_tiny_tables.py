@@ -1,6 +1,7 @@
 """Tables on the embedded world: which rows, made how, and what is missing of them."""
 
 import csv
+import dataclasses
 import functools
 import json
 import pathlib
@@ -105,6 +106,19 @@ def test_what_is_missing_is_run_and_the_rest_is_over(tmp_path):
     alone = row(dataset="world:dev", setting="rollout.max_concurrent=1")
     make(tmp_path / "over", row(dataset="world:dev"), alone)
     assert job_of(run, rows, tmp_path / "over", 0).commands == ()
+
+
+def test_a_setting_names_what_differs_from_the_run(tmp_path):
+    tiny = find_row(tiny_of("rag_r1:5"), "search_r1")
+    run, folder = run_of(tiny), tmp_path / "run"
+    texts = ("rollout.max_searches=3", "retrieval.top_k=2", "rollout.max_concurrent=64")
+    rows = [dataclasses.replace(tiny, asking=texts)]
+    setting = "retrieval.top_k=2, rollout.max_searches=3"
+    protocol = row(dataset="world:dev")
+    make(folder, protocol, {**protocol, "setting": setting})
+    assert job_of(run, rows, folder, 0).commands == ()
+    make(tmp_path / "other", protocol)
+    assert len(job_of(run, rows, tmp_path / "other", 0).commands) == 1
 
 
 def test_methods_that_learn_have_their_labels_made_before(tmp_path):

@@ -1,0 +1,173 @@
+"""Draw the metrics of runs, stage by stage, with several runs in one plot."""
+
+import io
+import itertools
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rsearch.runtime.console import clean_line
+from rsearch.runtime.metric_table import GROUPS, OTHER, describe_metric
+from rsearch.runtime.metrics import METRICS, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS = ("#1f6fb4", "#d9730d", "#2e9e5b", "#b0408f", "#7a5fd0", "#a8861c", "#5a6b7b")
+STYLES = ("solid", "dashed", "dotted", "dashdot")  # where the colors begin again
+COLUMNS = 4  # plots side by side in a file
+PLOT_SIZE = (3.2, 1.9)  # inches
+MAX_POINTS = 400  # of a line, which is then drawn by means
+
+
+class Curve(NamedTuple):
+    """A metric of one stage, in each run that has it.
+
+    Attributes:
+        stage: its name.
+        group: of the metric table, or OTHER.
+        name: of the metric.
+        lines: {run's name: (steps, values)}.
+    """
+
+    stage: str
+    group: str
+    name: str
+    lines: dict[str, tuple[list[float], list[float]]]
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all values of all runs are one number."""
+        return len({y for _, values in self.lines.values() for y in values}) <= 1
+
+
+def read_curves(runs: Mapping[str, pathlib.Path], stages: Sequence[str]) -> list[Curve]:
+    """Return the metrics of runs, by stage and group.
+
+    Args:
+        runs: {name: directory}.
+        stages: names, in their order; a run without one is left out of its curves.
+
+    Returns:
+        Curves of numbers; what is not finite or no number is no point of theirs.
+    """
+    curves = []
+    for stage in stages:
+        lines: dict[str, dict] = {}
+        for run, folder in runs.items():
+            file = folder / stage / METRICS
+            for row in read_metrics(file) if file.is_file() else ():
+                for name, value in row.items():
+                    is_number = isinstance(value, int | float)
+                    if name != "step" and is_number and math.isfinite(value):
+                        steps, values = lines.setdefault(name, {}).setdefault(
+                            run, ([], [])
+                        )
+                        steps.append(row["step"] + 1)
+                        values.append(float(value))
+        order = [*GROUPS, OTHER]
+        of_stage = [
+            Curve(stage, describe_metric(n)[0], n, several)
+            for n, several in lines.items()
+        ]
+        curves += sorted(of_stage, key=lambda curve: order.index(curve.group))
+    return curves
+
+
+def plot_file(
+    path: str, runs: Mapping[str, pathlib.Path], stages: Sequence[str]
+) -> None:
+    """Write a picture of all metrics that change, a row of plots after the other.
+
+    Args:
+        path: the file; its name's end is the format.
+        runs, stages: see `read_curves`.
+
+    Raises:
+        ValueError: no run has metrics.
+    """
+    curves = [c for c in read_curves(runs, stages) if not c.is_constant]
+    if not curves:
+        raise ValueError(f"--plot={path}: the runs have no {METRICS} with two steps")
+    rows = math.ceil(len(curves) / COLUMNS)
+    width, height = PLOT_SIZE
+    figure = new_figure(COLUMNS * width, rows * height + 0.5)
+    for i, curve in enumerate(curves):
+        axes = figure.add_subplot(rows, COLUMNS, i + 1)
+        draw_curve(axes, curve, [*runs])
+        axes.set_title(f"{curve.stage}: {curve.name}", fontsize=8, parse_math=False)
+    handles = [axes.plot([], [], **line_style(i))[0] for i in range(len(runs))]
+    legend = figure.legend(
+        handles, map(clean_line, runs), loc="outside upper center", ncols=COLUMNS
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    figure.savefig(path, dpi=110, metadata=_no_date(path))
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty matplotlib figure of a size in inches."""
+    from matplotlib.figure import Figure  # it takes a second
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw_curve(axes: "Axes", curve: Curve, names: Sequence[str]) -> None:
+    """Draw the lines of a curve.
+
+    Args:
+        axes: of matplotlib.
+        curve: of any number of the runs.
+        names: of all runs: the position of a run's decides its color.
+    """
+    for i, name in enumerate(names):
+        if name in curve.lines:
+            steps, values = (_thinned(x) for x in curve.lines[name])
+            marker = "o" if len(steps) == 1 else None
+            axes.plot(steps, values, marker=marker, markersize=3, **line_style(i))
+    axes.tick_params(labelsize=7)
+    axes.yaxis.get_offset_text().set_size(7)
+    axes.locator_params(nbins=4)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def line_style(position: int) -> dict[str, Any]:
+    """Return how the line of the run at a position is drawn."""
+    cycle, color = divmod(position, len(COLORS))
+    style = STYLES[cycle % len(STYLES)]
+    return {"color": COLORS[color], "linestyle": style, "linewidth": 1.4}
+
+
+def curve_svg(curve: Curve, names: Sequence[str]) -> str:
+    """Return the <svg> element of a curve, whose text is in the page's font and color.
+
+    Args:
+        curve: to draw.
+        names: of all runs; see `draw_curve`.
+    """
+    figure = new_figure(*PLOT_SIZE)
+    draw_curve(figure.add_subplot(), curve, names)
+    import matplotlib
+
+    # Ids are digests of what they name: pictures on one page must not share them.
+    settings = {"svg.fonttype": "none", "svg.hashsalt": f"{curve.stage} {curve.name}"}
+    stream = io.StringIO()
+    with matplotlib.rc_context(settings):
+        options = {"metadata": {"Date": None}, "transparent": True}
+        figure.savefig(stream, format="svg", **options)
+    return stream.getvalue()
+
+
+def _no_date(path):
+    """Return the settings with which the same numbers give the same file."""
+    return {"Date": None} if path.endswith(".svg") else {}
+
+
+def _thinned(values):
+    """Return means of stretches of a line that has more points than can be seen."""
+    if len(values) <= MAX_POINTS:
+        return values
+    edges = [i * len(values) // MAX_POINTS for i in range(MAX_POINTS + 1)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]

@@ -1,0 +1,255 @@
+"""Choose rollouts of a run for its report, and say what is shown of each.
+
+Evaluated ones come from transcripts.jsonl, with their scores; those that a stage has
+learnt from come from STAGE/rollouts/step_000012.jsonl.gz, where a run has stored any,
+with their rewards, and the advantage and probability of each token of the policy.
+"""
+
+import math
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rsearch.data.records import decode_record
+from rsearch.data.sources import json_records
+from rsearch.evaluation.predictions import run_key
+from rsearch.evaluation.results import TRANSCRIPTS, read_results, read_transcripts
+from rsearch.evaluation.scoring import scores_of_rows
+
+POLICY = "policy"  # the source of the tokens that are learnt from
+PROTOCOL = "protocol"  # the method that asks as the policy was trained
+MAX_TEXT = 4000  # characters of a segment that are shown
+MAX_BARS = 240  # of a rollout, each a token; more tokens share them
+STEP_FILE = re.compile(r"step_(\d+)\.jsonl\.gz")
+
+
+def evaluated_views(
+    folder: pathlib.Path, stages: Sequence[str], number: int
+) -> list[dict]:
+    """Return rollouts of the policy's last evaluation, as many wrong as right ones.
+
+    Args:
+        folder: of the run.
+        stages: in their order; the last one that was evaluated counts.
+        number: of rollouts, at most.
+
+    Raises:
+        ValueError: names a file and its line that no evaluation has written.
+    """
+    if not number or not (folder / TRANSCRIPTS).is_file():
+        return []
+    rows = read_transcripts(folder)
+    of_protocol = [row for row in rows if row["method"] == PROTOCOL]
+    rows = of_protocol or rows
+    known = [row["stage"] for row in rows if row["stage"] in stages]
+    last = max(known, key=[*stages].index, default=rows[-1]["stage"] if rows else "")
+    rows = [row for row in rows if row["stage"] == last]
+    normalizers = {run_key(r): r.get("normalize") for r in read_results(folder)}
+    right, wrong, unscored = [], [], []
+    for row in rows:
+        view = _view(row, title=row["question"])
+        view["answers"] = row.get("golden_answers", [])
+        normalize = normalizers.get(run_key(row))
+        if normalize:
+            scores = scores_of_rows([row], normalize)
+            view["scores"] = {n: float(values[0]) for n, values in scores.items()}
+            (right if view["scores"]["em"] else wrong).append(view)
+        else:
+            unscored.append(view)
+    half = max(number - number // 2, number - len(right))
+    chosen = _spread(wrong, half)
+    return chosen + _spread(right + unscored, number - len(chosen))
+
+
+def learnt_views(stage_folder: pathlib.Path, number: int) -> list[dict]:
+    """Return the rollouts of whole groups of steps from a stage's first to its last.
+
+    Of a step it is the group whose rewards differ most.
+
+    Args:
+        stage_folder: of the stage.
+        number: of rollouts, at most, but one group where there is any.
+
+    Raises:
+        ValueError: names a file and its line that no stage has written.
+    """
+    paths = {
+        int(match[1]): path
+        for path in (stage_folder / "rollouts").glob("step_*.jsonl.gz")
+        if (match := STEP_FILE.fullmatch(path.name))
+    }
+    if not number or not paths:
+        return []
+    steps = sorted(paths)
+    size = len(_largest_spread(paths[steps[0]])) or 1
+    views = []
+    for step in _spread(steps, max(1, number // size)):
+        group = _largest_spread(paths[step])
+        # Colors compare the tokens of one group, whose advantages have one scale.
+        largest = max((abs(a) for row in group for a in _advantages(row)), default=0.0)
+        for row in group:
+            view = _view(row, title=row["question"])
+            view["answers"] = row.get("answers", [])
+            view["bars"], view["tokens_per_bar"] = _bars(row, largest)
+            several = [*_advantages(row)]
+            view["advantage"] = math.fsum(several) / len(several) if several else None
+            views.append(view)
+    return views
+
+
+def _largest_spread(path) -> list[dict]:
+    """Return the rollouts of the group of a step whose rewards differ most."""
+    groups: dict[Any, list] = {}
+    for origin, raw in json_records(path):
+        if not isinstance(raw, bytes) or not raw.strip():
+            continue
+        try:
+            row = decode_record(raw)
+            _check_rollout(row)
+        except ValueError as error:
+            raise ValueError(f"{origin}: {error}") from None
+        groups.setdefault(row.get("group"), []).append(row)
+
+    def spread(rows):
+        rewards = [*_numbers([row.get("reward") for row in rows])]
+        return max(rewards, default=0.0) - min(rewards, default=0.0)
+
+    return max(groups.values(), key=spread, default=[])
+
+
+def _check_rollout(row):
+    """Refuse a line without a question or segments."""
+    if not isinstance(row.get("question"), str):
+        raise ValueError(f"question = {row.get('question')!r:.60}: expected text")
+    segments = row.get("segments")
+    if not isinstance(segments, list) or not all(
+        isinstance(s, dict) and isinstance(s.get("text"), str) for s in segments
+    ):
+        raise ValueError(f"segments = {segments!r:.60}: expected texts")
+
+
+def _view(row: Mapping[str, Any], *, title: str) -> dict[str, Any]:
+    """Return what is shown of any rollout."""
+    queries = [q for q in row.get("queries") or [] if isinstance(q, str)]
+    segments = [
+        {
+            "source": str(segment.get("source")),
+            "is_policy": segment.get("source") == POLICY,
+            "is_prompt": segment.get("source") == "prompt",
+            "num_tokens": len(segment.get("ids") or []),
+            "pieces": _pieces(_shortened(segment["text"]), queries),
+        }
+        for segment in row["segments"]
+    ]
+    parts = row.get("reward_parts")
+    passages = row.get("passages")
+    return {
+        "title": title,
+        "id": row.get("id", row.get("question_id", "")),
+        "stage": row.get("stage", ""),
+        "step": row.get("step"),
+        "outcome": row.get("outcome"),
+        "answer": row.get("prediction", row.get("answer")),
+        "num_searches": len(queries),
+        "reward": row.get("reward"),
+        "parts": parts if isinstance(parts, dict) else {},
+        "scores": {},
+        "passages": [
+            [p for p in several if isinstance(p, dict)]
+            for several in (passages if isinstance(passages, list) else [])
+            if isinstance(several, list)
+        ],
+        "segments": segments,
+        "advantage": None,
+        "bars": [],
+        "tokens_per_bar": 1,
+    }
+
+
+def _pieces(text, queries):
+    """Return (text, whether it is a query) pairs."""
+    phrases = sorted({q.strip() for q in queries if q.strip()}, key=len, reverse=True)
+    if not phrases:
+        return [(text, False)]
+    split = re.split(f"({'|'.join(map(re.escape, phrases))})", text)
+    return [(words, i % 2 == 1) for i, words in enumerate(split) if words]
+
+
+def _shortened(text):
+    """Return a text without its middle if that is very long, and say so."""
+    if len(text) <= MAX_TEXT:
+        return text
+    head, tail = MAX_TEXT * 3 // 4, MAX_TEXT // 4
+    left_out = len(text) - head - tail
+    return f"{text[:head]} [... {left_out:,} characters ...] {text[-tail:]}"
+
+
+def _advantages(row) -> Iterator[float]:
+    """Yield the advantage of each of a rollout's policy tokens."""
+    value = row.get("advantage")
+    num_tokens = sum(len(s.get("ids") or []) for s in _policy_segments(row))
+    yield from _numbers(value if isinstance(value, list) else [value] * num_tokens)
+
+
+def _bars(row, largest):
+    """Return a bar for each of the policy's tokens, and how many share one.
+
+    Its height is the probability with which the token was sampled, its color the sign
+    and size of the advantage.
+    """
+    advantages = [*_advantages(row)]
+    logps, ids, starts = [], [], set()
+    for segment in _policy_segments(row):
+        starts.add(len(ids))
+        ids += segment.get("ids") or []
+        logps += segment.get("sampler_log_probs") or []
+    if len(advantages) != len(ids) or not ids:
+        return [], 1
+    share = math.ceil(len(ids) / MAX_BARS)
+    bars = []
+    for start in range(0, len(ids), share):
+        several = advantages[start : start + share]
+        advantage = math.fsum(several) / len(several)
+        text = (
+            f"id {ids[start]}" if share == 1 else f"tokens {start} to {start + share}"
+        )
+        text += f", advantage {advantage:+.3g}"
+        height = 1.0
+        if len(logps) == len(ids):
+            known = [
+                math.exp(min(x, 0.0)) for x in _numbers(logps[start : start + share])
+            ]
+            height = math.fsum(known) / len(known) if known else 0.0
+            text += f", p {height:.3g}"
+        bars.append(
+            {
+                "height": round(100 * height),
+                "is_positive": advantage > 0,
+                "strength": round(abs(advantage) / largest, 2) if largest else 0.0,
+                "begins": bool(starts & {*range(start, start + share)}) and start > 0,
+                "text": text,
+            }
+        )
+    return bars, share
+
+
+def _policy_segments(row):
+    return [s for s in row["segments"] if s.get("source") == POLICY]
+
+
+def _numbers(values) -> Iterator[float]:
+    """Yield the finite numbers among values."""
+    for value in values:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and math.isfinite(value):
+            yield float(value)
+
+
+def _spread(items, number) -> list:
+    """Return at most so many items, from the first to the last, evenly."""
+    if number >= len(items) or number <= 0:
+        return list(items)[: max(number, 0)]
+    if number == 1:
+        return [items[-1]]
+    return [items[i * (len(items) - 1) // (number - 1)] for i in range(number)]

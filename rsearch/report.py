@@ -1,0 +1,370 @@
+"""Draw runs on one page: python -m rsearch.report RUN RUN... --out=report.html
+
+The page has the results with their intervals and costs, the curves of all stages with
+the runs overlaid, the configuration beside the defaults, transcripts, the rollouts that
+a run has stored, and what it ran on. It is one file of less than 2 MB that needs no
+network and runs no script.
+"""
+
+import pathlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rsearch.config.fields import diff, fields
+from rsearch.config.recipes import defaults, parse_flags, run_command
+from rsearch.config.stage_plan import START
+from rsearch.evaluation import curves
+from rsearch.evaluation.comparability import value_text
+from rsearch.evaluation.pairs import pair_rows
+from rsearch.evaluation.runs import (
+    LAST,
+    ComparedRun,
+    choose,
+    config_difference,
+    find_runs,
+    read_run,
+    run_names,
+    stages_of,
+)
+from rsearch.evaluation.transcript_views import evaluated_views, learnt_views
+from rsearch.runtime import files
+from rsearch.runtime.console import clean, note
+from rsearch.runtime.metric_table import GROUPS, describe_metric
+
+FLAGS = {
+    "out": ("report.html", "the file"),
+    "transcripts": (50, "how many transcripts and rollouts are shown of all runs"),
+}
+TEMPLATE = pathlib.Path(__file__).parent / "evaluation" / "report.html"
+MAX_BYTES = 2_000_000
+SCALES = (1.0, 0.5, 0.25, 0.1, 0.0)  # of transcripts, until the page is small enough
+RECORD = "run.json"
+MAX_STARTS = 5  # of a run, the last of which are shown
+DARK_COLORS = ("#5aa5e0", "#f0a35e", "#5fcb8b", "#dd7fbf", "#a897f0", "#d6b85c")
+DARK_COLORS += ("#9fb0c0",)
+SCORES = {"f1": "F1", "cover_em": "cover-EM"}
+COSTS = {"searches": "searches", "model_calls": "calls", "prompt_tokens": "tokens read"}
+COSTS |= {"policy_tokens": "tokens written", "seconds": "seconds"}
+SPEED = "policy_tokens_per_second"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the arguments and the runs, and write the page."""
+    flags = parse_flags(argv, flags=FLAGS, positional=("RUN...",))
+    files.check_output("out", flags["out"])
+    if flags["transcripts"] < 0:
+        raise ValueError(f"--transcripts={flags['transcripts']}: must be 0 or more")
+    paths = find_runs(flags["RUN"])
+    runs = [read_run(path, needs_results=False) for path in paths]
+    page = report_page(runs, num_transcripts=flags["transcripts"])
+    files.replace(flags["out"], page.encode())
+    note(f"written: {flags['out']}, {len(page.encode()) / 1e6:.2f} MB")
+    return 0
+
+
+def report_page(runs: Sequence[ComparedRun], *, num_transcripts: int) -> str:
+    """Return the page of several runs as HTML.
+
+    Args:
+        runs: at least one.
+        num_transcripts: of all runs; fewer where the page would be too large.
+
+    Raises:
+        ValueError: a file of a run is damaged, or the page is too large
+            without any transcript.
+    """
+    names = run_names([run.path for run in runs])
+    shown = [_shown_run(i, *pair) for i, pair in enumerate(zip(names, runs))]
+    plots = _stages(runs, shown)
+    for scale in SCALES:
+        number = int(scale * num_transcripts)
+        page = _render(runs, shown, plots, _transcripts(runs, shown, number))
+        if len(page.encode()) <= MAX_BYTES:
+            return page
+    raise ValueError(f"{len(runs)} runs: a page of them is too large; name fewer")
+
+
+def _render(runs, shown, stages, transcripts) -> str:
+    """Return the page, with all text of others escaped and cleaned."""
+    import jinja2
+
+    def cleaned(value):
+        is_text = isinstance(value, str) and not hasattr(value, "__html__")
+        return clean(value) if is_text else value
+
+    environment = jinja2.Environment(
+        autoescape=True,
+        finalize=cleaned,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    sections = [("runs", "Runs")]
+    results = _results(runs, shown)
+    sections += [("results", "Results")] if results else []
+    sections += [("curves", "Curves")] if stages else []
+    sections.append(("configuration", "Configuration"))
+    sections += [("transcripts", "Transcripts")] if transcripts else []
+    environments = _environments(runs, shown)
+    sections += [("environment", "Environment")] if environments else []
+    recipes = dict.fromkeys(run.config["name"] for run in runs)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=", ".join(run["name"] for run in shown),
+        about=f"{len(runs)} runs of {', '.join(recipes)}",
+        footer="Made by rsearch.report from the files of the runs.",
+        sections=sections,
+        runs=shown,
+        results=results,
+        result_columns=_RESULT_COLUMNS,
+        pairs=_pairs(runs, shown),
+        stages=stages,
+        configuration=_configuration(runs),
+        transcripts=transcripts,
+        environments=environments,
+        colors=curves.COLORS,
+        dark_colors=DARK_COLORS,
+    )
+
+
+def _main_rows(run) -> list[dict]:
+    """Return the rows of a run's last stage by the policy's own protocol."""
+    return choose(run, stage=LAST, method="protocol", dataset="all") if run.rows else []
+
+
+def _shown_run(position, name, run):
+    """Return what the page says of a run on its card."""
+    rows = _main_rows(run)
+    first = rows[0] if rows else None
+    facts = [("recipe", run.config["name"]), ("seed", run.config["seed"])]
+    facts.append(("stages", ", ".join(run.config["stages"]) or "none"))
+    if first:
+        same = {"method": first["method"], "dataset": first["dataset"]}
+        start = choose(run, stage=START, **same)
+        if start and first["stage"] != START and start[0].get("em") is not None:
+            facts.append(("EM before", f"{100 * start[0]['em']:.1f}"))
+        if first.get("searches") is not None:
+            facts.append(("searches", f"{first['searches']:.2f}"))
+    facts.append(("directory", str(run.path)))
+    color = position % len(curves.COLORS)
+    return {"name": name, "color": color, "main": first, "facts": facts}
+
+
+_RESULT_COLUMNS = ("run", "stage", "method", "dataset", "n", "EM", "95 % interval")
+_RESULT_COLUMNS += (*SCORES.values(), *COSTS.values())
+
+
+def _results(runs, shown) -> list[dict]:
+    """Return the rows of all results."""
+    rows = []
+    for run, about in zip(runs, shown, strict=True):
+        important = _main_rows(run)
+        for row in run.rows:
+            numbers = [
+                "–" if row.get(name) is None else f"{100 * row[name]:.1f}"
+                for name in SCORES
+            ]
+            numbers += [
+                "–" if row.get(name) is None else f"{row[name]:,.4g}" for name in COSTS
+            ]
+            rows.append(
+                {
+                    **{name: row.get(name) for name in ("n", "em", "em_95")},
+                    **{name: row[name] for name in ("stage", "method", "dataset")},
+                    "run": about,
+                    "numbers": numbers,
+                    "is_main": any(row is other for other in important),
+                }
+            )
+    return rows
+
+
+def _pairs(runs, shown) -> list[dict]:
+    """Return the differences of the main rows that have the same questions."""
+    sources = [
+        (i, run.path, row) for i, run in enumerate(runs) for row in _main_rows(run)
+    ]
+    pairs, _ = pair_rows([(path, row) for _, path, row in sources])
+    shown_pairs = []
+    for pair in pairs:
+        difference, (low, high) = pair.differences["em"]
+        numbers = [f"{100 * difference:+.1f}", f"{100 * low:+.1f} to {100 * high:+.1f}"]
+        numbers.append("–" if pair.p is None else f"{pair.p:.2g}")
+        run, baseline = (shown[sources[i][0]] for i in (pair.row, pair.baseline))
+        about = {"run": run, "baseline": baseline, "n": pair.n}
+        shown_pairs.append({**about, "numbers": numbers})
+    return shown_pairs
+
+
+def _stages(runs, shown) -> list[dict]:
+    """Return the plots of each stage, by the groups of the metric table."""
+    names = [run["name"] for run in shown]
+    folders = {name: run.path for name, run in zip(names, runs, strict=True)}
+    drawn = curves.read_curves(folders, stages_of(runs))
+    drawn += _speeds(runs, names, drawn)
+    stages = []
+    for stage in stages_of(runs):
+        groups = []
+        for group, about in {**GROUPS, curves.OTHER: "other fields"}.items():
+            members = [c for c in drawn if (c.stage, c.group) == (stage, group)]
+            plots = [_plot(c, shown) for c in members if not c.is_constant]
+            constant = [
+                (c.name, next(iter(c.lines.values()))[1][-1])
+                for c in members
+                if c.is_constant
+            ]
+            if members:
+                entry = {"name": group, "about": about, "plots": plots}
+                groups.append({**entry, "constant": constant})
+        if groups:
+            stages.append({"name": stage, "groups": groups})
+    return stages
+
+
+def _speeds(runs, names, drawn) -> list[curves.Curve]:
+    """Return how many tokens a second the policies wrote while they rolled out.
+
+    It is the mean length of the rollouts, times their number, over rollout_seconds;
+    where further questions were asked (rl.dynamic_sampling_rounds) it is not known.
+    """
+    speeds: dict[str, dict] = {}
+    by_name = {(c.stage, c.name): c.lines for c in drawn}
+    for (stage, metric), lines in by_name.items():
+        seconds = by_name.get((stage, "rollout_seconds"), {})
+        rounds = by_name.get((stage, "questions_asked"), {})
+        for run, name in (
+            zip(runs, names, strict=True) if metric == "policy_tokens" else ()
+        ):
+            if name not in lines or name not in seconds or name in rounds:
+                continue
+            number = 1
+            for field in ("rl.questions_per_step", "rollout.group_size"):
+                changed = f"overrides.{stage}.{field}"
+                number *= run.config.get(changed, run.config[field])
+            lasted = dict(zip(*seconds[name], strict=True))
+            points = [
+                (step, number * tokens / lasted[step])
+                for step, tokens in zip(*lines[name], strict=True)
+                if lasted.get(step)
+            ]
+            if points:
+                speeds.setdefault(stage, {})[name] = tuple(map(list, zip(*points)))
+    return [
+        curves.Curve(stage, "perf", SPEED, several) for stage, several in speeds.items()
+    ]
+
+
+def _plot(curve, shown) -> dict:
+    """Return the picture of a curve with its title and the last number of each run."""
+    from markupsafe import Markup  # of jinja2
+
+    by_name = {run["name"]: run for run in shown}
+    last = [(by_name[name], values[-1]) for name, (_, values) in curve.lines.items()]
+    meaning = describe_metric(curve.name)[1]
+    if curve.name == SPEED:
+        meaning = "mean length times number of rollouts, over rollout_seconds"
+    svg = _themed(curves.curve_svg(curve, [*by_name]))
+    return {"name": curve.name, "meaning": meaning, "last": last, "svg": Markup(svg)}
+
+
+def _themed(svg: str) -> str:
+    """Return an <svg> element with the page's colors and font, and fewer digits.
+
+    It holds shapes and the numbers of the axes: no text of others.
+    """
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    for i, color in enumerate(curves.COLORS):
+        svg = svg.replace(color, f"var(--c{i})")
+    svg = svg.replace("#000000", "var(--soft)").replace("#b0b0b0", "var(--line)")
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font: \1 system-ui, sans-serif", svg)
+    # Of the shapes alone: the numbers of the axes are text.
+    return re.sub(r' d="[^"]*"', lambda d: re.sub(r"(\d\.\d)\d+", r"\1", d[0]), svg)
+
+
+def _configuration(runs) -> list[dict]:
+    """Return the fields that differ from the defaults, or between the runs."""
+    base = fields(defaults())
+    changed = {name for run in runs for name, _, _ in diff(base, run.config)}
+    differing = config_difference(runs)
+    return [
+        {
+            "name": name,
+            "default": value_text(base[name]) if name in base else "–",
+            "cells": [
+                value_text(run.config[name]) if name in run.config else "–"
+                for run in runs
+            ],
+            "differs": name in differing,
+        }
+        for name in sorted(changed | differing.keys())
+    ]
+
+
+def _transcripts(runs, shown, number) -> list[dict]:
+    """Return groups of transcripts, at most so many of all runs."""
+    groups = []
+    for i, (run, about) in enumerate(zip(runs, shown, strict=True)):
+        share = number // len(runs) + (i < number % len(runs))
+        stored = [
+            s for s in run.config["stages"] if (run.path / s / "rollouts").is_dir()
+        ]
+        learnt = []
+        for stage in stored:
+            views = learnt_views(run.path / stage, share // 2 // len(stored))
+            learnt.append((f"rollouts that {stage} learnt from", views))
+        num_learnt = sum(len(views) for _, views in learnt)
+        stages = [START, *run.config["stages"]]
+        views = evaluated_views(run.path, stages, max(share - num_learnt, 0))
+        right = [v for v in views if v["scores"].get("em")]
+        wrong = [v for v in views if v["scores"] and not v["scores"]["em"]]
+        unscored = [v for v in views if not v["scores"]]
+        stage = views[0]["stage"] if views else ""
+        several = [
+            (f"{stage}, wrong answers", wrong),
+            (f"{stage}, right answers", right),
+        ]
+        several += [(f"{stage}, answers", unscored), *learnt]
+        groups += [
+            {"run": about, "title": title, "views": members}
+            for title, members in several
+            if members
+        ]
+    return groups
+
+
+def _environments(runs, shown) -> list[dict]:
+    """Return what run.json says of the starts of each run that has one."""
+    environments = []
+    for run, about in zip(runs, shown, strict=True):
+        path = run.path / RECORD
+        if not path.exists():
+            continue
+        record = files.read_json(path)
+        starts = record.get("starts") if isinstance(record, dict) else record
+        if not isinstance(starts, list) or not all(isinstance(s, dict) for s in starts):
+            raise ValueError(f"{path}: expected a list of starts")
+        for number, start in [*enumerate(starts, 1)][-MAX_STARTS:]:
+            when = start.get("start", start.get("time", ""))
+            title = f"start {number} of {len(starts)} {when}".strip()
+            entry = {"run": about, "title": title, "fields": _flat(start)}
+            environments.append(entry)
+    return environments
+
+
+def _flat(start: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, text) of the entry of a start, without digests of each file."""
+    code = start.get("code")
+    if isinstance(code, dict):
+        start = {**start, "code": {k: v for k, v in code.items() if k != "files"}}
+    return [
+        (name, " ".join(map(str, v)) if isinstance(v, list) else value_text(v))
+        for name, v in fields(start).items()
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
