@@ -4,7 +4,7 @@
     rsearch mcp --model=DIR --index=DIR --http         http://127.0.0.1:8000/mcp
 
 It has two tools: `search` finds passages, and `research` lets the policy search and
-answer, as rsearch.tool does. It needs the extra: pip install 'rsearch[mcp]'. The model,
+answer, as rsearch.tool does. They need the extra: pip install -e '.[mcp]'. The model,
 its index and its recipe are named as for rsearch.tool.
 """
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         print_config(config)
         return 0
     if importlib.util.find_spec("mcp") is None:
-        raise ValueError("the package mcp is missing: pip install 'rsearch[mcp]'")
+        raise ValueError("the package mcp is missing: pip install -e '.[mcp]'")
     port = values["port"]
     if values["http"]:
         _check_port(port)

@@ -89,8 +89,8 @@ def read_policy(
     exported, retrieval = read_export(values["model"]), None
     if exported is not None and RECIPE not in accepted:
         check_recipe(values["model"], exported, config, meant=words)
-    # Who names another kind of search by its field means it.
-    is_meant = any(word.startswith("retrieval.") for word in words)
+    # Who asks a service or a function in place of an index means another search.
+    is_meant = words & {"retrieval.url", "retrieval.engine"}
     if exported is not None and not is_meant and RETRIEVAL not in accepted:
         retrieval = exported.retrieval
 

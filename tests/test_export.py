@@ -78,6 +78,10 @@ def test_an_export_alone_is_asked_as_it_was_trained(exported, capsys):
         (["--config=configs/r_search.py:tiny"], "config.protocol.name", "recipe"),
         (["--protocol=r_search"], "config.protocol.name", "recipe"),
         (["--config.seed=9", "--question=Who?"], "memory:", "retrieval"),
+        (
+            ["--config.seed=9", "--config.retrieval.top_k=2", "--question=Who?"],
+            *("memory:", "retrieval"),
+        ),
         (["--accept=all"], "--accept=all", "recipe"),
     ],
 )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from rsearch.config.fields import rename_fields
 from rsearch.config.recipes import from_json, to_json, with_defaults
 from rsearch.config.stage_plan import stage_config
 from rsearch.evaluation.results import read_results
@@ -68,9 +69,7 @@ def describe_export(setup: Setup, folder: pathlib.Path, stage: str, step: int) -
         "config": json.loads(to_json(config)),
         "inputs": {name: setup.inputs[name] for name in (RETRIEVAL, "tokenizer")},
         # A network that was never loaded from a model has no bound of its own.
-        "max_context": min(spec.max_context, num_tokens)
-        if setup.source is None
-        else spec.max_context,
+        "max_context": num_tokens if setup.source is None else spec.max_context,
         "stop_strings": list(protocol.stop_strings),
         "evaluation": [
             row for row in rows if (row["stage"], row["method"]) == (stage, "protocol")
@@ -112,7 +111,7 @@ def _model_card(described, name):
         "searches of a question": rollout["max_searches"],
         "tokens of a turn": rollout["max_turn_tokens"],
         "tokens of an observation": rollout["max_observation_tokens"],
-        "tokens of a conversation": described["max_context"],
+        "tokens of its context": described["max_context"],
         "passages of a search": retrieval["top_k"],
         "encoder": retrieval["encoder"],
     }
@@ -127,8 +126,9 @@ def _model_card(described, name):
         lines += ["", f"| {' | '.join(SCORES)} |", "|---" * len(SCORES) + "|"]
         for row in described["evaluation"]:
             lines.append(f"| {' | '.join(_score(row.get(s)) for s in SCORES)} |")
+    index = " --index=DIR" if retrieval["index"] else ""
     lines += [
-        *("", "```bash", f"rsearch serve --model={name} --index=DIR", "```", ""),
+        *("", "```bash", f"rsearch serve --model={name}{index}", "```", ""),
         "With transformers, `generate` needs `tokenizer=` for the stop strings.",
     ]
     return "\n".join(lines) + "\n"
@@ -149,14 +149,17 @@ def read_export(model: str) -> Exported | None:
         return None
     try:
         body = read_json(path)
-        version, config = body["format"], body["config"]
+        version, config = body["format"], rename_fields(body["config"])
         retrieval = body["inputs"][RETRIEVAL]
         config["stages"], retrieval.encode()
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(f"{path}: not what rsearch.export writes") from None
     if version != FORMAT:
         raise ValueError(f"{path}: format {version}, this program reads {FORMAT}")
-    return Exported(from_json(with_defaults(config)), retrieval)
+    try:
+        return Exported(from_json(with_defaults(config)), retrieval)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def check_recipe(

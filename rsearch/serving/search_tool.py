@@ -256,7 +256,8 @@ class SearchTool:
                     self._totals += _totals_of(group)
         except BaseException as error:  # Control-C too: nobody else can run these.
             for call in calls:
-                call.error = None if call.is_over else error
+                if not call.is_over:
+                    call.error = error
 
     def _follow(self, conversation: Conversation) -> bool:
         """Tell a question's caller what is new; return whether the rollout goes on."""

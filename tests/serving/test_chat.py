@@ -220,9 +220,12 @@ def test_metrics_count_requests_tokens_and_searches():
     with serving() as url:
         assert httpx.get(f"{url}/ready").json() == {"status": "ok"}
         httpx.post(f"{url}/v1/chat/completions", json=ASKED)
-        httpx.post(f"{url}/v1/chat/completions", json={})
         httpx.get(f"{url}/{'x' * 50}")
+        httpx.post(f"{url}/v1/chat/completions", json={})
         reply = httpx.get(f"{url}/metrics")
+        # A request is counted when its reply has been sent, so perhaps a little later.
+        while f'{chat.CHAT}",status="400"' not in reply.text:
+            reply = httpx.get(f"{url}/metrics")
         assert reply.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         lines = dict(line.rsplit(" ", 1) for line in reply.text.splitlines())
     path = chat.CHAT

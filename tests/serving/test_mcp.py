@@ -166,4 +166,4 @@ def test_a_wrong_command_ends_with_one_line(words, message, capsys):
 @pytest.mark.skipif(importlib.util.find_spec("mcp") is not None, reason="it is there")
 def test_without_the_extra_it_is_named(capsys):
     assert run_command(command.main, ["--model=m"]) == 2
-    assert "rsearch[mcp]" in capsys.readouterr().err
+    assert ".[mcp]" in capsys.readouterr().err
