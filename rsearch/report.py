@@ -12,8 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rsearch.config.fields import diff, fields
-from rsearch.config.recipes import defaults, parse_flags, run_command
+from rsearch.config.recipes import defaults, diff, fields, parse_flags, run_command
 from rsearch.config.stage_plan import START
 from rsearch.evaluation import curves
 from rsearch.evaluation.comparability import value_text

@@ -5,14 +5,11 @@ import itertools
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rsearch.runtime.console import clean_line
 from rsearch.runtime.metric_table import GROUPS, OTHER, describe_metric
 from rsearch.runtime.metrics import METRICS, read_metrics
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COLORS = ("#1f6fb4", "#d9730d", "#2e9e5b", "#b0408f", "#7a5fd0", "#a8861c", "#5a6b7b")
 STYLES = ("solid", "dashed", "dotted", "dashdot")  # where the colors begin again
@@ -67,11 +64,11 @@ def read_curves(runs: Mapping[str, pathlib.Path], stages: Sequence[str]) -> list
                         steps.append(row["step"] + 1)
                         values.append(float(value))
         order = [*GROUPS, OTHER]
-        of_stage = [
+        measured = [
             Curve(stage, describe_metric(n)[0], n, several)
             for n, several in lines.items()
         ]
-        curves += sorted(of_stage, key=lambda curve: order.index(curve.group))
+        curves += sorted(measured, key=lambda curve: order.index(curve.group))
     return curves
 
 
@@ -113,7 +110,7 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_curve(axes: "Axes", curve: Curve, names: Sequence[str]) -> None:
+def draw_curve(axes: Any, curve: Curve, names: Sequence[str]) -> None:
     """Draw the lines of a curve.
 
     Args:

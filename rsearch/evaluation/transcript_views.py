@@ -5,13 +5,13 @@ learnt from come from STAGE/rollouts/step_000012.jsonl.gz, where a run has store
 with their rewards, and the advantage and probability of each token of the policy.
 """
 
+import json
 import math
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rsearch.data.records import decode_record
 from rsearch.data.sources import json_records
 from rsearch.evaluation.predictions import run_key
 from rsearch.evaluation.results import TRANSCRIPTS, read_results, read_transcripts
@@ -105,7 +105,7 @@ def _largest_spread(path) -> list[dict]:
         if not isinstance(raw, bytes) or not raw.strip():
             continue
         try:
-            row = decode_record(raw)
+            row = json.loads(raw)
             _check_rollout(row)
         except ValueError as error:
             raise ValueError(f"{origin}: {error}") from None
@@ -119,7 +119,9 @@ def _largest_spread(path) -> list[dict]:
 
 
 def _check_rollout(row):
-    """Refuse a line without a question or segments."""
+    """Refuse a line that is no object with a question and segments."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{row!r:.60}: expected an object")
     if not isinstance(row.get("question"), str):
         raise ValueError(f"question = {row.get('question')!r:.60}: expected text")
     segments = row.get("segments")
@@ -138,7 +140,7 @@ def _view(row: Mapping[str, Any], *, title: str) -> dict[str, Any]:
             "is_policy": segment.get("source") == POLICY,
             "is_prompt": segment.get("source") == "prompt",
             "num_tokens": len(segment.get("ids") or []),
-            "pieces": _pieces(_shortened(segment["text"]), queries),
+            "pieces": _pieces(_shortened(segment["text"].strip("\n")), queries),
         }
         for segment in row["segments"]
     ]
@@ -173,7 +175,7 @@ def _pieces(text, queries):
     if not phrases:
         return [(text, False)]
     split = re.split(f"({'|'.join(map(re.escape, phrases))})", text)
-    return [(words, i % 2 == 1) for i, words in enumerate(split) if words]
+    return [(span, i % 2 == 1) for i, span in enumerate(split) if span]
 
 
 def _shortened(text):

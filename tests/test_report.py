@@ -1,0 +1,125 @@
+"""A page of runs: what it holds, and that text of others stays text on it."""
+
+import gzip
+import html.parser
+import json
+
+import pytest
+from matplotlib.image import imread
+
+from rsearch import compare, report
+from rsearch.config.recipes import run_command
+from tests.test_compare import make, row
+
+HOSTILE = (
+    "</p><script>alert(1)</script><img src=x onerror=y> {{ 7 * 7 }} \x1b[2J \u202e"
+)
+
+
+class Page(html.parser.HTMLParser):
+    """The tags, attributes and text of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.names, self.text = set(), set(), ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.names |= {name for name, _ in attrs}
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def evaluated_run(folder, lr=0.1):
+    """A run with results, metrics of three steps, a transcript and two rollouts."""
+    more = {"by_kind": {}, "em": 0.0, "n": 1}
+    name = {"name": f"recipe{HOSTILE}", "rl": {"lr": lr, "questions_per_step": 2}}
+    run = make(folder, row(**more), stages=["rl"], rollout={"group_size": 3}, **name)
+    segments = [{"source": "prompt", "text": "Who?"}]
+    segments += [{"source": "search", "text": f"passage {HOSTILE}"}]
+    about = {"stage": "rl", "method": "protocol", "dataset": "d", "id": HOSTILE}
+    about |= {"question": HOSTILE, "golden_answers": ["x"], "prediction": HOSTILE}
+    line = about | {"outcome": "answered", "queries": ["q"], "segments": segments}
+    (run / "transcripts.jsonl").write_text(json.dumps(line) + "\n")
+    (run / "rl" / "rollouts").mkdir(parents=True)
+    rows = [
+        {"step": i, "reward": i / 4, HOSTILE: i, "tool_error": 0.0}
+        | {"policy_tokens": 10.0, "rollout_seconds": 4.0 + i}
+        for i in range(3)
+    ]
+    text = "".join(f"{json.dumps(r)}\n" for r in rows)
+    (run / "rl" / "metrics.jsonl").write_text(text)
+    policy = {"source": "policy", "text": f"learnt {HOSTILE}", "ids": [5, 6]}
+    policy["sampler_log_probs"] = [0.0, -1.0]
+    rollouts = [
+        {"step": 0, "question_id": "q", "question": "Where?", "answers": ["x"]}
+        | {"group": 0, "rollout": i, "outcome": "answered", "answer": "y"}
+        | {"reward": i, "reward_parts": {"answer_em": i}, "advantage": advantage}
+        | {"queries": [], "passages": [[{"id": HOSTILE, "title": "t", "score": 0.5}]]}
+        | {"segments": [*segments, policy]}
+        for i, advantage in enumerate((-1.25, [0.5, "NaN"]))
+    ]
+    with gzip.open(run / "rl" / "rollouts" / "step_000000.jsonl.gz", "wt") as file:
+        file.writelines(f"{json.dumps(r)}\n" for r in rollouts)
+    (run / "run.json").write_text(json.dumps([{"commit": "c0ffee", "argv": [HOSTILE]}]))
+    return run
+
+
+def test_a_page_shows_runs_and_obeys_nothing_in_them(tmp_path, capsys):
+    runs = [evaluated_run(tmp_path / "a"), evaluated_run(tmp_path / "b", lr=0.2)]
+    out = tmp_path / "r.html"
+    assert run_command(report.main, [*map(str, runs), f"--out={out}"]) == 0
+    text = out.read_text()
+    page = Page(text)
+    assert not page.tags & {"script", "img", "iframe", "link", "object", "p></p"}
+    assert (
+        not {name for name in page.names if name.startswith("on")}
+        | {"src"} & page.names
+    )
+    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org", "")
+    assert not set(text) & set("\x1b\u202e") and "49" not in page.text.split()
+    # One line each of results, a field that differs, transcripts, rollouts and starts.
+    for shown in (
+        "alert(1)",
+        "{{ 7 * 7 }}",
+        "43.2 – 56.8",
+        "rl.lr",
+        "Where?",
+        "c0ffee",
+    ):
+        assert shown in page.text
+    # Ten tokens a rollout, six rollouts a step, in the 6 seconds of the last step.
+    assert "policy_tokens_per_second" in page.text and " 10" in page.text
+    assert text.count('<i class="down"') == 4 and "advantage -1.25" in text
+    assert text.count("<svg") == 4 and "tool_error 0" in page.text
+    assert run_command(report.main, [str(tmp_path), f"--out={tmp_path}/s.html"]) == 0
+    assert (tmp_path / "s.html").read_text() == text  # a folder of them; the same bytes
+
+
+def test_curves_are_drawn_in_a_file(tmp_path, capsys):
+    run = evaluated_run(tmp_path / "a")
+    (run / "run.json").unlink()
+    picture = tmp_path / "c.png"
+    assert run_command(compare.main, [str(run), f"--plot={picture}"]) == 0
+    height, width, _ = imread(picture).shape
+    assert width > 1000 and height > 200
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "named"),
+    [
+        ("rl/rollouts/step_000000.jsonl.gz", '{"question": 1}', ":1: question = 1"),
+        ("run.json", "3", "run.json: expected a list of starts"),
+        ("transcripts.jsonl", "{}\n", "stage = None: expected text"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, capsys, file, text, named):
+    run = evaluated_run(tmp_path / "a")
+    path = run / file
+    data = text.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    assert run_command(report.main, [str(run), f"--out={tmp_path}/r.html"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line and not (tmp_path / "r.html").exists()
