@@ -110,7 +110,7 @@ def test_curves_are_drawn_in_a_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("file", "text", "named"),
     [
-        ("rl/rollouts/step_000000.jsonl.gz", '{"question": 1}', ":1: question = 1"),
+        ("rl/rollouts/step_000000.jsonl.gz", '{"question": 1}\n', ":1: step = None"),
         ("run.json", "3", "run.json: expected a list of starts"),
         ("transcripts.jsonl", "{}\n", "stage = None: expected text"),
     ],

@@ -5,23 +5,21 @@ learnt from come from STAGE/rollouts/step_000012.jsonl.gz, where a run has store
 with their rewards, and the advantage and probability of each token of the policy.
 """
 
-import json
 import math
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rsearch.data.sources import json_records
 from rsearch.evaluation.predictions import run_key
 from rsearch.evaluation.results import TRANSCRIPTS, read_results, read_transcripts
 from rsearch.evaluation.scoring import scores_of_rows
+from rsearch.rollout.rollout_log import read_rollouts, stored_steps
 
 POLICY = "policy"  # the source of the tokens that are learnt from
 PROTOCOL = "protocol"  # the method that asks as the policy was trained
 MAX_TEXT = 4000  # characters of a segment that are shown
 MAX_BARS = 240  # of a rollout, each a token; more tokens share them
-STEP_FILE = re.compile(r"step_(\d+)\.jsonl\.gz")
 
 
 def evaluated_views(
@@ -74,18 +72,13 @@ def learnt_views(stage_folder: pathlib.Path, number: int) -> list[dict]:
     Raises:
         ValueError: names a file and its line that no stage has written.
     """
-    paths = {
-        int(match[1]): path
-        for path in (stage_folder / "rollouts").glob("step_*.jsonl.gz")
-        if (match := STEP_FILE.fullmatch(path.name))
-    }
-    if not number or not paths:
+    steps = stored_steps(stage_folder)
+    if not number or not steps:
         return []
-    steps = sorted(paths)
-    size = len(_largest_spread(paths[steps[0]])) or 1
+    size = len(_largest_spread(read_rollouts(stage_folder, steps[0]))) or 1
     views = []
     for step in _spread(steps, max(1, number // size)):
-        group = _largest_spread(paths[step])
+        group = _largest_spread(read_rollouts(stage_folder, step))
         # Colors compare the tokens of one group, whose advantages have one scale.
         largest = max((abs(a) for row in group for a in _advantages(row)), default=0.0)
         for row in group:
@@ -98,37 +91,17 @@ def learnt_views(stage_folder: pathlib.Path, number: int) -> list[dict]:
     return views
 
 
-def _largest_spread(path) -> list[dict]:
+def _largest_spread(rows) -> list[dict]:
     """Return the rollouts of the group of a step whose rewards differ most."""
     groups: dict[Any, list] = {}
-    for origin, raw in json_records(path):
-        if not isinstance(raw, bytes) or not raw.strip():
-            continue
-        try:
-            row = json.loads(raw)
-            _check_rollout(row)
-        except ValueError as error:
-            raise ValueError(f"{origin}: {error}") from None
-        groups.setdefault(row.get("group"), []).append(row)
+    for row in rows:
+        groups.setdefault(str(row.get("group")), []).append(row)
 
     def spread(rows):
         rewards = [*_numbers([row.get("reward") for row in rows])]
         return max(rewards, default=0.0) - min(rewards, default=0.0)
 
     return max(groups.values(), key=spread, default=[])
-
-
-def _check_rollout(row):
-    """Refuse a line that is no object with a question and segments."""
-    if not isinstance(row, dict):
-        raise ValueError(f"{row!r:.60}: expected an object")
-    if not isinstance(row.get("question"), str):
-        raise ValueError(f"question = {row.get('question')!r:.60}: expected text")
-    segments = row.get("segments")
-    if not isinstance(segments, list) or not all(
-        isinstance(s, dict) and isinstance(s.get("text"), str) for s in segments
-    ):
-        raise ValueError(f"segments = {segments!r:.60}: expected texts")
 
 
 def _view(row: Mapping[str, Any], *, title: str) -> dict[str, Any]:
