@@ -65,6 +65,7 @@ def test_transcripts_hold_the_whole_conversation():
         "prediction": "Paris",
         "outcome": "answered",
         "queries": [],
+        "passages": [],
         "suspicious": [],
         "segments": [
             {"source": "prompt", "text": "What"},
@@ -72,6 +73,7 @@ def test_transcripts_hold_the_whole_conversation():
         ],
     }
     assert second["queries"] == ["query 1", "query 1"]
+    assert len(second["passages"]) == 2
     assert [s["source"] for s in second["segments"]] == [
         *("prompt", "policy"),
         *("search", "search"),
