@@ -54,7 +54,6 @@ CHOOSE_FROM = ("direct", "rag", "ircot")
 RECOMP = "recomp_extractive"
 SAMPLED = "the labels that it learns from are sampled, see docs/learned_methods.md"
 UNMADE = {
-    "in_context": "the embedded world's questions come without paragraphs",
     "self_rag": "no model of the embedded world has reflection tokens",
     "rearter": SAMPLED,
     "cr_planner": SAMPLED,
