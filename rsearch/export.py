@@ -8,7 +8,6 @@ name. Beside them lie a model card and rsearch.json, with which rsearch.serve an
 rsearch.tool ask the policy as it was trained. The configuration is the run's.
 """
 
-import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -62,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         huggingface.export(
             values["out"],
             params,
-            dataclasses.replace(setup.model.spec, max_context=described["max_context"]),
+            setup.model.spec,
             setup.tokenizer,
             dtype=values["dtype"],
             files=export_files(described, ids, name),

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from rsearch import tool
 from rsearch.rollout.replay import replay
+from rsearch.serving import search_tool
 from rsearch.setup.load import load_setup
 from rsearch.setup.rollouts import make_host
 from rsearch.tools.search import search_use
@@ -29,7 +29,7 @@ def test_what_a_policy_of_r_search_finds_is_told_whole():
     ]
     question = Question("0", setup.dev[0].text, ())
     rollout = replay(make_host(setup), question, turns)
-    assert tool.result_of(Group(question, (rollout,))) == {
+    assert search_tool.result_of(Group(question, (rollout,))) == {
         "question": question.text,
         "evidence": "It is so.",
         "answer": "Yes",
@@ -54,7 +54,7 @@ def test_evidence_is_the_policys_own_last_box():
         segment(Source.POLICY, f"{box.format('one')} {box.format('Ada made it.')}"),
     )
     rollout = Rollout(segments, "Ada", lookups, Outcome.ANSWERED)
-    assert tool.result_of(Group(Question("0", "Who?", ()), (rollout,))) == {
+    assert search_tool.result_of(Group(Question("0", "Who?", ()), (rollout,))) == {
         "question": "Who?",
         "evidence": "Ada made it.",
         "answer": "Ada",
@@ -74,5 +74,5 @@ def test_observations_that_a_model_wrote_from_the_same_passages_are_all_told():
         for text in ("first", "second", "first")
     )
     rollout = Rollout((), None, lookups, Outcome.TRUNCATED)
-    told = tool.result_of(Group(Question("0", "Who?", ()), (rollout,)))
+    told = search_tool.result_of(Group(Question("0", "Who?", ()), (rollout,)))
     assert [p["text"] for p in told["passages"]] == ["first", "second"]

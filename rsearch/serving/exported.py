@@ -3,7 +3,7 @@
 run, stage, step   of the checkpoint that was exported
 config             of the stage: protocol, budgets, retrieval and all else
 inputs             fingerprints of what it searched, and of its tokenizer
-max_context        tokens of the longest conversation
+max_context        of the model; of random weights tokens of the longest conversation
 evaluation         rows of results.json of this stage's protocol
 versions           of the programs that wrote it
 """
