@@ -40,6 +40,7 @@ from rsearch.evaluation.comparability import (
     shown_fields,
     value_text,
 )
+from rsearch.evaluation.figures import SUFFIXES
 from rsearch.evaluation.pairs import pair_rows
 from rsearch.evaluation.predictions import RUN
 from rsearch.evaluation.runs import (
@@ -93,7 +94,6 @@ HEADINGS = {
 FORMATS = (("json", "JSON"), ("csv", "CSV"), ("markdown", "Markdown tables"))
 FORMATS += (("latex", "LaTeX tables"),)
 HINT = "--wide shows them"
-PLOTS = (".png", ".svg")
 STDOUT = "-"  # of a format without a file
 # Columns that a narrow terminal may lack, the most important first.
 OPTIONAL = ("searches", "F1", "EM before", "seed", "judge", "cover-EM", "recipe")
@@ -107,7 +107,7 @@ FLAGS = {
     "diff": (False, "adds a table of the fields of config.json that differ"),
     "wide": (False, "shows all columns, however wide the terminal is"),
     **{name: ("", f"prints {text}, or writes it to =FILE") for name, text in FORMATS},
-    "plot": ("", f"a file that the runs' curves are drawn in: {', '.join(PLOTS)}"),
+    "plot": ("", f"a file that the runs' curves are drawn in: {', '.join(SUFFIXES)}"),
     "allow": (
         "",
         "fields in which rows may differ that must be equal, or 'all'; marks such rows",
@@ -214,8 +214,8 @@ def _check_outputs(flags):
     for name in ("plot", *dict(FORMATS)):
         if flags[name] not in ("", STDOUT):
             check_output(name, flags[name])
-    if flags["plot"] and not flags["plot"].endswith(PLOTS):
-        raise ValueError(f"--plot={flags['plot']}: must end in {' or '.join(PLOTS)}")
+    if flags["plot"] and not flags["plot"].endswith(SUFFIXES):
+        raise ValueError(f"--plot={flags['plot']}: must end in {' or '.join(SUFFIXES)}")
 
 
 def _is_value(words):

@@ -316,8 +316,9 @@ def _transcripts(runs, shown, number) -> list[dict]:
             views = learnt_views(run.path / stage, share // 2 // len(stored))
             learnt.append((f"rollouts that {stage} learnt from", views))
         num_learnt = sum(len(views) for _, views in learnt)
-        stages = [START, *run.config["stages"]]
-        views = evaluated_views(run.path, stages, max(share - num_learnt, 0))
+        views = evaluated_views(
+            run.path, run.config["stages"], max(share - num_learnt, 0)
+        )
         right = [v for v in views if v["scores"].get("em")]
         wrong = [v for v in views if v["scores"] and not v["scores"]["em"]]
         unscored = [v for v in views if not v["scores"]]

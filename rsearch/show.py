@@ -21,12 +21,12 @@ from typing import Any
 
 from rsearch.config.recipes import parse_flags, run_command
 from rsearch.evaluation.results import read_transcripts
+from rsearch.evaluation.runs import ALL, LAST
 from rsearch.evaluation.scoring import scores_of_rows
 from rsearch.rollout.rollout_log import read_rollouts, stored_steps
 from rsearch.runtime.rollout_view import RolloutView, draw_rollouts
 from rsearch.runtime.workdir import read_config
 
-ALL, LAST = "all", "last"
 FLAGS = {
     "stage": (LAST, "a stage, 'start', 'last' or 'all'"),
     "step": ("", "rollouts of an RL step in place of evaluations; 'last', 'all'"),

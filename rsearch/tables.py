@@ -153,7 +153,7 @@ def _fill(tables, settings, flags):
         ValueError: a run could not be trained, or rows differ in what must be equal.
     """
     from rsearch import compare
-    from rsearch.evaluation.runs import find_runs, is_same_run, read_run
+    from rsearch.evaluation.runs import find_runs, read_run
     from rsearch.plan import tiny_tables
 
     compare.parse_allow(flags["allow"])  # refused now rather than after hours
@@ -166,7 +166,6 @@ def _fill(tables, settings, flags):
         workdir,
         {path: read_run(path).config for path in find_runs(others)},
         max_questions=limit,
-        is_same=is_same_run,
     )
     if flags["dry_run"]:
         tiny_tables.show_jobs(runs, folders, limit)

@@ -71,6 +71,7 @@ __all__ = [
 
 REQUIRED = object()
 SEVERAL = "..."  # ends the name of an argument that takes one value or more
+MAX_LABEL = 100  # characters of a directory's name before it is cut
 STOPPED = 3  # exit code
 FAILED = 1  # exit code of an error that is a fault of ours
 BROKEN_PIPE = 128 + signal.SIGPIPE  # what a shell says of a program that it ended
@@ -406,9 +407,6 @@ def _help(flags, positional, takes_config):
                 shown = ""
             lines.append(f"  {'--' + name:<26} {text}{shown}\n")
     return "arguments:\n" + "".join(lines)
-
-
-MAX_LABEL = 100  # characters of a directory's name before it is cut
 
 
 def run_label(name: str, changed: Sequence[str]) -> str:

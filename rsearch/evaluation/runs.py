@@ -140,12 +140,22 @@ def is_same_run(config: Mapping, other: Mapping) -> bool:
     )
 
 
+def last_stage(rows: Sequence[Mapping], stages: Sequence[str]) -> str:
+    """Return the last of a run's stages that rows are of, else that of the last row.
+
+    Args:
+        rows: at least one, with its "stage"; that of the run's start comes first.
+        stages: of the run, in order.
+    """
+    order = [START, *stages]
+    known = [row["stage"] for row in rows if row["stage"] in order]
+    return max(known, key=order.index, default=rows[-1]["stage"])
+
+
 def choose(run: ComparedRun, *, stage: str, method: str, dataset: str) -> list[dict]:
     """Return the chosen rows of results.json, in their order."""
     if stage == LAST:
-        order = [START, *run.config["stages"]]
-        known = [row["stage"] for row in run.rows if row["stage"] in order]
-        stage = max(known, key=order.index, default=run.rows[-1]["stage"])
+        stage = last_stage(run.rows, run.config["stages"])
     wanted = {"stage": stage, "method": method, "dataset": dataset}
     return [
         row

@@ -13,6 +13,7 @@ from typing import Any
 
 from rsearch.evaluation.predictions import run_key
 from rsearch.evaluation.results import TRANSCRIPTS, read_results, read_transcripts
+from rsearch.evaluation.runs import last_stage
 from rsearch.evaluation.scoring import scores_of_rows
 from rsearch.rollout.rollout_log import read_rollouts, stored_steps
 
@@ -29,7 +30,7 @@ def evaluated_views(
 
     Args:
         folder: of the run.
-        stages: in their order; the last one that was evaluated counts.
+        stages: of the run; the last one that was evaluated counts.
         number: of rollouts, at most.
 
     Raises:
@@ -40,8 +41,7 @@ def evaluated_views(
     rows = read_transcripts(folder)
     of_protocol = [row for row in rows if row["method"] == PROTOCOL]
     rows = of_protocol or rows
-    known = [row["stage"] for row in rows if row["stage"] in stages]
-    last = max(known, key=[*stages].index, default=rows[-1]["stage"] if rows else "")
+    last = last_stage(rows, stages) if rows else ""
     rows = [row for row in rows if row["stage"] == last]
     normalizers = {run_key(r): r.get("normalize") for r in read_results(folder)}
     right, wrong, unscored = [], [], []

@@ -11,7 +11,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rsearch.config.recipes import (
@@ -25,6 +25,7 @@ from rsearch.config.recipes import (
 )
 from rsearch.config.stage_plan import check_plan, kind_of, stage_configs
 from rsearch.evaluation.results import read_results
+from rsearch.evaluation.runs import is_same_run
 from rsearch.evaluation.statistics import wilson_interval
 from rsearch.evaluation.table_rows import PROTOCOL, number_of
 from rsearch.evaluation.tables import (
@@ -408,7 +409,6 @@ def folders_of(
     others: Mapping[pathlib.Path, Mapping],
     *,
     max_questions: int,
-    is_same: Callable[[Mapping, Mapping], bool],
 ) -> dict[TinyRun, pathlib.Path]:
     """Return the directory of each run: one of others that has all, or its name's.
 
@@ -417,7 +417,6 @@ def folders_of(
         out: has the directories that are made.
         others: {directory: {dotted name: value}} of runs that are there.
         max_questions: see `job_of`.
-        is_same: whether two configurations are those of one run.
     """
     folders = {}
     for run, rows in runs.items():
@@ -426,7 +425,7 @@ def folders_of(
             path
             for path, values in others.items()
             if config
-            and is_same(fields(config), values)
+            and is_same_run(fields(config), values)
             and not job_of(run, rows, path, max_questions).commands
         ]
         folders[run] = same[0] if same else out / run.name
