@@ -207,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_outputs(flags):
-    """Refuse files that cannot be written, and two formats on one stdout."""
+    """Refuse files that cannot be written, and two formats printed at once."""
     printed = [f"--{name}" for name, _ in FORMATS if flags[name] == STDOUT]
     if len(printed) > 1:
         raise ValueError(f"{' and '.join(printed)} would mix: name files, --csv=FILE")

@@ -55,7 +55,7 @@ def read_run(path: pathlib.Path, *, needs_results: bool = True) -> ComparedRun:
         needs_results: refuses a run that has not been evaluated yet.
 
     Raises:
-        ValueError: no run, a damaged one, or one without results that needs them.
+        ValueError: the directory is no run, is damaged, or lacks needed results.
     """
     config = fields(read_config(path))
     if missing := {"name", "seed", "stages"} - config.keys():
@@ -80,7 +80,7 @@ def read_run(path: pathlib.Path, *, needs_results: bool = True) -> ComparedRun:
 
 
 def run_names(paths: Sequence[pathlib.Path]) -> list[str]:
-    """Return the ends of paths that tell the runs apart: mostly their directories."""
+    """Return a name for each run: as much of its path as tells the runs apart."""
     parts = [path.absolute().parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-depth:]) for p in parts]

@@ -67,7 +67,7 @@ def learnt_views(stage_folder: pathlib.Path, number: int) -> list[dict]:
 
     Args:
         stage_folder: of the stage.
-        number: of rollouts, at most, but one group where there is any.
+        number: the most rollouts; one group is returned even if it is larger.
 
     Raises:
         ValueError: names a file and its line that no stage has written.

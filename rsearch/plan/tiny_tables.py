@@ -257,7 +257,7 @@ def find_result(
     Args:
         results: of a directory.
         dataset: see `questions_name`.
-        stage: after which the policy was asked, or the model that was.
+        stage: of the policy that was asked, or the name of the model.
         method: with the settings that it must have.
         setting: of the evaluation, see `rsearch.evaluate`.
     """

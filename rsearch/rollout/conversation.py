@@ -49,8 +49,8 @@ class Limits:
         forced_final_turn: False where that last turn does not follow: the results of
             the last search are never read.
         cuts_tags: whether tags count as content, so that the cut takes the closing one.
-        max_tokens: of a rollout; one in which no further turn would fit after what it
-            is to read next ends there. 0 = what the other limits come to.
+        max_tokens: of a rollout, which ends where the next observation and a turn
+            would not fit. 0 = what the other limits come to.
     """
 
     max_searches: int
