@@ -11,7 +11,8 @@ them; CSV has the rows alone, and JSON fractions in place of percents.
 
 Rows on the same questions are compared with the first of them, question by question:
 the difference with its 95 % interval (paired bootstrap) and the p of McNemar's exact
-test, each pair for itself. Of rows without a pair, stderr says why.
+test, each pair for itself. Of rows without a pair, stderr says why. With --group the
+differences are those of seeds, with Student's interval of their mean.
 
 Rows of one data set that were measured otherwise, with other questions, retrieval,
 normaliser or judge, are refused, or with --allow=FIELD marked. What else differs in how
@@ -41,7 +42,7 @@ from rsearch.evaluation.comparability import (
     value_text,
 )
 from rsearch.evaluation.figures import SUFFIXES
-from rsearch.evaluation.pairs import pair_rows
+from rsearch.evaluation.pairs import SEED_SCORES, pair_rows, pair_seeds
 from rsearch.evaluation.predictions import RUN
 from rsearch.evaluation.runs import (
     ALL,
@@ -165,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
     facts = [facts_of(run, row) for run, _, row in measured]
     marks, footnotes = marks_of(measured, facts, parse_allow(flags["allow"]))
     is_grouped = flags["group"]
-    rows, sources, made_by = [], [], {}
+    rows, sources, made_by, by_seed = [], [], {}, {}
     for (run, labels, row), mark, made in zip(measured, marks, facts, strict=True):
         row = _with_start(run, row, made)
         first, *others = labels[1:] if is_grouped else labels
@@ -173,19 +174,24 @@ def main(argv: Sequence[str]) -> int:
             about = (f"{first} {mark}".rstrip(), *others)
             about += (row["stage"], row["method"], row["dataset"], kind)
             made_by.setdefault(about if is_grouped else len(rows), []).append(made)
+            seeds, questions = by_seed.setdefault(about, {}), row.get("questions")
+            if isinstance(questions, str):  # that an older run does not record
+                seeds.setdefault((questions, kind), []).append(values)
             rows.append((about, run.config["seed"], values))
             sources.append((run.path, row))
     if not rows:
         raise ValueError(_nothing(runs, chosen))
     rows = grouped(rows) if is_grouped else [_single(*row) for row in rows]
     grids = [_results_grid(rows, flags, num_runs=len(runs))]
-    pairs = []
+    row_names, pairs = _names_of(rows, is_grouped=is_grouped), []
     if len(rows) > 1 and not flags["by_kind"]:
-        row_names = _names_of(rows, is_grouped=is_grouped)
         grids.append(_made_by_grid(row_names, [*made_by.values()]))
-        if not is_grouped:
-            pairs = _pairs(row_names, sources)
-            grids.append(_pairs_grid(row_names, pairs))
+    if is_grouped:
+        pairs = pair_seeds([*by_seed.values()])
+        grids.append(_seeds_grid(row_names, pairs))
+    elif len(rows) > 1 and not flags["by_kind"]:
+        pairs = _pairs(row_names, sources)
+        grids.append(_pairs_grid(row_names, pairs))
     differing = config_difference(runs) if flags["diff"] else {}
     if flags["diff"]:
         grids.append(_config_grid(names, differing))
@@ -523,6 +529,23 @@ def _pairs_grid(names, pairs) -> Grid:
     return Grid(title, [*columns, *optional], lines, 2, optional)
 
 
+def _seeds_grid(names, pairs) -> Grid:
+    """Return the table of the differences of rows that are means over seeds."""
+    columns = ["row", "minus", "seeds"]
+    for name in SEED_SCORES:
+        columns += [f"{HEADINGS[name]} difference", f"{HEADINGS[name]} interval"]
+    lines = []
+    for pair in pairs:
+        line = [names[pair.row], names[pair.baseline], str(pair.n)]
+        for name in SEED_SCORES:
+            scale = 100 if name in PERCENT else 1
+            known = pair.differences.get(name)
+            line += _difference(*known, scale=scale) if known else ["-", "-"]
+        lines.append(line)
+    title = "differences of the same seeds, in points of percent and in searches"
+    return Grid(title, columns, lines, 2, ("F1 difference", "F1 interval"))
+
+
 def _names_of(rows, *, is_grouped):
     """Return what tells each row from the others: its run, or recipe, if nothing else.
 
@@ -537,9 +560,12 @@ def _names_of(rows, *, is_grouped):
     return [" ".join(row.about[i] for i in shown or [0]) for row in rows]
 
 
-def _difference(value, interval):
-    low, high = interval
-    return [f"{100 * value:+.1f}", f"{100 * low:+.1f} to {100 * high:+.1f}"]
+def _difference(value, interval, *, scale=100):
+    decimals = 1 if scale == 100 else 2
+    value, low, high = (
+        f"{scale * number:+.{decimals}f}" for number in (value, *interval)
+    )
+    return [value, f"{low} to {high}"]
 
 
 def _shown(name, value):

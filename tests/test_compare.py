@@ -156,6 +156,27 @@ def test_seeds_are_grouped_and_what_differs_in_more_is_not(said, tmp_path):
     }
 
 
+def test_grouped_rows_are_compared_seed_by_seed(said, tmp_path):
+    """Differences of 0.1, 0.2 and 0.3: 0.2, with t(2) 4.3027 x 0.1 / sqrt(3)."""
+    for seed, em in enumerate((0.5, 0.3, 0.6)):
+        asked = {"questions": f"seed {seed}", "dataset": "world:dev"}
+        kinds = [{"by_kind": {"single": {"n": 9, **SCORES, "em": x}}} for x in (0, 1)]
+        a = row(em=em, **asked, **kinds[0])
+        b = row(em=em + (seed + 1) / 10, searches=1.25, **asked, **kinds[1])
+        make(tmp_path / f"a{seed}", a, seed=seed)
+        make(tmp_path / f"b{seed}", b, seed=seed, name="better")
+    make(tmp_path / "c", row(dataset="world:dev", questions="seed 0"), name="once")
+    select = "--dataset=world:dev", "--group", "--markdown"
+    code, out, err = said(tmp_path, *select)
+    assert (code, err) == (0, "")
+    columns, line = cells(out.split("\n\n")[-1])
+    assert columns[:5] == ["row", "minus", "seeds", "EM difference", "EM interval"]
+    assert line[:5] == ["better", "r_search", "3", "+20.0", "-4.8 to +44.8"]
+    assert line[-2:] == ["-0.25", "-0.25 to -0.25"]
+    kinds = said(tmp_path, *select, "--by_kind")[1]
+    assert "+100.0 | +100.0 to +100.0" in kinds
+
+
 def test_what_changes_no_training_does_not_tell_runs_apart(said, tmp_path):
     a = make(tmp_path / "a", row(), mesh={"data": 1}, eval={"examples": 1})
     b = make(tmp_path / "b", row(), mesh={"data": 8}, eval={"examples": 2}, seed=1)

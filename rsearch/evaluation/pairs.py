@@ -1,7 +1,8 @@
 """Differences between rows of results that were measured on the same questions."""
 
 import pathlib
-from collections.abc import Sequence
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,8 +10,14 @@ import numpy as np
 from rsearch.evaluation.predictions import RUN, read_predictions, run_key
 from rsearch.evaluation.results import TRANSCRIPTS
 from rsearch.evaluation.scoring import scores_of_questions
-from rsearch.evaluation.statistics import mcnemar_p, paired_difference
+from rsearch.evaluation.statistics import (
+    mcnemar_p,
+    paired_difference,
+    seed_interval,
+)
 from rsearch.text.normalize import NORMALIZERS
+
+SEED_SCORES = ("em", "f1", "searches")
 
 
 class PairedRows(NamedTuple):
@@ -29,6 +36,61 @@ class PairedRows(NamedTuple):
     n: int
     differences: dict
     p: float | None
+
+
+class SeedPairs(NamedTuple):
+    """Two rows that are means over seeds, by their positions, and their difference.
+
+    Attributes:
+        row, baseline: positions; differences are those of `row` minus `baseline`.
+        n: seeds, or other draws of questions, that both rows have.
+        differences: {name: (mean difference, (low, high))} of SEED_SCORES, without
+            those that a seed lacks.
+    """
+
+    row: int
+    baseline: int
+    n: int
+    differences: dict
+
+
+def pair_seeds(
+    rows: Sequence[Mapping[Hashable, Sequence[Mapping]]],
+) -> list[SeedPairs]:
+    """Compare each row with the first one on the same questions, seed by seed.
+
+    Two rows of one seed are about the same questions, so that a seed's difference is
+    paired question by question; the interval is over seeds, see `seed_interval`.
+
+    Args:
+        rows: {what tells a seed's questions from others: {score: mean} of each run of
+            that seed} of each row.
+
+    Returns:
+        Pairs of rows that share two seeds at least.
+    """
+    pairs = []
+    for i, seeds in enumerate(rows):
+        shared = [[key for key in seeds if key in others] for others in rows[:i]]
+        baseline = next((j for j, keys in enumerate(shared) if len(keys) > 1), None)
+        if baseline is None:
+            continue
+        keys, differences = shared[baseline], {}
+        for name in SEED_SCORES:
+            both = [run for k in keys for run in (*seeds[k], *rows[baseline][k])]
+            if any(run.get(name) is None for run in both):
+                continue
+            drawn = [
+                _mean(seeds[key], name) - _mean(rows[baseline][key], name)
+                for key in keys
+            ]
+            differences[name] = statistics.fmean(drawn), seed_interval(drawn)
+        pairs.append(SeedPairs(i, baseline, len(keys), differences))
+    return pairs
+
+
+def _mean(runs, name):
+    return statistics.fmean(run[name] for run in runs)
 
 
 def pair_rows(

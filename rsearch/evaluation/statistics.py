@@ -1,7 +1,7 @@
 """Intervals of scores, and differences between two systems on the same questions.
 
 Scores are of one question each and lie in [0, 1]. Questions are taken as independent
-draws; the spread over seeds of training is no part of these numbers.
+draws; the spread over seeds of training is a part of `seed_interval` alone.
 """
 
 import math
@@ -97,6 +97,31 @@ def bootstrap_interval(
     tail = (1 - level) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return float(low), float(high)
+
+
+def seed_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of a mean over seeds, by Student's t.
+
+    The seeds' numbers are taken as independent draws from one normal distribution; they
+    hold all that varies between seeds, the draw of the questions included.
+
+    Args:
+        values: [n] numbers, one a seed, n at least 2.
+
+    Returns:
+        (low, high), which no bound of the numbers limits.
+
+    Raises:
+        ValueError: fewer than two.
+    """
+    from scipy import special  # here, since no start should wait for it
+
+    if len(values) < 2:
+        raise ValueError(f"{len(values)} values: an interval needs at least 2")
+    values = np.asarray(values, np.float64)
+    quantile = float(special.stdtrit(len(values) - 1, 0.975))
+    half = quantile * values.std(ddof=1) / math.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
 
 
 def macro_mean(
