@@ -9,15 +9,16 @@ files are for people, as `rsearch.show` shows them; no run reads them.
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
-from rsearch.hosts import collectives
 from rsearch.runtime.jsonl import read_jsonl, write_jsonl
 from rsearch.runtime.metrics import number_to_json
 from rsearch.types import Group, Question, Rollout, Source
+
+if TYPE_CHECKING:  # commands that read these files need none of it
+    import jax
 
 FOLDER = "rollouts"  # of a stage
 NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
@@ -42,7 +43,7 @@ class RolloutLog:
         step: int,
         scored: Sequence[tuple[Group, np.ndarray, dict]],
         batch: Any,
-        logp: jax.Array | None,
+        logp: "jax.Array | None",
         *,
         params: str,
     ) -> None:
@@ -161,6 +162,8 @@ def search_record(rollout: Rollout) -> dict:
 
 def _by_row(batch, logp):
     """Return {name: [B, T]} of what the step's batch says of its rollouts."""
+    from rsearch.hosts import collectives  # and jax, which nothing else here needs
+
     arrays = {"advantage": batch.advantage, "from_policy": batch.from_policy}
     if logp is not None:
         arrays["log_probs"] = logp

@@ -23,7 +23,6 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 
 from rsearch.config.recipes import exit_code_of, fingerprint
@@ -46,6 +45,8 @@ _lock = threading.Lock()  # held while this process changes run.json
 
 def describe_program() -> dict[str, str]:
     """Return {name: value} of libraries, variables and devices: all change numbers."""
+    import jax  # not at the top: commands that read run.json load no devices
+
     versions = processes.program_versions()
     del versions["rsearch"]  # the code is told file by file
     kinds = sorted({device.device_kind for device in jax.devices()})
