@@ -36,9 +36,8 @@ from rsearch.retrieval.encoder import HashedNgrams
 from rsearch.retrieval.engine import engine_in_memory
 from rsearch.rollout.conversation import Host, Limits
 from rsearch.rollout.replay import replay
-from rsearch.runtime import console
+from rsearch.runtime import console, files
 from rsearch.runtime.digests import CACHE, find_cache
-from rsearch.runtime.files import sync_directory
 from rsearch.types import SearchFn, Segment, Source
 from rsearch.world import reading
 from rsearch.world import texts as world_texts
@@ -159,10 +158,13 @@ def find_world_model(
     if directory.is_dir() and _is_intact(directory, say):
         return directory
     _check_writable(folder)
-    say(f"{WORLD}:{name}: made once, to be kept in {directory}")
-    rows = make_rows(read, tokenizer, search)
-    params, spec = _train(name, how, rows, tokenizer, seed, say)
-    _keep(directory, params, spec, tokenizer)
+    with _making(directory, say):
+        if directory.is_dir() and _is_intact(directory, say):  # made in the meantime
+            return directory
+        say(f"{WORLD}:{name}: made once, to be kept in {directory}")
+        rows = make_rows(read, tokenizer, search)
+        params, spec = _train(name, how, rows, tokenizer, seed, say)
+        _keep(directory, params, spec, tokenizer)
     return directory
 
 
@@ -195,6 +197,19 @@ def _check_writable(folder):
         ) from None
 
 
+@contextlib.contextmanager
+def _making(directory, say):
+    """Let processes make a model after each other, where the file system can lock."""
+    path = directory.with_name(f".{directory.name}.lock")
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # of network file systems without locks
+            if not stack.enter_context(files.locked(path)):
+                say(f"another process makes {directory.name}: waiting for it")
+                stack.enter_context(files.locked(path, waits=True))
+        yield
+        path.unlink(missing_ok=True)
+
+
 def _is_intact(directory, say):
     """Return whether a cached model is as it was written; set a damaged one aside."""
     try:
@@ -216,7 +231,7 @@ def _keep(directory, params, spec, tokenizer):
         export(unfinished, params, spec, tokenizer)
         with contextlib.suppress(OSError):
             os.rename(unfinished, directory)
-            sync_directory(directory.parent)
+            files.sync_directory(directory.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     assert directory.is_dir()

@@ -5,6 +5,7 @@ import functools
 import itertools
 import pathlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -306,6 +307,21 @@ def test_a_model_is_made_once_and_found_after_that(tmp_path, monkeypatch):
     assert (made / "model.safetensors").read_bytes() == weights
     (aside,) = tmp_path.glob(f"{made.name}.damaged-*")
     assert (aside / "model.safetensors").read_bytes() != weights
+
+
+def test_who_needs_a_model_that_is_being_made_waits_for_it(tmp_path):
+    said = []
+
+    def find(_):
+        settings = dict(world_settings=WORLD, seed=0, cache=tmp_path, how=LITTLE)
+        return find_world_model("base", say=said.append, **settings)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(find, range(2))
+    assert first == second
+    assert [p.name for p in tmp_path.iterdir()] == [first.name]
+    assert sum("made once" in line for line in said) == 1
+    assert sum("waiting for it" in line for line in said) == 1
 
 
 def test_making_it_again_gives_the_same_weights(tmp_path):
