@@ -21,6 +21,7 @@ for one with the encoder's own, --config.retrieval.max_query_tokens=0 and
 --config.retrieval.max_passage_tokens=0.
 """
 
+import functools
 import itertools
 import json
 import sys
@@ -71,7 +72,14 @@ def read_policy(
     Raises:
         ValueError: there is no model.
     """
-    recipe, values = parse_command_line(argv, flags=flags, default=_trained_recipe)
+    read = functools.cache(read_export)  # where --config is missing, too
+
+    def trained_recipe(values):
+        """Return the configuration that --model was trained with, or else DEFAULT."""
+        exported = read(values["model"])
+        return load_recipe(DEFAULT) if exported is None else exported.config
+
+    recipe, values = parse_command_line(argv, flags=flags, default=trained_recipe)
     accepted = set(filter(None, values["accept"].split(",")))
     if unknown := accepted - {RECIPE, RETRIEVAL}:
         raise ValueError(
@@ -86,7 +94,7 @@ def read_policy(
     config = tool_config(recipe, **chosen, keeps_mesh=keeps_mesh)
     if not config.model.source:
         raise ValueError("--model=... is missing, and the recipe names no model")
-    exported, retrieval = read_export(values["model"]), None
+    exported, retrieval = read(values["model"]), None
     if exported is not None and RECIPE not in accepted:
         check_recipe(values["model"], exported, config, meant=words)
     # Who asks a service or a function in place of an index means another search.
@@ -103,12 +111,6 @@ def read_policy(
         )
 
     return config, load, values
-
-
-def _trained_recipe(values):
-    """Return the configuration that --model was trained with, or else DEFAULT."""
-    exported = read_export(values["model"])
-    return load_recipe(DEFAULT) if exported is None else exported.config
 
 
 def main(argv: Sequence[str]) -> int:
