@@ -3,6 +3,7 @@
     curl -H "Content-Type: application/json" -d '{"question": "Who ...?"}' \\
         http://127.0.0.1:8000/search
 
+    GET  /                     a page that asks, for people
     POST /search               {"question"} or {"questions"}, as rsearch.tool answers
     POST /v1/chat/completions  as OpenAI's clients ask, streaming or not
     GET  /v1/models            the name to ask for

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 
 from rsearch.runtime.connections import is_loopback
@@ -57,7 +58,25 @@ class RefusedError(Exception):
 
 
 class PlainText(str):
-    """A reply that is no JSON but text."""
+    """A reply that is no JSON but text.
+
+    Attributes:
+        kind: its Content-Type.
+        headers: {name: value} of further headers.
+    """
+
+    kind = PLAIN
+    headers: Mapping[str, str] = MappingProxyType({})
+
+
+def open_to_all(answer: Callable) -> Callable:
+    """Mark the function of a route that is answered without the token.
+
+    It is answered however many requests are under way, too. A browser cannot send the
+    token with the address that somebody types; so a page that asks for it is public.
+    """
+    answer.is_open_to_all = True
+    return answer
 
 
 def follows_client(answer: Callable) -> Callable:
@@ -400,8 +419,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 if isinstance(reply, Iterator):
                     self._stream(reply)
                 else:
-                    kind = PLAIN if isinstance(reply, PlainText) else JSON
-                    self._reply(200, reply, kind=kind)
+                    headers = getattr(reply, "headers", None)
+                    self._reply(200, reply, headers, kind=getattr(reply, "kind", JSON))
         self.server.on_reply(self.route, self.status, time.monotonic() - started)
 
     def _log_fault(self, error):
@@ -409,10 +428,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _route(self, until_sent):
         """Check the client, and return the reply of its route."""
-        self._check_client()
         path = self.path.partition("?")[0]
         routes = self.server.routes
         answers = {m: a for (m, known), a in routes.items() if _is_path(known, path)}
+        is_open = getattr(answers.get(self.command), "is_open_to_all", False)
+        self._check_client(needs_token=not is_open)
         if not answers:
             known = ", ".join(f"{method} {known}" for method, known in routes)
             raise RefusedError(404, f"no such route; there is {known}")
@@ -423,7 +443,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.route = next(known for _, known in routes if _is_path(known, path))
         # All of the body comes first: a slow client keeps nobody else from an answer.
         body = self._body() if self.command == "POST" else {}
-        if path in PROBES:
+        if is_open or path in PROBES:
             return self._encode(answer(body))
         if not self.server.waiting.acquire(blocking=False):
             raise RefusedError(503, "too many requests at once; try again later")
@@ -455,12 +475,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             raise RefusedError(413, f"the reply may have {limit} bytes: ask for less")
         return reply
 
-    def _check_client(self):
+    def _check_client(self, needs_token):
         """Refuse clients without the token, and web pages that name a loopback."""
         if self.server.token:
             header = self.headers.get("Authorization", "")
             expected = f"Bearer {self.server.token}"
-            if not hmac.compare_digest(header.encode(), expected.encode()):
+            is_right = hmac.compare_digest(header.encode(), expected.encode())
+            if needs_token and not is_right:
                 raise RefusedError(401, "Authorization: Bearer ... is missing or wrong")
             return
         name = self.headers.get("Host", "")

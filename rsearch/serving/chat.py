@@ -5,7 +5,8 @@ answer questions, not to hold a dialogue, and its prompt is its protocol's. What
 dialect has no field for stands in further ones, of the message or of a stream's deltas:
 
     reasoning_content   what the policy wrote, turn by turn
-    tool_uses           the searches: [{"tool", "arguments", "passages": [id, title]}]
+    tool_uses           the searches: [{"tool", "arguments", "passages"}], passages as
+                        in citations, and with their score
     citations           the passages that it was shown: [{"id", "title", "text"}]
     outcome             how it ended; `answer` of /search is the content
 """
@@ -22,7 +23,12 @@ from typing import Any
 
 from rsearch.runtime.openapi import TEXT, Content, list_of, record
 from rsearch.runtime.server import RefusedError, follows_client, plain_error_body
-from rsearch.serving.search_tool import Progress, SearchTool, passage_values
+from rsearch.serving.search_tool import (
+    Progress,
+    SearchTool,
+    passage_value,
+    passage_values,
+)
 from rsearch.types import SEARCH, Group, Outcome, Rollout, ToolUse
 
 PREFIX = "/v1/"
@@ -311,7 +317,7 @@ def _tool_use(use: ToolUse) -> dict:
     passages = []
     if use.call.name == SEARCH:
         hits = [p for passages in use.result.data for p in passages]
-        passages = [{"id": p.id, "title": p.title} for p in hits]
+        passages = [{**passage_value(p), "score": p.score} for p in hits]
     arguments = list(use.call.arguments)
     return {"tool": use.call.name, "arguments": arguments, "passages": passages}
 

@@ -15,6 +15,7 @@ from rsearch.runtime.openapi import (
 from rsearch.runtime.prometheus import RequestMetrics, counts_text
 from rsearch.runtime.server import JsonServer, PlainText, RefusedError
 from rsearch.serving.chat import ERRORS, chat_error_body, chat_routes
+from rsearch.serving.page import page_routes
 from rsearch.serving.search_tool import SearchTool
 from rsearch.types import Outcome
 
@@ -66,7 +67,7 @@ def serve_policy(load: Callable[[], SearchTool], values: Mapping[str, Any]) -> N
     server = JsonServer(
         values["host"],
         values["port"],
-        {**probes, ("GET", "/ready"): not_ready},
+        {**page_routes(), **probes, ("GET", "/ready"): not_ready},
         token=read_api_key(values["token_env"]) if values["token_env"] else "",
         error_body=chat_error_body,
         **limits,
@@ -79,7 +80,7 @@ def serve_policy(load: Callable[[], SearchTool], values: Mapping[str, Any]) -> N
         tool.warm_up()
         server.routes = routes_of(tool, tool.name, requests)
         host, port = server.server_address[:2]
-        console.note(f"POST http://{host}:{port}/search, until Control-C")
+        console.note(f"POST http://{host}:{port}/search, a page at /, until Control-C")
 
     server.serve(prepare)
     console.note("ended")
@@ -131,7 +132,8 @@ def routes_of(tool: SearchTool, model: str, requests: RequestMetrics) -> dict:
             Content({"text/plain": TEXT}),
         ),
     }
-    return with_description(routes, "rsearch.serve", described, errors=ERRORS)
+    routes = with_description(routes, "rsearch.serve", described, errors=ERRORS)
+    return {**page_routes(), **routes}  # for people: programs have no use for it
 
 
 def _checked(tool, question):

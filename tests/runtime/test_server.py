@@ -13,13 +13,14 @@ import time
 
 import pytest
 
-from rsearch.runtime.server import JsonServer, RefusedError
+from rsearch.runtime.server import JsonServer, RefusedError, open_to_all
 from tests.running_server import running
 from tests.small_run import ROOT
 
 ROUTES = {
     ("GET", "/health"): lambda body: {"status": "ok"},
     ("GET", "/quick"): lambda body: {"status": "ok"},
+    ("GET", "/open"): open_to_all(lambda body: {"status": "ok"}),
 }
 
 
@@ -82,6 +83,8 @@ def test_with_a_token_only_those_who_carry_it_are_answered():
         assert wrong[0] == 401
         right = {"Authorization": "Bearer s3cret", "Host": "any.example"}
         assert ask(server, "GET", "/health", **right)[0] == 200
+        assert ask(server, "GET", "/open")[0] == 200
+        assert ask(server, "POST", "/open")[0] == 401
 
 
 @contextlib.contextmanager
@@ -113,6 +116,7 @@ def test_more_requests_than_there_is_room_for_are_refused_at_once():
         assert is_answering.wait(30)
         many = [ask(server, "GET", "/quick") for _ in range(20)]
         assert {status for status, _ in many} == {503}
+        assert ask(server, "GET", "/open")[0] == 200
         go_on.set()
         asking.join(30)
         assert actual == [(200, {"status": "late"})]

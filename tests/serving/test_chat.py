@@ -55,7 +55,7 @@ def test_a_chat_gets_the_answer_with_what_it_rests_on(url):
     assert message["reasoning_content"] == "\n".join(TURNS)
     (use,) = message["tool_uses"]
     assert (use["tool"], use["arguments"]) == ("search", ["river"])
-    assert use["passages"] == [{"id": "c", "title": "city"}]
+    assert use["passages"] == [{**CITATIONS[0], "score": 0.0}]
     assert (message["citations"], message["outcome"]) == (CITATIONS, "answered")
     usage = reply["usage"]
     assert usage["completion_tokens"] == NUM_TOKENS
