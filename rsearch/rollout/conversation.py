@@ -261,6 +261,8 @@ class Host:
         on_change: called with a conversation after each of its turns, and after each
             call's result, from the thread that made it; a false result ends the rollout
             as truncated. None lets all go on.
+        on_write: called with a conversation and the text so far of a turn that has not
+            ended, every few tokens. None lets turns be decoded in fewer calls.
     """
 
     def __init__(
@@ -271,9 +273,11 @@ class Host:
         limits: Limits,
         tools: Mapping[str, Tool] | None = None,
         on_change: Callable[[Conversation], bool] | None = None,
+        on_write: Callable[[Conversation, str], None] | None = None,
     ):
         self.tokenizer, self.protocol = tokenizer, protocol
-        self._on_change = on_change
+        self._on_change, self._on_write = on_change, on_write
+        self.shows_text = on_write is not None
         self.limits = limits
         self.tools = {SEARCH: search_tool(search), **(tools or {})}
         # Calls of `run_tools` overlap where the search says so and is the only tool.
@@ -324,6 +328,16 @@ class Host:
             question_id: for a search that wants it.
         """
         return Conversation(prompt, self.tokenizer.decode(prompt), question_id)
+
+    def show_text(self, conversation: Conversation, ids: np.ndarray) -> None:
+        """Show `on_write`, if there is one, a turn that has not ended.
+
+        Args:
+            conversation: that the policy goes on with.
+            ids: [n] int32 of the turn so far; their last character may be incomplete.
+        """
+        if self._on_write is not None:
+            self._on_write(conversation, self.tokenizer.decode(ids).rstrip("\ufffd"))
 
     def answer_turns(
         self,

@@ -43,8 +43,9 @@ from rsearch.types import (
 FINISHED_SHARE = 1 / 4
 # Of all rows: so many are extended, or admitted, in one call.
 EXTEND_SHARE = 1 / 8
-# Steps of a `decode` call while tools run, so that results are collected soon.
-STEPS_WHILE_TOOLS_RUN = 16
+# Steps of a `decode` call while tools run, so that results are collected soon, and
+# where the host shows what rows write.
+STEPS_BETWEEN_LOOKS = 16
 # Least and most seconds to wait for a tool before the other rows decode on. Between
 # them it is the time of one decoding step: a result that comes so soon is worth it.
 TOOL_WAIT_SECONDS = 0.005, 0.2
@@ -336,8 +337,8 @@ class RolloutScheduler:
             # A host without rows has none to wait for; hosts add their numbers up.
             min_finished=_share_of(len(decoding), FINISHED_SHARE) if decoding else 0,
             max_steps=(
-                STEPS_WHILE_TOOLS_RUN
-                if self.running_calls
+                STEPS_BETWEEN_LOOKS
+                if self.running_calls or self.host.shows_text
                 else self.host.limits.max_turn_tokens
             ),
             table=self.pages.table,
@@ -360,9 +361,11 @@ class RolloutScheduler:
         # Rows with an unfinished turn continue it in the next call.
         turns = {}
         for slot in sorted(decoding):
+            n = turn.count[slot]
             if not turn.active[slot]:
-                n = turn.count[slot]
                 turns[slot] = turn.tokens[slot, :n], turn.logp[slot, :n]
+            else:
+                self.host.show_text(self.rows[slot].conversation, turn.tokens[slot, :n])
         self._parse_turns(turns)
 
     def _parse_turns(self, turns: dict[int, tuple[np.ndarray, np.ndarray]]) -> None:

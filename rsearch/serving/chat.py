@@ -4,7 +4,8 @@ The last message of a chat is the question, and the only one: a policy has learn
 answer questions, not to hold a dialogue, and its prompt is its protocol's. What the
 dialect has no field for stands in further ones, of the message or of a stream's deltas:
 
-    reasoning_content   what the policy wrote, turn by turn
+    reasoning_content   what the policy wrote; in a stream a few tokens at a time, and
+                        joined the same text
     tool_uses           the searches: [{"tool", "arguments", "passages"}], passages as
                         in citations, and with their score
     citations           the passages that it was shown: [{"id", "title", "text"}]

@@ -39,7 +39,7 @@ TOTALS = ("questions_total", "searches_total", "tokens_read_total")
 TOTALS += ("tokens_written_total",)
 
 Progress = str | ToolUse
-"""A turn that the policy has written, or a call that was executed."""
+"""Text that the policy has written, or a call that was executed."""
 
 
 class SearchTool:
@@ -80,7 +80,7 @@ class SearchTool:
                 f"{opened!r}; name its index by --index=DIR, or go on with "
                 "--accept=retrieval"
             )
-        host = make_host(setup, on_change=self._follow)
+        host = make_host(setup, on_change=self._follow, on_write=self._write)
         self._engine = make_rollouts(
             setup, host, temperature=0.0, top_p=1.0, group_size=1
         )
@@ -141,8 +141,9 @@ class SearchTool:
 
         Args:
             question: any text that `check` lets pass.
-            on_step: called with each turn and each call as they come, from another
-                thread, which it must not hold up.
+            on_step: called with each call and, a few tokens at a time, with the text of
+                the turns as they come, from another thread, which it must not hold up.
+                A turn but the first begins with a line feed.
             is_cancelled: asked after each of them; a true result ends the rollout.
 
         Raises:
@@ -259,6 +260,11 @@ class SearchTool:
                 if not call.is_over:
                     call.error = error
 
+    def _write(self, conversation: Conversation, text: str) -> None:
+        """Tell a question's caller what its unfinished turn says so far."""
+        call, _ = self._batch[int(conversation.question_id)]
+        call.report_text(conversation.num_turns, text)
+
     def _follow(self, conversation: Conversation) -> bool:
         """Tell a question's caller what is new; return whether the rollout goes on."""
         call, i = self._batch[int(conversation.question_id)]
@@ -287,7 +293,8 @@ class _Call:
         self.error = None
         self.is_cancelled = is_cancelled or (lambda: False)
         self._on_step = on_step
-        self._num_turns = self._num_uses = 0  # that have been reported
+        # That have been reported; characters are of the turn that comes next.
+        self._num_turns = self._num_uses = self._num_chars = 0
 
     @property
     def is_over(self):
@@ -298,11 +305,21 @@ class _Call:
         if self._on_step is None:
             return
         turns = [s.text for s in conversation.segments if s.source == Source.POLICY]
-        uses = conversation.tool_uses
-        for step in (*turns[self._num_turns :], *uses[self._num_uses :]):
-            self._on_step(step)
-        self._num_turns = max(self._num_turns, len(turns))
-        self._num_uses = max(self._num_uses, len(uses))
+        for number, text in enumerate(turns):
+            self.report_text(number, text)
+            if number == self._num_turns:
+                self._num_turns, self._num_chars = number + 1, 0
+        for use in conversation.tool_uses[self._num_uses :]:
+            self._on_step(use)
+        self._num_uses = max(self._num_uses, len(conversation.tool_uses))
+
+    def report_text(self, number, text):
+        """Report what is new in the text so far of the turn of this number."""
+        if self._on_step is not None and number == self._num_turns:
+            start = "\n" if number and not self._num_chars else ""
+            if new := text[self._num_chars :]:
+                self._on_step(start + new)
+                self._num_chars += len(new)
 
 
 def _totals_of(group):

@@ -47,6 +47,7 @@ def make_host(
     *,
     search: SearchFn | None = None,
     on_change: Callable[[Conversation], bool] | None = None,
+    on_write: Callable[[Conversation, str], None] | None = None,
 ) -> Host:
     """Make the host's side of rollouts.
 
@@ -55,7 +56,7 @@ def make_host(
         protocol: None is the policy's, the only one whose observations a writer writes.
         limits: None is those of the configuration.
         search: None is that of the configuration.
-        on_change: see `Host`.
+        on_change, on_write: see `Host`.
     """
     writer = setup.writer if protocol is None else None
     search = wrap_search(
@@ -69,7 +70,7 @@ def make_host(
     tools = make_tools(names, Resources(search, read))
     protocol = protocol or setup.protocol
     limits = limits or setup.limits
-    return Host(setup.tokenizer, protocol, search, limits, tools, on_change)
+    return Host(setup.tokenizer, protocol, search, limits, tools, on_change, on_write)
 
 
 def make_rollouts(

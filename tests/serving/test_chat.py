@@ -20,6 +20,7 @@ CITATIONS = [
     {"id": "c", "title": "city", "text": scripted.find([""])[0][0].text},
 ]
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "who was born"}]}
+STREAMED = [TURNS[0], f"\n{TURNS[1]}"]  # joined, what a reply has that is no stream
 NUM_TOKENS = sum(len(tiny.tokenizer().encode(turn)) for turn in TURNS)
 
 
@@ -87,10 +88,24 @@ def test_a_stream_has_each_step_and_ends_with_the_answer(url):
         ["citations", "content", "outcome"],
         [],
     ]
-    assert [d["reasoning_content"] for d in (deltas[1], deltas[3])] == list(TURNS)
+    assert [d["reasoning_content"] for d in (deltas[1], deltas[3])] == STREAMED
     assert (deltas[4]["content"], deltas[4]["citations"]) == ("city", CITATIONS)
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
     assert reasons == [None] * 5 + ["stop"]
+
+
+def test_a_long_turn_comes_a_few_tokens_at_a_time():
+    """Each character once and complete, though tokens may end within it."""
+    turns = ["é" * 20 + scripted.SEARCHES, scripted.LONG_ANSWER]
+    with serving(ScriptedTool(turns)) as url:
+        *events, _ = events_of(url)
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+    (use,) = (i for i, delta in enumerate(deltas) if "tool_uses" in delta)
+    texts = [delta.get("reasoning_content", "") for delta in deltas]
+    assert "".join(texts[:use]) == turns[0]
+    assert "".join(texts[use:]) == f"\n{turns[1]}"
+    for pieces in (texts[1:use], texts[use + 1 : -2]):
+        assert len(pieces) > 2 and all(pieces)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +282,7 @@ def test_the_official_client_reads_a_stream(client):
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.content or "" for delta in deltas) == "city"
     thoughts = [d.reasoning_content for d in deltas if hasattr(d, "reasoning_content")]
-    assert thoughts == list(TURNS)
+    assert thoughts == STREAMED
     assert [d.citations for d in deltas if hasattr(d, "citations")] == [CITATIONS]
 
 
