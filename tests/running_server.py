@@ -54,6 +54,7 @@ class Tool(SearchTool):
 
     def __init__(self, search):
         self._engine, self._params, self._answerer = Engine(search), None, None
+        self._host = self._engine
         self._limits, self._max_chars = Limits(1, 50, 50, 50), 200
         self._changed, self._is_running = threading.Condition(), False
         self._waiting, self._batch, self._totals = [], [], collections.Counter()

@@ -261,9 +261,14 @@ class Host:
         on_change: called with a conversation after each of its turns, and after each
             call's result, from the thread that made it; a false result ends the rollout
             as truncated. None lets all go on.
+
+    Attributes:
         on_write: called with a conversation and the text so far of a turn that has not
-            ended, every few tokens. None lets turns be decoded in fewer calls.
+            ended, every few tokens; may be set between the calls of an engine. None
+            lets a turn be decoded in fewer calls of the device.
     """
+
+    on_write: Callable[[Conversation, str], None] | None = None
 
     def __init__(
         self,
@@ -273,11 +278,9 @@ class Host:
         limits: Limits,
         tools: Mapping[str, Tool] | None = None,
         on_change: Callable[[Conversation], bool] | None = None,
-        on_write: Callable[[Conversation, str], None] | None = None,
     ):
         self.tokenizer, self.protocol = tokenizer, protocol
-        self._on_change, self._on_write = on_change, on_write
-        self.shows_text = on_write is not None
+        self._on_change = on_change
         self.limits = limits
         self.tools = {SEARCH: search_tool(search), **(tools or {})}
         # Calls of `run_tools` overlap where the search says so and is the only tool.
@@ -336,8 +339,8 @@ class Host:
             conversation: that the policy goes on with.
             ids: [n] int32 of the turn so far; their last character may be incomplete.
         """
-        if self._on_write is not None:
-            self._on_write(conversation, self.tokenizer.decode(ids).rstrip("\ufffd"))
+        if self.on_write is not None:
+            self.on_write(conversation, self.tokenizer.decode(ids).rstrip("\ufffd"))
 
     def answer_turns(
         self,

@@ -338,7 +338,7 @@ class RolloutScheduler:
             min_finished=_share_of(len(decoding), FINISHED_SHARE) if decoding else 0,
             max_steps=(
                 STEPS_BETWEEN_LOOKS
-                if self.running_calls or self.host.shows_text
+                if self.running_calls or self.host.on_write
                 else self.host.limits.max_turn_tokens
             ),
             table=self.pages.table,

@@ -418,9 +418,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             else:
                 if isinstance(reply, Iterator):
                     self._stream(reply)
+                elif isinstance(reply, PlainText):
+                    self._reply(200, reply, reply.headers, kind=reply.kind)
                 else:
-                    headers = getattr(reply, "headers", None)
-                    self._reply(200, reply, headers, kind=getattr(reply, "kind", JSON))
+                    self._reply(200, reply)
         self.server.on_reply(self.route, self.status, time.monotonic() - started)
 
     def _log_fault(self, error):

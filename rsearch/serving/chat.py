@@ -133,10 +133,10 @@ def chat_routes(tool: SearchTool, model: str) -> tuple[dict, dict]:
             raise ChatError(str(error), "messages") from None
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
         head["model"] = model
-        steps = follow(tool, question, is_gone)
+        steps = follow(tool, question, is_gone, wants_steps=streams)
         if streams:
             return _stream(steps, head, wants_usage)
-        *_, group = steps
+        (group,) = steps
         return _completion(group, head)
 
     routes = {("GET", MODELS): models, ("POST", CHAT): chat}
@@ -144,7 +144,11 @@ def chat_routes(tool: SearchTool, model: str) -> tuple[dict, dict]:
 
 
 def follow(
-    tool: SearchTool, question: str, is_gone: Callable[[], bool]
+    tool: SearchTool,
+    question: str,
+    is_gone: Callable[[], bool],
+    *,
+    wants_steps: bool,
 ) -> Iterator[Progress | Group]:
     """Yield the steps of a question as they come, and at last its group.
 
@@ -153,17 +157,17 @@ def follow(
         question: that has been checked.
         is_gone: asked while nothing comes; a true result gives the question up, as the
             end of the iterator does.
+        wants_steps: False yields the group alone.
 
     Raises:
         RefusedError: nobody waits any more, or the search has failed.
     """
     items, given_up = queue.SimpleQueue(), threading.Event()
+    on_step = items.put if wants_steps else None
 
     def run():
         try:
-            items.put(
-                tool.ask(question, on_step=items.put, is_cancelled=given_up.is_set)
-            )
+            items.put(tool.ask(question, on_step=on_step, is_cancelled=given_up.is_set))
         except BaseException as error:
             items.put(error)
 

@@ -80,9 +80,9 @@ class SearchTool:
                 f"{opened!r}; name its index by --index=DIR, or go on with "
                 "--accept=retrieval"
             )
-        host = make_host(setup, on_change=self._follow, on_write=self._write)
+        self._host = make_host(setup, on_change=self._follow)
         self._engine = make_rollouts(
-            setup, host, temperature=0.0, top_p=1.0, group_size=1
+            setup, self._host, temperature=0.0, top_p=1.0, group_size=1
         )
         self._params = self._engine.place_params(load_params(setup))
         self._answerer = load_agent(config, "answerer", setup.mesh)
@@ -240,6 +240,8 @@ class SearchTool:
         calls = [call for call in calls if call.error is None]
         self._batch = [(c, i) for c in calls for i in range(len(c.questions))]
         questions = [c.questions[i] for c, i in self._batch]
+        is_followed = any(call.is_followed for call in calls)
+        self._host.on_write = self._write if is_followed else None
         try:
             groups = self._engine(
                 self._params,
@@ -297,12 +299,16 @@ class _Call:
         self._num_turns = self._num_uses = self._num_chars = 0
 
     @property
+    def is_followed(self):
+        return self._on_step is not None
+
+    @property
     def is_over(self):
         return self.error is not None or None not in self.groups
 
     def report(self, conversation):
         """Report what is new; a rollout that restarts repeats itself unheard."""
-        if self._on_step is None:
+        if not self.is_followed:
             return
         turns = [s.text for s in conversation.segments if s.source == Source.POLICY]
         for number, text in enumerate(turns):
@@ -315,7 +321,7 @@ class _Call:
 
     def report_text(self, number, text):
         """Report what is new in the text so far of the turn of this number."""
-        if self._on_step is not None and number == self._num_turns:
+        if self.is_followed and number == self._num_turns:
             start = "\n" if number and not self._num_chars else ""
             if new := text[self._num_chars :]:
                 self._on_step(start + new)

@@ -47,7 +47,6 @@ def make_host(
     *,
     search: SearchFn | None = None,
     on_change: Callable[[Conversation], bool] | None = None,
-    on_write: Callable[[Conversation, str], None] | None = None,
 ) -> Host:
     """Make the host's side of rollouts.
 
@@ -56,7 +55,7 @@ def make_host(
         protocol: None is the policy's, the only one whose observations a writer writes.
         limits: None is those of the configuration.
         search: None is that of the configuration.
-        on_change, on_write: see `Host`.
+        on_change: see `Host`.
     """
     writer = setup.writer if protocol is None else None
     search = wrap_search(
@@ -70,7 +69,7 @@ def make_host(
     tools = make_tools(names, Resources(search, read))
     protocol = protocol or setup.protocol
     limits = limits or setup.limits
-    return Host(setup.tokenizer, protocol, search, limits, tools, on_change, on_write)
+    return Host(setup.tokenizer, protocol, search, limits, tools, on_change)
 
 
 def make_rollouts(

@@ -182,11 +182,10 @@ def find(queries):
     return [None if q == "bad" else city for q in queries]
 
 
-def make_host(search=find, on_change=None, on_write=None, **limits):
+def make_host(search=find, on_change=None, **limits):
     """A Host that speaks Search-R1's language."""
     limits = dataclasses.replace(LIMITS, **limits)
-    hooks = dict(on_change=on_change, on_write=on_write)
-    return Host(tiny.tokenizer(), SEARCH_R1, search, limits, **hooks)
+    return Host(tiny.tokenizer(), SEARCH_R1, search, limits, on_change=on_change)
 
 
 def people(count):

@@ -14,7 +14,7 @@ class ScriptedTool(SearchTool):
     """The tool around a policy that writes these turns, whatever is asked."""
 
     def __init__(self, turns=TURNS, search=scripted.find):
-        host = scripted.make_host(search, self._follow, self._write)
+        self._host = host = scripted.make_host(search, self._follow)
         script = scripted.Script([turns])
         self._engine = RolloutEngine(script, host, num_rows=4, group_size=1)
         self._search, self._params, self._answerer = search, None, None
